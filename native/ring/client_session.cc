@@ -1,0 +1,307 @@
+#include "ring/client_session.h"
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "base/clock.h"
+
+namespace memd {
+namespace {
+
+// Spinning answers in well under a microsecond while the daemon's core is free; beyond 20 µs the daemon waits for a disk, and the core is
+// better given to it.
+constexpr uint64_t kSpinNs = 20'000;
+
+// Set in a forked child before it runs anything else: a flag instead of getpid() on every release.
+std::atomic<bool> in_forked_child{false};
+
+void watch_forks() {
+  static const int registered =
+      pthread_atfork(nullptr, nullptr, [] { in_forked_child.store(true, std::memory_order_relaxed); });
+  MEMD_CHECK_EQ(registered, 0);
+}
+
+void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+#endif
+}
+
+}  // namespace
+
+Result<std::shared_ptr<ClientSession>> ClientSession::create(ClientSessionOptions options) {
+  watch_forks();
+  auto memory = SharedMemory::map(std::move(options.session), sizeof(SessionLayout));
+  if (!memory.is_ok()) return memory.status();
+  auto table = SharedMemory::map(std::move(options.table), sizeof(TableLayout));
+  if (!table.is_ok()) return table.status();
+  const auto* header = reinterpret_cast<const SessionHeader*>(memory.value().data());
+  if (header->magic != kSessionMagic || header->protocol_version != kProtocolVersion) {
+    return error(StatusCode::invalid_argument,
+                 "client and daemon speak different versions of the session protocol; install the same version: ",
+                 kProtocolVersion,
+                 " here, ",
+                 header->protocol_version,
+                 " there");
+  }
+  if (options.segment_bytes == 0 || options.arena_reserved_bytes % options.segment_bytes != 0) {
+    return error(StatusCode::invalid_argument, "the arena is not whole segments");
+  }
+  void* base = mmap(
+      nullptr, options.arena_reserved_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (base == MAP_FAILED) {
+    return device_error(errno, concat("reserving ", options.arena_reserved_bytes, " bytes of addresses"));
+  }
+  return std::shared_ptr<ClientSession>(new ClientSession(std::move(memory).value(),
+                                                          std::move(table).value(),
+                                                          std::move(options),
+                                                          static_cast<std::byte*>(base)));
+}
+
+ClientSession::ClientSession(SharedMemory memory,
+                             SharedMemory table,
+                             ClientSessionOptions options,
+                             std::byte* base)
+    : memory_(std::move(memory)),
+      table_(std::move(table)),
+      layout_(reinterpret_cast<SessionLayout*>(memory_.data())),
+      doorbell_(std::move(options.doorbell)),
+      segment_bytes_(options.segment_bytes),
+      reserved_bytes_(options.arena_reserved_bytes),
+      more_segments_(std::move(options.more_segments)),
+      base_(base),
+      pid_(getpid()) {}
+
+ClientSession::~ClientSession() { munmap(base_, reserved_bytes_); }
+
+Status ClientSession::refuse_if_unusable() const {
+  if (in_forked_child.load(std::memory_order_relaxed) && getpid() != pid_) {
+    return error(StatusCode::invalid_argument,
+                 "this session belongs to the parent process; connect anew in the child: parent ",
+                 pid_,
+                 ", child ",
+                 getpid());
+  }
+  if (closed_.load(std::memory_order_relaxed)) {
+    return error(StatusCode::invalid_argument, "the session is closed; connect anew");
+  }
+  return Status::ok();
+}
+
+Status ClientSession::submit(const Request& request) {
+  const uint32_t head = layout_->header.request_head.load(std::memory_order_acquire);
+  if (request_tail_ - head >= kRingEntries) {
+    return error(StatusCode::unavailable, "the daemon takes no requests: its ring is full");
+  }
+  std::memcpy(&layout_->requests[request_tail_ % kRingEntries], &request, sizeof(request));
+  ++request_tail_;
+  // Publishes the entry to ServerRing::poll(), and is ordered before the load of server_sleeping: see ServerRing::prepare_to_sleep().
+  layout_->header.request_tail.store(request_tail_, std::memory_order_seq_cst);
+  if (layout_->header.server_sleeping.load(std::memory_order_seq_cst) != 0) ring_doorbell();
+  return Status::ok();
+}
+
+void ClientSession::ring_doorbell() noexcept {
+  const uint64_t one = 1;
+  // A full counter means that the doorbell rings already; there is nothing else that can go wrong with an eventfd.
+  [[maybe_unused]] const ssize_t written = write(doorbell_.get(), &one, sizeof(one));
+}
+
+void ClientSession::take_completions() {
+  bool taken = false;
+  for (;;) {
+    const uint32_t tail = layout_->header.completion_tail.load(std::memory_order_acquire);
+    if (tail == completion_head_) break;
+    Completion completion;
+    std::memcpy(&completion, &layout_->completions[completion_head_ % kRingEntries], sizeof(completion));
+    ++completion_head_;
+    if (const auto found = waiting_.find(completion.request_id); found != waiting_.end()) {
+      found->second->completion = completion;
+      found->second->done = true;
+      if (completion.code != 0) {
+        const char* text = layout_->messages[completion.message % kMessageCount];
+        found->second->message.assign(text, strnlen(text, kMessageBytes));
+      }
+      waiting_.erase(found);
+      taken = true;
+    } else if (const auto late = abandoned_.find(completion.request_id); late != abandoned_.end()) {
+      if (completion.code == 0) {
+        leases_held_.fetch_add(1, std::memory_order_relaxed);
+        release({.data = nullptr,
+                 .length_bytes = 0,
+                 .generation = 0,
+                 .pin_index = completion.pin,
+                 .pin = late->second});
+      }
+      abandoned_.erase(late);
+    }
+    layout_->header.completion_head.store(completion_head_, std::memory_order_release);
+  }
+  if (taken) completed_.notify_all();
+}
+
+Status ClientSession::wait_for(uint64_t request_id, uint64_t timeout_ns, Waiting* result) {
+  const SteadyClock clock;
+  const uint64_t start_ns = clock.now_ns();
+  auto& header = layout_->header;
+  for (;;) {
+    std::unique_lock lock(mutex_);
+    take_completions();
+    if (result->done) return Status::ok();
+    const uint64_t waited_ns = clock.now_ns() - start_ns;
+    // The daemon answers at the deadline itself and says on what it waited; the extra second is for a daemon that is gone.
+    if (waited_ns > timeout_ns + 1'000'000'000) {
+      waiting_.erase(request_id);
+      abandoned_[request_id] = 0;
+      return error(StatusCode::unavailable, "the daemon did not answer within ", waited_ns / 1'000'000, " ms");
+    }
+    if (waited_ns < kSpinNs) {
+      lock.unlock();
+      const uint32_t seen = completion_head_;
+      while (clock.now_ns() - start_ns < kSpinNs &&
+             header.completion_tail.load(std::memory_order_relaxed) == seen) {
+        pause_cpu();
+      }
+      continue;
+    }
+    if (someone_waits_in_kernel_) {
+      // Another thread sleeps on the futex and will take our completion with its own.
+      completed_.wait_for(lock, std::chrono::milliseconds(10));
+      continue;
+    }
+    someone_waits_in_kernel_ = true;
+    const uint32_t seen = completion_head_;
+    lock.unlock();
+    header.client_sleeping.store(1, std::memory_order_seq_cst);
+    if (header.completion_tail.load(std::memory_order_seq_cst) == seen) {
+      const timespec at_most{.tv_sec = 0, .tv_nsec = 100'000'000};
+      syscall(SYS_futex, &header.completion_tail, FUTEX_WAIT, seen, &at_most, nullptr, 0);
+    }
+    header.client_sleeping.store(0, std::memory_order_seq_cst);
+    lock.lock();
+    someone_waits_in_kernel_ = false;
+    take_completions();
+    completed_.notify_all();
+  }
+}
+
+Status ClientSession::map_segments_up_to(uint64_t end_bytes) {
+  if (end_bytes <= mapped_bytes_.load(std::memory_order_acquire)) return Status::ok();
+  const std::lock_guard lock(segments_mutex_);
+  while (mapped_bytes_.load(std::memory_order_relaxed) < end_bytes) {
+    const uint64_t mapped = mapped_bytes_.load(std::memory_order_relaxed);
+    auto segments = more_segments_(mapped / segment_bytes_);
+    if (!segments.is_ok()) return segments.status();
+    if (segments.value().empty()) {
+      return error(StatusCode::unavailable, "the daemon sent no segment for a lease at ", end_bytes);
+    }
+    uint64_t offset = mapped;
+    for (const OwnedFd& fd : segments.value()) {
+      struct stat status {};
+      if (offset + segment_bytes_ > reserved_bytes_ || fstat(fd.get(), &status) != 0 ||
+          static_cast<uint64_t>(status.st_size) != segment_bytes_) {
+        return error(StatusCode::invalid_argument, "the daemon sent a segment of another size");
+      }
+      void* at = mmap(
+          base_ + offset, segment_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd.get(), 0);
+      if (at == MAP_FAILED) return device_error(errno, concat("mapping a segment of ", segment_bytes_));
+      offset += segment_bytes_;
+    }
+    mapped_bytes_.store(offset, std::memory_order_release);
+  }
+  return Status::ok();
+}
+
+Result<LeasedBytes> ClientSession::lease(uint32_t shard_id,
+                                         Part part,
+                                         LeaseMode mode,
+                                         uint64_t timeout_ns) {
+  if (Status status = refuse_if_unusable(); !status.is_ok()) return status;
+  const SteadyClock clock;
+  const uint64_t start_ns = clock.now_ns();
+  Waiting result;
+  uint64_t request_id = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    if (waiting_.size() + abandoned_.size() >= kRingEntries / 2) {
+      return error(StatusCode::unavailable, "too many leases wait at once: ", waiting_.size());
+    }
+    request_id = request_id_next_++;
+    waiting_[request_id] = &result;
+    Request request{};
+    request.request_id = request_id;
+    request.opcode = Opcode::lease;
+    request.shard_id = shard_id;
+    request.part = part;
+    request.mode = mode;
+    request.timeout_ns = timeout_ns;
+    if (Status status = submit(request); !status.is_ok()) {
+      waiting_.erase(request_id);
+      return status;
+    }
+  }
+  const uint32_t pin = mode == LeaseMode::read ? kReaderPin : kWriterPin;
+  const Status waited = wait_for(request_id, timeout_ns, &result);
+  lease_wait_ns_.fetch_add(clock.now_ns() - start_ns, std::memory_order_relaxed);
+  if (!waited.is_ok()) {
+    const std::lock_guard lock(mutex_);
+    if (const auto late = abandoned_.find(request_id); late != abandoned_.end()) late->second = pin;
+    return waited;
+  }
+  const Completion& completion = result.completion;
+  if (completion.code != 0) {
+    return Status(
+        static_cast<StatusCode>(completion.code), std::move(result.message), completion.error_number);
+  }
+  lease_count_.fetch_add(1, std::memory_order_relaxed);
+  leases_held_.fetch_add(1, std::memory_order_relaxed);
+  const LeasedBytes lease{.data = base_ + completion.offset_bytes,
+                          .length_bytes = completion.length_bytes,
+                          .generation = completion.generation,
+                          .pin_index = completion.pin,
+                          .pin = pin};
+  if (Status status = map_segments_up_to(completion.offset_bytes + completion.length_bytes);
+      !status.is_ok()) {
+    release(lease);
+    return status;
+  }
+  return lease;
+}
+
+void ClientSession::release(const LeasedBytes& lease) noexcept {
+  // rings and counters are not mapped in a child
+  if (in_forked_child.load(std::memory_order_relaxed) && getpid() != pid_) return;
+  layout_->pins[lease.pin_index % kPinCount].fetch_sub(lease.pin, std::memory_order_seq_cst);
+  leases_held_.fetch_sub(1, std::memory_order_relaxed);
+  // Ordered after the decrement: either the daemon, which sets the flag and then scans the pins, sees it gone, or we see the flag.
+  if (layout_->header.release_wanted.load(std::memory_order_seq_cst) != 0) ring_doorbell();
+}
+
+Status ClientSession::prefetch(uint32_t shard_id) {
+  if (Status status = refuse_if_unusable(); !status.is_ok()) return status;
+  const std::lock_guard lock(mutex_);
+  Request request{};
+  request.opcode = Opcode::prefetch;
+  request.shard_id = shard_id;
+  const uint32_t head = layout_->header.request_head.load(std::memory_order_acquire);
+  if (request_tail_ - head >= kRingEntries / 2) return Status::ok();  // a hint: leases come first
+  return submit(request);
+}
+
+ClientStatistics ClientSession::statistics() const {
+  return {.lease_count = lease_count_.load(std::memory_order_relaxed),
+          .lease_wait_ns = lease_wait_ns_.load(std::memory_order_relaxed),
+          .leases_held = leases_held_.load(std::memory_order_relaxed)};
+}
+
+}  // namespace memd

@@ -1,0 +1,107 @@
+// A trainer's end: rings, pins, and the arena mapped back to back.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "base/owned_fd.h"
+#include "base/status.h"
+#include "ring/layout.h"
+#include "ring/shared_memory.h"
+
+namespace memd {
+
+struct ClientSessionOptions {
+  OwnedFd session;
+  OwnedFd table;
+  OwnedFd doorbell;
+  uint64_t segment_bytes = 0;
+  uint64_t arena_reserved_bytes = 0;
+  /// Descriptors of the arena's segments from the given index on; called while a lease waits for one that is not mapped.
+  std::function<Result<std::vector<OwnedFd>>(uint64_t first)> more_segments;
+};
+
+/// Where a leased shard lies. Give it back with ClientSession::release(), once, from any thread.
+struct LeasedBytes {
+  std::byte* data = nullptr;
+  uint64_t length_bytes = 0;
+  uint64_t generation = 0;
+  uint32_t pin_index = 0;
+  uint32_t pin = 0;  // kReaderPin or kWriterPin
+};
+
+struct ClientStatistics {
+  uint64_t lease_count = 0;
+  uint64_t lease_wait_ns = 0;
+  int64_t leases_held = 0;
+};
+
+/// Any thread may call it. In a forked child every call is refused and release() does nothing: rings and counters are not mapped there, while
+/// the arena is, so that tensors a DataLoader worker inherited can be read.
+class ClientSession {
+ public:
+  static Result<std::shared_ptr<ClientSession>> create(ClientSessionOptions options);
+  ~ClientSession();
+
+  /// Waits for a short spin, then on a futex, at most `timeout_ns`.
+  Result<LeasedBytes> lease(uint32_t shard_id, Part part, LeaseMode mode, uint64_t timeout_ns);
+  void release(const LeasedBytes& lease) noexcept;
+  /// May be dropped where the ring is full.
+  Status prefetch(uint32_t shard_id);
+
+  ClientStatistics statistics() const;
+  /// Refuses further calls. The mappings live until the last lease is released (shared ownership).
+  void close() { closed_.store(true, std::memory_order_relaxed); }
+
+ private:
+  struct Waiting {
+    bool done = false;
+    Completion completion{};
+    std::string message;
+  };
+
+  ClientSession(SharedMemory memory, SharedMemory table, ClientSessionOptions options, std::byte* base);
+  Status refuse_if_unusable() const;
+  Status submit(const Request& request);
+  /// Takes what has completed and wakes those who wait for it. Called with `mutex_` held.
+  void take_completions();
+  Status wait_for(uint64_t request_id, uint64_t timeout_ns, Waiting* result);
+  Status map_segments_up_to(uint64_t end_bytes);
+  void ring_doorbell() noexcept;
+
+  SharedMemory memory_;
+  SharedMemory table_;
+  SessionLayout* layout_;
+  OwnedFd doorbell_;
+  uint64_t segment_bytes_;
+  uint64_t reserved_bytes_;
+  std::function<Result<std::vector<OwnedFd>>(uint64_t)> more_segments_;
+  std::byte* base_;
+  int pid_;
+
+  std::mutex mutex_;  // request producer, completion consumer, waiting_
+  std::condition_variable completed_;
+  bool someone_waits_in_kernel_ = false;
+  uint32_t request_tail_ = 0;
+  uint32_t completion_head_ = 0;
+  uint64_t request_id_next_ = 1;
+  std::unordered_map<uint64_t, Waiting*> waiting_;
+  // Given up at their deadline: when their completion comes, the pin it carries is given back.
+  std::unordered_map<uint64_t, uint32_t> abandoned_;
+
+  std::mutex segments_mutex_;
+  std::atomic<uint64_t> mapped_bytes_{0};
+
+  std::atomic<bool> closed_{false};
+  std::atomic<uint64_t> lease_count_{0};
+  std::atomic<uint64_t> lease_wait_ns_{0};
+  std::atomic<int64_t> leases_held_{0};
+};
+
+}  // namespace memd

@@ -1,0 +1,64 @@
+// The daemon's end of one session's rings.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "base/owned_fd.h"
+#include "base/status.h"
+#include "ring/layout.h"
+#include "ring/shared_memory.h"
+
+namespace memd {
+
+/// Owned by the server thread, which is the only one that calls it. Nothing here blocks.
+class ServerRing {
+ public:
+  static Result<ServerRing> create();
+
+  /// The next request, copied to private memory; nothing where the ring is empty. A client that claims more entries than the ring has breaks the
+  /// protocol: `broken()` is true from then on, and nothing more is taken.
+  std::optional<Request> poll();
+  bool broken() const { return broken_; }
+
+  /// `code`, `error_number` and `message` come from `status`; the rest from `fields`. False where the client left no room, which only one that
+  /// breaks the protocol does.
+  bool publish(const Completion& fields, const Status& status);
+
+  /// Before the server thread sleeps: tells the client to ring. Returns whether a request came meanwhile, in which case don't sleep.
+  bool prepare_to_sleep();
+  void wake() { header().server_sleeping.store(0, std::memory_order_relaxed); }
+  void want_release(bool wanted);
+
+  /// A sample of one counter; the client may change it at any time.
+  uint32_t pins(uint32_t index) const {
+    return layout_->pins[index].load(std::memory_order_seq_cst);
+  }
+  /// On behalf of the client, before the completion that tells it so is published.
+  void add_pin(uint32_t index, uint32_t pin) {
+    layout_->pins[index].fetch_add(pin, std::memory_order_seq_cst);
+  }
+  void clear_pin(uint32_t index) { layout_->pins[index].store(0, std::memory_order_seq_cst); }
+
+  int session_fd() const { return memory_.fd(); }
+  int doorbell_fd() const { return doorbell_.get(); }
+
+ private:
+  ServerRing(SharedMemory memory, OwnedFd doorbell)
+      : memory_(std::move(memory)),
+        layout_(reinterpret_cast<SessionLayout*>(memory_.data())),
+        doorbell_(std::move(doorbell)) {}
+  SessionHeader& header() { return layout_->header; }
+
+  SharedMemory memory_;
+  SessionLayout* layout_;
+  OwnedFd doorbell_;
+  // The daemon's own copies: what the shared words say of its own side is never read back.
+  uint32_t request_head_ = 0;
+  uint32_t completion_tail_ = 0;
+  uint32_t message_next_ = 0;
+  bool broken_ = false;
+};
+
+}  // namespace memd

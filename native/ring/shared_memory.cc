@@ -1,0 +1,59 @@
+#include "ring/shared_memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+
+namespace memd {
+
+Result<SharedMemory> SharedMemory::create(const char* name, uint64_t bytes) {
+  OwnedFd fd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd.is_open()) return device_error(errno, concat("memfd_create of ", bytes, " bytes"));
+  // memfd inodes are mode 0777: without this a process of another user that was handed the descriptor can open it anew.
+  if (fchmod(fd.get(), 0600) != 0) return device_error(errno, "fchmod of a memfd");
+  if (ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) {
+    return device_error(errno, concat("ftruncate of a memfd to ", bytes, " bytes"));
+  }
+  if (fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    return device_error(errno, "sealing a memfd");
+  }
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
+  if (data == MAP_FAILED) return device_error(errno, concat("mmap of ", bytes, " bytes"));
+  return SharedMemory(std::move(fd), static_cast<std::byte*>(data), bytes);
+}
+
+Result<SharedMemory> SharedMemory::map(OwnedFd fd, uint64_t bytes) {
+  struct stat status {};
+  if (fstat(fd.get(), &status) != 0) return device_error(errno, "fstat of the daemon's descriptor");
+  if (static_cast<uint64_t>(status.st_size) != bytes) {
+    return error(StatusCode::invalid_argument,
+                 "the daemon's shared memory has another layout: client and daemon are of different versions; ",
+                 "install the same one: ",
+                 bytes,
+                 " bytes expected, got ",
+                 status.st_size);
+  }
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
+  if (data == MAP_FAILED) return device_error(errno, concat("mmap of ", bytes, " bytes"));
+  SharedMemory memory(OwnedFd(), static_cast<std::byte*>(data), bytes);
+  if (madvise(data, bytes, MADV_DONTFORK) != 0) return device_error(errno, "madvise(MADV_DONTFORK)");
+  return memory;
+}
+
+SharedMemory& SharedMemory::operator=(SharedMemory&& other) noexcept {
+  if (this != &other) {
+    if (data_ != nullptr) munmap(data_, bytes_);
+    fd_ = std::move(other.fd_);
+    data_ = std::exchange(other.data_, nullptr);
+    bytes_ = std::exchange(other.bytes_, 0);
+  }
+  return *this;
+}
+
+SharedMemory::~SharedMemory() {
+  if (data_ != nullptr) munmap(data_, bytes_);
+}
+
+}  // namespace memd

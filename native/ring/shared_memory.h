@@ -1,0 +1,41 @@
+// A sealed memfd of fixed layout, mapped by the daemon and by one or more clients.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "base/owned_fd.h"
+#include "base/status.h"
+
+namespace memd {
+
+/// Owns the mapping and, on the daemon's side, the descriptor. Pages appear when they are touched.
+class SharedMemory {
+ public:
+  /// A new memfd of `bytes` zeros, mode 0600, sealed against resizing and further seals.
+  static Result<SharedMemory> create(const char* name, uint64_t bytes);
+  /// Maps what a daemon sent, after checking its size. A forked child does not inherit the mapping.
+  static Result<SharedMemory> map(OwnedFd fd, uint64_t bytes);
+
+  SharedMemory() = default;
+  SharedMemory(SharedMemory&& other) noexcept
+      : fd_(std::move(other.fd_)),
+        data_(std::exchange(other.data_, nullptr)),
+        bytes_(std::exchange(other.bytes_, 0)) {}
+  SharedMemory& operator=(SharedMemory&& other) noexcept;
+  ~SharedMemory();
+
+  int fd() const { return fd_.get(); }
+  std::byte* data() const { return data_; }
+
+ private:
+  SharedMemory(OwnedFd fd, std::byte* data, uint64_t bytes)
+      : fd_(std::move(fd)), data_(data), bytes_(bytes) {}
+
+  OwnedFd fd_;
+  std::byte* data_ = nullptr;
+  uint64_t bytes_ = 0;
+};
+
+}  // namespace memd

@@ -1,0 +1,52 @@
+// Where bytes lie on disk, and which of a volume's bytes are free.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <vector>
+
+#include "base/checksum.h"
+#include "base/status.h"
+
+namespace memd {
+
+/// A contiguous range of one device with the checksum of what it holds. Written once, never overwritten in place.
+/// `length_bytes` is a multiple of kBlockBytes; 0: there is no extent (state that was never written is zero).
+struct ExtentRecord {
+  ExtentAddress address;
+  uint32_t length_bytes = 0;
+  uint64_t checksum = 0;
+
+  bool exists() const { return length_bytes != 0; }
+};
+
+/// Free space of all devices of a set. Next fit per device, so that what is written together lies together; devices take turns, weighted by
+/// their free space. One thread (the server thread) calls it.
+class FreeExtents {
+ public:
+  /// `begin_bytes` to `end_bytes` of `device` become free space.
+  void add_device(uint16_t device, uint64_t begin_bytes, uint64_t end_bytes);
+
+  /// An extent without a checksum yet, or nothing where no gap of `length_bytes` is left.
+  std::optional<ExtentRecord> allocate(uint32_t length_bytes);
+  void release(const ExtentRecord& extent);
+  /// Takes the range out of the free space at start; an error where part of it is not free: two owners, or outside of the volume.
+  Status reserve(const ExtentRecord& extent);
+
+  uint64_t free_bytes() const { return free_bytes_; }
+  uint64_t capacity_bytes() const { return capacity_bytes_; }
+
+ private:
+  struct Device {
+    std::map<uint64_t, uint64_t> gaps;  // offset → length
+    uint64_t next_offset_bytes = 0;
+    uint64_t free_bytes = 0;
+  };
+
+  std::vector<Device> devices_;
+  uint64_t free_bytes_ = 0;
+  uint64_t capacity_bytes_ = 0;
+};
+
+}  // namespace memd
