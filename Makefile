@@ -1,0 +1,71 @@
+# make demo        trains a model that does not fit into the memory it is given    ARGS="--steps 30 --verify"
+# make test        native and Python tests                                       PYTEST_ARGS="-k lease"
+# make bench       this machine's figures, as JSON under tests/bench/out
+# make lint        formatting, spelling, types; `make format` cures the first
+# make tidy        clang-tidy (slow)
+# make regenerate  the committed protobuf code and type stub
+# make clean       what a build leaves behind; `make distclean` .venv too
+#
+# Each does all its set-up: see deploy/setup/setup.sh for PYTHON, TORCH and TORCH_INDEX.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench lint format tidy regenerate clean distclean
+
+export PYTHON TORCH TORCH_INDEX
+
+SETUP := deploy/setup/setup.sh
+IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
+NATIVE_SOURCES = $(wildcard native/*/*.h native/*/*.cc tests/native/*.h tests/native/*.cc)
+
+help:
+	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
+
+demo:
+	@$(SETUP) demo
+	$(IN_VENV) memd demo $(ARGS)
+
+test:
+	@$(SETUP) test
+	@started=$$SECONDS; \
+	ctest --test-dir build/release --output-on-failure --no-tests=error -j 2; \
+	$(IN_VENV) python -m pytest $(PYTEST_ARGS); \
+	echo "make test: $$((SECONDS - started)) s after set-up"
+
+bench:
+	@$(SETUP) test
+	@mkdir -p tests/bench/out
+	@for bench in tests/bench/bench_*.py; do \
+	  echo "$$bench"; $(IN_VENV) python "$$bench" --json "tests/bench/out/$$(basename "$$bench" .py).json"; \
+	done
+
+lint:
+	@$(SETUP) lint
+	$(IN_VENV) ruff check
+	$(IN_VENV) ruff format --check
+	$(IN_VENV) clang-format --dry-run -Werror $(NATIVE_SOURCES)
+	$(IN_VENV) codespell
+	$(IN_VENV) mypy
+
+format:
+	@$(SETUP) lint
+	$(IN_VENV) ruff check --fix --select I
+	$(IN_VENV) ruff format
+	$(IN_VENV) clang-format -i $(NATIVE_SOURCES)
+
+tidy:
+	@$(SETUP) tidy
+	$(IN_VENV) clang-tidy -p build/release --quiet $(wildcard native/*/*.cc)
+
+regenerate:
+	@$(SETUP) test
+	$(IN_VENV) python proto/regenerate.py
+	$(IN_VENV) python -m nanobind.stubgen -m memd_native._core -o native/python/memd_native/_core.pyi
+
+clean:
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/bench/out
+	find memd client proto native tests -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv

@@ -1,0 +1,201 @@
+#!/usr/bin/env bash
+# Prepares a checkout for `make demo`, `make test`, `make lint` or `make tidy`: Debian packages, .venv, torch, memd itself.
+# Every part is skipped where it already stands, so a second run costs about a second.
+#
+#   deploy/setup/setup.sh demo|test|lint|tidy
+#
+# PYTHON       the interpreter that .venv is made from (default: the first of python3, python3.14 … python3.11 that is new enough)
+# TORCH        a pip requirement or the path of a wheel, instead of choose_torch.py's choice
+# TORCH_INDEX  a further package index that offers torch builds
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+readonly purpose=${1:?usage: deploy/setup/setup.sh demo|test|lint|tidy}
+readonly venv=.venv stamps=.venv/memd-setup build=build/release
+
+say() { printf '%s\n' "memd set-up: $*" >&2; }
+die() { say "$@"; exit 1; }
+
+# --- the interpreter ------------------------------------------------------------------------------------------------
+
+# A pyenv shim answers to every name and fails when called, so candidates are run, not looked up.
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11}; do
+    "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11)); ' 2>/dev/null || continue
+    "$candidate" -c 'import sys; print(sys.executable)'
+    return
+  done
+  die "Python 3.11 or newer is needed and ${PYTHON:-python3} is not that; install one, or name it: make $purpose PYTHON=/path/to/python3"
+}
+
+# --- system packages ------------------------------------------------------------------------------------------------
+
+# What is checked is what the build uses, not which package it came from: a compiler of one's own will do.
+has_header() { printf '#if !__has_include(<%s>)\n#error\n#endif\n' "$1" | g++ -E -x c++ - -o /dev/null; }
+has_python_module() { "$python" -c "import $1"; }
+has_python_headers() { test -f "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h"; }
+
+need() {
+  local package=$1; shift
+  "$@" >/dev/null 2>&1 || missing+=("$package")
+}
+
+list_missing() {
+  local version
+  version=$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
+  missing=()
+  need "$version-venv" has_python_module ensurepip
+  need "$version-dev" has_python_headers
+  need g++ g++ --version
+  need cmake cmake --version
+  need ninja-build ninja --version
+  need liburing-dev has_header liburing.h
+  need libxxhash-dev has_header xxhash.h
+  if [[ $purpose == test ]]; then
+    need libgtest-dev has_header gtest/gtest.h
+    need systemd systemd-analyze --version
+  fi
+}
+
+as_root() {
+  if ((EUID == 0)); then
+    "$@"
+  else
+    sudo "$@"
+  fi
+}
+
+can_be_root() {
+  ((EUID == 0)) || sudo -n true 2>/dev/null || { [[ -t 0 ]] && command -v sudo >/dev/null; }
+}
+
+update_lists() { as_root apt-get -qq update; }
+
+lists_are_fresh() { [[ -n $(find /var/lib/apt/lists -maxdepth 1 -name '*_Packages*' -mtime -1 -print -quit) ]]; }
+
+install_packages() {
+  as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300 \
+    install -y --no-install-recommends "$@" >&2
+}
+
+ensure_packages() {
+  list_missing
+  ((${#missing[@]})) || return 0
+  if ! command -v apt-get >/dev/null; then
+    die "these are missing (names as in Debian) and there is no apt-get to install them with: ${missing[*]}"
+  elif ! can_be_root; then
+    die "these packages are missing; install them and run make $purpose again: sudo apt-get install ${missing[*]}"
+  fi
+  say "installing ${missing[*]}"
+  lists_are_fresh || update_lists
+  install_packages "${missing[@]}" || { update_lists && install_packages "${missing[@]}"; } ||
+    die "apt-get could not install these packages: ${missing[*]}"
+  list_missing
+  ((${#missing[@]} == 0)) || die "$python still lacks: ${missing[*]} (name another interpreter: make $purpose PYTHON=/usr/bin/python3)"
+}
+
+# Debian's package of promtool is Prometheus itself, which would be started as a service; the tests need the one program.
+ensure_promtool() {
+  ! command -v promtool >/dev/null || return 0
+  [[ ! -x $venv/bin/promtool ]] || return 0
+  command -v apt-get >/dev/null || die "promtool (part of Prometheus) is missing and there is no apt-get to fetch it with"
+  say "fetching promtool"
+  local folder=build/setup/prometheus
+  rm -rf "$folder" && mkdir -p "$folder"
+  (
+    cd "$folder"
+    lists_are_fresh || ! can_be_root || update_lists
+    apt-get -qq download prometheus 2>/dev/null && dpkg-deb --extract prometheus_*.deb .
+  ) || die "apt-get could not download the package prometheus; put promtool on PATH and run make $purpose again"
+  install -m 755 "$folder/usr/bin/promtool" "$venv/bin/promtool"
+  rm -rf "$folder"
+}
+
+# --- .venv ----------------------------------------------------------------------------------------------------------
+
+# A stamp holds what its part was made from, so a part is made again when that changes.
+is_current() { [[ -f $stamps/$1 && $(<"$stamps/$1") == "$2" ]]; }
+stamp() { printf '%s' "$2" >"$stamps/$1"; }
+
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@" >&2; }
+
+ensure_venv() {
+  if ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then
+    say "creating $venv with $python"
+    "$python" -m venv --clear "$venv"
+  fi
+  mkdir -p "$stamps"
+}
+
+ensure_torch() {
+  local key="${TORCH:-default} ${TORCH_INDEX:-}"
+  ! is_current torch "$key" || return 0
+  local requirement=${TORCH:-}
+  if [[ -z $requirement ]] && "$venv/bin/python" -c 'from importlib.metadata import version; version("torch")' 2>/dev/null; then
+    say "keeping the torch that is in $venv"
+  else
+    [[ -n $requirement ]] || requirement=$("$venv/bin/python" deploy/setup/choose_torch.py)
+    say "installing $requirement"
+    pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$requirement"
+  fi
+  stamp torch "$key"
+}
+
+build_requirements() {
+  "$venv/bin/python" -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")'
+}
+
+# memd is installed editable: Python sources are used where they lie, only the compiled module is copied.
+ensure_memd() {
+  local key extra=$1
+  key="$(sha256sum pyproject.toml) $("$venv/bin/python" --version) $(<"$stamps/torch")"
+  ! { is_current "memd-$extra" "$key" && [[ -f $build/build.ninja ]]; } || return 0
+  say "installing memd[$extra]"
+  "$venv/bin/python" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >"$stamps/constraints.txt"
+  local requirements
+  mapfile -t requirements < <(build_requirements)
+  pip install -q -c "$stamps/constraints.txt" "${requirements[@]}"
+  pip install -q -c "$stamps/constraints.txt" --no-build-isolation -C "build-dir=$build" -e ".[$extra]"
+  stamp "memd-$extra" "$key"
+}
+
+ensure_tools() {
+  local key
+  key=$(sha256sum pyproject.toml)
+  ! is_current "$1" "$key" || return 0
+  local requirements
+  mapfile -t requirements < <("$venv/bin/python" -c '
+import sys, tomllib
+print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]], sep="\n")' "$1")
+  say "installing ${requirements[*]}"
+  pip install -q "${requirements[@]}"
+  stamp "$1" "$key"
+}
+
+# --- the native part ------------------------------------------------------------------------------------------------
+
+build_native() {
+  local log=$build/build.log
+  local targets=(_core)
+  if [[ $purpose == test ]]; then
+    targets=(all)
+    cmake -DMEMD_TESTS=ON "$build" >"$log" 2>&1 || { cat "$log" >&2; die "cmake could not configure $build"; }
+  fi
+  cmake --build "$build" --target "${targets[@]}" >"$log" 2>&1 || { cat "$log" >&2; die "the native build failed"; }
+  cmake --install "$build" --component python --prefix "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')" >>"$log"
+}
+
+started=$SECONDS
+python=$(find_python)
+ensure_packages
+ensure_venv
+ensure_torch
+case $purpose in
+  demo) ensure_memd demo ;;
+  test) ensure_memd test && ensure_promtool ;;
+  lint | tidy) ensure_memd test && ensure_tools "$purpose" ;;
+  *) die "no such purpose: $purpose (demo, test, lint, tidy)" ;;
+esac
+build_native
+say "ready after $((SECONDS - started)) s"
