@@ -1,0 +1,156 @@
+"""The repository's own rules, as tests: what no linter knows."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[2]
+NATIVE = ROOT / "native"
+# A folder may include only from itself and from those before it.
+NATIVE_LAYERS = ("base", "arena", "ring", "io", "optim", "plan", "store", "server", "bind")
+FILE_BYTES_MAX = 500 * 1024
+TOP_LEVEL = {
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
+    "LICENSE",
+    "Makefile",
+    "README.md",
+    "client",
+    "deploy",
+    "memd",
+    "native",
+    "proto",
+    "pyproject.toml",
+    "tests",
+}
+# Generated, or a text that is not ours.
+NOT_OURS = ("proto/memd_proto/", "LICENSE")
+
+
+def repository_files() -> list[Path]:
+    """Tracked files and those that would be: what `git add` would take."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [path for line in listing.splitlines() if (path := ROOT / line).is_file()]
+
+
+def our_texts() -> Iterator[tuple[Path, str]]:
+    for path in repository_files():
+        relative = path.relative_to(ROOT)
+        if not relative.as_posix().startswith(NOT_OURS):
+            yield relative, path.read_text(encoding="utf-8")
+
+
+def native_files(*suffixes: str) -> list[Path]:
+    return sorted(
+        path for path in NATIVE.glob("*/*") if path.suffix in suffixes and path.parent.is_dir()
+    )
+
+
+def imported_modules(path: Path) -> set[str]:
+    """The top-level names of everything that a Python file imports, at any depth of its code."""
+    modules: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            modules.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            modules.add(node.module.partition(".")[0])
+    return modules
+
+
+def importers(folder: Path, *forbidden: str) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.pyi")])
+        for name in sorted(imported_modules(path) & set(forbidden))
+    ]
+
+
+def test_native_folders_include_only_from_those_before_them() -> None:
+    assert {path.parent.name for path in native_files(".h", ".cc")} <= set(NATIVE_LAYERS)
+    wrong = [
+        f"{path.relative_to(ROOT)} includes {included}"
+        for path in native_files(".h", ".cc")
+        for included in re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE)
+        if included.partition("/")[0]
+        not in NATIVE_LAYERS[: NATIVE_LAYERS.index(path.parent.name) + 1]
+    ]
+    assert not wrong
+
+
+def test_every_native_header_compiles_alone() -> None:
+    def compile_alone(header: Path) -> str:
+        command = ["g++", "-std=c++20", "-fsyntax-only", f"-I{NATIVE}", "-x", "c++", str(header)]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stderr
+
+    # Those of the binding need Python's and nanobind's headers; the build compiles them.
+    headers = [path for path in native_files(".h") if path.parent.name != "bind"]
+    assert headers
+    with ThreadPoolExecutor(2) as pool:
+        errors = [
+            f"{header.relative_to(ROOT)}: {error}"
+            for header, error in zip(headers, pool.map(compile_alone, headers), strict=True)
+            if "error:" in error
+        ]
+    assert not errors
+
+
+def test_the_client_never_imports_the_daemon() -> None:
+    assert not importers(ROOT / "client", "memd")
+
+
+def test_the_daemon_imports_torch_only_for_the_demo() -> None:
+    found = importers(ROOT / "memd", "torch", "memd_client", "numpy")
+    assert not [line for line in found if not line.startswith(("memd/demo/", "memd/demo.py "))]
+
+
+def test_the_native_package_knows_neither_the_daemon_nor_the_client() -> None:
+    assert not importers(NATIVE / "python", "memd", "memd_client", "memd_proto", "torch")
+
+
+def test_no_unfinished_business_is_left_in_the_sources() -> None:
+    marks = re.compile("|".join(("FIX" + "ME", "TO" + "DO", "X" * 3)) + r"\b")
+    assert not [str(path) for path, text in our_texts() if marks.search(text)]
+
+
+def test_no_file_names_the_machine_it_was_written_on() -> None:
+    paths = re.compile(r"(?<![\w.])/(?:root|home|work|workspace|Users)/\w+")
+    assert not [
+        f"{path}: {found.group()}" for path, text in our_texts() if (found := paths.search(text))
+    ]
+
+
+def test_no_large_file_is_tracked() -> None:
+    large = {path for path in repository_files() if path.stat().st_size > FILE_BYTES_MAX}
+    assert not large
+
+
+def test_the_top_level_holds_what_the_readme_explains() -> None:
+    names = {path.relative_to(ROOT).parts[0] for path in repository_files()}
+    assert {name for name in names if not name.startswith(".")} <= TOP_LEVEL
+
+
+def test_the_readme_shows_the_folders_that_exist() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```\w*\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    # A tree is a block whose unindented lines begin with paths: `native/base/   status, units`.
+    trees = [block for block in blocks if re.match(r"(?:[\w.-]+/)+(?:\s|$)", block)]
+    if not trees:
+        pytest.skip("README.md shows no tree of the repository")
+    shown = [
+        line.split()[0]
+        for tree in trees
+        for line in tree.splitlines()
+        if re.match(r"[\w.-]+(?:/[\w.-]*)*(?:\s|$)", line)
+    ]
+    assert [name for name in shown if not (ROOT / name).exists()] == []
