@@ -27,7 +27,7 @@ class Arena {
 
   /// Appends a segment of `segment_bytes`; its memory becomes free space.
   Status add(Segment segment);
-  /// Takes the last segment away if no slot lies in it.
+  /// Takes the last segment away if no slot lies in it. It has no mapping until it is moved into another range.
   std::optional<Segment> remove_last();
 
   /// Offset of `bytes` (rounded up to whole blocks) that nobody holds, or nothing where no gap is long enough.
@@ -48,6 +48,7 @@ class Arena {
  private:
   Arena(std::byte* base, uint64_t reserved_bytes, uint64_t segment_bytes)
       : base_(base), reserved_bytes_(reserved_bytes), segment_bytes_(segment_bytes) {}
+  void add_gap(uint64_t offset_bytes, uint64_t bytes);
 
   std::byte* base_;
   uint64_t reserved_bytes_;

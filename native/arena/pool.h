@@ -55,9 +55,12 @@ class Pool {
   const PoolReport& report() const { return report_; }
 
  private:
-  explicit Pool(PoolReport report) : report_(std::move(report)) {}
-  Status add_segment(bool lock_required);
+  explicit Pool(const PoolOptions& options) : huge_pages_(options.huge_pages), lock_(options.lock) {}
+  Status fill(uint64_t segment_count);
+  Result<Segment> create_segment();
 
+  bool huge_pages_;  // until they are refused for the first time
+  LockMode lock_;
   PoolReport report_;
   std::vector<Segment> free_;
 };

@@ -3,7 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
+#include <utility>
 
 #include "base/owned_fd.h"
 #include "base/status.h"
@@ -34,14 +34,19 @@ class Segment {
   /// mlock of the mapping.
   Status lock();
   /// Moves the mapping (locked pages stay locked) to `address` inside a range reserved by the caller, replacing what is mapped there.
+  /// A segment without a mapping gets one, locked if it was.
   Status move_to(std::byte* address);
+  /// Gives up the mapping and leaves the addresses reserved without access, for the range's owner. The bytes stay; data() is null.
+  void leave_reserved();
 
  private:
   Segment(OwnedFd fd, std::byte* data, uint64_t bytes) : fd_(std::move(fd)), data_(data), bytes_(bytes) {}
+  void unmap();
 
   OwnedFd fd_;
   std::byte* data_ = nullptr;
   uint64_t bytes_ = 0;
+  bool locked_ = false;
 };
 
 }  // namespace memd

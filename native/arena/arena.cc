@@ -1,0 +1,146 @@
+#include "arena/arena.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <iterator>
+#include <utility>
+
+#include "base/units.h"
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(address, bytes) ((void)(address), (void)(bytes))
+#define ASAN_UNPOISON_MEMORY_REGION(address, bytes) ((void)(address), (void)(bytes))
+#endif
+
+namespace memd {
+namespace {
+
+constexpr uint64_t kAlignmentBytes = 2_MiB;  // huge pages can be mapped nowhere else
+
+/// Address space without access, aligned for huge pages.
+std::byte* reserve(uint64_t bytes) {
+  const uint64_t reserved_bytes = bytes + kAlignmentBytes;
+  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* mapping = ::mmap(nullptr, reserved_bytes, PROT_NONE, kFlags, -1, 0);
+  if (mapping == MAP_FAILED) return nullptr;
+  auto* start = static_cast<std::byte*>(mapping);
+  const auto address = reinterpret_cast<uintptr_t>(start);
+  const uint64_t head_bytes = align_up(address, kAlignmentBytes) - address;
+  const uint64_t tail_bytes = kAlignmentBytes - head_bytes;
+  if (head_bytes != 0) MEMD_CHECK_EQ(::munmap(start, head_bytes), 0);
+  if (tail_bytes != 0) MEMD_CHECK_EQ(::munmap(start + head_bytes + bytes, tail_bytes), 0);
+  return start + head_bytes;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Arena>> Arena::create(uint64_t reserved_bytes, uint64_t segment_bytes) {
+  MEMD_CHECK_GT(segment_bytes, uint64_t{0});
+  MEMD_CHECK(is_aligned(segment_bytes, kBlockBytes));
+  const uint64_t rounded_bytes =
+      align_up(divide_up(reserved_bytes, segment_bytes) * segment_bytes, kAlignmentBytes);
+  std::byte* base = reserve(rounded_bytes);
+  if (base == nullptr)
+    return device_error(
+        errno, concat("reserving ", rounded_bytes, " bytes of address space for an arena"));
+  return std::unique_ptr<Arena>(new Arena(base, rounded_bytes, segment_bytes));
+}
+
+Arena::~Arena() {
+  ASAN_UNPOISON_MEMORY_REGION(base_, capacity_bytes());
+  for (Segment& segment : segments_) segment.leave_reserved();
+  MEMD_CHECK_EQ(::munmap(base_, reserved_bytes_), 0);
+}
+
+Status Arena::add(Segment segment) {
+  MEMD_CHECK_EQ(segment.bytes(), segment_bytes_);
+  const uint64_t offset_bytes = capacity_bytes();
+  if (offset_bytes + segment_bytes_ > reserved_bytes_) {
+    return error(StatusCode::capacity,
+                 "an arena with ",
+                 reserved_bytes_,
+                 " bytes of reserved addresses has no room for another segment of ",
+                 segment_bytes_);
+  }
+  if (Status moved = segment.move_to(at(offset_bytes)); !moved.is_ok()) {
+    if (segment.data() == at(offset_bytes)) segment.leave_reserved();
+    return moved;
+  }
+  segments_.push_back(std::move(segment));
+  ASAN_POISON_MEMORY_REGION(at(offset_bytes), segment_bytes_);
+  add_gap(offset_bytes, segment_bytes_);
+  return Status::ok();
+}
+
+std::optional<Segment> Arena::remove_last() {
+  if (segments_.empty()) return std::nullopt;
+  const uint64_t segment_offset = capacity_bytes() - segment_bytes_;
+  const auto last_gap = gaps_.empty() ? gaps_.end() : std::prev(gaps_.end());
+  if (last_gap == gaps_.end() || last_gap->first > segment_offset ||
+      last_gap->first + last_gap->second != capacity_bytes()) {
+    return std::nullopt;
+  }
+  last_gap->second -= segment_bytes_;
+  if (last_gap->second == 0) gaps_.erase(last_gap);
+  ASAN_UNPOISON_MEMORY_REGION(at(segment_offset), segment_bytes_);
+  Segment segment = std::move(segments_.back());
+  segments_.pop_back();
+  segment.leave_reserved();
+  return segment;
+}
+
+std::optional<uint64_t> Arena::allocate(uint64_t bytes) {
+  MEMD_CHECK_GT(bytes, uint64_t{0});
+  const uint64_t slot_bytes = align_up(bytes, kBlockBytes);
+  const auto gap = std::find_if(gaps_.begin(), gaps_.end(), [&](const auto& candidate) {
+    return candidate.second >= slot_bytes;
+  });
+  if (gap == gaps_.end()) return std::nullopt;
+  const auto [offset_bytes, gap_bytes] = *gap;
+  gaps_.erase(gap);
+  if (gap_bytes > slot_bytes) gaps_.emplace(offset_bytes + slot_bytes, gap_bytes - slot_bytes);
+  slots_.emplace(offset_bytes, slot_bytes);
+  used_bytes_ += slot_bytes;
+  ASAN_UNPOISON_MEMORY_REGION(at(offset_bytes), slot_bytes);
+  return offset_bytes;
+}
+
+void Arena::free(uint64_t offset_bytes) {
+  const auto slot = slots_.find(offset_bytes);
+  MEMD_CHECK(slot != slots_.end());
+  const uint64_t slot_bytes = slot->second;
+  slots_.erase(slot);
+  used_bytes_ -= slot_bytes;
+  ASAN_POISON_MEMORY_REGION(at(offset_bytes), slot_bytes);
+  add_gap(offset_bytes, slot_bytes);
+}
+
+uint64_t Arena::largest_free_bytes() const {
+  uint64_t largest_bytes = 0;
+  for (const auto& [offset_bytes, bytes] : gaps_) largest_bytes = std::max(largest_bytes, bytes);
+  return largest_bytes;
+}
+
+/// Merged with the gaps that touch it.
+void Arena::add_gap(uint64_t offset_bytes, uint64_t bytes) {
+  const auto next = gaps_.lower_bound(offset_bytes);
+  if (next != gaps_.begin()) {
+    const auto before = std::prev(next);
+    if (before->first + before->second == offset_bytes) {
+      offset_bytes = before->first;
+      bytes += before->second;
+      gaps_.erase(before);
+    }
+  }
+  if (next != gaps_.end() && next->first == offset_bytes + bytes) {
+    bytes += next->second;
+    gaps_.erase(next);
+  }
+  gaps_.emplace(offset_bytes, bytes);
+}
+
+}  // namespace memd

@@ -1,0 +1,144 @@
+#include "arena/segment.h"
+
+#include <fcntl.h>
+#include <linux/memfd.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <utility>
+
+#include "base/units.h"
+
+#ifndef MFD_NOEXEC_SEAL
+#define MFD_NOEXEC_SEAL 0x0008U
+#endif
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace memd {
+namespace {
+
+constexpr char kName[] = "memd";
+
+Result<OwnedFd> create_memfd(bool huge_pages) {
+  const unsigned flags =
+      MFD_CLOEXEC | MFD_ALLOW_SEALING | (huge_pages ? MFD_HUGETLB | MFD_HUGE_2MB : 0U);
+  int fd = ::memfd_create(kName, flags | MFD_NOEXEC_SEAL);
+  if (fd < 0 && errno == EINVAL) fd = ::memfd_create(kName, flags);  // kernels before 6.3
+  if (fd < 0) return device_error(errno, "memfd_create of a pool segment");
+  return OwnedFd(fd);
+}
+
+Status size_and_seal(int fd, uint64_t bytes) {
+  if (::fchmod(fd, S_IRUSR | S_IWUSR) != 0) return device_error(errno, "fchmod of a pool segment");
+  if (::ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
+    return device_error(errno, concat("ftruncate of a pool segment to ", bytes, " bytes"));
+  }
+  if (::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    return device_error(errno, "sealing of a pool segment");
+  }
+  return Status::ok();
+}
+
+/// `address`: null, or where MAP_FIXED replaces what is mapped.
+Result<std::byte*> map(int fd, uint64_t bytes, std::byte* address) {
+  const int flags = MAP_SHARED | (address != nullptr ? MAP_FIXED : 0);
+  void* mapping = ::mmap(address, bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
+  if (mapping == MAP_FAILED)
+    return device_error(errno, concat("mmap of a pool segment of ", bytes, " bytes"));
+  // Only advice, and refused by kernels without huge pages for shared memory: 4 KiB pages serve as
+  // well.
+  (void)::madvise(mapping, bytes, MADV_HUGEPAGE);
+  return static_cast<std::byte*>(mapping);
+}
+
+Status touch(std::byte* data, uint64_t bytes) {
+  int result = 0;
+  do {
+    result = ::madvise(data, bytes, MADV_POPULATE_WRITE);
+  } while (result != 0 && (errno == EINTR || errno == EAGAIN));
+  if (result == 0) return Status::ok();
+  if (errno != EINVAL)
+    return device_error(errno, concat("touching a pool segment of ", bytes, " bytes"));
+  // Kernels before 5.14. Adding nothing keeps what another mapping of the segment has written.
+  for (uint64_t offset = 0; offset < bytes; offset += 4_KiB) {
+    __atomic_fetch_add(reinterpret_cast<unsigned char*>(data + offset), 0, __ATOMIC_RELAXED);
+  }
+  return Status::ok();
+}
+
+}  // namespace
+
+Result<Segment> Segment::create(const Options& options) {
+  Result<OwnedFd> fd = create_memfd(options.huge_pages);
+  if (!fd.is_ok()) return fd.status();
+  if (Status sealed = size_and_seal(fd.value().get(), options.bytes); !sealed.is_ok())
+    return sealed;
+  Result<std::byte*> data = map(fd.value().get(), options.bytes, nullptr);
+  if (!data.is_ok()) return data.status();
+  Segment segment(std::move(fd.value()), data.value(), options.bytes);
+  if (Status touched = touch(segment.data_, segment.bytes_); !touched.is_ok()) return touched;
+  return segment;
+}
+
+Segment::Segment(Segment&& other) noexcept
+    : fd_(std::move(other.fd_)),
+      data_(std::exchange(other.data_, nullptr)),
+      bytes_(std::exchange(other.bytes_, 0)),
+      locked_(std::exchange(other.locked_, false)) {}
+
+Segment& Segment::operator=(Segment&& other) noexcept {
+  if (this == &other) return *this;
+  unmap();
+  fd_ = std::move(other.fd_);
+  data_ = std::exchange(other.data_, nullptr);
+  bytes_ = std::exchange(other.bytes_, 0);
+  locked_ = std::exchange(other.locked_, false);
+  return *this;
+}
+
+Segment::~Segment() { unmap(); }
+
+void Segment::unmap() {
+  if (data_ != nullptr) MEMD_CHECK_EQ(::munmap(std::exchange(data_, nullptr), bytes_), 0);
+}
+
+Status Segment::lock() {
+  MEMD_CHECK(data_ != nullptr);
+  if (::mlock(data_, bytes_) != 0)
+    return device_error(errno, concat("mlock of ", bytes_, " bytes"));
+  locked_ = true;
+  return Status::ok();
+}
+
+Status Segment::move_to(std::byte* address) {
+  if (data_ != nullptr) {
+    void* moved = ::mremap(data_, bytes_, bytes_, MREMAP_MAYMOVE | MREMAP_FIXED, address);
+    if (moved != MAP_FAILED) {
+      data_ = address;
+      return Status::ok();
+    }
+    // Kernels before 5.16 can't move mappings of huge pages; there the segment is mapped anew.
+    if (errno != EINVAL)
+      return device_error(errno, concat("mremap of a pool segment of ", bytes_, " bytes"));
+    unmap();
+  }
+  Result<std::byte*> mapped = map(fd_.get(), bytes_, address);
+  if (!mapped.is_ok()) return mapped.status();
+  data_ = address;
+  if (Status touched = touch(data_, bytes_); !touched.is_ok()) return touched;
+  return locked_ ? lock() : Status::ok();
+}
+
+void Segment::leave_reserved() {
+  MEMD_CHECK(data_ != nullptr);
+  // One call, so that no other thread's mapping can land in a gap.
+  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+  MEMD_CHECK(::mmap(data_, bytes_, PROT_NONE, kFlags, -1, 0) != MAP_FAILED);
+  data_ = nullptr;
+}
+
+}  // namespace memd

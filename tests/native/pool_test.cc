@@ -1,0 +1,274 @@
+// The daemon's memory: what a segment promises to whom it is handed, what a pool refuses, and what
+// it reports.
+#include "arena/pool.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <linux/capability.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "arena/memory_limits.h"
+#include "base/units.h"
+
+namespace memd {
+namespace {
+
+Segment small_segment(uint64_t bytes = 64_KiB) {
+  Result<Segment> segment = Segment::create({.bytes = bytes, .huge_pages = false});
+  EXPECT_TRUE(segment.is_ok()) << segment.status().message();
+  return std::move(segment).value();
+}
+
+bool all_zero(const Segment& segment) {
+  return std::all_of(segment.data(), segment.data() + segment.bytes(), [](std::byte byte) {
+    return byte == std::byte{0};
+  });
+}
+
+/// Runs `body` in a child that may lock `limit_bytes` only, and returns what it wrote.
+std::string with_memlock_limit(uint64_t limit_bytes, const std::function<std::string()>& body) {
+  int ends[2];
+  EXPECT_EQ(::pipe(ends), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    __user_cap_header_struct header{.version = _LINUX_CAPABILITY_VERSION_3, .pid = 0};
+    __user_cap_data_struct data[2] = {};
+    ::syscall(SYS_capget, &header, data);
+    data[0].effective &= ~(1U << CAP_IPC_LOCK);
+    const rlimit limit{.rlim_cur = limit_bytes, .rlim_max = limit_bytes};
+    const bool prepared =
+        ::syscall(SYS_capset, &header, data) == 0 && ::setrlimit(RLIMIT_MEMLOCK, &limit) == 0;
+    const std::string answer =
+        prepared ? body() : std::string("the child could not lower its limits");
+    const bool written =
+        ::write(ends[1], answer.data(), answer.size()) == static_cast<ssize_t>(answer.size());
+    ::_exit(written ? 0 : 1);
+  }
+  ::close(ends[1]);
+  std::string answer;
+  char buffer[512];
+  for (ssize_t got = 0; (got = ::read(ends[0], buffer, sizeof buffer)) > 0;) {
+    answer.append(buffer, static_cast<size_t>(got));
+  }
+  ::close(ends[0]);
+  int status = 0;
+  EXPECT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  return answer;
+}
+
+void write_file(const std::filesystem::path& path, const std::string& content) {
+  std::filesystem::create_directories(path.parent_path());
+  std::ofstream(path) << content;
+}
+
+TEST(Segment, can_neither_be_resized_nor_sealed_further) {
+  const Segment segment = small_segment();
+  EXPECT_EQ(::ftruncate(segment.fd(), 4096), -1);
+  EXPECT_EQ(errno, EPERM);
+  EXPECT_EQ(::ftruncate(segment.fd(), 128 * 1024), -1);
+  EXPECT_EQ(errno, EPERM);
+  EXPECT_EQ(::fcntl(segment.fd(), F_ADD_SEALS, F_SEAL_FUTURE_WRITE), -1);
+  EXPECT_EQ(errno, EPERM);
+  const int seals = ::fcntl(segment.fd(), F_GET_SEALS);
+  constexpr int kPromised = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+  EXPECT_EQ(seals & kPromised, kPromised);
+  EXPECT_EQ(seals & (F_SEAL_WRITE | F_SEAL_FUTURE_WRITE), 0);
+}
+
+TEST(Segment, is_open_to_its_owner_only_and_closes_on_exec) {
+  const Segment segment = small_segment();
+  struct stat status{};
+  ASSERT_EQ(::fstat(segment.fd(), &status), 0);
+  EXPECT_EQ(status.st_mode & 07777U, 0600U);
+  EXPECT_EQ(status.st_size, 64 * 1024);
+  EXPECT_NE(::fcntl(segment.fd(), F_GETFD) & FD_CLOEXEC, 0);
+}
+
+TEST(Segment, has_every_page_touched_when_it_is_created) {
+  const Segment segment = small_segment(1_MiB);
+  struct stat status{};
+  ASSERT_EQ(::fstat(segment.fd(), &status), 0);
+  EXPECT_EQ(static_cast<uint64_t>(status.st_blocks) * 512, 1_MiB);
+  EXPECT_TRUE(all_zero(segment));
+}
+
+TEST(Segment, keeps_its_bytes_when_it_moves_and_when_it_is_without_a_mapping_in_between) {
+  Segment segment = small_segment();
+  std::memset(segment.data(), 0x5A, segment.bytes());
+  void* range = ::mmap(nullptr, 128_KiB, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(range, MAP_FAILED);
+  auto* base = static_cast<std::byte*>(range);
+  ASSERT_TRUE(segment.move_to(base).is_ok());
+  EXPECT_EQ(segment.data(), base);
+  EXPECT_EQ(base[segment.bytes() - 1], std::byte{0x5A});
+  segment.leave_reserved();
+  EXPECT_EQ(segment.data(), nullptr);
+  ASSERT_TRUE(segment.move_to(base + 64_KiB).is_ok());
+  EXPECT_EQ(base[64_KiB], std::byte{0x5A});
+  segment.leave_reserved();
+  ::munmap(range, 128_KiB);
+}
+
+TEST(Pool, rounds_up_to_whole_segments_and_hands_out_each_once) {
+  auto pool = Pool::create({.bytes = 5_MiB, .lock = LockMode::wanted});
+  ASSERT_TRUE(pool.is_ok()) << pool.status().message();
+  EXPECT_EQ(pool.value()->report().bytes, 6_MiB);
+  EXPECT_EQ(pool.value()->report().segment_bytes, 2_MiB);
+  EXPECT_GT(pool.value()->report().prefault_seconds, 0.0);
+  std::vector<Segment> taken;
+  while (auto segment = pool.value()->take()) taken.push_back(std::move(*segment));
+  EXPECT_EQ(taken.size(), 3U);
+  EXPECT_EQ(pool.value()->segment_count_free(), 0U);
+}
+
+TEST(Pool, says_which_pages_it_got_and_why_not_the_huge_ones) {
+  auto pool = Pool::create({.bytes = 4_MiB, .lock = LockMode::wanted});
+  ASSERT_TRUE(pool.is_ok()) << pool.status().message();
+  const PoolReport& report = pool.value()->report();
+  if (report.page_bytes == 2_MiB) {
+    EXPECT_EQ(report.note.find("huge"), std::string::npos) << report.note;
+  } else {
+    EXPECT_EQ(report.page_bytes, 4_KiB);
+    EXPECT_NE(report.note.find("vm.nr_hugepages"), std::string::npos) << report.note;
+  }
+}
+
+TEST(Pool, asked_for_small_pages_takes_them_without_a_note) {
+  auto pool = Pool::create({.bytes = 4_MiB, .huge_pages = false, .lock = LockMode::wanted});
+  ASSERT_TRUE(pool.is_ok()) << pool.status().message();
+  EXPECT_EQ(pool.value()->report().page_bytes, 4_KiB);
+  EXPECT_EQ(pool.value()->report().note.find("huge"), std::string::npos);
+}
+
+TEST(Pool, a_segment_given_back_is_destroyed_and_replaced_by_zeros) {
+  auto pool = Pool::create({.bytes = 2_MiB, .lock = LockMode::wanted});
+  ASSERT_TRUE(pool.is_ok()) << pool.status().message();
+  Segment segment = std::move(*pool.value()->take());
+  std::memset(segment.data(), 0xFF, segment.bytes());
+  const int kept_by_a_trainer = ::dup(segment.fd());
+  struct stat old_status{};
+  ASSERT_EQ(::fstat(kept_by_a_trainer, &old_status), 0);
+  ASSERT_TRUE(pool.value()->give_back(std::move(segment)).is_ok());
+  ASSERT_EQ(pool.value()->segment_count_free(), 1U);
+  const Segment fresh = std::move(*pool.value()->take());
+  EXPECT_TRUE(all_zero(fresh));
+  struct stat fresh_status{};
+  ASSERT_EQ(::fstat(fresh.fd(), &fresh_status), 0);
+  EXPECT_NE(fresh_status.st_ino, old_status.st_ino);
+  ::close(kept_by_a_trainer);
+}
+
+TEST(Pool, larger_than_memory_is_refused_before_anything_is_allocated) {
+  const auto available = available_memory();
+  ASSERT_TRUE(available.has_value());
+  const auto pool = Pool::create({.bytes = available->bytes + 16_GiB, .lock = LockMode::wanted});
+  ASSERT_FALSE(pool.is_ok());
+  EXPECT_EQ(pool.status().code(), StatusCode::capacity);
+  const std::string asked = std::to_string(align_up(available->bytes + 16_GiB, 64_MiB));
+  EXPECT_NE(pool.status().message().find(asked), std::string::npos) << pool.status().message();
+  EXPECT_NE(pool.status().message().find("available"), std::string::npos);
+  EXPECT_NE(pool.status().message().find("smaller pool"), std::string::npos);
+}
+
+TEST(Pool, larger_than_the_memlock_limit_is_refused_where_locking_is_required) {
+  const std::string message = with_memlock_limit(3_MiB, [] {
+    const auto pool = Pool::create({.bytes = 8_MiB, .lock = LockMode::required});
+    return pool.is_ok() ? std::string("created") : pool.status().message();
+  });
+  for (const char* part : {"8388608",
+                           "3145728",
+                           "RLIMIT_MEMLOCK",
+                           "LimitMEMLOCK=infinity",
+                           "ulimit -l",
+                           "smaller pool"}) {
+    EXPECT_NE(message.find(part), std::string::npos) << part << " is missing in: " << message;
+  }
+}
+
+TEST(Pool, larger_than_the_memlock_limit_goes_on_unlocked_where_locking_is_wanted) {
+  const std::string note = with_memlock_limit(3_MiB, [] {
+    const auto pool = Pool::create({.bytes = 8_MiB, .lock = LockMode::wanted});
+    if (!pool.is_ok()) return pool.status().message();
+    return (pool.value()->report().locked ? "locked " : "unlocked ") + pool.value()->report().note;
+  });
+  EXPECT_EQ(note.rfind("unlocked ", 0), 0U) << note;
+  EXPECT_NE(note.find("RLIMIT_MEMLOCK"), std::string::npos) << note;
+}
+
+TEST(Pool, is_locked_where_the_limit_allows_it) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "the sanitizers turn mlock into a call that does nothing";
+#endif
+  const std::string answer = with_memlock_limit(4_MiB, [] {
+    const auto pool = Pool::create({.bytes = 4_MiB, .lock = LockMode::required});
+    if (!pool.is_ok()) return pool.status().message();
+    const uint64_t locked_bytes = memlock_allowance().value_or(MemlockAllowance{}).locked_bytes;
+    return (pool.value()->report().locked ? "locked " : "unlocked ") + std::to_string(locked_bytes);
+  });
+  EXPECT_EQ(answer, "locked 4194304");
+}
+
+TEST(Pool, a_given_back_segment_makes_room_under_the_memlock_limit_for_its_successor) {
+  const std::string answer = with_memlock_limit(4_MiB, [] {
+    auto pool = Pool::create({.bytes = 4_MiB, .lock = LockMode::required});
+    if (!pool.is_ok()) return pool.status().message();
+    const Status given_back = pool.value()->give_back(std::move(*pool.value()->take()));
+    return given_back.is_ok() ? std::string("replaced") : given_back.message();
+  });
+  EXPECT_EQ(answer, "replaced");
+}
+
+TEST(Pool, segments_are_a_sixteenth_of_the_pool_between_2_and_64_mebibytes) {
+  EXPECT_EQ(segment_bytes_for(1), 2_MiB);
+  EXPECT_EQ(segment_bytes_for(64_MiB), 4_MiB);
+  EXPECT_EQ(segment_bytes_for(100_MiB), 6_MiB);
+  EXPECT_EQ(segment_bytes_for(1_GiB), 64_MiB);
+  EXPECT_EQ(segment_bytes_for(512_GiB), 64_MiB);
+}
+
+TEST(Pool, segments_that_huge_pages_do_not_divide_are_refused) {
+  const auto pool =
+      Pool::create({.bytes = 4_MiB, .segment_bytes = 3_MiB, .lock = LockMode::wanted});
+  ASSERT_FALSE(pool.is_ok());
+  EXPECT_EQ(pool.status().code(), StatusCode::invalid_argument);
+}
+
+TEST(AvailableMemory, is_the_lowest_of_the_machine_and_of_every_cgroup_above) {
+  const auto root =
+      std::filesystem::current_path() / ("memory_limits_" + std::to_string(::getpid()));
+  write_file(root / "proc/meminfo", "MemTotal: 2000000 kB\nMemAvailable: 1000000 kB\n");
+  EXPECT_EQ(available_memory(root)->bytes, 1000000U * 1024);
+  write_file(root / "proc/self/cgroup", "0::/outer/inner\n");
+  write_file(root / "sys/fs/cgroup/outer/inner/memory.max", "max\n");
+  write_file(root / "sys/fs/cgroup/outer/inner/memory.current", "1000\n");
+  write_file(root / "sys/fs/cgroup/outer/memory.max", "5000000\n");
+  write_file(root / "sys/fs/cgroup/outer/memory.current", "3000000\n");
+  write_file(root / "sys/fs/cgroup/outer/memory.stat",
+             "anon 1\ninactive_file 400000\nactive_file 100000\n");
+  EXPECT_EQ(available_memory(root)->bytes, 2500000U);  // 5000000 - (3000000 - 500000 of page cache)
+  EXPECT_NE(available_memory(root)->source.find("outer/memory.max"), std::string::npos);
+  write_file(root / "proc/self/cgroup", "7:cpu,memory:/job\n0::/outer/inner\n");
+  write_file(root / "sys/fs/cgroup/memory/job/memory.limit_in_bytes", "2000000\n");
+  write_file(root / "sys/fs/cgroup/memory/job/memory.usage_in_bytes", "500000\n");
+  EXPECT_EQ(available_memory(root)->bytes, 1500000U);
+  std::filesystem::remove_all(root);
+}
+
+}  // namespace
+}  // namespace memd
