@@ -42,11 +42,10 @@ bench:
 
 lint:
 	@$(SETUP) lint
-	$(IN_VENV) ruff check
-	$(IN_VENV) ruff format --check
-	$(IN_VENV) clang-format --dry-run -Werror $(NATIVE_SOURCES)
-	$(IN_VENV) codespell
-	$(IN_VENV) mypy
+	@status=0; for check in "ruff check" "ruff format --check" \
+	    "clang-format --dry-run -Werror $(NATIVE_SOURCES)" codespell mypy; do \
+	  echo "$${check%% native*}"; $(IN_VENV) $$check || status=1; \
+	done; exit $$status
 
 format:
 	@$(SETUP) lint

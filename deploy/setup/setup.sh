@@ -53,6 +53,7 @@ list_missing() {
   need liburing-dev has_header liburing.h
   need libxxhash-dev has_header xxhash.h
   if [[ $purpose == test ]]; then
+    need git git --version
     need libgtest-dev has_header gtest/gtest.h
     need systemd systemd-analyze --version
   fi
@@ -75,8 +76,9 @@ update_lists() { as_root apt-get -qq update; }
 lists_are_fresh() { [[ -n $(find /var/lib/apt/lists -maxdepth 1 -name '*_Packages*' -mtime -1 -print -quit) ]]; }
 
 install_packages() {
-  as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300 \
-    install -y --no-install-recommends "$@" >&2
+  mkdir -p build/setup
+  as_root env DEBIAN_FRONTEND=noninteractive apt-get -q -o DPkg::Lock::Timeout=300 \
+    install -y --no-install-recommends "$@" >build/setup/apt.log 2>&1
 }
 
 ensure_packages() {
@@ -90,7 +92,7 @@ ensure_packages() {
   say "installing ${missing[*]}"
   lists_are_fresh || update_lists
   install_packages "${missing[@]}" || { update_lists && install_packages "${missing[@]}"; } ||
-    die "apt-get could not install these packages: ${missing[*]}"
+    { tail -n 20 build/setup/apt.log >&2; die "apt-get could not install these packages: ${missing[*]}"; }
   list_missing
   ((${#missing[@]} == 0)) || die "$python still lacks: ${missing[*]} (name another interpreter: make $purpose PYTHON=/usr/bin/python3)"
 }
@@ -150,13 +152,16 @@ build_requirements() {
 ensure_memd() {
   local key extra=$1
   key="$(sha256sum pyproject.toml) $("$venv/bin/python" --version) $(<"$stamps/torch")"
-  ! { is_current "memd-$extra" "$key" && [[ -f $build/build.ninja ]]; } || return 0
+  # What the tests need holds all that the demo needs.
+  if [[ -f $build/build.ninja ]] && { is_current "memd-$extra" "$key" || is_current memd-test "$key"; }; then
+    return
+  fi
   say "installing memd[$extra]"
   "$venv/bin/python" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >"$stamps/constraints.txt"
   local requirements
   mapfile -t requirements < <(build_requirements)
   pip install -q -c "$stamps/constraints.txt" "${requirements[@]}"
-  pip install -q -c "$stamps/constraints.txt" --no-build-isolation -C "build-dir=$build" -e ".[$extra]"
+  pip install -q -c "$stamps/constraints.txt" --no-build-isolation --config-settings "build-dir=$build" -e ".[$extra]"
   stamp "memd-$extra" "$key"
 }
 
