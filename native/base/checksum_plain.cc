@@ -1,0 +1,12 @@
+#define XXH_INLINE_ALL  // every function of xxhash.h is static here
+#include <xxhash.h>
+
+#include "base/checksum_variants.h"
+
+namespace memd::internal {
+
+uint64_t xxh3_plain(const void* bytes, size_t count, uint64_t seed) {
+  return XXH3_64bits_withSeed(bytes, count, seed);
+}
+
+}  // namespace memd::internal
