@@ -50,8 +50,9 @@ void adam_update(Isa isa,
                  float* exp_avg_sq,
                  const float* gradient);
 
-/// bf16: the fp32 parameter is stored exactly as `half` = (bits + 0x8000) >> 16 (ties away from zero; NaN stays NaN), which is
-/// the published bf16 parameter, and `remainder` = bits - (half << 16), a signed 16-bit number.
+/// bf16: the fp32 parameter is stored exactly as `half` = (bits + 0x8000) >> 16 (ties away from zero), which is the published
+/// bf16 parameter, and `remainder` = bits - (half << 16), a signed 16-bit number. A number that rounds beyond bf16 is published as
+/// infinity and kept exactly. A NaN is stored as a quiet NaN with remainder 0: it stays a NaN, and loses its lower payload bits.
 void adam_update(Isa isa,
                  const AdamScalars& scalars,
                  size_t count,

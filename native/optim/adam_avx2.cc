@@ -1,0 +1,11 @@
+#if defined(__x86_64__)
+#include "optim/adam_kernel.h"
+
+namespace memd::internal {
+
+void adam_avx2(const AdamScalars& scalars, const AdamFp32& arrays) { update_any(scalars, arrays); }
+
+void adam_avx2(const AdamScalars& scalars, const AdamBf16& arrays) { update_any(scalars, arrays); }
+
+}  // namespace memd::internal
+#endif
