@@ -1,0 +1,48 @@
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Welcome(_message.Message):
+    __slots__ = ("protocol_version", "daemon_version", "token", "control_address", "refusal")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DAEMON_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    daemon_version: str
+    token: str
+    control_address: str
+    refusal: str
+    def __init__(self, protocol_version: _Optional[int] = ..., daemon_version: _Optional[str] = ..., token: _Optional[str] = ..., control_address: _Optional[str] = ..., refusal: _Optional[str] = ...) -> None: ...
+
+class Descriptors(_message.Message):
+    __slots__ = ("kind", "session_id", "segment_first", "segment_count")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[Descriptors.Kind]
+        KIND_SESSION: _ClassVar[Descriptors.Kind]
+        KIND_SEGMENTS: _ClassVar[Descriptors.Kind]
+    KIND_UNSPECIFIED: Descriptors.Kind
+    KIND_SESSION: Descriptors.Kind
+    KIND_SEGMENTS: Descriptors.Kind
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIRST_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    kind: Descriptors.Kind
+    session_id: int
+    segment_first: int
+    segment_count: int
+    def __init__(self, kind: _Optional[_Union[Descriptors.Kind, str]] = ..., session_id: _Optional[int] = ..., segment_first: _Optional[int] = ..., segment_count: _Optional[int] = ...) -> None: ...
+
+class SegmentsWanted(_message.Message):
+    __slots__ = ("session_id", "segment_first")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIRST_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    segment_first: int
+    def __init__(self, session_id: _Optional[int] = ..., segment_first: _Optional[int] = ...) -> None: ...

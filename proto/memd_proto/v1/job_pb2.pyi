@@ -1,0 +1,72 @@
+from memd_proto.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Job(_message.Message):
+    __slots__ = ("job_id", "name", "uid", "committed_step", "session_count", "host_bytes", "host_bytes_used", "nvme_bytes", "nvme_bytes_used", "shard_count", "element_count", "lease_count")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
+    SESSION_COUNT_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_USED_FIELD_NUMBER: _ClassVar[int]
+    NVME_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NVME_BYTES_USED_FIELD_NUMBER: _ClassVar[int]
+    SHARD_COUNT_FIELD_NUMBER: _ClassVar[int]
+    ELEMENT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LEASE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    job_id: int
+    name: str
+    uid: int
+    committed_step: int
+    session_count: int
+    host_bytes: int
+    host_bytes_used: int
+    nvme_bytes: int
+    nvme_bytes_used: int
+    shard_count: int
+    element_count: int
+    lease_count: int
+    def __init__(self, job_id: _Optional[int] = ..., name: _Optional[str] = ..., uid: _Optional[int] = ..., committed_step: _Optional[int] = ..., session_count: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_bytes_used: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., nvme_bytes_used: _Optional[int] = ..., shard_count: _Optional[int] = ..., element_count: _Optional[int] = ..., lease_count: _Optional[int] = ...) -> None: ...
+
+class ListJobsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListJobsResponse(_message.Message):
+    __slots__ = ("jobs",)
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    jobs: _containers.RepeatedCompositeFieldContainer[Job]
+    def __init__(self, jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ...) -> None: ...
+
+class GetJobRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class GetJobResponse(_message.Message):
+    __slots__ = ("job", "shards")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    job: Job
+    shards: _containers.RepeatedCompositeFieldContainer[_types_pb2.Shard]
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[_types_pb2.Shard, _Mapping]]] = ...) -> None: ...
+
+class DropJobRequest(_message.Message):
+    __slots__ = ("name", "force")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    force: bool
+    def __init__(self, name: _Optional[str] = ..., force: bool = ...) -> None: ...
+
+class DropJobResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,190 @@
+from memd_proto.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class AttachRequest(_message.Message):
+    __slots__ = ("protocol_version", "job", "rank", "world_size", "host_bytes", "nvme_bytes", "durability", "fresh", "without_shared_memory")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NVME_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DURABILITY_FIELD_NUMBER: _ClassVar[int]
+    FRESH_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    job: str
+    rank: int
+    world_size: int
+    host_bytes: int
+    nvme_bytes: int
+    durability: str
+    fresh: bool
+    without_shared_memory: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., job: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host_bytes: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., durability: _Optional[str] = ..., fresh: bool = ..., without_shared_memory: bool = ...) -> None: ...
+
+class AttachResponse(_message.Message):
+    __slots__ = ("session_id", "job_id", "created", "committed_step", "host_bytes", "nvme_bytes", "segment_bytes", "arena_reserved_bytes")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NVME_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ARENA_RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    job_id: int
+    created: bool
+    committed_step: int
+    host_bytes: int
+    nvme_bytes: int
+    segment_bytes: int
+    arena_reserved_bytes: int
+    def __init__(self, session_id: _Optional[int] = ..., job_id: _Optional[int] = ..., created: bool = ..., committed_step: _Optional[int] = ..., host_bytes: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., segment_bytes: _Optional[int] = ..., arena_reserved_bytes: _Optional[int] = ...) -> None: ...
+
+class DetachRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    def __init__(self, session_id: _Optional[int] = ...) -> None: ...
+
+class DetachResponse(_message.Message):
+    __slots__ = ("leases_dropped",)
+    LEASES_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    leases_dropped: int
+    def __init__(self, leases_dropped: _Optional[int] = ...) -> None: ...
+
+class DeclareRequest(_message.Message):
+    __slots__ = ("session_id", "shards")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    shards: _containers.RepeatedCompositeFieldContainer[_types_pb2.ShardSpec]
+    def __init__(self, session_id: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[_types_pb2.ShardSpec, _Mapping]]] = ...) -> None: ...
+
+class DeclareResponse(_message.Message):
+    __slots__ = ("shards", "gradients_fit")
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    GRADIENTS_FIT_FIELD_NUMBER: _ClassVar[int]
+    shards: _containers.RepeatedCompositeFieldContainer[_types_pb2.Shard]
+    gradients_fit: bool
+    def __init__(self, shards: _Optional[_Iterable[_Union[_types_pb2.Shard, _Mapping]]] = ..., gradients_fit: bool = ...) -> None: ...
+
+class AdamSettings(_message.Message):
+    __slots__ = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled")
+    LR_FIELD_NUMBER: _ClassVar[int]
+    BETA1_FIELD_NUMBER: _ClassVar[int]
+    BETA2_FIELD_NUMBER: _ClassVar[int]
+    EPS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    DECOUPLED_FIELD_NUMBER: _ClassVar[int]
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    def __init__(self, lr: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., decoupled: bool = ...) -> None: ...
+
+class StepGroup(_message.Message):
+    __slots__ = ("settings", "shard_ids")
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    SHARD_IDS_FIELD_NUMBER: _ClassVar[int]
+    settings: AdamSettings
+    shard_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, settings: _Optional[_Union[AdamSettings, _Mapping]] = ..., shard_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StepRequest(_message.Message):
+    __slots__ = ("session_id", "groups", "buffers")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    BUFFERS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    groups: _containers.RepeatedCompositeFieldContainer[StepGroup]
+    buffers: _containers.RepeatedCompositeFieldContainer[StagedBuffer]
+    def __init__(self, session_id: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[StepGroup, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[StagedBuffer, _Mapping]]] = ...) -> None: ...
+
+class StagedBuffer(_message.Message):
+    __slots__ = ("staged_shard_id", "buffer_shard_id")
+    STAGED_SHARD_ID_FIELD_NUMBER: _ClassVar[int]
+    BUFFER_SHARD_ID_FIELD_NUMBER: _ClassVar[int]
+    staged_shard_id: int
+    buffer_shard_id: int
+    def __init__(self, staged_shard_id: _Optional[int] = ..., buffer_shard_id: _Optional[int] = ...) -> None: ...
+
+class StepResponse(_message.Message):
+    __slots__ = ("committed_step", "read_seconds", "update_seconds", "write_seconds", "commit_seconds", "read_bytes", "written_bytes")
+    COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
+    READ_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WRITE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    committed_step: int
+    read_seconds: float
+    update_seconds: float
+    write_seconds: float
+    commit_seconds: float
+    read_bytes: int
+    written_bytes: int
+    def __init__(self, committed_step: _Optional[int] = ..., read_seconds: _Optional[float] = ..., update_seconds: _Optional[float] = ..., write_seconds: _Optional[float] = ..., commit_seconds: _Optional[float] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ...) -> None: ...
+
+class SyncRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    def __init__(self, session_id: _Optional[int] = ...) -> None: ...
+
+class SyncResponse(_message.Message):
+    __slots__ = ("committed_step", "written_bytes")
+    COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    committed_step: int
+    written_bytes: int
+    def __init__(self, committed_step: _Optional[int] = ..., written_bytes: _Optional[int] = ...) -> None: ...
+
+class DropGradientsRequest(_message.Message):
+    __slots__ = ("session_id", "shard_ids")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SHARD_IDS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    shard_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_id: _Optional[int] = ..., shard_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DropGradientsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DeleteRequest(_message.Message):
+    __slots__ = ("session_id", "names")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, session_id: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class DeleteResponse(_message.Message):
+    __slots__ = ("names_unknown",)
+    NAMES_UNKNOWN_FIELD_NUMBER: _ClassVar[int]
+    names_unknown: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, names_unknown: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ListShardsRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    def __init__(self, session_id: _Optional[int] = ...) -> None: ...
+
+class ListShardsResponse(_message.Message):
+    __slots__ = ("shards",)
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    shards: _containers.RepeatedCompositeFieldContainer[_types_pb2.Shard]
+    def __init__(self, shards: _Optional[_Iterable[_Union[_types_pb2.Shard, _Mapping]]] = ...) -> None: ...
