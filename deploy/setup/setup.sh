@@ -71,9 +71,8 @@ can_be_root() {
   ((EUID == 0)) || sudo -n true 2>/dev/null || { [[ -t 0 ]] && command -v sudo >/dev/null; }
 }
 
-update_lists() { as_root apt-get -qq update; }
-
-lists_are_fresh() { [[ -n $(find /var/lib/apt/lists -maxdepth 1 -name '*_Packages*' -mtime -1 -print -quit) ]]; }
+# A list's date is its server's, so nothing tells how old it is here. One unreachable source need not matter.
+update_lists() { as_root apt-get -qq update || say "apt-get update failed; going on with the lists there are"; }
 
 install_packages() {
   mkdir -p build/setup
@@ -90,8 +89,8 @@ ensure_packages() {
     die "these packages are missing; install them and run make $purpose again: sudo apt-get install ${missing[*]}"
   fi
   say "installing ${missing[*]}"
-  lists_are_fresh || update_lists
-  install_packages "${missing[@]}" || { update_lists && install_packages "${missing[@]}"; } ||
+  update_lists
+  install_packages "${missing[@]}" ||
     { tail -n 20 build/setup/apt.log >&2; die "apt-get could not install these packages: ${missing[*]}"; }
   list_missing
   ((${#missing[@]} == 0)) || die "$python still lacks: ${missing[*]} (name another interpreter: make $purpose PYTHON=/usr/bin/python3)"
@@ -107,8 +106,9 @@ ensure_promtool() {
   rm -rf "$folder" && mkdir -p "$folder"
   (
     cd "$folder"
-    lists_are_fresh || ! can_be_root || update_lists
-    apt-get -qq download prometheus 2>/dev/null && dpkg-deb --extract prometheus_*.deb .
+    apt-get -qq download prometheus 2>/dev/null ||
+      { can_be_root && update_lists && apt-get -qq download prometheus 2>/dev/null; }
+    dpkg-deb --extract prometheus_*.deb .
   ) || die "apt-get could not download the package prometheus; put promtool on PATH and run make $purpose again"
   install -m 755 "$folder/usr/bin/promtool" "$venv/bin/promtool"
   rm -rf "$folder"
