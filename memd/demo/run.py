@@ -1,0 +1,221 @@
+"""One run of the demo: the plain twin where it is asked for, then memd, then what that took."""
+
+import gc
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+import memd_client
+from memd_client.address import EmbeddedAddress, parse_address
+from memd_client.embedded import EmbeddedDaemon, embedded_daemon
+from rich.console import Console
+
+from memd.demo.folder import FolderError, volume_folder
+from memd.demo.memory import PeakMemory, available_bytes
+from memd.demo.model import build_model, parameter_groups
+from memd.demo.plan import DemoError, Plan, check_memory, make_plan
+from memd.demo.quantities import format_bytes, format_count
+from memd.demo.report import (
+    StepObserver,
+    StepProgress,
+    Summary,
+    comparison_lines,
+    summarise,
+    summary_table,
+)
+from memd.demo.settings import DemoSettings
+from memd.demo.sizes import SUPERBLOCK_BYTES, largest_model
+from memd.demo.train import BETAS, LEARNING_RATE, WEIGHT_DECAY, StepRecord, train
+from memd.demo.twin import Comparison, memory_optimizer, read_parameters, write_parameters
+from memd.demo.usage import Usage, UsageMeter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reference:
+    """What the twin left behind, on disk rather than in the memory that is measured next."""
+
+    losses: list[float]
+    parameters: Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    records: list[StepRecord]
+    before: Usage  # after offload, before the first step
+    after: Usage
+    trainer_bytes_peak: int
+    daemon_bytes_peak: int
+    comparison: Comparison | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    summary: Summary
+    comparison: Comparison | None
+
+
+def nothing() -> None:
+    pass
+
+
+def train_in_memory(
+    plan: Plan, folder: Path, *, observe: StepObserver, ready: Callable[[], None] = nothing
+) -> Reference:
+    """Plain PyTorch. `ready` is called between setting up and training."""
+    model = build_model(plan.shape, dtype=plan.dtype, seed=plan.seed)
+    optimizer = memory_optimizer(model)
+    ready()
+    losses = train(
+        model,
+        optimizer,
+        plan.batches,
+        step_count=plan.step_count,
+        observe=lambda record: observe(record, None),
+    )
+    parameters = folder / "expected-parameters"
+    write_parameters(parameters, model.named_parameters())
+    return Reference(losses=losses, parameters=parameters)
+
+
+@contextmanager
+def private_daemon(address: str) -> Iterator[EmbeddedDaemon]:
+    """The daemon that `connect(address)` finds. It would live as long as this process; here it ends
+    with the block, so that its folder can be removed."""
+    embedded = parse_address(address)
+    if not isinstance(embedded, EmbeddedAddress):
+        raise ValueError(f"not the address of an embedded daemon: {address}")
+    daemon = embedded_daemon(embedded)
+    try:
+        yield daemon
+    finally:
+        daemon.stop()
+
+
+def train_with_memd(
+    plan: Plan,
+    folder: Path,
+    *,
+    observe: StepObserver,
+    reference: Reference | None = None,
+    ready: Callable[[], None] = nothing,
+) -> Trained:
+    """The same, with parameters and states in a private daemon whose volume lies in `folder`."""
+    address = f"embedded:{quote(str(folder))}?host={plan.host_bytes}B&nvme={plan.nvme_bytes}B"
+    records: list[StepRecord] = []
+    comparison = None
+    with (
+        private_daemon(address) as daemon,
+        memd_client.connect(
+            address,
+            job="demo",
+            host_bytes=plan.host_bytes,
+            nvme_bytes=plan.nvme_bytes - SUPERBLOCK_BYTES,
+        ) as session,
+        UsageMeter(daemon.address) as meter,
+    ):
+        model = build_model(plan.shape, dtype=plan.dtype, seed=plan.seed)
+        memd_client.offload(model, session, tier="nvme")
+        optimizer = memd_client.AdamW(
+            parameter_groups(model, weight_decay=WEIGHT_DECAY),
+            lr=LEARNING_RATE,
+            betas=BETAS,
+            session=session,
+            tier="nvme",
+        )
+
+        def observe_both(record: StepRecord) -> None:
+            records.append(record)
+            observe(record, meter.read(session))
+
+        ready()
+        before = meter.read(session)
+        with PeakMemory([os.getpid(), session.daemon_process_id]) as memory:
+            losses = train(
+                model,
+                optimizer,
+                plan.batches,
+                step_count=plan.step_count,
+                observe=observe_both,
+                lease_wait_seconds=lambda: session.statistics().lease_wait_seconds,
+            )
+        after = meter.read(session)
+        if reference is not None:
+            comparison = Comparison()
+            comparison.add_losses(losses, reference.losses)
+            for name, parameter, expected in read_parameters(reference.parameters, model):
+                with memd_client.gather([parameter]):
+                    comparison.add_parameter(name, parameter.detach(), expected)
+    trainer_bytes_peak, daemon_bytes_peak = memory.peak_bytes.values()
+    return Trained(
+        records=records,
+        before=before,
+        after=after,
+        trainer_bytes_peak=trainer_bytes_peak,
+        daemon_bytes_peak=daemon_bytes_peak,
+        comparison=comparison,
+    )
+
+
+def describe(plan: Plan, console: Console) -> None:
+    shape, pool, volume = plan.shape, plan.pool, plan.volume
+    state_bytes = volume.state_bytes
+    console.print(
+        f"GPT with {format_count(shape.parameter_count)} parameters ({shape.depth} blocks of width "
+        f"{shape.width}), {str(plan.dtype).removeprefix('torch.')}; parameters and states "
+        f"{format_bytes(state_bytes)}, gradients {format_bytes(pool.gradient_bytes)}"
+    )
+    if plan.host_bytes == pool.total_bytes:
+        console.print(
+            f"host pool {format_bytes(pool.total_bytes)} = gradients "
+            f"{format_bytes(pool.gradient_bytes)} + cache {format_bytes(pool.cache_bytes)} "
+            f"({pool.cache_bytes / state_bytes:.0%} of parameters and states) + two modules "
+            f"{format_bytes(pool.module_bytes)} + tiles {format_bytes(pool.tile_bytes)} + "
+            f"half-filled segments {format_bytes(pool.segment_bytes)}"
+        )
+    else:
+        spilling = "; gradients will spill" if plan.gradients_spill else ""
+        console.print(f"host pool {format_bytes(plan.host_bytes)} as asked for{spilling}")
+
+
+def run_demo(settings: DemoSettings, console: Console) -> Outcome:
+    plan = make_plan(settings)
+    check_memory(plan, verify=settings.verify)
+    describe(plan, console)
+    try:
+        with volume_folder(settings.data, bytes_needed=plan.nvme_bytes) as folder:
+            # Before the volume is there: what the estimate of the largest model may count on.
+            disk_bytes_free = shutil.disk_usage(folder).free
+            memory_bytes_available = available_bytes()
+            reference = None
+            if settings.verify:
+                with StepProgress(
+                    console, title="in memory", step_count=plan.step_count
+                ) as progress:
+                    reference = train_in_memory(plan, folder, observe=progress)
+                gc.collect()  # the graph's cycles would count as the trainer's memory below
+            with StepProgress(console, title="with memd", step_count=plan.step_count) as progress:
+                trained = train_with_memd(plan, folder, observe=progress, reference=reference)
+    except (FolderError, memd_client.MemdError) as error:
+        raise DemoError(str(error)) from error
+    summary = summarise(
+        trained.records,
+        before=trained.before,
+        after=trained.after,
+        parameter_count=plan.shape.parameter_count,
+        trainer_bytes_peak=trained.trainer_bytes_peak,
+        daemon_bytes_peak=trained.daemon_bytes_peak,
+        largest=largest_model(
+            disk_bytes_free=disk_bytes_free,
+            memory_bytes_available=memory_bytes_available,
+            gradient_element_bytes=settings.element_bytes,
+        ),
+    )
+    console.print(summary_table(summary))
+    if trained.comparison is not None:
+        for line in comparison_lines(trained.comparison):
+            console.print(line, soft_wrap=True)
+    return Outcome(summary=summary, comparison=trained.comparison)

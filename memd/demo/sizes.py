@@ -1,0 +1,109 @@
+"""What a model needs in memory and on disk. Each size is a sum with a name for every term."""
+
+from dataclasses import dataclass, fields
+
+from memd.demo.quantities import format_bytes
+
+# Per parameter, in fp32: value 4, moments 4 + 4. In bf16: half 2, remainder 2, moments 4 + 4.
+STATE_BYTES = 12
+BUILD_BYTES = 4  # the model is built in fp32, in memory, before it is offloaded
+
+TILE_ELEMENTS = 256 * 1024  # native/base/units.h: kTileElements
+# native/store/volume.h: superblocks lie within the first and the last 2 MiB.
+SUPERBLOCK_BYTES = 4 * 2**20
+
+SEGMENT_BYTES = 64 * 2**20  # native/arena/pool.h: segment_bytes_for of a large pool
+SEGMENT_COUNT_MIN = 16  # and of a small one: a sixteenth
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sum:
+    """Fields are the terms, in bytes."""
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(getattr(self, term.name) for term in fields(self))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostPool(Sum):
+    gradient_bytes: int  # every gradient, in its own dtype, from backward until its commit
+    cache_bytes: int  # the part of parameters and states that may stay
+    module_bytes: int  # the largest module in use, and the next one on its way in
+    tile_bytes: int  # a tile per update thread in work, and one in transfer
+    segment_bytes: int  # the job's two sides each end in a segment that is only partly filled
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Volume(Sum):
+    state_bytes: int  # the last commit
+    next_state_bytes: int  # the commit being written: extents are never overwritten in place
+    gradient_bytes: int  # where the pool can't hold them they spill
+    margin_bytes: int  # catalogue, extents rounded up to whole blocks, gaps between them
+    superblock_bytes: int = SUPERBLOCK_BYTES  # the only part that is not for the job
+
+
+def host_pool(
+    parameter_count: int,
+    *,
+    gradient_element_bytes: int,
+    cache_fraction: float,
+    module_elements_max: int,
+    update_thread_count: int,
+) -> HostPool:
+    gradient_bytes = parameter_count * gradient_element_bytes
+    cache_bytes = int(parameter_count * STATE_BYTES * cache_fraction)
+    module_bytes = 2 * module_elements_max * gradient_element_bytes
+    tile_bytes = 2 * update_thread_count * TILE_ELEMENTS * STATE_BYTES
+    needed_bytes = gradient_bytes + cache_bytes + module_bytes + tile_bytes
+    return HostPool(
+        gradient_bytes=gradient_bytes,
+        cache_bytes=cache_bytes,
+        module_bytes=module_bytes,
+        tile_bytes=tile_bytes,
+        segment_bytes=2 * min(SEGMENT_BYTES, needed_bytes // SEGMENT_COUNT_MIN),
+    )
+
+
+def volume(parameter_count: int, *, gradient_element_bytes: int) -> Volume:
+    state_bytes = parameter_count * STATE_BYTES
+    return Volume(
+        state_bytes=state_bytes,
+        next_state_bytes=state_bytes,
+        gradient_bytes=parameter_count * gradient_element_bytes,
+        margin_bytes=64 * 2**20 + state_bytes // 16,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LargestModel:
+    """The largest model that one machine could train this way, and which of the two limits it."""
+
+    parameters_by_disk: int
+    parameters_by_memory: int
+    formula: str
+
+    @property
+    def parameter_count(self) -> int:
+        return min(self.parameters_by_disk, self.parameters_by_memory)
+
+
+def largest_model(
+    *, disk_bytes_free: int, memory_bytes_available: int, gradient_element_bytes: int
+) -> LargestModel:
+    """Gradients stay in memory and everything else streams from disk; the model is built in memory
+    once, in fp32. What does not grow with the model (interpreter, activations of a batch, window
+    of modules) is small beside 1 GiB."""
+    disk_bytes_each = 2 * STATE_BYTES + STATE_BYTES / 16 + gradient_element_bytes
+    memory_bytes_each = gradient_element_bytes + BUILD_BYTES
+    memory_bytes_left = max(memory_bytes_available - 2**30, 0)
+    return LargestModel(
+        parameters_by_disk=int(disk_bytes_free / disk_bytes_each),
+        parameters_by_memory=memory_bytes_left // memory_bytes_each,
+        formula=(
+            f"the smaller of {format_bytes(disk_bytes_free)} free on disk / {disk_bytes_each:g} B "
+            "(states twice, margin, gradients) and "
+            f"({format_bytes(memory_bytes_available)} available memory - 1 GiB) / "
+            f"{memory_bytes_each} B (gradients, and the model once while it is built)"
+        ),
+    )

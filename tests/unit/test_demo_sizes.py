@@ -1,0 +1,100 @@
+import pytest
+
+from memd.demo.quantities import format_bytes, format_count, parse_bytes, parse_count
+from memd.demo.sizes import HostPool, host_pool, largest_model, volume
+
+
+def small_pool(
+    *, gradient_element_bytes: int = 4, cache_fraction: float = 0.25, parameter_count: int = 10**9
+) -> HostPool:
+    return host_pool(
+        parameter_count,
+        gradient_element_bytes=gradient_element_bytes,
+        cache_fraction=cache_fraction,
+        module_elements_max=10**6,
+        update_thread_count=2,
+    )
+
+
+def test_the_pool_is_the_sum_of_its_terms() -> None:
+    pool = small_pool()
+    assert pool.gradient_bytes == 4 * 10**9
+    assert pool.cache_bytes == 3 * 10**9  # a quarter of 12 bytes a parameter
+    assert pool.module_bytes == 2 * 4 * 10**6
+    assert pool.tile_bytes == 2 * 2 * 3 * 2**20
+    assert pool.segment_bytes == 2 * 64 * 2**20
+    assert pool.total_bytes == 7 * 10**9 + 8 * 10**6 + 12 * 2**20 + 128 * 2**20
+
+
+def test_bf16_gradients_take_half() -> None:
+    assert small_pool(gradient_element_bytes=2).gradient_bytes == 2 * 10**9
+
+
+def test_a_smaller_cache_changes_only_the_cache() -> None:
+    quarter, eighth = small_pool(), small_pool(cache_fraction=0.125)
+    assert quarter.total_bytes - eighth.total_bytes == 10**9 * 12 // 8
+
+
+def test_a_small_pool_has_small_segments() -> None:
+    pool = small_pool(parameter_count=10**6)
+    assert pool.segment_bytes == 2 * ((pool.total_bytes - pool.segment_bytes) // 16)
+
+
+def test_the_volume_holds_two_commits_and_spilled_gradients() -> None:
+    sizes = volume(10**9, gradient_element_bytes=4)
+    assert sizes.state_bytes == sizes.next_state_bytes == 12 * 10**9
+    assert sizes.total_bytes > 28 * 10**9
+
+
+def test_the_largest_model_is_bounded_by_disk_or_memory() -> None:
+    by_disk = largest_model(
+        disk_bytes_free=28_750_000_000, memory_bytes_available=2**40, gradient_element_bytes=4
+    )
+    assert by_disk.parameter_count == by_disk.parameters_by_disk == 10**9
+    by_memory = largest_model(
+        disk_bytes_free=10**15, memory_bytes_available=9 * 2**30, gradient_element_bytes=4
+    )
+    assert by_memory.parameter_count == by_memory.parameters_by_memory == 2**30
+    assert "28.75 B" in by_memory.formula
+
+
+def test_the_largest_model_here_fits_the_volume_it_would_get() -> None:
+    disk_bytes_free = 100 * 10**9
+    largest = largest_model(
+        disk_bytes_free=disk_bytes_free, memory_bytes_available=2**40, gradient_element_bytes=2
+    )
+    needed = volume(largest.parameter_count, gradient_element_bytes=2).total_bytes
+    assert needed == pytest.approx(disk_bytes_free, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("1B", 1), ("512MiB", 2**29), ("1.5 GiB", 3 * 2**29)],
+)
+def test_sizes_are_read_with_their_unit(text: str, size_bytes: int) -> None:
+    assert parse_bytes(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "1", "1G", "2GB", "1 gib", "GiB", "-1GiB", "0GiB", "1GiB2"])
+def test_sizes_without_a_known_unit_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("5M", 5_000_000), ("1.5B", 1_500_000_000), ("250K", 250_000), ("7", 7)]
+)
+def test_counts_are_read_with_their_suffix(text: str, count: int) -> None:
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "M", "5m", "five", "-5M", "5MM"])
+def test_counts_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a number of parameters"):
+        parse_count(text)
+
+
+def test_sizes_and_counts_are_written_in_the_unit_that_reads_best() -> None:
+    assert format_bytes(3 * 2**29) == "1.5 GiB"
+    assert format_bytes(12) == "12 B"
+    assert format_count(29_201_536) == "29.2M"
