@@ -1,4 +1,5 @@
-// The files that hold a daemon's disk tier: one preallocated, pre-written file in each data directory, and their superblocks.
+// The files that hold a daemon's disk tier: one preallocated, pre-written file in each data
+// directory, and their superblocks.
 #pragma once
 
 #include <array>
@@ -20,8 +21,9 @@ inline constexpr uint32_t kSuperblockBytes = 4096;
 inline constexpr uint32_t kFormatMajor = 1;
 inline constexpr uint32_t kFormatMinor = 0;
 
-/// What a superblock says. Four copies lie in each file, at 0, 1 MiB, end - 2 MiB and end - 1 MiB; a commit writes only the pair `sequence mod 2`
-/// (0: first and third, 1: second and fourth) of the lead volume, so that the other pair stays valid whatever happens to this write.
+/// What a superblock says. Four copies lie in each file, at 0, 1 MiB, end - 2 MiB and end - 1 MiB;
+/// a commit writes only the pair `sequence mod 2` (0: first and third, 1: second and fourth) of the
+/// lead volume, so that the other pair stays valid whatever happens to this write.
 struct Superblock {
   uint64_t sequence = 0;
   std::array<uint8_t, 16> set_uuid{};
@@ -32,8 +34,10 @@ struct Superblock {
   ExtentRecord root;
 };
 
-/// One block, ready to write at each offset of its pair; the copy's own offset is inside what its checksum covers.
-std::array<std::byte, kSuperblockBytes> encode_superblock(const Superblock& superblock, uint64_t offset_bytes);
+/// One block, ready to write at each offset of its pair; the copy's own offset is inside what its
+/// checksum covers.
+std::array<std::byte, kSuperblockBytes> encode_superblock(const Superblock& superblock,
+                                                          uint64_t offset_bytes);
 Result<Superblock> decode_superblock(std::span<const std::byte> block, uint64_t offset_bytes);
 std::array<uint64_t, 2> superblock_pair_offsets(uint64_t sequence, uint64_t volume_bytes);
 
@@ -42,6 +46,11 @@ struct VolumeSetOptions {
   uint64_t bytes = 0;                    // of all volumes together
   /// Called while files are pre-written, with bytes done and bytes in all.
   std::function<void(uint64_t, uint64_t)> progress;
+  /// How long to wait for a daemon that just ended: the kernel keeps its files open a moment
+  /// longer.
+  uint32_t lock_wait_ms = 5000;
+  /// open(2) of a volume file; a test puts a file system without O_DIRECT here.
+  std::function<int(const char* path, int flags)> open_file;
 };
 
 struct Volume {
@@ -53,9 +62,11 @@ struct Volume {
   uint64_t data_end_bytes = 0;
 };
 
-/// Opened, or formatted where a directory is empty. Refused, each with a sentence that says what to do: a directory that is missing, not writable,
-/// on tmpfs or ramfs (by statfs: it accepts O_DIRECT) or on a file system without O_DIRECT, too little free space, a file that another
-/// daemon holds (waits 5 s; the message names its process), volumes of different sets, a newer format, a size other than the one configured.
+/// Opened, or formatted where a directory is empty. Refused, each with a sentence that says what to
+/// do: a directory that is missing, not writable, on tmpfs or ramfs (by statfs: it accepts
+/// O_DIRECT) or on a file system without O_DIRECT, too little free space, a file that another
+/// daemon holds (waits 5 s; the message names its process), volumes of different sets, a newer
+/// format, a size other than the one configured.
 struct VolumeSet {
   std::vector<Volume> volumes;
   Superblock superblock;   // the valid one with the highest sequence

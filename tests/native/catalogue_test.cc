@@ -1,0 +1,322 @@
+#include "store/catalogue.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <random>
+
+#include "base/checksum.h"
+#include "base/units.h"
+
+namespace memd {
+namespace {
+
+ExtentRecord extent(uint64_t offset_bytes, uint32_t length_bytes) {
+  return {.address = {.device = 1, .offset_bytes = offset_bytes},
+          .length_bytes = length_bytes,
+          .checksum = 0x1122334455667788 + offset_bytes};
+}
+
+JobRecord small_job() {
+  JobRecord job{.job_id = 7,
+                .uid = 1000,
+                .name = "demo",
+                .step = 42,
+                .host_bytes = 64_MiB,
+                .nvme_bytes = 1_GiB,
+                .shards = {},
+                .buckets = {}};
+  job.buckets.push_back(
+      {.dtype = DType::float32,
+       .element_count = kTileElements + 32,
+       .tiles = {{extent(2_MiB, 1_MiB), extent(4_MiB, 2_MiB)}, {extent(8_MiB, 4096), {}}}});
+  job.buckets.push_back(
+      {.dtype = DType::bfloat16, .element_count = 96, .tiles = {{extent(9_MiB, 4096), {}}}});
+  ShardRecord large{.name = "weight",
+                    .kind = ShardKind::parameter,
+                    .dtype = DType::float32,
+                    .tier = Tier::nvme,
+                    .shape = {kTileElements + 31},
+                    .generation = 42,
+                    .bucket = 0,
+                    .element_offset = 0,
+                    .extents = {}};
+  ShardRecord first = large;
+  first.name = "norm.weight";
+  first.dtype = DType::bfloat16;
+  first.shape = {3, 10};
+  first.bucket = 1;
+  ShardRecord second = first;
+  second.name = "norm.bias";
+  second.shape = {};
+  second.element_offset = 32;
+  ShardRecord blob{.name = "blob",
+                   .kind = ShardKind::blob,
+                   .dtype = DType::uint8,
+                   .tier = Tier::host,
+                   .shape = {kBlobExtentBytes + 1},
+                   .generation = 3,
+                   .bucket = 0,
+                   .element_offset = 0,
+                   .extents = {extent(16_MiB, kBlobExtentBytes), extent(20_MiB, 4096)}};
+  ShardRecord buffer = blob;
+  buffer.name = "running_mean";
+  buffer.kind = ShardKind::buffer;
+  buffer.dtype = DType::int64;
+  buffer.shape = {0};
+  buffer.extents = {};
+  job.shards = {large, first, second, blob, buffer};
+  return job;
+}
+
+RootRecord small_root() {
+  return {.job_id_next = 8,
+          .jobs = {{.job_id = 7, .catalogue_bytes = 5000, .catalogue = {extent(2_MiB, 8192)}},
+                   {.job_id = 3,
+                    .catalogue_bytes = kBlobExtentBytes + 9,
+                    .catalogue = {extent(3_MiB, kBlobExtentBytes), extent(5_MiB, 4096)}}}};
+}
+
+std::vector<std::byte> resealed(std::vector<std::byte> bytes) {
+  const uint64_t checksum = record_checksum(std::span(bytes).first(bytes.size() - 8));
+  std::memcpy(bytes.data() + bytes.size() - 8, &checksum, 8);
+  return bytes;
+}
+
+std::string hex(std::span<const std::byte> bytes) {
+  std::string text;
+  for (const std::byte byte : bytes) {
+    constexpr char kDigits[] = "0123456789abcdef";
+    text += kDigits[static_cast<size_t>(byte) >> 4];
+    text += kDigits[static_cast<size_t>(byte) & 15];
+  }
+  return text;
+}
+
+std::vector<std::byte> from_hex(const std::string& text) {
+  std::vector<std::byte> bytes;
+  for (size_t i = 0; i < text.size(); i += 2) {
+    bytes.push_back(static_cast<std::byte>(std::stoi(text.substr(i, 2), nullptr, 16)));
+  }
+  return bytes;
+}
+
+TEST(Catalogue, a_job_comes_back_as_it_was) {
+  const auto decoded = decode_job(encode(small_job()));
+  ASSERT_TRUE(decoded.is_ok()) << decoded.status().message();
+  const JobRecord& job = decoded.value();
+  const JobRecord expected = small_job();
+  EXPECT_EQ(job.job_id, expected.job_id);
+  EXPECT_EQ(job.uid, expected.uid);
+  EXPECT_EQ(job.name, expected.name);
+  EXPECT_EQ(job.step, expected.step);
+  EXPECT_EQ(job.host_bytes, expected.host_bytes);
+  EXPECT_EQ(job.nvme_bytes, expected.nvme_bytes);
+  ASSERT_EQ(job.shards.size(), expected.shards.size());
+  for (size_t i = 0; i < job.shards.size(); ++i) {
+    EXPECT_EQ(job.shards[i].name, expected.shards[i].name);
+    EXPECT_EQ(job.shards[i].kind, expected.shards[i].kind);
+    EXPECT_EQ(job.shards[i].dtype, expected.shards[i].dtype);
+    EXPECT_EQ(job.shards[i].tier, expected.shards[i].tier);
+    EXPECT_EQ(job.shards[i].shape, expected.shards[i].shape);
+    EXPECT_EQ(job.shards[i].generation, expected.shards[i].generation);
+    EXPECT_EQ(job.shards[i].bucket, expected.shards[i].bucket);
+    EXPECT_EQ(job.shards[i].element_offset, expected.shards[i].element_offset);
+    EXPECT_EQ(job.shards[i].extents.size(), expected.shards[i].extents.size());
+  }
+  const ExtentRecord& rest = job.buckets[0].tiles[0].rest;
+  EXPECT_EQ(rest.address.device, 1);
+  EXPECT_EQ(rest.address.offset_bytes, 4_MiB);
+  EXPECT_EQ(rest.length_bytes, 2_MiB);
+  EXPECT_EQ(rest.checksum, 0x1122334455667788 + 4_MiB);
+  EXPECT_FALSE(job.buckets[0].tiles[1].rest.exists());
+  EXPECT_EQ(encode(job), encode(expected));
+}
+
+TEST(Catalogue, a_root_comes_back_as_it_was) {
+  const auto decoded = decode_root(encode(small_root()));
+  ASSERT_TRUE(decoded.is_ok()) << decoded.status().message();
+  EXPECT_EQ(decoded.value().job_id_next, 8u);
+  EXPECT_EQ(encode(decoded.value()), encode(small_root()));
+  EXPECT_TRUE(decode_root(encode(RootRecord{})).is_ok());
+  EXPECT_TRUE(decode_job(encode(JobRecord{})).is_ok());
+}
+
+// Written by format 1.0; every later version must read them.
+constexpr char kRootV1[] =
+    "6d656d64726f6f740100000000000000ae0000000000000000000000000000000000000000000000"
+    "00000000000000000800000000000000020000000700000000000000881300000000000001000000"
+    "00002000000000008877865544332211002000000100030000000000000009001000000000000200"
+    "00000000300000000000887796554433221100001000010000005000000000008877b65544332211"
+    "001000000100c7e278355cab3ecc";
+constexpr char kJobV1[] =
+    "6d656d642d6a6f620100000000000000f80100000000000000000000000000000000000000000000"
+    "00000000000000000700000000000000e80300002a00000000000000000000040000000000000040"
+    "00000000040064656d6f020000000120000400000000000200000000002000000000008877865544"
+    "33221100001000010000004000000000008877a65544332211000020000100000080000000000088"
+    "77e65544332211001000000100000000000000000000000000000000000000000000000260000000"
+    "000000000100000000009000000000008877f6554433221100100000010000000000000000000000"
+    "000000000000000000000000050000000600776569676874010102011f000400000000002a000000"
+    "000000000000000000000000000000000b006e6f726d2e7765696768740102020203000000000000"
+    "000a000000000000002a0000000000000001000000000000000000000009006e6f726d2e62696173"
+    "010202002a000000000000000100000020000000000000000400626c6f6202090101010010000000"
+    "00000300000000000000020000000000000100000000887766564433221100001000010000004001"
+    "000000008877a656443322110010000001000c0072756e6e696e675f6d65616e0308010100000000"
+    "00000000030000000000000000000000fd90d6bf5bef7283";
+
+TEST(Catalogue, records_of_format_1_0_are_read_for_ever) {
+  EXPECT_EQ(hex(encode(small_root())), kRootV1);
+  EXPECT_EQ(hex(encode(small_job())), kJobV1);
+  ASSERT_TRUE(decode_root(from_hex(kRootV1)).is_ok());
+  ASSERT_TRUE(decode_job(from_hex(kJobV1)).is_ok());
+}
+
+TEST(Catalogue, any_flipped_bit_and_any_truncation_is_refused) {
+  for (const auto& good : {encode(small_job()), encode(small_root())}) {
+    const auto refuse = [](std::span<const std::byte> bytes) {
+      EXPECT_EQ(decode_job(bytes).status().code(), StatusCode::integrity);
+      EXPECT_EQ(decode_root(bytes).status().code(), StatusCode::integrity);
+    };
+    for (size_t i = 0; i < good.size(); ++i) {
+      for (const int flip : {0x01, 0x80, 0xff}) {
+        auto bytes = good;
+        bytes[i] ^= static_cast<std::byte>(flip);
+        refuse(bytes);
+      }
+      refuse(std::span(good).first(i));
+    }
+    auto longer = good;
+    longer.push_back(std::byte{0});
+    refuse(longer);
+  }
+}
+
+TEST(Catalogue, garbage_with_a_valid_checksum_never_crashes) {
+  std::mt19937 random(1);
+  const auto job = encode(small_job());
+  const auto root = encode(small_root());
+  int refused = 0;
+  for (int i = 0; i < 100'000; ++i) {
+    auto bytes = i % 2 == 0 ? job : root;
+    if (i % 4 < 2) {
+      const size_t place = random() % bytes.size();
+      const size_t count = std::min<size_t>(1 + random() % 8, bytes.size() - place);
+      for (size_t k = 0; k < count; ++k) bytes[place + k] = static_cast<std::byte>(random());
+    } else {
+      bytes.resize(56 + random() % 256);
+      for (size_t k = 48; k < bytes.size(); ++k) bytes[k] = static_cast<std::byte>(random());
+      const uint64_t length_bytes = bytes.size();
+      std::memcpy(bytes.data() + 16, &length_bytes, 8);
+    }
+    bytes = resealed(std::move(bytes));
+    if (!decode_job(bytes).is_ok()) ++refused;
+    if (!decode_root(bytes).is_ok()) ++refused;
+  }
+  EXPECT_GT(refused, 150'000);
+}
+
+TEST(Catalogue, a_newer_format_is_refused_with_both_versions_and_the_feature_named) {
+  auto newer = encode(small_job());
+  newer[8] = std::byte{2};
+  const auto version = decode_job(resealed(newer));
+  EXPECT_EQ(version.status().code(), StatusCode::not_yet);
+  EXPECT_NE(version.status().message().find("2.0"), std::string::npos);
+  EXPECT_NE(version.status().message().find("1.x"), std::string::npos);
+  for (const size_t word : {24, 32}) {
+    auto feature = encode(small_job());
+    feature[word] = std::byte{8};
+    const auto refused = decode_job(resealed(feature));
+    EXPECT_EQ(refused.status().code(), StatusCode::not_yet);
+    EXPECT_NE(refused.status().message().find("bit 3"), std::string::npos);
+  }
+  auto compatible = encode(small_job());
+  compatible[40] = std::byte{8};
+  EXPECT_TRUE(decode_job(resealed(compatible)).is_ok());
+}
+
+TEST(Catalogue, fields_that_a_newer_minor_version_appended_are_skipped) {
+  auto bytes = encode(small_root());
+  bytes.insert(bytes.end() - 8, std::byte{9});
+  const uint64_t length_bytes = bytes.size();
+  std::memcpy(bytes.data() + 16, &length_bytes, 8);
+  EXPECT_EQ(decode_root(resealed(bytes)).status().code(), StatusCode::integrity);
+  bytes[10] = std::byte{1};
+  EXPECT_TRUE(decode_root(resealed(bytes)).is_ok());
+}
+
+TEST(Catalogue, what_contradicts_itself_is_refused_naming_the_field) {
+  const auto refuse = [](const std::string& named, const std::function<void(JobRecord&)>& spoil) {
+    JobRecord job = small_job();
+    spoil(job);
+    const auto decoded = decode_job(encode(job));
+    EXPECT_EQ(decoded.status().code(), StatusCode::integrity) << named;
+    EXPECT_NE(decoded.status().message().find(named), std::string::npos)
+        << decoded.status().message();
+  };
+  refuse("bucket: 9", [](JobRecord& job) { job.shards[0].bucket = 9; });
+  refuse("element range", [](JobRecord& job) { job.shards[0].shape = {kTileElements + 33}; });
+  refuse("element range", [](JobRecord& job) { job.shards[1].element_offset = 96; });
+  refuse("element range", [](JobRecord& job) { job.shards[1].element_offset = 1; });
+  refuse("two shards share", [](JobRecord& job) { job.shards[2].element_offset = 0; });
+  refuse("dtype is not that", [](JobRecord& job) { job.shards[1].dtype = DType::float32; });
+  refuse("dtype: 200", [](JobRecord& job) { job.shards[3].dtype = static_cast<DType>(200); });
+  refuse("kind: 0", [](JobRecord& job) { job.shards[3].kind = ShardKind::unspecified; });
+  refuse("tier: 3", [](JobRecord& job) { job.shards[3].tier = static_cast<Tier>(3); });
+  refuse("shape overflows", [](JobRecord& job) { job.shards[3].shape = {1_GiB, 1_GiB}; });
+  refuse("two shards named", [](JobRecord& job) { job.shards[2].name = "blob"; });
+  refuse("a bucket without a shard", [](JobRecord& job) { job.shards.erase(job.shards.begin()); });
+  refuse("extent count", [](JobRecord& job) { job.shards[3].extents.pop_back(); });
+  refuse("extent length", [](JobRecord& job) { job.shards[3].extents[1].length_bytes = 8192; });
+  refuse("whole block", [](JobRecord& job) { job.shards[3].extents[0].address.offset_bytes = 1; });
+  refuse("overflows",
+         [](JobRecord& job) { job.shards[3].extents[0].address.offset_bytes = UINT64_MAX - 4095; });
+  refuse("tile count", [](JobRecord& job) { job.buckets[0].tiles.pop_back(); });
+  refuse("tile count", [](JobRecord& job) { job.buckets[0].element_count += kTileElements; });
+  refuse("extent length", [](JobRecord& job) { job.buckets[0].tiles[0].rest.length_bytes = 4096; });
+  refuse("dtype: 5", [](JobRecord& job) { job.buckets[0].dtype = DType::int8; });
+  refuse("some of its tiles", [](JobRecord& job) { job.buckets[0].tiles[1].parameter = {}; });
+  refuse("without length", [](JobRecord& job) { job.buckets[0].tiles[1].rest.checksum = 1; });
+
+  RootRecord twice = small_root();
+  twice.jobs[1].job_id = 7;
+  EXPECT_EQ(decode_root(encode(twice)).status().code(), StatusCode::integrity);
+  RootRecord future = small_root();
+  future.job_id_next = 7;
+  EXPECT_EQ(decode_root(encode(future)).status().code(), StatusCode::integrity);
+}
+
+TEST(Catalogue, a_hundred_thousand_shards_stay_small_and_fast) {
+  constexpr uint32_t kShards = 100'000;
+  JobRecord job = small_job();
+  const size_t before_bytes = encode(job).size();
+  const ShardRecord example = job.shards[0];
+  size_t name_bytes = 0;
+  for (uint32_t i = 0; i < kShards; ++i) {
+    ShardRecord shard = example;
+    shard.name = "layers." + std::to_string(i) + ".weight";
+    shard.shape = {64, 64};
+    shard.bucket = static_cast<uint32_t>(job.buckets.size());
+    name_bytes += shard.name.size();
+    job.shards.push_back(shard);
+    job.buckets.push_back({.dtype = DType::float32,
+                           .element_count = 4096,
+                           .tiles = {{extent(2_MiB, 16384), extent(4_MiB, 32768)}}});
+  }
+  const auto bytes = encode(job);
+  constexpr size_t kTileBytesMax = 48;
+  constexpr size_t kBucketBytes = 13;
+  constexpr size_t kShardBytesMax = 60;
+  EXPECT_LE(bytes.size() - before_bytes,
+            kShards * (kTileBytesMax + kBucketBytes + kShardBytesMax) + name_bytes);
+  const auto started = std::chrono::steady_clock::now();
+  ASSERT_TRUE(decode_job(bytes).is_ok());
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - started;
+  RecordProperty("decode_ms", std::to_string(elapsed.count() * 1000));
+  // Some 40 ms; the bound leaves room for sanitizers and busy machines.
+  EXPECT_LT(elapsed.count(), 2.0);
+}
+
+}  // namespace
+}  // namespace memd
