@@ -3,6 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 PROTOCOL_VERSION: int
 
 class StatusError(Exception):
@@ -81,6 +84,32 @@ class AdamSettings:
         weight_decay: float,
         decoupled: bool,
     ) -> None: ...
+
+def isa_names() -> list[str]:
+    """The instruction sets of this processor that have a kernel, the widest last."""
+
+def adam_update(
+    isa: str,
+    settings: AdamSettings,
+    t: int,
+    parameter: NDArray[np.float32],
+    exp_avg: NDArray[np.float32],
+    exp_avg_sq: NDArray[np.float32],
+    gradient: NDArray[np.float32],
+) -> None:
+    """Update number `t`, from 1, of fp32 arrays of equal length, in place."""
+
+def adam_update_bf16(
+    isa: str,
+    settings: AdamSettings,
+    t: int,
+    half: NDArray[np.uint16],
+    remainder: NDArray[np.int16],
+    exp_avg: NDArray[np.float32],
+    exp_avg_sq: NDArray[np.float32],
+    gradient: NDArray[np.uint16],
+) -> None:
+    """Update number `t`, from 1, of bf16 arrays of equal length, in place; `half` and `gradient` hold bf16 as uint16."""
 
 class StepReport:
     committed_step: int
