@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Prepares a checkout for `make demo`, `make test`, `make lint` or `make tidy`: Debian packages, .venv, torch, memd itself.
-# Every part is skipped where it already stands, so a second run costs about a second.
+# Prepares a checkout for `make demo`, `make test`, `make lint` or `make tidy`: Debian packages,
+# .venv, torch, memd itself. A part that already stands is skipped: a second run costs a second.
 #
 #   deploy/setup/setup.sh demo|test|lint|tidy
 #
-# PYTHON       the interpreter that .venv is made from (default: the first of python3, python3.14 … python3.11 that is new enough)
+# PYTHON       the interpreter that .venv is made from
+#              (default: the first of python3, python3.14 … python3.11 that is new enough)
 # TORCH        a pip requirement or the path of a wheel, instead of choose_torch.py's choice
 # TORCH_INDEX  a further package index that offers torch builds
 set -euo pipefail
@@ -16,7 +17,7 @@ readonly venv=.venv stamps=.venv/memd-setup build=build/release
 say() { printf '%s\n' "memd set-up: $*" >&2; }
 die() { say "$@"; exit 1; }
 
-# --- the interpreter ------------------------------------------------------------------------------------------------
+# --- the interpreter ------------------------------------------------------------------------------
 
 # A pyenv shim answers to every name and fails when called, so candidates are run, not looked up.
 find_python() {
@@ -26,15 +27,20 @@ find_python() {
     "$candidate" -c 'import sys; print(sys.executable)'
     return
   done
-  die "Python 3.11 or newer is needed and ${PYTHON:-python3} is not that; install one, or name it: make $purpose PYTHON=/path/to/python3"
+  die "Python 3.11 or newer is needed and ${PYTHON:-python3} is not that;" \
+    "install one, or name it: make $purpose PYTHON=/path/to/python3"
 }
 
-# --- system packages ------------------------------------------------------------------------------------------------
+# --- system packages ------------------------------------------------------------------------------
 
-# What is checked is what the build uses, not which package it came from: a compiler of one's own will do.
-has_header() { printf '#if !__has_include(<%s>)\n#error\n#endif\n' "$1" | g++ -E -x c++ - -o /dev/null; }
+# What is checked is what the build uses, not which package it came from: a compiler of one's own
+# will do.
+python_path() { "$python" -c 'import sys, sysconfig; print(sysconfig.get_path(sys.argv[1]))' "$1"; }
+has_header() {
+  printf '#if !__has_include(<%s>)\n#error\n#endif\n' "$1" | g++ -E -x c++ - -o /dev/null
+}
 has_python_module() { "$python" -c "import $1"; }
-has_python_headers() { test -f "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h"; }
+has_python_headers() { test -f "$(python_path include)/Python.h"; }
 
 need() {
   local package=$1; shift
@@ -71,8 +77,11 @@ can_be_root() {
   ((EUID == 0)) || sudo -n true 2>/dev/null || { [[ -t 0 ]] && command -v sudo >/dev/null; }
 }
 
-# A list's date is its server's, so nothing tells how old it is here. One unreachable source need not matter.
-update_lists() { as_root apt-get -qq update || say "apt-get update failed; going on with the lists there are"; }
+# A list's date is its server's, so nothing tells how old it is here. One source that cannot be
+# reached need not matter.
+update_lists() {
+  as_root apt-get -qq update || say "apt-get update failed; going on with the lists there are"
+}
 
 install_packages() {
   mkdir -p build/setup
@@ -84,23 +93,29 @@ ensure_packages() {
   list_missing
   ((${#missing[@]})) || return 0
   if ! command -v apt-get >/dev/null; then
-    die "these are missing (names as in Debian) and there is no apt-get to install them with: ${missing[*]}"
+    die "these are missing and there is no apt-get to install them with" \
+      "(names as in Debian): ${missing[*]}"
   elif ! can_be_root; then
-    die "these packages are missing; install them and run make $purpose again: sudo apt-get install ${missing[*]}"
+    die "these packages are missing; install them and run make $purpose again:" \
+      "sudo apt-get install ${missing[*]}"
   fi
   say "installing ${missing[*]}"
   update_lists
   install_packages "${missing[@]}" ||
-    { tail -n 20 build/setup/apt.log >&2; die "apt-get could not install these packages: ${missing[*]}"; }
+    { tail -n 20 build/setup/apt.log >&2; die "apt-get could not install: ${missing[*]}"; }
   list_missing
-  ((${#missing[@]} == 0)) || die "$python still lacks: ${missing[*]} (name another interpreter: make $purpose PYTHON=/usr/bin/python3)"
+  ((${#missing[@]} == 0)) ||
+    die "still missing for $python: ${missing[*]};" \
+      "name the system's own interpreter: make $purpose PYTHON=/usr/bin/python3"
 }
 
-# Debian's package of promtool is Prometheus itself, which would be started as a service; the tests need the one program.
+# Debian's package of promtool is Prometheus itself, which would be started as a service; the tests
+# need the one program.
 ensure_promtool() {
   ! command -v promtool >/dev/null || return 0
   [[ ! -x $venv/bin/promtool ]] || return 0
-  command -v apt-get >/dev/null || die "promtool (part of Prometheus) is missing and there is no apt-get to fetch it with"
+  command -v apt-get >/dev/null ||
+    die "promtool (part of Prometheus) is missing and there is no apt-get to fetch it with"
   say "fetching promtool"
   local folder=build/setup/prometheus
   rm -rf "$folder" && mkdir -p "$folder"
@@ -109,12 +124,13 @@ ensure_promtool() {
     apt-get -qq download prometheus 2>/dev/null ||
       { can_be_root && update_lists && apt-get -qq download prometheus 2>/dev/null; }
     dpkg-deb --extract prometheus_*.deb .
-  ) || die "apt-get could not download the package prometheus; put promtool on PATH and run make $purpose again"
+  ) || die "apt-get could not download the package prometheus;" \
+    "put promtool on PATH and run make $purpose again"
   install -m 755 "$folder/usr/bin/promtool" "$venv/bin/promtool"
   rm -rf "$folder"
 }
 
-# --- .venv ----------------------------------------------------------------------------------------------------------
+# --- .venv ----------------------------------------------------------------------------------------
 
 # A stamp holds what its part was made from, so a part is made again when that changes.
 is_current() { [[ -f $stamps/$1 && $(<"$stamps/$1") == "$2" ]]; }
@@ -130,11 +146,15 @@ ensure_venv() {
   mkdir -p "$stamps"
 }
 
+torch_version() {
+  "$venv/bin/python" -c 'from importlib.metadata import version; print(version("torch"))'
+}
+
 ensure_torch() {
   local key="${TORCH:-default} ${TORCH_INDEX:-}"
   ! is_current torch "$key" || return 0
   local requirement=${TORCH:-}
-  if [[ -z $requirement ]] && "$venv/bin/python" -c 'from importlib.metadata import version; version("torch")' 2>/dev/null; then
+  if [[ -z $requirement ]] && torch_version >/dev/null 2>&1; then
     say "keeping the torch that is in $venv"
   else
     [[ -n $requirement ]] || requirement=$("$venv/bin/python" deploy/setup/choose_torch.py)
@@ -144,24 +164,32 @@ ensure_torch() {
   stamp torch "$key"
 }
 
-build_requirements() {
-  "$venv/bin/python" -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")'
+# One requirement a line, from a list in pyproject.toml: requirements build-system requires
+requirements() {
+  "$venv/bin/python" -c '
+import functools, sys, tomllib
+with open("pyproject.toml", "rb") as file:
+    print(*functools.reduce(dict.__getitem__, sys.argv[1:], tomllib.load(file)), sep="\n")' "$@"
 }
 
-# memd is installed editable: Python sources are used where they lie, only the compiled module is copied.
+# memd is installed editable: Python sources are used where they lie, only the compiled module is
+# copied.
 ensure_memd() {
   local key extra=$1
   key="$(sha256sum pyproject.toml) $("$venv/bin/python" --version) $(<"$stamps/torch")"
   # What the tests need holds all that the demo needs.
-  if [[ -f $build/build.ninja ]] && { is_current "memd-$extra" "$key" || is_current memd-test "$key"; }; then
-    return
+  if [[ -f $build/build.ninja ]]; then
+    ! is_current "memd-$extra" "$key" || return 0
+    ! is_current memd-test "$key" || return 0
   fi
   say "installing memd[$extra]"
-  "$venv/bin/python" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >"$stamps/constraints.txt"
-  local requirements
-  mapfile -t requirements < <(build_requirements)
-  pip install -q -c "$stamps/constraints.txt" "${requirements[@]}"
-  pip install -q -c "$stamps/constraints.txt" --no-build-isolation --config-settings "build-dir=$build" -e ".[$extra]"
+  printf 'torch==%s\n' "$(torch_version)" >"$stamps/constraints.txt"
+  local build_tools
+  mapfile -t build_tools < <(requirements build-system requires)
+  pip install -q -c "$stamps/constraints.txt" "${build_tools[@]}"
+  # --config-settings, as bookworm's pip 23.0 knows no -C.
+  pip install -q -c "$stamps/constraints.txt" --no-build-isolation \
+    --config-settings "build-dir=$build" -e ".[$extra]"
   stamp "memd-$extra" "$key"
 }
 
@@ -169,26 +197,28 @@ ensure_tools() {
   local key
   key=$(sha256sum pyproject.toml)
   ! is_current "$1" "$key" || return 0
-  local requirements
-  mapfile -t requirements < <("$venv/bin/python" -c '
-import sys, tomllib
-print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]], sep="\n")' "$1")
-  say "installing ${requirements[*]}"
-  pip install -q "${requirements[@]}"
+  local tools
+  mapfile -t tools < <(requirements project optional-dependencies "$1")
+  say "installing ${tools[*]}"
+  pip install -q "${tools[@]}"
   stamp "$1" "$key"
 }
 
-# --- the native part ------------------------------------------------------------------------------------------------
+# --- the native part ------------------------------------------------------------------------------
+
+build_step() {
+  "$@" >"$build/step.log" 2>&1 || { cat "$build/step.log" >&2; die "failed: $*"; }
+}
 
 build_native() {
-  local log=$build/build.log
-  local targets=(_core)
+  local target=_core site_packages
   if [[ $purpose == test ]]; then
-    targets=(all)
-    cmake -DMEMD_TESTS=ON "$build" >"$log" 2>&1 || { cat "$log" >&2; die "cmake could not configure $build"; }
+    target=all
+    build_step cmake -DMEMD_TESTS=ON "$build"
   fi
-  cmake --build "$build" --target "${targets[@]}" >"$log" 2>&1 || { cat "$log" >&2; die "the native build failed"; }
-  cmake --install "$build" --component python --prefix "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')" >>"$log"
+  site_packages=$(python="$venv/bin/python" python_path platlib)
+  build_step cmake --build "$build" --target "$target"
+  build_step cmake --install "$build" --component python --prefix "$site_packages"
 }
 
 started=$SECONDS
