@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import tomllib
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
+
+from memd import config
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SERVICE = DEPLOY / "systemd" / "memd.service"
@@ -95,8 +96,17 @@ def test_prometheus_accepts_the_scrape_configuration() -> None:
     assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
+def test_the_example_configuration_is_one_the_daemon_takes() -> None:
+    settings_file = DEPLOY / "memd.toml"
+    example = config.load(flags={}, environ={}, file=settings_file)
+    given = {name for name, origin in example.origins.items() if origin == str(settings_file)}
+    assert given == {"socket", "data", "host", "nvme", "metrics"}
+    assert settings(SOCKET)["ListenSequentialPacket"] == [str(example.settings.attach_socket)]
+    assert example.settings.data == (Path("/var/lib") / settings(SERVICE)["StateDirectory"][0],)
+
+
 def test_the_scrape_configuration_asks_where_the_daemon_answers() -> None:
     scrape = (DEPLOY / "prometheus" / "prometheus.yml").read_text(encoding="utf-8")
-    configuration = tomllib.loads((DEPLOY / "memd.toml").read_text(encoding="utf-8"))
-    assert f'"{configuration["metrics"]}"' in scrape
+    example = config.load(flags={}, environ={}, file=DEPLOY / "memd.toml")
+    assert f'"{example.settings.metrics}"' in scrape
     assert "job_name: memd\n" in scrape
