@@ -38,7 +38,8 @@ constexpr uint64_t kVolumeBytesMin = 16_MiB;
 constexpr uint64_t kSuperblockSpaceBytes = 2_MiB;  // at each end
 constexpr uint64_t kCopyStrideBytes = 1_MiB;
 
-// One write at a time: the kernel splits it, and beyond 4 MiB nothing gets faster.
+// One write at a time, which the kernel splits: 1 GiB took 0.4 to 0.7 s on a virtual disk whether it
+// was 1, 4, 8 or 16 MiB, with no order among them.
 constexpr uint64_t kFormatWriteBytes = 8_MiB;
 constexpr auto kLockRetry = std::chrono::milliseconds(50);
 
@@ -538,6 +539,7 @@ std::array<std::byte, kSuperblockBytes> encode_superblock(const Superblock& supe
   writer.put(static_cast<uint16_t>(kFormatMajor));
   writer.put(static_cast<uint16_t>(kFormatMinor));
   writer.put(uint32_t{0});
+  writer.put(uint64_t{kSuperblockBytes});
   writer.put(uint64_t{0});  // features: incompatible
   writer.put(uint64_t{0});  // read-only compatible
   writer.put(uint64_t{0});  // compatible
@@ -573,6 +575,7 @@ Result<Superblock> decode_superblock(std::span<const std::byte> block, uint64_t 
   const auto major = reader.get<uint16_t>();
   const auto minor = reader.get<uint16_t>();
   reader.get<uint32_t>();
+  const auto length_bytes = reader.get<uint64_t>();
   const auto incompatible = reader.get<uint64_t>();
   const auto read_only_compatible = reader.get<uint64_t>();
   reader.get<uint64_t>();
@@ -580,6 +583,7 @@ Result<Superblock> decode_superblock(std::span<const std::byte> block, uint64_t 
       !status.is_ok()) {
     return status;
   }
+  if (length_bytes != kSuperblockBytes) return damaged("length field: ", length_bytes, " bytes");
   const auto own_offset_bytes = reader.get<uint64_t>();
   if (own_offset_bytes != offset_bytes) return damaged("it was written for ", own_offset_bytes);
   Superblock superblock;

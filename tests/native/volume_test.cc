@@ -314,6 +314,23 @@ TEST(Superblock, comes_back_as_it_was_and_only_from_its_own_place) {
   ASSERT_TRUE(decoded.is_ok()) << decoded.status().message();
   EXPECT_EQ(encode_superblock(decoded.value(), 1_MiB), block);
   EXPECT_EQ(decoded.value().root.checksum, 77u);
+  const auto field = [&block](size_t offset_bytes) {
+    uint64_t value = 0;
+    std::memcpy(&value, block.data() + offset_bytes, sizeof(value));
+    return value;
+  };
+  // Where format 1.0 has them, for ever.
+  EXPECT_EQ(std::memcmp(block.data(), "memd-vol\1\0\0\0\0\0\0\0", 16), 0);
+  EXPECT_EQ(field(16), kSuperblockBytes);
+  EXPECT_EQ(field(48), 1_MiB);
+  EXPECT_EQ(field(56), 9u);
+  EXPECT_EQ(field(64), 0x0707070707070707u);
+  EXPECT_EQ(field(80), uint64_t{2} << 16);
+  EXPECT_EQ(field(88), 64_MiB);
+  EXPECT_EQ(field(96), 5000u);
+  EXPECT_EQ(field(104), 2_MiB);
+  EXPECT_EQ(field(112), 77u);
+  EXPECT_EQ(field(120), (uint64_t{1} << 32) + 8192);
   EXPECT_EQ(decode_superblock(block, 63_MiB).status().code(), StatusCode::integrity);
   for (size_t i = 0; i < block.size(); ++i) {
     auto flipped = block;
