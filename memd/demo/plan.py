@@ -1,6 +1,5 @@
 """Everything that is decided before the first byte is moved."""
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -8,9 +7,9 @@ import torch
 from memd.demo import sizes
 from memd.demo.memory import available_bytes
 from memd.demo.model import GPTShape, shape_for
-from memd.demo.quantities import format_bytes
 from memd.demo.settings import DemoSettings
 from memd.demo.text import Batches, read_standard_library, read_text
+from memd.sizes import format_size
 
 
 class DemoError(Exception):
@@ -42,7 +41,6 @@ def make_plan(settings: DemoSettings) -> Plan:
         gradient_element_bytes=settings.element_bytes,
         cache_fraction=settings.cache_fraction,
         module_elements_max=shape.module_elements_max,
-        update_thread_count=len(os.sched_getaffinity(0)),
     )
     volume = sizes.volume(shape.parameter_count, gradient_element_bytes=settings.element_bytes)
     return Plan(
@@ -73,7 +71,7 @@ def check_memory(plan: Plan, *, verify: bool) -> None:
     for reason, needed_bytes in needs.items():
         if needed_bytes > available_bytes():
             raise DemoError(
-                f"{reason} would take {format_bytes(needed_bytes)} of the "
-                f"{format_bytes(available_bytes())} of memory available: "
+                f"{reason} would take {format_size(needed_bytes)} of the "
+                f"{format_size(available_bytes())} of memory available: "
                 "choose a smaller model with --params"
             )

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -16,15 +16,31 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from memd.demo.quantities import format_bytes, format_count
+from memd.demo.quantities import format_count
+from memd.sizes import format_size
 
 if TYPE_CHECKING:
     from memd.demo.sizes import LargestModel
     from memd.demo.train import StepRecord
     from memd.demo.twin import Comparison
-    from memd.demo.usage import Usage
 
 LINES_IN_PIPE = 10  # of progress, where nobody watches
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """Counters of the daemon and the session at one moment; bytes and seconds since the start."""
+
+    host_bytes: int  # the pool
+    host_bytes_used: int
+    nvme_bytes: int
+    nvme_bytes_used: int
+    read_bytes: int  # all devices, fetches and commits
+    written_bytes: int
+    commit_read_seconds: float
+    commit_update_seconds: float
+    commit_write_seconds: float
+    commit_sync_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +73,8 @@ class Summary:
 def summarise(
     records: Sequence["StepRecord"],
     *,
-    before: "Usage",
-    after: "Usage",
+    before: Usage,
+    after: Usage,
     parameter_count: int,
     trainer_bytes_peak: int,
     daemon_bytes_peak: int,
@@ -124,15 +140,15 @@ def summary_table(summary: Summary) -> Table:
             f"make durable {summary.commit_sync_seconds:.3f} s"
         ),
         "moved": (
-            f"{format_bytes(summary.read_bytes_per_step)} read and "
-            f"{format_bytes(summary.written_bytes_per_step)} written a step"
+            f"{format_size(round(summary.read_bytes_per_step))} read and "
+            f"{format_size(round(summary.written_bytes_per_step))} written a step"
         ),
         "memory": (
-            f"pool {format_bytes(summary.host_bytes)}; beside it the trainer "
-            f"{format_bytes(summary.trainer_bytes_peak)} and the daemon "
-            f"{format_bytes(summary.daemon_bytes_peak)} (peak RssAnon)"
+            f"pool {format_size(summary.host_bytes)}; beside it the trainer "
+            f"{format_size(summary.trainer_bytes_peak)} and the daemon "
+            f"{format_size(summary.daemon_bytes_peak)} (peak RssAnon)"
         ),
-        "disk": f"volume {format_bytes(summary.nvme_bytes)}",
+        "disk": f"volume {format_size(summary.nvme_bytes)}",
         "largest model here": (
             f"about {format_count(summary.largest_parameter_count)} parameters: "
             f"{summary.largest_formula}"
@@ -157,10 +173,6 @@ def comparison_lines(comparison: "Comparison") -> list[str]:
     verdict = "bit-identical to" if comparison.identical else "NOT the bits of"
     lines.append(f"{verdict} plain PyTorch with torch.optim.AdamW(fused=True)")
     return lines
-
-
-class StepObserver(Protocol):
-    def __call__(self, record: "StepRecord", usage: "Usage | None") -> None: ...
 
 
 class StepProgress:
@@ -195,7 +207,7 @@ class StepProgress:
     ) -> None:
         self._progress.stop()
 
-    def __call__(self, record: "StepRecord", usage: "Usage | None") -> None:
+    def __call__(self, record: "StepRecord", usage: Usage | None = None) -> None:
         state = self._state(record, usage)
         self._previous = usage
         if self._console.is_terminal:
@@ -205,16 +217,16 @@ class StepProgress:
                 f"{self._title} step {record.step + 1}/{self._step_count} {state}", soft_wrap=True
             )
 
-    def _state(self, record: "StepRecord", usage: "Usage | None") -> str:
+    def _state(self, record: "StepRecord", usage: Usage | None) -> str:
         state = f"loss {record.loss:.3f}  {record.seconds:.2f} s"
         if usage is None:
             return state
         waited = record.forward_wait_seconds + record.backward_wait_seconds + record.update_seconds
         state += f" ({waited / record.seconds:.0%} stalled)"
-        state += f"  host {format_bytes(usage.host_bytes_used)}"
-        state += f"  nvme {format_bytes(usage.nvme_bytes_used)}"
+        state += f"  host {format_size(usage.host_bytes_used)}"
+        state += f"  nvme {format_size(usage.nvme_bytes_used)}"
         if self._previous is not None:
             read_bytes = usage.read_bytes - self._previous.read_bytes
             written_bytes = usage.written_bytes - self._previous.written_bytes
-            state += f"  read {format_bytes(read_bytes)}  wrote {format_bytes(written_bytes)}"
+            state += f"  read {format_size(read_bytes)}  wrote {format_size(written_bytes)}"
         return state

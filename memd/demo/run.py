@@ -9,20 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-import memd_client
-from memd_client.address import EmbeddedAddress, parse_address
-from memd_client.embedded import EmbeddedDaemon, embedded_daemon
 from rich.console import Console
 
+import memd_client
 from memd.demo.folder import FolderError, volume_folder
 from memd.demo.memory import PeakMemory, available_bytes
 from memd.demo.model import build_model, parameter_groups
 from memd.demo.plan import DemoError, Plan, check_memory, make_plan
-from memd.demo.quantities import format_bytes, format_count
+from memd.demo.quantities import format_count
 from memd.demo.report import (
-    StepObserver,
     StepProgress,
     Summary,
+    Usage,
     comparison_lines,
     summarise,
     summary_table,
@@ -30,16 +28,11 @@ from memd.demo.report import (
 from memd.demo.settings import DemoSettings
 from memd.demo.sizes import SUPERBLOCK_BYTES, largest_model
 from memd.demo.train import BETAS, LEARNING_RATE, WEIGHT_DECAY, StepRecord, train
-from memd.demo.twin import Comparison, memory_optimizer, read_parameters, write_parameters
-from memd.demo.usage import Usage, UsageMeter
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reference:
-    """What the twin left behind, on disk rather than in the memory that is measured next."""
-
-    losses: list[float]
-    parameters: Path
+from memd.demo.twin import Comparison, Reference, nothing, read_parameters, train_in_memory
+from memd.demo.usage import UsageMeter
+from memd.sizes import format_size
+from memd_client.address import EmbeddedAddress, parse_address
+from memd_client.embedded import EmbeddedDaemon, embedded_daemon
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,29 +49,6 @@ class Trained:
 class Outcome:
     summary: Summary
     comparison: Comparison | None
-
-
-def nothing() -> None:
-    pass
-
-
-def train_in_memory(
-    plan: Plan, folder: Path, *, observe: StepObserver, ready: Callable[[], None] = nothing
-) -> Reference:
-    """Plain PyTorch. `ready` is called between setting up and training."""
-    model = build_model(plan.shape, dtype=plan.dtype, seed=plan.seed)
-    optimizer = memory_optimizer(model)
-    ready()
-    losses = train(
-        model,
-        optimizer,
-        plan.batches,
-        step_count=plan.step_count,
-        observe=lambda record: observe(record, None),
-    )
-    parameters = folder / "expected-parameters"
-    write_parameters(parameters, model.named_parameters())
-    return Reference(losses=losses, parameters=parameters)
 
 
 @contextmanager
@@ -99,7 +69,7 @@ def train_with_memd(
     plan: Plan,
     folder: Path,
     *,
-    observe: StepObserver,
+    observe: Callable[[StepRecord, Usage], None],
     reference: Reference | None = None,
     ready: Callable[[], None] = nothing,
 ) -> Trained:
@@ -166,19 +136,19 @@ def describe(plan: Plan, console: Console) -> None:
     console.print(
         f"GPT with {format_count(shape.parameter_count)} parameters ({shape.depth} blocks of width "
         f"{shape.width}), {str(plan.dtype).removeprefix('torch.')}; parameters and states "
-        f"{format_bytes(state_bytes)}, gradients {format_bytes(pool.gradient_bytes)}"
+        f"{format_size(state_bytes)}, gradients {format_size(pool.gradient_bytes)}"
     )
     if plan.host_bytes == pool.total_bytes:
         console.print(
-            f"host pool {format_bytes(pool.total_bytes)} = gradients "
-            f"{format_bytes(pool.gradient_bytes)} + cache {format_bytes(pool.cache_bytes)} "
+            f"host pool {format_size(pool.total_bytes)} = gradients "
+            f"{format_size(pool.gradient_bytes)} + cache {format_size(pool.cache_bytes)} "
             f"({pool.cache_bytes / state_bytes:.0%} of parameters and states) + two modules "
-            f"{format_bytes(pool.module_bytes)} + tiles {format_bytes(pool.tile_bytes)} + "
-            f"half-filled segments {format_bytes(pool.segment_bytes)}"
+            f"{format_size(pool.module_bytes)} + tiles {format_size(pool.tile_bytes)} + "
+            f"half-filled segments {format_size(pool.segment_bytes)}"
         )
     else:
         spilling = "; gradients will spill" if plan.gradients_spill else ""
-        console.print(f"host pool {format_bytes(plan.host_bytes)} as asked for{spilling}")
+        console.print(f"host pool {format_size(plan.host_bytes)} as asked for{spilling}")
 
 
 def run_demo(settings: DemoSettings, console: Console) -> Outcome:

@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass, fields
 
-from memd.demo.quantities import format_bytes
+from memd.sizes import format_size
 
 # Per parameter, in fp32: value 4, moments 4 + 4. In bf16: half 2, remainder 2, moments 4 + 4.
 STATE_BYTES = 12
 BUILD_BYTES = 4  # the model is built in fp32, in memory, before it is offloaded
 
-TILE_ELEMENTS = 256 * 1024  # native/base/units.h: kTileElements
+# native/store/job_memory.h: kPrivateFloorBytes is two tiles, each with its state and its gradient.
+TILE_ELEMENTS = 256 * 1024
+GRADIENT_BYTES_MAX = 4
+
 # native/store/volume.h: superblocks lie within the first and the last 2 MiB.
 SUPERBLOCK_BYTES = 4 * 2**20
 
@@ -30,7 +33,7 @@ class HostPool(Sum):
     gradient_bytes: int  # every gradient, in its own dtype, from backward until its commit
     cache_bytes: int  # the part of parameters and states that may stay
     module_bytes: int  # the largest module in use, and the next one on its way in
-    tile_bytes: int  # a tile per update thread in work, and one in transfer
+    tile_bytes: int  # one tile is updated while another is read or written
     segment_bytes: int  # the job's two sides each end in a segment that is only partly filled
 
 
@@ -49,12 +52,11 @@ def host_pool(
     gradient_element_bytes: int,
     cache_fraction: float,
     module_elements_max: int,
-    update_thread_count: int,
 ) -> HostPool:
     gradient_bytes = parameter_count * gradient_element_bytes
     cache_bytes = int(parameter_count * STATE_BYTES * cache_fraction)
     module_bytes = 2 * module_elements_max * gradient_element_bytes
-    tile_bytes = 2 * update_thread_count * TILE_ELEMENTS * STATE_BYTES
+    tile_bytes = 2 * TILE_ELEMENTS * (STATE_BYTES + GRADIENT_BYTES_MAX)
     needed_bytes = gradient_bytes + cache_bytes + module_bytes + tile_bytes
     return HostPool(
         gradient_bytes=gradient_bytes,
@@ -101,9 +103,9 @@ def largest_model(
         parameters_by_disk=int(disk_bytes_free / disk_bytes_each),
         parameters_by_memory=memory_bytes_left // memory_bytes_each,
         formula=(
-            f"the smaller of {format_bytes(disk_bytes_free)} free on disk / {disk_bytes_each:g} B "
+            f"the smaller of {format_size(disk_bytes_free)} free on disk / {disk_bytes_each:g} B "
             "(states twice, margin, gradients) and "
-            f"({format_bytes(memory_bytes_available)} available memory - 1 GiB) / "
+            f"({format_size(memory_bytes_available)} available memory - 1 GiB) / "
             f"{memory_bytes_each} B (gradients, and the model once while it is built)"
         ),
     )

@@ -2,7 +2,7 @@
 
 import math
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memd.demo.model import parameter_groups
-from memd.demo.train import BETAS, LEARNING_RATE, WEIGHT_DECAY
+from memd.demo.model import build_model, parameter_groups
+from memd.demo.plan import Plan
+from memd.demo.train import BETAS, LEARNING_RATE, WEIGHT_DECAY, StepRecord, train
 
 
 def round_to_half(master: Tensor) -> Tensor:
@@ -128,3 +129,32 @@ def read_parameters(path: Path, model: nn.Module) -> Iterator[tuple[str, nn.Para
                 parameter,
                 torch.frombuffer(data, dtype=parameter.dtype).view(parameter.shape),
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reference:
+    """What the twin left behind, on disk rather than in the memory that is measured next."""
+
+    losses: list[float]
+    parameters: Path
+
+
+def nothing() -> None:
+    pass
+
+
+def train_in_memory(
+    plan: Plan,
+    folder: Path,
+    *,
+    observe: Callable[[StepRecord], None],
+    ready: Callable[[], None] = nothing,
+) -> Reference:
+    """Plain PyTorch, nothing of memd imported. `ready` is called before the first step."""
+    model = build_model(plan.shape, dtype=plan.dtype, seed=plan.seed)
+    optimizer = memory_optimizer(model)
+    ready()
+    losses = train(model, optimizer, plan.batches, step_count=plan.step_count, observe=observe)
+    parameters = folder / "expected-parameters"
+    write_parameters(parameters, model.named_parameters())
+    return Reference(losses=losses, parameters=parameters)

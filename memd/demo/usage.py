@@ -1,32 +1,17 @@
 """What the daemon and the session report, read between steps."""
 
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 import grpc
+
 import memd_client
+from memd.demo.report import Usage
 from memd_client.address import UnixAddress
 from memd_client.attach import AttachConnection
-from memd_proto.memd.v1 import status_pb2, status_pb2_grpc
+from memd_proto.v1 import status_pb2, status_pb2_grpc
 
 DEADLINE_S = 30.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Usage:
-    """Counters of the daemon and the session at one moment; bytes and seconds since the start."""
-
-    host_bytes: int  # the pool
-    host_bytes_used: int
-    nvme_bytes: int
-    nvme_bytes_used: int
-    read_bytes: int  # all devices, fetches and commits
-    written_bytes: int
-    commit_read_seconds: float
-    commit_update_seconds: float
-    commit_write_seconds: float
-    commit_sync_seconds: float
 
 
 class UsageMeter:
