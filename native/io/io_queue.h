@@ -1,4 +1,5 @@
-// Asynchronous reads, writes and syncs of devices (volume files), one interface for io_uring, threads and memory.
+// Asynchronous reads, writes and syncs of devices (volume files), one interface for io_uring,
+// threads and memory.
 #pragma once
 
 #include <cstddef>
@@ -11,32 +12,39 @@
 
 #include "base/owned_fd.h"
 #include "base/status.h"
+#include "base/units.h"
 
 namespace memd {
+
+/// Larger requests are split, so that several devices share the depth and a demanded read waits
+/// behind little.
+inline constexpr uint64_t kChunkBytesMax = 4_MiB;
 
 enum class IoKind : uint8_t { read, write, sync };
 
 /// The order in which waiting operations are started; equal ones in the order of submission.
 enum class IoPriority : uint8_t { demand, prefetch, state, writeback };
 
-/// One read or write of a contiguous range of one device, or a `sync` (fdatasync) of it. Offset, length and the address of
-/// `data` are multiples of kBlockBytes. `data` stays valid until `complete` ran. A sync covers the writes of its device
-/// whose completion was seen before it was submitted, and nothing else: submit it after them.
+/// One read or write of a contiguous range of one device, or a `sync` (fdatasync) of it. Offset,
+/// length and the address of `data` are multiples of kBlockBytes. `data` stays valid until
+/// `complete` ran. A sync covers the writes of its device whose completion was seen before it was
+/// submitted, and nothing else: submit it after them.
 struct IoRequest {
   IoKind kind = IoKind::read;
   IoPriority priority = IoPriority::demand;
   uint16_t device = 0;
   uint64_t offset_bytes = 0;
-  std::span<std::byte> data;
-  /// Runs exactly once, inside reap(), on the thread that owns the queue. It may submit further requests.
-  std::function<void(const Status&)> complete;
+  std::span<std::byte> data{};
+  /// Runs exactly once, inside reap(), on the thread that owns the queue. It may submit further
+  /// requests.
+  std::function<void(const Status&)> complete{};
 };
 
 /// Counted since the queue was made; a chunk is one operation given to the kernel.
 struct IoDeviceStatistics {
   uint64_t read_bytes = 0;
   uint64_t write_bytes = 0;
-  uint64_t read_count = 0;   // requests, not chunks
+  uint64_t read_count = 0;  // requests, not chunks
   uint64_t write_count = 0;
   uint64_t sync_count = 0;
   uint64_t error_count = 0;  // requests that completed with an error
@@ -51,10 +59,11 @@ struct IoQueueStatistics {
   bool registered_buffers = false;
 };
 
-/// Owned and called by one thread (the server thread); `event_fd()` may be polled by it together with other descriptors.
-/// No method blocks, except the destructor, which waits for what is in flight and completes it.
-/// Chunking (kChunkBytesMax), short and interrupted transfers and EAGAIN are handled in one place, with bounded retries; three
-/// transfers of 0 bytes on end are an error. A failed write or sync is reported once and never retried.
+/// Owned and called by one thread (the server thread); `event_fd()` may be polled by it together
+/// with other descriptors. No method blocks, except the destructor, which waits for what is in
+/// flight and completes it. Chunking (kChunkBytesMax), short and interrupted transfers and EAGAIN
+/// are handled in one place, with bounded retries; three transfers of 0 bytes on end are an error.
+/// A failed write or sync is reported once and never retried.
 class IoQueue {
  public:
   virtual ~IoQueue() = default;
@@ -62,11 +71,13 @@ class IoQueue {
   /// "io_uring", "threads" or "memory".
   virtual std::string_view name() const = 0;
 
-  /// A file opened O_DIRECT for reading and writing; the queue keeps the descriptor. Returns the device's index, from 0.
+  /// A file opened O_DIRECT for reading and writing; the queue keeps the descriptor. Returns the
+  /// device's index, from 0.
   virtual uint16_t add_device(OwnedFd file, std::string path) = 0;
 
-  /// Bytes that transfers will use, kept registered with the kernel where that is allowed (pieces of at most 1 GiB, no transfer
-  /// across two). Never fails: what can't be registered is used unregistered, and statistics() say so.
+  /// Bytes that transfers will use, kept registered with the kernel where that is allowed (pieces
+  /// of at most 1 GiB, no transfer across two). Never fails: what can't be registered is used
+  /// unregistered, and statistics() say so.
   virtual void add_memory(std::span<std::byte> memory) = 0;
   /// Nothing in `memory` is in flight.
   virtual void remove_memory(std::span<std::byte> memory) = 0;
@@ -76,7 +87,8 @@ class IoQueue {
   /// Runs `complete` of every request that is done; returns how many.
   virtual size_t reap() = 0;
 
-  /// An eventfd, made by the caller and given to the constructor, that is written when reap() has something to do.
+  /// An eventfd, made by the caller and given to the constructor, that is written when reap() has
+  /// something to do.
   virtual IoQueueStatistics statistics() const = 0;
   virtual IoDeviceStatistics device_statistics(uint16_t device) const = 0;
 };
@@ -85,17 +97,19 @@ enum class IoEngine : uint8_t { automatic, io_uring, threads };
 
 struct IoQueueOptions {
   IoEngine engine = IoEngine::automatic;
-  uint32_t depth = 32;       // chunks in flight, over all devices
-  int wake_fd = -1;          // eventfd written when reap() has something to do; not owned
+  uint32_t depth = 32;  // chunks in flight, over all devices
+  int wake_fd = -1;     // eventfd written when reap() has something to do; not owned
 };
 
 /// What was chosen, and why io_uring was not where it was not.
 struct IoQueueChoice {
   std::unique_ptr<IoQueue> queue;
-  std::string reason;  // empty for io_uring; else for example "io_uring_setup: Operation not permitted"
+  std::string
+      reason;  // empty for io_uring; else for example "io_uring_setup: Operation not permitted"
 };
 
-/// `automatic` tries io_uring and falls back to threads. Asking for io_uring where it is forbidden is an error.
+/// `automatic` tries io_uring and falls back to threads. Asking for io_uring where it is forbidden
+/// is an error.
 Result<IoQueueChoice> make_io_queue(const IoQueueOptions& options);
 
 }  // namespace memd

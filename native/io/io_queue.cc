@@ -1,0 +1,29 @@
+#include "io/io_queue.h"
+
+#include "io/thread_queue.h"
+#include "io/uring_queue.h"
+
+namespace memd {
+
+Result<IoQueueChoice> make_io_queue(const IoQueueOptions& options) {
+  if (options.depth == 0 || options.depth > 4096) {
+    return error(StatusCode::invalid_argument, "the I/O depth is 1 to 4096, not ", options.depth);
+  }
+  std::string reason = "threads were asked for";
+  if (options.engine != IoEngine::threads) {
+    auto uring = UringQueue::create(options);
+    if (uring.is_ok()) return IoQueueChoice{.queue = std::move(uring).value(), .reason = ""};
+    if (options.engine == IoEngine::io_uring) {
+      return Status(StatusCode::unavailable,
+                    concat("io_uring was asked for and is not to be had (",
+                           uring.status().message(),
+                           "); allow it or choose the engine threads or automatic"),
+                    uring.status().error_number());
+    }
+    reason = uring.status().message();
+  }
+  return IoQueueChoice{.queue = std::make_unique<ThreadQueue>(options),
+                       .reason = std::move(reason)};
+}
+
+}  // namespace memd

@@ -1,0 +1,158 @@
+// Devices in memory, for tests: faults, chosen orders, a clock held still, and power cuts.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <random>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "io/transfer_queue.h"
+
+namespace memd {
+
+/// A write that no sync has made durable.
+struct UnsyncedWrite {
+  uint64_t offset_bytes = 0;
+  std::vector<std::byte> bytes{};
+  uint64_t transfer_sequence = 0;
+  uint64_t complete_sequence = 0;  // 0: its request did not complete, so no sync may cover it
+};
+
+/// The bytes of one device. Outlives its queue, so that a test can start again on what a power cut
+/// left. Reads see every write; only synced ones survive a crash for certain.
+class MemoryDisk {
+ public:
+  explicit MemoryDisk(uint64_t size_bytes) : bytes_(size_bytes), durable_(size_bytes) {}
+
+  /// What reads see. A test that changes it, or the durable bytes, corrupts the device.
+  std::span<std::byte> bytes() { return bytes_; }
+  std::span<std::byte> durable_bytes() { return durable_; }
+  /// In the order in which the device did them.
+  const std::vector<UnsyncedWrite>& unsynced_writes() const { return unsynced_; }
+
+  /// Power is cut: of the unsynced writes those that `keep` chooses reached the medium.
+  void crash(const std::function<bool(const UnsyncedWrite&)>& keep);
+
+ private:
+  friend class MemoryQueue;
+
+  void write(UnsyncedWrite write);
+  void completed(uint64_t transfer_sequence, uint64_t complete_sequence);
+  /// Makes durable what completed before `submit_sequence`.
+  void sync(uint64_t submit_sequence);
+
+  std::vector<std::byte> bytes_;
+  std::vector<std::byte> durable_;
+  std::vector<UnsyncedWrite> unsynced_;
+};
+
+enum class MemoryFaultKind : uint8_t {
+  error,           // fails with error_number; EAGAIN and EINTR are tried again by the queue
+  short_transfer,  // moves transferred_bytes only
+  zero_progress,   // moves nothing and says so
+  stall,           // not done until release_stalled()
+  flipped_bit,     // bit `bit` of the chunk's bytes is wrong: in memory after a read, else on disk
+  misdirected,     // uses redirect_offset_bytes instead of its own offset
+  lost_write,      // reports success and changes nothing; of a sync: nothing becomes durable
+};
+
+/// What happens to the chunks that match; chunks are counted as they are started.
+struct MemoryFault {
+  MemoryFaultKind kind = MemoryFaultKind::error;
+  std::optional<IoKind> io_kind{};         // any, where absent
+  std::optional<uint16_t> device{};        // any, where absent
+  std::optional<uint64_t> offset_bytes{};  // chunks that touch this byte; any, where absent
+  uint64_t skip_count = 0;                 // matching chunks that pass first
+  uint64_t count = 1;                      // matching chunks that are hit
+  int error_number = 5;                    // EIO
+  uint64_t transferred_bytes = 0;
+  uint64_t bit = 0;
+  uint64_t redirect_offset_bytes = 0;
+};
+
+struct MemoryQueueOptions {
+  uint32_t depth = 32;
+  int wake_fd = -1;
+  /// Chunks are done as soon as their latency has passed, and reap() finds them. Otherwise the test
+  /// says when, with complete_next(), complete_at() and complete_all().
+  bool automatic = false;
+  /// Held still by the test; complete_*() moves it on to the end of the latency. Outlives the
+  /// queue.
+  ManualClock* clock = nullptr;
+  uint64_t latency_ns = 0;
+  /// Chunks are done in this random order; absent: oldest first.
+  std::optional<uint64_t> order_seed{};
+};
+
+class MemoryQueue final : public TransferQueue {
+ public:
+  explicit MemoryQueue(const MemoryQueueOptions& options);
+  /// Releases what is stalled and completes everything.
+  ~MemoryQueue() override;
+
+  std::string_view name() const override { return "memory"; }
+  /// A device of the file's size, all zero. Every operation of a descriptor that is not open fails.
+  uint16_t add_device(OwnedFd file, std::string path) override;
+  uint16_t add_disk(std::shared_ptr<MemoryDisk> disk, std::string path);
+  void add_memory(std::span<std::byte>) override {}
+  void remove_memory(std::span<std::byte>) override {}
+
+  MemoryDisk& disk(uint16_t device);
+  void add_fault(const MemoryFault& fault) { faults_.push_back({.fault = fault, .seen_count = 0}); }
+  void clear_faults() { faults_.clear(); }
+  void release_stalled();
+
+  /// Chunks that complete_at() can choose from: in flight and not stalled, oldest first.
+  size_t ready_count() const;
+  /// Does one chunk and reaps; false where none is ready.
+  bool complete_next();
+  void complete_at(size_t index);
+  /// Until nothing but stalled chunks is in flight.
+  void complete_all();
+
+  /// Power is cut on every device: whatever is in flight may or may not have reached the medium, as
+  /// `keep` says; it and all that follows fails with EIO. Start again with a new queue.
+  void crash(const std::function<bool(uint16_t device, const UnsyncedWrite&)>& keep);
+
+ private:
+  struct InFlight {
+    IoOp* op = nullptr;
+    uint64_t ready_ns = 0;
+    std::optional<MemoryFault> fault{};
+    bool stalled = false;
+  };
+  struct ArmedFault {
+    MemoryFault fault;
+    uint64_t seen_count = 0;
+  };
+
+  explicit MemoryQueue(const MemoryQueueOptions& options, std::unique_ptr<ManualClock> own_clock);
+
+  void start(IoOp& op) override;
+  void collect() override;
+  void wait_for_result() override;
+  void before_complete(const Transfer& transfer) override;
+
+  std::optional<MemoryFault> next_fault(const IoOp& op);
+  std::vector<size_t> ready_indices() const;
+  size_t choose(size_t count);
+  void run(size_t in_flight_index);
+  int64_t transfer_bytes(const IoOp& op, const std::optional<MemoryFault>& fault);
+
+  const std::unique_ptr<ManualClock> own_clock_;
+  ManualClock& clock_;
+  const MemoryQueueOptions options_;
+  std::vector<std::shared_ptr<MemoryDisk>> disks_;  // null: a descriptor that is not open
+  std::vector<ArmedFault> faults_;
+  std::vector<InFlight> in_flight_;                 // oldest first
+  std::vector<std::pair<IoOp*, int64_t>> results_;  // done, to be seen by the next reap()
+  std::mt19937_64 order_;
+  bool crashed_ = false;
+};
+
+}  // namespace memd

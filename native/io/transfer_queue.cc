@@ -1,0 +1,233 @@
+#include "io/transfer_queue.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "base/check.h"
+#include "base/units.h"
+
+namespace memd {
+namespace {
+
+constexpr uint32_t kRetryCountMax = 64;
+constexpr uint32_t kEmptyCountMax = 3;
+
+const char* kind_name(IoKind kind) {
+  switch (kind) {
+    case IoKind::read:
+      return "read";
+    case IoKind::write:
+      return "write";
+    case IoKind::sync:
+      break;
+  }
+  return "sync";
+}
+
+}  // namespace
+
+TransferQueue::TransferQueue(uint32_t depth, int wake_fd, const Clock& clock)
+    : clock_(clock), wake_fd_(wake_fd), ops_(depth) {
+  MEMD_CHECK_GT(depth, 0U);
+  for (IoOp& op : ops_) ops_free_.push_back(&op);
+}
+
+TransferQueue::~TransferQueue() { MEMD_CHECK_EQ(request_count_, uint64_t{0}); }
+
+uint16_t TransferQueue::add_device_path(std::string path) {
+  MEMD_CHECK_LT(devices_.size(), size_t{UINT16_MAX});
+  devices_.push_back({.path = std::move(path), .statistics = {}});
+  return static_cast<uint16_t>(devices_.size() - 1);
+}
+
+uint64_t TransferQueue::chunk_bytes(const std::byte*, uint64_t length_bytes) const {
+  return std::min(length_bytes, kChunkBytesMax);
+}
+
+void TransferQueue::submit(IoRequest request) {
+  MEMD_CHECK_LT(size_t{request.device}, devices_.size());
+  MEMD_CHECK(request.complete != nullptr);
+  if (request.kind == IoKind::sync) {
+    MEMD_CHECK_EQ(request.data.size(), size_t{0});
+  } else {
+    MEMD_CHECK(is_aligned(request.offset_bytes, kBlockBytes));
+    MEMD_CHECK(is_aligned(request.data.size(), kBlockBytes));
+    MEMD_CHECK(is_aligned(reinterpret_cast<uintptr_t>(request.data.data()), kBlockBytes));
+  }
+  ++request_count_;
+  auto transfer = std::make_shared<Transfer>();
+  transfer->request = std::move(request);
+  transfer->sequence = next_sequence();
+  transfer->submit_ns = clock_.now_ns();
+  if (transfer->request.kind != IoKind::sync && transfer->request.data.empty()) {
+    done_.push_back(std::move(transfer));
+    wake();
+    return;
+  }
+  const auto priority = static_cast<size_t>(transfer->request.priority);
+  waiting_.at(priority).push_back(std::move(transfer));
+  if (!reaping_) start_waiting();  // reap() starts once for all that its completions submit
+}
+
+size_t TransferQueue::reap() {
+  MEMD_CHECK(!reaping_);
+  reaping_ = true;
+  collect();
+  start_waiting();  // the device works while the completions run
+  const auto done = std::exchange(done_, {});
+  for (const auto& transfer : done) complete(*transfer);
+  reaping_ = false;
+  start_waiting();
+  return done.size();
+}
+
+void TransferQueue::complete(Transfer& transfer) {
+  IoDeviceStatistics& statistics = devices_[transfer.request.device].statistics;
+  const uint64_t elapsed_ns = clock_.now_ns() - transfer.submit_ns;
+  const bool is_ok = transfer.error.is_ok();
+  if (!is_ok) ++statistics.error_count;
+  switch (transfer.request.kind) {
+    case IoKind::read:
+      ++statistics.read_count;
+      statistics.read_ns += elapsed_ns;
+      if (is_ok) statistics.read_bytes += transfer.request.data.size();
+      break;
+    case IoKind::write:
+      ++statistics.write_count;
+      statistics.write_ns += elapsed_ns;
+      if (is_ok) statistics.write_bytes += transfer.request.data.size();
+      break;
+    case IoKind::sync:
+      ++statistics.sync_count;
+      statistics.sync_ns += elapsed_ns;
+      break;
+  }
+  --request_count_;
+  before_complete(transfer);
+  transfer.request.complete(transfer.error);
+}
+
+std::shared_ptr<Transfer> TransferQueue::next_waiting() {
+  for (auto& queue : waiting_) {
+    // A chunk failed while others of its request waited: they are not worth starting.
+    while (!queue.empty() && !queue.front()->error.is_ok()) queue.pop_front();
+    if (!queue.empty()) return queue.front();
+  }
+  return nullptr;
+}
+
+void TransferQueue::start_waiting() {
+  while (!ops_free_.empty()) {
+    const std::shared_ptr<Transfer> transfer = next_waiting();
+    if (transfer == nullptr) break;
+    start_next_chunk(transfer);
+    if (transfer->started_bytes == transfer->request.data.size()) {
+      waiting_.at(static_cast<size_t>(transfer->request.priority)).pop_front();
+    }
+  }
+  flush();
+}
+
+void TransferQueue::start_next_chunk(const std::shared_ptr<Transfer>& transfer) {
+  const IoRequest& request = transfer->request;
+  const auto rest = request.data.subspan(transfer->started_bytes);
+  IoOp& op = *ops_free_.back();
+  ops_free_.pop_back();
+  op = {.transfer = transfer,
+        .kind = request.kind,
+        .device = request.device,
+        .offset_bytes = request.offset_bytes + transfer->started_bytes,
+        .data = rest.data(),
+        .length_bytes = rest.empty() ? 0 : chunk_bytes(rest.data(), rest.size())};
+  transfer->started_bytes += op.length_bytes;
+  ++transfer->op_count;
+  start(op);
+}
+
+void TransferQueue::start_again(IoOp& op) {
+  ++resubmit_count_;
+  start(op);
+}
+
+void TransferQueue::on_result(IoOp& op, int64_t result) {
+  // A sync that failed may have dropped the pages it was to write: asking again would say "ok".
+  const bool may_retry = op.kind != IoKind::sync && op.retry_count < kRetryCountMax;
+  if ((result == -EAGAIN || result == -EINTR) && may_retry) {
+    ++op.retry_count;
+    return start_again(op);
+  }
+  if (result < 0) return finish_op(op, op_error(op, static_cast<int>(-result), ""));
+  if (op.kind == IoKind::sync) return finish_op(op, Status::ok());
+
+  MEMD_CHECK_LE(static_cast<uint64_t>(result), op.length_bytes);
+  const uint64_t moved_bytes = align_down(static_cast<uint64_t>(result), kBlockBytes);
+  if (moved_bytes == op.length_bytes) return finish_op(op, Status::ok());
+  op.empty_count = moved_bytes == 0 ? op.empty_count + 1 : 0;
+  if (op.empty_count == kEmptyCountMax) {
+    return finish_op(op, op_error(op, EIO, " (past the end? nothing moved, 3 times on end)"));
+  }
+  op.offset_bytes += moved_bytes;
+  op.data += moved_bytes;
+  op.length_bytes -= moved_bytes;
+  start_again(op);
+}
+
+Status TransferQueue::op_error(const IoOp& op, int error_number, const char* detail) const {
+  const std::string& path = devices_[op.device].path;
+  if (op.kind == IoKind::sync) return device_error(error_number, concat("sync of ", path));
+  return device_error(error_number,
+                      concat(kind_name(op.kind),
+                             " of ",
+                             op.length_bytes,
+                             " bytes at offset ",
+                             op.offset_bytes,
+                             " of ",
+                             path,
+                             detail));
+}
+
+void TransferQueue::finish_op(IoOp& op, Status status) {
+  const std::shared_ptr<Transfer> transfer = std::move(op.transfer);
+  op.transfer = nullptr;
+  ops_free_.push_back(&op);
+  --transfer->op_count;
+  if (transfer->error.is_ok() && !status.is_ok()) transfer->error = std::move(status);
+  const bool all_started = transfer->started_bytes == transfer->request.data.size();
+  if (transfer->op_count == 0 && (all_started || !transfer->error.is_ok())) {
+    done_.push_back(transfer);
+  }
+}
+
+void TransferQueue::drain() {
+  while (request_count_ > 0) {
+    if (done_.empty() && ops_free_.size() < ops_.size()) wait_for_result();
+    reap();
+  }
+}
+
+void TransferQueue::wake() const {
+  if (wake_fd_ < 0) return;
+  const uint64_t one = 1;
+  // EAGAIN: the counter is at its maximum, so the owner is woken already.
+  ssize_t written = 0;
+  do {
+    written = ::write(wake_fd_, &one, sizeof one);
+  } while (written < 0 && errno == EINTR);
+  MEMD_CHECK(written == ssize_t{sizeof one} || errno == EAGAIN);
+}
+
+IoQueueStatistics TransferQueue::statistics() const {
+  return {.in_flight_count = request_count_,
+          .resubmit_count = resubmit_count_,
+          .registered_buffers = false};
+}
+
+IoDeviceStatistics TransferQueue::device_statistics(uint16_t device) const {
+  MEMD_CHECK_LT(size_t{device}, devices_.size());
+  return devices_[device].statistics;
+}
+
+}  // namespace memd

@@ -1,0 +1,108 @@
+// What all queues share: splitting requests into chunks, their order, retries and statistics.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "io/io_queue.h"
+
+namespace memd {
+
+/// A request on its way: chunks not yet started, chunks in flight, and the first error.
+struct Transfer {
+  IoRequest request;
+  uint64_t sequence = 0;  // when it was submitted, see TransferQueue::next_sequence()
+  uint64_t submit_ns = 0;
+  uint64_t started_bytes = 0;
+  uint32_t op_count = 0;
+  Status error;
+};
+
+/// One chunk of a request, and the unit that an engine runs. `data`, `offset_bytes` and
+/// `length_bytes` are the part that is still to be moved.
+struct IoOp {
+  std::shared_ptr<Transfer> transfer;  // null while the op is free
+  IoKind kind = IoKind::read;
+  uint16_t device = 0;
+  uint64_t offset_bytes = 0;
+  std::byte* data = nullptr;
+  uint64_t length_bytes = 0;
+  uint32_t retry_count = 0;  // after EAGAIN and EINTR
+  uint32_t empty_count = 0;  // transfers of 0 blocks on end
+};
+
+/// The chunk state machine under every engine. An engine starts ops and hands their results to
+/// on_result() from collect(); everything else is here. Used by one thread; engines may run ops on
+/// others. An engine's destructor calls drain().
+class TransferQueue : public IoQueue {
+ public:
+  TransferQueue(const TransferQueue&) = delete;
+  TransferQueue& operator=(const TransferQueue&) = delete;
+  ~TransferQueue() override;
+
+  void submit(IoRequest request) final;
+  size_t reap() final;
+  IoQueueStatistics statistics() const override;
+  IoDeviceStatistics device_statistics(uint16_t device) const final;
+
+ protected:
+  TransferQueue(uint32_t depth, int wake_fd, const Clock& clock);
+
+  /// Takes the op; its result reaches on_result() from a later collect(), never from here.
+  virtual void start(IoOp& op) = 0;
+  /// Hands the kernel what start() gathered.
+  virtual void flush() {}
+  /// Calls on_result() for every op that is done. Never blocks.
+  virtual void collect() = 0;
+  /// Blocks until collect() has something to do; only called with ops in flight.
+  virtual void wait_for_result() = 0;
+  /// How much of `length_bytes` at `data` one chunk may move; at least a block.
+  virtual uint64_t chunk_bytes(const std::byte* data, uint64_t length_bytes) const;
+  /// `transfer` is over and its `complete` runs next.
+  virtual void before_complete(const Transfer&) {}
+
+  uint16_t add_device_path(std::string path);
+  /// `result` is what pread, pwrite and fdatasync would return, or a negative errno.
+  void on_result(IoOp& op, int64_t result);
+  /// Runs until every request completed.
+  void drain();
+  /// Makes the owner call reap().
+  void wake() const;
+  /// Orders submissions and completions of this queue.
+  uint64_t next_sequence() { return ++sequence_; }
+  size_t device_count() const { return devices_.size(); }
+
+ private:
+  struct Device {
+    std::string path;
+    IoDeviceStatistics statistics;
+  };
+
+  void start_waiting();
+  void start_next_chunk(const std::shared_ptr<Transfer>& transfer);
+  std::shared_ptr<Transfer> next_waiting();
+  void start_again(IoOp& op);
+  void finish_op(IoOp& op, Status status);
+  Status op_error(const IoOp& op, int error_number, const char* detail) const;
+  void complete(Transfer& transfer);
+
+  const Clock& clock_;
+  const int wake_fd_;
+  std::vector<Device> devices_;
+  std::vector<IoOp> ops_;  // one per chunk in flight, never resized: engines keep the addresses
+  std::vector<IoOp*> ops_free_;
+  std::array<std::deque<std::shared_ptr<Transfer>>, 4> waiting_;  // by IoPriority
+  std::vector<std::shared_ptr<Transfer>> done_;
+  uint64_t request_count_ = 0;  // submitted and not completed
+  uint64_t resubmit_count_ = 0;
+  uint64_t sequence_ = 0;
+  bool reaping_ = false;
+};
+
+}  // namespace memd

@@ -1,0 +1,207 @@
+#include "io/uring_queue.h"
+
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <utility>
+
+#include "base/check.h"
+#include "base/units.h"
+
+namespace memd {
+namespace {
+
+const SteadyClock kSteadyClock;
+
+constexpr uint64_t kPieceBytesMax = 1_GiB;  // the kernel's limit for one registered buffer
+constexpr unsigned kPieceCountMax = 4096;   // a table of pointers: 32 KiB
+constexpr unsigned kFileCountMax = 64;
+
+Status check_operations(io_uring& ring) {
+  io_uring_probe* probe = io_uring_get_probe_ring(&ring);
+  if (probe == nullptr) return error(StatusCode::unavailable, "io_uring: older than Linux 5.6");
+  bool all_supported = true;
+  for (const int op : {IORING_OP_READ,
+                       IORING_OP_WRITE,
+                       IORING_OP_READ_FIXED,
+                       IORING_OP_WRITE_FIXED,
+                       IORING_OP_FSYNC}) {
+    all_supported = all_supported && io_uring_opcode_supported(probe, op) != 0;
+  }
+  io_uring_free_probe(probe);
+  if (all_supported) return Status::ok();
+  return error(StatusCode::unavailable, "io_uring: reads, writes or syncs are not supported");
+}
+
+}  // namespace
+
+Result<std::unique_ptr<UringQueue>> UringQueue::create(const IoQueueOptions& options) {
+  io_uring ring{};
+  const int setup = io_uring_queue_init(options.depth, &ring, 0);
+  if (setup < 0) return device_error(-setup, "io_uring_setup");
+  Status status = check_operations(ring);
+  if (status.is_ok() && options.wake_fd >= 0) {
+    const int result = io_uring_register_eventfd(&ring, options.wake_fd);
+    if (result < 0) status = device_error(-result, "io_uring_register_eventfd");
+  }
+  if (!status.is_ok()) {
+    io_uring_queue_exit(&ring);
+    return status;
+  }
+  return std::unique_ptr<UringQueue>(new UringQueue(options, ring));
+}
+
+UringQueue::UringQueue(const IoQueueOptions& options, io_uring ring)
+    : TransferQueue(options.depth, options.wake_fd, kSteadyClock), ring_(ring) {
+  has_file_table_ = io_uring_register_files_sparse(&ring_, kFileCountMax) == 0;
+  if (io_uring_register_buffers_sparse(&ring_, kPieceCountMax) == 0) {
+    for (int slot = int{kPieceCountMax} - 1; slot >= 0; --slot) slots_free_.push_back(slot);
+  }
+}
+
+UringQueue::~UringQueue() {
+  drain();
+  io_uring_queue_exit(&ring_);
+}
+
+uint16_t UringQueue::add_device(OwnedFd file, std::string path) {
+  const uint16_t device = add_device_path(std::move(path));
+  int fd = file.get();
+  const bool registered = has_file_table_ && file.is_open() && device < kFileCountMax &&
+                          io_uring_register_files_update(&ring_, device, &fd, 1) == 1;
+  devices_.push_back({.file = std::move(file), .registered = registered});
+  return device;
+}
+
+void UringQueue::add_memory(std::span<std::byte> memory) {
+  for (uint64_t begin = 0; begin < memory.size(); begin += kPieceBytesMax) {
+    const auto bytes = memory.subspan(begin, std::min(kPieceBytesMax, memory.size() - begin));
+    const int slot = register_piece(bytes);
+    if (slot == kUnregistered) ++unregistered_count_;
+    const bool is_new =
+        pieces_.emplace(bytes.data(), Piece{.length_bytes = bytes.size(), .slot = slot}).second;
+    MEMD_CHECK(is_new);
+  }
+}
+
+void UringQueue::remove_memory(std::span<std::byte> memory) {
+  std::byte* const end = memory.data() + memory.size();
+  auto piece = pieces_.lower_bound(memory.data());
+  while (piece != pieces_.end() && piece->first < end) {
+    MEMD_CHECK(piece->first + piece->second.length_bytes <= end);
+    if (piece->second.slot == kUnregistered) {
+      --unregistered_count_;
+    } else {
+      unregister_piece(piece->second.slot);
+    }
+    piece = pieces_.erase(piece);
+  }
+}
+
+int UringQueue::register_piece(std::span<std::byte> memory) {
+  if (slots_free_.empty()) return kUnregistered;
+  const int slot = slots_free_.back();
+  const iovec piece{.iov_base = memory.data(), .iov_len = memory.size()};
+  const __u64 tag = 0;
+  const int result =
+      io_uring_register_buffers_update_tag(&ring_, static_cast<unsigned>(slot), &piece, &tag, 1);
+  if (result != 1) return kUnregistered;
+  slots_free_.pop_back();
+  return slot;
+}
+
+void UringQueue::unregister_piece(int slot) {
+  const iovec nothing{.iov_base = nullptr, .iov_len = 0};
+  const __u64 tag = 0;
+  const int result =
+      io_uring_register_buffers_update_tag(&ring_, static_cast<unsigned>(slot), &nothing, &tag, 1);
+  MEMD_CHECK_EQ(result, 1);  // else the kernel would keep memory pinned that its owner unmaps
+  slots_free_.push_back(slot);
+}
+
+UringQueue::Pieces::const_iterator UringQueue::piece_at(const std::byte* data) const {
+  auto piece = pieces_.upper_bound(const_cast<std::byte*>(data));
+  if (piece == pieces_.begin()) return pieces_.end();
+  --piece;
+  return data < piece->first + piece->second.length_bytes ? piece : pieces_.end();
+}
+
+uint64_t UringQueue::chunk_bytes(const std::byte* data, uint64_t length_bytes) const {
+  const uint64_t chunk_bytes = std::min(length_bytes, kChunkBytesMax);
+  const auto piece = piece_at(data);
+  if (piece == pieces_.end()) return chunk_bytes;
+  const auto piece_rest_bytes =
+      static_cast<uint64_t>(piece->first + piece->second.length_bytes - data);
+  return std::min(chunk_bytes, piece_rest_bytes);
+}
+
+void UringQueue::start(IoOp& op) {
+  io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
+  MEMD_CHECK(sqe != nullptr);  // the ring has an entry for each op that may be in flight
+  const Device& device = devices_[op.device];
+  const int fd = device.registered ? int{op.device} : device.file.get();
+  const auto length_bytes = static_cast<unsigned>(op.length_bytes);
+  const auto piece = op.kind == IoKind::sync ? pieces_.end() : piece_at(op.data);
+  // The piece may have been removed and another one added since the chunk was cut.
+  const bool fixed = piece != pieces_.end() && piece->second.slot != kUnregistered &&
+                     op.data + op.length_bytes <= piece->first + piece->second.length_bytes;
+  switch (op.kind) {
+    case IoKind::read:
+      if (fixed) {
+        io_uring_prep_read_fixed(
+            sqe, fd, op.data, length_bytes, op.offset_bytes, piece->second.slot);
+      } else {
+        io_uring_prep_read(sqe, fd, op.data, length_bytes, op.offset_bytes);
+      }
+      break;
+    case IoKind::write:
+      if (fixed) {
+        io_uring_prep_write_fixed(
+            sqe, fd, op.data, length_bytes, op.offset_bytes, piece->second.slot);
+      } else {
+        io_uring_prep_write(sqe, fd, op.data, length_bytes, op.offset_bytes);
+      }
+      break;
+    case IoKind::sync:
+      io_uring_prep_fsync(sqe, fd, IORING_FSYNC_DATASYNC);
+      break;
+  }
+  if (device.registered) io_uring_sqe_set_flags(sqe, IOSQE_FIXED_FILE);
+  io_uring_sqe_set_data(sqe, &op);
+}
+
+void UringQueue::flush() {
+  if (io_uring_sq_ready(&ring_) == 0) return;
+  const int result = io_uring_submit(&ring_);
+  // Out of kernel memory for the moment, or interrupted: the entries stay and the next reap()
+  // submits them.
+  MEMD_CHECK(result >= 0 || result == -EAGAIN || result == -EBUSY || result == -EINTR);
+  if (io_uring_sq_ready(&ring_) > 0) wake();
+}
+
+void UringQueue::collect() {
+  std::array<io_uring_cqe*, 64> cqes;
+  while (const unsigned count = io_uring_peek_batch_cqe(&ring_, cqes.data(), cqes.size())) {
+    std::array<std::pair<IoOp*, int32_t>, 64> results;
+    for (unsigned i = 0; i < count; ++i) {
+      results[i] = {static_cast<IoOp*>(io_uring_cqe_get_data(cqes[i])), cqes[i]->res};
+    }
+    io_uring_cq_advance(&ring_, count);
+    for (unsigned i = 0; i < count; ++i) on_result(*results[i].first, results[i].second);
+  }
+}
+
+void UringQueue::wait_for_result() {
+  const int result = io_uring_submit_and_wait(&ring_, 1);
+  MEMD_CHECK(result >= 0 || result == -EAGAIN || result == -EBUSY || result == -EINTR);
+}
+
+IoQueueStatistics UringQueue::statistics() const {
+  IoQueueStatistics statistics = TransferQueue::statistics();
+  statistics.registered_buffers = !pieces_.empty() && unregistered_count_ == 0;
+  return statistics;
+}
+
+}  // namespace memd

@@ -1,0 +1,59 @@
+// The queue over io_uring, with registered files and memory where the kernel allows them.
+#pragma once
+
+#include <liburing.h>
+
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "io/transfer_queue.h"
+
+namespace memd {
+
+class UringQueue final : public TransferQueue {
+ public:
+  /// The error's message is the reason why the machine has no usable io_uring.
+  static Result<std::unique_ptr<UringQueue>> create(const IoQueueOptions& options);
+  ~UringQueue() override;
+
+  std::string_view name() const override { return "io_uring"; }
+  uint16_t add_device(OwnedFd file, std::string path) override;
+  void add_memory(std::span<std::byte> memory) override;
+  void remove_memory(std::span<std::byte> memory) override;
+  IoQueueStatistics statistics() const override;
+
+ private:
+  static constexpr int kUnregistered = -1;
+
+  struct Device {
+    OwnedFd file;
+    bool registered = false;  // its number in the kernel's table is the device's index
+  };
+  struct Piece {
+    uint64_t length_bytes = 0;
+    int slot = kUnregistered;  // number in the kernel's table
+  };
+  using Pieces = std::map<std::byte*, Piece>;
+
+  UringQueue(const IoQueueOptions& options, io_uring ring);
+
+  void start(IoOp& op) override;
+  void flush() override;
+  void collect() override;
+  void wait_for_result() override;
+  uint64_t chunk_bytes(const std::byte* data, uint64_t length_bytes) const override;
+
+  Pieces::const_iterator piece_at(const std::byte* data) const;
+  int register_piece(std::span<std::byte> memory);
+  void unregister_piece(int slot);
+
+  io_uring ring_;
+  bool has_file_table_ = false;
+  std::vector<Device> devices_;
+  Pieces pieces_;  // by address
+  uint64_t unregistered_count_ = 0;
+  std::vector<int> slots_free_;  // empty as well where the kernel has no sparse tables
+};
+
+}  // namespace memd
