@@ -1,4 +1,5 @@
-// Element types of shards. The numbers are stored on disk and travel over gRPC: append, never renumber.
+// Element types of shards. The numbers are stored on disk and travel over gRPC: append, never
+// renumber.
 #pragma once
 
 #include <cstdint>

@@ -12,11 +12,13 @@ namespace memd {
 
 using Done = std::function<void(const Status&)>;
 
-/// Runs `done` once, with the first error or ok, when every branch and the owner have finished. Used by one thread.
+/// Runs `done` once, with the first error or ok, when every branch and the owner have finished.
+/// Used by one thread.
 ///
 ///   auto join = Join::start(done);
 ///   for (...) read(..., join->branch());
-///   join->finish(Status::ok());          // the owner's own part; from here on the last branch runs `done`
+///   join->finish(Status::ok());          // the owner's own part; from here on the last branch
+///   runs `done`
 class Join : public std::enable_shared_from_this<Join> {
  public:
   static std::shared_ptr<Join> start(Done done) {

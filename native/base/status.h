@@ -1,4 +1,5 @@
-// What went wrong in the world outside: a code that the client turns into an exception, and a sentence for a person.
+// What went wrong in the world outside: a code that the client turns into an exception, and a
+// sentence for a person.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,8 @@
 
 namespace memd {
 
-/// The numbers travel in ring completions and are part of the session protocol: append, never renumber.
+/// The numbers travel in ring completions and are part of the session protocol: append, never
+/// renumber.
 enum class StatusCode : uint32_t {
   ok = 0,
   invalid_argument = 1,   // the caller: ValueError
@@ -70,7 +72,8 @@ inline Status device_error(int error_number, const std::string& what) {
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : value_(std::move(value)) {}  // NOLINT(google-explicit-constructor): return a T as it is
+  Result(T value)
+      : value_(std::move(value)) {}  // NOLINT(google-explicit-constructor): return a T as it is
   Result(Status status) : status_(std::move(status)) { MEMD_CHECK(!status_.is_ok()); }  // NOLINT
 
   bool is_ok() const { return value_.has_value(); }

@@ -16,17 +16,23 @@
 namespace memd {
 namespace {
 
-// Spinning answers in well under a microsecond while the daemon's core is free; beyond 20 µs the daemon waits for a disk, and the core is
-// better given to it.
+// Spinning answers in well under a microsecond while the daemon's core is free; beyond 20 µs the
+// daemon waits for a disk, and the core is better given to it.
 constexpr uint64_t kSpinNs = 20'000;
 
 // Set in a forked child before it runs anything else: a flag instead of getpid() on every release.
 std::atomic<bool> in_forked_child{false};
 
 void watch_forks() {
-  static const int registered =
-      pthread_atfork(nullptr, nullptr, [] { in_forked_child.store(true, std::memory_order_relaxed); });
+  static const int registered = pthread_atfork(
+      nullptr, nullptr, [] { in_forked_child.store(true, std::memory_order_relaxed); });
   MEMD_CHECK_EQ(registered, 0);
+}
+
+Status given_up() {
+  return error(
+      StatusCode::fenced,
+      "the daemon gave this session up (it detached, or its job was dropped); connect again");
 }
 
 void pause_cpu() {
@@ -48,7 +54,8 @@ Result<std::shared_ptr<ClientSession>> ClientSession::create(ClientSessionOption
   const auto* header = reinterpret_cast<const SessionHeader*>(memory.value().data());
   if (header->magic != kSessionMagic || header->protocol_version != kProtocolVersion) {
     return error(StatusCode::invalid_argument,
-                 "client and daemon speak different versions of the session protocol; install the same version: ",
+                 "client and daemon speak different versions of the session protocol; install the "
+                 "same version: ",
                  kProtocolVersion,
                  " here, ",
                  header->protocol_version,
@@ -57,10 +64,15 @@ Result<std::shared_ptr<ClientSession>> ClientSession::create(ClientSessionOption
   if (options.segment_bytes == 0 || options.arena_reserved_bytes % options.segment_bytes != 0) {
     return error(StatusCode::invalid_argument, "the arena is not whole segments");
   }
-  void* base = mmap(
-      nullptr, options.arena_reserved_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* base = mmap(nullptr,
+                    options.arena_reserved_bytes,
+                    PROT_NONE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                    -1,
+                    0);
   if (base == MAP_FAILED) {
-    return device_error(errno, concat("reserving ", options.arena_reserved_bytes, " bytes of addresses"));
+    return device_error(errno,
+                        concat("reserving ", options.arena_reserved_bytes, " bytes of addresses"));
   }
   return std::shared_ptr<ClientSession>(new ClientSession(std::move(memory).value(),
                                                           std::move(table).value(),
@@ -95,6 +107,7 @@ Status ClientSession::refuse_if_unusable() const {
   if (closed_.load(std::memory_order_relaxed)) {
     return error(StatusCode::invalid_argument, "the session is closed; connect anew");
   }
+  if (layout_->header.ended.load(std::memory_order_relaxed) != 0) return given_up();
   return Status::ok();
 }
 
@@ -105,7 +118,8 @@ Status ClientSession::submit(const Request& request) {
   }
   std::memcpy(&layout_->requests[request_tail_ % kRingEntries], &request, sizeof(request));
   ++request_tail_;
-  // Publishes the entry to ServerRing::poll(), and is ordered before the load of server_sleeping: see ServerRing::prepare_to_sleep().
+  // Publishes the entry to ServerRing::poll(), and is ordered before the load of server_sleeping:
+  // see ServerRing::prepare_to_sleep().
   layout_->header.request_tail.store(request_tail_, std::memory_order_seq_cst);
   if (layout_->header.server_sleeping.load(std::memory_order_seq_cst) != 0) ring_doorbell();
   return Status::ok();
@@ -113,7 +127,8 @@ Status ClientSession::submit(const Request& request) {
 
 void ClientSession::ring_doorbell() noexcept {
   const uint64_t one = 1;
-  // A full counter means that the doorbell rings already; there is nothing else that can go wrong with an eventfd.
+  // A full counter means that the doorbell rings already; there is nothing else that can go wrong
+  // with an eventfd.
   [[maybe_unused]] const ssize_t written = write(doorbell_.get(), &one, sizeof(one));
 }
 
@@ -123,7 +138,8 @@ void ClientSession::take_completions() {
     const uint32_t tail = layout_->header.completion_tail.load(std::memory_order_acquire);
     if (tail == completion_head_) break;
     Completion completion;
-    std::memcpy(&completion, &layout_->completions[completion_head_ % kRingEntries], sizeof(completion));
+    std::memcpy(
+        &completion, &layout_->completions[completion_head_ % kRingEntries], sizeof(completion));
     ++completion_head_;
     if (const auto found = waiting_.find(completion.request_id); found != waiting_.end()) {
       found->second->completion = completion;
@@ -158,12 +174,20 @@ Status ClientSession::wait_for(uint64_t request_id, uint64_t timeout_ns, Waiting
     std::unique_lock lock(mutex_);
     take_completions();
     if (result->done) return Status::ok();
+    if (header.ended.load(std::memory_order_seq_cst) != 0) {
+      waiting_.erase(request_id);
+      return given_up();
+    }
     const uint64_t waited_ns = clock.now_ns() - start_ns;
-    // The daemon answers at the deadline itself and says on what it waited; the extra second is for a daemon that is gone.
+    // The daemon answers at the deadline itself and says on what it waited; the extra second is for
+    // a daemon that is gone.
     if (waited_ns > timeout_ns + 1'000'000'000) {
       waiting_.erase(request_id);
       abandoned_[request_id] = 0;
-      return error(StatusCode::unavailable, "the daemon did not answer within ", waited_ns / 1'000'000, " ms");
+      return error(StatusCode::unavailable,
+                   "the daemon did not answer within ",
+                   waited_ns / 1'000'000,
+                   " ms");
     }
     if (waited_ns < kSpinNs) {
       lock.unlock();
@@ -203,18 +227,24 @@ Status ClientSession::map_segments_up_to(uint64_t end_bytes) {
     auto segments = more_segments_(mapped / segment_bytes_);
     if (!segments.is_ok()) return segments.status();
     if (segments.value().empty()) {
-      return error(StatusCode::unavailable, "the daemon sent no segment for a lease at ", end_bytes);
+      return error(
+          StatusCode::unavailable, "the daemon sent no segment for a lease at ", end_bytes);
     }
     uint64_t offset = mapped;
     for (const OwnedFd& fd : segments.value()) {
-      struct stat status {};
+      struct stat status{};
       if (offset + segment_bytes_ > reserved_bytes_ || fstat(fd.get(), &status) != 0 ||
           static_cast<uint64_t>(status.st_size) != segment_bytes_) {
         return error(StatusCode::invalid_argument, "the daemon sent a segment of another size");
       }
-      void* at = mmap(
-          base_ + offset, segment_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd.get(), 0);
-      if (at == MAP_FAILED) return device_error(errno, concat("mapping a segment of ", segment_bytes_));
+      void* at = mmap(base_ + offset,
+                      segment_bytes_,
+                      PROT_READ | PROT_WRITE,
+                      MAP_SHARED | MAP_FIXED,
+                      fd.get(),
+                      0);
+      if (at == MAP_FAILED)
+        return device_error(errno, concat("mapping a segment of ", segment_bytes_));
       offset += segment_bytes_;
     }
     mapped_bytes_.store(offset, std::memory_order_release);
@@ -260,8 +290,9 @@ Result<LeasedBytes> ClientSession::lease(uint32_t shard_id,
   }
   const Completion& completion = result.completion;
   if (completion.code != 0) {
-    return Status(
-        static_cast<StatusCode>(completion.code), std::move(result.message), completion.error_number);
+    return Status(static_cast<StatusCode>(completion.code),
+                  std::move(result.message),
+                  completion.error_number);
   }
   lease_count_.fetch_add(1, std::memory_order_relaxed);
   leases_held_.fetch_add(1, std::memory_order_relaxed);
@@ -283,7 +314,8 @@ void ClientSession::release(const LeasedBytes& lease) noexcept {
   if (in_forked_child.load(std::memory_order_relaxed) && getpid() != pid_) return;
   layout_->pins[lease.pin_index % kPinCount].fetch_sub(lease.pin, std::memory_order_seq_cst);
   leases_held_.fetch_sub(1, std::memory_order_relaxed);
-  // Ordered after the decrement: either the daemon, which sets the flag and then scans the pins, sees it gone, or we see the flag.
+  // Ordered after the decrement: either the daemon, which sets the flag and then scans the pins,
+  // sees it gone, or we see the flag.
   if (layout_->header.release_wanted.load(std::memory_order_seq_cst) != 0) ring_doorbell();
 }
 

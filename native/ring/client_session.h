@@ -23,7 +23,8 @@ struct ClientSessionOptions {
   OwnedFd doorbell;
   uint64_t segment_bytes = 0;
   uint64_t arena_reserved_bytes = 0;
-  /// Descriptors of the arena's segments from the given index on; called while a lease waits for one that is not mapped.
+  /// Descriptors of the arena's segments from the given index on; called while a lease waits for
+  /// one that is not mapped.
   std::function<Result<std::vector<OwnedFd>>(uint64_t first)> more_segments;
 };
 
@@ -42,8 +43,9 @@ struct ClientStatistics {
   int64_t leases_held = 0;
 };
 
-/// Any thread may call it. In a forked child every call is refused and release() does nothing: rings and counters are not mapped there, while
-/// the arena is, so that tensors a DataLoader worker inherited can be read.
+/// Any thread may call it. In a forked child every call is refused and release() does nothing:
+/// rings and counters are not mapped there, while the arena is, so that tensors a DataLoader worker
+/// inherited can be read.
 class ClientSession {
  public:
   static Result<std::shared_ptr<ClientSession>> create(ClientSessionOptions options);
@@ -66,7 +68,10 @@ class ClientSession {
     std::string message;
   };
 
-  ClientSession(SharedMemory memory, SharedMemory table, ClientSessionOptions options, std::byte* base);
+  ClientSession(SharedMemory memory,
+                SharedMemory table,
+                ClientSessionOptions options,
+                std::byte* base);
   Status refuse_if_unusable() const;
   Status submit(const Request& request);
   /// Takes what has completed and wakes those who wait for it. Called with `mutex_` held.

@@ -1,7 +1,8 @@
-// What a session shares with the daemon: a request ring, a completion ring, pin counters and a few words, in one sealed memfd.
+// What a session shares with the daemon: a request ring, a completion ring, pin counters and a few
+// words, in one sealed memfd.
 //
-// The daemon reads these words and never trusts them: an entry is copied once to private memory and then validated. Nothing here
-// is a pointer; everything has a fixed width.
+// The daemon reads these words and never trusts them: an entry is copied once to private memory and
+// then validated. Nothing here is a pointer; everything has a fixed width.
 #pragma once
 
 #include <atomic>
@@ -24,7 +25,8 @@ enum class Opcode : uint32_t { none = 0, lease = 1, prefetch = 2 };
 /// Which bytes of a shard.
 enum class Part : uint8_t { value = 0, gradient = 1 };
 
-/// `read`: many at a time. `write` sees the old bytes; `overwrite` has undefined contents at first; both are alone.
+/// `read`: many at a time. `write` sees the old bytes; `overwrite` has undefined contents at first;
+/// both are alone.
 enum class LeaseMode : uint8_t { read = 0, write = 1, overwrite = 2 };
 
 struct alignas(64) Request {
@@ -38,11 +40,12 @@ struct alignas(64) Request {
   uint64_t timeout_ns;
   uint8_t reserved[32];
 };
-static_assert(sizeof(Request) == 64 && alignof(Request) == 64);  // one cache line, one store to publish
+static_assert(sizeof(Request) == 64 &&
+              alignof(Request) == 64);  // one cache line, one store to publish
 
 struct alignas(64) Completion {
   uint64_t request_id;
-  uint32_t code;          // StatusCode
+  uint32_t code;  // StatusCode
   int32_t error_number;
   uint32_t pin;           // which counter the client gives back
   uint32_t message;       // index into the messages, where code is not ok
@@ -59,21 +62,25 @@ inline constexpr uint32_t kWriterPin = 1u << 16;
 constexpr uint32_t pin_readers(uint32_t pins) { return pins & 0xffff; }
 constexpr uint32_t pin_writers(uint32_t pins) { return pins >> 16; }
 
-/// Free-running indices; an entry's place is its index modulo kRingEntries. Each line is written by one side.
+/// Free-running indices; an entry's place is its index modulo kRingEntries. Each line is written by
+/// one side.
 struct SessionHeader {
   uint64_t magic;
   uint32_t protocol_version;
   uint32_t reserved;
 
-  alignas(64) std::atomic<uint32_t> request_tail;     // client: entries published
-  alignas(64) std::atomic<uint32_t> request_head;     // server: entries taken
-  alignas(64) std::atomic<uint32_t> completion_tail;  // server: entries published; the client's futex word
+  alignas(64) std::atomic<uint32_t> request_tail;  // client: entries published
+  alignas(64) std::atomic<uint32_t> request_head;  // server: entries taken
+  alignas(64)
+      std::atomic<uint32_t> completion_tail;  // server: entries published; the client's futex word
   alignas(64) std::atomic<uint32_t> completion_head;  // client: entries taken
 
   // Server: 1 while it sleeps, so that a client rings the doorbell only then.
   alignas(64) std::atomic<uint32_t> server_sleeping;
   // Server: 1 while somebody waits for pins to be given back, so that a release rings only then.
   std::atomic<uint32_t> release_wanted;
+  // Server: 1 once it gave the session up; no further request is answered.
+  std::atomic<uint32_t> ended;
   // Client: 1 while it sleeps on completion_tail.
   alignas(64) std::atomic<uint32_t> client_sleeping;
   // Client: its place in the plan. Nobody reads it before there are plans.
@@ -88,7 +95,8 @@ struct SessionLayout {
   // Sparse: pages that no pin ever touched cost nothing.
   alignas(4096) std::atomic<uint32_t> pins[kPinCount];
 };
-static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free);
+static_assert(std::atomic<uint32_t>::is_always_lock_free &&
+              std::atomic<uint64_t>::is_always_lock_free);
 
 /// The job's shard table: one word per entry, written by the daemon, read by clients.
 /// {residency: 8, generation: 24 (low bits), slot's pin: 32}

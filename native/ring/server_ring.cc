@@ -36,7 +36,8 @@ std::optional<Request> ServerRing::poll() {
   Request request;
   std::memcpy(&request, &layout_->requests[request_head_ % kRingEntries], sizeof(request));
   ++request_head_;
-  // Pairs with the acquire load in ClientSession::submit(): the client reuses the entry only after it was copied.
+  // Pairs with the acquire load in ClientSession::submit(): the client reuses the entry only after
+  // it was copied.
   header().request_head.store(request_head_, std::memory_order_release);
   return request;
 }
@@ -58,10 +59,12 @@ bool ServerRing::publish(const Completion& fields, const Status& status) {
     text[length] = '\0';
     message_next_ = (message_next_ + 1) % kMessageCount;
   }
-  std::memcpy(&layout_->completions[completion_tail_ % kRingEntries], &completion, sizeof(completion));
+  std::memcpy(
+      &layout_->completions[completion_tail_ % kRingEntries], &completion, sizeof(completion));
   ++completion_tail_;
-  // Publishes the completion (release), and is ordered before the load of client_sleeping (sequential consistency): either the client sees
-  // the new tail before it sleeps, or the server sees that it sleeps.
+  // Publishes the completion (release), and is ordered before the load of client_sleeping
+  // (sequential consistency): either the client sees the new tail before it sleeps, or the server
+  // sees that it sleeps.
   header().completion_tail.store(completion_tail_, std::memory_order_seq_cst);
   if (header().client_sleeping.load(std::memory_order_seq_cst) != 0) {
     syscall(SYS_futex, &header().completion_tail, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
@@ -70,13 +73,19 @@ bool ServerRing::publish(const Completion& fields, const Status& status) {
 }
 
 bool ServerRing::prepare_to_sleep() {
-  // Ordered before the load of request_tail: either the server sees the request, or the client sees that the server sleeps.
+  // Ordered before the load of request_tail: either the server sees the request, or the client sees
+  // that the server sleeps.
   header().server_sleeping.store(1, std::memory_order_seq_cst);
   return !broken_ && header().request_tail.load(std::memory_order_seq_cst) != request_head_;
 }
 
 void ServerRing::want_release(bool wanted) {
   header().release_wanted.store(wanted ? 1 : 0, std::memory_order_seq_cst);
+}
+
+void ServerRing::end() {
+  header().ended.store(1, std::memory_order_seq_cst);
+  syscall(SYS_futex, &header().completion_tail, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
 }  // namespace memd

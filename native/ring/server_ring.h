@@ -17,19 +17,23 @@ class ServerRing {
  public:
   static Result<ServerRing> create();
 
-  /// The next request, copied to private memory; nothing where the ring is empty. A client that claims more entries than the ring has breaks the
-  /// protocol: `broken()` is true from then on, and nothing more is taken.
+  /// The next request, copied to private memory; nothing where the ring is empty. A client that
+  /// claims more entries than the ring has breaks the protocol: `broken()` is true from then on,
+  /// and nothing more is taken.
   std::optional<Request> poll();
   bool broken() const { return broken_; }
 
-  /// `code`, `error_number` and `message` come from `status`; the rest from `fields`. False where the client left no room, which only one that
-  /// breaks the protocol does.
+  /// `code`, `error_number` and `message` come from `status`; the rest from `fields`. False where
+  /// the client left no room, which only one that breaks the protocol does.
   bool publish(const Completion& fields, const Status& status);
 
-  /// Before the server thread sleeps: tells the client to ring. Returns whether a request came meanwhile, in which case don't sleep.
+  /// Before the server thread sleeps: tells the client to ring. Returns whether a request came
+  /// meanwhile, in which case don't sleep.
   bool prepare_to_sleep();
   void wake() { header().server_sleeping.store(0, std::memory_order_relaxed); }
   void want_release(bool wanted);
+  /// The session is given up: its client is told, and nothing more is answered.
+  void end();
 
   /// A sample of one counter; the client may change it at any time.
   uint32_t pins(uint32_t index) const {

@@ -11,7 +11,8 @@ namespace memd {
 Result<SharedMemory> SharedMemory::create(const char* name, uint64_t bytes) {
   OwnedFd fd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd.is_open()) return device_error(errno, concat("memfd_create of ", bytes, " bytes"));
-  // memfd inodes are mode 0777: without this a process of another user that was handed the descriptor can open it anew.
+  // memfd inodes are mode 0777: without this a process of another user that was handed the
+  // descriptor can open it anew.
   if (fchmod(fd.get(), 0600) != 0) return device_error(errno, "fchmod of a memfd");
   if (ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) {
     return device_error(errno, concat("ftruncate of a memfd to ", bytes, " bytes"));
@@ -25,11 +26,12 @@ Result<SharedMemory> SharedMemory::create(const char* name, uint64_t bytes) {
 }
 
 Result<SharedMemory> SharedMemory::map(OwnedFd fd, uint64_t bytes) {
-  struct stat status {};
+  struct stat status{};
   if (fstat(fd.get(), &status) != 0) return device_error(errno, "fstat of the daemon's descriptor");
   if (static_cast<uint64_t>(status.st_size) != bytes) {
     return error(StatusCode::invalid_argument,
-                 "the daemon's shared memory has another layout: client and daemon are of different versions; ",
+                 "the daemon's shared memory has another layout: client and daemon are of "
+                 "different versions; ",
                  "install the same one: ",
                  bytes,
                  " bytes expected, got ",
@@ -38,7 +40,8 @@ Result<SharedMemory> SharedMemory::map(OwnedFd fd, uint64_t bytes) {
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
   if (data == MAP_FAILED) return device_error(errno, concat("mmap of ", bytes, " bytes"));
   SharedMemory memory(OwnedFd(), static_cast<std::byte*>(data), bytes);
-  if (madvise(data, bytes, MADV_DONTFORK) != 0) return device_error(errno, "madvise(MADV_DONTFORK)");
+  if (madvise(data, bytes, MADV_DONTFORK) != 0)
+    return device_error(errno, "madvise(MADV_DONTFORK)");
   return memory;
 }
 

@@ -1,0 +1,176 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "base/dtype.h"
+#include "bind/bind.h"
+#include "ring/client_session.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace memd {
+namespace {
+
+nb::dlpack::dtype dlpack_dtype(DType dtype) {
+  using Code = nb::dlpack::dtype_code;
+  const auto of = [dtype](Code code) {
+    return nb::dlpack::dtype{
+        static_cast<uint8_t>(code), static_cast<uint8_t>(8 * dtype_bytes(dtype)), 1};
+  };
+  switch (dtype) {
+    case DType::float32:
+    case DType::float16:
+    case DType::float64:
+      return of(Code::Float);
+    case DType::bfloat16:
+      return of(Code::Bfloat);
+    case DType::int8:
+    case DType::int16:
+    case DType::int32:
+    case DType::int64:
+      return of(Code::Int);
+    case DType::uint8:
+      return of(Code::UInt);
+    case DType::boolean:
+      return of(Code::Bool);
+    case DType::unspecified:
+      break;
+  }
+  throw nb::value_error("unknown dtype");
+}
+
+/// Gives the lease back when the last view of the tensor's storage is gone.
+struct HeldLease {
+  std::shared_ptr<ClientSession> session;
+  LeasedBytes bytes;
+};
+
+nb::object lease(const std::shared_ptr<ClientSession>& session,
+                 uint32_t shard_id,
+                 uint8_t part,
+                 uint8_t mode,
+                 uint8_t dtype,
+                 const std::vector<size_t>& shape,
+                 double timeout_s) {
+  const nb::dlpack::dtype element = dlpack_dtype(static_cast<DType>(dtype));
+  auto result = [&] {
+    const nb::gil_scoped_release unlocked;
+    return session->lease(shard_id,
+                          static_cast<Part>(part),
+                          static_cast<LeaseMode>(mode),
+                          static_cast<uint64_t>(timeout_s * 1e9));
+  }();
+  const LeasedBytes bytes = value_or_raise(std::move(result));
+  size_t wanted_bytes = dtype_bytes(static_cast<DType>(dtype));
+  for (const size_t size : shape) wanted_bytes *= size;
+  if (wanted_bytes != bytes.length_bytes) {
+    session->release(bytes);
+    raise(error(StatusCode::invalid_argument,
+                "shape and dtype do not fit the shard: ",
+                wanted_bytes,
+                " bytes against ",
+                bytes.length_bytes));
+  }
+  nb::capsule owner(new HeldLease{session, bytes}, [](void* held) noexcept {
+    const std::unique_ptr<HeldLease> lease(static_cast<HeldLease*>(held));
+    lease->session->release(lease->bytes);
+  });
+  return nb::cast(nb::ndarray<nb::pytorch>(
+      bytes.data, shape.size(), shape.data(), owner, nullptr, element, nb::device::cpu::value));
+}
+
+std::shared_ptr<ClientSession> connect(int session_fd,
+                                       int table_fd,
+                                       int doorbell_fd,
+                                       uint64_t segment_bytes,
+                                       uint64_t arena_reserved_bytes,
+                                       nb::callable more_segments) {
+  ClientSessionOptions options;
+  options.session = OwnedFd(session_fd);
+  options.table = OwnedFd(table_fd);
+  options.doorbell = OwnedFd(doorbell_fd);
+  options.segment_bytes = segment_bytes;
+  options.arena_reserved_bytes = arena_reserved_bytes;
+  // The last reference may die on any thread: it is given back with the GIL.
+  const std::shared_ptr<nb::callable> callback(new nb::callable(std::move(more_segments)),
+                                               [](nb::callable* held) {
+                                                 if (!nb::is_alive()) return;
+                                                 const nb::gil_scoped_acquire locked;
+                                                 delete held;
+                                               });
+  options.more_segments = [callback](uint64_t first) -> Result<std::vector<OwnedFd>> {
+    const nb::gil_scoped_acquire locked;
+    try {
+      std::vector<OwnedFd> fds;
+      for (const int fd : nb::cast<std::vector<int>>((*callback)(first))) fds.emplace_back(fd);
+      return fds;
+    } catch (const nb::python_error& failure) {
+      return error(StatusCode::unavailable, "the daemon sent no segments: ", failure.what());
+    }
+  };
+  return value_or_raise(ClientSession::create(std::move(options)));
+}
+
+}  // namespace
+
+void bind_ring(nb::module_& module) {
+  module.attr("PROTOCOL_VERSION") = kProtocolVersion;
+  module.attr("PART_VALUE") = static_cast<int>(Part::value);
+  module.attr("PART_GRADIENT") = static_cast<int>(Part::gradient);
+  module.attr("MODE_READ") = static_cast<int>(LeaseMode::read);
+  module.attr("MODE_WRITE") = static_cast<int>(LeaseMode::write);
+  module.attr("MODE_OVERWRITE") = static_cast<int>(LeaseMode::overwrite);
+
+  nb::class_<ClientStatistics>(module, "ClientStatistics")
+      .def_ro("lease_count", &ClientStatistics::lease_count)
+      .def_prop_ro("lease_wait_seconds",
+                   [](const ClientStatistics& self) {
+                     return static_cast<double>(self.lease_wait_ns) * 1e-9;
+                   })
+      .def_ro("leases_held", &ClientStatistics::leases_held);
+
+  nb::class_<ClientSession>(module,
+                            "ClientSession",
+                            "A trainer's side of the rings. Any thread may call it; a forked child "
+                            "may not, and views that a child inherited do nothing "
+                            "when they die there.")
+      .def(nb::new_(&connect),
+           nb::kw_only(),
+           "session_fd"_a,
+           "table_fd"_a,
+           "doorbell_fd"_a,
+           "segment_bytes"_a,
+           "arena_reserved_bytes"_a,
+           "more_segments"_a,
+           "Takes ownership of the descriptors. `more_segments(first)` returns descriptors of the "
+           "arena's segments from `first` on; it "
+           "is called with the GIL when a lease lies beyond what is mapped.")
+      .def("lease",
+           &lease,
+           "shard_id"_a,
+           "part"_a,
+           "mode"_a,
+           "dtype"_a,
+           "shape"_a,
+           "timeout_s"_a,
+           "A torch tensor over the arena's own bytes. The lease lives exactly as long as the "
+           "tensor's storage.")
+      .def(
+          "prefetch",
+          [](ClientSession& self, uint32_t shard_id) { raise_unless_ok(self.prefetch(shard_id)); },
+          "shard_id"_a,
+          "Asks for the shard to be brought up; returns at once and may be dropped.")
+      .def("statistics", &ClientSession::statistics)
+      .def("close",
+           &ClientSession::close,
+           "No lease can be had afterwards. Views that live keep their memory mapped, and give "
+           "their pins back as they die.");
+}
+
+}  // namespace memd

@@ -1,0 +1,495 @@
+#include "server/server.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bind/bind.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace memd {
+namespace {
+
+/// Calls without the GIL, then raises with it.
+template <typename Call>
+auto unlocked(Call call) {
+  auto result = [&] {
+    const nb::gil_scoped_release released;
+    return call();
+  }();
+  if constexpr (std::is_same_v<decltype(result), Status>) {
+    raise_unless_ok(result);
+  } else {
+    return value_or_raise(std::move(result));
+  }
+}
+
+IoEngine engine_named(const std::string& name) {
+  if (name == "auto") return IoEngine::automatic;
+  if (name == "io_uring") return IoEngine::io_uring;
+  if (name == "threads") return IoEngine::threads;
+  throw nb::value_error(concat("io_engine is auto, io_uring or threads: ", name).c_str());
+}
+
+std::shared_ptr<Server> start(const std::vector<std::string>& directories,
+                              uint64_t nvme_bytes,
+                              uint64_t host_bytes,
+                              bool lock_required,
+                              bool huge_pages,
+                              const std::string& io_engine,
+                              uint32_t io_depth,
+                              uint32_t update_thread_count,
+                              const std::optional<nb::callable>& progress) {
+  ServerOptions options;
+  options.directories = directories;
+  options.nvme_bytes = nvme_bytes;
+  options.host_bytes = host_bytes;
+  options.lock_required = lock_required;
+  options.huge_pages = huge_pages;
+  options.io_engine = engine_named(io_engine);
+  options.io_depth = io_depth;
+  options.update_thread_count = update_thread_count;
+  if (progress) {
+    options.progress = [progress](uint64_t done_bytes, uint64_t all_bytes) {
+      const nb::gil_scoped_acquire locked;
+      (*progress)(done_bytes, all_bytes);
+    };
+  }
+  return unlocked([&] { return Server::start(options); });
+}
+
+std::vector<int> release_fds(std::vector<OwnedFd> fds) {
+  std::vector<int> numbers;
+  for (OwnedFd& fd : fds) numbers.push_back(fd.release());
+  return numbers;
+}
+
+nb::bytes float_bytes(const std::vector<float>& values) {
+  return nb::bytes(values.data(), values.size() * sizeof(float));
+}
+
+std::vector<float> floats_of(const nb::bytes& bytes) {
+  if (bytes.size() % sizeof(float) != 0)
+    throw nb::value_error("moments are fp32: 4 bytes an element");
+  std::vector<float> values(bytes.size() / sizeof(float));
+  std::memcpy(values.data(), bytes.c_str(), bytes.size());
+  return values;
+}
+
+std::vector<uint64_t> counts_of(const SecondsHistogram& histogram) {
+  return {histogram.counts.begin(), histogram.counts.end()};
+}
+
+double seconds(uint64_t nanoseconds) { return static_cast<double>(nanoseconds) * 1e-9; }
+
+void bind_records(nb::module_& module) {
+  nb::class_<PoolReport>(module, "PoolReport")
+      .def_ro("bytes", &PoolReport::bytes)
+      .def_ro("segment_bytes", &PoolReport::segment_bytes)
+      .def_ro("page_bytes", &PoolReport::page_bytes)
+      .def_ro("locked", &PoolReport::locked)
+      .def_ro("note", &PoolReport::note)
+      .def_ro("prefault_seconds", &PoolReport::prefault_seconds);
+  nb::class_<StartReport>(module, "StartReport")
+      .def_ro("pool", &StartReport::pool)
+      .def_ro("io_engine", &StartReport::io_engine)
+      .def_ro("io_engine_reason", &StartReport::io_engine_reason)
+      .def_ro("volume_paths", &StartReport::volume_paths)
+      .def_ro("volume_bytes", &StartReport::volume_bytes)
+      .def_ro("formatted", &StartReport::formatted)
+      .def_ro("format_seconds", &StartReport::format_seconds)
+      .def_ro("job_count", &StartReport::job_count);
+  nb::class_<ShardSpec>(module, "ShardSpec")
+      .def(
+          "__init__",
+          [](ShardSpec* self,
+             std::string name,
+             uint8_t kind,
+             uint8_t dtype,
+             std::vector<uint64_t> shape,
+             uint8_t tier) {
+            new (self) ShardSpec{.name = std::move(name),
+                                 .kind = static_cast<ShardKind>(kind),
+                                 .dtype = static_cast<DType>(dtype),
+                                 .tier = static_cast<Tier>(tier),
+                                 .shape = std::move(shape)};
+          },
+          "name"_a,
+          "kind"_a,
+          "dtype"_a,
+          "shape"_a,
+          "tier"_a)
+      .def_ro("name", &ShardSpec::name)
+      .def_prop_ro("kind", [](const ShardSpec& self) { return static_cast<int>(self.kind); })
+      .def_prop_ro("dtype", [](const ShardSpec& self) { return static_cast<int>(self.dtype); })
+      .def_ro("shape", &ShardSpec::shape)
+      .def_prop_ro("tier", [](const ShardSpec& self) { return static_cast<int>(self.tier); });
+  nb::class_<ShardInfo>(module, "ShardInfo")
+      .def_ro("shard_id", &ShardInfo::shard_id)
+      .def_ro("spec", &ShardInfo::spec)
+      .def_ro("generation", &ShardInfo::generation)
+      .def_ro("written", &ShardInfo::written)
+      .def_ro("bytes", &ShardInfo::bytes);
+  nb::class_<JobInfo>(module, "JobInfo")
+      .def_ro("job_id", &JobInfo::job_id)
+      .def_ro("name", &JobInfo::name)
+      .def_ro("uid", &JobInfo::uid)
+      .def_ro("created", &JobInfo::created)
+      .def_ro("committed_step", &JobInfo::committed_step)
+      .def_ro("session_count", &JobInfo::session_count)
+      .def_ro("host_bytes", &JobInfo::host_bytes)
+      .def_ro("host_bytes_used", &JobInfo::host_bytes_used)
+      .def_ro("nvme_bytes", &JobInfo::nvme_bytes)
+      .def_ro("nvme_bytes_used", &JobInfo::nvme_bytes_used)
+      .def_ro("shard_count", &JobInfo::shard_count)
+      .def_ro("element_count", &JobInfo::element_count)
+      .def_ro("lease_count", &JobInfo::lease_count);
+  nb::class_<SessionGrant>(module,
+                           "SessionGrant",
+                           "Descriptors are owned by the caller: close them after they were sent.")
+      .def_ro("session_id", &SessionGrant::session_id)
+      .def_prop_ro("session_fd", [](const SessionGrant& self) { return self.session.get(); })
+      .def_prop_ro("table_fd", [](const SessionGrant& self) { return self.table.get(); })
+      .def_prop_ro("doorbell_fd", [](const SessionGrant& self) { return self.doorbell.get(); })
+      .def_ro("segment_bytes", &SessionGrant::segment_bytes)
+      .def_ro("arena_reserved_bytes", &SessionGrant::arena_reserved_bytes);
+  nb::class_<StepReport>(module, "StepReport")
+      .def_ro("committed_step", &StepReport::committed_step)
+      .def_ro("read_seconds", &StepReport::read_seconds)
+      .def_ro("update_seconds", &StepReport::update_seconds)
+      .def_ro("write_seconds", &StepReport::write_seconds)
+      .def_ro("commit_seconds", &StepReport::commit_seconds)
+      .def_ro("read_bytes", &StepReport::read_bytes)
+      .def_ro("written_bytes", &StepReport::written_bytes);
+}
+
+void bind_statistics(nb::module_& module) {
+  module.attr("STEP_SECONDS_BOUNDS") =
+      nb::cast(std::vector<double>(kSecondsBounds.begin(), kSecondsBounds.end()));
+  nb::class_<DeviceStatistics>(module, "DeviceStatistics")
+      .def_ro("path", &DeviceStatistics::path)
+      .def_ro("bytes", &DeviceStatistics::bytes)
+      .def_prop_ro("read_bytes", [](const DeviceStatistics& self) { return self.io.read_bytes; })
+      .def_prop_ro("write_bytes", [](const DeviceStatistics& self) { return self.io.write_bytes; })
+      .def_prop_ro("read_count", [](const DeviceStatistics& self) { return self.io.read_count; })
+      .def_prop_ro("write_count", [](const DeviceStatistics& self) { return self.io.write_count; })
+      .def_prop_ro("sync_count", [](const DeviceStatistics& self) { return self.io.sync_count; })
+      .def_prop_ro("error_count", [](const DeviceStatistics& self) { return self.io.error_count; })
+      .def_prop_ro("read_seconds",
+                   [](const DeviceStatistics& self) { return seconds(self.io.read_ns); })
+      .def_prop_ro("write_seconds",
+                   [](const DeviceStatistics& self) { return seconds(self.io.write_ns); })
+      .def_prop_ro("sync_seconds",
+                   [](const DeviceStatistics& self) { return seconds(self.io.sync_ns); });
+  nb::class_<JobStatistics>(module, "JobStatistics")
+      .def_ro("job", &JobStatistics::job)
+      .def_ro("arena_bytes", &JobStatistics::arena_bytes)
+      .def_ro("arena_bytes_used", &JobStatistics::arena_bytes_used)
+      .def_ro("private_bytes", &JobStatistics::private_bytes)
+      .def_ro("private_bytes_used", &JobStatistics::private_bytes_used)
+      .def_prop_ro("lease_hits", [](const JobStatistics& self) { return self.counters.lease_hits; })
+      .def_prop_ro("lease_misses",
+                   [](const JobStatistics& self) { return self.counters.lease_misses; })
+      .def_prop_ro("lease_wait_seconds",
+                   [](const JobStatistics& self) { return seconds(self.counters.lease_wait_ns); })
+      .def_prop_ro("fetched_bytes",
+                   [](const JobStatistics& self) { return self.counters.fetched_bytes; })
+      .def_prop_ro("evicted_bytes",
+                   [](const JobStatistics& self) { return self.counters.evicted_bytes; })
+      .def_prop_ro("spilled_bytes",
+                   [](const JobStatistics& self) { return self.counters.spilled_bytes; })
+      .def_prop_ro("step_count", [](const JobStatistics& self) { return self.counters.step_count; })
+      .def_prop_ro("step_read_seconds",
+                   [](const JobStatistics& self) { return self.counters.step_read_seconds; })
+      .def_prop_ro("step_update_seconds",
+                   [](const JobStatistics& self) { return self.counters.step_update_seconds; })
+      .def_prop_ro("step_write_seconds",
+                   [](const JobStatistics& self) { return self.counters.step_write_seconds; })
+      .def_prop_ro("step_commit_seconds",
+                   [](const JobStatistics& self) { return self.counters.step_commit_seconds; });
+  nb::class_<ServerStatistics>(module, "ServerStatistics")
+      .def_ro("pool", &ServerStatistics::pool)
+      .def_ro("pool_bytes_free", &ServerStatistics::pool_bytes_free)
+      .def_ro("nvme_bytes", &ServerStatistics::nvme_bytes)
+      .def_ro("nvme_bytes_free", &ServerStatistics::nvme_bytes_free)
+      .def_ro("devices", &ServerStatistics::devices)
+      .def_ro("jobs", &ServerStatistics::jobs)
+      .def_ro("session_count", &ServerStatistics::session_count)
+      .def_ro("checksum_failures", &ServerStatistics::checksum_failures)
+      .def_ro("ring_protocol_errors", &ServerStatistics::ring_protocol_errors)
+      .def_prop_ro("step_seconds_buckets",
+                   [](const ServerStatistics& self) { return counts_of(self.step_seconds); })
+      .def_prop_ro("commit_seconds_buckets",
+                   [](const ServerStatistics& self) { return counts_of(self.commit_seconds); })
+      .def_prop_ro("step_seconds_sum",
+                   [](const ServerStatistics& self) { return self.step_seconds.sum_seconds; })
+      .def_prop_ro("commit_seconds_sum",
+                   [](const ServerStatistics& self) { return self.commit_seconds.sum_seconds; });
+}
+
+}  // namespace
+
+void bind_server(nb::module_& module) {
+  bind_records(module);
+  bind_statistics(module);
+
+  nb::class_<ServiceLease>(module,
+                           "ServiceLease",
+                           "Bytes of one shard, pinned until release(), discard() or deletion, "
+                           "whatever becomes of the session.")
+      .def(
+          "memory",
+          [](ServiceLease& self) {
+            PyObject* view = PyMemoryView_FromMemory(reinterpret_cast<char*>(self.data()),
+                                                     static_cast<Py_ssize_t>(self.bytes()),
+                                                     PyBUF_WRITE);
+            if (view == nullptr) throw nb::python_error();
+            return nb::steal(view);
+          },
+          nb::keep_alive<0, 1>(),
+          nb::sig("def memory(self) -> memoryview"),
+          "The bytes, writable. Not to be touched after release() or discard().")
+      .def(
+          "release",
+          [](ServiceLease& self) { self.release(false); },
+          nb::call_guard<nb::gil_scoped_release>(),
+          "What was written becomes what readers see.")
+      .def(
+          "discard",
+          [](ServiceLease& self) { self.release(true); },
+          nb::call_guard<nb::gil_scoped_release>(),
+          "An overwrite of a blob leaves no trace.");
+
+  nb::class_<Server>(module,
+                     "Server",
+                     "Pool, volumes, jobs and the threads that serve them. Every method may be "
+                     "called from any thread and releases the GIL; each raises "
+                     "StatusError. Blocking ones take a deadline and say on what they waited.")
+      .def(nb::new_(&start),
+           nb::kw_only(),
+           "directories"_a,
+           "nvme_bytes"_a,
+           "host_bytes"_a,
+           "lock_required"_a = true,
+           "huge_pages"_a = true,
+           "io_engine"_a = "auto",
+           "io_depth"_a = 32,
+           "update_thread_count"_a = 0,
+           "progress"_a = nb::none())
+      .def("report", &Server::report, nb::rv_policy::copy)
+      .def(
+          "open_job",
+          [](Server& self,
+             std::string name,
+             uint32_t uid,
+             uint64_t host_bytes,
+             uint64_t nvme_bytes,
+             bool fresh) {
+            const OpenJobRequest request{.name = std::move(name),
+                                         .uid = uid,
+                                         .host_bytes = host_bytes,
+                                         .nvme_bytes = nvme_bytes,
+                                         .fresh = fresh};
+            return unlocked([&] { return self.open_job(request); });
+          },
+          "name"_a,
+          nb::kw_only(),
+          "uid"_a,
+          "host_bytes"_a = 0,
+          "nvme_bytes"_a = 0,
+          "fresh"_a = false,
+          "Finds the job, whoever owns it, or creates it for `uid`.")
+      .def(
+          "find_job",
+          [](Server& self, const std::string& name) {
+            return unlocked([&] { return self.find_job(name); });
+          },
+          "name"_a)
+      .def("jobs", &Server::jobs, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "shards",
+          [](Server& self, uint64_t job_id) {
+            return unlocked([&] { return self.shards(job_id); });
+          },
+          "job_id"_a)
+      .def(
+          "drop_job",
+          [](Server& self, uint64_t job_id, bool force) {
+            unlocked([&] { return self.drop_job(job_id, force); });
+          },
+          "job_id"_a,
+          nb::kw_only(),
+          "force"_a = false)
+      .def(
+          "attach",
+          [](Server& self, uint64_t job_id) {
+            return std::make_unique<SessionGrant>(unlocked([&] { return self.attach(job_id); }));
+          },
+          "job_id"_a)
+      .def(
+          "segment_fds",
+          [](Server& self, uint64_t session_id, uint64_t first) {
+            return release_fds(unlocked([&] { return self.segment_fds(session_id, first); }));
+          },
+          "session_id"_a,
+          "first"_a,
+          "Duplicates of the arena's segments from `first` on, at most 64; owned by the caller.")
+      .def(
+          "detach",
+          [](Server& self, uint64_t session_id) {
+            return unlocked([&] { return self.detach(session_id); });
+          },
+          "session_id"_a,
+          "Leases that were still held.")
+      .def(
+          "declare",
+          [](Server& self, uint64_t session_id, const std::vector<ShardSpec>& shards) {
+            return unlocked([&] { return self.declare(session_id, shards); });
+          },
+          "session_id"_a,
+          "shards"_a)
+      .def(
+          "step",
+          [](Server& self,
+             uint64_t session_id,
+             const std::vector<std::pair<AdamSettings, std::vector<uint32_t>>>& groups,
+             const std::vector<std::pair<uint32_t, uint32_t>>& staged_buffers,
+             double timeout_s) {
+            StepRequest request{
+                .session_id = session_id, .groups = {}, .staged_buffers = staged_buffers};
+            for (const auto& [settings, shard_ids] : groups) {
+              request.groups.push_back({.settings = settings, .shard_ids = shard_ids});
+            }
+            return unlocked([&] { return self.step(request, timeout_s); });
+          },
+          "session_id"_a,
+          "groups"_a,
+          nb::kw_only(),
+          "staged_buffers"_a = std::vector<std::pair<uint32_t, uint32_t>>{},
+          "timeout_s"_a)
+      .def(
+          "sync",
+          [](Server& self, uint64_t session_id, double timeout_s) {
+            return unlocked([&] { return self.sync(session_id, timeout_s); });
+          },
+          "session_id"_a,
+          nb::kw_only(),
+          "timeout_s"_a)
+      .def(
+          "drop_gradients",
+          [](Server& self, uint64_t session_id, const std::vector<uint32_t>& shard_ids) {
+            unlocked([&] { return self.drop_gradients(session_id, shard_ids); });
+          },
+          "session_id"_a,
+          "shard_ids"_a)
+      .def(
+          "delete_shard",
+          [](Server& self, uint64_t session_id, const std::string& name) {
+            return unlocked([&] { return self.delete_shard(session_id, name); });
+          },
+          "session_id"_a,
+          "name"_a)
+      .def(
+          "lease",
+          [](Server& self,
+             uint64_t session_id,
+             uint32_t shard_id,
+             uint8_t part,
+             uint8_t mode,
+             double timeout_s) {
+            return unlocked([&] {
+              return self.lease(session_id,
+                                shard_id,
+                                static_cast<Part>(part),
+                                static_cast<LeaseMode>(mode),
+                                timeout_s);
+            });
+          },
+          "session_id"_a,
+          "shard_id"_a,
+          nb::kw_only(),
+          "part"_a = 0,
+          "mode"_a = 0,
+          "timeout_s"_a)
+      .def(
+          "read_moments",
+          [](Server& self,
+             uint64_t session_id,
+             uint32_t shard_id,
+             uint64_t element_first,
+             uint64_t element_count,
+             double timeout_s) {
+            const MomentsRequest request{.session_id = session_id,
+                                         .shard_id = shard_id,
+                                         .element_first = element_first,
+                                         .element_count = element_count};
+            const auto moments = unlocked([&] { return self.read_moments(request, timeout_s); });
+            return nb::make_tuple(float_bytes(moments.first), float_bytes(moments.second));
+          },
+          "session_id"_a,
+          "shard_id"_a,
+          "element_first"_a,
+          "element_count"_a,
+          nb::kw_only(),
+          "timeout_s"_a,
+          nb::sig("def read_moments(self, session_id: int, shard_id: int, element_first: int, "
+                  "element_count: int, *, timeout_s: float) "
+                  "-> tuple[bytes, bytes]"),
+          "exp_avg and exp_avg_sq, fp32, of elements within one tile of 262144.")
+      .def(
+          "write_moments",
+          [](Server& self,
+             uint64_t session_id,
+             uint32_t shard_id,
+             uint64_t generation,
+             uint64_t element_first,
+             const nb::bytes& exp_avg,
+             const nb::bytes& exp_avg_sq,
+             double timeout_s) {
+            std::vector<float> m = floats_of(exp_avg);
+            std::vector<float> v = floats_of(exp_avg_sq);
+            const MomentsRequest request{.session_id = session_id,
+                                         .shard_id = shard_id,
+                                         .element_first = element_first,
+                                         .element_count = m.size()};
+            unlocked([&] {
+              return self.write_moments(request, generation, std::move(m), std::move(v), timeout_s);
+            });
+          },
+          "session_id"_a,
+          "shard_id"_a,
+          "generation"_a,
+          "element_first"_a,
+          "exp_avg"_a,
+          "exp_avg_sq"_a,
+          nb::kw_only(),
+          "timeout_s"_a,
+          "Replaces moments within one tile, and the shard's generation; durable after the next "
+          "sync or step.")
+      .def("statistics", &Server::statistics, nb::call_guard<nb::gil_scoped_release>())
+      .def("heartbeat",
+           &Server::heartbeat,
+           "Grows while the server thread turns; the watchdog looks at it.")
+      .def(
+          "stop",
+          [](Server& self, double timeout_s) { unlocked([&] { return self.stop(timeout_s); }); },
+          nb::kw_only(),
+          "timeout_s"_a,
+          "Finishes the steps that were begun, makes written blobs durable, ends the threads. "
+          "Idempotent.");
+}
+
+}  // namespace memd

@@ -1,0 +1,56 @@
+"""memd's data plane, compiled: `Server` is what the daemon runs on, `ClientSession` what trainers map.
+
+This package translates and decides nothing. The contract is the type stub `_core.pyi`.
+"""
+
+from memd_native._core import (
+    MODE_OVERWRITE,
+    MODE_READ,
+    MODE_WRITE,
+    PART_GRADIENT,
+    PART_VALUE,
+    PROTOCOL_VERSION,
+    STEP_SECONDS_BOUNDS,
+    AdamSettings,
+    ClientSession,
+    ClientStatistics,
+    DeviceStatistics,
+    JobInfo,
+    JobStatistics,
+    PoolReport,
+    Server,
+    ServerStatistics,
+    ServiceLease,
+    SessionGrant,
+    ShardInfo,
+    ShardSpec,
+    StartReport,
+    StatusError,
+    StepReport,
+)
+
+__all__ = [
+    "MODE_OVERWRITE",
+    "MODE_READ",
+    "MODE_WRITE",
+    "PART_GRADIENT",
+    "PART_VALUE",
+    "PROTOCOL_VERSION",
+    "STEP_SECONDS_BOUNDS",
+    "AdamSettings",
+    "ClientSession",
+    "ClientStatistics",
+    "DeviceStatistics",
+    "JobInfo",
+    "JobStatistics",
+    "PoolReport",
+    "Server",
+    "ServerStatistics",
+    "ServiceLease",
+    "SessionGrant",
+    "ShardInfo",
+    "ShardSpec",
+    "StartReport",
+    "StatusError",
+    "StepReport",
+]

@@ -1,0 +1,480 @@
+#include "server/server.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <chrono>
+#include <future>
+#include <optional>
+
+#include "base/check.h"
+
+namespace memd {
+namespace {
+
+// A turn that finds nothing is repeated this long before the thread sleeps: a futex or eventfd
+// wake-up costs some 50 µs.
+constexpr uint64_t kSpinNs = 20'000;
+
+// Longest sleep: the watchdog wants a heartbeat, and a lost doorbell must not stop a job.
+constexpr int kSleepMs = 100;
+
+constexpr size_t kSegmentsInPacket = 64;
+
+constexpr uint64_t kWakeId = 0;  // sessions count from 1
+
+Result<OwnedFd> duplicate(int fd) {
+  OwnedFd copy(fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  if (!copy.is_open()) return device_error(errno, "duplicating a descriptor");
+  return copy;
+}
+
+}  // namespace
+
+Result<std::shared_ptr<Server>> Server::start(const ServerOptions& options) {
+  std::shared_ptr<Server> server(new Server());
+  if (Status status = server->prepare(options); !status.is_ok()) return status;
+  Server* const raw = server.get();
+  server->thread_ = std::thread([raw] { raw->run(); });
+  pthread_setname_np(server->thread_.native_handle(), "memd-server");
+  return server;
+}
+
+Status Server::prepare(const ServerOptions& options) {
+  wake_ = OwnedFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  epoll_ = OwnedFd(epoll_create1(EPOLL_CLOEXEC));
+  if (!wake_.is_open() || !epoll_.is_open()) return device_error(errno, "eventfd or epoll");
+  epoll_event event{};
+  event.events = EPOLLIN | EPOLLET;
+  event.data.u64 = kWakeId;
+  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event) != 0) {
+    return device_error(errno, "epoll_ctl");
+  }
+
+  VolumeSetOptions volume_options;
+  volume_options.directories = options.directories;
+  volume_options.bytes = options.nvme_bytes;
+  volume_options.progress = options.progress;
+  auto volumes = VolumeSet::open(volume_options);
+  if (!volumes.is_ok()) return volumes.status();
+  report_.formatted = volumes.value().formatted;
+  report_.format_seconds = volumes.value().format_seconds;
+  for (const Volume& volume : volumes.value().volumes) {
+    report_.volume_paths.push_back(volume.path);
+    report_.volume_bytes.push_back(volume.bytes);
+  }
+
+  auto pool = Pool::create({.bytes = options.host_bytes,
+                            .segment_bytes = 0,
+                            .huge_pages = options.huge_pages,
+                            .lock = options.lock_required ? LockMode::required : LockMode::wanted});
+  if (!pool.is_ok()) return pool.status();
+  pool_ = std::move(pool).value();
+  report_.pool = pool_->report();
+
+  auto queue = make_io_queue(
+      {.engine = options.io_engine, .depth = options.io_depth, .wake_fd = wake_.get()});
+  if (!queue.is_ok()) return queue.status();
+  io_ = std::move(queue.value().queue);
+  report_.io_engine = std::string(io_->name());
+  report_.io_engine_reason = queue.value().reason;
+
+  extents_ = std::make_unique<ExtentStore>(*io_, std::move(volumes).value());
+  const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
+  workers_ = std::make_unique<UpdateWorkers>(
+      options.update_thread_count == 0 ? cores : options.update_thread_count, wake_.get());
+  store_ = std::make_unique<ShardStore>(ShardStoreParts{
+      .pool = *pool_, .io = *io_, .extents = *extents_, .workers = *workers_, .clock = clock_});
+  const Status loaded = store_->load([this] {
+    pollfd wait{.fd = wake_.get(), .events = POLLIN, .revents = 0};
+    poll(&wait, 1, kSleepMs);
+    io_->reap();
+  });
+  report_.job_count = static_cast<uint32_t>(store_->jobs().size());
+  return loaded;
+}
+
+Server::~Server() {
+  // Who wants an orderly end calls stop() and looks at its status.
+  [[maybe_unused]] const Status status = stop(30.0);
+}
+
+// ---- The server thread
+// -------------------------------------------------------------------------------------------------------------
+
+void Server::run() {
+  uint64_t idle_since_ns = 0;
+  while (!stopping_.load(std::memory_order_acquire)) {
+    heartbeat_.fetch_add(1, std::memory_order_relaxed);
+    bool progress = run_commands();
+    progress |= io_->reap() > 0;
+    progress |= workers_->reap() > 0;
+    progress |= store_->advance();
+    if (progress) {
+      idle_since_ns = 0;
+      continue;
+    }
+    const uint64_t now_ns = clock_.now_ns();
+    if (idle_since_ns == 0) idle_since_ns = now_ns;
+    if (now_ns - idle_since_ns < kSpinNs) continue;
+    sleep();
+    idle_since_ns = 0;
+  }
+}
+
+bool Server::run_commands() {
+  std::vector<std::function<void()>> commands;
+  {
+    const std::lock_guard lock(mutex_);
+    commands.swap(commands_);
+  }
+  for (auto& command : commands) command();
+  return !commands.empty();
+}
+
+void Server::sleep() {
+  const bool wants_releases = store_->wants_releases();
+  bool awake = false;
+  for (const auto& [session_id, session] : store_->sessions()) {
+    session->ring.want_release(wants_releases);
+    awake |= session->ring.prepare_to_sleep();
+  }
+  // A pin that was given back before its client could see that we sleep is seen by this turn.
+  if (!awake && wants_releases) awake = store_->advance();
+  if (!awake) {
+    int timeout_ms = kSleepMs;
+    if (const uint64_t deadline_ns = store_->next_deadline_ns(); deadline_ns != 0) {
+      const uint64_t now_ns = clock_.now_ns();
+      const uint64_t left_ms = deadline_ns > now_ns ? (deadline_ns - now_ns) / 1'000'000 + 1 : 0;
+      timeout_ms = static_cast<int>(std::min<uint64_t>(left_ms, kSleepMs));
+    }
+    std::array<epoll_event, 16> events;
+    // Edges only: whoever rang is found by looking at every ring, and the doorbell of a session
+    // that is gone, which its client may still hold and ring, wakes us once a ring and no more.
+    epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), timeout_ms);
+  }
+  for (const auto& [session_id, session] : store_->sessions()) session->ring.wake();
+}
+
+void Server::post(std::function<void()> command) {
+  {
+    const std::lock_guard lock(mutex_);
+    commands_.push_back(std::move(command));
+  }
+  const uint64_t one = 1;
+  MEMD_CHECK_EQ(write(wake_.get(), &one, sizeof(one)), static_cast<ssize_t>(sizeof(one)));
+}
+
+template <typename T>
+Result<T> Server::ask(double timeout_s,
+                      const char* what,
+                      std::function<void(std::function<void(Result<T>)>)> start) {
+  const auto promise = std::make_shared<std::promise<Result<T>>>();
+  auto answer = promise->get_future();
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopped_) return error(StatusCode::unavailable, "the daemon is stopping");
+  }
+  post([start = std::move(start), promise] {
+    start([promise](Result<T> result) { promise->set_value(std::move(result)); });
+  });
+  if (timeout_s > 0) {
+    const auto deadline = std::chrono::duration<double>(timeout_s);
+    if (answer.wait_for(deadline) != std::future_status::ready) {
+      return error(
+          StatusCode::deadline, what, " is not done yet; it goes on: waited ", timeout_s, " s");
+    }
+  }
+  try {
+    return answer.get();
+  } catch (const std::future_error&) {
+    // The daemon ended before it was this request's turn.
+    return error(StatusCode::unavailable, what, " was given up: the daemon is stopping");
+  }
+}
+
+// ---- The face
+// ----------------------------------------------------------------------------------------------------------------------
+
+namespace {
+
+/// For what has no value but a status.
+struct Nothing {};
+
+Result<Nothing> nothing(const Status& status) {
+  if (!status.is_ok()) return status;
+  return Nothing{};
+}
+
+Status status_of(const Result<Nothing>& result) {
+  return result.is_ok() ? Status::ok() : result.status();
+}
+
+template <typename T>
+Result<T> value_or(const Status& status, T value) {
+  if (!status.is_ok()) return status;
+  return value;
+}
+
+}  // namespace
+
+Result<JobInfo> Server::open_job(const OpenJobRequest& request) {
+  auto result = ask<JobInfo>(0, "opening a job", [this, request](const auto& reply) {
+    store_->open_job(request, [reply](const Status& status, const JobInfo& info) {
+      reply(value_or(status, info));
+    });
+  });
+  refill_pool();
+  return result;
+}
+
+Result<JobInfo> Server::find_job(const std::string& name) {
+  return ask<JobInfo>(
+      0, "finding a job", [this, name](const auto& reply) { reply(store_->find_job(name)); });
+}
+
+std::vector<JobInfo> Server::jobs() {
+  auto jobs = ask<std::vector<JobInfo>>(
+      0, "listing jobs", [this](const auto& reply) { reply(store_->jobs()); });
+  return jobs.is_ok() ? std::move(jobs).value() : std::vector<JobInfo>{};
+}
+
+Result<std::vector<ShardInfo>> Server::shards(uint64_t job_id) {
+  return ask<std::vector<ShardInfo>>(
+      0, "listing shards", [this, job_id](const auto& reply) { reply(store_->shards(job_id)); });
+}
+
+Status Server::drop_job(uint64_t job_id, bool force) {
+  auto result = ask<Nothing>(0, "dropping a job", [this, job_id, force](const auto& reply) {
+    store_->drop_job(job_id, force, [reply](const Status& status) { reply(nothing(status)); });
+  });
+  refill_pool();
+  return status_of(result);
+}
+
+void Server::refill_pool() {
+  // One segment a turn: touching a fresh one takes tens of milliseconds, and leases go on in
+  // between.
+  for (bool more = true; more;) {
+    auto result = ask<bool>(0, "refilling the pool", [this](const auto& reply) {
+      auto segments = store_->take_released_segments();
+      const bool any = !segments.empty();
+      if (any) {
+        store_->add_to_pool(std::move(segments.back()));
+        segments.pop_back();
+      }
+      store_->put_back_released(std::move(segments));
+      reply(any);
+    });
+    more = result.is_ok() && result.value();
+  }
+}
+
+Result<SessionGrant> Server::attach(uint64_t job_id) {
+  using Pointer = std::shared_ptr<SessionGrant>;
+  auto result = ask<Pointer>(0, "attaching", [this, job_id](const auto& reply) {
+    auto session = store_->attach(job_id);
+    if (!session.is_ok()) return reply(session.status());
+    const auto job = store_->job_of(session.value()->session_id);
+    if (!job.is_ok()) return reply(job.status());
+    auto grant = std::make_shared<SessionGrant>();
+    grant->session_id = session.value()->session_id;
+    grant->segment_bytes = job.value()->memory->arena().segment_bytes();
+    grant->arena_reserved_bytes = job.value()->memory->arena().reserved_bytes();
+    for (auto [from, into] : {std::pair{session.value()->ring.session_fd(), &grant->session},
+                              std::pair{job.value()->table.fd(), &grant->table},
+                              std::pair{session.value()->ring.doorbell_fd(), &grant->doorbell}}) {
+      auto copy = duplicate(from);
+      if (!copy.is_ok()) return reply(copy.status());
+      *into = std::move(copy).value();
+    }
+    watch(*session.value());
+    reply(grant);
+  });
+  if (!result.is_ok()) return result.status();
+  return std::move(*result.value());
+}
+
+void Server::watch(const Session& session) {
+  epoll_event event{};
+  event.events = EPOLLIN | EPOLLET;
+  event.data.u64 = session.session_id;
+  MEMD_CHECK_EQ(epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, session.ring.doorbell_fd(), &event), 0);
+}
+
+Result<std::vector<OwnedFd>> Server::segment_fds(uint64_t session_id, uint64_t first) {
+  using Pointer = std::shared_ptr<std::vector<OwnedFd>>;
+  auto result = ask<Pointer>(0, "segments", [this, session_id, first](const auto& reply) {
+    const auto job = store_->job_of(session_id);
+    if (!job.is_ok()) return reply(job.status());
+    auto fds = std::make_shared<std::vector<OwnedFd>>();
+    const Arena& arena = job.value()->memory->arena();
+    for (uint64_t i = first; i < arena.segment_count() && fds->size() < kSegmentsInPacket; ++i) {
+      auto copy = duplicate(arena.segment(i).fd());
+      if (!copy.is_ok()) return reply(copy.status());
+      fds->push_back(std::move(copy).value());
+    }
+    reply(fds);
+  });
+  if (!result.is_ok()) return result.status();
+  return std::move(*result.value());
+}
+
+Result<uint32_t> Server::detach(uint64_t session_id) {
+  return ask<uint32_t>(
+      0, "detaching", [this, session_id](const auto& reply) { reply(store_->detach(session_id)); });
+}
+
+Result<std::pair<std::vector<ShardInfo>, bool>> Server::declare(
+    uint64_t session_id, const std::vector<ShardSpec>& specs) {
+  return ask<std::pair<std::vector<ShardInfo>, bool>>(
+      0, "declaring shards", [this, session_id, specs](const auto& reply) {
+        reply(store_->declare(session_id, specs));
+      });
+}
+
+Result<StepReport> Server::step(const StepRequest& request, double timeout_s) {
+  return ask<StepReport>(timeout_s, "the step", [this, request](const auto& reply) {
+    store_->step(request, [reply](const Status& status, const StepReport& report) {
+      reply(value_or(status, report));
+    });
+  });
+}
+
+Result<StepReport> Server::sync(uint64_t session_id, double timeout_s) {
+  return ask<StepReport>(timeout_s, "the sync", [this, session_id](const auto& reply) {
+    store_->sync(session_id, [reply](const Status& status, const StepReport& report) {
+      reply(value_or(status, report));
+    });
+  });
+}
+
+Status Server::drop_gradients(uint64_t session_id, const std::vector<uint32_t>& shard_ids) {
+  return status_of(
+      ask<Nothing>(0, "dropping gradients", [this, session_id, shard_ids](const auto& reply) {
+        reply(nothing(store_->drop_gradients(session_id, shard_ids)));
+      }));
+}
+
+Result<bool> Server::delete_shard(uint64_t session_id, const std::string& name) {
+  return ask<bool>(0, "deleting a shard", [this, session_id, name](const auto& reply) {
+    reply(store_->delete_shard(session_id, name));
+  });
+}
+
+Result<std::unique_ptr<ServiceLease>> Server::lease(
+    uint64_t session_id, uint32_t shard_id, Part part, LeaseMode mode, double timeout_s) {
+  using Granted = std::pair<uint64_t, LeaseGrant>;
+  const LeaseRequest request{.session_id = session_id,
+                             .shard_id = shard_id,
+                             .part = part,
+                             .mode = mode,
+                             .timeout_ns = static_cast<uint64_t>(timeout_s * 1e9),
+                             .for_service = true,
+                             .prefetch = false};
+  // The store answers at the deadline itself, and says on what it waited.
+  auto result = ask<Granted>(0, "a lease", [this, request](const auto& reply) {
+    store_->lease(request, [this, request, reply](const Status& status, const LeaseGrant& grant) {
+      if (!status.is_ok()) return reply(status);
+      const auto job = store_->job_of(request.session_id);
+      MEMD_CHECK(job.is_ok());
+      reply(Granted(job.value()->job_id, grant));
+    });
+  });
+  if (!result.is_ok()) return result.status();
+  return std::make_unique<ServiceLease>(
+      shared_from_this(), result.value().first, result.value().second);
+}
+
+void ServiceLease::release(bool discard) {
+  if (server_ == nullptr) return;
+  Server* const server = server_.get();
+  server->post([server, job_id = job_id_, grant = grant_, discard] {
+    if (server->store_ != nullptr) server->store_->release_service_lease(job_id, grant, discard);
+  });
+  server_.reset();
+}
+
+Result<std::pair<std::vector<float>, std::vector<float>>> Server::read_moments(
+    const MomentsRequest& request, double timeout_s) {
+  using Moments = std::pair<std::vector<float>, std::vector<float>>;
+  return ask<Moments>(timeout_s, "reading moments", [this, request](const auto& reply) {
+    store_->read_moments(request,
+                         [reply](const Status& status, std::vector<float> m, std::vector<float> v) {
+                           reply(value_or(status, Moments(std::move(m), std::move(v))));
+                         });
+  });
+}
+
+Status Server::write_moments(const MomentsRequest& request,
+                             uint64_t generation,
+                             std::vector<float> exp_avg,
+                             std::vector<float> exp_avg_sq,
+                             double timeout_s) {
+  const auto m = std::make_shared<std::vector<float>>(std::move(exp_avg));
+  const auto v = std::make_shared<std::vector<float>>(std::move(exp_avg_sq));
+  return status_of(ask<Nothing>(
+      timeout_s, "writing moments", [this, request, generation, m, v](const auto& reply) {
+        store_->write_moments(
+            request, generation, std::move(*m), std::move(*v), [reply](const Status& status) {
+              reply(nothing(status));
+            });
+      }));
+}
+
+ServerStatistics Server::statistics() {
+  auto result = ask<ServerStatistics>(
+      0, "statistics", [this](const auto& reply) { reply(store_->statistics()); });
+  return result.is_ok() ? std::move(result).value() : ServerStatistics{};
+}
+
+Status Server::stop(double timeout_s) {
+  const std::lock_guard only_once(stop_mutex_);
+  if (!thread_.joinable()) return Status::ok();
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
+  const auto left_s = [&deadline] {
+    return std::max(
+        0.01, std::chrono::duration<double>(deadline - std::chrono::steady_clock::now()).count());
+  };
+  Status status;
+  for (const JobInfo& job : jobs()) {
+    auto synced =
+        ask<StepReport>(left_s(), "the last sync", [this, id = job.job_id](const auto& reply) {
+          store_->sync_job(id, [reply](const Status& done, const StepReport& report) {
+            reply(value_or(done, report));
+          });
+        });
+    if (!synced.is_ok() && status.is_ok()) status = synced.status();
+  }
+  for (bool idle = false; !idle && left_s() > 0.01;) {
+    auto answer =
+        ask<bool>(left_s(), "going idle", [this](const auto& reply) { reply(store_->is_idle()); });
+    idle = answer.is_ok() && answer.value();
+    if (!idle) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    stopped_ = true;
+  }
+  post([this] { stopping_.store(true, std::memory_order_release); });
+  thread_.join();
+  // Commands that came in between find nobody: their callers get an answer all the same.
+  run_commands();
+  store_->give_up_waiting();
+  // Files are closed and memory goes back now, whoever still holds this object.
+  store_.reset();
+  workers_.reset();
+  extents_.reset();
+  io_.reset();
+  pool_.reset();
+  return status;
+}
+
+}  // namespace memd

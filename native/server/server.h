@@ -1,0 +1,163 @@
+// The daemon's native half: one thread that owns the store, and a face that any thread may call.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "arena/pool.h"
+#include "base/clock.h"
+#include "base/owned_fd.h"
+#include "base/status.h"
+#include "io/io_queue.h"
+#include "store/extent_store.h"
+#include "store/shard_store.h"
+#include "store/volume.h"
+#include "store/workers.h"
+
+namespace memd {
+
+struct ServerOptions {
+  std::vector<std::string> directories;
+  uint64_t nvme_bytes = 0;
+  uint64_t host_bytes = 0;
+  bool lock_required = true;
+  bool huge_pages = true;
+  IoEngine io_engine = IoEngine::automatic;
+  uint32_t io_depth = 32;
+  uint32_t update_thread_count = 0;                  // 0: one for each core
+  std::function<void(uint64_t, uint64_t)> progress;  // of formatting, in bytes
+};
+
+struct StartReport {
+  PoolReport pool;
+  std::string io_engine;
+  std::string io_engine_reason;
+  std::vector<std::string> volume_paths;
+  std::vector<uint64_t> volume_bytes;
+  bool formatted = false;
+  double format_seconds = 0;
+  uint32_t job_count = 0;
+};
+
+/// Descriptors for a client; closed when this is destroyed.
+struct SessionGrant {
+  uint64_t session_id = 0;
+  OwnedFd session;
+  OwnedFd table;
+  OwnedFd doorbell;
+  uint64_t segment_bytes = 0;
+  uint64_t arena_reserved_bytes = 0;
+};
+
+class Server;
+
+/// Bytes of a shard pinned for a gRPC stream, whatever becomes of the session. Released when
+/// destroyed; any thread.
+class ServiceLease {
+ public:
+  ServiceLease(std::shared_ptr<Server> server, uint64_t job_id, LeaseGrant grant)
+      : server_(std::move(server)), job_id_(job_id), grant_(grant) {}
+  ~ServiceLease() { release(false); }
+  ServiceLease(const ServiceLease&) = delete;
+  ServiceLease& operator=(const ServiceLease&) = delete;
+
+  std::byte* data() const { return grant_.data; }
+  uint64_t bytes() const { return grant_.length_bytes; }
+  /// What was written becomes what readers see; with `discard`, an overwrite of a blob leaves no
+  /// trace. Only the first call counts.
+  void release(bool discard);
+
+ private:
+  std::shared_ptr<Server> server_;
+  uint64_t job_id_;
+  LeaseGrant grant_;
+};
+
+/// Every public method may be called from any thread and waits for the server thread, at most its
+/// timeout where it has one: the request goes on after that.
+class Server : public std::enable_shared_from_this<Server> {
+ public:
+  /// Opens the volumes, makes the pool, loads the jobs and starts the threads.
+  static Result<std::shared_ptr<Server>> start(const ServerOptions& options);
+  ~Server();
+
+  const StartReport& report() const { return report_; }
+
+  Result<JobInfo> open_job(const OpenJobRequest& request);
+  Result<JobInfo> find_job(const std::string& name);
+  std::vector<JobInfo> jobs();
+  Result<std::vector<ShardInfo>> shards(uint64_t job_id);
+  Status drop_job(uint64_t job_id, bool force);
+
+  Result<SessionGrant> attach(uint64_t job_id);
+  Result<std::vector<OwnedFd>> segment_fds(uint64_t session_id, uint64_t first);
+  Result<uint32_t> detach(uint64_t session_id);
+
+  Result<std::pair<std::vector<ShardInfo>, bool>> declare(uint64_t session_id,
+                                                          const std::vector<ShardSpec>& specs);
+  Result<StepReport> step(const StepRequest& request, double timeout_s);
+  Result<StepReport> sync(uint64_t session_id, double timeout_s);
+  Status drop_gradients(uint64_t session_id, const std::vector<uint32_t>& shard_ids);
+  Result<bool> delete_shard(uint64_t session_id, const std::string& name);
+  Result<std::unique_ptr<ServiceLease>> lease(
+      uint64_t session_id, uint32_t shard_id, Part part, LeaseMode mode, double timeout_s);
+  Result<std::pair<std::vector<float>, std::vector<float>>> read_moments(
+      const MomentsRequest& request, double timeout_s);
+  Status write_moments(const MomentsRequest& request,
+                       uint64_t generation,
+                       std::vector<float> exp_avg,
+                       std::vector<float> exp_avg_sq,
+                       double timeout_s);
+
+  ServerStatistics statistics();
+  uint64_t heartbeat() const { return heartbeat_.load(std::memory_order_relaxed); }
+
+  /// Finishes what was begun, makes what was written durable, ends the threads. Idempotent.
+  Status stop(double timeout_s);
+
+ private:
+  friend class ServiceLease;
+
+  Server() = default;
+  Status prepare(const ServerOptions& options);
+  void run();
+  void post(std::function<void()> command);
+  bool run_commands();
+  void sleep();
+  void watch(const Session& session);
+  /// Runs `start` on the server thread and waits for what it hands to its argument.
+  template <typename T>
+  Result<T> ask(double timeout_s,
+                const char* what,
+                std::function<void(std::function<void(Result<T>)>)> start);
+  void refill_pool();
+
+  SteadyClock clock_;
+  StartReport report_;
+  OwnedFd wake_;
+  OwnedFd epoll_;
+  // Destroyed in reverse: the store before what it uses.
+  std::unique_ptr<Pool> pool_;
+  std::unique_ptr<IoQueue> io_;
+  std::unique_ptr<ExtentStore> extents_;
+  std::unique_ptr<UpdateWorkers> workers_;
+  std::unique_ptr<ShardStore> store_;
+
+  std::mutex mutex_;
+  std::vector<std::function<void()>> commands_;
+  bool stopped_ = false;
+  std::mutex stop_mutex_;
+  std::atomic<bool> stopping_{false};
+  std::atomic<uint64_t> heartbeat_{0};
+  std::thread thread_;
+};
+
+}  // namespace memd

@@ -1,0 +1,202 @@
+#include "store/commit.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <optional>
+#include <utility>
+
+#include "base/units.h"
+
+namespace memd {
+
+BlockBytes::BlockBytes(uint64_t bytes)
+    : data_(static_cast<std::byte*>(std::aligned_alloc(kBlockBytes, align_up(bytes, kBlockBytes)))),
+      bytes_(align_up(bytes, kBlockBytes)) {
+  MEMD_CHECK(data_ != nullptr);
+}
+
+BlockBytes::BlockBytes(std::span<const std::byte> bytes) : BlockBytes(bytes.size()) {
+  std::memcpy(data_.get(), bytes.data(), bytes.size());
+  std::memset(data_.get() + bytes.size(), 0, bytes_ - bytes.size());
+}
+
+void BlockBytes::Free::operator()(std::byte* data) const { std::free(data); }
+
+Result<std::vector<JobRecord>> Commits::load(const std::function<void()>& turn) {
+  const Superblock& superblock = extents_.superblock();
+  if (superblock.root_bytes == 0) return std::vector<JobRecord>{};
+  const auto read = [&](const std::vector<ExtentRecord>& from,
+                        uint64_t length_bytes,
+                        const std::string& what) -> Result<std::vector<std::byte>> {
+    uint64_t padded_bytes = 0;
+    for (const ExtentRecord& extent : from) padded_bytes += extent.length_bytes;
+    if (padded_bytes < length_bytes) {
+      return error(StatusCode::integrity,
+                   what,
+                   " is shorter than it says: ",
+                   padded_bytes,
+                   " < ",
+                   length_bytes);
+    }
+    std::vector<std::byte> bytes;
+    bytes.reserve(padded_bytes);
+    for (const ExtentRecord& extent : from) {
+      if (Status status = extents_.reserve(extent); !status.is_ok()) return status;
+      const BlockBytes block(extent.length_bytes);
+      std::optional<Status> finished;
+      extents_.read(
+          extent, block.span(), IoPriority::demand, what, [&finished](const Status& status) {
+            finished = status;
+          });
+      while (!finished) turn();
+      if (!finished->is_ok()) return *finished;
+      bytes.insert(bytes.end(), block.span().begin(), block.span().end());
+    }
+    bytes.resize(length_bytes);
+    return bytes;
+  };
+
+  auto root_bytes = read({superblock.root}, superblock.root_bytes, "the volume's root");
+  if (!root_bytes.is_ok()) return root_bytes.status();
+  auto root = decode_root(root_bytes.value());
+  if (!root.is_ok()) return root.status();
+  root_ = std::move(root).value();
+  root_extent_ = superblock.root;
+
+  std::vector<JobRecord> jobs;
+  for (const RootEntry& entry : root_.jobs) {
+    const std::string what = concat("the catalogue of job ", entry.job_id);
+    auto bytes = read(entry.catalogue, entry.catalogue_bytes, what);
+    if (!bytes.is_ok()) return bytes.status();
+    auto job = decode_job(bytes.value());
+    if (!job.is_ok()) return job.status();
+    jobs.push_back(std::move(job).value());
+  }
+  return jobs;
+}
+
+void Commits::commit(Job* job, std::function<void(const Status&, double)> done) {
+  auto commit = std::make_shared<Commit>();
+  commit->job = job;
+  commit->job_id = job->job_id;
+  commit->done = std::move(done);
+  waiting_.push_back(std::move(commit));
+  start_next();
+}
+
+void Commits::remove(uint64_t job_id, std::vector<ExtentRecord> extents, Done done) {
+  auto commit = std::make_shared<Commit>();
+  commit->job_id = job_id;
+  commit->releasable = std::move(extents);
+  commit->done = [done = std::move(done)](const Status& status, double) { done(status); };
+  waiting_.push_back(std::move(commit));
+  start_next();
+}
+
+Status Commits::add_write(Commit& commit, std::span<const std::byte> bytes, ExtentRecord* extent) {
+  auto block = std::make_unique<BlockBytes>(bytes);
+  auto allocated = extents_.allocate(static_cast<uint32_t>(block->span().size()));
+  if (!allocated.is_ok()) return allocated.status();
+  *extent = allocated.value();
+  extent->checksum = extent_checksum(block->span(), extent->address);
+  commit.writes.emplace_back(*extent, std::move(block));
+  return Status::ok();
+}
+
+Status Commits::prepare(Commit& commit) {
+  if (!extents_.broken().is_ok()) {
+    return Status(
+        StatusCode::device,
+        concat(
+            "an earlier write failed, so that nothing is committed until the daemon is restarted: ",
+            extents_.broken().message()),
+        extents_.broken().error_number());
+  }
+  commit.root = root_;
+  const auto same_job = [&](const RootEntry& entry) { return entry.job_id == commit.job_id; };
+  std::erase_if(commit.root.jobs, same_job);
+  if (commit.job != nullptr) {
+    const std::vector<std::byte> bytes = encode(commit.job->record());
+    RootEntry entry{.job_id = commit.job_id, .catalogue_bytes = bytes.size(), .catalogue = {}};
+    const std::span<const std::byte> all(bytes);
+    for (size_t begin = 0; begin < bytes.size(); begin += kBlobExtentBytes) {
+      ExtentRecord extent;
+      const auto part =
+          all.subspan(begin, std::min<size_t>(kBlobExtentBytes, bytes.size() - begin));
+      if (Status status = add_write(commit, part, &extent); !status.is_ok()) return status;
+      entry.catalogue.push_back(extent);
+    }
+    commit.root.jobs.push_back(std::move(entry));
+  }
+  const std::vector<std::byte> root = encode(commit.root);
+  commit.root_bytes = root.size();
+  return add_write(commit, root, &commit.root_extent);
+}
+
+void Commits::abandon(Commit& commit) {
+  for (const auto& [extent, bytes] : commit.writes) extents_.release(extent);
+}
+
+void Commits::start_next() {
+  if (running_ || waiting_.empty()) return;
+  running_ = true;
+  const auto commit = waiting_.front();
+  waiting_.pop_front();
+  commit->started_ns = clock_.now_ns();
+  if (const Status status = prepare(*commit); !status.is_ok()) {
+    abandon(*commit);
+    return finish(commit, status);
+  }
+  if (commit->job != nullptr) {
+    const auto releasable = commit->job->mark_committing();
+    commit->releasable.insert(commit->releasable.end(), releasable.begin(), releasable.end());
+    for (const ExtentRecord& extent : releasable)
+      commit->state_bytes_released += extent.length_bytes;
+  }
+  // What the previous catalogue alone named.
+  for (const RootEntry& entry : root_.jobs) {
+    if (entry.job_id != commit->job_id) continue;
+    commit->releasable.insert(
+        commit->releasable.end(), entry.catalogue.begin(), entry.catalogue.end());
+  }
+  if (root_extent_.exists()) commit->releasable.push_back(root_extent_);
+
+  const auto write_superblock = [this, commit] {
+    Superblock next = extents_.superblock();
+    ++next.sequence;
+    next.root = commit->root_extent;
+    next.root_bytes = commit->root_bytes;
+    extents_.write_superblock(next,
+                              [this, commit](const Status& status) { finish(commit, status); });
+  };
+  auto join = Join::start([this, commit, write_superblock](const Status& status) {
+    if (!status.is_ok()) return finish(commit, status);
+    extents_.sync([this, commit, write_superblock](const Status& synced) {
+      synced.is_ok() ? write_superblock() : finish(commit, synced);
+    });
+  });
+  for (const auto& [extent, bytes] : commit->writes) {
+    extents_.write(extent, bytes->span(), join->branch());
+  }
+  join->finish(Status::ok());
+}
+
+void Commits::finish(const std::shared_ptr<Commit>& commit, const Status& status) {
+  if (status.is_ok()) {
+    const uint64_t job_id_next = root_.job_id_next;
+    root_ = std::move(commit->root);
+    root_.job_id_next = job_id_next;
+    root_extent_ = commit->root_extent;
+    for (const ExtentRecord& extent : commit->releasable) extents_.release(extent);
+    if (commit->job != nullptr) commit->job->nvme_bytes_used -= commit->state_bytes_released;
+  }
+  const double seconds = static_cast<double>(clock_.now_ns() - commit->started_ns) * 1e-9;
+  if (status.is_ok()) seconds_.add(seconds);
+  running_ = false;
+  const auto done = std::move(commit->done);
+  done(status, seconds);
+  start_next();
+}
+
+}  // namespace memd

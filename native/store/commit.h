@@ -1,0 +1,88 @@
+// The commit: what lies where is written down, and one superblock makes it true.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/status.h"
+#include "store/extent_store.h"
+#include "store/job.h"
+#include "store/statistics.h"
+
+namespace memd {
+
+/// Bytes aligned for O_DIRECT.
+class BlockBytes {
+ public:
+  /// Copies `bytes` and pads them with zeros to whole blocks.
+  explicit BlockBytes(std::span<const std::byte> bytes);
+  explicit BlockBytes(uint64_t bytes);
+  std::span<std::byte> span() const { return {data_.get(), bytes_}; }
+
+ private:
+  struct Free {
+    void operator()(std::byte* data) const;
+  };
+  std::unique_ptr<std::byte, Free> data_;
+  uint64_t bytes_;
+};
+
+/// One commit at a time, over all jobs, since they share the root. The order of its writes is the
+/// promise: state (before), catalogue and root; sync of every device; the superblock pair; sync of
+/// the lead volume. Only then are `done` called and what the previous catalogue alone named
+/// released.
+class Commits {
+ public:
+  Commits(ExtentStore& extents, const Clock& clock) : extents_(extents), clock_(clock) {}
+
+  /// At start: root and catalogues of the newest superblock, whose extents are reserved.
+  /// `turn` lets the I/O queue run.
+  Result<std::vector<JobRecord>> load(const std::function<void()>& turn);
+
+  /// `job` stands for its catalogue as of the moment the commit starts. Capacity and earlier
+  /// failures are reported before anything changed.
+  void commit(Job* job, std::function<void(const Status&, double commit_seconds)> done);
+  /// Takes the job out of the root; its extents, and `extents` with them, are free afterwards.
+  void remove(uint64_t job_id, std::vector<ExtentRecord> extents, Done done);
+
+  uint64_t take_job_id() { return root_.job_id_next++; }
+  bool is_idle() const { return waiting_.empty() && !running_; }
+  const SecondsHistogram& seconds() const { return seconds_; }
+
+ private:
+  struct Commit {
+    Job* job = nullptr;  // nullptr: remove `job_id`
+    uint64_t job_id = 0;
+    std::vector<ExtentRecord> releasable;
+    uint64_t state_bytes_released = 0;  // of the job's quota
+    std::function<void(const Status&, double)> done;
+    // While it runs:
+    RootRecord root;
+    ExtentRecord root_extent;
+    uint64_t root_bytes = 0;
+    std::vector<std::pair<ExtentRecord, std::unique_ptr<BlockBytes>>> writes;
+    uint64_t started_ns = 0;
+  };
+
+  void start_next();
+  Status prepare(Commit& commit);
+  Status add_write(Commit& commit, std::span<const std::byte> bytes, ExtentRecord* extent);
+  void abandon(Commit& commit);
+  void finish(const std::shared_ptr<Commit>& commit, const Status& status);
+
+  ExtentStore& extents_;
+  const Clock& clock_;
+  RootRecord root_;
+  ExtentRecord root_extent_;
+  std::deque<std::shared_ptr<Commit>> waiting_;
+  bool running_ = false;
+  SecondsHistogram seconds_;
+};
+
+}  // namespace memd

@@ -1,0 +1,105 @@
+// The bytes of one bucket, gradient or blob in the host tier, and where they lie on disk.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include "base/units.h"
+#include "ring/layout.h"
+#include "store/catalogue.h"
+#include "store/extent.h"
+
+namespace memd {
+
+/// absent → filling → clean ⇄ dirty → draining → clean → absent. An update in place goes clean →
+/// filling → clean; a failed fetch goes back to absent; what is dropped (gradients after their
+/// step, what a dead session half wrote) goes dirty → absent.
+enum class Residency : uint8_t { absent, filling, clean, dirty, draining };
+std::string_view residency_name(Residency residency);
+
+enum class EntryKind : uint8_t { parameter, gradient, bytes };
+
+/// One extent of an entry on disk. `referenced`: a catalogue that was written, or is being written,
+/// names it, so that it may be released only after the next commit.
+struct Replica {
+  ExtentRecord extent;
+  bool referenced = false;
+};
+
+/// A place in the arena with one pin counter for each of the entry's shards.
+struct Slot {
+  uint64_t offset_bytes = 0;
+  uint64_t bytes = 0;
+  uint32_t pin_first = 0;
+  /// Pins of the daemon itself (gRPC streams), beside those of the sessions; same encoding.
+  std::vector<uint32_t> service_pins;
+
+  uint32_t pin_count() const { return static_cast<uint32_t>(service_pins.size()); }
+};
+
+/// The unit of residency, eviction and fetching. Owned by its Job; changed only on the server
+/// thread; update workers may read and write the bytes of its slot while `task_count` is not 0.
+/// Evictable: clean, no pins, no tasks. No method blocks.
+class Entry {
+ public:
+  struct Shape {
+    uint32_t id = 0;
+    EntryKind kind = EntryKind::bytes;
+    uint64_t bytes = 0;         // without padding
+    uint64_t stride_bytes = 0;  // of the entry that one replica covers
+    uint32_t shard_count = 1;
+    uint32_t owner = 0;  // index of its bucket, or id of its shard
+    Tier tier = Tier::nvme;
+  };
+
+  explicit Entry(const Shape& shape)
+      : id(shape.id),
+        kind(shape.kind),
+        bytes(shape.bytes),
+        stride_bytes(shape.stride_bytes),
+        shard_count(shape.shard_count),
+        owner(shape.owner),
+        tier(shape.tier) {
+    replicas.resize(divide_up(bytes, stride_bytes));
+  }
+
+  Residency residency() const { return residency_; }
+  /// The one place where a residency changes; CHECKs that it is `from` and that the edge exists.
+  void move(Residency from, Residency to);
+
+  bool is_resident() const {
+    return residency_ == Residency::clean || residency_ == Residency::dirty;
+  }
+  /// All of its bytes are on disk (as of their last writeback).
+  bool has_replica() const { return !replicas.empty() && replicas.front().extent.exists(); }
+  /// Of replica `index`; whole blocks.
+  uint32_t replica_bytes(size_t index) const {
+    const uint64_t begin = index * stride_bytes;
+    return static_cast<uint32_t>(align_up(std::min(bytes - begin, stride_bytes), kBlockBytes));
+  }
+
+  const uint32_t id;
+  const EntryKind kind;
+  const uint64_t bytes;
+  const uint64_t stride_bytes;
+  const uint32_t shard_count;
+  uint32_t owner;
+  const Tier tier;
+
+  std::unique_ptr<Slot> slot;
+  /// Written by an overwrite lease of `pending_session`; takes the slot's place once the writer
+  /// gave it back.
+  std::unique_ptr<Slot> pending;
+  uint64_t pending_session = 0;
+
+  std::vector<Replica> replicas;
+  uint32_t task_count = 0;  // tile tasks that use it
+
+ private:
+  Residency residency_ = Residency::absent;
+};
+
+}  // namespace memd

@@ -1,0 +1,147 @@
+#include "store/extent_store.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include "base/units.h"
+
+namespace memd {
+
+ExtentStore::ExtentStore(IoQueue& io, VolumeSet set)
+    : io_(io),
+      superblock_(set.superblock),
+      superblock_blocks_(
+          static_cast<std::byte*>(std::aligned_alloc(kBlockBytes, 2 * uint64_t{kSuperblockBytes})),
+          [](std::byte* bytes) { std::free(bytes); }) {
+  for (Volume& volume : set.volumes) {
+    const uint16_t device = io_.add_device(std::move(volume.file), volume.path);
+    MEMD_CHECK_EQ(device, paths_.size());
+    free_.add_device(device, volume.data_begin_bytes, volume.data_end_bytes);
+    paths_.push_back(std::move(volume.path));
+    device_bytes_.push_back(volume.bytes);
+  }
+}
+
+Result<ExtentRecord> ExtentStore::allocate(uint32_t length_bytes) {
+  if (auto extent = free_.allocate(length_bytes)) return *extent;
+  return error(StatusCode::capacity,
+               "no room on disk: raise `nvme`, or drop a job (memd job list): wanted ",
+               length_bytes,
+               " bytes, free ",
+               free_.free_bytes());
+}
+
+Status ExtentStore::mismatch(const ExtentRecord& extent, const std::string& what) const {
+  return error(StatusCode::integrity,
+               what,
+               ": its bytes on disk are not those that were written (read twice); restore it from "
+               "a snapshot: ",
+               path(extent.address.device),
+               " at ",
+               extent.address.offset_bytes,
+               ", ",
+               extent.length_bytes,
+               " bytes");
+}
+
+void ExtentStore::read_unverified(const ExtentRecord& extent,
+                                  std::span<std::byte> into,
+                                  IoPriority priority,
+                                  Done done) {
+  MEMD_CHECK_EQ(into.size(), extent.length_bytes);
+  io_.submit({.kind = IoKind::read,
+              .priority = priority,
+              .device = extent.address.device,
+              .offset_bytes = extent.address.offset_bytes,
+              .data = into,
+              .complete = std::move(done)});
+}
+
+void ExtentStore::read(const ExtentRecord& extent,
+                       std::span<std::byte> into,
+                       IoPriority priority,
+                       std::string what,
+                       Done done) {
+  read_unverified(
+      extent,
+      into,
+      priority,
+      [this, extent, into, priority, what = std::move(what), done = std::move(done)](
+          const Status& status) {
+        if (!status.is_ok() || matches(extent, into)) return done(status);
+        count_checksum_failure();
+        read_unverified(
+            extent, into, priority, [this, extent, into, what, done](const Status& again) {
+              if (!again.is_ok() || matches(extent, into)) return done(again);
+              done(mismatch(extent, what));
+            });
+      });
+}
+
+void ExtentStore::fail(const Status& status) {
+  if (broken_.is_ok()) broken_ = status;
+}
+
+void ExtentStore::write(const ExtentRecord& extent, std::span<std::byte> bytes, Done done) {
+  MEMD_CHECK_EQ(bytes.size(), extent.length_bytes);
+  io_.submit({.kind = IoKind::write,
+              .priority = IoPriority::writeback,
+              .device = extent.address.device,
+              .offset_bytes = extent.address.offset_bytes,
+              .data = bytes,
+              .complete = [this, done = std::move(done)](const Status& status) {
+                if (!status.is_ok()) fail(status);
+                done(status);
+              }});
+}
+
+void ExtentStore::sync(Done done) {
+  auto join = Join::start([this, done = std::move(done)](const Status& status) {
+    if (!status.is_ok()) fail(status);
+    done(status);
+  });
+  for (uint16_t device = 0; device < paths_.size(); ++device) {
+    io_.submit({.kind = IoKind::sync,
+                .priority = IoPriority::demand,
+                .device = device,
+                .offset_bytes = 0,
+                .data = {},
+                .complete = join->branch()});
+  }
+  join->finish(Status::ok());
+}
+
+void ExtentStore::write_superblock(const Superblock& superblock, Done done) {
+  const auto offsets = superblock_pair_offsets(superblock.sequence, device_bytes_[0]);
+  auto join = Join::start([this, superblock, done = std::move(done)](const Status& status) {
+    if (!status.is_ok()) {
+      fail(status);
+      return done(status);
+    }
+    io_.submit({.kind = IoKind::sync,
+                .priority = IoPriority::demand,
+                .device = 0,
+                .offset_bytes = 0,
+                .data = {},
+                .complete = [this, superblock, done](const Status& synced) {
+                  synced.is_ok() ? void(superblock_ = superblock) : fail(synced);
+                  done(synced);
+                }});
+  });
+  for (size_t copy = 0; copy < offsets.size(); ++copy) {
+    const std::span<std::byte> block(superblock_blocks_.get() + copy * kSuperblockBytes,
+                                     kSuperblockBytes);
+    const auto encoded = encode_superblock(superblock, offsets[copy]);
+    std::memcpy(block.data(), encoded.data(), encoded.size());
+    io_.submit({.kind = IoKind::write,
+                .priority = IoPriority::demand,
+                .device = 0,
+                .offset_bytes = offsets[copy],
+                .data = block,
+                .complete = join->branch()});
+  }
+  join->finish(Status::ok());
+}
+
+}  // namespace memd

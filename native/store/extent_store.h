@@ -1,0 +1,83 @@
+// Verified reads and checksummed writes of extents, over all volumes of a set.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/join.h"
+#include "base/status.h"
+#include "io/io_queue.h"
+#include "store/extent.h"
+#include "store/volume.h"
+
+namespace memd {
+
+/// Owned by the server thread. After a failed write or sync nothing may be acknowledged any more:
+/// the outcome on disk is unknown, so `broken()` stays set until the daemon starts anew, and
+/// commits are refused with its reason.
+class ExtentStore {
+ public:
+  /// Takes over the set's files; `superblock()` is the newest one on disk.
+  ExtentStore(IoQueue& io, VolumeSet set);
+
+  /// Space for `length_bytes` (whole blocks), without a checksum yet; capacity error where there is
+  /// none.
+  Result<ExtentRecord> allocate(uint32_t length_bytes);
+  void release(const ExtentRecord& extent) { free_.release(extent); }
+  /// At start: what a catalogue names is taken.
+  Status reserve(const ExtentRecord& extent) { return free_.reserve(extent); }
+
+  /// Fills `into` (length_bytes) and verifies it; a mismatch is read once more, then an integrity
+  /// error naming `what`, file and offset.
+  void read(const ExtentRecord& extent,
+            std::span<std::byte> into,
+            IoPriority priority,
+            std::string what,
+            Done done);
+  /// Fills `into`; the caller verifies with matches(), and asks read() again where it does not.
+  void read_unverified(const ExtentRecord& extent,
+                       std::span<std::byte> into,
+                       IoPriority priority,
+                       Done done);
+  /// Any thread.
+  static bool matches(const ExtentRecord& extent, std::span<const std::byte> bytes) {
+    return extent_checksum(bytes, extent.address) == extent.checksum;
+  }
+  void count_checksum_failure() { ++checksum_failure_count_; }
+
+  /// `bytes` are those the extent's checksum was computed over; they stay until `done`.
+  void write(const ExtentRecord& extent, std::span<std::byte> bytes, Done done);
+  /// Every device, for the writes that completed before.
+  void sync(Done done);
+  /// The pair of `superblock.sequence` on the lead volume, and a sync of it: the commit point.
+  void write_superblock(const Superblock& superblock, Done done);
+
+  const Status& broken() const { return broken_; }
+  const Superblock& superblock() const { return superblock_; }
+  uint64_t free_bytes() const { return free_.free_bytes(); }
+  uint64_t capacity_bytes() const { return free_.capacity_bytes(); }
+  uint64_t checksum_failure_count() const { return checksum_failure_count_; }
+  size_t device_count() const { return paths_.size(); }
+  const std::string& path(uint16_t device) const { return paths_[device]; }
+  uint64_t device_bytes(uint16_t device) const { return device_bytes_[device]; }
+  IoQueue& io() { return io_; }
+
+ private:
+  void fail(const Status& status);
+  Status mismatch(const ExtentRecord& extent, const std::string& what) const;
+
+  IoQueue& io_;
+  FreeExtents free_;
+  std::vector<std::string> paths_;
+  std::vector<uint64_t> device_bytes_;
+  Superblock superblock_;
+  std::unique_ptr<std::byte, void (*)(std::byte*)> superblock_blocks_;  // two, aligned for O_DIRECT
+  Status broken_;
+  uint64_t checksum_failure_count_ = 0;
+};
+
+}  // namespace memd

@@ -1,0 +1,692 @@
+#include "store/job.h"
+
+#include <algorithm>
+#include <array>
+#include <set>
+#include <utility>
+
+#include "base/check.h"
+#include "base/units.h"
+
+namespace memd {
+namespace {
+
+constexpr size_t kNameBytesMax = 1024;
+constexpr size_t kDimensionsMax = 32;
+
+// Every shard of a bucket starts on kViewAlignmentBytes in the narrowest dtype, so that one number
+// serves parameter, gradient and moments.
+constexpr uint64_t kElementAlignment = kViewAlignmentBytes / 2;
+
+std::string dtype_name(DType dtype) {
+  constexpr std::array<const char*, 11> names{"unspecified",
+                                              "float32",
+                                              "bfloat16",
+                                              "float16",
+                                              "float64",
+                                              "int8",
+                                              "int16",
+                                              "int32",
+                                              "int64",
+                                              "uint8",
+                                              "bool"};
+  const auto index = static_cast<size_t>(dtype);
+  return index < names.size() ? names[index] : concat("dtype ", index);
+}
+
+uint64_t parameter_stride_bytes(DType dtype) { return kTileElements * dtype_bytes(dtype); }
+
+}  // namespace
+
+std::optional<uint64_t> tensor_bytes(const std::vector<uint64_t>& shape, DType dtype) {
+  uint64_t bytes = dtype_bytes(dtype);
+  for (const uint64_t size : shape) {
+    if (size != 0 && bytes > (uint64_t{1} << 48) / size) return std::nullopt;
+    bytes *= size;
+  }
+  return bytes;
+}
+
+std::string shape_text(const std::vector<uint64_t>& shape) {
+  std::string text = "[";
+  for (size_t i = 0; i < shape.size(); ++i) text += concat(i == 0 ? "" : ", ", shape[i]);
+  return text + "]";
+}
+
+std::optional<uint32_t> PinIndexes::take(uint32_t count) {
+  if (auto& free = free_[count]; !free.empty()) {
+    const uint32_t first = free.back();
+    free.pop_back();
+    return first;
+  }
+  if (kPinCount - next_ < count) return std::nullopt;
+  return std::exchange(next_, next_ + count);
+}
+
+Result<std::unique_ptr<Job>> Job::create(Identity identity) {
+  auto table = SharedMemory::create("memd-table", sizeof(TableLayout));
+  if (!table.is_ok()) return table.status();
+  return std::unique_ptr<Job>(new Job(std::move(identity), std::move(table).value()));
+}
+
+Status Job::check(const ShardSpec& spec) const {
+  if (spec.name.empty() || spec.name.size() > kNameBytesMax) {
+    return error(StatusCode::invalid_argument,
+                 "a shard's name has 1 to ",
+                 kNameBytesMax,
+                 " bytes; this one has ",
+                 spec.name.size());
+  }
+  const std::string who = concat("shard ", name, "/", spec.name, ": ");
+  if (dtype_bytes(spec.dtype) == 0) {
+    return error(StatusCode::invalid_argument, who, "memd knows no ", dtype_name(spec.dtype));
+  }
+  if (spec.kind == ShardKind::unspecified || spec.kind > ShardKind::buffer) {
+    return error(StatusCode::invalid_argument, who, "unknown kind ", static_cast<int>(spec.kind));
+  }
+  if (spec.tier == Tier::unspecified || spec.tier > Tier::nvme) {
+    return error(StatusCode::invalid_argument, who, "unknown tier ", static_cast<int>(spec.tier));
+  }
+  if (spec.shape.size() > kDimensionsMax) {
+    return error(StatusCode::invalid_argument, who, spec.shape.size(), " dimensions; at most 32");
+  }
+  const auto bytes = tensor_bytes(spec.shape, spec.dtype);
+  if (!bytes) {
+    return error(StatusCode::invalid_argument, who, "shape ", shape_text(spec.shape), " overflows");
+  }
+  if (spec.kind == ShardKind::parameter) {
+    if (spec.dtype != DType::float32 && spec.dtype != DType::bfloat16) {
+      return error(
+          spec.dtype == DType::float16 ? StatusCode::not_yet : StatusCode::invalid_argument,
+          who,
+          "parameters are float32 or bfloat16; convert it: ",
+          dtype_name(spec.dtype));
+    }
+    if (spec.tier == Tier::host) {
+      return error(
+          StatusCode::not_yet, who, "parameters in tier=\"host\" come later; use tier=\"nvme\"");
+    }
+  }
+  if (const auto found = shard_ids.find(spec.name); found != shard_ids.end()) {
+    const ShardSpec& held = shards[found->second].spec;
+    if (held.kind != spec.kind || held.dtype != spec.dtype || held.shape != spec.shape) {
+      return error(StatusCode::already_exists,
+                   who,
+                   "the job holds it with another shape or dtype; use another name, delete it, or "
+                   "start over with ",
+                   "connect(fresh=True): held ",
+                   shape_text(held.shape),
+                   " ",
+                   dtype_name(held.dtype),
+                   ", given ",
+                   shape_text(spec.shape),
+                   " ",
+                   dtype_name(spec.dtype));
+    }
+  } else if (memory != nullptr && *bytes > memory->arena_bytes_max()) {
+    return error(StatusCode::capacity,
+                 who,
+                 "larger than the job's memory; raise host_bytes: ",
+                 *bytes,
+                 " bytes, the arena has at most ",
+                 memory->arena_bytes_max());
+  }
+  return Status::ok();
+}
+
+uint32_t Job::add_shard(const ShardSpec& spec) {
+  auto shard_id = static_cast<uint32_t>(shards.size());
+  if (free_shard_ids_.empty()) {
+    shards.emplace_back();
+  } else {
+    shard_id = free_shard_ids_.back();
+    free_shard_ids_.pop_back();
+  }
+  Shard shard;
+  shard.spec = spec;
+  shard.bytes = *tensor_bytes(spec.shape, spec.dtype);
+  shard.element_count = shard.bytes / dtype_bytes(spec.dtype);
+  shards[shard_id] = std::move(shard);
+  shard_ids[spec.name] = shard_id;
+  changed = true;
+  return shard_id;
+}
+
+Entry* Job::add_entry(Entry::Shape shape) {
+  shape.id = static_cast<uint32_t>(entries.size());
+  if (free_entry_ids_.empty()) {
+    entries.emplace_back();
+  } else {
+    shape.id = free_entry_ids_.back();
+    free_entry_ids_.pop_back();
+  }
+  entries[shape.id] = std::make_unique<Entry>(shape);
+  return entries[shape.id].get();
+}
+
+void Job::close_bucket(Bucket bucket, const std::vector<uint32_t>& shard_ids_in_bucket) {
+  const auto index = static_cast<uint32_t>(buckets.size());
+  bucket.element_count = align_up(bucket.element_count, kElementAlignment);
+  bucket.shards = shard_ids_in_bucket;
+  bucket.rest.resize(divide_up(bucket.element_count, kTileElements));
+  Entry::Shape shape{.id = 0,
+                     .kind = EntryKind::parameter,
+                     .bytes = bucket.element_count * dtype_bytes(bucket.dtype),
+                     .stride_bytes = parameter_stride_bytes(bucket.dtype),
+                     .shard_count = static_cast<uint32_t>(bucket.shards.size()),
+                     .owner = index,
+                     .tier = Tier::nvme};
+  bucket.value = add_entry(shape);
+  shape.kind = EntryKind::gradient;
+  bucket.gradient = add_entry(shape);
+  for (uint32_t i = 0; i < bucket.shards.size(); ++i) {
+    Shard& shard = shards[bucket.shards[i]];
+    shard.bucket = index;
+    shard.index_in_bucket = i;
+    shard.value = bucket.value;
+    shard.gradient = bucket.gradient;
+  }
+  buckets.push_back(std::move(bucket));
+}
+
+void Job::add_parameters(const std::vector<const ShardSpec*>& specs) {
+  struct Open {
+    Bucket bucket;
+    std::vector<uint32_t> shards;
+  };
+  std::unordered_map<uint8_t, Open> open;  // one for each dtype
+  const auto close = [this](Open& it) {
+    if (!it.shards.empty()) close_bucket(std::move(it.bucket), it.shards);
+    it = {};
+  };
+  for (const ShardSpec* spec : specs) {
+    const uint32_t shard_id = add_shard(*spec);
+    Shard& shard = shards[shard_id];
+    element_count += shard.element_count;
+    if (shard.element_count >= kTileElements) {
+      Bucket bucket;
+      bucket.dtype = spec->dtype;
+      bucket.element_count = shard.element_count;
+      close_bucket(std::move(bucket), {shard_id});
+      continue;
+    }
+    Open& it = open[static_cast<uint8_t>(spec->dtype)];
+    if (it.bucket.element_count + shard.element_count > kTileElements) close(it);
+    it.bucket.dtype = spec->dtype;
+    shard.element_offset = it.bucket.element_count;
+    it.bucket.element_count =
+        align_up(it.bucket.element_count + shard.element_count, kElementAlignment);
+    it.shards.push_back(shard_id);
+  }
+  for (auto& [dtype, it] : open) close(it);
+}
+
+void Job::add_bytes(const ShardSpec& spec) {
+  const uint32_t shard_id = add_shard(spec);
+  Shard& shard = shards[shard_id];
+  shard.value = add_entry({.id = 0,
+                           .kind = EntryKind::bytes,
+                           .bytes = shard.bytes,
+                           .stride_bytes = kBlobExtentBytes,
+                           .shard_count = 1,
+                           .owner = shard_id,
+                           .tier = spec.tier});
+}
+
+void Job::expect_memory() {
+  uint64_t bytes = 0;
+  for (const auto& entry : entries) {
+    if (entry != nullptr) bytes += align_up(entry->bytes, kBlockBytes);
+  }
+  if (memory != nullptr) memory->expect_arena_bytes(bytes);
+}
+
+Result<std::vector<ShardInfo>> Job::declare(const std::vector<ShardSpec>& specs) {
+  std::vector<const ShardSpec*> parameters;
+  std::vector<const ShardSpec*> bytes;
+  std::set<std::string> names;
+  for (const ShardSpec& spec : specs) {
+    if (Status status = check(spec); !status.is_ok()) return status;
+    if (!names.insert(spec.name).second) {
+      return error(
+          StatusCode::invalid_argument, "shard ", name, "/", spec.name, " is declared twice");
+    }
+    if (shard_ids.contains(spec.name)) continue;
+    (spec.kind == ShardKind::parameter ? parameters : bytes).push_back(&spec);
+  }
+  const size_t entry_count = entries.size() + 2 * parameters.size() + bytes.size();
+  if (entry_count > kTableWords) {
+    return error(
+        StatusCode::capacity, "job ", name, ": too many shards, at most ", kTableWords, " entries");
+  }
+  add_parameters(parameters);
+  for (const ShardSpec* spec : bytes) add_bytes(*spec);
+  expect_memory();
+  std::vector<ShardInfo> infos;
+  infos.reserve(specs.size());
+  for (const ShardSpec& spec : specs) infos.push_back(info(shard_ids.at(spec.name)));
+  return infos;
+}
+
+ShardInfo Job::info(uint32_t shard_id) const {
+  const Shard& shard = shards[shard_id];
+  return {.shard_id = shard_id,
+          .spec = shard.spec,
+          .generation = shard.generation,
+          .written = shard.written,
+          .bytes = shard.bytes};
+}
+
+JobInfo Job::job_info() const {
+  return {.job_id = job_id,
+          .name = name,
+          .uid = uid,
+          .created = false,
+          .committed_step = committed_step,
+          .session_count = static_cast<uint32_t>(sessions.size()),
+          .host_bytes = memory == nullptr ? 0 : memory->bytes(),
+          .host_bytes_used = memory == nullptr ? 0
+                                               : memory->arena().used_bytes() +
+                                                     memory->private_side().used_bytes(),
+          .nvme_bytes = nvme_bytes,
+          .nvme_bytes_used = nvme_bytes_used,
+          .shard_count = static_cast<uint32_t>(shard_ids.size()),
+          .element_count = element_count,
+          .lease_count = lease_count()};
+}
+
+JobRecord Job::record() const {
+  JobRecord record{.job_id = job_id,
+                   .uid = uid,
+                   .name = name,
+                   .step = committed_step,
+                   .host_bytes = host_bytes,
+                   .nvme_bytes = nvme_bytes,
+                   .shards = {},
+                   .buckets = {}};
+  for (const Shard& shard : shards) {
+    if (shard.deleted) continue;
+    ShardRecord out{.name = shard.spec.name,
+                    .kind = shard.spec.kind,
+                    .dtype = shard.spec.dtype,
+                    .tier = shard.spec.tier,
+                    .shape = shard.spec.shape,
+                    .generation = shard.generation,
+                    .bucket = shard.bucket,
+                    .element_offset = shard.element_offset,
+                    .extents = {}};
+    if (shard.spec.kind != ShardKind::parameter && shard.value->has_replica()) {
+      for (const Replica& replica : shard.value->replicas) out.extents.push_back(replica.extent);
+    }
+    record.shards.push_back(std::move(out));
+  }
+  for (const Bucket& bucket : buckets) {
+    BucketRecord out{.dtype = bucket.dtype, .element_count = bucket.element_count, .tiles = {}};
+    for (size_t tile = 0; tile < bucket.tile_count(); ++tile) {
+      out.tiles.push_back(
+          {.parameter = bucket.value->replicas[tile].extent, .rest = bucket.rest[tile].extent});
+    }
+    record.buckets.push_back(std::move(out));
+  }
+  return record;
+}
+
+Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record) {
+  auto created = create({.job_id = record.job_id, .name = record.name, .uid = record.uid});
+  if (!created.is_ok()) return created.status();
+  std::unique_ptr<Job> job = std::move(created).value();
+  job->committed_step = record.step;
+  job->host_bytes = record.host_bytes;
+  job->nvme_bytes = record.nvme_bytes;
+  std::vector<std::vector<uint32_t>> shards_of(record.buckets.size());
+  for (const ShardRecord& in : record.shards) {
+    const ShardSpec spec{
+        .name = in.name, .kind = in.kind, .dtype = in.dtype, .tier = in.tier, .shape = in.shape};
+    if (in.kind == ShardKind::parameter) {
+      const uint32_t shard_id = job->add_shard(spec);
+      Shard& shard = job->shards[shard_id];
+      shard.generation = in.generation;
+      shard.element_offset = in.element_offset;
+      job->element_count += shard.element_count;
+      shards_of[in.bucket].push_back(shard_id);
+      continue;
+    }
+    job->add_bytes(spec);
+    Shard& shard = job->shards[job->shard_ids.at(spec.name)];
+    shard.generation = in.generation;
+    shard.written = !in.extents.empty() || shard.bytes == 0;
+    for (size_t i = 0; i < in.extents.size(); ++i) {
+      shard.value->replicas[i] = {.extent = in.extents[i], .referenced = true};
+    }
+  }
+  for (size_t i = 0; i < record.buckets.size(); ++i) {
+    const BucketRecord& in = record.buckets[i];
+    Bucket bucket;
+    bucket.dtype = in.dtype;
+    bucket.element_count = in.element_count;
+    job->close_bucket(std::move(bucket), shards_of[i]);
+    Bucket& made = job->buckets.back();
+    for (size_t tile = 0; tile < in.tiles.size(); ++tile) {
+      made.value->replicas[tile] = {.extent = in.tiles[tile].parameter, .referenced = true};
+      made.rest[tile] = {.extent = in.tiles[tile].rest, .referenced = true};
+    }
+    for (const uint32_t shard_id : made.shards) {
+      job->shards[shard_id].written = made.value->has_replica() || made.value->bytes == 0;
+    }
+  }
+  job->for_each_replica(
+      [&job](Replica& replica) { job->nvme_bytes_used += replica.extent.length_bytes; });
+  job->changed = false;
+  return job;
+}
+
+void Job::for_each_replica(const std::function<void(Replica&)>& visit) {
+  const auto visit_all = [&visit](std::vector<Replica>& replicas) {
+    for (Replica& replica : replicas) {
+      if (replica.extent.exists()) visit(replica);
+    }
+  };
+  for (auto& entry : entries) {
+    if (entry != nullptr && entry->kind != EntryKind::gradient) visit_all(entry->replicas);
+  }
+  for (Bucket& bucket : buckets) visit_all(bucket.rest);
+}
+
+void Job::move(Entry& entry, Residency from, Residency to) {
+  entry.move(from, to);
+  if (entry.is_resident() && entry.pending == nullptr) policy.used(entry.id);
+  if (!entry.is_resident()) policy.forget(entry.id);
+  uint64_t generation = 0;
+  if (entry.kind == EntryKind::bytes) {
+    generation = shards[entry.owner].generation;
+  } else if (entry.owner < buckets.size()) {
+    for (const uint32_t shard_id : buckets[entry.owner].shards) {
+      generation = std::max(generation, shards[shard_id].generation);
+    }
+  }
+  const uint32_t pin = entry.slot == nullptr ? 0 : entry.slot->pin_first;
+  reinterpret_cast<TableLayout*>(table.data())
+      ->words[entry.id]
+      .store(table_word(static_cast<uint8_t>(to), generation, pin), std::memory_order_seq_cst);
+}
+
+Entry* Job::find_entry(uint32_t shard_id, Part part) const {
+  if (shard_id >= shards.size() || shards[shard_id].deleted) return nullptr;
+  return part == Part::gradient ? shards[shard_id].gradient : shards[shard_id].value;
+}
+
+std::string Job::describe(const Entry& entry) const {
+  const uint32_t shard_id =
+      entry.kind == EntryKind::bytes ? entry.owner : buckets[entry.owner].shards.front();
+  return concat(
+      name, "/", shards[shard_id].spec.name, entry.kind == EntryKind::gradient ? " gradient" : "");
+}
+
+std::string Job::describe_holders() const {
+  constexpr size_t kNamed = 3;
+  std::vector<const Entry*> held;
+  uint64_t bytes = 0;
+  for (const auto& entry : entries) {
+    if (entry == nullptr || entry->slot == nullptr || !is_pinned(*entry->slot)) continue;
+    held.push_back(entry.get());
+    bytes += entry->slot->bytes;
+  }
+  for (const auto& slot : retired) bytes += slot->bytes;
+  std::sort(
+      held.begin(), held.end(), [](const Entry* a, const Entry* b) { return a->bytes > b->bytes; });
+  std::string text = concat(bytes, " bytes are leased");
+  for (size_t i = 0; i < std::min(held.size(), kNamed); ++i) {
+    text += concat(i == 0 ? ", most by " : ", ", describe(*held[i]), " (", held[i]->bytes, ")");
+  }
+  return text;
+}
+
+uint32_t Job::pins(const Slot& slot, uint32_t index) const {
+  uint32_t sum = slot.service_pins[index];
+  for (const auto& session : sessions) sum += session->ring.pins(slot.pin_first + index);
+  return sum;
+}
+
+bool Job::is_pinned(const Slot& slot) const {
+  for (uint32_t i = 0; i < slot.pin_count(); ++i) {
+    if (pins(slot, i) != 0) return true;
+  }
+  return false;
+}
+
+bool Job::has_writer(const Slot& slot) const {
+  for (uint32_t i = 0; i < slot.pin_count(); ++i) {
+    if (pin_writers(pins(slot, i)) != 0) return true;
+  }
+  return false;
+}
+
+bool Job::pinned_by_others(uint64_t session_id) const {
+  const auto held = [&](const Slot& slot) {
+    for (uint32_t i = 0; i < slot.pin_count(); ++i) {
+      if (slot.service_pins[i] != 0) return true;
+      for (const auto& session : sessions) {
+        if (session->session_id != session_id && session->ring.pins(slot.pin_first + i) != 0)
+          return true;
+      }
+    }
+    return false;
+  };
+  for (const auto& entry : entries) {
+    if (entry == nullptr) continue;
+    if (entry->slot != nullptr && held(*entry->slot)) return true;
+    if (entry->pending != nullptr && held(*entry->pending)) return true;
+  }
+  return std::any_of(retired.begin(), retired.end(), [&](const auto& slot) { return held(*slot); });
+}
+
+uint32_t Job::lease_count() const {
+  uint32_t count = 0;
+  const auto add = [&](const Slot* slot) {
+    if (slot == nullptr) return;
+    for (uint32_t i = 0; i < slot->pin_count(); ++i) {
+      const uint32_t sum = pins(*slot, i);
+      count += pin_readers(sum) + pin_writers(sum);
+    }
+  };
+  for (const auto& entry : entries) {
+    if (entry == nullptr) continue;
+    add(entry->slot.get());
+    add(entry->pending.get());
+  }
+  for (const auto& slot : retired) add(slot.get());
+  return count;
+}
+
+std::unique_ptr<Slot> Job::make_slot(uint64_t bytes, uint32_t pin_count) {
+  const auto offset_bytes = memory->arena().allocate(std::max<uint64_t>(bytes, 1));
+  if (!offset_bytes) return nullptr;
+  const auto pin_first = pin_indexes.take(pin_count);
+  if (!pin_first) {
+    memory->arena().free(*offset_bytes);
+    return nullptr;
+  }
+  auto slot = std::make_unique<Slot>();
+  slot->offset_bytes = *offset_bytes;
+  slot->bytes = bytes;
+  slot->pin_first = *pin_first;
+  slot->service_pins.assign(pin_count, 0);
+  return slot;
+}
+
+void Job::free_slot(std::unique_ptr<Slot> slot) {
+  memory->arena().free(slot->offset_bytes);
+  pin_indexes.give_back(slot->pin_first, slot->pin_count());
+}
+
+void Job::retire_slot(std::unique_ptr<Slot> slot) {
+  if (is_pinned(*slot)) {
+    retired.push_back(std::move(slot));
+  } else {
+    free_slot(std::move(slot));
+  }
+}
+
+void Job::free_retired() {
+  for (auto it = retired.begin(); it != retired.end();) {
+    if (is_pinned(**it)) {
+      ++it;
+      continue;
+    }
+    free_slot(std::move(*it));
+    it = retired.erase(it);
+  }
+}
+
+void Job::settle_pending(Entry& entry) {
+  if (entry.pending == nullptr || is_pinned(*entry.pending)) return;
+  // A spill of the old bytes is in flight: they are still being copied.
+  if (entry.residency() == Residency::draining || entry.residency() == Residency::filling) return;
+  if (entry.slot != nullptr) retire_slot(std::move(entry.slot));
+  entry.slot = std::move(entry.pending);
+  entry.pending_session = 0;
+  if (entry.residency() == Residency::absent) {
+    move(entry, Residency::absent, Residency::filling);
+    move(entry, Residency::filling, Residency::clean);
+  }
+  if (entry.residency() == Residency::clean) move(entry, Residency::clean, Residency::dirty);
+  shards[entry.owner].written = true;
+  changed = true;
+}
+
+void Job::replace(Replica& place, const ExtentRecord& extent, ExtentStore& extents) {
+  release(place, extents);
+  place = {.extent = extent, .referenced = false};
+}
+
+void Job::replace_gradient(Replica& place, const ExtentRecord& extent, ExtentStore& extents) {
+  if (place.extent.exists()) {
+    nvme_bytes_used -= place.extent.length_bytes;
+    extents.release(place.extent);
+  }
+  place = {.extent = extent, .referenced = false};
+}
+
+std::vector<ExtentRecord> Job::take_extents() {
+  std::vector<ExtentRecord> extents;
+  const auto take = [&extents](std::vector<Replica>& replicas) {
+    for (Replica& replica : replicas) {
+      if (replica.extent.exists()) extents.push_back(replica.extent);
+      replica = {};
+    }
+  };
+  for (auto& entry : entries) {
+    if (entry != nullptr) take(entry->replicas);
+  }
+  for (Bucket& bucket : buckets) take(bucket.rest);
+  for (const Superseded& old : superseded_) {
+    if (old.extent.exists()) extents.push_back(old.extent);
+  }
+  superseded_.clear();
+  return extents;
+}
+
+void Job::release(Replica& place, ExtentStore& extents) {
+  if (!place.extent.exists()) {
+    // Rolling back means that there is no extent again.
+    superseded_.push_back({.place = &place, .extent = {}});
+    return;
+  }
+  if (place.referenced) {
+    superseded_.push_back({.place = &place, .extent = place.extent});
+  } else {
+    nvme_bytes_used -= place.extent.length_bytes;
+    extents.release(place.extent);
+  }
+  place = {};
+}
+
+void Job::roll_back(ExtentStore& extents) {
+  // Backwards, so that a place that was replaced twice ends with what the catalogue names.
+  for (auto it = superseded_.rbegin(); it != superseded_.rend(); ++it) {
+    if (it->place == nullptr) {
+      if (it->extent.exists()) {
+        nvme_bytes_used -= it->extent.length_bytes;
+        extents.release(it->extent);
+      }
+      continue;
+    }
+    if (it->place->extent.exists() && !it->place->referenced) {
+      nvme_bytes_used -= it->place->extent.length_bytes;
+      extents.release(it->place->extent);
+    }
+    *it->place = {.extent = it->extent, .referenced = it->extent.exists()};
+  }
+  superseded_.clear();
+}
+
+std::vector<ExtentRecord> Job::mark_committing() {
+  for_each_replica([](Replica& replica) { replica.referenced = true; });
+  std::vector<ExtentRecord> releasable;
+  for (const Superseded& old : superseded_) {
+    if (old.extent.exists()) releasable.push_back(old.extent);
+  }
+  superseded_.clear();
+  changed = false;
+  return releasable;
+}
+
+void Job::drop_cached_tiles(const Bucket& bucket) {
+  for (size_t tile = 0; tile < bucket.tile_count(); ++tile) {
+    const auto found = cached_tiles.find(tile_key(bucket.value->owner, tile));
+    if (found == cached_tiles.end()) continue;
+    memory->private_side().free(found->second);
+    cached_tiles.erase(found);
+  }
+}
+
+void Job::drop_all_cached_tiles() {
+  for (const auto& [key, offset_bytes] : cached_tiles) memory->private_side().free(offset_bytes);
+  cached_tiles.clear();
+}
+
+void Job::remove(uint32_t shard_id, ExtentStore& extents) {
+  Shard& shard = shards[shard_id];
+  Entry& entry = *shard.value;
+  MEMD_CHECK_EQ(entry.task_count, 0u);
+  if (entry.is_resident()) move(entry, entry.residency(), Residency::absent);
+  MEMD_CHECK(entry.residency() == Residency::absent);
+  if (entry.slot != nullptr) retire_slot(std::move(entry.slot));
+  if (entry.pending != nullptr) retire_slot(std::move(entry.pending));
+  for (Replica& replica : entry.replicas) {
+    if (replica.extent.exists()) release(replica, extents);
+  }
+  const Replica* first = entry.replicas.data();
+  for (Superseded& old : superseded_) {
+    if (old.place >= first && old.place < first + entry.replicas.size()) old.place = nullptr;
+  }
+  shard_ids.erase(shard.spec.name);
+  const uint32_t entry_id = entry.id;
+  shard = {};
+  shard.deleted = true;
+  entries[entry_id].reset();
+  free_entry_ids_.push_back(entry_id);
+  free_shard_ids_.push_back(shard_id);
+  changed = true;
+}
+
+bool Job::gradients_fit() const {
+  if (memory == nullptr) return true;
+  uint64_t bytes = 0;
+  uint64_t largest_bytes = 0;
+  for (const Bucket& bucket : buckets) {
+    const uint64_t padded = align_up(bucket.gradient->bytes, kBlockBytes);
+    bytes += padded;
+    largest_bytes = std::max(largest_bytes, padded);
+  }
+  return bytes + largest_bytes <= memory->arena_bytes_max();
+}
+
+void Job::drop_gradient(Bucket& bucket, ExtentStore& extents) {
+  Entry& entry = *bucket.gradient;
+  if (entry.is_resident()) move(entry, entry.residency(), Residency::absent);
+  if (entry.slot != nullptr) retire_slot(std::move(entry.slot));
+  for (Replica& replica : entry.replicas) replace_gradient(replica, {}, extents);
+}
+
+}  // namespace memd

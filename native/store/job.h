@@ -1,0 +1,229 @@
+// One training job: its shards, where their bytes are, its memory and its sessions.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "ring/server_ring.h"
+#include "store/catalogue.h"
+#include "store/entry.h"
+#include "store/eviction.h"
+#include "store/extent_store.h"
+#include "store/job_memory.h"
+#include "store/statistics.h"
+
+namespace memd {
+
+struct ShardSpec {
+  std::string name;
+  ShardKind kind = ShardKind::unspecified;
+  DType dtype = DType::unspecified;
+  Tier tier = Tier::nvme;
+  std::vector<uint64_t> shape;
+};
+
+struct ShardInfo {
+  uint32_t shard_id = 0;
+  ShardSpec spec;
+  uint64_t generation = 0;
+  bool written = false;
+  uint64_t bytes = 0;
+};
+
+struct Shard {
+  ShardSpec spec;
+  uint64_t element_count = 0;
+  uint64_t bytes = 0;
+  uint64_t generation = 0;
+  bool written = false;
+  bool deleted = false;
+
+  // A parameter's place in its bucket.
+  uint32_t bucket = 0;
+  uint32_t index_in_bucket = 0;
+  uint64_t element_offset = 0;
+  // The session whose gradient waits for a step; 0: there is none.
+  uint64_t gradient_session = 0;
+
+  Entry* value = nullptr;
+  Entry* gradient = nullptr;  // parameters only
+
+  uint64_t offset_bytes() const { return element_offset * dtype_bytes(spec.dtype); }
+};
+
+/// Shards of one dtype that are fetched and updated together.
+struct Bucket {
+  DType dtype = DType::float32;
+  uint64_t element_count = 0;
+  std::vector<uint32_t> shards;
+  Entry* value = nullptr;
+  Entry* gradient = nullptr;
+  std::vector<Replica> rest;  // one for each tile
+
+  size_t tile_count() const { return rest.size(); }
+  uint64_t tile_elements(size_t tile) const {
+    return std::min(kTileElements, element_count - tile * kTileElements);
+  }
+  /// exp_avg, exp_avg_sq and, for bf16, the remainder, each starting on kViewAlignmentBytes.
+  uint32_t rest_bytes(size_t tile) const {
+    const uint64_t bytes = tile_elements(tile) * (dtype == DType::bfloat16 ? 10 : 8);
+    return static_cast<uint32_t>(align_up(bytes, kBlockBytes));
+  }
+};
+
+struct Session {
+  uint64_t session_id = 0;
+  uint64_t job_id = 0;
+  ServerRing ring;
+};
+
+/// Pin counters in use: runs of them, one run a slot.
+class PinIndexes {
+ public:
+  std::optional<uint32_t> take(uint32_t count);
+  void give_back(uint32_t first, uint32_t count) { free_[count].push_back(first); }
+
+ private:
+  uint32_t next_ = 0;
+  std::unordered_map<uint32_t, std::vector<uint32_t>> free_;
+};
+
+/// Owned by the ShardStore; the server thread is the only one that touches it.
+class Job {
+ public:
+  struct Identity {
+    uint64_t job_id = 0;
+    std::string name;
+    uint32_t uid = 0;
+  };
+
+  static Result<std::unique_ptr<Job>> create(Identity identity);
+
+  /// Makes shards known. Existing ones are checked, new parameters are packed into buckets: nothing
+  /// changes where one of them is refused.
+  Result<std::vector<ShardInfo>> declare(const std::vector<ShardSpec>& specs);
+  /// Forgets a blob; its extents are free after the next commit. Nothing leases it.
+  void remove(uint32_t shard_id, ExtentStore& extents);
+  /// Tells the memory what the arena would like to hold.
+  void expect_memory();
+  /// Whether all gradients fit beside the largest bucket's parameters.
+  bool gradients_fit() const;
+  ShardInfo info(uint32_t shard_id) const;
+  JobInfo job_info() const;
+  JobRecord record() const;
+  /// From a catalogue; reserves nothing.
+  static Result<std::unique_ptr<Job>> restore(const JobRecord& record);
+  /// Every extent that the job's state lies in.
+  void for_each_replica(const std::function<void(Replica&)>& visit);
+
+  void move(Entry& entry, Residency from, Residency to);
+  Entry* find_entry(uint32_t shard_id, Part part) const;
+  /// "job/name" or, for gradients, "job/name gradient"; of a bucket, its first shard.
+  std::string describe(const Entry& entry) const;
+  std::string describe_holders() const;
+
+  /// Sum over all sessions and the daemon of one counter of a slot.
+  uint32_t pins(const Slot& slot, uint32_t index) const;
+  bool is_pinned(const Slot& slot) const;
+  bool has_writer(const Slot& slot) const;
+  /// Whether any pin in the arena belongs to somebody else.
+  bool pinned_by_others(uint64_t session_id) const;
+  uint32_t lease_count() const;
+
+  /// A slot of `bytes` in the arena if there is room at this moment.
+  std::unique_ptr<Slot> make_slot(uint64_t bytes, uint32_t pin_count);
+  void free_slot(std::unique_ptr<Slot> slot);
+  /// Frees the slot, or keeps it until its last lease ends.
+  void retire_slot(std::unique_ptr<Slot> slot);
+  void free_retired();
+  /// Lets a finished overwrite take the place of what was there.
+  void settle_pending(Entry& entry);
+
+  /// A new extent takes the place of an older one, which is released at once, or after the next
+  /// commit if a catalogue names it.
+  void replace(Replica& place, const ExtentRecord& extent, ExtentStore& extents);
+  /// The same for gradients, which no catalogue names.
+  void replace_gradient(Replica& place, const ExtentRecord& extent, ExtentStore& extents);
+  /// All extents of the job, for release; the job is at its end.
+  std::vector<ExtentRecord> take_extents();
+  void release(Replica& place, ExtentStore& extents);
+  /// Undoes every replace() since the last mark_committing().
+  void roll_back(ExtentStore& extents);
+  /// The catalogue that is being written names what lies where now. Returns what may be released
+  /// once it is durable.
+  std::vector<ExtentRecord> mark_committing();
+
+  void drop_cached_tiles(const Bucket& bucket);
+  void drop_all_cached_tiles();
+  void drop_gradient(Bucket& bucket, ExtentStore& extents);
+
+  uint64_t tile_key(uint32_t bucket, uint64_t tile) const {
+    return (uint64_t{bucket} << 32) | tile;
+  }
+
+  const uint64_t job_id;
+  const std::string name;
+  const uint32_t uid;
+  uint64_t committed_step = 0;
+  uint64_t host_bytes = 0;
+  uint64_t nvme_bytes = 0;
+  uint64_t nvme_bytes_used = 0;
+  uint64_t element_count = 0;
+
+  std::vector<Shard> shards;
+  std::unordered_map<std::string, uint32_t> shard_ids;
+  std::vector<Bucket> buckets;
+  std::vector<std::unique_ptr<Entry>> entries;
+
+  /// Nothing before the first session attaches: an idle job holds disk only.
+  std::unique_ptr<JobMemory> memory;
+  LeastRecentlyUsed policy;
+  PinIndexes pin_indexes;
+  std::list<std::unique_ptr<Slot>> retired;
+  /// Tiles of private state that stayed in memory: offset in the private side. Always clean: the
+  /// same bytes are on disk.
+  std::unordered_map<uint64_t, uint64_t> cached_tiles;
+
+  std::vector<std::shared_ptr<Session>> sessions;
+  uint32_t service_lease_count = 0;
+  uint32_t activity_count = 0;  // fetches, spills, steps in flight
+  JobCounters counters;
+  SharedMemory table;
+  /// Something changed that a commit should write down.
+  bool changed = false;
+
+ private:
+  struct Superseded {
+    Replica* place;  // nullptr where its entry is gone
+    ExtentRecord extent;
+  };
+
+  Job(Identity identity, SharedMemory shard_table)
+      : job_id(identity.job_id),
+        name(std::move(identity.name)),
+        uid(identity.uid),
+        table(std::move(shard_table)) {}
+
+  Status check(const ShardSpec& spec) const;
+  void add_parameters(const std::vector<const ShardSpec*>& specs);
+  void add_bytes(const ShardSpec& spec);
+  uint32_t add_shard(const ShardSpec& spec);
+  void close_bucket(Bucket bucket, const std::vector<uint32_t>& shard_ids_in_bucket);
+  Entry* add_entry(Entry::Shape shape);
+
+  std::vector<Superseded> superseded_;
+  std::vector<uint32_t> free_shard_ids_;
+  std::vector<uint32_t> free_entry_ids_;
+};
+
+/// Bytes of a tensor; nothing where the product overflows or passes 2^48.
+std::optional<uint64_t> tensor_bytes(const std::vector<uint64_t>& shape, DType dtype);
+std::string shape_text(const std::vector<uint64_t>& shape);
+
+}  // namespace memd

@@ -1,0 +1,95 @@
+#include "store/job_memory.h"
+
+#include <algorithm>
+#include <span>
+#include <utility>
+
+#include "base/check.h"
+#include "base/units.h"
+
+namespace memd {
+
+uint64_t JobMemory::segment_count_min(uint64_t segment_bytes) {
+  return divide_up(kPrivateFloorBytes, segment_bytes) + 1;
+}
+
+Result<std::unique_ptr<JobMemory>> JobMemory::create(std::vector<Segment> segments,
+                                                     uint64_t segment_bytes,
+                                                     IoQueue& io) {
+  MEMD_CHECK_GE(segments.size(), segment_count_min(segment_bytes));
+  const uint64_t reserved_bytes = segments.size() * segment_bytes;
+  std::unique_ptr<JobMemory> memory(new JobMemory(std::move(segments), segment_bytes, io));
+  auto arena = Arena::create(reserved_bytes, segment_bytes);
+  if (!arena.is_ok()) return arena.status();
+  memory->arena_ = std::move(arena).value();
+  auto private_side = Arena::create(reserved_bytes, segment_bytes);
+  if (!private_side.is_ok()) return private_side.status();
+  memory->private_ = std::move(private_side).value();
+  return memory;
+}
+
+JobMemory::JobMemory(std::vector<Segment> segments, uint64_t segment_bytes, IoQueue& io)
+    : io_(io),
+      segment_bytes_(segment_bytes),
+      segment_count_(segments.size()),
+      private_floor_segments_(divide_up(kPrivateFloorBytes, segment_bytes)),
+      unassigned_(std::move(segments)) {}
+
+JobMemory::~JobMemory() { take_segments(); }
+
+bool JobMemory::grow(Arena& side) {
+  Segment segment = std::move(unassigned_.back());
+  unassigned_.pop_back();
+  const uint64_t offset_bytes = side.capacity_bytes();
+  const Status status = side.add(std::move(segment));
+  MEMD_CHECK(status.is_ok());  // moves a mapping inside a range reserved for it
+  io_.add_memory(std::span<std::byte>(side.at(offset_bytes), segment_bytes_));
+  return true;
+}
+
+bool JobMemory::grow_arena() {
+  const uint64_t held = private_->segment_count();
+  const uint64_t owed = held < private_floor_segments_ ? private_floor_segments_ - held : 0;
+  if (unassigned_.size() <= owed) return false;
+  return grow(*arena_);
+}
+
+bool JobMemory::grow_private() {
+  if (unassigned_.empty() || private_->capacity_bytes() + segment_bytes_ > private_bytes_max()) {
+    return false;
+  }
+  return grow(*private_);
+}
+
+uint64_t JobMemory::private_bytes_max() const {
+  const uint64_t arena_bytes =
+      std::max(arena_->capacity_bytes(), align_up(arena_expected_bytes_, segment_bytes_));
+  const uint64_t left = bytes() > arena_bytes ? bytes() - arena_bytes : 0;
+  return std::max(left, private_floor_bytes());
+}
+
+bool JobMemory::shrink_private(const std::function<bool(uint64_t from_bytes)>& empty_tail) {
+  if (private_->segment_count() <= private_floor_segments_) return false;
+  const uint64_t from_bytes = (private_->segment_count() - 1) * segment_bytes_;
+  if (!empty_tail(from_bytes)) return false;
+  io_.remove_memory(std::span<std::byte>(private_->at(from_bytes), segment_bytes_));
+  auto segment = private_->remove_last();
+  MEMD_CHECK(segment.has_value());
+  unassigned_.push_back(std::move(*segment));
+  return true;
+}
+
+std::vector<Segment> JobMemory::take_segments() {
+  for (Arena* side : {arena_.get(), private_.get()}) {
+    while (side != nullptr && side->segment_count() > 0) {
+      const uint64_t offset_bytes = side->capacity_bytes() - segment_bytes_;
+      io_.remove_memory(std::span<std::byte>(side->at(offset_bytes), segment_bytes_));
+      auto segment = side->remove_last();
+      MEMD_CHECK(segment.has_value());  // whoever drops a job frees its slots first
+      unassigned_.push_back(std::move(*segment));
+    }
+  }
+  return std::exchange(unassigned_, {});
+}
+
+}  // namespace memd

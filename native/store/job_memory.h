@@ -1,0 +1,79 @@
+// The segments of one job: its arena, which trainers map, and its private side, which only the
+// daemon maps.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "arena/arena.h"
+#include "arena/pool.h"
+#include "base/status.h"
+#include "base/units.h"
+#include "io/io_queue.h"
+
+namespace memd {
+
+/// Two tiles in flight (state 12 bytes an element, and a spilled fp32 gradient), so that one is
+/// read or written while the other is updated.
+inline constexpr uint64_t kTileStateBytesMax = kTileElements * 12;
+inline constexpr uint64_t kTileGradientBytesMax = kTileElements * 4;
+inline constexpr uint64_t kPrivateFloorBytes = 2 * (kTileStateBytesMax + kTileGradientBytesMax);
+
+/// Segments are admitted when the job is opened and lie unassigned until a side needs them. The
+/// arena takes what leases ask for, the private side what is left of what the arena is expected to
+/// need, and at least its floor. A segment may go from the private side to the arena of the same
+/// job when it is empty; never back, since a trainer keeps it mapped. Used by the server thread.
+class JobMemory {
+ public:
+  static Result<std::unique_ptr<JobMemory>> create(std::vector<Segment> segments,
+                                                   uint64_t segment_bytes,
+                                                   IoQueue& io);
+  ~JobMemory();
+
+  Arena& arena() { return *arena_; }
+  const Arena& arena() const { return *arena_; }
+  Arena& private_side() { return *private_; }
+  const Arena& private_side() const { return *private_; }
+
+  /// Gives the arena one more segment if one is to spare.
+  bool grow_arena();
+  bool grow_private();
+  /// Frees the private side's last segment for the arena; `empty_tail` must free the slots at and
+  /// beyond the given offset, or return false.
+  bool shrink_private(const std::function<bool(uint64_t from_bytes)>& empty_tail);
+
+  /// What parameters, gradients and blobs would take if all were resident; the private side leaves
+  /// that much to the arena.
+  void expect_arena_bytes(uint64_t bytes) { arena_expected_bytes_ = bytes; }
+  /// How much the private side may hold in all before it takes what the arena needs.
+  uint64_t private_bytes_max() const;
+  uint64_t private_floor_bytes() const { return private_floor_segments_ * segment_bytes_; }
+  uint64_t arena_bytes_max() const {
+    return (segment_count_ - private_floor_segments_) * segment_bytes_;
+  }
+  uint64_t bytes() const { return segment_count_ * segment_bytes_; }
+
+  /// The fewest segments a job can have: the private floor and one for the arena.
+  static uint64_t segment_count_min(uint64_t segment_bytes);
+
+  /// All segments, for the pool; nothing uses them any more.
+  std::vector<Segment> take_segments();
+
+ private:
+  JobMemory(std::vector<Segment> segments, uint64_t segment_bytes, IoQueue& io);
+  bool grow(Arena& side);
+
+  IoQueue& io_;
+  uint64_t segment_bytes_;
+  uint64_t segment_count_;
+  uint64_t private_floor_segments_;
+  uint64_t arena_expected_bytes_ = 0;
+  std::vector<Segment> unassigned_;
+  std::unique_ptr<Arena> arena_;
+  std::unique_ptr<Arena> private_;
+};
+
+}  // namespace memd

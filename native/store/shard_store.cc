@@ -1,0 +1,938 @@
+#include "store/shard_store.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include "base/check.h"
+#include "base/units.h"
+
+namespace memd {
+namespace {
+
+// Catalogues and the root are not part of any job's quota: old and new ones lie side by side during
+// a commit.
+constexpr uint64_t kCatalogueReserveBytesMin = 4_MiB;
+uint64_t catalogue_reserve_bytes(uint64_t capacity_bytes) {
+  return std::max(kCatalogueReserveBytesMin, capacity_bytes / 100);
+}
+
+constexpr uint64_t kTimeoutNsMax = 3'600'000'000'000;
+
+}  // namespace
+
+ShardStore::ShardStore(const ShardStoreParts& parts)
+    : pool_(parts.pool),
+      io_(parts.io),
+      extents_(parts.extents),
+      workers_(parts.workers),
+      clock_(parts.clock),
+      tiles_(parts.extents, parts.workers, parts.clock),
+      commits_(parts.extents, parts.clock) {}
+
+ShardStore::~ShardStore() {
+  for (auto& [job_id, job] : jobs_) {
+    if (job->memory == nullptr) continue;
+    job->sessions.clear();
+    job->drop_all_cached_tiles();
+    for (auto& entry : job->entries) {
+      if (entry == nullptr) continue;
+      if (entry->slot != nullptr) job->free_slot(std::move(entry->slot));
+      if (entry->pending != nullptr) job->free_slot(std::move(entry->pending));
+    }
+    for (auto& slot : job->retired) job->free_slot(std::move(slot));
+  }
+}
+
+Status ShardStore::load(const std::function<void()>& turn) {
+  auto records = commits_.load(turn);
+  if (!records.is_ok()) return records.status();
+  for (const JobRecord& record : records.value()) {
+    auto job = Job::restore(record);
+    if (!job.is_ok()) return job.status();
+    Status reserved;
+    job.value()->for_each_replica([&](Replica& replica) {
+      if (reserved.is_ok()) reserved = extents_.reserve(replica.extent);
+    });
+    if (!reserved.is_ok()) return reserved;
+    queues_[record.job_id];
+    jobs_[record.job_id] = std::move(job).value();
+  }
+  return Status::ok();
+}
+
+// ---- Jobs and sessions
+// -------------------------------------------------------------------------------------------------------------
+
+Job* ShardStore::find(uint64_t job_id) const {
+  const auto found = jobs_.find(job_id);
+  return found == jobs_.end() ? nullptr : found->second.get();
+}
+
+Result<JobInfo> ShardStore::find_job(const std::string& name) const {
+  for (const auto& [job_id, job] : jobs_) {
+    if (job->name == name) return job->job_info();
+  }
+  return error(StatusCode::not_found, "there is no job ", name, "; see `memd job list`");
+}
+
+std::vector<JobInfo> ShardStore::jobs() const {
+  std::vector<JobInfo> infos;
+  for (const auto& [job_id, job] : jobs_) infos.push_back(job->job_info());
+  std::sort(infos.begin(), infos.end(), [](const JobInfo& a, const JobInfo& b) {
+    return a.job_id < b.job_id;
+  });
+  return infos;
+}
+
+Result<std::vector<ShardInfo>> ShardStore::shards(uint64_t job_id) const {
+  const Job* job = find(job_id);
+  if (job == nullptr) return error(StatusCode::not_found, "there is no job with id ", job_id);
+  std::vector<ShardInfo> infos;
+  for (uint32_t shard_id = 0; shard_id < job->shards.size(); ++shard_id) {
+    if (!job->shards[shard_id].deleted) infos.push_back(job->info(shard_id));
+  }
+  return infos;
+}
+
+uint64_t ShardStore::nvme_bytes_free() const {
+  const uint64_t capacity_bytes = extents_.capacity_bytes();
+  uint64_t taken_bytes = catalogue_reserve_bytes(capacity_bytes);
+  for (const auto& [job_id, job] : jobs_) taken_bytes += job->nvme_bytes;
+  return capacity_bytes > taken_bytes ? capacity_bytes - taken_bytes : 0;
+}
+
+Status ShardStore::give_memory(Job& job) {
+  const uint64_t segment_bytes = pool_.segment_bytes();
+  const uint64_t count = divide_up(job.host_bytes, segment_bytes);
+  const uint64_t count_min = JobMemory::segment_count_min(segment_bytes);
+  if (count < count_min) {
+    return error(StatusCode::invalid_argument,
+                 "job ",
+                 job.name,
+                 ": host_bytes is below what two tiles and a slot need; ask for at least ",
+                 count_min * segment_bytes,
+                 ": ",
+                 job.host_bytes,
+                 " bytes");
+  }
+  if (count > pool_.segment_count_free()) {
+    return error(StatusCode::capacity,
+                 "job ",
+                 job.name,
+                 ": not enough host memory is free; ask for less (host_bytes), drop a job (memd "
+                 "job list), or start the daemon "
+                 "with a larger --host: wanted ",
+                 count * segment_bytes,
+                 " bytes, free ",
+                 pool_.segment_count_free() * segment_bytes);
+  }
+  std::vector<Segment> segments;
+  for (uint64_t i = 0; i < count; ++i) segments.push_back(*pool_.take());
+  auto memory = JobMemory::create(std::move(segments), segment_bytes, io_);
+  if (!memory.is_ok()) return memory.status();
+  job.memory = std::move(memory).value();
+  job.expect_memory();
+  return Status::ok();
+}
+
+Result<Job*> ShardStore::admit(const OpenJobRequest& request) {
+  const uint64_t segment_bytes = pool_.segment_bytes();
+  const uint64_t nvme_free_bytes = nvme_bytes_free();
+  if (request.nvme_bytes > nvme_free_bytes) {
+    return error(StatusCode::capacity,
+                 "job ",
+                 request.name,
+                 ": not enough disk space is free; ask for less (nvme_bytes), drop a job (memd job "
+                 "list), or start the daemon with "
+                 "a larger --nvme: wanted ",
+                 request.nvme_bytes,
+                 " bytes, free ",
+                 nvme_free_bytes);
+  }
+  auto created =
+      Job::create({.job_id = commits_.take_job_id(), .name = request.name, .uid = request.uid});
+  if (!created.is_ok()) return created.status();
+  std::unique_ptr<Job> job = std::move(created).value();
+  const uint64_t half_bytes =
+      align_up(pool_.segment_count_free() / 2 * segment_bytes, segment_bytes);
+  job->host_bytes =
+      request.host_bytes != 0
+          ? request.host_bytes
+          : std::max(half_bytes, JobMemory::segment_count_min(segment_bytes) * segment_bytes);
+  job->nvme_bytes = request.nvme_bytes != 0 ? request.nvme_bytes : nvme_free_bytes / 2;
+  if (Status status = give_memory(*job); !status.is_ok()) return status;
+  job->changed = true;
+  Job* const raw = job.get();
+  queues_[raw->job_id];
+  jobs_[raw->job_id] = std::move(job);
+  return raw;
+}
+
+void ShardStore::open_job(OpenJobRequest request,
+                          std::function<void(const Status&, const JobInfo&)> done) {
+  if (request.name.empty() || request.name.size() > 256) {
+    return done(error(StatusCode::invalid_argument,
+                      "a job's name has 1 to 256 bytes; this one has ",
+                      request.name.size()),
+                {});
+  }
+  const auto held = find_job(request.name);
+  if (!held.is_ok()) {
+    const auto job = admit(request);
+    if (!job.is_ok()) return done(job.status(), {});
+    JobInfo info = job.value()->job_info();
+    info.created = true;
+    return done(Status::ok(), info);
+  }
+  if (request.fresh) {
+    request.fresh = false;
+    return drop_job(held.value().job_id, false, [this, request, done](const Status& status) {
+      status.is_ok() ? open_job(request, done) : done(status, {});
+    });
+  }
+  Job& job = *find(held.value().job_id);
+  if (job.memory == nullptr) {
+    if (Status status = give_memory(job); !status.is_ok()) return done(status, {});
+  }
+  done(Status::ok(), job.job_info());
+}
+
+void ShardStore::drop_job(uint64_t job_id, bool force, Done done) {
+  Job* const job = find(job_id);
+  if (job == nullptr) {
+    return done(error(StatusCode::not_found, "there is no job with id ", job_id));
+  }
+  if (!job->sessions.empty() && !force) {
+    return done(error(StatusCode::invalid_argument,
+                      "job ",
+                      job->name,
+                      " is in use; end its trainers first, or force it: sessions attached ",
+                      job->sessions.size()));
+  }
+  if (job->service_lease_count > 0) {
+    return done(error(StatusCode::invalid_argument,
+                      "job ",
+                      job->name,
+                      " is being streamed over gRPC; try again when that has ended"));
+  }
+  while (!job->sessions.empty()) {
+    const auto detached = detach(job->sessions.back()->session_id);
+    MEMD_CHECK(detached.is_ok());
+  }
+  enqueue(*job, [this, job, done = std::move(done)](const Status& status) {
+    if (!status.is_ok()) return done(status);
+    when(
+        *job,
+        [job] { return job->activity_count == 0; },
+        [this, job, done] { drop_now(*job, done); });
+  });
+}
+
+void ShardStore::drop_now(Job& job, const Done& done) {
+  std::vector<ExtentRecord> extents = job.take_extents();
+  if (job.memory != nullptr) {
+    job.drop_all_cached_tiles();
+    for (auto& entry : job.entries) {
+      if (entry == nullptr) continue;
+      if (entry->slot != nullptr) job.free_slot(std::move(entry->slot));
+      if (entry->pending != nullptr) job.free_slot(std::move(entry->pending));
+    }
+    job.free_retired();
+    for (Segment& segment : job.memory->take_segments()) {
+      released_segments_.push_back(std::move(segment));
+    }
+  }
+  const uint64_t job_id = job.job_id;
+  tiles_.forget(&job);
+  JobQueues queues = std::move(queues_.at(job_id));
+  queues_.erase(job_id);
+  jobs_.erase(job_id);
+  const Status gone = error(StatusCode::fenced, "the job was dropped: ", job_id);
+  for (Waiter& waiter : queues.waiters) waiter.reply(gone, {});
+  for (const auto& operation : queues.operations) operation(gone);
+  commits_.remove(job_id, std::move(extents), done);
+}
+
+void ShardStore::add_to_pool(Segment old_segment) {
+  // Where the kernel has no memory for a fresh segment the pool is smaller from now on, which its
+  // report shows.
+  [[maybe_unused]] const Status status = pool_.give_back(std::move(old_segment));
+}
+
+Result<std::shared_ptr<Session>> ShardStore::attach(uint64_t job_id) {
+  Job* const job = find(job_id);
+  if (job == nullptr) return error(StatusCode::not_found, "there is no job with id ", job_id);
+  auto ring = ServerRing::create();
+  if (!ring.is_ok()) return ring.status();
+  const uint64_t session_id = session_id_next_++;
+  auto session = std::make_shared<Session>(
+      Session{.session_id = session_id, .job_id = job_id, .ring = std::move(ring).value()});
+  job->sessions.push_back(session);
+  sessions_[session_id] = session;
+  return session;
+}
+
+Result<Job*> ShardStore::job_of(uint64_t session_id) const {
+  const auto found = sessions_.find(session_id);
+  if (found == sessions_.end()) {
+    return error(StatusCode::fenced,
+                 "the daemon gave this session up (its process ended, or it detached); connect "
+                 "again: session ",
+                 session_id);
+  }
+  return find(found->second->job_id);
+}
+
+void ShardStore::discard_half_written(Job& job, const Session& session) {
+  const auto writes = [&](const Slot& slot, uint32_t index) {
+    return pin_writers(session.ring.pins(slot.pin_first + index)) != 0;
+  };
+  for (auto& entry : job.entries) {
+    if (entry == nullptr) continue;
+    if (entry->pending != nullptr && writes(*entry->pending, 0)) {
+      job.retire_slot(std::move(entry->pending));
+    }
+    if (entry->slot == nullptr || entry->residency() != Residency::dirty) continue;
+    bool torn = false;
+    for (uint32_t i = 0; i < entry->slot->pin_count(); ++i) {
+      if (!writes(*entry->slot, i)) continue;
+      torn = true;
+      if (entry->kind != EntryKind::parameter) continue;
+      // Without a copy on disk the shard is as if it had never been written.
+      if (!entry->has_replica()) job.shards[job.buckets[entry->owner].shards[i]].written = false;
+    }
+    if (torn && entry->kind == EntryKind::parameter && entry->has_replica()) {
+      job.move(*entry, Residency::dirty, Residency::absent);
+      job.retire_slot(std::move(entry->slot));
+    }
+  }
+}
+
+Result<uint32_t> ShardStore::detach(uint64_t session_id) {
+  const auto owner = job_of(session_id);
+  if (!owner.is_ok()) return owner.status();
+  Job& job = *owner.value();
+  const std::shared_ptr<Session> session = sessions_.at(session_id);
+  std::list<Waiter> given_up;
+  auto& waiters = queues_.at(job.job_id).waiters;
+  for (auto it = waiters.begin(); it != waiters.end();) {
+    const auto next = std::next(it);
+    if (it->request.session_id == session_id) given_up.splice(given_up.end(), waiters, it);
+    it = next;
+  }
+  const uint32_t leases_before = job.lease_count();
+  discard_half_written(job, *session);
+  session->ring.end();
+  std::erase(job.sessions, session);
+  sessions_.erase(session_id);
+  const uint32_t leases_after = job.lease_count();
+  if (job.memory != nullptr) job.free_retired();
+  drop_gradients_of(
+      job, [session_id](const Shard& shard) { return shard.gradient_session == session_id; });
+  for (Waiter& waiter : given_up) {
+    waiter.reply(error(StatusCode::fenced, "the session has ended: ", session_id), {});
+  }
+  return leases_before - leases_after;
+}
+
+Result<std::pair<std::vector<ShardInfo>, bool>> ShardStore::declare(
+    uint64_t session_id, const std::vector<ShardSpec>& specs) {
+  const auto job = job_of(session_id);
+  if (!job.is_ok()) return job.status();
+  auto infos = job.value()->declare(specs);
+  if (!infos.is_ok()) return infos.status();
+  return std::pair(std::move(infos).value(), job.value()->gradients_fit());
+}
+
+// ---- Leases
+// ------------------------------------------------------------------------------------------------------------------------
+
+void ShardStore::lease(const LeaseRequest& request, LeaseReply reply) {
+  const auto job = job_of(request.session_id);
+  if (!job.is_ok()) return reply(job.status(), {});
+  const Entry* const entry = job.value()->find_entry(request.shard_id, request.part);
+  if (entry == nullptr) {
+    return reply(error(StatusCode::not_found,
+                       "job ",
+                       job.value()->name,
+                       " has no such shard, or it has no gradient; declare it first: shard ",
+                       request.shard_id),
+                 {});
+  }
+  LeaseRequest bounded = request;
+  bounded.timeout_ns = std::min(request.timeout_ns, kTimeoutNsMax);
+  auto& waiters = queues_.at(job.value()->job_id).waiters;
+  waiters.push_back({.request = bounded,
+                     .reply = std::move(reply),
+                     .started_ns = clock_.now_ns(),
+                     .counted_as_miss = false,
+                     .waits_on = {}});
+  Waiter& waiter = waiters.back();
+  // Those before it go first only where they wait for room.
+  if (try_grant(*job.value(), waiter) == Grant::done) waiters.pop_back();
+}
+
+void ShardStore::reply_granted(Job& job, Waiter& waiter, Slot& slot) {
+  const LeaseRequest& request = waiter.request;
+  Shard& shard = job.shards[request.shard_id];
+  const bool in_bucket = shard.spec.kind == ShardKind::parameter;
+  LeaseGrant grant{.slot = &slot,
+                   .index = in_bucket ? shard.index_in_bucket : 0,
+                   .pin = request.mode == LeaseMode::read ? kReaderPin : kWriterPin,
+                   .offset_bytes = slot.offset_bytes + (in_bucket ? shard.offset_bytes() : 0),
+                   .length_bytes = shard.bytes,
+                   .generation = shard.generation,
+                   .data = nullptr};
+  grant.data = job.memory->arena().at(grant.offset_bytes);
+  if (request.for_service) {
+    slot.service_pins[grant.index] += grant.pin;
+    ++job.service_lease_count;
+  } else if (!request.prefetch) {
+    sessions_.at(request.session_id)->ring.add_pin(slot.pin_first + grant.index, grant.pin);
+  }
+  if (request.mode != LeaseMode::read) {
+    if (request.part == Part::gradient) {
+      shard.gradient_session = request.session_id;
+    } else if (in_bucket) {
+      shard.written = true;
+      job.changed = true;
+    }
+  }
+  if (!request.prefetch) {
+    ++(waiter.counted_as_miss ? job.counters.lease_misses : job.counters.lease_hits);
+    if (waiter.counted_as_miss) job.counters.lease_wait_ns += clock_.now_ns() - waiter.started_ns;
+  }
+  const LeaseReply reply = std::move(waiter.reply);
+  reply(Status::ok(), grant);
+}
+
+ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
+  const LeaseRequest& request = waiter.request;
+  Shard& shard = job.shards[request.shard_id];
+  Entry* const found = job.find_entry(request.shard_id, request.part);
+  const auto refuse = [&](const Status& status) {
+    const LeaseReply reply = std::move(waiter.reply);
+    reply(status, {});
+    return Grant::done;
+  };
+  const auto wait = [&](std::string what, Grant grant = Grant::waiting) {
+    waiter.counted_as_miss = true;
+    waiter.waits_on = std::move(what);
+    return grant;
+  };
+  if (found == nullptr) {
+    return refuse(error(StatusCode::not_found, "the shard was deleted: ", request.shard_id));
+  }
+  Entry& entry = *found;
+  job.settle_pending(entry);
+  const uint32_t index = entry.kind == EntryKind::bytes ? 0 : shard.index_in_bucket;
+  const bool reads = request.mode == LeaseMode::read;
+
+  if (reads) {
+    const bool written =
+        request.part == Part::gradient ? shard.gradient_session != 0 : shard.written;
+    if (!written && entry.pending == nullptr) {
+      return refuse(error(StatusCode::not_found,
+                          "shard ",
+                          job.name,
+                          "/",
+                          shard.spec.name,
+                          request.part == Part::gradient
+                              ? " has no gradient; run backward first"
+                              : " was declared but never written; put it first"));
+    }
+    if (!written) return wait(concat("its first writer: ", job.describe(entry)));
+  }
+  if (entry.residency() == Residency::filling) {
+    return wait(concat("the disk or an update: ", job.describe(entry), " is filling"));
+  }
+  if (entry.residency() == Residency::draining) {
+    return wait(concat("the disk: ", job.describe(entry), " is draining"));
+  }
+  const bool overwrites_bytes =
+      request.mode == LeaseMode::overwrite && entry.kind == EntryKind::bytes;
+  if (overwrites_bytes) {
+    // The old bytes stay what readers see until the new ones are whole.
+    if (entry.pending != nullptr) return wait(concat("another writer of ", job.describe(entry)));
+    entry.pending = make_room(job, entry.bytes, 1, !request.prefetch);
+    if (entry.pending == nullptr) return wait("room in the arena", Grant::waiting_for_space);
+    entry.pending_session = request.session_id;
+    reply_granted(job, waiter, *entry.pending);
+    return Grant::done;
+  }
+  if (entry.is_resident()) {
+    const uint32_t pins = job.pins(*entry.slot, index);
+    if (pin_writers(pins) != 0) return wait(concat("another writer of ", job.describe(entry)));
+    if (!reads && pin_readers(pins) != 0) {
+      // A live view is never written: the writer gets a copy, and the old slot lives until its last
+      // lease ends.
+      if (job.has_writer(*entry.slot)) {
+        return wait(concat("another writer of ", job.describe(entry)));
+      }
+      if (entry.task_count != 0) return wait(concat("an update of ", job.describe(entry)));
+      auto copy = make_room(job, entry.bytes, entry.shard_count, true);
+      if (copy == nullptr) return wait("room in the arena", Grant::waiting_for_space);
+      // Making room may have spilled it meanwhile, but not evicted it: it is leased.
+      if (!entry.is_resident()) {
+        job.free_slot(std::move(copy));
+        return wait(concat("the disk: ", job.describe(entry), " is draining"));
+      }
+      Arena& arena = job.memory->arena();
+      std::memcpy(arena.at(copy->offset_bytes), arena.at(entry.slot->offset_bytes), entry.bytes);
+      job.retire_slot(std::exchange(entry.slot, std::move(copy)));
+    }
+    if (!reads) {
+      if (entry.task_count != 0) return wait(concat("an update of ", job.describe(entry)));
+      if (entry.residency() == Residency::clean)
+        job.move(entry, Residency::clean, Residency::dirty);
+      if (entry.kind == EntryKind::parameter) job.drop_cached_tiles(job.buckets[entry.owner]);
+      if (entry.kind == EntryKind::bytes) job.changed = true;
+    }
+    job.policy.used(entry.id);
+    reply_granted(job, waiter, *entry.slot);
+    return Grant::done;
+  }
+
+  // Absent. A bucket of several shards keeps the bytes of the others.
+  const bool needs_bytes = reads || request.mode == LeaseMode::write || entry.shard_count > 1;
+  waiter.counted_as_miss = true;
+  auto slot = make_room(job, entry.bytes, entry.shard_count, !request.prefetch);
+  if (slot == nullptr) {
+    if (request.prefetch) return refuse(error(StatusCode::capacity, "no room for a prefetch"));
+    return wait("room in the arena", Grant::waiting_for_space);
+  }
+  entry.slot = std::move(slot);
+  job.move(entry, Residency::absent, Residency::filling);
+  if (needs_bytes && entry.has_replica()) {
+    fetch(job, entry);
+    return wait(concat("the disk: ", job.describe(entry), " is filling"));
+  }
+  if (needs_bytes || entry.shard_count > 1) {
+    std::memset(job.memory->arena().at(entry.slot->offset_bytes), 0, entry.bytes);
+  }
+  job.move(entry, Residency::filling, Residency::clean);
+  return try_grant(job, waiter);
+}
+
+bool ShardStore::advance_leases(Job& job, JobQueues& queues) {
+  bool progress = false;
+  bool space_wanted = false;
+  for (auto it = queues.waiters.begin(); it != queues.waiters.end();) {
+    Waiter& waiter = *it;
+    const uint64_t session_id = waiter.request.session_id;
+    // Who came first gets room first; what is resident goes to anyone.
+    Grant grant = Grant::waiting_for_space;
+    if (!space_wanted || waiter.waits_on != "room in the arena") grant = try_grant(job, waiter);
+    if (grant == Grant::done) {
+      it = queues.waiters.erase(it);
+      progress = true;
+      continue;
+    }
+    Status status;
+    if (grant == Grant::waiting_for_space) {
+      const bool nothing_moves = job.activity_count == 0 && !queues.operation_running;
+      if (!space_wanted && nothing_moves && !job.pinned_by_others(session_id)) {
+        status = error(StatusCode::capacity,
+                       "no room for shard ",
+                       job.name,
+                       "/",
+                       job.shards[waiter.request.shard_id].spec.name,
+                       ": let go of views you hold, or raise host_bytes: ",
+                       job.find_entry(waiter.request.shard_id, waiter.request.part)->bytes,
+                       " bytes wanted; ",
+                       job.describe_holders(),
+                       "; the arena has at most ",
+                       job.memory->arena_bytes_max());
+      }
+      space_wanted = true;
+    }
+    if (status.is_ok() && clock_.now_ns() - waiter.started_ns >= waiter.request.timeout_ns) {
+      status = error(StatusCode::deadline,
+                     "a lease of shard ",
+                     job.name,
+                     "/",
+                     job.shards[waiter.request.shard_id].spec.name,
+                     " waited too long on ",
+                     waiter.waits_on,
+                     "; ",
+                     job.describe_holders(),
+                     ": ",
+                     waiter.request.timeout_ns / 1'000'000,
+                     " ms");
+    }
+    if (!status.is_ok()) {
+      const LeaseReply reply = std::move(waiter.reply);
+      it = queues.waiters.erase(it);
+      reply(status, {});
+      progress = true;
+      continue;
+    }
+    ++it;
+  }
+  return progress;
+}
+
+std::unique_ptr<Slot> ShardStore::make_room(Job& job,
+                                            uint64_t bytes,
+                                            uint32_t pin_count,
+                                            bool may_spill) {
+  const auto empty_private_tail = [&job](uint64_t from_bytes) {
+    // Cached tiles lie anywhere; without any, what is left there belongs to tasks in flight.
+    job.drop_all_cached_tiles();
+    Arena& side = job.memory->private_side();
+    return side.used_bytes() == 0 ||
+           side.capacity_bytes() - side.largest_free_bytes() <= from_bytes;
+  };
+  for (;;) {
+    if (auto slot = job.make_slot(bytes, pin_count)) return slot;
+    job.free_retired();
+    if (auto slot = job.make_slot(bytes, pin_count)) return slot;
+    if (job.memory->grow_arena()) continue;
+    if (evict_one(job)) continue;
+    if (job.activity_count == 0 && job.memory->shrink_private(empty_private_tail)) continue;
+    if (may_spill) spill(job, bytes);
+    return nullptr;
+  }
+}
+
+bool ShardStore::evict_one(Job& job) {
+  Entry* victim = nullptr;
+  job.policy.in_order([&](uint32_t entry_id) {
+    Entry* const entry = job.entries[entry_id].get();
+    if (entry->residency() != Residency::clean || entry->task_count != 0) return true;
+    if (entry->pending != nullptr || job.is_pinned(*entry->slot)) return true;
+    // A shard without bytes on disk has nowhere to go but away: empty tensors, and those of tier
+    // "host" once they were read.
+    if (!entry->has_replica()) return true;
+    victim = entry;
+    return false;
+  });
+  if (victim == nullptr) return false;
+  job.counters.evicted_bytes += victim->bytes;
+  job.move(*victim, Residency::clean, Residency::absent);
+  job.free_slot(std::move(victim->slot));
+  return true;
+}
+
+bool ShardStore::spill(Job& job, uint64_t bytes) {
+  // A finished overwrite takes the place of what was there before either is written back.
+  uint64_t draining_bytes = 0;
+  for (const auto& entry : job.entries) {
+    if (entry == nullptr) continue;
+    job.settle_pending(*entry);
+    if (entry->residency() == Residency::draining) draining_bytes += entry->bytes;
+  }
+  // While a step or sync runs, what its catalogue will name stays where it is; gradients are in no
+  // catalogue.
+  const bool gradients_only = queues_.at(job.job_id).operation_running;
+  std::vector<Entry*> victims;
+  job.policy.in_order([&](uint32_t entry_id) {
+    if (draining_bytes >= bytes) return false;
+    Entry* const entry = job.entries[entry_id].get();
+    if (entry->residency() != Residency::dirty || entry->task_count != 0) return true;
+    if (gradients_only && entry->kind != EntryKind::gradient) return true;
+    if (entry->tier != Tier::nvme || entry->pending != nullptr) return true;
+    if (entry->replicas.empty() || job.is_pinned(*entry->slot)) return true;
+    victims.push_back(entry);
+    draining_bytes += entry->bytes;
+    return true;
+  });
+  for (Entry* const entry : victims) {
+    job.counters.spilled_bytes += entry->bytes;
+    write_back(
+        job, *entry, std::make_shared<StepReport>(), [this, &job, entry](const Status& status) {
+          if (!status.is_ok()) fail_waiters(job, *entry, status);
+        });
+  }
+  return !victims.empty();
+}
+
+void ShardStore::fetch(Job& job, Entry& entry) {
+  ++job.activity_count;
+  ++entry.task_count;
+  job.counters.fetched_bytes += entry.bytes;
+  auto join = Join::start([this, &job, &entry](const Status& status) {
+    --job.activity_count;
+    --entry.task_count;
+    if (status.is_ok()) return job.move(entry, Residency::filling, Residency::clean);
+    job.move(entry, Residency::filling, Residency::absent);
+    job.free_slot(std::move(entry.slot));
+    fail_waiters(job, entry, status);
+  });
+  std::byte* const data = job.memory->arena().at(entry.slot->offset_bytes);
+  for (size_t i = 0; i < entry.replicas.size(); ++i) {
+    const std::span<std::byte> into(data + i * entry.stride_bytes, entry.replica_bytes(i));
+    extents_.read(entry.replicas[i].extent,
+                  into,
+                  IoPriority::demand,
+                  concat("shard ", job.describe(entry), ", step ", job.committed_step),
+                  join->branch());
+  }
+  join->finish(Status::ok());
+}
+
+void ShardStore::fail_waiters(Job& job, const Entry& entry, const Status& status) {
+  auto& waiters = queues_.at(job.job_id).waiters;
+  std::list<Waiter> failed;
+  for (auto it = waiters.begin(); it != waiters.end();) {
+    const auto next = std::next(it);
+    if (job.find_entry(it->request.shard_id, it->request.part) == &entry) {
+      failed.splice(failed.end(), waiters, it);
+    }
+    it = next;
+  }
+  for (Waiter& waiter : failed) waiter.reply(status, {});
+}
+
+void ShardStore::release_service_lease(uint64_t job_id, const LeaseGrant& grant, bool discard) {
+  Job* const job = find(job_id);
+  MEMD_CHECK(job != nullptr);  // a job with service leases is not dropped
+  --job->service_lease_count;
+  grant.slot->service_pins[grant.index] -= grant.pin;
+  if (!discard) return;
+  for (auto& entry : job->entries) {
+    if (entry == nullptr || entry->pending.get() != grant.slot) continue;
+    job->retire_slot(std::move(entry->pending));
+    return;
+  }
+}
+
+// ---- Gradients and deletion
+// --------------------------------------------------------------------------------------------------------
+
+void ShardStore::when(Job& job, std::function<bool()> holds, std::function<void()> then) {
+  conditions_.push_back({.job_id = job.job_id, .holds = std::move(holds), .then = std::move(then)});
+}
+
+void ShardStore::drop_gradients_of(Job& job, const std::function<bool(const Shard&)>& chosen) {
+  for (uint32_t index = 0; index < job.buckets.size(); ++index) {
+    Bucket& bucket = job.buckets[index];
+    bool any = false;
+    bool all = true;
+    for (const uint32_t shard_id : bucket.shards) {
+      Shard& shard = job.shards[shard_id];
+      if (shard.gradient_session != 0 && chosen(shard)) {
+        shard.gradient_session = 0;
+        any = true;
+      }
+      all = all && shard.gradient_session == 0;
+    }
+    if (!any || !all) continue;
+    Entry* const entry = bucket.gradient;
+    const auto settled = [entry] {
+      return entry->task_count == 0 && entry->residency() != Residency::filling &&
+             entry->residency() != Residency::draining;
+    };
+    if (settled()) {
+      job.drop_gradient(bucket, extents_);
+      continue;
+    }
+    when(job, settled, [this, &job, index] {
+      Bucket& later = job.buckets[index];
+      const bool unused = std::none_of(later.shards.begin(), later.shards.end(), [&](uint32_t id) {
+        return job.shards[id].gradient_session != 0;
+      });
+      if (unused) job.drop_gradient(later, extents_);
+    });
+  }
+}
+
+Status ShardStore::drop_gradients(uint64_t session_id, const std::vector<uint32_t>& shard_ids) {
+  const auto job = job_of(session_id);
+  if (!job.is_ok()) return job.status();
+  std::vector<bool> chosen(job.value()->shards.size(), shard_ids.empty());
+  for (const uint32_t shard_id : shard_ids) {
+    if (shard_id >= chosen.size()) {
+      return error(StatusCode::not_found, "job ", job.value()->name, " has no shard ", shard_id);
+    }
+    chosen[shard_id] = true;
+  }
+  const Shard* const first = job.value()->shards.data();
+  drop_gradients_of(*job.value(), [&](const Shard& shard) {
+    return shard.gradient_session == session_id && chosen[static_cast<size_t>(&shard - first)];
+  });
+  return Status::ok();
+}
+
+Result<bool> ShardStore::delete_shard(uint64_t session_id, const std::string& name) {
+  const auto job = job_of(session_id);
+  if (!job.is_ok()) return job.status();
+  const auto found = job.value()->shard_ids.find(name);
+  if (found == job.value()->shard_ids.end()) return false;
+  const Shard& shard = job.value()->shards[found->second];
+  if (shard.spec.kind == ShardKind::parameter) {
+    return error(StatusCode::invalid_argument,
+                 "shard ",
+                 job.value()->name,
+                 "/",
+                 name,
+                 " is a parameter; drop the job, or start over with connect(fresh=True)");
+  }
+  job.value()->settle_pending(*shard.value);
+  const bool busy =
+      shard.value->task_count != 0 || shard.value->residency() == Residency::filling ||
+      shard.value->residency() == Residency::draining || shard.value->pending != nullptr;
+  if (busy) {
+    return error(StatusCode::unavailable,
+                 "shard ",
+                 job.value()->name,
+                 "/",
+                 name,
+                 " is being moved; try again");
+  }
+  const uint32_t shard_id = found->second;
+  fail_waiters(
+      *job.value(), *shard.value, error(StatusCode::not_found, "shard ", name, " was deleted"));
+  job.value()->remove(shard_id, extents_);
+  return true;
+}
+
+// ---- Turning
+// -----------------------------------------------------------------------------------------------------------------------
+
+void ShardStore::serve(Session& session) {
+  while (const auto polled = session.ring.poll()) {
+    const Request& request = *polled;
+    const bool known = request.opcode == Opcode::lease || request.opcode == Opcode::prefetch;
+    const bool valid =
+        known && request.part <= Part::gradient && request.mode <= LeaseMode::overwrite;
+    const uint64_t session_id = session.session_id;
+    if (!valid) {
+      ++ring_protocol_errors_;
+      Completion completion{};
+      completion.request_id = request.request_id;
+      session.ring.publish(completion,
+                           error(StatusCode::invalid_argument, "the request is malformed"));
+      continue;
+    }
+    const bool prefetch = request.opcode == Opcode::prefetch;
+    lease({.session_id = session_id,
+           .shard_id = request.shard_id,
+           .part = request.part,
+           .mode = prefetch ? LeaseMode::read : request.mode,
+           .timeout_ns = request.timeout_ns,
+           .for_service = false,
+           .prefetch = prefetch},
+          [this, session_id, prefetch, request_id = request.request_id](const Status& status,
+                                                                        const LeaseGrant& grant) {
+            const auto found = sessions_.find(session_id);
+            if (prefetch || found == sessions_.end()) return;
+            Completion completion{};
+            completion.request_id = request_id;
+            if (status.is_ok()) {
+              completion.pin = grant.slot->pin_first + grant.index;
+              completion.offset_bytes = grant.offset_bytes;
+              completion.length_bytes = grant.length_bytes;
+              completion.generation = grant.generation;
+            }
+            found->second->ring.publish(completion, status);
+          });
+  }
+}
+
+bool ShardStore::advance() {
+  bool progress = false;
+  std::vector<uint64_t> broken;
+  for (const auto& [session_id, session] : sessions_) {
+    serve(*session);
+    if (session->ring.broken()) broken.push_back(session_id);
+  }
+  for (const uint64_t session_id : broken) {
+    ++ring_protocol_errors_;
+    const auto detached = detach(session_id);
+    MEMD_CHECK(detached.is_ok());
+    progress = true;
+  }
+  tiles_.advance();
+  std::vector<uint64_t> job_ids;
+  for (const auto& [job_id, queues] : queues_) {
+    if (!queues.waiters.empty()) job_ids.push_back(job_id);
+  }
+  for (const uint64_t job_id : job_ids) {
+    if (Job* const job = find(job_id)) progress |= advance_leases(*job, queues_.at(job_id));
+  }
+  for (auto it = conditions_.begin(); it != conditions_.end();) {
+    if (find(it->job_id) == nullptr) {
+      it = conditions_.erase(it);
+      continue;
+    }
+    if (!it->holds()) {
+      ++it;
+      continue;
+    }
+    const auto then = std::move(it->then);
+    it = conditions_.erase(it);
+    then();
+    progress = true;
+  }
+  tiles_.advance();
+  return progress;
+}
+
+bool ShardStore::wants_releases() const {
+  if (!conditions_.empty()) return true;
+  return std::any_of(
+      queues_.begin(), queues_.end(), [](const auto& it) { return !it.second.waiters.empty(); });
+}
+
+uint64_t ShardStore::next_deadline_ns() const {
+  uint64_t next = std::numeric_limits<uint64_t>::max();
+  for (const auto& [job_id, queues] : queues_) {
+    for (const Waiter& waiter : queues.waiters) {
+      next = std::min(next, waiter.started_ns + waiter.request.timeout_ns);
+    }
+  }
+  return next == std::numeric_limits<uint64_t>::max() ? 0 : next;
+}
+
+bool ShardStore::is_idle() const {
+  const bool busy = std::any_of(queues_.begin(), queues_.end(), [](const auto& it) {
+    return it.second.operation_running || !it.second.operations.empty();
+  });
+  return !busy && conditions_.empty() && commits_.is_idle() &&
+         std::all_of(jobs_.begin(), jobs_.end(), [](const auto& it) {
+           return it.second->activity_count == 0;
+         });
+}
+
+void ShardStore::give_up_waiting() {
+  for (auto& [job_id, queues] : queues_) {
+    std::list<Waiter> waiters = std::move(queues.waiters);
+    for (Waiter& waiter : waiters) {
+      waiter.reply(error(StatusCode::unavailable, "the daemon is stopping; job ", job_id), {});
+    }
+  }
+}
+
+ServerStatistics ShardStore::statistics() const {
+  ServerStatistics out;
+  out.pool = pool_.report();
+  out.pool_bytes_free = pool_.segment_count_free() * pool_.segment_bytes();
+  out.nvme_bytes = extents_.capacity_bytes();
+  out.nvme_bytes_free = extents_.free_bytes();
+  for (uint16_t device = 0; device < extents_.device_count(); ++device) {
+    out.devices.push_back({.path = extents_.path(device),
+                           .bytes = extents_.device_bytes(device),
+                           .io = io_.device_statistics(device)});
+  }
+  for (const auto& [job_id, job] : jobs_) {
+    JobStatistics statistics{.job = job->job_info(), .counters = job->counters};
+    if (job->memory != nullptr) {
+      statistics.arena_bytes = job->memory->arena().capacity_bytes();
+      statistics.arena_bytes_used = job->memory->arena().used_bytes();
+      statistics.private_bytes = job->memory->private_side().capacity_bytes();
+      statistics.private_bytes_used = job->memory->private_side().used_bytes();
+    }
+    out.jobs.push_back(std::move(statistics));
+  }
+  out.session_count = static_cast<uint32_t>(sessions_.size());
+  out.checksum_failures = extents_.checksum_failure_count();
+  out.ring_protocol_errors = ring_protocol_errors_;
+  out.step_seconds = step_seconds_;
+  out.commit_seconds = commits_.seconds();
+  return out;
+}
+
+}  // namespace memd

@@ -1,0 +1,234 @@
+// All jobs of a daemon: leases, residency, eviction, writeback, updates and commits.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <list>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "arena/pool.h"
+#include "base/clock.h"
+#include "base/status.h"
+#include "io/io_queue.h"
+#include "optim/adam.h"
+#include "store/commit.h"
+#include "store/extent_store.h"
+#include "store/job.h"
+#include "store/statistics.h"
+#include "store/tile_tasks.h"
+#include "store/workers.h"
+
+namespace memd {
+
+struct LeaseGrant {
+  Slot* slot = nullptr;
+  uint32_t index = 0;  // of the shard's counter in the slot
+  uint32_t pin = 0;    // kReaderPin or kWriterPin, already counted
+  uint64_t offset_bytes = 0;
+  uint64_t length_bytes = 0;
+  uint64_t generation = 0;
+  std::byte* data = nullptr;  // the daemon's view
+};
+
+using LeaseReply = std::function<void(const Status&, const LeaseGrant&)>;
+using StepDone = std::function<void(const Status&, const StepReport&)>;
+
+struct LeaseRequest {
+  uint64_t session_id = 0;
+  uint32_t shard_id = 0;
+  Part part = Part::value;
+  LeaseMode mode = LeaseMode::read;
+  uint64_t timeout_ns = 0;
+  /// The pin is the daemon's own: it stays when the session ends, until release_service_lease().
+  bool for_service = false;
+  /// Only brings the shard up; dropped where there is no room at once.
+  bool prefetch = false;
+};
+
+struct OpenJobRequest {
+  std::string name;
+  uint32_t uid = 0;
+  uint64_t host_bytes = 0;  // 0: half of what is free
+  uint64_t nvme_bytes = 0;
+  bool fresh = false;
+};
+
+struct StepGroup {
+  AdamSettings settings;
+  std::vector<uint32_t> shard_ids;
+};
+
+struct StepRequest {
+  uint64_t session_id = 0;
+  std::vector<StepGroup> groups;
+  std::vector<std::pair<uint32_t, uint32_t>> staged_buffers;  // staged shard → buffer
+};
+
+struct MomentsRequest {
+  uint64_t session_id = 0;
+  uint32_t shard_id = 0;
+  uint64_t element_first = 0;
+  uint64_t element_count = 0;
+};
+
+struct ShardStoreParts {
+  Pool& pool;
+  IoQueue& io;
+  ExtentStore& extents;
+  UpdateWorkers& workers;
+  const Clock& clock;
+};
+
+/// The heart of the daemon. One thread (the server thread) calls everything; nothing blocks but
+/// load(). Replies run on the same thread, at once or later inside advance() or a completion.
+class ShardStore {
+ public:
+  explicit ShardStore(const ShardStoreParts& parts);
+  ~ShardStore();
+
+  /// At start: jobs of the newest valid superblock. They hold no memory until somebody attaches.
+  Status load(const std::function<void()>& turn);
+
+  void open_job(OpenJobRequest request, std::function<void(const Status&, const JobInfo&)> done);
+  Result<JobInfo> find_job(const std::string& name) const;
+  std::vector<JobInfo> jobs() const;
+  Result<std::vector<ShardInfo>> shards(uint64_t job_id) const;
+  /// Refused while sessions are attached, unless `force`. The memory it held is handed to
+  /// `released` for the pool.
+  void drop_job(uint64_t job_id, bool force, Done done);
+  std::vector<Segment> take_released_segments() { return std::exchange(released_segments_, {}); }
+  void put_back_released(std::vector<Segment> segments) {
+    released_segments_ = std::move(segments);
+  }
+  void add_to_pool(Segment old_segment);
+
+  Result<std::shared_ptr<Session>> attach(uint64_t job_id);
+  /// Drops the session's leases, its unsealed gradients and what it had half written; returns how
+  /// many leases there were.
+  Result<uint32_t> detach(uint64_t session_id);
+  Result<Job*> job_of(uint64_t session_id) const;
+
+  Result<std::pair<std::vector<ShardInfo>, bool>> declare(uint64_t session_id,
+                                                          const std::vector<ShardSpec>& specs);
+  void lease(const LeaseRequest& request, LeaseReply reply);
+  void release_service_lease(uint64_t job_id, const LeaseGrant& grant, bool discard);
+  Status drop_gradients(uint64_t session_id, const std::vector<uint32_t>& shard_ids);
+  /// False where there is no such shard.
+  Result<bool> delete_shard(uint64_t session_id, const std::string& name);
+
+  void step(StepRequest request, StepDone done);
+  void sync(uint64_t session_id, StepDone done);
+  void sync_job(uint64_t job_id, StepDone done);
+  /// Adam's moments, fp32, of elements within one tile.
+  void read_moments(
+      const MomentsRequest& request,
+      std::function<void(const Status&, std::vector<float>, std::vector<float>)> done);
+  /// Replaces them, and the generation; durable after the next sync or step.
+  void write_moments(const MomentsRequest& request,
+                     uint64_t generation,
+                     std::vector<float> exp_avg,
+                     std::vector<float> exp_avg_sq,
+                     Done done);
+
+  /// Serves the rings and retries what waits. True where something happened.
+  bool advance();
+  /// Somebody waits for pins to be given back: sessions must ring on release.
+  bool wants_releases() const;
+  /// When the first waiting lease runs out; 0: none waits.
+  uint64_t next_deadline_ns() const;
+  bool is_idle() const;
+  /// At the end: whoever waits for a lease is told that the daemon stops.
+  void give_up_waiting();
+
+  const std::unordered_map<uint64_t, std::shared_ptr<Session>>& sessions() const {
+    return sessions_;
+  }
+  ServerStatistics statistics() const;
+
+ private:
+  struct Waiter {
+    LeaseRequest request;
+    LeaseReply reply;
+    uint64_t started_ns = 0;
+    bool counted_as_miss = false;
+    std::string waits_on;
+  };
+  enum class Grant : uint8_t { done, waiting, waiting_for_space };
+  struct JobQueues {
+    std::list<Waiter> waiters;
+    /// Steps, syncs and moments: one at a time.
+    std::deque<std::function<void(const Status&)>> operations;
+    bool operation_running = false;
+  };
+  struct Condition {
+    uint64_t job_id = 0;
+    std::function<bool()> holds;
+    std::function<void()> then;
+  };
+  struct StepState;
+
+  Job* find(uint64_t job_id) const;
+  Result<Job*> admit(const OpenJobRequest& request);
+  Status give_memory(Job& job);
+  uint64_t nvme_bytes_free() const;
+
+  void serve(Session& session);
+  bool advance_leases(Job& job, JobQueues& queues);
+  Grant try_grant(Job& job, Waiter& waiter);
+  void reply_granted(Job& job, Waiter& waiter, Slot& slot);
+  std::unique_ptr<Slot> make_room(Job& job, uint64_t bytes, uint32_t pin_count, bool may_spill);
+  bool evict_one(Job& job);
+  bool spill(Job& job, uint64_t bytes);
+  void fetch(Job& job, Entry& entry);
+  void fail_waiters(Job& job, const Entry& entry, const Status& status);
+  void discard_half_written(Job& job, const Session& session);
+
+  /// Writes one dirty, unleased entry to new extents; it is draining meanwhile and clean
+  /// afterwards.
+  void write_back(Job& job, Entry& entry, const std::shared_ptr<StepReport>& report, Done done);
+  void write_back_all(Job& job, const std::shared_ptr<StepReport>& report, Done done);
+
+  /// Runs `then` when `holds` does, now or in a later advance().
+  void when(Job& job, std::function<bool()> holds, std::function<void()> then);
+  void drop_gradients_of(Job& job, const std::function<bool(const Shard&)>& chosen);
+  void drop_now(Job& job, const Done& done);
+  /// `start` runs with ok when it is its turn, or with the reason why that never comes.
+  void enqueue(Job& job, std::function<void(const Status&)> start);
+  void end_operation(uint64_t job_id);
+  Status check_step(Job& job, const StepRequest& request) const;
+  void start_step(const std::shared_ptr<StepState>& state);
+  Status swap_staged_buffers(const std::shared_ptr<StepState>& state);
+  void update_buckets(const std::shared_ptr<StepState>& state);
+  void update_bucket(const std::shared_ptr<StepState>& state,
+                     Bucket& bucket,
+                     const std::shared_ptr<Join>& join);
+  void finish_updates(const std::shared_ptr<StepState>& state, const Status& status);
+  void unseal(const StepState& state);
+  void undo_step(const std::shared_ptr<StepState>& state);
+  void commit_step(const std::shared_ptr<StepState>& state);
+  void finish_step(const std::shared_ptr<StepState>& state, const Status& status);
+
+  Pool& pool_;
+  IoQueue& io_;
+  ExtentStore& extents_;
+  UpdateWorkers& workers_;
+  const Clock& clock_;
+  TileTasks tiles_;
+  Commits commits_;
+
+  std::unordered_map<uint64_t, std::unique_ptr<Job>> jobs_;
+  std::unordered_map<uint64_t, JobQueues> queues_;
+  std::unordered_map<uint64_t, std::shared_ptr<Session>> sessions_;
+  uint64_t session_id_next_ = 1;
+  std::list<Condition> conditions_;
+  std::vector<Segment> released_segments_;
+  uint64_t ring_protocol_errors_ = 0;
+  SecondsHistogram step_seconds_;
+};
+
+}  // namespace memd

@@ -1,0 +1,607 @@
+// ShardStore's steps: writeback, updates, and the commit that makes them one transaction.
+#include <algorithm>
+#include <cstring>
+#include <set>
+#include <utility>
+
+#include "base/check.h"
+#include "base/units.h"
+#include "store/shard_store.h"
+
+namespace memd {
+namespace {
+
+/// Marks a gradient that belongs to a step: no session's end drops it.
+constexpr uint64_t kSealed = ~uint64_t{0};
+
+/// Elements `begin` to `end` of a tile, with one group's scalars.
+struct Span {
+  uint64_t begin = 0;
+  uint64_t end = 0;
+  AdamScalars scalars{};
+};
+
+void update_tile(DType dtype, Isa isa, const std::vector<Span>& spans, const TileBytes& bytes) {
+  const uint64_t n = bytes.elements;
+  auto* const exp_avg = reinterpret_cast<float*>(bytes.rest);
+  float* const exp_avg_sq = exp_avg + n;
+  for (const Span& span : spans) {
+    const uint64_t count = span.end - span.begin;
+    if (dtype == DType::float32) {
+      adam_update(isa,
+                  span.scalars,
+                  count,
+                  reinterpret_cast<float*>(bytes.value) + span.begin,
+                  exp_avg + span.begin,
+                  exp_avg_sq + span.begin,
+                  reinterpret_cast<const float*>(bytes.gradient) + span.begin);
+    } else {
+      adam_update(isa,
+                  span.scalars,
+                  count,
+                  reinterpret_cast<uint16_t*>(bytes.value) + span.begin,
+                  reinterpret_cast<int16_t*>(exp_avg_sq + n) + span.begin,
+                  exp_avg + span.begin,
+                  exp_avg_sq + span.begin,
+                  reinterpret_cast<const uint16_t*>(bytes.gradient) + span.begin);
+    }
+  }
+  if (bytes.arena_value != nullptr) std::memcpy(bytes.arena_value, bytes.value, bytes.value_bytes);
+}
+
+/// The user wrote new bf16 values: those are the parameter exactly. What was not touched keeps its
+/// fp32 remainder.
+void take_halves(const TileBytes& bytes) {
+  auto* const half = reinterpret_cast<uint16_t*>(bytes.value);
+  const auto* const written = reinterpret_cast<const uint16_t*>(bytes.arena_value);
+  auto* const remainder = reinterpret_cast<int16_t*>(bytes.rest + bytes.elements * 8);
+  for (uint64_t i = 0; i < bytes.elements; ++i) {
+    if (half[i] != written[i]) remainder[i] = 0;
+    half[i] = written[i];
+  }
+}
+
+}  // namespace
+
+struct ShardStore::StepState {
+  Job* job = nullptr;
+  StepRequest request;  // empty groups: a sync
+  StepDone done;
+  std::shared_ptr<StepReport> report = std::make_shared<StepReport>();
+  uint64_t started_ns = 0;
+  bool is_step = false;
+  /// shard id → its group, for the shards of this step.
+  std::unordered_map<uint32_t, size_t> group_of;
+  std::vector<std::vector<AdamScalars>> scalars;
+  std::set<uint32_t> buckets;
+  bool swapped = false;
+};
+
+// ---- Writeback
+// ---------------------------------------------------------------------------------------------------------------------
+
+void ShardStore::write_back(Job& job,
+                            Entry& entry,
+                            const std::shared_ptr<StepReport>& report,
+                            Done done) {
+  job.move(entry, Residency::dirty, Residency::draining);
+  auto join = Join::start([&job, &entry, done = std::move(done)](const Status& status) {
+    job.move(entry, Residency::draining, status.is_ok() ? Residency::clean : Residency::dirty);
+    done(status);
+  });
+  Bucket* const bucket = entry.kind == EntryKind::parameter ? &job.buckets[entry.owner] : nullptr;
+  for (size_t i = 0; i < entry.replicas.size(); ++i) {
+    TileTask task;
+    task.job = &job;
+    task.entry = &entry;
+    task.index = i;
+    task.writes_value = true;
+    const bool keeps_remainder = bucket != nullptr && bucket->dtype == DType::bfloat16 &&
+                                 bucket->rest[i].extent.exists() &&
+                                 entry.replicas[i].extent.exists();
+    if (keeps_remainder) {
+      task.bucket = bucket;
+      task.reads_value = true;
+      task.reads_rest = true;
+      task.writes_rest = true;
+      task.work = take_halves;
+    } else {
+      task.work = [](const TileBytes& bytes) {
+        std::memcpy(bytes.value, bytes.arena_value, bytes.value_bytes);
+      };
+    }
+    task.report = report;
+    task.done = join->branch();
+    tiles_.submit(std::move(task));
+  }
+  join->finish(Status::ok());
+}
+
+void ShardStore::write_back_all(Job& job, const std::shared_ptr<StepReport>& report, Done done) {
+  auto join = Join::start(std::move(done));
+  for (const auto& entry : job.entries) {
+    if (entry == nullptr || entry->kind == EntryKind::gradient) continue;
+    job.settle_pending(*entry);
+    if (entry->residency() != Residency::dirty || entry->tier != Tier::nvme) continue;
+    if (entry->replicas.empty()) continue;
+    write_back(job, *entry, report, join->branch());
+  }
+  join->finish(Status::ok());
+}
+
+// ---- Operations
+// --------------------------------------------------------------------------------------------------------------------
+
+void ShardStore::enqueue(Job& job, std::function<void(const Status&)> start) {
+  JobQueues& queues = queues_.at(job.job_id);
+  if (queues.operation_running) {
+    queues.operations.push_back(std::move(start));
+    return;
+  }
+  queues.operation_running = true;
+  start(Status::ok());
+}
+
+void ShardStore::end_operation(uint64_t job_id) {
+  const auto found = queues_.find(job_id);
+  if (found == queues_.end()) return;
+  JobQueues& queues = found->second;
+  MEMD_CHECK(queues.operation_running);
+  if (queues.operations.empty()) {
+    queues.operation_running = false;
+    return;
+  }
+  const auto start = std::move(queues.operations.front());
+  queues.operations.pop_front();
+  start(Status::ok());
+}
+
+// ---- Steps
+// -------------------------------------------------------------------------------------------------------------------------
+
+Status ShardStore::check_step(Job& job, const StepRequest& request) const {
+  std::set<uint32_t> seen;
+  for (const StepGroup& group : request.groups) {
+    for (const uint32_t shard_id : group.shard_ids) {
+      if (shard_id >= job.shards.size() || job.shards[shard_id].gradient == nullptr) {
+        return error(
+            StatusCode::not_found, "job ", job.name, " has no parameter with shard id ", shard_id);
+      }
+      const Shard& shard = job.shards[shard_id];
+      const std::string who = concat("shard ", job.name, "/", shard.spec.name);
+      if (!seen.insert(shard_id).second) {
+        return error(StatusCode::invalid_argument, who, " is in two groups of one step");
+      }
+      if (shard.gradient_session != request.session_id) {
+        return error(StatusCode::invalid_argument,
+                     who,
+                     " has no gradient from this session; run backward first");
+      }
+      if (!shard.written) {
+        return error(
+            StatusCode::invalid_argument, who, " was never written; write its first value");
+      }
+      if (shard.gradient->slot != nullptr &&
+          pin_writers(job.pins(*shard.gradient->slot, shard.index_in_bucket)) != 0) {
+        return error(
+            StatusCode::invalid_argument, who, ": its gradient is still leased for writing");
+      }
+    }
+  }
+  for (const auto& [staged, buffer] : request.staged_buffers) {
+    const bool known = staged < job.shards.size() && buffer < job.shards.size() &&
+                       staged != buffer && !job.shards[staged].deleted &&
+                       !job.shards[buffer].deleted;
+    if (!known)
+      return error(
+          StatusCode::not_found, "job ", job.name, " has no buffers ", staged, ", ", buffer);
+    const ShardSpec& from = job.shards[staged].spec;
+    const ShardSpec& to = job.shards[buffer].spec;
+    if (from.kind != ShardKind::buffer || to.kind != ShardKind::buffer || from.dtype != to.dtype ||
+        from.shape != to.shape) {
+      return error(StatusCode::invalid_argument,
+                   "buffers ",
+                   from.name,
+                   " and ",
+                   to.name,
+                   " of job ",
+                   job.name,
+                   " differ in kind, shape or dtype");
+    }
+  }
+  return Status::ok();
+}
+
+void ShardStore::step(StepRequest request, StepDone done) {
+  const auto owner = job_of(request.session_id);
+  if (!owner.is_ok()) return done(owner.status(), {});
+  Job& job = *owner.value();
+  if (Status status = check_step(job, request); !status.is_ok()) return done(status, {});
+  auto state = std::make_shared<StepState>();
+  state->job = &job;
+  state->is_step = true;
+  state->started_ns = clock_.now_ns();
+  for (size_t group = 0; group < request.groups.size(); ++group) {
+    for (const uint32_t shard_id : request.groups[group].shard_ids) {
+      state->group_of[shard_id] = group;
+      state->buckets.insert(job.shards[shard_id].bucket);
+      job.shards[shard_id].gradient_session = kSealed;
+    }
+  }
+  state->request = std::move(request);
+  state->done = std::move(done);
+  enqueue(job, [this, state](const Status& status) {
+    status.is_ok() ? start_step(state) : state->done(status, {});
+  });
+}
+
+void ShardStore::sync(uint64_t session_id, StepDone done) {
+  const auto job = job_of(session_id);
+  if (!job.is_ok()) return done(job.status(), {});
+  sync_job(job.value()->job_id, std::move(done));
+}
+
+void ShardStore::sync_job(uint64_t job_id, StepDone done) {
+  Job* const job = find(job_id);
+  if (job == nullptr)
+    return done(error(StatusCode::not_found, "there is no job with id ", job_id), {});
+  auto state = std::make_shared<StepState>();
+  state->job = job;
+  state->started_ns = clock_.now_ns();
+  state->done = std::move(done);
+  enqueue(*job, [this, state](const Status& status) {
+    status.is_ok() ? start_step(state) : state->done(status, {});
+  });
+}
+
+void ShardStore::start_step(const std::shared_ptr<StepState>& state) {
+  Job& job = *state->job;
+  // What a writer still holds is not whole: it can't be part of what is committed.
+  for (const auto& entry : job.entries) {
+    if (entry == nullptr || entry->kind != EntryKind::parameter || entry->slot == nullptr) continue;
+    if (!job.has_writer(*entry->slot)) continue;
+    unseal(*state);
+    return finish_step(state,
+                       error(StatusCode::invalid_argument,
+                             "shard ",
+                             job.describe(*entry),
+                             " is still leased for writing; let go of the tensor first"));
+  }
+  const auto settled = [state] {
+    Job& its = *state->job;
+    const auto still = [](const Entry& entry) {
+      return entry.task_count == 0 && entry.residency() != Residency::filling &&
+             entry.residency() != Residency::draining;
+    };
+    for (const auto& entry : its.entries) {
+      if (entry != nullptr && entry->kind != EntryKind::gradient && !still(*entry)) return false;
+    }
+    return std::all_of(state->buckets.begin(), state->buckets.end(), [&](uint32_t index) {
+      return still(*its.buckets[index].gradient);
+    });
+  };
+  // Gradients of this step stay where they are, so that updates can read them there.
+  when(job, settled, [this, state] {
+    Job& its = *state->job;
+    for (const uint32_t index : state->buckets) ++its.buckets[index].gradient->task_count;
+    Status status = swap_staged_buffers(state);
+    if (!status.is_ok()) return finish_updates(state, status);
+    write_back_all(its, state->report, [this, state](const Status& written) {
+      written.is_ok() ? update_buckets(state) : finish_updates(state, written);
+    });
+  });
+}
+
+Status ShardStore::swap_staged_buffers(const std::shared_ptr<StepState>& state) {
+  Job& job = *state->job;
+  for (const auto& [staged_id, buffer_id] : state->request.staged_buffers) {
+    Shard& staged = job.shards[staged_id];
+    job.settle_pending(*staged.value);
+    if (!staged.written || staged.value->pending != nullptr) {
+      return error(StatusCode::invalid_argument,
+                   "shard ",
+                   job.name,
+                   "/",
+                   staged.spec.name,
+                   " was not put yet");
+    }
+  }
+  for (const auto& [staged_id, buffer_id] : state->request.staged_buffers) {
+    Shard& staged = job.shards[staged_id];
+    Shard& buffer = job.shards[buffer_id];
+    job.settle_pending(*buffer.value);
+    std::swap(staged.value, buffer.value);
+    std::swap(staged.value->owner, buffer.value->owner);
+    buffer.written = true;
+    staged.written = false;
+    Entry& old = *staged.value;
+    if (old.is_resident()) job.move(old, old.residency(), Residency::absent);
+    if (old.slot != nullptr) job.retire_slot(std::move(old.slot));
+    for (Replica& replica : old.replicas) {
+      if (replica.extent.exists()) job.release(replica, extents_);
+    }
+    job.changed = true;
+  }
+  state->swapped = true;
+  return Status::ok();
+}
+
+void ShardStore::update_buckets(const std::shared_ptr<StepState>& state) {
+  Job& job = *state->job;
+  auto join = Join::start([this, state](const Status& status) { finish_updates(state, status); });
+  for (const uint32_t index : state->buckets) update_bucket(state, job.buckets[index], join);
+  join->finish(Status::ok());
+}
+
+void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
+                               Bucket& bucket,
+                               const std::shared_ptr<Join>& join) {
+  Job& job = *state->job;
+  Entry& value = *bucket.value;
+  bool in_place = value.residency() == Residency::clean;
+  if (in_place && job.is_pinned(*value.slot)) {
+    // A live view is never written: the new parameter goes elsewhere.
+    job.move(value, Residency::clean, Residency::absent);
+    job.retire_slot(std::move(value.slot));
+    in_place = false;
+  }
+  if (in_place) {
+    job.move(value, Residency::clean, Residency::filling);
+  } else {
+    // Published where there is room; a fetch brings it up otherwise.
+    auto slot = job.make_slot(value.bytes, value.shard_count);
+    if (slot == nullptr && job.memory->grow_arena())
+      slot = job.make_slot(value.bytes, value.shard_count);
+    if (slot != nullptr) {
+      value.slot = std::move(slot);
+      job.move(value, Residency::absent, Residency::filling);
+    }
+  }
+
+  for (size_t tile = 0; tile < bucket.tile_count(); ++tile) {
+    const uint64_t tile_begin = tile * kTileElements;
+    const uint64_t tile_end = tile_begin + bucket.tile_elements(tile);
+    auto spans = std::make_shared<std::vector<Span>>();
+    for (const uint32_t shard_id : bucket.shards) {
+      const auto group = state->group_of.find(shard_id);
+      if (group == state->group_of.end()) continue;
+      const Shard& shard = job.shards[shard_id];
+      const uint64_t begin = std::max(shard.element_offset, tile_begin);
+      const uint64_t end = std::min(shard.element_offset + shard.element_count, tile_end);
+      if (begin >= end) continue;
+      const AdamSettings& settings = state->request.groups[group->second].settings;
+      spans->push_back({.begin = begin - tile_begin,
+                        .end = end - tile_begin,
+                        .scalars = adam_scalars(settings, shard.generation + 1)});
+    }
+    TileTask task;
+    task.job = &job;
+    task.entry = &value;
+    task.index = tile;
+    task.bucket = &bucket;
+    task.reads_value = true;
+    task.value_in_arena = in_place;
+    task.writes_value = true;
+    task.reads_rest = true;
+    task.writes_rest = true;
+    task.gradient = bucket.gradient;
+    task.work = [spans, dtype = bucket.dtype, isa = isa_best()](const TileBytes& bytes) {
+      update_tile(dtype, isa, *spans, bytes);
+    };
+    task.report = state->report;
+    task.done = join->branch();
+    tiles_.submit(std::move(task));
+  }
+}
+
+void ShardStore::finish_updates(const std::shared_ptr<StepState>& state, const Status& status) {
+  Job& job = *state->job;
+  for (const uint32_t index : state->buckets) --job.buckets[index].gradient->task_count;
+  if (status.is_ok()) return commit_step(state);
+
+  undo_step(state);
+  finish_step(state, status);
+}
+
+void ShardStore::unseal(const StepState& state) {
+  for (const auto& [shard_id, group] : state.group_of) {
+    state.job->shards[shard_id].gradient_session = state.request.session_id;
+  }
+}
+
+void ShardStore::undo_step(const std::shared_ptr<StepState>& state) {
+  // N stays: nothing of N + 1 may be seen.
+  Job& job = *state->job;
+  job.drop_all_cached_tiles();
+  for (const uint32_t index : state->buckets) {
+    Entry& value = *job.buckets[index].value;
+    if (value.residency() == Residency::filling)
+      job.move(value, Residency::filling, Residency::absent);
+    if (value.is_resident()) job.move(value, value.residency(), Residency::absent);
+    if (value.slot != nullptr) job.retire_slot(std::move(value.slot));
+  }
+  if (state->swapped) {
+    for (const auto& [staged_id, buffer_id] : state->request.staged_buffers) {
+      Shard& staged = job.shards[staged_id];
+      Shard& buffer = job.shards[buffer_id];
+      std::swap(staged.value, buffer.value);
+      std::swap(staged.value->owner, buffer.value->owner);
+      staged.written = true;
+    }
+  }
+  job.roll_back(extents_);
+  unseal(*state);
+}
+
+void ShardStore::commit_step(const std::shared_ptr<StepState>& state) {
+  Job& job = *state->job;
+  if (!state->is_step && !job.changed && state->report->written_bytes == 0) {
+    return finish_step(state, Status::ok());
+  }
+  for (const auto& [shard_id, group] : state->group_of) ++job.shards[shard_id].generation;
+  if (state->is_step) ++job.committed_step;
+  commits_.commit(&job, [this, state](const Status& status, double commit_seconds) {
+    Job& its = *state->job;
+    state->report->commit_seconds = commit_seconds;
+    if (!status.is_ok()) {
+      for (const auto& [shard_id, group] : state->group_of) --its.shards[shard_id].generation;
+      if (state->is_step) --its.committed_step;
+      // Where it was a write that failed, whether N or N + 1 is on disk is not known: every further
+      // commit is refused, and a restart finds out.
+      undo_step(state);
+      return finish_step(state, status);
+    }
+    for (const uint32_t index : state->buckets) {
+      Entry& value = *its.buckets[index].value;
+      if (value.residency() == Residency::filling)
+        its.move(value, Residency::filling, Residency::clean);
+    }
+    const Shard* const first = its.shards.data();
+    drop_gradients_of(its, [&](const Shard& shard) {
+      return state->group_of.contains(static_cast<uint32_t>(&shard - first));
+    });
+    finish_step(state, Status::ok());
+  });
+}
+
+void ShardStore::finish_step(const std::shared_ptr<StepState>& state, const Status& status) {
+  Job& job = *state->job;
+  state->report->committed_step = job.committed_step;
+  if (state->is_step && status.is_ok()) {
+    ++job.counters.step_count;
+    job.counters.step_read_seconds += state->report->read_seconds;
+    job.counters.step_update_seconds += state->report->update_seconds;
+    job.counters.step_write_seconds += state->report->write_seconds;
+    job.counters.step_commit_seconds += state->report->commit_seconds;
+    step_seconds_.add(static_cast<double>(clock_.now_ns() - state->started_ns) * 1e-9);
+  }
+  const uint64_t job_id = job.job_id;
+  state->done(status, *state->report);
+  end_operation(job_id);
+}
+
+// ---- Moments
+// -----------------------------------------------------------------------------------------------------------------------
+
+namespace {
+
+struct MomentsPlace {
+  Bucket* bucket = nullptr;
+  size_t tile = 0;
+  uint64_t element_in_tile = 0;
+};
+
+Result<MomentsPlace> find_moments(Job& job, const MomentsRequest& request) {
+  if (request.shard_id >= job.shards.size() || job.shards[request.shard_id].gradient == nullptr) {
+    return error(StatusCode::not_found,
+                 "job ",
+                 job.name,
+                 " has no parameter with shard id ",
+                 request.shard_id);
+  }
+  const Shard& shard = job.shards[request.shard_id];
+  const uint64_t first = shard.element_offset + request.element_first;
+  const bool inside = request.element_count > 0 && request.element_first < shard.element_count &&
+                      request.element_count <= shard.element_count - request.element_first;
+  if (!inside || first / kTileElements != (first + request.element_count - 1) / kTileElements) {
+    return error(StatusCode::invalid_argument,
+                 "moments of shard ",
+                 job.name,
+                 "/",
+                 shard.spec.name,
+                 ": ask for elements of one tile of ",
+                 kTileElements,
+                 ": first ",
+                 request.element_first,
+                 ", count ",
+                 request.element_count);
+  }
+  return MomentsPlace{.bucket = &job.buckets[shard.bucket],
+                      .tile = first / kTileElements,
+                      .element_in_tile = first % kTileElements};
+}
+
+}  // namespace
+
+void ShardStore::read_moments(
+    const MomentsRequest& request,
+    std::function<void(const Status&, std::vector<float>, std::vector<float>)> done) {
+  const auto owner = job_of(request.session_id);
+  if (!owner.is_ok()) return done(owner.status(), {}, {});
+  Job* const job = owner.value();
+  enqueue(*job, [this, job, request, done = std::move(done)](const Status& turn) {
+    if (!turn.is_ok()) return done(turn, {}, {});
+    const auto place = find_moments(*job, request);
+    if (!place.is_ok()) {
+      done(place.status(), {}, {});
+      return end_operation(job->job_id);
+    }
+    auto exp_avg = std::make_shared<std::vector<float>>(request.element_count);
+    auto exp_avg_sq = std::make_shared<std::vector<float>>(request.element_count);
+    TileTask task;
+    task.job = job;
+    task.entry = place.value().bucket->value;
+    task.bucket = place.value().bucket;
+    task.index = place.value().tile;
+    task.reads_rest = true;
+    task.work =
+        [exp_avg, exp_avg_sq, first = place.value().element_in_tile](const TileBytes& bytes) {
+          const auto* const m = reinterpret_cast<const float*>(bytes.rest) + first;
+          std::copy_n(m, exp_avg->size(), exp_avg->begin());
+          std::copy_n(m + bytes.elements, exp_avg_sq->size(), exp_avg_sq->begin());
+        };
+    task.done = [this, job, exp_avg, exp_avg_sq, done](const Status& status) {
+      done(status, std::move(*exp_avg), std::move(*exp_avg_sq));
+      end_operation(job->job_id);
+    };
+    tiles_.submit(std::move(task));
+  });
+}
+
+void ShardStore::write_moments(const MomentsRequest& request,
+                               uint64_t generation,
+                               std::vector<float> exp_avg,
+                               std::vector<float> exp_avg_sq,
+                               Done done) {
+  const auto owner = job_of(request.session_id);
+  if (!owner.is_ok()) return done(owner.status());
+  Job* const job = owner.value();
+  auto moments = std::make_shared<std::pair<std::vector<float>, std::vector<float>>>(
+      std::move(exp_avg), std::move(exp_avg_sq));
+  enqueue(*job,
+          [this, job, request, generation, moments, done = std::move(done)](const Status& turn) {
+            if (!turn.is_ok()) return done(turn);
+            const auto place = find_moments(*job, request);
+            const bool sized = moments->first.size() == request.element_count &&
+                               moments->second.size() == request.element_count;
+            if (!place.is_ok() || !sized) {
+              done(place.is_ok()
+                       ? error(StatusCode::invalid_argument, "moments and element count differ")
+                       : place.status());
+              return end_operation(job->job_id);
+            }
+            TileTask task;
+            task.job = job;
+            task.entry = place.value().bucket->value;
+            task.bucket = place.value().bucket;
+            task.index = place.value().tile;
+            task.reads_rest = true;
+            task.writes_rest = true;
+            task.work = [moments, first = place.value().element_in_tile](const TileBytes& bytes) {
+              auto* const m = reinterpret_cast<float*>(bytes.rest) + first;
+              std::copy(moments->first.begin(), moments->first.end(), m);
+              std::copy(moments->second.begin(), moments->second.end(), m + bytes.elements);
+            };
+            task.done = [this, job, request, generation, done](const Status& status) {
+              if (status.is_ok()) {
+                job->shards[request.shard_id].generation = generation;
+                job->changed = true;
+              }
+              done(status);
+              end_operation(job->job_id);
+            };
+            tiles_.submit(std::move(task));
+          });
+}
+
+}  // namespace memd

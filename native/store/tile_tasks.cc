@@ -1,0 +1,308 @@
+#include "store/tile_tasks.h"
+
+#include <cstring>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "base/check.h"
+#include "base/checksum.h"
+#include "base/units.h"
+
+namespace memd {
+namespace {
+
+// One tile is being updated by each worker while others are read and written; more than eight did
+// not shorten a step and takes memory from the cache.
+constexpr uint32_t kTilesInFlight = 8;
+
+}  // namespace
+
+struct TileTasks::Running {
+  TileTask task;
+  uint64_t offset_bytes = 0;  // in the private side
+  TileBytes bytes;
+  std::byte* gradient_copy = nullptr;  // a spilled gradient's place behind the state
+  uint64_t gradient_bytes = 0;
+  bool in_memory = false;  // value and rest were cached
+  bool value_from_arena = false;
+  ExtentRecord value_extent;  // to be written
+  ExtentRecord rest_extent;
+  // Found by the worker, acted upon by the server thread.
+  bool value_mismatch = false;
+  bool rest_mismatch = false;
+  bool gradient_mismatch = false;
+  uint64_t started_ns = 0;
+  uint64_t work_ns = 0;
+
+  const ExtentRecord& value_source() const { return task.entry->replicas[task.index].extent; }
+  const ExtentRecord& rest_source() const { return task.bucket->rest[task.index].extent; }
+  const ExtentRecord& gradient_source() const { return task.gradient->replicas[task.index].extent; }
+  bool reads_rest() const { return task.reads_rest && rest_source().exists(); }
+  std::span<std::byte> value_span() const { return {bytes.value, bytes.value_bytes}; }
+  std::span<std::byte> rest_span() const { return {bytes.rest, bytes.rest_bytes}; }
+  std::span<std::byte> gradient_span() const { return {gradient_copy, gradient_bytes}; }
+};
+
+void TileTasks::submit(TileTask task) {
+  ++task.entry->task_count;
+  ++task.job->activity_count;
+  if (task.report == nullptr) task.report = std::make_shared<StepReport>();
+  Job* const job = task.job;
+  queues_[job].waiting.push_back(std::move(task));
+}
+
+void TileTasks::advance() {
+  // A continuation may open or drop jobs.
+  std::vector<Job*> jobs;
+  for (const auto& [job, queue] : queues_) jobs.push_back(job);
+  for (Job* const job : jobs) {
+    if (!queues_.contains(job)) continue;
+    Queue& queue = queues_.at(job);
+    while (!queue.waiting.empty() && queue.running_count < kTilesInFlight) {
+      // Taken out first: a task that fails at once finishes, and its continuation may submit
+      // others.
+      TileTask task = std::move(queue.waiting.front());
+      queue.waiting.pop_front();
+      if (try_start(task)) continue;
+      queue.waiting.push_front(std::move(task));
+      MEMD_CHECK_GT(queue.running_count, 0u);  // the private floor holds two tiles
+      break;
+    }
+  }
+}
+
+std::optional<uint64_t> TileTasks::allocate_private(Job& job, uint64_t bytes) {
+  Arena& side = job.memory->private_side();
+  for (;;) {
+    if (const auto offset_bytes = side.allocate(bytes)) return offset_bytes;
+    if (job.memory->grow_private()) continue;
+    if (job.cached_tiles.empty()) return std::nullopt;
+    const auto any = job.cached_tiles.begin();
+    side.free(any->second);
+    job.cached_tiles.erase(any);
+  }
+}
+
+bool TileTasks::try_start(TileTask& task) {
+  auto running = std::make_shared<Running>();
+  Job& job = *task.job;
+  TileBytes& bytes = running->bytes;
+  bytes.value_bytes = task.entry->replica_bytes(task.index);
+  if (task.reads_rest || task.writes_rest) bytes.rest_bytes = task.bucket->rest_bytes(task.index);
+  if (task.bucket != nullptr) bytes.elements = task.bucket->tile_elements(task.index);
+  const bool gradient_spilled = task.gradient != nullptr && task.gradient->slot == nullptr;
+  if (gradient_spilled) running->gradient_bytes = bytes.value_bytes;
+
+  Arena& side = job.memory->private_side();
+  if (bytes.rest_bytes > 0) {
+    const auto cached = job.cached_tiles.find(job.tile_key(task.entry->owner, task.index));
+    if (cached != job.cached_tiles.end() && !gradient_spilled) {
+      running->in_memory = true;
+      running->offset_bytes = cached->second;
+      job.cached_tiles.erase(cached);
+    } else if (cached != job.cached_tiles.end()) {
+      side.free(cached->second);
+      job.cached_tiles.erase(cached);
+    }
+  }
+  if (!running->in_memory) {
+    const auto offset_bytes =
+        allocate_private(job, bytes.value_bytes + bytes.rest_bytes + running->gradient_bytes);
+    if (!offset_bytes) return false;
+    running->offset_bytes = *offset_bytes;
+  }
+  bytes.value = side.at(running->offset_bytes);
+  bytes.rest = bytes.rest_bytes > 0 ? bytes.value + bytes.value_bytes : nullptr;
+  if (gradient_spilled) {
+    running->gradient_copy = bytes.value + bytes.value_bytes + bytes.rest_bytes;
+    bytes.gradient = running->gradient_copy;
+  } else if (task.gradient != nullptr) {
+    bytes.gradient = job.memory->arena().at(task.gradient->slot->offset_bytes) +
+                     task.index * task.gradient->stride_bytes;
+  }
+  if (task.entry->slot != nullptr) {
+    bytes.arena_value = job.memory->arena().at(task.entry->slot->offset_bytes) +
+                        task.index * task.entry->stride_bytes;
+  }
+  running->value_from_arena = task.value_in_arena && bytes.arena_value != nullptr;
+  running->started_ns = clock_.now_ns();
+  running->task = std::move(task);
+  ++queues_[&job].running_count;
+  load(running);
+  return true;
+}
+
+void TileTasks::load(const std::shared_ptr<Running>& running) {
+  TileTask& task = running->task;
+  auto join = Join::start([this, running](const Status& status) {
+    running->task.report->read_seconds +=
+        static_cast<double>(clock_.now_ns() - running->started_ns) * 1e-9;
+    status.is_ok() ? work(running) : finish(running, status);
+  });
+  const auto read = [&](const ExtentRecord& extent, std::span<std::byte> into) {
+    task.report->read_bytes += extent.length_bytes;
+    extents_.read_unverified(extent, into, IoPriority::state, join->branch());
+  };
+  if (!running->in_memory) {
+    if (task.reads_value && !running->value_from_arena) {
+      if (running->value_source().exists()) {
+        read(running->value_source(), running->value_span());
+      } else {
+        std::memset(running->bytes.value, 0, running->bytes.value_bytes);
+      }
+    }
+    if (running->reads_rest()) {
+      read(running->rest_source(), running->rest_span());
+    } else if (running->bytes.rest_bytes > 0) {
+      std::memset(running->bytes.rest, 0, running->bytes.rest_bytes);
+    }
+  }
+  if (running->gradient_copy != nullptr) read(running->gradient_source(), running->gradient_span());
+  join->finish(Status::ok());
+}
+
+void TileTasks::work(const std::shared_ptr<Running>& running) {
+  TileTask& task = running->task;
+  // Extents come before the work: their address is part of the checksum that the worker computes.
+  const auto reserve = [&](uint64_t length_bytes, ExtentRecord* extent) -> Status {
+    if (extent->exists()) return Status::ok();
+    if (task.job->nvme_bytes_used + length_bytes > task.job->nvme_bytes) {
+      return error(StatusCode::capacity,
+                   "job ",
+                   task.job->name,
+                   " has used up its disk quota; raise nvme_bytes: ",
+                   task.job->nvme_bytes_used,
+                   " of ",
+                   task.job->nvme_bytes,
+                   " bytes");
+    }
+    auto allocated = extents_.allocate(static_cast<uint32_t>(length_bytes));
+    if (!allocated.is_ok()) return allocated.status();
+    *extent = allocated.value();
+    task.job->nvme_bytes_used += length_bytes;
+    return Status::ok();
+  };
+  Status status;
+  if (task.writes_value) status = reserve(running->bytes.value_bytes, &running->value_extent);
+  if (status.is_ok() && task.writes_rest) {
+    status = reserve(running->bytes.rest_bytes, &running->rest_extent);
+  }
+  if (!status.is_ok()) return finish(running, status);
+
+  workers_.submit(
+      [running, this] {
+        const uint64_t start_ns = clock_.now_ns();
+        TileTask& its = running->task;
+        const bool disk = !running->in_memory;
+        if (running->value_from_arena && disk && its.reads_value) {
+          // A trainer may write there at any time: copied first, then compared with what was
+          // written to disk.
+          std::memcpy(running->bytes.value, running->bytes.arena_value, running->bytes.value_bytes);
+        }
+        running->value_mismatch =
+            disk && its.reads_value && running->value_source().exists() &&
+            !ExtentStore::matches(running->value_source(), running->value_span());
+        running->rest_mismatch =
+            disk && running->reads_rest() &&
+            !ExtentStore::matches(running->rest_source(), running->rest_span());
+        running->gradient_mismatch =
+            running->gradient_copy != nullptr &&
+            !ExtentStore::matches(running->gradient_source(), running->gradient_span());
+        if (!running->value_mismatch && !running->rest_mismatch && !running->gradient_mismatch) {
+          its.work(running->bytes);
+          if (its.writes_value) {
+            running->value_extent.checksum =
+                extent_checksum(running->value_span(), running->value_extent.address);
+          }
+          if (its.writes_rest) {
+            running->rest_extent.checksum =
+                extent_checksum(running->rest_span(), running->rest_extent.address);
+          }
+        }
+        running->work_ns = clock_.now_ns() - start_ns;
+      },
+      [running, this] {
+        running->task.report->update_seconds += static_cast<double>(running->work_ns) * 1e-9;
+        check(running);
+      });
+}
+
+void TileTasks::check(const std::shared_ptr<Running>& running) {
+  if (!running->value_mismatch && !running->rest_mismatch && !running->gradient_mismatch) {
+    return write(running);
+  }
+  TileTask& task = running->task;
+  auto join = Join::start([this, running](const Status& status) {
+    status.is_ok() ? work(running) : finish(running, status);
+  });
+  const auto read_again = [&](const ExtentRecord& extent, std::span<std::byte> into) {
+    extents_.count_checksum_failure();
+    const std::string what =
+        concat("shard ", task.job->describe(*task.entry), ", step ", task.job->committed_step);
+    extents_.read(extent, into, IoPriority::demand, what, join->branch());
+  };
+  if (running->value_mismatch) {
+    // The arena's copy was scribbled on: what is on disk counts.
+    running->value_from_arena = false;
+    read_again(running->value_source(), running->value_span());
+  }
+  if (running->rest_mismatch) read_again(running->rest_source(), running->rest_span());
+  if (running->gradient_mismatch) read_again(running->gradient_source(), running->gradient_span());
+  join->finish(Status::ok());
+}
+
+void TileTasks::write(const std::shared_ptr<Running>& running) {
+  TileTask& task = running->task;
+  const uint64_t start_ns = clock_.now_ns();
+  auto join = Join::start([this, running, start_ns](const Status& status) {
+    running->task.report->write_seconds += static_cast<double>(clock_.now_ns() - start_ns) * 1e-9;
+    finish(running, status);
+  });
+  if (task.writes_value) {
+    task.report->written_bytes += running->value_extent.length_bytes;
+    extents_.write(running->value_extent, running->value_span(), join->branch());
+  }
+  if (task.writes_rest) {
+    task.report->written_bytes += running->rest_extent.length_bytes;
+    extents_.write(running->rest_extent, running->rest_span(), join->branch());
+  }
+  join->finish(Status::ok());
+}
+
+void TileTasks::finish(const std::shared_ptr<Running>& running, const Status& status) {
+  TileTask& task = running->task;
+  Job& job = *task.job;
+  const auto settle = [&](ExtentRecord& extent, Replica& place) {
+    if (!extent.exists()) return;
+    if (status.is_ok() && task.entry->kind == EntryKind::gradient) {
+      job.replace_gradient(place, extent, extents_);
+    } else if (status.is_ok()) {
+      job.replace(place, extent, extents_);
+    } else {
+      job.nvme_bytes_used -= extent.length_bytes;
+      extents_.release(extent);
+    }
+  };
+  if (task.writes_value) settle(running->value_extent, task.entry->replicas[task.index]);
+  if (task.writes_rest) settle(running->rest_extent, task.bucket->rest[task.index]);
+
+  // State stays in memory where there is room: for a trace that repeats, a fixed part that stays
+  // beats a least recently used one, which would be evicted just before its next use.
+  Arena& side = job.memory->private_side();
+  const bool whole = running->bytes.rest_bytes > 0 && running->gradient_copy == nullptr &&
+                     (task.reads_value || task.writes_value);
+  const uint64_t kept_bytes = job.memory->private_floor_bytes() + side.used_bytes();
+  if (status.is_ok() && whole && kept_bytes <= job.memory->private_bytes_max()) {
+    job.cached_tiles[job.tile_key(task.entry->owner, task.index)] = running->offset_bytes;
+  } else {
+    side.free(running->offset_bytes);
+  }
+  --task.entry->task_count;
+  --job.activity_count;
+  --queues_[&job].running_count;
+  const Done done = std::move(task.done);
+  done(status);
+}
+
+}  // namespace memd

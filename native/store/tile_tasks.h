@@ -1,0 +1,88 @@
+// Reads part of an entry into private memory, works on it, writes it to new extents: the path of
+// updates, writebacks and spills.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <unordered_map>
+
+#include "base/clock.h"
+#include "store/extent_store.h"
+#include "store/job.h"
+#include "store/workers.h"
+
+namespace memd {
+
+/// What a task's work sees, in memory that only the daemon maps, `arena_value` and an unspilled
+/// gradient excepted.
+struct TileBytes {
+  std::byte* value = nullptr;
+  std::byte* rest = nullptr;
+  const std::byte* gradient = nullptr;
+  std::byte* arena_value =
+      nullptr;               // where the value is published, or comes from; nullptr: nowhere
+  uint64_t value_bytes = 0;  // whole blocks
+  uint64_t rest_bytes = 0;
+  uint64_t elements = 0;  // of a bucket's tile
+};
+
+/// Replica `index` of `entry`, and with `bucket` the tile's rest. The bytes that the entry has in
+/// the arena are used by `work` alone.
+struct TileTask {
+  Job* job = nullptr;
+  Entry* entry = nullptr;
+  size_t index = 0;
+  Bucket* bucket = nullptr;
+
+  bool reads_value = false;
+  /// The arena's copy may serve instead of a read, after it was copied and its checksum matched.
+  bool value_in_arena = false;
+  bool writes_value = false;
+  bool reads_rest = false;  // zeros where there is none
+  bool writes_rest = false;
+  const Entry* gradient = nullptr;
+
+  /// On an update worker.
+  std::function<void(const TileBytes&)> work;
+  std::shared_ptr<StepReport> report;
+  /// On the server thread; new extents are in place, not yet committed.
+  Done done;
+};
+
+/// Owned by the ShardStore. Tasks of one job start in order, as many at once as its private memory
+/// holds (at most kTilesInFlight); a task takes all its memory at once, so that none waits for
+/// another while it holds some.
+class TileTasks {
+ public:
+  TileTasks(ExtentStore& extents, UpdateWorkers& workers, const Clock& clock)
+      : extents_(extents), workers_(workers), clock_(clock) {}
+
+  void submit(TileTask task);
+  /// Starts what can start.
+  void advance();
+  void forget(Job* job) { queues_.erase(job); }
+
+ private:
+  struct Running;
+  struct Queue {
+    std::deque<TileTask> waiting;
+    uint32_t running_count = 0;
+  };
+
+  bool try_start(TileTask& task);
+  std::optional<uint64_t> allocate_private(Job& job, uint64_t bytes);
+  void load(const std::shared_ptr<Running>& running);
+  void work(const std::shared_ptr<Running>& running);
+  void check(const std::shared_ptr<Running>& running);
+  void write(const std::shared_ptr<Running>& running);
+  void finish(const std::shared_ptr<Running>& running, const Status& status);
+
+  ExtentStore& extents_;
+  UpdateWorkers& workers_;
+  const Clock& clock_;
+  std::unordered_map<Job*, Queue> queues_;
+};
+
+}  // namespace memd

@@ -1,0 +1,44 @@
+// Threads for what is bound by the processor: Adam, checksums, copies.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace memd {
+
+/// Work runs on any of the threads; `done` runs on the server thread, inside reap(). The wake
+/// descriptor is written when there is something to reap.
+class UpdateWorkers {
+ public:
+  UpdateWorkers(uint32_t thread_count, int wake_fd);
+  /// Finishes what was submitted; what was not reaped is dropped.
+  ~UpdateWorkers();
+  UpdateWorkers(const UpdateWorkers&) = delete;
+  UpdateWorkers& operator=(const UpdateWorkers&) = delete;
+
+  void submit(std::function<void()> work, std::function<void()> done);
+  size_t reap();
+  uint32_t thread_count() const { return static_cast<uint32_t>(threads_.size()); }
+
+ private:
+  struct Job {
+    std::function<void()> work;
+    std::function<void()> done;
+  };
+  void run();
+
+  const int wake_fd_;
+  std::mutex mutex_;
+  std::condition_variable available_;
+  std::deque<Job> waiting_;
+  std::vector<std::function<void()>> finished_;
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace memd
