@@ -1,0 +1,6 @@
+"""`python -m memd`, as an embedded daemon is started."""
+
+from memd.cli import main
+
+if __name__ == "__main__":
+    main()

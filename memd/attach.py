@@ -1,0 +1,266 @@
+"""The attach socket: who connects, tokens, descriptors, and the end of a dead process's sessions.
+
+gRPC knows no peer credentials and carries no descriptors; DESIGN.md section 3.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from google.protobuf.message import DecodeError
+
+from memd import __version__
+from memd.peers import Peer
+from memd.refusal import Refused
+from memd_native import PROTOCOL_VERSION, StatusError
+from memd_proto.v1 import attach_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from memd.peers import Peers, Session
+    from memd_native import Server, SessionGrant
+
+log = logging.getLogger(__name__)
+
+_UCRED = struct.Struct("iII")  # pid, uid, gid
+_SO_PEERPIDFD = 77  # Linux 6.5; the socket module does not name it
+# SegmentsWanted has 18 bytes at most; what is longer is no message of ours.
+_PACKET_BYTES_MAX = 256
+_BACKLOG = 128
+
+
+class AttachListener:
+    """One thread that polls the listening socket, the connections and the pidfds of the peers.
+
+    That a process is dead is known by its pidfd. A connection's end says nothing: a forked data
+    loader keeps it open for seconds after the trainer was killed.
+    """
+
+    def __init__(
+        self, listening: socket.socket, *, server: Server, peers: Peers, control_address: str
+    ) -> None:
+        self._server = server
+        self._peers = peers
+        self._control_address = control_address
+        self._listening = listening
+        self._listening.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Ending a session may wait for a write that is under way; others who die meanwhile, or
+        # connect, do not wait for it.
+        self._reclaimers = ThreadPoolExecutor(4, thread_name_prefix="memd-reclaim")
+        self._thread = threading.Thread(target=self._run, name="memd-attach", daemon=True)
+
+    def start(self) -> None:
+        self._watch(self._listening.fileno(), self._accept)
+        self._watch(self._wake, self._drop_listening)
+        self._thread.start()
+
+    def stop_accepting(self) -> None:
+        """Peers and their sessions stay."""
+        os.eventfd_write(self._wake, 1)
+
+    def _watch(self, fd: int, ready: Callable[[], None]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, ready)
+
+    def _run(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                # An event earlier in this round may have ended what this one is about.
+                if self._selector.get_map().get(key.fd) is key:
+                    key.data()
+
+    def _drop_listening(self) -> None:
+        os.eventfd_read(self._wake)
+        if self._listening.fileno() >= 0:
+            self._selector.unregister(self._listening.fileno())
+            self._listening.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listening.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return  # the client has given up meanwhile
+        except OSError as error:
+            log.error("an attach connection cannot be accepted", extra={"reason": str(error)})
+            time.sleep(0.05)  # out of descriptors: the listening socket stays readable
+            return
+        connection.setblocking(False)
+        try:
+            peer = _identify(connection)
+        except OSError as error:
+            log.warning("an attaching process cannot be identified", extra={"reason": str(error)})
+            connection.close()
+            return
+        self._welcome(peer, connection)
+
+    def _welcome(self, peer: Peer, connection: socket.socket) -> None:
+        welcome = attach_pb2.Welcome(protocol_version=PROTOCOL_VERSION)
+        try:
+            self._peers.add(peer)
+        except Refused as refused:
+            welcome.refusal = str(refused)
+            log.warning("connection refused", extra={"uid": peer.uid, "reason": str(refused)})
+            _send_or_forget(connection, welcome.SerializeToString())
+            connection.close()
+            os.close(peer.pidfd)
+            return
+        welcome.daemon_version = __version__
+        welcome.token = peer.token
+        welcome.control_address = self._control_address
+        self._watch(connection.fileno(), lambda: self._read(peer, connection))
+        self._watch(peer.pidfd, lambda: self._end(peer, reason="process died"))
+        _send_or_forget(connection, welcome.SerializeToString())
+        log.debug("client connected", extra={"pid": peer.pid, "uid": peer.uid})
+
+    def _read(self, peer: Peer, connection: socket.socket) -> None:
+        try:
+            packet, _, flags, _ = connection.recvmsg(_PACKET_BYTES_MAX)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet, flags = b"", 0
+        if not packet:
+            self._close_connection(peer, connection)
+            return
+        try:
+            if flags & socket.MSG_TRUNC:
+                raise ValueError(f"a packet is longer than {_PACKET_BYTES_MAX} bytes")
+            wanted = attach_pb2.SegmentsWanted.FromString(packet)
+            self._send_segments(peer, wanted)
+        except (DecodeError, ValueError, Refused, StatusError, OSError) as error:
+            # Only this connection is closed: the process is alive, and keeps its leases.
+            log.warning(
+                "attach connection closed after a bad packet",
+                extra={"pid": peer.pid, "uid": peer.uid, "reason": str(error)},
+            )
+            self._close_connection(peer, connection)
+
+    def _send_segments(self, peer: Peer, wanted: attach_pb2.SegmentsWanted) -> None:
+        session = self._peers.session(peer, wanted.session_id)
+        fds = self._server.segment_fds(session.session_id, wanted.segment_first)
+        answer = attach_pb2.Descriptors(
+            kind=attach_pb2.Descriptors.KIND_SEGMENTS,
+            session_id=session.session_id,
+            segment_first=wanted.segment_first,
+            segment_count=len(fds),
+        )
+        try:
+            self._peers.send(peer, answer.SerializeToString(), fds)
+        finally:
+            _close_all(fds)
+
+    def _close_connection(self, peer: Peer, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        if not self._peers.close_connection(peer):
+            self._end(peer, reason="connection closed")
+
+    def _end(self, peer: Peer, *, reason: str) -> None:
+        """The peer has died, or has closed its connection and has no session."""
+        if peer.connection is not None:
+            self._selector.unregister(peer.connection)
+        self._selector.unregister(peer.pidfd)
+        for session in self._peers.remove(peer, reason=reason.replace(" ", "_")):
+            self._reclaimers.submit(self._reclaim, peer, session, reason)
+
+    def _reclaim(self, peer: Peer, session: Session, reason: str) -> None:
+        values = {
+            "session": session.session_id,
+            "job": session.job_name,
+            "pid": peer.pid,
+            "uid": peer.uid,
+            "reason": reason,
+        }
+        began = time.monotonic()
+        try:
+            leases = self._server.detach(session.session_id)
+        except StatusError as error:
+            log.error("session cannot be ended", extra={**values, "error": str(error)})
+            return
+        took_ms = round((time.monotonic() - began) * 1e3, 1)
+        log.info(
+            "session ended for its process", extra={**values, "leases": leases, "took_ms": took_ms}
+        )
+
+
+def send_session(peers: Peers, peer: Peer, grant: SessionGrant) -> None:
+    """Passes what a session shares. The grant's descriptors are closed here, sent or not."""
+    fds = (grant.session_fd, grant.table_fd, grant.doorbell_fd)
+    answer = attach_pb2.Descriptors(
+        kind=attach_pb2.Descriptors.KIND_SESSION, session_id=grant.session_id
+    )
+    try:
+        peers.send(peer, answer.SerializeToString(), fds)
+    finally:
+        _close_all(fds)
+
+
+def bind(path: Path) -> socket.socket:
+    """Listens at `path`, mode 0660. The caller knows that nobody else does."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # The mode of a socket is that of its creation: nobody can connect before a chmod.
+    mask = os.umask(0o117)
+    try:
+        listening.bind(str(path))
+        listening.listen(_BACKLOG)
+    except OSError:
+        listening.close()
+        raise
+    finally:
+        os.umask(mask)
+    return listening
+
+
+def _identify(connection: socket.socket) -> Peer:
+    """OSError where the process has gone already."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    pid, uid, _ = _UCRED.unpack(credentials)
+    try:
+        pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno != errno.ENOPROTOOPT:
+            raise
+        pidfd = _pidfd_by_number(pid)
+    return Peer(pid=pid, uid=uid, pidfd=pidfd, connection=connection)
+
+
+def _pidfd_by_number(pid: int) -> int:
+    """Before Linux 6.5. The number could be another process's by the time it is opened; then the
+    start time that /proc shows differs before and after."""
+    started = _start_time(pid)
+    pidfd = os.pidfd_open(pid)
+    if _start_time(pid) != started:
+        os.close(pidfd)
+        raise ProcessLookupError(errno.ESRCH, f"process {pid} has been replaced by another one")
+    return pidfd
+
+
+def _start_time(pid: int) -> int:
+    """In clock ticks since boot."""
+    text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    # Field 22, counted after the command's name, which may hold spaces and brackets.
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def _send_or_forget(connection: socket.socket, packet: bytes) -> None:
+    """A client that has closed its end already is noticed by the poll."""
+    try:
+        connection.send(packet)
+    except OSError as error:
+        log.debug("a client does not wait for its welcome", extra={"reason": str(error)})
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

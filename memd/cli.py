@@ -1,0 +1,304 @@
+"""The command `memd`. Exit codes: 0 done, 1 failed, 2 wrong use."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import MutableSequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memd import __version__
+from memd.config import SettingsError, load, shown
+from memd.refusal import Refused
+from memd.sizes import format_size
+
+# What a command alone needs is imported by it: `memd serve` stays light, `memd config` quick.
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from google.protobuf.descriptor import EnumDescriptor
+    from google.protobuf.message import Message
+
+    from memd.client import DaemonClient
+    from memd.config import Configuration
+    from memd_proto.v1 import job_pb2, status_pb2
+
+
+class Commands(click.Group):
+    """`memd demo` needs torch, so that its module is imported only when it is called."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted([*super().list_commands(context), "demo"])
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name != "demo":
+            return super().get_command(context, name)
+        try:
+            from memd.demo import command
+        except ModuleNotFoundError as error:
+            raise click.ClickException(
+                f"memd demo needs the package {error.name}: pip install 'memd[demo]'"
+            ) from error
+        return command
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except SettingsError as error:
+            raise click.UsageError(str(error)) from error
+        except Refused as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Memory and NVMe for training state."""
+
+
+def setting_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """The settings that have a flag."""
+    for option in (
+        click.option("--log-level", help="debug, info, warning or error."),
+        click.option("--log-format", help="text or json, one event a line, on stderr."),
+        click.option("--metrics", metavar="HOST:PORT", help="Prometheus endpoint; '' is none."),
+        click.option("--nvme", metavar="SIZE", help="Space on all folders together."),
+        click.option("--host", metavar="SIZE", help="Memory for all jobs."),
+        click.option(
+            "--data", metavar="DIR", multiple=True, help="One folder a drive; repeatable."
+        ),
+        click.option("--socket", metavar="PATH", help="The control socket."),
+        config_option,
+    ):
+        command = option(command)
+    return command
+
+
+config_option = click.option(
+    "--config",
+    "config_file",
+    type=click.Path(path_type=Path),
+    help="Settings in TOML; /etc/memd/memd.toml where it exists.",
+)
+socket_option = click.option("--socket", metavar="PATH", help="The daemon's control socket.")
+json_option = click.option("--json", "as_json", is_flag=True, help="For programs.")
+
+
+def configuration_of(config_file: Path | None, flags: dict[str, Any]) -> Configuration:
+    given = {name: value for name, value in flags.items() if value is not None and value != ()}
+    return load(flags=given, environ=os.environ, file=config_file)
+
+
+@main.command()
+@setting_flags
+@click.option("--parent-pid", type=int, hidden=True)
+@click.option("--unlocked-ok", is_flag=True, hidden=True)
+def serve(
+    config_file: Path | None, parent_pid: int | None, unlocked_ok: bool, **flags: Any
+) -> None:
+    """The daemon, in the foreground. Prints one line when it is ready."""
+    from memd import log
+    from memd.daemon import Daemon, Options
+    from memd_native import StatusError
+
+    configuration = configuration_of(config_file, flags)
+    settings = configuration.settings
+    log.configure(log_format=settings.log_format, log_level=settings.log_level)
+    daemon = Daemon(
+        configuration,
+        options=Options(parent_pid=parent_pid, lock_required=not unlocked_ok),
+        environ=os.environ,
+        reload=lambda: configuration_of(config_file, flags),
+    )
+    try:
+        daemon.run()
+    except StatusError as error:
+        raise click.ClickException(str(error)) from error
+
+
+@main.command()
+@setting_flags
+@json_option
+def config(config_file: Path | None, as_json: bool, **flags: Any) -> None:
+    """Prints the settings in effect, with units, and where each came from."""
+    configuration = configuration_of(config_file, flags)
+    texts = shown(configuration.settings)
+    rows = [(name, text, configuration.origins[name]) for name, text in texts.items()]
+    if as_json:
+        print_json({name: {"value": text, "origin": origin} for name, text, origin in rows})
+    else:
+        print_table(("setting", "value", "origin"), rows)
+
+
+@main.command()
+@socket_option
+@json_option
+def status(socket: str | None, as_json: bool) -> None:
+    """The daemon at a glance."""
+    with connected(socket) as daemon:
+        answer = daemon.status()
+    if as_json:
+        print_message(answer)
+    else:
+        print_status(answer)
+
+
+@main.group()
+def job() -> None:
+    """Jobs: their bytes stay until they are dropped."""
+
+
+@job.command("list")
+@socket_option
+@json_option
+def list_jobs(socket: str | None, as_json: bool) -> None:
+    """Your jobs; root sees all."""
+    with connected(socket) as daemon:
+        jobs = daemon.jobs()
+    if as_json:
+        print_json([as_dict(each) for each in jobs])
+    else:
+        print_jobs(jobs)
+
+
+@job.command("show")
+@click.argument("name")
+@socket_option
+@json_option
+def show_job(name: str, socket: str | None, as_json: bool) -> None:
+    """One job and its shards."""
+    with connected(socket) as daemon:
+        answer = daemon.job(name)
+    if as_json:
+        print_message(answer)
+        return
+    from memd_proto.v1 import types_pb2
+
+    print_jobs([answer.job])
+    rows = [
+        (
+            shard.spec.name,
+            types_pb2.ShardKind.Name(shard.spec.kind).removeprefix("SHARD_KIND_").lower(),
+            types_pb2.DType.Name(shard.spec.dtype).removeprefix("D_TYPE_").lower(),
+            "x".join(map(str, shard.spec.shape)) or "scalar",
+            format_size(shard.bytes),
+            str(shard.generation) if shard.written else "never written",
+        )
+        for shard in answer.shards
+    ]
+    click.echo()
+    print_table(("shard", "kind", "dtype", "shape", "bytes", "updates"), rows)
+
+
+@job.command("drop")
+@click.argument("name")
+@click.option("--force", is_flag=True, help="Even while sessions are attached.")
+@socket_option
+@json_option
+def drop_job(name: str, force: bool, socket: str | None, as_json: bool) -> None:
+    """Drops all bytes of a job, in memory and on disk."""
+    with connected(socket) as daemon:
+        daemon.drop_job(name, force=force)
+    if as_json:
+        print_json({"dropped": name})
+    else:
+        click.echo(f"dropped {name}")
+
+
+@main.command()
+@json_option
+def version(as_json: bool) -> None:
+    """The version of memd."""
+    if as_json:
+        print_json({"version": __version__})
+    else:
+        click.echo(f"memd {__version__}")
+
+
+def connected(socket: str | None) -> DaemonClient:
+    from memd.client import DaemonClient
+
+    flags = {"socket": socket}
+    return DaemonClient(configuration_of(None, flags).settings.attach_socket)
+
+
+def print_status(answer: status_pb2.GetStatusResponse) -> None:
+    pool = answer.pool
+    click.echo(
+        f"memd {answer.version}, up {answer.uptime_seconds:.0f} s, I/O by {answer.io_engine}"
+    )
+    if answer.io_engine_reason:
+        click.echo(f"io_uring is not used: {answer.io_engine_reason}")
+    locked = "locked" if pool.locked else "not locked"
+    free = f"{format_size(pool.bytes_free)} of {format_size(pool.bytes)} free"
+    click.echo(f"pool: {free}, pages of {format_size(pool.page_bytes)}, {locked}")
+    if pool.note:
+        click.echo(f"pool: {pool.note}")
+    rows = [
+        (
+            device.path,
+            format_size(device.bytes),
+            format_size(device.bytes_free),
+            format_size(device.read_bytes),
+            format_size(device.written_bytes),
+            str(device.error_count),
+        )
+        for device in answer.devices
+    ]
+    click.echo()
+    print_table(("volume", "size", "free", "read", "written", "errors"), rows)
+    click.echo()
+    print_jobs(answer.jobs)
+
+
+def print_jobs(jobs: Sequence[job_pb2.Job]) -> None:
+    rows = [
+        (
+            each.name,
+            str(each.uid),
+            str(each.committed_step),
+            str(each.session_count),
+            f"{format_size(each.host_bytes_used)} / {format_size(each.host_bytes)}",
+            f"{format_size(each.nvme_bytes_used)} / {format_size(each.nvme_bytes)}",
+            str(each.shard_count),
+        )
+        for each in jobs
+    ]
+    print_table(("job", "user", "step", "sessions", "host", "nvme", "shards"), rows)
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        click.echo("  ".join(cells).rstrip())
+
+
+def as_dict(message: Message) -> dict[str, Any]:
+    """All fields under their names. Counts are numbers, which protobuf's own JSON has as texts."""
+
+    def plain(enum: EnumDescriptor | None, value: Any) -> Any:
+        if hasattr(value, "DESCRIPTOR"):
+            return as_dict(value)
+        return enum.values_by_number[value].name if enum else value
+
+    values: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if isinstance(value, MutableSequence):
+            values[field.name] = [plain(field.enum_type, each) for each in value]
+        else:
+            values[field.name] = plain(field.enum_type, value)
+    return values
+
+
+def print_message(message: Message) -> None:
+    print_json(as_dict(message))
+
+
+def print_json(value: Any) -> None:
+    json.dump(value, sys.stdout, indent=2)
+    sys.stdout.write("\n")

@@ -1,0 +1,88 @@
+"""The command line's own connection to a daemon."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from memd.refusal import Refused, StatusCode
+from memd_native import PROTOCOL_VERSION
+from memd_proto.v1 import attach_pb2, job_pb2, job_pb2_grpc, status_pb2, status_pb2_grpc
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+_TIMEOUT_S = 30.0
+_WELCOME_BYTES_MAX = 64 * 1024
+
+
+class DaemonClient:
+    """`with DaemonClient(settings.attach_socket) as daemon`. Each call raises Refused."""
+
+    def __init__(self, attach_socket: Path) -> None:
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection.settimeout(_TIMEOUT_S)
+        try:
+            self._connection.connect(str(attach_socket))
+            welcome = attach_pb2.Welcome.FromString(self._connection.recv(_WELCOME_BYTES_MAX))
+        except OSError as error:
+            self._connection.close()
+            raise Refused(
+                StatusCode.UNAVAILABLE,
+                f"no daemon answers at {attach_socket}: {error.strerror or error}; start one with "
+                "`memd serve`, or say where it is with --socket or MEMD_SOCKET",
+            ) from error
+        if welcome.refusal or welcome.protocol_version != PROTOCOL_VERSION:
+            self._connection.close()
+            raise Refused(
+                StatusCode.PERMISSION_DENIED,
+                welcome.refusal
+                or f"this memd speaks protocol version {PROTOCOL_VERSION} and the daemon version "
+                f"{welcome.protocol_version}; use the same memd for both",
+            )
+        self._metadata = (("memd-token", welcome.token),)
+        self._channel = grpc.insecure_channel(welcome.control_address)
+
+    def __enter__(self) -> DaemonClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._channel.close()
+        self._connection.close()
+
+    def status(self) -> status_pb2.GetStatusResponse:
+        stub = status_pb2_grpc.StatusServiceStub(self._channel)
+        answer: status_pb2.GetStatusResponse = self._call(
+            stub.GetStatus, status_pb2.GetStatusRequest()
+        )
+        return answer
+
+    def jobs(self) -> list[job_pb2.Job]:
+        return list(self._call(self._job_service().ListJobs, job_pb2.ListJobsRequest()).jobs)
+
+    def job(self, name: str) -> job_pb2.GetJobResponse:
+        request = job_pb2.GetJobRequest(name=name)
+        answer: job_pb2.GetJobResponse = self._call(self._job_service().GetJob, request)
+        return answer
+
+    def drop_job(self, name: str, *, force: bool) -> None:
+        self._call(self._job_service().DropJob, job_pb2.DropJobRequest(name=name, force=force))
+
+    def _job_service(self) -> job_pb2_grpc.JobServiceStub:
+        return job_pb2_grpc.JobServiceStub(self._channel)
+
+    def _call(self, method: Any, request: Any) -> Any:
+        try:
+            return method(request, timeout=_TIMEOUT_S, metadata=self._metadata)
+        except grpc.RpcError as error:
+            # gRPC raises objects that are both an RpcError and a Call; its types don't say so.
+            details = getattr(error, "details", lambda: None)()
+            raise Refused(StatusCode.UNAVAILABLE, details or str(error)) from error

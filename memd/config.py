@@ -1,0 +1,226 @@
+"""The daemon's settings: from flags, `MEMD_*` variables, a TOML file, defaults, in this order."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memd.sizes import exact_size, parse_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+DEFAULT_FILE = Path("/etc/memd/memd.toml")
+# The client's address, and where the file is: no settings of the daemon.
+_OTHER_VARIABLES = {"MEMD_ADDRESS", "MEMD_CONFIG"}
+# Kubernetes tells every container of a service named memd where it is.
+_FOREIGN_PREFIXES = ("MEMD_SERVICE_", "MEMD_PORT")
+# sun_path of sockaddr_un, with its end.
+_SOCKET_PATH_BYTES_MAX = 107
+
+
+class SettingsError(Exception):
+    """A setting that cannot be used: where it was given, what is wrong, what to write."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    socket: Path = Path("/run/memd/memd.sock")
+    data: tuple[Path, ...] = (Path("/var/lib/memd"),)
+    host: int = 1 << 30  # bytes
+    nvme: int = 10 << 30  # bytes
+    metrics: str = "127.0.0.1:9464"  # empty: none
+    log_format: str = "text"
+    log_level: str = "info"
+    io_engine: str = "auto"
+    io_depth: int = 32
+    update_threads: int = 0  # 0: one a core
+    huge_pages: bool = True
+    max_jobs: int = 64
+
+    @property
+    def attach_socket(self) -> Path:
+        return self.socket.with_name("attach.sock")
+
+
+# What a running daemon takes over on SIGHUP.
+RELOADABLE = ("log_format", "log_level", "max_jobs")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Configuration:
+    """Effective settings, and for each where its value came from."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+
+def load(
+    *,
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+    file: Path | None = None,
+) -> Configuration:
+    """`flags` holds what the command line gave; without `file`, the default one where it exists."""
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(_PARSERS, "default")
+    sources = [_from_file(file, environ), _from_environment(environ)]
+    sources.append({name: (value, _flag_name(name)) for name, value in flags.items()})
+    for source in sources:
+        for name, (raw, origin) in source.items():
+            try:
+                values[name] = _PARSERS[name](raw)
+            except ValueError as error:
+                raise SettingsError(f"{origin}: {name}: {error}") from None
+            origins[name] = origin
+    settings = Settings(**values)
+    for path in (settings.socket, settings.attach_socket):
+        if len(os.fsencode(path)) > _SOCKET_PATH_BYTES_MAX:
+            raise SettingsError(
+                f"{origins['socket']}: socket: a unix socket's path has at most "
+                f"{_SOCKET_PATH_BYTES_MAX} bytes, choose a shorter folder: {path}"
+            )
+    return Configuration(settings=settings, origins=origins)
+
+
+def shown(settings: Settings) -> dict[str, str]:
+    """Each setting as one would write it, with its unit."""
+    texts = {}
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if field.name in ("host", "nvme"):
+            texts[field.name] = exact_size(value)
+        elif field.name == "data":
+            texts[field.name] = os.pathsep.join(str(path) for path in value)
+        elif isinstance(value, bool):
+            texts[field.name] = str(value).lower()
+        else:
+            texts[field.name] = str(value)
+    return texts
+
+
+def _from_file(file: Path | None, environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    if file is None and "MEMD_CONFIG" in environ:
+        file = Path(environ["MEMD_CONFIG"])
+    if file is None:
+        if not DEFAULT_FILE.exists():
+            return {}
+        file = DEFAULT_FILE
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"{file}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{file}: is not TOML: {error}") from error
+    for name in table:
+        if name not in _PARSERS:
+            raise SettingsError(f"{file}: {_unknown(name, list(_PARSERS))}")
+    return {name: (value, str(file)) for name, value in table.items()}
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    variables = {f"MEMD_{name.upper()}": name for name in _PARSERS}
+    found = {}
+    for variable, value in environ.items():
+        if not variable.startswith("MEMD_") or variable in _OTHER_VARIABLES:
+            continue
+        if variable in variables:
+            found[variables[variable]] = (value, variable)
+        elif not variable.startswith(_FOREIGN_PREFIXES):
+            raise SettingsError(f"environment: {_unknown(variable, list(variables))}")
+    return found
+
+
+def _flag_name(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+    return f"no setting is called {name!r}; {advice}"
+
+
+def _text(raw: object) -> str:
+    if not isinstance(raw, str):
+        raise ValueError(f"{raw!r} is not a text; put it between quotes")
+    return raw
+
+
+def _path(raw: object) -> Path:
+    text = os.fspath(raw) if isinstance(raw, Path) else _text(raw)
+    if not text:
+        raise ValueError("is empty; write a path")
+    return Path(text).absolute()
+
+
+def _paths(raw: object) -> tuple[Path, ...]:
+    items = raw.split(os.pathsep) if isinstance(raw, str) else raw
+    if not isinstance(items, list | tuple) or not items:
+        raise ValueError(f"{raw!r} is not a list of folders; write ['/var/lib/memd']")
+    paths = tuple(_path(item) for item in items)
+    if len(set(paths)) < len(paths):
+        raise ValueError(f"names a folder twice: {os.pathsep.join(map(str, paths))}")
+    return paths
+
+
+def _size(raw: object) -> int:
+    # A bare TOML number gets the same answer as a text without a unit.
+    return parse_size(raw if isinstance(raw, str) else str(raw))
+
+
+def _integer(*, least: int, most: int) -> Callable[[object], int]:
+    def parse(raw: object) -> int:
+        if isinstance(raw, str) and raw.strip().isdecimal():
+            raw = int(raw)
+        if isinstance(raw, bool) or not isinstance(raw, int) or not least <= raw <= most:
+            raise ValueError(f"{raw!r} is not a whole number from {least} to {most}")
+        return raw
+
+    return parse
+
+
+def _choice(*names: str) -> Callable[[object], str]:
+    def parse(raw: object) -> str:
+        if raw not in names:
+            raise ValueError(f"{raw!r} is none of {', '.join(names)}")
+        return str(raw)
+
+    return parse
+
+
+def _switch(raw: object) -> bool:
+    words = {"true": True, "false": False}
+    if isinstance(raw, bool):
+        return raw
+    if not isinstance(raw, str) or raw not in words:
+        raise ValueError(f"{raw!r} is neither true nor false")
+    return words[raw]
+
+
+def _endpoint(raw: object) -> str:
+    text = _text(raw)
+    host, _, port = text.rpartition(":")
+    if text and not (host and port.isdecimal() and int(port) < 1 << 16):
+        raise ValueError(f"{text!r} is not host:port, such as '127.0.0.1:9464'; empty is off")
+    return text
+
+
+_PARSERS: dict[str, Callable[[object], Any]] = {
+    "socket": _path,
+    "data": _paths,
+    "host": _size,
+    "nvme": _size,
+    "metrics": _endpoint,
+    "log_format": _choice("text", "json"),
+    "log_level": _choice("debug", "info", "warning", "error"),
+    "io_engine": _choice("auto", "io_uring", "threads"),
+    "io_depth": _integer(least=1, most=1024),
+    "update_threads": _integer(least=0, most=1024),
+    "huge_pages": _switch,
+    "max_jobs": _integer(least=1, most=10_000),
+}

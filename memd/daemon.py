@@ -1,0 +1,319 @@
+"""`memd serve`: in which order the daemon starts, what it does while it runs, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+from memd import attach
+from memd import log as logs
+from memd.config import RELOADABLE, SettingsError
+from memd.metrics import DaemonCollector, MetricsServer
+from memd.peers import Peers
+from memd.refusal import Refused, StatusCode
+from memd.service.control import ControlServer
+from memd.sizes import format_size
+from memd.systemd import Notifier, listening_socket
+from memd_native import Server
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from memd.config import Configuration
+
+log = logging.getLogger(__name__)
+
+# From SIGTERM to the end of the process.
+DRAIN_S = 30.0
+# Of these, calls that are under way get most; then the data plane makes everything durable.
+_CALLS_S = 20.0
+# Without a watchdog interval of systemd's there is nothing to do regularly.
+_IDLE_S = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What is said by who starts the daemon, not by a configuration."""
+
+    parent_pid: int | None = None  # drains when this process dies
+    lock_required: bool = True  # False: a pool that cannot be locked is used unlocked
+
+
+class Daemon:
+    """Built by `run`, in order; each part needs only those before it."""
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        *,
+        options: Options,
+        environ: Mapping[str, str],
+        reload: Callable[[], Configuration],
+    ) -> None:
+        self._settings = configuration.settings
+        self._options = options
+        self._environ = environ
+        self._reload = reload
+        self._notifier = Notifier(environ)
+        self._is_ready = False
+        self._began = time.monotonic()
+
+    def run(self) -> None:
+        """Serves until a signal or the parent's death ends it. StatusError, Refused and
+        SettingsError say why it cannot start."""
+        settings = self._settings
+        with contextlib.ExitStack() as stack:
+            parent = self._watched_parent()
+            stack.enter_context(_socket_lock(settings.socket))
+            attach_socket = self._attach_socket()
+            stack.callback(_unlink, settings.attach_socket, attach_socket is None)
+            _remove_stale(settings.socket)
+            server = self._start_server()
+            stack.callback(server.stop, timeout_s=DRAIN_S - _CALLS_S)
+            peers = Peers()
+            listener = attach.AttachListener(
+                attach_socket or attach.bind(settings.attach_socket),
+                server=server,
+                peers=peers,
+                control_address=f"unix://{settings.socket}",
+            )
+            control = ControlServer(server, peers=peers, jobs_max=lambda: self._settings.max_jobs)
+            control.listen(settings.socket)
+            stack.callback(_unlink, settings.socket)
+            metrics = self._start_metrics(DaemonCollector(server, peers=peers, gate=control.gate))
+            if metrics is not None:
+                stack.callback(metrics.stop)
+            listener.start()
+            self._announce(server, metrics)
+            self._wait(server, parent)
+            self._is_ready = False
+            listener.stop_accepting()
+            control.stop(grace_s=_CALLS_S)
+        log.info("stopped")
+
+    def _watched_parent(self) -> int | None:
+        if self._options.parent_pid is None:
+            return None
+        try:
+            return os.pidfd_open(self._options.parent_pid)
+        except ProcessLookupError as error:
+            raise Refused(
+                StatusCode.UNAVAILABLE, f"the parent {self._options.parent_pid} has died already"
+            ) from error
+
+    def _attach_socket(self) -> socket.socket | None:
+        """The one that systemd holds for us; or None, after a dead daemon's was removed."""
+        expected = self._settings.attach_socket
+        passed = listening_socket(self._environ, "attach")
+        if passed is None:
+            _remove_stale(expected)
+            return None
+        if passed.type != socket.SOCK_SEQPACKET or passed.getsockname() != str(expected):
+            raise SettingsError(
+                f"systemd passed the socket {passed.getsockname()!r}, and clients of "
+                f"{self._settings.socket} look for {expected}; let ListenSequentialPacket= of "
+                "memd.socket and the setting socket agree"
+            )
+        return passed
+
+    def _start_server(self) -> Server:
+        settings = self._settings
+        said = 0.0
+
+        def progress(done_bytes: int, all_bytes: int) -> None:
+            nonlocal said
+            if time.monotonic() - said < 1:
+                return
+            said = time.monotonic()
+            state = f"preparing {format_size(done_bytes)} of {format_size(all_bytes)}"
+            # Twenty seconds more for the next second's work: a slow disk is no hanging daemon.
+            self._notifier.notify(EXTEND_TIMEOUT_USEC=20_000_000, STATUS=state)
+            log.info("preparing", extra={"done_bytes": done_bytes, "all_bytes": all_bytes})
+
+        server = Server(
+            directories=[str(path) for path in settings.data],
+            nvme_bytes=settings.nvme,
+            host_bytes=settings.host,
+            lock_required=self._options.lock_required,
+            huge_pages=settings.huge_pages,
+            io_engine=settings.io_engine,
+            io_depth=settings.io_depth,
+            update_thread_count=settings.update_threads,
+            progress=progress,
+        )
+        report = server.report()
+        if not report.pool.locked:
+            log.warning(
+                "the pool is not locked and may be swapped", extra={"note": report.pool.note}
+            )
+        elif report.pool.note:
+            log.info("the pool is not as asked for", extra={"note": report.pool.note})
+        if report.io_engine_reason:
+            log.info("io_uring is not used", extra={"reason": report.io_engine_reason})
+        return server
+
+    def _start_metrics(self, collector: DaemonCollector) -> MetricsServer | None:
+        if not self._settings.metrics:
+            return None
+        try:
+            metrics = MetricsServer(
+                self._settings.metrics, collector, is_ready=lambda: self._is_ready
+            )
+        except OSError as error:
+            raise Refused(
+                StatusCode.DEVICE,
+                f"metrics cannot be served at {self._settings.metrics}: "
+                f"{error.strerror or error}; choose another address with --metrics",
+            ) from error
+        metrics.start()
+        return metrics
+
+    def _announce(self, server: Server, metrics: MetricsServer | None) -> None:
+        report = server.report()
+        took_s = time.monotonic() - self._began
+        line = ", ".join(
+            (
+                f"memd ready: unix://{self._settings.socket}",
+                f"host {format_size(report.pool.bytes)}",
+                f"nvme {format_size(sum(report.volume_bytes))}",
+                report.io_engine,
+                f"{report.job_count} jobs",
+                f"metrics {metrics.url if metrics else 'off'}",
+                f"started in {took_s:.2f} s",
+            )
+        )
+        self._is_ready = True
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+        log.info(
+            "ready",
+            extra={
+                "socket": str(self._settings.socket),
+                "prefault_seconds": round(report.pool.prefault_seconds, 3),
+                "format_seconds": round(report.format_seconds, 3),
+                "start_seconds": round(took_s, 3),
+            },
+        )
+        self._notifier.notify(READY=1, STATUS=line, MAINPID=os.getpid())
+
+    def _wait(self, server: Server, parent: int | None) -> None:
+        """Until SIGTERM, SIGINT or the parent's death. The next such signal ends the process at
+        once: what is on disk is complete at any moment."""
+        interval_s = self._notifier.watchdog_s
+        heartbeat = -1
+        with selectors.DefaultSelector() as selector, _signals() as signal_fd:
+            selector.register(signal_fd, selectors.EVENT_READ, "signal")
+            if parent is not None:
+                selector.register(parent, selectors.EVENT_READ, "parent")
+            while True:
+                for key, _ in selector.select(interval_s / 2 if interval_s else _IDLE_S):
+                    if key.data == "parent":
+                        return self._begin_to_drain("the parent has died")
+                    for number in os.read(signal_fd, 64):
+                        if number != signal.SIGHUP:
+                            return self._begin_to_drain(signal.Signals(number).name)
+                        self._take_over()
+                # A data plane that hangs is restarted by systemd: its heartbeat has to grow.
+                if interval_s and (beat := server.heartbeat()) != heartbeat:
+                    heartbeat = beat
+                    self._notifier.notify(WATCHDOG=1)
+
+    def _begin_to_drain(self, reason: str) -> None:
+        log.info("draining", extra={"reason": reason, "limit_seconds": DRAIN_S})
+        self._notifier.notify(STOPPING=1, STATUS=f"draining: {reason}")
+
+    def _take_over(self) -> None:
+        """SIGHUP: what can change in a running daemon does, and the rest is named."""
+        try:
+            new = self._reload().settings
+        except SettingsError as error:
+            log.error("settings are not reloaded", extra={"reason": str(error)})
+            return
+        names = [field.name for field in fields(new)]
+        changed = [name for name in names if getattr(new, name) != getattr(self._settings, name)]
+        taken = [name for name in changed if name in RELOADABLE]
+        self._settings = replace(self._settings, **{name: getattr(new, name) for name in taken})
+        logs.configure(log_format=self._settings.log_format, log_level=self._settings.log_level)
+        waiting = [name for name in changed if name not in RELOADABLE]
+        log.info(
+            "settings reloaded",
+            extra={"changed": ",".join(taken), "after_a_restart": ",".join(waiting)},
+        )
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[int]:
+    """A descriptor from which the numbers of the signals that arrive are read."""
+    read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    signal.set_wakeup_fd(write_end)
+    for number in numbers:
+        signal.signal(number, lambda *_: None)
+    try:
+        yield read_end
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        os.close(read_end)
+        os.close(write_end)
+
+
+@contextlib.contextmanager
+def _socket_lock(path: Path) -> Iterator[None]:
+    """One daemon a socket. The lock ends with the process, however that ends; its file stays."""
+    try:
+        path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+        lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise Refused(
+            StatusCode.DEVICE,
+            f"the folder of the control socket {path} cannot be used: {error.strerror}; choose "
+            "another with --socket",
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise _taken(path) from error
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _remove_stale(path: Path) -> None:
+    """Removes what a daemon that died has left; Refused where somebody listens."""
+    if not path.is_socket():
+        if path.exists():
+            raise Refused(StatusCode.ALREADY_EXISTS, f"{path} is in the way and is no socket")
+        return
+    kind = socket.SOCK_SEQPACKET if path.name == "attach.sock" else socket.SOCK_STREAM
+    with socket.socket(socket.AF_UNIX, kind) as probe:
+        refused = probe.connect_ex(str(path))
+    if refused == 0 or refused not in (errno.ECONNREFUSED, errno.ENOENT):
+        raise _taken(path)
+    path.unlink(missing_ok=True)
+
+
+def _taken(path: Path) -> Refused:
+    return Refused(
+        StatusCode.ALREADY_EXISTS,
+        f"another daemon serves {path}; stop it, or choose another socket with --socket",
+    )
+
+
+def _unlink(path: Path, ours: bool = True) -> None:
+    if ours:
+        path.unlink(missing_ok=True)

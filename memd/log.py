@@ -1,0 +1,62 @@
+"""Logs to stderr, one event a line: a sentence and its values, given as `extra`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# What every record has; the rest of its attributes are the event's values.
+_RECORD_FIELDS = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
+# syslog's severities, which sd-daemon(3) reads from the start of a line.
+_PRIORITIES = {"DEBUG": 7, "INFO": 6, "WARNING": 4, "ERROR": 3, "CRITICAL": 2}
+
+
+def configure(*, log_format: str, log_level: str) -> None:
+    """Replaces what was configured before. Libraries log through the same handler."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    logging.basicConfig(handlers=[handler], level=log_level.upper(), force=True)
+
+
+class JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return json.dumps(_values(record, self), default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """logfmt, with the priority in front where the journal reads it."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        super().__init__()
+        self._to_journal = "JOURNAL_STREAM" in environ
+
+    def format(self, record: logging.LogRecord) -> str:
+        values = _values(record, self)
+        line = " ".join(f"{name}={_quoted(value)}" for name, value in values.items())
+        return f"<{_PRIORITIES[record.levelname]}>{line}" if self._to_journal else line
+
+
+def _values(record: logging.LogRecord, formatter: logging.Formatter) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+        "level": record.levelname.lower(),
+        "event": record.getMessage(),
+        "logger": record.name,
+    }
+    values |= {name: value for name, value in vars(record).items() if name not in _RECORD_FIELDS}
+    if record.exc_info:
+        values["exception"] = formatter.formatException(record.exc_info)
+    return values
+
+
+def _quoted(value: object) -> str:
+    text = str(value)
+    # A name chosen by a client must not begin a line of its own.
+    return text if text and text.isprintable() and not set(text) & set(' ="') else json.dumps(text)

@@ -1,0 +1,132 @@
+"""The processes that connected to the attach socket, their tokens and their sessions."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from memd.refusal import Refused, StatusCode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# A rank has one connection a session; data loaders have none.
+PEERS_PER_UID_MAX = 128
+PEERS_MAX = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Session:
+    session_id: int
+    job_id: int
+    job_name: str
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Peer:
+    """One connection of one process, and what the process has through it. Owned by Peers, whose
+    lock guards `sessions` and `connection`."""
+
+    pid: int
+    uid: int
+    pidfd: int
+    connection: socket.socket | None  # None: closed by the client, which may live on
+    token: str = field(default_factory=lambda: secrets.token_hex(32))
+    sessions: dict[int, Session] = field(default_factory=dict)
+
+
+class Peers:
+    """Any thread may call it. A peer is there until its process dies, or until it closes its
+    connection without having a session. Only the attach listener's thread removes peers and closes
+    their descriptors, because it polls them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_token: dict[str, Peer] = {}
+        self._reclaims: Counter[str] = Counter()
+
+    def add(self, peer: Peer) -> None:
+        """Refused where there are too many already."""
+        with self._lock:
+            of_this_uid = sum(other.uid == peer.uid for other in self._by_token.values())
+            if of_this_uid >= PEERS_PER_UID_MAX or len(self._by_token) >= PEERS_MAX:
+                raise Refused(
+                    StatusCode.CAPACITY,
+                    f"user {peer.uid} has {of_this_uid} of at most {PEERS_PER_UID_MAX} connections "
+                    f"and the daemon {len(self._by_token)} of at most {PEERS_MAX}; close some",
+                )
+            self._by_token[peer.token] = peer
+
+    def find(self, token: str) -> Peer | None:
+        with self._lock:
+            return self._by_token.get(token)
+
+    def count(self) -> int:
+        with self._lock:
+            return len(self._by_token)
+
+    def reclaims(self) -> Counter[str]:
+        """Peers whose sessions the daemon had to end, by reason."""
+        with self._lock:
+            return Counter(self._reclaims)
+
+    def add_session(self, peer: Peer, session: Session) -> None:
+        """Refused where the process has died meanwhile: nobody would end the session."""
+        with self._lock:
+            if peer.token not in self._by_token:
+                raise Refused(StatusCode.UNAVAILABLE, f"process {peer.pid} has died")
+            peer.sessions[session.session_id] = session
+
+    def session(self, peer: Peer, session_id: int) -> Session:
+        with self._lock:
+            session = peer.sessions.get(session_id)
+        if session is None:
+            raise Refused(
+                StatusCode.NOT_FOUND,
+                f"this connection has no session {session_id}; it was detached, or belongs to "
+                "another connection: attach again",
+            )
+        return session
+
+    def remove_session(self, peer: Peer, session_id: int) -> None:
+        with self._lock:
+            peer.sessions.pop(session_id, None)
+
+    def send(self, peer: Peer, packet: bytes, fds: Sequence[int] = ()) -> None:
+        """One packet on the peer's connection, at once or not at all: OSError if it takes none."""
+        with self._lock:
+            if peer.connection is None:
+                raise BrokenPipeError(f"process {peer.pid} closed its attach connection")
+            socket.send_fds(peer.connection, [packet], list(fds))
+
+    def close_connection(self, peer: Peer) -> bool:
+        """The process may live on, and so do its sessions: whether it has any."""
+        with self._lock:
+            if peer.connection is not None:
+                peer.connection.close()
+                peer.connection = None
+            return bool(peer.sessions)
+
+    def remove(self, peer: Peer, *, reason: str) -> list[Session]:
+        """The peer is gone for good; the caller ends the sessions returned."""
+        with self._lock:
+            if self._by_token.pop(peer.token, None) is None:
+                return []
+            if peer.connection is not None:
+                peer.connection.close()
+                peer.connection = None
+            os.close(peer.pidfd)
+            sessions = list(peer.sessions.values())
+            peer.sessions.clear()
+            if sessions:
+                self._reclaims[reason] += 1
+            return sessions
+
+    def all(self) -> list[Peer]:
+        with self._lock:
+            return list(self._by_token.values())

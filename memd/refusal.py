@@ -1,0 +1,30 @@
+"""What the control plane refuses, in the codes that the data plane uses too."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class StatusCode(IntEnum):
+    """The numbers are those of native/base/status.h; clients see them in `ErrorDetail.code`."""
+
+    INVALID_ARGUMENT = 1
+    NOT_FOUND = 2
+    ALREADY_EXISTS = 3
+    PERMISSION_DENIED = 4
+    CAPACITY = 5
+    DEVICE = 6
+    INTEGRITY = 7
+    FENCED = 8
+    DEADLINE = 9
+    UNAVAILABLE = 10
+    NOT_YET = 11
+
+
+class Refused(Exception):
+    """A request that cannot be served: why, and what to do. The caller gets it as a gRPC status."""
+
+    def __init__(self, code: StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.error_number = 0

@@ -1,0 +1,1 @@
+"""The gRPC services of memd.v1, one file each, and what stands before all of them."""

@@ -1,0 +1,51 @@
+"""Whose job it is: a user has own jobs; root and the daemon's user administer all."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+from memd.refusal import Refused, StatusCode
+
+if TYPE_CHECKING:
+    from memd_native import JobInfo, Server
+
+# A job's name is a label of every metric about it and a word on the command line.
+_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/+-]{0,127}")
+
+
+def check_job_name(name: str) -> None:
+    if not _JOB_NAME.fullmatch(name):
+        raise Refused(
+            StatusCode.INVALID_ARGUMENT,
+            "a job's name has 1 to 128 letters, digits and any of . _ : @ / + -, and begins with "
+            f"a letter or digit: {name!r}",
+        )
+
+
+def may_administer(uid: int, job: JobInfo) -> bool:
+    return uid in (job.uid, 0, os.geteuid())
+
+
+def find(server: Server, name: str) -> JobInfo | None:
+    return next((job for job in server.jobs() if job.name == name), None)
+
+
+def administered_job(server: Server, name: str, *, uid: int) -> JobInfo:
+    job = find(server, name)
+    if job is None:
+        raise Refused(
+            StatusCode.NOT_FOUND, f"there is no job {name!r}; `memd job list` shows those there are"
+        )
+    if not may_administer(uid, job):
+        raise foreign_job(job, uid=uid)
+    return job
+
+
+def foreign_job(job: JobInfo, *, uid: int) -> Refused:
+    return Refused(
+        StatusCode.PERMISSION_DENIED,
+        f"job {job.name!r} belongs to user {job.uid} and you are user {uid}; choose another name, "
+        "or ask its owner or root to drop it",
+    )

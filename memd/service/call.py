@@ -1,0 +1,152 @@
+"""What stands before every call: the caller's token, a deadline, and errors as gRPC statuses."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import status_pb2  # type: ignore[import-untyped]  # googleapis has no types
+from grpc_status import rpc_status  # type: ignore[import-untyped]  # nor has grpcio-status
+
+from memd.refusal import Refused, StatusCode
+from memd_native import StatusError
+from memd_proto.v1 import types_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from memd.peers import Peer, Peers
+
+    Handler = grpc.RpcMethodHandler[Any, Any]
+
+log = logging.getLogger(__name__)
+
+_TOKEN = "memd-token"
+_OURS = "/memd.v1."
+# They only look: without a deadline they hold nothing up.
+_READING = {"GetStatus", "ListJobs", "GetJob", "ListShards"}
+# Metadata travels in HTTP/2 headers, of which gRPC takes 8 KiB.
+_MESSAGE_CHARACTERS_MAX = 2000
+# The native wait ends before the caller's deadline, so that its message still arrives.
+_ANSWER_S = 0.2
+
+_GRPC_CODES = {
+    StatusCode.INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
+    StatusCode.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    StatusCode.ALREADY_EXISTS: grpc.StatusCode.ALREADY_EXISTS,
+    StatusCode.PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
+    StatusCode.CAPACITY: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    StatusCode.DEVICE: grpc.StatusCode.FAILED_PRECONDITION,
+    StatusCode.INTEGRITY: grpc.StatusCode.DATA_LOSS,
+    StatusCode.FENCED: grpc.StatusCode.ABORTED,
+    StatusCode.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
+    StatusCode.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    StatusCode.NOT_YET: grpc.StatusCode.UNIMPLEMENTED,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One call as a servicer sees it: who, and for how long it will wait."""
+
+    peer: Peer
+    context: grpc.ServicerContext | None = None
+
+    def timeout_s(self) -> float:
+        remaining_s = self.context.time_remaining() if self.context else None
+        if remaining_s is None:
+            raise Refused(StatusCode.INVALID_ARGUMENT, "this call needs a deadline; give a timeout")
+        return float(max(remaining_s - _ANSWER_S, remaining_s / 2))
+
+
+class Gate(grpc.ServerInterceptor):
+    """Lets a call of memd.v1 through with the token of a living process; health and reflection,
+    which reveal nothing, without one."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._lock = Lock()
+        self._rejections: Counter[str] = Counter()
+
+    def admission_rejections(self) -> Counter[str]:
+        """Attach calls refused, by the name of the status code."""
+        with self._lock:
+            return Counter(self._rejections)
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Handler | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler = continuation(handler_call_details)
+        path = handler_call_details.method
+        if handler is None or not path.startswith(_OURS):
+            return handler
+        method = path.rpartition("/")[2]
+        codec = (handler.request_deserializer, handler.response_serializer)
+        if handler.unary_stream:
+            streaming = self._streaming(method, handler.unary_stream)
+            return grpc.unary_stream_rpc_method_handler(streaming, *codec)
+        if handler.stream_unary:
+            unary = self._unary(method, handler.stream_unary)
+            return grpc.stream_unary_rpc_method_handler(unary, *codec)
+        assert handler.unary_unary is not None  # memd.v1 has no calls that stream both ways
+        unary = self._unary(method, handler.unary_unary)
+        return grpc.unary_unary_rpc_method_handler(unary, *codec)
+
+    def _unary(self, method: str, serve: Callable[..., Any]) -> Callable[..., Any]:
+        def answer(request: Any, context: grpc.ServicerContext) -> Any:
+            try:
+                return serve(request, self._admit(method, context))
+            except (Refused, StatusError) as error:
+                self._fail(method, context, error)
+
+        return answer
+
+    def _streaming(self, method: str, serve: Callable[..., Any]) -> Callable[..., Any]:
+        def answer(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+            try:
+                yield from serve(request, self._admit(method, context))
+            except (Refused, StatusError) as error:
+                self._fail(method, context, error)
+
+        return answer
+
+    def _admit(self, method: str, context: grpc.ServicerContext) -> Call:
+        tokens = [value for key, value in context.invocation_metadata() if key == _TOKEN]
+        peer = self._peers.find(tokens[0]) if tokens and isinstance(tokens[0], str) else None
+        if peer is None:
+            wrong = "is not known to this daemon" if tokens else "is missing"
+            context.abort(
+                grpc.StatusCode.UNAUTHENTICATED,
+                f"the token in metadata {_TOKEN} {wrong}; connect to attach.sock beside the "
+                "control socket, which gives one to the process that connects",
+            )
+        call = Call(peer=peer, context=context)
+        if method not in _READING:
+            call.timeout_s()
+        return call
+
+    def _fail(
+        self, method: str, context: grpc.ServicerContext, error: Refused | StatusError
+    ) -> NoReturn:
+        code = StatusCode(error.code)
+        message = str(error)[:_MESSAGE_CHARACTERS_MAX]
+        log.info("call refused", extra={"method": method, "code": code.name, "reason": message})
+        if method == "Attach":
+            with self._lock:
+                self._rejections[code.name.lower()] += 1
+        detail = types_pb2.ErrorDetail(code=code, error_number=error.error_number)
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        rich = status_pb2.Status(code=_GRPC_CODES[code].value[0], message=message, details=[packed])
+        # The detail stands alone once more, so that a client needs no server packages to read it.
+        plain = ("memd-error-bin", detail.SerializeToString())
+        context.set_trailing_metadata((*rpc_status.to_status(rich).trailing_metadata, plain))
+        context.abort(_GRPC_CODES[code], message)
+        raise AssertionError("abort raises")

@@ -1,0 +1,92 @@
+"""The control socket: memd.v1's services, health and reflection behind one bounded gRPC server."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import grpc
+from grpc_health.v1 import (  # type: ignore[import-untyped]  # has no types
+    health,
+    health_pb2,
+    health_pb2_grpc,
+)
+from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]  # has no types
+
+from memd.refusal import Refused, StatusCode
+from memd.service.call import Gate
+from memd.service.job import JobService
+from memd.service.session import SessionService
+from memd.service.status import StatusService
+from memd.service.tensor import TensorService
+from memd_proto.v1 import (
+    job_pb2_grpc,
+    session_pb2_grpc,
+    status_pb2_grpc,
+    tensor_pb2_grpc,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from memd.peers import Peers
+    from memd_native import Server
+
+SERVICES = (
+    "memd.v1.JobService",
+    "memd.v1.SessionService",
+    "memd.v1.StatusService",
+    "memd.v1.TensorService",
+)
+
+_STEPS_MAX = 64  # each blocks its thread until its commit is durable
+_STREAMS_MAX = 16  # put and get, as fast as their clients are
+_SHORT_CALLS_MAX = 16  # everything else, so that status answers while all of the above wait
+WORKERS_MAX = _STEPS_MAX + _STREAMS_MAX + _SHORT_CALLS_MAX
+
+
+class ControlServer:
+    def __init__(self, server: Server, *, peers: Peers, jobs_max: Callable[[], int]) -> None:
+        self.gate = Gate(peers)
+        # Threads are made as they are needed, and calls beyond them are refused, not queued.
+        self._workers = ThreadPoolExecutor(WORKERS_MAX, thread_name_prefix="memd-control")
+        self._grpc = grpc.server(
+            self._workers,
+            interceptors=[self.gate],
+            maximum_concurrent_rpcs=WORKERS_MAX,
+            options=[("grpc.so_reuseport", 0)],
+        )
+        self._health = health.HealthServicer()
+        sessions = SessionService(server, peers=peers, jobs_max=jobs_max)
+        session_pb2_grpc.add_SessionServiceServicer_to_server(sessions, self._grpc)
+        tensors = TensorService(server, peers=peers)
+        tensor_pb2_grpc.add_TensorServiceServicer_to_server(tensors, self._grpc)
+        job_pb2_grpc.add_JobServiceServicer_to_server(JobService(server), self._grpc)
+        status_pb2_grpc.add_StatusServiceServicer_to_server(StatusService(server), self._grpc)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        reflection.enable_server_reflection(
+            (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc
+        )
+
+    def listen(self, path: Path) -> None:
+        """Binds the socket, mode 0660. The caller knows that nobody else listens there."""
+        mask = os.umask(0o117)
+        try:
+            self._grpc.add_insecure_port(f"unix:{path}")
+        except RuntimeError as error:
+            raise Refused(
+                StatusCode.DEVICE, f"the control socket {path} cannot be bound: {error}"
+            ) from error
+        finally:
+            os.umask(mask)
+        self._grpc.start()
+        for service in ("", *SERVICES):
+            self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+
+    def stop(self, *, grace_s: float) -> None:
+        """Takes no new calls, and waits for those under way until the grace is over."""
+        self._health.enter_graceful_shutdown()
+        self._grpc.stop(grace_s).wait()
+        self._workers.shutdown(wait=False)

@@ -1,0 +1,38 @@
+"""JobService: administration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memd.service import access, wire
+from memd_proto.v1 import job_pb2
+
+if TYPE_CHECKING:
+    from memd.service.call import Call
+    from memd_native import Server
+
+
+class JobService:
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def ListJobs(self, request: job_pb2.ListJobsRequest, call: Call) -> job_pb2.ListJobsResponse:
+        return job_pb2.ListJobsResponse(
+            jobs=[
+                wire.job_message(job)
+                for job in self._server.jobs()
+                if access.may_administer(call.peer.uid, job)
+            ]
+        )
+
+    def GetJob(self, request: job_pb2.GetJobRequest, call: Call) -> job_pb2.GetJobResponse:
+        job = access.administered_job(self._server, request.name, uid=call.peer.uid)
+        shards = self._server.shards(job.job_id)
+        return job_pb2.GetJobResponse(
+            job=wire.job_message(job), shards=[wire.shard_message(shard) for shard in shards]
+        )
+
+    def DropJob(self, request: job_pb2.DropJobRequest, call: Call) -> job_pb2.DropJobResponse:
+        job = access.administered_job(self._server, request.name, uid=call.peer.uid)
+        self._server.drop_job(job.job_id, force=request.force)
+        return job_pb2.DropJobResponse()

@@ -1,0 +1,186 @@
+"""SessionService: what a training rank asks beside leases, which travel through shared memory."""
+
+from __future__ import annotations
+
+import os
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from memd import __version__
+from memd.attach import send_session
+from memd.peers import Session
+from memd.refusal import Refused, StatusCode
+from memd.service import access, wire
+from memd_native import PROTOCOL_VERSION
+from memd_proto.v1 import session_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from memd.peers import Peers
+    from memd.service.call import Call
+    from memd_native import JobInfo, Server, SessionGrant, StepReport
+
+
+class SessionService:
+    def __init__(self, server: Server, *, peers: Peers, jobs_max: Callable[[], int]) -> None:
+        self._server = server
+        self._peers = peers
+        self._jobs_max = jobs_max
+        # Between the look at who owns a name and the opening of the job nobody else may take it.
+        self._opening = Lock()
+
+    def Attach(self, request: session_pb2.AttachRequest, call: Call) -> session_pb2.AttachResponse:
+        _check_attach(request)
+        job = self._open_job(request, uid=call.peer.uid)
+        grant = self._server.attach(job.job_id)
+        self._hand_over(grant, job, request, call)
+        return session_pb2.AttachResponse(
+            session_id=grant.session_id,
+            job_id=job.job_id,
+            created=job.created,
+            committed_step=job.committed_step,
+            host_bytes=job.host_bytes,
+            nvme_bytes=job.nvme_bytes,
+            segment_bytes=grant.segment_bytes,
+            arena_reserved_bytes=grant.arena_reserved_bytes,
+        )
+
+    def Detach(self, request: session_pb2.DetachRequest, call: Call) -> session_pb2.DetachResponse:
+        session = self._peers.session(call.peer, request.session_id)
+        self._peers.remove_session(call.peer, session.session_id)
+        return session_pb2.DetachResponse(leases_dropped=self._server.detach(session.session_id))
+
+    def Declare(
+        self, request: session_pb2.DeclareRequest, call: Call
+    ) -> session_pb2.DeclareResponse:
+        session = self._peers.session(call.peer, request.session_id)
+        specs = [wire.native_spec(spec) for spec in request.shards]
+        shards, gradients_fit = self._server.declare(session.session_id, specs)
+        return session_pb2.DeclareResponse(
+            shards=[wire.shard_message(shard) for shard in shards], gradients_fit=gradients_fit
+        )
+
+    def Step(self, request: session_pb2.StepRequest, call: Call) -> session_pb2.StepResponse:
+        session = self._peers.session(call.peer, request.session_id)
+        report: StepReport = self._server.step(
+            session.session_id,
+            [(wire.native_adam(group.settings), list(group.shard_ids)) for group in request.groups],
+            staged_buffers=[
+                (buffer.staged_shard_id, buffer.buffer_shard_id) for buffer in request.buffers
+            ],
+            timeout_s=call.timeout_s(),
+        )
+        return session_pb2.StepResponse(
+            committed_step=report.committed_step,
+            read_seconds=report.read_seconds,
+            update_seconds=report.update_seconds,
+            write_seconds=report.write_seconds,
+            commit_seconds=report.commit_seconds,
+            read_bytes=report.read_bytes,
+            written_bytes=report.written_bytes,
+        )
+
+    def Sync(self, request: session_pb2.SyncRequest, call: Call) -> session_pb2.SyncResponse:
+        session = self._peers.session(call.peer, request.session_id)
+        report = self._server.sync(session.session_id, timeout_s=call.timeout_s())
+        return session_pb2.SyncResponse(
+            committed_step=report.committed_step, written_bytes=report.written_bytes
+        )
+
+    def DropGradients(
+        self, request: session_pb2.DropGradientsRequest, call: Call
+    ) -> session_pb2.DropGradientsResponse:
+        session = self._peers.session(call.peer, request.session_id)
+        self._server.drop_gradients(session.session_id, list(request.shard_ids))
+        return session_pb2.DropGradientsResponse()
+
+    def Delete(self, request: session_pb2.DeleteRequest, call: Call) -> session_pb2.DeleteResponse:
+        session = self._peers.session(call.peer, request.session_id)
+        unknown = [
+            name
+            for name in request.names
+            if not self._server.delete_shard(session.session_id, name)
+        ]
+        return session_pb2.DeleteResponse(names_unknown=unknown)
+
+    def ListShards(
+        self, request: session_pb2.ListShardsRequest, call: Call
+    ) -> session_pb2.ListShardsResponse:
+        session = self._peers.session(call.peer, request.session_id)
+        shards = self._server.shards(session.job_id)
+        return session_pb2.ListShardsResponse(shards=[wire.shard_message(each) for each in shards])
+
+    def _open_job(self, request: session_pb2.AttachRequest, *, uid: int) -> JobInfo:
+        with self._opening:
+            existing = access.find(self._server, request.job)
+            if existing is not None and existing.uid != uid:
+                # Not even root: a name used twice by accident would mix two users' trainings.
+                raise access.foreign_job(existing, uid=uid)
+            job_count = len(self._server.jobs())
+            if existing is None and job_count >= self._jobs_max():
+                raise Refused(
+                    StatusCode.CAPACITY,
+                    f"there are {job_count} jobs of at most {self._jobs_max()}; drop one with "
+                    "`memd job drop`, or raise the setting max_jobs",
+                )
+            return self._server.open_job(
+                request.job,
+                uid=uid,
+                host_bytes=request.host_bytes,
+                nvme_bytes=request.nvme_bytes,
+                fresh=request.fresh,
+            )
+
+    def _hand_over(
+        self, grant: SessionGrant, job: JobInfo, request: session_pb2.AttachRequest, call: Call
+    ) -> None:
+        """Binds the session to the caller's process and passes its descriptors. A session that
+        nobody would end is ended here."""
+        session = Session(session_id=grant.session_id, job_id=job.job_id, job_name=job.name)
+        try:
+            self._peers.add_session(call.peer, session)
+        except Refused:
+            _close(grant)
+            self._server.detach(grant.session_id)
+            raise
+        if request.without_shared_memory:
+            _close(grant)
+            return
+        try:
+            send_session(self._peers, call.peer, grant)
+        except OSError as error:
+            self._peers.remove_session(call.peer, grant.session_id)
+            self._server.detach(grant.session_id)
+            raise Refused(
+                StatusCode.UNAVAILABLE,
+                f"the session's descriptors cannot be passed to process {call.peer.pid}: keep its "
+                f"attach connection open and read from it ({error.strerror or error})",
+            ) from error
+
+
+def _check_attach(request: session_pb2.AttachRequest) -> None:
+    if request.protocol_version != PROTOCOL_VERSION:
+        raise Refused(
+            StatusCode.INVALID_ARGUMENT,
+            f"the client speaks protocol version {request.protocol_version} and this daemon "
+            f"(memd {__version__}) version {PROTOCOL_VERSION}; install the same memd for both",
+        )
+    access.check_job_name(request.job)
+    if request.world_size > 1 or request.rank > 0:
+        raise Refused(
+            StatusCode.NOT_YET,
+            f"one rank a job for now, not rank {request.rank} of {request.world_size}",
+        )
+    durability = request.durability
+    if durability == "none" or durability.startswith("every:"):
+        raise Refused(StatusCode.NOT_YET, f"durability {durability!r} is not there yet; use 'step'")
+    if durability not in ("", "step"):
+        raise Refused(
+            StatusCode.INVALID_ARGUMENT, f"durability {durability!r} is unknown; use 'step'"
+        )
+
+
+def _close(grant: SessionGrant) -> None:
+    for fd in (grant.session_fd, grant.table_fd, grant.doorbell_fd):
+        os.close(fd)

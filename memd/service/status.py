@@ -1,0 +1,59 @@
+"""StatusService: the daemon at a glance."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from memd import __version__
+from memd.service import access, wire
+from memd_proto.v1 import status_pb2
+
+if TYPE_CHECKING:
+    from memd.service.call import Call
+    from memd_native import Server
+
+
+class StatusService:
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._started = time.monotonic()
+
+    def GetStatus(
+        self, request: status_pb2.GetStatusRequest, call: Call
+    ) -> status_pb2.GetStatusResponse:
+        report = self._server.report()
+        statistics = self._server.statistics()
+        pool = statistics.pool
+        return status_pb2.GetStatusResponse(
+            version=__version__,
+            uptime_seconds=time.monotonic() - self._started,
+            pool=status_pb2.Pool(
+                bytes=pool.bytes,
+                bytes_free=statistics.pool_bytes_free,
+                segment_bytes=pool.segment_bytes,
+                page_bytes=pool.page_bytes,
+                locked=pool.locked,
+                note=pool.note,
+            ),
+            devices=[
+                status_pb2.Device(
+                    path=device.path,
+                    bytes=device.bytes,
+                    bytes_free=device.bytes_free,
+                    read_bytes=device.read_bytes,
+                    written_bytes=device.write_bytes,
+                    read_seconds=device.read_seconds,
+                    write_seconds=device.write_seconds,
+                    error_count=device.error_count,
+                )
+                for device in statistics.devices
+            ],
+            jobs=[
+                wire.job_message(each.job)
+                for each in statistics.jobs
+                if access.may_administer(call.peer.uid, each.job)
+            ],
+            io_engine=report.io_engine,
+            io_engine_reason=report.io_engine_reason,
+        )

@@ -1,0 +1,163 @@
+"""TensorService: tensor bytes for clients that share no memory, and optimizer state in and out."""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from memd.refusal import Refused, StatusCode
+from memd.service import wire
+from memd_native import MODE_OVERWRITE, MODE_READ, PART_VALUE
+from memd_proto.v1 import tensor_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from memd.peers import Peers, Session
+    from memd.service.call import Call
+    from memd_native import Server, ShardInfo
+
+# Below gRPC's own limit of 4 MiB, and large enough that the messages' cost is not seen.
+CHUNK_BYTES = 1 << 20
+# Two moments of fp32 for each: again a chunk.
+_MOMENTS_ELEMENTS = CHUNK_BYTES // 8
+
+
+class TensorService:
+    def __init__(self, server: Server, *, peers: Peers) -> None:
+        self._server = server
+        self._peers = peers
+
+    def Put(self, requests: Iterator[tensor_pb2.PutRequest], call: Call) -> tensor_pb2.PutResponse:
+        first = _first(requests)
+        session = self._peers.session(call.peer, first.session_id)
+        (shard,), _ = self._server.declare(session.session_id, [wire.native_spec(first.spec)])
+        with self._overwritten(session, shard, call) as memory:
+            _fill(memory, first, requests, name=shard.spec.name)
+        return tensor_pb2.PutResponse(
+            shard=wire.shard_message(self._shard(session, shard.shard_id))
+        )
+
+    def Get(self, request: tensor_pb2.GetRequest, call: Call) -> Iterator[tensor_pb2.GetResponse]:
+        session = self._peers.session(call.peer, request.session_id)
+        shards = self._server.shards(session.job_id)
+        shard = next((each for each in shards if each.spec.name == request.name), None)
+        if shard is None or not shard.written:
+            raise Refused(
+                StatusCode.NOT_FOUND,
+                f"job {session.job_name!r} holds nothing named {request.name!r}",
+            )
+        lease = self._server.lease(
+            session.session_id,
+            shard.shard_id,
+            part=PART_VALUE,
+            mode=MODE_READ,
+            timeout_s=call.timeout_s(),
+        )
+        try:
+            memory = lease.memory()
+            yield tensor_pb2.GetResponse(
+                shard=wire.shard_message(shard), data=bytes(memory[:CHUNK_BYTES])
+            )
+            for offset in range(CHUNK_BYTES, len(memory), CHUNK_BYTES):
+                yield tensor_pb2.GetResponse(data=bytes(memory[offset : offset + CHUNK_BYTES]))
+        finally:
+            lease.release()
+
+    def GetMoments(
+        self, request: tensor_pb2.GetMomentsRequest, call: Call
+    ) -> Iterator[tensor_pb2.GetMomentsResponse]:
+        session = self._peers.session(call.peer, request.session_id)
+        shard = self._shard(session, request.shard_id)
+        element_count = math.prod(shard.spec.shape)
+        for first in range(0, element_count, _MOMENTS_ELEMENTS):
+            exp_avg, exp_avg_sq = self._server.read_moments(
+                session.session_id,
+                shard.shard_id,
+                first,
+                min(_MOMENTS_ELEMENTS, element_count - first),
+                timeout_s=call.timeout_s(),
+            )
+            yield tensor_pb2.GetMomentsResponse(
+                generation=shard.generation,
+                element_first=first,
+                exp_avg=exp_avg,
+                exp_avg_sq=exp_avg_sq,
+            )
+
+    def PutMoments(
+        self, requests: Iterator[tensor_pb2.PutMomentsRequest], call: Call
+    ) -> tensor_pb2.PutMomentsResponse:
+        session: Session | None = None
+        for request in requests:
+            session = self._peers.session(call.peer, request.session_id)
+            self._server.write_moments(
+                session.session_id,
+                request.shard_id,
+                request.generation,
+                request.element_first,
+                request.exp_avg,
+                request.exp_avg_sq,
+                timeout_s=call.timeout_s(),
+            )
+        if session is None:
+            raise _empty_stream()
+        self._server.sync(session.session_id, timeout_s=call.timeout_s())
+        return tensor_pb2.PutMomentsResponse()
+
+    @contextmanager
+    def _overwritten(self, session: Session, shard: ShardInfo, call: Call) -> Iterator[memoryview]:
+        """The shard's new bytes, which readers see when the block ends, and never if it fails."""
+        lease = self._server.lease(
+            session.session_id,
+            shard.shard_id,
+            part=PART_VALUE,
+            mode=MODE_OVERWRITE,
+            timeout_s=call.timeout_s(),
+        )
+        try:
+            yield lease.memory()
+        except BaseException:
+            lease.discard()
+            raise
+        lease.release()
+
+    def _shard(self, session: Session, shard_id: int) -> ShardInfo:
+        for shard in self._server.shards(session.job_id):
+            if shard.shard_id == shard_id:
+                return shard
+        raise Refused(StatusCode.NOT_FOUND, f"job {session.job_name!r} has no shard {shard_id}")
+
+
+def _first(requests: Iterator[tensor_pb2.PutRequest]) -> tensor_pb2.PutRequest:
+    for request in requests:
+        return request
+    raise _empty_stream()
+
+
+def _empty_stream() -> Refused:
+    return Refused(StatusCode.INVALID_ARGUMENT, "the stream ended before its first message")
+
+
+def _fill(
+    memory: memoryview,
+    first: tensor_pb2.PutRequest,
+    rest: Iterator[tensor_pb2.PutRequest],
+    *,
+    name: str,
+) -> None:
+    filled = len(first.data)
+    if filled <= len(memory):
+        memory[:filled] = first.data
+    for request in rest:
+        end = filled + len(request.data)
+        if end <= len(memory):
+            memory[filled:end] = request.data
+        filled = end
+    if filled != len(memory):
+        raise Refused(
+            StatusCode.INVALID_ARGUMENT,
+            f"{name!r} was declared with {len(memory)} bytes and the stream carried {filled}; "
+            "nothing was changed",
+        )

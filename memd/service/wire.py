@@ -1,0 +1,80 @@
+"""Messages of memd.v1 from and to the records of `memd_native`. The numbers of the enums agree."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from memd.refusal import Refused, StatusCode
+from memd_native import AdamSettings, ShardSpec
+from memd_proto.v1 import job_pb2, types_pb2
+
+if TYPE_CHECKING:
+    from memd_native import JobInfo, ShardInfo
+    from memd_proto.v1 import session_pb2
+
+_NAME_BYTES_MAX = 1024
+
+
+def native_spec(spec: types_pb2.ShardSpec) -> ShardSpec:
+    """Refused where an enum is missing or unknown: a number out of range is no dtype."""
+    name_bytes = len(spec.name.encode())
+    if not 0 < name_bytes <= _NAME_BYTES_MAX:
+        raise Refused(
+            StatusCode.INVALID_ARGUMENT,
+            f"a shard's name has 1 to {_NAME_BYTES_MAX} bytes, not {name_bytes}",
+        )
+    for label, value, known in (
+        ("kind", spec.kind, types_pb2.ShardKind.values()),
+        ("dtype", spec.dtype, types_pb2.DType.values()),
+        ("tier", spec.tier, types_pb2.Tier.values()),
+    ):
+        if value == 0 or value not in known:
+            raise Refused(
+                StatusCode.INVALID_ARGUMENT, f"shard {spec.name!r}: {value} is no {label}"
+            )
+    return ShardSpec(spec.name, spec.kind, spec.dtype, list(spec.shape), spec.tier)
+
+
+def shard_message(shard: ShardInfo) -> types_pb2.Shard:
+    spec = types_pb2.ShardSpec(
+        name=shard.spec.name,
+        kind=types_pb2.ShardKind.Name(shard.spec.kind),
+        dtype=types_pb2.DType.Name(shard.spec.dtype),
+        shape=shard.spec.shape,
+        tier=types_pb2.Tier.Name(shard.spec.tier),
+    )
+    return types_pb2.Shard(
+        shard_id=shard.shard_id,
+        spec=spec,
+        generation=shard.generation,
+        written=shard.written,
+        bytes=shard.bytes,
+    )
+
+
+def job_message(job: JobInfo) -> job_pb2.Job:
+    return job_pb2.Job(
+        job_id=job.job_id,
+        name=job.name,
+        uid=job.uid,
+        committed_step=job.committed_step,
+        session_count=job.session_count,
+        host_bytes=job.host_bytes,
+        host_bytes_used=job.host_bytes_used,
+        nvme_bytes=job.nvme_bytes,
+        nvme_bytes_used=job.nvme_bytes_used,
+        shard_count=job.shard_count,
+        element_count=job.element_count,
+        lease_count=job.lease_count,
+    )
+
+
+def native_adam(settings: session_pb2.AdamSettings) -> AdamSettings:
+    return AdamSettings(
+        lr=settings.lr,
+        beta1=settings.beta1,
+        beta2=settings.beta2,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        decoupled=settings.decoupled,
+    )

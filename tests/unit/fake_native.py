@@ -1,0 +1,387 @@
+"""`memd_native.Server` in plain Python, for tests of what stands around it.
+
+Bytes lie in a dictionary; nothing is on disk, and a step counts without computing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from memd.refusal import StatusCode
+from memd_native import MODE_OVERWRITE, STEP_SECONDS_BOUNDS, AdamSettings, ShardSpec, StatusError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+ELEMENT_BYTES = {1: 4, 2: 2, 3: 2, 4: 8, 5: 1, 6: 2, 7: 4, 8: 8, 9: 1, 10: 1}
+
+
+def status_error(code: StatusCode, message: str) -> StatusError:
+    error = StatusError(message)
+    error.code = int(code)
+    error.error_number = 0
+    return error
+
+
+@dataclass
+class PoolReport:
+    bytes: int
+    segment_bytes: int = 4 << 20
+    page_bytes: int = 4096
+    locked: bool = True
+    note: str = ""
+    prefault_seconds: float = 0.01
+
+
+@dataclass
+class StartReport:
+    pool: PoolReport
+    volume_paths: list[str]
+    volume_bytes: list[int]
+    io_engine: str = "memory"
+    io_engine_reason: str = "a test's"
+    formatted: bool = True
+    format_seconds: float = 0.02
+    job_count: int = 0
+
+
+@dataclass
+class ShardInfo:
+    shard_id: int
+    spec: ShardSpec
+    bytes: int
+    generation: int = 0
+    written: bool = False
+
+
+@dataclass
+class JobInfo:
+    job_id: int
+    name: str
+    uid: int
+    created: bool
+    host_bytes: int
+    nvme_bytes: int
+    committed_step: int = 0
+    session_count: int = 0
+    host_bytes_used: int = 0
+    nvme_bytes_used: int = 0
+    shard_count: int = 0
+    element_count: int = 0
+    lease_count: int = 0
+
+
+@dataclass
+class SessionGrant:
+    session_id: int
+    session_fd: int
+    table_fd: int
+    doorbell_fd: int
+    segment_bytes: int = 4 << 20
+    arena_reserved_bytes: int = 64 << 20
+
+
+@dataclass
+class StepReport:
+    committed_step: int
+    read_seconds: float = 0.0
+    update_seconds: float = 0.0
+    write_seconds: float = 0.0
+    commit_seconds: float = 0.0
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+
+@dataclass
+class DeviceStatistics:
+    path: str
+    bytes: int
+    bytes_free: int
+    read_bytes: int = 8192
+    write_bytes: int = 4096
+    read_count: int = 2
+    write_count: int = 1
+    sync_count: int = 1
+    error_count: int = 0
+    read_seconds: float = 0.25
+    write_seconds: float = 0.5
+    sync_seconds: float = 0.125
+
+
+@dataclass
+class JobStatistics:
+    job: JobInfo
+    arena_bytes: int = 0
+    arena_bytes_used: int = 0
+    private_bytes: int = 0
+    private_bytes_used: int = 0
+    lease_hits: int = 3
+    lease_misses: int = 1
+    lease_wait_seconds: float = 0.5
+    fetched_bytes: int = 0
+    evicted_bytes: int = 0
+    spilled_bytes: int = 0
+    step_count: int = 0
+    step_read_seconds: float = 0.0
+    step_update_seconds: float = 0.0
+    step_write_seconds: float = 0.0
+    step_commit_seconds: float = 0.0
+    necessary_bytes: int = 0
+
+
+@dataclass
+class ServerStatistics:
+    pool: PoolReport
+    pool_bytes_free: int
+    devices: list[DeviceStatistics]
+    jobs: list[JobStatistics]
+    session_count: int
+    checksum_failures: int = 0
+    ring_protocol_errors: int = 0
+    step_seconds_buckets: list[int] = field(
+        default_factory=lambda: [1, 2] + [0] * (len(STEP_SECONDS_BOUNDS) - 1)
+    )
+    commit_seconds_buckets: list[int] = field(
+        default_factory=lambda: [0] * (len(STEP_SECONDS_BOUNDS) + 1)
+    )
+    step_seconds_sum: float = 0.75
+    commit_seconds_sum: float = 0.0
+
+
+@dataclass
+class Shard:
+    info: ShardInfo
+    value: bytearray
+
+
+@dataclass
+class Job:
+    info: JobInfo
+    shards: dict[str, Shard] = field(default_factory=dict)
+
+    def by_id(self, shard_id: int) -> Shard:
+        return next(each for each in self.shards.values() if each.info.shard_id == shard_id)
+
+
+class FakeLease:
+    def __init__(self, shard: Shard, mode: int) -> None:
+        self._shard = shard
+        self._mode = mode
+        self._bytes = bytearray(len(shard.value)) if mode == MODE_OVERWRITE else shard.value
+
+    def memory(self) -> memoryview:
+        return memoryview(self._bytes)
+
+    def release(self) -> None:
+        self._shard.value = self._bytes
+        if self._mode == MODE_OVERWRITE:
+            self._shard.info.written = True
+
+    def discard(self) -> None:
+        self._bytes = self._shard.value
+
+
+class FakeServer:
+    """What `detached` and `calls` say is what the tests look at."""
+
+    def __init__(
+        self,
+        *,
+        directories: Sequence[str] = ("/volume",),
+        nvme_bytes: int = 1 << 30,
+        host_bytes: int = 64 << 20,
+        lock_required: bool = True,
+        huge_pages: bool = True,
+        io_engine: str = "auto",
+        io_depth: int = 32,
+        update_thread_count: int = 0,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._host_bytes = host_bytes
+        self._nvme_bytes = nvme_bytes
+        self._directories = list(directories)
+        self._lock = threading.RLock()
+        self._jobs: dict[int, Job] = {}
+        self._sessions: dict[int, int] = {}
+        self._ids = iter(range(1, 1 << 30))
+        self._beats = 0
+        self.detached: dict[int, float] = {}  # session → when, by the monotonic clock
+        self.calls: Counter[str] = Counter()
+        self.moments: dict[int, tuple[bytearray, bytearray]] = {}
+        if progress is not None:
+            progress(host_bytes, host_bytes)
+
+    def report(self) -> StartReport:
+        return StartReport(
+            PoolReport(self._host_bytes), self._directories, [self._nvme_bytes], job_count=0
+        )
+
+    def open_job(
+        self, name: str, *, uid: int, host_bytes: int = 0, nvme_bytes: int = 0, fresh: bool = False
+    ) -> JobInfo:
+        with self._lock:
+            for job in self._jobs.values():
+                if job.info.name == name:
+                    if fresh:
+                        job.shards.clear()
+                    return replace(job.info, created=False)
+            if host_bytes > self._host_bytes:
+                raise status_error(
+                    StatusCode.CAPACITY, f"{host_bytes} bytes wanted, {self._host_bytes} free"
+                )
+            info = JobInfo(
+                job_id=next(self._ids),
+                name=name,
+                uid=uid,
+                created=True,
+                host_bytes=host_bytes or self._host_bytes // 2,
+                nvme_bytes=nvme_bytes or self._nvme_bytes // 2,
+            )
+            self._jobs[info.job_id] = Job(info)
+            return info
+
+    def jobs(self) -> list[JobInfo]:
+        with self._lock:
+            attached = Counter(self._sessions.values())
+            return [
+                replace(
+                    job.info, session_count=attached[job.info.job_id], shard_count=len(job.shards)
+                )
+                for job in self._jobs.values()
+            ]
+
+    def shards(self, job_id: int) -> list[ShardInfo]:
+        return [shard.info for shard in self._jobs[job_id].shards.values()]
+
+    def drop_job(self, job_id: int, *, force: bool = False) -> None:
+        with self._lock:
+            if job_id in self._sessions.values() and not force:
+                raise status_error(StatusCode.CAPACITY, "sessions are attached; use force")
+            del self._jobs[job_id]
+
+    def attach(self, job_id: int) -> SessionGrant:
+        with self._lock:
+            session_id = next(self._ids)
+            self._sessions[session_id] = job_id
+        fds = [os.memfd_create(name) for name in ("session", "table", "doorbell")]
+        return SessionGrant(session_id, *fds)
+
+    def segment_fds(self, session_id: int, first: int) -> list[int]:
+        self._job(session_id)
+        return [os.memfd_create(f"segment-{first + index}") for index in range(2)]
+
+    def detach(self, session_id: int) -> int:
+        with self._lock:
+            del self._sessions[session_id]
+            self.detached[session_id] = time.monotonic()
+            return 2
+
+    def declare(self, session_id: int, shards: Sequence[ShardSpec]) -> tuple[list[ShardInfo], bool]:
+        job = self._job(session_id)
+        infos = []
+        for spec in shards:
+            if spec.name not in job.shards:
+                size_bytes = math.prod(spec.shape) * ELEMENT_BYTES[spec.dtype]
+                info = ShardInfo(next(self._ids), spec, size_bytes)
+                job.shards[spec.name] = Shard(info, bytearray(size_bytes))
+            known = job.shards[spec.name].info
+            if (known.spec.dtype, list(known.spec.shape)) != (spec.dtype, list(spec.shape)):
+                raise status_error(StatusCode.ALREADY_EXISTS, f"{spec.name!r} has another shape")
+            infos.append(known)
+        return infos, True
+
+    def step(
+        self,
+        session_id: int,
+        groups: Sequence[tuple[AdamSettings, Sequence[int]]],
+        *,
+        staged_buffers: Sequence[tuple[int, int]] = (),
+        timeout_s: float,
+    ) -> StepReport:
+        job = self._job(session_id)
+        job.info.committed_step += 1
+        return StepReport(job.info.committed_step, written_bytes=sum(len(ids) for _, ids in groups))
+
+    def sync(self, session_id: int, *, timeout_s: float) -> StepReport:
+        self.calls["sync"] += 1
+        return StepReport(self._job(session_id).info.committed_step)
+
+    def drop_gradients(self, session_id: int, shard_ids: Sequence[int]) -> None:
+        self.calls["drop_gradients"] += 1
+
+    def delete_shard(self, session_id: int, name: str) -> bool:
+        return self._job(session_id).shards.pop(name, None) is not None
+
+    def lease(
+        self, session_id: int, shard_id: int, *, part: int = 0, mode: int = 0, timeout_s: float
+    ) -> FakeLease:
+        return FakeLease(self._job(session_id).by_id(shard_id), mode)
+
+    def read_moments(
+        self,
+        session_id: int,
+        shard_id: int,
+        element_first: int,
+        element_count: int,
+        *,
+        timeout_s: float,
+    ) -> tuple[bytes, bytes]:
+        first, second = self._moments_of(session_id, shard_id)
+        part = slice(4 * element_first, 4 * (element_first + element_count))
+        return bytes(first[part]), bytes(second[part])
+
+    def write_moments(
+        self,
+        session_id: int,
+        shard_id: int,
+        generation: int,
+        element_first: int,
+        exp_avg: bytes,
+        exp_avg_sq: bytes,
+        *,
+        timeout_s: float,
+    ) -> None:
+        first, second = self._moments_of(session_id, shard_id)
+        part = slice(4 * element_first, 4 * element_first + len(exp_avg))
+        first[part], second[part] = exp_avg, exp_avg_sq
+        self._job(session_id).by_id(shard_id).info.generation = generation
+
+    def statistics(self) -> ServerStatistics:
+        device = DeviceStatistics("/volume", self._nvme_bytes, self._nvme_bytes // 4)
+        return ServerStatistics(
+            pool=PoolReport(self._host_bytes),
+            pool_bytes_free=self._host_bytes // 2,
+            devices=[device],
+            jobs=[JobStatistics(job) for job in self.jobs()],
+            session_count=len(self._sessions),
+        )
+
+    def heartbeat(self) -> int:
+        self._beats += 1
+        return self._beats
+
+    def stop(self, *, timeout_s: float) -> None:
+        self.calls["stop"] += 1
+
+    def _job(self, session_id: int) -> Job:
+        with self._lock:
+            if session_id not in self._sessions:
+                raise status_error(StatusCode.NOT_FOUND, f"no session {session_id}")
+            return self._jobs[self._sessions[session_id]]
+
+    def _moments_of(self, session_id: int, shard_id: int) -> tuple[bytearray, bytearray]:
+        element_count = math.prod(self._job(session_id).by_id(shard_id).info.spec.shape)
+        return self.moments.setdefault(
+            shard_id, (bytearray(4 * element_count), bytearray(4 * element_count))
+        )
+
+
+def as_server(fake: FakeServer) -> Any:
+    """For parameters that are typed as the native class."""
+    return fake
