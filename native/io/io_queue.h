@@ -59,11 +59,12 @@ struct IoQueueStatistics {
   bool registered_buffers = false;
 };
 
-/// Owned and called by one thread (the server thread); `event_fd()` may be polled by it together
-/// with other descriptors. No method blocks, except the destructor, which waits for what is in
-/// flight and completes it. Chunking (kChunkBytesMax), short and interrupted transfers and EAGAIN
-/// are handled in one place, with bounded retries; three transfers of 0 bytes on end are an error.
-/// A failed write or sync is reported once and never retried.
+/// Owned and called by one thread (the server thread), which polls IoQueueOptions::wake_fd together
+/// with other descriptors: it is written when reap() has something to do. No method blocks, except
+/// the destructor, which waits for what is in flight and completes it. Chunking (kChunkBytesMax),
+/// short and interrupted transfers and EAGAIN are handled in one place, with bounded retries; three
+/// transfers of 0 bytes on end are an error. A failed write or sync is reported once and never
+/// retried.
 class IoQueue {
  public:
   virtual ~IoQueue() = default;
@@ -87,8 +88,6 @@ class IoQueue {
   /// Runs `complete` of every request that is done; returns how many.
   virtual size_t reap() = 0;
 
-  /// An eventfd, made by the caller and given to the constructor, that is written when reap() has
-  /// something to do.
   virtual IoQueueStatistics statistics() const = 0;
   virtual IoDeviceStatistics device_statistics(uint16_t device) const = 0;
 };
@@ -104,8 +103,8 @@ struct IoQueueOptions {
 /// What was chosen, and why io_uring was not where it was not.
 struct IoQueueChoice {
   std::unique_ptr<IoQueue> queue;
-  std::string
-      reason;  // empty for io_uring; else for example "io_uring_setup: Operation not permitted"
+  /// Empty for io_uring; else for example "io_uring_setup: Operation not permitted".
+  std::string reason;
 };
 
 /// `automatic` tries io_uring and falls back to threads. Asking for io_uring where it is forbidden

@@ -240,7 +240,8 @@ TEST_P(IoConformance, the_destructor_completes_what_is_in_flight) {
   Block block(1_MiB);
   int completed = 0;
   for (uint64_t i = 0; i < 40; ++i) {
-    queue_->submit({.device = device,
+    queue_->submit({.kind = IoKind::write,
+                    .device = device,
                     .offset_bytes = i * 1_MiB,
                     .data = block.span(),
                     .complete = [&completed](const Status& status) {
