@@ -107,11 +107,9 @@ def _about_the_pool(statistics: ServerStatistics) -> Iterator[Metric]:
     used = GaugeMetricFamily(
         "memd_pool_bytes", "Bytes of the host pool and of all volumes.", labels=["tier", "state"]
     )
-    nvme_bytes = sum(device.bytes for device in statistics.devices)
-    nvme_bytes_free = sum(device.bytes_free for device in statistics.devices)
     for tier, bytes_all, bytes_free in (
         ("host", statistics.pool.bytes, statistics.pool_bytes_free),
-        ("nvme", nvme_bytes, nvme_bytes_free),
+        ("nvme", statistics.nvme_bytes, statistics.nvme_bytes_free),
     ):
         capacity.add_metric([tier], bytes_all)
         used.add_metric([tier, "free"], bytes_free)
@@ -154,11 +152,6 @@ _JOB_COUNTERS: tuple[tuple[str, str, Callable[[JobStatistics], float]], ...] = (
     ("memd_fetched_bytes", "Bytes brought up from disk.", lambda job: job.fetched_bytes),
     ("memd_evicted_bytes", "Bytes dropped to make room.", lambda job: job.evicted_bytes),
     ("memd_spilled_bytes", "Bytes written to make room.", lambda job: job.spilled_bytes),
-    (
-        "memd_necessary_bytes",
-        "Bytes that had to move, whatever the policy.",
-        lambda job: job.necessary_bytes,
-    ),
 )
 
 
@@ -259,6 +252,9 @@ class _HttpServer(ThreadingHTTPServer):
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         super().__init__(address, _Handler)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        log.exception("an HTTP request failed", extra={"client": client_address})
 
     def server_bind(self) -> None:
         # HTTPServer would ask the resolver for this machine's name, which can take seconds.

@@ -159,7 +159,7 @@ void bind_records(nb::module_& module) {
       .def_ro("lease_count", &JobInfo::lease_count);
   nb::class_<SessionGrant>(module,
                            "SessionGrant",
-                           "Descriptors are owned by the caller: close them after they were sent.")
+                           "Its descriptors are closed when it is deleted: keep it until they were sent.")
       .def_ro("session_id", &SessionGrant::session_id)
       .def_prop_ro("session_fd", [](const SessionGrant& self) { return self.session.get(); })
       .def_prop_ro("table_fd", [](const SessionGrant& self) { return self.table.get(); })
@@ -182,6 +182,7 @@ void bind_statistics(nb::module_& module) {
   nb::class_<DeviceStatistics>(module, "DeviceStatistics")
       .def_ro("path", &DeviceStatistics::path)
       .def_ro("bytes", &DeviceStatistics::bytes)
+      .def_ro("bytes_free", &DeviceStatistics::bytes_free)
       .def_prop_ro("read_bytes", [](const DeviceStatistics& self) { return self.io.read_bytes; })
       .def_prop_ro("write_bytes", [](const DeviceStatistics& self) { return self.io.write_bytes; })
       .def_prop_ro("read_count", [](const DeviceStatistics& self) { return self.io.read_count; })

@@ -40,6 +40,7 @@ class FreeExtents {
   Status reserve(const ExtentRecord& extent);
 
   uint64_t free_bytes() const { return free_bytes_; }
+  uint64_t free_bytes(uint16_t device) const { return devices_[device].free_bytes; }
   uint64_t capacity_bytes() const { return capacity_bytes_; }
 
  private:

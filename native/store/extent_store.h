@@ -59,6 +59,7 @@ class ExtentStore {
   const Status& broken() const { return broken_; }
   const Superblock& superblock() const { return superblock_; }
   uint64_t free_bytes() const { return free_.free_bytes(); }
+  uint64_t free_bytes(uint16_t device) const { return free_.free_bytes(device); }
   uint64_t capacity_bytes() const { return free_.capacity_bytes(); }
   uint64_t checksum_failure_count() const { return checksum_failure_count_; }
   size_t device_count() const { return paths_.size(); }

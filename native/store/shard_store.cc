@@ -915,6 +915,7 @@ ServerStatistics ShardStore::statistics() const {
   for (uint16_t device = 0; device < extents_.device_count(); ++device) {
     out.devices.push_back({.path = extents_.path(device),
                            .bytes = extents_.device_bytes(device),
+                           .bytes_free = extents_.free_bytes(device),
                            .io = io_.device_statistics(device)});
   }
   for (const auto& [job_id, job] : jobs_) {

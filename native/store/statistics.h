@@ -96,6 +96,7 @@ struct JobStatistics {
 struct DeviceStatistics {
   std::string path;
   uint64_t bytes = 0;
+  uint64_t bytes_free = 0;
   IoDeviceStatistics io;
 };
 

@@ -86,6 +86,10 @@ class SessionGrant:
     segment_bytes: int = 4 << 20
     arena_reserved_bytes: int = 64 << 20
 
+    def __del__(self) -> None:
+        for fd in (self.session_fd, self.table_fd, self.doorbell_fd):
+            os.close(fd)
+
 
 @dataclass
 class StepReport:
@@ -102,7 +106,6 @@ class StepReport:
 class DeviceStatistics:
     path: str
     bytes: int
-    bytes_free: int
     read_bytes: int = 8192
     write_bytes: int = 4096
     read_count: int = 2
@@ -132,13 +135,14 @@ class JobStatistics:
     step_update_seconds: float = 0.0
     step_write_seconds: float = 0.0
     step_commit_seconds: float = 0.0
-    necessary_bytes: int = 0
 
 
 @dataclass
 class ServerStatistics:
     pool: PoolReport
     pool_bytes_free: int
+    nvme_bytes: int
+    nvme_bytes_free: int
     devices: list[DeviceStatistics]
     jobs: list[JobStatistics]
     session_count: int
@@ -353,10 +357,12 @@ class FakeServer:
         self._job(session_id).by_id(shard_id).info.generation = generation
 
     def statistics(self) -> ServerStatistics:
-        device = DeviceStatistics("/volume", self._nvme_bytes, self._nvme_bytes // 4)
+        device = DeviceStatistics("/volume", self._nvme_bytes)
         return ServerStatistics(
             pool=PoolReport(self._host_bytes),
             pool_bytes_free=self._host_bytes // 2,
+            nvme_bytes=self._nvme_bytes,
+            nvme_bytes_free=self._nvme_bytes // 4,
             devices=[device],
             jobs=[JobStatistics(job) for job in self.jobs()],
             session_count=len(self._sessions),

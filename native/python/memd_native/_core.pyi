@@ -65,7 +65,7 @@ class JobInfo:
     lease_count: int
 
 class SessionGrant:
-    """Descriptors are owned by the caller: close them after they were sent."""
+    """Its descriptors are closed when it is deleted: keep it until they were sent."""
 
     session_id: int
     session_fd: int
