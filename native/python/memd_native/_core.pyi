@@ -123,7 +123,6 @@ class StepReport:
 class DeviceStatistics:
     path: str
     bytes: int
-    bytes_free: int
     read_bytes: int
     write_bytes: int
     read_count: int
@@ -151,11 +150,12 @@ class JobStatistics:
     step_update_seconds: float
     step_write_seconds: float
     step_commit_seconds: float
-    necessary_bytes: int
 
 class ServerStatistics:
     pool: PoolReport
     pool_bytes_free: int
+    nvme_bytes: int
+    nvme_bytes_free: int
     devices: list[DeviceStatistics]
     jobs: list[JobStatistics]
     session_count: int
@@ -172,7 +172,11 @@ class ServiceLease:
     """Bytes of one shard, pinned until release() or deletion. Supports the buffer protocol through memory()."""
 
     def memory(self) -> memoryview: ...
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """What was written becomes what readers see."""
+
+    def discard(self) -> None:
+        """An overwrite of a blob leaves no trace."""
 
 class Server:
     """Pool, volumes, jobs and the threads that serve them. Every method may be called from any thread and releases the GIL; each
