@@ -55,6 +55,7 @@ class AttachListener:
         self._control_address = control_address
         self._listening = listening
         self._listening.setblocking(False)
+        self._is_stopping = False
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Ending a session may wait for a write that is under way; others who die meanwhile, or
@@ -71,11 +72,22 @@ class AttachListener:
         """Peers and their sessions stay."""
         os.eventfd_write(self._wake, 1)
 
+    def stop(self) -> None:
+        """Closes every connection; the sessions are left to the end of the server."""
+        self._is_stopping = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        self._reclaimers.shutdown()
+        for peer in self._peers.all():
+            self._peers.remove(peer, reason="stopped")
+        self._selector.close()
+        os.close(self._wake)
+
     def _watch(self, fd: int, ready: Callable[[], None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, ready)
 
     def _run(self) -> None:
-        while True:
+        while not self._is_stopping:
             for key, _ in self._selector.select():
                 # An event earlier in this round may have ended what this one is about.
                 if self._selector.get_map().get(key.fd) is key:
@@ -195,15 +207,12 @@ class AttachListener:
 
 
 def send_session(peers: Peers, peer: Peer, grant: SessionGrant) -> None:
-    """Passes what a session shares. The grant's descriptors are closed here, sent or not."""
+    """Passes what a session shares. OSError where the client does not take it."""
     fds = (grant.session_fd, grant.table_fd, grant.doorbell_fd)
     answer = attach_pb2.Descriptors(
         kind=attach_pb2.Descriptors.KIND_SESSION, session_id=grant.session_id
     )
-    try:
-        peers.send(peer, answer.SerializeToString(), fds)
-    finally:
-        _close_all(fds)
+    peers.send(peer, answer.SerializeToString(), fds)
 
 
 def bind(path: Path) -> socket.socket:

@@ -20,7 +20,6 @@ from memd.sizes import format_size
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from google.protobuf.descriptor import EnumDescriptor
     from google.protobuf.message import Message
 
     from memd.client import DaemonClient
@@ -241,15 +240,17 @@ def print_status(answer: status_pb2.GetStatusResponse) -> None:
         (
             device.path,
             format_size(device.bytes),
-            format_size(device.bytes_free),
             format_size(device.read_bytes),
             format_size(device.written_bytes),
             str(device.error_count),
         )
         for device in answer.devices
     ]
+    click.echo(
+        f"disk: {format_size(answer.nvme_bytes_free)} of {format_size(answer.nvme_bytes)} free"
+    )
     click.echo()
-    print_table(("volume", "size", "free", "read", "written", "errors"), rows)
+    print_table(("volume", "size", "read", "written", "errors"), rows)
     click.echo()
     print_jobs(answer.jobs)
 
@@ -280,7 +281,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def as_dict(message: Message) -> dict[str, Any]:
     """All fields under their names. Counts are numbers, which protobuf's own JSON has as texts."""
 
-    def plain(enum: EnumDescriptor | None, value: Any) -> Any:
+    def plain(enum: Any, value: Any) -> Any:
         if hasattr(value, "DESCRIPTOR"):
             return as_dict(value)
         return enum.values_by_number[value].name if enum else value

@@ -95,6 +95,7 @@ class Daemon:
             if metrics is not None:
                 stack.callback(metrics.stop)
             listener.start()
+            stack.callback(listener.stop)
             self._announce(server, metrics)
             self._wait(server, parent)
             self._is_ready = False

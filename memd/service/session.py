@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -141,11 +140,9 @@ class SessionService:
         try:
             self._peers.add_session(call.peer, session)
         except Refused:
-            _close(grant)
             self._server.detach(grant.session_id)
             raise
         if request.without_shared_memory:
-            _close(grant)
             return
         try:
             send_session(self._peers, call.peer, grant)
@@ -179,8 +176,3 @@ def _check_attach(request: session_pb2.AttachRequest) -> None:
         raise Refused(
             StatusCode.INVALID_ARGUMENT, f"durability {durability!r} is unknown; use 'step'"
         )
-
-
-def _close(grant: SessionGrant) -> None:
-    for fd in (grant.session_fd, grant.table_fd, grant.doorbell_fd):
-        os.close(fd)
