@@ -60,7 +60,7 @@ tidy:
 regenerate:
 	@$(SETUP) test
 	$(IN_VENV) python proto/regenerate.py
-	$(IN_VENV) python -m nanobind.stubgen -m memd_native._core -o native/python/memd_native/_core.pyi
+	$(IN_VENV) python native/python/regenerate_stub.py
 
 clean:
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/bench/out

@@ -51,6 +51,9 @@ struct HeldLease {
   LeasedBytes bytes;
 };
 
+/// Descriptors of the arena's segments from an index on.
+using MoreSegments = nb::typed<nb::callable, std::vector<int>(uint64_t)>;
+
 nb::object lease(const std::shared_ptr<ClientSession>& session,
                  uint32_t shard_id,
                  uint8_t part,
@@ -90,7 +93,7 @@ std::shared_ptr<ClientSession> connect(int session_fd,
                                        int doorbell_fd,
                                        uint64_t segment_bytes,
                                        uint64_t arena_reserved_bytes,
-                                       nb::callable more_segments) {
+                                       MoreSegments more_segments) {
   ClientSessionOptions options;
   options.session = OwnedFd(session_fd);
   options.table = OwnedFd(table_fd);

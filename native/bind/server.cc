@@ -44,6 +44,9 @@ IoEngine engine_named(const std::string& name) {
   throw nb::value_error(concat("io_engine is auto, io_uring or threads: ", name).c_str());
 }
 
+/// Of formatting: bytes done, bytes in all.
+using Progress = nb::typed<nb::callable, void(uint64_t, uint64_t)>;
+
 std::shared_ptr<Server> start(const std::vector<std::string>& directories,
                               uint64_t nvme_bytes,
                               uint64_t host_bytes,
@@ -52,7 +55,7 @@ std::shared_ptr<Server> start(const std::vector<std::string>& directories,
                               const std::string& io_engine,
                               uint32_t io_depth,
                               uint32_t update_thread_count,
-                              const std::optional<nb::callable>& progress) {
+                              const std::optional<Progress>& progress) {
   ServerOptions options;
   options.directories = directories;
   options.nvme_bytes = nvme_bytes;

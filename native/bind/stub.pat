@@ -1,0 +1,21 @@
+# What nanobind's stub generator cannot see: attributes of the exception, and types of constants.
+memd_native._core.StatusError:
+    class StatusError(Exception):
+        """
+        Something outside failed. `code` is a StatusCode of native/base/status.h, `error_number` an errno or 0.
+        """
+
+        code: int
+        error_number: int
+
+memd_native._core.STEP_SECONDS_BOUNDS:
+    STEP_SECONDS_BOUNDS: list[float]
+
+memd_native._core.ClientSession.lease:
+    \from typing import Any
+    def lease(
+        self, shard_id: int, part: int, mode: int, dtype: int, shape: Sequence[int], timeout_s: float
+    ) -> Any:
+        """
+        A torch tensor over the arena's own bytes. The lease lives exactly as long as the tensor's storage.
+        """
