@@ -240,17 +240,15 @@ def print_status(answer: status_pb2.GetStatusResponse) -> None:
         (
             device.path,
             format_size(device.bytes),
+            format_size(device.bytes_free),
             format_size(device.read_bytes),
             format_size(device.written_bytes),
             str(device.error_count),
         )
         for device in answer.devices
     ]
-    click.echo(
-        f"disk: {format_size(answer.nvme_bytes_free)} of {format_size(answer.nvme_bytes)} free"
-    )
     click.echo()
-    print_table(("volume", "size", "read", "written", "errors"), rows)
+    print_table(("volume", "size", "free", "read", "written", "errors"), rows)
     click.echo()
     print_jobs(answer.jobs)
 

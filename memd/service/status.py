@@ -40,6 +40,7 @@ class StatusService:
                 status_pb2.Device(
                     path=device.path,
                     bytes=device.bytes,
+                    bytes_free=device.bytes_free,
                     read_bytes=device.read_bytes,
                     written_bytes=device.write_bytes,
                     read_seconds=device.read_seconds,
@@ -53,8 +54,6 @@ class StatusService:
                 for each in statistics.jobs
                 if access.may_administer(call.peer.uid, each.job)
             ],
-            nvme_bytes=statistics.nvme_bytes,
-            nvme_bytes_free=statistics.nvme_bytes_free,
             io_engine=report.io_engine,
             io_engine_reason=report.io_engine_reason,
         )

@@ -106,6 +106,7 @@ class StepReport:
 class DeviceStatistics:
     path: str
     bytes: int
+    bytes_free: int
     read_bytes: int = 8192
     write_bytes: int = 4096
     read_count: int = 2
@@ -357,7 +358,7 @@ class FakeServer:
         self._job(session_id).by_id(shard_id).info.generation = generation
 
     def statistics(self) -> ServerStatistics:
-        device = DeviceStatistics("/volume", self._nvme_bytes)
+        device = DeviceStatistics("/volume", self._nvme_bytes, self._nvme_bytes // 4)
         return ServerStatistics(
             pool=PoolReport(self._host_bytes),
             pool_bytes_free=self._host_bytes // 2,

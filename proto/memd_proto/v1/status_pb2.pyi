@@ -12,7 +12,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("version", "uptime_seconds", "pool", "devices", "jobs", "io_engine", "io_engine_reason", "nvme_bytes", "nvme_bytes_free")
+    __slots__ = ("version", "uptime_seconds", "pool", "devices", "jobs", "io_engine", "io_engine_reason")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -20,8 +20,6 @@ class GetStatusResponse(_message.Message):
     JOBS_FIELD_NUMBER: _ClassVar[int]
     IO_ENGINE_FIELD_NUMBER: _ClassVar[int]
     IO_ENGINE_REASON_FIELD_NUMBER: _ClassVar[int]
-    NVME_BYTES_FIELD_NUMBER: _ClassVar[int]
-    NVME_BYTES_FREE_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_seconds: float
     pool: Pool
@@ -29,9 +27,7 @@ class GetStatusResponse(_message.Message):
     jobs: _containers.RepeatedCompositeFieldContainer[_job_pb2.Job]
     io_engine: str
     io_engine_reason: str
-    nvme_bytes: int
-    nvme_bytes_free: int
-    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., pool: _Optional[_Union[Pool, _Mapping]] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[_job_pb2.Job, _Mapping]]] = ..., io_engine: _Optional[str] = ..., io_engine_reason: _Optional[str] = ..., nvme_bytes: _Optional[int] = ..., nvme_bytes_free: _Optional[int] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., pool: _Optional[_Union[Pool, _Mapping]] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[_job_pb2.Job, _Mapping]]] = ..., io_engine: _Optional[str] = ..., io_engine_reason: _Optional[str] = ...) -> None: ...
 
 class Pool(_message.Message):
     __slots__ = ("bytes", "bytes_free", "segment_bytes", "page_bytes", "locked", "note")
@@ -50,9 +46,10 @@ class Pool(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., bytes_free: _Optional[int] = ..., segment_bytes: _Optional[int] = ..., page_bytes: _Optional[int] = ..., locked: bool = ..., note: _Optional[str] = ...) -> None: ...
 
 class Device(_message.Message):
-    __slots__ = ("path", "bytes", "read_bytes", "written_bytes", "read_seconds", "write_seconds", "error_count")
+    __slots__ = ("path", "bytes", "bytes_free", "read_bytes", "written_bytes", "read_seconds", "write_seconds", "error_count")
     PATH_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FREE_FIELD_NUMBER: _ClassVar[int]
     READ_BYTES_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     READ_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -60,9 +57,10 @@ class Device(_message.Message):
     ERROR_COUNT_FIELD_NUMBER: _ClassVar[int]
     path: str
     bytes: int
+    bytes_free: int
     read_bytes: int
     written_bytes: int
     read_seconds: float
     write_seconds: float
     error_count: int
-    def __init__(self, path: _Optional[str] = ..., bytes: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., read_seconds: _Optional[float] = ..., write_seconds: _Optional[float] = ..., error_count: _Optional[int] = ...) -> None: ...
+    def __init__(self, path: _Optional[str] = ..., bytes: _Optional[int] = ..., bytes_free: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., read_seconds: _Optional[float] = ..., write_seconds: _Optional[float] = ..., error_count: _Optional[int] = ...) -> None: ...
