@@ -1,4 +1,4 @@
-"""memd's data plane, compiled: `Server` is what the daemon runs on, `ClientSession` what trainers map.
+"""memd's data plane, compiled: `Server` for the daemon, `ClientSession` for trainers.
 
 This package translates and decides nothing. The contract is the type stub `_core.pyi`.
 """

@@ -1,0 +1,53 @@
+"""Training state in memd: parameters, gradients and optimizer states live in a daemon's host memory
+and on NVMe, and come when they are used.
+
+    session = memd_client.connect(job="gpt-finetune")
+    memd_client.offload(model, session)
+    optimizer = memd_client.AdamW(model.parameters(), lr=3e-4)
+
+The rest of the training loop stays as it is.
+"""
+
+from memd_client.errors import (
+    CapacityError,
+    DaemonFailed,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    DeviceError,
+    IntegrityError,
+    InvalidArgument,
+    MemdError,
+    NotResident,
+    NotYet,
+    PermissionDenied,
+    SessionFenced,
+    UnknownName,
+)
+from memd_client.gather import gather
+from memd_client.offload import offload
+from memd_client.optimizer import Adam, AdamW
+from memd_client.session import Session, connect
+from memd_client.statistics import SessionStatistics
+
+__all__ = [
+    "Adam",
+    "AdamW",
+    "CapacityError",
+    "DaemonFailed",
+    "DaemonUnavailable",
+    "DeadlineExceeded",
+    "DeviceError",
+    "IntegrityError",
+    "InvalidArgument",
+    "MemdError",
+    "NotResident",
+    "NotYet",
+    "PermissionDenied",
+    "Session",
+    "SessionFenced",
+    "SessionStatistics",
+    "UnknownName",
+    "connect",
+    "gather",
+    "offload",
+]

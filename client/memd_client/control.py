@@ -1,0 +1,146 @@
+"""The control plane: gRPC calls with the session's token, and their errors as exceptions."""
+
+# The generated gRPC stubs have no types.
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from memd_client.errors import DaemonFailed, DaemonUnavailable, from_code
+from memd_proto.v1 import (
+    job_pb2,
+    job_pb2_grpc,
+    session_pb2,
+    session_pb2_grpc,
+    tensor_pb2,
+    tensor_pb2_grpc,
+    types_pb2,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+# Calls that only look something up, or change it in memory.
+_SHORT_S = 60.0
+# Calls that wait for the disk to take everything a job has.
+_LONG_S = 600.0
+# The server sets it beside the rich status, so that a client needs no server packages to read it.
+_ERROR_METADATA = "memd-error-bin"
+# For errors that did not come from the daemon's own code. The numbers are those of StatusCode in
+# native/base/status.h.
+_CODES = {
+    grpc.StatusCode.INVALID_ARGUMENT: 1,
+    grpc.StatusCode.NOT_FOUND: 2,
+    grpc.StatusCode.ALREADY_EXISTS: 3,
+    grpc.StatusCode.PERMISSION_DENIED: 4,
+    grpc.StatusCode.UNAUTHENTICATED: 4,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 5,
+    grpc.StatusCode.FAILED_PRECONDITION: 6,
+    grpc.StatusCode.DATA_LOSS: 7,
+    grpc.StatusCode.ABORTED: 8,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 9,
+    grpc.StatusCode.UNAVAILABLE: 10,
+    grpc.StatusCode.UNIMPLEMENTED: 11,
+}
+
+
+class Control:
+    """Calls to one daemon. Any thread may call it; each call has a deadline and raises MemdError.
+
+    The channel is made at the first call: gRPC threads that exist before a fork make the child
+    hang.
+    """
+
+    def __init__(self, *, address: str, token: str) -> None:
+        self._address = address
+        self._metadata = (("memd-token", token),)
+        self._channel: grpc.Channel | None = None
+
+    def attach(self, request: session_pb2.AttachRequest) -> session_pb2.AttachResponse:
+        return self._call(self._sessions().Attach, request, _LONG_S)
+
+    def detach(self, request: session_pb2.DetachRequest) -> session_pb2.DetachResponse:
+        return self._call(self._sessions().Detach, request, _SHORT_S)
+
+    def declare(self, request: session_pb2.DeclareRequest) -> session_pb2.DeclareResponse:
+        return self._call(self._sessions().Declare, request, _SHORT_S)
+
+    def step(self, request: session_pb2.StepRequest) -> session_pb2.StepResponse:
+        return self._call(self._sessions().Step, request, _LONG_S)
+
+    def sync(self, request: session_pb2.SyncRequest) -> session_pb2.SyncResponse:
+        return self._call(self._sessions().Sync, request, _LONG_S)
+
+    def drop_gradients(
+        self, request: session_pb2.DropGradientsRequest
+    ) -> session_pb2.DropGradientsResponse:
+        return self._call(self._sessions().DropGradients, request, _SHORT_S)
+
+    def delete(self, request: session_pb2.DeleteRequest) -> session_pb2.DeleteResponse:
+        return self._call(self._sessions().Delete, request, _SHORT_S)
+
+    def list_shards(self, request: session_pb2.ListShardsRequest) -> session_pb2.ListShardsResponse:
+        return self._call(self._sessions().ListShards, request, _SHORT_S)
+
+    def drop_job(self, request: job_pb2.DropJobRequest) -> job_pb2.DropJobResponse:
+        return self._call(job_pb2_grpc.JobServiceStub(self._open()).DropJob, request, _SHORT_S)
+
+    def put(self, requests: Iterator[tensor_pb2.PutRequest]) -> tensor_pb2.PutResponse:
+        return self._call(self._tensors().Put, requests, _LONG_S)
+
+    def get(self, request: tensor_pb2.GetRequest) -> Iterator[tensor_pb2.GetResponse]:
+        return self._stream(self._tensors().Get, request)
+
+    def get_moments(
+        self, request: tensor_pb2.GetMomentsRequest
+    ) -> Iterator[tensor_pb2.GetMomentsResponse]:
+        return self._stream(self._tensors().GetMoments, request)
+
+    def put_moments(
+        self, requests: Iterator[tensor_pb2.PutMomentsRequest]
+    ) -> tensor_pb2.PutMomentsResponse:
+        return self._call(self._tensors().PutMoments, requests, _LONG_S)
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+
+    def _open(self) -> grpc.Channel:
+        if self._channel is None:
+            self._channel = grpc.insecure_channel(self._address)
+        return self._channel
+
+    def _sessions(self) -> session_pb2_grpc.SessionServiceStub:
+        return session_pb2_grpc.SessionServiceStub(self._open())
+
+    def _tensors(self) -> tensor_pb2_grpc.TensorServiceStub:
+        return tensor_pb2_grpc.TensorServiceStub(self._open())
+
+    def _call(self, method: Callable[..., Any], request: Any, timeout_s: float) -> Any:
+        try:
+            return method(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise self._translated(error) from error
+
+    def _stream(self, method: Callable[..., Iterable[Any]], request: Any) -> Iterator[Any]:
+        try:
+            yield from method(request, timeout=_LONG_S, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise self._translated(error) from error
+
+    def _translated(self, error: Any) -> Exception:
+        """`error` is a grpc.RpcError that is also a grpc.Call, which gRPC's types don't say."""
+        message = error.details() or "the daemon gave no reason"
+        for key, value in error.trailing_metadata() or ():
+            if key == _ERROR_METADATA:
+                detail = types_pb2.ErrorDetail.FromString(value)
+                return from_code(detail.code, message, detail.error_number)
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            return DaemonUnavailable(
+                f"the daemon at {self._address} is gone; start it and connect again: {message}"
+            )
+        code = _CODES.get(error.code())
+        return from_code(code, message) if code else DaemonFailed(f"{error.code().name}: {message}")

@@ -1,0 +1,130 @@
+"""A private daemon: a child process that lives as long as this one."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memd_client.address import UnixAddress
+from memd_client.errors import DaemonUnavailable
+
+if TYPE_CHECKING:
+    from memd_client.address import EmbeddedAddress
+
+# A closed step is finished first: everything a job has goes to disk at most once.
+_STOP_S = 120.0
+
+_daemons: dict[EmbeddedAddress, EmbeddedDaemon] = {}
+_lock = threading.Lock()
+
+
+def embedded_daemon(address: EmbeddedAddress) -> EmbeddedDaemon:
+    """This process's daemon for `address`, started at the first call. It ends with the process, not
+    with a session: a job that was closed is found again.
+    """
+    with _lock:
+        daemon = _daemons.get(address)
+        if daemon is None or not daemon.is_alive():
+            daemon = _daemons[address] = EmbeddedDaemon(address)
+        return daemon
+
+
+class EmbeddedDaemon:
+    """`memd serve` as a child, with its socket in a folder of its own. It watches this process and
+    stops when that dies; here it is stopped at exit, and what was temporary is removed.
+    """
+
+    def __init__(self, address: EmbeddedAddress) -> None:
+        self._parent = os.getpid()
+        # A unix socket's path is below 108 bytes, and a socket may lie on tmpfs; data may not.
+        self._sockets = Path(
+            tempfile.mkdtemp(prefix="memd-", dir=os.environ.get("XDG_RUNTIME_DIR"))
+        )
+        self._temporary = [self._sockets]
+        self.address = UnixAddress(socket=self._sockets / "memd.sock")
+        data = address.data or self._temporary_data()
+        self._log = (self._sockets / "stderr").open("w+b")
+        self._process = subprocess.Popen(
+            self._command(data, address),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+        )
+        atexit.register(self.stop)
+        self._wait_until_ready()
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
+
+    def is_alive(self) -> bool:
+        return os.getpid() == self._parent and self._process.poll() is None
+
+    def stop(self) -> None:
+        """Ends the child and removes what was temporary. Does nothing in a forked child, and
+        nothing the second time.
+        """
+        if os.getpid() != self._parent:
+            return
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._log.close()
+        for folder in self._temporary:
+            shutil.rmtree(folder, ignore_errors=True)
+        atexit.unregister(self.stop)
+
+    def _temporary_data(self) -> Path:
+        # Not the temporary folder, which may be tmpfs: it takes O_DIRECT and keeps the bytes in
+        # memory.
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memd"
+        cache.mkdir(parents=True, exist_ok=True)
+        data = Path(tempfile.mkdtemp(prefix="embedded-", dir=cache))
+        self._temporary.append(data)
+        return data
+
+    def _command(self, data: Path, address: EmbeddedAddress) -> list[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "memd",
+            "serve",
+            "--socket",
+            str(self.address.socket),
+            "--data",
+            str(data),
+        ]
+        command += ["--metrics", "", "--parent-pid", str(self._parent), "--unlocked-ok"]
+        if address.host_bytes is not None:
+            command += ["--host", f"{address.host_bytes}B"]
+        if address.nvme_bytes is not None:
+            command += ["--nvme", f"{address.nvme_bytes}B"]
+        return command
+
+    def _wait_until_ready(self) -> None:
+        """The daemon prints one line when it is ready, and closes its output when it is not to
+        be.
+        """
+        if self._process.stdout is not None and self._process.stdout.readline():
+            return
+        status = self._process.wait()
+        self._log.seek(0)
+        said = self._log.read().decode(errors="replace").strip()
+        self.stop()
+        raise DaemonUnavailable(
+            "the embedded daemon did not start (exit status "
+            f"{status}):\n{said or 'it said nothing'}"
+        )

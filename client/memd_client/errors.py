@@ -1,0 +1,111 @@
+"""What can go wrong, as exceptions.
+
+MemdError
+├── InvalidArgument(ValueError)        asked for something that cannot be; nothing has changed
+├── UnknownName(KeyError)              no shard or job of this name
+├── NotYet(NotImplementedError)        a promised feature that this version does not have
+├── PermissionDenied(PermissionError)  a job of another user
+├── DaemonUnavailable                  nobody listens, or the daemon stopped; connect again
+├── DeadlineExceeded(TimeoutError)     waited too long; the message says on what
+├── CapacityError                      memory or disk is full; end leases or raise host_bytes
+├── DeviceError(OSError)               a device failed: .errno
+├── IntegrityError                     a checksum did not match twice
+├── SessionFenced                      the daemon gave this session up; connect again
+├── NotResident(RuntimeError)          bytes were needed in place that are in memd; see gather
+└── DaemonFailed                       the daemon answered with none of the above
+
+Each that has a second base can be caught as that too.
+"""
+
+from __future__ import annotations
+
+
+class MemdError(Exception):
+    """Base of everything that memd_client raises. The message names the job, the shard and what to
+    do.
+    """
+
+
+class InvalidArgument(MemdError, ValueError):
+    """The caller asked for something that cannot be done. Nothing has changed."""
+
+
+class UnknownName(MemdError, KeyError):
+    """No shard or job has this name."""
+
+    def __str__(self) -> str:
+        # KeyError prints the repr of its argument, which would quote the whole sentence.
+        return str(self.args[0])
+
+
+class NotYet(MemdError, NotImplementedError):
+    """A promised feature that this version does not have. Nothing has changed."""
+
+
+class PermissionDenied(MemdError, PermissionError):
+    """The job belongs to another user."""
+
+
+class DaemonUnavailable(MemdError):
+    """No daemon listens at the address, or it stopped."""
+
+
+class DeadlineExceeded(MemdError, TimeoutError):
+    """The daemon waited too long for something; the message says for what."""
+
+
+class CapacityError(MemdError):
+    """Host memory or disk space is used up by what cannot be freed; end leases or ask for more when
+    connecting.
+    """
+
+
+class DeviceError(MemdError, OSError):
+    """A device failed. `errno` is that of the system call."""
+
+    def __init__(self, message: str, error_number: int = 0) -> None:
+        super().__init__(message)
+        self.errno = error_number
+
+
+class IntegrityError(MemdError):
+    """Bytes on disk do not match their checksum, read twice. Never returned as data."""
+
+
+class SessionFenced(MemdError):
+    """The daemon gave this session up; connect again."""
+
+
+class NotResident(MemdError, RuntimeError):
+    """A parameter that is away was used in a way that needs its bytes in place;
+    `memd_client.gather` brings them.
+    """
+
+
+class DaemonFailed(MemdError):
+    """The daemon answered with an error that has no class of its own; its log says more."""
+
+
+# The numbers of StatusCode in native/base/status.h.
+_BY_CODE: dict[int, type[MemdError]] = {
+    1: InvalidArgument,
+    2: UnknownName,
+    3: InvalidArgument,
+    4: PermissionDenied,
+    5: CapacityError,
+    7: IntegrityError,
+    8: SessionFenced,
+    9: DeadlineExceeded,
+    10: DaemonUnavailable,
+    11: NotYet,
+}
+_DEVICE = 6
+CODE_NOT_FOUND = 2
+CODE_CAPACITY = 5
+
+
+def from_code(code: int, message: str, error_number: int = 0) -> MemdError:
+    """The exception for a StatusCode of native/base/status.h."""
+    if code == _DEVICE:
+        return DeviceError(message, error_number)
+    return _BY_CODE.get(code, DaemonFailed)(message)

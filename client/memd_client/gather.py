@@ -1,0 +1,52 @@
+"""Parameters whole and ordinary, for inspection or modification."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from memd_client.away import fetched, streamed
+from memd_client.leases import MODE_READ, MODE_WRITE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+
+@contextmanager
+def gather(
+    params_or_module: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, write: bool = False
+) -> Iterator[None]:
+    """Inside, offloaded parameters are ordinary `nn.Parameter`s over memd's own memory, all at
+    once; modules can be used too. Parameters that are not offloaded are let be.
+
+    Args:
+        params_or_module: what to bring; as much as the job's host memory holds at a time.
+        write: what is changed inside, by whatever means, is kept, and durable when the context is
+            left. Keep no tensor that shares a parameter's bytes beyond it. Without `write` the
+            parameters are for reading.
+
+    Raises:
+        CapacityError: they do not fit into the job's host memory together.
+        MemdError: `write` inside a context that reads the same parameters.
+    """
+    parameters = _parameters(params_or_module)
+    with fetched(parameters, mode=MODE_WRITE if write else MODE_READ):
+        yield
+    if write:
+        entries = [entry for parameter in parameters if (entry := streamed(parameter)) is not None]
+        for session in {entry.session for entry in entries}:
+            session.sync_if_needed()
+
+
+def _parameters(
+    params_or_module: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+) -> list[torch.Tensor]:
+    if isinstance(params_or_module, nn.Module):
+        return list(params_or_module.parameters())
+    if isinstance(params_or_module, torch.Tensor):
+        return [params_or_module]
+    unique = {id(parameter): parameter for parameter in params_or_module}
+    return list(unique.values())

@@ -1,0 +1,156 @@
+"""Leases: torch tensors over the arena's own bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+import memd_native
+from memd_client.dtypes import dtype_number, torch_dtype
+from memd_client.errors import CODE_CAPACITY, CODE_NOT_FOUND, InvalidArgument, MemdError, from_code
+from memd_native import MODE_OVERWRITE, MODE_READ, MODE_WRITE, PART_GRADIENT, PART_VALUE
+
+if TYPE_CHECKING:
+    from memd_proto.v1 import types_pb2
+
+__all__ = [
+    "MODE_OVERWRITE",
+    "MODE_READ",
+    "MODE_WRITE",
+    "DataPlane",
+    "LeaseStatistics",
+    "Leases",
+    "Shard",
+]
+
+# A miss waits for the disk, and perhaps for a step to end.
+_TIMEOUT_S = 60.0
+
+
+class LeaseStatistics(Protocol):
+    """What the native session counts."""
+
+    @property
+    def lease_count(self) -> int: ...
+    @property
+    def lease_wait_seconds(self) -> float: ...
+    @property
+    def leases_held(self) -> int: ...
+
+
+class DataPlane(Protocol):
+    """What leases need of `memd_native.ClientSession`."""
+
+    def lease(
+        self,
+        shard_id: int,
+        part: int,
+        mode: int,
+        dtype: int,
+        shape: tuple[int, ...],
+        timeout_s: float,
+    ) -> Any: ...
+    def prefetch(self, shard_id: int) -> None: ...
+    def statistics(self) -> LeaseStatistics: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """A named tensor of the job, as the daemon declared it."""
+
+    shard_id: int
+    name: str
+    kind: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, shard: types_pb2.Shard) -> Shard:
+        spec = shard.spec
+        return cls(
+            shard_id=shard.shard_id,
+            name=spec.name,
+            kind=spec.kind,
+            dtype=torch_dtype(spec.dtype),
+            shape=torch.Size(spec.shape),
+        )
+
+    @property
+    def element_count(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def size_bytes(self) -> int:
+        return self.element_count * self.dtype.itemsize
+
+
+class Leases:
+    """Leases of one session. Any thread may ask; each waits for at most a minute.
+
+    A lease is over when the last tensor that shares its storage is freed: keep none longer than it
+    is used.
+    """
+
+    def __init__(self, plane: DataPlane, *, job: str) -> None:
+        self._plane = plane
+        self._job = job
+
+    def value(self, shard: Shard, mode: int = MODE_READ) -> torch.Tensor:
+        """The bytes of a parameter, buffer or blob, in the shard's shape."""
+        return self._lease(shard, PART_VALUE, mode)
+
+    def gradient(self, shard: Shard, mode: int = MODE_READ) -> torch.Tensor:
+        """The gradient of a parameter, in the parameter's shape and dtype."""
+        return self._lease(shard, PART_GRADIENT, mode)
+
+    def write(self, shard: Shard, value: torch.Tensor) -> None:
+        """Replaces the bytes of `shard`."""
+        if value.shape != shard.shape or value.dtype != shard.dtype:
+            raise InvalidArgument(
+                f"job {self._job!r}: {shard.name!r} is {shard.dtype} {list(shard.shape)} and "
+                f"cannot become {value.dtype} {list(value.shape)}"
+            )
+        if shard.element_count:
+            with torch.no_grad():
+                self.value(shard, MODE_OVERWRITE).copy_(value)
+
+    def read(self, shard: Shard) -> torch.Tensor:
+        """The bytes of `shard`; a shard without elements has none to lease."""
+        return (
+            self.value(shard)
+            if shard.element_count
+            else torch.empty(shard.shape, dtype=shard.dtype)
+        )
+
+    def prefetch(self, shard: Shard) -> None:
+        try:
+            self._plane.prefetch(shard.shard_id)
+        except memd_native.StatusError as error:
+            raise self._translated(error, shard) from error
+
+    def statistics(self) -> LeaseStatistics:
+        return self._plane.statistics()
+
+    def close(self) -> None:
+        self._plane.close()
+
+    def _lease(self, shard: Shard, part: int, mode: int) -> torch.Tensor:
+        number = dtype_number(shard.dtype, name=shard.name)
+        try:
+            lease: torch.Tensor = self._plane.lease(
+                shard.shard_id, part, mode, number, tuple(shard.shape), _TIMEOUT_S
+            )
+        except memd_native.StatusError as error:
+            raise self._translated(error, shard) from error
+        return lease
+
+    def _translated(self, error: memd_native.StatusError, shard: Shard) -> MemdError:
+        message = f"job {self._job!r}, shard {shard.name!r}: {error}"
+        if error.code == CODE_CAPACITY:
+            message += "; let go of tensors that share memd's memory, or raise the job's host_bytes"
+        if error.code == CODE_NOT_FOUND:
+            message += "; was it deleted, or the job dropped, by another process?"
+        return from_code(error.code, message, error.error_number)

@@ -1,0 +1,187 @@
+"""Moving a module's parameters into memd."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import nn
+
+from memd_client.away import StreamedParameter, streamed
+from memd_client.buffers import ModuleBuffers
+from memd_client.dtypes import dtype_number
+from memd_client.errors import CapacityError, InvalidArgument, NotYet
+from memd_client.leases import Shard
+from memd_client.session import TIERS
+from memd_client.sizes import format_size
+from memd_client.streaming import own_parameters, stream
+from memd_proto.v1 import types_pb2
+
+if TYPE_CHECKING:
+    from memd_client.session import Session
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+_DTYPES = (torch.float32, torch.bfloat16)
+# What an update needs beside: two tiles of 256 Ki elements, with 12 bytes each (DESIGN of the
+# store: one is computed while one moves).
+_TILES_BYTES = 2 * (256 << 10) * 12
+
+
+def offload(
+    module: ModuleT,
+    session: Session,
+    *,
+    tier: str = "nvme",
+    device: torch.device | str | None = None,
+    activations: str | None = None,
+) -> ModuleT:
+    """Moves the parameters of `module` into memd, in place, and returns the module. They are in
+    memory only while they are used; the module's code stays as it is. On a job that holds
+    parameters of these names already, the stored values win.
+
+    A parameter that is away answers for its shape and dtype, and any operation fetches it;
+    `param.grad` is the gradient in memd. Buffers stay in this process; persistent ones are part of
+    every step.
+
+    Args:
+        module: contiguous parameters of float32 or bfloat16 on the CPU.
+        session: with shared memory.
+        tier: where bytes live while nobody uses them: "host" or "nvme".
+        device: where they are used; "cpu" in this version.
+        activations: not yet.
+
+    Raises:
+        InvalidArgument, NotYet: a parameter or argument that can't be offloaded. Nothing has
+            changed.
+        CapacityError: the job's host memory can't hold the largest module with its gradients.
+            Nothing has changed.
+    """
+    if activations is not None:
+        raise NotYet(
+            f"offloading activations comes in a later version: activations={activations!r}"
+        )
+    if device is not None and torch.device(device).type != "cpu":
+        raise NotYet(f"devices other than the CPU come in a later version: device={device!r}")
+    if tier not in TIERS:
+        raise InvalidArgument(f'tier is "host" or "nvme": {tier!r}')
+    leases = session.leases
+    parameters = {name: p for name, p in module.named_parameters() if p.numel()}
+    for name, parameter in parameters.items():
+        _refuse_parameter(name, parameter)
+    _refuse_names_in_use(parameters, session)
+    _refuse_small_pool(module, session)
+
+    specs = [_spec(name, parameter, TIERS[tier]) for name, parameter in parameters.items()]
+    declared = session.declare(specs) if specs else []
+    buffers = ModuleBuffers(module, session, prefix="", tier=TIERS[tier])
+    for parameter, shard in zip(parameters.values(), declared, strict=True):
+        if not shard.written:
+            leases.write(Shard.of(shard), parameter.detach())
+            session.mark_written()
+    stored = buffers.exchange()
+    session.sync_if_needed()
+
+    # Nothing below fails, so that the module is either as it was or offloaded.
+    for buffer, value in stored:
+        with torch.no_grad():
+            buffer.copy_(value)
+    session.buffer_captures.append(buffers.capture)
+    for parameter, shard in zip(parameters.values(), declared, strict=True):
+        StreamedParameter(
+            parameter, shard=Shard.of(shard), update_count=shard.generation, session=session
+        )
+    stream(module)
+    _return_freed_memory()
+    return module
+
+
+def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
+    entry = streamed(parameter)
+    if entry is not None:
+        raise InvalidArgument(
+            f"parameter {name!r} is offloaded already, as {entry.shard.name!r} of job "
+            f"{entry.session.job!r}"
+        )
+    if type(parameter) is not nn.Parameter:
+        raise InvalidArgument(
+            f"parameter {name!r} is a {type(parameter).__name__}, not a plain nn.Parameter; "
+            "initialise lazy modules first, and offload before other wrappers"
+        )
+    if parameter.layout is not torch.strided:
+        raise InvalidArgument(
+            f"parameter {name!r} is sparse; memd offloads dense parameters: {parameter.layout}"
+        )
+    if parameter.device.type == "meta":
+        raise NotYet(
+            f"parameter {name!r} has no bytes (device meta); building models in memd comes in a "
+            "later version"
+        )
+    if parameter.device.type != "cpu":
+        raise NotYet(
+            f"devices other than the CPU come in a later version: parameter {name!r} is on "
+            f"{parameter.device}"
+        )
+    if parameter.dtype == torch.float16:
+        raise NotYet(f"float16 comes in a later version; use bfloat16: parameter {name!r}")
+    if parameter.dtype not in _DTYPES:
+        raise InvalidArgument(
+            f"memd offloads float32 and bfloat16, so keep others out of nn.Parameter: {name!r} is "
+            f"{parameter.dtype}"
+        )
+    if not parameter.is_contiguous():
+        raise InvalidArgument(
+            f"parameter {name!r} is not contiguous; assign param.data = param.data.contiguous() "
+            f"first: shape {list(parameter.shape)}, stride {list(parameter.stride())}"
+        )
+    if parameter.grad is not None:
+        raise InvalidArgument(
+            f"parameter {name!r} has a gradient; call zero_grad() before offload()"
+        )
+
+
+def _refuse_names_in_use(parameters: dict[str, nn.Parameter], session: Session) -> None:
+    taken = {entry.shard.name for entry in session.entries} & parameters.keys()
+    if taken:
+        raise InvalidArgument(
+            f"job {session.job!r}: another module of this session has a parameter named "
+            f"{min(taken)!r}; offload both at once inside an nn.ModuleDict, or use a job for each"
+        )
+
+
+def _refuse_small_pool(module: nn.Module, session: Session) -> None:
+    largest_bytes, largest = max(
+        (
+            (sum(p.numel() * p.element_size() for p in own_parameters(child)), name)
+            for name, child in module.named_modules()
+        ),
+        default=(0, ""),
+    )
+    needed_bytes = 2 * largest_bytes + _TILES_BYTES
+    if largest_bytes and needed_bytes > session.host_bytes:
+        raise CapacityError(
+            f"job {session.job!r}: host_bytes is below what the largest module needs; connect with "
+            f"more, or split module {largest!r}: {format_size(session.host_bytes)} < "
+            f"{format_size(needed_bytes)} (parameters {format_size(largest_bytes)}, their "
+            f"gradients, and {format_size(_TILES_BYTES)} for the update)"
+        )
+
+
+def _spec(name: str, parameter: nn.Parameter, tier: types_pb2.Tier) -> types_pb2.ShardSpec:
+    return types_pb2.ShardSpec(
+        name=name,
+        kind=types_pb2.SHARD_KIND_PARAMETER,
+        dtype=dtype_number(parameter.dtype, name=name),
+        shape=parameter.shape,
+        tier=tier,
+    )
+
+
+def _return_freed_memory() -> None:
+    """glibc keeps freed memory for the process: all but the largest parameters would stay in its
+    resident size. Other C libraries give it back by themselves and have no such function.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,366 @@
+"""Adam and AdamW whose states live in memd."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+from memd_client.away import StreamedParameter, streamed
+from memd_client.errors import InvalidArgument, NotYet
+from memd_client.session import TIERS
+from memd_client.targets import Target, is_owned, own
+from memd_proto.v1 import session_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from memd_client.session import Session
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Adam(torch.optim.Optimizer):
+    """`torch.optim.Adam` with its states in memd: the same update, in float32 with the bits of
+    torch's fused CPU kernel; bfloat16 parameters are updated in float32 and rounded.
+
+    For offloaded parameters `step()` consumes the gradients. Parameters that are not offloaded stay
+    in this process: `step()` takes `p.grad`, which stays until `zero_grad()`, and puts the new
+    values in place; on a job that holds parameters of these names already, the stored values win.
+    Their names are those of `named_parameters()` where the optimizer was given these, else their
+    positions.
+
+    Args:
+        params: parameters, (name, parameter) pairs or groups, as for torch.
+        lr, betas, eps, weight_decay: as for torch; read from the group in every step, so that
+            schedulers work.
+        amsgrad, maximize, state_dtype, step_in_backward: only the defaults in this version.
+        session: needed where no parameter is offloaded.
+        tier: where the bytes of parameters that are not offloaded live: "host" or "nvme".
+
+    Raises:
+        InvalidArgument: a parameter of another optimizer, of another session, or of a dtype without
+            support.
+        NotYet: of the arguments above.
+    """
+
+    _decoupled = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        *,
+        session: Session | None = None,
+        tier: str = "nvme",
+        state_dtype: torch.dtype = torch.float32,
+        step_in_backward: bool = False,
+    ) -> None:
+        if state_dtype != torch.float32:
+            raise NotYet(f"states are float32 in this version: state_dtype={state_dtype}")
+        if step_in_backward:
+            raise NotYet("step_in_backward comes in a later version; call step() after backward()")
+        if tier not in TIERS:
+            raise InvalidArgument(f'tier is "host" or "nvme": {tier!r}')
+        self._session = session
+        self._tier = TIERS[tier]
+        self._targets: dict[int, Target] = {}  # id of a parameter, which its group keeps alive
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            # torch's Adam looks for these in a state_dict.
+            "foreach": None,
+            "capturable": False,
+            "differentiable": False,
+            "fused": None,
+            "decoupled_weight_decay": self._decoupled,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. A group whose parameters can't be updated is refused, and the optimizer stays
+        as it was.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _refuse_group(group)
+            parameters: list[torch.Tensor] = group["params"]
+            position = len(self.param_groups) - 1
+            names = group.get("param_names") or [
+                f"optimizer.{position}.{i}" for i in range(len(parameters))
+            ]
+            self._session = self._session or _session_of(parameters)
+            targets = own(parameters, names, optimizer=self, session=self._session, tier=self._tier)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        self._targets.update((id(p), target) for p, target in zip(parameters, targets, strict=True))
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates every parameter that has a gradient, as one transaction, and returns the loss of
+        `closure` where there is one.
+
+        Raises:
+            MemdError: the step could not be committed. The job is at the step before, and gradients
+                are as they were.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops gradients that no step has consumed. Those of offloaded parameters become None in
+        any case.
+        """
+        dropped = [target.shard for target in self._targets.values() if target.drop_gradient()]
+        if dropped:
+            self._only_session().drop_gradients(dropped)
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scales all gradients so that their norm is at most `max_norm`; returns the norm before, a
+        tensor of one element. The bits are those of `torch.nn.utils.clip_grad_norm_` over the same
+        parameters; gradients are brought one at a time.
+
+        Raises:
+            RuntimeError: `error_if_nonfinite` and the norm is not finite.
+        """
+        targets = [target for target in self._in_order() if target.has_gradient]
+        if not targets:
+            return torch.tensor(0.0)
+        norms = [
+            torch.linalg.vector_norm(target.gradient_for_reading(), float(norm_type))
+            for target in targets
+        ]
+        total_norm: torch.Tensor = torch.linalg.vector_norm(
+            torch.stack(_in_torch_order(norms)), float(norm_type)
+        )
+        if error_if_nonfinite and not torch.isfinite(total_norm):
+            raise RuntimeError(
+                f"the norm of order {norm_type} of the gradients is not finite, so they can't be "
+                f"clipped: {total_norm.item()}"
+            )
+        factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
+        if factor != 1.0:  # a factor of NaN too
+            for target in targets:
+                target.gradient_for_writing().mul_(factor)
+        return total_norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """In torch's format, loadable by `torch.optim.Adam` or `AdamW`: for every parameter that
+        was updated `step`, `exp_avg` and `exp_avg_sq`, the moments as float32 copies in this
+        process. Before the first step it holds no tensor.
+        """
+        packed = super().state_dict()
+        for index, target in enumerate(self._in_order()):
+            if target.update_count:
+                generation, exp_avg, exp_avg_sq = self._only_session().moments(target.shard)
+                packed["state"][index] = {
+                    "step": torch.tensor(float(generation)),
+                    "exp_avg": exp_avg,
+                    "exp_avg_sq": exp_avg_sq,
+                }
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what `state_dict()` returned here, in `torch.optim.Adam` or in `AdamW`. Durable
+        when it returns.
+
+        Raises:
+            InvalidArgument: states of other shapes, or of another optimizer. Nothing has changed.
+            NotYet: states of amsgrad or maximize. Nothing has changed.
+        """
+        for group in state_dict["param_groups"]:
+            _refuse_group(group)
+        saved_order = list(
+            chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        )
+        targets = list(self._in_order())
+        if len(saved_order) != len(targets):
+            raise InvalidArgument(
+                f"the state is of an optimizer with {len(saved_order)} parameters; this one has "
+                f"{len(targets)}"
+            )
+        states = [state_dict["state"].get(index) for index in saved_order]
+        for target, state in zip(targets, states, strict=True):
+            _refuse_state(target, state)
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        for target, state in zip(targets, states, strict=True):
+            self._load_state(target, state)
+
+    def _step(self) -> None:
+        groups: list[session_pb2.StepGroup] = []
+        updated: list[Target] = []
+        for group in self.param_groups:
+            targets = [
+                target for p in group["params"] if (target := self._targets[id(p)]).has_gradient
+            ]
+            if targets:
+                _refuse_group(group)
+                shard_ids = [target.shard.shard_id for target in targets]
+                groups.append(
+                    session_pb2.StepGroup(settings=self._settings(group), shard_ids=shard_ids)
+                )
+                updated += targets
+        if not updated:
+            return
+        session = self._only_session()
+        _refuse_orphans(session)
+        for target in updated:
+            target.seal()
+        session.step(groups)
+        for target in updated:
+            target.finish()
+
+    def _settings(self, group: dict[str, Any]) -> session_pb2.AdamSettings:
+        beta1, beta2 = group["betas"]
+        return session_pb2.AdamSettings(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            decoupled=self._decoupled,
+        )
+
+    def _in_order(self) -> Iterable[Target]:
+        return (self._targets[id(p)] for group in self.param_groups for p in group["params"])
+
+    def _only_session(self) -> Session:
+        if self._session is None:
+            raise InvalidArgument("the optimizer has no parameters yet; add a group first")
+        return self._session
+
+    def _load_state(self, target: Target, state: dict[str, Any] | None) -> None:
+        if state is None:
+            if target.update_count == 0:
+                return
+            zeros = torch.zeros(target.shard.shape)
+            state = {"step": 0, "exp_avg": zeros, "exp_avg_sq": zeros}
+        update_count = int(state["step"])
+        self._only_session().replace_moments(
+            target.shard, update_count, exp_avg=state["exp_avg"], exp_avg_sq=state["exp_avg_sq"]
+        )
+        target.update_count = update_count
+
+
+class AdamW(Adam):
+    """`torch.optim.AdamW` with its states in memd: see `Adam`; the weight decay is decoupled."""
+
+    _decoupled = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        *,
+        session: Session | None = None,
+        tier: str = "nvme",
+        state_dtype: torch.dtype = torch.float32,
+        step_in_backward: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize,
+            session=session,
+            tier=tier,
+            state_dtype=state_dtype,
+            step_in_backward=step_in_backward,
+        )
+
+
+def _session_of(parameters: list[torch.Tensor]) -> Session:
+    for parameter in parameters:
+        entry = streamed(parameter)
+        if entry is not None:
+            return entry.session
+    raise InvalidArgument(
+        "none of the optimizer's first parameters is offloaded; pass session=, or offload the "
+        "module first"
+    )
+
+
+def _refuse_group(group: dict[str, Any]) -> None:
+    """Checks settings: torch's own rules, and what is not there yet."""
+    for name in ("amsgrad", "maximize"):
+        if group.get(name):
+            raise NotYet(f"{name} comes in a later version; leave it False")
+    if group.get("differentiable") or group.get("capturable"):
+        raise InvalidArgument("memd's optimizers are neither differentiable nor capturable")
+    beta1, beta2 = group["betas"]
+    for name, value, fits in (
+        ("lr", group["lr"], group["lr"] >= 0),
+        ("eps", group["eps"], group["eps"] >= 0),
+        ("betas[0]", beta1, 0 <= beta1 < 1),
+        ("betas[1]", beta2, 0 <= beta2 < 1),
+        ("weight_decay", group["weight_decay"], group["weight_decay"] >= 0),
+    ):
+        if not fits:
+            raise InvalidArgument(
+                f"{name} must be at least 0{', and below 1' if 'beta' in name else ''}: {value}"
+            )
+
+
+def _refuse_orphans(session: Session) -> None:
+    for entry in session.entries:
+        if isinstance(entry, StreamedParameter) and entry.gradient.present and not is_owned(entry):
+            raise InvalidArgument(
+                f"job {session.job!r}: parameter {entry.shard.name!r} has a gradient, but belongs "
+                "to no memd optimizer; give it to one, or freeze it with requires_grad_(False)"
+            )
+
+
+def _refuse_state(target: Target, state: dict[str, Any] | None) -> None:
+    if state is None:
+        return
+    if "max_exp_avg_sq" in state:
+        raise NotYet("states of amsgrad come in a later version")
+    for name in ("step", *_MOMENTS):
+        if name not in state:
+            raise InvalidArgument(
+                f"the state of parameter {target.shard.name!r} is not one of Adam: it has no "
+                f"{name!r}"
+            )
+    for name in _MOMENTS:
+        if state[name].shape != target.shard.shape:
+            raise InvalidArgument(
+                f"{name} of parameter {target.shard.name!r} has another shape than the parameter: "
+                f"{list(state[name].shape)}, {list(target.shard.shape)}"
+            )
+
+
+def _in_torch_order(norms: list[torch.Tensor]) -> list[torch.Tensor]:
+    """torch groups gradients by dtype before it stacks their norms, and a sum depends on its
+    order.
+    """
+    grouped = _group_tensors_by_device_and_dtype([norms], with_indices=True)  # type: ignore[list-item]
+    return [norms[index] for _, indices in grouped.values() for index in indices]

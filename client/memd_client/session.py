@@ -1,0 +1,617 @@
+"""A session: one process's attachment to one job."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import time
+from typing import TYPE_CHECKING, Any, Protocol, Self
+from weakref import WeakSet
+
+import torch
+
+import memd_native
+from memd_client.address import EmbeddedAddress, parse_address
+from memd_client.attach import AttachConnection
+from memd_client.control import Control
+from memd_client.dtypes import dtype_number
+from memd_client.embedded import embedded_daemon
+from memd_client.errors import InvalidArgument, MemdError, NotYet, UnknownName
+from memd_client.leases import Leases, Shard
+from memd_client.sizes import parse_size
+from memd_client.statistics import SessionStatistics
+from memd_proto.v1 import job_pb2, session_pb2, tensor_pb2, types_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from types import TracebackType
+
+_CHUNK_BYTES = 1 << 20  # TensorService's largest message
+_MOMENT_CHUNK_ELEMENTS = _CHUNK_BYTES // 8  # of two fp32 moments
+TIERS: dict[str, types_pb2.Tier] = {"host": types_pb2.TIER_HOST, "nvme": types_pb2.TIER_NVME}
+
+
+class ControlPlane(Protocol):
+    """What a session asks of `control.Control`."""
+
+    def detach(self, request: session_pb2.DetachRequest) -> session_pb2.DetachResponse: ...
+    def declare(self, request: session_pb2.DeclareRequest) -> session_pb2.DeclareResponse: ...
+    def step(self, request: session_pb2.StepRequest) -> session_pb2.StepResponse: ...
+    def sync(self, request: session_pb2.SyncRequest) -> session_pb2.SyncResponse: ...
+    def drop_gradients(
+        self, request: session_pb2.DropGradientsRequest
+    ) -> session_pb2.DropGradientsResponse: ...
+    def delete(self, request: session_pb2.DeleteRequest) -> session_pb2.DeleteResponse: ...
+    def list_shards(
+        self, request: session_pb2.ListShardsRequest
+    ) -> session_pb2.ListShardsResponse: ...
+    def drop_job(self, request: job_pb2.DropJobRequest) -> job_pb2.DropJobResponse: ...
+    def put(self, requests: Iterator[tensor_pb2.PutRequest]) -> tensor_pb2.PutResponse: ...
+    def get(self, request: tensor_pb2.GetRequest) -> Iterator[tensor_pb2.GetResponse]: ...
+    def get_moments(
+        self, request: tensor_pb2.GetMomentsRequest
+    ) -> Iterator[tensor_pb2.GetMomentsResponse]: ...
+    def put_moments(
+        self, requests: Iterator[tensor_pb2.PutMomentsRequest]
+    ) -> tensor_pb2.PutMomentsResponse: ...
+    def close(self) -> None: ...
+
+
+class Entry(Protocol):
+    """What a session must know of a parameter that it holds: `away.StreamedParameter` or
+    `targets.ResidentTarget`.
+    """
+
+    @property
+    def shard(self) -> Shard: ...
+
+
+def connect(
+    address: str | None = None,
+    *,
+    job: str,
+    rank: int | None = None,
+    world_size: int | None = None,
+    host_bytes: int | str | None = None,
+    nvme_bytes: int | str | None = None,
+    durability: str = "step",
+    fresh: bool = False,
+    shared_memory: bool = True,
+) -> Session:
+    """Attaches to a job, which is created where it does not exist. Close the session, or use it as
+    a context manager; the job's state stays until it is dropped.
+
+    Args:
+        address: `unix:///path`, `embedded:` or `embedded:/path?host=1GiB&nvme=100GiB`. Default:
+            MEMD_ADDRESS, or the service's socket.
+        job: its name; jobs of different users are different.
+        rank, world_size: default to torch.distributed's, or 0 and 1. More than one rank is not
+            there yet.
+        host_bytes, nvme_bytes: what a new job is admitted to: bytes, or a string such as "4GiB".
+            Default: half of what is free.
+        durability: "step": every commit is on disk when `step()` returns.
+        fresh: drops what the job held.
+        shared_memory: False: tensor bytes go over gRPC, and only `put` and `get` work.
+
+    Raises:
+        DaemonUnavailable: nobody listens there, or the daemon stops.
+        CapacityError: more than what is free was asked for.
+        PermissionDenied: another user's job.
+        InvalidArgument, NotYet: of the arguments above, or another protocol version.
+    """
+    if not job:
+        raise InvalidArgument("a job needs a name")
+    if durability != "step":
+        raise NotYet(
+            f'durability is "step" in this version; "every:k" and "none" come later: {durability!r}'
+        )
+    rank, world_size = _ranks(rank, world_size)
+    request = session_pb2.AttachRequest(
+        protocol_version=memd_native.PROTOCOL_VERSION,
+        job=job,
+        rank=rank,
+        world_size=world_size,
+        host_bytes=0 if host_bytes is None else parse_size(host_bytes, name="host_bytes"),
+        nvme_bytes=0 if nvme_bytes is None else parse_size(nvme_bytes, name="nvme_bytes"),
+        durability=durability,
+        fresh=fresh,
+        without_shared_memory=not shared_memory,
+    )
+    where = parse_address(address)
+    if isinstance(where, EmbeddedAddress):
+        where = embedded_daemon(where).address
+    connection = AttachConnection(where)
+    control = Control(address=connection.control_address, token=connection.token)
+    try:
+        attached = control.attach(request)
+        plane = _data_plane(connection, attached) if shared_memory else None
+    except BaseException:
+        control.close()
+        connection.close()
+        raise
+    return Session(
+        job=job,
+        attached=attached,
+        control=control,
+        leases=Leases(plane, job=job) if plane is not None else None,
+        daemon_process_id=connection.daemon_process_id,
+        close_connection=connection.close,
+    )
+
+
+def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if rank is None:
+        rank = torch.distributed.get_rank() if distributed else 0
+    if world_size is None:
+        world_size = torch.distributed.get_world_size() if distributed else 1
+    if not 0 <= rank < world_size:
+        raise InvalidArgument(
+            f"rank is from 0 to world_size - 1: rank {rank}, world_size {world_size}"
+        )
+    if world_size > 1:
+        raise NotYet(f"more than one rank a job comes in a later version: world_size {world_size}")
+    return rank, world_size
+
+
+def _data_plane(
+    connection: AttachConnection, attached: session_pb2.AttachResponse
+) -> memd_native.ClientSession:
+    session_fd, table_fd, doorbell_fd = connection.session_descriptors(attached.session_id)
+    return memd_native.ClientSession(
+        session_fd=session_fd,
+        table_fd=table_fd,
+        doorbell_fd=doorbell_fd,
+        segment_bytes=attached.segment_bytes,
+        arena_reserved_bytes=attached.arena_reserved_bytes,
+        more_segments=lambda first: connection.segments(attached.session_id, first),
+    )
+
+
+class Session:
+    """One process's attachment to one job; made by `connect`. Any thread may use it; a forked child
+    may not.
+
+    Ending the session, or the process, is not dropping the job.
+    """
+
+    def __init__(
+        self,
+        *,
+        job: str,
+        attached: session_pb2.AttachResponse,
+        control: ControlPlane,
+        leases: Leases | None,
+        daemon_process_id: int,
+        close_connection: Callable[[], None],
+    ) -> None:
+        self.job = job
+        self.host_bytes = attached.host_bytes
+        self.nvme_bytes = attached.nvme_bytes
+        self.committed_step = attached.committed_step
+        self.daemon_process_id = daemon_process_id
+        # Parameters of living modules and optimizers.
+        self.entries: WeakSet[Entry] = WeakSet()
+        # Each puts what changed under staging names and returns (staged shard, buffer shard): see
+        # buffers.py.
+        self.buffer_captures: list[Callable[[], list[tuple[Shard, Shard]]]] = []
+        self._session_id = attached.session_id
+        self._control = control
+        self._leases = leases
+        self._close_connection = close_connection
+        self._process_id = os.getpid()
+        self._closed = False
+        # Something was written that only Sync or a step makes durable.
+        self._unsynced = False
+        self._shards: dict[str, Shard] = {}
+        self._step_count = 0
+        self._step_seconds = 0.0
+        self._steps = session_pb2.StepResponse()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"at step {self.committed_step}"
+        return f"<memd session of job {self.job!r}, {state}>"
+
+    # Bytes under a name
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Stores a copy of `tensor` under `name`: any shape, fp16 to fp64, bf16, int8 to int64,
+        uint8 or bool. A name keeps its shape and dtype until it is deleted. Durable with the next
+        step, or when the session is closed.
+
+        Raises:
+            InvalidArgument: another shape or dtype is stored under this name, or the name is that
+                of a parameter.
+            CapacityError: the tensor is larger than what the job may hold.
+        """
+        self.refuse_if_unusable()
+        _refuse_blob(name, tensor)
+        tensor = tensor.detach()
+        if self._leases is None:
+            response = self._control.put(self._put_requests(name, tensor))
+            self._shards[name] = Shard.of(response.shard)
+            return
+        (declared,) = self.declare([self.blob_spec(name, tensor)])
+        shard = Shard.of(declared)
+        if shard.kind != types_pb2.SHARD_KIND_BLOB:
+            raise InvalidArgument(
+                f"job {self.job!r}: {name!r} is a parameter or buffer of a module; put under "
+                "another name"
+            )
+        self._leases.write(shard, tensor)
+        self._unsynced = True
+
+    def get(self, name: str) -> torch.Tensor:
+        """The tensor stored under `name`, on the CPU.
+
+        Over shared memory it is memd's own memory, not a copy: cheap, and kept in host memory for
+        as long as a tensor shares it. Read it; clone it before you change it. Without shared memory
+        it is a private copy.
+
+        Raises:
+            UnknownName: nothing is stored under `name`; the message shows what is close.
+        """
+        self.refuse_if_unusable()
+        if self._leases is None:
+            return self._get_streamed(name)
+        try:
+            return self._leases.read(self.find_shard(name))
+        except UnknownName:
+            # Another process may have deleted it and put another under its name: ask again.
+            self._shards.pop(name, None)
+            return self._leases.read(self.find_shard(name))
+
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Asks for tensors to be brought into host memory; returns at once. A hint: without shared
+        memory, or where memory is short, it may come to nothing.
+
+        Raises:
+            UnknownName: one of them is not stored; none is prefetched.
+        """
+        self.refuse_if_unusable()
+        if isinstance(names, str):
+            raise InvalidArgument(
+                f"prefetch takes several names; put this one in a list: {names!r}"
+            )
+        shards = [self.find_shard(name) for name in names]
+        if self._leases is not None:
+            for shard in shards:
+                self._leases.prefetch(shard)
+
+    def delete(self, name: str) -> None:
+        """Removes what `put` stored under `name`. Tensors that `get` returned stay valid.
+
+        Raises:
+            UnknownName: nothing is stored under `name`.
+            InvalidArgument: the name is that of a parameter or buffer.
+        """
+        self.refuse_if_unusable()
+        known = self._shards.get(name)
+        if known is not None and known.kind != types_pb2.SHARD_KIND_BLOB:
+            raise InvalidArgument(
+                f"job {self.job!r}: {name!r} is a parameter or buffer of a module; it goes with "
+                "the job"
+            )
+        request = session_pb2.DeleteRequest(session_id=self._session_id, names=[name])
+        unknown = self._control.delete(request).names_unknown
+        self._shards.pop(name, None)
+        if unknown:
+            raise self._unknown(name)
+
+    # The session itself
+
+    def statistics(self) -> SessionStatistics:
+        """What this session has done since `connect`."""
+        leases = self._leases.statistics() if self._leases is not None else None
+        return SessionStatistics(
+            job=self.job,
+            committed_step=self.committed_step,
+            host_bytes=self.host_bytes,
+            nvme_bytes=self.nvme_bytes,
+            lease_count=leases.lease_count if leases else 0,
+            leases_held=leases.leases_held if leases else 0,
+            lease_wait_seconds=leases.lease_wait_seconds if leases else 0.0,
+            parameter_count=len(self.entries),
+            step_count=self._step_count,
+            step_seconds=self._step_seconds,
+            step_read_seconds=self._steps.read_seconds,
+            step_update_seconds=self._steps.update_seconds,
+            step_write_seconds=self._steps.write_seconds,
+            step_commit_seconds=self._steps.commit_seconds,
+            step_read_bytes=self._steps.read_bytes,
+            step_written_bytes=self._steps.written_bytes,
+        )
+
+    def drop_job(self) -> None:
+        """Ends the session and drops everything the job holds, in memory and on disk.
+
+        Raises:
+            MemdError: other sessions are attached to the job; nothing is dropped then, but this
+                session is closed.
+        """
+        self.refuse_if_unusable()
+        self._detach()
+        try:
+            self._control.drop_job(job_pb2.DropJobRequest(name=self.job))
+        finally:
+            self._end()
+
+    def close(self) -> None:
+        """Makes durable what was put, and detaches. Offloaded parameters cannot be used afterwards,
+        tensors that `get` returned can. The second call does nothing; so does one in a forked
+        child.
+        """
+        if self._closed or os.getpid() != self._process_id:
+            return
+        try:
+            self.sync_if_needed()
+            self._detach()
+        finally:
+            self._end()
+
+    def track(self, *, rng: bool = False, **objects: Any) -> None:
+        """Not yet: objects saved inside every commit."""
+        del rng, objects
+        raise NotYet(
+            "track() comes with commit() and resume(), in the version that recovers; save these "
+            "objects yourself until then"
+        )
+
+    def commit(self, *, wait: bool = False) -> None:
+        """Not yet: closes a step together with tracked objects. Without `track`, `step()` commits
+        by itself.
+        """
+        del wait
+        raise NotYet(
+            "commit() comes with track(); in this version every optimizer.step() commits by itself"
+        )
+
+    def resume(self) -> int:
+        """Not yet: restores tracked objects. `committed_step` says how many steps the job has
+        made.
+        """
+        raise NotYet(
+            f"resume() comes with track(); session.committed_step is {self.committed_step}"
+        )
+
+    def snapshot(self, name: str) -> None:
+        """Not yet: keeps the present step under a name."""
+        raise NotYet(
+            f"snapshots come in a later version: {name!r}; save model.state_dict() until then"
+        )
+
+    # For the other parts of the client
+
+    def refuse_if_unusable(self) -> None:
+        """Raises where the session was closed, or belongs to the process this one was forked
+        from.
+        """
+        if os.getpid() != self._process_id:
+            raise MemdError(
+                f"job {self.job!r}: this session belongs to process {self._process_id}, from which "
+                "this one was forked; connect anew in the child"
+            )
+        if self._closed:
+            raise MemdError(f"job {self.job!r}: the session is closed; connect anew")
+
+    @property
+    def leases(self) -> Leases:
+        """Raises where the session has no shared memory or cannot be used."""
+        self.refuse_if_unusable()
+        if self._leases is None:
+            raise InvalidArgument(
+                f"job {self.job!r}: offloading needs shared memory; connect without "
+                "shared_memory=False, on the daemon's machine"
+            )
+        return self._leases
+
+    def blob_spec(self, name: str, tensor: torch.Tensor) -> types_pb2.ShardSpec:
+        return types_pb2.ShardSpec(
+            name=name,
+            kind=types_pb2.SHARD_KIND_BLOB,
+            dtype=dtype_number(tensor.dtype, name=name),
+            shape=tensor.shape,
+            tier=types_pb2.TIER_NVME,
+        )
+
+    def declare(self, specs: Sequence[types_pb2.ShardSpec]) -> list[types_pb2.Shard]:
+        """Makes shards known, or finds those the job has; another shape or dtype is an
+        InvalidArgument.
+        """
+        self.refuse_if_unusable()
+        request = session_pb2.DeclareRequest(session_id=self._session_id, shards=specs)
+        shards = list(self._control.declare(request).shards)
+        self._shards.update((shard.spec.name, Shard.of(shard)) for shard in shards)
+        return shards
+
+    def find_shard(self, name: str) -> Shard:
+        """The shard of this name, which has been written. Asks the daemon where this session has
+        not met it.
+        """
+        known = self._shards.get(name)
+        if known is not None:
+            return known
+        self._shards = {
+            shard.spec.name: Shard.of(shard) for shard in self._list_shards() if shard.written
+        }
+        if name not in self._shards:
+            raise self._unknown(name)
+        return self._shards[name]
+
+    def mark_written(self) -> None:
+        """Something was written that is not durable yet."""
+        self._unsynced = True
+
+    def sync_if_needed(self) -> None:
+        """Makes durable what was written outside of steps."""
+        if self._unsynced:
+            self.refuse_if_unusable()
+            response = self._control.sync(session_pb2.SyncRequest(session_id=self._session_id))
+            self.committed_step = response.committed_step
+            self._unsynced = False
+
+    def step(self, groups: Sequence[session_pb2.StepGroup]) -> None:
+        """Updates the shards of `groups` with their gradients, and commits them with the buffers
+        that changed.
+        """
+        self.refuse_if_unusable()
+        began = time.perf_counter()
+        self.sync_if_needed()
+        buffers = [
+            session_pb2.StagedBuffer(
+                staged_shard_id=staged.shard_id, buffer_shard_id=buffer.shard_id
+            )
+            for capture in self.buffer_captures
+            for staged, buffer in capture()
+        ]
+        request = session_pb2.StepRequest(
+            session_id=self._session_id, groups=groups, buffers=buffers
+        )
+        response = self._control.step(request)
+        self._count_step(response, time.perf_counter() - began)
+
+    def drop_gradients(self, shards: Sequence[Shard]) -> None:
+        """Forgets the unsealed gradients of `shards`."""
+        self.refuse_if_unusable()
+        request = session_pb2.DropGradientsRequest(
+            session_id=self._session_id, shard_ids=[shard.shard_id for shard in shards]
+        )
+        self._control.drop_gradients(request)
+
+    def moments(self, shard: Shard) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """Number of updates, exp_avg and exp_avg_sq: fp32, in the shard's shape, copies."""
+        self.refuse_if_unusable()
+        exp_avg, exp_avg_sq = bytearray(4 * shard.element_count), bytearray(4 * shard.element_count)
+        request = tensor_pb2.GetMomentsRequest(session_id=self._session_id, shard_id=shard.shard_id)
+        generation = 0
+        for part in self._control.get_moments(request):
+            generation = part.generation
+            first = 4 * part.element_first
+            exp_avg[first : first + len(part.exp_avg)] = part.exp_avg
+            exp_avg_sq[first : first + len(part.exp_avg_sq)] = part.exp_avg_sq
+        first_moment, second_moment = (
+            torch.frombuffer(data, dtype=torch.float32).view(shard.shape)
+            for data in (exp_avg, exp_avg_sq)
+        )
+        return generation, first_moment, second_moment
+
+    def replace_moments(
+        self, shard: Shard, generation: int, *, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
+    ) -> None:
+        """Sets number of updates and both moments (fp32 or convertible, in the shard's shape).
+        Durable when it returns.
+        """
+        self.refuse_if_unusable()
+        self._control.put_moments(self._moment_requests(shard, generation, exp_avg, exp_avg_sq))
+
+    def _count_step(self, response: session_pb2.StepResponse, seconds: float) -> None:
+        self.committed_step = response.committed_step
+        self._step_count += 1
+        self._step_seconds += seconds
+        for field in (
+            "read_seconds",
+            "update_seconds",
+            "write_seconds",
+            "commit_seconds",
+            "read_bytes",
+            "written_bytes",
+        ):
+            setattr(self._steps, field, getattr(self._steps, field) + getattr(response, field))
+
+    def _list_shards(self) -> Iterable[types_pb2.Shard]:
+        return self._control.list_shards(
+            session_pb2.ListShardsRequest(session_id=self._session_id)
+        ).shards
+
+    def _unknown(self, name: str) -> UnknownName:
+        names = [shard.spec.name for shard in self._list_shards() if shard.written]
+        close = difflib.get_close_matches(name, names, n=3)
+        hint = (
+            f"; close to it: {', '.join(map(repr, close))}"
+            if close
+            else f"; it holds {len(names)} other names"
+        )
+        return UnknownName(f"job {self.job!r} holds nothing under {name!r}{hint}")
+
+    def _put_requests(self, name: str, tensor: torch.Tensor) -> Iterator[tensor_pb2.PutRequest]:
+        yield tensor_pb2.PutRequest(session_id=self._session_id, spec=self.blob_spec(name, tensor))
+        for chunk in _chunks(tensor, _CHUNK_BYTES):
+            yield tensor_pb2.PutRequest(data=chunk)
+
+    def _get_streamed(self, name: str) -> torch.Tensor:
+        self.find_shard(name)  # for an error that names what is close
+        shard: Shard | None = None
+        data = bytearray()
+        for part in self._control.get(
+            tensor_pb2.GetRequest(session_id=self._session_id, name=name)
+        ):
+            if shard is None:
+                shard = Shard.of(part.shard)
+            data += part.data
+        if shard is None or len(data) != shard.size_bytes:
+            raise MemdError(
+                f"job {self.job!r}: the daemon sent {len(data)} bytes for {name!r}, not all of it"
+            )
+        if not data:
+            return torch.empty(shard.shape, dtype=shard.dtype)
+        return torch.frombuffer(data, dtype=shard.dtype).view(shard.shape)
+
+    def _moment_requests(
+        self, shard: Shard, generation: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
+    ) -> Iterator[tensor_pb2.PutMomentsRequest]:
+        chunk_bytes = 4 * _MOMENT_CHUNK_ELEMENTS
+        pairs = zip(
+            _chunks(exp_avg.float(), chunk_bytes),
+            _chunks(exp_avg_sq.float(), chunk_bytes),
+            strict=True,
+        )
+        for index, (first_moment, second_moment) in enumerate(pairs):
+            yield tensor_pb2.PutMomentsRequest(
+                session_id=self._session_id,
+                shard_id=shard.shard_id,
+                generation=generation,
+                element_first=index * _MOMENT_CHUNK_ELEMENTS,
+                exp_avg=first_moment,
+                exp_avg_sq=second_moment,
+            )
+
+    def _detach(self) -> None:
+        if self._leases is not None:
+            self._leases.close()
+        self._control.detach(session_pb2.DetachRequest(session_id=self._session_id))
+
+    def _end(self) -> None:
+        self._closed = True
+        self._control.close()
+        self._close_connection()
+
+
+def _refuse_blob(name: str, tensor: torch.Tensor) -> None:
+    if not name:
+        raise InvalidArgument("a tensor is put under a name that is not empty")
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidArgument(f"put stores tensors, not {type(tensor).__name__}: {name!r}")
+    if tensor.layout is not torch.strided:
+        raise InvalidArgument(
+            f"put stores dense tensors; call to_dense() first: {name!r} is {tensor.layout}"
+        )
+
+
+def _chunks(tensor: torch.Tensor, chunk_bytes: int) -> Iterator[bytes]:
+    """The tensor's bytes in row-major order. Only one chunk is copied at a time where the tensor is
+    contiguous.
+    """
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    for first in range(0, flat.numel(), chunk_bytes):
+        yield flat[first : first + chunk_bytes].numpy().tobytes()

@@ -1,0 +1,92 @@
+"""Bringing parameters to the modules that use them, for as long as they use them.
+
+Nothing is patched and no backward hooks are needed (the mechanism, and what failed first, is told
+in ARCHITECTURE.md):
+
+* forward pre-hooks bring a module's own parameters, forward hooks let them go (`always_call`: after
+  an exception too);
+* the outermost module call pushes the hooks of `saved.py`, so that autograd does not keep a
+  parameter's bytes;
+* the hooks are plain functions that look parameters up, so that a copy of the module, whose
+  parameters memd does not know, is not held up by them.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from threading import local
+from typing import Any
+
+from torch import nn
+
+from memd_client import saved
+from memd_client.away import fetched, streamed
+
+# They hand parameters of their children to one kernel without calling the children. In evaluation
+# that kernel is another one than with the parameters fetched one by one, and rounds differently.
+_REACH_INTO_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+@dataclass(slots=True)
+class _Frame:
+    """A module call that is under way in this thread."""
+
+    module: nn.Module
+    exits: ExitStack = field(default_factory=ExitStack)
+
+
+class _Frames(local):
+    def __init__(self) -> None:
+        self.stack: list[_Frame] = []
+
+
+_frames = _Frames()
+
+
+def stream(module: nn.Module) -> None:
+    """From now on the parameters of `module` that are away come when a module call needs them."""
+    for child in module.modules():
+        # First and last: hooks of others see the parameters in place.
+        child.register_forward_pre_hook(_enter, prepend=True)
+        child.register_forward_hook(_leave, always_call=True)
+        child.register_state_dict_post_hook(_copy_out)
+
+
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Those that a call of `module` itself uses."""
+    reaches = isinstance(module, _REACH_INTO_CHILDREN) and not module.training
+    return list(module.parameters(recurse=reaches))
+
+
+def _enter(module: nn.Module, inputs: Any) -> None:
+    del inputs
+    frame = _Frame(module)
+    # Before anything can fail: torch calls _leave after a failed pre-hook too.
+    _frames.stack.append(frame)
+    if saved.may_save_by_name():
+        frame.exits.enter_context(saved.save_by_name_hooks())
+    frame.exits.enter_context(fetched(own_parameters(module)))
+
+
+def _leave(module: nn.Module, inputs: Any, output: Any) -> None:
+    del inputs, output
+    # No frame of this module on top: a hook of somebody else failed before ours was called.
+    if _frames.stack and _frames.stack[-1].module is module:
+        _frames.stack.pop().exits.close()
+
+
+def _copy_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A state_dict is kept and saved: it gets copies, one module's at a time, instead of leases on
+    the whole model.
+    """
+    del metadata
+    for name, parameter in module._parameters.items():
+        value = state.get(prefix + name)
+        if (
+            parameter is not None
+            and streamed(parameter) is not None
+            and value is not parameter
+            and value is not None
+        ):
+            state[prefix + name] = value.clone()

@@ -1,0 +1,249 @@
+"""What an optimizer updates: parameters that are offloaded, and parameters that stay where they
+are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from memd_client.away import StreamedParameter, streamed
+from memd_client.dtypes import dtype_number
+from memd_client.errors import InvalidArgument, NotYet
+from memd_client.gradients import GradientSlot
+from memd_client.leases import Shard
+from memd_proto.v1 import types_pb2
+
+if TYPE_CHECKING:
+    from memd_client.session import Session
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class StreamedTarget:
+    """An offloaded parameter. Its gradient is in memd already."""
+
+    def __init__(self, entry: StreamedParameter) -> None:
+        self._entry = entry
+
+    @property
+    def shard(self) -> Shard:
+        return self._entry.shard
+
+    @property
+    def update_count(self) -> int:
+        return self._entry.update_count
+
+    @update_count.setter
+    def update_count(self, count: int) -> None:
+        self._entry.update_count = count
+
+    @property
+    def has_gradient(self) -> bool:
+        return self._entry.gradient.present
+
+    def gradient_for_reading(self) -> torch.Tensor:
+        return self._entry.gradient.read(self._entry.session.leases)
+
+    def gradient_for_writing(self) -> torch.Tensor:
+        return self._entry.gradient.tensor(self._entry.session.leases)
+
+    def drop_gradient(self) -> bool:
+        """Whether memd has to be told."""
+        present = self._entry.gradient.present
+        self._entry.gradient.forget()
+        return present
+
+    def seal(self) -> None:
+        """Nobody changes the gradient from here until `finish`."""
+        self._entry.gradient.let_go()
+
+    def finish(self) -> None:
+        """The step is committed."""
+        self._entry.count_update()
+
+
+class ResidentTarget:
+    """A parameter that stays in this process. memd holds its value and state too, so that a commit
+    is complete; its gradient is `p.grad`, as with torch's optimizers.
+    """
+
+    def __init__(
+        self,
+        parameter: torch.Tensor,
+        *,
+        shard: Shard,
+        written: bool,
+        update_count: int,
+        session: Session,
+    ) -> None:
+        self.shard = shard
+        self.update_count = update_count
+        self._parameter = weakref.ref(parameter)
+        self._gradient = GradientSlot(shard)
+        self._session = session
+        if written:
+            self._take_value(parameter)
+        else:
+            session.leases.write(shard, parameter.detach())
+            session.mark_written()
+
+    @property
+    def has_gradient(self) -> bool:
+        return self._alive().grad is not None
+
+    def gradient_for_reading(self) -> torch.Tensor:
+        return self.gradient_for_writing()
+
+    def gradient_for_writing(self) -> torch.Tensor:
+        gradient = self._alive().grad
+        if gradient is None:
+            raise InvalidArgument(f"parameter {self.shard.name!r} has no gradient")
+        return gradient
+
+    def drop_gradient(self) -> bool:
+        return False  # `zero_grad` of torch does it; what memd was given, the step has consumed
+
+    def seal(self) -> None:
+        parameter = self._alive()
+        leases = self._session.leases
+        # The loop may have changed it by any means, `param.data` included, which leaves no trace
+        # but the bytes. Equal bytes are not written: of a bf16 parameter memd knows more bits than
+        # the parameter has.
+        if not torch.equal(_bits(leases.value(self.shard)), _bits(parameter)):
+            leases.write(self.shard, parameter.detach())
+            self._session.mark_written()
+        self._gradient.replace(self.gradient_for_writing().detach(), leases)
+
+    def finish(self) -> None:
+        self._gradient.forget()
+        self.update_count += 1
+        self._take_value(self._alive())
+
+    def _take_value(self, parameter: torch.Tensor) -> None:
+        with torch.no_grad():
+            parameter.copy_(self._session.leases.value(self.shard))
+
+    def _alive(self) -> torch.Tensor:
+        parameter = self._parameter()
+        if parameter is None:
+            raise InvalidArgument(f"parameter {self.shard.name!r} does not exist any more")
+        return parameter
+
+
+Target = StreamedTarget | ResidentTarget
+_owners: WeakTensorKeyDictionary = (
+    WeakTensorKeyDictionary()
+)  # parameter → weak reference to the optimizer that updates it
+
+
+def is_owned(entry: StreamedParameter) -> bool:
+    """Whether a living optimizer updates this parameter."""
+    parameter = entry.parameter
+    owner = _owners.get(parameter) if parameter is not None else None
+    return owner is not None and owner() is not None
+
+
+def own(
+    parameters: list[torch.Tensor],
+    names: list[str],
+    *,
+    optimizer: object,
+    session: Session,
+    tier: types_pb2.Tier,
+) -> list[Target]:
+    """The targets of `parameters`, which from now on belong to `optimizer`. `names` are for those
+    that are not offloaded.
+
+    Raises:
+        InvalidArgument, NotYet: one of them can't be updated; nothing has changed.
+    """
+    resident: list[tuple[torch.Tensor, types_pb2.ShardSpec]] = []
+    taken = {entry.shard.name for entry in session.entries}
+    for parameter, name in zip(parameters, names, strict=True):
+        _refuse_owned(parameter, name, optimizer)
+        entry = streamed(parameter)
+        if entry is None:
+            resident.append((parameter, _resident_spec(parameter, name, tier, taken, session)))
+        elif entry.session is not session:
+            raise InvalidArgument(
+                f"parameter {entry.shard.name!r} belongs to job {entry.session.job!r}; an "
+                f"optimizer updates parameters of one job, here {session.job!r}"
+            )
+    declared = session.declare([spec for _, spec in resident]) if resident else []
+    made: dict[int, Target] = {
+        id(parameter): ResidentTarget(
+            parameter,
+            shard=Shard.of(shard),
+            written=shard.written,
+            update_count=shard.generation,
+            session=session,
+        )
+        for (parameter, _), shard in zip(resident, declared, strict=True)
+    }
+    session.sync_if_needed()
+    targets: list[Target] = []
+    for parameter in parameters:
+        entry = streamed(parameter)
+        target = StreamedTarget(entry) if entry is not None else made[id(parameter)]
+        _owners[parameter] = weakref.ref(optimizer)
+        if isinstance(target, ResidentTarget):
+            session.entries.add(target)
+        targets.append(target)
+    return targets
+
+
+def _refuse_owned(parameter: torch.Tensor, name: str, optimizer: object) -> None:
+    owner = _owners.get(parameter)
+    if owner is not None and owner() is not None and owner() is not optimizer:
+        entry = streamed(parameter)
+        raise InvalidArgument(
+            f"parameter {entry.shard.name if entry else name!r} belongs to another optimizer "
+            "already; give each parameter to one, or delete the other optimizer first"
+        )
+
+
+def _resident_spec(
+    parameter: torch.Tensor, name: str, tier: types_pb2.Tier, taken: set[str], session: Session
+) -> types_pb2.ShardSpec:
+    if parameter.device.type != "cpu":
+        raise NotYet(
+            f"devices other than the CPU come in a later version: parameter {name!r} is on "
+            f"{parameter.device}"
+        )
+    if parameter.dtype == torch.float16:
+        raise NotYet(f"float16 comes in a later version; use bfloat16: parameter {name!r}")
+    if (
+        parameter.dtype not in _DTYPES
+        or parameter.layout is not torch.strided
+        or not parameter.numel()
+    ):
+        raise InvalidArgument(
+            "memd updates dense parameters of float32 and bfloat16 that have elements: parameter "
+            f"{name!r} is {parameter.dtype} {list(parameter.shape)} {parameter.layout}"
+        )
+    if name in taken:
+        raise InvalidArgument(
+            f"job {session.job!r}: another parameter of this session is named {name!r}; pass "
+            "model.named_parameters() to the optimizer, so that each has a name of its own"
+        )
+    taken.add(name)
+    return types_pb2.ShardSpec(
+        name=name,
+        kind=types_pb2.SHARD_KIND_PARAMETER,
+        dtype=dtype_number(parameter.dtype, name=name),
+        shape=parameter.shape,
+        tier=tier,
+    )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """NaN equals itself, and 0 is not -0."""
+    return (
+        tensor.detach()
+        .contiguous()
+        .view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+    )

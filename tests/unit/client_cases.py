@@ -1,0 +1,1153 @@
+"""What must hold of offloaded models, whoever serves them: run against the fake daemon here,
+against a real one in tests/integration.
+
+Each module that imports these defines the fixture `job`: a function that opens a session of one
+job, again after it was closed.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import memd_client
+from memd_client import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    OpenSession = Callable[[], Session]
+
+VOCABULARY, WIDTH, LENGTH = 64, 32, 16
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layers(x)
+        return output
+
+    @property
+    def first(self) -> nn.Linear:
+        layer = self.layers[0]
+        assert isinstance(layer, nn.Linear)
+        return layer
+
+    @property
+    def second(self) -> nn.Linear:
+        layer = self.layers[2]
+        assert isinstance(layer, nn.Linear)
+        return layer
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.mlp = Mlp()
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        normed = self.norm(x)
+        x = x + scale * self.attention(normed, normed, normed, need_weights=False)[0]
+        output: torch.Tensor = x + self.mlp(x)
+        return output
+
+
+class Gpt(nn.Module):
+    """Tied embeddings, and positions of which a view is used; `checkpointing` is None or
+    use_reentrant.
+    """
+
+    def __init__(self, checkpointing: bool | None = None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Parameter(torch.randn(2 * LENGTH, WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.checkpointing = checkpointing
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.positions[:LENGTH]
+        for block in self.blocks:
+            if self.checkpointing is None or not self.training:
+                x = block(x, scale=0.5)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.checkpointing)
+        output: torch.Tensor = self.head(x)
+        return output
+
+
+class Branches(nn.Module):
+    """Experts chosen by the input: some get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Mlp() for _ in range(4))
+        self.gate = nn.Parameter(torch.randn(WIDTH, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = (x.mean((0, 1)) @ self.gate).softmax(0)
+        chosen = int(weights.argmax())
+        output: torch.Tensor = weights[chosen] * self.experts[chosen](x)
+        return output
+
+
+class BatchNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(LENGTH, LENGTH, 3, padding=1)
+        self.norm = nn.BatchNorm1d(LENGTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.second(functional.relu(self.norm(self.first(x))))
+        return output
+
+
+class Recurrent(nn.Module):
+    """Calls `forward` of a child past its hooks, and a kernel that takes a list of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out.forward(self.lstm(x)[0]) * self.out.weight.mean()
+
+
+class Encoder(nn.Module):
+    """Evaluation runs in one kernel that takes the parameters of all children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 4, 64, dropout=0.0, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(x)
+        return output
+
+
+class Parametrized(nn.Module):
+    """The weight is computed from the parameter in every use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.linear(x)
+        return output
+
+
+class Scaled(torch.autograd.Function):
+    """Keeps a parameter that it was given, by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (gradient,) = gradients
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum((0, 1))
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Mlp()
+        self.scale = nn.Linear(1, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = Scaled.apply(  # type: ignore[no-untyped-call]  # torch's
+            self.inner(x), self.scale.bias
+        )
+        return output
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": Mlp,
+    "gpt with tied embeddings": Gpt,
+    "gpt checkpointed": lambda: Gpt(checkpointing=False),
+    "gpt checkpointed reentrantly": lambda: Gpt(checkpointing=True),
+    "branches": Branches,
+    "batch norm": BatchNorm,
+    "recurrent": Recurrent,
+    "encoder": Encoder,
+    "parametrized": Parametrized,
+    "custom function": Custom,
+}
+
+
+def build(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def batch(model: nn.Module, index: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 + index)
+    if isinstance(model, Gpt):
+        return torch.randint(0, VOCABULARY, (4, LENGTH), generator=generator)
+    return torch.randn(4, LENGTH, WIDTH, generator=generator)
+
+
+def loss_of(model: nn.Module, index: int = 0) -> torch.Tensor:
+    loss: torch.Tensor = model(batch(model, index)).float().square().mean()
+    return loss
+
+
+def leases_held(session: Session) -> int:
+    return session.statistics().leases_held
+
+
+def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
+    """All of them, bit for bit, one at a time."""
+    for (name, parameter), (_, expected) in zip(
+        model.named_parameters(), reference.named_parameters(), strict=True
+    ):
+        gradient = parameter.grad
+        assert (gradient is None) == (expected.grad is None), name
+        if gradient is not None and expected.grad is not None:
+            assert torch.equal(gradient, expected.grad), name
+
+
+def assert_same_state(model: nn.Module, reference: nn.Module) -> None:
+    state, expected = model.state_dict(), reference.state_dict()
+    assert state.keys() == expected.keys()
+    for name, value in state.items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.fixture
+def session(job: OpenSession) -> Iterator[Session]:
+    with job() as session:
+        yield session
+
+
+@pytest.fixture(params=MODELS)
+def pair(request: pytest.FixtureRequest, session: Session) -> tuple[nn.Module, nn.Module]:
+    """An offloaded model, and the same one in memory."""
+    make = MODELS[request.param]
+    return memd_client.offload(build(make), session), build(make)
+
+
+@pytest.fixture
+def gpt(session: Session) -> tuple[nn.Module, nn.Module]:
+    return memd_client.offload(build(Gpt), session), build(Gpt)
+
+
+@pytest.fixture
+def mlp(session: Session) -> tuple[Mlp, Mlp]:
+    torch.manual_seed(0)
+    reference = Mlp()
+    return memd_client.offload(copy.deepcopy(reference), session), reference
+
+
+class TestStreaming:
+    def test_loss_and_gradients_have_the_bits_of_the_untouched_model(
+        self, pair: tuple[nn.Module, nn.Module], session: Session
+    ) -> None:
+        model, reference = pair
+        loss, expected = loss_of(model), loss_of(reference)
+        assert torch.equal(loss, expected)
+        assert leases_held(session) == 0, "autograd keeps a parameter's bytes after forward"
+        loss.backward()
+        expected.backward()
+        assert leases_held(session) == 0, "a parameter's bytes are alive after backward"
+        assert_same_gradients(model, reference)
+        assert leases_held(session) == 0
+
+    def test_several_backward_calls_accumulate(
+        self, pair: tuple[nn.Module, nn.Module], session: Session
+    ) -> None:
+        for model in pair:
+            for index in range(3):
+                loss_of(model, index).backward()
+            loss = loss_of(model, 3)
+            if not getattr(model, "checkpointing", None):  # which cannot run backward twice
+                loss.backward(retain_graph=True)
+            loss.backward()
+        assert leases_held(session) == 0
+        assert_same_gradients(*pair)
+
+    def test_evaluation_has_the_bits_of_the_untouched_model(
+        self, pair: tuple[nn.Module, nn.Module], session: Session
+    ) -> None:
+        outputs = []
+        for model in pair:
+            model.eval()
+            with torch.no_grad():
+                outputs.append(loss_of(model))
+            with torch.inference_mode():
+                outputs.append(loss_of(model, 1))
+            outputs.append(loss_of(model.train(), 2).detach())
+        half = len(outputs) // 2
+        assert all(torch.equal(*pair) for pair in zip(outputs[:half], outputs[half:], strict=True))
+        assert leases_held(session) == 0
+
+    def test_training_has_the_bits_of_the_untouched_model(
+        self, pair: tuple[nn.Module, nn.Module], session: Session
+    ) -> None:
+        model, reference = pair
+        ours = memd_client.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+        for step in range(4):
+            losses = []
+            for trained, optimizer in ((model, ours), (reference, torchs)):
+                loss = loss_of(trained, step)
+                loss.backward()
+                if step != 2:  # a skipped step
+                    optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():  # evaluation between the step and the next forward
+                    losses += [loss.detach(), loss_of(trained.eval(), 50)]
+                trained.train()
+            assert torch.equal(losses[0], losses[2])
+            assert torch.equal(losses[1], losses[3])
+        assert leases_held(session) == 0
+        assert_same_state(model, reference)
+
+    def test_the_process_keeps_no_parameter_bytes(self, pair: tuple[nn.Module, nn.Module]) -> None:
+        model, _ = pair
+        for parameter in model.parameters():
+            with torch._C.DisableTorchFunctionSubclass():
+                assert parameter.untyped_storage().nbytes() == parameter.element_size()
+
+    def test_an_exception_in_forward_leaves_nothing_behind(
+        self, gpt: tuple[nn.Module, nn.Module], session: Session
+    ) -> None:
+        model, reference = gpt
+        for _ in range(2):
+            with pytest.raises(IndexError):
+                model(torch.full((4, LENGTH), VOCABULARY))
+        assert leases_held(session) == 0
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        loss_of(model).backward()
+        loss_of(reference).backward()
+        assert_same_gradients(model, reference)
+
+    def test_hooks_of_others_see_the_values(self, mlp: tuple[Mlp, Mlp]) -> None:
+        model, reference = mlp
+        seen = []
+        layer = model.first
+        layer.register_forward_pre_hook(lambda m, _: seen.append(m.weight.data.clone()))
+        layer.register_forward_hook(lambda m, _, __: seen.append(m.weight.detach().clone()))
+        loss_of(model)
+        assert len(seen) == 2
+        assert all(torch.equal(weight, reference.first.weight) for weight in seen)
+
+    def test_a_failing_hook_of_others_leaves_nothing_behind(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        def fail(*_: Any) -> None:
+            raise RuntimeError("no")
+
+        model, reference = mlp
+        layer = model.first
+        for register, settings in (
+            (layer.register_forward_pre_hook, {}),
+            (layer.register_forward_pre_hook, {"prepend": True}),
+            (layer.register_forward_hook, {}),
+        ):
+            handle = register(fail, **settings)
+            with pytest.raises(RuntimeError, match="no"):
+                loss_of(model)
+            handle.remove()
+            assert leases_held(session) == 0
+            assert torch.equal(loss_of(model), loss_of(reference))
+
+    def test_backward_in_another_thread_has_the_same_bits(
+        self, gpt: tuple[nn.Module, nn.Module], session: Session
+    ) -> None:
+        model, reference = gpt
+        losses = [loss_of(model, 0), loss_of(model, 1)]
+        threads = [threading.Thread(target=loss.backward) for loss in losses[:1]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        losses[1].backward()
+        del losses
+        loss_of(reference, 0).backward()
+        loss_of(reference, 1).backward()
+        assert_same_gradients(model, reference)
+        assert leases_held(session) == 0
+
+    def test_forward_in_several_threads_at_once_has_the_same_bits(
+        self, gpt: tuple[nn.Module, nn.Module], session: Session
+    ) -> None:
+        model, reference = gpt
+        losses: dict[int, torch.Tensor] = {}
+
+        def run(index: int) -> None:
+            with torch.no_grad():
+                losses[index] = loss_of(model, index)
+
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(torch.equal(losses[index], loss_of(reference, index)) for index in range(4))
+        assert leases_held(session) == 0
+
+    def test_torch_autograd_grad_gives_the_gradients_of_parameters_that_are_away(
+        self, gpt: tuple[nn.Module, nn.Module], session: Session
+    ) -> None:
+        model, reference = gpt
+        gradients = torch.autograd.grad(loss_of(model), list(model.parameters()))
+        expected = torch.autograd.grad(loss_of(reference), list(reference.parameters()))
+        assert all(torch.equal(*both) for both in zip(gradients, expected, strict=True))
+        assert leases_held(session) == 0
+
+    def test_frozen_parameters_are_streamed_and_may_be_thawed(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        model, reference = mlp
+        for module in (model, reference):
+            module.first.requires_grad_(False)
+            loss_of(module).backward()
+        assert_same_gradients(model, reference)
+        for module in (model, reference):
+            module.zero_grad()
+            module.first.requires_grad_(True)
+            module.second.weight.requires_grad = False
+            loss_of(module).backward()
+        assert_same_gradients(model, reference)
+        assert leases_held(session) == 0
+
+    def test_a_module_offloaded_while_frozen_can_be_thawed(self, session: Session) -> None:
+        torch.manual_seed(0)
+        reference = Mlp()
+        model = memd_client.offload(copy.deepcopy(reference).requires_grad_(False), session)
+        model.requires_grad_()
+        loss_of(model).backward()
+        loss_of(reference).backward()
+        assert_same_gradients(model, reference)
+        assert leases_held(session) == 0
+
+    def test_backward_over_a_value_that_was_changed_since_is_an_error(
+        self, mlp: tuple[Mlp, Mlp]
+    ) -> None:
+        model, _ = mlp
+        optimizer = memd_client.AdamW(model.parameters())
+        loss_of(model).backward()
+        loss = loss_of(model)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    def test_a_change_in_forward_is_kept(self, mlp: tuple[Mlp, Mlp], session: Session) -> None:
+        def halve(module: nn.Module, _: Any) -> None:
+            with torch.no_grad():
+                module.get_parameter("weight").mul_(0.5)
+
+        for module in mlp:
+            module.first.register_forward_pre_hook(halve)
+            with torch.no_grad():
+                loss_of(module)
+                loss_of(module)
+        assert_same_state(*mlp)
+        assert leases_held(session) == 0
+
+
+class TestAway:
+    """What code outside of forward does with parameters that are away: right, or NotResident."""
+
+    def test_a_deep_copy_is_an_ordinary_module_of_its_own(
+        self, gpt: tuple[nn.Module, nn.Module], session: Session
+    ) -> None:
+        model, reference = gpt
+        duplicate = copy.deepcopy(model)
+        assert all(type(parameter) is nn.Parameter for parameter in duplicate.parameters())
+        assert duplicate.get_parameter("head.weight") is duplicate.get_parameter("embedding.weight")
+        memd_client.AdamW(model.parameters(), lr=1.0)
+        assert_same_state(duplicate, reference)
+        loss_of(duplicate).backward()
+        loss_of(reference).backward()
+        assert_same_gradients(duplicate, reference)
+        assert_same_gradients(model, build(Gpt))
+        assert duplicate.double().get_parameter("positions").dtype == torch.float64
+        assert leases_held(session) == 0
+
+    def test_state_dict_holds_copies(
+        self, gpt: tuple[nn.Module, nn.Module], session: Session
+    ) -> None:
+        model, reference = gpt
+        state = model.state_dict()
+        assert_same_state(model, reference)
+        assert leases_held(session) == 0
+        assert all(type(value) is torch.Tensor for value in state.values())
+        optimizer = memd_client.AdamW(model.parameters(), lr=1.0)
+        loss_of(model).backward()
+        optimizer.step()
+        assert torch.equal(state["positions"], reference.get_parameter("positions"))
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        assert torch.equal(torch.load(file)["positions"], state["positions"])
+
+    def test_load_state_dict_changes_what_is_in_memd(
+        self, gpt: tuple[nn.Module, nn.Module], session: Session
+    ) -> None:
+        model, reference = gpt
+        torch.manual_seed(7)
+        other = Gpt()
+        model.load_state_dict(other.state_dict())
+        reference.load_state_dict(other.state_dict())
+        assert leases_held(session) == 0
+        assert_same_state(model, reference)
+        optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+        expected = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+        for trained, trainer in ((model, optimizer), (reference, expected)):
+            loss_of(trained).backward()
+            trainer.step()
+        assert_same_state(model, reference)
+
+    def test_conversions_that_change_nothing_pass(
+        self, gpt: tuple[nn.Module, nn.Module], session: Session
+    ) -> None:
+        model, reference = gpt
+        assert model.to("cpu").float().cpu() is model
+        assert_same_state(model, reference)
+        assert leases_held(session) == 0
+
+    @pytest.mark.parametrize("convert", ["double", "half", "bfloat16"])
+    def test_conversions_to_another_dtype_are_refused(
+        self, gpt: tuple[nn.Module, nn.Module], convert: str
+    ) -> None:
+        model, reference = gpt
+        with pytest.raises(memd_client.NotResident, match="convert before offload"):
+            getattr(model, convert)()
+        assert_same_state(model, reference)
+        assert torch.equal(loss_of(model), loss_of(reference))
+
+    def test_moving_to_a_device_without_bytes_leaves_none(self, mlp: tuple[Mlp, Mlp]) -> None:
+        model, _ = mlp
+        assert all(parameter.is_meta for parameter in model.to("meta").parameters())
+        assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+    def test_any_function_of_a_parameter_sees_its_value(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        model, reference = mlp
+        parameters, expected = list(model.parameters()), list(reference.parameters())
+        vector = nn.utils.parameters_to_vector(parameters)
+        assert torch.equal(vector, nn.utils.parameters_to_vector(expected))
+        del vector
+        weight, value = parameters[0], expected[0]
+        assert repr(weight) == repr(value)
+        assert torch.equal(weight.norm(), value.norm())
+        assert torch.equal(weight.T @ weight, value.T @ value)
+        assert torch.equal(torch.stack([weight, weight]), torch.stack([value, value]))
+        assert weight[0, 0].item() == value[0, 0].item()
+        assert weight.tolist() == value.tolist()
+        assert bool((weight == value).all())
+        assert torch.equal(copy.deepcopy(weight), value)
+        assert torch.equal(weight.detach(), value)
+        assert torch.equal(weight.half(), value.half())
+        assert weight.stride() == value.stride()
+        assert weight.is_contiguous()
+        assert leases_held(session) == 0
+
+    def test_metadata_needs_no_lease(self, mlp: tuple[Mlp, Mlp], session: Session) -> None:
+        model, reference = mlp
+        leases = session.statistics().lease_count
+        for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            assert (parameter.shape, parameter.dtype, parameter.device, parameter.numel()) == (
+                expected.shape,
+                expected.dtype,
+                expected.device,
+                expected.numel(),
+            )
+            assert (parameter.ndim, parameter.nbytes, len(parameter)) == (
+                expected.ndim,
+                expected.nbytes,
+                len(expected),
+            )
+            assert parameter.is_leaf
+            assert parameter.requires_grad
+            assert parameter.grad_fn is None
+            assert parameter.grad is None
+            assert isinstance(parameter, nn.Parameter)
+            assert hash(parameter) == id(parameter)
+        assert session.statistics().lease_count == leases
+
+    def test_changes_in_place_are_kept(self, mlp: tuple[Mlp, Mlp], session: Session) -> None:
+        for module in mlp:
+            first, bias, second = (
+                module.first.weight,
+                module.first.bias,
+                module.second.weight,
+            )
+            torch.manual_seed(3)
+            with torch.no_grad():
+                first.mul_(2)
+                first[0] = 7.0
+                first += 1
+                bias.copy_(torch.arange(64.0))
+                torch._foreach_add_([first, bias], 0.5)
+                torch.neg(second, out=second)
+            nn.init.xavier_uniform_(module.first.weight)
+            bias.data = torch.ones(64)
+            vector = torch.linspace(0, 1, sum(p.numel() for p in module.parameters()))
+            nn.utils.vector_to_parameters(vector, module.parameters())
+        assert leases_held(session) == 0
+        assert_same_state(*mlp)
+
+    def test_a_change_in_place_that_needs_a_gradient_is_torchs_error(
+        self, mlp: tuple[Mlp, Mlp]
+    ) -> None:
+        model, reference = mlp
+        with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+            model.first.weight.mul_(2)
+        assert_same_state(model, reference)
+
+    def test_a_change_through_a_shared_view_does_not_pass_unnoticed(
+        self, mlp: tuple[Mlp, Mlp]
+    ) -> None:
+        model, _ = mlp
+        view = model.first.weight.detach()
+        view.zero_()
+        with pytest.raises(memd_client.MemdError, match=r"layers\.0\.weight.*shares its bytes"):
+            loss_of(model)
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda p: p.data,
+            lambda p: p.data_ptr(),
+            lambda p: p.untyped_storage(),
+            lambda p: p.requires_grad_(False).numpy(),
+            lambda p: p.share_memory_(),
+            pickle.dumps,
+            lambda p: torch.save(p, io.BytesIO()),
+            copy.copy,
+        ],
+        ids=["data", "data_ptr", "storage", "numpy", "share_memory", "pickle", "save", "copy"],
+    )
+    def test_what_needs_the_memory_itself_is_refused(
+        self, mlp: tuple[Mlp, Mlp], use: Callable[[torch.Tensor], object]
+    ) -> None:
+        model, reference = mlp
+        with pytest.raises(memd_client.NotResident, match=r"layers\.0\.weight.*gather"):
+            use(model.first.weight)
+        model.requires_grad_()
+        assert_same_state(model, reference)
+
+    def test_saving_the_module_itself_is_refused(self, mlp: tuple[Mlp, Mlp]) -> None:
+        with pytest.raises(memd_client.NotResident, match="state_dict"):
+            torch.save(mlp[0], io.BytesIO())
+
+    def test_torch_optimizers_and_clipping_work_on_what_is_away(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        norms = []
+        for module in mlp:
+            optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+            for index in range(2):
+                loss_of(module, index).backward()
+                norms.append(nn.utils.clip_grad_norm_(module.parameters(), 0.01))
+                optimizer.step()
+                optimizer.zero_grad()
+        assert torch.equal(norms[0], norms[2])
+        assert torch.equal(norms[1], norms[3])
+        assert leases_held(session) == 0
+        assert_same_state(*mlp)
+
+    def test_gradients_can_be_read_set_and_dropped(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        model, reference = mlp
+        for module in mlp:
+            loss_of(module).backward()
+            module.first.bias.grad = torch.ones(64)
+            module.first.bias.grad.mul_(3)
+            module.second.bias.grad = None
+        assert_same_gradients(model, reference)
+        held = model.first.weight.grad
+        assert held is not None
+        before = held.clone()
+        model.zero_grad()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        loss_of(model, 1).backward()
+        assert torch.equal(held, before), (
+            "a gradient that the user still holds is the user's after zero_grad"
+        )
+        reference.zero_grad()
+        loss_of(reference, 1).backward()
+        assert_same_gradients(model, reference)
+        assert leases_held(session) == 0
+
+    def test_functional_calls_take_other_parameters(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        model, reference = mlp
+        values = {name: torch.ones_like(p) for name, p in reference.named_parameters()}
+        x = batch(model)
+        got, expected = (torch.func.functional_call(module, values, x) for module in mlp)
+        assert torch.equal(got, expected)
+        assert torch.equal(loss_of(model), loss_of(reference))
+        gradients = torch.func.grad(lambda v: torch.func.functional_call(model, v, x).sum())(values)
+        assert torch.isfinite(gradients["layers.0.weight"]).all()
+        assert leases_held(session) == 0
+
+
+class TestGather:
+    def test_parameters_are_ordinary_inside(
+        self, gpt: tuple[nn.Module, nn.Module], session: Session
+    ) -> None:
+        model, reference = gpt
+        with memd_client.gather(model):
+            for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+                assert type(parameter) is nn.Parameter
+                assert torch.equal(parameter.data, expected)
+            loss = loss_of(model)
+        loss.backward()
+        loss_of(reference).backward()
+        assert_same_gradients(model, reference)
+        assert leases_held(session) == 0
+
+    def test_what_is_written_inside_is_kept(
+        self, gpt: tuple[nn.Module, nn.Module], session: Session
+    ) -> None:
+        model, reference = gpt
+        for module in gpt:
+            with memd_client.gather(module, write=True), torch.no_grad():
+                module.get_parameter("positions").data.fill_(0.25)
+                module.get_parameter("blocks.0.norm.weight").copy_(torch.ones(WIDTH))
+                loss_of(module)
+        assert leases_held(session) == 0
+        assert_same_state(model, reference)
+        assert torch.equal(loss_of(model), loss_of(reference))
+
+    def test_modules_train_inside_a_writing_context(
+        self, gpt: tuple[nn.Module, nn.Module], session: Session
+    ) -> None:
+        model, reference = gpt
+        with memd_client.gather(model.get_parameter("positions"), write=True):
+            loss_of(model).backward()
+        loss_of(reference).backward()
+        assert_same_gradients(model, reference)
+        assert leases_held(session) == 0
+
+    def test_contexts_nest(self, mlp: tuple[Mlp, Mlp], session: Session) -> None:
+        model, reference = mlp
+        with memd_client.gather(model, write=True):
+            with memd_client.gather([model.first.weight, model.first.weight]):
+                assert torch.equal(model.first.weight.data, reference.first.weight)
+            model.first.weight.data.zero_()
+        reference.first.weight.data.zero_()
+        assert_same_state(model, reference)
+        with (
+            memd_client.gather(model),
+            pytest.raises(memd_client.MemdError, match="in use for reading"),
+            memd_client.gather(model, write=True),
+        ):
+            pass
+        assert leases_held(session) == 0
+        assert_same_state(model, reference)
+
+    def test_an_exception_inside_leaves_the_parameters_away(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        model, reference = mlp
+        with pytest.raises(ZeroDivisionError), memd_client.gather(model, write=True):
+            raise ZeroDivisionError
+        assert leases_held(session) == 0
+        assert_same_state(model, reference)
+
+    def test_parameters_that_are_not_offloaded_are_let_be(self) -> None:
+        module = nn.Linear(2, 2)
+        with memd_client.gather(module, write=True):
+            module.weight.data.zero_()
+        assert not module.weight.any()
+
+
+class TestOptimizer:
+    @pytest.mark.parametrize("name", ["Adam", "AdamW"])
+    def test_groups_schedulers_clipping_and_accumulation_have_torchs_bits(
+        self, gpt: tuple[nn.Module, nn.Module], session: Session, name: str
+    ) -> None:
+        norms: list[list[torch.Tensor]] = [[], []]
+        for which, module in enumerate(gpt):
+            decayed = [p for p in module.parameters() if p.ndim > 1]
+            others = [p for p in module.parameters() if p.ndim == 1]
+            groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 3e-3}]
+            kind: Any = getattr(memd_client if which == 0 else torch.optim, name)
+            optimizer = kind(
+                groups,
+                lr=1e-2,
+                betas=(0.8, 0.95),
+                weight_decay=0.0,
+                **({"fused": True} if which else {}),
+            )
+            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+            for step in range(5):
+                loss_of(module, 2 * step).backward()
+                loss_of(module, 2 * step + 1).backward()
+                max_norm = 1e-3 if step % 2 else 1e6
+                norms[which].append(
+                    optimizer.clip_grad_norm_(max_norm)
+                    if which == 0
+                    else nn.utils.clip_grad_norm_(decayed + others, max_norm)
+                )
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        assert all(torch.equal(*both) for both in zip(*norms, strict=True))
+        assert leases_held(session) == 0
+        assert_same_state(*gpt)
+
+    def test_clipping_gives_torchs_gradients(self, gpt: tuple[nn.Module, nn.Module]) -> None:
+        model, reference = gpt
+        loss_of(model).backward()
+        loss_of(reference).backward()
+        optimizer = memd_client.AdamW(model.parameters())
+        norm = optimizer.clip_grad_norm_(1e-4)
+        assert torch.equal(norm, nn.utils.clip_grad_norm_(reference.parameters(), 1e-4))
+        assert_same_gradients(model, reference)
+        norm = optimizer.clip_grad_norm_(1e-5, norm_type=float("inf"))
+        assert torch.equal(
+            norm, nn.utils.clip_grad_norm_(reference.parameters(), 1e-5, float("inf"))
+        )
+        assert_same_gradients(model, reference)
+
+    def test_a_state_dict_travels_to_torch_and_back(
+        self, gpt: tuple[nn.Module, nn.Module], session: Session
+    ) -> None:
+        model, reference = gpt
+        ours = memd_client.AdamW(model.parameters(), lr=1e-2)
+        empty = ours.state_dict()
+        assert empty["state"] == {}
+        for index in range(3):
+            loss_of(model, index).backward()
+            ours.step()
+            ours.zero_grad()
+        state = ours.state_dict()
+        reference.load_state_dict(model.state_dict())
+        torchs = torch.optim.AdamW(reference.parameters(), lr=0.5, fused=True)
+        torchs.load_state_dict(state)
+        assert torchs.param_groups[0]["lr"] == 1e-2
+        torchs.param_groups[0]["fused"] = True
+        for trained, optimizer in ((model, ours), (reference, torchs)):
+            loss_of(trained, 9).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_state(model, reference)
+        loss_of(reference, 10).backward()
+        torchs.step()
+        expected = torchs.state_dict()
+        ours.load_state_dict(expected)
+        got = ours.state_dict()
+        assert got["state"].keys() == expected["state"].keys()
+        for index, moments in expected["state"].items():
+            for name, value in moments.items():
+                assert torch.equal(got["state"][index][name], value), (index, name)
+        ours.load_state_dict(empty)
+        assert all(not s["exp_avg"].any() for s in ours.state_dict()["state"].values())
+        assert leases_held(session) == 0
+
+    def test_parameters_that_stay_are_updated_in_place(self, session: Session) -> None:
+        model, reference = build(BatchNorm), build(BatchNorm)
+        ours = memd_client.AdamW(model.named_parameters(), lr=1e-2, session=session)
+        torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+        addresses = [p.data_ptr() for p in model.parameters()]
+        for step in range(4):
+            for trained, optimizer in ((model, ours), (reference, torchs)):
+                loss_of(trained, step).backward()
+                optimizer.step()
+                if step % 2:
+                    optimizer.zero_grad()
+                if step == 2:
+                    trained.get_parameter("second.weight").data.mul_(0.5)
+            assert_same_gradients(model, reference)
+        assert [p.data_ptr() for p in model.parameters()] == addresses
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+        assert_same_state(model, reference)
+        assert leases_held(session) == 0
+
+    def test_offloaded_parameters_and_others_share_an_optimizer(self, session: Session) -> None:
+        model, reference = build(Gpt), build(Gpt)
+        memd_client.offload(model.get_submodule("blocks"), session)
+        ours = memd_client.AdamW(model.parameters(), lr=1e-2)
+        torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+        for step in range(3):
+            norms = []
+            for trained, optimizer in ((model, ours), (reference, torchs)):
+                loss_of(trained, step).backward()
+                norms.append(
+                    ours.clip_grad_norm_(0.01)
+                    if optimizer is ours
+                    else nn.utils.clip_grad_norm_(trained.parameters(), 0.01)
+                )
+                optimizer.step()
+                optimizer.zero_grad()
+            assert torch.equal(*norms)
+        assert_same_state(model, reference)
+
+    def test_a_closure_gives_its_loss(self, mlp: tuple[Mlp, Mlp]) -> None:
+        model, _ = mlp
+        optimizer = memd_client.AdamW(model.parameters())
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            loss.backward()
+            return loss
+
+        before = loss_of(model)
+        assert torch.equal(optimizer.step(closure), before)
+        assert not torch.equal(loss_of(model), before)
+
+    def test_a_step_without_gradients_commits_nothing(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        model, reference = mlp
+        optimizer = memd_client.AdamW(model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        assert session.committed_step == 0
+        assert session.statistics().step_count == 0
+        assert_same_state(model, reference)
+
+    def test_a_gradient_that_no_optimizer_takes_is_an_error(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        model, reference = mlp
+        optimizer = memd_client.AdamW(model.first.parameters())
+        loss_of(model).backward()
+        with pytest.raises(memd_client.InvalidArgument, match=r"'layers\.2\.\w+' has a gradient"):
+            optimizer.step()
+        assert_same_state(model, reference)
+        optimizer.add_param_group({"params": model.second.parameters()})
+        optimizer.step()
+        assert session.committed_step == 1
+
+    def test_a_parameter_belongs_to_one_optimizer(self, mlp: tuple[Mlp, Mlp]) -> None:
+        model, _ = mlp
+        first = memd_client.AdamW(model.first.parameters())
+        with pytest.raises(
+            memd_client.InvalidArgument, match=r"layers\.0\.weight.*another optimizer"
+        ):
+            memd_client.AdamW(model.parameters())
+        with pytest.raises(memd_client.InvalidArgument, match="another optimizer"):
+            memd_client.AdamW(model.second.parameters()).add_param_group(
+                {"params": model.first.parameters()}
+            )
+        del first
+        memd_client.AdamW(model.parameters())
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"amsgrad": True},
+            {"maximize": True},
+            {"state_dtype": torch.bfloat16},
+            {"step_in_backward": True},
+        ],
+        ids=lambda settings: next(iter(settings)),
+    )
+    def test_what_is_not_there_yet_says_so(
+        self, mlp: tuple[Mlp, Mlp], settings: dict[str, Any]
+    ) -> None:
+        with pytest.raises(memd_client.NotYet):
+            memd_client.AdamW(mlp[0].parameters(), **settings)
+        memd_client.AdamW(mlp[0].parameters())
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"lr": -1.0},
+            {"betas": (1.0, 0.9)},
+            {"eps": -1e-8},
+            {"weight_decay": -0.1},
+            {"tier": "tape"},
+        ],
+        ids=lambda settings: next(iter(settings)),
+    )
+    def test_bad_settings_are_refused(self, mlp: tuple[Mlp, Mlp], settings: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            memd_client.Adam(mlp[0].parameters(), **settings)
+
+    def test_states_of_other_optimizers_are_refused(self, mlp: tuple[Mlp, Mlp]) -> None:
+        model, reference = mlp
+        optimizer = memd_client.AdamW(model.parameters())
+        loss_of(reference).backward()
+        sgd = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+        sgd.step()
+        state = {**optimizer.state_dict(), "state": sgd.state_dict()["state"]}
+        with pytest.raises(memd_client.InvalidArgument, match="not one of Adam"):
+            optimizer.load_state_dict(state)
+        assert optimizer.state_dict()["state"] == {}
+
+
+class TestJobs:
+    def test_a_job_goes_on_where_it_stood(self, job: OpenSession) -> None:
+        reference = build(BatchNorm)
+        torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+        for attempt in range(3):
+            with job() as session:
+                assert session.committed_step == 2 * attempt
+                torch.manual_seed(attempt)
+                model = memd_client.offload(BatchNorm(), session)
+                assert_same_state(model, reference) if attempt else reference.load_state_dict(
+                    model.state_dict()
+                )
+                ours = memd_client.AdamW(model.parameters(), lr=1e-2)
+                for step in range(2):
+                    for trained, optimizer in ((model, ours), (reference, torchs)):
+                        loss_of(trained, 10 * attempt + step).backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                assert_same_state(model, reference)
+
+    def test_a_job_with_parameters_that_stay_goes_on_where_it_stood(self, job: OpenSession) -> None:
+        reference = build(Mlp)
+        torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+        for attempt in range(2):
+            with job() as session:
+                model = build(Mlp)
+                ours = memd_client.AdamW(model.parameters(), lr=1e-2, session=session)
+                assert_same_state(model, reference)
+                for trained, optimizer in ((model, ours), (reference, torchs)):
+                    loss_of(trained, attempt).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert_same_state(model, reference)
+
+    def test_another_shape_under_a_stored_name_is_refused(self, job: OpenSession) -> None:
+        with job() as session:
+            memd_client.offload(nn.Linear(4, 4), session)
+        with job() as session:
+            wider = nn.Linear(5, 4)
+            weight = wider.weight.detach().clone()
+            with pytest.raises(memd_client.InvalidArgument, match="weight"):
+                memd_client.offload(wider, session)
+            assert type(wider.weight) is nn.Parameter
+            assert torch.equal(wider.weight, weight)
+
+    def test_two_modules_with_the_same_names_are_refused(self, session: Session) -> None:
+        first = memd_client.offload(nn.Linear(4, 4), session)
+        second = nn.Linear(4, 4)
+        with pytest.raises(memd_client.InvalidArgument, match="another module of this session"):
+            memd_client.offload(second, session)
+        with pytest.raises(memd_client.InvalidArgument, match="offloaded already"):
+            memd_client.offload(first, session)
+        with pytest.raises(memd_client.InvalidArgument, match="offloaded already"):
+            memd_client.offload(nn.Sequential(first), session)
+        assert type(second.weight) is nn.Parameter
+
+    def test_a_closed_session_says_so(self, job: OpenSession) -> None:
+        session = job()
+        model = memd_client.offload(build(Mlp), session)
+        session.close()
+        session.close()
+        with pytest.raises(memd_client.MemdError, match="session is closed"):
+            loss_of(model)
+        with pytest.raises(memd_client.MemdError, match="session is closed"):
+            session.get("x")
+
+
+class TestBlobs:
+    DTYPES = (
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+    )
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (5, 7), (1000, 300)], ids=str)
+    def test_get_gives_what_was_put(
+        self, session: Session, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> None:
+        tensor = (torch.rand(shape) * 100).to(dtype)
+        session.put("x", tensor)
+        got = session.get("x")
+        assert (got.shape, got.dtype) == (tensor.shape, tensor.dtype)
+        assert torch.equal(got, tensor)
+
+    def test_what_is_not_contiguous_is_stored_in_its_order(self, session: Session) -> None:
+        tensor = torch.arange(12).view(3, 4)
+        session.put("transposed", tensor.T)
+        session.put("strided", tensor[:, ::2])
+        session.put("parameter", nn.Parameter(torch.ones(2)))
+        assert torch.equal(session.get("transposed"), tensor.T)
+        assert torch.equal(session.get("strided"), tensor[:, ::2])
+        assert not session.get("parameter").requires_grad
+
+    def test_putting_again_replaces_and_leaves_what_was_got(self, session: Session) -> None:
+        session.put("x", torch.zeros(1000))
+        before = session.get("x")
+        session.put("x", torch.ones(1000))
+        assert session.get("x").all()
+        assert not before.any()
+
+    def test_another_shape_or_dtype_is_refused_until_the_name_is_deleted(
+        self, session: Session
+    ) -> None:
+        session.put("x", torch.zeros(3))
+        for other in (torch.zeros(4), torch.zeros(3, dtype=torch.int32)):
+            with pytest.raises(memd_client.InvalidArgument, match="'x'"):
+                session.put("x", other)
+        session.delete("x")
+        session.put("x", torch.ones(4))
+        assert torch.equal(session.get("x"), torch.ones(4))
+
+    def test_an_unknown_name_is_an_error_that_shows_what_is_close(self, session: Session) -> None:
+        session.put("embedding", torch.zeros(3))
+        for use in (session.get, session.delete, lambda name: session.prefetch([name])):
+            with pytest.raises(
+                KeyError, match="holds nothing under 'embeding'; close to it: 'embedding'"
+            ):
+                use("embeding")
+
+    def test_prefetch_takes_names(self, session: Session) -> None:
+        session.put("a", torch.zeros(3))
+        session.put("b", torch.ones(3))
+        session.prefetch(["a", "b"])
+        assert torch.equal(session.get("b"), torch.ones(3))
+        with pytest.raises(memd_client.InvalidArgument, match="list"):
+            session.prefetch("a")
+
+    def test_what_cannot_be_stored_is_refused(self, session: Session) -> None:
+        with pytest.raises(memd_client.InvalidArgument, match="complex64"):
+            session.put("x", torch.zeros(3, dtype=torch.complex64))
+        with pytest.raises(memd_client.InvalidArgument, match="to_dense"):
+            session.put("x", torch.eye(3).to_sparse())
+        with pytest.raises(memd_client.InvalidArgument, match="name"):
+            session.put("", torch.zeros(3))
+        with pytest.raises(memd_client.InvalidArgument, match="list"):
+            session.put("x", [1.0])  # type: ignore[arg-type]  # what a user may do
+
+    def test_a_parameter_can_be_got_but_not_put(self, session: Session) -> None:
+        model = memd_client.offload(nn.Linear(3, 3), session)
+        assert torch.equal(session.get("weight"), model.weight)
+        with pytest.raises(memd_client.InvalidArgument, match="'weight'"):
+            session.put("weight", torch.zeros(3, 3))
+        with pytest.raises(memd_client.MemdError):
+            session.delete("weight")

@@ -1,0 +1,360 @@
+"""A daemon in this process, for tests of the client: control plane, data plane and state of one
+job.
+
+Leases are real torch tensors at new addresses, as from a pool; a lease that ended is filled with
+NaN, so that a pointer kept beyond it shows. The rules of leases are checked: a write lease is
+alone, and an update meets nobody who writes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+import memd_native
+from memd_client.dtypes import torch_dtype
+from memd_client.errors import from_code
+from memd_client.leases import Leases
+from memd_client.session import Session
+from memd_native import MODE_OVERWRITE, MODE_READ, PART_GRADIENT, PART_VALUE
+from memd_proto.v1 import job_pb2, session_pb2, tensor_pb2, types_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+_NOT_FOUND, _ALREADY_EXISTS, _CAPACITY, _DEADLINE = 2, 3, 5, 9
+
+
+def status_error(code: int, message: str) -> memd_native.StatusError:
+    error = memd_native.StatusError(message)
+    error.code = code
+    error.error_number = 0
+    return error
+
+
+@dataclass(kw_only=True)
+class FakeLease:
+    shard: str
+    part: int
+    mode: int
+    size_bytes: int
+
+
+@dataclass(kw_only=True)
+class FakeShard:
+    shard_id: int
+    spec: types_pb2.ShardSpec
+    value: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
+    master: torch.nn.Parameter | None = None  # fp32
+    optimizer: torch.optim.Optimizer | None = None
+    generation: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch_dtype(self.spec.dtype)
+
+    def message(self) -> types_pb2.Shard:
+        return types_pb2.Shard(
+            shard_id=self.shard_id,
+            spec=self.spec,
+            generation=self.generation,
+            written=self.value is not None,
+            bytes=torch.Size(self.spec.shape).numel() * self.dtype.itemsize,
+        )
+
+
+@dataclass
+class FakeStatistics:
+    lease_count: int = 0
+    lease_wait_seconds: float = 0.0
+    leases_held: int = 0
+
+
+@dataclass
+class FakeDaemon:
+    """One job. `leases` are those alive; `calls` the names of control-plane calls so far."""
+
+    host_bytes: int = 1 << 30
+    arena_bytes: int | None = None  # leases beyond it fail; None: as many as you like
+    shards: list[FakeShard] = field(default_factory=list)
+    leases: dict[int, FakeLease] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
+    synced: bool = True
+    committed_step: int = 0
+    lease_count: int = 0
+    lease_bytes_max: int = 0  # most alive at a time since it was set to 0
+
+    def session(self, job: str = "fake") -> Session:
+        attached = session_pb2.AttachResponse(
+            session_id=1,
+            job_id=1,
+            committed_step=self.committed_step,
+            host_bytes=self.host_bytes,
+            nvme_bytes=1 << 30,
+        )
+        return Session(
+            job=job,
+            attached=attached,
+            control=self,
+            leases=Leases(self, job=job),
+            daemon_process_id=1,
+            close_connection=lambda: None,
+        )
+
+    # Data plane
+
+    def lease(
+        self,
+        shard_id: int,
+        part: int,
+        mode: int,
+        dtype: int,
+        shape: tuple[int, ...],
+        timeout_s: float,
+    ) -> torch.Tensor:
+        assert timeout_s > 0
+        shard = self.shards[shard_id]
+        if (dtype, list(shape)) != (shard.spec.dtype, list(shard.spec.shape)):
+            raise status_error(
+                _ALREADY_EXISTS, f"leased as {shape}, declared as {list(shard.spec.shape)}"
+            )
+        self._refuse_conflict(shard, part, mode)
+        source = shard.value if part == PART_VALUE else shard.gradient
+        if source is None and mode != MODE_OVERWRITE:
+            raise status_error(_NOT_FOUND, f"part {part} was never written")
+        memory = torch.empty(shape, dtype=shard.dtype)
+        if mode != MODE_OVERWRITE and source is not None:
+            memory.copy_(source)
+        return self._hand_out(shard, part, mode, memory)
+
+    def _refuse_conflict(self, shard: FakeShard, part: int, mode: int) -> None:
+        for lease in self.leases.values():
+            same = (lease.shard, lease.part) == (shard.spec.name, part)
+            if same and lease.mode != MODE_READ:
+                raise status_error(_DEADLINE, f"{shard.spec.name!r} is being written")
+            if same and part == PART_GRADIENT and mode != MODE_READ:
+                raise status_error(_DEADLINE, f"the gradient of {shard.spec.name!r} is being read")
+
+    def _hand_out(
+        self, shard: FakeShard, part: int, mode: int, memory: torch.Tensor
+    ) -> torch.Tensor:
+        held_bytes = sum(lease.size_bytes for lease in self.leases.values()) + memory.nbytes
+        if self.arena_bytes is not None and held_bytes > self.arena_bytes:
+            raise status_error(
+                _CAPACITY, f"{held_bytes} bytes are leased, {self.arena_bytes} there are"
+            )
+        # A second storage over the same bytes, whose death is the lease's end; `memory` outlives
+        # it.
+        storage = torch.from_numpy(memory.view(-1).view(torch.uint8).numpy()).untyped_storage()
+        handed: torch.Tensor = torch.empty(0, dtype=shard.dtype)
+        handed.set_(storage, 0, memory.shape, memory.stride())
+        self.lease_count += 1
+        key = self.lease_count
+        self.leases[key] = FakeLease(
+            shard=shard.spec.name, part=part, mode=mode, size_bytes=memory.nbytes
+        )
+        self.lease_bytes_max = max(self.lease_bytes_max, held_bytes)
+        weakref.finalize(storage, self._end, key, shard, memory).atexit = False
+        return handed
+
+    def _end(self, key: int, shard: FakeShard, memory: torch.Tensor) -> None:
+        lease = self.leases.pop(key)
+        if lease.mode != MODE_READ:
+            if lease.part == PART_GRADIENT:
+                shard.gradient = memory.clone()
+            else:
+                self._set_value(shard, memory.clone())
+        memory.view(-1).view(torch.uint8).fill_(0xFF)
+
+    def _set_value(self, shard: FakeShard, value: torch.Tensor) -> None:
+        shard.value = value
+        if shard.spec.kind == types_pb2.SHARD_KIND_PARAMETER:
+            self.synced = False
+        if shard.master is not None:
+            with torch.no_grad():
+                shard.master.copy_(value)
+
+    def prefetch(self, shard_id: int) -> None:
+        self.calls.append(f"prefetch {self.shards[shard_id].spec.name}")
+
+    def statistics(self) -> FakeStatistics:
+        return FakeStatistics(self.lease_count, 0.0, len(self.leases))
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+    # Control plane
+
+    def detach(self, request: session_pb2.DetachRequest) -> session_pb2.DetachResponse:
+        self.calls.append("detach")
+        for shard in self.shards:
+            shard.gradient = None
+        return session_pb2.DetachResponse(leases_dropped=len(self.leases))
+
+    def declare(self, request: session_pb2.DeclareRequest) -> session_pb2.DeclareResponse:
+        self.calls.append("declare")
+        return session_pb2.DeclareResponse(
+            shards=[self._declared(spec).message() for spec in request.shards], gradients_fit=True
+        )
+
+    def _declared(self, spec: types_pb2.ShardSpec) -> FakeShard:
+        for shard in self.shards:
+            if shard.spec.name == spec.name:
+                if (shard.spec.shape, shard.spec.dtype) != (spec.shape, spec.dtype):
+                    raise from_code(_ALREADY_EXISTS, f"{spec.name!r} has another shape or dtype")
+                return shard
+        shard = FakeShard(shard_id=len(self.shards), spec=types_pb2.ShardSpec())
+        shard.spec.CopyFrom(spec)
+        self.shards.append(shard)
+        return shard
+
+    def sync(self, request: session_pb2.SyncRequest) -> session_pb2.SyncResponse:
+        self.calls.append("sync")
+        self._refuse_writers()
+        self.synced = True
+        return session_pb2.SyncResponse(committed_step=self.committed_step)
+
+    def _refuse_writers(self) -> None:
+        writing = [lease.shard for lease in self.leases.values() if lease.mode != MODE_READ]
+        assert not writing, f"still being written: {writing}"
+
+    def step(self, request: session_pb2.StepRequest) -> session_pb2.StepResponse:
+        self.calls.append("step")
+        self._refuse_writers()
+        assert self.synced, "a step over values that were not made durable"
+        for group in request.groups:
+            for shard_id in group.shard_ids:
+                self._update(self.shards[shard_id], group.settings)
+        for pair in request.buffers:
+            staged = self.shards[pair.staged_shard_id]
+            self.shards[pair.buffer_shard_id].value, staged.value = staged.value, None
+        self.committed_step += 1
+        return session_pb2.StepResponse(
+            committed_step=self.committed_step, read_bytes=1, written_bytes=2
+        )
+
+    def _update(self, shard: FakeShard, settings: session_pb2.AdamSettings) -> None:
+        assert shard.value is not None
+        assert shard.gradient is not None, f"a step over {shard.spec.name!r}, which has no gradient"
+        optimizer = self._optimizer(shard)
+        (group,) = optimizer.param_groups
+        group.update(
+            lr=settings.lr,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+        group["decoupled_weight_decay"] = settings.decoupled
+        assert shard.master is not None
+        shard.master.grad = shard.gradient.float()
+        optimizer.step()
+        shard.master.grad = shard.gradient = None
+        shard.value = shard.master.detach().to(shard.dtype, copy=True)
+        shard.generation += 1
+
+    def _optimizer(self, shard: FakeShard) -> torch.optim.Optimizer:
+        if shard.optimizer is None:
+            assert shard.value is not None
+            shard.master = torch.nn.Parameter(shard.value.float().clone())
+            shard.optimizer = torch.optim.Adam([shard.master], fused=True)
+        return shard.optimizer
+
+    def drop_gradients(
+        self, request: session_pb2.DropGradientsRequest
+    ) -> session_pb2.DropGradientsResponse:
+        self.calls.append("drop_gradients")
+        self._refuse_writers()
+        for shard in self.shards:
+            if not request.shard_ids or shard.shard_id in request.shard_ids:
+                shard.gradient = None
+        return session_pb2.DropGradientsResponse()
+
+    def delete(self, request: session_pb2.DeleteRequest) -> session_pb2.DeleteResponse:
+        self.calls.append("delete")
+        unknown = []
+        for name in request.names:
+            found = [
+                shard
+                for shard in self.shards
+                if shard.spec.name == name and shard.value is not None
+            ]
+            for shard in found:
+                shard.spec.name, shard.value = f"deleted {shard.shard_id}", None
+            if not found:
+                unknown.append(name)
+        return session_pb2.DeleteResponse(names_unknown=unknown)
+
+    def list_shards(self, request: session_pb2.ListShardsRequest) -> session_pb2.ListShardsResponse:
+        self.calls.append("list_shards")
+        return session_pb2.ListShardsResponse(shards=[shard.message() for shard in self.shards])
+
+    def drop_job(self, request: job_pb2.DropJobRequest) -> job_pb2.DropJobResponse:
+        self.calls.append(f"drop_job {request.name}")
+        self.shards.clear()
+        return job_pb2.DropJobResponse()
+
+    def put(self, requests: Iterator[tensor_pb2.PutRequest]) -> tensor_pb2.PutResponse:
+        self.calls.append("put")
+        first = next(requests)
+        shard = self._declared(first.spec)
+        data = bytearray(first.data)
+        for request in requests:
+            assert len(request.data) <= 1 << 20
+            data += request.data
+        flat = (
+            torch.frombuffer(data, dtype=shard.dtype) if data else torch.empty(0, dtype=shard.dtype)
+        )
+        shard.value = flat.view(torch.Size(shard.spec.shape))
+        return tensor_pb2.PutResponse(shard=shard.message())
+
+    def get(self, request: tensor_pb2.GetRequest) -> Iterator[tensor_pb2.GetResponse]:
+        self.calls.append("get")
+        (shard,) = (shard for shard in self.shards if shard.spec.name == request.name)
+        yield tensor_pb2.GetResponse(shard=shard.message())
+        assert shard.value is not None
+        yield from (tensor_pb2.GetResponse(data=chunk) for chunk in _chunks(shard.value))
+
+    def get_moments(
+        self, request: tensor_pb2.GetMomentsRequest
+    ) -> Iterator[tensor_pb2.GetMomentsResponse]:
+        self.calls.append("get_moments")
+        shard = self.shards[request.shard_id]
+        assert shard.master is not None
+        assert shard.optimizer is not None
+        state = shard.optimizer.state[shard.master]
+        element_first = 0
+        pairs = zip(_chunks(state["exp_avg"]), _chunks(state["exp_avg_sq"]), strict=True)
+        for exp_avg, exp_avg_sq in pairs:
+            yield tensor_pb2.GetMomentsResponse(
+                generation=shard.generation,
+                element_first=element_first,
+                exp_avg=exp_avg,
+                exp_avg_sq=exp_avg_sq,
+            )
+            element_first += len(exp_avg) // 4
+
+    def put_moments(
+        self, requests: Iterator[tensor_pb2.PutMomentsRequest]
+    ) -> tensor_pb2.PutMomentsResponse:
+        self.calls.append("put_moments")
+        for request in requests:
+            shard = self.shards[request.shard_id]
+            optimizer = self._optimizer(shard)
+            assert shard.master is not None
+            state = optimizer.state[shard.master]
+            state["step"] = torch.tensor(float(request.generation))
+            for name, data in (("exp_avg", request.exp_avg), ("exp_avg_sq", request.exp_avg_sq)):
+                moment = state.setdefault(name, torch.zeros_like(shard.master))
+                part = torch.frombuffer(bytearray(data), dtype=torch.float32)
+                moment.view(-1)[request.element_first : request.element_first + part.numel()] = part
+            shard.generation = request.generation
+        return tensor_pb2.PutMomentsResponse()
+
+
+def _chunks(tensor: torch.Tensor, chunk_bytes: int = 1 << 20) -> Iterable[bytes]:
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return [data[first : first + chunk_bytes] for first in range(0, len(data), chunk_bytes)]

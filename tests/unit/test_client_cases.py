@@ -1,0 +1,29 @@
+"""The client against a daemon in this process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.unit.client_cases import (  # noqa: F401  # pytest finds tests and fixtures by their names here
+    TestAway,
+    TestBlobs,
+    TestGather,
+    TestJobs,
+    TestOptimizer,
+    TestStreaming,
+    gpt,
+    mlp,
+    pair,
+    session,
+)
+from tests.unit.fake_session import FakeDaemon
+
+if TYPE_CHECKING:
+    from tests.unit.client_cases import OpenSession
+
+
+@pytest.fixture
+def job() -> OpenSession:
+    return FakeDaemon().session
