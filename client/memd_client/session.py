@@ -436,15 +436,10 @@ class Session:
         return shards
 
     def find_shard(self, name: str) -> Shard:
-        """The shard of this name, which has been written. Asks the daemon where this session has
-        not met it.
-        """
-        known = self._shards.get(name)
-        if known is not None:
-            return known
-        self._shards = {
-            shard.spec.name: Shard.of(shard) for shard in self._list_shards() if shard.written
-        }
+        """The shard of this name. Asks the daemon where this session has not met it; whether it was
+        ever written shows when it is leased."""
+        if name not in self._shards:
+            self._shards = {shard.spec.name: Shard.of(shard) for shard in self._list_shards()}
         if name not in self._shards:
             raise self._unknown(name)
         return self._shards[name]
@@ -535,7 +530,7 @@ class Session:
         ).shards
 
     def _unknown(self, name: str) -> UnknownName:
-        names = [shard.spec.name for shard in self._list_shards() if shard.written]
+        names = [shard.spec.name for shard in self._list_shards()]
         close = difflib.get_close_matches(name, names, n=3)
         hint = (
             f"; close to it: {', '.join(map(repr, close))}"

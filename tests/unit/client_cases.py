@@ -1112,7 +1112,7 @@ class TestBlobs:
     ) -> None:
         session.put("x", torch.zeros(3))
         for other in (torch.zeros(4), torch.zeros(3, dtype=torch.int32)):
-            with pytest.raises(memd_client.InvalidArgument, match="'x'"):
+            with pytest.raises(memd_client.InvalidArgument, match=r"\bx\b.*another shape or dtype"):
                 session.put("x", other)
         session.delete("x")
         session.put("x", torch.ones(4))
@@ -1147,7 +1147,7 @@ class TestBlobs:
     def test_a_parameter_can_be_got_but_not_put(self, session: Session) -> None:
         model = memd_client.offload(nn.Linear(3, 3), session)
         assert torch.equal(session.get("weight"), model.weight)
-        with pytest.raises(memd_client.InvalidArgument, match="'weight'"):
+        with pytest.raises(memd_client.InvalidArgument, match=r"\bweight\b"):
             session.put("weight", torch.zeros(3, 3))
         with pytest.raises(memd_client.MemdError):
             session.delete("weight")

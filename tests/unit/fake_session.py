@@ -205,7 +205,10 @@ class FakeDaemon:
         for shard in self.shards:
             if shard.spec.name == spec.name:
                 if (shard.spec.shape, shard.spec.dtype) != (spec.shape, spec.dtype):
-                    raise from_code(_ALREADY_EXISTS, f"{spec.name!r} has another shape or dtype")
+                    raise from_code(
+                        _ALREADY_EXISTS,
+                        f"{spec.name!r}: the job holds it with another shape or dtype",
+                    )
                 return shard
         shard = FakeShard(shard_id=len(self.shards), spec=types_pb2.ShardSpec())
         shard.spec.CopyFrom(spec)

@@ -1,0 +1,52 @@
+"""One `memd serve` for the tests of a module."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_BUILD = Path(__file__).parents[2] / "build"
+
+
+@dataclass(frozen=True, slots=True)
+class RunningDaemon:
+    address: str
+    process: subprocess.Popen[str]
+
+
+@contextmanager
+def running_daemon(*, host: str = "64MiB", nvme: str = "512MiB") -> Iterator[RunningDaemon]:
+    """Its data lies under the build folder, because the temporary folder may be tmpfs; its socket
+    in the temporary folder, because paths of sockets are short."""
+    _BUILD.mkdir(exist_ok=True)
+    data = Path(tempfile.mkdtemp(prefix="client-daemon-", dir=_BUILD))
+    sockets = Path(tempfile.mkdtemp(prefix="memd-"))
+    socket = sockets / "memd.sock"
+    command = [sys.executable, "-m", "memd", "serve", "--socket", str(socket), "--data", str(data)]
+    command += ["--host", host, "--nvme", nvme, "--metrics", "", "--unlocked-ok"]
+    with (sockets / "log").open("w+") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        try:
+            if process.stdout is None or not process.stdout.readline():
+                log.seek(0)
+                raise RuntimeError(f"memd serve did not start:\n{log.read()}")
+            yield RunningDaemon(f"unix://{socket}", process)
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            finally:
+                process.kill()
+                if process.stdout is not None:
+                    process.stdout.close()
+                shutil.rmtree(data)
+                shutil.rmtree(sockets)

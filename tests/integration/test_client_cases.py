@@ -1,0 +1,44 @@
+"""The client against a real daemon: the cases of tests/unit/client_cases.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+import memd_client
+from tests.integration.client_daemon import RunningDaemon, running_daemon
+from tests.unit.client_cases import (  # noqa: F401  # pytest finds tests and fixtures by their names here
+    TestAway,
+    TestBlobs,
+    TestGather,
+    TestJobs,
+    TestOptimizer,
+    TestStreaming,
+    gpt,
+    mlp,
+    pair,
+    session,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.unit.client_cases import OpenSession
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[RunningDaemon]:
+    with running_daemon() as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def job(daemon: RunningDaemon) -> Iterator[OpenSession]:
+    """Sessions of a job that is dropped after the test."""
+
+    def open_session() -> memd_client.Session:
+        return memd_client.connect(daemon.address, job="cases")
+
+    yield open_session
+    open_session().drop_job()
