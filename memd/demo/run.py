@@ -12,6 +12,7 @@ from urllib.parse import quote
 from rich.console import Console
 
 import memd_client
+from memd.client import DaemonClient
 from memd.demo.folder import FolderError, volume_folder
 from memd.demo.memory import PeakMemory, available_bytes
 from memd.demo.model import build_model, parameter_groups
@@ -26,10 +27,10 @@ from memd.demo.report import (
     summary_table,
 )
 from memd.demo.settings import DemoSettings
-from memd.demo.sizes import SUPERBLOCK_BYTES, largest_model
+from memd.demo.sizes import job_bytes, largest_model
 from memd.demo.train import BETAS, LEARNING_RATE, WEIGHT_DECAY, StepRecord, train
 from memd.demo.twin import Comparison, Reference, nothing, read_parameters, train_in_memory
-from memd.demo.usage import UsageMeter
+from memd.demo.usage import read_usage
 from memd.sizes import format_size
 from memd_client.address import EmbeddedAddress, parse_address
 from memd_client.embedded import EmbeddedDaemon, embedded_daemon
@@ -83,9 +84,9 @@ def train_with_memd(
             address,
             job="demo",
             host_bytes=plan.host_bytes,
-            nvme_bytes=plan.nvme_bytes - SUPERBLOCK_BYTES,
+            nvme_bytes=job_bytes(plan.nvme_bytes),
         ) as session,
-        UsageMeter(daemon.address) as meter,
+        DaemonClient(daemon.address.attach_socket) as meter,
     ):
         model = build_model(plan.shape, dtype=plan.dtype, seed=plan.seed)
         memd_client.offload(model, session, tier="nvme")
@@ -99,10 +100,10 @@ def train_with_memd(
 
         def observe_both(record: StepRecord) -> None:
             records.append(record)
-            observe(record, meter.read(session))
+            observe(record, read_usage(meter, session))
 
         ready()
-        before = meter.read(session)
+        before = read_usage(meter, session)
         with PeakMemory([os.getpid(), session.daemon_process_id]) as memory:
             losses = train(
                 model,
@@ -112,7 +113,7 @@ def train_with_memd(
                 observe=observe_both,
                 lease_wait_seconds=lambda: session.statistics().lease_wait_seconds,
             )
-        after = meter.read(session)
+        after = read_usage(meter, session)
         if reference is not None:
             comparison = Comparison()
             comparison.add_losses(losses, reference.losses)

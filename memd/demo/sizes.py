@@ -12,8 +12,11 @@ BUILD_BYTES = 4  # the model is built in fp32, in memory, before it is offloaded
 TILE_ELEMENTS = 256 * 1024
 GRADIENT_BYTES_MAX = 4
 
-# native/store/volume.h: superblocks lie within the first and the last 2 MiB.
+# Of a volume, what no job can have. native/store/volume.cc: whole MiB, superblocks in the first and
+# the last 2 MiB; native/store/shard_store.cc: a hundredth for the catalogue.
 SUPERBLOCK_BYTES = 4 * 2**20
+CATALOGUE_BYTES_MIN = 4 * 2**20
+CATALOGUE_PART = 100
 
 SEGMENT_BYTES = 64 * 2**20  # native/arena/pool.h: segment_bytes_for of a large pool
 SEGMENT_COUNT_MIN = 16  # and of a small one: a sixteenth
@@ -42,8 +45,7 @@ class Volume(Sum):
     state_bytes: int  # the last commit
     next_state_bytes: int  # the commit being written: extents are never overwritten in place
     gradient_bytes: int  # where the pool can't hold them they spill
-    margin_bytes: int  # catalogue, extents rounded up to whole blocks, gaps between them
-    superblock_bytes: int = SUPERBLOCK_BYTES  # the only part that is not for the job
+    margin_bytes: int  # catalogue, superblocks, extents rounded up to whole blocks, gaps
 
 
 def host_pool(
@@ -75,6 +77,13 @@ def volume(parameter_count: int, *, gradient_element_bytes: int) -> Volume:
         gradient_bytes=parameter_count * gradient_element_bytes,
         margin_bytes=64 * 2**20 + state_bytes // 16,
     )
+
+
+def job_bytes(volume_bytes: int) -> int:
+    """What a volume has for jobs."""
+    extents_bytes = volume_bytes // 2**20 * 2**20 - SUPERBLOCK_BYTES
+    catalogue_bytes = max(CATALOGUE_BYTES_MIN, extents_bytes // CATALOGUE_PART)
+    return max(extents_bytes - catalogue_bytes, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
