@@ -77,6 +77,7 @@ class AttachListener:
         self._is_stopping = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()
+        self._listening.close()
         self._reclaimers.shutdown()
         for peer in self._peers.all():
             self._peers.remove(peer, reason="stopped")

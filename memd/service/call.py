@@ -34,6 +34,7 @@ _READING = {"GetStatus", "ListJobs", "GetJob", "ListShards"}
 _MESSAGE_CHARACTERS_MAX = 2000
 # The native wait ends before the caller's deadline, so that its message still arrives.
 _ANSWER_S = 0.2
+_DEADLINE_S_MAX = 86_400.0
 
 _GRPC_CODES = {
     StatusCode.INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
@@ -55,12 +56,16 @@ class Call:
     """One call as a servicer sees it: who, and for how long it will wait."""
 
     peer: Peer
-    context: grpc.ServicerContext | None = None
+    context: grpc.ServicerContext
 
     def timeout_s(self) -> float:
-        remaining_s = self.context.time_remaining() if self.context else None
-        if remaining_s is None:
-            raise Refused(StatusCode.INVALID_ARGUMENT, "this call needs a deadline; give a timeout")
+        # Without a deadline gRPC counts down from the end of time.
+        remaining_s = self.context.time_remaining()
+        if remaining_s is None or remaining_s > _DEADLINE_S_MAX:
+            raise Refused(
+                StatusCode.INVALID_ARGUMENT,
+                "this call needs a deadline, of at most a day; give it a timeout",
+            )
         return float(max(remaining_s - _ANSWER_S, remaining_s / 2))
 
 

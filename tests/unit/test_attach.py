@@ -1,0 +1,253 @@
+"""The attach socket: whom it lets in, what it hands over, how it notices that a process died."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from memd import attach, peers
+from memd.attach import AttachListener, send_session
+from memd.peers import Peer, Peers, Session
+from memd_proto.v1 import attach_pb2
+from tests.unit.fake_native import FakeServer, as_server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CONTROL = "unix:///run/memd/memd.sock"
+
+
+@dataclass
+class Listening:
+    path: Path
+    server: FakeServer
+    peers: Peers
+
+    def connect(self) -> socket.socket:
+        client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        client.settimeout(5)
+        client.connect(str(self.path))
+        return client
+
+    def welcomed(self) -> tuple[socket.socket, Peer]:
+        client = self.connect()
+        return client, self.peer_of(client)
+
+    def peer_of(self, client: socket.socket) -> Peer:
+        peer = self.peers.find(attach_pb2.Welcome.FromString(client.recv(4096)).token)
+        assert peer is not None
+        return peer
+
+    def open_session(self, peer: Peer) -> int:
+        job = self.server.open_job("job", uid=peer.uid)
+        grant = self.server.attach(job.job_id)
+        self.peers.add_session(
+            peer, Session(session_id=grant.session_id, job_id=job.job_id, job_name="job")
+        )
+        send_session(self.peers, peer, grant)  # type: ignore[arg-type]  # the fake's own record
+        return grant.session_id
+
+
+@pytest.fixture
+def listening(tmp_path: Path) -> Iterator[Listening]:
+    server, known = FakeServer(), Peers()
+    path = tmp_path / "attach.sock"
+    listener = AttachListener(
+        attach.bind(path), server=as_server(server), peers=known, control_address=CONTROL
+    )
+    listener.start()
+    yield Listening(path, server, known)
+    listener.stop()
+
+
+def name_of(memfd: int) -> str:
+    return str(Path(f"/proc/self/fd/{memfd}").readlink()).split()[0]
+
+
+def send_often(client: socket.socket, packet: bytes) -> None:
+    for _ in range(10_000):
+        client.send(packet)
+
+
+def wait_until(condition: object, *, timeout_s: float = 5.0) -> float:
+    """Seconds until `condition()` is true."""
+    assert callable(condition)
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < timeout_s
+        time.sleep(0.001)
+    return time.monotonic() - began
+
+
+def test_only_owner_and_group_may_connect(listening: Listening) -> None:
+    assert listening.path.stat().st_mode & 0o777 == 0o660
+
+
+def test_a_client_is_welcomed_with_a_token_of_its_own(listening: Listening) -> None:
+    tokens = set()
+    for _ in range(2):
+        with listening.connect() as client:
+            welcome = attach_pb2.Welcome.FromString(client.recv(4096))
+            assert (welcome.protocol_version, welcome.refusal) == (1, "")
+            assert welcome.control_address == CONTROL
+            tokens.add(welcome.token)
+    assert len(tokens) == 2
+    assert all(len(token) == 64 and int(token, 16) for token in tokens)
+
+
+def test_the_peer_is_known_by_the_kernel_not_by_its_word(listening: Listening) -> None:
+    client, peer = listening.welcomed()
+    with client:
+        assert (peer.pid, peer.uid) == (os.getpid(), os.getuid())
+
+
+def test_the_session_descriptors_arrive_in_order(listening: Listening) -> None:
+    client, peer = listening.welcomed()
+    with client:
+        session_id = listening.open_session(peer)
+        packet, fds, _, _ = socket.recv_fds(client, 4096, 8)
+        descriptors = attach_pb2.Descriptors.FromString(packet)
+        names = [name_of(fd) for fd in fds]
+        for fd in fds:
+            os.close(fd)
+    assert descriptors.kind == attach_pb2.Descriptors.KIND_SESSION
+    assert descriptors.session_id == session_id
+    assert names == ["/memfd:session", "/memfd:table", "/memfd:doorbell"]
+
+
+def test_segments_are_sent_to_who_has_the_session(listening: Listening) -> None:
+    client, peer = listening.welcomed()
+    with client:
+        session_id = listening.open_session(peer)
+        for fd in socket.recv_fds(client, 4096, 8)[1]:
+            os.close(fd)
+        wanted = attach_pb2.SegmentsWanted(session_id=session_id, segment_first=7)
+        client.send(wanted.SerializeToString())
+        packet, fds, _, _ = socket.recv_fds(client, 4096, 64)
+        descriptors = attach_pb2.Descriptors.FromString(packet)
+        assert name_of(fds[0]) == "/memfd:segment-7"
+        for fd in fds:
+            os.close(fd)
+    assert (descriptors.segment_first, descriptors.segment_count) == (7, len(fds))
+
+
+def test_the_session_of_another_connection_is_not_served(listening: Listening) -> None:
+    owner, peer = listening.welcomed()
+    stranger, _ = listening.welcomed()
+    with owner, stranger:
+        session_id = listening.open_session(peer)
+        wanted = attach_pb2.SegmentsWanted(session_id=session_id, segment_first=0)
+        stranger.send(wanted.SerializeToString())
+        assert stranger.recv(4096) == b""
+        assert session_id not in listening.server.detached
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\xff" * 20, b"\x08", bytes(60_000)],
+    ids=["no message", "cut short", "too long"],
+)
+def test_garbage_closes_the_connection_and_nothing_else(
+    listening: Listening, garbage: bytes
+) -> None:
+    bystander, peer = listening.welcomed()
+    hostile, hostile_peer = listening.welcomed()
+    with bystander, hostile:
+        session_id = listening.open_session(hostile_peer)
+        for fd in socket.recv_fds(hostile, 4096, 8)[1]:
+            os.close(fd)
+        hostile.send(garbage)
+        assert hostile.recv(4096) == b""
+        # The process is alive and has views of its leases: they stay until it dies or detaches.
+        assert session_id not in listening.server.detached
+        assert listening.open_session(peer) > session_id
+        for fd in socket.recv_fds(bystander, 4096, 8)[1]:
+            os.close(fd)
+
+
+def test_a_client_that_never_reads_does_not_hold_up_the_others(listening: Listening) -> None:
+    deaf, peer = listening.welcomed()
+    with deaf:
+        session_id = listening.open_session(peer)
+        wanted = attach_pb2.SegmentsWanted(session_id=session_id, segment_first=0)
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            send_often(deaf, wanted.SerializeToString())
+        with listening.connect() as other:
+            assert attach_pb2.Welcome.FromString(other.recv(4096)).token
+
+
+def test_a_closed_connection_without_sessions_is_forgotten(listening: Listening) -> None:
+    client, peer = listening.welcomed()
+    client.close()
+    wait_until(lambda: listening.peers.find(peer.token) is None)
+    assert listening.peers.reclaims() == {}
+
+
+def test_too_many_connections_are_refused_with_a_reason(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "PEERS_PER_UID_MAX", 2)
+    clients = [listening.connect() for _ in range(3)]
+    answers = [attach_pb2.Welcome.FromString(client.recv(4096)) for client in clients]
+    assert [bool(answer.refusal) for answer in answers] == [False, False, True]
+    assert f"user {os.getuid()} has 2 of at most 2 connections" in answers[2].refusal
+    assert not answers[2].token
+    clients[0].close()
+    wait_until(lambda: listening.peers.count() == 1)
+    with listening.connect() as client:
+        assert attach_pb2.Welcome.FromString(client.recv(4096)).token
+    for client in clients:
+        client.close()
+
+
+TRAINER = """
+import os, socket, sys, time
+client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+client.connect(sys.argv[1])
+token = client.recv(4096)
+worker = os.fork()  # a data loader's: it inherits the connection and keeps it open
+if worker:
+    sys.stdout.buffer.write(b"%d\\n" % worker)
+    sys.stdout.flush()
+time.sleep(60)
+"""
+
+
+def test_the_sessions_of_a_killed_process_end_while_its_worker_lives_on(
+    listening: Listening,
+) -> None:
+    command = [sys.executable, "-c", TRAINER, str(listening.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as trainer:
+        assert trainer.stdout is not None
+        worker = int(trainer.stdout.readline())
+        try:
+            (peer,) = listening.peers.all()
+            session_id = listening.open_session(peer)
+            trainer.kill()
+            took_s = wait_until(lambda: session_id in listening.server.detached)
+            os.kill(worker, 0)  # it lives, and the connection with it
+        finally:
+            os.kill(worker, signal.SIGKILL)
+    assert took_s < 0.1
+    assert listening.peers.reclaims() == {"process_died": 1}
+    assert listening.peers.find(peer.token) is None
+
+
+def test_without_peer_pidfds_the_number_and_the_start_time_serve(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # An option that no kernel knows answers as SO_PEERPIDFD does before Linux 6.5.
+    monkeypatch.setattr(attach, "_SO_PEERPIDFD", 4242)
+    client, peer = listening.welcomed()
+    with client:
+        status = Path(f"/proc/self/fdinfo/{peer.pidfd}").read_text()
+        assert f"Pid:\t{os.getpid()}\n" in status

@@ -1,0 +1,122 @@
+"""Settings: which source wins, what is refused, and what the refusal says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memd import config
+from memd.config import Configuration, SettingsError, load, shown
+from memd.sizes import exact_size, format_size, parse_size
+
+
+@pytest.fixture(autouse=True)
+def without_a_file_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(config, "DEFAULT_FILE", tmp_path / "etc.toml")
+
+
+def from_file(folder: Path, text: str) -> Configuration:
+    file = folder / "memd.toml"
+    file.write_text(text)
+    return load(flags={}, environ={}, file=file)
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("64GiB", 64 << 30), ("1.5 MiB", 3 << 19), ("4096B", 4096), (" 2TiB ", 2 << 40)],
+)
+def test_a_size_is_a_number_and_a_unit(text: str, size_bytes: int) -> None:
+    assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["64", "64GB", "-1GiB", "GiB", "0MiB", ""])
+def test_a_size_without_a_unit_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"write a number and one of|more than nothing"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("size_bytes", [1, 1000, 1 << 20, 3 << 19, (1 << 30) + 1])
+def test_a_shown_size_reads_back_exactly(size_bytes: int) -> None:
+    assert parse_size(exact_size(size_bytes)) == size_bytes
+    assert format_size(3 << 29) == "1.5 GiB"
+
+
+def test_a_flag_beats_a_variable_beats_the_file_beats_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "memd.toml"
+    file.write_text('host = "1GiB"\nnvme = "20GiB"\nmetrics = ""\n')
+    effective = load(
+        flags={"host": "3GiB"}, environ={"MEMD_HOST": "2GiB", "MEMD_NVME": "30GiB"}, file=file
+    )
+    assert effective.settings.host == 3 << 30
+    assert effective.settings.nvme == 30 << 30
+    assert effective.settings.metrics == ""
+    assert effective.settings.io_depth == 32
+    assert effective.origins["host"] == "--host"
+    assert effective.origins["nvme"] == "MEMD_NVME"
+    assert effective.origins["metrics"] == str(file)
+    assert effective.origins["io_depth"] == "default"
+
+
+def test_every_setting_can_be_read_back_from_what_config_shows() -> None:
+    given = {"data": ("/a", "/b"), "host": "3MiB", "huge_pages": "false", "metrics": "[::1]:0"}
+    effective = load(flags=given, environ={})
+    variables = {f"MEMD_{name.upper()}": text for name, text in shown(effective.settings).items()}
+    assert load(flags={}, environ=variables).settings == effective.settings
+
+
+def test_the_default_file_is_used_where_it_exists() -> None:
+    config.DEFAULT_FILE.write_text("io_depth = 8\n")
+    assert load(flags={}, environ={}).settings.io_depth == 8
+
+
+def test_a_misspelt_setting_is_refused_with_the_right_name(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"memd\.toml: .*'hots'; did you mean 'host'"):
+        from_file(tmp_path, 'hots = "1GiB"\n')
+    with pytest.raises(SettingsError, match="'MEMD_NVMEE'; did you mean 'MEMD_NVME'"):
+        load(flags={}, environ={"MEMD_NVMEE": "1GiB"})
+
+
+def test_variables_of_others_are_left_alone() -> None:
+    others = {
+        "MEMD_ADDRESS": "unix:///x",
+        "MEMD_SERVICE_HOST": "10.0.0.1",
+        "MEMD_PORT_9464_TCP": "tcp://10.0.0.1:9464",
+    }
+    assert load(flags={}, environ=others).settings == config.Settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("host = 64", "host: '64' has no unit; write a number and one of B, KiB"),
+        ('host = "64"', "host: '64' has no unit"),
+        ('nvme = "10GB"', "nvme: '10GB' is not a size"),
+        ('io_engine = "aio"', "io_engine: 'aio' is none of auto, io_uring, threads"),
+        ("io_depth = 0", "io_depth: 0 is not a whole number from 1"),
+        ("io_depth = true", "io_depth: True is not a whole number"),
+        ('huge_pages = "yes"', "huge_pages: 'yes' is neither true nor false"),
+        ('metrics = "9464"', "metrics: '9464' is not host:port"),
+        ("data = []", "data: .* is not a list of folders"),
+        ('data = ["/a", "/a"]', "data: names a folder twice"),
+        ("data = 5", "data: 5 is not a list of folders"),
+        ("socket = 5", "socket: 5 is not a text"),
+        ('socket = "/' + 100 * "s" + '/memd.sock"', "at most 107 bytes, choose a shorter"),
+        ("host =", "is not TOML"),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_its_name_and_a_remedy(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        from_file(tmp_path, text)
+
+
+def test_a_configuration_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"none\.toml: cannot be read: No such file"):
+        load(flags={}, environ={}, file=tmp_path / "none.toml")
+
+
+def test_the_shipped_configuration_is_accepted() -> None:
+    file = Path(__file__).parents[2] / "deploy" / "memd.toml"
+    assert load(flags={}, environ={}, file=file).settings.host == 16 << 30

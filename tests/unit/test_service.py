@@ -1,0 +1,433 @@
+"""The gRPC services over a real channel: who may call, what is refused, and what bytes arrive."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from google.rpc import status_pb2 as rich_status_pb2  # type: ignore[import-untyped]  # no types
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]  # no types
+from grpc_reflection.v1alpha import (  # type: ignore[import-untyped]  # no types
+    reflection_pb2,
+    reflection_pb2_grpc,
+)
+
+from memd.peers import Peer, Peers
+from memd.refusal import StatusCode
+from memd.service.control import SERVICES, ControlServer
+from memd.service.tensor import CHUNK_BYTES
+from memd_proto.v1 import (
+    job_pb2,
+    job_pb2_grpc,
+    session_pb2,
+    session_pb2_grpc,
+    status_pb2,
+    status_pb2_grpc,
+    tensor_pb2,
+    tensor_pb2_grpc,
+    types_pb2,
+)
+from tests.unit.fake_native import FakeServer, as_server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+OTHER_UID = 4242
+TIMEOUT_S = 10.0
+
+
+@dataclass
+class Service:
+    server: FakeServer
+    peers: Peers
+    control: ControlServer
+    channel: grpc.Channel
+    jobs_max: int = 64
+    far_ends: list[socket.socket] = field(default_factory=list)
+
+    def caller(self, *, uid: int | None = None) -> Caller:
+        connection, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        peer = Peer(
+            pid=os.getpid(),
+            uid=os.getuid() if uid is None else uid,
+            pidfd=os.pidfd_open(os.getpid()),
+            connection=connection,
+        )
+        self.peers.add(peer)
+        self.far_ends.append(far_end)
+        return Caller(self.channel, peer, far_end)
+
+
+class Caller:
+    """One attached process's view of the control plane."""
+
+    def __init__(self, channel: grpc.Channel, peer: Peer, far_end: socket.socket) -> None:
+        self.peer = peer
+        self.far_end = far_end
+        self.sessions = session_pb2_grpc.SessionServiceStub(channel)
+        self.tensors = tensor_pb2_grpc.TensorServiceStub(channel)
+        self.jobs = job_pb2_grpc.JobServiceStub(channel)
+        self.status = status_pb2_grpc.StatusServiceStub(channel)
+
+    def call(self, method: Any, request: Any, *, timeout: float | None = TIMEOUT_S) -> Any:
+        return method(request, timeout=timeout, metadata=(("memd-token", self.peer.token),))
+
+    def attach(self, **fields: Any) -> session_pb2.AttachResponse:
+        request = {
+            "protocol_version": 1,
+            "job": "gpt",
+            "world_size": 1,
+            "durability": "step",
+            "without_shared_memory": True,
+            **fields,
+        }
+        answer = self.call(self.sessions.Attach, session_pb2.AttachRequest(**request))
+        assert isinstance(answer, session_pb2.AttachResponse)
+        return answer
+
+    def put(self, session_id: int, spec: types_pb2.ShardSpec, chunks: list[bytes]) -> Any:
+        return self.call(self.tensors.Put, iter(put_requests(session_id, spec, chunks)))
+
+    def get(self, session_id: int, name: str) -> bytes:
+        request = tensor_pb2.GetRequest(session_id=session_id, name=name)
+        return b"".join(part.data for part in self.call(self.tensors.Get, request))
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    server, peers = FakeServer(), Peers()
+    held: list[Service] = []
+    control = ControlServer(as_server(server), peers=peers, jobs_max=lambda: held[0].jobs_max)
+    control.listen(tmp_path / "memd.sock")
+    with grpc.insecure_channel(f"unix://{tmp_path}/memd.sock") as channel:
+        held.append(Service(server, peers, control, channel))
+        yield held[0]
+    control.stop(grace_s=1)
+    for peer in peers.all():
+        peers.remove(peer, reason="test ended")
+    for far_end in held[0].far_ends:
+        far_end.close()
+
+
+def blob(name: str, size_bytes: int) -> types_pb2.ShardSpec:
+    return types_pb2.ShardSpec(
+        name=name,
+        kind=types_pb2.SHARD_KIND_BLOB,
+        dtype=types_pb2.D_TYPE_UINT8,
+        shape=[size_bytes],
+        tier=types_pb2.TIER_NVME,
+    )
+
+
+def put_requests(
+    session_id: int, spec: types_pb2.ShardSpec, chunks: list[bytes]
+) -> Iterator[tensor_pb2.PutRequest]:
+    yield tensor_pb2.PutRequest(session_id=session_id, spec=spec, data=chunks[0])
+    for chunk in chunks[1:]:
+        yield tensor_pb2.PutRequest(data=chunk)
+
+
+@dataclass
+class Refusal:
+    code: grpc.StatusCode
+    message: str
+    detail: types_pb2.ErrorDetail
+    rich: Any
+
+
+def refusal_of(error: pytest.ExceptionInfo[grpc.RpcError]) -> Refusal:
+    call: Any = error.value
+    trailing = dict(call.trailing_metadata())
+    return Refusal(
+        code=call.code(),
+        message=call.details(),
+        detail=types_pb2.ErrorDetail.FromString(trailing.get("memd-error-bin", b"")),
+        rich=rich_status_pb2.Status.FromString(trailing.get("grpc-status-details-bin", b"")),
+    )
+
+
+def test_the_control_socket_is_for_owner_and_group(service: Service, tmp_path: Path) -> None:
+    assert (tmp_path / "memd.sock").stat().st_mode & 0o777 == 0o660
+
+
+def test_a_call_without_a_token_is_refused(service: Service) -> None:
+    stub = status_pb2_grpc.StatusServiceStub(service.channel)
+    for metadata in ((), (("memd-token", "0" * 64),)):
+        with pytest.raises(grpc.RpcError) as error:
+            stub.GetStatus(status_pb2.GetStatusRequest(), timeout=TIMEOUT_S, metadata=metadata)
+        assert refusal_of(error).code is grpc.StatusCode.UNAUTHENTICATED
+        assert "connect to attach.sock" in refusal_of(error).message
+
+
+def test_health_and_reflection_answer_without_a_token(service: Service) -> None:
+    health = health_pb2_grpc.HealthStub(service.channel)
+    for name in ("", *SERVICES):
+        request = health_pb2.HealthCheckRequest(service=name)
+        answer = health.Check(request, timeout=TIMEOUT_S)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    reflection = reflection_pb2_grpc.ServerReflectionStub(service.channel)
+    ask = reflection_pb2.ServerReflectionRequest(list_services="")
+    (answer,) = reflection.ServerReflectionInfo(iter([ask]), timeout=TIMEOUT_S)
+    listed = {each.name for each in answer.list_services_response.service}
+    assert set(SERVICES) <= listed
+
+
+def test_a_changing_call_without_a_deadline_is_refused(service: Service) -> None:
+    caller = service.caller()
+    request = session_pb2.SyncRequest(session_id=1)
+    with pytest.raises(grpc.RpcError) as error:
+        caller.call(caller.sessions.Sync, request, timeout=None)
+    assert refusal_of(error).code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "needs a deadline" in refusal_of(error).message
+    assert service.server.calls["sync"] == 0
+    assert caller.call(caller.jobs.ListJobs, job_pb2.ListJobsRequest(), timeout=None).jobs == []
+
+
+def test_an_error_carries_code_and_detail_in_both_forms(service: Service) -> None:
+    caller = service.caller()
+    with pytest.raises(grpc.RpcError) as error:
+        caller.attach(host_bytes=1 << 50)
+    refusal = refusal_of(error)
+    assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert refusal.detail.code == StatusCode.CAPACITY
+    assert refusal.rich.message == refusal.message
+    unpacked = types_pb2.ErrorDetail()
+    assert refusal.rich.details[0].Unpack(unpacked)
+    assert unpacked == refusal.detail
+    assert service.control.gate.admission_rejections() == {"capacity": 1}
+    assert service.server.jobs() == []
+
+
+def test_another_protocol_version_is_refused_with_both_named(service: Service) -> None:
+    with pytest.raises(grpc.RpcError) as error:
+        service.caller().attach(protocol_version=7)
+    refusal = refusal_of(error)
+    assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "version 7" in refusal.message
+    assert "version 1" in refusal.message
+    assert "install the same memd" in refusal.message
+    assert service.server.jobs() == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "message"),
+    [
+        ({"job": ""}, grpc.StatusCode.INVALID_ARGUMENT, "a job's name has 1 to 128"),
+        ({"job": 'a"\n'}, grpc.StatusCode.INVALID_ARGUMENT, "a job's name has 1 to 128"),
+        ({"rank": 1, "world_size": 2}, grpc.StatusCode.UNIMPLEMENTED, "rank 1 of 2"),
+        ({"durability": "every:4"}, grpc.StatusCode.UNIMPLEMENTED, "'every:4' is not there yet"),
+        ({"durability": "none"}, grpc.StatusCode.UNIMPLEMENTED, "'none' is not there yet"),
+        ({"durability": "often"}, grpc.StatusCode.INVALID_ARGUMENT, "'often' is unknown"),
+    ],
+)
+def test_an_attach_that_cannot_be_served_is_refused_and_makes_no_job(
+    service: Service, fields: dict[str, Any], code: grpc.StatusCode, message: str
+) -> None:
+    with pytest.raises(grpc.RpcError) as error:
+        service.caller().attach(**fields)
+    assert refusal_of(error).code is code
+    assert message in refusal_of(error).message
+    assert service.server.jobs() == []
+
+
+def test_another_users_job_is_refused_with_its_owner_named(service: Service) -> None:
+    session_id = service.caller().attach().session_id
+    stranger = service.caller(uid=OTHER_UID)
+    refused = [
+        lambda: stranger.attach(fresh=True),
+        lambda: stranger.call(stranger.jobs.GetJob, job_pb2.GetJobRequest(name="gpt")),
+        lambda: stranger.call(stranger.jobs.DropJob, job_pb2.DropJobRequest(name="gpt")),
+    ]
+    for attempt in refused:
+        with pytest.raises(grpc.RpcError) as error:
+            attempt()  # type: ignore[no-untyped-call]  # no types
+        assert refusal_of(error).code is grpc.StatusCode.PERMISSION_DENIED
+        assert f"belongs to user {os.getuid()} and you are user {OTHER_UID}" in (
+            refusal_of(error).message
+        )
+    assert stranger.call(stranger.jobs.ListJobs, job_pb2.ListJobsRequest()).jobs == []
+    assert stranger.call(stranger.status.GetStatus, status_pb2.GetStatusRequest()).jobs == []
+    assert [job.name for job in service.server.jobs()] == ["gpt"]
+    assert session_id not in service.server.detached
+
+
+def test_the_daemons_user_administers_but_does_not_join_other_users_jobs(
+    service: Service,
+) -> None:
+    service.caller(uid=OTHER_UID).attach(job="theirs")
+    admin = service.caller()
+    listed = admin.call(admin.jobs.ListJobs, job_pb2.ListJobsRequest()).jobs
+    assert [(job.name, job.uid) for job in listed] == [("theirs", OTHER_UID)]
+    with pytest.raises(grpc.RpcError) as error:
+        admin.attach(job="theirs")
+    assert refusal_of(error).code is grpc.StatusCode.PERMISSION_DENIED
+    admin.call(admin.jobs.DropJob, job_pb2.DropJobRequest(name="theirs", force=True))
+    assert service.server.jobs() == []
+
+
+def test_a_job_beyond_the_limit_is_refused_and_an_existing_one_is_not(service: Service) -> None:
+    service.jobs_max = 1
+    caller = service.caller()
+    caller.attach()
+    with pytest.raises(grpc.RpcError) as error:
+        caller.attach(job="another")
+    assert refusal_of(error).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "1 jobs of at most 1" in refusal_of(error).message
+    assert not caller.attach().created
+
+
+def test_a_session_belongs_to_the_connection_that_opened_it(service: Service) -> None:
+    session_id = service.caller().attach().session_id
+    other = service.caller()
+    with pytest.raises(grpc.RpcError) as error:
+        other.call(other.sessions.Detach, session_pb2.DetachRequest(session_id=session_id))
+    assert refusal_of(error).code is grpc.StatusCode.NOT_FOUND
+    assert session_id not in service.server.detached
+
+
+def test_attach_passes_three_descriptors_and_detach_ends_the_session(service: Service) -> None:
+    caller = service.caller()
+    answer = caller.attach(without_shared_memory=False)
+    _, fds, _, _ = socket.recv_fds(caller.far_end, 4096, 8)
+    for fd in fds:
+        os.close(fd)
+    assert len(fds) == 3
+    request = session_pb2.DetachRequest(session_id=answer.session_id)
+    assert caller.call(caller.sessions.Detach, request).leases_dropped == 2
+    assert answer.session_id in service.server.detached
+
+
+def test_a_session_whose_descriptors_cannot_be_passed_is_ended(service: Service) -> None:
+    caller = service.caller()
+    caller.far_end.close()
+    with pytest.raises(grpc.RpcError) as error:
+        caller.attach(without_shared_memory=False)
+    assert refusal_of(error).code is grpc.StatusCode.UNAVAILABLE
+    assert "keep its attach connection open" in refusal_of(error).message
+    assert len(service.server.detached) == 1
+    assert not caller.peer.sessions
+
+
+def test_a_step_counts_and_its_shards_reach_the_data_plane(service: Service) -> None:
+    caller = service.caller()
+    session_id = caller.attach().session_id
+    adam = session_pb2.AdamSettings(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, decoupled=True)
+    group = session_pb2.StepGroup(settings=adam, shard_ids=[1, 2])
+    request = session_pb2.StepRequest(session_id=session_id, groups=[group])
+    answer = caller.call(caller.sessions.Step, request)
+    assert (answer.committed_step, answer.written_bytes) == (1, 2)
+
+
+def test_a_shard_without_kind_or_dtype_is_refused(service: Service) -> None:
+    caller = service.caller()
+    session_id = caller.attach().session_id
+    for wrong in (
+        types_pb2.ShardSpec(name="w", shape=[2]),
+        types_pb2.ShardSpec(name="", kind=1, dtype=1, tier=1),  # type: ignore[arg-type]
+        types_pb2.ShardSpec(name="w", kind=1, dtype=99, tier=1),  # type: ignore[arg-type]
+    ):
+        request = session_pb2.DeclareRequest(session_id=session_id, shards=[wrong])
+        with pytest.raises(grpc.RpcError) as error:
+            caller.call(caller.sessions.Declare, request)
+        assert refusal_of(error).code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("size_bytes", [1, CHUNK_BYTES, 2 * CHUNK_BYTES + 3])
+def test_what_was_put_in_pieces_is_got_whole(service: Service, size_bytes: int) -> None:
+    caller = service.caller()
+    session_id = caller.attach().session_id
+    data = os.urandom(size_bytes)
+    chunks = [data[at : at + CHUNK_BYTES] for at in range(0, size_bytes, CHUNK_BYTES)]
+    answer = caller.put(session_id, blob("x", size_bytes), chunks)
+    assert answer.shard.written
+    assert caller.get(session_id, "x") == data
+
+
+def test_a_put_of_the_wrong_length_changes_nothing(service: Service) -> None:
+    caller = service.caller()
+    session_id = caller.attach().session_id
+    caller.put(session_id, blob("x", 4), [b"good"])
+    for chunks in ([b"bad"], [b"bad", b"long"], [b"too long at once"]):
+        with pytest.raises(grpc.RpcError) as error:
+            caller.put(session_id, blob("x", 4), chunks)
+        assert "nothing was changed" in refusal_of(error).message
+        assert caller.get(session_id, "x") == b"good"
+
+
+def test_a_put_that_breaks_off_changes_nothing(service: Service) -> None:
+    caller = service.caller()
+    session_id = caller.attach().session_id
+    caller.put(session_id, blob("x", 4), [b"good"])
+
+    def broken() -> Iterator[tensor_pb2.PutRequest]:
+        yield tensor_pb2.PutRequest(session_id=session_id, spec=blob("x", 4), data=b"ba")
+        raise ConnectionAbortedError
+
+    with pytest.raises(grpc.RpcError):
+        caller.call(caller.tensors.Put, broken())
+    assert caller.get(session_id, "x") == b"good"
+
+
+def test_what_was_never_put_is_not_found(service: Service) -> None:
+    caller = service.caller()
+    session_id = caller.attach().session_id
+    with pytest.raises(grpc.RpcError) as error:
+        caller.get(session_id, "nothing")
+    assert refusal_of(error).code is grpc.StatusCode.NOT_FOUND
+    assert "holds nothing named 'nothing'" in refusal_of(error).message
+
+
+def test_moments_go_in_and_come_out(service: Service) -> None:
+    caller = service.caller()
+    session_id = caller.attach().session_id
+    element_count = CHUNK_BYTES // 8 + 5
+    spec = types_pb2.ShardSpec(
+        name="w",
+        kind=types_pb2.SHARD_KIND_PARAMETER,
+        dtype=types_pb2.D_TYPE_FLOAT32,
+        shape=[element_count],
+        tier=types_pb2.TIER_NVME,
+    )
+    declare = session_pb2.DeclareRequest(session_id=session_id, shards=[spec])
+    (shard,) = caller.call(caller.sessions.Declare, declare).shards
+    first, second = os.urandom(4 * element_count), os.urandom(4 * element_count)
+    half = 4 * 1000
+    parts = [
+        tensor_pb2.PutMomentsRequest(
+            session_id=session_id,
+            shard_id=shard.shard_id,
+            generation=3,
+            element_first=part.start // 4,
+            exp_avg=first[part],
+            exp_avg_sq=second[part],
+        )
+        for part in (slice(0, half), slice(half, 4 * element_count))
+    ]
+    caller.call(caller.tensors.PutMoments, iter(parts))
+    assert service.server.calls["sync"] == 1
+    request = tensor_pb2.GetMomentsRequest(session_id=session_id, shard_id=shard.shard_id)
+    answers = list(caller.call(caller.tensors.GetMoments, request))
+    assert b"".join(answer.exp_avg for answer in answers) == first
+    assert b"".join(answer.exp_avg_sq for answer in answers) == second
+    assert {answer.generation for answer in answers} == {3}
+
+
+def test_delete_names_what_was_not_there(service: Service) -> None:
+    caller = service.caller()
+    session_id = caller.attach().session_id
+    caller.put(session_id, blob("x", 1), [b"1"])
+    request = session_pb2.DeleteRequest(session_id=session_id, names=["x", "y"])
+    assert caller.call(caller.sessions.Delete, request).names_unknown == ["y"]
+
+
+def test_a_stopping_server_takes_no_new_calls(service: Service) -> None:
+    caller = service.caller()
+    service.control.stop(grace_s=1)
+    with pytest.raises(grpc.RpcError) as error:
+        caller.attach()
+    assert refusal_of(error).code is grpc.StatusCode.UNAVAILABLE
