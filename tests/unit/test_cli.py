@@ -1,0 +1,151 @@
+"""The command line: what it prints, for people and for programs, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from click.testing import CliRunner, Result
+
+from memd import __version__, attach, config
+from memd.attach import AttachListener
+from memd.cli import main
+from memd.peers import Peers
+from memd.service.control import ControlServer
+from memd_native import ShardSpec
+from tests.unit.fake_native import FakeServer, as_server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def only_the_settings_of_the_test(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(config, "DEFAULT_FILE", tmp_path / "none.toml")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FakeServer]:
+    """A daemon at `tmp_path`, around a data plane that is made up."""
+    server, peers = FakeServer(), Peers()
+    control = ControlServer(as_server(server), peers=peers, jobs_max=lambda: 64)
+    control.listen(tmp_path / "memd.sock")
+    listener = AttachListener(
+        attach.bind(tmp_path / "attach.sock"),
+        server=as_server(server),
+        peers=peers,
+        control_address=f"unix://{tmp_path}/memd.sock",
+    )
+    listener.start()
+    yield server
+    control.stop(grace_s=1)
+    listener.stop()
+
+
+def memd(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == __version__
+    assert memd("version").output == f"memd {__version__}\n"
+    assert json.loads(memd("version", "--json").output) == {"version": __version__}
+
+
+def test_config_shows_each_setting_with_unit_and_origin(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "memd.toml"
+    file.write_text('nvme = "20GiB"\n')
+    monkeypatch.setenv("MEMD_IO_DEPTH", "8")
+    given = ("config", "--config", str(file), "--host", "1536MiB", "--data", "/a", "--data", "/b")
+    rows = {line.split()[0]: line.split()[1:] for line in memd(*given).output.splitlines()}
+    assert rows["host"] == ["1536MiB", "--host"]
+    assert rows["nvme"] == ["20GiB", str(file)]
+    assert rows["io_depth"] == ["8", "MEMD_IO_DEPTH"]
+    assert rows["data"] == ["/a:/b", "--data"]
+    assert rows["huge_pages"] == ["true", "default"]
+    shown = json.loads(memd(*given, "--json").output)
+    assert shown["host"] == {"value": "1536MiB", "origin": "--host"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("config", "--host", "64"), "--host: host: '64' has no unit"),
+        (("serve", "--nvme", "ten"), "--nvme: nvme: 'ten' is not a size"),
+        (("config", "--hots", "1GiB"), "No such option"),
+        (("statsu",), "No such command"),
+        (("job", "show"), "Missing argument"),
+    ],
+)
+def test_wrong_use_exits_with_2_and_says_why(arguments: tuple[str, ...], message: str) -> None:
+    result = memd(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_no_daemon_exits_with_1_and_says_what_to_do(tmp_path: Path) -> None:
+    result = memd("status", "--socket", str(tmp_path / "memd.sock"))
+    assert result.exit_code == 1
+    assert f"no daemon answers at {tmp_path}/attach.sock" in result.output
+    assert "start one with `memd serve`" in result.output
+
+
+def test_status_for_people_and_for_programs(server: FakeServer, tmp_path: Path) -> None:
+    server.open_job("gpt", uid=0)
+    socket = ("--socket", str(tmp_path / "memd.sock"))
+    text = memd("status", *socket).output
+    assert "pool: 32 MiB of 64 MiB free, pages of 4 KiB, locked" in text
+    assert "/volume  1 GiB  256 MiB  8 KiB" in text
+    assert "gpt" in text
+    status = json.loads(memd("status", "--json", *socket).output)
+    assert status["pool"]["bytes"] == 64 << 20
+    assert status["jobs"][0]["name"] == "gpt"
+    assert status["io_engine"] == "memory"
+
+
+def test_a_job_is_listed_shown_and_dropped(server: FakeServer, tmp_path: Path) -> None:
+    socket = ("--socket", str(tmp_path / "memd.sock"))
+    job = server.open_job("gpt", uid=0)
+    grant = server.attach(job.job_id)
+    server.declare(grant.session_id, [ShardSpec("wte.weight", 1, 1, [256, 64], 2)])
+    assert memd("job", "list", *socket).output.splitlines()[1].split()[:4] == ["gpt", "0", "0", "1"]
+    shown = memd("job", "show", "gpt", *socket).output
+    assert "wte.weight  parameter  float32  256x64  64 KiB  never written" in shown
+    (shard,) = json.loads(memd("job", "show", "gpt", "--json", *socket).output)["shards"]
+    assert shard["spec"]["kind"] == "SHARD_KIND_PARAMETER"
+    assert shard["spec"]["shape"] == [256, 64]
+    refused = memd("job", "drop", "gpt", *socket)
+    assert refused.exit_code == 1
+    assert "use force" in refused.output
+    assert memd("job", "drop", "gpt", "--force", *socket).output == "dropped gpt\n"
+    assert json.loads(memd("job", "list", "--json", *socket).output) == []
+
+
+def test_a_job_that_is_not_there_exits_with_1(server: FakeServer, tmp_path: Path) -> None:
+    assert server.jobs() == []
+    result = memd("job", "drop", "nope", "--socket", str(tmp_path / "memd.sock"))
+    assert result.exit_code == 1
+    assert "there is no job 'nope'; `memd job list`" in result.output
+
+
+def test_serving_imports_neither_torch_nor_what_is_for_terminals() -> None:
+    program = "import sys, memd.daemon, memd.cli; print(*sys.modules)"
+    command = [sys.executable, "-c", program]
+    modules = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert {"grpc", "memd_native", "memd.daemon"} <= set(modules)
+    assert not {"torch", "numpy", "rich", "memd_client"} & set(modules)
+
+
+def test_help_names_every_command() -> None:
+    text = memd("--help").output
+    assert all(name in text for name in ("serve", "config", "status", "job", "demo", "version"))

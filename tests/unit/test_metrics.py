@@ -1,0 +1,131 @@
+"""Metrics and probes of a daemon around a data plane that is made up."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from memd.metrics import DaemonCollector, MetricsServer
+from memd.peers import Peers
+from memd.service.call import Gate
+from tests.unit.fake_native import FakeServer, as_server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass
+class Scraped:
+    server: FakeServer
+    metrics: MetricsServer
+    readiness: list[bool] = field(default_factory=lambda: [False])
+
+    def get(self, path: str) -> tuple[int, str]:
+        url = self.metrics.url.replace("/metrics", path)
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+
+@pytest.fixture
+def scraped() -> Iterator[Scraped]:
+    server, peers, readiness = FakeServer(), Peers(), [False]
+    collector = DaemonCollector(as_server(server), peers=peers, gate=Gate(peers))
+    metrics = MetricsServer("127.0.0.1:0", collector, is_ready=lambda: readiness[0])
+    metrics.start()
+    yield Scraped(server, metrics, readiness)
+    metrics.stop()
+
+
+def samples(text: str) -> dict[str, float]:
+    """Values by name and labels, as they stand in the text."""
+    return {
+        sample.name + "".join(f",{key}={value}" for key, value in sorted(sample.labels.items())): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_the_figures_of_the_data_plane_are_exported(scraped: Scraped) -> None:
+    job = scraped.server.open_job("gpt", uid=1)
+    scraped.server.attach(job.job_id)
+    status, text = scraped.get("/metrics")
+    found = samples(text)
+    assert status == 200
+    assert found["memd_pool_capacity_bytes,tier=host"] == 64 << 20
+    assert found["memd_pool_bytes,state=free,tier=host"] == 32 << 20
+    assert found["memd_pool_bytes,state=used,tier=nvme"] == (1 << 30) * 3 // 4
+    assert found["memd_clients"] == 1
+    assert found["memd_committed_step,memd_job=gpt"] == 0
+    assert found["memd_lease_wait_seconds_total,memd_job=gpt"] == 0.5
+    assert found["memd_io_seconds_sum,device=/volume,op=write"] == 0.5
+    assert found["memd_io_bytes_total,device=/volume,op=read"] == 8192
+    assert found["memd_client_reclaims_total,reason=process_died"] == 0
+    assert found["memd_admission_rejections_total,reason=capacity"] == 0
+
+
+def test_histogram_buckets_count_everything_below_their_bound(scraped: Scraped) -> None:
+    found = samples(scraped.get("/metrics")[1])
+    assert found["memd_step_seconds_bucket,le=0.001"] == 1
+    assert found["memd_step_seconds_bucket,le=0.002"] == 3
+    assert found["memd_step_seconds_bucket,le=+Inf"] == 3
+    assert found["memd_step_seconds_count"] == 3
+    assert found["memd_step_seconds_sum"] == 0.75
+
+
+def test_no_label_names_a_process_a_user_or_a_shard(scraped: Scraped) -> None:
+    scraped.server.open_job("gpt", uid=1)
+    text = scraped.get("/metrics")[1]
+    names = {
+        label
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        for label in sample.labels
+    }
+    assert names == {
+        "device",
+        "engine",
+        "le",
+        "memd_job",
+        "op",
+        "phase",
+        "protocol_version",
+        "reason",
+        "state",
+        "tier",
+        "version",
+    }
+
+
+def test_promtool_finds_nothing_wrong(scraped: Scraped) -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed (Debian package prometheus)")
+    scraped.server.open_job("gpt", uid=1)
+    text = scraped.get("/metrics")[1]
+    command = ["promtool", "check", "metrics"]
+    checked = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
+
+
+def test_readiness_follows_the_daemon_and_health_does_not(scraped: Scraped) -> None:
+    assert scraped.get("/readyz") == (503, "not ready\n")
+    assert scraped.get("/healthz") == (200, "serving\n")
+    scraped.readiness[0] = True
+    assert scraped.get("/readyz") == (200, "ready\n")
+
+
+def test_another_path_is_told_what_there_is(scraped: Scraped) -> None:
+    assert scraped.get("/")[0] == 404
+    assert "/metrics, /healthz and /readyz" in scraped.get("/")[1]
