@@ -153,6 +153,15 @@ class StreamedParameter:
             if changed is not None:
                 self.write(changed)
 
+    def refuse_if_resident(self, what: str) -> None:
+        """`what` changes the value in memd, which users of the bytes in place would not see."""
+        with self._lock:
+            if self._user_count:
+                raise MemdError(
+                    f"job {self.session.job!r}: parameter {self.shard.name!r} is in use; leave "
+                    f"gather() and module calls before {what}"
+                )
+
     def write(self, value: torch.Tensor) -> None:
         """Replaces the value; durable with the next step or when the session is closed."""
         with self._lock:

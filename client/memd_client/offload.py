@@ -16,6 +16,7 @@ from memd_client.leases import Shard
 from memd_client.session import TIERS
 from memd_client.sizes import format_size
 from memd_client.streaming import own_parameters, stream
+from memd_client.targets import owner_of
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
@@ -67,7 +68,11 @@ def offload(
     if tier not in TIERS:
         raise InvalidArgument(f'tier is "host" or "nvme": {tier!r}')
     leases = session.leases
-    parameters = {name: p for name, p in module.named_parameters() if p.numel()}
+    parameters = {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if type(parameter) is not nn.Parameter or parameter.numel()
+    }
     for name, parameter in parameters.items():
         _refuse_parameter(name, parameter)
     _refuse_names_in_use(parameters, session)
@@ -134,6 +139,10 @@ def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
         raise InvalidArgument(
             f"parameter {name!r} is not contiguous; assign param.data = param.data.contiguous() "
             f"first: shape {list(parameter.shape)}, stride {list(parameter.stride())}"
+        )
+    if owner_of(parameter) is not None:
+        raise InvalidArgument(
+            f"parameter {name!r} belongs to an optimizer already; offload before you make it"
         )
     if parameter.grad is not None:
         raise InvalidArgument(

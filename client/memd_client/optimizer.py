@@ -11,7 +11,8 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from memd_client.away import StreamedParameter, streamed
 from memd_client.errors import InvalidArgument, NotYet
 from memd_client.session import TIERS
-from memd_client.targets import Target, is_owned, own
+from memd_client.streaming import end_interrupted_calls
+from memd_client.targets import Target, own, owner_of
 from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:
@@ -224,6 +225,7 @@ class Adam(torch.optim.Optimizer):
         if not updated:
             return
         session = self._only_session()
+        end_interrupted_calls()
         _refuse_orphans(session)
         for target in updated:
             target.seal()
@@ -332,7 +334,11 @@ def _refuse_group(group: dict[str, Any]) -> None:
 
 def _refuse_orphans(session: Session) -> None:
     for entry in session.entries:
-        if isinstance(entry, StreamedParameter) and entry.gradient.present and not is_owned(entry):
+        if (
+            isinstance(entry, StreamedParameter)
+            and entry.gradient.present
+            and owner_of(entry.parameter) is None
+        ):
             raise InvalidArgument(
                 f"job {session.job!r}: parameter {entry.shard.name!r} has a gradient, but belongs "
                 "to no memd optimizer; give it to one, or freeze it with requires_grad_(False)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import time
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -18,7 +19,7 @@ from memd_client.dtypes import dtype_number
 from memd_client.embedded import embedded_daemon
 from memd_client.errors import InvalidArgument, MemdError, NotYet, UnknownName
 from memd_client.leases import Leases, Shard
-from memd_client.sizes import parse_size
+from memd_client.sizes import format_size, parse_size
 from memd_client.statistics import SessionStatistics
 from memd_proto.v1 import job_pb2, session_pb2, tensor_pb2, types_pb2
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import TracebackType
 
+_log = logging.getLogger("memd_client")
 _CHUNK_BYTES = 1 << 20  # TensorService's largest message
 _MOMENT_CHUNK_ELEMENTS = _CHUNK_BYTES // 8  # of two fp32 moments
 TIERS: dict[str, types_pb2.Tier] = {"host": types_pb2.TIER_HOST, "nvme": types_pb2.TIER_NVME}
@@ -204,6 +206,7 @@ class Session:
         # Something was written that only Sync or a step makes durable.
         self._unsynced = False
         self._shards: dict[str, Shard] = {}
+        self._gradients_fit = True
         self._step_count = 0
         self._step_seconds = 0.0
         self._steps = session_pb2.StepResponse()
@@ -431,7 +434,16 @@ class Session:
         """
         self.refuse_if_unusable()
         request = session_pb2.DeclareRequest(session_id=self._session_id, shards=specs)
-        shards = list(self._control.declare(request).shards)
+        response = self._control.declare(request)
+        shards = list(response.shards)
+        if self._gradients_fit and not response.gradients_fit:
+            _log.warning(
+                "job %r: its host memory (%s) does not hold all gradients, so that some go to disk "
+                "in every step; more host_bytes makes it faster",
+                self.job,
+                format_size(self.host_bytes),
+            )
+            self._gradients_fit = False
         self._shards.update((shard.spec.name, Shard.of(shard)) for shard in shards)
         return shards
 

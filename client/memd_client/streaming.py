@@ -23,10 +23,6 @@ from torch import nn
 from memd_client import saved
 from memd_client.away import fetched, streamed
 
-# They hand parameters of their children to one kernel without calling the children. In evaluation
-# that kernel is another one than with the parameters fetched one by one, and rounds differently.
-_REACH_INTO_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-
 
 @dataclass(slots=True)
 class _Frame:
@@ -54,9 +50,24 @@ def stream(module: nn.Module) -> None:
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Those that a call of `module` itself uses."""
-    reaches = isinstance(module, _REACH_INTO_CHILDREN) and not module.training
+    """Those that a call of `module` itself uses.
+
+    `nn.MultiheadAttention` hands the parameters of its child to one kernel without calling the
+    child; so does `nn.TransformerEncoderLayer` in evaluation. Fetched one by one they would take
+    another kernel, which rounds differently.
+    """
+    reaches = isinstance(module, nn.MultiheadAttention) or (
+        isinstance(module, nn.TransformerEncoderLayer) and not module.training
+    )
     return list(module.parameters(recurse=reaches))
+
+
+def end_interrupted_calls() -> None:
+    """Lets go of what module calls of this thread hold that were left without their hooks, which
+    torch runs after an exception, but not after a KeyboardInterrupt. For places where no module
+    call can be under way."""
+    while _frames.stack:
+        _frames.stack.pop().exits.close()
 
 
 def _enter(module: nn.Module, inputs: Any) -> None:

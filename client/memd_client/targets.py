@@ -58,7 +58,8 @@ class StreamedTarget:
         return present
 
     def seal(self) -> None:
-        """Nobody changes the gradient from here until `finish`."""
+        """Nobody changes the gradient or sees the value from here until `finish`."""
+        self._entry.refuse_if_resident("step()")
         self._entry.gradient.let_go()
 
     def finish(self) -> None:
@@ -140,11 +141,10 @@ _owners: WeakTensorKeyDictionary = (
 )  # parameter → weak reference to the optimizer that updates it
 
 
-def is_owned(entry: StreamedParameter) -> bool:
-    """Whether a living optimizer updates this parameter."""
-    parameter = entry.parameter
-    owner = _owners.get(parameter) if parameter is not None else None
-    return owner is not None and owner() is not None
+def owner_of(parameter: torch.Tensor | None) -> object | None:
+    """The living optimizer that updates this parameter."""
+    owner: weakref.ref[object] | None = _owners.get(parameter) if parameter is not None else None
+    return owner() if owner is not None else None
 
 
 def own(
@@ -197,8 +197,7 @@ def own(
 
 
 def _refuse_owned(parameter: torch.Tensor, name: str, optimizer: object) -> None:
-    owner = _owners.get(parameter)
-    if owner is not None and owner() is not None and owner() is not optimizer:
+    if owner_of(parameter) not in (None, optimizer):
         entry = streamed(parameter)
         raise InvalidArgument(
             f"parameter {entry.shard.name if entry else name!r} belongs to another optimizer "

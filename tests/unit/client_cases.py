@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     OpenSession = Callable[[], Session]
 
+# The tensors are small: more threads would only wait for each other.
+torch.set_num_threads(1)
 VOCABULARY, WIDTH, LENGTH = 64, 32, 16
 
 
@@ -372,6 +374,28 @@ class TestStreaming:
             handle.remove()
             assert leases_held(session) == 0
             assert torch.equal(loss_of(model), loss_of(reference))
+
+    def test_an_interrupted_call_holds_nothing_beyond_the_next_step(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        model, reference = mlp
+        ours = memd_client.AdamW(model.parameters(), lr=1e-2)
+        torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+        handle = model.second.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(model)
+        handle.remove()
+        for _ in range(2):
+            for trained, optimizer in ((model, ours), (reference, torchs)):
+                loss_of(trained).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert leases_held(session) == 0
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        assert_same_state(model, reference)
 
     def test_backward_in_another_thread_has_the_same_bits(
         self, gpt: tuple[nn.Module, nn.Module], session: Session
@@ -764,6 +788,18 @@ class TestGather:
             pass
         assert leases_held(session) == 0
         assert_same_state(model, reference)
+
+    def test_a_step_inside_is_refused(self, mlp: tuple[Mlp, Mlp], session: Session) -> None:
+        model, _ = mlp
+        optimizer = memd_client.AdamW(model.parameters())
+        loss_of(model).backward()
+        with (
+            memd_client.gather(model.first.weight),
+            pytest.raises(memd_client.MemdError, match=r"'layers\.0\.weight' is in use"),
+        ):
+            optimizer.step()
+        optimizer.step()
+        assert session.committed_step == 1
 
     def test_an_exception_inside_leaves_the_parameters_away(
         self, mlp: tuple[Mlp, Mlp], session: Session

@@ -57,6 +57,11 @@ class FakeShard:
     def dtype(self) -> torch.dtype:
         return torch_dtype(self.spec.dtype)
 
+    @property
+    def bytes_held(self) -> torch.Tensor:
+        assert self.value is not None, f"{self.spec.name!r} was never written"
+        return self.value
+
     def message(self) -> types_pb2.Shard:
         return types_pb2.Shard(
             shard_id=self.shard_id,
@@ -83,6 +88,7 @@ class FakeDaemon:
     shards: list[FakeShard] = field(default_factory=list)
     leases: dict[int, FakeLease] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
+    gradients_fit: bool = True
     synced: bool = True
     committed_step: int = 0
     lease_count: int = 0
@@ -198,7 +204,8 @@ class FakeDaemon:
     def declare(self, request: session_pb2.DeclareRequest) -> session_pb2.DeclareResponse:
         self.calls.append("declare")
         return session_pb2.DeclareResponse(
-            shards=[self._declared(spec).message() for spec in request.shards], gradients_fit=True
+            shards=[self._declared(spec).message() for spec in request.shards],
+            gradients_fit=self.gradients_fit,
         )
 
     def _declared(self, spec: types_pb2.ShardSpec) -> FakeShard:

@@ -1,0 +1,276 @@
+"""offload(): what it refuses, what it leaves when it fails, and what it bounds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import memd_client
+from memd_client.errors import from_code
+from tests.unit.client_cases import Gpt, Mlp, assert_same_gradients, build, loss_of
+from tests.unit.fake_session import FakeDaemon
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from memd_client import Session
+
+
+@pytest.fixture
+def daemon() -> FakeDaemon:
+    return FakeDaemon()
+
+
+@pytest.fixture
+def session(daemon: FakeDaemon) -> Session:
+    return daemon.session()
+
+
+def with_parameter(make: Callable[[], torch.Tensor], **settings: Any) -> nn.Module:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module[1].odd = nn.Parameter(make(), **settings)
+    return module
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
+    "not contiguous": (
+        lambda: with_parameter(lambda: torch.zeros(4, 3).T),
+        memd_client.InvalidArgument,
+        r"'1\.odd' is not contiguous.*contiguous\(\)",
+    ),
+    "sparse": (
+        lambda: with_parameter(lambda: torch.eye(3).to_sparse()),
+        memd_client.InvalidArgument,
+        r"'1\.odd' is sparse",
+    ),
+    "integer": (
+        lambda: with_parameter(lambda: torch.zeros(3, dtype=torch.int64), requires_grad=False),
+        memd_client.InvalidArgument,
+        r"'1\.odd' is torch\.int64",
+    ),
+    "fp16": (
+        lambda: with_parameter(lambda: torch.zeros(3, dtype=torch.float16)),
+        memd_client.NotYet,
+        r"bfloat16.*'1\.odd'",
+    ),
+    "fp64": (
+        lambda: with_parameter(lambda: torch.zeros(3, dtype=torch.float64)),
+        memd_client.InvalidArgument,
+        r"'1\.odd' is torch\.float64",
+    ),
+    "without bytes": (
+        lambda: with_parameter(lambda: torch.zeros(3, device="meta")),
+        memd_client.NotYet,
+        r"'1\.odd' has no bytes",
+    ),
+    "lazy": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)),
+        memd_client.InvalidArgument,
+        "initialise lazy modules",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_parameter_that_cannot_be_offloaded_is_named_and_nothing_changes(
+    daemon: FakeDaemon, session: Session, name: str
+) -> None:
+    make, error, message = REFUSED[name]
+    module = make()
+    before = [parameter for parameter in module.parameters() if type(parameter) is nn.Parameter]
+    with pytest.raises(error, match=message):
+        memd_client.offload(module, session)
+    assert all(type(parameter) is nn.Parameter for parameter in before)
+    assert daemon.calls == []
+    assert not module._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"activations": "host"}, memd_client.NotYet),
+        ({"device": "cuda"}, memd_client.NotYet),
+        ({"tier": "tape"}, memd_client.InvalidArgument),
+    ],
+    ids=["activations", "device", "tier"],
+)
+def test_arguments_without_support_are_refused(
+    session: Session, settings: dict[str, str], error: type[Exception]
+) -> None:
+    module = Mlp()
+    with pytest.raises(error, match=next(iter(settings.values()))):
+        memd_client.offload(module, session, **settings)
+    assert type(module.first.weight) is nn.Parameter
+
+
+def test_a_pool_below_the_largest_module_is_refused_with_sizes() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(1024, 1024))
+    with pytest.raises(
+        memd_client.CapacityError, match=r"host_bytes.*'1'.*8 MiB < 14\.0 MiB.*4\.0 MiB"
+    ):
+        memd_client.offload(module, FakeDaemon(host_bytes=8 << 20).session())
+    assert type(module[1].weight) is nn.Parameter
+
+
+def test_a_failure_while_uploading_leaves_the_module_as_it_was() -> None:
+    daemon = FakeDaemon(arena_bytes=6000)
+    module, reference = build(Gpt), build(Gpt)
+    with pytest.raises(memd_client.CapacityError, match="embedding"):
+        memd_client.offload(module, daemon.session())
+    assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
+    assert torch.equal(loss_of(module), loss_of(reference))
+    assert not daemon.leases
+
+
+def test_a_gradient_or_an_optimizer_from_before_is_refused(session: Session) -> None:
+    module = Mlp()
+    loss_of(module).backward()
+    with pytest.raises(memd_client.InvalidArgument, match="zero_grad"):
+        memd_client.offload(module, session)
+    module.zero_grad()
+    optimizer = memd_client.AdamW(module.parameters(), session=session)
+    with pytest.raises(memd_client.InvalidArgument, match="before you make it"):
+        memd_client.offload(module, session)
+    del optimizer
+
+
+def test_a_module_that_does_not_fit_while_it_runs_fails_and_leaves_nothing_behind() -> None:
+    daemon = FakeDaemon()
+    model, reference = memd_client.offload(build(Gpt), daemon.session()), build(Gpt)
+    daemon.arena_bytes = 9000
+    for _ in range(2):
+        with pytest.raises(memd_client.CapacityError, match="raise the job's host_bytes"):
+            loss_of(model)
+        assert not daemon.leases
+    daemon.arena_bytes = None
+    loss_of(model).backward()
+    loss_of(reference).backward()
+    assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True])
+def test_no_more_than_a_block_is_resident_at_a_time(checkpointing: bool | None) -> None:
+    daemon = FakeDaemon()
+    model = build(lambda: Gpt(checkpointing=checkpointing))
+    block_bytes = sum(p.nbytes for p in model.get_submodule("blocks.0").parameters())
+    attention = model.get_submodule("blocks.0.attention")
+    attention_bytes = sum(p.nbytes for p in attention.parameters())
+    root_bytes = model.get_parameter("positions").nbytes
+    embedding_bytes = model.get_parameter("embedding.weight").nbytes
+    memd_client.offload(model, daemon.session())
+    daemon.lease_bytes_max = 0
+    loss = loss_of(model)
+    assert daemon.lease_bytes_max <= root_bytes + max(attention_bytes, embedding_bytes)
+    daemon.lease_bytes_max = 0
+    loss.backward()
+    # With checkpointing the recomputed block is kept until its backward ends; gradients come atop.
+    assert daemon.lease_bytes_max <= block_bytes + root_bytes + 2 * embedding_bytes
+    assert not daemon.leases
+
+
+def test_a_pool_as_small_as_a_layer_is_enough() -> None:
+    daemon = FakeDaemon()
+    model, reference = memd_client.offload(build(Gpt), daemon.session()), build(Gpt)
+    optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+    expected = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+    daemon.arena_bytes = 6 * 4096
+    for step in range(3):
+        for trained, trainer in ((model, optimizer), (reference, expected)):
+            loss_of(trained, step).backward()
+            trainer.step()
+            trainer.zero_grad()
+    for (name, parameter), (_, value) in zip(
+        model.named_parameters(), reference.named_parameters(), strict=True
+    ):
+        assert torch.equal(parameter, value), name
+
+
+def test_changed_buffers_and_only_those_are_part_of_a_step(
+    daemon: FakeDaemon, session: Session
+) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    module.register_buffer("constant", torch.arange(3))
+    module.register_buffer("scratch", torch.zeros(3, dtype=torch.complex64), persistent=False)
+    memd_client.offload(module, session)
+    optimizer = memd_client.AdamW(module.parameters())
+    stored = {shard.spec.name: shard for shard in daemon.shards}
+    assert torch.equal(stored["constant"].bytes_held, torch.arange(3))
+    assert "scratch" not in stored
+    module(torch.randn(8, 4)).sum().backward()
+    assert not stored["1.running_mean"].bytes_held.any(), "only a step changes what is stored"
+    optimizer.step()
+    assert torch.equal(stored["1.running_mean"].bytes_held, module.get_buffer("1.running_mean"))
+    assert stored["1.num_batches_tracked"].bytes_held.item() == 1
+    module(torch.randn(8, 4))
+    optimizer.step()
+    assert daemon.calls.count("step") == 1, "without a gradient there is no step"
+
+
+def test_a_sparse_gradient_is_refused(session: Session) -> None:
+    model = memd_client.offload(nn.Embedding(8, 4, sparse=True), session)
+    with pytest.raises(memd_client.InvalidArgument, match="sparse=False"):
+        model(torch.tensor([1])).sum().backward()
+
+
+def test_a_failed_step_keeps_the_gradients(
+    daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, reference = memd_client.offload(Mlp(), session), Mlp()
+    reference.load_state_dict(model.state_dict())
+    optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+    loss_of(model).backward()
+
+    def fail(_: Any) -> None:
+        raise from_code(6, "writing at 4096: Input/output error", 5)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(daemon, "step", fail)
+        with pytest.raises(memd_client.DeviceError, match="Input/output") as caught:
+            optimizer.step()
+    assert caught.value.errno == 5
+    optimizer.step()
+    expected = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+    loss_of(reference).backward()
+    expected.step()
+    assert torch.equal(model.first.weight, reference.first.weight)
+
+
+def test_zero_grad_tells_the_daemon_only_of_gradients_there_are(
+    daemon: FakeDaemon, session: Session
+) -> None:
+    model = memd_client.offload(Mlp(), session)
+    optimizer = memd_client.AdamW(model.parameters())
+    optimizer.zero_grad()
+    assert "drop_gradients" not in daemon.calls
+    loss_of(model).backward()
+    optimizer.zero_grad()
+    optimizer.zero_grad()
+    assert daemon.calls.count("drop_gradients") == 1
+    loss_of(model).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert daemon.calls.count("drop_gradients") == 1
+
+
+def test_bf16_models_have_the_bits_of_the_untouched_model(session: Session) -> None:
+    model, reference = build(Mlp).bfloat16(), build(Mlp).bfloat16()
+    memd_client.offload(model, session)
+    x = torch.randn(4, 32, dtype=torch.bfloat16)
+    for _ in range(2):
+        for module in (model, reference):
+            module(x).float().square().mean().backward()
+    assert_same_gradients(model, reference)
+
+
+def test_a_warning_says_that_gradients_spill(
+    daemon: FakeDaemon, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    daemon.gradients_fit = False
+    memd_client.offload(nn.Sequential(Mlp(), Mlp()), session)
+    assert [record.message for record in caplog.records] == [
+        "job 'fake': its host memory (1 GiB) does not hold all gradients, so that some go to disk "
+        "in every step; more host_bytes makes it faster"
+    ]

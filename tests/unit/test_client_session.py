@@ -1,0 +1,342 @@
+"""Sessions: addresses, errors, attaching, and tensors over gRPC; the daemon is faked."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+import torch
+
+import memd_client
+import memd_native
+from memd_client.address import EmbeddedAddress, UnixAddress, parse_address
+from memd_client.attach import AttachConnection
+from memd_client.control import Control
+from memd_client.errors import from_code
+from memd_client.session import Session
+from memd_client.sizes import format_size, parse_size
+from memd_proto.v1 import attach_pb2, session_pb2, types_pb2
+from tests.unit.client_cases import Mlp, loss_of
+from tests.unit.fake_session import FakeDaemon
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+class TestSizesAndAddresses:
+    @pytest.mark.parametrize(
+        ("text", "size_bytes"), [("1GiB", 1 << 30), ("1.5 MiB", 3 << 19), ("7B", 7), (4096, 4096)]
+    )
+    def test_sizes_have_units(self, text: str | int, size_bytes: int) -> None:
+        assert parse_size(text, name="host") == size_bytes
+
+    @pytest.mark.parametrize("text", ["1", "1GB", "GiB", "-1GiB", "0B", 0, -5, 1.5, True, "1 giga"])
+    def test_what_is_no_size_is_refused_by_name(self, text: Any) -> None:
+        with pytest.raises(memd_client.InvalidArgument, match=r"host_bytes.*" + str(text)):
+            parse_size(text, name="host_bytes")
+
+    def test_sizes_are_printed_in_the_largest_unit(self) -> None:
+        sizes = [format_size(size) for size in (0, 1023, 1 << 20, 3 << 29, 5 << 40)]
+        assert sizes == ["0 B", "1023 B", "1 MiB", "1.5 GiB", "5 TiB"]
+
+    def test_addresses(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("MEMD_ADDRESS", raising=False)
+        default = parse_address(None)
+        assert default == UnixAddress(socket=Path("/run/memd/memd.sock"))
+        assert isinstance(default, UnixAddress)
+        assert default.attach_socket == Path("/run/memd/attach.sock")
+        monkeypatch.setenv("MEMD_ADDRESS", "unix:/srv/m.sock")
+        assert parse_address(None) == parse_address("unix:///srv/m.sock")
+        assert parse_address("embedded:") == EmbeddedAddress()
+        assert parse_address("embedded:/data/x%20y?host=1GiB&nvme=100GiB") == EmbeddedAddress(
+            data=Path("/data/x y"), host_bytes=1 << 30, nvme_bytes=100 << 30
+        )
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("unix:memd.sock", "absolute path"),
+            ("memd", "an address is"),
+            ("embedded:here", "absolute path"),
+            ("embedded:/x?hots=1GiB", "did you mean 'host'"),
+            ("embedded:/x?host=1", "needs a number and one of the units"),
+            ("embedded:/x?host", "name=value"),
+        ],
+    )
+    def test_what_is_no_address_is_refused(self, text: str, message: str) -> None:
+        with pytest.raises(memd_client.InvalidArgument, match=message):
+            parse_address(text)
+
+    def test_tcp_is_not_there_yet(self) -> None:
+        with pytest.raises(memd_client.NotYet, match="TCP"):
+            memd_client.connect("node7:7070", job="x")
+
+
+class TestConnect:
+    @pytest.mark.parametrize(
+        ("settings", "error", "message"),
+        [
+            ({"durability": "every:5"}, memd_client.NotYet, "every:5"),
+            ({"world_size": 2}, memd_client.NotYet, "world_size 2"),
+            ({"rank": 3}, memd_client.InvalidArgument, "rank 3"),
+            ({"host_bytes": "4"}, memd_client.InvalidArgument, "host_bytes"),
+            ({"nvme_bytes": -1}, memd_client.InvalidArgument, "nvme_bytes"),
+            ({"job": ""}, memd_client.InvalidArgument, "name"),
+        ],
+        ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    )
+    def test_bad_arguments_are_refused_before_anything_is_opened(
+        self, settings: dict[str, Any], error: type[Exception], message: str
+    ) -> None:
+        with pytest.raises(error, match=message):
+            memd_client.connect(**{"address": "unix:///nowhere", "job": "x", **settings})
+
+    def test_no_daemon_is_an_error_that_says_what_to_do(self, tmp_path: Path) -> None:
+        with pytest.raises(memd_client.DaemonUnavailable, match=r"memd serve.*embedded:"):
+            memd_client.connect(f"unix://{tmp_path}/memd.sock", job="x")
+
+    def test_another_protocol_version_is_refused_with_both_named(self, tmp_path: Path) -> None:
+        welcome = attach_pb2.Welcome(protocol_version=99, daemon_version="9.9")
+        with (
+            attach_server(tmp_path, welcome) as address,
+            pytest.raises(memd_client.InvalidArgument, match=r"same version.*99 there.*9\.9"),
+        ):
+            AttachConnection(address)
+
+    def test_a_refusal_is_passed_on(self, tmp_path: Path) -> None:
+        welcome = attach_pb2.Welcome(
+            protocol_version=memd_native.PROTOCOL_VERSION, refusal="user 7 is not in group memd"
+        )
+        with (
+            attach_server(tmp_path, welcome) as address,
+            pytest.raises(memd_client.PermissionDenied, match="user 7"),
+        ):
+            AttachConnection(address)
+
+    def test_a_daemon_that_hangs_up_is_an_error(self, tmp_path: Path) -> None:
+        with (
+            attach_server(tmp_path, None) as address,
+            pytest.raises(memd_client.DaemonUnavailable, match="closed the attach socket"),
+        ):
+            AttachConnection(address)
+
+    def test_descriptors_of_another_session_are_not_taken(self, tmp_path: Path) -> None:
+        welcome = attach_pb2.Welcome(protocol_version=memd_native.PROTOCOL_VERSION, token="t")
+        wrong = attach_pb2.Descriptors(kind=attach_pb2.Descriptors.KIND_SESSION, session_id=8)
+        with attach_server(tmp_path, welcome, wrong) as address:
+            connection = AttachConnection(address)
+            assert connection.daemon_process_id == os.getpid()
+            with pytest.raises(memd_client.DaemonUnavailable, match="session 7"):
+                connection.session_descriptors(7)
+            connection.close()
+
+
+@contextmanager
+def attach_server(
+    folder: Path, welcome: attach_pb2.Welcome | None, *packets: attach_pb2.Descriptors
+) -> Iterator[UnixAddress]:
+    """Answers one client on attach.sock with `welcome` and `packets`, or hangs up."""
+    address = UnixAddress(socket=folder / "memd.sock")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(address.attach_socket))
+        listener.listen()
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                for packet in (welcome, *packets):
+                    if packet is not None:
+                        connection.send(packet.SerializeToString())
+                if welcome is not None:
+                    connection.recv(1)  # until the client has hung up
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield address
+        thread.join()
+
+
+class TestErrors:
+    CODES = (
+        (1, memd_client.InvalidArgument, ValueError),
+        (2, memd_client.UnknownName, KeyError),
+        (3, memd_client.InvalidArgument, ValueError),
+        (4, memd_client.PermissionDenied, PermissionError),
+        (5, memd_client.CapacityError, memd_client.MemdError),
+        (6, memd_client.DeviceError, OSError),
+        (7, memd_client.IntegrityError, memd_client.MemdError),
+        (8, memd_client.SessionFenced, memd_client.MemdError),
+        (9, memd_client.DeadlineExceeded, TimeoutError),
+        (10, memd_client.DaemonUnavailable, memd_client.MemdError),
+        (11, memd_client.NotYet, NotImplementedError),
+        (77, memd_client.DaemonFailed, memd_client.MemdError),
+    )
+
+    @pytest.mark.parametrize(("code", "kind", "base"), CODES)
+    def test_each_code_has_its_class(
+        self, code: int, kind: type[Exception], base: type[Exception]
+    ) -> None:
+        error = from_code(code, "shard 'x': it went wrong", 5)
+        assert type(error) is kind
+        assert isinstance(error, memd_client.MemdError)
+        assert isinstance(error, base)
+        assert str(error) == "shard 'x': it went wrong"
+        if isinstance(error, memd_client.DeviceError):
+            assert error.errno == 5
+
+    @pytest.mark.parametrize(
+        ("status", "detail", "kind"),
+        [
+            (grpc.StatusCode.FAILED_PRECONDITION, types_pb2.ErrorDetail(code=6), OSError),
+            (grpc.StatusCode.UNKNOWN, types_pb2.ErrorDetail(code=7), memd_client.IntegrityError),
+            (grpc.StatusCode.RESOURCE_EXHAUSTED, None, memd_client.CapacityError),
+            (grpc.StatusCode.UNAVAILABLE, None, memd_client.DaemonUnavailable),
+            (grpc.StatusCode.UNIMPLEMENTED, None, memd_client.NotYet),
+            (grpc.StatusCode.UNKNOWN, None, memd_client.DaemonFailed),
+        ],
+    )
+    def test_a_failed_call_raises_what_the_daemon_said(
+        self, status: grpc.StatusCode, detail: types_pb2.ErrorDetail | None, kind: type[Exception]
+    ) -> None:
+        class Failed(grpc.RpcError):
+            def code(self) -> grpc.StatusCode:
+                return status
+
+            def details(self) -> str:
+                return "the reason"
+
+            def trailing_metadata(self) -> Any:
+                return [("memd-error-bin", detail.SerializeToString())] if detail else []
+
+        def call(request: Any, *, timeout: float, metadata: Any) -> Any:
+            assert timeout > 0
+            assert metadata == (("memd-token", "secret"),)
+            raise Failed
+
+        control = Control(address="unix:///nowhere", token="secret")
+        with pytest.raises(kind, match="the reason"):
+            control._call(call, session_pb2.SyncRequest(), 1.0)
+
+    def test_a_daemon_that_is_gone_is_an_error_that_says_so(self, tmp_path: Path) -> None:
+        control = Control(address=f"unix://{tmp_path}/memd.sock", token="t")
+        with pytest.raises(memd_client.DaemonUnavailable, match="is gone; start it"):
+            control.sync(session_pb2.SyncRequest())
+        control.close()
+
+
+def streaming_session(daemon: FakeDaemon) -> Session:
+    """One that shares no memory."""
+    return Session(
+        job="fake",
+        attached=session_pb2.AttachResponse(session_id=1),
+        control=daemon,
+        leases=None,
+        daemon_process_id=1,
+        close_connection=lambda: None,
+    )
+
+
+class TestWithoutSharedMemory:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool], ids=str)
+    @pytest.mark.parametrize("shape", [(), (0,), (3, 5), (1_300_000,)], ids=str)
+    def test_get_gives_what_was_put(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        session = streaming_session(FakeDaemon())
+        tensor = (torch.rand(shape) * 3).to(dtype)
+        session.put("x", tensor)
+        got = session.get("x")
+        assert (got.shape, got.dtype) == (tensor.shape, tensor.dtype)
+        assert torch.equal(got, tensor)
+
+    def test_prefetch_only_checks_names(self) -> None:
+        session = streaming_session(FakeDaemon())
+        session.put("x", torch.ones(2))
+        session.prefetch(["x"])
+        with pytest.raises(KeyError, match="'y'"):
+            session.prefetch(["x", "y"])
+
+    def test_offloading_is_refused(self) -> None:
+        session = streaming_session(FakeDaemon())
+        with pytest.raises(memd_client.InvalidArgument, match="needs shared memory"):
+            memd_client.offload(Mlp(), session)
+        with pytest.raises(memd_client.InvalidArgument, match="needs shared memory"):
+            memd_client.AdamW(Mlp().parameters(), session=session)
+
+
+class TestSession:
+    @pytest.mark.parametrize("name", ["track", "commit", "resume", "snapshot"])
+    def test_what_is_not_there_yet_says_so(self, name: str) -> None:
+        session = FakeDaemon().session()
+        arguments = ["x"] if name == "snapshot" else []
+        with pytest.raises(memd_client.NotYet):
+            getattr(session, name)(*arguments)
+
+    def test_closing_makes_durable_what_was_put(self) -> None:
+        daemon = FakeDaemon()
+        with daemon.session() as session:
+            session.put("x", torch.ones(2))
+            assert "sync" not in daemon.calls
+        # The leases end first, the control plane last.
+        assert daemon.calls == ["declare", "sync", "close", "detach", "close"]
+
+    def test_dropping_the_job_ends_the_session(self) -> None:
+        daemon = FakeDaemon()
+        session = daemon.session()
+        session.put("x", torch.ones(2))
+        session.drop_job()
+        assert daemon.calls[-3:] == ["detach", "drop_job fake", "close"]
+        with pytest.raises(memd_client.MemdError, match="closed"):
+            session.put("x", torch.ones(2))
+
+    def test_prefetch_reaches_the_daemon(self) -> None:
+        daemon = FakeDaemon()
+        session = daemon.session()
+        session.put("x", torch.ones(2))
+        session.prefetch(["x"])
+        assert daemon.calls[-1] == "prefetch x"
+
+    def test_statistics_count_steps(self) -> None:
+        session = FakeDaemon().session()
+        model = memd_client.offload(Mlp(), session)
+        optimizer = memd_client.AdamW(model.parameters())
+        for _ in range(2):
+            loss_of(model).backward()
+            optimizer.step()
+        statistics = session.statistics()
+        assert (statistics.step_count, statistics.committed_step) == (2, 2)
+        assert (statistics.step_read_bytes, statistics.step_written_bytes) == (2, 4)
+        assert statistics.parameter_count == 4
+        assert statistics.lease_count > 8
+
+    def test_a_name_put_anew_by_another_session_is_found(self) -> None:
+        daemon = FakeDaemon()
+        mine, other = daemon.session(), daemon.session()
+        mine.put("x", torch.ones(2))
+        other.delete("x")
+        other.put("x", torch.zeros(3, dtype=torch.int64))
+        assert torch.equal(mine.get("x"), torch.zeros(3, dtype=torch.int64))
+
+    def test_a_forked_child_may_not_use_the_session(self) -> None:
+        daemon = FakeDaemon()
+        session = daemon.session()
+        model = memd_client.offload(Mlp(), session)
+        calls = len(daemon.calls)
+        child = os.fork()
+        if child == 0:
+            status = 0
+            uses: list[Callable[[], object]] = [lambda: session.get("x"), lambda: loss_of(model)]
+            for use in uses:
+                try:
+                    use()
+                    status = 1
+                except memd_client.MemdError as error:
+                    status |= 0 if "connect anew in the child" in str(error) else 2
+            session.close()  # does nothing
+            os._exit(status if len(daemon.calls) == calls else 3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        loss_of(model)
