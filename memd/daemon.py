@@ -96,11 +96,14 @@ class Daemon:
                 stack.callback(metrics.stop)
             listener.start()
             stack.callback(listener.stop)
+            stack.callback(control.stop, grace_s=_CALLS_S)
+            stack.callback(listener.stop_accepting)
+            # Who reads the ready line may send a signal at once. When the draining begins, the
+            # next one ends the process: what is on disk is complete at any moment.
+            signal_fd = stack.enter_context(_signals())
             self._announce(server, metrics)
-            self._wait(server, parent)
+            self._wait(server, signal_fd=signal_fd, parent=parent)
             self._is_ready = False
-            listener.stop_accepting()
-            control.stop(grace_s=_CALLS_S)
         log.info("stopped")
 
     def _watched_parent(self) -> int | None:
@@ -208,12 +211,11 @@ class Daemon:
         )
         self._notifier.notify(READY=1, STATUS=line, MAINPID=os.getpid())
 
-    def _wait(self, server: Server, parent: int | None) -> None:
-        """Until SIGTERM, SIGINT or the parent's death. The next such signal ends the process at
-        once: what is on disk is complete at any moment."""
+    def _wait(self, server: Server, *, signal_fd: int, parent: int | None) -> None:
+        """Until SIGTERM, SIGINT or the parent's death."""
         interval_s = self._notifier.watchdog_s
         heartbeat = -1
-        with selectors.DefaultSelector() as selector, _signals() as signal_fd:
+        with selectors.DefaultSelector() as selector:
             selector.register(signal_fd, selectors.EVENT_READ, "signal")
             if parent is not None:
                 selector.register(parent, selectors.EVENT_READ, "parent")

@@ -61,7 +61,7 @@ class Call:
     def timeout_s(self) -> float:
         # Without a deadline gRPC counts down from the end of time.
         remaining_s = self.context.time_remaining()
-        if remaining_s is None or remaining_s > _DEADLINE_S_MAX:
+        if remaining_s > _DEADLINE_S_MAX:
             raise Refused(
                 StatusCode.INVALID_ARGUMENT,
                 "this call needs a deadline, of at most a day; give it a timeout",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from memd.refusal import Refused, StatusCode
 from memd.service import wire
 from memd_native import MODE_OVERWRITE, MODE_READ, PART_VALUE
-from memd_proto.v1 import tensor_pb2
+from memd_proto.v1 import tensor_pb2, types_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,15 +35,13 @@ class TensorService:
         (shard,), _ = self._server.declare(session.session_id, [wire.native_spec(first.spec)])
         with self._overwritten(session, shard, call) as memory:
             _fill(memory, first, requests, name=shard.spec.name)
-        return tensor_pb2.PutResponse(
-            shard=wire.shard_message(self._shard(session, shard.shard_id))
-        )
+        return tensor_pb2.PutResponse(shard=_written(shard))
 
     def Get(self, request: tensor_pb2.GetRequest, call: Call) -> Iterator[tensor_pb2.GetResponse]:
         session = self._peers.session(call.peer, request.session_id)
         shards = self._server.shards(session.job_id)
         shard = next((each for each in shards if each.spec.name == request.name), None)
-        if shard is None or not shard.written:
+        if shard is None:
             raise Refused(
                 StatusCode.NOT_FOUND,
                 f"job {session.job_name!r} holds nothing named {request.name!r}",
@@ -57,9 +55,7 @@ class TensorService:
         )
         try:
             memory = lease.memory()
-            yield tensor_pb2.GetResponse(
-                shard=wire.shard_message(shard), data=bytes(memory[:CHUNK_BYTES])
-            )
+            yield tensor_pb2.GetResponse(shard=_written(shard), data=bytes(memory[:CHUNK_BYTES]))
             for offset in range(CHUNK_BYTES, len(memory), CHUNK_BYTES):
                 yield tensor_pb2.GetResponse(data=bytes(memory[offset : offset + CHUNK_BYTES]))
         finally:
@@ -128,6 +124,14 @@ class TensorService:
             if shard.shard_id == shard_id:
                 return shard
         raise Refused(StatusCode.NOT_FOUND, f"job {session.job_name!r} has no shard {shard_id}")
+
+
+def _written(shard: ShardInfo) -> types_pb2.Shard:
+    """A write that has ended is noted in the shard's record by the data plane's next turn; leases
+    wait for that, and the record as it was read may be older."""
+    message = wire.shard_message(shard)
+    message.written = True
+    return message
 
 
 def _first(requests: Iterator[tensor_pb2.PutRequest]) -> tensor_pb2.PutRequest:

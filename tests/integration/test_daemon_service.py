@@ -1,0 +1,203 @@
+"""The control plane of a real daemon: tensors over gRPC, quotas, and other users."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from memd_proto.v1 import job_pb2, session_pb2, status_pb2, tensor_pb2, types_pb2
+from tests.integration.daemons import HOST_BYTES, Attached, chunks_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.integration.daemons import Daemon
+
+
+@pytest.fixture(scope="module")
+def client(daemon: Daemon) -> Iterator[Attached]:
+    with Attached(daemon.attach_socket) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def session_id(client: Attached) -> int:
+    return client.attach("tensors", host_bytes=32 << 20, nvme_bytes=256 << 20).session_id
+
+
+def spec_of(name: str, size_bytes: int) -> types_pb2.ShardSpec:
+    return types_pb2.ShardSpec(
+        name=name,
+        kind=types_pb2.SHARD_KIND_BLOB,
+        dtype=types_pb2.D_TYPE_UINT8,
+        shape=[size_bytes],
+        tier=types_pb2.TIER_NVME,
+    )
+
+
+def put(client: Attached, session_id: int, name: str, data: bytes) -> types_pb2.Shard:
+    def requests() -> Iterator[tensor_pb2.PutRequest]:
+        yield tensor_pb2.PutRequest(session_id=session_id, spec=spec_of(name, len(data)))
+        for chunk in chunks_of(data):
+            yield tensor_pb2.PutRequest(data=chunk)
+
+    shard: types_pb2.Shard = client.call(client.tensors.Put, requests()).shard
+    return shard
+
+
+def get(client: Attached, session_id: int, name: str) -> bytes:
+    request = tensor_pb2.GetRequest(session_id=session_id, name=name)
+    return b"".join(part.data for part in client.call(client.tensors.Get, request))
+
+
+def details_of(error: pytest.ExceptionInfo[grpc.RpcError]) -> tuple[grpc.StatusCode, str]:
+    call: Any = error.value
+    return call.code(), call.details()
+
+
+@pytest.mark.parametrize("size_bytes", [1, 4095, 4096, 1 << 20, (8 << 20) + 5])
+def test_what_was_put_over_grpc_is_got_with_the_same_hash(
+    client: Attached, session_id: int, size_bytes: int
+) -> None:
+    data = os.urandom(size_bytes)
+    assert put(client, session_id, f"blob-{size_bytes}", data).written
+    assert hashlib.sha256(get(client, session_id, f"blob-{size_bytes}")).digest() == (
+        hashlib.sha256(data).digest()
+    )
+
+
+def test_eight_clients_put_and_get_at_once(daemon: Daemon) -> None:
+    def serve_one(index: int) -> bool:
+        with Attached(daemon.attach_socket) as client:
+            session_id = client.attach("tensors").session_id
+            data = os.urandom((1 << 20) + index)
+            put(client, session_id, f"client-{index}", data)
+            same = get(client, session_id, f"client-{index}") == data
+            client.call(client.sessions.Detach, session_pb2.DetachRequest(session_id=session_id))
+            return same
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(serve_one, range(8))) == [True] * 8
+
+
+def test_a_put_that_breaks_off_leaves_the_old_bytes(client: Attached, session_id: int) -> None:
+    put(client, session_id, "kept", b"good" * 1000)
+
+    def broken() -> Iterator[tensor_pb2.PutRequest]:
+        yield tensor_pb2.PutRequest(
+            session_id=session_id, spec=spec_of("kept", 4000), data=b"bad" * 10
+        )
+        raise ConnectionAbortedError
+
+    with pytest.raises(grpc.RpcError):
+        client.call(client.tensors.Put, broken())
+    assert get(client, session_id, "kept") == b"good" * 1000
+
+
+def test_another_shape_under_the_same_name_is_refused(client: Attached, session_id: int) -> None:
+    put(client, session_id, "shaped", b"12345678")
+    with pytest.raises(grpc.RpcError) as error:
+        put(client, session_id, "shaped", b"1234")
+    code, message = details_of(error)
+    assert code is grpc.StatusCode.ALREADY_EXISTS
+    assert "shaped" in message
+    assert get(client, session_id, "shaped") == b"12345678"
+
+
+def test_a_tensor_larger_than_the_pool_is_refused(client: Attached, session_id: int) -> None:
+    request = session_pb2.DeclareRequest(
+        session_id=session_id, shards=[spec_of("huge", 2 * HOST_BYTES)]
+    )
+    with pytest.raises(grpc.RpcError) as error:
+        client.call(client.sessions.Declare, request)
+    code, message = details_of(error)
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "huge" in message
+
+
+@pytest.mark.parametrize("fields", [{"host_bytes": 1 << 50}, {"nvme_bytes": 1 << 50}])
+def test_a_quota_beyond_what_is_free_is_refused_with_both_figures(
+    client: Attached, fields: dict[str, int]
+) -> None:
+    with pytest.raises(grpc.RpcError) as error:
+        client.attach("greedy", **fields)
+    code, message = details_of(error)
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert str(1 << 50) in message
+    assert "free" in message
+    jobs = client.call(client.jobs.ListJobs, job_pb2.ListJobsRequest()).jobs
+    assert "greedy" not in {job.name for job in jobs}
+
+
+def test_another_protocol_version_is_refused(client: Attached) -> None:
+    with pytest.raises(grpc.RpcError) as error:
+        client.attach("versioned", protocol_version=2)
+    code, message = details_of(error)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "version 2" in message
+    assert "version 1" in message
+
+
+def test_a_job_that_is_attached_is_dropped_only_by_force(daemon: Daemon, client: Attached) -> None:
+    with Attached(daemon.attach_socket) as other:
+        other.attach("held", host_bytes=16 << 20, nvme_bytes=64 << 20)
+        with pytest.raises(grpc.RpcError):
+            client.call(client.jobs.DropJob, job_pb2.DropJobRequest(name="held"))
+        client.call(client.jobs.DropJob, job_pb2.DropJobRequest(name="held", force=True))
+    jobs = client.call(client.jobs.ListJobs, job_pb2.ListJobsRequest()).jobs
+    assert "held" not in {job.name for job in jobs}
+
+
+def test_status_agrees_with_what_was_configured(client: Attached) -> None:
+    status = client.call(client.status.GetStatus, status_pb2.GetStatusRequest())
+    assert status.pool.bytes == HOST_BYTES
+    assert status.io_engine in ("io_uring", "threads")
+    assert sum(device.bytes for device in status.devices) == 512 << 20
+
+
+STRANGER = """
+import os, sys
+from pathlib import Path
+import grpc
+from tests.integration.daemons import Attached
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+try:
+    Attached(Path(sys.argv[1])).attach("tensors", fresh=True)
+except grpc.RpcError as error:
+    print(error.code().name, error.details())
+except PermissionError as error:
+    print("PermissionError")
+"""
+
+
+def test_another_users_job_is_refused_and_outsiders_cannot_connect(
+    daemon: Daemon, client: Attached, session_id: int
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user needs root")
+    put(client, session_id, "mine", b"mine")
+    command = [sys.executable, "-c", STRANGER, str(daemon.attach_socket)]
+
+    def said() -> str:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    paths = [daemon.socket.parents[1], daemon.socket.parent, daemon.attach_socket, daemon.socket]
+    modes = [path.stat().st_mode for path in paths]
+    for path in paths[:2]:
+        path.chmod(0o755)
+    assert said() == "PermissionError\n"
+    for path in paths[2:]:
+        path.chmod(0o666)  # as if the stranger were in the socket's group
+    assert said().startswith("PERMISSION_DENIED job 'tensors' belongs to user 0 and you are user")
+    for path, mode in zip(paths, modes, strict=True):
+        path.chmod(mode)
+    assert get(client, session_id, "mine") == b"mine"
