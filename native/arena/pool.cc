@@ -63,9 +63,16 @@ uint64_t segment_bytes_for(uint64_t pool_bytes) {
   return std::clamp<uint64_t>(align_down(pool_bytes / 16, kHugePageBytes), kHugePageBytes, 64_MiB);
 }
 
-Result<std::unique_ptr<Pool>> Pool::create(const PoolOptions& options) {
-  const uint64_t segment_bytes =
-      options.segment_bytes != 0 ? options.segment_bytes : segment_bytes_for(options.bytes);
+namespace {
+
+uint64_t segment_bytes_of(const PoolOptions& options) {
+  return options.segment_bytes != 0 ? options.segment_bytes : segment_bytes_for(options.bytes);
+}
+
+}  // namespace
+
+Status Pool::check(const PoolOptions& options) {
+  const uint64_t segment_bytes = segment_bytes_of(options);
   if (options.bytes == 0)
     return error(StatusCode::invalid_argument, "a pool needs memory: its size is 0 bytes");
   if (!is_aligned(segment_bytes, kHugePageBytes)) {
@@ -74,11 +81,16 @@ Result<std::unique_ptr<Pool>> Pool::create(const PoolOptions& options) {
                  segment_bytes,
                  " bytes");
   }
-  const uint64_t segment_count = divide_up(options.bytes, segment_bytes);
-  const uint64_t bytes = segment_count * segment_bytes;
+  const uint64_t bytes = align_up(options.bytes, segment_bytes);
   if (Status available = check_available(bytes); !available.is_ok()) return available;
-  const Status lockable = check_lockable(bytes);
-  if (!lockable.is_ok() && options.lock == LockMode::required) return lockable;
+  return options.lock == LockMode::required ? check_lockable(bytes) : Status::ok();
+}
+
+Result<std::unique_ptr<Pool>> Pool::create(const PoolOptions& options) {
+  if (Status checked = check(options); !checked.is_ok()) return checked;
+  const uint64_t segment_bytes = segment_bytes_of(options);
+  const uint64_t segment_count = divide_up(options.bytes, segment_bytes);
+  const Status lockable = check_lockable(segment_count * segment_bytes);
 
   std::unique_ptr<Pool> pool(new Pool(options));
   pool->report_.segment_bytes = segment_bytes;

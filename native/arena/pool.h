@@ -43,6 +43,8 @@ class Pool {
   /// Refuses a pool larger than the memory that is available, and, with LockMode::required, larger than the memlock limit allows:
   /// the message names both sizes and what to change.
   static Result<std::unique_ptr<Pool>> create(const PoolOptions& options);
+  /// What create() refuses before it takes any memory: for who has to decide first.
+  static Status check(const PoolOptions& options);
 
   /// A segment of zeros, or nothing where all are taken.
   std::optional<Segment> take();
