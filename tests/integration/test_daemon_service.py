@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,48 @@ def test_a_put_that_breaks_off_leaves_the_old_bytes(client: Attached, session_id
     with pytest.raises(grpc.RpcError):
         client.call(client.tensors.Put, broken())
     assert get(client, session_id, "kept") == b"good" * 1000
+
+
+def test_moments_are_zeros_until_they_are_put(client: Attached, session_id: int) -> None:
+    element_count = 300_000  # more than a tile
+    spec = spec_of("weight", element_count)
+    spec.kind = types_pb2.SHARD_KIND_PARAMETER
+    spec.dtype = types_pb2.D_TYPE_FLOAT32
+    value = os.urandom(4 * element_count)
+
+    def value_parts() -> Iterator[tensor_pb2.PutRequest]:
+        yield tensor_pb2.PutRequest(session_id=session_id, spec=spec)
+        for chunk in chunks_of(value):
+            yield tensor_pb2.PutRequest(data=chunk)
+
+    shard = client.call(client.tensors.Put, value_parts()).shard
+
+    def moments() -> tuple[bytes, bytes, set[int]]:
+        request = tensor_pb2.GetMomentsRequest(session_id=session_id, shard_id=shard.shard_id)
+        parts = list(client.call(client.tensors.GetMoments, request))
+        return (
+            b"".join(part.exp_avg for part in parts),
+            b"".join(part.exp_avg_sq for part in parts),
+            {part.generation for part in parts},
+        )
+
+    assert moments() == (bytes(4 * element_count), bytes(4 * element_count), {0})
+    first, second = (array("f", [fill]).tobytes() * element_count for fill in (0.25, 0.5))
+
+    def moment_parts() -> Iterator[tensor_pb2.PutMomentsRequest]:
+        for offset in range(0, 4 * element_count, 1 << 19):
+            yield tensor_pb2.PutMomentsRequest(
+                session_id=session_id,
+                shard_id=shard.shard_id,
+                generation=7,
+                element_first=offset // 4,
+                exp_avg=first[offset : offset + (1 << 19)],
+                exp_avg_sq=second[offset : offset + (1 << 19)],
+            )
+
+    client.call(client.tensors.PutMoments, moment_parts())
+    assert moments() == (first, second, {7})
+    assert get(client, session_id, "weight") == value
 
 
 def test_another_shape_under_the_same_name_is_refused(client: Attached, session_id: int) -> None:
