@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 _BUILD = Path(__file__).parents[2] / "build"
 
@@ -20,26 +20,35 @@ _BUILD = Path(__file__).parents[2] / "build"
 @dataclass(frozen=True, slots=True)
 class RunningDaemon:
     address: str
+    attach_socket: Path
     process: subprocess.Popen[str]
+    ready_line: str
 
 
 @contextmanager
-def running_daemon(*, host: str = "64MiB", nvme: str = "512MiB") -> Iterator[RunningDaemon]:
+def running_daemon(
+    *, host: str = "64MiB", nvme: str = "512MiB", wrapper: Sequence[str] = ()
+) -> Iterator[RunningDaemon]:
     """Its data lies under the build folder, because the temporary folder may be tmpfs; its socket
-    in the temporary folder, because paths of sockets are short."""
+    in the temporary folder, because paths of sockets are short. `wrapper` is a program, with its
+    arguments, that starts the command it is given."""
     _BUILD.mkdir(exist_ok=True)
     data = Path(tempfile.mkdtemp(prefix="client-daemon-", dir=_BUILD))
     sockets = Path(tempfile.mkdtemp(prefix="memd-"))
     socket = sockets / "memd.sock"
-    command = [sys.executable, "-m", "memd", "serve", "--socket", str(socket), "--data", str(data)]
+    command = [*wrapper, sys.executable, "-m", "memd", "serve"]
+    command += ["--socket", str(socket), "--data", str(data)]
     command += ["--host", host, "--nvme", nvme, "--metrics", "", "--unlocked-ok"]
     with (sockets / "log").open("w+") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         try:
-            if process.stdout is None or not process.stdout.readline():
+            ready_line = process.stdout.readline() if process.stdout is not None else ""
+            if not ready_line:
                 log.seek(0)
                 raise RuntimeError(f"memd serve did not start:\n{log.read()}")
-            yield RunningDaemon(f"unix://{socket}", process)
+            yield RunningDaemon(
+                f"unix://{socket}", socket.with_name("attach.sock"), process, ready_line
+            )
         finally:
             process.terminate()
             try:
