@@ -59,7 +59,8 @@ def _terminate(signal_number: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def volume_folder(parent: Path | None, *, bytes_needed: int) -> Iterator[Path]:
-    """A fresh folder below `parent`, removed however the block is left, SIGTERM included."""
+    """A fresh folder below `parent`, by its absolute path; removed however the block is left,
+    SIGTERM included."""
     if parent is None:
         parent = default_parent()
         parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +70,7 @@ def volume_folder(parent: Path | None, *, bytes_needed: int) -> Iterator[Path]:
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
         try:
-            folder = Path(tempfile.mkdtemp(prefix="demo-", dir=parent))
+            folder = Path(tempfile.mkdtemp(prefix="demo-", dir=parent.resolve()))
         except OSError as error:
             raise FolderError(f"{parent} can't be written to ({error.strerror})") from error
         try:

@@ -81,6 +81,9 @@ def train(
         clock.append(time.perf_counter())
         waits.append(lease_wait_seconds())
 
+        # Here and not after step(): until here plain training holds the gradients of the last step,
+        # so that its peak is activations beside parameters, gradients and states, all of them.
+        clipping.zero_grad()
         loss.backward()
         clock.append(time.perf_counter())
         waits.append(lease_wait_seconds())
@@ -90,7 +93,6 @@ def train(
 
         clipping.step()
         scheduler.step()
-        clipping.zero_grad()
         clock.append(time.perf_counter())
 
         losses.append(loss.item())

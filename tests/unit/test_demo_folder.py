@@ -67,6 +67,13 @@ def test_the_folder_is_fresh_and_gone_afterwards() -> None:
     assert not second.exists()
 
 
+def test_a_relative_folder_is_named_absolutely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(on_disk())
+    with volume_folder(Path(), bytes_needed=1) as folder:
+        assert folder.is_absolute()
+        assert folder.parent == on_disk().resolve()
+
+
 def test_the_folder_is_gone_after_an_interrupt() -> None:
     with pytest.raises(KeyboardInterrupt), volume_folder(on_disk(), bytes_needed=1) as folder:
         raise KeyboardInterrupt
