@@ -11,8 +11,10 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import time
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memd import attach
@@ -28,7 +30,6 @@ from memd_native import Server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
 
     from memd.config import Configuration
 
@@ -145,17 +146,18 @@ class Daemon:
             self._notifier.notify(EXTEND_TIMEOUT_USEC=20_000_000, STATUS=state)
             log.info("preparing", extra={"done_bytes": done_bytes, "all_bytes": all_bytes})
 
-        server = Server(
-            directories=[str(path) for path in settings.data],
-            nvme_bytes=settings.nvme,
-            host_bytes=settings.host,
-            lock_required=self._options.lock_required,
-            huge_pages=settings.huge_pages,
-            io_engine=settings.io_engine,
-            io_depth=settings.io_depth,
-            update_thread_count=settings.update_threads,
-            progress=progress,
-        )
+        with told_of_prefault(self._notifier, interval_s=1.0):
+            server = Server(
+                directories=[str(path) for path in settings.data],
+                nvme_bytes=settings.nvme,
+                host_bytes=settings.host,
+                lock_required=self._options.lock_required,
+                huge_pages=settings.huge_pages,
+                io_engine=settings.io_engine,
+                io_depth=settings.io_depth,
+                update_thread_count=settings.update_threads,
+                progress=progress,
+            )
         report = server.report()
         if not report.pool.locked:
             log.warning(
@@ -253,6 +255,35 @@ class Daemon:
             "settings reloaded",
             extra={"changed": ",".join(taken), "after_a_restart": ",".join(waiting)},
         )
+
+
+@contextlib.contextmanager
+def told_of_prefault(notifier: Notifier, *, interval_s: float) -> Iterator[None]:
+    """Asks systemd for more time for as long as the pool grows: 1 GiB of small pages takes 0.8 s or
+    more, and the limit is the same for every size. A start that hangs is still ended."""
+    is_over = threading.Event()
+
+    def watch(seen: int) -> None:
+        while not is_over.wait(interval_s):
+            if (now := _shared_bytes()) > seen:
+                seen = now
+                state = f"pre-faulted {format_size(now)}"
+                notifier.notify(EXTEND_TIMEOUT_USEC=20_000_000, STATUS=state)
+
+    watcher = threading.Thread(target=watch, args=[_shared_bytes()], name="memd-start")
+    watcher.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        watcher.join()
+
+
+def _shared_bytes() -> int:
+    """Of this process, as they are counted while the pool's segments are touched."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    values = dict(line.split(":", 1) for line in lines)
+    return int(values["RssShmem"].split()[0]) << 10
 
 
 @contextlib.contextmanager

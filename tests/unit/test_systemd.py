@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
 import socket
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING
 
+from memd.daemon import told_of_prefault
 from memd.systemd import Notifier
 
 if TYPE_CHECKING:
@@ -39,6 +43,31 @@ def test_the_watchdog_interval_is_for_the_process_it_names() -> None:
     ours = {"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": str(os.getpid())}
     assert Notifier(ours).watchdog_s == 30.0
     assert Notifier({**ours, "WATCHDOG_PID": "1"}).watchdog_s is None
+
+
+def test_systemd_hears_of_a_pool_that_grows_and_not_of_one_that_does_not(tmp_path: Path) -> None:
+    path = tmp_path / "notify"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(path))
+        systemd.settimeout(5)
+        with (
+            told_of_prefault(Notifier({"NOTIFY_SOCKET": str(path)}), interval_s=0.01),
+            mmap.mmap(-1, 8 << 20) as pool,
+        ):
+            pool.write(b"x" * (8 << 20))
+            assert systemd.recv(4096).startswith(b"EXTEND_TIMEOUT_USEC=20000000\n")
+            time.sleep(0.1)  # ten looks at a pool that grows no more
+            systemd.setblocking(False)
+            said = waiting(systemd)
+    assert len(said) <= 1
+
+
+def waiting(systemd: socket.socket) -> list[bytes]:
+    said = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            said.append(systemd.recv(4096))
+    return said
 
 
 PASSED = """
