@@ -63,7 +63,12 @@ def volume_folder(parent: Path | None, *, bytes_needed: int) -> Iterator[Path]:
     SIGTERM included."""
     if parent is None:
         parent = default_parent()
-        parent.mkdir(parents=True, exist_ok=True)
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FolderError(
+                f"{parent} can't be made ({error.strerror}): name a folder on a disk with --data"
+            ) from error
     elif not parent.is_dir():
         raise FolderError(f"{parent} is not a folder: create it or name another with --data")
     check_folder(parent, bytes_needed=bytes_needed)
@@ -72,7 +77,9 @@ def volume_folder(parent: Path | None, *, bytes_needed: int) -> Iterator[Path]:
         try:
             folder = Path(tempfile.mkdtemp(prefix="demo-", dir=parent.resolve()))
         except OSError as error:
-            raise FolderError(f"{parent} can't be written to ({error.strerror})") from error
+            raise FolderError(
+                f"{parent} can't be written to ({error.strerror}): name another with --data"
+            ) from error
         try:
             yield folder
         finally:

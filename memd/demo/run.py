@@ -31,6 +31,7 @@ from memd.demo.sizes import job_bytes, largest_model
 from memd.demo.train import BETAS, LEARNING_RATE, WEIGHT_DECAY, StepRecord, train
 from memd.demo.twin import Comparison, Reference, nothing, read_parameters, train_in_memory
 from memd.demo.usage import read_usage
+from memd.refusal import Refused
 from memd.sizes import format_size
 from memd_client.address import EmbeddedAddress, parse_address
 from memd_client.embedded import EmbeddedDaemon, embedded_daemon
@@ -157,7 +158,10 @@ def run_demo(settings: DemoSettings, console: Console) -> Outcome:
     check_memory(plan, verify=settings.verify)
     describe(plan, console)
     try:
-        with volume_folder(settings.data, bytes_needed=plan.nvme_bytes) as folder:
+        expected_bytes = plan.pool.gradient_bytes if settings.verify else 0  # as many parameters
+        bytes_needed = plan.nvme_bytes + expected_bytes
+        with volume_folder(settings.data, bytes_needed=bytes_needed) as folder:
+            console.print(f"volume {format_size(plan.nvme_bytes)} in {folder}", soft_wrap=True)
             # Before the volume is there: what the estimate of the largest model may count on.
             disk_bytes_free = shutil.disk_usage(folder).free
             memory_bytes_available = available_bytes()
@@ -170,7 +174,7 @@ def run_demo(settings: DemoSettings, console: Console) -> Outcome:
                 gc.collect()  # the graph's cycles would count as the trainer's memory below
             with StepProgress(console, title="with memd", step_count=plan.step_count) as progress:
                 trained = train_with_memd(plan, folder, observe=progress, reference=reference)
-    except (FolderError, memd_client.MemdError) as error:
+    except (FolderError, Refused, memd_client.MemdError) as error:
         raise DemoError(str(error)) from error
     summary = summarise(
         trained.records,

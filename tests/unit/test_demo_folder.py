@@ -43,6 +43,18 @@ def test_every_file_system_in_memory_is_refused(monkeypatch: pytest.MonkeyPatch)
             check_folder(on_disk(), bytes_needed=1)
 
 
+def test_a_cache_folder_that_cannot_be_made_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with (
+        pytest.raises(FolderError, match=r"can't be made \(Not a directory\).*--data"),
+        volume_folder(None, bytes_needed=1),
+    ):
+        pytest.fail("entered a folder below a file")
+
+
 def test_a_full_disk_is_refused_with_both_sizes() -> None:
     with pytest.raises(FolderError, match=r"MiB free.*needs 1099511627776 MiB.*--params"):
         check_folder(on_disk(), bytes_needed=2**60)
