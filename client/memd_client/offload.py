@@ -162,7 +162,10 @@ def _refuse_names_in_use(parameters: dict[str, nn.Parameter], session: Session) 
 def _refuse_small_pool(module: nn.Module, session: Session) -> None:
     largest_bytes, largest = max(
         (
-            (sum(p.numel() * p.element_size() for p in own_parameters(child)), name)
+            (
+                sum(p.numel() * p.element_size() for p in own_parameters(child)),
+                name or type(child).__name__,
+            )
             for name, child in module.named_modules()
         ),
         default=(0, ""),

@@ -321,6 +321,7 @@ class TestSession:
         other.put("x", torch.zeros(3, dtype=torch.int64))
         assert torch.equal(mine.get("x"), torch.zeros(3, dtype=torch.int64))
 
+    @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
     def test_a_forked_child_may_not_use_the_session(self) -> None:
         daemon = FakeDaemon()
         session = daemon.session()

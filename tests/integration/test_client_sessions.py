@@ -1,0 +1,161 @@
+"""Sessions with a real daemon: forks, refusals, memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import memd_client
+from tests.integration.client_daemon import RunningDaemon, running_daemon
+from tests.unit.client_cases import Mlp, loss_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[RunningDaemon]:
+    with running_daemon(host="384MiB", nvme="768MiB") as daemon:
+        yield daemon
+
+
+def connect(daemon: RunningDaemon, job: str) -> memd_client.Session:
+    return memd_client.connect(daemon.address, job=job, host_bytes="128MiB", nvme_bytes="256MiB")
+
+
+def test_a_tensor_larger_than_the_job_is_refused(daemon: RunningDaemon) -> None:
+    with connect(daemon, "small") as session:
+        with pytest.raises(memd_client.CapacityError, match="x"):
+            session.put("x", torch.empty(200 * MIB, dtype=torch.uint8))
+        session.put("y", torch.ones(3))
+        assert torch.equal(session.get("y"), torch.ones(3))
+        session.drop_job()
+
+
+def test_more_than_what_is_free_is_refused(daemon: RunningDaemon) -> None:
+    with pytest.raises(memd_client.CapacityError, match="host_bytes"):
+        memd_client.connect(daemon.address, job="huge", host_bytes="1TiB")
+    with pytest.raises(memd_client.CapacityError, match="nvme_bytes"):
+        memd_client.connect(daemon.address, job="huge", nvme_bytes="1TiB")
+
+
+def test_a_model_larger_than_the_pool_is_refused_and_stays(daemon: RunningDaemon) -> None:
+    with connect(daemon, "small") as session:
+        module = torch.nn.Linear(5000, 5000)
+        with pytest.raises(memd_client.CapacityError, match=r"host_bytes.*'Linear'.*95\.4 MiB"):
+            memd_client.offload(module, session)
+        assert type(module.weight) is torch.nn.Parameter
+        session.drop_job()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_reads_what_it_inherited_and_harms_nobody(daemon: RunningDaemon) -> None:
+    with connect(daemon, "forked") as session:
+        session.put("x", torch.arange(100_000))
+        tensor = session.get("x")
+        model = memd_client.offload(Mlp(), session)
+        child = os.fork()
+        if child == 0:
+            status = 0 if int(tensor[99_999]) == 99_999 else 1
+            del tensor
+            try:
+                loss_of(model)
+                status |= 2
+            except memd_client.MemdError as error:
+                status |= 0 if "connect anew in the child" in str(error) else 4
+            os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert session.statistics().leases_held == 1, "the child gave back a pin of the parent's"
+        assert int(tensor.sum()) == 99_999 * 50_000
+        loss_of(model).backward()
+        del tensor
+        assert session.statistics().leases_held == 0
+        session.drop_job()
+
+
+_MEMORY = """
+import json, sys
+import torch
+import memd_client
+
+def anonymous_bytes():
+    with open("/proc/self/status") as status:
+        return next(1024 * int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+
+session = memd_client.connect(sys.argv[1], job="memory", nvme_bytes="512MiB")
+warm_up = torch.nn.Linear(512, 512)  # what torch and gRPC allocate once
+memd_client.offload(warm_up, session)
+once = memd_client.AdamW(warm_up.parameters())
+warm_up(torch.ones(4, 512)).sum().backward()
+once.step()
+before = anonymous_bytes()
+model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(40)))
+built = anonymous_bytes()
+memd_client.offload(model, session)
+offloaded = anonymous_bytes()
+optimizer = memd_client.AdamW(model.parameters())
+peak = 0
+for step in range(3):
+    model(torch.ones(4, 512)).sum().backward()
+    peak = max(peak, anonymous_bytes())
+    optimizer.step()
+    peak = max(peak, anonymous_bytes())
+print(json.dumps({"built": built - before, "offloaded": offloaded - before, "peak": peak - before}))
+session.drop_job()
+"""
+
+
+def test_the_trainer_keeps_neither_parameters_nor_gradients_nor_states(
+    daemon: RunningDaemon,
+) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-c", _MEMORY, daemon.address],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr
+    grown = json.loads(answer.stdout)
+    parameters_bytes = 40 * 513 * 512 * 4
+    assert grown["built"] > 0.9 * parameters_bytes
+    assert grown["offloaded"] < 4 * MIB, grown
+    assert grown["peak"] < 12 * MIB, grown  # a layer's gradient at a time, and the steps' messages
+
+
+def test_an_embedded_daemon_lives_as_long_as_its_process(tmp_path: Path) -> None:
+    script = (
+        "import memd_client, torch\n"
+        "where = 'embedded:?host=64MiB&nvme=64MiB'\n"
+        "with memd_client.connect(where, job='a') as session:\n"
+        "    session.put('x', torch.ones(3)); daemon = session.daemon_process_id\n"
+        "with memd_client.connect(where, job='a') as session:\n"
+        "    print(daemon == session.daemon_process_id, session.get('x').tolist(), daemon)\n"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    answer = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    if "tmpfs" in answer.stderr:
+        pytest.skip("the temporary folder is a tmpfs")
+    same, *values, process_id = answer.stdout.split()
+    assert (same, values) == ("True", ["[1.0,", "1.0,", "1.0]"]), answer.stderr
+    assert not Path(f"/proc/{process_id}").exists()
+    assert list((tmp_path / "memd").iterdir()) == []
+
+
+def test_an_embedded_daemon_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(memd_client.DaemonUnavailable, match="nowhere"):
+        memd_client.connect(f"embedded:{tmp_path}/nowhere", job="a")
