@@ -441,6 +441,18 @@ class TestStreaming:
         assert all(torch.equal(*both) for both in zip(gradients, expected, strict=True))
         assert leases_held(session) == 0
 
+    def test_gradients_of_gradients_have_the_same_bits(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        for module in mlp:
+            x = batch(module).requires_grad_()
+            output = module(x).square().sum()
+            (gradient,) = torch.autograd.grad(output, x, create_graph=True)
+            (gradient.norm() + output).backward()
+            del output, gradient
+        assert_same_gradients(*mlp)
+        assert leases_held(session) == 0
+
     def test_frozen_parameters_are_streamed_and_may_be_thawed(
         self, mlp: tuple[Mlp, Mlp], session: Session
     ) -> None:
@@ -718,6 +730,18 @@ class TestAway:
         reference.zero_grad()
         loss_of(reference, 1).backward()
         assert_same_gradients(model, reference)
+        assert leases_held(session) == 0
+
+    def test_layers_added_later_and_ties_made_later_work(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        for module in mlp:
+            torch.manual_seed(5)
+            third, fourth = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+            fourth.weight = module.second.weight
+            module.layers.extend([third, fourth])
+            loss_of(module).backward()
+        assert_same_gradients(*mlp)
         assert leases_held(session) == 0
 
     def test_functional_calls_take_other_parameters(
