@@ -32,7 +32,8 @@ void watch_forks() {
 Status given_up() {
   return error(
       StatusCode::fenced,
-      "the daemon gave this session up (it detached, or its job was dropped); connect again");
+      "the daemon gave this session up (it detached, its job was dropped, or the daemon stopped); "
+      "connect again");
 }
 
 void pause_cpu() {
@@ -94,10 +95,19 @@ ClientSession::ClientSession(SharedMemory memory,
       base_(base),
       pid_(getpid()) {}
 
-ClientSession::~ClientSession() { munmap(base_, reserved_bytes_); }
+ClientSession::~ClientSession() {
+  munmap(base_, reserved_bytes_);
+  if (!is_in_forked_child()) return;
+  memory_.forget();
+  table_.forget();
+}
+
+bool ClientSession::is_in_forked_child() const {
+  return in_forked_child.load(std::memory_order_relaxed) && getpid() != pid_;
+}
 
 Status ClientSession::refuse_if_unusable() const {
-  if (in_forked_child.load(std::memory_order_relaxed) && getpid() != pid_) {
+  if (is_in_forked_child()) {
     return error(StatusCode::invalid_argument,
                  "this session belongs to the parent process; connect anew in the child: parent ",
                  pid_,
@@ -166,7 +176,10 @@ void ClientSession::take_completions() {
   if (taken) completed_.notify_all();
 }
 
-Status ClientSession::wait_for(uint64_t request_id, uint64_t timeout_ns, Waiting* result) {
+Status ClientSession::wait_for(uint64_t request_id,
+                               uint32_t pin,
+                               uint64_t timeout_ns,
+                               Waiting* result) {
   const SteadyClock clock;
   const uint64_t start_ns = clock.now_ns();
   auto& header = layout_->header;
@@ -183,15 +196,15 @@ Status ClientSession::wait_for(uint64_t request_id, uint64_t timeout_ns, Waiting
     // a daemon that is gone.
     if (waited_ns > timeout_ns + 1'000'000'000) {
       waiting_.erase(request_id);
-      abandoned_[request_id] = 0;
+      abandoned_[request_id] = pin;
       return error(StatusCode::unavailable,
                    "the daemon did not answer within ",
                    waited_ns / 1'000'000,
                    " ms");
     }
     if (waited_ns < kSpinNs) {
-      lock.unlock();
       const uint32_t seen = completion_head_;
+      lock.unlock();
       while (clock.now_ns() - start_ns < kSpinNs &&
              header.completion_tail.load(std::memory_order_relaxed) == seen) {
         pause_cpu();
@@ -257,6 +270,7 @@ Result<LeasedBytes> ClientSession::lease(uint32_t shard_id,
                                          LeaseMode mode,
                                          uint64_t timeout_ns) {
   if (Status status = refuse_if_unusable(); !status.is_ok()) return status;
+  timeout_ns = std::min(timeout_ns, kTimeoutNsMax);
   const SteadyClock clock;
   const uint64_t start_ns = clock.now_ns();
   Waiting result;
@@ -281,13 +295,9 @@ Result<LeasedBytes> ClientSession::lease(uint32_t shard_id,
     }
   }
   const uint32_t pin = mode == LeaseMode::read ? kReaderPin : kWriterPin;
-  const Status waited = wait_for(request_id, timeout_ns, &result);
+  const Status waited = wait_for(request_id, pin, timeout_ns, &result);
   lease_wait_ns_.fetch_add(clock.now_ns() - start_ns, std::memory_order_relaxed);
-  if (!waited.is_ok()) {
-    const std::lock_guard lock(mutex_);
-    if (const auto late = abandoned_.find(request_id); late != abandoned_.end()) late->second = pin;
-    return waited;
-  }
+  if (!waited.is_ok()) return waited;
   const Completion& completion = result.completion;
   if (completion.code != 0) {
     return Status(static_cast<StatusCode>(completion.code),
@@ -311,7 +321,7 @@ Result<LeasedBytes> ClientSession::lease(uint32_t shard_id,
 
 void ClientSession::release(const LeasedBytes& lease) noexcept {
   // rings and counters are not mapped in a child
-  if (in_forked_child.load(std::memory_order_relaxed) && getpid() != pid_) return;
+  if (is_in_forked_child()) return;
   layout_->pins[lease.pin_index % kPinCount].fetch_sub(lease.pin, std::memory_order_seq_cst);
   leases_held_.fetch_sub(1, std::memory_order_relaxed);
   // Ordered after the decrement: either the daemon, which sets the flag and then scans the pins,

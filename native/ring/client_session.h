@@ -76,7 +76,9 @@ class ClientSession {
   Status submit(const Request& request);
   /// Takes what has completed and wakes those who wait for it. Called with `mutex_` held.
   void take_completions();
-  Status wait_for(uint64_t request_id, uint64_t timeout_ns, Waiting* result);
+  /// `pin` is what a completion that comes after the deadline gives back.
+  Status wait_for(uint64_t request_id, uint32_t pin, uint64_t timeout_ns, Waiting* result);
+  bool is_in_forked_child() const;
   Status map_segments_up_to(uint64_t end_bytes);
   void ring_doorbell() noexcept;
 

@@ -16,9 +16,19 @@ inline constexpr uint32_t kProtocolVersion = 1;
 inline constexpr uint64_t kSessionMagic = 0x3130'6e73'646d'656d;  // "memdsn01"
 
 inline constexpr uint32_t kRingEntries = 1024;
-inline constexpr uint32_t kMessageCount = 64;
+// One for each completion's place: a message is overwritten no earlier than its completion.
+inline constexpr uint32_t kMessageCount = kRingEntries;
 inline constexpr uint32_t kMessageBytes = 1024;
 inline constexpr uint32_t kPinCount = 1u << 20;
+
+/// Longer waits are shortened to this.
+inline constexpr uint64_t kTimeoutNsMax = 3'600'000'000'000;
+/// Of any number, also of one that is negative, too large or none.
+constexpr uint64_t timeout_ns_of(double timeout_s) {
+  if (!(timeout_s > 0)) return 0;
+  if (timeout_s >= static_cast<double>(kTimeoutNsMax) * 1e-9) return kTimeoutNsMax;
+  return static_cast<uint64_t>(timeout_s * 1e9);
+}
 
 enum class Opcode : uint32_t { none = 0, lease = 1, prefetch = 2 };
 

@@ -52,12 +52,11 @@ bool ServerRing::publish(const Completion& fields, const Status& status) {
   completion.code = static_cast<uint32_t>(status.code());
   completion.error_number = status.error_number();
   if (!status.is_ok()) {
-    completion.message = message_next_;
-    char* text = layout_->messages[message_next_];
+    completion.message = completion_tail_ % kMessageCount;
+    char* text = layout_->messages[completion.message];
     const size_t length = std::min<size_t>(status.message().size(), kMessageBytes - 1);
     std::memcpy(text, status.message().data(), length);
     text[length] = '\0';
-    message_next_ = (message_next_ + 1) % kMessageCount;
   }
   std::memcpy(
       &layout_->completions[completion_tail_ % kRingEntries], &completion, sizeof(completion));

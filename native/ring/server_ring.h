@@ -22,6 +22,8 @@ class ServerRing {
   /// and nothing more is taken.
   std::optional<Request> poll();
   bool broken() const { return broken_; }
+  /// The client broke the protocol in a way that only its requests show.
+  void refuse_client() { broken_ = true; }
 
   /// `code`, `error_number` and `message` come from `status`; the rest from `fields`. False where
   /// the client left no room, which only one that breaks the protocol does.
@@ -43,7 +45,6 @@ class ServerRing {
   void add_pin(uint32_t index, uint32_t pin) {
     layout_->pins[index].fetch_add(pin, std::memory_order_seq_cst);
   }
-  void clear_pin(uint32_t index) { layout_->pins[index].store(0, std::memory_order_seq_cst); }
 
   int session_fd() const { return memory_.fd(); }
   int doorbell_fd() const { return doorbell_.get(); }
@@ -61,7 +62,6 @@ class ServerRing {
   // The daemon's own copies: what the shared words say of its own side is never read back.
   uint32_t request_head_ = 0;
   uint32_t completion_tail_ = 0;
-  uint32_t message_next_ = 0;
   bool broken_ = false;
 };
 

@@ -28,6 +28,8 @@ class SharedMemory {
 
   int fd() const { return fd_.get(); }
   std::byte* data() const { return data_; }
+  /// In a forked child, which did not inherit the mapping: the addresses may be somebody else's.
+  void forget() { data_ = nullptr; }
 
  private:
   SharedMemory(OwnedFd fd, std::byte* data, uint64_t bytes)
