@@ -67,7 +67,7 @@ nb::object lease(const std::shared_ptr<ClientSession>& session,
     return session->lease(shard_id,
                           static_cast<Part>(part),
                           static_cast<LeaseMode>(mode),
-                          static_cast<uint64_t>(timeout_s * 1e9));
+                          timeout_ns_of(timeout_s));
   }();
   const LeasedBytes bytes = value_or_raise(std::move(result));
   size_t wanted_bytes = dtype_bytes(static_cast<DType>(dtype));
@@ -113,7 +113,7 @@ std::shared_ptr<ClientSession> connect(int session_fd,
       std::vector<OwnedFd> fds;
       for (const int fd : nb::cast<std::vector<int>>((*callback)(first))) fds.emplace_back(fd);
       return fds;
-    } catch (const nb::python_error& failure) {
+    } catch (const std::exception& failure) {  // raised there, or no list of descriptors
       return error(StatusCode::unavailable, "the daemon sent no segments: ", failure.what());
     }
   };

@@ -66,7 +66,8 @@ std::shared_ptr<Server> start(const std::vector<std::string>& directories,
   options.io_depth = io_depth;
   options.update_thread_count = update_thread_count;
   if (progress) {
-    options.progress = [progress](uint64_t done_bytes, uint64_t all_bytes) {
+    // By reference: copies of the callable, made where the GIL is released, would count references.
+    options.progress = [&progress](uint64_t done_bytes, uint64_t all_bytes) {
       const nb::gil_scoped_acquire locked;
       (*progress)(done_bytes, all_bytes);
     };

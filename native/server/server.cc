@@ -58,6 +58,14 @@ Status Server::prepare(const ServerOptions& options) {
     return device_error(errno, "epoll_ctl");
   }
 
+  const PoolOptions pool_options{
+      .bytes = options.host_bytes,
+      .segment_bytes = 0,
+      .huge_pages = options.huge_pages,
+      .lock = options.lock_required ? LockMode::required : LockMode::wanted};
+  // A pool that can't be had must not leave a volume that was made for it.
+  if (Status possible = Pool::check(pool_options); !possible.is_ok()) return possible;
+
   VolumeSetOptions volume_options;
   volume_options.directories = options.directories;
   volume_options.bytes = options.nvme_bytes;
@@ -71,10 +79,7 @@ Status Server::prepare(const ServerOptions& options) {
     report_.volume_bytes.push_back(volume.bytes);
   }
 
-  auto pool = Pool::create({.bytes = options.host_bytes,
-                            .segment_bytes = 0,
-                            .huge_pages = options.huge_pages,
-                            .lock = options.lock_required ? LockMode::required : LockMode::wanted});
+  auto pool = Pool::create(pool_options);
   if (!pool.is_ok()) return pool.status();
   pool_ = std::move(pool).value();
   report_.pool = pool_->report();
@@ -163,13 +168,15 @@ void Server::sleep() {
   for (const auto& [session_id, session] : store_->sessions()) session->ring.wake();
 }
 
-void Server::post(std::function<void()> command) {
+bool Server::post(std::function<void()> command) {
   {
     const std::lock_guard lock(mutex_);
+    if (stopped_) return false;
     commands_.push_back(std::move(command));
   }
   const uint64_t one = 1;
   MEMD_CHECK_EQ(write(wake_.get(), &one, sizeof(one)), static_cast<ssize_t>(sizeof(one)));
+  return true;
 }
 
 template <typename T>
@@ -178,13 +185,10 @@ Result<T> Server::ask(double timeout_s,
                       std::function<void(std::function<void(Result<T>)>)> start) {
   const auto promise = std::make_shared<std::promise<Result<T>>>();
   auto answer = promise->get_future();
-  {
-    const std::lock_guard lock(mutex_);
-    if (stopped_) return error(StatusCode::unavailable, "the daemon is stopping");
-  }
-  post([start = std::move(start), promise] {
+  const bool accepted = post([start = std::move(start), promise] {
     start([promise](Result<T> result) { promise->set_value(std::move(result)); });
   });
+  if (!accepted) return error(StatusCode::unavailable, "the daemon is stopping");
   if (timeout_s > 0) {
     const auto deadline = std::chrono::duration<double>(timeout_s);
     if (answer.wait_for(deadline) != std::future_status::ready) {
@@ -226,13 +230,17 @@ Result<T> value_or(const Status& status, T value) {
 }  // namespace
 
 Result<JobInfo> Server::open_job(const OpenJobRequest& request) {
-  auto result = ask<JobInfo>(0, "opening a job", [this, request](const auto& reply) {
-    store_->open_job(request, [reply](const Status& status, const JobInfo& info) {
-      reply(value_or(status, info));
-    });
+  if (request.fresh) {
+    // Its memory has to be back in the pool before the new job is admitted.
+    const auto held = find_job(request.name);
+    if (!held.is_ok() && held.status().code() != StatusCode::not_found) return held.status();
+    if (held.is_ok()) {
+      if (Status status = drop_job(held.value().job_id, false); !status.is_ok()) return status;
+    }
+  }
+  return ask<JobInfo>(0, "opening a job", [this, request](const auto& reply) {
+    reply(store_->open_job(request));
   });
-  refill_pool();
-  return result;
 }
 
 Result<JobInfo> Server::find_job(const std::string& name) {
@@ -284,29 +292,37 @@ Result<SessionGrant> Server::attach(uint64_t job_id) {
     if (!session.is_ok()) return reply(session.status());
     const auto job = store_->job_of(session.value()->session_id);
     if (!job.is_ok()) return reply(job.status());
+    const uint64_t session_id = session.value()->session_id;
+    const auto refuse = [&](const Status& status) {
+      [[maybe_unused]] const auto leases = store_->detach(session_id);
+      reply(status);
+    };
     auto grant = std::make_shared<SessionGrant>();
-    grant->session_id = session.value()->session_id;
+    grant->session_id = session_id;
     grant->segment_bytes = job.value()->memory->arena().segment_bytes();
     grant->arena_reserved_bytes = job.value()->memory->arena().reserved_bytes();
     for (auto [from, into] : {std::pair{session.value()->ring.session_fd(), &grant->session},
                               std::pair{job.value()->table.fd(), &grant->table},
                               std::pair{session.value()->ring.doorbell_fd(), &grant->doorbell}}) {
       auto copy = duplicate(from);
-      if (!copy.is_ok()) return reply(copy.status());
+      if (!copy.is_ok()) return refuse(copy.status());
       *into = std::move(copy).value();
     }
-    watch(*session.value());
+    if (Status status = watch(*session.value()); !status.is_ok()) return refuse(status);
     reply(grant);
   });
   if (!result.is_ok()) return result.status();
   return std::move(*result.value());
 }
 
-void Server::watch(const Session& session) {
+Status Server::watch(const Session& session) {
   epoll_event event{};
   event.events = EPOLLIN | EPOLLET;
   event.data.u64 = session.session_id;
-  MEMD_CHECK_EQ(epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, session.ring.doorbell_fd(), &event), 0);
+  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, session.ring.doorbell_fd(), &event) != 0) {
+    return device_error(errno, "watching a session's doorbell");
+  }
+  return Status::ok();
 }
 
 Result<std::vector<OwnedFd>> Server::segment_fds(uint64_t session_id, uint64_t first) {
@@ -365,7 +381,7 @@ Status Server::drop_gradients(uint64_t session_id, const std::vector<uint32_t>& 
 
 Result<bool> Server::delete_shard(uint64_t session_id, const std::string& name) {
   return ask<bool>(0, "deleting a shard", [this, session_id, name](const auto& reply) {
-    reply(store_->delete_shard(session_id, name));
+    store_->delete_shard(session_id, name, reply);
   });
 }
 
@@ -376,7 +392,7 @@ Result<std::unique_ptr<ServiceLease>> Server::lease(
                              .shard_id = shard_id,
                              .part = part,
                              .mode = mode,
-                             .timeout_ns = static_cast<uint64_t>(timeout_s * 1e9),
+                             .timeout_ns = timeout_ns_of(timeout_s),
                              .for_service = true,
                              .prefetch = false};
   // The store answers at the deadline itself, and says on what it waited.
@@ -443,7 +459,12 @@ Status Server::stop(double timeout_s) {
     return std::max(
         0.01, std::chrono::duration<double>(deadline - std::chrono::steady_clock::now()).count());
   };
-  Status status;
+  // Sessions end first, so that their clients hear of it and begin nothing more; steps that were
+  // begun go on.
+  Status status = status_of(ask<Nothing>(left_s(), "ending sessions", [this](const auto& reply) {
+    store_->detach_all();
+    reply(Nothing{});
+  }));
   for (const JobInfo& job : jobs()) {
     auto synced =
         ask<StepReport>(left_s(), "the last sync", [this, id = job.job_id](const auto& reply) {
@@ -453,21 +474,23 @@ Status Server::stop(double timeout_s) {
         });
     if (!synced.is_ok() && status.is_ok()) status = synced.status();
   }
-  for (bool idle = false; !idle && left_s() > 0.01;) {
-    auto answer =
-        ask<bool>(left_s(), "going idle", [this](const auto& reply) { reply(store_->is_idle()); });
-    idle = answer.is_ok() && answer.value();
-    if (!idle) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
   {
     const std::lock_guard lock(mutex_);
     stopped_ = true;
   }
-  post([this] { stopping_.store(true, std::memory_order_release); });
+  stopping_.store(true, std::memory_order_release);
+  const uint64_t one = 1;
+  MEMD_CHECK_EQ(write(wake_.get(), &one, sizeof(one)), static_cast<ssize_t>(sizeof(one)));
   thread_.join();
   // Commands that came in between find nobody: their callers get an answer all the same.
   run_commands();
   store_->give_up_waiting();
+  // The kernel and the workers still use the jobs' memory, and their completions the store.
+  while (!store_->is_idle()) {
+    io_->reap();
+    workers_->reap();
+    if (!store_->advance()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
   // Files are closed and memory goes back now, whoever still holds this object.
   store_.reset();
   workers_.reset();

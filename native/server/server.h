@@ -129,10 +129,11 @@ class Server : public std::enable_shared_from_this<Server> {
   Server() = default;
   Status prepare(const ServerOptions& options);
   void run();
-  void post(std::function<void()> command);
+  /// False once the server has stopped.
+  bool post(std::function<void()> command);
   bool run_commands();
   void sleep();
-  void watch(const Session& session);
+  Status watch(const Session& session);
   /// Runs `start` on the server thread and waits for what it hands to its argument.
   template <typename T>
   Result<T> ask(double timeout_s,

@@ -189,7 +189,10 @@ void Commits::finish(const std::shared_ptr<Commit>& commit, const Status& status
     root_.job_id_next = job_id_next;
     root_extent_ = commit->root_extent;
     for (const ExtentRecord& extent : commit->releasable) extents_.release(extent);
-    if (commit->job != nullptr) commit->job->nvme_bytes_used -= commit->state_bytes_released;
+    if (commit->job != nullptr) {
+      commit->job->nvme_bytes_used -= commit->state_bytes_released;
+      commit->job->committed();
+    }
   }
   const double seconds = static_cast<double>(clock_.now_ns() - commit->started_ns) * 1e-9;
   if (status.is_ok()) seconds_.add(seconds);

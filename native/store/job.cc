@@ -315,7 +315,7 @@ JobRecord Job::record() const {
                     .bucket = shard.bucket,
                     .element_offset = shard.element_offset,
                     .extents = {}};
-    if (shard.spec.kind != ShardKind::parameter && shard.value->has_replica()) {
+    if (shard.spec.kind != ShardKind::parameter && shard.written && shard.value->has_replica()) {
       for (const Replica& replica : shard.value->replicas) out.extents.push_back(replica.extent);
     }
     record.shards.push_back(std::move(out));
@@ -601,14 +601,21 @@ void Job::release(Replica& place, ExtentStore& extents) {
   place = {};
 }
 
+void Job::begin_update() {
+  for_each_replica([](Replica& replica) { replica.referenced = true; });
+  update_begin_ = superseded_.size();
+}
+
 void Job::roll_back(ExtentStore& extents) {
-  // Backwards, so that a place that was replaced twice ends with what the catalogue names.
-  for (auto it = superseded_.rbegin(); it != superseded_.rend(); ++it) {
+  std::vector<Superseded> undone(superseded_.begin() + static_cast<ptrdiff_t>(update_begin_),
+                                 superseded_.end());
+  superseded_.resize(update_begin_);
+  committing_count_ = 0;
+  // Backwards, so that a place that was replaced twice ends with what it held first.
+  for (auto it = undone.rbegin(); it != undone.rend(); ++it) {
     if (it->place == nullptr) {
-      if (it->extent.exists()) {
-        nvme_bytes_used -= it->extent.length_bytes;
-        extents.release(it->extent);
-      }
+      // A shard that was deleted meanwhile stays deleted; the last catalogue still names its bytes.
+      if (it->extent.exists()) superseded_.push_back(*it);
       continue;
     }
     if (it->place->extent.exists() && !it->place->referenced) {
@@ -617,7 +624,6 @@ void Job::roll_back(ExtentStore& extents) {
     }
     *it->place = {.extent = it->extent, .referenced = it->extent.exists()};
   }
-  superseded_.clear();
 }
 
 std::vector<ExtentRecord> Job::mark_committing() {
@@ -626,9 +632,15 @@ std::vector<ExtentRecord> Job::mark_committing() {
   for (const Superseded& old : superseded_) {
     if (old.extent.exists()) releasable.push_back(old.extent);
   }
-  superseded_.clear();
+  committing_count_ = superseded_.size();
   changed = false;
   return releasable;
+}
+
+void Job::committed() {
+  superseded_.erase(superseded_.begin(),
+                    superseded_.begin() + static_cast<ptrdiff_t>(committing_count_));
+  committing_count_ = 0;
 }
 
 void Job::drop_cached_tiles(const Bucket& bucket) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <list>
 #include <memory>
@@ -19,6 +20,9 @@
 #include "store/statistics.h"
 
 namespace memd {
+
+/// In Shard::gradient_session: the gradient belongs to a step, and no session's end drops it.
+inline constexpr uint64_t kSealedGradient = ~uint64_t{0};
 
 struct ShardSpec {
   std::string name;
@@ -48,7 +52,7 @@ struct Shard {
   uint32_t bucket = 0;
   uint32_t index_in_bucket = 0;
   uint64_t element_offset = 0;
-  // The session whose gradient waits for a step; 0: there is none.
+  // The session whose gradient waits for a step, or kSealedGradient; 0: there is none.
   uint64_t gradient_session = 0;
 
   Entry* value = nullptr;
@@ -81,6 +85,7 @@ struct Session {
   uint64_t session_id = 0;
   uint64_t job_id = 0;
   ServerRing ring;
+  uint32_t request_count_open = 0;  // taken from the ring, not answered
 };
 
 /// Pin counters in use: runs of them, one run a slot.
@@ -153,11 +158,16 @@ class Job {
   /// All extents of the job, for release; the job is at its end.
   std::vector<ExtentRecord> take_extents();
   void release(Replica& place, ExtentStore& extents);
-  /// Undoes every replace() since the last mark_committing().
+  /// From here on nothing that lies on disk now is released before the next commit, so that
+  /// roll_back() can return to it.
+  void begin_update();
+  /// Undoes every replace() since begin_update(). Extents that a catalogue may name, because its
+  /// commit failed half way, are given to nobody.
   void roll_back(ExtentStore& extents);
   /// The catalogue that is being written names what lies where now. Returns what may be released
-  /// once it is durable.
+  /// once it is durable, which committed() then forgets.
   std::vector<ExtentRecord> mark_committing();
+  void committed();
 
   void drop_cached_tiles(const Bucket& bucket);
   void drop_all_cached_tiles();
@@ -178,7 +188,8 @@ class Job {
 
   std::vector<Shard> shards;
   std::unordered_map<std::string, uint32_t> shard_ids;
-  std::vector<Bucket> buckets;
+  // A deque: tasks in flight point to buckets while others are added.
+  std::deque<Bucket> buckets;
   std::vector<std::unique_ptr<Entry>> entries;
 
   /// Nothing before the first session attaches: an idle job holds disk only.
@@ -197,10 +208,12 @@ class Job {
   SharedMemory table;
   /// Something changed that a commit should write down.
   bool changed = false;
+  /// Its turn to be dropped will come: nobody attaches any more.
+  bool ending = false;
 
  private:
   struct Superseded {
-    Replica* place;  // nullptr where its entry is gone
+    Replica* place;  // nullptr where its entry is gone: nothing to return to
     ExtentRecord extent;
   };
 
@@ -218,6 +231,8 @@ class Job {
   Entry* add_entry(Entry::Shape shape);
 
   std::vector<Superseded> superseded_;
+  size_t update_begin_ = 0;      // into superseded_
+  size_t committing_count_ = 0;  // of superseded_: what the commit in flight releases
   std::vector<uint32_t> free_shard_ids_;
   std::vector<uint32_t> free_entry_ids_;
 };

@@ -18,7 +18,11 @@ uint64_t catalogue_reserve_bytes(uint64_t capacity_bytes) {
   return std::max(kCatalogueReserveBytesMin, capacity_bytes / 100);
 }
 
-constexpr uint64_t kTimeoutNsMax = 3'600'000'000'000;
+constexpr std::string_view kRoom = "room in the arena";
+
+// A client of ours waits for half a ring of leases at most, and prefetches are dropped within a
+// turn: whoever has more open than this wants to fill our memory.
+constexpr uint32_t kOpenRequestsMax = 4 * kRingEntries;
 
 }  // namespace
 
@@ -86,14 +90,21 @@ std::vector<JobInfo> ShardStore::jobs() const {
   return infos;
 }
 
-Result<std::vector<ShardInfo>> ShardStore::shards(uint64_t job_id) const {
-  const Job* job = find(job_id);
+Result<std::vector<ShardInfo>> ShardStore::shards(uint64_t job_id) {
+  Job* const job = find(job_id);
   if (job == nullptr) return error(StatusCode::not_found, "there is no job with id ", job_id);
+  settle_all(*job);
   std::vector<ShardInfo> infos;
   for (uint32_t shard_id = 0; shard_id < job->shards.size(); ++shard_id) {
     if (!job->shards[shard_id].deleted) infos.push_back(job->info(shard_id));
   }
   return infos;
+}
+
+void ShardStore::settle_all(Job& job) {
+  for (const auto& entry : job.entries) {
+    if (entry != nullptr) job.settle_pending(*entry);
+  }
 }
 
 uint64_t ShardStore::nvme_bytes_free() const {
@@ -170,33 +181,34 @@ Result<Job*> ShardStore::admit(const OpenJobRequest& request) {
   return raw;
 }
 
-void ShardStore::open_job(OpenJobRequest request,
-                          std::function<void(const Status&, const JobInfo&)> done) {
+Result<JobInfo> ShardStore::open_job(const OpenJobRequest& request) {
   if (request.name.empty() || request.name.size() > 256) {
-    return done(error(StatusCode::invalid_argument,
-                      "a job's name has 1 to 256 bytes; this one has ",
-                      request.name.size()),
-                {});
+    return error(StatusCode::invalid_argument,
+                 "a job's name has 1 to 256 bytes; this one has ",
+                 request.name.size());
   }
   const auto held = find_job(request.name);
   if (!held.is_ok()) {
     const auto job = admit(request);
-    if (!job.is_ok()) return done(job.status(), {});
+    if (!job.is_ok()) return job.status();
     JobInfo info = job.value()->job_info();
     info.created = true;
-    return done(Status::ok(), info);
-  }
-  if (request.fresh) {
-    request.fresh = false;
-    return drop_job(held.value().job_id, false, [this, request, done](const Status& status) {
-      status.is_ok() ? open_job(request, done) : done(status, {});
-    });
+    return info;
   }
   Job& job = *find(held.value().job_id);
-  if (job.memory == nullptr) {
-    if (Status status = give_memory(job); !status.is_ok()) return done(status, {});
+  if (job.ending) {
+    return error(StatusCode::unavailable, "job ", job.name, " is being dropped; try again");
   }
-  done(Status::ok(), job.job_info());
+  if (job.memory == nullptr) {
+    // It was admitted to another pool, maybe: what is asked for now counts.
+    const uint64_t host_bytes_before = job.host_bytes;
+    if (request.host_bytes != 0) job.host_bytes = request.host_bytes;
+    if (Status status = give_memory(job); !status.is_ok()) {
+      job.host_bytes = host_bytes_before;
+      return status;
+    }
+  }
+  return job.job_info();
 }
 
 void ShardStore::drop_job(uint64_t job_id, bool force, Done done) {
@@ -217,6 +229,7 @@ void ShardStore::drop_job(uint64_t job_id, bool force, Done done) {
                       job->name,
                       " is being streamed over gRPC; try again when that has ended"));
   }
+  job->ending = true;
   while (!job->sessions.empty()) {
     const auto detached = detach(job->sessions.back()->session_id);
     MEMD_CHECK(detached.is_ok());
@@ -264,11 +277,20 @@ void ShardStore::add_to_pool(Segment old_segment) {
 Result<std::shared_ptr<Session>> ShardStore::attach(uint64_t job_id) {
   Job* const job = find(job_id);
   if (job == nullptr) return error(StatusCode::not_found, "there is no job with id ", job_id);
+  if (job->ending) {
+    return error(StatusCode::unavailable, "job ", job->name, " is being dropped; try again");
+  }
+  if (job->memory == nullptr) {
+    if (Status status = give_memory(*job); !status.is_ok()) return status;
+  }
   auto ring = ServerRing::create();
   if (!ring.is_ok()) return ring.status();
   const uint64_t session_id = session_id_next_++;
   auto session = std::make_shared<Session>(
-      Session{.session_id = session_id, .job_id = job_id, .ring = std::move(ring).value()});
+      Session{.session_id = session_id,
+              .job_id = job_id,
+              .ring = std::move(ring).value(),
+              .request_count_open = 0});
   job->sessions.push_back(session);
   sessions_[session_id] = session;
   return session;
@@ -337,10 +359,18 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   return leases_before - leases_after;
 }
 
+void ShardStore::detach_all() {
+  while (!sessions_.empty()) {
+    const auto detached = detach(sessions_.begin()->first);
+    MEMD_CHECK(detached.is_ok());
+  }
+}
+
 Result<std::pair<std::vector<ShardInfo>, bool>> ShardStore::declare(
     uint64_t session_id, const std::vector<ShardSpec>& specs) {
   const auto job = job_of(session_id);
   if (!job.is_ok()) return job.status();
+  settle_all(*job.value());
   auto infos = job.value()->declare(specs);
   if (!infos.is_ok()) return infos.status();
   return std::pair(std::move(infos).value(), job.value()->gradients_fit());
@@ -350,6 +380,9 @@ Result<std::pair<std::vector<ShardInfo>, bool>> ShardStore::declare(
 // ------------------------------------------------------------------------------------------------------------------------
 
 void ShardStore::lease(const LeaseRequest& request, LeaseReply reply) {
+  if (request.part > Part::gradient || request.mode > LeaseMode::overwrite) {
+    return reply(error(StatusCode::invalid_argument, "unknown part or mode of a lease"), {});
+  }
   const auto job = job_of(request.session_id);
   if (!job.is_ok()) return reply(job.status(), {});
   const Entry* const entry = job.value()->find_entry(request.shard_id, request.part);
@@ -445,22 +478,20 @@ ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
     }
     if (!written) return wait(concat("its first writer: ", job.describe(entry)));
   }
+  if (!reads && request.part == Part::gradient && shard.gradient_session == kSealedGradient) {
+    return wait(concat("the step that uses ", job.describe(entry)));
+  }
   if (entry.residency() == Residency::filling) {
     return wait(concat("the disk or an update: ", job.describe(entry), " is filling"));
   }
   if (entry.residency() == Residency::draining) {
     return wait(concat("the disk: ", job.describe(entry), " is draining"));
   }
-  const bool overwrites_bytes =
-      request.mode == LeaseMode::overwrite && entry.kind == EntryKind::bytes;
-  if (overwrites_bytes) {
-    // The old bytes stay what readers see until the new ones are whole.
-    if (entry.pending != nullptr) return wait(concat("another writer of ", job.describe(entry)));
-    entry.pending = make_room(job, entry.bytes, 1, !request.prefetch);
-    if (entry.pending == nullptr) return wait("room in the arena", Grant::waiting_for_space);
-    entry.pending_session = request.session_id;
-    reply_granted(job, waiter, *entry.pending);
-    return Grant::done;
+  if (!reads && entry.kind == EntryKind::bytes) {
+    const bool keeps_old_bytes = request.mode == LeaseMode::write && shard.written;
+    if (entry.is_resident() || !keeps_old_bytes) {
+      return grant_bytes_writer(job, waiter, entry, keeps_old_bytes);
+    }
   }
   if (entry.is_resident()) {
     const uint32_t pins = job.pins(*entry.slot, index);
@@ -473,7 +504,7 @@ ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
       }
       if (entry.task_count != 0) return wait(concat("an update of ", job.describe(entry)));
       auto copy = make_room(job, entry.bytes, entry.shard_count, true);
-      if (copy == nullptr) return wait("room in the arena", Grant::waiting_for_space);
+      if (copy == nullptr) return wait(std::string(kRoom), Grant::waiting_for_space);
       // Making room may have spilled it meanwhile, but not evicted it: it is leased.
       if (!entry.is_resident()) {
         job.free_slot(std::move(copy));
@@ -488,20 +519,27 @@ ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
       if (entry.residency() == Residency::clean)
         job.move(entry, Residency::clean, Residency::dirty);
       if (entry.kind == EntryKind::parameter) job.drop_cached_tiles(job.buckets[entry.owner]);
-      if (entry.kind == EntryKind::bytes) job.changed = true;
+      // What another step left there is no gradient to add to.
+      if (entry.kind == EntryKind::gradient && shard.gradient_session == 0 &&
+          request.mode == LeaseMode::write) {
+        std::byte* const slot = job.memory->arena().at(entry.slot->offset_bytes);
+        std::memset(slot + shard.offset_bytes(), 0, shard.bytes);
+      }
     }
     job.policy.used(entry.id);
     reply_granted(job, waiter, *entry.slot);
     return Grant::done;
   }
 
-  // Absent. A bucket of several shards keeps the bytes of the others.
+  // Absent. While a step replaces what lies on disk, nothing is fetched from there.
+  if (entry.task_count != 0) return wait(concat("an update of ", job.describe(entry)));
+  // A bucket of several shards keeps the bytes of the others.
   const bool needs_bytes = reads || request.mode == LeaseMode::write || entry.shard_count > 1;
   waiter.counted_as_miss = true;
   auto slot = make_room(job, entry.bytes, entry.shard_count, !request.prefetch);
   if (slot == nullptr) {
     if (request.prefetch) return refuse(error(StatusCode::capacity, "no room for a prefetch"));
-    return wait("room in the arena", Grant::waiting_for_space);
+    return wait(std::string(kRoom), Grant::waiting_for_space);
   }
   entry.slot = std::move(slot);
   job.move(entry, Residency::absent, Residency::filling);
@@ -516,6 +554,39 @@ ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
   return try_grant(job, waiter);
 }
 
+ShardStore::Grant ShardStore::grant_bytes_writer(Job& job,
+                                                 Waiter& waiter,
+                                                 Entry& entry,
+                                                 bool keeps_old_bytes) {
+  const auto wait = [&](std::string what, Grant grant) {
+    waiter.counted_as_miss = true;
+    waiter.waits_on = std::move(what);
+    return grant;
+  };
+  if (entry.pending != nullptr) {
+    return wait(concat("another writer of ", job.describe(entry)), Grant::waiting);
+  }
+  if (entry.task_count != 0) {
+    return wait(concat("a step that uses ", job.describe(entry)), Grant::waiting);
+  }
+  // Bytes that are to be copied must not make room for themselves.
+  if (keeps_old_bytes) ++entry.task_count;
+  auto slot = make_room(job, entry.bytes, 1, true);
+  if (keeps_old_bytes) --entry.task_count;
+  if (slot == nullptr) return wait(std::string(kRoom), Grant::waiting_for_space);
+  Arena& arena = job.memory->arena();
+  std::byte* const into = arena.at(slot->offset_bytes);
+  if (keeps_old_bytes) {
+    std::memcpy(into, arena.at(entry.slot->offset_bytes), entry.bytes);
+  } else if (waiter.request.mode == LeaseMode::write) {
+    std::memset(into, 0, entry.bytes);
+  }
+  entry.pending = std::move(slot);
+  entry.pending_session = waiter.request.session_id;
+  reply_granted(job, waiter, *entry.pending);
+  return Grant::done;
+}
+
 bool ShardStore::advance_leases(Job& job, JobQueues& queues) {
   bool progress = false;
   bool space_wanted = false;
@@ -524,7 +595,7 @@ bool ShardStore::advance_leases(Job& job, JobQueues& queues) {
     const uint64_t session_id = waiter.request.session_id;
     // Who came first gets room first; what is resident goes to anyone.
     Grant grant = Grant::waiting_for_space;
-    if (!space_wanted || waiter.waits_on != "room in the arena") grant = try_grant(job, waiter);
+    if (!space_wanted || waiter.waits_on != kRoom) grant = try_grant(job, waiter);
     if (grant == Grant::done) {
       it = queues.waiters.erase(it);
       progress = true;
@@ -643,7 +714,10 @@ bool ShardStore::spill(Job& job, uint64_t bytes) {
     job.counters.spilled_bytes += entry->bytes;
     write_back(
         job, *entry, std::make_shared<StepReport>(), [this, &job, entry](const Status& status) {
-          if (!status.is_ok()) fail_waiters(job, *entry, status);
+          if (status.is_ok()) return;
+          fail_waiters(job, *entry, status);
+          // Trying again at once would end the same way.
+          fail_waiters(job, [](const Waiter& it) { return it.waits_on == kRoom; }, status);
         });
   }
   return !victims.empty();
@@ -673,17 +747,24 @@ void ShardStore::fetch(Job& job, Entry& entry) {
   join->finish(Status::ok());
 }
 
-void ShardStore::fail_waiters(Job& job, const Entry& entry, const Status& status) {
+void ShardStore::fail_waiters(Job& job,
+                              const std::function<bool(const Waiter&)>& chosen,
+                              const Status& status) {
   auto& waiters = queues_.at(job.job_id).waiters;
   std::list<Waiter> failed;
   for (auto it = waiters.begin(); it != waiters.end();) {
     const auto next = std::next(it);
-    if (job.find_entry(it->request.shard_id, it->request.part) == &entry) {
-      failed.splice(failed.end(), waiters, it);
-    }
+    if (chosen(*it)) failed.splice(failed.end(), waiters, it);
     it = next;
   }
   for (Waiter& waiter : failed) waiter.reply(status, {});
+}
+
+void ShardStore::fail_waiters(Job& job, const Entry& entry, const Status& status) {
+  const auto waits_for_it = [&](const Waiter& waiter) {
+    return job.find_entry(waiter.request.shard_id, waiter.request.part) == &entry;
+  };
+  fail_waiters(job, waits_for_it, status);
 }
 
 void ShardStore::release_service_lease(uint64_t job_id, const LeaseGrant& grant, bool discard) {
@@ -756,45 +837,76 @@ Status ShardStore::drop_gradients(uint64_t session_id, const std::vector<uint32_
   return Status::ok();
 }
 
-Result<bool> ShardStore::delete_shard(uint64_t session_id, const std::string& name) {
-  const auto job = job_of(session_id);
-  if (!job.is_ok()) return job.status();
-  const auto found = job.value()->shard_ids.find(name);
-  if (found == job.value()->shard_ids.end()) return false;
-  const Shard& shard = job.value()->shards[found->second];
-  if (shard.spec.kind == ShardKind::parameter) {
-    return error(StatusCode::invalid_argument,
-                 "shard ",
-                 job.value()->name,
-                 "/",
-                 name,
-                 " is a parameter; drop the job, or start over with connect(fresh=True)");
-  }
-  job.value()->settle_pending(*shard.value);
-  const bool busy =
-      shard.value->task_count != 0 || shard.value->residency() == Residency::filling ||
-      shard.value->residency() == Residency::draining || shard.value->pending != nullptr;
-  if (busy) {
-    return error(StatusCode::unavailable,
-                 "shard ",
-                 job.value()->name,
-                 "/",
-                 name,
-                 " is being moved; try again");
-  }
+void ShardStore::delete_shard(uint64_t session_id,
+                              const std::string& name,
+                              const std::function<void(Result<bool>)>& done) {
+  const auto owner = job_of(session_id);
+  if (!owner.is_ok()) return done(owner.status());
+  Job& job = *owner.value();
+  const auto found = job.shard_ids.find(name);
+  if (found == job.shard_ids.end()) return done(false);
   const uint32_t shard_id = found->second;
-  fail_waiters(
-      *job.value(), *shard.value, error(StatusCode::not_found, "shard ", name, " was deleted"));
-  job.value()->remove(shard_id, extents_);
-  return true;
+  if (job.shards[shard_id].spec.kind == ShardKind::parameter) {
+    return done(error(StatusCode::invalid_argument,
+                      "shard ",
+                      job.name,
+                      "/",
+                      name,
+                      " is a parameter; drop the job, or start over with connect(fresh=True)"));
+  }
+  Entry* const entry = job.shards[shard_id].value;
+  job.settle_pending(*entry);
+  if (entry->pending != nullptr) {
+    return done(error(StatusCode::invalid_argument,
+                      "shard ",
+                      job.name,
+                      "/",
+                      name,
+                      " is still being written; let go of the tensor first"));
+  }
+  const auto still = [entry] {
+    return entry->task_count == 0 && entry->residency() != Residency::filling &&
+           entry->residency() != Residency::draining;
+  };
+  const auto remove = [this, &job, name, done] {
+    // It may have gone, or come back under the same name, while its bytes were being moved.
+    const auto again = job.shard_ids.find(name);
+    if (again == job.shard_ids.end()) return done(false);
+    fail_waiters(job,
+                 *job.shards[again->second].value,
+                 error(StatusCode::not_found, "shard ", job.name, "/", name, " was deleted"));
+    job.remove(again->second, extents_);
+    done(true);
+  };
+  if (still()) return remove();
+  when(
+      job,
+      [&job, name, still, entry] {
+        const auto again = job.shard_ids.find(name);
+        return again == job.shard_ids.end() || job.shards[again->second].value != entry || still();
+      },
+      [&job, name, entry, remove, session_id, done, this] {
+        const auto again = job.shard_ids.find(name);
+        if (again == job.shard_ids.end() || job.shards[again->second].value == entry)
+          return remove();
+        delete_shard(session_id, name, done);
+      });
 }
 
 // ---- Turning
 // -----------------------------------------------------------------------------------------------------------------------
 
-void ShardStore::serve(Session& session) {
-  while (const auto polled = session.ring.poll()) {
+bool ShardStore::serve(Session& session) {
+  // At most one ring a turn: a client that never stops asking has no thread of ours to itself.
+  uint32_t count = 0;
+  for (; count < kRingEntries; ++count) {
+    const auto polled = session.ring.poll();
+    if (!polled) break;
     const Request& request = *polled;
+    if (session.request_count_open >= kOpenRequestsMax) {
+      session.ring.refuse_client();
+      break;
+    }
     const bool known = request.opcode == Opcode::lease || request.opcode == Opcode::prefetch;
     const bool valid =
         known && request.part <= Part::gradient && request.mode <= LeaseMode::overwrite;
@@ -808,6 +920,7 @@ void ShardStore::serve(Session& session) {
       continue;
     }
     const bool prefetch = request.opcode == Opcode::prefetch;
+    ++session.request_count_open;
     lease({.session_id = session_id,
            .shard_id = request.shard_id,
            .part = request.part,
@@ -818,7 +931,9 @@ void ShardStore::serve(Session& session) {
           [this, session_id, prefetch, request_id = request.request_id](const Status& status,
                                                                         const LeaseGrant& grant) {
             const auto found = sessions_.find(session_id);
-            if (prefetch || found == sessions_.end()) return;
+            if (found == sessions_.end()) return;
+            --found->second->request_count_open;
+            if (prefetch) return;
             Completion completion{};
             completion.request_id = request_id;
             if (status.is_ok()) {
@@ -830,13 +945,14 @@ void ShardStore::serve(Session& session) {
             found->second->ring.publish(completion, status);
           });
   }
+  return count > 0;
 }
 
 bool ShardStore::advance() {
   bool progress = false;
   std::vector<uint64_t> broken;
   for (const auto& [session_id, session] : sessions_) {
-    serve(*session);
+    progress |= serve(*session);
     if (session->ring.broken()) broken.push_back(session_id);
   }
   for (const uint64_t session_id : broken) {

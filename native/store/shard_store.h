@@ -94,10 +94,11 @@ class ShardStore {
   /// At start: jobs of the newest valid superblock. They hold no memory until somebody attaches.
   Status load(const std::function<void()>& turn);
 
-  void open_job(OpenJobRequest request, std::function<void(const Status&, const JobInfo&)> done);
+  /// Finds the job or admits it; who wants it `fresh` drops it first.
+  Result<JobInfo> open_job(const OpenJobRequest& request);
   Result<JobInfo> find_job(const std::string& name) const;
   std::vector<JobInfo> jobs() const;
-  Result<std::vector<ShardInfo>> shards(uint64_t job_id) const;
+  Result<std::vector<ShardInfo>> shards(uint64_t job_id);
   /// Refused while sessions are attached, unless `force`. The memory it held is handed to
   /// `released` for the pool.
   void drop_job(uint64_t job_id, bool force, Done done);
@@ -111,6 +112,7 @@ class ShardStore {
   /// Drops the session's leases, its unsealed gradients and what it had half written; returns how
   /// many leases there were.
   Result<uint32_t> detach(uint64_t session_id);
+  void detach_all();
   Result<Job*> job_of(uint64_t session_id) const;
 
   Result<std::pair<std::vector<ShardInfo>, bool>> declare(uint64_t session_id,
@@ -118,8 +120,10 @@ class ShardStore {
   void lease(const LeaseRequest& request, LeaseReply reply);
   void release_service_lease(uint64_t job_id, const LeaseGrant& grant, bool discard);
   Status drop_gradients(uint64_t session_id, const std::vector<uint32_t>& shard_ids);
-  /// False where there is no such shard.
-  Result<bool> delete_shard(uint64_t session_id, const std::string& name);
+  /// Removes a blob, once it stands still; false where there is no such shard.
+  void delete_shard(uint64_t session_id,
+                    const std::string& name,
+                    const std::function<void(Result<bool>)>& done);
 
   void step(StepRequest request, StepDone done);
   void sync(uint64_t session_id, StepDone done);
@@ -173,18 +177,27 @@ class ShardStore {
   struct StepState;
 
   Job* find(uint64_t job_id) const;
+  /// Every overwrite that is over takes effect, so that what is told of shards holds.
+  void settle_all(Job& job);
   Result<Job*> admit(const OpenJobRequest& request);
   Status give_memory(Job& job);
   uint64_t nvme_bytes_free() const;
 
-  void serve(Session& session);
+  /// True where there was a request.
+  bool serve(Session& session);
   bool advance_leases(Job& job, JobQueues& queues);
   Grant try_grant(Job& job, Waiter& waiter);
+  /// Writers of blobs and buffers get a slot of their own, which takes the old one's place once it
+  /// is given back: readers see the old bytes or the new ones, whatever happens to the writer.
+  Grant grant_bytes_writer(Job& job, Waiter& waiter, Entry& entry, bool keeps_old_bytes);
   void reply_granted(Job& job, Waiter& waiter, Slot& slot);
   std::unique_ptr<Slot> make_room(Job& job, uint64_t bytes, uint32_t pin_count, bool may_spill);
   bool evict_one(Job& job);
   bool spill(Job& job, uint64_t bytes);
   void fetch(Job& job, Entry& entry);
+  void fail_waiters(Job& job,
+                    const std::function<bool(const Waiter&)>& chosen,
+                    const Status& status);
   void fail_waiters(Job& job, const Entry& entry, const Status& status);
   void discard_half_written(Job& job, const Session& session);
 
@@ -195,19 +208,25 @@ class ShardStore {
 
   /// Runs `then` when `holds` does, now or in a later advance().
   void when(Job& job, std::function<bool()> holds, std::function<void()> then);
+  void submit_when_still(const std::shared_ptr<TileTask>& task);
   void drop_gradients_of(Job& job, const std::function<bool(const Shard&)>& chosen);
   void drop_now(Job& job, const Done& done);
   /// `start` runs with ok when it is its turn, or with the reason why that never comes.
   void enqueue(Job& job, std::function<void(const Status&)> start);
   void end_operation(uint64_t job_id);
   Status check_step(Job& job, const StepRequest& request) const;
+  Status check_staged(Job& job, const StepRequest& request) const;
+  Status check_start(const StepState& state) const;
   void start_step(const std::shared_ptr<StepState>& state);
+  void hold_entries(StepState& state);
+  void let_go_of_entries(StepState& state);
   Status swap_staged_buffers(const std::shared_ptr<StepState>& state);
   void update_buckets(const std::shared_ptr<StepState>& state);
   void update_bucket(const std::shared_ptr<StepState>& state,
                      Bucket& bucket,
                      const std::shared_ptr<Join>& join);
   void finish_updates(const std::shared_ptr<StepState>& state, const Status& status);
+  void drop_staged(const StepState& state);
   void unseal(const StepState& state);
   void undo_step(const std::shared_ptr<StepState>& state);
   void commit_step(const std::shared_ptr<StepState>& state);

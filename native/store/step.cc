@@ -11,9 +11,6 @@
 namespace memd {
 namespace {
 
-/// Marks a gradient that belongs to a step: no session's end drops it.
-constexpr uint64_t kSealed = ~uint64_t{0};
-
 /// Elements `begin` to `end` of a tile, with one group's scalars.
 struct Span {
   uint64_t begin = 0;
@@ -72,9 +69,12 @@ struct ShardStore::StepState {
   bool is_step = false;
   /// shard id → its group, for the shards of this step.
   std::unordered_map<uint32_t, size_t> group_of;
-  std::vector<std::vector<AdamScalars>> scalars;
   std::set<uint32_t> buckets;
+  /// What the step reads and replaces: nobody fetches, writes or evicts it before the step ended.
+  std::vector<Entry*> held;
+  bool updating = false;
   bool swapped = false;
+  std::vector<bool> buffer_was_written;  // of each staged buffer's target
 };
 
 // ---- Writeback
@@ -124,6 +124,8 @@ void ShardStore::write_back_all(Job& job, const std::shared_ptr<StepReport>& rep
     job.settle_pending(*entry);
     if (entry->residency() != Residency::dirty || entry->tier != Tier::nvme) continue;
     if (entry->replicas.empty()) continue;
+    // What a staged buffer replaced goes as soon as the step is committed.
+    if (entry->kind == EntryKind::bytes && !job.shards[entry->owner].written) continue;
     write_back(job, *entry, report, join->branch());
   }
   join->finish(Status::ok());
@@ -188,6 +190,11 @@ Status ShardStore::check_step(Job& job, const StepRequest& request) const {
       }
     }
   }
+  return check_staged(job, request);
+}
+
+Status ShardStore::check_staged(Job& job, const StepRequest& request) const {
+  std::set<uint32_t> seen;
   for (const auto& [staged, buffer] : request.staged_buffers) {
     const bool known = staged < job.shards.size() && buffer < job.shards.size() &&
                        staged != buffer && !job.shards[staged].deleted &&
@@ -195,6 +202,16 @@ Status ShardStore::check_step(Job& job, const StepRequest& request) const {
     if (!known)
       return error(
           StatusCode::not_found, "job ", job.name, " has no buffers ", staged, ", ", buffer);
+    if (!seen.insert(staged).second || !seen.insert(buffer).second) {
+      return error(StatusCode::invalid_argument,
+                   "buffers ",
+                   job.shards[staged].spec.name,
+                   " and ",
+                   job.shards[buffer].spec.name,
+                   " of job ",
+                   job.name,
+                   ": one of them is named twice in a step");
+    }
     const ShardSpec& from = job.shards[staged].spec;
     const ShardSpec& to = job.shards[buffer].spec;
     if (from.kind != ShardKind::buffer || to.kind != ShardKind::buffer || from.dtype != to.dtype ||
@@ -225,7 +242,7 @@ void ShardStore::step(StepRequest request, StepDone done) {
     for (const uint32_t shard_id : request.groups[group].shard_ids) {
       state->group_of[shard_id] = group;
       state->buckets.insert(job.shards[shard_id].bucket);
-      job.shards[shard_id].gradient_session = kSealed;
+      job.shards[shard_id].gradient_session = kSealedGradient;
     }
   }
   state->request = std::move(request);
@@ -254,49 +271,83 @@ void ShardStore::sync_job(uint64_t job_id, StepDone done) {
   });
 }
 
-void ShardStore::start_step(const std::shared_ptr<StepState>& state) {
-  Job& job = *state->job;
+Status ShardStore::check_start(const StepState& state) const {
+  if (!extents_.broken().is_ok()) {
+    return Status(StatusCode::device,
+                  concat("an earlier write failed, so that nothing is committed until the daemon is "
+                         "restarted: ",
+                         extents_.broken().message()),
+                  extents_.broken().error_number());
+  }
   // What a writer still holds is not whole: it can't be part of what is committed.
+  const Job& job = *state.job;
   for (const auto& entry : job.entries) {
     if (entry == nullptr || entry->kind != EntryKind::parameter || entry->slot == nullptr) continue;
     if (!job.has_writer(*entry->slot)) continue;
-    unseal(*state);
-    return finish_step(state,
-                       error(StatusCode::invalid_argument,
-                             "shard ",
-                             job.describe(*entry),
-                             " is still leased for writing; let go of the tensor first"));
+    return error(StatusCode::invalid_argument,
+                 "shard ",
+                 job.describe(*entry),
+                 " is still leased for writing; let go of the tensor first");
   }
+  return Status::ok();
+}
+
+void ShardStore::start_step(const std::shared_ptr<StepState>& state) {
   const auto settled = [state] {
-    Job& its = *state->job;
+    const Job& its = *state->job;
     const auto still = [](const Entry& entry) {
       return entry.task_count == 0 && entry.residency() != Residency::filling &&
              entry.residency() != Residency::draining;
     };
     for (const auto& entry : its.entries) {
-      if (entry != nullptr && entry->kind != EntryKind::gradient && !still(*entry)) return false;
+      if (entry == nullptr || entry->kind == EntryKind::gradient) continue;
+      // A parameter that this step does not touch may well be fetched meanwhile.
+      const bool fetched_only =
+          entry->kind == EntryKind::parameter && !state->buckets.contains(entry->owner);
+      if (fetched_only ? entry->residency() == Residency::draining : !still(*entry)) return false;
     }
     return std::all_of(state->buckets.begin(), state->buckets.end(), [&](uint32_t index) {
       return still(*its.buckets[index].gradient);
     });
   };
-  // Gradients of this step stay where they are, so that updates can read them there.
-  when(job, settled, [this, state] {
-    Job& its = *state->job;
-    for (const uint32_t index : state->buckets) ++its.buckets[index].gradient->task_count;
-    Status status = swap_staged_buffers(state);
+  when(*state->job, settled, [this, state] {
+    Status status = check_start(*state);
+    if (status.is_ok()) status = check_staged(*state->job, state->request);
     if (!status.is_ok()) return finish_updates(state, status);
-    write_back_all(its, state->report, [this, state](const Status& written) {
+    hold_entries(*state);
+    status = swap_staged_buffers(state);
+    if (!status.is_ok()) return finish_updates(state, status);
+    write_back_all(*state->job, state->report, [this, state](const Status& written) {
       written.is_ok() ? update_buckets(state) : finish_updates(state, written);
     });
   });
+}
+
+void ShardStore::hold_entries(StepState& state) {
+  Job& job = *state.job;
+  for (const uint32_t index : state.buckets) {
+    state.held.push_back(job.buckets[index].value);
+    state.held.push_back(job.buckets[index].gradient);
+  }
+  for (const auto& [staged_id, buffer_id] : state.request.staged_buffers) {
+    state.held.push_back(job.shards[staged_id].value);
+    state.held.push_back(job.shards[buffer_id].value);
+  }
+  for (Entry* const entry : state.held) ++entry->task_count;
+}
+
+void ShardStore::let_go_of_entries(StepState& state) {
+  for (Entry* const entry : state.held) --entry->task_count;
+  state.held.clear();
 }
 
 Status ShardStore::swap_staged_buffers(const std::shared_ptr<StepState>& state) {
   Job& job = *state->job;
   for (const auto& [staged_id, buffer_id] : state->request.staged_buffers) {
     Shard& staged = job.shards[staged_id];
+    Shard& buffer = job.shards[buffer_id];
     job.settle_pending(*staged.value);
+    job.settle_pending(*buffer.value);
     if (!staged.written || staged.value->pending != nullptr) {
       return error(StatusCode::invalid_argument,
                    "shard ",
@@ -305,29 +356,45 @@ Status ShardStore::swap_staged_buffers(const std::shared_ptr<StepState>& state) 
                    staged.spec.name,
                    " was not put yet");
     }
+    if (buffer.value->pending != nullptr) {
+      return error(StatusCode::invalid_argument,
+                   "shard ",
+                   job.name,
+                   "/",
+                   buffer.spec.name,
+                   " is still leased for writing; let go of the tensor first");
+    }
   }
   for (const auto& [staged_id, buffer_id] : state->request.staged_buffers) {
     Shard& staged = job.shards[staged_id];
     Shard& buffer = job.shards[buffer_id];
-    job.settle_pending(*buffer.value);
+    state->buffer_was_written.push_back(buffer.written);
     std::swap(staged.value, buffer.value);
     std::swap(staged.value->owner, buffer.value->owner);
     buffer.written = true;
     staged.written = false;
-    Entry& old = *staged.value;
-    if (old.is_resident()) job.move(old, old.residency(), Residency::absent);
-    if (old.slot != nullptr) job.retire_slot(std::move(old.slot));
-    for (Replica& replica : old.replicas) {
-      if (replica.extent.exists()) job.release(replica, extents_);
-    }
     job.changed = true;
   }
   state->swapped = true;
   return Status::ok();
 }
 
+void ShardStore::drop_staged(const StepState& state) {
+  Job& job = *state.job;
+  for (const auto& [staged_id, buffer_id] : state.request.staged_buffers) {
+    Entry& old = *job.shards[staged_id].value;
+    if (old.is_resident()) job.move(old, old.residency(), Residency::absent);
+    if (old.slot != nullptr) job.retire_slot(std::move(old.slot));
+    for (Replica& replica : old.replicas) {
+      if (replica.extent.exists()) job.release(replica, extents_);
+    }
+  }
+}
+
 void ShardStore::update_buckets(const std::shared_ptr<StepState>& state) {
   Job& job = *state->job;
+  job.begin_update();
+  state->updating = true;
   auto join = Join::start([this, state](const Status& status) { finish_updates(state, status); });
   for (const uint32_t index : state->buckets) update_bucket(state, job.buckets[index], join);
   join->finish(Status::ok());
@@ -338,6 +405,7 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
                                const std::shared_ptr<Join>& join) {
   Job& job = *state->job;
   Entry& value = *bucket.value;
+  if (value.bytes == 0) return;  // empty tensors only
   bool in_place = value.residency() == Residency::clean;
   if (in_place && job.is_pinned(*value.slot)) {
     // A live view is never written: the new parameter goes elsewhere.
@@ -395,10 +463,7 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
 }
 
 void ShardStore::finish_updates(const std::shared_ptr<StepState>& state, const Status& status) {
-  Job& job = *state->job;
-  for (const uint32_t index : state->buckets) --job.buckets[index].gradient->task_count;
   if (status.is_ok()) return commit_step(state);
-
   undo_step(state);
   finish_step(state, status);
 }
@@ -407,35 +472,47 @@ void ShardStore::unseal(const StepState& state) {
   for (const auto& [shard_id, group] : state.group_of) {
     state.job->shards[shard_id].gradient_session = state.request.session_id;
   }
+  // A session that has ended meanwhile tries no second time.
+  if (sessions_.contains(state.request.session_id)) return;
+  drop_gradients_of(*state.job, [&](const Shard& shard) {
+    return shard.gradient_session == state.request.session_id;
+  });
 }
 
 void ShardStore::undo_step(const std::shared_ptr<StepState>& state) {
   // N stays: nothing of N + 1 may be seen.
   Job& job = *state->job;
-  job.drop_all_cached_tiles();
-  for (const uint32_t index : state->buckets) {
-    Entry& value = *job.buckets[index].value;
-    if (value.residency() == Residency::filling)
-      job.move(value, Residency::filling, Residency::absent);
-    if (value.is_resident()) job.move(value, value.residency(), Residency::absent);
-    if (value.slot != nullptr) job.retire_slot(std::move(value.slot));
+  let_go_of_entries(*state);
+  if (state->updating) {
+    job.drop_all_cached_tiles();
+    for (const uint32_t index : state->buckets) {
+      Entry& value = *job.buckets[index].value;
+      if (value.bytes == 0) continue;
+      if (value.residency() == Residency::filling)
+        job.move(value, Residency::filling, Residency::absent);
+      if (value.is_resident()) job.move(value, value.residency(), Residency::absent);
+      if (value.slot != nullptr) job.retire_slot(std::move(value.slot));
+    }
+    job.roll_back(extents_);
   }
   if (state->swapped) {
-    for (const auto& [staged_id, buffer_id] : state->request.staged_buffers) {
+    for (size_t i = 0; i < state->request.staged_buffers.size(); ++i) {
+      const auto& [staged_id, buffer_id] = state->request.staged_buffers[i];
       Shard& staged = job.shards[staged_id];
       Shard& buffer = job.shards[buffer_id];
       std::swap(staged.value, buffer.value);
       std::swap(staged.value->owner, buffer.value->owner);
       staged.written = true;
+      buffer.written = state->buffer_was_written[i];
     }
   }
-  job.roll_back(extents_);
   unseal(*state);
 }
 
 void ShardStore::commit_step(const std::shared_ptr<StepState>& state) {
   Job& job = *state->job;
   if (!state->is_step && !job.changed && state->report->written_bytes == 0) {
+    let_go_of_entries(*state);
     return finish_step(state, Status::ok());
   }
   for (const auto& [shard_id, group] : state->group_of) ++job.shards[shard_id].generation;
@@ -448,9 +525,12 @@ void ShardStore::commit_step(const std::shared_ptr<StepState>& state) {
       if (state->is_step) --its.committed_step;
       // Where it was a write that failed, whether N or N + 1 is on disk is not known: every further
       // commit is refused, and a restart finds out.
+      its.changed = true;
       undo_step(state);
       return finish_step(state, status);
     }
+    let_go_of_entries(*state);
+    drop_staged(*state);
     for (const uint32_t index : state->buckets) {
       Entry& value = *its.buckets[index].value;
       if (value.residency() == Residency::filling)
@@ -523,6 +603,15 @@ Result<MomentsPlace> find_moments(Job& job, const MomentsRequest& request) {
 
 }  // namespace
 
+void ShardStore::submit_when_still(const std::shared_ptr<TileTask>& task) {
+  // A spill in flight replaces the same extents.
+  const Entry* const entry = task->entry;
+  when(
+      *task->job,
+      [entry] { return entry->task_count == 0 && entry->residency() != Residency::draining; },
+      [this, task] { tiles_.submit(std::move(*task)); });
+}
+
 void ShardStore::read_moments(
     const MomentsRequest& request,
     std::function<void(const Status&, std::vector<float>, std::vector<float>)> done) {
@@ -538,7 +627,8 @@ void ShardStore::read_moments(
     }
     auto exp_avg = std::make_shared<std::vector<float>>(request.element_count);
     auto exp_avg_sq = std::make_shared<std::vector<float>>(request.element_count);
-    TileTask task;
+    auto task_at = std::make_shared<TileTask>();
+    TileTask& task = *task_at;
     task.job = job;
     task.entry = place.value().bucket->value;
     task.bucket = place.value().bucket;
@@ -554,7 +644,7 @@ void ShardStore::read_moments(
       done(status, std::move(*exp_avg), std::move(*exp_avg_sq));
       end_operation(job->job_id);
     };
-    tiles_.submit(std::move(task));
+    submit_when_still(task_at);
   });
 }
 
@@ -580,7 +670,8 @@ void ShardStore::write_moments(const MomentsRequest& request,
                        : place.status());
               return end_operation(job->job_id);
             }
-            TileTask task;
+            auto task_at = std::make_shared<TileTask>();
+            TileTask& task = *task_at;
             task.job = job;
             task.entry = place.value().bucket->value;
             task.bucket = place.value().bucket;
@@ -600,7 +691,7 @@ void ShardStore::write_moments(const MomentsRequest& request,
               done(status);
               end_operation(job->job_id);
             };
-            tiles_.submit(std::move(task));
+            submit_when_still(task_at);
           });
 }
 

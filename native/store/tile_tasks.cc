@@ -91,7 +91,7 @@ bool TileTasks::try_start(TileTask& task) {
   bytes.value_bytes = task.entry->replica_bytes(task.index);
   if (task.reads_rest || task.writes_rest) bytes.rest_bytes = task.bucket->rest_bytes(task.index);
   if (task.bucket != nullptr) bytes.elements = task.bucket->tile_elements(task.index);
-  const bool gradient_spilled = task.gradient != nullptr && task.gradient->slot == nullptr;
+  const bool gradient_spilled = task.gradient != nullptr && !task.gradient->is_resident();
   if (gradient_spilled) running->gradient_bytes = bytes.value_bytes;
 
   Arena& side = job.memory->private_side();

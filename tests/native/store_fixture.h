@@ -1,0 +1,383 @@
+// A ShardStore over devices in memory, turned by hand: what tests of leases, steps and commits
+// share.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <sys/eventfd.h>
+
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "arena/pool.h"
+#include "base/units.h"
+#include "io/memory_queue.h"
+#include "optim/adam_variants.h"
+#include "store/shard_store.h"
+
+namespace memd::testing {
+
+/// Whoever makes a second store on the same disk starts the daemon again on what is there. Every
+/// operation is recorded in the order of its submission.
+class DiskQueue final : public IoQueue {
+ public:
+  DiskQueue(std::shared_ptr<MemoryDisk> disk, const MemoryQueueOptions& options)
+      : disk_(std::move(disk)), queue_(options) {}
+
+  struct Operation {
+    IoKind kind;
+    uint64_t offset_bytes;
+    uint64_t length_bytes;
+  };
+
+  std::string_view name() const override { return queue_.name(); }
+  uint16_t add_device(OwnedFd, std::string path) override {
+    return queue_.add_disk(disk_, std::move(path));
+  }
+  void add_memory(std::span<std::byte> memory) override { queue_.add_memory(memory); }
+  void remove_memory(std::span<std::byte> memory) override { queue_.remove_memory(memory); }
+  void submit(IoRequest request) override {
+    operations.push_back({request.kind, request.offset_bytes, request.data.size()});
+    if (before_submit) before_submit(operations.back());
+    queue_.submit(std::move(request));
+  }
+  size_t reap() override { return queue_.reap(); }
+  IoQueueStatistics statistics() const override { return queue_.statistics(); }
+  IoDeviceStatistics device_statistics(uint16_t device) const override {
+    return queue_.device_statistics(device);
+  }
+
+  MemoryQueue& memory() { return queue_; }
+  std::vector<Operation> operations;
+  std::function<void(const Operation&)> before_submit;
+
+ private:
+  std::shared_ptr<MemoryDisk> disk_;
+  MemoryQueue queue_;
+};
+
+inline constexpr uint64_t kDiskBytes = 64_MiB;
+inline constexpr uint64_t kSegmentBytes = 2_MiB;
+inline constexpr uint64_t kFloorSegments = kPrivateFloorBytes / kSegmentBytes;
+/// The disk's quota of a job in these tests.
+inline constexpr uint64_t kQuotaBytes = 50_MiB;
+
+/// The newest valid superblock of the disk, or that of a new volume.
+inline Superblock newest_superblock(std::span<const std::byte> disk) {
+  Superblock newest;
+  newest.volume_count = 1;
+  newest.volume_bytes = disk.size();
+  for (const uint64_t pair : {0, 1}) {
+    for (const uint64_t offset_bytes : superblock_pair_offsets(pair, disk.size())) {
+      const auto decoded =
+          decode_superblock(disk.subspan(offset_bytes, kSuperblockBytes), offset_bytes);
+      if (decoded.is_ok() && decoded.value().sequence > newest.sequence) newest = decoded.value();
+    }
+  }
+  return newest;
+}
+
+struct Held {
+  Status status;
+  LeaseGrant grant;
+  uint64_t session_id = 0;
+  bool is_ok() const { return status.is_ok(); }
+  template <typename T>
+  std::span<T> as() const {
+    return {reinterpret_cast<T*>(grant.data), grant.length_bytes / sizeof(T)};
+  }
+};
+
+/// One run of the daemon's heart. Destroying it is an orderly end without a last sync.
+class Heart {
+ public:
+  explicit Heart(std::shared_ptr<MemoryDisk> disk, uint64_t segment_count = kFloorSegments + 8)
+      : wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+        io_(disk, {.depth = 32, .wake_fd = wake_.get(), .automatic = true}),
+        extents_(io_, volume_set(*disk)),
+        workers_(2, wake_.get()) {
+    auto pool = Pool::create({.bytes = segment_count * kSegmentBytes,
+                              .segment_bytes = kSegmentBytes,
+                              .huge_pages = false,
+                              .lock = LockMode::wanted});
+    EXPECT_TRUE(pool.is_ok()) << pool.status().message();
+    pool_ = std::move(pool).value();
+    store_ = std::make_unique<ShardStore>(ShardStoreParts{
+        .pool = *pool_, .io = io_, .extents = extents_, .workers = workers_, .clock = clock});
+    loaded = store_->load([this] { io_.reap(); });
+  }
+  ~Heart() {
+    io_.memory().clear_faults();
+    io_.memory().release_stalled();
+    store_->detach_all();
+    store_->give_up_waiting();
+    EXPECT_TRUE(until([this] { return store_->is_idle(); }));
+    store_.reset();
+  }
+
+  ShardStore& store() { return *store_; }
+  DiskQueue& io() { return io_; }
+  MemoryQueue& faults() { return io_.memory(); }
+  ExtentStore& extents() { return extents_; }
+
+  bool turn() {
+    const bool reaped = io_.reap() + workers_.reap() > 0;
+    return store_->advance() || reaped;
+  }
+  /// Turns until `holds`; false where it does not within 20 s.
+  bool until(const std::function<bool()>& holds) {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (!holds()) {
+      if (!turn()) std::this_thread::yield();
+      if (std::chrono::steady_clock::now() > end) return false;
+    }
+    return true;
+  }
+  void turns(int count = 50) {
+    for (int i = 0; i < count; ++i) {
+      turn();
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
+
+  uint64_t open(const std::string& name,
+                uint64_t arena_segments = 8,
+                uint64_t nvme_bytes = kQuotaBytes) {
+    const auto job = store_->open_job({.name = name,
+                                       .uid = 1000,
+                                       .host_bytes = (kFloorSegments + arena_segments) *
+                                                     kSegmentBytes,
+                                       .nvme_bytes = nvme_bytes,
+                                       .fresh = false});
+    EXPECT_TRUE(job.is_ok()) << job.status().message();
+    return job.is_ok() ? job.value().job_id : 0;
+  }
+  uint64_t attach(uint64_t job_id) {
+    const auto session = store_->attach(job_id);
+    EXPECT_TRUE(session.is_ok()) << session.status().message();
+    return session.is_ok() ? session.value()->session_id : 0;
+  }
+  Job& job(uint64_t session_id) { return *store_->job_of(session_id).value(); }
+  std::vector<uint32_t> declare(uint64_t session_id, const std::vector<ShardSpec>& specs) {
+    const auto infos = store_->declare(session_id, specs);
+    EXPECT_TRUE(infos.is_ok()) << infos.status().message();
+    std::vector<uint32_t> ids;
+    if (!infos.is_ok()) return ids;
+    for (const ShardInfo& info : infos.value().first) ids.push_back(info.shard_id);
+    return ids;
+  }
+
+  /// Asks and returns at once; `*answer` is there when the store has answered.
+  std::shared_ptr<std::optional<Held>> ask(const LeaseRequest& request) {
+    auto answer = std::make_shared<std::optional<Held>>();
+    store_->lease(request,
+                  [answer, id = request.session_id](const Status& status, const LeaseGrant& grant) {
+                    *answer = Held{.status = status, .grant = grant, .session_id = id};
+                  });
+    return answer;
+  }
+  std::shared_ptr<std::optional<Held>> ask(uint64_t session_id,
+                                           uint32_t shard_id,
+                                           LeaseMode mode = LeaseMode::read,
+                                           Part part = Part::value) {
+    return ask({.session_id = session_id,
+                .shard_id = shard_id,
+                .part = part,
+                .mode = mode,
+                .timeout_ns = 60'000'000'000,
+                .for_service = false,
+                .prefetch = false});
+  }
+  Held lease(uint64_t session_id,
+             uint32_t shard_id,
+             LeaseMode mode = LeaseMode::read,
+             Part part = Part::value) {
+    const auto answer = ask(session_id, shard_id, mode, part);
+    if (!until([&] { return answer->has_value(); })) {
+      ADD_FAILURE() << "no answer to a lease of shard " << shard_id;
+      return {.status = error(StatusCode::deadline, "no answer"), .grant = {}, .session_id = 0};
+    }
+    return **answer;
+  }
+  /// What the client's deleter does.
+  void release(const Held& held) {
+    const auto found = store_->sessions().find(held.session_id);
+    if (found == store_->sessions().end()) return;
+    found->second->ring.add_pin(held.grant.slot->pin_first + held.grant.index,
+                                ~held.grant.pin + 1);
+  }
+
+  template <typename T>
+  void write(uint64_t session_id,
+             uint32_t shard_id,
+             const std::vector<T>& values,
+             Part part = Part::value,
+             LeaseMode mode = LeaseMode::overwrite) {
+    const Held held = lease(session_id, shard_id, mode, part);
+    ASSERT_TRUE(held.is_ok()) << held.status.message();
+    ASSERT_EQ(held.as<T>().size(), values.size());
+    std::copy(values.begin(), values.end(), held.as<T>().begin());
+    release(held);
+  }
+  template <typename T>
+  std::vector<T> read(uint64_t session_id, uint32_t shard_id, Part part = Part::value) {
+    const Held held = lease(session_id, shard_id, LeaseMode::read, part);
+    EXPECT_TRUE(held.is_ok()) << held.status.message();
+    if (!held.is_ok()) return {};
+    std::vector<T> values(held.as<T>().begin(), held.as<T>().end());
+    release(held);
+    return values;
+  }
+  /// Leases and lets go, so that others are evicted or spilled for it.
+  void touch(uint64_t session_id, uint32_t shard_id) {
+    const Held held = lease(session_id, shard_id);
+    ASSERT_TRUE(held.is_ok()) << held.status.message();
+    release(held);
+  }
+
+  std::pair<Status, StepReport> step(const StepRequest& request) {
+    std::optional<std::pair<Status, StepReport>> answer;
+    store_->step(request, [&](const Status& status, const StepReport& report) {
+      answer.emplace(status, report);
+    });
+    EXPECT_TRUE(until([&] { return answer.has_value(); }));
+    return answer.value_or(std::pair(error(StatusCode::deadline, "no answer"), StepReport{}));
+  }
+  Status sync(uint64_t session_id) {
+    std::optional<Status> answer;
+    store_->sync(session_id, [&](const Status& status, const StepReport&) { answer = status; });
+    EXPECT_TRUE(until([&] { return answer.has_value(); }));
+    return answer.value_or(error(StatusCode::deadline, "no answer"));
+  }
+  std::pair<std::vector<float>, std::vector<float>> moments(uint64_t session_id,
+                                                            uint32_t shard_id) {
+    const uint64_t count = job(session_id).shards[shard_id].element_count;
+    std::pair<std::vector<float>, std::vector<float>> all;
+    for (uint64_t first = 0; first < count; first += kTileElements) {
+      bool answered = false;
+      store_->read_moments(
+          {.session_id = session_id,
+           .shard_id = shard_id,
+           .element_first = first,
+           .element_count = std::min(kTileElements, count - first)},
+          [&](const Status& status, const std::vector<float>& m, const std::vector<float>& v) {
+            EXPECT_TRUE(status.is_ok()) << status.message();
+            all.first.insert(all.first.end(), m.begin(), m.end());
+            all.second.insert(all.second.end(), v.begin(), v.end());
+            answered = true;
+          });
+      EXPECT_TRUE(until([&] { return answered; }));
+    }
+    return all;
+  }
+
+  ManualClock clock;
+  Status loaded;
+
+ private:
+  static VolumeSet volume_set(MemoryDisk& disk) {
+    VolumeSet set;
+    Volume volume;
+    volume.path = "disk";
+    volume.bytes = disk.bytes().size();
+    volume.data_begin_bytes = 2_MiB;
+    volume.data_end_bytes = volume.bytes - 2_MiB;
+    set.superblock = newest_superblock(disk.bytes());
+    set.volumes.push_back(std::move(volume));
+    return set;
+  }
+
+  OwnedFd wake_;
+  std::unique_ptr<Pool> pool_;
+  DiskQueue io_;
+  ExtentStore extents_;
+  UpdateWorkers workers_;
+  std::unique_ptr<ShardStore> store_;
+};
+
+inline ShardSpec parameter(const std::string& name,
+                           uint64_t elements,
+                           DType dtype = DType::float32) {
+  return {.name = name,
+          .kind = ShardKind::parameter,
+          .dtype = dtype,
+          .tier = Tier::nvme,
+          .shape = {elements}};
+}
+inline ShardSpec bytes_shard(const std::string& name,
+                             uint64_t bytes,
+                             ShardKind kind = ShardKind::blob) {
+  return {.name = name, .kind = kind, .dtype = DType::uint8, .tier = Tier::nvme, .shape = {bytes}};
+}
+
+inline std::vector<uint8_t> pattern(uint64_t bytes, uint8_t seed) {
+  std::vector<uint8_t> values(bytes);
+  for (uint64_t i = 0; i < bytes; ++i) values[i] = static_cast<uint8_t>(i * 31 + seed + i / 251);
+  return values;
+}
+inline std::vector<float> numbers(uint64_t count, uint32_t seed) {
+  std::vector<float> values(count);
+  uint32_t x = seed * 2654435761U + 1;
+  for (float& value : values) {
+    x = x * 1664525U + 1013904223U;
+    value = static_cast<float>(static_cast<int32_t>(x)) * 1e-9F;
+  }
+  return values;
+}
+inline std::vector<uint16_t> halves(uint64_t count, uint32_t seed) {
+  std::vector<uint16_t> out;
+  for (const float value : numbers(count, seed)) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    out.push_back(static_cast<uint16_t>((bits + 0x8000U) >> 16));
+  }
+  return out;
+}
+
+/// What plain memory holds after the same steps.
+struct Twin {
+  std::vector<float> theta;
+  std::vector<uint16_t> half;
+  std::vector<int16_t> remainder;
+  std::vector<float> m, v;
+  uint64_t t = 0;
+
+  static Twin fp32(std::vector<float> values) {
+    Twin twin;
+    twin.theta = std::move(values);
+    twin.m.resize(twin.theta.size());
+    twin.v.resize(twin.theta.size());
+    return twin;
+  }
+  static Twin bf16(std::vector<uint16_t> values) {
+    Twin twin;
+    twin.half = std::move(values);
+    twin.remainder.resize(twin.half.size());
+    twin.m.resize(twin.half.size());
+    twin.v.resize(twin.half.size());
+    return twin;
+  }
+  void step(const AdamSettings& settings, const std::vector<float>& gradient) {
+    internal::adam_reference(
+        adam_scalars(settings, ++t),
+        internal::AdamFp32{theta.size(), theta.data(), m.data(), v.data(), gradient.data()});
+  }
+  void step(const AdamSettings& settings, const std::vector<uint16_t>& gradient) {
+    internal::adam_reference(adam_scalars(settings, ++t),
+                             internal::AdamBf16{half.size(),
+                                                half.data(),
+                                                remainder.data(),
+                                                m.data(),
+                                                v.data(),
+                                                gradient.data()});
+  }
+};
+
+}  // namespace memd::testing
