@@ -10,7 +10,7 @@ use fetches the bytes for that call, so that code which reaches around the modul
 from __future__ import annotations
 
 import weakref
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import RLock
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -121,8 +121,12 @@ class StreamedParameter:
 
     @property
     def write_count(self) -> int:
-        """Changes of the value so far, by whomever."""
-        return self._write_count
+        """Changes of the value so far, by whomever; those in place that memd does not have yet
+        included."""
+        parameter = self._parameter()
+        if not self._user_count or parameter is None:
+            return self._write_count
+        return self._write_count + parameter._version - self._version
 
     def fetch(self, parameter: torch.Tensor, *, mode: int = MODE_READ) -> None:
         """The parameter's bytes are in place until `release`."""
@@ -144,14 +148,18 @@ class StreamedParameter:
             self._user_count -= 1
             if self._user_count > 0:
                 return
-            changed = None
-            if self._writing:
-                self.count_write()
-            elif parameter._version != self._version:
-                changed = parameter.detach().clone()
+            change_count = parameter._version - self._version
+            # memd takes what changed under a writing lease when it ends; of a change under a lease
+            # for reading it knows nothing, so that one is written again.
+            copied = change_count > 0 and not self._writing
+            changed = parameter.detach().clone() if copied else None
+            if self._writing or change_count:
+                # Through `.data`, changes under a writing lease are not counted.
+                self._write_count += max(change_count, 1)
+                self.session.mark_written()
             self._put_away(parameter)
             if changed is not None:
-                self.write(changed)
+                self.session.leases.write(self.shard, changed)
 
     def refuse_if_resident(self, what: str) -> None:
         """`what` changes the value in memd, which users of the bytes in place would not see."""
@@ -166,11 +174,8 @@ class StreamedParameter:
         """Replaces the value; durable with the next step or when the session is closed."""
         with self._lock:
             self.session.leases.write(self.shard, value)
-            self.count_write()
-
-    def count_write(self) -> None:
-        self._write_count += 1
-        self.session.mark_written()
+            self._write_count += 1
+            self.session.mark_written()
 
     def count_update(self) -> None:
         """A step has updated the value and consumed the gradient."""
@@ -240,17 +245,13 @@ def _take_gradient(parameter: torch.Tensor) -> None:
 @contextmanager
 def fetched(parameters: Iterable[torch.Tensor], *, mode: int = MODE_READ) -> Iterator[None]:
     """The bytes of those that are offloaded are in place inside; the others are let be."""
-    held: list[tuple[StreamedParameter, torch.Tensor]] = []
-    try:
+    with ExitStack() as held:
         for parameter in parameters:
             entry = streamed(parameter)
             if entry is not None:
                 entry.fetch(parameter, mode=mode)
-                held.append((entry, parameter))
+                held.callback(entry.release, parameter)
         yield
-    finally:
-        for entry, parameter in reversed(held):
-            entry.release(parameter)
 
 
 class AwayParameter(nn.Parameter):

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 _DTYPES = (torch.float32, torch.bfloat16)
-# What an update needs beside: two tiles of 256 Ki elements, with 12 bytes each (DESIGN of the
-# store: one is computed while one moves).
+# What an update needs beside: two tiles of 256 Ki elements with 12 bytes each, one that is computed
+# while the other moves.
 _TILES_BYTES = 2 * (256 << 10) * 12
 
 

@@ -99,17 +99,21 @@ def save_by_name_hooks() -> saved_tensors_hooks:
     return saved_tensors_hooks(_pack, _unpack)
 
 
-def contiguous_stride(size: torch.Size) -> tuple[int, ...]:
-    return torch.empty(size, device="meta").stride()
+def _contiguous_stride(size: torch.Size) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for extent in reversed(size):
+        strides.append(step)
+        step *= extent
+    return tuple(reversed(strides))
 
 
 def _pack(tensor: torch.Tensor) -> _SavedView | _SavedTensor:
-    away: Source | None = parameters.get(tensor)
-    if away is not None:
-        # Saved whole, by an autograd.Function that was given a parameter which is away.
-        return _SavedView(
-            away, away.write_count, tensor.size(), contiguous_stride(tensor.size()), 0
-        )
+    whole: Source | None = parameters.get(tensor)
+    if whole is not None:
+        # It may be away, with the strides of the hole: an autograd.Function was given it.
+        size = tensor.size()
+        return _SavedView(whole, whole.write_count, size, _contiguous_stride(size), 0)
     source = _source_of(tensor)
     if source is None:
         return _SavedTensor(tensor.detach(), tensor._version)

@@ -136,9 +136,8 @@ class ResidentTarget:
 
 
 Target = StreamedTarget | ResidentTarget
-_owners: WeakTensorKeyDictionary = (
-    WeakTensorKeyDictionary()
-)  # parameter → weak reference to the optimizer that updates it
+# parameter → weak reference to the optimizer that updates it
+_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def owner_of(parameter: torch.Tensor | None) -> object | None:
