@@ -1,0 +1,326 @@
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "base/clock.h"
+#include "ring/client_session.h"
+#include "ring/server_ring.h"
+
+namespace memd {
+namespace {
+
+constexpr uint64_t kSegment = 1_MiB;
+constexpr uint64_t kSecond = 1'000'000'000;
+
+/// Both ends of a session in one process, over two mappings, and a daemon that answers by hand.
+class RingTest : public testing::Test {
+ protected:
+  RingTest()
+      : ring_(ServerRing::create().value()),
+        table_(SharedMemory::create("table", sizeof(TableLayout)).value()),
+        raw_(SharedMemory::map(copy(ring_.session_fd()), sizeof(SessionLayout)).value()) {
+    client_ = ClientSession::create({.session = copy(ring_.session_fd()),
+                                     .table = copy(table_.fd()),
+                                     .doorbell = copy(ring_.doorbell_fd()),
+                                     .segment_bytes = kSegment,
+                                     .arena_reserved_bytes = 4 * kSegment,
+                                     .more_segments = [this](uint64_t first) { return more(first); }})
+                  .value();
+  }
+  static OwnedFd copy(int fd) { return OwnedFd(fcntl(fd, F_DUPFD_CLOEXEC, 0)); }
+
+  Result<std::vector<OwnedFd>> more(uint64_t first) {
+    ++more_count_;
+    EXPECT_EQ(first, more_count_ - 1);
+    OwnedFd fd(memfd_create("segment", MFD_CLOEXEC));
+    EXPECT_EQ(ftruncate(fd.get(), kSegment), 0);
+    std::vector<OwnedFd> fds;
+    fds.push_back(std::move(fd));
+    return fds;
+  }
+  /// What any client could write.
+  SessionLayout& layout() { return *reinterpret_cast<SessionLayout*>(raw_.data()); }
+  bool doorbell_rang() {
+    uint64_t count = 0;
+    return read(ring_.doorbell_fd(), &count, sizeof(count)) > 0;
+  }
+  Request next_request() {
+    for (;;) {
+      if (const auto request = ring_.poll()) return *request;
+      std::this_thread::yield();
+    }
+  }
+  /// Grants pin 5 with one page of the arena.
+  void grant(const Request& request, uint32_t pin, uint64_t offset_bytes = 0) {
+    ring_.add_pin(pin, request.mode == LeaseMode::read ? kReaderPin : kWriterPin);
+    Completion completion{};
+    completion.request_id = request.request_id;
+    completion.pin = pin;
+    completion.offset_bytes = offset_bytes;
+    completion.length_bytes = 4096;
+    completion.generation = request.shard_id;
+    ASSERT_TRUE(ring_.publish(completion, Status::ok()));
+  }
+
+  ServerRing ring_;
+  SharedMemory table_;
+  SharedMemory raw_;
+  std::shared_ptr<ClientSession> client_;
+  uint64_t more_count_ = 0;
+};
+
+TEST_F(RingTest, requests_and_completions_keep_their_order_across_the_wrap) {
+  constexpr uint32_t kCount = 3 * kRingEntries + 7;
+  std::thread client([&] {
+    for (uint32_t i = 0; i < kCount; ++i) {
+      const auto lease = client_->lease(i, Part::value, LeaseMode::read, 10 * kSecond);
+      ASSERT_TRUE(lease.is_ok()) << lease.status().message();
+      EXPECT_EQ(lease.value().generation, i);
+      client_->release(lease.value());
+    }
+  });
+  for (uint32_t i = 0; i < kCount; ++i) {
+    const Request request = next_request();
+    EXPECT_EQ(request.shard_id, i);
+    grant(request, 5);
+  }
+  client.join();
+  EXPECT_EQ(ring_.pins(5), 0u);
+  EXPECT_EQ(client_->statistics().lease_count, kCount);
+  EXPECT_EQ(client_->statistics().leases_held, 0);
+  EXPECT_EQ(more_count_, 1u);
+}
+
+TEST_F(RingTest, threads_of_a_client_get_each_their_own_answer) {
+  constexpr uint32_t kThreads = 4;
+  constexpr uint32_t kEach = 500;
+  std::vector<std::thread> threads;
+  for (uint32_t thread = 0; thread < kThreads; ++thread) {
+    threads.emplace_back([&, thread] {
+      for (uint32_t i = 0; i < kEach; ++i) {
+        const uint32_t shard = thread * kEach + i;
+        const auto lease = client_->lease(shard, Part::value, LeaseMode::write, 10 * kSecond);
+        if (shard % 3 == 0) {
+          ASSERT_EQ(lease.status().code(), StatusCode::capacity);
+          EXPECT_EQ(lease.status().message(), concat("no ", shard));
+          continue;
+        }
+        ASSERT_TRUE(lease.is_ok()) << lease.status().message();
+        EXPECT_EQ(lease.value().generation, shard);
+        client_->release(lease.value());
+      }
+    });
+  }
+  for (uint32_t i = 0; i < kThreads * kEach; ++i) {
+    const Request request = next_request();
+    if (i % 100 == 0) std::this_thread::sleep_for(std::chrono::microseconds(200));  // they sleep
+    if (request.shard_id % 3 == 0) {
+      Completion completion{};
+      completion.request_id = request.request_id;
+      ring_.publish(completion, error(StatusCode::capacity, "no ", request.shard_id));
+    } else {
+      grant(request, request.shard_id % 50);
+    }
+  }
+  for (auto& thread : threads) thread.join();
+  for (uint32_t pin = 0; pin < 50; ++pin) EXPECT_EQ(ring_.pins(pin), 0u);
+}
+
+TEST_F(RingTest, a_burst_of_refusals_keeps_every_message) {
+  std::vector<std::thread> threads;
+  for (uint32_t shard = 0; shard < 200; ++shard) {
+    threads.emplace_back([&, shard] {
+      const auto lease = client_->lease(shard, Part::value, LeaseMode::read, 10 * kSecond);
+      EXPECT_EQ(lease.status().message(), concat("refused ", shard));
+    });
+  }
+  std::vector<Request> requests;
+  for (uint32_t i = 0; i < 200; ++i) requests.push_back(next_request());
+  for (const Request& request : requests) {
+    Completion completion{};
+    completion.request_id = request.request_id;
+    ring_.publish(completion, error(StatusCode::deadline, "refused ", request.shard_id));
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+TEST_F(RingTest, a_tail_ahead_by_more_than_the_ring_breaks_it) {
+  layout().header.request_tail.store(kRingEntries);
+  for (uint32_t i = 0; i < kRingEntries; ++i) EXPECT_TRUE(ring_.poll().has_value());
+  EXPECT_FALSE(ring_.broken());
+  layout().header.request_tail.store(2 * kRingEntries + 1);
+  EXPECT_FALSE(ring_.poll().has_value());
+  EXPECT_TRUE(ring_.broken());
+  layout().header.request_tail.store(kRingEntries + 1);
+  EXPECT_FALSE(ring_.poll().has_value()) << "once broken, nothing more is taken";
+}
+
+TEST_F(RingTest, a_client_that_takes_no_completions_breaks_the_ring_instead_of_growing_it) {
+  for (uint32_t i = 0; i < kRingEntries; ++i) EXPECT_TRUE(ring_.publish({}, Status::ok()));
+  EXPECT_FALSE(ring_.publish({}, error(StatusCode::capacity, "lost")));
+  EXPECT_TRUE(ring_.broken());
+}
+
+TEST_F(RingTest, a_client_that_claims_completions_which_were_not_made_breaks_the_ring) {
+  layout().header.completion_head.store(7);
+  EXPECT_FALSE(ring_.publish({}, Status::ok()));
+  EXPECT_TRUE(ring_.broken());
+}
+
+TEST_F(RingTest, any_thread_gives_a_lease_back_and_rings_only_where_that_is_wanted) {
+  std::thread daemon([&] {
+    for (int i = 0; i < 2; ++i) grant(next_request(), 5);
+  });
+  const auto first = client_->lease(1, Part::value, LeaseMode::read, kSecond).value();
+  const auto second = client_->lease(2, Part::value, LeaseMode::read, kSecond).value();
+  daemon.join();
+  doorbell_rang();
+  EXPECT_EQ(pin_readers(ring_.pins(5)), 2u);
+  std::thread([&] { client_->release(first); }).join();
+  EXPECT_FALSE(doorbell_rang());
+  ring_.want_release(true);
+  std::thread([&] { client_->release(second); }).join();
+  EXPECT_TRUE(doorbell_rang());
+  EXPECT_EQ(ring_.pins(5), 0u);
+}
+
+TEST_F(RingTest, a_request_is_seen_or_rings) {
+  EXPECT_FALSE(ring_.prepare_to_sleep());
+  ASSERT_TRUE(client_->prefetch(3).is_ok());
+  EXPECT_TRUE(doorbell_rang());
+  EXPECT_TRUE(ring_.prepare_to_sleep());
+  ring_.wake();
+  EXPECT_EQ(ring_.poll()->opcode, Opcode::prefetch);
+  ASSERT_TRUE(client_->prefetch(3).is_ok());
+  EXPECT_FALSE(doorbell_rang());
+}
+
+TEST_F(RingTest, no_wake_up_is_lost_between_ends_that_sleep) {
+  std::atomic<bool> done{false};
+  std::thread daemon([&] {
+    while (!done) {
+      while (const auto request = ring_.poll()) grant(*request, 5);
+      if (ring_.prepare_to_sleep()) continue;
+      pollfd wait{.fd = ring_.doorbell_fd(), .events = POLLIN, .revents = 0};
+      EXPECT_TRUE(poll(&wait, 1, 5000) > 0 || done) << "a request, and nobody rang";
+      doorbell_rang();
+      ring_.wake();
+    }
+  });
+  const SteadyClock clock;
+  const uint64_t start = clock.now_ns();
+  for (uint32_t i = 0; i < 2000; ++i) {
+    const auto lease = client_->lease(i, Part::value, LeaseMode::read, 10 * kSecond);
+    ASSERT_TRUE(lease.is_ok());
+    client_->release(lease.value());
+  }
+  EXPECT_LT(clock.now_ns() - start, 10 * kSecond);
+  done = true;
+  const uint64_t one = 1;
+  EXPECT_EQ(write(ring_.doorbell_fd(), &one, sizeof(one)), 8);
+  daemon.join();
+}
+
+TEST_F(RingTest, a_session_that_was_given_up_fences_its_client_also_while_it_waits) {
+  std::thread waiting([&] {
+    const auto lease = client_->lease(1, Part::value, LeaseMode::read, 60 * kSecond);
+    EXPECT_EQ(lease.status().code(), StatusCode::fenced) << lease.status().message();
+  });
+  next_request();
+  std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  const SteadyClock clock;
+  const uint64_t start = clock.now_ns();
+  ring_.end();
+  waiting.join();
+  EXPECT_LT(clock.now_ns() - start, kSecond);
+  EXPECT_EQ(client_->lease(1, Part::value, LeaseMode::read, kSecond).status().code(),
+            StatusCode::fenced);
+  EXPECT_EQ(client_->prefetch(1).code(), StatusCode::fenced);
+}
+
+TEST_F(RingTest, a_lease_granted_after_its_client_gave_up_is_given_back) {
+  const auto lease = client_->lease(1, Part::value, LeaseMode::write, 0);
+  EXPECT_EQ(lease.status().code(), StatusCode::unavailable) << lease.status().message();
+  grant(next_request(), 9);
+  EXPECT_EQ(pin_writers(ring_.pins(9)), 1u);
+  std::thread daemon([&] { grant(next_request(), 5); });
+  client_->release(client_->lease(2, Part::value, LeaseMode::read, kSecond).value());
+  daemon.join();
+  EXPECT_EQ(ring_.pins(9), 0u);
+  EXPECT_EQ(client_->statistics().leases_held, 0);
+}
+
+TEST_F(RingTest, a_closed_session_refuses_leases_and_takes_them_back) {
+  std::thread daemon([&] { grant(next_request(), 5); });
+  const auto lease = client_->lease(1, Part::value, LeaseMode::read, kSecond).value();
+  daemon.join();
+  client_->close();
+  EXPECT_EQ(client_->lease(1, Part::value, LeaseMode::read, 1).status().code(),
+            StatusCode::invalid_argument);
+  client_->release(lease);
+  EXPECT_EQ(ring_.pins(5), 0u);
+}
+
+TEST_F(RingTest, a_forked_child_reads_what_it_inherited_and_can_neither_lease_nor_release) {
+  std::thread daemon([&] { grant(next_request(), 5); });
+  const auto lease = client_->lease(1, Part::value, LeaseMode::read, kSecond).value();
+  daemon.join();
+  lease.data[7] = std::byte{77};
+  const pid_t child = fork();
+  if (child == 0) {
+    bool right = lease.data[7] == std::byte{77};
+    right = right && client_->lease(1, Part::value, LeaseMode::read, 1).status().code() ==
+                         StatusCode::invalid_argument;
+    right = right && client_->prefetch(1).code() == StatusCode::invalid_argument;
+    client_->release(lease);
+    // Addresses that were not inherited may be used again; the dying session leaves them alone.
+    std::vector<unsigned char*> own;
+    for (int i = 0; i < 64; ++i) {
+      void* const memory = mmap(
+          nullptr, 1_MiB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      own.push_back(static_cast<unsigned char*>(memory));
+    }
+    client_.reset();
+    for (unsigned char* const memory : own) memory[5] = 1;
+    _exit(right ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+  EXPECT_EQ(ring_.pins(5), kReaderPin);
+  client_->release(lease);
+  EXPECT_EQ(ring_.pins(5), 0u);
+}
+
+TEST_F(RingTest, another_layout_or_version_is_refused_with_both_named) {
+  layout().header.protocol_version = 7;
+  const auto refused = ClientSession::create({.session = copy(ring_.session_fd()),
+                                              .table = copy(table_.fd()),
+                                              .doorbell = copy(ring_.doorbell_fd()),
+                                              .segment_bytes = kSegment,
+                                              .arena_reserved_bytes = kSegment,
+                                              .more_segments = {}});
+  EXPECT_EQ(refused.status().code(), StatusCode::invalid_argument);
+  EXPECT_NE(refused.status().message().find("1 here, 7 there"), std::string::npos)
+      << refused.status().message();
+  const auto small = SharedMemory::map(copy(table_.fd()), sizeof(SessionLayout));
+  EXPECT_EQ(small.status().code(), StatusCode::invalid_argument);
+}
+
+TEST(RingTimeouts, any_number_of_seconds_becomes_a_wait_of_an_hour_at_most) {
+  EXPECT_EQ(timeout_ns_of(1.5), 1'500'000'000u);
+  EXPECT_EQ(timeout_ns_of(-1), 0u);
+  EXPECT_EQ(timeout_ns_of(__builtin_nan("")), 0u);
+  EXPECT_EQ(timeout_ns_of(1e30), kTimeoutNsMax);
+}
+
+}  // namespace
+}  // namespace memd
