@@ -49,14 +49,14 @@ class Summary:
     step_count: int
     loss_first: float
     loss_last: float
-    seconds_per_step: float  # median, as all times below
+    seconds_per_step: float  # medians, from here to update_seconds
     forward_seconds: float
     forward_wait_seconds: float
     backward_seconds: float
     backward_wait_seconds: float
     clip_seconds: float
     update_seconds: float
-    commit_read_seconds: float
+    commit_read_seconds: float  # means; summed over tiles, which overlap
     commit_update_seconds: float
     commit_write_seconds: float
     commit_sync_seconds: float
@@ -137,7 +137,8 @@ def summary_table(summary: Summary) -> Table:
             f"read {summary.commit_read_seconds:.3f} s, "
             f"update {summary.commit_update_seconds:.3f} s, "
             f"write {summary.commit_write_seconds:.3f} s, "
-            f"make durable {summary.commit_sync_seconds:.3f} s"
+            f"make durable {summary.commit_sync_seconds:.3f} s; "
+            "read, update and write overlap"
         ),
         "moved": (
             f"{format_size(round(summary.read_bytes_per_step))} read and "
