@@ -49,7 +49,7 @@ TEST_F(ShardStoreTest, a_bit_that_the_bus_flipped_is_read_again_and_one_on_the_d
   heart.write(session, ids[1], pattern(3_MiB, 2));
   heart.faults().add_fault({.kind = MemoryFaultKind::flipped_bit, .io_kind = IoKind::read});
   EXPECT_EQ(heart.read<uint8_t>(session, ids[0]), pattern(3_MiB, 1));
-  EXPECT_EQ(heart.extents().checksum_failure_count(), 1u);
+  EXPECT_EQ(heart.extents().checksum_failure_count(0), 1u);
   heart.touch(session, ids[1]);
   heart.faults().clear_faults();
   heart.faults().add_fault(
@@ -110,10 +110,10 @@ TEST_F(ShardStoreTest, a_blob_first_put_in_write_mode_starts_with_zeros_and_is_r
   const Held writer = heart.lease(session, ids[0], LeaseMode::write);
   ASSERT_TRUE(writer.is_ok());
   for (const uint8_t byte : writer.as<uint8_t>()) ASSERT_EQ(byte, 0);
-  EXPECT_FALSE(heart.store().shards(1).value()[0].written);
+  EXPECT_FALSE(heart.shards(1)[0].written);
   writer.as<uint8_t>()[9] = 9;
   heart.release(writer);
-  EXPECT_TRUE(heart.store().shards(1).value()[0].written);
+  EXPECT_TRUE(heart.shards(1)[0].written);
   EXPECT_EQ(heart.read<uint8_t>(session, ids[0])[9], 9);
 }
 

@@ -174,6 +174,8 @@ class Heart {
     return ids;
   }
 
+  std::vector<ShardInfo> shards(uint64_t job_id) { return store_->shards(job_id).value(); }
+
   /// Asks and returns at once; `*answer` is there when the store has answered.
   std::shared_ptr<std::optional<Held>> ask(const LeaseRequest& request) {
     auto answer = std::make_shared<std::optional<Held>>();
