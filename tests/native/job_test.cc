@@ -1,0 +1,198 @@
+#include "store/job.h"
+
+#include <gtest/gtest.h>
+
+#include "store_fixture.h"
+
+namespace memd {
+namespace {
+
+using testing::bytes_shard;
+using testing::Heart;
+using testing::kDiskBytes;
+using testing::numbers;
+using testing::parameter;
+using testing::pattern;
+
+std::unique_ptr<Job> new_job() {
+  return Job::create({.job_id = 1, .name = "job", .uid = 1000}).value();
+}
+
+Status refusal(Job& job, const ShardSpec& spec) { return job.declare({spec}).status(); }
+
+TEST(JobDeclare, small_parameters_share_buckets_of_one_dtype_and_large_ones_are_alone) {
+  const auto job = new_job();
+  const auto infos = job->declare({parameter("a", 100),
+                                   parameter("half", 33, DType::bfloat16),
+                                   parameter("large", kTileElements),
+                                   parameter("b", 1),
+                                   parameter("scalarless", 0),
+                                   parameter("c", kTileElements - 100),
+                                   parameter("d", 5)});
+  ASSERT_TRUE(infos.is_ok()) << infos.status().message();
+  const auto shard = [&](const char* name) -> const Shard& {
+    return job->shards[job->shard_ids.at(name)];
+  };
+  EXPECT_EQ(shard("a").bucket, shard("b").bucket);
+  EXPECT_EQ(shard("b").element_offset, 128u) << "a bucket's shards start on 64 bytes in bf16";
+  EXPECT_EQ(shard("scalarless").bytes, 0u);
+  EXPECT_NE(shard("c").bucket, shard("a").bucket) << "it would not fit into a tile with them";
+  EXPECT_EQ(shard("d").bucket, shard("c").bucket);
+  EXPECT_NE(shard("half").bucket, shard("a").bucket);
+  EXPECT_EQ(job->buckets[shard("large").bucket].shards.size(), 1u);
+  for (const Bucket& bucket : job->buckets) {
+    EXPECT_EQ(bucket.element_count % 32, 0u);
+    if (bucket.shards.size() > 1) EXPECT_LE(bucket.element_count, kTileElements);
+    uint64_t end = 0;
+    for (const uint32_t id : bucket.shards) {
+      EXPECT_EQ(job->shards[id].element_offset % 32, 0u);
+      EXPECT_GE(job->shards[id].element_offset, end);
+      end = job->shards[id].element_offset + job->shards[id].element_count;
+    }
+    EXPECT_LE(end, bucket.element_count);
+  }
+  const auto again = job->declare({parameter("d", 5), parameter("a", 100)});
+  ASSERT_TRUE(again.is_ok());
+  EXPECT_EQ(again.value()[1].shard_id, infos.value()[0].shard_id) << "known by its name";
+  EXPECT_EQ(job->shards.size(), 7u);
+}
+
+TEST(JobDeclare, where_one_shard_is_refused_nothing_changes) {
+  const auto job = new_job();
+  ASSERT_TRUE(job->declare({parameter("w", 10), bytes_shard("blob", 10)}).is_ok());
+  struct Case {
+    ShardSpec spec;
+    StatusCode code;
+    const char* named;
+  };
+  ShardSpec integer = parameter("new", 4, DType::int32);
+  ShardSpec half = parameter("new", 4, DType::float16);
+  ShardSpec host = parameter("new", 4);
+  host.tier = Tier::host;
+  ShardSpec no_kind = parameter("new", 4);
+  no_kind.kind = ShardKind::unspecified;
+  ShardSpec no_tier = parameter("new", 4);
+  no_tier.tier = static_cast<Tier>(9);
+  ShardSpec overflow = parameter("new", 1);
+  overflow.shape = {uint64_t{1} << 40, uint64_t{1} << 40};
+  ShardSpec deep = parameter("new", 1);
+  deep.shape.assign(33, 1);
+  ShardSpec no_dtype = parameter("new", 1, static_cast<DType>(200));
+  for (const Case& each : {Case{parameter("", 4), StatusCode::invalid_argument, "1 to 1024"},
+                           Case{parameter(std::string(1025, 'x'), 4),
+                                StatusCode::invalid_argument,
+                                "1025"},
+                           Case{integer, StatusCode::invalid_argument, "int32"},
+                           Case{half, StatusCode::not_yet, "float16"},
+                           Case{host, StatusCode::not_yet, "nvme"},
+                           Case{no_kind, StatusCode::invalid_argument, "kind"},
+                           Case{no_tier, StatusCode::invalid_argument, "tier"},
+                           Case{overflow, StatusCode::invalid_argument, "overflows"},
+                           Case{deep, StatusCode::invalid_argument, "33 dimensions"},
+                           Case{no_dtype, StatusCode::invalid_argument, "200"},
+                           Case{parameter("w", 11), StatusCode::already_exists, "[11]"},
+                           Case{parameter("w", 10, DType::bfloat16),
+                                StatusCode::already_exists,
+                                "bfloat16"},
+                           Case{bytes_shard("w", 40), StatusCode::already_exists, "job/w"}}) {
+    SCOPED_TRACE(each.named);
+    const auto refused = job->declare({parameter("fine", 3), each.spec});
+    EXPECT_EQ(refused.status().code(), each.code) << refused.status().message();
+    EXPECT_NE(refused.status().message().find(each.named), std::string::npos)
+        << refused.status().message();
+    EXPECT_EQ(job->shards.size(), 2u);
+    EXPECT_EQ(job->buckets.size(), 1u);
+    EXPECT_FALSE(job->shard_ids.contains("fine"));
+  }
+  const auto twice = job->declare({parameter("x", 3), parameter("x", 3)});
+  EXPECT_EQ(twice.status().code(), StatusCode::invalid_argument);
+  EXPECT_NE(twice.status().message().find("twice"), std::string::npos);
+  EXPECT_EQ(job->shards.size(), 2u);
+}
+
+TEST(JobDeclare, a_tensor_larger_than_the_jobs_memory_is_refused_with_both_sizes) {
+  Heart heart(std::make_shared<MemoryDisk>(kDiskBytes));
+  const uint64_t session = heart.attach(heart.open("job", 2));
+  const auto fits = heart.store().declare(session, {bytes_shard("fits", 4_MiB)});
+  EXPECT_TRUE(fits.is_ok()) << fits.status().message();
+  const auto refused = heart.store().declare(session, {bytes_shard("large", 4_MiB + 1)});
+  EXPECT_EQ(refused.status().code(), StatusCode::capacity);
+  EXPECT_NE(refused.status().message().find("4194305"), std::string::npos);
+  EXPECT_NE(refused.status().message().find("host_bytes"), std::string::npos);
+}
+
+TEST(JobDeclare, whether_the_gradients_fit_is_told) {
+  Heart heart(std::make_shared<MemoryDisk>(kDiskBytes));
+  const uint64_t session = heart.attach(heart.open("job", 2));
+  const auto one = heart.store().declare(session, {parameter("a", 400'000)});
+  EXPECT_TRUE(one.value().second);
+  const auto two = heart.store().declare(session, {parameter("b", 400'000)});
+  EXPECT_FALSE(two.value().second);
+}
+
+TEST(JobShards, a_deleted_shards_place_is_used_again_and_its_bytes_are_free) {
+  Heart heart(std::make_shared<MemoryDisk>(kDiskBytes));
+  const uint64_t session = heart.attach(heart.open("job"));
+  const uint64_t free_bytes = heart.extents().free_bytes();
+  for (int round = 0; round < 20; ++round) {
+    const auto ids = heart.declare(session, {bytes_shard("x" + std::to_string(round), 100'000)});
+    EXPECT_EQ(ids[0], 0u);
+    heart.write(session, ids[0], pattern(100'000, 1));
+    ASSERT_TRUE(heart.sync(session).is_ok());
+    bool removed = false;
+    heart.store().delete_shard(session, "x" + std::to_string(round), [&](Result<bool> result) {
+      removed = result.is_ok() && result.value();
+    });
+    ASSERT_TRUE(removed);
+  }
+  EXPECT_EQ(heart.job(session).entries.size(), 1u);
+  EXPECT_EQ(heart.lease(session, 0).status.code(), StatusCode::not_found);
+  ASSERT_TRUE(heart.sync(session).is_ok());
+  EXPECT_EQ(heart.job(session).nvme_bytes_used, 0u);
+  EXPECT_GE(heart.extents().free_bytes() + 3 * kBlockBytes, free_bytes);
+  EXPECT_EQ(heart.job(session).memory->arena().used_bytes(), 0u);
+}
+
+TEST(JobPins, counters_are_used_again_and_end_where_the_session_memory_ends) {
+  PinIndexes pins;
+  const auto first = pins.take(3);
+  EXPECT_EQ(first, 0u);
+  EXPECT_EQ(pins.take(2), 3u);
+  pins.give_back(*first, 3);
+  EXPECT_EQ(pins.take(3), 0u);
+  EXPECT_EQ(pins.take(kPinCount), std::nullopt);
+  EXPECT_EQ(pins.take(kPinCount - 5), 5u);
+  EXPECT_EQ(pins.take(1), std::nullopt);
+}
+
+TEST(JobResidency, only_edges_of_the_state_machine_can_be_taken) {
+  Entry entry({.id = 0, .kind = EntryKind::bytes, .bytes = 10, .stride_bytes = 4096});
+  entry.move(Residency::absent, Residency::filling);
+  entry.move(Residency::filling, Residency::clean);
+  entry.move(Residency::clean, Residency::dirty);
+  EXPECT_DEATH(entry.move(Residency::dirty, Residency::filling), "CHECK");
+  EXPECT_DEATH(entry.move(Residency::clean, Residency::absent), "dirty against clean");
+}
+
+TEST(JobRecordTest, a_restored_job_is_the_one_that_was_written_down) {
+  const auto job = new_job();
+  ASSERT_TRUE(job->declare({parameter("a", 100),
+                            parameter("b", 200),
+                            parameter("large", kTileElements + 1),
+                            bytes_shard("blob", 10)})
+                  .is_ok());
+  const auto again = Job::restore(job->record());
+  ASSERT_TRUE(again.is_ok()) << again.status().message();
+  for (const char* name : {"a", "b", "large", "blob"}) {
+    const Shard& before = job->shards[job->shard_ids.at(name)];
+    const Shard& after = again.value()->shards[again.value()->shard_ids.at(name)];
+    EXPECT_EQ(after.element_offset, before.element_offset) << name;
+    EXPECT_EQ(after.bucket, before.bucket) << name;
+    EXPECT_FALSE(after.written) << name;
+  }
+  EXPECT_EQ(again.value()->element_count, job->element_count);
+  EXPECT_FALSE(again.value()->changed);
+}
+
+}  // namespace
+}  // namespace memd

@@ -1,0 +1,309 @@
+#include "server/server.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <thread>
+#include <vector>
+
+#include "ring/client_session.h"
+
+namespace memd {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr uint64_t kHostBytes = 48_MiB;
+constexpr uint64_t kJobBytes = 20_MiB;
+
+ShardSpec blob(const std::string& name, uint64_t bytes) {
+  return {.name = name,
+          .kind = ShardKind::blob,
+          .dtype = DType::uint8,
+          .tier = Tier::nvme,
+          .shape = {bytes}};
+}
+ShardSpec weight(const std::string& name, uint64_t elements) {
+  return {.name = name,
+          .kind = ShardKind::parameter,
+          .dtype = DType::float32,
+          .tier = Tier::nvme,
+          .shape = {elements}};
+}
+
+/// A daemon without its Python, on a file and with threads of its own.
+class ServerTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    // Not the temporary folder: it may lie in memory, which memd refuses.
+    const char* configured = std::getenv("MEMD_TEST_DATA");
+    std::string path = fs::absolute(configured != nullptr ? configured : ".");
+    path += "/server-test-XXXXXX";
+    ASSERT_NE(::mkdtemp(path.data()), nullptr) << path;
+    root_ = path;
+  }
+  void TearDown() override {
+    server_.reset();
+    fs::remove_all(root_);
+  }
+  void start() {
+    ServerOptions options;
+    options.directories = {root_};
+    options.nvme_bytes = 64_MiB;
+    options.host_bytes = kHostBytes;
+    options.lock_required = false;
+    options.huge_pages = false;
+    options.update_thread_count = 2;
+    auto started = Server::start(options);
+    ASSERT_TRUE(started.is_ok()) << started.status().message();
+    server_ = std::move(started).value();
+  }
+  uint64_t open(const std::string& name, uint64_t host_bytes = kJobBytes, bool fresh = false) {
+    const auto job = server_->open_job({.name = name,
+                                        .uid = 1,
+                                        .host_bytes = host_bytes,
+                                        .nvme_bytes = 40_MiB,
+                                        .fresh = fresh});
+    EXPECT_TRUE(job.is_ok()) << job.status().message();
+    return job.is_ok() ? job.value().job_id : 0;
+  }
+  struct Client {
+    uint64_t session_id = 0;
+    std::shared_ptr<ClientSession> session;
+  };
+  Client attach(uint64_t job_id) {
+    auto grant = server_->attach(job_id);
+    EXPECT_TRUE(grant.is_ok()) << grant.status().message();
+    Client client{.session_id = grant.value().session_id, .session = nullptr};
+    const auto segments = [server = server_, id = client.session_id](uint64_t first) {
+      return server->segment_fds(id, first);
+    };
+    client.session =
+        ClientSession::create({.session = std::move(grant.value().session),
+                               .table = std::move(grant.value().table),
+                               .doorbell = std::move(grant.value().doorbell),
+                               .segment_bytes = grant.value().segment_bytes,
+                               .arena_reserved_bytes = grant.value().arena_reserved_bytes,
+                               .more_segments = segments})
+            .value();
+    return client;
+  }
+  uint32_t declare(const Client& client, const ShardSpec& spec) {
+    const auto infos = server_->declare(client.session_id, {spec});
+    EXPECT_TRUE(infos.is_ok()) << infos.status().message();
+    return infos.value().first.at(0).shard_id;
+  }
+  static Result<LeasedBytes> lease(const Client& client,
+                                   uint32_t shard,
+                                   LeaseMode mode,
+                                   Part part = Part::value) {
+    return client.session->lease(shard, part, mode, 20'000'000'000);
+  }
+  static void fill(const Client& client, uint32_t shard, uint8_t value, Part part = Part::value) {
+    const auto held = lease(client, shard, LeaseMode::overwrite, part);
+    ASSERT_TRUE(held.is_ok()) << held.status().message();
+    std::memset(held.value().data, value, held.value().length_bytes);
+    client.session->release(held.value());
+  }
+  static void expect_filled(const Client& client, uint32_t shard, uint8_t value) {
+    const auto held = lease(client, shard, LeaseMode::read);
+    ASSERT_TRUE(held.is_ok()) << held.status().message();
+    const auto* const first = reinterpret_cast<const uint8_t*>(held.value().data);
+    EXPECT_TRUE(std::all_of(
+        first, first + held.value().length_bytes, [&](uint8_t byte) { return byte == value; }));
+    client.session->release(held.value());
+  }
+
+  fs::path root_;
+  std::shared_ptr<Server> server_;
+};
+
+TEST_F(ServerTest, clients_in_many_threads_read_what_each_of_them_put) {
+  start();
+  const uint64_t job = open("job");
+  std::vector<std::thread> threads;
+  for (uint8_t thread = 1; thread <= 6; ++thread) {
+    threads.emplace_back([&, thread] {
+      const Client client = attach(job);
+      const uint32_t shard = declare(client, blob("b" + std::to_string(thread), 3_MiB));
+      for (uint8_t round = 0; round < 5; ++round) {
+        const auto value = static_cast<uint8_t>(thread * 16 + round);
+        fill(client, shard, value);
+        expect_filled(client, shard, value);
+        EXPECT_TRUE(client.session->prefetch(shard).is_ok());
+        if (round == 3) EXPECT_TRUE(server_->sync(client.session_id, 20).is_ok());
+        const auto statistics = server_->statistics();
+        EXPECT_EQ(statistics.jobs.size(), 1u);
+      }
+      const auto leases = server_->detach(client.session_id);
+      ASSERT_TRUE(leases.is_ok());
+      EXPECT_EQ(leases.value(), 0u);
+      EXPECT_EQ(lease(client, shard, LeaseMode::read).status().code(), StatusCode::fenced);
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(server_->jobs().at(0).lease_count, 0u);
+  EXPECT_GT(server_->statistics().jobs.at(0).counters.spilled_bytes, 0u) << "18 MiB in 12";
+}
+
+TEST_F(ServerTest, a_release_wakes_who_waits_for_room) {
+  start();
+  const uint64_t job = open("job", 12_MiB);  // 4 MiB of arena
+  const Client one = attach(job);
+  const Client two = attach(job);
+  const uint32_t a = declare(one, blob("a", 3_MiB));
+  const uint32_t b = declare(two, blob("b", 3_MiB));
+  fill(one, a, 1);
+  const auto held = lease(one, a, LeaseMode::read);
+  ASSERT_TRUE(held.is_ok());
+  std::thread waiting([&] { fill(two, b, 2); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  const SteadyClock clock;
+  const uint64_t start_ns = clock.now_ns();
+  one.session->release(held.value());
+  waiting.join();
+  EXPECT_LT(clock.now_ns() - start_ns, 5'000'000'000u);
+  expect_filled(one, a, 1);
+}
+
+TEST_F(ServerTest, stopping_while_leases_wait_answers_all_of_them) {
+  start();
+  const Client client = attach(open("job"));
+  const uint32_t shard = declare(client, blob("a", 1_MiB));
+  fill(client, shard, 1);
+  const auto held = lease(client, shard, LeaseMode::overwrite);
+  ASSERT_TRUE(held.is_ok());
+  std::vector<std::thread> threads;
+  std::atomic<int> answered{0};
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([&] {
+      const auto refused = lease(client, shard, LeaseMode::overwrite);
+      EXPECT_TRUE(refused.status().code() == StatusCode::fenced ||
+                  refused.status().code() == StatusCode::unavailable)
+          << refused.status().message();
+      ++answered;
+    });
+    threads.emplace_back([&] {
+      const auto refused =
+          server_->lease(client.session_id, shard, Part::value, LeaseMode::overwrite, 20);
+      EXPECT_FALSE(refused.is_ok());
+      ++answered;
+    });
+  }
+  std::atomic<bool> done{false};
+  threads.emplace_back([&] {
+    while (!done) server_->statistics();
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  const SteadyClock clock;
+  const uint64_t start_ns = clock.now_ns();
+  EXPECT_TRUE(server_->stop(20).is_ok());
+  while (answered < 8 && clock.now_ns() - start_ns < 10'000'000'000) std::this_thread::yield();
+  EXPECT_EQ(answered, 8);
+  done = true;
+  for (auto& thread : threads) thread.join();
+  EXPECT_TRUE(server_->stop(1).is_ok()) << "a second time does nothing";
+  EXPECT_EQ(server_->sync(client.session_id, 1).status().code(), StatusCode::unavailable);
+  EXPECT_EQ(server_->find_job("job").status().code(), StatusCode::unavailable);
+}
+
+TEST_F(ServerTest, what_was_put_is_there_after_a_restart_and_a_step_in_flight_is_finished) {
+  start();
+  uint32_t shard = 0;
+  uint32_t parameter = 0;
+  {
+    const Client client = attach(open("job"));
+    shard = declare(client, blob("a", 1_MiB));
+    parameter = declare(client, weight("w", 300'000));
+    fill(client, shard, 7);
+    fill(client, parameter, 0);
+    fill(client, parameter, 0, Part::gradient);
+    const auto half_written = lease(client, shard, LeaseMode::overwrite);
+    ASSERT_TRUE(half_written.is_ok());
+    StepRequest request;
+    request.session_id = client.session_id;
+    request.groups = {{.settings = {}, .shard_ids = {parameter}}};
+    std::thread stepping([&, server = server_] {
+      const auto report = server->step(request, 20);
+      EXPECT_TRUE(report.is_ok()) << report.status().message();
+    });
+    while (server_->statistics().jobs.at(0).job.committed_step == 0) {
+      std::this_thread::yield();  // its commit has begun
+    }
+    EXPECT_TRUE(server_->stop(20).is_ok());
+    stepping.join();
+  }
+  server_.reset();
+  start();
+  EXPECT_FALSE(server_->report().formatted);
+  const auto job = server_->find_job("job");
+  ASSERT_TRUE(job.is_ok());
+  EXPECT_EQ(job.value().committed_step, 1u);
+  // Nobody opened it: attaching gives it memory.
+  const Client client = attach(job.value().job_id);
+  expect_filled(client, shard, 7);
+  expect_filled(client, parameter, 0);
+  EXPECT_EQ(server_->shards(job.value().job_id).value().at(parameter).generation, 1u);
+}
+
+TEST_F(ServerTest, starting_over_gets_its_memory_back_first_and_another_job_keeps_its_own) {
+  start();
+  for (int round = 0; round < 3; ++round) {
+    const uint64_t job = open("job", kHostBytes - 12_MiB, true);
+    const Client client = attach(job);
+    const auto infos = server_->shards(job);
+    ASSERT_TRUE(infos.is_ok());
+    EXPECT_TRUE(infos.value().empty());
+    fill(client, declare(client, blob("a", 1_MiB)), 1);
+    const auto busy = server_->open_job(
+        {.name = "job", .uid = 1, .host_bytes = 0, .nvme_bytes = 0, .fresh = true});
+    EXPECT_EQ(busy.status().code(), StatusCode::invalid_argument) << "a session is attached";
+    ASSERT_TRUE(server_->detach(client.session_id).is_ok());
+  }
+  EXPECT_EQ(server_->jobs().size(), 1u);
+  EXPECT_TRUE(server_->drop_job(server_->jobs()[0].job_id, false).is_ok());
+  EXPECT_EQ(server_->statistics().pool_bytes_free, kHostBytes);
+}
+
+TEST_F(ServerTest, a_client_that_breaks_the_protocol_loses_its_session_and_nobody_else_does) {
+  start();
+  const uint64_t job = open("job");
+  const Client good = attach(job);
+  const uint32_t shard = declare(good, blob("a", 1_MiB));
+  fill(good, shard, 1);
+  for (int kind = 0; kind < 3; ++kind) {
+    auto grant = server_->attach(job);
+    ASSERT_TRUE(grant.is_ok());
+    const SharedMemory memory =
+        SharedMemory::map(std::move(grant.value().session), sizeof(SessionLayout)).value();
+    auto& layout = *reinterpret_cast<SessionLayout*>(memory.data());
+    for (uint32_t i = 0; i < kRingEntries; ++i) {
+      std::memset(&layout.requests[i], kind == 1 ? 0xff : 0, sizeof(Request));
+      if (kind != 2) continue;
+      layout.requests[i].opcode = Opcode::lease;  // waits for itself, again and again
+      layout.requests[i].shard_id = shard;
+      layout.requests[i].mode = LeaseMode::overwrite;
+      layout.requests[i].timeout_ns = ~uint64_t{0};
+    }
+    const uint64_t one = 1;
+    const SteadyClock clock;
+    const uint64_t start_ns = clock.now_ns();
+    while (layout.header.ended.load() == 0 && clock.now_ns() - start_ns < 10'000'000'000) {
+      const uint32_t ahead = kind == 0 ? 5 * kRingEntries : kRingEntries;
+      layout.header.request_tail.store(layout.header.request_head.load() + ahead);
+      EXPECT_EQ(write(grant.value().doorbell.get(), &one, sizeof(one)), 8);
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    EXPECT_EQ(layout.header.ended.load(), 1u) << kind;
+    expect_filled(good, shard, 1);
+  }
+  EXPECT_EQ(server_->statistics().session_count, 1u);
+  EXPECT_GE(server_->statistics().ring_protocol_errors, 3u);
+}
+
+}  // namespace
+}  // namespace memd
