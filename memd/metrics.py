@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import threading
@@ -16,12 +17,11 @@ from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
-    SummaryMetricFamily,
 )
 from prometheus_client.registry import Collector
 
 from memd import __version__
-from memd_native import PROTOCOL_VERSION, STEP_SECONDS_BOUNDS
+from memd_native import IO_SECONDS_BOUNDS, PROTOCOL_VERSION, STEP_SECONDS_BOUNDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,13 @@ if TYPE_CHECKING:
 
     from memd.peers import Peers
     from memd.service.call import Gate
-    from memd_native import DeviceStatistics, JobStatistics, Server, ServerStatistics
+    from memd_native import (
+        DeviceStatistics,
+        JobStatistics,
+        SecondsHistogram,
+        Server,
+        ServerStatistics,
+    )
 
 log = logging.getLogger(__name__)
 
@@ -54,18 +60,7 @@ class DaemonCollector(Collector):
         yield from _about_the_pool(statistics)
         yield from _about_devices(statistics.devices)
         yield from _about_jobs(statistics.jobs)
-        yield _histogram(
-            "memd_step_seconds",
-            "Duration of the optimizer's steps, from their call to their commit.",
-            statistics.step_seconds_buckets,
-            statistics.step_seconds_sum,
-        )
-        yield _histogram(
-            "memd_commit_seconds",
-            "Duration of commits: catalogue, superblock and both flushes.",
-            statistics.commit_seconds_buckets,
-            statistics.commit_seconds_sum,
-        )
+        yield from _about_steps(statistics)
 
     def _about_the_daemon(self, statistics: ServerStatistics) -> Iterator[Metric]:
         report = self._server.report()
@@ -94,9 +89,9 @@ class DaemonCollector(Collector):
             value=statistics.ring_protocol_errors,
         )
         yield CounterMetricFamily(
-            "memd_checksum_failures",
-            "Extents whose bytes did not match their checksum.",
-            value=statistics.checksum_failures,
+            "memd_backpressure_seconds",
+            "Time that leases waited for room in the host pool, rather than for the disk.",
+            value=statistics.room_wait_seconds,
         )
 
 
@@ -119,22 +114,76 @@ def _about_the_pool(statistics: ServerStatistics) -> Iterator[Metric]:
 
 
 def _about_devices(devices: Sequence[DeviceStatistics]) -> Iterator[Metric]:
-    seconds = SummaryMetricFamily(
-        "memd_io_seconds", "I/O operations, and the time they took.", labels=["device", "op"]
+    seconds = HistogramMetricFamily(
+        "memd_io_seconds",
+        "Duration of reads, writes and syncs, with their time in the queue.",
+        labels=["device", "op"],
     )
     moved = CounterMetricFamily("memd_io_bytes", "Bytes moved.", labels=["device", "op"])
-    errors = CounterMetricFamily("memd_io_errors", "I/O operations that failed.", labels=["device"])
+    errors = CounterMetricFamily(
+        "memd_io_errors", "I/O operations that failed.", labels=["device", "op", "errno"]
+    )
+    mismatches = CounterMetricFamily(
+        "memd_checksum_failures",
+        "Reads whose bytes did not match their checksum.",
+        labels=["device"],
+    )
+    fenced = GaugeMetricFamily(
+        "memd_volume_fenced",
+        "1 where nothing is committed any more until the daemon is restarted, because a write or "
+        "sync failed, on this volume or another: all of a daemon's volumes are fenced together.",
+        labels=["device"],
+    )
     for device in devices:
         path = device.path
-        seconds.add_metric([path, "read"], device.read_count, device.read_seconds)
-        seconds.add_metric([path, "write"], device.write_count, device.write_seconds)
-        seconds.add_metric([path, "sync"], device.sync_count, device.sync_seconds)
-        moved.add_metric([path, "read"], device.read_bytes)
-        moved.add_metric([path, "write"], device.write_bytes)
-        errors.add_metric([path], device.error_count)
+        mismatches.add_metric([path], device.checksum_failures)
+        fenced.add_metric([path], device.fenced)
+        moved.add_metric([path, "read"], device.read.bytes)
+        moved.add_metric([path, "write"], device.write.bytes)
+        for op, kind in (("read", device.read), ("write", device.write), ("sync", device.sync)):
+            seconds.add_metric([path, op], *_buckets(kind.seconds, IO_SECONDS_BOUNDS))
+            # A rate does not see a first error that comes with its series.
+            for number, count in {errno.EIO: 0, **kind.error_count_by_errno}.items():
+                name = errno.errorcode.get(number, str(number))
+                errors.add_metric([path, op, name], count)
     yield seconds
     yield moved
     yield errors
+    yield mismatches
+    yield fenced
+
+
+def _about_steps(statistics: ServerStatistics) -> Iterator[Metric]:
+    for name, help_text, histogram in (
+        (
+            "memd_step_seconds",
+            "Duration of the optimizer's steps, from their call to their commit.",
+            statistics.step_seconds,
+        ),
+        (
+            "memd_commit_seconds",
+            "Duration of commits: catalogue, superblock and both flushes.",
+            statistics.commit_seconds,
+        ),
+    ):
+        family = HistogramMetricFamily(name, help_text)
+        family.add_metric([], *_buckets(histogram, STEP_SECONDS_BOUNDS))
+        yield family
+    phases = HistogramMetricFamily(
+        "memd_step_phase_seconds",
+        "Time that a step spent in a phase, one observation a step: summed over tiles, whose "
+        "phases overlap.",
+        labels=["phase"],
+    )
+    of = statistics.step_phases
+    for phase, histogram in (
+        ("read", of.read),
+        ("update", of.update),
+        ("write", of.write),
+        ("commit", of.commit),
+    ):
+        phases.add_metric([phase], *_buckets(histogram, STEP_SECONDS_BOUNDS))
+    yield phases
 
 
 _JOB_COUNTERS: tuple[tuple[str, str, Callable[[JobStatistics], float]], ...] = (
@@ -165,11 +214,6 @@ def _about_jobs(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
     committed = GaugeMetricFamily(
         "memd_committed_step", "The step at which the job stands.", labels=["memd_job"]
     )
-    phases = SummaryMetricFamily(
-        "memd_step_phase_seconds",
-        "Steps, and the time they spent in each phase; phases overlap.",
-        labels=["memd_job", "phase"],
-    )
     for each in jobs:
         job = each.job
         used.add_metric([job.name, "host"], job.host_bytes_used)
@@ -177,17 +221,9 @@ def _about_jobs(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
         quota.add_metric([job.name, "host"], job.host_bytes)
         quota.add_metric([job.name, "nvme"], job.nvme_bytes)
         committed.add_metric([job.name], job.committed_step)
-        for phase, seconds in (
-            ("read", each.step_read_seconds),
-            ("update", each.step_update_seconds),
-            ("write", each.step_write_seconds),
-            ("commit", each.step_commit_seconds),
-        ):
-            phases.add_metric([job.name, phase], each.step_count, seconds)
     yield used
     yield quota
     yield committed
-    yield phases
     for name, help_text, value in _JOB_COUNTERS:
         counter = CounterMetricFamily(name, help_text, labels=["memd_job"])
         for each in jobs:
@@ -201,13 +237,14 @@ def _gauge(name: str, help_text: str, labels: dict[str, str], value: float) -> G
     return gauge
 
 
-def _histogram(
-    name: str, help_text: str, counts: Sequence[int], sum_value: float
-) -> HistogramMetricFamily:
-    """`counts` are those of each bucket alone; Prometheus wants them with all below."""
-    bounds = [*(f"{bound:g}" for bound in STEP_SECONDS_BOUNDS), "+Inf"]
-    buckets = list(zip(bounds, accumulate(counts), strict=True))
-    return HistogramMetricFamily(name, help_text, buckets=buckets, sum_value=sum_value)
+def _buckets(
+    histogram: SecondsHistogram, bounds: Sequence[float]
+) -> tuple[list[tuple[str, float]], float]:
+    """Buckets and sum: `counts` are those of each bucket alone; Prometheus wants them with all
+    below."""
+    names = [*(f"{bound:g}" for bound in bounds), "+Inf"]
+    buckets: list[tuple[str, float]] = list(zip(names, accumulate(histogram.counts), strict=True))
+    return buckets, histogram.sum_seconds
 
 
 class MetricsServer:

@@ -41,11 +41,13 @@ class StatusService:
                     path=device.path,
                     bytes=device.bytes,
                     bytes_free=device.bytes_free,
-                    read_bytes=device.read_bytes,
-                    written_bytes=device.write_bytes,
-                    read_seconds=device.read_seconds,
-                    write_seconds=device.write_seconds,
-                    error_count=device.error_count,
+                    read_bytes=device.read.bytes,
+                    written_bytes=device.write.bytes,
+                    read_seconds=device.read.seconds.sum_seconds,
+                    write_seconds=device.write.seconds.sum_seconds,
+                    error_count=sum(
+                        kind.error_count for kind in (device.read, device.write, device.sync)
+                    ),
                 )
                 for device in statistics.devices
             ],

@@ -1,6 +1,7 @@
 #include "server/server.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -93,10 +94,6 @@ std::vector<float> floats_of(const nb::bytes& bytes) {
   return values;
 }
 
-std::vector<uint64_t> counts_of(const SecondsHistogram& histogram) {
-  return {histogram.counts.begin(), histogram.counts.end()};
-}
-
 double seconds(uint64_t nanoseconds) { return static_cast<double>(nanoseconds) * 1e-9; }
 
 void bind_records(nb::module_& module) {
@@ -181,24 +178,42 @@ void bind_records(nb::module_& module) {
 }
 
 void bind_statistics(nb::module_& module) {
-  module.attr("STEP_SECONDS_BOUNDS") =
-      nb::cast(std::vector<double>(kSecondsBounds.begin(), kSecondsBounds.end()));
+  const auto list_of = [](const SecondsBounds& bounds) {
+    return nb::cast(std::vector<double>(bounds.begin(), bounds.end()));
+  };
+  module.attr("IO_SECONDS_BOUNDS") = list_of(kIoSecondsBounds);
+  module.attr("STEP_SECONDS_BOUNDS") = list_of(kStepSecondsBounds);
+  nb::class_<SecondsHistogram>(module, "SecondsHistogram")
+      .def_prop_ro(
+          "counts",
+          [](const SecondsHistogram& self) {
+            return std::vector<uint64_t>(self.counts().begin(), self.counts().end());
+          },
+          "Of each bucket alone, the last for what is above every bound.")
+      .def_prop_ro("sum_seconds", &SecondsHistogram::sum_seconds);
+  nb::class_<IoKindStatistics>(module, "IoKindStatistics")
+      .def_ro("bytes", &IoKindStatistics::bytes)
+      .def_ro("seconds", &IoKindStatistics::seconds)
+      .def_ro("error_count_by_errno", &IoKindStatistics::error_count_by_errno)
+      .def_prop_ro("error_count", &IoKindStatistics::error_count);
   nb::class_<DeviceStatistics>(module, "DeviceStatistics")
       .def_ro("path", &DeviceStatistics::path)
       .def_ro("bytes", &DeviceStatistics::bytes)
       .def_ro("bytes_free", &DeviceStatistics::bytes_free)
-      .def_prop_ro("read_bytes", [](const DeviceStatistics& self) { return self.io.read_bytes; })
-      .def_prop_ro("write_bytes", [](const DeviceStatistics& self) { return self.io.write_bytes; })
-      .def_prop_ro("read_count", [](const DeviceStatistics& self) { return self.io.read_count; })
-      .def_prop_ro("write_count", [](const DeviceStatistics& self) { return self.io.write_count; })
-      .def_prop_ro("sync_count", [](const DeviceStatistics& self) { return self.io.sync_count; })
-      .def_prop_ro("error_count", [](const DeviceStatistics& self) { return self.io.error_count; })
-      .def_prop_ro("read_seconds",
-                   [](const DeviceStatistics& self) { return seconds(self.io.read_ns); })
-      .def_prop_ro("write_seconds",
-                   [](const DeviceStatistics& self) { return seconds(self.io.write_ns); })
-      .def_prop_ro("sync_seconds",
-                   [](const DeviceStatistics& self) { return seconds(self.io.sync_ns); });
+      .def_ro("checksum_failures", &DeviceStatistics::checksum_failures)
+      .def_ro("fenced", &DeviceStatistics::fenced)
+      .def_prop_ro(
+          "read",
+          [](const DeviceStatistics& self) -> const auto& { return self.io.read; },
+          nb::rv_policy::reference_internal)
+      .def_prop_ro(
+          "write",
+          [](const DeviceStatistics& self) -> const auto& { return self.io.write; },
+          nb::rv_policy::reference_internal)
+      .def_prop_ro(
+          "sync",
+          [](const DeviceStatistics& self) -> const auto& { return self.io.sync; },
+          nb::rv_policy::reference_internal);
   nb::class_<JobStatistics>(module, "JobStatistics")
       .def_ro("job", &JobStatistics::job)
       .def_ro("arena_bytes", &JobStatistics::arena_bytes)
@@ -215,16 +230,12 @@ void bind_statistics(nb::module_& module) {
       .def_prop_ro("evicted_bytes",
                    [](const JobStatistics& self) { return self.counters.evicted_bytes; })
       .def_prop_ro("spilled_bytes",
-                   [](const JobStatistics& self) { return self.counters.spilled_bytes; })
-      .def_prop_ro("step_count", [](const JobStatistics& self) { return self.counters.step_count; })
-      .def_prop_ro("step_read_seconds",
-                   [](const JobStatistics& self) { return self.counters.step_read_seconds; })
-      .def_prop_ro("step_update_seconds",
-                   [](const JobStatistics& self) { return self.counters.step_update_seconds; })
-      .def_prop_ro("step_write_seconds",
-                   [](const JobStatistics& self) { return self.counters.step_write_seconds; })
-      .def_prop_ro("step_commit_seconds",
-                   [](const JobStatistics& self) { return self.counters.step_commit_seconds; });
+                   [](const JobStatistics& self) { return self.counters.spilled_bytes; });
+  nb::class_<StepPhases>(module, "StepPhases")
+      .def_ro("read", &StepPhases::read)
+      .def_ro("update", &StepPhases::update)
+      .def_ro("write", &StepPhases::write)
+      .def_ro("commit", &StepPhases::commit);
   nb::class_<ServerStatistics>(module, "ServerStatistics")
       .def_ro("pool", &ServerStatistics::pool)
       .def_ro("pool_bytes_free", &ServerStatistics::pool_bytes_free)
@@ -233,16 +244,12 @@ void bind_statistics(nb::module_& module) {
       .def_ro("devices", &ServerStatistics::devices)
       .def_ro("jobs", &ServerStatistics::jobs)
       .def_ro("session_count", &ServerStatistics::session_count)
-      .def_ro("checksum_failures", &ServerStatistics::checksum_failures)
       .def_ro("ring_protocol_errors", &ServerStatistics::ring_protocol_errors)
-      .def_prop_ro("step_seconds_buckets",
-                   [](const ServerStatistics& self) { return counts_of(self.step_seconds); })
-      .def_prop_ro("commit_seconds_buckets",
-                   [](const ServerStatistics& self) { return counts_of(self.commit_seconds); })
-      .def_prop_ro("step_seconds_sum",
-                   [](const ServerStatistics& self) { return self.step_seconds.sum_seconds; })
-      .def_prop_ro("commit_seconds_sum",
-                   [](const ServerStatistics& self) { return self.commit_seconds.sum_seconds; });
+      .def_prop_ro("room_wait_seconds",
+                   [](const ServerStatistics& self) { return seconds(self.room_wait_ns); })
+      .def_ro("step_seconds", &ServerStatistics::step_seconds)
+      .def_ro("commit_seconds", &ServerStatistics::commit_seconds)
+      .def_ro("step_phases", &ServerStatistics::step_phases);
 }
 
 }  // namespace

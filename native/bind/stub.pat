@@ -8,6 +8,9 @@ memd_native._core.StatusError:
         code: int
         error_number: int
 
+memd_native._core.IO_SECONDS_BOUNDS:
+    IO_SECONDS_BOUNDS: list[float]
+
 memd_native._core.STEP_SECONDS_BOUNDS:
     STEP_SECONDS_BOUNDS: list[float]
 

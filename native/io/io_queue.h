@@ -5,11 +5,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
 #include <string_view>
 
+#include "base/histogram.h"
 #include "base/owned_fd.h"
 #include "base/status.h"
 #include "base/units.h"
@@ -40,17 +42,28 @@ struct IoRequest {
   std::function<void(const Status&)> complete{};
 };
 
-/// Counted since the queue was made; a chunk is one operation given to the kernel.
+/// Requests of one kind on one device, counted since the queue was made.
+struct IoKindStatistics {
+  uint64_t bytes = 0;                            // of requests that succeeded
+  SecondsHistogram seconds{kIoSecondsBounds};    // from submit() to completion, failed or not
+  std::map<int, uint64_t> error_count_by_errno;  // requests that completed with an error
+
+  uint64_t error_count() const {
+    uint64_t sum = 0;
+    for (const auto& [error_number, count] : error_count_by_errno) sum += count;
+    return sum;
+  }
+};
+
 struct IoDeviceStatistics {
-  uint64_t read_bytes = 0;
-  uint64_t write_bytes = 0;
-  uint64_t read_count = 0;  // requests, not chunks
-  uint64_t write_count = 0;
-  uint64_t sync_count = 0;
-  uint64_t error_count = 0;  // requests that completed with an error
-  uint64_t read_ns = 0;      // sum over requests, from submit() to completion
-  uint64_t write_ns = 0;
-  uint64_t sync_ns = 0;
+  IoKindStatistics read;
+  IoKindStatistics write;
+  IoKindStatistics sync;
+
+  IoKindStatistics& of(IoKind kind) {
+    if (kind == IoKind::read) return read;
+    return kind == IoKind::write ? write : sync;
+  }
 };
 
 struct IoQueueStatistics {

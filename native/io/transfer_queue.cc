@@ -85,25 +85,13 @@ size_t TransferQueue::reap() {
 }
 
 void TransferQueue::complete(Transfer& transfer) {
-  IoDeviceStatistics& statistics = devices_[transfer.request.device].statistics;
-  const uint64_t elapsed_ns = clock_.now_ns() - transfer.submit_ns;
-  const bool is_ok = transfer.error.is_ok();
-  if (!is_ok) ++statistics.error_count;
-  switch (transfer.request.kind) {
-    case IoKind::read:
-      ++statistics.read_count;
-      statistics.read_ns += elapsed_ns;
-      if (is_ok) statistics.read_bytes += transfer.request.data.size();
-      break;
-    case IoKind::write:
-      ++statistics.write_count;
-      statistics.write_ns += elapsed_ns;
-      if (is_ok) statistics.write_bytes += transfer.request.data.size();
-      break;
-    case IoKind::sync:
-      ++statistics.sync_count;
-      statistics.sync_ns += elapsed_ns;
-      break;
+  const IoRequest& request = transfer.request;
+  IoKindStatistics& statistics = devices_[request.device].statistics.of(request.kind);
+  statistics.seconds.add(static_cast<double>(clock_.now_ns() - transfer.submit_ns) * 1e-9);
+  if (transfer.error.is_ok()) {
+    statistics.bytes += request.data.size();
+  } else {
+    ++statistics.error_count_by_errno[transfer.error.error_number()];
   }
   --request_count_;
   before_complete(transfer);

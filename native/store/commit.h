@@ -82,7 +82,7 @@ class Commits {
   ExtentRecord root_extent_;
   std::deque<std::shared_ptr<Commit>> waiting_;
   bool running_ = false;
-  SecondsHistogram seconds_;
+  SecondsHistogram seconds_{kStepSecondsBounds};
 };
 
 }  // namespace memd

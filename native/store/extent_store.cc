@@ -20,6 +20,7 @@ ExtentStore::ExtentStore(IoQueue& io, VolumeSet set)
     free_.add_device(device, volume.data_begin_bytes, volume.data_end_bytes);
     paths_.push_back(std::move(volume.path));
     device_bytes_.push_back(volume.bytes);
+    checksum_failure_counts_.push_back(0);
   }
 }
 
@@ -70,7 +71,7 @@ void ExtentStore::read(const ExtentRecord& extent,
       [this, extent, into, priority, what = std::move(what), done = std::move(done)](
           const Status& status) {
         if (!status.is_ok() || matches(extent, into)) return done(status);
-        count_checksum_failure();
+        count_checksum_failure(extent);
         read_unverified(
             extent, into, priority, [this, extent, into, what, done](const Status& again) {
               if (!again.is_ok() || matches(extent, into)) return done(again);

@@ -47,7 +47,9 @@ class ExtentStore {
   static bool matches(const ExtentRecord& extent, std::span<const std::byte> bytes) {
     return extent_checksum(bytes, extent.address) == extent.checksum;
   }
-  void count_checksum_failure() { ++checksum_failure_count_; }
+  void count_checksum_failure(const ExtentRecord& extent) {
+    ++checksum_failure_counts_[extent.address.device];
+  }
 
   /// `bytes` are those the extent's checksum was computed over; they stay until `done`.
   void write(const ExtentRecord& extent, std::span<std::byte> bytes, Done done);
@@ -61,7 +63,9 @@ class ExtentStore {
   uint64_t free_bytes() const { return free_.free_bytes(); }
   uint64_t free_bytes(uint16_t device) const { return free_.free_bytes(device); }
   uint64_t capacity_bytes() const { return free_.capacity_bytes(); }
-  uint64_t checksum_failure_count() const { return checksum_failure_count_; }
+  uint64_t checksum_failure_count(uint16_t device) const {
+    return checksum_failure_counts_[device];
+  }
   size_t device_count() const { return paths_.size(); }
   const std::string& path(uint16_t device) const { return paths_[device]; }
   uint64_t device_bytes(uint16_t device) const { return device_bytes_[device]; }
@@ -78,7 +82,7 @@ class ExtentStore {
   Superblock superblock_;
   std::unique_ptr<std::byte, void (*)(std::byte*)> superblock_blocks_;  // two, aligned for O_DIRECT
   Status broken_;
-  uint64_t checksum_failure_count_ = 0;
+  std::vector<uint64_t> checksum_failure_counts_;  // by device
 };
 
 }  // namespace memd

@@ -401,7 +401,8 @@ void ShardStore::lease(const LeaseRequest& request, LeaseReply reply) {
                      .reply = std::move(reply),
                      .started_ns = clock_.now_ns(),
                      .counted_as_miss = false,
-                     .waits_on = {}});
+                     .waits_on = {},
+                     .counted_ns = clock_.now_ns()});
   Waiter& waiter = waiters.back();
   // Those before it go first only where they wait for room.
   if (try_grant(*job.value(), waiter) == Grant::done) waiters.pop_back();
@@ -586,11 +587,21 @@ ShardStore::Grant ShardStore::grant_bytes_writer(Job& job,
   reply_granted(job, waiter, *entry.pending);
   return Grant::done;
 }
+void ShardStore::count_room_wait(Waiter& waiter) {
+  const uint64_t now_ns = clock_.now_ns();
+  // Nobody stands still for a prefetch.
+  if (waiter.waits_on == kRoom && !waiter.request.prefetch) {
+    room_wait_ns_ += now_ns - waiter.counted_ns;
+  }
+  waiter.counted_ns = now_ns;
+}
+
 
 bool ShardStore::advance_leases(Job& job, JobQueues& queues) {
   bool progress = false;
   bool space_wanted = false;
   for (auto it = queues.waiters.begin(); it != queues.waiters.end();) {
+    count_room_wait(waiter);
     Waiter& waiter = *it;
     const uint64_t session_id = waiter.request.session_id;
     // Who came first gets room first; what is resident goes to anyone.
@@ -757,7 +768,10 @@ void ShardStore::fail_waiters(Job& job,
     if (chosen(*it)) failed.splice(failed.end(), waiters, it);
     it = next;
   }
-  for (Waiter& waiter : failed) waiter.reply(status, {});
+  for (Waiter& waiter : failed) {
+    count_room_wait(waiter);
+    waiter.reply(status, {});
+  }
 }
 
 void ShardStore::fail_waiters(Job& job, const Entry& entry, const Status& status) {
@@ -1031,6 +1045,8 @@ ServerStatistics ShardStore::statistics() const {
   for (uint16_t device = 0; device < extents_.device_count(); ++device) {
     out.devices.push_back({.path = extents_.path(device),
                            .bytes = extents_.device_bytes(device),
+                           .checksum_failures = extents_.checksum_failure_count(device),
+                           .fenced = !extents_.broken().is_ok(),
                            .bytes_free = extents_.free_bytes(device),
                            .io = io_.device_statistics(device)});
   }
@@ -1045,9 +1061,10 @@ ServerStatistics ShardStore::statistics() const {
     out.jobs.push_back(std::move(statistics));
   }
   out.session_count = static_cast<uint32_t>(sessions_.size());
-  out.checksum_failures = extents_.checksum_failure_count();
+  out.room_wait_ns = room_wait_ns_;
   out.ring_protocol_errors = ring_protocol_errors_;
   out.step_seconds = step_seconds_;
+  out.step_phases = step_phases_;
   out.commit_seconds = commits_.seconds();
   return out;
 }

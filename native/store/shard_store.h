@@ -163,6 +163,7 @@ class ShardStore {
     std::string waits_on;
   };
   enum class Grant : uint8_t { done, waiting, waiting_for_space };
+    uint64_t counted_ns = 0;  // until when its wait for room is in room_wait_ns_
   struct JobQueues {
     std::list<Waiter> waiters;
     /// Steps, syncs and moments: one at a time.
@@ -188,6 +189,7 @@ class ShardStore {
   bool advance_leases(Job& job, JobQueues& queues);
   Grant try_grant(Job& job, Waiter& waiter);
   /// Writers of blobs and buffers get a slot of their own, which takes the old one's place once it
+  void count_room_wait(Waiter& waiter);
   /// is given back: readers see the old bytes or the new ones, whatever happens to the writer.
   Grant grant_bytes_writer(Job& job, Waiter& waiter, Entry& entry, bool keeps_old_bytes);
   void reply_granted(Job& job, Waiter& waiter, Slot& slot);
@@ -247,7 +249,9 @@ class ShardStore {
   std::list<Condition> conditions_;
   std::vector<Segment> released_segments_;
   uint64_t ring_protocol_errors_ = 0;
-  SecondsHistogram step_seconds_;
+  uint64_t room_wait_ns_ = 0;
+  SecondsHistogram step_seconds_{kStepSecondsBounds};
+  StepPhases step_phases_;
 };
 
 }  // namespace memd

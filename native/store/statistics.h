@@ -1,46 +1,15 @@
 // Frozen records of what the store did; metrics, status and tests read nothing else.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
 
 #include "arena/pool.h"
+#include "base/histogram.h"
 #include "io/io_queue.h"
 
 namespace memd {
-
-/// Upper bounds in seconds of the histograms below; a last bucket counts what is slower. Powers of
-/// two from 1 ms.
-inline constexpr std::array<double, 16> kSecondsBounds{0.001,
-                                                       0.002,
-                                                       0.004,
-                                                       0.008,
-                                                       0.016,
-                                                       0.032,
-                                                       0.064,
-                                                       0.128,
-                                                       0.256,
-                                                       0.512,
-                                                       1.024,
-                                                       2.048,
-                                                       4.096,
-                                                       8.192,
-                                                       16.384,
-                                                       32.768};
-
-struct SecondsHistogram {
-  std::array<uint64_t, kSecondsBounds.size() + 1> counts{};
-  double sum_seconds = 0;
-
-  void add(double seconds) {
-    size_t bucket = 0;
-    while (bucket < kSecondsBounds.size() && seconds > kSecondsBounds[bucket]) ++bucket;
-    ++counts[bucket];
-    sum_seconds += seconds;
-  }
-};
 
 struct JobInfo {
   uint64_t job_id = 0;
@@ -77,11 +46,6 @@ struct JobCounters {
   uint64_t fetched_bytes = 0;
   uint64_t evicted_bytes = 0;
   uint64_t spilled_bytes = 0;
-  uint64_t step_count = 0;
-  double step_read_seconds = 0;
-  double step_update_seconds = 0;
-  double step_write_seconds = 0;
-  double step_commit_seconds = 0;
 };
 
 struct JobStatistics {
@@ -97,7 +61,25 @@ struct DeviceStatistics {
   std::string path;
   uint64_t bytes = 0;
   uint64_t bytes_free = 0;
+  uint64_t checksum_failures = 0;
+  /// ExtentStore::broken(), of the whole set: nothing is committed until the daemon starts anew.
+  bool fenced = false;
   IoDeviceStatistics io;
+};
+
+/// Of StepReport's times, one observation a step.
+struct StepPhases {
+  SecondsHistogram read{kStepSecondsBounds};
+  SecondsHistogram update{kStepSecondsBounds};
+  SecondsHistogram write{kStepSecondsBounds};
+  SecondsHistogram commit{kStepSecondsBounds};
+
+  void add(const StepReport& report) {
+    read.add(report.read_seconds);
+    update.add(report.update_seconds);
+    write.add(report.write_seconds);
+    commit.add(report.commit_seconds);
+  }
 };
 
 struct ServerStatistics {
@@ -108,10 +90,11 @@ struct ServerStatistics {
   std::vector<DeviceStatistics> devices;
   std::vector<JobStatistics> jobs;
   uint32_t session_count = 0;
-  uint64_t checksum_failures = 0;
   uint64_t ring_protocol_errors = 0;
-  SecondsHistogram step_seconds;
-  SecondsHistogram commit_seconds;
+  uint64_t room_wait_ns = 0;  // time that leases waited for room, not for the disk or a writer
+  SecondsHistogram step_seconds{kStepSecondsBounds};
+  SecondsHistogram commit_seconds{kStepSecondsBounds};
+  StepPhases step_phases;
 };
 
 }  // namespace memd

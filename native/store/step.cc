@@ -548,11 +548,7 @@ void ShardStore::finish_step(const std::shared_ptr<StepState>& state, const Stat
   Job& job = *state->job;
   state->report->committed_step = job.committed_step;
   if (state->is_step && status.is_ok()) {
-    ++job.counters.step_count;
-    job.counters.step_read_seconds += state->report->read_seconds;
-    job.counters.step_update_seconds += state->report->update_seconds;
-    job.counters.step_write_seconds += state->report->write_seconds;
-    job.counters.step_commit_seconds += state->report->commit_seconds;
+    step_phases_.add(*state->report);
     step_seconds_.add(static_cast<double>(clock_.now_ns() - state->started_ns) * 1e-9);
   }
   const uint64_t job_id = job.job_id;

@@ -237,7 +237,7 @@ void TileTasks::check(const std::shared_ptr<Running>& running) {
     status.is_ok() ? work(running) : finish(running, status);
   });
   const auto read_again = [&](const ExtentRecord& extent, std::span<std::byte> into) {
-    extents_.count_checksum_failure();
+    extents_.count_checksum_failure(extent);
     const std::string what =
         concat("shard ", task.job->describe(*task.entry), ", step ", task.job->committed_step);
     extents_.read(extent, into, IoPriority::demand, what, join->branch());

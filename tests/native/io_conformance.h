@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <random>
 #include <string>
@@ -166,7 +167,10 @@ TEST_P(IoConformance, reading_past_the_end_is_an_error_that_names_path_and_range
   EXPECT_NE(status.message().find("read of 8192 bytes at offset 8192 of "), std::string::npos)
       << status.message();
   EXPECT_NE(status.message().find("io_conformance_"), std::string::npos) << status.message();
-  EXPECT_EQ(queue_->device_statistics(device).error_count, 1U);
+  const IoKindStatistics read = queue_->device_statistics(device).read;
+  EXPECT_EQ(read.error_count_by_errno, (std::map<int, uint64_t>{{EIO, 1}}));
+  EXPECT_EQ(read.seconds.count(), 1U);
+  EXPECT_EQ(read.bytes, 0U);
 }
 
 TEST_P(IoConformance, a_descriptor_that_is_not_open_is_an_error_of_each_kind) {
@@ -178,7 +182,10 @@ TEST_P(IoConformance, a_descriptor_that_is_not_open_is_an_error_of_each_kind) {
     EXPECT_EQ(status.error_number(), EBADF) << status.message();
     EXPECT_NE(status.message().find("closed"), std::string::npos) << status.message();
   }
-  EXPECT_EQ(queue_->device_statistics(device).error_count, 3U);
+  const IoDeviceStatistics seen = queue_->device_statistics(device);
+  for (const IoKindStatistics& kind : {seen.read, seen.write, seen.sync}) {
+    EXPECT_EQ(kind.error_count_by_errno, (std::map<int, uint64_t>{{EBADF, 1}}));
+  }
 }
 
 TEST_P(IoConformance, a_failing_request_of_many_chunks_completes_once) {
@@ -203,7 +210,7 @@ TEST_P(IoConformance, completions_may_submit_further_requests) {
   };
   queue_->submit({.device = device, .data = block.span(), .complete = again});
   run_until([&] { return rest == 0; });
-  EXPECT_EQ(queue_->device_statistics(device).read_count, 50U);
+  EXPECT_EQ(queue_->device_statistics(device).read.seconds.count(), 50U);
 }
 
 TEST_P(IoConformance, submit_never_completes_and_an_empty_read_wakes_the_owner) {
@@ -261,17 +268,17 @@ TEST_P(IoConformance, statistics_count_requests_and_bytes_per_device) {
   ASSERT_TRUE(run({.kind = IoKind::sync, .device = device}).is_ok());
   ASSERT_TRUE(run({.device = device, .data = block.span().first(4_KiB)}).is_ok());
   const IoDeviceStatistics seen = queue_->device_statistics(device);
-  EXPECT_EQ(seen.write_bytes, 8_MiB);
-  EXPECT_EQ(seen.read_bytes, 4_KiB);
-  EXPECT_EQ(seen.read_count, 1U);
-  EXPECT_EQ(seen.write_count, 1U);
-  EXPECT_EQ(seen.sync_count, 1U);
-  EXPECT_EQ(seen.error_count, 0U);
-  if (queue_->name() != "memory") {
-    EXPECT_GT(seen.write_ns, 0U);
-    EXPECT_GT(seen.read_ns, 0U);
+  EXPECT_EQ(seen.write.bytes, 8_MiB);
+  EXPECT_EQ(seen.read.bytes, 4_KiB);
+  for (const IoKindStatistics& kind : {seen.read, seen.write, seen.sync}) {
+    EXPECT_EQ(kind.seconds.count(), 1U);
+    EXPECT_EQ(kind.error_count(), 0U);
   }
-  EXPECT_EQ(queue_->device_statistics(quiet).read_count, 0U);
+  if (queue_->name() != "memory") {
+    EXPECT_GT(seen.write.seconds.sum_seconds(), 0);
+    EXPECT_GT(seen.read.seconds.sum_seconds(), 0);
+  }
+  EXPECT_EQ(queue_->device_statistics(quiet).read.seconds.count(), 0U);
   EXPECT_EQ(queue_->statistics().in_flight_count, 0U);
 }
 

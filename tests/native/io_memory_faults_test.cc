@@ -63,7 +63,8 @@ TEST_F(MemoryFaults, a_failed_sync_is_never_tried_again) {
     queue_.clear_faults();
   }
   EXPECT_EQ(queue_.statistics().resubmit_count, 0U);
-  EXPECT_EQ(queue_.device_statistics(device_).error_count, 3U);
+  EXPECT_EQ(queue_.device_statistics(device_).sync.error_count_by_errno,
+            (std::map<int, uint64_t>{{EIO, 1}, {EINTR, 1}, {EAGAIN, 1}}));
 }
 
 TEST_F(MemoryFaults, interruptions_are_tried_again_64_times_and_not_more) {
@@ -187,7 +188,9 @@ TEST_F(MemoryFaults, the_clock_moves_by_the_latency_and_statistics_show_it) {
   Block block(4_KiB);
   EXPECT_TRUE(run(IoKind::read, block.span()).is_ok());
   EXPECT_EQ(clock_.now_ns(), 100U);
-  EXPECT_EQ(queue_.device_statistics(device_).read_ns, 100U);
+  const SecondsHistogram seconds = queue_.device_statistics(device_).read.seconds;
+  EXPECT_DOUBLE_EQ(seconds.sum_seconds(), 100e-9);
+  EXPECT_EQ(seconds.counts().front(), 1U);
 }
 
 TEST_F(MemoryFaults, requests_complete_in_the_order_the_test_chooses) {

@@ -5,6 +5,7 @@ Bytes lie in a dictionary; nothing is on disk, and a step counts without computi
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import threading
@@ -103,19 +104,44 @@ class StepReport:
 
 
 @dataclass
+class SecondsHistogram:
+    """Three observations, the first below the first bound."""
+
+    sum_seconds: float = 0.75
+    counts: list[int] = field(default_factory=lambda: [1, 2] + [0] * (len(STEP_SECONDS_BOUNDS) - 1))
+
+
+@dataclass
+class StepPhases:
+    read: SecondsHistogram = field(default_factory=SecondsHistogram)
+    update: SecondsHistogram = field(default_factory=SecondsHistogram)
+    write: SecondsHistogram = field(default_factory=SecondsHistogram)
+    commit: SecondsHistogram = field(default_factory=SecondsHistogram)
+
+
+@dataclass
+class IoKindStatistics:
+    bytes: int
+    seconds: SecondsHistogram = field(default_factory=SecondsHistogram)
+    error_count_by_errno: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def error_count(self) -> int:
+        return sum(self.error_count_by_errno.values())
+
+
+@dataclass
 class DeviceStatistics:
     path: str
     bytes: int
     bytes_free: int
-    read_bytes: int = 8192
-    write_bytes: int = 4096
-    read_count: int = 2
-    write_count: int = 1
-    sync_count: int = 1
-    error_count: int = 0
-    read_seconds: float = 0.25
-    write_seconds: float = 0.5
-    sync_seconds: float = 0.125
+    checksum_failures: int = 2
+    fenced: bool = False
+    read: IoKindStatistics = field(default_factory=lambda: IoKindStatistics(8192))
+    write: IoKindStatistics = field(
+        default_factory=lambda: IoKindStatistics(4096, error_count_by_errno={errno.ENOSPC: 3})
+    )
+    sync: IoKindStatistics = field(default_factory=lambda: IoKindStatistics(0))
 
 
 @dataclass
@@ -131,11 +157,6 @@ class JobStatistics:
     fetched_bytes: int = 0
     evicted_bytes: int = 0
     spilled_bytes: int = 0
-    step_count: int = 0
-    step_read_seconds: float = 0.0
-    step_update_seconds: float = 0.0
-    step_write_seconds: float = 0.0
-    step_commit_seconds: float = 0.0
 
 
 @dataclass
@@ -147,16 +168,11 @@ class ServerStatistics:
     devices: list[DeviceStatistics]
     jobs: list[JobStatistics]
     session_count: int
-    checksum_failures: int = 0
     ring_protocol_errors: int = 0
-    step_seconds_buckets: list[int] = field(
-        default_factory=lambda: [1, 2] + [0] * (len(STEP_SECONDS_BOUNDS) - 1)
-    )
-    commit_seconds_buckets: list[int] = field(
-        default_factory=lambda: [0] * (len(STEP_SECONDS_BOUNDS) + 1)
-    )
-    step_seconds_sum: float = 0.75
-    commit_seconds_sum: float = 0.0
+    room_wait_seconds: float = 0.25
+    step_seconds: SecondsHistogram = field(default_factory=SecondsHistogram)
+    commit_seconds: SecondsHistogram = field(default_factory=SecondsHistogram)
+    step_phases: StepPhases = field(default_factory=StepPhases)
 
 
 @dataclass

@@ -70,10 +70,20 @@ def test_the_figures_of_the_data_plane_are_exported(scraped: Scraped) -> None:
     assert found["memd_clients"] == 1
     assert found["memd_committed_step,memd_job=gpt"] == 0
     assert found["memd_lease_wait_seconds_total,memd_job=gpt"] == 0.5
-    assert found["memd_io_seconds_sum,device=/volume,op=write"] == 0.5
+    assert found["memd_backpressure_seconds_total"] == 0.25
+    assert found["memd_io_seconds_sum,device=/volume,op=sync"] == 0.75
     assert found["memd_io_bytes_total,device=/volume,op=read"] == 8192
     assert found["memd_client_reclaims_total,reason=process_died"] == 0
     assert found["memd_admission_rejections_total,reason=capacity"] == 0
+
+
+def test_what_fails_on_a_device_is_told_with_device_operation_and_errno(scraped: Scraped) -> None:
+    found = samples(scraped.get("/metrics")[1])
+    assert found["memd_checksum_failures_total,device=/volume"] == 2
+    assert found["memd_volume_fenced,device=/volume"] == 0
+    assert found["memd_io_errors_total,device=/volume,errno=ENOSPC,op=write"] == 3
+    assert found["memd_io_errors_total,device=/volume,errno=EIO,op=write"] == 0
+    assert found["memd_io_errors_total,device=/volume,errno=EIO,op=sync"] == 0
 
 
 def test_histogram_buckets_count_everything_below_their_bound(scraped: Scraped) -> None:
@@ -83,6 +93,10 @@ def test_histogram_buckets_count_everything_below_their_bound(scraped: Scraped) 
     assert found["memd_step_seconds_bucket,le=+Inf"] == 3
     assert found["memd_step_seconds_count"] == 3
     assert found["memd_step_seconds_sum"] == 0.75
+    assert found["memd_io_seconds_bucket,device=/volume,le=6.25e-05,op=read"] == 1
+    assert found["memd_io_seconds_bucket,device=/volume,le=2.048,op=read"] == 3
+    for phase in ("read", "update", "write", "commit"):
+        assert found[f"memd_step_phase_seconds_count,phase={phase}"] == 3
 
 
 def test_no_label_names_a_process_a_user_or_a_shard(scraped: Scraped) -> None:
@@ -97,6 +111,7 @@ def test_no_label_names_a_process_a_user_or_a_shard(scraped: Scraped) -> None:
     assert names == {
         "device",
         "engine",
+        "errno",
         "le",
         "memd_job",
         "op",

@@ -4,6 +4,7 @@ This package translates and decides nothing. The contract is the type stub `_cor
 """
 
 from memd_native._core import (
+    IO_SECONDS_BOUNDS,
     MODE_OVERWRITE,
     MODE_READ,
     MODE_WRITE,
@@ -15,9 +16,11 @@ from memd_native._core import (
     ClientSession,
     ClientStatistics,
     DeviceStatistics,
+    IoKindStatistics,
     JobInfo,
     JobStatistics,
     PoolReport,
+    SecondsHistogram,
     Server,
     ServerStatistics,
     ServiceLease,
@@ -26,10 +29,12 @@ from memd_native._core import (
     ShardSpec,
     StartReport,
     StatusError,
+    StepPhases,
     StepReport,
 )
 
 __all__ = [
+    "IO_SECONDS_BOUNDS",
     "MODE_OVERWRITE",
     "MODE_READ",
     "MODE_WRITE",
@@ -41,9 +46,11 @@ __all__ = [
     "ClientSession",
     "ClientStatistics",
     "DeviceStatistics",
+    "IoKindStatistics",
     "JobInfo",
     "JobStatistics",
     "PoolReport",
+    "SecondsHistogram",
     "Server",
     "ServerStatistics",
     "ServiceLease",
@@ -52,5 +59,6 @@ __all__ = [
     "ShardSpec",
     "StartReport",
     "StatusError",
+    "StepPhases",
     "StepReport",
 ]
