@@ -177,6 +177,7 @@ void put_shard(FieldWriter& writer, const ShardRecord& shard) {
   if (shard.kind == ShardKind::parameter) {
     writer.put(shard.bucket);
     writer.put(shard.element_offset);
+    writer.put(static_cast<uint8_t>(shard.written));
   } else {
     put_extents(writer, shard.extents);
   }
@@ -194,6 +195,7 @@ ShardRecord get_shard(FieldReader& reader) {
   if (shard.kind == ShardKind::parameter) {
     shard.bucket = reader.get<uint32_t>();
     shard.element_offset = reader.get<uint64_t>();
+    shard.written = reader.get<uint8_t>() != 0;
   } else {
     shard.extents = get_extents(reader, reader.get<uint32_t>());
   }

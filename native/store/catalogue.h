@@ -28,6 +28,7 @@ struct ShardRecord {
   uint64_t generation = 0;         // parameter: updates so far, Adam's t
   uint32_t bucket = 0;             // parameter: index into JobRecord::buckets
   uint64_t element_offset = 0;     // parameter: first element in its bucket
+  bool written = false;            // parameter: its bucket's extents hold a value of it
   std::vector<ExtentRecord> extents;  // blob, buffer: kBlobExtentBytes each but the last
 };
 

@@ -314,6 +314,8 @@ JobRecord Job::record() const {
                     .generation = shard.generation,
                     .bucket = shard.bucket,
                     .element_offset = shard.element_offset,
+                    .written = shard.written &&
+                               (shard.value->bytes == 0 || shard.value->has_replica()),
                     .extents = {}};
     if (shard.spec.kind != ShardKind::parameter && shard.written && shard.value->has_replica()) {
       for (const Replica& replica : shard.value->replicas) out.extents.push_back(replica.extent);
@@ -347,6 +349,7 @@ Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record) {
       Shard& shard = job->shards[shard_id];
       shard.generation = in.generation;
       shard.element_offset = in.element_offset;
+      shard.written = in.written;
       job->element_count += shard.element_count;
       shards_of[in.bucket].push_back(shard_id);
       continue;
@@ -369,9 +372,6 @@ Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record) {
     for (size_t tile = 0; tile < in.tiles.size(); ++tile) {
       made.value->replicas[tile] = {.extent = in.tiles[tile].parameter, .referenced = true};
       made.rest[tile] = {.extent = in.tiles[tile].rest, .referenced = true};
-    }
-    for (const uint32_t shard_id : made.shards) {
-      job->shards[shard_id].written = made.value->has_replica() || made.value->bytes == 0;
     }
   }
   job->for_each_replica(

@@ -194,5 +194,20 @@ TEST(JobRecordTest, a_restored_job_is_the_one_that_was_written_down) {
   EXPECT_FALSE(again.value()->changed);
 }
 
+TEST(JobRecordTest, a_parameter_that_was_never_written_stays_so_beside_one_that_was) {
+  const auto disk = std::make_shared<MemoryDisk>(kDiskBytes);
+  {
+    Heart heart(disk);
+    const uint64_t session = heart.attach(heart.open("job"));
+    const auto ids = heart.declare(session, {parameter("put", 100), parameter("not put", 100)});
+    heart.write(session, ids[0], numbers(100, 1));
+    ASSERT_TRUE(heart.sync(session).is_ok());
+  }
+  Heart heart(disk);
+  for (const ShardInfo& shard : heart.shards(1)) {
+    EXPECT_EQ(shard.written, shard.spec.name == "put") << shard.spec.name;
+  }
+}
+
 }  // namespace
 }  // namespace memd
