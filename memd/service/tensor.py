@@ -85,6 +85,10 @@ class TensorService:
     def PutMoments(
         self, requests: Iterator[tensor_pb2.PutMomentsRequest], call: Call
     ) -> tensor_pb2.PutMomentsResponse:
+        """Durable when it returns, but not whole or nothing: each message takes effect when it
+        arrives, since the moments of one parameter may be larger than the host pool. Of a stream
+        that breaks off, the elements that had arrived stay changed, and the job's next commit makes
+        them durable; the same call made again, to its end, replaces them all."""
         session: Session | None = None
         for request in requests:
             session = self._peers.session(call.peer, request.session_id)
