@@ -156,6 +156,8 @@ class Daemon:
                 io_engine=settings.io_engine,
                 io_depth=settings.io_depth,
                 update_thread_count=settings.update_threads,
+                # A private daemon serves one job, as a rule: it gets all there is.
+                jobs_expected=1 if self._options.parent_pid is not None else 2,
                 progress=progress,
             )
         report = server.report()

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 # A closed step is finished first: everything a job has goes to disk at most once.
 _STOP_S = 120.0
 
+# A temporary volume is written anew at every start, some seconds for 10 GiB.
+_TEMPORARY_NVME_BYTES = 2 << 30
+
 _daemons: dict[EmbeddedAddress, EmbeddedDaemon] = {}
 _lock = threading.Lock()
 
@@ -110,8 +113,11 @@ class EmbeddedDaemon:
         command += ["--metrics", "", "--parent-pid", str(self._parent), "--unlocked-ok"]
         if address.host_bytes is not None:
             command += ["--host", f"{address.host_bytes}B"]
-        if address.nvme_bytes is not None:
-            command += ["--nvme", f"{address.nvme_bytes}B"]
+        nvme_bytes = address.nvme_bytes
+        if nvme_bytes is None and address.data is None:
+            nvme_bytes = _TEMPORARY_NVME_BYTES
+        if nvme_bytes is not None:
+            command += ["--nvme", f"{nvme_bytes}B"]
         return command
 
     def _wait_until_ready(self) -> None:

@@ -90,7 +90,7 @@ def connect(
         rank, world_size: default to torch.distributed's, or 0 and 1. More than one rank is not
             there yet.
         host_bytes, nvme_bytes: what a new job is admitted to: bytes, or a string such as "4GiB".
-            Default: half of what is free.
+            Default: half of what is free, all of it on an `embedded:` daemon.
         durability: "step": every commit is on disk when `step()` returns.
         fresh: drops what the job held.
         shared_memory: False: tensor bytes go over gRPC, and only `put` and `get` work.

@@ -56,6 +56,7 @@ std::shared_ptr<Server> start(const std::vector<std::string>& directories,
                               const std::string& io_engine,
                               uint32_t io_depth,
                               uint32_t update_thread_count,
+                              uint32_t jobs_expected,
                               const std::optional<Progress>& progress) {
   ServerOptions options;
   options.directories = directories;
@@ -66,6 +67,8 @@ std::shared_ptr<Server> start(const std::vector<std::string>& directories,
   options.io_engine = engine_named(io_engine);
   options.io_depth = io_depth;
   options.update_thread_count = update_thread_count;
+  if (jobs_expected == 0) throw nb::value_error("jobs_expected counts from 1: 0");
+  options.jobs_expected = jobs_expected;
   if (progress) {
     // By reference: copies of the callable, made where the GIL is released, would count references.
     options.progress = [&progress](uint64_t done_bytes, uint64_t all_bytes) {
@@ -300,6 +303,7 @@ void bind_server(nb::module_& module) {
            "io_engine"_a = "auto",
            "io_depth"_a = 32,
            "update_thread_count"_a = 0,
+           "jobs_expected"_a = 2,
            "progress"_a = nb::none())
       .def("report", &Server::report, nb::rv_policy::copy)
       .def(

@@ -1,6 +1,7 @@
-"""Writes the type stub of the compiled module, which is committed so that readers and type checkers see it without a build.
+"""Writes the type stub of the compiled module, which is committed so that readers and type checkers
+see it without a build.
 
-Run: python native/python/regenerate_stub.py [--check]   (memd installed, ruff)
+Run: python native/python/regenerate_stub.py [--check]   (memd installed)
 """
 
 import argparse
@@ -15,7 +16,7 @@ PATTERNS = ROOT / "native/bind/stub.pat"
 
 
 def generate() -> str:
-    """The stub of the module as it is installed, formatted like the rest of the tree."""
+    """The stub of the module as it is installed."""
     with tempfile.TemporaryDirectory() as folder:
         stub = Path(folder) / "_core.pyi"
         command = [sys.executable, "-m", "nanobind.stubgen", "-q", "-m", "memd_native._core"]

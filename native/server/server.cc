@@ -95,8 +95,12 @@ Status Server::prepare(const ServerOptions& options) {
   const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
   workers_ = std::make_unique<UpdateWorkers>(
       options.update_thread_count == 0 ? cores : options.update_thread_count, wake_.get());
-  store_ = std::make_unique<ShardStore>(ShardStoreParts{
-      .pool = *pool_, .io = *io_, .extents = *extents_, .workers = *workers_, .clock = clock_});
+  store_ = std::make_unique<ShardStore>(ShardStoreParts{.pool = *pool_,
+                                                        .io = *io_,
+                                                        .extents = *extents_,
+                                                        .workers = *workers_,
+                                                        .clock = clock_,
+                                                        .jobs_expected = options.jobs_expected});
   const Status loaded = store_->load([this] {
     pollfd wait{.fd = wake_.get(), .events = POLLIN, .revents = 0};
     poll(&wait, 1, kSleepMs);
@@ -238,9 +242,8 @@ Result<JobInfo> Server::open_job(const OpenJobRequest& request) {
       if (Status status = drop_job(held.value().job_id, false); !status.is_ok()) return status;
     }
   }
-  return ask<JobInfo>(0, "opening a job", [this, request](const auto& reply) {
-    reply(store_->open_job(request));
-  });
+  return ask<JobInfo>(
+      0, "opening a job", [this, request](const auto& reply) { reply(store_->open_job(request)); });
 }
 
 Result<JobInfo> Server::find_job(const std::string& name) {

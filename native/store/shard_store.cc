@@ -32,6 +32,7 @@ ShardStore::ShardStore(const ShardStoreParts& parts)
       extents_(parts.extents),
       workers_(parts.workers),
       clock_(parts.clock),
+      jobs_expected_(parts.jobs_expected),
       tiles_(parts.extents, parts.workers, parts.clock),
       commits_(parts.extents, parts.clock) {}
 
@@ -166,13 +167,12 @@ Result<Job*> ShardStore::admit(const OpenJobRequest& request) {
       Job::create({.job_id = commits_.take_job_id(), .name = request.name, .uid = request.uid});
   if (!created.is_ok()) return created.status();
   std::unique_ptr<Job> job = std::move(created).value();
-  const uint64_t half_bytes =
-      align_up(pool_.segment_count_free() / 2 * segment_bytes, segment_bytes);
+  const uint64_t share_bytes = pool_.segment_count_free() / jobs_expected_ * segment_bytes;
   job->host_bytes =
       request.host_bytes != 0
           ? request.host_bytes
-          : std::max(half_bytes, JobMemory::segment_count_min(segment_bytes) * segment_bytes);
-  job->nvme_bytes = request.nvme_bytes != 0 ? request.nvme_bytes : nvme_free_bytes / 2;
+          : std::max(share_bytes, JobMemory::segment_count_min(segment_bytes) * segment_bytes);
+  job->nvme_bytes = request.nvme_bytes != 0 ? request.nvme_bytes : nvme_free_bytes / jobs_expected_;
   if (Status status = give_memory(*job); !status.is_ok()) return status;
   job->changed = true;
   Job* const raw = job.get();
@@ -286,11 +286,10 @@ Result<std::shared_ptr<Session>> ShardStore::attach(uint64_t job_id) {
   auto ring = ServerRing::create();
   if (!ring.is_ok()) return ring.status();
   const uint64_t session_id = session_id_next_++;
-  auto session = std::make_shared<Session>(
-      Session{.session_id = session_id,
-              .job_id = job_id,
-              .ring = std::move(ring).value(),
-              .request_count_open = 0});
+  auto session = std::make_shared<Session>(Session{.session_id = session_id,
+                                                   .job_id = job_id,
+                                                   .ring = std::move(ring).value(),
+                                                   .request_count_open = 0});
   job->sessions.push_back(session);
   sessions_[session_id] = session;
   return session;
@@ -587,6 +586,7 @@ ShardStore::Grant ShardStore::grant_bytes_writer(Job& job,
   reply_granted(job, waiter, *entry.pending);
   return Grant::done;
 }
+
 void ShardStore::count_room_wait(Waiter& waiter) {
   const uint64_t now_ns = clock_.now_ns();
   // Nobody stands still for a prefetch.
@@ -596,13 +596,12 @@ void ShardStore::count_room_wait(Waiter& waiter) {
   waiter.counted_ns = now_ns;
 }
 
-
 bool ShardStore::advance_leases(Job& job, JobQueues& queues) {
   bool progress = false;
   bool space_wanted = false;
   for (auto it = queues.waiters.begin(); it != queues.waiters.end();) {
-    count_room_wait(waiter);
     Waiter& waiter = *it;
+    count_room_wait(waiter);
     const uint64_t session_id = waiter.request.session_id;
     // Who came first gets room first; what is resident goes to anyone.
     Grant grant = Grant::waiting_for_space;
@@ -1045,9 +1044,9 @@ ServerStatistics ShardStore::statistics() const {
   for (uint16_t device = 0; device < extents_.device_count(); ++device) {
     out.devices.push_back({.path = extents_.path(device),
                            .bytes = extents_.device_bytes(device),
+                           .bytes_free = extents_.free_bytes(device),
                            .checksum_failures = extents_.checksum_failure_count(device),
                            .fenced = !extents_.broken().is_ok(),
-                           .bytes_free = extents_.free_bytes(device),
                            .io = io_.device_statistics(device)});
   }
   for (const auto& [job_id, job] : jobs_) {
@@ -1061,11 +1060,11 @@ ServerStatistics ShardStore::statistics() const {
     out.jobs.push_back(std::move(statistics));
   }
   out.session_count = static_cast<uint32_t>(sessions_.size());
-  out.room_wait_ns = room_wait_ns_;
   out.ring_protocol_errors = ring_protocol_errors_;
+  out.room_wait_ns = room_wait_ns_;
   out.step_seconds = step_seconds_;
-  out.step_phases = step_phases_;
   out.commit_seconds = commits_.seconds();
+  out.step_phases = step_phases_;
   return out;
 }
 

@@ -53,7 +53,7 @@ struct LeaseRequest {
 struct OpenJobRequest {
   std::string name;
   uint32_t uid = 0;
-  uint64_t host_bytes = 0;  // 0: half of what is free
+  uint64_t host_bytes = 0;  // 0: ShardStoreParts::jobs_expected decides
   uint64_t nvme_bytes = 0;
   bool fresh = false;
 };
@@ -82,6 +82,8 @@ struct ShardStoreParts {
   ExtentStore& extents;
   UpdateWorkers& workers;
   const Clock& clock;
+  /// A job that names no quota gets this part of what is free: 1 / jobs_expected.
+  uint32_t jobs_expected = 2;
 };
 
 /// The heart of the daemon. One thread (the server thread) calls everything; nothing blocks but
@@ -161,9 +163,9 @@ class ShardStore {
     uint64_t started_ns = 0;
     bool counted_as_miss = false;
     std::string waits_on;
+    uint64_t counted_ns = 0;  // until when its wait for room is in room_wait_ns_
   };
   enum class Grant : uint8_t { done, waiting, waiting_for_space };
-    uint64_t counted_ns = 0;  // until when its wait for room is in room_wait_ns_
   struct JobQueues {
     std::list<Waiter> waiters;
     /// Steps, syncs and moments: one at a time.
@@ -187,9 +189,9 @@ class ShardStore {
   /// True where there was a request.
   bool serve(Session& session);
   bool advance_leases(Job& job, JobQueues& queues);
+  void count_room_wait(Waiter& waiter);
   Grant try_grant(Job& job, Waiter& waiter);
   /// Writers of blobs and buffers get a slot of their own, which takes the old one's place once it
-  void count_room_wait(Waiter& waiter);
   /// is given back: readers see the old bytes or the new ones, whatever happens to the writer.
   Grant grant_bytes_writer(Job& job, Waiter& waiter, Entry& entry, bool keeps_old_bytes);
   void reply_granted(Job& job, Waiter& waiter, Slot& slot);
@@ -239,6 +241,7 @@ class ShardStore {
   ExtentStore& extents_;
   UpdateWorkers& workers_;
   const Clock& clock_;
+  const uint32_t jobs_expected_;
   TileTasks tiles_;
   Commits commits_;
 

@@ -222,6 +222,7 @@ class FakeServer:
         io_engine: str = "auto",
         io_depth: int = 32,
         update_thread_count: int = 0,
+        jobs_expected: int = 2,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._host_bytes = host_bytes
