@@ -24,7 +24,6 @@ from typing import Any
 
 from demo_training import add_arguments, child_command
 from machine import describe_machine
-
 from memd.demo.memory import anonymous_bytes, child_process_ids
 
 SAMPLE_INTERVAL_S = 0.02

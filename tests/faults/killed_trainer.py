@@ -1,6 +1,8 @@
-"""Trains, then stops for ever in the middle of a step, holding leases, with a forked worker beside it.
+"""Trains, then stops for ever in the middle of a step, holding leases, with a forked worker beside
+it.
 
-Run: python killed_trainer.py ADDRESS JOB STEPS   (started by test_trainer_killed.py, which kills it)
+Run: python -m tests.faults.killed_trainer ADDRESS JOB STEPS   (test_trainer_killed.py does, and
+kills it)
 """
 
 import os

@@ -9,7 +9,10 @@ WIDTH = 256
 def build() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, 2 * WIDTH), nn.GELU(),
+        nn.Linear(WIDTH, 2 * WIDTH),
+        nn.GELU(),
+        nn.Linear(2 * WIDTH, 2 * WIDTH),
+        nn.GELU(),
         nn.Linear(2 * WIDTH, WIDTH),
     )
 
@@ -19,4 +22,5 @@ def batch(step: int) -> torch.Tensor:
 
 
 def loss_of(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    return (model(inputs) - inputs).square().mean()
+    loss: torch.Tensor = (model(inputs) - inputs).square().mean()
+    return loss

@@ -20,7 +20,8 @@ from tests.integration.client_daemon import RunningDaemon, running_daemon
 ROOT = Path(__file__).parents[2]
 JOB = "killed"
 STEPS_BEFORE, STEPS_AFTER = 3, 3
-# What is promised is 100 ms, measured by tests/bench/bench_reclaim.py; a test may meet a busy machine.
+# What is promised is 100 ms, measured by tests/bench/bench_reclaim.py; a test may meet a busy
+# machine.
 LEASES_GONE_S_MAX = 1.0
 
 

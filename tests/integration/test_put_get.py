@@ -25,7 +25,7 @@ transports = pytest.mark.parametrize(
 
 
 def sha256(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().data).hexdigest()
 
 
 def random_tensor(size_bytes: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -49,7 +49,9 @@ def test_eight_clients_get_what_they_put_from_1_byte_to_64_mib(
 ) -> None:
     def one_client(index: int) -> int:
         compared = 0
-        with memd_client.connect(daemon.address, job="eight", shared_memory=shared_memory) as session:
+        with memd_client.connect(
+            daemon.address, job="eight", shared_memory=shared_memory
+        ) as session:
             for dtype in DTYPES:
                 wanted = {}
                 for size_bytes in SIZES_BYTES:
