@@ -1183,9 +1183,9 @@ class TestBlobs:
         session.put("embedding", torch.zeros(3))
         for use in (session.get, session.delete, lambda name: session.prefetch([name])):
             with pytest.raises(
-                KeyError, match="holds nothing under 'embedding'; close to it: 'embedding'"
+                KeyError, match="holds nothing under 'embedding1'; close to it: 'embedding'"
             ):
-                use("embedding")
+                use("embedding1")
 
     def test_prefetch_takes_names(self, session: Session) -> None:
         session.put("a", torch.zeros(3))
