@@ -73,8 +73,13 @@ class Entry {
   bool is_resident() const {
     return residency_ == Residency::clean || residency_ == Residency::dirty;
   }
-  /// All of its bytes are on disk (as of their last writeback).
-  bool has_replica() const { return !replicas.empty() && replicas.front().extent.exists(); }
+  /// All of its bytes are on disk (as of their last writeback, which may have failed half way).
+  bool has_replica() const {
+    return !replicas.empty() &&
+           std::all_of(replicas.begin(), replicas.end(), [](const Replica& replica) {
+             return replica.extent.exists();
+           });
+  }
   /// Of replica `index`; whole blocks.
   uint32_t replica_bytes(size_t index) const {
     const uint64_t begin = index * stride_bytes;

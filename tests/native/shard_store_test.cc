@@ -260,6 +260,20 @@ TEST_F(ShardStoreTest, a_spill_that_fails_is_told_to_who_waits_for_the_room) {
   EXPECT_LE(heart.job(session).nvme_bytes_used, 1_MiB);
 }
 
+TEST_F(ShardStoreTest, what_a_failed_spill_left_on_disk_is_not_taken_for_the_whole) {
+  Heart heart(disk_);
+  const uint64_t job_id = heart.open("job", 2, 1_MiB);
+  const uint64_t session = heart.attach(job_id);
+  const auto ids = heart.declare(session, {parameter("w", 700'000), bytes_shard("b", 3_MiB)});
+  heart.write(session, ids[0], numbers(700'000, 1));
+  EXPECT_EQ(heart.lease(session, ids[1], LeaseMode::overwrite).status.code(), StatusCode::capacity);
+  EXPECT_EQ(heart.job(session).nvme_bytes_used, 1_MiB) << "one of its three tiles";
+  const uint64_t dying = heart.attach(job_id);
+  ASSERT_TRUE(heart.lease(dying, ids[0], LeaseMode::write).is_ok());
+  ASSERT_TRUE(heart.store().detach(dying).is_ok());
+  EXPECT_EQ(heart.lease(session, ids[0]).status.code(), StatusCode::not_found);
+}
+
 TEST_F(ShardStoreTest, a_spilled_gradient_comes_back_and_a_write_without_one_adds_to_zeros) {
   Heart heart(disk_);
   const uint64_t session = heart.attach(heart.open("job", 2));
