@@ -27,7 +27,7 @@ from memd.demo.report import (
     summary_table,
 )
 from memd.demo.settings import DemoSettings
-from memd.demo.sizes import job_bytes, largest_model
+from memd.demo.sizes import largest_model
 from memd.demo.train import BETAS, LEARNING_RATE, WEIGHT_DECAY, StepRecord, train
 from memd.demo.twin import Comparison, Reference, nothing, read_parameters, train_in_memory
 from memd.demo.usage import read_usage
@@ -81,12 +81,7 @@ def train_with_memd(
     comparison = None
     with (
         private_daemon(address) as daemon,
-        memd_client.connect(
-            address,
-            job="demo",
-            host_bytes=plan.host_bytes,
-            nvme_bytes=job_bytes(plan.nvme_bytes),
-        ) as session,
+        memd_client.connect(address, job="demo") as session,
         DaemonClient(daemon.address.attach_socket) as meter,
     ):
         model = build_model(plan.shape, dtype=plan.dtype, seed=plan.seed)

@@ -12,12 +12,6 @@ BUILD_BYTES = 4  # the model is built in fp32, in memory, before it is offloaded
 TILE_ELEMENTS = 256 * 1024
 GRADIENT_BYTES_MAX = 4
 
-# Of a volume, what no job can have. native/store/volume.cc: whole MiB, superblocks in the first and
-# the last 2 MiB; native/store/shard_store.cc: a hundredth for the catalogue.
-SUPERBLOCK_BYTES = 4 * 2**20
-CATALOGUE_BYTES_MIN = 4 * 2**20
-CATALOGUE_PART = 100
-
 SEGMENT_BYTES = 64 * 2**20  # native/arena/pool.h: segment_bytes_for of a large pool
 SEGMENT_COUNT_MIN = 16  # and of a small one: a sixteenth
 
@@ -77,13 +71,6 @@ def volume(parameter_count: int, *, gradient_element_bytes: int) -> Volume:
         gradient_bytes=parameter_count * gradient_element_bytes,
         margin_bytes=64 * 2**20 + state_bytes // 16,
     )
-
-
-def job_bytes(volume_bytes: int) -> int:
-    """What a volume has for jobs."""
-    extents_bytes = volume_bytes // 2**20 * 2**20 - SUPERBLOCK_BYTES
-    catalogue_bytes = max(CATALOGUE_BYTES_MIN, extents_bytes // CATALOGUE_PART)
-    return max(extents_bytes - catalogue_bytes, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
