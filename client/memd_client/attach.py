@@ -84,6 +84,10 @@ class AttachConnection:
             )
         return fds
 
+    def duplicate(self) -> int:
+        """A descriptor of the connection, which hangs up when the daemon dies; the caller's."""
+        return os.dup(self._socket.fileno())
+
     def close(self) -> None:
         self._socket.close()
 

@@ -47,6 +47,11 @@ _CODES = {
 }
 
 
+# A connection of its own: gRPC would share one with an earlier session of this process, and hand a
+# new session the refusal that the old one met while the daemon was down.
+_CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
+
+
 class Control:
     """Calls to one daemon. Any thread may call it; each call has a deadline and raises MemdError.
 
@@ -110,7 +115,7 @@ class Control:
 
     def _open(self) -> grpc.Channel:
         if self._channel is None:
-            self._channel = grpc.insecure_channel(self._address)
+            self._channel = grpc.insecure_channel(self._address, options=_CHANNEL_OPTIONS)
         return self._channel
 
     def _sessions(self) -> session_pb2_grpc.SessionServiceStub:

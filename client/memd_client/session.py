@@ -164,6 +164,7 @@ def _data_plane(
         session_fd=session_fd,
         table_fd=table_fd,
         doorbell_fd=doorbell_fd,
+        connection_fd=connection.duplicate(),
         segment_bytes=attached.segment_bytes,
         arena_reserved_bytes=attached.arena_reserved_bytes,
         more_segments=lambda first: connection.segments(attached.session_id, first),
@@ -220,7 +221,13 @@ class Session:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except MemdError as failure:
+            if error is None:
+                raise
+            # What happened first is what the user must see.
+            error.add_note(f"closing the session failed too: {failure}")
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"at step {self.committed_step}"

@@ -64,10 +64,8 @@ nb::object lease(const std::shared_ptr<ClientSession>& session,
   const nb::dlpack::dtype element = dlpack_dtype(static_cast<DType>(dtype));
   auto result = [&] {
     const nb::gil_scoped_release unlocked;
-    return session->lease(shard_id,
-                          static_cast<Part>(part),
-                          static_cast<LeaseMode>(mode),
-                          timeout_ns_of(timeout_s));
+    return session->lease(
+        shard_id, static_cast<Part>(part), static_cast<LeaseMode>(mode), timeout_ns_of(timeout_s));
   }();
   const LeasedBytes bytes = value_or_raise(std::move(result));
   size_t wanted_bytes = dtype_bytes(static_cast<DType>(dtype));
@@ -91,6 +89,7 @@ nb::object lease(const std::shared_ptr<ClientSession>& session,
 std::shared_ptr<ClientSession> connect(int session_fd,
                                        int table_fd,
                                        int doorbell_fd,
+                                       int connection_fd,
                                        uint64_t segment_bytes,
                                        uint64_t arena_reserved_bytes,
                                        MoreSegments more_segments) {
@@ -98,6 +97,7 @@ std::shared_ptr<ClientSession> connect(int session_fd,
   options.session = OwnedFd(session_fd);
   options.table = OwnedFd(table_fd);
   options.doorbell = OwnedFd(doorbell_fd);
+  options.connection = OwnedFd(connection_fd);
   options.segment_bytes = segment_bytes;
   options.arena_reserved_bytes = arena_reserved_bytes;
   // The last reference may die on any thread: it is given back with the GIL.
@@ -148,6 +148,7 @@ void bind_ring(nb::module_& module) {
            "session_fd"_a,
            "table_fd"_a,
            "doorbell_fd"_a,
+           "connection_fd"_a,
            "segment_bytes"_a,
            "arena_reserved_bytes"_a,
            "more_segments"_a,

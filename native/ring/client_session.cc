@@ -1,6 +1,7 @@
 #include "ring/client_session.h"
 
 #include <linux/futex.h>
+#include <poll.h>
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -89,6 +90,7 @@ ClientSession::ClientSession(SharedMemory memory,
       table_(std::move(table)),
       layout_(reinterpret_cast<SessionLayout*>(memory_.data())),
       doorbell_(std::move(options.doorbell)),
+      connection_(std::move(options.connection)),
       segment_bytes_(options.segment_bytes),
       reserved_bytes_(options.arena_reserved_bytes),
       more_segments_(std::move(options.more_segments)),
@@ -225,11 +227,24 @@ Status ClientSession::wait_for(uint64_t request_id,
       syscall(SYS_futex, &header.completion_tail, FUTEX_WAIT, seen, &at_most, nullptr, 0);
     }
     header.client_sleeping.store(0, std::memory_order_seq_cst);
+    const bool gone = daemon_is_gone();
     lock.lock();
     someone_waits_in_kernel_ = false;
     take_completions();
     completed_.notify_all();
+    if (gone && !result->done) {
+      waiting_.erase(request_id);
+      return error(StatusCode::unavailable,
+                   "the daemon has ended; start it again and connect anew, the job stands at its "
+                   "last commit");
+    }
   }
+}
+
+bool ClientSession::daemon_is_gone() const {
+  if (!connection_.is_open()) return false;
+  pollfd other_end{.fd = connection_.get(), .events = 0, .revents = 0};
+  return poll(&other_end, 1, 0) == 1 && (other_end.revents & (POLLHUP | POLLERR)) != 0;
 }
 
 Status ClientSession::map_segments_up_to(uint64_t end_bytes) {

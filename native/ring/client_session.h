@@ -21,6 +21,9 @@ struct ClientSessionOptions {
   OwnedFd session;
   OwnedFd table;
   OwnedFd doorbell;
+  /// The attach connection: its other end closes when the daemon dies. A forked worker that
+  /// inherits this end keeps only this end open.
+  OwnedFd connection;
   uint64_t segment_bytes = 0;
   uint64_t arena_reserved_bytes = 0;
   /// Descriptors of the arena's segments from the given index on; called while a lease waits for
@@ -81,11 +84,13 @@ class ClientSession {
   bool is_in_forked_child() const;
   Status map_segments_up_to(uint64_t end_bytes);
   void ring_doorbell() noexcept;
+  bool daemon_is_gone() const;
 
   SharedMemory memory_;
   SharedMemory table_;
   SessionLayout* layout_;
   OwnedFd doorbell_;
+  OwnedFd connection_;
   uint64_t segment_bytes_;
   uint64_t reserved_bytes_;
   std::function<Result<std::vector<OwnedFd>>(uint64_t)> more_segments_;

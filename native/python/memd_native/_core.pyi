@@ -59,7 +59,7 @@ class ClientSession:
     A trainer's side of the rings. Any thread may call it; a forked child may not, and views that a child inherited do nothing when they die there.
     """
 
-    def __init__(self, *, session_fd: int, table_fd: int, doorbell_fd: int, segment_bytes: int, arena_reserved_bytes: int, more_segments: Callable[[int], Sequence[int]]) -> None:
+    def __init__(self, *, session_fd: int, table_fd: int, doorbell_fd: int, connection_fd: int, segment_bytes: int, arena_reserved_bytes: int, more_segments: Callable[[int], Sequence[int]]) -> None:
         """
         Takes ownership of the descriptors. `more_segments(first)` returns descriptors of the arena's segments from `first` on; it is called with the GIL when a lease lies beyond what is mapped.
         """
