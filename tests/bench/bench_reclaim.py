@@ -14,8 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from machine import describe_machine
+from tests.daemons import running_daemon
 from tests.faults.test_trainer_killed import JOB, kill_and_time_reclaim
-from tests.integration.client_daemon import running_daemon
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ import torch
 
 import memd_client
 from memd.client import DaemonClient
+from tests.daemons import running_daemon
 from tests.faults.small_training import batch, build, loss_of
-from tests.integration.client_daemon import running_daemon
 
 FILTER = Path(__file__).parents[2] / "build/release/without_io_uring"
 
@@ -21,7 +21,7 @@ FILTER = Path(__file__).parents[2] / "build/release/without_io_uring"
     [("EPERM", "Operation not permitted"), ("ENOSYS", "Function not implemented")],
 )
 def test_training_goes_on_over_threads(errno_name: str, reason: str) -> None:
-    with running_daemon(wrapper=[str(FILTER), errno_name]) as daemon:
+    with running_daemon(before=[str(FILTER), errno_name]) as daemon:
         with DaemonClient(daemon.attach_socket) as client:
             status = client.status()
         assert status.io_engine == "threads"

@@ -14,8 +14,8 @@ import torch
 
 import memd_client
 from memd.client import DaemonClient
+from tests.daemons import Daemon, running_daemon
 from tests.faults.small_training import batch, build, loss_of
-from tests.integration.client_daemon import RunningDaemon, running_daemon
 
 ROOT = Path(__file__).parents[2]
 JOB = "killed"
@@ -39,7 +39,7 @@ def reference() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return losses, [parameter.detach() for parameter in model.parameters()]
 
 
-def kill_and_time_reclaim(daemon: RunningDaemon) -> float:
+def kill_and_time_reclaim(daemon: Daemon) -> float:
     """Seconds from SIGKILL until the daemon lists no lease; the worker outlives it meanwhile."""
     command = [sys.executable, "-m", "tests.faults.killed_trainer", daemon.address, JOB]
     with subprocess.Popen(

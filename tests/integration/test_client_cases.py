@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import memd_client
-from tests.integration.client_daemon import RunningDaemon, running_daemon
+from tests.daemons import Daemon, running_daemon
 from tests.unit.client_cases import (  # noqa: F401  # pytest finds tests and fixtures by their names here
     TestAway,
     TestBlobs,
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[RunningDaemon]:
+def daemon() -> Iterator[Daemon]:
     with running_daemon() as daemon:
         yield daemon
 
 
 @pytest.fixture
-def job(daemon: RunningDaemon) -> Iterator[OpenSession]:
+def job(daemon: Daemon) -> Iterator[OpenSession]:
     """Sessions of a job that is dropped after the test."""
 
     def open_session() -> memd_client.Session:

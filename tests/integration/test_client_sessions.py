@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import memd_client
-from tests.integration.client_daemon import RunningDaemon, running_daemon
+from tests.daemons import Daemon, Daemons, running_daemon
 from tests.unit.client_cases import Mlp, loss_of
 
 if TYPE_CHECKING:
@@ -23,16 +23,16 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[RunningDaemon]:
+def daemon() -> Iterator[Daemon]:
     with running_daemon(host="384MiB", nvme="768MiB") as daemon:
         yield daemon
 
 
-def connect(daemon: RunningDaemon, job: str) -> memd_client.Session:
+def connect(daemon: Daemon, job: str) -> memd_client.Session:
     return memd_client.connect(daemon.address, job=job, host_bytes="128MiB", nvme_bytes="256MiB")
 
 
-def test_a_tensor_larger_than_the_job_is_refused(daemon: RunningDaemon) -> None:
+def test_a_tensor_larger_than_the_job_is_refused(daemon: Daemon) -> None:
     with connect(daemon, "small") as session:
         with pytest.raises(memd_client.CapacityError, match="x"):
             session.put("x", torch.empty(200 * MIB, dtype=torch.uint8))
@@ -41,14 +41,14 @@ def test_a_tensor_larger_than_the_job_is_refused(daemon: RunningDaemon) -> None:
         session.drop_job()
 
 
-def test_more_than_what_is_free_is_refused(daemon: RunningDaemon) -> None:
+def test_more_than_what_is_free_is_refused(daemon: Daemon) -> None:
     with pytest.raises(memd_client.CapacityError, match="host_bytes"):
         memd_client.connect(daemon.address, job="huge", host_bytes="1TiB")
     with pytest.raises(memd_client.CapacityError, match="nvme_bytes"):
         memd_client.connect(daemon.address, job="huge", nvme_bytes="1TiB")
 
 
-def test_a_model_larger_than_the_pool_is_refused_and_stays(daemon: RunningDaemon) -> None:
+def test_a_model_larger_than_the_pool_is_refused_and_stays(daemon: Daemon) -> None:
     with connect(daemon, "small") as session:
         module = torch.nn.Linear(5000, 5000)
         with pytest.raises(memd_client.CapacityError, match=r"host_bytes.*'Linear'.*95\.4 MiB"):
@@ -58,7 +58,7 @@ def test_a_model_larger_than_the_pool_is_refused_and_stays(daemon: RunningDaemon
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_reads_what_it_inherited_and_harms_nobody(daemon: RunningDaemon) -> None:
+def test_a_forked_child_reads_what_it_inherited_and_harms_nobody(daemon: Daemon) -> None:
     with connect(daemon, "forked") as session:
         session.put("x", torch.arange(100_000))
         tensor = session.get("x")
@@ -115,7 +115,7 @@ session.drop_job()
 
 
 def test_the_trainer_keeps_neither_parameters_nor_gradients_nor_states(
-    daemon: RunningDaemon,
+    daemon: Daemon,
 ) -> None:
     answer = subprocess.run(
         [sys.executable, "-c", _MEMORY, daemon.address],
@@ -159,3 +159,18 @@ def test_an_embedded_daemon_lives_as_long_as_its_process(tmp_path: Path) -> None
 def test_an_embedded_daemon_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(memd_client.DaemonUnavailable, match="nowhere"):
         memd_client.connect(f"embedded:{tmp_path}/nowhere", job="a")
+
+
+def test_what_ended_a_session_is_shown_before_what_closing_it_met(daemons: Daemons) -> None:
+    daemon = daemons.start(name="masked")
+
+    def fail() -> None:
+        with memd_client.connect(daemon.address, job="masked") as session:
+            session.put("x", torch.ones(3))
+            daemon.process.kill()
+            daemon.process.wait()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as raised:
+        fail()
+    assert "closing the session failed too" in raised.value.__notes__[0]

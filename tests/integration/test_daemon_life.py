@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.integration.daemons import TIMEOUT_S, Attached
+from tests.daemons import TIMEOUT_S, Attached
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.integration.daemons import Daemon, Daemons
+    from tests.daemons import Daemon, Daemons
 
 
 def test_sigterm_drains_and_exits_with_0(daemons: Daemons) -> None:
@@ -140,7 +140,7 @@ def test_promtool_finds_nothing_wrong_with_a_live_daemon(daemon: Daemon) -> None
 TRAINER = """
 import os, sys, time
 from pathlib import Path
-from tests.integration.daemons import Attached
+from tests.daemons import Attached
 client = Attached(Path(sys.argv[1]))
 client.attach("killed")
 worker = os.fork()  # a data loader's: it inherits the connection and keeps it open

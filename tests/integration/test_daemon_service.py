@@ -14,12 +14,12 @@ import grpc
 import pytest
 
 from memd_proto.v1 import job_pb2, session_pb2, status_pb2, tensor_pb2, types_pb2
-from tests.integration.daemons import HOST_BYTES, Attached, chunks_of
+from tests.daemons import HOST_BYTES, Attached, chunks_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.integration.daemons import Daemon
+    from tests.daemons import Daemon
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +209,7 @@ STRANGER = """
 import os, sys
 from pathlib import Path
 import grpc
-from tests.integration.daemons import Attached
+from tests.daemons import Attached
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)

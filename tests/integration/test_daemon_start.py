@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.integration.daemons import HOST_BYTES, Attached
+from tests.daemons import HOST_BYTES, Attached
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.integration.daemons import Daemon, Daemons
+    from tests.daemons import Daemon, Daemons
 
 
 @pytest.fixture

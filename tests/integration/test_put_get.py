@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import memd_client
-from tests.integration.client_daemon import RunningDaemon, running_daemon
+from tests.daemons import Daemon, running_daemon
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +37,7 @@ def random_tensor(size_bytes: int, dtype: torch.dtype, seed: int) -> torch.Tenso
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[RunningDaemon]:
+def daemon() -> Iterator[Daemon]:
     # Every client holds its largest tensor, and a get beside it.
     with running_daemon(host="1GiB", nvme="4GiB") as daemon:
         yield daemon
@@ -45,7 +45,7 @@ def daemon() -> Iterator[RunningDaemon]:
 
 @transports
 def test_eight_clients_get_what_they_put_from_1_byte_to_64_mib(
-    daemon: RunningDaemon, shared_memory: bool
+    daemon: Daemon, shared_memory: bool
 ) -> None:
     def one_client(index: int) -> int:
         compared = 0
@@ -85,14 +85,14 @@ def gibibyte() -> tuple[torch.Tensor, str]:
 
 
 @pytest.fixture(scope="module")
-def large_daemon() -> Iterator[RunningDaemon]:
+def large_daemon() -> Iterator[Daemon]:
     with running_daemon(host="1216MiB", nvme="1200MiB") as daemon:
         yield daemon
 
 
 @transports
 def test_one_client_gets_the_gibibyte_it_put(
-    large_daemon: RunningDaemon, gibibyte: tuple[torch.Tensor, str], shared_memory: bool
+    large_daemon: Daemon, gibibyte: tuple[torch.Tensor, str], shared_memory: bool
 ) -> None:
     tensor, digest = gibibyte
     session = memd_client.connect(
@@ -113,7 +113,7 @@ def test_one_client_gets_the_gibibyte_it_put(
             session.delete(name)
 
 
-def test_what_was_put_over_one_transport_is_got_over_the_other(daemon: RunningDaemon) -> None:
+def test_what_was_put_over_one_transport_is_got_over_the_other(daemon: Daemon) -> None:
     tensor = torch.randn(123, 45)
     mapped = memd_client.connect(daemon.address, job="both")
     with memd_client.connect(daemon.address, job="both", shared_memory=False) as streamed:

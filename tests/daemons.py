@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import urllib.request
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 # The temporary folder may be tmpfs, which takes O_DIRECT and keeps the bytes in memory.
-BUILD = Path(__file__).parents[2] / "build"
+BUILD = Path(__file__).parents[1] / "build"
 HOST_BYTES = 64 << 20
 NVME_BYTES = 512 << 20
 TIMEOUT_S = 30.0
@@ -156,6 +159,34 @@ class Daemons:
                 process.wait(TIMEOUT_S)
             assert process.stdout is not None
             process.stdout.close()
+
+
+@contextmanager
+def daemons() -> Iterator[Daemons]:
+    """Sockets lie in the temporary folder, because a socket's path is short."""
+    test_data = BUILD / "test-data"
+    test_data.mkdir(parents=True, exist_ok=True)
+    sockets = Path(tempfile.mkdtemp(prefix="memd-"))
+    data = Path(tempfile.mkdtemp(prefix="daemon-", dir=test_data))
+    made = Daemons(sockets, data)
+    try:
+        yield made
+    finally:
+        made.end()
+        shutil.rmtree(sockets)
+        shutil.rmtree(data)
+
+
+@contextmanager
+def running_daemon(
+    *, before: Sequence[str] = (), host: str = "64MiB", nvme: str = "512MiB"
+) -> Iterator[Daemon]:
+    """One daemon, ended in order. `before` is a program, with its arguments, that runs it."""
+    with daemons() as made:
+        daemon = made.start(before=before, host=host, nvme=nvme)
+        yield daemon
+        if daemon.process.poll() is None:
+            daemon.stop()
 
 
 class Attached:
