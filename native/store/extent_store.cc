@@ -34,16 +34,17 @@ Result<ExtentRecord> ExtentStore::allocate(uint32_t length_bytes) {
 }
 
 Status ExtentStore::mismatch(const ExtentRecord& extent, const std::string& what) const {
-  return error(StatusCode::integrity,
-               what,
-               ": its bytes on disk are not those that were written (read twice); restore it from "
-               "a snapshot: ",
-               path(extent.address.device),
-               " at ",
-               extent.address.offset_bytes,
-               ", ",
-               extent.length_bytes,
-               " bytes");
+  return error(
+      StatusCode::integrity,
+      what,
+      ": its bytes on disk are not those that were written (read twice); start the job over "
+      "with connect(fresh=True) from a checkpoint of yours: ",
+      path(extent.address.device),
+      " at ",
+      extent.address.offset_bytes,
+      ", ",
+      extent.length_bytes,
+      " bytes");
 }
 
 void ExtentStore::read_unverified(const ExtentRecord& extent,

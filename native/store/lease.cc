@@ -1,0 +1,433 @@
+// ShardStore's leases: who gets which bytes, and the room, the fetches and the spills that this
+// takes.
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/check.h"
+#include "base/units.h"
+#include "store/shard_store.h"
+
+namespace memd {
+namespace {
+
+constexpr std::string_view kRoom = "room in the arena";
+
+}  // namespace
+
+void ShardStore::lease(const LeaseRequest& request, LeaseReply reply) {
+  if (request.part > Part::gradient || request.mode > LeaseMode::overwrite) {
+    return reply(error(StatusCode::invalid_argument, "unknown part or mode of a lease"), {});
+  }
+  const auto job = job_of(request.session_id);
+  if (!job.is_ok()) return reply(job.status(), {});
+  const Entry* const entry = job.value()->find_entry(request.shard_id, request.part);
+  if (entry == nullptr) {
+    return reply(error(StatusCode::not_found,
+                       "job ",
+                       job.value()->name,
+                       " has no such shard, or it has no gradient; declare it first: shard ",
+                       request.shard_id),
+                 {});
+  }
+  LeaseRequest bounded = request;
+  bounded.timeout_ns = std::min(request.timeout_ns, kTimeoutNsMax);
+  auto& waiters = queues_.at(job.value()->job_id).waiters;
+  waiters.push_back({.request = bounded,
+                     .reply = std::move(reply),
+                     .started_ns = clock_.now_ns(),
+                     .counted_as_miss = false,
+                     .waits_on = {},
+                     .counted_ns = clock_.now_ns()});
+  Waiter& waiter = waiters.back();
+  // Those before it go first only where they wait for room.
+  if (try_grant(*job.value(), waiter) == Grant::done) waiters.pop_back();
+}
+
+void ShardStore::reply_granted(Job& job, Waiter& waiter, Slot& slot) {
+  const LeaseRequest& request = waiter.request;
+  Shard& shard = job.shards[request.shard_id];
+  const bool in_bucket = shard.spec.kind == ShardKind::parameter;
+  LeaseGrant grant{.slot = &slot,
+                   .index = in_bucket ? shard.index_in_bucket : 0,
+                   .pin = request.mode == LeaseMode::read ? kReaderPin : kWriterPin,
+                   .offset_bytes = slot.offset_bytes + (in_bucket ? shard.offset_bytes() : 0),
+                   .length_bytes = shard.bytes,
+                   .generation = shard.generation,
+                   .data = nullptr};
+  grant.data = job.memory->arena().at(grant.offset_bytes);
+  if (request.for_service) {
+    slot.service_pins[grant.index] += grant.pin;
+    ++job.service_lease_count;
+  } else if (!request.prefetch) {
+    sessions_.at(request.session_id)->ring.add_pin(slot.pin_first + grant.index, grant.pin);
+  }
+  if (request.mode != LeaseMode::read) {
+    if (request.part == Part::gradient) {
+      shard.gradient_session = request.session_id;
+    } else if (in_bucket) {
+      shard.written = true;
+      job.changed = true;
+    }
+  }
+  if (!request.prefetch) {
+    ++(waiter.counted_as_miss ? job.counters.lease_misses : job.counters.lease_hits);
+    if (waiter.counted_as_miss) job.counters.lease_wait_ns += clock_.now_ns() - waiter.started_ns;
+  }
+  const LeaseReply reply = std::move(waiter.reply);
+  reply(Status::ok(), grant);
+}
+
+ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
+  const LeaseRequest& request = waiter.request;
+  Shard& shard = job.shards[request.shard_id];
+  Entry* const found = job.find_entry(request.shard_id, request.part);
+  const auto refuse = [&](const Status& status) {
+    const LeaseReply reply = std::move(waiter.reply);
+    reply(status, {});
+    return Grant::done;
+  };
+  const auto wait = [&](std::string what, Grant grant = Grant::waiting) {
+    waiter.counted_as_miss = true;
+    waiter.waits_on = std::move(what);
+    return grant;
+  };
+  if (found == nullptr) {
+    return refuse(error(StatusCode::not_found, "the shard was deleted: ", request.shard_id));
+  }
+  Entry& entry = *found;
+  job.settle_pending(entry);
+  const uint32_t index = entry.kind == EntryKind::bytes ? 0 : shard.index_in_bucket;
+  const bool reads = request.mode == LeaseMode::read;
+
+  if (reads) {
+    const bool written =
+        request.part == Part::gradient ? shard.gradient_session != 0 : shard.written;
+    if (!written && entry.pending == nullptr) {
+      return refuse(error(StatusCode::not_found,
+                          "shard ",
+                          job.name,
+                          "/",
+                          shard.spec.name,
+                          request.part == Part::gradient
+                              ? " has no gradient; run backward first"
+                              : " was declared but never written; put it first"));
+    }
+    if (!written) return wait(concat("its first writer: ", job.describe(entry)));
+  }
+  if (!reads && request.part == Part::gradient && shard.gradient_session == kSealedGradient) {
+    return wait(concat("the step that uses ", job.describe(entry)));
+  }
+  if (entry.residency() == Residency::filling) {
+    return wait(concat("the disk or an update: ", job.describe(entry), " is filling"));
+  }
+  if (entry.residency() == Residency::draining) {
+    return wait(concat("the disk: ", job.describe(entry), " is draining"));
+  }
+  if (!reads && entry.kind == EntryKind::bytes) {
+    const bool keeps_old_bytes = request.mode == LeaseMode::write && shard.written;
+    if (entry.is_resident() || !keeps_old_bytes) {
+      return grant_bytes_writer(job, waiter, entry, keeps_old_bytes);
+    }
+  }
+  if (entry.is_resident()) {
+    const uint32_t pins = job.pins(*entry.slot, index);
+    if (pin_writers(pins) != 0) return wait(concat("another writer of ", job.describe(entry)));
+    if (!reads && pin_readers(pins) != 0) {
+      // A live view is never written: the writer gets a copy, and the old slot lives until its last
+      // lease ends.
+      if (job.has_writer(*entry.slot)) {
+        return wait(concat("another writer of ", job.describe(entry)));
+      }
+      if (entry.task_count != 0) return wait(concat("an update of ", job.describe(entry)));
+      auto copy = make_room(job, entry.bytes, entry.shard_count, true);
+      if (copy == nullptr) return wait(std::string(kRoom), Grant::waiting_for_space);
+      // Making room may have spilled it meanwhile, but not evicted it: it is leased.
+      if (!entry.is_resident()) {
+        job.free_slot(std::move(copy));
+        return wait(concat("the disk: ", job.describe(entry), " is draining"));
+      }
+      Arena& arena = job.memory->arena();
+      std::memcpy(arena.at(copy->offset_bytes), arena.at(entry.slot->offset_bytes), entry.bytes);
+      job.retire_slot(std::exchange(entry.slot, std::move(copy)));
+    }
+    if (!reads) {
+      if (entry.task_count != 0) return wait(concat("an update of ", job.describe(entry)));
+      if (entry.residency() == Residency::clean)
+        job.move(entry, Residency::clean, Residency::dirty);
+      if (entry.kind == EntryKind::parameter) job.drop_cached_tiles(job.buckets[entry.owner]);
+      // What another step left there is no gradient to add to.
+      if (entry.kind == EntryKind::gradient && shard.gradient_session == 0 &&
+          request.mode == LeaseMode::write) {
+        std::byte* const slot = job.memory->arena().at(entry.slot->offset_bytes);
+        std::memset(slot + shard.offset_bytes(), 0, shard.bytes);
+      }
+    }
+    job.policy.used(entry.id);
+    reply_granted(job, waiter, *entry.slot);
+    return Grant::done;
+  }
+
+  // Absent. While a step replaces what lies on disk, nothing is fetched from there.
+  if (entry.task_count != 0) return wait(concat("an update of ", job.describe(entry)));
+  // A bucket of several shards keeps the bytes of the others.
+  const bool needs_bytes = reads || request.mode == LeaseMode::write || entry.shard_count > 1;
+  waiter.counted_as_miss = true;
+  auto slot = make_room(job, entry.bytes, entry.shard_count, !request.prefetch);
+  if (slot == nullptr) {
+    if (request.prefetch) return refuse(error(StatusCode::capacity, "no room for a prefetch"));
+    return wait(std::string(kRoom), Grant::waiting_for_space);
+  }
+  entry.slot = std::move(slot);
+  job.move(entry, Residency::absent, Residency::filling);
+  if (needs_bytes && entry.has_replica()) {
+    fetch(job, entry);
+    return wait(concat("the disk: ", job.describe(entry), " is filling"));
+  }
+  if (needs_bytes || entry.shard_count > 1) {
+    std::memset(job.memory->arena().at(entry.slot->offset_bytes), 0, entry.bytes);
+  }
+  job.move(entry, Residency::filling, Residency::clean);
+  return try_grant(job, waiter);
+}
+
+ShardStore::Grant ShardStore::grant_bytes_writer(Job& job,
+                                                 Waiter& waiter,
+                                                 Entry& entry,
+                                                 bool keeps_old_bytes) {
+  const auto wait = [&](std::string what, Grant grant) {
+    waiter.counted_as_miss = true;
+    waiter.waits_on = std::move(what);
+    return grant;
+  };
+  if (entry.pending != nullptr) {
+    return wait(concat("another writer of ", job.describe(entry)), Grant::waiting);
+  }
+  if (entry.task_count != 0) {
+    return wait(concat("a step that uses ", job.describe(entry)), Grant::waiting);
+  }
+  // Bytes that are to be copied must not make room for themselves.
+  if (keeps_old_bytes) ++entry.task_count;
+  auto slot = make_room(job, entry.bytes, 1, true);
+  if (keeps_old_bytes) --entry.task_count;
+  if (slot == nullptr) return wait(std::string(kRoom), Grant::waiting_for_space);
+  Arena& arena = job.memory->arena();
+  std::byte* const into = arena.at(slot->offset_bytes);
+  if (keeps_old_bytes) {
+    std::memcpy(into, arena.at(entry.slot->offset_bytes), entry.bytes);
+  } else if (waiter.request.mode == LeaseMode::write) {
+    std::memset(into, 0, entry.bytes);
+  }
+  entry.pending = std::move(slot);
+  entry.pending_session = waiter.request.session_id;
+  reply_granted(job, waiter, *entry.pending);
+  return Grant::done;
+}
+
+void ShardStore::count_room_wait(Waiter& waiter) {
+  const uint64_t now_ns = clock_.now_ns();
+  // Nobody stands still for a prefetch.
+  if (waiter.waits_on == kRoom && !waiter.request.prefetch) {
+    room_wait_ns_ += now_ns - waiter.counted_ns;
+  }
+  waiter.counted_ns = now_ns;
+}
+
+bool ShardStore::advance_leases(Job& job, JobQueues& queues) {
+  bool progress = false;
+  bool space_wanted = false;
+  for (auto it = queues.waiters.begin(); it != queues.waiters.end();) {
+    Waiter& waiter = *it;
+    count_room_wait(waiter);
+    const uint64_t session_id = waiter.request.session_id;
+    // Who came first gets room first; what is resident goes to anyone.
+    Grant grant = Grant::waiting_for_space;
+    if (!space_wanted || waiter.waits_on != kRoom) grant = try_grant(job, waiter);
+    if (grant == Grant::done) {
+      it = queues.waiters.erase(it);
+      progress = true;
+      continue;
+    }
+    Status status;
+    if (grant == Grant::waiting_for_space) {
+      const bool nothing_moves = job.activity_count == 0 && !queues.operation_running;
+      if (!space_wanted && nothing_moves && !job.pinned_by_others(session_id)) {
+        status = error(StatusCode::capacity,
+                       "no room for shard ",
+                       job.name,
+                       "/",
+                       job.shards[waiter.request.shard_id].spec.name,
+                       ": let go of views you hold, or raise host_bytes: ",
+                       job.find_entry(waiter.request.shard_id, waiter.request.part)->bytes,
+                       " bytes wanted; ",
+                       job.describe_holders(),
+                       "; the arena has at most ",
+                       job.memory->arena_bytes_max());
+      }
+      space_wanted = true;
+    }
+    if (status.is_ok() && clock_.now_ns() - waiter.started_ns >= waiter.request.timeout_ns) {
+      status = error(StatusCode::deadline,
+                     "a lease of shard ",
+                     job.name,
+                     "/",
+                     job.shards[waiter.request.shard_id].spec.name,
+                     " waited too long on ",
+                     waiter.waits_on,
+                     "; ",
+                     job.describe_holders(),
+                     ": ",
+                     waiter.request.timeout_ns / 1'000'000,
+                     " ms");
+    }
+    if (!status.is_ok()) {
+      const LeaseReply reply = std::move(waiter.reply);
+      it = queues.waiters.erase(it);
+      reply(status, {});
+      progress = true;
+      continue;
+    }
+    ++it;
+  }
+  return progress;
+}
+
+std::unique_ptr<Slot> ShardStore::make_room(Job& job,
+                                            uint64_t bytes,
+                                            uint32_t pin_count,
+                                            bool may_spill) {
+  const auto empty_private_tail = [&job](uint64_t from_bytes) {
+    // Cached tiles lie anywhere; without any, what is left there belongs to tasks in flight.
+    job.drop_all_cached_tiles();
+    Arena& side = job.memory->private_side();
+    return side.used_bytes() == 0 ||
+           side.capacity_bytes() - side.largest_free_bytes() <= from_bytes;
+  };
+  for (;;) {
+    if (auto slot = job.make_slot(bytes, pin_count)) return slot;
+    job.free_retired();
+    if (auto slot = job.make_slot(bytes, pin_count)) return slot;
+    if (job.memory->grow_arena()) continue;
+    if (evict_one(job)) continue;
+    if (job.activity_count == 0 && job.memory->shrink_private(empty_private_tail)) continue;
+    if (may_spill) spill(job, bytes);
+    return nullptr;
+  }
+}
+
+bool ShardStore::evict_one(Job& job) {
+  Entry* victim = nullptr;
+  job.policy.in_order([&](uint32_t entry_id) {
+    Entry* const entry = job.entries[entry_id].get();
+    if (entry->residency() != Residency::clean || entry->task_count != 0) return true;
+    if (entry->pending != nullptr || job.is_pinned(*entry->slot)) return true;
+    // A shard without bytes on disk has nowhere to go but away: empty tensors, and those of tier
+    // "host" once they were read.
+    if (!entry->has_replica()) return true;
+    victim = entry;
+    return false;
+  });
+  if (victim == nullptr) return false;
+  job.counters.evicted_bytes += victim->bytes;
+  job.move(*victim, Residency::clean, Residency::absent);
+  job.free_slot(std::move(victim->slot));
+  return true;
+}
+
+bool ShardStore::spill(Job& job, uint64_t bytes) {
+  // A finished overwrite takes the place of what was there before either is written back.
+  uint64_t draining_bytes = 0;
+  for (const auto& entry : job.entries) {
+    if (entry == nullptr) continue;
+    job.settle_pending(*entry);
+    if (entry->residency() == Residency::draining) draining_bytes += entry->bytes;
+  }
+  // While a step or sync runs, what its catalogue will name stays where it is; gradients are in no
+  // catalogue.
+  const bool gradients_only = queues_.at(job.job_id).operation_running;
+  std::vector<Entry*> victims;
+  job.policy.in_order([&](uint32_t entry_id) {
+    if (draining_bytes >= bytes) return false;
+    Entry* const entry = job.entries[entry_id].get();
+    if (entry->residency() != Residency::dirty || entry->task_count != 0) return true;
+    if (gradients_only && entry->kind != EntryKind::gradient) return true;
+    if (entry->tier != Tier::nvme || entry->pending != nullptr) return true;
+    if (entry->replicas.empty() || job.is_pinned(*entry->slot)) return true;
+    victims.push_back(entry);
+    draining_bytes += entry->bytes;
+    return true;
+  });
+  for (Entry* const entry : victims) {
+    job.counters.spilled_bytes += entry->bytes;
+    write_back(
+        job, *entry, std::make_shared<StepReport>(), [this, &job, entry](const Status& status) {
+          if (status.is_ok()) return;
+          fail_waiters(job, *entry, status);
+          // Trying again at once would end the same way.
+          fail_waiters(job, [](const Waiter& it) { return it.waits_on == kRoom; }, status);
+        });
+  }
+  return !victims.empty();
+}
+
+void ShardStore::fetch(Job& job, Entry& entry) {
+  ++job.activity_count;
+  ++entry.task_count;
+  job.counters.fetched_bytes += entry.bytes;
+  auto join = Join::start([this, &job, &entry](const Status& status) {
+    --job.activity_count;
+    --entry.task_count;
+    if (status.is_ok()) return job.move(entry, Residency::filling, Residency::clean);
+    job.move(entry, Residency::filling, Residency::absent);
+    job.free_slot(std::move(entry.slot));
+    fail_waiters(job, entry, status);
+  });
+  std::byte* const data = job.memory->arena().at(entry.slot->offset_bytes);
+  for (size_t i = 0; i < entry.replicas.size(); ++i) {
+    const std::span<std::byte> into(data + i * entry.stride_bytes, entry.replica_bytes(i));
+    extents_.read(entry.replicas[i].extent,
+                  into,
+                  IoPriority::demand,
+                  concat("shard ", job.describe(entry), ", step ", job.committed_step),
+                  join->branch());
+  }
+  join->finish(Status::ok());
+}
+
+void ShardStore::fail_waiters(Job& job,
+                              const std::function<bool(const Waiter&)>& chosen,
+                              const Status& status) {
+  auto& waiters = queues_.at(job.job_id).waiters;
+  std::list<Waiter> failed;
+  for (auto it = waiters.begin(); it != waiters.end();) {
+    const auto next = std::next(it);
+    if (chosen(*it)) failed.splice(failed.end(), waiters, it);
+    it = next;
+  }
+  for (Waiter& waiter : failed) {
+    count_room_wait(waiter);
+    waiter.reply(status, {});
+  }
+}
+
+void ShardStore::fail_waiters(Job& job, const Entry& entry, const Status& status) {
+  const auto waits_for_it = [&](const Waiter& waiter) {
+    return job.find_entry(waiter.request.shard_id, waiter.request.part) == &entry;
+  };
+  fail_waiters(job, waits_for_it, status);
+}
+
+void ShardStore::release_service_lease(uint64_t job_id, const LeaseGrant& grant, bool discard) {
+  Job* const job = find(job_id);
+  MEMD_CHECK(job != nullptr);  // a job with service leases is not dropped
+  --job->service_lease_count;
+  grant.slot->service_pins[grant.index] -= grant.pin;
+  if (!discard) return;
+  for (auto& entry : job->entries) {
+    if (entry == nullptr || entry->pending.get() != grant.slot) continue;
+    job->retire_slot(std::move(entry->pending));
+    return;
+  }
+}
+
+}  // namespace memd
