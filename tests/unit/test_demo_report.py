@@ -81,7 +81,9 @@ def test_a_pipe_gets_a_few_plain_lines() -> None:
 
 def test_a_terminal_gets_one_line_that_moves() -> None:
     text = io.StringIO()
-    console = Console(file=text, width=200, force_terminal=True)
+    # Whatever terminal the tests run in: a dumb one is 80 columns wide to rich.
+    terminal = {"TERM": "xterm-256color"}
+    console = Console(file=text, width=200, force_terminal=True, _environ=terminal)
     with StepProgress(console, title="with memd", step_count=3) as progress:
         for each in RECORDS:
             progress(each, AFTER)
