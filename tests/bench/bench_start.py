@@ -1,0 +1,50 @@
+"""How soon `memd serve` is ready on a volume that exists, and how much of that its pool takes.
+
+Run: python tests/bench/bench_start.py [--json FILE] [--runs N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from machine import describe_machine
+from tests.daemons import daemons
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--runs", type=int, default=5)
+    arguments = parser.parse_args()
+    ready, prefault, anonymous = [], [], []
+    with daemons() as made:
+        made.start(name="start").stop()
+        for _ in range(arguments.runs):
+            began = time.perf_counter()
+            daemon = made.start(name="start")
+            ready.append(time.perf_counter() - began)
+            anonymous.append(daemon.rss_anon_bytes())
+            daemon.stop()
+            log = daemon.log.read_text()
+            prefault.append(float(log.partition("prefault_seconds=")[2].split()[0]))
+    report = {
+        "machine": describe_machine(),
+        "ready_seconds": {"median": statistics.median(ready), "max": max(ready)},
+        "of_it_prefault_seconds": {"median": statistics.median(prefault), "max": max(prefault)},
+        "anonymous_bytes": {"median": statistics.median(anonymous), "max": max(anonymous)},
+    }
+    text = json.dumps(report, indent=2)
+    print(text)
+    if arguments.json is not None:
+        arguments.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
