@@ -13,9 +13,10 @@
 
 namespace memd {
 
-/// Offsets count from the range's start and mean the same in every process that maps it. Slots have any length and may lie across
-/// segments; they start on kBlockBytes so that O_DIRECT can use them. First fit, neighbours merged on release. Free slots are
-/// poisoned under AddressSanitizer: the kernel's writes and evicted views are otherwise invisible to it. One thread (the server thread)
+/// Offsets count from the range's start and mean the same in every process that maps it. Slots have
+/// any length and may lie across segments; they start on kBlockBytes so that O_DIRECT can use them.
+/// First fit, neighbours merged on release. Free slots are poisoned under AddressSanitizer: the
+/// kernel's writes and evicted views are otherwise invisible to it. One thread (the server thread)
 /// allocates and frees; update workers and the kernel use the bytes of slots that are held.
 class Arena {
  public:
@@ -27,10 +28,12 @@ class Arena {
 
   /// Appends a segment of `segment_bytes`; its memory becomes free space.
   Status add(Segment segment);
-  /// Takes the last segment away if no slot lies in it. It has no mapping until it is moved into another range.
+  /// Takes the last segment away if no slot lies in it. It has no mapping until it is moved into
+  /// another range.
   std::optional<Segment> remove_last();
 
-  /// Offset of `bytes` (rounded up to whole blocks) that nobody holds, or nothing where no gap is long enough.
+  /// Offset of `bytes` (rounded up to whole blocks) that nobody holds, or nothing where no gap is
+  /// long enough.
   std::optional<uint64_t> allocate(uint64_t bytes);
   /// `offset_bytes` came from allocate().
   void free(uint64_t offset_bytes);

@@ -34,22 +34,25 @@ struct PoolReport {
   double prefault_seconds = 0;
 };
 
-/// 64 MiB; less for small pools, so that a job has segments for both of its sides: a sixteenth, in whole 2 MiB, at least 2 MiB.
+/// 64 MiB; less for small pools, so that a job has segments for both of its sides: a sixteenth, in
+/// whole 2 MiB, at least 2 MiB.
 uint64_t segment_bytes_for(uint64_t pool_bytes);
 
-/// Created once at start, all of it touched (and locked) before the daemon says it is ready. One thread (the server thread) calls it.
+/// Created once at start, all of it touched (and locked) before the daemon says it is ready. One
+/// thread (the server thread) calls it.
 class Pool {
  public:
-  /// Refuses a pool larger than the memory that is available, and, with LockMode::required, larger than the memlock limit allows:
-  /// the message names both sizes and what to change.
+  /// Refuses a pool larger than the memory that is available, and, with LockMode::required, larger
+  /// than the memlock limit allows: the message names both sizes and what to change.
   static Result<std::unique_ptr<Pool>> create(const PoolOptions& options);
   /// What create() refuses before it takes any memory: for who has to decide first.
   static Status check(const PoolOptions& options);
 
   /// A segment of zeros, or nothing where all are taken.
   std::optional<Segment> take();
-  /// Destroys the segment, whose memory goes back to the kernel, and puts a fresh one in its place. Where the kernel refuses memory
-  /// for it the pool is smaller from then on, and the status says so.
+  /// Destroys the segment, whose memory goes back to the kernel, and puts a fresh one in its place.
+  /// Where the kernel refuses memory for it the pool is smaller from then on, and the status says
+  /// so.
   Status give_back(Segment segment);
 
   uint64_t segment_bytes() const { return report_.segment_bytes; }
@@ -57,7 +60,8 @@ class Pool {
   const PoolReport& report() const { return report_; }
 
  private:
-  explicit Pool(const PoolOptions& options) : huge_pages_(options.huge_pages), lock_(options.lock) {}
+  explicit Pool(const PoolOptions& options)
+      : huge_pages_(options.huge_pages), lock_(options.lock) {}
   Status fill(uint64_t segment_count);
   Result<Segment> create_segment();
 

@@ -10,9 +10,10 @@
 
 namespace memd {
 
-/// Owns its descriptor and its mapping in the daemon. Mode 0600 and sealed against resizing and further seals, so that a descriptor
-/// handed to a trainer can neither be shrunk under the daemon nor be opened again by another user. Never recycled across users:
-/// a mapping cannot be revoked, so the memory goes back to the kernel, which zeroes it.
+/// Owns its descriptor and its mapping in the daemon. Mode 0600 and sealed against resizing and
+/// further seals, so that a descriptor handed to a trainer can neither be shrunk under the daemon
+/// nor be opened again by another user. Never recycled across users: a mapping cannot be revoked,
+/// so the memory goes back to the kernel, which zeroes it.
 class Segment {
  public:
   struct Options {
@@ -33,14 +34,17 @@ class Segment {
 
   /// mlock of the mapping.
   Status lock();
-  /// Moves the mapping (locked pages stay locked) to `address` inside a range reserved by the caller, replacing what is mapped there.
-  /// A segment without a mapping gets one, locked if it was.
+  /// Moves the mapping (locked pages stay locked) to `address` inside a range reserved by the
+  /// caller, replacing what is mapped there. A segment without a mapping gets one, locked if it
+  /// was.
   Status move_to(std::byte* address);
-  /// Gives up the mapping and leaves the addresses reserved without access, for the range's owner. The bytes stay; data() is null.
+  /// Gives up the mapping and leaves the addresses reserved without access, for the range's owner.
+  /// The bytes stay; data() is null.
   void leave_reserved();
 
  private:
-  Segment(OwnedFd fd, std::byte* data, uint64_t bytes) : fd_(std::move(fd)), data_(data), bytes_(bytes) {}
+  Segment(OwnedFd fd, std::byte* data, uint64_t bytes)
+      : fd_(std::move(fd)), data_(data), bytes_(bytes) {}
   void unmap();
 
   OwnedFd fd_;

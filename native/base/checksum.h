@@ -1,4 +1,5 @@
-// XXH3-64 over an extent's bytes and its own address, so that misdirected and lost writes are seen as well as flipped bits.
+// XXH3-64 over an extent's bytes and its own address, so that misdirected and lost writes are seen
+// as well as flipped bits.
 #pragma once
 
 #include <cstddef>
@@ -7,13 +8,15 @@
 
 namespace memd {
 
-/// Where bytes lie on disk: `device` is the volume's index in its set, `offset_bytes` counts from the file's start.
+/// Where bytes lie on disk: `device` is the volume's index in its set, `offset_bytes` counts from
+/// the file's start.
 struct ExtentAddress {
   uint16_t device = 0;
   uint64_t offset_bytes = 0;
 };
 
-/// XXH3-64 of `bytes`, seeded with the address. The same on every instruction set; the widest one present is used.
+/// XXH3-64 of `bytes`, seeded with the address. The same on every instruction set; the widest one
+/// present is used.
 uint64_t extent_checksum(std::span<const std::byte> bytes, ExtentAddress address);
 
 /// XXH3-64 of `bytes` alone, for superblocks and records that carry their address inside.

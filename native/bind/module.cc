@@ -7,7 +7,8 @@
 namespace nb = nanobind;
 
 NB_MODULE(_core, module) {
-  // At exit gRPC and torch keep objects alive that are nobody's mistake; tests that look for leaks set the variable.
+  // At exit gRPC and torch keep objects alive that are nobody's mistake; tests that look for leaks
+  // set the variable.
   nb::set_leak_warnings(std::getenv("MEMD_LEAK_WARNINGS") != nullptr);
   memd::bind_status(module);
   memd::bind_optim(module);

@@ -161,9 +161,10 @@ void bind_records(nb::module_& module) {
       .def_ro("shard_count", &JobInfo::shard_count)
       .def_ro("element_count", &JobInfo::element_count)
       .def_ro("lease_count", &JobInfo::lease_count);
-  nb::class_<SessionGrant>(module,
-                           "SessionGrant",
-                           "Its descriptors are closed when it is deleted: keep it until they were sent.")
+  nb::class_<SessionGrant>(
+      module,
+      "SessionGrant",
+      "Its descriptors are closed when it is deleted: keep it until they were sent.")
       .def_ro("session_id", &SessionGrant::session_id)
       .def_prop_ro("session_fd", [](const SessionGrant& self) { return self.session.get(); })
       .def_prop_ro("table_fd", [](const SessionGrant& self) { return self.table.get(); })

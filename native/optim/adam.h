@@ -13,13 +13,14 @@ struct AdamSettings {
   double beta2 = 0.999;
   double eps = 1e-8;
   double weight_decay = 0.0;
-  bool decoupled = true;  // true: AdamW (decay of the parameter); false: Adam (L2 term in the gradient)
+  bool decoupled =
+      true;  // true: AdamW (decay of the parameter); false: Adam (L2 term in the gradient)
 };
 
 /// What the inner loop needs, computed in double and rounded to float once per group and step.
 struct AdamScalars {
-  float lr_factor;          // AdamW: 1 - lr * weight_decay, multiplied into the parameter
-  float weight_decay;       // Adam: added to the gradient, times the parameter
+  float lr_factor;     // AdamW: 1 - lr * weight_decay, multiplied into the parameter
+  float weight_decay;  // Adam: added to the gradient, times the parameter
   float beta1;
   float one_minus_beta1;
   float beta2;
@@ -28,8 +29,8 @@ struct AdamScalars {
   float step_size;              // lr / (1 - beta1^t)
   float eps;
   bool decoupled;
-  bool decays;              // weight_decay != 0
-  bool lerp_from_end;       // one_minus_beta1 >= 0.5: torch's lerp then counts from the gradient
+  bool decays;         // weight_decay != 0
+  bool lerp_from_end;  // one_minus_beta1 >= 0.5: torch's lerp then counts from the gradient
 };
 
 /// `t` is the number of this update, from 1.
@@ -40,8 +41,9 @@ enum class Isa : uint8_t { plain, avx2, avx512 };
 /// The widest instruction set of this processor that a kernel was compiled for.
 Isa isa_best();
 
-/// fp32: `parameter`, `exp_avg`, `exp_avg_sq` are updated in place; `gradient` is read. `count` elements each. The arrays may start
-/// on any 4-byte boundary and must not overlap. The same bits for every `isa`, and for any split of the elements over calls.
+/// fp32: `parameter`, `exp_avg`, `exp_avg_sq` are updated in place; `gradient` is read. `count`
+/// elements each. The arrays may start on any 4-byte boundary and must not overlap. The same bits
+/// for every `isa`, and for any split of the elements over calls.
 void adam_update(Isa isa,
                  const AdamScalars& scalars,
                  size_t count,
@@ -50,9 +52,10 @@ void adam_update(Isa isa,
                  float* exp_avg_sq,
                  const float* gradient);
 
-/// bf16: the fp32 parameter is stored exactly as `half` = (bits + 0x8000) >> 16 (ties away from zero), which is the published
-/// bf16 parameter, and `remainder` = bits - (half << 16), a signed 16-bit number. A number that rounds beyond bf16 is published as
-/// infinity and kept exactly. A NaN is stored as a quiet NaN with remainder 0: it stays a NaN, and loses its lower payload bits.
+/// bf16: the fp32 parameter is stored exactly as `half` = (bits + 0x8000) >> 16 (ties away from
+/// zero), which is the published bf16 parameter, and `remainder` = bits - (half << 16), a signed
+/// 16-bit number. A number that rounds beyond bf16 is published as infinity and kept exactly. A NaN
+/// is stored as a quiet NaN with remainder 0: it stays a NaN, and loses its lower payload bits.
 void adam_update(Isa isa,
                  const AdamScalars& scalars,
                  size_t count,

@@ -25,21 +25,23 @@ struct ShardRecord {
   DType dtype = DType::unspecified;
   Tier tier = Tier::nvme;
   std::vector<uint64_t> shape;
-  uint64_t generation = 0;         // parameter: updates so far, Adam's t
-  uint32_t bucket = 0;             // parameter: index into JobRecord::buckets
-  uint64_t element_offset = 0;     // parameter: first element in its bucket
-  bool written = false;            // parameter: its bucket's extents hold a value of it
+  uint64_t generation = 0;            // parameter: updates so far, Adam's t
+  uint32_t bucket = 0;                // parameter: index into JobRecord::buckets
+  uint64_t element_offset = 0;        // parameter: first element in its bucket
+  bool written = false;               // parameter: its bucket's extents hold a value of it
   std::vector<ExtentRecord> extents;  // blob, buffer: kBlobExtentBytes each but the last
 };
 
-/// 256 Ki elements of a bucket: the parameter (fp32, or the bf16 half), and the rest: exp_avg, exp_avg_sq and, for bf16, the remainder, one after
-/// the other, each starting on kViewAlignmentBytes. A rest that was never updated has no extent and is zero.
+/// 256 Ki elements of a bucket: the parameter (fp32, or the bf16 half), and the rest: exp_avg,
+/// exp_avg_sq and, for bf16, the remainder, one after the other, each starting on
+/// kViewAlignmentBytes. A rest that was never updated has no extent and is zero.
 struct TileRecord {
   ExtentRecord parameter;
   ExtentRecord rest;
 };
 
-/// Shards of one dtype that are fetched and updated together. A shard of at least kTileElements has a bucket of its own.
+/// Shards of one dtype that are fetched and updated together. A shard of at least kTileElements has
+/// a bucket of its own.
 struct BucketRecord {
   DType dtype = DType::float32;
   uint64_t element_count = 0;
@@ -50,9 +52,9 @@ struct JobRecord {
   uint64_t job_id = 0;
   uint32_t uid = 0;
   std::string name;
-  uint64_t step = 0;            // last committed
-  uint64_t host_bytes = 0;      // admitted
-  uint64_t nvme_bytes = 0;      // admitted
+  uint64_t step = 0;        // last committed
+  uint64_t host_bytes = 0;  // admitted
+  uint64_t nvme_bytes = 0;  // admitted
   std::vector<ShardRecord> shards;
   std::vector<BucketRecord> buckets;
 };
@@ -60,8 +62,8 @@ struct JobRecord {
 /// A job as the root names it: enough to list jobs and to find the catalogue.
 struct RootEntry {
   uint64_t job_id = 0;
-  uint64_t catalogue_bytes = 0;          // of the encoded JobRecord, without padding
-  std::vector<ExtentRecord> catalogue;   // kBlobExtentBytes each but the last
+  uint64_t catalogue_bytes = 0;         // of the encoded JobRecord, without padding
+  std::vector<ExtentRecord> catalogue;  // kBlobExtentBytes each but the last
 };
 
 /// The whole set: what the superblock points to.
@@ -72,8 +74,9 @@ struct RootRecord {
 
 inline constexpr uint32_t kBlobExtentBytes = 1024 * 1024;
 
-/// Little-endian, with magic, version, length and a checksum of its own. decode() accepts any bytes and never reads past them: what is
-/// malformed is StatusCode::integrity naming the field; a newer version is StatusCode::not_yet naming both versions.
+/// Little-endian, with magic, version, length and a checksum of its own. decode() accepts any bytes
+/// and never reads past them: what is malformed is StatusCode::integrity naming the field; a newer
+/// version is StatusCode::not_yet naming both versions.
 std::vector<std::byte> encode(const JobRecord& job);
 std::vector<std::byte> encode(const RootRecord& root);
 Result<JobRecord> decode_job(std::span<const std::byte> bytes);

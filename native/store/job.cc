@@ -306,17 +306,17 @@ JobRecord Job::record() const {
                    .buckets = {}};
   for (const Shard& shard : shards) {
     if (shard.deleted) continue;
-    ShardRecord out{.name = shard.spec.name,
-                    .kind = shard.spec.kind,
-                    .dtype = shard.spec.dtype,
-                    .tier = shard.spec.tier,
-                    .shape = shard.spec.shape,
-                    .generation = shard.generation,
-                    .bucket = shard.bucket,
-                    .element_offset = shard.element_offset,
-                    .written = shard.written &&
-                               (shard.value->bytes == 0 || shard.value->has_replica()),
-                    .extents = {}};
+    ShardRecord out{
+        .name = shard.spec.name,
+        .kind = shard.spec.kind,
+        .dtype = shard.spec.dtype,
+        .tier = shard.spec.tier,
+        .shape = shard.spec.shape,
+        .generation = shard.generation,
+        .bucket = shard.bucket,
+        .element_offset = shard.element_offset,
+        .written = shard.written && (shard.value->bytes == 0 || shard.value->has_replica()),
+        .extents = {}};
     if (shard.spec.kind != ShardKind::parameter && shard.written && shard.value->has_replica()) {
       for (const Replica& replica : shard.value->replicas) out.extents.push_back(replica.extent);
     }

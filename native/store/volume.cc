@@ -38,8 +38,8 @@ constexpr uint64_t kVolumeBytesMin = 16_MiB;
 constexpr uint64_t kSuperblockSpaceBytes = 2_MiB;  // at each end
 constexpr uint64_t kCopyStrideBytes = 1_MiB;
 
-// One write at a time, which the kernel splits: 1 GiB took 0.4 to 0.7 s on a virtual disk whether it
-// was 1, 4, 8 or 16 MiB, with no order among them.
+// One write at a time, which the kernel splits: 1 GiB took 0.4 to 0.7 s on a virtual disk whether
+// it was 1, 4, 8 or 16 MiB, with no order among them.
 constexpr uint64_t kFormatWriteBytes = 8_MiB;
 constexpr auto kLockRetry = std::chrono::milliseconds(50);
 

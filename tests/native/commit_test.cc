@@ -121,8 +121,7 @@ class CommitTest : public ::testing::Test {
     for (const ShardInfo& shard : heart.shards(info.value().job_id)) {
       by_name[shard.spec.name] = shard.shard_id;
     }
-    return state(
-        heart, session, {by_name["large"], by_name["a"], by_name["b"], by_name["blob"]});
+    return state(heart, session, {by_name["large"], by_name["a"], by_name["b"], by_name["blob"]});
   }
 
   std::shared_ptr<MemoryDisk> disk_ = std::make_shared<MemoryDisk>(kSmallDiskBytes);

@@ -78,23 +78,20 @@ TEST(JobDeclare, where_one_shard_is_refused_nothing_changes) {
   ShardSpec deep = parameter("new", 1);
   deep.shape.assign(33, 1);
   ShardSpec no_dtype = parameter("new", 1, static_cast<DType>(200));
-  for (const Case& each : {Case{parameter("", 4), StatusCode::invalid_argument, "1 to 1024"},
-                           Case{parameter(std::string(1025, 'x'), 4),
-                                StatusCode::invalid_argument,
-                                "1025"},
-                           Case{integer, StatusCode::invalid_argument, "int32"},
-                           Case{half, StatusCode::not_yet, "float16"},
-                           Case{host, StatusCode::not_yet, "nvme"},
-                           Case{no_kind, StatusCode::invalid_argument, "kind"},
-                           Case{no_tier, StatusCode::invalid_argument, "tier"},
-                           Case{overflow, StatusCode::invalid_argument, "overflows"},
-                           Case{deep, StatusCode::invalid_argument, "33 dimensions"},
-                           Case{no_dtype, StatusCode::invalid_argument, "200"},
-                           Case{parameter("w", 11), StatusCode::already_exists, "[11]"},
-                           Case{parameter("w", 10, DType::bfloat16),
-                                StatusCode::already_exists,
-                                "bfloat16"},
-                           Case{bytes_shard("w", 40), StatusCode::already_exists, "job/w"}}) {
+  for (const Case& each :
+       {Case{parameter("", 4), StatusCode::invalid_argument, "1 to 1024"},
+        Case{parameter(std::string(1025, 'x'), 4), StatusCode::invalid_argument, "1025"},
+        Case{integer, StatusCode::invalid_argument, "int32"},
+        Case{half, StatusCode::not_yet, "float16"},
+        Case{host, StatusCode::not_yet, "nvme"},
+        Case{no_kind, StatusCode::invalid_argument, "kind"},
+        Case{no_tier, StatusCode::invalid_argument, "tier"},
+        Case{overflow, StatusCode::invalid_argument, "overflows"},
+        Case{deep, StatusCode::invalid_argument, "33 dimensions"},
+        Case{no_dtype, StatusCode::invalid_argument, "200"},
+        Case{parameter("w", 11), StatusCode::already_exists, "[11]"},
+        Case{parameter("w", 10, DType::bfloat16), StatusCode::already_exists, "bfloat16"},
+        Case{bytes_shard("w", 40), StatusCode::already_exists, "job/w"}}) {
     SCOPED_TRACE(each.named);
     const auto refused = job->declare({parameter("fine", 3), each.spec});
     EXPECT_EQ(refused.status().code(), each.code) << refused.status().message();

@@ -27,13 +27,14 @@ class RingTest : public testing::Test {
       : ring_(ServerRing::create().value()),
         table_(SharedMemory::create("table", sizeof(TableLayout)).value()),
         raw_(SharedMemory::map(copy(ring_.session_fd()), sizeof(SessionLayout)).value()) {
-    client_ = ClientSession::create({.session = copy(ring_.session_fd()),
-                                     .table = copy(table_.fd()),
-                                     .doorbell = copy(ring_.doorbell_fd()),
-                                     .segment_bytes = kSegment,
-                                     .arena_reserved_bytes = 4 * kSegment,
-                                     .more_segments = [this](uint64_t first) { return more(first); }})
-                  .value();
+    client_ =
+        ClientSession::create({.session = copy(ring_.session_fd()),
+                               .table = copy(table_.fd()),
+                               .doorbell = copy(ring_.doorbell_fd()),
+                               .segment_bytes = kSegment,
+                               .arena_reserved_bytes = 4 * kSegment,
+                               .more_segments = [this](uint64_t first) { return more(first); }})
+            .value();
   }
   static OwnedFd copy(int fd) { return OwnedFd(fcntl(fd, F_DUPFD_CLOEXEC, 0)); }
 
@@ -284,8 +285,8 @@ TEST_F(RingTest, a_forked_child_reads_what_it_inherited_and_can_neither_lease_no
     // Addresses that were not inherited may be used again; the dying session leaves them alone.
     std::vector<unsigned char*> own;
     for (int i = 0; i < 64; ++i) {
-      void* const memory = mmap(
-          nullptr, 1_MiB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      void* const memory =
+          mmap(nullptr, 1_MiB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
       own.push_back(static_cast<unsigned char*>(memory));
     }
     client_.reset();

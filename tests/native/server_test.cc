@@ -63,11 +63,8 @@ class ServerTest : public testing::Test {
     server_ = std::move(started).value();
   }
   uint64_t open(const std::string& name, uint64_t host_bytes = kJobBytes, bool fresh = false) {
-    const auto job = server_->open_job({.name = name,
-                                        .uid = 1,
-                                        .host_bytes = host_bytes,
-                                        .nvme_bytes = 40_MiB,
-                                        .fresh = fresh});
+    const auto job = server_->open_job(
+        {.name = name, .uid = 1, .host_bytes = host_bytes, .nvme_bytes = 40_MiB, .fresh = fresh});
     EXPECT_TRUE(job.is_ok()) << job.status().message();
     return job.is_ok() ? job.value().job_id : 0;
   }

@@ -103,7 +103,8 @@ TEST_F(ShardStoreTest, readers_of_a_blob_keep_the_old_bytes_until_the_writer_is_
   }
 }
 
-TEST_F(ShardStoreTest, a_blob_first_put_in_write_mode_starts_with_zeros_and_is_readable_afterwards) {
+TEST_F(ShardStoreTest,
+       a_blob_first_put_in_write_mode_starts_with_zeros_and_is_readable_afterwards) {
   Heart heart(disk_);
   const uint64_t session = heart.attach(heart.open("job"));
   const auto ids = heart.declare(session, {bytes_shard("a", 5000)});
@@ -370,9 +371,8 @@ class StepTest : public ShardStoreTest {
   StepRequest request() const {
     StepRequest request;
     request.session_id = session_;
-    request.groups = {
-        {.settings = decayed_, .shard_ids = {ids_[1], ids_[4]}},
-        {.settings = plain_, .shard_ids = {ids_[0], ids_[2], ids_[3]}}};
+    request.groups = {{.settings = decayed_, .shard_ids = {ids_[1], ids_[4]}},
+                      {.settings = plain_, .shard_ids = {ids_[0], ids_[2], ids_[3]}}};
     return request;
   }
   void step_twins(uint32_t seed) {
@@ -417,8 +417,8 @@ class StepTest : public ShardStoreTest {
         [&](Replica& replica) { named_bytes += replica.extent.length_bytes; });
     EXPECT_EQ(heart.job(session_).nvme_bytes_used, named_bytes);
     const uint64_t taken = heart.extents().capacity_bytes() - heart.extents().free_bytes();
-    EXPECT_LE(taken, named_bytes + 64_KiB) << "beside catalogue and root, free before "
-                                           << free_before;
+    EXPECT_LE(taken, named_bytes + 64_KiB)
+        << "beside catalogue and root, free before " << free_before;
   }
 
   uint64_t session_ = 0;

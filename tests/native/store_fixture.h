@@ -150,12 +150,12 @@ class Heart {
   uint64_t open(const std::string& name,
                 uint64_t arena_segments = 8,
                 uint64_t nvme_bytes = kQuotaBytes) {
-    const auto job = store_->open_job({.name = name,
-                                       .uid = 1000,
-                                       .host_bytes = (kFloorSegments + arena_segments) *
-                                                     kSegmentBytes,
-                                       .nvme_bytes = nvme_bytes,
-                                       .fresh = false});
+    const auto job =
+        store_->open_job({.name = name,
+                          .uid = 1000,
+                          .host_bytes = (kFloorSegments + arena_segments) * kSegmentBytes,
+                          .nvme_bytes = nvme_bytes,
+                          .fresh = false});
     EXPECT_TRUE(job.is_ok()) << job.status().message();
     return job.is_ok() ? job.value().job_id : 0;
   }
@@ -212,8 +212,7 @@ class Heart {
   void release(const Held& held) {
     const auto found = store_->sessions().find(held.session_id);
     if (found == store_->sessions().end()) return;
-    found->second->ring.add_pin(held.grant.slot->pin_first + held.grant.index,
-                                ~held.grant.pin + 1);
+    found->second->ring.add_pin(held.grant.slot->pin_first + held.grant.index, ~held.grant.pin + 1);
   }
 
   template <typename T>
@@ -372,13 +371,10 @@ struct Twin {
         internal::AdamFp32{theta.size(), theta.data(), m.data(), v.data(), gradient.data()});
   }
   void step(const AdamSettings& settings, const std::vector<uint16_t>& gradient) {
-    internal::adam_reference(adam_scalars(settings, ++t),
-                             internal::AdamBf16{half.size(),
-                                                half.data(),
-                                                remainder.data(),
-                                                m.data(),
-                                                v.data(),
-                                                gradient.data()});
+    internal::adam_reference(
+        adam_scalars(settings, ++t),
+        internal::AdamBf16{
+            half.size(), half.data(), remainder.data(), m.data(), v.data(), gradient.data()});
   }
 };
 
