@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AttachRequest(_message.Message):
-    __slots__ = ("protocol_version", "job", "rank", "world_size", "host_bytes", "nvme_bytes", "durability", "fresh", "without_shared_memory")
+    __slots__ = ("protocol_version", "job", "rank", "world_size", "host_bytes", "nvme_bytes", "durability", "fresh", "without_shared_memory", "kept_session_id")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class AttachRequest(_message.Message):
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
     FRESH_FIELD_NUMBER: _ClassVar[int]
     WITHOUT_SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    KEPT_SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     job: str
     rank: int
@@ -27,10 +28,11 @@ class AttachRequest(_message.Message):
     durability: str
     fresh: bool
     without_shared_memory: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., job: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host_bytes: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., durability: _Optional[str] = ..., fresh: bool = ..., without_shared_memory: bool = ...) -> None: ...
+    kept_session_id: int
+    def __init__(self, protocol_version: _Optional[int] = ..., job: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host_bytes: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., durability: _Optional[str] = ..., fresh: bool = ..., without_shared_memory: bool = ..., kept_session_id: _Optional[int] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("session_id", "job_id", "created", "committed_step", "host_bytes", "nvme_bytes", "segment_bytes", "arena_reserved_bytes")
+    __slots__ = ("session_id", "job_id", "created", "committed_step", "host_bytes", "nvme_bytes", "segment_bytes", "arena_reserved_bytes", "kept", "closing_step", "durable_step")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +41,9 @@ class AttachResponse(_message.Message):
     NVME_BYTES_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     ARENA_RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    CLOSING_STEP_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_STEP_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     job_id: int
     created: bool
@@ -47,7 +52,10 @@ class AttachResponse(_message.Message):
     nvme_bytes: int
     segment_bytes: int
     arena_reserved_bytes: int
-    def __init__(self, session_id: _Optional[int] = ..., job_id: _Optional[int] = ..., created: bool = ..., committed_step: _Optional[int] = ..., host_bytes: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., segment_bytes: _Optional[int] = ..., arena_reserved_bytes: _Optional[int] = ...) -> None: ...
+    kept: bool
+    closing_step: int
+    durable_step: int
+    def __init__(self, session_id: _Optional[int] = ..., job_id: _Optional[int] = ..., created: bool = ..., committed_step: _Optional[int] = ..., host_bytes: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., segment_bytes: _Optional[int] = ..., arena_reserved_bytes: _Optional[int] = ..., kept: bool = ..., closing_step: _Optional[int] = ..., durable_step: _Optional[int] = ...) -> None: ...
 
 class DetachRequest(_message.Message):
     __slots__ = ("session_id",)
@@ -102,14 +110,16 @@ class StepGroup(_message.Message):
     def __init__(self, settings: _Optional[_Union[AdamSettings, _Mapping]] = ..., shard_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("session_id", "groups", "buffers")
+    __slots__ = ("session_id", "groups", "buffers", "step")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     BUFFERS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     groups: _containers.RepeatedCompositeFieldContainer[StepGroup]
     buffers: _containers.RepeatedCompositeFieldContainer[StagedBuffer]
-    def __init__(self, session_id: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[StepGroup, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[StagedBuffer, _Mapping]]] = ...) -> None: ...
+    step: int
+    def __init__(self, session_id: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[StepGroup, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[StagedBuffer, _Mapping]]] = ..., step: _Optional[int] = ...) -> None: ...
 
 class StagedBuffer(_message.Message):
     __slots__ = ("staged_shard_id", "buffer_shard_id")
@@ -120,7 +130,7 @@ class StagedBuffer(_message.Message):
     def __init__(self, staged_shard_id: _Optional[int] = ..., buffer_shard_id: _Optional[int] = ...) -> None: ...
 
 class StepResponse(_message.Message):
-    __slots__ = ("committed_step", "read_seconds", "update_seconds", "write_seconds", "commit_seconds", "read_bytes", "written_bytes")
+    __slots__ = ("committed_step", "read_seconds", "update_seconds", "write_seconds", "commit_seconds", "read_bytes", "written_bytes", "durable_step")
     COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
     READ_SECONDS_FIELD_NUMBER: _ClassVar[int]
     UPDATE_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +138,7 @@ class StepResponse(_message.Message):
     COMMIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     READ_BYTES_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_STEP_FIELD_NUMBER: _ClassVar[int]
     committed_step: int
     read_seconds: float
     update_seconds: float
@@ -135,7 +146,8 @@ class StepResponse(_message.Message):
     commit_seconds: float
     read_bytes: int
     written_bytes: int
-    def __init__(self, committed_step: _Optional[int] = ..., read_seconds: _Optional[float] = ..., update_seconds: _Optional[float] = ..., write_seconds: _Optional[float] = ..., commit_seconds: _Optional[float] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ...) -> None: ...
+    durable_step: int
+    def __init__(self, committed_step: _Optional[int] = ..., read_seconds: _Optional[float] = ..., update_seconds: _Optional[float] = ..., write_seconds: _Optional[float] = ..., commit_seconds: _Optional[float] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., durable_step: _Optional[int] = ...) -> None: ...
 
 class SyncRequest(_message.Message):
     __slots__ = ("session_id",)

@@ -101,8 +101,9 @@ class SessionServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Step(self, request, context):
-        """The optimizer's step: updates the shards named, with the gradients written since the last one, and commits. Returns when the
-        commit is durable; the gradients are released then.
+        """Closes a step: updates the shards named, with the gradients written since the last one, lets staged buffers take their
+        places, and commits. No groups: a commit of buffers alone. Returns when the step is committed as the job's durability says;
+        the gradients are released then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,34 @@
+// Moments at which a test may kill the daemon or let it fail, and bugs that a test may plant to see
+// that it would be found. Builds without MEMD_FAULTS, which is every build of the Python module,
+// have none of it: not even the names.
+#pragma once
+
+#ifdef MEMD_FAULTS
+
+#include <functional>
+#include <string>
+#include <string_view>
+
+namespace memd::failpoint {
+
+/// Called at each failpoint with its name, on the thread that reached it; nothing: no call.
+void set_observer(std::function<void(std::string_view name)> observer);
+void reach(std::string_view name);
+
+/// Plants one bug, or none where `name` is empty.
+void plant(std::string name);
+bool is_planted(std::string_view name);
+
+}  // namespace memd::failpoint
+
+/// `name` says the moment: "commit.before_first_flush". A statement.
+#define MEMD_FAILPOINT(name) ::memd::failpoint::reach(name)
+/// A condition that is false except in a test that planted this bug.
+#define MEMD_PLANTED(name) ::memd::failpoint::is_planted(name)
+
+#else
+
+#define MEMD_FAILPOINT(name) static_cast<void>(0)
+#define MEMD_PLANTED(name) false
+
+#endif
