@@ -1,6 +1,14 @@
 #include "arena/pool.h"
 
+#include <linux/magic.h>
+#include <sys/stat.h>
+#include <sys/vfs.h>
+
 #include <algorithm>
+#include <charconv>
+#include <map>
+#include <string_view>
+#include <system_error>
 #include <utility>
 
 #include "arena/memory_limits.h"
@@ -57,6 +65,29 @@ void add_note(std::string& note, const std::string& sentence) {
   note += (note.empty() ? "" : "; ") + sentence;
 }
 
+constexpr std::string_view kSegmentPrefix = "segment.";
+
+bool is_segment(const KeptDescriptor& kept) { return kept.name.starts_with(kSegmentPrefix); }
+
+/// 0 where the name says none.
+uint64_t segment_id_of(const std::string& name) {
+  uint64_t id = 0;
+  const char* end = name.data() + name.size();
+  const auto [stopped, failure] = std::from_chars(name.data() + kSegmentPrefix.size(), end, id);
+  return failure == std::errc() && stopped == end ? id : 0;
+}
+
+bool has_huge_pages(const Segment& segment) {
+  struct statfs status{};
+  return ::fstatfs(segment.fd(), &status) == 0 && status.f_type == HUGETLBFS_MAGIC;
+}
+
+/// 0 where it can't be told.
+uint64_t size_of(const OwnedFd& fd) {
+  struct stat status{};
+  return ::fstat(fd.get(), &status) == 0 ? static_cast<uint64_t>(status.st_size) : 0;
+}
+
 }  // namespace
 
 uint64_t segment_bytes_for(uint64_t pool_bytes) {
@@ -86,13 +117,20 @@ Status Pool::check(const PoolOptions& options) {
   return options.lock == LockMode::required ? check_lockable(bytes) : Status::ok();
 }
 
-Result<std::unique_ptr<Pool>> Pool::create(const PoolOptions& options) {
+Result<std::unique_ptr<Pool>> Pool::create(const PoolOptions& options,
+                                           DescriptorKeeper* keeper,
+                                           KeptDescriptors* kept) {
+  if (kept != nullptr && std::any_of(kept->begin(), kept->end(), is_segment)) {
+    std::unique_ptr<Pool> pool(new Pool(options, keeper));
+    if (Status adopted = pool->adopt(*kept); !adopted.is_ok()) return adopted;
+    if (!pool->kept_.empty()) return pool;
+  }
   if (Status checked = check(options); !checked.is_ok()) return checked;
   const uint64_t segment_bytes = segment_bytes_of(options);
   const uint64_t segment_count = divide_up(options.bytes, segment_bytes);
   const Status lockable = check_lockable(segment_count * segment_bytes);
 
-  std::unique_ptr<Pool> pool(new Pool(options));
+  std::unique_ptr<Pool> pool(new Pool(options, keeper));
   pool->report_.segment_bytes = segment_bytes;
   pool->report_.page_bytes = options.huge_pages ? kHugePageBytes : 4_KiB;
   pool->report_.locked = lockable.is_ok();
@@ -101,10 +139,99 @@ Result<std::unique_ptr<Pool>> Pool::create(const PoolOptions& options) {
   return pool;
 }
 
+Status Pool::adopt(KeptDescriptors& kept) {
+  std::map<uint64_t, uint64_t> counts;
+  for (const KeptDescriptor& each : kept) {
+    if (is_segment(each)) ++counts[size_of(each.fd)];
+  }
+  // All have one size but for an error of an earlier daemon: then what most have is the pool's.
+  const uint64_t segment_bytes =
+      std::max_element(counts.begin(), counts.end(), [](const auto& a, const auto& b) {
+        return a.second < b.second;
+      })->first;
+  if (segment_bytes == 0 || !is_aligned(segment_bytes, kHugePageBytes)) {
+    add_note(report_.note, concat("segments of ", segment_bytes, " bytes were not adopted"));
+    return Status::ok();
+  }
+  const Status lockable = check_lockable(counts[segment_bytes] * segment_bytes);
+  if (!lockable.is_ok() && lock_ == LockMode::required) return lockable;
+  report_.segment_bytes = segment_bytes;
+  report_.page_bytes = kHugePageBytes;
+  report_.locked = lockable.is_ok();
+  if (!lockable.is_ok()) add_note(report_.note, lockable.message());
+  KeptDescriptors others;
+  for (KeptDescriptor& each : kept) {
+    if (!is_segment(each)) {
+      others.push_back(std::move(each));
+      continue;
+    }
+    auto segment = Segment::adopt(std::move(each.fd), segment_id_of(each.name), segment_bytes);
+    if (!segment.is_ok()) {
+      if (segment.status().code() != StatusCode::not_found)
+        add_note(report_.note, segment.status().message());
+      if (keeper_ != nullptr) keeper_->forget(each.name);
+      continue;
+    }
+    if (Status locked = lock(segment.value()); !locked.is_ok()) return locked;
+    if (!has_huge_pages(segment.value())) report_.page_bytes = 4_KiB;
+    const uint64_t id = segment.value().id();
+    kept_.emplace(id, std::move(segment).value());
+    report_.bytes += segment_bytes;
+    report_.kept_bytes += segment_bytes;
+  }
+  kept = std::move(others);
+  return Status::ok();
+}
+
+std::optional<Segment> Pool::take_kept(uint64_t id) {
+  const auto found = kept_.find(id);
+  if (found == kept_.end()) return std::nullopt;
+  Segment segment = std::move(found->second);
+  kept_.erase(found);
+  some_kept_were_taken_ = true;
+  return segment;
+}
+
+Status Pool::settle() {
+  const uint64_t segment_bytes_wanted = segment_bytes_of(options_);
+  if (report_.kept_bytes != 0 && !some_kept_were_taken_ &&
+      report_.segment_bytes != segment_bytes_wanted) {
+    // Nobody's offsets depend on the size of these.
+    while (!kept_.empty()) destroy(std::move(kept_.extract(kept_.begin()).mapped()));
+    report_ = PoolReport{};
+    auto fresh = create(options_, keeper_);
+    if (!fresh.is_ok()) return fresh.status();
+    *this = std::move(*fresh.value());
+    return Status::ok();
+  }
+  for (auto& [id, segment] : kept_) free_.push_back(std::move(segment));
+  kept_.clear();
+  const uint64_t count_wanted = divide_up(options_.bytes, report_.segment_bytes);
+  while (report_.bytes / report_.segment_bytes > count_wanted && !free_.empty()) {
+    destroy(std::move(free_.back()));
+    free_.pop_back();
+    report_.bytes -= report_.segment_bytes;
+    report_.kept_bytes -= report_.segment_bytes;
+  }
+  const uint64_t count = report_.bytes / report_.segment_bytes;
+  if (count > count_wanted) {
+    add_note(report_.note,
+             concat("larger than asked for, because jobs that were taken over use ",
+                    in_mebibytes(report_.bytes)));
+  }
+  if (count >= count_wanted) return Status::ok();
+  Status grown = check_available((count_wanted - count) * report_.segment_bytes);
+  if (grown.is_ok()) grown = fill(count_wanted - count);
+  if (grown.is_ok() || !some_kept_were_taken_) return grown;
+  add_note(report_.note,
+           concat("no larger than ", in_mebibytes(report_.bytes), ": ", grown.message()));
+  return Status::ok();
+}
+
 Status Pool::fill(uint64_t segment_count) {
   const SteadyClock clock;
   const uint64_t start_ns = clock.now_ns();
-  const uint64_t pool_bytes = segment_count * report_.segment_bytes;
+  const uint64_t pool_bytes = report_.bytes + segment_count * report_.segment_bytes;
   for (uint64_t i = 0; i < segment_count; ++i) {
     Result<Segment> segment = create_segment();
     if (!segment.is_ok()) {
@@ -139,15 +266,29 @@ Result<Segment> Pool::create_segment() {
                     "); reserve them with vm.nr_hugepages"));
     segment = Segment::create({.bytes = bytes, .huge_pages = false});
   }
-  if (!segment.is_ok() || !report_.locked) return segment;
-  const Status locked = segment.value().lock();
-  if (locked.is_ok()) return segment;
-  const std::string message = concat(memlock_message(bytes), " (", locked.message(), ")");
+  if (!segment.is_ok()) return segment;
+  if (Status locked = lock(segment.value()); !locked.is_ok()) return locked;
+  if (keeper_ != nullptr) keeper_->keep(segment.value().kept_name(), segment.value().fd());
+  return segment;
+}
+
+Status Pool::lock(Segment& segment) {
+  if (!report_.locked) return Status::ok();
+  const Status locked = segment.lock();
+  if (locked.is_ok()) return locked;
+  const std::string message = concat(memlock_message(segment.bytes()), " (", locked.message(), ")");
   if (lock_ == LockMode::required)
     return Status(StatusCode::capacity, message, locked.error_number());
   report_.locked = false;
   add_note(report_.note, message);
-  return segment;
+  return Status::ok();
+}
+
+void Pool::destroy(Segment segment) {
+  // Before the keeper is told: a trainer may still map it, and no later daemon may take it for a
+  // clean one, whether the keeper hears of this or not.
+  segment.mark_given_up();
+  if (keeper_ != nullptr) keeper_->forget(segment.kept_name());
 }
 
 std::optional<Segment> Pool::take() {
@@ -159,9 +300,7 @@ std::optional<Segment> Pool::take() {
 
 Status Pool::give_back(Segment segment) {
   MEMD_CHECK_EQ(segment.bytes(), report_.segment_bytes);
-  {
-    const Segment destroyed = std::move(segment);
-  }
+  destroy(std::move(segment));
   Status available = check_available(report_.segment_bytes);
   if (available.is_ok()) {
     Result<Segment> fresh = create_segment();

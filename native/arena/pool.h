@@ -5,9 +5,11 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "arena/segment.h"
+#include "base/descriptor_keeper.h"
 #include "base/status.h"
 
 namespace memd {
@@ -32,6 +34,7 @@ struct PoolReport {
   bool locked = false;
   std::string note;  // why pages are small or memory is unlocked; empty where all was granted
   double prefault_seconds = 0;
+  uint64_t kept_bytes = 0;  // of these, what an earlier daemon had touched already
 };
 
 /// 64 MiB; less for small pools, so that a job has segments for both of its sides: a sixteenth, in
@@ -40,13 +43,30 @@ uint64_t segment_bytes_for(uint64_t pool_bytes);
 
 /// Created once at start, all of it touched (and locked) before the daemon says it is ready. One
 /// thread (the server thread) calls it.
+///
+/// With a keeper every segment outlives the daemon's process. What an earlier daemon left is taken
+/// over as it is: whoever knows that a segment is in use takes it by its id, and settle() then
+/// makes the rest free and the pool as large as was asked for.
 class Pool {
  public:
   /// Refuses a pool larger than the memory that is available, and, with LockMode::required, larger
   /// than the memlock limit allows: the message names both sizes and what to change.
-  static Result<std::unique_ptr<Pool>> create(const PoolOptions& options);
+  ///
+  /// `kept`: descriptors named `segment.<id>` of an earlier daemon; others are left where they are.
+  /// Where there are any the pool keeps their segment size for its life and takes no other memory
+  /// before settle().
+  static Result<std::unique_ptr<Pool>> create(const PoolOptions& options,
+                                              DescriptorKeeper* keeper = nullptr,
+                                              KeptDescriptors* kept = nullptr);
   /// What create() refuses before it takes any memory: for who has to decide first.
   static Status check(const PoolOptions& options);
+
+  /// A segment that a job of an earlier daemon used, as it was left; nothing where it is not there.
+  std::optional<Segment> take_kept(uint64_t id);
+  /// Ends the adoption. Nobody used what was not taken: it becomes free. A pool that is now larger
+  /// than was asked for gives free segments to the kernel, a smaller one grows; what can't be had
+  /// of that is said in the report's note, and is no reason to lose what was taken.
+  Status settle();
 
   /// A segment of zeros, or nothing where all are taken.
   std::optional<Segment> take();
@@ -60,15 +80,22 @@ class Pool {
   const PoolReport& report() const { return report_; }
 
  private:
-  explicit Pool(const PoolOptions& options)
-      : huge_pages_(options.huge_pages), lock_(options.lock) {}
+  Pool(const PoolOptions& options, DescriptorKeeper* keeper)
+      : options_(options), huge_pages_(options.huge_pages), lock_(options.lock), keeper_(keeper) {}
   Status fill(uint64_t segment_count);
+  Status adopt(KeptDescriptors& kept);
   Result<Segment> create_segment();
+  Status lock(Segment& segment);
+  void destroy(Segment segment);
 
+  PoolOptions options_;
   bool huge_pages_;  // until they are refused for the first time
   LockMode lock_;
+  DescriptorKeeper* keeper_;
   PoolReport report_;
   std::vector<Segment> free_;
+  std::unordered_map<uint64_t, Segment> kept_;
+  bool some_kept_were_taken_ = false;
 };
 
 }  // namespace memd

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <linux/memfd.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -22,6 +23,7 @@ namespace memd {
 namespace {
 
 constexpr char kName[] = "memd";
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 Result<OwnedFd> create_memfd(bool huge_pages) {
   const unsigned flags =
@@ -37,7 +39,7 @@ Status size_and_seal(int fd, uint64_t bytes) {
   if (::ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
     return device_error(errno, concat("ftruncate of a pool segment to ", bytes, " bytes"));
   }
-  if (::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+  if (::fcntl(fd, F_ADD_SEALS, kSeals) != 0) {
     return device_error(errno, "sealing of a pool segment");
   }
   return Status::ok();
@@ -70,6 +72,17 @@ Status touch(std::byte* data, uint64_t bytes) {
   return Status::ok();
 }
 
+/// Not counted up: no daemon knows which numbers those before it gave.
+uint64_t new_id() {
+  uint64_t id = 0;
+  while (id == 0) {
+    const ssize_t got = ::getrandom(&id, sizeof(id), 0);
+    if (got < 0 && errno == EINTR) continue;
+    MEMD_CHECK_EQ(got, static_cast<ssize_t>(sizeof(id)));
+  }
+  return id;
+}
+
 }  // namespace
 
 Result<Segment> Segment::create(const Options& options) {
@@ -79,13 +92,44 @@ Result<Segment> Segment::create(const Options& options) {
     return sealed;
   Result<std::byte*> data = map(fd.value().get(), options.bytes, nullptr);
   if (!data.is_ok()) return data.status();
-  Segment segment(std::move(fd.value()), data.value(), options.bytes);
+  Segment segment(std::move(fd.value()), new_id(), data.value(), options.bytes);
   if (Status touched = touch(segment.data_, segment.bytes_); !touched.is_ok()) return touched;
   return segment;
 }
 
+Result<Segment> Segment::adopt(OwnedFd fd, uint64_t id, uint64_t bytes) {
+  struct stat status{};
+  if (::fstat(fd.get(), &status) != 0) return device_error(errno, "fstat of a kept pool segment");
+  // Only memfds have seals.
+  const int seals = ::fcntl(fd.get(), F_GET_SEALS);
+  if (id == 0 || seals < 0 || (seals & kSeals) != kSeals ||
+      static_cast<uint64_t>(status.st_size) != bytes) {
+    return error(StatusCode::invalid_argument,
+                 "what was kept as segment ",
+                 id,
+                 " is none of ",
+                 bytes,
+                 " bytes: its size is ",
+                 status.st_size,
+                 ", its seals are ",
+                 seals);
+  }
+  if ((status.st_mode & ALLPERMS) != (S_IRUSR | S_IWUSR)) {
+    return error(StatusCode::not_found, "segment ", id, " was given up by the daemon before");
+  }
+  Result<std::byte*> data = map(fd.get(), bytes, nullptr);
+  if (!data.is_ok()) return data.status();
+  return Segment(std::move(fd), id, data.value(), bytes);
+}
+
+void Segment::mark_given_up() {
+  // The mode belongs to the memfd itself: every copy of the descriptor shows it, at once.
+  MEMD_CHECK_EQ(::fchmod(fd_.get(), 0), 0);
+}
+
 Segment::Segment(Segment&& other) noexcept
     : fd_(std::move(other.fd_)),
+      id_(std::exchange(other.id_, 0)),
       data_(std::exchange(other.data_, nullptr)),
       bytes_(std::exchange(other.bytes_, 0)),
       locked_(std::exchange(other.locked_, false)) {}
@@ -94,6 +138,7 @@ Segment& Segment::operator=(Segment&& other) noexcept {
   if (this == &other) return *this;
   unmap();
   fd_ = std::move(other.fd_);
+  id_ = std::exchange(other.id_, 0);
   data_ = std::exchange(other.data_, nullptr);
   bytes_ = std::exchange(other.bytes_, 0);
   locked_ = std::exchange(other.locked_, false);

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <utility>
 
 #include "base/owned_fd.h"
@@ -14,6 +15,8 @@ namespace memd {
 /// further seals, so that a descriptor handed to a trainer can neither be shrunk under the daemon
 /// nor be opened again by another user. Never recycled across users: a mapping cannot be revoked,
 /// so the memory goes back to the kernel, which zeroes it.
+///
+/// Its memory may outlive the daemon's process with a DescriptorKeeper, as `segment.<id>`.
 class Segment {
  public:
   struct Options {
@@ -23,6 +26,9 @@ class Segment {
 
   /// Creates, seals, maps, and touches every page.
   static Result<Segment> create(const Options& options);
+  /// Maps what an earlier daemon made. Refused where the descriptor is no segment of `bytes`, or
+  /// one that was given up (see mark_given_up()). No page is touched: all were when it was made.
+  static Result<Segment> adopt(OwnedFd fd, uint64_t id, uint64_t bytes);
 
   Segment(Segment&& other) noexcept;
   Segment& operator=(Segment&& other) noexcept;
@@ -31,6 +37,13 @@ class Segment {
   int fd() const { return fd_.get(); }
   std::byte* data() const { return data_; }
   uint64_t bytes() const { return bytes_; }
+  /// Random, never 0: no other segment has it, in this daemon's life or another's.
+  uint64_t id() const { return id_; }
+  std::string kept_name() const { return concat("segment.", id_); }
+
+  /// Nobody adopts it from now on, whoever still has its descriptor. It goes on working: who leases
+  /// from it may outlive the job.
+  void mark_given_up();
 
   /// mlock of the mapping.
   Status lock();
@@ -43,11 +56,12 @@ class Segment {
   void leave_reserved();
 
  private:
-  Segment(OwnedFd fd, std::byte* data, uint64_t bytes)
-      : fd_(std::move(fd)), data_(data), bytes_(bytes) {}
+  Segment(OwnedFd fd, uint64_t id, std::byte* data, uint64_t bytes)
+      : fd_(std::move(fd)), id_(id), data_(data), bytes_(bytes) {}
   void unmap();
 
   OwnedFd fd_;
+  uint64_t id_ = 0;
   std::byte* data_ = nullptr;
   uint64_t bytes_ = 0;
   bool locked_ = false;

@@ -1,5 +1,6 @@
 #include "ring/server_ring.h"
 
+#include <fcntl.h>
 #include <linux/futex.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
@@ -21,6 +22,47 @@ Result<ServerRing> ServerRing::create() {
   ring.header().magic = kSessionMagic;
   ring.header().protocol_version = kProtocolVersion;
   return ring;
+}
+
+Result<ServerRing> ServerRing::adopt(OwnedFd session, OwnedFd doorbell) {
+  auto memory = SharedMemory::adopt("a session", std::move(session), sizeof(SessionLayout));
+  if (!memory.is_ok()) return memory.status();
+  // A read takes what the doorbell rang before; only an eventfd answers with 8 bytes or EAGAIN.
+  const int flags = fcntl(doorbell.get(), F_GETFL);
+  uint64_t rung = 0;
+  if (flags < 0 || (flags & O_NONBLOCK) == 0 ||
+      (read(doorbell.get(), &rung, sizeof(rung)) != sizeof(rung) && errno != EAGAIN)) {
+    return error(StatusCode::invalid_argument, "what was kept as a session's doorbell is none");
+  }
+  ServerRing ring(std::move(memory).value(), std::move(doorbell));
+  SessionHeader& header = ring.header();
+  if (header.magic != kSessionMagic || header.protocol_version != kProtocolVersion) {
+    return error(StatusCode::invalid_argument,
+                 "a session of another version of the session protocol was kept: ",
+                 header.protocol_version,
+                 ", here ",
+                 kProtocolVersion);
+  }
+  if (header.ended.load(std::memory_order_acquire) != 0) {
+    return error(StatusCode::fenced, "the session was ended by the daemon before");
+  }
+  // The daemon's own words: a client that changed them harms only itself, as both are checked
+  // against its own before they are used.
+  ring.request_head_ = header.request_head.load(std::memory_order_acquire);
+  ring.completion_tail_ = header.completion_tail.load(std::memory_order_acquire);
+  ring.wake();
+  ring.want_release(false);
+  return ring;
+}
+
+void ServerRing::discard_requests() {
+  const uint32_t tail = header().request_tail.load(std::memory_order_acquire);
+  if (tail - request_head_ > kRingEntries) {
+    broken_ = true;
+    return;
+  }
+  request_head_ = tail;
+  header().request_head.store(request_head_, std::memory_order_release);
 }
 
 std::optional<Request> ServerRing::poll() {

@@ -16,6 +16,14 @@ namespace memd {
 class ServerRing {
  public:
   static Result<ServerRing> create();
+  /// Goes on with the rings of a session whose daemon died: completions that it published stand,
+  /// and so do the client's pins. Requests are left alone until discard_requests(). Refused where
+  /// the descriptors are not a session's, or the session was ended.
+  static Result<ServerRing> adopt(OwnedFd session, OwnedFd doorbell);
+
+  /// The client is back, and takes everything that it asked for before as unanswered: nothing of
+  /// that is served. It asks for nothing between its call to attach and the answer.
+  void discard_requests();
 
   /// The next request, copied to private memory; nothing where the ring is empty. A client that
   /// claims more entries than the ring has breaks the protocol: `broken()` is true from then on,

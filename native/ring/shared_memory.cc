@@ -7,6 +7,11 @@
 #include <cerrno>
 
 namespace memd {
+namespace {
+
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+}  // namespace
 
 Result<SharedMemory> SharedMemory::create(const char* name, uint64_t bytes) {
   OwnedFd fd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
@@ -17,8 +22,29 @@ Result<SharedMemory> SharedMemory::create(const char* name, uint64_t bytes) {
   if (ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) {
     return device_error(errno, concat("ftruncate of a memfd to ", bytes, " bytes"));
   }
-  if (fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+  if (fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) {
     return device_error(errno, "sealing a memfd");
+  }
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
+  if (data == MAP_FAILED) return device_error(errno, concat("mmap of ", bytes, " bytes"));
+  return SharedMemory(std::move(fd), static_cast<std::byte*>(data), bytes);
+}
+
+Result<SharedMemory> SharedMemory::adopt(const char* name, OwnedFd fd, uint64_t bytes) {
+  struct stat status{};
+  if (fstat(fd.get(), &status) != 0) return device_error(errno, "fstat of a kept descriptor");
+  const int seals = fcntl(fd.get(), F_GET_SEALS);  // only memfds have them
+  if (seals < 0 || (seals & kSeals) != kSeals || static_cast<uint64_t>(status.st_size) != bytes ||
+      (status.st_mode & ALLPERMS) != 0600) {
+    return error(StatusCode::invalid_argument,
+                 "what was kept as ",
+                 name,
+                 " is none of this version's: ",
+                 bytes,
+                 " bytes expected, got ",
+                 status.st_size,
+                 " with seals ",
+                 seals);
   }
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
   if (data == MAP_FAILED) return device_error(errno, concat("mmap of ", bytes, " bytes"));

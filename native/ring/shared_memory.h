@@ -18,6 +18,10 @@ class SharedMemory {
   /// Maps what a daemon sent, after checking its size. A forked child does not inherit the mapping.
   static Result<SharedMemory> map(OwnedFd fd, uint64_t bytes);
 
+  /// Maps what an earlier daemon made with create(), and keeps its descriptor. Refused where the
+  /// seals, the mode or the size are others.
+  static Result<SharedMemory> adopt(const char* name, OwnedFd fd, uint64_t bytes);
+
   SharedMemory() = default;
   SharedMemory(SharedMemory&& other) noexcept
       : fd_(std::move(other.fd_)),

@@ -18,6 +18,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -76,6 +77,27 @@ void write_file(const std::filesystem::path& path, const std::string& content) {
   std::filesystem::create_directories(path.parent_path());
   std::ofstream(path) << content;
 }
+
+/// Somebody beside the daemon, in the same process.
+class MemoryKeeper : public DescriptorKeeper {
+ public:
+  void keep(const std::string& name, int fd) override {
+    held_[name] = OwnedFd(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  }
+  void forget(const std::string& name) override { held_.erase(name); }
+
+  KeptDescriptors copies() const {
+    KeptDescriptors all;
+    for (const auto& [name, fd] : held_)
+      all.push_back({name, OwnedFd(::fcntl(fd.get(), F_DUPFD_CLOEXEC, 0))});
+    return all;
+  }
+  size_t count() const { return held_.size(); }
+  bool has(const std::string& name) const { return held_.contains(name); }
+
+ private:
+  std::map<std::string, OwnedFd> held_;
+};
 
 TEST(Segment, can_neither_be_resized_nor_sealed_further) {
   const Segment segment = small_segment();
@@ -268,6 +290,125 @@ TEST(AvailableMemory, is_the_lowest_of_the_machine_and_of_every_cgroup_above) {
   write_file(root / "sys/fs/cgroup/memory/job/memory.usage_in_bytes", "500000\n");
   EXPECT_EQ(available_memory(root)->bytes, 1500000U);
   std::filesystem::remove_all(root);
+}
+
+TEST(KeptPool, segments_in_use_come_back_by_id_and_the_rest_is_free) {
+  MemoryKeeper keeper;
+  uint64_t id = 0;
+  {
+    auto pool =
+        Pool::create({.bytes = 8_MiB, .huge_pages = false, .lock = LockMode::wanted}, &keeper);
+    ASSERT_TRUE(pool.is_ok()) << pool.status().message();
+    EXPECT_EQ(keeper.count(), 4U);
+    const auto used = pool.value()->take();
+    id = used->id();
+    EXPECT_TRUE(keeper.has(concat("segment.", id)));
+    std::memset(used->data(), 7, used->bytes());
+  }  // as a killed daemon, which forgets nothing
+  KeptDescriptors kept = keeper.copies();
+  kept.push_back({"ledger.1", OwnedFd(::open("/dev/null", O_RDONLY | O_CLOEXEC))});
+  auto pool =
+      Pool::create({.bytes = 8_MiB, .huge_pages = false, .lock = LockMode::wanted}, &keeper, &kept);
+  ASSERT_TRUE(pool.is_ok()) << pool.status().message();
+  ASSERT_EQ(kept.size(), 1U) << "what is no segment is left to others";
+  EXPECT_EQ(kept[0].name, "ledger.1");
+  EXPECT_FALSE(pool.value()->take()) << "nothing is free before settle()";
+  auto used = pool.value()->take_kept(id);
+  ASSERT_TRUE(used);
+  EXPECT_EQ(used->id(), id);
+  EXPECT_EQ(used->data()[used->bytes() - 1], std::byte{7});
+  EXPECT_FALSE(pool.value()->take_kept(id)) << "it is taken once";
+  EXPECT_FALSE(pool.value()->take_kept(id + 1));
+  ASSERT_TRUE(pool.value()->settle().is_ok());
+  EXPECT_EQ(pool.value()->segment_count_free(), 3U);
+  EXPECT_EQ(pool.value()->report().bytes, 8_MiB);
+  EXPECT_EQ(pool.value()->report().kept_bytes, 8_MiB);
+  EXPECT_EQ(pool.value()->report().note, "");
+  while (const auto free = pool.value()->take()) EXPECT_TRUE(all_zero(*free));
+}
+
+TEST(KeptPool, a_segment_that_was_given_up_is_never_adopted) {
+  MemoryKeeper keeper;
+  auto pool =
+      Pool::create({.bytes = 2_MiB, .huge_pages = false, .lock = LockMode::wanted}, &keeper);
+  ASSERT_TRUE(pool.is_ok()) << pool.status().message();
+  KeptDescriptors kept = keeper.copies();  // the keeper never hears that it ended
+  auto used = pool.value()->take();
+  const uint64_t id = used->id();
+  ASSERT_TRUE(pool.value()->give_back(std::move(*used)).is_ok());
+  EXPECT_FALSE(keeper.has(concat("segment.", id)));
+  EXPECT_EQ(keeper.count(), 1U) << "the fresh one in its place";
+  auto next =
+      Pool::create({.bytes = 2_MiB, .huge_pages = false, .lock = LockMode::wanted}, &keeper, &kept);
+  ASSERT_TRUE(next.is_ok()) << next.status().message();
+  EXPECT_FALSE(next.value()->take_kept(id));
+  ASSERT_TRUE(next.value()->settle().is_ok());
+  EXPECT_EQ(next.value()->report().bytes, 2_MiB);
+  EXPECT_EQ(next.value()->report().kept_bytes, 0U);
+}
+
+TEST(KeptPool, what_is_no_segment_is_refused_and_named) {
+  OwnedFd unsealed(::memfd_create("memd", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  ASSERT_EQ(::ftruncate(unsealed.get(), 2_MiB), 0);
+  const auto refused =
+      Segment::adopt(OwnedFd(::fcntl(unsealed.get(), F_DUPFD_CLOEXEC, 0)), 5, 2_MiB);
+  ASSERT_FALSE(refused.is_ok());
+  EXPECT_NE(refused.status().message().find("kept as segment 5 is none of 2097152 bytes"),
+            std::string::npos)
+      << refused.status().message();
+  const Segment whole = small_segment();
+  EXPECT_FALSE(Segment::adopt(OwnedFd(::fcntl(whole.fd(), F_DUPFD_CLOEXEC, 0)), 5, 2_MiB).is_ok())
+      << "of another size";
+  EXPECT_TRUE(Segment::adopt(OwnedFd(::fcntl(whole.fd(), F_DUPFD_CLOEXEC, 0)), 5, 64_KiB).is_ok());
+
+  KeptDescriptors kept;
+  kept.push_back({"segment.5", std::move(unsealed)});
+  auto pool =
+      Pool::create({.bytes = 2_MiB, .huge_pages = false, .lock = LockMode::wanted}, nullptr, &kept);
+  ASSERT_TRUE(pool.is_ok()) << pool.status().message();
+  EXPECT_EQ(pool.value()->report().bytes, 2_MiB) << "a pool is made without it";
+}
+
+TEST(KeptPool, a_pool_of_another_size_is_had_around_what_is_in_use) {
+  MemoryKeeper keeper;
+  const PoolOptions small{.bytes = 4_MiB, .huge_pages = false, .lock = LockMode::wanted};
+  uint64_t id = 0;
+  {
+    auto pool = Pool::create(small, &keeper);
+    ASSERT_TRUE(pool.is_ok()) << pool.status().message();
+    id = pool.value()->take()->id();
+  }
+  PoolOptions large = small;
+  large.bytes = 64_MiB;  // whose segments would be of 4 MiB
+  for (const bool in_use : {true, false}) {
+    KeptDescriptors kept = keeper.copies();
+    auto pool = Pool::create(large, &keeper, &kept);
+    ASSERT_TRUE(pool.is_ok()) << pool.status().message();
+    if (in_use) {
+      ASSERT_TRUE(pool.value()->take_kept(id));
+    }
+    ASSERT_TRUE(pool.value()->settle().is_ok());
+    EXPECT_EQ(pool.value()->report().bytes, 64_MiB);
+    EXPECT_EQ(pool.value()->segment_bytes(), in_use ? 2_MiB : 4_MiB)
+        << "offsets of a job in use depend on it, of nobody else's";
+    EXPECT_EQ(pool.value()->report().kept_bytes, in_use ? 4_MiB : 0);
+    EXPECT_EQ(keeper.count(), in_use ? 32U : 16U);
+  }
+  PoolOptions tiny = small;
+  tiny.bytes = 2_MiB;
+  tiny.segment_bytes = 4_MiB;
+  KeptDescriptors kept = keeper.copies();
+  std::vector<uint64_t> ids;
+  for (const KeptDescriptor& each : kept) ids.push_back(std::stoull(each.name.substr(8)));
+  auto pool = Pool::create(tiny, &keeper, &kept);
+  ASSERT_TRUE(pool.is_ok()) << pool.status().message();
+  std::vector<Segment> used;
+  for (int i = 0; i < 3; ++i) used.push_back(*pool.value()->take_kept(ids[i]));
+  ASSERT_TRUE(pool.value()->settle().is_ok());
+  EXPECT_EQ(pool.value()->segment_count_free(), 0U) << "what nobody uses goes back to the kernel";
+  EXPECT_EQ(pool.value()->report().bytes, 12_MiB);
+  EXPECT_NE(pool.value()->report().note.find("larger than asked for"), std::string::npos);
+  EXPECT_EQ(keeper.count(), 3U);
 }
 
 }  // namespace

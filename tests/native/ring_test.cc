@@ -316,6 +316,45 @@ TEST_F(RingTest, another_layout_or_version_is_refused_with_both_named) {
   EXPECT_EQ(small.status().code(), StatusCode::invalid_argument);
 }
 
+TEST_F(RingTest, the_next_daemon_goes_on_with_rings_and_pins) {
+  ASSERT_TRUE(client_->prefetch(1).is_ok());
+  ASSERT_TRUE(client_->prefetch(2).is_ok());
+  ASSERT_TRUE(ring_.poll().has_value());
+  ring_.add_pin(5, kReaderPin);
+  auto adopted = ServerRing::adopt(copy(ring_.session_fd()), copy(ring_.doorbell_fd()));
+  ASSERT_TRUE(adopted.is_ok()) << adopted.status().message();
+  ServerRing next = std::move(adopted).value();
+  EXPECT_EQ(next.pins(5), kReaderPin);
+  const auto untaken = next.poll();
+  ASSERT_TRUE(untaken.has_value()) << "what no daemon took is still there";
+  EXPECT_EQ(untaken->shard_id, 2U);
+  ASSERT_TRUE(client_->prefetch(3).is_ok());
+  next.discard_requests();
+  EXPECT_FALSE(next.poll().has_value());
+  ASSERT_TRUE(client_->prefetch(4).is_ok());
+  EXPECT_EQ(next.poll()->shard_id, 4U);
+  EXPECT_FALSE(next.broken());
+
+  layout().header.request_tail.fetch_add(kRingEntries + 1);
+  next.discard_requests();
+  EXPECT_TRUE(next.broken()) << "more requests than the ring has";
+}
+
+TEST_F(RingTest, what_is_no_session_is_not_adopted) {
+  EXPECT_FALSE(ServerRing::adopt(copy(table_.fd()), copy(ring_.doorbell_fd())).is_ok());
+  EXPECT_FALSE(ServerRing::adopt(copy(ring_.session_fd()), copy(ring_.session_fd())).is_ok());
+  layout().header.protocol_version = 9;
+  const auto refused = ServerRing::adopt(copy(ring_.session_fd()), copy(ring_.doorbell_fd()));
+  ASSERT_FALSE(refused.is_ok());
+  EXPECT_NE(refused.status().message().find("another version of the session protocol was kept: 9"),
+            std::string::npos)
+      << refused.status().message();
+  layout().header.protocol_version = kProtocolVersion;
+  ring_.end();
+  EXPECT_EQ(ServerRing::adopt(copy(ring_.session_fd()), copy(ring_.doorbell_fd())).status().code(),
+            StatusCode::fenced);
+}
+
 TEST(RingTimeouts, any_number_of_seconds_becomes_a_wait_of_an_hour_at_most) {
   EXPECT_EQ(timeout_ns_of(1.5), 1'500'000'000u);
   EXPECT_EQ(timeout_ns_of(-1), 0u);
