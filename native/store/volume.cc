@@ -242,7 +242,6 @@ Result<OwnedFd> open_direct(const Place& place,
   return device_error(errno, "open " + path);
 }
 
-/// The newest valid of the four copies in a file.
 Result<Superblock> read_superblock(int fd, uint64_t file_bytes, const std::string& path) {
   if (file_bytes < 2 * kSuperblockSpaceBytes) {
     return error(StatusCode::integrity,
@@ -251,36 +250,10 @@ Result<Superblock> read_superblock(int fd, uint64_t file_bytes, const std::strin
                  file_bytes,
                  " bytes");
   }
-  const AlignedBytes memory = aligned_bytes(kSuperblockBytes);
-  const std::span<std::byte> block(memory.get(), kSuperblockBytes);
-  std::optional<Superblock> newest;
-  Status reason;
-  for (const uint64_t pair : {0, 1}) {
-    for (const uint64_t offset_bytes :
-         superblock_pair_offsets(pair, align_down(file_bytes, kBlockBytes))) {
-      Status status = read_all(fd, block, offset_bytes, path);
-      if (status.is_ok()) {
-        const auto decoded = decode_superblock(block, offset_bytes);
-        if (decoded.is_ok() && decoded.value().sequence % 2 == pair) {
-          if (!newest || decoded.value().sequence > newest->sequence) newest = decoded.value();
-          continue;
-        }
-        status = decoded.is_ok()
-                     ? error(StatusCode::integrity, "a superblock lies in the other pair's place")
-                     : decoded.status();
-      }
-      if (status.code() == StatusCode::not_yet) {
-        return error(StatusCode::not_yet, path, ": ", status.message());
-      }
-      if (reason.is_ok()) reason = status;
-    }
-  }
-  if (newest) return *newest;
-  return error(
-      StatusCode::integrity,
-      path,
-      " has no valid superblock; it is not touched: restore it, or move it away to start empty: ",
-      reason.message());
+  const auto read_block = [fd, &path](std::span<std::byte> block, uint64_t offset_bytes) {
+    return read_all(fd, block, offset_bytes, path);
+  };
+  return newest_superblock(align_down(file_bytes, kBlockBytes), path, read_block);
 }
 
 Status open_volume(Place& place,
@@ -611,6 +584,41 @@ Result<Superblock> decode_superblock(std::span<const std::byte> block, uint64_t 
     return damaged("root: ", superblock.root_bytes, " bytes in ", root.length_bytes);
   }
   return superblock;
+}
+
+Result<Superblock> newest_superblock(
+    uint64_t volume_bytes,
+    const std::string& path,
+    const std::function<Status(std::span<std::byte>, uint64_t)>& read_block) {
+  const AlignedBytes memory = aligned_bytes(kSuperblockBytes);
+  const std::span<std::byte> block(memory.get(), kSuperblockBytes);
+  std::optional<Superblock> newest;
+  Status reason;
+  for (const uint64_t pair : {0, 1}) {
+    for (const uint64_t offset_bytes : superblock_pair_offsets(pair, volume_bytes)) {
+      Status status = read_block(block, offset_bytes);
+      if (status.is_ok()) {
+        const auto decoded = decode_superblock(block, offset_bytes);
+        if (decoded.is_ok() && decoded.value().sequence % 2 == pair) {
+          if (!newest || decoded.value().sequence > newest->sequence) newest = decoded.value();
+          continue;
+        }
+        status = decoded.is_ok()
+                     ? error(StatusCode::integrity, "a superblock lies in the other pair's place")
+                     : decoded.status();
+      }
+      if (status.code() == StatusCode::not_yet) {
+        return error(StatusCode::not_yet, path, ": ", status.message());
+      }
+      if (reason.is_ok()) reason = status;
+    }
+  }
+  if (newest) return *newest;
+  return error(
+      StatusCode::integrity,
+      path,
+      " has no valid superblock; it is not touched: restore it, or move it away to start empty: ",
+      reason.message());
 }
 
 Result<VolumeSet> VolumeSet::open(const VolumeSetOptions& options) {

@@ -41,6 +41,14 @@ std::array<std::byte, kSuperblockBytes> encode_superblock(const Superblock& supe
 Result<Superblock> decode_superblock(std::span<const std::byte> block, uint64_t offset_bytes);
 std::array<uint64_t, 2> superblock_pair_offsets(uint64_t sequence, uint64_t volume_bytes);
 
+/// The newest valid one of the four copies in a volume of `volume_bytes`. `read_block` reads one of
+/// them at the offset it is given; `path` is for messages. Refused: no valid copy at all, and a
+/// copy of a newer format.
+Result<Superblock> newest_superblock(
+    uint64_t volume_bytes,
+    const std::string& path,
+    const std::function<Status(std::span<std::byte> block, uint64_t offset_bytes)>& read_block);
+
 struct VolumeSetOptions {
   std::vector<std::string> directories;  // one volume file "memd.volume" in each
   uint64_t bytes = 0;                    // of all volumes together

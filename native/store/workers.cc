@@ -27,6 +27,7 @@ UpdateWorkers::~UpdateWorkers() {
 }
 
 void UpdateWorkers::submit(std::function<void()> work, std::function<void()> done) {
+  ++open_count_;
   {
     const std::lock_guard lock(mutex_);
     waiting_.push_back({std::move(work), std::move(done)});
@@ -40,6 +41,7 @@ size_t UpdateWorkers::reap() {
     const std::lock_guard lock(mutex_);
     finished.swap(finished_);
   }
+  open_count_ -= finished.size();
   for (auto& done : finished) done();
   return finished.size();
 }

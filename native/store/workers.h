@@ -23,6 +23,8 @@ class UpdateWorkers {
 
   void submit(std::function<void()> work, std::function<void()> done);
   size_t reap();
+  /// Submitted and not reaped. On the thread that submits.
+  size_t open_count() const { return open_count_; }
   uint32_t thread_count() const { return static_cast<uint32_t>(threads_.size()); }
 
  private:
@@ -33,6 +35,7 @@ class UpdateWorkers {
   void run();
 
   const int wake_fd_;
+  size_t open_count_ = 0;
   std::mutex mutex_;
   std::condition_variable available_;
   std::deque<Job> waiting_;

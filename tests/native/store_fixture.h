@@ -19,8 +19,8 @@
 #include "arena/pool.h"
 #include "base/units.h"
 #include "io/memory_queue.h"
-#include "optim/adam_variants.h"
 #include "store/shard_store.h"
+#include "twin.h"
 
 namespace memd::testing {
 
@@ -71,17 +71,16 @@ inline constexpr uint64_t kQuotaBytes = 50_MiB;
 
 /// The newest valid superblock of the disk, or that of a new volume.
 inline Superblock newest_superblock(std::span<const std::byte> disk) {
-  Superblock newest;
-  newest.volume_count = 1;
-  newest.volume_bytes = disk.size();
-  for (const uint64_t pair : {0, 1}) {
-    for (const uint64_t offset_bytes : superblock_pair_offsets(pair, disk.size())) {
-      const auto decoded =
-          decode_superblock(disk.subspan(offset_bytes, kSuperblockBytes), offset_bytes);
-      if (decoded.is_ok() && decoded.value().sequence > newest.sequence) newest = decoded.value();
-    }
-  }
-  return newest;
+  const auto found = memd::newest_superblock(
+      disk.size(), "disk", [disk](std::span<std::byte> block, uint64_t offset_bytes) {
+        std::memcpy(block.data(), disk.data() + offset_bytes, block.size());
+        return Status::ok();
+      });
+  if (found.is_ok()) return found.value();
+  Superblock empty;
+  empty.volume_count = 1;
+  empty.volume_bytes = disk.size();
+  return empty;
 }
 
 struct Held {
@@ -301,81 +300,6 @@ class Heart {
   ExtentStore extents_;
   UpdateWorkers workers_;
   std::unique_ptr<ShardStore> store_;
-};
-
-inline ShardSpec parameter(const std::string& name,
-                           uint64_t elements,
-                           DType dtype = DType::float32) {
-  return {.name = name,
-          .kind = ShardKind::parameter,
-          .dtype = dtype,
-          .tier = Tier::nvme,
-          .shape = {elements}};
-}
-inline ShardSpec bytes_shard(const std::string& name,
-                             uint64_t bytes,
-                             ShardKind kind = ShardKind::blob) {
-  return {.name = name, .kind = kind, .dtype = DType::uint8, .tier = Tier::nvme, .shape = {bytes}};
-}
-
-inline std::vector<uint8_t> pattern(uint64_t bytes, uint8_t seed) {
-  std::vector<uint8_t> values(bytes);
-  for (uint64_t i = 0; i < bytes; ++i) values[i] = static_cast<uint8_t>(i * 31 + seed + i / 251);
-  return values;
-}
-inline std::vector<float> numbers(uint64_t count, uint32_t seed) {
-  std::vector<float> values(count);
-  uint32_t x = seed * 2654435761U + 1;
-  for (float& value : values) {
-    x = x * 1664525U + 1013904223U;
-    value = static_cast<float>(static_cast<int32_t>(x)) * 1e-9F;
-  }
-  return values;
-}
-inline std::vector<uint16_t> halves(uint64_t count, uint32_t seed) {
-  std::vector<uint16_t> out;
-  for (const float value : numbers(count, seed)) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof(bits));
-    out.push_back(static_cast<uint16_t>((bits + 0x8000U) >> 16));
-  }
-  return out;
-}
-
-/// What plain memory holds after the same steps.
-struct Twin {
-  std::vector<float> theta;
-  std::vector<uint16_t> half;
-  std::vector<int16_t> remainder;
-  std::vector<float> m, v;
-  uint64_t t = 0;
-
-  static Twin fp32(std::vector<float> values) {
-    Twin twin;
-    twin.theta = std::move(values);
-    twin.m.resize(twin.theta.size());
-    twin.v.resize(twin.theta.size());
-    return twin;
-  }
-  static Twin bf16(std::vector<uint16_t> values) {
-    Twin twin;
-    twin.half = std::move(values);
-    twin.remainder.resize(twin.half.size());
-    twin.m.resize(twin.half.size());
-    twin.v.resize(twin.half.size());
-    return twin;
-  }
-  void step(const AdamSettings& settings, const std::vector<float>& gradient) {
-    internal::adam_reference(
-        adam_scalars(settings, ++t),
-        internal::AdamFp32{theta.size(), theta.data(), m.data(), v.data(), gradient.data()});
-  }
-  void step(const AdamSettings& settings, const std::vector<uint16_t>& gradient) {
-    internal::adam_reference(
-        adam_scalars(settings, ++t),
-        internal::AdamBf16{
-            half.size(), half.data(), remainder.data(), m.data(), v.data(), gradient.data()});
-  }
 };
 
 }  // namespace memd::testing
