@@ -68,6 +68,7 @@ class SessionService:
             staged_buffers=[
                 (buffer.staged_shard_id, buffer.buffer_shard_id) for buffer in request.buffers
             ],
+            step=request.step,
             timeout_s=call.timeout_s(),
         )
         return session_pb2.StepResponse(

@@ -6,7 +6,9 @@
 #include <optional>
 #include <utility>
 
+#include "base/checksum.h"
 #include "base/units.h"
+#include "store/encoding.h"
 
 namespace memd {
 
@@ -74,6 +76,18 @@ Result<std::vector<JobRecord>> Commits::load(const std::function<void()>& turn) 
     jobs.push_back(std::move(job).value());
   }
   return jobs;
+}
+
+uint64_t Commits::catalogue_tag(uint64_t job_id) const {
+  for (const RootEntry& entry : root_.jobs) {
+    if (entry.job_id != job_id) continue;
+    std::vector<std::byte> bytes;
+    FieldWriter writer(bytes);
+    writer.put(entry.catalogue_bytes);
+    for (const ExtentRecord& extent : entry.catalogue) writer.put(extent);
+    return std::max<uint64_t>(record_checksum(bytes), 1);
+  }
+  return 0;
 }
 
 void Commits::commit(Job* job, std::function<void(const Status&, double)> done) {

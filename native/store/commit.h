@@ -51,6 +51,9 @@ class Commits {
   /// Takes the job out of the root; its extents, and `extents` with them, are free afterwards.
   void remove(uint64_t job_id, std::vector<ExtentRecord> extents, Done done);
 
+  /// Which catalogue of the job is the last on disk: another number after each commit of it; 0: it
+  /// has none.
+  uint64_t catalogue_tag(uint64_t job_id) const;
   uint64_t take_job_id() { return root_.job_id_next++; }
   bool is_idle() const { return waiting_.empty() && !running_; }
   const SecondsHistogram& seconds() const { return seconds_; }

@@ -81,11 +81,23 @@ struct Bucket {
   }
 };
 
+/// The process that a session belongs to. A pid alone comes back; with its start time it does not.
+struct SessionOwner {
+  uint32_t pid = 0;
+  uint64_t start_time = 0;  // clock ticks since boot, field 22 of /proc/<pid>/stat
+  uint32_t uid = 0;
+
+  bool operator==(const SessionOwner&) const = default;
+};
+
 struct Session {
   uint64_t session_id = 0;
   uint64_t job_id = 0;
   ServerRing ring;
   uint32_t request_count_open = 0;  // taken from the ring, not answered
+  SessionOwner owner{};
+  /// The last step of this session that was committed, by the number its client gave; 0: none.
+  uint64_t step_committed = 0;
 };
 
 /// Pin counters in use: runs of them, one run a slot.

@@ -31,6 +31,7 @@ ShardStore::ShardStore(const ShardStoreParts& parts)
       workers_(parts.workers),
       clock_(parts.clock),
       jobs_expected_(parts.jobs_expected),
+      keeper_(parts.keeper),
       tiles_(parts.extents, parts.workers, parts.clock),
       commits_(parts.extents, parts.clock) {}
 
@@ -48,7 +49,8 @@ ShardStore::~ShardStore() {
   }
 }
 
-Status ShardStore::load(const std::function<void()>& turn) {
+Status ShardStore::load(const std::function<void()>& turn, KeptDescriptors* kept) {
+  static_cast<void>(kept);
   auto records = commits_.load(turn);
   if (!records.is_ok()) return records.status();
   for (const JobRecord& record : records.value()) {
@@ -271,7 +273,7 @@ void ShardStore::add_to_pool(Segment old_segment) {
   [[maybe_unused]] const Status status = pool_.give_back(std::move(old_segment));
 }
 
-Result<std::shared_ptr<Session>> ShardStore::attach(uint64_t job_id) {
+Result<std::shared_ptr<Session>> ShardStore::attach(uint64_t job_id, const SessionOwner& owner) {
   Job* const job = find(job_id);
   if (job == nullptr) return error(StatusCode::not_found, "there is no job with id ", job_id);
   if (job->ending) {
@@ -286,10 +288,36 @@ Result<std::shared_ptr<Session>> ShardStore::attach(uint64_t job_id) {
   auto session = std::make_shared<Session>(Session{.session_id = session_id,
                                                    .job_id = job_id,
                                                    .ring = std::move(ring).value(),
-                                                   .request_count_open = 0});
+                                                   .request_count_open = 0,
+                                                   .owner = owner,
+                                                   .step_committed = 0});
   job->sessions.push_back(session);
   sessions_[session_id] = session;
   return session;
+}
+
+std::vector<KeptSession> ShardStore::kept_sessions() const {
+  std::vector<KeptSession> kept;
+  for (const uint64_t session_id : sessions_not_resumed_) {
+    const Session& session = *sessions_.at(session_id);
+    kept.push_back({.session_id = session_id, .job_id = session.job_id, .owner = session.owner});
+  }
+  return kept;
+}
+
+Result<std::shared_ptr<Session>> ShardStore::resume_session(uint64_t session_id,
+                                                            const SessionOwner& owner) {
+  const auto found = sessions_.find(session_id);
+  // Whose it is, or was, is not told to others.
+  if (found == sessions_.end() || found->second->owner != owner) {
+    return error(StatusCode::fenced,
+                 "this daemon has no such session of this process: its memory did not outlive the "
+                 "daemon before; connect again: session ",
+                 session_id);
+  }
+  found->second->ring.discard_requests();
+  sessions_not_resumed_.erase(session_id);
+  return found->second;
 }
 
 Result<Job*> ShardStore::job_of(uint64_t session_id) const {
@@ -345,6 +373,7 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   session->ring.end();
   std::erase(job.sessions, session);
   sessions_.erase(session_id);
+  sessions_not_resumed_.erase(session_id);
   const uint32_t leases_after = job.lease_count();
   if (job.memory != nullptr) job.free_retired();
   drop_gradients_of(

@@ -6,6 +6,7 @@
 #include <functional>
 #include <list>
 #include <memory>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -13,6 +14,7 @@
 
 #include "arena/pool.h"
 #include "base/clock.h"
+#include "base/descriptor_keeper.h"
 #include "base/status.h"
 #include "io/io_queue.h"
 #include "optim/adam.h"
@@ -67,6 +69,9 @@ struct StepRequest {
   uint64_t session_id = 0;
   std::vector<StepGroup> groups;
   std::vector<std::pair<uint32_t, uint32_t>> staged_buffers;  // staged shard → buffer
+  /// The step that this closes, so that a call may be repeated: what this session has committed
+  /// under the number, or is committing, is not done twice. 0: not said.
+  uint64_t step = 0;
 };
 
 struct MomentsRequest {
@@ -84,6 +89,15 @@ struct ShardStoreParts {
   const Clock& clock;
   /// A job that names no quota gets this part of what is free: 1 / jobs_expected.
   uint32_t jobs_expected = 2;
+  /// Keeps what jobs and sessions have in memory beyond this process; nullptr: nobody does.
+  DescriptorKeeper* keeper = nullptr;
+};
+
+/// A session of the daemon before, taken over with its leases and gradients.
+struct KeptSession {
+  uint64_t session_id = 0;
+  uint64_t job_id = 0;
+  SessionOwner owner;
 };
 
 /// The heart of the daemon. One thread (the server thread) calls everything; nothing blocks but
@@ -93,8 +107,10 @@ class ShardStore {
   explicit ShardStore(const ShardStoreParts& parts);
   ~ShardStore();
 
-  /// At start: jobs of the newest valid superblock. They hold no memory until somebody attaches.
-  Status load(const std::function<void()>& turn);
+  /// At start: jobs of the newest valid superblock. They hold no memory until somebody attaches,
+  /// except for those whose memory is in `kept`: what is used of it is taken out, and closed steps
+  /// are finished before anything else of their job.
+  Status load(const std::function<void()>& turn, KeptDescriptors* kept = nullptr);
 
   /// Finds the job or admits it; who wants it `fresh` drops it first.
   Result<JobInfo> open_job(const OpenJobRequest& request);
@@ -110,7 +126,15 @@ class ShardStore {
   }
   void add_to_pool(Segment old_segment);
 
-  Result<std::shared_ptr<Session>> attach(uint64_t job_id);
+  Result<std::shared_ptr<Session>> attach(uint64_t job_id, const SessionOwner& owner = {});
+  /// Sessions that load() took over and nobody resumed yet. Whoever knows that an owner is dead
+  /// detaches its session.
+  std::vector<KeptSession> kept_sessions() const;
+  /// Its process is back: what it asked for before is dropped, and its rings are served again.
+  /// Refused where the session is not there or belongs to another process.
+  Result<std::shared_ptr<Session>> resume_session(uint64_t session_id, const SessionOwner& owner);
+  /// The number of the step that the job is finishing or has still to do; 0: none.
+  uint64_t closing_step(uint64_t job_id) const;
   /// Drops the session's leases, its unsealed gradients and what it had half written; returns how
   /// many leases there were.
   Result<uint32_t> detach(uint64_t session_id);
@@ -166,18 +190,20 @@ class ShardStore {
     uint64_t counted_ns = 0;  // until when its wait for room is in room_wait_ns_
   };
   enum class Grant : uint8_t { done, waiting, waiting_for_space };
+  struct StepState;
   struct JobQueues {
     std::list<Waiter> waiters;
     /// Steps, syncs and moments: one at a time.
     std::deque<std::function<void(const Status&)>> operations;
     bool operation_running = false;
+    /// Accepted and not finished, in their order.
+    std::vector<std::shared_ptr<StepState>> steps;
   };
   struct Condition {
     uint64_t job_id = 0;
     std::function<bool()> holds;
     std::function<void()> then;
   };
-  struct StepState;
 
   Job* find(uint64_t job_id) const;
   /// Every overwrite that is over takes effect, so that what is told of shards holds.
@@ -220,6 +246,9 @@ class ShardStore {
   void end_operation(uint64_t job_id);
   Status check_step(Job& job, const StepRequest& request) const;
   Status check_staged(Job& job, const StepRequest& request) const;
+  /// Whether `request` repeats a step of its session; then `done` is called, now or when the step
+  /// is.
+  bool joins_earlier_step(Job& job, const StepRequest& request, StepDone& done);
   Status check_start(const StepState& state) const;
   void start_step(const std::shared_ptr<StepState>& state);
   void hold_entries(StepState& state);
@@ -242,12 +271,14 @@ class ShardStore {
   UpdateWorkers& workers_;
   const Clock& clock_;
   const uint32_t jobs_expected_;
+  DescriptorKeeper* const keeper_;
   TileTasks tiles_;
   Commits commits_;
 
   std::unordered_map<uint64_t, std::unique_ptr<Job>> jobs_;
   std::unordered_map<uint64_t, JobQueues> queues_;
   std::unordered_map<uint64_t, std::shared_ptr<Session>> sessions_;
+  std::set<uint64_t> sessions_not_resumed_;
   uint64_t session_id_next_ = 1;
   std::list<Condition> conditions_;
   std::vector<Segment> released_segments_;

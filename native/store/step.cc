@@ -64,6 +64,7 @@ struct ShardStore::StepState {
   Job* job = nullptr;
   StepRequest request;  // empty groups: a sync
   StepDone done;
+  std::vector<StepDone> also_done;  // the same step, asked for again
   std::shared_ptr<StepReport> report = std::make_shared<StepReport>();
   uint64_t started_ns = 0;
   bool is_step = false;
@@ -74,7 +75,13 @@ struct ShardStore::StepState {
   std::vector<Entry*> held;
   bool updating = false;
   bool swapped = false;
+  bool is_counted = false;               // in Job::committed_step, while the commit is under way
   std::vector<bool> buffer_was_written;  // of each staged buffer's target
+
+  void answer(const Status& status) const {
+    done(status, *report);
+    for (const StepDone& also : also_done) also(status, *report);
+  }
 };
 
 // ---- Writeback ----------------------------------------------------------------------------------
@@ -226,10 +233,44 @@ Status ShardStore::check_staged(Job& job, const StepRequest& request) const {
   return Status::ok();
 }
 
+bool ShardStore::joins_earlier_step(Job& job, const StepRequest& request, StepDone& done) {
+  if (request.step == 0) return false;
+  for (const auto& state : queues_.at(job.job_id).steps) {
+    if (state->request.session_id != request.session_id || state->request.step != request.step)
+      continue;
+    state->also_done.push_back(std::move(done));
+    return true;
+  }
+  if (request.step > job.committed_step) return false;
+  if (request.step <= sessions_.at(request.session_id)->step_committed) {
+    StepReport report;
+    report.committed_step = job.committed_step;
+    done(Status::ok(), report);
+  } else {
+    // That its own gradients made this step is not known: silence could lose one.
+    done(error(StatusCode::fenced,
+               "job ",
+               job.name,
+               " stands at step ",
+               job.committed_step,
+               ", which another session made; go on from there: this one closes step ",
+               request.step),
+         {});
+  }
+  return true;
+}
+
+uint64_t ShardStore::closing_step(uint64_t job_id) const {
+  const Job* const job = find(job_id);
+  if (job == nullptr || queues_.at(job_id).steps.empty()) return 0;
+  return job->committed_step + (queues_.at(job_id).steps.front()->is_counted ? 0 : 1);
+}
+
 void ShardStore::step(StepRequest request, StepDone done) {
   const auto owner = job_of(request.session_id);
   if (!owner.is_ok()) return done(owner.status(), {});
   Job& job = *owner.value();
+  if (joins_earlier_step(job, request, done)) return;
   if (Status status = check_step(job, request); !status.is_ok()) return done(status, {});
   auto state = std::make_shared<StepState>();
   state->job = &job;
@@ -244,8 +285,9 @@ void ShardStore::step(StepRequest request, StepDone done) {
   }
   state->request = std::move(request);
   state->done = std::move(done);
+  queues_.at(job.job_id).steps.push_back(state);
   enqueue(job, [this, state](const Status& status) {
-    status.is_ok() ? start_step(state) : state->done(status, {});
+    status.is_ok() ? start_step(state) : state->answer(status);
   });
 }
 
@@ -514,13 +556,19 @@ void ShardStore::commit_step(const std::shared_ptr<StepState>& state) {
     return finish_step(state, Status::ok());
   }
   for (const auto& [shard_id, group] : state->group_of) ++job.shards[shard_id].generation;
-  if (state->is_step) ++job.committed_step;
+  if (state->is_step) {
+    ++job.committed_step;
+    state->is_counted = true;
+  }
   commits_.commit(&job, [this, state](const Status& status, double commit_seconds) {
     Job& its = *state->job;
     state->report->commit_seconds = commit_seconds;
     if (!status.is_ok()) {
       for (const auto& [shard_id, group] : state->group_of) --its.shards[shard_id].generation;
-      if (state->is_step) --its.committed_step;
+      if (state->is_step) {
+        --its.committed_step;
+        state->is_counted = false;
+      }
       // Where it was a write that failed, whether N or N + 1 is on disk is not known: every further
       // commit is refused, and a restart finds out.
       its.changed = true;
@@ -550,7 +598,13 @@ void ShardStore::finish_step(const std::shared_ptr<StepState>& state, const Stat
     step_seconds_.add(static_cast<double>(clock_.now_ns() - state->started_ns) * 1e-9);
   }
   const uint64_t job_id = job.job_id;
-  state->done(status, *state->report);
+  if (state->is_step) {
+    std::erase(queues_.at(job_id).steps, state);
+    const auto session = sessions_.find(state->request.session_id);
+    if (status.is_ok() && session != sessions_.end() && state->request.step != 0)
+      session->second->step_committed = state->request.step;
+  }
+  state->answer(status);
   end_operation(job_id);
 }
 
