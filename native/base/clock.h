@@ -1,6 +1,7 @@
 // Time comes in through the constructor, so that tests can hold it still.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 
@@ -21,13 +22,16 @@ class SteadyClock final : public Clock {
   }
 };
 
+/// Stands still until a test moves it; any thread may look.
 class ManualClock final : public Clock {
  public:
-  uint64_t now_ns() const override { return now_ns_; }
-  void advance(uint64_t nanoseconds) { now_ns_ += nanoseconds; }
+  uint64_t now_ns() const override { return now_ns_.load(std::memory_order_relaxed); }
+  void advance(uint64_t nanoseconds) {
+    now_ns_.fetch_add(nanoseconds, std::memory_order_relaxed);
+  }
 
  private:
-  uint64_t now_ns_ = 0;
+  std::atomic<uint64_t> now_ns_{0};
 };
 
 }  // namespace memd

@@ -45,7 +45,8 @@ TEST_F(StatisticsTest, a_wait_for_room_is_backpressure_while_it_lasts_and_one_fo
   heart.clock.advance(kSecond);
   heart.faults().add_fault({.kind = MemoryFaultKind::stall, .io_kind = IoKind::read});
   heart.release(held);
-  heart.turns(5);  // b is spilled, a is read
+  // b is spilled, a is read.
+  ASSERT_TRUE(heart.until([&] { return heart.io().operations.back().kind == IoKind::read; }));
   EXPECT_EQ(heart.store().statistics().room_wait_ns, 3 * kSecond);
   EXPECT_FALSE(answer->has_value());
   heart.clock.advance(5 * kSecond);
