@@ -1,6 +1,7 @@
 # make demo        trains a model that does not fit into the memory it is given    ARGS="--steps 30 --verify"
 # make test        native and Python tests                                       PYTEST_ARGS="-k lease"
 # make bench       this machine's figures, as JSON under tests/bench/out
+# make sanitize    the native tests under AddressSanitizer with UBSan, then under ThreadSanitizer
 # make lint        formatting, spelling, types; `make format` cures the first
 # make tidy        clang-tidy (slow)
 # make regenerate  the committed protobuf code and type stub
@@ -11,7 +12,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint format tidy regenerate clean distclean
+.PHONY: help demo test bench sanitize lint format tidy regenerate clean distclean
 
 export PYTHON TORCH TORCH_INDEX
 
@@ -38,6 +39,15 @@ bench:
 	@mkdir -p tests/bench/out
 	@for bench in tests/bench/bench_*.py; do \
 	  echo "$$bench"; $(IN_VENV) python "$$bench" --json "tests/bench/out/$$(basename "$$bench" .py).json"; \
+	done
+
+sanitize:
+	@$(SETUP) test
+	@for sanitizer in address thread; do \
+	  cmake -S native -B build/$$sanitizer -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DMEMD_SANITIZE=$$sanitizer \
+	    -DMEMD_TESTS=ON -DMEMD_BINDING=OFF >/dev/null; \
+	  cmake --build build/$$sanitizer -j 2; \
+	  ctest --test-dir build/$$sanitizer --output-on-failure --no-tests=error -j 2; \
 	done
 
 lint:
