@@ -77,7 +77,8 @@ struct IoQueueStatistics {
 /// the destructor, which waits for what is in flight and completes it. Chunking (kChunkBytesMax),
 /// short and interrupted transfers and EAGAIN are handled in one place, with bounded retries; three
 /// transfers of 0 bytes on end are an error. A failed write or sync is reported once and never
-/// retried.
+/// retried, and fences the queue: no write or sync of any device is started after it, those that
+/// wait complete with its reason, and reads go on.
 class IoQueue {
  public:
   virtual ~IoQueue() = default;

@@ -106,6 +106,7 @@ class MemoryQueue final : public TransferQueue {
   void add_fault(const MemoryFault& fault) { faults_.push_back({.fault = fault, .seen_count = 0}); }
   void clear_faults() { faults_.clear(); }
   void release_stalled();
+  using TransferQueue::lift_fence;
 
   /// Chunks that complete_at() can choose from: in flight and not stalled, oldest first.
   size_t ready_count() const;

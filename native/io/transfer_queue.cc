@@ -62,7 +62,9 @@ void TransferQueue::submit(IoRequest request) {
   transfer->request = std::move(request);
   transfer->sequence = next_sequence();
   transfer->submit_ns = clock_.now_ns();
-  if (transfer->request.kind != IoKind::sync && transfer->request.data.empty()) {
+  if (is_refused(transfer->request)) transfer->error = refusal();
+  if (!transfer->error.is_ok() ||
+      (transfer->request.kind != IoKind::sync && transfer->request.data.empty())) {
     done_.push_back(std::move(transfer));
     wake();
     return;
@@ -90,7 +92,7 @@ void TransferQueue::complete(Transfer& transfer) {
   statistics.seconds.add(static_cast<double>(clock_.now_ns() - transfer.submit_ns) * 1e-9);
   if (transfer.error.is_ok()) {
     statistics.bytes += request.data.size();
-  } else {
+  } else if (transfer.started) {
     ++statistics.error_count_by_errno[transfer.error.error_number()];
   }
   --request_count_;
@@ -100,8 +102,17 @@ void TransferQueue::complete(Transfer& transfer) {
 
 std::shared_ptr<Transfer> TransferQueue::next_waiting() {
   for (auto& queue : waiting_) {
-    // A chunk failed while others of its request waited: they are not worth starting.
-    while (!queue.empty() && !queue.front()->error.is_ok()) queue.pop_front();
+    while (!queue.empty()) {
+      const std::shared_ptr<Transfer>& next = queue.front();
+      // A chunk failed while others of its request waited: they are not worth starting.
+      const bool failed = !next->error.is_ok();
+      if (!failed && !is_refused(next->request)) break;
+      if (!failed) {
+        next->error = refusal();
+        if (next->op_count == 0) done_.push_back(next);
+      }
+      queue.pop_front();
+    }
     if (!queue.empty()) return queue.front();
   }
   return nullptr;
@@ -132,6 +143,7 @@ void TransferQueue::start_next_chunk(const std::shared_ptr<Transfer>& transfer) 
         .length_bytes = rest.empty() ? 0 : chunk_bytes(rest.data(), rest.size())};
   transfer->started_bytes += op.length_bytes;
   ++transfer->op_count;
+  transfer->started = true;
   start(op);
 }
 
@@ -144,6 +156,7 @@ void TransferQueue::on_result(IoOp& op, int64_t result) {
   // A sync that failed may have dropped the pages it was to write: asking again would say "ok".
   const bool may_retry = op.kind != IoKind::sync && op.retry_count < kRetryCountMax;
   if ((result == -EAGAIN || result == -EINTR) && may_retry) {
+    if (is_refused(op.transfer->request)) return finish_op(op, refusal());
     ++op.retry_count;
     return start_again(op);
   }
@@ -160,7 +173,14 @@ void TransferQueue::on_result(IoOp& op, int64_t result) {
   op.offset_bytes += moved_bytes;
   op.data += moved_bytes;
   op.length_bytes -= moved_bytes;
+  if (is_refused(op.transfer->request)) return finish_op(op, refusal());
   start_again(op);
+}
+
+Status TransferQueue::refusal() const {
+  return Status(StatusCode::device,
+                concat("not written, because an earlier write or sync failed: ", fence_.message()),
+                fence_.error_number());
 }
 
 Status TransferQueue::op_error(const IoOp& op, int error_number, const char* detail) const {
@@ -182,6 +202,8 @@ void TransferQueue::finish_op(IoOp& op, Status status) {
   op.transfer = nullptr;
   ops_free_.push_back(&op);
   --transfer->op_count;
+  // Here, not when the request completes: until then others that wait would be started.
+  if (op.kind != IoKind::read && !status.is_ok() && fence_.is_ok()) fence_ = status;
   if (transfer->error.is_ok() && !status.is_ok()) transfer->error = std::move(status);
   const bool all_started = transfer->started_bytes == transfer->request.data.size();
   if (transfer->op_count == 0 && (all_started || !transfer->error.is_ok())) {

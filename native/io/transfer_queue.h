@@ -21,6 +21,7 @@ struct Transfer {
   uint64_t submit_ns = 0;
   uint64_t started_bytes = 0;
   uint32_t op_count = 0;
+  bool started = false;  // else it was refused, and no device failed
   Status error;
 };
 
@@ -77,6 +78,8 @@ class TransferQueue : public IoQueue {
   /// Orders submissions and completions of this queue.
   uint64_t next_sequence() { return ++sequence_; }
   size_t device_count() const { return devices_.size(); }
+  /// For tests of the queue alone, which go on after a failure.
+  void lift_fence() { fence_ = Status::ok(); }
 
  private:
   struct Device {
@@ -89,6 +92,10 @@ class TransferQueue : public IoQueue {
   std::shared_ptr<Transfer> next_waiting();
   void start_again(IoOp& op);
   void finish_op(IoOp& op, Status status);
+  bool is_refused(const IoRequest& request) const {
+    return request.kind != IoKind::read && !fence_.is_ok();
+  }
+  Status refusal() const;
   Status op_error(const IoOp& op, int error_number, const char* detail) const;
   void complete(Transfer& transfer);
 
@@ -103,6 +110,7 @@ class TransferQueue : public IoQueue {
   uint64_t resubmit_count_ = 0;
   uint64_t sequence_ = 0;
   bool reaping_ = false;
+  Status fence_;  // the first failure of a write or sync, after which none is started
 };
 
 }  // namespace memd

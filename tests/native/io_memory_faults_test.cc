@@ -61,6 +61,7 @@ TEST_F(MemoryFaults, a_failed_sync_is_never_tried_again) {
     const Status status = run(IoKind::sync, {});
     EXPECT_EQ(status.error_number(), error_number) << status.message();
     queue_.clear_faults();
+    queue_.lift_fence();
   }
   EXPECT_EQ(queue_.statistics().resubmit_count, 0U);
   EXPECT_EQ(queue_.device_statistics(device_).sync.error_count_by_errno,
@@ -76,6 +77,7 @@ TEST_F(MemoryFaults, interruptions_are_tried_again_64_times_and_not_more) {
     queue_.add_fault({.count = 65, .error_number = error_number});
     EXPECT_EQ(run(IoKind::write, block.span()).error_number(), error_number);
     queue_.clear_faults();
+    queue_.lift_fence();
   }
   EXPECT_EQ(queue_.statistics().resubmit_count, 4U * 64U);
 }
@@ -103,6 +105,72 @@ TEST_F(MemoryFaults, two_empty_transfers_are_forgiven_and_three_on_end_are_an_er
   queue_.clear_faults();
   queue_.add_fault({.kind = MemoryFaultKind::zero_progress, .count = 3});
   EXPECT_EQ(run(IoKind::write, block.span()).error_number(), EIO);
+}
+
+TEST_F(MemoryFaults, after_a_failed_write_or_sync_nothing_is_written_and_reads_go_on) {
+  const uint16_t other = queue_.add_disk(std::make_shared<MemoryDisk>(16_MiB), "disk-1");
+  for (const IoKind kind : {IoKind::write, IoKind::sync}) {
+    SCOPED_TRACE(static_cast<int>(kind));
+    queue_.add_fault({.io_kind = kind, .error_number = ENOSPC});
+    Block block(4_KiB);
+    block.fill(3);
+    const auto data = kind == IoKind::sync ? std::span<std::byte>() : block.span();
+    EXPECT_EQ(run(kind, data).error_number(), ENOSPC);
+    for (const uint16_t device : {device_, other}) {
+      for (const IoKind refused : {IoKind::write, IoKind::sync}) {
+        Status status;
+        queue_.submit({.kind = refused,
+                       .device = device,
+                       .offset_bytes = 8_KiB * (refused == IoKind::write),
+                       .data = refused == IoKind::sync ? std::span<std::byte>() : block.span(),
+                       .complete = [&](const Status& result) { status = result; }});
+        EXPECT_TRUE(status.is_ok()) << "completions run inside reap()";
+        queue_.complete_all();
+        EXPECT_EQ(status.error_number(), ENOSPC);
+        EXPECT_NE(status.message().find("not written, because an earlier"), std::string::npos);
+        EXPECT_NE(status.message().find("of disk-0"), std::string::npos) << status.message();
+      }
+    }
+    EXPECT_TRUE(run(IoKind::read, block.span()).is_ok());
+    EXPECT_TRUE(disk_holds(Block(4_KiB), disk_->bytes(), 8_KiB));
+    EXPECT_EQ(queue_.device_statistics(other).write.error_count(), 0U) << "nobody asked it";
+    queue_.clear_faults();
+    queue_.lift_fence();
+  }
+}
+
+TEST_F(MemoryFaults, writes_that_wait_behind_a_failed_one_are_never_started) {
+  MemoryQueue queue({.depth = 2});
+  const uint16_t device = queue.add_disk(disk_, "disk");
+  queue.add_fault({.io_kind = IoKind::write});
+  // Two in flight, the first of them with chunks that wait; behind them writes, a read and a sync.
+  std::vector<Block> blocks;
+  std::vector<Status> statuses;
+  const auto submit_to = [&](IoKind kind, uint64_t bytes, uint64_t offset_bytes) {
+    blocks.emplace_back(bytes).fill(7);
+    queue.submit({.kind = kind,
+                  .priority = IoPriority::writeback,
+                  .device = device,
+                  .offset_bytes = offset_bytes,
+                  .data = kind == IoKind::sync ? std::span<std::byte>() : blocks.back().span(),
+                  .complete = [&](const Status& status) { statuses.push_back(status); }});
+  };
+  submit_to(IoKind::write, 12_MiB, 0);
+  submit_to(IoKind::write, 4_KiB, 14_MiB);
+  submit_to(IoKind::read, 4_KiB, 0);
+  submit_to(IoKind::sync, 4_KiB, 0);
+  while (queue.statistics().in_flight_count > 0) {
+    queue.reap();
+    queue.complete_next();
+  }
+  ASSERT_EQ(statuses.size(), 4U);
+  EXPECT_EQ(
+      std::count_if(
+          statuses.begin(), statuses.end(), [](const Status& status) { return status.is_ok(); }),
+      1)
+      << "the read";
+  EXPECT_EQ(disk_->unsynced_writes().size(), 1U) << "the chunk in flight beside the failed one";
+  EXPECT_EQ(disk_->unsynced_writes().front().offset_bytes, 4_MiB);
 }
 
 TEST_F(MemoryFaults, a_stalled_request_waits_until_it_is_released) {
