@@ -184,7 +184,7 @@ def show_job(name: str, socket: str | None, as_json: bool) -> None:
             types_pb2.DType.Name(shard.spec.dtype).removeprefix("D_TYPE_").lower(),
             "x".join(map(str, shard.spec.shape)) or "scalar",
             format_size(shard.bytes),
-            str(shard.generation) if shard.written else "never written",
+            "lost" if shard.lost else str(shard.generation) if shard.written else "never written",
         )
         for shard in answer.shards
     ]
@@ -236,6 +236,8 @@ def print_status(answer: status_pb2.GetStatusResponse) -> None:
     click.echo(f"pool: {free}, pages of {format_size(pool.page_bytes)}, {locked}")
     if pool.note:
         click.echo(f"pool: {pool.note}")
+    if answer.fence_reason:
+        click.echo(f"not committing: {answer.fence_reason}")
     rows = [
         (
             device.path,
@@ -267,6 +269,12 @@ def print_jobs(jobs: Sequence[job_pb2.Job]) -> None:
         for each in jobs
     ]
     print_table(("job", "user", "step", "sessions", "host", "nvme", "shards"), rows)
+    for each in jobs:
+        if each.lost_shards:
+            click.echo(
+                f"{each.name} stays at step {each.committed_step}: the bytes of "
+                f"{', '.join(each.lost_shards)} on disk are gone"
+            )
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

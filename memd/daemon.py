@@ -92,7 +92,9 @@ class Daemon:
             control = ControlServer(server, peers=peers, jobs_max=lambda: self._settings.max_jobs)
             control.listen(settings.socket)
             stack.callback(_unlink, settings.socket)
-            metrics = self._start_metrics(DaemonCollector(server, peers=peers, gate=control.gate))
+            metrics = self._start_metrics(
+                server, DaemonCollector(server, peers=peers, gate=control.gate)
+            )
             if metrics is not None:
                 stack.callback(metrics.stop)
             listener.start()
@@ -171,12 +173,16 @@ class Daemon:
             log.info("io_uring is not used", extra={"reason": report.io_engine_reason})
         return server
 
-    def _start_metrics(self, collector: DaemonCollector) -> MetricsServer | None:
+    def _start_metrics(self, server: Server, collector: DaemonCollector) -> MetricsServer | None:
         if not self._settings.metrics:
             return None
         try:
             metrics = MetricsServer(
-                self._settings.metrics, collector, is_ready=lambda: self._is_ready
+                self._settings.metrics,
+                collector,
+                # A daemon whose volumes are fenced lives, so that what it holds can be read, and is
+                # not ready for work.
+                is_ready=lambda: self._is_ready and not server.statistics().fence_reason,
             )
         except OSError as error:
             raise Refused(

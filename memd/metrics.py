@@ -214,6 +214,11 @@ def _about_jobs(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
     committed = GaugeMetricFamily(
         "memd_committed_step", "The step at which the job stands.", labels=["memd_job"]
     )
+    lost = GaugeMetricFamily(
+        "memd_job_lost_shards",
+        "Shards whose bytes on disk are gone: the job stays at its last commit.",
+        labels=["memd_job"],
+    )
     for each in jobs:
         job = each.job
         used.add_metric([job.name, "host"], job.host_bytes_used)
@@ -221,6 +226,8 @@ def _about_jobs(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
         quota.add_metric([job.name, "host"], job.host_bytes)
         quota.add_metric([job.name, "nvme"], job.nvme_bytes)
         committed.add_metric([job.name], job.committed_step)
+        lost.add_metric([job.name], len(job.lost_shards))
+    yield lost
     yield used
     yield quota
     yield committed
@@ -248,7 +255,7 @@ def _buckets(
 
 
 class MetricsServer:
-    """`/metrics`, `/healthz` (the process serves) and `/readyz` (it takes clients)."""
+    """`/metrics`, `/healthz` (the process serves) and `/readyz` (it takes clients and commits)."""
 
     def __init__(
         self, endpoint: str, collector: Collector, *, is_ready: Callable[[], bool]

@@ -58,4 +58,5 @@ class StatusService:
             ],
             io_engine=report.io_engine,
             io_engine_reason=report.io_engine_reason,
+            fence_reason=statistics.fence_reason,
         )

@@ -49,6 +49,7 @@ def shard_message(shard: ShardInfo) -> types_pb2.Shard:
         generation=shard.generation,
         written=shard.written,
         bytes=shard.bytes,
+        lost=shard.lost,
     )
 
 
@@ -66,6 +67,7 @@ def job_message(job: JobInfo) -> job_pb2.Job:
         shard_count=job.shard_count,
         element_count=job.element_count,
         lease_count=job.lease_count,
+        lost_shards=job.lost_shards,
     )
 
 

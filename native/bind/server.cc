@@ -146,7 +146,8 @@ void bind_records(nb::module_& module) {
       .def_ro("spec", &ShardInfo::spec)
       .def_ro("generation", &ShardInfo::generation)
       .def_ro("written", &ShardInfo::written)
-      .def_ro("bytes", &ShardInfo::bytes);
+      .def_ro("bytes", &ShardInfo::bytes)
+      .def_ro("lost", &ShardInfo::lost);
   nb::class_<JobInfo>(module, "JobInfo")
       .def_ro("job_id", &JobInfo::job_id)
       .def_ro("name", &JobInfo::name)
@@ -160,7 +161,8 @@ void bind_records(nb::module_& module) {
       .def_ro("nvme_bytes_used", &JobInfo::nvme_bytes_used)
       .def_ro("shard_count", &JobInfo::shard_count)
       .def_ro("element_count", &JobInfo::element_count)
-      .def_ro("lease_count", &JobInfo::lease_count);
+      .def_ro("lease_count", &JobInfo::lease_count)
+      .def_ro("lost_shards", &JobInfo::lost_shards);
   nb::class_<SessionGrant>(
       module,
       "SessionGrant",
@@ -245,6 +247,7 @@ void bind_statistics(nb::module_& module) {
       .def_ro("pool_bytes_free", &ServerStatistics::pool_bytes_free)
       .def_ro("nvme_bytes", &ServerStatistics::nvme_bytes)
       .def_ro("nvme_bytes_free", &ServerStatistics::nvme_bytes_free)
+      .def_ro("fence_reason", &ServerStatistics::fence_reason)
       .def_ro("devices", &ServerStatistics::devices)
       .def_ro("jobs", &ServerStatistics::jobs)
       .def_ro("session_count", &ServerStatistics::session_count)

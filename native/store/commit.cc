@@ -119,14 +119,7 @@ Status Commits::add_write(Commit& commit, std::span<const std::byte> bytes, Exte
 }
 
 Status Commits::prepare(Commit& commit) {
-  if (!extents_.broken().is_ok()) {
-    return Status(
-        StatusCode::device,
-        concat(
-            "an earlier write failed, so that nothing is committed until the daemon is restarted: ",
-            extents_.broken().message()),
-        extents_.broken().error_number());
-  }
+  if (Status status = extents_.check_writable(); !status.is_ok()) return status;
   commit.root = root_;
   const auto same_job = [&](const RootEntry& entry) { return entry.job_id == commit.job_id; };
   std::erase_if(commit.root.jobs, same_job);

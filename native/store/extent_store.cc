@@ -1,5 +1,6 @@
 #include "store/extent_store.h"
 
+#include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <utility>
@@ -33,18 +34,35 @@ Result<ExtentRecord> ExtentStore::allocate(uint32_t length_bytes) {
                free_.free_bytes());
 }
 
-Status ExtentStore::mismatch(const ExtentRecord& extent, const std::string& what) const {
-  return error(
-      StatusCode::integrity,
-      what,
-      ": its bytes on disk are not those that were written (read twice); start the job over "
-      "with connect(fresh=True) from a checkpoint of yours: ",
-      path(extent.address.device),
-      " at ",
-      extent.address.offset_bytes,
-      ", ",
-      extent.length_bytes,
-      " bytes");
+Status ExtentStore::lost(const ExtentRecord& extent,
+                         const std::string& what,
+                         const Status& cause) const {
+  const std::string reason =
+      cause.is_ok()
+          ? "its bytes on disk are not those that were written (read twice)"
+          : concat("its bytes on disk can't be read (tried twice: ", cause.message(), ")");
+  return Status(StatusCode::integrity,
+                concat(what,
+                       ": ",
+                       reason,
+                       "; start the job over with connect(fresh=True) from a checkpoint of yours: ",
+                       path(extent.address.device),
+                       " at ",
+                       extent.address.offset_bytes,
+                       ", ",
+                       extent.length_bytes,
+                       " bytes"),
+                cause.error_number());
+}
+
+Status ExtentStore::check_writable() const {
+  if (broken_.is_ok()) return Status::ok();
+  return Status(
+      StatusCode::device,
+      concat("the volumes are fenced, because an earlier write failed: nothing is committed until "
+             "the daemon is restarted, which finds out what is on disk; look at the device first: ",
+             broken_.message()),
+      broken_.error_number());
 }
 
 void ExtentStore::read_unverified(const ExtentRecord& extent,
@@ -65,19 +83,36 @@ void ExtentStore::read(const ExtentRecord& extent,
                        IoPriority priority,
                        std::string what,
                        Done done) {
+  read_unverified(extent,
+                  into,
+                  priority,
+                  [this, extent, into, priority, what = std::move(what), done = std::move(done)](
+                      const Status& status) {
+                    if (status.is_ok() && matches(extent, into)) return done(status);
+                    if (status.is_ok()) count_checksum_failure(extent);
+                    read_again(extent, into, priority, what, done);
+                  });
+}
+
+void ExtentStore::read_again(const ExtentRecord& extent,
+                             std::span<std::byte> into,
+                             IoPriority priority,
+                             std::string what,
+                             Done done) {
   read_unverified(
       extent,
       into,
       priority,
-      [this, extent, into, priority, what = std::move(what), done = std::move(done)](
-          const Status& status) {
-        if (!status.is_ok() || matches(extent, into)) return done(status);
-        count_checksum_failure(extent);
-        read_unverified(
-            extent, into, priority, [this, extent, into, what, done](const Status& again) {
-              if (!again.is_ok() || matches(extent, into)) return done(again);
-              done(mismatch(extent, what));
-            });
+      [this, extent, into, what = std::move(what), done = std::move(done)](const Status& status) {
+        if (status.is_ok() && matches(extent, into)) return done(status);
+        // The moment is to blame for these, not the medium.
+        const int reason = status.error_number();
+        if (reason == EAGAIN || reason == EINTR || reason == ENOMEM) {
+          return done(Status(
+              StatusCode::device, concat(what, ": ", status.message(), "; try again"), reason));
+        }
+        if (status.is_ok()) count_checksum_failure(extent);
+        done(lost(extent, what, status));
       });
 }
 

@@ -16,9 +16,9 @@
 
 namespace memd {
 
-/// Owned by the server thread. After a failed write or sync nothing may be acknowledged any more:
-/// the outcome on disk is unknown, so `broken()` stays set until the daemon starts anew, and
-/// commits are refused with its reason.
+/// Owned by the server thread. A failed write or sync fences all volumes of the set, since a commit
+/// needs every one of them: the outcome on disk is unknown, so that nothing is written or
+/// acknowledged any more until the daemon starts anew and reads what is there. Reads go on.
 class ExtentStore {
  public:
   /// Takes over the set's files; `superblock()` is the newest one on disk.
@@ -31,14 +31,20 @@ class ExtentStore {
   /// At start: what a catalogue names is taken.
   Status reserve(const ExtentRecord& extent) { return free_.reserve(extent); }
 
-  /// Fills `into` (length_bytes) and verifies it; a mismatch is read once more, then an integrity
-  /// error naming `what`, file and offset.
+  /// Fills `into` (length_bytes) and verifies it. What can't be read, or does not match, is read
+  /// once more; then it is an integrity error naming `what`, file and offset.
   void read(const ExtentRecord& extent,
             std::span<std::byte> into,
             IoPriority priority,
             std::string what,
             Done done);
-  /// Fills `into`; the caller verifies with matches(), and asks read() again where it does not.
+  /// The second attempt, where the first was read_unverified().
+  void read_again(const ExtentRecord& extent,
+                  std::span<std::byte> into,
+                  IoPriority priority,
+                  std::string what,
+                  Done done);
+  /// Fills `into`; the caller verifies with matches(), and asks read_again() where it does not.
   void read_unverified(const ExtentRecord& extent,
                        std::span<std::byte> into,
                        IoPriority priority,
@@ -58,7 +64,10 @@ class ExtentStore {
   /// The pair of `superblock.sequence` on the lead volume, and a sync of it: the commit point.
   void write_superblock(const Superblock& superblock, Done done);
 
+  /// The failure that fenced the volumes; ok where they are written.
   const Status& broken() const { return broken_; }
+  /// ok, or why no commit is possible any more, and what to do.
+  Status check_writable() const;
   const Superblock& superblock() const { return superblock_; }
   uint64_t free_bytes() const { return free_.free_bytes(); }
   uint64_t free_bytes(uint16_t device) const { return free_.free_bytes(device); }
@@ -73,7 +82,7 @@ class ExtentStore {
 
  private:
   void fail(const Status& status);
-  Status mismatch(const ExtentRecord& extent, const std::string& what) const;
+  Status lost(const ExtentRecord& extent, const std::string& what, const Status& cause) const;
 
   IoQueue& io_;
   FreeExtents free_;

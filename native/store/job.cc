@@ -274,7 +274,8 @@ ShardInfo Job::info(uint32_t shard_id) const {
           .spec = shard.spec,
           .generation = shard.generation,
           .written = shard.written,
-          .bytes = shard.bytes};
+          .bytes = shard.bytes,
+          .lost = lost.contains(shard_id)};
 }
 
 JobInfo Job::job_info() const {
@@ -292,7 +293,8 @@ JobInfo Job::job_info() const {
           .nvme_bytes_used = nvme_bytes_used,
           .shard_count = static_cast<uint32_t>(shard_ids.size()),
           .element_count = element_count,
-          .lease_count = lease_count()};
+          .lease_count = lease_count(),
+          .lost_shards = lost.names()};
 }
 
 JobRecord Job::record() const {
@@ -420,6 +422,35 @@ std::string Job::describe(const Entry& entry) const {
       entry.kind == EntryKind::bytes ? entry.owner : buckets[entry.owner].shards.front();
   return concat(
       name, "/", shards[shard_id].spec.name, entry.kind == EntryKind::gradient ? " gradient" : "");
+}
+
+std::vector<uint32_t> Job::shards_in(const Entry& entry, size_t replica) const {
+  if (entry.kind == EntryKind::bytes) return {entry.owner};
+  const uint64_t begin = replica * kTileElements;
+  const uint64_t end = begin + kTileElements;
+  std::vector<uint32_t> inside;
+  for (const uint32_t shard_id : buckets[entry.owner].shards) {
+    const Shard& shard = shards[shard_id];
+    const uint64_t shard_end = shard.element_offset + shard.element_count;
+    if (shard.element_offset < end && begin < shard_end) inside.push_back(shard_id);
+  }
+  return inside;
+}
+
+std::string Job::describe(const Entry& entry, size_t replica) const {
+  const std::vector<uint32_t> inside = shards_in(entry, replica);
+  if (inside.empty()) return describe(entry);
+  std::string text = concat(name, "/", shards[inside.front()].spec.name);
+  if (entry.kind == EntryKind::gradient) text += " gradient";
+  if (inside.size() > 1) text += concat(" and ", inside.size() - 1, " more");
+  return text;
+}
+
+void Job::lose(const Entry& entry, size_t replica, const Status& why) {
+  if (entry.kind == EntryKind::gradient) return;
+  for (const uint32_t shard_id : shards_in(entry, replica)) {
+    lost.add(shard_id, shards[shard_id].spec.name, why);
+  }
 }
 
 std::string Job::describe_holders() const {

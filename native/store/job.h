@@ -17,6 +17,7 @@
 #include "store/eviction.h"
 #include "store/extent_store.h"
 #include "store/job_memory.h"
+#include "store/lost_shards.h"
 #include "store/statistics.h"
 
 namespace memd {
@@ -38,6 +39,7 @@ struct ShardInfo {
   uint64_t generation = 0;
   bool written = false;
   uint64_t bytes = 0;
+  bool lost = false;
 };
 
 struct Shard {
@@ -143,7 +145,12 @@ class Job {
   Entry* find_entry(uint32_t shard_id, Part part) const;
   /// "job/name" or, for gradients, "job/name gradient"; of a bucket, its first shard.
   std::string describe(const Entry& entry) const;
+  /// The same of one replica: "job/name", and how many other shards have bytes in it.
+  std::string describe(const Entry& entry, size_t replica) const;
   std::string describe_holders() const;
+  /// Replica `replica` of the entry, or the rest of that tile, is gone from the disk. A gradient is
+  /// no shard's state: the next backward makes it again.
+  void lose(const Entry& entry, size_t replica, const Status& why);
 
   /// Sum over all sessions and the daemon of one counter of a slot.
   uint32_t pins(const Slot& slot, uint32_t index) const;
@@ -217,6 +224,7 @@ class Job {
   uint32_t service_lease_count = 0;
   uint32_t activity_count = 0;  // fetches, spills, steps in flight
   JobCounters counters;
+  LostShards lost;
   SharedMemory table;
   /// Something changed that a commit should write down.
   bool changed = false;
@@ -236,6 +244,7 @@ class Job {
         table(std::move(shard_table)) {}
 
   Status check(const ShardSpec& spec) const;
+  std::vector<uint32_t> shards_in(const Entry& entry, size_t replica) const;
   void add_parameters(const std::vector<const ShardSpec*>& specs);
   void add_bytes(const ShardSpec& spec);
   uint32_t add_shard(const ShardSpec& spec);

@@ -388,8 +388,11 @@ void ShardStore::fetch(Job& job, Entry& entry) {
     extents_.read(entry.replicas[i].extent,
                   into,
                   IoPriority::demand,
-                  concat("shard ", job.describe(entry), ", step ", job.committed_step),
-                  join->branch());
+                  concat("shard ", job.describe(entry, i), ", step ", job.committed_step),
+                  [&job, &entry, i, done = join->branch()](const Status& status) {
+                    if (status.code() == StatusCode::integrity) job.lose(entry, i, status);
+                    done(status);
+                  });
   }
   join->finish(Status::ok());
 }

@@ -647,6 +647,7 @@ ServerStatistics ShardStore::statistics() const {
   out.pool_bytes_free = pool_.segment_count_free() * pool_.segment_bytes();
   out.nvme_bytes = extents_.capacity_bytes();
   out.nvme_bytes_free = extents_.free_bytes();
+  out.fence_reason = extents_.check_writable().message();
   for (uint16_t device = 0; device < extents_.device_count(); ++device) {
     out.devices.push_back({.path = extents_.path(device),
                            .bytes = extents_.device_bytes(device),

@@ -25,6 +25,8 @@ struct JobInfo {
   uint32_t shard_count = 0;
   uint64_t element_count = 0;
   uint32_t lease_count = 0;
+  /// Names of shards whose bytes on disk are gone: no step or sync is accepted any more.
+  std::vector<std::string> lost_shards;
 };
 
 /// What one step (or sync) did. Times are sums over tiles, which overlap; commit is wall time from
@@ -62,7 +64,7 @@ struct DeviceStatistics {
   uint64_t bytes = 0;
   uint64_t bytes_free = 0;
   uint64_t checksum_failures = 0;
-  /// ExtentStore::broken(), of the whole set: nothing is committed until the daemon starts anew.
+  /// Of the whole set: nothing is written until the daemon starts anew.
   bool fenced = false;
   IoDeviceStatistics io;
 };
@@ -87,6 +89,8 @@ struct ServerStatistics {
   uint64_t pool_bytes_free = 0;
   uint64_t nvme_bytes = 0;
   uint64_t nvme_bytes_free = 0;
+  /// Why nothing is committed until the daemon starts anew; empty where it is.
+  std::string fence_reason;
   std::vector<DeviceStatistics> devices;
   std::vector<JobStatistics> jobs;
   uint32_t session_count = 0;

@@ -311,14 +311,8 @@ void ShardStore::sync_job(uint64_t job_id, StepDone done) {
 }
 
 Status ShardStore::check_start(const StepState& state) const {
-  if (!extents_.broken().is_ok()) {
-    return Status(
-        StatusCode::device,
-        concat("an earlier write failed, so that nothing is committed until the daemon is "
-               "restarted: ",
-               extents_.broken().message()),
-        extents_.broken().error_number());
-  }
+  if (Status status = extents_.check_writable(); !status.is_ok()) return status;
+  if (Status status = state.job->lost.check(state.job->name); !status.is_ok()) return status;
   // What a writer still holds is not whole: it can't be part of what is committed.
   const Job& job = *state.job;
   for (const auto& entry : job.entries) {

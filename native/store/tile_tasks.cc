@@ -32,6 +32,10 @@ struct TileTasks::Running {
   bool value_mismatch = false;
   bool rest_mismatch = false;
   bool gradient_mismatch = false;
+  // The first read failed: it is read again like a mismatch.
+  bool value_unread = false;
+  bool rest_unread = false;
+  bool gradient_unread = false;
   uint64_t started_ns = 0;
   uint64_t work_ns = 0;
 
@@ -140,25 +144,33 @@ void TileTasks::load(const std::shared_ptr<Running>& running) {
         static_cast<double>(clock_.now_ns() - running->started_ns) * 1e-9;
     status.is_ok() ? work(running) : finish(running, status);
   });
-  const auto read = [&](const ExtentRecord& extent, std::span<std::byte> into) {
+  const auto read = [&](const ExtentRecord& extent, std::span<std::byte> into, bool& unread) {
     task.report->read_bytes += extent.length_bytes;
-    extents_.read_unverified(extent, into, IoPriority::state, join->branch());
+    extents_.read_unverified(extent,
+                             into,
+                             IoPriority::state,
+                             [running, &unread, done = join->branch()](const Status& status) {
+                               unread = !status.is_ok();
+                               done(Status::ok());
+                             });
   };
   if (!running->in_memory) {
     if (task.reads_value && !running->value_from_arena) {
       if (running->value_source().exists()) {
-        read(running->value_source(), running->value_span());
+        read(running->value_source(), running->value_span(), running->value_unread);
       } else {
         std::memset(running->bytes.value, 0, running->bytes.value_bytes);
       }
     }
     if (running->reads_rest()) {
-      read(running->rest_source(), running->rest_span());
+      read(running->rest_source(), running->rest_span(), running->rest_unread);
     } else if (running->bytes.rest_bytes > 0) {
       std::memset(running->bytes.rest, 0, running->bytes.rest_bytes);
     }
   }
-  if (running->gradient_copy != nullptr) read(running->gradient_source(), running->gradient_span());
+  if (running->gradient_copy != nullptr) {
+    read(running->gradient_source(), running->gradient_span(), running->gradient_unread);
+  }
   join->finish(Status::ok());
 }
 
@@ -202,13 +214,16 @@ void TileTasks::work(const std::shared_ptr<Running>& running) {
         }
         running->value_mismatch =
             disk && its.reads_value && running->value_source().exists() &&
-            !ExtentStore::matches(running->value_source(), running->value_span());
+            (running->value_unread ||
+             !ExtentStore::matches(running->value_source(), running->value_span()));
         running->rest_mismatch =
             disk && running->reads_rest() &&
-            !ExtentStore::matches(running->rest_source(), running->rest_span());
+            (running->rest_unread ||
+             !ExtentStore::matches(running->rest_source(), running->rest_span()));
         running->gradient_mismatch =
             running->gradient_copy != nullptr &&
-            !ExtentStore::matches(running->gradient_source(), running->gradient_span());
+            (running->gradient_unread ||
+             !ExtentStore::matches(running->gradient_source(), running->gradient_span()));
         if (!running->value_mismatch && !running->rest_mismatch && !running->gradient_mismatch) {
           its.work(running->bytes);
           if (its.writes_value) {
@@ -236,19 +251,44 @@ void TileTasks::check(const std::shared_ptr<Running>& running) {
   auto join = Join::start([this, running](const Status& status) {
     status.is_ok() ? work(running) : finish(running, status);
   });
-  const auto read_again = [&](const ExtentRecord& extent, std::span<std::byte> into) {
-    extents_.count_checksum_failure(extent);
-    const std::string what =
-        concat("shard ", task.job->describe(*task.entry), ", step ", task.job->committed_step);
-    extents_.read(extent, into, IoPriority::demand, what, join->branch());
+  const auto read = [&](const Entry& entry,
+                        const ExtentRecord& extent,
+                        std::span<std::byte> into,
+                        bool& unread,
+                        bool first_read) {
+    const Job& job = *task.job;
+    std::string what =
+        concat("shard ", job.describe(entry, task.index), ", step ", job.committed_step);
+    Done done = [running, &entry, done = join->branch()](const Status& status) {
+      const TileTask& its = running->task;
+      if (status.code() == StatusCode::integrity) its.job->lose(entry, its.index, status);
+      done(status);
+    };
+    if (first_read) {
+      return extents_.read(extent, into, IoPriority::demand, std::move(what), std::move(done));
+    }
+    if (!std::exchange(unread, false)) extents_.count_checksum_failure(extent);
+    extents_.read_again(extent, into, IoPriority::demand, std::move(what), std::move(done));
   };
   if (running->value_mismatch) {
-    // The arena's copy was scribbled on: what is on disk counts.
-    running->value_from_arena = false;
-    read_again(running->value_source(), running->value_span());
+    // The arena's copy was scribbled on: what is on disk counts, and was not read yet.
+    const bool first_read = std::exchange(running->value_from_arena, false);
+    read(*task.entry,
+         running->value_source(),
+         running->value_span(),
+         running->value_unread,
+         first_read);
   }
-  if (running->rest_mismatch) read_again(running->rest_source(), running->rest_span());
-  if (running->gradient_mismatch) read_again(running->gradient_source(), running->gradient_span());
+  if (running->rest_mismatch) {
+    read(*task.entry, running->rest_source(), running->rest_span(), running->rest_unread, false);
+  }
+  if (running->gradient_mismatch) {
+    read(*task.gradient,
+         running->gradient_source(),
+         running->gradient_span(),
+         running->gradient_unread,
+         false);
+  }
   join->finish(Status::ok());
 }
 

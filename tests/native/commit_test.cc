@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cerrno>
 #include <map>
 #include <random>
 
@@ -167,9 +168,10 @@ TEST_F(CommitTest, what_the_durable_catalogue_names_is_never_written) {
     const StepRequest request = next_step(heart, session, ids);
     if (step == 3) {
       heart.faults().add_fault(
-          {.kind = MemoryFaultKind::error, .io_kind = IoKind::read, .skip_count = 2});
+          {.io_kind = IoKind::read, .skip_count = 2, .count = 1000, .error_number = EAGAIN});
       heart.job(session).drop_all_cached_tiles();
       EXPECT_FALSE(heart.step(request).first.is_ok());
+      heart.faults().clear_faults();
     }
     ASSERT_TRUE(heart.step(request).first.is_ok());
   }

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <cerrno>
+
 #include "store_fixture.h"
 
 namespace memd {
@@ -57,6 +59,7 @@ TEST_F(ShardStoreTest, a_bit_that_the_bus_flipped_is_read_again_and_one_on_the_d
   const Held held = heart.lease(session, ids[0]);
   EXPECT_EQ(held.status.code(), StatusCode::integrity);
   EXPECT_NE(held.status.message().find("job/a"), std::string::npos) << held.status.message();
+  EXPECT_EQ(heart.job(session).job_info().lost_shards, std::vector<std::string>{"a"});
   heart.faults().clear_faults();
   EXPECT_EQ(heart.read<uint8_t>(session, ids[0]), pattern(3_MiB, 1));
 }
@@ -502,12 +505,12 @@ TEST_F(StepTest, an_error_in_the_middle_leaves_the_job_at_n_and_a_second_try_suc
     MemoryFault fault;
   };
   const std::vector<Case> cases = {
-      {"read error",
+      {"a device that is busy for too long",
        StatusCode::device,
-       {.kind = MemoryFaultKind::error, .io_kind = IoKind::read, .skip_count = 1}},
-      {"checksum mismatch, twice",
-       StatusCode::integrity,
-       {.kind = MemoryFaultKind::flipped_bit, .io_kind = IoKind::read, .count = 1000}},
+       {.io_kind = IoKind::read, .skip_count = 1, .count = 1000, .error_number = EAGAIN}},
+      {"no memory for a read",
+       StatusCode::device,
+       {.io_kind = IoKind::read, .skip_count = 3, .count = 1000, .error_number = ENOMEM}},
   };
   for (const Case& each : cases) {
     SCOPED_TRACE(each.name);
@@ -538,6 +541,83 @@ TEST_F(StepTest, an_error_in_the_middle_leaves_the_job_at_n_and_a_second_try_suc
     step_twins(20);
     expect_twins(heart);
     expect_nothing_leaked(heart);
+  }
+}
+
+TEST_F(StepTest, what_is_read_well_at_the_second_attempt_fails_nothing) {
+  Heart heart(disk_, kFloorSegments + 16);
+  make(heart, "job", 6);
+  for (const MemoryFaultKind kind : {MemoryFaultKind::error, MemoryFaultKind::flipped_bit}) {
+    for (const uint32_t skip_count : {0U, 2U, 5U}) {
+      const uint32_t seed = 10 * static_cast<uint32_t>(kind) + skip_count;
+      put_gradients(heart, seed);
+      heart.job(session_).drop_all_cached_tiles();
+      heart.faults().add_fault({.kind = kind, .io_kind = IoKind::read, .skip_count = skip_count});
+      const auto [status, report] = heart.step(request());
+      ASSERT_TRUE(status.is_ok()) << status.message();
+      heart.faults().clear_faults();
+      step_twins(seed);
+      expect_twins(heart);
+    }
+  }
+  EXPECT_TRUE(heart.job(session_).job_info().lost_shards.empty());
+}
+
+TEST_F(StepTest, a_job_that_lost_a_shard_stays_at_n_and_what_is_whole_can_be_saved) {
+  struct Case {
+    const char* name;
+    MemoryFault fault;
+    int error_number;
+  };
+  for (const Case& each : {Case{"flipped bit", {.kind = MemoryFaultKind::flipped_bit}, 0},
+                           Case{"unreadable", {.kind = MemoryFaultKind::error}, EIO}}) {
+    SCOPED_TRACE(each.name);
+    disk_ = std::make_shared<MemoryDisk>(kDiskBytes);
+    twins_.clear();
+    Heart heart(disk_, 2 * kFloorSegments + 16);
+    make(heart, "job", 6);
+    put_gradients(heart, 10);
+    ASSERT_TRUE(heart.step(request()).first.is_ok());
+    step_twins(10);
+    put_gradients(heart, 20);
+    Job& job = heart.job(session_);
+    job.drop_all_cached_tiles();
+    // The moments of the large shard's second tile.
+    const Bucket& bucket = job.buckets[job.shards[ids_[1]].bucket];
+    MemoryFault fault = each.fault;
+    fault.io_kind = IoKind::read;
+    fault.offset_bytes = bucket.rest[1].extent.address.offset_bytes;
+    fault.count = 1000;
+    heart.faults().add_fault(fault);
+    const auto [status, report] = heart.step(request());
+    EXPECT_EQ(status.code(), StatusCode::integrity) << status.message();
+    EXPECT_EQ(status.error_number(), each.error_number);
+    EXPECT_EQ(report.committed_step, 1u);
+    const std::string name = specs_[1].name;
+    for (const std::string& part : {std::string("shard job/") + name,
+                                    std::string("disk at "),
+                                    std::to_string(*fault.offset_bytes)}) {
+      EXPECT_NE(status.message().find(part), std::string::npos) << status.message();
+    }
+    EXPECT_EQ(job.job_info().lost_shards, std::vector{name});
+    for (const ShardInfo& info : heart.shards(job.job_id)) {
+      EXPECT_EQ(info.lost, info.spec.name == name) << info.spec.name;
+    }
+
+    // Nothing more of this job is committed, whether the device recovers or not.
+    heart.faults().clear_faults();
+    for (const Status& refused : {heart.step(request()).first, heart.sync(session_)}) {
+      EXPECT_EQ(refused.code(), StatusCode::integrity);
+      EXPECT_NE(refused.message().find("job job has lost shard " + name), std::string::npos)
+          << refused.message();
+      EXPECT_NE(refused.message().find("connect(fresh=True)"), std::string::npos);
+    }
+    expect_twins(heart);  // all of it, since the disk is in order again
+
+    const uint64_t other = heart.attach(heart.open("other", 1, 4_MiB));
+    const auto blob = heart.declare(other, {bytes_shard("a", 1000)});
+    heart.write(other, blob[0], pattern(1000, 1));
+    EXPECT_TRUE(heart.sync(other).is_ok()) << "other jobs go on";
   }
 }
 

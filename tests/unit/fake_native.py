@@ -59,6 +59,7 @@ class ShardInfo:
     bytes: int
     generation: int = 0
     written: bool = False
+    lost: bool = False
 
 
 @dataclass
@@ -76,6 +77,7 @@ class JobInfo:
     shard_count: int = 0
     element_count: int = 0
     lease_count: int = 0
+    lost_shards: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -168,6 +170,7 @@ class ServerStatistics:
     devices: list[DeviceStatistics]
     jobs: list[JobStatistics]
     session_count: int
+    fence_reason: str = ""
     ring_protocol_errors: int = 0
     room_wait_seconds: float = 0.25
     step_seconds: SecondsHistogram = field(default_factory=SecondsHistogram)
@@ -233,6 +236,7 @@ class FakeServer:
         self._sessions: dict[int, int] = {}
         self._ids = iter(range(1, 1 << 30))
         self._beats = 0
+        self.fence_reason = ""
         self.detached: dict[int, float] = {}  # session → when, by the monotonic clock
         self.calls: Counter[str] = Counter()
         self.moments: dict[int, tuple[bytearray, bytearray]] = {}
@@ -384,6 +388,7 @@ class FakeServer:
             devices=[device],
             jobs=[JobStatistics(job) for job in self.jobs()],
             session_count=len(self._sessions),
+            fence_reason=self.fence_reason,
         )
 
     def heartbeat(self) -> int:

@@ -113,6 +113,25 @@ def test_status_for_people_and_for_programs(server: FakeServer, tmp_path: Path) 
     assert status["io_engine"] == "memory"
 
 
+def test_a_fence_and_lost_shards_are_shown(server: FakeServer, tmp_path: Path) -> None:
+    socket = ("--socket", str(tmp_path / "memd.sock"))
+    job = server.open_job("gpt", uid=0)
+    grant = server.attach(job.job_id)
+    server.declare(grant.session_id, [ShardSpec("wte.weight", 1, 1, [256, 64], 2)])
+    assert "not committing" not in memd("status", *socket).output
+    server.fence_reason = "the volumes are fenced: sync of /volume: Input/output error"
+    job.lost_shards.append("wte.weight")
+    (info,) = server.shards(job.job_id)
+    info.lost = True
+    text = memd("status", *socket).output
+    assert f"not committing: {server.fence_reason}" in text
+    assert "gpt stays at step 0: the bytes of wte.weight on disk are gone" in text
+    assert "64 KiB  lost" in memd("job", "show", "gpt", *socket).output
+    status = json.loads(memd("status", "--json", *socket).output)
+    assert status["fence_reason"] == server.fence_reason
+    assert status["jobs"][0]["lost_shards"] == ["wte.weight"]
+
+
 def test_a_job_is_listed_shown_and_dropped(server: FakeServer, tmp_path: Path) -> None:
     socket = ("--socket", str(tmp_path / "memd.sock"))
     job = server.open_job("gpt", uid=0)

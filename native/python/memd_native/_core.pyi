@@ -161,6 +161,9 @@ class ShardInfo:
     @property
     def bytes(self) -> int: ...
 
+    @property
+    def lost(self) -> bool: ...
+
 class JobInfo:
     @property
     def job_id(self) -> int: ...
@@ -200,6 +203,9 @@ class JobInfo:
 
     @property
     def lease_count(self) -> int: ...
+
+    @property
+    def lost_shards(self) -> list[str]: ...
 
 class SessionGrant:
     """
@@ -355,6 +361,9 @@ class ServerStatistics:
 
     @property
     def nvme_bytes_free(self) -> int: ...
+
+    @property
+    def fence_reason(self) -> str: ...
 
     @property
     def devices(self) -> list[DeviceStatistics]: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from memd_proto.v1 import job_pb2 as memd_dot_v1_dot_job__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14memd/v1/status.proto\x12\x07memd.v1\x1a\x11memd/v1/job.proto\"\x12\n\x10GetStatusRequest\"\xc4\x01\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x02 \x01(\x01\x12\x1b\n\x04pool\x18\x03 \x01(\x0b\x32\r.memd.v1.Pool\x12 \n\x07\x64\x65vices\x18\x04 \x03(\x0b\x32\x0f.memd.v1.Device\x12\x1a\n\x04jobs\x18\x05 \x03(\x0b\x32\x0c.memd.v1.Job\x12\x11\n\tio_engine\x18\x06 \x01(\t\x12\x18\n\x10io_engine_reason\x18\x07 \x01(\t\"r\n\x04Pool\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x12\n\nbytes_free\x18\x02 \x01(\x04\x12\x15\n\rsegment_bytes\x18\x03 \x01(\x04\x12\x12\n\npage_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06locked\x18\x05 \x01(\x08\x12\x0c\n\x04note\x18\x06 \x01(\t\"\xa6\x01\n\x06\x44\x65vice\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x12\n\nbytes_free\x18\x03 \x01(\x04\x12\x12\n\nread_bytes\x18\x04 \x01(\x04\x12\x15\n\rwritten_bytes\x18\x05 \x01(\x04\x12\x14\n\x0cread_seconds\x18\x06 \x01(\x01\x12\x15\n\rwrite_seconds\x18\x07 \x01(\x01\x12\x13\n\x0b\x65rror_count\x18\x08 \x01(\x04\x32S\n\rStatusService\x12\x42\n\tGetStatus\x12\x19.memd.v1.GetStatusRequest\x1a\x1a.memd.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14memd/v1/status.proto\x12\x07memd.v1\x1a\x11memd/v1/job.proto\"\x12\n\x10GetStatusRequest\"\xda\x01\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x02 \x01(\x01\x12\x1b\n\x04pool\x18\x03 \x01(\x0b\x32\r.memd.v1.Pool\x12 \n\x07\x64\x65vices\x18\x04 \x03(\x0b\x32\x0f.memd.v1.Device\x12\x1a\n\x04jobs\x18\x05 \x03(\x0b\x32\x0c.memd.v1.Job\x12\x11\n\tio_engine\x18\x06 \x01(\t\x12\x18\n\x10io_engine_reason\x18\x07 \x01(\t\x12\x14\n\x0c\x66\x65nce_reason\x18\x08 \x01(\t\"r\n\x04Pool\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x12\n\nbytes_free\x18\x02 \x01(\x04\x12\x15\n\rsegment_bytes\x18\x03 \x01(\x04\x12\x12\n\npage_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06locked\x18\x05 \x01(\x08\x12\x0c\n\x04note\x18\x06 \x01(\t\"\xa6\x01\n\x06\x44\x65vice\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x12\n\nbytes_free\x18\x03 \x01(\x04\x12\x12\n\nread_bytes\x18\x04 \x01(\x04\x12\x15\n\rwritten_bytes\x18\x05 \x01(\x04\x12\x14\n\x0cread_seconds\x18\x06 \x01(\x01\x12\x15\n\rwrite_seconds\x18\x07 \x01(\x01\x12\x13\n\x0b\x65rror_count\x18\x08 \x01(\x04\x32S\n\rStatusService\x12\x42\n\tGetStatus\x12\x19.memd.v1.GetStatusRequest\x1a\x1a.memd.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,11 +35,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSREQUEST']._serialized_start=52
   _globals['_GETSTATUSREQUEST']._serialized_end=70
   _globals['_GETSTATUSRESPONSE']._serialized_start=73
-  _globals['_GETSTATUSRESPONSE']._serialized_end=269
-  _globals['_POOL']._serialized_start=271
-  _globals['_POOL']._serialized_end=385
-  _globals['_DEVICE']._serialized_start=388
-  _globals['_DEVICE']._serialized_end=554
-  _globals['_STATUSSERVICE']._serialized_start=556
-  _globals['_STATUSSERVICE']._serialized_end=639
+  _globals['_GETSTATUSRESPONSE']._serialized_end=291
+  _globals['_POOL']._serialized_start=293
+  _globals['_POOL']._serialized_end=407
+  _globals['_DEVICE']._serialized_start=410
+  _globals['_DEVICE']._serialized_end=576
+  _globals['_STATUSSERVICE']._serialized_start=578
+  _globals['_STATUSSERVICE']._serialized_end=661
 # @@protoc_insertion_point(module_scope)

@@ -12,7 +12,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("version", "uptime_seconds", "pool", "devices", "jobs", "io_engine", "io_engine_reason")
+    __slots__ = ("version", "uptime_seconds", "pool", "devices", "jobs", "io_engine", "io_engine_reason", "fence_reason")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class GetStatusResponse(_message.Message):
     JOBS_FIELD_NUMBER: _ClassVar[int]
     IO_ENGINE_FIELD_NUMBER: _ClassVar[int]
     IO_ENGINE_REASON_FIELD_NUMBER: _ClassVar[int]
+    FENCE_REASON_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_seconds: float
     pool: Pool
@@ -27,7 +28,8 @@ class GetStatusResponse(_message.Message):
     jobs: _containers.RepeatedCompositeFieldContainer[_job_pb2.Job]
     io_engine: str
     io_engine_reason: str
-    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., pool: _Optional[_Union[Pool, _Mapping]] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[_job_pb2.Job, _Mapping]]] = ..., io_engine: _Optional[str] = ..., io_engine_reason: _Optional[str] = ...) -> None: ...
+    fence_reason: str
+    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., pool: _Optional[_Union[Pool, _Mapping]] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[_job_pb2.Job, _Mapping]]] = ..., io_engine: _Optional[str] = ..., io_engine_reason: _Optional[str] = ..., fence_reason: _Optional[str] = ...) -> None: ...
 
 class Pool(_message.Message):
     __slots__ = ("bytes", "bytes_free", "segment_bytes", "page_bytes", "locked", "note")

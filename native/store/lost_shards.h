@@ -1,0 +1,32 @@
+// Shards of a job whose bytes on disk are gone.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+
+namespace memd {
+
+/// Whoever has lost a shard goes nowhere from its last commit: a further step would be made of
+/// something else than what the user trained. Leases go on, so that what is whole can be saved. In
+/// memory only: what is gone is found again by whoever reads it after a restart, and what could not
+/// be read for a while is not lost for ever. Owned by its Job; the server thread.
+class LostShards {
+ public:
+  void add(uint32_t shard_id, const std::string& name, const Status& why);
+
+  /// ok, or an integrity error that names the shards, the first reason, and what to do.
+  Status check(const std::string& job_name) const;
+  bool contains(uint32_t shard_id) const { return names_.contains(shard_id); }
+  size_t count() const { return names_.size(); }
+  std::vector<std::string> names() const;
+
+ private:
+  std::map<uint32_t, std::string> names_;
+  Status first_;
+};
+
+}  // namespace memd
