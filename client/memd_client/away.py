@@ -159,7 +159,7 @@ class StreamedParameter:
                 self.session.mark_written()
             self._put_away(parameter)
             if changed is not None:
-                self.session.leases.write(self.shard, changed)
+                self.session.leases_of(self.shard).write(self.shard, changed)
 
     def refuse_if_resident(self, what: str) -> None:
         """`what` changes the value in memd, which users of the bytes in place would not see."""
@@ -173,15 +173,19 @@ class StreamedParameter:
     def write(self, value: torch.Tensor) -> None:
         """Replaces the value; durable with the next step or when the session is closed."""
         with self._lock:
-            self.session.leases.write(self.shard, value)
+            self.session.leases_of(self.shard).write(self.shard, value)
             self._write_count += 1
             self.session.mark_written()
 
-    def count_update(self) -> None:
-        """A step has updated the value and consumed the gradient."""
+    def begin_update(self) -> None:
+        """A step has the gradient and will change the value."""
         self.gradient.forget()
-        self.update_count += 1
         self._write_count += 1
+
+    def undo_update(self) -> None:
+        """That step came to nothing."""
+        self.gradient.take_back()
+        self._write_count -= 1
 
     def reread(self) -> torch.Tensor:
         """The bytes for backward: those in place, or a lease that lives as long as autograd holds
@@ -202,7 +206,7 @@ class StreamedParameter:
             self._hooked = True
 
     def _lease(self, mode: int) -> torch.Tensor:
-        lease = self.session.leases.value(self.shard, mode)
+        lease = self.session.leases_of(self.shard).value(self.shard, mode)
         saved.remember(lease, self)
         return lease
 
@@ -239,7 +243,7 @@ def _take_gradient(parameter: torch.Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         gradient, parameter.grad = parameter.grad, None
     if gradient is not None:
-        entry.gradient.accumulate(gradient, entry.session.leases)
+        entry.gradient.accumulate(gradient, entry.session.leases_of(entry.shard))
 
 
 @contextmanager
@@ -363,7 +367,9 @@ def _set_data(parameter: AwayParameter, value: torch.Tensor) -> None:
 
 def _get_grad(parameter: AwayParameter) -> torch.Tensor | None:
     entry = _entry(parameter)
-    return entry.gradient.tensor(entry.session.leases) if entry.gradient.present else None
+    if not entry.gradient.present:
+        return None
+    return entry.gradient.tensor(entry.session.leases_of(entry.shard))
 
 
 def _set_grad(parameter: AwayParameter, value: torch.Tensor | None) -> None:
@@ -371,7 +377,7 @@ def _set_grad(parameter: AwayParameter, value: torch.Tensor | None) -> None:
     if value is None:
         entry.gradient.forget()
     else:
-        entry.gradient.replace(value, entry.session.leases)
+        entry.gradient.replace(value, entry.session.leases_of(entry.shard))
 
 
 def _set_requires_grad(parameter: AwayParameter, requires_grad: bool = True) -> None:

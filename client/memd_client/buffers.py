@@ -85,6 +85,14 @@ class ModuleBuffers:
                 self._session.mark_written()
         return stored
 
+    def restore(self) -> None:
+        """Puts the stored values into the buffers."""
+        with torch.no_grad():
+            for buffer in self._buffers:
+                tensor = buffer.place.tensor()
+                if tensor is not None:
+                    tensor.copy_(self._session.leases.read(buffer.shard))
+
     def capture(self) -> list[tuple[Shard, Shard]]:
         """Puts the values that changed since the last step under their staging names; returns
         (staged, buffer) pairs.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -52,6 +53,37 @@ _CODES = {
 _CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 
 
+class StepCall:
+    """A Step call on its way. Any thread may ask for its answer, again and again."""
+
+    def __init__(self, future: Any, translated: Callable[[Any], Exception]) -> None:
+        self._future = future
+        self._translated = translated
+        self._sent = time.perf_counter()
+        self._answered = self._sent
+        future.add_done_callback(self._note_answer)
+
+    def done(self) -> bool:
+        return bool(self._future.done())
+
+    def result(self) -> session_pb2.StepResponse:
+        try:
+            return self._future.result()
+        except grpc.RpcError as error:
+            raise self._translated(error) from error
+        except grpc.FutureCancelledError as error:
+            raise DaemonUnavailable("the session was closed before the daemon answered") from error
+
+    def seconds(self) -> float:
+        """From the call to its answer, which is there."""
+        return self._answered - self._sent
+
+    def _note_answer(self, future: Any) -> None:
+        # A thread of gRPC calls this, perhaps a moment after `result` has returned.
+        del future
+        self._answered = time.perf_counter()
+
+
 class Control:
     """Calls to one daemon. Any thread may call it; each call has a deadline and raises MemdError.
 
@@ -73,8 +105,10 @@ class Control:
     def declare(self, request: session_pb2.DeclareRequest) -> session_pb2.DeclareResponse:
         return self._call(self._sessions().Declare, request, _SHORT_S)
 
-    def step(self, request: session_pb2.StepRequest) -> session_pb2.StepResponse:
-        return self._call(self._sessions().Step, request, _LONG_S)
+    def begin_step(self, request: session_pb2.StepRequest) -> StepCall:
+        """Sends it and returns; the answer comes to the call."""
+        future = self._sessions().Step.future(request, timeout=_LONG_S, metadata=self._metadata)
+        return StepCall(future, self._translated)
 
     def sync(self, request: session_pb2.SyncRequest) -> session_pb2.SyncResponse:
         return self._call(self._sessions().Sync, request, _LONG_S)

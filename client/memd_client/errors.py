@@ -109,3 +109,10 @@ def from_code(code: int, message: str, error_number: int = 0) -> MemdError:
     if code == _DEVICE:
         return DeviceError(message, error_number)
     return _BY_CODE.get(code, DaemonFailed)(message)
+
+
+def retold(error: MemdError, message: str) -> MemdError:
+    """The same error with another message."""
+    if isinstance(error, DeviceError):
+        return DeviceError(message, error.errno or 0)
+    return type(error)(message)

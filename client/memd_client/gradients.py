@@ -82,6 +82,11 @@ class GradientSlot:
             self.let_go()
             self._present = False
 
+    def take_back(self) -> None:
+        """The step that had it came to nothing: memd holds it as before."""
+        with self._lock:
+            self._present = True
+
     def _overwrite(self, gradient: torch.Tensor, leases: Leases) -> None:
         leases.gradient(self._shard, MODE_OVERWRITE).copy_(gradient)
         self._present = True

@@ -93,6 +93,7 @@ def offload(
         with torch.no_grad():
             buffer.copy_(value)
     session.buffer_captures.append(buffers.capture)
+    session.buffer_restores.append(buffers.restore)
     for parameter, shard in zip(parameters.values(), declared, strict=True):
         StreamedParameter(
             parameter, shard=Shard.of(shard), update_count=shard.generation, session=session

@@ -47,6 +47,7 @@ class Adam(torch.optim.Optimizer):
         NotYet: of the arguments above.
     """
 
+    is_part_of_commits = True
     _decoupled = False
 
     def __init__(
@@ -108,14 +109,26 @@ class Adam(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         self._targets.update((id(p), target) for p, target in zip(parameters, targets, strict=True))
+        self._session.register_optimizer(self)
+
+    def shard_name(self, parameter: torch.Tensor) -> str:
+        """Under which name memd holds a parameter of this optimizer."""
+        return self._targets[id(parameter)].shard.name
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient, as one transaction, and returns the loss of
         `closure` where there is one.
 
+        Returns at once: the next use of a parameter waits for its update. Only where parameters
+        stay in this process it returns when the new values are in place. In a session that tracks
+        objects nothing happens before `session.commit()`; until then parameters whose gradients
+        were taken cannot be used.
+
         Raises:
-            MemdError: the step could not be committed. The job is at the step before, and gradients
-                are as they were.
+            InvalidArgument: a second step before `session.commit()`; a gradient that no optimizer
+                takes.
+            MemdError: a step could not be committed: here, or in what waits for it. The job is at
+                the step before, and gradients are as they were.
         """
         loss = None
         if closure is not None:
@@ -171,6 +184,8 @@ class Adam(torch.optim.Optimizer):
         was updated `step`, `exp_avg` and `exp_avg_sq`, the moments as float32 copies in this
         process. Before the first step it holds no tensor.
         """
+        if self._session is not None:
+            self._session.settle_for("state of the optimizer")
         packed = super().state_dict()
         for index, target in enumerate(self._in_order()):
             if target.update_count:
@@ -190,6 +205,8 @@ class Adam(torch.optim.Optimizer):
             InvalidArgument: states of other shapes, or of another optimizer. Nothing has changed.
             NotYet: states of amsgrad or maximize. Nothing has changed.
         """
+        if self._session is not None:
+            self._session.settle_for("new state of the optimizer")
         for group in state_dict["param_groups"]:
             _refuse_group(group)
         saved_order = list(
@@ -227,11 +244,7 @@ class Adam(torch.optim.Optimizer):
         session = self._only_session()
         end_interrupted_calls()
         _refuse_orphans(session)
-        for target in updated:
-            target.seal()
-        session.step(groups)
-        for target in updated:
-            target.finish()
+        session.step(groups, updated)
 
     def _settings(self, group: dict[str, Any]) -> session_pb2.AdamSettings:
         beta1, beta2 = group["betas"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, Self
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 
@@ -19,8 +19,11 @@ from memd_client.dtypes import dtype_number
 from memd_client.embedded import embedded_daemon
 from memd_client.errors import InvalidArgument, MemdError, NotYet, UnknownName
 from memd_client.leases import Leases, Shard
+from memd_client.plain import decode
 from memd_client.sizes import format_size, parse_size
 from memd_client.statistics import SessionStatistics
+from memd_client.steps import SealedTarget, StepCall, Steps
+from memd_client.tracked import Tracked, checked, read_stored, stored_shards
 from memd_proto.v1 import job_pb2, session_pb2, tensor_pb2, types_pb2
 
 if TYPE_CHECKING:
@@ -38,7 +41,7 @@ class ControlPlane(Protocol):
 
     def detach(self, request: session_pb2.DetachRequest) -> session_pb2.DetachResponse: ...
     def declare(self, request: session_pb2.DeclareRequest) -> session_pb2.DeclareResponse: ...
-    def step(self, request: session_pb2.StepRequest) -> session_pb2.StepResponse: ...
+    def begin_step(self, request: session_pb2.StepRequest) -> StepCall: ...
     def sync(self, request: session_pb2.SyncRequest) -> session_pb2.SyncResponse: ...
     def drop_gradients(
         self, request: session_pb2.DropGradientsRequest
@@ -91,7 +94,7 @@ def connect(
             there yet.
         host_bytes, nvme_bytes: what a new job is admitted to: bytes, or a string such as "4GiB".
             Default: half of what is free, all of it on an `embedded:` daemon.
-        durability: "step": every commit is on disk when `step()` returns.
+        durability: "step": a step is committed when it is on disk.
         fresh: drops what the job held.
         shared_memory: False: tensor bytes go over gRPC, and only `put` and `get` work.
 
@@ -191,14 +194,17 @@ class Session:
         self.job = job
         self.host_bytes = attached.host_bytes
         self.nvme_bytes = attached.nvme_bytes
-        self.committed_step = attached.committed_step
         self.daemon_process_id = daemon_process_id
         # Parameters of living modules and optimizers.
         self.entries: WeakSet[Entry] = WeakSet()
         # Each puts what changed under staging names and returns (staged shard, buffer shard): see
         # buffers.py.
         self.buffer_captures: list[Callable[[], list[tuple[Shard, Shard]]]] = []
+        # Each puts the stored values back.
+        self.buffer_restores: list[Callable[[], None]] = []
         self._session_id = attached.session_id
+        self._committed_step = attached.committed_step
+        self._attached_step = attached.committed_step
         self._control = control
         self._leases = leases
         self._close_connection = close_connection
@@ -210,6 +216,11 @@ class Session:
         self._gradients_fit = True
         self._step_count = 0
         self._step_seconds = 0.0
+        self._open_steps = Steps(job=job, count=self._count_step)
+        self._optimizers: list[ref[torch.optim.Optimizer]] = []
+        self._tracked: Tracked | None = None
+        self._resumed = False
+        self._may_commit = False
         self._steps = session_pb2.StepResponse()
 
     def __enter__(self) -> Self:
@@ -230,7 +241,7 @@ class Session:
             error.add_note(f"closing the session failed too: {failure}")
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"at step {self.committed_step}"
+        state = "closed" if self._closed else f"at step {self._committed_step}"
         return f"<memd session of job {self.job!r}, {state}>"
 
     # Bytes under a name
@@ -276,11 +287,11 @@ class Session:
         if self._leases is None:
             return self._get_streamed(name)
         try:
-            return self._leases.read(self.find_shard(name))
+            return self._read(self.find_shard(name))
         except UnknownName:
             # Another process may have deleted it and put another under its name: ask again.
             self._shards.pop(name, None)
-            return self._leases.read(self.find_shard(name))
+            return self._read(self.find_shard(name))
 
     def prefetch(self, names: Iterable[str]) -> None:
         """Asks for tensors to be brought into host memory; returns at once. A hint: without shared
@@ -321,12 +332,24 @@ class Session:
 
     # The session itself
 
+    @property
+    def committed_step(self) -> int:
+        """How many steps the job has committed; waits for the one on its way.
+
+        Raises:
+            MemdError: that one was not committed. Gradients are as they were before it.
+        """
+        self._settle()
+        return self._committed_step
+
     def statistics(self) -> SessionStatistics:
-        """What this session has done since `connect`."""
+        """What this session has done since `connect`. Waits for nothing: a step whose commit is on
+        its way is counted when something has waited for it.
+        """
         leases = self._leases.statistics() if self._leases is not None else None
         return SessionStatistics(
             job=self.job,
-            committed_step=self.committed_step,
+            committed_step=self._committed_step,
             host_bytes=self.host_bytes,
             nvme_bytes=self.nvme_bytes,
             lease_count=leases.lease_count if leases else 0,
@@ -351,6 +374,9 @@ class Session:
                 session is closed.
         """
         self.refuse_if_unusable()
+        self._open_steps.drop_open()
+        with suppress(MemdError):  # what becomes of a step does not matter any more
+            self._settle()
         self._detach()
         try:
             self._control.drop_job(job_pb2.DropJobRequest(name=self.job))
@@ -364,36 +390,118 @@ class Session:
         """
         if self._closed or os.getpid() != self._process_id:
             return
+        dropped = self._open_steps.drop_open()
+        if dropped:
+            _log.warning(
+                "job %r: the session was closed between step() and commit(), so that the gradients "
+                "of %d parameters are dropped; the job stays at its last commit",
+                self.job,
+                dropped,
+            )
         try:
-            self.sync_if_needed()
-            self._detach()
+            try:
+                self._settle()
+                self.sync_if_needed()
+            finally:
+                self._detach()
         finally:
             self._end()
 
     def track(self, *, rng: bool = False, **objects: Any) -> None:
-        """Not yet: objects saved inside every commit."""
-        del rng, objects
-        raise NotYet(
-            "track() comes with commit() and resume(), in the version that recovers; save these "
-            "objects yourself until then"
-        )
+        """Saves objects inside every commit: what has `state_dict()` and `load_state_dict()`, such
+        as LR schedulers, a GradScaler, torchdata's `StatefulDataLoader`, or a sampler of your own.
+        Their state must be plain data and tensors on the CPU; no pickle is ever loaded.
+
+        From now on `commit()` closes a step and `optimizer.step()` only prepares it. The settings
+        of memd's optimizers, learning rates above all, are saved too; buffers of offloaded modules
+        always are.
+
+        Args:
+            rng: the states of Python's, numpy's and torch's random number generators too.
+            objects: each under the name that `resume()` will look for.
+
+        Raises:
+            InvalidArgument: an object without state, such as torch's own samplers; a name that is
+                taken; a call after `resume()` or with a step open. Nothing is tracked then.
+        """
+        self.refuse_if_unusable()
+        self._settle()
+        self._open_steps.refuse_if_open("track()")
+        if self._resumed:
+            raise InvalidArgument(
+                f"job {self.job!r}: resume() was called already, which restores what is tracked; "
+                "call track() before it"
+            )
+        if not objects and not rng:
+            raise InvalidArgument("track() takes objects by name, or rng=True")
+        _ = self.leases  # needs shared memory
+        tracked = self._tracked or Tracked(self)
+        tracked.add(objects, rng=rng)
+        self._tracked = tracked
 
     def commit(self, *, wait: bool = False) -> None:
-        """Not yet: closes a step together with tracked objects. Without `track`, `step()` commits
-        by itself.
+        """Closes the step: what optimizers have prepared since the last commit, the buffers that
+        changed and what is tracked become one transaction. Returns at once, except where parameters
+        stay in this process and get their new values; what comes next and needs the result waits
+        for it. A commit without a step is allowed and counts.
+
+        Without `track()` every `optimizer.step()` has closed its step already: then only what was
+        put is made durable, and nothing counts.
+
+        Args:
+            wait: returns when the step is committed, as the job's durability says.
+
+        Raises:
+            InvalidArgument: what is tracked holds something that is not plain data; the path to it
+                is named. The step is open as before.
+            MemdError: with `wait`, this step was not committed; in any case, the one before was
+                not. Gradients are as they were before that step.
         """
-        del wait
-        raise NotYet(
-            "commit() comes with track(); in this version every optimizer.step() commits by itself"
-        )
+        self.refuse_if_unusable()
+        self._settle()
+        if self._tracked is None:
+            self.sync_if_needed()
+            return
+        self._refuse_unresumed()
+        self._send_step()
+        if wait:
+            self._settle()
 
     def resume(self) -> int:
-        """Not yet: restores tracked objects. `committed_step` says how many steps the job has
-        made.
+        """Restores what is tracked, and buffers, as the last commit left them, and returns how many
+        commits the job has made: calls of `commit()`, or of `optimizer.step()` without `track()`.
+        0 for a new job, of which nothing is restored. Call it once, before the first step and after
+        everything that is tracked, offloaded or optimized was made; random numbers go on where they
+        were, so draw none before the loop begins.
+
+        Raises:
+            InvalidArgument: other objects, optimizers or groups than then, all named; a second
+                call; a call after a step. Nothing has changed.
+            IntegrityError: what was stored cannot be read.
         """
-        raise NotYet(
-            f"resume() comes with track(); session.committed_step is {self.committed_step}"
-        )
+        self.refuse_if_unusable()
+        self._settle()
+        self._open_steps.refuse_if_open("resume()")
+        if self._resumed or self._committed_step != self._attached_step:
+            raise InvalidArgument(
+                f"job {self.job!r}: resume() is called once, before the first step of a session"
+            )
+        number = self._committed_step
+        tracked = self._tracked or Tracked(self)
+        newest, data = self._stored_commit()
+        if newest == number and number:
+            tracked.restore(number, checked(decode(data)), self._living_optimizers())
+        elif tracked and number:
+            raise InvalidArgument(
+                f"job {self.job!r}: commit {number} stored no tracked objects"
+                + (f" (commit {newest} was the last that did)" if newest else "")
+                + "; start at session.committed_step instead, with these objects as they are, or "
+                "connect with fresh=True"
+            )
+        for restore in self.buffer_restores if number else ():
+            restore()
+        self._resumed = True
+        return number
 
     def snapshot(self, name: str) -> None:
         """Not yet: keeps the present step under a name."""
@@ -417,8 +525,25 @@ class Session:
 
     @property
     def leases(self) -> Leases:
-        """Raises where the session has no shared memory or cannot be used."""
+        """Once the step that is on its way is committed. Raises where it is not, and where the
+        session has no shared memory or cannot be used.
+        """
         self.refuse_if_unusable()
+        self._settle()
+        return self._shared_leases()
+
+    def leases_of(self, shard: Shard) -> Leases:
+        """For value and gradient of a parameter: waits only for a step that updates it.
+
+        Raises:
+            InvalidArgument: `step()` has taken its gradient, and `commit()` has not come yet.
+            MemdError: the step that was on its way was not committed.
+        """
+        self.refuse_if_unusable()
+        self._open_steps.settle_for(shard)
+        return self._shared_leases()
+
+    def _shared_leases(self) -> Leases:
         if self._leases is None:
             raise InvalidArgument(
                 f"job {self.job!r}: offloading needs shared memory; connect without "
@@ -471,33 +596,47 @@ class Session:
         """Makes durable what was written outside of steps."""
         if self._unsynced:
             self.refuse_if_unusable()
+            self._settle()
             response = self._control.sync(session_pb2.SyncRequest(session_id=self._session_id))
-            self.committed_step = response.committed_step
+            self._committed_step = response.committed_step
             self._unsynced = False
 
-    def step(self, groups: Sequence[session_pb2.StepGroup]) -> None:
-        """Updates the shards of `groups` with their gradients, and commits them with the buffers
-        that changed.
+    def step(
+        self, groups: Sequence[session_pb2.StepGroup], targets: Sequence[SealedTarget]
+    ) -> None:
+        """Takes the gradients of `targets` for an update as `groups` say, and closes the step
+        unless something is tracked. Where it raises, gradients are as they were.
         """
         self.refuse_if_unusable()
-        began = time.perf_counter()
-        self.sync_if_needed()
-        buffers = [
-            session_pb2.StagedBuffer(
-                staged_shard_id=staged.shard_id, buffer_shard_id=buffer.shard_id
-            )
-            for capture in self.buffer_captures
-            for staged, buffer in capture()
-        ]
-        request = session_pb2.StepRequest(
-            session_id=self._session_id, groups=groups, buffers=buffers
-        )
-        response = self._control.step(request)
-        self._count_step(response, time.perf_counter() - began)
+        self._settle()
+        if self._tracked is not None:
+            self._refuse_unresumed()
+            self._open_steps.seal(groups, targets)
+            return
+        self._open_steps.seal(groups, targets)
+        try:
+            self._send_step()
+        except BaseException:
+            self._open_steps.drop_open()
+            raise
+
+    def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its settings are part of commits, in the order of registration."""
+        if all(known() is not optimizer for known in self._optimizers):
+            self._optimizers.append(ref(optimizer))
+
+    def settle_for(self, what: str) -> None:
+        """`what` needs the state after the last step: waits for it; raises between step() and
+        commit().
+        """
+        self.refuse_if_unusable()
+        self._settle()
+        self._open_steps.refuse_if_open(what)
 
     def drop_gradients(self, shards: Sequence[Shard]) -> None:
         """Forgets the unsealed gradients of `shards`."""
         self.refuse_if_unusable()
+        self._settle()
         request = session_pb2.DropGradientsRequest(
             session_id=self._session_id, shard_ids=[shard.shard_id for shard in shards]
         )
@@ -505,7 +644,7 @@ class Session:
 
     def moments(self, shard: Shard) -> tuple[int, torch.Tensor, torch.Tensor]:
         """Number of updates, exp_avg and exp_avg_sq: fp32, in the shard's shape, copies."""
-        self.refuse_if_unusable()
+        self.settle_for("state of the optimizer")
         exp_avg, exp_avg_sq = bytearray(4 * shard.element_count), bytearray(4 * shard.element_count)
         request = tensor_pb2.GetMomentsRequest(session_id=self._session_id, shard_id=shard.shard_id)
         generation = 0
@@ -526,11 +665,76 @@ class Session:
         """Sets number of updates and both moments (fp32 or convertible, in the shard's shape).
         Durable when it returns.
         """
-        self.refuse_if_unusable()
+        self.settle_for("new state of the optimizer")
         self._control.put_moments(self._moment_requests(shard, generation, exp_avg, exp_avg_sq))
 
+    def _settle(self) -> None:
+        self._open_steps.settle()
+
+    def _send_step(self) -> None:
+        """The open step is on its way when this returns; where it raises, it is open as before."""
+        number = self._committed_step + 1
+        # First what can be refused for what the user tracks: nothing is sent then.
+        data = (
+            self._tracked.capture(number, self._living_optimizers())
+            if self._tracked is not None
+            else None
+        )
+        self.sync_if_needed()
+        staged = [pair for capture in self.buffer_captures for pair in capture()]
+        if self._tracked is not None and data is not None:
+            staged.append(self._tracked.stage(data))
+        step = self._open_steps.open
+        request = session_pb2.StepRequest(
+            session_id=self._session_id,
+            step=number,
+            groups=step.groups if step is not None else (),
+            buffers=[
+                session_pb2.StagedBuffer(
+                    staged_shard_id=stage.shard_id, buffer_shard_id=buffer.shard_id
+                )
+                for stage, buffer in staged
+            ],
+        )
+        self._open_steps.send(number, lambda: self._control.begin_step(request))
+        self._may_commit = True
+        if step is not None and any(target.stays for target in step.targets.values()):
+            self._settle()
+
+    def _refuse_unresumed(self) -> None:
+        """What a job stored is not replaced by what a loop that began anew has."""
+        if self._resumed or self._may_commit:
+            return
+        if self._attached_step and self._stored_commit()[0] == self._attached_step:
+            raise InvalidArgument(
+                f"job {self.job!r}: it stands at commit {self._attached_step} with tracked objects "
+                "that were not restored; call session.resume() before the first step, or connect "
+                "with fresh=True"
+            )
+        self._may_commit = True
+
+    def _stored_commit(self) -> tuple[int, memoryview]:
+        """Number and data of the last commit that stored tracked objects; 0 where there is none."""
+        found = (0, memoryview(b""))
+        if self._leases is None:
+            return found
+        for shard in stored_shards(self._list_shards()):
+            number, data = read_stored(self.leases.read(shard))
+            if number > found[0]:
+                found = number, data
+        return found
+
+    def _living_optimizers(self) -> list[torch.optim.Optimizer]:
+        living = [known() for known in self._optimizers]
+        return [optimizer for optimizer in living if optimizer is not None]
+
+    def _read(self, shard: Shard) -> torch.Tensor:
+        if shard.kind == types_pb2.SHARD_KIND_BLOB:
+            return self._shared_leases().read(shard)
+        return self.leases_of(shard).read(shard)
+
     def _count_step(self, response: session_pb2.StepResponse, seconds: float) -> None:
-        self.committed_step = response.committed_step
+        self._committed_step = response.committed_step
         self._step_count += 1
         self._step_seconds += seconds
         for field in (

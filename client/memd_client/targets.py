@@ -26,6 +26,8 @@ _DTYPES = (torch.float32, torch.bfloat16)
 class StreamedTarget:
     """An offloaded parameter. Its gradient is in memd already."""
 
+    stays = False  # its value comes with its next lease
+
     def __init__(self, entry: StreamedParameter) -> None:
         self._entry = entry
 
@@ -46,10 +48,10 @@ class StreamedTarget:
         return self._entry.gradient.present
 
     def gradient_for_reading(self) -> torch.Tensor:
-        return self._entry.gradient.read(self._entry.session.leases)
+        return self._entry.gradient.read(self._entry.session.leases_of(self.shard))
 
     def gradient_for_writing(self) -> torch.Tensor:
-        return self._entry.gradient.tensor(self._entry.session.leases)
+        return self._entry.gradient.tensor(self._entry.session.leases_of(self.shard))
 
     def drop_gradient(self) -> bool:
         """Whether memd has to be told."""
@@ -57,20 +59,31 @@ class StreamedTarget:
         self._entry.gradient.forget()
         return present
 
-    def seal(self) -> None:
-        """Nobody changes the gradient or sees the value from here until `finish`."""
+    def refuse_if_in_use(self) -> None:
+        """Raises where somebody has the value in place, who would not see the update."""
         self._entry.refuse_if_resident("step()")
-        self._entry.gradient.let_go()
+
+    def seal(self) -> None:
+        """The gradient belongs to a step: here it is gone, and what was computed with the value so
+        far is of the past.
+        """
+        self._entry.begin_update()
+
+    def undo(self) -> None:
+        """The step came to nothing: value and gradient are as before."""
+        self._entry.undo_update()
 
     def finish(self) -> None:
         """The step is committed."""
-        self._entry.count_update()
+        self._entry.update_count += 1
 
 
 class ResidentTarget:
     """A parameter that stays in this process. memd holds its value and state too, so that a commit
     is complete; its gradient is `p.grad`, as with torch's optimizers.
     """
+
+    stays = True
 
     def __init__(
         self,
@@ -108,7 +121,11 @@ class ResidentTarget:
     def drop_gradient(self) -> bool:
         return False  # `zero_grad` of torch does it; what memd was given, the step has consumed
 
+    def refuse_if_in_use(self) -> None:
+        """Whoever uses it keeps the tensor, which gets the new value."""
+
     def seal(self) -> None:
+        """The value and `p.grad` are in memd, as the step will use them."""
         parameter = self._alive()
         leases = self._session.leases
         # The loop may have changed it by any means, `param.data` included, which leaves no trace
@@ -119,7 +136,12 @@ class ResidentTarget:
             self._session.mark_written()
         self._gradient.replace(self.gradient_for_writing().detach(), leases)
 
+    def undo(self) -> None:
+        """The step came to nothing: `p.grad` is where it was."""
+        self._gradient.forget()
+
     def finish(self) -> None:
+        """The step is committed: the new value is put in place."""
         self._gradient.forget()
         self.update_count += 1
         self._take_value(self._alive())

@@ -48,8 +48,9 @@ def test_the_trainer_is_told_and_the_job_stands_at_its_last_commit(daemons: Daem
     with pytest.raises(memd_client.DaemonUnavailable, match="has ended"):
         loss_of(model, batch(STEPS_BEFORE))
     assert time.monotonic() - started < 10, "a lease waits for a daemon that is gone"
-    with pytest.raises(memd_client.DaemonUnavailable):
-        optimizer.step()
+    optimizer.step()
+    with pytest.raises(memd_client.DaemonUnavailable, match="step 4 was not committed"):
+        session.commit(wait=True)
     with pytest.raises(memd_client.DaemonUnavailable):
         session.close()
 

@@ -23,7 +23,7 @@ from memd_native import MODE_OVERWRITE, MODE_READ, PART_GRADIENT, PART_VALUE
 from memd_proto.v1 import job_pb2, session_pb2, tensor_pb2, types_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 _NOT_FOUND, _ALREADY_EXISTS, _CAPACITY, _DEADLINE = 2, 3, 5, 9
 
@@ -72,6 +72,28 @@ class FakeShard:
         )
 
 
+class FakeCall:
+    """A step that the daemon makes only when its answer is waited for: whoever does not wait sees
+    the state before it.
+    """
+
+    def __init__(self, make: Callable[[], session_pb2.StepResponse]) -> None:
+        self._make: Callable[[], session_pb2.StepResponse] | None = make
+        self._response = session_pb2.StepResponse()
+
+    def done(self) -> bool:
+        return self._make is None
+
+    def result(self) -> session_pb2.StepResponse:
+        if self._make is not None:
+            self._response, self._make = self._make(), None
+        return self._response
+
+    def seconds(self) -> float:
+        assert self.done()
+        return 0.5
+
+
 @dataclass
 class FakeStatistics:
     lease_count: int = 0
@@ -91,6 +113,7 @@ class FakeDaemon:
     gradients_fit: bool = True
     synced: bool = True
     committed_step: int = 0
+    step_failures: list[Exception] = field(default_factory=list)  # what the next steps raise
     lease_count: int = 0
     lease_bytes_max: int = 0  # most alive at a time since it was set to 0
 
@@ -232,8 +255,14 @@ class FakeDaemon:
         writing = [lease.shard for lease in self.leases.values() if lease.mode != MODE_READ]
         assert not writing, f"still being written: {writing}"
 
-    def step(self, request: session_pb2.StepRequest) -> session_pb2.StepResponse:
+    def begin_step(self, request: session_pb2.StepRequest) -> FakeCall:
         self.calls.append("step")
+        return FakeCall(lambda: self._step(request))
+
+    def _step(self, request: session_pb2.StepRequest) -> session_pb2.StepResponse:
+        if self.step_failures:
+            raise self.step_failures.pop(0)
+        assert request.step == self.committed_step + 1
         self._refuse_writers()
         assert self.synced, "a step over values that were not made durable"
         for group in request.groups:

@@ -19,6 +19,7 @@ from tests.unit.client_cases import (  # noqa: F401  # pytest finds tests and fi
     session,
 )
 from tests.unit.fake_session import FakeDaemon
+from tests.unit.track_cases import TestCommit, TestResume, TestTrack  # noqa: F401
 
 if TYPE_CHECKING:
     from tests.unit.client_cases import OpenSession

@@ -202,6 +202,7 @@ def test_changed_buffers_and_only_those_are_part_of_a_step(
     module(torch.randn(8, 4)).sum().backward()
     assert not stored["1.running_mean"].bytes_held.any(), "only a step changes what is stored"
     optimizer.step()
+    assert session.committed_step == 1
     assert torch.equal(stored["1.running_mean"].bytes_held, module.get_buffer("1.running_mean"))
     assert stored["1.num_batches_tracked"].bytes_held.item() == 1
     module(torch.randn(8, 4))
@@ -215,22 +216,21 @@ def test_a_sparse_gradient_is_refused(session: Session) -> None:
         model(torch.tensor([1])).sum().backward()
 
 
-def test_a_failed_step_keeps_the_gradients(
-    daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_step_keeps_the_gradients(daemon: FakeDaemon, session: Session) -> None:
     model, reference = memd_client.offload(Mlp(), session), Mlp()
     reference.load_state_dict(model.state_dict())
     optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
     loss_of(model).backward()
 
-    def fail(_: Any) -> None:
-        raise from_code(6, "writing at 4096: Input/output error", 5)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(daemon, "step", fail)
-        with pytest.raises(memd_client.DeviceError, match="Input/output") as caught:
-            optimizer.step()
+    daemon.step_failures.append(from_code(6, "writing at 4096: Input/output error", 5))
+    optimizer.step()
+    optimizer.zero_grad()  # what the step has taken stays the step's
+    with pytest.raises(
+        memd_client.DeviceError, match=r"step 1 was not committed.*Input/output"
+    ) as caught:
+        loss_of(model)
     assert caught.value.errno == 5
+    assert session.committed_step == 0
     optimizer.step()
     expected = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
     loss_of(reference).backward()

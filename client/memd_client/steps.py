@@ -1,0 +1,207 @@
+"""The steps of a session: what optimizers have sealed, and the one whose commit is on its way."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import TYPE_CHECKING, Protocol
+
+from memd_client.errors import InvalidArgument, MemdError, retold
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from memd_client.leases import Shard
+    from memd_proto.v1 import session_pb2
+
+_log = logging.getLogger("memd_client")
+
+
+class StepCall(Protocol):
+    """A Step call that was sent: `control.StepCall`."""
+
+    def done(self) -> bool: ...
+    def result(self) -> session_pb2.StepResponse:
+        """Waits for the answer; raises MemdError where there is none or it is an error."""
+        ...
+
+    def seconds(self) -> float:
+        """From the call to its answer, which `result` has returned."""
+        ...
+
+
+class SealedTarget(Protocol):
+    """A parameter in a step, as the steps see it: `targets.Target`."""
+
+    @property
+    def shard(self) -> Shard: ...
+    @property
+    def stays(self) -> bool:
+        """The value is in this process, and must be the new one when the step was closed."""
+        ...
+
+    def refuse_if_in_use(self) -> None:
+        """Raises where somebody has the value in place, who would not see the update."""
+        ...
+
+    def seal(self) -> None:
+        """The gradient belongs to the step: here it is gone."""
+        ...
+
+    def undo(self) -> None:
+        """The step came to nothing: the gradient is there as before."""
+        ...
+
+    def finish(self) -> None:
+        """The step is committed."""
+        ...
+
+
+@dataclass
+class OpenStep:
+    """What optimizers have sealed since the last commit."""
+
+    groups: list[session_pb2.StepGroup] = field(default_factory=list)
+    targets: dict[int, SealedTarget] = field(default_factory=dict)  # by shard id
+
+    def undo(self) -> None:
+        for target in self.targets.values():
+            target.undo()
+
+
+@dataclass
+class _PendingStep:
+    number: int
+    call: StepCall
+    step: OpenStep
+
+
+class Steps:
+    """Seals, sends and settles the steps of one session: at most one is on its way.
+
+    The daemon is asked over gRPC and leases travel through shared memory, so that a lease could
+    overtake the step it comes after and show the values before it. A lease of a parameter of a step
+    that is on its way therefore waits here, for the answer. Any thread may call.
+    """
+
+    def __init__(
+        self, *, job: str, count: Callable[[session_pb2.StepResponse, float], None]
+    ) -> None:
+        """`count` is told of every step that was committed, and the seconds that took."""
+        self.open: OpenStep | None = None
+        self._job = job
+        self._count = count
+        self._pending: _PendingStep | None = None
+        self._lock = RLock()
+        self._process_id = os.getpid()
+
+    def seal(
+        self, groups: Sequence[session_pb2.StepGroup], targets: Sequence[SealedTarget]
+    ) -> OpenStep:
+        """Adds to the open step, which it becomes part of or which stays as it was."""
+        with self._lock:
+            for target in targets:
+                self.refuse_if_sealed(target.shard, "a second step()")
+                target.refuse_if_in_use()
+            sealed: list[SealedTarget] = []
+            try:
+                for target in targets:
+                    target.seal()
+                    sealed.append(target)
+            except BaseException:
+                for target in sealed:
+                    target.undo()
+                raise
+            self.open = self.open or OpenStep()
+            self.open.groups += groups
+            self.open.targets.update((target.shard.shard_id, target) for target in targets)
+            return self.open
+
+    def send(self, number: int, call: Callable[[], StepCall]) -> None:
+        """The open step, or one without gradients, is on its way when this returns."""
+        with self._lock:
+            step, self.open = self.open or OpenStep(), None
+            self._pending = _PendingStep(number, call(), step)
+            _unfinished.add(self)
+
+    def drop_open(self) -> int:
+        """Gradients come back to their parameters; returns how many."""
+        with self._lock:
+            step, self.open = self.open, None
+            if step is None:
+                return 0
+            step.undo()
+            return len(step.targets)
+
+    def settle(self) -> None:
+        """Waits for the step that is on its way.
+
+        Raises:
+            MemdError: it was not committed. The job is at the step before, and gradients are as
+                they were.
+        """
+        with self._lock:
+            pending = self._pending
+            if pending is None:
+                return
+            try:
+                response = pending.call.result()
+            except MemdError as error:
+                self._forget_pending()
+                pending.step.undo()
+                raise retold(
+                    error,
+                    f"job {self._job!r}: step {pending.number} was not committed, and its "
+                    f"gradients are as they were: {error}",
+                ) from error
+            self._forget_pending()
+            self._count(response, pending.call.seconds())
+            for target in pending.step.targets.values():
+                target.finish()
+
+    def _forget_pending(self) -> None:
+        self._pending = None
+        _unfinished.discard(self)
+
+    def settle_for(self, shard: Shard) -> None:
+        """Before a lease of a parameter: settles where the step on its way updates it, or is over;
+        raises where the open step does.
+        """
+        if self.open is not None:
+            self.refuse_if_sealed(shard, "its use")
+        pending = self._pending
+        if pending is not None and (shard.shard_id in pending.step.targets or pending.call.done()):
+            self.settle()
+
+    def refuse_if_sealed(self, shard: Shard, what: str) -> None:
+        if self.open is not None and shard.shard_id in self.open.targets:
+            raise InvalidArgument(
+                f"job {self._job!r}: step() has taken the gradient of {shard.name!r}, and "
+                f"{what} has to wait for its update: call session.commit() first"
+            )
+
+    def refuse_if_open(self, what: str) -> None:
+        if self.open is not None:
+            raise InvalidArgument(
+                f"job {self._job!r}: between step() and commit() there is no {what}; call "
+                "session.commit() first"
+            )
+
+
+# Of sessions whose step is on its way. A process that ends in order sees them through: the request
+# may not even have left it.
+_unfinished: set[Steps] = set()
+
+
+@atexit.register
+def _settle_all() -> None:
+    for steps in list(_unfinished):
+        if steps._process_id != os.getpid():
+            continue
+        try:
+            steps.settle()
+        except MemdError as error:
+            _log.error("%s", error)

@@ -1,0 +1,323 @@
+"""What a commit holds beside parameters and buffers: tracked objects, random numbers, and the
+settings of optimizers.
+
+It is stored as plain data (`plain.py`) in a buffer of the job, `memd.tracked.<bytes>`, which the
+commit exchanges with all others. A shard keeps its shape, so there is one buffer for each size
+that was ever needed, in coarse sizes; the commit's number in the bytes says which is the last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Sampler
+
+from memd_client import plain
+from memd_client.away import streamed
+from memd_client.dtypes import dtype_number
+from memd_client.errors import IntegrityError, InvalidArgument, MemdError
+from memd_client.leases import Shard
+from memd_proto.v1 import types_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from memd_client.session import Session
+
+_PREFIX = "memd.tracked."
+_STAGED = "@staged"
+# Magic, number of the commit, bytes of the data that follows; the rest is padding.
+_HEADER = struct.Struct("<8sQQ")
+_MAGIC = b"memdtrk1"
+_SIZE_MIN = 4096
+# What an optimizer's group holds beside its settings.
+_NOT_SETTINGS = frozenset(("params", "param_names"))
+_RNG = "rng"
+
+
+class Tracked:
+    """The tracked objects of one session, by name."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._objects: dict[str, Any] = {}
+        self._rng = False
+        self._shards: dict[str, Shard] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._objects) or self._rng
+
+    def add(self, objects: dict[str, Any], *, rng: bool) -> None:
+        """All of them or, where one is refused, none."""
+        for name, value in objects.items():
+            _refuse_object(name, value)
+            if name in self._objects:
+                raise InvalidArgument(f"track() has an object named {name!r} already")
+        self._objects.update(objects)
+        self._rng = self._rng or rng
+
+    def capture(self, number: int, optimizers: Sequence[torch.optim.Optimizer]) -> bytes:
+        """What commit `number` stores.
+
+        Raises:
+            InvalidArgument: something in it is not plain data.
+        """
+        data = bytearray(_HEADER.size)
+        tree = {
+            "objects": {name: value.state_dict() for name, value in self._objects.items()},
+            "optimizers": [_settings_of(optimizer) for optimizer in optimizers],
+            "rng": _random_state() if self._rng else None,
+        }
+        data += plain.encode(tree, what="what commit() stores")
+        _HEADER.pack_into(data, 0, _MAGIC, number, len(data) - _HEADER.size)
+        return bytes(data)
+
+    def stage(self, data: bytes) -> tuple[Shard, Shard]:
+        """Puts it under a staging name; returns (staged, buffer)."""
+        size = size_class(len(data))
+        name = f"{_PREFIX}{size}"
+        if name not in self._shards:
+            declared = self._session.declare([_spec(name, size), _spec(name + _STAGED, size)])
+            self._shards.update((shard.spec.name, Shard.of(shard)) for shard in declared)
+        staged = self._shards[name + _STAGED]
+        padded = torch.zeros(size, dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._session.leases.write(staged, padded)
+        return staged, self._shards[name]
+
+    def restore(self, number: int, data: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Puts what commit `number` stored into the objects, then into the optimizers' groups,
+        which no scheduler's state sets, and at last into the random number generators.
+
+        Raises:
+            InvalidArgument: other objects, optimizers or generators are tracked now than then.
+                Nothing has changed.
+        """
+        self._refuse_other_names(set(data["objects"]), rng=data["rng"] is not None, number=number)
+        stored = data["optimizers"]
+        _refuse_other_optimizers(stored, optimizers, number=number)
+        if data["rng"] is not None:
+            _refuse_other_generators(data["rng"])
+        for name, value in self._objects.items():
+            try:
+                value.load_state_dict(data["objects"][name])
+            except Exception as error:
+                error.add_note(f"while resume() restored the tracked object {name!r}")
+                raise
+        for optimizer, groups in zip(optimizers, stored, strict=True):
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                _apply(group, settings["settings"])
+        if data["rng"] is not None:
+            _set_random_state(data["rng"])
+
+    def _refuse_other_names(self, stored: set[str], *, rng: bool, number: int) -> None:
+        now, then = set(self._objects), set(stored)
+        if self._rng:
+            now.add(_RNG)
+        if rng:
+            then.add(_RNG)
+        if now != then:
+            job = self._session.job
+            parts = [
+                f"{what} {', '.join(map(repr, sorted(names)))}"
+                for what, names in (
+                    ("tracked then and not now:", then - now),
+                    ("tracked now and not then:", now - then),
+                )
+                if names
+            ]
+            raise InvalidArgument(
+                f"job {job!r}: commit {number} stored other objects than track() has now; track "
+                f"the same under the same names, or connect with fresh=True: {'; '.join(parts)}"
+            )
+
+
+def size_class(size: int) -> int:
+    """Bytes that a buffer has for `size` bytes of data: eight sizes between powers of two, so that
+    a state that grows a little keeps its buffer.
+    """
+    if size <= _SIZE_MIN:
+        return _SIZE_MIN
+    step = max(_SIZE_MIN, (1 << (size - 1).bit_length()) >> 4)
+    return -(-size // step) * step
+
+
+def stored_shards(shards: Iterable[types_pb2.Shard]) -> list[Shard]:
+    """Those of a job's shards that may hold what a commit stored."""
+    return [
+        Shard.of(shard)
+        for shard in shards
+        if shard.spec.name.startswith(_PREFIX)
+        and not shard.spec.name.endswith(_STAGED)
+        and shard.spec.kind == types_pb2.SHARD_KIND_BUFFER
+        and shard.written
+    ]
+
+
+def read_stored(stored: torch.Tensor) -> tuple[int, memoryview]:
+    """The commit's number, and its data.
+
+    Raises:
+        IntegrityError: it is not what `Tracked.capture` made.
+    """
+    data: memoryview = stored.numpy().data.cast("B")
+    if len(data) < _HEADER.size:
+        raise IntegrityError(f"what a commit stored is too short: {len(data)} bytes")
+    magic, number, size = _HEADER.unpack_from(data)
+    if magic != _MAGIC or size > len(data) - _HEADER.size:
+        raise IntegrityError("what a commit stored does not begin as it must")
+    return number, data[_HEADER.size : _HEADER.size + size]
+
+
+def checked(data: Any) -> Any:
+    """`data` was decoded: it has the shape that `capture` gives it."""
+    fits = (
+        type(data) is dict
+        and data.keys() == {"objects", "optimizers", "rng"}
+        and type(data["objects"]) is dict
+        and all(type(name) is str for name in data["objects"])
+        and type(data["rng"]) in (dict, type(None))
+        and type(data["optimizers"]) is list
+        and all(
+            type(groups) is list
+            and all(
+                type(group) is dict
+                and group.keys() == {"parameters", "settings"}
+                and type(group["settings"]) is dict
+                for group in groups
+            )
+            for groups in data["optimizers"]
+        )
+    )
+    if not fits:
+        raise IntegrityError("what a commit stored is not what track() stores")
+    return data
+
+
+def _spec(name: str, size: int) -> types_pb2.ShardSpec:
+    return types_pb2.ShardSpec(
+        name=name,
+        kind=types_pb2.SHARD_KIND_BUFFER,
+        dtype=dtype_number(torch.uint8, name=name),
+        shape=[size],
+        tier=types_pb2.TIER_NVME,
+    )
+
+
+def _refuse_object(name: str, value: Any) -> None:
+    if isinstance(value, (Sampler, DataLoader)) and not hasattr(value, "state_dict"):
+        raise InvalidArgument(
+            f"torch's {type(value).__name__} has no state that could be saved: {name!r}; track "
+            "torchdata's StatefulDataLoader instead, or a sampler of your own with state_dict() "
+            "and load_state_dict()"
+        )
+    if isinstance(value, torch.Generator):
+        raise InvalidArgument(
+            f"a torch.Generator has no state_dict(): {name!r}; rng=True tracks torch's own, and "
+            "for this one track an object whose state_dict() returns its get_state()"
+        )
+    for method in ("state_dict", "load_state_dict"):
+        if not callable(getattr(value, method, None)):
+            raise InvalidArgument(
+                f"track() takes objects with state_dict() and load_state_dict(): {name!r} is a "
+                f"{type(value).__name__} without {method}()"
+            )
+    if isinstance(value, nn.Module) and any(
+        streamed(parameter) is not None for parameter in value.parameters()
+    ):
+        raise InvalidArgument(
+            f"the parameters and buffers of offloaded modules are part of every commit: {name!r}"
+        )
+    if getattr(value, "is_part_of_commits", False):
+        raise InvalidArgument(f"memd's optimizers are part of every commit: {name!r}")
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {
+            "parameters": _parameters_of(optimizer, group),
+            "settings": {key: group[key] for key in group if key not in _NOT_SETTINGS},
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _parameters_of(optimizer: Any, group: dict[str, Any]) -> str:
+    """Tells groups apart, in as many bytes for a large model as for a small one."""
+    names = [optimizer.shard_name(parameter) for parameter in group["params"]]
+    digest = hashlib.blake2b("\n".join(names).encode(), digest_size=16).hexdigest()
+    return f"{len(names)} {digest}"
+
+
+def _refuse_other_optimizers(
+    stored: list[Any], optimizers: Sequence[torch.optim.Optimizer], *, number: int
+) -> None:
+    then = [[group["parameters"] for group in groups] for groups in stored]
+    now = [
+        [_parameters_of(optimizer, group) for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
+    if then != now:
+
+        def told(groups: list[list[str]]) -> str:
+            counts = [[int(group.partition(" ")[0]) for group in each] for each in groups]
+            return f"{counts}"
+
+        raise InvalidArgument(
+            f"commit {number} was made with other optimizers or groups of parameters; make the "
+            "same, in the same order, before resume(): then groups of "
+            f"{told(then)} parameters, now {told(now)}, which may differ in their names only"
+        )
+
+
+def _apply(group: dict[str, Any], settings: dict[str, Any]) -> None:
+    for key, value in settings.items():
+        present = group.get(key)
+        # A learning rate that is a tensor may be shared with who reads it.
+        if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
+            present.copy_(value)
+        else:
+            group[key] = value
+
+
+def _random_state() -> dict[str, Any]:
+    numpy = sys.modules.get("numpy")
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(legacy=False) if numpy is not None else None,
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if cuda else None,
+    }
+
+
+def _refuse_other_generators(state: dict[str, Any]) -> None:
+    if state["numpy"] is not None and "numpy" not in sys.modules:
+        raise InvalidArgument("the commit holds numpy's random state; import numpy before resume()")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if state["cuda"] is not None and len(state["cuda"]) != count:
+        raise InvalidArgument(
+            f"the commit holds the random states of {len(state['cuda'])} CUDA devices; this "
+            f"process has {count}"
+        )
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    try:
+        random.setstate(state["python"])
+        if state["numpy"] is not None:
+            sys.modules["numpy"].random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        if state["cuda"] is not None:
+            torch.cuda.set_rng_state_all(state["cuda"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise MemdError(
+            f"the random states cannot be restored by this version of Python, numpy or torch: "
+            f"{error}"
+        ) from error

@@ -1,0 +1,353 @@
+"""What must hold of track(), commit() and resume(), whoever serves them: as client_cases.py."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler
+
+import memd_client
+from tests.unit.client_cases import BatchNorm, Mlp, leases_held, loss_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from memd_client import Session
+    from tests.unit.client_cases import OpenSession
+
+Scheduler = torch.optim.lr_scheduler.LRScheduler
+
+
+class Kept:
+    """Tracked state that is whatever it is given."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def mlp() -> Mlp:
+    torch.manual_seed(0)
+    return Mlp()
+
+
+def batch_norm() -> BatchNorm:
+    torch.manual_seed(0)
+    return BatchNorm()
+
+
+def assert_draws_equal(first: list[Any], second: list[Any]) -> None:
+    for one, other in zip(first, second, strict=True):
+        assert np.array_equal(one, other)
+
+
+def draw() -> list[Any]:
+    return [random.random(), np.random.random(3), torch.randn(3).numpy()]
+
+
+class TestCommit:
+    def test_a_step_is_made_by_commit_and_has_torchs_bits(self, session: Session) -> None:
+        model, reference = memd_client.offload(mlp(), session), mlp()
+        ours = memd_client.AdamW(model.parameters(), lr=1e-2)
+        torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+        session.track(kept=Kept(1))
+        for step in range(3):
+            for trained, optimizer in ((model, ours), (reference, torchs)):
+                loss = loss_of(trained, step)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert session.committed_step == step
+            session.commit(wait=step == 1)
+            assert session.committed_step == step + 1
+        for (name, parameter), (_, value) in zip(
+            model.named_parameters(), reference.named_parameters(), strict=True
+        ):
+            assert torch.equal(parameter, value), name
+        assert leases_held(session) == 0
+
+    def test_between_step_and_commit_what_was_taken_cannot_be_used(self, session: Session) -> None:
+        model = memd_client.offload(mlp(), session)
+        first = memd_client.AdamW(model.first.parameters())
+        second = memd_client.AdamW(model.second.parameters())
+        session.track(kept=Kept())
+        loss_of(model).backward()
+        first.step()
+        assert torch.isfinite(model.second.weight).all()  # another optimizer's
+        uses: dict[str, Callable[[], object]] = {
+            "a module call": lambda: loss_of(model),
+            "gather": lambda: memd_client.gather(model).__enter__(),
+            "a value": lambda: model.first.weight + 1,
+            "state_dict": model.state_dict,
+            "get": lambda: session.get("layers.0.weight"),
+            "a gradient": lambda: setattr(model.first.weight, "grad", torch.ones(64, 32)),
+            "the optimizer's state": first.state_dict,
+            "resume": session.resume,
+        }
+        for use in uses.values():
+            with pytest.raises(memd_client.InvalidArgument, match=r"session\.commit\(\) first"):
+                use()
+        assert model.first.weight.grad is None
+        first.zero_grad()
+        first.step()  # has no gradients any more
+        second.step()
+        session.commit()
+        assert session.committed_step == 1
+        assert first.state_dict()["state"].keys() == {0, 1}
+        assert second.state_dict()["state"].keys() == {0, 1}
+
+    def test_a_second_step_over_new_gradients_waits_for_commit(self, session: Session) -> None:
+        model = nn.Linear(3, 3)
+        optimizer = memd_client.AdamW(model.parameters(), session=session)
+        session.track(kept=Kept())
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        with pytest.raises(memd_client.InvalidArgument, match=r"a second step\(\).*commit"):
+            optimizer.step()
+        session.commit()
+        optimizer.step()
+
+    def test_parameters_that_stay_change_in_commit(self, session: Session) -> None:
+        model, reference = mlp(), mlp()
+        ours = memd_client.AdamW(model.parameters(), lr=1e-2, session=session)
+        torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+        session.track(kept=Kept())
+        for step in range(2):
+            for trained in (model, reference):
+                loss_of(trained, step).backward()
+            before = model.first.weight.clone()
+            ours.step()
+            ours.zero_grad()
+            assert torch.equal(model.first.weight, before)
+            session.commit()
+            torchs.step()
+            torchs.zero_grad()
+            assert torch.equal(model.first.weight, reference.first.weight)
+
+    def test_a_commit_without_a_step_counts(self, job: OpenSession) -> None:
+        with job() as session:
+            session.track(kept=Kept({"a": 1}))
+            session.commit()
+            session.commit(wait=True)
+            assert session.committed_step == 2
+        with job() as session:
+            session.track(kept=(kept := Kept()))
+            assert session.resume() == 2
+            assert kept.state == {"a": 1}
+
+    def test_without_track_commit_makes_durable_and_does_not_count(self, session: Session) -> None:
+        model = memd_client.offload(mlp(), session)
+        optimizer = memd_client.AdamW(model.parameters())
+        loss_of(model).backward()
+        optimizer.step()
+        session.put("x", torch.ones(3))
+        session.commit(wait=True)
+        assert session.committed_step == 1
+
+    def test_closing_between_step_and_commit_drops_the_gradients(
+        self, job: OpenSession, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with job() as session:
+            model = memd_client.offload(mlp(), session)
+            optimizer = memd_client.AdamW(model.parameters())
+            session.track(kept=Kept())
+            session.commit()
+            loss_of(model).backward()
+            optimizer.step()
+        assert "between step() and commit()" in caplog.text
+        with job() as session:
+            model = memd_client.offload(mlp(), session)
+            assert session.committed_step == 1
+            assert session.get("layers.0.weight").equal(mlp().first.weight)
+
+    def test_what_is_not_plain_data_is_refused_by_its_path_and_nothing_is_lost(
+        self, session: Session
+    ) -> None:
+        model = memd_client.offload(mlp(), session)
+        optimizer = memd_client.AdamW(model.parameters())
+        kept = Kept({"a": [1, {"f": print}]})
+        session.track(sampler=kept)
+        loss_of(model).backward()
+        optimizer.step()
+        with pytest.raises(
+            memd_client.InvalidArgument,
+            match=r"\['objects'\]\['sampler'\]\['a'\]\[1\]\['f'\] is a builtins\.builtin_function",
+        ):
+            session.commit()
+        assert session.committed_step == 0
+        kept.state = None
+        session.commit()
+        assert session.committed_step == 1
+
+    def test_state_may_grow_and_shrink(self, job: OpenSession) -> None:
+        sizes = (0, 5000, 3_000_000, 100_000, 3_100_000, 17)
+        for commits in range(1, len(sizes) + 1):
+            with job() as session:
+                session.track(kept=(kept := Kept()))
+                assert session.resume() == commits - 1
+                if commits > 1:
+                    assert kept.state == bytes(sizes[commits - 2])
+                kept.state = bytes(sizes[commits - 1])
+                session.commit()
+
+
+class TestResume:
+    def test_everything_comes_back(self, job: OpenSession) -> None:
+        def make(session: Session) -> tuple[BatchNorm, torch.optim.Optimizer, Scheduler]:
+            model = memd_client.offload(batch_norm(), session)
+            optimizer = memd_client.AdamW(
+                [
+                    {"params": [model.second.weight], "lr": 1e-2},
+                    {"params": [*model.first.parameters(), *model.norm.parameters()]},
+                    {"params": [model.second.bias], "lr": torch.tensor(0.5)},
+                ]
+            )
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+            session.track(scheduler=scheduler, rng=True)
+            return model, optimizer, scheduler
+
+        with job() as session:
+            model, optimizer, scheduler = make(session)
+            assert session.resume() == 0
+            for step in range(3):
+                loss_of(model, step).backward()
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                session.commit()
+            model.eval()
+            drawn, loss = draw(), loss_of(model)
+            groups = [{**group, "params": None} for group in optimizer.param_groups]
+            state = scheduler.state_dict()
+        with job() as session:
+            model, optimizer, scheduler = make(session)
+            loss_of(model)  # changes batch norm's statistics
+            draw()
+            assert session.resume() == 3
+            assert_draws_equal(draw(), drawn)
+            model.eval()
+            assert torch.equal(loss_of(model), loss)
+            assert [{**group, "params": None} for group in optimizer.param_groups] == groups
+            assert scheduler.state_dict() == state
+
+    def test_objects_that_differ_are_named_and_nothing_changes(self, job: OpenSession) -> None:
+        with job() as session:
+            session.track(one=Kept(1), two=Kept(2), rng=True)
+            session.commit()
+        with job() as session:
+            one = Kept(0)
+            session.track(one=one, three=Kept())
+            torch.manual_seed(5)
+            with pytest.raises(
+                memd_client.InvalidArgument, match=r"then and not now: 'rng', 'two'.*then: 'three'"
+            ):
+                session.resume()
+            assert one.state == 0
+            assert torch.initial_seed() == 5
+        with job() as session, pytest.raises(memd_client.InvalidArgument, match="'one', 'rng'"):
+            session.resume()
+
+    def test_other_groups_are_refused(self, job: OpenSession) -> None:
+        with job() as session:
+            model = memd_client.offload(mlp(), session)
+            optimizer = memd_client.AdamW(model.parameters())
+            session.track(kept=Kept())
+            session.commit()
+            del optimizer
+        with job() as session:
+            model = memd_client.offload(mlp(), session)
+            optimizer = memd_client.AdamW(reversed(list(model.parameters())))
+            session.track(kept=Kept())
+            with pytest.raises(memd_client.InvalidArgument, match="other optimizers or groups"):
+                session.resume()
+            del optimizer
+
+    def test_calls_in_the_wrong_order_are_refused(self, job: OpenSession) -> None:
+        with job() as session:
+            model = memd_client.offload(mlp(), session)
+            optimizer = memd_client.AdamW(model.parameters())
+            assert session.resume() == 0
+            with pytest.raises(memd_client.InvalidArgument, match="called once"):
+                session.resume()
+            with pytest.raises(memd_client.InvalidArgument, match="call track\\(\\) before it"):
+                session.track(kept=Kept())
+            loss_of(model).backward()
+            optimizer.step()
+        with job() as session:
+            session.track(kept=Kept())
+            with pytest.raises(memd_client.InvalidArgument, match="commit 1 stored no tracked"):
+                session.resume()
+            session.commit()
+        with job() as session:
+            session.track(kept=Kept())
+            with pytest.raises(
+                memd_client.InvalidArgument, match=r"session\.resume\(\) before the first step"
+            ):
+                session.commit()
+            assert session.resume() == 2
+            session.commit()
+            with pytest.raises(memd_client.InvalidArgument, match="called once"):
+                session.resume()
+
+    def test_without_track_it_counts_steps(self, job: OpenSession) -> None:
+        for attempt in range(2):
+            with job() as session:
+                model = memd_client.offload(mlp(), session)
+                optimizer = memd_client.AdamW(model.parameters())
+                assert session.resume() == 2 * attempt
+                for _ in range(2):
+                    loss_of(model).backward()
+                    optimizer.step()
+
+
+class TestTrack:
+    def test_what_has_no_state_is_refused(self, session: Session) -> None:
+        model = memd_client.offload(mlp(), session)
+        data = torch.arange(8)
+        refused: dict[str, tuple[Any, str]] = {
+            "sampler": (RandomSampler(range(8)), "StatefulDataLoader"),
+            "loader": (DataLoader(data), "StatefulDataLoader"),  # type: ignore[arg-type]
+            "generator": (torch.Generator(), "get_state"),
+            "number": (3, r"int without state_dict\(\)"),
+            "model": (model, "part of every commit"),
+            "optimizer": (memd_client.AdamW(model.parameters()), "part of every commit"),
+        }
+        for name, (value, match) in refused.items():
+            with pytest.raises(memd_client.InvalidArgument, match=match) as caught:
+                session.track(kept=Kept(), **{name: value})
+            assert repr(name) in str(caught.value)
+        with pytest.raises(memd_client.InvalidArgument, match="rng=True"):
+            session.track()
+        session.track(kept=Kept())
+        with pytest.raises(memd_client.InvalidArgument, match="'kept' already"):
+            session.track(kept=Kept())
+        session.track(more=Kept())
+        session.commit()
+
+    def test_counters_and_the_like_come_back(self, job: OpenSession) -> None:
+        state: dict[Any, Any] = {
+            1: Counter("aab"),
+            "t": (1.5, None, -(1 << 70)),
+            "array": np.arange(6.0).reshape(2, 3),
+        }
+        with job() as session:
+            session.track(kept=Kept(state))
+            session.commit()
+        with job() as session:
+            session.track(kept=(kept := Kept()))
+            session.resume()
+            assert kept.state.pop("array").tolist() == state.pop("array").tolist()
+            assert kept.state == state
+            assert type(kept.state[1]) is Counter
