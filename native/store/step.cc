@@ -313,6 +313,17 @@ void ShardStore::sync_job(uint64_t job_id, StepDone done) {
 Status ShardStore::check_start(const StepState& state) const {
   if (Status status = extents_.check_writable(); !status.is_ok()) return status;
   if (Status status = state.job->lost.check(state.job->name); !status.is_ok()) return status;
+  const uint64_t step_next = state.job->committed_step + 1;
+  if (state.request.step != 0 && state.request.step != step_next) {
+    return error(StatusCode::fenced,
+                 "this session closes step ",
+                 state.request.step,
+                 " of job ",
+                 state.job->name,
+                 ", whose next step is ",
+                 step_next,
+                 ": another session has trained it meanwhile; connect anew and resume from there");
+  }
   // What a writer still holds is not whole: it can't be part of what is committed.
   const Job& job = *state.job;
   for (const auto& entry : job.entries) {

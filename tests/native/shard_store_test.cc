@@ -729,6 +729,47 @@ TEST_F(StepTest, a_sealed_gradient_is_not_written_before_its_step_has_ended) {
   expect_twins(heart);
 }
 
+TEST_F(StepTest, of_two_sessions_that_close_the_same_step_one_does) {
+  Heart heart(disk_, kFloorSegments + 16);
+  make(heart, "job", 16);
+  const uint64_t other = heart.attach(heart.job(session_).job_id);
+  StepRequest mine = request();
+  mine.step = 1;
+  put_gradients(heart, 10);
+  std::optional<Status> done, others;
+  heart.store().step(mine, [&](const Status& each, const StepReport&) { done = each; });
+  heart.store().step({.session_id = other, .groups = {}, .staged_buffers = {}, .step = 1},
+                     [&](const Status& each, const StepReport&) { others = each; });
+  ASSERT_TRUE(heart.until([&] { return done && others; }));
+  EXPECT_TRUE(done->is_ok()) << done->message();
+  EXPECT_EQ(others->code(), StatusCode::fenced);
+  EXPECT_EQ(heart.job(session_).committed_step, 1u);
+  const StepRequest ahead{.session_id = session_, .groups = {}, .staged_buffers = {}, .step = 3};
+  EXPECT_EQ(heart.step(ahead).first.code(), StatusCode::fenced);
+  step_twins(10);
+  expect_twins(heart);
+}
+
+TEST_F(StepTest, a_commit_without_gradients_counts_and_takes_staged_buffers) {
+  Heart heart(disk_, kFloorSegments + 16);
+  make(heart, "job", 16);
+  const auto buffers = heart.declare(session_,
+                                     {bytes_shard("tracked", 100, ShardKind::buffer),
+                                      bytes_shard("tracked.staged", 100, ShardKind::buffer)});
+  heart.write(session_, buffers[1], pattern(100, 2));
+  const StepRequest request{.session_id = session_,
+                            .groups = {},
+                            .staged_buffers = {{buffers[1], buffers[0]}},
+                            .step = 1};
+  const auto [status, report] = heart.step(request);
+  ASSERT_TRUE(status.is_ok()) << status.message();
+  EXPECT_EQ(report.committed_step, 1u);
+  Heart again(std::make_shared<MemoryDisk>(*disk_), kFloorSegments + 16);
+  const uint64_t session = again.attach(again.open("job", 16));
+  EXPECT_EQ(again.job(session).committed_step, 1u);
+  EXPECT_EQ(again.read<uint8_t>(session, buffers[0]), pattern(100, 2));
+}
+
 TEST_F(StepTest, parameters_declared_and_blobs_deleted_while_a_step_runs_do_not_disturb_it) {
   Heart heart(disk_, kFloorSegments + 16);
   make(heart, "job", 6);
