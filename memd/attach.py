@@ -14,13 +14,14 @@ import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
 
 from memd import __version__
-from memd.peers import Peer
+from memd.peers import Peer, Session
 from memd.refusal import Refused
 from memd_native import PROTOCOL_VERSION, StatusError
 from memd_proto.v1 import attach_pb2
@@ -28,8 +29,8 @@ from memd_proto.v1 import attach_pb2
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from memd.peers import Peers, Session
-    from memd_native import Server, SessionGrant
+    from memd.peers import Peers
+    from memd_native import KeptSession, Server, SessionGrant
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,43 @@ class AttachListener:
         # connect, do not wait for it.
         self._reclaimers = ThreadPoolExecutor(4, thread_name_prefix="memd-reclaim")
         self._thread = threading.Thread(target=self._run, name="memd-attach", daemon=True)
+
+    def adopt(self, kept: Sequence[KeptSession]) -> None:
+        """Before start(): sessions of the daemon before. They end with their processes, which may
+        come back for as long as they live; those of dead ones end now."""
+        names = {job.job_id: job.name for job in self._server.jobs()}
+        for each in kept:
+            session = Session(
+                session_id=each.session_id,
+                job_id=each.job_id,
+                job_name=names.get(each.job_id, ""),
+            )
+            pidfd = _pidfd_of(each.pid, each.start_time)
+            if pidfd is None:
+                ghost = Peer(pid=each.pid, uid=each.uid, pidfd=-1, connection=None)
+                self._reclaimers.submit(
+                    self._reclaim, ghost, session, "process died while no daemon ran"
+                )
+                continue
+            peer = Peer(
+                pid=each.pid,
+                uid=each.uid,
+                pidfd=pidfd,
+                connection=None,
+                start_time=each.start_time,
+                sessions={session.session_id: session},
+            )
+            self._peers.add(peer)
+            self._watch(pidfd, partial(self._end, peer, reason="process died"))
+            log.info(
+                "session kept",
+                extra={
+                    "session": session.session_id,
+                    "job": session.job_name,
+                    "pid": each.pid,
+                    "uid": each.uid,
+                },
+            )
 
     def start(self) -> None:
         self._watch(self._listening.fileno(), self._accept)
@@ -242,7 +280,29 @@ def _identify(connection: socket.socket) -> Peer:
         if error.errno != errno.ENOPROTOOPT:
             raise
         pidfd = _pidfd_by_number(pid)
-    return Peer(pid=pid, uid=uid, pidfd=pidfd, connection=connection)
+    return Peer(
+        pid=pid, uid=uid, pidfd=pidfd, connection=connection, start_time=_start_time_or_none(pid)
+    )
+
+
+def _pidfd_of(pid: int, start_time: int) -> int | None:
+    """None where that process is dead, whoever has its number now."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except (ProcessLookupError, ValueError, OSError):
+        return None
+    if start_time and _start_time_or_none(pid) == start_time:
+        return pidfd
+    os.close(pidfd)
+    return None
+
+
+def _start_time_or_none(pid: int) -> int:
+    """0 for a process that this one cannot see, in another pid namespace."""
+    try:
+        return _start_time(pid)
+    except (OSError, IndexError):
+        return 0
 
 
 def _pidfd_by_number(pid: int) -> int:

@@ -93,6 +93,11 @@ def configuration_of(config_file: Path | None, flags: dict[str, Any]) -> Configu
 
 @main.command()
 @setting_flags
+@click.option(
+    "--holder-seconds",
+    metavar="N",
+    help="How long memory outlives a dead daemon; 0: it does not.",
+)
 @click.option("--parent-pid", type=int, hidden=True)
 @click.option("--unlocked-ok", is_flag=True, hidden=True)
 def serve(

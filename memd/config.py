@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 DEFAULT_FILE = Path("/etc/memd/memd.toml")
-# The client's address, and where the file is: no settings of the daemon.
-_OTHER_VARIABLES = {"MEMD_ADDRESS", "MEMD_CONFIG"}
+# What the client reads, where the file is, and what the unit says of systemd: no settings of the
+# daemon.
+_OTHER_VARIABLES = {"MEMD_ADDRESS", "MEMD_CONFIG", "MEMD_FDSTORE", "MEMD_REATTACH_SECONDS"}
 # Kubernetes tells every container of a service named memd where it is.
 _FOREIGN_PREFIXES = ("MEMD_SERVICE_", "MEMD_PORT")
 # sun_path of sockaddr_un, with its end.
@@ -41,10 +42,16 @@ class Settings:
     update_threads: int = 0  # 0: one a core
     huge_pages: bool = True
     max_jobs: int = 64
+    # How long a holder waits for the next daemon before it frees the memory; 0: none is started.
+    holder_seconds: int = 600
 
     @property
     def attach_socket(self) -> Path:
         return self.socket.with_name("attach.sock")
+
+    @property
+    def holder_socket(self) -> Path:
+        return self.socket.with_name("holder.sock")
 
 
 # What a running daemon takes over on SIGHUP.
@@ -78,7 +85,7 @@ def load(
                 raise SettingsError(f"{origin}: {name}: {error}") from None
             origins[name] = origin
     settings = Settings(**values)
-    for path in (settings.socket, settings.attach_socket):
+    for path in (settings.socket, settings.attach_socket, settings.holder_socket):
         if len(os.fsencode(path)) > _SOCKET_PATH_BYTES_MAX:
             raise SettingsError(
                 f"{origins['socket']}: socket: a unix socket's path has at most "
@@ -223,4 +230,5 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "update_threads": _integer(least=0, most=1024),
     "huge_pages": _switch,
     "max_jobs": _integer(least=1, most=10_000),
+    "holder_seconds": _integer(least=0, most=86_400),
 }

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from memd import attach
 from memd import log as logs
 from memd.config import RELOADABLE, SettingsError
+from memd.keeper import find_keeper
 from memd.metrics import DaemonCollector, MetricsServer
 from memd.peers import Peers
 from memd.refusal import Refused, StatusCode
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from memd.config import Configuration
+    from memd.keeper import Keeper
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class Daemon:
         self._reload = reload
         self._notifier = Notifier(environ)
         self._is_ready = False
+        self._somebody_returns = True  # until the draining shows that no session is alive
         self._began = time.monotonic()
 
     def run(self) -> None:
@@ -80,7 +83,8 @@ class Daemon:
             attach_socket = self._attach_socket()
             stack.callback(_unlink, settings.attach_socket, attach_socket is None)
             _remove_stale(settings.socket)
-            server = self._start_server()
+            keeper = stack.enter_context(self._keeper())
+            server = self._start_server(keeper)
             stack.callback(server.stop, timeout_s=DRAIN_S - _CALLS_S)
             peers = Peers()
             listener = attach.AttachListener(
@@ -97,15 +101,17 @@ class Daemon:
             )
             if metrics is not None:
                 stack.callback(metrics.stop)
+            listener.adopt(server.kept_sessions())
             listener.start()
             stack.callback(listener.stop)
+            stack.callback(self._look_for_sessions, peers)
             stack.callback(control.stop, grace_s=_CALLS_S)
             stack.callback(listener.stop_accepting)
             # Who reads the ready line may send a signal at once. When the draining begins, the
             # next one ends the process: what is on disk is complete at any moment.
             signal_fd = stack.enter_context(_signals())
             self._announce(server, metrics)
-            self._wait(server, signal_fd=signal_fd, parent=parent)
+            self._wait(server, signal_fd=signal_fd, parent=parent, keeper=keeper)
             self._is_ready = False
         log.info("stopped")
 
@@ -134,7 +140,37 @@ class Daemon:
             )
         return passed
 
-    def _start_server(self) -> Server:
+    @contextlib.contextmanager
+    def _keeper(self) -> Iterator[Keeper | None]:
+        """None for a private daemon, which ends with its parent."""
+        if self._options.parent_pid is not None:
+            yield None
+            return
+        keeper = find_keeper(
+            self._settings.holder_socket,
+            seconds=self._settings.holder_seconds,
+            environ=self._environ,
+            notifier=self._notifier,
+        )
+        if keeper is None:
+            log.info("no holder", extra={"reason": "holder_seconds is 0"})
+            yield None
+            return
+        # Where it does not start, what the daemon before left stays for the next one.
+        is_needed = bool(keeper.kept)
+        try:
+            yield keeper
+            is_needed = self._somebody_returns
+        finally:
+            if not is_needed:
+                keeper.end()
+            keeper.close()
+
+    def _look_for_sessions(self, peers: Peers) -> None:
+        """At the end of the draining: without a living session all that counts is on disk."""
+        self._somebody_returns = any(peer.sessions for peer in peers.all())
+
+    def _start_server(self, keeper: Keeper | None) -> Server:
         settings = self._settings
         said = 0.0
 
@@ -161,8 +197,12 @@ class Daemon:
                 # A private daemon serves one job, as a rule: it gets all there is.
                 jobs_expected=1 if self._options.parent_pid is not None else 2,
                 progress=progress,
+                keeper_fd=keeper.server_fd() if keeper is not None else None,
+                kept=keeper.take_kept() if keeper is not None else [],
             )
         report = server.report()
+        if report.kept_note:
+            log.warning("kept memory is not used", extra={"reason": report.kept_note})
         if not report.pool.locked:
             log.warning(
                 "the pool is not locked and may be swapped", extra={"note": report.pool.note}
@@ -221,7 +261,9 @@ class Daemon:
         )
         self._notifier.notify(READY=1, STATUS=line, MAINPID=os.getpid())
 
-    def _wait(self, server: Server, *, signal_fd: int, parent: int | None) -> None:
+    def _wait(
+        self, server: Server, *, signal_fd: int, parent: int | None, keeper: Keeper | None
+    ) -> None:
         """Until SIGTERM, SIGINT or the parent's death."""
         interval_s = self._notifier.watchdog_s
         heartbeat = -1
@@ -229,10 +271,20 @@ class Daemon:
             selector.register(signal_fd, selectors.EVENT_READ, "signal")
             if parent is not None:
                 selector.register(parent, selectors.EVENT_READ, "parent")
+            if keeper is not None and keeper.is_holder:
+                selector.register(keeper.connection, selectors.EVENT_READ, "holder")
             while True:
                 for key, _ in selector.select(interval_s / 2 if interval_s else _IDLE_S):
                     if key.data == "parent":
                         return self._begin_to_drain("the parent has died")
+                    if key.data == "holder":
+                        # Only its end makes the connection readable.
+                        selector.unregister(key.fileobj)
+                        log.warning(
+                            "the holder has ended: what jobs have in memory will not outlive this "
+                            "daemon; restart memd to have one"
+                        )
+                        continue
                     for number in os.read(signal_fd, 64):
                         if number != signal.SIGHUP:
                             return self._begin_to_drain(signal.Signals(number).name)

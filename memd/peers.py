@@ -36,6 +36,7 @@ class Peer:
     uid: int
     pidfd: int
     connection: socket.socket | None  # None: closed by the client, which may live on
+    start_time: int = 0  # clock ticks since boot; 0: not known, and no session can be resumed
     token: str = field(default_factory=lambda: secrets.token_hex(32))
     sessions: dict[int, Session] = field(default_factory=dict)
 
@@ -92,6 +93,24 @@ class Peers:
                 "another connection: attach again",
             )
         return session
+
+    def claim_session(self, peer: Peer, session_id: int) -> Session | None:
+        """Moves a session of the daemon before to this connection of the same process; None where
+        the process has no such session that waits for it."""
+        with self._lock:
+            if peer.token not in self._by_token or not peer.start_time:
+                return None
+            for other in self._by_token.values():
+                same = (other.pid, other.start_time, other.uid) == (
+                    peer.pid,
+                    peer.start_time,
+                    peer.uid,
+                )
+                if same and other.connection is None and session_id in other.sessions:
+                    session = other.sessions.pop(session_id)
+                    peer.sessions[session_id] = session
+                    return session
+            return None
 
     def remove_session(self, peer: Peer, session_id: int) -> None:
         with self._lock:

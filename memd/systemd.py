@@ -29,6 +29,16 @@ class Notifier:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as datagram:
             datagram.sendto(text.encode(), self._address)
 
+    def connected(self) -> socket.socket:
+        """A socket of the caller's own, for who sends descriptors. OSError where nobody listens."""
+        datagram = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        try:
+            datagram.connect(self._address)
+        except OSError:
+            datagram.close()
+            raise
+        return datagram
+
 
 def _watchdog_s(environ: Mapping[str, str]) -> float | None:
     """How often systemd wants to hear of us, or None."""
@@ -38,13 +48,30 @@ def _watchdog_s(environ: Mapping[str, str]) -> float | None:
     return interval_us / 1e6 if interval_us else None
 
 
+def offers_store(environ: Mapping[str, str]) -> bool:
+    """Whether systemd keeps descriptors of this service (FileDescriptorStoreMax=). It says so since
+    version 254; for an older one the unit does, with MEMD_FDSTORE."""
+    if not environ.get("NOTIFY_SOCKET"):
+        return False
+    return environ.get("FDSTORE", "0") not in ("", "0") or environ.get("MEMD_FDSTORE") == "1"
+
+
+def passed_descriptors(environ: Mapping[str, str]) -> list[tuple[str, int]]:
+    """What systemd passed, by name: sockets that it listens on, and what its store kept. Children
+    inherit them until the caller says otherwise."""
+    if environ.get("LISTEN_PID") != str(os.getpid()):
+        return []
+    names = environ.get("LISTEN_FDNAMES", "").split(":")
+    count = int(environ.get("LISTEN_FDS", "0"))
+    return [
+        (names[index] if index < len(names) else "", _FIRST_FD + index) for index in range(count)
+    ]
+
+
 def listening_socket(environ: Mapping[str, str], name: str) -> socket.socket | None:
     """The listening socket that systemd passed under this name; None where it passed none."""
-    if environ.get("LISTEN_PID") != str(os.getpid()):
-        return None
-    names = environ.get("LISTEN_FDNAMES", "").split(":")
-    for index in range(int(environ.get("LISTEN_FDS", "0"))):
-        if names[index : index + 1] == [name]:
-            os.set_inheritable(_FIRST_FD + index, False)
-            return socket.socket(fileno=_FIRST_FD + index)
+    for passed, fd in passed_descriptors(environ):
+        if passed == name:
+            os.set_inheritable(fd, False)
+            return socket.socket(fileno=fd)
     return None

@@ -31,8 +31,13 @@ class SessionService:
 
     def Attach(self, request: session_pb2.AttachRequest, call: Call) -> session_pb2.AttachResponse:
         _check_attach(request)
+        if request.kept_session_id:
+            return self._resume(request, call)
         job = self._open_job(request, uid=call.peer.uid)
-        grant = self._server.attach(job.job_id)
+        peer = call.peer
+        grant = self._server.attach(
+            job.job_id, pid=peer.pid, start_time=peer.start_time, uid=peer.uid
+        )
         self._hand_over(grant, job, request, call)
         return session_pb2.AttachResponse(
             session_id=grant.session_id,
@@ -43,6 +48,32 @@ class SessionService:
             nvme_bytes=job.nvme_bytes,
             segment_bytes=grant.segment_bytes,
             arena_reserved_bytes=grant.arena_reserved_bytes,
+        )
+
+    def _resume(self, request: session_pb2.AttachRequest, call: Call) -> session_pb2.AttachResponse:
+        """Not kept: no session, and where the job stands."""
+        peer = call.peer
+        job = access.find(self._server, request.job)
+        if job is not None and job.uid != peer.uid:
+            raise access.foreign_job(job, uid=peer.uid)
+        session = self._peers.claim_session(peer, request.kept_session_id)
+        if session is None or job is None or session.job_id != job.job_id:
+            step = job.committed_step if job is not None else 0
+            return session_pb2.AttachResponse(committed_step=step, durable_step=step)
+        grant = self._server.resume_session(
+            session.session_id, pid=peer.pid, start_time=peer.start_time, uid=peer.uid
+        )
+        return session_pb2.AttachResponse(
+            session_id=session.session_id,
+            job_id=job.job_id,
+            committed_step=job.committed_step,
+            host_bytes=job.host_bytes,
+            nvme_bytes=job.nvme_bytes,
+            segment_bytes=grant.segment_bytes,
+            arena_reserved_bytes=grant.arena_reserved_bytes,
+            kept=True,
+            closing_step=self._server.closing_step(job.job_id),
+            durable_step=job.committed_step,
         )
 
     def Detach(self, request: session_pb2.DetachRequest, call: Call) -> session_pb2.DetachResponse:

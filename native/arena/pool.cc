@@ -204,7 +204,16 @@ Status Pool::settle() {
     *this = std::move(*fresh.value());
     return Status::ok();
   }
-  for (auto& [id, segment] : kept_) free_.push_back(std::move(segment));
+  for (auto& [id, segment] : kept_) {
+    if (!segment.is_used()) {
+      free_.push_back(std::move(segment));
+      continue;
+    }
+    // Of a job that is gone: another user may have read and written it.
+    destroy(std::move(segment));
+    report_.bytes -= report_.segment_bytes;
+    report_.kept_bytes -= report_.segment_bytes;
+  }
   kept_.clear();
   const uint64_t count_wanted = divide_up(options_.bytes, report_.segment_bytes);
   while (report_.bytes / report_.segment_bytes > count_wanted && !free_.empty()) {
@@ -295,6 +304,7 @@ std::optional<Segment> Pool::take() {
   if (free_.empty()) return std::nullopt;
   Segment segment = std::move(free_.back());
   free_.pop_back();
+  segment.mark_used();
   return segment;
 }
 

@@ -63,7 +63,8 @@ class Pool {
 
   /// A segment that a job of an earlier daemon used, as it was left; nothing where it is not there.
   std::optional<Segment> take_kept(uint64_t id);
-  /// Ends the adoption. Nobody used what was not taken: it becomes free. A pool that is now larger
+  /// Ends the adoption. What was not taken becomes free where no job ever had it, and goes back to
+  /// the kernel otherwise. A pool that is now larger
   /// than was asked for gives free segments to the kernel, a smaller one grows; what can't be had
   /// of that is said in the report's note, and is no reason to lose what was taken.
   Status settle();

@@ -23,6 +23,12 @@ namespace memd {
 namespace {
 
 constexpr char kName[] = "memd";
+// The mode belongs to the memfd itself: every copy of the descriptor shows it, at once and for as
+// long as one of them is left. Nobody is kept from anything by it but from opening it anew.
+constexpr mode_t kModeClean = S_IRUSR | S_IWUSR;
+constexpr mode_t kModeUsed = S_IRUSR;
+constexpr mode_t kModeGivenUp = 0;
+
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 Result<OwnedFd> create_memfd(bool huge_pages) {
@@ -35,7 +41,7 @@ Result<OwnedFd> create_memfd(bool huge_pages) {
 }
 
 Status size_and_seal(int fd, uint64_t bytes) {
-  if (::fchmod(fd, S_IRUSR | S_IWUSR) != 0) return device_error(errno, "fchmod of a pool segment");
+  if (::fchmod(fd, kModeClean) != 0) return device_error(errno, "fchmod of a pool segment");
   if (::ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
     return device_error(errno, concat("ftruncate of a pool segment to ", bytes, " bytes"));
   }
@@ -114,25 +120,32 @@ Result<Segment> Segment::adopt(OwnedFd fd, uint64_t id, uint64_t bytes) {
                  ", its seals are ",
                  seals);
   }
-  if ((status.st_mode & ALLPERMS) != (S_IRUSR | S_IWUSR)) {
+  const mode_t mode = status.st_mode & ALLPERMS;
+  if (mode != kModeClean && mode != kModeUsed) {
     return error(StatusCode::not_found, "segment ", id, " was given up by the daemon before");
   }
   Result<std::byte*> data = map(fd.get(), bytes, nullptr);
   if (!data.is_ok()) return data.status();
-  return Segment(std::move(fd), id, data.value(), bytes);
+  Segment segment(std::move(fd), id, data.value(), bytes);
+  segment.is_used_ = mode == kModeUsed;
+  return segment;
 }
 
-void Segment::mark_given_up() {
-  // The mode belongs to the memfd itself: every copy of the descriptor shows it, at once.
-  MEMD_CHECK_EQ(::fchmod(fd_.get(), 0), 0);
+void Segment::mark_used() {
+  if (is_used_) return;
+  MEMD_CHECK_EQ(::fchmod(fd_.get(), kModeUsed), 0);
+  is_used_ = true;
 }
+
+void Segment::mark_given_up() { MEMD_CHECK_EQ(::fchmod(fd_.get(), kModeGivenUp), 0); }
 
 Segment::Segment(Segment&& other) noexcept
     : fd_(std::move(other.fd_)),
       id_(std::exchange(other.id_, 0)),
       data_(std::exchange(other.data_, nullptr)),
       bytes_(std::exchange(other.bytes_, 0)),
-      locked_(std::exchange(other.locked_, false)) {}
+      locked_(std::exchange(other.locked_, false)),
+      is_used_(std::exchange(other.is_used_, false)) {}
 
 Segment& Segment::operator=(Segment&& other) noexcept {
   if (this == &other) return *this;
@@ -142,6 +155,7 @@ Segment& Segment::operator=(Segment&& other) noexcept {
   data_ = std::exchange(other.data_, nullptr);
   bytes_ = std::exchange(other.bytes_, 0);
   locked_ = std::exchange(other.locked_, false);
+  is_used_ = std::exchange(other.is_used_, false);
   return *this;
 }
 

@@ -41,6 +41,9 @@ class Segment {
   uint64_t id() const { return id_; }
   std::string kept_name() const { return concat("segment.", id_); }
 
+  /// Before a job gets it: from now on it is no clean one, whatever becomes of the daemon.
+  void mark_used();
+  bool is_used() const { return is_used_; }
   /// Nobody adopts it from now on, whoever still has its descriptor. It goes on working: who leases
   /// from it may outlive the job.
   void mark_given_up();
@@ -65,6 +68,7 @@ class Segment {
   std::byte* data_ = nullptr;
   uint64_t bytes_ = 0;
   bool locked_ = false;
+  bool is_used_ = false;
 };
 
 }  // namespace memd

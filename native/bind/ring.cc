@@ -170,6 +170,20 @@ void bind_ring(nb::module_& module) {
           [](ClientSession& self, uint32_t shard_id) { raise_unless_ok(self.prefetch(shard_id)); },
           "shard_id"_a,
           "Asks for the shard to be brought up; returns at once and may be dropped.")
+      .def("daemon_is_gone",
+           &ClientSession::daemon_is_gone,
+           "Whether the other end of the attach connection is closed.")
+      .def("suspend",
+           &ClientSession::suspend,
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Before the next daemon is asked for the session: who waits for a lease, or asks for "
+           "one, gets UNAVAILABLE until reconnect(). Leases that are held stay valid.")
+      .def(
+          "reconnect",
+          [](ClientSession& self, int connection_fd) { self.reconnect(OwnedFd(connection_fd)); },
+          "connection_fd"_a,
+          nb::call_guard<nb::gil_scoped_release>(),
+          "The next daemon has taken the session over. Takes ownership of the descriptor.")
       .def("statistics", &ClientSession::statistics)
       .def("close",
            &ClientSession::close,

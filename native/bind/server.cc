@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "bind/bind.h"
+#include "server/notify_keeper.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -57,8 +58,13 @@ std::shared_ptr<Server> start(const std::vector<std::string>& directories,
                               uint32_t io_depth,
                               uint32_t update_thread_count,
                               uint32_t jobs_expected,
-                              const std::optional<Progress>& progress) {
+                              const std::optional<Progress>& progress,
+                              std::optional<int> keeper_fd,
+                              const std::vector<std::pair<std::string, int>>& kept) {
+  KeptDescriptors descriptors;
+  for (const auto& [name, fd] : kept) descriptors.push_back({.name = name, .fd = OwnedFd(fd)});
   ServerOptions options;
+  if (keeper_fd) options.keeper = std::make_shared<NotifyKeeper>(OwnedFd(*keeper_fd));
   options.directories = directories;
   options.nvme_bytes = nvme_bytes;
   options.host_bytes = host_bytes;
@@ -76,7 +82,7 @@ std::shared_ptr<Server> start(const std::vector<std::string>& directories,
       (*progress)(done_bytes, all_bytes);
     };
   }
-  return unlocked([&] { return Server::start(options); });
+  return unlocked([&] { return Server::start(options, std::move(descriptors)); });
 }
 
 std::vector<int> release_fds(std::vector<OwnedFd> fds) {
@@ -106,7 +112,8 @@ void bind_records(nb::module_& module) {
       .def_ro("page_bytes", &PoolReport::page_bytes)
       .def_ro("locked", &PoolReport::locked)
       .def_ro("note", &PoolReport::note)
-      .def_ro("prefault_seconds", &PoolReport::prefault_seconds);
+      .def_ro("prefault_seconds", &PoolReport::prefault_seconds)
+      .def_ro("kept_bytes", &PoolReport::kept_bytes);
   nb::class_<StartReport>(module, "StartReport")
       .def_ro("pool", &StartReport::pool)
       .def_ro("io_engine", &StartReport::io_engine)
@@ -115,7 +122,8 @@ void bind_records(nb::module_& module) {
       .def_ro("volume_bytes", &StartReport::volume_bytes)
       .def_ro("formatted", &StartReport::formatted)
       .def_ro("format_seconds", &StartReport::format_seconds)
-      .def_ro("job_count", &StartReport::job_count);
+      .def_ro("job_count", &StartReport::job_count)
+      .def_ro("kept_note", &StartReport::kept_note);
   nb::class_<ShardSpec>(module, "ShardSpec")
       .def(
           "__init__",
@@ -173,6 +181,12 @@ void bind_records(nb::module_& module) {
       .def_prop_ro("doorbell_fd", [](const SessionGrant& self) { return self.doorbell.get(); })
       .def_ro("segment_bytes", &SessionGrant::segment_bytes)
       .def_ro("arena_reserved_bytes", &SessionGrant::arena_reserved_bytes);
+  nb::class_<KeptSession>(module, "KeptSession")
+      .def_ro("session_id", &KeptSession::session_id)
+      .def_ro("job_id", &KeptSession::job_id)
+      .def_prop_ro("pid", [](const KeptSession& self) { return self.owner.pid; })
+      .def_prop_ro("start_time", [](const KeptSession& self) { return self.owner.start_time; })
+      .def_prop_ro("uid", [](const KeptSession& self) { return self.owner.uid; });
   nb::class_<StepReport>(module, "StepReport")
       .def_ro("committed_step", &StepReport::committed_step)
       .def_ro("read_seconds", &StepReport::read_seconds)
@@ -308,7 +322,11 @@ void bind_server(nb::module_& module) {
            "io_depth"_a = 32,
            "update_thread_count"_a = 0,
            "jobs_expected"_a = 2,
-           "progress"_a = nb::none())
+           "progress"_a = nb::none(),
+           "keeper_fd"_a = nb::none(),
+           "kept"_a = std::vector<std::pair<std::string, int>>{},
+           "Takes ownership of `keeper_fd`, a connected socket on which descriptors are kept in "
+           "systemd's words, and of `kept`: names and descriptors that the daemon before left.")
       .def("report", &Server::report, nb::rv_policy::copy)
       .def(
           "open_job",
@@ -355,10 +373,42 @@ void bind_server(nb::module_& module) {
           "force"_a = false)
       .def(
           "attach",
-          [](Server& self, uint64_t job_id) {
-            return std::make_unique<SessionGrant>(unlocked([&] { return self.attach(job_id); }));
+          [](Server& self, uint64_t job_id, uint32_t pid, uint64_t start_time, uint32_t uid) {
+            const SessionOwner owner{.pid = pid, .start_time = start_time, .uid = uid};
+            return std::make_unique<SessionGrant>(
+                unlocked([&] { return self.attach(job_id, owner); }));
           },
-          "job_id"_a)
+          "job_id"_a,
+          nb::kw_only(),
+          "pid"_a = 0,
+          "start_time"_a = 0,
+          "uid"_a = 0,
+          "Of the process that the session belongs to; only it may resume the session.")
+      .def("kept_sessions",
+           &Server::kept_sessions,
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Sessions of the daemon before whose processes have not come back yet.")
+      .def(
+          "resume_session",
+          [](Server& self, uint64_t session_id, uint32_t pid, uint64_t start_time, uint32_t uid) {
+            const SessionOwner owner{.pid = pid, .start_time = start_time, .uid = uid};
+            return std::make_unique<SessionGrant>(
+                unlocked([&] { return self.resume_session(session_id, owner); }));
+          },
+          "session_id"_a,
+          nb::kw_only(),
+          "pid"_a,
+          "start_time"_a,
+          "uid"_a,
+          "Without descriptors: the process has them.")
+      .def(
+          "closing_step",
+          [](Server& self, uint64_t job_id) {
+            const nb::gil_scoped_release released;
+            return self.closing_step(job_id);
+          },
+          "job_id"_a,
+          "A step that was closed and that the daemon is finishing; 0: none.")
       .def(
           "segment_fds",
           [](Server& self, uint64_t session_id, uint64_t first) {
@@ -504,6 +554,10 @@ void bind_server(nb::module_& module) {
           "Replaces moments within one tile, and the shard's generation; durable after the next "
           "sync or step.")
       .def("statistics", &Server::statistics, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("outlives_process",
+                   &Server::outlives_process,
+                   "Whether what jobs have in memory outlives this process; False also where the "
+                   "keeper failed.")
       .def("heartbeat",
            &Server::heartbeat,
            "Grows while the server thread turns; the watchdog looks at it.")
@@ -513,7 +567,7 @@ void bind_server(nb::module_& module) {
           nb::kw_only(),
           "timeout_s"_a,
           "Finishes the steps that were begun, makes written blobs durable, ends the threads. "
-          "Idempotent.");
+          "Sessions end, unless they outlive the process. Idempotent.");
 }
 
 }  // namespace memd

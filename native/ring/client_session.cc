@@ -37,6 +37,19 @@ Status given_up() {
       "connect again");
 }
 
+Status daemon_has_ended() {
+  return error(StatusCode::unavailable,
+               "the daemon has ended; start it again and connect anew, the job stands at its last "
+               "commit");
+}
+
+/// Zeros, of which only touched pages are memory.
+std::atomic<uint32_t>* no_pins() {
+  void* counters = std::calloc(kPinCount, sizeof(std::atomic<uint32_t>));
+  MEMD_CHECK(counters != nullptr);
+  return static_cast<std::atomic<uint32_t>*>(counters);
+}
+
 void pause_cpu() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -95,7 +108,8 @@ ClientSession::ClientSession(SharedMemory memory,
       reserved_bytes_(options.arena_reserved_bytes),
       more_segments_(std::move(options.more_segments)),
       base_(base),
-      pid_(getpid()) {}
+      pid_(getpid()),
+      held_(no_pins(), &std::free) {}
 
 ClientSession::~ClientSession() {
   munmap(base_, reserved_bytes_);
@@ -156,21 +170,17 @@ void ClientSession::take_completions() {
     if (const auto found = waiting_.find(completion.request_id); found != waiting_.end()) {
       found->second->completion = completion;
       found->second->done = true;
-      if (completion.code != 0) {
+      if (completion.code == 0) {
+        held_.get()[completion.pin % kPinCount].fetch_add(found->second->pin,
+                                                          std::memory_order_relaxed);
+      } else {
         const char* text = layout_->messages[completion.message % kMessageCount];
         found->second->message.assign(text, strnlen(text, kMessageBytes));
       }
       waiting_.erase(found);
       taken = true;
     } else if (const auto late = abandoned_.find(completion.request_id); late != abandoned_.end()) {
-      if (completion.code == 0) {
-        leases_held_.fetch_add(1, std::memory_order_relaxed);
-        release({.data = nullptr,
-                 .length_bytes = 0,
-                 .generation = 0,
-                 .pin_index = completion.pin,
-                 .pin = late->second});
-      }
+      if (completion.code == 0) give_back(completion.pin, late->second);
       abandoned_.erase(late);
     }
     layout_->header.completion_head.store(completion_head_, std::memory_order_release);
@@ -178,10 +188,7 @@ void ClientSession::take_completions() {
   if (taken) completed_.notify_all();
 }
 
-Status ClientSession::wait_for(uint64_t request_id,
-                               uint32_t pin,
-                               uint64_t timeout_ns,
-                               Waiting* result) {
+Status ClientSession::wait_for(uint64_t request_id, uint64_t timeout_ns, Waiting* result) {
   const SteadyClock clock;
   const uint64_t start_ns = clock.now_ns();
   auto& header = layout_->header;
@@ -189,6 +196,7 @@ Status ClientSession::wait_for(uint64_t request_id,
     std::unique_lock lock(mutex_);
     take_completions();
     if (result->done) return Status::ok();
+    if (result->is_given_up) return daemon_has_ended();
     if (header.ended.load(std::memory_order_seq_cst) != 0) {
       waiting_.erase(request_id);
       return given_up();
@@ -198,7 +206,7 @@ Status ClientSession::wait_for(uint64_t request_id,
     // a daemon that is gone.
     if (waited_ns > timeout_ns + 1'000'000'000) {
       waiting_.erase(request_id);
-      abandoned_[request_id] = pin;
+      abandoned_[request_id] = result->pin;
       return error(StatusCode::unavailable,
                    "the daemon did not answer within ",
                    waited_ns / 1'000'000,
@@ -232,19 +240,56 @@ Status ClientSession::wait_for(uint64_t request_id,
     someone_waits_in_kernel_ = false;
     take_completions();
     completed_.notify_all();
-    if (gone && !result->done) {
+    if (gone && !result->done && !result->is_given_up) {
       waiting_.erase(request_id);
-      return error(StatusCode::unavailable,
-                   "the daemon has ended; start it again and connect anew, the job stands at its "
-                   "last commit");
+      return daemon_has_ended();
     }
   }
 }
 
 bool ClientSession::daemon_is_gone() const {
+  const std::lock_guard lock(connection_mutex_);
   if (!connection_.is_open()) return false;
   pollfd other_end{.fd = connection_.get(), .events = 0, .revents = 0};
   return poll(&other_end, 1, 0) == 1 && (other_end.revents & (POLLHUP | POLLERR)) != 0;
+}
+
+void ClientSession::suspend() {
+  if (is_in_forked_child()) return;
+  const std::lock_guard lock(mutex_);
+  is_suspended_ = true;
+  take_completions();
+  for (const auto& [request_id, waiting] : waiting_) waiting->is_given_up = true;
+  waiting_.clear();
+  completed_.notify_all();
+}
+
+void ClientSession::reconnect(OwnedFd connection) {
+  if (is_in_forked_child()) return;
+  const std::lock_guard lock(mutex_);
+  MEMD_CHECK(is_suspended_);
+  take_completions();
+  // The next daemon drops what was asked of the one before: nobody answers these any more.
+  abandoned_.clear();
+  give_back_untold_pins();
+  {
+    const std::lock_guard swap(connection_mutex_);
+    connection_ = std::move(connection);
+  }
+  is_suspended_ = false;
+}
+
+void ClientSession::give_back_untold_pins() {
+  for (uint32_t index = 0; index < kPinCount; ++index) {
+    // In this order, the reverse of release(): who gives back meanwhile makes the shared one look
+    // smaller, and never larger.
+    const uint32_t held = held_.get()[index].load(std::memory_order_seq_cst);
+    const uint32_t shared = layout_->pins[index].load(std::memory_order_seq_cst);
+    if (pin_readers(shared) > pin_readers(held))
+      give_back(index, kReaderPin * (pin_readers(shared) - pin_readers(held)));
+    if (pin_writers(shared) > pin_writers(held))
+      give_back(index, kWriterPin * (pin_writers(shared) - pin_writers(held)));
+  }
 }
 
 Status ClientSession::map_segments_up_to(uint64_t end_bytes) {
@@ -288,10 +333,13 @@ Result<LeasedBytes> ClientSession::lease(uint32_t shard_id,
   timeout_ns = std::min(timeout_ns, kTimeoutNsMax);
   const SteadyClock clock;
   const uint64_t start_ns = clock.now_ns();
+  const uint32_t pin = mode == LeaseMode::read ? kReaderPin : kWriterPin;
   Waiting result;
+  result.pin = pin;
   uint64_t request_id = 0;
   {
     const std::lock_guard lock(mutex_);
+    if (is_suspended_) return daemon_has_ended();
     if (waiting_.size() + abandoned_.size() >= kRingEntries / 2) {
       return error(StatusCode::unavailable, "too many leases wait at once: ", waiting_.size());
     }
@@ -309,8 +357,7 @@ Result<LeasedBytes> ClientSession::lease(uint32_t shard_id,
       return status;
     }
   }
-  const uint32_t pin = mode == LeaseMode::read ? kReaderPin : kWriterPin;
-  const Status waited = wait_for(request_id, pin, timeout_ns, &result);
+  const Status waited = wait_for(request_id, timeout_ns, &result);
   lease_wait_ns_.fetch_add(clock.now_ns() - start_ns, std::memory_order_relaxed);
   if (!waited.is_ok()) return waited;
   const Completion& completion = result.completion;
@@ -337,8 +384,13 @@ Result<LeasedBytes> ClientSession::lease(uint32_t shard_id,
 void ClientSession::release(const LeasedBytes& lease) noexcept {
   // rings and counters are not mapped in a child
   if (is_in_forked_child()) return;
-  layout_->pins[lease.pin_index % kPinCount].fetch_sub(lease.pin, std::memory_order_seq_cst);
+  give_back(lease.pin_index, lease.pin);
+  held_.get()[lease.pin_index % kPinCount].fetch_sub(lease.pin, std::memory_order_seq_cst);
   leases_held_.fetch_sub(1, std::memory_order_relaxed);
+}
+
+void ClientSession::give_back(uint32_t pin_index, uint32_t pin) noexcept {
+  layout_->pins[pin_index % kPinCount].fetch_sub(pin, std::memory_order_seq_cst);
   // Ordered after the decrement: either the daemon, which sets the flag and then scans the pins,
   // sees it gone, or we see the flag.
   if (layout_->header.release_wanted.load(std::memory_order_seq_cst) != 0) ring_doorbell();
@@ -347,6 +399,7 @@ void ClientSession::release(const LeasedBytes& lease) noexcept {
 Status ClientSession::prefetch(uint32_t shard_id) {
   if (Status status = refuse_if_unusable(); !status.is_ok()) return status;
   const std::lock_guard lock(mutex_);
+  if (is_suspended_) return daemon_has_ended();
   Request request{};
   request.opcode = Opcode::prefetch;
   request.shard_id = shard_id;

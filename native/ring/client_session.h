@@ -4,6 +4,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -60,13 +61,25 @@ class ClientSession {
   /// May be dropped where the ring is full.
   Status prefetch(uint32_t shard_id);
 
+  /// Whether the attach connection's other end is closed: the daemon has ended. Also between
+  /// suspend() and reconnect().
+  bool daemon_is_gone() const;
+  /// Before the process asks the next daemon for its session: whoever waits gets `unavailable`, and
+  /// so does everybody until reconnect(). Leases that are held stay valid.
+  void suspend();
+  /// The next daemon has taken the session over, and this is the connection to it. Pins of grants
+  /// that no completion told of are given back.
+  void reconnect(OwnedFd connection);
+
   ClientStatistics statistics() const;
   /// Refuses further calls. The mappings live until the last lease is released (shared ownership).
   void close() { closed_.store(true, std::memory_order_relaxed); }
 
  private:
   struct Waiting {
+    uint32_t pin = 0;  // what a grant adds
     bool done = false;
+    bool is_given_up = false;  // by suspend()
     Completion completion{};
     std::string message;
   };
@@ -79,17 +92,18 @@ class ClientSession {
   Status submit(const Request& request);
   /// Takes what has completed and wakes those who wait for it. Called with `mutex_` held.
   void take_completions();
-  /// `pin` is what a completion that comes after the deadline gives back.
-  Status wait_for(uint64_t request_id, uint32_t pin, uint64_t timeout_ns, Waiting* result);
+  Status wait_for(uint64_t request_id, uint64_t timeout_ns, Waiting* result);
+  void give_back(uint32_t pin_index, uint32_t pin) noexcept;
+  void give_back_untold_pins();
   bool is_in_forked_child() const;
   Status map_segments_up_to(uint64_t end_bytes);
   void ring_doorbell() noexcept;
-  bool daemon_is_gone() const;
 
   SharedMemory memory_;
   SharedMemory table_;
   SessionLayout* layout_;
   OwnedFd doorbell_;
+  mutable std::mutex connection_mutex_;
   OwnedFd connection_;
   uint64_t segment_bytes_;
   uint64_t reserved_bytes_;
@@ -104,6 +118,11 @@ class ClientSession {
   uint32_t completion_head_ = 0;
   uint64_t request_id_next_ = 1;
   std::unordered_map<uint64_t, Waiting*> waiting_;
+  bool is_suspended_ = false;
+  // What of each pin counter is held here: the shared one may hold more, of a grant that the daemon
+  // counted and died before it told. Only reconnect() compares. Pages that no pin touched cost
+  // nothing.
+  std::unique_ptr<std::atomic<uint32_t>, decltype(&std::free)> held_;
   // Given up at their deadline: when their completion comes, the pin it carries is given back.
   std::unordered_map<uint64_t, uint32_t> abandoned_;
 

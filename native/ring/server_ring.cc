@@ -50,12 +50,14 @@ Result<ServerRing> ServerRing::adopt(OwnedFd session, OwnedFd doorbell) {
   // against its own before they are used.
   ring.request_head_ = header.request_head.load(std::memory_order_acquire);
   ring.completion_tail_ = header.completion_tail.load(std::memory_order_acquire);
+  ring.is_paused_ = true;
   ring.wake();
   ring.want_release(false);
   return ring;
 }
 
 void ServerRing::discard_requests() {
+  is_paused_ = false;
   const uint32_t tail = header().request_tail.load(std::memory_order_acquire);
   if (tail - request_head_ > kRingEntries) {
     broken_ = true;
@@ -66,7 +68,7 @@ void ServerRing::discard_requests() {
 }
 
 std::optional<Request> ServerRing::poll() {
-  if (broken_) return std::nullopt;
+  if (broken_ || is_paused_) return std::nullopt;
   // Pairs with the release store in ClientSession::submit(): every field of the entry is seen.
   const uint32_t tail = header().request_tail.load(std::memory_order_acquire);
   const uint32_t available = tail - request_head_;
@@ -117,7 +119,8 @@ bool ServerRing::prepare_to_sleep() {
   // Ordered before the load of request_tail: either the server sees the request, or the client sees
   // that the server sleeps.
   header().server_sleeping.store(1, std::memory_order_seq_cst);
-  return !broken_ && header().request_tail.load(std::memory_order_seq_cst) != request_head_;
+  return !broken_ && !is_paused_ &&
+         header().request_tail.load(std::memory_order_seq_cst) != request_head_;
 }
 
 void ServerRing::want_release(bool wanted) {

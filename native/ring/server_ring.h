@@ -71,6 +71,7 @@ class ServerRing {
   uint32_t request_head_ = 0;
   uint32_t completion_tail_ = 0;
   bool broken_ = false;
+  bool is_paused_ = false;  // adopted, and its client has not come back
 };
 
 }  // namespace memd

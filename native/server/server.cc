@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,6 +14,7 @@
 #include <chrono>
 #include <future>
 #include <optional>
+#include <string_view>
 
 #include "base/check.h"
 
@@ -38,16 +40,17 @@ Result<OwnedFd> duplicate(int fd) {
 
 }  // namespace
 
-Result<std::shared_ptr<Server>> Server::start(const ServerOptions& options) {
+Result<std::shared_ptr<Server>> Server::start(const ServerOptions& options, KeptDescriptors kept) {
   std::shared_ptr<Server> server(new Server());
-  if (Status status = server->prepare(options); !status.is_ok()) return status;
+  if (Status status = server->prepare(options, std::move(kept)); !status.is_ok()) return status;
   Server* const raw = server.get();
   server->thread_ = std::thread([raw] { raw->run(); });
   pthread_setname_np(server->thread_.native_handle(), "memd-server");
   return server;
 }
 
-Status Server::prepare(const ServerOptions& options) {
+Status Server::prepare(const ServerOptions& options, KeptDescriptors kept) {
+  keeper_ = options.keeper;
   wake_ = OwnedFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   epoll_ = OwnedFd(epoll_create1(EPOLL_CLOEXEC));
   if (!wake_.is_open() || !epoll_.is_open()) return device_error(errno, "eventfd or epoll");
@@ -63,8 +66,11 @@ Status Server::prepare(const ServerOptions& options) {
       .segment_bytes = 0,
       .huge_pages = options.huge_pages,
       .lock = options.lock_required ? LockMode::required : LockMode::wanted};
-  // A pool that can't be had must not leave a volume that was made for it.
-  if (Status possible = Pool::check(pool_options); !possible.is_ok()) return possible;
+  // A pool that can't be had must not leave a volume that was made for it. What was kept is memory
+  // that is had already.
+  if (kept.empty()) {
+    if (Status possible = Pool::check(pool_options); !possible.is_ok()) return possible;
+  }
 
   VolumeSetOptions volume_options;
   volume_options.directories = options.directories;
@@ -79,10 +85,10 @@ Status Server::prepare(const ServerOptions& options) {
     report_.volume_bytes.push_back(volume.bytes);
   }
 
-  auto pool = Pool::create(pool_options);
+  keep_to_one_volume_set(volumes.value().superblock.set_uuid, kept);
+  auto pool = Pool::create(pool_options, keeper_.get(), &kept);
   if (!pool.is_ok()) return pool.status();
   pool_ = std::move(pool).value();
-  report_.pool = pool_->report();
 
   auto queue = make_io_queue(
       {.engine = options.io_engine, .depth = options.io_depth, .wake_fd = wake_.get()});
@@ -100,14 +106,51 @@ Status Server::prepare(const ServerOptions& options) {
                                                         .extents = *extents_,
                                                         .workers = *workers_,
                                                         .clock = clock_,
-                                                        .jobs_expected = options.jobs_expected});
-  const Status loaded = store_->load([this] {
-    pollfd wait{.fd = wake_.get(), .events = POLLIN, .revents = 0};
-    poll(&wait, 1, kSleepMs);
-    io_->reap();
-  });
+                                                        .jobs_expected = options.jobs_expected,
+                                                        .keeper = keeper_.get()});
+  const Status loaded = store_->load(
+      [this] {
+        pollfd wait{.fd = wake_.get(), .events = POLLIN, .revents = 0};
+        poll(&wait, 1, kSleepMs);
+        io_->reap();
+      },
+      &kept);
+  if (!loaded.is_ok()) return loaded;
+  // What nobody took is of a version that we don't know, or damaged: it would be kept for ever.
+  for (const KeptDescriptor& left : kept) {
+    if (left.fd.is_open() && keeper_ != nullptr) keeper_->forget(left.name);
+  }
+  if (Status settled = pool_->settle(); !settled.is_ok()) return settled;
+  report_.pool = pool_->report();
   report_.job_count = static_cast<uint32_t>(store_->jobs().size());
-  return loaded;
+  return Status::ok();
+}
+
+void Server::keep_to_one_volume_set(const std::array<uint8_t, 16>& uuid, KeptDescriptors& kept) {
+  constexpr std::string_view kPrefix = "volumes.";
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string name(kPrefix);
+  for (const uint8_t byte : uuid) {
+    name += kDigits[byte >> 4];
+    name += kDigits[byte & 15];
+  }
+  const auto of_ours = [&name](const KeptDescriptor& each) { return each.name == name; };
+  const bool is_known = std::any_of(kept.begin(), kept.end(), of_ours);
+  if (!kept.empty() && !is_known) {
+    report_.kept_note = concat("it belongs to other volumes than these: ",
+                               kept.size(),
+                               " descriptors of an earlier daemon are given up");
+    for (const KeptDescriptor& each : kept) {
+      // As Segment::mark_given_up(): nobody takes a used segment for a clean one. Doorbells and
+      // tables have no contents that could be mistaken.
+      if (each.name.starts_with("segment.")) fchmod(each.fd.get(), 0);
+      if (keeper_ != nullptr) keeper_->forget(each.name);
+    }
+    kept.clear();
+  }
+  std::erase_if(kept, [&](const KeptDescriptor& each) { return each.name.starts_with(kPrefix); });
+  // Any descriptor will do: the name is what is kept.
+  if (keeper_ != nullptr && !is_known) keeper_->keep(name, wake_.get());
 }
 
 Server::~Server() {
@@ -286,10 +329,10 @@ void Server::refill_pool() {
   }
 }
 
-Result<SessionGrant> Server::attach(uint64_t job_id) {
+Result<SessionGrant> Server::attach(uint64_t job_id, const SessionOwner& owner) {
   using Pointer = std::shared_ptr<SessionGrant>;
-  auto result = ask<Pointer>(0, "attaching", [this, job_id](const auto& reply) {
-    auto session = store_->attach(job_id);
+  auto result = ask<Pointer>(0, "attaching", [this, job_id, owner](const auto& reply) {
+    auto session = store_->attach(job_id, owner);
     if (!session.is_ok()) return reply(session.status());
     const auto job = store_->job_of(session.value()->session_id);
     if (!job.is_ok()) return reply(job.status());
@@ -316,11 +359,43 @@ Result<SessionGrant> Server::attach(uint64_t job_id) {
   return std::move(*result.value());
 }
 
+std::vector<KeptSession> Server::kept_sessions() {
+  auto result = ask<std::vector<KeptSession>>(
+      0, "kept sessions", [this](const auto& reply) { reply(store_->kept_sessions()); });
+  return result.is_ok() ? std::move(result).value() : std::vector<KeptSession>{};
+}
+
+Result<SessionGrant> Server::resume_session(uint64_t session_id, const SessionOwner& owner) {
+  using Pointer = std::shared_ptr<SessionGrant>;
+  auto result = ask<Pointer>(0, "resuming", [this, session_id, owner](const auto& reply) {
+    const auto session = store_->resume_session(session_id, owner);
+    if (!session.is_ok()) return reply(session.status());
+    const auto job = store_->job_of(session_id);
+    if (!job.is_ok()) return reply(job.status());
+    if (Status status = watch(*session.value()); !status.is_ok()) return reply(status);
+    auto grant = std::make_shared<SessionGrant>();
+    grant->session_id = session_id;
+    grant->segment_bytes = job.value()->memory->arena().segment_bytes();
+    grant->arena_reserved_bytes = job.value()->memory->arena().reserved_bytes();
+    reply(grant);
+  });
+  if (!result.is_ok()) return result.status();
+  return std::move(*result.value());
+}
+
+uint64_t Server::closing_step(uint64_t job_id) {
+  const auto result = ask<uint64_t>(0, "the closing step", [this, job_id](const auto& reply) {
+    reply(store_->closing_step(job_id));
+  });
+  return result.is_ok() ? result.value() : 0;
+}
+
 Status Server::watch(const Session& session) {
   epoll_event event{};
   event.events = EPOLLIN | EPOLLET;
   event.data.u64 = session.session_id;
-  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, session.ring.doorbell_fd(), &event) != 0) {
+  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, session.ring.doorbell_fd(), &event) != 0 &&
+      errno != EEXIST) {  // resumed twice
     return device_error(errno, "watching a session's doorbell");
   }
   return Status::ok();
@@ -460,12 +535,15 @@ Status Server::stop(double timeout_s) {
     return std::max(
         0.01, std::chrono::duration<double>(deadline - std::chrono::steady_clock::now()).count());
   };
-  // Sessions end first, so that their clients hear of it and begin nothing more; steps that were
-  // begun go on.
-  Status status = status_of(ask<Nothing>(left_s(), "ending sessions", [this](const auto& reply) {
-    store_->detach_all();
-    reply(Nothing{});
-  }));
+  Status status;
+  if (!outlives_process()) {
+    // Sessions end first, so that their clients hear of it and begin nothing more; steps that were
+    // begun go on.
+    status = status_of(ask<Nothing>(left_s(), "ending sessions", [this](const auto& reply) {
+      store_->detach_all();
+      reply(Nothing{});
+    }));
+  }
   for (const JobInfo& job : jobs()) {
     auto synced =
         ask<StepReport>(left_s(), "the last sync", [this, id = job.job_id](const auto& reply) {

@@ -1,6 +1,7 @@
 // The daemon's native half: one thread that owns the store, and a face that any thread may call.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -14,6 +15,7 @@
 
 #include "arena/pool.h"
 #include "base/clock.h"
+#include "base/descriptor_keeper.h"
 #include "base/owned_fd.h"
 #include "base/status.h"
 #include "io/io_queue.h"
@@ -35,6 +37,8 @@ struct ServerOptions {
   uint32_t update_thread_count = 0;  // 0: one for each core
   uint32_t jobs_expected = 2;        // a job that names no quota gets this part of what is free
   std::function<void(uint64_t, uint64_t)> progress;  // of formatting, in bytes
+  /// Keeps what must outlive this process; without one nothing does.
+  std::shared_ptr<DescriptorKeeper> keeper;
 };
 
 struct StartReport {
@@ -46,6 +50,7 @@ struct StartReport {
   bool formatted = false;
   double format_seconds = 0;
   uint32_t job_count = 0;
+  std::string kept_note;  // why what an earlier daemon left was not used; empty where it was
 };
 
 /// Descriptors for a client; closed when this is destroyed.
@@ -86,8 +91,10 @@ class ServiceLease {
 /// timeout where it has one: the request goes on after that.
 class Server : public std::enable_shared_from_this<Server> {
  public:
-  /// Opens the volumes, makes the pool, loads the jobs and starts the threads.
-  static Result<std::shared_ptr<Server>> start(const ServerOptions& options);
+  /// Opens the volumes, makes the pool, loads the jobs and starts the threads. `kept` is what the
+  /// daemon before left with the keeper: memory of jobs and of sessions goes on from there.
+  static Result<std::shared_ptr<Server>> start(const ServerOptions& options,
+                                               KeptDescriptors kept = {});
   ~Server();
 
   const StartReport& report() const { return report_; }
@@ -98,7 +105,13 @@ class Server : public std::enable_shared_from_this<Server> {
   Result<std::vector<ShardInfo>> shards(uint64_t job_id);
   Status drop_job(uint64_t job_id, bool force);
 
-  Result<SessionGrant> attach(uint64_t job_id);
+  Result<SessionGrant> attach(uint64_t job_id, const SessionOwner& owner = {});
+  /// Sessions of the daemon before whose processes have not come back yet.
+  std::vector<KeptSession> kept_sessions();
+  /// For the process that the session belongs to. No descriptors: it has them.
+  Result<SessionGrant> resume_session(uint64_t session_id, const SessionOwner& owner);
+  /// A step that was closed and that the daemon is finishing; 0: none.
+  uint64_t closing_step(uint64_t job_id);
   Result<std::vector<OwnedFd>> segment_fds(uint64_t session_id, uint64_t first);
   Result<uint32_t> detach(uint64_t session_id);
 
@@ -119,16 +132,20 @@ class Server : public std::enable_shared_from_this<Server> {
                        double timeout_s);
 
   ServerStatistics statistics();
+  /// What jobs have in memory outlives this process; false also where a keeper failed.
+  bool outlives_process() const { return keeper_ != nullptr && !keeper_->has_failed(); }
   uint64_t heartbeat() const { return heartbeat_.load(std::memory_order_relaxed); }
 
-  /// Finishes what was begun, makes what was written durable, ends the threads. Idempotent.
+  /// Finishes what was begun, makes what was written durable, ends the threads. Sessions end,
+  /// unless they outlive the process: then the next daemon goes on with them. Idempotent.
   Status stop(double timeout_s);
 
  private:
   friend class ServiceLease;
 
   Server() = default;
-  Status prepare(const ServerOptions& options);
+  Status prepare(const ServerOptions& options, KeptDescriptors kept);
+  void keep_to_one_volume_set(const std::array<uint8_t, 16>& uuid, KeptDescriptors& kept);
   void run();
   /// False once the server has stopped.
   bool post(std::function<void()> command);
@@ -146,6 +163,7 @@ class Server : public std::enable_shared_from_this<Server> {
   StartReport report_;
   OwnedFd wake_;
   OwnedFd epoll_;
+  std::shared_ptr<DescriptorKeeper> keeper_;
   // Destroyed in reverse: the store before what it uses.
   std::unique_ptr<Pool> pool_;
   std::unique_ptr<IoQueue> io_;

@@ -304,6 +304,8 @@ TEST(KeptPool, segments_in_use_come_back_by_id_and_the_rest_is_free) {
     id = used->id();
     EXPECT_TRUE(keeper.has(concat("segment.", id)));
     std::memset(used->data(), 7, used->bytes());
+    const auto lost = pool.value()->take();  // of a job that is not found again
+    std::memset(lost->data(), 8, lost->bytes());
   }  // as a killed daemon, which forgets nothing
   KeptDescriptors kept = keeper.copies();
   kept.push_back({"ledger.1", OwnedFd(::open("/dev/null", O_RDONLY | O_CLOEXEC))});
@@ -322,7 +324,7 @@ TEST(KeptPool, segments_in_use_come_back_by_id_and_the_rest_is_free) {
   ASSERT_TRUE(pool.value()->settle().is_ok());
   EXPECT_EQ(pool.value()->segment_count_free(), 3U);
   EXPECT_EQ(pool.value()->report().bytes, 8_MiB);
-  EXPECT_EQ(pool.value()->report().kept_bytes, 8_MiB);
+  EXPECT_EQ(pool.value()->report().kept_bytes, 6_MiB) << "a fresh one for that of a lost job";
   EXPECT_EQ(pool.value()->report().note, "");
   while (const auto free = pool.value()->take()) EXPECT_TRUE(all_zero(*free));
 }

@@ -325,9 +325,9 @@ TEST_F(RingTest, the_next_daemon_goes_on_with_rings_and_pins) {
   ASSERT_TRUE(adopted.is_ok()) << adopted.status().message();
   ServerRing next = std::move(adopted).value();
   EXPECT_EQ(next.pins(5), kReaderPin);
-  const auto untaken = next.poll();
-  ASSERT_TRUE(untaken.has_value()) << "what no daemon took is still there";
-  EXPECT_EQ(untaken->shard_id, 2U);
+  EXPECT_FALSE(next.poll().has_value()) << "its client has not come back";
+  EXPECT_FALSE(next.prepare_to_sleep()) << "and keeps nobody awake";
+  next.wake();
   ASSERT_TRUE(client_->prefetch(3).is_ok());
   next.discard_requests();
   EXPECT_FALSE(next.poll().has_value());
@@ -338,6 +338,74 @@ TEST_F(RingTest, the_next_daemon_goes_on_with_rings_and_pins) {
   layout().header.request_tail.fetch_add(kRingEntries + 1);
   next.discard_requests();
   EXPECT_TRUE(next.broken()) << "more requests than the ring has";
+}
+
+TEST_F(RingTest, who_waits_is_told_and_asks_the_next_daemon) {
+  std::vector<Result<LeasedBytes>> answers(3, error(StatusCode::unavailable, "none"));
+  std::vector<std::thread> threads;
+  for (uint32_t i = 0; i < 3; ++i) {
+    threads.emplace_back(
+        [&, i] { answers[i] = client_->lease(i, Part::value, LeaseMode::read, 60 * kSecond); });
+  }
+  const Request first = next_request();
+  grant(first, 5);
+  const Request second = next_request();
+  ring_.add_pin(6, kWriterPin);  // and the daemon dies before it tells
+  // The third is left in the ring.
+  while (layout().header.request_tail.load() != 3) std::this_thread::yield();
+  client_->suspend();
+  for (std::thread& thread : threads) thread.join();
+  for (uint32_t i = 0; i < 3; ++i) {
+    if (i == first.shard_id) {
+      EXPECT_TRUE(answers[i].is_ok()) << "what was told holds";
+    } else {
+      EXPECT_EQ(answers[i].status().code(), StatusCode::unavailable);
+      EXPECT_NE(answers[i].status().message().find("the daemon has ended"), std::string::npos);
+    }
+  }
+  EXPECT_NE(second.shard_id, first.shard_id);
+  EXPECT_EQ(client_->lease(9, Part::value, LeaseMode::read, kSecond).status().code(),
+            StatusCode::unavailable);
+  EXPECT_EQ(layout().header.request_tail.load(), 3U) << "nothing is asked meanwhile";
+
+  ring_ = std::move(ServerRing::adopt(copy(ring_.session_fd()), copy(ring_.doorbell_fd()))).value();
+  ring_.discard_requests();
+  client_->reconnect(OwnedFd());
+  EXPECT_EQ(ring_.pins(5), kReaderPin) << "a lease that is held stays";
+  EXPECT_EQ(ring_.pins(6), 0U) << "a grant that nobody was told of is given back";
+  std::thread again(
+      [&] { answers[0] = client_->lease(7, Part::value, LeaseMode::write, 60 * kSecond); });
+  grant(next_request(), 6);
+  again.join();
+  ASSERT_TRUE(answers[0].is_ok()) << answers[0].status().message();
+  client_->suspend();
+  client_->reconnect(OwnedFd());
+  EXPECT_EQ(ring_.pins(6), kWriterPin);
+  client_->release(answers[0].value());
+  EXPECT_EQ(ring_.pins(6), 0U);
+}
+
+TEST_F(RingTest, leases_given_back_while_a_session_reconnects_are_counted_once) {
+  constexpr int kLeases = 2000;
+  std::vector<LeasedBytes> leases;
+  std::thread granting([this] {
+    for (int i = 0; i < kLeases; ++i) grant(next_request(), static_cast<uint32_t>(i % 7));
+  });
+  for (int i = 0; i < kLeases; ++i) {
+    auto lease = client_->lease(1, Part::value, LeaseMode::read, 60 * kSecond);
+    ASSERT_TRUE(lease.is_ok()) << lease.status().message();
+    leases.push_back(lease.value());
+  }
+  granting.join();
+  std::thread releasing([&] {
+    for (const LeasedBytes& lease : leases) client_->release(lease);
+  });
+  for (int i = 0; i < 5; ++i) {
+    client_->suspend();
+    client_->reconnect(OwnedFd());
+  }
+  releasing.join();
+  for (uint32_t index = 0; index < 7; ++index) EXPECT_EQ(ring_.pins(index), 0U);
 }
 
 TEST_F(RingTest, what_is_no_session_is_not_adopted) {

@@ -291,7 +291,10 @@ class FakeServer:
                 raise status_error(StatusCode.CAPACITY, "sessions are attached; use force")
             del self._jobs[job_id]
 
-    def attach(self, job_id: int) -> SessionGrant:
+    def attach(
+        self, job_id: int, *, pid: int = 0, start_time: int = 0, uid: int = 0
+    ) -> SessionGrant:
+        del pid, start_time, uid
         with self._lock:
             session_id = next(self._ids)
             self._sessions[session_id] = job_id
@@ -328,8 +331,10 @@ class FakeServer:
         groups: Sequence[tuple[AdamSettings, Sequence[int]]],
         *,
         staged_buffers: Sequence[tuple[int, int]] = (),
+        step: int = 0,
         timeout_s: float,
     ) -> StepReport:
+        del step
         job = self._job(session_id)
         job.info.committed_step += 1
         return StepReport(job.info.committed_step, written_bytes=sum(len(ids) for _, ids in groups))

@@ -76,6 +76,19 @@ class ClientSession:
         Asks for the shard to be brought up; returns at once and may be dropped.
         """
 
+    def daemon_is_gone(self) -> bool:
+        """Whether the other end of the attach connection is closed."""
+
+    def suspend(self) -> None:
+        """
+        Before the next daemon is asked for the session: who waits for a lease, or asks for one, gets UNAVAILABLE until reconnect(). Leases that are held stay valid.
+        """
+
+    def reconnect(self, connection_fd: int) -> None:
+        """
+        The next daemon has taken the session over. Takes ownership of the descriptor.
+        """
+
     def statistics(self) -> ClientStatistics: ...
 
     def close(self) -> None:
@@ -102,6 +115,9 @@ class PoolReport:
     @property
     def prefault_seconds(self) -> float: ...
 
+    @property
+    def kept_bytes(self) -> int: ...
+
 class StartReport:
     @property
     def pool(self) -> PoolReport: ...
@@ -126,6 +142,9 @@ class StartReport:
 
     @property
     def job_count(self) -> int: ...
+
+    @property
+    def kept_note(self) -> str: ...
 
 class ShardSpec:
     def __init__(self, name: str, kind: int, dtype: int, shape: Sequence[int], tier: int) -> None: ...
@@ -229,6 +248,22 @@ class SessionGrant:
 
     @property
     def arena_reserved_bytes(self) -> int: ...
+
+class KeptSession:
+    @property
+    def session_id(self) -> int: ...
+
+    @property
+    def job_id(self) -> int: ...
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def start_time(self) -> int: ...
+
+    @property
+    def uid(self) -> int: ...
 
 class StepReport:
     @property
@@ -408,7 +443,10 @@ class Server:
     Pool, volumes, jobs and the threads that serve them. Every method may be called from any thread and releases the GIL; each raises StatusError. Blocking ones take a deadline and say on what they waited.
     """
 
-    def __init__(self, *, directories: Sequence[str], nvme_bytes: int, host_bytes: int, lock_required: bool = True, huge_pages: bool = True, io_engine: str = 'auto', io_depth: int = 32, update_thread_count: int = 0, jobs_expected: int = 2, progress: Callable[[int, int], None] | None = None) -> None: ...
+    def __init__(self, *, directories: Sequence[str], nvme_bytes: int, host_bytes: int, lock_required: bool = True, huge_pages: bool = True, io_engine: str = 'auto', io_depth: int = 32, update_thread_count: int = 0, jobs_expected: int = 2, progress: Callable[[int, int], None] | None = None, keeper_fd: int | None = None, kept: Sequence[tuple[str, int]] = []) -> None:
+        """
+        Takes ownership of `keeper_fd`, a connected socket on which descriptors are kept in systemd's words, and of `kept`: names and descriptors that the daemon before left.
+        """
 
     def report(self) -> StartReport: ...
 
@@ -423,7 +461,19 @@ class Server:
 
     def drop_job(self, job_id: int, *, force: bool = False) -> None: ...
 
-    def attach(self, job_id: int) -> SessionGrant: ...
+    def attach(self, job_id: int, *, pid: int = 0, start_time: int = 0, uid: int = 0) -> SessionGrant:
+        """
+        Of the process that the session belongs to; only it may resume the session.
+        """
+
+    def kept_sessions(self) -> list[KeptSession]:
+        """Sessions of the daemon before whose processes have not come back yet."""
+
+    def resume_session(self, session_id: int, *, pid: int, start_time: int, uid: int) -> SessionGrant:
+        """Without descriptors: the process has them."""
+
+    def closing_step(self, job_id: int) -> int:
+        """A step that was closed and that the daemon is finishing; 0: none."""
 
     def segment_fds(self, session_id: int, first: int) -> list[int]:
         """
@@ -455,10 +505,16 @@ class Server:
 
     def statistics(self) -> ServerStatistics: ...
 
+    @property
+    def outlives_process(self) -> bool:
+        """
+        Whether what jobs have in memory outlives this process; False also where the keeper failed.
+        """
+
     def heartbeat(self) -> int:
         """Grows while the server thread turns; the watchdog looks at it."""
 
     def stop(self, *, timeout_s: float) -> None:
         """
-        Finishes the steps that were begun, makes written blobs durable, ends the threads. Idempotent.
+        Finishes the steps that were begun, makes written blobs durable, ends the threads. Sessions end, unless they outlive the process. Idempotent.
         """

@@ -1,0 +1,247 @@
+"""A small process that keeps the daemon's descriptors, where systemd's store is not there.
+
+Memory that only descriptors refer to is freed with the last of them. This process has copies, so
+that a daemon that is killed, restarted or upgraded finds its memory again. It speaks systemd's
+words (`FDSTORE=1`, `FDSTOREREMOVE=1`, sd_notify(3)) on packets, maps nothing and reads nothing of
+what it keeps, and needs only the standard library: it runs with `python -I -S`, a few MiB.
+
+One holder a control socket. It ends when the daemon says so, when the folder of its socket
+vanishes, or when no daemon has come for the configured time: then the memory is freed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import os
+import resource
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+
+# Of one packet; the kernel takes 253.
+DESCRIPTORS_MAX = 64
+PACKET_BYTES_MAX = 16 * 1024
+END = b"HOLDER_END=1\n"
+_NAMES = "FDNAMES="
+_COUNT = "FDCOUNT="
+_UCRED = struct.Struct("iII")  # pid, uid, gid
+# How often a holder without a daemon looks whether its socket is still there.
+_LOOK_S = 2.0
+# For a daemon that died, until its last packet and the end of its connection are read; and for one
+# that takes what is kept.
+_PATIENCE_S = 30.0
+
+
+class Holder:
+    def __init__(
+        self, listening: socket.socket, daemon: socket.socket | None, *, path: Path, seconds: float
+    ) -> None:
+        self._listening = listening
+        self._daemon = daemon
+        self._path = path
+        self._seconds = seconds
+        self._kept: dict[str, int] = {}
+        self._is_over = False
+        self._file = _identity(path)
+
+    def run(self) -> str:
+        """Why it ended."""
+        selector = selectors.DefaultSelector()
+        selector.register(self._listening, selectors.EVENT_READ)
+        if self._daemon is not None:
+            selector.register(self._daemon, selectors.EVENT_READ)
+        deadline = time.monotonic() + self._seconds
+        while not self._is_over:
+            events = selector.select(None if self._daemon is not None else _LOOK_S)
+            for key, _ in events:
+                if key.fileobj is self._listening:
+                    came = self._accept()
+                    if came is None:
+                        continue
+                    if self._daemon is not None:
+                        selector.unregister(self._daemon)
+                        self._read_to_the_end(self._daemon)
+                    self._daemon = came if self._hand_over(came) else None
+                    if self._daemon is not None:
+                        selector.register(self._daemon, selectors.EVENT_READ)
+                elif key.fileobj is self._daemon and not self._read(self._daemon):
+                    selector.unregister(self._daemon)
+                    self._daemon.close()
+                    self._daemon = None
+                    deadline = time.monotonic() + self._seconds
+            if self._daemon is None and not self._is_over:
+                if self._file is None or _identity(self._path) != self._file:
+                    return "the folder of its socket has vanished"
+                if time.monotonic() > deadline:
+                    return f"no daemon came for {self._seconds:g} s"
+        return "the daemon stopped and no session is alive"
+
+    @property
+    def count(self) -> int:
+        return len(self._kept)
+
+    def remove_socket(self) -> None:
+        if self._file is not None and _identity(self._path) == self._file:
+            self._path.unlink(missing_ok=True)
+
+    def _accept(self) -> socket.socket | None:
+        try:
+            connection, _ = self._listening.accept()
+        except OSError:
+            return None
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        uid = _UCRED.unpack(credentials)[1]
+        if uid != os.geteuid():
+            _say(f"a process of user {uid} was refused")
+            connection.close()
+            return None
+        connection.settimeout(_PATIENCE_S)
+        return connection
+
+    def _read(self, daemon: socket.socket) -> bool:
+        """One packet; False at the connection's end."""
+        try:
+            packet, fds, flags, _ = socket.recv_fds(daemon, PACKET_BYTES_MAX, DESCRIPTORS_MAX)
+        except OSError:
+            return False
+        if not packet:
+            return False
+        if packet == END:
+            self._is_over = True
+            return True
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            _say("a descriptor did not come through; is the limit of open files too small?")
+        lines = packet.decode(errors="replace").splitlines()
+        words = dict(line.split("=", 1) for line in lines if "=" in line)
+        name = words.get("FDNAME", "")
+        if words.get("FDSTORE") == "1" and name and len(fds) == 1:
+            self._forget(name)
+            self._kept[name] = fds[0]
+            return True
+        for fd in fds:
+            os.close(fd)
+        if words.get("FDSTOREREMOVE") == "1":
+            self._forget(name)
+        return True
+
+    def _read_to_the_end(self, daemon: socket.socket) -> None:
+        """What a dead daemon said last still counts. One daemon a socket: whoever connects holds
+        its lock, so that this one is ending."""
+        daemon.settimeout(_PATIENCE_S)
+        while self._read(daemon):
+            pass
+        daemon.close()
+
+    def _hand_over(self, daemon: socket.socket) -> bool:
+        names = list(self._kept)
+        try:
+            for first in range(0, len(names), DESCRIPTORS_MAX):
+                part = names[first : first + DESCRIPTORS_MAX]
+                packet = (_NAMES + ":".join(part) + "\n").encode()
+                _send(daemon, packet, [self._kept[name] for name in part])
+            _send(daemon, f"{_COUNT}{len(names)}\n".encode(), [])
+        except OSError as error:
+            _say(f"a daemon did not take what is kept: {error}")
+            daemon.close()
+            return False
+        return True
+
+    def _forget(self, name: str) -> None:
+        fd = self._kept.pop(name, None)
+        if fd is not None:
+            os.close(fd)
+
+
+def take(connection: socket.socket) -> list[tuple[str, int]]:
+    """For the daemon: names and descriptors that the holder has. The caller owns them. OSError or
+    ValueError where they do not come through."""
+    taken: list[tuple[str, int]] = []
+    try:
+        while True:
+            packet, fds, flags, _ = socket.recv_fds(connection, PACKET_BYTES_MAX, DESCRIPTORS_MAX)
+            if not packet:
+                raise ConnectionResetError(errno.ECONNRESET, "the holder has ended")
+            text = packet.decode().rstrip("\n")
+            if text.startswith(_COUNT):
+                if int(text.removeprefix(_COUNT)) != len(taken):
+                    raise ValueError(f"{len(taken)} descriptors came, and {text}")
+                return taken
+            names = text.removeprefix(_NAMES).split(":")
+            taken += zip(names, fds, strict=False)
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(names) != len(fds):
+                raise ValueError(
+                    "descriptors did not come through; is the limit of open files (ulimit -n) too "
+                    f"small? {len(fds)} of {len(names)}"
+                )
+    except BaseException:
+        for _, fd in taken:
+            os.close(fd)
+        raise
+
+
+def _send(connection: socket.socket, packet: bytes, fds: list[int]) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            socket.send_fds(connection, [packet], fds)
+        except OSError as error:
+            # Too many descriptors of this user are on their way: nothing tells when fewer are.
+            if (
+                error.errno not in (errno.ETOOMANYREFS, errno.ENOBUFS)
+                or time.monotonic() > deadline
+            ):
+                raise
+            time.sleep(0.01)
+        else:
+            return
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _say(text: str) -> None:
+    # Whoever read our output may be gone.
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"memd holder {os.getpid()}: {text}\n")
+        sys.stderr.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="memd-holder", description=__doc__)
+    parser.add_argument("--socket", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--listening-fd", type=int, required=True)
+    parser.add_argument("--daemon-fd", type=int, required=True)
+    arguments = parser.parse_args()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text("memd-holder", encoding="utf-8")
+    # Signals of a terminal or of a daemon's group are not for us; our own session keeps most away.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    holder = Holder(
+        socket.socket(fileno=arguments.listening_fd),
+        socket.socket(fileno=arguments.daemon_fd),
+        path=arguments.socket,
+        seconds=arguments.seconds,
+    )
+    reason = holder.run()
+    if holder.count:
+        _say(f"ended, and {holder.count} descriptors with what they kept: {reason}")
+    holder.remove_socket()
+
+
+if __name__ == "__main__":
+    main()
