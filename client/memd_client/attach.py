@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 import threading
@@ -87,6 +88,15 @@ class AttachConnection:
     def duplicate(self) -> int:
         """A descriptor of the connection, which hangs up when the daemon dies; the caller's."""
         return os.dup(self._socket.fileno())
+
+    def is_closed_there(self) -> bool:
+        """The daemon has closed its end: it closes that of a living process only when it ends."""
+        other_end = select.poll()
+        try:
+            other_end.register(self._socket, 0)
+        except ValueError:
+            return False  # closed here
+        return bool(other_end.poll(0))
 
     def close(self) -> None:
         self._socket.close()

@@ -91,10 +91,21 @@ class Control:
     hang.
     """
 
-    def __init__(self, *, address: str, token: str) -> None:
+    def __init__(
+        self, *, address: str, token: str, last_words: Callable[[], str] | None = None
+    ) -> None:
         self._address = address
+        self._last_words = last_words  # of a private daemon, once it is gone
         self._metadata = (("memd-token", token),)
         self._channel: grpc.Channel | None = None
+
+    def renew(self, *, address: str, token: str) -> None:
+        """Calls go to the next daemon from now on; those under way are given up."""
+        old, self._channel = self._channel, None
+        self._address = address
+        self._metadata = (("memd-token", token),)
+        if old is not None:
+            old.close()
 
     def attach(self, request: session_pb2.AttachRequest) -> session_pb2.AttachResponse:
         return self._call(self._sessions().Attach, request, _LONG_S)
@@ -177,9 +188,12 @@ class Control:
             if key == _ERROR_METADATA:
                 detail = types_pb2.ErrorDetail.FromString(value)
                 return from_code(detail.code, message, detail.error_number)
-        if error.code() is grpc.StatusCode.UNAVAILABLE:
+        # CANCELLED: by a daemon that stops, or because the channel was renewed.
+        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+            said = self._last_words() if self._last_words is not None else ""
             return DaemonUnavailable(
                 f"the daemon at {self._address} is gone; start it and connect again: {message}"
+                + (f"\nit said at last:\n{said}" if said else "")
             )
         code = _CODES.get(error.code())
         return from_code(code, message) if code else DaemonFailed(f"{error.code().name}: {message}")

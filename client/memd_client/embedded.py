@@ -24,6 +24,8 @@ _STOP_S = 120.0
 # A temporary volume is written anew at every start, some seconds for 10 GiB.
 _TEMPORARY_NVME_BYTES = 2 << 30
 
+_LAST_LINES = 10
+
 _daemons: dict[EmbeddedAddress, EmbeddedDaemon] = {}
 _lock = threading.Lock()
 
@@ -66,6 +68,14 @@ class EmbeddedDaemon:
     @property
     def process_id(self) -> int:
         return self._process.pid
+
+    def last_words(self) -> str:
+        """The last lines of its stderr, for who finds it dead."""
+        if self._log.closed:
+            return ""
+        self._log.flush()
+        text = Path(self._log.name).read_text(encoding="utf-8", errors="replace")
+        return "\n".join(text.splitlines()[-_LAST_LINES:])
 
     def is_alive(self) -> bool:
         return os.getpid() == self._parent and self._process.poll() is None

@@ -10,9 +10,11 @@ import torch
 import memd_native
 from memd_client.dtypes import dtype_number, torch_dtype
 from memd_client.errors import CODE_CAPACITY, CODE_NOT_FOUND, InvalidArgument, MemdError, from_code
+from memd_client.reattach import AtOnce
 from memd_native import MODE_OVERWRITE, MODE_READ, MODE_WRITE, PART_GRADIENT, PART_VALUE
 
 if TYPE_CHECKING:
+    from memd_client.reattach import Retrying
     from memd_proto.v1 import types_pb2
 
 __all__ = [
@@ -94,9 +96,10 @@ class Leases:
     is used.
     """
 
-    def __init__(self, plane: DataPlane, *, job: str) -> None:
+    def __init__(self, plane: DataPlane, *, job: str, retrying: Retrying | None = None) -> None:
         self._plane = plane
         self._job = job
+        self._retrying = retrying or AtOnce()
 
     def value(self, shard: Shard, mode: int = MODE_READ) -> torch.Tensor:
         """The bytes of a parameter, buffer or blob, in the shard's shape."""
@@ -126,10 +129,13 @@ class Leases:
         )
 
     def prefetch(self, shard: Shard) -> None:
-        try:
-            self._plane.prefetch(shard.shard_id)
-        except memd_native.StatusError as error:
-            raise self._translated(error, shard) from error
+        def prefetch() -> None:
+            try:
+                self._plane.prefetch(shard.shard_id)
+            except memd_native.StatusError as error:
+                raise self._translated(error, shard) from error
+
+        self._retrying.calling(prefetch, lease=True)
 
     def statistics(self) -> LeaseStatistics:
         return self._plane.statistics()
@@ -139,13 +145,17 @@ class Leases:
 
     def _lease(self, shard: Shard, part: int, mode: int) -> torch.Tensor:
         number = dtype_number(shard.dtype, name=shard.name)
-        try:
-            lease: torch.Tensor = self._plane.lease(
-                shard.shard_id, part, mode, number, tuple(shard.shape), _TIMEOUT_S
-            )
-        except memd_native.StatusError as error:
-            raise self._translated(error, shard) from error
-        return lease
+
+        def ask() -> torch.Tensor:
+            try:
+                lease: torch.Tensor = self._plane.lease(
+                    shard.shard_id, part, mode, number, tuple(shard.shape), _TIMEOUT_S
+                )
+            except memd_native.StatusError as error:
+                raise self._translated(error, shard) from error
+            return lease
+
+        return self._retrying.calling(ask, lease=True)
 
     def _translated(self, error: memd_native.StatusError, shard: Shard) -> MemdError:
         message = f"job {self._job!r}, shard {shard.name!r}: {error}"

@@ -20,6 +20,7 @@ from memd_client.embedded import embedded_daemon
 from memd_client.errors import InvalidArgument, MemdError, NotYet, UnknownName
 from memd_client.leases import Leases, Shard
 from memd_client.plain import decode
+from memd_client.reattach import AtOnce, Reattach, ReattachingControl, reattach_seconds
 from memd_client.sizes import format_size, parse_size
 from memd_client.statistics import SessionStatistics
 from memd_client.steps import SealedTarget, StepCall, Steps
@@ -29,6 +30,8 @@ from memd_proto.v1 import job_pb2, session_pb2, tensor_pb2, types_pb2
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import TracebackType
+
+    from memd_client.reattach import Retrying
 
 _log = logging.getLogger("memd_client")
 _CHUNK_BYTES = 1 << 20  # TensorService's largest message
@@ -123,24 +126,37 @@ def connect(
         without_shared_memory=not shared_memory,
     )
     where = parse_address(address)
+    # A private daemon ends with its parent, and nothing of it comes back.
+    seconds = 0.0 if isinstance(where, EmbeddedAddress) else reattach_seconds()
     if isinstance(where, EmbeddedAddress):
-        where = embedded_daemon(where).address
+        private = embedded_daemon(where)
+        where = private.address
+        last_words = private.last_words
+    else:
+        last_words = None
     connection = AttachConnection(where)
-    control = Control(address=connection.control_address, token=connection.token)
+    control = Control(
+        address=connection.control_address, token=connection.token, last_words=last_words
+    )
+    reattach = Reattach(
+        where, connection=connection, control=control, request=request, seconds=seconds
+    )
     try:
         attached = control.attach(request)
-        plane = _data_plane(connection, attached) if shared_memory else None
+        plane = _data_plane(reattach, attached) if shared_memory else None
     except BaseException:
         control.close()
         connection.close()
         raise
+    reattach.begin(attached.session_id, plane)
     return Session(
         job=job,
         attached=attached,
-        control=control,
-        leases=Leases(plane, job=job) if plane is not None else None,
+        control=ReattachingControl(control, reattach),
+        leases=Leases(plane, job=job, retrying=reattach) if plane is not None else None,
         daemon_process_id=connection.daemon_process_id,
-        close_connection=connection.close,
+        close_connection=reattach.close,
+        retrying=reattach,
     )
 
 
@@ -160,8 +176,9 @@ def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def _data_plane(
-    connection: AttachConnection, attached: session_pb2.AttachResponse
+    reattach: Reattach, attached: session_pb2.AttachResponse
 ) -> memd_native.ClientSession:
+    connection = reattach.connection
     session_fd, table_fd, doorbell_fd = connection.session_descriptors(attached.session_id)
     return memd_native.ClientSession(
         session_fd=session_fd,
@@ -170,7 +187,7 @@ def _data_plane(
         connection_fd=connection.duplicate(),
         segment_bytes=attached.segment_bytes,
         arena_reserved_bytes=attached.arena_reserved_bytes,
-        more_segments=lambda first: connection.segments(attached.session_id, first),
+        more_segments=lambda first: reattach.segments(attached.session_id, first),
     )
 
 
@@ -190,6 +207,7 @@ class Session:
         leases: Leases | None,
         daemon_process_id: int,
         close_connection: Callable[[], None],
+        retrying: Retrying | None = None,
     ) -> None:
         self.job = job
         self.host_bytes = attached.host_bytes
@@ -208,6 +226,8 @@ class Session:
         self._control = control
         self._leases = leases
         self._close_connection = close_connection
+        self._retrying = retrying or AtOnce()
+        self._retrying.on_return = self._note_return
         self._process_id = os.getpid()
         self._closed = False
         # Something was written that only Sync or a step makes durable.
@@ -260,7 +280,9 @@ class Session:
         _refuse_blob(name, tensor)
         tensor = tensor.detach()
         if self._leases is None:
-            response = self._control.put(self._put_requests(name, tensor))
+            response = self._retrying.calling(
+                lambda: self._control.put(self._put_requests(name, tensor))
+            )
             self._shards[name] = Shard.of(response.shard)
             return
         (declared,) = self.declare([self.blob_spec(name, tensor)])
@@ -285,7 +307,7 @@ class Session:
         """
         self.refuse_if_unusable()
         if self._leases is None:
-            return self._get_streamed(name)
+            return self._retrying.calling(lambda: self._get_streamed(name))
         try:
             return self._read(self.find_shard(name))
         except UnknownName:
@@ -645,6 +667,9 @@ class Session:
     def moments(self, shard: Shard) -> tuple[int, torch.Tensor, torch.Tensor]:
         """Number of updates, exp_avg and exp_avg_sq: fp32, in the shard's shape, copies."""
         self.settle_for("state of the optimizer")
+        return self._retrying.calling(lambda: self._moments(shard))
+
+    def _moments(self, shard: Shard) -> tuple[int, torch.Tensor, torch.Tensor]:
         exp_avg, exp_avg_sq = bytearray(4 * shard.element_count), bytearray(4 * shard.element_count)
         request = tensor_pb2.GetMomentsRequest(session_id=self._session_id, shard_id=shard.shard_id)
         generation = 0
@@ -666,7 +691,11 @@ class Session:
         Durable when it returns.
         """
         self.settle_for("new state of the optimizer")
-        self._control.put_moments(self._moment_requests(shard, generation, exp_avg, exp_avg_sq))
+        self._retrying.calling(
+            lambda: self._control.put_moments(
+                self._moment_requests(shard, generation, exp_avg, exp_avg_sq)
+            )
+        )
 
     def _settle(self) -> None:
         self._open_steps.settle()
@@ -803,6 +832,11 @@ class Session:
                 exp_avg=first_moment,
                 exp_avg_sq=second_moment,
             )
+
+    def _note_return(self, answer: session_pb2.AttachResponse, daemon_process_id: int) -> None:
+        """The next daemon has the session. What calls under way changed they tell themselves."""
+        del answer
+        self.daemon_process_id = daemon_process_id
 
     def _detach(self) -> None:
         if self._leases is not None:

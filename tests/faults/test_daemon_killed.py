@@ -1,5 +1,5 @@
-"""A daemon dies under its trainer. In this version the trainer ends with an error; the job does
-not."""
+"""A daemon dies under its trainer, and nobody keeps its memory or waits for it: the trainer ends
+with an error; the job does not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 STEPS_BEFORE, STEPS_AFTER = 3, 3
 
 
-def test_the_trainer_is_told_and_the_job_stands_at_its_last_commit(daemons: Daemons) -> None:
+def test_the_trainer_is_told_and_the_job_stands_at_its_last_commit(
+    daemons: Daemons, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMD_REATTACH_SECONDS", "0")
     plain = build()
     twin = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
 
@@ -35,7 +38,7 @@ def test_the_trainer_is_told_and_the_job_stands_at_its_last_commit(daemons: Daem
             optimizer.zero_grad()
             twin.zero_grad()
 
-    daemon = daemons.start(name="killed")
+    daemon = daemons.start("--holder-seconds", "0", name="killed")
     session = memd_client.connect(daemon.address, job="outlives")
     model = memd_client.offload(build(), session)
     optimizer = memd_client.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, session=session)
@@ -54,7 +57,7 @@ def test_the_trainer_is_told_and_the_job_stands_at_its_last_commit(daemons: Daem
     with pytest.raises(memd_client.DaemonUnavailable):
         session.close()
 
-    again = daemons.start(name="killed")
+    again = daemons.start("--holder-seconds", "0", name="killed")
     session = memd_client.connect(again.address, job="outlives")
     assert session.committed_step == STEPS_BEFORE
     model = memd_client.offload(build(), session)

@@ -1,0 +1,351 @@
+"""The daemon restarts under a living session: wait for it, ask for the session again, go on.
+
+What the daemon has in memory outlives it where a holder or systemd keeps its descriptors. Then
+leases, gradients and rings are as they were, and every call that got no answer is made again: none
+does anything twice, as a step carries its number.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from memd_client.attach import AttachConnection
+from memd_client.errors import (
+    DaemonUnavailable,
+    InvalidArgument,
+    MemdError,
+    PermissionDenied,
+    SessionFenced,
+)
+from memd_proto.v1 import session_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from memd_client.address import UnixAddress
+    from memd_client.control import Control
+    from memd_client.steps import StepCall
+    from memd_proto.v1 import job_pb2, tensor_pb2
+
+T = TypeVar("T")
+
+_log = logging.getLogger("memd_client")
+
+VARIABLE = "MEMD_REATTACH_SECONDS"
+_DEFAULT_S = 120.0
+# A daemon that stops gives up what waits for a lease, and is gone soon after; one that stays may
+# answer "unavailable" too.
+_STOPPING_S = 5.0
+# Before a call is made again that a daemon which is still there did not take.
+_PAUSE_S = 1.0
+_LOOK_S = 0.05
+
+
+class SuspendablePlane(Protocol):
+    """What re-attaching needs of `memd_native.ClientSession`."""
+
+    def suspend(self) -> None: ...
+    def reconnect(self, connection_fd: int) -> None: ...
+
+
+class Retrying(Protocol):
+    """`Reattach`, or `AtOnce` where there is nothing to come back to."""
+
+    on_return: Callable[[session_pb2.AttachResponse, int], None]
+
+    def calling(
+        self, call: Callable[[], T], *, lease: bool = False, epoch: int | None = None
+    ) -> T: ...
+
+
+class AtOnce:
+    """Calls once: for tests of what stands above."""
+
+    def __init__(self) -> None:
+        self.on_return: Callable[[session_pb2.AttachResponse, int], None] = lambda *_: None
+
+    def calling(self, call: Callable[[], T], *, lease: bool = False, epoch: int | None = None) -> T:
+        del lease, epoch
+        return call()
+
+
+def reattach_seconds() -> float:
+    """How long a session waits for its daemon to come back; 0: not at all."""
+    text = os.environ.get(VARIABLE, "")
+    if not text:
+        return _DEFAULT_S
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise InvalidArgument(
+            f"{VARIABLE} is a number of seconds, 0 to fail at once: {text!r}; the default is "
+            f"{_DEFAULT_S:.0f}"
+        )
+    return seconds
+
+
+class Reattach:
+    """One session's way back to its daemon. Any thread may call it; one re-attaches, and the others
+    wait for it. Owns the attach connection.
+    """
+
+    def __init__(
+        self,
+        where: UnixAddress,
+        *,
+        connection: AttachConnection,
+        control: Control,
+        request: session_pb2.AttachRequest,
+        seconds: float,
+    ) -> None:
+        self.connection = connection
+        self._where = where
+        self._control = control
+        self._seconds = seconds
+        self._request = session_pb2.AttachRequest()
+        self._request.CopyFrom(request)
+        self._request.fresh = False
+        self._request.durability = ""
+        self._plane: SuspendablePlane | None = None
+        self._lock = threading.RLock()
+        self._epoch = 0
+        self._gone_since: float | None = None
+        self._fenced: str | None = None
+        self._closed = False
+        # Called with what the next daemon said, before anybody else goes on.
+        self.on_return: Callable[[session_pb2.AttachResponse, int], None] = lambda *_: None
+
+    def begin(self, session_id: int, plane: SuspendablePlane | None) -> None:
+        """The session has been opened: from now on there is something to come back to."""
+        self._request.kept_session_id = session_id
+        self._plane = plane
+
+    def segments(self, session_id: int, first: int) -> list[int]:
+        return self.connection.segments(session_id, first)
+
+    def close(self) -> None:
+        self._closed = True
+        self.connection.close()
+
+    @property
+    def epoch(self) -> int:
+        """Counts the daemons that this session has come back to."""
+        return self._epoch
+
+    def calling(self, call: Callable[[], T], *, lease: bool = False, epoch: int | None = None) -> T:
+        """What `call` returns, made again after the daemon was away. `call` must be such that
+        making it twice does no more than making it once. `epoch`: when it was made for the first
+        time, if not now.
+
+        Raises:
+            SessionFenced: the daemon is back without this session.
+            DaemonUnavailable: it did not come back in time.
+        """
+        began = time.monotonic()
+        while True:
+            made = self._epoch if epoch is None else epoch
+            epoch = None
+            if self._fenced is not None:
+                raise SessionFenced(self._fenced)
+            try:
+                return call()
+            except (DaemonUnavailable, PermissionDenied) as failure:
+                # PermissionDenied: the next daemon does not know our token.
+                if not self._seconds or self._closed:
+                    raise
+                if not self._may_come_back(made, failure, lease=lease) and (
+                    lease
+                    or isinstance(failure, PermissionDenied)
+                    or time.monotonic() - began > self._seconds
+                ):
+                    raise
+
+    def _may_come_back(self, epoch: int, failure: MemdError, *, lease: bool) -> bool:
+        """Whether the daemon has ended, and then returns when there is another one. A daemon that
+        stops refuses calls for as long as it finishes others: that is no end yet."""
+        patience_s = _STOPPING_S if lease else _PAUSE_S
+        until = time.monotonic() + min(patience_s, self._seconds)
+        while self._epoch == epoch and not self.connection.is_closed_there():
+            if isinstance(failure, PermissionDenied) or time.monotonic() >= until:
+                return False
+            time.sleep(_LOOK_S)
+        with self._lock:
+            if self._fenced is not None:
+                raise SessionFenced(self._fenced) from failure
+            if self._epoch == epoch:
+                self._reattach(failure)
+        return True
+
+    def _reattach(self, failure: MemdError) -> None:
+        """Called with the lock, the old connection closed at its other end."""
+        if self._plane is not None:
+            self._plane.suspend()
+        if self._gone_since is None:
+            self._gone_since = time.monotonic()
+            _log.warning(
+                "job %r: the daemon at %s is gone; waiting up to %.0f s for it to come back",
+                self._request.job,
+                self._where,
+                self._seconds,
+            )
+        answer = self._ask_until(self._gone_since + self._seconds, failure)
+        gone_s = time.monotonic() - self._gone_since
+        self._gone_since = None
+        if not answer.kept:
+            raise self._fence(
+                f"with its memory went this session's leases and gradients; the job stands at "
+                f"committed step {answer.committed_step}: connect again, offload the model anew "
+                f"and go on from step {answer.committed_step}, as session.resume() of the new "
+                "session says"
+            ) from failure
+        self.on_return(answer, self.connection.daemon_process_id)
+        if self._plane is not None:
+            self._plane.reconnect(self.connection.duplicate())
+        self._epoch += 1
+        _log.info(
+            "job %r: the daemon is back after %.1f s, at committed step %d%s; going on",
+            self._request.job,
+            gone_s,
+            answer.committed_step,
+            f" and finishing step {answer.closing_step}" if answer.closing_step else "",
+        )
+
+    def _ask_until(self, deadline: float, failure: MemdError) -> session_pb2.AttachResponse:
+        while True:
+            try:
+                return self._ask()
+            except (InvalidArgument, SessionFenced) as refusal:
+                raise self._fence(f"connect again: {refusal}") from refusal
+            except DaemonUnavailable as still:
+                if time.monotonic() >= deadline:
+                    raise DaemonUnavailable(
+                        f"job {self._request.job!r}: the daemon at {self._where} has not come back "
+                        f"within {self._seconds:.0f} s ({VARIABLE}); start it with `memd serve`, "
+                        f"and call again or connect anew: {still}"
+                    ) from failure
+                time.sleep(_LOOK_S)
+
+    def _fence(self, reason: str) -> SessionFenced:
+        """Every later use of the session says the same."""
+        self._fenced = (
+            f"job {self._request.job!r}: the daemon at {self._where} was restarted and does not "
+            f"have this session any more; {reason}"
+        )
+        return SessionFenced(self._fenced)
+
+    def _ask(self) -> session_pb2.AttachResponse:
+        connection = AttachConnection(self._where)
+        self.connection.close()
+        self.connection = connection
+        self._control.renew(address=connection.control_address, token=connection.token)
+        return self._control.attach(self._request)
+
+
+class ReattachingControl:
+    """The calls of a session, made again after the daemon was away. Streams of tensor bytes are
+    not: whoever reads them begins anew.
+    """
+
+    def __init__(self, control: Control, reattach: Reattach) -> None:
+        self._control = control
+        self._reattach = reattach
+
+    def detach(self, request: session_pb2.DetachRequest) -> session_pb2.DetachResponse:
+        return self._reattach.calling(lambda: self._control.detach(request))
+
+    def declare(self, request: session_pb2.DeclareRequest) -> session_pb2.DeclareResponse:
+        return self._reattach.calling(lambda: self._control.declare(request))
+
+    def begin_step(self, request: session_pb2.StepRequest) -> StepCall:
+        return RepeatedStep(self._control, self._reattach, request)
+
+    def sync(self, request: session_pb2.SyncRequest) -> session_pb2.SyncResponse:
+        return self._reattach.calling(lambda: self._control.sync(request))
+
+    def drop_gradients(
+        self, request: session_pb2.DropGradientsRequest
+    ) -> session_pb2.DropGradientsResponse:
+        return self._reattach.calling(lambda: self._control.drop_gradients(request))
+
+    def delete(self, request: session_pb2.DeleteRequest) -> session_pb2.DeleteResponse:
+        calls = 0
+
+        def delete() -> session_pb2.DeleteResponse:
+            nonlocal calls
+            calls += 1
+            response = self._control.delete(request)
+            # The daemon before may have deleted it and died before it said so.
+            return session_pb2.DeleteResponse() if calls > 1 else response
+
+        return self._reattach.calling(delete)
+
+    def list_shards(self, request: session_pb2.ListShardsRequest) -> session_pb2.ListShardsResponse:
+        return self._reattach.calling(lambda: self._control.list_shards(request))
+
+    def drop_job(self, request: job_pb2.DropJobRequest) -> job_pb2.DropJobResponse:
+        return self._control.drop_job(request)  # the session has ended: nothing to come back to
+
+    def put(self, requests: Iterator[tensor_pb2.PutRequest]) -> tensor_pb2.PutResponse:
+        return self._control.put(requests)
+
+    def get(self, request: tensor_pb2.GetRequest) -> Iterator[tensor_pb2.GetResponse]:
+        return self._control.get(request)
+
+    def get_moments(
+        self, request: tensor_pb2.GetMomentsRequest
+    ) -> Iterator[tensor_pb2.GetMomentsResponse]:
+        return self._control.get_moments(request)
+
+    def put_moments(
+        self, requests: Iterator[tensor_pb2.PutMomentsRequest]
+    ) -> tensor_pb2.PutMomentsResponse:
+        return self._control.put_moments(requests)
+
+    def close(self) -> None:
+        self._control.close()
+
+
+class RepeatedStep:
+    """A Step call that is sent again after the daemon was away: it carries its number, so that what
+    the daemon has closed is not done twice.
+    """
+
+    def __init__(
+        self, control: Control, reattach: Reattach, request: session_pb2.StepRequest
+    ) -> None:
+        self._control = control
+        self._reattach = reattach
+        self._request = request
+        self._lock = threading.Lock()
+        self._epoch = reattach.epoch
+        self._is_lost = False
+        self._call: Any = control.begin_step(request)
+
+    def done(self) -> bool:
+        return bool(self._call.done())
+
+    def result(self) -> session_pb2.StepResponse:
+        with self._lock:
+            return self._reattach.calling(self._answer, epoch=self._epoch)
+
+    def seconds(self) -> float:
+        """Of the last time it was sent."""
+        return float(self._call.seconds())
+
+    def _answer(self) -> session_pb2.StepResponse:
+        if self._is_lost:
+            self._epoch = self._reattach.epoch
+            self._call = self._control.begin_step(self._request)
+            self._is_lost = False
+        try:
+            answer: session_pb2.StepResponse = self._call.result()
+        except (DaemonUnavailable, PermissionDenied):
+            self._is_lost = True
+            raise
+        return answer
