@@ -18,7 +18,8 @@ export PYTHON TORCH TORCH_INDEX
 
 SETUP := deploy/setup/setup.sh
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
-NATIVE_SOURCES = $(wildcard native/*/*.h native/*/*.cc tests/native/*.h tests/native/*.cc)
+NATIVE_SOURCES = $(wildcard native/*/*.h native/*/*.cc tests/native/*.h tests/native/*.cc \
+  tests/native/*/*.h tests/native/*/*.cc)
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile

@@ -1,0 +1,104 @@
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+
+#include "base/failpoint.h"
+#include "powercut/corruption.h"
+#include "powercut/explorer.h"
+#include "powercut/recording.h"
+
+namespace memd::powercut {
+namespace {
+
+constexpr uint64_t kOperations = 14;
+constexpr uint64_t kSeeds = 8;
+constexpr uint64_t kStates = 40'000;
+constexpr uint64_t kImages = 2'000;
+
+/// A test that a planted bug has to fail: see base/failpoint.h.
+void plant_what_is_asked_for() {
+#ifdef MEMD_FAULTS
+  const char* const name = std::getenv("MEMD_PLANT");
+  failpoint::plant(name == nullptr ? "" : name);
+#endif
+}
+
+std::string all_of(const std::vector<std::string>& texts) {
+  std::string all;
+  for (const std::string& text : texts) all += text + "\n";
+  return all;
+}
+
+class PowerCut : public ::testing::TestWithParam<uint64_t> {
+ protected:
+  void SetUp() override { plant_what_is_asked_for(); }
+};
+
+TEST_P(PowerCut, every_state_is_the_acknowledged_operation_or_the_one_under_way) {
+  const Recording recording = record(GetParam(), kOperations);
+  ASSERT_EQ(recording.fault, "");
+  const ExploreResult result = explore(recording,
+                                       {.state_count = kStates / kSeeds,
+                                        .exhaustive_operations = 3,
+                                        .read_all_every = 250,
+                                        .seed = 1,
+                                        .progress = {}});
+  EXPECT_EQ(result.violation_count, 0u) << all_of(result.violations);
+  EXPECT_GE(result.state_count, kStates / kSeeds);
+  EXPECT_GT(result.exhaustive_count, 1'000u);
+  EXPECT_GT(result.torn_count, 1'000u);
+  EXPECT_GT(result.before_count, 1'000u);
+  EXPECT_GT(result.after_count, 20u);
+  EXPECT_GT(result.read_all_count, 5u);
+  RecordProperty("states", static_cast<int>(result.state_count));
+}
+
+TEST_P(PowerCut, damaged_bytes_are_errors_that_name_what_is_lost) {
+  const Recording recording = record(GetParam(), kOperations);
+  ASSERT_EQ(recording.fault, "");
+  const CorruptResult result = corrupt(
+      recording, {.count = kImages / kSeeds, .seed = 1, .read_all_every = 10, .progress = {}});
+  EXPECT_EQ(result.violation_count, 0u) << all_of(result.violations);
+  EXPECT_EQ(result.count, kImages / kSeeds);
+  EXPECT_GT(result.whole_count, 10u);
+  EXPECT_GT(result.lost_count, 10u);
+  EXPECT_GT(result.refused_count, 10u);
+  EXPECT_GT(result.read_all_count, 5u);
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, PowerCut, ::testing::Range(uint64_t{1}, kSeeds + 1));
+
+TEST(PowerCutRecording, the_same_seed_gives_the_same_events_and_bytes) {
+  plant_what_is_asked_for();
+  const Recording one = record(5, kOperations);
+  const Recording two = record(5, kOperations);
+  ASSERT_EQ(one.fault, "");
+  ASSERT_EQ(one.events.size(), two.events.size());
+  for (size_t i = 0; i < one.events.size(); ++i) {
+    ASSERT_EQ(one.events[i].kind, two.events[i].kind) << i;
+    ASSERT_EQ(one.events[i].index, two.events[i].index) << i;
+  }
+  EXPECT_EQ(one.image(), two.image());
+  EXPECT_NE(one.image(), record(7, kOperations).image());
+}
+
+TEST(PowerCutRecording, what_is_freed_is_used_again_within_few_operations) {
+  plant_what_is_asked_for();
+  const Recording recording = record(2, kOperations);
+  ASSERT_EQ(recording.fault, "");
+  const uint64_t superblocks_end = 2 * 1024 * 1024;
+  uint64_t again_count = 0;
+  for (size_t i = 0; i < recording.writes.size(); ++i) {
+    const RecordedWrite& write = recording.writes[i];
+    if (write.begin_bytes < superblocks_end) continue;
+    for (size_t j = 0; j < i; ++j) {
+      const RecordedWrite& earlier = recording.writes[j];
+      again_count += earlier.begin_bytes < write.begin_bytes + write.bytes.size() &&
+                     write.begin_bytes < earlier.begin_bytes + earlier.bytes.size();
+    }
+  }
+  EXPECT_GT(again_count, 20u);
+}
+
+}  // namespace
+}  // namespace memd::powercut

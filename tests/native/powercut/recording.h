@@ -1,0 +1,52 @@
+// What a workload did to its devices, event by event.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "powercut/state.h"
+
+namespace memd::powercut {
+
+struct RecordedWrite {
+  uint64_t begin_bytes = 0;  // in the image of all devices
+  std::vector<std::byte> bytes;
+};
+
+enum class EventKind : uint8_t {
+  write_submitted,
+  write_completed,
+  sync_submitted,
+  sync_completed,
+  operation_started,
+  operation_acknowledged,
+};
+
+struct Event {
+  EventKind kind = EventKind::write_submitted;
+  uint64_t index = 0;  // of the write, the sync or, from 1, the operation
+};
+
+struct Recording {
+  uint64_t seed = 0;
+  Geometry geometry;
+  std::vector<std::byte> formatted;  // the image before the first event
+  std::vector<RecordedWrite> writes;
+  std::vector<uint16_t> sync_devices;
+  std::vector<Event> events;
+  /// There is one more than operations: states[i] is what operation i left.
+  std::vector<SetState> states;
+  /// What went wrong while it ran; empty as a rule.
+  std::string fault;
+
+  /// The image after the last event.
+  std::vector<std::byte> image() const;
+};
+
+/// `operation_count` operations of the workload `seed` on devices in memory that are almost full,
+/// so that what is freed is used again at once. Odd seeds have two devices.
+Recording record(uint64_t seed, uint64_t operation_count);
+
+}  // namespace memd::powercut

@@ -1,0 +1,230 @@
+#include "powercut/runner.h"
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <thread>
+
+#include "base/check.h"
+#include "base/units.h"
+#include "store/job_memory.h"
+
+namespace memd::powercut {
+namespace {
+
+constexpr uint64_t kSegmentBytes = 2_MiB;
+constexpr uint64_t kJobSegments = kPrivateFloorBytes / kSegmentBytes + 2;
+constexpr uint64_t kJobsMax = 2;
+constexpr uint64_t kJobNvmeBytes = 640_KiB;
+// Only against hangs.
+constexpr auto kPatience = std::chrono::seconds(120);
+
+std::span<const std::byte> bytes_of(const std::vector<float>& values) {
+  return std::as_bytes(std::span(values));
+}
+
+}  // namespace
+
+Runner::Runner(IoQueue& io, int wake_fd, VolumeSet set)
+    : io_(io), extents_(io, std::move(set)), workers_(1, wake_fd) {
+  auto pool = Pool::create({.bytes = kJobsMax * kJobSegments * kSegmentBytes,
+                            .segment_bytes = kSegmentBytes,
+                            .huge_pages = false,
+                            .lock = LockMode::wanted});
+  MEMD_CHECK(pool.is_ok());
+  pool_ = std::move(pool).value();
+  store_ = std::make_unique<ShardStore>(ShardStoreParts{
+      .pool = *pool_, .io = io_, .extents = extents_, .workers = workers_, .clock = clock_});
+  loaded_ = store_->load([this] { io_.reap(); });
+}
+
+Runner::~Runner() {
+  store_->detach_all();
+  store_->give_up_waiting();
+  until("the end", [this] { return store_->is_idle(); });
+}
+
+void Runner::leave_free(uint64_t bytes) {
+  for (const uint32_t piece_bytes : {uint32_t{16_KiB}, uint32_t{4_KiB}}) {
+    while (extents_.free_bytes() >= bytes + piece_bytes) {
+      if (!extents_.allocate(piece_bytes).is_ok()) break;
+    }
+  }
+}
+
+void Runner::turn() {
+  const bool reaped = io_.reap() > 0;
+  bool worked = false;
+  while (workers_.open_count() > 0) {
+    workers_.reap() > 0 ? void(worked = true) : std::this_thread::yield();
+  }
+  for (Segment& segment : store_->take_released_segments()) {
+    store_->add_to_pool(std::move(segment));
+  }
+  if (!store_->advance() && !reaped && !worked) std::this_thread::yield();
+}
+
+void Runner::until(const char* what, const std::function<bool()>& holds) {
+  const auto end = std::chrono::steady_clock::now() + kPatience;
+  while (!holds()) {
+    turn();
+    if (std::chrono::steady_clock::now() < end) continue;
+    std::fprintf(stderr, "nothing happened for %s\n", what);
+    std::abort();
+  }
+}
+
+Result<uint64_t> Runner::attach(const std::string& job) {
+  const auto info = store_->open_job({.name = job,
+                                      .uid = 1000,
+                                      .host_bytes = kJobSegments * kSegmentBytes,
+                                      .nvme_bytes = kJobNvmeBytes,
+                                      .fresh = false});
+  if (!info.is_ok()) return info.status();
+  for (const auto& [session_id, session] : store_->sessions()) {
+    if (session->job_id == info.value().job_id) return session_id;
+  }
+  const auto session = store_->attach(info.value().job_id);
+  if (!session.is_ok()) return session.status();
+  return session.value()->session_id;
+}
+
+Status Runner::declare(uint64_t session, const std::vector<ShardSpec>& specs) {
+  return store_->declare(session, specs).status();
+}
+
+uint32_t Runner::shard_id(uint64_t session, const std::string& name) {
+  const Job& job = *store_->job_of(session).value();
+  const auto found = job.shard_ids.find(name);
+  MEMD_CHECK(found != job.shard_ids.end());
+  return found->second;
+}
+
+std::pair<Status, LeaseGrant> Runner::lease(uint64_t session,
+                                            uint32_t id,
+                                            LeaseMode mode,
+                                            Part part) {
+  std::optional<std::pair<Status, LeaseGrant>> answer;
+  store_->lease(
+      {.session_id = session,
+       .shard_id = id,
+       .part = part,
+       .mode = mode,
+       .timeout_ns = 60'000'000'000,
+       .for_service = false,
+       .prefetch = false},
+      [&](const Status& status, const LeaseGrant& grant) { answer.emplace(status, grant); });
+  until("a lease", [&] { return answer.has_value(); });
+  return *answer;
+}
+
+void Runner::release(uint64_t session, const LeaseGrant& grant) {
+  store_->sessions().at(session)->ring.add_pin(grant.slot->pin_first + grant.index, ~grant.pin + 1);
+}
+
+Status Runner::write(uint64_t session,
+                     const std::string& name,
+                     std::span<const std::byte> bytes,
+                     Part part) {
+  const auto [status, grant] = lease(session, shard_id(session, name), LeaseMode::overwrite, part);
+  if (!status.is_ok()) return status;
+  MEMD_CHECK_EQ(grant.length_bytes, bytes.size());
+  std::memcpy(grant.data, bytes.data(), bytes.size());
+  release(session, grant);
+  return Status::ok();
+}
+
+Status Runner::step(StepRequest request) {
+  std::optional<Status> answer;
+  store_->step(std::move(request),
+               [&](const Status& status, const StepReport&) { answer = status; });
+  until("a step", [&] { return answer.has_value(); });
+  return *answer;
+}
+
+Status Runner::sync(uint64_t session) {
+  std::optional<Status> answer;
+  store_->sync(session, [&](const Status& status, const StepReport&) { answer = status; });
+  until("a sync", [&] { return answer.has_value(); });
+  return *answer;
+}
+
+Status Runner::remove(uint64_t session, const std::string& name) {
+  std::optional<Status> answer;
+  store_->delete_shard(
+      session, name, [&](const Result<bool>& removed) { answer = removed.status(); });
+  until("a deletion", [&] { return answer.has_value(); });
+  return *answer;
+}
+
+Status Runner::drop(const std::string& job) {
+  const auto info = store_->find_job(job);
+  if (!info.is_ok()) return info.status();
+  std::optional<Status> answer;
+  store_->drop_job(info.value().job_id, true, [&](const Status& status) { answer = status; });
+  until("the end of a job", [&] { return answer.has_value(); });
+  return *answer;
+}
+
+Status Runner::read_moments(uint64_t session, const ShardInfo& info, ShardState& into) {
+  uint64_t count = 1;
+  for (const uint64_t size : info.spec.shape) count *= size;
+  MEMD_CHECK_LE(count, kTileElements);
+  std::optional<Status> answer;
+  store_->read_moments(
+      {.session_id = session,
+       .shard_id = info.shard_id,
+       .element_first = 0,
+       .element_count = count},
+      [&](const Status& status, const std::vector<float>& m, const std::vector<float>& v) {
+        const auto m_bytes = bytes_of(m);
+        const auto v_bytes = bytes_of(v);
+        into.exp_avg.assign(m_bytes.begin(), m_bytes.end());
+        into.exp_avg_sq.assign(v_bytes.begin(), v_bytes.end());
+        answer = status;
+      });
+  until("moments", [&] { return answer.has_value(); });
+  return *answer;
+}
+
+ShardState Runner::read(uint64_t session, const ShardInfo& info) {
+  ShardState out;
+  out.name = info.spec.name;
+  out.kind = info.spec.kind;
+  out.dtype = info.spec.dtype;
+  out.shape = info.spec.shape;
+  out.generation = info.generation;
+  out.written = info.written;
+  if (info.written) {
+    const auto [status, grant] = lease(session, info.shard_id, LeaseMode::read, Part::value);
+    out.lost = status;
+    if (status.is_ok()) {
+      out.value.assign(grant.data, grant.data + grant.length_bytes);
+      release(session, grant);
+    }
+  }
+  if (info.spec.kind == ShardKind::parameter) {
+    const Status status = read_moments(session, info, out);
+    if (out.lost.is_ok()) out.lost = status;
+  }
+  return out;
+}
+
+SetState Runner::read_all() {
+  SetState state;
+  for (const JobInfo& info : store_->jobs()) {
+    JobState job{.name = info.name, .step = info.committed_step, .shards = {}};
+    const auto session = attach(info.name);
+    MEMD_CHECK(session.is_ok());
+    const auto shards = store_->shards(info.job_id);
+    MEMD_CHECK(shards.is_ok());
+    for (const ShardInfo& shard : shards.value()) {
+      job.shards.push_back(read(session.value(), shard));
+    }
+    state.push_back(std::move(job));
+  }
+  sort_by_name(state);
+  return state;
+}
+
+}  // namespace memd::powercut

@@ -1,0 +1,72 @@
+// A ShardStore over any queue, turned by hand in the same order every time.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "arena/pool.h"
+#include "base/owned_fd.h"
+#include "powercut/state.h"
+#include "store/shard_store.h"
+
+namespace memd::powercut {
+
+/// One run of the daemon's heart. Needs no test framework, so that programs can use it as well.
+/// There is one update worker, and no I/O completes beside it: the order of events depends on
+/// nothing but the queue.
+class Runner {
+ public:
+  /// `wake` was given to the queue as its wake_fd.
+  Runner(IoQueue& io, int wake_fd, VolumeSet set);
+  ~Runner();
+  Runner(const Runner&) = delete;
+  Runner& operator=(const Runner&) = delete;
+
+  const Status& loaded() const { return loaded_; }
+  ShardStore& store() { return *store_; }
+  ExtentStore& extents() { return extents_; }
+  /// Takes free space until at most `bytes` are left, for as long as this runs.
+  void leave_free(uint64_t bytes);
+
+  /// Admits the job where it is not there, and attaches; the session's id.
+  Result<uint64_t> attach(const std::string& job);
+  Status declare(uint64_t session, const std::vector<ShardSpec>& specs);
+  uint32_t shard_id(uint64_t session, const std::string& name);
+  Status write(uint64_t session,
+               const std::string& name,
+               std::span<const std::byte> bytes,
+               Part part = Part::value);
+  Status step(StepRequest request);
+  Status sync(uint64_t session);
+  Status remove(uint64_t session, const std::string& name);
+  Status drop(const std::string& job);
+
+  /// Everything, read as a client does: leases and moments. A bfloat16 shard's remainder, which
+  /// nobody outside sees, is left out.
+  SetState read_all();
+
+ private:
+  void turn();
+  void until(const char* what, const std::function<bool()>& holds);
+  std::pair<Status, LeaseGrant> lease(uint64_t session, uint32_t id, LeaseMode mode, Part part);
+  void release(uint64_t session, const LeaseGrant& grant);
+  ShardState read(uint64_t session, const ShardInfo& info);
+  Status read_moments(uint64_t session, const ShardInfo& info, ShardState& into);
+
+  ManualClock clock_;
+  std::unique_ptr<Pool> pool_;
+  IoQueue& io_;
+  ExtentStore extents_;
+  UpdateWorkers workers_;
+  std::unique_ptr<ShardStore> store_;
+  Status loaded_;
+};
+
+}  // namespace memd::powercut

@@ -1,0 +1,242 @@
+#include "powercut/workload.h"
+
+#include <random>
+#include <utility>
+
+namespace memd::powercut {
+namespace {
+
+using testing::bytes_shard;
+using testing::halves;
+using testing::numbers;
+using testing::parameter;
+using testing::pattern;
+using testing::Twin;
+
+constexpr uint64_t kBufferBytes = 700;
+constexpr uint64_t kNotesBytes = 9'000;
+constexpr uint64_t kExtraBytes = 5'000;
+constexpr uint64_t kOtherBytes = 6'000;
+const AdamSettings kSettings{.lr = 1e-2};
+
+template <typename T>
+std::vector<std::byte> copied(const std::vector<T>& values) {
+  const auto bytes = std::as_bytes(std::span(values));
+  return {bytes.begin(), bytes.end()};
+}
+
+ShardState bytes_state(const std::string& name, ShardKind kind, const std::vector<uint8_t>& bytes) {
+  const uint64_t size = kind == ShardKind::buffer ? kBufferBytes : bytes.size();
+  ShardState state;
+  state.name = name;
+  state.kind = kind;
+  state.dtype = DType::uint8;
+  state.shape = {size};
+  state.written = !bytes.empty();
+  state.value = copied(bytes);
+  return state;
+}
+
+}  // namespace
+
+/// What an operation does, in this order, before its step or sync.
+struct Workload::Operation {
+  uint32_t seed = 0;
+  bool creates = false;
+  bool writes_parameter = false;  // "a", as a user does outside of a step
+  bool puts_buffer = false;
+  bool stages_buffer = false;
+  bool puts_notes = false;
+  bool toggles_extra = false;
+  bool toggles_other = false;  // and nothing else
+  std::vector<std::string> stepped{};
+};
+
+Workload::Workload(uint64_t seed) : seed_(seed) {
+  std::mt19937_64 random(seed);
+  for (const char* name : {"a", "b"}) {
+    specs_[name] = parameter(name, 200 + random() % 700);
+  }
+  for (const char* name : {"c", "d"}) {
+    specs_[name] = parameter(name, 200 + random() % 700, DType::bfloat16);
+  }
+}
+
+Workload::Operation Workload::next() const {
+  std::mt19937_64 random(seed_ * 1'000'003 + operation_count_ + 1);
+  Operation out;
+  out.seed = static_cast<uint32_t>(random());
+  if (operation_count_ == 0) {
+    out.creates = true;
+    return out;
+  }
+  const uint64_t kind = operation_count_ <= 2 ? 0 : random() % 10;
+  if (kind <= 6) {
+    out.stepped = {"a", "b", "c", "d"};
+    if (kind == 6) out.stepped = {"a", "c"};
+    out.stages_buffer = random() % 2 == 0;
+    out.puts_buffer = !out.stages_buffer && random() % 2 == 0;
+    out.puts_notes = random() % 3 == 0;
+  } else if (kind == 7) {
+    out.puts_notes = true;
+    out.writes_parameter = random() % 2 == 0;
+  } else if (kind == 8) {
+    out.toggles_extra = true;
+  } else {
+    out.toggles_other = true;
+  }
+  return out;
+}
+
+void Workload::apply(const Operation& operation) {
+  const uint32_t seed = operation.seed;
+  const auto byte_seed = [seed](uint32_t index) { return static_cast<uint8_t>(seed + index * 7); };
+  ++operation_count_;
+  if (operation.toggles_other) {
+    other_ = other_.empty() ? pattern(kOtherBytes, byte_seed(0)) : std::vector<uint8_t>{};
+  }
+  if (operation.creates) {
+    uint32_t index = 0;
+    for (const auto& [name, spec] : specs_) {
+      const uint64_t count = spec.shape[0];
+      twins_[name] = spec.dtype == DType::bfloat16 ? Twin::bf16(halves(count, seed + index))
+                                                   : Twin::fp32(numbers(count, seed + index));
+      ++index;
+    }
+    bytes_["mean"] = pattern(kBufferBytes, byte_seed(1));
+    bytes_["mean.staged"] = {};
+    bytes_["notes"] = pattern(kNotesBytes, byte_seed(2));
+  }
+  if (operation.writes_parameter) {
+    twins_["a"].theta = numbers(specs_["a"].shape[0], seed);
+  }
+  if (operation.puts_buffer || operation.stages_buffer) {
+    bytes_["mean"] = pattern(kBufferBytes, byte_seed(3));
+  }
+  if (operation.puts_notes) bytes_["notes"] = pattern(kNotesBytes, byte_seed(4));
+  if (operation.toggles_extra && bytes_.erase("extra") == 0) {
+    bytes_["extra"] = pattern(kExtraBytes, byte_seed(5));
+  }
+  for (const std::string& name : operation.stepped) {
+    const ShardSpec& spec = specs_[name];
+    const uint32_t gradient_seed = seed + static_cast<uint32_t>(name[0]);
+    spec.dtype == DType::bfloat16
+        ? twins_[name].step(kSettings, halves(spec.shape[0], gradient_seed))
+        : twins_[name].step(kSettings, numbers(spec.shape[0], gradient_seed));
+  }
+  if (!operation.stepped.empty()) ++step_;
+  expected_.clear();
+  expected_.push_back(train_state());
+  if (!other_.empty()) {
+    expected_.push_back(
+        {.name = "other", .step = 0, .shards = {bytes_state("blob", ShardKind::blob, other_)}});
+  }
+  sort_by_name(expected_);
+}
+
+JobState Workload::train_state() const {
+  JobState job{.name = "train", .step = step_, .shards = {}};
+  for (const auto& [name, spec] : specs_) {
+    const Twin& twin = twins_.at(name);
+    ShardState state;
+    state.name = name;
+    state.kind = spec.kind;
+    state.dtype = spec.dtype;
+    state.shape = spec.shape;
+    state.generation = twin.t;
+    state.written = true;
+    state.value = spec.dtype == DType::bfloat16 ? copied(twin.half) : copied(twin.theta);
+    state.exp_avg = copied(twin.m);
+    state.exp_avg_sq = copied(twin.v);
+    state.remainder = copied(twin.remainder);
+    job.shards.push_back(std::move(state));
+  }
+  for (const auto& [name, bytes] : bytes_) {
+    const bool is_buffer = name.starts_with("mean");
+    job.shards.push_back(bytes_state(name, is_buffer ? ShardKind::buffer : ShardKind::blob, bytes));
+  }
+  return job;
+}
+
+void Workload::skip() { apply(next()); }
+
+Status Workload::run(Runner& runner) {
+  const Operation operation = next();
+  Workload after = *this;
+  after.apply(operation);
+  if (Status status = after.perform(operation, runner); !status.is_ok()) return status;
+  apply(operation);
+  return Status::ok();
+}
+
+Status Workload::perform(const Operation& operation, Runner& runner) const {
+  if (operation.toggles_other) {
+    if (other_.empty()) return runner.drop("other");
+    const auto session = runner.attach("other");
+    if (!session.is_ok()) return session.status();
+    Status status = runner.declare(session.value(), {bytes_shard("blob", kOtherBytes)});
+    if (status.is_ok()) status = runner.write(session.value(), "blob", copied(other_));
+    return status.is_ok() ? runner.sync(session.value()) : status;
+  }
+  const auto attached = runner.attach("train");
+  if (!attached.is_ok()) return attached.status();
+  const uint64_t session = attached.value();
+  const auto put = [&](const std::string& name, const std::string& as) {
+    return runner.write(session, as, copied(bytes_.at(name)));
+  };
+  Status status;
+  if (operation.creates) {
+    std::vector<ShardSpec> specs{bytes_shard("mean", kBufferBytes, ShardKind::buffer),
+                                 bytes_shard("mean.staged", kBufferBytes, ShardKind::buffer),
+                                 bytes_shard("notes", kNotesBytes)};
+    for (const auto& [name, spec] : specs_) specs.push_back(spec);
+    status = runner.declare(session, specs);
+    for (const auto& [name, spec] : specs_) {
+      const Twin& twin = twins_.at(name);
+      if (!status.is_ok()) break;
+      status = runner.write(
+          session, name, spec.dtype == DType::bfloat16 ? copied(twin.half) : copied(twin.theta));
+    }
+    if (status.is_ok()) status = put("mean", "mean");
+    if (status.is_ok()) status = put("notes", "notes");
+  }
+  if (status.is_ok() && operation.writes_parameter) {
+    status = runner.write(session, "a", copied(twins_.at("a").theta));
+  }
+  if (status.is_ok() && operation.puts_buffer) status = put("mean", "mean");
+  if (status.is_ok() && operation.stages_buffer) status = put("mean", "mean.staged");
+  if (status.is_ok() && operation.puts_notes) status = put("notes", "notes");
+  if (status.is_ok() && operation.toggles_extra) {
+    if (bytes_.contains("extra")) {
+      status = runner.declare(session, {bytes_shard("extra", kExtraBytes)});
+      if (status.is_ok()) status = put("extra", "extra");
+    } else {
+      status = runner.remove(session, "extra");
+    }
+  }
+  if (!status.is_ok()) return status;
+  if (operation.stepped.empty()) return runner.sync(session);
+
+  StepRequest request;
+  request.session_id = session;
+  request.groups = {{.settings = kSettings, .shard_ids = {}}};
+  for (const std::string& name : operation.stepped) {
+    const ShardSpec& spec = specs_.at(name);
+    const uint32_t gradient_seed = operation.seed + static_cast<uint32_t>(name[0]);
+    status =
+        runner.write(session,
+                     name,
+                     spec.dtype == DType::bfloat16 ? copied(halves(spec.shape[0], gradient_seed))
+                                                   : copied(numbers(spec.shape[0], gradient_seed)),
+                     Part::gradient);
+    if (!status.is_ok()) return status;
+    request.groups[0].shard_ids.push_back(runner.shard_id(session, name));
+  }
+  if (operation.stages_buffer) {
+    request.staged_buffers = {
+        {runner.shard_id(session, "mean.staged"), runner.shard_id(session, "mean")}};
+  }
+  return runner.step(std::move(request));
+}
+
+}  // namespace memd::powercut
