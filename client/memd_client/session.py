@@ -376,7 +376,8 @@ class Session:
             nvme_bytes=self.nvme_bytes,
             lease_count=leases.lease_count if leases else 0,
             leases_held=leases.leases_held if leases else 0,
-            lease_wait_seconds=leases.lease_wait_seconds if leases else 0.0,
+            lease_wait_seconds=self._open_steps.lease_wait_seconds
+            + (leases.lease_wait_seconds if leases else 0.0),
             parameter_count=len(self.entries),
             step_count=self._step_count,
             step_seconds=self._step_seconds,
@@ -551,7 +552,7 @@ class Session:
         session has no shared memory or cannot be used.
         """
         self.refuse_if_unusable()
-        self._settle()
+        self._open_steps.settle_for_lease()
         return self._shared_leases()
 
     def leases_of(self, shard: Shard) -> Leases:

@@ -15,7 +15,8 @@ class SessionStatistics:
     nvme_bytes: int
     lease_count: int  # leases had so far
     leases_held: int  # alive at this moment
-    lease_wait_seconds: float  # of this process, for all leases together
+    # Of this process, for all leases together; the wait for the step before them included.
+    lease_wait_seconds: float
     parameter_count: int  # of living modules and optimizers
     step_count: int
     step_seconds: (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import time
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import TYPE_CHECKING, Protocol
@@ -92,6 +93,7 @@ class Steps:
     ) -> None:
         """`count` is told of every step that was committed, and the seconds that took."""
         self.open: OpenStep | None = None
+        self.lease_wait_seconds = 0.0  # of leases, for the step before them
         self._job = job
         self._count = count
         self._pending: _PendingStep | None = None
@@ -174,7 +176,16 @@ class Steps:
             self.refuse_if_sealed(shard, "its use")
         pending = self._pending
         if pending is not None and (shard.shard_id in pending.step.targets or pending.call.done()):
-            self.settle()
+            self.settle_for_lease()
+
+    def settle_for_lease(self) -> None:
+        """As `settle`; the wait is one of leases."""
+        if self._pending is not None:
+            began = time.perf_counter()
+            try:
+                self.settle()
+            finally:
+                self.lease_wait_seconds += time.perf_counter() - began
 
     def refuse_if_sealed(self, shard: Shard, what: str) -> None:
         if self.open is not None and shard.shard_id in self.open.targets:

@@ -110,6 +110,10 @@ class Tracked:
             except Exception as error:
                 error.add_note(f"while resume() restored the tracked object {name!r}")
                 raise
+        for value in self._objects.values():
+            # Some restore themselves when they are next used, and draw random numbers then: a
+            # StatefulDataLoader makes its iterator. Asked for its state it does so now.
+            value.state_dict()
         for optimizer, groups in zip(optimizers, stored, strict=True):
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
                 _apply(group, settings["settings"])

@@ -108,6 +108,7 @@ def train_with_memd(
                 step_count=plan.step_count,
                 observe=observe_both,
                 lease_wait_seconds=lambda: session.statistics().lease_wait_seconds,
+                finish_step=lambda: session.commit(wait=True),
             )
         after = read_usage(meter, session)
         if reference is not None:

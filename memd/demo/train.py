@@ -35,7 +35,7 @@ class StepRecord:
     forward_seconds: float
     backward_seconds: float
     clip_seconds: float
-    update_seconds: float  # from step() until it returned
+    update_seconds: float  # from step() until its commit
     forward_wait_seconds: float  # of these, for leases
     backward_wait_seconds: float
 
@@ -58,6 +58,10 @@ def no_wait() -> float:
     return 0.0
 
 
+def no_commit() -> None:
+    pass
+
+
 def train(
     model: nn.Module,
     optimizer: Any,  # torch.optim.Optimizer and ClippingOptimizer: Python has no intersection type
@@ -66,6 +70,7 @@ def train(
     step_count: int,
     observe: Callable[[StepRecord], None],
     lease_wait_seconds: Callable[[], float] = no_wait,
+    finish_step: Callable[[], None] = no_commit,
 ) -> list[float]:
     """The loss of every step, before its update."""
     clipping: ClippingOptimizer = optimizer
@@ -93,6 +98,8 @@ def train(
 
         clipping.step()
         scheduler.step()
+        # What it does beside the progress line would be in nobody's time.
+        finish_step()
         clock.append(time.perf_counter())
 
         losses.append(loss.item())
