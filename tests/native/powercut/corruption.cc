@@ -35,7 +35,7 @@ class Corrupter {
     const Recovered whole = recover(image_.bytes(), recording.geometry);
     MEMD_CHECK(whole.status.is_ok());
     sequence_ = whole.sequence;
-    MEMD_CHECK_EQ(digest(whole.state), digest(recording.states.back()));
+    MEMD_CHECK_EQ(digest(whole.state), digest(recording.last_state()));
   }
 
   CorruptResult run() {
@@ -248,8 +248,7 @@ class Corrupter {
       if (!is_history) violated(what, "it is no commit that ever was");
       return;
     }
-    if (const std::string text = wrong_bytes(recording_.states.back(), found.state);
-        !text.empty()) {
+    if (const std::string text = wrong_bytes(recording_.last_state(), found.state); !text.empty()) {
       return violated(what, text);
     }
     bool any_lost = false;

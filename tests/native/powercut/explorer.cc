@@ -47,7 +47,7 @@ class Explorer {
 
   ExploreResult run() {
     walk([this](const Event& event) {
-      if (started_ <= options_.exhaustive_operations) visit_all(event);
+      if (acceptance().operation <= options_.exhaustive_operations) visit_all(event);
     });
     result_.exhaustive_count = result_.state_count;
     // Rounds over all positions, until there are enough states or hardly any is new.
@@ -76,7 +76,7 @@ class Explorer {
     completed_.assign(recording_.writes.size(), false);
     covered_.assign(recording_.sync_devices.size(), {});
     overlap_ = false;
-    acknowledged_ = started_ = 0;
+    acceptance_ = 0;
     for (position_ = 0; position_ < recording_.events.size(); ++position_) {
       const Event& event = recording_.events[position_];
       replay(event);
@@ -106,14 +106,13 @@ class Explorer {
             put({.writes = {write}, .torn = {}, .torn_kept = {}});
         }
         break;
-      case EventKind::operation_started:
-        started_ = event.index;
-        break;
-      case EventKind::operation_acknowledged:
-        acknowledged_ = event.index;
+      case EventKind::acceptance:
+        acceptance_ = event.index;
         break;
     }
   }
+
+  const Acceptance& acceptance() const { return recording_.acceptances[acceptance_]; }
 
   uint64_t device_of(uint64_t write) const {
     return recording_.writes[write].begin_bytes / recording_.geometry.device_bytes;
@@ -159,7 +158,7 @@ class Explorer {
       result_.violations.push_back(concat("seed ",
                                           recording_.seed,
                                           ": operation ",
-                                          started_,
+                                          acceptance().operation,
                                           " has ",
                                           count,
                                           " writes at once, too many to visit every subset"));
@@ -222,7 +221,7 @@ class Explorer {
     image_.begin();
     put(cut);
     // The same bytes are another case where something else is accepted.
-    const uint64_t key = image_.key() ^ ((acknowledged_ * 2 + (started_ - acknowledged_)) << 48);
+    const uint64_t key = image_.key() ^ (acceptance_ << 48);
     if (seen_.insert(key).second) {
       ++result_.state_count;
       result_.torn_count += cut.torn.has_value();
@@ -245,13 +244,11 @@ class Explorer {
       }
     }
     const uint64_t got = digest(found.state);
-    if (got == digests_[acknowledged_]) {
-      ++result_.before_count;
-    } else if (started_ < digests_.size() && got == digests_[started_]) {
-      ++result_.after_count;
-    } else {
-      return violated(cut, differences(found.state));
-    }
+    const auto& accepted = acceptance().states;
+    const auto which = std::find_if(
+        accepted.begin(), accepted.end(), [&](uint64_t state) { return digests_[state] == got; });
+    if (which == accepted.end()) return violated(cut, differences(found.state));
+    ++(which == accepted.begin() ? result_.before_count : result_.after_count);
     if (options_.read_all_every == 0 || result_.state_count % options_.read_all_every != 0) return;
     ++result_.read_all_count;
     const Status same = read_all_is(image_.bytes(), recording_.geometry, found.state);
@@ -260,16 +257,18 @@ class Explorer {
 
   std::string differences(const SetState& found) const {
     for (size_t i = 0; i < digests_.size(); ++i) {
-      if (digest(found) == digests_[i]) return concat("it is what operation ", i, " left");
+      if (digest(found) == digests_[i]) return concat("it is state ", i);
     }
-    std::string text = concat("against operation ",
-                              acknowledged_,
-                              ": ",
-                              difference(recording_.states[acknowledged_], found));
-    if (started_ != acknowledged_ && started_ < recording_.states.size()) {
-      text += concat(
-          "; against operation ", started_, ": ", difference(recording_.states[started_], found));
+    std::string text = "it is no state that ever was";
+    for (const uint64_t state : acceptance().states) {
+      text += concat("; against state ", state, ": ", difference(recording_.states[state], found));
     }
+    return text;
+  }
+  std::string accepted_states() const {
+    std::string text;
+    for (const uint64_t state : acceptance().states)
+      text += concat(text.empty() ? "" : ", ", state);
     return text;
   }
 
@@ -282,10 +281,10 @@ class Explorer {
                               " of ",
                               recording_.events.size(),
                               ", operation ",
-                              acknowledged_,
-                              " acknowledged, ",
-                              started_,
-                              " started: ",
+                              acceptance().operation,
+                              ", accepted are the states ",
+                              accepted_states(),
+                              ": ",
                               what,
                               "\n  unflushed writes (in the image of all volumes):");
     for (const uint64_t write : pending_) {
@@ -321,8 +320,7 @@ class Explorer {
   std::vector<bool> completed_;
   std::vector<std::vector<uint64_t>> covered_;  // by each sync
   bool overlap_ = false;
-  uint64_t acknowledged_ = 0;
-  uint64_t started_ = 0;
+  uint64_t acceptance_ = 0;
 };
 
 }  // namespace

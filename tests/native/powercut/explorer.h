@@ -39,7 +39,7 @@ struct ExploreResult {
 /// At each event of the recording: the writes that a completed sync covered are on the medium, of
 /// the others any subset, one of them torn between sectors of 512 bytes; where two that were in
 /// flight at once overlap, in any order. What a daemon finds there has to be exactly what the last
-/// acknowledged operation left or what the one under way would leave.
+/// acknowledged commit left, or that and one that was under way.
 ExploreResult explore(const Recording& recording, const ExploreOptions& options);
 
 }  // namespace memd::powercut

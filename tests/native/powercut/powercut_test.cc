@@ -11,6 +11,9 @@ namespace memd::powercut {
 namespace {
 
 constexpr uint64_t kOperations = 14;
+// In the last of them two commits overlap so closely that extents which are released too early are
+// used again by the other job before the superblock is durable.
+constexpr uint64_t kSeedFirst = 3;
 constexpr uint64_t kSeeds = 8;
 constexpr uint64_t kStates = 40'000;
 constexpr uint64_t kImages = 2'000;
@@ -66,7 +69,7 @@ TEST_P(PowerCut, damaged_bytes_are_errors_that_name_what_is_lost) {
   EXPECT_GT(result.read_all_count, 5u);
 }
 
-INSTANTIATE_TEST_SUITE_P(Seeds, PowerCut, ::testing::Range(uint64_t{1}, kSeeds + 1));
+INSTANTIATE_TEST_SUITE_P(Seeds, PowerCut, ::testing::Range(kSeedFirst, kSeedFirst + kSeeds));
 
 TEST(PowerCutRecording, the_same_seed_gives_the_same_events_and_bytes) {
   plant_what_is_asked_for();

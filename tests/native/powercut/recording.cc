@@ -21,7 +21,7 @@ constexpr uint64_t kDeviceBytes = 16_MiB;
 constexpr uint64_t kDataBytes = 6_MiB;
 // Beside a first state of some 40 KiB, which doubles with the moments: room for a second one and
 // little more.
-constexpr uint64_t kFreeBytes = 176_KiB;
+constexpr uint64_t kFreeBytes = 144_KiB;
 
 /// Devices in memory that complete in a random order, and a list of what they were told.
 class RecordingQueue final : public IoQueue {
@@ -104,6 +104,7 @@ Recording record(uint64_t seed, uint64_t operation_count) {
   recording.geometry.data_bytes = kDataBytes / recording.geometry.device_count;
   recording.formatted = format_image(recording.geometry);
   recording.states.emplace_back();
+  recording.acceptances.push_back({.operation = 0, .states = {0}});
 
   const OwnedFd wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   RecordingQueue queue(recording, wake.get());
@@ -111,16 +112,41 @@ Recording record(uint64_t seed, uint64_t operation_count) {
   MEMD_CHECK(set.is_ok());
   Runner runner(queue, wake.get(), std::move(set).value());
   MEMD_CHECK(runner.loaded().is_ok());
-  Workload workload(seed);
+  Workload workload(seed, true);
+  const auto add_state = [&](const SetState& state) {
+    recording.states.push_back(state);
+    return uint64_t{recording.states.size() - 1};
+  };
+  const auto accept = [&](uint64_t operation, std::vector<uint64_t> states) {
+    recording.events.push_back({EventKind::acceptance, recording.acceptances.size()});
+    recording.acceptances.push_back({.operation = operation, .states = std::move(states)});
+  };
   for (uint64_t operation = 1; operation <= operation_count; ++operation) {
-    recording.events.push_back({EventKind::operation_started, operation});
-    const Status status = workload.run(runner);
+    const uint64_t before = recording.acceptances.back().states.front();
+    const auto halves = workload.next_halves();
+    Workload ahead = workload;
+    ahead.skip();
+    const uint64_t after = add_state(ahead.expected());
+    Workload::Watch watch;
+    bool half_done = false;
+    if (halves) {
+      const uint64_t stepped = add_state(halves->stepped);
+      const uint64_t synced = add_state(halves->synced);
+      const auto acknowledge = [&accept, &half_done, operation, after](uint64_t half) {
+        if (!std::exchange(half_done, true)) accept(operation, {half, after});
+      };
+      watch.stepped = [acknowledge, stepped] { acknowledge(stepped); };
+      watch.synced = [acknowledge, synced] { acknowledge(synced); };
+      accept(operation, {before, stepped, synced, after});
+    } else {
+      accept(operation, {before, after});
+    }
+    const Status status = workload.run(runner, watch);
     if (!status.is_ok()) {
       recording.fault = concat("operation ", operation, ": ", status.message());
       break;
     }
-    recording.events.push_back({EventKind::operation_acknowledged, operation});
-    recording.states.push_back(workload.expected());
+    accept(operation, {after});
     if (operation == 1) runner.leave_free(kFreeBytes);
   }
   return recording;

@@ -20,13 +20,18 @@ enum class EventKind : uint8_t {
   write_completed,
   sync_submitted,
   sync_completed,
-  operation_started,
-  operation_acknowledged,
+  acceptance,  // an operation was started or acknowledged
 };
 
 struct Event {
   EventKind kind = EventKind::write_submitted;
-  uint64_t index = 0;  // of the write, the sync or, from 1, the operation
+  uint64_t index = 0;  // of the write, the sync or the acceptance
+};
+
+/// What a daemon may find from here on.
+struct Acceptance {
+  uint64_t operation = 0;        // counted from 1; 0: none was started
+  std::vector<uint64_t> states;  // the one that is acknowledged first
 };
 
 struct Recording {
@@ -36,11 +41,15 @@ struct Recording {
   std::vector<RecordedWrite> writes;
   std::vector<uint16_t> sync_devices;
   std::vector<Event> events;
-  /// There is one more than operations: states[i] is what operation i left.
+  /// The first acceptance holds before the first event.
+  std::vector<Acceptance> acceptances;
+  /// All that ever were, and of commits that run at once those with one and not the other.
   std::vector<SetState> states;
   /// What went wrong while it ran; empty as a rule.
   std::string fault;
 
+  /// What the last operation left.
+  const SetState& last_state() const { return states[acceptances.back().states.front()]; }
   /// The image after the last event.
   std::vector<std::byte> image() const;
 };

@@ -149,6 +149,26 @@ Status Runner::sync(uint64_t session) {
   return *answer;
 }
 
+Status Runner::step_beside_sync(StepRequest request,
+                                uint64_t other_session,
+                                uint64_t turns,
+                                const std::function<void()>& stepped,
+                                const std::function<void()>& synced) {
+  std::optional<Status> step_answer;
+  std::optional<Status> sync_answer;
+  store_->step(std::move(request), [&](const Status& status, const StepReport&) {
+    step_answer = status;
+    if (status.is_ok()) stepped();
+  });
+  while (turns-- > 0) turn();
+  store_->sync(other_session, [&](const Status& status, const StepReport&) {
+    sync_answer = status;
+    if (status.is_ok()) synced();
+  });
+  until("a step and a sync", [&] { return step_answer && sync_answer; });
+  return step_answer->is_ok() ? *sync_answer : *step_answer;
+}
+
 Status Runner::remove(uint64_t session, const std::string& name) {
   std::optional<Status> answer;
   store_->delete_shard(

@@ -45,6 +45,13 @@ class Runner {
                Part part = Part::value);
   Status step(StepRequest request);
   Status sync(uint64_t session);
+  /// A step, and while it runs, after `turns` turns, a sync of another session. Each is told when
+  /// it is acknowledged.
+  Status step_beside_sync(StepRequest request,
+                          uint64_t other_session,
+                          uint64_t turns,
+                          const std::function<void()>& stepped,
+                          const std::function<void()>& synced);
   Status remove(uint64_t session, const std::string& name);
   Status drop(const std::string& job);
 

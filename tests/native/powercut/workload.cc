@@ -49,10 +49,12 @@ struct Workload::Operation {
   bool puts_notes = false;
   bool toggles_extra = false;
   bool toggles_other = false;  // and nothing else
+  bool syncs_other = false;    // beside the step, begun so many turns later
+  uint64_t turns_later = 0;
   std::vector<std::string> stepped{};
 };
 
-Workload::Workload(uint64_t seed) : seed_(seed) {
+Workload::Workload(uint64_t seed, bool beside) : seed_(seed), beside_(beside) {
   std::mt19937_64 random(seed);
   for (const char* name : {"a", "b"}) {
     specs_[name] = parameter(name, 200 + random() % 700);
@@ -77,6 +79,8 @@ Workload::Operation Workload::next() const {
     out.stages_buffer = random() % 2 == 0;
     out.puts_buffer = !out.stages_buffer && random() % 2 == 0;
     out.puts_notes = random() % 3 == 0;
+    out.syncs_other = beside_ && !other_.empty() && random() % 2 == 0;
+    out.turns_later = random() % 16;
   } else if (kind == 7) {
     out.puts_notes = true;
     out.writes_parameter = random() % 2 == 0;
@@ -95,6 +99,7 @@ void Workload::apply(const Operation& operation) {
   if (operation.toggles_other) {
     other_ = other_.empty() ? pattern(kOtherBytes, byte_seed(0)) : std::vector<uint8_t>{};
   }
+  if (operation.syncs_other) other_ = pattern(kOtherBytes, byte_seed(6));
   if (operation.creates) {
     uint32_t index = 0;
     for (const auto& [name, spec] : specs_) {
@@ -160,16 +165,28 @@ JobState Workload::train_state() const {
 
 void Workload::skip() { apply(next()); }
 
-Status Workload::run(Runner& runner) {
+std::optional<Workload::Halves> Workload::next_halves() const {
+  const Operation operation = next();
+  if (!operation.syncs_other) return {};
+  Workload after = *this;
+  after.apply(operation);
+  Halves out{.stepped = after.expected_, .synced = expected_};
+  // "other" comes before "train".
+  out.stepped[0] = expected_[0];
+  out.synced[0] = after.expected_[0];
+  return out;
+}
+
+Status Workload::run(Runner& runner, const Watch& watch) {
   const Operation operation = next();
   Workload after = *this;
   after.apply(operation);
-  if (Status status = after.perform(operation, runner); !status.is_ok()) return status;
+  if (Status status = after.perform(operation, runner, watch); !status.is_ok()) return status;
   apply(operation);
   return Status::ok();
 }
 
-Status Workload::perform(const Operation& operation, Runner& runner) const {
+Status Workload::perform(const Operation& operation, Runner& runner, const Watch& watch) const {
   if (operation.toggles_other) {
     if (other_.empty()) return runner.drop("other");
     const auto session = runner.attach("other");
@@ -236,7 +253,13 @@ Status Workload::perform(const Operation& operation, Runner& runner) const {
     request.staged_buffers = {
         {runner.shard_id(session, "mean.staged"), runner.shard_id(session, "mean")}};
   }
-  return runner.step(std::move(request));
+  if (!operation.syncs_other) return runner.step(std::move(request));
+  const auto other = runner.attach("other");
+  if (!other.is_ok()) return other.status();
+  status = runner.write(other.value(), "blob", copied(other_));
+  if (!status.is_ok()) return status;
+  return runner.step_beside_sync(
+      std::move(request), other.value(), operation.turns_later, watch.stepped, watch.synced);
 }
 
 }  // namespace memd::powercut

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -14,10 +16,12 @@ namespace memd::powercut {
 
 /// Operations 1, 2, 3 … of a seed, each of which ends with a commit: steps over all parameters or
 /// some, buffers staged or put, blobs written, deleted and made again, a second job that comes and
-/// goes. Extents have 4 to 16 KiB. The same seed gives the same operations and the same bytes.
+/// goes, or is synced while the first one steps. Extents have 4 to 16 KiB. The same seed gives the
+/// same operations and the same bytes.
 class Workload {
  public:
-  explicit Workload(uint64_t seed);
+  /// Without `beside` one operation makes one commit, so that a trainer can go on from any.
+  explicit Workload(uint64_t seed, bool beside = false);
 
   /// What there is after the operations so far.
   const SetState& expected() const { return expected_; }
@@ -25,18 +29,32 @@ class Workload {
 
   /// The next operation, in plain memory alone: where it is on disk already.
   void skip();
+  /// Of an operation that makes two commits: what there is after the one and not the other. Whoever
+  /// runs it is told which of the two is acknowledged.
+  struct Halves {
+    SetState stepped;
+    SetState synced;
+  };
+  std::optional<Halves> next_halves() const;
+  struct Watch {
+    std::function<void()> stepped = [] {};
+    std::function<void()> synced = [] {};
+  };
+
   /// The next operation, on `runner` as well; returns when it is acknowledged. After an error it
   /// did not happen.
-  Status run(Runner& runner);
+  Status run(Runner& runner, const Watch& watch);
+  Status run(Runner& runner) { return run(runner, {}); }
 
  private:
   struct Operation;
   Operation next() const;
   void apply(const Operation& operation);
-  Status perform(const Operation& operation, Runner& runner) const;
+  Status perform(const Operation& operation, Runner& runner, const Watch& watch) const;
   JobState train_state() const;
 
   const uint64_t seed_;
+  const bool beside_;
   uint64_t operation_count_ = 0;
   std::map<std::string, ShardSpec> specs_;  // parameters of "train"
   std::map<std::string, testing::Twin> twins_;
