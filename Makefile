@@ -32,6 +32,7 @@ test:
 	@$(SETUP) test
 	@started=$$SECONDS; \
 	ctest --test-dir build/release --output-on-failure --no-tests=error -j 2; \
+	ctest --test-dir build/faults --output-on-failure --no-tests=error -j 2; \
 	$(IN_VENV) python -m pytest $(PYTEST_ARGS); \
 	echo "make test: $$((SECONDS - started)) s after set-up"
 

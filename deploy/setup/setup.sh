@@ -221,6 +221,15 @@ build_native() {
   site_packages=$(python="$venv/bin/python" python_path platlib)
   build_step cmake --build "$build" --target "$target"
   build_step cmake --install "$build" --component python --prefix "$site_packages"
+  [[ $purpose != test ]] || build_faults
+}
+
+# The same sources with failpoints, for the tests that kill at them and plant bugs; no module of
+# this build is ever installed.
+build_faults() {
+  build_step cmake -S native -B build/faults -G Ninja -DCMAKE_BUILD_TYPE=Release \
+    -DMEMD_FAULTS=ON -DMEMD_BINDING=OFF -DMEMD_TESTS=ON
+  build_step cmake --build build/faults
 }
 
 started=$SECONDS

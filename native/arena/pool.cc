@@ -13,6 +13,7 @@
 
 #include "arena/memory_limits.h"
 #include "base/clock.h"
+#include "base/failpoint.h"
 #include "base/units.h"
 
 namespace memd {
@@ -135,7 +136,9 @@ Result<std::unique_ptr<Pool>> Pool::create(const PoolOptions& options,
   pool->report_.page_bytes = options.huge_pages ? kHugePageBytes : 4_KiB;
   pool->report_.locked = lockable.is_ok();
   if (!lockable.is_ok()) add_note(pool->report_.note, lockable.message());
+  MEMD_FAILPOINT("pool.before_filled");
   if (Status filled = pool->fill(segment_count); !filled.is_ok()) return filled;
+  MEMD_FAILPOINT("pool.filled");
   return pool;
 }
 

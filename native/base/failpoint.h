@@ -15,7 +15,8 @@ namespace memd::failpoint {
 void set_observer(std::function<void(std::string_view name)> observer);
 void reach(std::string_view name);
 
-/// Plants one bug, or none where `name` is empty.
+/// Plants one bug, or none where `name` is empty. Before the first call it is the one that the
+/// environment variable MEMD_PLANT names, so that a whole program can be run with it.
 void plant(std::string name);
 bool is_planted(std::string_view name);
 

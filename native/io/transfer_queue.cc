@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/failpoint.h"
 #include "base/units.h"
 
 namespace memd {
@@ -160,6 +161,9 @@ void TransferQueue::on_result(IoOp& op, int64_t result) {
     ++op.retry_count;
     return start_again(op);
   }
+  if (MEMD_PLANTED("sync.failure_retried") && op.kind == IoKind::sync && result < 0 &&
+      op.retry_count++ < kRetryCountMax)
+    return start_again(op);
   if (result < 0) return finish_op(op, op_error(op, static_cast<int>(-result), ""));
   if (op.kind == IoKind::sync) return finish_op(op, Status::ok());
 
@@ -203,7 +207,9 @@ void TransferQueue::finish_op(IoOp& op, Status status) {
   ops_free_.push_back(&op);
   --transfer->op_count;
   // Here, not when the request completes: until then others that wait would be started.
-  if (op.kind != IoKind::read && !status.is_ok() && fence_.is_ok()) fence_ = status;
+  if (op.kind != IoKind::read && !status.is_ok() && fence_.is_ok() &&
+      !MEMD_PLANTED("write.failure_not_fenced"))
+    fence_ = status;
   if (transfer->error.is_ok() && !status.is_ok()) transfer->error = std::move(status);
   const bool all_started = transfer->started_bytes == transfer->request.data.size();
   if (transfer->op_count == 0 && (all_started || !transfer->error.is_ok())) {

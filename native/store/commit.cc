@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/checksum.h"
+#include "base/failpoint.h"
 #include "base/units.h"
 #include "store/encoding.h"
 
@@ -59,6 +60,7 @@ Result<std::vector<JobRecord>> Commits::load(const std::function<void()>& turn) 
     return bytes;
   };
 
+  MEMD_FAILPOINT("load.before_root");
   auto root_bytes = read({superblock.root}, superblock.root_bytes, "the volume's root");
   if (!root_bytes.is_ok()) return root_bytes.status();
   auto root = decode_root(root_bytes.value());
@@ -68,6 +70,7 @@ Result<std::vector<JobRecord>> Commits::load(const std::function<void()>& turn) 
 
   std::vector<JobRecord> jobs;
   for (const RootEntry& entry : root_.jobs) {
+    MEMD_FAILPOINT("load.before_catalogue");
     const std::string what = concat("the catalogue of job ", entry.job_id);
     auto bytes = read(entry.catalogue, entry.catalogue_bytes, what);
     if (!bytes.is_ok()) return bytes.status();
@@ -120,6 +123,7 @@ Status Commits::add_write(Commit& commit, std::span<const std::byte> bytes, Exte
 
 Status Commits::prepare(Commit& commit) {
   if (Status status = extents_.check_writable(); !status.is_ok()) return status;
+  MEMD_FAILPOINT("commit.before_catalogue_allocated");
   commit.root = root_;
   const auto same_job = [&](const RootEntry& entry) { return entry.job_id == commit.job_id; };
   std::erase_if(commit.root.jobs, same_job);
@@ -142,6 +146,7 @@ Status Commits::prepare(Commit& commit) {
 }
 
 void Commits::abandon(Commit& commit) {
+  MEMD_FAILPOINT("commit.abandoned");
   for (const auto& [extent, bytes] : commit.writes) extents_.release(extent);
 }
 
@@ -170,6 +175,7 @@ void Commits::start_next() {
   if (root_extent_.exists()) commit->releasable.push_back(root_extent_);
 
   const auto write_superblock = [this, commit] {
+    MEMD_FAILPOINT("commit.before_superblock");
     Superblock next = extents_.superblock();
     ++next.sequence;
     next.root = commit->root_extent;
@@ -179,12 +185,24 @@ void Commits::start_next() {
   };
   auto join = Join::start([this, commit, write_superblock](const Status& status) {
     if (!status.is_ok()) return finish(commit, status);
+    MEMD_FAILPOINT("commit.before_first_flush");
+    if (MEMD_PLANTED("commit.no_first_flush")) return write_superblock();
     extents_.sync([this, commit, write_superblock](const Status& synced) {
+      MEMD_FAILPOINT("commit.after_first_flush");
       synced.is_ok() ? write_superblock() : finish(commit, synced);
     });
   });
+  MEMD_FAILPOINT("commit.before_catalogue_written");
+  if (MEMD_PLANTED("commit.superblock_before_data")) {
+    Superblock early = extents_.superblock();
+    ++early.sequence;
+    early.root = commit->root_extent;
+    early.root_bytes = commit->root_bytes;
+    extents_.write_superblock(early, [](const Status&) {});
+  }
   for (const auto& [extent, bytes] : commit->writes) {
     extents_.write(extent, bytes->span(), join->branch());
+    MEMD_FAILPOINT("commit.between_catalogue_writes");
   }
   join->finish(Status::ok());
 }
@@ -195,7 +213,9 @@ void Commits::finish(const std::shared_ptr<Commit>& commit, const Status& status
     root_ = std::move(commit->root);
     root_.job_id_next = job_id_next;
     root_extent_ = commit->root_extent;
+    MEMD_FAILPOINT("commit.before_release");
     for (const ExtentRecord& extent : commit->releasable) extents_.release(extent);
+    MEMD_FAILPOINT("commit.after_release");
     if (commit->job != nullptr) {
       commit->job->nvme_bytes_used -= commit->state_bytes_released;
       commit->job->committed();

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/failpoint.h"
 #include "base/units.h"
 
 namespace memd {
@@ -89,6 +90,7 @@ void ExtentStore::read(const ExtentRecord& extent,
                   [this, extent, into, priority, what = std::move(what), done = std::move(done)](
                       const Status& status) {
                     if (status.is_ok() && matches(extent, into)) return done(status);
+                    if (MEMD_PLANTED("read.checksum_not_verified")) return done(status);
                     if (status.is_ok()) count_checksum_failure(extent);
                     read_again(extent, into, priority, what, done);
                   });
@@ -99,6 +101,7 @@ void ExtentStore::read_again(const ExtentRecord& extent,
                              IoPriority priority,
                              std::string what,
                              Done done) {
+  MEMD_FAILPOINT("read.before_second_attempt");
   read_unverified(
       extent,
       into,
@@ -117,6 +120,8 @@ void ExtentStore::read_again(const ExtentRecord& extent,
 }
 
 void ExtentStore::fail(const Status& status) {
+  MEMD_FAILPOINT("volume.fencing");
+  if (MEMD_PLANTED("write.failure_not_fenced")) return;
   if (broken_.is_ok()) broken_ = status;
 }
 
@@ -128,6 +133,7 @@ void ExtentStore::write(const ExtentRecord& extent, std::span<std::byte> bytes, 
               .offset_bytes = extent.address.offset_bytes,
               .data = bytes,
               .complete = [this, done = std::move(done)](const Status& status) {
+                if (MEMD_PLANTED("write.failure_ignored")) return done(Status::ok());
                 if (!status.is_ok()) fail(status);
                 done(status);
               }});
@@ -150,10 +156,17 @@ void ExtentStore::sync(Done done) {
 }
 
 void ExtentStore::write_superblock(const Superblock& superblock, Done done) {
-  const auto offsets = superblock_pair_offsets(superblock.sequence, device_bytes_[0]);
+  const uint64_t pair =
+      superblock.sequence + (MEMD_PLANTED("commit.superblock_in_the_other_pair") ? 1 : 0);
+  const auto offsets = superblock_pair_offsets(pair, device_bytes_[0]);
   auto join = Join::start([this, superblock, done = std::move(done)](const Status& status) {
     if (!status.is_ok()) {
       fail(status);
+      return done(status);
+    }
+    MEMD_FAILPOINT("commit.before_second_flush");
+    if (MEMD_PLANTED("commit.acknowledged_before_second_flush")) {
+      superblock_ = superblock;
       return done(status);
     }
     io_.submit({.kind = IoKind::sync,
@@ -162,6 +175,7 @@ void ExtentStore::write_superblock(const Superblock& superblock, Done done) {
                 .offset_bytes = 0,
                 .data = {},
                 .complete = [this, superblock, done](const Status& synced) {
+                  MEMD_FAILPOINT("commit.after_second_flush");
                   synced.is_ok() ? void(superblock_ = superblock) : fail(synced);
                   done(synced);
                 }});
@@ -177,6 +191,7 @@ void ExtentStore::write_superblock(const Superblock& superblock, Done done) {
                 .offset_bytes = offsets[copy],
                 .data = block,
                 .complete = join->branch()});
+    MEMD_FAILPOINT("commit.superblock_copy_submitted");
   }
   join->finish(Status::ok());
 }

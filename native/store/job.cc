@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/failpoint.h"
 #include "base/units.h"
 
 namespace memd {
@@ -573,6 +574,7 @@ void Job::settle_pending(Entry& entry) {
   if (entry.pending == nullptr || is_pinned(*entry.pending)) return;
   // A spill of the old bytes is in flight: they are still being copied.
   if (entry.residency() == Residency::draining || entry.residency() == Residency::filling) return;
+  MEMD_FAILPOINT("blob.before_swap");
   if (entry.slot != nullptr) retire_slot(std::move(entry.slot));
   entry.slot = std::move(entry.pending);
   entry.pending_session = 0;
@@ -583,9 +585,11 @@ void Job::settle_pending(Entry& entry) {
   if (entry.residency() == Residency::clean) move(entry, Residency::clean, Residency::dirty);
   shards[entry.owner].written = true;
   changed = true;
+  MEMD_FAILPOINT("blob.swapped");
 }
 
 void Job::replace(Replica& place, const ExtentRecord& extent, ExtentStore& extents) {
+  MEMD_FAILPOINT("extent.before_supersede");
   release(place, extents);
   place = {.extent = extent, .referenced = false};
 }
@@ -623,7 +627,7 @@ void Job::release(Replica& place, ExtentStore& extents) {
     superseded_.push_back({.place = &place, .extent = {}});
     return;
   }
-  if (place.referenced) {
+  if (place.referenced && !MEMD_PLANTED("extent.released_before_the_commit")) {
     superseded_.push_back({.place = &place, .extent = place.extent});
   } else {
     nvme_bytes_used -= place.extent.length_bytes;
@@ -633,6 +637,7 @@ void Job::release(Replica& place, ExtentStore& extents) {
 }
 
 void Job::begin_update() {
+  MEMD_FAILPOINT("update.begun");
   for_each_replica([](Replica& replica) { replica.referenced = true; });
   update_begin_ = superseded_.size();
 }
@@ -642,6 +647,8 @@ void Job::roll_back(ExtentStore& extents) {
                                  superseded_.end());
   superseded_.resize(update_begin_);
   committing_count_ = 0;
+  MEMD_FAILPOINT("rollback.begun");
+  if (MEMD_PLANTED("rollback.forgets_a_replica") && !undone.empty()) undone.pop_back();
   // Backwards, so that a place that was replaced twice ends with what it held first.
   for (auto it = undone.rbegin(); it != undone.rend(); ++it) {
     if (it->place == nullptr) {
@@ -727,6 +734,7 @@ bool Job::gradients_fit() const {
 
 void Job::drop_gradient(Bucket& bucket, ExtentStore& extents) {
   Entry& entry = *bucket.gradient;
+  MEMD_FAILPOINT("gradient.before_drop");
   if (entry.is_resident()) move(entry, entry.residency(), Residency::absent);
   if (entry.slot != nullptr) retire_slot(std::move(entry.slot));
   for (Replica& replica : entry.replicas) replace_gradient(replica, {}, extents);

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/failpoint.h"
 #include "base/units.h"
 #include "store/shard_store.h"
 
@@ -40,6 +41,7 @@ void ShardStore::lease(const LeaseRequest& request, LeaseReply reply) {
                      .waits_on = {},
                      .counted_ns = clock_.now_ns()});
   Waiter& waiter = waiters.back();
+  MEMD_FAILPOINT("lease.asked");
   // Those before it go first only where they wait for room.
   if (try_grant(*job.value(), waiter) == Grant::done) waiters.pop_back();
 }
@@ -56,6 +58,7 @@ void ShardStore::reply_granted(Job& job, Waiter& waiter, Slot& slot) {
                    .generation = shard.generation,
                    .data = nullptr};
   grant.data = job.memory->arena().at(grant.offset_bytes);
+  MEMD_FAILPOINT("lease.before_pin");
   if (request.for_service) {
     slot.service_pins[grant.index] += grant.pin;
     ++job.service_lease_count;
@@ -74,6 +77,7 @@ void ShardStore::reply_granted(Job& job, Waiter& waiter, Slot& slot) {
     ++(waiter.counted_as_miss ? job.counters.lease_misses : job.counters.lease_hits);
     if (waiter.counted_as_miss) job.counters.lease_wait_ns += clock_.now_ns() - waiter.started_ns;
   }
+  MEMD_FAILPOINT("lease.before_reply");
   const LeaseReply reply = std::move(waiter.reply);
   reply(Status::ok(), grant);
 }
@@ -149,6 +153,7 @@ ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
       }
       Arena& arena = job.memory->arena();
       std::memcpy(arena.at(copy->offset_bytes), arena.at(entry.slot->offset_bytes), entry.bytes);
+      MEMD_FAILPOINT("lease.slot_copied");
       job.retire_slot(std::exchange(entry.slot, std::move(copy)));
     }
     if (!reads) {
@@ -218,6 +223,7 @@ ShardStore::Grant ShardStore::grant_bytes_writer(Job& job,
   } else if (waiter.request.mode == LeaseMode::write) {
     std::memset(into, 0, entry.bytes);
   }
+  MEMD_FAILPOINT("blob.before_pending");
   entry.pending = std::move(slot);
   entry.pending_session = waiter.request.session_id;
   reply_granted(job, waiter, *entry.pending);
@@ -320,7 +326,8 @@ bool ShardStore::evict_one(Job& job) {
   job.policy.in_order([&](uint32_t entry_id) {
     Entry* const entry = job.entries[entry_id].get();
     if (entry->residency() != Residency::clean || entry->task_count != 0) return true;
-    if (entry->pending != nullptr || job.is_pinned(*entry->slot)) return true;
+    const bool pinned = job.is_pinned(*entry->slot) && !MEMD_PLANTED("evict.leased_slot");
+    if (entry->pending != nullptr || pinned) return true;
     // A shard without bytes on disk has nowhere to go but away: empty tensors, and those of tier
     // "host" once they were read.
     if (!entry->has_replica()) return true;
@@ -328,6 +335,7 @@ bool ShardStore::evict_one(Job& job) {
     return false;
   });
   if (victim == nullptr) return false;
+  MEMD_FAILPOINT("evict.chosen");
   job.counters.evicted_bytes += victim->bytes;
   job.move(*victim, Residency::clean, Residency::absent);
   job.free_slot(std::move(victim->slot));
@@ -358,9 +366,11 @@ bool ShardStore::spill(Job& job, uint64_t bytes) {
     return true;
   });
   for (Entry* const entry : victims) {
+    MEMD_FAILPOINT("spill.started");
     job.counters.spilled_bytes += entry->bytes;
     write_back(
         job, *entry, std::make_shared<StepReport>(), [this, &job, entry](const Status& status) {
+          MEMD_FAILPOINT("spill.finished");
           if (status.is_ok()) return;
           fail_waiters(job, *entry, status);
           // Trying again at once would end the same way.
@@ -373,10 +383,12 @@ bool ShardStore::spill(Job& job, uint64_t bytes) {
 void ShardStore::fetch(Job& job, Entry& entry) {
   ++job.activity_count;
   ++entry.task_count;
+  MEMD_FAILPOINT("fetch.started");
   job.counters.fetched_bytes += entry.bytes;
   auto join = Join::start([this, &job, &entry](const Status& status) {
     --job.activity_count;
     --entry.task_count;
+    MEMD_FAILPOINT("fetch.finished");
     if (status.is_ok()) return job.move(entry, Residency::filling, Residency::clean);
     job.move(entry, Residency::filling, Residency::absent);
     job.free_slot(std::move(entry.slot));
@@ -390,6 +402,7 @@ void ShardStore::fetch(Job& job, Entry& entry) {
                   IoPriority::demand,
                   concat("shard ", job.describe(entry, i), ", step ", job.committed_step),
                   [&job, &entry, i, done = join->branch()](const Status& status) {
+                    MEMD_FAILPOINT("fetch.extent_verified");
                     if (status.code() == StatusCode::integrity) job.lose(entry, i, status);
                     done(status);
                   });

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/failpoint.h"
 #include "base/units.h"
 #include "store/shard_store.h"
 
@@ -78,6 +79,7 @@ void ShardStore::read_moments(
     task.bucket = place.value().bucket;
     task.index = place.value().tile;
     task.reads_rest = true;
+    MEMD_FAILPOINT("moments.before_read");
     task.work =
         [exp_avg, exp_avg_sq, first = place.value().element_in_tile](const TileBytes& bytes) {
           const auto* const m = reinterpret_cast<const float*>(bytes.rest) + first;
@@ -122,12 +124,14 @@ void ShardStore::write_moments(const MomentsRequest& request,
             task.index = place.value().tile;
             task.reads_rest = true;
             task.writes_rest = true;
+            MEMD_FAILPOINT("moments.before_write");
             task.work = [moments, first = place.value().element_in_tile](const TileBytes& bytes) {
               auto* const m = reinterpret_cast<float*>(bytes.rest) + first;
               std::copy(moments->first.begin(), moments->first.end(), m);
               std::copy(moments->second.begin(), moments->second.end(), m + bytes.elements);
             };
             task.done = [this, job, request, generation, done](const Status& status) {
+              MEMD_FAILPOINT("moments.written");
               if (status.is_ok()) {
                 job->shards[request.shard_id].generation = generation;
                 job->changed = true;

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/failpoint.h"
 #include "base/units.h"
 
 namespace memd {
@@ -54,6 +55,7 @@ Status ShardStore::load(const std::function<void()>& turn, KeptDescriptors* kept
   auto records = commits_.load(turn);
   if (!records.is_ok()) return records.status();
   for (const JobRecord& record : records.value()) {
+    MEMD_FAILPOINT("load.before_job");
     auto job = Job::restore(record);
     if (!job.is_ok()) return job.status();
     Status reserved;
@@ -61,6 +63,7 @@ Status ShardStore::load(const std::function<void()>& turn, KeptDescriptors* kept
       if (reserved.is_ok()) reserved = extents_.reserve(replica.extent);
     });
     if (!reserved.is_ok()) return reserved;
+    MEMD_FAILPOINT("load.extents_reserved");
     queues_[record.job_id];
     jobs_[record.job_id] = std::move(job).value();
   }
@@ -140,10 +143,12 @@ Status ShardStore::give_memory(Job& job) {
                  pool_.segment_count_free() * segment_bytes);
   }
   std::vector<Segment> segments;
+  MEMD_FAILPOINT("job.before_segments_taken");
   for (uint64_t i = 0; i < count; ++i) segments.push_back(*pool_.take());
   auto memory = JobMemory::create(std::move(segments), segment_bytes, io_);
   if (!memory.is_ok()) return memory.status();
   job.memory = std::move(memory).value();
+  MEMD_FAILPOINT("job.memory_given");
   job.expect_memory();
   return Status::ok();
 }
@@ -174,6 +179,7 @@ Result<Job*> ShardStore::admit(const OpenJobRequest& request) {
   job->nvme_bytes = request.nvme_bytes != 0 ? request.nvme_bytes : nvme_free_bytes / jobs_expected_;
   if (Status status = give_memory(*job); !status.is_ok()) return status;
   job->changed = true;
+  MEMD_FAILPOINT("job.admitted");
   Job* const raw = job.get();
   queues_[raw->job_id];
   jobs_[raw->job_id] = std::move(job);
@@ -229,6 +235,7 @@ void ShardStore::drop_job(uint64_t job_id, bool force, Done done) {
                       " is being streamed over gRPC; try again when that has ended"));
   }
   job->ending = true;
+  MEMD_FAILPOINT("job.drop_asked");
   while (!job->sessions.empty()) {
     const auto detached = detach(job->sessions.back()->session_id);
     MEMD_CHECK(detached.is_ok());
@@ -243,6 +250,7 @@ void ShardStore::drop_job(uint64_t job_id, bool force, Done done) {
 }
 
 void ShardStore::drop_now(Job& job, const Done& done) {
+  MEMD_FAILPOINT("job.before_drop");
   std::vector<ExtentRecord> extents = job.take_extents();
   if (job.memory != nullptr) {
     job.drop_all_cached_tiles();
@@ -264,6 +272,7 @@ void ShardStore::drop_now(Job& job, const Done& done) {
   const Status gone = error(StatusCode::fenced, "the job was dropped: ", job_id);
   for (Waiter& waiter : queues.waiters) waiter.reply(gone, {});
   for (const auto& operation : queues.operations) operation(gone);
+  MEMD_FAILPOINT("job.dropped_from_memory");
   commits_.remove(job_id, std::move(extents), done);
 }
 
@@ -291,6 +300,7 @@ Result<std::shared_ptr<Session>> ShardStore::attach(uint64_t job_id, const Sessi
                                                    .request_count_open = 0,
                                                    .owner = owner,
                                                    .step_committed = 0});
+  MEMD_FAILPOINT("session.before_attached");
   job->sessions.push_back(session);
   sessions_[session_id] = session;
   return session;
@@ -369,15 +379,20 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
     it = next;
   }
   const uint32_t leases_before = job.lease_count();
-  discard_half_written(job, *session);
+  MEMD_FAILPOINT("session.before_discard");
+  if (!MEMD_PLANTED("session.half_written_shown")) discard_half_written(job, *session);
+  MEMD_FAILPOINT("session.before_pins_dropped");
   session->ring.end();
-  std::erase(job.sessions, session);
+  if (!MEMD_PLANTED("session.pins_kept")) std::erase(job.sessions, session);
   sessions_.erase(session_id);
   sessions_not_resumed_.erase(session_id);
   const uint32_t leases_after = job.lease_count();
   if (job.memory != nullptr) job.free_retired();
-  drop_gradients_of(
-      job, [session_id](const Shard& shard) { return shard.gradient_session == session_id; });
+  drop_gradients_of(job, [session_id](const Shard& shard) {
+    if (MEMD_PLANTED("session.sealed_gradients_dropped")) return shard.gradient_session != 0;
+    return shard.gradient_session == session_id;
+  });
+  MEMD_FAILPOINT("session.detached");
   for (Waiter& waiter : given_up) {
     waiter.reply(error(StatusCode::fenced, "the session has ended: ", session_id), {});
   }
@@ -396,6 +411,7 @@ Result<std::pair<std::vector<ShardInfo>, bool>> ShardStore::declare(
   const auto job = job_of(session_id);
   if (!job.is_ok()) return job.status();
   settle_all(*job.value());
+  MEMD_FAILPOINT("shards.before_declared");
   auto infos = job.value()->declare(specs);
   if (!infos.is_ok()) return infos.status();
   return std::pair(std::move(infos).value(), job.value()->gradients_fit());
@@ -495,6 +511,7 @@ void ShardStore::delete_shard(uint64_t session_id,
     fail_waiters(job,
                  *job.shards[again->second].value,
                  error(StatusCode::not_found, "shard ", job.name, "/", name, " was deleted"));
+    MEMD_FAILPOINT("shard.before_removed");
     job.remove(again->second, extents_);
     done(true);
   };

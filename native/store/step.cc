@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/failpoint.h"
 #include "base/units.h"
 #include "store/shard_store.h"
 
@@ -90,8 +91,10 @@ void ShardStore::write_back(Job& job,
                             Entry& entry,
                             const std::shared_ptr<StepReport>& report,
                             Done done) {
+  MEMD_FAILPOINT("writeback.started");
   job.move(entry, Residency::dirty, Residency::draining);
   auto join = Join::start([&job, &entry, done = std::move(done)](const Status& status) {
+    MEMD_FAILPOINT("writeback.finished");
     job.move(entry, Residency::draining, status.is_ok() ? Residency::clean : Residency::dirty);
     done(status);
   });
@@ -286,6 +289,7 @@ void ShardStore::step(StepRequest request, StepDone done) {
   state->request = std::move(request);
   state->done = std::move(done);
   queues_.at(job.job_id).steps.push_back(state);
+  MEMD_FAILPOINT("step.closed");
   enqueue(job, [this, state](const Status& status) {
     status.is_ok() ? start_step(state) : state->answer(status);
   });
@@ -356,10 +360,12 @@ void ShardStore::start_step(const std::shared_ptr<StepState>& state) {
     });
   };
   when(*state->job, settled, [this, state] {
+    MEMD_FAILPOINT("step.started");
     Status status = check_start(*state);
     if (status.is_ok()) status = check_staged(*state->job, state->request);
     if (!status.is_ok()) return finish_updates(state, status);
     hold_entries(*state);
+    MEMD_FAILPOINT("step.entries_held");
     status = swap_staged_buffers(state);
     if (!status.is_ok()) return finish_updates(state, status);
     write_back_all(*state->job, state->report, [this, state](const Status& written) {
@@ -382,6 +388,7 @@ void ShardStore::hold_entries(StepState& state) {
 }
 
 void ShardStore::let_go_of_entries(StepState& state) {
+  MEMD_FAILPOINT("step.letting_go");
   for (Entry* const entry : state.held) --entry->task_count;
   state.held.clear();
 }
@@ -421,11 +428,13 @@ Status ShardStore::swap_staged_buffers(const std::shared_ptr<StepState>& state) 
     job.changed = true;
   }
   state->swapped = true;
+  MEMD_FAILPOINT("step.buffers_swapped");
   return Status::ok();
 }
 
 void ShardStore::drop_staged(const StepState& state) {
   Job& job = *state.job;
+  MEMD_FAILPOINT("step.before_staged_dropped");
   for (const auto& [staged_id, buffer_id] : state.request.staged_buffers) {
     Entry& old = *job.shards[staged_id].value;
     if (old.is_resident()) job.move(old, old.residency(), Residency::absent);
@@ -508,6 +517,7 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
 }
 
 void ShardStore::finish_updates(const std::shared_ptr<StepState>& state, const Status& status) {
+  MEMD_FAILPOINT("update.finished");
   if (status.is_ok()) return commit_step(state);
   undo_step(state);
   finish_step(state, status);
@@ -525,6 +535,7 @@ void ShardStore::unseal(const StepState& state) {
 }
 
 void ShardStore::undo_step(const std::shared_ptr<StepState>& state) {
+  MEMD_FAILPOINT("step.undoing");
   // N stays: nothing of N + 1 may be seen.
   Job& job = *state->job;
   let_go_of_entries(*state);
@@ -565,6 +576,11 @@ void ShardStore::commit_step(const std::shared_ptr<StepState>& state) {
     ++job.committed_step;
     state->is_counted = true;
   }
+  MEMD_FAILPOINT("step.before_commit");
+  if (MEMD_PLANTED("step.gradient_released_early")) {
+    drop_gradients_of(job,
+                      [](const Shard& shard) { return shard.gradient_session == kSealedGradient; });
+  }
   commits_.commit(&job, [this, state](const Status& status, double commit_seconds) {
     Job& its = *state->job;
     state->report->commit_seconds = commit_seconds;
@@ -587,6 +603,7 @@ void ShardStore::commit_step(const std::shared_ptr<StepState>& state) {
       if (value.residency() == Residency::filling)
         its.move(value, Residency::filling, Residency::clean);
     }
+    MEMD_FAILPOINT("step.before_gradients_dropped");
     const Shard* const first = its.shards.data();
     drop_gradients_of(its, [&](const Shard& shard) {
       return state->group_of.contains(static_cast<uint32_t>(&shard - first));
@@ -609,7 +626,9 @@ void ShardStore::finish_step(const std::shared_ptr<StepState>& state, const Stat
     if (status.is_ok() && session != sessions_.end() && state->request.step != 0)
       session->second->step_committed = state->request.step;
   }
+  MEMD_FAILPOINT("step.before_acknowledgement");
   state->answer(status);
+  MEMD_FAILPOINT("step.acknowledged");
   end_operation(job_id);
 }
 

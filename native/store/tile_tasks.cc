@@ -7,6 +7,7 @@
 
 #include "base/check.h"
 #include "base/checksum.h"
+#include "base/failpoint.h"
 #include "base/units.h"
 
 namespace memd {
@@ -133,6 +134,7 @@ bool TileTasks::try_start(TileTask& task) {
   running->started_ns = clock_.now_ns();
   running->task = std::move(task);
   ++queues_[&job].running_count;
+  MEMD_FAILPOINT("tile.started");
   load(running);
   return true;
 }
@@ -142,6 +144,7 @@ void TileTasks::load(const std::shared_ptr<Running>& running) {
   auto join = Join::start([this, running](const Status& status) {
     running->task.report->read_seconds +=
         static_cast<double>(clock_.now_ns() - running->started_ns) * 1e-9;
+    MEMD_FAILPOINT("tile.loaded");
     status.is_ok() ? work(running) : finish(running, status);
   });
   const auto read = [&](const ExtentRecord& extent, std::span<std::byte> into, bool& unread) {
@@ -201,9 +204,11 @@ void TileTasks::work(const std::shared_ptr<Running>& running) {
     status = reserve(running->bytes.rest_bytes, &running->rest_extent);
   }
   if (!status.is_ok()) return finish(running, status);
+  MEMD_FAILPOINT("tile.extents_reserved");
 
   workers_.submit(
       [running, this] {
+        MEMD_FAILPOINT("tile.before_verify");
         const uint64_t start_ns = clock_.now_ns();
         TileTask& its = running->task;
         const bool disk = !running->in_memory;
@@ -224,8 +229,13 @@ void TileTasks::work(const std::shared_ptr<Running>& running) {
             running->gradient_copy != nullptr &&
             (running->gradient_unread ||
              !ExtentStore::matches(running->gradient_source(), running->gradient_span()));
+        if (MEMD_PLANTED("tile.checksum_not_verified")) {
+          running->value_mismatch = running->rest_mismatch = running->gradient_mismatch = false;
+        }
         if (!running->value_mismatch && !running->rest_mismatch && !running->gradient_mismatch) {
+          MEMD_FAILPOINT("tile.before_update");
           its.work(running->bytes);
+          MEMD_FAILPOINT("tile.before_checksums");
           if (its.writes_value) {
             running->value_extent.checksum =
                 extent_checksum(running->value_span(), running->value_extent.address);
@@ -294,8 +304,10 @@ void TileTasks::check(const std::shared_ptr<Running>& running) {
 
 void TileTasks::write(const std::shared_ptr<Running>& running) {
   TileTask& task = running->task;
+  MEMD_FAILPOINT("tile.before_write");
   const uint64_t start_ns = clock_.now_ns();
   auto join = Join::start([this, running, start_ns](const Status& status) {
+    MEMD_FAILPOINT("tile.written");
     running->task.report->write_seconds += static_cast<double>(clock_.now_ns() - start_ns) * 1e-9;
     finish(running, status);
   });
@@ -303,7 +315,8 @@ void TileTasks::write(const std::shared_ptr<Running>& running) {
     task.report->written_bytes += running->value_extent.length_bytes;
     extents_.write(running->value_extent, running->value_span(), join->branch());
   }
-  if (task.writes_rest) {
+  MEMD_FAILPOINT("tile.between_writes");
+  if (task.writes_rest && !MEMD_PLANTED("tile.rest_not_written")) {
     task.report->written_bytes += running->rest_extent.length_bytes;
     extents_.write(running->rest_extent, running->rest_span(), join->branch());
   }
@@ -341,6 +354,7 @@ void TileTasks::finish(const std::shared_ptr<Running>& running, const Status& st
   --task.entry->task_count;
   --job.activity_count;
   --queues_[&job].running_count;
+  MEMD_FAILPOINT("tile.recorded");
   const Done done = std::move(task.done);
   done(status);
 }

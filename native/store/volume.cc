@@ -20,6 +20,7 @@
 #include <thread>
 
 #include "base/check.h"
+#include "base/failpoint.h"
 #include "base/units.h"
 #include "store/encoding.h"
 
@@ -303,6 +304,7 @@ Status format_volume(Place& place,
   if (::fallocate(fd, 0, 0, static_cast<off_t>(place.file_bytes)) != 0 && errno != EOPNOTSUPP) {
     return device_error(errno, concat("allocate ", place.file_bytes, " bytes for ", path));
   }
+  MEMD_FAILPOINT("format.allocated");
   const AlignedBytes zeros = aligned_bytes(kFormatWriteBytes);
   for (uint64_t done_bytes = 0; done_bytes < place.file_bytes;) {
     const uint64_t bytes = std::min(kFormatWriteBytes, place.file_bytes - done_bytes);
@@ -312,7 +314,9 @@ Status format_volume(Place& place,
     done_bytes += bytes;
     progress(done_bytes);
   }
+  MEMD_FAILPOINT("format.before_sync");
   if (::fdatasync(fd) != 0) return device_error(errno, "sync " + path);
+  MEMD_FAILPOINT("format.before_superblocks");
   // After everything else is durable: a valid superblock says that the file is complete.
   const AlignedBytes block = aligned_bytes(kSuperblockBytes);
   for (const uint64_t offset_bytes : superblock_pair_offsets(0, place.file_bytes)) {
@@ -322,16 +326,20 @@ Status format_volume(Place& place,
         !status.is_ok()) {
       return status;
     }
+    MEMD_FAILPOINT("format.superblock_copy_written");
   }
   if (::fdatasync(fd) != 0) return device_error(errno, "sync " + path);
+  MEMD_FAILPOINT("format.superblocks_synced");
   return sync_directory(place.directory);
 }
 
 Status finish_volume(Place& place) {
+  MEMD_FAILPOINT("format.before_rename");
   const std::string path = place.path(kVolumeName);
   if (::rename(place.path(kUnfinishedName).c_str(), path.c_str()) != 0) {
     return device_error(errno, "rename to " + path);
   }
+  MEMD_FAILPOINT("format.renamed");
   place.has_volume = true;
   return sync_directory(place.directory);
 }

@@ -1,0 +1,363 @@
+// The daemon is killed at every I/O and at every failpoint; whatever it was doing, the next one
+// finds the state of a commit, the last acknowledged one or the one after, and goes on with the
+// same numbers.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+
+#include <atomic>
+#include <filesystem>
+#include <fstream>
+#include <mutex>
+#include <regex>
+#include <set>
+
+#include "base/failpoint.h"
+#include "scenario.h"
+
+namespace memd::testing {
+namespace {
+
+constexpr uint64_t kVolumeBytes = 16_MiB;
+constexpr size_t kNameBytes = 56;
+constexpr size_t kNamesMax = 256;
+
+/// What children tell their parent; in memory that both map.
+struct Shared {
+  std::atomic<uint32_t> acknowledged{0};  // phases whose commit was acknowledged
+  std::atomic<uint64_t> io_count{0};
+  std::mutex mutex;  // of one child at a time
+  struct Hits {
+    char name[kNameBytes];
+    uint64_t count;
+  } hits[kNamesMax]{};
+
+  uint64_t hit(std::string_view name) {
+    const std::lock_guard lock(mutex);
+    for (Hits& each : hits) {
+      if (each.name[0] == 0) {
+        MEMD_CHECK_LT(name.size(), kNameBytes);
+        std::memcpy(each.name, name.data(), name.size());
+      }
+      if (name == each.name) return ++each.count;
+    }
+    MEMD_CHECK(false);
+    return 0;
+  }
+};
+
+struct KillPoint {
+  std::string name;  // a failpoint, or empty: an I/O
+  uint64_t hit = 0;  // from 1
+  IoMoment moment = IoMoment::before_submit;
+  std::string text() const {
+    if (!name.empty()) return concat(name, " #", hit);
+    const char* const moments[] = {"before submitting", "after submitting", "on completion of"};
+    return concat(moments[static_cast<size_t>(moment)], " I/O #", hit);
+  }
+};
+
+[[noreturn]] void die() {
+  ::kill(::getpid(), SIGKILL);
+  for (;;) ::pause();
+}
+
+/// Runs `body` in a child; its wait status.
+int in_child(const std::function<void()>& body) {
+  const pid_t pid = ::fork();
+  MEMD_CHECK_GE(pid, 0);
+  if (pid == 0) {
+    // An exception must not find its way into the parent's test runner.
+    [&]() noexcept { body(); }();
+    std::fflush(stderr);
+    _exit(0);
+  }
+  int status = 0;
+  MEMD_CHECK_EQ(::waitpid(pid, &status, 0), pid);
+  return status;
+}
+bool ended_well(int status) { return WIFEXITED(status) && WEXITSTATUS(status) == 0; }
+bool was_killed(int status) { return WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL; }
+
+class KillTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    std::string pattern = "memd-kill-XXXXXX";
+    ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
+    folder_ = std::filesystem::absolute(pattern);
+    void* const memory =
+        ::mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    ASSERT_NE(memory, MAP_FAILED);
+    shared_ = static_cast<Shared*>(memory);
+    new (shared_) Shared;
+  }
+  void TearDown() override {
+    ::munmap(shared_, sizeof(Shared));
+    std::filesystem::remove_all(folder_);
+  }
+
+  std::filesystem::path volume() const { return folder_ / "volumes" / "memd.volume"; }
+  void empty_folder() const {
+    std::filesystem::remove_all(folder_ / "volumes");
+    std::filesystem::create_directory(folder_ / "volumes");
+  }
+  std::unique_ptr<Daemon> start(TapQueue::Tap tap = {}) const {
+    auto set = VolumeSet::open({.directories = {folder_ / "volumes"}, .bytes = kVolumeBytes});
+    require(set.is_ok(), set.status().message());
+    const auto make_queue = [this](int wake_fd) {
+      auto choice = make_io_queue({.engine = engine_, .wake_fd = wake_fd});
+      require(choice.is_ok(), choice.status().message());
+      return std::move(choice.value().queue);
+    };
+    auto daemon =
+        std::make_unique<Daemon>(std::move(set).value(), make_queue, false, std::move(tap));
+    require(daemon->loaded.is_ok(), daemon->loaded.message());
+    return daemon;
+  }
+  std::string state_file(size_t phase) const { return folder_ / concat("state-", phase); }
+  static std::string read_file(const std::filesystem::path& path) {
+    std::ifstream file(path, std::ios::binary);
+    return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  }
+  static void write_file(const std::filesystem::path& path, const std::string& bytes) {
+    std::ofstream(path, std::ios::binary).write(bytes.data(), static_cast<ssize_t>(bytes.size()));
+  }
+
+  /// An undisturbed run: the state after each phase, and the volume before `first_phase`.
+  void run_undisturbed(size_t first_phase) {
+    const int status = in_child([&] {
+      empty_folder();
+      for (size_t phase = 0; phase < kPhaseCount; ++phase) {
+        if (phase == first_phase && phase > 0)
+          std::filesystem::copy_file(volume(), folder_ / "image");
+        const auto daemon = start();
+        write_file(state_file(phase), state_of(*daemon).value());
+        run_phase(*daemon, phase);
+      }
+      const auto daemon = start();
+      write_file(state_file(kPhaseCount), state_of(*daemon).value());
+    });
+    ASSERT_TRUE(ended_well(status)) << status;
+    for (size_t phase = 0; phase <= kPhaseCount; ++phase) {
+      states_.push_back(read_file(state_file(phase)));
+      if (phase > 0) ASSERT_NE(states_[phase], states_[phase - 1]) << phase;
+    }
+    first_phase_ = first_phase;
+    image_ = first_phase > 0 ? read_file(folder_ / "image") : "";
+  }
+
+  /// The volume as it was before the first phase; only what a run changed is written.
+  void restore_image() const {
+    if (image_.empty()) return empty_folder();
+    const int fd = ::open(volume().c_str(), O_RDWR | O_CLOEXEC);
+    MEMD_CHECK_GE(fd, 0);
+    constexpr size_t kPart = 64_KiB;
+    std::string part(kPart, 0);
+    for (size_t at = 0; at < image_.size(); at += kPart) {
+      MEMD_CHECK_EQ(::pread(fd, part.data(), kPart, static_cast<off_t>(at)), ssize_t{kPart});
+      if (std::memcmp(part.data(), image_.data() + at, kPart) == 0) continue;
+      MEMD_CHECK_EQ(::pwrite(fd, image_.data() + at, kPart, static_cast<off_t>(at)),
+                    ssize_t{kPart});
+    }
+    MEMD_CHECK_EQ(::close(fd), 0);
+  }
+
+  /// In a child: from the image to the end of `last_phase`, dying at `point` if there is one.
+  void run_to(size_t last_phase, const std::optional<KillPoint>& point) {
+    failpoint::set_observer([&](std::string_view name) {
+      const uint64_t hit = shared_->hit(name);
+      if (point && point->name == name && point->hit == hit) die();
+    });
+    uint64_t counts[3]{};
+    const auto tap = [&](IoMoment moment, const IoRequest&) {
+      const uint64_t index = ++counts[static_cast<size_t>(moment)];
+      if (moment == IoMoment::before_submit) shared_->io_count = index;
+      if (point && point->name.empty() && point->moment == moment && point->hit == index) die();
+    };
+    auto daemon = start(tap);
+    for (size_t phase = first_phase_; phase <= last_phase; ++phase) {
+      run_phase(*daemon, phase);
+      shared_->acknowledged = static_cast<uint32_t>(phase + 1);
+    }
+    daemon.reset();
+  }
+
+  /// In a child: what a new daemon finds, and whether it goes on from there as if nothing had been.
+  void check(size_t acknowledged) const {
+    size_t phase = acknowledged;
+    {
+      const auto daemon = start();
+      const auto found = state_of(*daemon);
+      require(found.is_ok(), found.status().message());
+      if (found.value() != states_[phase] && phase < kPhaseCount) ++phase;
+      require(found.value() == states_[phase],
+              "the state is neither that of commit ",
+              acknowledged,
+              ", which was acknowledged, nor that of the next");
+      check_disk(*daemon);
+      for (; phase < kPhaseCount; ++phase) {
+        run_phase(*daemon, phase);
+        const auto now = state_of(*daemon);
+        require(now.is_ok() && now.value() == states_[phase + 1],
+                "going on from commit ",
+                phase,
+                " gave other numbers");
+      }
+      check_disk(*daemon);
+    }
+    const auto daemon = start();
+    const auto found = state_of(*daemon);
+    require(found.is_ok() && found.value() == states_[kPhaseCount], "the end is another");
+  }
+  void check_disk(Daemon& daemon) const {
+    const std::string bytes = read_file(volume());
+    check_accounts(daemon, std::as_bytes(std::span(bytes)));
+  }
+
+  /// In a lane: why the promise does not hold at `point`; empty where it does.
+  std::string kill_at(const KillPoint& point, size_t last_phase) {
+    // How often a point is reached may differ by a race between completions: another attempt then.
+    int status = 0;
+    for (int attempt = 0; attempt < 3 && !was_killed(status); ++attempt) {
+      restore_image();
+      new (shared_) Shared;
+      shared_->acknowledged = static_cast<uint32_t>(first_phase_);
+      status = in_child([&] { run_to(last_phase, point); });
+    }
+    if (!was_killed(status)) return concat("not reached: ", point.text(), ", status ", status);
+    const size_t acknowledged = shared_->acknowledged;
+    const int checked = in_child([&] { check(acknowledged); });
+    if (ended_well(checked)) return "";
+    return concat("killed ", point.text(), " in phase ", acknowledged, ", status ", checked);
+  }
+
+  /// Every point; lanes wait for the disk beside each other, each in a folder of its own.
+  void kill_at_all(const std::vector<KillPoint>& points, size_t last_phase) {
+    constexpr size_t kLanes = 4;
+    std::vector<pid_t> lanes;
+    for (size_t lane = 0; lane < kLanes; ++lane) {
+      const pid_t pid = ::fork();
+      ASSERT_GE(pid, 0);
+      lanes.push_back(pid);
+      if (pid > 0) continue;
+      [&]() noexcept {
+        folder_ /= concat("lane-", lane);
+        std::filesystem::create_directory(folder_);
+        empty_folder();
+        write_file(volume(), image_);
+        void* const memory = ::mmap(
+            nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+        MEMD_CHECK(memory != MAP_FAILED);
+        shared_ = static_cast<Shared*>(memory);
+        for (size_t i = lane; i < points.size(); i += kLanes) {
+          const std::string violation = kill_at(points[i], last_phase);
+          require(violation.empty(), violation);
+        }
+      }();
+      _exit(0);
+    }
+    for (const pid_t pid : lanes) {
+      int status = 0;
+      ASSERT_EQ(::waitpid(pid, &status, 0), pid);
+      EXPECT_TRUE(ended_well(status)) << status;
+    }
+    std::printf("%zu kills\n", points.size());
+  }
+
+  void count(size_t last_phase) {
+    restore_image();
+    new (shared_) Shared;
+    ASSERT_TRUE(ended_well(in_child([&] { run_to(last_phase, std::nullopt); })));
+  }
+  std::map<std::string, uint64_t> hits() const {
+    std::map<std::string, uint64_t> all;
+    for (const auto& each : shared_->hits) {
+      if (each.name[0] != 0) all[each.name] = each.count;
+    }
+    return all;
+  }
+
+  std::filesystem::path folder_;
+  Shared* shared_ = nullptr;
+  IoEngine engine_ = IoEngine::automatic;
+  size_t first_phase_ = 0;
+  std::vector<std::string> states_;
+  std::string image_;
+};
+
+constexpr size_t kLastKilledPhase = 6;
+
+std::vector<KillPoint> every_hit(const std::map<std::string, uint64_t>& hits) {
+  std::vector<KillPoint> points;
+  for (const auto& [name, count] : hits) {
+    for (uint64_t hit = 1; hit <= count; ++hit) points.push_back({.name = name, .hit = hit});
+  }
+  return points;
+}
+
+TEST_F(KillTest, at_every_io_of_a_step_and_its_commit_the_state_is_that_of_a_commit) {
+  ASSERT_NO_FATAL_FAILURE(run_undisturbed(kFirstKilledPhase));
+  count(kLastKilledPhase);
+  const uint64_t io_count = shared_->io_count;
+  ASSERT_GT(io_count, 40u);
+  std::vector<KillPoint> points;
+  for (uint64_t index = 1; index <= io_count; ++index) {
+    for (const IoMoment moment :
+         {IoMoment::before_submit, IoMoment::after_submit, IoMoment::completed}) {
+      points.push_back({.name = "", .hit = index, .moment = moment});
+    }
+  }
+  kill_at_all(points, kLastKilledPhase);
+}
+
+TEST_F(KillTest, at_every_failpoint_of_a_step_and_its_commit_the_state_is_that_of_a_commit) {
+  engine_ = IoEngine::threads;
+  ASSERT_NO_FATAL_FAILURE(run_undisturbed(kFirstKilledPhase));
+  count(kLastKilledPhase);
+  ASSERT_GT(hits().size(), 40u);
+  kill_at_all(every_hit(hits()), kLastKilledPhase);
+}
+
+TEST_F(KillTest, at_every_failpoint_of_the_first_start_the_next_one_begins_anew_or_goes_on) {
+  engine_ = IoEngine::threads;
+  ASSERT_NO_FATAL_FAILURE(run_undisturbed(0));
+  count(0);
+  ASSERT_TRUE(hits().contains("format.before_rename"));
+  kill_at_all(every_hit(hits()), 0);
+}
+
+/// What only an error reaches; planted_test.cc makes those.
+const std::set<std::string> kReachedByErrors = {"commit.abandoned",
+                                                "read.before_second_attempt",
+                                                "rollback.begun",
+                                                "step.undoing",
+                                                "volume.fencing"};
+
+TEST_F(KillTest, every_failpoint_in_the_sources_is_one_that_is_killed_at) {
+  std::set<std::string> named;
+  const std::regex call("MEMD_FAILPOINT\\(\"([^\"]+)\"\\)");
+  for (const auto& file : std::filesystem::recursive_directory_iterator(MEMD_NATIVE_FOLDER)) {
+    if (file.path().extension() != ".cc") continue;
+    const std::string text = read_file(file.path());
+    for (std::sregex_iterator it(text.begin(), text.end(), call), end; it != end; ++it) {
+      EXPECT_TRUE(named.insert((*it)[1]).second) << "two moments have one name: " << (*it)[1];
+    }
+  }
+  EXPECT_GE(named.size(), 40u);
+  engine_ = IoEngine::threads;
+  std::set<std::string> reached = kReachedByErrors;
+  // As the two tests above count them.
+  for (const size_t first_phase : {size_t{0}, kFirstKilledPhase}) {
+    states_.clear();
+    ASSERT_NO_FATAL_FAILURE(run_undisturbed(first_phase));
+    count(first_phase == 0 ? 0 : kLastKilledPhase);
+    for (const auto& [name, hit_count] : hits()) reached.insert(name);
+  }
+  for (const std::string& name : named) EXPECT_TRUE(reached.contains(name)) << name;
+  for (const std::string& name : reached) EXPECT_TRUE(named.contains(name)) << name;
+}
+
+}  // namespace
+}  // namespace memd::testing

@@ -1,0 +1,503 @@
+// One history of a daemon's disk, in phases that each end with a commit, and what must be there
+// after any of them. Tests kill the daemon, or cut the power, anywhere in it.
+#pragma once
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "arena/pool.h"
+#include "io/io_queue.h"
+#include "store/shard_store.h"
+#include "twin.h"
+
+namespace memd::testing {
+
+/// A promise was broken: the process says so and ends with this status.
+inline constexpr int kViolation = 1;
+
+template <typename... Parts>
+void require(bool holds, const Parts&... parts) {
+  if (holds) return;
+  std::fprintf(stderr, "VIOLATION: %s\n", concat(parts...).c_str());
+  std::fflush(stderr);
+  _exit(kViolation);
+}
+
+enum class IoMoment : uint8_t { before_submit, after_submit, completed };
+
+/// Shows a test each operation before it is submitted, when it is under way, and when it is done
+/// but nobody has heard of it.
+class TapQueue final : public IoQueue {
+ public:
+  using Tap = std::function<void(IoMoment, const IoRequest&)>;
+  /// Without `syncs` each one is a read of a block: what is written survives a killed process in
+  /// any case, and a disk takes its time for a sync.
+  TapQueue(std::unique_ptr<IoQueue> inner, bool syncs, Tap tap)
+      : inner_(std::move(inner)),
+        tap_(std::move(tap)),
+        syncs_(syncs),
+        block_(static_cast<std::byte*>(std::aligned_alloc(kBlockBytes, kBlockBytes)), std::free) {}
+
+  std::string_view name() const override { return inner_->name(); }
+  uint16_t add_device(OwnedFd file, std::string path) override {
+    return inner_->add_device(std::move(file), std::move(path));
+  }
+  void add_memory(std::span<std::byte> memory) override { inner_->add_memory(memory); }
+  void remove_memory(std::span<std::byte> memory) override { inner_->remove_memory(memory); }
+  void submit(IoRequest request) override {
+    if (!tap_) return submit_inner(std::move(request));
+    IoRequest seen = request;
+    seen.complete = nullptr;
+    tap_(IoMoment::before_submit, seen);
+    request.complete = [this, seen, complete = std::move(request.complete)](const Status& status) {
+      tap_(IoMoment::completed, seen);
+      complete(status);
+    };
+    submit_inner(std::move(request));
+    tap_(IoMoment::after_submit, seen);
+  }
+  size_t reap() override { return inner_->reap(); }
+  IoQueueStatistics statistics() const override { return inner_->statistics(); }
+  IoDeviceStatistics device_statistics(uint16_t device) const override {
+    return inner_->device_statistics(device);
+  }
+
+ private:
+  void submit_inner(IoRequest request) {
+    if (request.kind == IoKind::sync && !syncs_) {
+      request.kind = IoKind::read;
+      request.data = {block_.get(), kBlockBytes};
+    }
+    inner_->submit(std::move(request));
+  }
+
+  const std::unique_ptr<IoQueue> inner_;
+  const Tap tap_;
+  const bool syncs_;
+  const std::unique_ptr<std::byte, void (*)(void*)> block_;
+};
+
+/// One run of the daemon's heart over any devices, turned by hand. Needs no test framework, so that
+/// it runs in forked children.
+class Daemon {
+ public:
+  static constexpr uint64_t kSegment = 2_MiB;
+  static constexpr uint64_t kFloor = kPrivateFloorBytes / kSegment;
+
+  using MakeQueue = std::function<std::unique_ptr<IoQueue>(int wake_fd)>;
+  Daemon(VolumeSet set, const MakeQueue& make_queue, bool syncs, TapQueue::Tap tap = {})
+      : wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+        io_(make_queue(wake_.get()), syncs, std::move(tap)),
+        extents_(io_, std::move(set)),
+        workers_(2, wake_.get()) {
+    auto pool = Pool::create({.bytes = 2 * (kFloor + 1) * kSegment,
+                              .segment_bytes = kSegment,
+                              .huge_pages = false,
+                              .lock = LockMode::wanted});
+    require(pool.is_ok(), pool.status().message());
+    pool_ = std::move(pool).value();
+    store_ = std::make_unique<ShardStore>(ShardStoreParts{
+        .pool = *pool_, .io = io_, .extents = extents_, .workers = workers_, .clock = clock_});
+    loaded = store_->load([this] { io_.reap(); });
+  }
+  ~Daemon() {
+    store_->detach_all();
+    store_->give_up_waiting();
+    until([this] { return store_->is_idle(); });
+    store_.reset();
+  }
+
+  ShardStore& store() { return *store_; }
+  ExtentStore& extents() { return extents_; }
+
+  bool turn() {
+    const bool reaped = io_.reap() + workers_.reap() > 0;
+    return store_->advance() || reaped;
+  }
+  /// A hang is a violation; two minutes tell it from a busy machine.
+  void until(const std::function<bool()>& holds) {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::minutes(2);
+    while (!holds()) {
+      if (turn()) continue;
+      struct pollfd wake{.fd = wake_.get(), .events = POLLIN, .revents = 0};
+      ::poll(&wake, 1, 1);
+      uint64_t count = 0;
+      [[maybe_unused]] const auto drained = ::read(wake_.get(), &count, sizeof count);
+      require(std::chrono::steady_clock::now() < end, "the store hangs");
+    }
+  }
+
+  uint64_t open(const std::string& name, uint64_t nvme_bytes) {
+    const auto job = store_->open_job({.name = name,
+                                       .uid = 1000,
+                                       .host_bytes = (kFloor + 1) * kSegment,
+                                       .nvme_bytes = nvme_bytes,
+                                       .fresh = false});
+    require(job.is_ok(), job.status().message());
+    return job.value().job_id;
+  }
+  uint64_t attach(uint64_t job_id) {
+    const auto session = store_->attach(job_id);
+    require(session.is_ok(), session.status().message());
+    return session.value()->session_id;
+  }
+  Job& job(uint64_t session) { return *store_->job_of(session).value(); }
+  uint32_t id(uint64_t session, const std::string& name) {
+    const auto& ids = job(session).shard_ids;
+    require(ids.contains(name), "no shard ", name);
+    return ids.at(name);
+  }
+
+  struct Held {
+    Status status;
+    LeaseGrant grant{};
+    uint64_t session = 0;
+  };
+  std::shared_ptr<std::optional<Held>> ask(uint64_t session,
+                                           const std::string& name,
+                                           LeaseMode mode,
+                                           Part part = Part::value) {
+    auto answer = std::make_shared<std::optional<Held>>();
+    store_->lease({.session_id = session,
+                   .shard_id = id(session, name),
+                   .part = part,
+                   .mode = mode,
+                   .timeout_ns = 60'000'000'000,
+                   .for_service = false,
+                   .prefetch = false},
+                  [answer, session](const Status& status, const LeaseGrant& grant) {
+                    *answer = Held{.status = status, .grant = grant, .session = session};
+                  });
+    return answer;
+  }
+  Held lease(uint64_t session,
+             const std::string& name,
+             LeaseMode mode = LeaseMode::read,
+             Part part = Part::value) {
+    const auto answer = ask(session, name, mode, part);
+    until([&] { return answer->has_value(); });
+    return **answer;
+  }
+  void release(const Held& held) {
+    const auto found = store_->sessions().find(held.session);
+    if (found == store_->sessions().end()) return;
+    found->second->ring.add_pin(held.grant.slot->pin_first + held.grant.index, ~held.grant.pin + 1);
+  }
+  template <typename T>
+  void write(uint64_t session,
+             const std::string& name,
+             const std::vector<T>& values,
+             Part part = Part::value,
+             LeaseMode mode = LeaseMode::overwrite) {
+    const Held held = lease(session, name, mode, part);
+    require(held.status.is_ok(), held.status.message());
+    require(held.grant.length_bytes == values.size() * sizeof(T), "length of ", name);
+    std::memcpy(held.grant.data, values.data(), held.grant.length_bytes);
+    release(held);
+  }
+  Result<std::string> read(uint64_t session, const std::string& name) {
+    const Held held = lease(session, name);
+    if (!held.status.is_ok()) return held.status;
+    std::string bytes(reinterpret_cast<const char*>(held.grant.data), held.grant.length_bytes);
+    release(held);
+    return bytes;
+  }
+  Result<std::string> moments(uint64_t session, const std::string& name) {
+    std::optional<Status> answer;
+    std::string bytes;
+    const uint32_t shard = id(session, name);
+    store_->read_moments(
+        {.session_id = session,
+         .shard_id = shard,
+         .element_first = 0,
+         .element_count = job(session).shards[shard].element_count},
+        [&](const Status& status, const std::vector<float>& m, const std::vector<float>& v) {
+          answer = status;
+          for (const auto* const part : {&m, &v})
+            bytes.append(reinterpret_cast<const char*>(part->data()), part->size() * 4);
+        });
+    until([&] { return answer.has_value(); });
+    if (!answer->is_ok()) return *answer;
+    return bytes;
+  }
+  Status step(const StepRequest& request) {
+    std::optional<Status> answer;
+    store_->step(request, [&](const Status& status, const StepReport&) { answer = status; });
+    until([&] { return answer.has_value(); });
+    return *answer;
+  }
+  Status sync(uint64_t session) {
+    std::optional<Status> answer;
+    store_->sync(session, [&](const Status& status, const StepReport&) { answer = status; });
+    until([&] { return answer.has_value(); });
+    return *answer;
+  }
+  void detach(uint64_t session) {
+    const auto detached = store_->detach(session);
+    require(detached.is_ok(), detached.status().message());
+  }
+
+  Status loaded;
+
+ private:
+  const OwnedFd wake_;
+  const SteadyClock clock_;
+  std::unique_ptr<Pool> pool_;
+  TapQueue io_;
+  ExtentStore extents_;
+  UpdateWorkers workers_;
+  std::unique_ptr<ShardStore> store_;
+};
+
+// ---- The history --------------------------------------------------------------------------------
+
+inline constexpr uint64_t kWeights = 24'000;  // fp32, with kBias in one bucket
+inline constexpr uint64_t kBias = 3'000;
+inline constexpr uint64_t kHalves = 20'000;  // bf16
+inline constexpr uint64_t kBlob = 120'000;
+inline constexpr uint64_t kBuffer = 5'000;
+/// Held while gradients are written, so that they find no room and are spilled.
+inline constexpr uint64_t kBallast = 1'880'000;
+inline constexpr uint64_t kJobDisk = 7_MiB;
+inline constexpr uint64_t kOtherDisk = 512_KiB;
+
+/// A `full` step spills its gradients and replaces a buffer, whose old bytes are free after the
+/// commit that follows; after another one the disk holds nothing that no catalogue names.
+inline StepRequest backward(Daemon& daemon, uint64_t session, bool full) {
+  const auto seed = static_cast<uint32_t>(daemon.job(session).committed_step) * 10 + 50;
+  std::optional<Daemon::Held> ballast;
+  if (full) {
+    ballast = daemon.lease(session, "ballast");
+    require(ballast->status.is_ok(), ballast->status.message());
+  }
+  daemon.write(session, "w", numbers(kWeights, seed), Part::gradient);
+  daemon.write(session, "b", numbers(kBias, seed + 1), Part::gradient, LeaseMode::write);
+  daemon.write(session, "h", halves(kHalves, seed + 2), Part::gradient);
+  daemon.write(session, "blob", pattern(kBlob, static_cast<uint8_t>(seed + 3)));
+  if (full) daemon.write(session, "staged", pattern(kBuffer, static_cast<uint8_t>(seed + 4)));
+  if (ballast) daemon.release(*ballast);
+  StepRequest request;
+  request.session_id = session;
+  request.groups = {
+      {.settings = {.lr = 1e-2}, .shard_ids = {daemon.id(session, "w"), daemon.id(session, "b")}},
+      {.settings = {.lr = 1e-3}, .shard_ids = {daemon.id(session, "h")}}};
+  if (full) {
+    request.staged_buffers = {{daemon.id(session, "staged"), daemon.id(session, "buffer")}};
+  }
+  return request;
+}
+
+inline void do_step(Daemon& daemon, uint64_t session, bool full) {
+  const Status status = daemon.step(backward(daemon, session, full));
+  require(status.is_ok(), status.message());
+}
+
+/// A trainer has a session for each phase. Every phase starts from what is on disk after the one
+/// before, in the same daemon or in another.
+inline constexpr size_t kPhaseCount = 8;
+inline constexpr size_t kFirstKilledPhase = 3;  // an earlier step is committed by then
+inline void run_phase(Daemon& daemon, size_t phase) {
+  const bool on_other = phase == 1;
+  const uint64_t job_id =
+      on_other ? daemon.open("other", kOtherDisk) : daemon.open("job", kJobDisk);
+  const uint64_t session = daemon.attach(job_id);
+  const auto synced = [&] {
+    const Status status = daemon.sync(session);
+    require(status.is_ok(), status.message());
+  };
+  const auto declare = [&](const std::vector<ShardSpec>& specs) {
+    const auto infos = daemon.store().declare(session, specs);
+    require(infos.is_ok(), infos.status().message());
+  };
+  switch (phase) {
+    case 0:
+      declare({parameter("w", kWeights),
+               parameter("b", kBias),
+               parameter("h", kHalves, DType::bfloat16),
+               bytes_shard("blob", kBlob),
+               bytes_shard("extra", kBlob),
+               bytes_shard("ballast", kBallast),
+               bytes_shard("buffer", kBuffer, ShardKind::buffer),
+               bytes_shard("staged", kBuffer, ShardKind::buffer)});
+      daemon.write(session, "w", numbers(kWeights, 1));
+      daemon.write(session, "b", numbers(kBias, 2));
+      daemon.write(session, "h", halves(kHalves, 3));
+      daemon.write(session, "blob", pattern(kBlob, 4));
+      daemon.write(session, "extra", pattern(kBlob, 5));
+      daemon.write(session, "buffer", pattern(kBuffer, 6));
+      daemon.write(session, "ballast", pattern(kBallast, 7));
+      synced();
+      break;
+    case 1:
+      declare({bytes_shard("theirs", 50'000)});
+      daemon.write(session, "theirs", pattern(50'000, 8));
+      synced();
+      break;
+    case 3: {  // what is put outside of steps
+      const auto reader = daemon.lease(session, "b");
+      daemon.write(session, "b", numbers(kBias, 20), Part::value, LeaseMode::write);
+      daemon.release(reader);
+      daemon.write(session, "h", halves(kHalves, 21), Part::value, LeaseMode::write);
+      daemon.write(session, "blob", pattern(kBlob, 22), Part::value, LeaseMode::write);
+      std::optional<Status> moved;
+      daemon.store().write_moments({.session_id = session,
+                                    .shard_id = daemon.id(session, "w"),
+                                    .element_first = 0,
+                                    .element_count = kWeights},
+                                   7,
+                                   numbers(kWeights, 23),
+                                   std::vector<float>(kWeights, 0.25F),
+                                   [&](const Status& status) { moved = status; });
+      daemon.until([&] { return moved.has_value(); });
+      require(moved->is_ok(), moved->message());
+      require(daemon.moments(session, "w").is_ok(), "moments that were written");
+      synced();
+      break;
+    }
+    case 2:
+    case 7:
+      do_step(daemon, session, false);
+      break;
+    case 4:
+      do_step(daemon, session, true);
+      break;
+    case 5: {
+      std::optional<bool> removed;
+      daemon.store().delete_shard(
+          session, "extra", [&](const Result<bool>& result) { removed = result.is_ok(); });
+      daemon.until([&] { return removed.has_value(); });
+      require(*removed, "a blob was not deleted");
+      synced();
+      break;
+    }
+    case 6: {
+      const auto other = daemon.store().find_job("other");
+      require(other.is_ok(), "there is no other job");
+      std::optional<Status> dropped;
+      daemon.store().drop_job(
+          other.value().job_id, true, [&](const Status& status) { dropped = status; });
+      daemon.until([&] { return dropped.has_value(); });
+      require(dropped->is_ok(), dropped->message());
+      break;
+    }
+    default:
+      require(false, "no such phase");
+  }
+  daemon.detach(session);
+}
+
+/// Everything that the daemon holds, bit for bit, as one string; a read that fails is its reason.
+inline Result<std::string> state_of(Daemon& daemon) {
+  std::string out;
+  for (const JobInfo& info : daemon.store().jobs()) {
+    const uint64_t session = daemon.attach(info.job_id);
+    out += concat("job ", info.name, " at step ", daemon.job(session).committed_step, ":\n");
+    std::map<std::string, ShardInfo> sorted;
+    const auto shards = daemon.store().shards(info.job_id);
+    for (const ShardInfo& shard : shards.value()) sorted[shard.spec.name] = shard;
+    for (const auto& [name, shard] : sorted) {
+      out += concat(name, " ", shard.generation, shard.written ? "" : " unwritten", "\n");
+      if (!shard.written) continue;
+      const auto bytes = daemon.read(session, name);
+      if (!bytes.is_ok()) return bytes.status();
+      out += bytes.value();
+      if (shard.spec.kind != ShardKind::parameter) continue;
+      const auto moments = daemon.moments(session, name);
+      if (!moments.is_ok()) return moments.status();
+      out += moments.value();
+    }
+    daemon.detach(session);
+  }
+  return out;
+}
+
+/// What the newest superblock of `volume` leads to: every extent intact, none shared.
+struct NamedExtents {
+  uint64_t state_bytes = 0;  // of jobs; their quota counts these
+  std::vector<ExtentRecord> all;
+  uint64_t bytes() const {
+    uint64_t sum = 0;
+    for (const ExtentRecord& extent : all) sum += extent.length_bytes;
+    return sum;
+  }
+};
+inline NamedExtents named_extents(std::span<const std::byte> volume) {
+  NamedExtents named;
+  const auto superblock = newest_superblock(
+      volume.size(), "volume", [volume](std::span<std::byte> block, uint64_t offset_bytes) {
+        std::memcpy(block.data(), volume.data() + offset_bytes, block.size());
+        return Status::ok();
+      });
+  require(superblock.is_ok(), superblock.status().message());
+  if (superblock.value().root_bytes == 0) return named;
+  const auto take = [&](const ExtentRecord& extent) {
+    if (!extent.exists()) return;
+    require(ExtentStore::matches(extent,
+                                 volume.subspan(extent.address.offset_bytes, extent.length_bytes)),
+            "an extent that the catalogue names is not what was written, at ",
+            extent.address.offset_bytes);
+    named.all.push_back(extent);
+  };
+  const auto record = [&](const std::vector<ExtentRecord>& extents, uint64_t length_bytes) {
+    std::vector<std::byte> bytes;
+    for (const ExtentRecord& extent : extents) {
+      take(extent);
+      const auto part = volume.subspan(extent.address.offset_bytes, extent.length_bytes);
+      bytes.insert(bytes.end(), part.begin(), part.end());
+    }
+    bytes.resize(length_bytes);
+    return bytes;
+  };
+  const auto root = decode_root(record({superblock.value().root}, superblock.value().root_bytes));
+  require(root.is_ok(), root.status().message());
+  for (const RootEntry& entry : root.value().jobs) {
+    const auto job = decode_job(record(entry.catalogue, entry.catalogue_bytes));
+    require(job.is_ok(), job.status().message());
+    const uint64_t before_bytes = named.bytes();
+    for (const ShardRecord& shard : job.value().shards) {
+      for (const ExtentRecord& extent : shard.extents) take(extent);
+    }
+    for (const BucketRecord& bucket : job.value().buckets) {
+      for (const TileRecord& tile : bucket.tiles) {
+        take(tile.parameter);
+        take(tile.rest);
+      }
+    }
+    named.state_bytes += named.bytes() - before_bytes;
+  }
+  std::sort(named.all.begin(), named.all.end(), [](const ExtentRecord& a, const ExtentRecord& b) {
+    return a.address.offset_bytes < b.address.offset_bytes;
+  });
+  for (size_t i = 1; i < named.all.size(); ++i) {
+    require(named.all[i - 1].address.offset_bytes + named.all[i - 1].length_bytes <=
+                named.all[i].address.offset_bytes,
+            "two owners of the bytes at ",
+            named.all[i].address.offset_bytes);
+  }
+  return named;
+}
+
+/// Nothing but what the disk names is taken, in all and of the jobs' quotas.
+inline void check_accounts(Daemon& daemon, std::span<const std::byte> volume) {
+  const NamedExtents named = named_extents(volume);
+  const uint64_t taken_bytes = daemon.extents().capacity_bytes() - daemon.extents().free_bytes();
+  require(taken_bytes == named.bytes(), "leaked: ", taken_bytes, " != ", named.bytes());
+  uint64_t used_bytes = 0;
+  for (const JobInfo& info : daemon.store().jobs()) used_bytes += info.nvme_bytes_used;
+  require(used_bytes == named.state_bytes, "quota: ", used_bytes, " != ", named.state_bytes);
+}
+
+}  // namespace memd::testing
