@@ -67,7 +67,7 @@ struct Body {
   uint16_t minor = 0;
 };
 
-Result<Body> open_record(std::span<const std::byte> bytes, const Magic& magic) {
+Result<Body> open_record(std::span<const std::byte> bytes, const Magic& magic, FormatUse use) {
   if (bytes.size() < kHeaderBytes + kChecksumBytes) {
     return malformed("too short for a record: ", bytes.size(), " bytes");
   }
@@ -75,13 +75,14 @@ Result<Body> open_record(std::span<const std::byte> bytes, const Magic& magic) {
   if (reader.get_text(magic.size()) != std::string_view(magic.data(), magic.size())) {
     return malformed("it does not begin with ", std::string_view(magic.data(), magic.size()));
   }
-  const auto major = reader.get<uint16_t>();
-  const auto minor = reader.get<uint16_t>();
+  FormatHeader header;
+  header.major = reader.get<uint16_t>();
+  header.minor = reader.get<uint16_t>();
   const auto zero = reader.get<uint32_t>();
   const auto length_bytes = reader.get<uint64_t>();
-  const auto incompatible = reader.get<uint64_t>();
-  const auto read_only_compatible = reader.get<uint64_t>();
-  reader.get<uint64_t>();  // compatible: may be ignored
+  header.incompatible = reader.get<uint64_t>();
+  header.read_only_compatible = reader.get<uint64_t>();
+  header.compatible = reader.get<uint64_t>();
   if (length_bytes != bytes.size()) {
     return malformed("length: ", length_bytes, " bytes, there are ", bytes.size());
   }
@@ -89,12 +90,9 @@ Result<Body> open_record(std::span<const std::byte> bytes, const Magic& magic) {
   if (FieldReader(bytes.last(kChecksumBytes)).get<uint64_t>() != record_checksum(covered)) {
     return malformed("its checksum does not match");
   }
-  if (Status status = check_format(major, minor, incompatible, read_only_compatible);
-      !status.is_ok()) {
-    return status;
-  }
+  if (Status status = check_format(header, use); !status.is_ok()) return status;
   if (zero != 0) return malformed("reserved header field: ", zero);
-  return Body{.bytes = covered.subspan(kHeaderBytes), .minor = minor};
+  return Body{.bytes = covered.subspan(kHeaderBytes), .minor = header.minor};
 }
 
 /// A newer minor version may have appended fields, which we need not know.
@@ -345,8 +343,8 @@ std::vector<std::byte> encode(const JobRecord& job) {
   return out;
 }
 
-Result<JobRecord> decode_job(std::span<const std::byte> bytes) {
-  const auto body = open_record(bytes, kJobMagic);
+Result<JobRecord> decode_job(std::span<const std::byte> bytes, FormatUse use) {
+  const auto body = open_record(bytes, kJobMagic, use);
   if (!body.is_ok()) return body.status();
   FieldReader reader(body.value().bytes);
   JobRecord job;
@@ -410,8 +408,8 @@ std::vector<std::byte> encode(const RootRecord& root) {
   return out;
 }
 
-Result<RootRecord> decode_root(std::span<const std::byte> bytes) {
-  const auto body = open_record(bytes, kRootMagic);
+Result<RootRecord> decode_root(std::span<const std::byte> bytes, FormatUse use) {
+  const auto body = open_record(bytes, kRootMagic, use);
   if (!body.is_ok()) return body.status();
   FieldReader reader(body.value().bytes);
   RootRecord root;

@@ -9,6 +9,7 @@
 
 #include "base/dtype.h"
 #include "base/status.h"
+#include "store/encoding.h"
 #include "store/extent.h"
 
 namespace memd {
@@ -79,7 +80,7 @@ inline constexpr uint32_t kBlobExtentBytes = 1024 * 1024;
 /// version is StatusCode::not_yet naming both versions.
 std::vector<std::byte> encode(const JobRecord& job);
 std::vector<std::byte> encode(const RootRecord& root);
-Result<JobRecord> decode_job(std::span<const std::byte> bytes);
-Result<RootRecord> decode_root(std::span<const std::byte> bytes);
+Result<JobRecord> decode_job(std::span<const std::byte> bytes, FormatUse use = FormatUse::write);
+Result<RootRecord> decode_root(std::span<const std::byte> bytes, FormatUse use = FormatUse::write);
 
 }  // namespace memd

@@ -22,11 +22,25 @@ static_assert(std::endian::native == std::endian::little, "fields are copied as 
 /// Of an extent: offset 8, checksum 8, length 4, device 2.
 inline constexpr size_t kExtentEncodedBytes = 22;
 
-/// Refused: a newer major version, and features that we do not know.
-Status check_format(uint16_t major,
-                    uint16_t minor,
-                    uint64_t incompatible,
-                    uint64_t read_only_compatible);
+/// Features that this memd knows, each bit with its meaning in ARCHITECTURE.md.
+inline constexpr uint64_t kIncompatibleFeatures = 0;
+inline constexpr uint64_t kReadOnlyCompatibleFeatures = 0;
+
+/// What the header of a superblock or record says of its format.
+struct FormatHeader {
+  uint16_t major = 0;
+  uint16_t minor = 0;
+  uint64_t incompatible = 0;
+  uint64_t read_only_compatible = 0;
+  uint64_t compatible = 0;
+};
+
+/// For what bytes are opened. A daemon always writes; `memd check` and `memd volume list` never do,
+/// and read what has unknown read-only compatible features.
+enum class FormatUse : uint8_t { write, read_only };
+
+/// Refused: a newer major version, and features that we do not know and must know for `use`.
+Status check_format(const FormatHeader& header, FormatUse use);
 
 class FieldWriter {
  public:

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <linux/magic.h>
+#include <signal.h>
 #include <sys/file.h>
 #include <sys/random.h>
 #include <sys/stat.h>
@@ -172,13 +173,17 @@ std::string holder(int lock_fd) {
   if (got <= 0 || std::from_chars(text.data(), text.data() + got, pid).ec != std::errc()) {
     return "another process";
   }
+  // `memd check` holds a volume and does not write who it is.
+  if (::kill(static_cast<pid_t>(pid), 0) != 0 && errno == ESRCH) {
+    return "another process, such as `memd check`";
+  }
   return concat("process ", pid);
 }
 
 /// Locks `fd` until `deadline`; the kernel keeps the files of a daemon that just died a moment
 /// longer.
-bool lock_until(int fd, std::chrono::steady_clock::time_point deadline) {
-  while (::flock(fd, LOCK_EX | LOCK_NB) != 0) {
+bool lock_until(int fd, std::chrono::steady_clock::time_point deadline, int operation = LOCK_EX) {
+  while (::flock(fd, operation | LOCK_NB) != 0) {
     if (errno != EWOULDBLOCK && errno != EINTR) return false;
     if (std::chrono::steady_clock::now() >= deadline) return false;
     std::this_thread::sleep_for(kLockRetry);
@@ -541,7 +546,9 @@ std::array<std::byte, kSuperblockBytes> encode_superblock(const Superblock& supe
   return block;
 }
 
-Result<Superblock> decode_superblock(std::span<const std::byte> block, uint64_t offset_bytes) {
+Result<Superblock> decode_superblock(std::span<const std::byte> block,
+                                     uint64_t offset_bytes,
+                                     FormatUse use) {
   const auto damaged = [offset_bytes](const auto&... parts) {
     return error(
         StatusCode::integrity, "the superblock at ", offset_bytes, " is damaged: ", parts...);
@@ -553,21 +560,20 @@ Result<Superblock> decode_superblock(std::span<const std::byte> block, uint64_t 
       record_checksum(block.first(kChecksumOffset))) {
     return damaged("its checksum does not match");
   }
-  const auto major = reader.get<uint16_t>();
-  const auto minor = reader.get<uint16_t>();
+  FormatHeader header;
+  header.major = reader.get<uint16_t>();
+  header.minor = reader.get<uint16_t>();
   reader.get<uint32_t>();
   const auto length_bytes = reader.get<uint64_t>();
-  const auto incompatible = reader.get<uint64_t>();
-  const auto read_only_compatible = reader.get<uint64_t>();
-  reader.get<uint64_t>();
-  if (Status status = check_format(major, minor, incompatible, read_only_compatible);
-      !status.is_ok()) {
-    return status;
-  }
+  header.incompatible = reader.get<uint64_t>();
+  header.read_only_compatible = reader.get<uint64_t>();
+  header.compatible = reader.get<uint64_t>();
+  if (Status status = check_format(header, use); !status.is_ok()) return status;
   if (length_bytes != kSuperblockBytes) return damaged("length field: ", length_bytes, " bytes");
   const auto own_offset_bytes = reader.get<uint64_t>();
   if (own_offset_bytes != offset_bytes) return damaged("it was written for ", own_offset_bytes);
   Superblock superblock;
+  superblock.format = header;
   superblock.sequence = reader.get<uint64_t>();
   const auto uuid = reader.get_bytes(superblock.set_uuid.size());
   std::memcpy(superblock.set_uuid.data(), uuid.data(), uuid.size());
@@ -627,6 +633,142 @@ Result<Superblock> newest_superblock(
       path,
       " has no valid superblock; it is not touched: restore it, or move it away to start empty: ",
       reason.message());
+}
+
+Result<InspectedVolume> inspect_volume(const std::string& directory, uint32_t lock_wait_ms) {
+  struct stat stat{};
+  const std::string who = "data directory " + directory;
+  if (::stat(directory.c_str(), &stat) != 0) {
+    if (errno != ENOENT) return device_error(errno, who);
+    return error(StatusCode::not_found, who, " does not exist; name the folder of a memd.volume");
+  }
+  if (!S_ISDIR(stat.st_mode)) {
+    return error(StatusCode::invalid_argument, who, " is not a directory; name one");
+  }
+  InspectedVolume volume;
+  volume.directory = directory;
+  volume.path = concat(directory, "/", kVolumeName);
+  const char* const path = volume.path.c_str();
+  volume.file = OwnedFd(::open(path, O_RDONLY | O_DIRECT | O_CLOEXEC));
+  // A copy on a file system without direct I/O is as good to look at.
+  if (!volume.file.is_open() && errno == EINVAL) {
+    volume.file = OwnedFd(::open(path, O_RDONLY | O_CLOEXEC));
+  }
+  if (!volume.file.is_open()) {
+    if (errno == ENOENT) {
+      return error(StatusCode::not_found,
+                   who,
+                   " holds no volume; the first start of a daemon makes one there, and so does "
+                   "`memd volume format`");
+    }
+    if (errno == EACCES || errno == EPERM) {
+      return error(StatusCode::permission_denied,
+                   volume.path,
+                   " may not be read; run this as root or as the daemon's user");
+    }
+    return device_error(errno, "open " + volume.path);
+  }
+  if (::fstat(volume.file.get(), &stat) != 0) return device_error(errno, volume.path);
+  volume.bytes = static_cast<uint64_t>(stat.st_size);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(lock_wait_ms);
+  if (!lock_until(volume.file.get(), deadline, LOCK_SH)) {
+    const OwnedFd lock(::open(concat(directory, "/", kLockName).c_str(), O_RDONLY | O_CLOEXEC));
+    volume.holder = lock.is_open() ? holder(lock.get()) : "another process";
+  }
+  if (!S_ISREG(stat.st_mode) || volume.bytes < 2 * kSuperblockSpaceBytes) {
+    return error(StatusCode::integrity,
+                 volume.path,
+                 " is no memd volume, or was cut; restore it or move it away: ",
+                 volume.bytes,
+                 " bytes");
+  }
+  const AlignedBytes memory = aligned_bytes(kSuperblockBytes);
+  const std::span<std::byte> block(memory.get(), kSuperblockBytes);
+  const std::array<std::byte, kSuperblockBytes> zeros{};
+  std::optional<Superblock> newest;
+  size_t index = 0;
+  for (const uint64_t pair : {0, 1}) {
+    for (const uint64_t offset_bytes :
+         superblock_pair_offsets(pair, align_down(volume.bytes, kBlockBytes))) {
+      SuperblockCopy& copy = volume.copies.at(index++);
+      copy.offset_bytes = offset_bytes;
+      if (Status read = read_all(volume.file.get(), block, offset_bytes, volume.path);
+          !read.is_ok()) {
+        copy.reason = read.message();
+        continue;
+      }
+      const auto decoded = decode_superblock(block, offset_bytes, FormatUse::read_only);
+      if (decoded.status().code() == StatusCode::not_yet) {
+        return error(StatusCode::not_yet, volume.path, ": ", decoded.status().message());
+      }
+      if (!decoded.is_ok()) {
+        const bool is_zero = std::equal(block.begin(), block.end(), zeros.begin());
+        copy.state = is_zero ? CopyState::unwritten : CopyState::damaged;
+        copy.reason = decoded.status().message();
+        continue;
+      }
+      if (decoded.value().sequence % 2 != pair) {
+        copy.reason = concat("the superblock at ", offset_bytes, " belongs to the other pair");
+        continue;
+      }
+      copy.state = CopyState::valid;
+      if (!newest || decoded.value().sequence > newest->sequence) newest = decoded.value();
+    }
+  }
+  if (!newest) {
+    return error(StatusCode::integrity,
+                 volume.path,
+                 " has no valid superblock; restore it, or move it away to start empty: ",
+                 volume.copies.front().reason);
+  }
+  volume.superblock = *newest;
+  // The second pair is written by the first commit; only the lead volume is ever committed to.
+  const bool other_pair_was_written = newest->volume_index == 0 && newest->sequence > 0;
+  for (size_t i = 0; i < volume.copies.size(); ++i) {
+    SuperblockCopy& copy = volume.copies.at(i);
+    if (copy.state == CopyState::unwritten && (i < 2 || other_pair_was_written)) {
+      copy.state = CopyState::damaged;
+    }
+    if (copy.state != CopyState::damaged) copy.reason.clear();
+  }
+  if (volume.bytes != newest->volume_bytes) {
+    return error(StatusCode::integrity,
+                 volume.path,
+                 " was cut or grown; restore it: formatted with ",
+                 newest->volume_bytes,
+                 " bytes, has ",
+                 volume.bytes);
+  }
+  return volume;
+}
+
+Status remove_volumes(const std::vector<std::string>& directories,
+                      const std::array<uint8_t, 16>& uuid,
+                      uint32_t lock_wait_ms) {
+  std::vector<Place> places(directories.size());
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(lock_wait_ms);
+  for (size_t i = 0; i < places.size(); ++i) {
+    Place& place = places[i];
+    place.directory = directories[i];
+    if (Status status = check_directory(place); !status.is_ok()) return status;
+    if (Status status = lock_directory(place, deadline); !status.is_ok()) return status;
+    if (!place.has_volume) continue;
+    if (Status status = open_volume(place, kVolumeName, {}, deadline); !status.is_ok())
+      return status;
+    if (place.superblock.set_uuid != uuid) {
+      return error(StatusCode::invalid_argument,
+                   place.path(kVolumeName),
+                   " is not of the set that was to be removed; nothing was removed");
+    }
+  }
+  for (const Place& place : places) {
+    if (!place.has_volume) continue;
+    if (::unlink(place.path(kVolumeName).c_str()) != 0) {
+      return device_error(errno, "remove " + place.path(kVolumeName));
+    }
+    if (Status status = sync_directory(place.directory); !status.is_ok()) return status;
+  }
+  return Status::ok();
 }
 
 Result<VolumeSet> VolumeSet::open(const VolumeSetOptions& options) {

@@ -7,12 +7,14 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "base/owned_fd.h"
 #include "base/status.h"
+#include "store/encoding.h"
 #include "store/extent.h"
 
 namespace memd {
@@ -32,13 +34,16 @@ struct Superblock {
   uint64_t volume_bytes = 0;
   uint64_t root_bytes = 0;  // of the encoded RootRecord without padding; 0: an empty set
   ExtentRecord root;
+  FormatHeader format;  // of what was decoded; encoding writes that of this memd
 };
 
 /// One block, ready to write at each offset of its pair; the copy's own offset is inside what its
 /// checksum covers.
 std::array<std::byte, kSuperblockBytes> encode_superblock(const Superblock& superblock,
                                                           uint64_t offset_bytes);
-Result<Superblock> decode_superblock(std::span<const std::byte> block, uint64_t offset_bytes);
+Result<Superblock> decode_superblock(std::span<const std::byte> block,
+                                     uint64_t offset_bytes,
+                                     FormatUse use = FormatUse::write);
 std::array<uint64_t, 2> superblock_pair_offsets(uint64_t sequence, uint64_t volume_bytes);
 
 /// The newest valid one of the four copies in a volume of `volume_bytes`. `read_block` reads one of
@@ -83,5 +88,38 @@ struct VolumeSet {
 
   static Result<VolumeSet> open(const VolumeSetOptions& options);
 };
+
+/// `unwritten`: zeros where no commit has written yet.
+enum class CopyState : uint8_t { valid, unwritten, damaged };
+
+/// One of the four places of a superblock, as it was found.
+struct SuperblockCopy {
+  uint64_t offset_bytes = 0;
+  CopyState state = CopyState::damaged;
+  std::string reason;  // of damage
+};
+
+/// A volume as who only looks at it sees it. Nothing is written, not even the lock's file.
+struct InspectedVolume {
+  std::string directory;
+  std::string path;
+  OwnedFd file;  // for reading; O_DIRECT where the file system has it
+  uint64_t bytes = 0;
+  /// Who holds it, such as "process 12"; empty where the shared lock is ours: for as long as `file`
+  /// is open no daemon starts on it.
+  std::string holder;
+  std::array<SuperblockCopy, 4> copies;
+  Superblock superblock;  // the valid one with the highest sequence
+};
+
+/// Any thread; waits for the disk, and up to `lock_wait_ms` for a daemon that just ended. Refused,
+/// each with a sentence that says what to do: a directory that is missing or without a volume, a
+/// file that may not be read or is none of ours, a newer format.
+Result<InspectedVolume> inspect_volume(const std::string& directory, uint32_t lock_wait_ms);
+/// Removes a set's volumes, for who formats anew; refused where a daemon holds one, or where the
+/// uuid of one is not `uuid`.
+Status remove_volumes(const std::vector<std::string>& directories,
+                      const std::array<uint8_t, 16>& uuid,
+                      uint32_t lock_wait_ms = 5000);
 
 }  // namespace memd
