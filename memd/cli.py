@@ -66,9 +66,7 @@ def setting_flags(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--metrics", metavar="HOST:PORT", help="Prometheus endpoint; '' is none."),
         click.option("--nvme", metavar="SIZE", help="Space on all folders together."),
         click.option("--host", metavar="SIZE", help="Memory for all jobs."),
-        click.option(
-            "--data", metavar="DIR", multiple=True, help="One folder a drive; repeatable."
-        ),
+        data_option,
         click.option("--socket", metavar="PATH", help="The control socket."),
         config_option,
     ):
@@ -81,6 +79,9 @@ config_option = click.option(
     "config_file",
     type=click.Path(path_type=Path),
     help="Settings in TOML; /etc/memd/memd.toml where it exists.",
+)
+data_option = click.option(
+    "--data", metavar="DIR", multiple=True, help="One folder a drive; repeatable."
 )
 socket_option = click.option("--socket", metavar="PATH", help="The daemon's control socket.")
 json_option = click.option("--json", "as_json", is_flag=True, help="For programs.")
@@ -210,6 +211,97 @@ def drop_job(name: str, force: bool, socket: str | None, as_json: bool) -> None:
         print_json({"dropped": name})
     else:
         click.echo(f"dropped {name}")
+
+
+@main.command()
+@data_option
+@click.option("--job", "job_name", metavar="NAME", default="", help="This job alone.")
+@config_option
+@json_option
+def check(config_file: Path | None, data: tuple[str, ...], job_name: str, as_json: bool) -> None:
+    """Reads and compares everything on the volumes, and says what is lost.
+
+    No daemon has them open meanwhile, and nothing is written. Folders come from --data, or else
+    from the settings. A superblock that is damaged while its twin is whole is a warning, which the
+    next commits mend.
+
+    Exit codes: 0 all is there, 1 something is lost or damaged, 2 wrong use.
+    """
+    from memd import volumes
+
+    report = volumes.check_offline(folders_of(config_file, data), job=job_name)
+    if as_json:
+        print_json(report)
+    else:
+        volumes.print_check(report)
+    if report["lost"]:
+        sys.exit(1)
+
+
+@main.group()
+def volume() -> None:
+    """Volumes: the files on disk that hold all jobs."""
+
+
+@volume.command("list")
+@data_option
+@config_option
+@json_option
+def list_volumes(config_file: Path | None, data: tuple[str, ...], as_json: bool) -> None:
+    """The volumes of a set and their jobs, from their superblocks.
+
+    Nothing is written, and a daemon may have them open: its last commit may then be missing here.
+    """
+    from memd import volumes
+
+    found = volumes.listed(folders_of(config_file, data))
+    if as_json:
+        print_json(found)
+        return
+    print_table(volumes.VOLUME_HEADER, volumes.volume_rows(found))
+    click.echo()
+    if found["jobs_unknown"]:
+        click.echo(f"not all jobs are known: {found['jobs_unknown']}; see `memd check`")
+    rows = [
+        (each["job"], str(each["step"]), str(each["shards"]), format_size(each["bytes"]))
+        for each in found["jobs"]
+    ]
+    print_table(("job", "step", "shards", "bytes"), rows)
+
+
+@volume.command("format")
+@click.option("--nvme", metavar="SIZE", help="Space on all folders together.")
+@data_option
+@click.option("--force", is_flag=True, help="Removes volumes that are there, with all their jobs.")
+@click.option("--yes", is_flag=True, help="Does not ask before it removes.")
+@config_option
+@json_option
+def format_volume(
+    config_file: Path | None,
+    data: tuple[str, ...],
+    force: bool,
+    yes: bool,
+    as_json: bool,
+    nvme: str | None,
+) -> None:
+    """Makes volumes ahead of a daemon's first start, which otherwise does it.
+
+    They are allocated and written in full, which takes as long as the disk needs for that many
+    bytes. The daemon must be given the same folders and the same --nvme.
+    """
+    from memd import volumes
+
+    settings = configuration_of(config_file, {"data": data, "nvme": nvme}).settings
+    seconds = volumes.format_anew(settings.data, nvme=settings.nvme, force=force, yes=yes)
+    found = volumes.listed(settings.data)
+    if as_json:
+        print_json({**found, "seconds": seconds})
+        return
+    print_table(volumes.VOLUME_HEADER, volumes.volume_rows(found))
+
+
+def folders_of(config_file: Path | None, data: tuple[str, ...]) -> tuple[Path, ...]:
+    return configuration_of(config_file, {"data": data}).settings.data
 
 
 @main.command()

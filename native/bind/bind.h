@@ -18,6 +18,8 @@ void bind_optim(nanobind::module_& module);
 void bind_ring(nanobind::module_& module);
 /// Server and the records it answers with.
 void bind_server(nanobind::module_& module);
+/// What works on volumes without a daemon.
+void bind_check(nanobind::module_& module);
 
 /// Raises StatusError with the status's message, code and errno. Called with the GIL.
 [[noreturn]] void raise(const Status& status);

@@ -14,4 +14,5 @@ NB_MODULE(_core, module) {
   memd::bind_optim(module);
   memd::bind_ring(module);
   memd::bind_server(module);
+  memd::bind_check(module);
 }

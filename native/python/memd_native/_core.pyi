@@ -518,3 +518,136 @@ class Server:
         """
         Finishes the steps that were begun, makes written blobs durable, ends the threads. Sessions end, unless they outlive the process. Idempotent.
         """
+
+class CheckFinding:
+    @property
+    def is_lost(self) -> bool:
+        """False: a warning, which harms nobody."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def offset_bytes(self) -> int: ...
+
+    @property
+    def length_bytes(self) -> int: ...
+
+    @property
+    def job(self) -> str: ...
+
+    @property
+    def shards(self) -> list[str]: ...
+
+    @property
+    def part(self) -> str: ...
+
+    @property
+    def reason(self) -> str: ...
+
+class CheckedJob:
+    @property
+    def job_id(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def shard_count(self) -> int: ...
+
+    @property
+    def extent_count(self) -> int: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def lost_shards(self) -> list[str]: ...
+
+class CheckedVolume:
+    @property
+    def directory(self) -> str: ...
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def holder(self) -> str:
+        """Who has it open; empty: no daemon."""
+
+    @property
+    def uuid(self) -> str: ...
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def sequence(self) -> int: ...
+
+    @property
+    def format(self) -> str: ...
+
+    @property
+    def features(self) -> list[int]:
+        """Incompatible, read-only compatible, compatible."""
+
+    @property
+    def damaged_superblock_offsets(self) -> list[int]: ...
+
+class CheckReport:
+    @property
+    def volumes(self) -> list[CheckedVolume]: ...
+
+    @property
+    def jobs(self) -> list[CheckedJob]: ...
+
+    @property
+    def findings(self) -> list[CheckFinding]: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def anything_lost(self) -> bool: ...
+
+class ListedVolumes:
+    @property
+    def volumes(self) -> list[CheckedVolume]: ...
+
+    @property
+    def jobs(self) -> list[CheckedJob]: ...
+
+    @property
+    def jobs_unknown(self) -> str: ...
+
+def check_volumes(directories: Sequence[str], *, job: str = '', progress: Callable[[int, int], None] | None = None) -> CheckReport:
+    """
+    Reads and compares all that volumes without a daemon should hold. `progress` is told bytes done and bytes in all, ten times a second; an exception of it ends the check.
+    """
+
+def list_volumes(directories: Sequence[str]) -> ListedVolumes:
+    """Superblocks and jobs of a set, which a daemon may have open."""
+
+def inspect_volume(directory: str) -> CheckedVolume:
+    """
+    The superblocks of one volume, whether or not the rest of its set is there.
+    """
+
+def format_volumes(directories: Sequence[str], *, nvme_bytes: int, progress: Callable[[int, int], None] | None = None) -> float:
+    """
+    Makes a set in empty directories as a daemon's first start does; its seconds.
+    """
+
+def remove_volumes(directories: Sequence[str], *, uuid: bytes) -> None:
+    """
+    Removes the volumes of the set `uuid` (16 bytes), which no daemon has open.
+    """

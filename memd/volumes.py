@@ -1,0 +1,240 @@
+"""`memd check` and `memd volume`: what can be said of volumes, and done to them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memd.refusal import StatusCode
+from memd.sizes import exact_size, format_size
+from memd_native import (
+    StatusError,
+    check_volumes,
+    format_volumes,
+    inspect_volume,
+    list_volumes,
+    remove_volumes,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from memd_native import CheckedJob, CheckedVolume, CheckFinding
+
+# A bucket of small shards may hold thousands; programs get all of them.
+_NAMED_MAX = 5
+
+# What a check finds, as a failed command: the volumes are damaged. All else is wrong use.
+_DAMAGE = {StatusCode.INTEGRITY, StatusCode.DEVICE}
+
+
+class WrongUse(click.ClickException):
+    """The command could not even begin: exit code 2."""
+
+    exit_code = 2
+
+
+@contextlib.contextmanager
+def told_to_people() -> Iterator[None]:
+    """A StatusError becomes a sentence and an exit code: 1 damage, 2 wrong use."""
+    try:
+        yield
+    except StatusError as error:
+        if error.code in _DAMAGE:
+            raise click.ClickException(str(error)) from error
+        raise WrongUse(str(error)) from error
+
+
+@contextlib.contextmanager
+def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
+    """On a terminal only, on stderr, with the rate; elsewhere nothing is written."""
+    if not sys.stderr.isatty():
+        yield lambda done, of_all: None
+        return
+    began = time.monotonic()
+    with click.progressbar(
+        length=1, label=label, file=sys.stderr, item_show_func=lambda text: text
+    ) as bar:
+        at = 0
+
+        def show(done: int, of_all: int) -> None:
+            nonlocal at
+            bar.length = max(of_all, 1)
+            rate = done / max(time.monotonic() - began, 1e-3)
+            bar.update(done - at, f"{format_size(done)} at {format_size(int(rate))}/s")
+            at = done
+
+        yield show
+
+
+def check_offline(folders: Sequence[Path], *, job: str) -> dict[str, Any]:
+    """Reads everything on volumes that no daemon has open, and writes nothing."""
+    with told_to_people(), progress_bar("checking") as progress:
+        report = check_volumes([str(path) for path in folders], job=job, progress=progress)
+    return {
+        "volumes": [_volume(each) for each in report.volumes],
+        "jobs": [_job(each) for each in report.jobs],
+        "findings": [_finding(each) for each in report.findings],
+        "bytes": report.bytes,
+        "seconds": report.seconds,
+        "lost": report.anything_lost,
+    }
+
+
+def _volume(volume: CheckedVolume) -> dict[str, Any]:
+    incompatible, read_only_compatible, compatible = volume.features
+    return {
+        "path": volume.path,
+        "bytes": volume.bytes,
+        "uuid": volume.uuid,
+        "index": volume.index,
+        "sequence": volume.sequence,
+        "format": volume.format,
+        "features": {
+            "incompatible": incompatible,
+            "read_only_compatible": read_only_compatible,
+            "compatible": compatible,
+        },
+        "in_use_by": volume.holder,
+        "damaged_superblock_offsets": list(volume.damaged_superblock_offsets),
+    }
+
+
+def _job(job: CheckedJob) -> dict[str, Any]:
+    return {
+        "job": job.name,
+        "job_id": job.job_id,
+        "step": job.step,
+        "shards": job.shard_count,
+        "extents": job.extent_count,
+        "bytes": job.bytes,
+        "lost_shards": list(job.lost_shards),
+    }
+
+
+def _finding(finding: CheckFinding) -> dict[str, Any]:
+    return {
+        "lost": finding.is_lost,
+        "path": finding.path,
+        "offset_bytes": finding.offset_bytes,
+        "length_bytes": finding.length_bytes,
+        "job": finding.job,
+        "shards": list(finding.shards),
+        "part": finding.part,
+        "reason": finding.reason,
+    }
+
+
+def print_check(report: dict[str, Any]) -> None:
+    for finding in report["findings"]:
+        place = f"{finding['path']} at {finding['offset_bytes']}, {finding['length_bytes']} bytes"
+        names = list(finding["shards"])
+        more = f" and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
+        shards = ", ".join(names[:_NAMED_MAX]) + more
+        owner = "/".join(text for text in (finding["job"], shards) if text)
+        what = " ".join(text for text in (owner, finding["part"]) if text)
+        click.echo(f"{'LOST' if finding['lost'] else 'warning'}: {what}: {finding['reason']}")
+        click.echo(f"  {place}")
+    for job in report["jobs"]:
+        lost = len(job["lost_shards"])
+        state = f"{lost} of {job['shards']} shards LOST" if lost else "all right"
+        click.echo(
+            f"job {job['job']}: {state}, step {job['step']}, {job['shards']} shards, "
+            f"{job['extents']} extents, {format_size(job['bytes'])}"
+        )
+    rate = int(report["bytes"] / max(report["seconds"], 1e-6))
+    click.echo(
+        f"{'DAMAGED' if report['lost'] else 'all right'}: {format_size(report['bytes'])} read in "
+        f"{report['seconds']:.1f} s, {format_size(rate)}/s"
+    )
+
+
+def listed(folders: Sequence[Path]) -> dict[str, Any]:
+    with told_to_people():
+        volumes = list_volumes([str(path) for path in folders])
+    return {
+        "volumes": [_volume(each) for each in volumes.volumes],
+        "jobs": [
+            {name: value for name, value in _job(each).items() if name != "lost_shards"}
+            for each in volumes.jobs
+        ],
+        "jobs_unknown": volumes.jobs_unknown,
+    }
+
+
+def volume_rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    rows = []
+    for volume in found["volumes"]:
+        damaged = len(volume["damaged_superblock_offsets"])
+        features = [
+            f"{kind}:{words:#x}" for kind, words in volume["features"].items() if words != 0
+        ]
+        rows.append(
+            (
+                volume["path"],
+                format_size(volume["bytes"]),
+                volume["uuid"],
+                volume["format"],
+                " ".join(features) or "none",
+                str(volume["sequence"]),
+                f"{damaged} of 4 damaged" if damaged else "clean",
+                volume["in_use_by"] or "nobody",
+            )
+        )
+    return rows
+
+
+VOLUME_HEADER = (
+    "volume",
+    "size",
+    "set",
+    "format",
+    "features",
+    "sequence",
+    "superblocks",
+    "in use by",
+)
+
+
+def format_anew(folders: Sequence[Path], *, nvme: int, force: bool, yes: bool) -> float:
+    """Makes volumes where there are none; with `force` it removes those that are there first.
+    Returns the seconds it took."""
+    held = [path for path in folders if (path / "memd.volume").exists()]
+    if held and not force:
+        raise WrongUse(
+            f"{held[0] / 'memd.volume'} exists; `memd volume list` shows what it holds, and "
+            "--force removes it with all its jobs"
+        )
+    for path in held:
+        found = listed_alone(path)
+        if found["in_use_by"]:
+            raise WrongUse(f"{path} is in use by {found['in_use_by']}; stop that daemon")
+        uuid = found["uuid"]
+        if not yes:
+            if not sys.stdin.isatty():
+                raise WrongUse(
+                    f"{path / 'memd.volume'} would be removed with all its jobs; say --yes, or "
+                    "call this from a terminal and type the uuid of its set"
+                )
+            typed = click.prompt(
+                f"All jobs on {path / 'memd.volume'} will be gone. Type the uuid of its set "
+                f"({uuid})",
+                err=True,
+            )
+            if typed.strip() != uuid:
+                raise WrongUse(f"{typed.strip()!r} is not {uuid}; nothing was removed")
+        with told_to_people():
+            remove_volumes([str(path)], uuid=bytes.fromhex(uuid))
+    with told_to_people(), progress_bar(f"formatting {exact_size(nvme)}") as progress:
+        return format_volumes([str(path) for path in folders], nvme_bytes=nvme, progress=progress)
+
+
+def listed_alone(folder: Path) -> dict[str, Any]:
+    """One volume's own words, whether or not the rest of its set is there."""
+    with told_to_people():
+        return _volume(inspect_volume(str(folder)))
