@@ -60,7 +60,7 @@ class StepCall:
         self._future = future
         self._translated = translated
         self._sent = time.perf_counter()
-        self._answered = self._sent
+        self._answered: float | None = None
         future.add_done_callback(self._note_answer)
 
     def done(self) -> bool:
@@ -76,10 +76,11 @@ class StepCall:
 
     def seconds(self) -> float:
         """From the call to its answer, which is there."""
-        return self._answered - self._sent
+        answered = self._answered  # None: gRPC is about to tell
+        return (time.perf_counter() if answered is None else answered) - self._sent
 
     def _note_answer(self, future: Any) -> None:
-        # A thread of gRPC calls this, perhaps a moment after `result` has returned.
+        # In a thread of gRPC, perhaps a moment after `result` has returned.
         del future
         self._answered = time.perf_counter()
 

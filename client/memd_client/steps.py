@@ -125,8 +125,9 @@ class Steps:
     def send(self, number: int, call: Callable[[], StepCall]) -> None:
         """The open step, or one without gradients, is on its way when this returns."""
         with self._lock:
+            sent = call()  # where it raises, the step is open as before
             step, self.open = self.open or OpenStep(), None
-            self._pending = _PendingStep(number, call(), step)
+            self._pending = _PendingStep(number, sent, step)
             _unfinished.add(self)
 
     def drop_open(self) -> int:

@@ -238,6 +238,37 @@ def test_a_failed_step_keeps_the_gradients(daemon: FakeDaemon, session: Session)
     assert torch.equal(model.first.weight, reference.first.weight)
 
 
+def test_a_failed_commit_gives_the_gradients_back(
+    daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, reference = memd_client.offload(Mlp(), session), Mlp()
+    reference.load_state_dict(model.state_dict())
+    optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+    session.track(rng=True)
+    loss_of(model).backward()
+    optimizer.step()
+
+    def not_sent(_: Any) -> None:
+        raise from_code(10, "the channel is closed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(daemon, "begin_step", not_sent)
+        with pytest.raises(memd_client.DaemonUnavailable, match="the channel is closed"):
+            session.commit()
+    with pytest.raises(memd_client.InvalidArgument, match="commit"):
+        loss_of(model)  # the step is open as before
+    daemon.step_failures.append(from_code(5, "the disk is full"))
+    with pytest.raises(memd_client.CapacityError, match=r"step 1 was not committed.*is full"):
+        session.commit(wait=True)
+    optimizer.step()
+    session.commit()
+    expected = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+    loss_of(reference).backward()
+    expected.step()
+    assert torch.equal(model.first.weight, reference.first.weight)
+    assert session.committed_step == 1
+
+
 def test_zero_grad_tells_the_daemon_only_of_gradients_there_are(
     daemon: FakeDaemon, session: Session
 ) -> None:
