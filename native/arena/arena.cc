@@ -22,7 +22,7 @@ namespace {
 constexpr uint64_t kAlignmentBytes = 2_MiB;  // huge pages can be mapped nowhere else
 
 /// Address space without access, aligned for huge pages.
-std::byte* reserve(uint64_t bytes) {
+std::byte* reserve_addresses(uint64_t bytes) {
   const uint64_t reserved_bytes = bytes + kAlignmentBytes;
   constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   void* mapping = ::mmap(nullptr, reserved_bytes, PROT_NONE, kFlags, -1, 0);
@@ -43,7 +43,7 @@ Result<std::unique_ptr<Arena>> Arena::create(uint64_t reserved_bytes, uint64_t s
   MEMD_CHECK(is_aligned(segment_bytes, kBlockBytes));
   const uint64_t rounded_bytes =
       align_up(divide_up(reserved_bytes, segment_bytes) * segment_bytes, kAlignmentBytes);
-  std::byte* base = reserve(rounded_bytes);
+  std::byte* base = reserve_addresses(rounded_bytes);
   if (base == nullptr)
     return device_error(
         errno, concat("reserving ", rounded_bytes, " bytes of address space for an arena"));
@@ -107,6 +107,25 @@ std::optional<uint64_t> Arena::allocate(uint64_t bytes) {
   used_bytes_ += slot_bytes;
   ASAN_UNPOISON_MEMORY_REGION(at(offset_bytes), slot_bytes);
   return offset_bytes;
+}
+
+bool Arena::reserve(uint64_t offset_bytes, uint64_t bytes) {
+  if (!is_aligned(offset_bytes, kBlockBytes) || bytes > capacity_bytes()) return false;
+  const uint64_t slot_bytes = align_up(std::max<uint64_t>(bytes, 1), kBlockBytes);
+  auto gap = gaps_.upper_bound(offset_bytes);
+  if (gap == gaps_.begin()) return false;
+  --gap;
+  const auto [gap_offset, gap_bytes] = *gap;
+  const uint64_t head_bytes = offset_bytes - gap_offset;
+  if (head_bytes > gap_bytes || slot_bytes > gap_bytes - head_bytes) return false;
+  gaps_.erase(gap);
+  if (head_bytes > 0) gaps_.emplace(gap_offset, head_bytes);
+  const uint64_t tail_bytes = gap_bytes - head_bytes - slot_bytes;
+  if (tail_bytes > 0) gaps_.emplace(offset_bytes + slot_bytes, tail_bytes);
+  slots_.emplace(offset_bytes, slot_bytes);
+  used_bytes_ += slot_bytes;
+  ASAN_UNPOISON_MEMORY_REGION(at(offset_bytes), slot_bytes);
+  return true;
 }
 
 void Arena::free(uint64_t offset_bytes) {

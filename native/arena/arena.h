@@ -35,7 +35,10 @@ class Arena {
   /// Offset of `bytes` (rounded up to whole blocks) that nobody holds, or nothing where no gap is
   /// long enough.
   std::optional<uint64_t> allocate(uint64_t bytes);
-  /// `offset_bytes` came from allocate().
+  /// Takes `bytes` at `offset_bytes`, where an earlier daemon had a slot; false where that is not
+  /// all free.
+  bool reserve(uint64_t offset_bytes, uint64_t bytes);
+  /// `offset_bytes` came from allocate(), or went to reserve().
   void free(uint64_t offset_bytes);
 
   std::byte* at(uint64_t offset_bytes) const { return base_ + offset_bytes; }

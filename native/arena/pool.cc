@@ -195,6 +195,12 @@ std::optional<Segment> Pool::take_kept(uint64_t id) {
   return segment;
 }
 
+std::vector<uint64_t> Pool::kept_ids() const {
+  std::vector<uint64_t> ids;
+  for (const auto& [id, segment] : kept_) ids.push_back(id);
+  return ids;
+}
+
 Status Pool::settle() {
   const uint64_t segment_bytes_wanted = segment_bytes_of(options_);
   if (report_.kept_bytes != 0 && !some_kept_were_taken_ &&

@@ -63,6 +63,8 @@ class Pool {
 
   /// A segment that a job of an earlier daemon used, as it was left; nothing where it is not there.
   std::optional<Segment> take_kept(uint64_t id);
+  /// Those that take_kept() would give.
+  std::vector<uint64_t> kept_ids() const;
   /// Ends the adoption. What was not taken becomes free where no job ever had it, and goes back to
   /// the kernel otherwise. A pool that is now larger
   /// than was asked for gives free segments to the kernel, a smaller one grows; what can't be had

@@ -54,6 +54,9 @@ class ServerRing {
     layout_->pins[index].fetch_add(pin, std::memory_order_seq_cst);
   }
 
+  /// Completions published so far, modulo 2^32.
+  uint32_t completion_tail() const { return completion_tail_; }
+
   int session_fd() const { return memory_.fd(); }
   int doorbell_fd() const { return doorbell_.get(); }
 

@@ -218,7 +218,7 @@ void Commits::finish(const std::shared_ptr<Commit>& commit, const Status& status
     MEMD_FAILPOINT("commit.after_release");
     if (commit->job != nullptr) {
       commit->job->nvme_bytes_used -= commit->state_bytes_released;
-      commit->job->committed();
+      commit->job->committed(catalogue_tag(commit->job_id));
     }
   }
   const double seconds = static_cast<double>(clock_.now_ns() - commit->started_ns) * 1e-9;

@@ -62,6 +62,7 @@ class Entry {
         stride_bytes(shape.stride_bytes),
         shard_count(shape.shard_count),
         owner(shape.owner),
+        kept_owner(shape.owner),
         tier(shape.tier) {
     replicas.resize(divide_up(bytes, stride_bytes));
   }
@@ -92,6 +93,9 @@ class Entry {
   const uint64_t stride_bytes;
   const uint32_t shard_count;
   uint32_t owner;
+  /// Whose bytes they are as of the last commit, for the ledger: a staged buffer takes the other's
+  /// place only then.
+  uint32_t kept_owner;
   const Tier tier;
 
   std::unique_ptr<Slot> slot;

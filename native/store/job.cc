@@ -148,6 +148,7 @@ uint32_t Job::add_shard(const ShardSpec& spec) {
   shard.bytes = *tensor_bytes(spec.shape, spec.dtype);
   shard.element_count = shard.bytes / dtype_bytes(spec.dtype);
   shards[shard_id] = std::move(shard);
+  if (ledger != nullptr) ledger->reset_shard(shard_id);
   shard_ids[spec.name] = shard_id;
   changed = true;
   return shard_id;
@@ -262,6 +263,7 @@ Result<std::vector<ShardInfo>> Job::declare(const std::vector<ShardSpec>& specs)
   }
   add_parameters(parameters);
   for (const ShardSpec* spec : bytes) add_bytes(*spec);
+  if (!parameters.empty() || !bytes.empty()) note_layout();
   expect_memory();
   std::vector<ShardInfo> infos;
   infos.reserve(specs.size());
@@ -336,7 +338,8 @@ JobRecord Job::record() const {
   return record;
 }
 
-Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record) {
+Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record,
+                                          const std::vector<uint32_t>& given_ids) {
   auto created = create({.job_id = record.job_id, .name = record.name, .uid = record.uid});
   if (!created.is_ok()) return created.status();
   std::unique_ptr<Job> job = std::move(created).value();
@@ -344,7 +347,16 @@ Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record) {
   job->host_bytes = record.host_bytes;
   job->nvme_bytes = record.nvme_bytes;
   std::vector<std::vector<uint32_t>> shards_of(record.buckets.size());
+  if (!given_ids.empty()) {
+    MEMD_CHECK_EQ(given_ids.size(), record.shards.size());
+    const uint32_t id_max = *std::max_element(given_ids.begin(), given_ids.end());
+    job->shards.resize(uint64_t{id_max} + 1);
+    for (Shard& shard : job->shards) shard.deleted = true;
+  }
+  size_t given_count = 0;
   for (const ShardRecord& in : record.shards) {
+    // add_shard() takes the last of these.
+    if (!given_ids.empty()) job->free_shard_ids_.push_back(given_ids[given_count++]);
     const ShardSpec spec{
         .name = in.name, .kind = in.kind, .dtype = in.dtype, .tier = in.tier, .shape = in.shape};
     if (in.kind == ShardKind::parameter) {
@@ -377,6 +389,11 @@ Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record) {
       made.rest[tile] = {.extent = in.tiles[tile].rest, .referenced = true};
     }
   }
+  if (!given_ids.empty()) {
+    for (uint32_t id = 0; id < job->shards.size(); ++id) {
+      if (job->shards[id].deleted) job->free_shard_ids_.push_back(id);
+    }
+  }
   job->for_each_replica(
       [&job](Replica& replica) { job->nvme_bytes_used += replica.extent.length_bytes; });
   job->changed = false;
@@ -396,6 +413,11 @@ void Job::for_each_replica(const std::function<void(Replica&)>& visit) {
 }
 
 void Job::move(Entry& entry, Residency from, Residency to) {
+  move_untold(entry, from, to);
+  note(entry);
+}
+
+void Job::move_untold(Entry& entry, Residency from, Residency to) {
   entry.move(from, to);
   if (entry.is_resident() && entry.pending == nullptr) policy.used(entry.id);
   if (!entry.is_resident()) policy.forget(entry.id);
@@ -411,6 +433,98 @@ void Job::move(Entry& entry, Residency from, Residency to) {
   reinterpret_cast<TableLayout*>(table.data())
       ->words[entry.id]
       .store(table_word(static_cast<uint8_t>(to), generation, pin), std::memory_order_seq_cst);
+}
+
+// ---- What the ledger is told -------------------------------------------------------------------
+
+namespace {
+
+SlotRecord slot_record(const Slot& slot, SlotRole role) {
+  SlotRecord record;
+  record.role = role;
+  record.offset_bytes = slot.offset_bytes;
+  record.bytes = slot.bytes;
+  record.pin_first = slot.pin_first;
+  record.pin_count = slot.pin_count();
+  return record;
+}
+
+SlotRecord slot_record(const Entry& entry, const Slot& slot, SlotRole role) {
+  SlotRecord record = slot_record(slot, role);
+  record.residency = entry.residency();
+  record.kind = entry.kind;
+  record.owner = entry.kept_owner;
+  record.has_service_writer = std::any_of(slot.service_pins.begin(),
+                                          slot.service_pins.end(),
+                                          [](uint32_t pins) { return pin_writers(pins) != 0; });
+  if (role == SlotRole::pending) record.pending_session = entry.pending_session;
+  return record;
+}
+
+}  // namespace
+
+void Job::note(const Entry& entry) {
+  if (ledger == nullptr) return;
+  if (entry.slot != nullptr) ledger->note_slot(slot_record(entry, *entry.slot, SlotRole::current));
+  if (entry.pending != nullptr)
+    ledger->note_slot(slot_record(entry, *entry.pending, SlotRole::pending));
+}
+
+void Job::note_shard(uint32_t shard_id) {
+  if (ledger == nullptr) return;
+  ledger->note_shard(shard_id, shards[shard_id].written, shards[shard_id].gradient_session);
+}
+
+void Job::note_layout() {
+  if (ledger == nullptr) return;
+  JobRecord layout = record();
+  std::vector<uint32_t> ids;
+  for (uint32_t id = 0; id < shards.size(); ++id) {
+    if (!shards[id].deleted) ids.push_back(id);
+  }
+  // What lies where is the catalogue's to say, and the loose extents'.
+  for (ShardRecord& shard : layout.shards) {
+    shard.extents.clear();
+    shard.generation = 0;
+    shard.written = false;
+  }
+  for (BucketRecord& bucket : layout.buckets) {
+    for (TileRecord& tile : bucket.tiles) tile = {};
+  }
+  // Without its shards nobody could go on with the job: the next daemon starts it from disk.
+  if (const Status written = ledger->write_layout(layout, ids); !written.is_ok()) ledger->give_up();
+}
+
+void Job::note_value_extent(const Entry& entry, size_t index) {
+  if (ledger == nullptr) return;
+  using Kind = LooseKey::Kind;
+  const bool gradient = entry.kind == EntryKind::gradient;
+  if (is_updating_ && !gradient) return;
+  const Kind kind = gradient                             ? Kind::gradient
+                    : entry.kind == EntryKind::parameter ? Kind::value
+                                                         : Kind::bytes;
+  ledger->note_loose(
+      {.kind = kind, .owner = entry.kept_owner, .index = static_cast<uint32_t>(index)},
+      entry.replicas[index].extent);
+}
+
+void Job::note_rest_extent(const Bucket& bucket, size_t tile) {
+  if (ledger == nullptr || is_updating_) return;
+  ledger->note_loose({.kind = LooseKey::Kind::rest,
+                      .owner = bucket.value->owner,
+                      .index = static_cast<uint32_t>(tile)},
+                     bucket.rest[tile].extent);
+}
+
+void Job::note_all() {
+  if (ledger == nullptr) return;
+  note_layout();
+  for (uint32_t id = 0; id < shards.size(); ++id) {
+    if (!shards[id].deleted) note_shard(id);
+  }
+  for (const auto& entry : entries) {
+    if (entry != nullptr) note(*entry);
+  }
 }
 
 Entry* Job::find_entry(uint32_t shard_id, Part part) const {
@@ -543,16 +657,19 @@ std::unique_ptr<Slot> Job::make_slot(uint64_t bytes, uint32_t pin_count) {
   slot->bytes = bytes;
   slot->pin_first = *pin_first;
   slot->service_pins.assign(pin_count, 0);
+  if (ledger != nullptr) ledger->note_slot(slot_record(*slot, SlotRole::made));
   return slot;
 }
 
 void Job::free_slot(std::unique_ptr<Slot> slot) {
+  if (ledger != nullptr) ledger->note_slot(slot_record(*slot, SlotRole::none));
   memory->arena().free(slot->offset_bytes);
   pin_indexes.give_back(slot->pin_first, slot->pin_count());
 }
 
 void Job::retire_slot(std::unique_ptr<Slot> slot) {
   if (is_pinned(*slot)) {
+    if (ledger != nullptr) ledger->note_slot(slot_record(*slot, SlotRole::retired));
     retired.push_back(std::move(slot));
   } else {
     free_slot(std::move(slot));
@@ -575,15 +692,24 @@ void Job::settle_pending(Entry& entry) {
   // A spill of the old bytes is in flight: they are still being copied.
   if (entry.residency() == Residency::draining || entry.residency() == Residency::filling) return;
   MEMD_FAILPOINT("blob.before_swap");
-  if (entry.slot != nullptr) retire_slot(std::move(entry.slot));
+  std::unique_ptr<Slot> old = std::move(entry.slot);
   entry.slot = std::move(entry.pending);
   entry.pending_session = 0;
+  if (ledger != nullptr) {
+    // In one store the new bytes are the entry's; only then does the old slot go.
+    SlotRecord record = slot_record(entry, *entry.slot, SlotRole::current);
+    record.residency = Residency::dirty;
+    ledger->note_slot(record);
+    MEMD_FAILPOINT("ledger.pending_settled");
+  }
+  if (old != nullptr) retire_slot(std::move(old));
   if (entry.residency() == Residency::absent) {
-    move(entry, Residency::absent, Residency::filling);
-    move(entry, Residency::filling, Residency::clean);
+    move_untold(entry, Residency::absent, Residency::filling);
+    move_untold(entry, Residency::filling, Residency::clean);
   }
   if (entry.residency() == Residency::clean) move(entry, Residency::clean, Residency::dirty);
   shards[entry.owner].written = true;
+  note_shard(entry.owner);
   changed = true;
   MEMD_FAILPOINT("blob.swapped");
 }
@@ -638,11 +764,20 @@ void Job::release(Replica& place, ExtentStore& extents) {
 
 void Job::begin_update() {
   MEMD_FAILPOINT("update.begun");
+  is_updating_ = true;
   for_each_replica([](Replica& replica) { replica.referenced = true; });
   update_begin_ = superseded_.size();
 }
 
+void Job::add_superseded(const std::vector<ExtentRecord>& extents) {
+  for (const ExtentRecord& extent : extents) {
+    superseded_.push_back({.place = nullptr, .extent = extent});
+    nvme_bytes_used += extent.length_bytes;
+  }
+}
+
 void Job::roll_back(ExtentStore& extents) {
+  is_updating_ = false;
   std::vector<Superseded> undone(superseded_.begin() + static_cast<ptrdiff_t>(update_begin_),
                                  superseded_.end());
   superseded_.resize(update_begin_);
@@ -675,7 +810,9 @@ std::vector<ExtentRecord> Job::mark_committing() {
   return releasable;
 }
 
-void Job::committed() {
+void Job::committed(uint64_t catalogue_tag) {
+  is_updating_ = false;
+  if (ledger != nullptr) ledger->rebase(catalogue_tag);
   superseded_.erase(superseded_.begin(),
                     superseded_.begin() + static_cast<ptrdiff_t>(committing_count_));
   committing_count_ = 0;
@@ -699,12 +836,15 @@ void Job::remove(uint32_t shard_id, ExtentStore& extents) {
   Shard& shard = shards[shard_id];
   Entry& entry = *shard.value;
   MEMD_CHECK_EQ(entry.task_count, 0u);
+  // From here on it has no bytes, whoever reads the ledger.
+  if (ledger != nullptr) ledger->reset_shard(shard_id);
   if (entry.is_resident()) move(entry, entry.residency(), Residency::absent);
   MEMD_CHECK(entry.residency() == Residency::absent);
   if (entry.slot != nullptr) retire_slot(std::move(entry.slot));
   if (entry.pending != nullptr) retire_slot(std::move(entry.pending));
-  for (Replica& replica : entry.replicas) {
-    if (replica.extent.exists()) release(replica, extents);
+  for (size_t i = 0; i < entry.replicas.size(); ++i) {
+    if (entry.replicas[i].extent.exists()) release(entry.replicas[i], extents);
+    note_value_extent(entry, i);
   }
   const Replica* first = entry.replicas.data();
   for (Superseded& old : superseded_) {
@@ -718,6 +858,7 @@ void Job::remove(uint32_t shard_id, ExtentStore& extents) {
   free_entry_ids_.push_back(entry_id);
   free_shard_ids_.push_back(shard_id);
   changed = true;
+  note_layout();
 }
 
 bool Job::gradients_fit() const {
@@ -737,7 +878,10 @@ void Job::drop_gradient(Bucket& bucket, ExtentStore& extents) {
   MEMD_FAILPOINT("gradient.before_drop");
   if (entry.is_resident()) move(entry, entry.residency(), Residency::absent);
   if (entry.slot != nullptr) retire_slot(std::move(entry.slot));
-  for (Replica& replica : entry.replicas) replace_gradient(replica, {}, extents);
+  for (size_t i = 0; i < entry.replicas.size(); ++i) {
+    replace_gradient(entry.replicas[i], {}, extents);
+    note_value_extent(entry, i);
+  }
 }
 
 }  // namespace memd

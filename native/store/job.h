@@ -17,6 +17,7 @@
 #include "store/eviction.h"
 #include "store/extent_store.h"
 #include "store/job_memory.h"
+#include "store/ledger.h"
 #include "store/lost_shards.h"
 #include "store/statistics.h"
 
@@ -83,15 +84,6 @@ struct Bucket {
   }
 };
 
-/// The process that a session belongs to. A pid alone comes back; with its start time it does not.
-struct SessionOwner {
-  uint32_t pid = 0;
-  uint64_t start_time = 0;  // clock ticks since boot, field 22 of /proc/<pid>/stat
-  uint32_t uid = 0;
-
-  bool operator==(const SessionOwner&) const = default;
-};
-
 struct Session {
   uint64_t session_id = 0;
   uint64_t job_id = 0;
@@ -107,6 +99,8 @@ class PinIndexes {
  public:
   std::optional<uint32_t> take(uint32_t count);
   void give_back(uint32_t first, uint32_t count) { free_[count].push_back(first); }
+  /// Of an earlier daemon: below `end` every run is taken or given back.
+  void start_at(uint32_t end) { next_ = end; }
 
  private:
   uint32_t next_ = 0;
@@ -136,12 +130,28 @@ class Job {
   ShardInfo info(uint32_t shard_id) const;
   JobInfo job_info() const;
   JobRecord record() const;
-  /// From a catalogue; reserves nothing.
-  static Result<std::unique_ptr<Job>> restore(const JobRecord& record);
+  /// From a catalogue; reserves nothing. `given_ids`: of the record's shards, ascending in no
+  /// order, or empty: counted from 0.
+  static Result<std::unique_ptr<Job>> restore(const JobRecord& record,
+                                              const std::vector<uint32_t>& given_ids = {});
+  /// Extents that the catalogue on disk names and that memory no longer needs: free after the next
+  /// commit.
+  void add_superseded(const std::vector<ExtentRecord>& extents);
   /// Every extent that the job's state lies in.
   void for_each_replica(const std::function<void(Replica&)>& visit);
 
   void move(Entry& entry, Residency from, Residency to);
+
+  // What the ledger is told, where there is one.
+  /// The entry's slots.
+  void note(const Entry& entry);
+  /// "written", and whose gradient there is.
+  void note_shard(uint32_t shard_id);
+  void note_layout();
+  void note_value_extent(const Entry& entry, size_t index);
+  void note_rest_extent(const Bucket& bucket, size_t tile);
+  /// All of it: the ledger is new, or was adopted and the job stands as it will go on.
+  void note_all();
   Entry* find_entry(uint32_t shard_id, Part part) const;
   /// "job/name" or, for gradients, "job/name gradient"; of a bucket, its first shard.
   std::string describe(const Entry& entry) const;
@@ -186,7 +196,10 @@ class Job {
   /// The catalogue that is being written names what lies where now. Returns what may be released
   /// once it is durable, which committed() then forgets.
   std::vector<ExtentRecord> mark_committing();
-  void committed();
+  /// `catalogue_tag`: of the catalogue that is on disk now.
+  void committed(uint64_t catalogue_tag);
+  /// No commit came of begin_update(), and nothing was replaced.
+  void end_update() { is_updating_ = false; }
 
   void drop_cached_tiles(const Bucket& bucket);
   void drop_all_cached_tiles();
@@ -211,6 +224,9 @@ class Job {
   std::deque<Bucket> buckets;
   std::vector<std::unique_ptr<Entry>> entries;
 
+  /// Nothing where nobody keeps descriptors, or before there is memory. `memory` tells it of
+  /// segments, and so goes first.
+  std::unique_ptr<Ledger> ledger;
   /// Nothing before the first session attaches: an idle job holds disk only.
   std::unique_ptr<JobMemory> memory;
   LeastRecentlyUsed policy;
@@ -245,6 +261,8 @@ class Job {
 
   Status check(const ShardSpec& spec) const;
   std::vector<uint32_t> shards_in(const Entry& entry, size_t replica) const;
+  /// move() without a word to the ledger, which must not see what lies between.
+  void move_untold(Entry& entry, Residency from, Residency to);
   void add_parameters(const std::vector<const ShardSpec*>& specs);
   void add_bytes(const ShardSpec& spec);
   uint32_t add_shard(const ShardSpec& spec);
@@ -252,6 +270,8 @@ class Job {
   Entry* add_entry(Entry::Shape shape);
 
   std::vector<Superseded> superseded_;
+  /// Between begin_update() and the commit: what is replaced is not the job's yet.
+  bool is_updating_ = false;
   size_t update_begin_ = 0;      // into superseded_
   size_t committing_count_ = 0;  // of superseded_: what the commit in flight releases
   std::vector<uint32_t> free_shard_ids_;

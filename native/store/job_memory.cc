@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/failpoint.h"
 #include "base/units.h"
 
 namespace memd {
@@ -15,21 +16,46 @@ uint64_t JobMemory::segment_count_min(uint64_t segment_bytes) {
 
 Result<std::unique_ptr<JobMemory>> JobMemory::create(std::vector<Segment> segments,
                                                      uint64_t segment_bytes,
-                                                     IoQueue& io) {
+                                                     IoQueue& io,
+                                                     Ledger* ledger) {
   MEMD_CHECK_GE(segments.size(), segment_count_min(segment_bytes));
-  const uint64_t reserved_bytes = segments.size() * segment_bytes;
-  std::unique_ptr<JobMemory> memory(new JobMemory(std::move(segments), segment_bytes, io));
-  auto arena = Arena::create(reserved_bytes, segment_bytes);
-  if (!arena.is_ok()) return arena.status();
-  memory->arena_ = std::move(arena).value();
-  auto private_side = Arena::create(reserved_bytes, segment_bytes);
-  if (!private_side.is_ok()) return private_side.status();
-  memory->private_ = std::move(private_side).value();
+  if (ledger != nullptr) {
+    for (const Segment& segment : segments) {
+      if (Status claimed = ledger->claim(segment.id(), Side::unassigned, 0); !claimed.is_ok())
+        return claimed;
+    }
+  }
+  std::unique_ptr<JobMemory> memory(new JobMemory(std::move(segments), segment_bytes, io, ledger));
+  if (Status reserved = memory->reserve(); !reserved.is_ok()) return reserved;
   return memory;
 }
 
-JobMemory::JobMemory(std::vector<Segment> segments, uint64_t segment_bytes, IoQueue& io)
+Result<std::unique_ptr<JobMemory>> JobMemory::adopt(std::vector<Segment> arena_segments,
+                                                    std::vector<Segment> private_segments,
+                                                    std::vector<Segment> unassigned,
+                                                    uint64_t segment_bytes,
+                                                    IoQueue& io,
+                                                    Ledger* ledger) {
+  std::unique_ptr<JobMemory> memory(
+      new JobMemory(std::move(unassigned), segment_bytes, io, ledger));
+  memory->segment_count_ += arena_segments.size() + private_segments.size();
+  if (Status reserved = memory->reserve(); !reserved.is_ok()) return reserved;
+  for (auto [segments, side] : {std::pair{&arena_segments, memory->arena_.get()},
+                                std::pair{&private_segments, memory->private_.get()}}) {
+    for (Segment& segment : *segments) {
+      memory->unassigned_.push_back(std::move(segment));
+      memory->grow(*side);
+    }
+  }
+  return memory;
+}
+
+JobMemory::JobMemory(std::vector<Segment> segments,
+                     uint64_t segment_bytes,
+                     IoQueue& io,
+                     Ledger* ledger)
     : io_(io),
+      ledger_(ledger),
       segment_bytes_(segment_bytes),
       segment_count_(segments.size()),
       private_floor_segments_(divide_up(kPrivateFloorBytes, segment_bytes)),
@@ -37,10 +63,29 @@ JobMemory::JobMemory(std::vector<Segment> segments, uint64_t segment_bytes, IoQu
 
 JobMemory::~JobMemory() { take_segments(); }
 
+Status JobMemory::reserve() {
+  const uint64_t reserved_bytes = segment_count_ * segment_bytes_;
+  for (std::unique_ptr<Arena>* side : {&arena_, &private_}) {
+    auto made = Arena::create(reserved_bytes, segment_bytes_);
+    if (!made.is_ok()) return made.status();
+    *side = std::move(made).value();
+  }
+  return Status::ok();
+}
+
+void JobMemory::claim(uint64_t segment_id, Side side, uint64_t index) {
+  if (ledger_ == nullptr) return;
+  const Status claimed = ledger_->claim(segment_id, side, static_cast<uint32_t>(index));
+  MEMD_CHECK(claimed.is_ok());  // it was claimed when the job got it
+}
+
 bool JobMemory::grow(Arena& side) {
   Segment segment = std::move(unassigned_.back());
   unassigned_.pop_back();
   const uint64_t offset_bytes = side.capacity_bytes();
+  claim(
+      segment.id(), &side == arena_.get() ? Side::arena : Side::private_side, side.segment_count());
+  MEMD_FAILPOINT("ledger.segment_claimed");
   const Status status = side.add(std::move(segment));
   MEMD_CHECK(status.is_ok());  // moves a mapping inside a range reserved for it
   io_.add_memory(std::span<std::byte>(side.at(offset_bytes), segment_bytes_));
@@ -75,6 +120,7 @@ bool JobMemory::shrink_private(const std::function<bool(uint64_t from_bytes)>& e
   io_.remove_memory(std::span<std::byte>(private_->at(from_bytes), segment_bytes_));
   auto segment = private_->remove_last();
   MEMD_CHECK(segment.has_value());
+  claim(segment->id(), Side::unassigned, 0);
   unassigned_.push_back(std::move(*segment));
   return true;
 }

@@ -13,6 +13,7 @@
 #include "base/status.h"
 #include "base/units.h"
 #include "io/io_queue.h"
+#include "store/ledger.h"
 
 namespace memd {
 
@@ -30,7 +31,15 @@ class JobMemory {
  public:
   static Result<std::unique_ptr<JobMemory>> create(std::vector<Segment> segments,
                                                    uint64_t segment_bytes,
-                                                   IoQueue& io);
+                                                   IoQueue& io,
+                                                   Ledger* ledger = nullptr);
+  /// The segments of an earlier daemon, on the sides and in the order that it had them.
+  static Result<std::unique_ptr<JobMemory>> adopt(std::vector<Segment> arena_segments,
+                                                  std::vector<Segment> private_segments,
+                                                  std::vector<Segment> unassigned,
+                                                  uint64_t segment_bytes,
+                                                  IoQueue& io,
+                                                  Ledger* ledger);
   ~JobMemory();
 
   Arena& arena() { return *arena_; }
@@ -59,14 +68,19 @@ class JobMemory {
   /// The fewest segments a job can have: the private floor and one for the arena.
   static uint64_t segment_count_min(uint64_t segment_bytes);
 
+  /// The ledger is told of nothing from here on.
+  void end_claims() { ledger_ = nullptr; }
   /// All segments, for the pool; nothing uses them any more.
   std::vector<Segment> take_segments();
 
  private:
-  JobMemory(std::vector<Segment> segments, uint64_t segment_bytes, IoQueue& io);
+  JobMemory(std::vector<Segment> segments, uint64_t segment_bytes, IoQueue& io, Ledger* ledger);
+  Status reserve();
   bool grow(Arena& side);
+  void claim(uint64_t segment_id, Side side, uint64_t index);
 
   IoQueue& io_;
+  Ledger* ledger_;  // the job's, or nullptr
   uint64_t segment_bytes_;
   uint64_t segment_count_;
   uint64_t private_floor_segments_;

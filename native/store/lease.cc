@@ -58,6 +58,22 @@ void ShardStore::reply_granted(Job& job, Waiter& waiter, Slot& slot) {
                    .generation = shard.generation,
                    .data = nullptr};
   grant.data = job.memory->arena().at(grant.offset_bytes);
+  const bool writes = request.mode != LeaseMode::read;
+  const Entry* const entry = job.find_entry(request.shard_id, request.part);
+  // A reader's pin is given back by its client if it never hears of it. A writer that never hears
+  // of its grant has written nothing: what is noted below must not look as if it had.
+  const bool is_told_ledger = job.ledger != nullptr && writes && !request.for_service;
+  if (is_told_ledger) {
+    job.ledger->begin_grant(
+        {.session_id = request.session_id,
+         .shard_id = request.shard_id,
+         .pin_index = slot.pin_first + grant.index,
+         .completion_tail = sessions_.at(request.session_id)->ring.completion_tail(),
+         .part = request.part,
+         .was_written = shard.written,
+         .gradient_session = shard.gradient_session});
+    MEMD_FAILPOINT("ledger.grant_begun");
+  }
   MEMD_FAILPOINT("lease.before_pin");
   if (request.for_service) {
     slot.service_pins[grant.index] += grant.pin;
@@ -65,21 +81,26 @@ void ShardStore::reply_granted(Job& job, Waiter& waiter, Slot& slot) {
   } else if (!request.prefetch) {
     sessions_.at(request.session_id)->ring.add_pin(slot.pin_first + grant.index, grant.pin);
   }
-  if (request.mode != LeaseMode::read) {
+  if (writes) {
     if (request.part == Part::gradient) {
       shard.gradient_session = request.session_id;
+      job.note_shard(request.shard_id);
     } else if (in_bucket) {
       shard.written = true;
       job.changed = true;
+      job.note_shard(request.shard_id);
     }
+    job.note(*entry);  // a pending slot, and who writes it
   }
   if (!request.prefetch) {
     ++(waiter.counted_as_miss ? job.counters.lease_misses : job.counters.lease_hits);
     if (waiter.counted_as_miss) job.counters.lease_wait_ns += clock_.now_ns() - waiter.started_ns;
   }
   MEMD_FAILPOINT("lease.before_reply");
+  MEMD_FAILPOINT("ledger.grant_not_told");
   const LeaseReply reply = std::move(waiter.reply);
   reply(Status::ok(), grant);
+  if (is_told_ledger) job.ledger->end_grant();
 }
 
 ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
@@ -154,7 +175,9 @@ ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
       Arena& arena = job.memory->arena();
       std::memcpy(arena.at(copy->offset_bytes), arena.at(entry.slot->offset_bytes), entry.bytes);
       MEMD_FAILPOINT("lease.slot_copied");
-      job.retire_slot(std::exchange(entry.slot, std::move(copy)));
+      std::unique_ptr<Slot> old = std::exchange(entry.slot, std::move(copy));
+      job.note(entry);
+      job.retire_slot(std::move(old));
     }
     if (!reads) {
       if (entry.task_count != 0) return wait(concat("an update of ", job.describe(entry)));
@@ -438,11 +461,13 @@ void ShardStore::release_service_lease(uint64_t job_id, const LeaseGrant& grant,
   MEMD_CHECK(job != nullptr);  // a job with service leases is not dropped
   --job->service_lease_count;
   grant.slot->service_pins[grant.index] -= grant.pin;
-  if (!discard) return;
+  if (pin_writers(grant.pin) == 0) return;
   for (auto& entry : job->entries) {
-    if (entry == nullptr || entry->pending.get() != grant.slot) continue;
-    job->retire_slot(std::move(entry->pending));
-    return;
+    if (entry == nullptr) continue;
+    if (entry->pending.get() == grant.slot && discard)
+      return job->retire_slot(std::move(entry->pending));
+    if (entry->pending.get() == grant.slot || entry->slot.get() == grant.slot)
+      return job->note(*entry);
   }
 }
 

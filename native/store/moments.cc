@@ -134,6 +134,8 @@ void ShardStore::write_moments(const MomentsRequest& request,
               MEMD_FAILPOINT("moments.written");
               if (status.is_ok()) {
                 job->shards[request.shard_id].generation = generation;
+                if (job->ledger != nullptr)
+                  job->ledger->note_generation(request.shard_id, generation);
                 job->changed = true;
               }
               done(status);

@@ -38,36 +38,24 @@ ShardStore::ShardStore(const ShardStoreParts& parts)
 
 ShardStore::~ShardStore() {
   for (auto& [job_id, job] : jobs_) {
-    if (job->memory == nullptr) continue;
+    // What a keeper keeps is for the next daemon: nothing of this is noted.
+    if (job->memory != nullptr) job->memory->end_claims();
+    job->ledger.reset();
     job->sessions.clear();
-    job->drop_all_cached_tiles();
-    for (auto& entry : job->entries) {
-      if (entry == nullptr) continue;
-      if (entry->slot != nullptr) job->free_slot(std::move(entry->slot));
-      if (entry->pending != nullptr) job->free_slot(std::move(entry->pending));
-    }
-    for (auto& slot : job->retired) job->free_slot(std::move(slot));
+    free_slots(*job);
   }
 }
 
-Status ShardStore::load(const std::function<void()>& turn, KeptDescriptors* kept) {
-  static_cast<void>(kept);
-  auto records = commits_.load(turn);
-  if (!records.is_ok()) return records.status();
-  for (const JobRecord& record : records.value()) {
-    MEMD_FAILPOINT("load.before_job");
-    auto job = Job::restore(record);
-    if (!job.is_ok()) return job.status();
-    Status reserved;
-    job.value()->for_each_replica([&](Replica& replica) {
-      if (reserved.is_ok()) reserved = extents_.reserve(replica.extent);
-    });
-    if (!reserved.is_ok()) return reserved;
-    MEMD_FAILPOINT("load.extents_reserved");
-    queues_[record.job_id];
-    jobs_[record.job_id] = std::move(job).value();
+void ShardStore::free_slots(Job& job) {
+  if (job.memory == nullptr) return;
+  job.drop_all_cached_tiles();
+  for (auto& entry : job.entries) {
+    if (entry == nullptr) continue;
+    if (entry->slot != nullptr) job.free_slot(std::move(entry->slot));
+    if (entry->pending != nullptr) job.free_slot(std::move(entry->pending));
   }
-  return Status::ok();
+  for (auto& slot : job.retired) job.free_slot(std::move(slot));
+  job.retired.clear();
 }
 
 // ---- Jobs and sessions --------------------------------------------------------------------------
@@ -142,10 +130,11 @@ Status ShardStore::give_memory(Job& job) {
                  " bytes, free ",
                  pool_.segment_count_free() * segment_bytes);
   }
+  if (Status opened = open_ledger(job); !opened.is_ok()) return opened;
   std::vector<Segment> segments;
   MEMD_FAILPOINT("job.before_segments_taken");
   for (uint64_t i = 0; i < count; ++i) segments.push_back(*pool_.take());
-  auto memory = JobMemory::create(std::move(segments), segment_bytes, io_);
+  auto memory = JobMemory::create(std::move(segments), segment_bytes, io_, job.ledger.get());
   if (!memory.is_ok()) return memory.status();
   job.memory = std::move(memory).value();
   MEMD_FAILPOINT("job.memory_given");
@@ -252,19 +241,19 @@ void ShardStore::drop_job(uint64_t job_id, bool force, Done done) {
 void ShardStore::drop_now(Job& job, const Done& done) {
   MEMD_FAILPOINT("job.before_drop");
   std::vector<ExtentRecord> extents = job.take_extents();
+  const uint64_t job_id = job.job_id;
+  if (job.ledger != nullptr) job.ledger->give_up();
   if (job.memory != nullptr) {
-    job.drop_all_cached_tiles();
-    for (auto& entry : job.entries) {
-      if (entry == nullptr) continue;
-      if (entry->slot != nullptr) job.free_slot(std::move(entry->slot));
-      if (entry->pending != nullptr) job.free_slot(std::move(entry->pending));
-    }
-    job.free_retired();
+    free_slots(job);
+    ReleasedLedger released{.ledger = std::move(job.ledger), .job_id = job_id, .segment_ids = {}};
+    job.memory->end_claims();
     for (Segment& segment : job.memory->take_segments()) {
+      released.segment_ids.insert(segment.id());
       released_segments_.push_back(std::move(segment));
     }
+    if (released.ledger != nullptr) released_ledgers_.push_back(std::move(released));
   }
-  const uint64_t job_id = job.job_id;
+  if (keeper_ != nullptr) keeper_->forget(concat("table.", job_id));
   tiles_.forget(&job);
   JobQueues queues = std::move(queues_.at(job_id));
   queues_.erase(job_id);
@@ -277,9 +266,17 @@ void ShardStore::drop_now(Job& job, const Done& done) {
 }
 
 void ShardStore::add_to_pool(Segment old_segment) {
+  const uint64_t segment_id = old_segment.id();
   // Where the kernel has no memory for a fresh segment the pool is smaller from now on, which its
   // report shows.
   [[maybe_unused]] const Status status = pool_.give_back(std::move(old_segment));
+  // The claims go last: a segment without one counts as clean.
+  std::erase_if(released_ledgers_, [&](ReleasedLedger& released) {
+    released.segment_ids.erase(segment_id);
+    if (!released.segment_ids.empty()) return false;
+    keeper_->forget(concat("ledger.", released.job_id));
+    return true;
+  });
 }
 
 Result<std::shared_ptr<Session>> ShardStore::attach(uint64_t job_id, const SessionOwner& owner) {
@@ -301,6 +298,7 @@ Result<std::shared_ptr<Session>> ShardStore::attach(uint64_t job_id, const Sessi
                                                    .owner = owner,
                                                    .step_committed = 0});
   MEMD_FAILPOINT("session.before_attached");
+  if (Status kept = keep_session(*job, *session); !kept.is_ok()) return kept;
   job->sessions.push_back(session);
   sessions_[session_id] = session;
   return session;
@@ -357,7 +355,11 @@ void ShardStore::discard_half_written(Job& job, const Session& session) {
       torn = true;
       if (entry->kind != EntryKind::parameter) continue;
       // Without a copy on disk the shard is as if it had never been written.
-      if (!entry->has_replica()) job.shards[job.buckets[entry->owner].shards[i]].written = false;
+      if (!entry->has_replica()) {
+        const uint32_t shard_id = job.buckets[entry->owner].shards[i];
+        job.shards[shard_id].written = false;
+        job.note_shard(shard_id);
+      }
     }
     if (torn && entry->kind == EntryKind::parameter && entry->has_replica()) {
       job.move(*entry, Residency::dirty, Residency::absent);
@@ -383,6 +385,7 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   if (!MEMD_PLANTED("session.half_written_shown")) discard_half_written(job, *session);
   MEMD_FAILPOINT("session.before_pins_dropped");
   session->ring.end();
+  forget_session(job, session_id);
   if (!MEMD_PLANTED("session.pins_kept")) std::erase(job.sessions, session);
   sessions_.erase(session_id);
   sessions_not_resumed_.erase(session_id);
@@ -432,6 +435,7 @@ void ShardStore::drop_gradients_of(Job& job, const std::function<bool(const Shar
       Shard& shard = job.shards[shard_id];
       if (shard.gradient_session != 0 && chosen(shard)) {
         shard.gradient_session = 0;
+        job.note_shard(shard_id);
         any = true;
       }
       all = all && shard.gradient_session == 0;

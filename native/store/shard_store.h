@@ -6,6 +6,7 @@
 #include <functional>
 #include <list>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <unordered_map>
@@ -22,6 +23,7 @@
 #include "store/extent_store.h"
 #include "store/job.h"
 #include "store/statistics.h"
+#include "store/step_request.h"
 #include "store/tile_tasks.h"
 #include "store/workers.h"
 
@@ -58,20 +60,6 @@ struct OpenJobRequest {
   uint64_t host_bytes = 0;  // 0: ShardStoreParts::jobs_expected decides
   uint64_t nvme_bytes = 0;
   bool fresh = false;
-};
-
-struct StepGroup {
-  AdamSettings settings;
-  std::vector<uint32_t> shard_ids;
-};
-
-struct StepRequest {
-  uint64_t session_id = 0;
-  std::vector<StepGroup> groups;
-  std::vector<std::pair<uint32_t, uint32_t>> staged_buffers;  // staged shard → buffer
-  /// The step that this closes, so that a call may be repeated: what this session has committed
-  /// under the number, or is committing, is not done twice. 0: not said.
-  uint64_t step = 0;
 };
 
 struct MomentsRequest {
@@ -135,6 +123,8 @@ class ShardStore {
   Result<std::shared_ptr<Session>> resume_session(uint64_t session_id, const SessionOwner& owner);
   /// The number of the step that the job is finishing or has still to do; 0: none.
   uint64_t closing_step(uint64_t job_id) const;
+  /// What load() could not take over, and why; one sentence each.
+  const std::vector<std::string>& load_notes() const { return load_notes_; }
   /// Drops the session's leases, its unsealed gradients and what it had half written; returns how
   /// many leases there were.
   Result<uint32_t> detach(uint64_t session_id);
@@ -210,6 +200,32 @@ class ShardStore {
   void settle_all(Job& job);
   Result<Job*> admit(const OpenJobRequest& request);
   Status give_memory(Job& job);
+  /// Frees every slot and every tile of a job that nobody uses any more.
+  static void free_slots(Job& job);
+  Status open_ledger(Job& job);
+  void note_session(Job& job, const Session& session);
+  Status keep_session(Job& job, const Session& session);
+  void forget_session(Job& job, uint64_t session_id);
+
+  // Adoption, at start.
+  struct Kept;
+  /// The job as the daemon before had it, or why it starts from disk.
+  Result<std::unique_ptr<Job>> adopt(const JobRecord& disk,
+                                     std::unique_ptr<Ledger>& ledger,
+                                     LedgerContents& contents,
+                                     Kept& kept);
+  Status adopt_segments(Job& job, Ledger& ledger);
+  Status adopt_slots(Job& job, const LedgerContents& contents, std::optional<uint32_t> untold_pin);
+  Status adopt_extents(Job& job,
+                       const LedgerContents& contents,
+                       Ledger& ledger,
+                       const JobRecord& disk,
+                       std::vector<ExtentRecord>& reserved);
+  static void settle_values(Job& job);
+  Status check_steps_can_be_made(const Job& job, const LedgerContents& contents) const;
+  void go_on(Job& job, const LedgerContents& contents);
+  void destroy_claimed(const Ledger& ledger);
+  void destroy_unclaimed();
   uint64_t nvme_bytes_free() const;
 
   /// True where there was a request.
@@ -245,10 +261,12 @@ class ShardStore {
   void enqueue(Job& job, std::function<void(const Status&)> start);
   void end_operation(uint64_t job_id);
   Status check_step(Job& job, const StepRequest& request) const;
-  Status check_staged(Job& job, const StepRequest& request) const;
+  Status check_staged(const Job& job, const StepRequest& request) const;
   /// Whether `request` repeats a step of its session; then `done` is called, now or when the step
   /// is.
   bool joins_earlier_step(Job& job, const StepRequest& request, StepDone& done);
+  /// Seals its gradients and queues it. `place`: in the job's ledger.
+  void accept_step(Job& job, StepRequest request, std::optional<size_t> place, StepDone done);
   Status check_start(const StepState& state) const;
   void start_step(const std::shared_ptr<StepState>& state);
   void hold_entries(StepState& state);
@@ -282,6 +300,14 @@ class ShardStore {
   uint64_t session_id_next_ = 1;
   std::list<Condition> conditions_;
   std::vector<Segment> released_segments_;
+  /// Of dropped jobs, until the last of their segments is destroyed.
+  struct ReleasedLedger {
+    std::unique_ptr<Ledger> ledger;
+    uint64_t job_id = 0;
+    std::set<uint64_t> segment_ids;
+  };
+  std::vector<ReleasedLedger> released_ledgers_;
+  std::vector<std::string> load_notes_;
   uint64_t ring_protocol_errors_ = 0;
   uint64_t room_wait_ns_ = 0;
   SecondsHistogram step_seconds_{kStepSecondsBounds};

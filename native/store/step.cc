@@ -65,6 +65,7 @@ struct ShardStore::StepState {
   Job* job = nullptr;
   StepRequest request;  // empty groups: a sync
   StepDone done;
+  std::optional<size_t> place;      // in the job's ledger
   std::vector<StepDone> also_done;  // the same step, asked for again
   std::shared_ptr<StepReport> report = std::make_shared<StepReport>();
   uint64_t started_ns = 0;
@@ -200,7 +201,7 @@ Status ShardStore::check_step(Job& job, const StepRequest& request) const {
   return check_staged(job, request);
 }
 
-Status ShardStore::check_staged(Job& job, const StepRequest& request) const {
+Status ShardStore::check_staged(const Job& job, const StepRequest& request) const {
   std::set<uint32_t> seen;
   for (const auto& [staged, buffer] : request.staged_buffers) {
     const bool known = staged < job.shards.size() && buffer < job.shards.size() &&
@@ -275,6 +276,20 @@ void ShardStore::step(StepRequest request, StepDone done) {
   Job& job = *owner.value();
   if (joins_earlier_step(job, request, done)) return;
   if (Status status = check_step(job, request); !status.is_ok()) return done(status, {});
+  std::optional<size_t> place;
+  if (job.ledger != nullptr) {
+    const auto closed = job.ledger->close_step(request);
+    if (!closed.is_ok()) return done(closed.status(), {});
+    place = closed.value();
+    MEMD_FAILPOINT("ledger.step_closed");
+  }
+  accept_step(job, std::move(request), place, std::move(done));
+}
+
+void ShardStore::accept_step(Job& job,
+                             StepRequest request,
+                             std::optional<size_t> place,
+                             StepDone done) {
   auto state = std::make_shared<StepState>();
   state->job = &job;
   state->is_step = true;
@@ -284,9 +299,11 @@ void ShardStore::step(StepRequest request, StepDone done) {
       state->group_of[shard_id] = group;
       state->buckets.insert(job.shards[shard_id].bucket);
       job.shards[shard_id].gradient_session = kSealedGradient;
+      job.note_shard(shard_id);
     }
   }
   state->request = std::move(request);
+  state->place = place;
   state->done = std::move(done);
   queues_.at(job.job_id).steps.push_back(state);
   MEMD_FAILPOINT("step.closed");
@@ -442,6 +459,14 @@ void ShardStore::drop_staged(const StepState& state) {
     for (Replica& replica : old.replicas) {
       if (replica.extent.exists()) job.release(replica, extents_);
     }
+    MEMD_FAILPOINT("ledger.old_buffer_dropped");
+    // Now the staged bytes are the buffer's, also for whoever goes on after this daemon.
+    Entry& fresh = *job.shards[buffer_id].value;
+    old.kept_owner = staged_id;
+    fresh.kept_owner = buffer_id;
+    job.note(fresh);
+    job.note_shard(buffer_id);
+    job.note_shard(staged_id);
   }
 }
 
@@ -526,6 +551,7 @@ void ShardStore::finish_updates(const std::shared_ptr<StepState>& state, const S
 void ShardStore::unseal(const StepState& state) {
   for (const auto& [shard_id, group] : state.group_of) {
     state.job->shards[shard_id].gradient_session = state.request.session_id;
+    state.job->note_shard(shard_id);
   }
   // A session that has ended meanwhile tries no second time.
   if (sessions_.contains(state.request.session_id)) return;
@@ -575,13 +601,15 @@ void ShardStore::commit_step(const std::shared_ptr<StepState>& state) {
   if (state->is_step) {
     ++job.committed_step;
     state->is_counted = true;
+    if (state->place) job.ledger->note_committing(*state->place, job.committed_step);
   }
   MEMD_FAILPOINT("step.before_commit");
   if (MEMD_PLANTED("step.gradient_released_early")) {
     drop_gradients_of(job,
                       [](const Shard& shard) { return shard.gradient_session == kSealedGradient; });
   }
-  commits_.commit(&job, [this, state](const Status& status, double commit_seconds) {
+  const bool was_broken = !extents_.broken().is_ok();
+  commits_.commit(&job, [this, state, was_broken](const Status& status, double commit_seconds) {
     Job& its = *state->job;
     state->report->commit_seconds = commit_seconds;
     if (!status.is_ok()) {
@@ -593,6 +621,9 @@ void ShardStore::commit_step(const std::shared_ptr<StepState>& state) {
       // Where it was a write that failed, whether N or N + 1 is on disk is not known: every further
       // commit is refused, and a restart finds out.
       its.changed = true;
+      // Memory would say N, and the disk maybe N + 1: the next daemon starts the job from disk.
+      const bool is_outcome_unknown = !was_broken && !extents_.broken().is_ok();
+      if (is_outcome_unknown && its.ledger != nullptr) its.ledger->give_up();
       undo_step(state);
       return finish_step(state, status);
     }
@@ -614,6 +645,7 @@ void ShardStore::commit_step(const std::shared_ptr<StepState>& state) {
 
 void ShardStore::finish_step(const std::shared_ptr<StepState>& state, const Status& status) {
   Job& job = *state->job;
+  job.end_update();
   state->report->committed_step = job.committed_step;
   if (state->is_step && status.is_ok()) {
     step_phases_.add(*state->report);
@@ -625,6 +657,11 @@ void ShardStore::finish_step(const std::shared_ptr<StepState>& state, const Stat
     const auto session = sessions_.find(state->request.session_id);
     if (status.is_ok() && session != sessions_.end() && state->request.step != 0)
       session->second->step_committed = state->request.step;
+    if (state->place) {
+      if (session != sessions_.end()) note_session(job, *session->second);
+      MEMD_FAILPOINT("ledger.step_done");
+      job.ledger->forget_step(*state->place);
+    }
   }
   MEMD_FAILPOINT("step.before_acknowledgement");
   state->answer(status);

@@ -340,6 +340,9 @@ void TileTasks::finish(const std::shared_ptr<Running>& running, const Status& st
   if (task.writes_value) settle(running->value_extent, task.entry->replicas[task.index]);
   if (task.writes_rest) settle(running->rest_extent, task.bucket->rest[task.index]);
 
+  if (status.is_ok() && task.writes_value) job.note_value_extent(*task.entry, task.index);
+  if (status.is_ok() && task.writes_rest) job.note_rest_extent(*task.bucket, task.index);
+
   // State stays in memory where there is room: for a trace that repeats, a fixed part that stays
   // beats a least recently used one, which would be evicted just before its next use.
   Arena& side = job.memory->private_side();

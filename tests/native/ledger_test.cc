@@ -3,21 +3,34 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
 
 #include "store_fixture.h"
 
 namespace memd {
 namespace {
 
+using testing::bytes_shard;
+using testing::DiskQueue;
+using testing::halves;
 using testing::Heart;
+using testing::Held;
 using testing::kDiskBytes;
+using testing::kFloorSegments;
 using testing::numbers;
 using testing::parameter;
+using testing::pattern;
+using testing::TestKeeper;
+using testing::Twin;
 
 OwnedFd copy_of(int fd) { return OwnedFd(fcntl(fd, F_DUPFD_CLOEXEC, 0)); }
 
 TEST(LedgerTest, the_last_whole_record_is_read_and_only_on_the_catalogue_that_it_builds_on) {
-  auto ledger = Ledger::create(7).value();
+  auto ledger = Ledger::create(7, 2_MiB).value();
   EXPECT_FALSE(ledger->read_record(0).has_value());
   JobRecord record;
   record.job_id = 7;
@@ -88,6 +101,430 @@ TEST_F(RepeatedStepTest, a_step_that_another_session_made_is_refused) {
   EXPECT_NE(refused.message().find("stands at step"), std::string::npos) << refused.message();
   second.step = 2;
   EXPECT_TRUE(heart.step(second).first.is_ok());
+}
+
+// ---- Daemons that are killed
+
+constexpr SessionOwner kOwner{.pid = 1, .start_time = 2, .uid = 3};  // as Heart::attach() says
+
+/// Thrown out of an operation's submission: the daemon gets no further.
+struct Killed {};
+
+/// Daemons that were killed. Their memory stays mapped, as nothing of theirs may run any more.
+std::vector<Heart*>& dead_hearts() {
+  static std::vector<Heart*> dead;
+  return dead;
+}
+
+class AdoptionTest : public ::testing::Test {
+ protected:
+  static constexpr uint64_t kElements = 300'000;  // two tiles
+  static constexpr uint64_t kBufferBytes = 5000;
+  // Small, as each kill needs one of its own.
+  static constexpr uint64_t kSmallDiskBytes = 44_MiB;
+  static constexpr uint64_t kJobDiskBytes = 30_MiB;
+
+  void start() {
+    heart_ = new Heart(disk_, segment_count_, &keeper_);
+    ASSERT_TRUE(heart_->loaded.is_ok()) << heart_->loaded.message();
+  }
+  void kill() {
+    heart_->kill();
+    dead_hearts().push_back(std::exchange(heart_, nullptr));
+  }
+  /// The next daemon, and the trainer's session in it.
+  void restart(bool is_back = true) {
+    kill();
+    start();
+    if (is_back) resume();
+  }
+  void resume() {
+    const auto session = heart_->store().resume_session(session_, kOwner);
+    ASSERT_TRUE(session.is_ok()) << session.status().message() << notes();
+  }
+  std::string notes() const {
+    std::string all;
+    for (const std::string& note : heart_->store().load_notes()) all += "\n" + note;
+    return all;
+  }
+  void TearDown() override {
+    delete std::exchange(heart_, nullptr);
+    give_memory_back();
+  }
+  /// Of the disk, and of what the dead have mapped for good.
+  void give_memory_back() {
+    for (const auto bytes : {disk_->bytes(), disk_->durable_bytes()}) {
+      const uint64_t begin = align_up(reinterpret_cast<uint64_t>(bytes.data()), kBlockBytes);
+      const uint64_t end =
+          align_down(reinterpret_cast<uint64_t>(bytes.data() + bytes.size()), kBlockBytes);
+      ASSERT_EQ(madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED), 0);
+    }
+    for (const std::string& name : keeper_.names()) {
+      if (name.starts_with("doorbell.")) continue;
+      struct stat status{};
+      ASSERT_EQ(fstat(keeper_.find(name), &status), 0);
+      ASSERT_EQ(
+          fallocate(
+              keeper_.find(name), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, status.st_size),
+          0);
+    }
+    keeper_ = {};
+  }
+
+  void begin(DType dtype, uint64_t arena_segments = 8) {
+    start();
+    job_id_ = heart_->open("job", arena_segments, kJobDiskBytes);
+    session_ = heart_->attach(job_id_);
+    ids_ = heart_->declare(session_,
+                           {parameter("v", kElements, dtype),
+                            parameter("w", 1000, dtype),
+                            bytes_shard("buffer", kBufferBytes, ShardKind::buffer),
+                            bytes_shard("staged", kBufferBytes, ShardKind::buffer)});
+    twins_.clear();
+    for (const size_t i : {0, 1}) {
+      if (dtype == DType::float32) {
+        twins_.push_back(Twin::fp32(numbers(count(i), i + 1)));
+        heart_->write(session_, ids_[i], twins_[i].theta);
+      } else {
+        twins_.push_back(Twin::bf16(halves(count(i), i + 1)));
+        heart_->write(session_, ids_[i], twins_[i].half);
+      }
+    }
+    heart_->write(session_, ids_[2], pattern(kBufferBytes, 1));
+    ASSERT_TRUE(heart_->sync(session_).is_ok());
+    dtype_ = dtype;
+  }
+  static uint64_t count(size_t i) { return i == 0 ? kElements : 1000; }
+  void write_gradients(uint32_t seed) {
+    for (const size_t i : {0, 1}) {
+      if (dtype_ == DType::float32) {
+        heart_->write(session_, ids_[i], numbers(count(i), seed + i), Part::gradient);
+      } else {
+        heart_->write(session_, ids_[i], halves(count(i), seed + i), Part::gradient);
+      }
+    }
+    heart_->write(session_, ids_[3], pattern(kBufferBytes, static_cast<uint8_t>(seed)));
+  }
+  void step_twins(uint32_t seed) {
+    for (const size_t i : {0, 1}) {
+      if (dtype_ == DType::float32) {
+        twins_[i].step(settings_, numbers(count(i), seed + i));
+      } else {
+        twins_[i].step(settings_, halves(count(i), seed + i));
+      }
+    }
+  }
+  StepRequest request(uint64_t step) const {
+    return {.session_id = session_,
+            .groups = {{.settings = settings_, .shard_ids = {ids_[0], ids_[1]}}},
+            .staged_buffers = {{ids_[3], ids_[2]}},
+            .step = step};
+  }
+  void spill_gradients() {
+    // A blob as large as the arena, less what one lease of it needs.
+    const auto blob = heart_->declare(session_, {bytes_shard("blob", 5_MiB)});
+    heart_->write(session_, blob[0], pattern(5_MiB, 9));
+    const Entry& gradient = *heart_->job(session_).shards[ids_[0]].gradient;
+    EXPECT_EQ(gradient.residency(), Residency::absent);
+    EXPECT_TRUE(gradient.has_replica());
+  }
+  void expect_twins(uint32_t buffer_seed) {
+    for (const size_t i : {0, 1}) {
+      if (dtype_ == DType::float32) {
+        EXPECT_EQ(heart_->read<float>(session_, ids_[i]), twins_[i].theta);
+      } else {
+        EXPECT_EQ(heart_->read<uint16_t>(session_, ids_[i]), twins_[i].half);
+      }
+      const auto [m, v] = heart_->moments(session_, ids_[i]);
+      EXPECT_EQ(m, twins_[i].m);
+      EXPECT_EQ(v, twins_[i].v);
+    }
+    EXPECT_EQ(heart_->read<uint8_t>(session_, ids_[2]),
+              pattern(kBufferBytes, static_cast<uint8_t>(buffer_seed)));
+  }
+  /// The step that was closed before the kill is made: by its number, whoever finishes it.
+  void expect_step(uint64_t step, uint32_t seed) {
+    const auto [status, report] = heart_->step(request(step));
+    ASSERT_TRUE(status.is_ok()) << status.message() << notes();
+    EXPECT_EQ(report.committed_step, step);
+    step_twins(seed);
+    expect_twins(seed);
+    for (const size_t i : {0, 1}) {
+      EXPECT_EQ(heart_->lease(session_, ids_[i], LeaseMode::read, Part::gradient).status.code(),
+                StatusCode::not_found)
+          << "gradients are used once";
+    }
+  }
+
+  std::shared_ptr<MemoryDisk> disk_ = std::make_shared<MemoryDisk>(kSmallDiskBytes);
+  TestKeeper keeper_;
+  uint64_t segment_count_ = kFloorSegments + 8;
+  Heart* heart_ = nullptr;
+  uint64_t job_id_ = 0;
+  uint64_t session_ = 0;
+  std::vector<uint32_t> ids_;
+  std::vector<Twin> twins_;
+  DType dtype_ = DType::float32;
+  AdamSettings settings_{.lr = 1e-2, .weight_decay = 0.1};
+};
+
+TEST_F(AdoptionTest, leases_stay_valid_and_nobody_writes_over_them) {
+  begin(DType::float32);
+  const Held view = heart_->lease(session_, ids_[0]);
+  ASSERT_TRUE(view.is_ok());
+  const uint64_t offset = view.grant.offset_bytes;
+  const uint32_t pin = view.grant.slot->pin_first + view.grant.index;
+  const auto old = twins_[0].theta;
+  restart();
+  Job& job = heart_->job(session_);
+  EXPECT_EQ(job.lease_count(), 1U);
+  const auto* const still = reinterpret_cast<const float*>(job.memory->arena().at(offset));
+  EXPECT_TRUE(std::equal(old.begin(), old.end(), still));
+  write_gradients(20);
+  expect_step(1, 20);
+  EXPECT_TRUE(std::equal(old.begin(), old.end(), still)) << "a live view is never written";
+  heart_->store().sessions().at(session_)->ring.add_pin(pin, ~kReaderPin + 1);
+  EXPECT_EQ(job.lease_count(), 0U);
+  // And all that was retired can be used again.
+  heart_->write(
+      session_, heart_->declare(session_, {bytes_shard("large", 12_MiB)})[0], pattern(12_MiB, 3));
+}
+
+TEST_F(AdoptionTest, what_was_written_and_not_synced_is_still_there) {
+  begin(DType::bfloat16);
+  const auto more = heart_->declare(session_, {bytes_shard("blob", 3_MiB), parameter("x", 64)});
+  heart_->write(session_, more[0], pattern(3_MiB, 4));
+  heart_->write(session_, more[1], numbers(64, 4));
+  twins_[0].half = halves(kElements, 77);
+  heart_->write(session_, ids_[0], twins_[0].half);
+  // Two that lie on disk by now, where no catalogue names them.
+  for (const auto& name : {"big", "bigger"}) {
+    const auto blob = heart_->declare(session_, {bytes_shard(name, 7_MiB)});
+    heart_->write(session_, blob[0], pattern(7_MiB, 5));
+  }
+  EXPECT_GT(heart_->job(session_).counters.spilled_bytes, 0U);
+  restart();
+  EXPECT_EQ(heart_->read<uint8_t>(session_, more[0]), pattern(3_MiB, 4));
+  EXPECT_EQ(heart_->read<float>(session_, more[1]), numbers(64, 4));
+  EXPECT_EQ(heart_->read<uint16_t>(session_, ids_[0]), twins_[0].half);
+  ASSERT_TRUE(heart_->sync(session_).is_ok());
+  restart();
+  write_gradients(30);
+  expect_step(1, 30);
+  EXPECT_EQ(heart_->read<uint8_t>(session_, more[0]), pattern(3_MiB, 4));
+}
+
+TEST_F(AdoptionTest, gradients_of_a_living_trainer_survive_and_those_of_a_dead_one_are_dropped) {
+  begin(DType::float32, 3);
+  write_gradients(5);
+  restart();
+  EXPECT_EQ(heart_->read<float>(session_, ids_[0], Part::gradient), numbers(kElements, 5));
+  expect_step(1, 5);
+  write_gradients(6);
+  spill_gradients();
+  restart();
+  EXPECT_EQ(heart_->read<float>(session_, ids_[0], Part::gradient), numbers(kElements, 6));
+  expect_step(2, 6);
+
+  write_gradients(7);
+  restart(false);
+  ASSERT_EQ(heart_->store().kept_sessions().size(), 1U);
+  EXPECT_EQ(heart_->store().kept_sessions()[0].owner, kOwner);
+  ASSERT_TRUE(heart_->store().detach(session_).is_ok());
+  EXPECT_TRUE(heart_->store().kept_sessions().empty());
+  session_ = heart_->attach(job_id_);
+  for (const size_t i : {0, 1}) {
+    EXPECT_EQ(heart_->lease(session_, ids_[i], LeaseMode::read, Part::gradient).status.code(),
+              StatusCode::not_found);
+  }
+  expect_twins(6);
+}
+
+TEST_F(AdoptionTest, only_its_own_process_comes_back_to_a_session) {
+  begin(DType::float32);
+  restart(false);
+  for (const SessionOwner& other : {SessionOwner{.pid = 1, .start_time = 9, .uid = 3},
+                                    SessionOwner{.pid = 2, .start_time = 2, .uid = 3},
+                                    SessionOwner{.pid = 1, .start_time = 2, .uid = 4}}) {
+    EXPECT_EQ(heart_->store().resume_session(session_, other).status().code(), StatusCode::fenced);
+  }
+  resume();
+}
+
+TEST_F(AdoptionTest, a_closed_step_is_finished_although_its_trainer_is_dead) {
+  begin(DType::float32);
+  write_gradients(8);
+  heart_->store().step(request(1), [](const Status&, const StepReport&) {});
+  restart(false);
+  EXPECT_EQ(heart_->store().closing_step(job_id_), 1U);
+  ASSERT_TRUE(heart_->store().detach(session_).is_ok());
+  ASSERT_TRUE(heart_->until([this] { return heart_->store().is_idle(); }));
+  session_ = heart_->attach(job_id_);
+  step_twins(8);
+  expect_twins(8);
+  EXPECT_EQ(heart_->job(session_).committed_step, 1U);
+}
+
+TEST_F(AdoptionTest, what_was_half_written_when_the_daemon_died_with_its_trainer_is_gone) {
+  begin(DType::float32);
+  const Held blob = heart_->lease(session_, ids_[2], LeaseMode::overwrite);
+  ASSERT_TRUE(blob.is_ok());
+  std::fill_n(blob.grant.data, 2000, std::byte{0x55});
+  const Held value = heart_->lease(session_, ids_[0], LeaseMode::write);
+  ASSERT_TRUE(value.is_ok());
+  value.as<float>()[3] = 55;
+  restart(false);
+  ASSERT_TRUE(heart_->store().detach(session_).is_ok());
+  session_ = heart_->attach(job_id_);
+  expect_twins(1);
+}
+
+TEST_F(AdoptionTest, a_daemon_that_dies_while_it_starts_leaves_the_same) {
+  begin(DType::float32);
+  write_gradients(8);
+  heart_->store().step(request(1), [](const Status&, const StepReport&) {});
+  for (int i = 0; i < 3; ++i) restart(false);
+  resume();
+  expect_step(1, 8);
+}
+
+TEST_F(AdoptionTest, a_job_without_a_kept_segment_starts_from_disk_and_its_memory_is_nobodys) {
+  begin(DType::float32);
+  for (const std::string& name : keeper_.names()) {
+    if (!name.starts_with("segment.")) continue;
+    keeper_.forget(name);
+    break;
+  }
+  restart(false);
+  EXPECT_FALSE(notes().empty());
+  EXPECT_EQ(heart_->store().resume_session(session_, kOwner).status().code(), StatusCode::fenced);
+  session_ = heart_->attach(heart_->open("job", 8, kJobDiskBytes));
+  ids_ = {};
+  for (const ShardInfo& info : heart_->shards(job_id_)) ids_.push_back(info.shard_id);
+  expect_twins(1);
+}
+
+TEST_F(AdoptionTest, a_dropped_job_and_one_that_the_disk_does_not_know_leave_nothing) {
+  segment_count_ = 2 * kFloorSegments + 4;
+  begin(DType::float32, 2);
+  heart_->attach(heart_->open("young", 1, 1_MiB));
+  restart();
+  EXPECT_EQ(heart_->store().find_job("young").status().code(), StatusCode::not_found);
+  bool is_dropped = false;
+  heart_->store().drop_job(job_id_, true, [&](const Status& status) {
+    EXPECT_TRUE(status.is_ok()) << status.message();
+    is_dropped = true;
+  });
+  ASSERT_TRUE(heart_->until([&] { return is_dropped; }));
+  for (Segment& segment : heart_->store().take_released_segments())
+    heart_->store().add_to_pool(std::move(segment));
+  for (const std::string& name : keeper_.names()) EXPECT_TRUE(name.starts_with("segment."));
+  restart(false);
+  EXPECT_TRUE(heart_->store().jobs().empty());
+}
+
+/// The kind of parameter, and whether gradients lie on disk.
+class KilledStepTest : public AdoptionTest,
+                       public ::testing::WithParamInterface<std::pair<DType, bool>> {};
+
+TEST_P(KilledStepTest, a_kill_at_any_operation_of_a_step_changes_no_bit) {
+  const auto [dtype, spilled] = GetParam();
+  uint64_t kills = 0;
+  bool finished = false;
+  for (uint64_t index = 0; !finished; ++index) {
+    SCOPED_TRACE(concat("operation ", index));
+    disk_ = std::make_shared<MemoryDisk>(kSmallDiskBytes);
+    begin(dtype, spilled ? 3 : 8);
+    write_gradients(40);
+    ASSERT_TRUE(heart_->step(request(1)).first.is_ok());
+    step_twins(40);
+    write_gradients(41);
+    if (spilled) spill_gradients();
+    uint64_t seen = 0;
+    heart_->io().before_submit = [&](const DiskQueue::Operation&) {
+      if (seen++ == index) throw Killed{};
+    };
+    try {
+      bool answered = false;
+      heart_->store().step(request(2), [&](const Status&, const StepReport&) { answered = true; });
+      ASSERT_TRUE(heart_->until([&] { return answered; }));
+      finished = true;
+    } catch (const Killed&) {
+      ++kills;
+    }
+    heart_->io().before_submit = nullptr;
+    restart();
+    if (HasFatalFailure()) return;
+    expect_step(2, 41);
+    write_gradients(42);
+    expect_step(3, 42);
+    if (HasFailure()) return;
+    delete std::exchange(heart_, nullptr);
+    give_memory_back();
+  }
+  EXPECT_GT(kills, 10U);
+}
+
+INSTANTIATE_TEST_SUITE_P(Gradients,
+                         KilledStepTest,
+                         ::testing::Values(std::pair{DType::float32, false},
+                                           std::pair{DType::bfloat16, true}));
+
+TEST_F(AdoptionTest, a_damaged_ledger_stops_no_daemon) {
+  begin(DType::float32);
+  write_gradients(8);
+  heart_->store().step(request(1), [](const Status&, const StepReport&) {});
+  kill();
+  const int ledger = keeper_.find(concat("ledger.", job_id_));
+  ASSERT_GE(ledger, 0);
+  // Every page that holds anything, in pieces; what matters lies in few of them.
+  std::vector<off_t> places;
+  for (off_t at = lseek(ledger, 0, SEEK_DATA); at >= 0;) {
+    const off_t end = lseek(ledger, at, SEEK_HOLE);
+    for (off_t page = at; page < end; page += 4096) {
+      std::array<uint8_t, 4096> bytes{};
+      ASSERT_EQ(pread(ledger, bytes.data(), bytes.size(), page), 4096);
+      for (off_t i = 0; i < 4096; i += 8) {
+        if (std::any_of(bytes.begin() + i, bytes.begin() + i + 8, [](uint8_t b) { return b != 0; }))
+          places.push_back(page + i);
+      }
+    }
+    at = lseek(ledger, end, SEEK_DATA);
+  }
+  ASSERT_GT(places.size(), 50U);
+  const size_t stride = places.size() / 25 + 1;
+  for (size_t which = 0; which < places.size(); which += which < 20 ? 1 : stride) {
+    const off_t place = places[which];
+    uint64_t word = 0;
+    ASSERT_EQ(pread(ledger, &word, 8, place), 8);
+    TestKeeper copy;
+    for (const auto& name : keeper_.names()) {
+      // Segments go to the next daemon; a damaged ledger's are destroyed, so each gets a copy.
+      const int fd = keeper_.find(name);
+      struct stat status{};
+      ASSERT_EQ(fstat(fd, &status), 0);
+      if (name.starts_with("doorbell.")) {
+        copy.keep(name, fd);
+        continue;
+      }
+      auto memory = SharedMemory::create("copy", static_cast<uint64_t>(status.st_size)).value();
+      for (off_t at = lseek(fd, 0, SEEK_DATA); at >= 0;) {
+        const off_t end = lseek(fd, at, SEEK_HOLE);
+        ASSERT_EQ(pread(fd, memory.data() + at, static_cast<size_t>(end - at), at), end - at);
+        at = lseek(fd, end, SEEK_DATA);
+      }
+      if (name.starts_with("ledger.")) {
+        const uint64_t flipped = word ^ (which % 2 == 0 ? ~uint64_t{0} : uint64_t{1} << which % 64);
+        std::memcpy(memory.data() + place, &flipped, 8);
+      }
+      copy.keep(name, memory.fd());
+    }
+    auto disk = std::make_shared<MemoryDisk>(kSmallDiskBytes);
+    std::copy(disk_->bytes().begin(), disk_->bytes().end(), disk->bytes().begin());
+    Heart next(disk, kFloorSegments + 8, &copy);
+    ASSERT_TRUE(next.loaded.is_ok()) << "word at " << place << ": " << next.loaded.message();
+    ASSERT_TRUE(next.until([&] { return next.store().is_idle(); })) << "word at " << place;
+  }
 }
 
 }  // namespace

@@ -2,12 +2,14 @@
 // share.
 #pragma once
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/eventfd.h>
 
 #include <chrono>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -94,24 +96,70 @@ struct Held {
   }
 };
 
+/// Keeps copies of descriptors, as systemd or the holder would.
+class TestKeeper final : public DescriptorKeeper {
+ public:
+  void keep(const std::string& name, int fd) override {
+    kept_[name] = OwnedFd(fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  }
+  void forget(const std::string& name) override { kept_.erase(name); }
+  KeptDescriptors hand_over() const {
+    KeptDescriptors copies;
+    for (const auto& [name, fd] : kept_) {
+      copies.push_back({.name = name, .fd = OwnedFd(fcntl(fd.get(), F_DUPFD_CLOEXEC, 0))});
+    }
+    return copies;
+  }
+  int find(const std::string& name) const {
+    const auto found = kept_.find(name);
+    return found == kept_.end() ? -1 : found->second.get();
+  }
+  std::vector<std::string> names() const {
+    std::vector<std::string> all;
+    for (const auto& [name, fd] : kept_) all.push_back(name);
+    return all;
+  }
+
+ private:
+  std::map<std::string, OwnedFd> kept_;
+};
+
 /// One run of the daemon's heart. Destroying it is an orderly end without a last sync.
 class Heart {
  public:
-  explicit Heart(std::shared_ptr<MemoryDisk> disk, uint64_t segment_count = kFloorSegments + 8)
+  explicit Heart(std::shared_ptr<MemoryDisk> disk,
+                 uint64_t segment_count = kFloorSegments + 8,
+                 TestKeeper* keeper = nullptr)
       : wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
         io_(disk, {.depth = 32, .wake_fd = wake_.get(), .automatic = true}),
         extents_(io_, volume_set(*disk)),
-        workers_(2, wake_.get()) {
+        workers_(std::make_unique<UpdateWorkers>(2, wake_.get())) {
+    KeptDescriptors kept;
+    if (keeper != nullptr) kept = keeper->hand_over();
     auto pool = Pool::create({.bytes = segment_count * kSegmentBytes,
                               .segment_bytes = kSegmentBytes,
                               .huge_pages = false,
-                              .lock = LockMode::wanted});
+                              .lock = LockMode::wanted},
+                             keeper,
+                             &kept);
     EXPECT_TRUE(pool.is_ok()) << pool.status().message();
     pool_ = std::move(pool).value();
-    store_ = std::make_unique<ShardStore>(ShardStoreParts{
-        .pool = *pool_, .io = io_, .extents = extents_, .workers = workers_, .clock = clock});
-    loaded = store_->load([this] { io_.reap(); });
+    store_ = std::make_unique<ShardStore>(ShardStoreParts{.pool = *pool_,
+                                                          .io = io_,
+                                                          .extents = extents_,
+                                                          .workers = *workers_,
+                                                          .clock = clock,
+                                                          .keeper = keeper});
+    loaded = store_->load([this] { io_.reap(); }, &kept);
+    if (!loaded.is_ok()) return;
+    for (const KeptDescriptor& left : kept) {
+      if (left.fd.is_open() && keeper != nullptr) keeper->forget(left.name);
+    }
+    loaded = pool_->settle();
   }
+  /// As kill -9 would: nothing is ended, and what was not written by now never is. The object must
+  /// not be destroyed or used any more.
+  void kill() { workers_.reset(); }
   ~Heart() {
     io_.memory().clear_faults();
     io_.memory().release_stalled();
@@ -127,7 +175,7 @@ class Heart {
   ExtentStore& extents() { return extents_; }
 
   bool turn() {
-    const bool reaped = io_.reap() + workers_.reap() > 0;
+    const bool reaped = io_.reap() + workers_->reap() > 0;
     return store_->advance() || reaped;
   }
   /// Turns until `holds`; false where it hangs, which is told from a busy machine by two minutes.
@@ -159,7 +207,7 @@ class Heart {
     return job.is_ok() ? job.value().job_id : 0;
   }
   uint64_t attach(uint64_t job_id) {
-    const auto session = store_->attach(job_id);
+    const auto session = store_->attach(job_id, {.pid = 1, .start_time = 2, .uid = 3});
     EXPECT_TRUE(session.is_ok()) << session.status().message();
     return session.is_ok() ? session.value()->session_id : 0;
   }
@@ -298,7 +346,7 @@ class Heart {
   std::unique_ptr<Pool> pool_;
   DiskQueue io_;
   ExtentStore extents_;
-  UpdateWorkers workers_;
+  std::unique_ptr<UpdateWorkers> workers_;
   std::unique_ptr<ShardStore> store_;
 };
 

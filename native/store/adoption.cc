@@ -1,0 +1,698 @@
+// ShardStore at start: jobs from disk, and from the memory that outlived the daemon before.
+#include <algorithm>
+#include <charconv>
+#include <cstring>
+#include <map>
+#include <utility>
+
+#include "base/check.h"
+#include "base/failpoint.h"
+#include "base/units.h"
+#include "store/shard_store.h"
+
+namespace memd {
+namespace {
+
+constexpr std::string_view kLedgerPrefix = "ledger.";
+constexpr std::string_view kSessionPrefix = "session.";
+
+template <typename... Parts>
+Status damaged(const Parts&... parts) {
+  return error(StatusCode::integrity, "the ledger is damaged: ", parts...);
+}
+
+/// The number behind `prefix`, or nothing.
+std::optional<uint64_t> id_of(const std::string& name, std::string_view prefix) {
+  if (!name.starts_with(prefix)) return std::nullopt;
+  uint64_t id = 0;
+  const char* const end = name.data() + name.size();
+  const auto [stopped, failure] = std::from_chars(name.data() + prefix.size(), end, id);
+  if (failure != std::errc() || stopped != end) return std::nullopt;
+  return id;
+}
+
+std::vector<ExtentRecord> extents_of(const JobRecord& record) {
+  std::vector<ExtentRecord> extents;
+  for (const ShardRecord& shard : record.shards)
+    extents.insert(extents.end(), shard.extents.begin(), shard.extents.end());
+  for (const BucketRecord& bucket : record.buckets) {
+    for (const TileRecord& tile : bucket.tiles) {
+      for (const ExtentRecord& extent : {tile.parameter, tile.rest}) {
+        if (extent.exists()) extents.push_back(extent);
+      }
+    }
+  }
+  return extents;
+}
+
+std::pair<uint16_t, uint64_t> address_of(const ExtentRecord& extent) {
+  return {extent.address.device, extent.address.offset_bytes};
+}
+
+SlotRecord* find_current(LedgerContents& contents, uint32_t shard_id) {
+  SlotRecord* found = nullptr;
+  for (SlotRecord& slot : contents.slots) {
+    if (slot.role != SlotRole::current || slot.kind != EntryKind::bytes || slot.owner != shard_id)
+      continue;
+    if (found == nullptr || slot.sequence > found->sequence) found = &slot;
+  }
+  return found;
+}
+
+/// The step is in the catalogue on disk, and its daemon died before it could say so: what
+/// ShardStore does after a commit.
+void finish_made_step(LedgerContents& contents, const ClosedStep& step, const JobRecord& base) {
+  for (const StepGroup& group : step.request.groups) {
+    for (const uint32_t shard_id : group.shard_ids) contents.shards[shard_id].gradient_session = 0;
+  }
+  for (const auto& [staged_id, buffer_id] : step.request.staged_buffers) {
+    SlotRecord* const staged = find_current(contents, staged_id);
+    SlotRecord* const old = find_current(contents, buffer_id);
+    bool is_on_disk = false;
+    for (size_t i = 0; i < contents.shard_ids.size(); ++i) {
+      if (contents.shard_ids[i] != buffer_id) continue;
+      const std::string& name = contents.layout.shards[i].name;
+      is_on_disk = std::any_of(base.shards.begin(), base.shards.end(), [&](const auto& shard) {
+        return shard.name == name && !shard.extents.empty();
+      });
+    }
+    // Where the staged bytes are in no slot, they became the buffer's already, or lie on disk.
+    if (old != nullptr && (staged != nullptr || is_on_disk)) old->role = SlotRole::retired;
+    if (staged != nullptr) staged->owner = buffer_id;
+    contents.shards[buffer_id].written = true;
+    contents.shards[staged_id].written = false;
+  }
+  for (SessionRecord& session : contents.sessions) {
+    if (session.session_id == step.request.session_id)
+      session.step_committed = std::max(session.step_committed, step.request.step);
+  }
+}
+
+bool is_same_shard(const ShardRecord& a, const ShardRecord& b) {
+  return a.kind == b.kind && a.dtype == b.dtype && a.shape == b.shape &&
+         (a.kind != ShardKind::parameter ||
+          (a.bucket == b.bucket && a.element_offset == b.element_offset));
+}
+
+/// The shards that memory knows, with the bytes that `base` has of them.
+Result<JobRecord> merge(const LedgerContents& contents, const JobRecord& base) {
+  JobRecord merged = contents.layout;
+  merged.step = base.step;
+  if (merged.uid != base.uid || merged.name != base.name) return damaged("it is of another job");
+  if (base.buckets.size() > merged.buckets.size()) return damaged("buckets are missing");
+  for (size_t i = 0; i < base.buckets.size(); ++i) {
+    if (merged.buckets[i].dtype != base.buckets[i].dtype ||
+        merged.buckets[i].element_count != base.buckets[i].element_count) {
+      return damaged("bucket ", i, " is another one on disk");
+    }
+    merged.buckets[i] = base.buckets[i];
+  }
+  std::map<std::string, const ShardRecord*> on_disk;
+  for (const ShardRecord& shard : base.shards) on_disk[shard.name] = &shard;
+  for (size_t i = 0; i < merged.shards.size(); ++i) {
+    ShardRecord& shard = merged.shards[i];
+    const ShardState& state = contents.shards.at(contents.shard_ids[i]);
+    const auto found = on_disk.find(shard.name);
+    if (found != on_disk.end() && is_same_shard(shard, *found->second)) {
+      shard.generation = found->second->generation;
+      // A shard that was deleted and came back under its name has none of the old bytes.
+      if (state.written) shard.extents = found->second->extents;
+    }
+    if (state.generation) shard.generation = *state.generation;
+    shard.written = state.written;
+  }
+  return merged;
+}
+
+}  // namespace
+
+struct ShardStore::Kept {
+  KeptDescriptors* descriptors = nullptr;
+
+  /// Taken out of what is forgotten after the start.
+  std::optional<OwnedFd> take(const std::string& name) {
+    if (descriptors == nullptr) return std::nullopt;
+    for (KeptDescriptor& each : *descriptors) {
+      if (each.name == name && each.fd.is_open()) return std::move(each.fd);
+    }
+    return std::nullopt;
+  }
+};
+
+Status ShardStore::load(const std::function<void()>& turn, KeptDescriptors* kept_descriptors) {
+  auto records = commits_.load(turn);
+  if (!records.is_ok()) return records.status();
+  // First what is on disk: where memory claims the same bytes, memory is wrong.
+  for (const JobRecord& record : records.value()) {
+    MEMD_FAILPOINT("load.before_job");
+    for (const ExtentRecord& extent : extents_of(record)) {
+      if (Status reserved = extents_.reserve(extent); !reserved.is_ok()) return reserved;
+    }
+    MEMD_FAILPOINT("load.extents_reserved");
+  }
+  Kept kept{.descriptors = kept_descriptors};
+  std::map<uint64_t, std::unique_ptr<Ledger>> ledgers;
+  bool some_claims_unknown = false;
+  if (kept_descriptors != nullptr) {
+    for (KeptDescriptor& each : *kept_descriptors) {
+      if (const auto session_id = id_of(each.name, kSessionPrefix))
+        session_id_next_ = std::max(session_id_next_, *session_id + 1);
+      const auto job_id = id_of(each.name, kLedgerPrefix);
+      if (!job_id || !each.fd.is_open()) continue;
+      auto ledger = Ledger::adopt(std::move(each.fd), *job_id);
+      const Status readable = ledger.is_ok() ? ledger.value()->check_claims() : ledger.status();
+      if (readable.is_ok()) {
+        ledgers[*job_id] = std::move(ledger).value();
+        continue;
+      }
+      load_notes_.push_back(
+          concat("job ", *job_id, " starts from disk, its memory is lost: ", readable.message()));
+      some_claims_unknown = true;
+      if (keeper_ != nullptr) keeper_->forget(each.name);
+    }
+  }
+  struct Adopted {
+    Job* job;
+    LedgerContents contents;
+  };
+  std::vector<Adopted> adopted;
+  for (const JobRecord& record : records.value()) {
+    std::unique_ptr<Job> job;
+    LedgerContents contents;
+    if (const auto found = ledgers.find(record.job_id); found != ledgers.end()) {
+      auto result = adopt(record, found->second, contents, kept);
+      if (result.is_ok()) {
+        job = std::move(result).value();
+        ledgers.erase(found);
+      } else {
+        load_notes_.push_back(concat("job ",
+                                     record.name,
+                                     " starts from disk, at step ",
+                                     record.step,
+                                     "; its memory is lost: ",
+                                     result.status().message()));
+        some_claims_unknown |= result.status().code() == StatusCode::integrity;
+      }
+    }
+    if (job == nullptr) {
+      auto restored = Job::restore(record);
+      if (!restored.is_ok()) return restored.status();
+      job = std::move(restored).value();
+    }
+    queues_[record.job_id];
+    Job* const raw = job.get();
+    jobs_[record.job_id] = std::move(job);
+    if (raw->ledger != nullptr) adopted.push_back({raw, std::move(contents)});
+  }
+  // What is left is of jobs that the disk does not know, or that start from disk.
+  for (const auto& [job_id, ledger] : ledgers) {
+    destroy_claimed(*ledger);
+    kept.take(concat("table.", job_id));
+    if (keeper_ != nullptr) {
+      keeper_->forget(concat("ledger.", job_id));
+      keeper_->forget(concat("table.", job_id));
+    }
+  }
+  if (some_claims_unknown) destroy_unclaimed();
+  for (const Adopted& each : adopted) go_on(*each.job, each.contents);
+  return Status::ok();
+}
+
+void ShardStore::destroy_claimed(const Ledger& ledger) {
+  const auto claims = ledger.claims();
+  MEMD_CHECK(claims.is_ok());  // checked when it was adopted
+  for (const SegmentClaim& claim : claims.value()) {
+    if (auto segment = pool_.take_kept(claim.id)) add_to_pool(std::move(*segment));
+  }
+}
+
+void ShardStore::destroy_unclaimed() {
+  for (const uint64_t id : pool_.kept_ids()) add_to_pool(std::move(*pool_.take_kept(id)));
+}
+
+// ---- One job ------------------------------------------------------------------------------------
+
+Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
+                                               std::unique_ptr<Ledger>& ledger,
+                                               LedgerContents& contents,
+                                               Kept& kept) {
+  if (ledger->is_given_up())
+    return error(StatusCode::fenced, "it was given up by the daemon before");
+  const uint64_t tag = commits_.catalogue_tag(disk.job_id);
+  auto read = ledger->read(tag);
+  if (!read.is_ok()) return read.status();
+  contents = std::move(read).value();
+  if (contents.segment_bytes != pool_.segment_bytes()) {
+    return error(StatusCode::invalid_argument,
+                 "its segments have ",
+                 contents.segment_bytes,
+                 " bytes, those of the pool ",
+                 pool_.segment_bytes());
+  }
+  const auto in_memory = ledger->read_record(tag);
+  const bool is_ahead = in_memory && in_memory->step >= disk.step;
+  const JobRecord& base = is_ahead ? *in_memory : disk;
+
+  for (const ClosedStep& step : contents.steps) {
+    for (const StepGroup& group : step.request.groups) {
+      for (const uint32_t shard_id : group.shard_ids) {
+        if (!contents.shards.contains(shard_id)) return damaged("a closed step's shard ", shard_id);
+      }
+    }
+    for (const auto& [staged, buffer] : step.request.staged_buffers) {
+      if (!contents.shards.contains(staged) || !contents.shards.contains(buffer))
+        return damaged("a closed step's buffer ", buffer);
+    }
+  }
+  std::set<uint32_t> sealed;
+  std::vector<ClosedStep> to_do;
+  for (const ClosedStep& step : contents.steps) {
+    if (step.number != 0 && step.number <= base.step) {
+      finish_made_step(contents, step, base);
+      continue;
+    }
+    to_do.push_back(step);
+    for (const StepGroup& group : step.request.groups)
+      sealed.insert(group.shard_ids.begin(), group.shard_ids.end());
+  }
+  // A step that is made now is one that the ledger no longer holds.
+  std::vector<ClosedStep> made = std::exchange(contents.steps, std::move(to_do));
+  std::erase_if(made, [&](const ClosedStep& step) {
+    return std::any_of(contents.steps.begin(), contents.steps.end(), [&](const ClosedStep& other) {
+      return other.place == step.place;
+    });
+  });
+
+  // Sessions: their rings, or the job is not what its trainers think it is.
+  std::vector<std::shared_ptr<Session>> sessions;
+  for (const SessionRecord& record : contents.sessions) {
+    auto memory = kept.take(concat("session.", record.session_id));
+    auto doorbell = kept.take(concat("doorbell.", record.session_id));
+    const auto forget = [&] {
+      if (keeper_ == nullptr) return;
+      keeper_->forget(concat("session.", record.session_id));
+      keeper_->forget(concat("doorbell.", record.session_id));
+    };
+    if (!memory || !doorbell) {
+      forget();
+      return error(StatusCode::fenced, "nobody kept session ", record.session_id);
+    }
+    auto ring = ServerRing::adopt(std::move(*memory), std::move(*doorbell));
+    if (!ring.is_ok()) {
+      forget();
+      if (ring.status().code() != StatusCode::fenced) return ring.status();
+      ledger->forget_session(record.session_id);  // it was ended in order
+      continue;
+    }
+    sessions.push_back(std::make_shared<Session>(Session{.session_id = record.session_id,
+                                                         .job_id = disk.job_id,
+                                                         .ring = std::move(ring).value(),
+                                                         .request_count_open = 0,
+                                                         .owner = record.owner,
+                                                         .step_committed = record.step_committed}));
+  }
+  const auto find_session = [&sessions](uint64_t session_id) -> const Session* {
+    for (const auto& session : sessions) {
+      if (session->session_id == session_id) return session.get();
+    }
+    return nullptr;
+  };
+  std::optional<uint32_t> untold_pin;
+  if (contents.grant) {
+    const GrantRecord& grant = *contents.grant;
+    const Session* const session = find_session(grant.session_id);
+    const auto shard = contents.shards.find(grant.shard_id);
+    if (shard != contents.shards.end() &&
+        (session == nullptr || session->ring.completion_tail() == grant.completion_tail)) {
+      untold_pin = grant.pin_index;
+      if (grant.part == Part::gradient) {
+        shard->second.gradient_session = grant.gradient_session;
+      } else if (!grant.was_written) {
+        shard->second.written = false;
+      }
+    }
+  }
+  for (auto& [shard_id, state] : contents.shards) {
+    if (sealed.contains(shard_id)) {
+      state.gradient_session = kSealedGradient;
+    } else if (find_session(state.gradient_session) == nullptr) {
+      state.gradient_session = 0;
+    }
+  }
+
+  const auto merged = merge(contents, base);
+  if (!merged.is_ok()) return merged.status();
+  auto restored = Job::restore(merged.value(), contents.shard_ids);
+  if (!restored.is_ok()) return restored.status();
+  std::unique_ptr<Job> job = std::move(restored).value();
+  for (const auto& [shard_id, state] : contents.shards) {
+    job->shards[shard_id].gradient_session = state.gradient_session;
+    job->shards[shard_id].written = state.written;
+  }
+  auto table_fd = kept.take(concat("table.", disk.job_id));
+  if (!table_fd) return error(StatusCode::fenced, "nobody kept its shard table");
+  auto table = SharedMemory::adopt("a shard table", std::move(*table_fd), sizeof(TableLayout));
+  if (!table.is_ok()) return table.status();
+  job->table = std::move(table).value();
+  job->sessions = sessions;
+
+  if (Status taken = adopt_segments(*job, *ledger); !taken.is_ok()) return taken;
+  Status status = adopt_slots(*job, contents, untold_pin);
+  std::vector<ExtentRecord> reserved;
+  if (status.is_ok()) status = adopt_extents(*job, contents, *ledger, disk, reserved);
+  if (status.is_ok()) status = check_steps_can_be_made(*job, contents);
+  if (!status.is_ok()) {
+    for (const ExtentRecord& extent : reserved) extents_.release(extent);
+    job->sessions.clear();
+    free_slots(*job);
+    for (Segment& segment : job->memory->take_segments()) add_to_pool(std::move(segment));
+    for (const auto& session : sessions) {
+      session->ring.end();
+      if (keeper_ == nullptr) continue;
+      keeper_->forget(concat("session.", session->session_id));
+      keeper_->forget(concat("doorbell.", session->session_id));
+    }
+    return status;
+  }
+  settle_values(*job);
+  MEMD_FAILPOINT("ledger.adopted");
+
+  // The ledger says again what is true; nothing that this daemon freed is anybody's.
+  job->ledger = std::move(ledger);
+  job->note_all();
+  std::set<uint32_t> in_use;
+  for (const auto& entry : job->entries) {
+    if (entry == nullptr) continue;
+    if (entry->slot != nullptr) in_use.insert(entry->slot->pin_first);
+    if (entry->pending != nullptr) in_use.insert(entry->pending->pin_first);
+  }
+  for (const auto& slot : job->retired) in_use.insert(slot->pin_first);
+  for (SlotRecord slot : contents.slots) {
+    if (slot.role == SlotRole::none) continue;
+    const bool is_retired = std::any_of(job->retired.begin(), job->retired.end(), [&](auto& it) {
+      return it->pin_first == slot.pin_first;
+    });
+    if (in_use.contains(slot.pin_first) && !is_retired) continue;
+    slot.role = is_retired ? SlotRole::retired : SlotRole::none;
+    job->ledger->note_slot(slot);
+  }
+  job->ledger->end_grant();
+  for (const auto& session : sessions) {
+    sessions_[session->session_id] = session;
+    sessions_not_resumed_.insert(session->session_id);
+    note_session(*job, *session);
+  }
+  MEMD_FAILPOINT("ledger.adoption_noted");
+  for (const ClosedStep& step : made) job->ledger->forget_step(step.place);
+  job->changed = true;
+  return job;
+}
+
+Status ShardStore::adopt_segments(Job& job, Ledger& ledger) {
+  const auto claims = ledger.claims();
+  if (!claims.is_ok()) return claims.status();
+  std::map<uint32_t, Segment> sides[2];
+  std::vector<Segment> unassigned;
+  Status status;
+  for (const SegmentClaim& claim : claims.value()) {
+    auto segment = pool_.take_kept(claim.id);
+    if (!segment) {
+      status = error(StatusCode::fenced, "nobody kept segment ", claim.id);
+      continue;
+    }
+    if (claim.side == Side::unassigned) {
+      unassigned.push_back(std::move(*segment));
+      continue;
+    }
+    auto& side = sides[claim.side == Side::arena ? 0 : 1];
+    if (side.contains(claim.index)) {
+      status = damaged("two segments in one place");
+      unassigned.push_back(std::move(*segment));
+    } else {
+      side.emplace(claim.index, std::move(*segment));
+    }
+  }
+  std::vector<Segment> in_order[2];
+  for (const int i : {0, 1}) {
+    for (auto& [index, segment] : sides[i]) {
+      if (index != in_order[i].size()) status = damaged("a segment is missing on its side");
+      in_order[i].push_back(std::move(segment));
+    }
+  }
+  const uint64_t segment_bytes = pool_.segment_bytes();
+  if (claims.value().size() < JobMemory::segment_count_min(segment_bytes))
+    status = damaged("it claims too few segments");
+  if (!status.is_ok()) {
+    for (auto* const segments : {&in_order[0], &in_order[1], &unassigned}) {
+      for (Segment& segment : *segments) add_to_pool(std::move(segment));
+    }
+    return status;
+  }
+  auto memory = JobMemory::adopt(std::move(in_order[0]),
+                                 std::move(in_order[1]),
+                                 std::move(unassigned),
+                                 segment_bytes,
+                                 io_,
+                                 &ledger);
+  if (!memory.is_ok()) return memory.status();
+  job.memory = std::move(memory).value();
+  job.expect_memory();
+  return Status::ok();
+}
+
+Status ShardStore::adopt_slots(Job& job,
+                               const LedgerContents& contents,
+                               std::optional<uint32_t> untold_pin) {
+  const auto find_entry = [&job](const SlotRecord& record) -> Entry* {
+    if (record.kind == EntryKind::bytes) {
+      const bool known = record.owner < job.shards.size() && !job.shards[record.owner].deleted &&
+                         job.shards[record.owner].spec.kind != ShardKind::parameter;
+      return known ? job.shards[record.owner].value : nullptr;
+    }
+    if (record.owner >= job.buckets.size()) return nullptr;
+    Bucket& bucket = job.buckets[record.owner];
+    return record.kind == EntryKind::gradient ? bucket.gradient : bucket.value;
+  };
+  const auto has_gradient = [&job](const Entry& entry) {
+    const auto& ids = job.buckets[entry.owner].shards;
+    return std::any_of(ids.begin(), ids.end(), [&](uint32_t shard_id) {
+      return job.shards[shard_id].gradient_session != 0;
+    });
+  };
+  std::map<const Entry*, uint64_t> newest;
+  for (const SlotRecord& record : contents.slots) {
+    Entry* const entry = find_entry(record);
+    if (record.role == SlotRole::current && entry != nullptr)
+      newest[entry] = std::max(newest[entry], record.sequence);
+  }
+  uint32_t pin_end = 0;
+  for (const SlotRecord& record : contents.slots) {
+    pin_end = record.pin_first + record.pin_count;
+    if (record.role == SlotRole::none || record.role == SlotRole::made) {
+      job.pin_indexes.give_back(record.pin_first, record.pin_count);
+      continue;
+    }
+    if (!job.memory->arena().reserve(record.offset_bytes, record.bytes)) {
+      return damaged("a slot of ",
+                     record.bytes,
+                     " bytes at ",
+                     record.offset_bytes,
+                     " is outside of the arena, or in another one");
+    }
+    auto slot = std::make_unique<Slot>();
+    slot->offset_bytes = record.offset_bytes;
+    slot->bytes = record.bytes;
+    slot->pin_first = record.pin_first;
+    slot->service_pins.assign(record.pin_count, 0);
+    Entry* const entry = find_entry(record);
+    const bool fits =
+        entry != nullptr && record.bytes == entry->bytes && record.pin_count == entry->shard_count;
+    if (entry != nullptr && !fits && record.role != SlotRole::retired) {
+      job.free_slot(std::move(slot));
+      return damaged("a slot of ", job.describe(*entry), " has ", record.bytes, " bytes");
+    }
+    const bool is_untold = untold_pin && *untold_pin >= record.pin_first &&
+                           *untold_pin - record.pin_first < record.pin_count;
+    const bool is_held = record.residency == Residency::clean ||
+                         record.residency == Residency::dirty ||
+                         record.residency == Residency::draining;
+    if (record.role == SlotRole::pending && fits && !record.has_service_writer && !is_untold &&
+        entry->pending == nullptr) {
+      entry->pending = std::move(slot);
+      entry->pending_session = record.pending_session;
+    } else if (record.role == SlotRole::current && fits && is_held && entry->slot == nullptr &&
+               !record.has_service_writer && record.sequence == newest[entry] &&
+               (entry->kind != EntryKind::gradient || has_gradient(*entry))) {
+      entry->slot = std::move(slot);
+      job.move(*entry, Residency::absent, Residency::filling);
+      job.move(*entry, Residency::filling, Residency::clean);
+      // A writeback that was under way did not happen.
+      if (record.residency != Residency::clean)
+        job.move(*entry, Residency::clean, Residency::dirty);
+    } else {
+      // A stream of the daemon's own, which died with it, may have been writing there.
+      if (entry != nullptr && entry->kind == EntryKind::gradient && record.has_service_writer) {
+        for (const uint32_t shard_id : job.buckets[entry->owner].shards)
+          job.shards[shard_id].gradient_session = 0;
+      }
+      job.retire_slot(std::move(slot));
+    }
+  }
+  job.pin_indexes.start_at(pin_end);
+  return Status::ok();
+}
+
+Status ShardStore::adopt_extents(Job& job,
+                                 const LedgerContents& contents,
+                                 Ledger& ledger,
+                                 const JobRecord& disk,
+                                 std::vector<ExtentRecord>& reserved) {
+  for (const auto& [key, extent] : contents.loose) {
+    Replica* place = nullptr;
+    uint32_t length_bytes = 0;
+    const auto in_entry = [&](Entry* entry) {
+      if (entry == nullptr || key.index >= entry->replicas.size()) return;
+      place = &entry->replicas[key.index];
+      length_bytes = entry->replica_bytes(key.index);
+    };
+    Bucket* const bucket = key.owner < job.buckets.size() ? &job.buckets[key.owner] : nullptr;
+    switch (key.kind) {
+      case LooseKey::Kind::value:
+        if (bucket != nullptr) in_entry(bucket->value);
+        break;
+      case LooseKey::Kind::gradient:
+        if (bucket != nullptr &&
+            std::any_of(bucket->shards.begin(), bucket->shards.end(), [&](uint32_t shard_id) {
+              return job.shards[shard_id].gradient_session != 0;
+            })) {
+          in_entry(bucket->gradient);
+        }
+        break;
+      case LooseKey::Kind::rest:
+        if (bucket != nullptr && key.index < bucket->tile_count()) {
+          place = &bucket->rest[key.index];
+          length_bytes = bucket->rest_bytes(key.index);
+        }
+        break;
+      case LooseKey::Kind::bytes:
+        if (key.owner < job.shards.size() && !job.shards[key.owner].deleted &&
+            job.shards[key.owner].spec.kind != ShardKind::parameter &&
+            job.shards[key.owner].written) {
+          in_entry(job.shards[key.owner].value);
+        }
+        break;
+    }
+    if (place == nullptr) {
+      // Of a shard or a gradient that was dropped.
+      ledger.note_loose(key, {});
+      continue;
+    }
+    if (extent.length_bytes != length_bytes) {
+      return damaged("an extent of ", extent.length_bytes, " bytes for ", length_bytes);
+    }
+    *place = {.extent = extent, .referenced = false};
+  }
+
+  std::map<std::pair<uint16_t, uint64_t>, ExtentRecord> unused;
+  for (const ExtentRecord& extent : extents_of(disk)) unused[address_of(extent)] = extent;
+  Status status;
+  job.nvme_bytes_used = 0;
+  const auto adopt = [&](Replica& replica) {
+    if (!status.is_ok()) return;
+    job.nvme_bytes_used += replica.extent.length_bytes;
+    replica.referenced = unused.erase(address_of(replica.extent)) == 1;
+    if (replica.referenced) return;
+    status = extents_.reserve(replica.extent);
+    if (status.is_ok()) reserved.push_back(replica.extent);
+  };
+  job.for_each_replica(adopt);
+  for (Bucket& bucket : job.buckets) {
+    for (Replica& replica : bucket.gradient->replicas) {
+      if (replica.extent.exists()) adopt(replica);
+    }
+  }
+  if (!status.is_ok()) return damaged("an extent: ", status.message());
+  std::vector<ExtentRecord> superseded;
+  for (const auto& [address, extent] : unused) superseded.push_back(extent);
+  job.add_superseded(superseded);
+  return Status::ok();
+}
+
+void ShardStore::settle_values(Job& job) {
+  for (Shard& shard : job.shards) {
+    if (shard.deleted) continue;
+    const Entry& value = *shard.value;
+    const bool has_bytes = value.slot != nullptr || value.has_replica() || value.bytes == 0;
+    // New bytes of a blob took their place, and the daemon died before it could say so.
+    if (shard.spec.kind != ShardKind::parameter && value.residency() == Residency::dirty)
+      shard.written = true;
+    if (!has_bytes) shard.written = false;
+  }
+}
+
+Status ShardStore::check_steps_can_be_made(const Job& job, const LedgerContents& contents) const {
+  for (const ClosedStep& step : contents.steps) {
+    for (const StepGroup& group : step.request.groups) {
+      for (const uint32_t shard_id : group.shard_ids) {
+        const Entry* const gradient = job.shards[shard_id].gradient;
+        if (gradient == nullptr) return damaged("a closed step of a shard that is no parameter");
+        if (gradient->bytes != 0 && gradient->slot == nullptr && !gradient->has_replica()) {
+          return damaged("a closed step has no gradient of ", job.describe(*gradient));
+        }
+      }
+    }
+    if (Status staged = check_staged(job, step.request); !staged.is_ok())
+      return damaged("a closed step: ", staged.message());
+  }
+  return Status::ok();
+}
+
+void ShardStore::go_on(Job& job, const LedgerContents& contents) {
+  for (const ClosedStep& step : contents.steps) {
+    // Who asked is told when it asks again.
+    accept_step(job, step.request, step.place, [](const Status&, const StepReport&) {});
+  }
+}
+
+// ---- What is written for the next daemon --------------------------------------------------------
+
+Status ShardStore::open_ledger(Job& job) {
+  if (keeper_ == nullptr) return Status::ok();
+  auto ledger = Ledger::create(job.job_id, pool_.segment_bytes());
+  if (!ledger.is_ok()) return ledger.status();
+  job.ledger = std::move(ledger).value();
+  job.ledger->rebase(commits_.catalogue_tag(job.job_id));
+  job.note_all();
+  keeper_->keep(concat("ledger.", job.job_id), job.ledger->fd());
+  keeper_->keep(concat("table.", job.job_id), job.table.fd());
+  return Status::ok();
+}
+
+void ShardStore::note_session(Job& job, const Session& session) {
+  if (job.ledger == nullptr) return;
+  const Status noted = job.ledger->note_session({.session_id = session.session_id,
+                                                 .owner = session.owner,
+                                                 .step_committed = session.step_committed});
+  MEMD_CHECK(noted.is_ok());  // it has its place
+}
+
+Status ShardStore::keep_session(Job& job, const Session& session) {
+  if (job.ledger == nullptr) return Status::ok();
+  // The record last: a session that it names is kept.
+  keeper_->keep(concat("session.", session.session_id), session.ring.session_fd());
+  keeper_->keep(concat("doorbell.", session.session_id), session.ring.doorbell_fd());
+  const Status noted =
+      job.ledger->note_session({.session_id = session.session_id, .owner = session.owner});
+  if (!noted.is_ok()) forget_session(job, session.session_id);
+  return noted;
+}
+
+void ShardStore::forget_session(Job& job, uint64_t session_id) {
+  if (job.ledger == nullptr) return;
+  job.ledger->forget_session(session_id);
+  if (keeper_ == nullptr) return;
+  keeper_->forget(concat("session.", session_id));
+  keeper_->forget(concat("doorbell.", session_id));
+}
+
+}  // namespace memd

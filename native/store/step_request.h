@@ -1,0 +1,27 @@
+// What a trainer asks for with a step.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "optim/adam.h"
+
+namespace memd {
+
+struct StepGroup {
+  AdamSettings settings;
+  std::vector<uint32_t> shard_ids;
+};
+
+/// Outlives the daemon in the ledger: who adds a field adds it in ledger.cc, too.
+struct StepRequest {
+  uint64_t session_id = 0;
+  std::vector<StepGroup> groups;
+  std::vector<std::pair<uint32_t, uint32_t>> staged_buffers;  // staged shard → buffer
+  /// The step that this closes, so that a call may be repeated: what this session has committed
+  /// under the number, or is committing, is not done twice. 0: not said.
+  uint64_t step = 0;
+};
+
+}  // namespace memd
