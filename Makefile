@@ -1,6 +1,7 @@
 # make demo        trains a model that does not fit into the memory it is given    ARGS="--steps 30 --verify"
 # make test        native and Python tests                                       PYTEST_ARGS="-k lease"
 # make bench       this machine's figures, as JSON under tests/bench/out
+# make soak        the long runs: hundreds of kills, a million power cuts; goes on where it was ended   ARGS="--list"
 # make sanitize    the native tests under AddressSanitizer with UBSan, then under ThreadSanitizer
 # make lint        formatting, spelling, types; `make format` cures the first
 # make tidy        clang-tidy (slow)
@@ -12,7 +13,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench sanitize lint format tidy regenerate clean distclean
+.PHONY: help demo test bench soak sanitize lint format tidy regenerate clean distclean
 
 export PYTHON TORCH TORCH_INDEX
 
@@ -42,6 +43,10 @@ bench:
 	@for bench in tests/bench/bench_*.py; do \
 	  echo "$$bench"; $(IN_VENV) python "$$bench" --json "tests/bench/out/$$(basename "$$bench" .py).json"; \
 	done
+
+soak:
+	@$(SETUP) test
+	$(IN_VENV) python -m tests.soak.soak $(ARGS)
 
 sanitize:
 	@$(SETUP) test

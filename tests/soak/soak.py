@@ -1,0 +1,140 @@
+"""The long runs. Each part writes its report under build/soak, and is not run again while the
+report is of this commit: a soak that was ended goes on with the first part that has none.
+
+Run: python -m tests.soak.soak [--only NAME…] [--again] [--list]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "build" / "soak"
+POWER_CUTS = (str(ROOT / "build" / "release" / "powercut_soak"),)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Its command writes a JSON report to the path that follows it, and fails where a promise is
+    broken."""
+
+    name: str
+    command: tuple[str, ...]
+
+    @property
+    def report(self) -> Path:
+        return FOLDER / f"{self.name}.json"
+
+
+def python(module: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", module)
+
+
+def live_kills(what: str, dtype: str, durability: str, memory: str, count: int) -> Part:
+    name = f"kill-{what}-{dtype}-{durability.replace(':', '')}-{memory}"
+    arguments = ("--what", what, "--dtype", dtype, "--durability", durability)
+    arguments += ("--memory", memory, "--count", str(count), "--seed", "2")
+    return Part(name, (*python("tests.soak.live_kills"), *arguments, "--json"))
+
+
+PARTS = (
+    live_kills("daemon", "fp32", "step", "resident", 60),
+    live_kills("daemon", "fp32", "step", "short", 50),
+    live_kills("daemon", "bf16", "step", "resident", 40),
+    live_kills("daemon", "bf16", "step", "short", 50),
+    live_kills("trainer", "fp32", "step", "short", 50),
+    live_kills("trainer", "bf16", "step", "resident", 50),
+    live_kills("both", "fp32", "step", "short", 50),
+    live_kills("both", "bf16", "step", "resident", 50),
+    Part("killed-clients", (*python("tests.soak.lease_kills"), "--count", "1000", "--json")),
+    Part("power-cuts", (*POWER_CUTS, "--states", "1000000", "--json")),
+    Part("damaged-images", (*POWER_CUTS, "--images", "100000", "--json")),
+    *(
+        Part(
+            f"power-cuts-{file_system}",
+            (
+                *python("tests.faults.file_system_power_cut"),
+                *("--file-system", file_system, "--cuts", "50", "--json"),
+            ),
+        )
+        for file_system in ("ext4", "xfs")
+    ),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS])
+    parser.add_argument("--again", action="store_true", help="run what has a report already, too")
+    parser.add_argument("--list", action="store_true", help="what there is and what has a report")
+    arguments = parser.parse_args()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    commit = _commit()
+    chosen = [part for part in PARTS if arguments.only is None or part.name in arguments.only]
+    if arguments.list:
+        for part in chosen:
+            print(f"{part.name:36} {'done' if _is_done(part, commit) else '-'}")
+        return 0
+    began = time.monotonic()
+    failed = []
+    for index, part in enumerate(chosen, 1):
+        if _is_done(part, commit) and not arguments.again:
+            print(f"[{index}/{len(chosen)}] {part.name}: done before")
+            continue
+        print(f"[{index}/{len(chosen)}] {part.name} …", flush=True)
+        seconds, status = _run(part, commit)
+        print(
+            f"    {'passed' if status == 0 else f'FAILED ({status})'} in {seconds:.0f} s",
+            flush=True,
+        )
+        if status != 0:
+            failed.append(part.name)
+    print(f"soak: {(time.monotonic() - began) / 60:.1f} min", end="")
+    print(f", failed: {', '.join(failed)}" if failed else ", nothing failed")
+    return 1 if failed else 0
+
+
+def _run(part: Part, commit: str) -> tuple[float, int]:
+    unfinished = part.report.with_suffix(".unfinished")
+    unfinished.unlink(missing_ok=True)
+    began = time.monotonic()
+    log = part.report.with_suffix(".log")
+    with log.open("w") as output:
+        answer = subprocess.run(
+            [*part.command, str(unfinished)], stdout=output, stderr=output, check=False, cwd=ROOT
+        )
+    seconds = time.monotonic() - began
+    if answer.returncode != 0:
+        print(log.read_text()[-3000:])
+        return seconds, answer.returncode
+    outcome = json.loads(unfinished.read_text())
+    report = {"commit": commit, "seconds": round(seconds, 1), "outcome": outcome}
+    part.report.write_text(json.dumps(report, indent=2) + "\n")
+    unfinished.unlink()
+    print("    " + json.dumps(outcome)[:500])
+    return seconds, 0
+
+
+def _is_done(part: Part, commit: str) -> bool:
+    if not part.report.exists():
+        return False
+    done: bool = json.loads(part.report.read_text())["commit"] == commit
+    return done
+
+
+def _commit() -> str:
+    """What was tested: the commit, and whether the sources differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
