@@ -110,6 +110,8 @@ std::optional<MemoryFault> MemoryQueue::next_fault(const IoOp& op) {
 
 void MemoryQueue::start(IoOp& op) {
   const auto fault = next_fault(op);
+  ++started_count_;
+  if (fault) ++fault_hit_count_;
   in_flight_.push_back({.op = &op,
                         .ready_ns = clock_.now_ns() + options_.latency_ns,
                         .fault = fault,
@@ -120,6 +122,11 @@ void MemoryQueue::start(IoOp& op) {
 void MemoryQueue::release_stalled() {
   for (InFlight& entry : in_flight_) entry.stalled = false;
   if (options_.automatic) wake();
+}
+
+bool MemoryQueue::has_stalled() const {
+  return std::any_of(
+      in_flight_.begin(), in_flight_.end(), [](const InFlight& entry) { return entry.stalled; });
 }
 
 std::vector<size_t> MemoryQueue::ready_indices() const {

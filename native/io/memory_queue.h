@@ -105,6 +105,11 @@ class MemoryQueue final : public TransferQueue {
   MemoryDisk& disk(uint16_t device);
   void add_fault(const MemoryFault& fault) { faults_.push_back({.fault = fault, .seen_count = 0}); }
   void clear_faults() { faults_.clear(); }
+  /// Chunks that a fault happened to.
+  uint64_t fault_hit_count() const { return fault_hit_count_; }
+  /// Chunks started so far: what a fault's skip_count counts where it matches any.
+  uint64_t started_count() const { return started_count_; }
+  bool has_stalled() const;
   void release_stalled();
   using TransferQueue::lift_fence;
 
@@ -150,6 +155,8 @@ class MemoryQueue final : public TransferQueue {
   const MemoryQueueOptions options_;
   std::vector<std::shared_ptr<MemoryDisk>> disks_;  // null: a descriptor that is not open
   std::vector<ArmedFault> faults_;
+  uint64_t fault_hit_count_ = 0;
+  uint64_t started_count_ = 0;
   std::vector<InFlight> in_flight_;                 // oldest first
   std::vector<std::pair<IoOp*, int64_t>> results_;  // done, to be seen by the next reap()
   std::mt19937_64 order_;

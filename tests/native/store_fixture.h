@@ -124,19 +124,30 @@ class TestKeeper final : public DescriptorKeeper {
   std::map<std::string, OwnedFd> kept_;
 };
 
+struct HeartOptions {
+  uint64_t segment_count = kFloorSegments + 8;
+  TestKeeper* keeper = nullptr;
+  uint32_t worker_count = 2;  // with one the order of all I/O is the same in every run
+  std::function<void(MemoryQueue&)> before_load = [](MemoryQueue&) {};
+  std::function<void(MemoryQueue&)> while_loading = [](MemoryQueue&) {};
+};
+
 /// One run of the daemon's heart. Destroying it is an orderly end without a last sync.
 class Heart {
  public:
   explicit Heart(std::shared_ptr<MemoryDisk> disk,
                  uint64_t segment_count = kFloorSegments + 8,
                  TestKeeper* keeper = nullptr)
+      : Heart(std::move(disk), HeartOptions{.segment_count = segment_count, .keeper = keeper}) {}
+  Heart(std::shared_ptr<MemoryDisk> disk, const HeartOptions& options)
       : wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
         io_(disk, {.depth = 32, .wake_fd = wake_.get(), .automatic = true}),
         extents_(io_, volume_set(*disk)),
-        workers_(std::make_unique<UpdateWorkers>(2, wake_.get())) {
+        workers_(std::make_unique<UpdateWorkers>(options.worker_count, wake_.get())) {
+    TestKeeper* const keeper = options.keeper;
     KeptDescriptors kept;
     if (keeper != nullptr) kept = keeper->hand_over();
-    auto pool = Pool::create({.bytes = segment_count * kSegmentBytes,
+    auto pool = Pool::create({.bytes = options.segment_count * kSegmentBytes,
                               .segment_bytes = kSegmentBytes,
                               .huge_pages = false,
                               .lock = LockMode::wanted},
@@ -150,7 +161,13 @@ class Heart {
                                                           .workers = *workers_,
                                                           .clock = clock,
                                                           .keeper = keeper});
-    loaded = store_->load([this] { io_.reap(); }, &kept);
+    options.before_load(io_.memory());
+    loaded = store_->load(
+        [&] {
+          io_.reap();
+          options.while_loading(io_.memory());
+        },
+        &kept);
     if (!loaded.is_ok()) return;
     for (const KeptDescriptor& left : kept) {
       if (left.fd.is_open() && keeper != nullptr) keeper->forget(left.name);
