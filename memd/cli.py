@@ -141,9 +141,14 @@ def config(config_file: Path | None, as_json: bool, **flags: Any) -> None:
 @main.command()
 @socket_option
 @json_option
-def status(socket: str | None, as_json: bool) -> None:
+@click.option("--inflight", is_flag=True, help="What was begun and is not done, oldest first.")
+def status(socket: str | None, as_json: bool, inflight: bool) -> None:
     """The daemon at a glance."""
     with connected(socket) as daemon:
+        if inflight:
+            activities = daemon.in_flight()
+            print_message(activities) if as_json else print_in_flight(activities)
+            return
         answer = daemon.status()
     if as_json:
         print_message(answer)
@@ -350,6 +355,24 @@ def print_status(answer: status_pb2.GetStatusResponse) -> None:
     print_table(("volume", "size", "free", "read", "written", "errors"), rows)
     click.echo()
     print_jobs(answer.jobs)
+
+
+def print_in_flight(answer: status_pb2.InFlightResponse) -> None:
+    if not answer.activities:
+        click.echo("nothing is in flight")
+        return
+    rows = [
+        (
+            each.kind,
+            each.job or "-",
+            f"{each.seconds:.1f} s",
+            each.priority or "-",
+            each.what or "-",
+            each.waits_on or "-",
+        )
+        for each in answer.activities
+    ]
+    print_table(("kind", "job", "since", "priority", "what", "waits on"), rows)
 
 
 def print_jobs(jobs: Sequence[job_pb2.Job]) -> None:

@@ -65,6 +65,13 @@ class DaemonClient:
         )
         return answer
 
+    def in_flight(self) -> status_pb2.InFlightResponse:
+        stub = status_pb2_grpc.StatusServiceStub(self._channel)
+        answer: status_pb2.InFlightResponse = self._call(
+            stub.InFlight, status_pb2.InFlightRequest()
+        )
+        return answer
+
     def jobs(self) -> list[job_pb2.Job]:
         return list(self._call(self._job_service().ListJobs, job_pb2.ListJobsRequest()).jobs)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from memd.refusal import Refused, StatusCode
 
 if TYPE_CHECKING:
-    from memd_native import JobInfo, Server
+    from memd_native import Activity, JobInfo, Server
 
 # A job's name is a label of every metric about it and a word on the command line.
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/+-]{0,127}")
@@ -24,7 +24,7 @@ def check_job_name(name: str) -> None:
         )
 
 
-def may_administer(uid: int, job: JobInfo) -> bool:
+def may_administer(uid: int, job: JobInfo | Activity) -> bool:
     return uid in (job.uid, 0, os.geteuid())
 
 

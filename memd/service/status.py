@@ -60,3 +60,22 @@ class StatusService:
             io_engine_reason=report.io_engine_reason,
             fence_reason=statistics.fence_reason,
         )
+
+    def InFlight(
+        self, request: status_pb2.InFlightRequest, call: Call
+    ) -> status_pb2.InFlightResponse:
+        return status_pb2.InFlightResponse(
+            activities=[
+                status_pb2.Activity(
+                    kind=each.kind,
+                    job=each.job,
+                    what=each.what,
+                    waits_on=each.waits_on,
+                    seconds=each.age_seconds,
+                    priority=each.priority,
+                )
+                for each in self._server.in_flight()
+                # I/O is of no job.
+                if not each.job or access.may_administer(call.peer.uid, each)
+            ]
+        )

@@ -251,6 +251,14 @@ void bind_statistics(nb::module_& module) {
                    [](const JobStatistics& self) { return self.counters.evicted_bytes; })
       .def_prop_ro("spilled_bytes",
                    [](const JobStatistics& self) { return self.counters.spilled_bytes; });
+  nb::class_<Activity>(module, "Activity", "Something that was begun and is not done.")
+      .def_ro("kind", &Activity::kind)
+      .def_ro("job", &Activity::job)
+      .def_ro("uid", &Activity::uid)
+      .def_ro("what", &Activity::what)
+      .def_ro("waits_on", &Activity::waits_on)
+      .def_ro("priority", &Activity::priority)
+      .def_prop_ro("age_seconds", [](const Activity& self) { return seconds(self.age_ns); });
   nb::class_<StepPhases>(module, "StepPhases")
       .def_ro("read", &StepPhases::read)
       .def_ro("update", &StepPhases::update)
@@ -558,6 +566,10 @@ void bind_server(nb::module_& module) {
                    &Server::outlives_process,
                    "Whether what jobs have in memory outlives this process; False also where the "
                    "keeper failed.")
+      .def("in_flight",
+           &Server::in_flight,
+           nb::call_guard<nb::gil_scoped_release>(),
+           "What has been begun and is not done, the oldest first.")
       .def("heartbeat",
            &Server::heartbeat,
            "Grows while the server thread turns; the watchdog looks at it.")

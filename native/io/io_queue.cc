@@ -5,6 +5,32 @@
 
 namespace memd {
 
+const char* io_kind_name(IoKind kind) {
+  switch (kind) {
+    case IoKind::read:
+      return "read";
+    case IoKind::write:
+      return "write";
+    case IoKind::sync:
+      break;
+  }
+  return "sync";
+}
+
+const char* io_priority_name(IoPriority priority) {
+  switch (priority) {
+    case IoPriority::demand:
+      return "demand";
+    case IoPriority::prefetch:
+      return "prefetch";
+    case IoPriority::state:
+      return "state";
+    case IoPriority::writeback:
+      break;
+  }
+  return "writeback";
+}
+
 Result<IoQueueChoice> make_io_queue(const IoQueueOptions& options) {
   if (options.depth == 0 || options.depth > 4096) {
     return error(StatusCode::invalid_argument, "the I/O depth is 1 to 4096, not ", options.depth);

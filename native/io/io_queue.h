@@ -10,6 +10,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "base/histogram.h"
 #include "base/owned_fd.h"
@@ -23,9 +24,11 @@ namespace memd {
 inline constexpr uint64_t kChunkBytesMax = 4_MiB;
 
 enum class IoKind : uint8_t { read, write, sync };
+const char* io_kind_name(IoKind kind);
 
 /// The order in which waiting operations are started; equal ones in the order of submission.
 enum class IoPriority : uint8_t { demand, prefetch, state, writeback };
+const char* io_priority_name(IoPriority priority);
 
 /// One read or write of a contiguous range of one device, or a `sync` (fdatasync) of it. Offset,
 /// length and the address of `data` are multiples of kBlockBytes. `data` stays valid until
@@ -72,6 +75,17 @@ struct IoQueueStatistics {
   bool registered_buffers = false;
 };
 
+/// A request that was submitted and has not completed.
+struct IoInFlight {
+  IoKind kind = IoKind::read;
+  IoPriority priority = IoPriority::demand;
+  uint16_t device = 0;
+  uint64_t offset_bytes = 0;
+  uint64_t length_bytes = 0;
+  uint64_t age_ns = 0;   // since submit()
+  bool started = false;  // given to the device, at least a part of it
+};
+
 /// Owned and called by one thread (the server thread), which polls IoQueueOptions::wake_fd together
 /// with other descriptors: it is written when reap() has something to do. No method blocks, except
 /// the destructor, which waits for what is in flight and completes it. Chunking (kChunkBytesMax),
@@ -103,6 +117,8 @@ class IoQueue {
   virtual size_t reap() = 0;
 
   virtual IoQueueStatistics statistics() const = 0;
+  /// The oldest first.
+  virtual std::vector<IoInFlight> in_flight() const = 0;
   virtual IoDeviceStatistics device_statistics(uint16_t device) const = 0;
 };
 

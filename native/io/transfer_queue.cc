@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <map>
 #include <utility>
 
 #include "base/check.h"
@@ -15,18 +16,6 @@ namespace {
 
 constexpr uint32_t kRetryCountMax = 64;
 constexpr uint32_t kEmptyCountMax = 3;
-
-const char* kind_name(IoKind kind) {
-  switch (kind) {
-    case IoKind::read:
-      return "read";
-    case IoKind::write:
-      return "write";
-    case IoKind::sync:
-      break;
-  }
-  return "sync";
-}
 
 }  // namespace
 
@@ -193,7 +182,7 @@ Status TransferQueue::op_error(const IoOp& op, int error_number, const char* det
   const std::string& path = devices_[op.device].path;
   if (op.kind == IoKind::sync) return device_error(error_number, concat("sync of ", path));
   return device_error(error_number,
-                      concat(kind_name(op.kind),
+                      concat(io_kind_name(op.kind),
                              " of ",
                              op.length_bytes,
                              " bytes at offset ",
@@ -241,6 +230,28 @@ IoQueueStatistics TransferQueue::statistics() const {
   return {.in_flight_count = request_count_,
           .resubmit_count = resubmit_count_,
           .registered_buffers = false};
+}
+
+std::vector<IoInFlight> TransferQueue::in_flight() const {
+  std::map<uint64_t, const Transfer*> by_sequence;
+  const auto add = [&by_sequence](const std::shared_ptr<Transfer>& transfer) {
+    if (transfer != nullptr) by_sequence[transfer->sequence] = transfer.get();
+  };
+  for (const auto& queue : waiting_) std::for_each(queue.begin(), queue.end(), add);
+  for (const IoOp& op : ops_) add(op.transfer);
+  std::for_each(done_.begin(), done_.end(), add);
+  std::vector<IoInFlight> all;
+  for (const auto& [sequence, transfer] : by_sequence) {
+    const IoRequest& request = transfer->request;
+    all.push_back({.kind = request.kind,
+                   .priority = request.priority,
+                   .device = request.device,
+                   .offset_bytes = request.offset_bytes,
+                   .length_bytes = request.data.size(),
+                   .age_ns = clock_.now_ns() - transfer->submit_ns,
+                   .started = transfer->started});
+  }
+  return all;
 }
 
 IoDeviceStatistics TransferQueue::device_statistics(uint16_t device) const {

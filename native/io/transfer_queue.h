@@ -50,6 +50,7 @@ class TransferQueue : public IoQueue {
   void submit(IoRequest request) final;
   size_t reap() final;
   IoQueueStatistics statistics() const override;
+  std::vector<IoInFlight> in_flight() const final;
   IoDeviceStatistics device_statistics(uint16_t device) const final;
 
  protected:

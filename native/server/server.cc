@@ -32,6 +32,15 @@ constexpr size_t kSegmentsInPacket = 64;
 
 constexpr uint64_t kWakeId = 0;  // sessions count from 1
 
+// What is answered at the next turn; a server thread that takes longer is killed by the watchdog.
+constexpr double kAnswerS = 60;
+// What waits for everything that a job has in flight.
+constexpr double kDrainS = 600;
+// Beside the store's own deadline, which says more.
+constexpr double kGraceS = 10;
+// How many of the oldest an error names.
+constexpr size_t kNamedCount = 3;
+
 Result<OwnedFd> duplicate(int fd) {
   OwnedFd copy(fcntl(fd, F_DUPFD_CLOEXEC, 0));
   if (!copy.is_open()) return device_error(errno, "duplicating a descriptor");
@@ -90,7 +99,7 @@ Status Server::prepare(const ServerOptions& options, KeptDescriptors kept) {
   if (!pool.is_ok()) return pool.status();
   pool_ = std::move(pool).value();
 
-  auto queue = make_io_queue(
+  auto queue = options.make_queue(
       {.engine = options.io_engine, .depth = options.io_depth, .wake_fd = wake_.get()});
   if (!queue.is_ok()) return queue.status();
   io_ = std::move(queue.value().queue);
@@ -235,18 +244,45 @@ Result<T> Server::ask(double timeout_s,
     start([promise](Result<T> result) { promise->set_value(std::move(result)); });
   });
   if (!accepted) return error(StatusCode::unavailable, "the daemon is stopping");
-  if (timeout_s > 0) {
-    const auto deadline = std::chrono::duration<double>(timeout_s);
-    if (answer.wait_for(deadline) != std::future_status::ready) {
-      return error(
-          StatusCode::deadline, what, " is not done yet; it goes on: waited ", timeout_s, " s");
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
+  // In slices: a daemon that was stopped by force answers nobody.
+  constexpr auto kSlice = std::chrono::milliseconds(200);
+  while (answer.wait_until(std::min<std::chrono::steady_clock::time_point>(
+             std::chrono::time_point_cast<std::chrono::steady_clock::duration>(deadline),
+             std::chrono::steady_clock::now() + kSlice)) != std::future_status::ready) {
+    if (abandoned_.load(std::memory_order_acquire)) {
+      return error(StatusCode::unavailable, what, " was given up: the daemon is stopping");
     }
+    if (std::chrono::steady_clock::now() < deadline) continue;
+    return error(StatusCode::deadline,
+                 what,
+                 " is not done yet; it goes on: waited ",
+                 timeout_s,
+                 " s; in flight: ",
+                 describe_in_flight());
   }
   try {
     return answer.get();
   } catch (const std::future_error&) {
     // The daemon ended before it was this request's turn.
     return error(StatusCode::unavailable, what, " was given up: the daemon is stopping");
+  }
+}
+
+std::string Server::describe_in_flight() {
+  // Not ask(): it would come back here.
+  const auto promise = std::make_shared<std::promise<std::string>>();
+  auto answer = promise->get_future();
+  const bool accepted =
+      post([this, promise] { promise->set_value(describe(store_->in_flight(), kNamedCount)); });
+  if (!accepted) return "nothing is told while the daemon stops";
+  if (answer.wait_for(std::chrono::seconds(1)) != std::future_status::ready) {
+    return "the server thread does not answer";
+  }
+  try {
+    return answer.get();
+  } catch (const std::future_error&) {
+    return "nothing is told while the daemon stops";
   }
 }
 
@@ -283,28 +319,31 @@ Result<JobInfo> Server::open_job(const OpenJobRequest& request) {
       if (Status status = drop_job(held.value().job_id, false); !status.is_ok()) return status;
     }
   }
-  return ask<JobInfo>(
-      0, "opening a job", [this, request](const auto& reply) { reply(store_->open_job(request)); });
+  return ask<JobInfo>(kAnswerS, "opening a job", [this, request](const auto& reply) {
+    reply(store_->open_job(request));
+  });
 }
 
 Result<JobInfo> Server::find_job(const std::string& name) {
-  return ask<JobInfo>(
-      0, "finding a job", [this, name](const auto& reply) { reply(store_->find_job(name)); });
+  return ask<JobInfo>(kAnswerS, "finding a job", [this, name](const auto& reply) {
+    reply(store_->find_job(name));
+  });
 }
 
 std::vector<JobInfo> Server::jobs() {
   auto jobs = ask<std::vector<JobInfo>>(
-      0, "listing jobs", [this](const auto& reply) { reply(store_->jobs()); });
+      kAnswerS, "listing jobs", [this](const auto& reply) { reply(store_->jobs()); });
   return jobs.is_ok() ? std::move(jobs).value() : std::vector<JobInfo>{};
 }
 
 Result<std::vector<ShardInfo>> Server::shards(uint64_t job_id) {
-  return ask<std::vector<ShardInfo>>(
-      0, "listing shards", [this, job_id](const auto& reply) { reply(store_->shards(job_id)); });
+  return ask<std::vector<ShardInfo>>(kAnswerS, "listing shards", [this, job_id](const auto& reply) {
+    reply(store_->shards(job_id));
+  });
 }
 
 Status Server::drop_job(uint64_t job_id, bool force) {
-  auto result = ask<Nothing>(0, "dropping a job", [this, job_id, force](const auto& reply) {
+  auto result = ask<Nothing>(kDrainS, "dropping a job", [this, job_id, force](const auto& reply) {
     store_->drop_job(job_id, force, [reply](const Status& status) { reply(nothing(status)); });
   });
   refill_pool();
@@ -315,7 +354,7 @@ void Server::refill_pool() {
   // One segment a turn: touching a fresh one takes tens of milliseconds, and leases go on in
   // between.
   for (bool more = true; more;) {
-    auto result = ask<bool>(0, "refilling the pool", [this](const auto& reply) {
+    auto result = ask<bool>(kAnswerS, "refilling the pool", [this](const auto& reply) {
       auto segments = store_->take_released_segments();
       const bool any = !segments.empty();
       if (any) {
@@ -331,7 +370,7 @@ void Server::refill_pool() {
 
 Result<SessionGrant> Server::attach(uint64_t job_id, const SessionOwner& owner) {
   using Pointer = std::shared_ptr<SessionGrant>;
-  auto result = ask<Pointer>(0, "attaching", [this, job_id, owner](const auto& reply) {
+  auto result = ask<Pointer>(kAnswerS, "attaching", [this, job_id, owner](const auto& reply) {
     auto session = store_->attach(job_id, owner);
     if (!session.is_ok()) return reply(session.status());
     const auto job = store_->job_of(session.value()->session_id);
@@ -361,13 +400,13 @@ Result<SessionGrant> Server::attach(uint64_t job_id, const SessionOwner& owner) 
 
 std::vector<KeptSession> Server::kept_sessions() {
   auto result = ask<std::vector<KeptSession>>(
-      0, "kept sessions", [this](const auto& reply) { reply(store_->kept_sessions()); });
+      kAnswerS, "kept sessions", [this](const auto& reply) { reply(store_->kept_sessions()); });
   return result.is_ok() ? std::move(result).value() : std::vector<KeptSession>{};
 }
 
 Result<SessionGrant> Server::resume_session(uint64_t session_id, const SessionOwner& owner) {
   using Pointer = std::shared_ptr<SessionGrant>;
-  auto result = ask<Pointer>(0, "resuming", [this, session_id, owner](const auto& reply) {
+  auto result = ask<Pointer>(kAnswerS, "resuming", [this, session_id, owner](const auto& reply) {
     const auto session = store_->resume_session(session_id, owner);
     if (!session.is_ok()) return reply(session.status());
     const auto job = store_->job_of(session_id);
@@ -384,9 +423,10 @@ Result<SessionGrant> Server::resume_session(uint64_t session_id, const SessionOw
 }
 
 uint64_t Server::closing_step(uint64_t job_id) {
-  const auto result = ask<uint64_t>(0, "the closing step", [this, job_id](const auto& reply) {
-    reply(store_->closing_step(job_id));
-  });
+  const auto result =
+      ask<uint64_t>(kAnswerS, "the closing step", [this, job_id](const auto& reply) {
+        reply(store_->closing_step(job_id));
+      });
   return result.is_ok() ? result.value() : 0;
 }
 
@@ -403,7 +443,7 @@ Status Server::watch(const Session& session) {
 
 Result<std::vector<OwnedFd>> Server::segment_fds(uint64_t session_id, uint64_t first) {
   using Pointer = std::shared_ptr<std::vector<OwnedFd>>;
-  auto result = ask<Pointer>(0, "segments", [this, session_id, first](const auto& reply) {
+  auto result = ask<Pointer>(kAnswerS, "segments", [this, session_id, first](const auto& reply) {
     const auto job = store_->job_of(session_id);
     if (!job.is_ok()) return reply(job.status());
     auto fds = std::make_shared<std::vector<OwnedFd>>();
@@ -420,14 +460,15 @@ Result<std::vector<OwnedFd>> Server::segment_fds(uint64_t session_id, uint64_t f
 }
 
 Result<uint32_t> Server::detach(uint64_t session_id) {
-  return ask<uint32_t>(
-      0, "detaching", [this, session_id](const auto& reply) { reply(store_->detach(session_id)); });
+  return ask<uint32_t>(kAnswerS, "detaching", [this, session_id](const auto& reply) {
+    reply(store_->detach(session_id));
+  });
 }
 
 Result<std::pair<std::vector<ShardInfo>, bool>> Server::declare(
     uint64_t session_id, const std::vector<ShardSpec>& specs) {
   return ask<std::pair<std::vector<ShardInfo>, bool>>(
-      0, "declaring shards", [this, session_id, specs](const auto& reply) {
+      kAnswerS, "declaring shards", [this, session_id, specs](const auto& reply) {
         reply(store_->declare(session_id, specs));
       });
 }
@@ -449,14 +490,14 @@ Result<StepReport> Server::sync(uint64_t session_id, double timeout_s) {
 }
 
 Status Server::drop_gradients(uint64_t session_id, const std::vector<uint32_t>& shard_ids) {
-  return status_of(
-      ask<Nothing>(0, "dropping gradients", [this, session_id, shard_ids](const auto& reply) {
+  return status_of(ask<Nothing>(
+      kAnswerS, "dropping gradients", [this, session_id, shard_ids](const auto& reply) {
         reply(nothing(store_->drop_gradients(session_id, shard_ids)));
       }));
 }
 
 Result<bool> Server::delete_shard(uint64_t session_id, const std::string& name) {
-  return ask<bool>(0, "deleting a shard", [this, session_id, name](const auto& reply) {
+  return ask<bool>(kDrainS, "deleting a shard", [this, session_id, name](const auto& reply) {
     store_->delete_shard(session_id, name, reply);
   });
 }
@@ -472,7 +513,7 @@ Result<std::unique_ptr<ServiceLease>> Server::lease(
                              .for_service = true,
                              .prefetch = false};
   // The store answers at the deadline itself, and says on what it waited.
-  auto result = ask<Granted>(0, "a lease", [this, request](const auto& reply) {
+  auto result = ask<Granted>(timeout_s + kGraceS, "a lease", [this, request](const auto& reply) {
     store_->lease(request, [this, request, reply](const Status& status, const LeaseGrant& grant) {
       if (!status.is_ok()) return reply(status);
       const auto job = store_->job_of(request.session_id);
@@ -523,14 +564,21 @@ Status Server::write_moments(const MomentsRequest& request,
 
 ServerStatistics Server::statistics() {
   auto result = ask<ServerStatistics>(
-      0, "statistics", [this](const auto& reply) { reply(store_->statistics()); });
+      kAnswerS, "statistics", [this](const auto& reply) { reply(store_->statistics()); });
   return result.is_ok() ? std::move(result).value() : ServerStatistics{};
+}
+
+std::vector<Activity> Server::in_flight() {
+  auto result = ask<std::vector<Activity>>(
+      kAnswerS, "what is in flight", [this](const auto& reply) { reply(store_->in_flight()); });
+  return result.is_ok() ? std::move(result).value() : std::vector<Activity>{};
 }
 
 Status Server::stop(double timeout_s) {
   const std::lock_guard only_once(stop_mutex_);
   if (!thread_.joinable()) return Status::ok();
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
+  const auto deadline = std::chrono::time_point_cast<std::chrono::steady_clock::duration>(
+      std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s));
   const auto left_s = [&deadline] {
     return std::max(
         0.01, std::chrono::duration<double>(deadline - std::chrono::steady_clock::now()).count());
@@ -545,6 +593,8 @@ Status Server::stop(double timeout_s) {
     }));
   }
   for (const JobInfo& job : jobs()) {
+    // It stays at its last commit, which is durable.
+    if (!job.lost_shards.empty()) continue;
     auto synced =
         ask<StepReport>(left_s(), "the last sync", [this, id = job.job_id](const auto& reply) {
           store_->sync_job(id, [reply](const Status& done, const StepReport& report) {
@@ -564,11 +614,9 @@ Status Server::stop(double timeout_s) {
   // Commands that came in between find nobody: their callers get an answer all the same.
   run_commands();
   store_->give_up_waiting();
-  // The kernel and the workers still use the jobs' memory, and their completions the store.
-  while (!store_->is_idle()) {
-    io_->reap();
-    workers_->reap();
-    if (!store_->advance()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  if (Status drained = drain(deadline); !drained.is_ok()) {
+    abandon();
+    return drained;
   }
   // Files are closed and memory goes back now, whoever still holds this object.
   store_.reset();
@@ -577,6 +625,47 @@ Status Server::stop(double timeout_s) {
   io_.reset();
   pool_.reset();
   return status;
+}
+
+Status Server::drain(std::chrono::steady_clock::time_point deadline) {
+  // The kernel and the workers still use the jobs' memory, and their completions the store.
+  while (!store_->is_idle() || io_->statistics().in_flight_count > 0) {
+    io_->reap();
+    workers_->reap();
+    if (store_->advance()) continue;
+    if (std::chrono::steady_clock::now() >= deadline) {
+      return error(
+          StatusCode::deadline,
+          "the daemon stops without what a device does not finish; every job is on disk as "
+          "of its last commit: ",
+          describe(store_->in_flight(), kNamedCount));
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return Status::ok();
+}
+
+void Server::abandon() {
+  abandoned_.store(true, std::memory_order_release);
+  // A device may read and write this memory at any time, and its engine's threads wake us. What is
+  // reachable is no leak.
+  struct Abandoned {
+    OwnedFd wake;
+    std::unique_ptr<Pool> pool;
+    std::unique_ptr<IoQueue> io;
+    std::unique_ptr<ExtentStore> extents;
+    std::unique_ptr<UpdateWorkers> workers;
+    std::unique_ptr<ShardStore> store;
+  };
+  static auto* const kept = new std::vector<Abandoned>();
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  kept->push_back({.wake = std::move(wake_),
+                   .pool = std::move(pool_),
+                   .io = std::move(io_),
+                   .extents = std::move(extents_),
+                   .workers = std::move(workers_),
+                   .store = std::move(store_)});
 }
 
 }  // namespace memd

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
@@ -39,6 +40,7 @@ struct ServerOptions {
   std::function<void(uint64_t, uint64_t)> progress;  // of formatting, in bytes
   /// Keeps what must outlive this process; without one nothing does.
   std::shared_ptr<DescriptorKeeper> keeper;
+  std::function<Result<IoQueueChoice>(const IoQueueOptions&)> make_queue = make_io_queue;
 };
 
 struct StartReport {
@@ -88,7 +90,8 @@ class ServiceLease {
 };
 
 /// Every public method may be called from any thread and waits for the server thread, at most its
-/// timeout where it has one: the request goes on after that.
+/// timeout, or one of ours where it has none: the request goes on after that, and the error says
+/// what was in flight.
 class Server : public std::enable_shared_from_this<Server> {
  public:
   /// Opens the volumes, makes the pool, loads the jobs and starts the threads. `kept` is what the
@@ -132,12 +135,16 @@ class Server : public std::enable_shared_from_this<Server> {
                        double timeout_s);
 
   ServerStatistics statistics();
+  /// What has been begun and is not done, the oldest first.
+  std::vector<Activity> in_flight();
   /// What jobs have in memory outlives this process; false also where a keeper failed.
   bool outlives_process() const { return keeper_ != nullptr && !keeper_->has_failed(); }
   uint64_t heartbeat() const { return heartbeat_.load(std::memory_order_relaxed); }
 
   /// Finishes what was begun, makes what was written durable, ends the threads. Sessions end,
-  /// unless they outlive the process: then the next daemon goes on with them. Idempotent.
+  /// unless they outlive the process: then the next daemon goes on with them. Where a device does
+  /// not answer in time, a deadline error says on what it waited; the disk is at the last commit
+  /// then, and what the device may still write to is kept until the process ends. Idempotent.
   Status stop(double timeout_s);
 
  private:
@@ -158,6 +165,10 @@ class Server : public std::enable_shared_from_this<Server> {
                 const char* what,
                 std::function<void(std::function<void(Result<T>)>)> start);
   void refill_pool();
+  /// What is in flight, for an error; never empty.
+  std::string describe_in_flight();
+  Status drain(std::chrono::steady_clock::time_point deadline);
+  void abandon();
 
   SteadyClock clock_;
   StartReport report_;
@@ -176,6 +187,7 @@ class Server : public std::enable_shared_from_this<Server> {
   bool stopped_ = false;
   std::mutex stop_mutex_;
   std::atomic<bool> stopping_{false};
+  std::atomic<bool> abandoned_{false};  // nobody answers any more
   std::atomic<uint64_t> heartbeat_{0};
   std::thread thread_;
 };

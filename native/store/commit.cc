@@ -98,6 +98,7 @@ void Commits::commit(Job* job, std::function<void(const Status&, double)> done) 
   commit->job = job;
   commit->job_id = job->job_id;
   commit->done = std::move(done);
+  commit->started_ns = clock_.now_ns();
   waiting_.push_back(std::move(commit));
   start_next();
 }
@@ -107,6 +108,7 @@ void Commits::remove(uint64_t job_id, std::vector<ExtentRecord> extents, Done do
   commit->job_id = job_id;
   commit->releasable = std::move(extents);
   commit->done = [done = std::move(done)](const Status& status, double) { done(status); };
+  commit->started_ns = clock_.now_ns();
   waiting_.push_back(std::move(commit));
   start_next();
 }
@@ -145,6 +147,15 @@ Status Commits::prepare(Commit& commit) {
   return add_write(commit, root, &commit.root_extent);
 }
 
+std::vector<Commits::Open> Commits::open() const {
+  std::vector<Open> all;
+  if (running_) all.push_back(current_);
+  for (const auto& commit : waiting_) {
+    all.push_back({.job_id = commit->job_id, .since_ns = commit->started_ns, .running = false});
+  }
+  return all;
+}
+
 void Commits::abandon(Commit& commit) {
   MEMD_FAILPOINT("commit.abandoned");
   for (const auto& [extent, bytes] : commit.writes) extents_.release(extent);
@@ -156,6 +167,7 @@ void Commits::start_next() {
   const auto commit = waiting_.front();
   waiting_.pop_front();
   commit->started_ns = clock_.now_ns();
+  current_ = {.job_id = commit->job_id, .since_ns = commit->started_ns, .running = true};
   if (const Status status = prepare(*commit); !status.is_ok()) {
     abandon(*commit);
     return finish(commit, status);

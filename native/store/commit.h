@@ -56,6 +56,13 @@ class Commits {
   uint64_t catalogue_tag(uint64_t job_id) const;
   uint64_t take_job_id() { return root_.job_id_next++; }
   bool is_idle() const { return waiting_.empty() && !running_; }
+  /// Job, and when it began or started to wait; the one that runs first, if any does.
+  struct Open {
+    uint64_t job_id = 0;
+    uint64_t since_ns = 0;
+    bool running = false;
+  };
+  std::vector<Open> open() const;
   const SecondsHistogram& seconds() const { return seconds_; }
 
  private:
@@ -70,7 +77,7 @@ class Commits {
     ExtentRecord root_extent;
     uint64_t root_bytes = 0;
     std::vector<std::pair<ExtentRecord, std::unique_ptr<BlockBytes>>> writes;
-    uint64_t started_ns = 0;
+    uint64_t started_ns = 0;  // and before, since when it waits
   };
 
   void start_next();
@@ -85,6 +92,7 @@ class Commits {
   ExtentRecord root_extent_;
   std::deque<std::shared_ptr<Commit>> waiting_;
   bool running_ = false;
+  Open current_;  // while one runs
   SecondsHistogram seconds_{kStepSecondsBounds};
 };
 

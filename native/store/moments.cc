@@ -63,7 +63,7 @@ void ShardStore::read_moments(
   const auto owner = job_of(request.session_id);
   if (!owner.is_ok()) return done(owner.status(), {}, {});
   Job* const job = owner.value();
-  enqueue(*job, [this, job, request, done = std::move(done)](const Status& turn) {
+  enqueue(*job, "moments", [this, job, request, done = std::move(done)](const Status& turn) {
     if (!turn.is_ok()) return done(turn, {}, {});
     const auto place = find_moments(*job, request);
     if (!place.is_ok()) {
@@ -105,6 +105,7 @@ void ShardStore::write_moments(const MomentsRequest& request,
   auto moments = std::make_shared<std::pair<std::vector<float>, std::vector<float>>>(
       std::move(exp_avg), std::move(exp_avg_sq));
   enqueue(*job,
+          "moments",
           [this, job, request, generation, moments, done = std::move(done)](const Status& turn) {
             if (!turn.is_ok()) return done(turn);
             const auto place = find_moments(*job, request);

@@ -229,7 +229,7 @@ void ShardStore::drop_job(uint64_t job_id, bool force, Done done) {
     const auto detached = detach(job->sessions.back()->session_id);
     MEMD_CHECK(detached.is_ok());
   }
-  enqueue(*job, [this, job, done = std::move(done)](const Status& status) {
+  enqueue(*job, "drop", [this, job, done = std::move(done)](const Status& status) {
     if (!status.is_ok()) return done(status);
     when(
         *job,
@@ -260,7 +260,7 @@ void ShardStore::drop_now(Job& job, const Done& done) {
   jobs_.erase(job_id);
   const Status gone = error(StatusCode::fenced, "the job was dropped: ", job_id);
   for (Waiter& waiter : queues.waiters) waiter.reply(gone, {});
-  for (const auto& operation : queues.operations) operation(gone);
+  for (const auto& operation : queues.operations) operation.start(gone);
   MEMD_FAILPOINT("job.dropped_from_memory");
   commits_.remove(job_id, std::move(extents), done);
 }
@@ -660,6 +660,64 @@ void ShardStore::give_up_waiting() {
       waiter.reply(error(StatusCode::unavailable, "the daemon is stopping; job ", job_id), {});
     }
   }
+}
+
+std::vector<Activity> ShardStore::in_flight() const {
+  const uint64_t now_ns = clock_.now_ns();
+  std::vector<Activity> all;
+  for (const IoInFlight& each : io_.in_flight()) {
+    Activity activity{.kind = io_kind_name(each.kind),
+                      .what = extents_.path(each.device),
+                      .waits_on = each.started ? "" : "its turn",
+                      .priority = io_priority_name(each.priority),
+                      .age_ns = each.age_ns};
+    if (each.kind != IoKind::sync) {
+      activity.what += concat(" at ", each.offset_bytes, ", ", each.length_bytes, " bytes");
+    }
+    all.push_back(std::move(activity));
+  }
+  const auto add = [&](const Job* job, uint64_t job_id, Activity activity, uint64_t since_ns) {
+    activity.job_id = job_id;
+    activity.job = job != nullptr ? job->name : concat("id ", job_id);
+    activity.uid = job != nullptr ? job->uid : 0;
+    activity.age_ns = now_ns - since_ns;
+    all.push_back(std::move(activity));
+  };
+  for (const auto& [job_id, queues] : queues_) {
+    const Job* const job = find(job_id);
+    for (const Waiter& waiter : queues.waiters) {
+      const LeaseRequest& request = waiter.request;
+      std::string what = concat("shard ", job->shards[request.shard_id].spec.name);
+      if (request.part == Part::gradient) what += " gradient";
+      what += request.mode == LeaseMode::read ? ", to read" : ", to write";
+      add(job,
+          job_id,
+          {.kind = "lease", .what = std::move(what), .waits_on = waiter.waits_on},
+          waiter.started_ns);
+    }
+    if (queues.operation_running) {
+      add(job,
+          job_id,
+          {.kind = queues.running.kind, .what = queues.phase},
+          queues.running.enqueued_ns);
+    }
+    for (const auto& operation : queues.operations) {
+      add(job,
+          job_id,
+          {.kind = operation.kind, .waits_on = concat("the ", queues.running.kind, " before it")},
+          operation.enqueued_ns);
+    }
+  }
+  for (const Commits::Open& each : commits_.open()) {
+    add(find(each.job_id),
+        each.job_id,
+        {.kind = "commit", .waits_on = each.running ? "" : "the commit before it"},
+        each.since_ns);
+  }
+  std::stable_sort(all.begin(), all.end(), [](const Activity& a, const Activity& b) {
+    return a.age_ns > b.age_ns;
+  });
+  return all;
 }
 
 ServerStatistics ShardStore::statistics() const {

@@ -169,6 +169,8 @@ class ShardStore {
     return sessions_;
   }
   ServerStatistics statistics() const;
+  /// What has been begun and is not done, the oldest first.
+  std::vector<Activity> in_flight() const;
 
  private:
   struct Waiter {
@@ -184,8 +186,15 @@ class ShardStore {
   struct JobQueues {
     std::list<Waiter> waiters;
     /// Steps, syncs and moments: one at a time.
-    std::deque<std::function<void(const Status&)>> operations;
+    struct Operation {
+      const char* kind = "operation";
+      uint64_t enqueued_ns = 0;
+      std::function<void(const Status&)> start;
+    };
+    std::deque<Operation> operations;
     bool operation_running = false;
+    Operation running{};     // its `start` is empty
+    const char* phase = "";  // of what runs
     /// Accepted and not finished, in their order.
     std::vector<std::shared_ptr<StepState>> steps;
   };
@@ -258,7 +267,10 @@ class ShardStore {
   void drop_gradients_of(Job& job, const std::function<bool(const Shard&)>& chosen);
   void drop_now(Job& job, const Done& done);
   /// `start` runs with ok when it is its turn, or with the reason why that never comes.
-  void enqueue(Job& job, std::function<void(const Status&)> start);
+  /// `kind` is what in_flight() calls it.
+  void enqueue(Job& job, const char* kind, std::function<void(const Status&)> start);
+  /// What the operation that runs is doing, for in_flight().
+  void set_phase(const Job& job, const char* phase) { queues_.at(job.job_id).phase = phase; }
   void end_operation(uint64_t job_id);
   Status check_step(Job& job, const StepRequest& request) const;
   Status check_staged(const Job& job, const StepRequest& request) const;

@@ -143,13 +143,16 @@ void ShardStore::write_back_all(Job& job, const std::shared_ptr<StepReport>& rep
 
 // ---- Operations ---------------------------------------------------------------------------------
 
-void ShardStore::enqueue(Job& job, std::function<void(const Status&)> start) {
+void ShardStore::enqueue(Job& job, const char* kind, std::function<void(const Status&)> start) {
   JobQueues& queues = queues_.at(job.job_id);
   if (queues.operation_running) {
-    queues.operations.push_back(std::move(start));
+    queues.operations.push_back(
+        {.kind = kind, .enqueued_ns = clock_.now_ns(), .start = std::move(start)});
     return;
   }
   queues.operation_running = true;
+  queues.running = {.kind = kind, .enqueued_ns = clock_.now_ns(), .start = nullptr};
+  queues.phase = "";
   start(Status::ok());
 }
 
@@ -162,8 +165,10 @@ void ShardStore::end_operation(uint64_t job_id) {
     queues.operation_running = false;
     return;
   }
-  const auto start = std::move(queues.operations.front());
+  queues.running = std::move(queues.operations.front());
+  queues.phase = "";
   queues.operations.pop_front();
+  const auto start = std::exchange(queues.running.start, nullptr);
   start(Status::ok());
 }
 
@@ -307,7 +312,7 @@ void ShardStore::accept_step(Job& job,
   state->done = std::move(done);
   queues_.at(job.job_id).steps.push_back(state);
   MEMD_FAILPOINT("step.closed");
-  enqueue(job, [this, state](const Status& status) {
+  enqueue(job, "step", [this, state](const Status& status) {
     status.is_ok() ? start_step(state) : state->answer(status);
   });
 }
@@ -326,7 +331,7 @@ void ShardStore::sync_job(uint64_t job_id, StepDone done) {
   state->job = job;
   state->started_ns = clock_.now_ns();
   state->done = std::move(done);
-  enqueue(*job, [this, state](const Status& status) {
+  enqueue(*job, "sync", [this, state](const Status& status) {
     status.is_ok() ? start_step(state) : state->done(status, {});
   });
 }
@@ -359,6 +364,7 @@ Status ShardStore::check_start(const StepState& state) const {
 }
 
 void ShardStore::start_step(const std::shared_ptr<StepState>& state) {
+  set_phase(*state->job, "waits until nothing it names is being read or written");
   const auto settled = [state] {
     const Job& its = *state->job;
     const auto still = [](const Entry& entry) {
@@ -385,6 +391,7 @@ void ShardStore::start_step(const std::shared_ptr<StepState>& state) {
     MEMD_FAILPOINT("step.entries_held");
     status = swap_staged_buffers(state);
     if (!status.is_ok()) return finish_updates(state, status);
+    set_phase(*state->job, "writes back what is dirty");
     write_back_all(*state->job, state->report, [this, state](const Status& written) {
       written.is_ok() ? update_buckets(state) : finish_updates(state, written);
     });
@@ -472,6 +479,7 @@ void ShardStore::drop_staged(const StepState& state) {
 
 void ShardStore::update_buckets(const std::shared_ptr<StepState>& state) {
   Job& job = *state->job;
+  set_phase(job, "updates tiles");
   job.begin_update();
   state->updating = true;
   auto join = Join::start([this, state](const Status& status) { finish_updates(state, status); });
@@ -608,6 +616,7 @@ void ShardStore::commit_step(const std::shared_ptr<StepState>& state) {
     drop_gradients_of(job,
                       [](const Shard& shard) { return shard.gradient_session == kSealedGradient; });
   }
+  set_phase(job, "commits");
   const bool was_broken = !extents_.broken().is_ok();
   commits_.commit(&job, [this, state, was_broken](const Status& status, double commit_seconds) {
     Job& its = *state->job;

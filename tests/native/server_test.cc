@@ -35,6 +35,54 @@ ShardSpec weight(const std::string& name, uint64_t elements) {
           .shape = {elements}};
 }
 
+/// An engine whose device answers nothing any more while `stalls` is set.
+class StallingQueue final : public IoQueue {
+ public:
+  StallingQueue(std::unique_ptr<IoQueue> queue, std::shared_ptr<std::atomic<bool>> stalls)
+      : queue_(std::move(queue)), stalls_(std::move(stalls)) {}
+
+  std::string_view name() const override { return queue_->name(); }
+  uint16_t add_device(OwnedFd file, std::string path) override {
+    return queue_->add_device(std::move(file), std::move(path));
+  }
+  void add_memory(std::span<std::byte> memory) override { queue_->add_memory(memory); }
+  void remove_memory(std::span<std::byte> memory) override { queue_->remove_memory(memory); }
+  void submit(IoRequest request) override {
+    *stalls_ ? held_.push_back(std::move(request)) : queue_->submit(std::move(request));
+  }
+  size_t reap() override {
+    if (!*stalls_) {
+      for (IoRequest& request : std::exchange(held_, {})) queue_->submit(std::move(request));
+    }
+    return queue_->reap();
+  }
+  IoQueueStatistics statistics() const override {
+    IoQueueStatistics statistics = queue_->statistics();
+    statistics.in_flight_count += held_.size();
+    return statistics;
+  }
+  std::vector<IoInFlight> in_flight() const override {
+    std::vector<IoInFlight> all = queue_->in_flight();
+    for (const IoRequest& request : held_) {
+      all.push_back({.kind = request.kind,
+                     .priority = request.priority,
+                     .device = request.device,
+                     .offset_bytes = request.offset_bytes,
+                     .length_bytes = request.data.size(),
+                     .started = true});
+    }
+    return all;
+  }
+  IoDeviceStatistics device_statistics(uint16_t device) const override {
+    return queue_->device_statistics(device);
+  }
+
+ private:
+  std::unique_ptr<IoQueue> queue_;
+  std::shared_ptr<std::atomic<bool>> stalls_;
+  std::vector<IoRequest> held_;
+};
+
 /// A daemon without its Python, on a file and with threads of its own.
 class ServerTest : public testing::Test {
  protected:
@@ -58,6 +106,14 @@ class ServerTest : public testing::Test {
     options.lock_required = false;
     options.huge_pages = false;
     options.update_thread_count = 2;
+    options.make_queue = [stalls = stalls_](const IoQueueOptions& queue_options) {
+      auto choice = make_io_queue(queue_options);
+      if (choice.is_ok()) {
+        choice.value().queue =
+            std::make_unique<StallingQueue>(std::move(choice.value().queue), stalls);
+      }
+      return choice;
+    };
     auto started = Server::start(options);
     ASSERT_TRUE(started.is_ok()) << started.status().message();
     server_ = std::move(started).value();
@@ -116,6 +172,7 @@ class ServerTest : public testing::Test {
   }
 
   fs::path root_;
+  std::shared_ptr<std::atomic<bool>> stalls_ = std::make_shared<std::atomic<bool>>(false);
   std::shared_ptr<Server> server_;
 };
 
@@ -165,6 +222,58 @@ TEST_F(ServerTest, a_release_wakes_who_waits_for_room) {
   waiting.join();
   EXPECT_LT(clock.now_ns() - start_ns, 5'000'000'000u);
   expect_filled(one, a, 1);
+}
+
+TEST_F(ServerTest, a_wait_for_a_stalled_device_ends_with_what_is_in_flight) {
+  start();
+  const Client client = attach(open("job"));
+  const uint32_t shard = declare(client, blob("a", 1_MiB));
+  fill(client, shard, 1);
+  EXPECT_TRUE(server_->in_flight().empty());
+  *stalls_ = true;
+  const Status sync = server_->sync(client.session_id, 0.2).status();
+  EXPECT_EQ(sync.code(), StatusCode::deadline);
+  for (const char* part : {"the sync is not done yet", "sync of job job (writes back", "write"}) {
+    EXPECT_NE(sync.message().find(part), std::string::npos) << sync.message();
+  }
+  std::thread second([&] { EXPECT_TRUE(server_->sync(client.session_id, 20).is_ok()); });
+  std::vector<Activity> seen;
+  while (seen.size() < 3) seen = server_->in_flight();
+  const auto count = [&](const std::string& kind, bool waits) {
+    return std::count_if(seen.begin(), seen.end(), [&](const Activity& each) {
+      return each.kind == kind && each.waits_on.empty() != waits;
+    });
+  };
+  EXPECT_EQ(count("sync", false), 1);
+  EXPECT_EQ(count("sync", true), 1) << "behind the first one";
+  EXPECT_GE(count("write", false), 1);
+  for (const Activity& each : seen) {
+    if (each.kind == "write") EXPECT_NE(each.what.find(root_.string()), std::string::npos);
+    if (each.kind == "sync") EXPECT_EQ(each.job, "job");
+  }
+  *stalls_ = false;
+  second.join();
+  EXPECT_TRUE(server_->in_flight().empty());
+  EXPECT_TRUE(server_->stop(20).is_ok());
+}
+
+TEST_F(ServerTest, a_device_that_never_answers_does_not_hold_up_the_end) {
+  start();
+  const Client client = attach(open("job"));
+  const uint32_t shard = declare(client, blob("a", 1_MiB));
+  fill(client, shard, 1);
+  *stalls_ = true;
+  Status waiting_sync;
+  std::thread waiting([&] { waiting_sync = server_->sync(client.session_id, 600).status(); });
+  while (server_->in_flight().empty()) std::this_thread::yield();
+  const Status stopped = server_->stop(0.3);
+  waiting.join();  // it does not wait for its ten minutes
+  EXPECT_EQ(waiting_sync.code(), StatusCode::unavailable) << waiting_sync.message();
+  EXPECT_EQ(stopped.code(), StatusCode::deadline);
+  for (const char* part : {"every job is on disk as of its last commit", "write", "memd.volume"}) {
+    EXPECT_NE(stopped.message().find(part), std::string::npos) << stopped.message();
+  }
+  EXPECT_TRUE(server_->stop(0.3).is_ok()) << "once is enough";
 }
 
 TEST_F(ServerTest, stopping_while_leases_wait_answers_all_of_them) {

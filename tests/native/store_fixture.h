@@ -52,6 +52,7 @@ class DiskQueue final : public IoQueue {
   }
   size_t reap() override { return queue_.reap(); }
   IoQueueStatistics statistics() const override { return queue_.statistics(); }
+  std::vector<IoInFlight> in_flight() const override { return queue_.in_flight(); }
   IoDeviceStatistics device_statistics(uint16_t device) const override {
     return queue_.device_statistics(device);
   }

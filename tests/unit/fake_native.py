@@ -179,6 +179,17 @@ class ServerStatistics:
 
 
 @dataclass
+class Activity:
+    kind: str
+    job: str = ""
+    uid: int = 0
+    what: str = ""
+    waits_on: str = ""
+    priority: str = ""
+    age_seconds: float = 1.5
+
+
+@dataclass
 class Shard:
     info: ShardInfo
     value: bytearray
@@ -237,6 +248,7 @@ class FakeServer:
         self._ids = iter(range(1, 1 << 30))
         self._beats = 0
         self.fence_reason = ""
+        self.activities: list[Activity] = []
         self.detached: dict[int, float] = {}  # session → when, by the monotonic clock
         self.calls: Counter[str] = Counter()
         self.moments: dict[int, tuple[bytearray, bytearray]] = {}
@@ -395,6 +407,9 @@ class FakeServer:
             session_count=len(self._sessions),
             fence_reason=self.fence_reason,
         )
+
+    def in_flight(self) -> list[Activity]:
+        return self.activities
 
     def heartbeat(self) -> int:
         self._beats += 1

@@ -18,7 +18,7 @@ from memd.cli import main
 from memd.peers import Peers
 from memd.service.control import ControlServer
 from memd_native import ShardSpec
-from tests.unit.fake_native import FakeServer, as_server
+from tests.unit.fake_native import Activity, FakeServer, as_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -111,6 +111,26 @@ def test_status_for_people_and_for_programs(server: FakeServer, tmp_path: Path) 
     assert status["pool"]["bytes"] == 64 << 20
     assert status["jobs"][0]["name"] == "gpt"
     assert status["io_engine"] == "memory"
+
+
+def test_what_is_in_flight_is_shown_with_what_it_waits_for(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    command = ("status", "--inflight", "--socket", str(tmp_path / "memd.sock"))
+    assert memd(*command).output == "nothing is in flight\n"
+    server.activities = [
+        Activity("step", job="gpt", what="commits", age_seconds=12.25),
+        Activity("lease", job="gpt", what="shard w, to read", waits_on="room in the arena"),
+        Activity("write", what="/volume at 4096, 8192 bytes", priority="writeback"),
+    ]
+    lines = [line.split() for line in memd(*command).output.splitlines()]
+    assert lines[0] == ["kind", "job", "since", "priority", "what", "waits", "on"]
+    assert lines[1] == ["step", "gpt", "12.2", "s", "-", "commits", "-"]
+    assert lines[2][-5:] == ["read", "room", "in", "the", "arena"]
+    assert lines[3][:5] == ["write", "-", "1.5", "s", "writeback"]
+    answer = json.loads(memd(*command, "--json").output)
+    assert answer["activities"][1]["waits_on"] == "room in the arena"
+    assert answer["activities"][2]["seconds"] == 1.5
 
 
 def test_a_fence_and_lost_shards_are_shown(server: FakeServer, tmp_path: Path) -> None:

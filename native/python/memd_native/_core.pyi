@@ -371,6 +371,30 @@ class JobStatistics:
     @property
     def spilled_bytes(self) -> int: ...
 
+class Activity:
+    """Something that was begun and is not done."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def job(self) -> str: ...
+
+    @property
+    def uid(self) -> int: ...
+
+    @property
+    def what(self) -> str: ...
+
+    @property
+    def waits_on(self) -> str: ...
+
+    @property
+    def priority(self) -> str: ...
+
+    @property
+    def age_seconds(self) -> float: ...
+
 class StepPhases:
     @property
     def read(self) -> SecondsHistogram: ...
@@ -510,6 +534,9 @@ class Server:
         """
         Whether what jobs have in memory outlives this process; False also where the keeper failed.
         """
+
+    def in_flight(self) -> list[Activity]:
+        """What has been begun and is not done, the oldest first."""
 
     def heartbeat(self) -> int:
         """Grows while the server thread turns; the watchdog looks at it."""

@@ -66,3 +66,29 @@ class Device(_message.Message):
     write_seconds: float
     error_count: int
     def __init__(self, path: _Optional[str] = ..., bytes: _Optional[int] = ..., bytes_free: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., read_seconds: _Optional[float] = ..., write_seconds: _Optional[float] = ..., error_count: _Optional[int] = ...) -> None: ...
+
+class InFlightRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class InFlightResponse(_message.Message):
+    __slots__ = ("activities",)
+    ACTIVITIES_FIELD_NUMBER: _ClassVar[int]
+    activities: _containers.RepeatedCompositeFieldContainer[Activity]
+    def __init__(self, activities: _Optional[_Iterable[_Union[Activity, _Mapping]]] = ...) -> None: ...
+
+class Activity(_message.Message):
+    __slots__ = ("kind", "job", "what", "waits_on", "seconds", "priority")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    WAITS_ON_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    job: str
+    what: str
+    waits_on: str
+    seconds: float
+    priority: str
+    def __init__(self, kind: _Optional[str] = ..., job: _Optional[str] = ..., what: _Optional[str] = ..., waits_on: _Optional[str] = ..., seconds: _Optional[float] = ..., priority: _Optional[str] = ...) -> None: ...

@@ -39,6 +39,11 @@ class StatusServiceStub(object):
                 request_serializer=memd_dot_v1_dot_status__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=memd_dot_v1_dot_status__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.InFlight = channel.unary_unary(
+                '/memd.v1.StatusService/InFlight',
+                request_serializer=memd_dot_v1_dot_status__pb2.InFlightRequest.SerializeToString,
+                response_deserializer=memd_dot_v1_dot_status__pb2.InFlightResponse.FromString,
+                _registered_method=True)
 
 
 class StatusServiceServicer(object):
@@ -50,6 +55,13 @@ class StatusServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def InFlight(self, request, context):
+        """What has been begun and is not done, the oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StatusServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -57,6 +69,11 @@ def add_StatusServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=memd_dot_v1_dot_status__pb2.GetStatusRequest.FromString,
                     response_serializer=memd_dot_v1_dot_status__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'InFlight': grpc.unary_unary_rpc_method_handler(
+                    servicer.InFlight,
+                    request_deserializer=memd_dot_v1_dot_status__pb2.InFlightRequest.FromString,
+                    response_serializer=memd_dot_v1_dot_status__pb2.InFlightResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,6 +103,33 @@ class StatusService(object):
             '/memd.v1.StatusService/GetStatus',
             memd_dot_v1_dot_status__pb2.GetStatusRequest.SerializeToString,
             memd_dot_v1_dot_status__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def InFlight(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/memd.v1.StatusService/InFlight',
+            memd_dot_v1_dot_status__pb2.InFlightRequest.SerializeToString,
+            memd_dot_v1_dot_status__pb2.InFlightResponse.FromString,
             options,
             channel_credentials,
             insecure,

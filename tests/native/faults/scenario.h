@@ -70,6 +70,7 @@ class TapQueue final : public IoQueue {
     tap_(IoMoment::after_submit, seen);
   }
   size_t reap() override { return inner_->reap(); }
+  std::vector<IoInFlight> in_flight() const override { return inner_->in_flight(); }
   IoQueueStatistics statistics() const override { return inner_->statistics(); }
   IoDeviceStatistics device_statistics(uint16_t device) const override {
     return inner_->device_statistics(device);

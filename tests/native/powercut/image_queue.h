@@ -30,6 +30,7 @@ class ImageQueue final : public IoQueue {
     for (const IoRequest& request : requests) request.complete(run(request));
     return requests.size();
   }
+  std::vector<IoInFlight> in_flight() const override { return {}; }
   IoQueueStatistics statistics() const override { return {}; }
   IoDeviceStatistics device_statistics(uint16_t) const override { return {}; }
 

@@ -48,6 +48,7 @@ class RecordingQueue final : public IoQueue {
     queue_.submit(std::move(request));
   }
   size_t reap() override { return queue_.reap(); }
+  std::vector<IoInFlight> in_flight() const override { return queue_.in_flight(); }
   IoQueueStatistics statistics() const override { return queue_.statistics(); }
   IoDeviceStatistics device_statistics(uint16_t device) const override {
     return queue_.device_statistics(device);
