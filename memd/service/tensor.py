@@ -122,6 +122,9 @@ class TensorService:
             lease.discard()
             raise
         lease.release()
+        # Whoever asks what a job holds is told after the release took effect: who is answered has
+        # put, also where this daemon is killed the next moment.
+        self._server.shards(session.job_id)
 
     def _shard(self, session: Session, shard_id: int) -> ShardInfo:
         for shard in self._server.shards(session.job_id):

@@ -319,9 +319,21 @@ Result<JobInfo> Server::open_job(const OpenJobRequest& request) {
       if (Status status = drop_job(held.value().job_id, false); !status.is_ok()) return status;
     }
   }
-  return ask<JobInfo>(kAnswerS, "opening a job", [this, request](const auto& reply) {
+  auto job = ask<JobInfo>(kAnswerS, "opening a job", [this, request](const auto& reply) {
     reply(store_->open_job(request));
   });
+  if (!job.is_ok() || !job.value().created || !outlives_process()) return job;
+  // Memory that outlives this process belongs to a job that the disk knows, so that the next daemon
+  // has one to give it to.
+  const uint64_t job_id = job.value().job_id;
+  auto committed = ask<StepReport>(kDrainS, "the first commit", [this, job_id](const auto& reply) {
+    store_->sync_job(job_id, [reply](const Status& status, const StepReport& report) {
+      reply(value_or(status, report));
+    });
+  });
+  if (committed.is_ok()) return job;
+  [[maybe_unused]] const Status dropped = drop_job(job_id, false);
+  return committed.status();
 }
 
 Result<JobInfo> Server::find_job(const std::string& name) {

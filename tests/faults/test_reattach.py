@@ -1,0 +1,289 @@
+"""The daemon is killed, restarted or upgraded under a living trainer, which waits and goes on with
+the same bits; and what happens where its memory does not survive."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import memd_client
+from memd_client.address import UnixAddress
+from memd_client.attach import AttachConnection
+from tests.faults.restarts import (
+    NEW_VERSION,
+    PATIENCE_S,
+    STEPS,
+    Restarts,
+    Training,
+    reference,
+)
+from tests.faults.small_training import batch, loss_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.daemons import Daemon, Daemons
+
+
+@contextmanager
+def once_in_forward(model: torch.nn.Module, action: Callable[[], None]) -> Iterator[None]:
+    """Between two modules, while the first one's parameters are on their way back."""
+
+    def act(*_: object) -> None:
+        handle.remove()
+        action()
+
+    handle = model[2].register_forward_pre_hook(act)  # type: ignore[index]
+    yield
+    handle.remove()
+
+
+def train_with_an_interruption(
+    restarts: Restarts, moment: str, interrupt: Callable[[], None]
+) -> Training:
+    training = Training(restarts.daemon)
+    for number in range(STEPS):
+        if number != STEPS // 2:
+            training.step(number)
+            continue
+        inputs = batch(number)
+        if moment == "forward":
+            with once_in_forward(training.model, interrupt):
+                loss = loss_of(training.model, inputs)
+        else:
+            loss = loss_of(training.model, inputs)
+        if moment == "backward":
+            # The gradients of the last module are in memd, the others are not.
+            handles = [
+                parameter.register_post_accumulate_grad_hook(_once(interrupt))
+                for parameter in list(training.model[2].parameters())[:1]  # type: ignore[index]
+            ]
+            loss.backward()
+            for handle in handles:
+                handle.remove()
+        else:
+            loss.backward()
+        if moment == "before the step":
+            interrupt()
+        training.optimizer.step()
+        if moment == "after the step":
+            interrupt()
+        training.optimizer.zero_grad()
+        training.losses.append(loss.detach())
+    return training
+
+
+def _once(action: Callable[[], None]) -> Callable[[object], None]:
+    left = [action]
+
+    def act(_: object) -> None:
+        if left:
+            left.pop()()
+
+    return act
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward", "before the step", "after the step"])
+def test_a_training_goes_on_with_the_same_bits_after_the_daemon_was_killed(
+    restarts: Restarts, moment: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="memd_client")
+    first = restarts.daemon.process.pid
+    training = train_with_an_interruption(restarts, moment, restarts.kill_and_begin_start)
+    training.expect_the_bits_of(*reference())
+    assert training.session.committed_step == STEPS
+    assert training.session.daemon_process_id == restarts.settle().process.pid != first
+    said = [record for record in caplog.records if record.name == "memd_client"]
+    assert [record.levelname for record in said] == ["WARNING", "INFO"]
+    assert "is gone; waiting up to 120 s" in said[0].getMessage()
+    assert "the daemon is back after" in said[1].getMessage()
+    training.session.close()
+
+
+def test_the_daemon_is_upgraded_under_a_training(restarts: Restarts) -> None:
+    def upgrade() -> None:
+        assert restarts.daemon.stop(signal.SIGTERM) == 0
+        restarts.begin_start(before=NEW_VERSION)
+
+    training = train_with_an_interruption(restarts, "before the step", upgrade)
+    training.expect_the_bits_of(*reference())
+    daemon = restarts.settle()
+    connection = AttachConnection(UnixAddress(socket=daemon.socket))
+    assert connection.daemon_version == "9.9.9"
+    connection.close()
+    training.session.close()
+
+
+def test_killed_again_and_again(restarts: Restarts) -> None:
+    training = Training(restarts.daemon)
+    for number in range(STEPS):
+        restarts.settle()
+        restarts.kill_and_begin_start()
+        training.step(number)
+    training.expect_the_bits_of(*reference())
+    training.session.close()
+
+
+def test_leases_stay_valid_and_values_come_back(restarts: Restarts) -> None:
+    session = memd_client.connect(restarts.daemon.address, job="values")
+    session.put("a", torch.arange(300_000.0))
+    held = session.get("a")
+    session.put("b", torch.ones(5))
+    restarts.kill_and_begin_start()
+    session.put("c", torch.full((200_000,), 7.0))
+    assert torch.equal(held, torch.arange(300_000.0))
+    assert torch.equal(session.get("b"), torch.ones(5))
+    restarts.settle()
+    restarts.kill_and_begin_start()
+    assert torch.equal(session.get("c"), torch.full((200_000,), 7.0))
+    assert torch.equal(held, torch.arange(300_000.0))
+    before = session.statistics().leases_held
+    del held
+    assert session.statistics().leases_held == before - 1
+    session.delete("b")
+    with pytest.raises(memd_client.UnknownName):
+        session.get("b")
+    session.close()
+
+
+def test_bytes_over_grpc_are_sent_again(restarts: Restarts) -> None:
+    session = memd_client.connect(restarts.daemon.address, job="remote", shared_memory=False)
+    value = torch.arange(700_000.0)
+    restarts.kill_and_begin_start()
+    session.put("a", value)
+    restarts.settle()
+    restarts.kill_and_begin_start()
+    assert torch.equal(session.get("a"), value)
+    session.close()
+
+
+def test_threads_wait_for_one_that_re_attaches(restarts: Restarts) -> None:
+    session = memd_client.connect(restarts.daemon.address, job="threads")
+    for number in range(4):
+        session.put(f"x{number}", torch.full((50_000,), float(number)))
+    restarts.kill()
+    found: dict[int, torch.Tensor] = {}
+    threads = [
+        threading.Thread(target=lambda n=number: found.update({n: session.get(f"x{n}")}))
+        for number in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    restarts.begin_start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert sorted(found) == [0, 1, 2, 3]
+    for number, value in found.items():
+        assert torch.equal(value, torch.full((50_000,), float(number)))
+    session.close()
+
+
+def test_a_daemon_that_stays_away_is_waited_for_as_long_as_was_said(
+    restarts: Restarts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMD_REATTACH_SECONDS", "0.5")
+    session = memd_client.connect(restarts.daemon.address, job="alone")
+    session.put("a", torch.ones(4))
+    restarts.kill()
+    with pytest.raises(memd_client.DaemonUnavailable, match=r"within 0 s \(MEMD_REATTACH_SECONDS"):
+        session.get("a")
+    restarts.begin_start()
+    restarts.settle()
+    assert torch.equal(session.get("a"), torch.ones(4)), "it is back, though late"
+    session.close()
+
+
+def test_a_second_daemon_at_the_same_socket_leaves_the_holder_alone(restarts: Restarts) -> None:
+    session = memd_client.connect(restarts.daemon.address, job="first")
+    session.put("a", torch.ones(3))
+    assert "another daemon serves" in restarts.made.refusal(name=restarts.name)
+    restarts.kill_and_begin_start()
+    assert torch.equal(session.get("a"), torch.ones(3))
+    session.close()
+
+
+# Puts what systemd passes where it passes it, and becomes the daemon.
+AS_SYSTEMD_STARTS = """
+import fcntl, os, sys
+passed = [fcntl.fcntl(int(fd), fcntl.F_DUPFD, 200) for fd in sys.argv[1].split(",") if fd]
+for index, fd in enumerate(passed):
+    os.dup2(fd, 3 + index)
+    os.close(fd)
+os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDNAMES=sys.argv[2])
+os.environ["LISTEN_FDS"] = str(len(passed))
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+
+
+class DescriptorStore:
+    """systemd's part: its notify socket, and what it keeps of a service."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.kept: dict[str, int] = {}
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(str(path))
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            text, fds, _, _ = socket.recv_fds(self._socket, 4096, 4)
+            if text == b"END":
+                return
+            words = dict(line.split("=", 1) for line in text.decode().splitlines())
+            name = words.get("FDNAME", "")
+            if words.get("FDSTORE") == "1":
+                (self.kept[name],) = fds
+            elif words.get("FDSTOREREMOVE") == "1" and name in self.kept:
+                os.close(self.kept.pop(name))
+
+    def start(self, made: Daemons, name: str) -> Daemon:
+        kept = dict(self.kept)
+        passed = ",".join(str(fd) for fd in kept.values())
+        before = (sys.executable, "-c", AS_SYSTEMD_STARTS, passed, ":".join(kept))
+        environ = {"NOTIFY_SOCKET": str(self.path), "FDSTORE": "4096"}
+        return made.start(name=name, before=before, environ=environ, pass_fds=tuple(kept.values()))
+
+    def close(self) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as last:
+            last.sendto(b"END", str(self.path))
+        self._thread.join(PATIENCE_S)
+        self._socket.close()
+        for fd in self.kept.values():
+            os.close(fd)
+
+
+def test_systemds_store_serves_as_well(daemons: Daemons, tmp_path: Path) -> None:
+    store = DescriptorStore(tmp_path / "notify")
+    try:
+        daemon = store.start(daemons, "service")
+        assert not daemon.socket.with_name("holder.sock").exists()
+        training = Training(daemon)
+        for number in range(STEPS):
+            if number == 2:
+                daemon.process.kill()
+                daemon.process.wait(PATIENCE_S)
+                daemon = store.start(daemons, "service")
+            if number == 4:
+                assert daemon.stop() == 0
+                daemon = store.start(daemons, "service")
+            training.step(number)
+        training.expect_the_bits_of(*reference())
+        training.session.close()
+        assert daemon.stop() == 0
+        assert not [name for name in store.kept if name.startswith(("session.", "doorbell."))]
+    finally:
+        store.close()
