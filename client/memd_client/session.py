@@ -6,8 +6,8 @@ import difflib
 import logging
 import os
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol, Self
-from weakref import WeakSet, ref
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self
+from weakref import WeakMethod, WeakSet, ref
 
 import torch
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from memd_client.reattach import Retrying
+
+P = ParamSpec("P")
 
 _log = logging.getLogger("memd_client")
 _CHUNK_BYTES = 1 << 20  # TensorService's largest message
@@ -180,6 +182,16 @@ def _data_plane(
 ) -> memd_native.ClientSession:
     connection = reattach.connection
     session_fd, table_fd, doorbell_fd = connection.session_descriptors(attached.session_id)
+    # The native session outlives this one while tensors share its memory, and `reattach` holds it:
+    # a strong reference back would be a cycle that no garbage collector sees.
+    weak = ref(reattach)
+
+    def more_segments(first: int) -> list[int]:
+        held = weak()
+        if held is None:
+            raise MemdError("the session has ended")
+        return held.segments(attached.session_id, first)
+
     return memd_native.ClientSession(
         session_fd=session_fd,
         table_fd=table_fd,
@@ -187,7 +199,7 @@ def _data_plane(
         connection_fd=connection.duplicate(),
         segment_bytes=attached.segment_bytes,
         arena_reserved_bytes=attached.arena_reserved_bytes,
-        more_segments=lambda first: reattach.segments(attached.session_id, first),
+        more_segments=more_segments,
     )
 
 
@@ -227,7 +239,7 @@ class Session:
         self._leases = leases
         self._close_connection = close_connection
         self._retrying = retrying or AtOnce()
-        self._retrying.on_return = self._note_return
+        self._retrying.on_return = _weakly(self._note_return)
         self._process_id = os.getpid()
         self._closed = False
         # Something was written that only Sync or a step makes durable.
@@ -236,7 +248,7 @@ class Session:
         self._gradients_fit = True
         self._step_count = 0
         self._step_seconds = 0.0
-        self._open_steps = Steps(job=job, count=self._count_step)
+        self._open_steps = Steps(job=job, count=_weakly(self._count_step))
         self._optimizers: list[ref[torch.optim.Optimizer]] = []
         self._tracked: Tracked | None = None
         self._resumed = False
@@ -848,6 +860,19 @@ class Session:
         self._closed = True
         self._control.close()
         self._close_connection()
+
+
+def _weakly(method: Callable[P, None]) -> Callable[P, None]:
+    """`method` of a session for what the session owns: a session that nobody refers to ends at
+    once, and with it its connection."""
+    weak = WeakMethod(method)
+
+    def call(*arguments: P.args, **names: P.kwargs) -> None:
+        held = weak()
+        if held is not None:
+            held(*arguments, **names)
+
+    return call
 
 
 def _refuse_blob(name: str, tensor: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -161,7 +162,10 @@ def test_an_embedded_daemon_that_cannot_start_says_why(tmp_path: Path) -> None:
         memd_client.connect(f"embedded:{tmp_path}/nowhere", job="a")
 
 
-def test_what_ended_a_session_is_shown_before_what_closing_it_met(daemons: Daemons) -> None:
+def test_what_ended_a_session_is_shown_before_what_closing_it_met(
+    daemons: Daemons, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMD_REATTACH_SECONDS", "0")
     daemon = daemons.start(name="masked")
 
     def fail() -> None:
@@ -174,3 +178,22 @@ def test_what_ended_a_session_is_shown_before_what_closing_it_met(daemons: Daemo
     with pytest.raises(ZeroDivisionError) as raised:
         fail()
     assert "closing the session failed too" in raised.value.__notes__[0]
+
+
+def test_a_closed_session_keeps_no_descriptor_open(daemon: Daemon) -> None:
+    def descriptor_count() -> int:
+        return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+    def put() -> None:
+        with memd_client.connect(daemon.address, job="closed") as session:
+            session.put("x", torch.ones(3))
+
+    put()  # gRPC keeps some of the first call's
+    gc.disable()
+    try:
+        before = descriptor_count()
+        for _ in range(8):
+            put()
+        assert descriptor_count() - before < 8, "they wait for the garbage collector"
+    finally:
+        gc.enable()
