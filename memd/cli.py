@@ -385,10 +385,13 @@ def print_jobs(jobs: Sequence[job_pb2.Job]) -> None:
             f"{format_size(each.host_bytes_used)} / {format_size(each.host_bytes)}",
             f"{format_size(each.nvme_bytes_used)} / {format_size(each.nvme_bytes)}",
             str(each.shard_count),
+            f"{each.durability} ({each.durable_step})",
         )
         for each in jobs
     ]
-    print_table(("job", "user", "step", "sessions", "host", "nvme", "shards"), rows)
+    print_table(
+        ("job", "user", "step", "sessions", "host", "nvme", "shards", "durability (on disk)"), rows
+    )
     for each in jobs:
         if each.lost_shards:
             click.echo(

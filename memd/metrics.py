@@ -214,6 +214,9 @@ def _about_jobs(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
     committed = GaugeMetricFamily(
         "memd_committed_step", "The step at which the job stands.", labels=["memd_job"]
     )
+    durable = GaugeMetricFamily(
+        "memd_durable_step", "The job's last step that is on disk.", labels=["memd_job"]
+    )
     lost = GaugeMetricFamily(
         "memd_job_lost_shards",
         "Shards whose bytes on disk are gone: the job stays at its last commit.",
@@ -226,11 +229,13 @@ def _about_jobs(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
         quota.add_metric([job.name, "host"], job.host_bytes)
         quota.add_metric([job.name, "nvme"], job.nvme_bytes)
         committed.add_metric([job.name], job.committed_step)
+        durable.add_metric([job.name], job.durable_step)
         lost.add_metric([job.name], len(job.lost_shards))
     yield lost
     yield used
     yield quota
     yield committed
+    yield durable
     for name, help_text, value in _JOB_COUNTERS:
         counter = CounterMetricFamily(name, help_text, labels=["memd_job"])
         for each in jobs:

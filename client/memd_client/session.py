@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self
 from weakref import WeakMethod, WeakSet, ref
@@ -84,7 +85,7 @@ def connect(
     world_size: int | None = None,
     host_bytes: int | str | None = None,
     nvme_bytes: int | str | None = None,
-    durability: str = "step",
+    durability: str | None = None,
     fresh: bool = False,
     shared_memory: bool = True,
 ) -> Session:
@@ -99,7 +100,12 @@ def connect(
             there yet.
         host_bytes, nvme_bytes: what a new job is admitted to: bytes, or a string such as "4GiB".
             Default: half of what is free, all of it on an `embedded:` daemon.
-        durability: "step": a step is committed when it is on disk.
+        durability: when a step reaches the disk. "step", the default of a new job: each does,
+            before it is committed. "every:k", for example "every:10": state that fits into the
+            daemon's memory is updated there, and every k-th step is put on disk, as `close()` does;
+            a power cut, or the end of the daemon's process, loses up to k steps. "none": only
+            `close()` puts it there; after either in between the job has to be started over.
+            An existing job keeps its own where this is not given.
         fresh: drops what the job held.
         shared_memory: False: tensor bytes go over gRPC, and only `put` and `get` work.
 
@@ -111,10 +117,6 @@ def connect(
     """
     if not job:
         raise InvalidArgument("a job needs a name")
-    if durability != "step":
-        raise NotYet(
-            f'durability is "step" in this version; "every:k" and "none" come later: {durability!r}'
-        )
     rank, world_size = _ranks(rank, world_size)
     request = session_pb2.AttachRequest(
         protocol_version=memd_native.PROTOCOL_VERSION,
@@ -123,7 +125,7 @@ def connect(
         world_size=world_size,
         host_bytes=0 if host_bytes is None else parse_size(host_bytes, name="host_bytes"),
         nvme_bytes=0 if nvme_bytes is None else parse_size(nvme_bytes, name="nvme_bytes"),
-        durability=durability,
+        durability=_durability(durability),
         fresh=fresh,
         without_shared_memory=not shared_memory,
     )
@@ -160,6 +162,19 @@ def connect(
         close_connection=reattach.close,
         retrying=reattach,
     )
+
+
+def _durability(text: str | None) -> str:
+    if text is None:
+        return ""
+    if text in ("step", "none"):
+        return text
+    match = re.fullmatch(r"every:([1-9][0-9]{0,9})", text)
+    if match is None or int(match[1]) > 2**31:
+        raise InvalidArgument(
+            f'durability is "step", "every:k" with k from 1 to 2147483648, or "none": {text!r}'
+        )
+    return text
 
 
 def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -235,6 +250,7 @@ class Session:
         self._session_id = attached.session_id
         self._committed_step = attached.committed_step
         self._attached_step = attached.committed_step
+        self._durable_step = attached.durable_step
         self._control = control
         self._leases = leases
         self._close_connection = close_connection
@@ -376,6 +392,13 @@ class Session:
         self._settle()
         return self._committed_step
 
+    @property
+    def durable_step(self) -> int:
+        """The last step that is on disk, behind `committed_step` where durability is not "step"; 0
+        where "none" has given up what was there. Waits for the step on its way."""
+        self._settle()
+        return self._durable_step
+
     def statistics(self) -> SessionStatistics:
         """What this session has done since `connect`. Waits for nothing: a step whose commit is on
         its way is counted when something has waited for it.
@@ -436,6 +459,8 @@ class Session:
         try:
             try:
                 self._settle()
+                if self._durable_step < self._committed_step:
+                    self.mark_written()
                 self.sync_if_needed()
             finally:
                 self._detach()
@@ -634,6 +659,7 @@ class Session:
             self._settle()
             response = self._control.sync(session_pb2.SyncRequest(session_id=self._session_id))
             self._committed_step = response.committed_step
+            self._durable_step = response.committed_step
             self._unsynced = False
 
     def step(
@@ -777,6 +803,7 @@ class Session:
 
     def _count_step(self, response: session_pb2.StepResponse, seconds: float) -> None:
         self._committed_step = response.committed_step
+        self._durable_step = response.durable_step
         self._step_count += 1
         self._step_seconds += seconds
         for field in (

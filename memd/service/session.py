@@ -44,6 +44,7 @@ class SessionService:
             job_id=job.job_id,
             created=job.created,
             committed_step=job.committed_step,
+            durable_step=job.durable_step,
             host_bytes=job.host_bytes,
             nvme_bytes=job.nvme_bytes,
             segment_bytes=grant.segment_bytes,
@@ -58,8 +59,11 @@ class SessionService:
             raise access.foreign_job(job, uid=peer.uid)
         session = self._peers.claim_session(peer, request.kept_session_id)
         if session is None or job is None or session.job_id != job.job_id:
-            step = job.committed_step if job is not None else 0
-            return session_pb2.AttachResponse(committed_step=step, durable_step=step)
+            if job is None:
+                return session_pb2.AttachResponse()
+            return session_pb2.AttachResponse(
+                committed_step=job.committed_step, durable_step=job.durable_step
+            )
         grant = self._server.resume_session(
             session.session_id, pid=peer.pid, start_time=peer.start_time, uid=peer.uid
         )
@@ -73,7 +77,7 @@ class SessionService:
             arena_reserved_bytes=grant.arena_reserved_bytes,
             kept=True,
             closing_step=self._server.closing_step(job.job_id),
-            durable_step=job.committed_step,
+            durable_step=job.durable_step,
         )
 
     def Detach(self, request: session_pb2.DetachRequest, call: Call) -> session_pb2.DetachResponse:
@@ -104,6 +108,7 @@ class SessionService:
         )
         return session_pb2.StepResponse(
             committed_step=report.committed_step,
+            durable_step=report.durable_step,
             read_seconds=report.read_seconds,
             update_seconds=report.update_seconds,
             write_seconds=report.write_seconds,
@@ -161,6 +166,7 @@ class SessionService:
                 host_bytes=request.host_bytes,
                 nvme_bytes=request.nvme_bytes,
                 fresh=request.fresh,
+                durability=request.durability,
             )
 
     def _hand_over(
@@ -200,11 +206,4 @@ def _check_attach(request: session_pb2.AttachRequest) -> None:
         raise Refused(
             StatusCode.NOT_YET,
             f"one rank a job for now, not rank {request.rank} of {request.world_size}",
-        )
-    durability = request.durability
-    if durability == "none" or durability.startswith("every:"):
-        raise Refused(StatusCode.NOT_YET, f"durability {durability!r} is not there yet; use 'step'")
-    if durability not in ("", "step"):
-        raise Refused(
-            StatusCode.INVALID_ARGUMENT, f"durability {durability!r} is unknown; use 'step'"
         )

@@ -59,6 +59,8 @@ def job_message(job: JobInfo) -> job_pb2.Job:
         name=job.name,
         uid=job.uid,
         committed_step=job.committed_step,
+        durability=job.durability,
+        durable_step=job.durable_step,
         session_count=job.session_count,
         host_bytes=job.host_bytes,
         host_bytes_used=job.host_bytes_used,

@@ -162,6 +162,8 @@ void bind_records(nb::module_& module) {
       .def_ro("uid", &JobInfo::uid)
       .def_ro("created", &JobInfo::created)
       .def_ro("committed_step", &JobInfo::committed_step)
+      .def_ro("durable_step", &JobInfo::durable_step)
+      .def_ro("durability", &JobInfo::durability)
       .def_ro("session_count", &JobInfo::session_count)
       .def_ro("host_bytes", &JobInfo::host_bytes)
       .def_ro("host_bytes_used", &JobInfo::host_bytes_used)
@@ -189,6 +191,7 @@ void bind_records(nb::module_& module) {
       .def_prop_ro("uid", [](const KeptSession& self) { return self.owner.uid; });
   nb::class_<StepReport>(module, "StepReport")
       .def_ro("committed_step", &StepReport::committed_step)
+      .def_ro("durable_step", &StepReport::durable_step)
       .def_ro("read_seconds", &StepReport::read_seconds)
       .def_ro("update_seconds", &StepReport::update_seconds)
       .def_ro("write_seconds", &StepReport::write_seconds)
@@ -343,12 +346,17 @@ void bind_server(nb::module_& module) {
              uint32_t uid,
              uint64_t host_bytes,
              uint64_t nvme_bytes,
-             bool fresh) {
-            const OpenJobRequest request{.name = std::move(name),
-                                         .uid = uid,
-                                         .host_bytes = host_bytes,
-                                         .nvme_bytes = nvme_bytes,
-                                         .fresh = fresh};
+             bool fresh,
+             const std::string& durability) {
+            OpenJobRequest request{.name = std::move(name),
+                                   .uid = uid,
+                                   .host_bytes = host_bytes,
+                                   .nvme_bytes = nvme_bytes,
+                                   .fresh = fresh,
+                                   .durability = std::nullopt};
+            if (!durability.empty()) {
+              request.durability = unlocked([&] { return Durability::parse(durability); });
+            }
             return unlocked([&] { return self.open_job(request); });
           },
           "name"_a,
@@ -357,6 +365,7 @@ void bind_server(nb::module_& module) {
           "host_bytes"_a = 0,
           "nvme_bytes"_a = 0,
           "fresh"_a = false,
+          "durability"_a = "",
           "Finds the job, whoever owns it, or creates it for `uid`.")
       .def(
           "find_job",

@@ -98,6 +98,7 @@ bool is_same_shard(const ShardRecord& a, const ShardRecord& b) {
 Result<JobRecord> merge(const LedgerContents& contents, const JobRecord& base) {
   JobRecord merged = contents.layout;
   merged.step = base.step;
+  merged.undurable_since = base.undurable_since;
   if (merged.uid != base.uid || merged.name != base.name) return damaged("it is of another job");
   if (base.buckets.size() > merged.buckets.size()) return damaged("buckets are missing");
   for (size_t i = 0; i < base.buckets.size(); ++i) {
@@ -248,6 +249,13 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
                  contents.segment_bytes,
                  " bytes, those of the pool ",
                  pool_.segment_bytes());
+  }
+  for (const uint32_t code : {disk.durability, contents.layout.durability}) {
+    if (!Durability::of_code(code).is_in_memory()) continue;
+    return error(StatusCode::fenced,
+                 "with durability \"",
+                 Durability::of_code(code).text(),
+                 "\" steps since the last one on disk end with their daemon");
   }
   const auto in_memory = ledger->read_record(tag);
   const bool is_ahead = in_memory && in_memory->step >= disk.step;

@@ -8,6 +8,7 @@
 
 #include "base/check.h"
 #include "base/units.h"
+#include "store/durability.h"
 #include "store/encoding.h"
 #include "store/volume.h"
 
@@ -339,6 +340,8 @@ std::vector<std::byte> encode(const JobRecord& job) {
   }
   writer.put(static_cast<uint32_t>(job.shards.size()));
   for (const ShardRecord& shard : job.shards) put_shard(writer, shard);
+  writer.put(job.durability);
+  writer.put(job.undurable_since);
   finish_record(out);
   return out;
 }
@@ -381,6 +384,11 @@ Result<JobRecord> decode_job(std::span<const std::byte> bytes, FormatUse use) {
   job.shards.reserve(shard_count);
   for (uint32_t i = 0; i < shard_count && !reader.overrun(); ++i) {
     job.shards.push_back(get_shard(reader));
+  }
+  if (body.value().minor >= 1) {
+    job.durability = reader.get<uint32_t>();
+    job.undurable_since = reader.get<uint64_t>();
+    if (!Durability::is_code(job.durability)) return malformed("durability: ", job.durability);
   }
   if (Status status = close_record(reader, body.value().minor); !status.is_ok()) return status;
 

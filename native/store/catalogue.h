@@ -58,6 +58,10 @@ struct JobRecord {
   uint64_t nvme_bytes = 0;  // admitted
   std::vector<ShardRecord> shards;
   std::vector<BucketRecord> buckets;
+  uint32_t durability = 0;  // Durability::code()
+  /// 0, or the first step that was made without durability: what was on disk is overwritten since,
+  /// and the record names no extent.
+  uint64_t undurable_since = 0;
 };
 
 /// A job as the root names it: enough to list jobs and to find the catalogue.

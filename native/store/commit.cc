@@ -130,7 +130,7 @@ Status Commits::prepare(Commit& commit) {
   const auto same_job = [&](const RootEntry& entry) { return entry.job_id == commit.job_id; };
   std::erase_if(commit.root.jobs, same_job);
   if (commit.job != nullptr) {
-    const std::vector<std::byte> bytes = encode(commit.job->record());
+    const std::vector<std::byte> bytes = encode(commit.job->begin_commit());
     RootEntry entry{.job_id = commit.job_id, .catalogue_bytes = bytes.size(), .catalogue = {}};
     const std::span<const std::byte> all(bytes);
     for (size_t begin = 0; begin < bytes.size(); begin += kBlobExtentBytes) {

@@ -287,6 +287,8 @@ JobInfo Job::job_info() const {
           .uid = uid,
           .created = false,
           .committed_step = committed_step,
+          .durable_step = durable_step,
+          .durability = durability.text(),
           .session_count = static_cast<uint32_t>(sessions.size()),
           .host_bytes = memory == nullptr ? 0 : memory->bytes(),
           .host_bytes_used = memory == nullptr ? 0
@@ -308,21 +310,25 @@ JobRecord Job::record() const {
                    .host_bytes = host_bytes,
                    .nvme_bytes = nvme_bytes,
                    .shards = {},
-                   .buckets = {}};
+                   .buckets = {},
+                   .durability = durability.code(),
+                   .undurable_since = undurable_since};
+  const bool names_extents = undurable_since == 0;
   for (const Shard& shard : shards) {
     if (shard.deleted) continue;
-    ShardRecord out{
-        .name = shard.spec.name,
-        .kind = shard.spec.kind,
-        .dtype = shard.spec.dtype,
-        .tier = shard.spec.tier,
-        .shape = shard.spec.shape,
-        .generation = shard.generation,
-        .bucket = shard.bucket,
-        .element_offset = shard.element_offset,
-        .written = shard.written && (shard.value->bytes == 0 || shard.value->has_replica()),
-        .extents = {}};
-    if (shard.spec.kind != ShardKind::parameter && shard.written && shard.value->has_replica()) {
+    ShardRecord out{.name = shard.spec.name,
+                    .kind = shard.spec.kind,
+                    .dtype = shard.spec.dtype,
+                    .tier = shard.spec.tier,
+                    .shape = shard.spec.shape,
+                    .generation = shard.generation,
+                    .bucket = shard.bucket,
+                    .element_offset = shard.element_offset,
+                    .written = names_extents && shard.written &&
+                               (shard.value->bytes == 0 || shard.value->has_replica()),
+                    .extents = {}};
+    if (names_extents && shard.spec.kind != ShardKind::parameter && shard.written &&
+        shard.value->has_replica()) {
       for (const Replica& replica : shard.value->replicas) out.extents.push_back(replica.extent);
     }
     record.shards.push_back(std::move(out));
@@ -330,6 +336,10 @@ JobRecord Job::record() const {
   for (const Bucket& bucket : buckets) {
     BucketRecord out{.dtype = bucket.dtype, .element_count = bucket.element_count, .tiles = {}};
     for (size_t tile = 0; tile < bucket.tile_count(); ++tile) {
+      if (!names_extents) {
+        out.tiles.emplace_back();
+        continue;
+      }
       out.tiles.push_back(
           {.parameter = bucket.value->replicas[tile].extent, .rest = bucket.rest[tile].extent});
     }
@@ -344,6 +354,20 @@ Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record,
   if (!created.is_ok()) return created.status();
   std::unique_ptr<Job> job = std::move(created).value();
   job->committed_step = record.step;
+  job->durability = Durability::of_code(record.durability);
+  job->undurable_since = record.undurable_since;
+  job->durable = record;
+  if (record.undurable_since == 0) {
+    job->durable_step = record.step;
+  } else {
+    job->stopped = error(StatusCode::integrity,
+                         "job ",
+                         record.name,
+                         " ran on without durability since step ",
+                         record.undurable_since,
+                         ", and its memory is gone: what is on disk is no step; start over with "
+                         "connect(fresh=True), or drop it with `memd job drop`");
+  }
   job->host_bytes = record.host_bytes;
   job->nvme_bytes = record.nvme_bytes;
   std::vector<std::vector<uint32_t>> shards_of(record.buckets.size());
@@ -812,6 +836,12 @@ std::vector<ExtentRecord> Job::mark_committing() {
 
 void Job::committed(uint64_t catalogue_tag) {
   is_updating_ = false;
+  durable = std::move(committing_);
+  durable_step = durable.undurable_since == 0 ? durable.step : 0;
+  if (durable.undurable_since != 0) {
+    // Nothing on disk is gone back to: each extent is free as soon as another takes its place.
+    for_each_replica([](Replica& replica) { replica.referenced = false; });
+  }
   if (ledger != nullptr) ledger->rebase(catalogue_tag);
   superseded_.erase(superseded_.begin(),
                     superseded_.begin() + static_cast<ptrdiff_t>(committing_count_));
@@ -820,16 +850,38 @@ void Job::committed(uint64_t catalogue_tag) {
 
 void Job::drop_cached_tiles(const Bucket& bucket) {
   for (size_t tile = 0; tile < bucket.tile_count(); ++tile) {
-    const auto found = cached_tiles.find(tile_key(bucket.value->owner, tile));
+    const uint64_t key = tile_key(bucket.value->owner, tile);
+    MEMD_CHECK(!dirty_tiles.contains(key));
+    const auto found = cached_tiles.find(key);
     if (found == cached_tiles.end()) continue;
     memory->private_side().free(found->second);
     cached_tiles.erase(found);
   }
 }
 
+bool Job::has_dirty_tile(const Bucket& bucket) const {
+  if (dirty_tiles.empty()) return false;
+  for (size_t tile = 0; tile < bucket.tile_count(); ++tile) {
+    if (dirty_tiles.contains(tile_key(bucket.value->owner, tile))) return true;
+  }
+  return false;
+}
+
+void Job::drop_clean_tiles() {
+  for (auto it = cached_tiles.begin(); it != cached_tiles.end();) {
+    if (dirty_tiles.contains(it->first)) {
+      ++it;
+      continue;
+    }
+    memory->private_side().free(it->second);
+    it = cached_tiles.erase(it);
+  }
+}
+
 void Job::drop_all_cached_tiles() {
   for (const auto& [key, offset_bytes] : cached_tiles) memory->private_side().free(offset_bytes);
   cached_tiles.clear();
+  dirty_tiles.clear();
 }
 
 void Job::remove(uint32_t shard_id, ExtentStore& extents) {

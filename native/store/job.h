@@ -9,10 +9,12 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "ring/server_ring.h"
 #include "store/catalogue.h"
+#include "store/durability.h"
 #include "store/entry.h"
 #include "store/eviction.h"
 #include "store/extent_store.h"
@@ -200,9 +202,19 @@ class Job {
   void committed(uint64_t catalogue_tag);
   /// No commit came of begin_update(), and nothing was replaced.
   void end_update() { is_updating_ = false; }
+  /// What prepares the catalogue that mark_committing() is about.
+  const JobRecord& begin_commit() { return committing_ = record(); }
 
+  /// Of clean tiles; none of the bucket's may be dirty.
   void drop_cached_tiles(const Bucket& bucket);
+  /// Those that are clean.
+  void drop_clean_tiles();
+  /// All, with what is in memory alone: at the end of the job, or where it goes back to the disk.
   void drop_all_cached_tiles();
+  bool has_dirty_tile(const Bucket& bucket) const;
+  bool is_tile_dirty(const Entry& entry, size_t tile) const {
+    return entry.kind == EntryKind::parameter && dirty_tiles.contains(tile_key(entry.owner, tile));
+  }
   void drop_gradient(Bucket& bucket, ExtentStore& extents);
 
   uint64_t tile_key(uint32_t bucket, uint64_t tile) const {
@@ -213,6 +225,17 @@ class Job {
   const std::string name;
   const uint32_t uid;
   uint64_t committed_step = 0;
+  uint64_t durable_step = 0;
+  Durability durability;
+  /// JobRecord's, of the catalogue that the next commit writes.
+  uint64_t undurable_since = 0;
+  /// Why the job takes no calls any more: a step failed after tiles had been updated in place, or
+  /// what is on disk is no step. ok otherwise.
+  Status stopped;
+  /// It becomes what the disk says once nobody uses it any more.
+  bool goes_to_disk = false;
+  /// What the last catalogue on disk says.
+  JobRecord durable;
   uint64_t host_bytes = 0;
   uint64_t nvme_bytes = 0;
   uint64_t nvme_bytes_used = 0;
@@ -232,9 +255,11 @@ class Job {
   LeastRecentlyUsed policy;
   PinIndexes pin_indexes;
   std::list<std::unique_ptr<Slot>> retired;
-  /// Tiles of private state that stayed in memory: offset in the private side. Always clean: the
-  /// same bytes are on disk.
+  /// Tiles of private state that stayed in memory: offset in the private side.
   std::unordered_map<uint64_t, uint64_t> cached_tiles;
+  /// Those whose newest bytes are in memory alone, also while a task works on them. Of all others
+  /// the same bytes are on disk. Only durability "every:k" and "none" make them.
+  std::unordered_set<uint64_t> dirty_tiles;
 
   std::vector<std::shared_ptr<Session>> sessions;
   uint32_t service_lease_count = 0;
@@ -274,6 +299,7 @@ class Job {
   bool is_updating_ = false;
   size_t update_begin_ = 0;      // into superseded_
   size_t committing_count_ = 0;  // of superseded_: what the commit in flight releases
+  JobRecord committing_;         // what it writes
   std::vector<uint32_t> free_shard_ids_;
   std::vector<uint32_t> free_entry_ids_;
 };

@@ -10,18 +10,13 @@
 #include "store/shard_store.h"
 
 namespace memd {
-namespace {
-
-constexpr std::string_view kRoom = "room in the arena";
-
-}  // namespace
-
 void ShardStore::lease(const LeaseRequest& request, LeaseReply reply) {
   if (request.part > Part::gradient || request.mode > LeaseMode::overwrite) {
     return reply(error(StatusCode::invalid_argument, "unknown part or mode of a lease"), {});
   }
   const auto job = job_of(request.session_id);
   if (!job.is_ok()) return reply(job.status(), {});
+  if (!job.value()->stopped.is_ok()) return reply(job.value()->stopped, {});
   const Entry* const entry = job.value()->find_entry(request.shard_id, request.part);
   if (entry == nullptr) {
     return reply(error(StatusCode::not_found,
@@ -140,6 +135,7 @@ ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
     }
     if (!written) return wait(concat("its first writer: ", job.describe(entry)));
   }
+  if (!job.stopped.is_ok()) return refuse(job.stopped);
   if (!reads && request.part == Part::gradient && shard.gradient_session == kSealedGradient) {
     return wait(concat("the step that uses ", job.describe(entry)));
   }
@@ -154,6 +150,12 @@ ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
     if (entry.is_resident() || !keeps_old_bytes) {
       return grant_bytes_writer(job, waiter, entry, keeps_old_bytes);
     }
+  }
+  if (!reads && entry.kind == EntryKind::parameter &&
+      job.has_dirty_tile(job.buckets[entry.owner])) {
+    // The writer's values are merged with what is on disk.
+    ask_for_flush(job, entry.owner);
+    return wait(concat("the disk: the update of ", job.describe(entry), " is being written"));
   }
   if (entry.is_resident()) {
     const uint32_t pins = job.pins(*entry.slot, index);
@@ -325,12 +327,14 @@ std::unique_ptr<Slot> ShardStore::make_room(Job& job,
                                             uint64_t bytes,
                                             uint32_t pin_count,
                                             bool may_spill) {
-  const auto empty_private_tail = [&job](uint64_t from_bytes) {
+  const auto empty_private_tail = [this, &job, may_spill](uint64_t from_bytes) {
     // Cached tiles lie anywhere; without any, what is left there belongs to tasks in flight.
-    job.drop_all_cached_tiles();
+    job.drop_clean_tiles();
     Arena& side = job.memory->private_side();
-    return side.used_bytes() == 0 ||
-           side.capacity_bytes() - side.largest_free_bytes() <= from_bytes;
+    const bool empty =
+        side.used_bytes() == 0 || side.capacity_bytes() - side.largest_free_bytes() <= from_bytes;
+    if (!empty && may_spill && !job.dirty_tiles.empty()) ask_for_flush(job, std::nullopt);
+    return empty;
   };
   for (;;) {
     if (auto slot = job.make_slot(bytes, pin_count)) return slot;
@@ -419,6 +423,22 @@ void ShardStore::fetch(Job& job, Entry& entry) {
   });
   std::byte* const data = job.memory->arena().at(entry.slot->offset_bytes);
   for (size_t i = 0; i < entry.replicas.size(); ++i) {
+    if (job.is_tile_dirty(entry, i)) {
+      // The disk has older bytes.
+      TileTask task;
+      task.job = &job;
+      task.entry = &entry;
+      task.bucket = &job.buckets[entry.owner];
+      task.index = i;
+      task.reads_value = true;
+      task.reads_rest = true;
+      task.work = [](const TileBytes& bytes) {
+        std::memcpy(bytes.arena_value, bytes.value, bytes.value_bytes);
+      };
+      task.done = join->branch();
+      tiles_.submit(std::move(task));
+      continue;
+    }
     const std::span<std::byte> into(data + i * entry.stride_bytes, entry.replica_bytes(i));
     extents_.read(entry.replicas[i].extent,
                   into,

@@ -17,6 +17,7 @@ struct MomentsPlace {
 };
 
 Result<MomentsPlace> find_moments(Job& job, const MomentsRequest& request) {
+  if (!job.stopped.is_ok()) return job.stopped;
   if (request.shard_id >= job.shards.size() || job.shards[request.shard_id].gradient == nullptr) {
     return error(StatusCode::not_found,
                  "job ",

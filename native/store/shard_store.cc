@@ -165,6 +165,7 @@ Result<Job*> ShardStore::admit(const OpenJobRequest& request) {
       request.host_bytes != 0
           ? request.host_bytes
           : std::max(share_bytes, JobMemory::segment_count_min(segment_bytes) * segment_bytes);
+  job->durability = request.durability.value_or(Durability());
   job->nvme_bytes = request.nvme_bytes != 0 ? request.nvme_bytes : nvme_free_bytes / jobs_expected_;
   if (Status status = give_memory(*job); !status.is_ok()) return status;
   job->changed = true;
@@ -193,6 +194,8 @@ Result<JobInfo> ShardStore::open_job(const OpenJobRequest& request) {
   if (job.ending) {
     return error(StatusCode::unavailable, "job ", job.name, " is being dropped; try again");
   }
+  if (!job.stopped.is_ok()) return job.stopped;
+  if (Status status = set_durability(job, request); !status.is_ok()) return status;
   if (job.memory == nullptr) {
     // It was admitted to another pool, maybe: what is asked for now counts.
     const uint64_t host_bytes_before = job.host_bytes;
@@ -203,6 +206,61 @@ Result<JobInfo> ShardStore::open_job(const OpenJobRequest& request) {
     }
   }
   return job.job_info();
+}
+
+Status ShardStore::set_durability(Job& job, const OpenJobRequest& request) {
+  if (!request.durability || *request.durability == job.durability) return Status::ok();
+  const bool busy = !job.sessions.empty() || queues_.at(job.job_id).operation_running;
+  if (busy) {
+    return error(StatusCode::invalid_argument,
+                 "job ",
+                 job.name,
+                 " has durability \"",
+                 job.durability.text(),
+                 "\", and it is in use; ask for the same, or close its other sessions first: \"",
+                 request.durability->text(),
+                 "\"");
+  }
+  job.durability = *request.durability;
+  job.changed = true;
+  job.note_layout();
+  return Status::ok();
+}
+
+bool ShardStore::is_unused(const Job& job) const {
+  const JobQueues& queues = queues_.at(job.job_id);
+  return job.sessions.empty() && job.activity_count == 0 && job.service_lease_count == 0 &&
+         queues.waiters.empty() && !queues.operation_running && queues.operations.empty() &&
+         std::none_of(conditions_.begin(), conditions_.end(), [&](const Condition& it) {
+           return it.job_id == job.job_id;
+         });
+}
+
+void ShardStore::return_to_disk(Job& job) {
+  auto restored = Job::restore(job.durable);
+  // It goes on being refused; the next turn tries again.
+  if (!restored.is_ok()) return;
+  std::set<std::pair<uint16_t, uint64_t>> named;
+  restored.value()->for_each_replica([&](const Replica& replica) {
+    named.emplace(replica.extent.address.device, replica.extent.address.offset_bytes);
+  });
+  for (const ExtentRecord& extent : job.take_extents()) {
+    if (!named.contains({extent.address.device, extent.address.offset_bytes})) {
+      extents_.release(extent);
+    }
+  }
+  job.drop_all_cached_tiles();
+  for (auto& entry : job.entries) {
+    if (entry == nullptr) continue;
+    if (entry->slot != nullptr) job.free_slot(std::move(entry->slot));
+    if (entry->pending != nullptr) job.free_slot(std::move(entry->pending));
+  }
+  job.free_retired();
+  restored.value()->counters = job.counters;
+  restored.value()->memory = std::move(job.memory);
+  restored.value()->expect_memory();
+  tiles_.forget(&job);
+  jobs_[job.job_id] = std::move(restored).value();
 }
 
 void ShardStore::drop_job(uint64_t job_id, bool force, Done done) {
@@ -285,6 +343,7 @@ Result<std::shared_ptr<Session>> ShardStore::attach(uint64_t job_id, const Sessi
   if (job->ending) {
     return error(StatusCode::unavailable, "job ", job->name, " is being dropped; try again");
   }
+  if (!job->stopped.is_ok()) return job->stopped;
   if (job->memory == nullptr) {
     if (Status status = give_memory(*job); !status.is_ok()) return status;
   }
@@ -624,6 +683,11 @@ bool ShardStore::advance() {
     progress = true;
   }
   tiles_.advance();
+  std::vector<Job*> unused;
+  for (const auto& [job_id, job] : jobs_) {
+    if (job->goes_to_disk && is_unused(*job)) unused.push_back(job.get());
+  }
+  for (Job* const job : unused) return_to_disk(*job);
   return progress;
 }
 

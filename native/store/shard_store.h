@@ -9,6 +9,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -60,6 +61,8 @@ struct OpenJobRequest {
   uint64_t host_bytes = 0;  // 0: ShardStoreParts::jobs_expected decides
   uint64_t nvme_bytes = 0;
   bool fresh = false;
+  /// An existing job keeps its own where nothing is said.
+  std::optional<Durability> durability;
 };
 
 struct MomentsRequest {
@@ -173,6 +176,9 @@ class ShardStore {
   std::vector<Activity> in_flight() const;
 
  private:
+  /// In Waiter::waits_on.
+  static constexpr std::string_view kRoom = "room in the arena";
+
   struct Waiter {
     LeaseRequest request;
     LeaseReply reply;
@@ -197,6 +203,8 @@ class ShardStore {
     const char* phase = "";  // of what runs
     /// Accepted and not finished, in their order.
     std::vector<std::shared_ptr<StepState>> steps;
+    /// Buckets whose dirty tiles somebody waits for; ~0: all of them.
+    std::set<uint64_t> flushes_asked;
   };
   struct Condition {
     uint64_t job_id = 0;
@@ -235,6 +243,10 @@ class ShardStore {
   void go_on(Job& job, const LedgerContents& contents);
   void destroy_claimed(const Ledger& ledger);
   void destroy_unclaimed();
+  Status set_durability(Job& job, const OpenJobRequest& request);
+  /// A stopped job that nobody uses any more becomes what the disk says it is.
+  void return_to_disk(Job& job);
+  bool is_unused(const Job& job) const;
   uint64_t nvme_bytes_free() const;
 
   /// True where there was a request.
@@ -259,7 +271,18 @@ class ShardStore {
   /// Writes one dirty, unleased entry to new extents; it is draining meanwhile and clean
   /// afterwards.
   void write_back(Job& job, Entry& entry, const std::shared_ptr<StepReport>& report, Done done);
-  void write_back_all(Job& job, const std::shared_ptr<StepReport>& report, Done done);
+  /// `with_bytes`: blobs and buffers too, which a commit in memory leaves where they are.
+  void write_back_all(Job& job,
+                      bool with_bytes,
+                      const std::shared_ptr<StepReport>& report,
+                      Done done);
+  /// Writes tiles whose newest bytes are in private memory alone; of all buckets, or of `only`.
+  void flush_tiles(Job& job,
+                   const Bucket* only,
+                   const std::shared_ptr<StepReport>& report,
+                   Done done);
+  /// The same as an operation of its own, for leases that wait for it.
+  void ask_for_flush(Job& job, std::optional<uint32_t> bucket);
 
   /// Runs `then` when `holds` does, now or in a later advance().
   void when(Job& job, std::function<bool()> holds, std::function<void()> then);
@@ -280,6 +303,8 @@ class ShardStore {
   /// Seals its gradients and queues it. `place`: in the job's ledger.
   void accept_step(Job& job, StepRequest request, std::optional<size_t> place, StepDone done);
   Status check_start(const StepState& state) const;
+  Status check_space(const StepState& state) const;
+  void prepare_disk(const std::shared_ptr<StepState>& state, Done done);
   void start_step(const std::shared_ptr<StepState>& state);
   void hold_entries(StepState& state);
   void let_go_of_entries(StepState& state);
@@ -293,6 +318,10 @@ class ShardStore {
   void unseal(const StepState& state);
   void undo_step(const std::shared_ptr<StepState>& state);
   void commit_step(const std::shared_ptr<StepState>& state);
+  void commit_in_memory(const std::shared_ptr<StepState>& state);
+  void commit_to_disk(const std::shared_ptr<StepState>& state, Done done);
+  /// After the commit: its parameters can be read, and its gradients go.
+  void publish_step(const std::shared_ptr<StepState>& state);
   void finish_step(const std::shared_ptr<StepState>& state, const Status& status);
 
   Pool& pool_;

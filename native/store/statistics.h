@@ -17,6 +17,9 @@ struct JobInfo {
   uint32_t uid = 0;
   bool created = false;
   uint64_t committed_step = 0;
+  /// The last step that is on disk; 0 as well where "none" has given that up.
+  uint64_t durable_step = 0;
+  std::string durability;
   uint32_t session_count = 0;
   uint64_t host_bytes = 0;
   uint64_t host_bytes_used = 0;
@@ -32,7 +35,8 @@ struct JobInfo {
 /// What one step (or sync) did. Times are sums over tiles, which overlap; commit is wall time from
 /// the last tile to the durable superblock.
 struct StepReport {
-  uint64_t committed_step = 0;
+  uint64_t committed_step = 0;  // survives the process where its memory is kept
+  uint64_t durable_step = 0;    // survives a power cut
   double read_seconds = 0;
   double update_seconds = 0;
   double write_seconds = 0;

@@ -75,6 +75,8 @@ struct ShardStore::StepState {
   std::set<uint32_t> buckets;
   /// What the step reads and replaces: nobody fetches, writes or evicts it before the step ended.
   std::vector<Entry*> held;
+  bool in_memory = false;  // a step that is committed in memory, and on disk as well where to_disk
+  bool to_disk = true;
   bool updating = false;
   bool swapped = false;
   bool is_counted = false;               // in Job::committed_step, while the commit is under way
@@ -127,18 +129,57 @@ void ShardStore::write_back(Job& job,
   join->finish(Status::ok());
 }
 
-void ShardStore::write_back_all(Job& job, const std::shared_ptr<StepReport>& report, Done done) {
+void ShardStore::write_back_all(Job& job,
+                                bool with_bytes,
+                                const std::shared_ptr<StepReport>& report,
+                                Done done) {
   auto join = Join::start(std::move(done));
   for (const auto& entry : job.entries) {
     if (entry == nullptr || entry->kind == EntryKind::gradient) continue;
     job.settle_pending(*entry);
     if (entry->residency() != Residency::dirty || entry->tier != Tier::nvme) continue;
     if (entry->replicas.empty()) continue;
+    if (entry->kind == EntryKind::bytes && !with_bytes) continue;
     // What a staged buffer replaced goes as soon as the step is committed.
     if (entry->kind == EntryKind::bytes && !job.shards[entry->owner].written) continue;
     write_back(job, *entry, report, join->branch());
   }
   join->finish(Status::ok());
+}
+
+void ShardStore::flush_tiles(Job& job,
+                             const Bucket* only,
+                             const std::shared_ptr<StepReport>& report,
+                             Done done) {
+  std::vector<uint64_t> keys;
+  for (const uint64_t key : job.dirty_tiles) {
+    if (only == nullptr || &job.buckets[key >> 32] == only) keys.push_back(key);
+  }
+  std::sort(keys.begin(), keys.end());
+  auto join = Join::start(std::move(done));
+  for (const uint64_t key : keys) tiles_.submit_flush(job, key, report, join->branch());
+  join->finish(Status::ok());
+}
+
+void ShardStore::ask_for_flush(Job& job, std::optional<uint32_t> bucket) {
+  const uint64_t key = bucket ? *bucket : ~uint64_t{0};
+  if (!queues_.at(job.job_id).flushes_asked.insert(key).second) return;
+  enqueue(job, "flush", [this, &job, bucket, key](const Status& turn) {
+    if (!turn.is_ok()) return;
+    const Bucket* const only = bucket ? &job.buckets[*bucket] : nullptr;
+    flush_tiles(
+        job, only, std::make_shared<StepReport>(), [this, &job, key, only](const Status& status) {
+          queues_.at(job.job_id).flushes_asked.erase(key);
+          if (!status.is_ok()) {
+            const auto waits = [&](const Waiter& waiter) {
+              if (only == nullptr) return waiter.waits_on == kRoom;
+              return job.find_entry(waiter.request.shard_id, waiter.request.part) == only->value;
+            };
+            fail_waiters(job, waits, status);
+          }
+          end_operation(job.job_id);
+        });
+  });
 }
 
 // ---- Operations ---------------------------------------------------------------------------------
@@ -254,6 +295,7 @@ bool ShardStore::joins_earlier_step(Job& job, const StepRequest& request, StepDo
   if (request.step <= sessions_.at(request.session_id)->step_committed) {
     StepReport report;
     report.committed_step = job.committed_step;
+    report.durable_step = job.durable_step;
     done(Status::ok(), report);
   } else {
     // That its own gradients made this step is not known: silence could lose one.
@@ -327,6 +369,8 @@ void ShardStore::sync_job(uint64_t job_id, StepDone done) {
   Job* const job = find(job_id);
   if (job == nullptr)
     return done(error(StatusCode::not_found, "there is no job with id ", job_id), {});
+  // Nothing of it can be made durable, and nobody is left who could be told.
+  if (!job->stopped.is_ok() && job->sessions.empty()) return done(Status::ok(), {});
   auto state = std::make_shared<StepState>();
   state->job = job;
   state->started_ns = clock_.now_ns();
@@ -337,6 +381,7 @@ void ShardStore::sync_job(uint64_t job_id, StepDone done) {
 }
 
 Status ShardStore::check_start(const StepState& state) const {
+  if (!state.job->stopped.is_ok()) return state.job->stopped;
   if (Status status = extents_.check_writable(); !status.is_ok()) return status;
   if (Status status = state.job->lost.check(state.job->name); !status.is_ok()) return status;
   const uint64_t step_next = state.job->committed_step + 1;
@@ -386,15 +431,73 @@ void ShardStore::start_step(const std::shared_ptr<StepState>& state) {
     MEMD_FAILPOINT("step.started");
     Status status = check_start(*state);
     if (status.is_ok()) status = check_staged(*state->job, state->request);
+    if (status.is_ok()) {
+      const Job& job = *state->job;
+      state->in_memory = state->is_step && job.durability.is_in_memory();
+      state->to_disk =
+          !state->is_step || job.durability.is_due(job.committed_step + 1 - job.durable_step);
+      if (state->in_memory) status = check_space(*state);
+    }
     if (!status.is_ok()) return finish_updates(state, status);
     hold_entries(*state);
     MEMD_FAILPOINT("step.entries_held");
-    status = swap_staged_buffers(state);
-    if (!status.is_ok()) return finish_updates(state, status);
-    set_phase(*state->job, "writes back what is dirty");
-    write_back_all(*state->job, state->report, [this, state](const Status& written) {
-      written.is_ok() ? update_buckets(state) : finish_updates(state, written);
+    set_phase(*state->job, "prepares the disk");
+    prepare_disk(state, [this, state](const Status& prepared) {
+      Status ready = prepared;
+      if (ready.is_ok()) ready = swap_staged_buffers(state);
+      if (!ready.is_ok()) return finish_updates(state, ready);
+      set_phase(*state->job, "writes back what is dirty");
+      write_back_all(
+          *state->job, state->to_disk, state->report, [this, state](const Status& written) {
+            written.is_ok() ? update_buckets(state) : finish_updates(state, written);
+          });
     });
+  });
+}
+
+// A step in memory cannot be undone: what it will need of the disk must be there before.
+Status ShardStore::check_space(const StepState& state) const {
+  const Job& job = *state.job;
+  uint64_t needed_bytes = 0;
+  uint64_t in_flight_bytes = 0;
+  for (const uint32_t index : state.buckets) {
+    const Bucket& bucket = job.buckets[index];
+    for (size_t tile = 0; tile < bucket.tile_count(); ++tile) {
+      if (job.cached_tiles.contains(job.tile_key(bucket.value->owner, tile))) continue;
+      const uint64_t bytes = bucket.value->replica_bytes(tile) + bucket.rest_bytes(tile);
+      // Others are replaced one after the other.
+      const bool stays_on_disk =
+          bucket.value->replicas[tile].referenced || !bucket.rest[tile].extent.exists();
+      if (stays_on_disk) needed_bytes += bytes;
+      in_flight_bytes = std::max(in_flight_bytes, kTilesInFlight * bytes);
+    }
+  }
+  needed_bytes += in_flight_bytes;
+  if (job.nvme_bytes_used + needed_bytes <= job.nvme_bytes) return Status::ok();
+  return error(StatusCode::capacity,
+               "job ",
+               job.name,
+               " has no room on disk for its next step; sync, so that what the last commit on disk "
+               "holds becomes free, or raise nvme_bytes: ",
+               job.nvme_bytes_used,
+               " of ",
+               job.nvme_bytes,
+               " bytes used, ",
+               needed_bytes,
+               " more needed");
+}
+
+void ShardStore::prepare_disk(const std::shared_ptr<StepState>& state, Done done) {
+  Job& job = *state->job;
+  // What can be undone returns to what is on disk.
+  if (!state->in_memory) return flush_tiles(job, nullptr, state->report, std::move(done));
+  if (!job.durability.is_none() || job.undurable_since != 0) return done(Status::ok());
+  // From here on extents of the last commit are overwritten: the disk says so first.
+  job.undurable_since = job.committed_step + 1;
+  commits_.commit(&job, [state, done = std::move(done)](const Status& status, double) {
+    if (!status.is_ok()) state->job->undurable_since = 0;
+    state->job->changed = true;
+    done(status);
   });
 }
 
@@ -480,8 +583,10 @@ void ShardStore::drop_staged(const StepState& state) {
 void ShardStore::update_buckets(const std::shared_ptr<StepState>& state) {
   Job& job = *state->job;
   set_phase(job, "updates tiles");
-  job.begin_update();
-  state->updating = true;
+  if (state->is_step) {
+    if (!state->in_memory) job.begin_update();
+    state->updating = true;
+  }
   auto join = Join::start([this, state](const Status& status) { finish_updates(state, status); });
   for (const uint32_t index : state->buckets) update_bucket(state, job.buckets[index], join);
   join->finish(Status::ok());
@@ -539,6 +644,7 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
     task.writes_value = true;
     task.reads_rest = true;
     task.writes_rest = true;
+    task.may_stay = state->in_memory;
     task.gradient = bucket.gradient;
     task.work = [spans, dtype = bucket.dtype, isa = isa_best()](const TileBytes& bytes) {
       update_tile(dtype, isa, *spans, bytes);
@@ -551,7 +657,25 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
 
 void ShardStore::finish_updates(const std::shared_ptr<StepState>& state, const Status& status) {
   MEMD_FAILPOINT("update.finished");
-  if (status.is_ok()) return commit_step(state);
+  if (status.is_ok()) return state->in_memory ? commit_in_memory(state) : commit_step(state);
+  if (state->in_memory && state->updating) {
+    Job& job = *state->job;
+    job.stopped = error(status.code(),
+                        "job ",
+                        job.name,
+                        ": step ",
+                        job.committed_step + 1,
+                        " failed while its state was updated in place, and cannot be undone with "
+                        "durability \"",
+                        job.durability.text(),
+                        "\": connect again to go on from the last step on disk, which is ",
+                        job.durable_step,
+                        ": ",
+                        status.message());
+    job.goes_to_disk = true;
+    undo_step(state);
+    return finish_step(state, job.stopped);
+  }
   undo_step(state);
   finish_step(state, status);
 }
@@ -574,7 +698,8 @@ void ShardStore::undo_step(const std::shared_ptr<StepState>& state) {
   Job& job = *state->job;
   let_go_of_entries(*state);
   if (state->updating) {
-    job.drop_all_cached_tiles();
+    // In memory there is nothing to go back to: the job is stopped.
+    if (!state->in_memory) job.drop_clean_tiles();
     for (const uint32_t index : state->buckets) {
       Entry& value = *job.buckets[index].value;
       if (value.bytes == 0) continue;
@@ -583,7 +708,7 @@ void ShardStore::undo_step(const std::shared_ptr<StepState>& state) {
       if (value.is_resident()) job.move(value, value.residency(), Residency::absent);
       if (value.slot != nullptr) job.retire_slot(std::move(value.slot));
     }
-    job.roll_back(extents_);
+    if (!state->in_memory) job.roll_back(extents_);
   }
   if (state->swapped) {
     for (size_t i = 0; i < state->request.staged_buffers.size(); ++i) {
@@ -601,7 +726,8 @@ void ShardStore::undo_step(const std::shared_ptr<StepState>& state) {
 
 void ShardStore::commit_step(const std::shared_ptr<StepState>& state) {
   Job& job = *state->job;
-  if (!state->is_step && !job.changed && state->report->written_bytes == 0) {
+  if (!state->is_step && !job.changed && job.dirty_tiles.empty() &&
+      state->report->written_bytes == 0) {
     let_go_of_entries(*state);
     return finish_step(state, Status::ok());
   }
@@ -616,11 +742,9 @@ void ShardStore::commit_step(const std::shared_ptr<StepState>& state) {
     drop_gradients_of(job,
                       [](const Shard& shard) { return shard.gradient_session == kSealedGradient; });
   }
-  set_phase(job, "commits");
   const bool was_broken = !extents_.broken().is_ok();
-  commits_.commit(&job, [this, state, was_broken](const Status& status, double commit_seconds) {
+  commit_to_disk(state, [this, state, was_broken](const Status& status) {
     Job& its = *state->job;
-    state->report->commit_seconds = commit_seconds;
     if (!status.is_ok()) {
       for (const auto& [shard_id, group] : state->group_of) --its.shards[shard_id].generation;
       if (state->is_step) {
@@ -636,26 +760,81 @@ void ShardStore::commit_step(const std::shared_ptr<StepState>& state) {
       undo_step(state);
       return finish_step(state, status);
     }
-    let_go_of_entries(*state);
-    drop_staged(*state);
-    for (const uint32_t index : state->buckets) {
-      Entry& value = *its.buckets[index].value;
-      if (value.residency() == Residency::filling)
-        its.move(value, Residency::filling, Residency::clean);
-    }
-    MEMD_FAILPOINT("step.before_gradients_dropped");
-    const Shard* const first = its.shards.data();
-    drop_gradients_of(its, [&](const Shard& shard) {
-      return state->group_of.contains(static_cast<uint32_t>(&shard - first));
-    });
+    publish_step(state);
     finish_step(state, Status::ok());
   });
+}
+
+void ShardStore::publish_step(const std::shared_ptr<StepState>& state) {
+  Job& job = *state->job;
+  let_go_of_entries(*state);
+  drop_staged(*state);
+  for (const uint32_t index : state->buckets) {
+    Entry& value = *job.buckets[index].value;
+    if (value.residency() == Residency::filling) {
+      job.move(value, Residency::filling, Residency::clean);
+    }
+  }
+  MEMD_FAILPOINT("step.before_gradients_dropped");
+  const Shard* const first = job.shards.data();
+  drop_gradients_of(job, [&](const Shard& shard) {
+    return state->group_of.contains(static_cast<uint32_t>(&shard - first));
+  });
+}
+
+void ShardStore::commit_in_memory(const std::shared_ptr<StepState>& state) {
+  Job& job = *state->job;
+  for (const auto& [shard_id, group] : state->group_of) ++job.shards[shard_id].generation;
+  ++job.committed_step;
+  state->is_counted = true;
+  job.changed = true;
+  publish_step(state);
+  // The step is made, whatever becomes of the disk.
+  const auto session = sessions_.find(state->request.session_id);
+  if (session != sessions_.end() && state->request.step != 0) {
+    session->second->step_committed = state->request.step;
+  }
+  if (!state->to_disk) return finish_step(state, Status::ok());
+  commit_to_disk(state, [this, state](const Status& status) {
+    const Job& its = *state->job;
+    if (status.is_ok()) return finish_step(state, status);
+    finish_step(state,
+                error(status.code(),
+                      "job ",
+                      its.name,
+                      " is at step ",
+                      its.committed_step,
+                      " in memory, but its commit to the disk failed; there it stays at step ",
+                      its.durable_step,
+                      ": ",
+                      status.message()));
+  });
+}
+
+void ShardStore::commit_to_disk(const std::shared_ptr<StepState>& state, Done done) {
+  Job& job = *state->job;
+  set_phase(job, "commits");
+  flush_tiles(
+      job, nullptr, state->report, [this, state, done = std::move(done)](const Status& flushed) {
+        if (!flushed.is_ok()) return done(flushed);
+        Job& its = *state->job;
+        const uint64_t undurable_since = std::exchange(its.undurable_since, 0);
+        commits_.commit(&its, [state, undurable_since, done](const Status& status, double seconds) {
+          state->report->commit_seconds = seconds;
+          if (!status.is_ok()) {
+            state->job->undurable_since = undurable_since;
+            state->job->changed = true;
+          }
+          done(status);
+        });
+      });
 }
 
 void ShardStore::finish_step(const std::shared_ptr<StepState>& state, const Status& status) {
   Job& job = *state->job;
   job.end_update();
   state->report->committed_step = job.committed_step;
+  state->report->durable_step = job.durable_step;
   if (state->is_step && status.is_ok()) {
     step_phases_.add(*state->report);
     step_seconds_.add(static_cast<double>(clock_.now_ns() - state->started_ns) * 1e-9);

@@ -1,5 +1,6 @@
 #include "store/tile_tasks.h"
 
+#include <algorithm>
 #include <cstring>
 #include <span>
 #include <utility>
@@ -11,13 +12,6 @@
 #include "base/units.h"
 
 namespace memd {
-namespace {
-
-// One tile is being updated by each worker while others are read and written; more than eight did
-// not shorten a step and takes memory from the cache.
-constexpr uint32_t kTilesInFlight = 8;
-
-}  // namespace
 
 struct TileTasks::Running {
   TileTask task;
@@ -25,7 +19,9 @@ struct TileTasks::Running {
   TileBytes bytes;
   std::byte* gradient_copy = nullptr;  // a spilled gradient's place behind the state
   uint64_t gradient_bytes = 0;
-  bool in_memory = false;  // value and rest were cached
+  std::optional<uint64_t> gradient_offset_bytes;  // where it has a place of its own
+  bool in_memory = false;                         // value and rest were cached
+  bool stays = false;                             // in memory, dirty
   bool value_from_arena = false;
   ExtentRecord value_extent;  // to be written
   ExtentRecord rest_extent;
@@ -40,6 +36,14 @@ struct TileTasks::Running {
   uint64_t started_ns = 0;
   uint64_t work_ns = 0;
 
+  bool writes_value() const { return task.writes_value && !stays; }
+  bool writes_rest() const { return task.writes_rest && !stays; }
+  /// Value and rest are in the place that starts at `offset_bytes`, which ends with them.
+  bool is_whole() const {
+    const bool alone = gradient_copy == nullptr || gradient_offset_bytes.has_value();
+    return bytes.rest_bytes > 0 && alone && (task.reads_value || task.writes_value);
+  }
+  uint64_t key() const { return task.job->tile_key(task.entry->owner, task.index); }
   const ExtentRecord& value_source() const { return task.entry->replicas[task.index].extent; }
   const ExtentRecord& rest_source() const { return task.bucket->rest[task.index].extent; }
   const ExtentRecord& gradient_source() const { return task.gradient->replicas[task.index].extent; }
@@ -57,6 +61,51 @@ void TileTasks::submit(TileTask task) {
   queues_[job].waiting.push_back(std::move(task));
 }
 
+TileTask TileTasks::flush_task(Job& job, uint64_t tile_key) {
+  TileTask task;
+  task.job = &job;
+  task.bucket = &job.buckets[tile_key >> 32];
+  task.entry = task.bucket->value;
+  task.index = static_cast<uint32_t>(tile_key);
+  task.reads_value = true;
+  task.writes_value = true;
+  task.reads_rest = true;
+  task.writes_rest = true;
+  task.work = [](const TileBytes&) {};
+  return task;
+}
+
+void TileTasks::submit_flush(Job& job,
+                             uint64_t tile_key,
+                             const std::shared_ptr<StepReport>& report,
+                             Done done) {
+  TileTask task = flush_task(job, tile_key);
+  task.report = report;
+  task.done = std::move(done);
+  submit(std::move(task));
+}
+
+void TileTasks::make_room(Job& job, uint64_t tile_key) {
+  // A tile in memory needs no more of it: this one starts now, before whoever waits.
+  TileTask task = flush_task(job, tile_key);
+  task.report = std::make_shared<StepReport>();
+  task.done = [this, &job](const Status& status) {
+    if (status.is_ok()) return;
+    // No room will come: whoever waits for it hears why.
+    std::deque<TileTask> waiting = std::move(queues_[&job].waiting);
+    queues_[&job].waiting.clear();
+    for (TileTask& each : waiting) {
+      --each.entry->task_count;
+      --job.activity_count;
+      const Done done = std::move(each.done);
+      done(status);
+    }
+  };
+  ++task.entry->task_count;
+  ++job.activity_count;
+  MEMD_CHECK(try_start(task));
+}
+
 void TileTasks::advance() {
   // A continuation may open or drop jobs.
   std::vector<Job*> jobs;
@@ -71,7 +120,10 @@ void TileTasks::advance() {
       queue.waiting.pop_front();
       if (try_start(task)) continue;
       queue.waiting.push_front(std::move(task));
-      MEMD_CHECK_GT(queue.running_count, 0u);  // the private floor holds two tiles
+      if (queue.running_count > 0) break;
+      // The private floor holds two tiles, but those that stay may lie in the way.
+      MEMD_CHECK(!job->dirty_tiles.empty());
+      make_room(*job, *job->dirty_tiles.begin());
       break;
     }
   }
@@ -82,11 +134,22 @@ std::optional<uint64_t> TileTasks::allocate_private(Job& job, uint64_t bytes) {
   for (;;) {
     if (const auto offset_bytes = side.allocate(bytes)) return offset_bytes;
     if (job.memory->grow_private()) continue;
-    if (job.cached_tiles.empty()) return std::nullopt;
-    const auto any = job.cached_tiles.begin();
-    side.free(any->second);
-    job.cached_tiles.erase(any);
+    const auto clean =
+        std::find_if(job.cached_tiles.begin(), job.cached_tiles.end(), [&](const auto& tile) {
+          return !job.dirty_tiles.contains(tile.first);
+        });
+    if (clean == job.cached_tiles.end()) return std::nullopt;
+    side.free(clean->second);
+    job.cached_tiles.erase(clean);
   }
+}
+
+// State stays in memory where there is room: for a trace that repeats, a fixed part that stays
+// beats a least recently used one, which would be evicted just before its next use.
+bool TileTasks::has_room_to_stay(const Running& running) {
+  const JobMemory& memory = *running.task.job->memory;
+  const uint64_t kept_bytes = memory.private_floor_bytes() + memory.private_side().used_bytes();
+  return running.is_whole() && kept_bytes <= memory.private_bytes_max();
 }
 
 bool TileTasks::try_start(TileTask& task) {
@@ -101,14 +164,26 @@ bool TileTasks::try_start(TileTask& task) {
 
   Arena& side = job.memory->private_side();
   if (bytes.rest_bytes > 0) {
-    const auto cached = job.cached_tiles.find(job.tile_key(task.entry->owner, task.index));
-    if (cached != job.cached_tiles.end() && !gradient_spilled) {
+    const uint64_t key = job.tile_key(task.entry->owner, task.index);
+    const auto cached = job.cached_tiles.find(key);
+    const bool dirty = job.dirty_tiles.contains(key);
+    // Another task works on it; the disk has older bytes.
+    if (dirty && cached == job.cached_tiles.end()) return false;
+    if (cached != job.cached_tiles.end()) {
       running->in_memory = true;
       running->offset_bytes = cached->second;
       job.cached_tiles.erase(cached);
-    } else if (cached != job.cached_tiles.end()) {
-      side.free(cached->second);
-      job.cached_tiles.erase(cached);
+    }
+    if (running->in_memory && gradient_spilled) {
+      running->gradient_offset_bytes = allocate_private(job, running->gradient_bytes);
+      if (!running->gradient_offset_bytes && dirty) {
+        job.cached_tiles[key] = running->offset_bytes;
+        return false;
+      }
+      if (!running->gradient_offset_bytes) {
+        running->in_memory = false;
+        side.free(running->offset_bytes);
+      }
     }
   }
   if (!running->in_memory) {
@@ -120,7 +195,9 @@ bool TileTasks::try_start(TileTask& task) {
   bytes.value = side.at(running->offset_bytes);
   bytes.rest = bytes.rest_bytes > 0 ? bytes.value + bytes.value_bytes : nullptr;
   if (gradient_spilled) {
-    running->gradient_copy = bytes.value + bytes.value_bytes + bytes.rest_bytes;
+    running->gradient_copy = running->gradient_offset_bytes
+                                 ? side.at(*running->gradient_offset_bytes)
+                                 : bytes.value + bytes.value_bytes + bytes.rest_bytes;
     bytes.gradient = running->gradient_copy;
   } else if (task.gradient != nullptr) {
     bytes.gradient = job.memory->arena().at(task.gradient->slot->offset_bytes) +
@@ -198,9 +275,13 @@ void TileTasks::work(const std::shared_ptr<Running>& running) {
     task.job->nvme_bytes_used += length_bytes;
     return Status::ok();
   };
+  // Once it has extents it is written, also where it was read again meanwhile.
+  running->stays = task.may_stay && !running->value_extent.exists() && has_room_to_stay(*running);
   Status status;
-  if (task.writes_value) status = reserve(running->bytes.value_bytes, &running->value_extent);
-  if (status.is_ok() && task.writes_rest) {
+  if (running->writes_value()) {
+    status = reserve(running->bytes.value_bytes, &running->value_extent);
+  }
+  if (status.is_ok() && running->writes_rest()) {
     status = reserve(running->bytes.rest_bytes, &running->rest_extent);
   }
   if (!status.is_ok()) return finish(running, status);
@@ -236,11 +317,11 @@ void TileTasks::work(const std::shared_ptr<Running>& running) {
           MEMD_FAILPOINT("tile.before_update");
           its.work(running->bytes);
           MEMD_FAILPOINT("tile.before_checksums");
-          if (its.writes_value) {
+          if (running->writes_value()) {
             running->value_extent.checksum =
                 extent_checksum(running->value_span(), running->value_extent.address);
           }
-          if (its.writes_rest) {
+          if (running->writes_rest()) {
             running->rest_extent.checksum =
                 extent_checksum(running->rest_span(), running->rest_extent.address);
           }
@@ -311,12 +392,12 @@ void TileTasks::write(const std::shared_ptr<Running>& running) {
     running->task.report->write_seconds += static_cast<double>(clock_.now_ns() - start_ns) * 1e-9;
     finish(running, status);
   });
-  if (task.writes_value) {
+  if (running->writes_value()) {
     task.report->written_bytes += running->value_extent.length_bytes;
     extents_.write(running->value_extent, running->value_span(), join->branch());
   }
   MEMD_FAILPOINT("tile.between_writes");
-  if (task.writes_rest && !MEMD_PLANTED("tile.rest_not_written")) {
+  if (running->writes_rest() && !MEMD_PLANTED("tile.rest_not_written")) {
     task.report->written_bytes += running->rest_extent.length_bytes;
     extents_.write(running->rest_extent, running->rest_span(), join->branch());
   }
@@ -337,20 +418,22 @@ void TileTasks::finish(const std::shared_ptr<Running>& running, const Status& st
       extents_.release(extent);
     }
   };
-  if (task.writes_value) settle(running->value_extent, task.entry->replicas[task.index]);
-  if (task.writes_rest) settle(running->rest_extent, task.bucket->rest[task.index]);
+  if (running->writes_value()) settle(running->value_extent, task.entry->replicas[task.index]);
+  if (running->writes_rest()) settle(running->rest_extent, task.bucket->rest[task.index]);
 
-  if (status.is_ok() && task.writes_value) job.note_value_extent(*task.entry, task.index);
-  if (status.is_ok() && task.writes_rest) job.note_rest_extent(*task.bucket, task.index);
+  if (status.is_ok() && running->writes_value()) job.note_value_extent(*task.entry, task.index);
+  if (status.is_ok() && running->writes_rest()) job.note_rest_extent(*task.bucket, task.index);
 
-  // State stays in memory where there is room: for a trace that repeats, a fixed part that stays
-  // beats a least recently used one, which would be evicted just before its next use.
   Arena& side = job.memory->private_side();
-  const bool whole = running->bytes.rest_bytes > 0 && running->gradient_copy == nullptr &&
-                     (task.reads_value || task.writes_value);
-  const uint64_t kept_bytes = job.memory->private_floor_bytes() + side.used_bytes();
-  if (status.is_ok() && whole && kept_bytes <= job.memory->private_bytes_max()) {
-    job.cached_tiles[job.tile_key(task.entry->owner, task.index)] = running->offset_bytes;
+  if (running->gradient_offset_bytes) side.free(*running->gradient_offset_bytes);
+  const uint64_t key = running->key();
+  if (task.bucket != nullptr && status.is_ok()) {
+    if (running->stays) job.dirty_tiles.insert(key);
+    if (running->writes_value() && running->writes_rest()) job.dirty_tiles.erase(key);
+  }
+  const bool dirty = task.bucket != nullptr && job.dirty_tiles.contains(key);
+  if (dirty || (status.is_ok() && has_room_to_stay(*running))) {
+    job.cached_tiles[key] = running->offset_bytes;
   } else {
     side.free(running->offset_bytes);
   }

@@ -15,6 +15,10 @@
 
 namespace memd {
 
+// One tile is being updated by each worker while others are read and written; more than eight did
+// not shorten a step and takes memory from the cache.
+inline constexpr uint32_t kTilesInFlight = 8;
+
 /// What a task's work sees, in memory that only the daemon maps, `arena_value` and an unspilled
 /// gradient excepted.
 struct TileBytes {
@@ -42,6 +46,8 @@ struct TileTask {
   bool writes_value = false;
   bool reads_rest = false;  // zeros where there is none
   bool writes_rest = false;
+  /// Where there is room the tile stays in memory, dirty, and is not written.
+  bool may_stay = false;
   const Entry* gradient = nullptr;
 
   /// On an update worker.
@@ -60,6 +66,11 @@ class TileTasks {
       : extents_(extents), workers_(workers), clock_(clock) {}
 
   void submit(TileTask task);
+  /// Writes a tile whose newest bytes are in memory alone; it is clean afterwards.
+  void submit_flush(Job& job,
+                    uint64_t tile_key,
+                    const std::shared_ptr<StepReport>& report,
+                    Done done);
   /// Starts what can start.
   void advance();
   void forget(Job* job) { queues_.erase(job); }
@@ -71,6 +82,9 @@ class TileTasks {
     uint32_t running_count = 0;
   };
 
+  static TileTask flush_task(Job& job, uint64_t tile_key);
+  void make_room(Job& job, uint64_t tile_key);
+  static bool has_room_to_stay(const Running& running);
   bool try_start(TileTask& task);
   std::optional<uint64_t> allocate_private(Job& job, uint64_t bytes);
   void load(const std::shared_ptr<Running>& running);

@@ -214,13 +214,15 @@ class Heart {
 
   uint64_t open(const std::string& name,
                 uint64_t arena_segments = 8,
-                uint64_t nvme_bytes = kQuotaBytes) {
+                uint64_t nvme_bytes = kQuotaBytes,
+                std::optional<Durability> durability = std::nullopt) {
     const auto job =
         store_->open_job({.name = name,
                           .uid = 1000,
                           .host_bytes = (kFloorSegments + arena_segments) * kSegmentBytes,
                           .nvme_bytes = nvme_bytes,
-                          .fresh = false});
+                          .fresh = false,
+                          .durability = durability});
     EXPECT_TRUE(job.is_ok()) << job.status().message();
     return job.is_ok() ? job.value().job_id : 0;
   }

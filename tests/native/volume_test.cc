@@ -297,7 +297,7 @@ TEST_F(VolumeTest, a_newer_format_is_refused_with_both_versions_named) {
   const uint64_t checksum = record_checksum(std::span(block).first(kSuperblockBytes - 8));
   std::memcpy(block.data() + kSuperblockBytes - 8, &checksum, 8);
   overwrite(volume("a"), 1_MiB, block);
-  refused(options({"a"}), StatusCode::not_yet, {volume("a"), "2.0", "1.x"});
+  refused(options({"a"}), StatusCode::not_yet, {volume("a"), concat("2.", kFormatMinor), "1.x"});
 }
 
 TEST(Superblock, comes_back_as_it_was_and_only_from_its_own_place) {

@@ -71,6 +71,8 @@ class JobInfo:
     host_bytes: int
     nvme_bytes: int
     committed_step: int = 0
+    durable_step: int = 0
+    durability: str = "step"
     session_count: int = 0
     host_bytes_used: int = 0
     nvme_bytes_used: int = 0
@@ -97,6 +99,7 @@ class SessionGrant:
 @dataclass
 class StepReport:
     committed_step: int
+    durable_step: int = 0
     read_seconds: float = 0.0
     update_seconds: float = 0.0
     write_seconds: float = 0.0
@@ -261,7 +264,14 @@ class FakeServer:
         )
 
     def open_job(
-        self, name: str, *, uid: int, host_bytes: int = 0, nvme_bytes: int = 0, fresh: bool = False
+        self,
+        name: str,
+        *,
+        uid: int,
+        host_bytes: int = 0,
+        nvme_bytes: int = 0,
+        fresh: bool = False,
+        durability: str = "",
     ) -> JobInfo:
         with self._lock:
             for job in self._jobs.values():
@@ -280,6 +290,7 @@ class FakeServer:
                 created=True,
                 host_bytes=host_bytes or self._host_bytes // 2,
                 nvme_bytes=nvme_bytes or self._nvme_bytes // 2,
+                durability=durability or "step",
             )
             self._jobs[info.job_id] = Job(info)
             return info

@@ -80,9 +80,17 @@ class TestSizesAndAddresses:
 
 class TestConnect:
     @pytest.mark.parametrize(
+        "text", ["", "every:", "every:x", "every:01", "every:2147483649", "Step"]
+    )
+    def test_an_unknown_durability_is_refused_with_what_is_allowed(self, text: str) -> None:
+        with pytest.raises(memd_client.InvalidArgument, match="every:k") as refused:
+            memd_client.connect("unix:///nobody", job="gpt", durability=text)
+        assert repr(text) in str(refused.value)
+
+    @pytest.mark.parametrize(
         ("settings", "error", "message"),
         [
-            ({"durability": "every:5"}, memd_client.NotYet, "every:5"),
+            ({"durability": "every:0"}, memd_client.InvalidArgument, "'every:0'"),
             ({"world_size": 2}, memd_client.NotYet, "world_size 2"),
             ({"rank": 3}, memd_client.InvalidArgument, "rank 3"),
             ({"host_bytes": "4"}, memd_client.InvalidArgument, "host_bytes"),

@@ -220,9 +220,6 @@ def test_another_protocol_version_is_refused_with_both_named(service: Service) -
         ({"job": ""}, grpc.StatusCode.INVALID_ARGUMENT, "a job's name has 1 to 128"),
         ({"job": 'a"\n'}, grpc.StatusCode.INVALID_ARGUMENT, "a job's name has 1 to 128"),
         ({"rank": 1, "world_size": 2}, grpc.StatusCode.UNIMPLEMENTED, "rank 1 of 2"),
-        ({"durability": "every:4"}, grpc.StatusCode.UNIMPLEMENTED, "'every:4' is not there yet"),
-        ({"durability": "none"}, grpc.StatusCode.UNIMPLEMENTED, "'none' is not there yet"),
-        ({"durability": "often"}, grpc.StatusCode.INVALID_ARGUMENT, "'often' is unknown"),
     ],
 )
 def test_an_attach_that_cannot_be_served_is_refused_and_makes_no_job(

@@ -200,6 +200,12 @@ class JobInfo:
     def committed_step(self) -> int: ...
 
     @property
+    def durable_step(self) -> int: ...
+
+    @property
+    def durability(self) -> str: ...
+
+    @property
     def session_count(self) -> int: ...
 
     @property
@@ -268,6 +274,9 @@ class KeptSession:
 class StepReport:
     @property
     def committed_step(self) -> int: ...
+
+    @property
+    def durable_step(self) -> int: ...
 
     @property
     def read_seconds(self) -> float: ...
@@ -474,7 +483,7 @@ class Server:
 
     def report(self) -> StartReport: ...
 
-    def open_job(self, name: str, *, uid: int, host_bytes: int = 0, nvme_bytes: int = 0, fresh: bool = False) -> JobInfo:
+    def open_job(self, name: str, *, uid: int, host_bytes: int = 0, nvme_bytes: int = 0, fresh: bool = False, durability: str = '') -> JobInfo:
         """Finds the job, whoever owns it, or creates it for `uid`."""
 
     def find_job(self, name: str) -> JobInfo: ...

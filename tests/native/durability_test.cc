@@ -1,0 +1,298 @@
+// Commits in memory: tiles that are updated in place, and what of them is on disk when.
+#include "store/durability.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "store_fixture.h"
+
+namespace memd::testing {
+namespace {
+
+Durability durability(const std::string& text) { return Durability::parse(text).value(); }
+
+TEST(DurabilityText, says_what_it_takes_and_refuses_the_rest) {
+  for (const char* text : {"step", "every:1", "every:10", "every:2147483648", "none"}) {
+    const auto parsed = Durability::parse(text);
+    ASSERT_TRUE(parsed.is_ok()) << text;
+    EXPECT_EQ(parsed.value().text(), text);
+    EXPECT_TRUE(Durability::is_code(parsed.value().code()));
+  }
+  for (const char* text : {"",
+                           "Step",
+                           "every",
+                           "every:",
+                           "every:0",
+                           "every:x",
+                           "every:01",
+                           "every:-1",
+                           "every:3 ",
+                           "every:2147483649",
+                           "every:99999999999999999999",
+                           "None"}) {
+    const auto parsed = Durability::parse(text);
+    ASSERT_FALSE(parsed.is_ok()) << text;
+    EXPECT_EQ(parsed.status().code(), StatusCode::invalid_argument);
+    EXPECT_NE(parsed.status().message().find("\"every:k\" with k from 1"), std::string::npos);
+  }
+}
+
+struct Case {
+  std::string durability;
+  DType dtype = DType::float32;
+  uint64_t arena_segments = 8;
+  /// Of the four tiles, those that stay in memory; 1 for some of them.
+  uint64_t staying = 4;
+};
+
+/// Two tensors, one of three tiles and a bucket of small ones, trained beside their twins.
+class Training {
+ public:
+  static constexpr uint64_t kLarge = 2 * kTileElements + 1000;
+  static constexpr uint64_t kSmall = 3000;
+
+  Training(Heart& heart, const Case& chosen) : heart_(heart), case_(chosen) {
+    job_id_ = heart.open("job", chosen.arena_segments, kQuotaBytes, durability(chosen.durability));
+    session_ = heart.attach(job_id_);
+    ids_ = heart.declare(
+        session_,
+        {parameter("large", kLarge, chosen.dtype), parameter("small", kSmall, chosen.dtype)});
+  }
+
+  void write_all() {
+    for (size_t i = 0; i < ids_.size(); ++i) write(i, static_cast<uint32_t>(i) + 1);
+  }
+  void write(size_t i, uint32_t seed) {
+    Twin fresh;
+    if (case_.dtype == DType::float32) {
+      const auto values = numbers(count(i), seed);
+      heart_.write(session_, ids_[i], values);
+      fresh = Twin::fp32(values);
+    } else {
+      const auto values = halves(count(i), seed);
+      heart_.write(session_, ids_[i], values);
+      fresh = Twin::bf16(values);
+    }
+    if (twins.size() <= i) {
+      twins.push_back(std::move(fresh));
+      return;
+    }
+    // Moments stay, and of what was touched the remainder goes.
+    for (size_t at = 0; at < fresh.remainder.size(); ++at) {
+      if (twins[i].half[at] == fresh.half[at]) fresh.remainder[at] = twins[i].remainder[at];
+    }
+    fresh.m = std::move(twins[i].m);
+    fresh.v = std::move(twins[i].v);
+    fresh.t = twins[i].t;
+    twins[i] = std::move(fresh);
+  }
+
+  std::pair<Status, StepReport> step() {
+    StepRequest request{.session_id = session_,
+                        .groups = {{.settings = settings_, .shard_ids = ids_}},
+                        .staged_buffers = {},
+                        .step = 0};
+    ++seed_;
+    for (size_t i = 0; i < ids_.size(); ++i) {
+      if (case_.dtype == DType::float32) {
+        heart_.write(session_, ids_[i], numbers(count(i), seed_), Part::gradient);
+      } else {
+        heart_.write(session_, ids_[i], halves(count(i), seed_), Part::gradient);
+      }
+    }
+    const auto done = heart_.step(request);
+    if (done.first.is_ok()) advance(twins, seed_);
+    return done;
+  }
+  void advance(std::vector<Twin>& all, uint32_t seed) const {
+    for (size_t i = 0; i < ids_.size(); ++i) {
+      if (case_.dtype == DType::float32) {
+        all[i].step(settings_, numbers(count(i), seed));
+      } else {
+        all[i].step(settings_, halves(count(i), seed));
+      }
+    }
+  }
+
+  /// Parameters, moments and generations have the twin's bits.
+  void expect_equal() { expect_equal(heart_, session_, twins); }
+  void expect_equal(Heart& heart, uint64_t session, const std::vector<Twin>& expected) {
+    for (size_t i = 0; i < ids_.size(); ++i) {
+      if (case_.dtype == DType::float32) {
+        EXPECT_TRUE(heart.read<float>(session, ids_[i]) == expected[i].theta) << "shard " << i;
+      } else {
+        EXPECT_TRUE(heart.read<uint16_t>(session, ids_[i]) == expected[i].half) << "shard " << i;
+      }
+      const auto [m, v] = heart.moments(session, ids_[i]);
+      EXPECT_TRUE(m == expected[i].m) << "shard " << i;
+      EXPECT_TRUE(v == expected[i].v) << "shard " << i;
+      EXPECT_EQ(heart.job(session).shards[ids_[i]].generation, expected[i].t);
+    }
+  }
+
+  Job& job() { return heart_.job(session_); }
+  uint64_t session() const { return session_; }
+  uint64_t job_id() const { return job_id_; }
+  const std::vector<uint32_t>& ids() const { return ids_; }
+  uint32_t seed() const { return seed_; }
+
+  std::vector<Twin> twins;
+
+ private:
+  uint64_t count(size_t i) const { return i == 0 ? kLarge : kSmall; }
+
+  Heart& heart_;
+  const Case case_;
+  const AdamSettings settings_{.lr = 0.01, .weight_decay = 0.1};
+  uint64_t job_id_ = 0;
+  uint64_t session_ = 0;
+  std::vector<uint32_t> ids_;
+  uint32_t seed_ = 100;
+};
+
+class DurabilityTest : public ::testing::TestWithParam<Case> {
+ protected:
+  std::shared_ptr<MemoryDisk> disk_ = std::make_shared<MemoryDisk>(kDiskBytes);
+};
+
+TEST_P(DurabilityTest, a_power_cut_leaves_the_last_commit_on_disk) {
+  const Durability chosen = durability(GetParam().durability);
+  std::vector<Twin> on_disk;
+  uint64_t durable_step = 0;
+  {
+    Heart heart(disk_);
+    Training training(heart, GetParam());
+    training.write_all();
+    ASSERT_TRUE(heart.sync(training.session()).is_ok());
+    on_disk = training.twins;
+    for (uint64_t step = 1; step <= 7; ++step) {
+      const auto [status, report] = training.step();
+      ASSERT_TRUE(status.is_ok()) << status.message();
+      EXPECT_EQ(report.committed_step, step);
+      if (chosen.is_due(step - durable_step)) {
+        durable_step = step;
+        on_disk = training.twins;
+      }
+      EXPECT_EQ(report.durable_step, chosen.is_none() ? 0 : durable_step);
+      const uint64_t dirty = training.job().dirty_tiles.size();
+      const bool on_disk_now = durable_step == step || !chosen.is_in_memory();
+      const bool some = GetParam().staying == 1 && !on_disk_now;
+      if (some) {
+        EXPECT_TRUE(dirty > 0 && dirty < 4) << dirty;
+      } else {
+        EXPECT_EQ(dirty, on_disk_now ? 0 : GetParam().staying);
+      }
+      // What stays is not written.
+      if (GetParam().staying == 4 && step > 1 && !on_disk_now) {
+        EXPECT_EQ(report.written_bytes, 0U);
+      }
+    }
+    training.expect_equal();
+  }
+  disk_->crash([](const UnsyncedWrite&) { return false; });
+  Heart heart(disk_);
+  ASSERT_TRUE(heart.loaded.is_ok()) << heart.loaded.message();
+  const auto opened = heart.store().open_job({.name = "job",
+                                              .uid = 1000,
+                                              .host_bytes = 0,
+                                              .nvme_bytes = 0,
+                                              .fresh = false,
+                                              .durability = std::nullopt});
+  if (chosen.is_none()) {
+    ASSERT_FALSE(opened.is_ok());
+    EXPECT_EQ(opened.status().code(), StatusCode::integrity);
+    EXPECT_NE(opened.status().message().find("without durability since step 1"), std::string::npos);
+    EXPECT_NE(opened.status().message().find("connect(fresh=True)"), std::string::npos);
+    return;
+  }
+  ASSERT_TRUE(opened.is_ok()) << opened.status().message();
+  EXPECT_EQ(opened.value().committed_step, durable_step);
+  EXPECT_EQ(opened.value().durability, GetParam().durability);
+  const uint64_t session = heart.attach(opened.value().job_id);
+  Heart twin_heart(std::make_shared<MemoryDisk>(kDiskBytes));
+  Training shape(twin_heart, GetParam());
+  shape.expect_equal(heart, session, on_disk);
+}
+
+TEST_P(DurabilityTest, a_sync_puts_every_step_on_disk) {
+  std::vector<Twin> twins;
+  {
+    Heart heart(disk_);
+    Training training(heart, GetParam());
+    training.write_all();
+    for (int step = 0; step < 2; ++step) ASSERT_TRUE(training.step().first.is_ok());
+    ASSERT_TRUE(heart.sync(training.session()).is_ok());
+    EXPECT_EQ(training.job().durable_step, 2U);
+    EXPECT_TRUE(training.job().dirty_tiles.empty());
+    ASSERT_TRUE(training.step().first.is_ok());
+    training.expect_equal();
+    ASSERT_TRUE(heart.sync(training.session()).is_ok());
+    twins = training.twins;
+  }
+  disk_->crash([](const UnsyncedWrite&) { return false; });
+  Heart heart(disk_);
+  ASSERT_TRUE(heart.loaded.is_ok()) << heart.loaded.message();
+  const uint64_t session = heart.attach(heart.open("job", GetParam().arena_segments));
+  EXPECT_EQ(heart.job(session).committed_step, 3U);
+  EXPECT_EQ(heart.job(session).durable_step, 3U);
+  Heart twin_heart(std::make_shared<MemoryDisk>(kDiskBytes));
+  Training shape(twin_heart, GetParam());
+  shape.expect_equal(heart, session, twins);
+}
+
+TEST_P(DurabilityTest, what_the_user_writes_over_a_dirty_tile_keeps_its_moments) {
+  Heart heart(disk_);
+  Training training(heart, GetParam());
+  training.write_all();
+  ASSERT_TRUE(training.step().first.is_ok());
+  training.write(0, 77);
+  training.write(1, 78);
+  for (int step = 0; step < 2; ++step) ASSERT_TRUE(training.step().first.is_ok());
+  training.expect_equal();
+}
+
+TEST_P(DurabilityTest, parameters_evicted_over_dirty_tiles_come_back_as_they_are) {
+  Heart heart(disk_);
+  Training training(heart, GetParam());
+  training.write_all();
+  for (int step = 0; step < 2; ++step) ASSERT_TRUE(training.step().first.is_ok());
+  Job& job = training.job();
+  for (const uint32_t id : training.ids()) {
+    Entry& entry = *job.shards[id].value;
+    if (entry.residency() != Residency::clean) continue;
+    job.move(entry, Residency::clean, Residency::absent);
+    job.free_slot(std::move(entry.slot));
+  }
+  training.expect_equal();
+  ASSERT_TRUE(training.step().first.is_ok());
+  training.expect_equal();
+}
+
+INSTANTIATE_TEST_SUITE_P(Kinds,
+                         DurabilityTest,
+                         ::testing::Values(Case{"step"},
+                                           Case{"every:1"},
+                                           Case{"every:2"},
+                                           Case{"every:3"},
+                                           Case{"none"},
+                                           Case{"every:3", DType::bfloat16},
+                                           Case{"none", DType::bfloat16},
+                                           Case{"every:3", DType::float32, 5, 1},
+                                           Case{"none", DType::float32, 4, 0},
+                                           Case{"every:2", DType::bfloat16, 2, 0},
+                                           Case{"none", DType::bfloat16, 4, 1}),
+                         [](const auto& info) {
+                           std::string name =
+                               info.param.durability +
+                               (info.param.dtype == DType::bfloat16 ? "_bf16_" : "_fp32_") +
+                               std::to_string(info.param.arena_segments);
+                           std::replace(name.begin(), name.end(), ':', '_');
+                           return name;
+                         });
+
+}  // namespace
+}  // namespace memd::testing
