@@ -22,6 +22,7 @@ import memd_client
 from memd.client import DaemonClient
 from tests.daemons import Daemon, running_daemon
 from tests.faults.small_training import batch, build, loss_of
+from tests.soak.live_training import import_all
 
 JOB = "leases"
 WAIT_S = 30.0
@@ -186,6 +187,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    import_all()
     nursery = Nursery()  # before gRPC is used here
     with running_daemon() as daemon:
         outcome = run(arguments.count, daemon, nursery)

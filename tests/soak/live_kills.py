@@ -26,7 +26,7 @@ import torch
 
 # Everything is imported before the first trainer is forked, which then starts in milliseconds.
 from tests.daemons import Daemon, Daemons, daemons
-from tests.soak.live_training import Training, losses_of, repeat_in_memory, train
+from tests.soak.live_training import Training, import_all, losses_of, repeat_in_memory, train
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -219,6 +219,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    import_all()
     outcome = run(
         what=arguments.what,
         count=arguments.count,

@@ -68,6 +68,11 @@ def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
 
 
+def import_all() -> None:
+    """The first optimizer of a process imports for a second: what is forked afterwards need not."""
+    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+
+
 def train(training: Training) -> None:
     """Until `training.stop` exists. Where the session is given up, it starts over at the last
     committed step as a new process would.
