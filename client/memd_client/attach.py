@@ -145,6 +145,12 @@ class AttachConnection:
             raise DaemonUnavailable(
                 f"the daemon did not answer on its attach socket within {_TIMEOUT_S:.0f} s"
             ) from error
+        except OSError as error:
+            # It ended before it had accepted the connection.
+            raise DaemonUnavailable(
+                f"the daemon ended while this process attached: {error.strerror or error}; start "
+                "it, and connect again"
+            ) from error
         if not packet:
             raise DaemonUnavailable(
                 "the daemon closed the attach socket; see its log, and connect again"

@@ -165,6 +165,7 @@ class Reattach:
                     or time.monotonic() - began > self._seconds
                 ):
                     raise
+                _let_go_of_frames(failure)
 
     def _may_come_back(self, epoch: int, failure: MemdError, *, lease: bool) -> bool:
         """Whether the daemon has ended, and then returns when there is another one. A daemon that
@@ -245,6 +246,17 @@ class Reattach:
         self.connection = connection
         self._control.renew(address=connection.control_address, token=connection.token)
         return self._control.attach(self._request)
+
+
+def _let_go_of_frames(failure: BaseException) -> None:
+    """A failure that is over must keep nothing alive. gRPC raises the call itself, which its
+    traceback then refers back to: a cycle that holds the frames of everybody who called, with the
+    leased tensors in them, until the garbage collector runs.
+    """
+    link: BaseException | None = failure
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
 
 
 class ReattachingControl:

@@ -3,6 +3,7 @@ the same bits; and what happens where its memory does not survive."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -133,6 +134,39 @@ def test_killed_again_and_again(restarts: Restarts) -> None:
         training.step(number)
     training.expect_the_bits_of(*reference())
     training.session.close()
+
+
+def test_no_lease_waits_for_the_garbage_collector(restarts: Restarts) -> None:
+    training = Training(restarts.daemon)
+    gc.disable()
+    try:
+        for number in range(STEPS):
+            loss = loss_of(training.model, batch(number))
+            loss.backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            del loss
+            # The answer of the step is waited for in the next forward, beneath the frames of its
+            # modules.
+            restarts.kill_and_begin_start()
+        loss_of(training.model, batch(STEPS))
+        training.session.commit(wait=True)
+        assert training.session.statistics().leases_held == 0
+    finally:
+        gc.enable()
+        restarts.settle()
+        training.session.close()
+
+
+def test_a_daemon_that_ends_before_it_accepts_is_a_daemon_that_is_not_there(
+    tmp_path: Path,
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(str(tmp_path / "attach.sock"))
+        listening.listen()
+        threading.Timer(0.2, listening.close).start()
+        with pytest.raises(memd_client.DaemonUnavailable, match="ended while"):
+            AttachConnection(UnixAddress(socket=tmp_path / "memd.sock"))
 
 
 def test_leases_stay_valid_and_values_come_back(restarts: Restarts) -> None:
