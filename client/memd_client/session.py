@@ -103,8 +103,9 @@ def connect(
         durability: when a step reaches the disk. "step", the default of a new job: each does,
             before it is committed. "every:k", for example "every:10": state that fits into the
             daemon's memory is updated there, and every k-th step is put on disk, as `close()` does;
-            a power cut, or the end of the daemon's process, loses up to k steps. "none": only
-            `close()` puts it there; after either in between the job has to be started over.
+            a power cut loses up to k steps, a killed daemon none while its holder keeps the memory.
+            "none": only `close()` puts it there; after a power cut in between the job has to be
+            started over.
             An existing job keeps its own where this is not given.
         fresh: drops what the job held.
         shared_memory: False: tensor bytes go over gRPC, and only `put` and `get` work.

@@ -146,6 +146,8 @@ Status ShardStore::load(const std::function<void()>& turn, KeptDescriptors* kept
   // First what is on disk: where memory claims the same bytes, memory is wrong.
   for (const JobRecord& record : records.value()) {
     MEMD_FAILPOINT("load.before_job");
+    // Another job's by now, maybe; memory knows which are still its own.
+    if (record.undurable_since != 0) continue;
     for (const ExtentRecord& extent : extents_of(record)) {
       if (Status reserved = extents_.reserve(extent); !reserved.is_ok()) return reserved;
     }
@@ -209,9 +211,11 @@ Status ShardStore::load(const std::function<void()>& turn, KeptDescriptors* kept
   for (const auto& [job_id, ledger] : ledgers) {
     destroy_claimed(*ledger);
     kept.take(concat("table.", job_id));
+    kept.take(concat("tiles.", job_id));
     if (keeper_ != nullptr) {
       keeper_->forget(concat("ledger.", job_id));
       keeper_->forget(concat("table.", job_id));
+      keeper_->forget(concat("tiles.", job_id));
     }
   }
   if (some_claims_unknown) destroy_unclaimed();
@@ -250,16 +254,21 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
                  " bytes, those of the pool ",
                  pool_.segment_bytes());
   }
-  for (const uint32_t code : {disk.durability, contents.layout.durability}) {
-    if (!Durability::of_code(code).is_in_memory()) continue;
-    return error(StatusCode::fenced,
-                 "with durability \"",
-                 Durability::of_code(code).text(),
-                 "\" steps since the last one on disk end with their daemon");
-  }
   const auto in_memory = ledger->read_record(tag);
   const bool is_ahead = in_memory && in_memory->step >= disk.step;
   const JobRecord& base = is_ahead ? *in_memory : disk;
+  std::unique_ptr<TileWords> tile_words;
+  std::vector<KeptTile> tiles;
+  if (auto fd = kept.take(concat("tiles.", disk.job_id))) {
+    auto adopted = TileWords::adopt(std::move(*fd), disk.job_id);
+    if (!adopted.is_ok()) return adopted.status();
+    tile_words = std::move(adopted).value();
+    auto found = tile_words->read(tag);
+    if (!found.is_ok()) return found.status();
+    tiles = std::move(found).value();
+  } else if (Durability::of_code(contents.layout.durability).is_in_memory()) {
+    return error(StatusCode::fenced, "nobody kept what is said of its tiles");
+  }
 
   for (const ClosedStep& step : contents.steps) {
     for (const StepGroup& group : step.request.groups) {
@@ -348,11 +357,18 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
     }
   }
 
+  if (is_ahead) {
+    // The record has them.
+    for (auto& [shard_id, state] : contents.shards) state.generation.reset();
+  }
   const auto merged = merge(contents, base);
   if (!merged.is_ok()) return merged.status();
   auto restored = Job::restore(merged.value(), contents.shard_ids);
   if (!restored.is_ok()) return restored.status();
   std::unique_ptr<Job> job = std::move(restored).value();
+  job->stopped = Status::ok();
+  job->durable = disk;
+  job->durable_step = disk.undurable_since == 0 ? disk.step : 0;
   for (const auto& [shard_id, state] : contents.shards) {
     job->shards[shard_id].gradient_session = state.gradient_session;
     job->shards[shard_id].written = state.written;
@@ -367,7 +383,9 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
   if (Status taken = adopt_segments(*job, *ledger); !taken.is_ok()) return taken;
   Status status = adopt_slots(*job, contents, untold_pin);
   std::vector<ExtentRecord> reserved;
-  if (status.is_ok()) status = adopt_extents(*job, contents, *ledger, disk, reserved);
+  if (status.is_ok()) status = adopt_extents(*job, contents, tiles, *ledger, disk, reserved);
+  job->tile_words = std::move(tile_words);
+  if (status.is_ok()) status = adopt_tiles(*job, tiles, !contents.steps.empty());
   if (status.is_ok()) status = check_steps_can_be_made(*job, contents);
   if (!status.is_ok()) {
     for (const ExtentRecord& extent : reserved) extents_.release(extent);
@@ -552,6 +570,7 @@ Status ShardStore::adopt_slots(Job& job,
 
 Status ShardStore::adopt_extents(Job& job,
                                  const LedgerContents& contents,
+                                 const std::vector<KeptTile>& tiles,
                                  Ledger& ledger,
                                  const JobRecord& disk,
                                  std::vector<ExtentRecord>& reserved) {
@@ -601,8 +620,27 @@ Status ShardStore::adopt_extents(Job& job,
     *place = {.extent = extent, .referenced = false};
   }
 
+  for (const KeptTile& tile : tiles) {
+    const uint64_t owner = tile.key >> 32;
+    const auto index = static_cast<uint32_t>(tile.key);
+    if (owner >= job.buckets.size() || index >= job.buckets[owner].tile_count())
+      return damaged("a tile of bucket ", owner);
+    Bucket& bucket = job.buckets[owner];
+    const auto fits = [](const ExtentRecord& extent, uint64_t bytes) {
+      return !extent.exists() || extent.length_bytes == bytes;
+    };
+    if (!fits(tile.state.value, bucket.value->replica_bytes(index)) ||
+        !fits(tile.state.rest, bucket.rest_bytes(index))) {
+      return damaged("a tile's extents");
+    }
+    bucket.value->replicas[index] = {.extent = tile.state.value, .referenced = false};
+    bucket.rest[index] = {.extent = tile.state.rest, .referenced = false};
+  }
+
   std::map<std::pair<uint16_t, uint64_t>, ExtentRecord> unused;
-  for (const ExtentRecord& extent : extents_of(disk)) unused[address_of(extent)] = extent;
+  if (disk.undurable_since == 0) {
+    for (const ExtentRecord& extent : extents_of(disk)) unused[address_of(extent)] = extent;
+  }
   Status status;
   job.nvme_bytes_used = 0;
   const auto adopt = [&](Replica& replica) {
@@ -623,6 +661,47 @@ Status ShardStore::adopt_extents(Job& job,
   std::vector<ExtentRecord> superseded;
   for (const auto& [address, extent] : unused) superseded.push_back(extent);
   job.add_superseded(superseded);
+  return Status::ok();
+}
+
+Status ShardStore::adopt_tiles(Job& job, const std::vector<KeptTile>& tiles, bool has_closed_step) {
+  for (const KeptTile& tile : tiles) {
+    const Bucket& bucket = job.buckets[tile.key >> 32];
+    const auto index = static_cast<uint32_t>(tile.key);
+    const bool is_made = tile.state.step > job.committed_step;
+    if (is_made && (tile.state.step != job.committed_step + 1 || !has_closed_step)) {
+      return damaged("a tile is at step ", tile.state.step);
+    }
+    if ((is_made || tile.update) && !job.durability.is_in_memory())
+      return damaged("a tile is updated in place");
+    if (is_made) {
+      job.made_tiles[tile.key] = {.element_first = 0, .is_whole = true, .scratch = std::nullopt};
+    }
+    if (!tile.state.private_offset_bytes) continue;
+    const uint64_t offset_bytes = *tile.state.private_offset_bytes;
+    const uint64_t value_bytes = bucket.value->replica_bytes(index);
+    Arena& side = job.memory->private_side();
+    if (offset_bytes % kBlockBytes != 0 ||
+        !side.reserve(offset_bytes, value_bytes + bucket.rest_bytes(index))) {
+      return damaged("a tile at ", offset_bytes, " is outside of private memory, or in another");
+    }
+    job.cached_tiles[tile.key] = offset_bytes;
+    job.dirty_tiles.insert(tile.key);
+    if (!tile.update) continue;
+    if (!has_closed_step || is_made ||
+        tile.update->piece * kPieceElements >= bucket.tile_elements(index)) {
+      return damaged("an update of no step");
+    }
+    job.tile_words->restore_piece({.dtype = bucket.dtype,
+                                   .elements = bucket.tile_elements(index),
+                                   .value = side.at(offset_bytes),
+                                   .rest = side.at(offset_bytes) + value_bytes},
+                                  *tile.update);
+    MEMD_FAILPOINT("ledger.piece_restored");
+    job.made_tiles[tile.key] = {.element_first = tile.update->piece * kPieceElements,
+                                .is_whole = false,
+                                .scratch = tile.update->scratch};
+  }
   return Status::ok();
 }
 
@@ -670,9 +749,20 @@ Status ShardStore::open_ledger(Job& job) {
   if (!ledger.is_ok()) return ledger.status();
   job.ledger = std::move(ledger).value();
   job.ledger->rebase(commits_.catalogue_tag(job.job_id));
+  if (Status opened = open_tile_words(job); !opened.is_ok()) return opened;
   job.note_all();
   keeper_->keep(concat("ledger.", job.job_id), job.ledger->fd());
   keeper_->keep(concat("table.", job.job_id), job.table.fd());
+  return Status::ok();
+}
+
+Status ShardStore::open_tile_words(Job& job) {
+  if (job.ledger == nullptr || job.tile_words != nullptr || !job.durability.is_in_memory())
+    return Status::ok();
+  auto words = TileWords::create(job.job_id);
+  if (!words.is_ok()) return words.status();
+  job.tile_words = std::move(words).value();
+  keeper_->keep(concat("tiles.", job.job_id), job.tile_words->fd());
   return Status::ok();
 }
 

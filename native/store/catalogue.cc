@@ -319,6 +319,29 @@ Status check_shards_together(const JobRecord& job) {
 
 }  // namespace
 
+bool JobRecord::names_extents() const {
+  const auto in_bytes = [](const ShardRecord& shard) { return !shard.extents.empty(); };
+  const auto in_tile = [](const TileRecord& tile) {
+    return tile.parameter.exists() || tile.rest.exists();
+  };
+  return std::any_of(shards.begin(), shards.end(), in_bytes) ||
+         std::any_of(buckets.begin(), buckets.end(), [&](const BucketRecord& bucket) {
+           return std::any_of(bucket.tiles.begin(), bucket.tiles.end(), in_tile);
+         });
+}
+
+JobRecord JobRecord::without_extents() const {
+  JobRecord bare = *this;
+  for (ShardRecord& shard : bare.shards) {
+    shard.extents.clear();
+    shard.written = false;
+  }
+  for (BucketRecord& bucket : bare.buckets) {
+    for (TileRecord& tile : bucket.tiles) tile = {};
+  }
+  return bare;
+}
+
 std::vector<std::byte> encode(const JobRecord& job) {
   std::vector<std::byte> out = begin_record(kJobMagic);
   FieldWriter writer(out);

@@ -59,9 +59,13 @@ struct JobRecord {
   std::vector<ShardRecord> shards;
   std::vector<BucketRecord> buckets;
   uint32_t durability = 0;  // Durability::code()
-  /// 0, or the first step that was made without durability: what was on disk is overwritten since,
-  /// and the record names no extent.
+  /// 0, or the first step that was made without durability: the extents that the record names are
+  /// free to be overwritten since, by anybody, and mean something only to who knows the memory.
   uint64_t undurable_since = 0;
+
+  bool names_extents() const;
+  /// Its shards, none of them written.
+  JobRecord without_extents() const;
 };
 
 /// A job as the root names it: enough to list jobs and to find the catalogue.

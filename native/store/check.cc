@@ -404,6 +404,7 @@ bool CheckReport::anything_lost() const {
 
 std::vector<ExtentUse> extents_of(const JobRecord& job) {
   std::vector<ExtentUse> uses;
+  if (job.undurable_since != 0) return uses;  // free to be overwritten, by anybody
   std::vector<std::vector<const ShardRecord*>> shards_of(job.buckets.size());
   for (const ShardRecord& shard : job.shards) {
     if (shard.kind == ShardKind::parameter) {

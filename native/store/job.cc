@@ -313,22 +313,20 @@ JobRecord Job::record() const {
                    .buckets = {},
                    .durability = durability.code(),
                    .undurable_since = undurable_since};
-  const bool names_extents = undurable_since == 0;
   for (const Shard& shard : shards) {
     if (shard.deleted) continue;
-    ShardRecord out{.name = shard.spec.name,
-                    .kind = shard.spec.kind,
-                    .dtype = shard.spec.dtype,
-                    .tier = shard.spec.tier,
-                    .shape = shard.spec.shape,
-                    .generation = shard.generation,
-                    .bucket = shard.bucket,
-                    .element_offset = shard.element_offset,
-                    .written = names_extents && shard.written &&
-                               (shard.value->bytes == 0 || shard.value->has_replica()),
-                    .extents = {}};
-    if (names_extents && shard.spec.kind != ShardKind::parameter && shard.written &&
-        shard.value->has_replica()) {
+    ShardRecord out{
+        .name = shard.spec.name,
+        .kind = shard.spec.kind,
+        .dtype = shard.spec.dtype,
+        .tier = shard.spec.tier,
+        .shape = shard.spec.shape,
+        .generation = shard.generation,
+        .bucket = shard.bucket,
+        .element_offset = shard.element_offset,
+        .written = shard.written && (shard.value->bytes == 0 || shard.value->has_replica()),
+        .extents = {}};
+    if (shard.spec.kind != ShardKind::parameter && shard.written && shard.value->has_replica()) {
       for (const Replica& replica : shard.value->replicas) out.extents.push_back(replica.extent);
     }
     record.shards.push_back(std::move(out));
@@ -336,10 +334,6 @@ JobRecord Job::record() const {
   for (const Bucket& bucket : buckets) {
     BucketRecord out{.dtype = bucket.dtype, .element_count = bucket.element_count, .tiles = {}};
     for (size_t tile = 0; tile < bucket.tile_count(); ++tile) {
-      if (!names_extents) {
-        out.tiles.emplace_back();
-        continue;
-      }
       out.tiles.push_back(
           {.parameter = bucket.value->replicas[tile].extent, .rest = bucket.rest[tile].extent});
     }
@@ -350,6 +344,9 @@ JobRecord Job::record() const {
 
 Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record,
                                           const std::vector<uint32_t>& given_ids) {
+  if (record.undurable_since != 0 && given_ids.empty() && record.names_extents()) {
+    return restore(record.without_extents());
+  }
   auto created = create({.job_id = record.job_id, .name = record.name, .uid = record.uid});
   if (!created.is_ok()) return created.status();
   std::unique_ptr<Job> job = std::move(created).value();
@@ -538,6 +535,26 @@ void Job::note_rest_extent(const Bucket& bucket, size_t tile) {
                       .owner = bucket.value->owner,
                       .index = static_cast<uint32_t>(tile)},
                      bucket.rest[tile].extent);
+}
+
+std::optional<uint32_t> Job::tile_record(uint64_t key) {
+  if (tile_words == nullptr) return std::nullopt;
+  const auto record = tile_words->record_of(key);
+  // The job would be wrong without it: the next daemon starts it from disk.
+  if (!record) ledger->give_up();
+  return record;
+}
+
+void Job::note_tile(const Bucket& bucket, size_t tile, uint64_t step) {
+  if (is_updating_) return;
+  const auto record = tile_record(tile_key(bucket.value->owner, tile));
+  if (!record) return;
+  tile_words->publish(*record,
+                      {.step = step,
+                       .private_offset_bytes = std::nullopt,
+                       .value = bucket.value->replicas[tile].extent,
+                       .rest = bucket.rest[tile].extent},
+                      ledger->base());
 }
 
 void Job::note_all() {

@@ -22,6 +22,7 @@
 #include "store/ledger.h"
 #include "store/lost_shards.h"
 #include "store/statistics.h"
+#include "store/tile_words.h"
 
 namespace memd {
 
@@ -132,8 +133,9 @@ class Job {
   ShardInfo info(uint32_t shard_id) const;
   JobInfo job_info() const;
   JobRecord record() const;
-  /// From a catalogue; reserves nothing. `given_ids`: of the record's shards, ascending in no
-  /// order, or empty: counted from 0.
+  /// From a catalogue; reserves nothing, and takes no extent of one that says that they are
+  /// overwritten since, unless memory says more (`given_ids`). `given_ids`: of the record's shards,
+  /// ascending in no order, or empty: counted from 0.
   static Result<std::unique_ptr<Job>> restore(const JobRecord& record,
                                               const std::vector<uint32_t>& given_ids = {});
   /// Extents that the catalogue on disk names and that memory no longer needs: free after the next
@@ -152,6 +154,10 @@ class Job {
   void note_layout();
   void note_value_extent(const Entry& entry, size_t index);
   void note_rest_extent(const Bucket& bucket, size_t tile);
+  /// A tile has new extents, as of `step`; its bytes in memory are not the only ones any more.
+  void note_tile(const Bucket& bucket, size_t tile, uint64_t step);
+  /// Its record in `tile_words`, where there are any; without room the ledger is given up.
+  std::optional<uint32_t> tile_record(uint64_t key);
   /// All of it: the ledger is new, or was adopted and the job stands as it will go on.
   void note_all();
   Entry* find_entry(uint32_t shard_id, Part part) const;
@@ -250,6 +256,8 @@ class Job {
   /// Nothing where nobody keeps descriptors, or before there is memory. `memory` tells it of
   /// segments, and so goes first.
   std::unique_ptr<Ledger> ledger;
+  /// Where there is a ledger, of a job that ever had commits in memory.
+  std::unique_ptr<TileWords> tile_words;
   /// Nothing before the first session attaches: an idle job holds disk only.
   std::unique_ptr<JobMemory> memory;
   LeastRecentlyUsed policy;
@@ -260,6 +268,14 @@ class Job {
   /// Those whose newest bytes are in memory alone, also while a task works on them. Of all others
   /// the same bytes are on disk. Only durability "every:k" and "none" make them.
   std::unordered_set<uint64_t> dirty_tiles;
+  /// What of a closed step an earlier daemon had done, of a tile: the elements before this one, or
+  /// all of them. The step that finishes it empties this.
+  struct MadeTile {
+    uint64_t element_first = 0;
+    bool is_whole = false;
+    std::optional<uint32_t> scratch;  // in tile_words
+  };
+  std::unordered_map<uint64_t, MadeTile> made_tiles;
 
   std::vector<std::shared_ptr<Session>> sessions;
   uint32_t service_lease_count = 0;

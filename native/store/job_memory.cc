@@ -79,6 +79,15 @@ void JobMemory::claim(uint64_t segment_id, Side side, uint64_t index) {
   MEMD_CHECK(claimed.is_ok());  // it was claimed when the job got it
 }
 
+void JobMemory::claim_in(Ledger* ledger) {
+  ledger_ = ledger;
+  for (const Segment& segment : unassigned_) claim(segment.id(), Side::unassigned, 0);
+  for (uint64_t i = 0; i < arena_->segment_count(); ++i)
+    claim(arena_->segment(i).id(), Side::arena, i);
+  for (uint64_t i = 0; i < private_->segment_count(); ++i)
+    claim(private_->segment(i).id(), Side::private_side, i);
+}
+
 bool JobMemory::grow(Arena& side) {
   Segment segment = std::move(unassigned_.back());
   unassigned_.pop_back();

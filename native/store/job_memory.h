@@ -68,6 +68,8 @@ class JobMemory {
   /// The fewest segments a job can have: the private floor and one for the arena.
   static uint64_t segment_count_min(uint64_t segment_bytes);
 
+  /// Says to another ledger what it has.
+  void claim_in(Ledger* ledger);
   /// The ledger is told of nothing from here on.
   void end_claims() { ledger_ = nullptr; }
   /// All segments, for the pool; nothing uses them any more.

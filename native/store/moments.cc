@@ -139,11 +139,19 @@ void ShardStore::write_moments(const MomentsRequest& request,
                 if (job->ledger != nullptr)
                   job->ledger->note_generation(request.shard_id, generation);
                 job->changed = true;
+                remember(*job);
               }
               done(status);
               end_operation(job->job_id);
             };
-            submit_when_still(task_at);
+            // A dirty tile is on disk first, so that a kill leaves the old moments or the new ones.
+            flush_tiles(*job,
+                        place.value().bucket,
+                        std::make_shared<StepReport>(),
+                        [this, task_at](const Status& flushed) {
+                          if (!flushed.is_ok()) return task_at->done(flushed);
+                          submit_when_still(task_at);
+                        });
           });
 }
 

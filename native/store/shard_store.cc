@@ -221,7 +221,11 @@ Status ShardStore::set_durability(Job& job, const OpenJobRequest& request) {
                  request.durability->text(),
                  "\"");
   }
-  job.durability = *request.durability;
+  const Durability before = std::exchange(job.durability, *request.durability);
+  if (Status opened = open_tile_words(job); !opened.is_ok()) {
+    job.durability = before;
+    return opened;
+  }
   job.changed = true;
   job.note_layout();
   return Status::ok();
@@ -256,11 +260,24 @@ void ShardStore::return_to_disk(Job& job) {
     if (entry->pending != nullptr) job.free_slot(std::move(entry->pending));
   }
   job.free_retired();
-  restored.value()->counters = job.counters;
-  restored.value()->memory = std::move(job.memory);
-  restored.value()->expect_memory();
+  std::unique_ptr<Job> fresh = std::move(restored).value();
+  fresh->counters = job.counters;
+  fresh->memory = std::move(job.memory);
+  fresh->table = std::move(job.table);
   tiles_.forget(&job);
-  jobs_[job.job_id] = std::move(restored).value();
+  if (fresh->memory != nullptr) {
+    fresh->memory->end_claims();
+    if (keeper_ != nullptr) {
+      // Until the new ledger is kept the segments are nobody's, and destroyed by the next daemon.
+      keeper_->forget(concat("ledger.", job.job_id));
+      keeper_->forget(concat("tiles.", job.job_id));
+      // Refused: it goes on being refused too.
+      if (const Status opened = open_ledger(*fresh); !opened.is_ok()) fresh->stopped = opened;
+      if (fresh->ledger != nullptr) fresh->memory->claim_in(fresh->ledger.get());
+    }
+    fresh->expect_memory();
+  }
+  jobs_[job.job_id] = std::move(fresh);
 }
 
 void ShardStore::drop_job(uint64_t job_id, bool force, Done done) {
@@ -311,7 +328,10 @@ void ShardStore::drop_now(Job& job, const Done& done) {
     }
     if (released.ledger != nullptr) released_ledgers_.push_back(std::move(released));
   }
-  if (keeper_ != nullptr) keeper_->forget(concat("table.", job_id));
+  if (keeper_ != nullptr) {
+    keeper_->forget(concat("table.", job_id));
+    keeper_->forget(concat("tiles.", job_id));
+  }
   tiles_.forget(&job);
   JobQueues queues = std::move(queues_.at(job_id));
   queues_.erase(job_id);
@@ -576,6 +596,7 @@ void ShardStore::delete_shard(uint64_t session_id,
                  error(StatusCode::not_found, "shard ", job.name, "/", name, " was deleted"));
     MEMD_FAILPOINT("shard.before_removed");
     job.remove(again->second, extents_);
+    remember(job);
     done(true);
   };
   if (still()) return remove();

@@ -220,6 +220,8 @@ class ShardStore {
   /// Frees every slot and every tile of a job that nobody uses any more.
   static void free_slots(Job& job);
   Status open_ledger(Job& job);
+  /// Where there is a ledger and commits are in memory.
+  Status open_tile_words(Job& job);
   void note_session(Job& job, const Session& session);
   Status keep_session(Job& job, const Session& session);
   void forget_session(Job& job, uint64_t session_id);
@@ -235,9 +237,11 @@ class ShardStore {
   Status adopt_slots(Job& job, const LedgerContents& contents, std::optional<uint32_t> untold_pin);
   Status adopt_extents(Job& job,
                        const LedgerContents& contents,
+                       const std::vector<KeptTile>& tiles,
                        Ledger& ledger,
                        const JobRecord& disk,
                        std::vector<ExtentRecord>& reserved);
+  Status adopt_tiles(Job& job, const std::vector<KeptTile>& tiles, bool has_closed_step);
   static void settle_values(Job& job);
   Status check_steps_can_be_made(const Job& job, const LedgerContents& contents) const;
   void go_on(Job& job, const LedgerContents& contents);
@@ -252,6 +256,8 @@ class ShardStore {
   /// True where there was a request.
   bool serve(Session& session);
   bool advance_leases(Job& job, JobQueues& queues);
+  /// Of a job whose commits are in memory: what the next daemon goes on from.
+  void remember(Job& job);
   void count_room_wait(Waiter& waiter);
   Grant try_grant(Job& job, Waiter& waiter);
   /// Writers of blobs and buffers get a slot of their own, which takes the old one's place once it

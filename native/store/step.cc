@@ -19,11 +19,21 @@ struct Span {
   AdamScalars scalars{};
 };
 
-void update_tile(DType dtype, Isa isa, const std::vector<Span>& spans, const TileBytes& bytes) {
+/// Elements `begin` to `end` of what the spans cover.
+void update_part(DType dtype,
+                 Isa isa,
+                 const std::vector<Span>& spans,
+                 const TileBytes& bytes,
+                 uint64_t begin,
+                 uint64_t end) {
   const uint64_t n = bytes.elements;
   auto* const exp_avg = reinterpret_cast<float*>(bytes.rest);
   float* const exp_avg_sq = exp_avg + n;
-  for (const Span& span : spans) {
+  for (const Span& whole : spans) {
+    const Span span{.begin = std::max(whole.begin, begin),
+                    .end = std::min(whole.end, end),
+                    .scalars = whole.scalars};
+    if (span.begin >= span.end) continue;
     const uint64_t count = span.end - span.begin;
     if (dtype == DType::float32) {
       adam_update(isa,
@@ -43,6 +53,20 @@ void update_tile(DType dtype, Isa isa, const std::vector<Span>& spans, const Til
                   exp_avg_sq + span.begin,
                   reinterpret_cast<const uint16_t*>(bytes.gradient) + span.begin);
     }
+  }
+}
+
+void update_tile(DType dtype, Isa isa, const std::vector<Span>& spans, const TileBytes& bytes) {
+  if (bytes.begin_piece) {
+    for (uint64_t at = bytes.element_first; at < bytes.elements; at += kPieceElements) {
+      const uint64_t end = std::min(at + kPieceElements, bytes.elements);
+      bytes.begin_piece(at / kPieceElements);
+      update_part(dtype, isa, spans, bytes, at, (at + end) / 2);
+      MEMD_FAILPOINT("ledger.piece_half_updated");
+      update_part(dtype, isa, spans, bytes, (at + end) / 2, end);
+    }
+  } else {
+    update_part(dtype, isa, spans, bytes, bytes.element_first, bytes.elements);
   }
   if (bytes.arena_value != nullptr) std::memcpy(bytes.arena_value, bytes.value, bytes.value_bytes);
 }
@@ -434,9 +458,11 @@ void ShardStore::start_step(const std::shared_ptr<StepState>& state) {
     if (status.is_ok()) {
       const Job& job = *state->job;
       state->in_memory = state->is_step && job.durability.is_in_memory();
-      state->to_disk =
-          !state->is_step || job.durability.is_due(job.committed_step + 1 - job.durable_step);
-      if (state->in_memory) status = check_space(*state);
+      state->to_disk = !state->is_step ||
+                       job.durability.is_due(job.committed_step + 1 - job.durable_step) ||
+                       commits_.catalogue_tag(job.job_id) == 0;
+      // What an earlier daemon began can only be finished.
+      if (state->in_memory && job.made_tiles.empty()) status = check_space(*state);
     }
     if (!status.is_ok()) return finish_updates(state, status);
     hold_entries(*state);
@@ -459,7 +485,8 @@ void ShardStore::start_step(const std::shared_ptr<StepState>& state) {
 Status ShardStore::check_space(const StepState& state) const {
   const Job& job = *state.job;
   uint64_t needed_bytes = 0;
-  uint64_t in_flight_bytes = 0;
+  uint64_t replaced_count = 0;
+  uint64_t replaced_bytes_max = 0;
   for (const uint32_t index : state.buckets) {
     const Bucket& bucket = job.buckets[index];
     for (size_t tile = 0; tile < bucket.tile_count(); ++tile) {
@@ -468,11 +495,15 @@ Status ShardStore::check_space(const StepState& state) const {
       // Others are replaced one after the other.
       const bool stays_on_disk =
           bucket.value->replicas[tile].referenced || !bucket.rest[tile].extent.exists();
-      if (stays_on_disk) needed_bytes += bytes;
-      in_flight_bytes = std::max(in_flight_bytes, kTilesInFlight * bytes);
+      if (stays_on_disk) {
+        needed_bytes += bytes;
+      } else {
+        ++replaced_count;
+        replaced_bytes_max = std::max(replaced_bytes_max, bytes);
+      }
     }
   }
-  needed_bytes += in_flight_bytes;
+  needed_bytes += std::min<uint64_t>(replaced_count, kTilesInFlight) * replaced_bytes_max;
   if (job.nvme_bytes_used + needed_bytes <= job.nvme_bytes) return Status::ok();
   return error(StatusCode::capacity,
                "job ",
@@ -492,13 +523,20 @@ void ShardStore::prepare_disk(const std::shared_ptr<StepState>& state, Done done
   // What can be undone returns to what is on disk.
   if (!state->in_memory) return flush_tiles(job, nullptr, state->report, std::move(done));
   if (!job.durability.is_none() || job.undurable_since != 0) return done(Status::ok());
-  // From here on extents of the last commit are overwritten: the disk says so first.
-  job.undurable_since = job.committed_step + 1;
-  commits_.commit(&job, [state, done = std::move(done)](const Status& status, double) {
-    if (!status.is_ok()) state->job->undurable_since = 0;
-    state->job->changed = true;
-    done(status);
-  });
+  // Whatever the disk has, memory builds on it: where there are dirty tiles of an earlier
+  // durability they are written first. From here on extents of the last commit are overwritten, and
+  // the disk says so before.
+  flush_tiles(
+      job, nullptr, state->report, [this, state, done = std::move(done)](const Status& flushed) {
+        if (!flushed.is_ok()) return done(flushed);
+        Job& its = *state->job;
+        its.undurable_since = its.committed_step + 1;
+        commits_.commit(&its, [state, done](const Status& status, double) {
+          if (!status.is_ok()) state->job->undurable_since = 0;
+          state->job->changed = true;
+          done(status);
+        });
+      });
 }
 
 void ShardStore::hold_entries(StepState& state) {
@@ -575,6 +613,9 @@ void ShardStore::drop_staged(const StepState& state) {
     old.kept_owner = staged_id;
     fresh.kept_owner = buffer_id;
     job.note(fresh);
+    // Of bytes in memory alone too: the old ones' extents are nobody's.
+    for (size_t i = 0; i < fresh.replicas.size(); ++i) job.note_value_extent(fresh, i);
+    for (size_t i = 0; i < old.replicas.size(); ++i) job.note_value_extent(old, i);
     job.note_shard(buffer_id);
     job.note_shard(staged_id);
   }
@@ -640,6 +681,19 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
     task.index = tile;
     task.bucket = &bucket;
     task.reads_value = true;
+    const auto made = job.made_tiles.find(job.tile_key(value.owner, tile));
+    if (made != job.made_tiles.end() && made->second.is_whole) {
+      // An earlier daemon did it; what is left is to publish it.
+      if (value.slot == nullptr) continue;
+      task.reads_rest = true;
+      task.work = [](const TileBytes& bytes) {
+        std::memcpy(bytes.arena_value, bytes.value, bytes.value_bytes);
+      };
+      task.report = state->report;
+      task.done = join->branch();
+      tiles_.submit(std::move(task));
+      continue;
+    }
     task.value_in_arena = in_place;
     task.writes_value = true;
     task.reads_rest = true;
@@ -658,8 +712,10 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
 void ShardStore::finish_updates(const std::shared_ptr<StepState>& state, const Status& status) {
   MEMD_FAILPOINT("update.finished");
   if (status.is_ok()) return state->in_memory ? commit_in_memory(state) : commit_step(state);
-  if (state->in_memory && state->updating) {
+  if ((state->in_memory && state->updating) || !state->job->made_tiles.empty()) {
     Job& job = *state->job;
+    // Memory is between two steps: no daemon goes on with it.
+    if (job.ledger != nullptr) job.ledger->give_up();
     job.stopped = error(status.code(),
                         "job ",
                         job.name,
@@ -788,6 +844,12 @@ void ShardStore::commit_in_memory(const std::shared_ptr<StepState>& state) {
   ++job.committed_step;
   state->is_counted = true;
   job.changed = true;
+  if (state->place) job.ledger->note_committing(*state->place, job.committed_step);
+  MEMD_FAILPOINT("ledger.before_memory_commit");
+  // With this record the step is committed.
+  remember(job);
+  MEMD_FAILPOINT("ledger.memory_commit_recorded");
+  job.made_tiles.clear();
   publish_step(state);
   // The step is made, whatever becomes of the disk.
   const auto session = sessions_.find(state->request.session_id);
@@ -809,6 +871,13 @@ void ShardStore::commit_in_memory(const std::shared_ptr<StepState>& state) {
                       ": ",
                       status.message()));
   });
+}
+
+void ShardStore::remember(Job& job) {
+  if (job.ledger == nullptr || !job.durability.is_in_memory()) return;
+  const Status written = job.ledger->write_record(job.record(), commits_.catalogue_tag(job.job_id));
+  // The next daemon would go on from an older step: it starts the job from disk.
+  if (!written.is_ok()) job.ledger->give_up();
 }
 
 void ShardStore::commit_to_disk(const std::shared_ptr<StepState>& state, Done done) {

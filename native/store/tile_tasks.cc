@@ -23,6 +23,9 @@ struct TileTasks::Running {
   bool in_memory = false;                         // value and rest were cached
   bool stays = false;                             // in memory, dirty
   bool value_from_arena = false;
+  // In the job's tile_words, of an update that may stay in memory:
+  std::optional<uint32_t> record;
+  std::optional<uint32_t> scratch;
   ExtentRecord value_extent;  // to be written
   ExtentRecord rest_extent;
   // Found by the worker, acted upon by the server thread.
@@ -254,6 +257,30 @@ void TileTasks::load(const std::shared_ptr<Running>& running) {
   join->finish(Status::ok());
 }
 
+// What a kill of the daemon must not lose: of a tile whose only copy is in memory each piece is
+// copied before it is changed.
+void TileTasks::prepare_words(const std::shared_ptr<Running>& running) {
+  Job& job = *running->task.job;
+  const uint64_t key = running->key();
+  const auto made = job.made_tiles.find(key);
+  if (made != job.made_tiles.end()) {
+    running->bytes.element_first = made->second.element_first;
+    running->scratch = std::exchange(made->second.scratch, std::nullopt);
+  }
+  running->record = job.tile_record(key);
+  const bool is_only_copy = running->in_memory && job.dirty_tiles.contains(key);
+  if (!running->record || !is_only_copy || running->bytes.begin_piece) return;
+  if (!running->scratch) running->scratch = job.tile_words->take_scratch();
+  MEMD_CHECK(running->scratch.has_value());  // there are more than tiles in flight
+  const TileArrays tile{.dtype = running->task.bucket->dtype,
+                        .elements = running->bytes.elements,
+                        .value = running->bytes.value,
+                        .rest = running->bytes.rest};
+  running->bytes.begin_piece =
+      [words = job.tile_words.get(), record = *running->record, scratch = *running->scratch, tile](
+          uint64_t piece) { words->begin_piece(record, tile, piece, scratch); };
+}
+
 void TileTasks::work(const std::shared_ptr<Running>& running) {
   TileTask& task = running->task;
   // Extents come before the work: their address is part of the checksum that the worker computes.
@@ -286,9 +313,17 @@ void TileTasks::work(const std::shared_ptr<Running>& running) {
   }
   if (!status.is_ok()) return finish(running, status);
   MEMD_FAILPOINT("tile.extents_reserved");
+  if (task.may_stay) prepare_words(running);
+  TileState state;
+  if (running->record && (running->stays || running->bytes.begin_piece)) {
+    state = {.step = task.job->committed_step + 1,
+             .private_offset_bytes = running->offset_bytes,
+             .value = running->value_source(),
+             .rest = running->rest_source()};
+  }
 
   workers_.submit(
-      [running, this] {
+      [running, state, this] {
         MEMD_FAILPOINT("tile.before_verify");
         const uint64_t start_ns = clock_.now_ns();
         TileTask& its = running->task;
@@ -316,6 +351,8 @@ void TileTasks::work(const std::shared_ptr<Running>& running) {
         if (!running->value_mismatch && !running->rest_mismatch && !running->gradient_mismatch) {
           MEMD_FAILPOINT("tile.before_update");
           its.work(running->bytes);
+          if (state.private_offset_bytes)
+            its.job->tile_words->publish(*running->record, state, its.job->ledger->base());
           MEMD_FAILPOINT("tile.before_checksums");
           if (running->writes_value()) {
             running->value_extent.checksum =
@@ -421,8 +458,24 @@ void TileTasks::finish(const std::shared_ptr<Running>& running, const Status& st
   if (running->writes_value()) settle(running->value_extent, task.entry->replicas[task.index]);
   if (running->writes_rest()) settle(running->rest_extent, task.bucket->rest[task.index]);
 
-  if (status.is_ok() && running->writes_value()) job.note_value_extent(*task.entry, task.index);
-  if (status.is_ok() && running->writes_rest()) job.note_rest_extent(*task.bucket, task.index);
+  if (running->scratch) job.tile_words->give_back_scratch(*running->scratch);
+  if (status.is_ok() && job.tile_words != nullptr && task.entry->kind == EntryKind::parameter) {
+    // One store says both. A tile that is only written out stays at its step.
+    const bool was_dirty = task.bucket != nullptr && job.dirty_tiles.contains(running->key());
+    const auto record = was_dirty ? job.tile_record(running->key()) : std::nullopt;
+    uint64_t step = job.committed_step;
+    if (task.may_stay) {
+      ++step;
+    } else if (record) {
+      step = job.tile_words->step_of(*record);
+    }
+    if (running->writes_value() || running->writes_rest())
+      job.note_tile(job.buckets[task.entry->owner], task.index, step);
+  } else if (status.is_ok()) {
+    // The rest first: written back again, the same parameter gives the same rest.
+    if (running->writes_rest()) job.note_rest_extent(*task.bucket, task.index);
+    if (running->writes_value()) job.note_value_extent(*task.entry, task.index);
+  }
 
   Arena& side = job.memory->private_side();
   if (running->gradient_offset_bytes) side.free(*running->gradient_offset_bytes);

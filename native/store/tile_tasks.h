@@ -30,6 +30,11 @@ struct TileBytes {
   uint64_t value_bytes = 0;  // whole blocks
   uint64_t rest_bytes = 0;
   uint64_t elements = 0;  // of a bucket's tile
+
+  /// Those before it are updated already.
+  uint64_t element_first = 0;
+  /// Nothing, or to be called before each piece is changed, by its number; in their order.
+  std::function<void(uint64_t piece)> begin_piece;
 };
 
 /// Replica `index` of `entry`, and with `bucket` the tile's rest. The bytes that the entry has in
@@ -89,6 +94,7 @@ class TileTasks {
   std::optional<uint64_t> allocate_private(Job& job, uint64_t bytes);
   void load(const std::shared_ptr<Running>& running);
   void work(const std::shared_ptr<Running>& running);
+  static void prepare_words(const std::shared_ptr<Running>& running);
   void check(const std::shared_ptr<Running>& running);
   void write(const std::shared_ptr<Running>& running);
   void finish(const std::shared_ptr<Running>& running, const Status& status);

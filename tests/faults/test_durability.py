@@ -14,6 +14,7 @@ from tests.faults.small_training import batch, build, loss_of
 
 if TYPE_CHECKING:
     from tests.daemons import Daemon, Daemons
+    from tests.faults.restarts import Restarts
 
 STEPS = 7
 
@@ -124,6 +125,30 @@ def test_without_its_memory_a_job_without_durability_is_refused_until_it_starts_
     fresh = memd_client.connect(again.address, job="trained", fresh=True)
     assert fresh.committed_step == 0
     fresh.close()
+
+
+@pytest.mark.parametrize("durability", ["every:3", "none"])
+def test_a_killed_daemon_loses_nothing_that_was_committed_in_memory(
+    restarts: Restarts, durability: str
+) -> None:
+    plain = Plain()
+    training = Training(restarts.daemon, durability)
+    for number in range(STEPS):
+        assert torch.equal(training.step(number), plain.step(number)), number
+        if number in (2, 4, 5):  # the step is on its way, or made
+            restarts.kill_and_begin_start()
+    training.session.commit(wait=True)
+    assert training.session.committed_step == STEPS
+    durable_step = training.session.durable_step
+    assert durable_step == 0 if durability == "none" else durable_step >= STEPS - 3
+    training.expect_the_bits_of(plain)
+    training.session.close()
+    restarts.settle()
+
+    again = Training(restarts.daemon)
+    assert (again.session.committed_step, again.session.durable_step) == (STEPS, STEPS)
+    again.expect_the_bits_of(plain)
+    again.session.close()
 
 
 @pytest.mark.parametrize("text", ["Step", "every:0", "every:x", "every:", "always"])

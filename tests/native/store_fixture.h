@@ -178,6 +178,8 @@ class Heart {
   /// As kill -9 would: nothing is ended, and what was not written by now never is. The object must
   /// not be destroyed or used any more.
   void kill() { workers_.reset(); }
+  /// The same where a worker stands still for good.
+  void kill_with_stopped_workers() { [[maybe_unused]] auto* const leaked = workers_.release(); }
   ~Heart() {
     io_.memory().clear_faults();
     io_.memory().release_stalled();

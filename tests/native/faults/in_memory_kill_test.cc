@@ -1,0 +1,321 @@
+// Commits in memory, and a daemon killed at the moments of a step of them: the next one goes on
+// with the same bits.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/failpoint.h"
+#include "scenario.h"
+#include "store_fixture.h"
+
+namespace memd::testing {
+namespace {
+
+constexpr SessionOwner kOwner{.pid = 1, .start_time = 2, .uid = 3};  // as Heart::attach() says
+constexpr uint64_t kElements = 2 * kTileElements + 1000;
+constexpr uint64_t kSmall = 3000;
+constexpr uint64_t kBufferBytes = 5000;
+constexpr uint64_t kDisk = 48_MiB;  // small, as each kill needs one of its own
+
+/// Stops the thread that reaches a moment for the n-th time, for good.
+class Stop {
+ public:
+  Stop(std::string name, uint64_t hit) : name_(std::move(name)), hit_(hit) {
+    failpoint::set_observer([this](std::string_view reached) { reach(reached); });
+  }
+  ~Stop() { failpoint::set_observer({}); }
+
+  void reach(std::string_view reached) {
+    std::unique_lock lock(mutex_);
+    const uint64_t count = ++hits[std::string(reached)];
+    if (reached != name_ || count != hit_) return;
+    stopped_on = std::this_thread::get_id();
+    changed_.notify_all();
+    changed_.wait(lock, [] { return false; });
+  }
+  /// The server thread ends its turns.
+  bool is_stopped() {
+    const std::lock_guard lock(mutex_);
+    return stopped_on.has_value();
+  }
+  void end_turns() {
+    const std::lock_guard lock(mutex_);
+    turns_ended_ = true;
+    changed_.notify_all();
+  }
+  /// Until the server thread or the step has come to its end.
+  void wait(std::thread::id server) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return turns_ended_ || stopped_on == server; });
+  }
+
+  std::optional<std::thread::id> stopped_on;
+  std::map<std::string, uint64_t> hits;
+
+ private:
+  const std::string name_;
+  const uint64_t hit_;
+  bool turns_ended_ = false;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+};
+
+struct Case {
+  std::string durability;
+  DType dtype = DType::float32;
+  /// Of memory beside what tiles in flight take; few: only some tiles stay.
+  uint64_t arena_segments = 12;
+};
+
+class InMemoryKillTest : public ::testing::TestWithParam<Case> {
+ protected:
+  void start() {
+    heart_ = new Heart(
+        disk_,
+        HeartOptions{.segment_count = kFloorSegments + 12, .keeper = &keeper_, .worker_count = 1});
+    ASSERT_TRUE(heart_->loaded.is_ok()) << heart_->loaded.message();
+  }
+  void begin() {
+    disk_ = std::make_shared<MemoryDisk>(kDisk);
+    keeper_ = {};
+    start();
+    const uint64_t job_id = heart_->open("job",
+                                         GetParam().arena_segments,
+                                         kDisk - 10_MiB,
+                                         Durability::parse(GetParam().durability).value());
+    session_ = heart_->attach(job_id);
+    ids_ = heart_->declare(session_,
+                           {parameter("large", kElements, GetParam().dtype),
+                            parameter("small", kSmall, GetParam().dtype),
+                            bytes_shard("buffer", kBufferBytes, ShardKind::buffer),
+                            bytes_shard("staged", kBufferBytes, ShardKind::buffer)});
+    twins_.clear();
+    for (const size_t i : {0, 1}) {
+      const auto seed = static_cast<uint32_t>(i) + 1;
+      if (GetParam().dtype == DType::float32) {
+        twins_.push_back(Twin::fp32(numbers(count(i), seed)));
+        heart_->write(session_, ids_[i], twins_[i].theta);
+      } else {
+        twins_.push_back(Twin::bf16(halves(count(i), seed)));
+        heart_->write(session_, ids_[i], twins_[i].half);
+      }
+    }
+    heart_->write(session_, ids_[2], pattern(kBufferBytes, 1));
+    ASSERT_TRUE(heart_->sync(session_).is_ok());
+  }
+  static uint64_t count(size_t i) { return i == 0 ? kElements : kSmall; }
+  void write_gradients(uint32_t seed) {
+    for (const size_t i : {0, 1}) {
+      if (GetParam().dtype == DType::float32) {
+        heart_->write(session_, ids_[i], numbers(count(i), seed + i), Part::gradient);
+      } else {
+        heart_->write(session_, ids_[i], halves(count(i), seed + i), Part::gradient);
+      }
+    }
+    heart_->write(session_, ids_[3], pattern(kBufferBytes, static_cast<uint8_t>(seed)));
+  }
+  StepRequest request(uint64_t step) const {
+    return {.session_id = session_,
+            .groups = {{.settings = settings_, .shard_ids = {ids_[0], ids_[1]}}},
+            .staged_buffers = {{ids_[3], ids_[2]}},
+            .step = step};
+  }
+  void step_twins(uint32_t seed) {
+    for (const size_t i : {0, 1}) {
+      if (GetParam().dtype == DType::float32) {
+        twins_[i].step(settings_, numbers(count(i), seed + i));
+      } else {
+        twins_[i].step(settings_, halves(count(i), seed + i));
+      }
+    }
+  }
+  /// Asks for the step, which the daemon before may have made, and looks at every bit.
+  void expect_step(uint64_t step, uint32_t seed) {
+    const auto [status, report] = heart_->step(request(step));
+    ASSERT_TRUE(status.is_ok()) << status.message();
+    EXPECT_EQ(report.committed_step, step);
+    step_twins(seed);
+    for (const size_t i : {0, 1}) {
+      if (GetParam().dtype == DType::float32) {
+        EXPECT_TRUE(heart_->read<float>(session_, ids_[i]) == twins_[i].theta) << i;
+      } else {
+        EXPECT_TRUE(heart_->read<uint16_t>(session_, ids_[i]) == twins_[i].half) << i;
+      }
+      const auto [m, v] = heart_->moments(session_, ids_[i]);
+      EXPECT_TRUE(m == twins_[i].m) << i;
+      EXPECT_TRUE(v == twins_[i].v) << i;
+      EXPECT_EQ(heart_->job(session_).shards[ids_[i]].generation, twins_[i].t);
+    }
+    EXPECT_EQ(heart_->read<uint8_t>(session_, ids_[2]),
+              pattern(kBufferBytes, static_cast<uint8_t>(seed)));
+  }
+  /// Two steps before it, so that tiles are dirty.
+  void run_to_third_step() {
+    begin();
+    for (const uint64_t step : {1, 2}) {
+      write_gradients(40 + 10 * static_cast<uint32_t>(step));
+      expect_step(step, 40 + 10 * static_cast<uint32_t>(step));
+    }
+    write_gradients(70);
+  }
+  /// Asks for the third step, and returns once it is answered or the daemon stands still; then the
+  /// daemon is dead. Returns the moments that were reached.
+  std::map<std::string, uint64_t> kill_in_third_step(const std::string& name, uint64_t hit) {
+    auto* const stop = new Stop(name, hit);  // threads wait in it for good
+    Heart* const heart = std::exchange(heart_, nullptr);
+    bool answered = false;
+    std::thread server([&, heart, stop, third = request(3)] {
+      heart->store().step(third, [&](const Status&, const StepReport&) { answered = true; });
+      while (!answered && !stop->is_stopped()) heart->turn();
+      stop->end_turns();
+    });
+    stop->wait(server.get_id());
+    const bool was_stopped = stop->is_stopped();
+    EXPECT_TRUE(was_stopped || name.empty()) << "never reached";
+    if (was_stopped && stop->stopped_on == server.get_id()) {
+      server.detach();
+      heart->kill();
+    } else {
+      server.join();
+      was_stopped ? heart->kill_with_stopped_workers() : heart->kill();
+    }
+    failpoint::set_observer({});
+    return stop->hits;
+  }
+  void go_on() {
+    start();
+    if (HasFatalFailure()) return;
+    std::string notes;
+    for (const std::string& note : heart_->store().load_notes()) notes += "\n" + note;
+    const auto session = heart_->store().resume_session(session_, kOwner);
+    ASSERT_TRUE(session.is_ok()) << session.status().message() << notes;
+    expect_step(3, 70);
+    write_gradients(80);
+    if (!HasFatalFailure()) expect_step(4, 80);
+  }
+  /// Gives back the memory of the disk, and what the dead have mapped for good.
+  void end() {
+    delete std::exchange(heart_, nullptr);
+    if (disk_ == nullptr) return;
+    for (const auto bytes : {disk_->bytes(), disk_->durable_bytes()}) {
+      const uint64_t begin = align_up(reinterpret_cast<uint64_t>(bytes.data()), kBlockBytes);
+      const uint64_t end =
+          align_down(reinterpret_cast<uint64_t>(bytes.data() + bytes.size()), kBlockBytes);
+      ASSERT_EQ(madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED), 0);
+    }
+    for (const std::string& name : keeper_.names()) {
+      if (name.starts_with("doorbell.")) continue;
+      struct stat status{};
+      ASSERT_EQ(fstat(keeper_.find(name), &status), 0);
+      ASSERT_EQ(
+          fallocate(
+              keeper_.find(name), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, status.st_size),
+          0);
+    }
+  }
+  void TearDown() override { end(); }
+
+  std::shared_ptr<MemoryDisk> disk_;
+  TestKeeper keeper_;
+  Heart* heart_ = nullptr;
+  uint64_t session_ = 0;
+  std::vector<uint32_t> ids_;
+  std::vector<Twin> twins_;
+  const AdamSettings settings_{.lr = 1e-2, .weight_decay = 0.1};
+};
+
+TEST_P(InMemoryKillTest, at_any_moment_of_a_step_no_bit_is_lost) {
+  run_to_third_step();
+  const auto moments = kill_in_third_step("", 0);
+  go_on();
+  end();
+  ASSERT_FALSE(HasFailure());
+  EXPECT_TRUE(moments.contains("ledger.pre_image_taken"));
+  uint64_t kills = 0;
+  for (const auto& [name, count] : moments) {
+    std::set<uint64_t> hits = {1, count};
+    if (count > 2 && name.starts_with("ledger.")) hits.insert(count / 2);
+    for (const uint64_t hit : hits) {
+      if (hit > count) continue;
+      SCOPED_TRACE(concat(name, ", time ", hit));
+      run_to_third_step();
+      kill_in_third_step(name, hit);
+      go_on();
+      end();
+      if (HasFailure()) return;
+      ++kills;
+    }
+  }
+  std::printf("%zu kills\n", static_cast<size_t>(kills));
+  EXPECT_GT(kills, 50u);
+}
+
+TEST_P(InMemoryKillTest, killed_again_while_it_finishes_the_step_the_next_one_does) {
+  run_to_third_step();
+  kill_in_third_step("ledger.piece_half_updated", 20);
+  for (const char* name : {"ledger.piece_half_updated", "ledger.pre_image_taken"}) {
+    start();
+    ASSERT_TRUE(heart_->store().resume_session(session_, kOwner).is_ok());
+    kill_in_third_step(name, 7);
+  }
+  go_on();
+}
+
+TEST_P(InMemoryKillTest, without_its_trainer_the_job_stands_at_its_last_commit_in_memory) {
+  run_to_third_step();
+  std::exchange(heart_, nullptr)->kill();
+  start();
+  ASSERT_TRUE(heart_->store().detach(session_).is_ok());
+  session_ = heart_->attach(heart_->open("job"));
+  EXPECT_EQ(heart_->job(session_).committed_step, 2U);
+  EXPECT_EQ(heart_->job(session_).durable_step, 0U);
+  write_gradients(70);
+  expect_step(3, 70);
+  ASSERT_TRUE(heart_->sync(session_).is_ok());
+  EXPECT_EQ(heart_->job(session_).durable_step, 3U);
+}
+
+TEST_P(InMemoryKillTest, without_pre_images_bits_are_lost) {
+  if (GetParam().arena_segments < 12) GTEST_SKIP() << "one case is enough";
+  run_to_third_step();
+  failpoint::plant("update.no_pre_image");
+  kill_in_third_step("ledger.piece_half_updated", 3);
+  start();
+  ASSERT_TRUE(heart_->store().resume_session(session_, kOwner).is_ok());
+  ASSERT_TRUE(heart_->step(request(3)).first.is_ok());
+  failpoint::plant("");
+  step_twins(70);
+  if (GetParam().dtype == DType::float32) {
+    EXPECT_FALSE(heart_->read<float>(session_, ids_[0]) == twins_[0].theta);
+  } else {
+    EXPECT_FALSE(heart_->read<uint16_t>(session_, ids_[0]) == twins_[0].half);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Kinds,
+                         InMemoryKillTest,
+                         ::testing::Values(Case{"every:3"},
+                                           Case{"none", DType::bfloat16},
+                                           Case{"none", DType::float32, 5},
+                                           Case{"every:5", DType::bfloat16, 4}),
+                         [](const auto& info) {
+                           std::string name =
+                               info.param.durability +
+                               (info.param.dtype == DType::bfloat16 ? "_bf16_" : "_fp32_") +
+                               std::to_string(info.param.arena_segments);
+                           std::replace(name.begin(), name.end(), ':', '_');
+                           return name;
+                         });
+
+}  // namespace
+}  // namespace memd::testing
