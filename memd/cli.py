@@ -340,6 +340,7 @@ def print_status(answer: status_pb2.GetStatusResponse) -> None:
         click.echo(f"pool: {pool.note}")
     if answer.fence_reason:
         click.echo(f"not committing: {answer.fence_reason}")
+    print_scrub(answer.scrub)
     rows = [
         (
             device.path,
@@ -355,6 +356,24 @@ def print_status(answer: status_pb2.GetStatusResponse) -> None:
     print_table(("volume", "size", "free", "read", "written", "errors"), rows)
     click.echo()
     print_jobs(answer.jobs)
+
+
+def print_scrub(scrub: status_pb2.Scrub) -> None:
+    if not scrub.bytes_per_second:
+        click.echo("scrub: off")
+        return
+    texts = [f"at most {format_size(scrub.bytes_per_second)}/s"]
+    if scrub.in_pass:
+        done, of_all = format_size(scrub.pass_bytes), format_size(scrub.pass_bytes_all)
+        texts.append(f"{done} of {of_all} verified in this pass")
+    if scrub.pass_count:
+        texts.append(f"last full pass ended {scrub.last_pass_age_seconds:.0f} s ago")
+    else:
+        texts.append("no full pass yet")
+    texts.append(f"{scrub.error_count} errors")
+    click.echo(f"scrub: {', '.join(texts)}")
+    if scrub.last_error:
+        click.echo(f"scrub: {scrub.last_error}")
 
 
 def print_in_flight(answer: status_pb2.InFlightResponse) -> None:

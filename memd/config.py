@@ -44,6 +44,8 @@ class Settings:
     max_jobs: int = 64
     # How long a holder waits for the next daemon before it frees the memory; 0: none is started.
     holder_seconds: int = 600
+    # Bytes a second that are read and compared in the background; 0: none are.
+    scrub: int = 16 << 20
 
     @property
     def attach_socket(self) -> Path:
@@ -55,7 +57,7 @@ class Settings:
 
 
 # What a running daemon takes over on SIGHUP.
-RELOADABLE = ("log_format", "log_level", "max_jobs")
+RELOADABLE = ("log_format", "log_level", "max_jobs", "scrub")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +101,9 @@ def shown(settings: Settings) -> dict[str, str]:
     texts = {}
     for field in fields(settings):
         value = getattr(settings, field.name)
-        if field.name in ("host", "nvme"):
+        if field.name == "scrub" and value == 0:
+            texts[field.name] = "0"
+        elif field.name in ("host", "nvme", "scrub"):
             texts[field.name] = exact_size(value)
         elif field.name == "data":
             texts[field.name] = os.pathsep.join(str(path) for path in value)
@@ -180,6 +184,10 @@ def _size(raw: object) -> int:
     return parse_size(raw if isinstance(raw, str) else str(raw))
 
 
+def _size_or_none(raw: object) -> int:
+    return 0 if str(raw).strip() == "0" else _size(raw)
+
+
 def _integer(*, least: int, most: int) -> Callable[[object], int]:
     def parse(raw: object) -> int:
         if isinstance(raw, str) and raw.strip().isdecimal():
@@ -231,4 +239,5 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "huge_pages": _switch,
     "max_jobs": _integer(least=1, most=10_000),
     "holder_seconds": _integer(least=0, most=86_400),
+    "scrub": _size_or_none,
 }

@@ -86,6 +86,7 @@ class Daemon:
             keeper = stack.enter_context(self._keeper())
             server = self._start_server(keeper)
             stack.callback(server.stop, timeout_s=DRAIN_S - _CALLS_S)
+            server.set_scrub_rate(self._settings.scrub)
             peers = Peers()
             listener = attach.AttachListener(
                 attach_socket or attach.bind(settings.attach_socket),
@@ -288,7 +289,7 @@ class Daemon:
                     for number in os.read(signal_fd, 64):
                         if number != signal.SIGHUP:
                             return self._begin_to_drain(signal.Signals(number).name)
-                        self._take_over()
+                        self._take_over(server)
                 # A data plane that hangs is restarted by systemd: its heartbeat has to grow.
                 if interval_s and (beat := server.heartbeat()) != heartbeat:
                     heartbeat = beat
@@ -298,7 +299,7 @@ class Daemon:
         log.info("draining", extra={"reason": reason, "limit_seconds": DRAIN_S})
         self._notifier.notify(STOPPING=1, STATUS=f"draining: {reason}")
 
-    def _take_over(self) -> None:
+    def _take_over(self, server: Server) -> None:
         """SIGHUP: what can change in a running daemon does, and the rest is named."""
         try:
             new = self._reload().settings
@@ -310,6 +311,7 @@ class Daemon:
         taken = [name for name in changed if name in RELOADABLE]
         self._settings = replace(self._settings, **{name: getattr(new, name) for name in taken})
         logs.configure(log_format=self._settings.log_format, log_level=self._settings.log_level)
+        server.set_scrub_rate(self._settings.scrub)
         waiting = [name for name in changed if name not in RELOADABLE]
         log.info(
             "settings reloaded",

@@ -6,6 +6,7 @@ import errno
 import logging
 import socket
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import accumulate
 from socketserver import TCPServer
@@ -61,6 +62,7 @@ class DaemonCollector(Collector):
         yield from _about_devices(statistics.devices)
         yield from _about_jobs(statistics.jobs)
         yield from _about_steps(statistics)
+        yield from _about_the_scrub(statistics)
 
     def _about_the_daemon(self, statistics: ServerStatistics) -> Iterator[Metric]:
         report = self._server.report()
@@ -151,6 +153,24 @@ def _about_devices(devices: Sequence[DeviceStatistics]) -> Iterator[Metric]:
     yield errors
     yield mismatches
     yield fenced
+
+
+def _about_the_scrub(statistics: ServerStatistics) -> Iterator[Metric]:
+    scrub = statistics.scrub
+    yield CounterMetricFamily(
+        "memd_scrub_bytes", "Bytes on disk that were verified in the background.", value=scrub.bytes
+    )
+    yield CounterMetricFamily(
+        "memd_scrub_errors",
+        "Extents that the background verification found damaged, in each pass anew.",
+        value=scrub.errors,
+    )
+    ended = time.time() - scrub.last_pass_age_seconds if scrub.pass_count else 0
+    yield GaugeMetricFamily(
+        "memd_scrub_last_pass_timestamp_seconds",
+        "When everything on disk had last been verified; 0 before the first pass has ended.",
+        value=ended,
+    )
 
 
 def _about_steps(statistics: ServerStatistics) -> Iterator[Metric]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ class StatusService:
         report = self._server.report()
         statistics = self._server.statistics()
         pool = statistics.pool
+        scrub = statistics.scrub
         return status_pb2.GetStatusResponse(
             version=__version__,
             uptime_seconds=time.monotonic() - self._started,
@@ -59,6 +61,17 @@ class StatusService:
             io_engine=report.io_engine,
             io_engine_reason=report.io_engine_reason,
             fence_reason=statistics.fence_reason,
+            scrub=status_pb2.Scrub(
+                bytes_per_second=scrub.bytes_per_second,
+                bytes=scrub.bytes,
+                error_count=scrub.errors,
+                pass_count=scrub.pass_count,
+                last_pass_age_seconds=scrub.last_pass_age_seconds,
+                in_pass=scrub.in_pass,
+                pass_bytes=scrub.pass_bytes,
+                pass_bytes_all=scrub.pass_bytes_all,
+                last_error=scrub.last_error if call.peer.uid in (0, os.geteuid()) else "",
+            ),
         )
 
     def InFlight(

@@ -267,6 +267,17 @@ void bind_statistics(nb::module_& module) {
       .def_ro("update", &StepPhases::update)
       .def_ro("write", &StepPhases::write)
       .def_ro("commit", &StepPhases::commit);
+  nb::class_<ScrubStatistics>(module, "ScrubStatistics", "Of the verification in the background.")
+      .def_ro("bytes_per_second", &ScrubStatistics::bytes_per_second, "At most; 0: it is off.")
+      .def_ro("bytes", &ScrubStatistics::bytes, "Read since the start.")
+      .def_ro("errors", &ScrubStatistics::errors, "Extents whose bytes are gone.")
+      .def_ro("pass_count", &ScrubStatistics::pass_count)
+      .def_prop_ro("last_pass_age_seconds",
+                   [](const ScrubStatistics& self) { return seconds(self.last_pass_age_ns); })
+      .def_ro("in_pass", &ScrubStatistics::in_pass)
+      .def_ro("pass_bytes", &ScrubStatistics::pass_bytes)
+      .def_ro("pass_bytes_all", &ScrubStatistics::pass_bytes_all)
+      .def_ro("last_error", &ScrubStatistics::last_error);
   nb::class_<ServerStatistics>(module, "ServerStatistics")
       .def_ro("pool", &ServerStatistics::pool)
       .def_ro("pool_bytes_free", &ServerStatistics::pool_bytes_free)
@@ -281,7 +292,8 @@ void bind_statistics(nb::module_& module) {
                    [](const ServerStatistics& self) { return seconds(self.room_wait_ns); })
       .def_ro("step_seconds", &ServerStatistics::step_seconds)
       .def_ro("commit_seconds", &ServerStatistics::commit_seconds)
-      .def_ro("step_phases", &ServerStatistics::step_phases);
+      .def_ro("step_phases", &ServerStatistics::step_phases)
+      .def_ro("scrub", &ServerStatistics::scrub);
 }
 
 }  // namespace
@@ -579,6 +591,11 @@ void bind_server(nb::module_& module) {
            &Server::in_flight,
            nb::call_guard<nb::gil_scoped_release>(),
            "What has been begun and is not done, the oldest first.")
+      .def("set_scrub_rate",
+           &Server::set_scrub_rate,
+           "bytes_per_second"_a,
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Of the verification in the background; 0: it is off, as at the start.")
       .def("heartbeat",
            &Server::heartbeat,
            "Grows while the server thread turns; the watchdog looks at it.")

@@ -26,9 +26,11 @@ const char* io_priority_name(IoPriority priority) {
     case IoPriority::state:
       return "state";
     case IoPriority::writeback:
+      return "writeback";
+    case IoPriority::scrub:
       break;
   }
-  return "writeback";
+  return "scrub";
 }
 
 Result<IoQueueChoice> make_io_queue(const IoQueueOptions& options) {

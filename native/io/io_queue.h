@@ -27,7 +27,8 @@ enum class IoKind : uint8_t { read, write, sync };
 const char* io_kind_name(IoKind kind);
 
 /// The order in which waiting operations are started; equal ones in the order of submission.
-enum class IoPriority : uint8_t { demand, prefetch, state, writeback };
+enum class IoPriority : uint8_t { demand, prefetch, state, writeback, scrub };
+inline constexpr size_t kIoPriorityCount = 5;
 const char* io_priority_name(IoPriority priority);
 
 /// One read or write of a contiguous range of one device, or a `sync` (fdatasync) of it. Offset,

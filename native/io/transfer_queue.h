@@ -105,7 +105,7 @@ class TransferQueue : public IoQueue {
   std::vector<Device> devices_;
   std::vector<IoOp> ops_;  // one per chunk in flight, never resized: engines keep the addresses
   std::vector<IoOp*> ops_free_;
-  std::array<std::deque<std::shared_ptr<Transfer>>, 4> waiting_;  // by IoPriority
+  std::array<std::deque<std::shared_ptr<Transfer>>, kIoPriorityCount> waiting_;  // by IoPriority
   std::vector<std::shared_ptr<Transfer>> done_;
   uint64_t request_count_ = 0;  // submitted and not completed
   uint64_t resubmit_count_ = 0;

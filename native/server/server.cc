@@ -580,6 +580,10 @@ ServerStatistics Server::statistics() {
   return result.is_ok() ? std::move(result).value() : ServerStatistics{};
 }
 
+void Server::set_scrub_rate(uint64_t bytes_per_second) {
+  post([this, bytes_per_second] { store_->set_scrub_rate(bytes_per_second); });
+}
+
 std::vector<Activity> Server::in_flight() {
   auto result = ask<std::vector<Activity>>(
       kAnswerS, "what is in flight", [this](const auto& reply) { reply(store_->in_flight()); });

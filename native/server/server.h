@@ -139,6 +139,8 @@ class Server : public std::enable_shared_from_this<Server> {
   std::vector<Activity> in_flight();
   /// What jobs have in memory outlives this process; false also where a keeper failed.
   bool outlives_process() const { return keeper_ != nullptr && !keeper_->has_failed(); }
+  /// See ShardStore::set_scrub_rate().
+  void set_scrub_rate(uint64_t bytes_per_second);
   uint64_t heartbeat() const { return heartbeat_.load(std::memory_order_relaxed); }
 
   /// Finishes what was begun, makes what was written durable, ends the threads. Sessions end,

@@ -93,6 +93,16 @@ uint64_t Commits::catalogue_tag(uint64_t job_id) const {
   return 0;
 }
 
+std::span<const ExtentRecord> Commits::catalogue(uint64_t job_id) const {
+  if (job_id == 0) {
+    return root_extent_.exists() ? std::span(&root_extent_, 1) : std::span<const ExtentRecord>();
+  }
+  for (const RootEntry& entry : root_.jobs) {
+    if (entry.job_id == job_id) return entry.catalogue;
+  }
+  return {};
+}
+
 void Commits::commit(Job* job, std::function<void(const Status&, double)> done) {
   auto commit = std::make_shared<Commit>();
   commit->job = job;

@@ -34,7 +34,13 @@ ShardStore::ShardStore(const ShardStoreParts& parts)
       jobs_expected_(parts.jobs_expected),
       keeper_(parts.keeper),
       tiles_(parts.extents, parts.workers, parts.clock),
-      commits_(parts.extents, parts.clock) {}
+      commits_(parts.extents, parts.clock),
+      scrub_({.extents = parts.extents,
+              .workers = parts.workers,
+              .clock = parts.clock,
+              .commits = commits_,
+              .jobs = jobs_,
+              .write_anew = [this](uint64_t job_id) { write_catalogue_anew(job_id); }}) {}
 
 ShardStore::~ShardStore() {
   for (auto& [job_id, job] : jobs_) {
@@ -709,7 +715,18 @@ bool ShardStore::advance() {
     if (job->goes_to_disk && is_unused(*job)) unused.push_back(job.get());
   }
   for (Job* const job : unused) return_to_disk(*job);
+  progress |= scrub_.advance();
   return progress;
+}
+
+void ShardStore::write_catalogue_anew(uint64_t job_id) {
+  // The root is written by every commit.
+  for (const auto& [id, job] : jobs_) {
+    if (job->ending || (job_id != 0 && id != job_id)) continue;
+    job->changed = true;
+    // Where the job commits nothing any more, the next pass finds it again.
+    return sync_job(id, [](const Status&, const StepReport&) {});
+  }
 }
 
 bool ShardStore::wants_releases() const {
@@ -725,6 +742,7 @@ uint64_t ShardStore::next_deadline_ns() const {
       next = std::min(next, waiter.started_ns + waiter.request.timeout_ns);
     }
   }
+  if (const uint64_t scrub_ns = scrub_.next_ns(); scrub_ns != 0) next = std::min(next, scrub_ns);
   return next == std::numeric_limits<uint64_t>::max() ? 0 : next;
 }
 
@@ -732,13 +750,14 @@ bool ShardStore::is_idle() const {
   const bool busy = std::any_of(queues_.begin(), queues_.end(), [](const auto& it) {
     return it.second.operation_running || !it.second.operations.empty();
   });
-  return !busy && conditions_.empty() && commits_.is_idle() &&
+  return !busy && conditions_.empty() && commits_.is_idle() && scrub_.is_idle() &&
          std::all_of(jobs_.begin(), jobs_.end(), [](const auto& it) {
            return it.second->activity_count == 0;
          });
 }
 
 void ShardStore::give_up_waiting() {
+  scrub_.set_rate(0);
   for (auto& [job_id, queues] : queues_) {
     std::list<Waiter> waiters = std::move(queues.waiters);
     for (Waiter& waiter : waiters) {
@@ -836,6 +855,7 @@ ServerStatistics ShardStore::statistics() const {
   out.step_seconds = step_seconds_;
   out.commit_seconds = commits_.seconds();
   out.step_phases = step_phases_;
+  out.scrub = scrub_.statistics();
   return out;
 }
 

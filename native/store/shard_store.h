@@ -23,6 +23,7 @@
 #include "store/commit.h"
 #include "store/extent_store.h"
 #include "store/job.h"
+#include "store/scrub.h"
 #include "store/statistics.h"
 #include "store/step_request.h"
 #include "store/tile_tasks.h"
@@ -162,9 +163,11 @@ class ShardStore {
   bool advance();
   /// Somebody waits for pins to be given back: sessions must ring on release.
   bool wants_releases() const;
-  /// When the first waiting lease runs out; 0: none waits.
+  /// When the first waiting lease runs out, or there is something to verify; 0: neither.
   uint64_t next_deadline_ns() const;
   bool is_idle() const;
+  /// Of the verification in the background, bytes a second; 0: off, as at the start.
+  void set_scrub_rate(uint64_t bytes_per_second) { scrub_.set_rate(bytes_per_second); }
   /// At the end: whoever waits for a lease is told that the daemon stops.
   void give_up_waiting();
 
@@ -301,6 +304,7 @@ class ShardStore {
   /// What the operation that runs is doing, for in_flight().
   void set_phase(const Job& job, const char* phase) { queues_.at(job.job_id).phase = phase; }
   void end_operation(uint64_t job_id);
+  void write_catalogue_anew(uint64_t job_id);
   Status check_step(Job& job, const StepRequest& request) const;
   Status check_staged(const Job& job, const StepRequest& request) const;
   /// Whether `request` repeats a step of its session; then `done` is called, now or when the step
@@ -359,6 +363,7 @@ class ShardStore {
   uint64_t room_wait_ns_ = 0;
   SecondsHistogram step_seconds_{kStepSecondsBounds};
   StepPhases step_phases_;
+  Scrub scrub_;
 };
 
 }  // namespace memd

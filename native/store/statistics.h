@@ -105,6 +105,19 @@ struct Activity {
 /// "step of job gpt (updates tiles) for 3.2 s": the oldest `count` of them.
 std::string describe(const std::vector<Activity>& activities, size_t count);
 
+/// Of the verification in the background.
+struct ScrubStatistics {
+  uint64_t bytes_per_second = 0;  // at most; 0: it is off
+  uint64_t bytes = 0;             // read since the start
+  uint64_t errors = 0;            // extents whose bytes are gone
+  uint64_t pass_count = 0;        // that were finished
+  uint64_t last_pass_age_ns = 0;  // since the last of them ended
+  bool in_pass = false;
+  uint64_t pass_bytes = 0;  // of the pass that runs, or was the last
+  uint64_t pass_bytes_all = 0;
+  std::string last_error;
+};
+
 struct ServerStatistics {
   PoolReport pool;
   uint64_t pool_bytes_free = 0;
@@ -120,6 +133,7 @@ struct ServerStatistics {
   SecondsHistogram step_seconds{kStepSecondsBounds};
   SecondsHistogram commit_seconds{kStepSecondsBounds};
   StepPhases step_phases;
+  ScrubStatistics scrub;
 };
 
 }  // namespace memd

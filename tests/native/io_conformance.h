@@ -149,13 +149,14 @@ TEST_P(IoConformance, waiting_requests_start_by_priority_then_in_order) {
                     .complete = [&order, n](const Status&) { order.push_back(n); }});
   };
   read(IoPriority::writeback, 0);  // starts at once
+  read(IoPriority::scrub, 6);
   read(IoPriority::writeback, 5);
   read(IoPriority::state, 4);
   read(IoPriority::prefetch, 3);
   read(IoPriority::demand, 1);
   read(IoPriority::demand, 2);
-  run_until([&] { return order.size() == 6; });
-  EXPECT_EQ(order, (std::vector<int>{0, 1, 2, 3, 4, 5}));
+  run_until([&] { return order.size() == 7; });
+  EXPECT_EQ(order, (std::vector<int>{0, 1, 2, 3, 4, 5, 6}));
 }
 
 TEST_P(IoConformance, reading_past_the_end_is_an_error_that_names_path_and_range) {

@@ -165,6 +165,19 @@ class JobStatistics:
 
 
 @dataclass
+class ScrubStatistics:
+    bytes_per_second: int = 0
+    bytes: int = 4096
+    errors: int = 1
+    pass_count: int = 2
+    last_pass_age_seconds: float = 60.0
+    in_pass: bool = True
+    pass_bytes: int = 1 << 20
+    pass_bytes_all: int = 4 << 20
+    last_error: str = "shard gpt/wte.weight: its bytes are gone"
+
+
+@dataclass
 class ServerStatistics:
     pool: PoolReport
     pool_bytes_free: int
@@ -179,6 +192,7 @@ class ServerStatistics:
     step_seconds: SecondsHistogram = field(default_factory=SecondsHistogram)
     commit_seconds: SecondsHistogram = field(default_factory=SecondsHistogram)
     step_phases: StepPhases = field(default_factory=StepPhases)
+    scrub: ScrubStatistics = field(default_factory=ScrubStatistics)
 
 
 @dataclass
@@ -251,6 +265,7 @@ class FakeServer:
         self._ids = iter(range(1, 1 << 30))
         self._beats = 0
         self.fence_reason = ""
+        self.scrub_rate = 0
         self.activities: list[Activity] = []
         self.detached: dict[int, float] = {}  # session → when, by the monotonic clock
         self.calls: Counter[str] = Counter()
@@ -417,7 +432,11 @@ class FakeServer:
             jobs=[JobStatistics(job) for job in self.jobs()],
             session_count=len(self._sessions),
             fence_reason=self.fence_reason,
+            scrub=ScrubStatistics(self.scrub_rate),
         )
+
+    def set_scrub_rate(self, bytes_per_second: int) -> None:
+        self.scrub_rate = bytes_per_second
 
     def in_flight(self) -> list[Activity]:
         return self.activities

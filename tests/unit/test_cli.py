@@ -133,6 +133,21 @@ def test_what_is_in_flight_is_shown_with_what_it_waits_for(
     assert answer["activities"][2]["seconds"] == 1.5
 
 
+def test_the_scrub_s_progress_and_last_pass_are_shown(server: FakeServer, tmp_path: Path) -> None:
+    command = ("status", "--socket", str(tmp_path / "memd.sock"))
+    assert "scrub: off" in memd(*command).output
+    server.set_scrub_rate(16 << 20)
+    text = memd(*command).output
+    assert (
+        "scrub: at most 16 MiB/s, 1 MiB of 4 MiB verified in this pass, last full pass ended "
+        "60 s ago, 1 errors" in text
+    )
+    assert "scrub: shard gpt/wte.weight: its bytes are gone" in text
+    scrub = json.loads(memd(*command, "--json").output)["scrub"]
+    assert scrub["pass_count"] == 2
+    assert scrub["error_count"] == 1
+
+
 def test_a_fence_and_lost_shards_are_shown(server: FakeServer, tmp_path: Path) -> None:
     socket = ("--socket", str(tmp_path / "memd.sock"))
     job = server.open_job("gpt", uid=0)

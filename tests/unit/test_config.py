@@ -102,6 +102,9 @@ def test_variables_of_others_are_left_alone() -> None:
         ("data = 5", "data: 5 is not a list of folders"),
         ("socket = 5", "socket: 5 is not a text"),
         ('socket = "/' + 100 * "s" + '/memd.sock"', "at most 107 bytes, choose a shorter"),
+        ("scrub = 16", "scrub: '16' has no unit"),
+        ('scrub = "-1MiB"', "scrub: '-1MiB' is not a size"),
+        ("scrub = true", "scrub: 'True' is not a size"),
         ("host =", "is not TOML"),
     ],
 )
@@ -110,6 +113,15 @@ def test_a_wrong_setting_is_refused_with_its_name_and_a_remedy(
 ) -> None:
     with pytest.raises(SettingsError, match=message):
         from_file(tmp_path, text)
+
+
+@pytest.mark.parametrize(("text", "rate", "shown_as"), [("0", 0, "0"), ("4MiB", 4 << 20, "4MiB")])
+def test_the_scrub_has_a_rate_or_is_off(
+    tmp_path: Path, text: str, rate: int, shown_as: str
+) -> None:
+    configuration = from_file(tmp_path, f'scrub = "{text}"')
+    assert configuration.settings.scrub == rate
+    assert config.shown(configuration.settings)["scrub"] == shown_as
 
 
 def test_a_configuration_file_that_is_not_there_is_named(tmp_path: Path) -> None:

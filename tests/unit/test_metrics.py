@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
@@ -76,6 +77,10 @@ def test_the_figures_of_the_data_plane_are_exported(scraped: Scraped) -> None:
     assert found["memd_io_bytes_total,device=/volume,op=read"] == 8192
     assert found["memd_client_reclaims_total,reason=process_died"] == 0
     assert found["memd_admission_rejections_total,reason=capacity"] == 0
+    assert found["memd_scrub_bytes_total"] == 4096
+    assert found["memd_scrub_errors_total"] == 1
+    ended = found["memd_scrub_last_pass_timestamp_seconds"]
+    assert 60 <= time.time() - ended < 120
 
 
 def test_what_fails_on_a_device_is_told_with_device_operation_and_errno(scraped: Scraped) -> None:

@@ -417,6 +417,39 @@ class StepPhases:
     @property
     def commit(self) -> SecondsHistogram: ...
 
+class ScrubStatistics:
+    """Of the verification in the background."""
+
+    @property
+    def bytes_per_second(self) -> int:
+        """At most; 0: it is off."""
+
+    @property
+    def bytes(self) -> int:
+        """Read since the start."""
+
+    @property
+    def errors(self) -> int:
+        """Extents whose bytes are gone."""
+
+    @property
+    def pass_count(self) -> int: ...
+
+    @property
+    def last_pass_age_seconds(self) -> float: ...
+
+    @property
+    def in_pass(self) -> bool: ...
+
+    @property
+    def pass_bytes(self) -> int: ...
+
+    @property
+    def pass_bytes_all(self) -> int: ...
+
+    @property
+    def last_error(self) -> str: ...
+
 class ServerStatistics:
     @property
     def pool(self) -> PoolReport: ...
@@ -456,6 +489,9 @@ class ServerStatistics:
 
     @property
     def step_phases(self) -> StepPhases: ...
+
+    @property
+    def scrub(self) -> ScrubStatistics: ...
 
 class ServiceLease:
     """
@@ -546,6 +582,9 @@ class Server:
 
     def in_flight(self) -> list[Activity]:
         """What has been begun and is not done, the oldest first."""
+
+    def set_scrub_rate(self, bytes_per_second: int) -> None:
+        """Of the verification in the background; 0: it is off, as at the start."""
 
     def heartbeat(self) -> int:
         """Grows while the server thread turns; the watchdog looks at it."""

@@ -12,7 +12,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("version", "uptime_seconds", "pool", "devices", "jobs", "io_engine", "io_engine_reason", "fence_reason")
+    __slots__ = ("version", "uptime_seconds", "pool", "devices", "jobs", "io_engine", "io_engine_reason", "fence_reason", "scrub")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class GetStatusResponse(_message.Message):
     IO_ENGINE_FIELD_NUMBER: _ClassVar[int]
     IO_ENGINE_REASON_FIELD_NUMBER: _ClassVar[int]
     FENCE_REASON_FIELD_NUMBER: _ClassVar[int]
+    SCRUB_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_seconds: float
     pool: Pool
@@ -29,7 +30,30 @@ class GetStatusResponse(_message.Message):
     io_engine: str
     io_engine_reason: str
     fence_reason: str
-    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., pool: _Optional[_Union[Pool, _Mapping]] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[_job_pb2.Job, _Mapping]]] = ..., io_engine: _Optional[str] = ..., io_engine_reason: _Optional[str] = ..., fence_reason: _Optional[str] = ...) -> None: ...
+    scrub: Scrub
+    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., pool: _Optional[_Union[Pool, _Mapping]] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[_job_pb2.Job, _Mapping]]] = ..., io_engine: _Optional[str] = ..., io_engine_reason: _Optional[str] = ..., fence_reason: _Optional[str] = ..., scrub: _Optional[_Union[Scrub, _Mapping]] = ...) -> None: ...
+
+class Scrub(_message.Message):
+    __slots__ = ("bytes_per_second", "bytes", "error_count", "pass_count", "last_pass_age_seconds", "in_pass", "pass_bytes", "pass_bytes_all", "last_error")
+    BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PASS_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LAST_PASS_AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    IN_PASS_FIELD_NUMBER: _ClassVar[int]
+    PASS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PASS_BYTES_ALL_FIELD_NUMBER: _ClassVar[int]
+    LAST_ERROR_FIELD_NUMBER: _ClassVar[int]
+    bytes_per_second: int
+    bytes: int
+    error_count: int
+    pass_count: int
+    last_pass_age_seconds: float
+    in_pass: bool
+    pass_bytes: int
+    pass_bytes_all: int
+    last_error: str
+    def __init__(self, bytes_per_second: _Optional[int] = ..., bytes: _Optional[int] = ..., error_count: _Optional[int] = ..., pass_count: _Optional[int] = ..., last_pass_age_seconds: _Optional[float] = ..., in_pass: bool = ..., pass_bytes: _Optional[int] = ..., pass_bytes_all: _Optional[int] = ..., last_error: _Optional[str] = ...) -> None: ...
 
 class Pool(_message.Message):
     __slots__ = ("bytes", "bytes_free", "segment_bytes", "page_bytes", "locked", "note")
