@@ -321,6 +321,7 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
       ledger->forget_session(record.session_id);  // it was ended in order
       continue;
     }
+    MEMD_FAILPOINT("adoption.session_taken");
     sessions.push_back(std::make_shared<Session>(Session{.session_id = record.session_id,
                                                          .job_id = disk.job_id,
                                                          .ring = std::move(ring).value(),
@@ -350,7 +351,7 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
     }
   }
   for (auto& [shard_id, state] : contents.shards) {
-    if (sealed.contains(shard_id)) {
+    if (sealed.contains(shard_id) && !MEMD_PLANTED("adoption.sealed_gradients_dropped")) {
       state.gradient_session = kSealedGradient;
     } else if (find_session(state.gradient_session) == nullptr) {
       state.gradient_session = 0;
@@ -446,6 +447,7 @@ Status ShardStore::adopt_segments(Job& job, Ledger& ledger) {
       status = error(StatusCode::fenced, "nobody kept segment ", claim.id);
       continue;
     }
+    MEMD_FAILPOINT("adoption.segment_taken");
     if (claim.side == Side::unassigned) {
       unassigned.push_back(std::move(*segment));
       continue;
@@ -525,6 +527,7 @@ Status ShardStore::adopt_slots(Job& job,
                      record.offset_bytes,
                      " is outside of the arena, or in another one");
     }
+    MEMD_FAILPOINT("adoption.slot_taken");
     auto slot = std::make_unique<Slot>();
     slot->offset_bytes = record.offset_bytes;
     slot->bytes = record.bytes;
@@ -539,9 +542,10 @@ Status ShardStore::adopt_slots(Job& job,
     }
     const bool is_untold = untold_pin && *untold_pin >= record.pin_first &&
                            *untold_pin - record.pin_first < record.pin_count;
-    const bool is_held = record.residency == Residency::clean ||
-                         record.residency == Residency::dirty ||
-                         record.residency == Residency::draining;
+    const bool is_held =
+        record.residency == Residency::clean || record.residency == Residency::dirty ||
+        record.residency == Residency::draining ||
+        (MEMD_PLANTED("adoption.filling_slot_trusted") && record.residency == Residency::filling);
     if (record.role == SlotRole::pending && fits && !record.has_service_writer && !is_untold &&
         entry->pending == nullptr) {
       entry->pending = std::move(slot);
@@ -618,6 +622,7 @@ Status ShardStore::adopt_extents(Job& job,
       return damaged("an extent of ", extent.length_bytes, " bytes for ", length_bytes);
     }
     *place = {.extent = extent, .referenced = false};
+    MEMD_FAILPOINT("adoption.extent_placed");
   }
 
   for (const KeptTile& tile : tiles) {
@@ -736,6 +741,7 @@ Status ShardStore::check_steps_can_be_made(const Job& job, const LedgerContents&
 
 void ShardStore::go_on(Job& job, const LedgerContents& contents) {
   for (const ClosedStep& step : contents.steps) {
+    MEMD_FAILPOINT("adoption.before_redo");
     // Who asked is told when it asks again.
     accept_step(job, step.request, step.place, [](const Status&, const StepReport&) {});
   }

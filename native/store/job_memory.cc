@@ -92,8 +92,11 @@ bool JobMemory::grow(Arena& side) {
   Segment segment = std::move(unassigned_.back());
   unassigned_.pop_back();
   const uint64_t offset_bytes = side.capacity_bytes();
-  claim(
-      segment.id(), &side == arena_.get() ? Side::arena : Side::private_side, side.segment_count());
+  if (!MEMD_PLANTED("ledger.segment_used_unclaimed")) {
+    claim(segment.id(),
+          &side == arena_.get() ? Side::arena : Side::private_side,
+          side.segment_count());
+  }
   MEMD_FAILPOINT("ledger.segment_claimed");
   const Status status = side.add(std::move(segment));
   MEMD_CHECK(status.is_ok());  // moves a mapping inside a range reserved for it

@@ -308,7 +308,7 @@ Status ShardStore::check_staged(const Job& job, const StepRequest& request) cons
 }
 
 bool ShardStore::joins_earlier_step(Job& job, const StepRequest& request, StepDone& done) {
-  if (request.step == 0) return false;
+  if (request.step == 0 || MEMD_PLANTED("step.made_again_when_repeated")) return false;
   for (const auto& state : queues_.at(job.job_id).steps) {
     if (state->request.session_id != request.session_id || state->request.step != request.step)
       continue;
@@ -348,7 +348,7 @@ void ShardStore::step(StepRequest request, StepDone done) {
   if (joins_earlier_step(job, request, done)) return;
   if (Status status = check_step(job, request); !status.is_ok()) return done(status, {});
   std::optional<size_t> place;
-  if (job.ledger != nullptr) {
+  if (job.ledger != nullptr && !MEMD_PLANTED("ledger.step_not_recorded")) {
     const auto closed = job.ledger->close_step(request);
     if (!closed.is_ok()) return done(closed.status(), {});
     place = closed.value();

@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #include <sys/wait.h>
 
+#include <array>
 #include <atomic>
 #include <filesystem>
 #include <fstream>
@@ -15,6 +16,7 @@
 #include <set>
 
 #include "base/failpoint.h"
+#include "relay_keeper.h"
 #include "scenario.h"
 
 namespace memd::testing {
@@ -27,6 +29,7 @@ constexpr size_t kNamesMax = 256;
 /// What children tell their parent; in memory that both map.
 struct Shared {
   std::atomic<uint32_t> acknowledged{0};  // phases whose commit was acknowledged
+  std::atomic<uint32_t> closed{0};        // steps that a ledger holds, or held until they were made
   std::atomic<uint64_t> io_count{0};
   std::mutex mutex;  // of one child at a time
   struct Hits {
@@ -103,7 +106,8 @@ class KillTest : public ::testing::Test {
     std::filesystem::remove_all(folder_ / "volumes");
     std::filesystem::create_directory(folder_ / "volumes");
   }
-  std::unique_ptr<Daemon> start(TapQueue::Tap tap = {}) const {
+  /// With a keeper on what was kept for it.
+  std::unique_ptr<Daemon> start(TapQueue::Tap tap = {}, DescriptorKeeper* keeper = nullptr) const {
     auto set = VolumeSet::open({.directories = {folder_ / "volumes"}, .bytes = kVolumeBytes});
     require(set.is_ok(), set.status().message());
     const auto make_queue = [this](int wake_fd) {
@@ -111,8 +115,10 @@ class KillTest : public ::testing::Test {
       require(choice.is_ok(), choice.status().message());
       return std::move(choice.value().queue);
     };
-    auto daemon =
-        std::make_unique<Daemon>(std::move(set).value(), make_queue, false, std::move(tap));
+    KeptDescriptors kept;
+    if (keeper != nullptr) kept = keepsakes_.hand_over();
+    auto daemon = std::make_unique<Daemon>(
+        std::move(set).value(), make_queue, false, std::move(tap), keeper, std::move(kept));
     require(daemon->loaded.is_ok(), daemon->loaded.message());
     return daemon;
   }
@@ -164,19 +170,26 @@ class KillTest : public ::testing::Test {
     MEMD_CHECK_EQ(::close(fd), 0);
   }
 
-  /// In a child: from the image to the end of `last_phase`, dying at `point` if there is one.
-  void run_to(size_t last_phase, const std::optional<KillPoint>& point) {
-    failpoint::set_observer([&](std::string_view name) {
+  /// In a child: counts, and dies at `point` if there is one.
+  TapQueue::Tap watch(const std::optional<KillPoint>& point) {
+    failpoint::set_observer([this, point](std::string_view name) {
       const uint64_t hit = shared_->hit(name);
+      if (name == "ledger.step_closed") ++shared_->closed;
       if (point && point->name == name && point->hit == hit) die();
     });
-    uint64_t counts[3]{};
-    const auto tap = [&](IoMoment moment, const IoRequest&) {
+    return [this, point, counts = std::array<uint64_t, 3>{}](IoMoment moment,
+                                                             const IoRequest&) mutable {
       const uint64_t index = ++counts[static_cast<size_t>(moment)];
       if (moment == IoMoment::before_submit) shared_->io_count = index;
       if (point && point->name.empty() && point->moment == moment && point->hit == index) die();
     };
-    auto daemon = start(tap);
+  }
+
+  /// In a child: from the image to the end of `last_phase`, dying at `point` if there is one.
+  void run_to(size_t last_phase,
+              const std::optional<KillPoint>& point,
+              DescriptorKeeper* keeper = nullptr) {
+    auto daemon = start(watch(point), keeper);
     for (size_t phase = first_phase_; phase <= last_phase; ++phase) {
       run_phase(*daemon, phase);
       shared_->acknowledged = static_cast<uint32_t>(phase + 1);
@@ -233,8 +246,147 @@ class KillTest : public ::testing::Test {
     return concat("killed ", point.text(), " in phase ", acknowledged, ", status ", checked);
   }
 
-  /// Every point; lanes wait for the disk beside each other, each in a folder of its own.
+  // ---- Where memory outlives the daemon ----
+
+  /// Steps of the phases before `phase` that a daemon which begins at the image makes.
+  size_t steps_before(size_t phase) const {
+    size_t count = 0;
+    for (size_t each = first_phase_; each < phase; ++each) count += is_step(each) ? 1 : 0;
+    return count;
+  }
+  static bool is_step(size_t phase) { return phase == 2 || phase == 4 || phase == 7; }
+
+  /// In a child: a daemon takes over, makes what was closed, and hears from no trainer any more.
+  static void take_over(Daemon& daemon) {
+    daemon.until([&] { return daemon.store().is_idle(); });
+    while (!daemon.store().sessions().empty())
+      daemon.detach(daemon.store().sessions().begin()->first);
+    daemon.until([&] { return daemon.store().is_idle(); });
+  }
+
+  /// In a child, with what outlived the last daemon. Writes outside of steps are visible before
+  /// they are committed: here each is there in full or not at all, a step with all that is its own.
+  void check_kept(size_t acknowledged, size_t closed_count, DescriptorKeeper& keeper) {
+    size_t phase = acknowledged;
+    {
+      const auto daemon = start({}, &keeper);
+      take_over(*daemon);
+      const bool is_closed = is_step(phase) && closed_count > steps_before(phase);
+      if (is_closed) {
+        require(daemon->store().load_notes().empty(),
+                "a closed step's memory was not taken over: ",
+                daemon->store().load_notes().empty() ? "" : daemon->store().load_notes().front());
+      }
+      std::map<std::string, std::string> parts;
+      const auto found = state_of(*daemon, &parts);
+      require(found.is_ok(), found.status().message());
+      const std::string& before = states_[phase];
+      const std::string& after = phase < kPhaseCount ? states_[phase + 1] : before;
+      bool all_before = true;
+      bool all_after = true;
+      for (const auto& [name, bytes] : parts) {
+        const bool is_before = before.find(bytes) != std::string::npos;
+        const bool is_after = after.find(bytes) != std::string::npos;
+        // Its bytes are a buffer's only by the step.
+        if (name == "job/staged" && !is_closed) continue;
+        require(is_before || is_after, name, " has bytes of no commit");
+        if (name == "job/blob") continue;  // written beside the step
+        all_before &= is_before;
+        all_after &= is_after;
+      }
+      if (is_step(phase)) {
+        require(is_closed ? all_after : all_before,
+                is_closed ? "a closed step was not made by the next daemon"
+                          : "a step that nobody closed has left something");
+      }
+      if (is_closed)
+        require(found.value() == after, "after a closed step that was made, something else is new");
+      for (const JobInfo& info : daemon->store().jobs()) {
+        const uint64_t session = daemon->attach(info.job_id);
+        daemon->job(session).changed = true;
+        const Status synced = daemon->sync(session);
+        require(synced.is_ok(), synced.message());
+        daemon->detach(session);
+      }
+      check_memory(*daemon);
+      check_disk(*daemon);
+      if (phase < kPhaseCount && found.value() == after) ++phase;
+      for (; phase < kPhaseCount; ++phase) {
+        run_phase(*daemon, phase);
+        const auto now = state_of(*daemon);
+        require(now.is_ok() && now.value() == states_[phase + 1],
+                "going on from commit ",
+                phase,
+                " gave other numbers");
+      }
+      check_memory(*daemon);
+      check_disk(*daemon);
+    }
+    const auto daemon = start();
+    const auto found = state_of(*daemon);
+    require(found.is_ok() && found.value() == states_[kPhaseCount], "on disk the end is another");
+  }
+
+  /// The first daemon dies at the first point, the one that takes over from it at the second.
+  std::string kill_kept_at(const std::vector<KillPoint>& points, size_t last_phase) {
+    std::string text;
+    for (const KillPoint& point : points) text += concat(point.text(), "; ");
+    const auto kill_all = [&] {
+      restore_image();
+      keepsakes_.clear();
+      new (shared_) Shared;
+      shared_->acknowledged = static_cast<uint32_t>(first_phase_);
+      for (size_t i = 0; i < points.size(); ++i) {
+        const int status = keepsakes_.in_child([&](DescriptorKeeper& keeper) {
+          for (auto& each : shared_->hits) each = {};
+          if (i == 0) return run_to(last_phase, points[i], &keeper);
+          take_over(*start(watch(points[i]), &keeper));
+        });
+        if (!was_killed(status)) return status;
+      }
+      return SIGKILL;
+    };
+    int status = 0;
+    for (int attempt = 0; attempt < 3 && !was_killed(status); ++attempt) status = kill_all();
+    if (!was_killed(status)) return concat("not reached: ", text, "status ", status);
+    const size_t acknowledged = shared_->acknowledged;
+    const size_t closed_count = shared_->closed;
+    const int checked = keepsakes_.in_child([&](DescriptorKeeper& keeper) {
+      failpoint::set_observer({});
+      check_kept(acknowledged, closed_count, keeper);
+    });
+    if (ended_well(checked)) return "";
+    return concat("killed ", text, "in phase ", acknowledged, ", status ", checked);
+  }
+
+  void count_kept(size_t last_phase) {
+    restore_image();
+    keepsakes_.clear();
+    new (shared_) Shared;
+    ASSERT_TRUE(ended_well(keepsakes_.in_child(
+        [&](DescriptorKeeper& keeper) { run_to(last_phase, std::nullopt, &keeper); })));
+  }
+  /// What the daemon passes that takes over from one that died at `first`.
+  void count_take_over(const KillPoint& first, size_t last_phase) {
+    restore_image();
+    keepsakes_.clear();
+    new (shared_) Shared;
+    ASSERT_TRUE(was_killed(keepsakes_.in_child(
+        [&](DescriptorKeeper& keeper) { run_to(last_phase, first, &keeper); })));
+    new (shared_) Shared;
+    ASSERT_TRUE(ended_well(keepsakes_.in_child(
+        [&](DescriptorKeeper& keeper) { take_over(*start(watch(std::nullopt), &keeper)); })));
+  }
+
   void kill_at_all(const std::vector<KillPoint>& points, size_t last_phase) {
+    run_lanes(points.size(), [&](size_t i) { return kill_at(points[i], last_phase); });
+  }
+  void kill_kept_at_all(const std::vector<std::vector<KillPoint>>& chains, size_t last_phase) {
+    run_lanes(chains.size(), [&](size_t i) { return kill_kept_at(chains[i], last_phase); });
+  }
+
+  /// Every point; lanes wait for the disk beside each other, each in a folder of its own.
+  void run_lanes(size_t count, const std::function<std::string(size_t)>& run) {
     constexpr size_t kLanes = 4;
     std::vector<pid_t> lanes;
     for (size_t lane = 0; lane < kLanes; ++lane) {
@@ -251,8 +403,8 @@ class KillTest : public ::testing::Test {
             nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
         MEMD_CHECK(memory != MAP_FAILED);
         shared_ = static_cast<Shared*>(memory);
-        for (size_t i = lane; i < points.size(); i += kLanes) {
-          const std::string violation = kill_at(points[i], last_phase);
+        for (size_t i = lane; i < count; i += kLanes) {
+          const std::string violation = run(i);
           require(violation.empty(), violation);
         }
       }();
@@ -263,7 +415,7 @@ class KillTest : public ::testing::Test {
       ASSERT_EQ(::waitpid(pid, &status, 0), pid);
       EXPECT_TRUE(ended_well(status)) << status;
     }
-    std::printf("%zu kills\n", points.size());
+    std::printf("%zu histories of kills\n", count);
   }
 
   void count(size_t last_phase) {
@@ -279,6 +431,7 @@ class KillTest : public ::testing::Test {
     return all;
   }
 
+  Keepsakes keepsakes_;
   std::filesystem::path folder_;
   Shared* shared_ = nullptr;
   IoEngine engine_ = IoEngine::automatic;
@@ -335,11 +488,58 @@ const std::set<std::string> kReachedByErrors = {"commit.abandoned",
                                                 "step.undoing",
                                                 "volume.fencing"};
 
-/// Only a daemon with a keeper reaches these, and the daemons here have none yet: nothing kills at
-/// them.
-bool needs_a_keeper(const std::string& name) { return name.starts_with("ledger."); }
+bool is_of_kept_memory(const std::string& name) {
+  return name.starts_with("ledger.") || name.starts_with("adoption.");
+}
 
-TEST_F(KillTest, every_failpoint_in_the_sources_that_needs_no_keeper_is_killed_at) {
+std::vector<KillPoint> kept_hits(const std::map<std::string, uint64_t>& hits) {
+  std::vector<KillPoint> points = every_hit(hits);
+  std::erase_if(points, [](const KillPoint& point) { return !is_of_kept_memory(point.name); });
+  return points;
+}
+
+/// The one step of the killed phases, with spilled gradients and a staged buffer.
+const KillPoint kStepClosed{.name = "ledger.step_closed", .hit = 1};
+
+std::vector<KillPoint> every_io(uint64_t io_count, const std::vector<IoMoment>& moments) {
+  std::vector<KillPoint> points;
+  for (uint64_t index = 1; index <= io_count; ++index) {
+    for (const IoMoment moment : moments)
+      points.push_back({.name = "", .hit = index, .moment = moment});
+  }
+  return points;
+}
+
+TEST_F(KillTest, where_memory_survives_a_closed_step_is_made_whatever_the_moment_of_the_kill) {
+  engine_ = IoEngine::threads;
+  ASSERT_NO_FATAL_FAILURE(run_undisturbed(kFirstKilledPhase));
+  count_kept(kLastKilledPhase);
+  ASSERT_EQ(shared_->closed, 1u);
+  ASSERT_GT(shared_->io_count, 40u);
+  std::vector<std::vector<KillPoint>> chains;
+  for (const KillPoint& point : kept_hits(hits())) chains.push_back({point});
+  ASSERT_GT(chains.size(), 10u);
+  for (const KillPoint& point :
+       every_io(shared_->io_count, {IoMoment::before_submit, IoMoment::completed}))
+    chains.push_back({point});
+  kill_kept_at_all(chains, kLastKilledPhase);
+}
+
+TEST_F(KillTest, a_daemon_that_takes_over_may_be_killed_too) {
+  engine_ = IoEngine::threads;
+  ASSERT_NO_FATAL_FAILURE(run_undisturbed(kFirstKilledPhase));
+  ASSERT_NO_FATAL_FAILURE(count_take_over(kStepClosed, kLastKilledPhase));
+  ASSERT_TRUE(hits().contains("adoption.before_redo"));
+  std::vector<std::vector<KillPoint>> chains;
+  for (const KillPoint& point : kept_hits(hits())) chains.push_back({kStepClosed, point});
+  ASSERT_GT(chains.size(), 10u);
+  for (const KillPoint& point :
+       every_io(shared_->io_count, {IoMoment::before_submit, IoMoment::completed}))
+    chains.push_back({kStepClosed, point});
+  kill_kept_at_all(chains, kLastKilledPhase);
+}
+
+TEST_F(KillTest, every_failpoint_in_the_sources_is_killed_at) {
   std::set<std::string> named;
   const std::regex call("MEMD_FAILPOINT\\(\"([^\"]+)\"\\)");
   for (const auto& file : std::filesystem::recursive_directory_iterator(MEMD_NATIVE_FOLDER)) {
@@ -359,9 +559,11 @@ TEST_F(KillTest, every_failpoint_in_the_sources_that_needs_no_keeper_is_killed_a
     count(first_phase == 0 ? 0 : kLastKilledPhase);
     for (const auto& [name, hit_count] : hits()) reached.insert(name);
   }
-  for (const std::string& name : named) {
-    if (!needs_a_keeper(name)) EXPECT_TRUE(reached.contains(name)) << name;
-  }
+  count_kept(kLastKilledPhase);
+  for (const KillPoint& point : kept_hits(hits())) reached.insert(point.name);
+  ASSERT_NO_FATAL_FAILURE(count_take_over(kStepClosed, kLastKilledPhase));
+  for (const KillPoint& point : kept_hits(hits())) reached.insert(point.name);
+  for (const std::string& name : named) EXPECT_TRUE(reached.contains(name)) << name;
   for (const std::string& name : reached) EXPECT_TRUE(named.contains(name)) << name;
 }
 

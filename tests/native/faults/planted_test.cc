@@ -17,7 +17,8 @@ constexpr uint64_t kVolume = 16_MiB;
 /// A daemon on a device in memory that two phases, a step among them, have filled.
 struct Bench {
   explicit Bench(std::shared_ptr<MemoryDisk> on = std::make_shared<MemoryDisk>(kVolume),
-                 bool fill = true)
+                 bool fill = true,
+                 TestKeeper* keeper = nullptr)
       : disk(std::move(on)) {
     VolumeSet set;
     Volume volume;
@@ -35,7 +36,10 @@ struct Bench {
           faults = &queue->memory();
           return queue;
         },
-        true);
+        true,
+        TapQueue::Tap{},
+        keeper,
+        keeper == nullptr ? KeptDescriptors{} : keeper->hand_over());
     require(daemon->loaded.is_ok(), daemon->loaded.message());
     if (!fill) return;
     run_phase(*daemon, 0);
@@ -51,6 +55,9 @@ struct Bench {
   std::string state_after_restart() const {
     return Bench(std::make_shared<MemoryDisk>(*disk), false).state();
   }
+
+  /// As kill -9 would: nothing is ended, and nothing moves any more.
+  void kill() { static_cast<void>(daemon.release()); }
 
   std::shared_ptr<MemoryDisk> disk;
   MemoryQueue* faults = nullptr;
@@ -232,6 +239,58 @@ void no_power_cut_breaks_a_promise() {
   _exit(127);
 }
 
+/// The state after an undisturbed step that says its number.
+std::string state_after_step() {
+  Bench bench;
+  const uint64_t session = bench.attach();
+  const Status status = bench.daemon->step(backward(*bench.daemon, session, true));
+  require(status.is_ok(), status.message());
+  bench.daemon->detach(session);
+  return bench.state();
+}
+
+void a_closed_step_needs_its_daemon_no_more() {
+  TestKeeper keeper;
+  auto disk = std::make_shared<MemoryDisk>(kVolume);
+  {
+    const Bench filled(disk);
+  }
+  Bench bench(disk, false, &keeper);
+  const uint64_t session = bench.attach();
+  StepRequest request = backward(*bench.daemon, session, true);
+  request.step = bench.daemon->job(session).committed_step + 1;
+  bench.daemon->store().step(request, [](const Status&, const StepReport&) {});
+  bench.kill();
+  const Bench next(disk, false, &keeper);
+  next.daemon->until([&] { return next.daemon->store().is_idle(); });
+  require(next.daemon->store().sessions().contains(session), "the session is gone");
+  const Status repeated = next.daemon->step(request);
+  require(repeated.is_ok(), "a repeated call: ", repeated.message());
+  require(next.daemon->job(session).committed_step == request.step, "it was made twice");
+  next.daemon->detach(session);
+  const auto found = state_of(*next.daemon);
+  require(found.is_ok() && found.value() == state_after_step(), "its numbers are others");
+}
+
+void what_was_being_read_is_read_again_by_the_next_daemon() {
+  TestKeeper keeper;
+  auto disk = std::make_shared<MemoryDisk>(kVolume);
+  {
+    const Bench filled(disk);
+  }
+  const std::string before = Bench(std::make_shared<MemoryDisk>(*disk), false).state();
+  Bench bench(disk, false, &keeper);
+  const uint64_t session = bench.attach();
+  bench.faults->add_fault({.kind = MemoryFaultKind::stall, .io_kind = IoKind::read, .count = 100});
+  const auto answer = bench.daemon->ask(session, "extra", LeaseMode::read);
+  for (int i = 0; i < 10; ++i) bench.daemon->turn();
+  require(!answer->has_value(), "the read did not stall");
+  bench.kill();
+  Bench next(disk, false, &keeper);
+  next.daemon->detach(session);
+  require(next.state() == before, "bytes that nobody had read were returned");
+}
+
 struct Plant {
   const char* bug;
   void (*check)();
@@ -272,6 +331,11 @@ const Plant kPlants[] = {
     {"session.pins_kept", who_dies_holds_nothing},
     {"session.sealed_gradients_dropped", a_closed_step_needs_its_trainer_no_more},
     {"step.gradient_released_early", gradients_are_there_until_the_step_is_durable},
+    {"ledger.step_not_recorded", a_closed_step_needs_its_daemon_no_more},
+    {"ledger.segment_used_unclaimed", a_closed_step_needs_its_daemon_no_more},
+    {"adoption.sealed_gradients_dropped", a_closed_step_needs_its_daemon_no_more},
+    {"adoption.filling_slot_trusted", what_was_being_read_is_read_again_by_the_next_daemon},
+    {"step.made_again_when_repeated", a_closed_step_needs_its_daemon_no_more},
     {"evict.leased_slot", what_is_leased_keeps_its_bytes},
 };
 

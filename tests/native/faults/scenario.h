@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "arena/pool.h"
+#include "base/descriptor_keeper.h"
 #include "io/io_queue.h"
 #include "store/shard_store.h"
 #include "twin.h"
@@ -99,7 +100,13 @@ class Daemon {
   static constexpr uint64_t kFloor = kPrivateFloorBytes / kSegment;
 
   using MakeQueue = std::function<std::unique_ptr<IoQueue>(int wake_fd)>;
-  Daemon(VolumeSet set, const MakeQueue& make_queue, bool syncs, TapQueue::Tap tap = {})
+  /// `kept`: what outlived the daemon before, with a keeper.
+  Daemon(VolumeSet set,
+         const MakeQueue& make_queue,
+         bool syncs,
+         TapQueue::Tap tap = {},
+         DescriptorKeeper* keeper = nullptr,
+         KeptDescriptors kept = {})
       : wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
         io_(make_queue(wake_.get()), syncs, std::move(tap)),
         extents_(io_, std::move(set)),
@@ -107,12 +114,23 @@ class Daemon {
     auto pool = Pool::create({.bytes = 2 * (kFloor + 1) * kSegment,
                               .segment_bytes = kSegment,
                               .huge_pages = false,
-                              .lock = LockMode::wanted});
+                              .lock = LockMode::wanted},
+                             keeper,
+                             &kept);
     require(pool.is_ok(), pool.status().message());
     pool_ = std::move(pool).value();
-    store_ = std::make_unique<ShardStore>(ShardStoreParts{
-        .pool = *pool_, .io = io_, .extents = extents_, .workers = workers_, .clock = clock_});
-    loaded = store_->load([this] { io_.reap(); });
+    store_ = std::make_unique<ShardStore>(ShardStoreParts{.pool = *pool_,
+                                                          .io = io_,
+                                                          .extents = extents_,
+                                                          .workers = workers_,
+                                                          .clock = clock_,
+                                                          .keeper = keeper});
+    loaded = store_->load([this] { io_.reap(); }, &kept);
+    if (!loaded.is_ok() || keeper == nullptr) return;
+    for (const KeptDescriptor& left : kept) {
+      if (left.fd.is_open()) keeper->forget(left.name);
+    }
+    loaded = pool_->settle();
   }
   ~Daemon() {
     store_->detach_all();
@@ -123,9 +141,13 @@ class Daemon {
 
   ShardStore& store() { return *store_; }
   ExtentStore& extents() { return extents_; }
+  const Pool& pool() const { return *pool_; }
 
   bool turn() {
     const bool reaped = io_.reap() + workers_.reap() > 0;
+    // As the server does with a dropped job's memory.
+    for (Segment& segment : store_->take_released_segments())
+      store_->add_to_pool(std::move(segment));
     return store_->advance() || reaped;
   }
   /// A hang is a violation; two minutes tell it from a busy machine.
@@ -376,6 +398,12 @@ inline void run_phase(Daemon& daemon, size_t phase) {
       do_step(daemon, session, true);
       break;
     case 5: {
+      // Where memory outlived a daemon that was killed here, it may be gone already.
+      if (!daemon.job(session).shard_ids.contains("extra")) {
+        daemon.job(session).changed = true;
+        synced();
+        break;
+      }
       std::optional<bool> removed;
       daemon.store().delete_shard(
           session, "extra", [&](const Result<bool>& result) { removed = result.is_ok(); });
@@ -401,11 +429,16 @@ inline void run_phase(Daemon& daemon, size_t phase) {
 }
 
 /// Everything that the daemon holds, bit for bit, as one string; a read that fails is its reason.
-inline Result<std::string> state_of(Daemon& daemon) {
+/// `parts`: the bytes of each shard that has some, and the lines that begin a job.
+inline Result<std::string> state_of(Daemon& daemon,
+                                    std::map<std::string, std::string>* parts = nullptr) {
   std::string out;
   for (const JobInfo& info : daemon.store().jobs()) {
     const uint64_t session = daemon.attach(info.job_id);
-    out += concat("job ", info.name, " at step ", daemon.job(session).committed_step, ":\n");
+    const std::string title =
+        concat("job ", info.name, " at step ", daemon.job(session).committed_step, ":\n");
+    out += title;
+    if (parts != nullptr) (*parts)[concat(info.name, "/")] = title;
     std::map<std::string, ShardInfo> sorted;
     const auto shards = daemon.store().shards(info.job_id);
     for (const ShardInfo& shard : shards.value()) sorted[shard.spec.name] = shard;
@@ -414,11 +447,14 @@ inline Result<std::string> state_of(Daemon& daemon) {
       if (!shard.written) continue;
       const auto bytes = daemon.read(session, name);
       if (!bytes.is_ok()) return bytes.status();
-      out += bytes.value();
-      if (shard.spec.kind != ShardKind::parameter) continue;
-      const auto moments = daemon.moments(session, name);
-      if (!moments.is_ok()) return moments.status();
-      out += moments.value();
+      std::string part = bytes.value();
+      if (shard.spec.kind == ShardKind::parameter) {
+        const auto moments = daemon.moments(session, name);
+        if (!moments.is_ok()) return moments.status();
+        part += moments.value();
+      }
+      out += part;
+      if (parts != nullptr) (*parts)[concat(info.name, "/", name)] = std::move(part);
     }
     daemon.detach(session);
   }
@@ -499,6 +535,44 @@ inline void check_accounts(Daemon& daemon, std::span<const std::byte> volume) {
   uint64_t used_bytes = 0;
   for (const JobInfo& info : daemon.store().jobs()) used_bytes += info.nvme_bytes_used;
   require(used_bytes == named.state_bytes, "quota: ", used_bytes, " != ", named.state_bytes);
+}
+
+/// Nothing is leaked of memory: slots of arenas are of entries, segments are of jobs or free.
+inline void check_memory(Daemon& daemon) {
+  daemon.until([&] { return daemon.store().is_idle(); });
+  while (daemon.turn()) {
+  }
+  uint64_t segments = daemon.pool().segment_count_free();
+  for (const JobInfo& info : daemon.store().jobs()) {
+    const uint64_t session = daemon.attach(info.job_id);
+    Job& job = daemon.job(session);
+    job.free_retired();
+    require(job.lease_count() == 0, "leases of nobody: ", job.lease_count());
+    uint64_t slot_bytes = 0;
+    for (const auto& entry : job.entries) {
+      if (entry == nullptr) continue;
+      require(entry->pending == nullptr, "bytes of nobody wait for ", job.describe(*entry));
+      if (entry->slot != nullptr) slot_bytes += align_up(entry->slot->bytes, kBlockBytes);
+    }
+    for (const auto& slot : job.retired) slot_bytes += align_up(slot->bytes, kBlockBytes);
+    require(slot_bytes == job.memory->arena().used_bytes(),
+            "slots: ",
+            slot_bytes,
+            " != ",
+            job.memory->arena().used_bytes());
+    segments += job.memory->bytes() / daemon.pool().segment_bytes();
+    daemon.detach(session);
+  }
+  const uint64_t all = daemon.pool().report().bytes / daemon.pool().segment_bytes();
+  require(segments == all,
+          "segments: ",
+          daemon.pool().segment_count_free(),
+          " free, in all ",
+          segments,
+          " != ",
+          all,
+          ", jobs ",
+          daemon.store().jobs().size());
 }
 
 }  // namespace memd::testing
