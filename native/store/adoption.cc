@@ -3,6 +3,7 @@
 #include <charconv>
 #include <cstring>
 #include <map>
+#include <random>
 #include <utility>
 
 #include "base/check.h"
@@ -156,6 +157,11 @@ Status ShardStore::load(const std::function<void()>& turn, KeptDescriptors* kept
   Kept kept{.descriptors = kept_descriptors};
   std::map<uint64_t, std::unique_ptr<Ledger>> ledgers;
   bool some_claims_unknown = false;
+  if (keeper_ != nullptr) {
+    // A trainer may come back to a session of a daemon whose memory was lost: no other session of
+    // its process may have that number by then.
+    session_id_next_ = (uint64_t{std::random_device{}()} << 16) + 1;
+  }
   if (kept_descriptors != nullptr) {
     for (KeptDescriptor& each : *kept_descriptors) {
       if (const auto session_id = id_of(each.name, kSessionPrefix))
@@ -195,6 +201,12 @@ Status ShardStore::load(const std::function<void()>& turn, KeptDescriptors* kept
                                      "; its memory is lost: ",
                                      result.status().message()));
         some_claims_unknown |= result.status().code() == StatusCode::integrity;
+        // Those that were taken already are nobody's any more.
+        for (const SessionRecord& session : contents.sessions) {
+          if (keeper_ == nullptr) break;
+          keeper_->forget(concat("session.", session.session_id));
+          keeper_->forget(concat("doorbell.", session.session_id));
+        }
       }
     }
     if (job == nullptr) {

@@ -404,6 +404,26 @@ TEST_F(AdoptionTest, a_job_without_a_kept_segment_starts_from_disk_and_its_memor
   expect_twins(1);
 }
 
+TEST_F(AdoptionTest, sessions_of_a_job_whose_memory_is_lost_are_kept_no_longer) {
+  begin(DType::float32);
+  for (const std::string& name : keeper_.names()) {
+    if (name.starts_with("table.")) keeper_.forget(name);
+  }
+  restart(false);
+  EXPECT_NE(notes().find("nobody kept its shard table"), std::string::npos) << notes();
+  for (const std::string& name : keeper_.names()) EXPECT_TRUE(name.starts_with("segment.")) << name;
+}
+
+TEST_F(AdoptionTest, nobody_comes_back_to_a_session_of_a_daemon_whose_memory_was_lost) {
+  begin(DType::float32);
+  const uint64_t old = session_;
+  for (const std::string& name : keeper_.names()) keeper_.forget(name);
+  restart(false);
+  session_ = heart_->attach(heart_->open("job", 8, kJobDiskBytes));
+  EXPECT_NE(session_, old);
+  EXPECT_EQ(heart_->store().resume_session(old, kOwner).status().code(), StatusCode::fenced);
+}
+
 TEST_F(AdoptionTest, a_dropped_job_and_one_that_the_disk_does_not_know_leave_nothing) {
   segment_count_ = 2 * kFloorSegments + 4;
   begin(DType::float32, 2);
