@@ -168,7 +168,7 @@ def listed(folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def volume_rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for volume in found["volumes"]:
         damaged = len(volume["damaged_superblock_offsets"])
         features = [

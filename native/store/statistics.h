@@ -92,13 +92,13 @@ struct StepPhases {
 struct Activity {
   /// "read", "write", "sync" of a volume; "lease", "step", "sync", "moments", "drop" of a job;
   /// "commit".
-  std::string kind;
+  std::string kind{};
   uint64_t job_id = 0;  // 0: of no job
-  std::string job;
-  uint32_t uid = 0;      // the job's
-  std::string what;      // volume and range; shard; phase of a step
-  std::string waits_on;  // empty where it is being done
-  std::string priority;  // of I/O
+  std::string job{};
+  uint32_t uid = 0;        // the job's
+  std::string what{};      // volume and range; shard; phase of a step
+  std::string waits_on{};  // empty where it is being done
+  std::string priority{};  // of I/O
   uint64_t age_ns = 0;
 };
 

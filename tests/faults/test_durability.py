@@ -24,7 +24,7 @@ class Plain:
 
     def __init__(self) -> None:
         self.model = build()
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=1e-3, weight_decay=0.1, fused=True
         )
 

@@ -102,7 +102,7 @@ def _train_in_one_session(training: Training) -> None:
     step = session.resume()
     while not training.stop.exists():
         loss = loss_of(model, step, training.dtype)
-        _append(training.log, f"{step} {loss.item().hex()}")
+        _append(training.log, f"{step} {float(loss).hex()}")
         loss.backward()
         optimizer.step()
         scheduler.step()
@@ -128,7 +128,7 @@ def repeat_in_memory(dtype: str, step_count: int) -> tuple[list[str], str]:
     losses = []
     for step in range(step_count):
         loss = loss_of(model, step, dtype)
-        losses.append(loss.item().hex())
+        losses.append(float(loss).hex())
         loss.backward()
         optimizer.step()
         scheduler.step()

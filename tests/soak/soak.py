@@ -38,7 +38,7 @@ def python(module: str) -> tuple[str, ...]:
 
 def live_kills(what: str, dtype: str, durability: str, memory: str, count: int) -> Part:
     name = f"kill-{what}-{dtype}-{durability.replace(':', '')}-{memory}"
-    arguments = ("--what", what, "--dtype", dtype, "--durability", durability)
+    arguments: tuple[str, ...] = ("--what", what, "--dtype", dtype, "--durability", durability)
     arguments += ("--memory", memory, "--count", str(count), "--seed", "2")
     return Part(name, (*python("tests.soak.live_kills"), *arguments, "--json"))
 
