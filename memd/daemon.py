@@ -41,8 +41,10 @@ log = logging.getLogger(__name__)
 DRAIN_S = 30.0
 # Of these, calls that are under way get most; then the data plane makes everything durable.
 _CALLS_S = 20.0
-# Without a watchdog interval of systemd's there is nothing to do regularly.
+# Without a watchdog interval of systemd's and without a keeper there is nothing to do regularly.
 _IDLE_S = 3600.0
+# How often the keeper is looked after: nothing tells when it takes nothing any more.
+_LOOK_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +72,7 @@ class Daemon:
         self._reload = reload
         self._notifier = Notifier(environ)
         self._is_ready = False
+        self._has_served = False
         self._somebody_returns = True  # until the draining shows that no session is alive
         self._began = time.monotonic()
 
@@ -162,6 +165,10 @@ class Daemon:
         try:
             yield keeper
             is_needed = self._somebody_returns
+        except BaseException:
+            # Where the end fails, not all that counts is on disk.
+            is_needed = is_needed or self._has_served
+            raise
         finally:
             if not is_needed:
                 keeper.end()
@@ -204,6 +211,8 @@ class Daemon:
         report = server.report()
         if report.kept_note:
             log.warning("kept memory is not used", extra={"reason": report.kept_note})
+        for note in report.load_notes:
+            log.warning("a job's memory is not used", extra={"reason": note})
         if not report.pool.locked:
             log.warning(
                 "the pool is not locked and may be swapped", extra={"note": report.pool.note}
@@ -248,7 +257,7 @@ class Daemon:
                 f"started in {took_s:.2f} s",
             )
         )
-        self._is_ready = True
+        self._is_ready = self._has_served = True
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
         log.info(
@@ -268,6 +277,8 @@ class Daemon:
         """Until SIGTERM, SIGINT or the parent's death."""
         interval_s = self._notifier.watchdog_s
         heartbeat = -1
+        has_net = keeper is not None
+        pause_s = min(interval_s / 2 if interval_s else _IDLE_S, _LOOK_S if has_net else _IDLE_S)
         with selectors.DefaultSelector() as selector:
             selector.register(signal_fd, selectors.EVENT_READ, "signal")
             if parent is not None:
@@ -275,12 +286,13 @@ class Daemon:
             if keeper is not None and keeper.is_holder:
                 selector.register(keeper.connection, selectors.EVENT_READ, "holder")
             while True:
-                for key, _ in selector.select(interval_s / 2 if interval_s else _IDLE_S):
+                for key, _ in selector.select(pause_s):
                     if key.data == "parent":
                         return self._begin_to_drain("the parent has died")
                     if key.data == "holder":
                         # Only its end makes the connection readable.
                         selector.unregister(key.fileobj)
+                        has_net = False  # said once
                         log.warning(
                             "the holder has ended: what jobs have in memory will not outlive this "
                             "daemon; restart memd to have one"
@@ -290,6 +302,12 @@ class Daemon:
                         if number != signal.SIGHUP:
                             return self._begin_to_drain(signal.Signals(number).name)
                         self._take_over(server)
+                if has_net and not server.outlives_process:
+                    has_net = False
+                    log.warning(
+                        "what keeps descriptors takes none any more: what jobs have in memory will "
+                        "not outlive this daemon; restart memd to be safe again"
+                    )
                 # A data plane that hangs is restarted by systemd: its heartbeat has to grow.
                 if interval_s and (beat := server.heartbeat()) != heartbeat:
                     heartbeat = beat

@@ -123,7 +123,8 @@ void bind_records(nb::module_& module) {
       .def_ro("formatted", &StartReport::formatted)
       .def_ro("format_seconds", &StartReport::format_seconds)
       .def_ro("job_count", &StartReport::job_count)
-      .def_ro("kept_note", &StartReport::kept_note);
+      .def_ro("kept_note", &StartReport::kept_note)
+      .def_ro("load_notes", &StartReport::load_notes);
   nb::class_<ShardSpec>(module, "ShardSpec")
       .def(
           "__init__",

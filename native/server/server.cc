@@ -125,6 +125,7 @@ Status Server::prepare(const ServerOptions& options, KeptDescriptors kept) {
       },
       &kept);
   if (!loaded.is_ok()) return loaded;
+  report_.load_notes = store_->load_notes();
   // What nobody took is of a version that we don't know, or damaged: it would be kept for ever.
   for (const KeptDescriptor& left : kept) {
     if (left.fd.is_open() && keeper_ != nullptr) keeper_->forget(left.name);

@@ -53,6 +53,7 @@ struct StartReport {
   double format_seconds = 0;
   uint32_t job_count = 0;
   std::string kept_note;  // why what an earlier daemon left was not used; empty where it was
+  std::vector<std::string> load_notes;  // as ShardStore::load_notes()
 };
 
 /// Descriptors for a client; closed when this is destroyed.

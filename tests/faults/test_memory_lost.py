@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import memd_client
+from memd import holder
 from memd.client import DaemonClient
 from tests.faults.restarts import (
     PATIENCE_S,
@@ -91,8 +93,45 @@ def test_a_holder_ends_with_a_daemon_that_nobody_returns_to(restarts: Restarts) 
     session = memd_client.connect(restarts.daemon.address, job="short")
     session.put("a", torch.ones(3))
     session.close()
-    holder = os.pidfd_open(restarts.holder_process_id())
+    watched = os.pidfd_open(restarts.holder_process_id())
     assert restarts.daemon.stop() == 0
-    assert select.select([holder], [], [], PATIENCE_S)[0], "it frees the memory"
-    os.close(holder)
+    assert select.select([watched], [], [], PATIENCE_S)[0], "it frees the memory"
+    os.close(watched)
     assert not restarts.daemon.socket.with_name("holder.sock").exists()
+
+
+def test_a_job_whose_memory_is_not_used_is_named(restarts: Restarts) -> None:
+    session = memd_client.connect(restarts.daemon.address, job="named")
+    session.put("a", torch.ones(3))
+    restarts.kill()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(str(restarts.daemon.socket.with_name("holder.sock")))
+        kept = holder.take(connection)
+        (table,) = (name for name, _ in kept if name.startswith("table."))
+        connection.send(f"FDSTOREREMOVE=1\nFDNAME={table}\n".encode())
+        for _, fd in kept:
+            os.close(fd)
+    restarts.begin_start()
+    said = restarts.settle().log.read_text()
+    assert "job named starts from disk" in said
+    assert "nobody kept its shard table" in said
+    with pytest.raises(memd_client.SessionFenced):
+        session.put("b", torch.ones(3))
+    with pytest.raises(memd_client.SessionFenced):
+        session.close()
+
+
+def test_a_holder_that_takes_nothing_is_told_of_once(restarts: Restarts) -> None:
+    daemon = restarts.daemon
+    process_id = restarts.holder_process_id()
+    os.kill(process_id, signal.SIGSTOP)
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while "takes none any more" not in daemon.log.read_text():
+            assert time.monotonic() < deadline, daemon.log.read_text()
+            memd_client.connect(daemon.address, job="said").close()
+    finally:
+        os.kill(process_id, signal.SIGKILL)
+    assert daemon.stop() == 0
+    said = daemon.log.read_text()
+    assert said.count("takes none any more") == 1

@@ -50,6 +50,8 @@ class StartReport:
     formatted: bool = True
     format_seconds: float = 0.02
     job_count: int = 0
+    kept_note: str = ""
+    load_notes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -440,6 +442,10 @@ class FakeServer:
 
     def in_flight(self) -> list[Activity]:
         return self.activities
+
+    @property
+    def outlives_process(self) -> bool:
+        return False
 
     def heartbeat(self) -> int:
         self._beats += 1

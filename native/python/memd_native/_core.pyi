@@ -146,6 +146,9 @@ class StartReport:
     @property
     def kept_note(self) -> str: ...
 
+    @property
+    def load_notes(self) -> list[str]: ...
+
 class ShardSpec:
     def __init__(self, name: str, kind: int, dtype: int, shape: Sequence[int], tier: int) -> None: ...
 
