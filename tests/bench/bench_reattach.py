@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -76,21 +77,23 @@ def measure(parameter_count: int, runs: int) -> dict[str, dict[str, float]]:
     from tests.daemons import running_daemon
 
     host_bytes = 16 * parameter_count + (256 << 20)
-    nvme_bytes = 40 * parameter_count + (1 << 30)
+    nvme_bytes = 60 * parameter_count + (1 << 30)
     seconds: dict[str, list[float]] = {name: [] for name in (*PARTS, "all")}
     with running_daemon(host=f"{host_bytes}B", nvme=f"{nvme_bytes}B") as daemon:
         trainer = Trainer(daemon.address, parameter_count)
-        assert trainer.said["first"] == 0
-        for _ in range(runs):
-            killed = time.monotonic()
+        try:
+            assert trainer.said["first"] == 0
+            for _ in range(runs):
+                killed = time.monotonic()
+                trainer.kill()
+                trainer = Trainer(daemon.address, parameter_count)
+                assert trainer.said["first"] > 0
+                moments = [killed, *trainer.said["moments"]]
+                for name, (begin, end) in zip(PARTS, pairwise(moments), strict=True):
+                    seconds[name].append(end - begin)
+                seconds["all"].append(moments[-1] - killed)
+        finally:
             trainer.kill()
-            trainer = Trainer(daemon.address, parameter_count)
-            assert trainer.said["first"] > 0
-            moments = [killed, *trainer.said["moments"]]
-            for name, begin, end in zip(PARTS, moments, moments[1:], strict=True):
-                seconds[name].append(end - begin)
-            seconds["all"].append(moments[-1] - killed)
-        trainer.kill()
     return {
         name: {"median": statistics.median(values), "max": max(values)}
         for name, values in seconds.items()
