@@ -32,10 +32,13 @@ def outcome_of(program: str, arguments: Sequence[str], folder: Path) -> dict[str
     [
         ("daemon", "fp32", "step", "resident", 5),
         ("daemon", "bf16", "step", "short", 5),
+        ("daemon", "fp32", "every:3", "short", 4),
+        ("daemon", "bf16", "none", "resident", 4),
         ("trainer", "fp32", "step", "short", 5),
         ("trainer", "bf16", "step", "resident", 5),
         ("both", "fp32", "step", "short", 5),
         ("both", "bf16", "step", "resident", 5),
+        ("both", "fp32", "every:3", "resident", 4),
     ],
 )
 def test_a_training_that_is_killed_has_the_bits_of_an_undisturbed_one(
