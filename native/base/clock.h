@@ -26,9 +26,7 @@ class SteadyClock final : public Clock {
 class ManualClock final : public Clock {
  public:
   uint64_t now_ns() const override { return now_ns_.load(std::memory_order_relaxed); }
-  void advance(uint64_t nanoseconds) {
-    now_ns_.fetch_add(nanoseconds, std::memory_order_relaxed);
-  }
+  void advance(uint64_t nanoseconds) { now_ns_.fetch_add(nanoseconds, std::memory_order_relaxed); }
 
  private:
   std::atomic<uint64_t> now_ns_{0};

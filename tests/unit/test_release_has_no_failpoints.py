@@ -1,4 +1,4 @@
-"""Moments to be killed at and bugs that can be planted are for tests; what is installed has none."""
+"""Moments to be killed at and bugs to be planted are for tests; what is installed has none."""
 
 from __future__ import annotations
 
