@@ -54,12 +54,19 @@ class Peers:
     def add(self, peer: Peer) -> None:
         """Refused where there are too many already."""
         with self._lock:
-            of_this_uid = sum(other.uid == peer.uid for other in self._by_token.values())
-            if of_this_uid >= PEERS_PER_UID_MAX or len(self._by_token) >= PEERS_MAX:
+            # One whose kept session was claimed by its process's new connection is empty, and stays
+            # until the process dies: it takes nobody's place.
+            counted = [
+                other
+                for other in self._by_token.values()
+                if other.connection is not None or other.sessions
+            ]
+            of_this_uid = sum(other.uid == peer.uid for other in counted)
+            if of_this_uid >= PEERS_PER_UID_MAX or len(counted) >= PEERS_MAX:
                 raise Refused(
                     StatusCode.CAPACITY,
                     f"user {peer.uid} has {of_this_uid} of at most {PEERS_PER_UID_MAX} connections "
-                    f"and the daemon {len(self._by_token)} of at most {PEERS_MAX}; close some",
+                    f"and the daemon {len(counted)} of at most {PEERS_MAX}; close some",
                 )
             self._by_token[peer.token] = peer
 
