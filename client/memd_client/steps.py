@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from threading import RLock
 from typing import TYPE_CHECKING, Protocol
 
-from memd_client.errors import InvalidArgument, MemdError, retold
+from memd_client.errors import InvalidArgument, MemdError, SessionFenced, retold
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -155,10 +155,13 @@ class Steps:
             except MemdError as error:
                 self._forget_pending()
                 pending.step.undo()
+                # With a session that was given up its gradients are gone.
+                kept = (
+                    "" if isinstance(error, SessionFenced) else ", its gradients are as they were"
+                )
                 raise retold(
                     error,
-                    f"job {self._job!r}: step {pending.number} was not committed, and its "
-                    f"gradients are as they were: {error}",
+                    f"job {self._job!r}: step {pending.number} was not committed{kept}: {error}",
                 ) from error
             self._forget_pending()
             self._count(response, pending.call.seconds())
