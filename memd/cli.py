@@ -13,7 +13,7 @@ import click
 
 from memd import __version__
 from memd.config import SettingsError, load, shown
-from memd.refusal import Refused
+from memd.refusal import Refused, StatusCode
 from memd.sizes import format_size
 
 # What a command alone needs is imported by it: `memd serve` stays light, `memd config` quick.
@@ -220,27 +220,55 @@ def drop_job(name: str, force: bool, socket: str | None, as_json: bool) -> None:
 
 @main.command()
 @data_option
+@socket_option
 @click.option("--job", "job_name", metavar="NAME", default="", help="This job alone.")
 @config_option
 @json_option
-def check(config_file: Path | None, data: tuple[str, ...], job_name: str, as_json: bool) -> None:
+def check(
+    config_file: Path | None,
+    data: tuple[str, ...],
+    job_name: str,
+    as_json: bool,
+    socket: str | None,
+) -> None:
     """Reads and compares everything on the volumes, and says what is lost.
 
-    No daemon has them open meanwhile, and nothing is written. Folders come from --data, or else
-    from the settings. A superblock that is damaged while its twin is whole is a warning, which the
-    next commits mend.
+    With --socket the daemon does it beside its work, below all other I/O; with --data this command
+    does, on folders that no daemon has open, and writes nothing. With neither it is the daemon of
+    the settings where one answers, and else the folders of the settings. A superblock that is
+    damaged while its twin is whole is a warning, which the next commits mend.
 
     Exit codes: 0 all is there, 1 something is lost or damaged, 2 wrong use.
     """
-    from memd import volumes
+    from memd import check as checks
 
-    report = volumes.check_offline(folders_of(config_file, data), job=job_name)
+    if socket is not None and data:
+        raise click.UsageError("--socket asks a daemon, --data reads folders: name one of them")
+    settings = configuration_of(config_file, {"data": data, "socket": socket}).settings
+    daemon = None if data else daemon_of(settings.attach_socket, required=socket is not None)
+    if daemon is None:
+        report = checks.check_offline(settings.data, job=job_name)
+    else:
+        with daemon:
+            report = checks.check_online(daemon, job=job_name)
     if as_json:
         print_json(report)
     else:
-        volumes.print_check(report)
+        checks.print_check(report)
     if report["lost"]:
         sys.exit(1)
+
+
+def daemon_of(attach_socket: Path, *, required: bool) -> DaemonClient | None:
+    """Nothing where none answers and none is `required`."""
+    from memd.client import DaemonClient
+
+    try:
+        return DaemonClient(attach_socket)
+    except Refused as refused:
+        if required or refused.code is not StatusCode.UNAVAILABLE:
+            raise
+        return None
 
 
 @main.group()

@@ -9,9 +9,18 @@ import grpc
 
 from memd.refusal import Refused, StatusCode
 from memd_native import PROTOCOL_VERSION
-from memd_proto.v1 import attach_pb2, job_pb2, job_pb2_grpc, status_pb2, status_pb2_grpc
+from memd_proto.v1 import (
+    attach_pb2,
+    check_pb2,
+    check_pb2_grpc,
+    job_pb2,
+    job_pb2_grpc,
+    status_pb2,
+    status_pb2_grpc,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
     from pathlib import Path
     from types import TracebackType
 
@@ -83,6 +92,18 @@ class DaemonClient:
     def drop_job(self, name: str, *, force: bool) -> None:
         self._call(self._job_service().DropJob, job_pb2.DropJobRequest(name=name, force=force))
 
+    def check(self, job: str) -> Generator[check_pb2.CheckResponse]:
+        """Progress, and the report in the last message; leaving the iterator ends the check."""
+        stub = check_pb2_grpc.CheckServiceStub(self._channel)
+        # Of no bounded length: the daemon tells ten times a second that it is alive.
+        answers = stub.Check(check_pb2.CheckRequest(job=job), metadata=self._metadata)
+        try:
+            yield from answers
+        except grpc.RpcError as error:
+            raise _refused(error) from error
+        finally:
+            answers.cancel()
+
     def _job_service(self) -> job_pb2_grpc.JobServiceStub:
         return job_pb2_grpc.JobServiceStub(self._channel)
 
@@ -90,6 +111,10 @@ class DaemonClient:
         try:
             return method(request, timeout=_TIMEOUT_S, metadata=self._metadata)
         except grpc.RpcError as error:
-            # gRPC raises objects that are both an RpcError and a Call; its types don't say so.
-            details = getattr(error, "details", lambda: None)()
-            raise Refused(StatusCode.UNAVAILABLE, details or str(error)) from error
+            raise _refused(error) from error
+
+
+def _refused(error: grpc.RpcError) -> Refused:
+    # gRPC raises objects that are both an RpcError and a Call; its types don't say so.
+    details = getattr(error, "details", lambda: None)()
+    return Refused(StatusCode.UNAVAILABLE, details or str(error))

@@ -1,4 +1,4 @@
-"""`memd check` and `memd volume`: what can be said of volumes, and done to them."""
+"""`memd volume`: what can be said of volumes, and done to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from memd.refusal import StatusCode
 from memd.sizes import exact_size, format_size
 from memd_native import (
     StatusError,
-    check_volumes,
     format_volumes,
     inspect_volume,
     list_volumes,
@@ -24,10 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from memd_native import CheckedJob, CheckedVolume, CheckFinding
-
-# A bucket of small shards may hold thousands; programs get all of them.
-_NAMED_MAX = 5
+    from memd_native import CheckedJob, CheckedVolume
+    from memd_proto.v1 import check_pb2
 
 # What a check finds, as a failed command: the volumes are damaged. All else is wrong use.
 _DAMAGE = {StatusCode.INTEGRITY, StatusCode.DEVICE}
@@ -72,21 +69,7 @@ def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
         yield show
 
 
-def check_offline(folders: Sequence[Path], *, job: str) -> dict[str, Any]:
-    """Reads everything on volumes that no daemon has open, and writes nothing."""
-    with told_to_people(), progress_bar("checking") as progress:
-        report = check_volumes([str(path) for path in folders], job=job, progress=progress)
-    return {
-        "volumes": [_volume(each) for each in report.volumes],
-        "jobs": [_job(each) for each in report.jobs],
-        "findings": [_finding(each) for each in report.findings],
-        "bytes": report.bytes,
-        "seconds": report.seconds,
-        "lost": report.anything_lost,
-    }
-
-
-def _volume(volume: CheckedVolume) -> dict[str, Any]:
+def volume_record(volume: CheckedVolume | check_pb2.CheckedVolume) -> dict[str, Any]:
     incompatible, read_only_compatible, compatible = volume.features
     return {
         "path": volume.path,
@@ -105,7 +88,7 @@ def _volume(volume: CheckedVolume) -> dict[str, Any]:
     }
 
 
-def _job(job: CheckedJob) -> dict[str, Any]:
+def job_record(job: CheckedJob | check_pb2.CheckedJob) -> dict[str, Any]:
     return {
         "job": job.name,
         "job_id": job.job_id,
@@ -117,50 +100,13 @@ def _job(job: CheckedJob) -> dict[str, Any]:
     }
 
 
-def _finding(finding: CheckFinding) -> dict[str, Any]:
-    return {
-        "lost": finding.is_lost,
-        "path": finding.path,
-        "offset_bytes": finding.offset_bytes,
-        "length_bytes": finding.length_bytes,
-        "job": finding.job,
-        "shards": list(finding.shards),
-        "part": finding.part,
-        "reason": finding.reason,
-    }
-
-
-def print_check(report: dict[str, Any]) -> None:
-    for finding in report["findings"]:
-        place = f"{finding['path']} at {finding['offset_bytes']}, {finding['length_bytes']} bytes"
-        names = list(finding["shards"])
-        more = f" and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
-        shards = ", ".join(names[:_NAMED_MAX]) + more
-        owner = "/".join(text for text in (finding["job"], shards) if text)
-        what = " ".join(text for text in (owner, finding["part"]) if text)
-        click.echo(f"{'LOST' if finding['lost'] else 'warning'}: {what}: {finding['reason']}")
-        click.echo(f"  {place}")
-    for job in report["jobs"]:
-        lost = len(job["lost_shards"])
-        state = f"{lost} of {job['shards']} shards LOST" if lost else "all right"
-        click.echo(
-            f"job {job['job']}: {state}, step {job['step']}, {job['shards']} shards, "
-            f"{job['extents']} extents, {format_size(job['bytes'])}"
-        )
-    rate = int(report["bytes"] / max(report["seconds"], 1e-6))
-    click.echo(
-        f"{'DAMAGED' if report['lost'] else 'all right'}: {format_size(report['bytes'])} read in "
-        f"{report['seconds']:.1f} s, {format_size(rate)}/s"
-    )
-
-
 def listed(folders: Sequence[Path]) -> dict[str, Any]:
     with told_to_people():
         volumes = list_volumes([str(path) for path in folders])
     return {
-        "volumes": [_volume(each) for each in volumes.volumes],
+        "volumes": [volume_record(each) for each in volumes.volumes],
         "jobs": [
-            {name: value for name, value in _job(each).items() if name != "lost_shards"}
+            {name: value for name, value in job_record(each).items() if name != "lost_shards"}
             for each in volumes.jobs
         ],
         "jobs_unknown": volumes.jobs_unknown,
@@ -237,4 +183,4 @@ def format_anew(folders: Sequence[Path], *, nvme: int, force: bool, yes: bool) -
 def listed_alone(folder: Path) -> dict[str, Any]:
     """One volume's own words, whether or not the rest of its set is there."""
     with told_to_people():
-        return _volume(inspect_volume(str(folder)))
+        return volume_record(inspect_volume(str(folder)))

@@ -24,8 +24,12 @@ def check_job_name(name: str) -> None:
         )
 
 
+def administers_all(uid: int) -> bool:
+    return uid in (0, os.geteuid())
+
+
 def may_administer(uid: int, job: JobInfo | Activity) -> bool:
-    return uid in (job.uid, 0, os.geteuid())
+    return uid == job.uid or administers_all(uid)
 
 
 def find(server: Server, name: str) -> JobInfo | None:

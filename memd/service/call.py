@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _TOKEN = "memd-token"
 _OURS = "/memd.v1."
 # They only look: without a deadline they hold nothing up.
-_READING = {"GetStatus", "InFlight", "ListJobs", "GetJob", "ListShards"}
+_READING = {"Check", "GetStatus", "InFlight", "ListJobs", "GetJob", "ListShards"}
 # Metadata travels in HTTP/2 headers, of which gRPC takes 8 KiB.
 _MESSAGE_CHARACTERS_MAX = 2000
 # The native wait ends before the caller's deadline, so that its message still arrives.

@@ -16,11 +16,13 @@ from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]  
 
 from memd.refusal import Refused, StatusCode
 from memd.service.call import Gate
+from memd.service.check import CheckService
 from memd.service.job import JobService
 from memd.service.session import SessionService
 from memd.service.status import StatusService
 from memd.service.tensor import TensorService
 from memd_proto.v1 import (
+    check_pb2_grpc,
     job_pb2_grpc,
     session_pb2_grpc,
     status_pb2_grpc,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from memd_native import Server
 
 SERVICES = (
+    "memd.v1.CheckService",
     "memd.v1.JobService",
     "memd.v1.SessionService",
     "memd.v1.StatusService",
@@ -42,7 +45,7 @@ SERVICES = (
 )
 
 _STEPS_MAX = 64  # each blocks its thread until its commit is durable
-_STREAMS_MAX = 16  # put and get, as fast as their clients are
+_STREAMS_MAX = 16  # put, get and one check, as fast as their clients are
 _SHORT_CALLS_MAX = 16  # everything else, so that status answers while all of the above wait
 WORKERS_MAX = _STEPS_MAX + _STREAMS_MAX + _SHORT_CALLS_MAX
 
@@ -65,6 +68,7 @@ class ControlServer:
         tensor_pb2_grpc.add_TensorServiceServicer_to_server(tensors, self._grpc)
         job_pb2_grpc.add_JobServiceServicer_to_server(JobService(server), self._grpc)
         status_pb2_grpc.add_StatusServiceServicer_to_server(StatusService(server), self._grpc)
+        check_pb2_grpc.add_CheckServiceServicer_to_server(CheckService(server), self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection(
             (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING
 
@@ -70,7 +69,7 @@ class StatusService:
                 in_pass=scrub.in_pass,
                 pass_bytes=scrub.pass_bytes,
                 pass_bytes_all=scrub.pass_bytes_all,
-                last_error=scrub.last_error if call.peer.uid in (0, os.geteuid()) else "",
+                last_error=scrub.last_error if access.administers_all(call.peer.uid) else "",
             ),
         )
 

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "bind/bind.h"
+#include "store/live_check.h"
 #include "store/volume.h"
 
 namespace nb = nanobind;
@@ -147,6 +148,11 @@ void bind_check(nb::module_& module) {
       .def_ro("bytes", &CheckReport::bytes)
       .def_ro("seconds", &CheckReport::seconds)
       .def_prop_ro("anything_lost", &CheckReport::anything_lost);
+  nb::class_<LiveCheckProgress>(module, "LiveCheckProgress", "Of a daemon's own check.")
+      .def_ro("bytes", &LiveCheckProgress::bytes)
+      .def_ro("bytes_all", &LiveCheckProgress::bytes_all)
+      .def_ro("findings", &LiveCheckProgress::findings)
+      .def_ro("report", &LiveCheckProgress::report);
   nb::class_<ListedVolumes>(module, "ListedVolumes")
       .def_ro("volumes", &ListedVolumes::volumes)
       .def_ro("jobs", &ListedVolumes::jobs)

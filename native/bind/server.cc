@@ -597,6 +597,25 @@ void bind_server(nb::module_& module) {
            "bytes_per_second"_a,
            nb::call_guard<nb::gil_scoped_release>(),
            "Of the verification in the background; 0: it is off, as at the start.")
+      .def(
+          "begin_check",
+          [](Server& self, const std::vector<uint64_t>& job_ids, bool whole) {
+            const LiveCheckRequest request{.job_ids = {job_ids.begin(), job_ids.end()},
+                                           .whole = whole};
+            return unlocked([&] { return self.begin_check(request); });
+          },
+          "job_ids"_a,
+          nb::kw_only(),
+          "whole"_a,
+          "Of these jobs, or of everything; its number. Refused while another one runs.")
+      .def(
+          "check_progress",
+          [](Server& self, uint64_t check_id) {
+            return unlocked([&] { return self.check_progress(check_id); });
+          },
+          "check_id"_a,
+          "What was found since it was asked for the last time, and the report at the end.")
+      .def("end_check", &Server::end_check, "check_id"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("heartbeat",
            &Server::heartbeat,
            "Grows while the server thread turns; the watchdog looks at it.")

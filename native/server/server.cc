@@ -585,6 +585,23 @@ void Server::set_scrub_rate(uint64_t bytes_per_second) {
   post([this, bytes_per_second] { store_->set_scrub_rate(bytes_per_second); });
 }
 
+Result<uint64_t> Server::begin_check(const LiveCheckRequest& request) {
+  return ask<uint64_t>(kAnswerS, "beginning a check", [this, request](const auto& reply) {
+    reply(store_->live_check().begin(request));
+  });
+}
+
+Result<LiveCheckProgress> Server::check_progress(uint64_t check_id) {
+  return ask<LiveCheckProgress>(
+      kAnswerS, "a check's progress", [this, check_id](const auto& reply) {
+        reply(store_->live_check().progress(check_id));
+      });
+}
+
+void Server::end_check(uint64_t check_id) {
+  post([this, check_id] { store_->live_check().end(check_id); });
+}
+
 std::vector<Activity> Server::in_flight() {
   auto result = ask<std::vector<Activity>>(
       kAnswerS, "what is in flight", [this](const auto& reply) { reply(store_->in_flight()); });

@@ -142,6 +142,10 @@ class Server : public std::enable_shared_from_this<Server> {
   bool outlives_process() const { return keeper_ != nullptr && !keeper_->has_failed(); }
   /// See ShardStore::set_scrub_rate().
   void set_scrub_rate(uint64_t bytes_per_second);
+  /// See LiveCheck.
+  Result<uint64_t> begin_check(const LiveCheckRequest& request);
+  Result<LiveCheckProgress> check_progress(uint64_t check_id);
+  void end_check(uint64_t check_id);
   uint64_t heartbeat() const { return heartbeat_.load(std::memory_order_relaxed); }
 
   /// Finishes what was begun, makes what was written durable, ends the threads. Sessions end,

@@ -32,7 +32,7 @@ std::optional<uint64_t> id_of(const std::string& name, std::string_view prefix) 
   return id;
 }
 
-std::vector<ExtentRecord> extents_of(const JobRecord& record) {
+std::vector<ExtentRecord> all_extents(const JobRecord& record) {
   std::vector<ExtentRecord> extents;
   for (const ShardRecord& shard : record.shards)
     extents.insert(extents.end(), shard.extents.begin(), shard.extents.end());
@@ -149,7 +149,7 @@ Status ShardStore::load(const std::function<void()>& turn, KeptDescriptors* kept
     MEMD_FAILPOINT("load.before_job");
     // Another job's by now, maybe; memory knows which are still its own.
     if (record.undurable_since != 0) continue;
-    for (const ExtentRecord& extent : extents_of(record)) {
+    for (const ExtentRecord& extent : all_extents(record)) {
       if (Status reserved = extents_.reserve(extent); !reserved.is_ok()) return reserved;
     }
     MEMD_FAILPOINT("load.extents_reserved");
@@ -656,7 +656,7 @@ Status ShardStore::adopt_extents(Job& job,
 
   std::map<std::pair<uint16_t, uint64_t>, ExtentRecord> unused;
   if (disk.undurable_since == 0) {
-    for (const ExtentRecord& extent : extents_of(disk)) unused[address_of(extent)] = extent;
+    for (const ExtentRecord& extent : all_extents(disk)) unused[address_of(extent)] = extent;
   }
   Status status;
   job.nvme_bytes_used = 0;

@@ -229,36 +229,6 @@ Result<Jobs> read_jobs(const Set& set, std::vector<CheckFinding>& findings) {
   return jobs;
 }
 
-void add_superblock_warnings(const InspectedVolume& volume, std::vector<CheckFinding>& findings) {
-  for (const SuperblockCopy& copy : volume.copies) {
-    if (copy.state != CopyState::damaged) continue;
-    CheckFinding finding;
-    finding.is_lost = false;
-    finding.path = volume.path;
-    finding.offset_bytes = copy.offset_bytes;
-    finding.length_bytes = kSuperblockBytes;
-    finding.part = "a superblock";
-    finding.reason = copy.reason;
-    findings.push_back(std::move(finding));
-  }
-  const bool is_torn = std::count_if(volume.copies.begin(), volume.copies.end(), [](const auto& c) {
-                         return c.state == CopyState::damaged;
-                       }) > 0;
-  if (!is_torn) return;
-  // Both copies of a pair: what it held was a commit that never was, or one that is lost.
-  for (const size_t pair : {size_t{0}, size_t{1}}) {
-    if (volume.copies.at(2 * pair).state != CopyState::damaged ||
-        volume.copies.at(2 * pair + 1).state != CopyState::damaged) {
-      continue;
-    }
-    CheckFinding& second = findings.back();
-    second.reason += concat(
-        "; both copies of its pair are, so that the last commit may be gone: the volume stands at "
-        "sequence ",
-        volume.superblock.sequence);
-  }
-}
-
 /// Ranges that two owners name. Sorted by place: each is compared with the one that reaches
 /// farthest so far.
 void add_overlaps(const Set& set,
@@ -402,6 +372,32 @@ bool CheckReport::anything_lost() const {
       findings.begin(), findings.end(), [](const CheckFinding& each) { return each.is_lost; });
 }
 
+std::vector<CheckFinding> superblock_findings(const std::string& path,
+                                              const std::array<SuperblockCopy, 4>& copies,
+                                              uint64_t sequence) {
+  std::vector<CheckFinding> findings;
+  const auto is_damaged = [&copies](size_t i) { return copies.at(i).state == CopyState::damaged; };
+  for (size_t i = 0; i < copies.size(); ++i) {
+    if (!is_damaged(i)) continue;
+    CheckFinding finding;
+    finding.is_lost = false;
+    finding.path = path;
+    finding.offset_bytes = copies.at(i).offset_bytes;
+    finding.length_bytes = kSuperblockBytes;
+    finding.part = "a superblock";
+    finding.reason = copies.at(i).reason;
+    // Both copies of a pair: what it held was a commit that never was, or one that is lost.
+    if (i % 2 == 1 && is_damaged(i - 1)) {
+      finding.reason += concat(
+          "; both copies of its pair are, so that the last commit may be gone: the volume stands "
+          "at sequence ",
+          sequence);
+    }
+    findings.push_back(std::move(finding));
+  }
+  return findings;
+}
+
 std::vector<ExtentUse> extents_of(const JobRecord& job) {
   std::vector<ExtentUse> uses;
   if (job.undurable_since != 0) return uses;  // free to be overwritten, by anybody
@@ -454,12 +450,15 @@ Result<CheckReport> check_volumes(const CheckOptions& options) {
                  volume.directory,
                  " is in use by ",
                  volume.holder,
-                 "; stop that daemon first: a check needs volumes that nobody writes");
+                 "; let that daemon check them, with --socket instead of --data, or stop it first");
   }
   CheckReport report;
   report.volumes = told(set);
   for (const InspectedVolume& volume : set.volumes) {
-    add_superblock_warnings(volume, report.findings);
+    for (CheckFinding& finding :
+         superblock_findings(volume.path, volume.copies, volume.superblock.sequence)) {
+      report.findings.push_back(std::move(finding));
+    }
   }
   const auto jobs = read_jobs(set, report.findings);
   if (!jobs.is_ok()) return jobs.status();

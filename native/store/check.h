@@ -36,6 +36,11 @@ struct CheckFinding {
   std::string reason;
 };
 
+/// A warning for each copy of a volume at `sequence` that is damaged.
+std::vector<CheckFinding> superblock_findings(const std::string& path,
+                                              const std::array<SuperblockCopy, 4>& copies,
+                                              uint64_t sequence);
+
 struct CheckedJob {
   uint64_t job_id = 0;
   std::string name;

@@ -602,6 +602,14 @@ std::string Job::describe(const Entry& entry, size_t replica) const {
   return text;
 }
 
+std::vector<std::string> Job::shard_names(const Entry& entry, size_t replica) const {
+  std::vector<std::string> names;
+  for (const uint32_t shard_id : shards_in(entry, replica)) {
+    names.push_back(shards[shard_id].spec.name);
+  }
+  return names;
+}
+
 void Job::lose(const Entry& entry, size_t replica, const Status& why) {
   if (entry.kind == EntryKind::gradient) return;
   for (const uint32_t shard_id : shards_in(entry, replica)) {

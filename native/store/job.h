@@ -165,6 +165,8 @@ class Job {
   std::string describe(const Entry& entry) const;
   /// The same of one replica: "job/name", and how many other shards have bytes in it.
   std::string describe(const Entry& entry, size_t replica) const;
+  /// Of the shards that have bytes in it.
+  std::vector<std::string> shard_names(const Entry& entry, size_t replica) const;
   std::string describe_holders() const;
   /// Replica `replica` of the entry, or the rest of that tile, is gone from the disk. A gradient is
   /// no shard's state: the next backward makes it again.

@@ -35,12 +35,16 @@ ShardStore::ShardStore(const ShardStoreParts& parts)
       keeper_(parts.keeper),
       tiles_(parts.extents, parts.workers, parts.clock),
       commits_(parts.extents, parts.clock),
-      scrub_({.extents = parts.extents,
-              .workers = parts.workers,
-              .clock = parts.clock,
-              .commits = commits_,
-              .jobs = jobs_,
-              .write_anew = [this](uint64_t job_id) { write_catalogue_anew(job_id); }}) {}
+      places_(commits_, jobs_),
+      scrub_(verification_parts(), parts.clock),
+      live_check_(verification_parts(), commits_, parts.clock) {}
+
+VerificationParts ShardStore::verification_parts() {
+  return {.extents = extents_,
+          .workers = workers_,
+          .places = places_,
+          .write_anew = [this](uint64_t job_id) { write_catalogue_anew(job_id); }};
+}
 
 ShardStore::~ShardStore() {
   for (auto& [job_id, job] : jobs_) {
@@ -716,6 +720,7 @@ bool ShardStore::advance() {
   }
   for (Job* const job : unused) return_to_disk(*job);
   progress |= scrub_.advance();
+  progress |= live_check_.advance();
   return progress;
 }
 
@@ -742,7 +747,9 @@ uint64_t ShardStore::next_deadline_ns() const {
       next = std::min(next, waiter.started_ns + waiter.request.timeout_ns);
     }
   }
-  if (const uint64_t scrub_ns = scrub_.next_ns(); scrub_ns != 0) next = std::min(next, scrub_ns);
+  for (const uint64_t due_ns : {scrub_.next_ns(), live_check_.next_ns()}) {
+    if (due_ns != 0) next = std::min(next, due_ns);
+  }
   return next == std::numeric_limits<uint64_t>::max() ? 0 : next;
 }
 
@@ -751,13 +758,14 @@ bool ShardStore::is_idle() const {
     return it.second.operation_running || !it.second.operations.empty();
   });
   return !busy && conditions_.empty() && commits_.is_idle() && scrub_.is_idle() &&
-         std::all_of(jobs_.begin(), jobs_.end(), [](const auto& it) {
+         live_check_.is_idle() && std::all_of(jobs_.begin(), jobs_.end(), [](const auto& it) {
            return it.second->activity_count == 0;
          });
 }
 
 void ShardStore::give_up_waiting() {
   scrub_.set_rate(0);
+  live_check_.give_up();
   for (auto& [job_id, queues] : queues_) {
     std::list<Waiter> waiters = std::move(queues.waiters);
     for (Waiter& waiter : waiters) {
@@ -818,6 +826,7 @@ std::vector<Activity> ShardStore::in_flight() const {
         {.kind = "commit", .waits_on = each.running ? "" : "the commit before it"},
         each.since_ns);
   }
+  if (auto activity = live_check_.activity()) all.push_back(std::move(*activity));
   std::stable_sort(all.begin(), all.end(), [](const Activity& a, const Activity& b) {
     return a.age_ns > b.age_ns;
   });

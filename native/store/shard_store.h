@@ -22,7 +22,9 @@
 #include "optim/adam.h"
 #include "store/commit.h"
 #include "store/extent_store.h"
+#include "store/extent_walk.h"
 #include "store/job.h"
+#include "store/live_check.h"
 #include "store/scrub.h"
 #include "store/statistics.h"
 #include "store/step_request.h"
@@ -168,6 +170,8 @@ class ShardStore {
   bool is_idle() const;
   /// Of the verification in the background, bytes a second; 0: off, as at the start.
   void set_scrub_rate(uint64_t bytes_per_second) { scrub_.set_rate(bytes_per_second); }
+  /// The verification that somebody asked for.
+  LiveCheck& live_check() { return live_check_; }
   /// At the end: whoever waits for a lease is told that the daemon stops.
   void give_up_waiting();
 
@@ -305,6 +309,7 @@ class ShardStore {
   void set_phase(const Job& job, const char* phase) { queues_.at(job.job_id).phase = phase; }
   void end_operation(uint64_t job_id);
   void write_catalogue_anew(uint64_t job_id);
+  VerificationParts verification_parts();
   Status check_step(Job& job, const StepRequest& request) const;
   Status check_staged(const Job& job, const StepRequest& request) const;
   /// Whether `request` repeats a step of its session; then `done` is called, now or when the step
@@ -344,7 +349,7 @@ class ShardStore {
   TileTasks tiles_;
   Commits commits_;
 
-  std::unordered_map<uint64_t, std::unique_ptr<Job>> jobs_;
+  Jobs jobs_;
   std::unordered_map<uint64_t, JobQueues> queues_;
   std::unordered_map<uint64_t, std::shared_ptr<Session>> sessions_;
   std::set<uint64_t> sessions_not_resumed_;
@@ -363,7 +368,9 @@ class ShardStore {
   uint64_t room_wait_ns_ = 0;
   SecondsHistogram step_seconds_{kStepSecondsBounds};
   StepPhases step_phases_;
+  ExtentPlaces places_;
   Scrub scrub_;
+  LiveCheck live_check_;
 };
 
 }  // namespace memd

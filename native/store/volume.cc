@@ -635,6 +635,40 @@ Result<Superblock> newest_superblock(
       reason.message());
 }
 
+Result<InspectedCopy> inspect_copy(std::span<const std::byte> block,
+                                   uint64_t offset_bytes,
+                                   uint64_t pair) {
+  InspectedCopy found{
+      .copy = {.offset_bytes = offset_bytes, .state = CopyState::damaged, .reason = {}},
+      .superblock = std::nullopt};
+  auto decoded = decode_superblock(block, offset_bytes, FormatUse::read_only);
+  if (decoded.status().code() == StatusCode::not_yet) return decoded.status();
+  if (!decoded.is_ok()) {
+    const bool is_zero = std::all_of(
+        block.begin(), block.end(), [](std::byte each) { return each == std::byte{0}; });
+    if (is_zero) found.copy.state = CopyState::unwritten;
+    found.copy.reason = decoded.status().message();
+  } else if (decoded.value().sequence % 2 != pair) {
+    found.copy.reason = concat("the superblock at ", offset_bytes, " belongs to the other pair");
+  } else {
+    found.copy.state = CopyState::valid;
+    found.superblock = std::move(decoded).value();
+  }
+  return found;
+}
+
+void judge_unwritten(std::array<SuperblockCopy, 4>& copies, const Superblock& newest) {
+  // The second pair is written by the first commit; only the lead volume is ever committed to.
+  const bool other_pair_was_written = newest.volume_index == 0 && newest.sequence > 0;
+  for (size_t i = 0; i < copies.size(); ++i) {
+    SuperblockCopy& copy = copies.at(i);
+    if (copy.state == CopyState::unwritten && (i < 2 || other_pair_was_written)) {
+      copy.state = CopyState::damaged;
+    }
+    if (copy.state != CopyState::damaged) copy.reason.clear();
+  }
+}
+
 Result<InspectedVolume> inspect_volume(const std::string& directory, uint32_t lock_wait_ms) {
   struct stat stat{};
   const std::string who = "data directory " + directory;
@@ -684,7 +718,6 @@ Result<InspectedVolume> inspect_volume(const std::string& directory, uint32_t lo
   }
   const AlignedBytes memory = aligned_bytes(kSuperblockBytes);
   const std::span<std::byte> block(memory.get(), kSuperblockBytes);
-  const std::array<std::byte, kSuperblockBytes> zeros{};
   std::optional<Superblock> newest;
   size_t index = 0;
   for (const uint64_t pair : {0, 1}) {
@@ -697,22 +730,13 @@ Result<InspectedVolume> inspect_volume(const std::string& directory, uint32_t lo
         copy.reason = read.message();
         continue;
       }
-      const auto decoded = decode_superblock(block, offset_bytes, FormatUse::read_only);
-      if (decoded.status().code() == StatusCode::not_yet) {
-        return error(StatusCode::not_yet, volume.path, ": ", decoded.status().message());
+      auto inspected = inspect_copy(block, offset_bytes, pair);
+      if (!inspected.is_ok()) {
+        return error(inspected.status().code(), volume.path, ": ", inspected.status().message());
       }
-      if (!decoded.is_ok()) {
-        const bool is_zero = std::equal(block.begin(), block.end(), zeros.begin());
-        copy.state = is_zero ? CopyState::unwritten : CopyState::damaged;
-        copy.reason = decoded.status().message();
-        continue;
-      }
-      if (decoded.value().sequence % 2 != pair) {
-        copy.reason = concat("the superblock at ", offset_bytes, " belongs to the other pair");
-        continue;
-      }
-      copy.state = CopyState::valid;
-      if (!newest || decoded.value().sequence > newest->sequence) newest = decoded.value();
+      copy = inspected.value().copy;
+      const auto& superblock = inspected.value().superblock;
+      if (superblock && (!newest || superblock->sequence > newest->sequence)) newest = superblock;
     }
   }
   if (!newest) {
@@ -722,15 +746,7 @@ Result<InspectedVolume> inspect_volume(const std::string& directory, uint32_t lo
                  volume.copies.front().reason);
   }
   volume.superblock = *newest;
-  // The second pair is written by the first commit; only the lead volume is ever committed to.
-  const bool other_pair_was_written = newest->volume_index == 0 && newest->sequence > 0;
-  for (size_t i = 0; i < volume.copies.size(); ++i) {
-    SuperblockCopy& copy = volume.copies.at(i);
-    if (copy.state == CopyState::unwritten && (i < 2 || other_pair_was_written)) {
-      copy.state = CopyState::damaged;
-    }
-    if (copy.state != CopyState::damaged) copy.reason.clear();
-  }
+  judge_unwritten(volume.copies, *newest);
   if (volume.bytes != newest->volume_bytes) {
     return error(StatusCode::integrity,
                  volume.path,

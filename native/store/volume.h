@@ -99,6 +99,18 @@ struct SuperblockCopy {
   std::string reason;  // of damage
 };
 
+struct InspectedCopy {
+  SuperblockCopy copy;
+  std::optional<Superblock> superblock;  // where it is valid
+};
+/// Of the block at `offset_bytes`, one of pair `pair`. An error only where it is of a newer format.
+Result<InspectedCopy> inspect_copy(std::span<const std::byte> block,
+                                   uint64_t offset_bytes,
+                                   uint64_t pair);
+/// Of a volume's four copies in the order of pairs: an unwritten one where there must be one is
+/// damaged.
+void judge_unwritten(std::array<SuperblockCopy, 4>& copies, const Superblock& newest);
+
 /// A volume as who only looks at it sees it. Nothing is written, not even the lock's file.
 struct InspectedVolume {
   std::string directory;

@@ -44,6 +44,8 @@ def train(parameter_count: int, step_count: int, durability: str, memory: str) -
     import memd_client
     from memd.client import DaemonClient
     from memd.demo.model import build_model, shape_for
+    from memd_client.address import EmbeddedAddress, parse_address
+    from memd_client.embedded import embedded_daemon
 
     shape = shape_for(parameter_count, sequence=256)
     model = build_model(shape, dtype=torch.float32, seed=0)
@@ -56,7 +58,9 @@ def train(parameter_count: int, step_count: int, durability: str, memory: str) -
     memd_client.offload(model, session)
     optimizer = memd_client.AdamW(model.parameters(), lr=1e-4, session=session)
     tokens = torch.randint(0, 256, (4, 256), generator=torch.Generator().manual_seed(0))
-    socket = memd_client.session.embedded_daemon(memd_client.session.parse_address(address))
+    parsed = parse_address(address)
+    assert isinstance(parsed, EmbeddedAddress)
+    socket = embedded_daemon(parsed)
     with DaemonClient(socket.address.attach_socket) as daemon:
         seconds, written = [], []
         for step in range(step_count):

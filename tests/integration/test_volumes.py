@@ -167,7 +167,9 @@ def test_what_is_no_volume_is_refused_and_left_alone(filled: Path) -> None:
 def test_a_volume_in_use_is_listed_and_neither_checked_nor_formatted() -> None:
     with running_daemon() as daemon:
         holder = f"process {daemon.process.pid}"
-        assert holder in memd("check", "--data", daemon.data, status=2).stderr
+        refusal = memd("check", "--data", daemon.data, status=2).stderr
+        assert holder in refusal
+        assert "with --socket" in refusal
         arguments = ("volume", "format", "--data", daemon.data, "--force", "--yes")
         assert holder in memd(*arguments, status=2).stderr
         told = answer_of("volume", "list", "--data", daemon.data)

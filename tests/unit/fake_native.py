@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from memd.refusal import StatusCode
@@ -268,6 +269,8 @@ class FakeServer:
         self._beats = 0
         self.fence_reason = ""
         self.scrub_rate = 0
+        self.checks: dict[int, tuple[list[int], bool]] = {}  # running: jobs, and whether whole
+        self.checks_begun: list[tuple[list[int], bool]] = []
         self.activities: list[Activity] = []
         self.detached: dict[int, float] = {}  # session → when, by the monotonic clock
         self.calls: Counter[str] = Counter()
@@ -436,6 +439,22 @@ class FakeServer:
             fence_reason=self.fence_reason,
             scrub=ScrubStatistics(self.scrub_rate),
         )
+
+    def begin_check(self, job_ids: Sequence[int], *, whole: bool) -> int:
+        if self.checks:
+            raise StatusError(StatusCode.ALREADY_EXISTS, "a check runs since 1 s", 0)
+        check_id = next(self._ids)
+        self.checks[check_id] = (list(job_ids), whole)
+        self.checks_begun.append(self.checks[check_id])
+        return check_id
+
+    def check_progress(self, check_id: int) -> SimpleNamespace:
+        assert check_id in self.checks
+        report = SimpleNamespace(volumes=[], jobs=[], seconds=0.5)
+        return SimpleNamespace(bytes=7, bytes_all=7, findings=[], report=report)
+
+    def end_check(self, check_id: int) -> None:
+        del self.checks[check_id]
 
     def set_scrub_rate(self, bytes_per_second: int) -> None:
         self.scrub_rate = bytes_per_second

@@ -21,6 +21,8 @@ from memd.refusal import StatusCode
 from memd.service.control import SERVICES, ControlServer
 from memd.service.tensor import CHUNK_BYTES
 from memd_proto.v1 import (
+    check_pb2,
+    check_pb2_grpc,
     job_pb2,
     job_pb2_grpc,
     session_pb2,
@@ -73,6 +75,7 @@ class Caller:
         self.tensors = tensor_pb2_grpc.TensorServiceStub(channel)
         self.jobs = job_pb2_grpc.JobServiceStub(channel)
         self.status = status_pb2_grpc.StatusServiceStub(channel)
+        self.checks = check_pb2_grpc.CheckServiceStub(channel)
 
     def call(self, method: Any, request: Any, *, timeout: float | None = TIMEOUT_S) -> Any:
         return method(request, timeout=timeout, metadata=(("memd-token", self.peer.token),))
@@ -265,6 +268,33 @@ def test_the_daemons_user_administers_but_does_not_join_other_users_jobs(
     assert refusal_of(error).code is grpc.StatusCode.PERMISSION_DENIED
     admin.call(admin.jobs.DropJob, job_pb2.DropJobRequest(name="theirs", force=True))
     assert service.server.jobs() == []
+
+
+def test_a_user_checks_own_jobs_and_the_daemons_user_everything(service: Service) -> None:
+    service.caller().attach(job="gpt")
+    stranger = service.caller(uid=OTHER_UID)
+    stranger.attach(job="theirs")
+    ids = {job.name: job.job_id for job in service.server.jobs()}
+
+    def check(caller: Caller, job: str) -> check_pb2.CheckResponse:
+        request = check_pb2.CheckRequest(job=job)
+        *_, last = caller.call(caller.checks.Check, request, timeout=None)
+        assert isinstance(last, check_pb2.CheckResponse)
+        return last
+
+    assert check(stranger, "").report.seconds == 0.5
+    check(service.caller(), "")
+    check(service.caller(), "theirs")
+    assert service.server.checks_begun == [
+        ([ids["theirs"]], False),
+        ([ids["gpt"], ids["theirs"]], True),
+        ([ids["theirs"]], False),
+    ]
+    with pytest.raises(grpc.RpcError) as error:
+        check(stranger, "gpt")
+    assert refusal_of(error).code is grpc.StatusCode.PERMISSION_DENIED
+    assert len(service.server.checks_begun) == 3
+    assert not service.server.checks  # each was ended
 
 
 def test_a_job_beyond_the_limit_is_refused_and_an_existing_one_is_not(service: Service) -> None:

@@ -589,6 +589,18 @@ class Server:
     def set_scrub_rate(self, bytes_per_second: int) -> None:
         """Of the verification in the background; 0: it is off, as at the start."""
 
+    def begin_check(self, job_ids: Sequence[int], *, whole: bool) -> int:
+        """
+        Of these jobs, or of everything; its number. Refused while another one runs.
+        """
+
+    def check_progress(self, check_id: int) -> LiveCheckProgress:
+        """
+        What was found since it was asked for the last time, and the report at the end.
+        """
+
+    def end_check(self, check_id: int) -> None: ...
+
     def heartbeat(self) -> int:
         """Grows while the server thread turns; the watchdog looks at it."""
 
@@ -696,6 +708,21 @@ class CheckReport:
 
     @property
     def anything_lost(self) -> bool: ...
+
+class LiveCheckProgress:
+    """Of a daemon's own check."""
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def bytes_all(self) -> int: ...
+
+    @property
+    def findings(self) -> list[CheckFinding]: ...
+
+    @property
+    def report(self) -> CheckReport | None: ...
 
 class ListedVolumes:
     @property

@@ -1,0 +1,89 @@
+// Every extent that a catalogue on disk names, one after the other, while jobs come and go.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "store/commit.h"
+#include "store/job.h"
+
+namespace memd {
+
+using Jobs = std::unordered_map<uint64_t, std::unique_ptr<Job>>;
+
+/// An extent by its owner's names, which stay what they are while extents change.
+struct ExtentPlace {
+  /// `catalogue` of job 0 is the root. `bytes`: a piece of a blob or buffer.
+  enum class Kind : uint8_t { catalogue, bytes, parameter, rest };
+  uint64_t job_id = 0;
+  Kind kind = Kind::catalogue;
+  size_t owner = 0;  // entry of bytes, bucket of the others
+  size_t index = 0;  // in the catalogue or the bytes, or the tile
+};
+
+/// What lies at a place, by the last commit on disk: a step that replaces tiles changes nothing
+/// here until it is committed, so that what a restart would read is what is looked at. Bytes that
+/// are being overwritten are no place meanwhile. The server thread.
+class ExtentPlaces {
+ public:
+  ExtentPlaces(const Commits& commits, const Jobs& jobs) : commits_(commits), jobs_(jobs) {}
+
+  /// Nothing where no catalogue on disk names anything.
+  std::optional<ExtentRecord> find(const ExtentPlace& place) const;
+  bool names(const ExtentPlace& place, const ExtentRecord& extent) const;
+  /// Newer bytes in memory, or in an extent that the next commit will name, take its place.
+  bool is_being_replaced(const ExtentPlace& place) const;
+  /// Names the shard, for an error.
+  std::string describe(const ExtentPlace& place) const;
+  /// As check_volumes() calls it: "parameter of tile 3".
+  std::string part(const ExtentPlace& place) const;
+  std::vector<std::string> shards(const ExtentPlace& place) const;
+  /// Its shards are marked lost; nothing for a catalogue.
+  void lose(const ExtentPlace& place, const Status& why) const;
+  /// Places of one kind and job, and what is in them: how far a walk goes.
+  size_t owner_count(const ExtentPlace& place) const;
+  size_t index_count(const ExtentPlace& place) const;
+  /// Of a job that is being dropped nothing is missed.
+  const Job* job(uint64_t job_id) const;
+  const Jobs& jobs() const { return jobs_; }
+  /// Of state; catalogues and root beside it.
+  uint64_t state_bytes(uint64_t job_id) const;
+
+ private:
+  const Entry* entry(const ExtentPlace& place) const;
+
+  const Commits& commits_;
+  const Jobs& jobs_;
+};
+
+/// A cursor over the places: each is met once, in the state it has when its turn comes.
+class ExtentWalk {
+ public:
+  struct Found {
+    ExtentPlace place;
+    ExtentRecord extent;
+  };
+
+  explicit ExtentWalk(const ExtentPlaces& places) : places_(places) {}
+
+  /// From the beginning: these jobs, or all of them and the root.
+  void begin(std::optional<std::set<uint64_t>> only = std::nullopt);
+  /// Nothing at the end, or where this turn's share was looked through: see at_end().
+  std::optional<Found> next();
+  bool at_end() const { return at_end_; }
+
+ private:
+  bool go_on();
+
+  const ExtentPlaces& places_;
+  std::optional<std::set<uint64_t>> only_;
+  ExtentPlace cursor_;  // what next() looks at first
+  bool at_end_ = true;
+};
+
+}  // namespace memd

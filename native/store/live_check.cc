@@ -1,0 +1,286 @@
+#include "store/live_check.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <memory>
+#include <utility>
+
+#include "base/check.h"
+
+namespace memd {
+namespace {
+
+// Findings that nobody fetched: a volume that is all damage is not gathered in memory.
+constexpr size_t kFindingsWaiting = 256;
+// Who began a check asks some ten times a second.
+constexpr uint64_t kForgottenNs = 30ull * 1'000'000'000;
+constexpr uint64_t kQuietIntervalNs = 1'000'000;
+
+}  // namespace
+
+LiveCheck::LiveCheck(const VerificationParts& parts, const Commits& commits, const Clock& clock)
+    : parts_(parts),
+      commits_(commits),
+      clock_(clock),
+      walk_(parts.places),
+      block_(uint64_t{kSuperblockBytes}) {
+  lanes_.reserve(kLanes);
+  for (size_t i = 0; i < kLanes; ++i) lanes_.emplace_back(parts);
+}
+
+Result<uint64_t> LiveCheck::begin(LiveCheckRequest request) {
+  const uint64_t now_ns = clock_.now_ns();
+  if (running_ != 0 && now_ns - asked_ns_ < kForgottenNs) {
+    return error(StatusCode::already_exists,
+                 "a check runs since ",
+                 (now_ns - started_ns_) / 1'000'000'000,
+                 " s; wait for its end, or interrupt it");
+  }
+  forget();
+  running_ = id_next_++;
+  failed_ = Status::ok();
+  started_ns_ = now_ns;
+  asked_ns_ = now_ns;
+  bytes_ = 0;
+  bytes_all_ = 0;
+  volumes_.clear();
+  copy_ = 0;
+  waits_for_quiet_ = false;
+  newest_ = {};
+  for (const auto& [job_id, job] : parts_.places.jobs()) {
+    if (!request.whole && !request.job_ids.contains(job_id)) continue;
+    bytes_all_ += parts_.places.state_bytes(job_id);
+    for (const ExtentRecord& extent : commits_.catalogue(job_id)) bytes_all_ += extent.length_bytes;
+  }
+  if (request.whole) {
+    for (const ExtentRecord& extent : commits_.catalogue(0)) bytes_all_ += extent.length_bytes;
+    walk_.begin();
+  } else {
+    walk_.begin(request.job_ids);
+  }
+  request_ = std::move(request);
+  return running_;
+}
+
+Result<LiveCheckProgress> LiveCheck::progress(uint64_t check_id) {
+  if (check_id != running_) {
+    return error(StatusCode::not_found, "check ", check_id, " was ended; begin another one");
+  }
+  if (!failed_.is_ok()) {
+    const Status why = failed_;
+    forget();
+    return why;
+  }
+  asked_ns_ = clock_.now_ns();
+  LiveCheckProgress out{.bytes = bytes_,
+                        // Jobs grow and go while it runs.
+                        .bytes_all = std::max(bytes_, bytes_all_),
+                        .findings = std::exchange(findings_, {}),
+                        .report = std::nullopt};
+  if (is_done()) {
+    out.report = report();
+    forget();
+  }
+  return out;
+}
+
+void LiveCheck::end(uint64_t check_id) {
+  if (check_id == running_) forget();
+}
+
+void LiveCheck::give_up() {
+  if (running_ != 0) fail(error(StatusCode::unavailable, "the daemon is stopping"));
+}
+
+void LiveCheck::forget() {
+  running_ = 0;
+  findings_.clear();
+  counted_.clear();
+  for (Verification& lane : lanes_) {
+    if (!lane.is_running()) lane.free_memory();
+  }
+}
+
+void LiveCheck::fail(const Status& status) {
+  if (failed_.is_ok()) failed_ = status;
+}
+
+bool LiveCheck::advance() {
+  if (running_ == 0 || !failed_.is_ok() || findings_.size() >= kFindingsWaiting) return false;
+  const bool more = read_extents();
+  return read_superblocks() || more;
+}
+
+uint64_t LiveCheck::next_ns() const {
+  return running_ != 0 && waits_for_quiet_ ? clock_.now_ns() + kQuietIntervalNs : 0;
+}
+
+bool LiveCheck::is_idle() const {
+  return !reading_block_ && std::none_of(lanes_.begin(), lanes_.end(), [](const auto& lane) {
+    return lane.is_running();
+  });
+}
+
+bool LiveCheck::read_extents() {
+  for (Verification& lane : lanes_) {
+    if (walk_.at_end()) return false;
+    if (lane.is_running()) continue;
+    const auto found = walk_.next();
+    // There may be more after the places of this turn, which nothing lies at.
+    if (!found) return !walk_.at_end();
+    lane.begin(*found,
+               [this, check_id = running_, found = *found](Verdict verdict, const Status& status) {
+                 told(check_id, found, verdict, status);
+               });
+  }
+  return false;
+}
+
+void LiveCheck::told(uint64_t check_id,
+                     const ExtentWalk::Found& found,
+                     Verdict verdict,
+                     const Status& status) {
+  if (check_id != running_) return;
+  const uint64_t bytes = found.extent.length_bytes;
+  bytes_ += bytes;
+  if (found.place.kind != ExtentPlace::Kind::catalogue) {
+    Counted& counted = counted_[found.place.job_id];
+    ++counted.extents;
+    counted.bytes += bytes;
+  }
+  if (verdict == Verdict::unread) return fail(status);
+  if (verdict == Verdict::damaged || verdict == Verdict::lost) {
+    add_finding(found, verdict, status);
+  }
+}
+
+void LiveCheck::add_finding(const ExtentWalk::Found& found, Verdict verdict, const Status& status) {
+  const ExtentRecord& extent = found.extent;
+  CheckFinding finding{.is_lost = verdict == Verdict::lost,
+                       .path = parts_.extents.path(extent.address.device),
+                       .offset_bytes = extent.address.offset_bytes,
+                       .length_bytes = extent.length_bytes,
+                       .job = {},
+                       .shards = parts_.places.shards(found.place),
+                       .part = parts_.places.part(found.place),
+                       .reason = status.error_number() == 0
+                                     ? "its bytes are not those that were written (read twice)"
+                                     : status.message()};
+  if (verdict == Verdict::damaged) {
+    finding.reason += found.place.kind == ExtentPlace::Kind::catalogue
+                          ? "; it is written anew from memory"
+                          : "; newer bytes take its place with the next commit";
+  }
+  if (const Job* const job = parts_.places.job(found.place.job_id); job != nullptr) {
+    finding.job = job->name;
+  }
+  findings_.push_back(std::move(finding));
+}
+
+bool LiveCheck::read_superblocks() {
+  if (!request_.whole || reading_block_ || volumes_.size() == parts_.extents.device_count()) {
+    return false;
+  }
+  if (waits_for_quiet_ && !commits_.is_idle()) return false;
+  waits_for_quiet_ = false;
+  reading_block_ = true;
+  was_quiet_ = commits_.is_idle();
+  sequence_ = parts_.extents.superblock().sequence;
+  const auto device = static_cast<uint16_t>(volumes_.size());
+  const uint64_t offset_bytes =
+      superblock_pair_offsets(copy_ / 2, parts_.extents.device_bytes(device))[copy_ % 2];
+  parts_.extents.io().submit({.kind = IoKind::read,
+                              .priority = IoPriority::scrub,
+                              .device = device,
+                              .offset_bytes = offset_bytes,
+                              .data = block_.span(),
+                              .complete = [this, check_id = running_](const Status& status) {
+                                superblock_read(check_id, status);
+                              }});
+  return true;
+}
+
+void LiveCheck::superblock_read(uint64_t check_id, const Status& status) {
+  reading_block_ = false;
+  if (check_id != running_) return;
+  const auto device = static_cast<uint16_t>(volumes_.size());
+  const uint64_t offset_bytes =
+      superblock_pair_offsets(copy_ / 2, parts_.extents.device_bytes(device))[copy_ % 2];
+  SuperblockCopy& copy = copies_.at(copy_);
+  copy = {.offset_bytes = offset_bytes, .state = CopyState::damaged, .reason = status.message()};
+  if (status.is_ok()) {
+    const auto inspected = inspect_copy(block_.span(), offset_bytes, copy_ / 2);
+    if (!inspected.is_ok()) return fail(inspected.status());
+    copy = inspected.value().copy;
+    const auto& superblock = inspected.value().superblock;
+    if (superblock && superblock->sequence >= newest_.sequence) newest_ = *superblock;
+  }
+  const bool no_commit_since =
+      commits_.is_idle() && sequence_ == parts_.extents.superblock().sequence;
+  if (copy.state != CopyState::valid && !(was_quiet_ && no_commit_since)) {
+    waits_for_quiet_ = true;  // perhaps half written
+    return;
+  }
+  if (++copy_ == copies_.size()) volume_done();
+}
+
+void LiveCheck::volume_done() {
+  const auto device = static_cast<uint16_t>(volumes_.size());
+  if (device == 0) newest_ = parts_.extents.superblock();
+  const std::string& path = parts_.extents.path(device);
+  judge_unwritten(copies_, newest_);
+  volumes_.push_back({.directory = std::filesystem::path(path).parent_path().string(),
+                      .path = path,
+                      .bytes = parts_.extents.device_bytes(device),
+                      .holder = concat("process ", ::getpid()),
+                      .superblock = newest_,
+                      .copies = copies_});
+  for (CheckFinding& finding : superblock_findings(path, copies_, newest_.sequence)) {
+    findings_.push_back(std::move(finding));
+  }
+  copy_ = 0;
+  newest_ = {};
+}
+
+bool LiveCheck::is_done() const {
+  const bool superblocks_done = !request_.whole || volumes_.size() == parts_.extents.device_count();
+  return superblocks_done && walk_.at_end() && is_idle();
+}
+
+CheckReport LiveCheck::report() const {
+  CheckReport report;
+  report.volumes = volumes_;
+  report.bytes = bytes_;
+  report.seconds = static_cast<double>(clock_.now_ns() - started_ns_) * 1e-9;
+  for (const auto& [job_id, each] : parts_.places.jobs()) {
+    if (each->ending || (!request_.whole && !request_.job_ids.contains(job_id))) continue;
+    const auto counted = counted_.find(job_id);
+    const Counted& what = counted == counted_.end() ? Counted{} : counted->second;
+    report.jobs.push_back({.job_id = job_id,
+                           .name = each->name,
+                           .step = each->durable_step,
+                           .shard_count = each->job_info().shard_count,
+                           .extent_count = what.extents,
+                           .bytes = what.bytes,
+                           .lost_shards = each->lost.names()});
+  }
+  std::sort(report.jobs.begin(), report.jobs.end(), [](const auto& a, const auto& b) {
+    return a.job_id < b.job_id;
+  });
+  return report;
+}
+
+std::optional<Activity> LiveCheck::activity() const {
+  if (running_ == 0) return std::nullopt;
+  std::string waits_on;
+  if (waits_for_quiet_) waits_on = "a moment without a commit";
+  if (findings_.size() >= kFindingsWaiting) waits_on = "its client to take findings";
+  return Activity{.kind = "check",
+                  .what = concat(bytes_, " of ", std::max(bytes_, bytes_all_), " bytes"),
+                  .waits_on = std::move(waits_on),
+                  .age_ns = clock_.now_ns() - started_ns_};
+}
+
+}  // namespace memd

@@ -1,0 +1,60 @@
+#include "store/verification.h"
+
+#include <span>
+#include <utility>
+
+#include "base/check.h"
+
+namespace memd {
+
+void Verification::begin(const ExtentWalk::Found& found, Told told) {
+  MEMD_CHECK(!is_running());
+  found_ = found;
+  told_ = std::move(told);
+  const ExtentRecord extent = found.extent;
+  if (buffer_ == nullptr || buffer_->span().size() < extent.length_bytes) {
+    buffer_ = std::make_unique<BlockBytes>(uint64_t{extent.length_bytes});
+  }
+  const std::span<std::byte> into = buffer_->span().first(extent.length_bytes);
+  parts_.extents.read_unverified(
+      extent, into, IoPriority::scrub, [this, extent, into](const Status& status) {
+        if (!status.is_ok()) return compared(false, false);
+        parts_.workers.submit(
+            [this, extent, into] { matches_ = ExtentStore::matches(extent, into); },
+            [this] { compared(matches_, true); });
+      });
+}
+
+void Verification::compared(bool is_whole, bool was_read) {
+  if (is_whole) return finish(Verdict::whole, Status::ok());
+  if (!parts_.places.names(found_.place, found_.extent)) {
+    return finish(Verdict::released, Status::ok());
+  }
+  if (was_read) parts_.extents.count_checksum_failure(found_.extent);
+  parts_.extents.read_again(found_.extent,
+                            buffer_->span().first(found_.extent.length_bytes),
+                            IoPriority::scrub,
+                            parts_.places.describe(found_.place),
+                            [this](const Status& status) { read_twice(status); });
+}
+
+void Verification::read_twice(const Status& status) {
+  const ExtentPlace& place = found_.place;
+  if (status.is_ok()) return finish(Verdict::whole, status);
+  if (!parts_.places.names(place, found_.extent)) return finish(Verdict::released, Status::ok());
+  if (status.code() != StatusCode::integrity) return finish(Verdict::unread, status);
+  if (place.kind == ExtentPlace::Kind::catalogue) {
+    parts_.write_anew(place.job_id);
+    return finish(Verdict::damaged, status);
+  }
+  if (parts_.places.is_being_replaced(place)) return finish(Verdict::damaged, status);
+  parts_.places.lose(place, status);
+  finish(Verdict::lost, status);
+}
+
+void Verification::finish(Verdict verdict, const Status& status) {
+  const Told told = std::exchange(told_, nullptr);
+  told(verdict, status);
+}
+
+}  // namespace memd

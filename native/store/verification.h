@@ -1,0 +1,60 @@
+// One extent is read and compared with its checksum while the daemon works.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "base/status.h"
+#include "store/commit.h"
+#include "store/extent_store.h"
+#include "store/extent_walk.h"
+#include "store/workers.h"
+
+namespace memd {
+
+struct VerificationParts {
+  ExtentStore& extents;
+  UpdateWorkers& workers;
+  const ExtentPlaces& places;
+  /// A catalogue of the job, or the root (0), is damaged on disk: it is written anew from memory.
+  std::function<void(uint64_t job_id)> write_anew;
+};
+
+/// What an extent turned out to be, in the moment in which it was compared for the last time.
+enum class Verdict : uint8_t {
+  whole,
+  released,  // no longer named: its place may hold anything
+  damaged,   // but newer bytes take its place, or it is written anew: nothing is lost
+  lost,      // the job stops at its last commit, and its shards are marked
+  unread,    // the moment is to blame: it says nothing about the bytes
+};
+
+/// One at a time, below all other I/O; hashed by the workers. Between the parts of a read nothing
+/// is kept but the place and the extent: jobs and shards come and go. The server thread; nothing
+/// blocks.
+class Verification {
+ public:
+  using Told = std::function<void(Verdict, const Status&)>;
+
+  explicit Verification(VerificationParts parts) : parts_(std::move(parts)) {}
+
+  /// A mismatch is read once more. `told` may begin the next one.
+  void begin(const ExtentWalk::Found& found, Told told);
+  bool is_running() const { return told_ != nullptr; }
+  /// Of one that does not run.
+  void free_memory() { buffer_.reset(); }
+
+ private:
+  void compared(bool is_whole, bool was_read);
+  void read_twice(const Status& status);
+  void finish(Verdict verdict, const Status& status);
+
+  VerificationParts parts_;
+  ExtentWalk::Found found_;
+  Told told_;
+  bool matches_ = false;  // the worker's word
+  std::unique_ptr<BlockBytes> buffer_;
+};
+
+}  // namespace memd
