@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import MutableSequence
@@ -13,6 +12,7 @@ import click
 
 from memd import __version__
 from memd.config import SettingsError, load, shown
+from memd.printing import print_json, print_table
 from memd.refusal import Refused, StatusCode
 from memd.sizes import format_size
 
@@ -28,12 +28,16 @@ if TYPE_CHECKING:
 
 
 class Commands(click.Group):
-    """`memd demo` needs torch, so that its module is imported only when it is called."""
+    """What only some need is imported when it is called: `memd demo` needs torch."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return sorted([*super().list_commands(context), "demo"])
+        return sorted([*super().list_commands(context), "bench", "demo"])
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name == "bench":
+            from memd.bench import command as bench
+
+            return bench
         if name != "demo":
             return super().get_command(context, name)
         try:
@@ -447,13 +451,6 @@ def print_jobs(jobs: Sequence[job_pb2.Job]) -> None:
             )
 
 
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for row in (header, *rows):
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        click.echo("  ".join(cells).rstrip())
-
-
 def as_dict(message: Message) -> dict[str, Any]:
     """All fields under their names. Counts are numbers, which protobuf's own JSON has as texts."""
 
@@ -474,8 +471,3 @@ def as_dict(message: Message) -> dict[str, Any]:
 
 def print_message(message: Message) -> None:
     print_json(as_dict(message))
-
-
-def print_json(value: Any) -> None:
-    json.dump(value, sys.stdout, indent=2)
-    sys.stdout.write("\n")

@@ -20,6 +20,8 @@ void bind_ring(nanobind::module_& module);
 void bind_server(nanobind::module_& module);
 /// What works on volumes without a daemon.
 void bind_check(nanobind::module_& module);
+/// What `memd bench` measures.
+void bind_bench(nanobind::module_& module);
 
 /// Raises StatusError with the status's message, code and errno. Called with the GIL.
 [[noreturn]] void raise(const Status& status);

@@ -15,4 +15,5 @@ NB_MODULE(_core, module) {
   memd::bind_ring(module);
   memd::bind_server(module);
   memd::bind_check(module);
+  memd::bind_bench(module);
 }

@@ -756,3 +756,55 @@ def remove_volumes(directories: Sequence[str], *, uuid: bytes) -> None:
     """
     Removes the volumes of the set `uuid` (16 bytes), which no daemon has open.
     """
+
+class AdamRate:
+    """Seconds of passes over all elements."""
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Read and written together."""
+
+    @property
+    def element_count(self) -> int: ...
+
+    @property
+    def update_seconds(self) -> list[float]: ...
+
+    @property
+    def traffic_seconds(self) -> list[float]:
+        """
+        Of the same reads and writes without the arithmetic, in turn with the updates.
+        """
+
+def measure_adam(*, dtype: int, element_count: int, tensor_count: int = 1, thread_count: int = 1, round_count: int = 5) -> AdamRate:
+    """
+    The update in memory beside the limit of that memory; `dtype` as in a ShardSpec.
+    """
+
+class IoRate:
+    @property
+    def read_bytes(self) -> int: ...
+
+    @property
+    def written_bytes(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Of this process."""
+
+class IoBench:
+    """A file of random bytes, removed with this object."""
+
+    def __init__(self, directory: str, *, bytes: int) -> None: ...
+
+    @property
+    def path(self) -> str: ...
+
+    def through_queue(self, mix: str, *, block_bytes: int, depth: int, seconds: float) -> IoRate:
+        """As the daemon transfers; `mix`: read, write or mixed."""
+
+    def raw(self, mix: str, *, block_bytes: int, depth: int, seconds: float) -> IoRate:
+        """io_uring with registered buffers and file, and nothing else."""

@@ -1,0 +1,182 @@
+"""`memd bench io` and `memd bench adam`."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memd.bench.adam import adam_figures
+from memd.bench.figures import HEADER, Figure, row
+from memd.bench.io import io_figures
+from memd.bench.machine import describe_machine, file_system
+from memd.printing import print_json, print_table
+from memd.sizes import parse_size
+from memd_native import StatusError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMG]?)")
+_FACTORS = {"": 1, "K": 1_000, "M": 1_000_000, "G": 1_000_000_000}
+
+
+class Size(click.ParamType[int]):
+    name = "size"
+
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_size(value)
+        except ValueError as error:
+            self.fail(str(error), parameter, context)
+
+
+class Count(click.ParamType[int]):
+    """ "100M": how many elements."""
+
+    name = "count"
+
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> int:
+        if isinstance(value, int):
+            return value
+        match = _COUNT.fullmatch(value)
+        count = int(float(match[1]) * _FACTORS[match[2]]) if match else 0
+        if count < 1:
+            self.fail(f"{value!r} is no count; write such as 100M", parameter, context)
+        return count
+
+
+def common(command: Callable[..., None]) -> Callable[..., None]:
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="For programs."),
+        click.option(
+            "--rounds",
+            type=click.IntRange(1, 1000),
+            default=5,
+            show_default=True,
+            help="Figure and limit in turn, so many times.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+@click.group(name="bench")
+def command() -> None:
+    """This machine's figures, each beside its limit, measured in the same run.
+
+    Measure with nothing else running: a figure is the median of its rounds, and what it reached is
+    the median of the ratios of neighbours.
+    """
+
+
+@command.command()
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True),
+    default=Path(),
+    help="A folder on the disk to measure; here, by default. A file is written there and removed.",
+)
+@click.option("--size", type=Size(), default="2GiB", show_default=True, help="Of the file.")
+@click.option("--block", type=Size(), default="4MiB", show_default=True, help="Of a request.")
+@click.option(
+    "--depth",
+    type=click.IntRange(1, 4096),
+    default=16,
+    show_default=True,
+    help="Requests in flight.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.01, 3600),
+    default=2.0,
+    show_default=True,
+    help="Of each run.",
+)
+@common
+def io(
+    as_json: bool, block: int, data: Path, depth: int, rounds: int, seconds: float, size: int
+) -> None:
+    """Reads and writes of a file of random bytes, through memd's queue and by io_uring alone."""
+    show(
+        io_figures(data, size=size, block=block, depth=depth, seconds=seconds, rounds=rounds),
+        as_json=as_json,
+        settings={
+            "folder": str(data.resolve()),
+            "file_system": file_system(data),
+            "file_bytes": size,
+            "block_bytes": block,
+            "depth": depth,
+            "seconds": seconds,
+        },
+    )
+
+
+@command.command()
+@click.option("--elements", type=Count(), default="100M", show_default=True, help="In all.")
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Both, by default.")
+@click.option(
+    "--tensors",
+    type=click.IntRange(1),
+    multiple=True,
+    default=(1, 400),
+    show_default=True,
+    help="Of the same size; repeatable.",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(1, 1024),
+    multiple=True,
+    help="Repeatable; 1 and one a core, by default.",
+)
+@common
+def adam(
+    as_json: bool,
+    dtype: str | None,
+    elements: int,
+    rounds: int,
+    tensors: tuple[int, ...],
+    threads: tuple[int, ...],
+) -> None:
+    """The update in memory, and the same reads and writes without its arithmetic."""
+    if max(tensors) > elements:
+        raise click.UsageError(f"{elements} elements make no {max(tensors)} tensors")
+    thread_counts = threads or tuple(sorted({1, len(os.sched_getaffinity(0))}))
+    show(
+        adam_figures(
+            dtypes=[dtype] if dtype else ["fp32", "bf16"],
+            element_count=elements,
+            tensor_counts=tensors,
+            thread_counts=thread_counts,
+            rounds=rounds,
+        ),
+        as_json=as_json,
+        settings={"elements": elements},
+    )
+
+
+def show(figures: Iterable[Figure], *, as_json: bool, settings: dict[str, Any]) -> None:
+    machine = describe_machine()
+    try:
+        measured = list(figures)
+    except StatusError as error:
+        raise click.ClickException(str(error)) from error
+    if as_json:
+        print_json(
+            {
+                "machine": machine,
+                "settings": settings,
+                "figures": [figure.record() for figure in measured],
+            }
+        )
+        return
+    print_table(HEADER, [row(figure) for figure in measured])

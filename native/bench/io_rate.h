@@ -1,0 +1,59 @@
+// How fast files are read and written through IoQueue, beside the same transfers without it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "base/owned_fd.h"
+#include "base/status.h"
+#include "io/io_queue.h"
+
+namespace memd {
+
+enum class IoMix : uint8_t { read, write, mixed };  // mixed: reads and writes in turn
+
+struct IoRateOptions {
+  IoMix mix = IoMix::read;
+  uint64_t block_bytes = 0;  // of one request; whole blocks of 4096
+  uint32_t depth = 0;        // requests in flight
+  double seconds = 1;
+};
+
+struct IoRate {
+  uint64_t read_bytes = 0;
+  uint64_t written_bytes = 0;
+  double seconds = 0;
+  double cpu_seconds = 0;  // of this process, kernel threads that work for it left out
+};
+
+/// A file of random bytes, removed when this is destroyed: holes and unwritten ranges are read at
+/// the speed of memory. One thread at a time; every method blocks.
+class IoBench {
+ public:
+  /// Makes `directory`/memd.bench, of whole blocks of 1 MiB, and writes it. Refused: a file system
+  /// without O_DIRECT, no room, a file of that name.
+  static Result<std::unique_ptr<IoBench>> create(const std::string& directory, uint64_t bytes);
+  ~IoBench();
+  IoBench(const IoBench&) = delete;
+  IoBench& operator=(const IoBench&) = delete;
+
+  /// As the daemon does it: registered buffers, where the kernel allows them.
+  Result<IoRate> through_queue(const IoRateOptions& options);
+  /// io_uring with registered buffers and file and nothing else; unavailable where it is forbidden.
+  Result<IoRate> raw(const IoRateOptions& options);
+  const std::string& path() const { return path_; }
+  uint64_t bytes() const { return bytes_; }
+
+ private:
+  IoBench(std::string path, OwnedFd file, uint64_t bytes)
+      : path_(std::move(path)), file_(std::move(file)), bytes_(bytes) {}
+  Status fill();
+  Status check(const IoRateOptions& options) const;
+
+  std::string path_;
+  OwnedFd file_;
+  uint64_t bytes_;
+};
+
+}  // namespace memd

@@ -1,0 +1,15 @@
+#include "bench/memory_traffic_loop.h"
+
+#if defined(__x86_64__)
+namespace memd::internal {
+
+void traffic_avx2(const TrafficFp32& arrays, float one, float zero) {
+  traffic_loop(arrays, one, zero);
+}
+
+void traffic_avx2(const TrafficBf16& arrays, float one, uint16_t zero) {
+  traffic_loop(arrays, one, zero);
+}
+
+}  // namespace memd::internal
+#endif

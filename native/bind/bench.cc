@@ -1,0 +1,111 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "bench/adam_rate.h"
+#include "bench/io_rate.h"
+#include "bind/bind.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace memd {
+namespace {
+
+IoMix mix_named(const std::string& wanted) {
+  if (wanted == "read") return IoMix::read;
+  if (wanted == "write") return IoMix::write;
+  if (wanted == "mixed") return IoMix::mixed;
+  throw nb::value_error(concat("mix is read, write or mixed: ", wanted).c_str());
+}
+
+template <Result<IoRate> (IoBench::*kRun)(const IoRateOptions&)>
+IoRate run(
+    IoBench& self, const std::string& mix, uint64_t block_bytes, uint32_t depth, double seconds) {
+  const IoRateOptions options{
+      .mix = mix_named(mix), .block_bytes = block_bytes, .depth = depth, .seconds = seconds};
+  auto rate = [&] {
+    const nb::gil_scoped_release released;
+    return (self.*kRun)(options);
+  }();
+  return value_or_raise(std::move(rate));
+}
+
+}  // namespace
+
+void bind_bench(nb::module_& module) {
+  nb::class_<AdamRate>(module, "AdamRate", "Seconds of passes over all elements.")
+      .def_ro("bytes_per_element", &AdamRate::bytes_per_element, "Read and written together.")
+      .def_ro("element_count", &AdamRate::element_count)
+      .def_ro("update_seconds", &AdamRate::update_seconds)
+      .def_ro("traffic_seconds",
+              &AdamRate::traffic_seconds,
+              "Of the same reads and writes without the arithmetic, in turn with the updates.");
+  module.def(
+      "measure_adam",
+      [](uint8_t dtype,
+         uint64_t element_count,
+         uint32_t tensor_count,
+         uint32_t thread_count,
+         uint32_t round_count) {
+        const AdamRateOptions options{.dtype = static_cast<DType>(dtype),
+                                      .element_count = element_count,
+                                      .tensor_count = tensor_count,
+                                      .thread_count = thread_count,
+                                      .round_count = round_count};
+        auto rate = [&] {
+          const nb::gil_scoped_release released;
+          return measure_adam(options);
+        }();
+        return value_or_raise(std::move(rate));
+      },
+      nb::kw_only(),
+      "dtype"_a,
+      "element_count"_a,
+      "tensor_count"_a = 1,
+      "thread_count"_a = 1,
+      "round_count"_a = 5,
+      "The update in memory beside the limit of that memory; `dtype` as in a ShardSpec.");
+  nb::class_<IoRate>(module, "IoRate")
+      .def_ro("read_bytes", &IoRate::read_bytes)
+      .def_ro("written_bytes", &IoRate::written_bytes)
+      .def_ro("seconds", &IoRate::seconds)
+      .def_ro("cpu_seconds", &IoRate::cpu_seconds, "Of this process.");
+  nb::class_<IoBench>(module, "IoBench", "A file of random bytes, removed with this object.")
+      .def(nb::new_([](const std::string& directory, uint64_t bytes) {
+             auto bench = [&] {
+               const nb::gil_scoped_release released;
+               return IoBench::create(directory, bytes);
+             }();
+             return value_or_raise(std::move(bench));
+           }),
+           "directory"_a,
+           nb::kw_only(),
+           "bytes"_a)
+      .def_prop_ro("path", &IoBench::path)
+      .def("through_queue",
+           &run<&IoBench::through_queue>,
+           "mix"_a,
+           nb::kw_only(),
+           "block_bytes"_a,
+           "depth"_a,
+           "seconds"_a,
+           "As the daemon transfers; `mix`: read, write or mixed.")
+      .def("raw",
+           &run<&IoBench::raw>,
+           "mix"_a,
+           nb::kw_only(),
+           "block_bytes"_a,
+           "depth"_a,
+           "seconds"_a,
+           "io_uring with registered buffers and file, and nothing else.");
+}
+
+}  // namespace memd

@@ -1,0 +1,98 @@
+"""`memd bench`: figures, and what stands beside them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from memd.bench.figures import Figure, row
+from memd.bench.machine import file_system
+from memd.cli import main
+
+# The temporary folder may lie in memory.
+BUILD = Path(__file__).parents[2] / "build"
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    answer = CliRunner().invoke(main, ["bench", *arguments])
+    assert answer.exit_code == code, answer.output
+    return answer.output
+
+
+def test_a_figure_is_judged_by_neighbours_not_by_medians() -> None:
+    # The disk was slow in the second half, for both.
+    figure = Figure(
+        name="read",
+        unit="GB/s",
+        runs=[2.0, 2.0, 1.0, 0.9, 0.9],
+        limit_name="raw",
+        limit_runs=[2.0, 2.0, 2.0, 1.0, 1.0],
+    )
+    assert figure.value == 1.0
+    assert figure.limit == 2.0
+    assert figure.fraction == 0.9
+    assert row(figure) == ("read", "1.00 GB/s", "0.90 to 2.00", "2.00 (raw)", "0.900")
+
+
+def test_a_figure_without_a_limit_says_why() -> None:
+    figure = Figure(name="read", unit="GB/s", runs=[1.0], limit_name="raw", no_limit="forbidden")
+    assert figure.fraction is None
+    assert row(figure)[-2:] == ("-", "no limit: forbidden")
+
+
+def test_adam_has_a_row_for_every_combination() -> None:
+    arguments = ("adam", "--elements", "100K", "--rounds", "2", "--tensors", "1", "--tensors", "3")
+    told = json.loads(run(*arguments, "--threads", "1", "--json"))
+    assert [figure["name"] for figure in told["figures"]] == [
+        "adam fp32, 1 tensor, 1 thread",
+        "adam fp32, 3 tensors, 1 thread",
+        "adam bf16, 1 tensor, 1 thread",
+        "adam bf16, 3 tensors, 1 thread",
+    ]
+    for figure in told["figures"]:
+        assert len(figure["runs"]) == len(figure["limit_runs"]) == 2
+        assert figure["limit_name"] == "memory traffic"
+        assert figure["fraction"] > 0
+    assert told["machine"]["cores"] >= 1
+    assert told["settings"] == {"elements": 100_000}
+
+
+def test_io_measures_rate_and_cpu_of_reads_writes_and_both() -> None:
+    BUILD.mkdir(exist_ok=True)
+    arguments = ("io", "--data", str(BUILD), "--size", "8MiB", "--block", "1MiB", "--depth", "2")
+    told = json.loads(run(*arguments, "--seconds", "0.02", "--rounds", "2", "--json"))
+    names = [figure["name"] for figure in told["figures"]]
+    assert names[::2] == ["read", "write", "mixed"]
+    assert all(name.endswith("bytes for CPU time") for name in names[1::2])
+    assert all(min(figure["runs"]) > 0 for figure in told["figures"])
+    assert told["settings"]["block_bytes"] == 1 << 20
+    assert not (BUILD / "memd.bench").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("io", "--data", "/nowhere"), "does not exist"),
+        (("io", "--size", "5"), "has no unit"),
+        (("adam", "--elements", "none"), "is no count"),
+        (("adam", "--elements", "3", "--tensors", "4"), "3 elements make no 4 tensors"),
+        (("adam", "--rounds", "0"), "is not in the range"),
+    ],
+)
+def test_wrong_use_says_what_is_wrong(arguments: tuple[str, ...], told: str) -> None:
+    assert told in run(*arguments, code=2)
+
+
+def test_what_the_disk_refuses_is_a_failure_with_its_reason() -> None:
+    # A file of more than any disk here.
+    output = run("io", "--data", str(BUILD), "--size", "1024TiB", code=1)
+    assert "reserving" in output
+    assert not (BUILD / "memd.bench").exists()
+
+
+def test_the_file_system_is_that_of_the_nearest_mount() -> None:
+    assert file_system(Path("/proc/self")) == "proc"
+    assert file_system(Path("/dev/shm")) == "tmpfs"
