@@ -122,6 +122,10 @@ class Control:
         future = self._sessions().Step.future(request, timeout=_LONG_S, metadata=self._metadata)
         return StepCall(future, self._translated)
 
+    def step(self, request: session_pb2.StepRequest) -> session_pb2.StepResponse:
+        """As `begin_step`, and waits for the answer."""
+        return self._call(self._sessions().Step, request, _LONG_S)
+
     def sync(self, request: session_pb2.SyncRequest) -> session_pb2.SyncResponse:
         return self._call(self._sessions().Sync, request, _LONG_S)
 

@@ -127,6 +127,9 @@ class Adam(torch.optim.Optimizer):
         Raises:
             InvalidArgument: a second step before `session.commit()`; a gradient that no optimizer
                 takes.
+            DaemonUnavailable, DeadlineExceeded: here, or in what waits for the step: it is not
+                known whether it is committed. Every use of the session asks again, so that a loop
+                can go on where it was; `step()` with the same gradients takes them once.
             MemdError: a step could not be committed: here, or in what waits for it. The job is at
                 the step before, and gradients are as they were.
         """

@@ -11,11 +11,12 @@ import logging
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from memd_client.attach import AttachConnection
 from memd_client.errors import (
     DaemonUnavailable,
+    DeadlineExceeded,
     InvalidArgument,
     MemdError,
     PermissionDenied,
@@ -324,7 +325,7 @@ class ReattachingControl:
 
 
 class RepeatedStep:
-    """A Step call that is sent again after the daemon was away: it carries its number, so that what
+    """A Step call that is sent again where it got no answer: it carries its number, so that what
     the daemon has closed is not done twice.
     """
 
@@ -337,10 +338,10 @@ class RepeatedStep:
         self._lock = threading.Lock()
         self._epoch = reattach.epoch
         self._is_lost = False
-        self._call: Any = control.begin_step(request)
+        self._call: StepCall | _Answered = control.begin_step(request)
 
     def done(self) -> bool:
-        return bool(self._call.done())
+        return self._call.done()
 
     def result(self) -> session_pb2.StepResponse:
         with self._lock:
@@ -348,16 +349,36 @@ class RepeatedStep:
 
     def seconds(self) -> float:
         """Of the last time it was sent."""
-        return float(self._call.seconds())
+        return self._call.seconds()
 
     def _answer(self) -> session_pb2.StepResponse:
         if self._is_lost:
             self._epoch = self._reattach.epoch
-            self._call = self._control.begin_step(self._request)
+            began = time.perf_counter()
+            # Waits, since nothing else is to be done meanwhile, and a call that does not needs a
+            # thread, which no process can start that is about to exit.
+            answer = self._control.step(self._request)
+            self._call = _Answered(answer, time.perf_counter() - began)
             self._is_lost = False
         try:
-            answer: session_pb2.StepResponse = self._call.result()
-        except (DaemonUnavailable, PermissionDenied):
+            return self._call.result()
+        except (DaemonUnavailable, DeadlineExceeded, PermissionDenied):
             self._is_lost = True
             raise
-        return answer
+
+
+class _Answered:
+    """A Step call that has its answer."""
+
+    def __init__(self, answer: session_pb2.StepResponse, seconds: float) -> None:
+        self._answer = answer
+        self._seconds = seconds
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> session_pb2.StepResponse:
+        return self._answer
+
+    def seconds(self) -> float:
+        return self._seconds

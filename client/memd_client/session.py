@@ -24,7 +24,7 @@ from memd_client.plain import decode
 from memd_client.reattach import AtOnce, Reattach, ReattachingControl, reattach_seconds
 from memd_client.sizes import format_size, parse_size
 from memd_client.statistics import SessionStatistics
-from memd_client.steps import SealedTarget, StepCall, Steps
+from memd_client.steps import OpenStep, SealedTarget, StepCall, Steps
 from memd_client.tracked import Tracked, checked, read_stored, stored_shards
 from memd_proto.v1 import job_pb2, session_pb2, tensor_pb2, types_pb2
 
@@ -385,9 +385,12 @@ class Session:
 
     @property
     def committed_step(self) -> int:
-        """How many steps the job has committed; waits for the one on its way.
+        """How many steps the job has committed, as far as this session knows; waits for the one on
+        its way.
 
         Raises:
+            DaemonUnavailable, DeadlineExceeded: it is not known whether that one is committed; the
+                next call asks again.
             MemdError: that one was not committed. Gradients are as they were before it.
         """
         self._settle()
@@ -515,14 +518,21 @@ class Session:
         Raises:
             InvalidArgument: what is tracked holds something that is not plain data; the path to it
                 is named. The step is open as before.
+            DaemonUnavailable, DeadlineExceeded: with `wait`, it is not known whether this step is
+                committed; in any case, whether the one before is. Every use of the session asks
+                again, and `commit()` as the next call does nothing else.
             MemdError: with `wait`, this step was not committed; in any case, the one before was
                 not. Gradients are as they were before that step.
         """
         self.refuse_if_unusable()
-        self._settle()
+        late = self._settle()
         if self._tracked is None:
             self.sync_if_needed()
             return
+        if self._open_steps.take_asked_again() or (
+            late is not None and self._open_steps.open is None
+        ):
+            return  # this call asked again what became of the commit before, which was made
         self._refuse_unresumed()
         self._send_step()
         if wait:
@@ -598,7 +608,7 @@ class Session:
 
         Raises:
             InvalidArgument: `step()` has taken its gradient, and `commit()` has not come yet.
-            MemdError: the step that was on its way was not committed.
+            MemdError: the step that was on its way was not committed, or nobody knows it.
         """
         self.refuse_if_unusable()
         self._open_steps.settle_for(shard)
@@ -667,10 +677,15 @@ class Session:
         self, groups: Sequence[session_pb2.StepGroup], targets: Sequence[SealedTarget]
     ) -> None:
         """Takes the gradients of `targets` for an update as `groups` say, and closes the step
-        unless something is tracked. Where it raises, gradients are as they were.
+        unless something is tracked. Where it raises, gradients are as they were, unless it is not
+        known what became of the step: then the same call again asks for it and does nothing else.
         """
         self.refuse_if_unusable()
-        self._settle()
+        late = self._settle()
+        if self._open_steps.is_asked_again(targets):
+            return
+        if late is not None:
+            self._refuse_stale(late, targets)
         if self._tracked is not None:
             self._refuse_unresumed()
             self._open_steps.seal(groups, targets)
@@ -681,6 +696,18 @@ class Session:
         except BaseException:
             self._open_steps.drop_open()
             raise
+
+    def _refuse_stale(self, late: OpenStep, targets: Sequence[SealedTarget]) -> None:
+        """Values that stay in this process were those from before `late`, which is committed only
+        now, when the gradients of `targets` were computed."""
+        for target in targets:
+            if target.stays and target.shard.shard_id in late.targets:
+                raise InvalidArgument(
+                    f"job {self.job!r}: the gradient of {target.shard.name!r} was computed before "
+                    "it was known that the step before it is committed, and with the values from "
+                    "before that step; the new ones are in place now: call zero_grad(), and go on "
+                    "with the next batch"
+                )
 
     def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Its settings are part of commits, in the order of registration."""
@@ -737,8 +764,8 @@ class Session:
             )
         )
 
-    def _settle(self) -> None:
-        self._open_steps.settle()
+    def _settle(self) -> OpenStep | None:
+        return self._open_steps.settle()
 
     def _send_step(self) -> None:
         """The open step is on its way when this returns; where it raises, it is open as before."""
@@ -802,8 +829,8 @@ class Session:
             return self._shared_leases().read(shard)
         return self.leases_of(shard).read(shard)
 
-    def _count_step(self, response: session_pb2.StepResponse, seconds: float) -> None:
-        self._committed_step = response.committed_step
+    def _count_step(self, number: int, response: session_pb2.StepResponse, seconds: float) -> None:
+        self._committed_step = number
         self._durable_step = response.durable_step
         self._step_count += 1
         self._step_seconds += seconds
@@ -886,6 +913,7 @@ class Session:
 
     def _end(self) -> None:
         self._closed = True
+        self._open_steps.give_up()
         self._control.close()
         self._close_connection()
 

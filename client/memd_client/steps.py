@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from threading import RLock
 from typing import TYPE_CHECKING, Protocol
 
-from memd_client.errors import InvalidArgument, MemdError, SessionFenced, retold
+from memd_client.errors import (
+    DaemonUnavailable,
+    DeadlineExceeded,
+    InvalidArgument,
+    MemdError,
+    PermissionDenied,
+    SessionFenced,
+    retold,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,7 +34,9 @@ class StepCall(Protocol):
 
     def done(self) -> bool: ...
     def result(self) -> session_pb2.StepResponse:
-        """Waits for the answer; raises MemdError where there is none or it is an error."""
+        """Waits for the answer; raises MemdError where there is none or it is an error. Asks again
+        where it had none.
+        """
         ...
 
     def seconds(self) -> float:
@@ -42,6 +52,11 @@ class SealedTarget(Protocol):
     @property
     def stays(self) -> bool:
         """The value is in this process, and must be the new one when the step was closed."""
+        ...
+
+    @property
+    def has_sealed_gradient(self) -> bool:
+        """The gradient is still in this process, and is the one that was sealed last."""
         ...
 
     def refuse_if_in_use(self) -> None:
@@ -78,6 +93,7 @@ class _PendingStep:
     number: int
     call: StepCall
     step: OpenStep
+    was_raised: bool = False  # somebody was told that it is not known what became of it
 
 
 class Steps:
@@ -89,14 +105,17 @@ class Steps:
     """
 
     def __init__(
-        self, *, job: str, count: Callable[[session_pb2.StepResponse, float], None]
+        self, *, job: str, count: Callable[[int, session_pb2.StepResponse, float], None]
     ) -> None:
-        """`count` is told of every step that was committed, and the seconds that took."""
+        """`count` is told of every step that was committed: its number, and the seconds it took."""
         self.open: OpenStep | None = None
         self.lease_wait_seconds = 0.0  # of leases, for the step before them
         self._job = job
         self._count = count
         self._pending: _PendingStep | None = None
+        # Shards of the last step, where an error was raised for it though it may be committed.
+        self._raised: set[int] = set()
+        self._was_asked_again = False
         self._lock = RLock()
         self._process_id = os.getpid()
 
@@ -117,6 +136,7 @@ class Steps:
                 for target in sealed:
                     target.undo()
                 raise
+            self._raised, self._was_asked_again = set(), False
             self.open = self.open or OpenStep()
             self.open.groups += groups
             self.open.targets.update((target.shard.shard_id, target) for target in targets)
@@ -127,6 +147,7 @@ class Steps:
         with self._lock:
             sent = call()  # where it raises, the step is open as before
             step, self.open = self.open or OpenStep(), None
+            self._raised, self._was_asked_again = set(), False
             self._pending = _PendingStep(number, sent, step)
             _unfinished.add(self)
 
@@ -139,34 +160,83 @@ class Steps:
             step.undo()
             return len(step.targets)
 
-    def settle(self) -> None:
-        """Waits for the step that is on its way.
+    def settle(self) -> OpenStep | None:
+        """Waits for the step that is on its way. Returns it where an earlier call has raised for
+        it, and it is committed after all.
 
         Raises:
+            DaemonUnavailable, DeadlineExceeded: there is no answer, and the daemon may have made
+                the step. It stays on its way: the next call asks again.
             MemdError: it was not committed. The job is at the step before, and gradients are as
                 they were.
         """
         with self._lock:
             pending = self._pending
             if pending is None:
-                return
+                return None
             try:
                 response = pending.call.result()
             except MemdError as error:
-                self._forget_pending()
-                pending.step.undo()
-                # With a session that was given up its gradients are gone.
-                kept = (
-                    "" if isinstance(error, SessionFenced) else ", its gradients are as they were"
-                )
-                raise retold(
-                    error,
-                    f"job {self._job!r}: step {pending.number} was not committed{kept}: {error}",
-                ) from error
+                raise self._failed(pending, error) from error
+            except BaseException:
+                self._note_raised(pending)
+                raise
             self._forget_pending()
-            self._count(response, pending.call.seconds())
+            self._count(pending.number, response, pending.call.seconds())
             for target in pending.step.targets.values():
                 target.finish()
+            return pending.step if pending.was_raised else None
+
+    def is_asked_again(self, targets: Sequence[SealedTarget]) -> bool:
+        """Whether a step over `targets`, which are settled, is the last one over again: an error
+        was raised for that, and they have nothing but the gradients that it took. True once.
+        """
+        with self._lock:
+            shard_ids = {target.shard.shard_id for target in targets}
+            again = shard_ids <= self._raised and all(
+                target.has_sealed_gradient for target in targets
+            )
+            if again:
+                self._raised -= shard_ids
+            self._was_asked_again = again
+            return again
+
+    def take_asked_again(self) -> bool:
+        """Whether nothing came after a step that `is_asked_again`; true once."""
+        with self._lock:
+            again, self._was_asked_again = self._was_asked_again, False
+            return again and self.open is None
+
+    def give_up(self) -> None:
+        """The session ends: nobody asks any more what became of the step that is on its way."""
+        with self._lock:
+            self._forget_pending()
+
+    def _failed(self, pending: _PendingStep, error: MemdError) -> MemdError:
+        """What `settle` raises where there is no answer, or it is this error."""
+        what = f"job {self._job!r}: step {pending.number}"
+        if isinstance(error, (DaemonUnavailable, DeadlineExceeded)) or (
+            # The next daemon refuses to be asked by whom it does not know.
+            isinstance(error, PermissionDenied) and pending.was_raised
+        ):
+            self._note_raised(pending)
+            return retold(
+                error,
+                f"{what}: it is not known whether it is committed; the next use of the session "
+                "asks again, and after connecting anew session.committed_step says it: "
+                f"{error}",
+            )
+        self._forget_pending()
+        self._raised = set()
+        pending.step.undo()
+        if isinstance(error, SessionFenced):
+            # Its gradients are gone with the session, and where the job stands the error says.
+            return retold(error, f"{what} was not acknowledged: {error}")
+        return retold(error, f"{what} was not committed, its gradients are as they were: {error}")
+
+    def _note_raised(self, pending: _PendingStep) -> None:
+        pending.was_raised = True
+        self._raised = set(pending.step.targets)
 
     def _forget_pending(self) -> None:
         self._pending = None

@@ -27,6 +27,7 @@ class StreamedTarget:
     """An offloaded parameter. Its gradient is in memd already."""
 
     stays = False  # its value comes with its next lease
+    has_sealed_gradient = False  # `seal` lets go of it
 
     def __init__(self, entry: StreamedParameter) -> None:
         self._entry = entry
@@ -98,6 +99,7 @@ class ResidentTarget:
         self.update_count = update_count
         self._parameter = weakref.ref(parameter)
         self._gradient = GradientSlot(shard)
+        self._sealed: tuple[weakref.ref[torch.Tensor], int] | None = None  # and its version
         self._session = session
         if written:
             self._take_value(parameter)
@@ -108,6 +110,15 @@ class ResidentTarget:
     @property
     def has_gradient(self) -> bool:
         return self._alive().grad is not None
+
+    @property
+    def has_sealed_gradient(self) -> bool:
+        """`p.grad` is what the last step took, and nobody has changed it since."""
+        gradient = self._alive().grad
+        if gradient is None or self._sealed is None:
+            return False
+        sealed, version = self._sealed
+        return sealed() is gradient and gradient._version == version
 
     def gradient_for_reading(self) -> torch.Tensor:
         return self.gradient_for_writing()
@@ -134,7 +145,9 @@ class ResidentTarget:
         if not torch.equal(_bits(leases.value(self.shard)), _bits(parameter)):
             leases.write(self.shard, parameter.detach())
             self._session.mark_written()
-        self._gradient.replace(self.gradient_for_writing().detach(), leases)
+        gradient = self.gradient_for_writing()
+        self._gradient.replace(gradient.detach(), leases)
+        self._sealed = weakref.ref(gradient), gradient._version
 
     def undo(self) -> None:
         """The step came to nothing: `p.grad` is where it was."""

@@ -239,6 +239,27 @@ def test_a_daemon_that_stays_away_is_waited_for_as_long_as_was_said(
     session.close()
 
 
+def test_a_step_that_nobody_answered_in_time_is_made_once(
+    restarts: Restarts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMD_REATTACH_SECONDS", "0.5")
+    training = Training(restarts.daemon)
+    for number in range(STEPS):
+        training.step(number)
+        if number in (1, 3):
+            # Whether the daemon has closed the step by now does not matter.
+            restarts.kill()
+            with pytest.raises(
+                memd_client.DaemonUnavailable, match=f"step {number + 1}: it is not known"
+            ):
+                loss_of(training.model, batch(number + 1))
+            restarts.begin_start()
+            restarts.settle()
+    training.expect_the_bits_of(*reference())
+    assert training.session.committed_step == STEPS
+    training.session.close()
+
+
 def test_a_second_daemon_at_the_same_socket_leaves_the_holder_alone(restarts: Restarts) -> None:
     session = memd_client.connect(restarts.daemon.address, job="first")
     session.put("a", torch.ones(3))

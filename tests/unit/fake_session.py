@@ -74,17 +74,19 @@ class FakeShard:
 
 class FakeCall:
     """A step that the daemon makes only when its answer is waited for: whoever does not wait sees
-    the state before it.
+    the state before it. Where that fails the next wait asks again.
     """
 
     def __init__(self, make: Callable[[], session_pb2.StepResponse]) -> None:
         self._make: Callable[[], session_pb2.StepResponse] | None = make
         self._response = session_pb2.StepResponse()
+        self._was_asked = False
 
     def done(self) -> bool:
-        return self._make is None
+        return self._was_asked
 
     def result(self) -> session_pb2.StepResponse:
+        self._was_asked = True
         if self._make is not None:
             self._response, self._make = self._make(), None
         return self._response
@@ -114,6 +116,8 @@ class FakeDaemon:
     synced: bool = True
     committed_step: int = 0
     step_failures: list[Exception] = field(default_factory=list)  # what the next steps raise
+    # What is raised instead of the next answers, of steps that are made.
+    lost_answers: list[BaseException] = field(default_factory=list)
     lease_count: int = 0
     lease_bytes_max: int = 0  # most alive at a time since it was set to 0
 
@@ -262,6 +266,15 @@ class FakeDaemon:
     def _step(self, request: session_pb2.StepRequest) -> session_pb2.StepResponse:
         if self.step_failures:
             raise self.step_failures.pop(0)
+        if request.step > self.committed_step:
+            self._make_step(request)
+        if self.lost_answers:
+            raise self.lost_answers.pop(0)
+        return session_pb2.StepResponse(
+            committed_step=self.committed_step, read_bytes=1, written_bytes=2
+        )
+
+    def _make_step(self, request: session_pb2.StepRequest) -> None:
         assert request.step == self.committed_step + 1
         self._refuse_writers()
         assert self.synced, "a step over values that were not made durable"
@@ -272,9 +285,6 @@ class FakeDaemon:
             staged = self.shards[pair.staged_shard_id]
             self.shards[pair.buffer_shard_id].value, staged.value = staged.value, None
         self.committed_step += 1
-        return session_pb2.StepResponse(
-            committed_step=self.committed_step, read_bytes=1, written_bytes=2
-        )
 
     def _update(self, shard: FakeShard, settings: session_pb2.AdamSettings) -> None:
         assert shard.value is not None

@@ -1,0 +1,242 @@
+"""Steps of which nobody knows at first what became of them: the daemon is faked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import memd_client
+from memd_client.errors import from_code
+from memd_client.reattach import RepeatedStep
+from memd_proto.v1 import session_pb2
+from tests.unit.client_cases import Mlp, assert_same_state, build, loss_of
+from tests.unit.fake_session import FakeDaemon
+from tests.unit.track_cases import Kept
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from memd_client import Session
+
+DEADLINE, UNAVAILABLE = 9, 10
+
+
+@pytest.fixture
+def daemon() -> FakeDaemon:
+    return FakeDaemon()
+
+
+@pytest.fixture
+def session(daemon: FakeDaemon) -> Session:
+    return daemon.session()
+
+
+def lost(code: int = UNAVAILABLE) -> Exception:
+    return from_code(code, "the daemon has not come back")
+
+
+class Pair:
+    """One model in memd, or beside it (`stays`), and a twin that torch trains."""
+
+    def __init__(self, session: Session, *, stays: bool = False) -> None:
+        self.session = session
+        self.model, self.twin = build(Mlp), build(Mlp)
+        if not stays:
+            memd_client.offload(self.model, session)
+        self.ours = memd_client.AdamW(self.model.parameters(), lr=1e-2, session=session)
+        self.torchs = torch.optim.AdamW(self.twin.parameters(), lr=1e-2, fused=True)
+
+    def backward(self, step: int) -> None:
+        loss_of(self.model, step).backward()
+        loss_of(self.twin, step).backward()
+
+    def step_twin(self) -> None:
+        self.torchs.step()
+        self.torchs.zero_grad()
+
+    def expect_the_same(self, steps: int) -> None:
+        assert self.session.committed_step == steps
+        assert_same_state(self.model, self.twin)
+
+
+class TestUnknownOutcome:
+    @pytest.mark.parametrize("code", [DEADLINE, UNAVAILABLE])
+    def test_a_step_without_an_answer_is_asked_for_again_and_no_gradient_is_lost(
+        self, daemon: FakeDaemon, session: Session, code: int
+    ) -> None:
+        pair = Pair(session)
+        pair.backward(0)
+        pair.ours.step()
+        pair.step_twin()
+        daemon.lost_answers += [lost(code), lost(code)]
+        for _ in range(2):
+            with pytest.raises(
+                type(lost(code)), match="step 1: it is not known whether it is committed"
+            ):
+                loss_of(pair.model, 1)
+        pair.ours.zero_grad()
+        pair.backward(1)
+        pair.ours.step()
+        pair.step_twin()
+        pair.expect_the_same(2)
+        assert daemon.calls.count("step") == 2
+
+    def test_one_that_was_not_made_is_made_when_it_is_asked_for_again(
+        self, daemon: FakeDaemon, session: Session
+    ) -> None:
+        pair = Pair(session)
+        pair.backward(0)
+        pair.ours.step()
+        pair.step_twin()
+        daemon.step_failures.append(lost())
+        with pytest.raises(memd_client.DaemonUnavailable, match="not known"):
+            _ = session.committed_step
+        pair.expect_the_same(1)
+
+    def test_one_that_fails_when_it_is_asked_for_again_gives_its_gradients_back(
+        self, daemon: FakeDaemon, session: Session
+    ) -> None:
+        pair = Pair(session)
+        pair.backward(0)
+        pair.ours.step()
+        pair.step_twin()
+        daemon.step_failures += [lost(), from_code(5, "the disk is full")]
+        with pytest.raises(memd_client.DaemonUnavailable, match="not known"):
+            _ = session.committed_step
+        with pytest.raises(memd_client.CapacityError, match="step 1 was not committed"):
+            _ = session.committed_step
+        pair.ours.step()
+        pair.expect_the_same(1)
+
+    def test_what_is_tracked_is_stored_once(self, daemon: FakeDaemon, session: Session) -> None:
+        kept = Kept(1)
+        pair = Pair(session)
+        session.track(kept=kept)
+        pair.backward(0)
+        pair.ours.step()
+        daemon.lost_answers.append(lost())
+        with pytest.raises(memd_client.DaemonUnavailable, match="not known"):
+            session.commit(wait=True)
+        pair.step_twin()
+        # The whole step over again, as a loop would that tries it once more.
+        pair.ours.step()
+        session.commit(wait=True)
+        assert session.committed_step == 1
+        kept.state = 2
+        pair.backward(1)
+        pair.ours.step()
+        session.commit()
+        pair.step_twin()
+        pair.expect_the_same(2)
+        again = daemon.session()
+        again.track(kept=(found := Kept()))
+        model = memd_client.offload(build(Mlp), again)
+        optimizer = memd_client.AdamW(model.parameters())
+        assert again.resume() == 2
+        assert found.state == 2
+        del optimizer
+
+    @pytest.mark.parametrize("tracks", [False, True])
+    def test_gradients_that_stay_are_taken_once_though_step_is_called_again(
+        self, daemon: FakeDaemon, session: Session, tracks: bool
+    ) -> None:
+        pair = Pair(session, stays=True)
+        if tracks:
+            session.track(kept=Kept())
+
+        def step() -> None:
+            pair.ours.step()
+            if tracks:
+                session.commit()
+
+        pair.backward(0)
+        daemon.lost_answers += [lost(), lost()]
+        for _ in range(2):
+            with pytest.raises(memd_client.DaemonUnavailable, match="not known"):
+                step()
+        step()
+        pair.torchs.step()
+        pair.expect_the_same(1)
+        step()  # once it is known, the same gradients are another step's
+        pair.torchs.step()
+        pair.expect_the_same(2)
+
+    def test_gradients_from_values_before_a_step_that_was_made_are_refused(
+        self, daemon: FakeDaemon, session: Session
+    ) -> None:
+        pair = Pair(session, stays=True)
+        pair.backward(0)
+        daemon.lost_answers.append(lost())
+        with pytest.raises(memd_client.DaemonUnavailable, match="not known"):
+            pair.ours.step()
+        pair.step_twin()
+        pair.ours.zero_grad()
+        loss_of(pair.model, 1).backward()  # with the values before the step
+        with pytest.raises(memd_client.InvalidArgument, match=r"call zero_grad\(\)"):
+            pair.ours.step()
+        pair.expect_the_same(1)
+        pair.ours.zero_grad()
+        pair.backward(1)
+        pair.ours.step()
+        pair.step_twin()
+        pair.expect_the_same(2)
+
+    def test_closing_asks_once_more_and_says_that_it_is_not_known(
+        self, daemon: FakeDaemon, session: Session
+    ) -> None:
+        pair = Pair(session)
+        pair.backward(0)
+        pair.ours.step()
+        daemon.lost_answers += [lost(), lost()]
+        with pytest.raises(memd_client.DaemonUnavailable, match="not known"):
+            _ = session.committed_step
+        with pytest.raises(memd_client.DaemonUnavailable, match="after connecting anew"):
+            session.close()
+        assert daemon.calls[-2:] == ["detach", "close"]
+        assert session.committed_step == 0, "a closed session asks nobody"
+        assert daemon.session().committed_step == 1
+
+
+class FakeControl:
+    """Answers of a daemon, in their order; an exception is raised."""
+
+    def __init__(self, *answers: Exception | session_pb2.StepResponse) -> None:
+        self.answers = list(answers)
+        self.calls: list[str] = []
+
+    def begin_step(self, request: session_pb2.StepRequest) -> FakeControl:
+        self.calls.append(f"begin {request.step}")
+        return self
+
+    def step(self, request: session_pb2.StepRequest) -> session_pb2.StepResponse:
+        self.calls.append(f"wait {request.step}")
+        return self.result()
+
+    def result(self) -> session_pb2.StepResponse:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class FakeReattach:
+    epoch = 0
+
+    def calling(self, call: Callable[[], Any], *, epoch: int) -> Any:
+        assert epoch == self.epoch
+        return call()
+
+
+@pytest.mark.parametrize("code", [DEADLINE, UNAVAILABLE])
+def test_a_step_without_an_answer_is_sent_again_without_a_thread(code: int) -> None:
+    control = FakeControl(lost(code), lost(code), session_pb2.StepResponse(committed_step=7))
+    request = session_pb2.StepRequest(step=7)
+    call = RepeatedStep(control, FakeReattach(), request)  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(type(lost(code))):
+            call.result()
+    for _ in range(2):
+        assert call.result().committed_step == 7
+    assert control.calls == ["begin 7", "wait 7", "wait 7"]
