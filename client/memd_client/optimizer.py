@@ -131,7 +131,8 @@ class Adam(torch.optim.Optimizer):
                 known whether it is committed. Every use of the session asks again, so that a loop
                 can go on where it was; `step()` with the same gradients takes them once.
             MemdError: a step could not be committed: here, or in what waits for it. The job is at
-                the step before, and gradients are as they were.
+                the step before, and gradients are as they were. Or the message says that it is
+                committed, and new values could not be put in place in this process: call again.
         """
         loss = None
         if closure is not None:

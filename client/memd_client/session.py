@@ -522,7 +522,8 @@ class Session:
                 committed; in any case, whether the one before is. Every use of the session asks
                 again, and `commit()` as the next call does nothing else.
             MemdError: with `wait`, this step was not committed; in any case, the one before was
-                not. Gradients are as they were before that step.
+                not. Gradients are as they were before that step. Or the message says that it is
+                committed, and new values could not be put in place in this process: call again.
         """
         self.refuse_if_unusable()
         late = self._settle()

@@ -72,7 +72,7 @@ class SealedTarget(Protocol):
         ...
 
     def finish(self) -> None:
-        """The step is committed."""
+        """The step is committed. Where it raises it is called again."""
         ...
 
 
@@ -93,7 +93,10 @@ class _PendingStep:
     number: int
     call: StepCall
     step: OpenStep
-    was_raised: bool = False  # somebody was told that it is not known what became of it
+    unfinished: list[SealedTarget] = field(default_factory=list)
+    is_committed: bool = False
+    is_finishing: bool = False
+    was_raised: bool = False  # somebody was told that it is not known, or not in place
 
 
 class Steps:
@@ -148,7 +151,7 @@ class Steps:
             sent = call()  # where it raises, the step is open as before
             step, self.open = self.open or OpenStep(), None
             self._raised, self._was_asked_again = set(), False
-            self._pending = _PendingStep(number, sent, step)
+            self._pending = _PendingStep(number, sent, step, list(step.targets.values()))
             _unfinished.add(self)
 
     def drop_open(self) -> int:
@@ -161,31 +164,43 @@ class Steps:
             return len(step.targets)
 
     def settle(self) -> OpenStep | None:
-        """Waits for the step that is on its way. Returns it where an earlier call has raised for
-        it, and it is committed after all.
+        """Waits for the step that is on its way, and for the new values that stay in this process.
+        Returns it where an earlier call has raised for it, and it is committed after all.
 
         Raises:
             DaemonUnavailable, DeadlineExceeded: there is no answer, and the daemon may have made
                 the step. It stays on its way: the next call asks again.
             MemdError: it was not committed. The job is at the step before, and gradients are as
-                they were.
+                they were. Or it is, and a new value could not be put in place; the next call goes
+                on with that.
         """
         with self._lock:
             pending = self._pending
-            if pending is None:
+            # A target that is being finished takes a lease, for which nobody else has to wait.
+            if pending is None or pending.is_finishing:
                 return None
             try:
-                response = pending.call.result()
+                if not pending.is_committed:
+                    response = pending.call.result()
+                    self._count(pending.number, response, pending.call.seconds())
+                    pending.is_committed = True
+                self._finish(pending)
             except MemdError as error:
                 raise self._failed(pending, error) from error
             except BaseException:
                 self._note_raised(pending)
                 raise
             self._forget_pending()
-            self._count(pending.number, response, pending.call.seconds())
-            for target in pending.step.targets.values():
-                target.finish()
             return pending.step if pending.was_raised else None
+
+    def _finish(self, pending: _PendingStep) -> None:
+        pending.is_finishing = True
+        try:
+            while pending.unfinished:
+                pending.unfinished[0].finish()
+                del pending.unfinished[0]
+        finally:
+            pending.is_finishing = False
 
     def is_asked_again(self, targets: Sequence[SealedTarget]) -> bool:
         """Whether a step over `targets`, which are settled, is the last one over again: an error
@@ -213,8 +228,17 @@ class Steps:
             self._forget_pending()
 
     def _failed(self, pending: _PendingStep, error: MemdError) -> MemdError:
-        """What `settle` raises where there is no answer, or it is this error."""
+        """What `settle` raises where there is no answer, where it is this error, or where the step
+        could not be finished."""
         what = f"job {self._job!r}: step {pending.number}"
+        if pending.is_committed:
+            self._note_raised(pending)
+            return retold(
+                error,
+                f"{what} is committed; its new values are not in place yet in "
+                f"{len(pending.unfinished)} parameters that stay in this process; the next use of "
+                f"the session goes on with them: {error}",
+            )
         if isinstance(error, (DaemonUnavailable, DeadlineExceeded)) or (
             # The next daemon refuses to be asked by whom it does not know.
             isinstance(error, PermissionDenied) and pending.was_raised

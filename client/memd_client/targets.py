@@ -154,10 +154,14 @@ class ResidentTarget:
         self._gradient.forget()
 
     def finish(self) -> None:
-        """The step is committed: the new value is put in place."""
+        """The step is committed: the new value is put in place, of a parameter that still exists.
+        Where it raises it is called again.
+        """
+        parameter = self._parameter()
+        if parameter is not None:
+            self._take_value(parameter)
         self._gradient.forget()
         self.update_count += 1
-        self._take_value(self._alive())
 
     def _take_value(self, parameter: torch.Tensor) -> None:
         with torch.no_grad():

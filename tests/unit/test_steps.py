@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -197,6 +198,87 @@ class TestUnknownOutcome:
         assert daemon.calls[-2:] == ["detach", "close"]
         assert session.committed_step == 0, "a closed session asks nobody"
         assert daemon.session().committed_step == 1
+
+
+class TestValuesThatStay:
+    @pytest.mark.parametrize("tracks", [False, True])
+    @pytest.mark.parametrize("failing", [0, 1, 3])
+    def test_what_could_not_be_put_in_place_is_put_there_by_the_next_use(
+        self,
+        daemon: FakeDaemon,
+        session: Session,
+        monkeypatch: pytest.MonkeyPatch,
+        tracks: bool,
+        failing: int,
+    ) -> None:
+        pair = Pair(session, stays=True)
+        if tracks:
+            session.track(kept=Kept())
+
+        def step() -> None:
+            pair.ours.step()
+            if tracks:
+                session.commit()
+
+        pair.backward(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(session.leases, "value", FailingValues(daemon, session, failing))
+            with pytest.raises(
+                memd_client.CapacityError,
+                match=f"step 1 is committed; its new values are not in place yet in {4 - failing} ",
+            ):
+                step()
+            with pytest.raises(memd_client.CapacityError, match="step 1 is committed"):
+                _ = session.committed_step
+        step()  # over the same gradients: the step is made already
+        pair.step_twin()
+        pair.ours.zero_grad()
+        pair.expect_the_same(1)
+        pair.backward(1)
+        step()
+        pair.step_twin()
+        pair.expect_the_same(2)
+
+    def test_an_interrupted_step_is_finished_by_the_next_use(
+        self, daemon: FakeDaemon, session: Session
+    ) -> None:
+        pair = Pair(session, stays=True)
+        pair.backward(0)
+        daemon.lost_answers.append(KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            pair.ours.step()
+        pair.ours.step()
+        pair.step_twin()
+        pair.expect_the_same(1)
+
+    def test_a_parameter_that_is_gone_holds_nobody_up(
+        self, daemon: FakeDaemon, session: Session
+    ) -> None:
+        pair = Pair(session, stays=True)
+        pair.backward(0)
+        daemon.lost_answers.append(lost())
+        with pytest.raises(memd_client.DaemonUnavailable):
+            pair.ours.step()
+        del pair.model, pair.ours
+        gc.collect()
+        assert session.committed_step == 1
+
+
+class FailingValues:
+    """Leases of values, of which there is no room for those after the first `left` of a step that
+    is committed."""
+
+    def __init__(self, daemon: FakeDaemon, session: Session, left: int) -> None:
+        self.daemon = daemon
+        self.lease = session.leases.value
+        self.left = left
+
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        if self.daemon.committed_step:
+            if not self.left:
+                raise from_code(5, "no room")
+            self.left -= 1
+        return self.lease(*arguments)
 
 
 class FakeControl:
