@@ -10,6 +10,7 @@ MemdError
 ├── CapacityError                      memory or disk is full; end leases or raise host_bytes
 ├── DeviceError(OSError)               a device failed: .errno
 ├── IntegrityError                     a checksum did not match twice
+├── NotDurable                         committed in memory, and not put on disk as was asked for
 ├── SessionFenced                      the daemon gave this session up; connect again
 ├── NotResident(RuntimeError)          bytes were needed in place that are in memd; see gather
 └── DaemonFailed                       the daemon answered with none of the above
@@ -70,6 +71,12 @@ class DeviceError(MemdError, OSError):
 
 class IntegrityError(MemdError):
     """Bytes on disk do not match their checksum, read twice. Never returned as data."""
+
+
+class NotDurable(MemdError):
+    """A step is committed in memory and was to be on disk as well, which failed. It is made: go on
+    with the next one, which tries the disk again.
+    """
 
 
 class SessionFenced(MemdError):

@@ -130,6 +130,9 @@ class Adam(torch.optim.Optimizer):
             DaemonUnavailable, DeadlineExceeded: here, or in what waits for the step: it is not
                 known whether it is committed. Every use of the session asks again, so that a loop
                 can go on where it was; `step()` with the same gradients takes them once.
+            NotDurable: here, or in what waits for the step: it is committed in memory and could not
+                be put on disk, as the job's durability wants it. Raised once, until the disk has a
+                step again; go on with the next one.
             MemdError: a step could not be committed: here, or in what waits for it. The job is at
                 the step before, and gradients are as they were. Or the message says that it is
                 committed, and new values could not be put in place in this process: call again.

@@ -18,7 +18,7 @@ from memd_client.attach import AttachConnection
 from memd_client.control import Control
 from memd_client.dtypes import dtype_number
 from memd_client.embedded import embedded_daemon
-from memd_client.errors import InvalidArgument, MemdError, NotYet, UnknownName
+from memd_client.errors import InvalidArgument, MemdError, NotDurable, NotYet, UnknownName
 from memd_client.leases import Leases, Shard
 from memd_client.plain import decode
 from memd_client.reattach import AtOnce, Reattach, ReattachingControl, reattach_seconds
@@ -462,7 +462,8 @@ class Session:
             )
         try:
             try:
-                self._settle()
+                with suppress(NotDurable):  # or what follows puts it on disk
+                    self._settle()
                 if self._durable_step < self._committed_step:
                     self.mark_written()
                 self.sync_if_needed()
@@ -521,6 +522,10 @@ class Session:
             DaemonUnavailable, DeadlineExceeded: with `wait`, it is not known whether this step is
                 committed; in any case, whether the one before is. Every use of the session asks
                 again, and `commit()` as the next call does nothing else.
+            NotDurable: this step, with `wait`, or the one before is committed in memory and could
+                not be put on disk, as the job's durability wants it. Without `wait` it is raised
+                once, until the disk has a step again. `commit(wait=True)` as the next call tries
+                the disk again and does nothing else.
             MemdError: with `wait`, this step was not committed; in any case, the one before was
                 not. Gradients are as they were before that step. Or the message says that it is
                 committed, and new values could not be put in place in this process: call again.
@@ -528,16 +533,24 @@ class Session:
         self.refuse_if_unusable()
         late = self._settle()
         if self._tracked is None:
+            if wait and self._open_steps.disk_error:
+                self._sync()
             self.sync_if_needed()
             return
-        if self._open_steps.take_asked_again() or (
-            late is not None and self._open_steps.open is None
-        ):
-            return  # this call asked again what became of the commit before, which was made
-        self._refuse_unresumed()
-        self._send_step()
-        if wait:
-            self._settle()
+        was_made = late is not None and self._open_steps.open is None
+        was_made |= self._open_steps.take_asked_again()
+        try:
+            if not was_made:
+                self._refuse_unresumed()
+                self._send_step()
+                if wait:
+                    self._settle_durably()
+            elif wait and self._open_steps.disk_error:
+                self._sync()
+        except MemdError as error:
+            if was_made or isinstance(error, NotDurable):
+                self._open_steps.expect_again()
+            raise
 
     def resume(self) -> int:
         """Restores what is tracked, and buffers, as the last commit left them, and returns how many
@@ -669,10 +682,14 @@ class Session:
         if self._unsynced:
             self.refuse_if_unusable()
             self._settle()
-            response = self._control.sync(session_pb2.SyncRequest(session_id=self._session_id))
-            self._committed_step = response.committed_step
-            self._durable_step = response.committed_step
-            self._unsynced = False
+            self._sync()
+
+    def _sync(self) -> None:
+        response = self._control.sync(session_pb2.SyncRequest(session_id=self._session_id))
+        self._open_steps.disk_error = ""
+        self._committed_step = response.committed_step
+        self._durable_step = response.committed_step
+        self._unsynced = False
 
     def step(
         self, groups: Sequence[session_pb2.StepGroup], targets: Sequence[SealedTarget]
@@ -764,6 +781,14 @@ class Session:
                 self._moment_requests(shard, generation, exp_avg, exp_avg_sq)
             )
         )
+
+    def _settle_durably(self) -> None:
+        self._settle()
+        if self._open_steps.disk_error:
+            raise NotDurable(
+                f"job {self.job!r}: step {self._committed_step} is committed in memory; on disk is "
+                f"step {self._durable_step}: {self._open_steps.disk_error}"
+            )
 
     def _settle(self) -> OpenStep | None:
         return self._open_steps.settle()

@@ -15,6 +15,7 @@ from memd_client.errors import (
     DeadlineExceeded,
     InvalidArgument,
     MemdError,
+    NotDurable,
     PermissionDenied,
     SessionFenced,
     retold,
@@ -96,6 +97,8 @@ class _PendingStep:
     unfinished: list[SealedTarget] = field(default_factory=list)
     is_committed: bool = False
     is_finishing: bool = False
+    disk_error: str = ""
+    durable_step: int = 0
     was_raised: bool = False  # somebody was told that it is not known, or not in place
 
 
@@ -113,6 +116,7 @@ class Steps:
         """`count` is told of every step that was committed: its number, and the seconds it took."""
         self.open: OpenStep | None = None
         self.lease_wait_seconds = 0.0  # of leases, for the step before them
+        self.disk_error = ""  # why the last step that was to be on disk is not
         self._job = job
         self._count = count
         self._pending: _PendingStep | None = None
@@ -173,6 +177,8 @@ class Steps:
             MemdError: it was not committed. The job is at the step before, and gradients are as
                 they were. Or it is, and a new value could not be put in place; the next call goes
                 on with that.
+            NotDurable: it is committed in memory and should be on disk. Raised once, until the disk
+                has a step again.
         """
         with self._lock:
             pending = self._pending
@@ -183,6 +189,8 @@ class Steps:
                 if not pending.is_committed:
                     response = pending.call.result()
                     self._count(pending.number, response, pending.call.seconds())
+                    pending.disk_error = response.disk_error
+                    pending.durable_step = response.durable_step
                     pending.is_committed = True
                 self._finish(pending)
             except MemdError as error:
@@ -191,6 +199,13 @@ class Steps:
                 self._note_raised(pending)
                 raise
             self._forget_pending()
+            was_on_disk, self.disk_error = not self.disk_error, pending.disk_error
+            if self.disk_error and was_on_disk:
+                self._note_raised(pending)
+                raise NotDurable(
+                    f"job {self._job!r}: step {pending.number} is committed in memory, go on with "
+                    f"the next; on disk is step {pending.durable_step}: {self.disk_error}"
+                )
             return pending.step if pending.was_raised else None
 
     def _finish(self, pending: _PendingStep) -> None:
@@ -217,10 +232,15 @@ class Steps:
             return again
 
     def take_asked_again(self) -> bool:
-        """Whether nothing came after a step that `is_asked_again`; true once."""
+        """Whether nothing came after a step that `is_asked_again`, or after `expect_again`; true
+        once."""
         with self._lock:
             again, self._was_asked_again = self._was_asked_again, False
             return again and self.open is None
+
+    def expect_again(self) -> None:
+        """An error was raised for a commit that is made."""
+        self._was_asked_again = True
 
     def give_up(self) -> None:
         """The session ends: nobody asks any more what became of the step that is on its way."""

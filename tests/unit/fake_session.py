@@ -118,6 +118,8 @@ class FakeDaemon:
     step_failures: list[Exception] = field(default_factory=list)  # what the next steps raise
     # What is raised instead of the next answers, of steps that are made.
     lost_answers: list[BaseException] = field(default_factory=list)
+    disk_error: str = ""  # why steps are in memory alone
+    durable_step: int = 0
     lease_count: int = 0
     lease_bytes_max: int = 0  # most alive at a time since it was set to 0
 
@@ -252,6 +254,9 @@ class FakeDaemon:
     def sync(self, request: session_pb2.SyncRequest) -> session_pb2.SyncResponse:
         self.calls.append("sync")
         self._refuse_writers()
+        if self.disk_error:
+            raise from_code(5, self.disk_error)
+        self.durable_step = self.committed_step
         self.synced = True
         return session_pb2.SyncResponse(committed_step=self.committed_step)
 
@@ -270,8 +275,14 @@ class FakeDaemon:
             self._make_step(request)
         if self.lost_answers:
             raise self.lost_answers.pop(0)
+        if not self.disk_error:
+            self.durable_step = self.committed_step
         return session_pb2.StepResponse(
-            committed_step=self.committed_step, read_bytes=1, written_bytes=2
+            committed_step=self.committed_step,
+            durable_step=self.durable_step,
+            disk_error=self.disk_error,
+            read_bytes=1,
+            written_bytes=2,
         )
 
     def _make_step(self, request: session_pb2.StepRequest) -> None:

@@ -281,6 +281,92 @@ class FailingValues:
         return self.lease(*arguments)
 
 
+class TestDisk:
+    FULL = "job fake is at step 1 in memory, but the disk is full"
+
+    def test_a_step_in_memory_alone_counts_and_its_error_is_told_once(
+        self, daemon: FakeDaemon, session: Session
+    ) -> None:
+        pair = Pair(session)
+        pair.backward(0)
+        daemon.disk_error = self.FULL
+        pair.ours.step()
+        pair.step_twin()
+        with pytest.raises(
+            memd_client.NotDurable, match=r"step 1 is committed in memory.*disk is step 0.*is full"
+        ):
+            loss_of(pair.model, 1)
+        with pytest.raises(memd_client.CapacityError, match="is full"):
+            session.commit(wait=True)
+        for step in range(1, 4):
+            if step == 3:
+                daemon.disk_error = ""
+            pair.backward(step)
+            pair.ours.step()
+            pair.step_twin()
+        pair.expect_the_same(4)
+        assert session.durable_step == 4
+        daemon.disk_error = self.FULL
+        pair.backward(4)
+        pair.ours.step()
+        with pytest.raises(memd_client.NotDurable, match="step 5"):
+            _ = session.committed_step
+
+    @pytest.mark.parametrize("stays", [False, True])
+    def test_a_commit_that_is_waited_for_says_it_every_time_and_counts_once(
+        self, daemon: FakeDaemon, session: Session, stays: bool
+    ) -> None:
+        pair = Pair(session, stays=stays)
+        session.track(kept=Kept())
+        daemon.disk_error = self.FULL
+        for step in range(2):
+            pair.backward(step)
+            pair.ours.step()
+            with pytest.raises(memd_client.NotDurable, match=f"step {step + 1} is committed"):
+                session.commit(wait=True)
+            pair.step_twin()
+            pair.ours.zero_grad()
+            for _ in range(2):
+                with pytest.raises(memd_client.CapacityError, match="is full"):
+                    session.commit(wait=True)
+        daemon.disk_error = ""
+        session.commit(wait=True)
+        pair.expect_the_same(2)
+        assert session.durable_step == 2
+        session.commit()
+        assert session.committed_step == 3
+
+    def test_gradients_that_stay_are_taken_once_where_the_disk_failed(
+        self, daemon: FakeDaemon, session: Session
+    ) -> None:
+        pair = Pair(session, stays=True)
+        pair.backward(0)
+        daemon.disk_error = self.FULL
+        with pytest.raises(memd_client.NotDurable):
+            pair.ours.step()
+        pair.ours.step()
+        pair.step_twin()
+        pair.expect_the_same(1)
+
+    def test_closing_tries_the_disk_again(self, daemon: FakeDaemon) -> None:
+        def closed_after_a_step(disk_error: str) -> None:
+            session = daemon.session()
+            pair = Pair(session)
+            pair.backward(0)
+            daemon.disk_error = self.FULL
+            pair.ours.step()
+            loss: list[torch.Tensor] = []
+            with pytest.raises(memd_client.NotDurable):
+                loss.append(loss_of(pair.model, 0))
+            daemon.disk_error = disk_error
+            session.close()
+
+        closed_after_a_step("")
+        assert daemon.durable_step == daemon.committed_step == 1
+        with pytest.raises(memd_client.CapacityError, match="is full"):
+            closed_after_a_step(self.FULL)
+
+
 class FakeControl:
     """Answers of a daemon, in their order; an exception is raised."""
 

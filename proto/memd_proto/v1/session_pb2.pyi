@@ -130,7 +130,7 @@ class StagedBuffer(_message.Message):
     def __init__(self, staged_shard_id: _Optional[int] = ..., buffer_shard_id: _Optional[int] = ...) -> None: ...
 
 class StepResponse(_message.Message):
-    __slots__ = ("committed_step", "read_seconds", "update_seconds", "write_seconds", "commit_seconds", "read_bytes", "written_bytes", "durable_step")
+    __slots__ = ("committed_step", "read_seconds", "update_seconds", "write_seconds", "commit_seconds", "read_bytes", "written_bytes", "durable_step", "disk_error")
     COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
     READ_SECONDS_FIELD_NUMBER: _ClassVar[int]
     UPDATE_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +139,7 @@ class StepResponse(_message.Message):
     READ_BYTES_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     DURABLE_STEP_FIELD_NUMBER: _ClassVar[int]
+    DISK_ERROR_FIELD_NUMBER: _ClassVar[int]
     committed_step: int
     read_seconds: float
     update_seconds: float
@@ -147,7 +148,8 @@ class StepResponse(_message.Message):
     read_bytes: int
     written_bytes: int
     durable_step: int
-    def __init__(self, committed_step: _Optional[int] = ..., read_seconds: _Optional[float] = ..., update_seconds: _Optional[float] = ..., write_seconds: _Optional[float] = ..., commit_seconds: _Optional[float] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., durable_step: _Optional[int] = ...) -> None: ...
+    disk_error: str
+    def __init__(self, committed_step: _Optional[int] = ..., read_seconds: _Optional[float] = ..., update_seconds: _Optional[float] = ..., write_seconds: _Optional[float] = ..., commit_seconds: _Optional[float] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., durable_step: _Optional[int] = ..., disk_error: _Optional[str] = ...) -> None: ...
 
 class SyncRequest(_message.Message):
     __slots__ = ("session_id",)
