@@ -687,7 +687,8 @@ class Session:
     def _sync(self) -> None:
         response = self._control.sync(session_pb2.SyncRequest(session_id=self._session_id))
         self._open_steps.disk_error = ""
-        self._committed_step = response.committed_step
+        # Not the committed step: where another session has gone on, the daemon must refuse the next
+        # step of this one, which would follow on what it has not seen.
         self._durable_step = response.committed_step
         self._unsynced = False
 

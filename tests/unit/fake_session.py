@@ -25,7 +25,7 @@ from memd_proto.v1 import job_pb2, session_pb2, tensor_pb2, types_pb2
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-_NOT_FOUND, _ALREADY_EXISTS, _CAPACITY, _DEADLINE = 2, 3, 5, 9
+_NOT_FOUND, _ALREADY_EXISTS, _CAPACITY, _FENCED, _DEADLINE = 2, 3, 5, 8, 9
 
 
 def status_error(code: int, message: str) -> memd_native.StatusError:
@@ -115,6 +115,8 @@ class FakeDaemon:
     gradients_fit: bool = True
     synced: bool = True
     committed_step: int = 0
+    session_count: int = 0
+    last_steps: dict[int, int] = field(default_factory=dict)  # that a session has made
     step_failures: list[Exception] = field(default_factory=list)  # what the next steps raise
     # What is raised instead of the next answers, of steps that are made.
     lost_answers: list[BaseException] = field(default_factory=list)
@@ -124,8 +126,9 @@ class FakeDaemon:
     lease_bytes_max: int = 0  # most alive at a time since it was set to 0
 
     def session(self, job: str = "fake") -> Session:
+        self.session_count += 1
         attached = session_pb2.AttachResponse(
-            session_id=1,
+            session_id=self.session_count,
             job_id=1,
             committed_step=self.committed_step,
             host_bytes=self.host_bytes,
@@ -271,7 +274,10 @@ class FakeDaemon:
     def _step(self, request: session_pb2.StepRequest) -> session_pb2.StepResponse:
         if self.step_failures:
             raise self.step_failures.pop(0)
-        if request.step > self.committed_step:
+        if request.step != self.committed_step + 1:
+            if request.step != self.last_steps.get(request.session_id):
+                raise from_code(_FENCED, f"the job stands at step {self.committed_step}")
+        else:
             self._make_step(request)
         if self.lost_answers:
             raise self.lost_answers.pop(0)
@@ -286,7 +292,6 @@ class FakeDaemon:
         )
 
     def _make_step(self, request: session_pb2.StepRequest) -> None:
-        assert request.step == self.committed_step + 1
         self._refuse_writers()
         assert self.synced, "a step over values that were not made durable"
         for group in request.groups:
@@ -296,6 +301,7 @@ class FakeDaemon:
             staged = self.shards[pair.staged_shard_id]
             self.shards[pair.buffer_shard_id].value, staged.value = staged.value, None
         self.committed_step += 1
+        self.last_steps[request.session_id] = request.step
 
     def _update(self, shard: FakeShard, settings: session_pb2.AdamSettings) -> None:
         assert shard.value is not None

@@ -367,6 +367,26 @@ class TestDisk:
             closed_after_a_step(self.FULL)
 
 
+def test_a_sync_does_not_take_a_session_past_anothers_steps(
+    daemon: FakeDaemon, session: Session
+) -> None:
+    other = daemon.session()
+    pair = Pair(session)
+    model = memd_client.offload(build(Mlp), other)
+    optimizer = memd_client.AdamW(model.parameters())
+    pair.backward(0)
+    loss_of(model).backward()
+    optimizer.step()
+    assert other.committed_step == 1
+    session.put("x", torch.ones(2))
+    session.commit()
+    assert (session.committed_step, session.durable_step) == (0, 1)
+    pair.ours.step()
+    with pytest.raises(memd_client.SessionFenced, match=r"step 1 was not acknowledged.*at step 1"):
+        _ = session.committed_step
+    assert daemon.committed_step == 1
+
+
 class FakeControl:
     """Answers of a daemon, in their order; an exception is raised."""
 
