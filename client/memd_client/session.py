@@ -600,13 +600,16 @@ class Session:
         """Raises where the session was closed, or belongs to the process this one was forked
         from.
         """
+        self._refuse_if_forked()
+        if self._closed:
+            raise MemdError(f"job {self.job!r}: the session is closed; connect anew")
+
+    def _refuse_if_forked(self) -> None:
         if os.getpid() != self._process_id:
             raise MemdError(
                 f"job {self.job!r}: this session belongs to process {self._process_id}, from which "
                 "this one was forked; connect anew in the child"
             )
-        if self._closed:
-            raise MemdError(f"job {self.job!r}: the session is closed; connect anew")
 
     @property
     def leases(self) -> Leases:
@@ -792,6 +795,9 @@ class Session:
             )
 
     def _settle(self) -> OpenStep | None:
+        # The answer comes to a thread that a forked child does not have, and the lock may be held
+        # by one.
+        self._refuse_if_forked()
         return self._open_steps.settle()
 
     def _send_step(self) -> None:

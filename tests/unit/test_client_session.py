@@ -337,11 +337,22 @@ class TestSession:
         daemon = FakeDaemon()
         session = daemon.session()
         model = memd_client.offload(Mlp(), session)
+        optimizer = memd_client.AdamW(model.parameters())
+        loss_of(model).backward()
+        optimizer.step()  # and its answer is waited for in the parent
         calls = len(daemon.calls)
         child = os.fork()
         if child == 0:
             status = 0
-            uses: list[Callable[[], object]] = [lambda: session.get("x"), lambda: loss_of(model)]
+            uses: list[Callable[[], object]] = [
+                lambda: session.get("x"),
+                lambda: loss_of(model),
+                lambda: session.committed_step,
+                lambda: session.durable_step,
+                optimizer.state_dict,
+                session.commit,
+                session.drop_job,
+            ]
             for use in uses:
                 try:
                     use()
@@ -349,6 +360,6 @@ class TestSession:
                 except memd_client.MemdError as error:
                     status |= 0 if "connect anew in the child" in str(error) else 2
             session.close()  # does nothing
-            os._exit(status if len(daemon.calls) == calls else 3)
+            os._exit(status if (len(daemon.calls), daemon.committed_step) == (calls, 0) else 3)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         loss_of(model)
