@@ -156,7 +156,8 @@ class Steps:
             step, self.open = self.open or OpenStep(), None
             self._raised, self._was_asked_again = set(), False
             self._pending = _PendingStep(number, sent, step, list(step.targets.values()))
-            _unfinished.add(self)
+            # What is registered last is called first: before a private daemon is stopped.
+            atexit.register(self._settle_at_exit)
 
     def drop_open(self) -> int:
         """Gradients come back to their parameters; returns how many."""
@@ -284,7 +285,17 @@ class Steps:
 
     def _forget_pending(self) -> None:
         self._pending = None
-        _unfinished.discard(self)
+        atexit.unregister(self._settle_at_exit)
+
+    def _settle_at_exit(self) -> None:
+        """A process that ends in order sees its steps through: the request may not even have left
+        it."""
+        if self._process_id != os.getpid():
+            return
+        try:
+            self.settle()
+        except MemdError as error:
+            _log.error("%s", error)
 
     def settle_for(self, shard: Shard) -> None:
         """Before a lease of a parameter: settles where the step on its way updates it, or is over;
@@ -318,19 +329,3 @@ class Steps:
                 f"job {self._job!r}: between step() and commit() there is no {what}; call "
                 "session.commit() first"
             )
-
-
-# Of sessions whose step is on its way. A process that ends in order sees them through: the request
-# may not even have left it.
-_unfinished: set[Steps] = set()
-
-
-@atexit.register
-def _settle_all() -> None:
-    for steps in list(_unfinished):
-        if steps._process_id != os.getpid():
-            continue
-        try:
-            steps.settle()
-        except MemdError as error:
-            _log.error("%s", error)

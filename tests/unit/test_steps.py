@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
     from memd_client import Session
 
+ROOT = Path(__file__).parents[2]
 DEADLINE, UNAVAILABLE = 9, 10
 
 
@@ -385,6 +389,43 @@ def test_a_sync_does_not_take_a_session_past_anothers_steps(
     with pytest.raises(memd_client.SessionFenced, match=r"step 1 was not acknowledged.*at step 1"):
         _ = session.committed_step
     assert daemon.committed_step == 1
+
+
+_EXITS = """
+import atexit
+import torch
+import memd_client
+from tests.unit.client_cases import Mlp, build, loss_of
+from tests.unit.fake_session import FakeDaemon
+
+class Daemon(FakeDaemon):
+    def _make_step(self, request):
+        super()._make_step(request)
+        print("step made")
+
+# Sets hold them in any order: the steps of three sessions, one in the middle of which fails.
+daemons = [Daemon() for _ in range(3)]
+sessions = []
+for daemon in daemons:
+    atexit.register(print, "daemon stopped")
+    sessions.append(daemon.session())
+optimizers = []
+for session in sessions:
+    model = memd_client.offload(build(Mlp), session)
+    optimizers.append(memd_client.AdamW(model.parameters()))
+    loss_of(model).backward()
+    optimizers[-1].step()
+daemons[1].step_failures.append(RuntimeError("can't create new thread at interpreter shutdown"))
+"""
+
+
+def test_a_process_that_ends_sees_its_steps_through_before_its_daemons_stop() -> None:
+    answer = subprocess.run(
+        [sys.executable, "-c", _EXITS], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.splitlines() == ["step made"] * 2 + ["daemon stopped"] * 3
+    assert "can't create new thread" in answer.stderr
 
 
 class FakeControl:
