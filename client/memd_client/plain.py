@@ -149,7 +149,10 @@ class _Encoder:
         self.write(self._dtype_name(tensor.dtype, path), path, depth + 1)
         self.write(tuple(tensor.shape), path, depth + 1)
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        self._bytes(b"", flat.view(torch.uint8).numpy().tobytes())
+        data = flat.view(torch.uint8)
+        if tensor.dtype is torch.bool:  # any byte but 0 is True, and 1 is what the decoder takes
+            data = data.ne(0).view(torch.uint8)
+        self._bytes(b"", data.numpy().tobytes())
 
     def _numpy(self, value: Any, path: str, depth: int) -> bool:
         """Where numpy was never imported, nothing is one of its arrays."""

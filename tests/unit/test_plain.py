@@ -105,6 +105,14 @@ def test_what_is_plain_comes_back_exactly(name: str) -> None:
     assert same(there_and_back(value), value)
 
 
+def test_a_bool_of_any_byte_is_false_or_true() -> None:
+    odd = torch.tensor([0, 1, 2, 255], dtype=torch.uint8).view(torch.bool)
+    back = there_and_back({"mask": odd, "whole": odd.reshape(2, 2), "one": odd[3]})
+    assert back["mask"].view(torch.uint8).tolist() == [0, 1, 1, 1]
+    assert back["whole"].tolist() == [[False, True], [True, True]]
+    assert back["one"].item() is True
+
+
 def test_what_comes_back_has_memory_of_its_own() -> None:
     data = encode({"t": torch.zeros(3), "a": np.zeros(3)}, what="x")
     back = decode(data)
