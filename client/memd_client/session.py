@@ -18,7 +18,14 @@ from memd_client.attach import AttachConnection
 from memd_client.control import Control
 from memd_client.dtypes import dtype_number
 from memd_client.embedded import embedded_daemon
-from memd_client.errors import InvalidArgument, MemdError, NotDurable, NotYet, UnknownName
+from memd_client.errors import (
+    InvalidArgument,
+    MemdError,
+    NotDurable,
+    NotYet,
+    SessionFenced,
+    UnknownName,
+)
 from memd_client.leases import Leases, Shard
 from memd_client.plain import decode
 from memd_client.reattach import AtOnce, Reattach, ReattachingControl, reattach_seconds
@@ -369,8 +376,9 @@ class Session:
             InvalidArgument: the name is that of a parameter or buffer.
         """
         self.refuse_if_unusable()
-        known = self._shards.get(name)
-        if known is not None and known.kind != types_pb2.SHARD_KIND_BLOB:
+        # A call that is made again, after the daemon was away, takes what is not there for what it
+        # deleted itself: so it must have been there before.
+        if self.find_shard(name).kind != types_pb2.SHARD_KIND_BLOB:
             raise InvalidArgument(
                 f"job {self.job!r}: {name!r} is a parameter or buffer of a module; it goes with "
                 "the job"
@@ -439,8 +447,9 @@ class Session:
         self._open_steps.drop_open()
         with suppress(MemdError):  # what becomes of a step does not matter any more
             self._settle()
-        self._detach()
         try:
+            with suppress(SessionFenced):  # ended already, on the daemon's side
+                self._detach()
             self._control.drop_job(job_pb2.DropJobRequest(name=self.job))
         finally:
             self._end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -300,6 +300,36 @@ class TestSession:
         assert daemon.calls[-3:] == ["detach", "drop_job fake", "close"]
         with pytest.raises(memd_client.MemdError, match="closed"):
             session.put("x", torch.ones(2))
+
+    @pytest.mark.parametrize(
+        ("code", "calls"), [(8, ["drop_job fake", "close"]), (10, ["close"])], ids=str
+    )
+    def test_a_job_whose_session_has_ended_is_dropped(
+        self, monkeypatch: pytest.MonkeyPatch, code: int, calls: list[str]
+    ) -> None:
+        daemon = FakeDaemon()
+        session = daemon.session()
+
+        def detach(_: Any) -> None:
+            raise from_code(code, "there is no such session")
+
+        monkeypatch.setattr(daemon, "detach", detach)
+        with nullcontext() if code == 8 else pytest.raises(memd_client.DaemonUnavailable):
+            session.drop_job()
+        assert daemon.calls == ["close", *calls]
+        with pytest.raises(memd_client.MemdError, match="closed"):
+            session.put("x", torch.ones(2))
+
+    def test_deleting_what_is_not_there_does_not_ask_for_it(self) -> None:
+        daemon = FakeDaemon()
+        with daemon.session() as session:
+            with pytest.raises(memd_client.UnknownName, match="'x'"):
+                session.delete("x")
+            assert "delete" not in daemon.calls
+            session.put("x", torch.ones(2))
+            session.delete("x")
+        with daemon.session() as session, pytest.raises(memd_client.UnknownName, match="'x'"):
+            session.delete("x")
 
     def test_prefetch_reaches_the_daemon(self) -> None:
         daemon = FakeDaemon()
