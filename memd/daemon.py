@@ -192,6 +192,9 @@ class Daemon:
             self._notifier.notify(EXTEND_TIMEOUT_USEC=20_000_000, STATUS=state)
             log.info("preparing", extra={"done_bytes": done_bytes, "all_bytes": all_bytes})
 
+        # Superblocks are read before anything can give up waiting: of a device that does not answer
+        # this is what is said.
+        log.info("opening the volumes", extra={"data": ",".join(map(str, settings.data))})
         with told_of_prefault(self._notifier, interval_s=1.0):
             server = Server(
                 directories=[str(path) for path in settings.data],

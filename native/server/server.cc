@@ -38,6 +38,9 @@ constexpr double kAnswerS = 60;
 constexpr double kDrainS = 600;
 // Beside the store's own deadline, which says more.
 constexpr double kGraceS = 10;
+// A read of the start. Above the 30 s after which the kernel gives an NVMe command up, below the
+// TimeoutStartSec= of memd.service.
+constexpr uint64_t kStartReadNs = 60'000'000'000;
 // How many of the oldest an error names.
 constexpr size_t kNamedCount = 3;
 
@@ -117,14 +120,12 @@ Status Server::prepare(const ServerOptions& options, KeptDescriptors kept) {
                                                         .clock = clock_,
                                                         .jobs_expected = options.jobs_expected,
                                                         .keeper = keeper_.get()});
-  const Status loaded = store_->load(
-      [this] {
-        pollfd wait{.fd = wake_.get(), .events = POLLIN, .revents = 0};
-        poll(&wait, 1, kSleepMs);
-        io_->reap();
-      },
-      &kept);
-  if (!loaded.is_ok()) return loaded;
+  const Status loaded = store_->load([this] { return turn_of_start(); }, &kept);
+  if (!loaded.is_ok()) {
+    // A device may still write to what was read into: destructors would wait for it.
+    if (io_->statistics().in_flight_count > 0) abandon();
+    return loaded;
+  }
   report_.load_notes = store_->load_notes();
   // What nobody took is of a version that we don't know, or damaged: it would be kept for ever.
   for (const KeptDescriptor& left : kept) {
@@ -134,6 +135,21 @@ Status Server::prepare(const ServerOptions& options, KeptDescriptors kept) {
   report_.pool = pool_->report();
   report_.job_count = static_cast<uint32_t>(store_->jobs().size());
   return Status::ok();
+}
+
+Status Server::turn_of_start() {
+  pollfd wait{.fd = wake_.get(), .events = POLLIN, .revents = 0};
+  poll(&wait, 1, kSleepMs);
+  // Emptied before it is asked what is done, so that the next turn sleeps until there is more.
+  uint64_t count = 0;
+  MEMD_CHECK(read(wake_.get(), &count, sizeof(count)) > 0 || errno == EAGAIN || errno == EINTR);
+  io_->reap();
+  const auto open = io_->in_flight();
+  if (open.empty() || open.front().age_ns < kStartReadNs) return Status::ok();
+  return error(StatusCode::deadline,
+               "a device does not answer, so that the daemon cannot start; look at it, then start "
+               "again: ",
+               describe(store_->in_flight(), kNamedCount));
 }
 
 void Server::keep_to_one_volume_set(const std::array<uint8_t, 16>& uuid, KeptDescriptors& kept) {

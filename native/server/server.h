@@ -159,6 +159,9 @@ class Server : public std::enable_shared_from_this<Server> {
 
   Server() = default;
   Status prepare(const ServerOptions& options, KeptDescriptors kept);
+  /// While load() waits: until something is done, or a tenth of a second. An error where a device
+  /// does not answer.
+  Status turn_of_start();
   void keep_to_one_volume_set(const std::array<uint8_t, 16>& uuid, KeptDescriptors& kept);
   void run();
   /// False once the server has stopped.

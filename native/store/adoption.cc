@@ -141,7 +141,7 @@ struct ShardStore::Kept {
   }
 };
 
-Status ShardStore::load(const std::function<void()>& turn, KeptDescriptors* kept_descriptors) {
+Status ShardStore::load(const std::function<Status()>& turn, KeptDescriptors* kept_descriptors) {
   auto records = commits_.load(turn);
   if (!records.is_ok()) return records.status();
   // First what is on disk: where memory claims the same bytes, memory is wrong.

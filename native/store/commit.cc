@@ -26,7 +26,7 @@ BlockBytes::BlockBytes(std::span<const std::byte> bytes) : BlockBytes(bytes.size
 
 void BlockBytes::Free::operator()(std::byte* data) const { std::free(data); }
 
-Result<std::vector<JobRecord>> Commits::load(const std::function<void()>& turn) {
+Result<std::vector<JobRecord>> Commits::load(const std::function<Status()>& turn) {
   const Superblock& superblock = extents_.superblock();
   if (superblock.root_bytes == 0) return std::vector<JobRecord>{};
   const auto read = [&](const std::vector<ExtentRecord>& from,
@@ -46,15 +46,22 @@ Result<std::vector<JobRecord>> Commits::load(const std::function<void()>& turn) 
     bytes.reserve(padded_bytes);
     for (const ExtentRecord& extent : from) {
       if (Status status = extents_.reserve(extent); !status.is_ok()) return status;
-      const BlockBytes block(extent.length_bytes);
-      std::optional<Status> finished;
-      extents_.read(
-          extent, block.span(), IoPriority::demand, what, [&finished](const Status& status) {
-            finished = status;
-          });
-      while (!finished) turn();
-      if (!finished->is_ok()) return *finished;
-      bytes.insert(bytes.end(), block.span().begin(), block.span().end());
+      // Of the continuation, not of this frame: the device may write to it after we gave up.
+      struct Reading {
+        BlockBytes block;
+        std::optional<Status> finished;
+      };
+      const auto reading = std::make_shared<Reading>(
+          Reading{.block = BlockBytes(uint64_t{extent.length_bytes}), .finished = std::nullopt});
+      const std::span<std::byte> block = reading->block.span();
+      extents_.read(extent, block, IoPriority::demand, what, [reading](const Status& status) {
+        reading->finished = status;
+      });
+      while (!reading->finished) {
+        if (Status status = turn(); !status.is_ok()) return status;
+      }
+      if (!reading->finished->is_ok()) return *reading->finished;
+      bytes.insert(bytes.end(), block.begin(), block.end());
     }
     bytes.resize(length_bytes);
     return bytes;

@@ -42,8 +42,9 @@ class Commits {
   Commits(ExtentStore& extents, const Clock& clock) : extents_(extents), clock_(clock) {}
 
   /// At start: root and catalogues of the newest superblock, whose extents are reserved.
-  /// `turn` lets the I/O queue run.
-  Result<std::vector<JobRecord>> load(const std::function<void()>& turn);
+  /// `turn` lets the I/O queue run, and its error ends the waiting: what was asked of the devices
+  /// goes on, and this object and the ExtentStore stay until it is done.
+  Result<std::vector<JobRecord>> load(const std::function<Status()>& turn);
 
   /// `job` stands for its catalogue as of the moment the commit starts. Capacity and earlier
   /// failures are reported before anything changed.

@@ -103,8 +103,8 @@ class ShardStore {
 
   /// At start: jobs of the newest valid superblock. They hold no memory until somebody attaches,
   /// except for those whose memory is in `kept`: what is used of it is taken out, and closed steps
-  /// are finished before anything else of their job.
-  Status load(const std::function<void()>& turn, KeptDescriptors* kept = nullptr);
+  /// are finished before anything else of their job. `turn` as in Commits::load().
+  Status load(const std::function<Status()>& turn, KeptDescriptors* kept = nullptr);
 
   /// Finds the job or admits it; who wants it `fresh` drops it first.
   Result<JobInfo> open_job(const OpenJobRequest& request);

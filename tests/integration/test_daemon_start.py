@@ -40,6 +40,13 @@ def test_a_daemon_says_in_one_line_where_it_serves(daemon: Daemon) -> None:
     assert daemon.attach_socket.stat().st_mode & 0o777 == 0o660
 
 
+def test_a_daemon_names_its_volumes_before_it_reads_them(daemon: Daemon) -> None:
+    events = daemon.log.read_text()
+    opening = events.index('event="opening the volumes"')
+    assert str(daemon.data) in events[opening:].splitlines()[0]
+    assert opening < events.index("event=ready")
+
+
 def test_a_daemon_is_small_beside_its_pool(daemon: Daemon) -> None:
     with Attached(daemon.attach_socket) as client:
         client.attach("small")

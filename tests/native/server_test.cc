@@ -2,11 +2,14 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <poll.h>
 
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -35,11 +38,20 @@ ShardSpec weight(const std::string& name, uint64_t elements) {
           .shape = {elements}};
 }
 
-/// An engine whose device answers nothing any more while `stalls` is set.
+/// What a device does not answer, and what was seen of it.
+struct Stalls {
+  std::atomic<bool> all{false};            // for as long as it is set
+  uint64_t reads_answered = ~uint64_t{0};  // those that come after are never answered
+  uint64_t read_count = 0;
+  uint64_t read_offset_bytes = 0;  // of the one that is not answered
+  bool waits_awake = false;        // somebody waits for it whom the wake descriptor keeps awake
+};
+
+/// An engine whose device stops answering.
 class StallingQueue final : public IoQueue {
  public:
-  StallingQueue(std::unique_ptr<IoQueue> queue, std::shared_ptr<std::atomic<bool>> stalls)
-      : queue_(std::move(queue)), stalls_(std::move(stalls)) {}
+  StallingQueue(std::unique_ptr<IoQueue> queue, std::shared_ptr<Stalls> stalls, int wake_fd)
+      : queue_(std::move(queue)), stalls_(std::move(stalls)), wake_fd_(wake_fd) {}
 
   std::string_view name() const override { return queue_->name(); }
   uint16_t add_device(OwnedFd file, std::string path) override {
@@ -48,21 +60,38 @@ class StallingQueue final : public IoQueue {
   void add_memory(std::span<std::byte> memory) override { queue_->add_memory(memory); }
   void remove_memory(std::span<std::byte> memory) override { queue_->remove_memory(memory); }
   void submit(IoRequest request) override {
-    *stalls_ ? held_.push_back(std::move(request)) : queue_->submit(std::move(request));
+    if (request.kind == IoKind::read && stalls_->read_count++ >= stalls_->reads_answered) {
+      stalls_->read_offset_bytes = request.offset_bytes;
+      never_.push_back(std::move(request));
+      return;
+    }
+    stalls_->all ? held_.push_back(std::move(request)) : queue_->submit(std::move(request));
   }
   size_t reap() override {
-    if (!*stalls_) {
+    if (!stalls_->all) {
       for (IoRequest& request : std::exchange(held_, {})) queue_->submit(std::move(request));
     }
     return queue_->reap();
   }
   IoQueueStatistics statistics() const override {
     IoQueueStatistics statistics = queue_->statistics();
-    statistics.in_flight_count += held_.size();
+    statistics.in_flight_count += held_.size() + never_.size();
     return statistics;
   }
   std::vector<IoInFlight> in_flight() const override {
-    std::vector<IoInFlight> all = queue_->in_flight();
+    std::vector<IoInFlight> all;
+    for (const IoRequest& request : never_) {
+      pollfd wake{.fd = wake_fd_, .events = POLLIN, .revents = 0};
+      stalls_->waits_awake |= poll(&wake, 1, 0) > 0;
+      all.push_back({.kind = request.kind,
+                     .priority = request.priority,
+                     .device = request.device,
+                     .offset_bytes = request.offset_bytes,
+                     .length_bytes = request.data.size(),
+                     .age_ns = 3600ull * 1'000'000'000,
+                     .started = true});
+    }
+    for (const IoInFlight& each : queue_->in_flight()) all.push_back(each);
     for (const IoRequest& request : held_) {
       all.push_back({.kind = request.kind,
                      .priority = request.priority,
@@ -79,8 +108,10 @@ class StallingQueue final : public IoQueue {
 
  private:
   std::unique_ptr<IoQueue> queue_;
-  std::shared_ptr<std::atomic<bool>> stalls_;
+  std::shared_ptr<Stalls> stalls_;
+  int wake_fd_;
   std::vector<IoRequest> held_;
+  std::vector<IoRequest> never_;
 };
 
 /// A daemon without its Python, on a file and with threads of its own.
@@ -99,8 +130,13 @@ class ServerTest : public testing::Test {
     fs::remove_all(root_);
   }
   void start() {
+    auto started = start_on(root_);
+    ASSERT_TRUE(started.is_ok()) << started.status().message();
+    server_ = std::move(started).value();
+  }
+  Result<std::shared_ptr<Server>> start_on(const fs::path& directory) {
     ServerOptions options;
-    options.directories = {root_};
+    options.directories = {directory};
     options.nvme_bytes = 64_MiB;
     options.host_bytes = kHostBytes;
     options.lock_required = false;
@@ -109,14 +145,18 @@ class ServerTest : public testing::Test {
     options.make_queue = [stalls = stalls_](const IoQueueOptions& queue_options) {
       auto choice = make_io_queue(queue_options);
       if (choice.is_ok()) {
-        choice.value().queue =
-            std::make_unique<StallingQueue>(std::move(choice.value().queue), stalls);
+        choice.value().queue = std::make_unique<StallingQueue>(
+            std::move(choice.value().queue), stalls, queue_options.wake_fd);
       }
       return choice;
     };
-    auto started = Server::start(options);
-    ASSERT_TRUE(started.is_ok()) << started.status().message();
-    server_ = std::move(started).value();
+    return Server::start(options);
+  }
+  /// A copy of the volume, for a daemon that does not let go of its own.
+  fs::path copied(const std::string& name) {
+    fs::create_directory(root_ / name);
+    fs::copy_file(root_ / "memd.volume", root_ / name / "memd.volume");
+    return root_ / name;
   }
   uint64_t open(const std::string& name, uint64_t host_bytes = kJobBytes, bool fresh = false) {
     const auto job = server_->open_job(
@@ -172,7 +212,7 @@ class ServerTest : public testing::Test {
   }
 
   fs::path root_;
-  std::shared_ptr<std::atomic<bool>> stalls_ = std::make_shared<std::atomic<bool>>(false);
+  std::shared_ptr<Stalls> stalls_ = std::make_shared<Stalls>();
   std::shared_ptr<Server> server_;
 };
 
@@ -230,7 +270,7 @@ TEST_F(ServerTest, a_wait_for_a_stalled_device_ends_with_what_is_in_flight) {
   const uint32_t shard = declare(client, blob("a", 1_MiB));
   fill(client, shard, 1);
   EXPECT_TRUE(server_->in_flight().empty());
-  *stalls_ = true;
+  stalls_->all = true;
   const Status sync = server_->sync(client.session_id, 0.2).status();
   EXPECT_EQ(sync.code(), StatusCode::deadline);
   for (const char* part : {"the sync is not done yet", "sync of job job (writes back", "write"}) {
@@ -251,7 +291,7 @@ TEST_F(ServerTest, a_wait_for_a_stalled_device_ends_with_what_is_in_flight) {
     if (each.kind == "write") EXPECT_NE(each.what.find(root_.string()), std::string::npos);
     if (each.kind == "sync") EXPECT_EQ(each.job, "job");
   }
-  *stalls_ = false;
+  stalls_->all = false;
   second.join();
   EXPECT_TRUE(server_->in_flight().empty());
   EXPECT_TRUE(server_->stop(20).is_ok());
@@ -262,7 +302,7 @@ TEST_F(ServerTest, a_device_that_never_answers_does_not_hold_up_the_end) {
   const Client client = attach(open("job"));
   const uint32_t shard = declare(client, blob("a", 1_MiB));
   fill(client, shard, 1);
-  *stalls_ = true;
+  stalls_->all = true;
   Status waiting_sync;
   std::thread waiting([&] { waiting_sync = server_->sync(client.session_id, 600).status(); });
   while (server_->in_flight().empty()) std::this_thread::yield();
@@ -274,6 +314,59 @@ TEST_F(ServerTest, a_device_that_never_answers_does_not_hold_up_the_end) {
     EXPECT_NE(stopped.message().find(part), std::string::npos) << stopped.message();
   }
   EXPECT_TRUE(server_->stop(0.3).is_ok()) << "once is enough";
+}
+
+TEST_F(ServerTest, a_start_gives_up_a_device_that_does_not_answer_and_names_the_place) {
+  start();
+  const auto small = server_->open_job(
+      {.name = "one", .uid = 1, .host_bytes = kJobBytes, .nvme_bytes = 8_MiB, .fresh = false});
+  ASSERT_TRUE(small.is_ok()) << small.status().message();
+  const Client client = attach(open("two"));
+  std::vector<ShardSpec> specs;
+  for (int i = 0; i < 1'100; ++i)
+    specs.push_back(blob(std::string(1'000, 'n') + std::to_string(i), 1));
+  ASSERT_TRUE(server_->declare(client.session_id, specs).is_ok());
+  ASSERT_TRUE(server_->stop(20).is_ok());
+  server_.reset();
+
+  const auto expect_refused = [&](const fs::path& directory) {
+    const auto refused = start_on(directory);
+    ASSERT_EQ(refused.status().code(), StatusCode::deadline) << refused.status().message();
+    for (const std::string& part :
+         {std::string("a device does not answer, so that the daemon cannot start"),
+          concat("read (", directory.string(), "/memd.volume at ", stalls_->read_offset_bytes)}) {
+      EXPECT_NE(refused.status().message().find(part), std::string::npos)
+          << refused.status().message() << "\nwithout: " << part;
+    }
+    EXPECT_FALSE(stalls_->waits_awake);
+  };
+  std::vector<uint64_t> offsets_bytes;
+  for (uint64_t reads = 0;; ++reads) {
+    const fs::path directory = copied(std::to_string(reads));
+    stalls_ = std::make_shared<Stalls>();
+    stalls_->reads_answered = reads;
+    if (reads == 4) {
+      const auto started = start_on(directory);
+      ASSERT_TRUE(started.is_ok()) << started.status().message();
+      break;
+    }
+    expect_refused(directory);
+    offsets_bytes.push_back(stalls_->read_offset_bytes);
+  }
+  EXPECT_EQ(std::set(offsets_bytes.begin(), offsets_bytes.end()).size(), 4u)
+      << "the root, a catalogue, and another one in two extents";
+
+  // The second attempt, after a mismatch.
+  const fs::path directory = copied("mismatch");
+  {
+    std::fstream volume(directory / "memd.volume", std::ios::in | std::ios::out | std::ios::binary);
+    volume.seekp(static_cast<std::streamoff>(offsets_bytes.at(0)));
+    volume.put('!');
+  }
+  stalls_ = std::make_shared<Stalls>();
+  stalls_->reads_answered = 1;
+  expect_refused(directory);
+  EXPECT_EQ(stalls_->read_offset_bytes, offsets_bytes.at(0));
 }
 
 TEST_F(ServerTest, stopping_while_leases_wait_answers_all_of_them) {

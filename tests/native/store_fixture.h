@@ -167,6 +167,7 @@ class Heart {
         [&] {
           io_.reap();
           options.while_loading(io_.memory());
+          return Status::ok();
         },
         &kept);
     if (!loaded.is_ok()) return;

@@ -125,7 +125,12 @@ class Daemon {
                                                           .workers = workers_,
                                                           .clock = clock_,
                                                           .keeper = keeper});
-    loaded = store_->load([this] { io_.reap(); }, &kept);
+    loaded = store_->load(
+        [this] {
+          io_.reap();
+          return Status::ok();
+        },
+        &kept);
     if (!loaded.is_ok() || keeper == nullptr) return;
     for (const KeptDescriptor& left : kept) {
       if (left.fd.is_open()) keeper->forget(left.name);

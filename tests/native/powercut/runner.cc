@@ -35,7 +35,10 @@ Runner::Runner(IoQueue& io, int wake_fd, VolumeSet set)
   pool_ = std::move(pool).value();
   store_ = std::make_unique<ShardStore>(ShardStoreParts{
       .pool = *pool_, .io = io_, .extents = extents_, .workers = workers_, .clock = clock_});
-  loaded_ = store_->load([this] { io_.reap(); });
+  loaded_ = store_->load([this] {
+    io_.reap();
+    return Status::ok();
+  });
 }
 
 Runner::~Runner() {

@@ -256,7 +256,10 @@ Recovered recover(IoQueue& io, VolumeSet set) {
   ExtentStore extents(io, std::move(set));
   const ManualClock clock;
   Commits commits(extents, clock);
-  auto records = commits.load([&io] { io.reap(); });
+  auto records = commits.load([&io] {
+    io.reap();
+    return Status::ok();
+  });
   if (!records.is_ok()) {
     out.status = records.status();
     return out;
