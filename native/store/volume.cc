@@ -600,6 +600,41 @@ Result<Superblock> decode_superblock(std::span<const std::byte> block,
   return superblock;
 }
 
+namespace {
+
+struct ReadPair {
+  std::optional<Superblock> newest;
+  Status damaged;  // of a copy that is torn or none of ours; a newer format before all else
+  Status unread;   // of a copy that could not be read
+};
+
+ReadPair read_pair(uint64_t pair,
+                   uint64_t volume_bytes,
+                   std::span<std::byte> block,
+                   const std::function<Status(std::span<std::byte>, uint64_t)>& read_block) {
+  ReadPair out;
+  for (const uint64_t offset_bytes : superblock_pair_offsets(pair, volume_bytes)) {
+    if (Status status = read_block(block, offset_bytes); !status.is_ok()) {
+      if (out.unread.is_ok()) out.unread = status;
+      continue;
+    }
+    const auto decoded = decode_superblock(block, offset_bytes);
+    if (decoded.is_ok() && decoded.value().sequence % 2 == pair) {
+      if (!out.newest || decoded.value().sequence > out.newest->sequence)
+        out.newest = decoded.value();
+      continue;
+    }
+    Status status = decoded.is_ok() ? error(StatusCode::integrity,
+                                            "a superblock lies in the other pair's place")
+                                    : decoded.status();
+    if (out.damaged.is_ok() || status.code() == StatusCode::not_yet)
+      out.damaged = std::move(status);
+  }
+  return out;
+}
+
+}  // namespace
+
 Result<Superblock> newest_superblock(
     uint64_t volume_bytes,
     const std::string& path,
@@ -609,23 +644,24 @@ Result<Superblock> newest_superblock(
   std::optional<Superblock> newest;
   Status reason;
   for (const uint64_t pair : {0, 1}) {
-    for (const uint64_t offset_bytes : superblock_pair_offsets(pair, volume_bytes)) {
-      Status status = read_block(block, offset_bytes);
-      if (status.is_ok()) {
-        const auto decoded = decode_superblock(block, offset_bytes);
-        if (decoded.is_ok() && decoded.value().sequence % 2 == pair) {
-          if (!newest || decoded.value().sequence > newest->sequence) newest = decoded.value();
-          continue;
-        }
-        status = decoded.is_ok()
-                     ? error(StatusCode::integrity, "a superblock lies in the other pair's place")
-                     : decoded.status();
-      }
-      if (status.code() == StatusCode::not_yet) {
-        return error(StatusCode::not_yet, path, ": ", status.message());
-      }
-      if (reason.is_ok()) reason = status;
+    ReadPair read = read_pair(pair, volume_bytes, block, read_block);
+    if (!read.newest && !read.unread.is_ok()) {
+      read = read_pair(pair, volume_bytes, block, read_block);
     }
+    if (read.damaged.code() == StatusCode::not_yet) {
+      return error(StatusCode::not_yet, path, ": ", read.damaged.message());
+    }
+    if (!read.newest && !read.unread.is_ok()) {
+      // It may hold the last commit that was acknowledged, which the next one would write over.
+      return Status(StatusCode::device,
+                    concat(path,
+                           ": the newest superblock could not be read; look at the device, then "
+                           "start again: ",
+                           read.unread.message()),
+                    read.unread.error_number());
+    }
+    if (read.newest && (!newest || read.newest->sequence > newest->sequence)) newest = read.newest;
+    if (reason.is_ok()) reason = read.damaged;
   }
   if (newest) return *newest;
   return error(

@@ -47,8 +47,9 @@ Result<Superblock> decode_superblock(std::span<const std::byte> block,
 std::array<uint64_t, 2> superblock_pair_offsets(uint64_t sequence, uint64_t volume_bytes);
 
 /// The newest valid one of the four copies in a volume of `volume_bytes`. `read_block` reads one of
-/// them at the offset it is given; `path` is for messages. Refused: no valid copy at all, and a
-/// copy of a newer format.
+/// them at the offset it is given; `path` is for messages. A pair that is torn gives way to the
+/// other one: its commit was never acknowledged. Refused: a pair without a valid copy of which one
+/// could not be read, twice; no valid copy at all; a copy of a newer format.
 Result<Superblock> newest_superblock(
     uint64_t volume_bytes,
     const std::string& path,

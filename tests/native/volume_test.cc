@@ -10,11 +10,14 @@
 #include <sys/vfs.h>
 #include <sys/wait.h>
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <vector>
 
 #include "base/checksum.h"
@@ -298,6 +301,55 @@ TEST_F(VolumeTest, a_newer_format_is_refused_with_both_versions_named) {
   std::memcpy(block.data() + kSuperblockBytes - 8, &checksum, 8);
   overwrite(volume("a"), 1_MiB, block);
   refused(options({"a"}), StatusCode::not_yet, {volume("a"), concat("2.", kFormatMinor), "1.x"});
+}
+
+TEST(Superblock, a_pair_that_cannot_be_read_is_read_once_more_and_never_given_up_in_silence) {
+  constexpr uint64_t kBytes = 16_MiB;
+  std::map<uint64_t, std::array<std::byte, kSuperblockBytes>> copies;
+  for (const uint64_t sequence : {6, 7}) {
+    Superblock superblock;
+    superblock.sequence = sequence;
+    superblock.volume_count = 1;
+    superblock.volume_bytes = kBytes;
+    for (const uint64_t offset_bytes : superblock_pair_offsets(sequence, kBytes)) {
+      copies[offset_bytes] = encode_superblock(superblock, offset_bytes);
+    }
+  }
+  for (const uint64_t sequence : {6, 7}) {
+    const auto pair = superblock_pair_offsets(sequence, kBytes);
+    // How often reads of each copy of the pair fail, and whether the other one is torn.
+    struct Case {
+      std::array<int, 2> failures;
+      bool torn;
+      bool is_read;
+    };
+    for (const Case& each : {Case{.failures = {1, 1}, .torn = false, .is_read = true},
+                             Case{.failures = {99, 0}, .torn = false, .is_read = true},
+                             Case{.failures = {0, 99}, .torn = false, .is_read = true},
+                             Case{.failures = {99, 1}, .torn = false, .is_read = true},
+                             Case{.failures = {1, 0}, .torn = true, .is_read = true},
+                             Case{.failures = {99, 99}, .torn = false, .is_read = false},
+                             Case{.failures = {99, 0}, .torn = true, .is_read = false}}) {
+      std::map<uint64_t, int> failures{{pair[0], each.failures[0]}, {pair[1], each.failures[1]}};
+      const auto found = newest_superblock(
+          kBytes, "disk", [&](std::span<std::byte> block, uint64_t offset_bytes) -> Status {
+            if (failures[offset_bytes]-- > 0) return device_error(EIO, "read disk");
+            std::copy_n(copies[offset_bytes].begin(), block.size(), block.begin());
+            if (each.torn && offset_bytes == pair[1]) block[100] ^= std::byte{1};
+            return Status::ok();
+          });
+      if (each.is_read) {
+        ASSERT_TRUE(found.is_ok()) << found.status().message();
+        EXPECT_EQ(found.value().sequence, 7u);
+        continue;
+      }
+      EXPECT_EQ(found.status().code(), StatusCode::device) << "pair of " << sequence;
+      EXPECT_EQ(found.status().error_number(), EIO);
+      EXPECT_NE(found.status().message().find("look at the device, then start again"),
+                std::string::npos)
+          << found.status().message();
+    }
+  }
 }
 
 TEST(Superblock, comes_back_as_it_was_and_only_from_its_own_place) {
