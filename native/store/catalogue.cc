@@ -342,6 +342,14 @@ JobRecord JobRecord::without_extents() const {
   return bare;
 }
 
+Status check_identity(const RootEntry& entry, const JobRecord& job, std::set<std::string>& names) {
+  if (job.job_id != entry.job_id) {
+    return malformed("it is that of job ", job.job_id, ", and named as job ", entry.job_id);
+  }
+  if (!names.insert(job.name).second) return malformed("two jobs are named ", job.name);
+  return Status::ok();
+}
+
 std::vector<std::byte> encode(const JobRecord& job) {
   std::vector<std::byte> out = begin_record(kJobMagic);
   FieldWriter writer(out);
@@ -459,8 +467,10 @@ Result<RootRecord> decode_root(std::span<const std::byte> bytes, FormatUse use) 
 
   std::unordered_set<uint64_t> job_ids;
   for (const RootEntry& entry : root.jobs) {
-    if (entry.job_id >= root.job_id_next || !job_ids.insert(entry.job_id).second) {
-      return malformed("job id: ", entry.job_id, " is named twice or not yet given");
+    // 0 is nobody's: the root's own catalogue goes by it.
+    if (entry.job_id == 0 || entry.job_id >= root.job_id_next ||
+        !job_ids.insert(entry.job_id).second) {
+      return malformed("job id: ", entry.job_id, " is named twice or was never given");
     }
     if (entry.catalogue_bytes == 0) return malformed("job ", entry.job_id, ": no catalogue");
     // Kept below what align_up and divide_up can hold.

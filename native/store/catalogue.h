@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -82,6 +83,11 @@ struct RootRecord {
 };
 
 inline constexpr uint32_t kBlobExtentBytes = 1024 * 1024;
+
+/// What the catalogue that `entry` names must share with it, and must not share with the jobs
+/// before it, whose names `names` has: an integrity error, or ok and its name is added. Whoever has
+/// read a job's catalogue asks this first.
+Status check_identity(const RootEntry& entry, const JobRecord& job, std::set<std::string>& names);
 
 /// Little-endian, with magic, version, length and a checksum of its own. decode() accepts any bytes
 /// and never reads past them: what is malformed is StatusCode::integrity naming the field; a newer

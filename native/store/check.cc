@@ -211,6 +211,7 @@ Result<Jobs> read_jobs(const Set& set, std::vector<CheckFinding>& findings) {
     add_malformed(set, root_extent, "the list of jobs", root.status(), findings);
     return jobs;
   }
+  std::set<std::string> names;
   for (const RootEntry& entry : root.value().jobs) {
     const std::string part = concat("the catalogue of job ", entry.job_id);
     for (const ExtentRecord& extent : entry.catalogue) {
@@ -219,9 +220,10 @@ Result<Jobs> read_jobs(const Set& set, std::vector<CheckFinding>& findings) {
     const auto bytes = read_record(set, entry.catalogue, entry.catalogue_bytes, part, findings);
     if (!bytes.is_ok()) continue;
     auto job = decode_job(bytes.value(), FormatUse::read_only);
-    if (!job.is_ok()) {
-      if (job.status().code() == StatusCode::not_yet) return job.status();
-      add_malformed(set, entry.catalogue.front(), part, job.status(), findings);
+    if (job.status().code() == StatusCode::not_yet) return job.status();
+    const Status sound = job.is_ok() ? check_identity(entry, job.value(), names) : job.status();
+    if (!sound.is_ok()) {
+      add_malformed(set, entry.catalogue.front(), part, sound, findings);
       continue;
     }
     jobs.records.push_back(std::move(job).value());

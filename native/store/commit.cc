@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "base/checksum.h"
@@ -76,6 +77,7 @@ Result<std::vector<JobRecord>> Commits::load(const std::function<Status()>& turn
   root_extent_ = superblock.root;
 
   std::vector<JobRecord> jobs;
+  std::set<std::string> names;
   for (const RootEntry& entry : root_.jobs) {
     MEMD_FAILPOINT("load.before_catalogue");
     const std::string what = concat("the catalogue of job ", entry.job_id);
@@ -83,6 +85,7 @@ Result<std::vector<JobRecord>> Commits::load(const std::function<Status()>& turn
     if (!bytes.is_ok()) return bytes.status();
     auto job = decode_job(bytes.value());
     if (!job.is_ok()) return job.status();
+    if (Status status = check_identity(entry, job.value(), names); !status.is_ok()) return status;
     jobs.push_back(std::move(job).value());
   }
   return jobs;

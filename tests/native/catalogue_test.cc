@@ -321,6 +321,9 @@ TEST(Catalogue, what_contradicts_itself_is_refused_naming_the_field) {
   RootRecord twice = small_root();
   twice.jobs[1].job_id = 7;
   EXPECT_EQ(decode_root(encode(twice)).status().code(), StatusCode::integrity);
+  RootRecord nobody = small_root();
+  nobody.jobs[0].job_id = 0;
+  EXPECT_EQ(decode_root(encode(nobody)).status().code(), StatusCode::integrity);
   RootRecord future = small_root();
   future.job_id_next = 7;
   EXPECT_EQ(decode_root(encode(future)).status().code(), StatusCode::integrity);

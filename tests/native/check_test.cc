@@ -9,10 +9,14 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <thread>
 #include <vector>
 
 #include "base/checksum.h"
 #include "base/units.h"
+#include "io/io_queue.h"
+#include "store/commit.h"
+#include "store/extent_store.h"
 
 namespace memd {
 namespace {
@@ -114,10 +118,16 @@ class CheckTest : public testing::Test {
   }
   void write_job(const JobRecord& job) { write_catalogue(encode(job)); }
   void write_catalogue(const std::vector<std::byte>& bytes) {
-    const RootRecord root{.job_id_next = 2,
-                          .jobs = {{.job_id = 1,
-                                    .catalogue_bytes = bytes.size(),
-                                    .catalogue = {write_extent(0, 3_MiB, bytes)}}}};
+    write_root({.job_id_next = 2, .jobs = {root_entry(1, 3_MiB, bytes)}});
+  }
+  RootEntry root_entry(uint64_t job_id,
+                       uint64_t offset_bytes,
+                       const std::vector<std::byte>& bytes) {
+    return {.job_id = job_id,
+            .catalogue_bytes = bytes.size(),
+            .catalogue = {write_extent(0, offset_bytes, bytes)}};
+  }
+  void write_root(const RootRecord& root) {
     const std::vector<std::byte> encoded = encode(root);
     ++superblock_.sequence;
     superblock_.root_bytes = encoded.size();
@@ -147,6 +157,25 @@ class CheckTest : public testing::Test {
     options.directories = directories();
     options.bytes = 32_MiB;
     return VolumeSet::open(options).status();
+  }
+  /// What it says of root and catalogues.
+  Status loaded() {
+    VolumeSetOptions options;
+    options.directories = directories();
+    options.bytes = 32_MiB;
+    auto set = VolumeSet::open(options);
+    if (!set.is_ok()) return set.status();
+    auto io = make_io_queue({.engine = IoEngine::threads, .depth = 4});
+    ExtentStore extents(*io.value().queue, std::move(set).value());
+    const SteadyClock clock;
+    Commits commits(extents, clock);
+    return commits
+        .load([&io] {
+          io.value().queue->reap();
+          std::this_thread::yield();
+          return Status::ok();
+        })
+        .status();
   }
 
   fs::path root_;
@@ -187,6 +216,35 @@ TEST_F(CheckTest, a_damaged_catalogue_or_list_of_jobs_is_lost) {
   ASSERT_EQ(root.findings.size(), 1u);
   EXPECT_EQ(root.findings[0].part, "the list of jobs");
   EXPECT_TRUE(root.anything_lost());
+}
+
+TEST_F(CheckTest, a_catalogue_of_another_job_is_refused_by_check_and_daemon) {
+  const auto bare = [](uint64_t job_id, const std::string& name) {
+    return encode(JobRecord{.job_id = job_id, .uid = 0, .name = name, .step = 1});
+  };
+  const std::string wrong_id = "it is that of job 1, and named as job 2";
+  for (const auto& [bytes, reason] :
+       {std::pair(bare(1, "other"), wrong_id),
+        std::pair(bare(1, "demo"), wrong_id),
+        std::pair(bare(2, "demo"), std::string("two jobs are named demo")),
+        std::pair(bare(2, "other"), std::string())}) {
+    write_root({.job_id_next = 3,
+                .jobs = {root_entry(1, 3_MiB, encode(job_record())), root_entry(2, 5_MiB, bytes)}});
+    const CheckReport report = check();
+    const Status status = loaded();
+    if (reason.empty()) {
+      EXPECT_TRUE(report.findings.empty());
+      EXPECT_TRUE(status.is_ok()) << status.message();
+      continue;
+    }
+    ASSERT_EQ(report.findings.size(), 1u) << reason;
+    EXPECT_TRUE(report.anything_lost());
+    EXPECT_EQ(report.findings[0].part, "the catalogue of job 2");
+    EXPECT_NE(report.findings[0].reason.find(reason), std::string::npos)
+        << report.findings[0].reason;
+    EXPECT_EQ(status.code(), StatusCode::integrity);
+    EXPECT_NE(status.message().find(reason), std::string::npos) << status.message();
+  }
 }
 
 TEST_F(CheckTest, one_damaged_copy_of_a_superblock_is_a_warning) {
