@@ -28,6 +28,17 @@ BlockBytes::BlockBytes(std::span<const std::byte> bytes) : BlockBytes(bytes.size
 void BlockBytes::Free::operator()(std::byte* data) const { std::free(data); }
 
 Result<std::vector<JobRecord>> Commits::load(const std::function<Status()>& turn) {
+  auto jobs = load_records(turn);
+  if (jobs.status().code() != StatusCode::integrity) return jobs;
+  // Nobody can start a job over: no daemon starts.
+  return Status(StatusCode::integrity,
+                concat("the volumes cannot be used; look at the device, restore the volumes, or "
+                       "move them away to start empty: ",
+                       jobs.status().message()),
+                jobs.status().error_number());
+}
+
+Result<std::vector<JobRecord>> Commits::load_records(const std::function<Status()>& turn) {
   const Superblock& superblock = extents_.superblock();
   if (superblock.root_bytes == 0) return std::vector<JobRecord>{};
   const auto read = [&](const std::vector<ExtentRecord>& from,

@@ -83,6 +83,7 @@ class Commits {
     uint64_t started_ns = 0;  // and before, since when it waits
   };
 
+  Result<std::vector<JobRecord>> load_records(const std::function<Status()>& turn);
   void start_next();
   Status prepare(Commit& commit);
   Status add_write(Commit& commit, std::span<const std::byte> bytes, ExtentRecord* extent);

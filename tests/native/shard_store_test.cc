@@ -608,6 +608,9 @@ TEST_F(StepTest, a_job_that_lost_a_shard_stays_at_n_and_what_is_whole_can_be_sav
     heart.faults().clear_faults();
     for (const Status& refused : {heart.step(request()).first, heart.sync(session_)}) {
       EXPECT_EQ(refused.code(), StatusCode::integrity);
+      const size_t advice = refused.message().find("connect(fresh=True)");
+      EXPECT_NE(advice, std::string::npos) << refused.message();
+      EXPECT_EQ(refused.message().rfind("connect(fresh=True)"), advice) << refused.message();
       EXPECT_NE(refused.message().find("job job has lost shard " + name), std::string::npos)
           << refused.message();
       EXPECT_NE(refused.message().find("connect(fresh=True)"), std::string::npos);
