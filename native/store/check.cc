@@ -196,41 +196,6 @@ struct Jobs {
   std::vector<ExtentUse> catalogues;  // of the root and of all jobs
 };
 
-/// An error only where the format is newer; everything else is a finding.
-Result<Jobs> read_jobs(const Set& set, std::vector<CheckFinding>& findings) {
-  Jobs jobs;
-  if (set.superblock.root_bytes == 0) return jobs;
-  const ExtentRecord& root_extent = set.superblock.root;
-  jobs.catalogues.push_back({.extent = root_extent, .part = "the list of jobs", .shards = {}});
-  const auto root_bytes =
-      read_record(set, {root_extent}, set.superblock.root_bytes, "the list of jobs", findings);
-  if (!root_bytes.is_ok()) return jobs;
-  const auto root = decode_root(root_bytes.value(), FormatUse::read_only);
-  if (!root.is_ok()) {
-    if (root.status().code() == StatusCode::not_yet) return root.status();
-    add_malformed(set, root_extent, "the list of jobs", root.status(), findings);
-    return jobs;
-  }
-  std::set<std::string> names;
-  for (const RootEntry& entry : root.value().jobs) {
-    const std::string part = concat("the catalogue of job ", entry.job_id);
-    for (const ExtentRecord& extent : entry.catalogue) {
-      jobs.catalogues.push_back({.extent = extent, .part = part, .shards = {}});
-    }
-    const auto bytes = read_record(set, entry.catalogue, entry.catalogue_bytes, part, findings);
-    if (!bytes.is_ok()) continue;
-    auto job = decode_job(bytes.value(), FormatUse::read_only);
-    if (job.status().code() == StatusCode::not_yet) return job.status();
-    const Status sound = job.is_ok() ? check_identity(entry, job.value(), names) : job.status();
-    if (!sound.is_ok()) {
-      add_malformed(set, entry.catalogue.front(), part, sound, findings);
-      continue;
-    }
-    jobs.records.push_back(std::move(job).value());
-  }
-  return jobs;
-}
-
 /// Ranges that two owners name. Sorted by place: each is compared with the one that reaches
 /// farthest so far.
 void add_overlaps(const Set& set,
@@ -266,6 +231,57 @@ void add_overlaps(const Set& set,
     const bool same_device = at > 0 && place(order[farthest]).first == place(i).first;
     if (!same_device || end_of(i) > end_of(order[farthest])) farthest = at;
   }
+}
+
+/// An error only where the format is newer; everything else is a finding.
+Result<Jobs> read_jobs(const Set& set, std::vector<CheckFinding>& findings) {
+  Jobs jobs;
+  if (set.superblock.root_bytes == 0) return jobs;
+  const ExtentRecord& root_extent = set.superblock.root;
+  jobs.catalogues.push_back({.extent = root_extent, .part = "the list of jobs", .shards = {}});
+  const auto root_bytes =
+      read_record(set, {root_extent}, set.superblock.root_bytes, "the list of jobs", findings);
+  if (!root_bytes.is_ok()) return jobs;
+  const auto root = decode_root(root_bytes.value(), FormatUse::read_only);
+  if (!root.is_ok()) {
+    if (root.status().code() == StatusCode::not_yet) return root.status();
+    add_malformed(set, root_extent, "the list of jobs", root.status(), findings);
+    return jobs;
+  }
+  const auto part_of = [](const RootEntry& entry) {
+    return concat("the catalogue of job ", entry.job_id);
+  };
+  for (const RootEntry& entry : root.value().jobs) {
+    for (const ExtentRecord& extent : entry.catalogue) {
+      jobs.catalogues.push_back({.extent = extent, .part = part_of(entry), .shards = {}});
+    }
+  }
+  // Before they are read: what the same bytes are named for again and again fits no memory. No
+  // daemon starts from such a list.
+  std::vector<std::pair<const ExtentUse*, std::string>> owners;
+  for (const ExtentUse& use : jobs.catalogues) owners.emplace_back(&use, "");
+  std::vector<CheckFinding> overlaps;
+  add_overlaps(set, owners, overlaps);
+  if (!overlaps.empty()) {
+    findings.push_back(std::move(overlaps.front()));
+    jobs.catalogues.resize(1);  // what was read
+    return jobs;
+  }
+  std::set<std::string> names;
+  for (const RootEntry& entry : root.value().jobs) {
+    const std::string part = part_of(entry);
+    const auto bytes = read_record(set, entry.catalogue, entry.catalogue_bytes, part, findings);
+    if (!bytes.is_ok()) continue;
+    auto job = decode_job(bytes.value(), FormatUse::read_only);
+    if (job.status().code() == StatusCode::not_yet) return job.status();
+    const Status sound = job.is_ok() ? check_identity(entry, job.value(), names) : job.status();
+    if (!sound.is_ok()) {
+      add_malformed(set, entry.catalogue.front(), part, sound, findings);
+      continue;
+    }
+    jobs.records.push_back(std::move(job).value());
+  }
+  return jobs;
 }
 
 CheckedVolume told(const InspectedVolume& volume) {

@@ -54,10 +54,13 @@ Result<std::vector<JobRecord>> Commits::load_records(const std::function<Status(
                    " < ",
                    length_bytes);
     }
+    // Before anything is read: what the same bytes are named for again and again fits no memory.
+    for (const ExtentRecord& extent : from) {
+      if (Status status = extents_.reserve(extent); !status.is_ok()) return status;
+    }
     std::vector<std::byte> bytes;
     bytes.reserve(padded_bytes);
     for (const ExtentRecord& extent : from) {
-      if (Status status = extents_.reserve(extent); !status.is_ok()) return status;
       // Of the continuation, not of this frame: the device may write to it after we gave up.
       struct Reading {
         BlockBytes block;

@@ -247,6 +247,38 @@ TEST_F(CheckTest, a_catalogue_of_another_job_is_refused_by_check_and_daemon) {
   }
 }
 
+TEST_F(CheckTest, a_list_of_jobs_that_names_the_same_bytes_often_is_refused_and_not_followed) {
+  const ExtentRecord extent = write_extent(0, 5_MiB, std::vector<std::byte>(kBlobExtentBytes));
+  RootEntry entry{.job_id = 2, .catalogue_bytes = 100_MiB, .catalogue = {}};
+  entry.catalogue.assign(100, extent);
+  write_root({.job_id_next = 3, .jobs = {root_entry(1, 3_MiB, encode(job_record())), entry}});
+  const CheckReport report = check();
+  ASSERT_EQ(report.findings.size(), 1u);
+  EXPECT_EQ(report.findings[0].part, "the catalogue of job 2");
+  EXPECT_NE(report.findings[0].reason.find("two owners"), std::string::npos);
+  EXPECT_TRUE(report.anything_lost());
+  EXPECT_EQ(report.bytes, kBlockBytes) << "the list alone";
+  const auto listed = list_volumes(directories());
+  ASSERT_TRUE(listed.is_ok());
+  EXPECT_NE(listed.value().jobs_unknown.find("two owners"), std::string::npos);
+  EXPECT_NE(loaded().message().find("two owners"), std::string::npos) << loaded().message();
+}
+
+TEST_F(CheckTest, what_a_daemon_cannot_start_from_is_said_with_what_to_do) {
+  for (const uint64_t offset_bytes : {3_MiB, 2_MiB}) {
+    flip(0, offset_bytes + 60);
+    const Status status = loaded();
+    EXPECT_EQ(status.code(), StatusCode::integrity);
+    for (const std::string& part :
+         {std::string(offset_bytes == 2_MiB ? "the volume's root" : "the catalogue of job 1"),
+          std::string("restore the volumes, or move them away to start empty"),
+          concat(path(0), " at ", offset_bytes)}) {
+      EXPECT_NE(status.message().find(part), std::string::npos) << status.message();
+    }
+    EXPECT_EQ(status.message().find("connect("), std::string::npos) << "nobody can";
+  }
+}
+
 TEST_F(CheckTest, one_damaged_copy_of_a_superblock_is_a_warning) {
   for (const uint64_t offset_bytes : superblock_pair_offsets(1, 16_MiB)) {
     flip(0, offset_bytes + 100);
