@@ -22,7 +22,12 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from memd import __version__
-from memd_native import IO_SECONDS_BOUNDS, PROTOCOL_VERSION, STEP_SECONDS_BOUNDS
+from memd_native import (
+    IO_SECONDS_BOUNDS,
+    PROTOCOL_VERSION,
+    STEP_SECONDS_BOUNDS,
+    StatusError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -336,7 +341,13 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 10  # seconds for a request to arrive
 
     def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
+        try:
+            self._get(self.path.partition("?")[0])
+        except StatusError as error:
+            # The data plane does not answer, or has ended: nothing is known, so nothing is said.
+            self._answer(503, f"{error}\n".encode())
+
+    def _get(self, path: str) -> None:
         if path == "/metrics":
             encode, content_type = choose_encoder(self.headers.get("Accept", ""))
             self._answer(200, encode(self.server.registry), content_type)

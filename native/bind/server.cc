@@ -386,7 +386,7 @@ void bind_server(nb::module_& module) {
             return unlocked([&] { return self.find_job(name); });
           },
           "name"_a)
-      .def("jobs", &Server::jobs, nb::call_guard<nb::gil_scoped_release>())
+      .def("jobs", [](Server& self) { return unlocked([&] { return self.jobs(); }); })
       .def(
           "shards",
           [](Server& self, uint64_t job_id) {
@@ -414,10 +414,10 @@ void bind_server(nb::module_& module) {
           "start_time"_a = 0,
           "uid"_a = 0,
           "Of the process that the session belongs to; only it may resume the session.")
-      .def("kept_sessions",
-           &Server::kept_sessions,
-           nb::call_guard<nb::gil_scoped_release>(),
-           "Sessions of the daemon before whose processes have not come back yet.")
+      .def(
+          "kept_sessions",
+          [](Server& self) { return unlocked([&] { return self.kept_sessions(); }); },
+          "Sessions of the daemon before whose processes have not come back yet.")
       .def(
           "resume_session",
           [](Server& self, uint64_t session_id, uint32_t pid, uint64_t start_time, uint32_t uid) {
@@ -434,8 +434,7 @@ void bind_server(nb::module_& module) {
       .def(
           "closing_step",
           [](Server& self, uint64_t job_id) {
-            const nb::gil_scoped_release released;
-            return self.closing_step(job_id);
+            return unlocked([&] { return self.closing_step(job_id); });
           },
           "job_id"_a,
           "A step that was closed and that the daemon is finishing; 0: none.")
@@ -583,15 +582,15 @@ void bind_server(nb::module_& module) {
           "timeout_s"_a,
           "Replaces moments within one tile, and the shard's generation; durable after the next "
           "sync or step.")
-      .def("statistics", &Server::statistics, nb::call_guard<nb::gil_scoped_release>())
+      .def("statistics", [](Server& self) { return unlocked([&] { return self.statistics(); }); })
       .def_prop_ro("outlives_process",
                    &Server::outlives_process,
                    "Whether what jobs have in memory outlives this process; False also where the "
                    "keeper failed.")
-      .def("in_flight",
-           &Server::in_flight,
-           nb::call_guard<nb::gil_scoped_release>(),
-           "What has been begun and is not done, the oldest first.")
+      .def(
+          "in_flight",
+          [](Server& self) { return unlocked([&] { return self.in_flight(); }); },
+          "What has been begun and is not done, the oldest first.")
       .def("set_scrub_rate",
            &Server::set_scrub_rate,
            "bytes_per_second"_a,

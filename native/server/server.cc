@@ -359,10 +359,9 @@ Result<JobInfo> Server::find_job(const std::string& name) {
   });
 }
 
-std::vector<JobInfo> Server::jobs() {
-  auto jobs = ask<std::vector<JobInfo>>(
+Result<std::vector<JobInfo>> Server::jobs() {
+  return ask<std::vector<JobInfo>>(
       kAnswerS, "listing jobs", [this](const auto& reply) { reply(store_->jobs()); });
-  return jobs.is_ok() ? std::move(jobs).value() : std::vector<JobInfo>{};
 }
 
 Result<std::vector<ShardInfo>> Server::shards(uint64_t job_id) {
@@ -427,10 +426,11 @@ Result<SessionGrant> Server::attach(uint64_t job_id, const SessionOwner& owner) 
   return std::move(*result.value());
 }
 
-std::vector<KeptSession> Server::kept_sessions() {
-  auto result = ask<std::vector<KeptSession>>(
-      kAnswerS, "kept sessions", [this](const auto& reply) { reply(store_->kept_sessions()); });
-  return result.is_ok() ? std::move(result).value() : std::vector<KeptSession>{};
+Result<std::vector<KeptSession>> Server::kept_sessions() {
+  return ask<std::vector<KeptSession>>(
+      kAnswerS, "listing kept sessions", [this](const auto& reply) {
+        reply(store_->kept_sessions());
+      });
 }
 
 Result<SessionGrant> Server::resume_session(uint64_t session_id, const SessionOwner& owner) {
@@ -451,12 +451,10 @@ Result<SessionGrant> Server::resume_session(uint64_t session_id, const SessionOw
   return std::move(*result.value());
 }
 
-uint64_t Server::closing_step(uint64_t job_id) {
-  const auto result =
-      ask<uint64_t>(kAnswerS, "the closing step", [this, job_id](const auto& reply) {
-        reply(store_->closing_step(job_id));
-      });
-  return result.is_ok() ? result.value() : 0;
+Result<uint64_t> Server::closing_step(uint64_t job_id) {
+  return ask<uint64_t>(kAnswerS, "finding the closing step", [this, job_id](const auto& reply) {
+    reply(store_->closing_step(job_id));
+  });
 }
 
 Status Server::watch(const Session& session) {
@@ -591,10 +589,9 @@ Status Server::write_moments(const MomentsRequest& request,
       }));
 }
 
-ServerStatistics Server::statistics() {
-  auto result = ask<ServerStatistics>(
-      kAnswerS, "statistics", [this](const auto& reply) { reply(store_->statistics()); });
-  return result.is_ok() ? std::move(result).value() : ServerStatistics{};
+Result<ServerStatistics> Server::statistics() {
+  return ask<ServerStatistics>(
+      kAnswerS, "counting", [this](const auto& reply) { reply(store_->statistics()); });
 }
 
 void Server::set_scrub_rate(uint64_t bytes_per_second) {
@@ -618,10 +615,10 @@ void Server::end_check(uint64_t check_id) {
   post([this, check_id] { store_->live_check().end(check_id); });
 }
 
-std::vector<Activity> Server::in_flight() {
-  auto result = ask<std::vector<Activity>>(
-      kAnswerS, "what is in flight", [this](const auto& reply) { reply(store_->in_flight()); });
-  return result.is_ok() ? std::move(result).value() : std::vector<Activity>{};
+Result<std::vector<Activity>> Server::in_flight() {
+  return ask<std::vector<Activity>>(kAnswerS,
+                                    "listing what is in flight",
+                                    [this](const auto& reply) { reply(store_->in_flight()); });
 }
 
 Status Server::stop(double timeout_s) {
@@ -642,7 +639,10 @@ Status Server::stop(double timeout_s) {
       reply(Nothing{});
     }));
   }
-  for (const JobInfo& job : jobs()) {
+  const auto all_jobs = ask<std::vector<JobInfo>>(
+      left_s(), "listing the jobs to sync", [this](const auto& reply) { reply(store_->jobs()); });
+  if (!all_jobs.is_ok() && status.is_ok()) status = all_jobs.status();
+  for (const JobInfo& job : all_jobs.is_ok() ? all_jobs.value() : std::vector<JobInfo>()) {
     // It stays at its last commit, which is durable.
     if (!job.lost_shards.empty()) continue;
     auto synced =

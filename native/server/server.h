@@ -105,17 +105,17 @@ class Server : public std::enable_shared_from_this<Server> {
 
   Result<JobInfo> open_job(const OpenJobRequest& request);
   Result<JobInfo> find_job(const std::string& name);
-  std::vector<JobInfo> jobs();
+  Result<std::vector<JobInfo>> jobs();
   Result<std::vector<ShardInfo>> shards(uint64_t job_id);
   Status drop_job(uint64_t job_id, bool force);
 
   Result<SessionGrant> attach(uint64_t job_id, const SessionOwner& owner = {});
   /// Sessions of the daemon before whose processes have not come back yet.
-  std::vector<KeptSession> kept_sessions();
+  Result<std::vector<KeptSession>> kept_sessions();
   /// For the process that the session belongs to. No descriptors: it has them.
   Result<SessionGrant> resume_session(uint64_t session_id, const SessionOwner& owner);
   /// A step that was closed and that the daemon is finishing; 0: none.
-  uint64_t closing_step(uint64_t job_id);
+  Result<uint64_t> closing_step(uint64_t job_id);
   Result<std::vector<OwnedFd>> segment_fds(uint64_t session_id, uint64_t first);
   Result<uint32_t> detach(uint64_t session_id);
 
@@ -135,9 +135,9 @@ class Server : public std::enable_shared_from_this<Server> {
                        std::vector<float> exp_avg_sq,
                        double timeout_s);
 
-  ServerStatistics statistics();
+  Result<ServerStatistics> statistics();
   /// What has been begun and is not done, the oldest first.
-  std::vector<Activity> in_flight();
+  Result<std::vector<Activity>> in_flight();
   /// What jobs have in memory outlives this process; false also where a keeper failed.
   bool outlives_process() const { return keeper_ != nullptr && !keeper_->has_failed(); }
   /// See ShardStore::set_scrub_rate().

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <mutex>
 #include <set>
 #include <thread>
 #include <vector>
@@ -44,7 +45,9 @@ struct Stalls {
   uint64_t reads_answered = ~uint64_t{0};  // those that come after are never answered
   uint64_t read_count = 0;
   uint64_t read_offset_bytes = 0;  // of the one that is not answered
-  bool waits_awake = false;        // somebody waits for it whom the wake descriptor keeps awake
+  std::mutex turn;                 // the server thread stands still while somebody has it
+  std::atomic<bool> stands_still{false};
+  bool waits_awake = false;  // somebody waits for it whom the wake descriptor keeps awake
 };
 
 /// An engine whose device stops answering.
@@ -68,6 +71,11 @@ class StallingQueue final : public IoQueue {
     stalls_->all ? held_.push_back(std::move(request)) : queue_->submit(std::move(request));
   }
   size_t reap() override {
+    std::unique_lock turn(stalls_->turn, std::try_to_lock);
+    if (!turn) {
+      stalls_->stands_still = true;
+      turn.lock();
+    }
     if (!stalls_->all) {
       for (IoRequest& request : std::exchange(held_, {})) queue_->submit(std::move(request));
     }
@@ -114,6 +122,13 @@ class StallingQueue final : public IoQueue {
   std::vector<IoRequest> never_;
 };
 
+/// Says that everything is kept.
+class GullibleKeeper final : public DescriptorKeeper {
+ public:
+  void keep(const std::string&, int) override {}
+  void forget(const std::string&) override {}
+};
+
 /// A daemon without its Python, on a file and with threads of its own.
 class ServerTest : public testing::Test {
  protected:
@@ -142,6 +157,7 @@ class ServerTest : public testing::Test {
     options.lock_required = false;
     options.huge_pages = false;
     options.update_thread_count = 2;
+    options.keeper = keeper_;
     options.make_queue = [stalls = stalls_](const IoQueueOptions& queue_options) {
       auto choice = make_io_queue(queue_options);
       if (choice.is_ok()) {
@@ -211,7 +227,23 @@ class ServerTest : public testing::Test {
     client.session->release(held.value());
   }
 
+  ServerStatistics statistics() { return server_->statistics().value(); }
+  std::vector<JobInfo> jobs() { return server_->jobs().value(); }
+  std::vector<Activity> in_flight() { return server_->in_flight().value(); }
+  /// The server thread takes no command until the lock is gone.
+  std::unique_lock<std::mutex> stand_still() {
+    std::unique_lock turn(stalls_->turn);
+    while (!stalls_->stands_still) std::this_thread::yield();
+    return turn;
+  }
+  /// Until stop() takes nothing more.
+  void wait_for_the_end_to_begin() {
+    while (server_->read_moments({}, 0.001).status().code() != StatusCode::unavailable) {
+    }
+  }
+
   fs::path root_;
+  std::shared_ptr<DescriptorKeeper> keeper_;
   std::shared_ptr<Stalls> stalls_ = std::make_shared<Stalls>();
   std::shared_ptr<Server> server_;
 };
@@ -230,8 +262,7 @@ TEST_F(ServerTest, clients_in_many_threads_read_what_each_of_them_put) {
         expect_filled(client, shard, value);
         EXPECT_TRUE(client.session->prefetch(shard).is_ok());
         if (round == 3) EXPECT_TRUE(server_->sync(client.session_id, 20).is_ok());
-        const auto statistics = server_->statistics();
-        EXPECT_EQ(statistics.jobs.size(), 1u);
+        EXPECT_EQ(statistics().jobs.size(), 1u);
       }
       const auto leases = server_->detach(client.session_id);
       ASSERT_TRUE(leases.is_ok());
@@ -240,8 +271,8 @@ TEST_F(ServerTest, clients_in_many_threads_read_what_each_of_them_put) {
     });
   }
   for (auto& thread : threads) thread.join();
-  EXPECT_EQ(server_->jobs().at(0).lease_count, 0u);
-  EXPECT_GT(server_->statistics().jobs.at(0).counters.spilled_bytes, 0u) << "18 MiB in 12";
+  EXPECT_EQ(jobs().at(0).lease_count, 0u);
+  EXPECT_GT(statistics().jobs.at(0).counters.spilled_bytes, 0u) << "18 MiB in 12";
 }
 
 TEST_F(ServerTest, a_release_wakes_who_waits_for_room) {
@@ -269,7 +300,7 @@ TEST_F(ServerTest, a_wait_for_a_stalled_device_ends_with_what_is_in_flight) {
   const Client client = attach(open("job"));
   const uint32_t shard = declare(client, blob("a", 1_MiB));
   fill(client, shard, 1);
-  EXPECT_TRUE(server_->in_flight().empty());
+  EXPECT_TRUE(in_flight().empty());
   stalls_->all = true;
   const Status sync = server_->sync(client.session_id, 0.2).status();
   EXPECT_EQ(sync.code(), StatusCode::deadline);
@@ -278,7 +309,7 @@ TEST_F(ServerTest, a_wait_for_a_stalled_device_ends_with_what_is_in_flight) {
   }
   std::thread second([&] { EXPECT_TRUE(server_->sync(client.session_id, 20).is_ok()); });
   std::vector<Activity> seen;
-  while (seen.size() < 3) seen = server_->in_flight();
+  while (seen.size() < 3) seen = in_flight();
   const auto count = [&](const std::string& kind, bool waits) {
     return std::count_if(seen.begin(), seen.end(), [&](const Activity& each) {
       return each.kind == kind && each.waits_on.empty() != waits;
@@ -293,7 +324,7 @@ TEST_F(ServerTest, a_wait_for_a_stalled_device_ends_with_what_is_in_flight) {
   }
   stalls_->all = false;
   second.join();
-  EXPECT_TRUE(server_->in_flight().empty());
+  EXPECT_TRUE(in_flight().empty());
   EXPECT_TRUE(server_->stop(20).is_ok());
 }
 
@@ -305,7 +336,7 @@ TEST_F(ServerTest, a_device_that_never_answers_does_not_hold_up_the_end) {
   stalls_->all = true;
   Status waiting_sync;
   std::thread waiting([&] { waiting_sync = server_->sync(client.session_id, 600).status(); });
-  while (server_->in_flight().empty()) std::this_thread::yield();
+  while (in_flight().empty()) std::this_thread::yield();
   const Status stopped = server_->stop(0.3);
   waiting.join();  // it does not wait for its ten minutes
   EXPECT_EQ(waiting_sync.code(), StatusCode::unavailable) << waiting_sync.message();
@@ -314,6 +345,22 @@ TEST_F(ServerTest, a_device_that_never_answers_does_not_hold_up_the_end) {
     EXPECT_NE(stopped.message().find(part), std::string::npos) << stopped.message();
   }
   EXPECT_TRUE(server_->stop(0.3).is_ok()) << "once is enough";
+}
+
+TEST_F(ServerTest, an_end_that_cannot_ask_for_the_last_sync_is_no_good_end) {
+  keeper_ = std::make_shared<GullibleKeeper>();  // so that no session is ended first
+  start();
+  const Client client = attach(open("job"));
+  fill(client, declare(client, blob("a", 1_MiB)), 1);
+  auto turn = stand_still();
+  Status stopped;
+  std::thread stopping([&] { stopped = server_->stop(0.01); });
+  wait_for_the_end_to_begin();
+  turn.unlock();
+  stopping.join();
+  EXPECT_EQ(stopped.code(), StatusCode::deadline);
+  EXPECT_NE(stopped.message().find("listing the jobs to sync"), std::string::npos)
+      << stopped.message();
 }
 
 TEST_F(ServerTest, a_start_gives_up_a_device_that_does_not_answer_and_names_the_place) {
@@ -395,7 +442,8 @@ TEST_F(ServerTest, stopping_while_leases_wait_answers_all_of_them) {
   }
   std::atomic<bool> done{false};
   threads.emplace_back([&] {
-    while (!done) server_->statistics();
+    while (!done) [[maybe_unused]]
+      const auto answer = server_->statistics();
   });
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   const SteadyClock clock;
@@ -430,7 +478,7 @@ TEST_F(ServerTest, what_was_put_is_there_after_a_restart_and_a_step_in_flight_is
       const auto report = server->step(request, 20);
       EXPECT_TRUE(report.is_ok()) << report.status().message();
     });
-    while (server_->statistics().jobs.at(0).job.committed_step == 0) {
+    while (statistics().jobs.at(0).job.committed_step == 0) {
       std::this_thread::yield();  // its commit has begun
     }
     EXPECT_TRUE(server_->stop(20).is_ok());
@@ -463,9 +511,9 @@ TEST_F(ServerTest, starting_over_gets_its_memory_back_first_and_another_job_keep
     EXPECT_EQ(busy.status().code(), StatusCode::invalid_argument) << "a session is attached";
     ASSERT_TRUE(server_->detach(client.session_id).is_ok());
   }
-  EXPECT_EQ(server_->jobs().size(), 1u);
-  EXPECT_TRUE(server_->drop_job(server_->jobs()[0].job_id, false).is_ok());
-  EXPECT_EQ(server_->statistics().pool_bytes_free, kHostBytes);
+  EXPECT_EQ(jobs().size(), 1u);
+  EXPECT_TRUE(server_->drop_job(jobs()[0].job_id, false).is_ok());
+  EXPECT_EQ(statistics().pool_bytes_free, kHostBytes);
 }
 
 TEST_F(ServerTest, a_client_that_breaks_the_protocol_loses_its_session_and_nobody_else_does) {
@@ -500,8 +548,8 @@ TEST_F(ServerTest, a_client_that_breaks_the_protocol_loses_its_session_and_nobod
     EXPECT_EQ(layout.header.ended.load(), 1u) << kind;
     expect_filled(good, shard, 1);
   }
-  EXPECT_EQ(server_->statistics().session_count, 1u);
-  EXPECT_GE(server_->statistics().ring_protocol_errors, 3u);
+  EXPECT_EQ(statistics().session_count, 1u);
+  EXPECT_GE(statistics().ring_protocol_errors, 3u);
 }
 
 }  // namespace

@@ -8,15 +8,16 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from memd.metrics import DaemonCollector, MetricsServer
 from memd.peers import Peers
+from memd.refusal import StatusCode
 from memd.service.call import Gate
-from tests.unit.fake_native import FakeServer, as_server
+from tests.unit.fake_native import FakeServer, as_server, status_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +43,11 @@ class Scraped:
 def scraped() -> Iterator[Scraped]:
     server, peers, readiness = FakeServer(), Peers(), [False]
     collector = DaemonCollector(as_server(server), peers=peers, gate=Gate(peers))
-    metrics = MetricsServer("127.0.0.1:0", collector, is_ready=lambda: readiness[0])
+    metrics = MetricsServer(
+        "127.0.0.1:0",
+        collector,
+        is_ready=lambda: readiness[0] and not server.statistics().fence_reason,
+    )
     metrics.start()
     yield Scraped(server, metrics, readiness)
     metrics.stop()
@@ -145,6 +150,21 @@ def test_readiness_follows_the_daemon_and_health_does_not(scraped: Scraped) -> N
     assert scraped.get("/healthz") == (200, "serving\n")
     scraped.readiness[0] = True
     assert scraped.get("/readyz") == (200, "ready\n")
+
+
+def test_where_the_data_plane_does_not_answer_nothing_is_said_of_it(
+    scraped: Scraped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def statistics() -> NoReturn:
+        raise status_error(StatusCode.DEADLINE, "counting is not done yet")
+
+    scraped.readiness[0] = True
+    monkeypatch.setattr(scraped.server, "statistics", statistics)
+    for path in ("/metrics", "/readyz"):
+        status, text = scraped.get(path)
+        assert status == 503
+        assert "counting is not done yet" in text
+    assert scraped.get("/healthz")[0] == 200
 
 
 def test_another_path_is_told_what_there_is(scraped: Scraped) -> None:
