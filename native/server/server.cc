@@ -531,7 +531,7 @@ Result<bool> Server::delete_shard(uint64_t session_id, const std::string& name) 
 
 Result<std::unique_ptr<ServiceLease>> Server::lease(
     uint64_t session_id, uint32_t shard_id, Part part, LeaseMode mode, double timeout_s) {
-  using Granted = std::pair<uint64_t, LeaseGrant>;
+  using Granted = std::shared_ptr<std::unique_ptr<ServiceLease>>;
   const LeaseRequest request{.session_id = session_id,
                              .shard_id = shard_id,
                              .part = part,
@@ -545,21 +545,30 @@ Result<std::unique_ptr<ServiceLease>> Server::lease(
       if (!status.is_ok()) return reply(status);
       const auto job = store_->job_of(request.session_id);
       MEMD_CHECK(job.is_ok());
-      reply(Granted(job.value()->job_id, grant));
+      // From here on somebody owns the grant: a caller that gave up waiting drops it.
+      reply(std::make_shared<std::unique_ptr<ServiceLease>>(
+          std::make_unique<ServiceLease>(*this, job.value()->job_id, grant)));
     });
   });
   if (!result.is_ok()) return result.status();
-  return std::make_unique<ServiceLease>(
-      shared_from_this(), result.value().first, result.value().second);
+  std::unique_ptr<ServiceLease> lease = std::move(*result.value());
+  lease->keep(shared_from_this());
+  return lease;
+}
+
+ServiceLease::ServiceLease(Server& server, uint64_t job_id, const LeaseGrant& grant)
+    : server_(&server), job_id_(job_id), grant_(grant) {
+  ++server.service_lease_count_;
 }
 
 void ServiceLease::release(bool discard) {
-  if (server_ == nullptr) return;
-  Server* const server = server_.get();
+  Server* const server = std::exchange(server_, nullptr);
+  if (server == nullptr) return;
   server->post([server, job_id = job_id_, grant = grant_, discard] {
     if (server->store_ != nullptr) server->store_->release_service_lease(job_id, grant, discard);
   });
-  server_.reset();
+  --server->service_lease_count_;
+  kept_.reset();
 }
 
 Result<std::pair<std::vector<float>, std::vector<float>>> Server::read_moments(
@@ -678,12 +687,21 @@ Status Server::stop(double timeout_s) {
 }
 
 Status Server::drain(std::chrono::steady_clock::time_point deadline) {
-  // The kernel and the workers still use the jobs' memory, and their completions the store.
-  while (!store_->is_idle() || io_->statistics().in_flight_count > 0) {
+  // The kernel and the workers still use the jobs' memory, and their completions the store; so do
+  // streams whose calls were ended, for a moment.
+  while (!store_->is_idle() || io_->statistics().in_flight_count > 0 || service_lease_count_ > 0) {
     io_->reap();
     workers_->reap();
     if (store_->advance()) continue;
     if (std::chrono::steady_clock::now() >= deadline) {
+      if (const uint64_t count = service_lease_count_; count > 0) {
+        return error(StatusCode::deadline,
+                     "the daemon stops before every stream let go of its shard; every job is on "
+                     "disk as of its last commit: ",
+                     count,
+                     " leases; in flight: ",
+                     describe(store_->in_flight(), kNamedCount));
+      }
       return error(
           StatusCode::deadline,
           "the daemon stops without what a device does not finish; every job is on disk as "

@@ -68,12 +68,13 @@ struct SessionGrant {
 
 class Server;
 
-/// Bytes of a shard pinned for a gRPC stream, whatever becomes of the session. Released when
-/// destroyed; any thread.
+/// Bytes of a shard pinned for a gRPC stream, whatever becomes of the session, and mapped until it
+/// is released. Released when destroyed; any thread.
 class ServiceLease {
  public:
-  ServiceLease(std::shared_ptr<Server> server, uint64_t job_id, LeaseGrant grant)
-      : server_(std::move(server)), job_id_(job_id), grant_(grant) {}
+  /// On the server thread, which must not hold its own server: who is granted the lease calls
+  /// keep().
+  ServiceLease(Server& server, uint64_t job_id, const LeaseGrant& grant);
   ~ServiceLease() { release(false); }
   ServiceLease(const ServiceLease&) = delete;
   ServiceLease& operator=(const ServiceLease&) = delete;
@@ -83,9 +84,11 @@ class ServiceLease {
   /// What was written becomes what readers see; with `discard`, an overwrite of a blob leaves no
   /// trace. Only the first call counts.
   void release(bool discard);
+  void keep(std::shared_ptr<Server> server) { kept_ = std::move(server); }
 
  private:
-  std::shared_ptr<Server> server_;
+  Server* server_;  // null once it was released
+  std::shared_ptr<Server> kept_;
   uint64_t job_id_;
   LeaseGrant grant_;
 };
@@ -199,6 +202,7 @@ class Server : public std::enable_shared_from_this<Server> {
   std::atomic<bool> stopping_{false};
   std::atomic<bool> abandoned_{false};  // nobody answers any more
   std::atomic<uint64_t> heartbeat_{0};
+  std::atomic<uint64_t> service_lease_count_{0};  // whose holders use the jobs' memory
   std::thread thread_;
 };
 

@@ -363,6 +363,49 @@ TEST_F(ServerTest, an_end_that_cannot_ask_for_the_last_sync_is_no_good_end) {
       << stopped.message();
 }
 
+TEST_F(ServerTest, a_lease_granted_after_its_caller_gave_up_is_given_back) {
+  start();
+  const Client client = attach(open("job"));
+  const uint32_t shard = declare(client, blob("a", 1_MiB));
+  fill(client, shard, 1);
+  auto turn = stand_still();
+  // Ten seconds of grace are added.
+  const auto late = server_->lease(client.session_id, shard, Part::value, LeaseMode::read, -9.99);
+  EXPECT_EQ(late.status().code(), StatusCode::deadline) << late.status().message();
+  turn.unlock();
+  for (int i = 0; i < 1000 && jobs().at(0).lease_count > 0; ++i) {
+  }
+  EXPECT_EQ(jobs().at(0).lease_count, 0u);
+}
+
+TEST_F(ServerTest, an_end_waits_for_streams_that_use_memory_and_leaves_it_to_those_that_stay) {
+  for (const bool stays : {false, true}) {
+    start();
+    const Client client = attach(open("job"));
+    const uint32_t shard = declare(client, blob("a", 1_MiB));
+    fill(client, shard, 7);
+    auto lease = server_->lease(client.session_id, shard, Part::value, LeaseMode::read, 20);
+    ASSERT_TRUE(lease.is_ok()) << lease.status().message();
+    const std::span<const std::byte> bytes(lease.value()->data(), lease.value()->bytes());
+    const auto expect_mapped = [&] {
+      EXPECT_TRUE(std::all_of(
+          bytes.begin(), bytes.end(), [](std::byte each) { return each == std::byte{7}; }));
+    };
+    Status stopped;
+    std::thread stopping([&] { stopped = server_->stop(stays ? 0.2 : 20); });
+    wait_for_the_end_to_begin();
+    if (stays) stopping.join();
+    expect_mapped();
+    lease.value()->release(false);
+    if (!stays) stopping.join();
+    EXPECT_EQ(stopped.code(), stays ? StatusCode::deadline : StatusCode::ok) << stopped.message();
+    if (stays) {
+      EXPECT_NE(stopped.message().find("1 leases"), std::string::npos) << stopped.message();
+      expect_mapped();
+    }
+  }
+}
+
 TEST_F(ServerTest, a_start_gives_up_a_device_that_does_not_answer_and_names_the_place) {
   start();
   const auto small = server_->open_job(
