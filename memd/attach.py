@@ -89,7 +89,7 @@ class AttachListener:
                 start_time=each.start_time,
                 sessions={session.session_id: session},
             )
-            self._peers.add(peer)
+            self._peers.add_kept(peer)
             self._watch(pidfd, partial(self._end, peer, reason="process died"))
             log.info(
                 "session kept",

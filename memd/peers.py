@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 PEERS_PER_UID_MAX = 128
 PEERS_MAX = 1024
 
+Process = tuple[int, int, int]  # pid, start time, uid
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Session:
@@ -40,6 +42,12 @@ class Peer:
     token: str = field(default_factory=lambda: secrets.token_hex(32))
     sessions: dict[int, Session] = field(default_factory=dict)
 
+    @property
+    def process(self) -> Process:
+        """The same for all connections of one process, and for those of no other whose start time
+        is known."""
+        return self.pid, self.start_time, self.uid
+
 
 class Peers:
     """Any thread may call it. A peer is there until its process dies, or until it closes its
@@ -54,21 +62,38 @@ class Peers:
     def add(self, peer: Peer) -> None:
         """Refused where there are too many already."""
         with self._lock:
-            # One whose kept session was claimed by its process's new connection is empty, and stays
-            # until the process dies: it takes nobody's place.
-            counted = [
-                other
-                for other in self._by_token.values()
-                if other.connection is not None or other.sessions
-            ]
-            of_this_uid = sum(other.uid == peer.uid for other in counted)
-            if of_this_uid >= PEERS_PER_UID_MAX or len(counted) >= PEERS_MAX:
-                raise Refused(
-                    StatusCode.CAPACITY,
-                    f"user {peer.uid} has {of_this_uid} of at most {PEERS_PER_UID_MAX} connections "
-                    f"and the daemon {len(counted)} of at most {PEERS_MAX}; close some",
-                )
+            connected, waiting = self._places()
+            # What a process connects anew to come back to its sessions takes the places of the
+            # connections that these had.
+            if connected[peer.process] >= waiting[peer.process]:
+                taken = connected | waiting  # of each process the larger number
+                of_this_uid = sum(taken[process] for process in taken if process[2] == peer.uid)
+                if of_this_uid >= PEERS_PER_UID_MAX or taken.total() >= PEERS_MAX:
+                    raise Refused(
+                        StatusCode.CAPACITY,
+                        f"user {peer.uid} has {of_this_uid} of at most {PEERS_PER_UID_MAX} "
+                        f"connections and the daemon {taken.total()} of at most {PEERS_MAX}; close "
+                        "some",
+                    )
             self._by_token[peer.token] = peer
+
+    def add_kept(self, peer: Peer) -> None:
+        """At start: its sessions are there already, and who has many must not keep the daemon from
+        serving others."""
+        with self._lock:
+            self._by_token[peer.token] = peer
+
+    def _places(self) -> tuple[Counter[Process], Counter[Process]]:
+        """How many connections each process has, and how many of its sessions have lost theirs. A
+        peer with neither waits for its process to die."""
+        connected: Counter[Process] = Counter()
+        waiting: Counter[Process] = Counter()
+        for peer in self._by_token.values():
+            if peer.connection is not None:
+                connected[peer.process] += 1
+            elif peer.sessions:
+                waiting[peer.process] += 1
+        return connected, waiting
 
     def find(self, token: str) -> Peer | None:
         with self._lock:
@@ -102,18 +127,14 @@ class Peers:
         return session
 
     def claim_session(self, peer: Peer, session_id: int) -> Session | None:
-        """Moves a session of the daemon before to this connection of the same process; None where
-        the process has no such session that waits for it."""
+        """Moves a session to this connection of the same process; None where the process has no
+        such session. It may be that of a connection which seems to be open: the process has left it
+        and nobody has read its end, or a forked data loader keeps it, so that there is none."""
         with self._lock:
             if peer.token not in self._by_token or not peer.start_time:
                 return None
             for other in self._by_token.values():
-                same = (other.pid, other.start_time, other.uid) == (
-                    peer.pid,
-                    peer.start_time,
-                    peer.uid,
-                )
-                if same and other.connection is None and session_id in other.sessions:
+                if other.process == peer.process and session_id in other.sessions:
                     session = other.sessions.pop(session_id)
                     peer.sessions[session_id] = session
                     return session

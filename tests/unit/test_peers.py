@@ -3,31 +3,109 @@
 from __future__ import annotations
 
 import socket
-from contextlib import closing
+from typing import TYPE_CHECKING
+
+import pytest
 
 from memd import peers
 from memd.peers import Peer, Peers, Session
+from memd.refusal import Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MAX = peers.PEERS_PER_UID_MAX
 
 
-def test_every_session_that_was_kept_can_be_claimed_by_its_process() -> None:
+@pytest.fixture
+def connection() -> Iterator[socket.socket]:
+    with socket.socket() as made:
+        yield made
+
+
+def session(number: int) -> Session:
+    return Session(session_id=number, job_id=1, job_name="kept")
+
+
+def peer_of(
+    connection: socket.socket | None, *, pid: int = 1, uid: int = 1000, start_time: int = 7
+) -> Peer:
+    return Peer(pid=pid, uid=uid, pidfd=-1, connection=connection, start_time=start_time)
+
+
+def keep(known: Peers, number: int, *, pid: int = 1) -> None:
+    peer = peer_of(None, pid=pid)
+    peer.sessions[number] = session(number)
+    known.add_kept(peer)
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["one by one", "together"])
+@pytest.mark.parametrize("processes", [1, 1000], ids=["of one process", "of one process each"])
+def test_every_session_that_was_kept_can_be_claimed_by_its_process(
+    connection: socket.socket, together: bool, processes: int
+) -> None:
     known = Peers()
-    count = peers.PEERS_PER_UID_MAX - 8
-    for number in range(count):
-        session = Session(session_id=number, job_id=1, job_name="kept")
-        known.add(
-            Peer(
-                pid=1,
-                uid=1000,
-                pidfd=-1,
-                connection=None,
-                start_time=7,
-                sessions={number: session},
-            )
-        )
-    with closing(socket.socket()) as connection:
-        for number in range(count):
-            peer = Peer(pid=1, uid=1000, pidfd=-1, connection=connection, start_time=7)
-            known.add(peer)
-            claimed = known.claim_session(peer, number)
-            assert claimed is not None
-            assert claimed.session_id == number
+    for number in range(MAX):
+        keep(known, number, pid=number % processes)
+    came = []
+    for number in range(MAX):
+        peer = peer_of(connection, pid=number % processes)
+        known.add(peer)
+        came.append((peer, number))
+        if not together:
+            assert known.claim_session(peer, number) == session(number)
+    for peer, number in came:
+        assert known.claim_session(peer, number) == session(number)
+        assert known.session(peer, number) == session(number)
+
+
+def test_kept_sessions_take_the_places_of_their_processes(connection: socket.socket) -> None:
+    known = Peers()
+    for number in range(MAX):
+        keep(known, number)
+    came = peer_of(connection)
+    known.add(came)
+    with pytest.raises(Refused, match=f"user 1000 has {MAX} of at most {MAX} connections"):
+        known.add(peer_of(connection, pid=2))
+    known.add(peer_of(connection, pid=2, uid=1001))
+    for number in range(MAX):
+        assert known.claim_session(came, number) is not None
+    known.add(peer_of(connection, pid=2))
+
+
+def test_no_number_of_kept_sessions_keeps_a_daemon_from_starting() -> None:
+    known = Peers()
+    for number in range(peers.PEERS_MAX + 1):
+        keep(known, number)
+    assert known.count() == peers.PEERS_MAX + 1
+
+
+def test_a_session_whose_connection_seems_open_is_claimed_by_its_process_alone(
+    connection: socket.socket,
+) -> None:
+    known = Peers()
+    first, second = peer_of(connection), peer_of(connection)
+    others = [
+        peer_of(connection, pid=2),
+        peer_of(connection, uid=0),
+        peer_of(connection, start_time=8),
+    ]
+    for peer in (first, second, *others):
+        known.add(peer)
+    known.add_session(first, session(5))
+    for other in others:
+        assert known.claim_session(other, 5) is None
+    assert known.claim_session(second, 5) == session(5)
+    assert known.claim_session(second, 5) == session(5), "its answer may have been lost"
+    with pytest.raises(Refused, match="attach again"):
+        known.session(first, 5)
+    assert known.claim_session(first, 6) is None
+
+
+def test_processes_that_cannot_be_told_apart_claim_nothing(connection: socket.socket) -> None:
+    known = Peers()
+    first, second = peer_of(connection, start_time=0), peer_of(connection, start_time=0)
+    known.add(first)
+    known.add(second)
+    known.add_session(first, session(5))
+    assert known.claim_session(second, 5) is None
