@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +86,21 @@ class StepCall:
         self._answered = time.perf_counter()
 
 
+class _Channel:
+    """A channel and all stubs on it. Made together: gRPC crashes the process where a stub is made
+    on a channel that is closed, as another thread may do at any time."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self.sessions = session_pb2_grpc.SessionServiceStub(self._channel)
+        self.tensors = tensor_pb2_grpc.TensorServiceStub(self._channel)
+        self.jobs = job_pb2_grpc.JobServiceStub(self._channel)
+
+    def close(self) -> None:
+        """Calls under way are given up, and others refused with a ValueError."""
+        self._channel.close()
+
+
 class Control:
     """Calls to one daemon. Any thread may call it; each call has a deadline and raises MemdError.
 
@@ -98,93 +114,105 @@ class Control:
         self._address = address
         self._last_words = last_words  # of a private daemon, once it is gone
         self._metadata = (("memd-token", token),)
-        self._channel: grpc.Channel | None = None
+        self._lock = threading.Lock()
+        self._channel: _Channel | None = None
 
     def renew(self, *, address: str, token: str) -> None:
         """Calls go to the next daemon from now on; those under way are given up."""
-        old, self._channel = self._channel, None
-        self._address = address
-        self._metadata = (("memd-token", token),)
+        with self._lock:
+            old, self._channel = self._channel, None
+            self._address = address
+            self._metadata = (("memd-token", token),)
         if old is not None:
             old.close()
 
     def attach(self, request: session_pb2.AttachRequest) -> session_pb2.AttachResponse:
-        return self._call(self._sessions().Attach, request, _LONG_S)
+        return self._call(self._open().sessions.Attach, request, _LONG_S)
 
     def detach(self, request: session_pb2.DetachRequest) -> session_pb2.DetachResponse:
-        return self._call(self._sessions().Detach, request, _SHORT_S)
+        return self._call(self._open().sessions.Detach, request, _SHORT_S)
 
     def declare(self, request: session_pb2.DeclareRequest) -> session_pb2.DeclareResponse:
-        return self._call(self._sessions().Declare, request, _SHORT_S)
+        return self._call(self._open().sessions.Declare, request, _SHORT_S)
 
     def begin_step(self, request: session_pb2.StepRequest) -> StepCall:
         """Sends it and returns; the answer comes to the call."""
-        future = self._sessions().Step.future(request, timeout=_LONG_S, metadata=self._metadata)
-        return StepCall(future, self._translated)
+        method = self._open().sessions.Step.future
+        return StepCall(self._invoke(method, request, _LONG_S), self._translated)
 
     def step(self, request: session_pb2.StepRequest) -> session_pb2.StepResponse:
         """As `begin_step`, and waits for the answer."""
         return self._call(self._sessions().Step, request, _LONG_S)
 
     def sync(self, request: session_pb2.SyncRequest) -> session_pb2.SyncResponse:
-        return self._call(self._sessions().Sync, request, _LONG_S)
+        return self._call(self._open().sessions.Sync, request, _LONG_S)
 
     def drop_gradients(
         self, request: session_pb2.DropGradientsRequest
     ) -> session_pb2.DropGradientsResponse:
-        return self._call(self._sessions().DropGradients, request, _SHORT_S)
+        return self._call(self._open().sessions.DropGradients, request, _SHORT_S)
 
     def delete(self, request: session_pb2.DeleteRequest) -> session_pb2.DeleteResponse:
-        return self._call(self._sessions().Delete, request, _SHORT_S)
+        return self._call(self._open().sessions.Delete, request, _SHORT_S)
 
     def list_shards(self, request: session_pb2.ListShardsRequest) -> session_pb2.ListShardsResponse:
-        return self._call(self._sessions().ListShards, request, _SHORT_S)
+        return self._call(self._open().sessions.ListShards, request, _SHORT_S)
 
     def drop_job(self, request: job_pb2.DropJobRequest) -> job_pb2.DropJobResponse:
-        return self._call(job_pb2_grpc.JobServiceStub(self._open()).DropJob, request, _SHORT_S)
+        return self._call(self._open().jobs.DropJob, request, _SHORT_S)
 
     def put(self, requests: Iterator[tensor_pb2.PutRequest]) -> tensor_pb2.PutResponse:
-        return self._call(self._tensors().Put, requests, _LONG_S)
+        return self._call(self._open().tensors.Put, requests, _LONG_S)
 
     def get(self, request: tensor_pb2.GetRequest) -> Iterator[tensor_pb2.GetResponse]:
-        return self._stream(self._tensors().Get, request)
+        return self._stream(self._open().tensors.Get, request)
 
     def get_moments(
         self, request: tensor_pb2.GetMomentsRequest
     ) -> Iterator[tensor_pb2.GetMomentsResponse]:
-        return self._stream(self._tensors().GetMoments, request)
+        return self._stream(self._open().tensors.GetMoments, request)
 
     def put_moments(
         self, requests: Iterator[tensor_pb2.PutMomentsRequest]
     ) -> tensor_pb2.PutMomentsResponse:
-        return self._call(self._tensors().PutMoments, requests, _LONG_S)
+        return self._call(self._open().tensors.PutMoments, requests, _LONG_S)
 
     def close(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
+        with self._lock:
+            channel = self._channel
+        if channel is not None:
+            channel.close()
 
-    def _open(self) -> grpc.Channel:
-        if self._channel is None:
-            self._channel = grpc.insecure_channel(self._address, options=_CHANNEL_OPTIONS)
-        return self._channel
-
-    def _sessions(self) -> session_pb2_grpc.SessionServiceStub:
-        return session_pb2_grpc.SessionServiceStub(self._open())
-
-    def _tensors(self) -> tensor_pb2_grpc.TensorServiceStub:
-        return tensor_pb2_grpc.TensorServiceStub(self._open())
+    def _open(self) -> _Channel:
+        with self._lock:
+            if self._channel is None:
+                self._channel = _Channel(self._address)
+            return self._channel
 
     def _call(self, method: Callable[..., Any], request: Any, timeout_s: float) -> Any:
         try:
-            return method(request, timeout=timeout_s, metadata=self._metadata)
+            return self._invoke(method, request, timeout_s)
         except grpc.RpcError as error:
             raise self._translated(error) from error
 
     def _stream(self, method: Callable[..., Iterable[Any]], request: Any) -> Iterator[Any]:
         try:
-            yield from method(request, timeout=_LONG_S, metadata=self._metadata)
+            yield from self._invoke(method, request, _LONG_S)
         except grpc.RpcError as error:
             raise self._translated(error) from error
+
+    def _invoke(self, method: Callable[..., Any], request: Any, timeout_s: float) -> Any:
+        try:
+            return method(request, timeout=timeout_s, metadata=self._metadata)
+        except ValueError as error:
+            # gRPC's whole word for a channel that another thread has closed since `method` was
+            # made from it.
+            if not str(error).startswith("Cannot invoke RPC"):
+                raise
+            raise DaemonUnavailable(
+                f"the channel to {self._address} was closed before this call was sent, because the "
+                "daemon has ended or the session was closed; connect again"
+            ) from error
 
     def _translated(self, error: Any) -> Exception:
         """`error` is a grpc.RpcError that is also a grpc.Call, which gRPC's types don't say."""
