@@ -90,7 +90,8 @@ class AttachConnection:
         return os.dup(self._socket.fileno())
 
     def is_closed_there(self) -> bool:
-        """The daemon has closed its end: it closes that of a living process only when it ends."""
+        """The daemon has closed its end. As a rule it has ended; one that lives closes it after a
+        packet that it does not take, or where it cannot send what was asked for."""
         other_end = select.poll()
         try:
             other_end.register(self._socket, 0)

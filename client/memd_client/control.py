@@ -142,7 +142,7 @@ class Control:
 
     def step(self, request: session_pb2.StepRequest) -> session_pb2.StepResponse:
         """As `begin_step`, and waits for the answer."""
-        return self._call(self._sessions().Step, request, _LONG_S)
+        return self._call(self._open().sessions.Step, request, _LONG_S)
 
     def sync(self, request: session_pb2.SyncRequest) -> session_pb2.SyncResponse:
         return self._call(self._open().sessions.Sync, request, _LONG_S)

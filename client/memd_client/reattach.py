@@ -19,8 +19,10 @@ from memd_client.errors import (
     DeadlineExceeded,
     InvalidArgument,
     MemdError,
+    NotYet,
     PermissionDenied,
     SessionFenced,
+    UnknownName,
 )
 from memd_proto.v1 import session_pb2
 
@@ -114,8 +116,13 @@ class Reattach:
         self._request.fresh = False
         self._request.durability = ""
         self._plane: SuspendablePlane | None = None
+        self._process_id = os.getpid()
+        # Held while a thread re-attaches.
         self._lock = threading.RLock()
         self._epoch = 0
+        # From the moment that re-attaching begins until a daemon has taken the session back, also
+        # where nobody tries any more: the connection may be a new one by then, and open.
+        self._is_away = False
         self._gone_since: float | None = None
         self._fenced: str | None = None
         self._closed = False
@@ -128,6 +135,7 @@ class Reattach:
         self._plane = plane
 
     def segments(self, session_id: int, first: int) -> list[int]:
+        self._wait_while_away()  # until then the next daemon does not know that they are ours
         return self.connection.segments(session_id, first)
 
     def close(self) -> None:
@@ -148,55 +156,77 @@ class Reattach:
             SessionFenced: the daemon is back without this session.
             DaemonUnavailable: it did not come back in time.
         """
+        self._refuse_in_forked_child()
         began = time.monotonic()
         while True:
+            self._wait_while_away()
             made = self._epoch if epoch is None else epoch
             epoch = None
             if self._fenced is not None:
                 raise SessionFenced(self._fenced)
             try:
                 return call()
-            except (DaemonUnavailable, PermissionDenied) as failure:
-                # PermissionDenied: the next daemon does not know our token.
+            except (DaemonUnavailable, PermissionDenied, UnknownName) as failure:
+                # PermissionDenied: the next daemon does not know our token. UnknownName: it does,
+                # and the session is not ours there yet.
                 if not self._seconds or self._closed:
                     raise
                 if not self._may_come_back(made, failure, lease=lease) and (
                     lease
-                    or isinstance(failure, PermissionDenied)
+                    or not isinstance(failure, DaemonUnavailable)
                     or time.monotonic() - began > self._seconds
                 ):
                     raise
                 _let_go_of_frames(failure)
 
-    def _may_come_back(self, epoch: int, failure: MemdError, *, lease: bool) -> bool:
-        """Whether the daemon has ended, and then returns when there is another one. A daemon that
-        stops refuses calls for as long as it finishes others: that is no end yet."""
+    def _refuse_in_forked_child(self) -> None:
+        """The lock may be held for ever there, and the session is the parent's."""
+        if os.getpid() != self._process_id:
+            raise MemdError(
+                f"job {self._request.job!r}: this session belongs to process {self._process_id}, "
+                "from which this one was forked; connect anew in the child"
+            )
+
+    def _wait_while_away(self) -> None:
+        """While another thread re-attaches. It may have given up: then the call finds out."""
+        if self._is_away:
+            with self._lock:
+                pass
+
+    def _may_come_back(self, made: int, failure: MemdError, *, lease: bool) -> bool:
+        """Whether the daemon that failed a call of epoch `made` has ended, and then returns when
+        there is another one. A daemon that stops refuses calls for as long as it finishes others:
+        that is no end yet."""
         patience_s = _STOPPING_S if lease else _PAUSE_S
         until = time.monotonic() + min(patience_s, self._seconds)
-        while self._epoch == epoch and not self.connection.is_closed_there():
-            if isinstance(failure, PermissionDenied) or time.monotonic() >= until:
+        while True:
+            with self._lock:
+                if self._fenced is not None:
+                    raise SessionFenced(self._fenced) from failure
+                if self._epoch != made:
+                    return True
+                if self._is_away or self.connection.is_closed_there():
+                    self._reattach(failure)
+                    return True
+            if not isinstance(failure, DaemonUnavailable) or time.monotonic() >= until:
                 return False
             time.sleep(_LOOK_S)
-        with self._lock:
-            if self._fenced is not None:
-                raise SessionFenced(self._fenced) from failure
-            if self._epoch == epoch:
-                self._reattach(failure)
-        return True
 
     def _reattach(self, failure: MemdError) -> None:
         """Called with the lock, the old connection closed at its other end."""
+        self._is_away = True
         if self._plane is not None:
             self._plane.suspend()
         if self._gone_since is None:
             self._gone_since = time.monotonic()
             _log.warning(
-                "job %r: the daemon at %s is gone; waiting up to %.0f s for it to come back",
+                "job %r: the daemon at %s is gone or has closed the connection; waiting up to "
+                "%.0f s for it to come back",
                 self._request.job,
                 self._where,
                 self._seconds,
             )
-        answer = self._ask_until(self._gone_since + self._seconds, failure)
+        answer, connection_fd = self._ask_until(self._gone_since + self._seconds, failure)
         gone_s = time.monotonic() - self._gone_since
         self._gone_since = None
         if not answer.kept:
@@ -207,9 +237,10 @@ class Reattach:
                 "session says"
             ) from failure
         self.on_return(answer, self.connection.daemon_process_id)
-        if self._plane is not None:
-            self._plane.reconnect(self.connection.duplicate())
+        if self._plane is not None and connection_fd is not None:
+            self._plane.reconnect(connection_fd)
         self._epoch += 1
+        self._is_away = False
         _log.info(
             "job %r: the daemon is back after %.1f s, at committed step %d%s; going on",
             self._request.job,
@@ -218,20 +249,39 @@ class Reattach:
             f" and finishing step {answer.closing_step}" if answer.closing_step else "",
         )
 
-    def _ask_until(self, deadline: float, failure: MemdError) -> session_pb2.AttachResponse:
+    def _ask_until(
+        self, deadline: float, failure: MemdError
+    ) -> tuple[session_pb2.AttachResponse, int | None]:
         while True:
+            if self._closed:
+                raise DaemonUnavailable(
+                    f"job {self._request.job!r}: the session was closed while it waited for its "
+                    "daemon; connect anew"
+                ) from failure
             try:
                 return self._ask()
-            except (InvalidArgument, SessionFenced) as refusal:
+            except (InvalidArgument, NotYet, SessionFenced) as refusal:
                 raise self._fence(f"connect again: {refusal}") from refusal
-            except DaemonUnavailable as still:
+            except (MemdError, OSError) as still:
+                # All else passes: many sessions come back at once, and each needs a connection, a
+                # thread of the daemon and descriptors of its own.
                 if time.monotonic() >= deadline:
-                    raise DaemonUnavailable(
-                        f"job {self._request.job!r}: the daemon at {self._where} has not come back "
-                        f"within {self._seconds:.0f} s ({VARIABLE}); start it with `memd serve`, "
-                        f"and call again or connect anew: {still}"
-                    ) from failure
-                time.sleep(_LOOK_S)
+                    raise self._not_back(still) from failure
+                _let_go_of_frames(still)
+            time.sleep(_LOOK_S)
+
+    def _not_back(self, still: Exception) -> DaemonUnavailable:
+        """Later calls try again, once each."""
+        limit = f"within {self._seconds:.0f} s ({VARIABLE})"
+        if isinstance(still, DaemonUnavailable):
+            return DaemonUnavailable(
+                f"job {self._request.job!r}: the daemon at {self._where} has not come back "
+                f"{limit}; start it with `memd serve`, and call again or connect anew: {still}"
+            )
+        return DaemonUnavailable(
+            f"job {self._request.job!r}: the daemon at {self._where} is back and has not taken "
+            f"this session back {limit}; do what it says, and call again or connect anew: {still}"
+        )
 
     def _fence(self, reason: str) -> SessionFenced:
         """Every later use of the session says the same."""
@@ -241,12 +291,17 @@ class Reattach:
         )
         return SessionFenced(self._fenced)
 
-    def _ask(self) -> session_pb2.AttachResponse:
+    def _ask(self) -> tuple[session_pb2.AttachResponse, int | None]:
+        """The daemon's answer, and a descriptor of the connection for the plane of a session that
+        was kept."""
         connection = AttachConnection(self._where)
         self.connection.close()
         self.connection = connection
         self._control.renew(address=connection.control_address, token=connection.token)
-        return self._control.attach(self._request)
+        answer = self._control.attach(self._request)
+        if self._plane is None or not answer.kept:
+            return answer, None
+        return answer, connection.duplicate()
 
 
 def _let_go_of_frames(failure: BaseException) -> None:
@@ -270,7 +325,23 @@ class ReattachingControl:
         self._reattach = reattach
 
     def detach(self, request: session_pb2.DetachRequest) -> session_pb2.DetachResponse:
-        return self._reattach.calling(lambda: self._control.detach(request))
+        is_unanswered = False
+
+        def detach() -> session_pb2.DetachResponse:
+            nonlocal is_unanswered
+            try:
+                return self._control.detach(request)
+            except (DaemonUnavailable, PermissionDenied):
+                is_unanswered = True
+                raise
+
+        try:
+            return self._reattach.calling(detach)
+        except (SessionFenced, UnknownName):
+            # The daemon before may have detached it and died before it said so.
+            if not is_unanswered:
+                raise
+            return session_pb2.DetachResponse()
 
     def declare(self, request: session_pb2.DeclareRequest) -> session_pb2.DeclareResponse:
         return self._reattach.calling(lambda: self._control.declare(request))
@@ -338,10 +409,14 @@ class RepeatedStep:
         self._lock = threading.Lock()
         self._epoch = reattach.epoch
         self._is_lost = False
-        self._call: StepCall | _Answered = control.begin_step(request)
+        self._call: StepCall | _Answered | None = None
+        try:
+            self._call = control.begin_step(request)
+        except DaemonUnavailable:
+            self._is_lost = True  # another thread re-attaches this moment; `result` sends it
 
     def done(self) -> bool:
-        return self._call.done()
+        return self._call is not None and self._call.done()
 
     def result(self) -> session_pb2.StepResponse:
         with self._lock:
@@ -349,6 +424,7 @@ class RepeatedStep:
 
     def seconds(self) -> float:
         """Of the last time it was sent."""
+        assert self._call is not None  # `result` has returned
         return self._call.seconds()
 
     def _answer(self) -> session_pb2.StepResponse:
@@ -360,9 +436,10 @@ class RepeatedStep:
             answer = self._control.step(self._request)
             self._call = _Answered(answer, time.perf_counter() - began)
             self._is_lost = False
+        assert self._call is not None
         try:
             return self._call.result()
-        except (DaemonUnavailable, DeadlineExceeded, PermissionDenied):
+        except (DaemonUnavailable, DeadlineExceeded, PermissionDenied, UnknownName):
             self._is_lost = True
             raise
 
