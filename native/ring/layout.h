@@ -12,6 +12,8 @@
 
 namespace memd {
 
+/// Where what lies here changes, the ledger's version is raised too: a daemon that cannot read
+/// whose pins they are must not go on with the memory that they are on.
 inline constexpr uint32_t kProtocolVersion = 1;
 inline constexpr uint64_t kSessionMagic = 0x3130'6e73'646d'656d;  // "memdsn01"
 

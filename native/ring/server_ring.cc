@@ -1,6 +1,5 @@
 #include "ring/server_ring.h"
 
-#include <fcntl.h>
 #include <linux/futex.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
@@ -10,8 +9,22 @@
 #include <cerrno>
 #include <climits>
 #include <cstring>
+#include <string_view>
 
 namespace memd {
+namespace {
+
+/// By its name alone: file flags belong to the client as well, which could make a read block, and
+/// block it in turn, between a look at them and the read.
+bool is_eventfd(int fd) {
+  constexpr std::string_view kName = "anon_inode:[eventfd]";
+  char name[kName.size() + 1];
+  const std::string path = concat("/proc/self/fd/", fd);
+  const ssize_t length = readlink(path.c_str(), name, sizeof(name));
+  return length > 0 && std::string_view(name, static_cast<size_t>(length)) == kName;
+}
+
+}  // namespace
 
 Result<ServerRing> ServerRing::create() {
   auto memory = SharedMemory::create("memd-session", sizeof(SessionLayout));
@@ -27,27 +40,19 @@ Result<ServerRing> ServerRing::create() {
 Result<ServerRing> ServerRing::adopt(OwnedFd session, OwnedFd doorbell) {
   auto memory = SharedMemory::adopt("a session", std::move(session), sizeof(SessionLayout));
   if (!memory.is_ok()) return memory.status();
-  // A read takes what the doorbell rang before; only an eventfd answers with 8 bytes or EAGAIN.
-  const int flags = fcntl(doorbell.get(), F_GETFL);
-  uint64_t rung = 0;
-  if (flags < 0 || (flags & O_NONBLOCK) == 0 ||
-      (read(doorbell.get(), &rung, sizeof(rung)) != sizeof(rung) && errno != EAGAIN)) {
+  if (!is_eventfd(doorbell.get()))
     return error(StatusCode::invalid_argument, "what was kept as a session's doorbell is none");
-  }
   ServerRing ring(std::move(memory).value(), std::move(doorbell));
   SessionHeader& header = ring.header();
   if (header.magic != kSessionMagic || header.protocol_version != kProtocolVersion) {
-    return error(StatusCode::invalid_argument,
-                 "a session of another version of the session protocol was kept: ",
-                 header.protocol_version,
-                 ", here ",
-                 kProtocolVersion);
+    ring.broken_ = true;
+    return ring;
   }
   if (header.ended.load(std::memory_order_acquire) != 0) {
     return error(StatusCode::fenced, "the session was ended by the daemon before");
   }
-  // The daemon's own words: a client that changed them harms only itself, as both are checked
-  // against its own before they are used.
+  // The daemon's own words: a client that changed them gets wrong answers, as both are checked
+  // against its own before they are used. Of the job they say whether the last grant was told.
   ring.request_head_ = header.request_head.load(std::memory_order_acquire);
   ring.completion_tail_ = header.completion_tail.load(std::memory_order_acquire);
   ring.is_paused_ = true;

@@ -17,8 +17,11 @@ class ServerRing {
  public:
   static Result<ServerRing> create();
   /// Goes on with the rings of a session whose daemon died: completions that it published stand,
-  /// and so do the client's pins. Requests are left alone until discard_requests(). Refused where
-  /// the descriptors are not a session's, or the session was ended.
+  /// and so do the client's pins. Requests are left alone until discard_requests(). The client may
+  /// have written anything: where the words at the front are not this version's any more the ring
+  /// is broken(), and its pins say who writes what, as for any that breaks the protocol. Refused
+  /// where the descriptors are not a session's, which no client can bring about, or the session was
+  /// ended.
   static Result<ServerRing> adopt(OwnedFd session, OwnedFd doorbell);
 
   /// The client is back, and takes everything that it asked for before as unanswered: nothing of
@@ -58,6 +61,7 @@ class ServerRing {
   uint32_t completion_tail() const { return completion_tail_; }
 
   int session_fd() const { return memory_.fd(); }
+  /// Watched for edges, never read: what its open file description says belongs to the client too.
   int doorbell_fd() const { return doorbell_.get(); }
 
  private:

@@ -404,6 +404,27 @@ TEST_F(AdoptionTest, a_job_without_a_kept_segment_starts_from_disk_and_its_memor
   expect_twins(1);
 }
 
+TEST_F(AdoptionTest, a_trainer_that_spoils_its_session_costs_the_others_of_its_job_nothing) {
+  begin(DType::float32);
+  write_gradients(8);
+  const uint64_t spoiler = heart_->attach(job_id_);
+  const Held blob = heart_->lease(spoiler, ids_[2], LeaseMode::overwrite);
+  ASSERT_TRUE(blob.is_ok());
+  std::fill_n(blob.grant.data, 2000, std::byte{0x55});
+  const auto memory = SharedMemory::map(
+      OwnedFd(fcntl(keeper_.find(concat("session.", spoiler)), F_DUPFD_CLOEXEC, 0)),
+      sizeof(SessionLayout));
+  ASSERT_TRUE(memory.is_ok());
+  reinterpret_cast<SessionLayout*>(memory.value().data())->header.magic = 0;
+  restart();
+  EXPECT_EQ(notes(), "");
+  heart_->turn();
+  EXPECT_EQ(heart_->store().resume_session(spoiler, kOwner).status().code(), StatusCode::fenced);
+  EXPECT_EQ(heart_->store().sessions().size(), 1U);
+  expect_twins(1);  // and nothing of what it half wrote
+  expect_step(1, 8);
+}
+
 TEST_F(AdoptionTest, sessions_of_a_job_whose_memory_is_lost_are_kept_no_longer) {
   begin(DType::float32);
   for (const std::string& name : keeper_.names()) {

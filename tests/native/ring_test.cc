@@ -411,16 +411,48 @@ TEST_F(RingTest, leases_given_back_while_a_session_reconnects_are_counted_once) 
 TEST_F(RingTest, what_is_no_session_is_not_adopted) {
   EXPECT_FALSE(ServerRing::adopt(copy(table_.fd()), copy(ring_.doorbell_fd())).is_ok());
   EXPECT_FALSE(ServerRing::adopt(copy(ring_.session_fd()), copy(ring_.session_fd())).is_ok());
-  layout().header.protocol_version = 9;
-  const auto refused = ServerRing::adopt(copy(ring_.session_fd()), copy(ring_.doorbell_fd()));
-  ASSERT_FALSE(refused.is_ok());
-  EXPECT_NE(refused.status().message().find("another version of the session protocol was kept: 9"),
-            std::string::npos)
-      << refused.status().message();
-  layout().header.protocol_version = kProtocolVersion;
   ring_.end();
   EXPECT_EQ(ServerRing::adopt(copy(ring_.session_fd()), copy(ring_.doorbell_fd())).status().code(),
             StatusCode::fenced);
+}
+
+TEST_F(RingTest, a_client_that_spoils_its_words_loses_its_ring_and_not_its_pins) {
+  ring_.add_pin(5, kWriterPin);
+  ring_.add_pin(6, kReaderPin);
+  ASSERT_TRUE(client_->prefetch(1).is_ok());
+  const auto expect_broken = [this] {
+    auto adopted = ServerRing::adopt(copy(ring_.session_fd()), copy(ring_.doorbell_fd()));
+    ASSERT_TRUE(adopted.is_ok()) << adopted.status().message();
+    ServerRing next = std::move(adopted).value();
+    EXPECT_TRUE(next.broken());
+    EXPECT_FALSE(next.poll().has_value());
+    EXPECT_FALSE(next.prepare_to_sleep());
+    next.wake();
+    EXPECT_EQ(next.pins(5), kWriterPin) << "what it half wrote is known";
+    EXPECT_EQ(next.pins(6), kReaderPin);
+  };
+  layout().header.protocol_version = 9;
+  expect_broken();
+  layout().header.protocol_version = kProtocolVersion;
+  layout().header.magic ^= 1;
+  expect_broken();
+  layout().header.magic ^= 1;
+  EXPECT_FALSE(
+      ServerRing::adopt(copy(ring_.session_fd()), copy(ring_.doorbell_fd())).value().broken());
+}
+
+TEST_F(RingTest, no_client_can_hold_up_the_next_daemon_with_its_doorbell) {
+  // The client's descriptor and the daemon's are of one open file description.
+  const int flags = fcntl(ring_.doorbell_fd(), F_GETFL);
+  ASSERT_EQ(fcntl(ring_.doorbell_fd(), F_SETFL, flags & ~O_NONBLOCK), 0);
+  EXPECT_TRUE(ServerRing::adopt(copy(ring_.session_fd()), copy(ring_.doorbell_fd())).is_ok());
+  // Nor does the daemon take what rang: nothing is read at all.
+  const uint64_t rung = 3;
+  ASSERT_EQ(write(ring_.doorbell_fd(), &rung, sizeof(rung)), ssize_t{sizeof(rung)});
+  EXPECT_TRUE(ServerRing::adopt(copy(ring_.session_fd()), copy(ring_.doorbell_fd())).is_ok());
+  uint64_t left = 0;
+  ASSERT_EQ(read(ring_.doorbell_fd(), &left, sizeof(left)), ssize_t{sizeof(left)});
+  EXPECT_EQ(left, rung);
 }
 
 TEST(RingTimeouts, any_number_of_seconds_becomes_a_wait_of_an_hour_at_most) {
