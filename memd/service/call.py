@@ -14,13 +14,15 @@ from google.rpc import status_pb2  # type: ignore[import-untyped]  # googleapis 
 from grpc_status import rpc_status  # type: ignore[import-untyped]  # nor has grpcio-status
 
 from memd.refusal import Refused, StatusCode
+from memd.service.places import SHORT_CALLS, STEPS, STREAMS, Places
 from memd_native import StatusError
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Hashable, Iterator
 
     from memd.peers import Peer, Peers
+    from memd.service.places import Kind
 
     Handler = grpc.RpcMethodHandler[Any, Any]
 
@@ -28,6 +30,9 @@ log = logging.getLogger(__name__)
 
 _TOKEN = "memd-token"
 _OURS = "/memd.v1."
+_REFLECTION = "/grpc.reflection."
+# They wait for a commit, and what is in flight before it. Streams are told by their form.
+_STEPS = {"Step", "Sync", "Delete", "DropJob"}
 # They only look: without a deadline they hold nothing up.
 _READING = {"Check", "GetStatus", "InFlight", "ListJobs", "GetJob", "ListShards"}
 # Metadata travels in HTTP/2 headers, of which gRPC takes 8 KiB.
@@ -58,6 +63,10 @@ class Call:
     peer: Peer
     context: grpc.ServicerContext
 
+    def caller(self) -> Hashable:
+        """The process, or its connection where nothing tells that process from others."""
+        return self.peer.process if self.peer.start_time else self.peer.token
+
     def timeout_s(self) -> float:
         # Without a deadline gRPC counts down from the end of time.
         remaining_s = self.context.time_remaining()
@@ -70,11 +79,12 @@ class Call:
 
 
 class Gate(grpc.ServerInterceptor):
-    """Lets a call of memd.v1 through with the token of a living process; health and reflection,
-    which reveal nothing, without one."""
+    """Lets a call of memd.v1 through with the token of a living process, where calls of its kind
+    have a place left; health and reflection, which reveal nothing, without a token."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
+        self._places = Places()
         self._lock = Lock()
         self._rejections: Counter[str] = Counter()
 
@@ -83,6 +93,9 @@ class Gate(grpc.ServerInterceptor):
         with self._lock:
             return Counter(self._rejections)
 
+    def places_taken(self, kind: Kind) -> int:
+        return self._places.count(kind)
+
     def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Handler | None],
@@ -90,24 +103,32 @@ class Gate(grpc.ServerInterceptor):
     ) -> Handler | None:
         handler = continuation(handler_call_details)
         path = handler_call_details.method
-        if handler is None or not path.startswith(_OURS):
-            return handler
+        if handler is None:
+            return None
         method = path.rpartition("/")[2]
         codec = (handler.request_deserializer, handler.response_serializer)
+        if path.startswith(_REFLECTION) and handler.stream_stream:
+            streams = self._reflecting(method, handler.stream_stream)
+            return grpc.stream_stream_rpc_method_handler(streams, *codec)
+        if not path.startswith(_OURS):
+            return handler
         if handler.unary_stream:
             streaming = self._streaming(method, handler.unary_stream)
             return grpc.unary_stream_rpc_method_handler(streaming, *codec)
         if handler.stream_unary:
-            unary = self._unary(method, handler.stream_unary)
+            unary = self._unary(method, handler.stream_unary, STREAMS)
             return grpc.stream_unary_rpc_method_handler(unary, *codec)
         assert handler.unary_unary is not None  # memd.v1 has no calls that stream both ways
-        unary = self._unary(method, handler.unary_unary)
+        kind = STEPS if method in _STEPS else SHORT_CALLS
+        unary = self._unary(method, handler.unary_unary, kind)
         return grpc.unary_unary_rpc_method_handler(unary, *codec)
 
-    def _unary(self, method: str, serve: Callable[..., Any]) -> Callable[..., Any]:
+    def _unary(self, method: str, serve: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
         def answer(request: Any, context: grpc.ServicerContext) -> Any:
             try:
-                return serve(request, self._admit(method, context))
+                call = self._admit(method, context)
+                with self._places.taken(kind, call.caller()):
+                    return serve(request, call)
             except (Refused, StatusError) as error:
                 self._fail(method, context, error)
 
@@ -116,8 +137,22 @@ class Gate(grpc.ServerInterceptor):
     def _streaming(self, method: str, serve: Callable[..., Any]) -> Callable[..., Any]:
         def answer(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
             try:
-                yield from serve(request, self._admit(method, context))
+                call = self._admit(method, context)
+                with self._places.taken(STREAMS, call.caller()):
+                    yield from serve(request, call)
             except (Refused, StatusError) as error:
+                self._fail(method, context, error)
+
+        return answer
+
+    def _reflecting(self, method: str, serve: Callable[..., Any]) -> Callable[..., Any]:
+        """Nobody tells who asks: all of them together are one caller."""
+
+        def answer(requests: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+            try:
+                with self._places.taken(STREAMS, _REFLECTION):
+                    yield from serve(requests, context)
+            except Refused as error:
                 self._fail(method, context, error)
 
         return answer

@@ -18,6 +18,7 @@ from memd.refusal import Refused, StatusCode
 from memd.service.call import Gate
 from memd.service.check import CheckService
 from memd.service.job import JobService
+from memd.service.places import KINDS
 from memd.service.session import SessionService
 from memd.service.status import StatusService
 from memd.service.tensor import TensorService
@@ -44,16 +45,16 @@ SERVICES = (
     "memd.v1.TensorService",
 )
 
-_STEPS_MAX = 64  # each blocks its thread until its commit is durable
-_STREAMS_MAX = 16  # put, get and one check, as fast as their clients are
-_SHORT_CALLS_MAX = 16  # everything else, so that status answers while all of the above wait
-WORKERS_MAX = _STEPS_MAX + _STREAMS_MAX + _SHORT_CALLS_MAX
+# Health has no place of its own, and a call that finds none is told so by a thread.
+_SPARE = 8
+WORKERS_MAX = sum(kind.all_max for kind in KINDS) + _SPARE
 
 
 class ControlServer:
     def __init__(self, server: Server, *, peers: Peers, jobs_max: Callable[[], int]) -> None:
         self.gate = Gate(peers)
-        # Threads are made as they are needed, and calls beyond them are refused, not queued.
+        # Threads are made as they are needed, enough for as many calls as the gate lets through;
+        # calls beyond them are refused, not queued.
         self._workers = ThreadPoolExecutor(WORKERS_MAX, thread_name_prefix="memd-control")
         self._grpc = grpc.server(
             self._workers,

@@ -274,6 +274,7 @@ class FakeServer:
         self.activities: list[Activity] = []
         self.detached: dict[int, float] = {}  # session → when, by the monotonic clock
         self.calls: Counter[str] = Counter()
+        self.before_sync: Callable[[], object] = lambda: None
         self.moments: dict[int, tuple[bytearray, bytearray]] = {}
         if progress is not None:
             progress(host_bytes, host_bytes)
@@ -384,6 +385,7 @@ class FakeServer:
 
     def sync(self, session_id: int, *, timeout_s: float) -> StepReport:
         self.calls["sync"] += 1
+        self.before_sync()
         return StepReport(self._job(session_id).info.committed_step)
 
     def drop_gradients(self, session_id: int, shard_ids: Sequence[int]) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -19,6 +22,7 @@ from grpc_reflection.v1alpha import (  # type: ignore[import-untyped]  # no type
 from memd.peers import Peer, Peers
 from memd.refusal import StatusCode
 from memd.service.control import SERVICES, ControlServer
+from memd.service.places import STEPS, STREAMS
 from memd.service.tensor import CHUNK_BYTES
 from memd_proto.v1 import (
     check_pb2,
@@ -36,11 +40,18 @@ from memd_proto.v1 import (
 from tests.unit.fake_native import FakeServer, as_server
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 OTHER_UID = 4242
 TIMEOUT_S = 10.0
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < TIMEOUT_S
+        time.sleep(0.001)
 
 
 @dataclass
@@ -458,3 +469,115 @@ def test_a_stopping_server_takes_no_new_calls(service: Service) -> None:
     with pytest.raises(grpc.RpcError) as error:
         caller.attach()
     assert refusal_of(error).code is grpc.StatusCode.UNAVAILABLE
+
+
+def open_streams(caller: Caller, count: int) -> list[Any]:
+    """Puts under way that send nothing more."""
+    streams = []
+    for number in range(count):
+        session_id = caller.attach().session_id
+        said: SimpleQueue[tensor_pb2.PutRequest | None] = SimpleQueue()
+        said.put(tensor_pb2.PutRequest(session_id=session_id, spec=blob(f"{number}", 4)))
+        metadata = (("memd-token", caller.peer.token),)
+        requests = iter(said.get, None)
+        call = caller.tensors.Put.future(requests, timeout=TIMEOUT_S, metadata=metadata)
+        streams.append((call, said))
+    return streams
+
+
+def test_streams_that_send_nothing_keep_nobody_from_anything_else(service: Service) -> None:
+    idle = [service.caller() for _ in range(STREAMS.all_max // STREAMS.caller_max)]
+    streams = [held for caller in idle for held in open_streams(caller, STREAMS.caller_max)]
+    wait_until(lambda: service.control.gate.places_taken(STREAMS) == STREAMS.all_max)
+    other = service.caller()
+    assert other.call(other.status.GetStatus, status_pb2.GetStatusRequest()).version
+    session_id = other.attach(job="other").session_id
+    assert other.call(other.sessions.Sync, session_pb2.SyncRequest(session_id=session_id))
+    health = health_pb2_grpc.HealthStub(service.channel)
+    assert health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S).status
+    with pytest.raises(grpc.RpcError) as error:
+        other.put(session_id, blob("x", 4), [b"more"])
+    refusal = refusal_of(error)
+    assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert refusal.detail.code == StatusCode.CAPACITY
+    assert "0 of at most 8 under way and the daemon 16 of at most 16" in refusal.message
+    assert "end one first, or put and get in shared memory" in refusal.message
+    for _, said in streams:
+        said.put(tensor_pb2.PutRequest(data=b"data"))
+        said.put(None)
+    for call, _ in streams:
+        assert call.result().shard.written
+    wait_until(lambda: service.control.gate.places_taken(STREAMS) == 0)
+    other.put(session_id, blob("x", 4), [b"more"])
+    assert other.get(session_id, "x") == b"more"
+
+
+def test_one_process_has_not_all_streams(service: Service) -> None:
+    greedy, other = service.caller(), service.caller()
+    streams = open_streams(greedy, STREAMS.caller_max)
+    wait_until(lambda: service.control.gate.places_taken(STREAMS) == STREAMS.caller_max)
+    for attempt in (
+        lambda: greedy.get(1, "x"),
+        lambda: list(greedy.call(greedy.checks.Check, check_pb2.CheckRequest(), timeout=None)),
+    ):
+        with pytest.raises(grpc.RpcError) as error:
+            attempt()
+        assert "this process has 8 of at most 8" in refusal_of(error).message
+    session_id = other.attach().session_id
+    other.put(session_id, blob("x", 4), [b"more"])
+    for call, _ in streams:
+        call.cancel()
+    wait_until(lambda: service.control.gate.places_taken(STREAMS) == 0)
+    list(greedy.call(greedy.checks.Check, check_pb2.CheckRequest(), timeout=None))
+
+
+def test_steps_that_wait_for_the_disk_keep_nobody_from_status(service: Service) -> None:
+    is_durable = threading.Event()
+    service.server.before_sync = lambda: is_durable.wait(TIMEOUT_S)
+    trainers = [service.caller() for _ in range(STEPS.all_max // STEPS.caller_max)]
+    syncs = []
+    for trainer in trainers:
+        request = session_pb2.SyncRequest(session_id=trainer.attach().session_id)
+        metadata = (("memd-token", trainer.peer.token),)
+        syncs += [
+            trainer.sessions.Sync.future(request, timeout=TIMEOUT_S, metadata=metadata)
+            for _ in range(STEPS.caller_max)
+        ]
+    wait_until(lambda: service.control.gate.places_taken(STEPS) == STEPS.all_max)
+    other = service.caller()
+    assert other.call(other.status.GetStatus, status_pb2.GetStatusRequest()).version
+    session_id = other.attach().session_id
+    refused: list[tuple[Any, Any]] = [
+        (other.sessions.Sync, session_pb2.SyncRequest(session_id=session_id)),
+        (other.sessions.Delete, session_pb2.DeleteRequest(session_id=session_id)),
+        (other.jobs.DropJob, job_pb2.DropJobRequest(name="gpt")),
+    ]
+    for method, wanted in refused:
+        with pytest.raises(grpc.RpcError) as error:
+            other.call(method, wanted)
+        assert "too many steps, syncs and deletions at once" in refusal_of(error).message
+    is_durable.set()
+    for sync in syncs:
+        sync.result()
+    wait_until(lambda: service.control.gate.places_taken(STEPS) == 0)
+
+
+def test_reflection_that_is_left_open_holds_few_threads(service: Service) -> None:
+    reflection = reflection_pb2_grpc.ServerReflectionStub(service.channel)
+    ask = reflection_pb2.ServerReflectionRequest(list_services="")
+    held = []
+    for _ in range(STREAMS.caller_max):
+        said: SimpleQueue[Any] = SimpleQueue()
+        said.put(ask)
+        answers = reflection.ServerReflectionInfo(iter(said.get, None), timeout=TIMEOUT_S)
+        next(answers)
+        held.append((answers, said))
+    with pytest.raises(grpc.RpcError) as error:
+        next(reflection.ServerReflectionInfo(iter([ask]), timeout=TIMEOUT_S))
+    assert refusal_of(error).code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    caller = service.caller()
+    session_id = caller.attach().session_id
+    caller.put(session_id, blob("x", 4), [b"more"])
+    for answers, said in held:
+        said.put(None)
+        list(answers)
