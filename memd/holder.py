@@ -57,9 +57,13 @@ class Holder:
         if self._daemon is not None:
             selector.register(self._daemon, selectors.EVENT_READ)
         deadline = time.monotonic() + self._seconds
-        while not self._is_over:
+        while not self._was_told_to_end():
             events = selector.select(None if self._daemon is not None else _LOOK_S)
             for key, _ in events:
+                if self._was_told_to_end():
+                    # Whoever has connected by now is reset when this process ends, and starts a
+                    # holder of its own: by then the socket here is removed.
+                    break
                 if key.fileobj is self._listening:
                     came = self._accept()
                     if came is None:
@@ -67,15 +71,20 @@ class Holder:
                     if self._daemon is not None:
                         selector.unregister(self._daemon)
                         self._read_to_the_end(self._daemon)
-                    self._daemon = came if self._hand_over(came) else None
-                    if self._daemon is not None:
-                        selector.register(self._daemon, selectors.EVENT_READ)
+                    self._daemon = came
+                    if self._was_told_to_end():
+                        continue
+                    if self._hand_over(came):
+                        selector.register(came, selectors.EVENT_READ)
+                    else:
+                        self._daemon = None
+                        deadline = time.monotonic() + self._seconds
                 elif key.fileobj is self._daemon and not self._read(self._daemon):
                     selector.unregister(self._daemon)
                     self._daemon.close()
                     self._daemon = None
                     deadline = time.monotonic() + self._seconds
-            if self._daemon is None and not self._is_over:
+            if self._daemon is None and not self._was_told_to_end():
                 if self._file is None or _identity(self._path) != self._file:
                     return "the folder of its socket has vanished"
                 if time.monotonic() > deadline:
@@ -89,6 +98,9 @@ class Holder:
     def remove_socket(self) -> None:
         if self._file is not None and _identity(self._path) == self._file:
             self._path.unlink(missing_ok=True)
+
+    def _was_told_to_end(self) -> bool:
+        return self._is_over
 
     def _accept(self) -> socket.socket | None:
         try:

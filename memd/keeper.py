@@ -83,10 +83,18 @@ def _running_holder(path: Path) -> Keeper | None:
     connection.settimeout(_ANSWER_S)
     try:
         connection.connect(str(path))
-    except OSError:
+    except (ConnectionRefusedError, FileNotFoundError):
         connection.close()
-        path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)  # of one that is dead
         return None
+    except OSError as error:
+        # It lives: without its socket nobody would find it and the memory that it keeps.
+        connection.close()
+        raise Refused(
+            StatusCode.DEVICE,
+            f"the holder at {path} cannot be reached: {error.strerror or error}; start memd again, "
+            "or end that process to go on from the disk alone",
+        ) from error
     try:
         kept = holder.take(connection)
     except ConnectionResetError:

@@ -191,6 +191,95 @@ def test_a_holder_that_hands_over_nothing_stops_the_start(
         thread.join(PATIENCE_S)
 
 
+@pytest.mark.parametrize("first", ["the end is said", "the next one comes"])
+def test_a_daemon_that_comes_while_it_ends_starts_another(
+    find: Callable[..., Keeper], path: Path, first: str
+) -> None:
+    old = find()
+    assert old.process is not None
+    keep(old, "segment.1", fd := memfd(b"x"))
+    os.close(fd)
+    old.process.send_signal(signal.SIGSTOP)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(PATIENCE_S)
+        if first == "the next one comes":
+            connection.connect(str(path))
+        old.end()
+        died(old)
+        if first == "the end is said":
+            connection.connect(str(path))
+        old.process.send_signal(signal.SIGCONT)
+        with pytest.raises(ConnectionResetError):
+            holder.take(connection)
+        assert not path.exists(), "it is removed before anybody may make another"
+    assert old.process.wait(PATIENCE_S) == 0
+    new = find()
+    assert new.process is not None
+    assert new.kept == []
+    assert path.exists()
+    new.close()
+
+
+class Clock:
+    """Of a process that the scheduler left out for a long time after it began."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.sleep = time.sleep
+
+    def monotonic(self) -> float:
+        self.calls += 1
+        return 0.0 if self.calls == 1 else 100_000.0
+
+
+def test_a_daemon_that_dies_before_it_took_what_is_kept_was_there(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(str(path))
+        listening.listen(4)
+        first, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # All of it lies there when the holder looks: a last packet, an end, and one that came and
+        # is dead too.
+        socket.send_fds(first, [b"FDSTORE=1\nFDNAME=segment.1\n"], [fd := memfd(b"x")])
+        os.close(fd)
+        first.close()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as second:
+            second.connect(str(path))
+        monkeypatch.setattr(holder, "time", Clock())
+        keeping = holder.Holder(listening, theirs, path=path, seconds=600)
+        ended: list[str] = []
+        thread = threading.Thread(target=lambda: ended.append(keeping.run()))
+        thread.start()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as third:
+            third.settimeout(PATIENCE_S)
+            third.connect(str(path))
+            try:
+                assert contents(holder.take(third)) == {"segment.1": b"x"}
+            finally:
+                third.send(holder.END)
+                thread.join(PATIENCE_S)
+        assert ended == ["the daemon stopped and no session is alive"]
+        if keeping._daemon is not None:
+            keeping._daemon.close()
+
+
+def test_a_holder_that_lives_and_does_not_answer_keeps_its_socket(
+    path: Path, find: Callable[..., Keeper]
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as busy:
+        busy.bind(str(path))
+        busy.listen(0)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as waiting:
+            waiting.connect(str(path))
+            with pytest.raises(Refused, match="cannot be reached: Resource temporarily unavail"):
+                find()
+    assert path.exists()
+    after = find()
+    assert after.process is not None, "and one that is dead leaves it to the next"
+    after.close()
+
+
 def test_without_seconds_there_is_none(path: Path) -> None:
     assert find_keeper(path, seconds=0, environ={}, notifier=Notifier({})) is None
     assert not path.exists()
