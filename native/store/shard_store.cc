@@ -412,9 +412,29 @@ Result<std::shared_ptr<Session>> ShardStore::resume_session(uint64_t session_id,
                  "daemon before; connect again: session ",
                  session_id);
   }
-  found->second->ring.discard_requests();
+  const std::shared_ptr<Session> session = found->second;
+  session->ring.discard_requests();
+  // Its client may come back to the daemon that it was with, which has taken some of them. What is
+  // granted after the client has looked for such grants would be given back by nobody.
+  for (Waiter& waiter : take_waiters(*find(session->job_id), [&](const LeaseRequest& request) {
+         return request.session_id == session_id && !request.for_service;
+       })) {
+    waiter.reply(error(StatusCode::unavailable, "the session came back: ask again"), {});
+  }
   sessions_not_resumed_.erase(session_id);
-  return found->second;
+  return session;
+}
+
+std::list<ShardStore::Waiter> ShardStore::take_waiters(
+    Job& job, const std::function<bool(const LeaseRequest&)>& chosen) {
+  std::list<Waiter> taken;
+  auto& waiters = queues_.at(job.job_id).waiters;
+  for (auto it = waiters.begin(); it != waiters.end();) {
+    const auto next = std::next(it);
+    if (chosen(it->request)) taken.splice(taken.end(), waiters, it);
+    it = next;
+  }
+  return taken;
 }
 
 Result<Job*> ShardStore::job_of(uint64_t session_id) const {
@@ -462,13 +482,8 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   if (!owner.is_ok()) return owner.status();
   Job& job = *owner.value();
   const std::shared_ptr<Session> session = sessions_.at(session_id);
-  std::list<Waiter> given_up;
-  auto& waiters = queues_.at(job.job_id).waiters;
-  for (auto it = waiters.begin(); it != waiters.end();) {
-    const auto next = std::next(it);
-    if (it->request.session_id == session_id) given_up.splice(given_up.end(), waiters, it);
-    it = next;
-  }
+  std::list<Waiter> given_up = take_waiters(
+      job, [&](const LeaseRequest& request) { return request.session_id == session_id; });
   const uint32_t leases_before = job.lease_count();
   MEMD_FAILPOINT("session.before_discard");
   if (!MEMD_PLANTED("session.half_written_shown")) discard_half_written(job, *session);

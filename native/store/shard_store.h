@@ -279,6 +279,8 @@ class ShardStore {
                     const std::function<bool(const Waiter&)>& chosen,
                     const Status& status);
   void fail_waiters(Job& job, const Entry& entry, const Status& status);
+  /// Out of their queue; whoever calls it answers them.
+  std::list<Waiter> take_waiters(Job& job, const std::function<bool(const LeaseRequest&)>& chosen);
   void discard_half_written(Job& job, const Session& session);
 
   /// Writes one dirty, unleased entry to new extents; it is draining meanwhile and clean

@@ -6,13 +6,14 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import select
 import signal
 import socket
 import sys
 import threading
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ import torch
 import memd_client
 from memd_client.address import UnixAddress
 from memd_client.attach import AttachConnection
+from memd_client.control import Control
 from tests.faults.restarts import (
     NEW_VERSION,
     PATIENCE_S,
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from memd_client.reattach import Reattach
+    from memd_proto.v1 import session_pb2
     from tests.daemons import Daemon, Daemons
 
 
@@ -221,6 +225,94 @@ def test_threads_wait_for_one_that_re_attaches(restarts: Restarts) -> None:
     assert sorted(found) == [0, 1, 2, 3]
     for number, value in found.items():
         assert torch.equal(value, torch.full((50_000,), float(number)))
+    session.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_does_not_re_attach_and_keeps_nobody_from_it(restarts: Restarts) -> None:
+    session = memd_client.connect(restarts.daemon.address, job="forked")
+    session.put("a", torch.arange(1000.0))
+    held = session.get("a")
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 0
+        os.read(read_end, 1)  # the daemon is dead by then
+        uses: list[Callable[[], object]] = [
+            lambda: session.get("a"),
+            lambda: session.put("b", torch.ones(2)),
+            lambda: session.commit(wait=True),
+        ]
+        for use in uses:
+            try:
+                use()
+                status = 1
+            except memd_client.MemdError as error:
+                status |= 0 if "connect anew in the child" in str(error) else 2
+        session.close()
+        status |= 0 if float(held[999]) == 999 else 4
+        os.read(read_end, 1)  # until then it has its copies of what its parent re-attaches with
+        os._exit(status)
+    restarts.kill()
+    os.write(write_end, b"1")
+    restarts.begin_start()
+    assert torch.equal(session.get("a"), torch.arange(1000.0))
+    session.put("b", torch.ones(2))
+    restarts.settle()
+    restarts.kill_and_begin_start()
+    assert torch.equal(session.get("b"), torch.ones(2))
+    os.write(write_end, b"2")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(held, torch.arange(1000.0))
+    assert session.statistics().leases_held == 1, "the child gave back a pin of the parent's"
+    os.close(read_end)
+    os.close(write_end)
+    session.close()
+
+
+def test_an_answer_that_is_lost_on_the_way_back_costs_nothing(
+    restarts: Restarts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = memd_client.connect(restarts.daemon.address, job="lost")
+    session.put("a", torch.arange(1000.0))
+    held = session.get("a")
+    attach = Control.attach
+    left_open: list[int] = []
+
+    def attach_and_lose(
+        self: Control, request: session_pb2.AttachRequest
+    ) -> session_pb2.AttachResponse:
+        answer = attach(self, request)
+        if len(left_open) < 2:
+            # As a data loader that was forked this moment: the daemon sees no end.
+            left_open.append(cast("Reattach", session._retrying).connection.duplicate())
+            raise memd_client.DeadlineExceeded("the daemon answered too late")
+        return answer
+
+    monkeypatch.setattr(Control, "attach", attach_and_lose)
+    restarts.kill_and_begin_start()
+    session.put("b", torch.ones(2))
+    assert len(left_open) == 2
+    assert torch.equal(session.get("b"), torch.ones(2))
+    assert torch.equal(held, torch.arange(1000.0))
+    for fd in left_open:
+        os.close(fd)
+    session.close()
+
+
+def test_a_connection_that_a_living_daemon_closes_is_made_anew(
+    restarts: Restarts,
+) -> None:
+    session = memd_client.connect(restarts.daemon.address, job="closed")
+    session.put("a", torch.arange(1000.0))
+    held = session.get("a")
+    closed = cast("Reattach", session._retrying).connection
+    closed._socket.send(b"no message of ours")
+    assert select.select([closed._socket], [], [], PATIENCE_S)[0]
+    session.put("b", torch.ones(300_000))
+    assert torch.equal(session.get("b"), torch.ones(300_000))
+    assert torch.equal(held, torch.arange(1000.0))
+    assert session.daemon_process_id == restarts.daemon.process.pid
     session.close()
 
 

@@ -351,6 +351,22 @@ TEST_F(AdoptionTest, only_its_own_process_comes_back_to_a_session) {
   resume();
 }
 
+TEST_F(AdoptionTest, who_comes_back_to_the_same_daemon_is_granted_nothing_that_it_asked_before) {
+  begin(DType::float32);
+  const uint64_t other = heart_->attach(job_id_);
+  const Held writer = heart_->lease(other, ids_[0], LeaseMode::write);
+  ASSERT_TRUE(writer.is_ok());
+  const auto waits = heart_->ask(session_, ids_[0], LeaseMode::write);
+  ASSERT_FALSE(waits->has_value());
+  resume();
+  ASSERT_TRUE(waits->has_value());
+  EXPECT_EQ((*waits)->status.code(), StatusCode::unavailable);
+  heart_->release(writer);
+  heart_->turns();
+  EXPECT_EQ(heart_->job(session_).lease_count(), 0U);
+  expect_twins(1);
+}
+
 TEST_F(AdoptionTest, a_closed_step_is_finished_although_its_trainer_is_dead) {
   begin(DType::float32);
   write_gradients(8);
