@@ -403,6 +403,14 @@ Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record,
     Bucket bucket;
     bucket.dtype = in.dtype;
     bucket.element_count = in.element_count;
+    // Pin counters are counted in the order of declaration, and clients hold pins: ids that were
+    // used again are in another one. An empty tensor lies before the one that shares its offset.
+    std::stable_sort(shards_of[i].begin(), shards_of[i].end(), [&job](uint32_t a, uint32_t b) {
+      const Shard& left = job->shards[a];
+      const Shard& right = job->shards[b];
+      return std::pair(left.element_offset, left.element_count) <
+             std::pair(right.element_offset, right.element_count);
+    });
     job->close_bucket(std::move(bucket), shards_of[i]);
     Bucket& made = job->buckets.back();
     for (size_t tile = 0; tile < in.tiles.size(); ++tile) {

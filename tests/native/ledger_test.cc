@@ -4,10 +4,12 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <array>
+#include <fstream>
 
 #include "store_fixture.h"
 
@@ -171,9 +173,10 @@ class AdoptionTest : public ::testing::Test {
     keeper_ = {};
   }
 
-  void begin(DType dtype, uint64_t arena_segments = 8) {
+  void begin(DType dtype, uint64_t arena_segments = 8, const std::string& durability = "step") {
     start();
-    job_id_ = heart_->open("job", arena_segments, kJobDiskBytes);
+    job_id_ =
+        heart_->open("job", arena_segments, kJobDiskBytes, Durability::parse(durability).value());
     session_ = heart_->attach(job_id_);
     ids_ = heart_->declare(session_,
                            {parameter("v", kElements, dtype),
@@ -219,6 +222,24 @@ class AdoptionTest : public ::testing::Test {
             .groups = {{.settings = settings_, .shard_ids = {ids_[0], ids_[1]}}},
             .staged_buffers = {{ids_[3], ids_[2]}},
             .step = step};
+  }
+  void remove(const std::string& name) {
+    bool is_removed = false;
+    heart_->store().delete_shard(
+        session_, name, [&](const Result<bool>& result) { is_removed = result.is_ok(); });
+    ASSERT_TRUE(heart_->until([&] { return is_removed; }));
+  }
+  /// What the job's operation is doing.
+  bool is_in_phase(const std::string& phase) {
+    const auto all = heart_->store().in_flight();
+    return std::any_of(
+        all.begin(), all.end(), [&](const Activity& each) { return each.what == phase; });
+  }
+  /// The job's next trainer wants another durability.
+  void change_durability(const std::string& durability) {
+    ASSERT_TRUE(heart_->store().detach(session_).is_ok());
+    heart_->open("job", 8, kJobDiskBytes, Durability::parse(durability).value());
+    session_ = heart_->attach(job_id_);
   }
   void spill_gradients() {
     // A blob as large as the arena, less what one lease of it needs.
@@ -288,6 +309,32 @@ TEST_F(AdoptionTest, leases_stay_valid_and_nobody_writes_over_them) {
   // And all that was retired can be used again.
   heart_->write(
       session_, heart_->declare(session_, {bytes_shard("large", 12_MiB)})[0], pattern(12_MiB, 3));
+}
+
+TEST_F(AdoptionTest, pins_are_of_the_same_shards_where_ids_were_used_again) {
+  begin(DType::float32);
+  for (const auto& name : {"x", "y"}) {
+    const auto blob = heart_->declare(session_, {bytes_shard(name, 100)});
+    heart_->write(session_, blob[0], pattern(100, 1));
+  }
+  for (const auto& name : {"x", "y"}) remove(name);
+  // An empty tensor shares its offset with the one behind it.
+  const auto ids =
+      heart_->declare(session_, {parameter("p", 100), parameter("empty", 0), parameter("q", 200)});
+  ASSERT_GT(ids[0], ids[1]) << "ids that are used again come in another order";
+  heart_->write(session_, ids[0], numbers(100, 1));
+  heart_->write(session_, ids[2], numbers(200, 2));
+  std::vector<uint32_t> places;
+  for (const uint32_t id : ids) places.push_back(heart_->job(session_).shards[id].index_in_bucket);
+  const Held view = heart_->lease(session_, ids[0]);
+  ASSERT_TRUE(view.is_ok());
+  const uint64_t offset = view.grant.offset_bytes;
+  restart();
+  for (size_t i = 0; i < ids.size(); ++i)
+    EXPECT_EQ(heart_->job(session_).shards[ids[i]].index_in_bucket, places[i]) << i;
+  const Held writer = heart_->lease(session_, ids[0], LeaseMode::write);
+  ASSERT_TRUE(writer.is_ok()) << writer.status.message();
+  EXPECT_NE(writer.grant.offset_bytes, offset) << "a live view is never written";
 }
 
 TEST_F(AdoptionTest, what_was_written_and_not_synced_is_still_there) {
