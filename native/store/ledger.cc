@@ -385,7 +385,9 @@ void Ledger::note_slot(const SlotRecord& slot) {
     raise_to(layout_->pin_end, slot.pin_first + slot.pin_count);
   }
   words.pending_session.store(slot.pending_session, kRelease);
-  if (role_before != slot.role) words.sequence.store(sequence_next_++, kRelease);
+  // Only who becomes current is newer: who leaves still seems to be current until the last store.
+  if (role_before != slot.role && slot.role == SlotRole::current)
+    words.sequence.store(sequence_next_++, kRelease);
   words.state.store(slot_state(slot), kRelease);
 }
 

@@ -49,6 +49,30 @@ TEST(LedgerTest, the_last_whole_record_is_read_and_only_on_the_catalogue_that_it
   EXPECT_EQ(Ledger::adopt(copy_of(ledger->fd()), 8).status().code(), StatusCode::integrity);
 }
 
+TEST(LedgerTest, a_slot_that_leaves_its_entry_is_at_no_moment_newer_than_the_one_that_came) {
+  auto ledger = Ledger::create(7, 2_MiB).value();
+  JobRecord record;
+  record.job_id = 7;
+  record.name = "job";
+  ASSERT_TRUE(ledger->write_layout(record, {}).is_ok());
+  const auto note = [&](uint32_t pin_first, SlotRole role) {
+    ledger->note_slot(
+        {.role = role, .owner = 3, .bytes = 64, .pin_first = pin_first, .pin_count = 1});
+  };
+  note(0, SlotRole::made);
+  note(0, SlotRole::current);
+  note(1, SlotRole::made);
+  note(1, SlotRole::pending);
+  note(1, SlotRole::current);
+  note(0, SlotRole::retired);
+  const auto next = Ledger::adopt(copy_of(ledger->fd()), 7);
+  ASSERT_TRUE(next.is_ok()) << next.status().message();
+  const auto contents = next.value()->read(0);
+  ASSERT_TRUE(contents.is_ok()) << contents.status().message();
+  // The number is stored before the role: with a higher one the old bytes would be meant between.
+  EXPECT_LT(contents.value().slots.at(0).sequence, contents.value().slots.at(1).sequence);
+}
+
 class RepeatedStepTest : public ::testing::Test {
  protected:
   std::shared_ptr<MemoryDisk> disk_ = std::make_shared<MemoryDisk>(kDiskBytes);
