@@ -418,7 +418,10 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
 
   // The ledger says again what is true; nothing that this daemon freed is anybody's.
   job->ledger = std::move(ledger);
-  job->note_all();
+  // Slots that are free go first: an old one that was still current beside its successor would be
+  // taken for it, should this daemon die here. Before them the shards, or a gradient that was
+  // dropped would seem to be there and have no bytes.
+  job->note_shards();
   std::set<uint32_t> in_use;
   for (const auto& entry : job->entries) {
     if (entry == nullptr) continue;
@@ -435,6 +438,8 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
     slot.role = is_retired ? SlotRole::retired : SlotRole::none;
     job->ledger->note_slot(slot);
   }
+  MEMD_FAILPOINT("adoption.slots_noted");
+  job->note_slots();
   job->ledger->end_grant();
   for (const auto& session : sessions) {
     sessions_[session->session_id] = session;
@@ -768,7 +773,8 @@ Status ShardStore::open_ledger(Job& job) {
   job.ledger = std::move(ledger).value();
   job.ledger->rebase(commits_.catalogue_tag(job.job_id));
   if (Status opened = open_tile_words(job); !opened.is_ok()) return opened;
-  job.note_all();
+  job.note_shards();
+  job.note_slots();
   keeper_->keep(concat("ledger.", job.job_id), job.ledger->fd());
   keeper_->keep(concat("table.", job.job_id), job.table.fd());
   return Status::ok();

@@ -565,12 +565,14 @@ void Job::note_tile(const Bucket& bucket, size_t tile, uint64_t step) {
                       ledger->base());
 }
 
-void Job::note_all() {
-  if (ledger == nullptr) return;
+void Job::note_shards() {
   note_layout();
   for (uint32_t id = 0; id < shards.size(); ++id) {
     if (!shards[id].deleted) note_shard(id);
   }
+}
+
+void Job::note_slots() {
   for (const auto& entry : entries) {
     if (entry != nullptr) note(*entry);
   }

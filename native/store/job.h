@@ -158,8 +158,9 @@ class Job {
   void note_tile(const Bucket& bucket, size_t tile, uint64_t step);
   /// Its record in `tile_words`, where there are any; without room the ledger is given up.
   std::optional<uint32_t> tile_record(uint64_t key);
-  /// All of it: the ledger is new, or was adopted and the job stands as it will go on.
-  void note_all();
+  /// All of it, where the ledger is new, or was adopted and the job stands as it will go on.
+  void note_shards();
+  void note_slots();
   Entry* find_entry(uint32_t shard_id, Part part) const;
   /// "job/name" or, for gradients, "job/name gradient"; of a bucket, its first shard.
   std::string describe(const Entry& entry) const;

@@ -6,9 +6,7 @@
 #include <sys/stat.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <map>
-#include <mutex>
 #include <set>
 #include <string>
 #include <thread>
@@ -16,6 +14,7 @@
 
 #include "base/failpoint.h"
 #include "scenario.h"
+#include "stop.h"
 #include "store_fixture.h"
 
 namespace memd::testing {
@@ -26,49 +25,6 @@ constexpr uint64_t kElements = 2 * kTileElements + 1000;
 constexpr uint64_t kSmall = 3000;
 constexpr uint64_t kBufferBytes = 5000;
 constexpr uint64_t kDisk = 48_MiB;  // small, as each kill needs one of its own
-
-/// Stops the thread that reaches a moment for the n-th time, for good.
-class Stop {
- public:
-  Stop(std::string name, uint64_t hit) : name_(std::move(name)), hit_(hit) {
-    failpoint::set_observer([this](std::string_view reached) { reach(reached); });
-  }
-  ~Stop() { failpoint::set_observer({}); }
-
-  void reach(std::string_view reached) {
-    std::unique_lock lock(mutex_);
-    const uint64_t count = ++hits[std::string(reached)];
-    if (reached != name_ || count != hit_) return;
-    stopped_on = std::this_thread::get_id();
-    changed_.notify_all();
-    changed_.wait(lock, [] { return false; });
-  }
-  /// The server thread ends its turns.
-  bool is_stopped() {
-    const std::lock_guard lock(mutex_);
-    return stopped_on.has_value();
-  }
-  void end_turns() {
-    const std::lock_guard lock(mutex_);
-    turns_ended_ = true;
-    changed_.notify_all();
-  }
-  /// Until the server thread or the step has come to its end.
-  void wait(std::thread::id server) {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return turns_ended_ || stopped_on == server; });
-  }
-
-  std::optional<std::thread::id> stopped_on;
-  std::map<std::string, uint64_t> hits;
-
- private:
-  const std::string name_;
-  const uint64_t hit_;
-  bool turns_ended_ = false;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-};
 
 struct Case {
   std::string durability;
