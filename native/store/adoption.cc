@@ -4,6 +4,7 @@
 #include <cstring>
 #include <map>
 #include <random>
+#include <set>
 #include <utility>
 
 #include "base/check.h"
@@ -87,6 +88,20 @@ void finish_made_step(LedgerContents& contents, const ClosedStep& step, const Jo
     if (session.session_id == step.request.session_id)
       session.step_committed = std::max(session.step_committed, step.request.step);
   }
+}
+
+/// The base says where the step's buffers lie. What the ledger says of them is of before the step,
+/// or the same.
+void forget_loose_of_buffers(LedgerContents& contents, const ClosedStep& step, Ledger& ledger) {
+  std::set<uint32_t> ids;
+  for (const auto& [staged_id, buffer_id] : step.request.staged_buffers)
+    ids.insert({staged_id, buffer_id});
+  std::erase_if(contents.loose, [&](const auto& each) {
+    const LooseKey& key = each.first;
+    if (key.kind != LooseKey::Kind::bytes || !ids.contains(key.owner)) return false;
+    ledger.note_loose(key, {});
+    return true;
+  });
 }
 
 bool is_same_shard(const ShardRecord& a, const ShardRecord& b) {
@@ -298,6 +313,7 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
   for (const ClosedStep& step : contents.steps) {
     if (step.number != 0 && step.number <= base.step) {
       finish_made_step(contents, step, base);
+      forget_loose_of_buffers(contents, step, *ledger);
       continue;
     }
     to_do.push_back(step);

@@ -116,6 +116,25 @@ class MadeStepTest : public ::testing::Test {
   uint32_t staged_ = 0;
 };
 
+TEST_F(MadeStepTest, a_buffer_that_a_commit_in_memory_replaced_has_no_bytes_on_disk_any_more) {
+  begin("every:2");
+  put(staged_, 2);
+  write_gradient();
+  ASSERT_TRUE(heart_->step(request(1)).first.is_ok());
+  // The buffer is spilled: only the ledger says where.
+  const auto blob = heart_->declare(session_, {bytes_shard("blob", 6_MiB)});
+  heart_->write(session_, blob[0], pattern(6_MiB, 9));
+  ASSERT_TRUE(heart_->job(session_).shards[buffer_].value->has_replica());
+  put(staged_, 3);
+  write_gradient();
+  die_in_step(2, "ledger.memory_commit_recorded");
+  go_on();
+  expect_buffer(3);
+  ASSERT_TRUE(heart_->step(request(2)).first.is_ok());
+  ASSERT_TRUE(heart_->sync(session_).is_ok());
+  expect_buffer(3);
+}
+
 TEST_F(MadeStepTest, a_daemon_that_dies_while_it_takes_a_made_step_over_brings_nothing_back) {
   begin("step");
   put(staged_, 2);
