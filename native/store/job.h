@@ -211,6 +211,7 @@ class Job {
   void committed(uint64_t catalogue_tag);
   /// No commit came of begin_update(), and nothing was replaced.
   void end_update() { is_updating_ = false; }
+  bool is_updating() const { return is_updating_; }
   /// What prepares the catalogue that mark_committing() is about.
   const JobRecord& begin_commit() { return committing_ = record(); }
 

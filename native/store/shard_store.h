@@ -331,6 +331,8 @@ class ShardStore {
                      Bucket& bucket,
                      const std::shared_ptr<Join>& join);
   void finish_updates(const std::shared_ptr<StepState>& state, const Status& status);
+  /// Staged buffers take the places of what they replace, or go back to their own.
+  static void exchange_buffers(StepState& state, bool swapped);
   void drop_staged(const StepState& state);
   void unseal(const StepState& state);
   void undo_step(const std::shared_ptr<StepState>& state);

@@ -582,19 +582,26 @@ Status ShardStore::swap_staged_buffers(const std::shared_ptr<StepState>& state) 
                    " is still leased for writing; let go of the tensor first");
     }
   }
-  for (const auto& [staged_id, buffer_id] : state->request.staged_buffers) {
-    Shard& staged = job.shards[staged_id];
-    Shard& buffer = job.shards[buffer_id];
-    state->buffer_was_written.push_back(buffer.written);
-    std::swap(staged.value, buffer.value);
-    std::swap(staged.value->owner, buffer.value->owner);
-    buffer.written = true;
-    staged.written = false;
-    job.changed = true;
-  }
-  state->swapped = true;
+  for (const auto& [staged_id, buffer_id] : state->request.staged_buffers)
+    state->buffer_was_written.push_back(job.shards[buffer_id].written);
+  exchange_buffers(*state, true);
+  if (!state->request.staged_buffers.empty()) job.changed = true;
   MEMD_FAILPOINT("step.buffers_swapped");
   return Status::ok();
+}
+
+void ShardStore::exchange_buffers(StepState& state, bool swapped) {
+  MEMD_CHECK(state.swapped != swapped);
+  for (size_t i = 0; i < state.request.staged_buffers.size(); ++i) {
+    const auto& [staged_id, buffer_id] = state.request.staged_buffers[i];
+    Shard& staged = state.job->shards[staged_id];
+    Shard& buffer = state.job->shards[buffer_id];
+    std::swap(staged.value, buffer.value);
+    std::swap(staged.value->owner, buffer.value->owner);
+    staged.written = !swapped;
+    buffer.written = swapped || state.buffer_was_written[i];
+  }
+  state.swapped = swapped;
 }
 
 void ShardStore::drop_staged(const StepState& state) {
@@ -766,17 +773,7 @@ void ShardStore::undo_step(const std::shared_ptr<StepState>& state) {
     }
     if (!state->in_memory) job.roll_back(extents_);
   }
-  if (state->swapped) {
-    for (size_t i = 0; i < state->request.staged_buffers.size(); ++i) {
-      const auto& [staged_id, buffer_id] = state->request.staged_buffers[i];
-      Shard& staged = job.shards[staged_id];
-      Shard& buffer = job.shards[buffer_id];
-      std::swap(staged.value, buffer.value);
-      std::swap(staged.value->owner, buffer.value->owner);
-      staged.written = true;
-      buffer.written = state->buffer_was_written[i];
-    }
-  }
+  if (state->swapped) exchange_buffers(*state, false);
   unseal(*state);
 }
 
@@ -875,7 +872,16 @@ void ShardStore::commit_in_memory(const std::shared_ptr<StepState>& state) {
 
 void ShardStore::remember(Job& job) {
   if (job.ledger == nullptr || !job.durability.is_in_memory()) return;
+  // The record of before still holds: what it names is free after the next commit, which ends it.
+  if (job.is_updating()) return;
+  // It is the last commit's, also while a step that is not committed yet is under way.
+  const auto& steps = queues_.at(job.job_id).steps;
+  StepState* const under_way =
+      !steps.empty() && steps.front()->swapped && !steps.front()->is_counted ? steps.front().get()
+                                                                             : nullptr;
+  if (under_way != nullptr) exchange_buffers(*under_way, false);
   const Status written = job.ledger->write_record(job.record(), commits_.catalogue_tag(job.job_id));
+  if (under_way != nullptr) exchange_buffers(*under_way, true);
   // The next daemon would go on from an older step: it starts the job from disk.
   if (!written.is_ok()) job.ledger->give_up();
 }

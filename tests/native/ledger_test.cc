@@ -551,6 +551,19 @@ TEST_F(AdoptionTest, a_dropped_job_and_one_that_the_disk_does_not_know_leave_not
   EXPECT_TRUE(heart_->store().jobs().empty());
 }
 
+TEST_F(AdoptionTest, a_blob_that_is_deleted_during_a_step_in_memory_costs_no_memory) {
+  begin(DType::float32, 8, "every:1");
+  const auto blob = heart_->declare(session_, {bytes_shard("blob", 5000)});
+  heart_->write(session_, blob[0], pattern(5000, 1));
+  write_gradients(8);
+  heart_->store().step(request(1), [](const Status&, const StepReport&) {});
+  // Buffers have changed places, and the step is not committed.
+  ASSERT_TRUE(heart_->until([this] { return is_in_phase("updates tiles"); }));
+  remove("blob");
+  restart();
+  expect_step(1, 8);
+}
+
 /// The kind of parameter, and whether gradients lie on disk.
 class KilledStepTest : public AdoptionTest,
                        public ::testing::WithParamInterface<std::pair<DType, bool>> {};
