@@ -871,7 +871,8 @@ void ShardStore::commit_in_memory(const std::shared_ptr<StepState>& state) {
 }
 
 void ShardStore::remember(Job& job) {
-  if (job.ledger == nullptr || !job.durability.is_in_memory()) return;
+  // A record of commits in memory may be there although the next ones go to disk.
+  if (job.ledger == nullptr || job.tile_words == nullptr) return;
   // The record of before still holds: what it names is free after the next commit, which ends it.
   if (job.is_updating()) return;
   // It is the last commit's, also while a step that is not committed yet is under way.

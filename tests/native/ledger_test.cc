@@ -564,6 +564,29 @@ TEST_F(AdoptionTest, a_blob_that_is_deleted_during_a_step_in_memory_costs_no_mem
   expect_step(1, 8);
 }
 
+TEST_F(AdoptionTest, moments_that_were_written_after_steps_in_memory_keep_their_generation) {
+  begin(DType::float32, 8, "every:4");
+  write_gradients(8);
+  ASSERT_TRUE(heart_->step(request(1)).first.is_ok());
+  step_twins(8);
+  change_durability("step");
+  twins_[1].t = 100;
+  twins_[1].m = numbers(count(1), 60);
+  twins_[1].v = std::vector<float>(count(1), 0.25F);
+  std::optional<Status> written;
+  heart_->store().write_moments(
+      {.session_id = session_, .shard_id = ids_[1], .element_first = 0, .element_count = count(1)},
+      100,
+      twins_[1].m,
+      twins_[1].v,
+      [&](const Status& status) { written = status; });
+  ASSERT_TRUE(heart_->until([&] { return written.has_value(); }));
+  ASSERT_TRUE(written->is_ok()) << written->message();
+  restart();
+  expect_twins(8);
+  EXPECT_EQ(heart_->job(session_).shards[ids_[1]].generation, 100U);
+}
+
 /// The kind of parameter, and whether gradients lie on disk.
 class KilledStepTest : public AdoptionTest,
                        public ::testing::WithParamInterface<std::pair<DType, bool>> {};
