@@ -842,6 +842,16 @@ void ShardStore::commit_in_memory(const std::shared_ptr<StepState>& state) {
   state->is_counted = true;
   job.changed = true;
   if (state->place) job.ledger->note_committing(*state->place, job.committed_step);
+  for (const auto& [staged_id, buffer_id] : state->request.staged_buffers) {
+    // What lies on disk of a dirty buffer is older than the step, and no record may call it the
+    // step's.
+    Entry& fresh = *job.shards[buffer_id].value;
+    if (fresh.residency() != Residency::dirty) continue;
+    for (size_t i = 0; i < fresh.replicas.size(); ++i) {
+      if (fresh.replicas[i].extent.exists()) job.release(fresh.replicas[i], extents_);
+      job.note_value_extent(fresh, i);
+    }
+  }
   MEMD_FAILPOINT("ledger.before_memory_commit");
   // With this record the step is committed.
   remember(job);

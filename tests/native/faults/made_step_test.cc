@@ -135,6 +135,17 @@ TEST_F(MadeStepTest, a_buffer_that_a_commit_in_memory_replaced_has_no_bytes_on_d
   expect_buffer(3);
 }
 
+TEST_F(MadeStepTest, of_bytes_that_were_put_again_the_older_ones_on_disk_are_not_the_steps) {
+  begin("every:4");
+  put(staged_, 2);
+  ASSERT_TRUE(heart_->sync(session_).is_ok());
+  put(staged_, 3);
+  write_gradient();
+  die_in_step(1, "step.before_gradients_dropped");
+  go_on();
+  expect_buffer(3);
+}
+
 TEST_F(MadeStepTest, a_daemon_that_dies_while_it_takes_a_made_step_over_brings_nothing_back) {
   begin("step");
   put(staged_, 2);
