@@ -342,6 +342,8 @@ class ShardStore {
   /// After the commit: its parameters can be read, and its gradients go.
   void publish_step(const std::shared_ptr<StepState>& state);
   void finish_step(const std::shared_ptr<StepState>& state, const Status& status);
+  /// The ledger knows it no longer: it is made and all that it replaced is dropped, or it failed.
+  void forget_step(StepState& state);
 
   Pool& pool_;
   IoQueue& io_;

@@ -863,6 +863,8 @@ void ShardStore::commit_in_memory(const std::shared_ptr<StepState>& state) {
   if (session != sessions_.end() && state->request.step != 0) {
     session->second->step_committed = state->request.step;
   }
+  // While the disk is written its buffers may be put again: those bytes are not the step's.
+  forget_step(*state);
   if (!state->to_disk) return finish_step(state, Status::ok());
   commit_to_disk(state, [this, state](const Status& status) {
     const Job& its = *state->job;
@@ -916,6 +918,14 @@ void ShardStore::commit_to_disk(const std::shared_ptr<StepState>& state, Done do
       });
 }
 
+void ShardStore::forget_step(StepState& state) {
+  if (!state.place) return;
+  const auto session = sessions_.find(state.request.session_id);
+  if (session != sessions_.end()) note_session(*state.job, *session->second);
+  MEMD_FAILPOINT("ledger.step_done");
+  state.job->ledger->forget_step(*std::exchange(state.place, std::nullopt));
+}
+
 void ShardStore::finish_step(const std::shared_ptr<StepState>& state, const Status& status) {
   Job& job = *state->job;
   job.end_update();
@@ -931,11 +941,7 @@ void ShardStore::finish_step(const std::shared_ptr<StepState>& state, const Stat
     const auto session = sessions_.find(state->request.session_id);
     if (status.is_ok() && session != sessions_.end() && state->request.step != 0)
       session->second->step_committed = state->request.step;
-    if (state->place) {
-      if (session != sessions_.end()) note_session(job, *session->second);
-      MEMD_FAILPOINT("ledger.step_done");
-      job.ledger->forget_step(*state->place);
-    }
+    forget_step(*state);
   }
   MEMD_FAILPOINT("step.before_acknowledgement");
   state->answer(status);

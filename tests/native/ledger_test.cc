@@ -564,6 +564,24 @@ TEST_F(AdoptionTest, a_blob_that_is_deleted_during_a_step_in_memory_costs_no_mem
   expect_step(1, 8);
 }
 
+TEST_F(AdoptionTest, a_buffer_that_is_put_while_a_step_in_memory_goes_to_disk_is_not_the_steps) {
+  begin(DType::float32, 8, "every:1");
+  write_gradients(8);
+  heart_->faults().add_fault({.kind = MemoryFaultKind::stall, .io_kind = IoKind::sync});
+  heart_->store().step(request(1), [](const Status&, const StepReport&) {});
+  ASSERT_TRUE(heart_->until([this] { return heart_->job(session_).committed_step == 1; }));
+  heart_->write(session_, ids_[2], pattern(kBufferBytes, 50));
+  heart_->write(session_, ids_[3], pattern(kBufferBytes, 51));
+  ASSERT_EQ(heart_->shards(job_id_).size(), 4U);  // what was put is settled
+  ASSERT_EQ(heart_->job(session_).durable_step, 0U);
+  restart();
+  EXPECT_EQ(heart_->read<uint8_t>(session_, ids_[2]), pattern(kBufferBytes, 50));
+  EXPECT_EQ(heart_->read<uint8_t>(session_, ids_[3]), pattern(kBufferBytes, 51));
+  EXPECT_EQ(heart_->job(session_).committed_step, 1U);
+  step_twins(8);
+  expect_twins(50);
+}
+
 TEST_F(AdoptionTest, moments_that_were_written_after_steps_in_memory_keep_their_generation) {
   begin(DType::float32, 8, "every:4");
   write_gradients(8);
