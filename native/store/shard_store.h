@@ -334,7 +334,7 @@ class ShardStore {
   /// Staged buffers take the places of what they replace, or go back to their own.
   static void exchange_buffers(StepState& state, bool swapped);
   void drop_staged(const StepState& state);
-  void unseal(const StepState& state);
+  void unseal(StepState& state);
   void undo_step(const std::shared_ptr<StepState>& state);
   void commit_step(const std::shared_ptr<StepState>& state);
   void commit_in_memory(const std::shared_ptr<StepState>& state);

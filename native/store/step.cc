@@ -743,13 +743,15 @@ void ShardStore::finish_updates(const std::shared_ptr<StepState>& state, const S
   finish_step(state, status);
 }
 
-void ShardStore::unseal(const StepState& state) {
+void ShardStore::unseal(StepState& state) {
   for (const auto& [shard_id, group] : state.group_of) {
     state.job->shards[shard_id].gradient_session = state.request.session_id;
     state.job->note_shard(shard_id);
   }
   // A session that has ended meanwhile tries no second time.
   if (sessions_.contains(state.request.session_id)) return;
+  // The next daemon would miss gradients of a step that is still closed.
+  forget_step(state);
   drop_gradients_of(*state.job, [&](const Shard& shard) {
     return shard.gradient_session == state.request.session_id;
   });

@@ -156,5 +156,26 @@ TEST_F(MadeStepTest, a_daemon_that_dies_while_it_takes_a_made_step_over_brings_n
   expect_buffer(2);
 }
 
+TEST_F(MadeStepTest, a_step_that_failed_without_its_session_costs_no_memory) {
+  begin("step");
+  const uint64_t other = heart_->attach(job_id_);
+  put(staged_, 2);
+  write_gradient();
+  const Held writer = heart_->lease(other, w_, LeaseMode::write);
+  ASSERT_TRUE(writer.is_ok()) << writer.status.message();
+  die_at("ledger.step_done", [asked = request(1)](Heart* heart) {
+    bool answered = false;
+    heart->store().step(asked, [&](const Status&, const StepReport&) { answered = true; });
+    static_cast<void>(heart->store().detach(asked.session_id));
+    while (!answered) heart->turn();
+  });
+  session_ = other;
+  go_on();
+  ASSERT_TRUE(heart_->until([this] { return heart_->store().is_idle(); }));
+  EXPECT_EQ(heart_->job(session_).committed_step, 0U);
+  EXPECT_EQ(heart_->lease(session_, w_, LeaseMode::read, Part::gradient).status.code(),
+            StatusCode::not_found);
+}
+
 }  // namespace
 }  // namespace memd::testing
