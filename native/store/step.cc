@@ -809,8 +809,9 @@ void ShardStore::commit_step(const std::shared_ptr<StepState>& state) {
       // Where it was a write that failed, whether N or N + 1 is on disk is not known: every further
       // commit is refused, and a restart finds out.
       its.changed = true;
-      // Memory would say N, and the disk maybe N + 1: the next daemon starts the job from disk.
-      const bool is_outcome_unknown = !was_broken && !extents_.broken().is_ok();
+      // Memory would say N, and the disk maybe N + 1: the next daemon starts the job from disk. A
+      // sync leaves both at N, and the catalogue's tag says which of them the ledger builds on.
+      const bool is_outcome_unknown = state->is_step && !was_broken && !extents_.broken().is_ok();
       if (is_outcome_unknown && its.ledger != nullptr) its.ledger->give_up();
       undo_step(state);
       return finish_step(state, status);

@@ -605,6 +605,28 @@ TEST_F(AdoptionTest, moments_that_were_written_after_steps_in_memory_keep_their_
   EXPECT_EQ(heart_->job(session_).shards[ids_[1]].generation, 100U);
 }
 
+TEST_F(AdoptionTest, a_sync_that_fails_leaves_the_memory_to_the_next_daemon) {
+  // Before the superblock is written, and after.
+  for (const uint64_t skipped : {0, 1}) {
+    SCOPED_TRACE(concat("sync ", skipped));
+    disk_ = std::make_shared<MemoryDisk>(kSmallDiskBytes);
+    begin(DType::float32);
+    heart_->write(session_, ids_[2], pattern(kBufferBytes, 2));
+    write_gradients(8);
+    heart_->faults().add_fault({.io_kind = IoKind::sync, .skip_count = skipped});
+    ASSERT_FALSE(heart_->sync(session_).is_ok());
+    heart_->write(session_, ids_[3], pattern(kBufferBytes, 9));
+    heart_->faults().clear_faults();
+    restart();
+    if (HasFatalFailure()) return;
+    expect_twins(2);
+    heart_->write(session_, ids_[3], pattern(kBufferBytes, 8));
+    expect_step(1, 8);
+    delete std::exchange(heart_, nullptr);
+    give_memory_back();
+  }
+}
+
 /// The kind of parameter, and whether gradients lie on disk.
 class KilledStepTest : public AdoptionTest,
                        public ::testing::WithParamInterface<std::pair<DType, bool>> {};
