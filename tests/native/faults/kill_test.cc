@@ -546,6 +546,8 @@ std::vector<KillPoint> kept_hits(const std::map<std::string, uint64_t>& hits) {
 
 /// The one step of the killed phases, with spilled gradients and a staged buffer.
 const KillPoint kStepClosed{.name = "ledger.step_closed", .hit = 1};
+/// It is on disk, and the ledger says that it is still to be made.
+const KillPoint kStepCommitted{.name = "step.before_staged_dropped", .hit = 1};
 
 std::vector<KillPoint> every_io(uint64_t io_count, const std::vector<IoMoment>& moments) {
   std::vector<KillPoint> points;
@@ -574,14 +576,17 @@ TEST_F(KillTest, where_memory_survives_a_closed_step_is_made_whatever_the_moment
 TEST_F(KillTest, a_daemon_that_takes_over_may_be_killed_too) {
   engine_ = IoEngine::threads;
   ASSERT_NO_FATAL_FAILURE(run_undisturbed(kFirstKilledPhase));
-  const auto hits = steady_hits([this] { count_take_over(kStepClosed, kLastKilledPhase); });
-  ASSERT_TRUE(hits.contains("adoption.before_redo"));
   std::vector<std::vector<KillPoint>> chains;
-  for (const KillPoint& point : kept_hits(hits)) chains.push_back({kStepClosed, point});
-  ASSERT_GT(chains.size(), 10u);
-  for (const KillPoint& point :
-       every_io(shared_->io_count, {IoMoment::before_submit, IoMoment::completed}))
-    chains.push_back({kStepClosed, point});
+  for (const KillPoint& first : {kStepClosed, kStepCommitted}) {
+    const auto hits = steady_hits([&] { count_take_over(first, kLastKilledPhase); });
+    ASSERT_TRUE(hits.contains("adoption.slots_noted"));
+    ASSERT_EQ(hits.contains("adoption.before_redo"), first.name == kStepClosed.name);
+    for (const KillPoint& point : kept_hits(hits)) chains.push_back({first, point});
+    for (const KillPoint& point :
+         every_io(shared_->io_count, {IoMoment::before_submit, IoMoment::completed}))
+      chains.push_back({first, point});
+  }
+  ASSERT_GT(chains.size(), 20u);
   kill_kept_at_all(chains, kLastKilledPhase);
 }
 
