@@ -281,7 +281,9 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
                  " bytes, those of the pool ",
                  pool_.segment_bytes());
   }
-  const auto in_memory = ledger->read_record(tag);
+  const auto remembered = ledger->read_record(tag);
+  if (!remembered.is_ok()) return remembered.status();
+  const auto& in_memory = remembered.value();
   const bool is_ahead = in_memory && in_memory->step >= disk.step;
   const JobRecord& base = is_ahead ? *in_memory : disk;
   std::unique_ptr<TileWords> tile_words;

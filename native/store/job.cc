@@ -333,9 +333,12 @@ JobRecord Job::record() const {
   }
   for (const Bucket& bucket : buckets) {
     BucketRecord out{.dtype = bucket.dtype, .element_count = bucket.element_count, .tiles = {}};
+    // Of a first writeback that is half done there is no value on disk yet.
+    const bool is_on_disk = bucket.value->has_replica();
     for (size_t tile = 0; tile < bucket.tile_count(); ++tile) {
       out.tiles.push_back(
-          {.parameter = bucket.value->replicas[tile].extent, .rest = bucket.rest[tile].extent});
+          {.parameter = is_on_disk ? bucket.value->replicas[tile].extent : ExtentRecord{},
+           .rest = bucket.rest[tile].extent});
     }
     record.buckets.push_back(std::move(out));
   }

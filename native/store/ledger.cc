@@ -523,13 +523,13 @@ Status Ledger::write_record(const JobRecord& record, uint64_t base) {
       layout_->job_places, layout_->job_records[0], kRecordBytesMax, encode(record), base);
 }
 
-std::optional<JobRecord> Ledger::read_record(uint64_t base) const {
+Result<std::optional<JobRecord>> Ledger::read_record(uint64_t base) const {
   const auto place = newest(layout_->job_places, layout_->job_records[0], kRecordBytesMax);
-  if (!place || layout_->job_places[*place].tag != base) return std::nullopt;
+  if (!place || layout_->job_places[*place].tag != base) return std::optional<JobRecord>();
   auto record =
       decode_job({layout_->job_records[*place], layout_->job_places[*place].length_bytes});
-  if (!record.is_ok()) return std::nullopt;
-  return std::move(record).value();
+  if (!record.is_ok()) return damaged("its last commit in memory: ", record.status().message());
+  return std::optional(std::move(record).value());
 }
 
 // ---- Reading what another daemon left ----------------------------------------------------------

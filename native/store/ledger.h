@@ -163,8 +163,9 @@ class Ledger {
   /// which catalogue it builds: Commits::catalogue_tag() of the job. The place of the last record
   /// stays valid until this one is whole.
   Status write_record(const JobRecord& record, uint64_t base);
-  /// The last one that was written in full, if it builds on `base`.
-  std::optional<JobRecord> read_record(uint64_t base) const;
+  /// The last one that was written in full, if it builds on `base`. An error where it cannot be
+  /// understood: what is on disk is older than what else the ledger says.
+  Result<std::optional<JobRecord>> read_record(uint64_t base) const;
 
   /// Everything, checked: sizes, bounds, numbers that are no value of their type. Where bytes
   /// overlap is found when they are taken. From now on this daemon writes; `base` is the tag of the

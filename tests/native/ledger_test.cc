@@ -33,7 +33,7 @@ OwnedFd copy_of(int fd) { return OwnedFd(fcntl(fd, F_DUPFD_CLOEXEC, 0)); }
 
 TEST(LedgerTest, the_last_whole_record_is_read_and_only_on_the_catalogue_that_it_builds_on) {
   auto ledger = Ledger::create(7, 2_MiB).value();
-  EXPECT_FALSE(ledger->read_record(0).has_value());
+  EXPECT_FALSE(ledger->read_record(0).value().has_value());
   JobRecord record;
   record.job_id = 7;
   record.name = "job";
@@ -42,11 +42,21 @@ TEST(LedgerTest, the_last_whole_record_is_read_and_only_on_the_catalogue_that_it
     ASSERT_TRUE(ledger->write_record(record, step * 10).is_ok());
     const auto next = Ledger::adopt(copy_of(ledger->fd()), 7);
     ASSERT_TRUE(next.is_ok()) << next.status().message();
-    ASSERT_TRUE(next.value()->read_record(step * 10).has_value());
-    EXPECT_EQ(next.value()->read_record(step * 10)->step, step);
-    EXPECT_FALSE(next.value()->read_record(step * 10 - 10).has_value());
+    ASSERT_TRUE(next.value()->read_record(step * 10).value().has_value());
+    EXPECT_EQ(next.value()->read_record(step * 10).value()->step, step);
+    EXPECT_FALSE(next.value()->read_record(step * 10 - 10).value().has_value());
   }
   EXPECT_EQ(Ledger::adopt(copy_of(ledger->fd()), 8).status().code(), StatusCode::integrity);
+}
+
+TEST(LedgerTest, a_record_that_cannot_be_understood_is_not_taken_for_none) {
+  auto ledger = Ledger::create(7, 2_MiB).value();
+  JobRecord record;
+  record.job_id = 7;
+  record.buckets.push_back({.element_count = 64, .tiles = {{}}});  // a bucket without a shard
+  ASSERT_TRUE(ledger->write_record(record, 1).is_ok());
+  EXPECT_EQ(ledger->read_record(1).status().code(), StatusCode::integrity);
+  EXPECT_TRUE(ledger->read_record(2).is_ok());
 }
 
 TEST(LedgerTest, a_slot_that_leaves_its_entry_is_at_no_moment_newer_than_the_one_that_came) {
@@ -603,6 +613,32 @@ TEST_F(AdoptionTest, moments_that_were_written_after_steps_in_memory_keep_their_
   restart();
   expect_twins(8);
   EXPECT_EQ(heart_->job(session_).shards[ids_[1]].generation, 100U);
+}
+
+TEST_F(AdoptionTest, a_first_writeback_that_is_half_done_costs_no_memory) {
+  begin(DType::float32, 8, "every:4");
+  write_gradients(8);
+  ASSERT_TRUE(heart_->step(request(1)).first.is_ok());
+  step_twins(8);
+  constexpr uint64_t kTail = 4000;
+  const auto ids = heart_->declare(
+      session_, {parameter("x", kTileElements + kTail), bytes_shard("blob", kBufferBytes)});
+  heart_->write(session_, ids[0], numbers(kTileElements + kTail, 5));
+  // Of its two tiles one is written, and no other write has the length of the second.
+  heart_->io().before_submit = [this](const DiskQueue::Operation& operation) {
+    if (operation.kind == IoKind::write && operation.length_bytes == align_up(kTail * 4, 4_KiB))
+      heart_->faults().add_fault({.kind = MemoryFaultKind::stall, .io_kind = IoKind::write});
+  };
+  heart_->store().sync(session_, [](const Status&, const StepReport&) {});
+  const Entry& entry = *heart_->job(session_).shards[ids[0]].value;
+  ASSERT_TRUE(heart_->until([&] { return entry.replicas[0].extent.exists(); }));
+  ASSERT_FALSE(entry.has_replica());
+  remove("blob");
+  heart_->io().before_submit = nullptr;
+  restart();
+  EXPECT_TRUE(heart_->read<float>(session_, ids[0]) == numbers(kTileElements + kTail, 5));
+  expect_twins(8);
+  EXPECT_TRUE(heart_->sync(session_).is_ok());
 }
 
 TEST_F(AdoptionTest, a_sync_that_fails_leaves_the_memory_to_the_next_daemon) {
