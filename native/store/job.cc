@@ -934,7 +934,13 @@ void Job::remove(uint32_t shard_id, ExtentStore& extents) {
   if (entry.pending != nullptr) retire_slot(std::move(entry.pending));
   for (size_t i = 0; i < entry.replicas.size(); ++i) {
     if (entry.replicas[i].extent.exists()) release(entry.replicas[i], extents);
-    note_value_extent(entry, i);
+    // During an update too, whatever becomes of it: the next shard with this id is another one.
+    if (ledger != nullptr) {
+      ledger->note_loose({.kind = LooseKey::Kind::bytes,
+                          .owner = entry.kept_owner,
+                          .index = static_cast<uint32_t>(i)},
+                         {});
+    }
   }
   const Replica* first = entry.replicas.data();
   for (Superseded& old : superseded_) {

@@ -641,6 +641,32 @@ TEST_F(AdoptionTest, a_first_writeback_that_is_half_done_costs_no_memory) {
   EXPECT_TRUE(heart_->sync(session_).is_ok());
 }
 
+TEST_F(AdoptionTest, a_blob_that_is_deleted_during_a_step_leaves_nothing_to_who_gets_its_id) {
+  begin(DType::float32, 3);
+  const auto old = heart_->declare(session_, {bytes_shard("old", 100'000)});
+  heart_->write(session_, old[0], pattern(100'000, 1));
+  write_gradients(8);
+  spill_gradients();
+  ASSERT_TRUE(heart_->job(session_).shards[old[0]].value->has_replica());
+  // The step fails after the blob is gone.
+  heart_->faults().add_fault({.io_kind = IoKind::read, .count = 1000});
+  std::optional<Status> failed;
+  heart_->store().step(request(1),
+                       [&](const Status& status, const StepReport&) { failed = status; });
+  ASSERT_TRUE(heart_->until([this] { return is_in_phase("updates tiles"); }));
+  remove("old");
+  ASSERT_TRUE(heart_->until([&] { return failed.has_value(); }));
+  ASSERT_FALSE(failed->is_ok());
+  heart_->faults().clear_faults();
+  const auto other = heart_->declare(session_, {bytes_shard("other", kBufferBytes)});
+  ASSERT_EQ(other[0], old[0]);
+  heart_->write(session_, other[0], pattern(kBufferBytes, 2));
+  EXPECT_FALSE(heart_->shards(job_id_).empty());  // what was put is settled
+  restart();
+  EXPECT_EQ(heart_->read<uint8_t>(session_, other[0]), pattern(kBufferBytes, 2));
+  expect_twins(1);
+}
+
 TEST_F(AdoptionTest, a_sync_that_fails_leaves_the_memory_to_the_next_daemon) {
   // Before the superblock is written, and after.
   for (const uint64_t skipped : {0, 1}) {
