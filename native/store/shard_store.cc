@@ -608,9 +608,14 @@ void ShardStore::delete_shard(uint64_t session_id,
                       name,
                       " is still being written; let go of the tensor first"));
   }
-  const auto still = [entry] {
+  const auto still = [this, &job, entry, shard_id] {
+    // What a closed step names stays until that is made: whoever makes it must find it.
+    const auto& steps = queues_.at(job.job_id).steps;
     return entry->task_count == 0 && entry->residency() != Residency::filling &&
-           entry->residency() != Residency::draining;
+           entry->residency() != Residency::draining &&
+           std::none_of(steps.begin(), steps.end(), [shard_id](const auto& step) {
+             return is_named(*step, shard_id);
+           });
   };
   const auto remove = [this, &job, name, done] {
     // It may have gone, or come back under the same name, while its bytes were being moved.

@@ -331,6 +331,8 @@ class ShardStore {
                      Bucket& bucket,
                      const std::shared_ptr<Join>& join);
   void finish_updates(const std::shared_ptr<StepState>& state, const Status& status);
+  /// Whether it is a staged buffer of the step, or one that is replaced.
+  static bool is_named(const StepState& state, uint32_t shard_id);
   /// Staged buffers take the places of what they replace, or go back to their own.
   static void exchange_buffers(StepState& state, bool swapped);
   void drop_staged(const StepState& state);

@@ -590,6 +590,13 @@ Status ShardStore::swap_staged_buffers(const std::shared_ptr<StepState>& state) 
   return Status::ok();
 }
 
+bool ShardStore::is_named(const StepState& state, uint32_t shard_id) {
+  const auto& pairs = state.request.staged_buffers;
+  return std::any_of(pairs.begin(), pairs.end(), [shard_id](const auto& pair) {
+    return pair.first == shard_id || pair.second == shard_id;
+  });
+}
+
 void ShardStore::exchange_buffers(StepState& state, bool swapped) {
   MEMD_CHECK(state.swapped != swapped);
   for (size_t i = 0; i < state.request.staged_buffers.size(); ++i) {

@@ -667,6 +667,26 @@ TEST_F(AdoptionTest, a_blob_that_is_deleted_during_a_step_leaves_nothing_to_who_
   expect_twins(1);
 }
 
+TEST_F(AdoptionTest, a_buffer_that_a_closed_step_names_is_deleted_after_the_step) {
+  begin(DType::float32);
+  write_gradients(8);
+  heart_->job(session_).changed = true;
+  heart_->faults().add_fault({.kind = MemoryFaultKind::stall, .io_kind = IoKind::sync});
+  heart_->store().sync(session_, [](const Status&, const StepReport&) {});
+  heart_->store().step(request(1), [](const Status&, const StepReport&) {});
+  ASSERT_TRUE(heart_->until([this] { return heart_->faults().has_stalled(); }));
+  int deleted = 0;
+  const auto count_deleted = [&](const Result<bool>& result) { deleted += result.value() ? 1 : 0; };
+  heart_->store().delete_shard(session_, "staged", count_deleted);
+  heart_->turns();
+  EXPECT_EQ(deleted, 0);
+  restart();
+  if (HasFatalFailure()) return;
+  heart_->store().delete_shard(session_, "staged", count_deleted);
+  expect_step(1, 8);
+  ASSERT_TRUE(heart_->until([&] { return deleted == 1; }));
+}
+
 TEST_F(AdoptionTest, a_sync_that_fails_leaves_the_memory_to_the_next_daemon) {
   // Before the superblock is written, and after.
   for (const uint64_t skipped : {0, 1}) {
