@@ -11,8 +11,9 @@ namespace memd {
 /// Somebody beside this process, systemd or a holder of ours, who keeps a copy of a descriptor
 /// until it is told to forget it, and hands all copies to the next daemon. Names are unique:
 /// `segment.<id>`, `ledger.<job id>`, `table.<job id>`, `tiles.<job id>`, `session.<session id>`,
-/// `doorbell.<session id>`. Called by the server thread, and before there is one by whoever starts;
-/// does not wait for the other side, unless that reads nothing any more, and then for seconds once.
+/// `doorbell.<session id>`, `volumes.<uuid of the set>`. Called by the server thread, and before
+/// there is one by whoever starts; does not wait for the other side, unless that reads nothing any
+/// more, and then for seconds once.
 class DescriptorKeeper {
  public:
   virtual ~DescriptorKeeper() = default;

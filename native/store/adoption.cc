@@ -793,9 +793,20 @@ Status ShardStore::open_ledger(Job& job) {
   if (Status opened = open_tile_words(job); !opened.is_ok()) return opened;
   job.note_shards();
   job.note_slots();
-  keeper_->keep(concat("ledger.", job.job_id), job.ledger->fd());
-  keeper_->keep(concat("table.", job.job_id), job.table.fd());
   return Status::ok();
+}
+
+void ShardStore::keep_memory(Job& job) {
+  if (job.ledger == nullptr) return;
+  MEMD_FAILPOINT("ledger.before_kept");
+  keep_tile_words(job);
+  keeper_->keep(concat("table.", job.job_id), job.table.fd());
+  keeper_->keep(concat("ledger.", job.job_id), job.ledger->fd());
+}
+
+void ShardStore::keep_tile_words(Job& job) {
+  if (job.ledger == nullptr || job.tile_words == nullptr) return;
+  keeper_->keep(concat("tiles.", job.job_id), job.tile_words->fd());
 }
 
 Status ShardStore::open_tile_words(Job& job) {
@@ -804,7 +815,6 @@ Status ShardStore::open_tile_words(Job& job) {
   auto words = TileWords::create(job.job_id);
   if (!words.is_ok()) return words.status();
   job.tile_words = std::move(words).value();
-  keeper_->keep(concat("tiles.", job.job_id), job.tile_words->fd());
   return Status::ok();
 }
 

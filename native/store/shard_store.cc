@@ -147,6 +147,7 @@ Status ShardStore::give_memory(Job& job) {
   auto memory = JobMemory::create(std::move(segments), segment_bytes, io_, job.ledger.get());
   if (!memory.is_ok()) return memory.status();
   job.memory = std::move(memory).value();
+  keep_memory(job);
   MEMD_FAILPOINT("job.memory_given");
   job.expect_memory();
   return Status::ok();
@@ -236,6 +237,7 @@ Status ShardStore::set_durability(Job& job, const OpenJobRequest& request) {
     job.durability = before;
     return opened;
   }
+  keep_tile_words(job);
   job.changed = true;
   job.note_layout();
   return Status::ok();
@@ -281,9 +283,12 @@ void ShardStore::return_to_disk(Job& job) {
       // Until the new ledger is kept the segments are nobody's, and destroyed by the next daemon.
       keeper_->forget(concat("ledger.", job.job_id));
       keeper_->forget(concat("tiles.", job.job_id));
-      // Refused: it goes on being refused too.
-      if (const Status opened = open_ledger(*fresh); !opened.is_ok()) fresh->stopped = opened;
-      if (fresh->ledger != nullptr) fresh->memory->claim_in(fresh->ledger.get());
+      if (const Status opened = open_ledger(*fresh); opened.is_ok()) {
+        fresh->memory->claim_in(fresh->ledger.get());
+        keep_memory(*fresh);
+      } else {
+        fresh->stopped = opened;  // it goes on being refused too
+      }
     }
     fresh->expect_memory();
   }

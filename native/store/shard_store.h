@@ -229,6 +229,11 @@ class ShardStore {
   Status open_ledger(Job& job);
   /// Where there is a ledger and commits are in memory.
   Status open_tile_words(Job& job);
+  /// Its ledger and what belongs to it, which claims all of its segments by now: the next daemon
+  /// takes for the job's memory what it finds claimed.
+  void keep_memory(Job& job);
+  /// Before anything is said in them.
+  void keep_tile_words(Job& job);
   void note_session(Job& job, const Session& session);
   Status keep_session(Job& job, const Session& session);
   void forget_session(Job& job, uint64_t session_id);

@@ -687,6 +687,33 @@ TEST_F(AdoptionTest, a_buffer_that_a_closed_step_names_is_deleted_after_the_step
   ASSERT_TRUE(heart_->until([&] { return deleted == 1; }));
 }
 
+TEST_F(AdoptionTest, a_ledger_that_is_kept_claims_all_segments_of_its_job) {
+  uint64_t kept_count = 0;
+  const auto watch = [&](uint64_t segments) {
+    keeper_.before_keep = [&, segments](const std::string& name, int fd) {
+      if (!name.starts_with("ledger.")) return;
+      const auto ledger = Ledger::adopt(copy_of(fd), job_id_ == 0 ? 1 : job_id_);
+      ASSERT_TRUE(ledger.is_ok()) << ledger.status().message();
+      EXPECT_EQ(ledger.value()->claims().value().size(), segments);
+      ++kept_count;
+    };
+  };
+  watch(kFloorSegments + 3);
+  begin(DType::float32, 3, "every:4");
+  EXPECT_EQ(kept_count, 1U);
+  // A step that cannot be undone: the job goes back to what is on disk, with its memory.
+  write_gradients(8);
+  spill_gradients();
+  heart_->faults().add_fault({.io_kind = IoKind::read, .count = 1000});
+  ASSERT_FALSE(heart_->step(request(1)).first.is_ok());
+  heart_->faults().clear_faults();
+  ASSERT_TRUE(heart_->store().detach(session_).is_ok());
+  ASSERT_TRUE(heart_->until([&] { return kept_count == 2; }));
+  keeper_.before_keep = nullptr;
+  session_ = heart_->attach(heart_->open("job", 3, kJobDiskBytes));
+  expect_twins(1);
+}
+
 TEST_F(AdoptionTest, a_sync_that_fails_leaves_the_memory_to_the_next_daemon) {
   // Before the superblock is written, and after.
   for (const uint64_t skipped : {0, 1}) {

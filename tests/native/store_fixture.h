@@ -101,9 +101,13 @@ struct Held {
 class TestKeeper final : public DescriptorKeeper {
  public:
   void keep(const std::string& name, int fd) override {
+    if (before_keep) before_keep(name, fd);
     kept_[name] = OwnedFd(fcntl(fd, F_DUPFD_CLOEXEC, 0));
   }
-  void forget(const std::string& name) override { kept_.erase(name); }
+  void forget(const std::string& name) override {
+    if (before_forget) before_forget(name);
+    kept_.erase(name);
+  }
   KeptDescriptors hand_over() const {
     KeptDescriptors copies;
     for (const auto& [name, fd] : kept_) {
@@ -120,6 +124,9 @@ class TestKeeper final : public DescriptorKeeper {
     for (const auto& [name, fd] : kept_) all.push_back(name);
     return all;
   }
+
+  std::function<void(const std::string& name, int fd)> before_keep;
+  std::function<void(const std::string& name)> before_forget;
 
  private:
   std::map<std::string, OwnedFd> kept_;
