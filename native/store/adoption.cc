@@ -295,7 +295,7 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
     auto found = tile_words->read(tag);
     if (!found.is_ok()) return found.status();
     tiles = std::move(found).value();
-  } else if (Durability::of_code(contents.layout.durability).is_in_memory()) {
+  } else if (ledger->has_tile_words()) {
     return error(StatusCode::fenced, "nobody kept what is said of its tiles");
   }
 
@@ -807,6 +807,7 @@ void ShardStore::keep_memory(Job& job) {
 void ShardStore::keep_tile_words(Job& job) {
   if (job.ledger == nullptr || job.tile_words == nullptr) return;
   keeper_->keep(concat("tiles.", job.job_id), job.tile_words->fd());
+  job.ledger->note_tile_words();
 }
 
 Status ShardStore::open_tile_words(Job& job) {

@@ -91,7 +91,7 @@ struct StepPlace {
 struct LedgerLayout {
   uint64_t magic;
   uint32_t version;
-  uint32_t reserved;
+  std::atomic<uint32_t> has_tile_words;
   uint64_t job_id;
   uint64_t segment_bytes;
   std::atomic<uint64_t> given_up;
@@ -302,6 +302,9 @@ Result<std::unique_ptr<Ledger>> Ledger::adopt(OwnedFd fd, uint64_t job_id) {
 
 void Ledger::give_up() { layout_->given_up.store(1, kRelease); }
 bool Ledger::is_given_up() const { return layout_->given_up.load(kAcquire) != 0; }
+
+void Ledger::note_tile_words() { layout_->has_tile_words.store(1, kRelease); }
+bool Ledger::has_tile_words() const { return layout_->has_tile_words.load(kAcquire) != 0; }
 
 // ---- Segments ----------------------------------------------------------------------------------
 

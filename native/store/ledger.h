@@ -127,6 +127,10 @@ class Ledger {
   void give_up();
   bool is_given_up() const;
 
+  /// There are TileWords beside it from here on, and without them it says too little.
+  void note_tile_words();
+  bool has_tile_words() const;
+
   /// Written before a segment is used, and taken away after it was destroyed.
   Status claim(uint64_t segment_id, Side side, uint32_t index);
   Result<std::vector<SegmentClaim>> claims() const;

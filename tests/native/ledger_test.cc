@@ -641,6 +641,19 @@ TEST_F(AdoptionTest, a_first_writeback_that_is_half_done_costs_no_memory) {
   EXPECT_TRUE(heart_->sync(session_).is_ok());
 }
 
+TEST_F(AdoptionTest, without_its_words_of_tiles_a_job_starts_from_disk_whatever_its_durability) {
+  begin(DType::float32, 8, "every:4");
+  write_gradients(8);
+  ASSERT_TRUE(heart_->step(request(1)).first.is_ok());
+  change_durability("step");
+  keeper_.forget(concat("tiles.", job_id_));
+  restart(false);
+  EXPECT_NE(notes().find("nobody kept what is said of its tiles"), std::string::npos) << notes();
+  session_ = heart_->attach(heart_->open("job", 8, kJobDiskBytes));
+  EXPECT_EQ(heart_->job(session_).committed_step, 0U);
+  expect_twins(1);
+}
+
 TEST_F(AdoptionTest, a_blob_that_is_deleted_during_a_step_leaves_nothing_to_who_gets_its_id) {
   begin(DType::float32, 3);
   const auto old = heart_->declare(session_, {bytes_shard("old", 100'000)});
