@@ -346,9 +346,11 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
     }
     auto ring = ServerRing::adopt(std::move(*memory), std::move(*doorbell));
     if (!ring.is_ok()) {
+      const bool was_ended = ring.status().code() == StatusCode::fenced;
+      // In order, and a session that the ledger names is kept.
+      if (was_ended) ledger->forget_session(record.session_id);
       forget();
-      if (ring.status().code() != StatusCode::fenced) return ring.status();
-      ledger->forget_session(record.session_id);  // it was ended in order
+      if (!was_ended) return ring.status();
       continue;
     }
     MEMD_FAILPOINT("adoption.session_taken");

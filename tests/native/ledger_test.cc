@@ -727,6 +727,25 @@ TEST_F(AdoptionTest, a_ledger_that_is_kept_claims_all_segments_of_its_job) {
   expect_twins(1);
 }
 
+TEST_F(AdoptionTest, a_daemon_that_dies_while_it_drops_an_ended_session_costs_no_memory) {
+  begin(DType::float32);
+  const uint64_t ended = session_;
+  session_ = heart_->attach(job_id_);
+  heart_->write(session_, ids_[2], pattern(kBufferBytes, 2));
+  heart_->store().sessions().at(ended)->ring.end();
+  kill();
+  keeper_.before_forget = [&](const std::string& name) {
+    // Its rings are forgotten by then.
+    if (name == concat("doorbell.", ended)) throw Killed{};
+  };
+  EXPECT_THROW(start(), Killed);
+  keeper_.before_forget = nullptr;
+  start();
+  EXPECT_EQ(notes(), "");
+  resume();
+  expect_twins(2);
+}
+
 TEST_F(AdoptionTest, a_sync_that_fails_leaves_the_memory_to_the_next_daemon) {
   // Before the superblock is written, and after.
   for (const uint64_t skipped : {0, 1}) {
