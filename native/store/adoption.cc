@@ -507,20 +507,21 @@ Status ShardStore::adopt_segments(Job& job, Ledger& ledger) {
   const uint64_t segment_bytes = pool_.segment_bytes();
   if (claims.value().size() < JobMemory::segment_count_min(segment_bytes))
     status = damaged("it claims too few segments");
+  if (status.is_ok()) {
+    auto memory =
+        JobMemory::adopt(in_order[0], in_order[1], unassigned, segment_bytes, io_, &ledger);
+    if (memory.is_ok()) {
+      job.memory = std::move(memory).value();
+    } else {
+      status = memory.status();
+    }
+  }
   if (!status.is_ok()) {
     for (auto* const segments : {&in_order[0], &in_order[1], &unassigned}) {
       for (Segment& segment : *segments) add_to_pool(std::move(segment));
     }
     return status;
   }
-  auto memory = JobMemory::adopt(std::move(in_order[0]),
-                                 std::move(in_order[1]),
-                                 std::move(unassigned),
-                                 segment_bytes,
-                                 io_,
-                                 &ledger);
-  if (!memory.is_ok()) return memory.status();
-  job.memory = std::move(memory).value();
   job.expect_memory();
   return Status::ok();
 }

@@ -14,7 +14,7 @@ uint64_t JobMemory::segment_count_min(uint64_t segment_bytes) {
   return divide_up(kPrivateFloorBytes, segment_bytes) + 1;
 }
 
-Result<std::unique_ptr<JobMemory>> JobMemory::create(std::vector<Segment> segments,
+Result<std::unique_ptr<JobMemory>> JobMemory::create(std::vector<Segment>& segments,
                                                      uint64_t segment_bytes,
                                                      IoQueue& io,
                                                      Ledger* ledger) {
@@ -26,20 +26,26 @@ Result<std::unique_ptr<JobMemory>> JobMemory::create(std::vector<Segment> segmen
     }
   }
   std::unique_ptr<JobMemory> memory(new JobMemory(std::move(segments), segment_bytes, io, ledger));
-  if (Status reserved = memory->reserve(); !reserved.is_ok()) return reserved;
+  if (Status reserved = memory->reserve(); !reserved.is_ok()) {
+    segments = memory->take_segments();
+    return reserved;
+  }
   return memory;
 }
 
-Result<std::unique_ptr<JobMemory>> JobMemory::adopt(std::vector<Segment> arena_segments,
-                                                    std::vector<Segment> private_segments,
-                                                    std::vector<Segment> unassigned,
+Result<std::unique_ptr<JobMemory>> JobMemory::adopt(std::vector<Segment>& arena_segments,
+                                                    std::vector<Segment>& private_segments,
+                                                    std::vector<Segment>& unassigned,
                                                     uint64_t segment_bytes,
                                                     IoQueue& io,
                                                     Ledger* ledger) {
   std::unique_ptr<JobMemory> memory(
       new JobMemory(std::move(unassigned), segment_bytes, io, ledger));
   memory->segment_count_ += arena_segments.size() + private_segments.size();
-  if (Status reserved = memory->reserve(); !reserved.is_ok()) return reserved;
+  if (Status reserved = memory->reserve(); !reserved.is_ok()) {
+    unassigned = memory->take_segments();
+    return reserved;
+  }
   for (auto [segments, side] : {std::pair{&arena_segments, memory->arena_.get()},
                                 std::pair{&private_segments, memory->private_.get()}}) {
     for (Segment& segment : *segments) {

@@ -29,14 +29,16 @@ inline constexpr uint64_t kPrivateFloorBytes = 2 * (kTileStateBytesMax + kTileGr
 /// job when it is empty; never back, since a trainer keeps it mapped. Used by the server thread.
 class JobMemory {
  public:
-  static Result<std::unique_ptr<JobMemory>> create(std::vector<Segment> segments,
+  /// Where it fails the segments are where they were.
+  static Result<std::unique_ptr<JobMemory>> create(std::vector<Segment>& segments,
                                                    uint64_t segment_bytes,
                                                    IoQueue& io,
                                                    Ledger* ledger = nullptr);
-  /// The segments of an earlier daemon, on the sides and in the order that it had them.
-  static Result<std::unique_ptr<JobMemory>> adopt(std::vector<Segment> arena_segments,
-                                                  std::vector<Segment> private_segments,
-                                                  std::vector<Segment> unassigned,
+  /// The segments of an earlier daemon, on the sides and in the order that it had them. Where it
+  /// fails they are where they were.
+  static Result<std::unique_ptr<JobMemory>> adopt(std::vector<Segment>& arena_segments,
+                                                  std::vector<Segment>& private_segments,
+                                                  std::vector<Segment>& unassigned,
                                                   uint64_t segment_bytes,
                                                   IoQueue& io,
                                                   Ledger* ledger);

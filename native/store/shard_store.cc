@@ -144,8 +144,13 @@ Status ShardStore::give_memory(Job& job) {
   std::vector<Segment> segments;
   MEMD_FAILPOINT("job.before_segments_taken");
   for (uint64_t i = 0; i < count; ++i) segments.push_back(*pool_.take());
-  auto memory = JobMemory::create(std::move(segments), segment_bytes, io_, job.ledger.get());
-  if (!memory.is_ok()) return memory.status();
+  auto memory = JobMemory::create(segments, segment_bytes, io_, job.ledger.get());
+  if (!memory.is_ok()) {
+    job.ledger.reset();
+    job.tile_words.reset();
+    for (Segment& segment : segments) add_to_pool(std::move(segment));
+    return memory.status();
+  }
   job.memory = std::move(memory).value();
   keep_memory(job);
   MEMD_FAILPOINT("job.memory_given");

@@ -746,6 +746,29 @@ TEST_F(AdoptionTest, a_daemon_that_dies_while_it_drops_an_ended_session_costs_no
   expect_twins(2);
 }
 
+TEST_F(AdoptionTest, memory_that_cannot_be_mapped_goes_back_to_the_pool) {
+  Heart heart(disk_);
+  const uint64_t free_bytes = heart.store().statistics().pool_bytes_free;
+  std::ifstream pages("/proc/self/statm");
+  uint64_t page_count = 0;
+  ASSERT_TRUE(pages >> page_count);
+  struct rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_AS, &before), 0);
+  struct rlimit tight = before;
+  tight.rlim_cur = page_count * 4_KiB + 12_MiB;
+  ASSERT_EQ(setrlimit(RLIMIT_AS, &tight), 0);
+  const auto refused = heart.store().open_job({.name = "job",
+                                               .uid = 1000,
+                                               .host_bytes = free_bytes,
+                                               .nvme_bytes = kJobDiskBytes,
+                                               .fresh = false,
+                                               .durability = std::nullopt});
+  ASSERT_EQ(setrlimit(RLIMIT_AS, &before), 0);
+  ASSERT_FALSE(refused.is_ok());
+  EXPECT_EQ(heart.store().statistics().pool_bytes_free, free_bytes);
+  heart.open("job", 8, kJobDiskBytes);
+}
+
 TEST_F(AdoptionTest, a_sync_that_fails_leaves_the_memory_to_the_next_daemon) {
   // Before the superblock is written, and after.
   for (const uint64_t skipped : {0, 1}) {
