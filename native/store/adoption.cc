@@ -215,7 +215,6 @@ Status ShardStore::load(const std::function<Status()>& turn, KeptDescriptors* ke
                                      record.step,
                                      "; its memory is lost: ",
                                      result.status().message()));
-        some_claims_unknown |= result.status().code() == StatusCode::integrity;
         // Those that were taken already are nobody's any more.
         for (const SessionRecord& session : contents.sessions) {
           if (keeper_ == nullptr) break;

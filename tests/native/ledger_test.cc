@@ -746,6 +746,30 @@ TEST_F(AdoptionTest, a_daemon_that_dies_while_it_drops_an_ended_session_costs_no
   expect_twins(2);
 }
 
+TEST_F(AdoptionTest, what_is_damaged_of_a_job_costs_no_segment_of_others) {
+  begin(DType::float32, 3, "every:4");
+  write_gradients(8);
+  ASSERT_TRUE(heart_->step(request(1)).first.is_ok());
+  kill();
+  const int tiles = keeper_.find(concat("tiles.", job_id_));
+  // The step that either state of the first tile says.
+  for (const off_t place : {4096 + 24, 4096 + 112}) {
+    uint8_t byte = 0;
+    ASSERT_EQ(pread(tiles, &byte, 1, place), 1);
+    byte ^= 1;
+    ASSERT_EQ(pwrite(tiles, &byte, 1, place), 1);
+  }
+  const auto before = keeper_.names();
+  start();
+  EXPECT_NE(notes().find("damaged"), std::string::npos) << notes();
+  const auto after = keeper_.names();
+  const auto left = std::count_if(before.begin(), before.end(), [&](const std::string& name) {
+    return name.starts_with("segment.") &&
+           std::find(after.begin(), after.end(), name) != after.end();
+  });
+  EXPECT_EQ(left, 5) << "those that no job ever had";
+}
+
 TEST_F(AdoptionTest, memory_that_cannot_be_mapped_goes_back_to_the_pool) {
   Heart heart(disk_);
   const uint64_t free_bytes = heart.store().statistics().pool_bytes_free;
