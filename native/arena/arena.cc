@@ -77,13 +77,9 @@ Status Arena::add(Segment segment) {
 }
 
 std::optional<Segment> Arena::remove_last() {
-  if (segments_.empty()) return std::nullopt;
+  if (segments_.empty() || tail_free_bytes() < segment_bytes_) return std::nullopt;
   const uint64_t segment_offset = capacity_bytes() - segment_bytes_;
-  const auto last_gap = gaps_.empty() ? gaps_.end() : std::prev(gaps_.end());
-  if (last_gap == gaps_.end() || last_gap->first > segment_offset ||
-      last_gap->first + last_gap->second != capacity_bytes()) {
-    return std::nullopt;
-  }
+  const auto last_gap = std::prev(gaps_.end());
   last_gap->second -= segment_bytes_;
   if (last_gap->second == 0) gaps_.erase(last_gap);
   ASAN_UNPOISON_MEMORY_REGION(at(segment_offset), segment_bytes_);
@@ -142,6 +138,12 @@ uint64_t Arena::largest_free_bytes() const {
   uint64_t largest_bytes = 0;
   for (const auto& [offset_bytes, bytes] : gaps_) largest_bytes = std::max(largest_bytes, bytes);
   return largest_bytes;
+}
+
+uint64_t Arena::tail_free_bytes() const {
+  if (gaps_.empty()) return 0;
+  const auto& [offset_bytes, bytes] = *gaps_.rbegin();
+  return offset_bytes + bytes == capacity_bytes() ? bytes : 0;
 }
 
 /// Merged with the gaps that touch it.

@@ -50,6 +50,8 @@ class Arena {
   uint64_t used_bytes() const { return used_bytes_; }
   uint64_t free_bytes() const { return capacity_bytes() - used_bytes_; }
   uint64_t largest_free_bytes() const;
+  /// How much is free behind the last slot.
+  uint64_t tail_free_bytes() const;
 
  private:
   Arena(std::byte* base, uint64_t reserved_bytes, uint64_t segment_bytes)

@@ -131,10 +131,9 @@ uint64_t JobMemory::private_bytes_max() const {
   return std::max(left, private_floor_bytes());
 }
 
-bool JobMemory::shrink_private(const std::function<bool(uint64_t from_bytes)>& empty_tail) {
-  if (private_->segment_count() <= private_floor_segments_) return false;
+bool JobMemory::shrink_private() {
+  if (!can_shrink_private() || private_->tail_free_bytes() < segment_bytes_) return false;
   const uint64_t from_bytes = (private_->segment_count() - 1) * segment_bytes_;
-  if (!empty_tail(from_bytes)) return false;
   io_.remove_memory(std::span<std::byte>(private_->at(from_bytes), segment_bytes_));
   auto segment = private_->remove_last();
   MEMD_CHECK(segment.has_value());

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -52,9 +51,10 @@ class JobMemory {
   /// Gives the arena one more segment if one is to spare.
   bool grow_arena();
   bool grow_private();
-  /// Frees the private side's last segment for the arena; `empty_tail` must free the slots at and
-  /// beyond the given offset, or return false.
-  bool shrink_private(const std::function<bool(uint64_t from_bytes)>& empty_tail);
+  /// Frees the private side's last segment for the arena, if no slot lies in it.
+  bool shrink_private();
+  /// Whether it has more than its floor.
+  bool can_shrink_private() const { return private_->segment_count() > private_floor_segments_; }
 
   /// What parameters, gradients and blobs would take if all were resident; the private side leaves
   /// that much to the arena.

@@ -327,25 +327,25 @@ std::unique_ptr<Slot> ShardStore::make_room(Job& job,
                                             uint64_t bytes,
                                             uint32_t pin_count,
                                             bool may_spill) {
-  const auto empty_private_tail = [this, &job, may_spill](uint64_t from_bytes) {
-    // Cached tiles lie anywhere; without any, what is left there belongs to tasks in flight.
-    job.drop_clean_tiles();
-    Arena& side = job.memory->private_side();
-    const bool empty =
-        side.used_bytes() == 0 || side.capacity_bytes() - side.largest_free_bytes() <= from_bytes;
-    if (!empty && may_spill && !job.dirty_tiles.empty()) ask_for_flush(job, std::nullopt);
-    return empty;
-  };
   for (;;) {
     if (auto slot = job.make_slot(bytes, pin_count)) return slot;
     job.free_retired();
     if (auto slot = job.make_slot(bytes, pin_count)) return slot;
     if (job.memory->grow_arena()) continue;
     if (evict_one(job)) continue;
-    if (job.activity_count == 0 && job.memory->shrink_private(empty_private_tail)) continue;
+    if (job.activity_count == 0 && shrink_private(job, may_spill)) continue;
     if (may_spill) spill(job, bytes);
     return nullptr;
   }
+}
+
+bool ShardStore::shrink_private(Job& job, bool may_flush) {
+  if (!job.memory->can_shrink_private()) return false;
+  // Tiles lie anywhere: those that are dirty may lie in the last segment, whatever else is free.
+  job.drop_clean_tiles();
+  if (job.memory->shrink_private()) return true;
+  if (may_flush && !job.dirty_tiles.empty()) ask_for_flush(job, std::nullopt);
+  return false;
 }
 
 bool ShardStore::evict_one(Job& job) {

@@ -278,6 +278,9 @@ class ShardStore {
   void reply_granted(Job& job, Waiter& waiter, Slot& slot);
   std::unique_ptr<Slot> make_room(Job& job, uint64_t bytes, uint32_t pin_count, bool may_spill);
   bool evict_one(Job& job);
+  /// The private side's last segment becomes the arena's, at once or, with `may_flush`, once what
+  /// lies there alone is on disk.
+  bool shrink_private(Job& job, bool may_flush);
   bool spill(Job& job, uint64_t bytes);
   void fetch(Job& job, Entry& entry);
   void fail_waiters(Job& job,

@@ -56,6 +56,11 @@ class ModelArena {
     }
     return largest;
   }
+  uint64_t tail_free() const {
+    uint64_t run = 0;
+    for (const bool held : held_) run = held ? 0 : run + 1;
+    return run;
+  }
 
  private:
   bool is_free(uint64_t first, uint64_t block_count) const {
@@ -100,6 +105,7 @@ TEST(Arena, allocates_where_a_block_by_block_model_does_over_random_use) {
         held_blocks -= block_count;
       }
       ASSERT_EQ(arena->largest_free_bytes(), model.largest_free() * kBlockBytes);
+      ASSERT_EQ(arena->tail_free_bytes(), model.tail_free() * kBlockBytes);
       ASSERT_EQ(arena->used_bytes(), held_blocks * kBlockBytes);
     }
     for (const auto& [offset, block_count] : slots) arena->free(offset);

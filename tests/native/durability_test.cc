@@ -154,6 +154,47 @@ class Training {
   uint32_t seed_ = 100;
 };
 
+TEST(DurabilityRoom, a_dirty_tile_in_the_last_segment_is_written_before_the_arena_gets_its_memory) {
+  Heart heart(std::make_shared<MemoryDisk>(kDiskBytes));
+  const uint64_t session = heart.attach(heart.open("job", 8, kQuotaBytes, durability("every:9")));
+  const auto ids = heart.declare(
+      session, {parameter("front", 2 * kTileElements), parameter("tail", kTileElements)});
+  heart.write(session, ids[0], numbers(2 * kTileElements, 1));
+  heart.write(session, ids[1], numbers(kTileElements, 2));
+  const auto step = [&](const std::vector<uint32_t>& chosen) {
+    for (const uint32_t id : chosen) {
+      const uint64_t count = heart.job(session).shards[id].element_count;
+      heart.write(session, id, numbers(count, 3), Part::gradient);
+    }
+    const auto [status, report] =
+        heart.step({.session_id = session, .groups = {{.settings = {}, .shard_ids = chosen}}});
+    ASSERT_TRUE(status.is_ok()) << status.message();
+  };
+  step(ids);
+  ASSERT_TRUE(heart.sync(session).is_ok());
+  step({ids[1]});
+  const auto tail = heart.read<float>(session, ids[1]);
+  Job& job = heart.job(session);
+  Arena& side = job.memory->private_side();
+  ASSERT_EQ(job.cached_tiles.size(), 3U);
+  ASSERT_EQ(job.dirty_tiles, std::unordered_set<uint64_t>{job.tile_key(1, 0)});
+  ASSERT_GT(side.capacity_bytes(), job.memory->private_floor_bytes());
+  // Clean tiles free more than a segment in front of the dirty one, and nothing behind it.
+  ASSERT_GT(job.cached_tiles.at(job.tile_key(1, 0)), 4_MiB);
+  ASSERT_LT(side.tail_free_bytes(), kSegmentBytes);
+
+  const auto blobs = heart.declare(session, {bytes_shard("a", 12_MiB), bytes_shard("b", 3_MiB)});
+  const Held a = heart.lease(session, blobs[0], LeaseMode::overwrite);
+  const Held b = heart.lease(session, blobs[1], LeaseMode::overwrite);
+  EXPECT_TRUE(a.is_ok()) << a.status.message();
+  EXPECT_TRUE(b.is_ok()) << b.status.message();
+  EXPECT_TRUE(job.dirty_tiles.empty());
+  EXPECT_EQ(side.capacity_bytes(), job.memory->private_floor_bytes());
+  heart.release(a);
+  heart.release(b);
+  EXPECT_EQ(heart.read<float>(session, ids[1]), tail);
+}
+
 class DurabilityTest : public ::testing::TestWithParam<Case> {
  protected:
   std::shared_ptr<MemoryDisk> disk_ = std::make_shared<MemoryDisk>(kDiskBytes);
