@@ -71,7 +71,9 @@ static_assert(sizeof(Completion) == 64 && alignof(Completion) == 64);
 /// A pin counter holds readers in its low half and writers in its high half.
 inline constexpr uint32_t kReaderPin = 1;
 inline constexpr uint32_t kWriterPin = 1u << 16;
-constexpr uint32_t pin_readers(uint32_t pins) { return pins & 0xffff; }
+/// One more would count as a writer.
+inline constexpr uint32_t kPinReadersMax = kWriterPin - kReaderPin;
+constexpr uint32_t pin_readers(uint32_t pins) { return pins & kPinReadersMax; }
 constexpr uint32_t pin_writers(uint32_t pins) { return pins >> 16; }
 
 /// Free-running indices; an entry's place is its index modulo kRingEntries. Each line is written by

@@ -649,22 +649,23 @@ std::string Job::describe_holders() const {
   return text;
 }
 
-uint32_t Job::pins(const Slot& slot, uint32_t index) const {
-  uint32_t sum = slot.service_pins[index];
-  for (const auto& session : sessions) sum += session->ring.pins(slot.pin_first + index);
+PinCount Job::pins(const Slot& slot, uint32_t index) const {
+  PinCount sum;
+  sum.add(slot.service_pins[index]);
+  for (const auto& session : sessions) sum.add(session->ring.pins(slot.pin_first + index));
   return sum;
 }
 
 bool Job::is_pinned(const Slot& slot) const {
   for (uint32_t i = 0; i < slot.pin_count(); ++i) {
-    if (pins(slot, i) != 0) return true;
+    if (pins(slot, i).all() != 0) return true;
   }
   return false;
 }
 
 bool Job::has_writer(const Slot& slot) const {
   for (uint32_t i = 0; i < slot.pin_count(); ++i) {
-    if (pin_writers(pins(slot, i)) != 0) return true;
+    if (pins(slot, i).writers != 0) return true;
   }
   return false;
 }
@@ -689,13 +690,10 @@ bool Job::pinned_by_others(uint64_t session_id) const {
 }
 
 uint32_t Job::lease_count() const {
-  uint32_t count = 0;
+  uint64_t count = 0;
   const auto add = [&](const Slot* slot) {
     if (slot == nullptr) return;
-    for (uint32_t i = 0; i < slot->pin_count(); ++i) {
-      const uint32_t sum = pins(*slot, i);
-      count += pin_readers(sum) + pin_writers(sum);
-    }
+    for (uint32_t i = 0; i < slot->pin_count(); ++i) count += pins(*slot, i).all();
   };
   for (const auto& entry : entries) {
     if (entry == nullptr) continue;
@@ -703,7 +701,7 @@ uint32_t Job::lease_count() const {
     add(entry->pending.get());
   }
   for (const auto& slot : retired) add(slot.get());
-  return count;
+  return static_cast<uint32_t>(count);
 }
 
 std::unique_ptr<Slot> Job::make_slot(uint64_t bytes, uint32_t pin_count) {

@@ -110,6 +110,19 @@ class PinIndexes {
   std::unordered_map<uint32_t, std::vector<uint32_t>> free_;
 };
 
+/// Of one counter of a slot. What a session's memory says is its client's word: it is bounded by
+/// what 16 bits hold, and adds up with no other half and no other session's.
+struct PinCount {
+  uint64_t readers = 0;
+  uint64_t writers = 0;
+
+  void add(uint32_t pins) {
+    readers += pin_readers(pins);
+    writers += pin_writers(pins);
+  }
+  uint64_t all() const { return readers + writers; }
+};
+
 /// Owned by the ShardStore; the server thread is the only one that touches it.
 class Job {
  public:
@@ -173,8 +186,9 @@ class Job {
   /// no shard's state: the next backward makes it again.
   void lose(const Entry& entry, size_t replica, const Status& why);
 
-  /// Sum over all sessions and the daemon of one counter of a slot.
-  uint32_t pins(const Slot& slot, uint32_t index) const;
+  /// Of all sessions and the daemon itself. No client takes away what another one or the daemon
+  /// holds.
+  PinCount pins(const Slot& slot, uint32_t index) const;
   bool is_pinned(const Slot& slot) const;
   bool has_writer(const Slot& slot) const;
   /// Whether any pin in the arena belongs to somebody else.

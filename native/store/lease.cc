@@ -158,9 +158,9 @@ ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
     return wait(concat("the disk: the update of ", job.describe(entry), " is being written"));
   }
   if (entry.is_resident()) {
-    const uint32_t pins = job.pins(*entry.slot, index);
-    if (pin_writers(pins) != 0) return wait(concat("another writer of ", job.describe(entry)));
-    if (!reads && pin_readers(pins) != 0) {
+    const PinCount pins = job.pins(*entry.slot, index);
+    if (pins.writers != 0) return wait(concat("another writer of ", job.describe(entry)));
+    if (!reads && pins.readers != 0) {
       // A live view is never written: the writer gets a copy, and the old slot lives until its last
       // lease ends.
       if (job.has_writer(*entry.slot)) {
@@ -192,6 +192,20 @@ ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
         std::byte* const slot = job.memory->arena().at(entry.slot->offset_bytes);
         std::memset(slot + shard.offset_bytes(), 0, shard.bytes);
       }
+    }
+    const uint32_t own_pins =
+        request.for_service
+            ? entry.slot->service_pins[index]
+            : sessions_.at(request.session_id)->ring.pins(entry.slot->pin_first + index);
+    if (reads && !request.prefetch && pin_readers(own_pins) == kPinReadersMax) {
+      return refuse(error(StatusCode::capacity,
+                          "shard ",
+                          job.name,
+                          "/",
+                          shard.spec.name,
+                          " is leased too often; let go of views you hold: ",
+                          kPinReadersMax,
+                          " times by this session"));
     }
     job.policy.used(entry.id);
     reply_granted(job, waiter, *entry.slot);

@@ -262,7 +262,7 @@ Status ShardStore::check_step(Job& job, const StepRequest& request) const {
             StatusCode::invalid_argument, who, " was never written; write its first value");
       }
       if (shard.gradient->slot != nullptr &&
-          pin_writers(job.pins(*shard.gradient->slot, shard.index_in_bucket)) != 0) {
+          job.pins(*shard.gradient->slot, shard.index_in_bucket).writers != 0) {
         return error(
             StatusCode::invalid_argument, who, ": its gradient is still leased for writing");
       }

@@ -205,6 +205,58 @@ TEST_F(ShardStoreTest, who_holds_every_pin_is_refused_at_once_with_the_names_of_
   heart.release(**lucky);
 }
 
+TEST_F(ShardStoreTest, what_a_client_writes_in_its_counters_hides_nobody_elses_pin) {
+  for (const bool for_service : {true, false}) {
+    SCOPED_TRACE(for_service ? "the daemon's own pin" : "another session's pin");
+    Heart heart(std::make_shared<MemoryDisk>(kDiskBytes));
+    const uint64_t job_id = heart.open("job", 2);
+    const uint64_t hostile = heart.attach(job_id);
+    const uint64_t other = heart.attach(job_id);
+    const auto ids = heart.declare(hostile, {bytes_shard("a", 3_MiB), bytes_shard("b", 3_MiB)});
+    heart.write(hostile, ids[0], pattern(3_MiB, 1));
+    ASSERT_TRUE(heart.sync(hostile).is_ok());
+    const auto answer = heart.ask({.session_id = other,
+                                   .shard_id = ids[0],
+                                   .part = Part::value,
+                                   .mode = LeaseMode::read,
+                                   .timeout_ns = 1,
+                                   .for_service = for_service,
+                                   .prefetch = false});
+    ASSERT_TRUE(answer->has_value() && (*answer)->is_ok());
+    const LeaseGrant grant = (*answer)->grant;
+    heart.store().sessions().at(hostile)->ring.add_pin(grant.slot->pin_first, 0xffff'ffff);
+    const Job& job = heart.job(hostile);
+    EXPECT_TRUE(job.is_pinned(*grant.slot));
+    const auto wants_room = heart.ask(hostile, ids[1], LeaseMode::overwrite);
+    heart.turns();
+    EXPECT_EQ(job.shards[ids[0]].value->slot.get(), grant.slot) << "the slot was freed";
+    ASSERT_TRUE(job.shards[ids[0]].value->is_resident());
+    const auto* const bytes = reinterpret_cast<const uint8_t*>(grant.data);
+    EXPECT_TRUE(std::equal(bytes, bytes + 3_MiB, pattern(3_MiB, 1).begin()));
+    if (for_service) heart.store().release_service_lease(job_id, grant, false);
+    ASSERT_TRUE(heart.store().detach(hostile).is_ok());
+  }
+}
+
+TEST_F(ShardStoreTest, one_reader_too_many_is_refused_and_none_becomes_a_writer) {
+  Heart heart(disk_);
+  const uint64_t job_id = heart.open("job");
+  const uint64_t session = heart.attach(job_id);
+  const uint64_t other = heart.attach(job_id);
+  const auto ids = heart.declare(session, {bytes_shard("a", 5000)});
+  heart.write(session, ids[0], pattern(5000, 1));
+  const Held held = heart.lease(session, ids[0]);
+  ServerRing& ring = heart.store().sessions().at(session)->ring;
+  ring.add_pin(held.grant.slot->pin_first, kPinReadersMax - 1);
+  const Held refused = heart.lease(session, ids[0]);
+  EXPECT_EQ(refused.status.code(), StatusCode::capacity);
+  EXPECT_NE(refused.status.message().find("65535"), std::string::npos) << refused.status.message();
+  EXPECT_EQ(pin_writers(ring.pins(held.grant.slot->pin_first)), 0u);
+  EXPECT_EQ(heart.read<uint8_t>(other, ids[0]), pattern(5000, 1));
+  heart.release(held);
+  heart.touch(session, ids[0]);
+}
+
 TEST_F(ShardStoreTest, the_longest_unused_goes_first) {
   Heart heart(disk_);
   const uint64_t session = heart.attach(heart.open("job", 2));
