@@ -1,8 +1,6 @@
 #include "store/commit.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <cstring>
 #include <optional>
 #include <set>
 #include <utility>
@@ -13,19 +11,6 @@
 #include "store/encoding.h"
 
 namespace memd {
-
-BlockBytes::BlockBytes(uint64_t bytes)
-    : data_(static_cast<std::byte*>(std::aligned_alloc(kBlockBytes, align_up(bytes, kBlockBytes)))),
-      bytes_(align_up(bytes, kBlockBytes)) {
-  MEMD_CHECK(data_ != nullptr);
-}
-
-BlockBytes::BlockBytes(std::span<const std::byte> bytes) : BlockBytes(bytes.size()) {
-  std::memcpy(data_.get(), bytes.data(), bytes.size());
-  std::memset(data_.get() + bytes.size(), 0, bytes_ - bytes.size());
-}
-
-void BlockBytes::Free::operator()(std::byte* data) const { std::free(data); }
 
 Result<std::vector<JobRecord>> Commits::load(const std::function<Status()>& turn) {
   auto jobs = load_records(turn);

@@ -11,27 +11,12 @@
 
 #include "base/clock.h"
 #include "base/status.h"
+#include "store/block_bytes.h"
 #include "store/extent_store.h"
 #include "store/job.h"
 #include "store/statistics.h"
 
 namespace memd {
-
-/// Bytes aligned for O_DIRECT.
-class BlockBytes {
- public:
-  /// Copies `bytes` and pads them with zeros to whole blocks.
-  explicit BlockBytes(std::span<const std::byte> bytes);
-  explicit BlockBytes(uint64_t bytes);
-  std::span<std::byte> span() const { return {data_.get(), bytes_}; }
-
- private:
-  struct Free {
-    void operator()(std::byte* data) const;
-  };
-  std::unique_ptr<std::byte, Free> data_;
-  uint64_t bytes_;
-};
 
 /// One commit at a time, over all jobs, since they share the root. The order of its writes is the
 /// promise: state (before), catalogue and root; sync of every device; the superblock pair; sync of

@@ -1,5 +1,6 @@
 #include "store/extent_store.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -7,6 +8,7 @@
 
 #include "base/failpoint.h"
 #include "base/units.h"
+#include "store/block_bytes.h"
 
 namespace memd {
 
@@ -92,7 +94,12 @@ void ExtentStore::read(const ExtentRecord& extent,
                     if (status.is_ok() && matches(extent, into)) return done(status);
                     if (MEMD_PLANTED("read.checksum_not_verified")) return done(status);
                     if (status.is_ok()) count_checksum_failure(extent);
-                    read_again(extent, into, priority, what, done);
+                    auto block = std::make_shared<BlockBytes>(uint64_t{extent.length_bytes});
+                    const Done copied = [block, into, done](const Status& again) {
+                      if (again.is_ok()) std::ranges::copy(block->span(), into.begin());
+                      done(again);
+                    };
+                    read_again(extent, block->span(), priority, what, copied);
                   });
 }
 

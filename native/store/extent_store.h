@@ -32,13 +32,15 @@ class ExtentStore {
   Status reserve(const ExtentRecord& extent) { return free_.reserve(extent); }
 
   /// Fills `into` (length_bytes) and verifies it. What can't be read, or does not match, is read
-  /// once more; then it is an integrity error naming `what`, file and offset.
+  /// once more, into private memory: what trainers map may have been changed between the read and
+  /// the comparison, and only what the disk says is an integrity error, naming `what`, file and
+  /// offset.
   void read(const ExtentRecord& extent,
             std::span<std::byte> into,
             IoPriority priority,
             std::string what,
             Done done);
-  /// The second attempt, where the first was read_unverified().
+  /// The second attempt, where the first was read_unverified(); `into` is private.
   void read_again(const ExtentRecord& extent,
                   std::span<std::byte> into,
                   IoPriority priority,

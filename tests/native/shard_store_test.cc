@@ -64,6 +64,29 @@ TEST_F(ShardStoreTest, a_bit_that_the_bus_flipped_is_read_again_and_one_on_the_d
   EXPECT_EQ(heart.read<uint8_t>(session, ids[0]), pattern(3_MiB, 1));
 }
 
+TEST_F(ShardStoreTest, who_writes_in_a_slot_while_it_is_filled_loses_no_shard) {
+  Heart heart(disk_);
+  const uint64_t session = heart.attach(heart.open("job", 2));
+  const auto ids = heart.declare(
+      session, {bytes_shard("a", 1_MiB), parameter("w", 300'000), bytes_shard("room", 4_MiB)});
+  heart.write(session, ids[0], pattern(1_MiB, 1));
+  heart.write(session, ids[1], numbers(300'000, 2));
+  heart.write(session, ids[2], pattern(4_MiB, 3));  // no room for all: the others are spilled
+  const Job& job = heart.job(session);
+  ASSERT_FALSE(job.shards[ids[0]].value->is_resident());
+  ASSERT_FALSE(job.shards[ids[1]].value->is_resident());
+  const Arena& arena = job.memory->arena();
+  heart.io().after_read = [&](std::span<std::byte> data) {
+    const bool is_mapped =
+        data.data() >= arena.at(0) && data.data() < arena.at(arena.capacity_bytes());
+    if (is_mapped) data[77] ^= std::byte{1};
+  };
+  EXPECT_EQ(heart.read<uint8_t>(session, ids[0]), pattern(1_MiB, 1));
+  EXPECT_EQ(heart.read<float>(session, ids[1]), numbers(300'000, 2));
+  EXPECT_TRUE(job.job_info().lost_shards.empty());
+  EXPECT_TRUE(heart.sync(session).is_ok());
+}
+
 TEST_F(ShardStoreTest, a_live_view_of_a_parameter_is_never_written) {
   Heart heart(disk_);
   const uint64_t session = heart.attach(heart.open("job"));

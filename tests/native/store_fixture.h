@@ -48,6 +48,13 @@ class DiskQueue final : public IoQueue {
   void submit(IoRequest request) override {
     operations.push_back({request.kind, request.offset_bytes, request.data.size()});
     if (before_submit) before_submit(operations.back());
+    if (after_read && request.kind == IoKind::read) {
+      request.complete = [this, data = request.data, done = std::move(request.complete)](
+                             const Status& status) {
+        after_read(data);
+        done(status);
+      };
+    }
     queue_.submit(std::move(request));
   }
   size_t reap() override { return queue_.reap(); }
@@ -60,6 +67,8 @@ class DiskQueue final : public IoQueue {
   MemoryQueue& memory() { return queue_; }
   std::vector<Operation> operations;
   std::function<void(const Operation&)> before_submit;
+  /// Between the device's last byte and the continuation.
+  std::function<void(std::span<std::byte>)> after_read;
 
  private:
   std::shared_ptr<MemoryDisk> disk_;
