@@ -336,6 +336,8 @@ Result<JobInfo> Server::open_job(const OpenJobRequest& request) {
       if (Status status = drop_job(held.value().job_id, false); !status.is_ok()) return status;
     }
   }
+  // A stopped job that no catalogue named goes without being asked to.
+  refill_pool();
   auto job = ask<JobInfo>(kAnswerS, "opening a job", [this, request](const auto& reply) {
     reply(store_->open_job(request));
   });

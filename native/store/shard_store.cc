@@ -748,7 +748,14 @@ bool ShardStore::advance() {
   for (const auto& [job_id, job] : jobs_) {
     if (job->goes_to_disk && is_unused(*job)) unused.push_back(job.get());
   }
-  for (Job* const job : unused) return_to_disk(*job);
+  for (Job* const job : unused) {
+    // What no catalogue names has nothing to return to.
+    if (commits_.catalogue_tag(job->job_id) == 0) {
+      drop_job(job->job_id, false, [](const Status&) {});
+    } else {
+      return_to_disk(*job);
+    }
+  }
   progress |= scrub_.advance();
   progress |= live_check_.advance();
   return progress;

@@ -195,6 +195,33 @@ TEST(DurabilityRoom, a_dirty_tile_in_the_last_segment_is_written_before_the_aren
   EXPECT_EQ(heart.read<float>(session, ids[1]), tail);
 }
 
+TEST(DurabilityStopped, a_job_that_no_catalogue_names_is_gone_once_nobody_uses_it) {
+  Heart heart(std::make_shared<MemoryDisk>(kDiskBytes));
+  const uint64_t job_id = heart.open("job", 2, kQuotaBytes, durability("every:4"));
+  const uint64_t session = heart.attach(job_id);
+  const auto ids = heart.declare(session, {parameter("w", 300'000), bytes_shard("room", 4_MiB)});
+  heart.write(session, ids[0], numbers(300'000, 1));
+  heart.write(session, ids[0], numbers(300'000, 2), Part::gradient);
+  heart.write(session, ids[1], pattern(4_MiB, 3));  // spills them
+  const Entry& gradient = *heart.job(session).shards[ids[0]].gradient;
+  ASSERT_FALSE(gradient.is_resident());
+  heart.faults().add_fault({.kind = MemoryFaultKind::flipped_bit,
+                            .io_kind = IoKind::read,
+                            .offset_bytes = gradient.replicas[1].extent.address.offset_bytes,
+                            .count = 1000});
+  const auto [status, report] =
+      heart.step({.session_id = session, .groups = {{.settings = {}, .shard_ids = {ids[0]}}}});
+  EXPECT_EQ(status.code(), StatusCode::integrity) << status.message();
+  ASSERT_TRUE(heart.store().detach(session).is_ok());
+  ASSERT_TRUE(heart.until([&] { return heart.store().jobs().empty(); }));
+  ASSERT_TRUE(heart.until([&] { return heart.store().is_idle(); }));
+  EXPECT_EQ(heart.store().take_released_segments().size(), kFloorSegments + 2);
+  std::optional<Status> dropped;
+  heart.store().drop_job(job_id, false, [&](const Status& each) { dropped = each; });
+  ASSERT_TRUE(dropped);
+  EXPECT_EQ(dropped->code(), StatusCode::not_found);
+}
+
 class DurabilityTest : public ::testing::TestWithParam<Case> {
  protected:
   std::shared_ptr<MemoryDisk> disk_ = std::make_shared<MemoryDisk>(kDiskBytes);
