@@ -120,6 +120,10 @@ ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
   const uint32_t index = entry.kind == EntryKind::bytes ? 0 : shard.index_in_bucket;
   const bool reads = request.mode == LeaseMode::read;
 
+  if (entry.owner != entry.kept_owner) {
+    // A staged buffer and the one whose place it takes: which of them it is, its commit says.
+    return wait(concat("a step that uses ", job.describe(entry)));
+  }
   if (reads) {
     const bool written =
         request.part == Part::gradient ? shard.gradient_session != 0 : shard.written;

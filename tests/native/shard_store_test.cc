@@ -758,6 +758,42 @@ TEST_F(StepTest, staged_buffers_change_places_with_the_step_or_not_at_all) {
   expect_twins(heart);
 }
 
+TEST_F(StepTest, a_staged_buffer_is_read_once_its_step_is_committed_and_not_before) {
+  for (const bool fails : {false, true}) {
+    SCOPED_TRACE(fails ? "the step fails" : "the step is committed");
+    disk_ = std::make_shared<MemoryDisk>(kDiskBytes);
+    twins_.clear();
+    Heart heart(disk_, kFloorSegments + 16);
+    make(heart, "job", 16);
+    const auto buffers = heart.declare(session_,
+                                       {bytes_shard("mean", 100, ShardKind::buffer),
+                                        bytes_shard("mean.staged", 100, ShardKind::buffer)});
+    heart.write(session_, buffers[0], pattern(100, 1));
+    heart.write(session_, buffers[1], pattern(100, 2));
+    put_gradients(heart, 10);
+    StepRequest with_buffers = request();
+    with_buffers.staged_buffers = {{buffers[1], buffers[0]}};
+    // The first sync of the commit: all of N + 1 is in place, and nothing of it true.
+    heart.faults().add_fault({.kind = MemoryFaultKind::stall, .io_kind = IoKind::sync});
+    std::optional<Status> done;
+    heart.store().step(with_buffers,
+                       [&](const Status& status, const StepReport&) { done = status; });
+    ASSERT_TRUE(heart.until([&] { return heart.faults().has_stalled(); }));
+    const auto reader = heart.ask(session_, buffers[0]);
+    const auto staged_reader = heart.ask(session_, buffers[1]);
+    heart.turns();
+    EXPECT_FALSE(reader->has_value());
+    EXPECT_FALSE(staged_reader->has_value());
+    if (fails) heart.faults().add_fault({.io_kind = IoKind::write, .count = 1000});
+    heart.faults().release_stalled();
+    ASSERT_TRUE(heart.until([&] { return done && *reader && *staged_reader; }));
+    EXPECT_EQ(done->is_ok(), !fails) << done->message();
+    ASSERT_TRUE((*reader)->is_ok()) << (*reader)->status.message();
+    EXPECT_EQ((*reader)->as<uint8_t>()[0], pattern(100, fails ? 1 : 2)[0]);
+    EXPECT_EQ((*staged_reader)->status.code(), fails ? StatusCode::ok : StatusCode::not_found);
+  }
+}
+
 TEST_F(StepTest, leases_taken_while_a_step_runs_wait_for_it_and_see_its_result) {
   // Hardly any room: parameters are absent while they are updated, and a fetch of what lies on disk
   // would bring up a mixture of N and N + 1.

@@ -49,11 +49,11 @@ class DiskQueue final : public IoQueue {
     operations.push_back({request.kind, request.offset_bytes, request.data.size()});
     if (before_submit) before_submit(operations.back());
     if (after_read && request.kind == IoKind::read) {
-      request.complete = [this, data = request.data, done = std::move(request.complete)](
-                             const Status& status) {
-        after_read(data);
-        done(status);
-      };
+      request.complete =
+          [this, data = request.data, done = std::move(request.complete)](const Status& status) {
+            after_read(data);
+            done(status);
+          };
     }
     queue_.submit(std::move(request));
   }
