@@ -171,13 +171,12 @@ ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
         return wait(concat("another writer of ", job.describe(entry)));
       }
       if (entry.task_count != 0) return wait(concat("an update of ", job.describe(entry)));
+      // Its readers may let go meanwhile: bytes that are to be copied must not make room for
+      // themselves.
+      ++entry.task_count;
       auto copy = make_room(job, entry.bytes, entry.shard_count, true);
+      --entry.task_count;
       if (copy == nullptr) return wait(std::string(kRoom), Grant::waiting_for_space);
-      // Making room may have spilled it meanwhile, but not evicted it: it is leased.
-      if (!entry.is_resident()) {
-        job.free_slot(std::move(copy));
-        return wait(concat("the disk: ", job.describe(entry), " is draining"));
-      }
       Arena& arena = job.memory->arena();
       std::memcpy(arena.at(copy->offset_bytes), arena.at(entry.slot->offset_bytes), entry.bytes);
       MEMD_FAILPOINT("lease.slot_copied");
