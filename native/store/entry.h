@@ -106,6 +106,7 @@ class Entry {
 
   std::vector<Replica> replicas;
   uint32_t task_count = 0;  // tile tasks that use it
+  bool is_in_step = false;  // a step that runs reads or replaces it
 
  private:
   Residency residency_ = Residency::absent;

@@ -80,6 +80,8 @@ bool ExtentPlaces::is_being_replaced(const ExtentPlace& place) const {
   if (place.kind == Kind::catalogue) return false;
   const Job& owner = *job(place.job_id);
   const Entry& value = *entry(place);
+  // The step has what it replaces in memory, or finds itself that it cannot be read.
+  if (value.is_in_step) return true;
   if (place.kind != Kind::bytes) {
     const Replica& now = place.kind == Kind::rest ? owner.buckets[place.owner].rest[place.index]
                                                   : value.replicas[place.index];

@@ -36,7 +36,8 @@ class ExtentPlaces {
   /// Nothing where no catalogue on disk names anything.
   std::optional<ExtentRecord> find(const ExtentPlace& place) const;
   bool names(const ExtentPlace& place, const ExtentRecord& extent) const;
-  /// Newer bytes in memory, or in an extent that the next commit will name, take its place.
+  /// Newer bytes in memory, or in an extent that the next commit will name, take its place; or a
+  /// step is about to make them.
   bool is_being_replaced(const ExtentPlace& place) const;
   /// Names the shard, for an error.
   std::string describe(const ExtentPlace& place) const;

@@ -549,12 +549,18 @@ void ShardStore::hold_entries(StepState& state) {
     state.held.push_back(job.shards[staged_id].value);
     state.held.push_back(job.shards[buffer_id].value);
   }
-  for (Entry* const entry : state.held) ++entry->task_count;
+  for (Entry* const entry : state.held) {
+    ++entry->task_count;
+    entry->is_in_step = true;
+  }
 }
 
 void ShardStore::let_go_of_entries(StepState& state) {
   MEMD_FAILPOINT("step.letting_go");
-  for (Entry* const entry : state.held) --entry->task_count;
+  for (Entry* const entry : state.held) {
+    --entry->task_count;
+    entry->is_in_step = false;
+  }
   state.held.clear();
 }
 

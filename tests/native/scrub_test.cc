@@ -170,6 +170,60 @@ TEST_F(ScrubTest, a_damaged_catalogue_and_root_are_written_anew_from_memory) {
   }
 }
 
+TEST_F(ScrubTest, what_a_step_replaces_is_not_lost_where_its_disk_copy_is_damaged) {
+  const auto buffers = heart_.declare(session_,
+                                      {bytes_shard("mean", 5000, ShardKind::buffer),
+                                       bytes_shard("mean.staged", 5000, ShardKind::buffer)});
+  struct Case {
+    const char* name;
+    std::function<ExtentRecord()> extent;
+  };
+  const Bucket& bucket = job().buckets[0];
+  const Case cases[] = {
+      {"parameter", [&] { return bucket.value->replicas[0].extent; }},
+      {"rest", [&] { return bucket.rest[1].extent; }},
+      {"staged", [&] { return job().shards[buffers[1]].value->replicas[0].extent; }}};
+  uint64_t errors = 0;
+  for (const Case& each : cases) {
+    SCOPED_TRACE(each.name);
+    heart_.write(session_, buffers[0], pattern(5000, 1));
+    heart_.write(session_, buffers[1], pattern(5000, 2));
+    ASSERT_TRUE(heart_.sync(session_).is_ok());
+    put_gradients(6);
+    heart_.write(session_, ids_[1], pattern(kBlobBytes, 3));
+    const ExtentRecord extent = each.extent();
+    flip(extent);
+    const uint64_t hits = heart_.faults().fault_hit_count();
+    // The scrub's second read, and then the step where it has taken what it replaces, and written
+    // nothing of it: it writes the blob first.
+    heart_.faults().add_fault({.kind = MemoryFaultKind::stall,
+                               .io_kind = IoKind::read,
+                               .offset_bytes = extent.address.offset_bytes,
+                               .skip_count = 1});
+    heart_.clock.advance(kHourNs);
+    heart_.store().set_scrub_rate(kFast);
+    ASSERT_TRUE(heart_.until([this] {
+      heart_.clock.advance(1'000'000);
+      return heart_.faults().has_stalled();
+    }));
+    heart_.store().set_scrub_rate(0);
+    heart_.faults().add_fault({.kind = MemoryFaultKind::stall, .io_kind = IoKind::write});
+    StepRequest with_buffers = request();
+    with_buffers.staged_buffers = {{buffers[1], buffers[0]}};
+    std::optional<Status> done;
+    heart_.store().step(with_buffers,
+                        [&](const Status& status, const StepReport&) { done = status; });
+    ASSERT_TRUE(heart_.until([&] { return heart_.faults().fault_hit_count() == hits + 2; }));
+    heart_.faults().release_stalled();
+    ASSERT_TRUE(heart_.until([&] { return done && heart_.store().is_idle(); }));
+    EXPECT_TRUE(done->is_ok()) << done->message();
+    EXPECT_EQ(scrub().errors, ++errors) << "it is told, as damaged";
+    EXPECT_EQ(job().lost.names(), std::vector<std::string>{});
+    heart_.faults().clear_faults();
+  }
+  step(7);
+}
+
 TEST_F(ScrubTest, an_extent_that_is_superseded_and_overwritten_while_it_is_read_is_not_lost) {
   const ExtentRecord old = job().buckets[0].rest[0].extent;
   stall_the_read_of(old);
