@@ -765,8 +765,9 @@ void ShardStore::write_catalogue_anew(uint64_t job_id) {
   // The root is written by every commit.
   for (const auto& [id, job] : jobs_) {
     if (job->ending || (job_id != 0 && id != job_id)) continue;
+    // A job that commits nothing any more writes no root either; the next pass finds it again.
+    if (!job->stopped.is_ok() || job->lost.count() != 0) continue;
     job->changed = true;
-    // Where the job commits nothing any more, the next pass finds it again.
     return sync_job(id, [](const Status&, const StepReport&) {});
   }
 }

@@ -170,6 +170,25 @@ TEST_F(ScrubTest, a_damaged_catalogue_and_root_are_written_anew_from_memory) {
   }
 }
 
+TEST_F(ScrubTest, a_damaged_root_is_written_anew_by_a_job_that_can_commit) {
+  const uint64_t other = heart_.open("other", 2, 5_MiB);
+  const uint64_t session = heart_.attach(other);
+  ASSERT_TRUE(heart_.sync(session).is_ok());
+  uint64_t errors = 0;
+  for (const uint64_t unable : {session_, session}) {
+    Job& lost = heart_.job(unable);
+    const Status gone = error(StatusCode::integrity, "its bytes are gone");
+    lost.lost.add(0, "gone", gone);
+    const ExtentRecord before = heart_.extents().superblock().root;
+    flip(before, 20);
+    run_pass();
+    EXPECT_EQ(scrub().errors, ++errors);
+    ASSERT_TRUE(heart_.until([this] { return heart_.store().is_idle(); }));
+    EXPECT_NE(heart_.extents().superblock().root.address.offset_bytes, before.address.offset_bytes);
+    lost.lost.remove(0);
+  }
+}
+
 TEST_F(ScrubTest, what_a_step_replaces_is_not_lost_where_its_disk_copy_is_damaged) {
   const auto buffers = heart_.declare(session_,
                                       {bytes_shard("mean", 5000, ShardKind::buffer),
