@@ -945,6 +945,7 @@ void Job::remove(uint32_t shard_id, ExtentStore& extents) {
     if (old.place >= first && old.place < first + entry.replicas.size()) old.place = nullptr;
   }
   shard_ids.erase(shard.spec.name);
+  lost.remove(shard_id);
   const uint32_t entry_id = entry.id;
   shard = {};
   shard.deleted = true;

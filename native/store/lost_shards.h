@@ -17,16 +17,21 @@ namespace memd {
 class LostShards {
  public:
   void add(uint32_t shard_id, const std::string& name, const Status& why);
+  /// It was deleted: nothing is missing any more, and the next shard of this id is another one.
+  void remove(uint32_t shard_id);
 
-  /// ok, or an integrity error that names the shards, the first reason, and what to do.
+  /// ok, or an integrity error that names the shards, a reason, and what to do.
   Status check(const std::string& job_name) const;
-  bool contains(uint32_t shard_id) const { return names_.contains(shard_id); }
-  size_t count() const { return names_.size(); }
+  bool contains(uint32_t shard_id) const { return all_.contains(shard_id); }
+  size_t count() const { return all_.size(); }
   std::vector<std::string> names() const;
 
  private:
-  std::map<uint32_t, std::string> names_;
-  Status first_;
+  struct Lost {
+    std::string name;
+    Status why;
+  };
+  std::map<uint32_t, Lost> all_;
 };
 
 }  // namespace memd

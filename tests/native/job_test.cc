@@ -150,6 +150,25 @@ TEST(JobShards, a_deleted_shards_place_is_used_again_and_its_bytes_are_free) {
   EXPECT_EQ(heart.job(session).memory->arena().used_bytes(), 0u);
 }
 
+TEST(JobShards, a_lost_shard_that_is_deleted_is_not_missed_any_more) {
+  Heart heart(std::make_shared<MemoryDisk>(kDiskBytes));
+  const uint64_t session = heart.attach(heart.open("job"));
+  const auto ids = heart.declare(session, {bytes_shard("other", 5000), bytes_shard("blob", 5000)});
+  heart.write(session, ids[0], pattern(5000, 1));
+  heart.write(session, ids[1], pattern(5000, 2));
+  ASSERT_TRUE(heart.sync(session).is_ok());
+  Job& job = heart.job(session);
+  const Status gone = error(StatusCode::integrity, "its bytes are gone");
+  job.lose(*job.shards[ids[1]].value, 0, gone);
+  EXPECT_EQ(heart.sync(session).code(), StatusCode::integrity);
+  heart.store().delete_shard(
+      session, "blob", [](const Result<bool>& result) { EXPECT_TRUE(result.is_ok()); });
+  EXPECT_TRUE(heart.sync(session).is_ok());
+  const auto fresh = heart.declare(session, {bytes_shard("fresh", 5000)});
+  ASSERT_EQ(fresh[0], ids[1]);
+  EXPECT_FALSE(job.info(fresh[0]).lost);
+}
+
 TEST(JobPins, counters_are_used_again_and_end_where_the_session_memory_ends) {
   PinIndexes pins;
   const auto first = pins.take(3);
