@@ -810,7 +810,7 @@ std::vector<ExtentRecord> Job::take_extents() {
 void Job::release(Replica& place, ExtentStore& extents) {
   if (!place.extent.exists()) {
     // Rolling back means that there is no extent again.
-    superseded_.push_back({.place = &place, .extent = {}});
+    if (is_updating_) superseded_.push_back({.place = &place, .extent = {}});
     return;
   }
   if (place.referenced && !MEMD_PLANTED("extent.released_before_the_commit")) {
