@@ -626,7 +626,11 @@ Status ShardStore::adopt_extents(Job& job,
     Bucket* const bucket = key.owner < job.buckets.size() ? &job.buckets[key.owner] : nullptr;
     switch (key.kind) {
       case LooseKey::Kind::value:
-        if (bucket != nullptr) in_entry(bucket->value);
+        if (bucket == nullptr) break;
+        in_entry(bucket->value);
+        for (const uint32_t id : bucket->shards) {
+          job.shards[id].is_on_disk = job.shards[id].written;
+        }
         break;
       case LooseKey::Kind::gradient:
         if (bucket != nullptr &&

@@ -389,6 +389,7 @@ Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record,
       shard.generation = in.generation;
       shard.element_offset = in.element_offset;
       shard.written = in.written;
+      shard.is_on_disk = in.written;
       job->element_count += shard.element_count;
       shards_of[in.bucket].push_back(shard_id);
       continue;

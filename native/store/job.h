@@ -57,6 +57,8 @@ struct Shard {
   // A parameter's place in its bucket.
   uint32_t bucket = 0;
   uint32_t index_in_bucket = 0;
+  // The bucket's extents hold bytes that were written to it.
+  bool is_on_disk = false;
   uint64_t element_offset = 0;
   // The session whose gradient waits for a step, or kSealedGradient; 0: there is none.
   uint64_t gradient_session = 0;

@@ -496,15 +496,29 @@ void ShardStore::fail_waiters(Job& job, const Entry& entry, const Status& status
 void ShardStore::release_service_lease(uint64_t job_id, const LeaseGrant& grant, bool discard) {
   Job* const job = find(job_id);
   MEMD_CHECK(job != nullptr);  // a job with service leases is not dropped
-  --job->service_lease_count;
-  grant.slot->service_pins[grant.index] -= grant.pin;
-  if (pin_writers(grant.pin) == 0) return;
-  for (auto& entry : job->entries) {
-    if (entry == nullptr) continue;
-    if (entry->pending.get() == grant.slot && discard)
-      return job->retire_slot(std::move(entry->pending));
-    if (entry->pending.get() == grant.slot || entry->slot.get() == grant.slot)
-      return job->note(*entry);
+  const auto give_back = [job, grant] {
+    --job->service_lease_count;
+    grant.slot->service_pins[grant.index] -= grant.pin;
+  };
+  const auto written = std::find_if(job->entries.begin(), job->entries.end(), [&](auto& entry) {
+    return entry != nullptr && pin_writers(grant.pin) != 0 &&
+           (entry->pending.get() == grant.slot || entry->slot.get() == grant.slot);
+  });
+  if (written == job->entries.end()) return give_back();
+  Entry& entry = **written;
+  if (discard && entry.kind == EntryKind::parameter) {
+    // A daemon that takes over before its bytes are whole again finds the writer.
+    return discard_torn(*job, entry, {grant.index}, [job, &entry, give_back](const Status&) {
+      give_back();
+      job->note(entry);
+      job->free_retired();
+    });
+  }
+  give_back();
+  if (discard && entry.pending.get() == grant.slot) {
+    job->retire_slot(std::move(entry.pending));
+  } else {
+    job->note(entry);
   }
 }
 

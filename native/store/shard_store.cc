@@ -458,35 +458,6 @@ Result<Job*> ShardStore::job_of(uint64_t session_id) const {
   return find(found->second->job_id);
 }
 
-void ShardStore::discard_half_written(Job& job, const Session& session) {
-  const auto writes = [&](const Slot& slot, uint32_t index) {
-    return pin_writers(session.ring.pins(slot.pin_first + index)) != 0;
-  };
-  for (auto& entry : job.entries) {
-    if (entry == nullptr) continue;
-    if (entry->pending != nullptr && writes(*entry->pending, 0)) {
-      job.retire_slot(std::move(entry->pending));
-    }
-    if (entry->slot == nullptr || entry->residency() != Residency::dirty) continue;
-    bool torn = false;
-    for (uint32_t i = 0; i < entry->slot->pin_count(); ++i) {
-      if (!writes(*entry->slot, i)) continue;
-      torn = true;
-      if (entry->kind != EntryKind::parameter) continue;
-      // Without a copy on disk the shard is as if it had never been written.
-      if (!entry->has_replica()) {
-        const uint32_t shard_id = job.buckets[entry->owner].shards[i];
-        job.shards[shard_id].written = false;
-        job.note_shard(shard_id);
-      }
-    }
-    if (torn && entry->kind == EntryKind::parameter && entry->has_replica()) {
-      job.move(*entry, Residency::dirty, Residency::absent);
-      job.retire_slot(std::move(entry->slot));
-    }
-  }
-}
-
 Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   const auto owner = job_of(session_id);
   if (!owner.is_ok()) return owner.status();
@@ -496,10 +467,14 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
       job, [&](const LeaseRequest& request) { return request.session_id == session_id; });
   const uint32_t leases_before = job.lease_count();
   MEMD_FAILPOINT("session.before_discard");
-  if (!MEMD_PLANTED("session.half_written_shown")) discard_half_written(job, *session);
+  // Only then, so that a daemon that takes over meanwhile ends the session again.
+  const auto discarded = Join::start([this, &job, session, session_id](const Status&) {
+    session->ring.end();
+    forget_session(job, session_id);
+  });
+  if (!MEMD_PLANTED("session.half_written_shown")) discard_half_written(job, *session, *discarded);
   MEMD_FAILPOINT("session.before_pins_dropped");
-  session->ring.end();
-  forget_session(job, session_id);
+  discarded->finish(Status::ok());
   if (!MEMD_PLANTED("session.pins_kept")) std::erase(job.sessions, session);
   sessions_.erase(session_id);
   sessions_not_resumed_.erase(session_id);

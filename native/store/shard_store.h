@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -17,6 +18,7 @@
 #include "arena/pool.h"
 #include "base/clock.h"
 #include "base/descriptor_keeper.h"
+#include "base/join.h"
 #include "base/status.h"
 #include "io/io_queue.h"
 #include "optim/adam.h"
@@ -196,6 +198,10 @@ class ShardStore {
   };
   enum class Grant : uint8_t { done, waiting, waiting_for_space };
   struct StepState;
+  struct Mend {
+    std::set<uint32_t> torn;
+    std::vector<Done> done;
+  };
   struct JobQueues {
     std::list<Waiter> waiters;
     /// Steps, syncs and moments: one at a time.
@@ -212,6 +218,8 @@ class ShardStore {
     std::vector<std::shared_ptr<StepState>> steps;
     /// Buckets whose dirty tiles somebody waits for; ~0: all of them.
     std::set<uint64_t> flushes_asked;
+    /// Buckets, draining, of which torn shards are read again.
+    std::unordered_map<const Entry*, Mend> mends;
   };
   struct Condition {
     uint64_t job_id = 0;
@@ -289,7 +297,16 @@ class ShardStore {
   void fail_waiters(Job& job, const Entry& entry, const Status& status);
   /// Out of their queue; whoever calls it answers them.
   std::list<Waiter> take_waiters(Job& job, const std::function<bool(const LeaseRequest&)>& chosen);
-  void discard_half_written(Job& job, const Session& session);
+  /// Of a session that ends. What waits for the disk is a branch of `discarded`.
+  void discard_half_written(Job& job, const Session& session, Join& discarded);
+  /// Shards of a parameter's slot, by their counter, are again what the disk has of them, or as if
+  /// they had never been written.
+  void discard_torn(Job& job, Entry& entry, const std::set<uint32_t>& torn, Done discarded);
+  void start_mend(Job& job, Entry& entry);
+  void finish_mend(Job& job,
+                   Entry& entry,
+                   std::span<const std::byte> on_disk,
+                   const Status& status);
 
   /// Writes one dirty, unleased entry to new extents; it is draining meanwhile and clean
   /// afterwards.

@@ -122,6 +122,11 @@ void ShardStore::write_back(Job& job,
   job.move(entry, Residency::dirty, Residency::draining);
   auto join = Join::start([&job, &entry, done = std::move(done)](const Status& status) {
     MEMD_FAILPOINT("writeback.finished");
+    if (status.is_ok() && entry.kind == EntryKind::parameter) {
+      for (const uint32_t id : job.buckets[entry.owner].shards) {
+        job.shards[id].is_on_disk = job.shards[id].written;
+      }
+    }
     job.move(entry, Residency::draining, status.is_ok() ? Residency::clean : Residency::dirty);
     done(status);
   });

@@ -1,0 +1,113 @@
+// What a writer that is gone left in the arena of ShardStore's jobs: nothing of it is ever read,
+// and what others wrote beside it stays.
+#include <cstring>
+#include <utility>
+
+#include "base/failpoint.h"
+#include "store/block_bytes.h"
+#include "store/shard_store.h"
+
+namespace memd {
+
+void ShardStore::discard_half_written(Job& job, const Session& session, Join& discarded) {
+  const auto writes = [&](const Slot& slot, uint32_t index) {
+    return pin_writers(session.ring.pins(slot.pin_first + index)) != 0;
+  };
+  for (auto& entry : job.entries) {
+    if (entry == nullptr) continue;
+    if (entry->pending != nullptr && writes(*entry->pending, 0)) {
+      job.retire_slot(std::move(entry->pending));
+    }
+    if (entry->slot == nullptr || entry->kind != EntryKind::parameter) continue;
+    std::set<uint32_t> torn;
+    for (uint32_t i = 0; i < entry->slot->pin_count(); ++i) {
+      if (writes(*entry->slot, i)) torn.insert(i);
+    }
+    discard_torn(job, *entry, torn, discarded.branch());
+  }
+}
+
+void ShardStore::discard_torn(Job& job,
+                              Entry& entry,
+                              const std::set<uint32_t>& torn,
+                              Done discarded) {
+  auto& mends = queues_.at(job.job_id).mends;
+  const auto mend = mends.find(&entry);
+  if (torn.empty() || (entry.residency() != Residency::dirty && mend == mends.end())) {
+    return discarded(Status::ok());
+  }
+  const Bucket& bucket = job.buckets[entry.owner];
+  std::byte* const slot = job.memory->arena().at(entry.slot->offset_bytes);
+  std::set<uint32_t> read_again;
+  for (const uint32_t index : torn) {
+    Shard& shard = job.shards[bucket.shards[index]];
+    if (shard.is_on_disk && entry.has_replica()) {
+      read_again.insert(index);
+      continue;
+    }
+    // Without a copy on disk the shard is as if it had never been written.
+    shard.written = false;
+    std::memset(slot + shard.offset_bytes(), 0, shard.bytes);
+    job.note_shard(bucket.shards[index]);
+  }
+  if (read_again.empty()) return discarded(Status::ok());
+  if (entry.shard_count == 1) {
+    job.move(entry, Residency::dirty, Residency::absent);
+    job.retire_slot(std::move(entry.slot));
+    return discarded(Status::ok());
+  }
+  if (mend == mends.end()) {
+    mends[&entry];
+    start_mend(job, entry);
+  }
+  Mend& under_way = mends.at(&entry);
+  under_way.torn.merge(read_again);
+  under_way.done.push_back(std::move(discarded));
+}
+
+// In place, as others may be writing beside it: their leases stay what they are.
+void ShardStore::start_mend(Job& job, Entry& entry) {
+  job.move(entry, Residency::dirty, Residency::draining);
+  ++job.activity_count;
+  ++entry.task_count;
+  MEMD_CHECK_EQ(entry.replicas.size(),
+                size_t{1});  // only a large shard has several, and it is alone
+  const auto block = std::make_shared<BlockBytes>(uint64_t{entry.replica_bytes(0)});
+  extents_.read(entry.replicas[0].extent,
+                block->span(),
+                IoPriority::demand,
+                concat("shard ", job.describe(entry, 0), ", step ", job.committed_step),
+                [this, &job, &entry, block](const Status& status) {
+                  finish_mend(job, entry, block->span(), status);
+                });
+}
+
+void ShardStore::finish_mend(Job& job,
+                             Entry& entry,
+                             std::span<const std::byte> on_disk,
+                             const Status& status) {
+  const Mend mend = std::move(queues_.at(job.job_id).mends.extract(&entry).mapped());
+  --job.activity_count;
+  --entry.task_count;
+  if (status.is_ok()) {
+    std::byte* const slot = job.memory->arena().at(entry.slot->offset_bytes);
+    for (const uint32_t index : mend.torn) {
+      const Shard& shard = job.shards[job.buckets[entry.owner].shards[index]];
+      std::memcpy(slot + shard.offset_bytes(), on_disk.data() + shard.offset_bytes(), shard.bytes);
+    }
+  } else {
+    // With the slot goes what others wrote there: whatever the reason, nothing is committed without
+    // it.
+    job.lose(entry, 0, status);
+    fail_waiters(job, entry, status);
+  }
+  job.move(entry, Residency::draining, Residency::dirty);
+  if (!status.is_ok()) {
+    job.move(entry, Residency::dirty, Residency::absent);
+    job.retire_slot(std::move(entry.slot));
+  }
+  // Until here a daemon that takes over finds the writer, and does the same once more.
+  for (const Done& done : mend.done) done(Status::ok());
+}
+
+}  // namespace memd
