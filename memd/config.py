@@ -40,7 +40,9 @@ class Settings:
     io_engine: str = "auto"
     io_depth: int = 32
     update_threads: int = 0  # 0: one a core
-    huge_pages: bool = True
+    # Where every user of the socket is trusted: a trainer can take a huge page away from under the
+    # daemon, which ends it.
+    huge_pages: bool = False
     max_jobs: int = 64
     # How long a holder waits for the next daemon before it frees the memory; 0: none is started.
     holder_seconds: int = 600

@@ -13,8 +13,10 @@ namespace memd {
 
 /// Owns its descriptor and its mapping in the daemon. Mode 0600 and sealed against resizing and
 /// further seals, so that a descriptor handed to a trainer can neither be shrunk under the daemon
-/// nor be opened again by another user. Never recycled across users: a mapping cannot be revoked,
-/// so the memory goes back to the kernel, which zeroes it.
+/// nor be opened again by another user. It can still punch holes: a small page is there again at
+/// the next touch, a huge one maybe not, so that huge pages are for trusted trainers. Never
+/// recycled across users: a mapping cannot be revoked, so the memory goes back to the kernel, which
+/// zeroes it.
 ///
 /// Its memory may outlive the daemon's process with a DescriptorKeeper, as `segment.<id>`.
 class Segment {

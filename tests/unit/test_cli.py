@@ -72,7 +72,7 @@ def test_config_shows_each_setting_with_unit_and_origin(
     assert rows["nvme"] == ["20GiB", str(file)]
     assert rows["io_depth"] == ["8", "MEMD_IO_DEPTH"]
     assert rows["data"] == ["/a:/b", "--data"]
-    assert rows["huge_pages"] == ["true", "default"]
+    assert rows["huge_pages"] == ["false", "default"]
     shown = json.loads(memd(*given, "--json").output)
     assert shown["host"] == {"value": "1536MiB", "origin": "--host"}
 
