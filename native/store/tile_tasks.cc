@@ -265,7 +265,8 @@ void TileTasks::prepare_words(const std::shared_ptr<Running>& running) {
   const auto made = job.made_tiles.find(key);
   if (made != job.made_tiles.end()) {
     running->bytes.element_first = made->second.element_first;
-    running->scratch = std::exchange(made->second.scratch, std::nullopt);
+    // Once: a tile that is read again has it already.
+    if (made->second.scratch) running->scratch = std::exchange(made->second.scratch, std::nullopt);
   }
   running->record = job.tile_record(key);
   const bool is_only_copy = running->in_memory && job.dirty_tiles.contains(key);
