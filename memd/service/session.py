@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from memd.peers import Peers
     from memd.service.call import Call
     from memd_native import JobInfo, Server, SessionGrant, StepReport
+
+
+log = logging.getLogger(__name__)
 
 
 class SessionService:
@@ -106,6 +110,11 @@ class SessionService:
             step=request.step,
             timeout_s=call.timeout_s(),
         )
+        if report.disk_error:
+            log.error(
+                "a step is not on disk",
+                extra={"job": session.job_name, "reason": report.disk_error},
+            )
         return session_pb2.StepResponse(
             committed_step=report.committed_step,
             durable_step=report.durable_step,
@@ -115,6 +124,7 @@ class SessionService:
             commit_seconds=report.commit_seconds,
             read_bytes=report.read_bytes,
             written_bytes=report.written_bytes,
+            disk_error=report.disk_error,
         )
 
     def Sync(self, request: session_pb2.SyncRequest, call: Call) -> session_pb2.SyncResponse:

@@ -198,7 +198,8 @@ void bind_records(nb::module_& module) {
       .def_ro("write_seconds", &StepReport::write_seconds)
       .def_ro("commit_seconds", &StepReport::commit_seconds)
       .def_ro("read_bytes", &StepReport::read_bytes)
-      .def_ro("written_bytes", &StepReport::written_bytes);
+      .def_ro("written_bytes", &StepReport::written_bytes)
+      .def_ro("disk_error", &StepReport::disk_error);
 }
 
 void bind_statistics(nb::module_& module) {

@@ -875,6 +875,7 @@ void Job::committed(uint64_t catalogue_tag) {
   is_updating_ = false;
   durable = std::move(committing_);
   durable_step = durable.undurable_since == 0 ? durable.step : 0;
+  disk_error = Status::ok();
   if (durable.undurable_since != 0) {
     // Nothing on disk is gone back to: each extent is free as soon as another takes its place.
     for_each_replica([](Replica& replica) { replica.referenced = false; });

@@ -258,6 +258,8 @@ class Job {
   /// Why the job takes no calls any more: a step failed after tiles had been updated in place, or
   /// what is on disk is no step. ok otherwise.
   Status stopped;
+  /// Why the last step in memory that was to be on disk as well is not; ok once one is.
+  Status disk_error;
   /// It becomes what the disk says once nobody uses it any more.
   bool goes_to_disk = false;
   /// What the last catalogue on disk says.

@@ -342,6 +342,8 @@ class ShardStore {
   /// Whether `request` repeats a step of its session; then `done` is called, now or when the step
   /// is.
   bool joins_earlier_step(Job& job, const StepRequest& request, StepDone& done);
+  /// ok where nothing of what `request` names is newer than the step that it repeats.
+  static Status check_repeated(Job& job, const StepRequest& request);
   /// Seals its gradients and queues it. `place`: in the job's ledger.
   void accept_step(Job& job, StepRequest request, std::optional<size_t> place, StepDone done);
   Status check_start(const StepState& state) const;

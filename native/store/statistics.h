@@ -43,6 +43,8 @@ struct StepReport {
   double commit_seconds = 0;
   uint64_t read_bytes = 0;
   uint64_t written_bytes = 0;
+  /// Empty, or why the step is in memory alone though its turn to be on disk has come.
+  std::string disk_error;
 };
 
 struct JobCounters {

@@ -83,6 +83,26 @@ void take_halves(const TileBytes& bytes) {
   }
 }
 
+/// What of a job that goes on in memory is on disk.
+std::string on_disk(const Job& job) {
+  const uint64_t since = job.durable.undurable_since;
+  if (since == 0) return concat("; there it stays at step ", job.durable_step);
+  return concat("; what is there is no step since step ", since);
+}
+
+/// What is left of a job whose memory is lost, and what to do: as Job::restore() says it.
+std::string way_on(const Job& job) {
+  const uint64_t since = job.durable.undurable_since;
+  if (since == 0) {
+    return concat("; connect again to go on from the last step on disk, which is ",
+                  job.durable_step);
+  }
+  return concat(", and it ran on without durability since step ",
+                since,
+                ": what is on disk is no step; start over with connect(fresh=True), or drop it "
+                "with `memd job drop`");
+}
+
 }  // namespace
 
 struct ShardStore::StepState {
@@ -312,6 +332,38 @@ Status ShardStore::check_staged(const Job& job, const StepRequest& request) cons
   return Status::ok();
 }
 
+// What the step used is gone: whatever is there now came after it, and "ok" would lose it silently.
+Status ShardStore::check_repeated(Job& job, const StepRequest& request) {
+  const auto refusal = [&](const Shard& shard, const char* what) {
+    return error(StatusCode::fenced,
+                 "this session has closed step ",
+                 request.step,
+                 " of job ",
+                 job.name,
+                 " already, and ",
+                 what,
+                 " of shard ",
+                 shard.spec.name,
+                 " came after it; the job stands at step ",
+                 job.committed_step,
+                 ": connect anew and resume from there");
+  };
+  for (const StepGroup& group : request.groups) {
+    for (const uint32_t shard_id : group.shard_ids) {
+      if (shard_id >= job.shards.size()) continue;
+      const Shard& shard = job.shards[shard_id];
+      if (shard.gradient_session == request.session_id) return refusal(shard, "a gradient");
+    }
+  }
+  for (const auto& [staged_id, buffer_id] : request.staged_buffers) {
+    if (staged_id >= job.shards.size() || job.shards[staged_id].deleted) continue;
+    const Shard& staged = job.shards[staged_id];
+    job.settle_pending(*staged.value);
+    if (staged.written) return refusal(staged, "the bytes");
+  }
+  return Status::ok();
+}
+
 bool ShardStore::joins_earlier_step(Job& job, const StepRequest& request, StepDone& done) {
   if (request.step == 0 || MEMD_PLANTED("step.made_again_when_repeated")) return false;
   for (const auto& state : queues_.at(job.job_id).steps) {
@@ -322,10 +374,12 @@ bool ShardStore::joins_earlier_step(Job& job, const StepRequest& request, StepDo
   }
   if (request.step > job.committed_step) return false;
   if (request.step <= sessions_.at(request.session_id)->step_committed) {
+    const Status repeated = check_repeated(job, request);
     StepReport report;
     report.committed_step = job.committed_step;
     report.durable_step = job.durable_step;
-    done(Status::ok(), report);
+    report.disk_error = job.disk_error.message();
+    done(repeated, report);
   } else {
     // That its own gradients made this step is not known: silence could lose one.
     done(error(StatusCode::fenced,
@@ -888,18 +942,20 @@ void ShardStore::commit_in_memory(const std::shared_ptr<StepState>& state) {
   forget_step(*state);
   if (!state->to_disk) return finish_step(state, Status::ok());
   commit_to_disk(state, [this, state](const Status& status) {
-    const Job& its = *state->job;
-    if (status.is_ok()) return finish_step(state, status);
-    finish_step(state,
-                error(status.code(),
-                      "job ",
-                      its.name,
-                      " is at step ",
-                      its.committed_step,
-                      " in memory, but its commit to the disk failed; there it stays at step ",
-                      its.durable_step,
-                      ": ",
-                      status.message()));
+    Job& its = *state->job;
+    // An error would say that the step was not made. The next one is due on disk as well.
+    if (!status.is_ok()) {
+      its.disk_error = error(status.code(),
+                             "job ",
+                             its.name,
+                             " is at step ",
+                             its.committed_step,
+                             " in memory, but its commit to the disk failed",
+                             on_disk(its),
+                             "; the next step or sync tries again: ",
+                             status.message());
+    }
+    finish_step(state, Status::ok());
   });
 }
 
@@ -952,6 +1008,7 @@ void ShardStore::finish_step(const std::shared_ptr<StepState>& state, const Stat
   job.end_update();
   state->report->committed_step = job.committed_step;
   state->report->durable_step = job.durable_step;
+  state->report->disk_error = job.disk_error.message();
   if (state->is_step && status.is_ok()) {
     step_phases_.add(*state->report);
     step_seconds_.add(static_cast<double>(clock_.now_ns() - state->started_ns) * 1e-9);

@@ -109,6 +109,7 @@ class StepReport:
     commit_seconds: float = 0.0
     read_bytes: int = 0
     written_bytes: int = 0
+    disk_error: str = ""
 
 
 @dataclass
