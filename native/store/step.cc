@@ -803,8 +803,8 @@ void ShardStore::finish_updates(const std::shared_ptr<StepState>& state, const S
                         " failed while its state was updated in place, and cannot be undone with "
                         "durability \"",
                         job.durability.text(),
-                        "\": connect again to go on from the last step on disk, which is ",
-                        job.durable_step,
+                        "\"",
+                        way_on(job),
                         ": ",
                         status.message());
     job.goes_to_disk = true;
