@@ -723,6 +723,15 @@ Status ShardStore::adopt_tiles(Job& job, const std::vector<KeptTile>& tiles, boo
     if (is_made) {
       job.made_tiles[tile.key] = {.element_first = 0, .is_whole = true, .scratch = std::nullopt};
     }
+    if (tile.update) {
+      if (!has_closed_step || is_made ||
+          tile.update->piece * kPieceElements >= bucket.tile_elements(index)) {
+        return damaged("an update of no step");
+      }
+      job.made_tiles[tile.key] = {.element_first = tile.update->piece * kPieceElements,
+                                  .is_whole = false,
+                                  .scratch = tile.update->scratch};
+    }
     if (!tile.state.private_offset_bytes) continue;
     const uint64_t offset_bytes = *tile.state.private_offset_bytes;
     const uint64_t value_bytes = bucket.value->replica_bytes(index);
@@ -734,19 +743,12 @@ Status ShardStore::adopt_tiles(Job& job, const std::vector<KeptTile>& tiles, boo
     job.cached_tiles[tile.key] = offset_bytes;
     job.dirty_tiles.insert(tile.key);
     if (!tile.update) continue;
-    if (!has_closed_step || is_made ||
-        tile.update->piece * kPieceElements >= bucket.tile_elements(index)) {
-      return damaged("an update of no step");
-    }
     job.tile_words->restore_piece({.dtype = bucket.dtype,
                                    .elements = bucket.tile_elements(index),
                                    .value = side.at(offset_bytes),
                                    .rest = side.at(offset_bytes) + value_bytes},
                                   *tile.update);
     MEMD_FAILPOINT("ledger.piece_restored");
-    job.made_tiles[tile.key] = {.element_first = tile.update->piece * kPieceElements,
-                                .is_whole = false,
-                                .scratch = tile.update->scratch};
   }
   return Status::ok();
 }

@@ -557,7 +557,16 @@ std::optional<uint32_t> Job::tile_record(uint64_t key) {
   return record;
 }
 
-void Job::note_tile(const Bucket& bucket, size_t tile, uint64_t step) {
+std::optional<uint64_t> Job::half_made_piece(uint64_t key) const {
+  const auto made = made_tiles.find(key);
+  if (made == made_tiles.end() || made->second.is_whole) return std::nullopt;
+  return made->second.element_first / kPieceElements;
+}
+
+void Job::note_tile(const Bucket& bucket,
+                    size_t tile,
+                    uint64_t step,
+                    std::optional<uint64_t> piece_next) {
   if (is_updating_) return;
   const auto record = tile_record(tile_key(bucket.value->owner, tile));
   if (!record) return;
@@ -566,7 +575,8 @@ void Job::note_tile(const Bucket& bucket, size_t tile, uint64_t step) {
                        .private_offset_bytes = std::nullopt,
                        .value = bucket.value->replicas[tile].extent,
                        .rest = bucket.rest[tile].extent},
-                      ledger->base());
+                      ledger->base(),
+                      piece_next);
 }
 
 void Job::note_shards() {

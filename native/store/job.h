@@ -169,8 +169,12 @@ class Job {
   void note_layout();
   void note_value_extent(const Entry& entry, size_t index);
   void note_rest_extent(const Bucket& bucket, size_t tile);
-  /// A tile has new extents, as of `step`; its bytes in memory are not the only ones any more.
-  void note_tile(const Bucket& bucket, size_t tile, uint64_t step);
+  /// A tile has new extents, as of `step`; its bytes in memory are not the only ones any more. Of
+  /// one that is half updated to the next step, pieces before `piece_next` are of that one.
+  void note_tile(const Bucket& bucket,
+                 size_t tile,
+                 uint64_t step,
+                 std::optional<uint64_t> piece_next = std::nullopt);
   /// Its record in `tile_words`, where there are any; without room the ledger is given up.
   std::optional<uint32_t> tile_record(uint64_t key);
   /// All of it, where the ledger is new, or was adopted and the job stands as it will go on.
@@ -298,6 +302,8 @@ class Job {
     std::optional<uint32_t> scratch;  // in tile_words
   };
   std::unordered_map<uint64_t, MadeTile> made_tiles;
+  /// Of a tile that an earlier daemon left half updated: the first piece that is not.
+  std::optional<uint64_t> half_made_piece(uint64_t key) const;
 
   std::vector<std::shared_ptr<Session>> sessions;
   uint32_t service_lease_count = 0;

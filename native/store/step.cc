@@ -784,7 +784,9 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
     };
     task.report = state->report;
     task.done = join->branch();
-    tiles_.submit(std::move(task));
+    // Whoever makes room for others would write out what is half of one step.
+    const bool is_half_made = made != job.made_tiles.end();
+    is_half_made ? tiles_.submit_first(std::move(task)) : tiles_.submit(std::move(task));
   }
 }
 

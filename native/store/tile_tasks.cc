@@ -88,7 +88,22 @@ void TileTasks::submit_flush(Job& job,
   submit(std::move(task));
 }
 
-void TileTasks::make_room(Job& job, uint64_t tile_key) {
+void TileTasks::submit_first(TileTask task) {
+  Job* const job = task.job;
+  submit(std::move(task));
+  auto& waiting = queues_[job].waiting;
+  std::rotate(waiting.begin(), waiting.end() - 1, waiting.end());
+}
+
+void TileTasks::make_room(Job& job) {
+  MEMD_CHECK(!job.dirty_tiles.empty());
+  // Those that an earlier daemon left half updated need no more memory than they have, and come
+  // first: with them alone in the way, what is written says how far they are.
+  const auto whole =
+      std::find_if(job.dirty_tiles.begin(), job.dirty_tiles.end(), [&](uint64_t key) {
+        return !job.half_made_piece(key).has_value();
+      });
+  const uint64_t tile_key = whole == job.dirty_tiles.end() ? *job.dirty_tiles.begin() : *whole;
   // A tile in memory needs no more of it: this one starts now, before whoever waits.
   TileTask task = flush_task(job, tile_key);
   task.report = std::make_shared<StepReport>();
@@ -125,8 +140,7 @@ void TileTasks::advance() {
       queue.waiting.push_front(std::move(task));
       if (queue.running_count > 0) break;
       // The private floor holds two tiles, but those that stay may lie in the way.
-      MEMD_CHECK(!job->dirty_tiles.empty());
-      make_room(*job, *job->dirty_tiles.begin());
+      make_room(*job);
       break;
     }
   }
@@ -471,7 +485,10 @@ void TileTasks::finish(const std::shared_ptr<Running>& running, const Status& st
       step = job.tile_words->step_of(*record);
     }
     if (running->writes_value() || running->writes_rest())
-      job.note_tile(job.buckets[task.entry->owner], task.index, step);
+      job.note_tile(job.buckets[task.entry->owner],
+                    task.index,
+                    step,
+                    task.may_stay ? std::nullopt : job.half_made_piece(running->key()));
   } else if (status.is_ok()) {
     // The rest first: written back again, the same parameter gives the same rest.
     if (running->writes_rest()) job.note_rest_extent(*task.bucket, task.index);

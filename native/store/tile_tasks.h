@@ -71,6 +71,8 @@ class TileTasks {
       : extents_(extents), workers_(workers), clock_(clock) {}
 
   void submit(TileTask task);
+  /// Before those that were submitted and did not start.
+  void submit_first(TileTask task);
   /// Writes a tile whose newest bytes are in memory alone; it is clean afterwards.
   void submit_flush(Job& job,
                     uint64_t tile_key,
@@ -88,7 +90,7 @@ class TileTasks {
   };
 
   static TileTask flush_task(Job& job, uint64_t tile_key);
-  void make_room(Job& job, uint64_t tile_key);
+  void make_room(Job& job);
   static bool has_room_to_stay(const Running& running);
   bool try_start(TileTask& task);
   std::optional<uint64_t> allocate_private(Job& job, uint64_t bytes);

@@ -150,7 +150,10 @@ std::optional<uint32_t> TileWords::record_of(uint64_t key) {
   return static_cast<uint32_t>(record);
 }
 
-void TileWords::publish(uint32_t record, const TileState& state, uint64_t base) {
+void TileWords::publish(uint32_t record,
+                        const TileState& state,
+                        uint64_t base,
+                        std::optional<uint64_t> piece_next) {
   RecordWords& words = layout_->records[record];
   const uint64_t before = words.word.load(std::memory_order_relaxed);
   const uint64_t place = before == 0 ? 0 : (before & kPlace) ^ 1;
@@ -162,7 +165,8 @@ void TileWords::publish(uint32_t record, const TileState& state, uint64_t base) 
   into.rest = words_of(state.rest);
   into.checksum = checksum_of(into);
   MEMD_FAILPOINT("ledger.tile_not_marked");
-  words.word.store(kUsed | place, kRelease);
+  const uint64_t update = piece_next ? kUpdating | *piece_next << kPieceShift : 0;
+  words.word.store(kUsed | update | place, kRelease);
   MEMD_FAILPOINT("ledger.tile_marked");
 }
 
@@ -205,7 +209,8 @@ void TileWords::begin_piece(uint32_t record,
 }
 
 void TileWords::restore_piece(const TileArrays& tile, const KeptTile::Update& update) const {
-  const std::byte* from = scratch_at(update.scratch, update.piece);
+  if (!update.scratch) return;
+  const std::byte* from = scratch_at(*update.scratch, update.piece);
   for (const Array& array : arrays_of(tile, update.piece)) {
     std::memcpy(array.first, from, array.bytes);
     from += array.bytes;
@@ -239,14 +244,16 @@ Result<std::vector<KeptTile>> TileWords::read(uint64_t base) {
     if ((word & kUpdating) != 0) {
       const uint64_t scratch = word >> kScratchShift & 0xff;
       const uint64_t piece = (word & ~kUsed & ~kUpdating) >> kPieceShift;
-      if (state.private_place == 0 || scratch >= kScratchCount ||
-          piece >= kTileElements / kPieceElements) {
+      if (scratch >= kScratchCount || piece >= kTileElements / kPieceElements)
         return damaged("an update");
+      tile.update = {.piece = piece, .scratch = std::nullopt};
+      // One that is on disk was written out between two pieces.
+      if (state.private_place != 0) {
+        if (scratch_in_use_[scratch]) return damaged("two updates in one place");
+        // Until its tile is whole again.
+        scratch_in_use_[scratch] = true;
+        tile.update->scratch = static_cast<uint32_t>(scratch);
       }
-      if (scratch_in_use_[scratch]) return damaged("two updates in one place");
-      // Until its tile is whole again.
-      scratch_in_use_[scratch] = true;
-      tile.update = {.piece = piece, .scratch = static_cast<uint32_t>(scratch)};
     }
     tiles.push_back(tile);
   }

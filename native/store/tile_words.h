@@ -42,11 +42,11 @@ struct TileArrays {
 struct KeptTile {
   uint64_t key = 0;  // Job::tile_key()
   TileState state;
-  /// Its update to the next step was under way: pieces before this one are done, and what this one
-  /// held before is in the scratch place.
+  /// Its update to the next step was under way: pieces before this one are done. What this one held
+  /// before is in the scratch place; without one it was not begun.
   struct Update {
     uint64_t piece = 0;
-    uint32_t scratch = 0;
+    std::optional<uint32_t> scratch;
   };
   std::optional<Update> update;
 };
@@ -67,8 +67,12 @@ class TileWords {
 
   /// The tile's record; nothing where there is room for no more.
   std::optional<uint32_t> record_of(uint64_t key);
-  /// `base`: the catalogue on disk that the state builds on, Ledger::base().
-  void publish(uint32_t record, const TileState& state, uint64_t base);
+  /// `base`: the catalogue on disk that the state builds on, Ledger::base(). `piece_next`: the tile
+  /// is on disk in the middle of an update to the next step, which has done the pieces before it.
+  void publish(uint32_t record,
+               const TileState& state,
+               uint64_t base,
+               std::optional<uint64_t> piece_next = std::nullopt);
 
   /// The step of what was published last.
   uint64_t step_of(uint32_t record) const;
@@ -78,7 +82,7 @@ class TileWords {
   void give_back_scratch(uint32_t scratch) { scratch_in_use_[scratch] = false; }
   /// Copies the piece there; then the record says so. The piece may be changed from here on.
   void begin_piece(uint32_t record, const TileArrays& tile, uint64_t piece, uint32_t scratch);
-  /// What the piece held before.
+  /// What the piece held before, where it was begun.
   void restore_piece(const TileArrays& tile, const KeptTile::Update& update) const;
 
   /// All that stands on the catalogue `base`, checked: numbers that are no value of their type are

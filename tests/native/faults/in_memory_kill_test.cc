@@ -35,10 +35,12 @@ struct Case {
 
 class InMemoryKillTest : public ::testing::TestWithParam<Case> {
  protected:
-  void start() {
-    heart_ = new Heart(
-        disk_,
-        HeartOptions{.segment_count = kFloorSegments + 12, .keeper = &keeper_, .worker_count = 1});
+  void start(bool redo_steps = true) {
+    heart_ = new Heart(disk_,
+                       HeartOptions{.segment_count = kFloorSegments + 12,
+                                    .keeper = &keeper_,
+                                    .worker_count = 1,
+                                    .redo_steps = redo_steps});
     ASSERT_TRUE(heart_->loaded.is_ok()) << heart_->loaded.message();
   }
   void begin() {
@@ -51,7 +53,7 @@ class InMemoryKillTest : public ::testing::TestWithParam<Case> {
                                          Durability::parse(GetParam().durability).value());
     session_ = heart_->attach(job_id);
     ids_ = heart_->declare(session_,
-                           {parameter("large", kElements, GetParam().dtype),
+                           {parameter("large", elements_, GetParam().dtype),
                             parameter("small", kSmall, GetParam().dtype),
                             bytes_shard("buffer", kBufferBytes, ShardKind::buffer),
                             bytes_shard("staged", kBufferBytes, ShardKind::buffer)});
@@ -69,7 +71,7 @@ class InMemoryKillTest : public ::testing::TestWithParam<Case> {
     heart_->write(session_, ids_[2], pattern(kBufferBytes, 1));
     ASSERT_TRUE(heart_->sync(session_).is_ok());
   }
-  static uint64_t count(size_t i) { return i == 0 ? kElements : kSmall; }
+  uint64_t count(size_t i) const { return i == 0 ? elements_ : kSmall; }
   void write_gradients(uint32_t seed) {
     for (const size_t i : {0, 1}) {
       if (GetParam().dtype == DType::float32) {
@@ -126,12 +128,17 @@ class InMemoryKillTest : public ::testing::TestWithParam<Case> {
   }
   /// Asks for the third step, and returns once it is answered or the daemon stands still; then the
   /// daemon is dead. Returns the moments that were reached.
-  std::map<std::string, uint64_t> kill_in_third_step(const std::string& name, uint64_t hit) {
+  std::map<std::string, uint64_t> kill_in_third_step(
+      const std::string& name,
+      uint64_t hit,
+      const std::function<void(Heart&)>& while_it_updates = [](Heart&) {}) {
     auto* const stop = new Stop(name, hit);  // threads wait in it for good
     Heart* const heart = std::exchange(heart_, nullptr);
     bool answered = false;
-    std::thread server([&, heart, stop, third = request(3)] {
+    std::thread server([&, heart, stop, while_it_updates, third = request(3)] {
       heart->store().step(third, [&](const Status&, const StepReport&) { answered = true; });
+      heart->turn();
+      while_it_updates(*heart);
       while (!answered && !stop->is_stopped()) heart->turn();
       stop->end_turns();
     });
@@ -159,6 +166,29 @@ class InMemoryKillTest : public ::testing::TestWithParam<Case> {
     write_gradients(80);
     if (!HasFatalFailure()) expect_step(4, 80);
   }
+  /// Before the daemon makes the step of the one before: gradients are on disk, and private memory
+  /// has no room for them. Returns what was taken of it.
+  void take_all_room(std::vector<uint64_t>& taken) {
+    Job& job = heart_->job(session_);
+    const Entry& gradient = *job.shards[ids_[0]].gradient;
+    ++job.activity_count;  // else private memory would be what makes room
+    std::vector<Held> held;
+    for (int i = 0; gradient.slot != nullptr; ++i) {
+      ASSERT_LT(i, 40);
+      const auto blob = heart_->declare(session_, {bytes_shard(concat("blob", i), 1_MiB)});
+      held.push_back(heart_->lease(session_, blob[0], LeaseMode::overwrite));
+      ASSERT_TRUE(held.back().is_ok()) << held.back().status.message();
+    }
+    --job.activity_count;
+    for (const Held& each : held) heart_->release(each);
+    ASSERT_TRUE(gradient.has_replica());
+    while (job.memory->grow_private()) {
+    }
+    for (uint64_t bytes = 2_MiB; bytes >= kBlockBytes; bytes /= 2) {
+      while (const auto offset_bytes = job.memory->private_side().allocate(bytes))
+        taken.push_back(*offset_bytes);
+    }
+  }
   /// Gives back the memory of the disk, and what the dead have mapped for good.
   void end() {
     delete std::exchange(heart_, nullptr);
@@ -185,6 +215,7 @@ class InMemoryKillTest : public ::testing::TestWithParam<Case> {
   TestKeeper keeper_;
   Heart* heart_ = nullptr;
   uint64_t session_ = 0;
+  uint64_t elements_ = kElements;
   std::vector<uint32_t> ids_;
   std::vector<Twin> twins_;
   const AdamSettings settings_{.lr = 1e-2, .weight_decay = 0.1};
@@ -225,6 +256,97 @@ TEST_P(InMemoryKillTest, killed_again_while_it_finishes_the_step_the_next_one_do
     kill_in_third_step(name, 7);
   }
   go_on();
+}
+
+TEST_P(InMemoryKillTest, a_half_updated_tile_that_has_to_make_room_is_updated_once) {
+  if (GetParam().arena_segments < 12) GTEST_SKIP() << "all tiles are to be in memory";
+  // With one large tile nothing but itself can make room for its gradient.
+  for (const uint64_t elements : {kElements, kTileElements + 1000}) {
+    elements_ = elements;
+    for (const uint64_t piece : {3, 200}) {
+      for (const uint64_t hit : {1, 2, 3}) {
+        SCOPED_TRACE(concat(elements, " elements, piece ", piece, ", mark ", hit));
+        run_to_third_step();
+        kill_in_third_step("ledger.piece_half_updated", piece);
+        start(false);
+        ASSERT_TRUE(heart_->store().resume_session(session_, kOwner).is_ok());
+        std::vector<uint64_t> taken;
+        take_all_room(taken);
+        if (HasFatalFailure()) return;
+        heart_->store().redo_steps();
+        kill_in_third_step("ledger.tile_marked", hit);
+        go_on();
+        end();
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_P(InMemoryKillTest, a_tile_whose_gradient_is_read_again_gives_its_scratch_place_back) {
+  if (GetParam().arena_segments < 12) GTEST_SKIP() << "all tiles are to be in memory";
+  run_to_third_step();
+  kill_in_third_step("ledger.piece_half_updated", 3);
+  start(false);
+  ASSERT_TRUE(heart_->store().resume_session(session_, kOwner).is_ok());
+  std::vector<uint64_t> taken;
+  take_all_room(taken);
+  if (HasFatalFailure()) return;
+  const Job& job = heart_->job(session_);
+  heart_->faults().add_fault(
+      {.kind = MemoryFaultKind::flipped_bit,
+       .io_kind = IoKind::read,
+       .offset_bytes = job.shards[ids_[0]].gradient->replicas[0].extent.address.offset_bytes});
+  heart_->store().redo_steps();
+  expect_step(3, 70);
+  for (const uint64_t each : taken) job.memory->private_side().free(each);
+  EXPECT_EQ(heart_->faults().fault_hit_count(), 1U);
+  int free_count = 0;
+  while (job.tile_words->take_scratch()) ++free_count;
+  EXPECT_EQ(free_count, 16);
+}
+
+TEST_P(InMemoryKillTest, a_lease_of_another_parameter_is_not_in_the_way_of_what_was_begun) {
+  for (const bool is_alive : {true, false}) {
+    SCOPED_TRACE(is_alive ? "with its trainer" : "without its trainer");
+    begin();
+    const auto other = heart_->declare(session_, {parameter("other", 64)});
+    heart_->write(session_, other[0], numbers(64, 1));
+    for (const uint64_t step : {1, 2}) {
+      write_gradients(40 + 10 * static_cast<uint32_t>(step));
+      expect_step(step, 40 + 10 * static_cast<uint32_t>(step));
+    }
+    write_gradients(70);
+    std::shared_ptr<std::optional<Held>> asked;
+    kill_in_third_step("ledger.tile_marked", 1, [&](Heart& heart) {
+      asked = heart.ask(session_, other[0], LeaseMode::write);
+    });
+    ASSERT_TRUE(asked->has_value() && (*asked)->is_ok()) << "it was granted while tiles change";
+    const Held writer = **asked;
+    const uint32_t pin = writer.grant.slot->pin_first + writer.grant.index;
+    const auto values = numbers(64, 2);
+    std::copy_n(values.begin(), 32, writer.as<float>().begin());
+    start(false);
+    if (is_alive) {
+      const auto session = heart_->store().resume_session(session_, kOwner);
+      ASSERT_TRUE(session.is_ok()) << session.status().message();
+      heart_->store().redo_steps();
+      expect_step(3, 70);
+      std::copy_n(values.begin() + 32, 32, writer.as<float>().begin() + 32);
+      session.value()->ring.add_pin(pin, ~kWriterPin + 1);
+      EXPECT_EQ(heart_->read<float>(session_, other[0]), values);
+      EXPECT_TRUE(heart_->sync(session_).is_ok());
+    } else {
+      ASSERT_TRUE(heart_->store().detach(session_).is_ok());
+      heart_->store().redo_steps();
+      ASSERT_TRUE(heart_->until([this] { return heart_->store().is_idle(); }));
+      session_ = heart_->attach(heart_->open("job"));
+      EXPECT_EQ(heart_->job(session_).committed_step, 3U);
+      EXPECT_EQ(heart_->read<float>(session_, other[0]), numbers(64, 1));
+    }
+    end();
+    if (HasFailure()) return;
+  }
 }
 
 TEST_P(InMemoryKillTest, without_its_trainer_the_job_stands_at_its_last_commit_in_memory) {
