@@ -791,9 +791,23 @@ void Job::replace(Replica& place, const ExtentRecord& extent, ExtentStore& exten
   place = {.extent = extent, .referenced = false};
 }
 
-void Job::replace_gradient(Replica& place, const ExtentRecord& extent, ExtentStore& extents) {
+void Job::take_quota(const Entry& entry, uint64_t bytes) {
+  nvme_bytes_used += bytes;
+  if (entry.kind == EntryKind::gradient && nvme_bytes_promised != 0) nvme_bytes_promised += bytes;
+}
+
+void Job::give_back_quota(const Entry& entry, uint64_t bytes) {
+  nvme_bytes_used -= bytes;
+  if (entry.kind == EntryKind::gradient && nvme_bytes_promised != 0) nvme_bytes_promised -= bytes;
+}
+
+void Job::replace_gradient(Entry& entry,
+                           size_t index,
+                           const ExtentRecord& extent,
+                           ExtentStore& extents) {
+  Replica& place = entry.replicas[index];
   if (place.extent.exists()) {
-    nvme_bytes_used -= place.extent.length_bytes;
+    give_back_quota(entry, place.extent.length_bytes);
     extents.release(place.extent);
   }
   place = {.extent = extent, .referenced = false};
@@ -986,7 +1000,7 @@ void Job::drop_gradient(Bucket& bucket, ExtentStore& extents) {
   if (entry.is_resident()) move(entry, entry.residency(), Residency::absent);
   if (entry.slot != nullptr) retire_slot(std::move(entry.slot));
   for (size_t i = 0; i < entry.replicas.size(); ++i) {
-    replace_gradient(entry.replicas[i], {}, extents);
+    replace_gradient(entry, i, {}, extents);
     note_value_extent(entry, i);
   }
 }

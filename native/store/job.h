@@ -210,11 +210,21 @@ class Job {
   /// Lets a finished overwrite take the place of what was there.
   void settle_pending(Entry& entry);
 
+  // Of nvme_bytes, for an extent of the entry.
+  void take_quota(const Entry& entry, uint64_t bytes);
+  void give_back_quota(const Entry& entry, uint64_t bytes);
+  /// What of nvme_bytes a spilled gradient finds taken, or promised to the step that runs.
+  uint64_t quota_taken_for_gradients() const {
+    return std::max(nvme_bytes_used, nvme_bytes_promised);
+  }
   /// A new extent takes the place of an older one, which is released at once, or after the next
   /// commit if a catalogue names it.
   void replace(Replica& place, const ExtentRecord& extent, ExtentStore& extents);
   /// The same for gradients, which no catalogue names.
-  void replace_gradient(Replica& place, const ExtentRecord& extent, ExtentStore& extents);
+  void replace_gradient(Entry& entry,
+                        size_t index,
+                        const ExtentRecord& extent,
+                        ExtentStore& extents);
   /// All extents of the job, for release; the job is at its end.
   std::vector<ExtentRecord> take_extents();
   void release(Replica& place, ExtentStore& extents);
@@ -271,6 +281,10 @@ class Job {
   uint64_t host_bytes = 0;
   uint64_t nvme_bytes = 0;
   uint64_t nvme_bytes_used = 0;
+  /// While a step in memory runs: what nvme_bytes_used comes to at most before it has ended,
+  /// spilled gradients of others included as they come. They get no more than what is left beside
+  /// it.
+  uint64_t nvme_bytes_promised = 0;
   uint64_t element_count = 0;
 
   std::vector<Shard> shards;

@@ -301,20 +301,24 @@ void TileTasks::work(const std::shared_ptr<Running>& running) {
   // Extents come before the work: their address is part of the checksum that the worker computes.
   const auto reserve = [&](uint64_t length_bytes, ExtentRecord* extent) -> Status {
     if (extent->exists()) return Status::ok();
-    if (task.job->nvme_bytes_used + length_bytes > task.job->nvme_bytes) {
+    Job& job = *task.job;
+    const uint64_t taken_bytes = task.entry->kind == EntryKind::gradient
+                                     ? job.quota_taken_for_gradients()
+                                     : job.nvme_bytes_used;
+    if (taken_bytes + length_bytes > job.nvme_bytes) {
       return error(StatusCode::capacity,
                    "job ",
-                   task.job->name,
+                   job.name,
                    " has used up its disk quota; raise nvme_bytes: ",
-                   task.job->nvme_bytes_used,
+                   taken_bytes,
                    " of ",
-                   task.job->nvme_bytes,
+                   job.nvme_bytes,
                    " bytes");
     }
     auto allocated = extents_.allocate(static_cast<uint32_t>(length_bytes));
     if (!allocated.is_ok()) return allocated.status();
     *extent = allocated.value();
-    task.job->nvme_bytes_used += length_bytes;
+    job.take_quota(*task.entry, length_bytes);
     return Status::ok();
   };
   // Once it has extents it is written, also where it was read again meanwhile.
@@ -462,11 +466,11 @@ void TileTasks::finish(const std::shared_ptr<Running>& running, const Status& st
   const auto settle = [&](ExtentRecord& extent, Replica& place) {
     if (!extent.exists()) return;
     if (status.is_ok() && task.entry->kind == EntryKind::gradient) {
-      job.replace_gradient(place, extent, extents_);
+      job.replace_gradient(*task.entry, task.index, extent, extents_);
     } else if (status.is_ok()) {
       job.replace(place, extent, extents_);
     } else {
-      job.nvme_bytes_used -= extent.length_bytes;
+      job.give_back_quota(*task.entry, extent.length_bytes);
       extents_.release(extent);
     }
   };
