@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,7 +66,9 @@ class AttachListener:
 
     def adopt(self, kept: Sequence[KeptSession]) -> None:
         """Before start(): sessions of the daemon before. They end with their processes, which may
-        come back for as long as they live; those of dead ones end now."""
+        come back for as long as they live; those of dead ones end now, and then the steps that
+        were closed before are made: no lease of the dead is in their way."""
+        ending: list[Future[None]] = []
         names = {job.job_id: job.name for job in self._server.jobs()}
         for each in kept:
             session = Session(
@@ -77,8 +79,10 @@ class AttachListener:
             pidfd = _pidfd_of(each.pid, each.start_time)
             if pidfd is None:
                 ghost = Peer(pid=each.pid, uid=each.uid, pidfd=-1, connection=None)
-                self._reclaimers.submit(
-                    self._reclaim, ghost, session, "process died while no daemon ran"
+                ending.append(
+                    self._reclaimers.submit(
+                        self._reclaim, ghost, session, "process died while no daemon ran"
+                    )
                 )
                 continue
             peer = Peer(
@@ -100,6 +104,8 @@ class AttachListener:
                     "uid": each.uid,
                 },
             )
+        wait(ending)
+        self._server.redo_steps()
 
     def start(self) -> None:
         self._watch(self._listening.fileno(), self._accept)

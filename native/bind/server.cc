@@ -420,6 +420,12 @@ void bind_server(nb::module_& module) {
           [](Server& self) { return unlocked([&] { return self.kept_sessions(); }); },
           "Sessions of the daemon before whose processes have not come back yet.")
       .def(
+          "redo_steps",
+          &Server::redo_steps,
+          nb::call_guard<nb::gil_scoped_release>(),
+          "Once, when those of kept_sessions() whose process is dead are detached: steps that were "
+          "closed in the daemon before are made from here on.")
+      .def(
           "resume_session",
           [](Server& self, uint64_t session_id, uint32_t pid, uint64_t start_time, uint32_t uid) {
             const SessionOwner owner{.pid = pid, .start_time = start_time, .uid = uid};

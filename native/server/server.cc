@@ -435,6 +435,10 @@ Result<std::vector<KeptSession>> Server::kept_sessions() {
       });
 }
 
+void Server::redo_steps() {
+  post([this] { store_->redo_steps(); });
+}
+
 Result<SessionGrant> Server::resume_session(uint64_t session_id, const SessionOwner& owner) {
   using Pointer = std::shared_ptr<SessionGrant>;
   auto result = ask<Pointer>(kAnswerS, "resuming", [this, session_id, owner](const auto& reply) {

@@ -115,6 +115,9 @@ class Server : public std::enable_shared_from_this<Server> {
   Result<SessionGrant> attach(uint64_t job_id, const SessionOwner& owner = {});
   /// Sessions of the daemon before whose processes have not come back yet.
   Result<std::vector<KeptSession>> kept_sessions();
+  /// Once, when those of them whose process is dead are detached: steps that were closed in the
+  /// daemon before are made from here on.
+  void redo_steps();
   /// For the process that the session belongs to. No descriptors: it has them.
   Result<SessionGrant> resume_session(uint64_t session_id, const SessionOwner& owner);
   /// A step that was closed and that the daemon is finishing; 0: none.

@@ -786,7 +786,7 @@ void ShardStore::go_on(Job& job, const LedgerContents& contents) {
   for (const ClosedStep& step : contents.steps) {
     MEMD_FAILPOINT("adoption.before_redo");
     // Who asked is told when it asks again.
-    accept_step(job, step.request, step.place, [](const Status&, const StepReport&) {});
+    accept_step(job, step.request, step.place, [](const Status&, const StepReport&) {}, true);
   }
 }
 

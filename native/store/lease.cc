@@ -149,6 +149,9 @@ ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
   if (entry.residency() == Residency::draining) {
     return wait(concat("the disk: ", job.describe(entry), " is draining"));
   }
+  if (!reads && entry.kind == EntryKind::parameter && queues_.at(job.job_id).holds_writers) {
+    return wait(concat("a step or sync that writes back ", job.describe(entry)));
+  }
   if (!reads && entry.kind == EntryKind::bytes) {
     const bool keeps_old_bytes = request.mode == LeaseMode::write && shard.written;
     if (entry.is_resident() || !keeps_old_bytes) {
@@ -394,6 +397,7 @@ bool ShardStore::spill(Job& job, uint64_t bytes) {
     job.settle_pending(*entry);
     if (entry->residency() == Residency::draining) draining_bytes += entry->bytes;
   }
+  uint64_t quota_bytes = 0;
   // While a step or sync runs, what its catalogue will name stays where it is; gradients are in no
   // catalogue.
   const bool gradients_only = queues_.at(job.job_id).operation_running;
@@ -405,6 +409,12 @@ bool ShardStore::spill(Job& job, uint64_t bytes) {
     if (gradients_only && entry->kind != EntryKind::gradient) return true;
     if (entry->tier != Tier::nvme || entry->pending != nullptr) return true;
     if (entry->replicas.empty() || job.is_pinned(*entry->slot)) return true;
+    // What is promised to the step that runs is free again after it.
+    const uint64_t spilled_bytes = align_up(entry->bytes, kBlockBytes);
+    const bool has_quota = job.nvme_bytes_promised == 0 ||
+                           job.nvme_bytes_promised + quota_bytes + spilled_bytes <= job.nvme_bytes;
+    if (!has_quota) return true;
+    quota_bytes += spilled_bytes;
     victims.push_back(entry);
     draining_bytes += entry->bytes;
     return true;

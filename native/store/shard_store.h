@@ -126,6 +126,9 @@ class ShardStore {
   /// Sessions that load() took over and nobody resumed yet. Whoever knows that an owner is dead
   /// detaches its session.
   std::vector<KeptSession> kept_sessions() const;
+  /// After load(), once sessions of dead owners are detached, whose leases would be in the way: the
+  /// steps that were closed in the daemon before are made.
+  void redo_steps() { may_redo_ = true; }
   /// Its process is back: what it asked for before is dropped, and its rings are served again.
   /// Refused where the session is not there or belongs to another process.
   Result<std::shared_ptr<Session>> resume_session(uint64_t session_id, const SessionOwner& owner);
@@ -216,6 +219,9 @@ class ShardStore {
     const char* phase = "";  // of what runs
     /// Accepted and not finished, in their order.
     std::vector<std::shared_ptr<StepState>> steps;
+    /// A step or sync has seen that nobody writes a parameter, and has not begun to write back what
+    /// is dirty: no writer of a parameter begins, or half of what it writes would be committed.
+    bool holds_writers = false;
     /// Buckets whose dirty tiles somebody waits for; ~0: all of them.
     std::set<uint64_t> flushes_asked;
     /// Buckets, draining, of which torn shards are read again.
@@ -345,9 +351,16 @@ class ShardStore {
   /// ok where nothing of what `request` names is newer than the step that it repeats.
   static Status check_repeated(Job& job, const StepRequest& request);
   /// Seals its gradients and queues it. `place`: in the job's ledger.
-  void accept_step(Job& job, StepRequest request, std::optional<size_t> place, StepDone done);
+  void accept_step(Job& job,
+                   StepRequest request,
+                   std::optional<size_t> place,
+                   StepDone done,
+                   bool is_redo = false);
   Status check_start(const StepState& state) const;
-  Status check_space(const StepState& state) const;
+  static Status check_writers(const Job& job);
+  void begin_updates(const std::shared_ptr<StepState>& state);
+  /// Sets Job::nvme_bytes_promised, or refuses.
+  Status promise_space(const StepState& state);
   void prepare_disk(const std::shared_ptr<StepState>& state, Done done);
   void start_step(const std::shared_ptr<StepState>& state);
   void hold_entries(StepState& state);
@@ -388,6 +401,7 @@ class ShardStore {
   std::unordered_map<uint64_t, JobQueues> queues_;
   std::unordered_map<uint64_t, std::shared_ptr<Session>> sessions_;
   std::set<uint64_t> sessions_not_resumed_;
+  bool may_redo_ = false;
   uint64_t session_id_next_ = 1;
   std::list<Condition> conditions_;
   std::vector<Segment> released_segments_;

@@ -114,6 +114,7 @@ struct ShardStore::StepState {
   std::shared_ptr<StepReport> report = std::make_shared<StepReport>();
   uint64_t started_ns = 0;
   bool is_step = false;
+  bool is_redo = false;  // closed in the daemon before
   /// shard id → its group, for the shards of this step.
   std::unordered_map<uint32_t, size_t> group_of;
   std::set<uint32_t> buckets;
@@ -148,6 +149,8 @@ void ShardStore::write_back(Job& job,
       }
     }
     job.move(entry, Residency::draining, status.is_ok() ? Residency::clean : Residency::dirty);
+    // What was spilled is in no catalogue before the next commit.
+    if (status.is_ok() && entry.kind != EntryKind::gradient) job.changed = true;
     done(status);
   });
   Bucket* const bucket = entry.kind == EntryKind::parameter ? &job.buckets[entry.owner] : nullptr;
@@ -416,13 +419,12 @@ void ShardStore::step(StepRequest request, StepDone done) {
   accept_step(job, std::move(request), place, std::move(done));
 }
 
-void ShardStore::accept_step(Job& job,
-                             StepRequest request,
-                             std::optional<size_t> place,
-                             StepDone done) {
+void ShardStore::accept_step(
+    Job& job, StepRequest request, std::optional<size_t> place, StepDone done, bool is_redo) {
   auto state = std::make_shared<StepState>();
   state->job = &job;
   state->is_step = true;
+  state->is_redo = is_redo;
   state->started_ns = clock_.now_ns();
   for (size_t group = 0; group < request.groups.size(); ++group) {
     for (const uint32_t shard_id : request.groups[group].shard_ids) {
@@ -478,8 +480,11 @@ Status ShardStore::check_start(const StepState& state) const {
                  step_next,
                  ": another session has trained it meanwhile; connect anew and resume from there");
   }
-  // What a writer still holds is not whole: it can't be part of what is committed.
-  const Job& job = *state.job;
+  return Status::ok();
+}
+
+// What a writer still holds is not whole: it can't be part of what is committed.
+Status ShardStore::check_writers(const Job& job) {
   for (const auto& entry : job.entries) {
     if (entry == nullptr || entry->kind != EntryKind::parameter || entry->slot == nullptr) continue;
     if (!job.has_writer(*entry->slot)) continue;
@@ -493,7 +498,8 @@ Status ShardStore::check_start(const StepState& state) const {
 
 void ShardStore::start_step(const std::shared_ptr<StepState>& state) {
   set_phase(*state->job, "waits until nothing it names is being read or written");
-  const auto settled = [state] {
+  const auto settled = [this, state] {
+    if (state->is_redo && !may_redo_) return false;
     const Job& its = *state->job;
     const auto still = [](const Entry& entry) {
       return entry.task_count == 0 && entry.residency() != Residency::filling &&
@@ -512,58 +518,80 @@ void ShardStore::start_step(const std::shared_ptr<StepState>& state) {
   };
   when(*state->job, settled, [this, state] {
     MEMD_FAILPOINT("step.started");
+    const Job& job = *state->job;
+    // What an earlier daemon began to update can only be finished, and that daemon had written back
+    // what was dirty. What was written since then is of the next commit, whoever still writes it.
+    const bool is_begun = !job.made_tiles.empty();
     Status status = check_start(*state);
+    if (status.is_ok() && !is_begun) status = check_writers(job);
     if (status.is_ok()) status = check_staged(*state->job, state->request);
-    if (status.is_ok()) {
-      const Job& job = *state->job;
-      state->in_memory = state->is_step && job.durability.is_in_memory();
-      state->to_disk = !state->is_step ||
-                       job.durability.is_due(job.committed_step + 1 - job.durable_step) ||
-                       commits_.catalogue_tag(job.job_id) == 0;
-      // What an earlier daemon began can only be finished.
-      if (state->in_memory && job.made_tiles.empty()) status = check_space(*state);
-    }
     if (!status.is_ok()) return finish_updates(state, status);
+    state->in_memory = state->is_step && job.durability.is_in_memory();
+    state->to_disk = !state->is_step ||
+                     job.durability.is_due(job.committed_step + 1 - job.durable_step) ||
+                     commits_.catalogue_tag(job.job_id) == 0;
     hold_entries(*state);
     MEMD_FAILPOINT("step.entries_held");
-    set_phase(*state->job, "prepares the disk");
-    prepare_disk(state, [this, state](const Status& prepared) {
+    queues_.at(job.job_id).holds_writers = !is_begun;
+    set_phase(job, "prepares the disk");
+    prepare_disk(state, [this, state, is_begun](const Status& prepared) {
+      const Job& its = *state->job;
+      queues_.at(its.job_id).holds_writers = false;
       Status ready = prepared;
       if (ready.is_ok()) ready = swap_staged_buffers(state);
       if (!ready.is_ok()) return finish_updates(state, ready);
-      set_phase(*state->job, "writes back what is dirty");
+      if (is_begun) return begin_updates(state);
+      set_phase(its, "writes back what is dirty");
       write_back_all(
           *state->job, state->to_disk, state->report, [this, state](const Status& written) {
-            written.is_ok() ? update_buckets(state) : finish_updates(state, written);
+            written.is_ok() ? begin_updates(state) : finish_updates(state, written);
           });
     });
   });
 }
 
-// A step in memory cannot be undone: what it will need of the disk must be there before.
-Status ShardStore::check_space(const StepState& state) const {
-  const Job& job = *state.job;
+void ShardStore::begin_updates(const std::shared_ptr<StepState>& state) {
+  if (state->in_memory) {
+    const Status room = promise_space(*state);
+    if (!room.is_ok()) return finish_updates(state, room);
+  }
+  update_buckets(state);
+}
+
+// A step in memory cannot be undone: what it may need of the disk must be there before, also where
+// everything that is cached or stays is displaced by somebody else's need of memory.
+Status ShardStore::promise_space(const StepState& state) {
+  Job& job = *state.job;
+  const bool is_begun = !job.made_tiles.empty();
+  std::set<uint64_t> keys(job.dirty_tiles.begin(), job.dirty_tiles.end());
+  for (const uint32_t index : state.buckets) {
+    for (size_t tile = 0; tile < job.buckets[index].tile_count(); ++tile)
+      keys.insert(job.tile_key(index, tile));
+  }
   uint64_t needed_bytes = 0;
   uint64_t replaced_count = 0;
   uint64_t replaced_bytes_max = 0;
-  for (const uint32_t index : state.buckets) {
-    const Bucket& bucket = job.buckets[index];
-    for (size_t tile = 0; tile < bucket.tile_count(); ++tile) {
-      if (job.cached_tiles.contains(job.tile_key(bucket.value->owner, tile))) continue;
-      const uint64_t bytes = bucket.value->replica_bytes(tile) + bucket.rest_bytes(tile);
-      // Others are replaced one after the other.
-      const bool stays_on_disk =
-          bucket.value->replicas[tile].referenced || !bucket.rest[tile].extent.exists();
-      if (stays_on_disk) {
-        needed_bytes += bytes;
-      } else {
-        ++replaced_count;
-        replaced_bytes_max = std::max(replaced_bytes_max, bytes);
-      }
-    }
+  for (const uint64_t key : keys) {
+    const Bucket& bucket = job.buckets[key >> 32];
+    const auto tile = static_cast<uint32_t>(key);
+    bool is_replaced = job.dirty_tiles.contains(key);
+    const auto need = [&](const Replica& replica, uint64_t bytes) {
+      const bool is_own = replica.extent.exists() && !replica.referenced;
+      is_replaced = is_replaced || is_own;
+      if (!is_own) needed_bytes += bytes;
+      return bytes;
+    };
+    const uint64_t bytes = need(bucket.value->replicas[tile], bucket.value->replica_bytes(tile)) +
+                           need(bucket.rest[tile], bucket.rest_bytes(tile));
+    // The new extents come before the old ones go, one tile after the other.
+    if (!is_replaced) continue;
+    ++replaced_count;
+    replaced_bytes_max = std::max(replaced_bytes_max, bytes);
   }
   needed_bytes += std::min<uint64_t>(replaced_count, kTilesInFlight) * replaced_bytes_max;
-  if (job.nvme_bytes_used + needed_bytes <= job.nvme_bytes) return Status::ok();
+  job.nvme_bytes_promised = job.nvme_bytes_used + needed_bytes;
+  // What an earlier daemon began had its room then.
+  if (is_begun || job.nvme_bytes_promised <= job.nvme_bytes) return Status::ok();
   return error(StatusCode::capacity,
                "job ",
                job.name,
@@ -1008,6 +1036,7 @@ void ShardStore::forget_step(StepState& state) {
 void ShardStore::finish_step(const std::shared_ptr<StepState>& state, const Status& status) {
   Job& job = *state->job;
   job.end_update();
+  job.nvme_bytes_promised = 0;
   state->report->committed_step = job.committed_step;
   state->report->durable_step = job.durable_step;
   state->report->disk_error = job.disk_error.message();

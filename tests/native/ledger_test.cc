@@ -462,6 +462,31 @@ TEST_F(AdoptionTest, a_closed_step_is_finished_although_its_trainer_is_dead) {
   EXPECT_EQ(heart_->job(session_).committed_step, 1U);
 }
 
+TEST_F(AdoptionTest, a_lease_of_a_dead_trainer_is_not_in_the_way_of_the_step_that_it_closed) {
+  begin(DType::float32);
+  const auto other = heart_->declare(session_, {parameter("other", 64)});
+  heart_->write(session_, other[0], numbers(64, 4));
+  ASSERT_TRUE(heart_->sync(session_).is_ok());
+  write_gradients(8);
+  ASSERT_TRUE(heart_->lease(session_, other[0], LeaseMode::write).is_ok());
+  heart_->store().step(request(1), [](const Status&, const StepReport&) {});
+  kill();
+  heart_ = new Heart(disk_,
+                     testing::HeartOptions{
+                         .segment_count = segment_count_, .keeper = &keeper_, .redo_steps = false});
+  ASSERT_TRUE(heart_->loaded.is_ok()) << heart_->loaded.message();
+  heart_->turns(5);
+  EXPECT_EQ(heart_->store().closing_step(job_id_), 1U) << "it waits";
+  ASSERT_TRUE(heart_->store().detach(session_).is_ok());
+  heart_->store().redo_steps();
+  ASSERT_TRUE(heart_->until([this] { return heart_->store().is_idle(); }));
+  session_ = heart_->attach(job_id_);
+  EXPECT_EQ(heart_->job(session_).committed_step, 1U);
+  step_twins(8);
+  expect_twins(8);
+  EXPECT_EQ(heart_->read<float>(session_, other[0]), numbers(64, 4));
+}
+
 TEST_F(AdoptionTest, what_was_half_written_when_the_daemon_died_with_its_trainer_is_gone) {
   begin(DType::float32);
   const Held blob = heart_->lease(session_, ids_[2], LeaseMode::overwrite);

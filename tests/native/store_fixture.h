@@ -145,6 +145,7 @@ struct HeartOptions {
   uint64_t segment_count = kFloorSegments + 8;
   TestKeeper* keeper = nullptr;
   uint32_t worker_count = 2;  // with one the order of all I/O is the same in every run
+  bool redo_steps = true;
   std::function<void(MemoryQueue&)> before_load = [](MemoryQueue&) {};
   std::function<void(MemoryQueue&)> while_loading = [](MemoryQueue&) {};
 };
@@ -191,6 +192,7 @@ class Heart {
       if (left.fd.is_open() && keeper != nullptr) keeper->forget(left.name);
     }
     loaded = pool_->settle();
+    if (options.redo_steps) store_->redo_steps();
   }
   /// As kill -9 would: nothing is ended, and what was not written by now never is. The object must
   /// not be destroyed or used any more.

@@ -131,6 +131,7 @@ class Daemon {
           return Status::ok();
         },
         &kept);
+    store_->redo_steps();
     if (!loaded.is_ok() || keeper == nullptr) return;
     for (const KeptDescriptor& left : kept) {
       if (left.fd.is_open()) keeper->forget(left.name);
