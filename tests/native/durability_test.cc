@@ -91,11 +91,13 @@ class Training {
     twins[i] = std::move(fresh);
   }
 
-  std::pair<Status, StepReport> step() {
-    StepRequest request{.session_id = session_,
-                        .groups = {{.settings = settings_, .shard_ids = ids_}},
-                        .staged_buffers = {},
-                        .step = 0};
+  StepRequest request(uint64_t step = 0) const {
+    return {.session_id = session_,
+            .groups = {{.settings = settings_, .shard_ids = ids_}},
+            .staged_buffers = {},
+            .step = step};
+  }
+  void write_gradients() {
     ++seed_;
     for (size_t i = 0; i < ids_.size(); ++i) {
       if (case_.dtype == DType::float32) {
@@ -104,7 +106,10 @@ class Training {
         heart_.write(session_, ids_[i], halves(count(i), seed_), Part::gradient);
       }
     }
-    const auto done = heart_.step(request);
+  }
+  std::pair<Status, StepReport> step(uint64_t number = 0) {
+    write_gradients();
+    const auto done = heart_.step(request(number));
     if (done.first.is_ok()) advance(twins, seed_);
     return done;
   }
@@ -338,6 +343,261 @@ TEST_P(DurabilityTest, parameters_evicted_over_dirty_tiles_come_back_as_they_are
   training.expect_equal();
   ASSERT_TRUE(training.step().first.is_ok());
   training.expect_equal();
+}
+
+class InMemoryTest : public ::testing::Test {
+ protected:
+  std::shared_ptr<MemoryDisk> disk_ = std::make_shared<MemoryDisk>(kDiskBytes);
+};
+
+TEST_F(InMemoryTest, a_step_whose_commit_to_the_disk_fails_is_made_and_the_next_one_tries_again) {
+  Heart heart(disk_);
+  Training training(heart, {"every:2"});
+  training.write_all();
+  ASSERT_TRUE(heart.sync(training.session()).is_ok());
+  ASSERT_TRUE(training.step(1).first.is_ok());
+  training.write_gradients();
+  std::optional<std::pair<Status, StepReport>> answer;
+  const auto ask = [&](uint64_t number) {
+    answer.reset();
+    heart.store().step(training.request(number), [&](const Status& status, const StepReport& it) {
+      answer.emplace(status, it);
+    });
+  };
+  ask(2);
+  heart.turn();
+  ASSERT_EQ(training.job().buckets[0].value->residency(), Residency::filling) << "it updates";
+  training.job().nvme_bytes = training.job().nvme_bytes_used;
+  ASSERT_TRUE(heart.until([&] { return answer.has_value(); }));
+  ASSERT_TRUE(answer->first.is_ok()) << answer->first.message();
+  EXPECT_EQ(answer->second.committed_step, 2U);
+  EXPECT_EQ(answer->second.durable_step, 0U);
+  EXPECT_NE(answer->second.disk_error.find("there it stays at step 0"), std::string::npos);
+  EXPECT_NE(answer->second.disk_error.find("used up its disk quota"), std::string::npos);
+  training.advance(training.twins, training.seed());
+  training.expect_equal();
+  // Whoever did not hear the answer hears the same again.
+  ask(2);
+  ASSERT_TRUE(answer.has_value() && answer->first.is_ok());
+  EXPECT_NE(answer->second.disk_error.find("used up its disk quota"), std::string::npos);
+  training.job().nvme_bytes = kQuotaBytes;
+  const auto [status, report] = training.step(3);
+  ASSERT_TRUE(status.is_ok()) << status.message();
+  EXPECT_EQ(report.durable_step, 3U);
+  EXPECT_EQ(report.disk_error, "");
+  training.expect_equal();
+}
+
+TEST_F(InMemoryTest, a_step_that_meets_a_broken_disk_is_made_and_the_next_one_is_refused) {
+  Heart heart(disk_);
+  Training training(heart, {"every:2"});
+  training.write_all();
+  ASSERT_TRUE(heart.sync(training.session()).is_ok());
+  ASSERT_TRUE(training.step(1).first.is_ok());
+  heart.faults().add_fault({.kind = MemoryFaultKind::error, .io_kind = IoKind::write});
+  const auto [status, report] = training.step(2);
+  ASSERT_TRUE(status.is_ok()) << status.message();
+  EXPECT_EQ(report.committed_step, 2U);
+  EXPECT_NE(report.disk_error, "");
+  training.expect_equal();
+  training.write_gradients();
+  EXPECT_EQ(heart.step(training.request(3)).first.code(), StatusCode::device);
+  EXPECT_EQ(training.job().committed_step, 2U);
+  for (const uint32_t id : training.ids()) {
+    EXPECT_EQ(training.job().shards[id].gradient_session, training.session()) << "as it was";
+  }
+}
+
+TEST_F(InMemoryTest, gradients_that_came_after_a_step_are_not_taken_for_those_it_used) {
+  Heart heart(disk_);
+  Training training(heart, {"every:2"});
+  training.write_all();
+  ASSERT_TRUE(training.step(1).first.is_ok());
+  training.write_gradients();
+  const auto [status, report] = heart.step(training.request(1));
+  EXPECT_EQ(status.code(), StatusCode::fenced);
+  EXPECT_NE(status.message().find("a gradient of shard large came after it"), std::string::npos)
+      << status.message();
+  training.expect_equal();
+  EXPECT_TRUE(heart.step(training.request(2)).first.is_ok());
+  training.advance(training.twins, training.seed());
+  training.expect_equal();
+}
+
+TEST_F(InMemoryTest, buffers_staged_after_a_step_are_not_taken_for_those_it_used) {
+  Heart heart(disk_);
+  const uint64_t session = heart.attach(heart.open("job", 8, kQuotaBytes, durability("every:2")));
+  const auto ids = heart.declare(session,
+                                 {bytes_shard("buffer", 1000, ShardKind::buffer),
+                                  bytes_shard("staged", 1000, ShardKind::buffer)});
+  StepRequest request{
+      .session_id = session, .groups = {}, .staged_buffers = {{ids[1], ids[0]}}, .step = 1};
+  heart.write(session, ids[1], pattern(1000, 1));
+  ASSERT_TRUE(heart.step(request).first.is_ok());
+  EXPECT_TRUE(heart.step(request).first.is_ok()) << "the same call again";
+  heart.write(session, ids[1], pattern(1000, 2));
+  EXPECT_EQ(heart.step(request).first.code(), StatusCode::fenced);
+  EXPECT_EQ(heart.read<uint8_t>(session, ids[0]), pattern(1000, 1));
+  request.step = 2;
+  EXPECT_TRUE(heart.step(request).first.is_ok());
+  EXPECT_EQ(heart.read<uint8_t>(session, ids[0]), pattern(1000, 2));
+}
+
+TEST_F(InMemoryTest, what_is_written_while_a_sync_prepares_the_disk_is_committed_whole) {
+  const auto before = numbers(3000, 7);
+  const auto after = numbers(3000, 8);
+  for (const bool is_synced_again : {false, true}) {
+    disk_ = std::make_shared<MemoryDisk>(kDiskBytes);
+    {
+      Heart heart(disk_);
+      Training training(heart, {"every:4"});
+      training.write_all();
+      const uint64_t session = training.session();
+      const uint32_t other = heart.declare(session, {parameter("other", 3000)})[0];
+      heart.write(session, other, before);
+      if (is_synced_again) {
+        ASSERT_TRUE(heart.sync(session).is_ok());
+      }
+      ASSERT_TRUE(training.step().first.is_ok());
+      if (!is_synced_again) heart.write(session, other, before);
+      heart.faults().add_fault({.kind = MemoryFaultKind::stall, .io_kind = IoKind::write});
+      std::optional<Status> synced;
+      heart.store().sync(session,
+                         [&](const Status& status, const StepReport&) { synced = status; });
+      ASSERT_TRUE(heart.until([&] { return heart.faults().has_stalled(); }));
+      const auto asked = heart.ask(session, other, LeaseMode::overwrite);
+      heart.turns(5);
+      const auto write = [&](size_t first, size_t count) {
+        std::copy_n(after.begin() + first, count, (**asked).as<float>().begin() + first);
+      };
+      if (asked->has_value()) write(0, 1500);
+      heart.faults().release_stalled();
+      ASSERT_TRUE(heart.until([&] { return synced.has_value() && asked->has_value(); }));
+      EXPECT_TRUE(synced->is_ok()) << synced->message();
+      ASSERT_TRUE((*asked)->is_ok());
+      write(0, 3000);
+      heart.release(**asked);
+      if (is_synced_again) {
+        ASSERT_TRUE(heart.sync(session).is_ok());
+      }
+    }
+    disk_->crash([](const UnsyncedWrite&) { return false; });
+    Heart heart(disk_);
+    ASSERT_TRUE(heart.loaded.is_ok()) << heart.loaded.message();
+    const uint64_t session = heart.attach(heart.open("job"));
+    const uint32_t other = heart.job(session).shard_ids.at("other");
+    EXPECT_TRUE(heart.read<float>(session, other) == (is_synced_again ? after : before));
+  }
+}
+
+TEST_F(InMemoryTest, a_sync_makes_durable_what_was_spilled_after_the_step_that_ran_meanwhile) {
+  const auto after = numbers(kTileElements, 8);
+  {
+    Heart heart(disk_);
+    const uint64_t session = heart.attach(heart.open("job", 2));
+    const auto ids = heart.declare(session,
+                                   {parameter("w", kTileElements),
+                                    parameter("other", kTileElements),
+                                    parameter("third", kTileElements)});
+    for (const uint32_t id : ids) heart.write(session, id, numbers(kTileElements, id + 1));
+    ASSERT_TRUE(heart.sync(session).is_ok());
+    heart.write(session, ids[0], numbers(kTileElements, 5), Part::gradient);
+    std::optional<Status> answer;
+    heart.store().step({.session_id = session,
+                        .groups = {{.settings = {}, .shard_ids = {ids[0]}}},
+                        .staged_buffers = {}},
+                       [&](const Status& status, const StepReport&) { answer = status; });
+    heart.turn();
+    heart.write(session, ids[1], after);
+    ASSERT_TRUE(heart.until([&] { return answer.has_value(); }));
+    ASSERT_TRUE(answer->is_ok()) << answer->message();
+    // Gradients take the room that it has.
+    for (const uint32_t id : ids)
+      heart.write(session, id, numbers(kTileElements, 6), Part::gradient);
+    heart.touch(session, ids[0]);
+    const Job& job = heart.job(session);
+    ASSERT_EQ(job.shards[ids[1]].value->slot, nullptr) << "it was spilled";
+    ASSERT_TRUE(heart.sync(session).is_ok());
+  }
+  disk_->crash([](const UnsyncedWrite&) { return false; });
+  Heart heart(disk_);
+  const uint64_t session = heart.attach(heart.open("job", 2));
+  EXPECT_TRUE(heart.read<float>(session, heart.job(session).shard_ids.at("other")) == after);
+}
+
+TEST_F(InMemoryTest, a_step_begins_only_where_the_disk_has_room_for_all_that_memory_may_displace) {
+  Heart heart(disk_);
+  Training training(heart, {"every:3"});
+  training.write_all();
+  ASSERT_TRUE(heart.sync(training.session()).is_ok());
+  ASSERT_TRUE(training.step().first.is_ok());
+  training.job().nvme_bytes = training.job().nvme_bytes_used + 1_MiB;
+  const Status refused = training.step().first;
+  EXPECT_EQ(refused.code(), StatusCode::capacity);
+  EXPECT_NE(refused.message().find("no room on disk for its next step"), std::string::npos)
+      << refused.message();
+  EXPECT_TRUE(training.job().stopped.is_ok());
+  EXPECT_EQ(training.job().nvme_bytes_promised, 0U);
+  training.expect_equal();
+  training.job().nvme_bytes = kQuotaBytes;
+  for (int step = 0; step < 2; ++step) ASSERT_TRUE(training.step().first.is_ok());
+  training.expect_equal();
+}
+
+TEST_F(InMemoryTest, a_gradient_is_not_spilled_into_the_room_of_a_step_that_runs) {
+  Heart heart(disk_);
+  const uint64_t session = heart.attach(heart.open("job", 5, kQuotaBytes, durability("every:9")));
+  const auto ids =
+      heart.declare(session, {parameter("w", kTileElements), parameter("other", kTileElements)});
+  for (const size_t i : {0, 1}) heart.write(session, ids[i], numbers(kTileElements, 1));
+  ASSERT_TRUE(heart.sync(session).is_ok());
+  for (const size_t i : {1, 0})
+    heart.write(session, ids[i], numbers(kTileElements, 2), Part::gradient);
+  std::optional<Status> answer;
+  heart.store().step({.session_id = session,
+                      .groups = {{.settings = {}, .shard_ids = {ids[0]}}},
+                      .staged_buffers = {}},
+                     [&](const Status& status, const StepReport&) { answer = status; });
+  heart.turn();
+  Job& job = heart.job(session);
+  ASSERT_GT(job.nvme_bytes_promised, job.nvme_bytes_used);
+  job.nvme_bytes = job.nvme_bytes_promised;
+  const Entry& gradient = *job.shards[ids[1]].gradient;
+  const auto blob = heart.declare(session, {bytes_shard("blob", 8_MiB)});
+  const auto asked = heart.ask(session, blob[0], LeaseMode::overwrite);
+  EXPECT_FALSE(asked->has_value());
+  EXPECT_EQ(gradient.residency(), Residency::dirty) << "it waits for the step's end";
+  ASSERT_TRUE(heart.until([&] { return answer.has_value(); }));
+  EXPECT_TRUE(answer->is_ok()) << answer->message();
+  ASSERT_TRUE(heart.until([&] { return asked->has_value(); }));
+  EXPECT_TRUE((*asked)->is_ok()) << (*asked)->status.message();
+  EXPECT_TRUE(gradient.has_replica());
+}
+
+TEST_F(InMemoryTest, a_job_that_stops_says_what_is_on_disk_and_what_to_do) {
+  for (const bool is_none : {false, true}) {
+    disk_ = std::make_shared<MemoryDisk>(kDiskBytes);
+    Heart heart(disk_);
+    Training training(heart, {is_none ? "none" : "every:9", DType::float32, 4, 0});
+    training.write_all();
+    ASSERT_TRUE(heart.sync(training.session()).is_ok());
+    ASSERT_TRUE(training.step().first.is_ok());
+    training.write_gradients();
+    std::optional<Status> answer;
+    heart.store().step(training.request(),
+                       [&](const Status& status, const StepReport&) { answer = status; });
+    heart.turn();
+    training.job().nvme_bytes = 0;
+    ASSERT_TRUE(heart.until([&] { return answer.has_value(); }));
+    ASSERT_FALSE(answer->is_ok());
+    const bool says_step =
+        answer->message().find("go on from the last step on disk, which is 0") != std::string::npos;
+    const bool says_fresh =
+        answer->message().find("without durability since step 1") != std::string::npos &&
+        answer->message().find("connect(fresh=True)") != std::string::npos;
+    EXPECT_EQ(says_step, !is_none) << answer->message();
+    EXPECT_EQ(says_fresh, is_none) << answer->message();
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Kinds,

@@ -299,6 +299,9 @@ class StepReport:
     @property
     def written_bytes(self) -> int: ...
 
+    @property
+    def disk_error(self) -> str: ...
+
 IO_SECONDS_BOUNDS: list[float]
 
 STEP_SECONDS_BOUNDS: list[float]
@@ -540,6 +543,11 @@ class Server:
 
     def kept_sessions(self) -> list[KeptSession]:
         """Sessions of the daemon before whose processes have not come back yet."""
+
+    def redo_steps(self) -> None:
+        """
+        Once, when those of kept_sessions() whose process is dead are detached: steps that were closed in the daemon before are made from here on.
+        """
 
     def resume_session(self, session_id: int, *, pid: int, start_time: int, uid: int) -> SessionGrant:
         """Without descriptors: the process has them."""
