@@ -274,6 +274,8 @@ class FakeServer:
         self.checks_begun: list[tuple[list[int], bool]] = []
         self.activities: list[Activity] = []
         self.detached: dict[int, float] = {}  # session → when, by the monotonic clock
+        self.detached_before_redo: set[int] | None = None
+        self.disk_error = ""  # of the steps to come
         self.calls: Counter[str] = Counter()
         self.before_sync: Callable[[], object] = lambda: None
         self.moments: dict[int, tuple[bytearray, bytearray]] = {}
@@ -356,6 +358,10 @@ class FakeServer:
             self.detached[session_id] = time.monotonic()
             return 2
 
+    def redo_steps(self) -> None:
+        assert self.detached_before_redo is None
+        self.detached_before_redo = set(self.detached)
+
     def declare(self, session_id: int, shards: Sequence[ShardSpec]) -> tuple[list[ShardInfo], bool]:
         job = self._job(session_id)
         infos = []
@@ -382,7 +388,11 @@ class FakeServer:
         del step
         job = self._job(session_id)
         job.info.committed_step += 1
-        return StepReport(job.info.committed_step, written_bytes=sum(len(ids) for _, ids in groups))
+        return StepReport(
+            job.info.committed_step,
+            written_bytes=sum(len(ids) for _, ids in groups),
+            disk_error=self.disk_error,
+        )
 
     def sync(self, session_id: int, *, timeout_s: float) -> StepReport:
         self.calls["sync"] += 1

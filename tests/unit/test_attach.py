@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -240,6 +241,34 @@ def test_the_sessions_of_a_killed_process_end_while_its_worker_lives_on(
     assert took_s < 0.1
     assert listening.peers.reclaims() == {"process_died": 1}
     assert listening.peers.find(peer.token) is None
+
+
+def test_closed_steps_are_made_once_the_sessions_of_the_dead_have_ended(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        pass
+    own_start_time = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    server = FakeServer()
+    job = server.open_job("job", uid=os.getuid())
+    kept = [
+        SimpleNamespace(
+            session_id=server.attach(job.job_id).session_id,
+            job_id=job.job_id,
+            pid=pid,
+            start_time=start_time,
+            uid=os.getuid(),
+        )
+        for pid, start_time in ((dead.pid, 1), (os.getpid(), own_start_time))
+    ]
+    listener = AttachListener(
+        attach.bind(tmp_path / "attach.sock"),
+        server=as_server(server),
+        peers=Peers(),
+        control_address=CONTROL,
+    )
+    listener.adopt(kept)  # type: ignore[arg-type]  # the fake's own records
+    listener.start()
+    listener.stop()
+    assert server.detached_before_redo == {kept[0].session_id}
 
 
 def test_without_peer_pidfds_the_number_and_the_start_time_serve(

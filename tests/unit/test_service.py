@@ -361,6 +361,19 @@ def test_a_step_counts_and_its_shards_reach_the_data_plane(service: Service) -> 
     assert (answer.committed_step, answer.written_bytes) == (1, 2)
 
 
+def test_a_step_that_is_in_memory_alone_says_why_and_is_logged(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    caller = service.caller()
+    session_id = caller.attach().session_id
+    service.server.disk_error = "its commit to the disk failed"
+    request = session_pb2.StepRequest(session_id=session_id)
+    answer = caller.call(caller.sessions.Step, request)
+    assert (answer.committed_step, answer.disk_error) == (1, "its commit to the disk failed")
+    (record,) = [each for each in caplog.records if each.message == "a step is not on disk"]
+    assert record.__dict__["reason"] == "its commit to the disk failed"
+
+
 def test_a_shard_without_kind_or_dtype_is_refused(service: Service) -> None:
     caller = service.caller()
     session_id = caller.attach().session_id
