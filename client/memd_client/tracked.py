@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 import struct
 import sys
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,8 @@ _SIZE_MIN = 4096
 # What an optimizer's group holds beside its settings.
 _NOT_SETTINGS = frozenset(("params", "param_names"))
 _RNG = "rng"
+# How many, and a digest of their names.
+_PARAMETERS = re.compile(r"[0-9]{1,18} [0-9a-f]{32}")
 
 
 class Tracked:
@@ -186,14 +189,17 @@ def checked(data: Any) -> Any:
         and data.keys() == {"objects", "optimizers", "rng"}
         and type(data["objects"]) is dict
         and all(type(name) is str for name in data["objects"])
-        and type(data["rng"]) in (dict, type(None))
+        and (data["rng"] is None or _is_random_state(data["rng"]))
         and type(data["optimizers"]) is list
         and all(
             type(groups) is list
             and all(
                 type(group) is dict
                 and group.keys() == {"parameters", "settings"}
+                and type(group["parameters"]) is str
+                and _PARAMETERS.fullmatch(group["parameters"])
                 and type(group["settings"]) is dict
+                and not _NOT_SETTINGS & group["settings"].keys()
                 for group in groups
             )
             for groups in data["optimizers"]
@@ -301,6 +307,18 @@ def _random_state() -> dict[str, Any]:
     }
 
 
+def _is_random_state(state: Any) -> bool:
+    return (
+        type(state) is dict
+        and state.keys() == {"python", "numpy", "torch", "cuda"}
+        and type(state["python"]) is tuple
+        and type(state["numpy"]) in (dict, type(None))
+        and type(state["torch"]) is torch.Tensor
+        and type(state["cuda"]) in (list, type(None))
+        and all(type(each) is torch.Tensor for each in state["cuda"] or ())
+    )
+
+
 def _refuse_other_generators(state: dict[str, Any]) -> None:
     if state["numpy"] is not None and "numpy" not in sys.modules:
         raise InvalidArgument("the commit holds numpy's random state; import numpy before resume()")
@@ -320,7 +338,14 @@ def _set_random_state(state: dict[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
         if state["cuda"] is not None:
             torch.cuda.set_rng_state_all(state["cuda"])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (
+        AttributeError,
+        LookupError,
+        TypeError,
+        ArithmeticError,
+        ValueError,
+        RuntimeError,
+    ) as error:
         raise MemdError(
             f"the random states cannot be restored by this version of Python, numpy or torch: "
             f"{error}"
