@@ -18,6 +18,7 @@ from memd_client.errors import (
     NotDurable,
     PermissionDenied,
     SessionFenced,
+    UnknownName,
     retold,
 )
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from memd_proto.v1 import session_pb2
 
 _log = logging.getLogger("memd_client")
+# They say nothing of the step. The last two: who asks is not known to the next daemon, or not yet.
+_NO_ANSWERS = (DaemonUnavailable, DeadlineExceeded, PermissionDenied, UnknownName)
 
 
 class StepCall(Protocol):
@@ -260,10 +263,7 @@ class Steps:
                 f"{len(pending.unfinished)} parameters that stay in this process; the next use of "
                 f"the session goes on with them: {error}",
             )
-        if isinstance(error, (DaemonUnavailable, DeadlineExceeded)) or (
-            # The next daemon refuses to be asked by whom it does not know.
-            isinstance(error, PermissionDenied) and pending.was_raised
-        ):
+        if isinstance(error, _NO_ANSWERS):
             self._note_raised(pending)
             return retold(
                 error,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from memd_client import Session
 
 ROOT = Path(__file__).parents[2]
-DEADLINE, UNAVAILABLE = 9, 10
+NOT_FOUND, PERMISSION, DEADLINE, UNAVAILABLE = 2, 4, 9, 10
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ class Pair:
 
 
 class TestUnknownOutcome:
-    @pytest.mark.parametrize("code", [DEADLINE, UNAVAILABLE])
+    @pytest.mark.parametrize("code", [DEADLINE, UNAVAILABLE, PERMISSION, NOT_FOUND])
     def test_a_step_without_an_answer_is_asked_for_again_and_no_gradient_is_lost(
         self, daemon: FakeDaemon, session: Session, code: int
     ) -> None:
