@@ -8,6 +8,7 @@ and on NVMe, and come when they are used.
 The rest of the training loop stays as it is.
 """
 
+from memd_client.connect import connect
 from memd_client.errors import (
     CapacityError,
     DaemonFailed,
@@ -27,7 +28,7 @@ from memd_client.errors import (
 from memd_client.gather import gather
 from memd_client.offload import offload
 from memd_client.optimizer import Adam, AdamW
-from memd_client.session import Session, connect
+from memd_client.session import Session
 from memd_client.statistics import SessionStatistics
 
 __all__ = [

@@ -5,19 +5,13 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self
 from weakref import WeakMethod, WeakSet, ref
 
 import torch
 
-import memd_native
-from memd_client.address import EmbeddedAddress, parse_address
-from memd_client.attach import AttachConnection
-from memd_client.control import Control
 from memd_client.dtypes import dtype_number
-from memd_client.embedded import embedded_daemon
 from memd_client.errors import (
     InvalidArgument,
     MemdError,
@@ -28,15 +22,16 @@ from memd_client.errors import (
 )
 from memd_client.leases import Leases, Shard
 from memd_client.plain import decode
-from memd_client.reattach import AtOnce, Reattach, ReattachingControl, reattach_seconds
-from memd_client.sizes import format_size, parse_size
+from memd_client.reattach import AtOnce
+from memd_client.sizes import format_size
 from memd_client.statistics import SessionStatistics
 from memd_client.steps import OpenStep, SealedTarget, StepCall, Steps
+from memd_client.tensor_streams import TensorCalls, TensorStreams
 from memd_client.tracked import Tracked, checked, read_stored, stored_shards
-from memd_proto.v1 import job_pb2, session_pb2, tensor_pb2, types_pb2
+from memd_proto.v1 import job_pb2, session_pb2, types_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from types import TracebackType
 
     from memd_client.reattach import Retrying
@@ -44,12 +39,10 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 _log = logging.getLogger("memd_client")
-_CHUNK_BYTES = 1 << 20  # TensorService's largest message
-_MOMENT_CHUNK_ELEMENTS = _CHUNK_BYTES // 8  # of two fp32 moments
 TIERS: dict[str, types_pb2.Tier] = {"host": types_pb2.TIER_HOST, "nvme": types_pb2.TIER_NVME}
 
 
-class ControlPlane(Protocol):
+class ControlPlane(TensorCalls, Protocol):
     """What a session asks of `control.Control`."""
 
     def detach(self, request: session_pb2.DetachRequest) -> session_pb2.DetachResponse: ...
@@ -64,14 +57,6 @@ class ControlPlane(Protocol):
         self, request: session_pb2.ListShardsRequest
     ) -> session_pb2.ListShardsResponse: ...
     def drop_job(self, request: job_pb2.DropJobRequest) -> job_pb2.DropJobResponse: ...
-    def put(self, requests: Iterator[tensor_pb2.PutRequest]) -> tensor_pb2.PutResponse: ...
-    def get(self, request: tensor_pb2.GetRequest) -> Iterator[tensor_pb2.GetResponse]: ...
-    def get_moments(
-        self, request: tensor_pb2.GetMomentsRequest
-    ) -> Iterator[tensor_pb2.GetMomentsResponse]: ...
-    def put_moments(
-        self, requests: Iterator[tensor_pb2.PutMomentsRequest]
-    ) -> tensor_pb2.PutMomentsResponse: ...
     def close(self) -> None: ...
 
 
@@ -82,148 +67,6 @@ class Entry(Protocol):
 
     @property
     def shard(self) -> Shard: ...
-
-
-def connect(
-    address: str | None = None,
-    *,
-    job: str,
-    rank: int | None = None,
-    world_size: int | None = None,
-    host_bytes: int | str | None = None,
-    nvme_bytes: int | str | None = None,
-    durability: str | None = None,
-    fresh: bool = False,
-    shared_memory: bool = True,
-) -> Session:
-    """Attaches to a job, which is created where it does not exist. Close the session, or use it as
-    a context manager; the job's state stays until it is dropped.
-
-    Args:
-        address: `unix:///path`, `embedded:` or `embedded:/path?host=1GiB&nvme=100GiB`. Default:
-            MEMD_ADDRESS, or the service's socket.
-        job: its name; jobs of different users are different.
-        rank, world_size: default to torch.distributed's, or 0 and 1. More than one rank is not
-            there yet.
-        host_bytes, nvme_bytes: what a new job is admitted to: bytes, or a string such as "4GiB".
-            Default: half of what is free, all of it on an `embedded:` daemon.
-        durability: when a step reaches the disk. "step", the default of a new job: each does,
-            before it is committed. "every:k", for example "every:10": state that fits into the
-            daemon's memory is updated there, and every k-th step is put on disk, as `close()` does;
-            a power cut loses up to k steps, a killed daemon none while its holder keeps the memory.
-            "none": only `close()` puts it there; after a power cut in between the job has to be
-            started over.
-            An existing job keeps its own where this is not given.
-        fresh: drops what the job held.
-        shared_memory: False: tensor bytes go over gRPC, and only `put` and `get` work.
-
-    Raises:
-        DaemonUnavailable: nobody listens there, or the daemon stops.
-        CapacityError: more than what is free was asked for.
-        PermissionDenied: another user's job.
-        InvalidArgument, NotYet: of the arguments above, or another protocol version.
-    """
-    if not job:
-        raise InvalidArgument("a job needs a name")
-    rank, world_size = _ranks(rank, world_size)
-    request = session_pb2.AttachRequest(
-        protocol_version=memd_native.PROTOCOL_VERSION,
-        job=job,
-        rank=rank,
-        world_size=world_size,
-        host_bytes=0 if host_bytes is None else parse_size(host_bytes, name="host_bytes"),
-        nvme_bytes=0 if nvme_bytes is None else parse_size(nvme_bytes, name="nvme_bytes"),
-        durability=_durability(durability),
-        fresh=fresh,
-        without_shared_memory=not shared_memory,
-    )
-    where = parse_address(address)
-    # A private daemon ends with its parent, and nothing of it comes back.
-    seconds = 0.0 if isinstance(where, EmbeddedAddress) else reattach_seconds()
-    if isinstance(where, EmbeddedAddress):
-        private = embedded_daemon(where)
-        where = private.address
-        last_words = private.last_words
-    else:
-        last_words = None
-    connection = AttachConnection(where)
-    control = Control(
-        address=connection.control_address, token=connection.token, last_words=last_words
-    )
-    reattach = Reattach(
-        where, connection=connection, control=control, request=request, seconds=seconds
-    )
-    try:
-        attached = control.attach(request)
-        plane = _data_plane(reattach, attached) if shared_memory else None
-    except BaseException:
-        control.close()
-        connection.close()
-        raise
-    reattach.begin(attached.session_id, plane)
-    return Session(
-        job=job,
-        attached=attached,
-        control=ReattachingControl(control, reattach),
-        leases=Leases(plane, job=job, retrying=reattach) if plane is not None else None,
-        daemon_process_id=connection.daemon_process_id,
-        close_connection=reattach.close,
-        retrying=reattach,
-    )
-
-
-def _durability(text: str | None) -> str:
-    if text is None:
-        return ""
-    if text in ("step", "none"):
-        return text
-    match = re.fullmatch(r"every:([1-9][0-9]{0,9})", text)
-    if match is None or int(match[1]) > 2**31:
-        raise InvalidArgument(
-            f'durability is "step", "every:k" with k from 1 to 2147483648, or "none": {text!r}'
-        )
-    return text
-
-
-def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if rank is None:
-        rank = torch.distributed.get_rank() if distributed else 0
-    if world_size is None:
-        world_size = torch.distributed.get_world_size() if distributed else 1
-    if not 0 <= rank < world_size:
-        raise InvalidArgument(
-            f"rank is from 0 to world_size - 1: rank {rank}, world_size {world_size}"
-        )
-    if world_size > 1:
-        raise NotYet(f"more than one rank a job comes in a later version: world_size {world_size}")
-    return rank, world_size
-
-
-def _data_plane(
-    reattach: Reattach, attached: session_pb2.AttachResponse
-) -> memd_native.ClientSession:
-    connection = reattach.connection
-    session_fd, table_fd, doorbell_fd = connection.session_descriptors(attached.session_id)
-    # The native session outlives this one while tensors share its memory, and `reattach` holds it:
-    # a strong reference back would be a cycle that no garbage collector sees.
-    weak = ref(reattach)
-
-    def more_segments(first: int) -> list[int]:
-        held = weak()
-        if held is None:
-            raise MemdError("the session has ended")
-        return held.segments(attached.session_id, first)
-
-    return memd_native.ClientSession(
-        session_fd=session_fd,
-        table_fd=table_fd,
-        doorbell_fd=doorbell_fd,
-        connection_fd=connection.duplicate(),
-        segment_bytes=attached.segment_bytes,
-        arena_reserved_bytes=attached.arena_reserved_bytes,
-        more_segments=more_segments,
-    )
 
 
 class Session:
@@ -262,8 +105,11 @@ class Session:
         self._control = control
         self._leases = leases
         self._close_connection = close_connection
-        self._retrying = retrying or AtOnce()
-        self._retrying.on_return = _weakly(self._note_return)
+        retrying = retrying or AtOnce()
+        retrying.on_return = _weakly(self._note_return)
+        self._streams = TensorStreams(
+            control, job=job, session_id=attached.session_id, retrying=retrying
+        )
         self._process_id = os.getpid()
         self._closed = False
         # Something was written that only Sync or a step makes durable.
@@ -316,10 +162,7 @@ class Session:
         _refuse_blob(name, tensor)
         tensor = tensor.detach()
         if self._leases is None:
-            response = self._retrying.calling(
-                lambda: self._control.put(self._put_requests(name, tensor))
-            )
-            self._shards[name] = Shard.of(response.shard)
+            self._shards[name] = self._streams.put(self.blob_spec(name, tensor), tensor)
             return
         (declared,) = self.declare([self.blob_spec(name, tensor)])
         shard = Shard.of(declared)
@@ -343,7 +186,8 @@ class Session:
         """
         self.refuse_if_unusable()
         if self._leases is None:
-            return self._retrying.calling(lambda: self._get_streamed(name))
+            self.find_shard(name)  # for an error that names what is close
+            return self._streams.get(name)
         try:
             return self._read(self.find_shard(name))
         except UnknownName:
@@ -765,22 +609,7 @@ class Session:
     def moments(self, shard: Shard) -> tuple[int, torch.Tensor, torch.Tensor]:
         """Number of updates, exp_avg and exp_avg_sq: fp32, in the shard's shape, copies."""
         self.settle_for("state of the optimizer")
-        return self._retrying.calling(lambda: self._moments(shard))
-
-    def _moments(self, shard: Shard) -> tuple[int, torch.Tensor, torch.Tensor]:
-        exp_avg, exp_avg_sq = bytearray(4 * shard.element_count), bytearray(4 * shard.element_count)
-        request = tensor_pb2.GetMomentsRequest(session_id=self._session_id, shard_id=shard.shard_id)
-        generation = 0
-        for part in self._control.get_moments(request):
-            generation = part.generation
-            first = 4 * part.element_first
-            exp_avg[first : first + len(part.exp_avg)] = part.exp_avg
-            exp_avg_sq[first : first + len(part.exp_avg_sq)] = part.exp_avg_sq
-        first_moment, second_moment = (
-            torch.frombuffer(data, dtype=torch.float32).view(shard.shape)
-            for data in (exp_avg, exp_avg_sq)
-        )
-        return generation, first_moment, second_moment
+        return self._streams.moments(shard)
 
     def replace_moments(
         self, shard: Shard, generation: int, *, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
@@ -789,11 +618,7 @@ class Session:
         Durable when it returns.
         """
         self.settle_for("new state of the optimizer")
-        self._retrying.calling(
-            lambda: self._control.put_moments(
-                self._moment_requests(shard, generation, exp_avg, exp_avg_sq)
-            )
-        )
+        self._streams.put_moments(shard, generation, exp_avg, exp_avg_sq)
 
     def _settle_durably(self) -> None:
         self._settle()
@@ -901,48 +726,6 @@ class Session:
         )
         return UnknownName(f"job {self.job!r} holds nothing under {name!r}{hint}")
 
-    def _put_requests(self, name: str, tensor: torch.Tensor) -> Iterator[tensor_pb2.PutRequest]:
-        yield tensor_pb2.PutRequest(session_id=self._session_id, spec=self.blob_spec(name, tensor))
-        for chunk in _chunks(tensor, _CHUNK_BYTES):
-            yield tensor_pb2.PutRequest(data=chunk)
-
-    def _get_streamed(self, name: str) -> torch.Tensor:
-        self.find_shard(name)  # for an error that names what is close
-        shard: Shard | None = None
-        data = bytearray()
-        for part in self._control.get(
-            tensor_pb2.GetRequest(session_id=self._session_id, name=name)
-        ):
-            if shard is None:
-                shard = Shard.of(part.shard)
-            data += part.data
-        if shard is None or len(data) != shard.size_bytes:
-            raise MemdError(
-                f"job {self.job!r}: the daemon sent {len(data)} bytes for {name!r}, not all of it"
-            )
-        if not data:
-            return torch.empty(shard.shape, dtype=shard.dtype)
-        return torch.frombuffer(data, dtype=shard.dtype).view(shard.shape)
-
-    def _moment_requests(
-        self, shard: Shard, generation: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
-    ) -> Iterator[tensor_pb2.PutMomentsRequest]:
-        chunk_bytes = 4 * _MOMENT_CHUNK_ELEMENTS
-        pairs = zip(
-            _chunks(exp_avg.float(), chunk_bytes),
-            _chunks(exp_avg_sq.float(), chunk_bytes),
-            strict=True,
-        )
-        for index, (first_moment, second_moment) in enumerate(pairs):
-            yield tensor_pb2.PutMomentsRequest(
-                session_id=self._session_id,
-                shard_id=shard.shard_id,
-                generation=generation,
-                element_first=index * _MOMENT_CHUNK_ELEMENTS,
-                exp_avg=first_moment,
-                exp_avg_sq=second_moment,
-            )
-
     def _note_return(self, answer: session_pb2.AttachResponse, daemon_process_id: int) -> None:
         """The next daemon has the session. What calls under way changed they tell themselves."""
         del answer
@@ -982,12 +765,3 @@ def _refuse_blob(name: str, tensor: torch.Tensor) -> None:
         raise InvalidArgument(
             f"put stores dense tensors; call to_dense() first: {name!r} is {tensor.layout}"
         )
-
-
-def _chunks(tensor: torch.Tensor, chunk_bytes: int) -> Iterator[bytes]:
-    """The tensor's bytes in row-major order. Only one chunk is copied at a time where the tensor is
-    contiguous.
-    """
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    for first in range(0, flat.numel(), chunk_bytes):
-        yield flat[first : first + chunk_bytes].numpy().tobytes()

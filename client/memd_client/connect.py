@@ -1,0 +1,162 @@
+"""Attaching to a job: from an address to a session."""
+
+from __future__ import annotations
+
+import re
+from weakref import ref
+
+import torch
+
+import memd_native
+from memd_client.address import EmbeddedAddress, parse_address
+from memd_client.attach import AttachConnection
+from memd_client.control import Control
+from memd_client.embedded import embedded_daemon
+from memd_client.errors import InvalidArgument, MemdError, NotYet
+from memd_client.leases import Leases
+from memd_client.reattach import Reattach, ReattachingControl, reattach_seconds
+from memd_client.session import Session
+from memd_client.sizes import parse_size
+from memd_proto.v1 import session_pb2
+
+
+def connect(
+    address: str | None = None,
+    *,
+    job: str,
+    rank: int | None = None,
+    world_size: int | None = None,
+    host_bytes: int | str | None = None,
+    nvme_bytes: int | str | None = None,
+    durability: str | None = None,
+    fresh: bool = False,
+    shared_memory: bool = True,
+) -> Session:
+    """Attaches to a job, which is created where it does not exist. Close the session, or use it as
+    a context manager; the job's state stays until it is dropped.
+
+    Args:
+        address: `unix:///path`, `embedded:` or `embedded:/path?host=1GiB&nvme=100GiB`. Default:
+            MEMD_ADDRESS, or the service's socket.
+        job: its name; jobs of different users are different.
+        rank, world_size: default to torch.distributed's, or 0 and 1. More than one rank is not
+            there yet.
+        host_bytes, nvme_bytes: what a new job is admitted to: bytes, or a string such as "4GiB".
+            Default: half of what is free, all of it on an `embedded:` daemon.
+        durability: when a step reaches the disk. "step", the default of a new job: each does,
+            before it is committed. "every:k", for example "every:10": state that fits into the
+            daemon's memory is updated there, and every k-th step is put on disk, as `close()` does;
+            a power cut loses up to k steps, a killed daemon none while its holder keeps the memory.
+            "none": only `close()` puts it there; after a power cut in between the job has to be
+            started over.
+            An existing job keeps its own where this is not given.
+        fresh: drops what the job held.
+        shared_memory: False: tensor bytes go over gRPC, and only `put` and `get` work.
+
+    Raises:
+        DaemonUnavailable: nobody listens there, or the daemon stops.
+        CapacityError: more than what is free was asked for.
+        PermissionDenied: another user's job.
+        InvalidArgument, NotYet: of the arguments above, or another protocol version.
+    """
+    if not job:
+        raise InvalidArgument("a job needs a name")
+    rank, world_size = _ranks(rank, world_size)
+    request = session_pb2.AttachRequest(
+        protocol_version=memd_native.PROTOCOL_VERSION,
+        job=job,
+        rank=rank,
+        world_size=world_size,
+        host_bytes=0 if host_bytes is None else parse_size(host_bytes, name="host_bytes"),
+        nvme_bytes=0 if nvme_bytes is None else parse_size(nvme_bytes, name="nvme_bytes"),
+        durability=_durability(durability),
+        fresh=fresh,
+        without_shared_memory=not shared_memory,
+    )
+    where = parse_address(address)
+    # A private daemon ends with its parent, and nothing of it comes back.
+    seconds = 0.0 if isinstance(where, EmbeddedAddress) else reattach_seconds()
+    if isinstance(where, EmbeddedAddress):
+        private = embedded_daemon(where)
+        where = private.address
+        last_words = private.last_words
+    else:
+        last_words = None
+    connection = AttachConnection(where)
+    control = Control(
+        address=connection.control_address, token=connection.token, last_words=last_words
+    )
+    reattach = Reattach(
+        where, connection=connection, control=control, request=request, seconds=seconds
+    )
+    try:
+        attached = control.attach(request)
+        plane = _data_plane(reattach, attached) if shared_memory else None
+    except BaseException:
+        control.close()
+        connection.close()
+        raise
+    reattach.begin(attached.session_id, plane)
+    return Session(
+        job=job,
+        attached=attached,
+        control=ReattachingControl(control, reattach),
+        leases=Leases(plane, job=job, retrying=reattach) if plane is not None else None,
+        daemon_process_id=connection.daemon_process_id,
+        close_connection=reattach.close,
+        retrying=reattach,
+    )
+
+
+def _durability(text: str | None) -> str:
+    if text is None:
+        return ""
+    if text in ("step", "none"):
+        return text
+    match = re.fullmatch(r"every:([1-9][0-9]{0,9})", text)
+    if match is None or int(match[1]) > 2**31:
+        raise InvalidArgument(
+            f'durability is "step", "every:k" with k from 1 to 2147483648, or "none": {text!r}'
+        )
+    return text
+
+
+def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if rank is None:
+        rank = torch.distributed.get_rank() if distributed else 0
+    if world_size is None:
+        world_size = torch.distributed.get_world_size() if distributed else 1
+    if not 0 <= rank < world_size:
+        raise InvalidArgument(
+            f"rank is from 0 to world_size - 1: rank {rank}, world_size {world_size}"
+        )
+    if world_size > 1:
+        raise NotYet(f"more than one rank a job comes in a later version: world_size {world_size}")
+    return rank, world_size
+
+
+def _data_plane(
+    reattach: Reattach, attached: session_pb2.AttachResponse
+) -> memd_native.ClientSession:
+    connection = reattach.connection
+    session_fd, table_fd, doorbell_fd = connection.session_descriptors(attached.session_id)
+    # The native session outlives this one while tensors share its memory, and `reattach` holds it:
+    # a strong reference back would be a cycle that no garbage collector sees.
+    weak = ref(reattach)
+
+    def more_segments(first: int) -> list[int]:
+        held = weak()
+        if held is None:
+            raise MemdError("the session has ended")
+        return held.segments(attached.session_id, first)
+
+    return memd_native.ClientSession(
+        session_fd=session_fd,
+        table_fd=table_fd,
+        doorbell_fd=doorbell_fd,
+        connection_fd=connection.duplicate(),
+        segment_bytes=attached.segment_bytes,
+        arena_reserved_bytes=attached.arena_reserved_bytes,
+        more_segments=more_segments,
+    )

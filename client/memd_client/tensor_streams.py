@@ -1,0 +1,135 @@
+"""Tensors as streams of messages: for sessions without shared memory, and Adam's moments, which
+lie in memory of the daemon alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from memd_client.errors import MemdError
+from memd_client.leases import Shard
+from memd_proto.v1 import tensor_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from memd_client.reattach import Retrying
+    from memd_proto.v1 import types_pb2
+
+_CHUNK_BYTES = 1 << 20  # TensorService's largest message
+_MOMENT_CHUNK_ELEMENTS = _CHUNK_BYTES // 8  # of two fp32 moments
+
+
+class TensorCalls(Protocol):
+    """The calls of `control.Control` that carry tensors."""
+
+    def put(self, requests: Iterator[tensor_pb2.PutRequest]) -> tensor_pb2.PutResponse: ...
+    def get(self, request: tensor_pb2.GetRequest) -> Iterator[tensor_pb2.GetResponse]: ...
+    def get_moments(
+        self, request: tensor_pb2.GetMomentsRequest
+    ) -> Iterator[tensor_pb2.GetMomentsResponse]: ...
+    def put_moments(
+        self, requests: Iterator[tensor_pb2.PutMomentsRequest]
+    ) -> tensor_pb2.PutMomentsResponse: ...
+
+
+class TensorStreams:
+    """Those of one session. A stream that broke off with its daemon begins anew with the next."""
+
+    def __init__(
+        self, calls: TensorCalls, *, job: str, session_id: int, retrying: Retrying
+    ) -> None:
+        self._calls = calls
+        self._job = job
+        self._session_id = session_id
+        self._retrying = retrying
+
+    def put(self, spec: types_pb2.ShardSpec, tensor: torch.Tensor) -> Shard:
+        """Stores a copy of `tensor` as `spec` says."""
+        response = self._retrying.calling(lambda: self._calls.put(self._put_requests(spec, tensor)))
+        return Shard.of(response.shard)
+
+    def get(self, name: str) -> torch.Tensor:
+        """A copy of what is stored under `name`."""
+        return self._retrying.calling(lambda: self._get(name))
+
+    def moments(self, shard: Shard) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """Number of updates, exp_avg and exp_avg_sq: fp32, in the shard's shape."""
+        return self._retrying.calling(lambda: self._moments(shard))
+
+    def put_moments(
+        self, shard: Shard, generation: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
+    ) -> None:
+        """Replaces what `moments` returns."""
+        self._retrying.calling(
+            lambda: self._calls.put_moments(
+                self._moment_requests(shard, generation, exp_avg, exp_avg_sq)
+            )
+        )
+
+    def _moments(self, shard: Shard) -> tuple[int, torch.Tensor, torch.Tensor]:
+        exp_avg, exp_avg_sq = bytearray(4 * shard.element_count), bytearray(4 * shard.element_count)
+        request = tensor_pb2.GetMomentsRequest(session_id=self._session_id, shard_id=shard.shard_id)
+        generation = 0
+        for part in self._calls.get_moments(request):
+            generation = part.generation
+            first = 4 * part.element_first
+            exp_avg[first : first + len(part.exp_avg)] = part.exp_avg
+            exp_avg_sq[first : first + len(part.exp_avg_sq)] = part.exp_avg_sq
+        first_moment, second_moment = (
+            torch.frombuffer(data, dtype=torch.float32).view(shard.shape)
+            for data in (exp_avg, exp_avg_sq)
+        )
+        return generation, first_moment, second_moment
+
+    def _put_requests(
+        self, spec: types_pb2.ShardSpec, tensor: torch.Tensor
+    ) -> Iterator[tensor_pb2.PutRequest]:
+        yield tensor_pb2.PutRequest(session_id=self._session_id, spec=spec)
+        for chunk in _chunks(tensor, _CHUNK_BYTES):
+            yield tensor_pb2.PutRequest(data=chunk)
+
+    def _get(self, name: str) -> torch.Tensor:
+        shard: Shard | None = None
+        data = bytearray()
+        for part in self._calls.get(tensor_pb2.GetRequest(session_id=self._session_id, name=name)):
+            if shard is None:
+                shard = Shard.of(part.shard)
+            data += part.data
+        if shard is None or len(data) != shard.size_bytes:
+            raise MemdError(
+                f"job {self._job!r}: the daemon sent {len(data)} bytes for {name!r}, not all of it"
+            )
+        if not data:
+            return torch.empty(shard.shape, dtype=shard.dtype)
+        return torch.frombuffer(data, dtype=shard.dtype).view(shard.shape)
+
+    def _moment_requests(
+        self, shard: Shard, generation: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
+    ) -> Iterator[tensor_pb2.PutMomentsRequest]:
+        chunk_bytes = 4 * _MOMENT_CHUNK_ELEMENTS
+        pairs = zip(
+            _chunks(exp_avg.float(), chunk_bytes),
+            _chunks(exp_avg_sq.float(), chunk_bytes),
+            strict=True,
+        )
+        for index, (first_moment, second_moment) in enumerate(pairs):
+            yield tensor_pb2.PutMomentsRequest(
+                session_id=self._session_id,
+                shard_id=shard.shard_id,
+                generation=generation,
+                element_first=index * _MOMENT_CHUNK_ELEMENTS,
+                exp_avg=first_moment,
+                exp_avg_sq=second_moment,
+            )
+
+
+def _chunks(tensor: torch.Tensor, chunk_bytes: int) -> Iterator[bytes]:
+    """The tensor's bytes in row-major order. Only one chunk is copied at a time where the tensor is
+    contiguous.
+    """
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    for first in range(0, flat.numel(), chunk_bytes):
+        yield flat[first : first + chunk_bytes].numpy().tobytes()
