@@ -181,17 +181,23 @@ std::string holder(int lock_fd) {
 }
 
 /// Locks `fd` until `deadline`; the kernel keeps the files of a daemon that just died a moment
-/// longer.
-bool lock_until(int fd, std::chrono::steady_clock::time_point deadline, int operation = LOCK_EX) {
+/// longer. 0, or the reason: EWOULDBLOCK where another process has it.
+int lock_until(int fd, std::chrono::steady_clock::time_point deadline, int operation = LOCK_EX) {
   while (::flock(fd, operation | LOCK_NB) != 0) {
-    if (errno != EWOULDBLOCK && errno != EINTR) return false;
-    if (std::chrono::steady_clock::now() >= deadline) return false;
+    if (errno == EINTR) continue;
+    if (errno != EWOULDBLOCK || std::chrono::steady_clock::now() >= deadline) return errno;
     std::this_thread::sleep_for(kLockRetry);
   }
-  return true;
+  return 0;
 }
 
-Status held_by_another(const Place& place) {
+Status cannot_lock(const std::string& path, int error_number) {
+  return device_error(error_number,
+                      concat("lock ", path, "; name a folder on a file system that can lock"));
+}
+
+Status not_locked(const Place& place, const std::string& path, int error_number) {
+  if (error_number != EWOULDBLOCK) return cannot_lock(path, error_number);
   return error(StatusCode::unavailable,
                "data directory ",
                place.directory,
@@ -209,7 +215,9 @@ Status lock_directory(Place& place, std::chrono::steady_clock::time_point deadli
                           "data directory " + place.directory +
                               " is not writable; give it to the daemon's user: " + path);
     }
-    if (!lock_until(place.lock.get(), deadline)) return held_by_another(place);
+    if (const int failed = lock_until(place.lock.get(), deadline); failed != 0) {
+      return not_locked(place, path, failed);
+    }
     // Whoever could not format removed it together with what it had begun.
     struct stat held{};
     struct stat named{};
@@ -270,7 +278,9 @@ Status open_volume(Place& place,
   auto file = open_direct(place, path, 0, options);
   if (!file.is_ok()) return file.status();
   place.file = std::move(file).value();
-  if (!lock_until(place.file.get(), deadline)) return held_by_another(place);
+  if (const int failed = lock_until(place.file.get(), deadline); failed != 0) {
+    return not_locked(place, path, failed);
+  }
   struct stat stat{};
   if (::fstat(place.file.get(), &stat) != 0) return device_error(errno, path);
   if (!S_ISREG(stat.st_mode)) {
@@ -741,7 +751,9 @@ Result<InspectedVolume> inspect_volume(const std::string& directory, uint32_t lo
   if (::fstat(volume.file.get(), &stat) != 0) return device_error(errno, volume.path);
   volume.bytes = static_cast<uint64_t>(stat.st_size);
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(lock_wait_ms);
-  if (!lock_until(volume.file.get(), deadline, LOCK_SH)) {
+  const int failed = lock_until(volume.file.get(), deadline, LOCK_SH);
+  if (failed != 0 && failed != EWOULDBLOCK) return cannot_lock(volume.path, failed);
+  if (failed == EWOULDBLOCK) {
     const OwnedFd lock(::open(concat(directory, "/", kLockName).c_str(), O_RDONLY | O_CLOEXEC));
     volume.holder = lock.is_open() ? holder(lock.get()) : "another process";
   }

@@ -239,6 +239,15 @@ TEST_F(VolumeTest, a_directory_that_is_not_writable_is_refused) {
   EXPECT_EQ(file_count("a"), 0u);
 }
 
+TEST_F(VolumeTest, a_lock_that_cannot_be_had_at_all_is_no_other_daemon) {
+  {
+    open(options({"a"}));
+  }
+  VolumeSetOptions unlockable = options({"a"});
+  unlockable.open_file = [](const char* path, int) { return ::open(path, O_PATH | O_CLOEXEC); };
+  refused(unlockable, StatusCode::device, {volume("a"), "lock", std::strerror(EBADF)});
+}
+
 TEST_F(VolumeTest, a_second_daemon_is_refused_naming_the_first_until_that_one_is_dead) {
   const VolumeSetOptions wanted = options({"a"});
   int ready[2];
