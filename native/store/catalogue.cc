@@ -292,7 +292,7 @@ Status check_bucket(const BucketRecord& bucket, size_t index) {
   return Status::ok();
 }
 
-/// Names are unique, and no element of a bucket belongs to two shards or to none of its shards.
+/// Names are unique, no element of a bucket belongs to two shards, and each bucket has a shard.
 Status check_shards_together(const JobRecord& job) {
   std::unordered_set<std::string_view> names;
   names.reserve(job.shards.size());
