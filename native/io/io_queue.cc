@@ -50,8 +50,9 @@ Result<IoQueueChoice> make_io_queue(const IoQueueOptions& options) {
     }
     reason = uring.status().message();
   }
-  return IoQueueChoice{.queue = std::make_unique<ThreadQueue>(options),
-                       .reason = std::move(reason)};
+  auto queue = std::make_unique<ThreadQueue>(options);
+  if (!queue->status().is_ok()) return queue->status();
+  return IoQueueChoice{.queue = std::move(queue), .reason = std::move(reason)};
 }
 
 }  // namespace memd

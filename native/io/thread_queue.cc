@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cerrno>
 
+#include "base/threads.h"
+
 namespace memd {
 namespace {
 
@@ -17,8 +19,8 @@ const SteadyClock kSteadyClock;
 
 ThreadQueue::ThreadQueue(const IoQueueOptions& options)
     : TransferQueue(options.depth, options.wake_fd, kSteadyClock) {
-  const uint32_t thread_count = std::min(options.depth, kThreadCountMax);
-  for (uint32_t i = 0; i < thread_count; ++i) threads_.emplace_back([this] { run_tasks(); });
+  status_ =
+      start_threads(threads_, std::min(options.depth, kThreadCountMax), [this] { run_tasks(); });
 }
 
 ThreadQueue::~ThreadQueue() {

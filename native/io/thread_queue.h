@@ -14,9 +14,11 @@ namespace memd {
 
 class ThreadQueue final : public TransferQueue {
  public:
+  /// As many threads as the machine gives; status() says where it gives none.
   explicit ThreadQueue(const IoQueueOptions& options);
   ~ThreadQueue() override;
 
+  const Status& status() const { return status_; }
   std::string_view name() const override { return "threads"; }
   uint16_t add_device(OwnedFd file, std::string path) override;
   void add_memory(std::span<std::byte>) override {}  // system calls take any memory
@@ -41,6 +43,7 @@ class ThreadQueue final : public TransferQueue {
   std::deque<Task> tasks_;                          // guarded by mutex_
   std::vector<std::pair<IoOp*, int64_t>> results_;  // guarded by mutex_
   bool stopping_ = false;                           // guarded by mutex_
+  Status status_;
   std::vector<std::thread> threads_;
 };
 

@@ -17,6 +17,7 @@
 #include <string_view>
 
 #include "base/check.h"
+#include "base/threads.h"
 
 namespace memd {
 namespace {
@@ -56,7 +57,9 @@ Result<std::shared_ptr<Server>> Server::start(const ServerOptions& options, Kept
   std::shared_ptr<Server> server(new Server());
   if (Status status = server->prepare(options, std::move(kept)); !status.is_ok()) return status;
   Server* const raw = server.get();
-  server->thread_ = std::thread([raw] { raw->run(); });
+  auto thread = start_thread([raw] { raw->run(); });
+  if (!thread.is_ok()) return thread.status();
+  server->thread_ = std::move(thread).value();
   pthread_setname_np(server->thread_.native_handle(), "memd-server");
   return server;
 }
@@ -113,6 +116,7 @@ Status Server::prepare(const ServerOptions& options, KeptDescriptors kept) {
   const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
   workers_ = std::make_unique<UpdateWorkers>(
       options.update_thread_count == 0 ? cores : options.update_thread_count, wake_.get());
+  if (!workers_->status().is_ok()) return workers_->status();
   store_ = std::make_unique<ShardStore>(ShardStoreParts{.pool = *pool_,
                                                         .io = *io_,
                                                         .extents = *extents_,

@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/threads.h"
 #include "base/units.h"
 
 namespace memd {
@@ -343,10 +344,12 @@ Status compare_all(const Set& set,
   };
   const size_t count = std::min<size_t>(std::max(1u, options.thread_count), tasks.size());
   std::vector<std::thread> threads;
-  running = count;
-  for (size_t i = 0; i < count; ++i) threads.emplace_back(work);
+  Status started;
   {
+    // None of them ends before all are counted.
     std::unique_lock lock(mutex);
+    started = start_threads(threads, count, work);
+    running = threads.size();
     while (running > 0) {
       ended.wait_for(lock, kProgressInterval);
       if (!options.progress) continue;
@@ -356,6 +359,7 @@ Status compare_all(const Set& set,
     }
   }
   for (std::thread& thread : threads) thread.join();
+  if (!started.is_ok()) return started;
   if (given_up.load()) return error(StatusCode::unavailable, "the check was broken off");
   report.bytes += bytes_all;
   std::sort(

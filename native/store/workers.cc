@@ -6,15 +6,14 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/threads.h"
 
 namespace memd {
 
 UpdateWorkers::UpdateWorkers(uint32_t thread_count, int wake_fd) : wake_fd_(wake_fd) {
   MEMD_CHECK_GT(thread_count, 0u);
-  for (uint32_t i = 0; i < thread_count; ++i) {
-    threads_.emplace_back([this] { run(); });
-    pthread_setname_np(threads_.back().native_handle(), "memd-update");
-  }
+  status_ = start_threads(threads_, thread_count, [this] { run(); });
+  for (std::thread& thread : threads_) pthread_setname_np(thread.native_handle(), "memd-update");
 }
 
 UpdateWorkers::~UpdateWorkers() {

@@ -9,18 +9,23 @@
 #include <thread>
 #include <vector>
 
+#include "base/status.h"
+
 namespace memd {
 
 /// Work runs on any of the threads; `done` runs on the server thread, inside reap(). The wake
 /// descriptor is written when there is something to reap.
 class UpdateWorkers {
  public:
+  /// As many threads as the machine gives, up to `thread_count`; status() says where it gives none.
   UpdateWorkers(uint32_t thread_count, int wake_fd);
   /// Finishes what was submitted; what was not reaped is dropped.
   ~UpdateWorkers();
   UpdateWorkers(const UpdateWorkers&) = delete;
   UpdateWorkers& operator=(const UpdateWorkers&) = delete;
 
+  /// ok, or why there is no thread, so that nothing that is submitted would be done.
+  const Status& status() const { return status_; }
   void submit(std::function<void()> work, std::function<void()> done);
   size_t reap();
   /// Submitted and not reaped. On the thread that submits.
@@ -41,6 +46,7 @@ class UpdateWorkers {
   std::deque<Job> waiting_;
   std::vector<std::function<void()>> finished_;
   bool stopping_ = false;
+  Status status_;
   std::vector<std::thread> threads_;
 };
 

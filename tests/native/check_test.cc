@@ -14,6 +14,7 @@
 
 #include "base/checksum.h"
 #include "base/units.h"
+#include "few_threads.h"
 #include "io/io_queue.h"
 #include "store/commit.h"
 #include "store/extent_store.h"
@@ -299,6 +300,16 @@ TEST_F(CheckTest, a_pair_without_a_valid_copy_says_that_a_commit_may_be_gone) {
   ASSERT_EQ(report.findings.size(), 2u);
   EXPECT_NE(report.findings[1].reason.find("the last commit may be gone"), std::string::npos)
       << report.findings[1].reason;
+}
+
+TEST_F(CheckTest, a_check_goes_on_with_the_threads_that_it_gets) {
+  if (!kThreadsCanBeFew) GTEST_SKIP() << "under a sanitizer";
+  {
+    const FewThreads few(1);
+    EXPECT_TRUE(check().findings.empty());
+  }
+  const FewThreads none(0);
+  refused(StatusCode::capacity, "raise the limit of processes");
 }
 
 TEST_F(CheckTest, extents_that_overlap_are_found) {
