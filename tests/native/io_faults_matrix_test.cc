@@ -10,9 +10,11 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <optional>
 #include <ostream>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "store_fixture.h"
@@ -55,15 +57,36 @@ struct State {
   std::array<std::optional<Bytes>, id_count + 2> parts;  // by Id, then moments of single and half
 };
 
+/// When the job's commits reach the disk, and how much memory it has for its tiles.
+struct Setting {
+  const char* name;
+  const char* durability = "step";
+  /// Beside the two segments without which no job is: where there are any, nothing spills, and
+  /// tiles of commits in memory stay there and are updated in place.
+  uint64_t spare_segments = 0;
+
+  bool is_none() const { return std::string_view(durability) == "none"; }
+  /// Which commit is on disk, at least, where `acknowledged` was; the last is that of a sync.
+  size_t durable(size_t acknowledged) const {
+    if (acknowledged == kCommits || std::string_view(durability) == "step") return acknowledged;
+    return is_none() ? 0 : acknowledged / 2 * 2;
+  }
+
+  static constexpr size_t kCommits = 3;
+};
+
 /// Commits of the life: 0 is what it starts with, then two steps and a sync.
-constexpr int kCommits = 3;
+constexpr int kCommits = Setting::kCommits;
 
 /// A daemon's life with a fault in it.
 class Life {
  public:
-  Life(std::shared_ptr<MemoryDisk> disk, const std::function<void(MemoryQueue&)>& before_load)
-      : heart_(std::move(disk),
-               HeartOptions{.segment_count = kFloorSegments + kArenaSegments,
+  Life(std::shared_ptr<MemoryDisk> disk,
+       const Setting& setting,
+       const std::function<void(MemoryQueue&)>& before_load)
+      : segment_count_(kArenaSegments + setting.spare_segments),
+        heart_(std::move(disk),
+               HeartOptions{.segment_count = kFloorSegments + segment_count_,
                             .worker_count = 1,
                             .before_load = before_load,
                             .while_loading = [this](MemoryQueue& io) { release_stalled(io); }}) {}
@@ -72,7 +95,9 @@ class Life {
   MemoryQueue& io() { return heart_.faults(); }
   uint64_t session() const { return session_; }
 
-  void attach() { session_ = heart_.attach(heart_.open("job", kArenaSegments, kMatrixQuotaBytes)); }
+  void attach(std::optional<Durability> durability = std::nullopt) {
+    session_ = heart_.attach(heart_.open("job", segment_count_, kMatrixQuotaBytes, durability));
+  }
 
   /// Puts what commit 0 holds.
   Status begin() {
@@ -147,9 +172,11 @@ class Life {
     return {bytes_of(all), answer.value_or(error(StatusCode::deadline, "no answer"))};
   }
 
-  /// Fenced, or with a lost shard: this job commits nothing any more.
+  /// Fenced, with a lost shard, or half updated in place: this job commits nothing any more.
   bool is_stopped() {
-    return !heart_.extents().check_writable().is_ok() || heart_.job(session_).lost.count() > 0;
+    const Job& job = heart_.job(session_);
+    return !heart_.extents().check_writable().is_ok() || job.lost.count() > 0 ||
+           !job.stopped.is_ok();
   }
 
   uint64_t stall_count() const { return stall_count_; }
@@ -191,6 +218,7 @@ class Life {
   uint64_t quiet_turns_ = 0;
   uint64_t stall_count_ = 0;
   uint64_t session_ = 0;
+  uint64_t segment_count_ = 0;
   Heart heart_;
 };
 
@@ -237,51 +265,123 @@ std::vector<Kind> kinds() {
   };
 }
 
-class IoFaultsMatrix : public ::testing::TestWithParam<Kind> {
+struct Case {
+  Setting setting;
+  Kind kind;
+};
+
+std::ostream& operator<<(std::ostream& out, const Case& chosen) {
+  return out << chosen.setting.name << " " << chosen.kind;
+}
+
+/// All kinds with every step on disk; of commits in memory, those that differ in what the daemon
+/// makes of them.
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  for (const Setting& setting :
+       {Setting{.name = ""},
+        Setting{.name = "every 2", .durability = "every:2"},
+        Setting{.name = "every 2 in place", .durability = "every:2", .spare_segments = 3},
+        Setting{.name = "none", .durability = "none"},
+        Setting{.name = "none in place", .durability = "none", .spare_segments = 3}}) {
+    for (const Kind& kind : kinds()) {
+      using enum MemoryFaultKind;
+      const bool differs = !kind.for_ever &&
+                           (kind.fault.kind != error || kind.fault.error_number == EIO) &&
+                           kind.fault.kind != short_transfer && kind.fault.kind != misdirected;
+      if (std::string_view(setting.durability) == "step" || differs)
+        all.push_back({.setting = setting, .kind = kind});
+    }
+  }
+  return all;
+}
+
+class IoFaultsMatrix : public ::testing::TestWithParam<Case> {
  protected:
+  /// What a life under a setting starts from, and how much I/O it has.
+  struct Beginning {
+    std::shared_ptr<MemoryDisk> disk;
+    uint64_t started_count = 0;
+    uint64_t sync_count = 0;
+  };
+
   static void SetUpTestSuite() {
     // Each run copies disks: what was freed is used again instead of being faulted in anew.
     mallopt(M_MMAP_THRESHOLD, 32 << 20);
     mallopt(M_TRIM_THRESHOLD, 1 << 30);
-    image_ = std::make_shared<MemoryDisk>(kMatrixDiskBytes);
-    {
-      Life life(image_, [](MemoryQueue&) {});
-      life.attach();
-      const Status begun = life.begin();
-      ASSERT_TRUE(begun.is_ok()) << begun.message();
-    }
     states_.clear();
-    const auto disk = std::make_shared<MemoryDisk>(*image_);
-    Life life(disk, [](MemoryQueue&) {});
+    beginnings_.clear();
+    begin({.name = ""});
+  }
+  static void TearDownTestSuite() { beginnings_.clear(); }
+
+  /// Under every setting a commit has the same bytes: that of the first, whose commits are all on
+  /// disk, is what the others are compared with.
+  static const Beginning& begin(const Setting& setting) {
+    Beginning& made = beginnings_[setting.name];
+    if (made.disk != nullptr) return made;
+    const auto began = std::make_shared<MemoryDisk>(kMatrixDiskBytes);
+    {
+      Life life(began, setting, [](MemoryQueue&) {});
+      life.attach(Durability::parse(setting.durability).value());
+      const Status begun = life.begin();
+      EXPECT_TRUE(begun.is_ok()) << begun.message();
+    }
+    const bool is_first = states_.empty();
+    const auto disk = std::make_shared<MemoryDisk>(*began);
+    Life life(disk, setting, [](MemoryQueue&) {});
     life.attach();
-    states_.push_back(found_on(std::make_shared<MemoryDisk>(*disk)).value());
+    const auto look = [&](size_t committed) {
+      const auto found = found_on(std::make_shared<MemoryDisk>(*disk), setting);
+      if (is_first) return states_.push_back(found.state.value());
+      const bool in_memory = setting.durable(committed) != committed;
+      EXPECT_EQ(found.was_not_drained, in_memory && setting.is_none()) << setting.name;
+      EXPECT_EQ(!life.heart().job(life.session()).dirty_tiles.empty(),
+                in_memory && setting.spare_segments > 0)
+          << setting.name << " after commit " << committed;
+      if (setting.durable(committed) == committed) {
+        EXPECT_TRUE(found.state && agree(*found.state, states_.at(committed))) << setting.name;
+      }
+    };
+    look(0);
     for (int committed = 0; committed < kCommits; ++committed) {
       const Status status = life.commit(committed);
-      ASSERT_TRUE(status.is_ok()) << status.message();
-      states_.push_back(found_on(std::make_shared<MemoryDisk>(*disk)).value());
+      EXPECT_TRUE(status.is_ok()) << status.message();
+      look(static_cast<size_t>(committed) + 1);
     }
-    started_count_ = life.io().started_count();
-    sync_count_ = static_cast<uint64_t>(
+    made.started_count = life.io().started_count();
+    made.sync_count = static_cast<uint64_t>(
         std::count_if(life.heart().io().operations.begin(),
                       life.heart().io().operations.end(),
                       [](const auto& operation) { return operation.kind == IoKind::sync; }));
     const JobCounters& counters = life.heart().job(life.session()).counters;
-    ASSERT_GT(counters.spilled_bytes, kBlobBytes) << "the life is to spill gradients and blobs";
-    ASSERT_GT(counters.fetched_bytes, kBlobBytes);
+    if (setting.spare_segments == 0) {
+      EXPECT_GT(counters.spilled_bytes, kBlobBytes) << "the life is to spill gradients and blobs";
+      EXPECT_GT(counters.fetched_bytes, kBlobBytes);
+    }
+    made.disk = began;
+    return made;
   }
-  static void TearDownTestSuite() { image_.reset(); }
 
-  /// What a daemon finds that starts on `disk`; nothing where it refuses to start, for the bytes
-  /// are not those that were written.
-  static std::optional<State> found_on(std::shared_ptr<MemoryDisk> disk) {
-    Life life(std::move(disk), [](MemoryQueue&) {});
+  struct Found {
+    /// Nothing where the daemon refuses to start, for the bytes are not those that were written.
+    std::optional<State> state;
+    bool was_not_drained = false;  // and has to be started over: the disk holds no step of it
+  };
+
+  /// What a daemon finds that starts on `disk`, and has no memory of the one before.
+  static Found found_on(std::shared_ptr<MemoryDisk> disk, const Setting& setting) {
+    Life life(std::move(disk), setting, [](MemoryQueue&) {});
     if (!life.heart().loaded.is_ok()) {
       EXPECT_EQ(life.heart().loaded.code(), StatusCode::integrity) << life.heart().loaded.message();
-      return std::nullopt;
+      return {};
     }
     const auto info = life.heart().store().find_job("job");
     EXPECT_TRUE(info.is_ok()) << "the job is gone";
-    if (!info.is_ok()) return std::nullopt;
+    if (!info.is_ok()) return {};
+    const auto opened = life.heart().store().open_job({.name = "job", .uid = 1000});
+    if (opened.status().message().find("ran on without durability") != std::string::npos)
+      return {.state = std::nullopt, .was_not_drained = true};
     life.attach();
     State state;
     state.step = info.value().committed_step;
@@ -295,7 +395,7 @@ class IoFaultsMatrix : public ::testing::TestWithParam<Kind> {
     for (const Id id : {single, half, blob_a, blob_b}) take(id, life.get(id));
     take(id_count, life.moments(single, kSingles));
     take(id_count + 1, life.moments(half, kHalves));
-    return state;
+    return {.state = std::move(state), .was_not_drained = false};
   }
 
   static bool agree(const State& found, const State& expected) {
@@ -307,28 +407,36 @@ class IoFaultsMatrix : public ::testing::TestWithParam<Kind> {
   }
 
   static void expect_commit(const std::shared_ptr<MemoryDisk>& disk,
-                            size_t acknowledged_min,
+                            const Setting& setting,
+                            size_t durable,
                             size_t acknowledged,
                             bool lies) {
-    const std::optional<State> found = found_on(disk);
+    const auto [found, was_not_drained] = found_on(disk, setting);
+    if (was_not_drained) {
+      EXPECT_TRUE(setting.is_none());
+      EXPECT_LT(durable, size_t{kCommits}) << "it was drained";
+      return;
+    }
     if (!lies) {
       ASSERT_TRUE(found.has_value()) << "the daemon does not start";
       for (const auto& part : found->parts) ASSERT_TRUE(part.has_value()) << "a shard is lost";
     }
     if (!found) return;
     bool known = false;
-    for (size_t i = acknowledged_min; i <= std::min<size_t>(acknowledged + 1, kCommits); ++i) {
+    // Of a job that runs without durability an older step is on disk only while it has made none.
+    const size_t first = setting.is_none() && !lies ? acknowledged : durable;
+    for (size_t i = first; i <= std::min<size_t>(acknowledged + 1, kCommits); ++i) {
       known |= agree(*found, states_[i]);
     }
     EXPECT_TRUE(known) << "step " << found->step << " after commit " << acknowledged
                        << " was acknowledged: a false acknowledgement, or wrong bytes";
   }
 
-  static void live_and_die(const Kind& kind, uint64_t index) {
-    const auto disk = std::make_shared<MemoryDisk>(*image_);
+  static void live_and_die(const Setting& setting, const Kind& kind, uint64_t index) {
+    const auto disk = std::make_shared<MemoryDisk>(*begin(setting).disk);
     size_t acknowledged = 0;
     {
-      Life life(disk, [&](MemoryQueue& io) {
+      Life life(disk, setting, [&](MemoryQueue& io) {
         MemoryFault fault = kind.fault;
         fault.skip_count = index;
         io.add_fault(fault);
@@ -346,13 +454,18 @@ class IoFaultsMatrix : public ::testing::TestWithParam<Kind> {
     const bool both = std::getenv("MEMD_MATRIX_FULL") != nullptr;
     const bool cuts_power = (index + std::strlen(kind.name)) % 2 == 0;
     if (both || !cuts_power) {  // only the process died
-      expect_commit(std::make_shared<MemoryDisk>(*disk), acknowledged, acknowledged, kind.lies);
+      expect_commit(std::make_shared<MemoryDisk>(*disk),
+                    setting,
+                    setting.durable(acknowledged),
+                    acknowledged,
+                    kind.lies);
     }
     if (both || cuts_power) {  // nothing reached the medium that no sync covered
       disk->crash([](const UnsyncedWrite&) { return false; });
       // Against a device that only says that it synced nothing helps; still no bytes are wrong.
       const bool loses_syncs = kind.fault.kind == MemoryFaultKind::lost_write;
-      expect_commit(disk, loses_syncs ? 0 : acknowledged, acknowledged, kind.lies);
+      expect_commit(
+          disk, setting, loses_syncs ? 0 : setting.durable(acknowledged), acknowledged, kind.lies);
     }
   }
 
@@ -394,32 +507,31 @@ class IoFaultsMatrix : public ::testing::TestWithParam<Kind> {
     return kCommits;
   }
 
-  static std::shared_ptr<MemoryDisk> image_;
+  static std::map<std::string, Beginning> beginnings_;  // by the setting's name
   static std::vector<State> states_;
-  static uint64_t started_count_;
-  static uint64_t sync_count_;
 };
 
-std::shared_ptr<MemoryDisk> IoFaultsMatrix::image_;
+std::map<std::string, IoFaultsMatrix::Beginning> IoFaultsMatrix::beginnings_;
 std::vector<State> IoFaultsMatrix::states_;
-uint64_t IoFaultsMatrix::started_count_ = 0;
-uint64_t IoFaultsMatrix::sync_count_ = 0;
 
 TEST_P(IoFaultsMatrix, whichever_io_fails) {
-  const Kind& kind = GetParam();
+  const auto& [setting, kind] = GetParam();
   const bool syncs_only = kind.fault.io_kind == IoKind::sync;
-  const uint64_t count = syncs_only ? sync_count_ : started_count_;
-  ASSERT_GT(count, syncs_only ? 5u : 40u);
+  const Beginning& beginning = begin(setting);
+  const uint64_t count = syncs_only ? beginning.sync_count : beginning.started_count;
+  ASSERT_GT(count, syncs_only ? 1u : 15u);
   for (uint64_t index = 0; index < count; ++index) {
     SCOPED_TRACE(::testing::Message() << kind.name << " at I/O " << index << " of " << count);
-    live_and_die(kind, index);
+    live_and_die(setting, kind, index);
     if (HasFatalFailure()) return;
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(
-    Kinds, IoFaultsMatrix, ::testing::ValuesIn(kinds()), [](const auto& param) {
-      std::string name = param.param.name;
+    Kinds, IoFaultsMatrix, ::testing::ValuesIn(cases()), [](const auto& param) {
+      const Setting& setting = param.param.setting;
+      std::string name = concat(
+          setting.name, std::string_view(setting.name).empty() ? "" : " ", param.param.kind.name);
       std::replace_if(name.begin(), name.end(), [](char c) { return std::isalnum(c) == 0; }, '_');
       return name;
     });
