@@ -198,6 +198,7 @@ TEST_F(HalfWrittenTest, a_daemon_that_is_killed_before_it_was_read_again_leaves_
   expect_values(10, 2, 3);
   ASSERT_TRUE(heart_->sync(alive_).is_ok());
   EXPECT_EQ(heart_->job(alive_).lease_count(), 0u);
+  heart_.reset();  // before its keeper
 }
 
 }  // namespace

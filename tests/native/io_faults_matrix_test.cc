@@ -137,17 +137,26 @@ class Life {
     request.session_id = session_;
     request.groups = {{.settings = {.lr = 1e-2}, .shard_ids = {single, half}}};
     std::optional<Status> answer;
-    heart_.store().step(request, [&](const Status& done, const StepReport&) { answer = done; });
+    heart_.store().step(request, [&](const Status& done, const StepReport& report) {
+      answer = done;
+      disk_failed_ = !report.disk_error.empty();
+    });
     EXPECT_TRUE(until([&] { return answer.has_value(); })) << "a step hangs";
     return answer.value_or(error(StatusCode::deadline, "no answer"));
   }
 
   Status sync() {
     std::optional<Status> answer;
-    heart_.store().sync(session_, [&](const Status& done, const StepReport&) { answer = done; });
+    heart_.store().sync(session_, [&](const Status& done, const StepReport&) {
+      answer = done;
+      if (done.is_ok()) disk_failed_ = false;
+    });
     EXPECT_TRUE(until([&] { return answer.has_value(); })) << "a sync hangs";
     return answer.value_or(error(StatusCode::deadline, "no answer"));
   }
+
+  /// The last step was acknowledged as one that is in memory and not on disk.
+  bool disk_failed() const { return disk_failed_; }
 
   std::pair<Bytes, Status> get(Id id) {
     const Held held = lease(id, LeaseMode::read, Part::value);
@@ -217,6 +226,7 @@ class Life {
 
   uint64_t quiet_turns_ = 0;
   uint64_t stall_count_ = 0;
+  bool disk_failed_ = false;
   uint64_t session_ = 0;
   uint64_t segment_count_ = 0;
   Heart heart_;
@@ -435,6 +445,7 @@ class IoFaultsMatrix : public ::testing::TestWithParam<Case> {
   static void live_and_die(const Setting& setting, const Kind& kind, uint64_t index) {
     const auto disk = std::make_shared<MemoryDisk>(*begin(setting).disk);
     size_t acknowledged = 0;
+    bool disk_failed = false;
     {
       Life life(disk, setting, [&](MemoryQueue& io) {
         MemoryFault fault = kind.fault;
@@ -444,28 +455,26 @@ class IoFaultsMatrix : public ::testing::TestWithParam<Case> {
       if (life.heart().loaded.is_ok()) {
         life.attach();
         acknowledged = live(life, kind);
+        disk_failed = life.disk_failed();
       } else {
         EXPECT_TRUE(kind.for_ever) << life.heart().loaded.message();
       }
       EXPECT_GT(life.io().fault_hit_count(), 0u) << "there was no such I/O";
       if (kind.fault.kind == MemoryFaultKind::stall) EXPECT_GT(life.stall_count(), 0u);
     }
+    const size_t durable = disk_failed ? 0 : setting.durable(acknowledged);
     // One of the two after each run, unless there is time for both.
     const bool both = std::getenv("MEMD_MATRIX_FULL") != nullptr;
     const bool cuts_power = (index + std::strlen(kind.name)) % 2 == 0;
     if (both || !cuts_power) {  // only the process died
-      expect_commit(std::make_shared<MemoryDisk>(*disk),
-                    setting,
-                    setting.durable(acknowledged),
-                    acknowledged,
-                    kind.lies);
+      expect_commit(
+          std::make_shared<MemoryDisk>(*disk), setting, durable, acknowledged, kind.lies);
     }
     if (both || cuts_power) {  // nothing reached the medium that no sync covered
       disk->crash([](const UnsyncedWrite&) { return false; });
       // Against a device that only says that it synced nothing helps; still no bytes are wrong.
       const bool loses_syncs = kind.fault.kind == MemoryFaultKind::lost_write;
-      expect_commit(
-          disk, setting, loses_syncs ? 0 : setting.durable(acknowledged), acknowledged, kind.lies);
+      expect_commit(disk, setting, loses_syncs ? 0 : durable, acknowledged, kind.lies);
     }
   }
 
