@@ -285,7 +285,7 @@ def test_an_answer_that_is_lost_on_the_way_back_costs_nothing(
         answer = attach(self, request)
         if len(left_open) < 2:
             # As a data loader that was forked this moment: the daemon sees no end.
-            left_open.append(cast("Reattach", session._retrying).connection.duplicate())
+            left_open.append(cast("Reattach", session._streams._retrying).connection.duplicate())
             raise memd_client.DeadlineExceeded("the daemon answered too late")
         return answer
 
@@ -306,7 +306,7 @@ def test_a_connection_that_a_living_daemon_closes_is_made_anew(
     session = memd_client.connect(restarts.daemon.address, job="closed")
     session.put("a", torch.arange(1000.0))
     held = session.get("a")
-    closed = cast("Reattach", session._retrying).connection
+    closed = cast("Reattach", session._streams._retrying).connection
     closed._socket.send(b"no message of ours")
     assert select.select([closed._socket], [], [], PATIENCE_S)[0]
     session.put("b", torch.ones(300_000))

@@ -467,8 +467,7 @@ class IoFaultsMatrix : public ::testing::TestWithParam<Case> {
     const bool both = std::getenv("MEMD_MATRIX_FULL") != nullptr;
     const bool cuts_power = (index + std::strlen(kind.name)) % 2 == 0;
     if (both || !cuts_power) {  // only the process died
-      expect_commit(
-          std::make_shared<MemoryDisk>(*disk), setting, durable, acknowledged, kind.lies);
+      expect_commit(std::make_shared<MemoryDisk>(*disk), setting, durable, acknowledged, kind.lies);
     }
     if (both || cuts_power) {  // nothing reached the medium that no sync covered
       disk->crash([](const UnsyncedWrite&) { return false; });

@@ -100,7 +100,7 @@ def test_the_example_configuration_is_one_the_daemon_takes() -> None:
     settings_file = DEPLOY / "memd.toml"
     example = config.load(flags={}, environ={}, file=settings_file)
     given = {name for name, origin in example.origins.items() if origin == str(settings_file)}
-    assert given == {"socket", "data", "host", "nvme", "metrics", "scrub"}
+    assert given == {"socket", "data", "host", "nvme", "metrics", "scrub", "huge_pages"}
     assert settings(SOCKET)["ListenSequentialPacket"] == [str(example.settings.attach_socket)]
     assert example.settings.data == (Path("/var/lib") / settings(SERVICE)["StateDirectory"][0],)
 
