@@ -23,7 +23,8 @@ constexpr uint64_t kHourNs = 3600ull * 1'000'000'000;
 class ScrubTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    session_ = heart_.attach(heart_.open("job"));
+    // The state stays in memory beside all that is written back, whatever the order.
+    session_ = heart_.attach(heart_.open("job", kFloorSegments + 16));
     ids_ = heart_.declare(session_, {parameter("w", kElements), bytes_shard("blob", kBlobBytes)});
     heart_.write(session_, ids_[0], numbers(kElements, 1));
     heart_.write(session_, ids_[1], pattern(kBlobBytes, 2));
@@ -86,7 +87,7 @@ class ScrubTest : public ::testing::Test {
   }
 
   std::shared_ptr<MemoryDisk> disk_ = std::make_shared<MemoryDisk>(kDiskBytes);
-  Heart heart_{disk_, 2 * kFloorSegments + 16};
+  Heart heart_{disk_, 3 * kFloorSegments + 24};
   uint64_t session_ = 0;
   std::vector<uint32_t> ids_;
 };
