@@ -1,6 +1,8 @@
 // A writer dies: nothing that it had half written is read, and what others wrote beside it stays.
 #include <gtest/gtest.h>
 
+#include <vector>
+
 #include "store_fixture.h"
 
 namespace memd {
@@ -187,8 +189,8 @@ TEST_F(HalfWrittenTest, a_daemon_that_is_killed_before_it_was_read_again_leaves_
   ASSERT_TRUE(heart_->store().detach(dying_).is_ok());
   heart_->turns();
   heart_->kill();
-  [[maybe_unused]] static const Heart* dead = nullptr;  // refers to it: it is no leak
-  dead = heart_.release();
+  static auto* const dead = new std::vector<const Heart*>;  // refers to it: it is no leak
+  dead->push_back(heart_.release());
   heart_ = std::make_unique<Heart>(disk_, kFloorSegments + 8, &keeper);
   ASSERT_TRUE(heart_->loaded.is_ok()) << heart_->loaded.message();
   const auto resumed = heart_->store().resume_session(alive_, kOwner);
