@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+import memd_native
 from memd_proto.v1 import (
     attach_pb2,
     job_pb2_grpc,
@@ -222,7 +223,12 @@ class Attached:
     def attach(self, job: str, **fields: Any) -> session_pb2.AttachResponse:
         request = session_pb2.AttachRequest(
             job=job,
-            **{"protocol_version": 1, "world_size": 1, "without_shared_memory": True, **fields},
+            **{
+                "protocol_version": memd_native.PROTOCOL_VERSION,
+                "world_size": 1,
+                "without_shared_memory": True,
+                **fields,
+            },
         )
         answer: session_pb2.AttachResponse = self.call(self.sessions.Attach, request)
         return answer

@@ -109,6 +109,8 @@ _BY_CODE: dict[int, type[MemdError]] = {
 _DEVICE = 6
 CODE_NOT_FOUND = 2
 CODE_CAPACITY = 5
+CODE_DEADLINE = 9
+CODE_UNAVAILABLE = 10
 
 
 def from_code(code: int, message: str, error_number: int = 0) -> MemdError:

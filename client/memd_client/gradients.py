@@ -84,8 +84,8 @@ class GradientSlot:
 
     def take_back(self) -> None:
         """The step that had it came to nothing: memd holds it as before."""
-        with self._lock:
-            self._present = True
+        # Without the lock: a thread that holds it may be waiting in a lease to hear of this.
+        self._present = True
 
     def _overwrite(self, gradient: torch.Tensor, leases: Leases) -> None:
         leases.gradient(self._shard, MODE_OVERWRITE).copy_(gradient)

@@ -9,7 +9,15 @@ import torch
 
 import memd_native
 from memd_client.dtypes import dtype_number, torch_dtype
-from memd_client.errors import CODE_CAPACITY, CODE_NOT_FOUND, InvalidArgument, MemdError, from_code
+from memd_client.errors import (
+    CODE_CAPACITY,
+    CODE_DEADLINE,
+    CODE_NOT_FOUND,
+    CODE_UNAVAILABLE,
+    InvalidArgument,
+    MemdError,
+    from_code,
+)
 from memd_client.reattach import AtOnce
 from memd_native import MODE_OVERWRITE, MODE_READ, MODE_WRITE, PART_GRADIENT, PART_VALUE
 
@@ -29,6 +37,8 @@ __all__ = [
 
 # A miss waits for the disk, and perhaps for a step to end.
 _TIMEOUT_S = 60.0
+# How often a lease that follows a step looks whether that failed before it came to the store.
+_LOOK_S = 1.0
 
 
 class LeaseStatistics(Protocol):
@@ -55,8 +65,26 @@ class DataPlane(Protocol):
         timeout_s: float,
     ) -> Any: ...
     def prefetch(self, shard_id: int) -> None: ...
+    def follow(self, call: int) -> None: ...
     def statistics(self) -> LeaseStatistics: ...
     def close(self) -> None: ...
+
+
+class FollowedStep(Protocol):
+    """What leases need of `steps.Steps`."""
+
+    def settle_answered(self) -> bool: ...
+    def settle_for_lease(self) -> None: ...
+
+
+class NoStep:
+    """For leases that follow nothing."""
+
+    def settle_answered(self) -> bool:
+        return False
+
+    def settle_for_lease(self) -> None:
+        pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +128,8 @@ class Leases:
         self._plane = plane
         self._job = job
         self._retrying = retrying or AtOnce()
+        # What leases follow: where it fails they raise its error.
+        self.step: FollowedStep = NoStep()
 
     def value(self, shard: Shard, mode: int = MODE_READ) -> torch.Tensor:
         """The bytes of a parameter, buffer or blob, in the shard's shape."""
@@ -137,6 +167,10 @@ class Leases:
 
         self._retrying.calling(prefetch, lease=True)
 
+    def follow(self, call: int) -> None:
+        """Leases from now on come after the step of this call; 0: after none on its way."""
+        self._plane.follow(call)
+
     def statistics(self) -> LeaseStatistics:
         return self._plane.statistics()
 
@@ -147,13 +181,23 @@ class Leases:
         number = dtype_number(shard.dtype, name=shard.name)
 
         def ask() -> torch.Tensor:
-            try:
-                lease: torch.Tensor = self._plane.lease(
-                    shard.shard_id, part, mode, number, tuple(shard.shape), _TIMEOUT_S
-                )
-            except memd_native.StatusError as error:
-                raise self._translated(error, shard) from error
-            return lease
+            left_s = _TIMEOUT_S
+            while True:
+                follows = self.step.settle_answered()
+                timeout_s = min(left_s, _LOOK_S) if follows else left_s
+                left_s -= timeout_s
+                try:
+                    lease: torch.Tensor = self._plane.lease(
+                        shard.shard_id, part, mode, number, tuple(shard.shape), timeout_s
+                    )
+                except memd_native.StatusError as error:
+                    if error.code == CODE_DEADLINE and left_s > 0:
+                        continue
+                    if error.code not in (CODE_DEADLINE, CODE_UNAVAILABLE):
+                        # Where the step failed that is why, and its own error says more.
+                        self.step.settle_for_lease()
+                    raise self._translated(error, shard) from error
+                return lease
 
         return self._retrying.calling(ask, lease=True)
 

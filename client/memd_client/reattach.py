@@ -416,7 +416,7 @@ class RepeatedStep:
             self._is_lost = True  # another thread re-attaches this moment; `result` sends it
 
     def done(self) -> bool:
-        return self._call is not None and self._call.done()
+        return self._is_lost or (self._call is not None and self._call.done())
 
     def result(self) -> session_pb2.StepResponse:
         with self._lock:

@@ -119,6 +119,9 @@ class Session:
         self._step_count = 0
         self._step_seconds = 0.0
         self._open_steps = Steps(job=job, count=_weakly(self._count_step))
+        if leases is not None:
+            leases.step = self._open_steps
+            self._open_steps.follow = _weakly(leases.follow)
         self._optimizers: list[ref[torch.optim.Optimizer]] = []
         self._tracked: Tracked | None = None
         self._resumed = False
@@ -659,7 +662,12 @@ class Session:
                 for stage, buffer in staged
             ],
         )
-        self._open_steps.send(number, lambda: self._control.begin_step(request))
+
+        def begin(call: int) -> StepCall:
+            request.call = call
+            return self._control.begin_step(request)
+
+        self._open_steps.send(number, begin)
         self._may_commit = True
         if step is not None and any(target.stays for target in step.targets.values()):
             self._settle()

@@ -36,7 +36,10 @@ _NO_ANSWERS = (DaemonUnavailable, DeadlineExceeded, PermissionDenied, UnknownNam
 class StepCall(Protocol):
     """A Step call that was sent: `control.StepCall`."""
 
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Whether `result` has something to say, or to do."""
+        ...
+
     def result(self) -> session_pb2.StepResponse:
         """Waits for the answer; raises MemdError where there is none or it is an error. Asks again
         where it had none.
@@ -109,8 +112,9 @@ class Steps:
     """Seals, sends and settles the steps of one session: at most one is on its way.
 
     The daemon is asked over gRPC and leases travel through shared memory, so that a lease could
-    overtake the step it comes after and show the values before it. A lease of a parameter of a step
-    that is on its way therefore waits here, for the answer. Any thread may call.
+    overtake the step it comes after and show the values before it. What is asked for through the
+    ring therefore says which call of a step it follows, and the daemon lets it wait for that, and
+    then for the update of its own shard alone. Any thread may call.
     """
 
     def __init__(
@@ -122,6 +126,9 @@ class Steps:
         self.disk_error = ""  # why the last step that was to be on disk is not
         self._job = job
         self._count = count
+        # Told which call the leases of this session follow from now on; 0: none.
+        self.follow: Callable[[int], None] = lambda call: None
+        self._call_count = 0
         self._pending: _PendingStep | None = None
         # Shards of the last step, where an error was raised for it though it may be committed.
         self._raised: set[int] = set()
@@ -152,10 +159,17 @@ class Steps:
             self.open.targets.update((target.shard.shard_id, target) for target in targets)
             return self.open
 
-    def send(self, number: int, call: Callable[[], StepCall]) -> None:
-        """The open step, or one without gradients, is on its way when this returns."""
+    def send(self, number: int, call: Callable[[int], StepCall]) -> None:
+        """The open step, or one without gradients, is on its way when this returns. `call` is given
+        a number that no other call of the session has."""
         with self._lock:
-            sent = call()  # where it raises, the step is open as before
+            self._call_count += 1
+            self.follow(self._call_count)
+            try:
+                sent = call(self._call_count)
+            except BaseException:  # the step is open as before
+                self.follow(0)
+                raise
             step, self.open = self.open or OpenStep(), None
             self._raised, self._was_asked_again = set(), False
             self._pending = _PendingStep(number, sent, step, list(step.targets.values()))
@@ -285,6 +299,7 @@ class Steps:
 
     def _forget_pending(self) -> None:
         self._pending = None
+        self.follow(0)
         atexit.unregister(self._settle_at_exit)
 
     def _settle_at_exit(self) -> None:
@@ -298,14 +313,20 @@ class Steps:
             _log.error("%s", error)
 
     def settle_for(self, shard: Shard) -> None:
-        """Before a lease of a parameter: settles where the step on its way updates it, or is over;
-        raises where the open step does.
+        """Before a lease of a parameter: settles where the step on its way has its answer; raises
+        where the open step updates it.
         """
         if self.open is not None:
             self.refuse_if_sealed(shard, "its use")
+        self.settle_answered()
+
+    def settle_answered(self) -> bool:
+        """Settles where the step that is on its way has its answer, or needs somebody to ask for it
+        again. Whether one is on its way still."""
         pending = self._pending
-        if pending is not None and (shard.shard_id in pending.step.targets or pending.call.done()):
+        if pending is not None and pending.call.done():
             self.settle_for_lease()
+        return self._pending is not None
 
     def settle_for_lease(self) -> None:
         """As `settle`; the wait is one of leases."""

@@ -108,6 +108,7 @@ class SessionService:
                 (buffer.staged_shard_id, buffer.buffer_shard_id) for buffer in request.buffers
             ],
             step=request.step,
+            call=request.call,
             timeout_s=call.timeout_s(),
         )
         if report.disk_error:

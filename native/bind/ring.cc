@@ -170,6 +170,11 @@ void bind_ring(nb::module_& module) {
           [](ClientSession& self, uint32_t shard_id) { raise_unless_ok(self.prefetch(shard_id)); },
           "shard_id"_a,
           "Asks for the shard to be brought up; returns at once and may be dropped.")
+      .def("follow",
+           &ClientSession::follow,
+           "call"_a,
+           "What is asked for from now on comes after the step of this call, whichever of them "
+           "reaches the daemon first; 0: after none that is on its way.")
       .def("daemon_is_gone",
            &ClientSession::daemon_is_gone,
            "Whether the other end of the attach connection is closed.")

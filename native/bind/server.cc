@@ -474,11 +474,13 @@ void bind_server(nb::module_& module) {
              const std::vector<std::pair<AdamSettings, std::vector<uint32_t>>>& groups,
              const std::vector<std::pair<uint32_t, uint32_t>>& staged_buffers,
              uint64_t step,
+             uint64_t call,
              double timeout_s) {
             StepRequest request{.session_id = session_id,
                                 .groups = {},
                                 .staged_buffers = staged_buffers,
-                                .step = step};
+                                .step = step,
+                                .call = call};
             for (const auto& [settings, shard_ids] : groups) {
               request.groups.push_back({.settings = settings, .shard_ids = shard_ids});
             }
@@ -489,6 +491,7 @@ void bind_server(nb::module_& module) {
           nb::kw_only(),
           "staged_buffers"_a = std::vector<std::pair<uint32_t, uint32_t>>{},
           "step"_a = 0,
+          "call"_a = 0,
           "timeout_s"_a)
       .def(
           "sync",

@@ -352,6 +352,7 @@ Result<LeasedBytes> ClientSession::lease(uint32_t shard_id,
     request.part = part;
     request.mode = mode;
     request.timeout_ns = timeout_ns;
+    request.after_call = after_call_.load(std::memory_order_relaxed);
     if (Status status = submit(request); !status.is_ok()) {
       waiting_.erase(request_id);
       return status;
@@ -403,6 +404,7 @@ Status ClientSession::prefetch(uint32_t shard_id) {
   Request request{};
   request.opcode = Opcode::prefetch;
   request.shard_id = shard_id;
+  request.after_call = after_call_.load(std::memory_order_relaxed);
   const uint32_t head = layout_->header.request_head.load(std::memory_order_acquire);
   if (request_tail_ - head >= kRingEntries / 2) return Status::ok();  // a hint: leases come first
   return submit(request);

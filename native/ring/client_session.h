@@ -60,6 +60,9 @@ class ClientSession {
   void release(const LeasedBytes& lease) noexcept;
   /// May be dropped where the ring is full.
   Status prefetch(uint32_t shard_id);
+  /// What is asked for from now on comes after the step of this call, whichever of them reaches the
+  /// daemon first; 0: after none that is on its way.
+  void follow(uint64_t call) { after_call_.store(call, std::memory_order_relaxed); }
 
   /// Whether the attach connection's other end is closed: the daemon has ended. Also between
   /// suspend() and reconnect().
@@ -130,6 +133,7 @@ class ClientSession {
   std::atomic<uint64_t> mapped_bytes_{0};
 
   std::atomic<bool> closed_{false};
+  std::atomic<uint64_t> after_call_{0};
   std::atomic<uint64_t> lease_count_{0};
   std::atomic<uint64_t> lease_wait_ns_{0};
   std::atomic<int64_t> leases_held_{0};

@@ -14,7 +14,7 @@ namespace memd {
 
 /// Where what lies here changes, the ledger's version is raised too: a daemon that cannot read
 /// whose pins they are must not go on with the memory that they are on.
-inline constexpr uint32_t kProtocolVersion = 1;
+inline constexpr uint32_t kProtocolVersion = 2;
 inline constexpr uint64_t kSessionMagic = 0x3130'6e73'646d'656d;  // "memdsn01"
 
 inline constexpr uint32_t kRingEntries = 1024;
@@ -50,7 +50,8 @@ struct alignas(64) Request {
   uint16_t reserved16;
   uint32_t reserved32;
   uint64_t timeout_ns;
-  uint8_t reserved[32];
+  uint64_t after_call;  // the StepRequest::call that it follows; 0: none that is on its way
+  uint8_t reserved[24];
 };
 static_assert(sizeof(Request) == 64 &&
               alignof(Request) == 64);  // one cache line, one store to publish

@@ -107,6 +107,8 @@ class Entry {
   std::vector<Replica> replicas;
   uint32_t task_count = 0;  // tile tasks that use it
   bool is_in_step = false;  // a step that runs reads or replaces it
+  // What is read of it is what a step made of it that is not committed yet.
+  bool is_published = false;
 
  private:
   Residency residency_ = Residency::absent;

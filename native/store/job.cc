@@ -456,10 +456,10 @@ void Job::move_untold(Entry& entry, Residency from, Residency to) {
   if (!entry.is_resident()) policy.forget(entry.id);
   uint64_t generation = 0;
   if (entry.kind == EntryKind::bytes) {
-    generation = shards[entry.owner].generation;
+    generation = shards[entry.owner].leased_generation();
   } else if (entry.owner < buckets.size()) {
     for (const uint32_t shard_id : buckets[entry.owner].shards) {
-      generation = std::max(generation, shards[shard_id].generation);
+      generation = std::max(generation, shards[shard_id].leased_generation());
     }
   }
   const uint32_t pin = entry.slot == nullptr ? 0 : entry.slot->pin_first;
@@ -485,6 +485,9 @@ SlotRecord slot_record(const Slot& slot, SlotRole role) {
 SlotRecord slot_record(const Entry& entry, const Slot& slot, SlotRole role) {
   SlotRecord record = slot_record(slot, role);
   record.residency = entry.residency();
+  // The next daemon makes the update again, and must not take these bytes for those of the step
+  // before.
+  if (entry.is_published && entry.is_resident()) record.residency = Residency::filling;
   record.kind = entry.kind;
   record.owner = entry.kept_owner;
   record.has_service_writer = std::any_of(slot.service_pins.begin(),

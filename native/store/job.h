@@ -53,6 +53,8 @@ struct Shard {
   uint64_t generation = 0;
   bool written = false;
   bool deleted = false;
+  // Its update can be leased, and the next commit counts it.
+  bool is_published = false;
 
   // A parameter's place in its bucket.
   uint32_t bucket = 0;
@@ -67,6 +69,8 @@ struct Shard {
   Entry* gradient = nullptr;  // parameters only
 
   uint64_t offset_bytes() const { return element_offset * dtype_bytes(spec.dtype); }
+  /// Of the bytes that a lease shows.
+  uint64_t leased_generation() const { return generation + (is_published ? 1 : 0); }
 };
 
 /// Shards of one dtype that are fetched and updated together.
@@ -97,6 +101,11 @@ struct Session {
   SessionOwner owner{};
   /// The last step of this session that was committed, by the number its client gave; 0: none.
   uint64_t step_committed = 0;
+  /// StepRequest::call of the newest step that was asked for, and of the one that failed last, with
+  /// the reason.
+  uint64_t call_seen = 0;
+  uint64_t call_failed = 0;
+  Status call_failure{};
 };
 
 /// Pin counters in use: runs of them, one run a slot.

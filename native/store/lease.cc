@@ -50,7 +50,7 @@ void ShardStore::reply_granted(Job& job, Waiter& waiter, Slot& slot) {
                    .pin = request.mode == LeaseMode::read ? kReaderPin : kWriterPin,
                    .offset_bytes = slot.offset_bytes + (in_bucket ? shard.offset_bytes() : 0),
                    .length_bytes = shard.bytes,
-                   .generation = shard.generation,
+                   .generation = shard.leased_generation(),
                    .data = nullptr};
   grant.data = job.memory->arena().at(grant.offset_bytes);
   const bool writes = request.mode != LeaseMode::read;
@@ -116,6 +116,13 @@ ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
     return refuse(error(StatusCode::not_found, "the shard was deleted: ", request.shard_id));
   }
   Entry& entry = *found;
+  if (!request.for_service && request.after_call != 0) {
+    const Session& session = *sessions_.at(request.session_id);
+    if (request.after_call == session.call_failed) return refuse(session.call_failure);
+    if (request.after_call > session.call_seen) {
+      return wait(concat("the step before it, which has not come yet: ", job.describe(entry)));
+    }
+  }
   job.settle_pending(entry);
   const uint32_t index = entry.kind == EntryKind::bytes ? 0 : shard.index_in_bucket;
   const bool reads = request.mode == LeaseMode::read;
@@ -140,6 +147,11 @@ ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
     if (!written) return wait(concat("its first writer: ", job.describe(entry)));
   }
   if (!job.stopped.is_ok()) return refuse(job.stopped);
+  if (entry.kind == EntryKind::parameter) {
+    if (std::string what = update_before(job, request, entry); !what.empty()) {
+      return wait(std::move(what));
+    }
+  }
   if (!reads && request.part == Part::gradient && shard.gradient_session == kSealedGradient) {
     return wait(concat("the step that uses ", job.describe(entry)));
   }

@@ -16,7 +16,7 @@ namespace memd {
 namespace {
 
 constexpr uint64_t kLedgerMagic = 0x3130'676c'646d'656d;  // "memdlg01"
-constexpr uint32_t kLedgerVersion = 1;
+constexpr uint32_t kLedgerVersion = 2;
 
 // Sparse: pages that nobody touched cost nothing.
 constexpr uint32_t kClaimsMax = 1u << 16;
@@ -213,11 +213,12 @@ uint64_t loose_checksum(const LooseWords& words) {
 }
 
 std::vector<std::byte> encode_step(const StepRequest& request) {
-  static_assert(sizeof(StepRequest) == 64, "a field was added: write and read it here");
+  static_assert(sizeof(StepRequest) == 72, "a field was added: write and read it here");
   std::vector<std::byte> out;
   FieldWriter writer(out);
   writer.put(request.session_id);
   writer.put(request.step);
+  writer.put(request.call);
   writer.put(static_cast<uint32_t>(request.groups.size()));
   for (const StepGroup& group : request.groups) {
     const AdamSettings& settings = group.settings;
@@ -242,6 +243,7 @@ Result<StepRequest> decode_step(std::span<const std::byte> bytes) {
   StepRequest request;
   request.session_id = reader.get<uint64_t>();
   request.step = reader.get<uint64_t>();
+  request.call = reader.get<uint64_t>();
   const auto group_count = reader.get<uint32_t>();
   for (uint32_t i = 0; i < group_count && !reader.overrun(); ++i) {
     StepGroup group;

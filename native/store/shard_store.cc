@@ -662,7 +662,8 @@ bool ShardStore::serve(Session& session) {
            .mode = prefetch ? LeaseMode::read : request.mode,
            .timeout_ns = request.timeout_ns,
            .for_service = false,
-           .prefetch = prefetch},
+           .prefetch = prefetch,
+           .after_call = request.after_call},
           [this, session_id, prefetch, request_id = request.request_id](const Status& status,
                                                                         const LeaseGrant& grant) {
             const auto found = sessions_.find(session_id);

@@ -58,6 +58,7 @@ struct LeaseRequest {
   bool for_service = false;
   /// Only brings the shard up; dropped where there is no room at once.
   bool prefetch = false;
+  uint64_t after_call = 0;  // the StepRequest::call that it follows; 0: none
 };
 
 struct OpenJobRequest {
@@ -365,6 +366,12 @@ class ShardStore {
   void start_step(const std::shared_ptr<StepState>& state);
   void hold_entries(StepState& state);
   void let_go_of_entries(StepState& state);
+  void publish_bucket(StepState& state, const Bucket& bucket);
+  /// What a lease of a parameter's value has to wait for: its update, or the commit of it. Empty:
+  /// for nothing.
+  std::string update_before(const Job& job, const LeaseRequest& request, const Entry& entry) const;
+  void note_call(const StepRequest& request);
+  void note_call_failed(const Job& job, const StepRequest& request, const Status& why);
   Status swap_staged_buffers(const std::shared_ptr<StepState>& state);
   void update_buckets(const std::shared_ptr<StepState>& state);
   void update_bucket(const std::shared_ptr<StepState>& state,
@@ -377,7 +384,9 @@ class ShardStore {
   static void exchange_buffers(StepState& state, bool swapped);
   void drop_staged(const StepState& state);
   void unseal(StepState& state);
-  void undo_step(const std::shared_ptr<StepState>& state);
+  /// And finishes it with this error.
+  void undo_step(const std::shared_ptr<StepState>& state, const Status& why);
+  void undo_now(const std::shared_ptr<StepState>& state);
   void commit_step(const std::shared_ptr<StepState>& state);
   void commit_in_memory(const std::shared_ptr<StepState>& state);
   void commit_to_disk(const std::shared_ptr<StepState>& state, Done done);

@@ -118,8 +118,11 @@ struct ShardStore::StepState {
   /// shard id → its group, for the shards of this step.
   std::unordered_map<uint32_t, size_t> group_of;
   std::set<uint32_t> buckets;
-  /// What the step reads and replaces: nobody fetches, writes or evicts it before the step ended.
+  /// What the step reads and replaces: nobody fetches, writes or evicts it before the step ended,
+  /// or, of a parameter whose update is published, nobody writes it.
   std::vector<Entry*> held;
+  bool is_undoing = false;
+  bool is_over = false;    // committed, or undone
   bool in_memory = false;  // a step that is committed in memory, and on disk as well where to_disk
   bool to_disk = true;
   bool updating = false;
@@ -373,6 +376,7 @@ bool ShardStore::joins_earlier_step(Job& job, const StepRequest& request, StepDo
     if (state->request.session_id != request.session_id || state->request.step != request.step)
       continue;
     state->also_done.push_back(std::move(done));
+    state->request.call = request.call;
     return true;
   }
   if (request.step > job.committed_step) return false;
@@ -382,17 +386,20 @@ bool ShardStore::joins_earlier_step(Job& job, const StepRequest& request, StepDo
     report.committed_step = job.committed_step;
     report.durable_step = job.durable_step;
     report.disk_error = job.disk_error.message();
+    if (!repeated.is_ok()) note_call_failed(job, request, repeated);
     done(repeated, report);
   } else {
     // That its own gradients made this step is not known: silence could lose one.
-    done(error(StatusCode::fenced,
-               "job ",
-               job.name,
-               " stands at step ",
-               job.committed_step,
-               ", which another session made; go on from there: this one closes step ",
-               request.step),
-         {});
+    const Status refusal =
+        error(StatusCode::fenced,
+              "job ",
+              job.name,
+              " stands at step ",
+              job.committed_step,
+              ", which another session made; go on from there: this one closes step ",
+              request.step);
+    note_call_failed(job, request, refusal);
+    done(refusal, {});
   }
   return true;
 }
@@ -407,16 +414,41 @@ void ShardStore::step(StepRequest request, StepDone done) {
   const auto owner = job_of(request.session_id);
   if (!owner.is_ok()) return done(owner.status(), {});
   Job& job = *owner.value();
+  note_call(request);
   if (joins_earlier_step(job, request, done)) return;
-  if (Status status = check_step(job, request); !status.is_ok()) return done(status, {});
+  if (Status status = check_step(job, request); !status.is_ok()) {
+    note_call_failed(job, request, status);
+    return done(status, {});
+  }
   std::optional<size_t> place;
   if (job.ledger != nullptr && !MEMD_PLANTED("ledger.step_not_recorded")) {
     const auto closed = job.ledger->close_step(request);
-    if (!closed.is_ok()) return done(closed.status(), {});
+    if (!closed.is_ok()) {
+      note_call_failed(job, request, closed.status());
+      return done(closed.status(), {});
+    }
     place = closed.value();
     MEMD_FAILPOINT("ledger.step_closed");
   }
   accept_step(job, std::move(request), place, std::move(done));
+}
+
+void ShardStore::note_call(const StepRequest& request) {
+  const auto session = sessions_.find(request.session_id);
+  if (session == sessions_.end()) return;
+  session->second->call_seen = std::max(session->second->call_seen, request.call);
+}
+
+// Whoever follows it in the ring would compute with what it was to replace.
+void ShardStore::note_call_failed(const Job& job, const StepRequest& request, const Status& why) {
+  const auto session = sessions_.find(request.session_id);
+  if (session == sessions_.end() || request.call == 0) return;
+  session->second->call_failed = request.call;
+  session->second->call_failure = error(why.code(),
+                                        "the step before it was not made; the job stands at step ",
+                                        job.committed_step,
+                                        ": ",
+                                        why.message());
 }
 
 void ShardStore::accept_step(
@@ -434,6 +466,7 @@ void ShardStore::accept_step(
       job.note_shard(shard_id);
     }
   }
+  note_call(request);
   state->request = std::move(request);
   state->place = place;
   state->done = std::move(done);
@@ -645,10 +678,45 @@ void ShardStore::hold_entries(StepState& state) {
 void ShardStore::let_go_of_entries(StepState& state) {
   MEMD_FAILPOINT("step.letting_go");
   for (Entry* const entry : state.held) {
-    --entry->task_count;
+    if (!entry->is_published) --entry->task_count;
     entry->is_in_step = false;
+    entry->is_published = false;
   }
   state.held.clear();
+  for (const auto& [shard_id, group] : state.group_of)
+    state.job->shards[shard_id].is_published = false;
+}
+
+// The session of the step goes on with the new values at once. Everybody else sees what is
+// committed.
+void ShardStore::publish_bucket(StepState& state, const Bucket& bucket) {
+  Job& job = *state.job;
+  Entry& value = *bucket.value;
+  for (const uint32_t shard_id : bucket.shards)
+    job.shards[shard_id].is_published = state.group_of.contains(shard_id);
+  value.is_published = true;
+  if (value.residency() == Residency::filling)
+    job.move(value, Residency::filling, Residency::clean);
+  --value.task_count;
+  MEMD_FAILPOINT("step.bucket_published");
+}
+
+std::string ShardStore::update_before(const Job& job,
+                                      const LeaseRequest& request,
+                                      const Entry& entry) const {
+  for (const auto& state : queues_.at(job.job_id).steps) {
+    if (state->is_over || !state->buckets.contains(entry.owner)) continue;
+    const bool is_own = !request.for_service && state->request.session_id == request.session_id;
+    if (is_own && !state->group_of.contains(request.shard_id) && !entry.is_in_step) continue;
+    const bool has_begun = !state->held.empty();
+    if (!is_own && !has_begun) continue;
+    const bool can_be_read = is_own && entry.is_published && !state->is_undoing;
+    if (can_be_read && request.mode == LeaseMode::read) continue;
+    if (!is_own || request.mode != LeaseMode::read)
+      return concat("a step that uses ", job.describe(entry));
+    return concat("an update of ", job.describe(entry));
+  }
+  return {};
 }
 
 Status ShardStore::swap_staged_buffers(const std::shared_ptr<StepState>& state) {
@@ -736,7 +804,15 @@ void ShardStore::update_buckets(const std::shared_ptr<StepState>& state) {
     state->updating = true;
   }
   auto join = Join::start([this, state](const Status& status) { finish_updates(state, status); });
-  for (const uint32_t index : state->buckets) update_bucket(state, job.buckets[index], join);
+  for (const uint32_t index : state->buckets) {
+    Bucket& bucket = job.buckets[index];
+    auto updated = Join::start([this, state, &bucket, done = join->branch()](const Status& status) {
+      if (status.is_ok() && state->is_step) publish_bucket(*state, bucket);
+      done(status);
+    });
+    update_bucket(state, bucket, updated);
+    updated->finish(Status::ok());
+  }
   join->finish(Status::ok());
 }
 
@@ -838,11 +914,9 @@ void ShardStore::finish_updates(const std::shared_ptr<StepState>& state, const S
                         ": ",
                         status.message());
     job.goes_to_disk = true;
-    undo_step(state);
-    return finish_step(state, job.stopped);
+    return undo_step(state, job.stopped);
   }
-  undo_step(state);
-  finish_step(state, status);
+  undo_step(state, status);
 }
 
 void ShardStore::unseal(StepState& state) {
@@ -859,11 +933,27 @@ void ShardStore::unseal(StepState& state) {
   });
 }
 
-void ShardStore::undo_step(const std::shared_ptr<StepState>& state) {
+void ShardStore::undo_step(const std::shared_ptr<StepState>& state, const Status& why) {
+  // What was published may be on its way from the disk, from extents that go back now.
+  state->is_undoing = true;
+  Job& job = *state->job;
+  const auto is_still = [state] {
+    return std::none_of(state->held.begin(), state->held.end(), [](const Entry* entry) {
+      return entry->is_published && entry->task_count != 0;
+    });
+  };
+  when(job, is_still, [this, state, why] {
+    undo_now(state);
+    finish_step(state, why);
+  });
+}
+
+void ShardStore::undo_now(const std::shared_ptr<StepState>& state) {
   MEMD_FAILPOINT("step.undoing");
   // N stays: nothing of N + 1 may be seen.
   Job& job = *state->job;
   let_go_of_entries(*state);
+  state->is_over = true;
   if (state->updating) {
     // In memory there is nothing to go back to: the job is stopped.
     if (!state->in_memory) job.drop_clean_tiles();
@@ -915,8 +1005,7 @@ void ShardStore::commit_step(const std::shared_ptr<StepState>& state) {
       // sync leaves both at N, and the catalogue's tag says which of them the ledger builds on.
       const bool is_outcome_unknown = state->is_step && !was_broken && !extents_.broken().is_ok();
       if (is_outcome_unknown && its.ledger != nullptr) its.ledger->give_up();
-      undo_step(state);
-      return finish_step(state, status);
+      return undo_step(state, status);
     }
     publish_step(state);
     finish_step(state, Status::ok());
@@ -926,12 +1015,11 @@ void ShardStore::commit_step(const std::shared_ptr<StepState>& state) {
 void ShardStore::publish_step(const std::shared_ptr<StepState>& state) {
   Job& job = *state->job;
   let_go_of_entries(*state);
+  state->is_over = true;
   drop_staged(*state);
   for (const uint32_t index : state->buckets) {
-    Entry& value = *job.buckets[index].value;
-    if (value.residency() == Residency::filling) {
-      job.move(value, Residency::filling, Residency::clean);
-    }
+    const Entry& value = *job.buckets[index].value;
+    if (value.is_resident()) job.note(value);
   }
   MEMD_FAILPOINT("step.before_gradients_dropped");
   const Shard* const first = job.shards.data();
@@ -1047,6 +1135,7 @@ void ShardStore::finish_step(const std::shared_ptr<StepState>& state, const Stat
   const uint64_t job_id = job.job_id;
   if (state->is_step) {
     std::erase(queues_.at(job_id).steps, state);
+    if (!status.is_ok()) note_call_failed(job, state->request, status);
     const auto session = sessions_.find(state->request.session_id);
     if (status.is_ok() && session != sessions_.end() && state->request.step != 0)
       session->second->step_committed = state->request.step;

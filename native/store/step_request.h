@@ -22,6 +22,9 @@ struct StepRequest {
   /// The step that this closes, so that a call may be repeated: what this session has committed
   /// under the number, or is committing, is not done twice. 0: not said.
   uint64_t step = 0;
+  /// Counts the steps that this session asks for, also those that fail: leases say which of them
+  /// they follow. 0: not said.
+  uint64_t call = 0;
 };
 
 }  // namespace memd

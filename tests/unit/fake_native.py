@@ -383,9 +383,10 @@ class FakeServer:
         *,
         staged_buffers: Sequence[tuple[int, int]] = (),
         step: int = 0,
+        call: int = 0,
         timeout_s: float,
     ) -> StepReport:
-        del step
+        del step, call
         job = self._job(session_id)
         job.info.committed_step += 1
         return StepReport(

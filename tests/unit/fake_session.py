@@ -25,7 +25,7 @@ from memd_proto.v1 import job_pb2, session_pb2, tensor_pb2, types_pb2
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-_NOT_FOUND, _ALREADY_EXISTS, _CAPACITY, _FENCED, _DEADLINE = 2, 3, 5, 8, 9
+_INVALID_ARGUMENT, _NOT_FOUND, _ALREADY_EXISTS, _CAPACITY, _FENCED, _DEADLINE = 1, 2, 3, 5, 8, 9
 
 
 def status_error(code: int, message: str) -> memd_native.StatusError:
@@ -73,22 +73,36 @@ class FakeShard:
 
 
 class FakeCall:
-    """A step that the daemon makes only when its answer is waited for: whoever does not wait sees
-    the state before it. Where that fails the next wait asks again.
+    """A step that comes to the daemon only when its answer is waited for, or a lease that follows
+    it: whoever says nothing of it sees the state before it. Where that fails the next wait asks
+    again.
     """
 
-    def __init__(self, make: Callable[[], session_pb2.StepResponse]) -> None:
-        self._make: Callable[[], session_pb2.StepResponse] | None = make
+    def __init__(self, make: Callable[[], session_pb2.StepResponse | BaseException]) -> None:
+        self._make: Callable[[], session_pb2.StepResponse | BaseException] | None = make
         self._response = session_pb2.StepResponse()
+        self._failure: BaseException | None = None
         self._was_asked = False
+        self.is_refused = False
+
+    def arrive(self) -> None:
+        if self._make is None or self._failure is not None:
+            return
+        self._was_asked = True
+        made = self._make()
+        if isinstance(made, BaseException):
+            self._failure = made
+        else:
+            self._response, self._make = made, None
 
     def done(self) -> bool:
         return self._was_asked
 
     def result(self) -> session_pb2.StepResponse:
-        self._was_asked = True
-        if self._make is not None:
-            self._response, self._make = self._make(), None
+        self.arrive()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         return self._response
 
     def seconds(self) -> float:
@@ -117,6 +131,8 @@ class FakeDaemon:
     committed_step: int = 0
     session_count: int = 0
     last_steps: dict[int, int] = field(default_factory=dict)  # that a session has made
+    step_calls: dict[int, FakeCall] = field(default_factory=dict)  # of the last session
+    followed_call: int = 0
     step_failures: list[Exception] = field(default_factory=list)  # what the next steps raise
     # What is raised instead of the next answers, of steps that are made.
     lost_answers: list[BaseException] = field(default_factory=list)
@@ -155,6 +171,11 @@ class FakeDaemon:
         timeout_s: float,
     ) -> torch.Tensor:
         assert timeout_s > 0
+        if self.followed_call:
+            call = self.step_calls[self.followed_call]
+            call.arrive()
+            if call.is_refused:
+                raise status_error(_INVALID_ARGUMENT, "the step before it was not made")
         shard = self.shards[shard_id]
         if (dtype, list(shape)) != (shard.spec.dtype, list(shard.spec.shape)):
             raise status_error(
@@ -219,6 +240,9 @@ class FakeDaemon:
     def prefetch(self, shard_id: int) -> None:
         self.calls.append(f"prefetch {self.shards[shard_id].spec.name}")
 
+    def follow(self, call: int) -> None:
+        self.followed_call = call
+
     def statistics(self) -> FakeStatistics:
         return FakeStatistics(self.lease_count, 0.0, len(self.leases))
 
@@ -269,18 +293,22 @@ class FakeDaemon:
 
     def begin_step(self, request: session_pb2.StepRequest) -> FakeCall:
         self.calls.append("step")
-        return FakeCall(lambda: self._step(request))
+        call = FakeCall(lambda: self._step(request))
+        self.step_calls[request.call] = call
+        return call
 
-    def _step(self, request: session_pb2.StepRequest) -> session_pb2.StepResponse:
+    def _step(self, request: session_pb2.StepRequest) -> session_pb2.StepResponse | BaseException:
+        """Its answer, or what is raised instead of one."""
         if self.step_failures:
-            raise self.step_failures.pop(0)
+            self.step_calls[request.call].is_refused = True
+            return self.step_failures.pop(0)
         if request.step != self.committed_step + 1:
             if request.step != self.last_steps.get(request.session_id):
-                raise from_code(_FENCED, f"the job stands at step {self.committed_step}")
+                return from_code(_FENCED, f"the job stands at step {self.committed_step}")
         else:
             self._make_step(request)
         if self.lost_answers:
-            raise self.lost_answers.pop(0)
+            return self.lost_answers.pop(0)
         if not self.disk_error:
             self.durable_step = self.committed_step
         return session_pb2.StepResponse(

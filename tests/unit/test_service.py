@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import (  # type: ignore[import-untyped]  # no type
     reflection_pb2_grpc,
 )
 
+import memd_native
 from memd.peers import Peer, Peers
 from memd.refusal import StatusCode
 from memd.service.control import SERVICES, ControlServer
@@ -93,7 +94,7 @@ class Caller:
 
     def attach(self, **fields: Any) -> session_pb2.AttachResponse:
         request = {
-            "protocol_version": 1,
+            "protocol_version": memd_native.PROTOCOL_VERSION,
             "job": "gpt",
             "world_size": 1,
             "durability": "step",
@@ -223,7 +224,7 @@ def test_another_protocol_version_is_refused_with_both_named(service: Service) -
     refusal = refusal_of(error)
     assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT
     assert "version 7" in refusal.message
-    assert "version 1" in refusal.message
+    assert f"version {memd_native.PROTOCOL_VERSION}" in refusal.message
     assert "install the same memd" in refusal.message
     assert service.server.jobs() == []
 

@@ -32,7 +32,7 @@ def adam_update_bf16(isa: str, settings: AdamSettings, t: int, half: Annotated[N
     Update number `t`, from 1, of bf16 arrays of equal length, in place; `half` and `gradient` hold bf16 as uint16.
     """
 
-PROTOCOL_VERSION: int = 1
+PROTOCOL_VERSION: int = 2
 
 PART_VALUE: int = 0
 
@@ -74,6 +74,11 @@ class ClientSession:
     def prefetch(self, shard_id: int) -> None:
         """
         Asks for the shard to be brought up; returns at once and may be dropped.
+        """
+
+    def follow(self, call: int) -> None:
+        """
+        What is asked for from now on comes after the step of this call, whichever of them reaches the daemon first; 0: after none that is on its way.
         """
 
     def daemon_is_gone(self) -> bool:
@@ -565,7 +570,7 @@ class Server:
 
     def declare(self, session_id: int, shards: Sequence[ShardSpec]) -> tuple[list[ShardInfo], bool]: ...
 
-    def step(self, session_id: int, groups: Sequence[tuple[AdamSettings, Sequence[int]]], *, staged_buffers: Sequence[tuple[int, int]] = [], step: int = 0, timeout_s: float) -> StepReport: ...
+    def step(self, session_id: int, groups: Sequence[tuple[AdamSettings, Sequence[int]]], *, staged_buffers: Sequence[tuple[int, int]] = [], step: int = 0, call: int = 0, timeout_s: float) -> StepReport: ...
 
     def sync(self, session_id: int, *, timeout_s: float) -> StepReport: ...
 

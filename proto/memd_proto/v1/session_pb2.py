@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from memd_proto.v1 import types_pb2 as memd_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15memd/v1/session.proto\x12\x07memd.v1\x1a\x13memd/v1/types.proto\"\xdb\x01\n\rAttachRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x12\n\nhost_bytes\x18\x05 \x01(\x04\x12\x12\n\nnvme_bytes\x18\x06 \x01(\x04\x12\x12\n\ndurability\x18\x07 \x01(\t\x12\r\n\x05\x66resh\x18\x08 \x01(\x08\x12\x1d\n\x15without_shared_memory\x18\t \x01(\x08\x12\x17\n\x0fkept_session_id\x18\n \x01(\x04\"\xf4\x01\n\x0e\x41ttachResponse\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0e\n\x06job_id\x18\x02 \x01(\x04\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x08\x12\x16\n\x0e\x63ommitted_step\x18\x04 \x01(\x04\x12\x12\n\nhost_bytes\x18\x05 \x01(\x04\x12\x12\n\nnvme_bytes\x18\x06 \x01(\x04\x12\x15\n\rsegment_bytes\x18\x07 \x01(\x04\x12\x1c\n\x14\x61rena_reserved_bytes\x18\x08 \x01(\x04\x12\x0c\n\x04kept\x18\t \x01(\x08\x12\x14\n\x0c\x63losing_step\x18\n \x01(\x04\x12\x14\n\x0c\x64urable_step\x18\x0b \x01(\x04\"#\n\rDetachRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\"(\n\x0e\x44\x65tachResponse\x12\x16\n\x0eleases_dropped\x18\x01 \x01(\r\"H\n\x0e\x44\x65\x63lareRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\"\n\x06shards\x18\x02 \x03(\x0b\x32\x12.memd.v1.ShardSpec\"H\n\x0f\x44\x65\x63lareResponse\x12\x1e\n\x06shards\x18\x01 \x03(\x0b\x32\x0e.memd.v1.Shard\x12\x15\n\rgradients_fit\x18\x02 \x01(\x08\"n\n\x0c\x41\x64\x61mSettings\x12\n\n\x02lr\x18\x01 \x01(\x01\x12\r\n\x05\x62\x65ta1\x18\x02 \x01(\x01\x12\r\n\x05\x62\x65ta2\x18\x03 \x01(\x01\x12\x0b\n\x03\x65ps\x18\x04 \x01(\x01\x12\x14\n\x0cweight_decay\x18\x05 \x01(\x01\x12\x11\n\tdecoupled\x18\x06 \x01(\x08\"G\n\tStepGroup\x12\'\n\x08settings\x18\x01 \x01(\x0b\x32\x15.memd.v1.AdamSettings\x12\x11\n\tshard_ids\x18\x02 \x03(\r\"{\n\x0bStepRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\"\n\x06groups\x18\x02 \x03(\x0b\x32\x12.memd.v1.StepGroup\x12&\n\x07\x62uffers\x18\x03 \x03(\x0b\x32\x15.memd.v1.StagedBuffer\x12\x0c\n\x04step\x18\x04 \x01(\x04\"@\n\x0cStagedBuffer\x12\x17\n\x0fstaged_shard_id\x18\x01 \x01(\r\x12\x17\n\x0f\x62uffer_shard_id\x18\x02 \x01(\r\"\xd8\x01\n\x0cStepResponse\x12\x16\n\x0e\x63ommitted_step\x18\x01 \x01(\x04\x12\x14\n\x0cread_seconds\x18\x02 \x01(\x01\x12\x16\n\x0eupdate_seconds\x18\x03 \x01(\x01\x12\x15\n\rwrite_seconds\x18\x04 \x01(\x01\x12\x16\n\x0e\x63ommit_seconds\x18\x05 \x01(\x01\x12\x12\n\nread_bytes\x18\x06 \x01(\x04\x12\x15\n\rwritten_bytes\x18\x07 \x01(\x04\x12\x14\n\x0c\x64urable_step\x18\x08 \x01(\x04\x12\x12\n\ndisk_error\x18\t \x01(\t\"!\n\x0bSyncRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\"=\n\x0cSyncResponse\x12\x16\n\x0e\x63ommitted_step\x18\x01 \x01(\x04\x12\x15\n\rwritten_bytes\x18\x02 \x01(\x04\"=\n\x14\x44ropGradientsRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x11\n\tshard_ids\x18\x02 \x03(\r\"\x17\n\x15\x44ropGradientsResponse\"2\n\rDeleteRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05names\x18\x02 \x03(\t\"\'\n\x0e\x44\x65leteResponse\x12\x15\n\rnames_unknown\x18\x01 \x03(\t\"\'\n\x11ListShardsRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\"4\n\x12ListShardsResponse\x12\x1e\n\x06shards\x18\x01 \x03(\x0b\x32\x0e.memd.v1.Shard2\x80\x04\n\x0eSessionService\x12\x39\n\x06\x41ttach\x12\x16.memd.v1.AttachRequest\x1a\x17.memd.v1.AttachResponse\x12\x39\n\x06\x44\x65tach\x12\x16.memd.v1.DetachRequest\x1a\x17.memd.v1.DetachResponse\x12<\n\x07\x44\x65\x63lare\x12\x17.memd.v1.DeclareRequest\x1a\x18.memd.v1.DeclareResponse\x12\x33\n\x04Step\x12\x14.memd.v1.StepRequest\x1a\x15.memd.v1.StepResponse\x12\x33\n\x04Sync\x12\x14.memd.v1.SyncRequest\x1a\x15.memd.v1.SyncResponse\x12N\n\rDropGradients\x12\x1d.memd.v1.DropGradientsRequest\x1a\x1e.memd.v1.DropGradientsResponse\x12\x39\n\x06\x44\x65lete\x12\x16.memd.v1.DeleteRequest\x1a\x17.memd.v1.DeleteResponse\x12\x45\n\nListShards\x12\x1a.memd.v1.ListShardsRequest\x1a\x1b.memd.v1.ListShardsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15memd/v1/session.proto\x12\x07memd.v1\x1a\x13memd/v1/types.proto\"\xdb\x01\n\rAttachRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x12\n\nhost_bytes\x18\x05 \x01(\x04\x12\x12\n\nnvme_bytes\x18\x06 \x01(\x04\x12\x12\n\ndurability\x18\x07 \x01(\t\x12\r\n\x05\x66resh\x18\x08 \x01(\x08\x12\x1d\n\x15without_shared_memory\x18\t \x01(\x08\x12\x17\n\x0fkept_session_id\x18\n \x01(\x04\"\xf4\x01\n\x0e\x41ttachResponse\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0e\n\x06job_id\x18\x02 \x01(\x04\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x08\x12\x16\n\x0e\x63ommitted_step\x18\x04 \x01(\x04\x12\x12\n\nhost_bytes\x18\x05 \x01(\x04\x12\x12\n\nnvme_bytes\x18\x06 \x01(\x04\x12\x15\n\rsegment_bytes\x18\x07 \x01(\x04\x12\x1c\n\x14\x61rena_reserved_bytes\x18\x08 \x01(\x04\x12\x0c\n\x04kept\x18\t \x01(\x08\x12\x14\n\x0c\x63losing_step\x18\n \x01(\x04\x12\x14\n\x0c\x64urable_step\x18\x0b \x01(\x04\"#\n\rDetachRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\"(\n\x0e\x44\x65tachResponse\x12\x16\n\x0eleases_dropped\x18\x01 \x01(\r\"H\n\x0e\x44\x65\x63lareRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\"\n\x06shards\x18\x02 \x03(\x0b\x32\x12.memd.v1.ShardSpec\"H\n\x0f\x44\x65\x63lareResponse\x12\x1e\n\x06shards\x18\x01 \x03(\x0b\x32\x0e.memd.v1.Shard\x12\x15\n\rgradients_fit\x18\x02 \x01(\x08\"n\n\x0c\x41\x64\x61mSettings\x12\n\n\x02lr\x18\x01 \x01(\x01\x12\r\n\x05\x62\x65ta1\x18\x02 \x01(\x01\x12\r\n\x05\x62\x65ta2\x18\x03 \x01(\x01\x12\x0b\n\x03\x65ps\x18\x04 \x01(\x01\x12\x14\n\x0cweight_decay\x18\x05 \x01(\x01\x12\x11\n\tdecoupled\x18\x06 \x01(\x08\"G\n\tStepGroup\x12\'\n\x08settings\x18\x01 \x01(\x0b\x32\x15.memd.v1.AdamSettings\x12\x11\n\tshard_ids\x18\x02 \x03(\r\"\x89\x01\n\x0bStepRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\"\n\x06groups\x18\x02 \x03(\x0b\x32\x12.memd.v1.StepGroup\x12&\n\x07\x62uffers\x18\x03 \x03(\x0b\x32\x15.memd.v1.StagedBuffer\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x0c\n\x04\x63\x61ll\x18\x05 \x01(\x04\"@\n\x0cStagedBuffer\x12\x17\n\x0fstaged_shard_id\x18\x01 \x01(\r\x12\x17\n\x0f\x62uffer_shard_id\x18\x02 \x01(\r\"\xd8\x01\n\x0cStepResponse\x12\x16\n\x0e\x63ommitted_step\x18\x01 \x01(\x04\x12\x14\n\x0cread_seconds\x18\x02 \x01(\x01\x12\x16\n\x0eupdate_seconds\x18\x03 \x01(\x01\x12\x15\n\rwrite_seconds\x18\x04 \x01(\x01\x12\x16\n\x0e\x63ommit_seconds\x18\x05 \x01(\x01\x12\x12\n\nread_bytes\x18\x06 \x01(\x04\x12\x15\n\rwritten_bytes\x18\x07 \x01(\x04\x12\x14\n\x0c\x64urable_step\x18\x08 \x01(\x04\x12\x12\n\ndisk_error\x18\t \x01(\t\"!\n\x0bSyncRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\"=\n\x0cSyncResponse\x12\x16\n\x0e\x63ommitted_step\x18\x01 \x01(\x04\x12\x15\n\rwritten_bytes\x18\x02 \x01(\x04\"=\n\x14\x44ropGradientsRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x11\n\tshard_ids\x18\x02 \x03(\r\"\x17\n\x15\x44ropGradientsResponse\"2\n\rDeleteRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05names\x18\x02 \x03(\t\"\'\n\x0e\x44\x65leteResponse\x12\x15\n\rnames_unknown\x18\x01 \x03(\t\"\'\n\x11ListShardsRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\"4\n\x12ListShardsResponse\x12\x1e\n\x06shards\x18\x01 \x03(\x0b\x32\x0e.memd.v1.Shard2\x80\x04\n\x0eSessionService\x12\x39\n\x06\x41ttach\x12\x16.memd.v1.AttachRequest\x1a\x17.memd.v1.AttachResponse\x12\x39\n\x06\x44\x65tach\x12\x16.memd.v1.DetachRequest\x1a\x17.memd.v1.DetachResponse\x12<\n\x07\x44\x65\x63lare\x12\x17.memd.v1.DeclareRequest\x1a\x18.memd.v1.DeclareResponse\x12\x33\n\x04Step\x12\x14.memd.v1.StepRequest\x1a\x15.memd.v1.StepResponse\x12\x33\n\x04Sync\x12\x14.memd.v1.SyncRequest\x1a\x15.memd.v1.SyncResponse\x12N\n\rDropGradients\x12\x1d.memd.v1.DropGradientsRequest\x1a\x1e.memd.v1.DropGradientsResponse\x12\x39\n\x06\x44\x65lete\x12\x16.memd.v1.DeleteRequest\x1a\x17.memd.v1.DeleteResponse\x12\x45\n\nListShards\x12\x1a.memd.v1.ListShardsRequest\x1a\x1b.memd.v1.ListShardsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,28 +48,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ADAMSETTINGS']._serialized_end=861
   _globals['_STEPGROUP']._serialized_start=863
   _globals['_STEPGROUP']._serialized_end=934
-  _globals['_STEPREQUEST']._serialized_start=936
-  _globals['_STEPREQUEST']._serialized_end=1059
-  _globals['_STAGEDBUFFER']._serialized_start=1061
-  _globals['_STAGEDBUFFER']._serialized_end=1125
-  _globals['_STEPRESPONSE']._serialized_start=1128
-  _globals['_STEPRESPONSE']._serialized_end=1344
-  _globals['_SYNCREQUEST']._serialized_start=1346
-  _globals['_SYNCREQUEST']._serialized_end=1379
-  _globals['_SYNCRESPONSE']._serialized_start=1381
-  _globals['_SYNCRESPONSE']._serialized_end=1442
-  _globals['_DROPGRADIENTSREQUEST']._serialized_start=1444
-  _globals['_DROPGRADIENTSREQUEST']._serialized_end=1505
-  _globals['_DROPGRADIENTSRESPONSE']._serialized_start=1507
-  _globals['_DROPGRADIENTSRESPONSE']._serialized_end=1530
-  _globals['_DELETEREQUEST']._serialized_start=1532
-  _globals['_DELETEREQUEST']._serialized_end=1582
-  _globals['_DELETERESPONSE']._serialized_start=1584
-  _globals['_DELETERESPONSE']._serialized_end=1623
-  _globals['_LISTSHARDSREQUEST']._serialized_start=1625
-  _globals['_LISTSHARDSREQUEST']._serialized_end=1664
-  _globals['_LISTSHARDSRESPONSE']._serialized_start=1666
-  _globals['_LISTSHARDSRESPONSE']._serialized_end=1718
-  _globals['_SESSIONSERVICE']._serialized_start=1721
-  _globals['_SESSIONSERVICE']._serialized_end=2233
+  _globals['_STEPREQUEST']._serialized_start=937
+  _globals['_STEPREQUEST']._serialized_end=1074
+  _globals['_STAGEDBUFFER']._serialized_start=1076
+  _globals['_STAGEDBUFFER']._serialized_end=1140
+  _globals['_STEPRESPONSE']._serialized_start=1143
+  _globals['_STEPRESPONSE']._serialized_end=1359
+  _globals['_SYNCREQUEST']._serialized_start=1361
+  _globals['_SYNCREQUEST']._serialized_end=1394
+  _globals['_SYNCRESPONSE']._serialized_start=1396
+  _globals['_SYNCRESPONSE']._serialized_end=1457
+  _globals['_DROPGRADIENTSREQUEST']._serialized_start=1459
+  _globals['_DROPGRADIENTSREQUEST']._serialized_end=1520
+  _globals['_DROPGRADIENTSRESPONSE']._serialized_start=1522
+  _globals['_DROPGRADIENTSRESPONSE']._serialized_end=1545
+  _globals['_DELETEREQUEST']._serialized_start=1547
+  _globals['_DELETEREQUEST']._serialized_end=1597
+  _globals['_DELETERESPONSE']._serialized_start=1599
+  _globals['_DELETERESPONSE']._serialized_end=1638
+  _globals['_LISTSHARDSREQUEST']._serialized_start=1640
+  _globals['_LISTSHARDSREQUEST']._serialized_end=1679
+  _globals['_LISTSHARDSRESPONSE']._serialized_start=1681
+  _globals['_LISTSHARDSRESPONSE']._serialized_end=1733
+  _globals['_SESSIONSERVICE']._serialized_start=1736
+  _globals['_SESSIONSERVICE']._serialized_end=2248
 # @@protoc_insertion_point(module_scope)

@@ -110,16 +110,18 @@ class StepGroup(_message.Message):
     def __init__(self, settings: _Optional[_Union[AdamSettings, _Mapping]] = ..., shard_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("session_id", "groups", "buffers", "step")
+    __slots__ = ("session_id", "groups", "buffers", "step", "call")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     BUFFERS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     groups: _containers.RepeatedCompositeFieldContainer[StepGroup]
     buffers: _containers.RepeatedCompositeFieldContainer[StagedBuffer]
     step: int
-    def __init__(self, session_id: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[StepGroup, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[StagedBuffer, _Mapping]]] = ..., step: _Optional[int] = ...) -> None: ...
+    call: int
+    def __init__(self, session_id: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[StepGroup, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[StagedBuffer, _Mapping]]] = ..., step: _Optional[int] = ..., call: _Optional[int] = ...) -> None: ...
 
 class StagedBuffer(_message.Message):
     __slots__ = ("staged_shard_id", "buffer_shard_id")
