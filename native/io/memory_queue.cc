@@ -119,8 +119,10 @@ void MemoryQueue::start(IoOp& op) {
   if (options_.automatic) wake();
 }
 
-void MemoryQueue::release_stalled() {
-  for (InFlight& entry : in_flight_) entry.stalled = false;
+void MemoryQueue::release_stalled(std::optional<uint64_t> offset_bytes) {
+  for (InFlight& entry : in_flight_) {
+    if (!offset_bytes || touches(*entry.op, *offset_bytes)) entry.stalled = false;
+  }
   if (options_.automatic) wake();
 }
 

@@ -110,7 +110,8 @@ class MemoryQueue final : public TransferQueue {
   /// Chunks started so far: what a fault's skip_count counts where it matches any.
   uint64_t started_count() const { return started_count_; }
   bool has_stalled() const;
-  void release_stalled();
+  /// Those that touch this byte; all, where absent.
+  void release_stalled(std::optional<uint64_t> offset_bytes = std::nullopt);
   using TransferQueue::lift_fence;
 
   /// Chunks that complete_at() can choose from: in flight and not stalled, oldest first.

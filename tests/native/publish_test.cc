@@ -1,0 +1,245 @@
+// Parameters whose update is made while the step that makes it still runs.
+#include <gtest/gtest.h>
+
+#include "store_fixture.h"
+
+namespace memd {
+namespace {
+
+using testing::bytes_shard;
+using testing::Heart;
+using testing::Held;
+using testing::kDiskBytes;
+using testing::kFloorSegments;
+using testing::kQuotaBytes;
+using testing::numbers;
+using testing::parameter;
+using testing::pattern;
+using testing::Twin;
+
+constexpr uint64_t kFirst = kTileElements;  // a bucket of its own
+constexpr uint64_t kSecond = 3 * kTileElements;
+
+/// Two parameters after one step, and a second step that is held up where it reads the state of
+/// `second`.
+class PublishTest : public ::testing::Test {
+ protected:
+  void make(uint64_t arena_segments) {
+    heart_ = std::make_unique<Heart>(disk_, 2 * kFloorSegments + 24);
+    session_ = heart_->attach(heart_->open("job", arena_segments));
+    ids_ = heart_->declare(session_, {parameter("first", kFirst), parameter("second", kSecond)});
+    twins_ = {Twin::fp32(numbers(kFirst, 1)), Twin::fp32(numbers(kSecond, 2))};
+    for (int i : {0, 1}) heart_->write(session_, ids_[i], twins_[i].theta);
+    put_gradients(10);
+    ASSERT_TRUE(heart_->step(request(1)).first.is_ok());
+    step_twins(10);
+    for (int i : {0, 1}) old_.push_back(twins_[i].theta);
+    job().drop_all_cached_tiles();
+    put_gradients(20);
+    step_twins(20);
+  }
+  void put_gradients(uint32_t seed) {
+    heart_->write(session_, ids_[0], numbers(kFirst, seed), Part::gradient);
+    heart_->write(session_, ids_[1], numbers(kSecond, seed + 1), Part::gradient);
+  }
+  void step_twins(uint32_t seed) {
+    twins_[0].step(settings_, numbers(kFirst, seed));
+    twins_[1].step(settings_, numbers(kSecond, seed + 1));
+  }
+  StepRequest request(uint64_t call) const {
+    return {.session_id = session_,
+            .groups = {{.settings = settings_, .shard_ids = {ids_[0], ids_[1]}}},
+            .staged_buffers = {},
+            .step = 0,
+            .call = call};
+  }
+  Job& job() { return heart_->job(session_); }
+  std::shared_ptr<std::optional<Held>> ask(uint32_t index,
+                                           uint64_t after_call,
+                                           LeaseMode mode = LeaseMode::read,
+                                           Part part = Part::value) {
+    return heart_->ask({.session_id = session_,
+                        .shard_id = ids_[index],
+                        .part = part,
+                        .mode = mode,
+                        .timeout_ns = 60'000'000'000,
+                        .for_service = false,
+                        .prefetch = false,
+                        .after_call = after_call});
+  }
+  /// The second step, until `first` is updated and the state of `second` cannot be read.
+  void begin_step(uint64_t call) {
+    heart_->faults().add_fault(
+        {.kind = MemoryFaultKind::stall,
+         .io_kind = IoKind::read,
+         .offset_bytes = job().buckets[1].rest[2].extent.address.offset_bytes});
+    done_.reset();
+    heart_->store().step(request(call),
+                         [this](const Status& status, const StepReport&) { done_ = status; });
+    ASSERT_TRUE(heart_->until([&] {
+      return job().buckets[0].value->is_published && heart_->faults().fault_hit_count() > 0;
+    }));
+    ASSERT_FALSE(done_.has_value());
+  }
+  /// What is held up goes on, and its tile finds no room on the disk.
+  void fail_step() {
+    job().nvme_bytes = job().nvme_bytes_used;
+    heart_->faults().clear_faults();
+    heart_->faults().release_stalled(job().buckets[1].rest[2].extent.address.offset_bytes);
+  }
+  void expect_values(uint32_t index, const std::vector<float>& values) {
+    const Held held = heart_->lease(session_, ids_[index]);
+    ASSERT_TRUE(held.is_ok()) << held.status.message();
+    EXPECT_TRUE(std::equal(values.begin(), values.end(), held.as<float>().begin()));
+    heart_->release(held);
+  }
+
+  std::shared_ptr<MemoryDisk> disk_ = std::make_shared<MemoryDisk>(kDiskBytes);
+  std::unique_ptr<Heart> heart_;
+  uint64_t session_ = 0;
+  std::vector<uint32_t> ids_;
+  std::vector<Twin> twins_;
+  std::vector<std::vector<float>> old_;  // after the first step
+  std::optional<Status> done_;
+  const AdamSettings settings_{.lr = 1e-2};
+};
+
+TEST_F(PublishTest, the_steps_session_goes_on_with_what_is_updated_and_nobody_else_does) {
+  make(24);
+  const uint64_t other = heart_->attach(job().job_id);
+  begin_step(2);
+  const auto mine = ask(0, 2);
+  ASSERT_TRUE(mine->has_value()) << "its update is made";
+  ASSERT_TRUE((*mine)->is_ok()) << (*mine)->status.message();
+  EXPECT_TRUE(std::equal(
+      twins_[0].theta.begin(), twins_[0].theta.end(), (*mine)->as<float>().begin()));
+  EXPECT_EQ((*mine)->grant.generation, 2u);
+  EXPECT_EQ(job().committed_step, 1u);
+  EXPECT_EQ(job().shards[ids_[0]].generation, 1u) << "the commit counts it";
+  const auto second = ask(1, 2);
+  const auto others = heart_->ask(other, ids_[0]);
+  const auto for_service = heart_->ask({.session_id = session_,
+                                        .shard_id = ids_[0],
+                                        .part = Part::value,
+                                        .mode = LeaseMode::read,
+                                        .timeout_ns = 60'000'000'000,
+                                        .for_service = true});
+  const auto writer = ask(0, 2, LeaseMode::write);
+  const auto gradient = ask(0, 2, LeaseMode::overwrite, Part::gradient);
+  heart_->turns();
+  for (const auto& waiting : {second, others, for_service, writer, gradient}) {
+    EXPECT_FALSE(waiting->has_value());
+  }
+  heart_->release(**mine);
+  heart_->faults().clear_faults();
+  heart_->faults().release_stalled();
+  ASSERT_TRUE(heart_->until([&] {
+    return done_ && second->has_value() && others->has_value() && for_service->has_value() &&
+           gradient->has_value();
+  }));
+  EXPECT_TRUE(done_->is_ok()) << done_->message();
+  for (const auto& reader : {others, for_service}) {
+    ASSERT_TRUE((*reader)->is_ok()) << (*reader)->status.message();
+    EXPECT_TRUE(std::equal(
+        twins_[0].theta.begin(), twins_[0].theta.end(), (*reader)->as<float>().begin()));
+    EXPECT_EQ((*reader)->grant.generation, 2u);
+  }
+  heart_->release(**second);
+  heart_->release(**others);
+  heart_->store().release_service_lease(job().job_id, (*for_service)->grant, false);
+  heart_->release(**gradient);
+  ASSERT_TRUE(heart_->until([&] { return writer->has_value(); }));
+  heart_->release(**writer);
+  for (int i : {0, 1}) expect_values(i, twins_[i].theta);
+}
+
+TEST_F(PublishTest, a_lease_that_overtakes_its_step_waits_for_it) {
+  make(24);
+  const auto early = ask(0, 2);
+  const auto unrelated = ask(1, 0);
+  heart_->turns();
+  EXPECT_FALSE(early->has_value());
+  ASSERT_TRUE(unrelated->has_value()) << "it follows nothing";
+  heart_->release(**unrelated);
+  ASSERT_TRUE(heart_->step(request(2)).first.is_ok());
+  ASSERT_TRUE(heart_->until([&] { return early->has_value(); }));
+  ASSERT_TRUE((*early)->is_ok()) << (*early)->status.message();
+  EXPECT_TRUE(std::equal(
+      twins_[0].theta.begin(), twins_[0].theta.end(), (*early)->as<float>().begin()));
+  heart_->release(**early);
+}
+
+TEST_F(PublishTest, a_lease_after_a_step_that_is_refused_says_so) {
+  make(24);
+  const auto early = ask(0, 2);
+  StepRequest wrong = request(2);
+  wrong.groups[0].shard_ids.push_back(77);
+  EXPECT_EQ(heart_->step(wrong).first.code(), StatusCode::not_found);
+  ASSERT_TRUE(heart_->until([&] { return early->has_value(); }));
+  EXPECT_EQ((*early)->status.code(), StatusCode::not_found);
+  EXPECT_NE((*early)->status.message().find("the step before it was not made"), std::string::npos)
+      << (*early)->status.message();
+  const auto late = ask(0, 2, LeaseMode::overwrite, Part::gradient);
+  ASSERT_TRUE(late->has_value());
+  EXPECT_FALSE((*late)->is_ok()) << "its gradient is the refused step's";
+  ASSERT_TRUE(heart_->step(request(3)).first.is_ok());
+  for (int i : {0, 1}) expect_values(i, twins_[i].theta);
+}
+
+TEST_F(PublishTest, what_a_failed_step_has_published_is_taken_back) {
+  make(24);
+  begin_step(2);
+  const auto seen = ask(0, 2);
+  ASSERT_TRUE(seen->has_value() && (*seen)->is_ok());
+  const auto waiting = ask(1, 2);
+  fail_step();
+  ASSERT_TRUE(heart_->until([&] { return done_ && waiting->has_value(); }));
+  EXPECT_FALSE(done_->is_ok());
+  EXPECT_EQ((*waiting)->status.code(), done_->code());
+  EXPECT_EQ(job().committed_step, 1u);
+  EXPECT_TRUE(std::equal(
+      twins_[0].theta.begin(), twins_[0].theta.end(), (*seen)->as<float>().begin()))
+      << "a live view is never written";
+  heart_->release(**seen);
+  job().nvme_bytes = kQuotaBytes;
+  for (int i : {0, 1}) expect_values(i, old_[i]);
+  const auto again = ask(0, 2);
+  ASSERT_TRUE(again->has_value());
+  EXPECT_FALSE((*again)->is_ok());
+  ASSERT_TRUE(heart_->step(request(3)).first.is_ok()) << "its gradients are as they were";
+  for (int i : {0, 1}) expect_values(i, twins_[i].theta);
+  EXPECT_TRUE(job().lost.names().empty());
+}
+
+TEST_F(PublishTest, what_was_published_and_evicted_comes_back_from_where_no_catalogue_leads) {
+  make(24);
+  begin_step(2);
+  Entry& first = *job().buckets[0].value;
+  const ExtentRecord extent = first.replicas[0].extent;
+  ASSERT_TRUE(extent.exists());
+  job().move(first, Residency::clean, Residency::absent);
+  job().free_slot(std::move(first.slot));
+  heart_->faults().add_fault({.kind = MemoryFaultKind::stall,
+                              .io_kind = IoKind::read,
+                              .offset_bytes = extent.address.offset_bytes});
+  const uint64_t hits = heart_->faults().fault_hit_count();
+  const auto reader = ask(0, 2);
+  ASSERT_TRUE(heart_->until([&] { return heart_->faults().fault_hit_count() == hits + 1; }));
+  // The step fails while the fetch is under way: nothing is undone below it.
+  fail_step();
+  heart_->turns();
+  EXPECT_FALSE(done_.has_value());
+  EXPECT_EQ(first.replicas[0].extent.address.offset_bytes, extent.address.offset_bytes);
+  heart_->faults().release_stalled();
+  ASSERT_TRUE(heart_->until([&] { return done_ && reader->has_value(); }));
+  EXPECT_FALSE(done_->is_ok());
+  if ((*reader)->is_ok()) heart_->release(**reader);
+  job().nvme_bytes = kQuotaBytes;
+  EXPECT_TRUE(job().lost.names().empty());
+  for (int i : {0, 1}) expect_values(i, old_[i]);
+  ASSERT_TRUE(heart_->step(request(3)).first.is_ok());
+  for (int i : {0, 1}) expect_values(i, twins_[i].theta);
+}
+
+}  // namespace
+}  // namespace memd
