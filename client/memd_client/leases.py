@@ -14,6 +14,7 @@ from memd_client.errors import (
     CODE_DEADLINE,
     CODE_NOT_FOUND,
     CODE_UNAVAILABLE,
+    DaemonUnavailable,
     InvalidArgument,
     MemdError,
     from_code,
@@ -199,7 +200,12 @@ class Leases:
                     raise self._translated(error, shard) from error
                 return lease
 
-        return self._retrying.calling(ask, lease=True)
+        try:
+            return self._retrying.calling(ask, lease=True)
+        except DaemonUnavailable:
+            # What that means for the step that is on its way is what matters most.
+            self.step.settle_for_lease()
+            raise
 
     def _translated(self, error: memd_native.StatusError, shard: Shard) -> MemdError:
         message = f"job {self._job!r}, shard {shard.name!r}: {error}"
