@@ -256,6 +256,16 @@ def _about_jobs(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
         committed.add_metric([job.name], job.committed_step)
         durable.add_metric([job.name], job.durable_step)
         lost.add_metric([job.name], len(job.lost_shards))
+    waits = CounterMetricFamily(
+        "memd_lease_wait_reason_seconds",
+        "Time that leases waited, by what for: their bytes on disk, the update of their own shard, "
+        "a step, the step that has the gradient's slot, room, a writer.",
+        labels=["memd_job", "reason"],
+    )
+    for each in jobs:
+        for reason, wait_s in each.lease_wait_reason_seconds.items():
+            waits.add_metric([each.job.name, reason], wait_s)
+    yield waits
     yield lost
     yield used
     yield quota

@@ -272,6 +272,7 @@ class Session:
             leases_held=leases.leases_held if leases else 0,
             lease_wait_seconds=self._open_steps.lease_wait_seconds
             + (leases.lease_wait_seconds if leases else 0.0),
+            lease_wait_reason_seconds=leases.lease_wait_reason_seconds if leases else {},
             parameter_count=len(self.entries),
             step_count=self._step_count,
             step_seconds=self._step_seconds,

@@ -17,6 +17,10 @@ class SessionStatistics:
     leases_held: int  # alive at this moment
     # Of this process, for all leases together; the wait for the step before them included.
     lease_wait_seconds: float
+    # What of it the daemon made leases wait, by what each waited for most: "disk", "update" of its
+    # own shard, "step" (its arrival, or a commit), "gradient" (the step that has its slot), "room",
+    # "writer". The rest is the way there and back.
+    lease_wait_reason_seconds: dict[str, float]
     parameter_count: int  # of living modules and optimizers
     step_count: int
     step_seconds: (

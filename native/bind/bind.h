@@ -3,10 +3,17 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/string.h>
 
+#include <array>
+#include <cstdint>
+#include <map>
+#include <string>
 #include <utility>
 
 #include "base/status.h"
+#include "ring/layout.h"
 
 namespace memd {
 
@@ -22,6 +29,15 @@ void bind_server(nanobind::module_& module);
 void bind_check(nanobind::module_& module);
 /// What `memd bench` measures.
 void bind_bench(nanobind::module_& module);
+
+/// By LeaseWait, with its names.
+inline std::map<std::string, double> seconds_by_reason(
+    const std::array<uint64_t, kLeaseWaitCount>& wait_ns) {
+  std::map<std::string, double> seconds;
+  for (size_t i = 0; i < kLeaseWaitCount; ++i)
+    seconds[kLeaseWaitNames[i]] = static_cast<double>(wait_ns[i]) * 1e-9;
+  return seconds;
+}
 
 /// Raises StatusError with the status's message, code and errno. Called with the GIL.
 [[noreturn]] void raise(const Status& status);

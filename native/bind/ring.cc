@@ -136,6 +136,9 @@ void bind_ring(nb::module_& module) {
                    [](const ClientStatistics& self) {
                      return static_cast<double>(self.lease_wait_ns) * 1e-9;
                    })
+      .def_prop_ro(
+          "lease_wait_reason_seconds",
+          [](const ClientStatistics& self) { return seconds_by_reason(self.lease_wait_reason_ns); })
       .def_ro("leases_held", &ClientStatistics::leases_held);
 
   nb::class_<ClientSession>(module,

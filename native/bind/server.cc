@@ -250,6 +250,10 @@ void bind_statistics(nb::module_& module) {
                    [](const JobStatistics& self) { return self.counters.lease_misses; })
       .def_prop_ro("lease_wait_seconds",
                    [](const JobStatistics& self) { return seconds(self.counters.lease_wait_ns); })
+      .def_prop_ro("lease_wait_reason_seconds",
+                   [](const JobStatistics& self) {
+                     return seconds_by_reason(self.counters.lease_wait_reason_ns);
+                   })
       .def_prop_ro("fetched_bytes",
                    [](const JobStatistics& self) { return self.counters.fetched_bytes; })
       .def_prop_ro("evicted_bytes",

@@ -367,6 +367,8 @@ Result<LeasedBytes> ClientSession::lease(uint32_t shard_id,
                   std::move(result.message),
                   completion.error_number);
   }
+  lease_wait_reason_ns_[completion.wait_reason % kLeaseWaitCount].fetch_add(
+      completion.wait_ns, std::memory_order_relaxed);
   lease_count_.fetch_add(1, std::memory_order_relaxed);
   leases_held_.fetch_add(1, std::memory_order_relaxed);
   const LeasedBytes lease{.data = base_ + completion.offset_bytes,
@@ -411,9 +413,15 @@ Status ClientSession::prefetch(uint32_t shard_id) {
 }
 
 ClientStatistics ClientSession::statistics() const {
-  return {.lease_count = lease_count_.load(std::memory_order_relaxed),
-          .lease_wait_ns = lease_wait_ns_.load(std::memory_order_relaxed),
-          .leases_held = leases_held_.load(std::memory_order_relaxed)};
+  ClientStatistics statistics{.lease_count = lease_count_.load(std::memory_order_relaxed),
+                              .lease_wait_ns = lease_wait_ns_.load(std::memory_order_relaxed),
+                              .lease_wait_reason_ns = {},
+                              .leases_held = leases_held_.load(std::memory_order_relaxed)};
+  for (size_t reason = 0; reason < kLeaseWaitCount; ++reason) {
+    statistics.lease_wait_reason_ns[reason] =
+        lease_wait_reason_ns_[reason].load(std::memory_order_relaxed);
+  }
+  return statistics;
 }
 
 }  // namespace memd

@@ -1,6 +1,7 @@
 // A trainer's end: rings, pins, and the arena mapped back to back.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -44,6 +45,8 @@ struct LeasedBytes {
 struct ClientStatistics {
   uint64_t lease_count = 0;
   uint64_t lease_wait_ns = 0;
+  /// What of it the daemon made leases wait, by LeaseWait; each lease's by what most of it was for.
+  std::array<uint64_t, kLeaseWaitCount> lease_wait_reason_ns{};
   int64_t leases_held = 0;
 };
 
@@ -136,6 +139,7 @@ class ClientSession {
   std::atomic<uint64_t> after_call_{0};
   std::atomic<uint64_t> lease_count_{0};
   std::atomic<uint64_t> lease_wait_ns_{0};
+  std::array<std::atomic<uint64_t>, kLeaseWaitCount> lease_wait_reason_ns_{};
   std::atomic<int64_t> leases_held_{0};
 };
 

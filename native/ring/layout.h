@@ -5,6 +5,7 @@
 // then validated. Nothing here is a pointer; everything has a fixed width.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 
@@ -41,6 +42,19 @@ enum class Part : uint8_t { value = 0, gradient = 1 };
 /// both are alone.
 enum class LeaseMode : uint8_t { read = 0, write = 1, overwrite = 2 };
 
+/// What a lease waits for in the daemon. The numbers travel in completions: append, never renumber.
+enum class LeaseWait : uint8_t {
+  disk = 0,      // its bytes are on their way from the disk or to it
+  update = 1,    // the update of its own shard
+  step = 2,      // a step that has not come yet, or a commit
+  gradient = 3,  // the step that has the gradient in its slot
+  room = 4,      // room in the arena
+  writer = 5,    // whoever writes it
+};
+inline constexpr size_t kLeaseWaitCount = 6;
+inline constexpr std::array<const char*, kLeaseWaitCount> kLeaseWaitNames{
+    "disk", "update", "step", "gradient", "room", "writer"};
+
 struct alignas(64) Request {
   uint64_t request_id;
   Opcode opcode;
@@ -65,7 +79,9 @@ struct alignas(64) Completion {
   uint64_t offset_bytes;  // of the shard's bytes, from the arena's start
   uint64_t length_bytes;
   uint64_t generation;
-  uint8_t reserved[16];
+  uint64_t wait_ns;      // in the daemon
+  uint32_t wait_reason;  // LeaseWait: what most of it was for
+  uint32_t reserved32;
 };
 static_assert(sizeof(Completion) == 64 && alignof(Completion) == 64);
 

@@ -33,8 +33,10 @@ void ShardStore::lease(const LeaseRequest& request, LeaseReply reply) {
                      .reply = std::move(reply),
                      .started_ns = clock_.now_ns(),
                      .counted_as_miss = false,
+                     .reason = LeaseWait::disk,
                      .waits_on = {},
-                     .counted_ns = clock_.now_ns()});
+                     .counted_ns = clock_.now_ns(),
+                     .waited_ns = {}});
   Waiter& waiter = waiters.back();
   MEMD_FAILPOINT("lease.asked");
   // Those before it go first only where they wait for room.
@@ -51,7 +53,12 @@ void ShardStore::reply_granted(Job& job, Waiter& waiter, Slot& slot) {
                    .offset_bytes = slot.offset_bytes + (in_bucket ? shard.offset_bytes() : 0),
                    .length_bytes = shard.bytes,
                    .generation = shard.leased_generation(),
-                   .data = nullptr};
+                   .data = nullptr,
+                   .wait_ns = 0,
+                   .wait_reason = LeaseWait::disk};
+  const auto longest = std::max_element(waiter.waited_ns.begin(), waiter.waited_ns.end());
+  grant.wait_reason = static_cast<LeaseWait>(longest - waiter.waited_ns.begin());
+  for (const uint64_t wait_ns : waiter.waited_ns) grant.wait_ns += wait_ns;
   grant.data = job.memory->arena().at(grant.offset_bytes);
   const bool writes = request.mode != LeaseMode::read;
   const Entry* const entry = job.find_entry(request.shard_id, request.part);
@@ -107,10 +114,8 @@ ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
     reply(status, {});
     return Grant::done;
   };
-  const auto wait = [&](std::string what, Grant grant = Grant::waiting) {
-    waiter.counted_as_miss = true;
-    waiter.waits_on = std::move(what);
-    return grant;
+  const auto wait = [&](LeaseWait reason, std::string what) {
+    return put_off(waiter, reason, std::move(what));
   };
   if (found == nullptr) {
     return refuse(error(StatusCode::not_found, "the shard was deleted: ", request.shard_id));
@@ -120,7 +125,8 @@ ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
     const Session& session = *sessions_.at(request.session_id);
     if (request.after_call == session.call_failed) return refuse(session.call_failure);
     if (request.after_call > session.call_seen) {
-      return wait(concat("the step before it, which has not come yet: ", job.describe(entry)));
+      return wait(LeaseWait::step,
+                  concat("the step before it, which has not come yet: ", job.describe(entry)));
     }
   }
   job.settle_pending(entry);
@@ -129,7 +135,7 @@ ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
 
   if (entry.owner != entry.kept_owner) {
     // A staged buffer and the one whose place it takes: which of them it is, its commit says.
-    return wait(concat("a step that uses ", job.describe(entry)));
+    return wait(LeaseWait::step, concat("a step that uses ", job.describe(entry)));
   }
   if (reads) {
     const bool written =
@@ -144,25 +150,26 @@ ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
                               ? " has no gradient; run backward first"
                               : " was declared but never written; put it first"));
     }
-    if (!written) return wait(concat("its first writer: ", job.describe(entry)));
+    if (!written) return wait(LeaseWait::writer, concat("its first writer: ", job.describe(entry)));
   }
   if (!job.stopped.is_ok()) return refuse(job.stopped);
   if (entry.kind == EntryKind::parameter) {
-    if (std::string what = update_before(job, request, entry); !what.empty()) {
-      return wait(std::move(what));
+    if (auto before = update_before(job, request, entry)) {
+      return wait(before->first, std::move(before->second));
     }
   }
   if (!reads && request.part == Part::gradient && shard.gradient_session == kSealedGradient) {
-    return wait(concat("the step that uses ", job.describe(entry)));
+    return wait(LeaseWait::gradient, concat("the step that uses ", job.describe(entry)));
   }
   if (entry.residency() == Residency::filling) {
-    return wait(concat("the disk or an update: ", job.describe(entry), " is filling"));
+    return wait(LeaseWait::disk,
+                concat("the disk or an update: ", job.describe(entry), " is filling"));
   }
   if (entry.residency() == Residency::draining) {
-    return wait(concat("the disk: ", job.describe(entry), " is draining"));
+    return wait(LeaseWait::disk, concat("the disk: ", job.describe(entry), " is draining"));
   }
   if (!reads && entry.kind == EntryKind::parameter && queues_.at(job.job_id).holds_writers) {
-    return wait(concat("a step or sync that writes back ", job.describe(entry)));
+    return wait(LeaseWait::step, concat("a step or sync that writes back ", job.describe(entry)));
   }
   if (!reads && entry.kind == EntryKind::bytes) {
     const bool keeps_old_bytes = request.mode == LeaseMode::write && shard.written;
@@ -174,24 +181,27 @@ ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
       job.has_dirty_tile(job.buckets[entry.owner])) {
     // The writer's values are merged with what is on disk.
     ask_for_flush(job, entry.owner);
-    return wait(concat("the disk: the update of ", job.describe(entry), " is being written"));
+    return wait(LeaseWait::disk,
+                concat("the disk: the update of ", job.describe(entry), " is being written"));
   }
   if (entry.is_resident()) {
     const PinCount pins = job.pins(*entry.slot, index);
-    if (pins.writers != 0) return wait(concat("another writer of ", job.describe(entry)));
+    if (pins.writers != 0)
+      return wait(LeaseWait::writer, concat("another writer of ", job.describe(entry)));
     if (!reads && pins.readers != 0) {
       // A live view is never written: the writer gets a copy, and the old slot lives until its last
       // lease ends.
       if (job.has_writer(*entry.slot)) {
-        return wait(concat("another writer of ", job.describe(entry)));
+        return wait(LeaseWait::writer, concat("another writer of ", job.describe(entry)));
       }
-      if (entry.task_count != 0) return wait(concat("an update of ", job.describe(entry)));
+      if (entry.task_count != 0)
+        return wait(LeaseWait::update, concat("an update of ", job.describe(entry)));
       // Its readers may let go meanwhile: bytes that are to be copied must not make room for
       // themselves.
       ++entry.task_count;
       auto copy = make_room(job, entry.bytes, entry.shard_count, true);
       --entry.task_count;
-      if (copy == nullptr) return wait(std::string(kRoom), Grant::waiting_for_space);
+      if (copy == nullptr) return wait(LeaseWait::room, "room in the arena");
       Arena& arena = job.memory->arena();
       std::memcpy(arena.at(copy->offset_bytes), arena.at(entry.slot->offset_bytes), entry.bytes);
       MEMD_FAILPOINT("lease.slot_copied");
@@ -200,7 +210,8 @@ ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
       job.retire_slot(std::move(old));
     }
     if (!reads) {
-      if (entry.task_count != 0) return wait(concat("an update of ", job.describe(entry)));
+      if (entry.task_count != 0)
+        return wait(LeaseWait::update, concat("an update of ", job.describe(entry)));
       if (entry.residency() == Residency::clean)
         job.move(entry, Residency::clean, Residency::dirty);
       if (entry.kind == EntryKind::parameter) job.drop_cached_tiles(job.buckets[entry.owner]);
@@ -231,20 +242,21 @@ ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
   }
 
   // Absent. While a step replaces what lies on disk, nothing is fetched from there.
-  if (entry.task_count != 0) return wait(concat("an update of ", job.describe(entry)));
+  if (entry.task_count != 0)
+    return wait(LeaseWait::update, concat("an update of ", job.describe(entry)));
   // A bucket of several shards keeps the bytes of the others.
   const bool needs_bytes = reads || request.mode == LeaseMode::write || entry.shard_count > 1;
   waiter.counted_as_miss = true;
   auto slot = make_room(job, entry.bytes, entry.shard_count, !request.prefetch);
   if (slot == nullptr) {
     if (request.prefetch) return refuse(error(StatusCode::capacity, "no room for a prefetch"));
-    return wait(std::string(kRoom), Grant::waiting_for_space);
+    return wait(LeaseWait::room, "room in the arena");
   }
   entry.slot = std::move(slot);
   job.move(entry, Residency::absent, Residency::filling);
   if (needs_bytes && entry.has_replica()) {
     fetch(job, entry);
-    return wait(concat("the disk: ", job.describe(entry), " is filling"));
+    return wait(LeaseWait::disk, concat("the disk: ", job.describe(entry), " is filling"));
   }
   if (needs_bytes || entry.shard_count > 1) {
     std::memset(job.memory->arena().at(entry.slot->offset_bytes), 0, entry.bytes);
@@ -257,22 +269,20 @@ ShardStore::Grant ShardStore::grant_bytes_writer(Job& job,
                                                  Waiter& waiter,
                                                  Entry& entry,
                                                  bool keeps_old_bytes) {
-  const auto wait = [&](std::string what, Grant grant) {
-    waiter.counted_as_miss = true;
-    waiter.waits_on = std::move(what);
-    return grant;
+  const auto wait = [&](LeaseWait reason, std::string what) {
+    return put_off(waiter, reason, std::move(what));
   };
   if (entry.pending != nullptr) {
-    return wait(concat("another writer of ", job.describe(entry)), Grant::waiting);
+    return wait(LeaseWait::writer, concat("another writer of ", job.describe(entry)));
   }
   if (entry.task_count != 0) {
-    return wait(concat("a step that uses ", job.describe(entry)), Grant::waiting);
+    return wait(LeaseWait::step, concat("a step that uses ", job.describe(entry)));
   }
   // Bytes that are to be copied must not make room for themselves.
   if (keeps_old_bytes) ++entry.task_count;
   auto slot = make_room(job, entry.bytes, 1, true);
   if (keeps_old_bytes) --entry.task_count;
-  if (slot == nullptr) return wait(std::string(kRoom), Grant::waiting_for_space);
+  if (slot == nullptr) return wait(LeaseWait::room, "room in the arena");
   Arena& arena = job.memory->arena();
   std::byte* const into = arena.at(slot->offset_bytes);
   if (keeps_old_bytes) {
@@ -287,13 +297,22 @@ ShardStore::Grant ShardStore::grant_bytes_writer(Job& job,
   return Grant::done;
 }
 
-void ShardStore::count_room_wait(Waiter& waiter) {
+ShardStore::Grant ShardStore::put_off(Waiter& waiter, LeaseWait reason, std::string what) {
+  waiter.counted_as_miss = true;
+  waiter.reason = reason;
+  waiter.waits_on = std::move(what);
+  return reason == LeaseWait::room ? Grant::waiting_for_space : Grant::waiting;
+}
+
+void ShardStore::count_wait(Job& job, Waiter& waiter) {
   const uint64_t now_ns = clock_.now_ns();
+  const uint64_t since_ns = now_ns - std::exchange(waiter.counted_ns, now_ns);
   // Nobody stands still for a prefetch.
-  if (waiter.waits_on == kRoom && !waiter.request.prefetch) {
-    room_wait_ns_ += now_ns - waiter.counted_ns;
-  }
-  waiter.counted_ns = now_ns;
+  if (waiter.waits_on.empty() || waiter.request.prefetch) return;
+  const auto reason = static_cast<size_t>(waiter.reason);
+  waiter.waited_ns[reason] += since_ns;
+  job.counters.lease_wait_reason_ns[reason] += since_ns;
+  if (waiter.reason == LeaseWait::room) room_wait_ns_ += since_ns;
 }
 
 bool ShardStore::advance_leases(Job& job, JobQueues& queues) {
@@ -301,11 +320,11 @@ bool ShardStore::advance_leases(Job& job, JobQueues& queues) {
   bool space_wanted = false;
   for (auto it = queues.waiters.begin(); it != queues.waiters.end();) {
     Waiter& waiter = *it;
-    count_room_wait(waiter);
+    count_wait(job, waiter);
     const uint64_t session_id = waiter.request.session_id;
     // Who came first gets room first; what is resident goes to anyone.
     Grant grant = Grant::waiting_for_space;
-    if (!space_wanted || waiter.waits_on != kRoom) grant = try_grant(job, waiter);
+    if (!space_wanted || waiter.reason != LeaseWait::room) grant = try_grant(job, waiter);
     if (grant == Grant::done) {
       it = queues.waiters.erase(it);
       progress = true;
@@ -440,7 +459,7 @@ bool ShardStore::spill(Job& job, uint64_t bytes) {
           if (status.is_ok()) return;
           fail_waiters(job, *entry, status);
           // Trying again at once would end the same way.
-          fail_waiters(job, [](const Waiter& it) { return it.waits_on == kRoom; }, status);
+          fail_waiters(job, [](const Waiter& it) { return it.reason == LeaseWait::room; }, status);
         });
   }
   return !victims.empty();
@@ -503,7 +522,7 @@ void ShardStore::fail_waiters(Job& job,
     it = next;
   }
   for (Waiter& waiter : failed) {
-    count_room_wait(waiter);
+    count_wait(job, waiter);
     waiter.reply(status, {});
   }
 }

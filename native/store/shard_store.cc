@@ -677,6 +677,8 @@ bool ShardStore::serve(Session& session) {
               completion.offset_bytes = grant.offset_bytes;
               completion.length_bytes = grant.length_bytes;
               completion.generation = grant.generation;
+              completion.wait_ns = grant.wait_ns;
+              completion.wait_reason = static_cast<uint32_t>(grant.wait_reason);
             }
             found->second->ring.publish(completion, status);
           });

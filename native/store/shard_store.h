@@ -1,6 +1,7 @@
 // All jobs of a daemon: leases, residency, eviction, writeback, updates and commits.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -43,6 +44,8 @@ struct LeaseGrant {
   uint64_t length_bytes = 0;
   uint64_t generation = 0;
   std::byte* data = nullptr;  // the daemon's view
+  uint64_t wait_ns = 0;
+  LeaseWait wait_reason = LeaseWait::disk;  // what most of it was for
 };
 
 using LeaseReply = std::function<void(const Status&, const LeaseGrant&)>;
@@ -189,16 +192,15 @@ class ShardStore {
   std::vector<Activity> in_flight() const;
 
  private:
-  /// In Waiter::waits_on.
-  static constexpr std::string_view kRoom = "room in the arena";
-
   struct Waiter {
     LeaseRequest request;
     LeaseReply reply;
     uint64_t started_ns = 0;
     bool counted_as_miss = false;
-    std::string waits_on;
-    uint64_t counted_ns = 0;  // until when its wait for room is in room_wait_ns_
+    LeaseWait reason = LeaseWait::disk;
+    std::string waits_on;     // empty before it was tried
+    uint64_t counted_ns = 0;  // until when its wait is in waited_ns
+    std::array<uint64_t, kLeaseWaitCount> waited_ns{};
   };
   enum class Grant : uint8_t { done, waiting, waiting_for_space };
   struct StepState;
@@ -285,7 +287,8 @@ class ShardStore {
   bool advance_leases(Job& job, JobQueues& queues);
   /// Of a job whose commits are in memory: what the next daemon goes on from.
   void remember(Job& job);
-  void count_room_wait(Waiter& waiter);
+  void count_wait(Job& job, Waiter& waiter);
+  static Grant put_off(Waiter& waiter, LeaseWait reason, std::string what);
   Grant try_grant(Job& job, Waiter& waiter);
   /// Writers of blobs and buffers get a slot of their own, which takes the old one's place once it
   /// is given back: readers see the old bytes or the new ones, whatever happens to the writer.
@@ -367,9 +370,10 @@ class ShardStore {
   void hold_entries(StepState& state);
   void let_go_of_entries(StepState& state);
   void publish_bucket(StepState& state, const Bucket& bucket);
-  /// What a lease of a parameter's value has to wait for: its update, or the commit of it. Empty:
-  /// for nothing.
-  std::string update_before(const Job& job, const LeaseRequest& request, const Entry& entry) const;
+  /// What a lease of a parameter's value has to wait for: its update, or the commit of it.
+  std::optional<std::pair<LeaseWait, std::string>> update_before(const Job& job,
+                                                                 const LeaseRequest& request,
+                                                                 const Entry& entry) const;
   void note_call(const StepRequest& request);
   void note_call_failed(const Job& job, const StepRequest& request, const Status& why);
   Status swap_staged_buffers(const std::shared_ptr<StepState>& state);

@@ -1,6 +1,7 @@
 // Frozen records of what the store did; metrics, status and tests read nothing else.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -8,6 +9,7 @@
 #include "arena/pool.h"
 #include "base/histogram.h"
 #include "io/io_queue.h"
+#include "ring/layout.h"
 
 namespace memd {
 
@@ -51,6 +53,8 @@ struct JobCounters {
   uint64_t lease_hits = 0;
   uint64_t lease_misses = 0;
   uint64_t lease_wait_ns = 0;
+  /// By LeaseWait, also of leases that wait still or waited in vain; prefetches aside.
+  std::array<uint64_t, kLeaseWaitCount> lease_wait_reason_ns{};
   uint64_t fetched_bytes = 0;
   uint64_t evicted_bytes = 0;
   uint64_t spilled_bytes = 0;

@@ -227,7 +227,7 @@ void ShardStore::ask_for_flush(Job& job, std::optional<uint32_t> bucket) {
           queues_.at(job.job_id).flushes_asked.erase(key);
           if (!status.is_ok()) {
             const auto waits = [&](const Waiter& waiter) {
-              if (only == nullptr) return waiter.waits_on == kRoom;
+              if (only == nullptr) return waiter.reason == LeaseWait::room;
               return job.find_entry(waiter.request.shard_id, waiter.request.part) == only->value;
             };
             fail_waiters(job, waits, status);
@@ -701,9 +701,8 @@ void ShardStore::publish_bucket(StepState& state, const Bucket& bucket) {
   MEMD_FAILPOINT("step.bucket_published");
 }
 
-std::string ShardStore::update_before(const Job& job,
-                                      const LeaseRequest& request,
-                                      const Entry& entry) const {
+std::optional<std::pair<LeaseWait, std::string>> ShardStore::update_before(
+    const Job& job, const LeaseRequest& request, const Entry& entry) const {
   for (const auto& state : queues_.at(job.job_id).steps) {
     if (state->is_over || !state->buckets.contains(entry.owner)) continue;
     const bool is_own = !request.for_service && state->request.session_id == request.session_id;
@@ -713,10 +712,10 @@ std::string ShardStore::update_before(const Job& job,
     const bool can_be_read = is_own && entry.is_published && !state->is_undoing;
     if (can_be_read && request.mode == LeaseMode::read) continue;
     if (!is_own || request.mode != LeaseMode::read)
-      return concat("a step that uses ", job.describe(entry));
-    return concat("an update of ", job.describe(entry));
+      return std::pair(LeaseWait::step, concat("a step that uses ", job.describe(entry)));
+    return std::pair(LeaseWait::update, concat("an update of ", job.describe(entry)));
   }
-  return {};
+  return std::nullopt;
 }
 
 Status ShardStore::swap_staged_buffers(const std::shared_ptr<StepState>& state) {

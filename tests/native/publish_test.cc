@@ -111,8 +111,8 @@ TEST_F(PublishTest, the_steps_session_goes_on_with_what_is_updated_and_nobody_el
   const auto mine = ask(0, 2);
   ASSERT_TRUE(mine->has_value()) << "its update is made";
   ASSERT_TRUE((*mine)->is_ok()) << (*mine)->status.message();
-  EXPECT_TRUE(std::equal(
-      twins_[0].theta.begin(), twins_[0].theta.end(), (*mine)->as<float>().begin()));
+  EXPECT_TRUE(
+      std::equal(twins_[0].theta.begin(), twins_[0].theta.end(), (*mine)->as<float>().begin()));
   EXPECT_EQ((*mine)->grant.generation, 2u);
   EXPECT_EQ(job().committed_step, 1u);
   EXPECT_EQ(job().shards[ids_[0]].generation, 1u) << "the commit counts it";
@@ -130,6 +130,12 @@ TEST_F(PublishTest, the_steps_session_goes_on_with_what_is_updated_and_nobody_el
   for (const auto& waiting : {second, others, for_service, writer, gradient}) {
     EXPECT_FALSE(waiting->has_value());
   }
+  heart_->clock.advance(1'000'000);
+  heart_->turns(5);
+  const auto& wait_ns = job().counters.lease_wait_reason_ns;
+  EXPECT_EQ(wait_ns[static_cast<size_t>(LeaseWait::update)], 1'000'000u) << "second";
+  EXPECT_EQ(wait_ns[static_cast<size_t>(LeaseWait::step)], 3'000'000u) << "others and writers";
+  EXPECT_EQ(wait_ns[static_cast<size_t>(LeaseWait::gradient)], 1'000'000u);
   heart_->release(**mine);
   heart_->faults().clear_faults();
   heart_->faults().release_stalled();
@@ -140,10 +146,14 @@ TEST_F(PublishTest, the_steps_session_goes_on_with_what_is_updated_and_nobody_el
   EXPECT_TRUE(done_->is_ok()) << done_->message();
   for (const auto& reader : {others, for_service}) {
     ASSERT_TRUE((*reader)->is_ok()) << (*reader)->status.message();
-    EXPECT_TRUE(std::equal(
-        twins_[0].theta.begin(), twins_[0].theta.end(), (*reader)->as<float>().begin()));
+    EXPECT_TRUE(
+        std::equal(twins_[0].theta.begin(), twins_[0].theta.end(), (*reader)->as<float>().begin()));
     EXPECT_EQ((*reader)->grant.generation, 2u);
   }
+  EXPECT_EQ((*second)->grant.wait_reason, LeaseWait::update);
+  EXPECT_EQ((*second)->grant.wait_ns, 1'000'000u);
+  EXPECT_EQ((*gradient)->grant.wait_reason, LeaseWait::gradient);
+  EXPECT_EQ((*mine)->grant.wait_ns, 0u);
   heart_->release(**second);
   heart_->release(**others);
   heart_->store().release_service_lease(job().job_id, (*for_service)->grant, false);
@@ -164,8 +174,8 @@ TEST_F(PublishTest, a_lease_that_overtakes_its_step_waits_for_it) {
   ASSERT_TRUE(heart_->step(request(2)).first.is_ok());
   ASSERT_TRUE(heart_->until([&] { return early->has_value(); }));
   ASSERT_TRUE((*early)->is_ok()) << (*early)->status.message();
-  EXPECT_TRUE(std::equal(
-      twins_[0].theta.begin(), twins_[0].theta.end(), (*early)->as<float>().begin()));
+  EXPECT_TRUE(
+      std::equal(twins_[0].theta.begin(), twins_[0].theta.end(), (*early)->as<float>().begin()));
   heart_->release(**early);
 }
 
@@ -197,8 +207,8 @@ TEST_F(PublishTest, what_a_failed_step_has_published_is_taken_back) {
   EXPECT_FALSE(done_->is_ok());
   EXPECT_EQ((*waiting)->status.code(), done_->code());
   EXPECT_EQ(job().committed_step, 1u);
-  EXPECT_TRUE(std::equal(
-      twins_[0].theta.begin(), twins_[0].theta.end(), (*seen)->as<float>().begin()))
+  EXPECT_TRUE(
+      std::equal(twins_[0].theta.begin(), twins_[0].theta.end(), (*seen)->as<float>().begin()))
       << "a live view is never written";
   heart_->release(**seen);
   job().nvme_bytes = kQuotaBytes;

@@ -310,7 +310,8 @@ TEST_F(RingTest, another_layout_or_version_is_refused_with_both_named) {
                                               .arena_reserved_bytes = kSegment,
                                               .more_segments = {}});
   EXPECT_EQ(refused.status().code(), StatusCode::invalid_argument);
-  EXPECT_NE(refused.status().message().find("1 here, 7 there"), std::string::npos)
+  EXPECT_NE(refused.status().message().find(concat(kProtocolVersion, " here, 7 there")),
+            std::string::npos)
       << refused.status().message();
   const auto small = SharedMemory::map(copy(table_.fd()), sizeof(SessionLayout));
   EXPECT_EQ(small.status().code(), StatusCode::invalid_argument);

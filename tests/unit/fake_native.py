@@ -163,6 +163,9 @@ class JobStatistics:
     lease_hits: int = 3
     lease_misses: int = 1
     lease_wait_seconds: float = 0.5
+    lease_wait_reason_seconds: dict[str, float] = field(
+        default_factory=lambda: {"disk": 0.25, "room": 0.125}
+    )
     fetched_bytes: int = 0
     evicted_bytes: int = 0
     spilled_bytes: int = 0

@@ -114,6 +114,7 @@ class FakeCall:
 class FakeStatistics:
     lease_count: int = 0
     lease_wait_seconds: float = 0.0
+    lease_wait_reason_seconds: dict[str, float] = field(default_factory=dict)
     leases_held: int = 0
 
 
@@ -244,7 +245,7 @@ class FakeDaemon:
         self.followed_call = call
 
     def statistics(self) -> FakeStatistics:
-        return FakeStatistics(self.lease_count, 0.0, len(self.leases))
+        return FakeStatistics(lease_count=self.lease_count, leases_held=len(self.leases))
 
     def close(self) -> None:
         self.calls.append("close")

@@ -77,6 +77,7 @@ def test_the_figures_of_the_data_plane_are_exported(scraped: Scraped) -> None:
     assert found["memd_committed_step,memd_job=gpt"] == 0
     assert found["memd_job_lost_shards,memd_job=gpt"] == 0
     assert found["memd_lease_wait_seconds_total,memd_job=gpt"] == 0.5
+    assert found["memd_lease_wait_reason_seconds_total,memd_job=gpt,reason=room"] == 0.125
     assert found["memd_backpressure_seconds_total"] == 0.25
     assert found["memd_io_seconds_sum,device=/volume,op=sync"] == 0.75
     assert found["memd_io_bytes_total,device=/volume,op=read"] == 8192

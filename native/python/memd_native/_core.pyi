@@ -52,6 +52,9 @@ class ClientStatistics:
     def lease_wait_seconds(self) -> float: ...
 
     @property
+    def lease_wait_reason_seconds(self) -> dict[str, float]: ...
+
+    @property
     def leases_held(self) -> int: ...
 
 class ClientSession:
@@ -381,6 +384,9 @@ class JobStatistics:
 
     @property
     def lease_wait_seconds(self) -> float: ...
+
+    @property
+    def lease_wait_reason_seconds(self) -> dict[str, float]: ...
 
     @property
     def fetched_bytes(self) -> int: ...
