@@ -1,4 +1,4 @@
-"""`memd bench io` and `memd bench adam`."""
+"""`memd bench io`, `adam` and `hash`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import click
 
 from memd.bench.adam import adam_figures
 from memd.bench.figures import HEADER, Figure, row
+from memd.bench.hash import hash_figures
 from memd.bench.io import io_figures
 from memd.bench.machine import describe_machine, file_system
 from memd.printing import print_json, print_table
@@ -162,6 +163,16 @@ def adam(
         as_json=as_json,
         settings={"elements": elements},
     )
+
+
+@command.command(name="hash")
+@click.option(
+    "--size", type=Size(), default="512MiB", show_default=True, help="More than the caches hold."
+)
+@common
+def hash_(as_json: bool, rounds: int, size: int) -> None:
+    """Checksums of extents on one core, and reading the same memory alone."""
+    show(hash_figures(size=size, rounds=rounds), as_json=as_json, settings={"bytes": size})
 
 
 def show(figures: Iterable[Figure], *, as_json: bool, settings: dict[str, Any]) -> None:

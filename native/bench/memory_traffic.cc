@@ -27,4 +27,13 @@ void memory_traffic(Isa isa, const TrafficBf16& arrays) {
   internal::traffic_plain(arrays, kOne, kZero);
 }
 
+uint64_t memory_read(Isa isa, const uint64_t* words, size_t count) {
+#if defined(__x86_64__)
+  if (isa == Isa::avx512) return internal::read_avx512(words, count);
+  if (isa == Isa::avx2) return internal::read_avx2(words, count);
+#endif
+  (void)isa;
+  return internal::read_plain(words, count);
+}
+
 }  // namespace memd

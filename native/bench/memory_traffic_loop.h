@@ -2,6 +2,8 @@
 // internal to it. `one` and `zero` are what they are called, and unknown to the compiler.
 #pragma once
 
+#include <array>
+
 #include "bench/memory_traffic.h"
 
 namespace memd::internal {
@@ -33,6 +35,20 @@ inline void traffic_loop(const TrafficBf16& arrays, float one, uint16_t zero) {
     exp_avg[i] = exp_avg[i] * one;
     exp_avg_sq[i] = exp_avg_sq[i] * one;
   }
+}
+
+inline uint64_t read_loop(const uint64_t* words, size_t count) {
+  // More sums than one register holds: a single one would wait for itself.
+  constexpr size_t kSums = 64;
+  std::array<uint64_t, kSums> sums{};
+  size_t i = 0;
+  for (; i + kSums <= count; i += kSums) {
+    for (size_t j = 0; j < kSums; ++j) sums[j] ^= words[i + j];
+  }
+  for (; i < count; ++i) sums[0] ^= words[i];
+  uint64_t all = 0;
+  for (const uint64_t sum : sums) all ^= sum;
+  return all;
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "bench/adam_rate.h"
+#include "bench/hash_rate.h"
 #include "bench/io_rate.h"
 #include "bind/bind.h"
 
@@ -73,6 +74,24 @@ void bind_bench(nb::module_& module) {
       "thread_count"_a = 1,
       "round_count"_a = 5,
       "The update in memory beside the limit of that memory; `dtype` as in a ShardSpec.");
+  nb::class_<HashRate>(module, "HashRate", "Seconds of passes over all bytes.")
+      .def_ro("bytes", &HashRate::bytes)
+      .def_ro("hash_seconds", &HashRate::hash_seconds, "As the daemon computes checksums.")
+      .def_ro("plain_seconds", &HashRate::plain_seconds, "Without wide instructions.")
+      .def_ro("read_seconds", &HashRate::read_seconds, "Of reading alone.");
+  module.def(
+      "measure_hash",
+      [](uint64_t bytes, uint32_t round_count) {
+        auto rate = [&] {
+          const nb::gil_scoped_release released;
+          return measure_hash({.bytes = bytes, .round_count = round_count});
+        }();
+        return value_or_raise(std::move(rate));
+      },
+      nb::kw_only(),
+      "bytes"_a,
+      "round_count"_a = 5,
+      "Checksums of extents beside the limit of memory, one thread.");
   nb::class_<IoRate>(module, "IoRate")
       .def_ro("read_bytes", &IoRate::read_bytes)
       .def_ro("written_bytes", &IoRate::written_bytes)

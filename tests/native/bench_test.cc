@@ -12,6 +12,7 @@
 
 #include "base/units.h"
 #include "bench/adam_rate.h"
+#include "bench/hash_rate.h"
 #include "bench/io_rate.h"
 #include "bench/memory_traffic.h"
 
@@ -63,6 +64,38 @@ TEST(MemoryTrafficTest, changes_nothing_at_any_length) {
       EXPECT_EQ(v, counted<float>(count, 3));
     }
   }
+}
+
+TEST(MemoryTrafficTest, reading_sees_every_word) {
+  for (const Isa isa : isas()) {
+    for (const size_t count : {0, 1, 63, 64, 65, 1000}) {
+      const auto words = counted<uint64_t>(count, 1);
+      uint64_t all = 0;
+      for (const uint64_t word : words) all ^= word;
+      EXPECT_EQ(memory_read(isa, words.data(), count), all) << count;
+    }
+  }
+}
+
+TEST(HashRateTest, every_round_times_all_three_on_as_many_bytes_as_asked_for) {
+  const auto rate = measure_hash({.bytes = 3_MiB, .round_count = 2});
+  ASSERT_TRUE(rate.is_ok()) << rate.status().message();
+  EXPECT_EQ(rate.value().bytes, 3_MiB);
+  for (const auto& seconds :
+       {rate.value().hash_seconds, rate.value().plain_seconds, rate.value().read_seconds}) {
+    ASSERT_EQ(seconds.size(), 2u);
+    EXPECT_GT(seconds[0], 0);
+    EXPECT_GT(seconds[1], 0);
+  }
+}
+
+TEST(HashRateTest, what_cannot_be_measured_is_refused) {
+  for (const HashRateOptions& options : {HashRateOptions{.bytes = 0},
+                                         HashRateOptions{.bytes = 1_MiB + 4096},
+                                         HashRateOptions{.bytes = 1_MiB, .round_count = 0}}) {
+    EXPECT_EQ(measure_hash(options).status().code(), StatusCode::invalid_argument);
+  }
+  EXPECT_EQ(measure_hash({.bytes = uint64_t{1} << 60}).status().code(), StatusCode::capacity);
 }
 
 TEST(AdamRateTest, every_round_times_both_on_as_many_elements_as_asked_for) {

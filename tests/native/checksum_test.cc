@@ -3,8 +3,11 @@
 #include "base/checksum.h"
 
 #include <gtest/gtest.h>
+#include <xxhash.h>
 
 #include <set>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include "base/checksum_variants.h"
@@ -28,25 +31,41 @@ TEST(Checksum, of_a_record_is_xxh3_64) {
             0x2D06800538D394C2U);  // the value that xxHash publishes for no bytes and seed 0
 }
 
-TEST(Checksum, has_the_same_value_on_every_instruction_set) {
-  const auto bytes = pattern(70'000);
-  for (const size_t count :
-       {0, 1, 3, 4, 8, 9, 16, 17, 128, 129, 240, 241, 1023, 1024, 1025, 4096, 65'536, 69'999}) {
-    for (const uint64_t seed : {uint64_t{0}, uint64_t{1}, ~uint64_t{0}}) {
-      const uint64_t expected = internal::xxh3_plain(bytes.data() + 1, count, seed);
+using Variant = uint64_t (*)(const void* bytes, size_t count, uint64_t seed);
+
+/// Those that this processor runs.
+std::vector<std::pair<const char*, Variant>> variants() {
+  std::vector<std::pair<const char*, Variant>> all = {{"plain", internal::xxh3_plain}};
 #if defined(__x86_64__)
-      if (__builtin_cpu_supports("avx2")) {
-        EXPECT_EQ(internal::xxh3_avx2(bytes.data() + 1, count, seed), expected)
-            << count << " bytes";
-      }
-      if (__builtin_cpu_supports("avx512f")) {
-        EXPECT_EQ(internal::xxh3_avx512(bytes.data() + 1, count, seed), expected)
-            << count << " bytes";
-      }
+  if (__builtin_cpu_supports("avx2")) all.emplace_back("avx2", internal::xxh3_avx2);
+  if (__builtin_cpu_supports("avx512f")) all.emplace_back("avx512", internal::xxh3_avx512);
 #endif
+  return all;
+}
+
+void expect_the_librarys_value(std::span<const std::byte> bytes) {
+  for (const uint64_t seed : {uint64_t{0}, uint64_t{1}, ~uint64_t{0}}) {
+    const uint64_t expected = XXH3_64bits_withSeed(bytes.data(), bytes.size(), seed);
+    for (const auto& [name, variant] : variants()) {
+      ASSERT_EQ(variant(bytes.data(), bytes.size(), seed), expected)
+          << name << " of " << bytes.size() << " bytes, seed " << seed;
     }
-    EXPECT_EQ(record_checksum({bytes.data() + 1, count}),
-              internal::xxh3_plain(bytes.data() + 1, count, 0));
+  }
+  ASSERT_EQ(record_checksum(bytes), XXH3_64bits(bytes.data(), bytes.size())) << bytes.size();
+}
+
+TEST(Checksum, has_the_librarys_value_at_every_length_and_on_every_instruction_set) {
+  const auto bytes = pattern(4098);
+  for (size_t count = 0; count <= 4096; ++count) {
+    expect_the_librarys_value(std::span(bytes).subspan(count % 3, count));
+  }
+}
+
+TEST(Checksum, has_the_librarys_value_for_extents_of_tiles) {
+  const auto bytes = pattern(4_MiB + kBlockBytes);
+  // fp32 and bf16: parameters, moments, moments with remainders; and the last tile of a bucket.
+  for (const size_t count : {1_MiB, 512_KiB, 2_MiB, 2_MiB + 512_KiB, 4_MiB, 333 * kBlockBytes}) {
+    expect_the_librarys_value(std::span(bytes).first(count));
   }
 }
 

@@ -60,6 +60,16 @@ def test_adam_has_a_row_for_every_combination() -> None:
     assert told["settings"] == {"elements": 100_000}
 
 
+def test_hash_stands_beside_reading_with_and_without_wide_instructions() -> None:
+    told = json.loads(run("hash", "--size", "2MiB", "--rounds", "2", "--json"))
+    assert [figure["limit_name"] for figure in told["figures"]] == ["reading memory"] * 2
+    assert told["figures"][-1]["name"] == "checksum, plain"
+    for figure in told["figures"]:
+        assert len(figure["runs"]) == len(figure["limit_runs"]) == 2
+        assert min(figure["runs"]) > 0
+    assert told["settings"] == {"bytes": 2 << 20}
+
+
 def test_io_measures_rate_and_cpu_of_reads_writes_and_both() -> None:
     BUILD.mkdir(exist_ok=True)
     arguments = ("io", "--data", str(BUILD), "--size", "8MiB", "--block", "1MiB", "--depth", "2")
@@ -77,6 +87,7 @@ def test_io_measures_rate_and_cpu_of_reads_writes_and_both() -> None:
     [
         (("io", "--data", "/nowhere"), "does not exist"),
         (("io", "--size", "5"), "has no unit"),
+        (("hash", "--size", "3"), "has no unit"),
         (("adam", "--elements", "none"), "is no count"),
         (("adam", "--elements", "3", "--tensors", "4"), "3 elements make no 4 tensors"),
         (("adam", "--rounds", "0"), "is not in the range"),

@@ -22,6 +22,7 @@ from memd_native._core import (
     ClientSession,
     ClientStatistics,
     DeviceStatistics,
+    HashRate,
     IoBench,
     IoKindStatistics,
     IoRate,
@@ -47,6 +48,7 @@ from memd_native._core import (
     isa_names,
     list_volumes,
     measure_adam,
+    measure_hash,
     remove_volumes,
 )
 
@@ -69,6 +71,7 @@ __all__ = [
     "ClientSession",
     "ClientStatistics",
     "DeviceStatistics",
+    "HashRate",
     "IoBench",
     "IoKindStatistics",
     "IoRate",
@@ -94,5 +97,6 @@ __all__ = [
     "isa_names",
     "list_volumes",
     "measure_adam",
+    "measure_hash",
     "remove_volumes",
 ]

@@ -800,6 +800,27 @@ def measure_adam(*, dtype: int, element_count: int, tensor_count: int = 1, threa
     The update in memory beside the limit of that memory; `dtype` as in a ShardSpec.
     """
 
+class HashRate:
+    """Seconds of passes over all bytes."""
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def hash_seconds(self) -> list[float]:
+        """As the daemon computes checksums."""
+
+    @property
+    def plain_seconds(self) -> list[float]:
+        """Without wide instructions."""
+
+    @property
+    def read_seconds(self) -> list[float]:
+        """Of reading alone."""
+
+def measure_hash(*, bytes: int, round_count: int = 5) -> HashRate:
+    """Checksums of extents beside the limit of memory, one thread."""
+
 class IoRate:
     @property
     def read_bytes(self) -> int: ...
