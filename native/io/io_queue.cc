@@ -33,6 +33,29 @@ const char* io_priority_name(IoPriority priority) {
   return "scrub";
 }
 
+Status check_limits(const IoPathLimits& limits) {
+  if (limits.depth == 0 || limits.depth > kDepthMax) {
+    return error(StatusCode::invalid_argument,
+                 "the I/O depth of a path is 1 to ",
+                 kDepthMax,
+                 ", not ",
+                 limits.depth);
+  }
+  if (limits.chunk_bytes < kChunkBytesMin || limits.chunk_bytes > kChunkBytesMax ||
+      !is_aligned(limits.chunk_bytes, kBlockBytes)) {
+    return error(StatusCode::invalid_argument,
+                 "a chunk has ",
+                 kChunkBytesMin,
+                 " to ",
+                 kChunkBytesMax,
+                 " bytes in whole blocks of ",
+                 kBlockBytes,
+                 ", not ",
+                 limits.chunk_bytes);
+  }
+  return Status::ok();
+}
+
 Result<IoQueueChoice> make_io_queue(const IoQueueOptions& options) {
   if (options.depth == 0 || options.depth > 4096) {
     return error(StatusCode::invalid_argument, "the I/O depth is 1 to 4096, not ", options.depth);

@@ -19,14 +19,26 @@
 
 namespace memd {
 
-/// Larger requests are split, so that several devices share the depth and a demanded read waits
-/// behind little.
+/// The largest part of a request that is moved at once.
 inline constexpr uint64_t kChunkBytesMax = 4_MiB;
+/// And the smallest, but for what is left of one: below, a chunk costs more than its bytes.
+inline constexpr uint64_t kChunkBytesMin = 64_KiB;
+inline constexpr uint32_t kDepthMax = 1024;
+
+/// How much a path is given at a time. As little as keeps it busy is best, since a demanded read
+/// waits behind all of it.
+struct IoPathLimits {
+  uint32_t depth = 32;                    // chunks in flight, 1 to kDepthMax
+  uint64_t chunk_bytes = kChunkBytesMax;  // larger requests are split; whole blocks
+};
+/// Why they cannot be used, or ok.
+Status check_limits(const IoPathLimits& limits);
 
 enum class IoKind : uint8_t { read, write, sync };
 const char* io_kind_name(IoKind kind);
 
-/// The order in which waiting operations are started; equal ones in the order of submission.
+/// Who goes first where requests wait: each class has a share of the path, from most to least, and
+/// equal ones are started in the order of submission (io_scheduler.h).
 enum class IoPriority : uint8_t { demand, prefetch, state, writeback, scrub };
 inline constexpr size_t kIoPriorityCount = 5;
 const char* io_priority_name(IoPriority priority);
@@ -89,8 +101,8 @@ struct IoInFlight {
 
 /// Owned and called by one thread (the server thread), which polls IoQueueOptions::wake_fd together
 /// with other descriptors: it is written when reap() has something to do. No method blocks, except
-/// the destructor, which waits for what is in flight and completes it. Chunking (kChunkBytesMax),
-/// short and interrupted transfers and EAGAIN are handled in one place, with bounded retries; three
+/// the destructor, which waits for what is in flight and completes it. Chunking, the order, short
+/// and interrupted transfers and EAGAIN are handled in one place, with bounded retries; three
 /// transfers of 0 bytes on end are an error. A failed write or sync is reported once and never
 /// retried, and fences the queue: no write or sync of any device is started after it, those that
 /// wait complete with its reason, and reads go on.
@@ -104,6 +116,11 @@ class IoQueue {
   /// A file opened O_DIRECT for reading and writing; the queue keeps the descriptor. Returns the
   /// device's index, from 0.
   virtual uint16_t add_device(OwnedFd file, std::string path) = 0;
+
+  /// For what is started from now on; without it a device may take the whole depth of the queue, in
+  /// chunks of kChunkBytesMax. `limits` passed check_limits(). Queues of tests may have none.
+  virtual void set_limits(uint16_t /*device*/, const IoPathLimits& /*limits*/) {}
+  virtual IoPathLimits limits(uint16_t /*device*/) const { return {}; }
 
   /// Bytes that transfers will use, kept registered with the kernel where that is allowed (pieces
   /// of at most 1 GiB, no transfer across two). Never fails: what can't be registered is used

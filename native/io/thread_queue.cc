@@ -10,7 +10,7 @@
 namespace memd {
 namespace {
 
-// Each moves up to kChunkBytesMax at a time, so a few keep a device busy.
+// Each moves a whole chunk at a time, so a few keep a device busy.
 constexpr uint32_t kThreadCountMax = 8;
 
 const SteadyClock kSteadyClock;

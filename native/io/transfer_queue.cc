@@ -30,11 +30,17 @@ TransferQueue::~TransferQueue() { MEMD_CHECK_EQ(request_count_, uint64_t{0}); }
 uint16_t TransferQueue::add_device_path(std::string path) {
   MEMD_CHECK_LT(devices_.size(), size_t{UINT16_MAX});
   devices_.push_back({.path = std::move(path), .statistics = {}});
-  return static_cast<uint16_t>(devices_.size() - 1);
+  return scheduler_.add_path({.depth = static_cast<uint32_t>(ops_.size())});
+}
+
+void TransferQueue::set_limits(uint16_t device, const IoPathLimits& limits) {
+  const Status usable = check_limits(limits);
+  MEMD_CHECK(usable.is_ok());
+  scheduler_.set_limits(device, limits);
 }
 
 uint64_t TransferQueue::chunk_bytes(const std::byte*, uint64_t length_bytes) const {
-  return std::min(length_bytes, kChunkBytesMax);
+  return length_bytes;
 }
 
 void TransferQueue::submit(IoRequest request) {
@@ -59,8 +65,7 @@ void TransferQueue::submit(IoRequest request) {
     wake();
     return;
   }
-  const auto priority = static_cast<size_t>(transfer->request.priority);
-  waiting_.at(priority).push_back(std::move(transfer));
+  scheduler_.add(std::move(transfer));
   if (!reaping_) start_waiting();  // reap() starts once for all that its completions submit
 }
 
@@ -90,32 +95,19 @@ void TransferQueue::complete(Transfer& transfer) {
   transfer.request.complete(transfer.error);
 }
 
-std::shared_ptr<Transfer> TransferQueue::next_waiting() {
-  for (auto& queue : waiting_) {
-    while (!queue.empty()) {
-      const std::shared_ptr<Transfer>& next = queue.front();
-      // A chunk failed while others of its request waited: they are not worth starting.
-      const bool failed = !next->error.is_ok();
-      if (!failed && !is_refused(next->request)) break;
-      if (!failed) {
-        next->error = refusal();
-        if (next->op_count == 0) done_.push_back(next);
-      }
-      queue.pop_front();
-    }
-    if (!queue.empty()) return queue.front();
-  }
-  return nullptr;
-}
-
 void TransferQueue::start_waiting() {
+  const auto refuse = [this](const std::shared_ptr<Transfer>& transfer) {
+    // A chunk failed while others of its request waited: they are not worth starting.
+    if (!transfer->error.is_ok()) return true;
+    if (!is_refused(transfer->request)) return false;
+    transfer->error = refusal();
+    if (transfer->op_count == 0) done_.push_back(transfer);
+    return true;
+  };
   while (!ops_free_.empty()) {
-    const std::shared_ptr<Transfer> transfer = next_waiting();
+    const std::shared_ptr<Transfer> transfer = scheduler_.next(refuse);
     if (transfer == nullptr) break;
     start_next_chunk(transfer);
-    if (transfer->started_bytes == transfer->request.data.size()) {
-      waiting_.at(static_cast<size_t>(transfer->request.priority)).pop_front();
-    }
   }
   flush();
 }
@@ -130,10 +122,15 @@ void TransferQueue::start_next_chunk(const std::shared_ptr<Transfer>& transfer) 
         .device = request.device,
         .offset_bytes = request.offset_bytes + transfer->started_bytes,
         .data = rest.data(),
-        .length_bytes = rest.empty() ? 0 : chunk_bytes(rest.data(), rest.size())};
+        .length_bytes = 0};
+  if (!rest.empty()) {
+    const uint64_t chunk_bytes_max = scheduler_.limits(request.device).chunk_bytes;
+    op.length_bytes = chunk_bytes(rest.data(), std::min(rest.size(), chunk_bytes_max));
+  }
   transfer->started_bytes += op.length_bytes;
   ++transfer->op_count;
   transfer->started = true;
+  scheduler_.started(transfer, op.length_bytes);
   start(op);
 }
 
@@ -196,6 +193,7 @@ void TransferQueue::finish_op(IoOp& op, Status status) {
   const std::shared_ptr<Transfer> transfer = std::move(op.transfer);
   op.transfer = nullptr;
   ops_free_.push_back(&op);
+  scheduler_.finished(op.device);
   --transfer->op_count;
   // Here, not when the request completes: until then others that wait would be started.
   if (op.kind != IoKind::read && !status.is_ok() && fence_.is_ok() &&
@@ -237,7 +235,7 @@ std::vector<IoInFlight> TransferQueue::in_flight() const {
   const auto add = [&by_sequence](const std::shared_ptr<Transfer>& transfer) {
     if (transfer != nullptr) by_sequence[transfer->sequence] = transfer.get();
   };
-  for (const auto& queue : waiting_) std::for_each(queue.begin(), queue.end(), add);
+  scheduler_.for_each_waiting(add);
   for (const IoOp& op : ops_) add(op.transfer);
   std::for_each(done_.begin(), done_.end(), add);
   std::vector<IoInFlight> all;

@@ -1,29 +1,17 @@
-// What all queues share: splitting requests into chunks, their order, retries and statistics.
+// What all queues share: splitting requests into chunks, retries and statistics.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "base/clock.h"
 #include "io/io_queue.h"
+#include "io/io_scheduler.h"
 
 namespace memd {
-
-/// A request on its way: chunks not yet started, chunks in flight, and the first error.
-struct Transfer {
-  IoRequest request;
-  uint64_t sequence = 0;  // when it was submitted, see TransferQueue::next_sequence()
-  uint64_t submit_ns = 0;
-  uint64_t started_bytes = 0;
-  uint32_t op_count = 0;
-  bool started = false;  // else it was refused, and no device failed
-  Status error;
-};
 
 /// One chunk of a request, and the unit that an engine runs. `data`, `offset_bytes` and
 /// `length_bytes` are the part that is still to be moved.
@@ -49,6 +37,8 @@ class TransferQueue : public IoQueue {
 
   void submit(IoRequest request) final;
   size_t reap() final;
+  void set_limits(uint16_t device, const IoPathLimits& limits) final;
+  IoPathLimits limits(uint16_t device) const final { return scheduler_.limits(device); }
   IoQueueStatistics statistics() const override;
   std::vector<IoInFlight> in_flight() const final;
   IoDeviceStatistics device_statistics(uint16_t device) const final;
@@ -64,7 +54,8 @@ class TransferQueue : public IoQueue {
   virtual void collect() = 0;
   /// Blocks until collect() has something to do; only called with ops in flight.
   virtual void wait_for_result() = 0;
-  /// How much of `length_bytes` at `data` one chunk may move; at least a block.
+  /// How much of `length_bytes` at `data` one chunk may move, where the path takes them all; at
+  /// least a block.
   virtual uint64_t chunk_bytes(const std::byte* data, uint64_t length_bytes) const;
   /// `transfer` is over and its `complete` runs next.
   virtual void before_complete(const Transfer&) {}
@@ -90,7 +81,6 @@ class TransferQueue : public IoQueue {
 
   void start_waiting();
   void start_next_chunk(const std::shared_ptr<Transfer>& transfer);
-  std::shared_ptr<Transfer> next_waiting();
   void start_again(IoOp& op);
   void finish_op(IoOp& op, Status status);
   bool is_refused(const IoRequest& request) const {
@@ -105,7 +95,7 @@ class TransferQueue : public IoQueue {
   std::vector<Device> devices_;
   std::vector<IoOp> ops_;  // one per chunk in flight, never resized: engines keep the addresses
   std::vector<IoOp*> ops_free_;
-  std::array<std::deque<std::shared_ptr<Transfer>>, kIoPriorityCount> waiting_;  // by IoPriority
+  IoScheduler scheduler_;
   std::vector<std::shared_ptr<Transfer>> done_;
   uint64_t request_count_ = 0;  // submitted and not completed
   uint64_t resubmit_count_ = 0;

@@ -129,12 +129,11 @@ UringQueue::Pieces::const_iterator UringQueue::piece_at(const std::byte* data) c
 }
 
 uint64_t UringQueue::chunk_bytes(const std::byte* data, uint64_t length_bytes) const {
-  const uint64_t chunk_bytes = std::min(length_bytes, kChunkBytesMax);
   const auto piece = piece_at(data);
-  if (piece == pieces_.end()) return chunk_bytes;
+  if (piece == pieces_.end()) return length_bytes;
   const auto piece_rest_bytes =
       static_cast<uint64_t>(piece->first + piece->second.length_bytes - data);
-  return std::min(chunk_bytes, piece_rest_bytes);
+  return std::min(length_bytes, piece_rest_bytes);
 }
 
 void UringQueue::start(IoOp& op) {
