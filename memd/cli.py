@@ -132,10 +132,19 @@ def serve(
 @setting_flags
 @json_option
 def config(config_file: Path | None, as_json: bool, **flags: Any) -> None:
-    """Prints the settings in effect, with units, and where each came from."""
+    """Prints the settings in effect, with units, and where each came from.
+
+    The last rows are no settings: how much each data folder's path is given at a time, which
+    `memd bench io --calibrate` measures.
+    """
+    from memd.calibration import limits_in_use
+
     configuration = configuration_of(config_file, flags)
     texts = shown(configuration.settings)
     rows = [(name, text, configuration.origins[name]) for name, text in texts.items()]
+    for folder in configuration.settings.data:
+        limits, origin = limits_in_use(folder, depth=configuration.settings.io_depth)
+        rows.append((f"path {folder}", str(limits), origin))
     if as_json:
         print_json({name: {"value": text, "origin": origin} for name, text, origin in rows})
     else:
@@ -381,11 +390,12 @@ def print_status(answer: status_pb2.GetStatusResponse) -> None:
             format_size(device.read_bytes),
             format_size(device.written_bytes),
             str(device.error_count),
+            f"{device.io_depth} x {format_size(device.io_chunk_bytes)}",
         )
         for device in answer.devices
     ]
     click.echo()
-    print_table(("volume", "size", "free", "read", "written", "errors"), rows)
+    print_table(("volume", "size", "free", "read", "written", "errors", "in flight"), rows)
     click.echo()
     print_jobs(answer.jobs)
 

@@ -38,7 +38,7 @@ class Settings:
     log_format: str = "text"
     log_level: str = "info"
     io_engine: str = "auto"
-    io_depth: int = 32
+    io_depth: int = 0  # chunks in flight on each path; 0, "auto": as many as calibrated
     update_threads: int = 0  # 0: one a core
     # Where every user of the socket is trusted: a trainer can take a huge page away from under the
     # daemon, which ends it.
@@ -109,6 +109,8 @@ def shown(settings: Settings) -> dict[str, str]:
             texts[field.name] = exact_size(value)
         elif field.name == "data":
             texts[field.name] = os.pathsep.join(str(path) for path in value)
+        elif field.name == "io_depth" and value == 0:
+            texts[field.name] = "auto"
         elif isinstance(value, bool):
             texts[field.name] = str(value).lower()
         else:
@@ -201,6 +203,15 @@ def _integer(*, least: int, most: int) -> Callable[[object], int]:
     return parse
 
 
+def _depth(raw: object) -> int:
+    if raw == "auto":
+        return 0
+    try:
+        return _integer(least=1, most=1024)(raw)
+    except ValueError as error:
+        raise ValueError(f"{error}, or 'auto'") from None
+
+
 def _choice(*names: str) -> Callable[[object], str]:
     def parse(raw: object) -> str:
         if raw not in names:
@@ -236,7 +247,7 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "log_format": _choice("text", "json"),
     "log_level": _choice("debug", "info", "warning", "error"),
     "io_engine": _choice("auto", "io_uring", "threads"),
-    "io_depth": _integer(least=1, most=1024),
+    "io_depth": _depth,
     "update_threads": _integer(least=0, most=1024),
     "huge_pages": _switch,
     "max_jobs": _integer(least=1, most=10_000),

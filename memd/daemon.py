@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memd import attach
+from memd import attach, calibration
 from memd import log as logs
 from memd.config import RELOADABLE, SettingsError
 from memd.keeper import find_keeper
@@ -192,6 +192,7 @@ class Daemon:
             self._notifier.notify(EXTEND_TIMEOUT_USEC=20_000_000, STATUS=state)
             log.info("preparing", extra={"done_bytes": done_bytes, "all_bytes": all_bytes})
 
+        limits = [self._limits(folder) for folder in settings.data]
         # Superblocks are read before anything can give up waiting: of a device that does not answer
         # this is what is said.
         log.info("opening the volumes", extra={"data": ",".join(map(str, settings.data))})
@@ -203,7 +204,7 @@ class Daemon:
                 lock_required=self._options.lock_required,
                 huge_pages=settings.huge_pages,
                 io_engine=settings.io_engine,
-                io_depth=settings.io_depth,
+                io_limits=[(each.depth, each.chunk_bytes) for each in limits],
                 update_thread_count=settings.update_threads,
                 # A private daemon serves one job, as a rule: it gets all there is.
                 jobs_expected=1 if self._options.parent_pid is not None else 2,
@@ -225,6 +226,26 @@ class Daemon:
         if report.io_engine_reason:
             log.info("io_uring is not used", extra={"reason": report.io_engine_reason})
         return server
+
+    def _limits(self, folder: Path) -> calibration.Limits:
+        """How much the path of a data folder is given at a time."""
+        settings = self._settings
+        volume_bytes = settings.nvme // len(settings.data)
+        if not settings.io_depth and calibration.worth_measuring(folder, volume_bytes=volume_bytes):
+            log.info("calibrating", extra={"data": str(folder)})
+            self._notifier.notify(EXTEND_TIMEOUT_USEC=20_000_000, STATUS=f"calibrating {folder}")
+            calibration.measure_beside_formatting(folder)
+        limits, origin = calibration.limits_in_use(folder, depth=settings.io_depth)
+        log.info(
+            "path",
+            extra={
+                "data": str(folder),
+                "depth": limits.depth,
+                "chunk_bytes": limits.chunk_bytes,
+                "origin": origin,
+            },
+        )
+        return limits
 
     def _start_metrics(self, server: Server, collector: DaemonCollector) -> MetricsServer | None:
         if not self._settings.metrics:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from memd import calibration
 from memd.refusal import StatusCode
 from memd.sizes import exact_size, format_size
 from memd_native import (
@@ -48,8 +49,9 @@ def told_to_people() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
-    """On a terminal only, on stderr, with the rate; elsewhere nothing is written."""
+def progress_bar(label: str, *, shows_rate: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """On a terminal only, on stderr, with the rate where it counts bytes; elsewhere nothing is
+    written."""
     if not sys.stderr.isatty():
         yield lambda done, of_all: None
         return
@@ -63,7 +65,8 @@ def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
             nonlocal at
             bar.length = max(of_all, 1)
             rate = done / max(time.monotonic() - began, 1e-3)
-            bar.update(done - at, f"{format_size(done)} at {format_size(int(rate))}/s")
+            text = f"{format_size(done)} at {format_size(int(rate))}/s" if shows_rate else None
+            bar.update(done - at, text)
             at = done
 
         yield show
@@ -176,6 +179,9 @@ def format_anew(folders: Sequence[Path], *, nvme: int, force: bool, yes: bool) -
                 raise WrongUse(f"{typed.strip()!r} is not {uuid}; nothing was removed")
         with told_to_people():
             remove_volumes([str(path)], uuid=bytes.fromhex(uuid))
+    for path in folders:
+        if calibration.worth_measuring(path, volume_bytes=nvme // len(folders)):
+            calibration.measure_beside_formatting(path)
     with told_to_people(), progress_bar(f"formatting {exact_size(nvme)}") as progress:
         return format_volumes([str(path) for path in folders], nvme_bytes=nvme, progress=progress)
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from memd import calibration
 from memd.bench.adam import adam_figures
 from memd.bench.figures import HEADER, Figure, row
 from memd.bench.hash import hash_figures
 from memd.bench.io import io_figures
 from memd.bench.machine import describe_machine, file_system
 from memd.printing import print_json, print_table
-from memd.sizes import parse_size
+from memd.sizes import format_size, parse_size
+from memd.volumes import progress_bar
 from memd_native import StatusError
 
 if TYPE_CHECKING:
@@ -103,11 +106,28 @@ def command() -> None:
     show_default=True,
     help="Of each run.",
 )
+@click.option(
+    "--calibrate",
+    "calibrates",
+    is_flag=True,
+    help="Finds the depth and chunk size that a daemon of this --data uses from its next start on, "
+    "in less than 20 seconds. Of the other options only --json counts.",
+)
 @common
 def io(
-    as_json: bool, block: int, data: Path, depth: int, rounds: int, seconds: float, size: int
+    as_json: bool,
+    block: int,
+    calibrates: bool,
+    data: Path,
+    depth: int,
+    rounds: int,
+    seconds: float,
+    size: int,
 ) -> None:
     """Reads and writes of a file of random bytes, through memd's queue and by io_uring alone."""
+    if calibrates:
+        calibrate(data, as_json=as_json)
+        return
     show(
         io_figures(data, size=size, block=block, depth=depth, seconds=seconds, rounds=rounds),
         as_json=as_json,
@@ -120,6 +140,42 @@ def io(
             "seconds": seconds,
         },
     )
+
+
+def calibrate(folder: Path, *, as_json: bool) -> None:
+    machine = describe_machine()
+    try:
+        with progress_bar("calibrating", shows_rate=False) as progress:
+            found = calibration.measure(folder, progress=progress)
+    except StatusError as error:
+        raise click.ClickException(str(error)) from error
+    kept = calibration.keep(folder, found)
+    if as_json:
+        print_json(
+            {
+                "machine": machine,
+                "file": str(kept),
+                **asdict(found.limits),
+                "seconds": found.seconds,
+                "points": [asdict(point) for point in found.points],
+            }
+        )
+        return
+    print_table(
+        ("depth", "chunk", "in flight", *(f"{mix}, GB/s" for mix in calibration.MIXES), "reached"),
+        [
+            (
+                str(point.limits.depth),
+                format_size(point.limits.chunk_bytes),
+                format_size(point.limits.depth * point.limits.chunk_bytes),
+                *(f"{point.rates[mix]:.2f}" for mix in calibration.MIXES),
+                f"{min(point.fractions.values()):.3f}",
+            )
+            for point in found.points
+        ],
+    )
+    click.echo()
+    click.echo(f"{found.limits}: in {kept}, for the next start of its daemon")
 
 
 @command.command()

@@ -49,6 +49,8 @@ class StatusService:
                     error_count=sum(
                         kind.error_count for kind in (device.read, device.write, device.sync)
                     ),
+                    io_depth=device.io_depth,
+                    io_chunk_bytes=device.io_chunk_bytes,
                 )
                 for device in statistics.devices
             ],

@@ -238,7 +238,6 @@ Result<IoRate> IoBench::through_queue(const IoRateOptions& options) {
   Status failed;
   uint32_t in_flight = 0;
   const std::function<void(uint32_t)> begin = [&](uint32_t index) {
-    if (measurement.is_over() || !failed.is_ok()) return;
     const auto [kind, offset_bytes] = measurement.next();
     ++in_flight;
     queue.submit({.kind = kind,
@@ -253,7 +252,7 @@ Result<IoRate> IoBench::through_queue(const IoRateOptions& options) {
                     } else if (failed.is_ok()) {
                       failed = status;
                     }
-                    begin(index);
+                    if (!measurement.is_over() && failed.is_ok()) begin(index);
                   }});
   };
   for (uint32_t index = 0; index < options.depth; ++index) begin(index);

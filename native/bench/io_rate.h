@@ -17,7 +17,7 @@ struct IoRateOptions {
   IoMix mix = IoMix::read;
   uint64_t block_bytes = 0;  // of one request; whole blocks of 4096
   uint32_t depth = 0;        // requests in flight
-  double seconds = 1;
+  double seconds = 1;  // each request in flight is made at least once, however short
 };
 
 struct IoRate {

@@ -55,7 +55,7 @@ std::shared_ptr<Server> start(const std::vector<std::string>& directories,
                               bool lock_required,
                               bool huge_pages,
                               const std::string& io_engine,
-                              uint32_t io_depth,
+                              const std::vector<std::pair<uint32_t, uint64_t>>& io_limits,
                               uint32_t update_thread_count,
                               uint32_t jobs_expected,
                               const std::optional<Progress>& progress,
@@ -71,7 +71,9 @@ std::shared_ptr<Server> start(const std::vector<std::string>& directories,
   options.lock_required = lock_required;
   options.huge_pages = huge_pages;
   options.io_engine = engine_named(io_engine);
-  options.io_depth = io_depth;
+  for (const auto& [depth, chunk_bytes] : io_limits) {
+    options.path_limits.push_back({.depth = depth, .chunk_bytes = chunk_bytes});
+  }
   options.update_thread_count = update_thread_count;
   if (jobs_expected == 0) throw nb::value_error("jobs_expected counts from 1: 0");
   options.jobs_expected = jobs_expected;
@@ -227,6 +229,9 @@ void bind_statistics(nb::module_& module) {
       .def_ro("bytes_free", &DeviceStatistics::bytes_free)
       .def_ro("checksum_failures", &DeviceStatistics::checksum_failures)
       .def_ro("fenced", &DeviceStatistics::fenced)
+      .def_prop_ro("io_depth", [](const DeviceStatistics& self) { return self.limits.depth; })
+      .def_prop_ro("io_chunk_bytes",
+                   [](const DeviceStatistics& self) { return self.limits.chunk_bytes; })
       .def_prop_ro(
           "read",
           [](const DeviceStatistics& self) -> const auto& { return self.io.read; },
@@ -340,22 +345,24 @@ void bind_server(nb::module_& module) {
                      "Pool, volumes, jobs and the threads that serve them. Every method may be "
                      "called from any thread and releases the GIL; each raises "
                      "StatusError. Blocking ones take a deadline and say on what they waited.")
-      .def(nb::new_(&start),
-           nb::kw_only(),
-           "directories"_a,
-           "nvme_bytes"_a,
-           "host_bytes"_a,
-           "lock_required"_a = true,
-           "huge_pages"_a = true,
-           "io_engine"_a = "auto",
-           "io_depth"_a = 32,
-           "update_thread_count"_a = 0,
-           "jobs_expected"_a = 2,
-           "progress"_a = nb::none(),
-           "keeper_fd"_a = nb::none(),
-           "kept"_a = std::vector<std::pair<std::string, int>>{},
-           "Takes ownership of `keeper_fd`, a connected socket on which descriptors are kept in "
-           "systemd's words, and of `kept`: names and descriptors that the daemon before left.")
+      .def(
+          nb::new_(&start),
+          nb::kw_only(),
+          "directories"_a,
+          "nvme_bytes"_a,
+          "host_bytes"_a,
+          "lock_required"_a = true,
+          "huge_pages"_a = true,
+          "io_engine"_a = "auto",
+          "io_limits"_a = std::vector<std::pair<uint32_t, uint64_t>>{},
+          "update_thread_count"_a = 0,
+          "jobs_expected"_a = 2,
+          "progress"_a = nb::none(),
+          "keeper_fd"_a = nb::none(),
+          "kept"_a = std::vector<std::pair<std::string, int>>{},
+          "`io_limits` are depth and chunk size of each directory's path, or none for the default. "
+          "Takes ownership of `keeper_fd`, a connected socket on which descriptors are kept in "
+          "systemd's words, and of `kept`: names and descriptors that the daemon before left.")
       .def("report", &Server::report, nb::rv_policy::copy)
       .def(
           "open_job",

@@ -51,6 +51,30 @@ Result<OwnedFd> duplicate(int fd) {
   return copy;
 }
 
+/// The options name them in the order of the directories; volumes have that of their set.
+Result<std::vector<IoPathLimits>> limits_by_volume(const ServerOptions& options,
+                                                   const std::vector<Volume>& volumes) {
+  std::vector<IoPathLimits> limits(volumes.size());
+  if (options.path_limits.empty()) return limits;
+  if (options.path_limits.size() != options.directories.size()) {
+    return error(StatusCode::invalid_argument,
+                 "the limits of each directory's path or none: ",
+                 options.path_limits.size(),
+                 " for ",
+                 options.directories.size());
+  }
+  for (const IoPathLimits& each : options.path_limits) {
+    if (Status usable = check_limits(each); !usable.is_ok()) return usable;
+  }
+  for (size_t i = 0; i < volumes.size(); ++i) {
+    const auto directory =
+        std::find(options.directories.begin(), options.directories.end(), volumes[i].directory);
+    MEMD_CHECK(directory != options.directories.end());
+    limits[i] = options.path_limits[static_cast<size_t>(directory - options.directories.begin())];
+  }
+  return limits;
+}
+
 }  // namespace
 
 Result<std::shared_ptr<Server>> Server::start(const ServerOptions& options, KeptDescriptors kept) {
@@ -105,14 +129,21 @@ Status Server::prepare(const ServerOptions& options, KeptDescriptors kept) {
   if (!pool.is_ok()) return pool.status();
   pool_ = std::move(pool).value();
 
+  const auto limits = limits_by_volume(options, volumes.value().volumes);
+  if (!limits.is_ok()) return limits.status();
+  uint32_t depth = 0;
+  for (const IoPathLimits& each : limits.value()) depth += each.depth;
   auto queue = options.make_queue(
-      {.engine = options.io_engine, .depth = options.io_depth, .wake_fd = wake_.get()});
+      {.engine = options.io_engine, .depth = std::min(depth, 4096u), .wake_fd = wake_.get()});
   if (!queue.is_ok()) return queue.status();
   io_ = std::move(queue.value().queue);
   report_.io_engine = std::string(io_->name());
   report_.io_engine_reason = queue.value().reason;
 
   extents_ = std::make_unique<ExtentStore>(*io_, std::move(volumes).value());
+  for (uint16_t device = 0; device < limits.value().size(); ++device) {
+    io_->set_limits(device, limits.value()[device]);
+  }
   const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
   workers_ = std::make_unique<UpdateWorkers>(
       options.update_thread_count == 0 ? cores : options.update_thread_count, wake_.get());

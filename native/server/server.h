@@ -34,7 +34,7 @@ struct ServerOptions {
   bool lock_required = true;
   bool huge_pages = true;
   IoEngine io_engine = IoEngine::automatic;
-  uint32_t io_depth = 32;
+  std::vector<IoPathLimits> path_limits;  // one for each of `directories`; none: those of a path
   uint32_t update_thread_count = 0;  // 0: one for each core
   uint32_t jobs_expected = 2;        // a job that names no quota gets this part of what is free
   std::function<void(uint64_t, uint64_t)> progress;  // of formatting, in bytes

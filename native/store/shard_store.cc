@@ -862,6 +862,7 @@ ServerStatistics ShardStore::statistics() const {
                            .bytes_free = extents_.free_bytes(device),
                            .checksum_failures = extents_.checksum_failure_count(device),
                            .fenced = !extents_.broken().is_ok(),
+                           .limits = io_.limits(device),
                            .io = io_.device_statistics(device)});
   }
   for (const auto& [job_id, job] : jobs_) {

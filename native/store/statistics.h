@@ -76,6 +76,7 @@ struct DeviceStatistics {
   uint64_t checksum_failures = 0;
   /// Of the whole set: nothing is written until the daemon starts anew.
   bool fenced = false;
+  IoPathLimits limits;
   IoDeviceStatistics io;
 };
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from memd_proto.v1 import status_pb2
 from tests.daemons import HOST_BYTES, Attached
 
 if TYPE_CHECKING:
@@ -63,6 +64,24 @@ def test_a_volume_is_written_once_and_used_as_it_is_from_then_on(daemons: Daemon
 
     assert format_seconds() > 0
     assert format_seconds() == 0
+
+
+def test_what_was_calibrated_is_used_from_the_next_start_on(daemons: Daemons) -> None:
+    def path_event() -> str:
+        daemon = daemons.start(name="calibrated")
+        with Attached(daemon.attach_socket) as client:
+            (device,) = client.call(client.status.GetStatus, status_pb2.GetStatusRequest()).devices
+        assert daemon.stop() == 0
+        (event,) = [line for line in daemon.log.read_text().splitlines() if "event=path" in line]
+        assert f"depth={device.io_depth} chunk_bytes={device.io_chunk_bytes} " in event
+        return event.partition("depth=")[2]
+
+    kept = daemons.data_folder("calibrated") / "memd.calibration"
+    assert path_event() == f"32 chunk_bytes={4 << 20} origin=default"
+    kept.write_text('{"version": 1, "depth": 5, "chunk_bytes": 524288}')
+    assert path_event() == f"5 chunk_bytes={512 << 10} origin={kept}"
+    kept.write_text('{"version": 1, "depth":')
+    assert path_event() == f"32 chunk_bytes={4 << 20} origin=default"
 
 
 def test_a_second_daemon_on_the_same_data_is_refused(daemons: Daemons, daemon: Daemon) -> None:

@@ -113,6 +113,10 @@ class StallingQueue final : public IoQueue {
   IoDeviceStatistics device_statistics(uint16_t device) const override {
     return queue_->device_statistics(device);
   }
+  void set_limits(uint16_t device, const IoPathLimits& limits) override {
+    queue_->set_limits(device, limits);
+  }
+  IoPathLimits limits(uint16_t device) const override { return queue_->limits(device); }
 
  private:
   std::unique_ptr<IoQueue> queue_;
@@ -150,8 +154,13 @@ class ServerTest : public testing::Test {
     server_ = std::move(started).value();
   }
   Result<std::shared_ptr<Server>> start_on(const fs::path& directory) {
+    return start_on(std::vector<std::string>{directory}, {});
+  }
+  Result<std::shared_ptr<Server>> start_on(const std::vector<std::string>& directories,
+                                           const std::vector<IoPathLimits>& limits) {
     ServerOptions options;
-    options.directories = {directory};
+    options.directories = directories;
+    options.path_limits = limits;
     options.nvme_bytes = 64_MiB;
     options.host_bytes = kHostBytes;
     options.lock_required = false;
@@ -273,6 +282,36 @@ TEST_F(ServerTest, clients_in_many_threads_read_what_each_of_them_put) {
   for (auto& thread : threads) thread.join();
   EXPECT_EQ(jobs().at(0).lease_count, 0u);
   EXPECT_GT(statistics().jobs.at(0).counters.spilled_bytes, 0u) << "18 MiB in 12";
+}
+
+TEST_F(ServerTest, each_path_has_the_limits_of_its_directory_in_whatever_order_they_are_named) {
+  const std::string one = root_ / "one";
+  const std::string two = root_ / "two";
+  fs::create_directory(one);
+  fs::create_directory(two);
+  const IoPathLimits narrow{.depth = 3, .chunk_bytes = 256_KiB};
+  const IoPathLimits wide{.depth = 20, .chunk_bytes = 2_MiB};
+  for (const bool swapped : {false, true}) {
+    auto started =
+        swapped ? start_on({two, one}, {wide, narrow}) : start_on({one, two}, {narrow, wide});
+    ASSERT_TRUE(started.is_ok()) << started.status().message();
+    server_ = std::move(started).value();
+    for (const DeviceStatistics& device : statistics().devices) {
+      const IoPathLimits& expected = device.path.starts_with(one) ? narrow : wide;
+      EXPECT_EQ(device.limits.depth, expected.depth) << device.path;
+      EXPECT_EQ(device.limits.chunk_bytes, expected.chunk_bytes) << device.path;
+    }
+    server_.reset();
+  }
+}
+
+TEST_F(ServerTest, limits_that_no_path_can_have_are_refused) {
+  for (const std::vector<IoPathLimits>& limits : {std::vector<IoPathLimits>{{.depth = 0}},
+                                                  std::vector<IoPathLimits>{{.chunk_bytes = 1}},
+                                                  std::vector<IoPathLimits>{{}, {}}}) {
+    const auto refused = start_on({root_.string()}, limits);
+    EXPECT_EQ(refused.status().code(), StatusCode::invalid_argument);
+  }
 }
 
 TEST_F(ServerTest, a_release_wakes_who_waits_for_room) {

@@ -146,6 +146,8 @@ class DeviceStatistics:
     bytes_free: int
     checksum_failures: int = 2
     fenced: bool = False
+    io_depth: int = 16
+    io_chunk_bytes: int = 1 << 20
     read: IoKindStatistics = field(default_factory=lambda: IoKindStatistics(8192))
     write: IoKindStatistics = field(
         default_factory=lambda: IoKindStatistics(4096, error_count_by_errno={errno.ENOSPC: 3})
@@ -258,7 +260,7 @@ class FakeServer:
         lock_required: bool = True,
         huge_pages: bool = True,
         io_engine: str = "auto",
-        io_depth: int = 32,
+        io_limits: Sequence[tuple[int, int]] = (),
         update_thread_count: int = 0,
         jobs_expected: int = 2,
         progress: Callable[[int, int], None] | None = None,
@@ -266,6 +268,7 @@ class FakeServer:
         self._host_bytes = host_bytes
         self._nvme_bytes = nvme_bytes
         self._directories = list(directories)
+        self.io_limits = list(io_limits)
         self._lock = threading.RLock()
         self._jobs: dict[int, Job] = {}
         self._sessions: dict[int, int] = {}

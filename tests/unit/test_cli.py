@@ -73,7 +73,15 @@ def test_config_shows_each_setting_with_unit_and_origin(
     assert rows["io_depth"] == ["8", "MEMD_IO_DEPTH"]
     assert rows["data"] == ["/a:/b", "--data"]
     assert rows["huge_pages"] == ["false", "default"]
-    shown = json.loads(memd(*given, "--json").output)
+    (tmp_path / "memd.calibration").write_text(
+        json.dumps({"version": 1, "depth": 4, "chunk_bytes": 1 << 20})
+    )
+    shown = json.loads(memd(*given, "--data", str(tmp_path), "--json").output)
+    assert shown["path /a"] == {"value": "depth 8, chunks of 4MiB", "origin": "io_depth"}
+    assert shown[f"path {tmp_path}"] == {
+        "value": "depth 8, chunks of 1MiB",
+        "origin": f"io_depth, {tmp_path / 'memd.calibration'}",
+    }
     assert shown["host"] == {"value": "1536MiB", "origin": "--host"}
 
 

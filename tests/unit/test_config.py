@@ -51,7 +51,7 @@ def test_a_flag_beats_a_variable_beats_the_file_beats_the_default(tmp_path: Path
     assert effective.settings.host == 3 << 30
     assert effective.settings.nvme == 30 << 30
     assert effective.settings.metrics == ""
-    assert effective.settings.io_depth == 32
+    assert effective.settings.io_depth == 0
     assert effective.origins["host"] == "--host"
     assert effective.origins["nvme"] == "MEMD_NVME"
     assert effective.origins["metrics"] == str(file)
@@ -94,7 +94,7 @@ def test_variables_of_others_are_left_alone() -> None:
         ('nvme = "10GB"', "nvme: '10GB' is not a size"),
         ('io_engine = "aio"', "io_engine: 'aio' is none of auto, io_uring, threads"),
         ("io_depth = 0", "io_depth: 0 is not a whole number from 1"),
-        ("io_depth = true", "io_depth: True is not a whole number"),
+        ("io_depth = true", "io_depth: True is not a whole number from 1 to 1024, or 'auto'"),
         ('huge_pages = "yes"', "huge_pages: 'yes' is neither true nor false"),
         ('metrics = "9464"', "metrics: '9464' is not host:port"),
         ("data = []", "data: .* is not a list of folders"),

@@ -352,6 +352,12 @@ class DeviceStatistics:
     def fenced(self) -> bool: ...
 
     @property
+    def io_depth(self) -> int: ...
+
+    @property
+    def io_chunk_bytes(self) -> int: ...
+
+    @property
     def read(self) -> IoKindStatistics: ...
 
     @property
@@ -529,9 +535,9 @@ class Server:
     Pool, volumes, jobs and the threads that serve them. Every method may be called from any thread and releases the GIL; each raises StatusError. Blocking ones take a deadline and say on what they waited.
     """
 
-    def __init__(self, *, directories: Sequence[str], nvme_bytes: int, host_bytes: int, lock_required: bool = True, huge_pages: bool = True, io_engine: str = 'auto', io_depth: int = 32, update_thread_count: int = 0, jobs_expected: int = 2, progress: Callable[[int, int], None] | None = None, keeper_fd: int | None = None, kept: Sequence[tuple[str, int]] = []) -> None:
+    def __init__(self, *, directories: Sequence[str], nvme_bytes: int, host_bytes: int, lock_required: bool = True, huge_pages: bool = True, io_engine: str = 'auto', io_limits: Sequence[tuple[int, int]] = [], update_thread_count: int = 0, jobs_expected: int = 2, progress: Callable[[int, int], None] | None = None, keeper_fd: int | None = None, kept: Sequence[tuple[str, int]] = []) -> None:
         """
-        Takes ownership of `keeper_fd`, a connected socket on which descriptors are kept in systemd's words, and of `kept`: names and descriptors that the daemon before left.
+        `io_limits` are depth and chunk size of each directory's path, or none for the default. Takes ownership of `keeper_fd`, a connected socket on which descriptors are kept in systemd's words, and of `kept`: names and descriptors that the daemon before left.
         """
 
     def report(self) -> StartReport: ...

@@ -1,0 +1,163 @@
+"""What a path is given at a time: how it is chosen, kept and found again."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from click.testing import CliRunner
+
+from memd import calibration
+from memd.calibration import Calibration, Limits, Point, best, keep, limits_in_use, read
+from memd.cli import main
+from memd.refusal import Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# The temporary folder may lie in memory.
+BUILD = Path(__file__).parents[2] / "build"
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def point(depth: int, chunk_bytes: int, *fractions: float) -> Point:
+    by_mix = dict(zip(calibration.MIXES, fractions, strict=True))
+    return Point(
+        limits=Limits(depth=depth, chunk_bytes=chunk_bytes), rates=by_mix, fractions=by_mix
+    )
+
+
+def test_the_least_in_flight_that_keeps_the_path_busy_is_best() -> None:
+    points = [
+        point(1, MIB, 0.5, 0.9, 0.6),
+        point(4, MIB, 0.97, 1.1, 0.98),
+        point(16, MIB, 1.0, 1.0, 1.0),
+        point(8, 256 * KIB, 1.0, 1.0, 0.8),  # mixed is too slow
+    ]
+    assert best(points) == Limits(depth=4, chunk_bytes=MIB)
+
+
+def test_of_equals_the_larger_chunks_are_best() -> None:
+    points = [point(8, 512 * KIB, 1.0, 1.0, 1.0), point(4, MIB, 1.0, 1.0, 1.0)]
+    assert best(points) == Limits(depth=4, chunk_bytes=MIB)
+    assert best(reversed(points)) == Limits(depth=4, chunk_bytes=MIB)
+
+
+def test_where_nothing_is_fast_enough_the_fastest_counts() -> None:
+    points = [point(1, MIB, 0.2, 0.2, 0.2), point(32, MIB, 0.9, 1.0, 0.85)]
+    assert best(points) == Limits(depth=32, chunk_bytes=MIB)
+
+
+def test_a_busy_drive_is_not_calibrated() -> None:
+    with pytest.raises(Refused, match="too busy to be measured"):
+        best([point(1, MIB, 0.5, 1.4, 1.0), point(32, MIB, 1.0, 1.0, 0.6)])
+
+
+def test_what_was_kept_is_found_again_and_replaced(tmp_path: Path) -> None:
+    assert read(tmp_path) is None
+    for depth in (4, 7):
+        limits = Limits(depth=depth, chunk_bytes=512 * KIB)
+        kept = keep(tmp_path, Calibration(limits=limits, seconds=1, points=[]))
+        assert read(tmp_path) == limits
+        assert limits_in_use(tmp_path, depth=0) == (limits, str(kept))
+    assert [path.name for path in tmp_path.iterdir()] == ["memd.calibration"]
+
+
+def test_the_setting_beats_what_was_calibrated(tmp_path: Path) -> None:
+    assert limits_in_use(tmp_path, depth=0) == (Limits(), "default")
+    assert limits_in_use(tmp_path, depth=9) == (Limits(depth=9), "io_depth")
+    kept = keep(
+        tmp_path,
+        Calibration(limits=Limits(depth=4, chunk_bytes=MIB), seconds=1),
+    )
+    expected = (Limits(depth=9, chunk_bytes=MIB), f"io_depth, {kept}")
+    assert limits_in_use(tmp_path, depth=9) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "Expecting value"),
+        ('{"version": 1, "depth": 8, "chu', "Unterminated string"),
+        ("\xff\xfe", "codec"),
+        ("[1]", "not of version 1"),
+        ('{"version": 2, "depth": 8, "chunk_bytes": 1048576}', "not of version 1"),
+        ('{"version": 1, "depth": 0, "chunk_bytes": 1048576}', "its depth is not 1 to 1024: 0"),
+        ('{"version": 1, "depth": true, "chunk_bytes": 1048576}', "its depth is not"),
+        ('{"version": 1, "depth": 8}', "its chunk_bytes are not"),
+        ('{"version": 1, "depth": 8, "chunk_bytes": 1048577}', "its chunk_bytes are not"),
+        ('{"version": 1, "depth": 8, "chunk_bytes": 8388608}', "its chunk_bytes are not"),
+    ],
+)
+def test_a_damaged_or_unknown_file_is_logged_and_as_good_as_none(
+    text: str, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "memd.calibration").write_bytes(text.encode("latin-1"))
+    with caplog.at_level(logging.WARNING):
+        assert limits_in_use(tmp_path, depth=0) == (Limits(), "default")
+    (record,) = caplog.records
+    assert "measure anew with `memd bench io --calibrate`" in record.getMessage()
+    assert reason in vars(record)["reason"]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_with_its_path(tmp_path: Path) -> None:
+    (tmp_path / "memd.calibration").mkdir()
+    with pytest.raises(Refused, match=r"memd\.calibration cannot be written: Is a directory"):
+        keep(tmp_path, Calibration(limits=Limits(), seconds=1))
+
+
+def test_a_first_start_measures_only_beside_a_volume_that_takes_longer(tmp_path: Path) -> None:
+    large = 8 << 30
+    assert calibration.worth_measuring(tmp_path, volume_bytes=large)
+    assert not calibration.worth_measuring(tmp_path, volume_bytes=large - 1)
+    (tmp_path / "memd.calibration").touch()
+    assert not calibration.worth_measuring(tmp_path, volume_bytes=large)
+    (tmp_path / "memd.calibration").unlink()
+    (tmp_path / "memd.volume").touch()
+    assert not calibration.worth_measuring(tmp_path, volume_bytes=large)
+
+
+def test_calibrating_measures_reads_writes_and_both_and_keeps_what_it_chose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Of a small file, for a moment: this is about what is done with it.
+    monkeypatch.setattr(calibration, "_FILE_BYTES", 64 * MIB)
+    monkeypatch.setattr(calibration, "_RUN_S", 0.001)
+    monkeypatch.setattr(calibration, "_TRUSTED", 0.0)  # others may use this disk
+    monkeypatch.setattr(
+        calibration,
+        "_candidate_sets",
+        lambda: [[Limits(depth=depth, chunk_bytes=MIB) for depth in (1, 4)]],
+    )
+    BUILD.mkdir(exist_ok=True)
+    kept = BUILD / "memd.calibration"
+    kept.unlink(missing_ok=True)
+    try:
+        answer = CliRunner().invoke(
+            main, ["bench", "io", "--calibrate", "--data", str(BUILD), "--json"]
+        )
+        assert answer.exit_code == 0, answer.output
+        told: Mapping[str, object] = json.loads(answer.output)
+        assert read(BUILD) == Limits(depth=1, chunk_bytes=MIB) or read(BUILD) == Limits(
+            depth=4, chunk_bytes=MIB
+        )
+        assert told["file"] == str(kept)
+        points = json.loads(kept.read_text())["points"]
+        assert [each["depth"] for each in points] == [1, 4]
+        for each in points:
+            assert set(each["gigabytes_per_second"]) == set(calibration.MIXES)
+            assert min(each["gigabytes_per_second"].values()) > 0
+    finally:
+        kept.unlink(missing_ok=True)
+    assert not (BUILD / "memd.bench").exists()
+
+
+def test_a_drive_that_is_too_slow_for_the_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_FILE_BYTES", 64 * MIB)
+    BUILD.mkdir(exist_ok=True)
+    with pytest.raises(Refused, match="too slow to be measured in 0 s"):
+        calibration.measure(BUILD, seconds=0.001)
+    assert not (BUILD / "memd.bench").exists()
