@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-import memd_native
+from memd_native import PROTOCOL_VERSION
 from memd_proto.v1 import (
     attach_pb2,
     job_pb2_grpc,
@@ -224,7 +224,7 @@ class Attached:
         request = session_pb2.AttachRequest(
             job=job,
             **{
-                "protocol_version": memd_native.PROTOCOL_VERSION,
+                "protocol_version": PROTOCOL_VERSION,
                 "world_size": 1,
                 "without_shared_memory": True,
                 **fields,

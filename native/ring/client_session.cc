@@ -381,6 +381,7 @@ Result<LeasedBytes> ClientSession::lease(uint32_t shard_id,
     release(lease);
     return status;
   }
+  note_use(shard_id, part, mode);
   return lease;
 }
 
@@ -397,6 +398,18 @@ void ClientSession::give_back(uint32_t pin_index, uint32_t pin) noexcept {
   // Ordered after the decrement: either the daemon, which sets the flag and then scans the pins,
   // sees it gone, or we see the flag.
   if (layout_->header.release_wanted.load(std::memory_order_seq_cst) != 0) ring_doorbell();
+}
+
+void ClientSession::note_use(uint32_t shard_id, Part part, LeaseMode mode) noexcept {
+  auto& header = layout_->header;
+  const uint64_t index = header.use_tail.fetch_add(1, std::memory_order_relaxed);
+  // Ordered before the loads: see ServerRing::want_use_after() and prepare_to_sleep().
+  layout_->uses[index % kUseLogEntries].store(use_word(index, shard_id, part, mode),
+                                              std::memory_order_seq_cst);
+  const uint64_t wanted = header.use_wanted.load(std::memory_order_seq_cst);
+  if (wanted == 0 || index + 1 < wanted) return;
+  if (header.server_sleeping.load(std::memory_order_seq_cst) == 0) return;
+  if (header.use_wanted.exchange(0, std::memory_order_seq_cst) != 0) ring_doorbell();
 }
 
 Status ClientSession::prefetch(uint32_t shard_id) {

@@ -100,6 +100,8 @@ class ClientSession {
   void take_completions();
   Status wait_for(uint64_t request_id, uint64_t timeout_ns, Waiting* result);
   void give_back(uint32_t pin_index, uint32_t pin) noexcept;
+  /// Tells the daemon's plans.
+  void note_use(uint32_t shard_id, Part part, LeaseMode mode) noexcept;
   void give_back_untold_pins();
   bool is_in_forked_child() const;
   Status map_segments_up_to(uint64_t end_bytes);

@@ -1,5 +1,5 @@
-// What a session shares with the daemon: a request ring, a completion ring, pin counters and a few
-// words, in one sealed memfd.
+// What a session shares with the daemon: a request ring, a completion ring, pin counters, a log of
+// uses and a few words, in one sealed memfd.
 //
 // The daemon reads these words and never trusts them: an entry is copied once to private memory and
 // then validated. Nothing here is a pointer; everything has a fixed width.
@@ -23,6 +23,7 @@ inline constexpr uint32_t kRingEntries = 1024;
 inline constexpr uint32_t kMessageCount = kRingEntries;
 inline constexpr uint32_t kMessageBytes = 1024;
 inline constexpr uint32_t kPinCount = 1u << 20;
+inline constexpr uint32_t kUseLogEntries = 1u << 16;
 
 /// Longer waits are shortened to this.
 inline constexpr uint64_t kTimeoutNsMax = 3'600'000'000'000;
@@ -93,8 +94,23 @@ inline constexpr uint32_t kPinReadersMax = kWriterPin - kReaderPin;
 constexpr uint32_t pin_readers(uint32_t pins) { return pins & kPinReadersMax; }
 constexpr uint32_t pin_writers(uint32_t pins) { return pins >> 16; }
 
-/// Free-running indices; an entry's place is its index modulo kRingEntries. Each line is written by
-/// one side.
+/// One entry of the use log, a word, so that it is there in full or not at all:
+/// {lap: 16, mode: 8, part: 8, shard id: 32}. The lap says which of the uses that share its place
+/// it is, and counts from 1.
+constexpr uint16_t use_lap(uint64_t index) {
+  return static_cast<uint16_t>(index / kUseLogEntries + 1);
+}
+constexpr uint64_t use_word(uint64_t index, uint32_t shard_id, Part part, LeaseMode mode) {
+  return (uint64_t{use_lap(index)} << 48) | (static_cast<uint64_t>(mode) << 40) |
+         (static_cast<uint64_t>(part) << 32) | shard_id;
+}
+/// 0: it is the use at `index`; below: that one is not written yet; above: it is overwritten.
+constexpr int use_lap_distance(uint64_t word, uint64_t index) {
+  return static_cast<int16_t>(static_cast<uint16_t>(word >> 48) - use_lap(index));
+}
+
+/// Free-running indices; an entry's place is its index modulo the number of entries. Each line is
+/// written by one side, but for `use_wanted`, which the client takes away once.
 struct SessionHeader {
   uint64_t magic;
   uint32_t protocol_version;
@@ -102,6 +118,7 @@ struct SessionHeader {
 
   alignas(64) std::atomic<uint32_t> request_tail;  // client: entries published
   alignas(64) std::atomic<uint32_t> request_head;  // server: entries taken
+  std::atomic<uint64_t> use_head;                  // server: uses taken
   alignas(64)
       std::atomic<uint32_t> completion_tail;  // server: entries published; the client's futex word
   alignas(64) std::atomic<uint32_t> completion_head;  // client: entries taken
@@ -114,8 +131,11 @@ struct SessionHeader {
   std::atomic<uint32_t> ended;
   // Client: 1 while it sleeps on completion_tail.
   alignas(64) std::atomic<uint32_t> client_sleeping;
-  // Client: its place in the plan. Nobody reads it before there are plans.
-  std::atomic<uint64_t> cursor;
+  // Client: places of the use log that its threads have taken; a word may follow a little later.
+  alignas(64) std::atomic<uint64_t> use_tail;
+  // Server: rings the doorbell once use_tail is here; 0: never. The client's thread that rings puts
+  // 0 there first.
+  alignas(64) std::atomic<uint64_t> use_wanted;
 };
 
 struct SessionLayout {
@@ -125,6 +145,8 @@ struct SessionLayout {
   alignas(4096) char messages[kMessageCount][kMessageBytes];
   // Sparse: pages that no pin ever touched cost nothing.
   alignas(4096) std::atomic<uint32_t> pins[kPinCount];
+  // What the client leased, by whichever way; see use_word().
+  alignas(4096) std::atomic<uint64_t> uses[kUseLogEntries];
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free &&
               std::atomic<uint64_t>::is_always_lock_free);

@@ -55,6 +55,8 @@ Result<ServerRing> ServerRing::adopt(OwnedFd session, OwnedFd doorbell) {
   // against its own before they are used. Of the job they say whether the last grant was told.
   ring.request_head_ = header.request_head.load(std::memory_order_acquire);
   ring.completion_tail_ = header.completion_tail.load(std::memory_order_acquire);
+  ring.use_head_ = header.use_head.load(std::memory_order_acquire);
+  ring.want_use_after(0);
   ring.is_paused_ = true;
   ring.wake();
   ring.want_release(false);
@@ -120,12 +122,61 @@ bool ServerRing::publish(const Completion& fields, const Status& status) {
   return true;
 }
 
+bool ServerRing::take_uses(std::vector<Use>* uses) {
+  bool follows = true;
+  const size_t count_before = uses->size();
+  // At most a log full at a time: its client may be writing as fast as it is read.
+  for (uint32_t count = 0; count < kUseLogEntries && !broken_; ++count) {
+    // Pairs with the store in ClientSession::note_use(): who has leased is seen to have.
+    const uint64_t word = layout_->uses[use_head_ % kUseLogEntries].load(std::memory_order_acquire);
+    const int distance = use_lap_distance(word, use_head_);
+    if (distance < 0) break;
+    if (distance > 0) {
+      use_head_ = header().use_tail.load(std::memory_order_acquire);
+      uses->resize(count_before);
+      follows = false;
+      continue;
+    }
+    const Use use{.shard_id = static_cast<uint32_t>(word),
+                  .part = static_cast<Part>(word >> 32),
+                  .mode = static_cast<LeaseMode>(word >> 40)};
+    if (use.part > Part::gradient || use.mode > LeaseMode::overwrite) {
+      broken_ = true;
+      break;
+    }
+    uses->push_back(use);
+    ++use_head_;
+  }
+  header().use_head.store(use_head_, std::memory_order_release);
+  return follows;
+}
+
+void ServerRing::want_use_after(uint64_t count) {
+  use_wanted_ = count == 0 ? 0 : use_head_ + count;
+  // Ordered before the look at the log in prepare_to_sleep(): either the client sees that the use
+  // is wanted when it has written it, or the server sees the use.
+  header().use_wanted.store(use_wanted_, std::memory_order_seq_cst);
+}
+
+bool ServerRing::wanted_use_came() {
+  const auto is_written = [this](uint64_t index) {
+    return use_lap_distance(layout_->uses[index % kUseLogEntries].load(std::memory_order_seq_cst),
+                            index) >= 0;
+  };
+  // Of several threads the one that took the first place may write last. Nobody is kept awake by a
+  // use that can't be taken.
+  if (use_wanted_ == 0 || !is_written(use_head_) || !is_written(use_wanted_ - 1)) return false;
+  use_wanted_ = 0;
+  return true;
+}
+
 bool ServerRing::prepare_to_sleep() {
   // Ordered before the load of request_tail: either the server sees the request, or the client sees
-  // that the server sleeps.
+  // that the server sleeps. So it is with the log of uses.
   header().server_sleeping.store(1, std::memory_order_seq_cst);
-  return !broken_ && !is_paused_ &&
-         header().request_tail.load(std::memory_order_seq_cst) != request_head_;
+  if (broken_ || is_paused_) return false;
+  return header().request_tail.load(std::memory_order_seq_cst) != request_head_ ||
+         wanted_use_came();
 }
 
 void ServerRing::want_release(bool wanted) {

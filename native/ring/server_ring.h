@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "base/owned_fd.h"
 #include "base/status.h"
@@ -11,6 +12,15 @@
 #include "ring/shared_memory.h"
 
 namespace memd {
+
+/// A lease that the client took.
+struct Use {
+  uint32_t shard_id;  // the client's word: the job may have no such shard
+  Part part;
+  LeaseMode mode;
+
+  bool operator==(const Use&) const = default;
+};
 
 /// Owned by the server thread, which is the only one that calls it. Nothing here blocks.
 class ServerRing {
@@ -40,8 +50,15 @@ class ServerRing {
   /// the client left no room, which only one that breaks the protocol does.
   bool publish(const Completion& fields, const Status& status);
 
-  /// Before the server thread sleeps: tells the client to ring. Returns whether a request came
-  /// meanwhile, in which case don't sleep.
+  /// Appends what the client has leased since the last call, in order. False where it wrote more
+  /// meanwhile than the log holds: what is appended then does not follow what came before.
+  bool take_uses(std::vector<Use>* uses);
+  /// The client rings the doorbell once it has made `count` more uses (0: never) than take_uses()
+  /// took. Once: then it has to be wanted again.
+  void want_use_after(uint64_t count);
+
+  /// Before the server thread sleeps: tells the client to ring. Returns whether a request or the
+  /// wanted use came meanwhile, in which case don't sleep.
   bool prepare_to_sleep();
   void wake() { header().server_sleeping.store(0, std::memory_order_relaxed); }
   void want_release(bool wanted);
@@ -70,6 +87,7 @@ class ServerRing {
         layout_(reinterpret_cast<SessionLayout*>(memory_.data())),
         doorbell_(std::move(doorbell)) {}
   SessionHeader& header() { return layout_->header; }
+  bool wanted_use_came();
 
   SharedMemory memory_;
   SessionLayout* layout_;
@@ -77,6 +95,8 @@ class ServerRing {
   // The daemon's own copies: what the shared words say of its own side is never read back.
   uint32_t request_head_ = 0;
   uint32_t completion_tail_ = 0;
+  uint64_t use_head_ = 0;
+  uint64_t use_wanted_ = 0;
   bool broken_ = false;
   bool is_paused_ = false;  // adopted, and its client has not come back
 };

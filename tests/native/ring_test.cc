@@ -230,6 +230,185 @@ TEST_F(RingTest, no_wake_up_is_lost_between_ends_that_sleep) {
   daemon.join();
 }
 
+TEST_F(RingTest, the_daemon_reads_what_was_leased_in_its_order_across_the_laps) {
+  constexpr uint32_t kCount = kUseLogEntries + 99;
+  std::thread daemon([&] {
+    for (uint32_t i = 0; i < kCount; ++i) grant(next_request(), 5);
+  });
+  std::vector<Use> uses;
+  for (uint32_t i = 0; i < kCount; ++i) {
+    const Part part = i % 2 == 0 ? Part::value : Part::gradient;
+    const auto mode = static_cast<LeaseMode>(i % 3);
+    client_->release(client_->lease(i, part, mode, 10 * kSecond).value());
+    if (i % 1000 != 0 && i + 1 != kCount) continue;
+    ASSERT_TRUE(ring_.take_uses(&uses));
+    ASSERT_EQ(uses.size(), i + 1);
+  }
+  daemon.join();
+  for (uint32_t i = 0; i < kCount; ++i) {
+    const Use expected{.shard_id = i,
+                       .part = i % 2 == 0 ? Part::value : Part::gradient,
+                       .mode = static_cast<LeaseMode>(i % 3)};
+    ASSERT_EQ(uses[i], expected) << i;
+  }
+  EXPECT_TRUE(ring_.take_uses(&uses));
+  EXPECT_EQ(uses.size(), kCount);
+}
+
+TEST_F(RingTest, what_was_not_granted_is_no_use) {
+  std::thread daemon([&] {
+    Completion completion{};
+    completion.request_id = next_request().request_id;
+    ring_.publish(completion, error(StatusCode::capacity, "no room"));
+  });
+  EXPECT_FALSE(client_->lease(1, Part::value, LeaseMode::read, kSecond).is_ok());
+  daemon.join();
+  ASSERT_TRUE(client_->prefetch(2).is_ok());
+  std::vector<Use> uses;
+  EXPECT_TRUE(ring_.take_uses(&uses));
+  EXPECT_EQ(uses.size(), 0U);
+}
+
+TEST_F(RingTest, uses_that_were_overwritten_before_they_were_read_are_told) {
+  const auto write_uses = [this](uint64_t count) {
+    for (uint64_t i = 0; i < count; ++i) {
+      const uint64_t index = layout().header.use_tail.fetch_add(1);
+      layout().uses[index % kUseLogEntries].store(
+          use_word(index, static_cast<uint32_t>(index), Part::value, LeaseMode::read));
+    }
+  };
+  write_uses(kUseLogEntries);
+  std::vector<Use> uses;
+  EXPECT_TRUE(ring_.take_uses(&uses)) << "as many as the log holds are kept";
+  EXPECT_EQ(uses.size(), kUseLogEntries);
+  uses.clear();
+  write_uses(kUseLogEntries + 1);
+  EXPECT_FALSE(ring_.take_uses(&uses));
+  write_uses(1);
+  EXPECT_TRUE(ring_.take_uses(&uses)) << "from here on they follow one another";
+  ASSERT_EQ(uses.size(), 1U);
+  EXPECT_EQ(uses[0].shard_id, 2 * kUseLogEntries + 1);
+}
+
+TEST_F(RingTest, uses_of_all_threads_arrive_and_each_thread_s_in_their_order) {
+  constexpr uint32_t kThreads = 4;
+  constexpr uint32_t kEach = 2000;
+  std::vector<std::thread> threads;
+  for (uint32_t thread = 0; thread < kThreads; ++thread) {
+    threads.emplace_back([&, thread] {
+      for (uint32_t i = 0; i < kEach; ++i) {
+        const uint32_t shard = thread * kEach + i;
+        client_->release(client_->lease(shard, Part::value, LeaseMode::read, kSecond).value());
+      }
+    });
+  }
+  std::vector<Use> uses;
+  for (uint32_t i = 0; i < kThreads * kEach; ++i) {
+    grant(next_request(), 5);
+    ASSERT_TRUE(ring_.take_uses(&uses));
+  }
+  for (auto& thread : threads) thread.join();
+  ASSERT_TRUE(ring_.take_uses(&uses));
+  ASSERT_EQ(uses.size(), kThreads * kEach);
+  std::vector<uint32_t> next(kThreads, 0);
+  for (const Use& use : uses) {
+    ASSERT_LT(use.shard_id, kThreads * kEach);
+    EXPECT_EQ(use.shard_id % kEach, next[use.shard_id / kEach]++);
+  }
+}
+
+TEST_F(RingTest, a_client_that_writes_what_is_no_use_breaks_the_ring) {
+  layout().uses[0].store(use_word(0, 1, static_cast<Part>(2), LeaseMode::read));
+  std::vector<Use> uses;
+  ring_.take_uses(&uses);
+  EXPECT_TRUE(ring_.broken());
+  EXPECT_EQ(uses.size(), 0U);
+}
+
+TEST_F(RingTest, a_tail_that_no_use_follows_holds_nobody_up) {
+  layout().header.use_tail.store(12345);
+  layout().uses[0].store(use_word(kUseLogEntries, 1, Part::value, LeaseMode::read));
+  std::vector<Use> uses;
+  EXPECT_FALSE(ring_.take_uses(&uses));
+  EXPECT_TRUE(ring_.take_uses(&uses));
+  EXPECT_EQ(uses.size(), 0U);
+  EXPECT_FALSE(ring_.broken());
+}
+
+TEST_F(RingTest, a_wanted_use_is_seen_or_rings_once) {
+  std::thread daemon([&] {
+    for (int i = 0; i < 7; ++i) grant(next_request(), 5);
+  });
+  const auto use = [this] {
+    client_->release(client_->lease(1, Part::value, LeaseMode::read, kSecond).value());
+  };
+  std::vector<Use> uses;
+  use();
+  ring_.take_uses(&uses);
+  ring_.want_use_after(2);
+  EXPECT_FALSE(ring_.prepare_to_sleep());
+  // What asks for a grant rings by itself while the daemon sleeps.
+  layout().header.server_sleeping.store(0);
+  use();
+  EXPECT_FALSE(doorbell_rang());
+  use();
+  EXPECT_FALSE(doorbell_rang()) << "the daemon is awake";
+  EXPECT_TRUE(ring_.prepare_to_sleep()) << "and looks before it sleeps";
+  EXPECT_FALSE(ring_.prepare_to_sleep()) << "it was told";
+  ring_.wake();
+  ring_.take_uses(&uses);
+  EXPECT_EQ(uses.size(), 3U);
+  for (int i = 0; i < 3; ++i) use();
+  EXPECT_FALSE(ring_.prepare_to_sleep()) << "nothing is wanted";
+  ring_.want_use_after(4);
+  EXPECT_FALSE(ring_.prepare_to_sleep());
+  ring_.want_use_after(3);
+  EXPECT_TRUE(ring_.prepare_to_sleep()) << "it has come";
+  ring_.want_use_after(4);
+  ring_.wake();
+  use();
+  EXPECT_TRUE(ring_.prepare_to_sleep());
+  daemon.join();
+}
+
+TEST_F(RingTest, a_use_that_is_wanted_while_the_daemon_sleeps_rings_once) {
+  ring_.want_use_after(1);
+  EXPECT_FALSE(ring_.prepare_to_sleep());
+  std::thread daemon([&] {
+    for (int i = 0; i < 2; ++i) {
+      const Request request = next_request();
+      while (!doorbell_rang()) std::this_thread::yield();  // for the request
+      grant(request, 5);
+    }
+  });
+  for (int i = 0; i < 2; ++i) {
+    const auto lease = client_->lease(1, Part::value, LeaseMode::read, kSecond);
+    ASSERT_TRUE(lease.is_ok());
+    EXPECT_EQ(doorbell_rang(), i == 0);
+    client_->release(lease.value());
+  }
+  daemon.join();
+}
+
+TEST_F(RingTest, the_next_daemon_goes_on_with_the_uses_that_were_not_read) {
+  std::thread daemon([&] {
+    for (int i = 0; i < 3; ++i) grant(next_request(), 5);
+  });
+  std::vector<Use> uses;
+  for (uint32_t shard = 0; shard < 3; ++shard) {
+    client_->release(client_->lease(shard, Part::value, LeaseMode::read, kSecond).value());
+    if (shard == 0) ring_.take_uses(&uses);
+  }
+  daemon.join();
+  ring_.want_use_after(1);
+  ServerRing next = ServerRing::adopt(copy(ring_.session_fd()), copy(ring_.doorbell_fd())).value();
+  EXPECT_EQ(layout().header.use_wanted.load(), 0U);
+  uses.clear();
+  EXPECT_TRUE(next.take_uses(&uses));
+  ASSERT_EQ(uses.size(), 2U);
+  EXPECT_EQ(uses[0].shard_id, 1U);
+}
+
 TEST_F(RingTest, a_session_that_was_given_up_fences_its_client_also_while_it_waits) {
   std::thread waiting([&] {
     const auto lease = client_->lease(1, Part::value, LeaseMode::read, 60 * kSecond);

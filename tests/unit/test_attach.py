@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import memd_native
 from memd import attach, peers
 from memd.attach import AttachListener, send_session
 from memd.peers import Peer, Peers, Session
+from memd_native import PROTOCOL_VERSION
 from memd_proto.v1 import attach_pb2
 from tests.unit.fake_native import FakeServer, as_server
 
@@ -99,7 +99,7 @@ def test_a_client_is_welcomed_with_a_token_of_its_own(listening: Listening) -> N
     for _ in range(2):
         with listening.connect() as client:
             welcome = attach_pb2.Welcome.FromString(client.recv(4096))
-            assert (welcome.protocol_version, welcome.refusal) == (memd_native.PROTOCOL_VERSION, "")
+            assert (welcome.protocol_version, welcome.refusal) == (PROTOCOL_VERSION, "")
             assert welcome.control_address == CONTROL
             tokens.add(welcome.token)
     assert len(tokens) == 2

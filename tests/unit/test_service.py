@@ -19,12 +19,12 @@ from grpc_reflection.v1alpha import (  # type: ignore[import-untyped]  # no type
     reflection_pb2_grpc,
 )
 
-import memd_native
 from memd.peers import Peer, Peers
 from memd.refusal import StatusCode
 from memd.service.control import SERVICES, ControlServer
 from memd.service.places import STEPS, STREAMS
 from memd.service.tensor import CHUNK_BYTES
+from memd_native import PROTOCOL_VERSION
 from memd_proto.v1 import (
     check_pb2,
     check_pb2_grpc,
@@ -94,7 +94,7 @@ class Caller:
 
     def attach(self, **fields: Any) -> session_pb2.AttachResponse:
         request = {
-            "protocol_version": memd_native.PROTOCOL_VERSION,
+            "protocol_version": PROTOCOL_VERSION,
             "job": "gpt",
             "world_size": 1,
             "durability": "step",
@@ -224,7 +224,7 @@ def test_another_protocol_version_is_refused_with_both_named(service: Service) -
     refusal = refusal_of(error)
     assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT
     assert "version 7" in refusal.message
-    assert f"version {memd_native.PROTOCOL_VERSION}" in refusal.message
+    assert f"version {PROTOCOL_VERSION}" in refusal.message
     assert "install the same memd" in refusal.message
     assert service.server.jobs() == []
 
