@@ -269,6 +269,7 @@ class Session:
             host_bytes=self.host_bytes,
             nvme_bytes=self.nvme_bytes,
             lease_count=leases.lease_count if leases else 0,
+            lease_hits=leases.hits if leases else 0,
             leases_held=leases.leases_held if leases else 0,
             lease_wait_seconds=self._open_steps.lease_wait_seconds
             + (leases.lease_wait_seconds if leases else 0.0),

@@ -14,6 +14,7 @@ class SessionStatistics:
     host_bytes: int  # admitted for the job
     nvme_bytes: int
     lease_count: int  # leases had so far
+    lease_hits: int  # of them without a request: the shard was in memory, and nobody wrote it
     leases_held: int  # alive at this moment
     # Of this process, for all leases together; the wait for the step before them included.
     lease_wait_seconds: float

@@ -3,6 +3,7 @@
 #include <linux/futex.h>
 #include <poll.h>
 #include <pthread.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -20,6 +21,9 @@ namespace {
 // Spinning answers in well under a microsecond while the daemon's core is free; beyond 20 µs the
 // daemon waits for a disk, and the core is better given to it.
 constexpr uint64_t kSpinNs = 20'000;
+
+// So many threads may pin one shard at one moment, each once, without a look at what others do.
+constexpr uint32_t kResidentReadersMargin = 1u << 12;
 
 // Set in a forked child before it runs anything else: a flag instead of getpid() on every release.
 std::atomic<bool> in_forked_child{false};
@@ -102,6 +106,7 @@ ClientSession::ClientSession(SharedMemory memory,
     : memory_(std::move(memory)),
       table_(std::move(table)),
       layout_(reinterpret_cast<SessionLayout*>(memory_.data())),
+      rows_(reinterpret_cast<const TableLayout*>(table_.data())),
       doorbell_(std::move(options.doorbell)),
       connection_(std::move(options.connection)),
       segment_bytes_(options.segment_bytes),
@@ -269,6 +274,8 @@ void ClientSession::reconnect(OwnedFd connection) {
   const std::lock_guard lock(mutex_);
   MEMD_CHECK(is_suspended_);
   take_completions();
+  // A few instructions each. Whoever begins now sees that the session is suspended.
+  while (resident_leases_.load(std::memory_order_seq_cst) != 0) sched_yield();
   // The next daemon drops what was asked of the one before: nobody answers these any more.
   abandoned_.clear();
   give_back_untold_pins();
@@ -325,11 +332,67 @@ Status ClientSession::map_segments_up_to(uint64_t end_bytes) {
   return Status::ok();
 }
 
+bool ClientSession::begin_resident_lease() noexcept {
+  resident_leases_.fetch_add(1, std::memory_order_seq_cst);
+  // Ordered after the count: either reconnect(), which is called when it is suspended, waits for
+  // us, or we see that.
+  if (!is_suspended_.load(std::memory_order_seq_cst)) return true;
+  end_resident_lease();
+  return false;
+}
+
+std::optional<LeasedBytes> ClientSession::lease_resident(uint32_t shard_id) noexcept {
+  if (shard_id >= kTableRows || is_in_forked_child()) return std::nullopt;
+  // What the table shows may be from before the step that this one has to follow.
+  if (after_call_.load(std::memory_order_relaxed) != 0) return std::nullopt;
+  if (closed_.load(std::memory_order_relaxed)) return std::nullopt;
+  if (layout_->header.ended.load(std::memory_order_relaxed) != 0) return std::nullopt;
+  if (!begin_resident_lease()) return std::nullopt;
+  const PinWords<std::atomic> words{.counters = layout_->pins,
+                                    .counter_count = kPinCount,
+                                    .release_wanted = layout_->header.release_wanted,
+                                    .requests_only = layout_->header.requests_only};
+  const auto place = pin_resident(
+      rows_->rows[shard_id],
+      words,
+      [this](uint32_t pin) {
+        // Before the shared one: who compares them must not find a pin there that is not here. Far
+        // enough below the limit for every thread to add one at once.
+        const uint32_t before = held_.get()[pin].fetch_add(kReaderPin, std::memory_order_seq_cst);
+        if (pin_readers(before) < kPinReadersMax - kResidentReadersMargin) return true;
+        held_.get()[pin].fetch_sub(kReaderPin, std::memory_order_seq_cst);
+        return false;
+      },
+      [this](uint32_t pin) { held_.get()[pin].fetch_sub(kReaderPin, std::memory_order_seq_cst); },
+      [this] { ring_doorbell(); });
+  end_resident_lease();
+  if (!place) return std::nullopt;
+  const LeasedBytes lease{.data = base_ + place->offset_bytes,
+                          .length_bytes = place->length_bytes,
+                          .generation = place->generation,
+                          .pin_index = place->pin,
+                          .pin = kReaderPin};
+  leases_held_.fetch_add(1, std::memory_order_relaxed);
+  const uint64_t mapped_bytes = mapped_bytes_.load(std::memory_order_acquire);
+  if (place->length_bytes > mapped_bytes ||
+      place->offset_bytes > mapped_bytes - place->length_bytes) {
+    // A segment has to be mapped first, which waits.
+    release(lease);
+    return std::nullopt;
+  }
+  hits_.fetch_add(1, std::memory_order_relaxed);
+  note_use(shard_id, Part::value, LeaseMode::read, true);
+  return lease;
+}
+
 Result<LeasedBytes> ClientSession::lease(uint32_t shard_id,
                                          Part part,
                                          LeaseMode mode,
                                          uint64_t timeout_ns) {
   if (Status status = refuse_if_unusable(); !status.is_ok()) return status;
+  if (part == Part::value && mode == LeaseMode::read) {
+    if (const auto resident = lease_resident(shard_id)) return *resident;
+  }
   timeout_ns = std::min(timeout_ns, kTimeoutNsMax);
   const SteadyClock clock;
   const uint64_t start_ns = clock.now_ns();
@@ -381,7 +444,7 @@ Result<LeasedBytes> ClientSession::lease(uint32_t shard_id,
     release(lease);
     return status;
   }
-  note_use(shard_id, part, mode);
+  note_use(shard_id, part, mode, false);
   return lease;
 }
 
@@ -394,17 +457,19 @@ void ClientSession::release(const LeasedBytes& lease) noexcept {
 }
 
 void ClientSession::give_back(uint32_t pin_index, uint32_t pin) noexcept {
-  layout_->pins[pin_index % kPinCount].fetch_sub(pin, std::memory_order_seq_cst);
-  // Ordered after the decrement: either the daemon, which sets the flag and then scans the pins,
-  // sees it gone, or we see the flag.
-  if (layout_->header.release_wanted.load(std::memory_order_seq_cst) != 0) ring_doorbell();
+  unpin(layout_->pins[pin_index % kPinCount], pin, layout_->header.release_wanted, [this] {
+    ring_doorbell();
+  });
 }
 
-void ClientSession::note_use(uint32_t shard_id, Part part, LeaseMode mode) noexcept {
+void ClientSession::note_use(uint32_t shard_id,
+                             Part part,
+                             LeaseMode mode,
+                             bool is_resident) noexcept {
   auto& header = layout_->header;
   const uint64_t index = header.use_tail.fetch_add(1, std::memory_order_relaxed);
   // Ordered before the loads: see ServerRing::want_use_after() and prepare_to_sleep().
-  layout_->uses[index % kUseLogEntries].store(use_word(index, shard_id, part, mode),
+  layout_->uses[index % kUseLogEntries].store(use_word(index, shard_id, part, mode, is_resident),
                                               std::memory_order_seq_cst);
   const uint64_t wanted = header.use_wanted.load(std::memory_order_seq_cst);
   if (wanted == 0 || index + 1 < wanted) return;
@@ -426,7 +491,9 @@ Status ClientSession::prefetch(uint32_t shard_id) {
 }
 
 ClientStatistics ClientSession::statistics() const {
-  ClientStatistics statistics{.lease_count = lease_count_.load(std::memory_order_relaxed),
+  const uint64_t hits = hits_.load(std::memory_order_relaxed);
+  ClientStatistics statistics{.lease_count = lease_count_.load(std::memory_order_relaxed) + hits,
+                              .hits = hits,
                               .lease_wait_ns = lease_wait_ns_.load(std::memory_order_relaxed),
                               .lease_wait_reason_ns = {},
                               .leases_held = leases_held_.load(std::memory_order_relaxed)};

@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
@@ -44,6 +45,7 @@ struct LeasedBytes {
 
 struct ClientStatistics {
   uint64_t lease_count = 0;
+  uint64_t hits = 0;  // of them without a request
   uint64_t lease_wait_ns = 0;
   /// What of it the daemon made leases wait, by LeaseWait; each lease's by what most of it was for.
   std::array<uint64_t, kLeaseWaitCount> lease_wait_reason_ns{};
@@ -58,7 +60,10 @@ class ClientSession {
   static Result<std::shared_ptr<ClientSession>> create(ClientSessionOptions options);
   ~ClientSession();
 
-  /// Waits for a short spin, then on a futex, at most `timeout_ns`.
+  /// The value of a shard, to read it, where that takes neither a request nor a system call: it is
+  /// resident and nobody writes it. Never blocks.
+  std::optional<LeasedBytes> lease_resident(uint32_t shard_id) noexcept;
+  /// The same, or a request; waits for a short spin, then on a futex, at most `timeout_ns`.
   Result<LeasedBytes> lease(uint32_t shard_id, Part part, LeaseMode mode, uint64_t timeout_ns);
   void release(const LeasedBytes& lease) noexcept;
   /// May be dropped where the ring is full.
@@ -101,7 +106,10 @@ class ClientSession {
   Status wait_for(uint64_t request_id, uint64_t timeout_ns, Waiting* result);
   void give_back(uint32_t pin_index, uint32_t pin) noexcept;
   /// Tells the daemon's plans.
-  void note_use(uint32_t shard_id, Part part, LeaseMode mode) noexcept;
+  void note_use(uint32_t shard_id, Part part, LeaseMode mode, bool is_resident) noexcept;
+  /// Until they are over, reconnect() does not compare pins.
+  bool begin_resident_lease() noexcept;
+  void end_resident_lease() noexcept { resident_leases_.fetch_sub(1, std::memory_order_release); }
   void give_back_untold_pins();
   bool is_in_forked_child() const;
   Status map_segments_up_to(uint64_t end_bytes);
@@ -110,6 +118,7 @@ class ClientSession {
   SharedMemory memory_;
   SharedMemory table_;
   SessionLayout* layout_;
+  const TableLayout* rows_;
   OwnedFd doorbell_;
   mutable std::mutex connection_mutex_;
   OwnedFd connection_;
@@ -126,7 +135,8 @@ class ClientSession {
   uint32_t completion_head_ = 0;
   uint64_t request_id_next_ = 1;
   std::unordered_map<uint64_t, Waiting*> waiting_;
-  bool is_suspended_ = false;
+  std::atomic<bool> is_suspended_{false};     // changes with the mutex
+  std::atomic<uint32_t> resident_leases_{0};  // that are being had this moment
   // What of each pin counter is held here: the shared one may hold more, of a grant that the daemon
   // counted and died before it told. Only reconnect() compares. Pages that no pin touched cost
   // nothing.
@@ -139,7 +149,8 @@ class ClientSession {
 
   std::atomic<bool> closed_{false};
   std::atomic<uint64_t> after_call_{0};
-  std::atomic<uint64_t> lease_count_{0};
+  std::atomic<uint64_t> lease_count_{0};  // by request
+  std::atomic<uint64_t> hits_{0};
   std::atomic<uint64_t> lease_wait_ns_{0};
   std::array<std::atomic<uint64_t>, kLeaseWaitCount> lease_wait_reason_ns_{};
   std::atomic<int64_t> leases_held_{0};

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "base/units.h"
+#include "ring/resident_lease.h"
 
 namespace memd {
 
@@ -86,23 +87,16 @@ struct alignas(64) Completion {
 };
 static_assert(sizeof(Completion) == 64 && alignof(Completion) == 64);
 
-/// A pin counter holds readers in its low half and writers in its high half.
-inline constexpr uint32_t kReaderPin = 1;
-inline constexpr uint32_t kWriterPin = 1u << 16;
-/// One more would count as a writer.
-inline constexpr uint32_t kPinReadersMax = kWriterPin - kReaderPin;
-constexpr uint32_t pin_readers(uint32_t pins) { return pins & kPinReadersMax; }
-constexpr uint32_t pin_writers(uint32_t pins) { return pins >> 16; }
-
 /// One entry of the use log, a word, so that it is there in full or not at all:
 /// {lap: 16, mode: 8, part: 8, shard id: 32}. The lap says which of the uses that share its place
 /// it is, and counts from 1.
 constexpr uint16_t use_lap(uint64_t index) {
   return static_cast<uint16_t>(index / kUseLogEntries + 1);
 }
-constexpr uint64_t use_word(uint64_t index, uint32_t shard_id, Part part, LeaseMode mode) {
+constexpr uint64_t use_word(
+    uint64_t index, uint32_t shard_id, Part part, LeaseMode mode, bool is_resident = false) {
   return (uint64_t{use_lap(index)} << 48) | (static_cast<uint64_t>(mode) << 40) |
-         (static_cast<uint64_t>(part) << 32) | shard_id;
+         (static_cast<uint64_t>(part) << 36) | (uint64_t{is_resident} << 32) | shard_id;
 }
 /// 0: it is the use at `index`; below: that one is not written yet; above: it is overwritten.
 constexpr int use_lap_distance(uint64_t word, uint64_t index) {
@@ -129,6 +123,8 @@ struct SessionHeader {
   std::atomic<uint32_t> release_wanted;
   // Server: 1 once it gave the session up; no further request is answered.
   std::atomic<uint32_t> ended;
+  // Server: 1 once it is about to: what is leased without a request from here on is nobody's.
+  std::atomic<uint32_t> requests_only;
   // Client: 1 while it sleeps on completion_tail.
   alignas(64) std::atomic<uint32_t> client_sleeping;
   // Client: places of the use log that its threads have taken; a word may follow a little later.
@@ -151,15 +147,13 @@ struct SessionLayout {
 static_assert(std::atomic<uint32_t>::is_always_lock_free &&
               std::atomic<uint64_t>::is_always_lock_free);
 
-/// The job's shard table: one word per entry, written by the daemon, read by clients.
-/// {residency: 8, generation: 24 (low bits), slot's pin: 32}
-inline constexpr uint32_t kTableWords = 1u << 20;
+/// The job's shard table, by shard id: where values lie that can be leased without a request.
+/// Written by the daemon, read by clients. A shard beyond it is leased by request alone.
+inline constexpr uint32_t kTableRows = 1u << 20;
+using ShardRow = BasicShardRow<std::atomic>;
+static_assert(sizeof(ShardRow) == 32);
 struct TableLayout {
-  std::atomic<uint64_t> words[kTableWords];
+  alignas(4096) ShardRow rows[kTableRows];
 };
-
-constexpr uint64_t table_word(uint8_t residency, uint64_t generation, uint32_t pin) {
-  return (uint64_t{residency} << 56) | ((generation & 0xff'ffff) << 32) | pin;
-}
 
 }  // namespace memd

@@ -138,8 +138,9 @@ bool ServerRing::take_uses(std::vector<Use>* uses) {
       continue;
     }
     const Use use{.shard_id = static_cast<uint32_t>(word),
-                  .part = static_cast<Part>(word >> 32),
-                  .mode = static_cast<LeaseMode>(word >> 40)};
+                  .part = static_cast<Part>(word >> 36 & 0xf),
+                  .mode = static_cast<LeaseMode>(word >> 40),
+                  .is_resident = (word >> 32 & 0xf) != 0};
     if (use.part > Part::gradient || use.mode > LeaseMode::overwrite) {
       broken_ = true;
       break;

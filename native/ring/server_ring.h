@@ -18,6 +18,7 @@ struct Use {
   uint32_t shard_id;  // the client's word: the job may have no such shard
   Part part;
   LeaseMode mode;
+  bool is_resident = false;  // leased without a request
 
   bool operator==(const Use&) const = default;
 };
@@ -62,6 +63,9 @@ class ServerRing {
   bool prepare_to_sleep();
   void wake() { header().server_sleeping.store(0, std::memory_order_relaxed); }
   void want_release(bool wanted);
+  /// Before the daemon stops looking at the session's pins: nothing is leased without a request any
+  /// more.
+  void end_resident_leases() { header().requests_only.store(1, std::memory_order_seq_cst); }
   /// The session is given up: its client is told, and nothing more is answered.
   void end();
 

@@ -398,6 +398,7 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
   auto restored = Job::restore(merged.value(), contents.shard_ids);
   if (!restored.is_ok()) return restored.status();
   std::unique_ptr<Job> job = std::move(restored).value();
+  job->may_publish = false;
   job->stopped = Status::ok();
   job->durable = disk;
   job->durable_step = disk.undurable_since == 0 ? disk.step : 0;
@@ -411,6 +412,10 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
   if (!table.is_ok()) return table.status();
   job->table = std::move(table).value();
   job->sessions = sessions;
+  // Trainers go on leasing what the daemon before has published. From here on they begin none, and
+  // each pin that counts is seen by whoever is to free its slot.
+  job->clear_table();
+  MEMD_FAILPOINT("adoption.table_cleared");
 
   if (Status taken = adopt_segments(*job, *ledger); !taken.is_ok()) return taken;
   Status status = adopt_slots(*job, contents, untold_pin);
@@ -468,6 +473,8 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
   MEMD_FAILPOINT("ledger.adoption_noted");
   for (const ClosedStep& step : made) job->ledger->forget_step(step.place);
   job->changed = true;
+  job->may_publish = true;
+  job->publish_all();
   return job;
 }
 

@@ -36,6 +36,8 @@ struct Slot {
   uint32_t pin_first = 0;
   /// Pins of the daemon itself (gRPC streams), beside those of the sessions; same encoding.
   std::vector<uint32_t> service_pins;
+  /// The shard table may name it: whoever is to free, change or replace it withdraws it first.
+  bool is_published = false;
 
   uint32_t pin_count() const { return static_cast<uint32_t>(service_pins.size()); }
 };
@@ -108,7 +110,7 @@ class Entry {
   uint32_t task_count = 0;  // tile tasks that use it
   bool is_in_step = false;  // a step that runs reads or replaces it
   // What is read of it is what a step made of it that is not committed yet.
-  bool is_published = false;
+  bool is_ahead = false;
 
  private:
   Residency residency_ = Residency::absent;

@@ -46,6 +46,7 @@ void ShardStore::discard_torn(Job& job,
       continue;
     }
     // Without a copy on disk the shard is as if it had never been written.
+    job.withdraw_shard(bucket.shards[index]);
     shard.written = false;
     std::memset(slot + shard.offset_bytes(), 0, shard.bytes);
     job.note_shard(bucket.shards[index]);

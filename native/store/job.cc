@@ -257,9 +257,9 @@ Result<std::vector<ShardInfo>> Job::declare(const std::vector<ShardSpec>& specs)
     (spec.kind == ShardKind::parameter ? parameters : bytes).push_back(&spec);
   }
   const size_t entry_count = entries.size() + 2 * parameters.size() + bytes.size();
-  if (entry_count > kTableWords) {
+  if (entry_count > kTableRows) {
     return error(
-        StatusCode::capacity, "job ", name, ": too many shards, at most ", kTableWords, " entries");
+        StatusCode::capacity, "job ", name, ": too many shards, at most ", kTableRows, " entries");
   }
   add_parameters(parameters);
   for (const ShardSpec* spec : bytes) add_bytes(*spec);
@@ -446,26 +446,109 @@ void Job::for_each_replica(const std::function<void(Replica&)>& visit) {
 }
 
 void Job::move(Entry& entry, Residency from, Residency to) {
+  const bool stays = to == Residency::clean || to == Residency::dirty;
+  if (!stays) withdraw(entry);
   move_untold(entry, from, to);
   note(entry);
+  // The ledger comes first: it says of no slot that is leased that it is nobody's.
+  if (stays) publish(entry);
 }
 
 void Job::move_untold(Entry& entry, Residency from, Residency to) {
   entry.move(from, to);
   if (entry.is_resident() && entry.pending == nullptr) policy.used(entry.id);
   if (!entry.is_resident()) policy.forget(entry.id);
-  uint64_t generation = 0;
-  if (entry.kind == EntryKind::bytes) {
-    generation = shards[entry.owner].leased_generation();
-  } else if (entry.owner < buckets.size()) {
-    for (const uint32_t shard_id : buckets[entry.owner].shards) {
-      generation = std::max(generation, shards[shard_id].leased_generation());
-    }
+}
+
+// ---- The shard table ----------------------------------------------------------------------------
+
+template <typename Visit>
+void Job::for_each_shard(const Entry& entry, const Visit& visit) const {
+  if (entry.kind == EntryKind::gradient) return;
+  if (entry.kind == EntryKind::bytes) return visit(entry.owner, 0);
+  const std::vector<uint32_t>& ids = buckets[entry.owner].shards;
+  for (uint32_t index = 0; index < ids.size(); ++index) visit(ids[index], index);
+}
+
+ShardRow* Job::row_of(uint32_t shard_id) {
+  if (shard_id >= kTableRows) return nullptr;
+  return &reinterpret_cast<TableLayout*>(table.data())->rows[shard_id];
+}
+
+bool Job::can_publish(const Entry& entry) const {
+  // Of what a writer fills, of what may take another one's place with a step, and of what a job
+  // that is stopped has, each lease is the store's to decide.
+  return may_publish && stopped.is_ok() && !entry.is_ahead && entry.kind != EntryKind::gradient &&
+         entry.is_resident() && entry.slot != nullptr && entry.pending == nullptr &&
+         entry.owner == entry.kept_owner;
+}
+
+bool Job::can_publish(const Entry& entry, uint32_t shard_id, uint32_t index) const {
+  const Shard& shard = shards[shard_id];
+  return shard.written && shard.value == &entry && shard.bytes != 0 && shard_id < kTableRows &&
+         withheld_shard != shard_id && pins(*entry.slot, index).writers == 0;
+}
+
+void Job::publish_shard(const Entry& entry, uint32_t shard_id, uint32_t index) {
+  Shard& shard = shards[shard_id];
+  if (!can_publish(entry) || !can_publish(entry, shard_id, index)) return withdraw_shard(shard_id);
+  // Whatever it says is right: what changes it withdraws it before.
+  if (shard.is_published) return;
+  memd::publish(*row_of(shard_id),
+                {.pin = entry.slot->pin_first + index,
+                 .offset_bytes = entry.slot->offset_bytes +
+                                 (entry.kind == EntryKind::bytes ? 0 : shard.offset_bytes()),
+                 .length_bytes = shard.bytes,
+                 .generation = shard.generation});
+  shard.is_published = true;
+  entry.slot->is_published = true;
+}
+
+void Job::publish(const Entry& entry) {
+  for_each_shard(entry,
+                 [&](uint32_t shard_id, uint32_t index) { publish_shard(entry, shard_id, index); });
+}
+
+void Job::publish_shard(uint32_t shard_id) {
+  const Shard& shard = shards[shard_id];
+  if (shard.deleted) return;
+  const bool in_bucket = shard.spec.kind == ShardKind::parameter;
+  publish_shard(*shard.value, shard_id, in_bucket ? shard.index_in_bucket : 0);
+}
+
+void Job::publish_all() {
+  for (const auto& entry : entries) {
+    if (entry != nullptr) publish(*entry);
   }
-  const uint32_t pin = entry.slot == nullptr ? 0 : entry.slot->pin_first;
-  reinterpret_cast<TableLayout*>(table.data())
-      ->words[entry.id]
-      .store(table_word(static_cast<uint8_t>(to), generation, pin), std::memory_order_seq_cst);
+}
+
+void Job::withdraw_shard(uint32_t shard_id) {
+  if (!shards[shard_id].is_published) return;
+  memd::withdraw(*row_of(shard_id));
+  shards[shard_id].is_published = false;
+}
+
+void Job::withdraw(const Entry& entry) {
+  if (entry.slot == nullptr || !entry.slot->is_published) return;
+  for_each_shard(entry, [&](uint32_t shard_id, uint32_t) { withdraw_shard(shard_id); });
+  entry.slot->is_published = false;
+}
+
+void Job::withdraw_all() {
+  for (const auto& entry : entries) {
+    if (entry != nullptr) withdraw(*entry);
+  }
+}
+
+void Job::clear_table() {
+  for (uint32_t shard_id = 0; shard_id < shards.size(); ++shard_id) {
+    if (ShardRow* const row = row_of(shard_id)) memd::withdraw(*row);
+  }
+}
+
+bool Job::take_away(const Entry& entry) {
+  return take_slot_away(
+      [&] { withdraw(entry); }, [&] { return is_pinned(*entry.slot); }, [&] { publish(entry); });
 }
 
 // ---- What the ledger is told -------------------------------------------------------------------
@@ -487,7 +570,7 @@ SlotRecord slot_record(const Entry& entry, const Slot& slot, SlotRole role) {
   record.residency = entry.residency();
   // The next daemon makes the update again, and must not take these bytes for those of the step
   // before.
-  if (entry.is_published && entry.is_resident()) record.residency = Residency::filling;
+  if (entry.is_ahead && entry.is_resident()) record.residency = Residency::filling;
   record.kind = entry.kind;
   record.owner = entry.kept_owner;
   record.has_service_writer = std::any_of(slot.service_pins.begin(),
@@ -736,12 +819,14 @@ std::unique_ptr<Slot> Job::make_slot(uint64_t bytes, uint32_t pin_count) {
 }
 
 void Job::free_slot(std::unique_ptr<Slot> slot) {
+  MEMD_CHECK(!slot->is_published);
   if (ledger != nullptr) ledger->note_slot(slot_record(*slot, SlotRole::none));
   memory->arena().free(slot->offset_bytes);
   pin_indexes.give_back(slot->pin_first, slot->pin_count());
 }
 
 void Job::retire_slot(std::unique_ptr<Slot> slot) {
+  MEMD_CHECK(!slot->is_published);
   if (is_pinned(*slot)) {
     if (ledger != nullptr) ledger->note_slot(slot_record(*slot, SlotRole::retired));
     retired.push_back(std::move(slot));
@@ -762,10 +847,12 @@ void Job::free_retired() {
 }
 
 void Job::settle_pending(Entry& entry) {
-  if (entry.pending == nullptr || is_pinned(*entry.pending)) return;
+  // Nobody reads there: a reader's pin is one that looks for another slot, and goes again.
+  if (entry.pending == nullptr || has_writer(*entry.pending)) return;
   // A spill of the old bytes is in flight: they are still being copied.
   if (entry.residency() == Residency::draining || entry.residency() == Residency::filling) return;
   MEMD_FAILPOINT("blob.before_swap");
+  withdraw(entry);
   std::unique_ptr<Slot> old = std::move(entry.slot);
   entry.slot = std::move(entry.pending);
   entry.pending_session = 0;
@@ -785,6 +872,7 @@ void Job::settle_pending(Entry& entry) {
   shards[entry.owner].written = true;
   note_shard(entry.owner);
   changed = true;
+  publish(entry);
   MEMD_FAILPOINT("blob.swapped");
 }
 
@@ -953,6 +1041,7 @@ void Job::remove(uint32_t shard_id, ExtentStore& extents) {
   Shard& shard = shards[shard_id];
   Entry& entry = *shard.value;
   MEMD_CHECK_EQ(entry.task_count, 0u);
+  withdraw(entry);
   // From here on it has no bytes, whoever reads the ledger.
   if (ledger != nullptr) ledger->reset_shard(shard_id);
   if (entry.is_resident()) move(entry, entry.residency(), Residency::absent);

@@ -54,7 +54,7 @@ struct Shard {
   bool written = false;
   bool deleted = false;
   // Its update can be leased, and the next commit counts it.
-  bool is_published = false;
+  bool is_ahead = false;
 
   // A parameter's place in its bucket.
   uint32_t bucket = 0;
@@ -64,13 +64,15 @@ struct Shard {
   uint64_t element_offset = 0;
   // The session whose gradient waits for a step, or kSealedGradient; 0: there is none.
   uint64_t gradient_session = 0;
+  // Its row of the shard table says so: the value is leased without a request.
+  bool is_published = false;
 
   Entry* value = nullptr;
   Entry* gradient = nullptr;  // parameters only
 
   uint64_t offset_bytes() const { return element_offset * dtype_bytes(spec.dtype); }
   /// Of the bytes that a lease shows.
-  uint64_t leased_generation() const { return generation + (is_published ? 1 : 0); }
+  uint64_t leased_generation() const { return generation + (is_ahead ? 1 : 0); }
 };
 
 /// Shards of one dtype that are fetched and updated together.
@@ -169,6 +171,27 @@ class Job {
   void for_each_replica(const std::function<void(Replica&)>& visit);
 
   void move(Entry& entry, Residency from, Residency to);
+
+  // The shard table. A client that leases without a request is in the middle of it at any time, so
+  // that nothing which is read of pins holds before the entry, or the shard, is withdrawn.
+  /// What can be leased so, of the entry's shards.
+  void publish(const Entry& entry);
+  /// The same of one shard; for what a reader was granted or a writer gave back.
+  void publish_shard(uint32_t shard_id);
+  void publish_all();
+  /// Nobody begins to lease them from here on.
+  void withdraw(const Entry& entry);
+  void withdraw_shard(uint32_t shard_id);
+  void withdraw_all();
+  /// Of what another daemon published: each row that it may have written.
+  void clear_table();
+  /// Withdraws the entry. Where a look at the pins then shows one it is published again, and this
+  /// is false. Of an entry with a slot.
+  bool take_away(const Entry& entry);
+  /// While a writer of the shard is being granted; nothing: no shard.
+  std::optional<uint32_t> withheld_shard;
+  /// Until all of the job is known, at adoption, nothing is published.
+  bool may_publish = true;
 
   // What the ledger is told, where there is one.
   /// The entry's slots.
@@ -353,6 +376,13 @@ class Job {
 
   Status check(const ShardSpec& spec) const;
   std::vector<uint32_t> shards_in(const Entry& entry, size_t replica) const;
+  bool can_publish(const Entry& entry) const;
+  bool can_publish(const Entry& entry, uint32_t shard_id, uint32_t index) const;
+  void publish_shard(const Entry& entry, uint32_t shard_id, uint32_t index);
+  /// Of an entry of values: `visit(shard_id, index in its slot)`.
+  template <typename Visit>
+  void for_each_shard(const Entry& entry, const Visit& visit) const;
+  ShardRow* row_of(uint32_t shard_id);
   /// move() without a word to the ledger, which must not see what lies between.
   void move_untold(Entry& entry, Residency from, Residency to);
   void add_parameters(const std::vector<const ShardSpec*>& specs);

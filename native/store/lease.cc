@@ -106,6 +106,21 @@ void ShardStore::reply_granted(Job& job, Waiter& waiter, Slot& slot) {
 }
 
 ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
+  const uint32_t shard_id = waiter.request.shard_id;
+  if (waiter.request.part != Part::value) return grant_or_wait(job, waiter);
+  // Who is to write must see every reader, and a reader that comes now waits for the answer.
+  if (waiter.request.mode != LeaseMode::read) {
+    job.withheld_shard = shard_id;
+    job.withdraw_shard(shard_id);
+  }
+  const Grant grant = grant_or_wait(job, waiter);
+  job.withheld_shard.reset();
+  // A writer that still waits keeps nobody from reading, and one that is gone no more.
+  job.publish_shard(shard_id);
+  return grant;
+}
+
+ShardStore::Grant ShardStore::grant_or_wait(Job& job, Waiter& waiter) {
   const LeaseRequest& request = waiter.request;
   Shard& shard = job.shards[request.shard_id];
   Entry* const found = job.find_entry(request.shard_id, request.part);
@@ -205,9 +220,11 @@ ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
       Arena& arena = job.memory->arena();
       std::memcpy(arena.at(copy->offset_bytes), arena.at(entry.slot->offset_bytes), entry.bytes);
       MEMD_FAILPOINT("lease.slot_copied");
+      job.withdraw(entry);
       std::unique_ptr<Slot> old = std::exchange(entry.slot, std::move(copy));
       job.note(entry);
       job.retire_slot(std::move(old));
+      job.publish(entry);
     }
     if (!reads) {
       if (entry.task_count != 0)
@@ -262,7 +279,7 @@ ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
     std::memset(job.memory->arena().at(entry.slot->offset_bytes), 0, entry.bytes);
   }
   job.move(entry, Residency::filling, Residency::clean);
-  return try_grant(job, waiter);
+  return grant_or_wait(job, waiter);
 }
 
 ShardStore::Grant ShardStore::grant_bytes_writer(Job& job,
@@ -404,11 +421,13 @@ bool ShardStore::evict_one(Job& job) {
   job.policy.in_order([&](uint32_t entry_id) {
     Entry* const entry = job.entries[entry_id].get();
     if (entry->residency() != Residency::clean || entry->task_count != 0) return true;
-    const bool pinned = job.is_pinned(*entry->slot) && !MEMD_PLANTED("evict.leased_slot");
-    if (entry->pending != nullptr || pinned) return true;
+    const bool ignores_pins = MEMD_PLANTED("evict.leased_slot");
+    if (entry->pending != nullptr || (job.is_pinned(*entry->slot) && !ignores_pins)) return true;
     // A shard without bytes on disk has nowhere to go but away: empty tensors, and those of tier
     // "host" once they were read.
     if (!entry->has_replica()) return true;
+    // Who leased it without a request since we looked is seen now.
+    if (!job.take_away(*entry) && !ignores_pins) return true;
     victim = entry;
     return false;
   });

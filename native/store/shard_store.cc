@@ -23,6 +23,9 @@ uint64_t catalogue_reserve_bytes(uint64_t capacity_bytes) {
 // turn: whoever has more open than this wants to fill our memory.
 constexpr uint32_t kOpenRequestsMax = 4 * kRingEntries;
 
+// Of a session, while the daemon has nothing else to do.
+constexpr uint32_t kUsesUnreadMax = kUseLogEntries / 2;
+
 }  // namespace
 
 ShardStore::ShardStore(const ShardStoreParts& parts)
@@ -59,6 +62,7 @@ ShardStore::~ShardStore() {
 void ShardStore::free_slots(Job& job) {
   if (job.memory == nullptr) return;
   job.drop_all_cached_tiles();
+  job.withdraw_all();
   for (auto& entry : job.entries) {
     if (entry == nullptr) continue;
     if (entry->slot != nullptr) job.free_slot(std::move(entry->slot));
@@ -271,6 +275,7 @@ void ShardStore::return_to_disk(Job& job) {
     }
   }
   job.drop_all_cached_tiles();
+  job.withdraw_all();
   for (auto& entry : job.entries) {
     if (entry == nullptr) continue;
     if (entry->slot != nullptr) job.free_slot(std::move(entry->slot));
@@ -398,6 +403,7 @@ Result<std::shared_ptr<Session>> ShardStore::attach(uint64_t job_id, const Sessi
                                                    .step_committed = 0});
   MEMD_FAILPOINT("session.before_attached");
   if (Status kept = keep_session(*job, *session); !kept.is_ok()) return kept;
+  session->ring.want_use_after(kUsesUnreadMax);
   job->sessions.push_back(session);
   sessions_[session_id] = session;
   return session;
@@ -424,6 +430,7 @@ Result<std::shared_ptr<Session>> ShardStore::resume_session(uint64_t session_id,
   }
   const std::shared_ptr<Session> session = found->second;
   session->ring.discard_requests();
+  session->ring.want_use_after(kUsesUnreadMax);
   // Its client may come back to the daemon that it was with, which has taken some of them. What is
   // granted after the client has looked for such grants would be given back by nobody.
   for (Waiter& waiter : take_waiters(*find(session->job_id), [&](const LeaseRequest& request) {
@@ -463,6 +470,7 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   if (!owner.is_ok()) return owner.status();
   Job& job = *owner.value();
   const std::shared_ptr<Session> session = sessions_.at(session_id);
+  session->ring.end_resident_leases();
   std::list<Waiter> given_up = take_waiters(
       job, [&](const LeaseRequest& request) { return request.session_id == session_id; });
   const uint32_t leases_before = job.lease_count();
@@ -631,6 +639,23 @@ void ShardStore::delete_shard(uint64_t session_id,
 
 // ---- Turning ------------------------------------------------------------------------------------
 
+void ShardStore::note_uses(Session& session) {
+  uses_.clear();
+  // What was lost is missing in the counters and in the order of eviction, and nowhere else.
+  [[maybe_unused]] const bool follows = session.ring.take_uses(&uses_);
+  if (uses_.empty()) return;
+  session.ring.want_use_after(kUsesUnreadMax);
+  Job& job = *find(session.job_id);
+  for (const Use& use : uses_) {
+    if (!use.is_resident) continue;  // its grant was counted
+    ++job.counters.lease_hits;
+    const Entry* const entry = job.find_entry(use.shard_id, use.part);
+    if (entry != nullptr && entry->is_resident() && entry->pending == nullptr) {
+      job.policy.used(entry->id);
+    }
+  }
+}
+
 bool ShardStore::serve(Session& session) {
   // At most one ring a turn: a client that never stops asking has no thread of ours to itself.
   uint32_t count = 0;
@@ -690,6 +715,7 @@ bool ShardStore::advance() {
   bool progress = false;
   std::vector<uint64_t> broken;
   for (const auto& [session_id, session] : sessions_) {
+    note_uses(*session);
     progress |= serve(*session);
     if (session->ring.broken()) broken.push_back(session_id);
   }

@@ -284,12 +284,15 @@ class ShardStore {
 
   /// True where there was a request.
   bool serve(Session& session);
+  /// Leases that needed no request are uses and hits too.
+  void note_uses(Session& session);
   bool advance_leases(Job& job, JobQueues& queues);
   /// Of a job whose commits are in memory: what the next daemon goes on from.
   void remember(Job& job);
   void count_wait(Job& job, Waiter& waiter);
   static Grant put_off(Waiter& waiter, LeaseWait reason, std::string what);
   Grant try_grant(Job& job, Waiter& waiter);
+  Grant grant_or_wait(Job& job, Waiter& waiter);
   /// Writers of blobs and buffers get a slot of their own, which takes the old one's place once it
   /// is given back: readers see the old bytes or the new ones, whatever happens to the writer.
   Grant grant_bytes_writer(Job& job, Waiter& waiter, Entry& entry, bool keeps_old_bytes);
@@ -428,6 +431,7 @@ class ShardStore {
   std::vector<std::string> load_notes_;
   uint64_t ring_protocol_errors_ = 0;
   uint64_t room_wait_ns_ = 0;
+  std::vector<Use> uses_;  // of note_uses(), which keeps its memory
   SecondsHistogram step_seconds_{kStepSecondsBounds};
   StepPhases step_phases_;
   ExtentPlaces places_;

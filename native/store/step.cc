@@ -678,13 +678,13 @@ void ShardStore::hold_entries(StepState& state) {
 void ShardStore::let_go_of_entries(StepState& state) {
   MEMD_FAILPOINT("step.letting_go");
   for (Entry* const entry : state.held) {
-    if (!entry->is_published) --entry->task_count;
+    if (!entry->is_ahead) --entry->task_count;
     entry->is_in_step = false;
-    entry->is_published = false;
+    entry->is_ahead = false;
   }
   state.held.clear();
   for (const auto& [shard_id, group] : state.group_of)
-    state.job->shards[shard_id].is_published = false;
+    state.job->shards[shard_id].is_ahead = false;
 }
 
 // The session of the step goes on with the new values at once. Everybody else sees what is
@@ -693,8 +693,8 @@ void ShardStore::publish_bucket(StepState& state, const Bucket& bucket) {
   Job& job = *state.job;
   Entry& value = *bucket.value;
   for (const uint32_t shard_id : bucket.shards)
-    job.shards[shard_id].is_published = state.group_of.contains(shard_id);
-  value.is_published = true;
+    job.shards[shard_id].is_ahead = state.group_of.contains(shard_id);
+  value.is_ahead = true;
   if (value.residency() == Residency::filling)
     job.move(value, Residency::filling, Residency::clean);
   --value.task_count;
@@ -709,7 +709,7 @@ std::optional<std::pair<LeaseWait, std::string>> ShardStore::update_before(
     if (is_own && !state->group_of.contains(request.shard_id) && !entry.is_in_step) continue;
     const bool has_begun = !state->held.empty();
     if (!is_own && !has_begun) continue;
-    const bool can_be_read = is_own && entry.is_published && !state->is_undoing;
+    const bool can_be_read = is_own && entry.is_ahead && !state->is_undoing;
     if (can_be_read && request.mode == LeaseMode::read) continue;
     if (!is_own || request.mode != LeaseMode::read)
       return std::pair(LeaseWait::step, concat("a step that uses ", job.describe(entry)));
@@ -761,12 +761,17 @@ void ShardStore::exchange_buffers(StepState& state, bool swapped) {
   MEMD_CHECK(state.swapped != swapped);
   for (size_t i = 0; i < state.request.staged_buffers.size(); ++i) {
     const auto& [staged_id, buffer_id] = state.request.staged_buffers[i];
-    Shard& staged = state.job->shards[staged_id];
-    Shard& buffer = state.job->shards[buffer_id];
+    Job& job = *state.job;
+    Shard& staged = job.shards[staged_id];
+    Shard& buffer = job.shards[buffer_id];
+    job.withdraw(*staged.value);
+    job.withdraw(*buffer.value);
     std::swap(staged.value, buffer.value);
     std::swap(staged.value->owner, buffer.value->owner);
     staged.written = !swapped;
     buffer.written = swapped || state.buffer_was_written[i];
+    job.publish(*staged.value);
+    job.publish(*buffer.value);
   }
   state.swapped = swapped;
 }
@@ -787,6 +792,7 @@ void ShardStore::drop_staged(const StepState& state) {
     old.kept_owner = staged_id;
     fresh.kept_owner = buffer_id;
     job.note(fresh);
+    job.publish(fresh);
     // Of bytes in memory alone too: the old ones' extents are nobody's.
     for (size_t i = 0; i < fresh.replicas.size(); ++i) job.note_value_extent(fresh, i);
     for (size_t i = 0; i < old.replicas.size(); ++i) job.note_value_extent(old, i);
@@ -822,7 +828,7 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
   Entry& value = *bucket.value;
   if (value.bytes == 0) return;  // empty tensors only
   bool in_place = value.residency() == Residency::clean;
-  if (in_place && job.is_pinned(*value.slot)) {
+  if (in_place && !job.take_away(value)) {
     // A live view is never written: the new parameter goes elsewhere.
     job.move(value, Residency::clean, Residency::absent);
     job.retire_slot(std::move(value.slot));
@@ -913,6 +919,7 @@ void ShardStore::finish_updates(const std::shared_ptr<StepState>& state, const S
                         ": ",
                         status.message());
     job.goes_to_disk = true;
+    job.withdraw_all();
     return undo_step(state, job.stopped);
   }
   undo_step(state, status);
@@ -938,7 +945,7 @@ void ShardStore::undo_step(const std::shared_ptr<StepState>& state, const Status
   Job& job = *state->job;
   const auto is_still = [state] {
     return std::none_of(state->held.begin(), state->held.end(), [](const Entry* entry) {
-      return entry->is_published && entry->task_count != 0;
+      return entry->is_ahead && entry->task_count != 0;
     });
   };
   when(job, is_still, [this, state, why] {
@@ -1018,7 +1025,9 @@ void ShardStore::publish_step(const std::shared_ptr<StepState>& state) {
   drop_staged(*state);
   for (const uint32_t index : state->buckets) {
     const Entry& value = *job.buckets[index].value;
-    if (value.is_resident()) job.note(value);
+    if (!value.is_resident()) continue;
+    job.note(value);
+    job.publish(value);
   }
   MEMD_FAILPOINT("step.before_gradients_dropped");
   const Shard* const first = job.shards.data();

@@ -77,7 +77,7 @@ class PublishTest : public ::testing::Test {
     heart_->store().step(request(call),
                          [this](const Status& status, const StepReport&) { done_ = status; });
     ASSERT_TRUE(heart_->until([&] {
-      return job().buckets[0].value->is_published && heart_->faults().fault_hit_count() > 0;
+      return job().buckets[0].value->is_ahead && heart_->faults().fault_hit_count() > 0;
     }));
     ASSERT_FALSE(done_.has_value());
   }

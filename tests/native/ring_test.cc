@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -49,6 +50,7 @@ class RingTest : public testing::Test {
   }
   /// What any client could write.
   SessionLayout& layout() { return *reinterpret_cast<SessionLayout*>(raw_.data()); }
+  ShardRow* rows() { return reinterpret_cast<TableLayout*>(table_.data())->rows; }
   bool doorbell_rang() {
     uint64_t count = 0;
     return read(ring_.doorbell_fd(), &count, sizeof(count)) > 0;
@@ -228,6 +230,114 @@ TEST_F(RingTest, no_wake_up_is_lost_between_ends_that_sleep) {
   const uint64_t one = 1;
   EXPECT_EQ(write(ring_.doorbell_fd(), &one, sizeof(one)), 8);
   daemon.join();
+}
+
+TEST_F(RingTest, what_the_table_shows_is_leased_without_a_request) {
+  std::thread daemon([&] { grant(next_request(), 5); });
+  client_->release(client_->lease(1, Part::value, LeaseMode::read, kSecond).value());
+  daemon.join();  // the first segment is mapped
+  publish(rows()[7], {.pin = 9, .offset_bytes = 8192, .length_bytes = 4096, .generation = 3});
+  EXPECT_EQ(client_->lease_resident(6), std::nullopt);
+  EXPECT_EQ(client_->lease_resident(kTableRows), std::nullopt);
+  const auto lease = client_->lease(7, Part::value, LeaseMode::read, 0);
+  ASSERT_TRUE(lease.is_ok()) << lease.status().message();
+  EXPECT_EQ(lease.value().length_bytes, 4096U);
+  EXPECT_EQ(lease.value().generation, 3U);
+  EXPECT_EQ(ring_.pins(9), kReaderPin);
+  EXPECT_FALSE(ring_.poll().has_value()) << "nothing was asked";
+  EXPECT_EQ(client_->statistics().hits, 1U);
+  EXPECT_EQ(client_->statistics().lease_count, 2U);
+  EXPECT_EQ(client_->statistics().leases_held, 1);
+  withdraw(rows()[7]);
+  EXPECT_EQ(client_->lease_resident(7), std::nullopt);
+  EXPECT_EQ(ring_.pins(9), kReaderPin) << "what is held stays";
+  ring_.want_release(true);
+  doorbell_rang();
+  client_->release(lease.value());
+  EXPECT_EQ(ring_.pins(9), 0U);
+  EXPECT_TRUE(doorbell_rang());
+  std::vector<Use> uses;
+  ring_.take_uses(&uses);
+  ASSERT_EQ(uses.size(), 2U);
+  EXPECT_FALSE(uses[0].is_resident);
+  EXPECT_EQ(
+      uses[1],
+      (Use{.shard_id = 7, .part = Part::value, .mode = LeaseMode::read, .is_resident = true}));
+}
+
+TEST_F(RingTest, what_is_not_mapped_or_pinned_too_often_is_asked_for) {
+  publish(rows()[7], {.pin = 9, .offset_bytes = 0, .length_bytes = 4096, .generation = 3});
+  EXPECT_EQ(client_->lease_resident(7), std::nullopt) << "no segment is mapped yet";
+  EXPECT_EQ(ring_.pins(9), 0U);
+  std::thread daemon([&] { grant(next_request(), 9); });
+  const auto first = client_->lease(7, Part::value, LeaseMode::read, kSecond);
+  daemon.join();
+  ASSERT_TRUE(first.is_ok());
+  uint32_t count = 1;
+  std::optional<LeasedBytes> last;
+  while (const auto lease = client_->lease_resident(7)) {
+    last = lease;
+    ++count;
+  }
+  EXPECT_GT(count, kPinReadersMax / 2);
+  EXPECT_LT(count, kPinReadersMax);
+  EXPECT_EQ(ring_.pins(9), count * kReaderPin);
+  client_->release(*last);
+  EXPECT_TRUE(client_->lease_resident(7).has_value());
+  publish(rows()[8], {.pin = kPinCount, .offset_bytes = 0, .length_bytes = 1, .generation = 0});
+  EXPECT_EQ(client_->lease_resident(8), std::nullopt);
+  publish(rows()[9], {.pin = 3, .offset_bytes = ~0ULL, .length_bytes = 4096, .generation = 0});
+  EXPECT_EQ(client_->lease_resident(9), std::nullopt);
+  EXPECT_EQ(ring_.pins(3), 0U);
+}
+
+TEST_F(RingTest, nothing_is_leased_without_a_request_while_the_session_is_away_or_at_its_end) {
+  std::thread daemon([&] { grant(next_request(), 9); });
+  client_->release(client_->lease(7, Part::value, LeaseMode::read, kSecond).value());
+  daemon.join();
+  publish(rows()[7], {.pin = 9, .offset_bytes = 0, .length_bytes = 4096, .generation = 3});
+  const auto held = client_->lease_resident(7);
+  ASSERT_TRUE(held.has_value());
+  client_->suspend();
+  EXPECT_EQ(client_->lease_resident(7), std::nullopt);
+  client_->reconnect(OwnedFd());
+  EXPECT_EQ(ring_.pins(9), kReaderPin) << "it is held, and was not granted by anybody";
+  EXPECT_TRUE(client_->lease_resident(7).has_value());
+  const pid_t child = fork();
+  if (child == 0) _exit(client_->lease_resident(7) ? 1 : 0);
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+  EXPECT_EQ(ring_.pins(9), 2 * kReaderPin);
+  ring_.end_resident_leases();
+  EXPECT_EQ(client_->lease_resident(7), std::nullopt);
+  EXPECT_EQ(ring_.pins(9), 2 * kReaderPin);
+}
+
+TEST_F(RingTest, leases_without_a_request_are_counted_once_while_a_session_reconnects) {
+  std::thread daemon([&] { grant(next_request(), 9); });
+  client_->release(client_->lease(7, Part::value, LeaseMode::read, kSecond).value());
+  daemon.join();
+  publish(rows()[7], {.pin = 9, .offset_bytes = 0, .length_bytes = 4096, .generation = 3});
+  std::atomic<bool> done{false};
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 3; ++thread) {
+    threads.emplace_back([&] {
+      while (!done) {
+        if (const auto lease = client_->lease_resident(7)) client_->release(*lease);
+      }
+    });
+  }
+  for (int i = 0; i < 20; ++i) {
+    client_->suspend();
+    client_->reconnect(OwnedFd());
+    std::this_thread::yield();
+    EXPECT_LE(pin_readers(ring_.pins(9)), 3U);
+    EXPECT_EQ(pin_writers(ring_.pins(9)), 0U) << "below zero";
+  }
+  done = true;
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(ring_.pins(9), 0U);
 }
 
 TEST_F(RingTest, the_daemon_reads_what_was_leased_in_its_order_across_the_laps) {

@@ -314,6 +314,107 @@ TEST_F(ServerTest, limits_that_no_path_can_have_are_refused) {
   }
 }
 
+TEST_F(ServerTest, what_is_resident_is_leased_while_the_server_thread_stands_still) {
+  start();
+  const Client client = attach(open("job"));
+  const uint32_t shard = declare(client, blob("a", 1_MiB));
+  fill(client, shard, 7);
+  expect_filled(client, shard, 7);  // and the writer is known to be gone
+  const uint64_t hits = statistics().jobs.at(0).counters.lease_hits;
+  {
+    const auto turn = stand_still();
+    for (int i = 0; i < 1000; ++i) expect_filled(client, shard, 7);
+    const auto held = client.session->lease_resident(shard);
+    ASSERT_TRUE(held.has_value());
+    client.session->release(*held);
+  }
+  EXPECT_EQ(client.session->statistics().hits, 1001U);
+  // The daemon reads of them at its next turn.
+  const SteadyClock clock;
+  const uint64_t end_ns = clock.now_ns() + 10'000'000'000;
+  while (statistics().jobs.at(0).counters.lease_hits < hits + 1001 && clock.now_ns() < end_ns) {
+    std::this_thread::yield();
+  }
+  EXPECT_EQ(statistics().jobs.at(0).counters.lease_hits, hits + 1001);
+  ASSERT_TRUE(server_->detach(client.session_id).is_ok());
+  EXPECT_EQ(client.session->lease_resident(shard), std::nullopt);
+}
+
+TEST_F(ServerTest, who_writes_a_shard_is_waited_for_and_its_neighbours_are_not) {
+  start();
+  const Client client = attach(open("job"));
+  const Client other = attach(open("job"));
+  const auto infos = server_->declare(client.session_id, {weight("a", 1000), weight("b", 1000)});
+  ASSERT_TRUE(infos.is_ok()) << infos.status().message();
+  const uint32_t a = infos.value().first[0].shard_id;
+  const uint32_t b = infos.value().first[1].shard_id;
+  fill(client, a, 1);
+  fill(client, b, 2);
+  expect_filled(other, a, 1);
+  expect_filled(other, b, 2);
+  const auto old = other.session->lease_resident(a);
+  ASSERT_TRUE(old.has_value());
+  const auto writer = lease(client, a, LeaseMode::write);
+  ASSERT_TRUE(writer.is_ok()) << writer.status().message();
+  EXPECT_EQ(other.session->lease_resident(a), std::nullopt);
+  expect_filled(other, b, 2);
+  const uint64_t hits = other.session->statistics().hits;
+  expect_filled(other, b, 2);
+  EXPECT_EQ(other.session->statistics().hits, hits + 1);
+  std::memset(writer.value().data, 3, writer.value().length_bytes);
+  EXPECT_EQ(old->data[5], std::byte{1}) << "a live view is never written";
+  client.session->release(writer.value());
+  other.session->release(*old);
+  expect_filled(other, a, 3);
+  EXPECT_TRUE(other.session->lease_resident(a).has_value());
+}
+
+TEST_F(ServerTest, bytes_under_a_lease_stay_while_shards_are_evicted_and_overwritten) {
+  start();
+  const uint64_t job = open("job", 12_MiB);  // 4 MiB of arena
+  constexpr uint32_t kBlobs = 6;
+  const Client writer = attach(job);
+  std::vector<uint32_t> shards;
+  for (uint32_t i = 0; i < kBlobs; ++i) {
+    shards.push_back(declare(writer, blob("b" + std::to_string(i), 256_KiB)));
+    fill(writer, shards.back(), static_cast<uint8_t>(16 * i));
+  }
+  const uint32_t large = declare(writer, blob("large", 2_MiB));
+  std::atomic<bool> done{false};
+  std::atomic<uint64_t> hits{0};
+  std::vector<std::thread> threads;
+  for (uint32_t thread = 0; thread < 3; ++thread) {
+    threads.emplace_back([&, thread] {
+      const Client client = attach(job);
+      for (uint32_t i = thread; !done; ++i) {
+        const uint32_t index = i % kBlobs;
+        const auto held = lease(client, shards[index], LeaseMode::read);
+        ASSERT_TRUE(held.is_ok()) << held.status().message();
+        const auto* const bytes = reinterpret_cast<const uint8_t*>(held.value().data);
+        const uint8_t first = bytes[0];
+        EXPECT_EQ(first / 16, index);
+        for (int again = 0; again < 2; ++again) {
+          EXPECT_TRUE(std::all_of(bytes, bytes + held.value().length_bytes, [&](uint8_t byte) {
+            return byte == first;
+          }));
+        }
+        client.session->release(held.value());
+      }
+      hits += client.session->statistics().hits;
+    });
+  }
+  for (uint32_t round = 0; round < 40; ++round) {
+    fill(writer, large, static_cast<uint8_t>(round));  // in the way of some of them
+    const uint32_t index = round % kBlobs;
+    fill(writer, shards[index], static_cast<uint8_t>(16 * index + round % 16));
+  }
+  done = true;
+  for (auto& thread : threads) thread.join();
+  EXPECT_GT(hits.load(), 0U);
+  EXPECT_GT(statistics().jobs.at(0).counters.evicted_bytes, 0U);
+  EXPECT_EQ(jobs().at(0).lease_count, 0U);
+}
+
 TEST_F(ServerTest, a_release_wakes_who_waits_for_room) {
   start();
   const uint64_t job = open("job", 12_MiB);  // 4 MiB of arena

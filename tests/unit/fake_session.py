@@ -113,6 +113,7 @@ class FakeCall:
 @dataclass
 class FakeStatistics:
     lease_count: int = 0
+    hits: int = 0
     lease_wait_seconds: float = 0.0
     lease_wait_reason_seconds: dict[str, float] = field(default_factory=dict)
     leases_held: int = 0

@@ -49,6 +49,10 @@ class ClientStatistics:
     def lease_count(self) -> int: ...
 
     @property
+    def hits(self) -> int:
+        """Of them without a request."""
+
+    @property
     def lease_wait_seconds(self) -> float: ...
 
     @property

@@ -1,0 +1,138 @@
+// How a resident shard is leased without a request: the steps of both sides, in their order.
+//
+// The client pins, then looks whether the shard is still where it thought. The daemon takes the
+// shard out of the table, then looks whether anybody has pinned it. Of the two at least one sees
+// the other, as every step is sequentially consistent.
+//
+// tests/native/resident_lease_model_test.cc runs these functions in every order of their steps:
+// `Atomic` is std::atomic, or a word whose every access is a step of the model.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+namespace memd {
+
+/// A pin counter holds readers in its low half and writers in its high half.
+inline constexpr uint32_t kReaderPin = 1;
+inline constexpr uint32_t kWriterPin = 1u << 16;
+/// One more would count as a writer.
+inline constexpr uint32_t kPinReadersMax = kWriterPin - kReaderPin;
+constexpr uint32_t pin_readers(uint32_t pins) { return pins & kPinReadersMax; }
+constexpr uint32_t pin_writers(uint32_t pins) { return pins >> 16; }
+
+/// {leasable: 8, generation: 24 (low bits), pin counter: 32}
+constexpr uint64_t row_word(bool is_leasable, uint64_t generation, uint32_t pin) {
+  return (uint64_t{is_leasable} << 56) | ((generation & 0xff'ffff) << 32) | pin;
+}
+constexpr bool row_is_leasable(uint64_t word) { return word >> 56 == 1; }
+constexpr uint32_t row_pin(uint64_t word) { return static_cast<uint32_t>(word); }
+
+/// Where the value of a shard lies.
+struct ShardPlace {
+  uint32_t pin = 0;           // its counter, in every session's memory
+  uint64_t offset_bytes = 0;  // from the arena's start
+  uint64_t length_bytes = 0;
+  uint64_t generation = 0;
+};
+
+/// Of one shard, in the job's table: written by the daemon, which never reads it back. What is
+/// beside the word changes only while the word says that there is nothing to lease.
+template <template <typename> typename Atomic>
+struct BasicShardRow {
+  Atomic<uint64_t> word;
+  Atomic<uint64_t> offset_bytes;
+  Atomic<uint64_t> length_bytes;
+  Atomic<uint64_t> generation;
+};
+
+// ---- The daemon's side --------------------------------------------------------------------------
+
+/// From here on nobody begins to lease it: whoever does not see this has a pin that a look at the
+/// pins after it sees.
+template <template <typename> typename Atomic>
+void withdraw(BasicShardRow<Atomic>& row) {
+  row.word.store(row_word(false, 0, 0));
+}
+
+/// Of a row that is withdrawn. Whoever leases it holds a pin of the slot that `place` is in, which
+/// is freed, changed or used for another shard only after a withdrawal and a look at the pins.
+template <template <typename> typename Atomic>
+void publish(BasicShardRow<Atomic>& row, const ShardPlace& place) {
+  row.offset_bytes.store(place.offset_bytes);
+  row.length_bytes.store(place.length_bytes);
+  row.generation.store(place.generation);
+  row.word.store(row_word(true, place.generation, place.pin));
+}
+
+/// Takes a slot away from those who might lease what is in it, or finds that somebody did: then all
+/// is as before. In this order, or a client could pin between the look and the withdrawal.
+template <typename Withdraw, typename IsPinned, typename Publish>
+bool take_slot_away(const Withdraw& withdraw_rows,
+                    const IsPinned& is_pinned,
+                    const Publish& publish_rows) {
+  withdraw_rows();
+  if (!is_pinned()) return true;
+  publish_rows();
+  return false;
+}
+
+// ---- The client's side --------------------------------------------------------------------------
+
+/// Gives a pin back. Ordered before the look whether somebody waits for that: either the daemon,
+/// which says so and then scans the pins, sees it gone, or we see that it waits, and ring.
+template <template <typename> typename Atomic, typename Ring>
+void unpin(Atomic<uint32_t>& counter,
+           uint32_t pin,
+           const Atomic<uint32_t>& release_wanted,
+           const Ring& ring) {
+  counter.fetch_sub(pin);
+  if (release_wanted.load() != 0) ring();
+}
+
+/// The client's own words, of one session.
+template <template <typename> typename Atomic>
+struct PinWords {
+  Atomic<uint32_t>* counters;
+  uint32_t counter_count;
+  const Atomic<uint32_t>& release_wanted;
+  const Atomic<uint32_t>& requests_only;
+};
+
+/// Where the shard lies, with a pin that is the caller's to give back; nothing where a request has
+/// to be made. `before_pin(pin)` may refuse, and `undo_pin(pin)` is called where it came to
+/// nothing.
+///
+/// Why no slot is mistaken for another: from the second load of the word on a pin is held on the
+/// slot that the word named at that moment. That slot can be retired, but neither freed nor given
+/// to another shard, and what was retired never comes back. So where the third load names the same
+/// counter, no other slot was published between the two, and offset and length are those of this
+/// one. The first load only guesses the counter: whatever happened to the shard and its slot before
+/// the pin was there does not matter.
+template <template <typename> typename Atomic, typename BeforePin, typename UndoPin, typename Ring>
+std::optional<ShardPlace> pin_resident(const BasicShardRow<Atomic>& row,
+                                       const PinWords<Atomic>& words,
+                                       const BeforePin& before_pin,
+                                       const UndoPin& undo_pin,
+                                       const Ring& ring) {
+  const uint64_t guess = row.word.load();
+  const uint32_t pin = row_pin(guess);
+  if (!row_is_leasable(guess) || pin >= words.counter_count || !before_pin(pin)) {
+    return std::nullopt;
+  }
+  words.counters[pin].fetch_add(kReaderPin);
+  const uint64_t word = row.word.load();
+  if (row_is_leasable(word) && row_pin(word) == pin) {
+    const ShardPlace place{.pin = pin,
+                           .offset_bytes = row.offset_bytes.load(),
+                           .length_bytes = row.length_bytes.load(),
+                           .generation = row.generation.load()};
+    // The daemon says that it gives the session up before it stops looking at its pins.
+    if (row.word.load() == word && words.requests_only.load() == 0) return place;
+  }
+  unpin(words.counters[pin], kReaderPin, words.release_wanted, ring);
+  undo_pin(pin);
+  return std::nullopt;
+}
+
+}  // namespace memd

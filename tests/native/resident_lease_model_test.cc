@@ -1,0 +1,676 @@
+// Leases without a request, in every order of the steps of clients and daemon: the functions of
+// ring/resident_lease.h themselves, over words whose every access is a step.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <string>
+
+#include "ring/resident_lease.h"
+#include "schedules.h"
+
+namespace memd {
+namespace {
+
+using schedules::block_until;
+using schedules::effect;
+using schedules::Explorer;
+using schedules::local;
+using schedules::Thread;
+using schedules::Word;
+
+constexpr uint32_t kClients = 2;
+constexpr uint32_t kShards = 2;
+constexpr uint32_t kCounters = 3;
+constexpr uint32_t kPlaces = 3;  // of the arena, each for one slot
+constexpr uint32_t kNobody = ~0u;
+
+struct SessionWords {
+  std::array<Word<uint32_t>, kCounters> pins;
+  Word<uint32_t> release_wanted;
+  Word<uint32_t> requests_only;
+};
+
+/// What lies at one offset of the arena.
+struct Place {
+  uint32_t shard = kNobody;
+  uint32_t version = 0;
+  bool is_being_written = false;
+};
+
+/// What a client was told, and what lay there then.
+struct Held {
+  bool is_held = false;
+  uint32_t shard = 0;
+  ShardPlace place;
+  uint32_t version = 0;
+  /// The daemon gave the session up meanwhile: it has dropped the lease.
+  bool is_dropped = false;
+};
+
+struct World {
+  std::array<BasicShardRow<Word>, kShards> rows;
+  std::array<SessionWords, kClients> sessions;
+  std::array<Place, kPlaces> places;
+  std::array<Held, kClients> held;
+  std::array<bool, kClients> is_attached{true, true};
+  bool doorbell = false;
+  /// By counter: whose slot a daemon that takes over finds there.
+  std::array<Word<uint32_t>, kCounters> ledger;
+  std::vector<Thread> threads;
+
+  void append_to(std::vector<uint64_t>& all) const {
+    for (const auto& row : rows) {
+      for (const auto* const word :
+           {&row.word, &row.offset_bytes, &row.length_bytes, &row.generation}) {
+        all.push_back(word->peek());
+      }
+    }
+    for (const auto& session : sessions) {
+      for (const auto& pins : session.pins) all.push_back(pins.peek());
+      all.push_back(session.release_wanted.peek());
+      all.push_back(session.requests_only.peek());
+    }
+    for (const Place& place : places) {
+      all.push_back(uint64_t{place.shard} << 32 | place.version << 1 |
+                    uint32_t{place.is_being_written});
+    }
+    for (const Held& each : held) {
+      all.push_back(each.is_held ? uint64_t{1} << 63 | uint64_t{each.is_dropped} << 62 |
+                                       each.place.offset_bytes << 40 | each.place.pin << 16 |
+                                       each.version << 8 | each.shard
+                                 : 0);
+    }
+    for (const bool is : is_attached) all.push_back(is);
+    all.push_back(doorbell);
+    for (const auto& word : ledger) all.push_back(word.peek());
+  }
+
+  std::string broken() const {
+    for (uint32_t client = 0; client < kClients; ++client) {
+      const Held& each = held[client];
+      if (!each.is_held || each.is_dropped || threads[client].is_dead) continue;
+      const Place& place = places[each.place.offset_bytes];
+      const std::string who = "client " + std::to_string(client) + " holds ";
+      if (place.shard != each.shard) return who + "a slot that is not the shard's any more";
+      if (place.is_being_written) return who + "a slot that is being written";
+      if (place.version != each.version) return who + "bytes that have changed";
+      if (each.place.length_bytes != each.shard + 100) return who + "another shard's length";
+    }
+    return "";
+  }
+
+  /// When nothing moves any more: who lives has given back what it had.
+  std::string broken_at_end() const {
+    for (uint32_t client = 0; client < kClients; ++client) {
+      if (threads[client].is_dead) continue;
+      for (const auto& pins : sessions[client].pins) {
+        if (pins.peek() != 0) return "a pin is left";
+      }
+    }
+    return "";
+  }
+};
+
+// ---- Clients ------------------------------------------------------------------------------------
+
+using Lease = std::optional<ShardPlace> (*)(World&, uint32_t client, uint32_t shard);
+
+void give_back(World& world, uint32_t client, uint32_t pin) {
+  SessionWords& words = world.sessions[client];
+  unpin(words.pins[pin], kReaderPin, words.release_wanted, [&] {
+    effect([&] { world.doorbell = true; });
+  });
+}
+
+/// As ClientSession::lease_resident() does it.
+std::optional<ShardPlace> lease_rightly(World& world, uint32_t client, uint32_t shard) {
+  SessionWords& words = world.sessions[client];
+  const PinWords<Word> pins{.counters = words.pins.data(),
+                            .counter_count = kCounters,
+                            .release_wanted = words.release_wanted,
+                            .requests_only = words.requests_only};
+  return pin_resident(
+      world.rows[shard],
+      pins,
+      [](uint32_t) { return true; },
+      [](uint32_t) {},
+      [&] { effect([&] { world.doorbell = true; }); });
+}
+
+ShardPlace place_in(const BasicShardRow<Word>& row, uint32_t pin) {
+  return {.pin = pin,
+          .offset_bytes = row.offset_bytes.load(),
+          .length_bytes = row.length_bytes.load(),
+          .generation = row.generation.load()};
+}
+
+std::optional<ShardPlace> pin_after_the_look(World& world, uint32_t client, uint32_t shard) {
+  const auto& row = world.rows[shard];
+  const uint64_t word = row.word.load();
+  if (!row_is_leasable(word)) return std::nullopt;
+  const ShardPlace place = place_in(row, row_pin(word));
+  if (row.word.load() != word) return std::nullopt;
+  world.sessions[client].pins[place.pin].fetch_add(kReaderPin);
+  return place;
+}
+
+std::optional<ShardPlace> never_look_again(World& world, uint32_t client, uint32_t shard) {
+  const auto& row = world.rows[shard];
+  const uint64_t word = row.word.load();
+  if (!row_is_leasable(word)) return std::nullopt;
+  world.sessions[client].pins[row_pin(word)].fetch_add(kReaderPin);
+  return place_in(row, row_pin(word));
+}
+
+/// The word is the same again, and the shard in another slot.
+std::optional<ShardPlace> read_the_place_before_the_pin(World& world,
+                                                        uint32_t client,
+                                                        uint32_t shard) {
+  const auto& row = world.rows[shard];
+  const uint64_t word = row.word.load();
+  if (!row_is_leasable(word)) return std::nullopt;
+  const ShardPlace place = place_in(row, row_pin(word));
+  world.sessions[client].pins[place.pin].fetch_add(kReaderPin);
+  if (row.word.load() == word) return place;
+  give_back(world, client, place.pin);
+  return std::nullopt;
+}
+
+/// The slot may be retired, and the row another slot's, between the second load and the place.
+std::optional<ShardPlace> no_third_look(World& world, uint32_t client, uint32_t shard) {
+  const auto& row = world.rows[shard];
+  const uint64_t guess = row.word.load();
+  if (!row_is_leasable(guess)) return std::nullopt;
+  const uint32_t pin = row_pin(guess);
+  world.sessions[client].pins[pin].fetch_add(kReaderPin);
+  const uint64_t word = row.word.load();
+  if (row_is_leasable(word) && row_pin(word) == pin) return place_in(row, pin);
+  give_back(world, client, pin);
+  return std::nullopt;
+}
+
+/// Where the daemon ends the session it looks at its pins no more.
+std::optional<ShardPlace> no_look_at_requests_only(World& world, uint32_t client, uint32_t shard) {
+  SessionWords& words = world.sessions[client];
+  Word<uint32_t> never;
+  never.set(0);
+  const PinWords<Word> pins{.counters = words.pins.data(),
+                            .counter_count = kCounters,
+                            .release_wanted = words.release_wanted,
+                            .requests_only = never};
+  return pin_resident(
+      world.rows[shard],
+      pins,
+      [](uint32_t) { return true; },
+      [](uint32_t) {},
+      [&] { effect([&] { world.doorbell = true; }); });
+}
+
+void release_without_a_look(World& world, uint32_t client, uint32_t pin) {
+  world.sessions[client].pins[pin].fetch_sub(kReaderPin);
+}
+
+struct ClientProgram {
+  Lease lease = lease_rightly;
+  void (*release)(World&, uint32_t client, uint32_t pin) = give_back;
+  std::array<uint32_t, 2> shards{0, 0};  // one after the other
+  uint32_t rounds = 2;
+};
+
+/// Two sections a round: to lease, and to give back.
+bool run_client(World& world, uint32_t section, uint32_t client, const ClientProgram& program) {
+  const uint32_t shard = program.shards[section / 2 % 2];
+  if (section % 2 == 0) {
+    const auto place = program.lease(world, client, shard);
+    effect([&] {
+      if (!place) return;
+      world.held[client] = {.is_held = true,
+                            .shard = shard,
+                            .place = *place,
+                            .version = world.places[place->offset_bytes].version,
+                            .is_dropped = false};
+    });
+    return true;
+  }
+  const uint64_t held =
+      local([&] { return world.held[client].is_held ? world.held[client].place.pin + 1 : 0; });
+  if (held != 0) {
+    // It is given back by the step: from there on it is nobody's.
+    effect([&] { world.held[client].is_held = false; });
+    program.release(world, client, static_cast<uint32_t>(held - 1));
+  }
+  return section + 1 < 2 * program.rounds;
+}
+
+// ---- The daemon ---------------------------------------------------------------------------------
+
+struct DaemonMistakes {
+  bool looks_before_it_withdraws = false;
+  bool wants_releases_after_it_looked = false;
+  bool writes_without_a_withdrawal = false;
+  bool detaches_before_it_says_so = false;
+  bool does_not_clear_the_table = false;
+  bool frees_in_the_ledger_first = false;
+};
+
+struct Slot {
+  uint32_t pin;
+  uint32_t offset;
+};
+
+/// What the store does with one slot, over the functions that the store uses.
+class Daemon {
+ public:
+  Daemon(World& world, const DaemonMistakes& has) : mistakes(has), world_(world) {}
+
+  const DaemonMistakes& mistakes;
+
+  void publish_shard(uint32_t shard, Slot slot, uint32_t generation) {
+    publish(world_.rows[shard],
+            {.pin = slot.pin,
+             .offset_bytes = slot.offset,
+             .length_bytes = shard + 100,
+             .generation = generation});
+  }
+  void withdraw_shard(uint32_t shard) { withdraw(world_.rows[shard]); }
+  bool is_pinned(Slot slot) {
+    for (uint32_t client = 0; client < kClients; ++client) {
+      if (local([&] { return world_.is_attached[client]; }) == 0) continue;
+      if (world_.sessions[client].pins[slot.pin].load() != 0) return true;
+    }
+    return false;
+  }
+  bool take_away(uint32_t shard, Slot slot, uint32_t generation) {
+    const auto look = [&] { return is_pinned(slot); };
+    if (mistakes.looks_before_it_withdraws) {
+      if (look()) return false;
+      withdraw_shard(shard);
+      return true;
+    }
+    return take_slot_away(
+        [&] { withdraw_shard(shard); }, look, [&] { publish_shard(shard, slot, generation); });
+  }
+  /// Until `done` says so; in between it sleeps, and is woken by a release or a death.
+  template <typename Done>
+  void wait_for_releases(const Done& done) {
+    const auto want = [&](uint32_t wanted) {
+      for (SessionWords& session : world_.sessions) session.release_wanted.store(wanted);
+    };
+    if (!mistakes.wants_releases_after_it_looked) want(1);
+    while (!done()) {
+      if (mistakes.wants_releases_after_it_looked) want(1);
+      block_until([&] { return world_.doorbell || dead_client() != kNobody; });
+      effect([&] { world_.doorbell = false; });
+      const auto dead = static_cast<uint32_t>(local([&] { return dead_client(); }));
+      // Its pins count no more.
+      if (dead != kNobody) effect([&] { world_.is_attached[dead] = false; });
+    }
+    want(0);
+  }
+  void fill(uint32_t shard, Slot slot) {
+    write(slot, [&](Place& place) { place.shard = shard; });
+  }
+  void change(Slot slot) {
+    write(slot, [](Place&) {});
+  }
+  void note(Slot slot, uint32_t shard) { world_.ledger[slot.pin].store(shard + 1); }
+  void note_free(Slot slot) { world_.ledger[slot.pin].store(0); }
+  uint32_t noted(Slot slot) { return world_.ledger[slot.pin].load(); }
+
+  /// A client that lives is given up, and what it holds with it.
+  void detach(uint32_t client) {
+    const auto say_so = [&] { world_.sessions[client].requests_only.store(1); };
+    if (!mistakes.detaches_before_it_says_so) say_so();
+    block_until([] { return true; });
+    effect([&] {
+      world_.is_attached[client] = false;
+      world_.held[client].is_dropped = true;
+    });
+    if (mistakes.detaches_before_it_says_so) say_so();
+  }
+
+ private:
+  /// Two steps: it is being written between them.
+  template <typename Change>
+  void write(Slot slot, const Change& change) {
+    block_until([] { return true; });
+    effect([&] {
+      Place& place = world_.places[slot.offset];
+      place.is_being_written = true;
+      ++place.version;
+      change(place);
+    });
+    block_until([] { return true; });
+    effect([&] { world_.places[slot.offset].is_being_written = false; });
+  }
+  uint32_t dead_client() const {
+    for (uint32_t client = 0; client < kClients; ++client) {
+      if (world_.threads[client].is_dead && world_.is_attached[client]) return client;
+    }
+    return kNobody;
+  }
+
+  World& world_;
+};
+
+// Shard 0 is in the first slot at the start.
+constexpr Slot kFirst{.pin = 0, .offset = 0};
+constexpr Slot kSecond{.pin = 1, .offset = 1};
+// The counter of a slot that was freed and another place, and the other way round.
+constexpr Slot kSamePin{.pin = 0, .offset = 1};
+constexpr Slot kSamePlace{.pin = 2, .offset = 0};
+
+using DaemonProgram = bool (*)(Daemon&, uint32_t section);
+
+/// Evicts shard 0 once nobody has it, gives its slot to shard 1 and brings 0 up elsewhere.
+bool evict_and_reuse(Daemon& daemon, uint32_t section) {
+  switch (section) {
+    case 0:
+      daemon.wait_for_releases([&] { return daemon.take_away(0, kFirst, 1); });
+      return true;
+    case 1:
+      daemon.fill(1, kFirst);
+      daemon.publish_shard(1, kFirst, 1);
+      return true;
+    default:
+      daemon.fill(0, kSecond);
+      daemon.publish_shard(0, kSecond, 1);
+      return false;
+  }
+}
+
+/// Shard 0 comes back with the same word, in another place; its old one is given away.
+bool come_back_with_the_same_word(Daemon& daemon, uint32_t section) {
+  switch (section) {
+    case 0:
+      daemon.wait_for_releases([&] { return daemon.take_away(0, kFirst, 1); });
+      return true;
+    case 1:
+      daemon.fill(0, kSamePin);
+      daemon.publish_shard(0, kSamePin, 1);
+      return true;
+    default:
+      daemon.fill(1, kSamePlace);
+      daemon.publish_shard(1, kSamePlace, 1);
+      return false;
+  }
+}
+
+/// An update: in place where nobody has a lease, else elsewhere; what is retired is freed and used
+/// again once it was given back.
+bool update(Daemon& daemon, uint32_t section) {
+  switch (section) {
+    case 0:
+      if (daemon.take_away(0, kFirst, 1)) {
+        daemon.change(kFirst);
+        daemon.publish_shard(0, kFirst, 2);
+        return false;
+      }
+      daemon.withdraw_shard(0);
+      daemon.fill(0, kSecond);
+      daemon.publish_shard(0, kSecond, 2);
+      return true;
+    case 1:
+      daemon.wait_for_releases([&] { return !daemon.is_pinned(kFirst); });
+      return true;
+    default:
+      daemon.fill(1, kFirst);
+      daemon.publish_shard(1, kFirst, 1);
+      return false;
+  }
+}
+
+/// An update goes elsewhere while the old slot is leased, and that place is evicted at once.
+bool update_and_evict(Daemon& daemon, uint32_t section) {
+  switch (section) {
+    case 0:
+      daemon.withdraw_shard(0);
+      daemon.fill(0, kSecond);
+      daemon.publish_shard(0, kSecond, 2);
+      return true;
+    case 1:
+      daemon.wait_for_releases([&] { return daemon.take_away(0, kSecond, 2); });
+      return true;
+    default:
+      daemon.fill(1, kSecond);
+      daemon.publish_shard(1, kSecond, 1);
+      return false;
+  }
+}
+
+/// A writer is granted the slot that is there, or a copy, and gives it back.
+bool grant_a_writer(Daemon& daemon, uint32_t) {
+  if (!daemon.mistakes.writes_without_a_withdrawal) daemon.withdraw_shard(0);
+  Slot slot = kFirst;
+  if (daemon.is_pinned(kFirst)) {
+    slot = kSecond;
+    daemon.fill(0, kSecond);
+  }
+  daemon.change(slot);
+  daemon.publish_shard(0, slot, 1);
+  return false;
+}
+
+/// Ends the first client's session while it leases, and uses the slot of what it had.
+bool detach_and_reuse(Daemon& daemon, uint32_t section) {
+  switch (section) {
+    case 0:
+      daemon.detach(0);
+      return true;
+    case 1:
+      daemon.wait_for_releases([&] { return daemon.take_away(0, kFirst, 1); });
+      return true;
+    default:
+      daemon.fill(1, kFirst);
+      daemon.publish_shard(1, kFirst, 1);
+      return false;
+  }
+}
+
+/// Evicts and reuses as a daemon with a ledger, which may die anywhere in it.
+bool evict_with_a_ledger(Daemon& daemon, uint32_t section) {
+  if (section == 0) {
+    if (daemon.mistakes.frees_in_the_ledger_first) daemon.note_free(kFirst);
+    if (!daemon.take_away(0, kFirst, 1)) return false;
+    if (!daemon.mistakes.frees_in_the_ledger_first) daemon.note_free(kFirst);
+    return true;
+  }
+  daemon.fill(1, kFirst);
+  daemon.note(kFirst, 1);
+  daemon.publish_shard(1, kFirst, 1);
+  return false;
+}
+
+/// The next daemon, which knows what the ledger says and the pins: it evicts what it finds in the
+/// slot, and uses it again. What it has not published it does not withdraw.
+bool take_over(Daemon& daemon, uint32_t section) {
+  if (section == 0) {
+    if (!daemon.mistakes.does_not_clear_the_table) {
+      for (uint32_t shard = 0; shard < kShards; ++shard) daemon.withdraw_shard(shard);
+    }
+    if (daemon.noted(kFirst) != 0 && daemon.is_pinned(kFirst)) {
+      daemon.wait_for_releases([&] { return !daemon.is_pinned(kFirst); });
+    }
+    return true;
+  }
+  daemon.fill(1, kFirst);
+  daemon.note(kFirst, 1);
+  daemon.publish_shard(1, kFirst, 1);
+  return false;
+}
+
+// ---- All orders ---------------------------------------------------------------------------------
+
+struct Scenario {
+  std::array<ClientProgram, kClients> clients{};
+  DaemonProgram daemon = evict_and_reuse;
+  DaemonProgram next_daemon = nullptr;
+  DaemonMistakes mistakes{};
+  bool clients_die = true;
+};
+
+struct Outcome {
+  std::optional<std::string> fault;
+  size_t states = 0;
+  size_t ends = 0;
+};
+
+Outcome explore(const Scenario& scenario) {
+  Explorer<World>::Program program;
+  for (uint32_t client = 0; client < kClients; ++client) {
+    program.threads.push_back([&scenario, client](World& world, uint32_t section) {
+      return run_client(world, section, client, scenario.clients[client]);
+    });
+    program.may_die.push_back(scenario.clients_die);
+  }
+  program.threads.push_back([&scenario](World& world, uint32_t section) {
+    Daemon daemon(world, scenario.mistakes);
+    return scenario.daemon(daemon, section);
+  });
+  program.may_die.push_back(scenario.next_daemon != nullptr);
+  if (scenario.next_daemon != nullptr) {
+    program.threads.push_back([&scenario](World& world, uint32_t section) {
+      if (section == 0) {
+        block_until(
+            [&] { return world.threads[kClients].is_dead || world.threads[kClients].is_done; });
+        return local([&] { return world.threads[kClients].is_dead; }) != 0;
+      }
+      Daemon daemon(world, scenario.mistakes);
+      return scenario.next_daemon(daemon, section - 1);
+    });
+    program.may_die.push_back(false);
+  }
+  World world;
+  world.threads.resize(program.threads.size());
+  world.places[kFirst.offset].shard = 0;
+  world.ledger[kFirst.pin].set(1);
+  world.rows[0].word.set(row_word(true, 1, kFirst.pin));
+  world.rows[0].offset_bytes.set(kFirst.offset);
+  world.rows[0].length_bytes.set(100);
+  world.rows[0].generation.set(1);
+  Explorer<World> explorer(std::move(program));
+  Outcome outcome{.fault = explorer.explore(world)};
+  outcome.states = explorer.state_count();
+  outcome.ends = explorer.end_count();
+  return outcome;
+}
+
+/// Each of the daemon's programs beside two clients.
+class EveryOrder : public testing::TestWithParam<DaemonProgram> {};
+
+TEST_P(EveryOrder, no_lease_is_of_a_slot_that_is_freed_reused_or_written) {
+  const Outcome outcome = explore({.daemon = GetParam()});
+  EXPECT_EQ(outcome.fault, std::nullopt) << *outcome.fault;
+  EXPECT_GT(outcome.states, 10'000U);
+  EXPECT_GT(outcome.ends, 1U);
+}
+
+INSTANTIATE_TEST_SUITE_P(ResidentLeaseModel,
+                         EveryOrder,
+                         testing::Values(evict_and_reuse,
+                                         come_back_with_the_same_word,
+                                         update,
+                                         update_and_evict,
+                                         grant_a_writer,
+                                         detach_and_reuse));
+
+TEST(ResidentLeaseModel, clients_of_both_shards_are_right_while_these_change_places) {
+  for (const DaemonProgram daemon : {evict_and_reuse, come_back_with_the_same_word}) {
+    Scenario scenario{.daemon = daemon, .clients_die = false};
+    scenario.clients[0].shards = {0, 1};
+    scenario.clients[1].shards = {1, 0};
+    const Outcome outcome = explore(scenario);
+    EXPECT_EQ(outcome.fault, std::nullopt) << *outcome.fault;
+  }
+}
+
+TEST(ResidentLeaseModel, a_daemon_that_takes_over_frees_nothing_that_is_leased) {
+  Scenario scenario{.daemon = evict_with_a_ledger, .next_daemon = take_over};
+  scenario.clients[0].rounds = 1;
+  scenario.clients[1].rounds = 1;
+  const Outcome outcome = explore(scenario);
+  EXPECT_EQ(outcome.fault, std::nullopt) << *outcome.fault;
+  EXPECT_GT(outcome.states, 10'000U);
+}
+
+// ---- What would be wrong is found ---------------------------------------------------------------
+
+struct Mistake {
+  const char* name;
+  Scenario scenario;
+  const char* fault;
+};
+
+Scenario with_lease(Lease lease, DaemonProgram daemon) {
+  Scenario scenario{.daemon = daemon, .clients_die = false};
+  scenario.clients[0] = {.lease = lease, .rounds = 1};
+  scenario.clients[1] = {.rounds = 1};
+  return scenario;
+}
+
+Scenario with_mistakes(const DaemonMistakes& mistakes,
+                       DaemonProgram daemon,
+                       DaemonProgram next_daemon = nullptr) {
+  Scenario scenario{
+      .daemon = daemon, .next_daemon = next_daemon, .mistakes = mistakes, .clients_die = false};
+  scenario.clients[0].rounds = 1;
+  scenario.clients[1].rounds = 1;
+  return scenario;
+}
+
+Scenario with_release(void (*release)(World&, uint32_t, uint32_t)) {
+  Scenario scenario = with_mistakes({}, evict_and_reuse);
+  scenario.clients[0].release = release;
+  return scenario;
+}
+
+class EveryMistake : public testing::TestWithParam<Mistake> {};
+
+TEST_P(EveryMistake, is_found_in_some_order) {
+  const Outcome outcome = explore(GetParam().scenario);
+  ASSERT_TRUE(outcome.fault.has_value()) << outcome.states << " states and nothing found";
+  EXPECT_NE(outcome.fault->find(GetParam().fault), std::string::npos) << *outcome.fault;
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    ResidentLeaseModel,
+    EveryMistake,
+    testing::Values(
+        Mistake{"pins_after_the_look",
+                with_lease(pin_after_the_look, evict_and_reuse),
+                "not the shard's any more"},
+        Mistake{"never_looks_again",
+                with_lease(never_look_again, evict_and_reuse),
+                "not the shard's any more"},
+        Mistake{"reads_the_place_before_the_pin",
+                with_lease(read_the_place_before_the_pin, come_back_with_the_same_word),
+                "not the shard's any more"},
+        Mistake{"does_not_look_a_third_time",
+                with_lease(no_third_look, update_and_evict),
+                "not the shard's any more"},
+        Mistake{"leases_without_a_session",
+                with_lease(no_look_at_requests_only, detach_and_reuse),
+                "not the shard's any more"},
+        Mistake{"releases_without_a_look", with_release(release_without_a_look), "waits for ever"},
+        Mistake{"looks_before_it_withdraws",
+                with_mistakes({.looks_before_it_withdraws = true}, evict_and_reuse),
+                "client"},
+        Mistake{"wants_releases_after_it_looked",
+                with_mistakes({.wants_releases_after_it_looked = true}, evict_and_reuse),
+                "waits for ever"},
+        Mistake{"writes_without_a_withdrawal",
+                with_mistakes({.writes_without_a_withdrawal = true}, grant_a_writer),
+                "being written"},
+        Mistake{"detaches_before_it_says_so",
+                with_mistakes({.detaches_before_it_says_so = true}, detach_and_reuse),
+                "client 0"},
+        Mistake{"does_not_clear_the_table",
+                with_mistakes({.does_not_clear_the_table = true}, evict_with_a_ledger, take_over),
+                "client"},
+        Mistake{"frees_in_the_ledger_first",
+                with_mistakes({.frees_in_the_ledger_first = true}, evict_with_a_ledger, take_over),
+                "client"}),
+    [](const auto& info) { return std::string(info.param.name); });
+
+}  // namespace
+}  // namespace memd
