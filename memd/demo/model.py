@@ -23,16 +23,17 @@ class GPTShape:
     width: int
     depth: int
     sequence: int  # longest input, in bytes of text
+    vocabulary: int = VOCABULARY
 
     @property
     def parameter_count(self) -> int:
         block = 12 * self.width**2 + 13 * self.width
-        return (VOCABULARY + self.sequence + 2) * self.width + self.depth * block
+        return (self.vocabulary + self.sequence + 2) * self.width + self.depth * block
 
     @property
     def module_elements_max(self) -> int:
         """Elements of the largest module that owns parameters: what must be resident at once."""
-        return max(4 * self.width + 4, VOCABULARY, self.sequence) * self.width
+        return max(4 * self.width + 4, self.vocabulary, self.sequence) * self.width
 
 
 def shape_for(parameter_count: int, *, sequence: int) -> GPTShape:
@@ -78,16 +79,17 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """`forward(inputs, targets)`: both (batch, length) of byte values, int64; returns the mean
-    cross-entropy in nats, fp32. The output layer uses the embedding's weight."""
+    """`forward(inputs, targets)`: both (batch, length) of byte values, or what else the vocabulary
+    counts, int64; returns the mean cross-entropy in nats, fp32. The output layer uses the
+    embedding's weight."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, shape.width)
+        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.position = nn.Embedding(shape.sequence, shape.width)
         self.blocks = nn.ModuleList(Block(shape.width) for _ in range(shape.depth))
         self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         self.head.weight = self.embedding.weight
         self._initialise(shape.depth)
 
