@@ -1,6 +1,6 @@
 # make demo        trains a model that does not fit into the memory it is given    ARGS="--steps 30 --verify"
 # make test        native and Python tests                                       PYTEST_ARGS="-k lease"
-# make bench       this machine's figures, as JSON under tests/bench/out
+# make bench       this machine's figures, as JSON under tests/bench/out, and what changed against tests/bench/results
 # make soak        the long runs: hundreds of kills, a million power cuts; goes on where it was ended   ARGS="--list"
 # make sanitize    the native tests under AddressSanitizer with UBSan, then under ThreadSanitizer
 # make lint        formatting, spelling, types; `make format` cures the first
@@ -39,10 +39,15 @@ test:
 
 bench:
 	@$(SETUP) test
-	@mkdir -p tests/bench/out
+	@mkdir -p tests/bench/out build/bench
 	@for bench in tests/bench/bench_*.py; do \
 	  echo "$$bench"; $(IN_VENV) python "$$bench" --json "tests/bench/out/$$(basename "$$bench" .py).json"; \
 	done
+	@for bench in "io --data build/bench" adam hash; do \
+	  echo "memd bench $$bench"; \
+	  $(IN_VENV) memd bench $$bench --json >"tests/bench/out/memd_bench_$${bench%% *}.json"; \
+	done
+	$(IN_VENV) python tests/bench/compare_results.py
 
 soak:
 	@$(SETUP) test

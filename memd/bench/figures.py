@@ -6,21 +6,25 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from memd.sizes import format_size
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """Rates in `unit` of runs that alternated with those of the limit; the more the better."""
+    """What runs measured in `unit`, and those of the limit, which alternated with them."""
 
     name: str
     unit: str
     runs: Sequence[float]
-    limit_name: str
+    limit_name: str = ""
     limit_runs: Sequence[float] = ()
     # Why there is no limit, where there is none.
     no_limit: str = ""
+    # True of times and sizes: the limit is then the least there can be.
+    less_is_better: bool = False
 
     @property
     def value(self) -> float:
@@ -35,15 +39,25 @@ class Figure:
         """Median of the ratios of neighbours: a disk that is slow for a minute is slow for both."""
         if not self.limit_runs:
             return None
+        pairs = zip(self.runs, self.limit_runs, strict=True)
         return statistics.median(
-            run / limit for run, limit in zip(self.runs, self.limit_runs, strict=True)
+            limit / run if self.less_is_better else run / limit for run, limit in pairs
         )
+
+    @property
+    def deviation(self) -> float:
+        """The median of the runs' distances from their median."""
+        return statistics.median(abs(run - self.value) for run in self.runs)
 
     def record(self) -> dict[str, Any]:
         return {
             "name": self.name,
             "unit": self.unit,
+            "less_is_better": self.less_is_better,
             "value": self.value,
+            "minimum": min(self.runs),
+            "maximum": max(self.runs),
+            "deviation": self.deviation,
             "limit_name": self.limit_name,
             "limit": self.limit,
             "fraction": self.fraction,
@@ -56,12 +70,18 @@ class Figure:
 HEADER = ("figure", "median", "lowest to highest", "limit", "reached")
 
 
+def shown(value: float, unit: str) -> str:
+    return format_size(round(value)) if unit == "bytes" else f"{value:.2f}"
+
+
 def row(figure: Figure) -> tuple[str, ...]:
-    spread = f"{min(figure.runs):.2f} to {max(figure.runs):.2f}"
+    unit = figure.unit
+    value = shown(figure.value, unit) + ("" if unit == "bytes" else f" {unit}")
+    spread = f"{shown(min(figure.runs), unit)} to {shown(max(figure.runs), unit)}"
     if figure.limit is None or figure.fraction is None:
-        reached = f"no limit: {figure.no_limit}"
+        reached = f"no limit: {figure.no_limit}" if figure.no_limit else "-"
         limit = "-"
     else:
         reached = f"{figure.fraction:.3f}"
-        limit = f"{figure.limit:.2f} ({figure.limit_name})"
-    return (figure.name, f"{figure.value:.2f} {figure.unit}", spread, limit, reached)
+        limit = f"{shown(figure.limit, unit)} ({figure.limit_name})"
+    return (figure.name, value, spread, limit, reached)

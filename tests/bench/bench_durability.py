@@ -23,6 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from memd.bench.figures import Figure
+from report import byte_count, seconds, write_report
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
@@ -62,7 +65,7 @@ def train(parameter_count: int, step_count: int, durability: str, memory: str) -
     assert isinstance(parsed, EmbeddedAddress)
     socket = embedded_daemon(parsed)
     with DaemonClient(socket.address.attach_socket) as daemon:
-        seconds, written = [], []
+        times, written = [], []
         for step in range(step_count):
             before = daemon.status().devices[0].written_bytes
             began = time.perf_counter()
@@ -70,13 +73,13 @@ def train(parameter_count: int, step_count: int, durability: str, memory: str) -
             optimizer.step()
             optimizer.zero_grad()
             assert session.committed_step == step + 1  # waits for the commit
-            seconds.append(time.perf_counter() - began)
+            times.append(time.perf_counter() - began)
             written.append(daemon.status().devices[0].written_bytes - before)
     print(
         json.dumps(
             {
                 "parameters": count,
-                "seconds": statistics.median(seconds[STEPS_LEFT_OUT:]),
+                "seconds": statistics.median(times[STEPS_LEFT_OUT:]),
                 "written_bytes": statistics.median(written[STEPS_LEFT_OUT:]),
             }
         )
@@ -97,9 +100,9 @@ def write_bytes_per_second() -> float:
                 began = time.perf_counter()
                 list(threads.map(lambda offset: os.pwrite(fd, buffer, offset), offsets))
                 os.fdatasync(fd)
-                seconds = time.perf_counter() - began
+                took_s = time.perf_counter() - began
         os.close(fd)
-    return FILE_BYTES / seconds
+    return FILE_BYTES / took_s
 
 
 def run_child(arguments: argparse.Namespace, durability: str, memory: str) -> dict[str, Any]:
@@ -110,23 +113,37 @@ def run_child(arguments: argparse.Namespace, durability: str, memory: str) -> di
     return outcome
 
 
-def compare(runs: dict[str, list[dict[str, Any]]], bandwidths: list[float]) -> dict[str, Any]:
-    seconds = {mode: statistics.median(run["seconds"] for run in runs[mode]) for mode in MODES}
-    written = {
-        mode: statistics.median(run["written_bytes"] for run in runs[mode]) for mode in MODES
-    }
-    bandwidth = statistics.median(bandwidths)
-    additional = written["step"] - written["none"]
-    bound = TIME_ALLOWANCE * (seconds["none"] + additional / bandwidth)
-    return {
-        "seconds": seconds,
-        "written_bytes": written,
-        "written_of_state": written["step"] / (STATE_BYTES * runs["step"][0]["parameters"]),
-        "write_bytes_per_second": bandwidth,
-        "seconds_bound": bound,
-        "seconds_of_bound": seconds["step"] / bound,
-        "runs": runs,
-    }
+def compare(
+    memory: str, runs: dict[str, list[dict[str, Any]]], bandwidths: list[float]
+) -> list[Figure]:
+    """The bound of each round is made of what was measured in that round."""
+    bounds = [
+        TIME_ALLOWANCE
+        * (none["seconds"] + (step["written_bytes"] - none["written_bytes"]) / bandwidth)
+        for step, none, bandwidth in zip(runs["step"], runs["none"], bandwidths, strict=True)
+    ]
+    return [
+        Figure(
+            name=f"{memory}: step, durable",
+            unit="s",
+            runs=[run["seconds"] for run in runs["step"]],
+            limit_name="bound",
+            limit_runs=bounds,
+            less_is_better=True,
+        ),
+        seconds(f"{memory}: step, in memory", [run["seconds"] for run in runs["none"]]),
+        Figure(
+            name=f"{memory}: written a step, durable",
+            unit="bytes",
+            runs=[run["written_bytes"] for run in runs["step"]],
+            limit_name="state",
+            limit_runs=[STATE_BYTES * run["parameters"] for run in runs["step"]],
+            less_is_better=True,
+        ),
+        byte_count(
+            f"{memory}: written a step, in memory", [run["written_bytes"] for run in runs["none"]]
+        ),
+    ]
 
 
 def main() -> None:
@@ -144,7 +161,8 @@ def main() -> None:
         return
     from machine import describe_machine
 
-    report: dict[str, Any] = {"machine": describe_machine(), "load": os.getloadavg()[0]}
+    machine = describe_machine()
+    figures: list[Figure] = []
     for memory in ("resident", "quarter"):
         runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
         bandwidths = []
@@ -152,11 +170,17 @@ def main() -> None:
             bandwidths.append(write_bytes_per_second())
             for mode in MODES:
                 runs[mode].append(run_child(arguments, mode, memory))
-        report[memory] = compare(runs, bandwidths)
-    text = json.dumps(report, indent=2)
-    print(text)
-    if arguments.json is not None:
-        arguments.json.write_text(text + "\n")
+        figures += compare(memory, runs, bandwidths)
+        figures.append(
+            Figure(name=f"{memory}: write", unit="GB/s", runs=[rate / 1e9 for rate in bandwidths])
+        )
+    write_report(
+        arguments.json,
+        name="bench_durability",
+        machine=machine,
+        settings={name: getattr(arguments, name) for name in ("params", "steps", "rounds")},
+        figures=figures,
+    )
 
 
 if __name__ == "__main__":

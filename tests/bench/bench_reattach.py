@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
 import subprocess
 import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memd.bench.figures import Figure
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -73,12 +75,13 @@ class Trainer:
         self.process.stdout.close()
 
 
-def measure(parameter_count: int, runs: int) -> dict[str, dict[str, float]]:
+def measure(parameter_count: int, runs: int) -> list[Figure]:
+    from report import seconds
     from tests.daemons import running_daemon
 
     host_bytes = 16 * parameter_count + (256 << 20)
     nvme_bytes = 60 * parameter_count + (1 << 30)
-    seconds: dict[str, list[float]] = {name: [] for name in (*PARTS, "all")}
+    times: dict[str, list[float]] = {name: [] for name in (*PARTS, "all")}
     with running_daemon(host=f"{host_bytes}B", nvme=f"{nvme_bytes}B") as daemon:
         trainer = Trainer(daemon.address, parameter_count)
         try:
@@ -90,14 +93,11 @@ def measure(parameter_count: int, runs: int) -> dict[str, dict[str, float]]:
                 assert trainer.said["first"] > 0
                 moments = [killed, *trainer.said["moments"]]
                 for name, (begin, end) in zip(PARTS, pairwise(moments), strict=True):
-                    seconds[name].append(end - begin)
-                seconds["all"].append(moments[-1] - killed)
+                    times[name].append(end - begin)
+                times["all"].append(moments[-1] - killed)
         finally:
             trainer.kill()
-    return {
-        name: {"median": statistics.median(values), "max": max(values)}
-        for name, values in seconds.items()
-    }
+    return [seconds(f"{parameter_count}: {name}", values) for name, values in times.items()]
 
 
 def main() -> None:
@@ -111,17 +111,17 @@ def main() -> None:
         train(arguments.train[0], int(arguments.train[1]))
         return
     from machine import describe_machine
+    from report import write_report
 
     counts = dict.fromkeys((DEMO_PARAMETERS, arguments.factor * DEMO_PARAMETERS))
-    report = {
-        "machine": describe_machine(),
-        "load": os.getloadavg()[0],
-        "seconds": {str(count): measure(count, arguments.runs) for count in counts},
-    }
-    text = json.dumps(report, indent=2)
-    print(text)
-    if arguments.json is not None:
-        arguments.json.write_text(text + "\n")
+    machine = describe_machine()
+    write_report(
+        arguments.json,
+        name="bench_reattach",
+        machine=machine,
+        settings={"runs": arguments.runs, "factor": arguments.factor},
+        figures=[figure for count in counts for figure in measure(count, arguments.runs)],
+    )
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ Run: python tests/bench/bench_start.py [--json FILE] [--runs N]
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -15,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from machine import describe_machine
+from report import byte_count, seconds, write_report
 from tests.daemons import daemons
 
 
@@ -23,6 +22,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--runs", type=int, default=5)
     arguments = parser.parse_args()
+    machine = describe_machine()
     ready, prefault, anonymous = [], [], []
     with daemons() as made:
         made.start(name="start").stop()
@@ -34,16 +34,17 @@ def main() -> None:
             daemon.stop()
             log = daemon.log.read_text()
             prefault.append(float(log.partition("prefault_seconds=")[2].split()[0]))
-    report = {
-        "machine": describe_machine(),
-        "ready_seconds": {"median": statistics.median(ready), "max": max(ready)},
-        "of_it_prefault_seconds": {"median": statistics.median(prefault), "max": max(prefault)},
-        "anonymous_bytes": {"median": statistics.median(anonymous), "max": max(anonymous)},
-    }
-    text = json.dumps(report, indent=2)
-    print(text)
-    if arguments.json is not None:
-        arguments.json.write_text(text + "\n")
+    write_report(
+        arguments.json,
+        name="bench_start",
+        machine=machine,
+        settings={"runs": arguments.runs},
+        figures=[
+            seconds("ready", ready),
+            seconds("of it, touching the pool", prefault),
+            byte_count("anonymous memory", anonymous),
+        ],
+    )
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 
 from demo_training import add_arguments, child_command
 from machine import describe_machine
+from report import ratio, seconds, write_report
 
 STEPS_LEFT_OUT = 3  # first touches, the caches' and the kernels' warming up
 
@@ -25,8 +26,8 @@ STEPS_LEFT_OUT = 3  # first touches, the caches' and the kernels' warming up
 def median_step_seconds(command: list[str]) -> float:
     output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     events: list[dict[str, Any]] = [json.loads(line) for line in output.splitlines()]
-    seconds: list[float] = [event["seconds"] for event in events if event["event"] == "step"]
-    return statistics.median(seconds[STEPS_LEFT_OUT:])
+    times: list[float] = [event["seconds"] for event in events if event["event"] == "step"]
+    return statistics.median(times[STEPS_LEFT_OUT:])
 
 
 def main() -> None:
@@ -38,30 +39,26 @@ def main() -> None:
     if arguments.steps <= STEPS_LEFT_OUT or arguments.rounds < 1:
         parser.error(f"at least one round of more than {STEPS_LEFT_OUT} steps is needed")
 
+    machine = describe_machine()
     medians: dict[str, list[float]] = {"memory": [], "memd": []}
     for _ in range(arguments.rounds):
-        for mode, seconds in medians.items():
-            seconds.append(median_step_seconds(child_command(mode, arguments)))
+        for mode, times in medians.items():
+            times.append(median_step_seconds(child_command(mode, arguments)))
 
-    memory_seconds, memd_seconds = map(statistics.median, medians.values())
-    figures = {
-        "machine": describe_machine(),
-        "parameters": arguments.params,
-        "dtype": arguments.dtype,
-        "batch": arguments.batch,
-        "sequence": arguments.sequence,
-        "cache_fraction": arguments.cache,
-        "host_bytes": arguments.host,
-        "threads": arguments.threads,
-        "memory_step_seconds": memory_seconds,
-        "memd_step_seconds": memd_seconds,
-        "ratio": memd_seconds / memory_seconds,
-        "median_seconds_of_runs": medians,
-    }
-    text = json.dumps(figures, indent=2)
-    print(text)
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
+    write_report(
+        arguments.json,
+        name="bench_step_time",
+        machine=machine,
+        settings={
+            name: getattr(arguments, name)
+            for name in ("params", "dtype", "batch", "sequence", "cache", "host", "steps", "rounds")
+        },
+        figures=[
+            seconds("plain PyTorch: step", medians["memory"]),
+            seconds("memd: step", medians["memd"]),
+            ratio("plain PyTorch / memd: step", medians["memory"], medians["memd"]),
+        ],
+    )
 
 
 if __name__ == "__main__":

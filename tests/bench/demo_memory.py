@@ -24,7 +24,9 @@ from typing import Any
 
 from demo_training import add_arguments, child_command
 from machine import describe_machine
+from memd.bench.figures import Figure
 from memd.demo.memory import anonymous_bytes, child_process_ids
+from report import write_report
 
 SAMPLE_INTERVAL_S = 0.02
 TRAINER_MARGIN_BYTES = 64 * 2**20
@@ -88,6 +90,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
 
+    machine = describe_machine()
     plain = measure(child_command("memory", arguments))
     memd = measure(child_command("memd", arguments))
 
@@ -115,22 +118,37 @@ def main() -> None:
     for name, size_bytes, note in rows:
         print(f"{name:30} {size_bytes / 2**20:9.1f} MiB  {note}")
 
-    if arguments.json:
-        figures = {
-            "machine": describe_machine(),
-            "threads": arguments.threads,
-            "dtype": arguments.dtype,
+    write_report(
+        arguments.json,
+        name="demo_memory",
+        machine=machine,
+        settings={
+            name: getattr(arguments, name)
+            for name in ("params", "dtype", "batch", "sequence", "cache", "host", "steps")
+        },
+        figures=[
+            Figure(
+                name=name,
+                unit="bytes",
+                runs=[size_bytes],
+                limit_name="allowed",
+                limit_runs=[allowed_bytes],
+                less_is_better=True,
+            )
+            for name, size_bytes, allowed_bytes in (
+                ("trainer above the rest", excess_bytes, excess_bytes_max),
+                ("daemon beside its pool", memd.daemon_peak_bytes, DAEMON_BYTES_MAX),
+            )
+        ],
+        details={
             "sizes": {
                 name: value for name, value in sizes.items() if name not in ("event", "time")
             },
             "memory_trainer_bytes_peak": plain.trainer_peak_bytes,
             "memd_trainer_bytes_peak": memd.trainer_peak_bytes,
-            "memd_daemon_bytes_peak": memd.daemon_peak_bytes,
-            "excess_bytes": excess_bytes,
-            "excess_bytes_max": excess_bytes_max,
             "passes": trainer_passes and daemon_passes,
-        }
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+        },
+    )
     raise SystemExit(0 if trainer_passes and daemon_passes else 1)
 
 

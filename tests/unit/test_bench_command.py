@@ -43,6 +43,25 @@ def test_a_figure_without_a_limit_says_why() -> None:
     assert row(figure)[-2:] == ("-", "no limit: forbidden")
 
 
+def test_a_time_reaches_its_limit_from_above() -> None:
+    figure = Figure(
+        name="step",
+        unit="s",
+        runs=[1.0, 2.0, 2.5],
+        limit_name="roofline",
+        limit_runs=[0.5, 1.0, 2.0],
+        less_is_better=True,
+    )
+    assert figure.fraction == 0.5
+    assert figure.record()["deviation"] == 0.5
+    assert (figure.record()["minimum"], figure.record()["maximum"]) == (1.0, 2.5)
+
+
+def test_bytes_are_shown_as_people_read_them() -> None:
+    figure = Figure(name="memory", unit="bytes", runs=[3 << 30, 1 << 20, 2 << 20])
+    assert row(figure) == ("memory", "2 MiB", "1 MiB to 3 GiB", "-", "-")
+
+
 def test_adam_has_a_row_for_every_combination() -> None:
     arguments = ("adam", "--elements", "100K", "--rounds", "2", "--tensors", "1", "--tensors", "3")
     told = json.loads(run(*arguments, "--threads", "1", "--json"))

@@ -1,0 +1,147 @@
+"""What `make bench` says about results: tests/bench/report.py and compare_results.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import bench_durability
+import compare_results
+from memd.bench.figures import Figure
+from report import byte_count, ratio, seconds, write_report
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MACHINE = {"cpu": "a", "cores": 2, "load": 0.1}
+
+
+def a_report(*figures: Figure, **settings: Any) -> dict[str, Any]:
+    return {
+        "machine": dict(MACHINE),
+        "settings": settings,
+        "figures": [figure.record() for figure in figures],
+    }
+
+
+def change(committed: Figure, new: Figure) -> compare_results.Change:
+    listed, only = compare_results.changes(a_report(committed), a_report(new))
+    assert only == []
+    (found,) = listed
+    return found
+
+
+@pytest.mark.parametrize(
+    ("runs", "verdict"),
+    [
+        ([0.8, 0.7, 0.9], "better"),
+        ([1.5, 1.4, 1.6], "worse"),
+        ([1.1, 1.3, 1.2], "same"),  # 1.1 overlaps
+    ],
+)
+def test_only_runs_that_do_not_overlap_are_a_change(runs: Sequence[float], verdict: str) -> None:
+    found = change(seconds("step", [1.0, 1.1, 1.0]), seconds("step", runs))
+    assert found.verdict == verdict
+    assert found.ratio == pytest.approx(sorted(runs)[1])
+
+
+def test_more_of_a_rate_is_better() -> None:
+    found = change(ratio("faster", [2.0, 2.2], [1.0, 1.0]), ratio("faster", [3.0, 3.3], [1.0, 1.0]))
+    assert found.verdict == "better"
+    assert found.noise == pytest.approx(0.1 / 2.1)
+
+
+def limited(runs: Sequence[float], limits: Sequence[float]) -> Figure:
+    return Figure(
+        name="step",
+        unit="s",
+        runs=runs,
+        limit_name="roofline",
+        limit_runs=limits,
+        less_is_better=True,
+    )
+
+
+def test_a_slower_disk_is_not_a_change_where_its_limit_was_measured_too() -> None:
+    found = change(limited([1.0, 1.0], [0.9, 0.8]), limited([2.0, 2.0], [1.8, 1.6]))
+    assert found.of_limit
+    assert found.ratio == 1.0
+    assert found.verdict == "same"
+
+
+def test_a_time_farther_from_its_limit_is_worse() -> None:
+    found = change(limited([1.0, 1.0], [0.9, 0.8]), limited([2.0, 2.0], [0.9, 0.8]))
+    assert found.ratio == 0.5
+    assert found.verdict == "worse"
+
+
+def test_one_run_is_no_verdict() -> None:
+    assert change(seconds("step", [1.0]), seconds("step", [9.0])).verdict == "one run"
+
+
+def test_figures_that_cannot_be_compared_are_named_or_left_out() -> None:
+    listed, only = compare_results.changes(
+        a_report(seconds("gone", [1.0]), seconds("none", [0.0]), seconds("step", [1.0])),
+        a_report(seconds("new", [1.0]), seconds("none", [1.0]), limited([1.0], [1.0])),
+    )
+    assert listed == []
+    assert only == ["new: new", "gone: no longer measured"]
+
+
+def test_another_machine_other_settings_and_a_busy_one_are_said() -> None:
+    committed, new = a_report(params=1), a_report(params=2)
+    new["machine"].update(cores=8, load=3.0)
+    assert compare_results.differences(committed, new) == [
+        "cores: committed 2, now 8",
+        "setting params: committed 1, now 2",
+        "now: measured on a busy machine, with a load of 3.0 before it",
+    ]
+
+
+def test_what_was_written_is_compared_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results, out = tmp_path / "results", tmp_path / "out"
+    for folder, values in ((results, [1.0, 1.1, 1.2]), (out, [2.0, 2.2, 2.4])):
+        folder.mkdir()
+        write_report(
+            folder / "bench_step.json",
+            name="bench_step",
+            machine=MACHINE,
+            settings={},
+            figures=[seconds("step", values), byte_count("read", [5.0, 5.0, 5.0])],
+            details={"more": 1},
+        )
+    write_report(out / "bench_new.json", name="bench_new", machine={}, settings={}, figures=[])
+    assert "1.10 s" in capsys.readouterr().out
+    program = Path(compare_results.__file__)
+    command = [sys.executable, str(program), "--results", str(results), "--out", str(out)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "no committed result to compare with" in shown
+    told = json.loads(
+        subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout
+    )
+    step, read = told["bench_step"]["changes"]
+    assert (step["figure"], step["verdict"], step["ratio"]) == ("step", "worse", 2.0)
+    assert (read["verdict"], read["ratio"], read["noise"]) == ("same", 1.0, 0.0)
+
+
+def test_the_bound_on_durability_is_made_of_neighbours() -> None:
+    def runs(seconds_each: float, written_bytes: int) -> dict[str, Any]:
+        return {"seconds": seconds_each, "written_bytes": written_bytes, "parameters": 10}
+
+    durable, in_memory, written, _ = bench_durability.compare(
+        "quarter",
+        {"step": [runs(2.3, 120), runs(4.6, 120)], "none": [runs(1.0, 20), runs(2.0, 20)]},
+        [100.0, 50.0],
+    )
+    # 1.15 × (1.0 s + 100 bytes / 100 a second), and twice that in the round that was slow.
+    assert durable.limit_runs == pytest.approx([2.3, 4.6])
+    assert durable.fraction == pytest.approx(1.0)
+    assert in_memory.value == 1.5
+    assert written.fraction == 1.0
