@@ -1,6 +1,7 @@
 # make demo        trains a model that does not fit into the memory it is given    ARGS="--steps 30 --verify"
 # make test        native and Python tests                                       PYTEST_ARGS="-k lease"
 # make bench       this machine's figures, as JSON under tests/bench/out, and what changed against tests/bench/results
+# make peers       the same GPT-2 trained by plain PyTorch, DeepSpeed and memd, side by side   ARGS="--rounds 1 --only plain memd"
 # make soak        the long runs: hundreds of kills, a million power cuts; goes on where it was ended   ARGS="--list"
 # make sanitize    the native tests under AddressSanitizer with UBSan, then under ThreadSanitizer
 # make lint        formatting, spelling, types; `make format` cures the first
@@ -13,7 +14,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench soak sanitize lint format tidy regenerate clean distclean
+.PHONY: help demo test bench peers soak sanitize lint format tidy regenerate clean distclean
 
 export PYTHON TORCH TORCH_INDEX
 
@@ -46,6 +47,16 @@ bench:
 	@for bench in "io --data build/bench" adam hash; do \
 	  echo "memd bench $$bench"; \
 	  $(IN_VENV) memd bench $$bench --json >"tests/bench/out/memd_bench_$${bench%% *}.json"; \
+	done
+	$(IN_VENV) python tests/bench/compare_results.py
+
+peers:
+	@$(SETUP) test
+	@tests/bench/peers/set_up.sh
+	@mkdir -p tests/bench/out
+	@for size in "60m fp32" "311m bf16"; do \
+	  $(IN_VENV) python tests/bench/peers/compare.py --model $${size% *} --dtype $${size#* } \
+	    --json "tests/bench/out/peers_$${size% *}_$${size#* }.json" $(ARGS); \
 	done
 	$(IN_VENV) python tests/bench/compare_results.py
 
