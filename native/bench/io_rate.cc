@@ -17,6 +17,7 @@
 #include <functional>
 #include <random>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -84,8 +85,8 @@ class Measurement {
     const uint64_t offset_bytes = offset_bytes_;
     offset_bytes_ += options_.block_bytes;
     if (offset_bytes_ + options_.block_bytes > file_bytes_) offset_bytes_ = 0;
-    const bool writes = options_.mix == IoMix::write ||
-                        (options_.mix == IoMix::mixed && (request_count_++ & 1) != 0);
+    const bool writes =
+        options_.mix == IoMix::write || (options_.mix == IoMix::mixed && is_write_due());
     return {writes ? IoKind::write : IoKind::read, offset_bytes};
   }
   void done(IoKind kind) {
@@ -98,6 +99,13 @@ class Measurement {
   }
 
  private:
+  bool is_write_due() {
+    write_due_ += options_.write_share;
+    if (write_due_ < 1) return false;
+    write_due_ -= 1;
+    return true;
+  }
+
   const IoRateOptions options_;
   const uint64_t file_bytes_;
   const Clock::time_point began_ = Clock::now();
@@ -105,7 +113,7 @@ class Measurement {
                                               std::chrono::duration<double>(options_.seconds));
   const double cpu_began_;
   uint64_t offset_bytes_ = 0;
-  uint64_t request_count_ = 0;
+  double write_due_ = 0;
   IoRate rate_;
 };
 
@@ -211,6 +219,11 @@ Status IoBench::check(const IoRateOptions& options) const {
   if (!(options.seconds > 0 && options.seconds <= 3600)) {
     return error(
         StatusCode::invalid_argument, "a run takes up to an hour: ", options.seconds, " seconds");
+  }
+  if (!(options.write_share >= 0 && options.write_share <= 1)) {
+    return error(StatusCode::invalid_argument,
+                 "the share of writes is from 0 to 1: ",
+                 std::to_string(options.write_share));
   }
   return Status::ok();
 }

@@ -11,13 +11,14 @@
 
 namespace memd {
 
-enum class IoMix : uint8_t { read, write, mixed };  // mixed: reads and writes in turn
+enum class IoMix : uint8_t { read, write, mixed };
 
 struct IoRateOptions {
   IoMix mix = IoMix::read;
   uint64_t block_bytes = 0;  // of one request; whole blocks of 4096
   uint32_t depth = 0;        // requests in flight
   double seconds = 1;  // each request in flight is made at least once, however short
+  double write_share = 0.5;  // of requests that are writes where they are mixed, evenly spread
 };
 
 struct IoRate {

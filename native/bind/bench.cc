@@ -28,10 +28,17 @@ IoMix mix_named(const std::string& wanted) {
 }
 
 template <Result<IoRate> (IoBench::*kRun)(const IoRateOptions&)>
-IoRate run(
-    IoBench& self, const std::string& mix, uint64_t block_bytes, uint32_t depth, double seconds) {
-  const IoRateOptions options{
-      .mix = mix_named(mix), .block_bytes = block_bytes, .depth = depth, .seconds = seconds};
+IoRate run(IoBench& self,
+           const std::string& mix,
+           uint64_t block_bytes,
+           uint32_t depth,
+           double seconds,
+           double write_share) {
+  const IoRateOptions options{.mix = mix_named(mix),
+                              .block_bytes = block_bytes,
+                              .depth = depth,
+                              .seconds = seconds,
+                              .write_share = write_share};
   auto rate = [&] {
     const nb::gil_scoped_release released;
     return (self.*kRun)(options);
@@ -116,7 +123,8 @@ void bind_bench(nb::module_& module) {
            "block_bytes"_a,
            "depth"_a,
            "seconds"_a,
-           "As the daemon transfers; `mix`: read, write or mixed.")
+           "write_share"_a = 0.5,
+           "As the daemon transfers; `mix`: read, write or mixed, of which `write_share` writes.")
       .def("raw",
            &run<&IoBench::raw>,
            "mix"_a,
@@ -124,6 +132,7 @@ void bind_bench(nb::module_& module) {
            "block_bytes"_a,
            "depth"_a,
            "seconds"_a,
+           "write_share"_a = 0.5,
            "io_uring with registered buffers and file, and nothing else.");
 }
 

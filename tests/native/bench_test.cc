@@ -179,6 +179,22 @@ TEST_F(IoBenchTest, reads_and_writes_are_counted_and_the_file_goes) {
   EXPECT_TRUE(std::filesystem::is_empty(folder_));
 }
 
+TEST_F(IoBenchTest, as_much_of_a_mix_is_written_as_asked_for) {
+  auto made = IoBench::create(folder_.string(), 8_MiB);
+  ASSERT_TRUE(made.is_ok()) << made.status().message();
+  for (const double share : {0.0, 0.2, 0.6, 1.0}) {
+    const auto rate = made.value()->through_queue({.mix = IoMix::mixed,
+                                                   .block_bytes = 64_KiB,
+                                                   .depth = 4,
+                                                   .seconds = 0.02,
+                                                   .write_share = share});
+    ASSERT_TRUE(rate.is_ok()) << rate.status().message();
+    const auto written = static_cast<double>(rate.value().written_bytes);
+    const auto all = written + static_cast<double>(rate.value().read_bytes);
+    EXPECT_NEAR(written, share * all, 64_KiB) << share;
+  }
+}
+
 TEST_F(IoBenchTest, what_cannot_be_measured_is_refused_and_leaves_nothing) {
   EXPECT_EQ(IoBench::create(folder_.string(), 0).status().code(), StatusCode::invalid_argument);
   EXPECT_EQ(IoBench::create(folder_.string(), 5).status().code(), StatusCode::invalid_argument);
@@ -195,7 +211,8 @@ TEST_F(IoBenchTest, what_cannot_be_measured_is_refused_and_leaves_nothing) {
            [](auto& options) { options.block_bytes = 2_MiB; },
            [](auto& options) { options.depth = 0; },
            [](auto& options) { options.depth = 5000; },
-           [](auto& options) { options.seconds = 0; }}) {
+           [](auto& options) { options.seconds = 0; },
+           [](auto& options) { options.write_share = 1.5; }}) {
     IoRateOptions options = good;
     change(options);
     EXPECT_EQ(made.value()->through_queue(options).status().code(), StatusCode::invalid_argument);

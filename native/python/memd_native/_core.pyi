@@ -853,8 +853,10 @@ class IoBench:
     @property
     def path(self) -> str: ...
 
-    def through_queue(self, mix: str, *, block_bytes: int, depth: int, seconds: float) -> IoRate:
-        """As the daemon transfers; `mix`: read, write or mixed."""
+    def through_queue(self, mix: str, *, block_bytes: int, depth: int, seconds: float, write_share: float = 0.5) -> IoRate:
+        """
+        As the daemon transfers; `mix`: read, write or mixed, of which `write_share` writes.
+        """
 
-    def raw(self, mix: str, *, block_bytes: int, depth: int, seconds: float) -> IoRate:
+    def raw(self, mix: str, *, block_bytes: int, depth: int, seconds: float, write_share: float = 0.5) -> IoRate:
         """io_uring with registered buffers and file, and nothing else."""
