@@ -44,7 +44,7 @@ bench:
 	@for bench in tests/bench/bench_*.py; do \
 	  echo "$$bench"; $(IN_VENV) python "$$bench" --json "tests/bench/out/$$(basename "$$bench" .py).json"; \
 	done
-	@for bench in "io --data build/bench" adam hash; do \
+	@for bench in "io --data build/bench" adam hash "train --data build/bench"; do \
 	  echo "memd bench $$bench"; \
 	  $(IN_VENV) memd bench $$bench --json >"tests/bench/out/memd_bench_$${bench%% *}.json"; \
 	done

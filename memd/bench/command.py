@@ -1,9 +1,10 @@
-"""`memd bench io`, `adam` and `hash`."""
+"""`memd bench io`, `adam`, `hash` and `train`."""
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from memd.bench.figures import HEADER, Figure, row
 from memd.bench.hash import hash_figures
 from memd.bench.io import io_figures
 from memd.bench.machine import describe_machine, file_system
+from memd.demo.quantities import CountParameter, FractionParameter
 from memd.printing import print_json, print_table
 from memd.sizes import format_size, parse_size
 from memd.volumes import progress_bar
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMG]?)")
+_DURABILITY = re.compile(r"step|none|every:[1-9]\d*")
 _FACTORS = {"": 1, "K": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 
 
@@ -231,8 +234,111 @@ def hash_(as_json: bool, rounds: int, size: int) -> None:
     show(hash_figures(size=size, rounds=rounds), as_json=as_json, settings={"bytes": size})
 
 
-def show(figures: Iterable[Figure], *, as_json: bool, settings: dict[str, Any]) -> None:
+@command.command()
+@click.option(
+    "--params",
+    "parameter_count",
+    type=CountParameter(),
+    default="10M",
+    show_default=True,
+    help="Parameters of the model, about: 5M, 1.5B.",
+)
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
+@click.option("--batch", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option("--sequence", type=click.IntRange(1, 65536), default=256, show_default=True)
+@click.option(
+    "--cache",
+    "cache_fraction",
+    type=FractionParameter(),
+    default="1/4",
+    show_default=True,
+    help="Part of parameters and states that the host pool holds beside the gradients.",
+)
+@click.option("--resident", is_flag=True, help="A pool that holds everything, in place of --cache.")
+@click.option(
+    "--durability", default="step", show_default=True, help="step, every:k or none, as connect()."
+)
+@click.option("--step-in-backward", is_flag=True, help="Updates start during backward.")
+@click.option(
+    "--steps",
+    "step_count",
+    type=click.IntRange(min=1),
+    help="Of each round.  [default: 4, and k with every:k]",
+)
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True),
+    default=Path(),
+    help="A folder on the disk to measure; here, by default. What is written there is removed.",
+)
+@common
+def train(
+    *,
+    as_json: bool,
+    batch: int,
+    cache_fraction: float,
+    data: Path,
+    dtype: str,
+    durability: str,
+    parameter_count: int,
+    resident: bool,
+    rounds: int,
+    sequence: int,
+    step_count: int | None,
+    step_in_backward: bool,
+) -> None:
+    """Steps of training through a private daemon, and the least time they can take.
+
+    The roofline is the larger of CPU work / cores and bytes / bandwidth, with compute, Adam,
+    checksums and I/O each measured alone in the same round. Without --step-in-backward no update
+    starts before backward ends: then a step also takes at least backward alone + 2 (state - cache)
+    / bandwidth, and the figure names the larger of the two.
+    """
+    if _DURABILITY.fullmatch(durability) is None:
+        raise click.BadParameter(
+            f"{durability!r} is none of step, every:k and none", param_hint="--durability"
+        )
+    from memd.demo.main import refuse_without_torch
+
+    refuse_without_torch("memd bench train")
+    from memd.bench.train import TrainSettings, steps_for, train_figures
+    from memd.demo.plan import DemoError
+    from memd.demo.text import TextError
+
     machine = describe_machine()
+    settings = TrainSettings(
+        parameter_count=parameter_count,
+        dtype=dtype,
+        batch=batch,
+        sequence=sequence,
+        cache_fraction=cache_fraction,
+        resident=resident,
+        durability=durability,
+        step_in_backward=step_in_backward,
+        step_count=step_count or steps_for(durability),
+        round_count=rounds,
+        folder=data,
+    )
+
+    def observe(number: int) -> None:
+        if sys.stderr.isatty():
+            click.echo(f"round {number + 1} of {rounds}", err=True)
+
+    try:
+        figures, told = train_figures(settings, observe=observe)
+    except (DemoError, TextError, StatusError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    show(figures, as_json=as_json, settings=told, machine=machine)
+
+
+def show(
+    figures: Iterable[Figure],
+    *,
+    as_json: bool,
+    settings: dict[str, Any],
+    machine: dict[str, Any] | None = None,
+) -> None:
+    machine = machine or describe_machine()
     try:
         measured = list(figures)
     except StatusError as error:

@@ -71,7 +71,9 @@ HEADER = ("figure", "median", "lowest to highest", "limit", "reached")
 
 
 def shown(value: float, unit: str) -> str:
-    return format_size(round(value)) if unit == "bytes" else f"{value:.2f}"
+    if unit == "bytes":
+        return format_size(round(value))
+    return f"{value:.2f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
 
 
 def row(figure: Figure) -> tuple[str, ...]:

@@ -104,12 +104,7 @@ def command(
     A private daemon is started for it, with a host pool a fraction of the model's size, and ended
     with it. Exit code 1 if --verify finds a bit that differs from plain PyTorch.
     """
-    for package in ("torch", "numpy"):
-        if importlib.util.find_spec(package) is None:
-            raise click.ClickException(
-                f"memd demo trains with PyTorch, and {package} is not installed: "
-                "pip install 'memd[demo]'"
-            )
+    refuse_without_torch("memd demo")
     settings = DemoSettings(
         parameter_count=parameter_count,
         step_count=step_count,
@@ -130,6 +125,15 @@ def command(
         click.echo(json.dumps(dataclasses.asdict(outcome), indent=2))
     if outcome.comparison is not None and not outcome.comparison.identical:
         raise click.exceptions.Exit(1)
+
+
+def refuse_without_torch(command_name: str) -> None:
+    for package in ("torch", "numpy"):
+        if importlib.util.find_spec(package) is None:
+            raise click.ClickException(
+                f"{command_name} trains with PyTorch, and {package} is not installed: "
+                "pip install 'memd[demo]'"
+            )
 
 
 def _run(settings: DemoSettings, console: Console) -> "Outcome":
