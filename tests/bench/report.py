@@ -25,10 +25,21 @@ def byte_count(name: str, runs: Sequence[float]) -> Figure:
     return Figure(name=name, unit="bytes", runs=list(runs), less_is_better=True)
 
 
-def ratio(name: str, dividends: Sequence[float], divisors: Sequence[float]) -> Figure:
+def ratio(
+    name: str,
+    dividends: Sequence[float],
+    divisors: Sequence[float],
+    *,
+    less_is_better: bool = False,
+) -> Figure:
     """Of neighbours, so that a minute in which the machine was slow is slow for both."""
     pairs = zip(dividends, divisors, strict=True)
-    return Figure(name=name, unit="x", runs=[dividend / divisor for dividend, divisor in pairs])
+    return Figure(
+        name=name,
+        unit="x",
+        runs=[dividend / divisor for dividend, divisor in pairs],
+        less_is_better=less_is_better,
+    )
 
 
 def write_report(

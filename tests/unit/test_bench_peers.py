@@ -72,11 +72,15 @@ def test_figures_stand_beside_those_of_the_same_round() -> None:
         RIVAL: [a_run(3.0, losses), a_run(6.0, losses)],
         "memd": [a_run(1.5, losses), a_run(3.0, losses)],
     }
-    found = {figure.name: figure for figure in figures(runs)}
+    found = {figure.name: figure for figure in figures(runs, 10)}
     assert found[f"{RIVAL} / memd: step"].runs == pytest.approx([2.0, 2.0])
     assert found["plain / memd: step, mean"].value == pytest.approx(2 / 3)
     assert found["memd: memory, steady"].value == 200
     assert not found[f"{RIVAL} / memd: step"].less_is_better
+    # 60 bytes were read and 15 written in a step.
+    assert found["memd: written a step, for a parameter"].runs == [1.5, 1.5]
+    assert found[f"memd / {RIVAL}: read a step"].runs == [1.0, 1.0]
+    assert found[f"memd / {RIVAL}: read a step"].less_is_better
     assert run_record(runs["memd"][0])["step_seconds"] == pytest.approx([1.5, 1.5])
 
 

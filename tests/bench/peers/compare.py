@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from machine import describe_machine
+from memd.bench.figures import Figure
 from memd.bench.machine import file_system
 from memd.demo import sizes
 from peers.train import BATCHES, DTYPES, SHAPES
@@ -37,9 +38,8 @@ from peers.watching import ContestantFailed, Watched, watch
 from report import byte_count, ratio, seconds, write_report
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from memd.bench.figures import Figure
 
 PEERS = Path(__file__).parents[3] / "build" / "peers"
 PEERS_PYTHON = PEERS / "venv" / "bin" / "python"
@@ -181,7 +181,35 @@ def run_one(arguments: argparse.Namespace, contestant: Contestant) -> Watched:
         )
 
 
-def figures(runs: dict[str, list[Watched]]) -> list[Figure]:
+MOVED: dict[str, Callable[[Watched], float]] = {
+    "read a step": lambda run: run.read_bytes_per_step,
+    "written a step": lambda run: run.written_bytes_per_step,
+}
+
+
+def moved_figures(runs: dict[str, list[Watched]], parameter_count: int) -> list[Figure]:
+    """Bytes each way for a parameter, and against the rival."""
+    listed: list[Figure] = []
+    for way, bytes_of in MOVED.items():
+        moved = {name: [bytes_of(run) for run in watched] for name, watched in runs.items()}
+        for name, values in moved.items():
+            if any(values):
+                listed.append(
+                    Figure(
+                        name=f"{name}: {way}, for a parameter",
+                        unit="B",
+                        runs=[value / parameter_count for value in values],
+                        less_is_better=True,
+                    )
+                )
+            if name.startswith("memd") and all(moved.get(RIVAL, [0])):
+                listed.append(
+                    ratio(f"{name} / {RIVAL}: {way}", values, moved[RIVAL], less_is_better=True)
+                )
+    return listed
+
+
+def figures(runs: dict[str, list[Watched]], parameter_count: int) -> list[Figure]:
     times = {
         name: [statistics.median(run.step_seconds) for run in watched]
         for name, watched in runs.items()
@@ -211,7 +239,7 @@ def figures(runs: dict[str, list[Watched]]) -> list[Figure]:
                         ratio(f"{other} / {name}: step", times[other], runs_of),
                         ratio(f"{other} / {name}: step, mean", means[other], means[name]),
                     ]
-    return listed
+    return listed + moved_figures(runs, parameter_count)
 
 
 def compare_losses(runs: dict[str, list[Watched]], dtype: str) -> dict[str, Any]:
@@ -314,7 +342,7 @@ def main() -> None:
             "batches": BATCHES,
             "contestants": [dataclasses.asdict(each) for each in chosen],
         },
-        figures=figures(complete),
+        figures=figures(complete, SHAPES[arguments.model].parameter_count),
         details={
             "losses": losses,
             "failed": outcome.failed,
