@@ -1,6 +1,6 @@
 # make demo        trains a model that does not fit into the memory it is given    ARGS="--steps 30 --verify"
 # make test        native and Python tests                                       PYTEST_ARGS="-k lease"
-# make bench       this machine's figures, as JSON under tests/bench/out, and what changed against tests/bench/results
+# make bench       this machine's figures, as JSON under tests/bench/out, and what changed   ARGS="--only memd_bench_io"
 # make peers       the same GPT-2 trained by plain PyTorch, DeepSpeed and memd, side by side   ARGS="--rounds 1 --only plain memd"
 # make soak        the long runs: hundreds of kills, a million power cuts; goes on where it was ended   ARGS="--list"
 # make sanitize    the native tests under AddressSanitizer with UBSan, then under ThreadSanitizer
@@ -40,25 +40,18 @@ test:
 
 bench:
 	@$(SETUP) test
-	@mkdir -p tests/bench/out build/bench
-	@for bench in tests/bench/bench_*.py; do \
-	  echo "$$bench"; $(IN_VENV) python "$$bench" --json "tests/bench/out/$$(basename "$$bench" .py).json"; \
-	done
-	@for bench in "io --data build/bench" adam hash "train --data build/bench"; do \
-	  echo "memd bench $$bench"; \
-	  $(IN_VENV) memd bench $$bench --json >"tests/bench/out/memd_bench_$${bench%% *}.json"; \
-	done
-	$(IN_VENV) python tests/bench/compare_results.py
+	@status=0; $(IN_VENV) python tests/bench/run_all.py $(ARGS) || status=1; \
+	$(IN_VENV) python tests/bench/compare_results.py; exit $$status
 
 peers:
 	@$(SETUP) test
 	@tests/bench/peers/set_up.sh
 	@mkdir -p tests/bench/out
-	@for size in "60m fp32" "311m bf16"; do \
+	@status=0; for size in "60m fp32" "311m bf16"; do \
 	  $(IN_VENV) python tests/bench/peers/compare.py --model $${size% *} --dtype $${size#* } \
-	    --json "tests/bench/out/peers_$${size% *}_$${size#* }.json" $(ARGS); \
-	done
-	$(IN_VENV) python tests/bench/compare_results.py
+	    --json "tests/bench/out/peers_$${size% *}_$${size#* }.json" $(ARGS) || status=1; \
+	done; \
+	$(IN_VENV) python tests/bench/compare_results.py; exit $$status
 
 soak:
 	@$(SETUP) test

@@ -77,6 +77,7 @@ def test_figures_stand_beside_those_of_the_same_round() -> None:
     assert found["plain / memd: step, mean"].value == pytest.approx(2 / 3)
     assert found["memd: memory, steady"].value == 200
     assert not found[f"{RIVAL} / memd: step"].less_is_better
+    assert found[f"memd / {RIVAL}: memory, steady"].runs == [1.0, 1.0]
     # 60 bytes were read and 15 written in a step.
     assert found["memd: written a step, for a parameter"].runs == [1.5, 1.5]
     assert found[f"memd / {RIVAL}: read a step"].runs == [1.0, 1.0]

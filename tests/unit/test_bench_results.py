@@ -12,6 +12,7 @@ import pytest
 
 import bench_durability
 import compare_results
+import run_all
 from memd.bench.figures import Figure
 from report import byte_count, ratio, seconds, write_report
 
@@ -101,6 +102,14 @@ def test_another_machine_other_settings_and_a_busy_one_are_said() -> None:
         "setting params: committed 1, now 2",
         "now: measured on a busy machine, with a load of 3.0 before it",
     ]
+
+
+def test_every_measuring_program_is_run_and_has_a_name_of_its_own() -> None:
+    listed = run_all.programs()
+    assert {path.stem for path in run_all.HERE.glob("bench_*.py")} <= listed.keys()
+    assert listed["memd_bench_train_eighth"][-3:] == ["--cache", "1/8", "--json"]
+    files = [command[-1] for name, command in listed.items() if name.startswith("bench_")]
+    assert len(set(files)) == len(files)
 
 
 def test_what_was_written_is_compared_on_the_command_line(

@@ -147,7 +147,9 @@ class Outcome:
 def run_all(arguments: argparse.Namespace, chosen: Sequence[Contestant]) -> Outcome:
     outcome = Outcome(runs={each.name: [] for each in chosen}, failed={}, not_yet={})
     for round_number in range(arguments.rounds):
-        for contestant in chosen:
+        # Another one begins each time: what comes after it finds the disk as it left it.
+        first = round_number % len(chosen)
+        for contestant in (*chosen[first:], *chosen[:first]):
             if contestant.name in outcome.failed | outcome.not_yet:
                 continue
             print(f"round {round_number + 1}/{arguments.rounds}: {contestant.name}", flush=True)
@@ -233,6 +235,13 @@ def figures(runs: dict[str, list[Watched]], parameter_count: int) -> list[Figure
         ]
     for name, runs_of in times.items():
         if name.startswith("memd"):
+            if RIVAL in runs:
+                steady = [
+                    [run.memory_steady for run in watched] for watched in (runs[name], runs[RIVAL])
+                ]
+                listed.append(
+                    ratio(f"{name} / {RIVAL}: memory, steady", *steady, less_is_better=True)
+                )
             for other in ("plain", RIVAL):
                 if other in times:
                     listed += [
