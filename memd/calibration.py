@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ from memd.refusal import Refused, StatusCode
 from memd.sizes import exact_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from memd_native import IoBench
@@ -148,19 +149,43 @@ def keep(folder: Path, calibration: Calibration) -> Path:
 def worth_measuring(folder: Path, *, volume_bytes: int) -> bool:
     """At a first start, whose volume is about to be written in full: where that takes as long as
     the measurement, some seconds more are not noticed."""
-    has_volume = (folder / "memd.volume").exists()
-    return not has_volume and not (folder / FILE_NAME).exists() and volume_bytes >= 8 << 30
+    if (folder / "memd.volume").exists() or (folder / FILE_NAME).exists():
+        return False
+    try:
+        return volume_bytes >= 8 << 30 and shutil.disk_usage(folder).free >= volume_bytes
+    except OSError:  # the start says what is wrong with it
+        return False
 
 
-def measure_beside_formatting(folder: Path) -> None:
-    """A start fails for no reason that lies here: what is in the way of a measurement is in the way
-    of the volume too, and said better there."""
+def measure_for_new_volumes(
+    folders: Iterable[Path], *, volume_bytes: int
+) -> dict[Path, Calibration]:
+    """Of the folders where it is worth it, to be kept when the volumes are made. A start fails for
+    no reason that lies here: what is in the way of a measurement is in the way of the volume too,
+    and said better there."""
     from memd_native import StatusError
 
-    try:
-        keep(folder, measure(folder, seconds=QUICK_S))
-    except (StatusError, Refused) as error:
-        log.warning("not calibrated", extra={"data": str(folder), "reason": str(error)})
+    measured = {}
+    for folder in folders:
+        if not worth_measuring(folder, volume_bytes=volume_bytes):
+            continue
+        log.info("calibrating", extra={"data": str(folder)})
+        try:
+            measured[folder] = measure(folder, seconds=QUICK_S)
+        except (StatusError, Refused) as error:
+            log.warning("not calibrated", extra={"data": str(folder), "reason": str(error)})
+    return measured
+
+
+def keep_all(measured: Mapping[Path, Calibration]) -> None:
+    """Says so where it fails: the next start does without."""
+    for folder, found in measured.items():
+        try:
+            keep(folder, found)
+        except Refused as refused:
+            log.warning(
+                "a calibration is not kept", extra={"data": str(folder), "reason": str(refused)}
+            )
 
 
 def measure(

@@ -192,7 +192,16 @@ class Daemon:
             self._notifier.notify(EXTEND_TIMEOUT_USEC=20_000_000, STATUS=state)
             log.info("preparing", extra={"done_bytes": done_bytes, "all_bytes": all_bytes})
 
-        limits = [self._limits(folder) for folder in settings.data]
+        measured = {}
+        volume_bytes = settings.nvme // len(settings.data)
+        if settings.io_depth == 0 and any(
+            calibration.worth_measuring(folder, volume_bytes=volume_bytes)
+            for folder in settings.data
+        ):
+            longest_us = len(settings.data) * 20_000_000
+            self._notifier.notify(EXTEND_TIMEOUT_USEC=longest_us, STATUS="calibrating")
+            measured = calibration.measure_for_new_volumes(settings.data, volume_bytes=volume_bytes)
+        limits = [self._limits(folder, measured.get(folder)) for folder in settings.data]
         # Superblocks are read before anything can give up waiting: of a device that does not answer
         # this is what is said.
         log.info("opening the volumes", extra={"data": ",".join(map(str, settings.data))})
@@ -204,7 +213,7 @@ class Daemon:
                 lock_required=self._options.lock_required,
                 huge_pages=settings.huge_pages,
                 io_engine=settings.io_engine,
-                io_limits=[(each.depth, each.chunk_bytes) for each in limits],
+                io_limits=limits,
                 update_thread_count=settings.update_threads,
                 # A private daemon serves one job, as a rule: it gets all there is.
                 jobs_expected=1 if self._options.parent_pid is not None else 2,
@@ -212,6 +221,7 @@ class Daemon:
                 keeper_fd=keeper.server_fd() if keeper is not None else None,
                 kept=keeper.take_kept() if keeper is not None else [],
             )
+        calibration.keep_all(measured)
         report = server.report()
         if report.kept_note:
             log.warning("kept memory is not used", extra={"reason": report.kept_note})
@@ -227,15 +237,12 @@ class Daemon:
             log.info("io_uring is not used", extra={"reason": report.io_engine_reason})
         return server
 
-    def _limits(self, folder: Path) -> calibration.Limits:
-        """How much the path of a data folder is given at a time."""
-        settings = self._settings
-        volume_bytes = settings.nvme // len(settings.data)
-        if not settings.io_depth and calibration.worth_measuring(folder, volume_bytes=volume_bytes):
-            log.info("calibrating", extra={"data": str(folder)})
-            self._notifier.notify(EXTEND_TIMEOUT_USEC=20_000_000, STATUS=f"calibrating {folder}")
-            calibration.measure_beside_formatting(folder)
-        limits, origin = calibration.limits_in_use(folder, depth=settings.io_depth)
+    def _limits(self, folder: Path, measured: calibration.Calibration | None) -> tuple[int, int]:
+        """Depth and chunk size: how much the path of a data folder is given at a time."""
+        if measured is not None:
+            limits, origin = measured.limits, "measured"
+        else:
+            limits, origin = calibration.limits_in_use(folder, depth=self._settings.io_depth)
         log.info(
             "path",
             extra={
@@ -245,7 +252,7 @@ class Daemon:
                 "origin": origin,
             },
         )
-        return limits
+        return limits.depth, limits.chunk_bytes
 
     def _start_metrics(self, server: Server, collector: DaemonCollector) -> MetricsServer | None:
         if not self._settings.metrics:

@@ -179,11 +179,13 @@ def format_anew(folders: Sequence[Path], *, nvme: int, force: bool, yes: bool) -
                 raise WrongUse(f"{typed.strip()!r} is not {uuid}; nothing was removed")
         with told_to_people():
             remove_volumes([str(path)], uuid=bytes.fromhex(uuid))
-    for path in folders:
-        if calibration.worth_measuring(path, volume_bytes=nvme // len(folders)):
-            calibration.measure_beside_formatting(path)
+    measured = calibration.measure_for_new_volumes(folders, volume_bytes=nvme // len(folders))
     with told_to_people(), progress_bar(f"formatting {exact_size(nvme)}") as progress:
-        return format_volumes([str(path) for path in folders], nvme_bytes=nvme, progress=progress)
+        seconds = format_volumes(
+            [str(path) for path in folders], nvme_bytes=nvme, progress=progress
+        )
+    calibration.keep_all(measured)
+    return seconds
 
 
 def listed_alone(folder: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from memd import calibration
 from memd.calibration import Calibration, Limits, Point, best, keep, limits_in_use, read
 from memd.cli import main
-from memd.refusal import Refused
+from memd.refusal import Refused, StatusCode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -109,10 +109,38 @@ def test_a_folder_that_cannot_be_written_is_refused_with_its_path(tmp_path: Path
         keep(tmp_path, Calibration(limits=Limits(), seconds=1))
 
 
+def test_what_a_first_start_measured_is_kept_when_its_volume_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = Calibration(limits=Limits(depth=6, chunk_bytes=MIB), seconds=1)
+
+    def measured(folder: Path, *, seconds: float) -> Calibration:
+        assert seconds == calibration.QUICK_S
+        if folder.name == "busy":
+            raise Refused(StatusCode.UNAVAILABLE, "the drive is too busy")
+        return found
+
+    monkeypatch.setattr(calibration, "measure", measured)
+    monkeypatch.setattr(calibration, "worth_measuring", lambda folder, volume_bytes: True)
+    folders = [tmp_path / "free", tmp_path / "busy"]
+    for folder in folders:
+        folder.mkdir()
+    with caplog.at_level(logging.WARNING):
+        by_folder = calibration.measure_for_new_volumes(folders, volume_bytes=8 << 30)
+    assert by_folder == {folders[0]: found}
+    assert "the drive is too busy" in vars(caplog.records[-1])["reason"]
+    assert read(folders[0]) is None
+    calibration.keep_all(by_folder)
+    assert read(folders[0]) == found.limits
+    assert read(folders[1]) is None
+
+
 def test_a_first_start_measures_only_beside_a_volume_that_takes_longer(tmp_path: Path) -> None:
     large = 8 << 30
     assert calibration.worth_measuring(tmp_path, volume_bytes=large)
     assert not calibration.worth_measuring(tmp_path, volume_bytes=large - 1)
+    assert not calibration.worth_measuring(tmp_path, volume_bytes=large << 30)  # no room for it
+    assert not calibration.worth_measuring(tmp_path / "none", volume_bytes=large)
     (tmp_path / "memd.calibration").touch()
     assert not calibration.worth_measuring(tmp_path, volume_bytes=large)
     (tmp_path / "memd.calibration").unlink()
