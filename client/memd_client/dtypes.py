@@ -7,7 +7,7 @@ import torch
 from memd_client.errors import InvalidArgument
 from memd_proto.v1 import types_pb2
 
-_NUMBERS: dict[torch.dtype, types_pb2.DType] = {
+DTYPE_NUMBERS: dict[torch.dtype, types_pb2.DType] = {
     torch.float32: types_pb2.D_TYPE_FLOAT32,
     torch.bfloat16: types_pb2.D_TYPE_BFLOAT16,
     torch.float16: types_pb2.D_TYPE_FLOAT16,
@@ -19,16 +19,16 @@ _NUMBERS: dict[torch.dtype, types_pb2.DType] = {
     torch.uint8: types_pb2.D_TYPE_UINT8,
     torch.bool: types_pb2.D_TYPE_BOOL,
 }
-_DTYPES: dict[int, torch.dtype] = {number: dtype for dtype, number in _NUMBERS.items()}
+_DTYPES: dict[int, torch.dtype] = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
 
 
 def dtype_number(dtype: torch.dtype, *, name: str) -> types_pb2.DType:
     """The protocol's number of `dtype`; `name` is that of the tensor, for the error."""
-    number = _NUMBERS.get(dtype)
+    number = DTYPE_NUMBERS.get(dtype)
     if number is None:
         raise InvalidArgument(
             f"memd does not store {dtype}: {name}; it stores "
-            f"{', '.join(str(known) for known in _NUMBERS)}"
+            f"{', '.join(str(known) for known in DTYPE_NUMBERS)}"
         )
     return number
 

@@ -1,4 +1,4 @@
-"""`memd bench io`, `adam`, `hash` and `train`."""
+"""`memd bench io`, `adam`, `hash`, `lease` and `train`."""
 
 from __future__ import annotations
 
@@ -222,6 +222,31 @@ def adam(
         as_json=as_json,
         settings={"elements": elements},
     )
+
+
+@command.command()
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True),
+    default=Path(),
+    help="A folder on a disk, for the volume of a private daemon; here, by default. Removed.",
+)
+@click.option("--leases", type=Count(), default="20K", show_default=True, help="In each run.")
+@common
+def lease(as_json: bool, data: Path, leases: int, rounds: int) -> None:
+    """Leases of a tensor that is in memory: native, from Python, and by request."""
+    # Needs torch and the client.
+    from memd.bench.lease import lease_figures
+    from memd_client import MemdError
+
+    try:
+        show(
+            lease_figures(data, count=leases, rounds=rounds),
+            as_json=as_json,
+            settings={"leases": leases},
+        )
+    except MemdError as error:
+        raise click.ClickException(str(error)) from error
 
 
 @command.command(name="hash")

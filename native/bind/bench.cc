@@ -12,6 +12,7 @@
 #include "bench/adam_rate.h"
 #include "bench/hash_rate.h"
 #include "bench/io_rate.h"
+#include "bench/lease_rate.h"
 #include "bind/bind.h"
 
 namespace nb = nanobind;
@@ -99,6 +100,31 @@ void bind_bench(nb::module_& module) {
       "bytes"_a,
       "round_count"_a = 5,
       "Checksums of extents beside the limit of memory, one thread.");
+  nb::class_<Quantiles>(module, "Quantiles", "Seconds.")
+      .def_ro("p50", &Quantiles::p50)
+      .def_ro("p99", &Quantiles::p99);
+  nb::class_<LeaseRate>(module, "LeaseRate", "Seconds of leases, one record a round.")
+      .def_ro("resident", &LeaseRate::resident, "Lease and release without a request.")
+      .def_ro("atomics", &LeaseRate::atomics, "Two atomic operations in shared memory.")
+      .def_ro("requested", &LeaseRate::requested, "The same lease by request.")
+      .def_ro("handed", &LeaseRate::handed, "A word to a thread that waits for it, and back.");
+  module.def(
+      "measure_leases",
+      [](ClientSession& session, uint32_t shard_id, uint32_t count, uint32_t round_count) {
+        const LeaseRateOptions options{
+            .shard_id = shard_id, .count = count, .round_count = round_count};
+        auto rate = [&] {
+          const nb::gil_scoped_release released;
+          return measure_leases(session, options);
+        }();
+        return value_or_raise(std::move(rate));
+      },
+      "session"_a,
+      nb::kw_only(),
+      "shard_id"_a,
+      "count"_a,
+      "round_count"_a,
+      "Of a shard that is resident, beside the least that each way could take.");
   nb::class_<IoRate>(module, "IoRate")
       .def_ro("read_bytes", &IoRate::read_bytes)
       .def_ro("written_bytes", &IoRate::written_bytes)

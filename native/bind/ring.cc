@@ -55,25 +55,12 @@ struct HeldLease {
 /// Descriptors of the arena's segments from an index on.
 using MoreSegments = nb::typed<nb::callable, std::vector<int>(uint64_t)>;
 
-nb::object lease(const std::shared_ptr<ClientSession>& session,
-                 uint32_t shard_id,
-                 uint8_t part,
-                 uint8_t mode,
-                 uint8_t dtype,
-                 const std::vector<size_t>& shape,
-                 double timeout_s) {
-  const nb::dlpack::dtype element = dlpack_dtype(static_cast<DType>(dtype));
-  const bool is_read =
-      part == static_cast<uint8_t>(Part::value) && mode == static_cast<uint8_t>(LeaseMode::read);
-  // Without giving the GIL up, which costs more than the lease.
-  std::optional<LeasedBytes> resident;
-  if (is_read) resident = session->lease_resident(shard_id);
-  const LeasedBytes bytes = resident ? *resident : value_or_raise([&] {
-    const nb::gil_scoped_release unlocked;
-    return session->lease(
-        shard_id, static_cast<Part>(part), static_cast<LeaseMode>(mode), timeout_ns_of(timeout_s));
-  }());
-  size_t wanted_bytes = dtype_bytes(static_cast<DType>(dtype));
+/// A torch tensor over the leased bytes, which are given back where they don't fit.
+nb::object tensor_over(const std::shared_ptr<ClientSession>& session,
+                       const LeasedBytes& bytes,
+                       DType dtype,
+                       const std::vector<size_t>& shape) {
+  size_t wanted_bytes = dtype_bytes(dtype);
   for (const size_t size : shape) wanted_bytes *= size;
   if (wanted_bytes != bytes.length_bytes) {
     session->release(bytes);
@@ -87,8 +74,38 @@ nb::object lease(const std::shared_ptr<ClientSession>& session,
     const std::unique_ptr<HeldLease> lease(static_cast<HeldLease*>(held));
     lease->session->release(lease->bytes);
   });
-  return nb::cast(nb::ndarray<nb::pytorch>(
-      bytes.data, shape.size(), shape.data(), owner, nullptr, element, nb::device::cpu::value));
+  return nb::cast(nb::ndarray<nb::pytorch>(bytes.data,
+                                           shape.size(),
+                                           shape.data(),
+                                           owner,
+                                           nullptr,
+                                           dlpack_dtype(dtype),
+                                           nb::device::cpu::value));
+}
+
+nb::object lease(const std::shared_ptr<ClientSession>& session,
+                 uint32_t shard_id,
+                 uint8_t part,
+                 uint8_t mode,
+                 uint8_t dtype,
+                 const std::vector<size_t>& shape,
+                 double timeout_s) {
+  auto result = [&] {
+    const nb::gil_scoped_release unlocked;
+    return session->lease(
+        shard_id, static_cast<Part>(part), static_cast<LeaseMode>(mode), timeout_ns_of(timeout_s));
+  }();
+  return tensor_over(session, value_or_raise(std::move(result)), static_cast<DType>(dtype), shape);
+}
+
+/// Without giving the GIL up, which costs more than the lease.
+nb::object lease_resident(const std::shared_ptr<ClientSession>& session,
+                          uint32_t shard_id,
+                          uint8_t dtype,
+                          const std::vector<size_t>& shape) {
+  const auto bytes = session->lease_resident(shard_id);
+  if (!bytes) return nb::none();
+  return tensor_over(session, *bytes, static_cast<DType>(dtype), shape);
 }
 
 std::shared_ptr<ClientSession> connect(int session_fd,
@@ -174,6 +191,12 @@ void bind_ring(nb::module_& module) {
            "timeout_s"_a,
            "A torch tensor over the arena's own bytes. The lease lives exactly as long as the "
            "tensor's storage.")
+      .def("lease_resident",
+           &lease_resident,
+           "shard_id"_a,
+           "dtype"_a,
+           "shape"_a,
+           "The same for reading a value, where that takes no request; otherwise None.")
       .def(
           "prefetch",
           [](ClientSession& self, uint32_t shard_id) { raise_unless_ok(self.prefetch(shard_id)); },

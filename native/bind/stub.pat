@@ -14,7 +14,13 @@ memd_native._core.IO_SECONDS_BOUNDS:
 memd_native._core.STEP_SECONDS_BOUNDS:
     STEP_SECONDS_BOUNDS: list[float]
 
-memd_native._core.ClientSession.lease:
+memd_native._core.ClientSession.lease_resident:
+    def lease_resident(self, shard_id: int, dtype: int, shape: Sequence[int]) -> Any:
+        """
+        The same for reading a value, where that takes no request; otherwise None.
+        """
+
+memd_native._core.ClientSession.lease$:
     \from typing import Any
     def lease(
         self, shard_id: int, part: int, mode: int, dtype: int, shape: Sequence[int], timeout_s: float

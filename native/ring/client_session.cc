@@ -389,10 +389,17 @@ Result<LeasedBytes> ClientSession::lease(uint32_t shard_id,
                                          Part part,
                                          LeaseMode mode,
                                          uint64_t timeout_ns) {
-  if (Status status = refuse_if_unusable(); !status.is_ok()) return status;
   if (part == Part::value && mode == LeaseMode::read) {
     if (const auto resident = lease_resident(shard_id)) return *resident;
   }
+  return lease_by_request(shard_id, part, mode, timeout_ns);
+}
+
+Result<LeasedBytes> ClientSession::lease_by_request(uint32_t shard_id,
+                                                    Part part,
+                                                    LeaseMode mode,
+                                                    uint64_t timeout_ns) {
+  if (Status status = refuse_if_unusable(); !status.is_ok()) return status;
   timeout_ns = std::min(timeout_ns, kTimeoutNsMax);
   const SteadyClock clock;
   const uint64_t start_ns = clock.now_ns();

@@ -65,6 +65,11 @@ class ClientSession {
   std::optional<LeasedBytes> lease_resident(uint32_t shard_id) noexcept;
   /// The same, or a request; waits for a short spin, then on a futex, at most `timeout_ns`.
   Result<LeasedBytes> lease(uint32_t shard_id, Part part, LeaseMode mode, uint64_t timeout_ns);
+  /// By request, also where that is not needed.
+  Result<LeasedBytes> lease_by_request(uint32_t shard_id,
+                                       Part part,
+                                       LeaseMode mode,
+                                       uint64_t timeout_ns);
   void release(const LeasedBytes& lease) noexcept;
   /// May be dropped where the ring is full.
   Status prefetch(uint32_t shard_id);

@@ -48,8 +48,11 @@ def test_the_trainer_is_told_and_the_job_stands_at_its_last_commit(
     daemon.process.wait()
 
     started = time.monotonic()
+    # What was in memory is still there, and is read without asking anybody.
+    loss, wanted = loss_of(model, batch(STEPS_BEFORE)), loss_of(plain, batch(STEPS_BEFORE))
+    assert torch.equal(loss, wanted)
     with pytest.raises(memd_client.DaemonUnavailable, match="has ended"):
-        loss_of(model, batch(STEPS_BEFORE))
+        loss.backward()
     assert time.monotonic() - started < 10, "a lease waits for a daemon that is gone"
     optimizer.step()
     with pytest.raises(memd_client.DaemonUnavailable, match=r"step 4: it is not known whether"):

@@ -239,6 +239,9 @@ class FakeDaemon:
             with torch.no_grad():
                 shard.master.copy_(value)
 
+    def lease_resident(self, shard_id: int, dtype: int, shape: tuple[int, ...]) -> None:
+        """Every lease is a request."""
+
     def prefetch(self, shard_id: int) -> None:
         self.calls.append(f"prefetch {self.shards[shard_id].spec.name}")
 

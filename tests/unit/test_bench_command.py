@@ -101,6 +101,40 @@ def test_io_measures_rate_and_cpu_of_reads_writes_and_both() -> None:
     assert not (BUILD / "memd.bench").exists()
 
 
+def test_a_time_is_the_better_the_less_it_is() -> None:
+    figure = Figure(
+        name="lease",
+        unit="us",
+        runs=[0.4, 0.2],
+        limit_name="atomics",
+        limit_runs=[0.1, 0.1],
+        less_is_better=True,
+    )
+    assert figure.fraction == pytest.approx(0.375)
+    assert figure.record()["less_is_better"] is True
+
+
+def test_lease_measures_each_way_beside_its_limit() -> None:
+    BUILD.mkdir(exist_ok=True)
+    arguments = ("lease", "--data", str(BUILD), "--leases", "200", "--rounds", "2", "--json")
+    told = json.loads(run(*arguments))
+    assert [figure["name"] for figure in told["figures"]] == [
+        f"{name}, {quantile}"
+        for name in (
+            "lease and release",
+            "Session.get, a torch tensor",
+            "the same lease by request",
+        )
+        for quantile in ("p50", "p99")
+    ]
+    for figure in told["figures"]:
+        assert len(figure["runs"]) == len(figure["limit_runs"]) == 2
+        assert figure["value"] > 0
+        assert figure["limit"] > 0
+    assert told["settings"] == {"leases": 200}
+    assert not list(BUILD.glob("memd-bench-*"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -29,8 +29,10 @@ from memd_native._core import (
     JobInfo,
     JobStatistics,
     KeptSession,
+    LeaseRate,
     ListedVolumes,
     PoolReport,
+    Quantiles,
     SecondsHistogram,
     Server,
     ServerStatistics,
@@ -49,6 +51,7 @@ from memd_native._core import (
     list_volumes,
     measure_adam,
     measure_hash,
+    measure_leases,
     remove_volumes,
 )
 
@@ -78,8 +81,10 @@ __all__ = [
     "JobInfo",
     "JobStatistics",
     "KeptSession",
+    "LeaseRate",
     "ListedVolumes",
     "PoolReport",
+    "Quantiles",
     "SecondsHistogram",
     "Server",
     "ServerStatistics",
@@ -98,5 +103,6 @@ __all__ = [
     "list_volumes",
     "measure_adam",
     "measure_hash",
+    "measure_leases",
     "remove_volumes",
 ]

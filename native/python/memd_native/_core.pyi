@@ -78,6 +78,11 @@ class ClientSession:
         A torch tensor over the arena's own bytes. The lease lives exactly as long as the tensor's storage.
         """
 
+    def lease_resident(self, shard_id: int, dtype: int, shape: Sequence[int]) -> Any:
+        """
+        The same for reading a value, where that takes no request; otherwise None.
+        """
+
     def prefetch(self, shard_id: int) -> None:
         """
         Asks for the shard to be brought up; returns at once and may be dropped.
@@ -830,6 +835,38 @@ class HashRate:
 
 def measure_hash(*, bytes: int, round_count: int = 5) -> HashRate:
     """Checksums of extents beside the limit of memory, one thread."""
+class Quantiles:
+    """Seconds."""
+
+    @property
+    def p50(self) -> float: ...
+
+    @property
+    def p99(self) -> float: ...
+
+class LeaseRate:
+    """Seconds of leases, one record a round."""
+
+    @property
+    def resident(self) -> list[Quantiles]:
+        """Lease and release without a request."""
+
+    @property
+    def atomics(self) -> list[Quantiles]:
+        """Two atomic operations in shared memory."""
+
+    @property
+    def requested(self) -> list[Quantiles]:
+        """The same lease by request."""
+
+    @property
+    def handed(self) -> list[Quantiles]:
+        """A word to a thread that waits for it, and back."""
+
+def measure_leases(session: ClientSession, *, shard_id: int, count: int, round_count: int) -> LeaseRate:
+    """
+    Of a shard that is resident, beside the least that each way could take.
+    """
 
 class IoRate:
     @property
