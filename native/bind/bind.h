@@ -21,6 +21,8 @@ namespace memd {
 void bind_status(nanobind::module_& module);
 /// AdamSettings, and the update itself on arrays of the caller, for tests and measurements.
 void bind_optim(nanobind::module_& module);
+/// What a plan moves, for tests and reports.
+void bind_plan(nanobind::module_& module);
 /// ClientSession: a trainer's side of the rings.
 void bind_ring(nanobind::module_& module);
 /// Server and the records it answers with.

@@ -12,6 +12,7 @@ NB_MODULE(_core, module) {
   nb::set_leak_warnings(std::getenv("MEMD_LEAK_WARNINGS") != nullptr);
   memd::bind_status(module);
   memd::bind_optim(module);
+  memd::bind_plan(module);
   memd::bind_ring(module);
   memd::bind_server(module);
   memd::bind_check(module);

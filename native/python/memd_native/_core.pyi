@@ -32,6 +32,30 @@ def adam_update_bf16(isa: str, settings: AdamSettings, t: int, half: Annotated[N
     Update number `t`, from 1, of bf16 arrays of equal length, in place; `half` and `gradient` hold bf16 as uint16.
     """
 
+USE_READ: int = 0
+
+USE_OVERWRITE: int = 1
+
+USE_CHANGE: int = 2
+
+USE_ADD: int = 3
+
+USE_LAST: int = 4
+
+class BytesMoved:
+    """Of one period of a plan, on average."""
+
+    @property
+    def read_bytes(self) -> float: ...
+
+    @property
+    def written_bytes(self) -> float: ...
+
+def simulate_plan(uses: Sequence[tuple[int, int]], item_bytes: Sequence[int], *, cache_bytes: int, writes_changes: bool, warm_count: int = 4, measured_count: int = 8) -> BytesMoved:
+    """
+    What eviction by farthest next use moves where `uses`, pairs of an item and USE_*, repeat. `writes_changes`: changed items are on disk at the end of their period anyway.
+    """
+
 PROTOCOL_VERSION: int = 2
 
 PART_VALUE: int = 0

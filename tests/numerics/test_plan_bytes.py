@@ -1,0 +1,234 @@
+"""Bytes that plans move, against the fewest that anybody could.
+
+The bound is a fractional interval LP: between two uses of an item a part of it stays in memory, and
+what does not stay is read again (and written first, where only memory has it). At no use may more
+stay than memory holds beside what is in use. Whoever may keep parts of items, and knows everything,
+moves no less. What memd moves is simulated with the daemon's own code for plans and eviction.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from scipy.optimize import linprog
+from scipy.sparse import coo_matrix
+
+from memd_native import (
+    USE_ADD,
+    USE_CHANGE,
+    USE_LAST,
+    USE_OVERWRITE,
+    USE_READ,
+    simulate_plan,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MIB = 1 << 20
+CHANGES = (USE_CHANGE, USE_ADD, USE_OVERWRITE)
+TILE_MIB = 1  # of a parameter; its moments are twice that
+CACHES = [Fraction(1, 8), Fraction(1, 4), Fraction(1, 2), Fraction(3, 4), Fraction(7, 8)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """One period, and what the job holds, in MiB."""
+
+    uses: list[tuple[int, int]]
+    item_mib: list[int]
+    state_mib: int  # parameters and moments
+    gradient_mib: int
+
+
+def training(
+    parameters: Sequence[int],
+    *,
+    evaluations: int = 0,
+    micro_batches: int = 1,
+    updates_backwards: bool = False,
+) -> Trace:
+    """Forward, backward and update of a model whose parameters have these sizes in MiB: an entry
+    for each parameter and its gradient, and one for the moments of each tile."""
+    item_mib: list[int] = []
+
+    def item(mib: int) -> int:
+        item_mib.append(mib)
+        return len(item_mib) - 1
+
+    value = [item(mib) for mib in parameters]
+    gradient = [item(mib) for mib in parameters]
+    moments = [[item(2 * TILE_MIB) for _ in range(mib // TILE_MIB)] for mib in parameters]
+    uses = [(each, USE_READ) for each in value] * evaluations
+    order = range(len(parameters))
+    for micro_batch in range(micro_batches):
+        uses += [(each, USE_READ) for each in value]
+        for index in reversed(order):
+            added = USE_ADD if micro_batch else USE_OVERWRITE
+            uses += [(value[index], USE_READ), (gradient[index], added)]
+    for index in reversed(order) if updates_backwards else order:
+        uses += [(tile, USE_CHANGE) for tile in moments[index]]
+        uses += [(value[index], USE_CHANGE), (gradient[index], USE_LAST)]
+    return Trace(
+        uses=uses,
+        item_mib=item_mib,
+        state_mib=3 * sum(parameters),
+        gradient_mib=sum(parameters),
+    )
+
+
+def inference(parameters: Sequence[int]) -> Trace:
+    uses = [(index, USE_READ) for index in range(len(parameters))]
+    return Trace(uses=uses, item_mib=list(parameters), state_mib=sum(parameters), gradient_mib=0)
+
+
+def mixed_sizes() -> list[int]:
+    return random.Random(1).choices([1, 1, 2, 3, 4, 6, 8], k=40)
+
+
+TRACES = {
+    "equal": training([4] * 32),
+    "gpt": training([12, 1] + [3, 1, 4, 4] * 12),
+    "gpt with a tied head": training([12] + [3, 1, 4, 4] * 12 + [1]),
+    "mixed sizes": training(mixed_sizes()),
+    "evaluations in between": training([12, 1] + [3, 1, 4, 4] * 8, evaluations=2),
+    "micro-batches": training([12, 1] + [3, 1, 4, 4] * 8, micro_batches=3),
+    "updates backwards": training(mixed_sizes(), updates_backwards=True),
+    "inference": inference([12, 1] + [3, 1, 4, 4] * 12),
+}
+
+
+def fewest_mib(trace: Trace, *, cache_mib: float, writes_changes: bool) -> float:
+    """Of one period of a trace that repeats for ever."""
+    period = len(trace.uses)
+    uses_of: dict[int, list[int]] = defaultdict(list)
+    for time, (item, _) in enumerate(trace.uses):
+        uses_of[item].append(time)
+
+    # One variable for each interval between two uses of an item: the part that is let go.
+    intervals: list[tuple[int, int, int]] = []  # item, begin, length
+    chains: list[tuple[int, list[int]]] = []  # intervals in which only memory has the bytes
+    written_mib = 0.0
+    for item, times in uses_of.items():
+        kinds = [trace.uses[time][1] for time in times]
+        count = len(times)
+        numbers: list[int | None] = []
+        for index, time in enumerate(times):
+            needed = kinds[index] != USE_LAST and kinds[(index + 1) % count] != USE_OVERWRITE
+            length = (times[(index + 1) % count] - time) % period or period
+            numbers.append(len(intervals) if needed else None)
+            if needed:
+                intervals.append((item, time, length))
+        for index, kind in enumerate(kinds):
+            if kind == USE_CHANGE and writes_changes:
+                written_mib += trace.item_mib[item]
+            elif kind in CHANGES:
+                chain: list[int] = []
+                at = index
+                while (number := numbers[at]) is not None:
+                    chain.append(number)
+                    at = (at + 1) % count
+                    if at == index or kinds[at] in CHANGES:
+                        break
+                chains.append((item, chain))
+
+    # And one for each chain: the part that is written, which is at least what is let go in it.
+    cost = [trace.item_mib[item] for item, _, _ in intervals]
+    cost += [trace.item_mib[item] for item, _ in chains]
+    rows: list[int] = []
+    columns: list[int] = []
+    values: list[float] = []
+    limits: list[float] = []
+
+    def limit(terms: list[tuple[int, float]], most: float) -> None:
+        rows.extend([len(limits)] * len(terms))
+        columns.extend(column for column, _ in terms)
+        values.extend(value for _, value in terms)
+        limits.append(most)
+
+    stays: list[list[int]] = [[] for _ in range(period)]
+    for number, (_, begin, length) in enumerate(intervals):
+        for distance in range(1, length):
+            stays[(begin + distance) % period].append(number)
+    for time, (used, _) in enumerate(trace.uses):
+        all_mib = trace.item_mib[used] + sum(
+            trace.item_mib[intervals[number][0]] for number in stays[time]
+        )
+        let_go: list[tuple[int, float]] = [
+            (number, -trace.item_mib[intervals[number][0]]) for number in stays[time]
+        ]
+        if all_mib > cache_mib:
+            limit(let_go, cache_mib - all_mib)
+    for chain_number, (_, chain) in enumerate(chains):
+        for number in chain:
+            limit([(number, 1), (len(intervals) + chain_number, -1)], 0)
+    if not limits:
+        return written_mib
+    matrix = coo_matrix((values, (rows, columns)), shape=(len(limits), len(cost)))
+    found = linprog(cost, A_ub=matrix.tocsr(), b_ub=limits, bounds=(0, 1), method="highs")
+    assert found.status == 0, found.message
+    return written_mib + float(found.fun)
+
+
+def moved_mib(trace: Trace, *, cache_mib: float, writes_changes: bool) -> float:
+    moved = simulate_plan(
+        trace.uses,
+        [mib * MIB for mib in trace.item_mib],
+        cache_bytes=int(cache_mib * MIB),
+        writes_changes=writes_changes,
+        warm_count=5,
+        measured_count=60,
+    )
+    return (moved.read_bytes + moved.written_bytes) / MIB
+
+
+@pytest.mark.parametrize("writes_changes", [True, False], ids=["step", "none"])
+@pytest.mark.parametrize("cache", CACHES, ids=str)
+@pytest.mark.parametrize("name", TRACES)
+def test_plans_move_at_most_a_twentieth_more_than_the_bound(
+    name: str, cache: Fraction, writes_changes: bool
+) -> None:
+    trace = TRACES[name]
+    cache_mib = float(cache * trace.state_mib) + trace.gradient_mib
+    fewest = fewest_mib(trace, cache_mib=cache_mib, writes_changes=writes_changes)
+    moved = moved_mib(trace, cache_mib=cache_mib, writes_changes=writes_changes)
+    # What is measured begins and ends with some memory in use.
+    assert fewest <= 1.005 * moved
+    assert moved <= 1.05 * fewest
+
+
+def test_the_bound_of_a_cycle_is_what_does_not_fit() -> None:
+    # Ten items in turn: of every period nine places keep nine, and one place serves the tenth.
+    trace = inference([1] * 10)
+    for cache in range(1, 11):
+        fewest = fewest_mib(trace, cache_mib=cache, writes_changes=True)
+        # In a cycle of n with k places, k - 1 of n - 1 are hits.
+        assert np.isclose(fewest, 10 * (10 - cache) / 9)
+        assert np.isclose(moved_mib(trace, cache_mib=cache, writes_changes=True), fewest, rtol=0.1)
+
+
+def test_what_fits_moves_nothing_but_what_must_be_durable() -> None:
+    trace = TRACES["gpt"]
+    cache_mib = trace.state_mib + trace.gradient_mib
+    assert moved_mib(trace, cache_mib=cache_mib, writes_changes=False) == 0
+    assert moved_mib(trace, cache_mib=cache_mib, writes_changes=True) == trace.state_mib
+
+
+def test_least_recently_used_would_move_far_more() -> None:
+    # The reason for plans: a trace that repeats and does not fit never hits.
+    trace = inference([1] * 40)
+    moved = moved_mib(trace, cache_mib=30, writes_changes=True)
+    assert moved <= 0.3 * sum(trace.item_mib)
+
+
+def test_a_use_without_a_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="without a size"):
+        simulate_plan([(1, USE_READ)], [1], cache_bytes=1, writes_changes=True)
+    with pytest.raises(ValueError, match="unknown use"):
+        simulate_plan([(0, 9)], [1], cache_bytes=1, writes_changes=True)
