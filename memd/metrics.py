@@ -224,6 +224,47 @@ _JOB_COUNTERS: tuple[tuple[str, str, Callable[[JobStatistics], float]], ...] = (
         lambda job: job.lease_wait_seconds,
     ),
     ("memd_fetched_bytes", "Bytes brought up from disk.", lambda job: job.fetched_bytes),
+    (
+        "memd_prefetched_bytes",
+        "Of the bytes brought up, what a plan brought up before it was asked for.",
+        lambda job: job.prefetched_bytes,
+    ),
+    (
+        "memd_prefetch_unused_bytes",
+        "What plans brought up and nobody used before it went, or before the plan went elsewhere.",
+        lambda job: job.prefetch_unused_bytes,
+    ),
+    (
+        "memd_prefetch_hits",
+        "Uses that found what a plan had brought up.",
+        lambda job: job.prefetch_hits,
+    ),
+    (
+        "memd_prefetch_late",
+        "Leases that came while a plan was bringing their shard up.",
+        lambda job: job.prefetch_late,
+    ),
+    (
+        "memd_plan_uses_foreseen",
+        "Uses by sessions that were the next of their plan.",
+        lambda job: job.uses_foreseen,
+    ),
+    (
+        "memd_plan_uses_unforeseen",
+        "Uses by sessions without a plan, or that were not the next of it.",
+        lambda job: job.uses_unforeseen,
+    ),
+    (
+        "memd_plan_moved_bytes",
+        "Read and written by training steps that repeat, with their fetches and spills.",
+        lambda job: job.plan_moved_bytes,
+    ),
+    (
+        "memd_plan_necessary_bytes",
+        "What those steps have to move with the job's memory, as eviction by farthest next use "
+        "does: at most 5 % above the least that is possible.",
+        lambda job: job.plan_necessary_bytes,
+    ),
     ("memd_evicted_bytes", "Bytes dropped to make room.", lambda job: job.evicted_bytes),
     ("memd_spilled_bytes", "Bytes written to make room.", lambda job: job.spilled_bytes),
 )

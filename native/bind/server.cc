@@ -261,6 +261,22 @@ void bind_statistics(nb::module_& module) {
                    })
       .def_prop_ro("fetched_bytes",
                    [](const JobStatistics& self) { return self.counters.fetched_bytes; })
+      .def_prop_ro("prefetched_bytes",
+                   [](const JobStatistics& self) { return self.counters.prefetched_bytes; })
+      .def_prop_ro("prefetch_unused_bytes",
+                   [](const JobStatistics& self) { return self.counters.prefetch_unused_bytes; })
+      .def_prop_ro("prefetch_hits",
+                   [](const JobStatistics& self) { return self.counters.prefetch_hits; })
+      .def_prop_ro("prefetch_late",
+                   [](const JobStatistics& self) { return self.counters.prefetch_late; })
+      .def_prop_ro("uses_foreseen",
+                   [](const JobStatistics& self) { return self.counters.uses_foreseen; })
+      .def_prop_ro("uses_unforeseen",
+                   [](const JobStatistics& self) { return self.counters.uses_unforeseen; })
+      .def_prop_ro("plan_moved_bytes",
+                   [](const JobStatistics& self) { return self.counters.plan_moved_bytes; })
+      .def_prop_ro("plan_necessary_bytes",
+                   [](const JobStatistics& self) { return self.counters.plan_necessary_bytes; })
       .def_prop_ro("evicted_bytes",
                    [](const JobStatistics& self) { return self.counters.evicted_bytes; })
       .def_prop_ro("spilled_bytes",

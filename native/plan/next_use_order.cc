@@ -30,6 +30,11 @@ void NextUseOrder::remove(uint32_t item) {
   places_.erase(found);
 }
 
+std::optional<EvictionPrice> NextUseOrder::price(uint32_t item) const {
+  const auto found = places_.find(item);
+  return found == places_.end() ? std::nullopt : std::optional(found->second.price);
+}
+
 void NextUseOrder::clear() {
   places_.clear();
   clean_.clear();

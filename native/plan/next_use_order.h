@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <set>
 #include <unordered_map>
 #include <utility>
@@ -33,7 +34,8 @@ class NextUseOrder {
   void put_without_use(uint32_t item, EvictionPrice price);
   void remove(uint32_t item);
   void clear();
-  bool contains(uint32_t item) const { return places_.contains(item); }
+  /// Nothing where the item is not there.
+  std::optional<EvictionPrice> price(uint32_t item) const;
   size_t size() const { return places_.size(); }
   /// Ones whose time has passed; whoever knows their next use puts them anew.
   std::vector<uint32_t> overdue(uint64_t now) const;

@@ -90,6 +90,11 @@ std::shared_ptr<const Plan> PlanBook::find(PlanId plan_id) const {
   return found == plans_.end() ? nullptr : found->second.plan;
 }
 
+bool PlanBook::is_repeated(PlanId plan_id) const {
+  const auto found = plans_.find(plan_id);
+  return found != plans_.end() && found->second.completed_count > 1;
+}
+
 PlanBook::PlanId PlanBook::successor(PlanId plan_id) const {
   const auto found = plans_.find(plan_id);
   if (found == plans_.end()) return plan_id;
@@ -163,7 +168,6 @@ std::optional<PlanBook::Place> PlanBook::locate(std::span<const PlanUse> recent,
 
 PlanCursor::Seen PlanCursor::use(uint32_t item, UseKind kind) {
   const PlanUse made{.item = item, .kind = kind, .by_daemon = false};
-  if (!recent_.empty() && recent_.back() == made) return Seen::again;
   note(made);
   const uint64_t epoch_before = epoch_;
   Seen seen = Seen::foreseen;
@@ -183,14 +187,12 @@ PlanCursor::Seen PlanCursor::use(uint32_t item, UseKind kind) {
   } else if (!follow(made)) {
     is_exact_ = false;
     seen = Seen::moved;
-    if (!find_near(made)) {
-      const auto place = book_->locate(recent_, 2, place_);
-      if (place) {
-        place->plan_id == place_.plan_id ? move_to(place->position)
-                                         : enter(place->plan_id, place->position);
-      } else {
-        seen = Seen::stranger;
-      }
+    const auto place = book_->locate(recent_, 2, place_);
+    if (place) {
+      place->plan_id == place_.plan_id ? move_to(place->position)
+                                       : enter(place->plan_id, place->position);
+    } else if (!find_near(made)) {
+      seen = Seen::stranger;
     }
   }
   if (!is_exact_) cut_where_it_repeats();
@@ -200,6 +202,10 @@ PlanCursor::Seen PlanCursor::use(uint32_t item, UseKind kind) {
 void PlanCursor::note(const PlanUse& use) {
   recent_.push_back(use);
   if (recent_.size() > kRecentMax) recent_.erase(recent_.begin());
+  add_to_segment(use);
+}
+
+void PlanCursor::add_to_segment(const PlanUse& use) {
   if (segment_.size() >= kSegmentUsesMax) forget_segment();
   segment_.push_back(use);
   has_steps_ = has_steps_ || use.kind != UseKind::read;
@@ -299,7 +305,7 @@ void PlanCursor::cut_where_it_repeats() {
   if (has_steps_ || segment_.empty()) return;
   const size_t count = segment_.size();
   const size_t length = count - borders_.back();
-  if (count < 2 * length || count % length != 0) return;
+  if (length < 2 || count < 2 * length || count % length != 0) return;
   if (count < kPlainUses && count < 4 * length) return;
   segment_.resize(length);
   const PlanBook::PlanId plan_id = book_->learn(segment_, before_);
@@ -328,10 +334,26 @@ void PlanCursor::end_step(const std::function<bool(const PlanUse&)>& is_of_step,
   const PlanBook::PlanId plan_id = book_->learn(std::move(period), before_);
   before_ = plan_id;
   forget_segment();
-  if (!tail.empty() || !is_at_end_of(plan_id)) enter(plan_id, static_cast<uint32_t>(cut));
+  if (tail.empty() ? is_at_end_of(plan_id) : has_begun_with(tail)) {
+    for (const PlanUse& later : tail) add_to_segment(later);
+    is_exact_ = true;
+    return;
+  }
+  enter(plan_id, static_cast<uint32_t>(cut));
   // What came after the step, again.
   recent_.resize(recent_.size() - std::min(tail.size(), recent_.size()));
   for (const PlanUse& later : tail) use(later.item, later.kind);
+}
+
+bool PlanCursor::has_begun_with(std::span<const PlanUse> uses) const {
+  if (plan_ == nullptr) return false;
+  uint32_t position = 0;
+  for (const PlanUse& use : uses) {
+    position = skip_daemon(*plan_, position);
+    if (position == plan_->size() || !is_same((*plan_)[position], use)) return false;
+    ++position;
+  }
+  return position == place_.position;
 }
 
 void PlanCursor::end_updates() {
@@ -357,19 +379,18 @@ std::optional<uint64_t> PlanCursor::next_use(uint32_t item) const {
 }
 
 void PlanCursor::for_coming(
-    const std::function<bool(const PlanUse& use, uint64_t time)>& visit) const {
+    uint64_t from, const std::function<bool(const PlanUse& use, uint64_t time)>& visit) const {
   std::shared_ptr<const Plan> plan = plan_;
   PlanBook::PlanId plan_id = place_.plan_id;
   uint64_t base = base_;
-  size_t position = place_.position;
+  from = std::max(from, now());
   for (int period = 0; period < kPeriodsAhead && plan != nullptr; ++period) {
-    for (; position < plan->size(); ++position) {
+    for (size_t position = from > base ? from - base : 0; position < plan->size(); ++position) {
       if (!visit((*plan)[position], base + position)) return;
     }
     base += plan->size();
     plan_id = book_->successor(plan_id);
     plan = book_->find(plan_id);
-    position = 0;
   }
 }
 

@@ -34,6 +34,8 @@ class PlanBook {
   void completed(PlanId plan_id, std::optional<PlanId> before);
 
   std::shared_ptr<const Plan> find(PlanId plan_id) const;
+  /// It was followed more than once.
+  bool is_repeated(PlanId plan_id) const;
   /// What followed it most often; where nothing did, what the job does most often.
   PlanId successor(PlanId plan_id) const;
   /// The period that most probably begins with `use`, after `before`.
@@ -73,7 +75,6 @@ class PlanCursor {
 
   /// What a use was to the plan.
   enum class Seen : uint8_t {
-    again,     // the same as the one before: no use of its own
     unknown,   // no plan matches yet
     foreseen,  // the next of the plan
     moved,     // the place has changed: times of items may have too
@@ -93,19 +94,25 @@ class PlanCursor {
     return plan_ == nullptr ? std::nullopt : std::optional(place_.plan_id);
   }
   const Plan* plan() const { return plan_.get(); }
+  /// What was used since the period began, in order.
+  const std::vector<PlanUse>& period() const { return segment_; }
+  /// The period that ended last.
+  std::optional<PlanBook::PlanId> last_period() const { return before_; }
   uint32_t position() const { return place_.position; }
   uint64_t now() const { return base_ + place_.position; }
   /// When the item is used next, in this period or those that probably follow; nothing where they
   /// do not use it.
   std::optional<uint64_t> next_use(uint32_t item) const;
-  /// The uses that come, until `visit` returns false, or the periods that are looked at are over.
-  void for_coming(const std::function<bool(const PlanUse& use, uint64_t time)>& visit) const;
+  /// The uses that come, at `from` or later, until `visit` returns false, or the periods that are
+  /// looked at are over.
+  void for_coming(uint64_t from,
+                  const std::function<bool(const PlanUse& use, uint64_t time)>& visit) const;
   /// Counts each time that times given before hold no more.
   uint64_t epoch() const { return epoch_; }
 
  private:
-  // Uses that were not foreseen and are found this near in the plan move the cursor at once; others
-  // need a second one that agrees.
+  // A use that was not foreseen moves the cursor to where the one before it agrees, or to one of
+  // its kind that is this near in the plan.
   static constexpr uint32_t kNearUses = 8;
   // How many of the last uses are compared.
   static constexpr size_t kRecentMax = 16;
@@ -115,6 +122,9 @@ class PlanCursor {
   static constexpr int kPeriodsAhead = 3;
 
   void note(const PlanUse& use);
+  void add_to_segment(const PlanUse& use);
+  /// These and no others of its plan are made.
+  bool has_begun_with(std::span<const PlanUse> uses) const;
   bool follow(const PlanUse& use);
   bool find_near(const PlanUse& use);
   void enter(PlanBook::PlanId plan_id, uint32_t position);

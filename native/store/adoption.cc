@@ -358,7 +358,8 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
                                                          .ring = std::move(ring).value(),
                                                          .request_count_open = 0,
                                                          .owner = record.owner,
-                                                         .step_committed = record.step_committed}));
+                                                         .step_committed = record.step_committed,
+                                                         .plan = nullptr}));
   }
   const auto find_session = [&sessions](uint64_t session_id) -> const Session* {
     for (const auto& session : sessions) {
@@ -466,6 +467,7 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
   job->note_slots();
   job->ledger->end_grant();
   for (const auto& session : sessions) {
+    begin_plan(*job, *session);
     sessions_[session->session_id] = session;
     sessions_not_resumed_.insert(session->session_id);
     note_session(*job, *session);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/units.h"
+#include "plan/next_use_order.h"
 #include "ring/layout.h"
 #include "store/catalogue.h"
 #include "store/extent.h"
@@ -19,6 +20,9 @@ namespace memd {
 /// step, what a dead session half wrote) goes dirty → absent.
 enum class Residency : uint8_t { absent, filling, clean, dirty, draining };
 std::string_view residency_name(Residency residency);
+
+/// Brought up by a plan. `late`: somebody asked before it was there.
+enum class Prefetched : uint8_t { no, unused, late };
 
 enum class EntryKind : uint8_t { parameter, gradient, bytes };
 
@@ -76,6 +80,9 @@ class Entry {
   bool is_resident() const {
     return residency_ == Residency::clean || residency_ == Residency::dirty;
   }
+  EvictionPrice price() const {
+    return residency_ == Residency::dirty ? EvictionPrice::dirty : EvictionPrice::clean;
+  }
   /// All of its bytes are on disk (as of their last writeback, which may have failed half way).
   bool has_replica() const {
     return !replicas.empty() &&
@@ -111,6 +118,8 @@ class Entry {
   bool is_in_step = false;  // a step that runs reads or replaces it
   // What is read of it is what a step made of it that is not committed yet.
   bool is_ahead = false;
+  Prefetched prefetched = Prefetched::no;
+  bool prefetch_failed = false;  // not tried again before it was used
 
  private:
   Residency residency_ = Residency::absent;

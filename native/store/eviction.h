@@ -3,33 +3,99 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <list>
+#include <memory>
+#include <optional>
 #include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "plan/next_use_order.h"
+#include "plan/plan_book.h"
 
 namespace memd {
+
+/// Nobody is known to use it.
+inline constexpr uint64_t kNeverUsed = std::numeric_limits<uint64_t>::max();
 
 /// Advice only: the store skips what is pinned or in use. Called by the server thread.
 class EvictionPolicy {
  public:
+  /// `distance`: how many uses come before the next one of the entry, as far as that is known, or
+  /// kNeverUsed.
+  using Visit = std::function<bool(uint32_t entry_id, uint64_t distance)>;
+
   virtual ~EvictionPolicy() = default;
-  /// The entry became resident, or was leased.
-  virtual void used(uint32_t entry_id) = 0;
+  /// The entry became resident, or was leased. `price`: of letting it go.
+  virtual void used(uint32_t entry_id, EvictionPrice price) = 0;
   /// The entry is no longer resident.
   virtual void forget(uint32_t entry_id) = 0;
   /// Resident entries in the order in which they should go, until `visit` returns false. `visit`
   /// must not change the policy.
-  virtual void in_order(const std::function<bool(uint32_t entry_id)>& visit) const = 0;
+  virtual void in_order(const Visit& visit) const = 0;
 };
 
 class LeastRecentlyUsed final : public EvictionPolicy {
  public:
-  void used(uint32_t entry_id) override;
+  struct Resident {
+    uint32_t entry_id = 0;
+    EvictionPrice price = EvictionPrice::clean;
+  };
+
+  void used(uint32_t entry_id, EvictionPrice price) override;
   void forget(uint32_t entry_id) override;
-  void in_order(const std::function<bool(uint32_t entry_id)>& visit) const override;
+  void in_order(const Visit& visit) const override;
+  /// Front: longest unused.
+  const std::list<Resident>& order() const { return order_; }
 
  private:
-  std::list<uint32_t> order_;  // front: longest unused
-  std::unordered_map<uint32_t, std::list<uint32_t>::iterator> places_;
+  std::list<Resident> order_;
+  std::unordered_map<uint32_t, std::list<Resident>::iterator> places_;
+};
+
+/// Where one session is in the plans of its job, and what is resident by its next use there.
+class SessionPlan {
+ public:
+  explicit SessionPlan(std::shared_ptr<PlanBook> book) : cursor(std::move(book)) {}
+
+  /// After the cursor went on. `entry_id`: what was used, if anything. Returns what is resident and
+  /// was passed over: all of it where the cursor is somewhere else now.
+  std::vector<uint32_t> followed(std::optional<uint32_t> entry_id,
+                                 const LeastRecentlyUsed& residents);
+  void put(uint32_t entry_id, EvictionPrice price);
+  /// In uses, or kNeverUsed.
+  uint64_t distance(uint32_t entry_id) const;
+
+  PlanCursor cursor;
+  /// Of what is resident; empty without a plan.
+  NextUseOrder order;
+  /// What is used before this time is resident, or being fetched.
+  uint64_t looked_until = 0;
+
+ private:
+  uint64_t epoch_ = 0;  // of the cursor, when `order` was made
+};
+
+/// Farthest next use first, over all sessions that have a plan; least recently used where none has,
+/// and among entries that no plan has. With one session O(log n) a use and O(1) an eviction.
+class FarthestNextUse final : public EvictionPolicy {
+ public:
+  void used(uint32_t entry_id, EvictionPrice price) override;
+  void forget(uint32_t entry_id) override;
+  void in_order(const Visit& visit) const override;
+
+  void add(SessionPlan* session) { sessions_.push_back(session); }
+  void remove(SessionPlan* session) { std::erase(sessions_, session); }
+  const LeastRecentlyUsed& residents() const { return recent_; }
+  /// An entry goes: whoever looked farther ahead looks again.
+  void evicted(uint32_t entry_id);
+  /// What is absent may be fetched now that could not before.
+  void look_again();
+
+ private:
+  LeastRecentlyUsed recent_;
+  std::vector<SessionPlan*> sessions_;  // owned by their Session
 };
 
 }  // namespace memd

@@ -456,8 +456,9 @@ void Job::move(Entry& entry, Residency from, Residency to) {
 
 void Job::move_untold(Entry& entry, Residency from, Residency to) {
   entry.move(from, to);
-  if (entry.is_resident() && entry.pending == nullptr) policy.used(entry.id);
+  if (entry.is_resident() && entry.pending == nullptr) policy.used(entry.id, entry.price());
   if (!entry.is_resident()) policy.forget(entry.id);
+  if (to == Residency::absent) end_prefetch(entry);
 }
 
 // ---- The shard table ----------------------------------------------------------------------------
@@ -549,6 +550,18 @@ void Job::clear_table() {
 bool Job::take_away(const Entry& entry) {
   return take_slot_away(
       [&] { withdraw(entry); }, [&] { return is_pinned(*entry.slot); }, [&] { publish(entry); });
+}
+
+void Job::end_prefetch(Entry& entry, bool is_used) {
+  const Prefetched was = std::exchange(entry.prefetched, Prefetched::no);
+  if (was == Prefetched::no) return;
+  ahead_bytes -= entry.bytes;
+  if (was == Prefetched::late) return;
+  if (is_used) {
+    ++counters.prefetch_hits;
+  } else {
+    counters.prefetch_unused_bytes += entry.bytes;
+  }
 }
 
 // ---- What the ledger is told -------------------------------------------------------------------
@@ -725,6 +738,13 @@ void Job::lose(const Entry& entry, size_t replica, const Status& why) {
   for (const uint32_t shard_id : shards_in(entry, replica)) {
     lost.add(shard_id, shards[shard_id].spec.name, why);
   }
+}
+
+bool Job::is_lost(const Entry& entry) const {
+  if (lost.count() == 0 || entry.kind == EntryKind::gradient) return false;
+  if (entry.kind == EntryKind::bytes) return lost.contains(entry.owner);
+  const std::vector<uint32_t>& held = buckets[entry.owner].shards;
+  return std::any_of(held.begin(), held.end(), [this](uint32_t id) { return lost.contains(id); });
 }
 
 std::string Job::describe_holders() const {

@@ -108,6 +108,8 @@ struct Session {
   uint64_t call_seen = 0;
   uint64_t call_failed = 0;
   Status call_failure{};
+  /// In the job's policy while the session is attached.
+  std::unique_ptr<SessionPlan> plan = nullptr;
 };
 
 /// Pin counters in use: runs of them, one run a slot.
@@ -171,6 +173,8 @@ class Job {
   void for_each_replica(const std::function<void(Replica&)>& visit);
 
   void move(Entry& entry, Residency from, Residency to);
+  /// What was brought up before it was asked for is used, or gone.
+  void end_prefetch(Entry& entry, bool is_used = false);
 
   // The shard table. A client that leases without a request is in the middle of it at any time, so
   // that nothing which is read of pins holds before the entry, or the shard, is withdrawn.
@@ -223,6 +227,8 @@ class Job {
   /// Replica `replica` of the entry, or the rest of that tile, is gone from the disk. A gradient is
   /// no shard's state: the next backward makes it again.
   void lose(const Entry& entry, size_t replica, const Status& why);
+  /// Whether some of its bytes are.
+  bool is_lost(const Entry& entry) const;
 
   /// Of all sessions and the daemon itself. No client takes away what another one or the daemon
   /// holds.
@@ -332,7 +338,20 @@ class Job {
   std::unique_ptr<TileWords> tile_words;
   /// Nothing before the first session attaches: an idle job holds disk only.
   std::unique_ptr<JobMemory> memory;
-  LeastRecentlyUsed policy;
+  FarthestNextUse policy;
+  std::shared_ptr<PlanBook> plans = std::make_shared<PlanBook>();
+  /// Bytes that plans brought up and nobody has used yet, and those of them that are being read.
+  uint64_t ahead_bytes = 0;
+  uint64_t prefetching_bytes = 0;
+  /// Of the last period of a plan, and when it began.
+  uint64_t period_fetched_bytes = 0;
+  uint64_t period_begin_fetched_bytes = 0;
+  /// What the period has to move that the last step ended, and of which plan that was computed; 0:
+  /// not known.
+  uint64_t necessary_bytes = 0;
+  std::optional<PlanBook::PlanId> necessary_of;
+  /// Fetched and spilled, as of the last step.
+  uint64_t counted_moved_bytes = 0;
   PinIndexes pin_indexes;
   std::list<std::unique_ptr<Slot>> retired;
   /// Tiles of private state that stayed in memory: offset in the private side.

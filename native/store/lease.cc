@@ -177,6 +177,10 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, Waiter& waiter) {
     return wait(LeaseWait::gradient, concat("the step that uses ", job.describe(entry)));
   }
   if (entry.residency() == Residency::filling) {
+    if (entry.prefetched == Prefetched::unused && !request.prefetch) {
+      entry.prefetched = Prefetched::late;
+      ++job.counters.prefetch_late;
+    }
     return wait(LeaseWait::disk,
                 concat("the disk or an update: ", job.describe(entry), " is filling"));
   }
@@ -253,7 +257,7 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, Waiter& waiter) {
                           kPinReadersMax,
                           " times by this session"));
     }
-    job.policy.used(entry.id);
+    job.policy.used(entry.id, entry.price());
     reply_granted(job, waiter, *entry.slot);
     return Grant::done;
   }
@@ -263,7 +267,6 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, Waiter& waiter) {
     return wait(LeaseWait::update, concat("an update of ", job.describe(entry)));
   // A bucket of several shards keeps the bytes of the others.
   const bool needs_bytes = reads || request.mode == LeaseMode::write || entry.shard_count > 1;
-  waiter.counted_as_miss = true;
   auto slot = make_room(job, entry.bytes, entry.shard_count, !request.prefetch);
   if (slot == nullptr) {
     if (request.prefetch) return refuse(error(StatusCode::capacity, "no room for a prefetch"));
@@ -272,7 +275,7 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, Waiter& waiter) {
   entry.slot = std::move(slot);
   job.move(entry, Residency::absent, Residency::filling);
   if (needs_bytes && entry.has_replica()) {
-    fetch(job, entry);
+    fetch(job, entry, IoPriority::demand, [](const Status&) {});
     return wait(LeaseWait::disk, concat("the disk: ", job.describe(entry), " is filling"));
   }
   if (needs_bytes || entry.shard_count > 1) {
@@ -416,9 +419,10 @@ bool ShardStore::shrink_private(Job& job, bool may_flush) {
   return false;
 }
 
-bool ShardStore::evict_one(Job& job) {
+bool ShardStore::evict_one(Job& job, uint64_t distance_min) {
   Entry* victim = nullptr;
-  job.policy.in_order([&](uint32_t entry_id) {
+  job.policy.in_order([&](uint32_t entry_id, uint64_t distance) {
+    if (distance < distance_min) return false;
     Entry* const entry = job.entries[entry_id].get();
     if (entry->residency() != Residency::clean || entry->task_count != 0) return true;
     const bool ignores_pins = MEMD_PLANTED("evict.leased_slot");
@@ -434,6 +438,7 @@ bool ShardStore::evict_one(Job& job) {
   if (victim == nullptr) return false;
   MEMD_FAILPOINT("evict.chosen");
   job.counters.evicted_bytes += victim->bytes;
+  job.policy.evicted(victim->id);
   job.move(*victim, Residency::clean, Residency::absent);
   job.free_slot(std::move(victim->slot));
   return true;
@@ -452,7 +457,7 @@ bool ShardStore::spill(Job& job, uint64_t bytes) {
   // catalogue.
   const bool gradients_only = queues_.at(job.job_id).operation_running;
   std::vector<Entry*> victims;
-  job.policy.in_order([&](uint32_t entry_id) {
+  job.policy.in_order([&](uint32_t entry_id, uint64_t) {
     if (draining_bytes >= bytes) return false;
     Entry* const entry = job.entries[entry_id].get();
     if (entry->residency() != Residency::dirty || entry->task_count != 0) return true;
@@ -484,18 +489,22 @@ bool ShardStore::spill(Job& job, uint64_t bytes) {
   return !victims.empty();
 }
 
-void ShardStore::fetch(Job& job, Entry& entry) {
+void ShardStore::fetch(Job& job, Entry& entry, IoPriority priority, Done done) {
   ++job.activity_count;
   ++entry.task_count;
   MEMD_FAILPOINT("fetch.started");
   job.counters.fetched_bytes += entry.bytes;
-  auto join = Join::start([this, &job, &entry](const Status& status) {
+  auto join = Join::start([this, &job, &entry, done = std::move(done)](const Status& status) {
     --job.activity_count;
     --entry.task_count;
     MEMD_FAILPOINT("fetch.finished");
-    if (status.is_ok()) return job.move(entry, Residency::filling, Residency::clean);
+    if (status.is_ok()) {
+      job.move(entry, Residency::filling, Residency::clean);
+      return done(status);
+    }
     job.move(entry, Residency::filling, Residency::absent);
     job.free_slot(std::move(entry.slot));
+    done(status);
     fail_waiters(job, entry, status);
   });
   std::byte* const data = job.memory->arena().at(entry.slot->offset_bytes);
@@ -519,7 +528,7 @@ void ShardStore::fetch(Job& job, Entry& entry) {
     const std::span<std::byte> into(data + i * entry.stride_bytes, entry.replica_bytes(i));
     extents_.read(entry.replicas[i].extent,
                   into,
-                  IoPriority::demand,
+                  priority,
                   concat("shard ", job.describe(entry, i), ", step ", job.committed_step),
                   [&job, &entry, i, done = join->branch()](const Status& status) {
                     MEMD_FAILPOINT("fetch.extent_verified");

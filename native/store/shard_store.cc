@@ -23,9 +23,6 @@ uint64_t catalogue_reserve_bytes(uint64_t capacity_bytes) {
 // turn: whoever has more open than this wants to fill our memory.
 constexpr uint32_t kOpenRequestsMax = 4 * kRingEntries;
 
-// Of a session, while the daemon has nothing else to do.
-constexpr uint32_t kUsesUnreadMax = kUseLogEntries / 2;
-
 }  // namespace
 
 ShardStore::ShardStore(const ShardStoreParts& parts)
@@ -54,6 +51,7 @@ ShardStore::~ShardStore() {
     // What a keeper keeps is for the next daemon: nothing of this is noted.
     if (job->memory != nullptr) job->memory->end_claims();
     job->ledger.reset();
+    for (const auto& session : job->sessions) end_plan(*job, *session);
     job->sessions.clear();
     free_slots(*job);
   }
@@ -400,11 +398,12 @@ Result<std::shared_ptr<Session>> ShardStore::attach(uint64_t job_id, const Sessi
                                                    .ring = std::move(ring).value(),
                                                    .request_count_open = 0,
                                                    .owner = owner,
-                                                   .step_committed = 0});
+                                                   .step_committed = 0,
+                                                   .plan = nullptr});
   MEMD_FAILPOINT("session.before_attached");
   if (Status kept = keep_session(*job, *session); !kept.is_ok()) return kept;
-  session->ring.want_use_after(kUsesUnreadMax);
   job->sessions.push_back(session);
+  begin_plan(*job, *session);
   sessions_[session_id] = session;
   return session;
 }
@@ -430,7 +429,7 @@ Result<std::shared_ptr<Session>> ShardStore::resume_session(uint64_t session_id,
   }
   const std::shared_ptr<Session> session = found->second;
   session->ring.discard_requests();
-  session->ring.want_use_after(kUsesUnreadMax);
+  want_uses(*session);
   // Its client may come back to the daemon that it was with, which has taken some of them. What is
   // granted after the client has looked for such grants would be given back by nobody.
   for (Waiter& waiter : take_waiters(*find(session->job_id), [&](const LeaseRequest& request) {
@@ -484,6 +483,7 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   MEMD_FAILPOINT("session.before_pins_dropped");
   discarded->finish(Status::ok());
   if (!MEMD_PLANTED("session.pins_kept")) std::erase(job.sessions, session);
+  end_plan(job, *session);
   sessions_.erase(session_id);
   sessions_not_resumed_.erase(session_id);
   const uint32_t leases_after = job.lease_count();
@@ -639,23 +639,6 @@ void ShardStore::delete_shard(uint64_t session_id,
 
 // ---- Turning ------------------------------------------------------------------------------------
 
-void ShardStore::note_uses(Session& session) {
-  uses_.clear();
-  // What was lost is missing in the counters and in the order of eviction, and nowhere else.
-  [[maybe_unused]] const bool follows = session.ring.take_uses(&uses_);
-  if (uses_.empty()) return;
-  session.ring.want_use_after(kUsesUnreadMax);
-  Job& job = *find(session.job_id);
-  for (const Use& use : uses_) {
-    if (!use.is_resident) continue;  // its grant was counted
-    ++job.counters.lease_hits;
-    const Entry* const entry = job.find_entry(use.shard_id, use.part);
-    if (entry != nullptr && entry->is_resident() && entry->pending == nullptr) {
-      job.policy.used(entry->id);
-    }
-  }
-}
-
 bool ShardStore::serve(Session& session) {
   // At most one ring a turn: a client that never stops asking has no thread of ours to itself.
   uint32_t count = 0;
@@ -715,7 +698,7 @@ bool ShardStore::advance() {
   bool progress = false;
   std::vector<uint64_t> broken;
   for (const auto& [session_id, session] : sessions_) {
-    note_uses(*session);
+    progress |= follow_uses(*session);
     progress |= serve(*session);
     if (session->ring.broken()) broken.push_back(session_id);
   }
@@ -733,6 +716,7 @@ bool ShardStore::advance() {
   for (const uint64_t job_id : job_ids) {
     if (Job* const job = find(job_id)) progress |= advance_leases(*job, queues_.at(job_id));
   }
+  progress |= look_ahead();
   for (auto it = conditions_.begin(); it != conditions_.end();) {
     if (find(it->job_id) == nullptr) {
       it = conditions_.erase(it);

@@ -227,6 +227,8 @@ class ShardStore {
     bool holds_writers = false;
     /// Buckets whose dirty tiles somebody waits for; ~0: all of them.
     std::set<uint64_t> flushes_asked;
+    /// Something has changed for what plans may bring up.
+    bool looks_ahead = false;
     /// Buckets, draining, of which torn shards are read again.
     std::unordered_map<const Entry*, Mend> mends;
   };
@@ -284,8 +286,6 @@ class ShardStore {
 
   /// True where there was a request.
   bool serve(Session& session);
-  /// Leases that needed no request are uses and hits too.
-  void note_uses(Session& session);
   bool advance_leases(Job& job, JobQueues& queues);
   /// Of a job whose commits are in memory: what the next daemon goes on from.
   void remember(Job& job);
@@ -298,12 +298,13 @@ class ShardStore {
   Grant grant_bytes_writer(Job& job, Waiter& waiter, Entry& entry, bool keeps_old_bytes);
   void reply_granted(Job& job, Waiter& waiter, Slot& slot);
   std::unique_ptr<Slot> make_room(Job& job, uint64_t bytes, uint32_t pin_count, bool may_spill);
-  bool evict_one(Job& job);
+  /// `distance_min`: only what is used so many uses from now, or later, as far as plans know.
+  bool evict_one(Job& job, uint64_t distance_min = 0);
   /// The private side's last segment becomes the arena's, at once or, with `may_flush`, once what
   /// lies there alone is on disk.
   bool shrink_private(Job& job, bool may_flush);
   bool spill(Job& job, uint64_t bytes);
-  void fetch(Job& job, Entry& entry);
+  void fetch(Job& job, Entry& entry, IoPriority priority, Done done);
   void fail_waiters(Job& job,
                     const std::function<bool(const Waiter&)>& chosen,
                     const Status& status);
@@ -320,6 +321,35 @@ class ShardStore {
                    Entry& entry,
                    std::span<const std::byte> on_disk,
                    const Status& status);
+
+  // Plans.
+  static void begin_plan(Job& job, Session& session);
+  static void end_plan(Job& job, Session& session);
+  /// Has the session say so when it has made some uses.
+  static void want_uses(Session& session);
+  /// What the session has leased since the last call: with a request, whose grant was counted, or
+  /// without one. True where there was something.
+  bool follow_uses(Session& session);
+  void note_followed(Job& job, SessionPlan& plan, std::optional<uint32_t> entry_id);
+  /// Buckets in the order in which the session used their parameters first since its last step,
+  /// which is the order in which the next forward will want them.
+  std::vector<uint32_t> in_order_of_use(const Job& job,
+                                        uint64_t session_id,
+                                        const std::set<uint32_t>& buckets) const;
+  /// The session has closed a step, which will update these in this order; and it did.
+  void plan_step(Job& job, uint64_t session_id, const std::vector<uint32_t>& buckets);
+  void plan_updates_made(Job& job, uint64_t session_id);
+  static uint64_t necessary_bytes(const Job& job, const Plan& plan);
+  /// The step is made, and did this beside what leases and spills moved.
+  static void count_moved(Job& job, const StepReport& report);
+  /// Brings up what comes next, as far as there is room: nothing goes for it that is used before
+  /// it is.
+  bool look_ahead();
+  bool look_ahead(Job& job, Session& session);
+  static bool may_prefetch(const Job& job, const Entry& entry);
+  static uint64_t uses_until_room(const Job& job, const SessionPlan& plan);
+  std::unique_ptr<Slot> make_room_ahead(Job& job, const Entry& entry, uint64_t distance);
+  void prefetch(Job& job, Entry& entry, std::unique_ptr<Slot> slot);
 
   /// Writes one dirty, unleased entry to new extents; it is draining meanwhile and clean
   /// afterwards.
@@ -429,9 +459,9 @@ class ShardStore {
   };
   std::vector<ReleasedLedger> released_ledgers_;
   std::vector<std::string> load_notes_;
+  std::vector<Use> uses_;  // of one call
   uint64_t ring_protocol_errors_ = 0;
   uint64_t room_wait_ns_ = 0;
-  std::vector<Use> uses_;  // of note_uses(), which keeps its memory
   SecondsHistogram step_seconds_{kStepSecondsBounds};
   StepPhases step_phases_;
   ExtentPlaces places_;

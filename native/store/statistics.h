@@ -58,6 +58,20 @@ struct JobCounters {
   uint64_t fetched_bytes = 0;
   uint64_t evicted_bytes = 0;
   uint64_t spilled_bytes = 0;
+  /// Of fetched_bytes, what a plan brought up before it was asked for.
+  uint64_t prefetched_bytes = 0;
+  /// And what of that went without having been used.
+  uint64_t prefetch_unused_bytes = 0;
+  /// Uses that found what a plan had brought up, and those that came before it was there.
+  uint64_t prefetch_hits = 0;
+  uint64_t prefetch_late = 0;
+  /// Uses by sessions that their plan foresaw, and others.
+  uint64_t uses_foreseen = 0;
+  uint64_t uses_unforeseen = 0;
+  /// Read and written in the periods of plans that ended with a step, and what farthest next use
+  /// moves of them with all of the job's memory.
+  uint64_t plan_moved_bytes = 0;
+  uint64_t plan_necessary_bytes = 0;
 };
 
 struct JobStatistics {

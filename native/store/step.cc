@@ -118,6 +118,7 @@ struct ShardStore::StepState {
   /// shard id → its group, for the shards of this step.
   std::unordered_map<uint32_t, size_t> group_of;
   std::set<uint32_t> buckets;
+  std::vector<uint32_t> update_order;  // the same ones
   /// What the step reads and replaces: nobody fetches, writes or evicts it before the step ended,
   /// or, of a parameter whose update is published, nobody writes it.
   std::vector<Entry*> held;
@@ -467,6 +468,8 @@ void ShardStore::accept_step(
     }
   }
   note_call(request);
+  state->update_order = in_order_of_use(job, request.session_id, state->buckets);
+  plan_step(job, request.session_id, state->update_order);
   state->request = std::move(request);
   state->place = place;
   state->done = std::move(done);
@@ -809,7 +812,7 @@ void ShardStore::update_buckets(const std::shared_ptr<StepState>& state) {
     state->updating = true;
   }
   auto join = Join::start([this, state](const Status& status) { finish_updates(state, status); });
-  for (const uint32_t index : state->buckets) {
+  for (const uint32_t index : state->update_order) {
     Bucket& bucket = job.buckets[index];
     auto updated = Join::start([this, state, &bucket, done = join->branch()](const Status& status) {
       if (status.is_ok() && state->is_step) publish_bucket(*state, bucket);
@@ -1034,6 +1037,7 @@ void ShardStore::publish_step(const std::shared_ptr<StepState>& state) {
   drop_gradients_of(job, [&](const Shard& shard) {
     return state->group_of.contains(static_cast<uint32_t>(&shard - first));
   });
+  plan_updates_made(job, state->request.session_id);
 }
 
 void ShardStore::commit_in_memory(const std::shared_ptr<StepState>& state) {
@@ -1138,6 +1142,7 @@ void ShardStore::finish_step(const std::shared_ptr<StepState>& state, const Stat
   state->report->disk_error = job.disk_error.message();
   if (state->is_step && status.is_ok()) {
     step_phases_.add(*state->report);
+    count_moved(job, *state->report);
     step_seconds_.add(static_cast<double>(clock_.now_ns() - state->started_ns) * 1e-9);
   }
   const uint64_t job_id = job.job_id;

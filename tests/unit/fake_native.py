@@ -169,6 +169,14 @@ class JobStatistics:
         default_factory=lambda: {"disk": 0.25, "room": 0.125}
     )
     fetched_bytes: int = 0
+    prefetched_bytes: int = 0
+    prefetch_unused_bytes: int = 0
+    prefetch_hits: int = 5
+    prefetch_late: int = 2
+    uses_foreseen: int = 8
+    uses_unforeseen: int = 1
+    plan_moved_bytes: int = 21
+    plan_necessary_bytes: int = 20
     evicted_bytes: int = 0
     spilled_bytes: int = 0
 

@@ -1,0 +1,305 @@
+// Plans of ShardStore's jobs: what their sessions use, what comes next, and what is brought up
+// before anybody asks.
+#include <algorithm>
+#include <limits>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "base/units.h"
+#include "plan/simulation.h"
+#include "store/shard_store.h"
+
+namespace memd {
+namespace {
+
+// In flight for plans: as much as a fast device needs to be busy, and what a lease that no plan
+// foresaw has to wait behind at most.
+constexpr uint64_t kPrefetchingBytesMax = 64_MiB;
+// What is fetched early displaces something that is needed later, so that it costs bytes: a window
+// of a sixteenth of what a period fetches costs at most that much more.
+constexpr uint64_t kAheadPart = 16;
+constexpr uint64_t kAheadArenaPart = 64;
+constexpr uint64_t kAheadBytesMax = 64_MiB;
+// Uses that are looked at in one go.
+constexpr uint32_t kLookedAtMax = 4096;
+// A longer plan is not simulated: the server thread has other work.
+constexpr size_t kSimulatedUsesMax = 16'384;
+// A session that needs nothing is heard of this often.
+constexpr uint64_t kUsesUnheardMax = 256;
+
+/// Nothing for what makes no plan: blobs and buffers are replaced as a whole, and staged ones
+/// change places with others at every commit.
+std::optional<UseKind> kind_of(const Entry& entry, LeaseMode mode) {
+  if (mode == LeaseMode::read) return UseKind::read;
+  if (entry.kind == EntryKind::bytes) return std::nullopt;
+  if (entry.kind == EntryKind::parameter) return UseKind::change;
+  return mode == LeaseMode::overwrite && entry.shard_count == 1 ? UseKind::overwrite : UseKind::add;
+}
+
+}  // namespace
+
+void ShardStore::begin_plan(Job& job, Session& session) {
+  session.plan = std::make_unique<SessionPlan>(job.plans);
+  job.policy.add(session.plan.get());
+  want_uses(session);
+}
+
+void ShardStore::want_uses(Session& session) { session.ring.want_use_after(kUsesUnheardMax); }
+
+void ShardStore::end_plan(Job& job, Session& session) {
+  if (session.plan != nullptr) job.policy.remove(session.plan.get());
+  session.plan.reset();
+}
+
+bool ShardStore::follow_uses(Session& session) {
+  uses_.clear();
+  // Where some are missing the plan finds its place again, and counters are short of them.
+  session.ring.take_uses(&uses_);
+  if (uses_.empty() || session.plan == nullptr) return false;
+  Job& job = *find(session.job_id);
+  SessionPlan& plan = *session.plan;
+  for (const Use& use : uses_) {
+    if (use.is_resident) ++job.counters.lease_hits;  // that of others was counted when granted
+    // The client's word.
+    Entry* const entry =
+        use.shard_id < job.shards.size() ? job.find_entry(use.shard_id, use.part) : nullptr;
+    if (entry == nullptr) continue;
+    if (use.is_resident && entry->is_resident() && entry->pending == nullptr) {
+      job.policy.used(entry->id, entry->price());
+    }
+    job.end_prefetch(*entry, true);
+    entry->prefetch_failed = false;
+    const auto kind = kind_of(*entry, use.mode);
+    if (!kind) continue;
+    const PlanCursor::Seen seen = plan.cursor.use(entry->id, *kind);
+    ++(seen == PlanCursor::Seen::foreseen ? job.counters.uses_foreseen
+                                          : job.counters.uses_unforeseen);
+    note_followed(job, plan, entry->id);
+  }
+  queues_.at(job.job_id).looks_ahead = true;
+  want_uses(session);
+  return true;
+}
+
+void ShardStore::note_followed(Job& job, SessionPlan& plan, std::optional<uint32_t> entry_id) {
+  // What was brought up for uses that did not come takes no place in the window any more.
+  for (const uint32_t passed : plan.followed(entry_id, job.policy.residents()))
+    job.end_prefetch(*job.entries[passed]);
+}
+
+std::vector<uint32_t> ShardStore::in_order_of_use(const Job& job,
+                                                  uint64_t session_id,
+                                                  const std::set<uint32_t>& buckets) const {
+  std::vector<uint32_t> ordered(buckets.begin(), buckets.end());
+  const auto session = sessions_.find(session_id);
+  if (session == sessions_.end() || session->second->plan == nullptr) return ordered;
+  std::unordered_map<uint32_t, size_t> first_use;
+  const auto& made = session->second->plan->cursor.period();
+  for (size_t i = 0; i < made.size(); ++i) first_use.try_emplace(made[i].item, i);
+  const auto rank = [&](uint32_t index) {
+    const auto found = first_use.find(job.buckets[index].value->id);
+    return found == first_use.end() ? std::numeric_limits<size_t>::max() : found->second;
+  };
+  std::stable_sort(
+      ordered.begin(), ordered.end(), [&](uint32_t a, uint32_t b) { return rank(a) < rank(b); });
+  return ordered;
+}
+
+void ShardStore::plan_step(Job& job, uint64_t session_id, const std::vector<uint32_t>& buckets) {
+  const auto found = sessions_.find(session_id);
+  if (found == sessions_.end() || found->second->plan == nullptr) return;
+  Session& session = *found->second;
+  follow_uses(session);
+  std::vector<PlanUse> updates;
+  for (const uint32_t index : buckets) {
+    const Bucket& bucket = job.buckets[index];
+    updates.push_back({.item = bucket.value->id, .kind = UseKind::change});
+    updates.push_back({.item = bucket.gradient->id, .kind = UseKind::last});
+  }
+  const auto is_of_step = [&job](const PlanUse& use) {
+    const Entry* const entry =
+        use.item < job.entries.size() ? job.entries[use.item].get() : nullptr;
+    return entry != nullptr && entry->kind == EntryKind::gradient;
+  };
+  session.plan->cursor.end_step(is_of_step, updates);
+  note_followed(job, *session.plan, std::nullopt);
+  // Of a plan that was there before: what is done for the first time moves more.
+  const auto ended = session.plan->cursor.last_period();
+  const auto plan = ended ? job.plans->find(*ended) : nullptr;
+  if (plan == nullptr || plan->size() > kSimulatedUsesMax || !job.plans->is_repeated(*ended)) {
+    job.necessary_bytes = 0;
+    job.necessary_of.reset();
+  } else if (job.necessary_of != ended) {
+    job.necessary_bytes = necessary_bytes(job, *plan);
+    job.necessary_of = ended;
+  }
+  const uint64_t fetched_bytes = job.counters.fetched_bytes;
+  job.period_fetched_bytes =
+      fetched_bytes - std::exchange(job.period_begin_fetched_bytes, fetched_bytes);
+}
+
+uint64_t ShardStore::necessary_bytes(const Job& job, const Plan& plan) {
+  std::vector<PlanUse> uses;
+  std::vector<uint64_t> item_bytes(job.entries.size(), 0);
+  for (const PlanUse& use : plan.uses()) {
+    const Entry* const entry =
+        use.item < job.entries.size() ? job.entries[use.item].get() : nullptr;
+    if (entry == nullptr) continue;
+    item_bytes[use.item] = entry->bytes;
+    uses.push_back(use);
+    if (!use.by_daemon || entry->kind != EntryKind::parameter) continue;
+    // Beside the parameter an update uses the rest of each tile.
+    const Bucket& bucket = job.buckets[entry->owner];
+    for (size_t tile = 0; tile < bucket.tile_count(); ++tile) {
+      uses.push_back({.item = static_cast<uint32_t>(item_bytes.size()),
+                      .kind = UseKind::change,
+                      .by_daemon = true});
+      item_bytes.push_back(bucket.rest_bytes(tile));
+    }
+    if (uses.size() > kSimulatedUsesMax) return 0;
+  }
+  const BytesMoved moved = simulate(Plan(std::move(uses)),
+                                    item_bytes,
+                                    {.cache_bytes = job.memory->bytes(),
+                                     .writes_changes = !job.durability.is_in_memory(),
+                                     .warm_count = 1,
+                                     .measured_count = 1});
+  return static_cast<uint64_t>(moved.read_bytes + moved.written_bytes);
+}
+
+void ShardStore::count_moved(Job& job, const StepReport& report) {
+  const uint64_t all_bytes = job.counters.fetched_bytes + job.counters.spilled_bytes;
+  const uint64_t moved_bytes = all_bytes - std::exchange(job.counted_moved_bytes, all_bytes);
+  if (job.necessary_bytes == 0) return;
+  job.counters.plan_necessary_bytes += job.necessary_bytes;
+  job.counters.plan_moved_bytes += moved_bytes + report.read_bytes + report.written_bytes;
+}
+
+void ShardStore::plan_updates_made(Job& job, uint64_t session_id) {
+  const auto found = sessions_.find(session_id);
+  if (found != sessions_.end() && found->second->plan != nullptr) {
+    found->second->plan->cursor.end_updates();
+    note_followed(job, *found->second->plan, std::nullopt);
+  }
+  // Gradients are gone, and parameters are on disk that were not.
+  job.policy.look_again();
+  queues_.at(job.job_id).looks_ahead = true;
+}
+
+std::unique_ptr<Slot> ShardStore::make_room_ahead(Job& job, const Entry& entry, uint64_t distance) {
+  const auto free_slot = [&] { return job.make_slot(entry.bytes, entry.shard_count); };
+  if (auto slot = free_slot()) return slot;
+  job.free_retired();
+  if (auto slot = free_slot()) return slot;
+  while (job.memory->grow_arena()) {
+    if (auto slot = free_slot()) return slot;
+  }
+  const uint64_t window_bytes =
+      std::min(std::max(job.period_fetched_bytes / kAheadPart,
+                        job.memory->arena().capacity_bytes() / kAheadArenaPart),
+               kAheadBytesMax);
+  if (job.ahead_bytes > 0 && job.ahead_bytes + entry.bytes > window_bytes) return nullptr;
+  // Room may be in pieces; it is not worth more than twice what is fetched.
+  const uint64_t evicted_bytes_max = job.counters.evicted_bytes + 2 * entry.bytes;
+  while (job.counters.evicted_bytes < evicted_bytes_max && evict_one(job, distance + 1)) {
+    if (auto slot = free_slot()) return slot;
+  }
+  return nullptr;
+}
+
+bool ShardStore::look_ahead(Job& job, Session& session) {
+  SessionPlan& plan = *session.plan;
+  if (!plan.cursor.has_plan() || job.memory == nullptr || !job.stopped.is_ok()) return false;
+  // Somebody who waits for room goes first.
+  const auto& waiters = queues_.at(job.job_id).waiters;
+  const bool is_short = std::any_of(waiters.begin(), waiters.end(), [](const Waiter& waiter) {
+    return waiter.reason == LeaseWait::room;
+  });
+  if (is_short) return false;
+  // Blobs and buffers have to stand still for a step or sync to begin.
+  const bool is_operating = queues_.at(job.job_id).operation_running;
+  bool progress = false;
+  bool has_room = true;
+  uint32_t looked_at_count = 0;
+  const uint64_t now = plan.cursor.now();
+  plan.cursor.for_coming(plan.looked_until, [&](const PlanUse& use, uint64_t time) {
+    plan.looked_until = time;
+    // What the step changes is not fetched before it did.
+    if (use.by_daemon || ++looked_at_count > kLookedAtMax) return false;
+    // Of a plan: its entry may be gone, or another's by now.
+    Entry* const entry = use.item < job.entries.size() ? job.entries[use.item].get() : nullptr;
+    const bool is_left = entry == nullptr || use.kind == UseKind::overwrite ||
+                         (entry->kind == EntryKind::bytes && is_operating);
+    if (is_left || !may_prefetch(job, *entry)) {
+      plan.looked_until = time + 1;
+      return true;
+    }
+    const bool is_too_much =
+        job.prefetching_bytes > 0 && job.prefetching_bytes + entry->bytes > kPrefetchingBytesMax;
+    if (is_too_much) return false;
+    auto slot = make_room_ahead(job, *entry, time - now);
+    if (slot == nullptr) {
+      has_room = false;
+      return false;
+    }
+    prefetch(job, *entry, std::move(slot));
+    plan.looked_until = time + 1;
+    progress = true;
+    return true;
+  });
+  if (!has_room) session.ring.want_use_after(uses_until_room(job, plan));
+  return progress;
+}
+
+// There is room again when something that was brought up is used, or is not needed soon any more.
+uint64_t ShardStore::uses_until_room(const Job& job, const SessionPlan& plan) {
+  uint64_t count = 0;
+  plan.cursor.for_coming(plan.cursor.now(), [&](const PlanUse& use, uint64_t) {
+    if (use.by_daemon || ++count == kUsesUnheardMax) return false;
+    const Entry* const entry =
+        use.item < job.entries.size() ? job.entries[use.item].get() : nullptr;
+    return entry == nullptr || entry->prefetched == Prefetched::no;
+  });
+  return std::max<uint64_t>(count, 1);
+}
+
+bool ShardStore::may_prefetch(const Job& job, const Entry& entry) {
+  if (entry.kind == EntryKind::parameter) {
+    // What a step is to begin with has to stand still for it.
+    const std::vector<uint32_t>& held = job.buckets[entry.owner].shards;
+    const bool is_in_closed_step = std::any_of(held.begin(), held.end(), [&job](uint32_t id) {
+      return job.shards[id].gradient_session == kSealedGradient;
+    });
+    if (is_in_closed_step) return false;
+  }
+  if (entry.residency() != Residency::absent || entry.task_count != 0) return false;
+  if (entry.bytes == 0 || entry.prefetch_failed || !entry.has_replica()) return false;
+  return entry.pending == nullptr && entry.owner == entry.kept_owner && !job.is_lost(entry);
+}
+
+void ShardStore::prefetch(Job& job, Entry& entry, std::unique_ptr<Slot> slot) {
+  entry.slot = std::move(slot);
+  entry.prefetched = Prefetched::unused;
+  job.ahead_bytes += entry.bytes;
+  job.prefetching_bytes += entry.bytes;
+  job.counters.prefetched_bytes += entry.bytes;
+  job.move(entry, Residency::absent, Residency::filling);
+  fetch(job, entry, IoPriority::prefetch, [this, &job, &entry](const Status& status) {
+    job.prefetching_bytes -= entry.bytes;
+    entry.prefetch_failed = !status.is_ok();
+    queues_.at(job.job_id).looks_ahead = true;
+  });
+}
+
+bool ShardStore::look_ahead() {
+  bool progress = false;
+  for (auto& [job_id, queues] : queues_) {
+    if (!std::exchange(queues.looks_ahead, false)) continue;
+    Job& job = *find(job_id);
+    for (const auto& session : job.sessions) progress |= look_ahead(job, *session);
+  }
+  return progress;
+}
+
+}  // namespace memd
