@@ -883,6 +883,7 @@ class HashRate:
 
 def measure_hash(*, bytes: int, round_count: int = 5) -> HashRate:
     """Checksums of extents beside the limit of memory, one thread."""
+
 class Quantiles:
     """Seconds."""
 
