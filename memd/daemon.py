@@ -296,6 +296,7 @@ class Daemon:
             extra={
                 "socket": str(self._settings.socket),
                 "prefault_seconds": round(report.pool.prefault_seconds, 3),
+                "gathered_bytes": report.pool.gathered_bytes,
                 "format_seconds": round(report.format_seconds, 3),
                 "start_seconds": round(took_s, 3),
             },

@@ -251,7 +251,8 @@ Status Pool::fill(uint64_t segment_count) {
   const uint64_t start_ns = clock.now_ns();
   const uint64_t pool_bytes = report_.bytes + segment_count * report_.segment_bytes;
   for (uint64_t i = 0; i < segment_count; ++i) {
-    Result<Segment> segment = create_segment();
+    const double seconds = static_cast<double>(clock.now_ns() - start_ns) * 1e-9;
+    Result<Segment> segment = create_segment(seconds < options_.gather_seconds_max);
     if (!segment.is_ok()) {
       const Status& refusal = segment.status();
       return Status(refusal.code(),
@@ -263,16 +264,21 @@ Status Pool::fill(uint64_t segment_count) {
                            refusal.message()),
                     refusal.error_number());
     }
+    if (segment.value().is_gathered()) report_.gathered_bytes += report_.segment_bytes;
     free_.push_back(std::move(segment).value());
     report_.bytes += report_.segment_bytes;
   }
+  // Those that are taken first: from the end.
+  std::stable_partition(
+      free_.begin(), free_.end(), [](const Segment& each) { return !each.is_gathered(); });
   report_.prefault_seconds = static_cast<double>(clock.now_ns() - start_ns) * 1e-9;
   return Status::ok();
 }
 
-Result<Segment> Pool::create_segment() {
+Result<Segment> Pool::create_segment(bool gathered) {
   const uint64_t bytes = report_.segment_bytes;
-  Result<Segment> segment = Segment::create({.bytes = bytes, .huge_pages = huge_pages_});
+  Result<Segment> segment =
+      Segment::create({.bytes = bytes, .huge_pages = huge_pages_, .gathered = gathered});
   if (!segment.is_ok() && huge_pages_) {
     huge_pages_ = false;
     report_.page_bytes = 4_KiB;
@@ -282,7 +288,7 @@ Result<Segment> Pool::create_segment() {
                     " huge pages of 2 MiB, because no more are reserved (",
                     segment.status().message(),
                     "); reserve them with vm.nr_hugepages"));
-    segment = Segment::create({.bytes = bytes, .huge_pages = false});
+    segment = Segment::create({.bytes = bytes, .huge_pages = false, .gathered = gathered});
   }
   if (!segment.is_ok()) return segment;
   if (Status locked = lock(segment.value()); !locked.is_ok()) return locked;
@@ -322,7 +328,8 @@ Status Pool::give_back(Segment segment) {
   destroy(std::move(segment));
   Status available = check_available(report_.segment_bytes);
   if (available.is_ok()) {
-    Result<Segment> fresh = create_segment();
+    // While trainers wait: touching takes a third of the time.
+    Result<Segment> fresh = create_segment(false);
     if (fresh.is_ok()) {
       free_.push_back(std::move(fresh).value());
       return Status::ok();

@@ -24,6 +24,9 @@ struct PoolOptions {
   uint64_t segment_bytes = 0;  // 0: segment_bytes_for(bytes)
   bool huge_pages = true;      // tried first, 4 KiB pages where none are reserved
   LockMode lock = LockMode::required;
+  /// How long the start may take for gathering pages (Segment): what was not reached has small
+  /// ones.
+  double gather_seconds_max = 0;
 };
 
 /// What the pool got, as opposed to what was asked for.
@@ -34,7 +37,8 @@ struct PoolReport {
   bool locked = false;
   std::string note;  // why pages are small or memory is unlocked; empty where all was granted
   double prefault_seconds = 0;
-  uint64_t kept_bytes = 0;  // of these, what an earlier daemon had touched already
+  uint64_t kept_bytes = 0;      // of these, what an earlier daemon had touched already
+  uint64_t gathered_bytes = 0;  // of these, with pages that lie together: see Segment
 };
 
 /// 64 MiB; less for small pools, so that a job has segments for both of its sides: a sixteenth, in
@@ -87,7 +91,7 @@ class Pool {
       : options_(options), huge_pages_(options.huge_pages), lock_(options.lock), keeper_(keeper) {}
   Status fill(uint64_t segment_count);
   Status adopt(KeptDescriptors& kept);
-  Result<Segment> create_segment();
+  Result<Segment> create_segment(bool gathered);
   Status lock(Segment& segment);
   void destroy(Segment segment);
 

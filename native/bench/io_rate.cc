@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <liburing.h>
 #include <sys/eventfd.h>
-#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -21,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "arena/segment.h"
 #include "base/check.h"
 #include "base/units.h"
 
@@ -37,41 +37,6 @@ double cpu_seconds() {
   };
   return seconds(usage.ru_utime) + seconds(usage.ru_stime);
 }
-
-/// One buffer for each request in flight, touched and aligned, of random bytes: some devices
-/// compress.
-class Buffers {
- public:
-  Buffers() = default;
-  Buffers(const Buffers&) = delete;
-  Buffers& operator=(const Buffers&) = delete;
-  ~Buffers() {
-    if (data_ != nullptr) munmap(data_, bytes_);
-  }
-
-  Status make(uint32_t count, uint64_t block_bytes) {
-    bytes_ = count * block_bytes;
-    void* const data = mmap(
-        nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
-    if (data == MAP_FAILED) return device_error(errno, concat("mapping ", bytes_, " bytes"));
-    data_ = data;
-    block_bytes_ = block_bytes;
-    std::mt19937_64 random(1);
-    for (uint64_t i = 0; i < bytes_ / sizeof(uint64_t); ++i) {
-      static_cast<uint64_t*>(data_)[i] = random();
-    }
-    return Status::ok();
-  }
-  std::span<std::byte> all() const { return {static_cast<std::byte*>(data_), bytes_}; }
-  std::span<std::byte> at(uint32_t index) const {
-    return all().subspan(index * block_bytes_, block_bytes_);
-  }
-
- private:
-  void* data_ = nullptr;
-  uint64_t bytes_ = 0;
-  uint64_t block_bytes_ = 0;
-};
 
 /// What is transferred next, in the order of the file and round again. A measurement begins when
 /// the first request is made and ends with the last completion.
@@ -126,12 +91,12 @@ class Ring {
   ~Ring() {
     if (is_open_) io_uring_queue_exit(&ring_);
   }
-  Status open(uint32_t depth, int file, const Buffers& buffers) {
+  Status open(uint32_t depth, int file, std::span<std::byte> buffers) {
     if (const int result = io_uring_queue_init(depth, &ring_, 0); result < 0) {
       return error(StatusCode::unavailable, "io_uring_setup: ", std::strerror(-result));
     }
     is_open_ = true;
-    const iovec all{.iov_base = buffers.all().data(), .iov_len = buffers.all().size()};
+    const iovec all{.iov_base = buffers.data(), .iov_len = buffers.size()};
     if (const int result = io_uring_register_buffers(&ring_, &all, 1); result < 0) {
       return error(StatusCode::unavailable, "io_uring_register_buffers: ", std::strerror(-result));
     }
@@ -148,6 +113,33 @@ class Ring {
 };
 
 }  // namespace
+
+/// One buffer for each request in flight, in memory like that of the daemon's pool, of random
+/// bytes: some devices compress.
+class IoBench::Buffers {
+ public:
+  static Result<std::unique_ptr<Buffers>> make(uint64_t bytes, bool gathered) {
+    auto memory = Segment::create(
+        {.bytes = align_up(bytes, uint64_t{2_MiB}), .huge_pages = false, .gathered = gathered});
+    if (!memory.is_ok()) return memory.status();
+    std::unique_ptr<Buffers> buffers(new Buffers(std::move(memory).value(), gathered));
+    std::mt19937_64 random(1);
+    for (uint64_t i = 0; i < bytes; i += sizeof(uint64_t)) {
+      *reinterpret_cast<uint64_t*>(buffers->memory_.data() + i) = random();
+    }
+    return buffers;
+  }
+  bool serves(uint64_t bytes, bool gathered) const {
+    return memory_.bytes() >= bytes && gathered_ == gathered;
+  }
+  std::span<std::byte> first(uint64_t bytes) const { return {memory_.data(), bytes}; }
+
+ private:
+  Buffers(Segment memory, bool gathered) : memory_(std::move(memory)), gathered_(gathered) {}
+
+  Segment memory_;
+  bool gathered_;
+};
 
 Result<std::unique_ptr<IoBench>> IoBench::create(const std::string& directory, uint64_t bytes) {
   if (bytes == 0 || !is_aligned(bytes, uint64_t{1_MiB})) {
@@ -175,22 +167,36 @@ Result<std::unique_ptr<IoBench>> IoBench::create(const std::string& directory, u
   return bench;
 }
 
+IoBench::IoBench(std::string path, OwnedFd file, uint64_t bytes)
+    : path_(std::move(path)), file_(std::move(file)), bytes_(bytes) {}
+
 IoBench::~IoBench() { ::unlink(path_.c_str()); }
 
+Result<std::span<std::byte>> IoBench::buffers(uint64_t bytes, bool gathered) {
+  if (buffers_ == nullptr || !buffers_->serves(bytes, gathered)) {
+    buffers_.reset();
+    auto made = Buffers::make(bytes, gathered);
+    if (!made.is_ok()) return made.status();
+    buffers_ = std::move(made).value();
+  }
+  return buffers_->first(bytes);
+}
+
 Status IoBench::fill() {
-  Buffers buffers;
   constexpr uint64_t kBytes = 4_MiB;
-  if (Status status = buffers.make(1, kBytes); !status.is_ok()) return status;
+  const auto made = buffers(kBytes, false);
+  if (!made.is_ok()) return made.status();
+  std::byte* const data = made.value().data();
   if (const int result = posix_fallocate(file_.get(), 0, static_cast<off_t>(bytes_)); result != 0) {
     return device_error(result, concat("reserving ", bytes_, " bytes for ", path_));
   }
   for (uint64_t at = 0; at < bytes_;) {
     // Each place differs from the others.
     for (uint64_t i = 0; i < kBytes; i += kBlockBytes) {
-      *reinterpret_cast<uint64_t*>(buffers.all().data() + i) = at + i;
+      *reinterpret_cast<uint64_t*>(data + i) = at + i;
     }
-    const ssize_t moved = ::pwrite(
-        file_.get(), buffers.all().data(), std::min(kBytes, bytes_ - at), static_cast<off_t>(at));
+    const ssize_t moved =
+        ::pwrite(file_.get(), data, std::min(kBytes, bytes_ - at), static_cast<off_t>(at));
     if (moved < 0 && errno == EINTR) continue;
     if (moved <= 0) return device_error(moved < 0 ? errno : EIO, "writing " + path_);
     at += static_cast<uint64_t>(moved);
@@ -230,10 +236,8 @@ Status IoBench::check(const IoRateOptions& options) const {
 
 Result<IoRate> IoBench::through_queue(const IoRateOptions& options) {
   if (Status status = check(options); !status.is_ok()) return status;
-  Buffers buffers;
-  if (Status status = buffers.make(options.depth, options.block_bytes); !status.is_ok()) {
-    return status;
-  }
+  const auto memory = buffers(options.depth * options.block_bytes, options.gathered);
+  if (!memory.is_ok()) return memory.status();
   // What the queue splits counts once: the depth is that of requests.
   const auto chunks =
       static_cast<uint32_t>((options.block_bytes + kChunkBytesMax - 1) / kChunkBytesMax);
@@ -245,7 +249,7 @@ Result<IoRate> IoBench::through_queue(const IoRateOptions& options) {
   OwnedFd file(::fcntl(file_.get(), F_DUPFD_CLOEXEC, 0));
   if (!file.is_open()) return device_error(errno, "duplicating a descriptor");
   const uint16_t device = queue.add_device(std::move(file), path_);
-  queue.add_memory(buffers.all());
+  queue.add_memory(memory.value());
 
   Measurement measurement(options, bytes_);
   Status failed;
@@ -257,7 +261,7 @@ Result<IoRate> IoBench::through_queue(const IoRateOptions& options) {
                   .priority = IoPriority::demand,
                   .device = device,
                   .offset_bytes = offset_bytes,
-                  .data = buffers.at(index),
+                  .data = memory.value().subspan(index * options.block_bytes, options.block_bytes),
                   .complete = [&, index, kind = kind](const Status& status) {
                     --in_flight;
                     if (status.is_ok()) {
@@ -282,12 +286,10 @@ Result<IoRate> IoBench::through_queue(const IoRateOptions& options) {
 
 Result<IoRate> IoBench::raw(const IoRateOptions& options) {
   if (Status status = check(options); !status.is_ok()) return status;
-  Buffers buffers;
-  if (Status status = buffers.make(options.depth, options.block_bytes); !status.is_ok()) {
-    return status;
-  }
+  const auto memory = buffers(options.depth * options.block_bytes, options.gathered);
+  if (!memory.is_ok()) return memory.status();
   Ring owner;
-  if (Status status = owner.open(options.depth, file_.get(), buffers); !status.is_ok()) {
+  if (Status status = owner.open(options.depth, file_.get(), memory.value()); !status.is_ok()) {
     return status;
   }
   io_uring& ring = owner.get();
@@ -298,7 +300,7 @@ Result<IoRate> IoBench::raw(const IoRateOptions& options) {
     kinds[index] = kind;
     io_uring_sqe* const sqe = io_uring_get_sqe(&ring);
     MEMD_CHECK(sqe != nullptr);  // an entry for each request
-    const std::span<std::byte> data = buffers.at(index);
+    const auto data = memory.value().subspan(index * options.block_bytes, options.block_bytes);
     const auto length_bytes = static_cast<unsigned>(data.size());
     if (kind == IoKind::read) {
       io_uring_prep_read_fixed(sqe, 0, data.data(), length_bytes, offset_bytes, 0);

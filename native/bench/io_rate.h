@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 
 #include "base/owned_fd.h"
@@ -19,6 +20,7 @@ struct IoRateOptions {
   uint32_t depth = 0;        // requests in flight
   double seconds = 1;  // each request in flight is made at least once, however short
   double write_share = 0.5;  // of requests that are writes where they are mixed, evenly spread
+  bool gathered = true;      // pages of the buffers, as in Segment
 };
 
 struct IoRate {
@@ -47,14 +49,18 @@ class IoBench {
   uint64_t bytes() const { return bytes_; }
 
  private:
-  IoBench(std::string path, OwnedFd file, uint64_t bytes)
-      : path_(std::move(path)), file_(std::move(file)), bytes_(bytes) {}
+  class Buffers;
+
+  IoBench(std::string path, OwnedFd file, uint64_t bytes);
+  /// Those of the last run where they serve: filling them takes longer than a short run.
+  Result<std::span<std::byte>> buffers(uint64_t bytes, bool gathered);
   Status fill();
   Status check(const IoRateOptions& options) const;
 
   std::string path_;
   OwnedFd file_;
   uint64_t bytes_;
+  std::unique_ptr<Buffers> buffers_;
 };
 
 }  // namespace memd

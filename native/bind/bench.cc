@@ -34,12 +34,15 @@ IoRate run(IoBench& self,
            uint64_t block_bytes,
            uint32_t depth,
            double seconds,
-           double write_share) {
+           double write_share,
+
+           bool gathered) {
   const IoRateOptions options{.mix = mix_named(mix),
                               .block_bytes = block_bytes,
                               .depth = depth,
                               .seconds = seconds,
-                              .write_share = write_share};
+                              .write_share = write_share,
+                              .gathered = gathered};
   auto rate = [&] {
     const nb::gil_scoped_release released;
     return (self.*kRun)(options);
@@ -150,7 +153,9 @@ void bind_bench(nb::module_& module) {
            "depth"_a,
            "seconds"_a,
            "write_share"_a = 0.5,
-           "As the daemon transfers; `mix`: read, write or mixed, of which `write_share` writes.")
+           "gathered"_a = true,
+           "As the daemon transfers; `mix`: read, write or mixed, of which `write_share` writes. "
+           "`gathered`: buffers lie together in runs of 2 MiB where the kernel has them.")
       .def("raw",
            &run<&IoBench::raw>,
            "mix"_a,
@@ -159,6 +164,7 @@ void bind_bench(nb::module_& module) {
            "depth"_a,
            "seconds"_a,
            "write_share"_a = 0.5,
+           "gathered"_a = true,
            "io_uring with registered buffers and file, and nothing else.");
 }
 

@@ -115,7 +115,10 @@ void bind_records(nb::module_& module) {
       .def_ro("locked", &PoolReport::locked)
       .def_ro("note", &PoolReport::note)
       .def_ro("prefault_seconds", &PoolReport::prefault_seconds)
-      .def_ro("kept_bytes", &PoolReport::kept_bytes);
+      .def_ro("kept_bytes", &PoolReport::kept_bytes)
+      .def_ro("gathered_bytes",
+              &PoolReport::gathered_bytes,
+              "With small pages that lie together in runs of 2 MiB, as the pool was made.");
   nb::class_<StartReport>(module, "StartReport")
       .def_ro("pool", &StartReport::pool)
       .def_ro("io_engine", &StartReport::io_engine)

@@ -42,6 +42,8 @@ constexpr double kGraceS = 10;
 // A read of the start. Above the 30 s after which the kernel gives an NVMe command up, below the
 // TimeoutStartSec= of memd.service.
 constexpr uint64_t kStartReadNs = 60'000'000'000;
+// Some 2 GiB: enough for what is streamed through a large pool, and no start is noticeably longer.
+constexpr double kGatherSecondsMax = 3;
 // How many of the oldest an error names.
 constexpr size_t kNamedCount = 3;
 
@@ -104,7 +106,8 @@ Status Server::prepare(const ServerOptions& options, KeptDescriptors kept) {
       .bytes = options.host_bytes,
       .segment_bytes = 0,
       .huge_pages = options.huge_pages,
-      .lock = options.lock_required ? LockMode::required : LockMode::wanted};
+      .lock = options.lock_required ? LockMode::required : LockMode::wanted,
+      .gather_seconds_max = kGatherSecondsMax};
   // A pool that can't be had must not leave a volume that was made for it. What was kept is memory
   // that is had already.
   if (kept.empty()) {

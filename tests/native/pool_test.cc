@@ -99,6 +99,45 @@ class MemoryKeeper : public DescriptorKeeper {
   std::map<std::string, OwnedFd> held_;
 };
 
+TEST(Segment, gathered_pages_are_zeros_and_come_back_small_where_a_hole_was_punched) {
+  Result<Segment> made = Segment::create({.bytes = 4_MiB, .huge_pages = false, .gathered = true});
+  ASSERT_TRUE(made.is_ok()) << made.status().message();
+  Segment& segment = made.value();
+  EXPECT_TRUE(all_zero(segment));
+  if (!segment.is_gathered()) GTEST_SKIP() << "this kernel gathers no pages (Linux 6.1)";
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(segment.data()) % 2_MiB, 0u);
+  std::memset(segment.data(), 7, segment.bytes());
+  // As a trainer could do it.
+  ASSERT_EQ(::fallocate(segment.fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 64_KiB, 128_KiB),
+            0);
+  EXPECT_EQ(segment.data()[64_KiB], std::byte{0});
+  EXPECT_EQ(segment.data()[64_KiB - 1], std::byte{7});
+  segment.data()[100_KiB] = std::byte{1};
+  EXPECT_EQ(segment.data()[100_KiB], std::byte{1});
+  Segment moved = std::move(segment);
+  EXPECT_TRUE(moved.is_gathered());
+}
+
+TEST(Pool, gathers_for_as_long_as_it_is_told_and_hands_those_out_first) {
+  const auto made = Pool::create({.bytes = 8_MiB,
+                                  .segment_bytes = 2_MiB,
+                                  .huge_pages = false,
+                                  .lock = LockMode::wanted,
+                                  .gather_seconds_max = 60});
+  ASSERT_TRUE(made.is_ok()) << made.status().message();
+  const uint64_t gathered_bytes = made.value()->report().gathered_bytes;
+  if (gathered_bytes == 0) GTEST_SKIP() << "this kernel gathers no pages (Linux 6.1)";
+  for (uint64_t taken = 0; taken < 8_MiB; taken += 2_MiB) {
+    auto segment = made.value()->take();
+    ASSERT_TRUE(segment.has_value());
+    EXPECT_EQ(segment->is_gathered(), taken < gathered_bytes);
+  }
+  const auto none = Pool::create(
+      {.bytes = 4_MiB, .segment_bytes = 2_MiB, .huge_pages = false, .lock = LockMode::wanted});
+  ASSERT_TRUE(none.is_ok());
+  EXPECT_EQ(none.value()->report().gathered_bytes, 0u);
+}
+
 TEST(Segment, can_neither_be_resized_nor_sealed_further) {
   const Segment segment = small_segment();
   EXPECT_EQ(::ftruncate(segment.fd(), 4096), -1);

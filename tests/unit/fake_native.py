@@ -39,6 +39,7 @@ class PoolReport:
     locked: bool = True
     note: str = ""
     prefault_seconds: float = 0.01
+    gathered_bytes: int = 0
 
 
 @dataclass

@@ -159,6 +159,12 @@ class PoolReport:
     @property
     def kept_bytes(self) -> int: ...
 
+    @property
+    def gathered_bytes(self) -> int:
+        """
+        With small pages that lie together in runs of 2 MiB, as the pool was made.
+        """
+
 class StartReport:
     @property
     def pool(self) -> PoolReport: ...
