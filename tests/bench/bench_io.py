@@ -1,0 +1,138 @@
+"""memd's queue beside fio: bandwidth, and bytes for CPU time, on one file of random bytes.
+
+Both use io_uring with registered buffers and file, O_DIRECT, the same block size and depth, and go
+through the file in order. fio runs as lean as it can be told to: without clocks for latencies,
+without changing its buffers between writes. Rounds alternate, and a ratio is that of neighbours.
+Each is measured with small pages and with pages that lie together, as those of the daemon's pool do
+(fio: transparent huge pages of glibc): fewer segments make a transfer faster and cheaper.
+
+Run: python tests/bench/bench_io.py [--data DIR] [--size 2048] [--block 1024 ...] [--depth 16]
+     [--rounds 7] [--seconds 1] [--json FILE]                                    (needs fio >= 3.33)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from machine import describe_machine
+from memd.bench.figures import HEADER, Figure, row
+from memd.printing import print_table
+from memd_native import IoBench
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+BUILD = Path(__file__).parents[2] / "build"
+MIB = 1 << 20
+KIB = 1 << 10
+
+
+def fio(
+    path: Path, mix: str, *, size: int, block: int, depth: int, seconds: int, gathered: bool
+) -> dict[str, Any]:
+    """What a job of fio moved, in how many seconds, of them how many of a core."""
+    command = ["fio", "--name=memd", f"--filename={path}", f"--size={size}", f"--rw={mix}"]
+    command += [f"--bs={block}", f"--iodepth={depth}", "--ioengine=io_uring", "--direct=1"]
+    command += ["--fixedbufs=1", "--registerfiles=1", "--time_based", f"--runtime={seconds}"]
+    command += ["--scramble_buffers=0", "--gtod_reduce=1", "--output-format=json"]
+    # Of glibc 2.35 or later: malloc() asks for transparent huge pages.
+    environ = {**os.environ, "GLIBC_TUNABLES": f"glibc.malloc.hugetlb={int(gathered)}"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environ)
+    (job,) = json.loads(done.stdout)["jobs"]
+    if job["error"]:
+        sys.exit(f"fio: error {job['error']} of {' '.join(command)}")
+    job_seconds = job["job_runtime"] / 1e3
+    return {
+        "bytes": job["read"]["io_bytes"] + job["write"]["io_bytes"],
+        "seconds": job_seconds,
+        "cpu_seconds": (job["usr_cpu"] + job["sys_cpu"]) / 100 * job_seconds,
+    }
+
+
+def memd(
+    bench: IoBench, mix: str, *, block: int, depth: int, seconds: int, gathered: bool
+) -> dict[str, Any]:
+    rate = bench.through_queue(
+        mix, block_bytes=block, depth=depth, seconds=float(seconds), gathered=gathered
+    )
+    return {
+        "bytes": rate.read_bytes + rate.written_bytes,
+        "seconds": rate.seconds,
+        "cpu_seconds": rate.cpu_seconds,
+    }
+
+
+def figures(
+    name: str, ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]
+) -> Iterator[Figure]:
+    for suffix, unit, key in (
+        ("", "GB/s", "seconds"),
+        (", bytes for CPU time", "GB/CPU s", "cpu_seconds"),
+    ):
+        yield Figure(
+            name=name + suffix,
+            unit=unit,
+            runs=[each["bytes"] / 1e9 / max(each[key], 1e-6) for each in ours],
+            limit_name="fio",
+            limit_runs=[each["bytes"] / 1e9 / max(each[key], 1e-6) for each in theirs],
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, default=BUILD, help="a folder on the disk to measure")
+    parser.add_argument("--size", type=int, default=2048, help="of the file, in MiB")
+    parser.add_argument("--block", type=int, nargs="+", default=[1024, 4096], help="in KiB")
+    parser.add_argument("--depth", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=int, default=1, help="of each run")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if shutil.which("fio") is None:
+        sys.stderr.write("nothing to compare with: apt-get install fio\n")
+        return
+    size = arguments.size * MIB
+    found: list[Figure] = []
+    bench = IoBench(str(arguments.data.resolve()), bytes=size)
+    for block in (kib * KIB for kib in arguments.block):
+        for mix in ("read", "write"):
+            for gathered in (False, True):
+                ours, theirs = [], []
+                shared = {
+                    "block": block,
+                    "depth": arguments.depth,
+                    "seconds": arguments.seconds,
+                    "gathered": gathered,
+                }
+                for _ in range(arguments.rounds):
+                    ours.append(memd(bench, mix, **shared))
+                    theirs.append(fio(Path(bench.path), mix, size=size, **shared))
+                pages = "2 MiB" if gathered else "4 KiB"
+                found += figures(f"{mix} of {block // KIB} KiB, pages of {pages}", ours, theirs)
+    print_table(HEADER, [row(figure) for figure in found])
+    if arguments.json is not None:
+        version = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True)
+        report = {
+            "machine": {**describe_machine(), "fio": version.stdout.strip()},
+            "settings": {
+                "file_bytes": size,
+                "rounds": arguments.rounds,
+                "depth": arguments.depth,
+                "seconds": arguments.seconds,
+            },
+            "figures": [figure.record() for figure in found],
+        }
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
