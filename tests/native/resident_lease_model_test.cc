@@ -670,7 +670,7 @@ INSTANTIATE_TEST_SUITE_P(
         Mistake{"frees_in_the_ledger_first",
                 with_mistakes({.frees_in_the_ledger_first = true}, evict_with_a_ledger, take_over),
                 "client"}),
-    [](const auto& info) { return std::string(info.param.name); });
+    [](const auto& tested) { return std::string(tested.param.name); });
 
 }  // namespace
 }  // namespace memd
