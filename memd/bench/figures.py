@@ -62,7 +62,6 @@ class Figure:
             "limit": self.limit,
             "fraction": self.fraction,
             "no_limit": self.no_limit,
-            "less_is_better": self.less_is_better,
             "runs": list(self.runs),
             "limit_runs": list(self.limit_runs),
         }

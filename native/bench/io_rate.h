@@ -18,7 +18,7 @@ struct IoRateOptions {
   IoMix mix = IoMix::read;
   uint64_t block_bytes = 0;  // of one request; whole blocks of 4096
   uint32_t depth = 0;        // requests in flight
-  double seconds = 1;  // each request in flight is made at least once, however short
+  double seconds = 1;        // each request in flight is made at least once, however short
   double write_share = 0.5;  // of requests that are writes where they are mixed, evenly spread
   bool gathered = true;      // pages of the buffers, as in Segment
 };

@@ -35,8 +35,8 @@ struct ServerOptions {
   bool huge_pages = true;
   IoEngine io_engine = IoEngine::automatic;
   std::vector<IoPathLimits> path_limits;  // one for each of `directories`; none: those of a path
-  uint32_t update_thread_count = 0;  // 0: one for each core
-  uint32_t jobs_expected = 2;        // a job that names no quota gets this part of what is free
+  uint32_t update_thread_count = 0;       // 0: one for each core
+  uint32_t jobs_expected = 2;  // a job that names no quota gets this part of what is free
   std::function<void(uint64_t, uint64_t)> progress;  // of formatting, in bytes
   /// Keeps what must outlive this process; without one nothing does.
   std::shared_ptr<DescriptorKeeper> keeper;

@@ -686,8 +686,7 @@ void ShardStore::let_go_of_entries(StepState& state) {
     entry->is_ahead = false;
   }
   state.held.clear();
-  for (const auto& [shard_id, group] : state.group_of)
-    state.job->shards[shard_id].is_ahead = false;
+  for (const auto& [shard_id, group] : state.group_of) state.job->shards[shard_id].is_ahead = false;
 }
 
 // The session of the step goes on with the new values at once. Everybody else sees what is

@@ -945,10 +945,10 @@ class IoBench:
     @property
     def path(self) -> str: ...
 
-    def through_queue(self, mix: str, *, block_bytes: int, depth: int, seconds: float, write_share: float = 0.5) -> IoRate:
+    def through_queue(self, mix: str, *, block_bytes: int, depth: int, seconds: float, write_share: float = 0.5, gathered: bool = True) -> IoRate:
         """
-        As the daemon transfers; `mix`: read, write or mixed, of which `write_share` writes.
+        As the daemon transfers; `mix`: read, write or mixed, of which `write_share` writes. `gathered`: buffers lie together in runs of 2 MiB where the kernel has them.
         """
 
-    def raw(self, mix: str, *, block_bytes: int, depth: int, seconds: float, write_share: float = 0.5) -> IoRate:
+    def raw(self, mix: str, *, block_bytes: int, depth: int, seconds: float, write_share: float = 0.5, gathered: bool = True) -> IoRate:
         """io_uring with registered buffers and file, and nothing else."""
