@@ -149,9 +149,9 @@ def keep(folder: Path, calibration: Calibration) -> Path:
 def worth_measuring(folder: Path, *, volume_bytes: int) -> bool:
     """At a first start, whose volume is about to be written in full: where that takes as long as
     the measurement, some seconds more are not noticed."""
-    if (folder / "memd.volume").exists() or (folder / FILE_NAME).exists():
-        return False
     try:
+        if (folder / "memd.volume").exists() or (folder / FILE_NAME).exists():
+            return False
         return volume_bytes >= 8 << 30 and shutil.disk_usage(folder).free >= volume_bytes
     except OSError:  # the start says what is wrong with it
         return False

@@ -243,7 +243,7 @@ def _take_gradient(parameter: torch.Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         gradient, parameter.grad = parameter.grad, None
     if gradient is not None:
-        entry.gradient.accumulate(gradient, entry.session.leases_of(entry.shard))
+        entry.gradient.accumulate(gradient, entry.session.gradient_leases_of(entry.shard))
 
 
 @contextmanager

@@ -39,7 +39,7 @@ __all__ = [
 # A miss waits for the disk, and perhaps for a step to end.
 _TIMEOUT_S = 60.0
 # How often a lease that follows a step looks whether that failed before it came to the store.
-_LOOK_S = 1.0
+_LOOK_S = 10.0
 
 
 class LeaseStatistics(Protocol):
@@ -199,21 +199,23 @@ class Leases:
         number = dtype_number(shard.dtype, name=shard.name)
 
         def ask() -> torch.Tensor:
-            left_s = _TIMEOUT_S
+            was_settled = False
             while True:
+                # The step has a deadline of its own, and the lease's begins with its end.
                 follows = self.step.settle_answered()
-                timeout_s = min(left_s, _LOOK_S) if follows else left_s
-                left_s -= timeout_s
+                timeout_s = _LOOK_S if follows else _TIMEOUT_S
                 try:
                     lease: torch.Tensor = self._plane.lease(
                         shard.shard_id, part, mode, number, tuple(shard.shape), timeout_s
                     )
                 except memd_native.StatusError as error:
-                    if error.code == CODE_DEADLINE and left_s > 0:
+                    if follows and error.code == CODE_DEADLINE:
                         continue
-                    if error.code not in (CODE_DEADLINE, CODE_UNAVAILABLE):
+                    if follows and error.code != CODE_UNAVAILABLE and not was_settled:
                         # Where the step failed that is why, and its own error says more.
                         self.step.settle_for_lease()
+                        was_settled = True
+                        continue
                     raise self._translated(error, shard) from error
                 return lease
 

@@ -479,7 +479,7 @@ class Session:
         return self._shared_leases()
 
     def leases_of(self, shard: Shard) -> Leases:
-        """For value and gradient of a parameter: waits only for a step that updates it.
+        """For the value of a parameter: a lease waits in the daemon for the step that updates it.
 
         Raises:
             InvalidArgument: `step()` has taken its gradient, and `commit()` has not come yet.
@@ -488,6 +488,14 @@ class Session:
         self.refuse_if_unusable()
         self._open_steps.settle_for(shard)
         return self._shared_leases()
+
+    def gradient_leases_of(self, shard: Shard) -> Leases:
+        """For the gradient of a parameter: waits for the step that is on its way. Raises as
+        `leases_of`.
+        """
+        leases = self.leases_of(shard)
+        self._open_steps.settle_before_gradient()
+        return leases
 
     def _shared_leases(self) -> Leases:
         if self._leases is None:
@@ -704,6 +712,8 @@ class Session:
     def _read(self, shard: Shard) -> torch.Tensor:
         if shard.kind == types_pb2.SHARD_KIND_BLOB:
             return self._shared_leases().read(shard)
+        if shard.kind != types_pb2.SHARD_KIND_PARAMETER:
+            return self.leases.read(shard)
         return self.leases_of(shard).read(shard)
 
     def _count_step(self, number: int, response: session_pb2.StepResponse, seconds: float) -> None:

@@ -49,10 +49,10 @@ class StreamedTarget:
         return self._entry.gradient.present
 
     def gradient_for_reading(self) -> torch.Tensor:
-        return self._entry.gradient.read(self._entry.session.leases_of(self.shard))
+        return self._entry.gradient.read(self._entry.session.gradient_leases_of(self.shard))
 
     def gradient_for_writing(self) -> torch.Tensor:
-        return self._entry.gradient.tensor(self._entry.session.leases_of(self.shard))
+        return self._entry.gradient.tensor(self._entry.session.gradient_leases_of(self.shard))
 
     def drop_gradient(self) -> bool:
         """Whether memd has to be told."""

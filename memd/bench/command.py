@@ -235,7 +235,9 @@ def adam(
 @common
 def lease(as_json: bool, data: Path, leases: int, rounds: int) -> None:
     """Leases of a tensor that is in memory: native, from Python, and by request."""
-    # Needs torch and the client.
+    from memd.demo.main import refuse_without_torch
+
+    refuse_without_torch("memd bench lease")
     from memd.bench.lease import lease_figures
     from memd_client import MemdError
 

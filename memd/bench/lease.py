@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote
 
 import torch
 
@@ -39,7 +40,7 @@ def lease_figures(folder: Path, *, count: int, rounds: int) -> Iterator[Figure]:
     """Microseconds, of leases from a daemon of our own with a volume in `folder`."""
     data = Path(tempfile.mkdtemp(prefix="memd-bench-", dir=folder)).resolve()
     try:
-        address = f"embedded:{data}?host={_HOST}&nvme={_NVME}"
+        address = f"embedded:{quote(str(data))}?host={_HOST}&nvme={_NVME}"
         with memd_client.connect(address, job="bench") as session:
             session.put(_NAME, torch.zeros(_SHAPE))
             session.get(_NAME)  # by request: from here on the table shows it

@@ -232,6 +232,8 @@ bool PlanCursor::begins_next_period(const PlanUse& use) {
   const PlanBook::PlanId ended = place_.plan_id;
   const auto next_id = book_->beginning_with(use, ended);
   if (!next_id) return false;
+  // Held: what is learned now may take its place in the book.
+  const auto next = book_->find(*next_id);
   const PlanBook::PlanId foreseen_id = book_->successor(ended);
   const bool is_cut_by_step = has_steps_ || segment_.size() == 1;
   if (!is_cut_by_step) {
@@ -247,7 +249,6 @@ bool PlanCursor::begins_next_period(const PlanUse& use) {
     borders_.push_back(0);
   }
   is_exact_ = segment_.size() == 1;
-  const auto next = book_->find(*next_id);
   base_ += plan_->size();
   plan_ = next;
   place_ = {.plan_id = *next_id, .position = skip_daemon(*next, 0) + 1};

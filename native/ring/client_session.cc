@@ -20,6 +20,8 @@ namespace {
 
 // Spinning answers in well under a microsecond while the daemon's core is free; beyond 20 µs the
 // daemon waits for a disk, and the core is better given to it.
+// One look at the connection takes as long as some leases.
+constexpr uint64_t kHitsUnwatched = 1024;
 constexpr uint64_t kSpinNs = 20'000;
 
 // So many threads may pin one shard at one moment, each once, without a look at what others do.
@@ -380,8 +382,13 @@ std::optional<LeasedBytes> ClientSession::lease_resident(uint32_t shard_id) noex
     release(lease);
     return std::nullopt;
   }
-  hits_.fetch_add(1, std::memory_order_relaxed);
+  const uint64_t hits = hits_.fetch_add(1, std::memory_order_relaxed);
   note_use(shard_id, Part::value, LeaseMode::read, true);
+  if (hits % kHitsUnwatched == kHitsUnwatched - 1 && daemon_is_gone()) {
+    // Nobody changes the table any more: by request it is found out what has become of the job.
+    release(lease);
+    return std::nullopt;
+  }
   return lease;
 }
 

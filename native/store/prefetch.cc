@@ -265,7 +265,7 @@ uint64_t ShardStore::uses_until_room(const Job& job, const SessionPlan& plan) {
 }
 
 bool ShardStore::may_prefetch(const Job& job, const Entry& entry) {
-  if (entry.kind == EntryKind::parameter) {
+  if (entry.kind != EntryKind::bytes) {
     // What a step is to begin with has to stand still for it.
     const std::vector<uint32_t>& held = job.buckets[entry.owner].shards;
     const bool is_in_closed_step = std::any_of(held.begin(), held.end(), [&job](uint32_t id) {
@@ -297,7 +297,9 @@ bool ShardStore::look_ahead() {
   for (auto& [job_id, queues] : queues_) {
     if (!std::exchange(queues.looks_ahead, false)) continue;
     Job& job = *find(job_id);
-    for (const auto& session : job.sessions) progress |= look_ahead(job, *session);
+    for (const auto& session : job.sessions) {
+      if (session->plan != nullptr) progress |= look_ahead(job, *session);
+    }
   }
   return progress;
 }

@@ -438,6 +438,8 @@ void ShardStore::note_call(const StepRequest& request) {
   const auto session = sessions_.find(request.session_id);
   if (session == sessions_.end()) return;
   session->second->call_seen = std::max(session->second->call_seen, request.call);
+  // Asked again it may well be made.
+  if (request.call == session->second->call_failed) session->second->call_failed = 0;
 }
 
 // Whoever follows it in the ring would compute with what it was to replace.
@@ -709,9 +711,10 @@ std::optional<std::pair<LeaseWait, std::string>> ShardStore::update_before(
     if (state->is_over || !state->buckets.contains(entry.owner)) continue;
     const bool is_own = !request.for_service && state->request.session_id == request.session_id;
     if (is_own && !state->group_of.contains(request.shard_id) && !entry.is_in_step) continue;
-    const bool has_begun = !state->held.empty();
+    // What an earlier daemon has begun is as good as begun.
+    const bool has_begun = !state->held.empty() || state->is_redo;
     if (!is_own && !has_begun) continue;
-    const bool can_be_read = is_own && entry.is_ahead && !state->is_undoing;
+    const bool can_be_read = is_own && has_begun && entry.is_ahead && !state->is_undoing;
     if (can_be_read && request.mode == LeaseMode::read) continue;
     if (!is_own || request.mode != LeaseMode::read)
       return std::pair(LeaseWait::step, concat("a step that uses ", job.describe(entry)));
@@ -986,7 +989,10 @@ void ShardStore::commit_step(const std::shared_ptr<StepState>& state) {
     let_go_of_entries(*state);
     return finish_step(state, Status::ok());
   }
-  for (const auto& [shard_id, group] : state->group_of) ++job.shards[shard_id].generation;
+  for (const auto& [shard_id, group] : state->group_of) {
+    ++job.shards[shard_id].generation;
+    job.shards[shard_id].is_ahead = false;
+  }
   if (state->is_step) {
     ++job.committed_step;
     state->is_counted = true;
