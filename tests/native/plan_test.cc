@@ -264,6 +264,28 @@ TEST(PlanCursor, what_was_learned_once_and_long_ago_is_dropped_first) {
 
 // Every answer is the one that a search through the real future gives, whatever the session leaves
 // out, adds or repeats, once it is back on the plan.
+TEST(PlanCursor, a_plan_that_is_dropped_while_it_is_foreseen_costs_nothing_but_itself) {
+  // More paths than a book has places, read by sessions that begin anywhere in them.
+  std::mt19937 random(7);
+  const auto book = std::make_shared<PlanBook>();
+  uint32_t use_count = 0;
+  uint32_t seen_count = 0;
+  for (uint32_t session = 0; session < 3000; ++session) {
+    Trainer trainer{.book = book, .cursor = PlanCursor(book), .seen = {}};
+    for (uint32_t round = 0; round < 6; ++round) {
+      const uint32_t path = random() % 2 == 0 ? random() % 40 : random() % 3;
+      std::vector<PlanUse> uses = forward(5, 10 * path);
+      if (round == 0) uses.erase(uses.begin(), uses.begin() + random() % 5);
+      for (uint32_t times = 1 + random() % 3; times > 0; --times) {
+        trainer.use(uses);
+        use_count += uses.size();
+      }
+    }
+    for (const auto& [seen, count] : trainer.seen) seen_count += count;
+  }
+  EXPECT_EQ(seen_count, use_count);
+}
+
 TEST(PlanCursor, next_uses_are_those_of_the_future) {
   for (uint32_t seed = 0; seed < 200; ++seed) {
     std::mt19937 random(seed);
