@@ -40,7 +40,7 @@ uint64_t SessionPlan::distance(uint32_t entry_id) const {
   return next ? *next - cursor.now() : kNeverUsed;
 }
 
-std::vector<uint32_t> SessionPlan::followed(std::optional<uint32_t> entry_id,
+std::vector<uint32_t> SessionPlan::followed(std::span<const uint32_t> used_ids,
                                             const LeastRecentlyUsed& residents) {
   std::vector<uint32_t> passed;
   if (epoch_ != cursor.epoch()) {
@@ -53,8 +53,8 @@ std::vector<uint32_t> SessionPlan::followed(std::optional<uint32_t> entry_id,
     }
     return passed;
   }
-  if (entry_id) {
-    if (const auto price = order.price(*entry_id)) put(*entry_id, *price);
+  for (const uint32_t entry_id : used_ids) {
+    if (const auto price = order.price(entry_id)) put(entry_id, *price);
   }
   passed = order.overdue(cursor.now());
   for (const uint32_t each : passed) put(each, *order.price(each));

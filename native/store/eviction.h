@@ -7,6 +7,7 @@
 #include <list>
 #include <memory>
 #include <optional>
+#include <span>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -59,9 +60,9 @@ class SessionPlan {
  public:
   explicit SessionPlan(std::shared_ptr<PlanBook> book) : cursor(std::move(book)) {}
 
-  /// After the cursor went on. `entry_id`: what was used, if anything. Returns what is resident and
-  /// was passed over: all of it where the cursor is somewhere else now.
-  std::vector<uint32_t> followed(std::optional<uint32_t> entry_id,
+  /// After the cursor went on. Returns what is resident and was passed over: all of it where the
+  /// cursor is somewhere else now.
+  std::vector<uint32_t> followed(std::span<const uint32_t> used_ids,
                                  const LeastRecentlyUsed& residents);
   void put(uint32_t entry_id, EvictionPrice price);
   /// In uses, or kNeverUsed.

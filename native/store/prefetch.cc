@@ -2,6 +2,7 @@
 // before anybody asks.
 #include <algorithm>
 #include <limits>
+#include <span>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -59,6 +60,7 @@ bool ShardStore::follow_uses(Session& session) {
   if (uses_.empty() || session.plan == nullptr) return false;
   Job& job = *find(session.job_id);
   SessionPlan& plan = *session.plan;
+  std::vector<uint32_t> used_ids;
   for (const Use& use : uses_) {
     if (use.is_resident) ++job.counters.lease_hits;  // that of others was counted when granted
     // The client's word.
@@ -75,16 +77,18 @@ bool ShardStore::follow_uses(Session& session) {
     const PlanCursor::Seen seen = plan.cursor.use(entry->id, *kind);
     ++(seen == PlanCursor::Seen::foreseen ? job.counters.uses_foreseen
                                           : job.counters.uses_unforeseen);
-    note_followed(job, plan, entry->id);
+    used_ids.push_back(entry->id);
   }
+  // Once: a client that jumps in its plan at each use has all that is resident put in order anew.
+  note_followed(job, plan, used_ids);
   queues_.at(job.job_id).looks_ahead = true;
   want_uses(session);
   return true;
 }
 
-void ShardStore::note_followed(Job& job, SessionPlan& plan, std::optional<uint32_t> entry_id) {
+void ShardStore::note_followed(Job& job, SessionPlan& plan, std::span<const uint32_t> used_ids) {
   // What was brought up for uses that did not come takes no place in the window any more.
-  for (const uint32_t passed : plan.followed(entry_id, job.policy.residents()))
+  for (const uint32_t passed : plan.followed(used_ids, job.policy.residents()))
     job.end_prefetch(*job.entries[passed]);
 }
 
@@ -123,7 +127,7 @@ void ShardStore::plan_step(Job& job, uint64_t session_id, const std::vector<uint
     return entry != nullptr && entry->kind == EntryKind::gradient;
   };
   session.plan->cursor.end_step(is_of_step, updates);
-  note_followed(job, *session.plan, std::nullopt);
+  note_followed(job, *session.plan, {});
   // Of a plan that was there before: what is done for the first time moves more.
   const auto ended = session.plan->cursor.last_period();
   const auto plan = ended ? job.plans->find(*ended) : nullptr;
@@ -180,7 +184,7 @@ void ShardStore::plan_updates_made(Job& job, uint64_t session_id) {
   const auto found = sessions_.find(session_id);
   if (found != sessions_.end() && found->second->plan != nullptr) {
     found->second->plan->cursor.end_updates();
-    note_followed(job, *found->second->plan, std::nullopt);
+    note_followed(job, *found->second->plan, {});
   }
   // Gradients are gone, and parameters are on disk that were not.
   job.policy.look_again();

@@ -330,7 +330,7 @@ class ShardStore {
   /// What the session has leased since the last call: with a request, whose grant was counted, or
   /// without one. True where there was something.
   bool follow_uses(Session& session);
-  void note_followed(Job& job, SessionPlan& plan, std::optional<uint32_t> entry_id);
+  static void note_followed(Job& job, SessionPlan& plan, std::span<const uint32_t> used_ids);
   /// Buckets in the order in which the session used their parameters first since its last step,
   /// which is the order in which the next forward will want them.
   std::vector<uint32_t> in_order_of_use(const Job& job,
