@@ -124,7 +124,8 @@ class Shard:
 
 
 class Leases:
-    """Leases of one session. Any thread may ask; each waits for at most a minute.
+    """Leases of one session. Any thread may ask; each waits for at most a minute after the step
+    that it follows has ended.
 
     A lease is over when the last tensor that shares its storage is freed: keep none longer than it
     is used.

@@ -494,7 +494,9 @@ class Session:
         `leases_of`.
         """
         leases = self.leases_of(shard)
-        self._open_steps.settle_before_gradient()
+        # Its slot is free no earlier, and where the daemon dies before the answer came the next one
+        # takes a gradient that is there for one that came after the step.
+        self._open_steps.settle_for_lease()
         return leases
 
     def _shared_leases(self) -> Leases:
@@ -711,10 +713,10 @@ class Session:
 
     def _read(self, shard: Shard) -> torch.Tensor:
         if shard.kind == types_pb2.SHARD_KIND_BLOB:
-            return self._shared_leases().read(shard)
-        if shard.kind != types_pb2.SHARD_KIND_PARAMETER:
-            return self.leases.read(shard)
-        return self.leases_of(shard).read(shard)
+            return self._shared_leases().read(shard)  # no step changes it
+        if shard.kind == types_pb2.SHARD_KIND_PARAMETER:
+            return self.leases_of(shard).read(shard)
+        return self.leases.read(shard)
 
     def _count_step(self, number: int, response: session_pb2.StepResponse, seconds: float) -> None:
         self._committed_step = number

@@ -320,12 +320,6 @@ class Steps:
             self.refuse_if_sealed(shard, "its use")
         self.settle_answered()
 
-    def settle_before_gradient(self) -> None:
-        """Before a gradient: one that came after a step is taken only when it is known what became
-        of that. Its slot is free no earlier anyway, and the next daemon tells by the gradients
-        that there are whether a step is asked for again."""
-        self.settle_for_lease()
-
     def settle_answered(self) -> bool:
         """Settles where the step that is on its way has its answer, or needs somebody to ask for it
         again. Whether one is on its way still."""

@@ -35,7 +35,6 @@ IoRate run(IoBench& self,
            uint32_t depth,
            double seconds,
            double write_share,
-
            bool gathered) {
   const IoRateOptions options{.mix = mix_named(mix),
                               .block_bytes = block_bytes,
