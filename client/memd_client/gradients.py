@@ -30,6 +30,10 @@ class GradientSlot:
         self._held: weakref.ref[torch.Tensor] | None = None
 
     @property
+    def shard(self) -> Shard:
+        return self._shard
+
+    @property
     def present(self) -> bool:
         return self._present
 
@@ -38,10 +42,12 @@ class GradientSlot:
         """Adds `gradient` in its own dtype, as torch adds to `p.grad`."""
         self._check(gradient)
         with self._lock:
-            if self._present:
-                self.tensor(leases).add_(gradient)
-            else:
+            is_first = not self._present
+            if is_first:
                 self._overwrite(gradient, leases)
+            else:
+                self.tensor(leases).add_(gradient)
+            leases.gradient_order.came(self, is_first=is_first)
 
     @torch.no_grad()
     def replace(self, gradient: torch.Tensor, leases: Leases) -> None:

@@ -19,6 +19,7 @@ from memd_client.errors import (
     MemdError,
     from_code,
 )
+from memd_client.gradient_order import GradientOrder
 from memd_client.reattach import AtOnce
 from memd_native import MODE_OVERWRITE, MODE_READ, MODE_WRITE, PART_GRADIENT, PART_VALUE
 
@@ -70,6 +71,8 @@ class DataPlane(Protocol):
         timeout_s: float,
     ) -> Any: ...
     def lease_resident(self, shard_id: int, dtype: int, shape: tuple[int, ...]) -> Any: ...
+    def ask_ahead(self, shard_id: int, part: int, mode: int) -> None: ...
+    def forget_asked(self) -> bool: ...
     def prefetch(self, shard_id: int) -> None: ...
     def follow(self, call: int) -> None: ...
     def statistics(self) -> LeaseStatistics: ...
@@ -137,6 +140,7 @@ class Leases:
         self._retrying = retrying or AtOnce()
         # What leases follow: where it fails they raise its error.
         self.step: FollowedStep = NoStep()
+        self.gradient_order = GradientOrder(plane)
 
     def value(self, shard: Shard, mode: int = MODE_READ) -> torch.Tensor:
         """The bytes of a parameter, buffer or blob, in the shard's shape."""

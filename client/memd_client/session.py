@@ -532,6 +532,9 @@ class Session:
                 format_size(self.host_bytes),
             )
             self._gradients_fit = False
+            if self._leases is not None:
+                # Room that is taken ahead is somebody's who needs it now.
+                self._leases.gradient_order.may_ask = False
         self._shards.update((shard.spec.name, Shard.of(shard)) for shard in shards)
         return shards
 
@@ -571,6 +574,7 @@ class Session:
         known what became of the step: then the same call again asks for it and does nothing else.
         """
         self.refuse_if_unusable()
+        self._end_gradients()
         late = self._settle()
         if self._open_steps.is_asked_again(targets):
             return
@@ -586,6 +590,10 @@ class Session:
         except BaseException:
             self._open_steps.drop_open()
             raise
+
+    def _end_gradients(self) -> None:
+        if self._leases is not None:
+            self._leases.gradient_order.end_round()
 
     def _refuse_stale(self, late: OpenStep, targets: Sequence[SealedTarget]) -> None:
         """Values that stay in this process were those from before `late`, which is committed only
@@ -615,6 +623,7 @@ class Session:
     def drop_gradients(self, shards: Sequence[Shard]) -> None:
         """Forgets the unsealed gradients of `shards`."""
         self.refuse_if_unusable()
+        self._end_gradients()
         self._settle()
         request = session_pb2.DropGradientsRequest(
             session_id=self._session_id, shard_ids=[shard.shard_id for shard in shards]

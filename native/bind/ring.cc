@@ -198,6 +198,19 @@ void bind_ring(nb::module_& module) {
            "shape"_a,
            "The same for reading a value, where that takes no request; otherwise None.")
       .def(
+          "ask_ahead",
+          [](ClientSession& self, uint32_t shard_id, uint8_t part, uint8_t mode) {
+            self.ask_ahead(shard_id, static_cast<Part>(part), static_cast<LeaseMode>(mode));
+          },
+          "shard_id"_a,
+          "part"_a,
+          "mode"_a,
+          "Asks for a lease that `lease` is called for soon, so that the answer is there by then; "
+          "returns at once and may do nothing.")
+      .def("forget_asked",
+           &ClientSession::forget_asked,
+           "Gives back what was asked for ahead and not leased; whether there was any.")
+      .def(
           "prefetch",
           [](ClientSession& self, uint32_t shard_id) { raise_unless_ok(self.prefetch(shard_id)); },
           "shard_id"_a,

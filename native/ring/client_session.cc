@@ -18,11 +18,15 @@
 namespace memd {
 namespace {
 
-// Spinning answers in well under a microsecond while the daemon's core is free; beyond 20 µs the
-// daemon waits for a disk, and the core is better given to it.
 // One look at the connection takes as long as some leases.
 constexpr uint64_t kHitsUnwatched = 1024;
+// Spinning answers in well under a microsecond while the daemon's core is free; beyond 20 µs the
+// daemon waits for a disk, and the core is better given to it.
 constexpr uint64_t kSpinNs = 20'000;
+// Leases that nobody waits for yet: how many, and how long the daemon keeps them. Who comes for one
+// that failed asks anew.
+constexpr size_t kAskedMax = 64;
+constexpr uint64_t kAskedTimeoutNs = 5'000'000'000;
 
 // So many threads may pin one shard at one moment, each once, without a look at what others do.
 constexpr uint32_t kResidentReadersMargin = 1u << 12;
@@ -266,6 +270,8 @@ void ClientSession::suspend() {
   const std::lock_guard lock(mutex_);
   is_suspended_ = true;
   take_completions();
+  for (const auto& asked : asked_) forget(*asked);
+  asked_.clear();
   for (const auto& [request_id, waiting] : waiting_) waiting->is_given_up = true;
   waiting_.clear();
   completed_.notify_all();
@@ -410,49 +416,48 @@ Result<LeasedBytes> ClientSession::lease_by_request(uint32_t shard_id,
   timeout_ns = std::min(timeout_ns, kTimeoutNsMax);
   const SteadyClock clock;
   const uint64_t start_ns = clock.now_ns();
-  const uint32_t pin = mode == LeaseMode::read ? kReaderPin : kWriterPin;
-  Waiting result;
-  result.pin = pin;
+  Waiting own;
+  std::unique_ptr<Asked> asked;
   uint64_t request_id = 0;
   {
     const std::lock_guard lock(mutex_);
     if (is_suspended_) return daemon_has_ended();
-    if (waiting_.size() + abandoned_.size() >= kRingEntries / 2) {
-      return error(StatusCode::unavailable, "too many leases wait at once: ", waiting_.size());
-    }
-    request_id = request_id_next_++;
-    waiting_[request_id] = &result;
-    Request request{};
-    request.request_id = request_id;
-    request.opcode = Opcode::lease;
-    request.shard_id = shard_id;
-    request.part = part;
-    request.mode = mode;
-    request.timeout_ns = timeout_ns;
-    request.after_call = after_call_.load(std::memory_order_relaxed);
-    if (Status status = submit(request); !status.is_ok()) {
-      waiting_.erase(request_id);
-      return status;
+    asked = take_asked(shard_id, part, mode);
+    if (asked == nullptr) {
+      const auto sent = send_lease(shard_id, part, mode, timeout_ns, &own);
+      if (!sent.is_ok()) return sent.status();
+      request_id = sent.value();
+    } else {
+      request_id = asked->request_id;
     }
   }
+  Waiting& result = asked == nullptr ? own : asked->waiting;
   const Status waited = wait_for(request_id, timeout_ns, &result);
-  lease_wait_ns_.fetch_add(clock.now_ns() - start_ns, std::memory_order_relaxed);
+  const uint64_t waited_ns = clock.now_ns() - start_ns;
+  lease_wait_ns_.fetch_add(waited_ns, std::memory_order_relaxed);
   if (!waited.is_ok()) return waited;
   const Completion& completion = result.completion;
-  if (completion.code != 0) {
-    return Status(static_cast<StatusCode>(completion.code),
-                  std::move(result.message),
-                  completion.error_number);
+  const auto code = static_cast<StatusCode>(completion.code);
+  // What came of an earlier question is no answer to this one: its deadline was another, and so was
+  // what else was leased. And what others were asked for ahead may be the room that this one lacks.
+  if (code != StatusCode::ok && asked != nullptr)
+    return lease_by_request(shard_id, part, mode, timeout_ns);
+  if (code == StatusCode::capacity && forget_asked())
+    return lease_by_request(shard_id, part, mode, timeout_ns);
+  if (code != StatusCode::ok) {
+    return Status(code, std::move(result.message), completion.error_number);
   }
+  // Of what was asked for ahead, the wait in the daemon may be over before this one began.
   lease_wait_reason_ns_[completion.wait_reason % kLeaseWaitCount].fetch_add(
-      completion.wait_ns, std::memory_order_relaxed);
+      asked == nullptr ? completion.wait_ns : std::min(completion.wait_ns, waited_ns),
+      std::memory_order_relaxed);
   lease_count_.fetch_add(1, std::memory_order_relaxed);
   leases_held_.fetch_add(1, std::memory_order_relaxed);
   const LeasedBytes lease{.data = base_ + completion.offset_bytes,
                           .length_bytes = completion.length_bytes,
                           .generation = completion.generation,
                           .pin_index = completion.pin,
-                          .pin = pin};
+                          .pin = result.pin};
   if (Status status = map_segments_up_to(completion.offset_bytes + completion.length_bytes);
       !status.is_ok()) {
     release(lease);
@@ -460,6 +465,80 @@ Result<LeasedBytes> ClientSession::lease_by_request(uint32_t shard_id,
   }
   note_use(shard_id, part, mode, false);
   return lease;
+}
+
+Result<uint64_t> ClientSession::send_lease(
+    uint32_t shard_id, Part part, LeaseMode mode, uint64_t timeout_ns, Waiting* result) {
+  if (waiting_.size() + abandoned_.size() >= kRingEntries / 2) {
+    return error(StatusCode::unavailable, "too many leases wait at once: ", waiting_.size());
+  }
+  Request request{};
+  request.request_id = request_id_next_++;
+  request.opcode = Opcode::lease;
+  request.shard_id = shard_id;
+  request.part = part;
+  request.mode = mode;
+  request.timeout_ns = timeout_ns;
+  request.after_call = after_call_.load(std::memory_order_relaxed);
+  result->pin = mode == LeaseMode::read ? kReaderPin : kWriterPin;
+  waiting_[request.request_id] = result;
+  if (Status status = submit(request); !status.is_ok()) {
+    waiting_.erase(request.request_id);
+    return status;
+  }
+  return request.request_id;
+}
+
+void ClientSession::ask_ahead(uint32_t shard_id, Part part, LeaseMode mode) {
+  if (!refuse_if_unusable().is_ok()) return;
+  const std::lock_guard lock(mutex_);
+  if (is_suspended_ || asked_.size() == kAskedMax) return;
+  for (const auto& asked : asked_) {
+    if (asked->shard_id == shard_id && asked->part == part) return;
+  }
+  auto asked = std::make_unique<Asked>(Asked{.shard_id = shard_id, .part = part, .mode = mode});
+  asked->after_call = after_call_.load(std::memory_order_relaxed);
+  const auto sent = send_lease(shard_id, part, mode, kAskedTimeoutNs, &asked->waiting);
+  if (!sent.is_ok()) return;  // lease() asks again, and says what is wrong
+  asked->request_id = sent.value();
+  asked_.push_back(std::move(asked));
+}
+
+std::unique_ptr<ClientSession::Asked> ClientSession::take_asked(uint32_t shard_id,
+                                                                Part part,
+                                                                LeaseMode mode) {
+  const auto found = std::find_if(asked_.begin(), asked_.end(), [&](const auto& asked) {
+    return asked->shard_id == shard_id && asked->part == part;
+  });
+  if (found == asked_.end()) return nullptr;
+  auto asked = std::move(*found);
+  asked_.erase(found);
+  const bool is_same =
+      asked->mode == mode && asked->after_call == after_call_.load(std::memory_order_relaxed);
+  if (is_same) return asked;
+  // A writer of the same bytes would wait for itself.
+  forget(*asked);
+  return nullptr;
+}
+
+void ClientSession::forget(Asked& asked) {
+  take_completions();
+  if (!asked.waiting.done) {
+    waiting_.erase(asked.request_id);
+    abandoned_[asked.request_id] = asked.waiting.pin;
+    return;
+  }
+  if (asked.waiting.completion.code != 0) return;
+  const uint32_t pin = asked.waiting.completion.pin;
+  give_back(pin, asked.waiting.pin);
+  held_.get()[pin % kPinCount].fetch_sub(asked.waiting.pin, std::memory_order_seq_cst);
+}
+
+bool ClientSession::forget_asked() {
+  if (is_in_forked_child()) return false;
+  const std::lock_guard lock(mutex_);
+  for (const auto& asked : asked_) forget(*asked);
+  return std::exchange(asked_, {}).size() != 0;
 }
 
 void ClientSession::release(const LeasedBytes& lease) noexcept {

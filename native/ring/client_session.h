@@ -71,6 +71,13 @@ class ClientSession {
                                        LeaseMode mode,
                                        uint64_t timeout_ns);
   void release(const LeasedBytes& lease) noexcept;
+  /// Asks for a lease that lease() is called for soon, so that the answer is there by then: returns
+  /// at once, and does nothing where this cannot be asked now. What comes of it, an error too, is
+  /// of no consequence before lease() of the same.
+  void ask_ahead(uint32_t shard_id, Part part, LeaseMode mode);
+  /// Nobody leases what was asked for ahead: pins that were granted for it are given back. Whether
+  /// there was any.
+  bool forget_asked();
   /// May be dropped where the ring is full.
   Status prefetch(uint32_t shard_id);
   /// What is asked for from now on comes after the step of this call, whichever of them reaches the
@@ -100,6 +107,16 @@ class ClientSession {
     std::string message;
   };
 
+  /// A lease that was asked for and that nobody waits for yet.
+  struct Asked {
+    uint32_t shard_id = 0;
+    Part part = Part::value;
+    LeaseMode mode = LeaseMode::read;
+    uint64_t after_call = 0;
+    uint64_t request_id = 0;
+    Waiting waiting{};
+  };
+
   ClientSession(SharedMemory memory,
                 SharedMemory table,
                 ClientSessionOptions options,
@@ -109,6 +126,13 @@ class ClientSession {
   /// Takes what has completed and wakes those who wait for it. Called with `mutex_` held.
   void take_completions();
   Status wait_for(uint64_t request_id, uint64_t timeout_ns, Waiting* result);
+  /// The request for a lease, in `waiting_` until it is answered. Called with `mutex_` held.
+  Result<uint64_t> send_lease(
+      uint32_t shard_id, Part part, LeaseMode mode, uint64_t timeout_ns, Waiting* result);
+  /// What was asked for ahead, if it is this lease and still good. Called with `mutex_` held.
+  std::unique_ptr<Asked> take_asked(uint32_t shard_id, Part part, LeaseMode mode);
+  /// Called with `mutex_` held.
+  void forget(Asked& asked);
   void give_back(uint32_t pin_index, uint32_t pin) noexcept;
   /// Tells the daemon's plans.
   void note_use(uint32_t shard_id, Part part, LeaseMode mode, bool is_resident) noexcept;
@@ -140,8 +164,9 @@ class ClientSession {
   uint32_t completion_head_ = 0;
   uint64_t request_id_next_ = 1;
   std::unordered_map<uint64_t, Waiting*> waiting_;
-  std::atomic<bool> is_suspended_{false};     // changes with the mutex
-  std::atomic<uint32_t> resident_leases_{0};  // that are being had this moment
+  std::vector<std::unique_ptr<Asked>> asked_;  // a few
+  std::atomic<bool> is_suspended_{false};      // changes with the mutex
+  std::atomic<uint32_t> resident_leases_{0};   // that are being had this moment
   // What of each pin counter is held here: the shared one may hold more, of a grant that the daemon
   // counted and died before it told. Only reconnect() compares. Pages that no pin touched cost
   // nothing.

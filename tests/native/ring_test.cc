@@ -548,6 +548,132 @@ TEST_F(RingTest, a_lease_granted_after_its_client_gave_up_is_given_back) {
   EXPECT_EQ(client_->statistics().leases_held, 0);
 }
 
+TEST_F(RingTest, what_was_asked_ahead_is_leased_without_another_request) {
+  client_->ask_ahead(3, Part::gradient, LeaseMode::overwrite);
+  client_->ask_ahead(3, Part::gradient, LeaseMode::overwrite);  // asked for already
+  const Request request = next_request();
+  EXPECT_EQ(request.shard_id, 3u);
+  grant(request, 7);
+  const auto lease = client_->lease(3, Part::gradient, LeaseMode::overwrite, kSecond);
+  ASSERT_TRUE(lease.is_ok()) << lease.status().message();
+  EXPECT_EQ(lease.value().pin_index, 7u);
+  EXPECT_FALSE(ring_.poll().has_value());
+  client_->release(lease.value());
+  EXPECT_EQ(ring_.pins(7), 0u);
+  // The next one is a request again.
+  std::thread again([&] {
+    EXPECT_TRUE(client_->lease(3, Part::gradient, LeaseMode::overwrite, 10 * kSecond).is_ok());
+  });
+  grant(next_request(), 7);
+  again.join();
+  EXPECT_EQ(ring_.pins(7), kWriterPin);
+}
+
+TEST_F(RingTest, who_comes_before_the_answer_to_what_was_asked_ahead_waits_for_that) {
+  client_->ask_ahead(3, Part::gradient, LeaseMode::overwrite);
+  const Request request = next_request();
+  std::thread client([&] {
+    const auto lease = client_->lease(3, Part::gradient, LeaseMode::overwrite, 10 * kSecond);
+    ASSERT_TRUE(lease.is_ok()) << lease.status().message();
+    EXPECT_EQ(lease.value().pin_index, 7u);
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  grant(request, 7);
+  client.join();
+  EXPECT_FALSE(ring_.poll().has_value());
+}
+
+TEST_F(RingTest, what_was_asked_ahead_and_is_not_wanted_is_given_back) {
+  client_->ask_ahead(1, Part::gradient, LeaseMode::overwrite);  // granted before
+  client_->ask_ahead(2, Part::gradient, LeaseMode::overwrite);  // granted after
+  grant(next_request(), 5);
+  const Request late = next_request();
+  EXPECT_EQ(ring_.pins(5), kWriterPin);
+  EXPECT_TRUE(client_->forget_asked());
+  EXPECT_EQ(ring_.pins(5), 0u);
+  EXPECT_FALSE(client_->forget_asked());
+  grant(late, 6);
+  EXPECT_EQ(ring_.pins(6), kWriterPin);
+  // Whatever the client does next takes what has come.
+  std::thread client([&] {
+    const auto lease = client_->lease(3, Part::value, LeaseMode::write, 10 * kSecond);
+    ASSERT_TRUE(lease.is_ok()) << lease.status().message();
+    client_->release(lease.value());
+  });
+  grant(next_request(), 8);
+  client.join();
+  EXPECT_EQ(ring_.pins(6), 0u);
+}
+
+TEST_F(RingTest, what_was_asked_ahead_is_no_answer_to_another_lease_of_the_shard) {
+  client_->ask_ahead(1, Part::gradient, LeaseMode::overwrite);
+  grant(next_request(), 5);
+  std::thread client([&] {
+    const auto lease = client_->lease(1, Part::gradient, LeaseMode::write, 10 * kSecond);
+    ASSERT_TRUE(lease.is_ok()) << lease.status().message();
+    client_->release(lease.value());
+  });
+  const Request request = next_request();
+  EXPECT_EQ(request.mode, LeaseMode::write);
+  EXPECT_EQ(ring_.pins(5), 0u);  // or the writer would wait for itself
+  grant(request, 5);
+  client.join();
+}
+
+TEST_F(RingTest, an_error_of_what_was_asked_ahead_is_asked_for_again) {
+  client_->ask_ahead(1, Part::gradient, LeaseMode::overwrite);
+  Completion completion{};
+  completion.request_id = next_request().request_id;
+  ring_.publish(completion, error(StatusCode::capacity, "no room then"));
+  std::thread client([&] {
+    const auto lease = client_->lease(1, Part::gradient, LeaseMode::overwrite, 10 * kSecond);
+    EXPECT_TRUE(lease.is_ok()) << lease.status().message();
+  });
+  grant(next_request(), 5);
+  client.join();
+}
+
+TEST_F(RingTest, a_lease_without_room_gets_what_was_asked_ahead) {
+  client_->ask_ahead(1, Part::gradient, LeaseMode::overwrite);
+  grant(next_request(), 5);
+  std::thread client([&] {
+    const auto lease = client_->lease(2, Part::value, LeaseMode::write, 10 * kSecond);
+    EXPECT_TRUE(lease.is_ok()) << lease.status().message();
+  });
+  Completion full{};
+  full.request_id = next_request().request_id;
+  ring_.publish(full, error(StatusCode::capacity, "all pins are this session's"));
+  const Request again = next_request();
+  EXPECT_EQ(ring_.pins(5), 0u);
+  grant(again, 6);
+  client.join();
+  // Nothing is asked ahead any more: now it is the answer.
+  std::thread other([&] {
+    EXPECT_EQ(client_->lease(2, Part::value, LeaseMode::write, 10 * kSecond).status().code(),
+              StatusCode::capacity);
+  });
+  full.request_id = next_request().request_id;
+  ring_.publish(full, error(StatusCode::capacity, "all pins are this session's"));
+  other.join();
+}
+
+TEST_F(RingTest, what_was_asked_of_one_daemon_is_not_leased_from_the_next) {
+  client_->ask_ahead(1, Part::gradient, LeaseMode::overwrite);
+  client_->ask_ahead(2, Part::gradient, LeaseMode::overwrite);
+  grant(next_request(), 5);
+  client_->suspend();
+  EXPECT_EQ(ring_.pins(5), 0u);
+  client_->ask_ahead(3, Part::gradient, LeaseMode::overwrite);  // of nobody
+  client_->reconnect(OwnedFd());
+  EXPECT_EQ(next_request().shard_id, 2u);
+  EXPECT_FALSE(ring_.poll().has_value());
+  std::thread client([&] {
+    EXPECT_TRUE(client_->lease(1, Part::gradient, LeaseMode::overwrite, 10 * kSecond).is_ok());
+  });
+  grant(next_request(), 5);
+  client.join();
+}
+
 TEST_F(RingTest, a_closed_session_refuses_leases_and_takes_them_back) {
   std::thread daemon([&] { grant(next_request(), 5); });
   const auto lease = client_->lease(1, Part::value, LeaseMode::read, kSecond).value();

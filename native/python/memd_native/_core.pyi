@@ -107,6 +107,16 @@ class ClientSession:
         The same for reading a value, where that takes no request; otherwise None.
         """
 
+    def ask_ahead(self, shard_id: int, part: int, mode: int) -> None:
+        """
+        Asks for a lease that `lease` is called for soon, so that the answer is there by then; returns at once and may do nothing.
+        """
+
+    def forget_asked(self) -> bool:
+        """
+        Gives back what was asked for ahead and not leased; whether there was any.
+        """
+
     def prefetch(self, shard_id: int) -> None:
         """
         Asks for the shard to be brought up; returns at once and may be dropped.
