@@ -351,15 +351,16 @@ bool ClientSession::begin_resident_lease() noexcept {
 
 std::optional<LeasedBytes> ClientSession::lease_resident(uint32_t shard_id) noexcept {
   if (shard_id >= kTableRows || is_in_forked_child()) return std::nullopt;
-  // What the table shows may be from before the step that this one has to follow.
-  if (after_call_.load(std::memory_order_relaxed) != 0) return std::nullopt;
   if (closed_.load(std::memory_order_relaxed)) return std::nullopt;
   if (layout_->header.ended.load(std::memory_order_relaxed) != 0) return std::nullopt;
   if (!begin_resident_lease()) return std::nullopt;
   const PinWords<std::atomic> words{.counters = layout_->pins,
                                     .counter_count = kPinCount,
                                     .release_wanted = layout_->header.release_wanted,
-                                    .requests_only = layout_->header.requests_only};
+                                    .requests_only = layout_->header.requests_only,
+                                    .resident_call = layout_->header.resident_call,
+                                    .tag = layout_->header.tag.load(std::memory_order_relaxed),
+                                    .after_call = after_call_.load(std::memory_order_relaxed)};
   const auto place = pin_resident(
       rows_->rows[shard_id],
       words,

@@ -16,7 +16,7 @@ namespace memd {
 
 /// Where what lies here changes, the ledger's version is raised too: a daemon that cannot read
 /// whose pins they are must not go on with the memory that they are on.
-inline constexpr uint32_t kProtocolVersion = 2;
+inline constexpr uint32_t kProtocolVersion = 3;
 inline constexpr uint64_t kSessionMagic = 0x3130'6e73'646d'656d;  // "memdsn01"
 
 inline constexpr uint32_t kRingEntries = 1024;
@@ -125,6 +125,10 @@ struct SessionHeader {
   std::atomic<uint32_t> ended;
   // Server: 1 once it is about to: what is leased without a request from here on is nobody's.
   std::atomic<uint32_t> requests_only;
+  // Server: whose own the rows of the shard table are that only one session may lease.
+  std::atomic<uint32_t> tag;
+  // Server: see PinWords.
+  std::atomic<uint64_t> resident_call;
   // Client: 1 while it sleeps on completion_tail.
   alignas(64) std::atomic<uint32_t> client_sleeping;
   // Client: places of the use log that its threads have taken; a word may follow a little later.

@@ -21,11 +21,21 @@ inline constexpr uint32_t kPinReadersMax = kWriterPin - kReaderPin;
 constexpr uint32_t pin_readers(uint32_t pins) { return pins & kPinReadersMax; }
 constexpr uint32_t pin_writers(uint32_t pins) { return pins >> 16; }
 
-/// {leasable: 8, generation: 24 (low bits), pin counter: 32}
-constexpr uint64_t row_word(bool is_leasable, uint64_t generation, uint32_t pin) {
-  return (uint64_t{is_leasable} << 56) | ((generation & 0xff'ffff) << 32) | pin;
+/// Who leases a shard without a request. Everything else is the tag of one session, which alone
+/// sees what its step has made and not committed yet.
+inline constexpr uint8_t kNobody = 0;
+inline constexpr uint8_t kEverybody = 1;
+inline constexpr uint8_t kFirstTag = 2;
+inline constexpr uint8_t kLastTag = 255;
+
+/// {audience: 8, generation: 24 (low bits), pin counter: 32}
+constexpr uint64_t row_word(uint8_t audience, uint64_t generation, uint32_t pin) {
+  return (uint64_t{audience} << 56) | ((generation & 0xff'ffff) << 32) | pin;
 }
-constexpr bool row_is_leasable(uint64_t word) { return word >> 56 == 1; }
+constexpr bool row_is_leasable(uint64_t word, uint32_t tag) {
+  const auto audience = static_cast<uint8_t>(word >> 56);
+  return audience == kEverybody || (audience >= kFirstTag && audience == tag);
+}
 constexpr uint32_t row_pin(uint64_t word) { return static_cast<uint32_t>(word); }
 
 /// Where the value of a shard lies.
@@ -52,17 +62,17 @@ struct BasicShardRow {
 /// pins after it sees.
 template <template <typename> typename Atomic>
 void withdraw(BasicShardRow<Atomic>& row) {
-  row.word.store(row_word(false, 0, 0));
+  row.word.store(row_word(kNobody, 0, 0));
 }
 
 /// Of a row that is withdrawn. Whoever leases it holds a pin of the slot that `place` is in, which
 /// is freed, changed or used for another shard only after a withdrawal and a look at the pins.
 template <template <typename> typename Atomic>
-void publish(BasicShardRow<Atomic>& row, const ShardPlace& place) {
+void publish(BasicShardRow<Atomic>& row, const ShardPlace& place, uint8_t audience = kEverybody) {
   row.offset_bytes.store(place.offset_bytes);
   row.length_bytes.store(place.length_bytes);
   row.generation.store(place.generation);
-  row.word.store(row_word(true, place.generation, place.pin));
+  row.word.store(row_word(audience, place.generation, place.pin));
 }
 
 /// Takes a slot away from those who might lease what is in it, or finds that somebody did: then all
@@ -97,6 +107,12 @@ struct PinWords {
   uint32_t counter_count;
   const Atomic<uint32_t>& release_wanted;
   const Atomic<uint32_t>& requests_only;
+  /// The newest step call of the session that the table accounts for: before the daemon says so it
+  /// withdraws what the step updates, and before it publishes any of that again for a step that
+  /// failed it takes it back.
+  const Atomic<uint64_t>& resident_call;
+  uint32_t tag;
+  uint64_t after_call;  // the step call that the lease follows; 0: none that is on its way
 };
 
 /// Where the shard lies, with a pin that is the caller's to give back; nothing where a request has
@@ -117,18 +133,26 @@ std::optional<ShardPlace> pin_resident(const BasicShardRow<Atomic>& row,
                                        const Ring& ring) {
   const uint64_t guess = row.word.load();
   const uint32_t pin = row_pin(guess);
-  if (!row_is_leasable(guess) || pin >= words.counter_count || !before_pin(pin)) {
+  // Before the second look at the word: what the step updates is withdrawn by then. Without a step
+  // to follow nothing of it matters.
+  const uint64_t call = words.after_call == 0 ? 0 : words.resident_call.load();
+  if (!row_is_leasable(guess, words.tag) || pin >= words.counter_count || call < words.after_call ||
+      !before_pin(pin)) {
     return std::nullopt;
   }
   words.counters[pin].fetch_add(kReaderPin);
   const uint64_t word = row.word.load();
-  if (row_is_leasable(word) && row_pin(word) == pin) {
+  if (row_is_leasable(word, words.tag) && row_pin(word) == pin) {
     const ShardPlace place{.pin = pin,
                            .offset_bytes = row.offset_bytes.load(),
                            .length_bytes = row.length_bytes.load(),
                            .generation = row.generation.load()};
-    // The daemon says that it gives the session up before it stops looking at its pins.
-    if (row.word.load() == word && words.requests_only.load() == 0) return place;
+    // The daemon says that it gives the session up before it stops looking at its pins, and that a
+    // step failed before it publishes again what was there before that.
+    if (row.word.load() == word && words.requests_only.load() == 0 &&
+        (words.after_call == 0 || words.resident_call.load() == call)) {
+      return place;
+    }
   }
   unpin(words.counters[pin], kReaderPin, words.release_wanted, ring);
   undo_pin(pin);

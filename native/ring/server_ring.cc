@@ -57,10 +57,21 @@ Result<ServerRing> ServerRing::adopt(OwnedFd session, OwnedFd doorbell) {
   ring.completion_tail_ = header.completion_tail.load(std::memory_order_acquire);
   ring.use_head_ = header.use_head.load(std::memory_order_acquire);
   ring.want_use_after(0);
+  // Of no use to a client that changed it: it would see what another session of its own job has not
+  // committed.
+  const uint32_t tag = header.tag.load(std::memory_order_acquire);
+  if (tag >= kFirstTag && tag <= kLastTag) ring.tag_ = static_cast<uint8_t>(tag);
+  // What the daemon before accounted for, this one has not yet.
+  ring.set_resident_call(0);
   ring.is_paused_ = true;
   ring.wake();
   ring.want_release(false);
   return ring;
+}
+
+void ServerRing::set_tag(uint8_t tag) {
+  tag_ = tag;
+  header().tag.store(tag, std::memory_order_seq_cst);
 }
 
 void ServerRing::discard_requests() {

@@ -413,6 +413,7 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
   if (!table.is_ok()) return table.status();
   job->table = std::move(table).value();
   job->sessions = sessions;
+  keep_tags(*job);
   // Trainers go on leasing what the daemon before has published. From here on they begin none, and
   // each pin that counts is seen by whoever is to free its slot.
   job->clear_table();

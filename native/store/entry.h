@@ -116,8 +116,11 @@ class Entry {
   std::vector<Replica> replicas;
   uint32_t task_count = 0;  // tile tasks that use it
   bool is_in_step = false;  // a step that runs reads or replaces it
+  // Steps that were accepted and will replace it: until then its session leases it by request.
+  uint32_t steps_before = 0;
   // What is read of it is what a step made of it that is not committed yet.
   bool is_ahead = false;
+  uint8_t audience = kEverybody;  // while it is ahead: the tag of the step's session
   Prefetched prefetched = Prefetched::no;
   bool prefetch_failed = false;  // not tried again before it was used
 

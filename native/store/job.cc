@@ -479,7 +479,8 @@ ShardRow* Job::row_of(uint32_t shard_id) {
 bool Job::can_publish(const Entry& entry) const {
   // Of what a writer fills, of what may take another one's place with a step, and of what a job
   // that is stopped has, each lease is the store's to decide.
-  return may_publish && stopped.is_ok() && !entry.is_ahead && entry.kind != EntryKind::gradient &&
+  return may_publish && stopped.is_ok() && entry.kind != EntryKind::gradient &&
+         (entry.is_ahead ? entry.audience >= kFirstTag : entry.steps_before == 0) &&
          entry.is_resident() && entry.slot != nullptr && entry.pending == nullptr &&
          entry.owner == entry.kept_owner;
 }
@@ -500,7 +501,8 @@ void Job::publish_shard(const Entry& entry, uint32_t shard_id, uint32_t index) {
                  .offset_bytes = entry.slot->offset_bytes +
                                  (entry.kind == EntryKind::bytes ? 0 : shard.offset_bytes()),
                  .length_bytes = shard.bytes,
-                 .generation = shard.generation});
+                 .generation = shard.leased_generation()},
+                entry.is_ahead ? entry.audience : kEverybody);
   shard.is_published = true;
   entry.slot->is_published = true;
 }

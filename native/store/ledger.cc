@@ -16,7 +16,7 @@ namespace memd {
 namespace {
 
 constexpr uint64_t kLedgerMagic = 0x3130'676c'646d'656d;  // "memdlg01"
-constexpr uint32_t kLedgerVersion = 2;
+constexpr uint32_t kLedgerVersion = 3;
 
 // Sparse: pages that nobody touched cost nothing.
 constexpr uint32_t kClaimsMax = 1u << 16;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <set>
 #include <utility>
 
 #include "base/check.h"
@@ -380,6 +381,26 @@ void ShardStore::add_to_pool(Segment old_segment) {
   });
 }
 
+void ShardStore::give_tag(const Job& job, Session& session) {
+  for (uint32_t tag = kFirstTag; tag <= kLastTag; ++tag) {
+    const bool is_taken =
+        std::any_of(job.sessions.begin(), job.sessions.end(), [tag, &session](const auto& other) {
+          return other.get() != &session && other->ring.tag() == tag;
+        });
+    if (!is_taken) return session.ring.set_tag(static_cast<uint8_t>(tag));
+  }
+  session.ring.set_tag(kNobody);
+}
+
+void ShardStore::keep_tags(const Job& job) {
+  std::set<uint8_t> given;
+  for (const auto& session : job.sessions) {
+    const uint8_t tag = session->ring.tag();
+    if (tag == kNobody || !given.insert(tag).second) give_tag(job, *session);
+    given.insert(session->ring.tag());
+  }
+}
+
 Result<std::shared_ptr<Session>> ShardStore::attach(uint64_t job_id, const SessionOwner& owner) {
   Job* const job = find(job_id);
   if (job == nullptr) return error(StatusCode::not_found, "there is no job with id ", job_id);
@@ -400,6 +421,7 @@ Result<std::shared_ptr<Session>> ShardStore::attach(uint64_t job_id, const Sessi
                                                    .owner = owner,
                                                    .step_committed = 0,
                                                    .plan = nullptr});
+  give_tag(*job, *session);
   MEMD_FAILPOINT("session.before_attached");
   if (Status kept = keep_session(*job, *session); !kept.is_ok()) return kept;
   job->sessions.push_back(session);

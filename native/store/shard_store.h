@@ -254,6 +254,10 @@ class ShardStore {
   /// Before anything is said in them.
   void keep_tile_words(Job& job);
   void note_session(Job& job, const Session& session);
+  /// One that no other session of the job has; where there are too many, none.
+  static void give_tag(const Job& job, Session& session);
+  /// Of sessions that were adopted: as the daemon before gave them, where no client changed them.
+  static void keep_tags(const Job& job);
   Status keep_session(Job& job, const Session& session);
   void forget_session(Job& job, uint64_t session_id);
 
@@ -402,12 +406,14 @@ class ShardStore {
   void start_step(const std::shared_ptr<StepState>& state);
   void hold_entries(StepState& state);
   void let_go_of_entries(StepState& state);
+  void publish_values(const StepState& state);
   void publish_bucket(StepState& state, const Bucket& bucket);
   /// What a lease of a parameter's value has to wait for: its update, or the commit of it.
   std::optional<std::pair<LeaseWait, std::string>> update_before(const Job& job,
                                                                  const LeaseRequest& request,
                                                                  const Entry& entry) const;
   void note_call(const StepRequest& request);
+  void let_lease_after(const StepRequest& request);
   void note_call_failed(const Job& job, const StepRequest& request, const Status& why);
   Status swap_staged_buffers(const std::shared_ptr<StepState>& state);
   void update_buckets(const std::shared_ptr<StepState>& state);

@@ -378,6 +378,7 @@ bool ShardStore::joins_earlier_step(Job& job, const StepRequest& request, StepDo
       continue;
     state->also_done.push_back(std::move(done));
     state->request.call = request.call;
+    if (!state->is_undoing) let_lease_after(request);
     return true;
   }
   if (request.step > job.committed_step) return false;
@@ -387,7 +388,7 @@ bool ShardStore::joins_earlier_step(Job& job, const StepRequest& request, StepDo
     report.committed_step = job.committed_step;
     report.durable_step = job.durable_step;
     report.disk_error = job.disk_error.message();
-    if (!repeated.is_ok()) note_call_failed(job, request, repeated);
+    repeated.is_ok() ? let_lease_after(request) : note_call_failed(job, request, repeated);
     done(repeated, report);
   } else {
     // That its own gradients made this step is not known: silence could lose one.
@@ -442,6 +443,12 @@ void ShardStore::note_call(const StepRequest& request) {
   if (request.call == session->second->call_failed) session->second->call_failed = 0;
 }
 
+// What the step updates is in the table for nobody, or as the step has made it.
+void ShardStore::let_lease_after(const StepRequest& request) {
+  const auto session = sessions_.find(request.session_id);
+  if (session != sessions_.end()) session->second->ring.set_resident_call(request.call);
+}
+
 // Whoever follows it in the ring would compute with what it was to replace.
 void ShardStore::note_call_failed(const Job& job, const StepRequest& request, const Status& why) {
   const auto session = sessions_.find(request.session_id);
@@ -469,7 +476,13 @@ void ShardStore::accept_step(
       job.note_shard(shard_id);
     }
   }
+  for (const uint32_t index : state->buckets) {
+    Entry& value = *job.buckets[index].value;
+    ++value.steps_before;
+    job.withdraw(value);
+  }
   note_call(request);
+  let_lease_after(request);
   state->update_order = in_order_of_use(job, request.session_id, state->buckets);
   plan_step(job, request.session_id, state->update_order);
   state->request = std::move(request);
@@ -699,6 +712,8 @@ void ShardStore::publish_bucket(StepState& state, const Bucket& bucket) {
   for (const uint32_t shard_id : bucket.shards)
     job.shards[shard_id].is_ahead = state.group_of.contains(shard_id);
   value.is_ahead = true;
+  const auto session = sessions_.find(state.request.session_id);
+  value.audience = session == sessions_.end() ? kNobody : session->second->ring.tag();
   if (value.residency() == Residency::filling)
     job.move(value, Residency::filling, Residency::clean);
   --value.task_count;
@@ -948,6 +963,13 @@ void ShardStore::undo_step(const std::shared_ptr<StepState>& state, const Status
   // What was published may be on its way from the disk, from extents that go back now.
   state->is_undoing = true;
   Job& job = *state->job;
+  const auto session = sessions_.find(state->request.session_id);
+  if (session != sessions_.end()) session->second->ring.set_resident_call(0);
+  for (Entry* const entry : state->held) {
+    if (!entry->is_ahead) continue;
+    entry->audience = kNobody;
+    job.withdraw(*entry);
+  }
   const auto is_still = [state] {
     return std::none_of(state->held.begin(), state->held.end(), [](const Entry* entry) {
       return entry->is_ahead && entry->task_count != 0;
@@ -979,7 +1001,19 @@ void ShardStore::undo_now(const std::shared_ptr<StepState>& state) {
     if (!state->in_memory) job.roll_back(extents_);
   }
   if (state->swapped) exchange_buffers(*state, false);
+  publish_values(*state);
   unseal(*state);
+}
+
+// They are everybody's again, as they are now.
+void ShardStore::publish_values(const StepState& state) {
+  Job& job = *state.job;
+  for (const uint32_t index : state.buckets) {
+    Entry& value = *job.buckets[index].value;
+    --value.steps_before;
+    job.withdraw(value);
+    job.publish(value);
+  }
 }
 
 void ShardStore::commit_step(const std::shared_ptr<StepState>& state) {
@@ -1033,10 +1067,9 @@ void ShardStore::publish_step(const std::shared_ptr<StepState>& state) {
   drop_staged(*state);
   for (const uint32_t index : state->buckets) {
     const Entry& value = *job.buckets[index].value;
-    if (!value.is_resident()) continue;
-    job.note(value);
-    job.publish(value);
+    if (value.is_resident()) job.note(value);
   }
+  publish_values(*state);
   MEMD_FAILPOINT("step.before_gradients_dropped");
   const Shard* const first = job.shards.data();
   drop_gradients_of(job, [&](const Shard& shard) {

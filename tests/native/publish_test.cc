@@ -1,5 +1,8 @@
 // Parameters whose update is made while the step that makes it still runs.
 #include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
 
 #include "store_fixture.h"
 
@@ -50,7 +53,7 @@ class PublishTest : public ::testing::Test {
     return {.session_id = session_,
             .groups = {{.settings = settings_, .shard_ids = {ids_[0], ids_[1]}}},
             .staged_buffers = {},
-            .step = 0,
+            .step = step_number_,
             .call = call};
   }
   Job& job() { return heart_->job(session_); }
@@ -94,6 +97,31 @@ class PublishTest : public ::testing::Test {
     heart_->release(held);
   }
 
+  /// As a client leases without a request; the pin is given back at once.
+  std::optional<ShardPlace> look(uint64_t session_id, uint32_t index, uint64_t after_call) {
+    const auto& sessions = job().sessions;
+    const auto found = std::find_if(sessions.begin(), sessions.end(), [&](const auto& session) {
+      return session->session_id == session_id;
+    });
+    const ServerRing& ring = (*found)->ring;
+    const auto memory = SharedMemory::map(OwnedFd(dup(ring.session_fd())), sizeof(SessionLayout));
+    auto& layout = *reinterpret_cast<SessionLayout*>(memory.value().data());
+    const auto& rows = reinterpret_cast<const TableLayout*>(job().table.data())->rows;
+    const PinWords<std::atomic> words{.counters = layout.pins,
+                                      .counter_count = kPinCount,
+                                      .release_wanted = layout.header.release_wanted,
+                                      .requests_only = layout.header.requests_only,
+                                      .resident_call = layout.header.resident_call,
+                                      .tag = layout.header.tag.load(),
+                                      .after_call = after_call};
+    const auto ring_nobody = [] {};
+    const auto place = pin_resident(
+        rows[ids_[index]], words, [](uint32_t) { return true; }, [](uint32_t) {}, ring_nobody);
+    if (place)
+      unpin(layout.pins[place->pin], kReaderPin, layout.header.release_wanted, ring_nobody);
+    return place;
+  }
+
   std::shared_ptr<MemoryDisk> disk_ = std::make_shared<MemoryDisk>(kDiskBytes);
   std::unique_ptr<Heart> heart_;
   uint64_t session_ = 0;
@@ -101,6 +129,7 @@ class PublishTest : public ::testing::Test {
   std::vector<Twin> twins_;
   std::vector<std::vector<float>> old_;  // after the first step
   std::optional<Status> done_;
+  uint64_t step_number_ = 0;  // of the steps to come; 0: whichever it is
   const AdamSettings settings_{.lr = 1e-2};
 };
 
@@ -161,6 +190,90 @@ TEST_F(PublishTest, the_steps_session_goes_on_with_what_is_updated_and_nobody_el
   ASSERT_TRUE(heart_->until([&] { return writer->has_value(); }));
   heart_->release(**writer);
   for (int i : {0, 1}) expect_values(i, twins_[i].theta);
+}
+
+TEST_F(PublishTest, what_a_step_has_updated_its_session_leases_without_a_request) {
+  make(24);
+  const uint64_t other = heart_->attach(job().job_id);
+  EXPECT_FALSE(look(session_, 0, 2)) << "the step has not come";
+  EXPECT_EQ(look(session_, 0, 0)->generation, 1u);
+  begin_step(2);
+  ASSERT_TRUE(look(session_, 0, 2));
+  EXPECT_EQ(look(session_, 0, 2)->generation, 2u);
+  EXPECT_EQ(look(session_, 0, 2)->offset_bytes, job().buckets[0].value->slot->offset_bytes);
+  EXPECT_FALSE(look(session_, 0, 3)) << "a step that has not come";
+  EXPECT_FALSE(look(session_, 1, 2)) << "not updated yet";
+  EXPECT_FALSE(look(other, 0, 0)) << "not committed";
+  const uint64_t late = heart_->attach(job().job_id);
+  EXPECT_FALSE(look(late, 0, 0)) << "not committed";
+  // A writer that waits for the commit keeps the session from nothing.
+  const auto writer = ask(0, 2, LeaseMode::write);
+  heart_->turns();
+  EXPECT_TRUE(look(session_, 0, 2));
+  heart_->faults().clear_faults();
+  heart_->faults().release_stalled();
+  ASSERT_TRUE(heart_->until([&] { return done_ && writer->has_value(); }));
+  ASSERT_TRUE(done_->is_ok()) << done_->message();
+  heart_->release(**writer);
+  expect_values(0, twins_[0].theta);
+  for (const uint64_t session : {session_, other, late}) {
+    ASSERT_TRUE(look(session, 0, 0));
+    EXPECT_EQ(look(session, 0, 0)->generation, 2u);
+  }
+}
+
+TEST_F(PublishTest, what_failed_is_leased_by_request_alone_until_the_next_step) {
+  make(24);
+  begin_step(2);
+  ASSERT_TRUE(look(session_, 0, 2));
+  fail_step();
+  ASSERT_TRUE(heart_->until([&] { return done_.has_value(); }));
+  ASSERT_FALSE(done_->is_ok());
+  job().nvme_bytes = kQuotaBytes;
+  for (int i : {0, 1}) expect_values(i, old_[i]);
+  for (int i : {0, 1}) {
+    EXPECT_FALSE(look(session_, i, 2)) << "a request says why it failed";
+    ASSERT_TRUE(look(session_, i, 0));
+    EXPECT_EQ(look(session_, i, 0)->generation, 1u);
+  }
+  ASSERT_TRUE(heart_->step(request(3)).first.is_ok());
+  for (int i : {0, 1}) {
+    expect_values(i, twins_[i].theta);
+    EXPECT_EQ(look(session_, i, 3)->generation, 2u);
+  }
+}
+
+TEST_F(PublishTest, a_step_that_is_refused_leaves_the_table_as_it_was) {
+  make(24);
+  StepRequest wrong = request(2);
+  wrong.step = 7;  // accepted, and refused when its turn has come
+  EXPECT_EQ(heart_->step(wrong).first.code(), StatusCode::fenced);
+  for (int i : {0, 1}) {
+    EXPECT_FALSE(look(session_, i, 2));
+    ASSERT_TRUE(look(session_, i, 0));
+    EXPECT_EQ(look(session_, i, 0)->generation, 1u);
+  }
+}
+
+TEST_F(PublishTest, a_step_that_is_asked_for_again_is_followed_by_that_call_too) {
+  make(24);
+  step_number_ = 2;
+  begin_step(2);
+  EXPECT_FALSE(look(session_, 0, 5));
+  std::optional<Status> again;
+  heart_->store().step(request(5),
+                       [&again](const Status& status, const StepReport&) { again = status; });
+  EXPECT_TRUE(look(session_, 0, 5));
+  EXPECT_FALSE(look(session_, 1, 5));
+  heart_->faults().clear_faults();
+  heart_->faults().release_stalled();
+  ASSERT_TRUE(heart_->until([&] { return done_ && again; }));
+  EXPECT_TRUE(again->is_ok()) << again->message();
+  heart_->store().step(request(6),
+                       [&again](const Status& status, const StepReport&) { again = status; });
+  EXPECT_TRUE(again->is_ok()) << "it is made: " << again->message();
+  expect_values(0, twins_[0].theta);
+  EXPECT_EQ(look(session_, 0, 6)->generation, 2u);
 }
 
 TEST_F(PublishTest, a_lease_that_overtakes_its_step_waits_for_it) {

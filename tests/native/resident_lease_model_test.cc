@@ -28,7 +28,11 @@ struct SessionWords {
   std::array<Word<uint32_t>, kCounters> pins;
   Word<uint32_t> release_wanted;
   Word<uint32_t> requests_only;
+  Word<uint64_t> resident_call;
 };
+
+/// Of the values of shard 0: from before the step that a client follows, or from after it.
+enum class Made : uint8_t { before, after };
 
 /// What lies at one offset of the arena.
 struct Place {
@@ -53,7 +57,12 @@ struct World {
   std::array<Place, kPlaces> places;
   std::array<Held, kClients> held;
   std::array<bool, kClients> is_attached{true, true};
+  /// Which step call each client's leases follow: never changed.
+  std::array<uint64_t, kClients> after_call{};
+  /// What the values of shard 0 are, by version of its places.
+  std::array<Made, kPlaces> made{Made::before, Made::before, Made::before};
   bool doorbell = false;
+  bool is_committed = false;
   /// By counter: whose slot a daemon that takes over finds there.
   std::array<Word<uint32_t>, kCounters> ledger;
   std::vector<Thread> threads;
@@ -69,6 +78,7 @@ struct World {
       for (const auto& pins : session.pins) all.push_back(pins.peek());
       all.push_back(session.release_wanted.peek());
       all.push_back(session.requests_only.peek());
+      all.push_back(session.resident_call.peek());
     }
     for (const Place& place : places) {
       all.push_back(uint64_t{place.shard} << 32 | place.version << 1 |
@@ -82,6 +92,8 @@ struct World {
     }
     for (const bool is : is_attached) all.push_back(is);
     all.push_back(doorbell);
+    all.push_back(is_committed);
+    for (const Made each : made) all.push_back(static_cast<uint64_t>(each));
     for (const auto& word : ledger) all.push_back(word.peek());
   }
 
@@ -95,6 +107,11 @@ struct World {
       if (place.is_being_written) return who + "a slot that is being written";
       if (place.version != each.version) return who + "bytes that have changed";
       if (each.place.length_bytes != each.shard + 100) return who + "another shard's length";
+      const Made is = made[each.place.offset_bytes];
+      if (each.shard == 0 && after_call[client] != 0 && is == Made::before)
+        return who + "what was there before the step that it follows";
+      if (each.shard == 0 && after_call[client] == 0 && is == Made::after && !is_committed)
+        return who + "what nobody has committed";
     }
     return "";
   }
@@ -128,7 +145,10 @@ std::optional<ShardPlace> lease_rightly(World& world, uint32_t client, uint32_t 
   const PinWords<Word> pins{.counters = words.pins.data(),
                             .counter_count = kCounters,
                             .release_wanted = words.release_wanted,
-                            .requests_only = words.requests_only};
+                            .requests_only = words.requests_only,
+                            .resident_call = words.resident_call,
+                            .tag = kFirstTag + client,
+                            .after_call = world.after_call[client]};
   return pin_resident(
       world.rows[shard],
       pins,
@@ -147,7 +167,7 @@ ShardPlace place_in(const BasicShardRow<Word>& row, uint32_t pin) {
 std::optional<ShardPlace> pin_after_the_look(World& world, uint32_t client, uint32_t shard) {
   const auto& row = world.rows[shard];
   const uint64_t word = row.word.load();
-  if (!row_is_leasable(word)) return std::nullopt;
+  if (!row_is_leasable(word, kNobody)) return std::nullopt;
   const ShardPlace place = place_in(row, row_pin(word));
   if (row.word.load() != word) return std::nullopt;
   world.sessions[client].pins[place.pin].fetch_add(kReaderPin);
@@ -157,7 +177,7 @@ std::optional<ShardPlace> pin_after_the_look(World& world, uint32_t client, uint
 std::optional<ShardPlace> never_look_again(World& world, uint32_t client, uint32_t shard) {
   const auto& row = world.rows[shard];
   const uint64_t word = row.word.load();
-  if (!row_is_leasable(word)) return std::nullopt;
+  if (!row_is_leasable(word, kNobody)) return std::nullopt;
   world.sessions[client].pins[row_pin(word)].fetch_add(kReaderPin);
   return place_in(row, row_pin(word));
 }
@@ -168,7 +188,7 @@ std::optional<ShardPlace> read_the_place_before_the_pin(World& world,
                                                         uint32_t shard) {
   const auto& row = world.rows[shard];
   const uint64_t word = row.word.load();
-  if (!row_is_leasable(word)) return std::nullopt;
+  if (!row_is_leasable(word, kNobody)) return std::nullopt;
   const ShardPlace place = place_in(row, row_pin(word));
   world.sessions[client].pins[place.pin].fetch_add(kReaderPin);
   if (row.word.load() == word) return place;
@@ -180,13 +200,30 @@ std::optional<ShardPlace> read_the_place_before_the_pin(World& world,
 std::optional<ShardPlace> no_third_look(World& world, uint32_t client, uint32_t shard) {
   const auto& row = world.rows[shard];
   const uint64_t guess = row.word.load();
-  if (!row_is_leasable(guess)) return std::nullopt;
+  if (!row_is_leasable(guess, kNobody)) return std::nullopt;
   const uint32_t pin = row_pin(guess);
   world.sessions[client].pins[pin].fetch_add(kReaderPin);
   const uint64_t word = row.word.load();
-  if (row_is_leasable(word) && row_pin(word) == pin) return place_in(row, pin);
+  if (row_is_leasable(word, kNobody) && row_pin(word) == pin) return place_in(row, pin);
   give_back(world, client, pin);
   return std::nullopt;
+}
+
+std::optional<ShardPlace> no_look_at_the_call(World& world, uint32_t client, uint32_t shard) {
+  SessionWords& words = world.sessions[client];
+  const PinWords<Word> pins{.counters = words.pins.data(),
+                            .counter_count = kCounters,
+                            .release_wanted = words.release_wanted,
+                            .requests_only = words.requests_only,
+                            .resident_call = words.resident_call,
+                            .tag = kFirstTag + client,
+                            .after_call = 0};
+  return pin_resident(
+      world.rows[shard],
+      pins,
+      [](uint32_t) { return true; },
+      [](uint32_t) {},
+      [&] { effect([&] { world.doorbell = true; }); });
 }
 
 /// Where the daemon ends the session it looks at its pins no more.
@@ -197,13 +234,35 @@ std::optional<ShardPlace> no_look_at_requests_only(World& world, uint32_t client
   const PinWords<Word> pins{.counters = words.pins.data(),
                             .counter_count = kCounters,
                             .release_wanted = words.release_wanted,
-                            .requests_only = never};
+                            .requests_only = never,
+                            .resident_call = words.resident_call,
+                            .tag = kFirstTag + client,
+                            .after_call = 0};
   return pin_resident(
       world.rows[shard],
       pins,
       [](uint32_t) { return true; },
       [](uint32_t) {},
       [&] { effect([&] { world.doorbell = true; }); });
+}
+
+/// The step may be accepted between the last look at the row and this one.
+std::optional<ShardPlace> look_at_the_call_at_the_end(World& world,
+                                                      uint32_t client,
+                                                      uint32_t shard) {
+  const auto place = no_look_at_the_call(world, client, shard);
+  if (!place || world.sessions[client].resident_call.load() >= world.after_call[client])
+    return place;
+  give_back(world, client, place->pin);
+  return std::nullopt;
+}
+
+/// The step may fail between this look and the one at the row.
+std::optional<ShardPlace> look_at_the_call_at_the_start(World& world,
+                                                        uint32_t client,
+                                                        uint32_t shard) {
+  if (world.sessions[client].resident_call.load() < world.after_call[client]) return std::nullopt;
+  return no_look_at_the_call(world, client, shard);
 }
 
 void release_without_a_look(World& world, uint32_t client, uint32_t pin) {
@@ -251,6 +310,9 @@ struct DaemonMistakes {
   bool detaches_before_it_says_so = false;
   bool does_not_clear_the_table = false;
   bool frees_in_the_ledger_first = false;
+  bool accounts_before_it_withdraws = false;
+  bool publishes_before_it_takes_back = false;
+  bool shows_everybody = false;
 };
 
 struct Slot {
@@ -265,12 +327,28 @@ class Daemon {
 
   const DaemonMistakes& mistakes;
 
-  void publish_shard(uint32_t shard, Slot slot, uint32_t generation) {
+  void publish_shard(uint32_t shard,
+                     Slot slot,
+                     uint32_t generation,
+                     uint8_t audience = kEverybody) {
     publish(world_.rows[shard],
             {.pin = slot.pin,
              .offset_bytes = slot.offset,
              .length_bytes = shard + 100,
-             .generation = generation});
+             .generation = generation},
+            audience);
+  }
+  void account_for(uint64_t call) { world_.sessions[0].resident_call.store(call); }
+  /// Shard 0, as the step of the first client makes it.
+  void make(Slot slot) {
+    write(slot, [&](Place& place) {
+      place.shard = 0;
+      world_.made[slot.offset] = Made::after;
+    });
+  }
+  void commit() {
+    block_until([] { return true; });
+    effect([&] { world_.is_committed = true; });
   }
   void withdraw_shard(uint32_t shard) { withdraw(world_.rows[shard]); }
   bool is_pinned(Slot slot) {
@@ -356,6 +434,7 @@ class Daemon {
 // Shard 0 is in the first slot at the start.
 constexpr Slot kFirst{.pin = 0, .offset = 0};
 constexpr Slot kSecond{.pin = 1, .offset = 1};
+constexpr Slot kThird{.pin = 2, .offset = 2};
 // The counter of a slot that was freed and another place, and the other way round.
 constexpr Slot kSamePin{.pin = 0, .offset = 1};
 constexpr Slot kSamePlace{.pin = 2, .offset = 0};
@@ -499,6 +578,56 @@ bool take_over(Daemon& daemon, uint32_t section) {
   return false;
 }
 
+/// A step of the first client, whose leases follow it: what it makes is its own until the commit.
+void accept_and_publish(Daemon& daemon) {
+  if (daemon.mistakes.accounts_before_it_withdraws) daemon.account_for(1);
+  daemon.withdraw_shard(0);
+  if (!daemon.mistakes.accounts_before_it_withdraws) daemon.account_for(1);
+  daemon.make(kSecond);
+  daemon.publish_shard(0, kSecond, 2, daemon.mistakes.shows_everybody ? kEverybody : kFirstTag);
+}
+
+bool step_and_commit(Daemon& daemon, uint32_t section) {
+  if (section == 0) {
+    accept_and_publish(daemon);
+    return true;
+  }
+  daemon.commit();
+  daemon.withdraw_shard(0);
+  daemon.publish_shard(0, kSecond, 2);
+  return false;
+}
+
+void fail(Daemon& daemon, Slot slot) {
+  if (!daemon.mistakes.publishes_before_it_takes_back) daemon.account_for(0);
+  daemon.withdraw_shard(0);
+  if (slot.pin != kFirst.pin) daemon.fill(0, slot);
+  daemon.publish_shard(0, slot, 1);
+  if (daemon.mistakes.publishes_before_it_takes_back) daemon.account_for(0);
+}
+
+/// It fails: what was there before is everybody's again, and who follows it has to ask. The bytes
+/// come from the disk, into another slot: what was retired never comes back.
+bool step_and_fail(Daemon& daemon, uint32_t section) {
+  if (section == 0) {
+    accept_and_publish(daemon);
+    return true;
+  }
+  fail(daemon, kThird);
+  return false;
+}
+
+/// It fails before it has updated anything.
+bool accept_and_fail(Daemon& daemon, uint32_t section) {
+  if (section == 0) {
+    daemon.withdraw_shard(0);
+    daemon.account_for(1);
+    return true;
+  }
+  fail(daemon, kFirst);
+  return false;
+}
+
 // ---- All orders ---------------------------------------------------------------------------------
 
 struct Scenario {
@@ -507,6 +636,7 @@ struct Scenario {
   DaemonProgram next_daemon = nullptr;
   DaemonMistakes mistakes{};
   bool clients_die = true;
+  bool follows_a_step = false;  // the first client
 };
 
 struct Outcome {
@@ -543,8 +673,9 @@ Outcome explore(const Scenario& scenario) {
   World world;
   world.threads.resize(program.threads.size());
   world.places[kFirst.offset].shard = 0;
+  world.after_call[0] = scenario.follows_a_step ? 1 : 0;
   world.ledger[kFirst.pin].set(1);
-  world.rows[0].word.set(row_word(true, 1, kFirst.pin));
+  world.rows[0].word.set(row_word(kEverybody, 1, kFirst.pin));
   world.rows[0].offset_bytes.set(kFirst.offset);
   world.rows[0].length_bytes.set(100);
   world.rows[0].generation.set(1);
@@ -581,6 +712,14 @@ TEST(ResidentLeaseModel, clients_of_both_shards_are_right_while_these_change_pla
     scenario.clients[1].shards = {1, 0};
     const Outcome outcome = explore(scenario);
     EXPECT_EQ(outcome.fault, std::nullopt) << *outcome.fault;
+  }
+}
+
+TEST(ResidentLeaseModel, who_follows_a_step_leases_what_it_made_and_nobody_else_does) {
+  for (const DaemonProgram daemon : {step_and_commit, step_and_fail, accept_and_fail}) {
+    const Outcome outcome = explore({.daemon = daemon, .follows_a_step = true});
+    EXPECT_EQ(outcome.fault, std::nullopt) << *outcome.fault;
+    EXPECT_GT(outcome.states, 5'000U);
   }
 }
 
@@ -621,6 +760,15 @@ Scenario with_mistakes(const DaemonMistakes& mistakes,
 Scenario with_release(void (*release)(World&, uint32_t, uint32_t)) {
   Scenario scenario = with_mistakes({}, evict_and_reuse);
   scenario.clients[0].release = release;
+  return scenario;
+}
+
+Scenario with_step(const DaemonMistakes& mistakes,
+                   DaemonProgram daemon,
+                   Lease lease = lease_rightly) {
+  Scenario scenario = with_mistakes(mistakes, daemon);
+  scenario.clients[0].lease = lease;
+  scenario.follows_a_step = true;
   return scenario;
 }
 
@@ -669,7 +817,22 @@ INSTANTIATE_TEST_SUITE_P(
                 "client"},
         Mistake{"frees_in_the_ledger_first",
                 with_mistakes({.frees_in_the_ledger_first = true}, evict_with_a_ledger, take_over),
-                "client"}),
+                "client"},
+        Mistake{"accounts_before_it_withdraws",
+                with_step({.accounts_before_it_withdraws = true}, step_and_commit),
+                "before the step"},
+        Mistake{"publishes_before_it_takes_back",
+                with_step({.publishes_before_it_takes_back = true}, step_and_fail),
+                "before the step"},
+        Mistake{"shows_everybody_what_is_not_committed",
+                with_step({.shows_everybody = true}, step_and_fail),
+                "nobody has committed"},
+        Mistake{"looks_at_the_call_at_the_end_alone",
+                with_step({}, step_and_commit, look_at_the_call_at_the_end),
+                "before the step"},
+        Mistake{"looks_at_the_call_at_the_start_alone",
+                with_step({}, step_and_fail, look_at_the_call_at_the_start),
+                "before the step"}),
     [](const auto& tested) { return std::string(tested.param.name); });
 
 }  // namespace
