@@ -107,6 +107,9 @@ class StreamedParameter:
         self._user_count = 0
         self._writing = False
         self._write_count = 0
+        # `_write_count` before the update that a step is to make, and after it.
+        self._updated_from, self._updated_count = 0, 0
+        self._undone_count = 0  # changes after `_write_count` that came to nothing
         self._version = parameter._version
         self._hooked = False
         self._put_away(parameter)
@@ -121,12 +124,13 @@ class StreamedParameter:
 
     @property
     def write_count(self) -> int:
-        """Changes of the value so far, by whomever; those in place that memd does not have yet
-        included."""
+        """Names the value by the changes so far, by whomever; those in place that memd does not
+        have yet included. The name of an update that came to nothing goes to no other value: what
+        autograd saved under it would pass for a later one."""
         parameter = self._parameter()
-        if not self._user_count or parameter is None:
+        if not self._user_count or parameter is None or parameter._version == self._version:
             return self._write_count
-        return self._write_count + parameter._version - self._version
+        return self._write_count + self._undone_count + parameter._version - self._version
 
     def fetch(self, parameter: torch.Tensor, *, mode: int = MODE_READ) -> None:
         """The parameter's bytes are in place until `release`."""
@@ -155,7 +159,7 @@ class StreamedParameter:
             changed = parameter.detach().clone() if copied else None
             if self._writing or change_count:
                 # Through `.data`, changes under a writing lease are not counted.
-                self._write_count += max(change_count, 1)
+                self._note_changes(max(change_count, 1))
                 self.session.mark_written()
             self._put_away(parameter)
             if changed is not None:
@@ -174,18 +178,29 @@ class StreamedParameter:
         """Replaces the value; durable with the next step or when the session is closed."""
         with self._lock:
             self.session.leases_of(self.shard).write(self.shard, value)
-            self._write_count += 1
+            self._note_changes(1)
             self.session.mark_written()
+
+    @contextmanager
+    def held_still(self) -> Iterator[None]:
+        """Inside, other threads neither bring the value nor touch the gradient. These locks come
+        after the turn of `steps.Steps` and before the lock of that."""
+        with self._lock, self.gradient.held_still():
+            yield
 
     def begin_update(self) -> None:
         """A step has the gradient and will change the value."""
         self.gradient.forget()
-        self._write_count += 1
+        self._updated_from = self._write_count
+        self._note_changes(1)
+        self._updated_count = self._write_count
 
     def undo_update(self) -> None:
-        """That step came to nothing."""
+        """That step came to nothing: the value is the one before it."""
         self.gradient.take_back()
-        self._write_count -= 1
+        if self._write_count == self._updated_count:
+            self._undone_count = self._write_count - self._updated_from
+            self._write_count = self._updated_from
 
     def reread(self) -> torch.Tensor:
         """The bytes for backward: those in place, or a lease that lives as long as autograd holds
@@ -204,6 +219,10 @@ class StreamedParameter:
         if parameter.requires_grad and not self._hooked:
             parameter.register_post_accumulate_grad_hook(_take_gradient)
             self._hooked = True
+
+    def _note_changes(self, count: int) -> None:
+        self._write_count += self._undone_count + count
+        self._undone_count = 0
 
     def _lease(self, mode: int) -> torch.Tensor:
         lease = self.session.leases_of(self.shard).value(self.shard, mode)

@@ -12,6 +12,8 @@ from memd_client.errors import InvalidArgument
 from memd_client.leases import MODE_OVERWRITE, MODE_READ, MODE_WRITE
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from memd_client.leases import Leases, Shard
 
 
@@ -36,6 +38,10 @@ class GradientSlot:
     @property
     def present(self) -> bool:
         return self._present
+
+    def held_still(self) -> AbstractContextManager[object]:
+        """Inside, other threads neither add to it nor lease it."""
+        return self._lock
 
     @torch.no_grad()
     def accumulate(self, gradient: torch.Tensor, leases: Leases) -> None:

@@ -84,6 +84,7 @@ class FollowedStep(Protocol):
 
     def settle_answered(self) -> bool: ...
     def settle_for_lease(self) -> None: ...
+    def note_unreachable(self, error: DaemonUnavailable) -> None: ...
 
 
 class NoStep:
@@ -93,6 +94,9 @@ class NoStep:
         return False
 
     def settle_for_lease(self) -> None:
+        pass
+
+    def note_unreachable(self, error: DaemonUnavailable) -> None:
         pass
 
 
@@ -226,9 +230,10 @@ class Leases:
 
         try:
             return self._retrying.calling(ask, lease=True)
-        except DaemonUnavailable:
-            # What that means for the step that is on its way is what matters most.
-            self.step.settle_for_lease()
+        except DaemonUnavailable as error:
+            # What that means for the step that is on its way is what matters most. Its answer is
+            # not waited for: the lease has waited for the daemon as long as one may.
+            self.step.note_unreachable(error)
             raise
 
     def _translated(self, error: memd_native.StatusError, shard: Shard) -> MemdError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self
 from weakref import WeakMethod, WeakSet, ref
 
@@ -389,6 +389,10 @@ class Session:
                 committed, and new values could not be put in place in this process: call again.
         """
         self.refuse_if_unusable()
+        with self._open_steps.turn:
+            self._commit(wait=wait)
+
+    def _commit(self, *, wait: bool) -> None:
         late = self._settle()
         if self._tracked is None:
             if wait and self._open_steps.disk_error:
@@ -400,7 +404,9 @@ class Session:
         try:
             if not was_made:
                 self._refuse_unresumed()
+                step = self._open_steps.open
                 self._send_step()
+                self._settle_values(step.targets.values() if step is not None else ())
                 if wait:
                     self._settle_durably()
             elif wait and self._open_steps.disk_error:
@@ -559,12 +565,17 @@ class Session:
             self._sync()
 
     def _sync(self) -> None:
-        response = self._control.sync(session_pb2.SyncRequest(session_id=self._session_id))
+        # Before it is asked for: what another thread writes meanwhile is perhaps not part of it.
+        was_unsynced, self._unsynced = self._unsynced, False
+        try:
+            response = self._control.sync(session_pb2.SyncRequest(session_id=self._session_id))
+        except BaseException:
+            self._unsynced |= was_unsynced
+            raise
         self._open_steps.disk_error = ""
         # Not the committed step: where another session has gone on, the daemon must refuse the next
         # step of this one, which would follow on what it has not seen.
         self._durable_step = response.committed_step
-        self._unsynced = False
 
     def step(
         self, groups: Sequence[session_pb2.StepGroup], targets: Sequence[SealedTarget]
@@ -575,21 +586,27 @@ class Session:
         """
         self.refuse_if_unusable()
         self._end_gradients()
-        late = self._settle()
-        if self._open_steps.is_asked_again(targets):
-            return
-        if late is not None:
-            self._refuse_stale(late, targets)
-        if self._tracked is not None:
-            self._refuse_unresumed()
-            self._open_steps.seal(groups, targets)
-            return
-        self._open_steps.seal(groups, targets)
-        try:
-            self._send_step()
-        except BaseException:
-            self._open_steps.drop_open()
-            raise
+        with self._open_steps.turn:
+            late = self._settle()
+            if self._open_steps.is_asked_again(targets):
+                return
+            if late is not None:
+                self._refuse_stale(late, targets)
+            if self._tracked is not None:
+                self._refuse_unresumed()
+            with ExitStack() as held:
+                for target in targets:
+                    held.enter_context(target.held_still())
+                self._open_steps.seal(groups, targets)
+                if self._tracked is not None:
+                    return
+                # Still held: to other threads there is no time between step() and its commit.
+                try:
+                    self._send_step()
+                except BaseException:
+                    self._open_steps.drop_open()
+                    raise
+            self._settle_values(targets)
 
     def _end_gradients(self) -> None:
         if self._leases is not None:
@@ -690,7 +707,10 @@ class Session:
 
         self._open_steps.send(number, begin)
         self._may_commit = True
-        if step is not None and any(target.stays for target in step.targets.values()):
+
+    def _settle_values(self, targets: Iterable[SealedTarget]) -> None:
+        """After a step over them was sent: new values that stay in this process are in place."""
+        if any(target.stays for target in targets):
             self._settle()
 
     def _refuse_unresumed(self) -> None:

@@ -24,6 +24,7 @@ from memd_client.errors import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from memd_client.leases import Shard
     from memd_proto.v1 import session_pb2
@@ -64,6 +65,10 @@ class SealedTarget(Protocol):
     @property
     def has_sealed_gradient(self) -> bool:
         """The gradient is still in this process, and is the one that was sealed last."""
+        ...
+
+    def held_still(self) -> AbstractContextManager[object]:
+        """Inside, no other thread brings the value or touches the gradient."""
         ...
 
     def refuse_if_in_use(self) -> None:
@@ -115,6 +120,13 @@ class Steps:
     overtake the step it comes after and show the values before it. What is asked for through the
     ring therefore says which call of a step it follows, and the daemon lets it wait for that, and
     then for the update of its own shard alone. Any thread may call.
+
+    Who closes a step holds `turn` from settling the one before until the next is on its way: else
+    two threads would close two steps of one number, or one would take along, unsent, what the other
+    has sealed. Locks are taken in this order alone: `turn`; then those of parameters and gradients
+    (`held_still`), several of them only with the turn or in the order that away.py gives; then the
+    lock of this class, under which nobody asks for one of those before. A lease that is asked for
+    under the lock of its parameter may have to settle.
     """
 
     def __init__(
@@ -133,13 +145,15 @@ class Steps:
         # Shards of the last step, where an error was raised for it though it may be committed.
         self._raised: set[int] = set()
         self._was_asked_again = False
+        self.turn = RLock()
         self._lock = RLock()
         self._process_id = os.getpid()
 
     def seal(
         self, groups: Sequence[session_pb2.StepGroup], targets: Sequence[SealedTarget]
     ) -> OpenStep:
-        """Adds to the open step, which it becomes part of or which stays as it was."""
+        """Adds to the open step, which it becomes part of or which stays as it was. With the turn,
+        while the targets are held still."""
         with self._lock:
             for target in targets:
                 self.refuse_if_sealed(target.shard, "a second step()")
@@ -160,19 +174,17 @@ class Steps:
             return self.open
 
     def send(self, number: int, call: Callable[[int], StepCall]) -> None:
-        """The open step, or one without gradients, is on its way when this returns. `call` is given
-        a number that no other call of the session has."""
+        """The open step, or one without gradients, is on its way when this returns; where it raises
+        it is open as before. `call` is given a number that no other call of the session has."""
         with self._lock:
             self._call_count += 1
-            self.follow(self._call_count)
-            try:
-                sent = call(self._call_count)
-            except BaseException:  # the step is open as before
-                self.follow(0)
-                raise
+            sent = call(self._call_count)
             step, self.open = self.open or OpenStep(), None
             self._raised, self._was_asked_again = set(), False
             self._pending = _PendingStep(number, sent, step, list(step.targets.values()))
+            # Not before it is sent: another thread's lease would wait for a call that never comes.
+            # Nobody leases meanwhile what is sealed: its targets are held still.
+            self.follow(self._call_count)
             # What is registered last is called first: before a private daemon is stopped.
             atexit.register(self._settle_at_exit)
 
@@ -336,6 +348,18 @@ class Steps:
                 self.settle()
             finally:
                 self.lease_wait_seconds += time.perf_counter() - began
+
+    def note_unreachable(self, error: DaemonUnavailable) -> None:
+        """A lease found no daemon, for as long as it may wait for one. Raises where a step is on
+        its way, of which nobody knows now whether it is committed; waits for nothing."""
+        if not self._lock.acquire(blocking=False):
+            return  # somebody waits for its answer, and will tell
+        try:
+            pending = self._pending
+            if pending is not None and not pending.is_committed:
+                raise self._failed(pending, error) from error
+        finally:
+            self._lock.release()
 
     def refuse_if_sealed(self, shard: Shard, what: str) -> None:
         if self.open is not None and shard.shard_id in self.open.targets:

@@ -5,6 +5,7 @@ are.
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,8 @@ from memd_client.leases import Shard
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from memd_client.session import Session
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -59,6 +62,9 @@ class StreamedTarget:
         present = self._entry.gradient.present
         self._entry.gradient.forget()
         return present
+
+    def held_still(self) -> AbstractContextManager[object]:
+        return self._entry.held_still()
 
     def refuse_if_in_use(self) -> None:
         """Raises where somebody has the value in place, who would not see the update."""
@@ -131,6 +137,9 @@ class ResidentTarget:
 
     def drop_gradient(self) -> bool:
         return False  # `zero_grad` of torch does it; what memd was given, the step has consumed
+
+    def held_still(self) -> AbstractContextManager[object]:
+        return nullcontext()  # it is the user's own
 
     def refuse_if_in_use(self) -> None:
         """Whoever uses it keeps the tensor, which gets the new value."""

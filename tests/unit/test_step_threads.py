@@ -1,0 +1,256 @@
+"""Sessions that several threads use while steps are closed: the daemon is faked."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import memd_client
+from memd_client.away import streamed
+from memd_client.errors import from_code
+from tests.unit.client_cases import Mlp, assert_same_state, build, loss_of
+from tests.unit.fake_session import FakeCall, FakeDaemon, status_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from memd_client import Session
+    from memd_proto.v1 import session_pb2
+
+# Of threads that wait for each other for ever, and of what another thread may never come to.
+_DEADLOCK_S, _MOMENT_S = 10.0, 0.2
+_FIRST, _OTHER = "step closer", "other"
+
+
+@pytest.fixture
+def daemon() -> FakeDaemon:
+    return FakeDaemon()
+
+
+@pytest.fixture
+def session(daemon: FakeDaemon) -> Session:
+    return daemon.session()
+
+
+def run_together(**bodies: Callable[[], Any]) -> dict[str, BaseException | None]:
+    """What each raised."""
+    raised: dict[str, BaseException | None] = {}
+
+    def run(name: str, body: Callable[[], Any]) -> None:
+        try:
+            body()
+            raised[name] = None
+        except BaseException as error:  # noqa: BLE001 handed to the caller
+            raised[name] = error
+
+    threads = [
+        threading.Thread(target=run, args=each, name=each[0], daemon=True)
+        for each in bodies.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_DEADLOCK_S)
+    stuck = [thread.name for thread in threads if thread.is_alive()]
+    assert not stuck, f"they wait for each other: {stuck}"
+    return raised
+
+
+@pytest.mark.parametrize("tracks", [False, True])
+def test_two_optimizers_step_in_two_threads_and_no_update_is_lost(
+    daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch, tracks: bool
+) -> None:
+    models = [build(Mlp), build(Mlp)]
+    twins = [build(Mlp), build(Mlp)]
+    memd_client.offload(torch.nn.ModuleList(models), session)
+    optimizers = [memd_client.AdamW(model.parameters(), lr=1e-2) for model in models]
+    torchs = [torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True) for twin in twins]
+    for model in (*models, *twins):
+        loss_of(model).backward()
+    if tracks:
+        session.track(rng=True)
+    # One thread has asked what its step is, and sends it when the other has sealed, or cannot.
+    sealed = threading.Event()
+    seal = session._open_steps.seal
+    sync_if_needed = session.sync_if_needed
+
+    def seal_and_tell(*arguments: Any) -> Any:
+        open_step = seal(*arguments)
+        if threading.current_thread().name == "second":
+            sealed.set()
+        return open_step
+
+    def send_late() -> None:
+        sync_if_needed()
+        if threading.current_thread().name == "first":
+            sealed.wait(_MOMENT_S)
+
+    monkeypatch.setattr(session._open_steps, "seal", seal_and_tell)
+    monkeypatch.setattr(session, "sync_if_needed", send_late)
+
+    def step(index: int) -> None:
+        optimizers[index].step()
+        if tracks:
+            session.commit()
+
+    assert run_together(first=lambda: step(0), second=lambda: step(1)) == {
+        "first": None,
+        "second": None,
+    }
+    for twin, optimizer in zip(twins, torchs, strict=True):
+        optimizer.step()
+        assert all(parameter.grad is not None for parameter in twin.parameters())
+    assert session.committed_step == 2
+    for model, twin in zip(models, twins, strict=True):
+        assert_same_state(model, twin)
+
+
+class LockOfSteps:
+    """The lock of `steps.Steps`, which the other thread asks for only once the one that closes a
+    step has come as far as it can."""
+
+    def __init__(self, lock: Any, is_asked: threading.Event, is_sealing: threading.Event) -> None:
+        self.lock, self.is_asked, self.is_sealing = lock, is_asked, is_sealing
+
+    def __enter__(self) -> Any:
+        if threading.current_thread().name == _OTHER and not self.is_asked.is_set():
+            self.is_asked.set()
+            self.is_sealing.wait(_MOMENT_S)
+        return self.lock.__enter__()
+
+    def __exit__(self, *error: object) -> Any:
+        return self.lock.__exit__(*error)
+
+
+@pytest.mark.parametrize("use", ["value", "gradient"])
+def test_a_parameter_is_used_in_one_thread_while_a_step_seals_it_in_another(
+    daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch, use: str
+) -> None:
+    model, before = build(Mlp), build(Mlp)
+    memd_client.offload(torch.nn.ModuleList([model, before]), session)
+    optimizer, first = (memd_client.AdamW(each.parameters(), lr=1e-2) for each in (model, before))
+    loss_of(model).backward()
+    loss_of(before).backward()
+    first.step()  # it is on its way, without an answer yet
+    parameter = next(model.parameters())
+    entry = streamed(parameter)
+    assert entry is not None
+    gradient = torch.ones(parameter.shape)
+    leases = session._shared_leases()
+    is_asked, is_sealing = threading.Event(), threading.Event()
+    steps = session._open_steps
+    monkeypatch.setattr(steps, "_lock", LockOfSteps(steps._lock, is_asked, is_sealing))
+    refuse_if_in_use = entry.refuse_if_resident
+
+    def note_sealing(what: str) -> None:
+        is_sealing.set()
+        refuse_if_in_use(what)
+
+    monkeypatch.setattr(entry, "refuse_if_resident", note_sealing)
+    result = FakeCall.result
+
+    def answer_late(call: FakeCall) -> session_pb2.StepResponse:
+        assert is_asked.wait(_DEADLOCK_S)
+        return result(call)
+
+    monkeypatch.setattr(FakeCall, "result", answer_late)
+    monkeypatch.setattr(FakeCall, "done", lambda _call: True)
+
+    def use_it() -> None:
+        if use == "value":
+            entry.fetch(parameter)
+            entry.release(parameter)
+        else:
+            entry.gradient.accumulate(gradient, leases)
+
+    raised = run_together(**{_FIRST: optimizer.step, _OTHER: use_it})
+    assert raised[_OTHER] is None
+    # Which of the two came first nobody knows; whoever came second was told or has waited.
+    assert raised[_FIRST] is None or "is in use" in str(raised[_FIRST])
+
+
+def test_a_step_that_could_not_be_sent_keeps_no_lease_of_another_thread_waiting(
+    daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(Mlp)
+    memd_client.offload(model, session)
+    optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+    session.put("x", torch.arange(3.0))
+    loss_of(model).backward()
+    found: list[torch.Tensor] = []
+
+    def refuse(request: session_pb2.StepRequest) -> FakeCall:
+        del request
+        assert run_together(get=lambda: found.append(session.get("x"))) == {"get": None}
+        raise RuntimeError("can't create new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(daemon, "begin_step", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            optimizer.step()
+    assert torch.equal(found.pop(), torch.arange(3.0))
+    optimizer.step()  # with the gradients, which are as they were
+    assert session.committed_step == 1
+
+
+def test_a_lease_that_finds_no_daemon_does_not_wait_for_a_step_too(
+    daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(Mlp)
+    memd_client.offload(model, session)
+    optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+    loss_of(model).backward()
+    optimizer.step()
+
+    def refuse(*arguments: Any) -> Any:
+        del arguments
+        raise status_error(10, "the daemon did not answer within 61000 ms")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(daemon, "lease", refuse)
+        patch.setattr(FakeCall, "result", lambda _call: pytest.fail("waits for the step"))
+        with pytest.raises(
+            memd_client.DaemonUnavailable, match="step 1: it is not known whether it is committed"
+        ):
+            loss_of(model)
+    assert session.committed_step == 1  # the next use asks
+
+
+def test_what_was_saved_during_a_step_that_failed_does_not_pass_for_the_value_after_the_next(
+    daemon: FakeDaemon, session: Session
+) -> None:
+
+    model = build(Mlp)
+    memd_client.offload(model, session)
+    optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+    parameter = next(model.parameters())
+    entry = streamed(parameter)
+    assert entry is not None
+    loss_of(model).backward()
+    count_before = entry.write_count
+    optimizer.step()
+    count_meanwhile = entry.write_count
+    daemon.step_failures.append(from_code(5, "the disk is full"))
+    with pytest.raises(memd_client.CapacityError, match="not committed"):
+        _ = session.committed_step
+    assert entry.write_count == count_before, "what was saved before the step is as it was"
+    optimizer.step()
+    assert session.committed_step == 1
+    assert entry.write_count not in (count_before, count_meanwhile)
+    # And so for changes by hand.
+    daemon.step_failures.append(from_code(5, "the disk is full"))
+    loss_of(model).backward()
+    count_before = entry.write_count
+    optimizer.step()
+    count_meanwhile = entry.write_count
+    with pytest.raises(memd_client.CapacityError, match="not committed"):
+        _ = session.committed_step
+    with memd_client.gather(parameter, write=True), torch.no_grad():
+        assert entry.write_count == count_before
+        parameter.add_(1)
+        assert entry.write_count not in (count_before, count_meanwhile)
+        changed = entry.write_count
+    assert entry.write_count == changed
