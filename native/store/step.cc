@@ -83,6 +83,21 @@ void take_halves(const TileBytes& bytes) {
   }
 }
 
+/// Whether `request` can be `earlier` asked for again, after its answer was lost: it names what
+/// that consumes. By its number alone a second step would pass for it, and lose its gradients. Not
+/// by its call: another daemon, or the ledger, may have it under an earlier one.
+bool is_same_step(const StepRequest& earlier, const StepRequest& request) {
+  const auto shards_of = [](const StepRequest& step) {
+    std::set<uint32_t> shard_ids;
+    for (const StepGroup& group : step.groups)
+      shard_ids.insert(group.shard_ids.begin(), group.shard_ids.end());
+    return shard_ids;
+  };
+  return shards_of(earlier) == shards_of(request) &&
+         std::set(earlier.staged_buffers.begin(), earlier.staged_buffers.end()) ==
+             std::set(request.staged_buffers.begin(), request.staged_buffers.end());
+}
+
 /// What of a job that goes on in memory is on disk.
 std::string on_disk(const Job& job) {
   const uint64_t since = job.durable.undurable_since;
@@ -376,6 +391,19 @@ bool ShardStore::joins_earlier_step(Job& job, const StepRequest& request, StepDo
   for (const auto& state : queues_.at(job.job_id).steps) {
     if (state->request.session_id != request.session_id || state->request.step != request.step)
       continue;
+    if (!is_same_step(state->request, request)) {
+      const Status refusal =
+          error(StatusCode::invalid_argument,
+                "this session closes step ",
+                request.step,
+                " of job ",
+                job.name,
+                " twice, each time over other shards; wait for the answer to one step before the "
+                "next is asked for");
+      note_call_failed(job, request, refusal);
+      done(refusal, {});
+      return true;
+    }
     state->also_done.push_back(std::move(done));
     state->request.call = request.call;
     if (!state->is_undoing) let_lease_after(request);

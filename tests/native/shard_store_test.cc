@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cerrno>
+#include <map>
 
 #include "store_fixture.h"
 
@@ -860,6 +861,41 @@ TEST_F(StepTest, of_two_sessions_that_close_the_same_step_one_does) {
   EXPECT_EQ(heart.job(session_).committed_step, 1u);
   const StepRequest ahead{.session_id = session_, .groups = {}, .staged_buffers = {}, .step = 3};
   EXPECT_EQ(heart.step(ahead).first.code(), StatusCode::fenced);
+  step_twins(10);
+  expect_twins(heart);
+}
+
+TEST_F(StepTest, a_step_asked_for_again_is_joined_and_another_one_of_its_number_is_refused) {
+  Heart heart(disk_, kFloorSegments + 16);
+  make(heart, "job", 16);
+  put_gradients(heart, 10);
+  // Two optimizers of one session that were not kept one after the other.
+  StepRequest one = request(), other = request();
+  one.groups.pop_back();
+  other.groups.erase(other.groups.begin());
+  one.step = other.step = 1;
+  one.call = 1;
+  other.call = 2;
+  // The answer was lost: in another order, and as another call.
+  StepRequest again = one;
+  again.call = 3;
+  std::swap(again.groups[0].shard_ids[0], again.groups[0].shard_ids[1]);
+  std::map<uint64_t, Status> answers;
+  for (const StepRequest& each : {one, other, again}) {
+    heart.store().step(each, [&answers, call = each.call](const Status& status, const StepReport&) {
+      answers.emplace(call, status);
+    });
+  }
+  ASSERT_TRUE(heart.until([&] { return answers.size() == 3; }));
+  EXPECT_TRUE(answers.at(1).is_ok()) << answers.at(1).message();
+  EXPECT_TRUE(answers.at(3).is_ok()) << answers.at(3).message();
+  EXPECT_EQ(answers.at(2).code(), StatusCode::invalid_argument);
+  EXPECT_NE(answers.at(2).message().find("closes step 1 of job job twice"), std::string::npos);
+  EXPECT_EQ(heart.job(session_).committed_step, 1u);
+  // Its gradients are there as before.
+  other.step = 2;
+  other.call = 4;
+  EXPECT_TRUE(heart.step(other).first.is_ok());
   step_twins(10);
   expect_twins(heart);
 }
