@@ -307,6 +307,7 @@ def _about_jobs(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
         for reason, wait_s in each.lease_wait_reason_seconds.items():
             waits.add_metric([each.job.name, reason], wait_s)
     yield waits
+    yield from _about_stalls(jobs)
     yield lost
     yield used
     yield quota
@@ -317,6 +318,39 @@ def _about_jobs(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
         for each in jobs:
             counter.add_metric([each.job.name], value(each))
         yield counter
+
+
+def _about_stalls(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
+    """What the trainers say of themselves. There are 4 phases, at most 32 groups of a job, and
+    7 reasons."""
+    walls = CounterMetricFamily(
+        "memd_step_wall_seconds",
+        "Time from the end of a step to the end of the next, of all sessions of the job.",
+        labels=["memd_job"],
+    )
+    phases = CounterMetricFamily(
+        "memd_stall_seconds",
+        "Time that threads of trainers stood still, by phase of the step and by what for: as "
+        "memd_lease_wait_reason_seconds, and the ring.",
+        labels=["memd_job", "phase", "reason"],
+    )
+    groups = CounterMetricFamily(
+        "memd_stall_group_seconds",
+        "The same by group of modules, such as h.*.attn, and by what for.",
+        labels=["memd_job", "group", "reason"],
+    )
+    for each in jobs:
+        walls.add_metric([each.job.name], each.step_wall_seconds)
+        for family, parts in (
+            (phases, each.stall_phase_seconds),
+            (groups, each.stall_group_seconds),
+        ):
+            for part, waits in parts.items():
+                for reason, stall_s in waits.items():
+                    family.add_metric([each.job.name, part, reason], stall_s)
+    yield walls
+    yield phases
+    yield groups
 
 
 def _gauge(name: str, help_text: str, labels: dict[str, str], value: float) -> GaugeMetricFamily:

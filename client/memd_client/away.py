@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack, contextmanager
+from itertools import groupby
 from threading import RLock
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,7 +26,7 @@ from memd_client.gradients import GradientSlot
 from memd_client.leases import MODE_READ
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from memd_client.leases import Shard
     from memd_client.session import Session
@@ -135,14 +136,63 @@ class StreamedParameter:
     def fetch(self, parameter: torch.Tensor, *, mode: int = MODE_READ) -> None:
         """The parameter's bytes are in place until `release`."""
         with self._lock:
-            if self._user_count == 0:
-                self._bring(parameter, mode)
-            elif mode != MODE_READ and not self._writing:
-                raise MemdError(
-                    f"job {self.session.job!r}: parameter {self.shard.name!r} is in use for "
-                    "reading; leave that module call or gather() before gather(write=True)"
-                )
+            if not self._join_users(mode):
+                self.refuse_if_changed(parameter)
+                leases = self.session.leases_of(self.shard)
+                self._put_in_place(parameter, leases.value(self.shard, mode), mode)
             self._user_count += 1
+
+    def fetch_resident(self, parameter: torch.Tensor) -> bool:
+        """As `fetch` for reading, where that takes no request; else nothing has changed."""
+        with self._lock:
+            if not self._join_users(MODE_READ):
+                self.refuse_if_changed(parameter)
+                lease = self.session.leases_of(self.shard).resident(self.shard)
+                if lease is None:
+                    return False
+                self._put_in_place(parameter, lease, MODE_READ)
+            self._user_count += 1
+            return True
+
+    @staticmethod
+    def fetch_together(
+        wanted: Sequence[tuple[StreamedParameter, torch.Tensor]], *, mode: int
+    ) -> None:
+        """As `fetch` of each, all or none; those of one session wait for the daemon all at once."""
+        in_order = sorted(wanted, key=lambda each: each[0].lock_order)
+        with ExitStack() as locks:
+            for entry, _ in in_order:
+                locks.enter_context(entry._lock)
+            absent = [each for each in in_order if not each[0]._join_users(mode)]
+            found: list[torch.Tensor] = []
+            for _, group in groupby(absent, key=lambda each: id(each[0].session)):
+                leases = None
+                shards = []
+                for entry, parameter in group:
+                    entry.refuse_if_changed(parameter)
+                    leases = entry.session.leases_of(entry.shard)
+                    shards.append(entry.shard)
+                assert leases is not None
+                found += leases.values(shards, mode)
+            for (entry, parameter), lease in zip(absent, found, strict=True):
+                entry._put_in_place(parameter, lease, mode)
+            for entry, _ in in_order:
+                entry._user_count += 1
+
+    @property
+    def lock_order(self) -> tuple[int, int]:
+        """Who takes several locks of parameters at a time takes them in this order; the gradient's
+        after that of its parameter."""
+        return id(self.session), self.shard.shard_id
+
+    def _join_users(self, mode: int) -> bool:
+        """Whether there are any, and the bytes in place serve `mode`."""
+        if self._user_count and mode != MODE_READ and not self._writing:
+            raise MemdError(
+                f"job {self.session.job!r}: parameter {self.shard.name!r} is in use for "
+                "reading; leave that module call or gather() before gather(write=True)"
+            )
+        return self._user_count > 0
 
     def release(self, parameter: torch.Tensor) -> None:
         """Gives back one `fetch`. After the last one the bytes are away, and what was changed in
@@ -229,18 +279,23 @@ class StreamedParameter:
         saved.remember(lease, self)
         return lease
 
-    def _bring(self, parameter: torch.Tensor, mode: int) -> None:
+    def refuse_if_changed(self, parameter: torch.Tensor) -> None:
+        """Before the bytes are brought."""
         with torch._C.DisableTorchFunctionSubclass():
             version, self._version = self._version, parameter._version
-            if self._version != version:
-                raise MemdError(
-                    f"job {self.session.job!r}: parameter {self.shard.name!r} was changed through "
-                    "a tensor that shares its bytes (detach() or a view) after the bytes went "
-                    "away, and the change is lost; change parameters inside gather(write=True)"
-                )
+        if self._version != version:
+            raise MemdError(
+                f"job {self.session.job!r}: parameter {self.shard.name!r} was changed through "
+                "a tensor that shares its bytes (detach() or a view) after the bytes went "
+                "away, and the change is lost; change parameters inside gather(write=True)"
+            )
+
+    def _put_in_place(self, parameter: torch.Tensor, lease: torch.Tensor, mode: int) -> None:
+        saved.remember(lease, self)
+        with torch._C.DisableTorchFunctionSubclass():
             # The class changes while the bytes are in place, so that no thread sees an ordinary
             # parameter over the hole.
-            parameter.data = self._lease(mode)
+            parameter.data = lease
         parameter.__class__ = nn.Parameter
         self._writing = mode != MODE_READ
 
@@ -267,12 +322,21 @@ def _take_gradient(parameter: torch.Tensor) -> None:
 
 @contextmanager
 def fetched(parameters: Iterable[torch.Tensor], *, mode: int = MODE_READ) -> Iterator[None]:
-    """The bytes of those that are offloaded are in place inside; the others are let be."""
+    """The bytes of those that are offloaded are in place inside; the others are let be. Those that
+    are not in memory are asked for before the first of them is waited for."""
     with ExitStack() as held:
+        missing: list[tuple[StreamedParameter, torch.Tensor]] = []
         for parameter in parameters:
             entry = streamed(parameter)
-            if entry is not None:
-                entry.fetch(parameter, mode=mode)
+            if entry is None:
+                continue
+            if mode == MODE_READ and entry.fetch_resident(parameter):
+                held.callback(entry.release, parameter)
+            else:
+                missing.append((entry, parameter))
+        if missing:
+            StreamedParameter.fetch_together(missing, mode=mode)
+            for entry, parameter in missing:
                 held.callback(entry.release, parameter)
         yield
 

@@ -21,11 +21,14 @@ from memd_client.errors import (
 )
 from memd_client.gradient_order import GradientOrder
 from memd_client.reattach import AtOnce
+from memd_client.stalls import current_phase, module_group
 from memd_native import MODE_OVERWRITE, MODE_READ, MODE_WRITE, PART_GRADIENT, PART_VALUE
+from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from memd_client.reattach import Retrying
-    from memd_proto.v1 import types_pb2
 
 __all__ = [
     "MODE_OVERWRITE",
@@ -53,7 +56,11 @@ class LeaseStatistics(Protocol):
     @property
     def lease_wait_seconds(self) -> float: ...
     @property
-    def lease_wait_reason_seconds(self) -> dict[str, float]: ...
+    def step_wall_seconds(self) -> float: ...
+    @property
+    def stall_phase_seconds(self) -> dict[str, dict[str, float]]: ...
+    @property
+    def stall_group_seconds(self) -> dict[str, dict[str, float]]: ...
     @property
     def leases_held(self) -> int: ...
 
@@ -61,20 +68,22 @@ class LeaseStatistics(Protocol):
 class DataPlane(Protocol):
     """What leases need of `memd_native.ClientSession`."""
 
-    def lease(
+    def lease_together(
         self,
-        shard_id: int,
+        shards: Sequence[tuple[int, int, Sequence[int], int]],
         part: int,
         mode: int,
-        dtype: int,
-        shape: tuple[int, ...],
         timeout_s: float,
-    ) -> Any: ...
+        phase: int,
+    ) -> list[Any]: ...
     def lease_resident(self, shard_id: int, dtype: int, shape: tuple[int, ...]) -> Any: ...
     def ask_ahead(self, shard_id: int, part: int, mode: int) -> None: ...
     def forget_asked(self) -> bool: ...
     def prefetch(self, shard_id: int) -> None: ...
     def follow(self, call: int) -> None: ...
+    def stall_group(self, name: str) -> int: ...
+    def note_stall(self, phase: int, group: int, reason: int, seconds: float) -> None: ...
+    def note_step(self, wall_seconds: float) -> None: ...
     def statistics(self) -> LeaseStatistics: ...
     def close(self) -> None: ...
 
@@ -142,6 +151,7 @@ class Leases:
         self._plane = plane
         self._job = job
         self._retrying = retrying or AtOnce()
+        self._groups: dict[int, int] = {}  # shard id → under which its waits are counted
         # What leases follow: where it fails they raise its error.
         self.step: FollowedStep = NoStep()
         self.gradient_order = GradientOrder(plane)
@@ -149,17 +159,26 @@ class Leases:
     def value(self, shard: Shard, mode: int = MODE_READ) -> torch.Tensor:
         """The bytes of a parameter, buffer or blob, in the shard's shape."""
         if mode == MODE_READ:
-            # First without all that a request needs: what is refused or away is None here.
-            lease: torch.Tensor | None = self._plane.lease_resident(
-                shard.shard_id, DTYPE_NUMBERS[shard.dtype], shard.shape
-            )
+            # First without all that a request needs.
+            lease = self.resident(shard)
             if lease is not None:
                 return lease
-        return self._lease(shard, PART_VALUE, mode)
+        return self._ask([shard], PART_VALUE, mode)[0]
+
+    def resident(self, shard: Shard) -> torch.Tensor | None:
+        """The same for reading, where that takes no request: what is refused or away is None."""
+        lease: torch.Tensor | None = self._plane.lease_resident(
+            shard.shard_id, DTYPE_NUMBERS[shard.dtype], shard.shape
+        )
+        return lease
+
+    def values(self, shards: Sequence[Shard], mode: int = MODE_READ) -> list[torch.Tensor]:
+        """`value` of each, which all wait at once. Where one cannot be had, none is."""
+        return self._ask(shards, PART_VALUE, mode)
 
     def gradient(self, shard: Shard, mode: int = MODE_READ) -> torch.Tensor:
         """The gradient of a parameter, in the parameter's shape and dtype."""
-        return self._lease(shard, PART_GRADIENT, mode)
+        return self._ask([shard], PART_GRADIENT, mode)[0]
 
     def write(self, shard: Shard, value: torch.Tensor) -> None:
         """Replaces the bytes of `shard`."""
@@ -204,29 +223,59 @@ class Leases:
     def close(self) -> None:
         self._plane.close()
 
-    def _lease(self, shard: Shard, part: int, mode: int) -> torch.Tensor:
-        number = dtype_number(shard.dtype, name=shard.name)
+    def note_stall(self, shard: Shard | None, reason: int, seconds: float) -> None:
+        """The caller has waited by other means than a lease, for `shard` if for one of them."""
+        group = self._group_of(shard) if shard is not None else 0
+        self._plane.note_stall(current_phase(), group, reason, seconds)
 
-        def ask() -> torch.Tensor:
+    def note_step(self, wall_seconds: float) -> None:
+        self._plane.note_step(wall_seconds)
+
+    def _ask(self, shards: Sequence[Shard], part: int, mode: int) -> list[torch.Tensor]:
+        wanted = [
+            (
+                shard.shard_id,
+                dtype_number(shard.dtype, name=shard.name),
+                tuple(shard.shape),
+                self._group_of(shard),
+            )
+            for shard in shards
+        ]
+        phase = current_phase()
+
+        def ask() -> list[torch.Tensor]:
+            found: list[Any] = [None] * len(shards)
             was_settled = False
             while True:
                 # The step has a deadline of its own, and the lease's begins with its end.
                 follows = self.step.settle_answered()
                 timeout_s = _LOOK_S if follows else _TIMEOUT_S
-                try:
-                    lease: torch.Tensor = self._plane.lease(
-                        shard.shard_id, part, mode, number, tuple(shard.shape), timeout_s
-                    )
-                except memd_native.StatusError as error:
-                    if follows and error.code == CODE_DEADLINE:
-                        continue
-                    if follows and error.code != CODE_UNAVAILABLE and not was_settled:
-                        # Where the step failed that is why, and its own error says more.
-                        self.step.settle_for_lease()
-                        was_settled = True
-                        continue
-                    raise self._translated(error, shard) from error
-                return lease
+                missing = [index for index, lease in enumerate(found) if lease is None]
+                answers = self._plane.lease_together(
+                    [wanted[index] for index in missing], part, mode, timeout_s, phase
+                )
+                failures = []
+                for index, answer in zip(missing, answers, strict=True):
+                    if isinstance(answer, memd_native.StatusError):
+                        failures.append((answer, shards[index]))
+                    else:
+                        found[index] = answer
+                if not failures:
+                    return found
+                # One that will not pass says more than one that has not passed yet.
+                failures.sort(key=lambda each: each[0].code == CODE_DEADLINE)
+                error, shard = failures[0]
+                if follows and error.code == CODE_DEADLINE:
+                    continue
+                # Of the others nothing is kept while it is found out what has become of the step.
+                found = [None] * len(shards)
+                del answers, answer
+                if follows and error.code != CODE_UNAVAILABLE and not was_settled:
+                    # Where the step failed that is why, and its own error says more.
+                    self.step.settle_for_lease()
+                    was_settled = True
+                    continue
+                raise self._translated(error, shard) from error
 
         try:
             return self._retrying.calling(ask, lease=True)
@@ -235,6 +284,14 @@ class Leases:
             # not waited for: the lease has waited for the daemon as long as one may.
             self.step.note_unreachable(error)
             raise
+
+    def _group_of(self, shard: Shard) -> int:
+        group = self._groups.get(shard.shard_id)
+        if group is None:
+            is_parameter = shard.kind == types_pb2.SHARD_KIND_PARAMETER
+            group = self._plane.stall_group(module_group(shard.name)) if is_parameter else 0
+            self._groups[shard.shard_id] = group
+        return group
 
     def _translated(self, error: memd_native.StatusError, shard: Shard) -> MemdError:
         message = f"job {self._job!r}, shard {shard.name!r}: {error}"

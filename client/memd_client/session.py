@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import time
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, Self
 from weakref import WeakMethod, WeakSet, ref
@@ -24,10 +25,12 @@ from memd_client.leases import Leases, Shard
 from memd_client.plain import decode
 from memd_client.reattach import AtOnce
 from memd_client.sizes import format_size
-from memd_client.statistics import SessionStatistics
+from memd_client.stalls import closing_step
+from memd_client.statistics import SessionStatistics, summed
 from memd_client.steps import OpenStep, SealedTarget, StepCall, Steps
 from memd_client.tensor_streams import TensorCalls, TensorStreams
 from memd_client.tracked import Tracked, checked, read_stored, stored_shards
+from memd_native import STALL_GRADIENT
 from memd_proto.v1 import job_pb2, session_pb2, types_pb2
 
 if TYPE_CHECKING:
@@ -118,10 +121,12 @@ class Session:
         self._gradients_fit = True
         self._step_count = 0
         self._step_seconds = 0.0
+        self._step_ended: float | None = None  # when the last one was closed
         self._open_steps = Steps(job=job, count=_weakly(self._count_step))
         if leases is not None:
             leases.step = self._open_steps
             self._open_steps.follow = _weakly(leases.follow)
+            self._open_steps.note_stall = _weakly(leases.note_stall)
         self._optimizers: list[ref[torch.optim.Optimizer]] = []
         self._tracked: Tracked | None = None
         self._resumed = False
@@ -273,7 +278,10 @@ class Session:
             leases_held=leases.leases_held if leases else 0,
             lease_wait_seconds=self._open_steps.lease_wait_seconds
             + (leases.lease_wait_seconds if leases else 0.0),
-            lease_wait_reason_seconds=leases.lease_wait_reason_seconds if leases else {},
+            lease_wait_reason_seconds=summed(leases.stall_phase_seconds) if leases else {},
+            stall_phase_seconds=leases.stall_phase_seconds if leases else {},
+            stall_group_seconds=leases.stall_group_seconds if leases else {},
+            step_wall_seconds=leases.step_wall_seconds if leases else 0.0,
             parameter_count=len(self.entries),
             step_count=self._step_count,
             step_seconds=self._step_seconds,
@@ -389,7 +397,7 @@ class Session:
                 committed, and new values could not be put in place in this process: call again.
         """
         self.refuse_if_unusable()
-        with self._open_steps.turn:
+        with closing_step(), self._open_steps.turn:
             self._commit(wait=wait)
 
     def _commit(self, *, wait: bool) -> None:
@@ -502,7 +510,7 @@ class Session:
         leases = self.leases_of(shard)
         # Its slot is free no earlier, and where the daemon dies before the answer came the next one
         # takes a gradient that is there for one that came after the step.
-        self._open_steps.settle_for_lease()
+        self._open_steps.settle_for_lease(shard, STALL_GRADIENT)
         return leases
 
     def _shared_leases(self) -> Leases:
@@ -586,7 +594,7 @@ class Session:
         """
         self.refuse_if_unusable()
         self._end_gradients()
-        with self._open_steps.turn:
+        with closing_step(), self._open_steps.turn:
             late = self._settle()
             if self._open_steps.is_asked_again(targets):
                 return
@@ -595,7 +603,8 @@ class Session:
             if self._tracked is not None:
                 self._refuse_unresumed()
             with ExitStack() as held:
-                for target in targets:
+                # In the order that StreamedParameter.lock_order gives.
+                for target in sorted(targets, key=lambda each: each.shard.shard_id):
                     held.enter_context(target.held_still())
                 self._open_steps.seal(groups, targets)
                 if self._tracked is not None:
@@ -707,6 +716,9 @@ class Session:
 
         self._open_steps.send(number, begin)
         self._may_commit = True
+        ended, self._step_ended = self._step_ended, time.perf_counter()
+        if ended is not None and self._leases is not None:
+            self._leases.note_step(self._step_ended - ended)
 
     def _settle_values(self, targets: Iterable[SealedTarget]) -> None:
         """After a step over them was sent: new values that stay in this process are in place."""

@@ -21,6 +21,7 @@ from memd_client.errors import (
     UnknownName,
     retold,
 )
+from memd_native import STALL_STEP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -140,6 +141,9 @@ class Steps:
         self._count = count
         # Told which call the leases of this session follow from now on; 0: none.
         self.follow: Callable[[int], None] = lambda call: None
+        # Told of waits for a step's answer: the shard that somebody wants to use, the reason, and
+        # the seconds.
+        self.note_stall: Callable[[Shard | None, int, float], None] = lambda *_: None
         self._call_count = 0
         self._pending: _PendingStep | None = None
         # Shards of the last step, where an error was raised for it though it may be committed.
@@ -197,9 +201,10 @@ class Steps:
             step.undo()
             return len(step.targets)
 
-    def settle(self) -> OpenStep | None:
+    def settle(self, shard: Shard | None = None, reason: int = STALL_STEP) -> OpenStep | None:
         """Waits for the step that is on its way, and for the new values that stay in this process.
-        Returns it where an earlier call has raised for it, and it is committed after all.
+        Returns it where an earlier call has raised for it, and it is committed after all. `shard`
+        and `reason` say under what the wait is counted.
 
         Raises:
             DaemonUnavailable, DeadlineExceeded: there is no answer, and the daemon may have made
@@ -210,14 +215,24 @@ class Steps:
             NotDurable: it is committed in memory and should be on disk. Raised once, until the disk
                 has a step again.
         """
+        is_pending = self._pending is not None
+        if not is_pending:
+            return None
+        began = time.perf_counter()
         with self._lock:
             pending = self._pending
+            if pending is None:  # settled by the thread that this one has waited for
+                self.note_stall(shard, reason, time.perf_counter() - began)
+                return None
             # A target that is being finished takes a lease, for which nobody else has to wait.
-            if pending is None or pending.is_finishing:
+            if pending.is_finishing:
                 return None
             try:
                 if not pending.is_committed:
-                    response = pending.call.result()
+                    try:
+                        response = pending.call.result()
+                    finally:
+                        self.note_stall(shard, reason, time.perf_counter() - began)
                     self._count(pending.number, response, pending.call.seconds())
                     pending.disk_error = response.disk_error
                     pending.durable_step = response.durable_step
@@ -340,12 +355,12 @@ class Steps:
             self.settle_for_lease()
         return self._pending is not None
 
-    def settle_for_lease(self) -> None:
+    def settle_for_lease(self, shard: Shard | None = None, reason: int = STALL_STEP) -> None:
         """As `settle`; the wait is one of leases."""
         if self._pending is not None:
             began = time.perf_counter()
             try:
-                self.settle()
+                self.settle(shard, reason)
             finally:
                 self.lease_wait_seconds += time.perf_counter() - began
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from threading import local
 from typing import Any
 
 from torch import nn
 
 from memd_client import saved
 from memd_client.away import fetched, streamed
+from memd_client.stalls import here
 
 
 @dataclass(slots=True)
@@ -30,14 +30,6 @@ class _Frame:
 
     module: nn.Module
     exits: ExitStack = field(default_factory=ExitStack)
-
-
-class _Frames(local):
-    def __init__(self) -> None:
-        self.stack: list[_Frame] = []
-
-
-_frames = _Frames()
 
 
 def stream(module: nn.Module) -> None:
@@ -66,15 +58,15 @@ def end_interrupted_calls() -> None:
     """Lets go of what module calls of this thread hold that were left without their hooks, which
     torch runs after an exception, but not after a KeyboardInterrupt. For places where no module
     call can be under way."""
-    while _frames.stack:
-        _frames.stack.pop().exits.close()
+    while here.calls:
+        here.calls.pop().exits.close()
 
 
 def _enter(module: nn.Module, inputs: Any) -> None:
     del inputs
     frame = _Frame(module)
     # Before anything can fail: torch calls _leave after a failed pre-hook too.
-    _frames.stack.append(frame)
+    here.calls.append(frame)
     if saved.may_save_by_name():
         frame.exits.enter_context(saved.save_by_name_hooks())
     frame.exits.enter_context(fetched(own_parameters(module)))
@@ -83,8 +75,8 @@ def _enter(module: nn.Module, inputs: Any) -> None:
 def _leave(module: nn.Module, inputs: Any, output: Any) -> None:
     del inputs, output
     # No frame of this module on top: a hook of somebody else failed before ours was called.
-    if _frames.stack and _frames.stack[-1].module is module:
-        _frames.stack.pop().exits.close()
+    if here.calls and here.calls[-1].module is module:
+        here.calls.pop().exits.close()
 
 
 def _copy_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -32,6 +32,29 @@ void bind_check(nanobind::module_& module);
 /// What `memd bench` measures.
 void bind_bench(nanobind::module_& module);
 
+/// By the reasons of stalls, with their names.
+inline std::map<std::string, double> seconds_by_reason(const StallsByReason& wait_ns) {
+  std::map<std::string, double> seconds;
+  for (size_t i = 0; i < kStallReasonCount; ++i)
+    seconds[stall_reason_name(i)] = static_cast<double>(wait_ns[i]) * 1e-9;
+  return seconds;
+}
+
+/// By phase and reason.
+inline std::map<std::string, std::map<std::string, double>> seconds_by_phase(const Stalls& stalls) {
+  std::map<std::string, std::map<std::string, double>> seconds;
+  for (size_t i = 0; i < kStallPhaseCount; ++i)
+    seconds[kStallPhaseNames[i]] = seconds_by_reason(stalls.phase_ns[i]);
+  return seconds;
+}
+
+/// By group of modules and reason.
+inline std::map<std::string, std::map<std::string, double>> seconds_by_group(const Stalls& stalls) {
+  std::map<std::string, std::map<std::string, double>> seconds;
+  for (const auto& [group, wait_ns] : stalls.group_ns) seconds[group] = seconds_by_reason(wait_ns);
+  return seconds;
+}
+
 /// By LeaseWait, with its names.
 inline std::map<std::string, double> seconds_by_reason(
     const std::array<uint64_t, kLeaseWaitCount>& wait_ns) {
@@ -43,6 +66,8 @@ inline std::map<std::string, double> seconds_by_reason(
 
 /// Raises StatusError with the status's message, code and errno. Called with the GIL.
 [[noreturn]] void raise(const Status& status);
+/// The StatusError that raise() raises, as an object.
+nanobind::object status_exception(const Status& status);
 
 inline void raise_unless_ok(const Status& status) {
   if (!status.is_ok()) raise(status);

@@ -1,10 +1,13 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -55,6 +58,11 @@ struct HeldLease {
 /// Descriptors of the arena's segments from an index on.
 using MoreSegments = nb::typed<nb::callable, std::vector<int>(uint64_t)>;
 
+StallPlace stall_place(uint8_t phase, uint32_t group) {
+  if (phase >= kStallPhaseCount) throw nb::value_error("unknown phase");
+  return {.phase = static_cast<StallPhase>(phase), .group = group};
+}
+
 /// A torch tensor over the leased bytes, which are given back where they don't fit.
 nb::object tensor_over(const std::shared_ptr<ClientSession>& session,
                        const LeasedBytes& bytes,
@@ -96,6 +104,47 @@ nb::object lease(const std::shared_ptr<ClientSession>& session,
         shard_id, static_cast<Part>(part), static_cast<LeaseMode>(mode), timeout_ns_of(timeout_s));
   }();
   return tensor_over(session, value_or_raise(std::move(result)), static_cast<DType>(dtype), shape);
+}
+
+/// Shard id, dtype, shape, and the number of its group of modules.
+using WantedShard = std::tuple<uint32_t, uint8_t, std::vector<size_t>, uint32_t>;
+
+std::vector<nb::object> lease_together(const std::shared_ptr<ClientSession>& session,
+                                       const std::vector<WantedShard>& shards,
+                                       uint8_t part,
+                                       uint8_t mode,
+                                       double timeout_s,
+                                       uint8_t phase) {
+  std::vector<WantedLease> wanted;
+  for (const auto& [shard_id, dtype, shape, group] : shards) {
+    wanted.push_back({.shard_id = shard_id,
+                      .part = static_cast<Part>(part),
+                      .mode = static_cast<LeaseMode>(mode),
+                      .stall_group = group});
+  }
+  const StallPlace place = stall_place(phase, 0);
+  auto results = [&] {
+    const nb::gil_scoped_release unlocked;
+    return session->lease_together(wanted, timeout_ns_of(timeout_s), place.phase);
+  }();
+  std::vector<nb::object> leases;
+  for (size_t i = 0; i < shards.size(); ++i) {
+    const auto& [shard_id, dtype, shape, group] = shards[i];
+    if (!results[i].is_ok()) {
+      leases.push_back(status_exception(results[i].status()));
+      continue;
+    }
+    try {
+      leases.push_back(tensor_over(session, results[i].value(), static_cast<DType>(dtype), shape));
+    } catch (...) {
+      // Those after it belong to nobody yet.
+      for (size_t rest = i + 1; rest < shards.size(); ++rest) {
+        if (results[rest].is_ok()) session->release(results[rest].value());
+      }
+      throw;
+    }
+  }
+  return leases;
 }
 
 /// Without giving the GIL up, which costs more than the lease.
@@ -150,6 +199,12 @@ void bind_ring(nb::module_& module) {
   module.attr("PART_GRADIENT") = static_cast<int>(Part::gradient);
   module.attr("MODE_READ") = static_cast<int>(LeaseMode::read);
   module.attr("MODE_WRITE") = static_cast<int>(LeaseMode::write);
+  module.attr("STALL_STEP") = static_cast<int>(LeaseWait::step);
+  module.attr("STALL_GRADIENT") = static_cast<int>(LeaseWait::gradient);
+  module.attr("PHASE_FORWARD") = static_cast<int>(StallPhase::forward);
+  module.attr("PHASE_BACKWARD") = static_cast<int>(StallPhase::backward);
+  module.attr("PHASE_STEP") = static_cast<int>(StallPhase::step);
+  module.attr("PHASE_OTHER") = static_cast<int>(StallPhase::other);
   module.attr("MODE_OVERWRITE") = static_cast<int>(LeaseMode::overwrite);
 
   nb::class_<ClientStatistics>(module, "ClientStatistics")
@@ -159,9 +214,14 @@ void bind_ring(nb::module_& module) {
                    [](const ClientStatistics& self) {
                      return static_cast<double>(self.lease_wait_ns) * 1e-9;
                    })
-      .def_prop_ro(
-          "lease_wait_reason_seconds",
-          [](const ClientStatistics& self) { return seconds_by_reason(self.lease_wait_reason_ns); })
+      .def_prop_ro("step_wall_seconds",
+                   [](const ClientStatistics& self) {
+                     return static_cast<double>(self.stalls.step_wall_ns) * 1e-9;
+                   })
+      .def_prop_ro("stall_phase_seconds",
+                   [](const ClientStatistics& self) { return seconds_by_phase(self.stalls); })
+      .def_prop_ro("stall_group_seconds",
+                   [](const ClientStatistics& self) { return seconds_by_group(self.stalls); })
       .def_ro("leases_held", &ClientStatistics::leases_held);
 
   nb::class_<ClientSession>(module,
@@ -191,6 +251,38 @@ void bind_ring(nb::module_& module) {
            "timeout_s"_a,
            "A torch tensor over the arena's own bytes. The lease lives exactly as long as the "
            "tensor's storage.")
+      .def(
+          "lease_together",
+          &lease_together,
+          "shards"_a,
+          "part"_a,
+          "mode"_a,
+          "timeout_s"_a,
+          "phase"_a,
+          "Leases by request, all of them asked for before the first is waited for. `shards`: "
+          "shard "
+          "id, dtype, shape and what stall_group() said of each. Returns a tensor for each, or the "
+          "StatusError of that one.")
+      .def("stall_group",
+           &ClientSession::stall_group,
+           "name"_a,
+           "The number under which waits for parameters of this group of modules are counted; 0, "
+           "that of \"other\", where there are too many.")
+      .def(
+          "note_stall",
+          [](ClientSession& self, uint8_t phase, uint32_t group, size_t reason, double waited_s) {
+            self.note_stall(stall_place(phase, group), reason, timeout_ns_of(waited_s));
+          },
+          "phase"_a,
+          "group"_a,
+          "reason"_a,
+          "seconds"_a,
+          "The caller has waited by other means than a lease.")
+      .def(
+          "note_step",
+          [](ClientSession& self, double wall_s) { self.note_step(timeout_ns_of(wall_s)); },
+          "wall_seconds"_a,
+          "From the end of one step to that of the next.")
       .def("lease_resident",
            &lease_resident,
            "shard_id"_a,
@@ -200,7 +292,9 @@ void bind_ring(nb::module_& module) {
       .def(
           "ask_ahead",
           [](ClientSession& self, uint32_t shard_id, uint8_t part, uint8_t mode) {
-            self.ask_ahead(shard_id, static_cast<Part>(part), static_cast<LeaseMode>(mode));
+            self.ask_ahead({.shard_id = shard_id,
+                            .part = static_cast<Part>(part),
+                            .mode = static_cast<LeaseMode>(mode)});
           },
           "shard_id"_a,
           "part"_a,

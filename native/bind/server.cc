@@ -262,6 +262,12 @@ void bind_statistics(nb::module_& module) {
                    [](const JobStatistics& self) {
                      return seconds_by_reason(self.counters.lease_wait_reason_ns);
                    })
+      .def_prop_ro("step_wall_seconds",
+                   [](const JobStatistics& self) { return seconds(self.stalls.step_wall_ns); })
+      .def_prop_ro("stall_phase_seconds",
+                   [](const JobStatistics& self) { return seconds_by_phase(self.stalls); })
+      .def_prop_ro("stall_group_seconds",
+                   [](const JobStatistics& self) { return seconds_by_group(self.stalls); })
       .def_prop_ro("fetched_bytes",
                    [](const JobStatistics& self) { return self.counters.fetched_bytes; })
       .def_prop_ro("prefetched_bytes",

@@ -21,11 +21,16 @@ void bind_status(nb::module_& module) {
   module.attr("StatusError") = nb::borrow(status_error);
 }
 
-void raise(const Status& status) {
+nb::object status_exception(const Status& status) {
   const nb::object type = nb::borrow(status_error);
-  const nb::object exception = type(nb::str(status.message().c_str(), status.message().size()));
+  nb::object exception = type(nb::str(status.message().c_str(), status.message().size()));
   exception.attr("code") = static_cast<uint32_t>(status.code());
   exception.attr("error_number") = status.error_number();
+  return exception;
+}
+
+void raise(const Status& status) {
+  const nb::object exception = status_exception(status);
   PyErr_SetObject(status_error, exception.ptr());
   throw nb::python_error();
 }

@@ -10,8 +10,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "base/clock.h"
 
@@ -25,8 +27,11 @@ constexpr uint64_t kHitsUnwatched = 1024;
 constexpr uint64_t kSpinNs = 20'000;
 // Leases that nobody waits for yet: how many, and how long the daemon keeps them. Who comes for one
 // that failed asks anew.
-constexpr size_t kAskedMax = 64;
-constexpr uint64_t kAskedTimeoutNs = 5'000'000'000;
+constexpr size_t kAheadMax = 64;
+constexpr uint64_t kAheadTimeoutNs = 5'000'000'000;
+
+// A module has a few parameters; a whole model that is gathered must not fill the ring.
+constexpr size_t kLeasesTogether = 64;
 
 // So many threads may pin one shard at one moment, each once, without a look at what others do.
 constexpr uint32_t kResidentReadersMargin = 1u << 12;
@@ -148,14 +153,16 @@ Status ClientSession::refuse_if_unusable() const {
   return Status::ok();
 }
 
-Status ClientSession::submit(const Request& request) {
+Status ClientSession::submit(std::span<const Request> requests) {
   const uint32_t head = layout_->header.request_head.load(std::memory_order_acquire);
-  if (request_tail_ - head >= kRingEntries) {
+  if (request_tail_ - head + requests.size() > kRingEntries) {
     return error(StatusCode::unavailable, "the daemon takes no requests: its ring is full");
   }
-  std::memcpy(&layout_->requests[request_tail_ % kRingEntries], &request, sizeof(request));
-  ++request_tail_;
-  // Publishes the entry to ServerRing::poll(), and is ordered before the load of server_sleeping:
+  for (const Request& request : requests) {
+    std::memcpy(&layout_->requests[request_tail_ % kRingEntries], &request, sizeof(request));
+    ++request_tail_;
+  }
+  // Publishes the entries to ServerRing::poll(), and is ordered before the load of server_sleeping:
   // see ServerRing::prepare_to_sleep().
   layout_->header.request_tail.store(request_tail_, std::memory_order_seq_cst);
   if (layout_->header.server_sleeping.load(std::memory_order_seq_cst) != 0) ring_doorbell();
@@ -270,8 +277,8 @@ void ClientSession::suspend() {
   const std::lock_guard lock(mutex_);
   is_suspended_ = true;
   take_completions();
-  for (const auto& asked : asked_) forget(*asked);
-  asked_.clear();
+  for (const auto& ahead : ahead_) forget(ahead->asked);
+  ahead_.clear();
   for (const auto& [request_id, waiting] : waiting_) waiting->is_given_up = true;
   waiting_.clear();
   completed_.notify_all();
@@ -399,127 +406,188 @@ std::optional<LeasedBytes> ClientSession::lease_resident(uint32_t shard_id) noex
   return lease;
 }
 
-Result<LeasedBytes> ClientSession::lease(uint32_t shard_id,
-                                         Part part,
-                                         LeaseMode mode,
-                                         uint64_t timeout_ns) {
+Result<LeasedBytes> ClientSession::lease(
+    uint32_t shard_id, Part part, LeaseMode mode, uint64_t timeout_ns, StallPlace place) {
   if (part == Part::value && mode == LeaseMode::read) {
     if (const auto resident = lease_resident(shard_id)) return *resident;
   }
-  return lease_by_request(shard_id, part, mode, timeout_ns);
+  return lease_by_request(shard_id, part, mode, timeout_ns, place);
 }
 
-Result<LeasedBytes> ClientSession::lease_by_request(uint32_t shard_id,
-                                                    Part part,
-                                                    LeaseMode mode,
-                                                    uint64_t timeout_ns) {
-  if (Status status = refuse_if_unusable(); !status.is_ok()) return status;
+Result<LeasedBytes> ClientSession::lease_by_request(
+    uint32_t shard_id, Part part, LeaseMode mode, uint64_t timeout_ns, StallPlace place) {
+  const WantedLease wanted{
+      .shard_id = shard_id, .part = part, .mode = mode, .stall_group = place.group};
+  Asked asked;
+  ask_and_wait({&wanted, 1}, {&asked, 1}, timeout_ns, place.phase);
+  return finish(wanted, asked);
+}
+
+std::vector<Result<LeasedBytes>> ClientSession::lease_together(
+    const std::vector<WantedLease>& wanted, uint64_t timeout_ns, StallPhase phase) {
+  std::vector<Result<LeasedBytes>> leases;
+  leases.reserve(wanted.size());
+  for (size_t begin = 0; begin < wanted.size(); begin += kLeasesTogether) {
+    const std::span some =
+        std::span(wanted).subspan(begin, std::min(kLeasesTogether, wanted.size() - begin));
+    std::vector<Asked> asked(some.size());
+    ask_and_wait(some, asked, timeout_ns, phase);
+    for (size_t i = 0; i < some.size(); ++i) leases.push_back(finish(some[i], asked[i]));
+  }
+  return leases;
+}
+
+Status ClientSession::ask(std::span<const WantedLease> wanted,
+                          std::span<Asked> asked,
+                          uint64_t start_ns,
+                          uint64_t timeout_ns) {
+  const SteadyClock clock;
+  std::unique_lock lock(mutex_);
+  while (!is_suspended_ && !has_places(wanted.size())) {
+    if (layout_->header.ended.load(std::memory_order_seq_cst) != 0) return given_up();
+    if (clock.now_ns() - start_ns >= timeout_ns) {
+      return error(StatusCode::unavailable,
+                   "too many leases wait at once, or the daemon takes no requests: ",
+                   waiting_.size(),
+                   " wait");
+    }
+    take_completions();
+    completed_.wait_for(lock, std::chrono::milliseconds(1));
+  }
+  if (is_suspended_) return daemon_has_ended();
+  std::array<Request, kLeasesTogether> requests{};
+  size_t count = 0;
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    if (!take_ahead(wanted[i], &asked[i]))
+      requests[count++] = request(wanted[i], timeout_ns, &asked[i]);
+  }
+  if (count == 0) return Status::ok();
+  const Status status = submit(std::span(requests).first(count));
+  if (!status.is_ok()) {
+    for (Asked& each : asked) each.is_ahead ? forget(each) : void(waiting_.erase(each.request_id));
+  }
+  return status;
+}
+
+bool ClientSession::has_places(size_t count) const {
+  // Half of the ring: completions have to find room too.
+  const uint32_t head = layout_->header.request_head.load(std::memory_order_acquire);
+  return waiting_.size() + abandoned_.size() + count <= kRingEntries / 2 &&
+         request_tail_ - head + count <= kRingEntries;
+}
+
+Request ClientSession::request(const WantedLease& wanted, uint64_t timeout_ns, Asked* asked) {
+  asked->waiting.pin = wanted.mode == LeaseMode::read ? kReaderPin : kWriterPin;
+  asked->request_id = request_id_next_++;
+  waiting_[asked->request_id] = &asked->waiting;
+  Request request{};
+  request.request_id = asked->request_id;
+  request.opcode = Opcode::lease;
+  request.shard_id = wanted.shard_id;
+  request.part = wanted.part;
+  request.mode = wanted.mode;
+  request.timeout_ns = timeout_ns;
+  request.after_call = after_call_.load(std::memory_order_relaxed);
+  return request;
+}
+
+void ClientSession::ask_and_wait(std::span<const WantedLease> wanted,
+                                 std::span<Asked> asked,
+                                 uint64_t timeout_ns,
+                                 StallPhase phase) {
   timeout_ns = std::min(timeout_ns, kTimeoutNsMax);
   const SteadyClock clock;
   const uint64_t start_ns = clock.now_ns();
-  Waiting own;
-  std::unique_ptr<Asked> asked;
-  uint64_t request_id = 0;
-  {
-    const std::lock_guard lock(mutex_);
-    if (is_suspended_) return daemon_has_ended();
-    asked = take_asked(shard_id, part, mode);
-    if (asked == nullptr) {
-      const auto sent = send_lease(shard_id, part, mode, timeout_ns, &own);
-      if (!sent.is_ok()) return sent.status();
-      request_id = sent.value();
-    } else {
-      request_id = asked->request_id;
-    }
+  Status status = refuse_if_unusable();
+  if (status.is_ok()) status = ask(wanted, asked, start_ns, timeout_ns);
+  if (!status.is_ok()) {
+    for (Asked& each : asked) each.status = status;
   }
-  Waiting& result = asked == nullptr ? own : asked->waiting;
-  const Status waited = wait_for(request_id, timeout_ns, &result);
-  const uint64_t waited_ns = clock.now_ns() - start_ns;
-  lease_wait_ns_.fetch_add(waited_ns, std::memory_order_relaxed);
-  if (!waited.is_ok()) return waited;
-  const Completion& completion = result.completion;
-  const auto code = static_cast<StatusCode>(completion.code);
-  // What came of an earlier question is no answer to this one: its deadline was another, and so was
-  // what else was leased. And what others were asked for ahead may be the room that this one lacks.
-  if (code != StatusCode::ok && asked != nullptr)
-    return lease_by_request(shard_id, part, mode, timeout_ns);
-  if (code == StatusCode::capacity && forget_asked())
-    return lease_by_request(shard_id, part, mode, timeout_ns);
-  if (code != StatusCode::ok) {
-    return Status(code, std::move(result.message), completion.error_number);
+  uint64_t counted_ns = start_ns;
+  for (size_t i = 0; i < asked.size(); ++i) {
+    if (status.is_ok())
+      asked[i].status = wait_for(asked[i].request_id, timeout_ns, &asked[i].waiting);
+    // The caller stands still once for all of them: each counts what it kept the caller after the
+    // one before it.
+    const uint64_t now_ns = clock.now_ns();
+    const uint64_t waited_ns = now_ns - std::exchange(counted_ns, now_ns);
+    lease_wait_ns_.fetch_add(waited_ns, std::memory_order_relaxed);
+    const StallPlace place{.phase = phase, .group = wanted[i].stall_group};
+    const Completion& completion = asked[i].waiting.completion;
+    const uint64_t told_ns =
+        asked[i].waiting.done ? std::min<uint64_t>(completion.wait_ns, waited_ns) : 0;
+    if (told_ns != 0) note_stall(place, completion.wait_reason % kLeaseWaitCount, told_ns);
+    note_stall(place, kStallRing, waited_ns - told_ns);
   }
-  // Of what was asked for ahead, the wait in the daemon may be over before this one began.
-  lease_wait_reason_ns_[completion.wait_reason % kLeaseWaitCount].fetch_add(
-      asked == nullptr ? completion.wait_ns : std::min(completion.wait_ns, waited_ns),
-      std::memory_order_relaxed);
+  for (size_t i = 0; i < asked.size(); ++i) {
+    if (!asked[i].status.is_ok()) continue;
+    // What came of an earlier question is no answer to this one: its deadline was another, and so
+    // was what else was leased. And what is asked for ahead may be the room that this one lacks.
+    const auto code = static_cast<StatusCode>(asked[i].waiting.completion.code);
+    const bool is_no_answer = code != StatusCode::ok && asked[i].is_ahead;
+    if (!is_no_answer && !(code == StatusCode::capacity && forget_asked())) continue;
+    asked[i] = {};
+    ask_and_wait(wanted.subspan(i, 1), asked.subspan(i, 1), timeout_ns, phase);
+  }
+}
+
+Result<LeasedBytes> ClientSession::finish(const WantedLease& wanted, Asked& asked) {
+  if (!asked.status.is_ok()) return asked.status;
+  const Completion& completion = asked.waiting.completion;
+  if (completion.code != 0) {
+    return Status(static_cast<StatusCode>(completion.code),
+                  std::move(asked.waiting.message),
+                  completion.error_number);
+  }
   lease_count_.fetch_add(1, std::memory_order_relaxed);
   leases_held_.fetch_add(1, std::memory_order_relaxed);
   const LeasedBytes lease{.data = base_ + completion.offset_bytes,
                           .length_bytes = completion.length_bytes,
                           .generation = completion.generation,
                           .pin_index = completion.pin,
-                          .pin = result.pin};
+                          .pin = asked.waiting.pin};
   if (Status status = map_segments_up_to(completion.offset_bytes + completion.length_bytes);
       !status.is_ok()) {
     release(lease);
     return status;
   }
-  note_use(shard_id, part, mode, false);
+  note_use(wanted.shard_id, wanted.part, wanted.mode, false);
   return lease;
 }
 
-Result<uint64_t> ClientSession::send_lease(
-    uint32_t shard_id, Part part, LeaseMode mode, uint64_t timeout_ns, Waiting* result) {
-  if (waiting_.size() + abandoned_.size() >= kRingEntries / 2) {
-    return error(StatusCode::unavailable, "too many leases wait at once: ", waiting_.size());
-  }
-  Request request{};
-  request.request_id = request_id_next_++;
-  request.opcode = Opcode::lease;
-  request.shard_id = shard_id;
-  request.part = part;
-  request.mode = mode;
-  request.timeout_ns = timeout_ns;
-  request.after_call = after_call_.load(std::memory_order_relaxed);
-  result->pin = mode == LeaseMode::read ? kReaderPin : kWriterPin;
-  waiting_[request.request_id] = result;
-  if (Status status = submit(request); !status.is_ok()) {
-    waiting_.erase(request.request_id);
-    return status;
-  }
-  return request.request_id;
-}
-
-void ClientSession::ask_ahead(uint32_t shard_id, Part part, LeaseMode mode) {
+void ClientSession::ask_ahead(const WantedLease& wanted) {
   if (!refuse_if_unusable().is_ok()) return;
   const std::lock_guard lock(mutex_);
-  if (is_suspended_ || asked_.size() == kAskedMax) return;
-  for (const auto& asked : asked_) {
-    if (asked->shard_id == shard_id && asked->part == part) return;
+  // lease() asks where this does not, and says what is wrong.
+  if (is_suspended_ || ahead_.size() == kAheadMax || !has_places(1)) return;
+  for (const auto& ahead : ahead_) {
+    if (ahead->wanted.shard_id == wanted.shard_id && ahead->wanted.part == wanted.part) return;
   }
-  auto asked = std::make_unique<Asked>(Asked{.shard_id = shard_id, .part = part, .mode = mode});
-  asked->after_call = after_call_.load(std::memory_order_relaxed);
-  const auto sent = send_lease(shard_id, part, mode, kAskedTimeoutNs, &asked->waiting);
-  if (!sent.is_ok()) return;  // lease() asks again, and says what is wrong
-  asked->request_id = sent.value();
-  asked_.push_back(std::move(asked));
+  auto ahead = std::make_unique<Ahead>();
+  ahead->wanted = wanted;
+  ahead->after_call = after_call_.load(std::memory_order_relaxed);
+  const Request asked = request(wanted, kAheadTimeoutNs, &ahead->asked);
+  MEMD_CHECK(submit({&asked, 1}).is_ok());  // there is a place for it
+  ahead_.push_back(std::move(ahead));
 }
 
-std::unique_ptr<ClientSession::Asked> ClientSession::take_asked(uint32_t shard_id,
-                                                                Part part,
-                                                                LeaseMode mode) {
-  const auto found = std::find_if(asked_.begin(), asked_.end(), [&](const auto& asked) {
-    return asked->shard_id == shard_id && asked->part == part;
+bool ClientSession::take_ahead(const WantedLease& wanted, Asked* asked) {
+  const auto found = std::find_if(ahead_.begin(), ahead_.end(), [&](const auto& ahead) {
+    return ahead->wanted.shard_id == wanted.shard_id && ahead->wanted.part == wanted.part;
   });
-  if (found == asked_.end()) return nullptr;
-  auto asked = std::move(*found);
-  asked_.erase(found);
-  const bool is_same =
-      asked->mode == mode && asked->after_call == after_call_.load(std::memory_order_relaxed);
-  if (is_same) return asked;
-  // A writer of the same bytes would wait for itself.
-  forget(*asked);
-  return nullptr;
+  if (found == ahead_.end()) return false;
+  const auto ahead = std::move(*found);
+  ahead_.erase(found);
+  if (ahead->wanted.mode != wanted.mode ||
+      ahead->after_call != after_call_.load(std::memory_order_relaxed)) {
+    // A writer of the same bytes would wait for itself.
+    forget(ahead->asked);
+    return false;
+  }
+  *asked = std::move(ahead->asked);
+  asked->is_ahead = true;
+  if (!asked->waiting.done) waiting_[asked->request_id] = &asked->waiting;
+  return true;
 }
 
 void ClientSession::forget(Asked& asked) {
@@ -538,8 +606,8 @@ void ClientSession::forget(Asked& asked) {
 bool ClientSession::forget_asked() {
   if (is_in_forked_child()) return false;
   const std::lock_guard lock(mutex_);
-  for (const auto& asked : asked_) forget(*asked);
-  return std::exchange(asked_, {}).size() != 0;
+  for (const auto& ahead : ahead_) forget(ahead->asked);
+  return !std::exchange(ahead_, {}).empty();
 }
 
 void ClientSession::release(const LeasedBytes& lease) noexcept {
@@ -581,21 +649,49 @@ Status ClientSession::prefetch(uint32_t shard_id) {
   request.after_call = after_call_.load(std::memory_order_relaxed);
   const uint32_t head = layout_->header.request_head.load(std::memory_order_acquire);
   if (request_tail_ - head >= kRingEntries / 2) return Status::ok();  // a hint: leases come first
-  return submit(request);
+  return submit({&request, 1});
+}
+
+uint32_t ClientSession::stall_group(std::string_view name) {
+  name = name.substr(0, kStallGroupNameBytes - 1);
+  const std::lock_guard lock(mutex_);
+  const uint32_t count = stall_group_count_.load(std::memory_order_relaxed);
+  for (uint32_t group = 1; group < count; ++group) {
+    if (name == stall_group_names_[group]) return group;
+  }
+  if (count == kStallGroupCount || name.empty()) return 0;
+  std::memcpy(stall_group_names_[count], name.data(), name.size());
+  stall_group_count_.store(count + 1, std::memory_order_release);
+  if (!is_in_forked_child()) {
+    StallBoard& board = layout_->header.stalls;
+    std::memcpy(board.group_names[count], stall_group_names_[count], kStallGroupNameBytes);
+    // Pairs with the acquire load in ServerRing::stalls(): the name is there.
+    board.group_count.store(count + 1, std::memory_order_release);
+  }
+  return count;
+}
+
+void ClientSession::note_stall(StallPlace place, size_t reason, uint64_t ns) noexcept {
+  reason = std::min(reason, kStallRing);
+  stalls_.add(place, reason, ns);
+  if (!is_in_forked_child()) layout_->header.stalls.counters.add(place, reason, ns);
+}
+
+void ClientSession::note_step(uint64_t wall_ns) noexcept {
+  stalls_.step_wall_ns.fetch_add(wall_ns, std::memory_order_relaxed);
+  if (!is_in_forked_child()) {
+    layout_->header.stalls.counters.step_wall_ns.fetch_add(wall_ns, std::memory_order_relaxed);
+  }
 }
 
 ClientStatistics ClientSession::statistics() const {
   const uint64_t hits = hits_.load(std::memory_order_relaxed);
-  ClientStatistics statistics{.lease_count = lease_count_.load(std::memory_order_relaxed) + hits,
-                              .hits = hits,
-                              .lease_wait_ns = lease_wait_ns_.load(std::memory_order_relaxed),
-                              .lease_wait_reason_ns = {},
-                              .leases_held = leases_held_.load(std::memory_order_relaxed)};
-  for (size_t reason = 0; reason < kLeaseWaitCount; ++reason) {
-    statistics.lease_wait_reason_ns[reason] =
-        lease_wait_reason_ns_[reason].load(std::memory_order_relaxed);
-  }
-  return statistics;
+  const uint32_t group_count = stall_group_count_.load(std::memory_order_acquire);
+  return {.lease_count = lease_count_.load(std::memory_order_relaxed) + hits,
+          .hits = hits,
+          .lease_wait_ns = lease_wait_ns_.load(std::memory_order_relaxed),
+          .stalls = read_stalls(stalls_, stall_group_names_, group_count),
+          .leases_held = leases_held_.load(std::memory_order_relaxed)};
 }
 
 }  // namespace memd

@@ -1,7 +1,6 @@
 // A trainer's end: rings, pins, and the arena mapped back to back.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -10,6 +9,9 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
+#include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -47,9 +49,18 @@ struct ClientStatistics {
   uint64_t lease_count = 0;
   uint64_t hits = 0;  // of them without a request
   uint64_t lease_wait_ns = 0;
-  /// What of it the daemon made leases wait, by LeaseWait; each lease's by what most of it was for.
-  std::array<uint64_t, kLeaseWaitCount> lease_wait_reason_ns{};
+  /// By what it was for; what the daemon made a lease wait by what most of that was. Also of what
+  /// note_stall() was told of.
+  Stalls stalls;
   int64_t leases_held = 0;
+};
+
+/// One of the leases that are asked for together.
+struct WantedLease {
+  uint32_t shard_id = 0;
+  Part part = Part::value;
+  LeaseMode mode = LeaseMode::read;
+  uint32_t stall_group = 0;
 };
 
 /// Any thread may call it. In a forked child every call is refused and release() does nothing:
@@ -64,17 +75,21 @@ class ClientSession {
   /// resident and nobody writes it. Never blocks.
   std::optional<LeasedBytes> lease_resident(uint32_t shard_id) noexcept;
   /// The same, or a request; waits for a short spin, then on a futex, at most `timeout_ns`.
-  Result<LeasedBytes> lease(uint32_t shard_id, Part part, LeaseMode mode, uint64_t timeout_ns);
+  Result<LeasedBytes> lease(
+      uint32_t shard_id, Part part, LeaseMode mode, uint64_t timeout_ns, StallPlace place = {});
   /// By request, also where that is not needed.
-  Result<LeasedBytes> lease_by_request(uint32_t shard_id,
-                                       Part part,
-                                       LeaseMode mode,
-                                       uint64_t timeout_ns);
+  Result<LeasedBytes> lease_by_request(
+      uint32_t shard_id, Part part, LeaseMode mode, uint64_t timeout_ns, StallPlace place = {});
+  /// By request, each with an answer of its own. Up to kLeasesTogether are in the ring before the
+  /// first is waited for, so that the daemon wakes once and reads them side by side.
+  std::vector<Result<LeasedBytes>> lease_together(const std::vector<WantedLease>& wanted,
+                                                  uint64_t timeout_ns,
+                                                  StallPhase phase);
   void release(const LeasedBytes& lease) noexcept;
   /// Asks for a lease that lease() is called for soon, so that the answer is there by then: returns
   /// at once, and does nothing where this cannot be asked now. What comes of it, an error too, is
   /// of no consequence before lease() of the same.
-  void ask_ahead(uint32_t shard_id, Part part, LeaseMode mode);
+  void ask_ahead(const WantedLease& wanted);
   /// Nobody leases what was asked for ahead: pins that were granted for it are given back. Whether
   /// there was any.
   bool forget_asked();
@@ -94,6 +109,14 @@ class ClientSession {
   /// that no completion told of are given back.
   void reconnect(OwnedFd connection);
 
+  /// The number under which waits for parameters of this group of modules are counted: 0, that of
+  /// "other", where there are too many. A longer name is cut.
+  uint32_t stall_group(std::string_view name);
+  /// The caller has waited by other means than a lease. `reason` is below kStallReasonCount.
+  void note_stall(StallPlace place, size_t reason, uint64_t ns) noexcept;
+  /// From the end of one step to that of the next.
+  void note_step(uint64_t wall_ns) noexcept;
+
   ClientStatistics statistics() const;
   /// Refuses further calls. The mappings live until the last lease is released (shared ownership).
   void close() { closed_.store(true, std::memory_order_relaxed); }
@@ -107,32 +130,44 @@ class ClientSession {
     std::string message;
   };
 
-  /// A lease that was asked for and that nobody waits for yet.
-  struct Asked {
-    uint32_t shard_id = 0;
-    Part part = Part::value;
-    LeaseMode mode = LeaseMode::read;
-    uint64_t after_call = 0;
-    uint64_t request_id = 0;
-    Waiting waiting{};
-  };
-
   ClientSession(SharedMemory memory,
                 SharedMemory table,
                 ClientSessionOptions options,
                 std::byte* base);
+  struct Asked {
+    Waiting waiting;
+    uint64_t request_id = 0;
+    Status status;  // why it is not in the ring, or has no answer
+    bool is_ahead = false;
+  };
+  /// A lease that was asked for and that nobody waits for yet.
+  struct Ahead {
+    WantedLease wanted;
+    uint64_t after_call = 0;
+    Asked asked;
+  };
   Status refuse_if_unusable() const;
-  Status submit(const Request& request);
+  Status submit(std::span<const Request> requests);
+  /// Into the ring, or nothing of them. Waits for places until `start_ns` + `timeout_ns`.
+  Status ask(std::span<const WantedLease> wanted,
+             std::span<Asked> asked,
+             uint64_t start_ns,
+             uint64_t timeout_ns);
+  void ask_and_wait(std::span<const WantedLease> wanted,
+                    std::span<Asked> asked,
+                    uint64_t timeout_ns,
+                    StallPhase phase);
+  Result<LeasedBytes> finish(const WantedLease& wanted, Asked& asked);
+  // Called with `mutex_` held:
+  bool has_places(size_t count) const;
+  /// From here on in `waiting_`, for an answer to `asked`.
+  Request request(const WantedLease& wanted, uint64_t timeout_ns, Asked* asked);
+  /// Whether it was asked for ahead, and is still good.
+  bool take_ahead(const WantedLease& wanted, Asked* asked);
+  void forget(Asked& asked);
   /// Takes what has completed and wakes those who wait for it. Called with `mutex_` held.
   void take_completions();
   Status wait_for(uint64_t request_id, uint64_t timeout_ns, Waiting* result);
-  /// The request for a lease, in `waiting_` until it is answered. Called with `mutex_` held.
-  Result<uint64_t> send_lease(
-      uint32_t shard_id, Part part, LeaseMode mode, uint64_t timeout_ns, Waiting* result);
-  /// What was asked for ahead, if it is this lease and still good. Called with `mutex_` held.
-  std::unique_ptr<Asked> take_asked(uint32_t shard_id, Part part, LeaseMode mode);
-  /// Called with `mutex_` held.
-  void forget(Asked& asked);
   void give_back(uint32_t pin_index, uint32_t pin) noexcept;
   /// Tells the daemon's plans.
   void note_use(uint32_t shard_id, Part part, LeaseMode mode, bool is_resident) noexcept;
@@ -164,7 +199,7 @@ class ClientSession {
   uint32_t completion_head_ = 0;
   uint64_t request_id_next_ = 1;
   std::unordered_map<uint64_t, Waiting*> waiting_;
-  std::vector<std::unique_ptr<Asked>> asked_;  // a few
+  std::vector<std::unique_ptr<Ahead>> ahead_;  // a few
   std::atomic<bool> is_suspended_{false};      // changes with the mutex
   std::atomic<uint32_t> resident_leases_{0};   // that are being had this moment
   // What of each pin counter is held here: the shared one may hold more, of a grant that the daemon
@@ -182,7 +217,10 @@ class ClientSession {
   std::atomic<uint64_t> lease_count_{0};  // by request
   std::atomic<uint64_t> hits_{0};
   std::atomic<uint64_t> lease_wait_ns_{0};
-  std::array<std::atomic<uint64_t>, kLeaseWaitCount> lease_wait_reason_ns_{};
+  // As in the session's header, where the daemon reads them: a forked child has no header.
+  StallCounters stalls_{};
+  char stall_group_names_[kStallGroupCount][kStallGroupNameBytes]{};  // those below the count stay
+  std::atomic<uint32_t> stall_group_count_{1};
   std::atomic<int64_t> leases_held_{0};
 };
 

@@ -5,12 +5,13 @@
 // then validated. Nothing here is a pointer; everything has a fixed width.
 #pragma once
 
-#include <array>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 
 #include "base/units.h"
 #include "ring/resident_lease.h"
+#include "ring/stalls.h"
 
 namespace memd {
 
@@ -44,19 +45,6 @@ enum class Part : uint8_t { value = 0, gradient = 1 };
 /// both are alone.
 enum class LeaseMode : uint8_t { read = 0, write = 1, overwrite = 2 };
 
-/// What a lease waits for in the daemon. The numbers travel in completions: append, never renumber.
-enum class LeaseWait : uint8_t {
-  disk = 0,      // its bytes are on their way from the disk or to it
-  update = 1,    // the update of its own shard
-  step = 2,      // a step that has not come yet, or a commit
-  gradient = 3,  // the step that has the gradient in its slot
-  room = 4,      // room in the arena
-  writer = 5,    // whoever writes it
-};
-inline constexpr size_t kLeaseWaitCount = 6;
-inline constexpr std::array<const char*, kLeaseWaitCount> kLeaseWaitNames{
-    "disk", "update", "step", "gradient", "room", "writer"};
-
 struct alignas(64) Request {
   uint64_t request_id;
   Opcode opcode;
@@ -81,7 +69,7 @@ struct alignas(64) Completion {
   uint64_t offset_bytes;  // of the shard's bytes, from the arena's start
   uint64_t length_bytes;
   uint64_t generation;
-  uint64_t wait_ns;      // in the daemon
+  uint64_t wait_ns;      // in the daemon, also of a request that is refused
   uint32_t wait_reason;  // LeaseWait: what most of it was for
   uint32_t reserved32;
 };
@@ -136,6 +124,9 @@ struct SessionHeader {
   // Server: rings the doorbell once use_tail is here; 0: never. The client's thread that rings puts
   // 0 there first.
   alignas(64) std::atomic<uint64_t> use_wanted;
+  // Client: what its threads waited for. In what was left of the first page: a client or daemon
+  // that knows nothing of it leaves zeros there, and nothing else has moved.
+  alignas(64) StallBoard stalls;
 };
 
 struct SessionLayout {
@@ -148,6 +139,7 @@ struct SessionLayout {
   // What the client leased, by whichever way; see use_word().
   alignas(4096) std::atomic<uint64_t> uses[kUseLogEntries];
 };
+static_assert(offsetof(SessionLayout, requests) == 4096);
 static_assert(std::atomic<uint32_t>::is_always_lock_free &&
               std::atomic<uint64_t>::is_always_lock_free);
 

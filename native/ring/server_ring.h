@@ -85,6 +85,14 @@ class ServerRing {
     layout_->pins[index].fetch_add(pin, std::memory_order_seq_cst);
   }
 
+  /// What the client says that it waited for.
+  Stalls stalls() const {
+    const StallBoard& board = layout_->header.stalls;
+    // Pairs with the release store in ClientSession::stall_group(): the names are there.
+    const uint32_t group_count = board.group_count.load(std::memory_order_acquire);
+    return read_stalls(board.counters, board.group_names, group_count);
+  }
+
   /// Completions published so far, modulo 2^32.
   uint32_t completion_tail() const { return completion_tail_; }
 

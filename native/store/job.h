@@ -374,6 +374,7 @@ class Job {
   uint32_t service_lease_count = 0;
   uint32_t activity_count = 0;  // fetches, spills, steps in flight
   JobCounters counters;
+  Stalls stalls_ended;  // of sessions that have ended
   LostShards lost;
   SharedMemory table;
   /// Something changed that a commit should write down.

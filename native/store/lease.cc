@@ -43,6 +43,19 @@ void ShardStore::lease(const LeaseRequest& request, LeaseReply reply) {
   if (try_grant(*job.value(), waiter) == Grant::done) waiters.pop_back();
 }
 
+void ShardStore::note_waited(const Waiter& waiter, LeaseGrant& grant) {
+  const auto longest = std::max_element(waiter.waited_ns.begin(), waiter.waited_ns.end());
+  grant.wait_reason = static_cast<LeaseWait>(longest - waiter.waited_ns.begin());
+  for (const uint64_t wait_ns : waiter.waited_ns) grant.wait_ns += wait_ns;
+}
+
+void ShardStore::reply_refused(Waiter& waiter, const Status& status) {
+  LeaseGrant none;
+  note_waited(waiter, none);
+  const LeaseReply reply = std::move(waiter.reply);
+  reply(status, none);
+}
+
 void ShardStore::reply_granted(Job& job, Waiter& waiter, Slot& slot) {
   const LeaseRequest& request = waiter.request;
   Shard& shard = job.shards[request.shard_id];
@@ -56,9 +69,7 @@ void ShardStore::reply_granted(Job& job, Waiter& waiter, Slot& slot) {
                    .data = nullptr,
                    .wait_ns = 0,
                    .wait_reason = LeaseWait::disk};
-  const auto longest = std::max_element(waiter.waited_ns.begin(), waiter.waited_ns.end());
-  grant.wait_reason = static_cast<LeaseWait>(longest - waiter.waited_ns.begin());
-  for (const uint64_t wait_ns : waiter.waited_ns) grant.wait_ns += wait_ns;
+  note_waited(waiter, grant);
   grant.data = job.memory->arena().at(grant.offset_bytes);
   const bool writes = request.mode != LeaseMode::read;
   const Entry* const entry = job.find_entry(request.shard_id, request.part);
@@ -125,8 +136,7 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, Waiter& waiter) {
   Shard& shard = job.shards[request.shard_id];
   Entry* const found = job.find_entry(request.shard_id, request.part);
   const auto refuse = [&](const Status& status) {
-    const LeaseReply reply = std::move(waiter.reply);
-    reply(status, {});
+    reply_refused(waiter, status);
     return Grant::done;
   };
   const auto wait = [&](LeaseWait reason, std::string what) {
@@ -383,9 +393,9 @@ bool ShardStore::advance_leases(Job& job, JobQueues& queues) {
                      " ms");
     }
     if (!status.is_ok()) {
-      const LeaseReply reply = std::move(waiter.reply);
+      Waiter refused = std::move(waiter);
       it = queues.waiters.erase(it);
-      reply(status, {});
+      reply_refused(refused, status);
       progress = true;
       continue;
     }
@@ -551,7 +561,7 @@ void ShardStore::fail_waiters(Job& job,
   }
   for (Waiter& waiter : failed) {
     count_wait(job, waiter);
-    waiter.reply(status, {});
+    reply_refused(waiter, status);
   }
 }
 

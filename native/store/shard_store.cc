@@ -504,6 +504,7 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   if (!MEMD_PLANTED("session.half_written_shown")) discard_half_written(job, *session, *discarded);
   MEMD_FAILPOINT("session.before_pins_dropped");
   discarded->finish(Status::ok());
+  job.stalls_ended.add(session->ring.stalls());
   if (!MEMD_PLANTED("session.pins_kept")) std::erase(job.sessions, session);
   end_plan(job, *session);
   sessions_.erase(session_id);
@@ -707,9 +708,9 @@ bool ShardStore::serve(Session& session) {
               completion.offset_bytes = grant.offset_bytes;
               completion.length_bytes = grant.length_bytes;
               completion.generation = grant.generation;
-              completion.wait_ns = grant.wait_ns;
-              completion.wait_reason = static_cast<uint32_t>(grant.wait_reason);
             }
+            completion.wait_ns = grant.wait_ns;
+            completion.wait_reason = static_cast<uint32_t>(grant.wait_reason);
             found->second->ring.publish(completion, status);
           });
   }
@@ -898,7 +899,9 @@ ServerStatistics ShardStore::statistics() const {
                            .io = io_.device_statistics(device)});
   }
   for (const auto& [job_id, job] : jobs_) {
-    JobStatistics statistics{.job = job->job_info(), .counters = job->counters};
+    JobStatistics statistics{
+        .job = job->job_info(), .counters = job->counters, .stalls = job->stalls_ended};
+    for (const auto& session : job->sessions) statistics.stalls.add(session->ring.stalls());
     if (job->memory != nullptr) {
       statistics.arena_bytes = job->memory->arena().capacity_bytes();
       statistics.arena_bytes_used = job->memory->arena().used_bytes();

@@ -294,6 +294,9 @@ class ShardStore {
   /// Of a job whose commits are in memory: what the next daemon goes on from.
   void remember(Job& job);
   void count_wait(Job& job, Waiter& waiter);
+  /// How long it has waited, and for what most of it: whoever waited in vain is told that too.
+  static void note_waited(const Waiter& waiter, LeaseGrant& grant);
+  static void reply_refused(Waiter& waiter, const Status& status);
   static Grant put_off(Waiter& waiter, LeaseWait reason, std::string what);
   Grant try_grant(Job& job, Waiter& waiter);
   Grant grant_or_wait(Job& job, Waiter& waiter);

@@ -77,6 +77,7 @@ struct JobCounters {
 struct JobStatistics {
   JobInfo job;
   JobCounters counters;
+  Stalls stalls;  // what the clients of its sessions say of themselves
   uint64_t arena_bytes = 0;
   uint64_t arena_bytes_used = 0;
   uint64_t private_bytes = 0;

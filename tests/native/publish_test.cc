@@ -155,6 +155,12 @@ TEST_F(PublishTest, the_steps_session_goes_on_with_what_is_updated_and_nobody_el
                                         .for_service = true});
   const auto writer = ask(0, 2, LeaseMode::write);
   const auto gradient = ask(0, 2, LeaseMode::overwrite, Part::gradient);
+  const auto in_vain = heart_->ask({.session_id = session_,
+                                    .shard_id = ids_[1],
+                                    .part = Part::value,
+                                    .mode = LeaseMode::read,
+                                    .timeout_ns = 500'000,
+                                    .after_call = 2});
   heart_->turns();
   for (const auto& waiting : {second, others, for_service, writer, gradient}) {
     EXPECT_FALSE(waiting->has_value());
@@ -162,9 +168,13 @@ TEST_F(PublishTest, the_steps_session_goes_on_with_what_is_updated_and_nobody_el
   heart_->clock.advance(1'000'000);
   heart_->turns(5);
   const auto& wait_ns = job().counters.lease_wait_reason_ns;
-  EXPECT_EQ(wait_ns[static_cast<size_t>(LeaseWait::update)], 1'000'000u) << "second";
+  EXPECT_EQ(wait_ns[static_cast<size_t>(LeaseWait::update)], 2'000'000u) << "second, and in vain";
   EXPECT_EQ(wait_ns[static_cast<size_t>(LeaseWait::step)], 3'000'000u) << "others and writers";
   EXPECT_EQ(wait_ns[static_cast<size_t>(LeaseWait::gradient)], 1'000'000u);
+  ASSERT_TRUE(in_vain->has_value());
+  EXPECT_EQ((*in_vain)->status.code(), StatusCode::deadline);
+  EXPECT_EQ((*in_vain)->grant.wait_ns, 1'000'000u) << "who waited in vain is told for what, too";
+  EXPECT_EQ((*in_vain)->grant.wait_reason, LeaseWait::update);
   heart_->release(**mine);
   heart_->faults().clear_faults();
   heart_->faults().release_stalled();

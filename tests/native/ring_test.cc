@@ -73,6 +73,10 @@ class RingTest : public testing::Test {
     ASSERT_TRUE(ring_.publish(completion, Status::ok()));
   }
 
+  static WantedLease gradient_of(uint32_t shard_id) {
+    return {.shard_id = shard_id, .part = Part::gradient, .mode = LeaseMode::overwrite};
+  }
+
   ServerRing ring_;
   SharedMemory table_;
   SharedMemory raw_;
@@ -135,6 +139,122 @@ TEST_F(RingTest, threads_of_a_client_get_each_their_own_answer) {
   }
   for (auto& thread : threads) thread.join();
   for (uint32_t pin = 0; pin < 50; ++pin) EXPECT_EQ(ring_.pins(pin), 0u);
+}
+
+TEST_F(RingTest, leases_asked_for_together_are_all_in_the_ring_before_the_first_is_answered) {
+  std::vector<Result<LeasedBytes>> leases;
+  std::thread client([&] {
+    leases = client_->lease_together(
+        {{.shard_id = 1}, {.shard_id = 2}, {.shard_id = 3}}, 10 * kSecond, StallPhase::forward);
+  });
+  // Nobody answers before all of them are there.
+  std::vector<Request> requests;
+  while (requests.size() < 3) requests.push_back(next_request());
+  grant(requests[2], 7);
+  Completion refused{};
+  refused.request_id = requests[1].request_id;
+  ring_.publish(refused, error(StatusCode::capacity, "no room"));
+  grant(requests[0], 5);
+  client.join();
+  ASSERT_EQ(leases.size(), 3u);
+  EXPECT_EQ(leases[0].value().generation, 1u);
+  EXPECT_EQ(leases[1].status().message(), "no room");
+  EXPECT_EQ(leases[2].value().generation, 3u);
+  for (const size_t i : {0, 2}) client_->release(leases[i].value());
+  EXPECT_EQ(client_->statistics().leases_held, 0);
+}
+
+TEST_F(RingTest, more_leases_than_the_ring_takes_wait_for_a_place_in_it) {
+  constexpr uint32_t kCount = 128;
+  std::vector<WantedLease> wanted;
+  for (uint32_t i = 0; i < kCount; ++i) wanted.push_back({.shard_id = i});
+  std::vector<std::thread> threads;
+  constexpr uint32_t kThreads = 12;  // 64 at a time each: more than half of the ring
+  for (uint32_t i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&] {
+      for (auto& lease : client_->lease_together(wanted, 30 * kSecond, StallPhase::other)) {
+        ASSERT_TRUE(lease.is_ok()) << lease.status().message();
+        client_->release(lease.value());
+      }
+    });
+  }
+  for (uint32_t i = 0; i < kThreads * kCount; ++i) {
+    grant(next_request(), 5);
+  }
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(ring_.pins(5), 0u);
+}
+
+TEST_F(RingTest, waits_are_counted_by_phase_group_and_reason_and_the_daemon_reads_them) {
+  const uint32_t group = client_->stall_group("h.*.attn");
+  EXPECT_EQ(client_->stall_group("h.*.attn"), group);
+  std::thread client([&] {
+    const auto leases = client_->lease_together(
+        {{.shard_id = 1, .stall_group = group}, {.shard_id = 2}}, kSecond, StallPhase::backward);
+    EXPECT_EQ(leases[1].status().code(), StatusCode::deadline);
+    client_->release(leases[0].value());
+  });
+  const Request first = next_request();
+  const Request second = next_request();
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  Completion completion{};
+  completion.request_id = first.request_id;
+  completion.pin = 5;
+  completion.length_bytes = 4096;
+  completion.wait_ns = 5'000'000;
+  completion.wait_reason = static_cast<uint32_t>(LeaseWait::disk);
+  ring_.add_pin(5, kReaderPin);
+  ASSERT_TRUE(ring_.publish(completion, Status::ok()));
+  // It waited beside the first: what it kept the client after that is all that counts.
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  completion = {};
+  completion.request_id = second.request_id;
+  completion.wait_ns = 3600 * kSecond;
+  completion.wait_reason = static_cast<uint32_t>(LeaseWait::gradient);
+  ASSERT_TRUE(ring_.publish(completion, error(StatusCode::deadline, "waited too long")));
+  client.join();
+  client_->note_stall({.phase = StallPhase::step}, static_cast<size_t>(LeaseWait::step), 7);
+  client_->note_step(11);
+
+  const ClientStatistics statistics = client_->statistics();
+  const Stalls& stalls = statistics.stalls;
+  const StallsByReason& backward = stalls.phase_ns[static_cast<size_t>(StallPhase::backward)];
+  EXPECT_EQ(backward[static_cast<size_t>(LeaseWait::disk)], 5'000'000u);
+  EXPECT_GT(backward[kStallRing], 10'000'000u);
+  const uint64_t in_vain = backward[static_cast<size_t>(LeaseWait::gradient)];
+  EXPECT_GT(in_vain, 0u) << "a refusal says what it waited for too";
+  EXPECT_EQ(5'000'000 + in_vain + backward[kStallRing], statistics.lease_wait_ns);
+  EXPECT_EQ(stalls.group_ns.at("h.*.attn")[static_cast<size_t>(LeaseWait::disk)], 5'000'000u);
+  EXPECT_EQ(stalls.group_ns.at("other")[static_cast<size_t>(LeaseWait::gradient)], in_vain);
+  const auto step = static_cast<size_t>(StallPhase::step);
+  EXPECT_EQ(stalls.phase_ns[step][static_cast<size_t>(LeaseWait::step)], 7u);
+  EXPECT_EQ(stalls.step_wall_ns, 11u);
+  const Stalls read = ring_.stalls();
+  EXPECT_EQ(read.phase_ns, stalls.phase_ns);
+  EXPECT_EQ(read.group_ns, stalls.group_ns);
+  EXPECT_EQ(read.step_wall_ns, 11u);
+}
+
+TEST_F(RingTest, names_of_groups_are_bounded_whatever_a_client_writes) {
+  for (uint32_t i = 0; i < 2 * kStallGroupCount; ++i) {
+    const uint32_t group = client_->stall_group(concat("group", i));
+    EXPECT_EQ(group, i + 1 < kStallGroupCount ? i + 1 : 0);
+  }
+  StallBoard& board = layout().header.stalls;
+  board.group_count.store(~0u);
+  std::memset(board.group_names[1], 0xff, kStallGroupNameBytes);  // no end, and no text
+  board.group_names[2][0] = '\n';
+  board.group_names[3][0] = '\0';
+  Stalls sum;
+  for (int session = 0; session < 3; ++session) {
+    for (uint32_t group = 4; group < kStallGroupCount; ++group)
+      board.group_names[group][0] = static_cast<char>('a' + session);
+    sum.add(ring_.stalls());
+  }
+  EXPECT_EQ(sum.group_ns.size(), kJobStallGroupsMax);
+  EXPECT_TRUE(sum.group_ns.contains(std::string(kStallGroupNameBytes, '?')));
+  EXPECT_TRUE(sum.group_ns.contains("?roup1"));
+  EXPECT_TRUE(sum.group_ns.contains(kStallGroupOther));
 }
 
 TEST_F(RingTest, a_burst_of_refusals_keeps_every_message) {
@@ -549,8 +669,8 @@ TEST_F(RingTest, a_lease_granted_after_its_client_gave_up_is_given_back) {
 }
 
 TEST_F(RingTest, what_was_asked_ahead_is_leased_without_another_request) {
-  client_->ask_ahead(3, Part::gradient, LeaseMode::overwrite);
-  client_->ask_ahead(3, Part::gradient, LeaseMode::overwrite);  // asked for already
+  client_->ask_ahead(gradient_of(3));
+  client_->ask_ahead(gradient_of(3));  // asked for already
   const Request request = next_request();
   EXPECT_EQ(request.shard_id, 3u);
   grant(request, 7);
@@ -570,7 +690,7 @@ TEST_F(RingTest, what_was_asked_ahead_is_leased_without_another_request) {
 }
 
 TEST_F(RingTest, who_comes_before_the_answer_to_what_was_asked_ahead_waits_for_that) {
-  client_->ask_ahead(3, Part::gradient, LeaseMode::overwrite);
+  client_->ask_ahead(gradient_of(3));
   const Request request = next_request();
   std::thread client([&] {
     const auto lease = client_->lease(3, Part::gradient, LeaseMode::overwrite, 10 * kSecond);
@@ -584,8 +704,8 @@ TEST_F(RingTest, who_comes_before_the_answer_to_what_was_asked_ahead_waits_for_t
 }
 
 TEST_F(RingTest, what_was_asked_ahead_and_is_not_wanted_is_given_back) {
-  client_->ask_ahead(1, Part::gradient, LeaseMode::overwrite);  // granted before
-  client_->ask_ahead(2, Part::gradient, LeaseMode::overwrite);  // granted after
+  client_->ask_ahead(gradient_of(1));  // granted before
+  client_->ask_ahead(gradient_of(2));  // granted after
   grant(next_request(), 5);
   const Request late = next_request();
   EXPECT_EQ(ring_.pins(5), kWriterPin);
@@ -606,7 +726,7 @@ TEST_F(RingTest, what_was_asked_ahead_and_is_not_wanted_is_given_back) {
 }
 
 TEST_F(RingTest, what_was_asked_ahead_is_no_answer_to_another_lease_of_the_shard) {
-  client_->ask_ahead(1, Part::gradient, LeaseMode::overwrite);
+  client_->ask_ahead(gradient_of(1));
   grant(next_request(), 5);
   std::thread client([&] {
     const auto lease = client_->lease(1, Part::gradient, LeaseMode::write, 10 * kSecond);
@@ -621,7 +741,7 @@ TEST_F(RingTest, what_was_asked_ahead_is_no_answer_to_another_lease_of_the_shard
 }
 
 TEST_F(RingTest, an_error_of_what_was_asked_ahead_is_asked_for_again) {
-  client_->ask_ahead(1, Part::gradient, LeaseMode::overwrite);
+  client_->ask_ahead(gradient_of(1));
   Completion completion{};
   completion.request_id = next_request().request_id;
   ring_.publish(completion, error(StatusCode::capacity, "no room then"));
@@ -634,7 +754,7 @@ TEST_F(RingTest, an_error_of_what_was_asked_ahead_is_asked_for_again) {
 }
 
 TEST_F(RingTest, a_lease_without_room_gets_what_was_asked_ahead) {
-  client_->ask_ahead(1, Part::gradient, LeaseMode::overwrite);
+  client_->ask_ahead(gradient_of(1));
   grant(next_request(), 5);
   std::thread client([&] {
     const auto lease = client_->lease(2, Part::value, LeaseMode::write, 10 * kSecond);
@@ -658,12 +778,12 @@ TEST_F(RingTest, a_lease_without_room_gets_what_was_asked_ahead) {
 }
 
 TEST_F(RingTest, what_was_asked_of_one_daemon_is_not_leased_from_the_next) {
-  client_->ask_ahead(1, Part::gradient, LeaseMode::overwrite);
-  client_->ask_ahead(2, Part::gradient, LeaseMode::overwrite);
+  client_->ask_ahead(gradient_of(1));
+  client_->ask_ahead(gradient_of(2));
   grant(next_request(), 5);
   client_->suspend();
   EXPECT_EQ(ring_.pins(5), 0u);
-  client_->ask_ahead(3, Part::gradient, LeaseMode::overwrite);  // of nobody
+  client_->ask_ahead(gradient_of(3));  // of nobody
   client_->reconnect(OwnedFd());
   EXPECT_EQ(next_request().shard_id, 2u);
   EXPECT_FALSE(ring_.poll().has_value());

@@ -1,8 +1,11 @@
 #include "store/statistics.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cerrno>
+#include <cstring>
 
 #include "store_fixture.h"
 
@@ -22,6 +25,7 @@ constexpr uint64_t kSecond = 1'000'000'000;
 class StatisticsTest : public ::testing::Test {
  protected:
   std::shared_ptr<MemoryDisk> disk_ = std::make_shared<MemoryDisk>(kDiskBytes);
+  std::vector<SharedMemory> mapped_;
 };
 
 TEST_F(StatisticsTest, a_wait_for_room_is_backpressure_while_it_lasts_and_one_for_the_disk_is_not) {
@@ -56,6 +60,35 @@ TEST_F(StatisticsTest, a_wait_for_room_is_backpressure_while_it_lasts_and_one_fo
   EXPECT_EQ(heart.store().statistics().room_wait_ns, 3 * kSecond);
   EXPECT_EQ(heart.job(session).counters.lease_wait_ns, 8 * kSecond);
   heart.release(**answer);
+}
+
+TEST_F(StatisticsTest, the_stalls_of_a_jobs_sessions_are_summed_and_outlive_them) {
+  Heart heart(disk_);
+  const uint64_t job_id = heart.open("job");
+  const std::array sessions{heart.attach(job_id), heart.attach(job_id)};
+  const auto board = [&](uint64_t session) -> StallBoard& {
+    const int fd = heart.store().sessions().at(session)->ring.session_fd();
+    auto memory = SharedMemory::map(OwnedFd(fcntl(fd, F_DUPFD_CLOEXEC, 0)), sizeof(SessionLayout));
+    mapped_.push_back(std::move(memory).value());
+    return reinterpret_cast<SessionLayout*>(mapped_.back().data())->header.stalls;
+  };
+  for (const uint64_t session : sessions) {
+    StallBoard& its = board(session);
+    its.counters.step_wall_ns = 100;
+    its.counters.add({.phase = StallPhase::backward, .group = 1}, kStallRing, 7);
+    std::strcpy(its.group_names[1], "h.*.attn");
+    its.group_count = 2;
+  }
+  const auto expect_sum = [&] {
+    const Stalls stalls = heart.store().statistics().jobs.at(0).stalls;
+    EXPECT_EQ(stalls.step_wall_ns, 200u);
+    EXPECT_EQ(stalls.phase_ns[static_cast<size_t>(StallPhase::backward)][kStallRing], 14u);
+    EXPECT_EQ(stalls.group_ns.at("h.*.attn")[kStallRing], 14u);
+  };
+  expect_sum();
+  ASSERT_TRUE(heart.store().detach(sessions[0]).is_ok());
+  heart.turns();
+  expect_sum();
 }
 
 TEST_F(StatisticsTest, a_failed_sync_fences_the_volume_and_is_told_with_its_errno) {

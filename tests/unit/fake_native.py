@@ -169,6 +169,13 @@ class JobStatistics:
     lease_wait_reason_seconds: dict[str, float] = field(
         default_factory=lambda: {"disk": 0.25, "room": 0.125}
     )
+    step_wall_seconds: float = 2.0
+    stall_phase_seconds: dict[str, dict[str, float]] = field(
+        default_factory=lambda: {"forward": {"disk": 0.5, "ring": 0.25}}
+    )
+    stall_group_seconds: dict[str, dict[str, float]] = field(
+        default_factory=lambda: {"h.*.attn": {"disk": 0.5, "ring": 0.25}}
+    )
     fetched_bytes: int = 0
     prefetched_bytes: int = 0
     prefetch_unused_bytes: int = 0

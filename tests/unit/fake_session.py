@@ -23,7 +23,7 @@ from memd_native import MODE_OVERWRITE, MODE_READ, PART_GRADIENT, PART_VALUE
 from memd_proto.v1 import job_pb2, session_pb2, tensor_pb2, types_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 _INVALID_ARGUMENT, _NOT_FOUND, _ALREADY_EXISTS, _CAPACITY, _FENCED, _DEADLINE = 1, 2, 3, 5, 8, 9
 
@@ -41,6 +41,16 @@ class FakeLease:
     part: int
     mode: int
     size_bytes: int
+
+
+@dataclass(kw_only=True)
+class FakeAsked:
+    """Leases that were asked for together."""
+
+    names: list[str]
+    groups: list[str]
+    part: int
+    phase: int
 
 
 @dataclass(kw_only=True)
@@ -115,7 +125,9 @@ class FakeStatistics:
     lease_count: int = 0
     hits: int = 0
     lease_wait_seconds: float = 0.0
-    lease_wait_reason_seconds: dict[str, float] = field(default_factory=dict)
+    step_wall_seconds: float = 0.0
+    stall_phase_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
+    stall_group_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
     leases_held: int = 0
 
 
@@ -141,6 +153,10 @@ class FakeDaemon:
     disk_error: str = ""  # why steps are in memory alone
     durable_step: int = 0
     lease_count: int = 0
+    asked: list[FakeAsked] = field(default_factory=list)
+    groups: list[str] = field(default_factory=lambda: ["other"])
+    stalls: list[tuple[int, str, int]] = field(default_factory=list)  # phase, group, reason
+    step_walls: list[float] = field(default_factory=list)
     lease_bytes_max: int = 0  # most alive at a time since it was set to 0
 
     def session(self, job: str = "fake") -> Session:
@@ -162,6 +178,42 @@ class FakeDaemon:
         )
 
     # Data plane
+
+    def lease_together(
+        self,
+        shards: Sequence[tuple[int, int, Sequence[int], int]],
+        part: int,
+        mode: int,
+        timeout_s: float,
+        phase: int,
+    ) -> list[torch.Tensor | memd_native.StatusError]:
+        self.asked.append(
+            FakeAsked(
+                names=[self.shards[shard_id].spec.name for shard_id, _, _, _ in shards],
+                groups=[self.groups[group] for _, _, _, group in shards],
+                part=part,
+                phase=phase,
+            )
+        )
+        answers: list[torch.Tensor | memd_native.StatusError] = []
+        for shard_id, dtype, shape, _ in shards:
+            try:
+                answers.append(self.lease(shard_id, part, mode, dtype, tuple(shape), timeout_s))
+            except memd_native.StatusError as error:
+                answers.append(error)
+        return answers
+
+    def stall_group(self, name: str) -> int:
+        if name not in self.groups:
+            self.groups.append(name)
+        return self.groups.index(name)
+
+    def note_stall(self, phase: int, group: int, reason: int, seconds: float) -> None:
+        assert seconds >= 0
+        self.stalls.append((phase, self.groups[group], reason))
+
+    def note_step(self, wall_seconds: float) -> None:
+        self.step_walls.append(wall_seconds)
 
     def lease(
         self,

@@ -78,6 +78,10 @@ def test_the_figures_of_the_data_plane_are_exported(scraped: Scraped) -> None:
     assert found["memd_job_lost_shards,memd_job=gpt"] == 0
     assert found["memd_lease_wait_seconds_total,memd_job=gpt"] == 0.5
     assert found["memd_lease_wait_reason_seconds_total,memd_job=gpt,reason=room"] == 0.125
+    stalls = "memd_stall_seconds_total,memd_job=gpt,phase=forward"
+    assert (found[stalls + ",reason=disk"], found[stalls + ",reason=ring"]) == (0.5, 0.25)
+    assert found["memd_stall_group_seconds_total,group=h.*.attn,memd_job=gpt,reason=disk"] == 0.5
+    assert found["memd_step_wall_seconds_total,memd_job=gpt"] == 2
     assert found["memd_backpressure_seconds_total"] == 0.25
     assert found["memd_io_seconds_sum,device=/volume,op=sync"] == 0.75
     assert found["memd_io_bytes_total,device=/volume,op=read"] == 8192
@@ -124,6 +128,7 @@ def test_no_label_names_a_process_a_user_or_a_shard(scraped: Scraped) -> None:
         "device",
         "engine",
         "errno",
+        "group",
         "le",
         "memd_job",
         "op",

@@ -56,7 +56,7 @@ def simulate_plan(uses: Sequence[tuple[int, int]], item_bytes: Sequence[int], *,
     What eviction by farthest next use moves where `uses`, pairs of an item and USE_*, repeat. `writes_changes`: changed items are on disk at the end of their period anyway.
     """
 
-PROTOCOL_VERSION: int = 2
+PROTOCOL_VERSION: int = 3
 
 PART_VALUE: int = 0
 
@@ -65,6 +65,18 @@ PART_GRADIENT: int = 1
 MODE_READ: int = 0
 
 MODE_WRITE: int = 1
+
+STALL_STEP: int = 2
+
+STALL_GRADIENT: int = 3
+
+PHASE_FORWARD: int = 0
+
+PHASE_BACKWARD: int = 1
+
+PHASE_STEP: int = 2
+
+PHASE_OTHER: int = 3
 
 MODE_OVERWRITE: int = 2
 
@@ -80,7 +92,13 @@ class ClientStatistics:
     def lease_wait_seconds(self) -> float: ...
 
     @property
-    def lease_wait_reason_seconds(self) -> dict[str, float]: ...
+    def step_wall_seconds(self) -> float: ...
+
+    @property
+    def stall_phase_seconds(self) -> dict[str, dict[str, float]]: ...
+
+    @property
+    def stall_group_seconds(self) -> dict[str, dict[str, float]]: ...
 
     @property
     def leases_held(self) -> int: ...
@@ -101,6 +119,22 @@ class ClientSession:
         """
         A torch tensor over the arena's own bytes. The lease lives exactly as long as the tensor's storage.
         """
+
+    def lease_together(self, shards: Sequence[tuple[int, int, Sequence[int], int]], part: int, mode: int, timeout_s: float, phase: int) -> list[object]:
+        """
+        Leases by request, all of them asked for before the first is waited for. `shards`: shard id, dtype, shape and what stall_group() said of each. Returns a tensor for each, or the StatusError of that one.
+        """
+
+    def stall_group(self, name: str) -> int:
+        """
+        The number under which waits for parameters of this group of modules are counted; 0, that of "other", where there are too many.
+        """
+
+    def note_stall(self, phase: int, group: int, reason: int, seconds: float) -> None:
+        """The caller has waited by other means than a lease."""
+
+    def note_step(self, wall_seconds: float) -> None:
+        """From the end of one step to that of the next."""
 
     def lease_resident(self, shard_id: int, dtype: int, shape: Sequence[int]) -> Any:
         """
@@ -442,6 +476,15 @@ class JobStatistics:
 
     @property
     def lease_wait_reason_seconds(self) -> dict[str, float]: ...
+
+    @property
+    def step_wall_seconds(self) -> float: ...
+
+    @property
+    def stall_phase_seconds(self) -> dict[str, dict[str, float]]: ...
+
+    @property
+    def stall_group_seconds(self) -> dict[str, dict[str, float]]: ...
 
     @property
     def fetched_bytes(self) -> int: ...
