@@ -320,25 +320,49 @@ def _take_gradient(parameter: torch.Tensor) -> None:
         entry.gradient.accumulate(gradient, entry.session.gradient_leases_of(entry.shard))
 
 
-@contextmanager
-def fetched(parameters: Iterable[torch.Tensor], *, mode: int = MODE_READ) -> Iterator[None]:
-    """The bytes of those that are offloaded are in place inside; the others are let be. Those that
-    are not in memory are asked for before the first of them is waited for."""
-    with ExitStack() as held:
-        missing: list[tuple[StreamedParameter, torch.Tensor]] = []
+def bring(
+    parameters: Iterable[torch.Tensor], *, mode: int = MODE_READ
+) -> list[tuple[StreamedParameter, torch.Tensor]]:
+    """The bytes of those that are offloaded are in place until `let_go` of what this returns; the
+    others are let be. All or none. Those that are not in memory are asked for before the first of
+    them is waited for."""
+    held: list[tuple[StreamedParameter, torch.Tensor]] = []
+    missing: list[tuple[StreamedParameter, torch.Tensor]] = []
+    try:
         for parameter in parameters:
             entry = streamed(parameter)
             if entry is None:
                 continue
-            if mode == MODE_READ and entry.fetch_resident(parameter):
-                held.callback(entry.release, parameter)
-            else:
-                missing.append((entry, parameter))
+            is_there = mode == MODE_READ and entry.fetch_resident(parameter)
+            (held if is_there else missing).append((entry, parameter))
         if missing:
             StreamedParameter.fetch_together(missing, mode=mode)
-            for entry, parameter in missing:
-                held.callback(entry.release, parameter)
+            held += missing
+    except BaseException:
+        let_go(held)
+        raise
+    return held
+
+
+def let_go(held: list[tuple[StreamedParameter, torch.Tensor]]) -> None:
+    """Of all, in the reverse order, also where one of them raises."""
+    while held:
+        entry, parameter = held.pop()
+        try:
+            entry.release(parameter)
+        except BaseException:
+            let_go(held)
+            raise
+
+
+@contextmanager
+def fetched(parameters: Iterable[torch.Tensor], *, mode: int = MODE_READ) -> Iterator[None]:
+    """Their bytes are in place inside: see `bring`."""
+    held = bring(parameters, mode=mode)
+    try:
         yield
+    finally:
+        let_go(held)
 
 
 class AwayParameter(nn.Parameter):
