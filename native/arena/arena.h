@@ -50,6 +50,9 @@ class Arena {
   uint64_t used_bytes() const { return used_bytes_; }
   uint64_t free_bytes() const { return capacity_bytes() - used_bytes_; }
   uint64_t largest_free_bytes() const;
+  /// Free space, and held slots: offset → length.
+  const std::map<uint64_t, uint64_t>& gaps() const { return gaps_; }
+  const std::map<uint64_t, uint64_t>& slots() const { return slots_; }
   /// How much is free behind the last slot.
   uint64_t tail_free_bytes() const;
 

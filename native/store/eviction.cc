@@ -73,7 +73,7 @@ void FarthestNextUse::forget(uint32_t entry_id) {
   for (SessionPlan* const session : sessions_) session->order.remove(entry_id);
 }
 
-void FarthestNextUse::evicted(uint32_t entry_id) {
+void FarthestNextUse::look_again_at(uint32_t entry_id) {
   for (SessionPlan* const session : sessions_) {
     const auto next = session->cursor.next_use(entry_id);
     if (next) session->looked_until = std::min(session->looked_until, *next);

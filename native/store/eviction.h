@@ -89,8 +89,8 @@ class FarthestNextUse final : public EvictionPolicy {
   void add(SessionPlan* session) { sessions_.push_back(session); }
   void remove(SessionPlan* session) { std::erase(sessions_, session); }
   const LeastRecentlyUsed& residents() const { return recent_; }
-  /// An entry goes: whoever looked farther ahead looks again.
-  void evicted(uint32_t entry_id);
+  /// An entry goes, or may be brought up from now on: whoever looked farther ahead looks again.
+  void look_again_at(uint32_t entry_id);
   /// What is absent may be fetched now that could not before.
   void look_again();
 

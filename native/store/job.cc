@@ -237,8 +237,11 @@ void Job::add_bytes(const ShardSpec& spec) {
 
 void Job::expect_memory() {
   uint64_t bytes = 0;
+  largest_entry_bytes_ = 0;
   for (const auto& entry : entries) {
-    if (entry != nullptr) bytes += align_up(entry->bytes, kBlockBytes);
+    if (entry == nullptr) continue;
+    bytes += align_up(entry->bytes, kBlockBytes);
+    largest_entry_bytes_ = std::max(largest_entry_bytes_, entry->bytes);
   }
   if (memory != nullptr) memory->expect_arena_bytes(bytes);
 }
@@ -1094,6 +1097,11 @@ void Job::remove(uint32_t shard_id, ExtentStore& extents) {
   free_shard_ids_.push_back(shard_id);
   changed = true;
   note_layout();
+}
+
+bool Job::is_tight() const {
+  constexpr uint64_t kLargestEntries = 4;
+  return memory->arena_bytes_max() < kLargestEntries * largest_entry_bytes_;
 }
 
 bool Job::gradients_fit() const {

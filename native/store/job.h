@@ -156,6 +156,9 @@ class Job {
   void remove(uint32_t shard_id, ExtentStore& extents);
   /// Tells the memory what the arena would like to hold.
   void expect_memory();
+  /// The arena has room for so few of the largest entries that one small view, held for long in a
+  /// bad place, keeps them out.
+  bool is_tight() const;
   /// Whether all gradients fit beside the largest bucket's parameters.
   bool gradients_fit() const;
   ShardInfo info(uint32_t shard_id) const;
@@ -411,6 +414,7 @@ class Job {
   void close_bucket(Bucket bucket, const std::vector<uint32_t>& shard_ids_in_bucket);
   Entry* add_entry(Entry::Shape shape);
 
+  uint64_t largest_entry_bytes_ = 0;  // as of expect_memory()
   std::vector<Superseded> superseded_;
   /// Between begin_update() and the commit: what is replaced is not the job's yet.
   bool is_updating_ = false;

@@ -2,6 +2,7 @@
 // daemon maps.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -21,6 +22,10 @@ namespace memd {
 inline constexpr uint64_t kTileStateBytesMax = kTileElements * 12;
 inline constexpr uint64_t kTileGradientBytesMax = kTileElements * 4;
 inline constexpr uint64_t kPrivateFloorBytes = 2 * (kTileStateBytesMax + kTileGradientBytesMax);
+
+// One tile is being updated by each worker while others are read and written; more than eight did
+// not shorten a step and takes memory from the cache.
+inline constexpr uint32_t kTilesInFlight = 8;
 
 /// Segments are admitted when the job is opened and lie unassigned until a side needs them. The
 /// arena takes what leases ask for, the private side what is left of what the arena is expected to
@@ -62,6 +67,10 @@ class JobMemory {
   /// How much the private side may hold in all before it takes what the arena needs.
   uint64_t private_bytes_max() const;
   uint64_t private_floor_bytes() const { return private_floor_segments_ * segment_bytes_; }
+  /// What of the private side is left to tiles in flight: of a floor of large segments not all.
+  uint64_t working_bytes() const {
+    return std::min(private_floor_bytes(), kTilesInFlight * kTileStateBytesMax);
+  }
   uint64_t arena_bytes_max() const {
     return (segment_count_ - private_floor_segments_) * segment_bytes_;
   }

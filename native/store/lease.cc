@@ -2,8 +2,11 @@
 // takes.
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <utility>
+#include <vector>
 
+#include "arena/room_search.h"
 #include "base/check.h"
 #include "base/failpoint.h"
 #include "base/units.h"
@@ -413,7 +416,7 @@ std::unique_ptr<Slot> ShardStore::make_room(Job& job,
     job.free_retired();
     if (auto slot = job.make_slot(bytes, pin_count)) return slot;
     if (job.memory->grow_arena()) continue;
-    if (evict_one(job)) continue;
+    if (evict_for(job, bytes)) continue;
     if (job.activity_count == 0 && shrink_private(job, may_spill)) continue;
     if (may_spill) spill(job, bytes);
     return nullptr;
@@ -429,28 +432,46 @@ bool ShardStore::shrink_private(Job& job, bool may_flush) {
   return false;
 }
 
-bool ShardStore::evict_one(Job& job, uint64_t distance_min) {
-  Entry* victim = nullptr;
+bool ShardStore::evict_for(Job& job,
+                           uint64_t bytes,
+                           uint64_t distance_min,
+                           uint64_t evicted_bytes_max) {
+  const bool ignores_pins = MEMD_PLANTED("evict.leased_slot");
+  RoomSearch search(job.memory->arena(), bytes);
+  std::map<uint64_t, Entry*> candidates;  // by the offset of their slot
+  // There whatever goes first goes: what is taken from the front keeps small slots together.
+  const bool is_tight = job.is_tight();
+  bool is_enough = false;
   job.policy.in_order([&](uint32_t entry_id, uint64_t distance) {
     if (distance < distance_min) return false;
     Entry* const entry = job.entries[entry_id].get();
     if (entry->residency() != Residency::clean || entry->task_count != 0) return true;
-    const bool ignores_pins = MEMD_PLANTED("evict.leased_slot");
     if (entry->pending != nullptr || (job.is_pinned(*entry->slot) && !ignores_pins)) return true;
     // A shard without bytes on disk has nowhere to go but away: empty tensors, and those of tier
     // "host" once they were read.
     if (!entry->has_replica()) return true;
-    // Who leased it without a request since we looked is seen now.
-    if (!job.take_away(*entry) && !ignores_pins) return true;
-    victim = entry;
-    return false;
+    candidates[entry->slot->offset_bytes] = entry;
+    is_enough = is_tight || search.offer(entry->slot->offset_bytes);
+    return !is_enough;
   });
-  if (victim == nullptr) return false;
-  MEMD_FAILPOINT("evict.chosen");
-  job.counters.evicted_bytes += victim->bytes;
-  job.policy.evicted(victim->id);
-  job.move(*victim, Residency::clean, Residency::absent);
-  job.free_slot(std::move(victim->slot));
+  if (!is_enough) return false;
+  uint64_t evicted_bytes = 0;
+  std::vector<Entry*> victims;
+  if (is_tight) victims.push_back(candidates.begin()->second);
+  for (const uint64_t offset_bytes : search.chosen())
+    victims.push_back(candidates.at(offset_bytes));
+  for (const Entry* const victim : victims) evicted_bytes += victim->bytes;
+  if (evicted_bytes > evicted_bytes_max) return false;
+  for (Entry* const victim : victims) {
+    // Who leased it without a request since we looked is seen now: whoever asks again finds it
+    // pinned.
+    if (!job.take_away(*victim) && !ignores_pins) continue;
+    MEMD_FAILPOINT("evict.chosen");
+    job.counters.evicted_bytes += victim->bytes;
+    job.policy.look_again_at(victim->id);
+    job.move(*victim, Residency::clean, Residency::absent);
+    job.free_slot(std::move(victim->slot));
+  }
   return true;
 }
 

@@ -116,11 +116,11 @@ void ShardStore::plan_step(Job& job, uint64_t session_id, const std::vector<uint
   Session& session = *found->second;
   follow_uses(session);
   std::vector<PlanUse> updates;
-  for (const uint32_t index : buckets) {
-    const Bucket& bucket = job.buckets[index];
-    updates.push_back({.item = bucket.value->id, .kind = UseKind::change});
-    updates.push_back({.item = bucket.gradient->id, .kind = UseKind::last});
-  }
+  for (const uint32_t index : buckets)
+    updates.push_back({.item = job.buckets[index].value->id, .kind = UseKind::change});
+  // A step that fails is made again with them: they are held until its commit.
+  for (const uint32_t index : buckets)
+    updates.push_back({.item = job.buckets[index].gradient->id, .kind = UseKind::last});
   const auto is_of_step = [&job](const PlanUse& use) {
     const Entry* const entry =
         use.item < job.entries.size() ? job.entries[use.item].get() : nullptr;
@@ -163,12 +163,13 @@ uint64_t ShardStore::necessary_bytes(const Job& job, const Plan& plan) {
     }
     if (uses.size() > kSimulatedUsesMax) return 0;
   }
-  const BytesMoved moved = simulate(Plan(std::move(uses)),
-                                    item_bytes,
-                                    {.cache_bytes = job.memory->bytes(),
-                                     .writes_changes = !job.durability.is_in_memory(),
-                                     .warm_count = 1,
-                                     .measured_count = 1});
+  const BytesMoved moved =
+      simulate(Plan(std::move(uses)),
+               item_bytes,
+               {.cache_bytes = job.memory->bytes() - job.memory->working_bytes(),
+                .writes_changes = !job.durability.is_in_memory(),
+                .warm_count = 1,
+                .measured_count = 1});
   return static_cast<uint64_t>(moved.read_bytes + moved.written_bytes);
 }
 
@@ -204,9 +205,11 @@ std::unique_ptr<Slot> ShardStore::make_room_ahead(Job& job, const Entry& entry, 
                         job.memory->arena().capacity_bytes() / kAheadArenaPart),
                kAheadBytesMax);
   if (job.ahead_bytes > 0 && job.ahead_bytes + entry.bytes > window_bytes) return nullptr;
-  // Room may be in pieces; it is not worth more than twice what is fetched.
+  // It is not worth more than twice what is fetched.
   const uint64_t evicted_bytes_max = job.counters.evicted_bytes + 2 * entry.bytes;
-  while (job.counters.evicted_bytes < evicted_bytes_max && evict_one(job, distance + 1)) {
+  while (job.counters.evicted_bytes < evicted_bytes_max) {
+    const uint64_t left_bytes = evicted_bytes_max - job.counters.evicted_bytes;
+    if (!evict_for(job, entry.bytes, distance + 1, left_bytes)) break;
     if (auto slot = free_slot()) return slot;
   }
   return nullptr;
@@ -270,12 +273,12 @@ uint64_t ShardStore::uses_until_room(const Job& job, const SessionPlan& plan) {
 
 bool ShardStore::may_prefetch(const Job& job, const Entry& entry) {
   if (entry.kind != EntryKind::bytes) {
-    // What a step is to begin with has to stand still for it.
+    // What a step is to begin with has to stand still for it. What it has updated does not.
     const std::vector<uint32_t>& held = job.buckets[entry.owner].shards;
     const bool is_in_closed_step = std::any_of(held.begin(), held.end(), [&job](uint32_t id) {
       return job.shards[id].gradient_session == kSealedGradient;
     });
-    if (is_in_closed_step) return false;
+    if (is_in_closed_step && !entry.is_ahead) return false;
   }
   if (entry.residency() != Residency::absent || entry.task_count != 0) return false;
   if (entry.bytes == 0 || entry.prefetch_failed || !entry.has_replica()) return false;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <limits>
 #include <list>
 #include <memory>
 #include <optional>
@@ -305,8 +306,14 @@ class ShardStore {
   Grant grant_bytes_writer(Job& job, Waiter& waiter, Entry& entry, bool keeps_old_bytes);
   void reply_granted(Job& job, Waiter& waiter, Slot& slot);
   std::unique_ptr<Slot> make_room(Job& job, uint64_t bytes, uint32_t pin_count, bool may_spill);
-  /// `distance_min`: only what is used so many uses from now, or later, as far as plans know.
-  bool evict_one(Job& job, uint64_t distance_min = 0);
+  /// What goes first, as far as it makes room for `bytes` in one piece: nothing goes for a hole
+  /// that is too small. `distance_min`: only what is used so many uses from now, or later, as far
+  /// as plans know. False where nothing went; after true there may still be no room, where a client
+  /// leased meanwhile what was to go.
+  bool evict_for(Job& job,
+                 uint64_t bytes,
+                 uint64_t distance_min = 0,
+                 uint64_t evicted_bytes_max = std::numeric_limits<uint64_t>::max());
   /// The private side's last segment becomes the arena's, at once or, with `may_flush`, once what
   /// lies there alone is on disk.
   bool shrink_private(Job& job, bool may_flush);
@@ -423,6 +430,7 @@ class ShardStore {
   void update_bucket(const std::shared_ptr<StepState>& state,
                      Bucket& bucket,
                      const std::shared_ptr<Join>& join);
+  void make_slot_for_update(const StepState& state, Entry& value);
   void finish_updates(const std::shared_ptr<StepState>& state, const Status& status);
   /// Whether it is a staged buffer of the step, or one that is replaced.
   static bool is_named(const StepState& state, uint32_t shard_id);

@@ -69,7 +69,7 @@ struct JobCounters {
   uint64_t uses_foreseen = 0;
   uint64_t uses_unforeseen = 0;
   /// Read and written in the periods of plans that ended with a step, and what farthest next use
-  /// moves of them with all of the job's memory.
+  /// moves of them with all of the job's memory but what tiles in flight take.
   uint64_t plan_moved_bytes = 0;
   uint64_t plan_necessary_bytes = 0;
 };

@@ -745,6 +745,9 @@ void ShardStore::publish_bucket(StepState& state, const Bucket& bucket) {
   if (value.residency() == Residency::filling)
     job.move(value, Residency::filling, Residency::clean);
   --value.task_count;
+  // Where it is not resident it may be brought up now.
+  if (!value.is_resident()) job.policy.look_again_at(value.id);
+  queues_.at(job.job_id).looks_ahead = true;
   MEMD_FAILPOINT("step.bucket_published");
 }
 
@@ -884,16 +887,11 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
   }
   if (in_place) {
     job.move(value, Residency::clean, Residency::filling);
-  } else {
-    // Published where there is room; a fetch brings it up otherwise.
-    auto slot = job.make_slot(value.bytes, value.shard_count);
-    if (slot == nullptr && job.memory->grow_arena())
-      slot = job.make_slot(value.bytes, value.shard_count);
-    if (slot != nullptr) {
-      value.slot = std::move(slot);
-      job.move(value, Residency::absent, Residency::filling);
-    }
   }
+  // When its first tile starts: by then the session is farther, and needs less of what is resident.
+  const auto find_slot = [this, state, &value] { make_slot_for_update(*state, value); };
+  const bool is_begun = !job.made_tiles.empty();
+  if (is_begun) find_slot();
 
   for (size_t tile = 0; tile < bucket.tile_count(); ++tile) {
     const uint64_t tile_begin = tile * kTileElements;
@@ -931,6 +929,7 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
       continue;
     }
     task.value_in_arena = in_place;
+    if (tile == 0) task.starting = find_slot;
     task.writes_value = true;
     task.reads_rest = true;
     task.writes_rest = true;
@@ -945,6 +944,25 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
     const bool is_half_made = made != job.made_tiles.end();
     is_half_made ? tiles_.submit_first(std::move(task)) : tiles_.submit(std::move(task));
   }
+}
+
+// Published where there is room, or something goes for it that is used later; a fetch brings it up
+// otherwise.
+void ShardStore::make_slot_for_update(const StepState& state, Entry& value) {
+  Job& job = *state.job;
+  if (value.slot != nullptr) return;
+  const auto session = sessions_.find(state.request.session_id);
+  const bool is_planned = session != sessions_.end() && session->second->plan != nullptr;
+  const uint64_t distance = is_planned ? session->second->plan->distance(value.id) : kNeverUsed;
+  auto slot = job.make_slot(value.bytes, value.shard_count);
+  while (slot == nullptr &&
+         (job.memory->grow_arena() ||
+          (distance != kNeverUsed && evict_for(job, value.bytes, distance + 1)))) {
+    slot = job.make_slot(value.bytes, value.shard_count);
+  }
+  if (slot == nullptr) return;
+  value.slot = std::move(slot);
+  job.move(value, Residency::absent, Residency::filling);
 }
 
 void ShardStore::finish_updates(const std::shared_ptr<StepState>& state, const Status& status) {

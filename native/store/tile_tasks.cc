@@ -46,6 +46,11 @@ struct TileTasks::Running {
     const bool alone = gradient_copy == nullptr || gradient_offset_bytes.has_value();
     return bytes.rest_bytes > 0 && alone && (task.reads_value || task.writes_value);
   }
+  /// Of the private side.
+  uint64_t held_bytes() const {
+    const bool has_gradient = gradient_copy != nullptr;
+    return bytes.value_bytes + bytes.rest_bytes + (has_gradient ? gradient_bytes : 0);
+  }
   uint64_t key() const { return task.job->tile_key(task.entry->owner, task.index); }
   const ExtentRecord& value_source() const { return task.entry->replicas[task.index].extent; }
   const ExtentRecord& rest_source() const { return task.bucket->rest[task.index].extent; }
@@ -165,11 +170,14 @@ std::optional<uint64_t> TileTasks::allocate_private(Job& job, uint64_t bytes) {
 // beats a least recently used one, which would be evicted just before its next use.
 bool TileTasks::has_room_to_stay(const Running& running) {
   const JobMemory& memory = *running.task.job->memory;
-  const uint64_t kept_bytes = memory.private_floor_bytes() + memory.private_side().used_bytes();
-  return running.is_whole() && kept_bytes <= memory.private_bytes_max();
+  const uint64_t in_flight_bytes =
+      queues_.at(running.task.job).running_bytes - (running.stays ? 0 : running.held_bytes());
+  const uint64_t kept_bytes = memory.private_side().used_bytes() - in_flight_bytes;
+  return running.is_whole() && kept_bytes + memory.working_bytes() <= memory.private_bytes_max();
 }
 
 bool TileTasks::try_start(TileTask& task) {
+  if (task.starting) std::exchange(task.starting, nullptr)();
   auto running = std::make_shared<Running>();
   Job& job = *task.job;
   TileBytes& bytes = running->bytes;
@@ -227,7 +235,9 @@ bool TileTasks::try_start(TileTask& task) {
   running->value_from_arena = task.value_in_arena && bytes.arena_value != nullptr;
   running->started_ns = clock_.now_ns();
   running->task = std::move(task);
-  ++queues_[&job].running_count;
+  Queue& queue = queues_[&job];
+  ++queue.running_count;
+  queue.running_bytes += running->held_bytes();
   MEMD_FAILPOINT("tile.started");
   load(running);
   return true;
@@ -322,7 +332,13 @@ void TileTasks::work(const std::shared_ptr<Running>& running) {
     return Status::ok();
   };
   // Once it has extents it is written, also where it was read again meanwhile.
-  running->stays = task.may_stay && !running->value_extent.exists() && has_room_to_stay(*running);
+  const bool stays = task.may_stay && !running->value_extent.exists() && has_room_to_stay(*running);
+  if (stays != running->stays) {
+    // Others that look for room to stay see it as what is kept.
+    uint64_t& running_bytes = queues_.at(task.job).running_bytes;
+    stays ? running_bytes -= running->held_bytes() : running_bytes += running->held_bytes();
+    running->stays = stays;
+  }
   Status status;
   if (running->writes_value()) {
     status = reserve(running->bytes.value_bytes, &running->value_extent);
@@ -500,6 +516,7 @@ void TileTasks::finish(const std::shared_ptr<Running>& running, const Status& st
   }
 
   Arena& side = job.memory->private_side();
+  const bool keeps = status.is_ok() && has_room_to_stay(*running);
   if (running->gradient_offset_bytes) side.free(*running->gradient_offset_bytes);
   const uint64_t key = running->key();
   if (task.bucket != nullptr && status.is_ok()) {
@@ -507,14 +524,16 @@ void TileTasks::finish(const std::shared_ptr<Running>& running, const Status& st
     if (running->writes_value() && running->writes_rest()) job.dirty_tiles.erase(key);
   }
   const bool dirty = task.bucket != nullptr && job.dirty_tiles.contains(key);
-  if (dirty || (status.is_ok() && has_room_to_stay(*running))) {
+  if (dirty || keeps) {
     job.cached_tiles[key] = running->offset_bytes;
   } else {
     side.free(running->offset_bytes);
   }
   --task.entry->task_count;
   --job.activity_count;
-  --queues_[&job].running_count;
+  Queue& queue = queues_.at(&job);
+  --queue.running_count;
+  if (!running->stays) queue.running_bytes -= running->held_bytes();
   MEMD_FAILPOINT("tile.recorded");
   const Done done = std::move(task.done);
   done(status);

@@ -15,10 +15,6 @@
 
 namespace memd {
 
-// One tile is being updated by each worker while others are read and written; more than eight did
-// not shorten a step and takes memory from the cache.
-inline constexpr uint32_t kTilesInFlight = 8;
-
 /// What a task's work sees, in memory that only the daemon maps, `arena_value` and an unspilled
 /// gradient excepted.
 struct TileBytes {
@@ -55,6 +51,8 @@ struct TileTask {
   bool may_stay = false;
   const Entry* gradient = nullptr;
 
+  /// Nothing, or called before the task's memory is looked for: the entry may get a slot then.
+  std::function<void()> starting;
   /// On an update worker.
   std::function<void(const TileBytes&)> work;
   std::shared_ptr<StepReport> report;
@@ -87,11 +85,12 @@ class TileTasks {
   struct Queue {
     std::deque<TileTask> waiting;
     uint32_t running_count = 0;
+    uint64_t running_bytes = 0;  // of the private side; of tiles that are to stay none
   };
 
   static TileTask flush_task(Job& job, uint64_t tile_key);
   void make_room(Job& job);
-  static bool has_room_to_stay(const Running& running);
+  bool has_room_to_stay(const Running& running);
   bool try_start(TileTask& task);
   std::optional<uint64_t> allocate_private(Job& job, uint64_t bytes);
   void load(const std::shared_ptr<Running>& running);

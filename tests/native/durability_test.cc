@@ -188,7 +188,7 @@ TEST(DurabilityRoom, a_dirty_tile_in_the_last_segment_is_written_before_the_aren
   ASSERT_GT(job.cached_tiles.at(job.tile_key(1, 0)), 4_MiB);
   ASSERT_LT(side.tail_free_bytes(), kSegmentBytes);
 
-  const auto blobs = heart.declare(session, {bytes_shard("a", 12_MiB), bytes_shard("b", 3_MiB)});
+  const auto blobs = heart.declare(session, {bytes_shard("a", 13_MiB), bytes_shard("b", 3_MiB)});
   const Held a = heart.lease(session, blobs[0], LeaseMode::overwrite);
   const Held b = heart.lease(session, blobs[1], LeaseMode::overwrite);
   EXPECT_TRUE(a.is_ok()) << a.status.message();
@@ -610,7 +610,7 @@ INSTANTIATE_TEST_SUITE_P(Kinds,
                                            Case{"every:3", DType::bfloat16},
                                            Case{"none", DType::bfloat16},
                                            Case{"every:3", DType::float32, 5, 1},
-                                           Case{"none", DType::float32, 4, 0},
+                                           Case{"none", DType::float32, 4, 1},
                                            Case{"every:2", DType::bfloat16, 2, 0},
                                            Case{"none", DType::bfloat16, 4, 1}),
                          [](const auto& info) {

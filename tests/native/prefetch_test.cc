@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "noting_client.h"
 #include "plan/simulation.h"
 #include "store_fixture.h"
 
@@ -19,52 +20,7 @@ namespace {
 using testing::Heart;
 using testing::HeartOptions;
 using testing::Held;
-
-/// What the client does beside asking: writes down what it leased.
-class Client {
- public:
-  Client(Heart& heart, uint64_t session_id) : heart_(heart), session_id_(session_id) {
-    const int fd = heart.store().sessions().at(session_id)->ring.session_fd();
-    auto mapped = SharedMemory::map(OwnedFd(fcntl(fd, F_DUPFD_CLOEXEC, 0)), sizeof(SessionLayout));
-    EXPECT_TRUE(mapped.is_ok()) << mapped.status().message();
-    memory_.emplace(std::move(mapped).value());
-  }
-
-  void note(uint32_t shard_id, LeaseMode mode, Part part) {
-    auto* const layout = reinterpret_cast<SessionLayout*>(memory_->data());
-    const uint64_t index = layout->header.use_tail.fetch_add(1);
-    layout->uses[index % kUseLogEntries].store(use_word(index, shard_id, part, mode));
-  }
-  /// Leases and lets go; whether it was there at once.
-  bool use(uint32_t shard_id, LeaseMode mode = LeaseMode::read, Part part = Part::value) {
-    const Job& job = heart_.job(session_id_);
-    const uint64_t misses = job.counters.lease_misses;
-    const Held held = heart_.lease(session_id_, shard_id, mode, part);
-    EXPECT_TRUE(held.is_ok()) << held.status.message();
-    if (!held.is_ok()) return false;
-    if (part == Part::gradient) std::memset(held.grant.data, 0, held.grant.length_bytes);
-    note(shard_id, mode, part);
-    heart_.release(held);
-    return job.counters.lease_misses == misses;
-  }
-  /// A use that a fast enough disk has time for.
-  bool use_slowly(uint32_t shard_id, LeaseMode mode = LeaseMode::read, Part part = Part::value) {
-    const bool was_there = use(shard_id, mode, part);
-    settle();
-    return was_there;
-  }
-  /// Until nothing is being read for a plan.
-  void settle() {
-    heart_.turn();
-    EXPECT_TRUE(heart_.until([&] { return heart_.job(session_id_).prefetching_bytes == 0; }));
-    heart_.turn();
-  }
-
- private:
-  Heart& heart_;
-  uint64_t session_id_;
-  std::optional<SharedMemory> memory_;
-};
+using testing::NotingClient;
 
 constexpr uint64_t kShardBytes = 1_MiB;
 
@@ -124,7 +80,7 @@ struct Model {
   Heart heart;
   uint64_t job_id;
   uint64_t session_id;
-  Client client;
+  NotingClient client;
   std::vector<uint32_t> ids;
 };
 
@@ -157,10 +113,9 @@ TEST(Prefetch, from_the_second_step_on_every_lease_finds_its_shard) {
   }
   const auto counters = model.counters();
   EXPECT_GT(counters.plan_necessary_bytes, 0u);
-  EXPECT_GE(counters.plan_moved_bytes, counters.plan_necessary_bytes);
-  // The private side's floor, a quarter of this small memory, keeps nothing, and gradients stay
-  // until the commit.
-  EXPECT_LE(counters.plan_moved_bytes, counters.plan_necessary_bytes * 4 / 3);
+  // What is necessary is what farthest next use moves, which is no exact bound.
+  EXPECT_GE(counters.plan_moved_bytes, counters.plan_necessary_bytes * 95 / 100);
+  EXPECT_LE(counters.plan_moved_bytes, counters.plan_necessary_bytes * 105 / 100);
 }
 
 TEST(Prefetch, what_is_only_read_again_and_again_moves_hardly_more_than_it_must) {
@@ -301,7 +256,7 @@ TEST(Prefetch, a_shard_that_is_lost_is_not_asked_for_again_and_again) {
 TEST(Prefetch, sessions_have_a_place_each_and_end_when_they_like) {
   Model model(20, 6);
   std::optional<uint64_t> other_id = model.heart.attach(model.job_id);
-  std::optional<Client> other(std::in_place, model.heart, *other_id);
+  std::optional<NotingClient> other(std::in_place, model.heart, *other_id);
   const auto other_use = [&](uint32_t id) {
     const Held held = model.heart.lease(*other_id, id);
     ASSERT_TRUE(held.is_ok());

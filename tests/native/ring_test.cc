@@ -62,7 +62,10 @@ class RingTest : public testing::Test {
     }
   }
   /// Grants pin 5 with one page of the arena.
-  void grant(const Request& request, uint32_t pin, uint64_t offset_bytes = 0) {
+  void grant(const Request& request,
+             uint32_t pin,
+             uint64_t offset_bytes = 0,
+             uint64_t wait_ns = 0) {
     ring_.add_pin(pin, request.mode == LeaseMode::read ? kReaderPin : kWriterPin);
     Completion completion{};
     completion.request_id = request.request_id;
@@ -70,6 +73,7 @@ class RingTest : public testing::Test {
     completion.offset_bytes = offset_bytes;
     completion.length_bytes = 4096;
     completion.generation = request.shard_id;
+    completion.wait_ns = wait_ns;
     ASSERT_TRUE(ring_.publish(completion, Status::ok()));
   }
 
@@ -350,6 +354,21 @@ TEST_F(RingTest, no_wake_up_is_lost_between_ends_that_sleep) {
   const uint64_t one = 1;
   EXPECT_EQ(write(ring_.doorbell_fd(), &one, sizeof(one)), 8);
   daemon.join();
+}
+
+TEST_F(RingTest, leases_that_wait_for_nothing_are_told_from_others) {
+  std::thread daemon([&] {
+    grant(next_request(), 5);
+    grant(next_request(), 5, 0, 1000);
+  });
+  client_->release(client_->lease(1, Part::value, LeaseMode::read, kSecond).value());
+  client_->release(client_->lease(2, Part::value, LeaseMode::read, kSecond).value());
+  daemon.join();
+  publish(rows()[7], {.pin = 9, .offset_bytes = 0, .length_bytes = 4096, .generation = 3});
+  client_->release(client_->lease(7, Part::value, LeaseMode::read, 0).value());
+  EXPECT_EQ(client_->statistics().lease_count, 3U);
+  EXPECT_EQ(client_->statistics().hits, 1U);
+  EXPECT_EQ(client_->statistics().resident_count, 2U);
 }
 
 TEST_F(RingTest, what_the_table_shows_is_leased_without_a_request) {

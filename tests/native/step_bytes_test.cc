@@ -1,0 +1,196 @@
+// Bytes that training moves in the store itself, beside the fewest that its plan allows.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "noting_client.h"
+#include "store_fixture.h"
+
+namespace memd {
+namespace {
+
+using testing::Heart;
+using testing::HeartOptions;
+using testing::NotingClient;
+
+// Blocks of a GPT, in MiB of fp32: attention (two of them), projections up and down; and what is
+// small beside them.
+std::vector<uint64_t> gpt_mib(uint32_t layer_count) {
+  std::vector<uint64_t> sizes = {6, 1};
+  for (uint32_t i = 0; i < layer_count; ++i) sizes.insert(sizes.end(), {3, 1, 4, 4});
+  return sizes;
+}
+
+struct Settings {
+  const char* name;
+  uint32_t cache_divisor;  // of parameters and moments
+  Durability durability;
+  uint32_t period_steps;  // what every k-th step writes belongs to all of them
+  enum class Pace {
+    slow,        // the disk has time for everything between two uses
+    hasty,       // it has none
+    overlapped,  // none, and the next forward begins when the step is closed
+  } pace;
+  // Where commits are in memory the fewest bytes would move if updated parameters were dirty in the
+  // arena. A trainer can write there: what is nowhere else does not stay there, and the private
+  // side gets only what parameters and gradients leave.
+  double moved_to_necessary_max = 1.05;
+};
+
+uint64_t sum(const std::vector<uint64_t>& sizes) {
+  uint64_t all = 0;
+  for (const uint64_t each : sizes) all += each;
+  return all;
+}
+
+class Training {
+ public:
+  explicit Training(const Settings& settings)
+      : settings_(settings),
+        arena_segments_(divide_up(sum(sizes_) + 3 * sum(sizes_) / settings.cache_divisor, 2)),
+        heart_(std::make_shared<MemoryDisk>(512_MiB),
+               HeartOptions{.segment_count = testing::kFloorSegments + arena_segments_}),
+        job_id_(heart_.open("job", arena_segments_, 480_MiB, settings.durability)),
+        session_id_(heart_.attach(job_id_)),
+        client_(heart_, session_id_),
+        ids_(heart_.declare(session_id_, parameters())) {
+    for (const uint32_t id : ids_) {
+      const auto held = heart_.lease(session_id_, id, LeaseMode::overwrite);
+      EXPECT_TRUE(held.is_ok()) << held.status.message();
+      std::memset(held.grant.data, 0, held.grant.length_bytes);
+      heart_.release(held);
+    }
+    EXPECT_TRUE(heart_.sync(session_id_).is_ok());
+  }
+
+  void step() {
+    for (const uint32_t id : ids_) use(id);
+    for (size_t i = ids_.size(); i-- > 0;) {
+      use(ids_[i]);
+      use(ids_[i], LeaseMode::overwrite, Part::gradient);
+    }
+    const StepRequest request{.session_id = session_id_,
+                              .groups = {{.settings = {}, .shard_ids = ids_}},
+                              .staged_buffers = {},
+                              .step = ++step_};
+    finish_step();
+    request_seen_ = false;
+    heart_.store().step(request, [this](const Status& status, const StepReport&) {
+      EXPECT_TRUE(status.is_ok()) << status.message();
+      request_seen_ = true;
+    });
+    if (settings_.pace == Settings::Pace::overlapped) return;
+    finish_step();
+    if (settings_.pace == Settings::Pace::slow) client_.settle();
+  }
+  void finish_step() {
+    EXPECT_TRUE(heart_.until([this] { return request_seen_; }));
+  }
+
+  Job& job() { return heart_.job(session_id_); }
+  IoDeviceStatistics io() { return heart_.io().device_statistics(0); }
+  std::string sizes_text() const {
+    std::string text;
+    for (const uint64_t each : sizes_) text += (text.empty() ? "" : " ") + std::to_string(each);
+    return text;
+  }
+
+ private:
+  std::vector<ShardSpec> parameters() const {
+    std::vector<ShardSpec> specs;
+    for (size_t i = 0; i < sizes_.size(); ++i) {
+      specs.push_back({.name = "p" + std::to_string(i),
+                       .kind = ShardKind::parameter,
+                       .dtype = DType::float32,
+                       .tier = Tier::nvme,
+                       .shape = {sizes_[i] * (1_MiB / 4)}});
+    }
+    return specs;
+  }
+  void use(uint32_t id, LeaseMode mode = LeaseMode::read, Part part = Part::value) {
+    if (settings_.pace == Settings::Pace::slow) {
+      client_.use_slowly(id, mode, part);
+    } else {
+      heart_.turn();  // a request is served in one
+      client_.use(id, mode, part);
+    }
+  }
+
+  Settings settings_;
+  std::vector<uint64_t> sizes_ = gpt_mib(4);
+  uint64_t arena_segments_;
+  Heart heart_;
+  uint64_t job_id_;
+  uint64_t session_id_;
+  NotingClient client_;
+  std::vector<uint32_t> ids_;
+  uint64_t step_ = 0;
+  bool request_seen_ = true;
+};
+
+const Durability kStep = Durability::of_code(Durability::kStep);
+const Durability kEvery10 = Durability::of_code(10);
+
+class StepBytes : public ::testing::TestWithParam<Settings> {};
+
+// What it records is held against the lower bound by tests/numerics/test_plan_bytes.py.
+TEST_P(StepBytes, are_few) {
+  const Settings& settings = GetParam();
+  Training training(settings);
+  // From the third step on.
+  for (uint32_t i = 0; i < std::max(2u, settings.period_steps); ++i) training.step();
+  training.finish_step();
+  const auto before = training.io();
+  const JobCounters counters_before = training.job().counters;
+  const uint32_t step_count = std::max(4u, settings.period_steps);
+  for (uint32_t i = 0; i < step_count; ++i) training.step();
+  training.finish_step();
+  const auto after = training.io();
+  const JobCounters& counters = training.job().counters;
+
+  const auto bytes_per_step = [&](const IoKindStatistics& from, const IoKindStatistics& to) {
+    return (to.bytes - from.bytes) / step_count;
+  };
+  const JobMemory& memory = *training.job().memory;
+  RecordProperty("parameters_mib", training.sizes_text());
+  RecordProperty("durability", settings.durability.text());
+  RecordProperty("cache_bytes", std::to_string(memory.bytes() - memory.working_bytes()));
+  RecordProperty("read_bytes", std::to_string(bytes_per_step(before.read, after.read)));
+  RecordProperty("written_bytes", std::to_string(bytes_per_step(before.write, after.write)));
+  const uint64_t moved_bytes = counters.plan_moved_bytes - counters_before.plan_moved_bytes;
+  const uint64_t necessary_bytes =
+      counters.plan_necessary_bytes - counters_before.plan_necessary_bytes;
+  RecordProperty("plan_moved_bytes", std::to_string(moved_bytes / step_count));
+  RecordProperty("plan_necessary_bytes", std::to_string(necessary_bytes / step_count));
+  // All that goes to the device is counted, catalogues and superblocks aside.
+  const double on_device = static_cast<double>(bytes_per_step(before.read, after.read) +
+                                               bytes_per_step(before.write, after.write));
+  EXPECT_NEAR(static_cast<double>(moved_bytes) / step_count / on_device, 1, 0.01);
+  EXPECT_LE(static_cast<double>(moved_bytes),
+            settings.moved_to_necessary_max * static_cast<double>(necessary_bytes));
+  EXPECT_EQ(counters.spilled_bytes, 0u);
+  if (settings.pace == Settings::Pace::slow)
+    EXPECT_EQ(counters.lease_misses, counters_before.lease_misses);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Training,
+    StepBytes,
+    ::testing::Values(Settings{"quarter_slow", 4, kStep, 1, Settings::Pace::slow},
+                      Settings{"quarter_hasty", 4, kStep, 1, Settings::Pace::hasty},
+                      Settings{"quarter_overlapped", 4, kStep, 1, Settings::Pace::overlapped},
+                      Settings{"eighth_slow", 8, kStep, 1, Settings::Pace::slow},
+                      Settings{"eighth_hasty", 8, kStep, 1, Settings::Pace::hasty},
+                      Settings{"eighth_overlapped", 8, kStep, 1, Settings::Pace::overlapped},
+                      Settings{"quarter_every_10", 4, kEvery10, 10, Settings::Pace::slow, 1.2},
+                      Settings{"eighth_every_10", 8, kEvery10, 10, Settings::Pace::slow, 1.1}),
+    [](const auto& param) { return param.param.name; });
+
+}  // namespace
+}  // namespace memd
