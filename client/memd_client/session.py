@@ -275,6 +275,7 @@ class Session:
             nvme_bytes=self.nvme_bytes,
             lease_count=leases.lease_count if leases else 0,
             lease_hits=leases.hits if leases else 0,
+            lease_resident_count=leases.resident_count if leases else 0,
             leases_held=leases.leases_held if leases else 0,
             lease_wait_seconds=self._open_steps.lease_wait_seconds
             + (leases.lease_wait_seconds if leases else 0.0),

@@ -15,6 +15,7 @@ class SessionStatistics:
     nvme_bytes: int
     lease_count: int  # leases had so far
     lease_hits: int  # of them without a request: the shard was in memory, and nobody wrote it
+    lease_resident_count: int  # of them, those that waited for nothing: `lease_hits` and more
     leases_held: int  # alive at this moment
     # Of this process, for all leases together; the wait for the step before them included.
     lease_wait_seconds: float

@@ -210,6 +210,9 @@ void bind_ring(nb::module_& module) {
   nb::class_<ClientStatistics>(module, "ClientStatistics")
       .def_ro("lease_count", &ClientStatistics::lease_count)
       .def_ro("hits", &ClientStatistics::hits, "Of them without a request.")
+      .def_ro("resident_count",
+              &ClientStatistics::resident_count,
+              "Of them, those that the daemon made wait for nothing.")
       .def_prop_ro("lease_wait_seconds",
                    [](const ClientStatistics& self) {
                      return static_cast<double>(self.lease_wait_ns) * 1e-9;

@@ -540,6 +540,7 @@ Result<LeasedBytes> ClientSession::finish(const WantedLease& wanted, Asked& aske
                   completion.error_number);
   }
   lease_count_.fetch_add(1, std::memory_order_relaxed);
+  if (completion.wait_ns == 0) granted_at_once_.fetch_add(1, std::memory_order_relaxed);
   leases_held_.fetch_add(1, std::memory_order_relaxed);
   const LeasedBytes lease{.data = base_ + completion.offset_bytes,
                           .length_bytes = completion.length_bytes,
@@ -689,6 +690,7 @@ ClientStatistics ClientSession::statistics() const {
   const uint32_t group_count = stall_group_count_.load(std::memory_order_acquire);
   return {.lease_count = lease_count_.load(std::memory_order_relaxed) + hits,
           .hits = hits,
+          .resident_count = granted_at_once_.load(std::memory_order_relaxed) + hits,
           .lease_wait_ns = lease_wait_ns_.load(std::memory_order_relaxed),
           .stalls = read_stalls(stalls_, stall_group_names_, group_count),
           .leases_held = leases_held_.load(std::memory_order_relaxed)};

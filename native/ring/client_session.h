@@ -48,6 +48,8 @@ struct LeasedBytes {
 struct ClientStatistics {
   uint64_t lease_count = 0;
   uint64_t hits = 0;  // of them without a request
+  /// Of them, those that the daemon made wait for nothing: the shard was there.
+  uint64_t resident_count = 0;
   uint64_t lease_wait_ns = 0;
   /// By what it was for; what the daemon made a lease wait by what most of that was. Also of what
   /// note_stall() was told of.
@@ -214,7 +216,8 @@ class ClientSession {
 
   std::atomic<bool> closed_{false};
   std::atomic<uint64_t> after_call_{0};
-  std::atomic<uint64_t> lease_count_{0};  // by request
+  std::atomic<uint64_t> lease_count_{0};      // by request
+  std::atomic<uint64_t> granted_at_once_{0};  // of them
   std::atomic<uint64_t> hits_{0};
   std::atomic<uint64_t> lease_wait_ns_{0};
   // As in the session's header, where the daemon reads them: a forked child has no header.

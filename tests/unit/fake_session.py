@@ -124,6 +124,7 @@ class FakeCall:
 class FakeStatistics:
     lease_count: int = 0
     hits: int = 0
+    resident_count: int = 0
     lease_wait_seconds: float = 0.0
     step_wall_seconds: float = 0.0
     stall_phase_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -307,7 +308,11 @@ class FakeDaemon:
         self.followed_call = call
 
     def statistics(self) -> FakeStatistics:
-        return FakeStatistics(lease_count=self.lease_count, leases_held=len(self.leases))
+        return FakeStatistics(
+            lease_count=self.lease_count,
+            resident_count=self.lease_count,  # nothing is ever waited for
+            leases_held=len(self.leases),
+        )
 
     def close(self) -> None:
         self.calls.append("close")

@@ -353,6 +353,7 @@ class TestSession:
         assert (statistics.step_read_bytes, statistics.step_written_bytes) == (2, 4)
         assert statistics.parameter_count == 4
         assert statistics.lease_count > 8
+        assert statistics.lease_resident_count == statistics.lease_count
 
     def test_a_name_put_anew_by_another_session_is_found(self) -> None:
         daemon = FakeDaemon()

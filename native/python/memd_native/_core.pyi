@@ -89,6 +89,10 @@ class ClientStatistics:
         """Of them without a request."""
 
     @property
+    def resident_count(self) -> int:
+        """Of them, those that the daemon made wait for nothing."""
+
+    @property
     def lease_wait_seconds(self) -> float: ...
 
     @property
