@@ -40,6 +40,7 @@ test:
 
 bench:
 	@$(SETUP) test
+	@tests/bench/peers/set_up.sh
 	@status=0; $(IN_VENV) python tests/bench/run_all.py $(ARGS) || status=1; \
 	$(IN_VENV) python tests/bench/compare_results.py; exit $$status
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-# 1.6 M parameters, most of them in matrices of a tile or more: each of these has a bucket of its own,
-# and the small ones share another.
+# 1.6 M parameters, most of them in matrices of a tile or more: each of these has a bucket of its
+# own, and the small ones share another.
 SHAPE = GPTShape(width=256, depth=2, sequence=32)
 BATCH = 4
 CACHE_FRACTION = 0.25

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import bench_durability
+import bench_io
 import compare_results
 import run_all
 from memd.bench.figures import Figure
@@ -154,3 +155,19 @@ def test_the_bound_on_durability_is_made_of_neighbours() -> None:
     assert durable.fraction == pytest.approx(1.0)
     assert in_memory.value == 1.5
     assert written.fraction == 1.0
+
+
+def test_a_comparison_with_fio_says_how_long_it_takes() -> None:
+    # 1 GB to fill at 500 MB/s; 2 blocks, 2 mixes, 2 kinds of pages, 5 rounds, each with two runs.
+    shared = {"size": 10**9, "block_count": 2, "rounds": 5}
+    assert bench_io.expected_seconds(seconds=0.5, **shared) == pytest.approx(62)
+    assert bench_io.expected_seconds(seconds=1.0, **shared) == pytest.approx(102)
+
+
+def test_nothing_to_compare_with_is_a_failure(tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(bench_io.__file__))]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={"PATH": str(tmp_path)}
+    )
+    assert done.returncode == 1
+    assert "apt-get install fio" in done.stderr
