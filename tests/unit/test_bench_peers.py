@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import bench_train
 from peers.compare import (
     BESIDE_POOL_BYTES,
     EQUAL_BYTES,
@@ -22,11 +25,13 @@ from peers.compare import (
 from peers.train import SHAPES, batches
 from peers.watching import (
     ContestantFailed,
+    ProcessMemory,
     Watched,
     family,
     family_memory,
+    memory_of_all,
     moved_bytes,
-    proportional_bytes,
+    process_memory,
     watch,
 )
 
@@ -113,6 +118,50 @@ def test_memd_gets_what_the_rival_takes_in_all_and_a_quarter_of_the_state() -> N
     assert small.pool_bytes == 1.5 * 2**30
 
 
+def test_memory_stands_against_what_is_allowed() -> None:
+    runs = {"memd": [a_run(1.0, [4.0, 3.0, 2.0])], "plain": [a_run(1.0, [4.0, 3.0, 2.0])]}
+    found = {figure.name: figure for figure in figures(runs, 10, {"memd": 150, "plain": 0})}
+    assert found["memd: memory, steady"].fraction == 0.75
+    assert found["plain: memory, steady"].fraction is None
+    allowed = {each.name: each.allowed_bytes for each in contestants("311m", "bf16")}
+    assert allowed["memd-small-pool"] == 2.5 * 2**30
+    assert allowed["memd"] == EQUAL_BYTES["311m", "bf16"]
+
+
+def test_huge_pages_count_once_beside_what_the_kernel_calls_proportional() -> None:
+    rollup = """55b0-7ffc ---p 00000000 00:00 0                  [rollup]
+Rss:             9000 kB
+Pss:             1000 kB
+Shared_Hugetlb:   600 kB
+Private_Hugetlb:  300 kB
+"""
+    daemon = process_memory(rollup)
+    assert daemon == ProcessMemory(
+        proportional=1000 << 10, huge_private=300 << 10, huge_shared=600 << 10
+    )
+    trainer = ProcessMemory(proportional=500 << 10, huge_private=0, huge_shared=600 << 10)
+    assert memory_of_all([daemon, trainer]) == (1000 + 300 + 500 + 600) << 10
+    with pytest.raises(ProcessLookupError):
+        process_memory("")
+
+
+def test_a_contestant_keeps_to_its_processors() -> None:
+    source = """
+import os, subprocess, sys
+from peers.train import keep_to_processors
+keep_to_processors(1)
+subprocess.run([sys.executable, "-c", "import os; print(len(os.sched_getaffinity(0)))"])
+keep_to_processors(2)
+"""
+    environ = {**os.environ, "PYTHONPATH": str(Path(bench_train.__file__).parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=False, env=environ
+    )
+    assert done.stdout == "1\n"
+    assert done.returncode == 1
+    assert "--threads 2: there are 1 processors" in done.stderr
+
+
 def test_the_shapes_have_the_parameters_of_their_names() -> None:
     assert SHAPES["60m"].parameter_count == pytest.approx(60e6, rel=0.01)
     assert SHAPES["311m"].parameter_count == pytest.approx(311e6, rel=0.01)
@@ -183,5 +232,6 @@ def test_what_is_not_there_yet_is_no_failure() -> None:
 
 def test_a_process_counts_its_own_memory_and_bytes() -> None:
     assert os.getpid() in set(family(os.getpid()))
-    assert family_memory(os.getpid()) >= proportional_bytes(os.getpid()) // 2 > 1 << 20
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    assert family_memory(os.getpid()) >= process_memory(rollup).proportional // 2 > 1 << 20
     assert min(moved_bytes(os.getpid())) >= 0

@@ -49,7 +49,18 @@ LEARNING_RATE = 1e-4
 BETAS = (0.9, 0.999)
 EPS = 1e-8
 WEIGHT_DECAY = 0.01
+# DeepSpeed's: it updates so many elements at a time, and reads the next while it does.
+SUB_GROUP_SIZE = 100_000_000
 BATCHES = 4  # drawn once and repeated, so that the loss falls
+
+
+def keep_to_processors(count: int) -> None:
+    """Everything that this process starts: threads for transfers, and a private daemon, which would
+    use all there are."""
+    usable = sorted(os.sched_getaffinity(0))
+    if count > len(usable):
+        raise SystemExit(f"--threads {count}: there are {len(usable)} processors")
+    os.sched_setaffinity(0, usable[:count])
 
 
 def batches(shape: GPTShape, *, batch: int, sequence: int) -> list[tuple[Tensor, Tensor]]:
@@ -138,7 +149,7 @@ def deepspeed_config(arguments: argparse.Namespace) -> dict[str, Any]:
     """Settings that work on a CPU: stage 3, and states where the contestant's name says."""
     zero: dict[str, Any] = {
         "stage": 3,
-        "sub_group_size": 100_000_000,
+        "sub_group_size": arguments.sub_group,
         "reduce_bucket_size": 50_000_000,
         "stage3_prefetch_bucket_size": 50_000_000,
         "stage3_max_live_parameters": 100_000_000,
@@ -255,17 +266,21 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=2, help="steps before those that count")
     parser.add_argument("--steps", type=int, default=10, help="that count")
     parser.add_argument("--after", type=int, default=2, help="steps after those that count")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="and processors"
+    )
     parser.add_argument("--data", type=Path, required=True, help="an empty folder on a disk")
     parser.add_argument("--host", type=parse_size, help="memd: the pool")
     parser.add_argument("--nvme", type=parse_size, help="memd: the volume")
     parser.add_argument("--durability", default="step", help="memd: as connect() takes it")
     parser.add_argument("--step-in-backward", action="store_true", help="memd")
+    parser.add_argument("--sub-group", type=int, default=SUB_GROUP_SIZE, help="DeepSpeed: elements")
     arguments = parser.parse_args()
     if min(arguments.warm, arguments.steps, arguments.after) < 1:
         parser.error("--warm, --steps and --after are at least 1")
     if arguments.contestant == "memd" and None in (arguments.host, arguments.nvme):
         parser.error("memd needs --host and --nvme")
+    keep_to_processors(arguments.threads)
     torch.set_num_threads(arguments.threads)
     tell = Teller()
     try:

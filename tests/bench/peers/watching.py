@@ -30,13 +30,37 @@ class ContestantFailed(Exception):
     """The message holds what it said last."""
 
 
-def proportional_bytes(process_id: int) -> int:
-    """Pss: its own memory, and of what it shares its part. Sums over processes count nothing
-    twice."""
-    for line in Path(f"/proc/{process_id}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise ProcessLookupError(f"process {process_id} has ended")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessMemory:
+    """Bytes of one process. Pss knows nothing of hugetlb pages, which stand beside it."""
+
+    proportional: int  # its own, and of what it shares its part
+    huge_private: int
+    huge_shared: int  # each page counts in full in every process that maps it
+
+
+def process_memory(rollup: str) -> ProcessMemory:
+    """From the text of /proc/PID/smaps_rollup; ProcessLookupError where it has no figures."""
+    found: dict[str, int] = {}
+    for line in rollup.splitlines():
+        key, _, value = line.partition(":")
+        if value.endswith(" kB"):
+            found[key] = int(value.split()[0]) * 1024
+    if "Pss" not in found:
+        raise ProcessLookupError("the process has ended")
+    return ProcessMemory(
+        proportional=found["Pss"],
+        huge_private=found.get("Private_Hugetlb", 0),
+        huge_shared=found.get("Shared_Hugetlb", 0),
+    )
+
+
+def memory_of_all(processes: Sequence[ProcessMemory]) -> int:
+    """Nothing counts twice: huge pages are shared by a pool's daemon, which maps all of them, and
+    its trainers, so that those of the process with most are all there are."""
+    return sum(each.proportional + each.huge_private for each in processes) + max(
+        (each.huge_shared for each in processes), default=0
+    )
 
 
 def moved_bytes(process_id: int) -> tuple[int, int]:
@@ -55,13 +79,13 @@ def family(process_id: int) -> Iterator[int]:
 
 
 def family_memory(process_id: int) -> int:
-    total_bytes = 0
+    members = []
     for member_id in family(process_id):
         try:
-            total_bytes += proportional_bytes(member_id)
+            members.append(process_memory(Path(f"/proc/{member_id}/smaps_rollup").read_text()))
         except (FileNotFoundError, ProcessLookupError):
             continue  # it has ended since it was listed
-    return total_bytes
+    return memory_of_all(members)
 
 
 def family_moved(process_id: int) -> tuple[int, int]:
