@@ -40,6 +40,10 @@ _ENOUGH = 0.95
 # that is, they say more of who else uses the drive.
 _TRUSTED = 0.8
 _FILE_BYTES = 256 * _MIB
+# Written first: how long the whole file takes, without having to wait for it.
+_PROBE_BYTES = 4 * _MIB
+# Of the time for all; the rest is for measuring.
+_WRITING_PART = 0.5
 # Seconds of one measurement: some 50 MiB on a drive of 2 GB/s.
 _RUN_S = 0.025
 # Of a first start, which makes its volumes at that time: see worth_measuring().
@@ -128,12 +132,15 @@ def keep(folder: Path, calibration: Calibration) -> Path:
     ]
     unfinished = path.with_name(f"{FILE_NAME}.unfinished")
     try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
+        try:
+            with unfinished.open("w", encoding="utf-8") as file:
+                json.dump(record, file, indent=1)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
         directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(directory)
@@ -200,6 +207,14 @@ def measure(
     from memd_native import IoBench  # who only reads what was kept needs none
 
     began = time.monotonic()
+    IoBench(str(folder), bytes=_PROBE_BYTES)  # written in full, and removed
+    writing_s = (time.monotonic() - began) * _FILE_BYTES / _PROBE_BYTES
+    if writing_s > _WRITING_PART * seconds:
+        raise Refused(
+            StatusCode.UNAVAILABLE,
+            f"{folder} is too slow to be measured in {seconds:.0f} s: writing the file alone would "
+            f"take {writing_s:.0f} s",
+        )
     bench = IoBench(str(folder), bytes=_FILE_BYTES)
     # With the kernel's and the drive's own caches warm, as during a training.
     _rate(bench, "read", _deepest())

@@ -107,6 +107,7 @@ def test_a_folder_that_cannot_be_written_is_refused_with_its_path(tmp_path: Path
     (tmp_path / "memd.calibration").mkdir()
     with pytest.raises(Refused, match=r"memd\.calibration cannot be written: Is a directory"):
         keep(tmp_path, Calibration(limits=Limits(), seconds=1))
+    assert [path.name for path in tmp_path.iterdir()] == ["memd.calibration"]
 
 
 def test_what_a_first_start_measured_is_kept_when_its_volume_is_made(
@@ -186,6 +187,25 @@ def test_calibrating_measures_reads_writes_and_both_and_keeps_what_it_chose(
 def test_a_drive_that_is_too_slow_for_the_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_FILE_BYTES", 64 * MIB)
     BUILD.mkdir(exist_ok=True)
-    with pytest.raises(Refused, match="too slow to be measured in 0 s"):
+    monkeypatch.setattr(calibration, "_WRITING_PART", float("inf"))
+    with pytest.raises(Refused, match="too slow to be measured in 0 s: one of"):
         calibration.measure(BUILD, seconds=0.001)
     assert not (BUILD / "memd.bench").exists()
+
+
+def test_a_drive_that_would_write_the_file_for_too_long_is_refused_before_it_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    written: list[int] = []
+    now = [0.0]
+
+    class SlowBench:
+        def __init__(self, folder: str, *, bytes: int) -> None:
+            written.append(bytes)
+            now[0] += bytes / (4 * MIB)  # 4 MiB/s: 64 s for the file
+
+    monkeypatch.setattr("memd_native.IoBench", SlowBench)
+    monkeypatch.setattr(calibration.time, "monotonic", lambda: now[0])
+    with pytest.raises(Refused, match=r"in 15 s: writing the file alone would take 64 s"):
+        calibration.measure(tmp_path)
+    assert sum(written) <= 4 * MIB
