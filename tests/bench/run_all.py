@@ -18,14 +18,12 @@ HERE = Path(__file__).parent
 OUT = HERE / "out"
 DATA = HERE.parents[1] / "build" / "bench"
 
+# bench_train.py runs `memd bench train`, its cases in turn.
 MEMD_BENCH = {
     "io": ["io", "--data", str(DATA)],
     "adam": ["adam"],
     "hash": ["hash"],
-    "train": ["train", "--data", str(DATA)],
-    "train_eighth": ["train", "--data", str(DATA), "--cache", "1/8"],
-    "train_every_10": ["train", "--data", str(DATA), "--durability", "every:10"],
-    "train_resident": ["train", "--data", str(DATA), "--resident", "--durability", "none"],
+    "lease": ["lease", "--data", str(DATA)],
 }
 
 
