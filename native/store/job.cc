@@ -35,6 +35,14 @@ std::string dtype_name(DType dtype) {
   return index < names.size() ? names[index] : concat("dtype ", index);
 }
 
+/// A model is declared at once: what it takes is kept and no more. Where shards come one by one, a
+/// quarter more each time, so that a declaration costs the same however many there are.
+template <typename T>
+void make_room_for(std::vector<T>& items, size_t more) {
+  const size_t count = items.size() + more;
+  if (count > items.capacity()) items.reserve(std::max(count, items.size() + items.size() / 4));
+}
+
 uint64_t parameter_stride_bytes(DType dtype) { return kTileElements * dtype_bytes(dtype); }
 
 }  // namespace
@@ -163,6 +171,8 @@ Entry* Job::add_entry(Entry::Shape shape) {
     free_entry_ids_.pop_back();
   }
   entries[shape.id] = std::make_unique<Entry>(shape);
+  entry_bytes_ += align_up(shape.bytes, kBlockBytes);
+  largest_entry_bytes_ = std::max(largest_entry_bytes_, shape.bytes);
   return entries[shape.id].get();
 }
 
@@ -236,14 +246,7 @@ void Job::add_bytes(const ShardSpec& spec) {
 }
 
 void Job::expect_memory() {
-  uint64_t bytes = 0;
-  largest_entry_bytes_ = 0;
-  for (const auto& entry : entries) {
-    if (entry == nullptr) continue;
-    bytes += align_up(entry->bytes, kBlockBytes);
-    largest_entry_bytes_ = std::max(largest_entry_bytes_, entry->bytes);
-  }
-  if (memory != nullptr) memory->expect_arena_bytes(bytes);
+  if (memory != nullptr) memory->expect_arena_bytes(entry_bytes_);
 }
 
 Result<std::vector<ShardInfo>> Job::declare(const std::vector<ShardSpec>& specs) {
@@ -259,11 +262,19 @@ Result<std::vector<ShardInfo>> Job::declare(const std::vector<ShardSpec>& specs)
     if (shard_ids.contains(spec.name)) continue;
     (spec.kind == ShardKind::parameter ? parameters : bytes).push_back(&spec);
   }
-  const size_t entry_count = entries.size() + 2 * parameters.size() + bytes.size();
-  if (entry_count > kTableRows) {
-    return error(
-        StatusCode::capacity, "job ", name, ": too many shards, at most ", kTableRows, " entries");
+  // Each has a row in the shard table.
+  const size_t shard_count = shard_ids.size() + parameters.size() + bytes.size();
+  if (shard_count > kTableRows) {
+    return error(StatusCode::capacity,
+                 "job ",
+                 name,
+                 " would have more shards than a job can have; make fewer and larger ones: ",
+                 shard_count,
+                 ", at most ",
+                 kTableRows);
   }
+  make_room_for(shards, parameters.size() + bytes.size());
+  make_room_for(entries, bytes.size());
   add_parameters(parameters);
   for (const ShardSpec* spec : bytes) add_bytes(*spec);
   if (!parameters.empty() || !bytes.empty()) note_layout();
@@ -316,6 +327,9 @@ JobRecord Job::record() const {
                    .buckets = {},
                    .durability = durability.code(),
                    .undurable_since = undurable_since};
+  // Exactly: the one on disk stays in memory, and a vector that grew keeps half as much again.
+  record.shards.reserve(shard_ids.size());
+  record.buckets.reserve(buckets.size());
   for (const Shard& shard : shards) {
     if (shard.deleted) continue;
     ShardRecord out{
@@ -338,6 +352,7 @@ JobRecord Job::record() const {
     BucketRecord out{.dtype = bucket.dtype, .element_count = bucket.element_count, .tiles = {}};
     // Of a first writeback that is half done there is no value on disk yet.
     const bool is_on_disk = bucket.value->has_replica();
+    out.tiles.reserve(bucket.tile_count());
     for (size_t tile = 0; tile < bucket.tile_count(); ++tile) {
       out.tiles.push_back(
           {.parameter = is_on_disk ? bucket.value->replicas[tile].extent : ExtentRecord{},
@@ -1090,6 +1105,7 @@ void Job::remove(uint32_t shard_id, ExtentStore& extents) {
   shard_ids.erase(shard.spec.name);
   lost.remove(shard_id);
   const uint32_t entry_id = entry.id;
+  entry_bytes_ -= align_up(entry.bytes, kBlockBytes);
   shard = {};
   shard.deleted = true;
   entries[entry_id].reset();

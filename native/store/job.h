@@ -154,11 +154,14 @@ class Job {
   Result<std::vector<ShardInfo>> declare(const std::vector<ShardSpec>& specs);
   /// Forgets a blob; its extents are free after the next commit. Nothing leases it.
   void remove(uint32_t shard_id, ExtentStore& extents);
-  /// Tells the memory what the arena would like to hold.
+  /// Tells the memory what the arena would like to hold. A shard more costs no look at the others:
+  /// blobs are declared one by one.
   void expect_memory();
   /// The arena has room for so few of the largest entries that one small view, held for long in a
   /// bad place, keeps them out.
   bool is_tight() const;
+  /// Of all entries, in whole blocks.
+  uint64_t entry_bytes() const { return entry_bytes_; }
   /// Whether all gradients fit beside the largest bucket's parameters.
   bool gradients_fit() const;
   ShardInfo info(uint32_t shard_id) const;
@@ -414,7 +417,8 @@ class Job {
   void close_bucket(Bucket bucket, const std::vector<uint32_t>& shard_ids_in_bucket);
   Entry* add_entry(Entry::Shape shape);
 
-  uint64_t largest_entry_bytes_ = 0;  // as of expect_memory()
+  uint64_t entry_bytes_ = 0;
+  uint64_t largest_entry_bytes_ = 0;  // of those there ever were
   std::vector<Superseded> superseded_;
   /// Between begin_update() and the commit: what is replaced is not the job's yet.
   bool is_updating_ = false;

@@ -2,6 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/units.h"
 #include "store_fixture.h"
 
 namespace memd {
@@ -55,6 +60,65 @@ TEST(JobDeclare, small_parameters_share_buckets_of_one_dtype_and_large_ones_are_
   ASSERT_TRUE(again.is_ok());
   EXPECT_EQ(again.value()[1].shard_id, infos.value()[0].shard_id) << "known by its name";
   EXPECT_EQ(job->shards.size(), 7u);
+}
+
+/// What Job::expect_memory() counted anew for each shard.
+uint64_t sum_of_entries(const Job& job) {
+  uint64_t bytes = 0;
+  for (const auto& entry : job.entries) {
+    if (entry != nullptr) bytes += align_up(entry->bytes, kBlockBytes);
+  }
+  return bytes;
+}
+
+TEST(JobDeclare, what_all_entries_take_is_known_without_a_look_at_them) {
+  const auto job = new_job();
+  EXPECT_EQ(job->entry_bytes(), 0u);
+  ASSERT_TRUE(job->declare({parameter("a", 100), parameter("b", kTileElements + 1)}).is_ok());
+  ASSERT_TRUE(job->declare({bytes_shard("blob", 5000)}).is_ok());
+  EXPECT_EQ(job->entry_bytes(), sum_of_entries(*job));
+  ASSERT_TRUE(job->declare({bytes_shard("blob", 5000)}).is_ok());
+  EXPECT_EQ(job->entry_bytes(), sum_of_entries(*job)) << "known already";
+  const auto again = Job::restore(job->record());
+  ASSERT_TRUE(again.is_ok()) << again.status().message();
+  EXPECT_EQ(again.value()->entry_bytes(), job->entry_bytes());
+}
+
+TEST(JobDeclare, a_model_takes_the_room_that_it_needs) {
+  constexpr size_t kCount = 5000;
+  std::vector<ShardSpec> specs;
+  for (size_t i = 0; i < kCount; ++i) specs.push_back(parameter(concat("p", i), 16));
+  const auto job = new_job();
+  ASSERT_TRUE(job->declare(specs).is_ok());
+  EXPECT_EQ(job->shards.capacity(), kCount);
+  EXPECT_EQ(job->record().shards.capacity(), kCount);
+  EXPECT_EQ(job->record().buckets.capacity(), job->buckets.size());
+}
+
+TEST(JobDeclare, a_row_of_the_table_is_all_that_limits_how_many_there_are) {
+  std::vector<ShardSpec> specs;
+  for (size_t i = 0; i < kTableRows; ++i) specs.push_back(parameter(concat("p", i), 1));
+  const auto job = new_job();
+  const auto declared = job->declare(specs);
+  ASSERT_TRUE(declared.is_ok()) << declared.status().message();
+  EXPECT_EQ(declared.value().back().shard_id, kTableRows - 1);
+  const Status refused = job->declare({bytes_shard("one more", 1)}).status();
+  EXPECT_EQ(refused.code(), StatusCode::capacity);
+  EXPECT_NE(refused.message().find("make fewer and larger ones: 1048577, at most 1048576"),
+            std::string::npos)
+      << refused.message();
+  EXPECT_TRUE(job->declare({specs.front()}).is_ok()) << "known already";
+}
+
+TEST(JobDeclare, shards_that_come_one_by_one_are_seldom_moved) {
+  const auto job = new_job();
+  size_t moves = 0;
+  const Shard* first = nullptr;
+  for (size_t i = 0; i < 5000; ++i) {
+    ASSERT_TRUE(job->declare({bytes_shard(concat("b", i), 16)}).is_ok());
+    moves += std::exchange(first, job->shards.data()) != job->shards.data();
+  }
+  EXPECT_LT(moves, 60u) << "a quarter more each time: log(5000) / log(1.25) and the first few";
 }
 
 TEST(JobDeclare, where_one_shard_is_refused_nothing_changes) {
@@ -143,6 +207,7 @@ TEST(JobShards, a_deleted_shards_place_is_used_again_and_its_bytes_are_free) {
     ASSERT_TRUE(removed);
   }
   EXPECT_EQ(heart.job(session).entries.size(), 1u);
+  EXPECT_EQ(heart.job(session).entry_bytes(), 0u);
   EXPECT_EQ(heart.lease(session, 0).status.code(), StatusCode::not_found);
   ASSERT_TRUE(heart.sync(session).is_ok());
   EXPECT_EQ(heart.job(session).nvme_bytes_used, 0u);
