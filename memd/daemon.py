@@ -27,7 +27,7 @@ from memd.refusal import Refused, StatusCode
 from memd.service.control import ControlServer
 from memd.sizes import format_size
 from memd.systemd import Notifier, listening_socket
-from memd_native import Server
+from memd_native import EXTENTS_ARE_HASHED, Server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -204,6 +204,11 @@ class Daemon:
         limits = [self._limits(folder, measured.get(folder)) for folder in settings.data]
         # Superblocks are read before anything can give up waiting: of a device that does not answer
         # this is what is said.
+        if not EXTENTS_ARE_HASHED:
+            log.warning(
+                "extents are not hashed: this build measures what checksums cost, nothing finds "
+                "damage to its volumes, and no other build reads them"
+            )
         log.info("opening the volumes", extra={"data": ",".join(map(str, settings.data))})
         with told_of_prefault(self._notifier, interval_s=1.0):
             server = Server(

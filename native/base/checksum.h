@@ -19,6 +19,10 @@ struct ExtentAddress {
 /// present is used.
 uint64_t extent_checksum(std::span<const std::byte> bytes, ExtentAddress address);
 
+/// False in builds that measure what hashing costs (MEMD_WITHOUT_CHECKSUMS): there an extent's
+/// checksum is that of its address alone. Neither build takes the other's extents for whole.
+extern const bool kExtentsAreHashed;
+
 /// XXH3-64 of `bytes` alone, for superblocks and records that carry their address inside.
 uint64_t record_checksum(std::span<const std::byte> bytes);
 

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <utility>
 
+#include "base/checksum.h"
 #include "bench/adam_rate.h"
 #include "bench/hash_rate.h"
 #include "bench/io_rate.h"
@@ -52,6 +53,7 @@ IoRate run(IoBench& self,
 }  // namespace
 
 void bind_bench(nb::module_& module) {
+  module.attr("EXTENTS_ARE_HASHED") = kExtentsAreHashed;
   nb::class_<AdamRate>(module, "AdamRate", "Seconds of passes over all elements.")
       .def_ro("bytes_per_element", &AdamRate::bytes_per_element, "Read and written together.")
       .def_ro("element_count", &AdamRate::element_count)

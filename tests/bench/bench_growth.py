@@ -244,11 +244,8 @@ def figures_of(kind: str, count: int, runs: Sequence[dict[str, Any]]) -> Iterato
             unit="B",
             runs=[run[key] / count for run in runs],
             less_is_better=True,
-            **(
-                {"limit_name": "of an entry", "limit_runs": [float(ENTRY_BYTES_MAX)] * len(runs)}
-                if key == "heap_bytes"
-                else {}
-            ),
+            limit_name="of an entry" if key == "heap_bytes" else "",
+            limit_runs=[float(ENTRY_BYTES_MAX)] * len(runs) if key == "heap_bytes" else [],
         )
 
 

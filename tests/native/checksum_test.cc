@@ -92,6 +92,10 @@ TEST(Checksum, sees_every_flipped_bit_of_a_block) {
   EXPECT_EQ(extent_checksum(bytes, address), intact);
 }
 
+TEST(Checksum, is_of_the_bytes_in_every_build_but_the_one_that_measures_it) {
+  EXPECT_TRUE(kExtentsAreHashed);
+}
+
 TEST(Checksum, of_known_bytes_at_a_known_address_never_changes) {
   const auto bytes = pattern(3 * kBlockBytes);
   EXPECT_EQ(extent_checksum(bytes, {.device = 0, .offset_bytes = 0}), 5638365336586109531U);

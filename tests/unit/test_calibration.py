@@ -205,7 +205,7 @@ def test_a_drive_that_would_write_the_file_for_too_long_is_refused_before_it_doe
             now[0] += bytes / (4 * MIB)  # 4 MiB/s: 64 s for the file
 
     monkeypatch.setattr("memd_native.IoBench", SlowBench)
-    monkeypatch.setattr(calibration.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("memd.calibration.time.monotonic", lambda: now[0])
     with pytest.raises(Refused, match=r"in 15 s: writing the file alone would take 64 s"):
         calibration.measure(tmp_path)
     assert sum(written) <= 4 * MIB

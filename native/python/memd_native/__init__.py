@@ -4,6 +4,7 @@ This package translates and decides nothing. The contract is the type stub `_cor
 """
 
 from memd_native._core import (
+    EXTENTS_ARE_HASHED,
     IO_SECONDS_BOUNDS,
     MODE_OVERWRITE,
     MODE_READ,
@@ -69,6 +70,7 @@ from memd_native._core import (
 )
 
 __all__ = [
+    "EXTENTS_ARE_HASHED",
     "IO_SECONDS_BOUNDS",
     "MODE_OVERWRITE",
     "MODE_READ",

@@ -902,6 +902,8 @@ def remove_volumes(directories: Sequence[str], *, uuid: bytes) -> None:
     Removes the volumes of the set `uuid` (16 bytes), which no daemon has open.
     """
 
+EXTENTS_ARE_HASHED: bool = True
+
 class AdamRate:
     """Seconds of passes over all elements."""
 
