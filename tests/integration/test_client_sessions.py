@@ -7,11 +7,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 import memd_client
 from tests.daemons import Daemon, Daemons, running_daemon
@@ -59,6 +61,47 @@ def test_a_model_larger_than_the_pool_is_refused_and_stays(daemon: Daemon) -> No
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_what_a_loop_waited_for_is_told_alike_by_its_session_and_by_the_daemon(
+    daemon: Daemon,
+) -> None:
+    with connect(daemon, "stalls") as session:
+        model = memd_client.offload(
+            torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4))), session
+        )
+        optimizer = memd_client.AdamW(model.parameters())
+        began = time.perf_counter()
+        for _ in range(4):
+            model(torch.ones(2, 512)).sum().backward()
+            optimizer.step()
+        assert session.committed_step == 4
+        elapsed_s = time.perf_counter() - began
+        told = session.statistics()
+        scraped = {
+            (sample.name, *sorted(sample.labels.values())): sample.value
+            for family in text_string_to_metric_families(daemon.get("/metrics"))
+            for sample in family.samples
+            if sample.labels.get("memd_job") == "stalls"
+        }
+        assert 0 < told.step_wall_seconds < elapsed_s
+        wall = scraped["memd_step_wall_seconds_total", "stalls"]
+        assert wall == pytest.approx(told.step_wall_seconds)
+        for name, parts in (
+            ("memd_stall_seconds_total", told.stall_phase_seconds),
+            ("memd_stall_group_seconds_total", told.stall_group_seconds),
+        ):
+            for part, waits in parts.items():
+                for reason, seconds in waits.items():
+                    assert scraped[(name, *sorted(("stalls", part, reason)))] == pytest.approx(
+                        seconds
+                    )
+        assert set(told.stall_phase_seconds) == {"forward", "backward", "step", "other"}
+        assert set(told.stall_group_seconds) == {"*", "other"}
+        in_loop = [sum(told.stall_phase_seconds[each].values()) for each in ("forward", "backward")]
+        assert min(in_loop) > 0
+        assert sum(in_loop) < elapsed_s, "one thread cannot wait longer than it ran"
+        session.drop_job()
+
+
 def test_a_forked_child_reads_what_it_inherited_and_harms_nobody(daemon: Daemon) -> None:
     with connect(daemon, "forked") as session:
         session.put("x", torch.arange(100_000))
