@@ -654,6 +654,8 @@ Status ClientSession::prefetch(uint32_t shard_id) {
 }
 
 uint32_t ClientSession::stall_group(std::string_view name) {
+  // Another thread may have held the mutex when the child was forked, which is refused soon anyhow.
+  if (is_in_forked_child()) return 0;
   name = name.substr(0, kStallGroupNameBytes - 1);
   const std::lock_guard lock(mutex_);
   const uint32_t count = stall_group_count_.load(std::memory_order_relaxed);
@@ -661,14 +663,12 @@ uint32_t ClientSession::stall_group(std::string_view name) {
     if (name == stall_group_names_[group]) return group;
   }
   if (count == kStallGroupCount || name.empty()) return 0;
+  StallBoard& board = layout_->header.stalls;
   std::memcpy(stall_group_names_[count], name.data(), name.size());
+  std::memcpy(board.group_names[count], stall_group_names_[count], kStallGroupNameBytes);
   stall_group_count_.store(count + 1, std::memory_order_release);
-  if (!is_in_forked_child()) {
-    StallBoard& board = layout_->header.stalls;
-    std::memcpy(board.group_names[count], stall_group_names_[count], kStallGroupNameBytes);
-    // Pairs with the acquire load in ServerRing::stalls(): the name is there.
-    board.group_count.store(count + 1, std::memory_order_release);
-  }
+  // Pairs with the acquire load in ServerRing::stalls(): the name is there.
+  board.group_count.store(count + 1, std::memory_order_release);
   return count;
 }
 
