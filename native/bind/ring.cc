@@ -312,6 +312,14 @@ void bind_ring(nb::module_& module) {
           [](ClientSession& self, uint32_t shard_id) { raise_unless_ok(self.prefetch(shard_id)); },
           "shard_id"_a,
           "Asks for the shard to be brought up; returns at once and may be dropped.")
+      .def(
+          "gradient_is_final",
+          [](ClientSession& self, uint32_t shard_id) {
+            raise_unless_ok(self.gradient_is_final(shard_id));
+          },
+          "shard_id"_a,
+          "The session has let go of the shard's gradient, and writes it no more before the step "
+          "that uses it; returns at once.")
       .def("follow",
            &ClientSession::follow,
            "call"_a,

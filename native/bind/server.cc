@@ -10,6 +10,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -44,6 +45,14 @@ IoEngine engine_named(const std::string& name) {
   if (name == "io_uring") return IoEngine::io_uring;
   if (name == "threads") return IoEngine::threads;
   throw nb::value_error(concat("io_engine is auto, io_uring or threads: ", name).c_str());
+}
+
+std::vector<StepGroup> step_groups(
+    const std::vector<std::pair<AdamSettings, std::vector<uint32_t>>>& groups) {
+  std::vector<StepGroup> out;
+  for (const auto& [settings, shard_ids] : groups)
+    out.push_back({.settings = settings, .shard_ids = shard_ids});
+  return out;
 }
 
 /// Of formatting: bytes done, bytes in all.
@@ -286,6 +295,15 @@ void bind_statistics(nb::module_& module) {
                    [](const JobStatistics& self) { return self.counters.plan_moved_bytes; })
       .def_prop_ro("plan_necessary_bytes",
                    [](const JobStatistics& self) { return self.counters.plan_necessary_bytes; })
+      .def_prop_ro("early_tiles_adopted",
+                   [](const JobStatistics& self) { return self.counters.early_tiles_adopted; })
+      .def_prop_ro("early_tiles_discarded",
+                   [](const JobStatistics& self) {
+                     std::map<std::string, uint64_t> by_reason;
+                     for (size_t i = 0; i < kEarlyDiscardCount; ++i)
+                       by_reason[kEarlyDiscardNames[i]] = self.counters.early_tiles_discarded[i];
+                     return by_reason;
+                   })
       .def_prop_ro("evicted_bytes",
                    [](const JobStatistics& self) { return self.counters.evicted_bytes; })
       .def_prop_ro("spilled_bytes",
@@ -513,13 +531,10 @@ void bind_server(nb::module_& module) {
              uint64_t call,
              double timeout_s) {
             StepRequest request{.session_id = session_id,
-                                .groups = {},
+                                .groups = step_groups(groups),
                                 .staged_buffers = staged_buffers,
                                 .step = step,
                                 .call = call};
-            for (const auto& [settings, shard_ids] : groups) {
-              request.groups.push_back({.settings = settings, .shard_ids = shard_ids});
-            }
             return unlocked([&] { return self.step(request, timeout_s); });
           },
           "session_id"_a,
@@ -529,6 +544,15 @@ void bind_server(nb::module_& module) {
           "step"_a = 0,
           "call"_a = 0,
           "timeout_s"_a)
+      .def(
+          "expect_step",
+          [](Server& self,
+             uint64_t session_id,
+             const std::vector<std::pair<AdamSettings, std::vector<uint32_t>>>& groups) {
+            unlocked([&] { return self.expect_step(session_id, step_groups(groups)); });
+          },
+          "session_id"_a,
+          "groups"_a)
       .def(
           "sync",
           [](Server& self, uint64_t session_id, double timeout_s) {

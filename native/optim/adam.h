@@ -15,6 +15,8 @@ struct AdamSettings {
   double weight_decay = 0.0;
   bool decoupled =
       true;  // true: AdamW (decay of the parameter); false: Adam (L2 term in the gradient)
+
+  bool operator==(const AdamSettings&) const = default;
 };
 
 /// What the inner loop needs, computed in double and rounded to float once per group and step.

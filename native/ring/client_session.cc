@@ -640,16 +640,22 @@ void ClientSession::note_use(uint32_t shard_id,
   if (header.use_wanted.exchange(0, std::memory_order_seq_cst) != 0) ring_doorbell();
 }
 
-Status ClientSession::prefetch(uint32_t shard_id) {
+Status ClientSession::prefetch(uint32_t shard_id) { return hint(Opcode::prefetch, shard_id); }
+
+Status ClientSession::gradient_is_final(uint32_t shard_id) {
+  return hint(Opcode::gradient_is_final, shard_id);
+}
+
+Status ClientSession::hint(Opcode opcode, uint32_t shard_id) {
   if (Status status = refuse_if_unusable(); !status.is_ok()) return status;
   const std::lock_guard lock(mutex_);
   if (is_suspended_) return daemon_has_ended();
   Request request{};
-  request.opcode = Opcode::prefetch;
+  request.opcode = opcode;
   request.shard_id = shard_id;
   request.after_call = after_call_.load(std::memory_order_relaxed);
   const uint32_t head = layout_->header.request_head.load(std::memory_order_acquire);
-  if (request_tail_ - head >= kRingEntries / 2) return Status::ok();  // a hint: leases come first
+  if (request_tail_ - head >= kRingEntries / 2) return Status::ok();  // leases come first
   return submit({&request, 1});
 }
 

@@ -97,6 +97,8 @@ class ClientSession {
   bool forget_asked();
   /// May be dropped where the ring is full.
   Status prefetch(uint32_t shard_id);
+  /// The session has given its lease of the gradient back, and writes it no more before its step.
+  Status gradient_is_final(uint32_t shard_id);
   /// What is asked for from now on comes after the step of this call, whichever of them reaches the
   /// daemon first; 0: after none that is on its way.
   void follow(uint64_t call) { after_call_.store(call, std::memory_order_relaxed); }
@@ -149,6 +151,7 @@ class ClientSession {
     Asked asked;
   };
   Status refuse_if_unusable() const;
+  Status hint(Opcode opcode, uint32_t shard_id);
   Status submit(std::span<const Request> requests);
   /// Into the ring, or nothing of them. Waits for places until `start_ns` + `timeout_ns`.
   Status ask(std::span<const WantedLease> wanted,

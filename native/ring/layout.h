@@ -36,7 +36,8 @@ constexpr uint64_t timeout_ns_of(double timeout_s) {
   return static_cast<uint64_t>(timeout_s * 1e9);
 }
 
-enum class Opcode : uint32_t { none = 0, lease = 1, prefetch = 2 };
+/// `gradient_is_final`: it is written no more before the step that uses it; a hint, not answered.
+enum class Opcode : uint32_t { none = 0, lease = 1, prefetch = 2, gradient_is_final = 3 };
 
 /// Which bytes of a shard.
 enum class Part : uint8_t { value = 0, gradient = 1 };

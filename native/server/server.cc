@@ -552,6 +552,13 @@ Result<StepReport> Server::step(const StepRequest& request, double timeout_s) {
   });
 }
 
+Status Server::expect_step(uint64_t session_id, const std::vector<StepGroup>& groups) {
+  return status_of(ask<Nothing>(
+      kAnswerS, "saying what a step will do", [this, session_id, groups](const auto& reply) {
+        reply(nothing(store_->expect_step(session_id, groups)));
+      }));
+}
+
 Result<StepReport> Server::sync(uint64_t session_id, double timeout_s) {
   return ask<StepReport>(timeout_s, "the sync", [this, session_id](const auto& reply) {
     store_->sync(session_id, [reply](const Status& status, const StepReport& report) {

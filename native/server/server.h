@@ -128,6 +128,7 @@ class Server : public std::enable_shared_from_this<Server> {
   Result<std::pair<std::vector<ShardInfo>, bool>> declare(uint64_t session_id,
                                                           const std::vector<ShardSpec>& specs);
   Result<StepReport> step(const StepRequest& request, double timeout_s);
+  Status expect_step(uint64_t session_id, const std::vector<StepGroup>& groups);
   Result<StepReport> sync(uint64_t session_id, double timeout_s);
   Status drop_gradients(uint64_t session_id, const std::vector<uint32_t>& shard_ids);
   Result<bool> delete_shard(uint64_t session_id, const std::string& name);

@@ -1069,6 +1069,19 @@ void Job::drop_clean_tiles() {
     memory->private_side().free(it->second);
     it = cached_tiles.erase(it);
   }
+  while (drop_early_memory()) {
+  }
+}
+
+bool Job::drop_early_memory() {
+  for (const auto& [bucket, made] : early.by_bucket) {
+    for (auto& tile : made->tiles) {
+      if (!tile || !tile->private_offset_bytes) continue;
+      memory->private_side().free(*std::exchange(tile->private_offset_bytes, std::nullopt));
+      return true;
+    }
+  }
+  return false;
 }
 
 void Job::drop_all_cached_tiles() {

@@ -15,6 +15,7 @@
 #include "ring/server_ring.h"
 #include "store/catalogue.h"
 #include "store/durability.h"
+#include "store/early_bucket.h"
 #include "store/entry.h"
 #include "store/eviction.h"
 #include "store/extent_store.h"
@@ -110,6 +111,8 @@ struct Session {
   Status call_failure{};
   /// In the job's policy while the session is attached.
   std::unique_ptr<SessionPlan> plan = nullptr;
+  /// With what its steps will update shards whose gradients it says to be final.
+  std::unordered_map<uint32_t, AdamSettings> expected = {};
 };
 
 /// Pin counters in use: runs of them, one run a slot.
@@ -291,10 +294,12 @@ class Job {
 
   /// Of clean tiles; none of the bucket's may be dirty.
   void drop_cached_tiles(const Bucket& bucket);
-  /// Those that are clean.
+  /// Those that are clean, and those that were made for a step to come.
   void drop_clean_tiles();
   /// All, with what is in memory alone: at the end of the job, or where it goes back to the disk.
   void drop_all_cached_tiles();
+  /// The memory of a tile that was made for a step to come, which is on disk; false: of none.
+  bool drop_early_memory();
   bool has_dirty_tile(const Bucket& bucket) const;
   bool is_tile_dirty(const Entry& entry, size_t tile) const {
     return entry.kind == EntryKind::parameter && dirty_tiles.contains(tile_key(entry.owner, tile));
@@ -375,6 +380,8 @@ class Job {
   std::unordered_map<uint64_t, MadeTile> made_tiles;
   /// Of a tile that an earlier daemon left half updated: the first piece that is not.
   std::optional<uint64_t> half_made_piece(uint64_t key) const;
+
+  EarlyBuckets early;
 
   std::vector<std::shared_ptr<Session>> sessions;
   uint32_t service_lease_count = 0;

@@ -189,6 +189,9 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, Waiter& waiter) {
   if (!reads && request.part == Part::gradient && shard.gradient_session == kSealedGradient) {
     return wait(LeaseWait::gradient, concat("the step that uses ", job.describe(entry)));
   }
+  if (!reads && entry.kind == EntryKind::gradient) early_.forget_gradient(job, request.shard_id);
+  if (!reads && entry.kind == EntryKind::parameter)
+    early_.discard(job, entry.owner, EarlyDiscard::state);
   if (entry.residency() == Residency::filling) {
     if (entry.prefetched == Prefetched::unused && !request.prefetch) {
       entry.prefetched = Prefetched::late;
@@ -416,6 +419,7 @@ std::unique_ptr<Slot> ShardStore::make_room(Job& job,
     job.free_retired();
     if (auto slot = job.make_slot(bytes, pin_count)) return slot;
     if (job.memory->grow_arena()) continue;
+    if (EarlyUpdates::free_shadow(job)) continue;
     if (evict_for(job, bytes)) continue;
     if (job.activity_count == 0 && shrink_private(job, may_spill)) continue;
     if (may_spill) spill(job, bytes);

@@ -35,6 +35,7 @@ ShardStore::ShardStore(const ShardStoreParts& parts)
       jobs_expected_(parts.jobs_expected),
       keeper_(parts.keeper),
       tiles_(parts.extents, parts.workers, parts.clock),
+      early_(parts.extents, tiles_),
       commits_(parts.extents, parts.clock),
       places_(commits_, jobs_),
       scrub_(verification_parts(), parts.clock),
@@ -54,6 +55,7 @@ ShardStore::~ShardStore() {
     job->ledger.reset();
     for (const auto& session : job->sessions) end_plan(*job, *session);
     job->sessions.clear();
+    early_.forget(*job);
     free_slots(*job);
   }
 }
@@ -268,6 +270,7 @@ void ShardStore::return_to_disk(Job& job) {
   restored.value()->for_each_replica([&](const Replica& replica) {
     named.emplace(replica.extent.address.device, replica.extent.address.offset_bytes);
   });
+  early_.forget(job);
   for (const ExtentRecord& extent : job.take_extents()) {
     if (!named.contains({extent.address.device, extent.address.offset_bytes})) {
       extents_.release(extent);
@@ -339,6 +342,7 @@ void ShardStore::drop_job(uint64_t job_id, bool force, Done done) {
 
 void ShardStore::drop_now(Job& job, const Done& done) {
   MEMD_FAILPOINT("job.before_drop");
+  early_.forget(job);
   std::vector<ExtentRecord> extents = job.take_extents();
   const uint64_t job_id = job.job_id;
   if (job.ledger != nullptr) job.ledger->give_up();
@@ -554,6 +558,7 @@ void ShardStore::drop_gradients_of(Job& job, const std::function<bool(const Shar
     for (const uint32_t shard_id : bucket.shards) {
       Shard& shard = job.shards[shard_id];
       if (shard.gradient_session != 0 && chosen(shard)) {
+        early_.forget_gradient(job, shard_id);
         shard.gradient_session = 0;
         job.note_shard(shard_id);
         any = true;
@@ -595,6 +600,18 @@ Status ShardStore::drop_gradients(uint64_t session_id, const std::vector<uint32_
     return shard.gradient_session == session_id && chosen[static_cast<size_t>(&shard - first)];
   });
   return Status::ok();
+}
+
+Status ShardStore::expect_step(uint64_t session_id, const std::vector<StepGroup>& groups) {
+  const auto job = job_of(session_id);
+  if (!job.is_ok()) return job.status();
+  return EarlyUpdates::expect(*job.value(), *sessions_.at(session_id), groups);
+}
+
+void ShardStore::gradient_is_final(uint64_t session_id, uint32_t shard_id) {
+  const auto job = job_of(session_id);
+  if (!job.is_ok()) return;
+  EarlyUpdates::gradient_is_final(*job.value(), *sessions_.at(session_id), shard_id);
 }
 
 void ShardStore::delete_shard(uint64_t session_id,
@@ -673,7 +690,8 @@ bool ShardStore::serve(Session& session) {
       session.ring.refuse_client();
       break;
     }
-    const bool known = request.opcode == Opcode::lease || request.opcode == Opcode::prefetch;
+    const bool known =
+        request.opcode >= Opcode::lease && request.opcode <= Opcode::gradient_is_final;
     const bool valid =
         known && request.part <= Part::gradient && request.mode <= LeaseMode::overwrite;
     const uint64_t session_id = session.session_id;
@@ -683,6 +701,10 @@ bool ShardStore::serve(Session& session) {
       completion.request_id = request.request_id;
       session.ring.publish(completion,
                            error(StatusCode::invalid_argument, "the request is malformed"));
+      continue;
+    }
+    if (request.opcode == Opcode::gradient_is_final) {
+      gradient_is_final(session_id, request.shard_id);
       continue;
     }
     const bool prefetch = request.opcode == Opcode::prefetch;
@@ -753,6 +775,9 @@ bool ShardStore::advance() {
     it = conditions_.erase(it);
     then();
     progress = true;
+  }
+  for (const auto& [job_id, job] : jobs_) {
+    if (!job->early.ready.empty() && !queues_.at(job_id).operation_running) early_.advance(*job);
   }
   tiles_.advance();
   std::vector<Job*> unused;

@@ -25,6 +25,7 @@
 #include "io/io_queue.h"
 #include "optim/adam.h"
 #include "store/commit.h"
+#include "store/early_update.h"
 #include "store/extent_store.h"
 #include "store/extent_walk.h"
 #include "store/job.h"
@@ -157,6 +158,10 @@ class ShardStore {
                     const std::string& name,
                     const std::function<void(Result<bool>)>& done);
 
+  /// How the session's next steps will update these shards, so that a bucket whose gradients it
+  /// says to be final is updated before the step is closed. Undone where the step differs.
+  Status expect_step(uint64_t session_id, const std::vector<StepGroup>& groups);
+  void gradient_is_final(uint64_t session_id, uint32_t shard_id);
   void step(StepRequest request, StepDone done);
   void sync(uint64_t session_id, StepDone done);
   void sync_job(uint64_t job_id, StepDone done);
@@ -410,6 +415,7 @@ class ShardStore {
   Status check_start(const StepState& state) const;
   static Status check_writers(const Job& job);
   void begin_updates(const std::shared_ptr<StepState>& state);
+  void take_early(StepState& state);
   /// Sets Job::nvme_bytes_promised, or refuses.
   Status promise_space(const StepState& state);
   void prepare_disk(const std::shared_ptr<StepState>& state, Done done);
@@ -458,6 +464,7 @@ class ShardStore {
   const uint32_t jobs_expected_;
   DescriptorKeeper* const keeper_;
   TileTasks tiles_;
+  EarlyUpdates early_;
   Commits commits_;
 
   Jobs jobs_;

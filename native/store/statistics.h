@@ -47,7 +47,28 @@ struct StepReport {
   uint64_t written_bytes = 0;
   /// Empty, or why the step is in memory alone though its turn to be on disk has come.
   std::string disk_error;
+
+  /// What was done for the step before it was closed.
+  void add(const StepReport& early) {
+    read_seconds += early.read_seconds;
+    update_seconds += early.update_seconds;
+    write_seconds += early.write_seconds;
+    read_bytes += early.read_bytes;
+    written_bytes += early.written_bytes;
+  }
 };
+
+/// Why what was made of a step ahead of it was thrown away. The names are labels of a metric.
+enum class EarlyDiscard : uint8_t {
+  settings,  // the step has others than were expected
+  gradient,  // it was written again, or dropped
+  state,     // somebody writes the parameter or its moments
+  step,      // another session's, or one over other shards
+  failed,    // a read or write did, or there was no room on disk
+};
+inline constexpr size_t kEarlyDiscardCount = 5;
+inline constexpr std::array<const char*, kEarlyDiscardCount> kEarlyDiscardNames{
+    "settings", "gradient", "state", "step", "failed"};
 
 struct JobCounters {
   uint64_t lease_hits = 0;
@@ -72,6 +93,9 @@ struct JobCounters {
   /// moves of them with all of the job's memory but what tiles in flight take.
   uint64_t plan_moved_bytes = 0;
   uint64_t plan_necessary_bytes = 0;
+  /// Tiles that were updated before their step was closed: those that it took over, and the others.
+  uint64_t early_tiles_adopted = 0;
+  std::array<uint64_t, kEarlyDiscardCount> early_tiles_discarded{};
 };
 
 struct JobStatistics {

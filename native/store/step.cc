@@ -1,6 +1,7 @@
 // ShardStore's steps: writeback, updates, and the commit that makes them one transaction.
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <set>
 #include <utility>
 
@@ -8,68 +9,10 @@
 #include "base/failpoint.h"
 #include "base/units.h"
 #include "store/shard_store.h"
+#include "store/step_update.h"
 
 namespace memd {
 namespace {
-
-/// Elements `begin` to `end` of a tile, with one group's scalars.
-struct Span {
-  uint64_t begin = 0;
-  uint64_t end = 0;
-  AdamScalars scalars{};
-};
-
-/// Elements `begin` to `end` of what the spans cover.
-void update_part(DType dtype,
-                 Isa isa,
-                 const std::vector<Span>& spans,
-                 const TileBytes& bytes,
-                 uint64_t begin,
-                 uint64_t end) {
-  const uint64_t n = bytes.elements;
-  auto* const exp_avg = reinterpret_cast<float*>(bytes.rest);
-  float* const exp_avg_sq = exp_avg + n;
-  for (const Span& whole : spans) {
-    const Span span{.begin = std::max(whole.begin, begin),
-                    .end = std::min(whole.end, end),
-                    .scalars = whole.scalars};
-    if (span.begin >= span.end) continue;
-    const uint64_t count = span.end - span.begin;
-    if (dtype == DType::float32) {
-      adam_update(isa,
-                  span.scalars,
-                  count,
-                  reinterpret_cast<float*>(bytes.value) + span.begin,
-                  exp_avg + span.begin,
-                  exp_avg_sq + span.begin,
-                  reinterpret_cast<const float*>(bytes.gradient) + span.begin);
-    } else {
-      adam_update(isa,
-                  span.scalars,
-                  count,
-                  reinterpret_cast<uint16_t*>(bytes.value) + span.begin,
-                  reinterpret_cast<int16_t*>(exp_avg_sq + n) + span.begin,
-                  exp_avg + span.begin,
-                  exp_avg_sq + span.begin,
-                  reinterpret_cast<const uint16_t*>(bytes.gradient) + span.begin);
-    }
-  }
-}
-
-void update_tile(DType dtype, Isa isa, const std::vector<Span>& spans, const TileBytes& bytes) {
-  if (bytes.begin_piece) {
-    for (uint64_t at = bytes.element_first; at < bytes.elements; at += kPieceElements) {
-      const uint64_t end = std::min(at + kPieceElements, bytes.elements);
-      bytes.begin_piece(at / kPieceElements);
-      update_part(dtype, isa, spans, bytes, at, (at + end) / 2);
-      MEMD_FAILPOINT("ledger.piece_half_updated");
-      update_part(dtype, isa, spans, bytes, (at + end) / 2, end);
-    }
-  } else {
-    update_part(dtype, isa, spans, bytes, bytes.element_first, bytes.elements);
-  }
-  if (bytes.arena_value != nullptr) std::memcpy(bytes.arena_value, bytes.value, bytes.value_bytes);
-}
 
 /// The user wrote new bf16 values: those are the parameter exactly. What was not touched keeps its
 /// fp32 remainder.
@@ -143,6 +86,8 @@ struct ShardStore::StepState {
   bool to_disk = true;
   bool updating = false;
   bool swapped = false;
+  /// What was made of its buckets before it was closed, from begin_updates() on.
+  std::map<uint32_t, std::shared_ptr<EarlyBucket>> early;
   bool is_counted = false;               // in Job::committed_step, while the commit is under way
   std::vector<bool> buffer_was_written;  // of each staged buffer's target
 
@@ -630,11 +575,33 @@ void ShardStore::start_step(const std::shared_ptr<StepState>& state) {
 }
 
 void ShardStore::begin_updates(const std::shared_ptr<StepState>& state) {
+  if (state->is_step) take_early(*state);
   if (state->in_memory) {
-    const Status room = promise_space(*state);
+    Status room = promise_space(*state);
+    if (!room.is_ok() && !state->early.empty()) {
+      // The step alone may need less at a time.
+      for (auto& [bucket, early] : std::exchange(state->early, {})) {
+        early_.give_back(*state->job, *early, EarlyDiscard::failed);
+      }
+      room = promise_space(*state);
+    }
     if (!room.is_ok()) return finish_updates(state, room);
   }
   update_buckets(state);
+}
+
+void ShardStore::take_early(StepState& state) {
+  for (const uint32_t index : state.buckets) {
+    auto early = early_.take(*state.job,
+                             index,
+                             state.request.session_id,
+                             [&state](uint32_t shard_id) -> const AdamSettings* {
+                               const auto group = state.group_of.find(shard_id);
+                               if (group == state.group_of.end()) return nullptr;
+                               return &state.request.groups[group->second].settings;
+                             });
+    if (early != nullptr) state.early[index] = std::move(early);
+  }
 }
 
 // A step in memory cannot be undone: what it may need of the disk must be there before, also where
@@ -653,6 +620,9 @@ Status ShardStore::promise_space(const StepState& state) {
   for (const uint64_t key : keys) {
     const Bucket& bucket = job.buckets[key >> 32];
     const auto tile = static_cast<uint32_t>(key);
+    // It has its new extents already.
+    const auto early = state.early.find(static_cast<uint32_t>(key >> 32));
+    if (early != state.early.end() && early->second->tiles[tile]) continue;
     bool is_replaced = job.dirty_tiles.contains(key);
     const auto need = [&](const Replica& replica, uint64_t bytes) {
       const bool is_own = replica.extent.exists() && !replica.referenced;
@@ -878,8 +848,24 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
   Job& job = *state->job;
   Entry& value = *bucket.value;
   if (value.bytes == 0) return;  // empty tensors only
+  std::vector<bool> made_early(bucket.tile_count());
+  std::unique_ptr<Slot> shadow;
+  bool is_away = false;
+  if (const auto early = state->early.extract(value.owner); !early.empty()) {
+    EarlyBucket& taken = *early.mapped();
+    state->report->add(*taken.report);
+    shadow = std::move(taken.shadow);
+    for (size_t tile = 0; tile < bucket.tile_count(); ++tile) {
+      if (!taken.tiles[tile]) continue;
+      made_early[tile] = true;
+      // A fetch brings what is wanted of it, when it is wanted.
+      is_away = is_away || (shadow == nullptr && !taken.tiles[tile]->private_offset_bytes);
+    }
+    early_.adopt(job, bucket, taken);
+  }
+  const bool is_in_shadow = shadow != nullptr;
   bool in_place = value.residency() == Residency::clean;
-  if (in_place && !job.take_away(value)) {
+  if (in_place && (is_in_shadow || is_away || !job.take_away(value))) {
     // A live view is never written: the new parameter goes elsewhere.
     job.move(value, Residency::clean, Residency::absent);
     job.retire_slot(std::move(value.slot));
@@ -887,28 +873,19 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
   }
   if (in_place) {
     job.move(value, Residency::clean, Residency::filling);
+  } else if (is_in_shadow) {
+    value.slot = std::move(shadow);
+    job.move(value, Residency::absent, Residency::filling);
   }
   // When its first tile starts: by then the session is farther, and needs less of what is resident.
   const auto find_slot = [this, state, &value] { make_slot_for_update(*state, value); };
-  const bool is_begun = !job.made_tiles.empty();
-  if (is_begun) find_slot();
+  const bool is_unpublished = !in_place && !is_in_shadow && !is_away;
+  // Tiles that are made already do not start.
+  const bool is_begun = !job.made_tiles.empty() ||
+                        std::find(made_early.begin(), made_early.end(), true) != made_early.end();
+  if (is_unpublished && is_begun) find_slot();
 
   for (size_t tile = 0; tile < bucket.tile_count(); ++tile) {
-    const uint64_t tile_begin = tile * kTileElements;
-    const uint64_t tile_end = tile_begin + bucket.tile_elements(tile);
-    auto spans = std::make_shared<std::vector<Span>>();
-    for (const uint32_t shard_id : bucket.shards) {
-      const auto group = state->group_of.find(shard_id);
-      if (group == state->group_of.end()) continue;
-      const Shard& shard = job.shards[shard_id];
-      const uint64_t begin = std::max(shard.element_offset, tile_begin);
-      const uint64_t end = std::min(shard.element_offset + shard.element_count, tile_end);
-      if (begin >= end) continue;
-      const AdamSettings& settings = state->request.groups[group->second].settings;
-      spans->push_back({.begin = begin - tile_begin,
-                        .end = end - tile_begin,
-                        .scalars = adam_scalars(settings, shard.generation + 1)});
-    }
     TileTask task;
     task.job = &job;
     task.entry = &value;
@@ -916,9 +893,10 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
     task.bucket = &bucket;
     task.reads_value = true;
     const auto made = job.made_tiles.find(job.tile_key(value.owner, tile));
-    if (made != job.made_tiles.end() && made->second.is_whole) {
-      // An earlier daemon did it; what is left is to publish it.
-      if (value.slot == nullptr) continue;
+    const bool is_whole = made != job.made_tiles.end() && made->second.is_whole;
+    if (is_whole || made_early[tile]) {
+      // It was done before, by an earlier daemon or early; what is left is to publish it.
+      if (value.slot == nullptr || (made_early[tile] && is_in_shadow)) continue;
       task.reads_rest = true;
       task.work = [](const TileBytes& bytes) {
         std::memcpy(bytes.arena_value, bytes.value, bytes.value_bytes);
@@ -929,15 +907,20 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
       continue;
     }
     task.value_in_arena = in_place;
-    if (tile == 0) task.starting = find_slot;
+    if (tile == 0 && is_unpublished && !is_begun) task.starting = find_slot;
     task.writes_value = true;
     task.reads_rest = true;
     task.writes_rest = true;
     task.may_stay = state->in_memory;
     task.gradient = bucket.gradient;
-    task.work = [spans, dtype = bucket.dtype, isa = isa_best()](const TileBytes& bytes) {
-      update_tile(dtype, isa, *spans, bytes);
-    };
+    std::vector<TileSpan> spans;
+    for (const uint32_t shard_id : bucket.shards) {
+      const auto group = state->group_of.find(shard_id);
+      if (group == state->group_of.end()) continue;
+      const AdamSettings& settings = state->request.groups[group->second].settings;
+      add_span(job, bucket, tile, shard_id, settings, spans);
+    }
+    task.work = update_work(bucket.dtype, std::move(spans));
     task.report = state->report;
     task.done = join->branch();
     // Whoever makes room for others would write out what is half of one step.

@@ -23,6 +23,7 @@ struct TileTasks::Running {
   bool in_memory = false;                         // value and rest were cached
   bool stays = false;                             // in memory, dirty
   bool value_from_arena = false;
+  const std::byte* arena_source = nullptr;  // where from
   // In the job's tile_words, of an update that may stay in memory:
   std::optional<uint32_t> record;
   std::optional<uint32_t> scratch;
@@ -156,6 +157,7 @@ std::optional<uint64_t> TileTasks::allocate_private(Job& job, uint64_t bytes) {
   for (;;) {
     if (const auto offset_bytes = side.allocate(bytes)) return offset_bytes;
     if (job.memory->grow_private()) continue;
+    if (job.drop_early_memory()) continue;
     const auto clean =
         std::find_if(job.cached_tiles.begin(), job.cached_tiles.end(), [&](const auto& tile) {
           return !job.dirty_tiles.contains(tile.first);
@@ -168,12 +170,17 @@ std::optional<uint64_t> TileTasks::allocate_private(Job& job, uint64_t bytes) {
 
 // State stays in memory where there is room: for a trace that repeats, a fixed part that stays
 // beats a least recently used one, which would be evicted just before its next use.
+uint64_t TileTasks::kept_bytes(const Job& job) const {
+  const auto found = queues_.find(const_cast<Job*>(&job));
+  const uint64_t in_flight_bytes = found == queues_.end() ? 0 : found->second.running_bytes;
+  return job.memory->private_side().used_bytes() - in_flight_bytes;
+}
+
 bool TileTasks::has_room_to_stay(const Running& running) {
   const JobMemory& memory = *running.task.job->memory;
-  const uint64_t in_flight_bytes =
-      queues_.at(running.task.job).running_bytes - (running.stays ? 0 : running.held_bytes());
-  const uint64_t kept_bytes = memory.private_side().used_bytes() - in_flight_bytes;
-  return running.is_whole() && kept_bytes + memory.working_bytes() <= memory.private_bytes_max();
+  const uint64_t with_it_bytes =
+      kept_bytes(*running.task.job) + (running.stays ? 0 : running.held_bytes());
+  return running.is_whole() && with_it_bytes + memory.working_bytes() <= memory.private_bytes_max();
 }
 
 bool TileTasks::try_start(TileTask& task) {
@@ -228,11 +235,13 @@ bool TileTasks::try_start(TileTask& task) {
     bytes.gradient = job.memory->arena().at(task.gradient->slot->offset_bytes) +
                      task.index * task.gradient->stride_bytes;
   }
-  if (task.entry->slot != nullptr) {
-    bytes.arena_value = job.memory->arena().at(task.entry->slot->offset_bytes) +
-                        task.index * task.entry->stride_bytes;
-  }
-  running->value_from_arena = task.value_in_arena && bytes.arena_value != nullptr;
+  const auto in_arena = [&](const Slot* slot) {
+    if (slot == nullptr) return static_cast<std::byte*>(nullptr);
+    return job.memory->arena().at(slot->offset_bytes) + task.index * task.entry->stride_bytes;
+  };
+  running->arena_source = in_arena(task.entry->slot.get());
+  bytes.arena_value = in_arena(task.keep ? task.shadow : task.entry->slot.get());
+  running->value_from_arena = task.value_in_arena && running->arena_source != nullptr;
   running->started_ns = clock_.now_ns();
   running->task = std::move(task);
   Queue& queue = queues_[&job];
@@ -366,7 +375,7 @@ void TileTasks::work(const std::shared_ptr<Running>& running) {
         if (running->value_from_arena && disk && its.reads_value) {
           // A trainer may write there at any time: copied first, then compared with what was
           // written to disk.
-          std::memcpy(running->bytes.value, running->bytes.arena_value, running->bytes.value_bytes);
+          std::memcpy(running->bytes.value, running->arena_source, running->bytes.value_bytes);
         }
         running->value_mismatch =
             disk && its.reads_value && running->value_source().exists() &&
@@ -424,7 +433,9 @@ void TileTasks::check(const std::shared_ptr<Running>& running) {
         concat("shard ", job.describe(entry, task.index), ", step ", job.committed_step);
     Done done = [running, &entry, done = join->branch()](const Status& status) {
       const TileTask& its = running->task;
-      if (status.code() == StatusCode::integrity) its.job->lose(entry, its.index, status);
+      // The step meets what is lost itself, and says so.
+      const bool is_lost = status.code() == StatusCode::integrity && !its.keep;
+      if (is_lost) its.job->lose(entry, its.index, status);
       done(status);
     };
     if (first_read) {
@@ -480,7 +491,8 @@ void TileTasks::finish(const std::shared_ptr<Running>& running, const Status& st
   TileTask& task = running->task;
   Job& job = *task.job;
   const auto settle = [&](ExtentRecord& extent, Replica& place) {
-    if (!extent.exists()) return;
+    const bool is_kept = status.is_ok() && task.keep != nullptr;
+    if (!extent.exists() || is_kept) return;
     if (status.is_ok() && task.entry->kind == EntryKind::gradient) {
       job.replace_gradient(*task.entry, task.index, extent, extents_);
     } else if (status.is_ok()) {
@@ -494,7 +506,11 @@ void TileTasks::finish(const std::shared_ptr<Running>& running, const Status& st
   if (running->writes_rest()) settle(running->rest_extent, task.bucket->rest[task.index]);
 
   if (running->scratch) job.tile_words->give_back_scratch(*running->scratch);
-  if (status.is_ok() && job.tile_words != nullptr && task.entry->kind == EntryKind::parameter) {
+  const bool is_early = task.keep != nullptr;
+  if (is_early) {
+    // Nobody is told: no daemon after this one knows of it.
+  } else if (status.is_ok() && job.tile_words != nullptr &&
+             task.entry->kind == EntryKind::parameter) {
     // One store says both. A tile that is only written out stays at its step.
     const bool was_dirty = task.bucket != nullptr && job.dirty_tiles.contains(running->key());
     const auto record = was_dirty ? job.tile_record(running->key()) : std::nullopt;
@@ -519,12 +535,21 @@ void TileTasks::finish(const std::shared_ptr<Running>& running, const Status& st
   const bool keeps = status.is_ok() && has_room_to_stay(*running);
   if (running->gradient_offset_bytes) side.free(*running->gradient_offset_bytes);
   const uint64_t key = running->key();
-  if (task.bucket != nullptr && status.is_ok()) {
+  if (task.bucket != nullptr && status.is_ok() && !is_early) {
     if (running->stays) job.dirty_tiles.insert(key);
     if (running->writes_value() && running->writes_rest()) job.dirty_tiles.erase(key);
   }
   const bool dirty = task.bucket != nullptr && job.dirty_tiles.contains(key);
-  if (dirty || keeps) {
+  if (is_early) {
+    std::optional<uint64_t> stays_at;
+    if (keeps) stays_at = running->offset_bytes;
+    if (!stays_at) side.free(running->offset_bytes);
+    if (status.is_ok()) {
+      task.keep({.value = running->value_extent,
+                 .rest = running->rest_extent,
+                 .private_offset_bytes = stays_at});
+    }
+  } else if (dirty || keeps) {
     job.cached_tiles[key] = running->offset_bytes;
   } else {
     side.free(running->offset_bytes);

@@ -50,6 +50,10 @@ struct TileTask {
   /// Where there is room the tile stays in memory, dirty, and is not written.
   bool may_stay = false;
   const Entry* gradient = nullptr;
+  /// Of a step that is not closed: takes what was written, and what stays of it in memory; replicas
+  /// and the arena's copy stay those of N, and nothing is noted. Without an error, before `done`.
+  std::function<void(const EarlyTile&)> keep;
+  const Slot* shadow = nullptr;  // where the value is published then, if anywhere
 
   /// Nothing, or called before the task's memory is looked for: the entry may get a slot then.
   std::function<void()> starting;
@@ -79,6 +83,8 @@ class TileTasks {
   /// Starts what can start.
   void advance();
   void forget(Job* job) { queues_.erase(job); }
+  /// Of the job's private side, what no task works in: what stays.
+  uint64_t kept_bytes(const Job& job) const;
 
  private:
   struct Running;

@@ -160,6 +160,11 @@ class ClientSession:
         Asks for the shard to be brought up; returns at once and may be dropped.
         """
 
+    def gradient_is_final(self, shard_id: int) -> None:
+        """
+        The session has let go of the shard's gradient, and writes it no more before the step that uses it; returns at once.
+        """
+
     def follow(self, call: int) -> None:
         """
         What is asked for from now on comes after the step of this call, whichever of them reaches the daemon first; 0: after none that is on its way.
@@ -518,6 +523,12 @@ class JobStatistics:
     def plan_necessary_bytes(self) -> int: ...
 
     @property
+    def early_tiles_adopted(self) -> int: ...
+
+    @property
+    def early_tiles_discarded(self) -> dict[str, int]: ...
+
+    @property
     def evicted_bytes(self) -> int: ...
 
     @property
@@ -703,6 +714,8 @@ class Server:
     def declare(self, session_id: int, shards: Sequence[ShardSpec]) -> tuple[list[ShardInfo], bool]: ...
 
     def step(self, session_id: int, groups: Sequence[tuple[AdamSettings, Sequence[int]]], *, staged_buffers: Sequence[tuple[int, int]] = [], step: int = 0, call: int = 0, timeout_s: float) -> StepReport: ...
+
+    def expect_step(self, session_id: int, groups: Sequence[tuple[AdamSettings, Sequence[int]]]) -> None: ...
 
     def sync(self, session_id: int, *, timeout_s: float) -> StepReport: ...
 

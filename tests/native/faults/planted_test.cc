@@ -98,6 +98,22 @@ void a_failed_step_leaves_everything_as_it_was() {
   }
 }
 
+void what_was_made_for_another_step_is_not_used() {
+  std::string states[2];
+  for (const bool is_early : {false, true}) {
+    Bench bench;
+    const uint64_t session = bench.attach();
+    StepRequest request = backward(*bench.daemon, session, false);
+    if (is_early) update_early(*bench.daemon, request);
+    for (StepGroup& group : request.groups) group.settings.lr *= 0.5;
+    const Status status = bench.daemon->step(request);
+    require(status.is_ok(), status.message());
+    bench.daemon->detach(session);
+    states[is_early ? 1 : 0] = bench.state();
+  }
+  require(states[0] == states[1], "what was made early, with other settings, gave other numbers");
+}
+
 void who_dies_while_writing_leaves_no_trace() {
   Bench bench;
   const std::string before = bench.state();
@@ -331,6 +347,8 @@ const Plant kPlants[] = {
     {"session.pins_kept", who_dies_holds_nothing},
     {"session.sealed_gradients_dropped", a_closed_step_needs_its_trainer_no_more},
     {"step.gradient_released_early", gradients_are_there_until_the_step_is_durable},
+    {"early.settings_not_compared", what_was_made_for_another_step_is_not_used},
+    {"early.never_discarded", what_was_made_for_another_step_is_not_used},
     {"ledger.step_not_recorded", a_closed_step_needs_its_daemon_no_more},
     {"ledger.segment_used_unclaimed", a_closed_step_needs_its_daemon_no_more},
     {"adoption.sealed_gradients_dropped", a_closed_step_needs_its_daemon_no_more},

@@ -303,10 +303,31 @@ inline constexpr uint64_t kBallast = 1'880'000;
 inline constexpr uint64_t kJobDisk = 7_MiB;
 inline constexpr uint64_t kOtherDisk = 512_KiB;
 
+inline uint32_t gradient_seed(Daemon& daemon, uint64_t session) {
+  return static_cast<uint32_t>(daemon.job(session).committed_step) * 10 + 50;
+}
+
+/// All of it is updated before the step is closed; then a gradient changes, and of one bucket it
+/// was in vain.
+inline void update_early(Daemon& daemon, const StepRequest& request) {
+  const uint64_t session = request.session_id;
+  const auto seed = gradient_seed(daemon, session);
+  const Status expected = daemon.store().expect_step(session, request.groups);
+  require(expected.is_ok(), expected.message());
+  for (const StepGroup& group : request.groups) {
+    for (const uint32_t id : group.shard_ids) daemon.store().gradient_is_final(session, id);
+  }
+  Job& job = daemon.job(session);
+  daemon.until([&] { return job.early.ready.empty() && job.activity_count == 0; });
+  require(job.early.by_bucket.size() == 2, "buckets made early: ", job.early.by_bucket.size());
+  daemon.write(session, "b", numbers(kBias, seed + 1), Part::gradient, LeaseMode::write);
+  require(job.early.by_bucket.size() == 1, "what was made with another gradient");
+}
+
 /// A `full` step spills its gradients and replaces a buffer, whose old bytes are free after the
 /// commit that follows; after another one the disk holds nothing that no catalogue names.
 inline StepRequest backward(Daemon& daemon, uint64_t session, bool full) {
-  const auto seed = static_cast<uint32_t>(daemon.job(session).committed_step) * 10 + 50;
+  const uint32_t seed = gradient_seed(daemon, session);
   std::optional<Daemon::Held> ballast;
   if (full) {
     ballast = daemon.lease(session, "ballast");
@@ -330,7 +351,9 @@ inline StepRequest backward(Daemon& daemon, uint64_t session, bool full) {
 }
 
 inline void do_step(Daemon& daemon, uint64_t session, bool full) {
-  const Status status = daemon.step(backward(daemon, session, full));
+  const StepRequest request = backward(daemon, session, full);
+  update_early(daemon, request);
+  const Status status = daemon.step(request);
   require(status.is_ok(), status.message());
 }
 

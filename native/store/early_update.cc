@@ -1,0 +1,317 @@
+#include "store/early_update.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/check.h"
+#include "base/failpoint.h"
+#include "base/units.h"
+#include "store/step_update.h"
+
+namespace memd {
+namespace {
+
+// Half of what a job may have in flight: spills and fetches, which somebody waits for, share the
+// tasks' queue with what nobody does.
+constexpr uint32_t kEarlyTilesInFlight = kTilesInFlight / 2;
+
+bool is_moving(const Entry& entry) {
+  return entry.task_count != 0 || entry.residency() == Residency::filling ||
+         entry.residency() == Residency::draining;
+}
+
+}  // namespace
+
+Status EarlyUpdates::expect(Job& job, Session& session, const std::vector<StepGroup>& groups) {
+  for (const StepGroup& group : groups) {
+    for (const uint32_t shard_id : group.shard_ids) {
+      if (job.find_entry(shard_id, Part::gradient) != nullptr) continue;
+      return error(
+          StatusCode::not_found, "job ", job.name, " has no parameter with shard id ", shard_id);
+    }
+  }
+  for (const StepGroup& group : groups) {
+    for (const uint32_t shard_id : group.shard_ids) session.expected[shard_id] = group.settings;
+  }
+  return Status::ok();
+}
+
+void EarlyUpdates::gradient_is_final(Job& job, const Session& session, uint32_t shard_id) {
+  const Entry* const gradient = job.find_entry(shard_id, Part::gradient);
+  if (gradient == nullptr) return;
+  const Shard& shard = job.shards[shard_id];
+  // The hint may come after the step that took the gradient, or after who dropped it.
+  if (shard.gradient_session != session.session_id) return;
+  const bool is_written =
+      gradient->slot != nullptr && job.pins(*gradient->slot, shard.index_in_bucket).writers != 0;
+  if (is_written || !job.early.final_shards.insert(shard_id).second) return;
+  const std::vector<uint32_t>& all = job.buckets[shard.bucket].shards;
+  const bool is_complete = std::all_of(
+      all.begin(), all.end(), [&job](uint32_t id) { return job.early.final_shards.contains(id); });
+  if (is_complete) job.early.ready.push_back(shard.bucket);
+}
+
+// ---- Making -------------------------------------------------------------------------------------
+
+const Session* EarlyUpdates::session_of(const Job& job, const Bucket& bucket) {
+  const uint64_t session_id = job.shards[bucket.shards.front()].gradient_session;
+  const auto found =
+      std::find_if(job.sessions.begin(), job.sessions.end(), [session_id](const auto& session) {
+        return session->session_id == session_id;
+      });
+  return found == job.sessions.end() ? nullptr : found->get();
+}
+
+EarlyUpdates::Begin EarlyUpdates::check(const Job& job, const Bucket& bucket) const {
+  const Session* const session = session_of(job, bucket);
+  if (session == nullptr) return Begin::never;
+  for (const uint32_t id : bucket.shards) {
+    const Shard& shard = job.shards[id];
+    const bool is_known = shard.written && shard.gradient_session == session->session_id &&
+                          session->expected.contains(id) && job.early.final_shards.contains(id);
+    if (!is_known) return Begin::never;
+  }
+  const Entry& value = *bucket.value;
+  const Entry& gradient = *bucket.gradient;
+  // What the user wrote is merged with the disk first, by the step.
+  if (value.bytes == 0 || value.residency() == Residency::dirty) return Begin::never;
+  if (is_moving(value) || is_moving(gradient)) return Begin::later;
+  return gradient.is_resident() || gradient.has_replica() ? Begin::now : Begin::never;
+}
+
+// N of a tile in memory alone cannot be returned to. And where commits are in memory, a tile that
+// would stay there is written by no step: made ahead of it it would be, every time.
+bool EarlyUpdates::is_left_to_the_step(const Job& job, const Bucket& bucket, size_t tile) const {
+  const uint64_t key = job.tile_key(bucket.value->owner, tile);
+  if (job.dirty_tiles.contains(key) || !bucket.value->replicas[tile].extent.exists()) return true;
+  if (!job.durability.is_in_memory()) return false;
+  if (job.cached_tiles.contains(key)) return true;
+  const JobMemory& memory = *job.memory;
+  const uint64_t with_it_bytes =
+      tiles_.kept_bytes(job) + bucket.value->replica_bytes(tile) + bucket.rest_bytes(tile);
+  return with_it_bytes + memory.working_bytes() <= memory.private_bytes_max();
+}
+
+// Room on disk that spilled gradients may need is not taken.
+bool EarlyUpdates::has_quota(const Job& job, const Bucket& bucket, size_t tile) {
+  uint64_t wanted_bytes = bucket.value->replica_bytes(tile) + bucket.rest_bytes(tile);
+  if (!job.gradients_fit()) {
+    for (const Bucket& each : job.buckets) wanted_bytes += each.gradient->bytes;
+  }
+  return job.quota_taken_for_gradients() + wanted_bytes <= job.nvme_bytes;
+}
+
+void EarlyUpdates::advance(Job& job) {
+  std::deque<uint32_t>& ready = job.early.ready;
+  const bool may_begin = job.stopped.is_ok() && job.lost.count() == 0 && job.made_tiles.empty() &&
+                         extents_.broken().is_ok();
+  if (!may_begin) return;
+  for (auto it = ready.begin();
+       it != ready.end() && job.early.running_count < kEarlyTilesInFlight;) {
+    Bucket& bucket = job.buckets[*it];
+    const auto found = job.early.by_bucket.find(*it);
+    std::shared_ptr<EarlyBucket> early =
+        found != job.early.by_bucket.end() ? found->second : nullptr;
+    if (early == nullptr) {
+      const Begin when = check(job, bucket);
+      if (when == Begin::later) {
+        ++it;
+        continue;
+      }
+      if (when == Begin::never) {
+        it = ready.erase(it);
+        continue;
+      }
+      early = begin(job, bucket, *session_of(job, bucket));
+    }
+    while (early->tile_next < bucket.tile_count() &&
+           job.early.running_count < kEarlyTilesInFlight) {
+      const size_t tile = early->tile_next++;
+      if (is_left_to_the_step(job, bucket, tile) || !has_quota(job, bucket, tile)) continue;
+      begin_tile(job, bucket, early, tile);
+    }
+    if (early->tile_next < bucket.tile_count()) break;
+    if (early->begun_count == 0) job.early.by_bucket.erase(*it);
+    it = ready.erase(it);
+  }
+}
+
+std::shared_ptr<EarlyBucket> EarlyUpdates::begin(Job& job, Bucket& bucket, const Session& session) {
+  auto early = std::make_shared<EarlyBucket>();
+  early->session_id = session.session_id;
+  early->tiles.resize(bucket.tile_count());
+  for (const uint32_t id : bucket.shards) {
+    early->settings.push_back(session.expected.at(id));
+    early->generations.push_back(job.shards[id].generation);
+  }
+  job.early.by_bucket[bucket.value->owner] = early;
+  return early;
+}
+
+void EarlyUpdates::begin_tile(Job& job,
+                              Bucket& bucket,
+                              const std::shared_ptr<EarlyBucket>& early,
+                              size_t tile) {
+  Entry& value = *bucket.value;
+  if (early->begun_count == 0) {
+    MEMD_FAILPOINT("early.begun");
+    early->shadow = job.make_slot(value.bytes, value.shard_count);
+  }
+  std::vector<TileSpan> spans;
+  for (size_t i = 0; i < bucket.shards.size(); ++i) {
+    add_span(job, bucket, tile, bucket.shards[i], early->settings[i], spans);
+  }
+  TileTask task;
+  task.job = &job;
+  task.entry = &value;
+  task.index = tile;
+  task.bucket = &bucket;
+  task.reads_value = true;
+  task.value_in_arena = value.residency() == Residency::clean;
+  task.writes_value = true;
+  task.reads_rest = true;
+  task.writes_rest = true;
+  task.gradient = bucket.gradient;
+  task.shadow = early->shadow.get();
+  task.report = early->report;
+  task.work = update_work(bucket.dtype, std::move(spans));
+  task.keep = [this, &job, early, tile](const EarlyTile& made) {
+    if (early->is_discarded) return release_tile(job, made);
+    early->tiles[tile] = made;
+  };
+  task.done = [this, &job, early, &bucket](const Status& status) {
+    --bucket.gradient->task_count;
+    end_tile(job, bucket.value->owner, *early, status);
+  };
+  ++bucket.gradient->task_count;
+  ++early->begun_count;
+  ++early->running_count;
+  ++job.early.running_count;
+  tiles_.submit(std::move(task));
+}
+
+void EarlyUpdates::end_tile(Job& job, uint32_t bucket, EarlyBucket& early, const Status& status) {
+  MEMD_FAILPOINT("early.tile_ended");
+  --early.running_count;
+  --job.early.running_count;
+  if (early.is_discarded) return release(job, early);
+  // The step meets the error again, where it is one that stays.
+  if (!status.is_ok()) discard(job, bucket, EarlyDiscard::failed);
+}
+
+// ---- What becomes of it -------------------------------------------------------------------------
+
+std::shared_ptr<EarlyBucket> EarlyUpdates::take(Job& job,
+                                                uint32_t bucket,
+                                                uint64_t session_id,
+                                                const SettingsOf& settings_of) {
+  const auto found = job.early.by_bucket.find(bucket);
+  if (found == job.early.by_bucket.end()) return nullptr;
+  std::shared_ptr<EarlyBucket> early = found->second;
+  const std::vector<uint32_t>& ids = job.buckets[bucket].shards;
+  std::optional<EarlyDiscard> why;
+  if (early->session_id != session_id) why = EarlyDiscard::step;
+  for (size_t i = 0; i < ids.size() && !why; ++i) {
+    const AdamSettings* const settings = settings_of(ids[i]);
+    if (settings == nullptr) {
+      why = EarlyDiscard::step;
+    } else if (*settings != early->settings[i] && !MEMD_PLANTED("early.settings_not_compared")) {
+      why = EarlyDiscard::settings;
+    } else if (job.shards[ids[i]].generation != early->generations[i]) {
+      why = EarlyDiscard::state;
+    }
+  }
+  if (why) {
+    discard(job, bucket, *why);
+    return nullptr;
+  }
+  MEMD_CHECK_EQ(early->running_count, 0u);
+  job.early.by_bucket.erase(found);
+  std::erase(job.early.ready, bucket);
+  return early;
+}
+
+void EarlyUpdates::adopt(Job& job, Bucket& bucket, EarlyBucket& early) {
+  for (size_t tile = 0; tile < early.tiles.size(); ++tile) {
+    if (!early.tiles[tile]) continue;
+    const EarlyTile made = *std::exchange(early.tiles[tile], std::nullopt);
+    MEMD_FAILPOINT("early.before_tile_adopted");
+    job.replace(bucket.value->replicas[tile], made.value, extents_);
+    job.replace(bucket.rest[tile], made.rest, extents_);
+    if (job.tile_words != nullptr) {
+      job.note_tile(bucket, tile, job.committed_step + 1);
+    } else {
+      job.note_rest_extent(bucket, tile);
+      job.note_value_extent(*bucket.value, tile);
+    }
+    const uint64_t key = job.tile_key(bucket.value->owner, tile);
+    // Somebody may have read N's moments meanwhile.
+    if (const auto cached = job.cached_tiles.find(key); cached != job.cached_tiles.end()) {
+      job.memory->private_side().free(cached->second);
+      job.cached_tiles.erase(cached);
+    }
+    if (made.private_offset_bytes) job.cached_tiles[key] = *made.private_offset_bytes;
+    ++job.counters.early_tiles_adopted;
+  }
+  MEMD_FAILPOINT("early.adopted");
+}
+
+void EarlyUpdates::give_back(Job& job, EarlyBucket& early, EarlyDiscard why) {
+  MEMD_FAILPOINT("early.discarded");
+  job.counters.early_tiles_discarded[static_cast<size_t>(why)] += early.begun_count;
+  early.is_discarded = true;
+  release(job, early);
+}
+
+void EarlyUpdates::discard(Job& job, uint32_t bucket, EarlyDiscard why) {
+  std::erase(job.early.ready, bucket);
+  const auto found = job.early.by_bucket.find(bucket);
+  if (found == job.early.by_bucket.end() || MEMD_PLANTED("early.never_discarded")) return;
+  const std::shared_ptr<EarlyBucket> early = found->second;
+  job.early.by_bucket.erase(found);
+  give_back(job, *early, why);
+}
+
+void EarlyUpdates::forget_gradient(Job& job, uint32_t shard_id) {
+  job.early.final_shards.erase(shard_id);
+  discard(job, job.shards[shard_id].bucket, EarlyDiscard::gradient);
+}
+
+void EarlyUpdates::forget(Job& job) {
+  for (auto& [bucket, early] : std::exchange(job.early.by_bucket, {})) {
+    early->is_discarded = true;
+    release(job, *early);
+  }
+  job.early.ready.clear();
+  job.early.final_shards.clear();
+}
+
+// Buckets are in the order of declaration, which is about that of the forward: the last of them is
+// needed last.
+bool EarlyUpdates::free_shadow(Job& job) {
+  for (auto it = job.early.by_bucket.rbegin(); it != job.early.by_bucket.rend(); ++it) {
+    EarlyBucket& early = *it->second;
+    if (early.shadow == nullptr || early.running_count != 0) continue;
+    job.free_slot(std::move(early.shadow));
+    return true;
+  }
+  return false;
+}
+
+void EarlyUpdates::release_tile(Job& job, const EarlyTile& tile) {
+  for (const ExtentRecord& extent : {tile.value, tile.rest}) {
+    job.nvme_bytes_used -= extent.length_bytes;
+    extents_.release(extent);
+  }
+  if (tile.private_offset_bytes) job.memory->private_side().free(*tile.private_offset_bytes);
+}
+
+void EarlyUpdates::release(Job& job, EarlyBucket& early) {
+  for (auto& tile : early.tiles) {
+    if (tile) release_tile(job, *std::exchange(tile, std::nullopt));
+  }
+  // A worker may still write there.
+  if (early.running_count == 0 && early.shadow != nullptr) job.free_slot(std::move(early.shadow));
+}
+
+}  // namespace memd

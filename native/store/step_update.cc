@@ -1,0 +1,90 @@
+#include "store/step_update.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/failpoint.h"
+#include "base/units.h"
+
+namespace memd {
+namespace {
+
+/// Elements `begin` to `end` of what the spans cover.
+void update_part(DType dtype,
+                 Isa isa,
+                 const std::vector<TileSpan>& spans,
+                 const TileBytes& bytes,
+                 uint64_t begin,
+                 uint64_t end) {
+  const uint64_t n = bytes.elements;
+  auto* const exp_avg = reinterpret_cast<float*>(bytes.rest);
+  float* const exp_avg_sq = exp_avg + n;
+  for (const TileSpan& whole : spans) {
+    const TileSpan span{.begin = std::max(whole.begin, begin),
+                        .end = std::min(whole.end, end),
+                        .scalars = whole.scalars};
+    if (span.begin >= span.end) continue;
+    const uint64_t count = span.end - span.begin;
+    if (dtype == DType::float32) {
+      adam_update(isa,
+                  span.scalars,
+                  count,
+                  reinterpret_cast<float*>(bytes.value) + span.begin,
+                  exp_avg + span.begin,
+                  exp_avg_sq + span.begin,
+                  reinterpret_cast<const float*>(bytes.gradient) + span.begin);
+    } else {
+      adam_update(isa,
+                  span.scalars,
+                  count,
+                  reinterpret_cast<uint16_t*>(bytes.value) + span.begin,
+                  reinterpret_cast<int16_t*>(exp_avg_sq + n) + span.begin,
+                  exp_avg + span.begin,
+                  exp_avg_sq + span.begin,
+                  reinterpret_cast<const uint16_t*>(bytes.gradient) + span.begin);
+    }
+  }
+}
+
+void update_tile(DType dtype, Isa isa, const std::vector<TileSpan>& spans, const TileBytes& bytes) {
+  if (bytes.begin_piece) {
+    for (uint64_t at = bytes.element_first; at < bytes.elements; at += kPieceElements) {
+      const uint64_t end = std::min(at + kPieceElements, bytes.elements);
+      bytes.begin_piece(at / kPieceElements);
+      update_part(dtype, isa, spans, bytes, at, (at + end) / 2);
+      MEMD_FAILPOINT("ledger.piece_half_updated");
+      update_part(dtype, isa, spans, bytes, (at + end) / 2, end);
+    }
+  } else {
+    update_part(dtype, isa, spans, bytes, bytes.element_first, bytes.elements);
+  }
+  if (bytes.arena_value != nullptr) std::memcpy(bytes.arena_value, bytes.value, bytes.value_bytes);
+}
+
+}  // namespace
+
+void add_span(const Job& job,
+              const Bucket& bucket,
+              size_t tile,
+              uint32_t shard_id,
+              const AdamSettings& settings,
+              std::vector<TileSpan>& spans) {
+  const uint64_t tile_begin = tile * kTileElements;
+  const uint64_t tile_end = tile_begin + bucket.tile_elements(tile);
+  const Shard& shard = job.shards[shard_id];
+  const uint64_t begin = std::max(shard.element_offset, tile_begin);
+  const uint64_t end = std::min(shard.element_offset + shard.element_count, tile_end);
+  if (begin >= end) return;
+  spans.push_back({.begin = begin - tile_begin,
+                   .end = end - tile_begin,
+                   .scalars = adam_scalars(settings, shard.generation + 1)});
+}
+
+std::function<void(const TileBytes&)> update_work(DType dtype, std::vector<TileSpan> spans) {
+  return [dtype, isa = isa_best(), spans = std::move(spans)](const TileBytes& bytes) {
+    update_tile(dtype, isa, spans, bytes);
+  };
+}
+
+}  // namespace memd

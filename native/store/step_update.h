@@ -1,0 +1,33 @@
+// Adam over one tile of a bucket, as a step runs it on an update worker.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "optim/adam.h"
+#include "store/job.h"
+#include "store/tile_tasks.h"
+
+namespace memd {
+
+/// Elements `begin` to `end` of a tile, with one group's scalars.
+struct TileSpan {
+  uint64_t begin = 0;
+  uint64_t end = 0;
+  AdamScalars scalars{};
+};
+
+/// What of the shard lies in the tile, for the update that follows its generation.
+void add_span(const Job& job,
+              const Bucket& bucket,
+              size_t tile,
+              uint32_t shard_id,
+              const AdamSettings& settings,
+              std::vector<TileSpan>& spans);
+
+/// A TileTask's work: updates what the spans cover, and publishes the tile's values.
+std::function<void(const TileBytes&)> update_work(DType dtype, std::vector<TileSpan> spans);
+
+}  // namespace memd

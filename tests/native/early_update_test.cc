@@ -1,0 +1,552 @@
+// Updates that are made before their step is closed: what a step takes over, and what is thrown
+// away.
+#include "store/early_update.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "store_fixture.h"
+
+namespace memd::testing {
+namespace {
+
+struct Case {
+  std::string durability = "step";
+  DType dtype = DType::float32;
+  uint64_t arena_segments = 8;
+};
+
+constexpr uint64_t kLarge = 2 * kTileElements + 1000;
+constexpr uint64_t kSmall = 3000;
+constexpr uint64_t kTiles = 4;
+
+/// A tensor of three tiles and a bucket of two small ones, trained beside their twins.
+class Training {
+ public:
+  Training(Heart& heart, const Case& chosen, uint64_t quota_bytes = kQuotaBytes)
+      : heart_(heart), case_(chosen) {
+    job_id_ = heart.open(
+        "job", chosen.arena_segments, quota_bytes, Durability::parse(chosen.durability).value());
+    session_ = heart.attach(job_id_);
+    ids_ = heart.declare(session_,
+                         {parameter("large", kLarge, chosen.dtype),
+                          parameter("small", kSmall, chosen.dtype),
+                          parameter("tiny", 10, chosen.dtype)});
+    for (size_t i = 0; i < ids_.size(); ++i) write_value(i, static_cast<uint32_t>(i) + 1);
+    EXPECT_TRUE(heart.sync(session_).is_ok());
+  }
+
+  void write_value(size_t i, uint32_t seed) {
+    Twin fresh;
+    if (case_.dtype == DType::float32) {
+      const auto values = numbers(count(i), seed);
+      heart_.write(session_, ids_[i], values);
+      fresh = Twin::fp32(values);
+    } else {
+      const auto values = halves(count(i), seed);
+      heart_.write(session_, ids_[i], values);
+      fresh = Twin::bf16(values);
+    }
+    if (twins.size() <= i) {
+      twins.push_back(std::move(fresh));
+      return;
+    }
+    for (size_t at = 0; at < fresh.remainder.size(); ++at) {
+      if (twins[i].half[at] == fresh.half[at]) fresh.remainder[at] = twins[i].remainder[at];
+    }
+    fresh.m = std::move(twins[i].m);
+    fresh.v = std::move(twins[i].v);
+    fresh.t = twins[i].t;
+    twins[i] = std::move(fresh);
+  }
+  void write_gradient(size_t i, uint32_t seed) {
+    if (case_.dtype == DType::float32) {
+      heart_.write(session_, ids_[i], numbers(count(i), seed), Part::gradient);
+    } else {
+      heart_.write(session_, ids_[i], halves(count(i), seed), Part::gradient);
+    }
+  }
+  void expect() { EXPECT_TRUE(heart_.store().expect_step(session_, request().groups).is_ok()); }
+  /// As a backward does it; returns when nothing more is made early.
+  void backward() {
+    expect();
+    ++seed_;
+    for (size_t i = ids_.size(); i-- > 0;) {
+      write_gradient(i, seed_);
+      heart_.store().gradient_is_final(session_, ids_[i]);
+    }
+    wait();
+  }
+  void wait() {
+    EXPECT_TRUE(heart_.until([&] {
+      return job().early.ready.empty() && job().early.running_count == 0 &&
+             job().activity_count == 0;
+    }));
+  }
+  StepRequest request() const {
+    return {.session_id = session_, .groups = {{.settings = settings, .shard_ids = ids_}}};
+  }
+  void step() {
+    const auto [status, report] = heart_.step(request());
+    ASSERT_TRUE(status.is_ok()) << status.message();
+    advance();
+  }
+  void advance() {
+    for (size_t i = 0; i < ids_.size(); ++i) advance(i, seed_);
+  }
+  void advance(size_t i, uint32_t seed) {
+    if (case_.dtype == DType::float32) {
+      twins[i].step(settings, numbers(count(i), seed));
+    } else {
+      twins[i].step(settings, halves(count(i), seed));
+    }
+  }
+
+  void expect_equal() { expect_equal(heart_, session_); }
+  void expect_equal(Heart& heart, uint64_t session) {
+    for (size_t i = 0; i < ids_.size(); ++i) {
+      if (case_.dtype == DType::float32) {
+        EXPECT_TRUE(heart.read<float>(session, ids_[i]) == twins[i].theta) << "shard " << i;
+      } else {
+        EXPECT_TRUE(heart.read<uint16_t>(session, ids_[i]) == twins[i].half) << "shard " << i;
+      }
+      const auto [m, v] = heart.moments(session, ids_[i]);
+      EXPECT_TRUE(m == twins[i].m) << "shard " << i;
+      EXPECT_TRUE(v == twins[i].v) << "shard " << i;
+      EXPECT_EQ(heart.job(session).shards[ids_[i]].generation, twins[i].t);
+    }
+  }
+  /// Nothing is taken of disk, quota or arena but what the job's entries name.
+  void expect_nothing_leaked() {
+    ASSERT_TRUE(heart_.until([&] { return job().early.by_bucket.empty(); }));
+    wait();
+    ASSERT_TRUE(heart_.sync(session_).is_ok());
+    job().changed = true;
+    ASSERT_TRUE(heart_.sync(session_).is_ok()) << "what the commit before named is free now";
+    uint64_t named_bytes = 0;
+    job().for_each_replica([&](Replica& each) { named_bytes += each.extent.length_bytes; });
+    EXPECT_EQ(job().nvme_bytes_used, named_bytes);
+    job().free_retired();
+    uint64_t slot_bytes = 0;
+    for (const auto& entry : job().entries) {
+      if (entry->slot != nullptr) slot_bytes += align_up(entry->slot->bytes, kBlockBytes);
+      EXPECT_EQ(entry->task_count, 0U);
+    }
+    EXPECT_EQ(job().memory->arena().used_bytes(), slot_bytes);
+    uint64_t tile_bytes = 0;
+    for (const auto& [key, offset_bytes] : job().cached_tiles) {
+      const Bucket& bucket = job().buckets[key >> 32];
+      const auto tile = static_cast<uint32_t>(key);
+      tile_bytes += bucket.value->replica_bytes(tile) + bucket.rest_bytes(tile);
+    }
+    EXPECT_EQ(job().memory->private_side().used_bytes(), tile_bytes);
+  }
+
+  Job& job() { return heart_.job(session_); }
+  uint64_t adopted() { return job().counters.early_tiles_adopted; }
+  uint64_t discarded(EarlyDiscard why) {
+    return job().counters.early_tiles_discarded[static_cast<size_t>(why)];
+  }
+  uint64_t session() const { return session_; }
+  const std::vector<uint32_t>& ids() const { return ids_; }
+  uint32_t seed() const { return seed_; }
+
+  std::vector<Twin> twins;
+  AdamSettings settings{.lr = 0.01, .weight_decay = 0.1};
+
+ private:
+  uint64_t count(size_t i) const { return i == 0 ? kLarge : i == 1 ? kSmall : 10; }
+
+  Heart& heart_;
+  const Case case_;
+  uint64_t job_id_ = 0;
+  uint64_t session_ = 0;
+  std::vector<uint32_t> ids_;
+  uint32_t seed_ = 100;
+};
+
+class EarlyUpdateTest : public ::testing::TestWithParam<Case> {
+ protected:
+  bool is_in_memory() const { return GetParam().durability != "step"; }
+  std::shared_ptr<MemoryDisk> disk_ = std::make_shared<MemoryDisk>(kDiskBytes);
+};
+
+TEST_P(EarlyUpdateTest, a_step_takes_over_what_was_made_and_nobody_sees_it_before) {
+  {
+    Heart heart(disk_);
+    Training training(heart, GetParam());
+    for (int step = 0; step < 6; ++step) {
+      training.backward();
+      const uint64_t adopted_before = training.adopted();
+      const uint64_t made_count = training.job().early.by_bucket.size();
+      training.expect_equal();  // N
+      const Held view = heart.lease(training.session(), training.ids()[1]);
+      const std::vector<uint8_t> bytes(view.as<uint8_t>().begin(), view.as<uint8_t>().end());
+      training.step();
+      EXPECT_EQ(training.adopted() > adopted_before, made_count > 0);
+      if (!is_in_memory()) EXPECT_EQ(training.adopted() - adopted_before, kTiles);
+      training.expect_equal();  // N + 1
+      EXPECT_TRUE(std::ranges::equal(view.as<uint8_t>(), bytes)) << "a live view is never written";
+      heart.release(view);
+    }
+    for (const uint64_t count : training.job().counters.early_tiles_discarded) EXPECT_EQ(count, 0U);
+    training.expect_nothing_leaked();
+  }
+  if (GetParam().durability == "none") return;
+  // What is on disk is the last step too.
+  Heart heart(disk_);
+  ASSERT_TRUE(heart.loaded.is_ok()) << heart.loaded.message();
+  const uint64_t session = heart.attach(heart.open("job", GetParam().arena_segments));
+  EXPECT_EQ(heart.job(session).committed_step, 6U);
+  EXPECT_EQ(heart.job(session).lost.count(), 0U);
+}
+
+TEST_P(EarlyUpdateTest, what_a_step_finds_made_otherwise_is_made_again) {
+  using Change = std::function<void(Training&, Heart&)>;
+  const std::vector<std::pair<EarlyDiscard, Change>> changes = {
+      {EarlyDiscard::settings,
+       [](Training& training, Heart&) {
+         training.settings.lr *= 0.5;
+         training.step();
+       }},
+      {EarlyDiscard::gradient,
+       [](Training& training, Heart& heart) {
+         training.write_gradient(0, 7);
+         const auto [status, report] = heart.step(training.request());
+         ASSERT_TRUE(status.is_ok()) << status.message();
+         training.advance(0, 7);
+         training.advance(1, training.seed());
+         training.advance(2, training.seed());
+       }},
+      {EarlyDiscard::gradient,
+       [](Training& training, Heart& heart) {
+         ASSERT_TRUE(heart.store().drop_gradients(training.session(), {}).is_ok());
+         training.expect_equal();
+       }},
+      {EarlyDiscard::state,
+       [](Training& training, Heart&) {
+         training.write_value(0, 55);
+         training.step();
+       }},
+      {EarlyDiscard::state,
+       [](Training& training, Heart& heart) {
+         std::optional<Status> written;
+         Twin& twin = training.twins[0];
+         std::fill_n(twin.m.begin(), 100, 0.5F);
+         std::fill_n(twin.v.begin(), 100, 0.25F);
+         heart.store().write_moments({.session_id = training.session(),
+                                      .shard_id = training.ids()[0],
+                                      .element_first = 0,
+                                      .element_count = 100},
+                                     twin.t,
+                                     std::vector<float>(100, 0.5F),
+                                     std::vector<float>(100, 0.25F),
+                                     [&](const Status& status) { written = status; });
+         ASSERT_TRUE(heart.until([&] { return written.has_value(); }));
+         ASSERT_TRUE(written->is_ok()) << written->message();
+         training.step();
+       }},
+      {EarlyDiscard::step,
+       [](Training& training, Heart& heart) {
+         StepRequest request = training.request();
+         std::erase(request.groups[0].shard_ids, training.ids()[1]);
+         const auto [status, report] = heart.step(request);
+         ASSERT_TRUE(status.is_ok()) << status.message();
+         training.advance(0, training.seed());
+         training.advance(2, training.seed());
+         training.expect_equal();
+         ASSERT_TRUE(heart.store().drop_gradients(training.session(), {}).is_ok());
+       }},
+  };
+  Heart heart(disk_);
+  Training training(heart, GetParam());
+  for (size_t i = 0; i < changes.size(); ++i) {
+    SCOPED_TRACE(i);
+    const auto& [why, change] = changes[i];
+    training.backward();
+    const bool was_made = !training.job().early.by_bucket.empty();
+    const uint64_t before = training.discarded(why);
+    change(training, heart);
+    if (!is_in_memory()) EXPECT_TRUE(was_made);
+    if (was_made && !is_in_memory()) EXPECT_GT(training.discarded(why), before);
+    training.expect_equal();
+    training.backward();
+    training.step();
+    training.expect_equal();
+    training.expect_nothing_leaked();
+  }
+}
+
+TEST_P(EarlyUpdateTest, what_changes_while_tiles_are_made_waits_for_them_and_they_are_dropped) {
+  Heart heart(disk_);
+  Training training(heart, GetParam());
+  for (int turns = 0; turns < 12; ++turns) {
+    SCOPED_TRACE(turns);
+    training.expect();
+    for (size_t i = 0; i < 3; ++i) {
+      training.write_gradient(i, 200);
+      heart.store().gradient_is_final(training.session(), training.ids()[i]);
+    }
+    for (int turn = 0; turn < turns; ++turn) heart.turn();
+    for (size_t i = 0; i < 3; ++i) training.write_gradient(i, 300);
+    const auto [status, report] = heart.step(training.request());
+    ASSERT_TRUE(status.is_ok()) << status.message();
+    for (size_t i = 0; i < 3; ++i) training.advance(i, 300);
+    training.expect_equal();
+  }
+  training.expect_nothing_leaked();
+}
+
+TEST_P(EarlyUpdateTest, a_step_that_comes_while_tiles_are_made_does_what_is_left) {
+  Heart heart(disk_);
+  Training training(heart, GetParam());
+  for (int turns = 0; turns < 12; ++turns) {
+    SCOPED_TRACE(turns);
+    training.expect();
+    for (size_t i = 0; i < 3; ++i) {
+      training.write_gradient(i, 200);
+      heart.store().gradient_is_final(training.session(), training.ids()[i]);
+    }
+    for (int turn = 0; turn < turns; ++turn) heart.turn();
+    const auto [status, report] = heart.step(training.request());
+    ASSERT_TRUE(status.is_ok()) << status.message();
+    for (size_t i = 0; i < 3; ++i) training.advance(i, 200);
+    training.expect_equal();
+  }
+  training.expect_nothing_leaked();
+}
+
+TEST_P(EarlyUpdateTest, a_session_that_ends_leaves_the_step_before_it_and_nothing_else) {
+  Heart heart(disk_);
+  Training training(heart, GetParam());
+  training.backward();
+  training.step();
+  const uint64_t job_id = training.job().job_id;
+  const uint64_t other = heart.attach(job_id);
+  training.backward();
+  ASSERT_TRUE(heart.store().detach(training.session()).is_ok());
+  ASSERT_TRUE(heart.until([&] { return heart.store().is_idle(); }));
+  training.expect_equal(heart, other);
+  Job& job = heart.job(other);
+  EXPECT_TRUE(job.early.by_bucket.empty() && job.early.final_shards.empty());
+  ASSERT_TRUE(heart.sync(other).is_ok());
+  job.changed = true;
+  ASSERT_TRUE(heart.sync(other).is_ok());
+  uint64_t named_bytes = 0;
+  job.for_each_replica([&](Replica& each) { named_bytes += each.extent.length_bytes; });
+  EXPECT_EQ(job.nvme_bytes_used, named_bytes);
+}
+
+TEST_P(EarlyUpdateTest, a_daemon_that_dies_before_the_step_leaves_the_gradients_for_it) {
+  TestKeeper keeper;
+  auto heart = std::make_unique<Heart>(
+      disk_, HeartOptions{.segment_count = kFloorSegments + 12, .keeper = &keeper});
+  Training training(*heart, GetParam());
+  training.backward();
+  training.step();
+  training.backward();
+  const StepRequest request = training.request();
+  heart->kill();
+  [[maybe_unused]] auto* const leaked = heart.release();
+  Heart next(disk_, HeartOptions{.segment_count = kFloorSegments + 12, .keeper = &keeper});
+  ASSERT_TRUE(next.loaded.is_ok()) << next.loaded.message();
+  training.expect_equal(next, request.session_id);
+  Job& job = next.job(request.session_id);
+  uint64_t slot_bytes = 0;
+  for (const auto& entry : job.entries) {
+    if (entry->slot != nullptr) slot_bytes += align_up(entry->slot->bytes, kBlockBytes);
+  }
+  EXPECT_EQ(job.memory->arena().used_bytes(), slot_bytes);
+  const auto [status, report] = next.step(request);
+  ASSERT_TRUE(status.is_ok()) << status.message();
+  training.advance();
+  training.expect_equal(next, request.session_id);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Kinds,
+    EarlyUpdateTest,
+    ::testing::Values(Case{},
+                      Case{.dtype = DType::bfloat16},
+                      Case{.arena_segments = 3},
+                      Case{.dtype = DType::bfloat16, .arena_segments = 2},
+                      Case{.durability = "every:3"},
+                      Case{.durability = "every:3", .arena_segments = 3},
+                      Case{.durability = "every:2", .dtype = DType::bfloat16, .arena_segments = 2},
+                      Case{.durability = "none", .arena_segments = 3}),
+    [](const auto& info) {
+      std::string name = info.param.durability +
+                         (info.param.dtype == DType::bfloat16 ? "_bf16_" : "_fp32_") +
+                         std::to_string(info.param.arena_segments);
+      std::replace(name.begin(), name.end(), ':', '_');
+      return name;
+    });
+
+class EarlyFailureTest : public ::testing::Test {
+ protected:
+  std::shared_ptr<MemoryDisk> disk_ = std::make_shared<MemoryDisk>(kDiskBytes);
+};
+
+// Streams every tile and fetches every value, so that each of them is read.
+constexpr uint64_t kFewSegments = 2;
+
+TEST_F(EarlyFailureTest, a_read_that_fails_is_the_steps_to_meet_again) {
+  for (const MemoryFaultKind kind : {MemoryFaultKind::error, MemoryFaultKind::flipped_bit}) {
+    uint64_t failed_count = 0;
+    for (uint64_t index = 0;; ++index) {
+      SCOPED_TRACE(index);
+      const auto disk = std::make_shared<MemoryDisk>(kDiskBytes);
+      Heart heart(disk);
+      Training training(heart, {.arena_segments = kFewSegments});
+      training.backward();
+      training.step();
+      training.expect_equal();
+      const uint64_t hits_before = heart.faults().fault_hit_count();
+      // One that is read again and fails again.
+      heart.faults().add_fault(
+          {.kind = kind, .io_kind = IoKind::read, .skip_count = index, .count = 1});
+      training.backward();
+      const bool was_hit = heart.faults().fault_hit_count() != hits_before;
+      heart.faults().clear_faults();
+      failed_count += training.discarded(EarlyDiscard::failed);
+      training.step();
+      training.expect_equal();
+      EXPECT_EQ(training.job().lost.count(), 0U);
+      training.expect_nothing_leaked();
+      if (!was_hit) break;
+      ASSERT_LT(index, 100U);
+    }
+    EXPECT_EQ(failed_count, 0U) << "what is read well the second time is no failure";
+  }
+}
+
+TEST_F(EarlyFailureTest, bytes_that_are_gone_are_reported_by_the_step_and_it_stays_at_n) {
+  Heart heart(disk_);
+  Training training(heart, {.arena_segments = kFewSegments});
+  training.backward();
+  training.step();
+  training.job().drop_clean_tiles();
+  const ExtentRecord rest = training.job().buckets[0].rest[1].extent;
+  heart.faults().add_fault({.kind = MemoryFaultKind::flipped_bit,
+                            .io_kind = IoKind::read,
+                            .offset_bytes = rest.address.offset_bytes,
+                            .count = 1000});
+  training.backward();
+  EXPECT_GT(training.discarded(EarlyDiscard::failed), 0U);
+  EXPECT_EQ(training.job().lost.count(), 0U) << "nobody has asked for it yet";
+  const auto [status, report] = heart.step(training.request());
+  EXPECT_EQ(status.code(), StatusCode::integrity) << status.message();
+  EXPECT_EQ(training.job().committed_step, 1U);
+  EXPECT_EQ(training.job().shards[training.ids()[0]].gradient_session, training.session());
+}
+
+TEST_F(EarlyFailureTest, a_write_that_fails_leaves_n_on_disk_at_every_index) {
+  uint64_t failed_count = 0;
+  for (uint64_t index = 0;; ++index) {
+    SCOPED_TRACE(index);
+    const auto disk = std::make_shared<MemoryDisk>(kDiskBytes);
+    bool was_hit = false;
+    std::vector<Twin> twins;
+    {
+      Heart heart(disk);
+      Training training(heart, {.arena_segments = 8});
+      training.backward();
+      training.step();
+      twins = training.twins;
+      heart.faults().add_fault(
+          {.kind = MemoryFaultKind::error, .io_kind = IoKind::write, .skip_count = index});
+      training.backward();
+      was_hit = heart.faults().fault_hit_count() != 0;
+      heart.faults().clear_faults();
+      failed_count += training.discarded(EarlyDiscard::failed);
+      if (was_hit) {
+        EXPECT_FALSE(heart.extents().broken().is_ok());
+        EXPECT_EQ(heart.step(training.request()).first.code(), StatusCode::device);
+        EXPECT_EQ(training.job().committed_step, 1U);
+        training.expect_equal();
+      }
+    }
+    Heart heart(disk);
+    ASSERT_TRUE(heart.loaded.is_ok()) << heart.loaded.message();
+    const uint64_t session = heart.attach(heart.open("job", 8));
+    EXPECT_EQ(heart.job(session).committed_step, 1U);
+    EXPECT_TRUE(heart.read<float>(session, 0) == twins[0].theta);
+    if (!was_hit) break;
+    ASSERT_LT(index, 100U);
+  }
+  EXPECT_GT(failed_count, 0U);
+}
+
+TEST_F(EarlyFailureTest, without_room_on_disk_the_step_does_it_all) {
+  Heart heart(disk_);
+  Training training(heart, {.durability = "every:9", .arena_segments = kFewSegments});
+  training.backward();
+  training.step();
+  const uint64_t adopted_before = training.adopted();
+  EXPECT_GT(adopted_before, 0U);
+  const uint64_t used_bytes = training.job().nvme_bytes_used;
+  training.job().nvme_bytes = used_bytes + 1_MiB;
+  training.backward();
+  EXPECT_LE(training.job().nvme_bytes_used, training.job().nvme_bytes);
+  training.job().nvme_bytes = kQuotaBytes;
+  training.step();
+  training.expect_equal();
+  EXPECT_LE(training.adopted() - adopted_before, 1U);
+}
+
+TEST_F(EarlyFailureTest, whoever_needs_room_in_the_arena_gets_it_before_what_is_only_published) {
+  Heart heart(disk_);
+  Training training(heart, {.arena_segments = 8});
+  training.backward();
+  training.step();
+  training.expect_equal();
+  training.backward();
+  const auto has_shadow = [&] {
+    const auto& made = training.job().early.by_bucket;
+    return std::ranges::any_of(made, [](const auto& it) { return it.second->shadow != nullptr; });
+  };
+  ASSERT_TRUE(has_shadow());
+  const uint64_t evicted_before = training.job().counters.evicted_bytes;
+  std::vector<ShardSpec> specs;
+  for (int i = 0; i < 48; ++i) specs.push_back(bytes_shard(concat("blob", i), 512_KiB));
+  const auto blobs = heart.declare(training.session(), specs);
+  for (const uint32_t blob : blobs) {
+    if (!has_shadow()) break;
+    EXPECT_EQ(training.job().counters.evicted_bytes, evicted_before);
+    heart.write(training.session(), blob, pattern(512_KiB, 1));
+  }
+  EXPECT_FALSE(has_shadow());
+  training.step();
+  training.expect_equal();
+  EXPECT_EQ(training.adopted(), 2 * kTiles);
+}
+
+TEST_F(EarlyFailureTest, hints_that_come_too_late_or_of_others_begin_nothing) {
+  Heart heart(disk_);
+  Training training(heart, {});
+  const uint64_t other = heart.attach(training.job().job_id);
+  training.expect();
+  for (size_t i = 0; i < 3; ++i) training.write_gradient(i, 200);
+  for (const uint32_t id : training.ids()) heart.store().gradient_is_final(other, id);
+  heart.store().gradient_is_final(training.session(), 12345);
+  const Held writing =
+      heart.lease(training.session(), training.ids()[0], LeaseMode::write, Part::gradient);
+  heart.store().gradient_is_final(training.session(), training.ids()[0]);
+  training.wait();
+  EXPECT_TRUE(training.job().early.by_bucket.empty());
+  heart.release(writing);
+  const auto [status, report] = heart.step(training.request());
+  ASSERT_TRUE(status.is_ok()) << status.message();
+  for (const uint32_t id : training.ids()) heart.store().gradient_is_final(training.session(), id);
+  EXPECT_TRUE(training.job().early.final_shards.empty());
+  const Status unknown =
+      heart.store().expect_step(training.session(), {{.settings = {}, .shard_ids = {77}}});
+  EXPECT_EQ(unknown.code(), StatusCode::not_found) << unknown.message();
+}
+
+}  // namespace
+}  // namespace memd::testing
