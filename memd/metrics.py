@@ -265,6 +265,11 @@ _JOB_COUNTERS: tuple[tuple[str, str, Callable[[JobStatistics], float]], ...] = (
         "does: at most 5 % above the least that is possible.",
         lambda job: job.plan_necessary_bytes,
     ),
+    (
+        "memd_early_tiles_adopted",
+        "Tiles updated during backward that their step took over.",
+        lambda job: job.early_tiles_adopted,
+    ),
     ("memd_evicted_bytes", "Bytes dropped to make room.", lambda job: job.evicted_bytes),
     ("memd_spilled_bytes", "Bytes written to make room.", lambda job: job.spilled_bytes),
 )
@@ -306,6 +311,17 @@ def _about_jobs(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
     for each in jobs:
         for reason, wait_s in each.lease_wait_reason_seconds.items():
             waits.add_metric([each.job.name, reason], wait_s)
+    discarded = CounterMetricFamily(
+        "memd_early_tiles_discarded",
+        "Tiles updated during backward that their step could not use, by why: other settings, the "
+        "gradient written again or dropped, the parameter or its state written, another step, a "
+        "failed read or write.",
+        labels=["memd_job", "reason"],
+    )
+    for each in jobs:
+        for reason, count in each.early_tiles_discarded.items():
+            discarded.add_metric([each.job.name, reason], count)
+    yield discarded
     yield waits
     yield from _about_stalls(jobs)
     yield lost

@@ -28,6 +28,7 @@ from memd_client.leases import MODE_READ
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from memd_client.early import EarlyUpdates
     from memd_client.leases import Shard
     from memd_client.session import Session
 
@@ -103,6 +104,8 @@ class StreamedParameter:
         self.session = session
         self.gradient = GradientSlot(shard)
         self.update_count = update_count  # Adam's t
+        # Of the optimizer that has it, where its updates begin during backward.
+        self.early: weakref.ref[EarlyUpdates] | None = None
         self._parameter = weakref.ref(parameter)
         self._lock = RLock()
         self._user_count = 0
@@ -316,8 +319,15 @@ def _take_gradient(parameter: torch.Tensor) -> None:
         return
     with torch._C.DisableTorchFunctionSubclass():
         gradient, parameter.grad = parameter.grad, None
-    if gradient is not None:
-        entry.gradient.accumulate(gradient, entry.session.gradient_leases_of(entry.shard))
+    if gradient is None:
+        return
+    early = entry.early() if entry.early is not None else None
+    if early is not None and entry.gradient.present:
+        early.refuse_second(entry.session, entry.shard)
+    leases = entry.session.gradient_leases_of(entry.shard)
+    entry.gradient.accumulate(gradient, leases)
+    if early is not None:
+        early.gradient_is_final(entry.session, entry.shard, leases)
 
 
 def bring(

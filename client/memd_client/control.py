@@ -144,6 +144,9 @@ class Control:
         """As `begin_step`, and waits for the answer."""
         return self._call(self._open().sessions.Step, request, _LONG_S)
 
+    def expect_step(self, request: session_pb2.ExpectStepRequest) -> session_pb2.ExpectStepResponse:
+        return self._call(self._open().sessions.ExpectStep, request, _SHORT_S)
+
     def sync(self, request: session_pb2.SyncRequest) -> session_pb2.SyncResponse:
         return self._call(self._open().sessions.Sync, request, _LONG_S)
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from itertools import chain
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from memd_client.away import StreamedParameter, streamed
+from memd_client.early import EarlyUpdates
 from memd_client.errors import InvalidArgument, NotYet
 from memd_client.session import TIERS
 from memd_client.streaming import end_interrupted_calls
-from memd_client.targets import Target, own, owner_of
+from memd_client.targets import StreamedTarget, Target, own, owner_of
 from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:
@@ -37,7 +39,14 @@ class Adam(torch.optim.Optimizer):
         params: parameters, (name, parameter) pairs or groups, as for torch.
         lr, betas, eps, weight_decay: as for torch; read from the group in every step, so that
             schedulers work.
-        amsgrad, maximize, state_dtype, step_in_backward: only the defaults in this version.
+        amsgrad, maximize, state_dtype: only the defaults in this version.
+        step_in_backward: updates begin while backward runs, of each offloaded parameter once its
+            gradient is there; `step()` then does what is left, and nothing has changed before it.
+            The loop stays as it is and the numbers are the same, also where the learning rate
+            changes before `step()` or a gradient is changed through `p.grad`: what was made with
+            the old ones is made again. One backward a step: a second gradient of a parameter
+            raises InvalidArgument in backward, and so do `clip_grad_norm_()` and a GradScaler,
+            which change every gradient after it.
         session: needed where no parameter is offloaded.
         tier: where the bytes of parameters that are not offloaded live: "host" or "nvme".
 
@@ -67,13 +76,12 @@ class Adam(torch.optim.Optimizer):
     ) -> None:
         if state_dtype != torch.float32:
             raise NotYet(f"states are float32 in this version: state_dtype={state_dtype}")
-        if step_in_backward:
-            raise NotYet("step_in_backward comes in a later version; call step() after backward()")
         if tier not in TIERS:
             raise InvalidArgument(f'tier is "host" or "nvme": {tier!r}')
         self._session = session
         self._tier = TIERS[tier]
         self._targets: dict[int, Target] = {}  # id of a parameter, which its group keeps alive
+        self._early = EarlyUpdates(_weakly(self._expected_groups)) if step_in_backward else None
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -109,7 +117,17 @@ class Adam(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         self._targets.update((id(p), target) for p, target in zip(parameters, targets, strict=True))
+        for target in targets:
+            if isinstance(target, StreamedTarget):
+                target.update_early(self._early)
+        self._look_again()
         self._session.register_optimizer(self)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch's GradScaler asks before it scales or steps."""
+        self._refuse_in_backward("a GradScaler")
+        return False
 
     def shard_name(self, parameter: torch.Tensor) -> str:
         """Under which name memd holds a parameter of this optimizer."""
@@ -152,6 +170,7 @@ class Adam(torch.optim.Optimizer):
         dropped = [target.shard for target in self._targets.values() if target.drop_gradient()]
         if dropped:
             self._only_session().drop_gradients(dropped)
+        self._look_again()
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -164,7 +183,9 @@ class Adam(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: `error_if_nonfinite` and the norm is not finite.
+            InvalidArgument: the optimizer was made with `step_in_backward=True`.
         """
+        self._refuse_in_backward("clip_grad_norm_()")
         targets = [target for target in self._in_order() if target.has_gradient]
         if not targets:
             return torch.tensor(0.0)
@@ -251,7 +272,33 @@ class Adam(torch.optim.Optimizer):
         session = self._only_session()
         end_interrupted_calls()
         _refuse_orphans(session)
+        self._look_again()
         session.step(groups, updated)
+
+    def _expected_groups(self) -> list[session_pb2.StepGroup]:
+        """As `_step` would make them if every offloaded parameter had a gradient."""
+        return [
+            session_pb2.StepGroup(
+                settings=self._settings(group),
+                shard_ids=[
+                    target.shard.shard_id
+                    for p in group["params"]
+                    if isinstance(target := self._targets[id(p)], StreamedTarget)
+                ],
+            )
+            for group in self.param_groups
+        ]
+
+    def _look_again(self) -> None:
+        if self._early is not None:
+            self._early.look_again()
+
+    def _refuse_in_backward(self, what: str) -> None:
+        if self._early is not None:
+            raise InvalidArgument(
+                f"{what} changes gradients after backward, and step_in_backward=True has updated "
+                "parameters with them by then; make the optimizer with step_in_backward=False"
+            )
 
     def _settings(self, group: dict[str, Any]) -> session_pb2.AdamSettings:
         beta1, beta2 = group["betas"]
@@ -318,6 +365,20 @@ class AdamW(Adam):
             state_dtype=state_dtype,
             step_in_backward=step_in_backward,
         )
+
+
+def _weakly(
+    method: Callable[[], list[session_pb2.StepGroup]],
+) -> Callable[[], list[session_pb2.StepGroup]]:
+    """`method` of an optimizer for what the optimizer owns: one that nobody refers to is gone at
+    once, and its parameters may belong to another."""
+    weak = WeakMethod(method)
+
+    def call() -> list[session_pb2.StepGroup]:
+        held = weak()
+        return held() if held is not None else []
+
+    return call
 
 
 def _session_of(parameters: list[torch.Tensor]) -> Session:

@@ -349,6 +349,9 @@ class ReattachingControl:
     def begin_step(self, request: session_pb2.StepRequest) -> StepCall:
         return RepeatedStep(self._control, self._reattach, request)
 
+    def expect_step(self, request: session_pb2.ExpectStepRequest) -> session_pb2.ExpectStepResponse:
+        return self._reattach.calling(lambda: self._control.expect_step(request))
+
     def sync(self, request: session_pb2.SyncRequest) -> session_pb2.SyncResponse:
         return self._reattach.calling(lambda: self._control.sync(request))
 

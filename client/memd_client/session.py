@@ -51,6 +51,9 @@ class ControlPlane(TensorCalls, Protocol):
     def detach(self, request: session_pb2.DetachRequest) -> session_pb2.DetachResponse: ...
     def declare(self, request: session_pb2.DeclareRequest) -> session_pb2.DeclareResponse: ...
     def begin_step(self, request: session_pb2.StepRequest) -> StepCall: ...
+    def expect_step(
+        self, request: session_pb2.ExpectStepRequest
+    ) -> session_pb2.ExpectStepResponse: ...
     def sync(self, request: session_pb2.SyncRequest) -> session_pb2.SyncResponse: ...
     def drop_gradients(
         self, request: session_pb2.DropGradientsRequest
@@ -94,6 +97,7 @@ class Session:
         self.host_bytes = attached.host_bytes
         self.nvme_bytes = attached.nvme_bytes
         self.daemon_process_id = daemon_process_id
+        self.return_count = 0  # how often another daemon has taken the session over
         # Parameters of living modules and optimizers.
         self.entries: WeakSet[Entry] = WeakSet()
         # Each puts what changed under staging names and returns (staged shard, buffer shard): see
@@ -622,6 +626,13 @@ class Session:
         if self._leases is not None:
             self._leases.gradient_order.end_round()
 
+    def expect_step(self, groups: Sequence[session_pb2.StepGroup]) -> None:
+        """Tells the daemon how the next steps will update these shards."""
+        self.refuse_if_unusable()
+        self._control.expect_step(
+            session_pb2.ExpectStepRequest(session_id=self._session_id, groups=groups)
+        )
+
     def _refuse_stale(self, late: OpenStep, targets: Sequence[SealedTarget]) -> None:
         """Values that stay in this process were those from before `late`, which is committed only
         now, when the gradients of `targets` were computed."""
@@ -794,6 +805,7 @@ class Session:
         """The next daemon has the session. What calls under way changed they tell themselves."""
         del answer
         self.daemon_process_id = daemon_process_id
+        self.return_count += 1
 
     def _detach(self) -> None:
         if self._leases is not None:

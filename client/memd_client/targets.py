@@ -21,6 +21,7 @@ from memd_proto.v1 import types_pb2
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from memd_client.early import EarlyUpdates
     from memd_client.session import Session
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -38,6 +39,10 @@ class StreamedTarget:
     @property
     def shard(self) -> Shard:
         return self._entry.shard
+
+    def update_early(self, early: EarlyUpdates | None) -> None:
+        """From now on `early` is told of its gradients, for as long as it lives."""
+        self._entry.early = weakref.ref(early) if early is not None else None
 
     @property
     def update_count(self) -> int:

@@ -128,6 +128,16 @@ class SessionService:
             disk_error=report.disk_error,
         )
 
+    def ExpectStep(
+        self, request: session_pb2.ExpectStepRequest, call: Call
+    ) -> session_pb2.ExpectStepResponse:
+        session = self._peers.session(call.peer, request.session_id)
+        self._server.expect_step(
+            session.session_id,
+            [(wire.native_adam(group.settings), list(group.shard_ids)) for group in request.groups],
+        )
+        return session_pb2.ExpectStepResponse()
+
     def Sync(self, request: session_pb2.SyncRequest, call: Call) -> session_pb2.SyncResponse:
         session = self._peers.session(call.peer, request.session_id)
         report = self._server.sync(session.session_id, timeout_s=call.timeout_s())

@@ -1022,7 +1022,6 @@ class TestOptimizer:
             {"amsgrad": True},
             {"maximize": True},
             {"state_dtype": torch.bfloat16},
-            {"step_in_backward": True},
         ],
         ids=lambda settings: next(iter(settings)),
     )

@@ -185,6 +185,10 @@ class JobStatistics:
     uses_unforeseen: int = 1
     plan_moved_bytes: int = 21
     plan_necessary_bytes: int = 20
+    early_tiles_adopted: int = 4
+    early_tiles_discarded: dict[str, int] = field(
+        default_factory=lambda: {"settings": 2, "failed": 0}
+    )
     evicted_bytes: int = 0
     spilled_bytes: int = 0
 
@@ -300,6 +304,7 @@ class FakeServer:
         self.disk_error = ""  # of the steps to come
         self.calls: Counter[str] = Counter()
         self.before_sync: Callable[[], object] = lambda: None
+        self.expected: list[tuple[AdamSettings, list[int]]] = []
         self.moments: dict[int, tuple[bytearray, bytearray]] = {}
         if progress is not None:
             progress(host_bytes, host_bytes)
@@ -416,6 +421,12 @@ class FakeServer:
             written_bytes=sum(len(ids) for _, ids in groups),
             disk_error=self.disk_error,
         )
+
+    def expect_step(
+        self, session_id: int, groups: Sequence[tuple[AdamSettings, Sequence[int]]]
+    ) -> None:
+        self._job(session_id)
+        self.expected = [(settings, list(ids)) for settings, ids in groups]
 
     def sync(self, session_id: int, *, timeout_s: float) -> StepReport:
         self.calls["sync"] += 1

@@ -151,6 +151,8 @@ class FakeDaemon:
     step_failures: list[Exception] = field(default_factory=list)  # what the next steps raise
     # What is raised instead of the next answers, of steps that are made.
     lost_answers: list[BaseException] = field(default_factory=list)
+    expected: list[session_pb2.StepGroup] = field(default_factory=list)
+    final_gradients: list[int] = field(default_factory=list)
     disk_error: str = ""  # why steps are in memory alone
     durable_step: int = 0
     lease_count: int = 0
@@ -304,6 +306,9 @@ class FakeDaemon:
     def prefetch(self, shard_id: int) -> None:
         self.calls.append(f"prefetch {self.shards[shard_id].spec.name}")
 
+    def gradient_is_final(self, shard_id: int) -> None:
+        self.final_gradients.append(shard_id)
+
     def follow(self, call: int) -> None:
         self.followed_call = call
 
@@ -358,6 +363,11 @@ class FakeDaemon:
     def _refuse_writers(self) -> None:
         writing = [lease.shard for lease in self.leases.values() if lease.mode != MODE_READ]
         assert not writing, f"still being written: {writing}"
+
+    def expect_step(self, request: session_pb2.ExpectStepRequest) -> session_pb2.ExpectStepResponse:
+        self.calls.append("expect_step")
+        self.expected = list(request.groups)
+        return session_pb2.ExpectStepResponse()
 
     def begin_step(self, request: session_pb2.StepRequest) -> FakeCall:
         self.calls.append("step")

@@ -82,6 +82,8 @@ def test_the_figures_of_the_data_plane_are_exported(scraped: Scraped) -> None:
     assert (found[stalls + ",reason=disk"], found[stalls + ",reason=ring"]) == (0.5, 0.25)
     assert found["memd_stall_group_seconds_total,group=h.*.attn,memd_job=gpt,reason=disk"] == 0.5
     assert found["memd_step_wall_seconds_total,memd_job=gpt"] == 2
+    assert found["memd_early_tiles_adopted_total,memd_job=gpt"] == 4
+    assert found["memd_early_tiles_discarded_total,memd_job=gpt,reason=settings"] == 2
     assert found["memd_backpressure_seconds_total"] == 0.25
     assert found["memd_io_seconds_sum,device=/volume,op=sync"] == 0.75
     assert found["memd_io_bytes_total,device=/volume,op=read"] == 8192

@@ -153,6 +153,18 @@ class StepResponse(_message.Message):
     disk_error: str
     def __init__(self, committed_step: _Optional[int] = ..., read_seconds: _Optional[float] = ..., update_seconds: _Optional[float] = ..., write_seconds: _Optional[float] = ..., commit_seconds: _Optional[float] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., durable_step: _Optional[int] = ..., disk_error: _Optional[str] = ...) -> None: ...
 
+class ExpectStepRequest(_message.Message):
+    __slots__ = ("session_id", "groups")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    groups: _containers.RepeatedCompositeFieldContainer[StepGroup]
+    def __init__(self, session_id: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[StepGroup, _Mapping]]] = ...) -> None: ...
+
+class ExpectStepResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class SyncRequest(_message.Message):
     __slots__ = ("session_id",)
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]

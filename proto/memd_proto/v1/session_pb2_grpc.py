@@ -54,6 +54,11 @@ class SessionServiceStub(object):
                 request_serializer=memd_dot_v1_dot_session__pb2.StepRequest.SerializeToString,
                 response_deserializer=memd_dot_v1_dot_session__pb2.StepResponse.FromString,
                 _registered_method=True)
+        self.ExpectStep = channel.unary_unary(
+                '/memd.v1.SessionService/ExpectStep',
+                request_serializer=memd_dot_v1_dot_session__pb2.ExpectStepRequest.SerializeToString,
+                response_deserializer=memd_dot_v1_dot_session__pb2.ExpectStepResponse.FromString,
+                _registered_method=True)
         self.Sync = channel.unary_unary(
                 '/memd.v1.SessionService/Sync',
                 request_serializer=memd_dot_v1_dot_session__pb2.SyncRequest.SerializeToString,
@@ -109,6 +114,14 @@ class SessionServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExpectStep(self, request, context):
+        """Says how the session's next steps will update these shards, until it is said anew: buckets of which every gradient is
+        final, as the session's ring says, are updated before the step is closed. What a step finds made otherwise is made again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Sync(self, request, context):
         """Makes everything that was written (parameters, blobs) durable without a step.
         """
@@ -159,6 +172,11 @@ def add_SessionServiceServicer_to_server(servicer, server):
                     servicer.Step,
                     request_deserializer=memd_dot_v1_dot_session__pb2.StepRequest.FromString,
                     response_serializer=memd_dot_v1_dot_session__pb2.StepResponse.SerializeToString,
+            ),
+            'ExpectStep': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExpectStep,
+                    request_deserializer=memd_dot_v1_dot_session__pb2.ExpectStepRequest.FromString,
+                    response_serializer=memd_dot_v1_dot_session__pb2.ExpectStepResponse.SerializeToString,
             ),
             'Sync': grpc.unary_unary_rpc_method_handler(
                     servicer.Sync,
@@ -289,6 +307,33 @@ class SessionService(object):
             '/memd.v1.SessionService/Step',
             memd_dot_v1_dot_session__pb2.StepRequest.SerializeToString,
             memd_dot_v1_dot_session__pb2.StepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExpectStep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/memd.v1.SessionService/ExpectStep',
+            memd_dot_v1_dot_session__pb2.ExpectStepRequest.SerializeToString,
+            memd_dot_v1_dot_session__pb2.ExpectStepResponse.FromString,
             options,
             channel_credentials,
             insecure,
