@@ -125,7 +125,7 @@ class Adam(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """torch's GradScaler asks before it scales or steps."""
+        """torch's GradScaler asks before it steps."""
         self._refuse_in_backward("a GradScaler")
         return False
 
