@@ -247,6 +247,38 @@ TEST_P(InMemoryKillTest, at_any_moment_of_a_step_no_bit_is_lost) {
   EXPECT_GT(kills, 50u);
 }
 
+TEST_P(InMemoryKillTest, where_tiles_were_made_before_the_step_no_bit_is_lost) {
+  const auto run_to_early_tiles = [this] {
+    run_to_third_step();
+    ASSERT_TRUE(heart_->store().expect_step(session_, request(3).groups).is_ok());
+    for (const size_t i : {0, 1}) heart_->store().gradient_is_final(session_, ids_[i]);
+    Job& job = heart_->job(session_);
+    ASSERT_TRUE(heart_->until([&] { return job.early.ready.empty() && job.activity_count == 0; }));
+  };
+  run_to_early_tiles();
+  ASSERT_FALSE(HasFailure());
+  const bool is_made = !heart_->job(session_).early.by_bucket.empty();
+  // Where all tiles stay in memory none is made early.
+  EXPECT_EQ(is_made, GetParam().arena_segments < 12);
+  if (!is_made) return;
+  const auto moments = kill_in_third_step("", 0);
+  go_on();
+  end();
+  ASSERT_FALSE(HasFailure());
+  ASSERT_TRUE(moments.contains("early.before_tile_adopted"));
+  for (const auto& [name, count] : moments) {
+    const bool is_chosen = name.starts_with("early.") || name.starts_with("ledger.");
+    for (uint64_t hit = 1; is_chosen && hit <= std::min<uint64_t>(count, 3); ++hit) {
+      SCOPED_TRACE(concat(name, ", time ", hit));
+      run_to_early_tiles();
+      kill_in_third_step(name, hit);
+      go_on();
+      end();
+      if (HasFailure()) return;
+    }
+  }
+}
+
 TEST_P(InMemoryKillTest, killed_again_while_it_finishes_the_step_the_next_one_does) {
   run_to_third_step();
   kill_in_third_step("ledger.piece_half_updated", 20);
