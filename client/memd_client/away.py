@@ -162,25 +162,36 @@ class StreamedParameter:
         wanted: Sequence[tuple[StreamedParameter, torch.Tensor]], *, mode: int
     ) -> None:
         """As `fetch` of each, all or none; those of one session wait for the daemon all at once."""
-        in_order = sorted(wanted, key=lambda each: each[0].lock_order)
-        with ExitStack() as locks:
-            for entry, _ in in_order:
-                locks.enter_context(entry._lock)
-            absent = [each for each in in_order if not each[0]._join_users(mode)]
-            found: list[torch.Tensor] = []
-            for _, group in groupby(absent, key=lambda each: id(each[0].session)):
-                leases = None
-                shards = []
-                for entry, parameter in group:
-                    entry.refuse_if_changed(parameter)
-                    leases = entry.session.leases_of(entry.shard)
-                    shards.append(entry.shard)
-                assert leases is not None
-                found += leases.values(shards, mode)
-            for (entry, parameter), lease in zip(absent, found, strict=True):
-                entry._put_in_place(parameter, lease, mode)
-            for entry, _ in in_order:
-                entry._user_count += 1
+        held: list[tuple[StreamedParameter, torch.Tensor]] = []
+        absent: list[tuple[StreamedParameter, torch.Tensor]] = []
+        try:
+            with ExitStack() as locks:
+                for entry, parameter in sorted(wanted, key=lambda each: each[0].lock_order):
+                    with ExitStack() as lock:
+                        lock.enter_context(entry._lock)
+                        if entry._join_users(mode):
+                            entry._user_count += 1
+                            held.append((entry, parameter))
+                        else:  # nobody else brings it meanwhile
+                            absent.append((entry, parameter))
+                            locks.push(lock.pop_all())
+                found: list[torch.Tensor] = []
+                for _, group in groupby(absent, key=lambda each: id(each[0].session)):
+                    leases = None
+                    shards = []
+                    for entry, parameter in group:
+                        entry.refuse_if_changed(parameter)
+                        leases = entry.session.leases_of(entry.shard)
+                        shards.append(entry.shard)
+                    assert leases is not None
+                    found += leases.values(shards, mode)
+                for (entry, parameter), lease in zip(absent, found, strict=True):
+                    entry._put_in_place(parameter, lease, mode)
+                    entry._user_count += 1
+                    held.append((entry, parameter))
+        except BaseException:
+            let_go(held)
+            raise
 
     @property
     def lock_order(self) -> tuple[int, int]:
@@ -356,13 +367,15 @@ def bring(
 
 def let_go(held: list[tuple[StreamedParameter, torch.Tensor]]) -> None:
     """Of all, in the reverse order, also where one of them raises."""
-    while held:
-        entry, parameter = held.pop()
-        try:
+    try:
+        while held:
+            entry, parameter = held.pop()
             entry.release(parameter)
-        except BaseException:
-            let_go(held)
-            raise
+    except BaseException:
+        with ExitStack() as rest:
+            for entry, parameter in held:
+                rest.callback(entry.release, parameter)
+        raise
 
 
 @contextmanager

@@ -6,7 +6,10 @@ import weakref
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol
 
-from memd_native import MODE_OVERWRITE, MODE_WRITE, PART_GRADIENT
+import torch
+from torch.autograd import Variable
+
+from memd_native import MODE_OVERWRITE, PART_GRADIENT
 
 if TYPE_CHECKING:
     from memd_client.leases import Shard
@@ -16,6 +19,10 @@ if TYPE_CHECKING:
 # that the daemon wakes once for several.
 _AHEAD_COUNT = 16
 _AHEAD_BYTES = 32 << 20
+
+
+_graph_task = torch._C._current_graph_task_id
+_NO_TASK = -1
 
 
 class Slot(Protocol):
@@ -37,6 +44,9 @@ class Asking(Protocol):
 class GradientOrder:
     """Asks for the slots that backward will need next, as the one before it did. Another order
     costs what it cost before: a wait for each. Any thread may call.
+
+    Only slots without a gradient are asked for, so that none which a step takes is leased still;
+    what is not used is given back at the end of backward, also of one that ended early.
     """
 
     def __init__(self, plane: Asking) -> None:
@@ -45,8 +55,10 @@ class GradientOrder:
         self._order: list[weakref.ref[Slot]] = []
         self._position: dict[int, int] = {}  # shard id → in `_order`
         self._next_order: list[weakref.ref[Slot]] = []
-        self._asked_end = 0  # in `_order`
-        self._asked_begin = 0
+        self._begin = 0  # in `_order`: what is expected next
+        self._end = 0  # what is asked for ends here
+        self._has_asked = False
+        self._graph_task = _NO_TASK  # the backward whose end is waited for
         self._lock = Lock()
 
     def came(self, slot: Slot, *, is_first: bool) -> None:
@@ -55,37 +67,49 @@ class GradientOrder:
             if is_first:
                 self._next_order.append(weakref.ref(slot))
             position = self._position.get(slot.shard.shard_id)
-            if position is None or not self.may_ask:
+            graph_task = _graph_task()
+            if position is None or not self.may_ask or graph_task == _NO_TASK:
                 return
-            if not self._asked_begin <= position < self._asked_end:
+            if not self._begin <= position < self._end:
                 # Another place than the one it was going to.
-                if self._asked_begin < self._asked_end:
-                    self._plane.forget_asked()
-                self._asked_end = position + 1
-            self._asked_begin = position + 1
-            if self._asked_end - self._asked_begin > _AHEAD_COUNT // 2:
+                self._give_back()
+                self._end = position + 1
+            self._begin = position + 1
+            if self._end - self._begin > _AHEAD_COUNT // 2:
                 return
             self._ask_until(position + 1 + _AHEAD_COUNT)
+            if self._has_asked and self._graph_task != graph_task:
+                self._graph_task = graph_task
+                Variable._execution_engine.queue_callback(self._end_backward)
 
     def _ask_until(self, end: int) -> None:
-        ahead = [known() for known in self._order[self._asked_begin : end]]
+        ahead = [known() for known in self._order[self._begin : end]]
         total_bytes = 0
-        for position, slot in enumerate(ahead, self._asked_begin):
+        for position, slot in enumerate(ahead, self._begin):
             if slot is not None:
                 total_bytes += slot.shard.size_bytes
                 if total_bytes > _AHEAD_BYTES:
                     return
-                if position >= self._asked_end:
-                    mode = MODE_WRITE if slot.present else MODE_OVERWRITE
-                    self._plane.ask_ahead(slot.shard.shard_id, PART_GRADIENT, mode)
-            self._asked_end = max(self._asked_end, position + 1)
+                if position >= self._end and not slot.present:
+                    self._plane.ask_ahead(slot.shard.shard_id, PART_GRADIENT, MODE_OVERWRITE)
+                    self._has_asked = True
+            self._end = max(self._end, position + 1)
+
+    def _give_back(self) -> None:
+        if self._has_asked:
+            self._plane.forget_asked()
+        self._has_asked = False
+        self._begin = self._end = 0
+
+    def _end_backward(self) -> None:
+        with self._lock:
+            self._give_back()
+            self._graph_task = _NO_TASK
 
     def end_round(self) -> None:
         """A step takes the gradients, or they are dropped."""
         with self._lock:
-            if self._asked_begin < self._asked_end:
-                self._plane.forget_asked()
-            self._asked_begin = self._asked_end = 0
+            self._give_back()
             if self._next_order:
                 self._order, self._next_order = self._next_order, []
                 self._position = {

@@ -183,12 +183,13 @@ class Steps:
         with self._lock:
             self._call_count += 1
             sent = call(self._call_count)
-            step, self.open = self.open or OpenStep(), None
+            step = self.open or OpenStep()
             self._raised, self._was_asked_again = set(), False
             self._pending = _PendingStep(number, sent, step, list(step.targets.values()))
             # Not before it is sent: another thread's lease would wait for a call that never comes.
-            # Nobody leases meanwhile what is sealed: its targets are held still.
+            # Until then the step is open, so that nobody leases what is sealed.
             self.follow(self._call_count)
+            self.open = None
             # What is registered last is called first: before a private daemon is stopped.
             atexit.register(self._settle_at_exit)
 

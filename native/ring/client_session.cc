@@ -567,7 +567,8 @@ void ClientSession::ask_ahead(const WantedLease& wanted) {
   auto ahead = std::make_unique<Ahead>();
   ahead->wanted = wanted;
   ahead->after_call = after_call_.load(std::memory_order_relaxed);
-  const Request asked = request(wanted, kAheadTimeoutNs, &ahead->asked);
+  Request asked = request(wanted, kAheadTimeoutNs, &ahead->asked);
+  asked.is_ahead = 1;
   MEMD_CHECK(submit({&asked, 1}).is_ok());  // there is a place for it
   ahead_.push_back(std::move(ahead));
 }
@@ -582,7 +583,7 @@ bool ClientSession::take_ahead(const WantedLease& wanted, Asked* asked) {
   if (ahead->wanted.mode != wanted.mode ||
       ahead->after_call != after_call_.load(std::memory_order_relaxed)) {
     // A writer of the same bytes would wait for itself.
-    forget(ahead->asked);
+    forget_told(*ahead);
     return false;
   }
   *asked = std::move(ahead->asked);
@@ -607,8 +608,15 @@ void ClientSession::forget(Asked& asked) {
 bool ClientSession::forget_asked() {
   if (is_in_forked_child()) return false;
   const std::lock_guard lock(mutex_);
-  for (const auto& ahead : ahead_) forget(ahead->asked);
+  for (const auto& ahead : ahead_) forget_told(*ahead);
   return !std::exchange(ahead_, {}).empty();
+}
+
+// The daemon takes a gradient that was leased for writing for one that is there.
+void ClientSession::forget_told(Ahead& ahead) {
+  forget(ahead.asked);
+  // Without a place for the hint its slot is taken until its next step, and nothing else.
+  [[maybe_unused]] const Status status = send_hint(Opcode::gradient_unused, ahead.wanted.shard_id);
 }
 
 void ClientSession::release(const LeasedBytes& lease) noexcept {
@@ -650,6 +658,10 @@ Status ClientSession::hint(Opcode opcode, uint32_t shard_id) {
   if (Status status = refuse_if_unusable(); !status.is_ok()) return status;
   const std::lock_guard lock(mutex_);
   if (is_suspended_) return daemon_has_ended();
+  return send_hint(opcode, shard_id);
+}
+
+Status ClientSession::send_hint(Opcode opcode, uint32_t shard_id) {
   Request request{};
   request.opcode = opcode;
   request.shard_id = shard_id;

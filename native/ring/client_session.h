@@ -88,9 +88,10 @@ class ClientSession {
                                                   uint64_t timeout_ns,
                                                   StallPhase phase);
   void release(const LeasedBytes& lease) noexcept;
-  /// Asks for a lease that lease() is called for soon, so that the answer is there by then: returns
-  /// at once, and does nothing where this cannot be asked now. What comes of it, an error too, is
-  /// of no consequence before lease() of the same.
+  /// Asks for the slot of a gradient that there is none of yet, and that lease() is called for soon
+  /// with the same mode, so that the answer is there by then: returns at once, and does nothing
+  /// where this cannot be asked now. What comes of it, an error too, is of no consequence before
+  /// lease() of the same.
   void ask_ahead(const WantedLease& wanted);
   /// Nobody leases what was asked for ahead: pins that were granted for it are given back. Whether
   /// there was any.
@@ -170,6 +171,8 @@ class ClientSession {
   /// Whether it was asked for ahead, and is still good.
   bool take_ahead(const WantedLease& wanted, Asked* asked);
   void forget(Asked& asked);
+  void forget_told(Ahead& ahead);
+  Status send_hint(Opcode opcode, uint32_t shard_id);
   /// Takes what has completed and wakes those who wait for it. Called with `mutex_` held.
   void take_completions();
   Status wait_for(uint64_t request_id, uint64_t timeout_ns, Waiting* result);

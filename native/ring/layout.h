@@ -36,8 +36,15 @@ constexpr uint64_t timeout_ns_of(double timeout_s) {
   return static_cast<uint64_t>(timeout_s * 1e9);
 }
 
-/// `gradient_is_final`: it is written no more before the step that uses it; a hint, not answered.
-enum class Opcode : uint32_t { none = 0, lease = 1, prefetch = 2, gradient_is_final = 3 };
+/// `gradient_is_final`: it is written no more before the step that uses it. `gradient_unused`: what
+/// was leased ahead for it is not, and was not written. Hints, which are not answered.
+enum class Opcode : uint32_t {
+  none = 0,
+  lease = 1,
+  prefetch = 2,
+  gradient_is_final = 3,
+  gradient_unused = 4
+};
 
 /// Which bytes of a shard.
 enum class Part : uint8_t { value = 0, gradient = 1 };
@@ -52,7 +59,7 @@ struct alignas(64) Request {
   uint32_t shard_id;
   Part part;
   LeaseMode mode;
-  uint16_t reserved16;
+  uint16_t is_ahead;  // 1: of a gradient that is expected, and may never come
   uint32_t reserved32;
   uint64_t timeout_ns;
   uint64_t after_call;  // the StepRequest::call that it follows; 0: none that is on its way

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
@@ -48,7 +49,8 @@ struct EarlyBuckets {
   std::deque<uint32_t> ready;
   /// Shards whose gradient their session writes no more before its step.
   std::unordered_set<uint32_t> final_shards;
-  uint32_t running_count = 0;  // tiles
+  std::unordered_map<uint32_t, uint32_t> final_counts;  // of them, by bucket
+  uint32_t running_count = 0;                           // tiles
 };
 
 }  // namespace memd

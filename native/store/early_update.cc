@@ -45,10 +45,8 @@ void EarlyUpdates::gradient_is_final(Job& job, const Session& session, uint32_t 
   const bool is_written =
       gradient->slot != nullptr && job.pins(*gradient->slot, shard.index_in_bucket).writers != 0;
   if (is_written || !job.early.final_shards.insert(shard_id).second) return;
-  const std::vector<uint32_t>& all = job.buckets[shard.bucket].shards;
-  const bool is_complete = std::all_of(
-      all.begin(), all.end(), [&job](uint32_t id) { return job.early.final_shards.contains(id); });
-  if (is_complete) job.early.ready.push_back(shard.bucket);
+  const uint32_t count = ++job.early.final_counts[shard.bucket];
+  if (count == job.buckets[shard.bucket].shards.size()) job.early.ready.push_back(shard.bucket);
 }
 
 // ---- Making -------------------------------------------------------------------------------------
@@ -273,8 +271,9 @@ void EarlyUpdates::discard(Job& job, uint32_t bucket, EarlyDiscard why) {
 }
 
 void EarlyUpdates::forget_gradient(Job& job, uint32_t shard_id) {
-  job.early.final_shards.erase(shard_id);
-  discard(job, job.shards[shard_id].bucket, EarlyDiscard::gradient);
+  const uint32_t bucket = job.shards[shard_id].bucket;
+  if (job.early.final_shards.erase(shard_id) != 0) --job.early.final_counts[bucket];
+  discard(job, bucket, EarlyDiscard::gradient);
 }
 
 void EarlyUpdates::forget(Job& job) {
@@ -284,6 +283,7 @@ void EarlyUpdates::forget(Job& job) {
   }
   job.early.ready.clear();
   job.early.final_shards.clear();
+  job.early.final_counts.clear();
 }
 
 // Buckets are in the order of declaration, which is about that of the forward: the last of them is
@@ -293,6 +293,18 @@ bool EarlyUpdates::free_shadow(Job& job) {
     EarlyBucket& early = *it->second;
     if (early.shadow == nullptr || early.running_count != 0) continue;
     job.free_slot(std::move(early.shadow));
+    return true;
+  }
+  return false;
+}
+
+bool EarlyUpdates::free_extents(Job& job) {
+  for (auto it = job.early.by_bucket.rbegin(); it != job.early.by_bucket.rend(); ++it) {
+    const EarlyBucket& early = *it->second;
+    const bool has_any = std::any_of(
+        early.tiles.begin(), early.tiles.end(), [](const auto& tile) { return tile.has_value(); });
+    if (!has_any || early.running_count != 0) continue;
+    discard(job, it->first, EarlyDiscard::room);
     return true;
   }
   return false;

@@ -47,6 +47,8 @@ class EarlyUpdates {
   void forget_gradient(Job& job, uint32_t shard_id);
   /// At the job's end. No tile is under way.
   void forget(Job& job);
+  /// Discards one bucket whose tiles take disk that somebody else needs; false where there is none.
+  bool free_extents(Job& job);
   /// Frees one slot that nobody leases; false where there is none.
   static bool free_shadow(Job& job);
 

@@ -65,6 +65,8 @@ struct Shard {
   uint64_t element_offset = 0;
   // The session whose gradient waits for a step, or kSealedGradient; 0: there is none.
   uint64_t gradient_session = 0;
+  // It was leased ahead, and nobody has said since that it is there.
+  bool is_gradient_unsure = false;
   // Its row of the shard table says so: the value is leased without a request.
   bool is_published = false;
 

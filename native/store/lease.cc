@@ -99,6 +99,7 @@ void ShardStore::reply_granted(Job& job, Waiter& waiter, Slot& slot) {
   }
   if (writes) {
     if (request.part == Part::gradient) {
+      shard.is_gradient_unsure = request.is_ahead && shard.gradient_session == 0;
       shard.gradient_session = request.session_id;
       job.note_shard(request.shard_id);
     } else if (in_bucket) {

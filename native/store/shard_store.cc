@@ -34,7 +34,10 @@ ShardStore::ShardStore(const ShardStoreParts& parts)
       clock_(parts.clock),
       jobs_expected_(parts.jobs_expected),
       keeper_(parts.keeper),
-      tiles_(parts.extents, parts.workers, parts.clock),
+      tiles_(parts.extents,
+             parts.workers,
+             parts.clock,
+             [this](Job& job) { return early_.free_extents(job); }),
       early_(parts.extents, tiles_),
       commits_(parts.extents, parts.clock),
       places_(commits_, jobs_),
@@ -509,6 +512,12 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   MEMD_FAILPOINT("session.before_pins_dropped");
   discarded->finish(Status::ok());
   job.stalls_ended.add(session->ring.stalls());
+  // Its tag may be the next session's, before which nothing of this is committed.
+  for (const auto& entry : job.entries) {
+    if (entry == nullptr || !entry->is_ahead || entry->audience != session->ring.tag()) continue;
+    entry->audience = kNobody;
+    job.withdraw(*entry);
+  }
   if (!MEMD_PLANTED("session.pins_kept")) std::erase(job.sessions, session);
   end_plan(job, *session);
   sessions_.erase(session_id);
@@ -551,38 +560,40 @@ void ShardStore::when(Job& job, std::function<bool()> holds, std::function<void(
 }
 
 void ShardStore::drop_gradients_of(Job& job, const std::function<bool(const Shard&)>& chosen) {
-  for (uint32_t index = 0; index < job.buckets.size(); ++index) {
-    Bucket& bucket = job.buckets[index];
-    bool any = false;
-    bool all = true;
-    for (const uint32_t shard_id : bucket.shards) {
-      Shard& shard = job.shards[shard_id];
-      if (shard.gradient_session != 0 && chosen(shard)) {
-        early_.forget_gradient(job, shard_id);
-        shard.gradient_session = 0;
-        job.note_shard(shard_id);
-        any = true;
-      }
-      all = all && shard.gradient_session == 0;
+  for (uint32_t index = 0; index < job.buckets.size(); ++index)
+    drop_gradients_of(job, index, chosen);
+}
+
+void ShardStore::drop_gradients_of(Job& job,
+                                   uint32_t index,
+                                   const std::function<bool(const Shard&)>& chosen) {
+  Bucket& bucket = job.buckets[index];
+  bool any = false;
+  bool all = true;
+  for (const uint32_t shard_id : bucket.shards) {
+    Shard& shard = job.shards[shard_id];
+    if (shard.gradient_session != 0 && chosen(shard)) {
+      early_.forget_gradient(job, shard_id);
+      shard.gradient_session = 0;
+      job.note_shard(shard_id);
+      any = true;
     }
-    if (!any || !all) continue;
-    Entry* const entry = bucket.gradient;
-    const auto settled = [entry] {
-      return entry->task_count == 0 && entry->residency() != Residency::filling &&
-             entry->residency() != Residency::draining;
-    };
-    if (settled()) {
-      job.drop_gradient(bucket, extents_);
-      continue;
-    }
-    when(job, settled, [this, &job, index] {
-      Bucket& later = job.buckets[index];
-      const bool unused = std::none_of(later.shards.begin(), later.shards.end(), [&](uint32_t id) {
-        return job.shards[id].gradient_session != 0;
-      });
-      if (unused) job.drop_gradient(later, extents_);
-    });
+    all = all && shard.gradient_session == 0;
   }
+  if (!any || !all) return;
+  Entry* const entry = bucket.gradient;
+  const auto settled = [entry] {
+    return entry->task_count == 0 && entry->residency() != Residency::filling &&
+           entry->residency() != Residency::draining;
+  };
+  if (settled()) return job.drop_gradient(bucket, extents_);
+  when(job, settled, [this, &job, index] {
+    Bucket& later = job.buckets[index];
+    const bool unused = std::none_of(later.shards.begin(), later.shards.end(), [&](uint32_t id) {
+      return job.shards[id].gradient_session != 0;
+    });
+    if (unused) job.drop_gradient(later, extents_);
+  });
 }
 
 Status ShardStore::drop_gradients(uint64_t session_id, const std::vector<uint32_t>& shard_ids) {
@@ -612,6 +623,23 @@ void ShardStore::gradient_is_final(uint64_t session_id, uint32_t shard_id) {
   const auto job = job_of(session_id);
   if (!job.is_ok()) return;
   EarlyUpdates::gradient_is_final(*job.value(), *sessions_.at(session_id), shard_id);
+}
+
+void ShardStore::gradient_unused(uint64_t session_id, uint32_t shard_id) {
+  const auto found = job_of(session_id);
+  if (!found.is_ok()) return;
+  Job& job = *found.value();
+  for (Waiter& waiter : take_waiters(job, [&](const LeaseRequest& request) {
+         return request.session_id == session_id && request.shard_id == shard_id &&
+                request.is_ahead && !request.for_service;
+       })) {
+    reply_refused(waiter, error(StatusCode::deadline, "nobody waits for it any more"));
+  }
+  if (job.find_entry(shard_id, Part::gradient) == nullptr) return;
+  drop_gradients_of(job, job.shards[shard_id].bucket, [&](const Shard& shard) {
+    return &shard == &job.shards[shard_id] && shard.gradient_session == session_id &&
+           shard.is_gradient_unsure;
+  });
 }
 
 void ShardStore::delete_shard(uint64_t session_id,
@@ -690,8 +718,7 @@ bool ShardStore::serve(Session& session) {
       session.ring.refuse_client();
       break;
     }
-    const bool known =
-        request.opcode >= Opcode::lease && request.opcode <= Opcode::gradient_is_final;
+    const bool known = request.opcode >= Opcode::lease && request.opcode <= Opcode::gradient_unused;
     const bool valid =
         known && request.part <= Part::gradient && request.mode <= LeaseMode::overwrite;
     const uint64_t session_id = session.session_id;
@@ -707,6 +734,10 @@ bool ShardStore::serve(Session& session) {
       gradient_is_final(session_id, request.shard_id);
       continue;
     }
+    if (request.opcode == Opcode::gradient_unused) {
+      gradient_unused(session_id, request.shard_id);
+      continue;
+    }
     const bool prefetch = request.opcode == Opcode::prefetch;
     ++session.request_count_open;
     lease({.session_id = session_id,
@@ -716,7 +747,8 @@ bool ShardStore::serve(Session& session) {
            .timeout_ns = request.timeout_ns,
            .for_service = false,
            .prefetch = prefetch,
-           .after_call = request.after_call},
+           .after_call = request.after_call,
+           .is_ahead = request.is_ahead != 0 && request.part == Part::gradient},
           [this, session_id, prefetch, request_id = request.request_id](const Status& status,
                                                                         const LeaseGrant& grant) {
             const auto found = sessions_.find(session_id);

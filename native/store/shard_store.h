@@ -64,6 +64,8 @@ struct LeaseRequest {
   /// Only brings the shard up; dropped where there is no room at once.
   bool prefetch = false;
   uint64_t after_call = 0;  // the StepRequest::call that it follows; 0: none
+  /// Of a gradient that is expected: gradient_unused() says where it does not come.
+  bool is_ahead = false;
 };
 
 struct OpenJobRequest {
@@ -162,6 +164,8 @@ class ShardStore {
   /// says to be final is updated before the step is closed. Undone where the step differs.
   Status expect_step(uint64_t session_id, const std::vector<StepGroup>& groups);
   void gradient_is_final(uint64_t session_id, uint32_t shard_id);
+  /// What was leased ahead of it is not used: nothing was written there.
+  void gradient_unused(uint64_t session_id, uint32_t shard_id);
   void step(StepRequest request, StepDone done);
   void sync(uint64_t session_id, StepDone done);
   void sync_job(uint64_t job_id, StepDone done);
@@ -390,6 +394,9 @@ class ShardStore {
   void when(Job& job, std::function<bool()> holds, std::function<void()> then);
   void submit_when_still(const std::shared_ptr<TileTask>& task);
   void drop_gradients_of(Job& job, const std::function<bool(const Shard&)>& chosen);
+  void drop_gradients_of(Job& job,
+                         uint32_t bucket,
+                         const std::function<bool(const Shard&)>& chosen);
   void drop_now(Job& job, const Done& done);
   /// `start` runs with ok when it is its turn, or with the reason why that never comes.
   /// `kind` is what in_flight() calls it.

@@ -65,10 +65,11 @@ enum class EarlyDiscard : uint8_t {
   state,     // somebody writes the parameter or its moments
   step,      // another session's, or one over other shards
   failed,    // a read or write did, or there was no room on disk
+  room,      // somebody else needed its room on disk
 };
-inline constexpr size_t kEarlyDiscardCount = 5;
+inline constexpr size_t kEarlyDiscardCount = 6;
 inline constexpr std::array<const char*, kEarlyDiscardCount> kEarlyDiscardNames{
-    "settings", "gradient", "state", "step", "failed"};
+    "settings", "gradient", "state", "step", "failed", "room"};
 
 struct JobCounters {
   uint64_t lease_hits = 0;

@@ -638,6 +638,8 @@ Status ShardStore::promise_space(const StepState& state) {
     replaced_bytes_max = std::max(replaced_bytes_max, bytes);
   }
   needed_bytes += std::min<uint64_t>(replaced_count, kTilesInFlight) * replaced_bytes_max;
+  // Early tiles of other buckets take what this step needs.
+  while (job.nvme_bytes_used + needed_bytes > job.nvme_bytes && early_.free_extents(job)) continue;
   job.nvme_bytes_promised = job.nvme_bytes_used + needed_bytes;
   // What an earlier daemon began had its room then.
   if (is_begun || job.nvme_bytes_promised <= job.nvme_bytes) return Status::ok();

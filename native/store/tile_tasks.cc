@@ -321,20 +321,26 @@ void TileTasks::work(const std::shared_ptr<Running>& running) {
   const auto reserve = [&](uint64_t length_bytes, ExtentRecord* extent) -> Status {
     if (extent->exists()) return Status::ok();
     Job& job = *task.job;
-    const uint64_t taken_bytes = task.entry->kind == EntryKind::gradient
-                                     ? job.quota_taken_for_gradients()
-                                     : job.nvme_bytes_used;
-    if (taken_bytes + length_bytes > job.nvme_bytes) {
+    const auto taken_bytes = [&] {
+      return task.entry->kind == EntryKind::gradient ? job.quota_taken_for_gradients()
+                                                     : job.nvme_bytes_used;
+    };
+    // What was made early is made again later; for its sake nothing goes.
+    const auto find_more = [&] { return task.keep == nullptr && free_extents_(job); };
+    while (taken_bytes() + length_bytes > job.nvme_bytes) {
+      if (find_more()) continue;
       return error(StatusCode::capacity,
                    "job ",
                    job.name,
                    " has used up its disk quota; raise nvme_bytes: ",
-                   taken_bytes,
+                   taken_bytes(),
                    " of ",
                    job.nvme_bytes,
                    " bytes");
     }
     auto allocated = extents_.allocate(static_cast<uint32_t>(length_bytes));
+    while (allocated.status().code() == StatusCode::capacity && find_more())
+      allocated = extents_.allocate(static_cast<uint32_t>(length_bytes));
     if (!allocated.is_ok()) return allocated.status();
     *extent = allocated.value();
     job.take_quota(*task.entry, length_bytes);

@@ -69,8 +69,15 @@ struct TileTask {
 /// another while it holds some.
 class TileTasks {
  public:
-  TileTasks(ExtentStore& extents, UpdateWorkers& workers, const Clock& clock)
-      : extents_(extents), workers_(workers), clock_(clock) {}
+  /// `free_extents` makes room on disk where a task finds none, and says whether there is more.
+  TileTasks(ExtentStore& extents,
+            UpdateWorkers& workers,
+            const Clock& clock,
+            std::function<bool(Job&)> free_extents)
+      : extents_(extents),
+        workers_(workers),
+        clock_(clock),
+        free_extents_(std::move(free_extents)) {}
 
   void submit(TileTask task);
   /// Before those that were submitted and did not start.
@@ -109,6 +116,7 @@ class TileTasks {
   ExtentStore& extents_;
   UpdateWorkers& workers_;
   const Clock& clock_;
+  std::function<bool(Job&)> free_extents_;
   std::unordered_map<Job*, Queue> queues_;
 };
 

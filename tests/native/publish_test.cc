@@ -253,6 +253,23 @@ TEST_F(PublishTest, what_failed_is_leased_by_request_alone_until_the_next_step) 
   }
 }
 
+TEST_F(PublishTest, the_next_session_does_not_inherit_what_an_ended_one_has_not_committed) {
+  make(24);
+  begin_step(2);
+  Job& its = job();
+  const uint64_t job_id = its.job_id;
+  const uint8_t tag = its.sessions.front()->ring.tag();
+  ASSERT_TRUE(heart_->store().detach(session_).is_ok());
+  session_ = heart_->attach(job_id);
+  ASSERT_EQ(its.sessions.front()->ring.tag(), tag);
+  EXPECT_FALSE(look(session_, 0, 0));
+  fail_step();
+  ASSERT_TRUE(heart_->until([&] { return done_.has_value(); }));
+  ASSERT_FALSE(done_->is_ok());
+  its.nvme_bytes = kQuotaBytes;
+  for (int i : {0, 1}) expect_values(i, old_[i]);
+}
+
 TEST_F(PublishTest, a_step_that_is_refused_leaves_the_table_as_it_was) {
   make(24);
   StepRequest wrong = request(2);

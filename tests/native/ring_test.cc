@@ -55,10 +55,17 @@ class RingTest : public testing::Test {
     uint64_t count = 0;
     return read(ring_.doorbell_fd(), &count, sizeof(count)) > 0;
   }
+  /// The next one that wants an answer.
   Request next_request() {
     for (;;) {
-      if (const auto request = ring_.poll()) return *request;
-      std::this_thread::yield();
+      const auto request = ring_.poll();
+      if (!request) {
+        std::this_thread::yield();
+      } else if (request->opcode == Opcode::gradient_unused) {
+        unused_.push_back(request->shard_id);
+      } else {
+        return *request;
+      }
     }
   }
   /// Grants pin 5 with one page of the arena.
@@ -86,6 +93,7 @@ class RingTest : public testing::Test {
   SharedMemory raw_;
   std::shared_ptr<ClientSession> client_;
   uint64_t more_count_ = 0;
+  std::vector<uint32_t> unused_;  // gradients of which the client said so
 };
 
 TEST_F(RingTest, requests_and_completions_keep_their_order_across_the_wrap) {
@@ -692,6 +700,7 @@ TEST_F(RingTest, what_was_asked_ahead_is_leased_without_another_request) {
   client_->ask_ahead(gradient_of(3));  // asked for already
   const Request request = next_request();
   EXPECT_EQ(request.shard_id, 3u);
+  EXPECT_EQ(request.is_ahead, 1u);
   grant(request, 7);
   const auto lease = client_->lease(3, Part::gradient, LeaseMode::overwrite, kSecond);
   ASSERT_TRUE(lease.is_ok()) << lease.status().message();
@@ -742,6 +751,7 @@ TEST_F(RingTest, what_was_asked_ahead_and_is_not_wanted_is_given_back) {
   grant(next_request(), 8);
   client.join();
   EXPECT_EQ(ring_.pins(6), 0u);
+  EXPECT_EQ(unused_, (std::vector<uint32_t>{1, 2}));
 }
 
 TEST_F(RingTest, what_was_asked_ahead_is_no_answer_to_another_lease_of_the_shard) {
@@ -757,6 +767,7 @@ TEST_F(RingTest, what_was_asked_ahead_is_no_answer_to_another_lease_of_the_shard
   EXPECT_EQ(ring_.pins(5), 0u);  // or the writer would wait for itself
   grant(request, 5);
   client.join();
+  EXPECT_EQ(unused_, std::vector<uint32_t>{1});
 }
 
 TEST_F(RingTest, an_error_of_what_was_asked_ahead_is_asked_for_again) {

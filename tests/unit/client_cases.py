@@ -877,6 +877,36 @@ class TestOptimizer:
         assert leases_held(session) == 0
         assert_same_state(*gpt)
 
+    def test_whatever_order_gradients_come_in_steps_have_torchs_bits(
+        self, session: Session
+    ) -> None:
+        """Slots are asked for in the order of the backward before, which is another one here; and
+        micro-batches leave layers out."""
+        orders = [(0, 1, 2, 3, 4, 5), (0, 2, 3, 1, 5, 4), (3, 0, 1), (5, 4, 3, 2, 1, 0)]
+        both = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            both.append(nn.ModuleList(nn.Linear(64, 64) for _ in range(6)))
+        model, reference = both
+        memd_client.offload(model, session)
+        ours = memd_client.AdamW(model.parameters(), lr=1e-2)
+        torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=1e-2, fused=True)
+        for step in range(12):
+            for layers, optimizer in ((model, ours), (reference, torchs)):
+                torch.manual_seed(step)
+                for order in (orders[step % 4], orders[step % 3], (5,)):
+                    hidden = torch.randn(4, 64)
+                    for index in order:
+                        hidden = layers[index](hidden)
+                    hidden.square().sum().backward()
+                if step % 5 == 4:
+                    optimizer.zero_grad()  # this batch is skipped
+                    continue
+                optimizer.step()
+                optimizer.zero_grad()
+        assert leases_held(session) == 0
+        assert_same_state(model, reference)
+
     def test_clipping_gives_torchs_gradients(self, gpt: tuple[nn.Module, nn.Module]) -> None:
         model, reference = gpt
         loss_of(model).backward()

@@ -1,9 +1,10 @@
 """Slots of gradients that are asked for before backward makes them."""
 
+import pytest
 import torch
 
 from memd_client.gradient_order import GradientOrder
-from memd_client.leases import MODE_WRITE, Shard
+from memd_client.leases import MODE_OVERWRITE, Shard
 from memd_native import PART_GRADIENT
 from memd_proto.v1 import types_pb2
 
@@ -25,25 +26,39 @@ class Backward:
 
     def __init__(self, count: int, *, size_bytes: int = 4096) -> None:
         self.slots = [FakeSlot(i, size_bytes=size_bytes) for i in range(count)]
-        self.asked: list[tuple[int, bool]] = []  # and whether there was a gradient to add to
+        self.asked: list[int] = []
+        self.outstanding: set[int] = set()
         self.forgotten = 0
         self.order = GradientOrder(self)
+        self.parameters = [torch.ones(1, requires_grad=True) for _ in range(count)]
+        for shard_id, parameter in enumerate(self.parameters):
+            parameter.register_post_accumulate_grad_hook(lambda _, i=shard_id: self._came(i))
 
     def ask_ahead(self, shard_id: int, part: int, mode: int) -> None:
-        assert part == PART_GRADIENT
-        self.asked.append((shard_id, mode == MODE_WRITE))
+        assert (part, mode) == (PART_GRADIENT, MODE_OVERWRITE)
+        assert not self.slots[shard_id].present, "a step could take it while it is leased"
+        self.asked.append(shard_id)
+        self.outstanding.add(shard_id)
 
     def forget_asked(self) -> bool:
         self.forgotten += 1
+        self.outstanding.clear()
         return True
 
-    def run(self, shard_ids: list[int]) -> list[tuple[int, bool]]:
-        """What is asked for meanwhile."""
+    def _came(self, shard_id: int) -> None:
+        slot = self.slots[shard_id]
+        is_first, slot.present = not slot.present, True
+        self.outstanding.discard(shard_id)
+        self.order.came(slot, is_first=is_first)
+
+    def run(self, shard_ids: list[int]) -> list[int]:
+        """A backward; what is asked for meanwhile."""
         self.asked = []
-        for shard_id in shard_ids:
-            slot = self.slots[shard_id]
-            is_first, slot.present = not slot.present, True
-            self.order.came(slot, is_first=is_first)
+        loss = torch.zeros(1)
+        for shard_id in reversed(shard_ids):  # what was used last has its gradient first
+            loss = loss + self.parameters[shard_id]
+        loss.backward()
+        assert not self.outstanding, "backward has ended"
         return self.asked
 
     def step(self) -> None:
@@ -57,28 +72,24 @@ def test_the_second_backward_asks_for_every_slot_but_the_first_one_once() -> Non
     backward = Backward(60)
     assert backward.run(order) == []
     backward.step()
-    assert backward.run(order) == [(shard_id, False) for shard_id in order[1:]]
-    assert backward.forgotten == 0
+    assert backward.run(order) == order[1:]
+    assert backward.forgotten == 1, "at its end"
 
 
-def test_a_slot_is_asked_for_before_its_gradient_comes() -> None:
+def test_no_more_is_asked_for_than_the_next_few() -> None:
     backward = Backward(60)
     backward.run(list(range(60)))
     backward.step()
-    backward.asked = []
-    for shard_id in range(60):
-        if shard_id:
-            assert (shard_id, False) in backward.asked
-        backward.order.came(backward.slots[shard_id], is_first=True)
-        assert len(backward.asked) <= shard_id + 16
+    assert backward.run([0]) == list(range(1, 17))
 
 
-def test_a_second_micro_batch_asks_for_gradients_to_add_to() -> None:
+def test_a_second_micro_batch_asks_for_nothing_that_a_step_would_take() -> None:
     backward = Backward(20)
     backward.run(list(range(20)))
     backward.step()
-    backward.run(list(range(20)))
-    assert backward.run(list(range(20))) == [(shard_id, True) for shard_id in range(1, 20)]
+    backward.run(list(range(5)))
+    assert backward.run(list(range(20))) == list(range(5, 20))
+    assert backward.run(list(range(20))) == []
 
 
 def test_another_order_gives_back_what_was_asked_for_and_is_the_next_one() -> None:
@@ -86,29 +97,32 @@ def test_another_order_gives_back_what_was_asked_for_and_is_the_next_one() -> No
     backward.run(list(range(60)))
     backward.step()
     backward.run([0, *range(40, 60)])
-    assert backward.forgotten == 1
+    assert backward.forgotten == 2, "where it left the order, and at its end"
     backward.step()
-    assert backward.run([0, *range(40, 60)]) == [(shard_id, False) for shard_id in range(40, 60)]
-    assert backward.forgotten == 1
+    assert backward.run([0, *range(40, 60)]) == list(range(40, 60))
 
 
-def test_what_a_backward_left_is_given_back_at_the_step() -> None:
+def test_what_a_backward_that_failed_left_is_given_back_at_the_step() -> None:
     backward = Backward(20)
     backward.run(list(range(20)))
     backward.step()
-    backward.run([0, 1])
-    assert backward.forgotten == 0
+
+    def fail(_: torch.Tensor) -> None:
+        raise RuntimeError("in the middle of it")
+
+    backward.parameters[2].register_post_accumulate_grad_hook(fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        backward.run(list(range(20)))
+    assert backward.outstanding
     backward.step()
-    assert backward.forgotten == 1
-    backward.step()
-    assert backward.forgotten == 1
+    assert not backward.outstanding
 
 
 def test_large_gradients_are_asked_for_as_far_as_their_bytes_allow() -> None:
     backward = Backward(20, size_bytes=12 << 20)
     backward.run(list(range(20)))
     backward.step()
-    assert backward.run([0]) == [(1, False), (2, False)]
+    assert backward.run([0]) == [1, 2]
 
 
 def test_a_gradient_larger_than_all_that_may_be_asked_for_is_waited_for() -> None:
@@ -122,8 +136,8 @@ def test_slots_of_a_model_that_is_gone_are_not_asked_for() -> None:
     backward = Backward(4)
     backward.run([0, 1, 2, 3])
     backward.step()
-    del backward.slots[2]
-    assert backward.run([0]) == [(1, False), (3, False)]
+    backward.slots[2] = FakeSlot(99)
+    assert backward.run([0]) == [1, 3]
 
 
 def test_nothing_is_asked_for_where_gradients_do_not_fit() -> None:
@@ -132,3 +146,11 @@ def test_nothing_is_asked_for_where_gradients_do_not_fit() -> None:
     backward.run(list(range(20)))
     backward.step()
     assert backward.run(list(range(20))) == []
+
+
+def test_nothing_is_asked_for_outside_of_a_backward() -> None:
+    backward = Backward(4)
+    backward.run([0, 1, 2, 3])
+    backward.step()
+    backward.order.came(backward.slots[0], is_first=True)
+    assert not backward.outstanding
