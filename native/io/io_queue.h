@@ -130,6 +130,9 @@ class IoQueue {
   virtual void remove_memory(std::span<std::byte> memory) = 0;
 
   virtual void submit(IoRequest request) = 0;
+  /// Somebody waits for what is prefetched into `memory`: what is not yet started of it is demanded
+  /// from here on. Queues of tests may have no classes.
+  virtual void raise(std::span<const std::byte> /*memory*/) {}
 
   /// Runs `complete` of every request that is done; returns how many.
   virtual size_t reap() = 0;

@@ -33,10 +33,37 @@ uint16_t IoScheduler::add_path(const IoPathLimits& limits) {
 
 void IoScheduler::add(TransferPointer transfer) {
   Path& path = paths_.at(transfer->request.device);
+  add_to(path, std::move(transfer));
+}
+
+void IoScheduler::add_to(Path& path, TransferPointer transfer) {
   Class& own = path.classes.at(static_cast<size_t>(transfer->request.priority));
   // A class that wanted nothing for a while has saved nothing up.
   if (own.waiting.empty()) own.turn = std::max(own.turn, path.now);
   own.waiting.push_back(std::move(transfer));
+}
+
+size_t IoScheduler::raise(std::span<const std::byte> memory) {
+  const auto is_in_memory = [memory](std::span<const std::byte> data) {
+    // Of different objects pointers have an order only as numbers.
+    const auto first = reinterpret_cast<uintptr_t>(memory.data());
+    const auto data_first = reinterpret_cast<uintptr_t>(data.data());
+    return data_first >= first && data_first + data.size() <= first + memory.size();
+  };
+  size_t count = 0;
+  for (Path& path : paths_) {
+    auto& prefetches = path.classes[static_cast<size_t>(IoPriority::prefetch)].waiting;
+    const auto raised =
+        std::stable_partition(prefetches.begin(), prefetches.end(), [&](const auto& transfer) {
+          return !is_in_memory(transfer->request.data);
+        });
+    for (auto it = raised; it != prefetches.end(); ++it, ++count) {
+      (*it)->request.priority = IoPriority::demand;
+      add_to(path, std::move(*it));
+    }
+    prefetches.erase(raised, prefetches.end());
+  }
+  return count;
 }
 
 IoScheduler::TransferPointer IoScheduler::next(

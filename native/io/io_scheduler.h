@@ -7,6 +7,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "io/io_queue.h"
@@ -55,6 +56,10 @@ class IoScheduler {
   /// A chunk of this path is not in flight any more.
   void finished(uint16_t path);
 
+  /// Prefetches that wait, with what is not started of them, and whose data lie in `memory` stand
+  /// in the line of demand from here on, behind who is there. Returns how many.
+  size_t raise(std::span<const std::byte> memory);
+
   uint32_t in_flight_count(uint16_t path) const { return paths_.at(path).in_flight_count; }
   void for_each_waiting(const std::function<void(const TransferPointer&)>& look) const;
 
@@ -72,6 +77,7 @@ class IoScheduler {
     uint64_t now = 0;  // virtual time: of the chunk that was started last
   };
 
+  static void add_to(Path& path, TransferPointer transfer);
   TransferPointer next_of(Path& path, const std::function<bool(const TransferPointer&)>& refuse);
 
   std::vector<Path> paths_;

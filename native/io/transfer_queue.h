@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -36,6 +37,7 @@ class TransferQueue : public IoQueue {
   ~TransferQueue() override;
 
   void submit(IoRequest request) final;
+  void raise(std::span<const std::byte> memory) final { scheduler_.raise(memory); }
   size_t reap() final;
   void set_limits(uint16_t device, const IoPathLimits& limits) final;
   IoPathLimits limits(uint16_t device) const final { return scheduler_.limits(device); }

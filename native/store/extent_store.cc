@@ -99,7 +99,10 @@ void ExtentStore::read(const ExtentRecord& extent,
                       if (again.is_ok()) std::ranges::copy(block->span(), into.begin());
                       done(again);
                     };
-                    read_again(extent, block->span(), priority, what, copied);
+                    // It can't be raised any more: somebody may wait for it by now.
+                    const auto again =
+                        priority == IoPriority::prefetch ? IoPriority::demand : priority;
+                    read_again(extent, block->span(), again, what, copied);
                   });
 }
 

@@ -36,6 +36,7 @@ void ShardStore::lease(const LeaseRequest& request, LeaseReply reply) {
                      .reply = std::move(reply),
                      .started_ns = clock_.now_ns(),
                      .counted_as_miss = false,
+                     .has_raised = false,
                      .reason = LeaseWait::disk,
                      .waits_on = {},
                      .counted_ns = clock_.now_ns(),
@@ -194,9 +195,16 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, Waiter& waiter) {
   if (!reads && entry.kind == EntryKind::parameter)
     early_.discard(job, entry.owner, EarlyDiscard::state);
   if (entry.residency() == Residency::filling) {
-    if (entry.prefetched == Prefetched::unused && !request.prefetch) {
-      entry.prefetched = Prefetched::late;
-      ++job.counters.prefetch_late;
+    if (!request.prefetch) {
+      if (entry.prefetched == Prefetched::unused) {
+        entry.prefetched = Prefetched::late;
+        ++job.counters.prefetch_late;
+      }
+      // Once: whoever waits is asked again in every turn.
+      if (!std::exchange(waiter.has_raised, true)) {
+        extents_.io().raise(
+            {job.memory->arena().at(entry.slot->offset_bytes), align_up(entry.bytes, kBlockBytes)});
+      }
     }
     return wait(LeaseWait::disk,
                 concat("the disk or an update: ", job.describe(entry), " is filling"));
@@ -292,7 +300,8 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, Waiter& waiter) {
   entry.slot = std::move(slot);
   job.move(entry, Residency::absent, Residency::filling);
   if (needs_bytes && entry.has_replica()) {
-    fetch(job, entry, IoPriority::demand, [](const Status&) {});
+    const auto priority = request.prefetch ? IoPriority::prefetch : IoPriority::demand;
+    fetch(job, entry, priority, [](const Status&) {});
     return wait(LeaseWait::disk, concat("the disk: ", job.describe(entry), " is filling"));
   }
   if (needs_bytes || entry.shard_count > 1) {

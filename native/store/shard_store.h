@@ -207,6 +207,7 @@ class ShardStore {
     LeaseReply reply;
     uint64_t started_ns = 0;
     bool counted_as_miss = false;
+    bool has_raised = false;  // a prefetch under way that it found
     LeaseWait reason = LeaseWait::disk;
     std::string waits_on;     // empty before it was tried
     uint64_t counted_ns = 0;  // until when its wait is in waited_ns

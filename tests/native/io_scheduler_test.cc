@@ -262,6 +262,50 @@ TEST_F(Scheduled, a_demanded_read_waits_for_what_is_in_flight_and_for_nothing_el
   EXPECT_EQ(order_.size(), 10u);
 }
 
+TEST_F(Scheduled, a_prefetch_that_is_raised_waits_no_longer_than_a_demanded_read) {
+  const uint16_t path = add_path({.depth = 2, .chunk_bytes = 1_MiB});
+  Block data(8_MiB);
+  Block begun(4_MiB);
+  Block wanted(3_MiB);
+  std::vector<const std::byte*> done;
+  const auto prefetch = [&](std::span<std::byte> into) {
+    queue_.submit({.priority = IoPriority::prefetch,
+                   .device = path,
+                   .data = into,
+                   .complete = [&done, into](const Status&) { done.push_back(into.data()); }});
+  };
+  prefetch(begun.span());  // two of its chunks are started
+  for (int i = 0; i < 3; ++i) {
+    prefetch(data.span());
+    submit(path, IoPriority::state, data.span());
+  }
+  prefetch(wanted.span().first(1_MiB));
+  prefetch(wanted.span().subspan(1_MiB));
+  queue_.raise(wanted.span());
+  queue_.raise(begun.span());
+  // The two in flight, the three that were raised first, and the two that were left of the other.
+  for (int i = 0; i < 7; ++i) ASSERT_TRUE(queue_.complete_next());
+  EXPECT_EQ(done,
+            (std::vector<const std::byte*>{
+                wanted.span().data(), wanted.span().data() + 1_MiB, begun.span().data()}));
+  queue_.complete_all();
+  EXPECT_EQ(done.size(), 6u);
+  EXPECT_EQ(order_.size(), 3u);
+}
+
+TEST_F(Share, only_prefetches_of_the_memory_that_is_asked_for_are_raised) {
+  IoScheduler scheduler;
+  scheduler.add_path({.depth = 1, .chunk_bytes = 1_MiB});
+  for (const IoPriority priority : kAll) add(scheduler, priority, 2_MiB);
+  EXPECT_EQ(scheduler.raise({memory_.data() + 1_MiB, 7_MiB}), 0u) << "half of it";
+  EXPECT_EQ(scheduler.raise({memory_.data(), 2_MiB - 1}), 0u);
+  EXPECT_EQ(scheduler.raise({memory_.data(), 2_MiB}), 1u) << "no other class";
+  EXPECT_EQ(scheduler.raise({memory_.data(), 2_MiB}), 0u);
+  size_t count = 0;
+  scheduler.for_each_waiting([&count](const auto&) { ++count; });
+  EXPECT_EQ(count, kAll.size());
+}
+
 TEST_F(Scheduled, endless_demand_keeps_nobody_else_waiting_for_ever) {
   const uint16_t path = add_path({.depth = 2, .chunk_bytes = 1_MiB});
   Block data(1_MiB);

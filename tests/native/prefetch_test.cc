@@ -118,6 +118,62 @@ TEST(Prefetch, from_the_second_step_on_every_lease_finds_its_shard) {
   EXPECT_LE(counters.plan_moved_bytes, counters.plan_necessary_bytes * 105 / 100);
 }
 
+TEST(Prefetch, one_that_somebody_waits_for_overtakes_those_that_nobody_does) {
+  Model model(16, 11);
+  for (int step = 0; step < 2; ++step) {
+    model.forward();
+    model.backward(true);
+    model.step();
+  }
+  model.forward();
+  model.backward(true);
+  // One chunk a turn: what the end of the step makes room for is read one after the other.
+  model.heart.faults().set_limits(0, {.depth = 1, .chunk_bytes = kChunkBytesMin});
+  const auto [status, report] =
+      model.heart.step({.session_id = model.session_id,
+                        .groups = {{.settings = {}, .shard_ids = model.ids}},
+                        .staged_buffers = {},
+                        .step = model.heart.job(model.session_id).committed_step + 1});
+  ASSERT_TRUE(status.is_ok()) << status.message();
+  const auto filling = [&model] {
+    std::vector<uint32_t> ids;
+    for (const uint32_t id : model.ids) {
+      const Entry& entry = *model.heart.job(model.session_id).find_entry(id, Part::value);
+      if (entry.residency() == Residency::filling) ids.push_back(id);
+    }
+    return ids;
+  };
+  const std::vector<uint32_t> before = filling();
+  ASSERT_GE(before.size(), 4u);
+  const Held held = model.heart.lease(model.session_id, before.back());
+  ASSERT_TRUE(held.is_ok()) << held.status.message();
+  // All but itself, and at most the one that was being read.
+  EXPECT_GE(filling().size(), before.size() - 2);
+  model.heart.release(held);
+  model.client.settle();
+}
+
+TEST(Prefetch, one_that_a_session_asked_for_is_raised_too) {
+  Model model(24, 8);  // the first eight made room for the others
+  model.heart.faults().set_limits(0, {.depth = 1, .chunk_bytes = kChunkBytesMin});
+  const auto is_filling = [&model](uint32_t id) {
+    const Entry& entry = *model.heart.job(model.session_id).find_entry(id, Part::value);
+    return entry.residency() == Residency::filling;
+  };
+  for (uint32_t i = 0; i < 4; ++i) {
+    model.heart.ask({.session_id = model.session_id,
+                     .shard_id = model.ids[i],
+                     .timeout_ns = 60'000'000'000,
+                     .prefetch = true});
+    ASSERT_TRUE(is_filling(model.ids[i]));
+  }
+  const Held held = model.heart.lease(model.session_id, model.ids[3]);
+  ASSERT_TRUE(held.is_ok()) << held.status.message();
+  EXPECT_TRUE(is_filling(model.ids[1]));
+  EXPECT_TRUE(is_filling(model.ids[2]));
+  model.heart.release(held);
+}
+
 TEST(Prefetch, what_is_only_read_again_and_again_moves_hardly_more_than_it_must) {
   constexpr uint32_t kCount = 32;
   constexpr uint64_t kSegments = 12;  // room for 24 of 32

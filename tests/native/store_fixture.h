@@ -57,6 +57,7 @@ class DiskQueue final : public IoQueue {
     }
     queue_.submit(std::move(request));
   }
+  void raise(std::span<const std::byte> memory) override { queue_.raise(memory); }
   size_t reap() override { return queue_.reap(); }
   IoQueueStatistics statistics() const override { return queue_.statistics(); }
   std::vector<IoInFlight> in_flight() const override { return queue_.in_flight(); }
