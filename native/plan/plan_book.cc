@@ -38,6 +38,17 @@ size_t match_length(const Plan& plan,
   return length;
 }
 
+/// Of ascending `places` the first `count_max` at `from` or later, and where these are fewer the
+/// last ones before it.
+std::span<const uint32_t> nearest(std::span<const uint32_t> places,
+                                  uint32_t from,
+                                  size_t count_max) {
+  const auto ahead =
+      static_cast<size_t>(std::lower_bound(places.begin(), places.end(), from) - places.begin());
+  const size_t count = std::min(count_max, places.size());
+  return places.subspan(std::min(ahead, places.size() - count), count);
+}
+
 }  // namespace
 
 // ---- PlanBook -----------------------------------------------------------------------------------
@@ -137,7 +148,7 @@ std::optional<PlanBook::PlanId> PlanBook::beginning_with(const PlanUse& use,
 
 std::optional<PlanBook::Place> PlanBook::locate(std::span<const PlanUse> recent,
                                                 size_t match_min,
-                                                std::optional<Place> near) const {
+                                                std::optional<Place> near) {
   if (recent.empty()) return std::nullopt;
   std::optional<Place> best;
   // The longest match; of equals the plan that the session is in, then the place that is ahead by
@@ -146,10 +157,15 @@ std::optional<PlanBook::Place> PlanBook::locate(std::span<const PlanUse> recent,
   Worth best_worth{};
   for (const auto& [plan_id, known] : plans_) {
     const bool follows_itself = successor(plan_id) == plan_id;
-    for (const uint32_t position : known.plan->positions(recent.back().item)) {
+    const bool is_near = near && near->plan_id == plan_id;
+    const uint32_t from = is_near && near->position > 0 ? near->position - 1 : 0;
+    const auto places = nearest(known.plan->positions(recent.back().item),
+                                from,
+                                is_near ? kPlacesNearMax : kPlacesElsewhereMax);
+    compared_count_ += places.size();
+    for (const uint32_t position : places) {
       const size_t length = match_length(*known.plan, position + 1, follows_itself, recent);
       if (length < match_min) continue;
-      const bool is_near = near && near->plan_id == plan_id;
       int64_t nearness = 0;
       if (is_near) {
         const int64_t ahead = int64_t{position} + 1 - near->position;
@@ -343,7 +359,14 @@ void PlanCursor::end_step(const std::function<bool(const PlanUse&)>& is_of_step,
   enter(plan_id, static_cast<uint32_t>(cut));
   // What came after the step, again.
   recent_.resize(recent_.size() - std::min(tail.size(), recent_.size()));
-  for (const PlanUse& later : tail) use(later.item, later.kind);
+  const size_t noted_count = tail.size() - std::min(tail.size(), kFollowedAgainMax);
+  for (const PlanUse& later : std::span(tail).first(noted_count)) note(later);
+  if (noted_count > 0) {
+    // Where it is by now the next use tells; at the plan's end it is no more.
+    is_exact_ = false;
+    plan_ = nullptr;
+  }
+  for (const PlanUse& later : std::span(tail).subspan(noted_count)) use(later.item, later.kind);
 }
 
 bool PlanCursor::has_begun_with(std::span<const PlanUse> uses) const {

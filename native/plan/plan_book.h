@@ -44,7 +44,14 @@ class PlanBook {
   /// match; `near` is preferred among equals. Nothing where not even `match_min` uses match.
   std::optional<Place> locate(std::span<const PlanUse> recent,
                               size_t match_min,
-                              std::optional<Place> near) const;
+                              std::optional<Place> near);
+  /// Places that locate() compared so far.
+  uint64_t compared_count() const { return compared_count_; }
+  /// The most that one locate() compares, of the plan it prefers and of each other. What a step
+  /// uses more often (a thousand times in a loop) is found near where the session was, or by its
+  /// next use.
+  static constexpr size_t kPlacesNearMax = 64;
+  static constexpr size_t kPlacesElsewhereMax = 16;
   size_t plan_count() const { return plans_.size(); }
 
  private:
@@ -60,6 +67,7 @@ class PlanBook {
   PlanId plan_id_next_ = 1;
   uint64_t period_count_ = 0;
   size_t use_count_ = 0;
+  uint64_t compared_count_ = 0;
 };
 
 /// Where one session is in the plans of its job. Follows what the session uses; a use that no plan
@@ -118,6 +126,9 @@ class PlanCursor {
   static constexpr size_t kRecentMax = 16;
   // Without steps or periods that repeat nothing is learned, and this is not passed.
   static constexpr size_t kSegmentUsesMax = 1u << 17;
+  // Of what came after a step as many are followed again; of more a session hears nothing that it
+  // would not learn from the last ones.
+  static constexpr size_t kFollowedAgainMax = 1024;
   // Periods ahead that are looked at: this one and two more.
   static constexpr int kPeriodsAhead = 3;
 

@@ -133,11 +133,16 @@ bool ServerRing::publish(const Completion& fields, const Status& status) {
   return true;
 }
 
-bool ServerRing::take_uses(std::vector<Use>* uses) {
+uint64_t ServerRing::use_tail() const {
+  const uint64_t written = layout_->header.use_tail.load(std::memory_order_acquire) - use_head_;
+  return use_head_ + std::min<uint64_t>(written, kUseLogEntries);
+}
+
+bool ServerRing::take_uses(std::vector<Use>* uses, uint64_t count_max) {
   bool follows = true;
   const size_t count_before = uses->size();
-  // At most a log full at a time: its client may be writing as fast as it is read.
-  for (uint32_t count = 0; count < kUseLogEntries && !broken_; ++count) {
+  // Its client may be writing as fast as it is read.
+  for (uint64_t count = 0; count < count_max && !broken_; ++count) {
     // Pairs with the store in ClientSession::note_use(): who has leased is seen to have.
     const uint64_t word = layout_->uses[use_head_ % kUseLogEntries].load(std::memory_order_acquire);
     const int distance = use_lap_distance(word, use_head_);

@@ -51,9 +51,14 @@ class ServerRing {
   /// the client left no room, which only one that breaks the protocol does.
   bool publish(const Completion& fields, const Status& status);
 
-  /// Appends what the client has leased since the last call, in order. False where it wrote more
-  /// meanwhile than the log holds: what is appended then does not follow what came before.
-  bool take_uses(std::vector<Use>* uses);
+  /// Appends what the client has leased since the last call, in order, and leaves what is more than
+  /// `count_max`. False where it wrote more meanwhile than the log holds: what is appended then
+  /// does not follow what came before.
+  bool take_uses(std::vector<Use>* uses, uint64_t count_max = kUseLogEntries);
+  /// Uses that were taken or lost so far, and those that the client says to have written, of which
+  /// no more than the log holds count.
+  uint64_t use_head() const { return use_head_; }
+  uint64_t use_tail() const;
   /// The client rings the doorbell once it has made `count` more uses (0: never) than take_uses()
   /// took. Once: then it has to be wanted again.
   void want_use_after(uint64_t count);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <limits>
 #include <list>
@@ -55,6 +56,14 @@ class LeastRecentlyUsed final : public EvictionPolicy {
   std::unordered_map<uint32_t, std::list<Resident>::iterator> places_;
 };
 
+/// A step that a session has closed, whose end in the log of uses is still to be read.
+struct PlanCut {
+  uint64_t step = 0;
+  uint64_t use_tail = 0;         // ServerRing's, when it was closed
+  std::vector<PlanUse> updates;  // in the daemon's order
+  bool is_made = false;          // the updates are
+};
+
 /// Where one session is in the plans of its job, and what is resident by its next use there.
 class SessionPlan {
  public:
@@ -73,6 +82,8 @@ class SessionPlan {
   NextUseOrder order;
   /// What is used before this time is resident, or being fetched.
   uint64_t looked_until = 0;
+  /// In the order of their steps.
+  std::deque<PlanCut> cuts;
 
  private:
   uint64_t epoch_ = 0;  // of the cursor, when `order` was made

@@ -359,10 +359,11 @@ class Job {
   /// Of the last period of a plan, and when it began.
   uint64_t period_fetched_bytes = 0;
   uint64_t period_begin_fetched_bytes = 0;
-  /// What the period has to move that the last step ended, and of which plan that was computed; 0:
-  /// not known.
+  /// What the period has to move that the last step ended; 0: not known.
   uint64_t necessary_bytes = 0;
+  /// Of which plan that was computed last, and what it was.
   std::optional<PlanBook::PlanId> necessary_of;
+  uint64_t necessary_of_bytes = 0;
   /// Fetched and spilled, as of the last step.
   uint64_t counted_moved_bytes = 0;
   PinIndexes pin_indexes;

@@ -54,14 +54,44 @@ void ShardStore::end_plan(Job& job, Session& session) {
 }
 
 bool ShardStore::follow_uses(Session& session) {
-  uses_.clear();
-  // Where some are missing the plan finds its place again, and counters are short of them.
-  session.ring.take_uses(&uses_);
-  if (uses_.empty() || session.plan == nullptr) return false;
   Job& job = *find(session.job_id);
+  SessionPlan* const plan = session.plan.get();
+  uint64_t left = kFollowedATurn;
+  bool progress = false;
+  while (left > 0) {
+    const PlanCut* const cut =
+        plan == nullptr || plan->cuts.empty() ? nullptr : &plan->cuts.front();
+    uint64_t wanted = left;
+    if (cut != nullptr) {
+      const uint64_t head = session.ring.use_head();
+      wanted = std::min(left, cut->use_tail > head ? cut->use_tail - head : 0);
+    }
+    uses_.clear();
+    // Where some are missing the plan finds its place again, and counters are short of them.
+    session.ring.take_uses(&uses_, wanted);
+    if (!uses_.empty() && plan != nullptr) {
+      follow(job, session, uses_);
+      progress = true;
+    }
+    left -= uses_.size();
+    // What the client says to have written may not be there.
+    const bool is_dry = uses_.size() < wanted;
+    if (cut != nullptr && (is_dry || session.ring.use_head() >= cut->use_tail)) {
+      const PlanCut ended = std::move(plan->cuts.front());
+      plan->cuts.pop_front();
+      end_period(job, *plan, ended);
+      progress = true;
+      continue;
+    }
+    if (is_dry) break;
+  }
+  return progress;
+}
+
+void ShardStore::follow(Job& job, Session& session, std::span<const Use> uses) {
   SessionPlan& plan = *session.plan;
   std::vector<uint32_t> used_ids;
-  for (const Use& use : uses_) {
+  for (const Use& use : uses) {
     if (use.is_resident) ++job.counters.lease_hits;  // that of others was counted when granted
     // The client's word.
     Entry* const entry =
@@ -83,7 +113,6 @@ bool ShardStore::follow_uses(Session& session) {
   note_followed(job, plan, used_ids);
   queues_.at(job.job_id).looks_ahead = true;
   want_uses(session);
-  return true;
 }
 
 void ShardStore::note_followed(Job& job, SessionPlan& plan, std::span<const uint32_t> used_ids) {
@@ -110,37 +139,51 @@ std::vector<uint32_t> ShardStore::in_order_of_use(const Job& job,
   return ordered;
 }
 
-void ShardStore::plan_step(Job& job, uint64_t session_id, const std::vector<uint32_t>& buckets) {
+void ShardStore::plan_step(Job& job,
+                           uint64_t session_id,
+                           uint64_t step,
+                           const std::vector<uint32_t>& buckets) {
   const auto found = sessions_.find(session_id);
   if (found == sessions_.end() || found->second->plan == nullptr) return;
   Session& session = *found->second;
-  follow_uses(session);
-  std::vector<PlanUse> updates;
+  PlanCut cut{.step = step, .use_tail = session.ring.use_tail(), .updates = {}, .is_made = false};
   for (const uint32_t index : buckets)
-    updates.push_back({.item = job.buckets[index].value->id, .kind = UseKind::change});
+    cut.updates.push_back({.item = job.buckets[index].value->id, .kind = UseKind::change});
   // A step that fails is made again with them: they are held until its commit.
   for (const uint32_t index : buckets)
-    updates.push_back({.item = job.buckets[index].gradient->id, .kind = UseKind::last});
+    cut.updates.push_back({.item = job.buckets[index].gradient->id, .kind = UseKind::last});
+  // Not known before the period is cut; nothing of the step waits for that.
+  job.necessary_bytes = 0;
+  session.plan->cuts.push_back(std::move(cut));
+  follow_uses(session);
+  const uint64_t fetched_bytes = job.counters.fetched_bytes;
+  job.period_fetched_bytes =
+      fetched_bytes - std::exchange(job.period_begin_fetched_bytes, fetched_bytes);
+}
+
+void ShardStore::end_period(Job& job, SessionPlan& session_plan, const PlanCut& cut) {
+  PlanCursor& cursor = session_plan.cursor;
   const auto is_of_step = [&job](const PlanUse& use) {
     const Entry* const entry =
         use.item < job.entries.size() ? job.entries[use.item].get() : nullptr;
     return entry != nullptr && entry->kind == EntryKind::gradient;
   };
-  session.plan->cursor.end_step(is_of_step, updates);
-  note_followed(job, *session.plan, {});
+  cursor.end_step(is_of_step, cut.updates);
+  if (cut.is_made) cursor.end_updates();
+  note_followed(job, session_plan, {});
   // Of a plan that was there before: what is done for the first time moves more.
-  const auto ended = session.plan->cursor.last_period();
+  const auto ended = cursor.last_period();
   const auto plan = ended ? job.plans->find(*ended) : nullptr;
   if (plan == nullptr || plan->size() > kSimulatedUsesMax || !job.plans->is_repeated(*ended)) {
     job.necessary_bytes = 0;
     job.necessary_of.reset();
-  } else if (job.necessary_of != ended) {
-    job.necessary_bytes = necessary_bytes(job, *plan);
-    job.necessary_of = ended;
+    return;
   }
-  const uint64_t fetched_bytes = job.counters.fetched_bytes;
-  job.period_fetched_bytes =
-      fetched_bytes - std::exchange(job.period_begin_fetched_bytes, fetched_bytes);
+  if (job.necessary_of != ended) {
+    job.necessary_of = ended;
+    job.necessary_of_bytes = necessary_bytes(job, *plan);
+  }
+  job.necessary_bytes = job.necessary_of_bytes;
 }
 
 uint64_t ShardStore::necessary_bytes(const Job& job, const Plan& plan) {
@@ -181,11 +224,18 @@ void ShardStore::count_moved(Job& job, const StepReport& report) {
   job.counters.plan_moved_bytes += moved_bytes + report.read_bytes + report.written_bytes;
 }
 
-void ShardStore::plan_updates_made(Job& job, uint64_t session_id) {
+void ShardStore::plan_updates_made(Job& job, uint64_t session_id, uint64_t step) {
   const auto found = sessions_.find(session_id);
   if (found != sessions_.end() && found->second->plan != nullptr) {
-    found->second->plan->cursor.end_updates();
-    note_followed(job, *found->second->plan, {});
+    SessionPlan& plan = *found->second->plan;
+    const auto cut = std::find_if(
+        plan.cuts.begin(), plan.cuts.end(), [step](const PlanCut& it) { return it.step == step; });
+    if (cut != plan.cuts.end()) {
+      cut->is_made = true;
+    } else {
+      plan.cursor.end_updates();
+      note_followed(job, plan, {});
+    }
   }
   // Gradients are gone, and parameters are on disk that were not.
   job.policy.look_again();

@@ -108,6 +108,10 @@ struct KeptSession {
 /// load(). Replies run on the same thread, at once or later inside advance() or a completion.
 class ShardStore {
  public:
+  /// Uses of one session that are followed in one turn: with the most that PlanBook compares for
+  /// each, a few milliseconds. A log holds 64 times as many.
+  static constexpr uint64_t kFollowedATurn = 1024;
+
   explicit ShardStore(const ShardStoreParts& parts);
   ~ShardStore();
 
@@ -352,8 +356,12 @@ class ShardStore {
   /// Has the session say so when it has made some uses.
   static void want_uses(Session& session);
   /// What the session has leased since the last call: with a request, whose grant was counted, or
-  /// without one. True where there was something.
+  /// without one; the rest is left to the next turn where it is more than kFollowedATurn. True
+  /// where there was something.
   bool follow_uses(Session& session);
+  void follow(Job& job, Session& session, std::span<const Use> uses);
+  /// All that the session used before it closed the step was followed: the period is over.
+  void end_period(Job& job, SessionPlan& plan, const PlanCut& cut);
   static void note_followed(Job& job, SessionPlan& plan, std::span<const uint32_t> used_ids);
   /// Buckets in the order in which the session used their parameters first since its last step,
   /// which is the order in which the next forward will want them.
@@ -361,8 +369,11 @@ class ShardStore {
                                         uint64_t session_id,
                                         const std::set<uint32_t>& buckets) const;
   /// The session has closed a step, which will update these in this order; and it did.
-  void plan_step(Job& job, uint64_t session_id, const std::vector<uint32_t>& buckets);
-  void plan_updates_made(Job& job, uint64_t session_id);
+  void plan_step(Job& job,
+                 uint64_t session_id,
+                 uint64_t step,
+                 const std::vector<uint32_t>& buckets);
+  void plan_updates_made(Job& job, uint64_t session_id, uint64_t step);
   static uint64_t necessary_bytes(const Job& job, const Plan& plan);
   /// The step is made, and did this beside what leases and spills moved.
   static void count_moved(Job& job, const StepReport& report);

@@ -457,7 +457,7 @@ void ShardStore::accept_step(
   note_call(request);
   let_lease_after(request);
   state->update_order = in_order_of_use(job, request.session_id, state->buckets);
-  plan_step(job, request.session_id, state->update_order);
+  plan_step(job, request.session_id, request.step, state->update_order);
   state->request = std::move(request);
   state->place = place;
   state->done = std::move(done);
@@ -1106,7 +1106,7 @@ void ShardStore::publish_step(const std::shared_ptr<StepState>& state) {
   drop_gradients_of(job, [&](const Shard& shard) {
     return state->group_of.contains(static_cast<uint32_t>(&shard - first));
   });
-  plan_updates_made(job, state->request.session_id);
+  plan_updates_made(job, state->request.session_id, state->request.step);
 }
 
 void ShardStore::commit_in_memory(const std::shared_ptr<StepState>& state) {

@@ -28,6 +28,13 @@ class NotingClient {
     const uint64_t index = layout->header.use_tail.fetch_add(1);
     layout->uses[index % kUseLogEntries].store(use_word(index, shard_id, part, mode));
   }
+  /// Of what was noted, what the daemon has taken.
+  uint64_t taken_count() const {
+    return reinterpret_cast<const SessionLayout*>(memory_->data())->header.use_head.load();
+  }
+  uint64_t noted_count() const {
+    return reinterpret_cast<const SessionLayout*>(memory_->data())->header.use_tail.load();
+  }
   /// Leases and lets go; whether it was there at once.
   bool use(uint32_t shard_id, LeaseMode mode = LeaseMode::read, Part part = Part::value) {
     const Job& job = heart_.job(session_id_);

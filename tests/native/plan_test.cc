@@ -430,6 +430,90 @@ TEST(Simulation, gradients_that_fit_are_never_on_disk) {
   EXPECT_EQ(moved.written_bytes, 0);
 }
 
+TEST(PlanCursor, what_is_used_everywhere_is_compared_in_few_places) {
+  // Item 0 between all others, and a session that goes through them in an order of its own.
+  constexpr uint32_t kCount = 20'000;
+  Trainer trainer;
+  std::vector<PlanUse> uses;
+  for (uint32_t i = 1; i <= kCount; ++i) {
+    uses.push_back({.item = kGradients + i});
+    uses.push_back({.item = 0});
+  }
+  const auto is_of_step = [](const PlanUse& use) { return use.kind != UseKind::read; };
+  const PlanUse gradient{.item = 1, .kind = UseKind::overwrite};
+  for (int plan = 0; plan < 20; ++plan) {
+    auto period = uses;
+    period.push_back({.item = 2 + static_cast<uint32_t>(plan)});
+    period.push_back(gradient);
+    trainer.use(period);
+    trainer.cursor.end_step(is_of_step, {});
+    trainer.cursor.end_updates();
+  }
+  ASSERT_EQ(trainer.book->plan_count(), 13u) << "half a million uses in all";
+  const uint64_t places_max =
+      PlanBook::kPlacesNearMax + PlanBook::kPlanCountMax * PlanBook::kPlacesElsewhereMax;
+  std::mt19937 random(3);
+  const auto any = [&random] { return static_cast<uint32_t>(random()) % kCount; };
+  uint64_t most = 0;
+  for (int i = 0; i < 2000; ++i) {
+    const uint64_t before = trainer.book->compared_count();
+    trainer.use({{.item = random() % 2 == 0 ? 0 : kGradients + 1 + any()}});
+    most = std::max(most, trainer.book->compared_count() - before);
+  }
+  EXPECT_GT(most, PlanBook::kPlacesNearMax) << "and in as many as may be";
+  EXPECT_LE(most, places_max);
+  // All of it comes after a step of one gradient: only the end of it is followed again.
+  trainer.use({gradient});
+  for (uint32_t i = 0; i < 50'000; ++i) trainer.use({{.item = i % 7 == 0 ? 0 : any()}});
+  const uint64_t before = trainer.book->compared_count();
+  trainer.cursor.end_step(is_of_step, {});
+  EXPECT_LE(trainer.book->compared_count() - before, 1100 * places_max);
+  EXPECT_EQ(trainer.cursor.period().size(), 50'000u) << "and nothing of it is lost";
+}
+
+TEST(PlanCursor, a_long_forward_that_has_begun_before_the_first_step_is_heard_of_is_followed) {
+  constexpr uint32_t kCount = 3000;
+  Trainer trainer;
+  const auto is_of_step = [](const PlanUse& use) { return use.kind != UseKind::read; };
+  const auto ahead = forward(2500);
+  std::vector<PlanUse> step = forward(kCount);
+  step.push_back({.item = kCount, .kind = UseKind::overwrite});
+  trainer.use(step);
+  trainer.use(ahead);
+  trainer.cursor.end_step(is_of_step, updates(1));
+  EXPECT_EQ(trainer.cursor.period(), ahead);
+  EXPECT_EQ(trainer.cursor.position(), ahead.size());
+  trainer.missed();
+  trainer.use(std::vector(step.begin() + 2500, step.end()));
+  EXPECT_EQ(trainer.missed(), 0u);
+  trainer.cursor.end_step(is_of_step, updates(1));
+  EXPECT_EQ(trainer.book->plan_count(), 1u);
+}
+
+TEST(PlanCursor, of_many_places_the_one_that_is_ahead_by_the_least_is_found) {
+  // As in a loop: each round is the same but for one item of its own.
+  constexpr uint32_t kRounds = 1000;
+  Trainer trainer;
+  std::vector<PlanUse> uses;
+  for (uint32_t i = 0; i < kRounds; ++i) {
+    for (const uint32_t item : {0u, 1u, 2u, 3u}) uses.push_back({.item = item});
+    uses.push_back({.item = 10 + i % 900});
+  }
+  uses.push_back({.item = kGradients, .kind = UseKind::overwrite});
+  for (int step = 0; step < 2; ++step) {
+    trainer.use(uses);
+    trainer.cursor.end_step(is_gradient, {});
+    trainer.cursor.end_updates();
+  }
+  trainer.missed();
+  // The third step leaves out the item of round 500.
+  for (uint32_t i = 0; i < uses.size(); ++i) {
+    if (i != 500 * 5 + 4) trainer.use({uses[i]});
+  }
+  EXPECT_EQ(trainer.missed(), 1u);
+  EXPECT_EQ(trainer.cursor.position(), uses.size());
+}
+
 TEST(PlanCursor, follows_a_plan_of_a_hundred_thousand_uses) {
   constexpr uint32_t kCount = 20'000;
   std::vector<PlanUse> uses;

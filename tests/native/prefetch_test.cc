@@ -344,6 +344,76 @@ TEST(Prefetch, uses_that_make_no_sense_are_passed_over) {
             1.0f + static_cast<float>(model.ids[3]));
 }
 
+TEST(Prefetch, of_a_long_log_no_more_than_a_part_is_followed_in_a_turn) {
+  Model model(6, 4);
+  model.client.settle();
+  std::mt19937 random(1);
+  for (uint64_t i = 0; i < kUseLogEntries; ++i)
+    model.client.note(model.ids[random() % 6], LeaseMode::read, Part::value);
+  uint64_t turn_count = 0;
+  while (model.client.taken_count() < model.client.noted_count()) {
+    const uint64_t before = model.client.taken_count();
+    EXPECT_TRUE(model.heart.turn()) << "there is more to read: the daemon must not sleep";
+    ASSERT_LE(model.client.taken_count() - before, ShardStore::kFollowedATurn);
+    ASSERT_GT(model.client.taken_count(), before);
+    ++turn_count;
+  }
+  EXPECT_EQ(turn_count, kUseLogEntries / ShardStore::kFollowedATurn);
+}
+
+// Both do the same steps; of one the daemon hears use for use, of the other when a step is closed,
+// which is more than it follows in a turn.
+TEST(Prefetch, a_step_is_planned_whole_however_much_of_it_is_still_to_be_read) {
+  constexpr uint32_t kRounds = 400;
+  const auto run = [](bool hears_at_once) {
+    Model model(6, 8);
+    std::vector<std::vector<PlanUse>> periods;
+    const auto note = [&](uint32_t id, LeaseMode mode, Part part) {
+      model.client.note(id, mode, part);
+      if (hears_at_once) model.heart.turn();
+    };
+    for (uint64_t step = 1; step <= 3; ++step) {
+      for (const uint32_t id : model.ids) {
+        const Held held =
+            model.heart.lease(model.session_id, id, LeaseMode::overwrite, Part::gradient);
+        EXPECT_TRUE(held.is_ok()) << held.status.message();
+        std::memset(held.grant.data, 0, held.grant.length_bytes);
+        model.heart.release(held);
+      }
+      model.heart.turn();
+      for (uint32_t i = 0; i < kRounds; ++i) {
+        for (const uint32_t id : model.ids) note(id, LeaseMode::read, Part::value);
+        note(model.ids[i % 6], LeaseMode::overwrite, Part::gradient);
+      }
+      // The next forward has begun.
+      for (uint32_t i = 0; i < 4; ++i) note(model.ids[i], LeaseMode::read, Part::value);
+      const uint64_t unread_count = model.client.noted_count() - model.client.taken_count();
+      EXPECT_EQ(unread_count > ShardStore::kFollowedATurn, !hears_at_once);
+      const auto [status, report] =
+          model.heart.step({.session_id = model.session_id,
+                            .groups = {{.settings = {}, .shard_ids = model.ids}},
+                            .staged_buffers = {},
+                            .step = step});
+      EXPECT_TRUE(status.is_ok()) << status.message();
+      model.heart.turns();
+      const PlanCursor& cursor = model.heart.store().sessions().at(model.session_id)->plan->cursor;
+      const auto plan = cursor.last_period()
+                            ? model.heart.job(model.session_id).plans->find(*cursor.last_period())
+                            : nullptr;
+      if (plan != nullptr) periods.emplace_back(plan->uses().begin(), plan->uses().end());
+      periods.push_back(cursor.period());
+    }
+    return periods;
+  };
+  const auto whole = run(true);
+  ASSERT_EQ(whole.size(), 6u);
+  for (size_t i = 0; i < 6; i += 2) {
+    EXPECT_GT(whole[i].size(), size_t{7 * kRounds});
+    EXPECT_EQ(whole[i + 1].size(), 4u);
+  }
+  EXPECT_EQ(run(false), whole);
+}
+
 // Whatever a session does, it reads what it wrote, and the store's books balance.
 TEST(Prefetch, random_sessions_read_what_they_wrote) {
   for (uint32_t seed = 0; seed < 8; ++seed) {

@@ -547,6 +547,25 @@ TEST_F(RingTest, uses_that_were_overwritten_before_they_were_read_are_told) {
   EXPECT_EQ(uses[0].shard_id, 2 * kUseLogEntries + 1);
 }
 
+TEST_F(RingTest, no_more_uses_are_taken_than_are_wanted) {
+  for (uint64_t i = 0; i < 10; ++i) {
+    const uint64_t index = layout().header.use_tail.fetch_add(1);
+    layout().uses[index].store(
+        use_word(index, static_cast<uint32_t>(index), Part::value, LeaseMode::read));
+  }
+  EXPECT_EQ(ring_.use_tail(), 10U);
+  std::vector<Use> uses;
+  EXPECT_TRUE(ring_.take_uses(&uses, 4));
+  ASSERT_EQ(uses.size(), 4U);
+  EXPECT_EQ(ring_.use_head(), 4U);
+  EXPECT_TRUE(ring_.take_uses(&uses, 100));
+  ASSERT_EQ(uses.size(), 10U);
+  EXPECT_EQ(uses[9].shard_id, 9U);
+  // The client's word: what it can't have written does not count.
+  layout().header.use_tail.store(uint64_t{1} << 60);
+  EXPECT_EQ(ring_.use_tail(), 10U + kUseLogEntries);
+}
+
 TEST_F(RingTest, uses_of_all_threads_arrive_and_each_thread_s_in_their_order) {
   constexpr uint32_t kThreads = 4;
   constexpr uint32_t kEach = 2000;
