@@ -161,6 +161,9 @@ TEST_P(StepBytes, are_few) {
   RecordProperty("parameters_mib", training.sizes_text());
   RecordProperty("durability", settings.durability.text());
   RecordProperty("cache_bytes", std::to_string(memory.bytes() - memory.working_bytes()));
+  // What may stay there.
+  RecordProperty("private_bytes",
+                 std::to_string(memory.private_bytes_max() - memory.working_bytes()));
   RecordProperty("read_bytes", std::to_string(bytes_per_step(before.read, after.read)));
   RecordProperty("written_bytes", std::to_string(bytes_per_step(before.write, after.write)));
   const uint64_t moved_bytes = counters.plan_moved_bytes - counters_before.plan_moved_bytes;
@@ -188,6 +191,7 @@ INSTANTIATE_TEST_SUITE_P(
                       Settings{"eighth_slow", 8, kStep, 1, Settings::Pace::slow},
                       Settings{"eighth_hasty", 8, kStep, 1, Settings::Pace::hasty},
                       Settings{"eighth_overlapped", 8, kStep, 1, Settings::Pace::overlapped},
+                      Settings{"half_every_10", 2, kEvery10, 10, Settings::Pace::slow, 1.45},
                       Settings{"quarter_every_10", 4, kEvery10, 10, Settings::Pace::slow, 1.2},
                       Settings{"eighth_every_10", 8, kEvery10, 10, Settings::Pace::slow, 1.1}),
     [](const auto& param) { return param.param.name; });
