@@ -401,7 +401,7 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
   std::unique_ptr<Job> job = std::move(restored).value();
   job->may_publish = false;
   job->stopped = Status::ok();
-  job->durable = disk;
+  job->durable = EncodedJob(disk);
   job->durable_step = disk.undurable_since == 0 ? disk.step : 0;
   for (const auto& [shard_id, state] : contents.shards) {
     job->shards[shard_id].gradient_session = state.gradient_session;

@@ -149,13 +149,11 @@ Status Commits::prepare(Commit& commit) {
   const auto same_job = [&](const RootEntry& entry) { return entry.job_id == commit.job_id; };
   std::erase_if(commit.root.jobs, same_job);
   if (commit.job != nullptr) {
-    const std::vector<std::byte> bytes = encode(commit.job->begin_commit());
-    RootEntry entry{.job_id = commit.job_id, .catalogue_bytes = bytes.size(), .catalogue = {}};
-    const std::span<const std::byte> all(bytes);
-    for (size_t begin = 0; begin < bytes.size(); begin += kBlobExtentBytes) {
+    const std::span<const std::byte> all = commit.job->begin_commit().bytes();
+    RootEntry entry{.job_id = commit.job_id, .catalogue_bytes = all.size(), .catalogue = {}};
+    for (size_t begin = 0; begin < all.size(); begin += kBlobExtentBytes) {
       ExtentRecord extent;
-      const auto part =
-          all.subspan(begin, std::min<size_t>(kBlobExtentBytes, bytes.size() - begin));
+      const auto part = all.subspan(begin, std::min<size_t>(kBlobExtentBytes, all.size() - begin));
       if (Status status = add_write(commit, part, &extent); !status.is_ok()) return status;
       entry.catalogue.push_back(extent);
     }

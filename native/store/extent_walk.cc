@@ -35,9 +35,9 @@ size_t ExtentPlaces::owner_count(const ExtentPlace& place) const {
     case Kind::parameter:
     case Kind::rest:
       // What the disk holds of a job without durability is nobody's.
-      return owner == nullptr || owner->durable.undurable_since != 0
+      return owner == nullptr || owner->durable.undurable_since() != 0
                  ? 0
-                 : owner->durable.buckets.size();
+                 : owner->durable.bucket_count();
   }
   return 0;
 }
@@ -46,7 +46,7 @@ size_t ExtentPlaces::index_count(const ExtentPlace& place) const {
   if (place.owner >= owner_count(place)) return 0;
   if (place.kind == Kind::catalogue) return commits_.catalogue(place.job_id).size();
   const Job& owner = *job(place.job_id);
-  if (place.kind != Kind::bytes) return owner.durable.buckets[place.owner].tiles.size();
+  if (place.kind != Kind::bytes) return owner.durable.tile_count(place.owner);
   const Entry* const entry = owner.entries[place.owner].get();
   return entry == nullptr || entry->kind != EntryKind::bytes ? 0 : entry->replicas.size();
 }
@@ -60,7 +60,7 @@ std::optional<ExtentRecord> ExtentPlaces::find(const ExtentPlace& place) const {
     if (!replica.referenced || !replica.extent.exists()) return std::nullopt;
     return replica.extent;
   }
-  const TileRecord& tile = owner.durable.buckets[place.owner].tiles[place.index];
+  const TileRecord tile = owner.durable.tile(place.owner, place.index);
   const ExtentRecord& extent = place.kind == Kind::parameter ? tile.parameter : tile.rest;
   return extent.exists() ? std::optional(extent) : std::nullopt;
 }
@@ -132,9 +132,10 @@ uint64_t ExtentPlaces::state_bytes(uint64_t job_id) const {
       if (replica.referenced && replica.extent.exists()) bytes += replica.extent.length_bytes;
     }
   }
-  if (owner->durable.undurable_since != 0) return bytes;
-  for (const BucketRecord& bucket : owner->durable.buckets) {
-    for (const TileRecord& tile : bucket.tiles) {
+  if (owner->durable.undurable_since() != 0) return bytes;
+  for (size_t bucket = 0; bucket < owner->durable.bucket_count(); ++bucket) {
+    for (size_t index = 0; index < owner->durable.tile_count(bucket); ++index) {
+      const TileRecord tile = owner->durable.tile(bucket, index);
       bytes += tile.parameter.length_bytes + tile.rest.length_bytes;
     }
   }

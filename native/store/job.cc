@@ -374,7 +374,7 @@ Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record,
   job->committed_step = record.step;
   job->durability = Durability::of_code(record.durability);
   job->undurable_since = record.undurable_since;
-  job->durable = record;
+  job->durable = EncodedJob(record);
   if (record.undurable_since == 0) {
     job->durable_step = record.step;
   } else {
@@ -1029,9 +1029,9 @@ std::vector<ExtentRecord> Job::mark_committing() {
 void Job::committed(uint64_t catalogue_tag) {
   is_updating_ = false;
   durable = std::move(committing_);
-  durable_step = durable.undurable_since == 0 ? durable.step : 0;
+  durable_step = durable.undurable_since() == 0 ? durable.step() : 0;
   disk_error = Status::ok();
-  if (durable.undurable_since != 0) {
+  if (durable.undurable_since() != 0) {
     // Nothing on disk is gone back to: each extent is free as soon as another takes its place.
     for_each_replica([](Replica& replica) { replica.referenced = false; });
   }

@@ -292,7 +292,7 @@ class Job {
   void end_update() { is_updating_ = false; }
   bool is_updating() const { return is_updating_; }
   /// What prepares the catalogue that mark_committing() is about.
-  const JobRecord& begin_commit() { return committing_ = record(); }
+  const EncodedJob& begin_commit() { return committing_ = EncodedJob(record()); }
 
   /// Of clean tiles; none of the bucket's may be dirty.
   void drop_cached_tiles(const Bucket& bucket);
@@ -328,7 +328,7 @@ class Job {
   /// It becomes what the disk says once nobody uses it any more.
   bool goes_to_disk = false;
   /// What the last catalogue on disk says.
-  JobRecord durable;
+  EncodedJob durable;
   uint64_t host_bytes = 0;
   uint64_t nvme_bytes = 0;
   uint64_t nvme_bytes_used = 0;
@@ -434,7 +434,7 @@ class Job {
   bool is_updating_ = false;
   size_t update_begin_ = 0;      // into superseded_
   size_t committing_count_ = 0;  // of superseded_: what the commit in flight releases
-  JobRecord committing_;         // what it writes
+  EncodedJob committing_;        // what it writes
   std::vector<uint32_t> free_shard_ids_;
   std::vector<uint32_t> free_entry_ids_;
 };

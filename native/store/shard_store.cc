@@ -266,8 +266,10 @@ bool ShardStore::is_unused(const Job& job) const {
 }
 
 void ShardStore::return_to_disk(Job& job) {
-  auto restored = Job::restore(job.durable);
-  // It goes on being refused; the next turn tries again.
+  // Where one of these fails the job goes on being refused; the next turn tries again.
+  const auto durable = job.durable.decode();
+  if (!durable.is_ok()) return;
+  auto restored = Job::restore(durable.value());
   if (!restored.is_ok()) return;
   std::set<std::pair<uint16_t, uint64_t>> named;
   restored.value()->for_each_replica([&](const Replica& replica) {

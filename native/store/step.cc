@@ -43,14 +43,14 @@ bool is_same_step(const StepRequest& earlier, const StepRequest& request) {
 
 /// What of a job that goes on in memory is on disk.
 std::string on_disk(const Job& job) {
-  const uint64_t since = job.durable.undurable_since;
+  const uint64_t since = job.durable.undurable_since();
   if (since == 0) return concat("; there it stays at step ", job.durable_step);
   return concat("; what is there is no step since step ", since);
 }
 
 /// What is left of a job whose memory is lost, and what to do: as Job::restore() says it.
 std::string way_on(const Job& job) {
-  const uint64_t since = job.durable.undurable_since;
+  const uint64_t since = job.durable.undurable_since();
   if (since == 0) {
     return concat("; connect again to go on from the last step on disk, which is ",
                   job.durable_step);
