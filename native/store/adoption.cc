@@ -541,7 +541,7 @@ Status ShardStore::adopt_slots(Job& job,
   const auto find_entry = [&job](const SlotRecord& record) -> Entry* {
     if (record.kind == EntryKind::bytes) {
       const bool known = record.owner < job.shards.size() && !job.shards[record.owner].deleted &&
-                         job.shards[record.owner].spec.kind != ShardKind::parameter;
+                         job.shards[record.owner].kind != ShardKind::parameter;
       return known ? job.shards[record.owner].value : nullptr;
     }
     if (record.owner >= job.buckets.size()) return nullptr;
@@ -658,8 +658,7 @@ Status ShardStore::adopt_extents(Job& job,
         break;
       case LooseKey::Kind::bytes:
         if (key.owner < job.shards.size() && !job.shards[key.owner].deleted &&
-            job.shards[key.owner].spec.kind != ShardKind::parameter &&
-            job.shards[key.owner].written) {
+            job.shards[key.owner].kind != ShardKind::parameter && job.shards[key.owner].written) {
           in_entry(job.shards[key.owner].value);
         }
         break;
@@ -769,7 +768,7 @@ void ShardStore::settle_values(Job& job) {
     const Entry& value = *shard.value;
     const bool has_bytes = value.slot != nullptr || value.has_replica() || value.bytes == 0;
     // New bytes of a blob took their place, and the daemon died before it could say so.
-    if (shard.spec.kind != ShardKind::parameter && value.residency() == Residency::dirty)
+    if (shard.kind != ShardKind::parameter && value.residency() == Residency::dirty)
       shard.written = true;
     if (!has_bytes) shard.written = false;
   }

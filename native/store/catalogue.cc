@@ -401,8 +401,8 @@ Result<JobRecord> EncodedJob::decode() const {
 
 TileRecord EncodedJob::tile(size_t bucket, size_t index) const {
   MEMD_CHECK_LT(index, tile_count(bucket));
-  const size_t offset = buckets_offset_ + (bucket + 1) * kBucketBytesMin +
-                        (tile_begin(bucket) + index) * kTileBytes;
+  const size_t offset =
+      buckets_offset_ + (bucket + 1) * kBucketBytesMin + (tile_begin(bucket) + index) * kTileBytes;
   FieldReader reader(bytes().subspan(offset, kTileBytes));
   TileRecord tile;
   tile.parameter = reader.get_extent();

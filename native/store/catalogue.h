@@ -98,7 +98,7 @@ Result<JobRecord> decode_job(std::span<const std::byte> bytes, FormatUse use = F
 Result<RootRecord> decode_root(std::span<const std::byte> bytes, FormatUse use = FormatUse::write);
 
 /// A job's record as it is written. What has to be remembered for long is kept so: with every
-/// string and vector of a JobRecord it takes two to three times as much memory.
+/// string and vector of a JobRecord it takes about three times as much memory.
 class EncodedJob {
  public:
   EncodedJob() = default;  // of no job: everything is 0

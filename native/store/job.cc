@@ -12,9 +12,6 @@
 namespace memd {
 namespace {
 
-constexpr size_t kNameBytesMax = 1024;
-constexpr size_t kDimensionsMax = 32;
-
 // Every shard of a bucket starts on kViewAlignmentBytes in the narrowest dtype, so that one number
 // serves parameter, gradient and moments.
 constexpr uint64_t kElementAlignment = kViewAlignmentBytes / 2;
@@ -79,10 +76,10 @@ Result<std::unique_ptr<Job>> Job::create(Identity identity) {
 }
 
 Status Job::check(const ShardSpec& spec) const {
-  if (spec.name.empty() || spec.name.size() > kNameBytesMax) {
+  if (spec.name.empty() || spec.name.size() > ShardLabel::kNameBytesMax) {
     return error(StatusCode::invalid_argument,
                  "a shard's name has 1 to ",
-                 kNameBytesMax,
+                 ShardLabel::kNameBytesMax,
                  " bytes; this one has ",
                  spec.name.size());
   }
@@ -96,8 +93,12 @@ Status Job::check(const ShardSpec& spec) const {
   if (spec.tier == Tier::unspecified || spec.tier > Tier::nvme) {
     return error(StatusCode::invalid_argument, who, "unknown tier ", static_cast<int>(spec.tier));
   }
-  if (spec.shape.size() > kDimensionsMax) {
-    return error(StatusCode::invalid_argument, who, spec.shape.size(), " dimensions; at most 32");
+  if (spec.shape.size() > ShardLabel::kDimensionsMax) {
+    return error(StatusCode::invalid_argument,
+                 who,
+                 spec.shape.size(),
+                 " dimensions; at most ",
+                 ShardLabel::kDimensionsMax);
   }
   const auto bytes = tensor_bytes(spec.shape, spec.dtype);
   if (!bytes) {
@@ -116,8 +117,8 @@ Status Job::check(const ShardSpec& spec) const {
           StatusCode::not_yet, who, "parameters in tier=\"host\" come later; use tier=\"nvme\"");
     }
   }
-  if (const auto found = shard_ids.find(spec.name); found != shard_ids.end()) {
-    const ShardSpec& held = shards[found->second].spec;
+  if (const auto found = shard_ids.find(spec.name)) {
+    const ShardSpec held = shards[*found].spec();
     if (held.kind != spec.kind || held.dtype != spec.dtype || held.shape != spec.shape) {
       return error(StatusCode::already_exists,
                    who,
@@ -152,12 +153,15 @@ uint32_t Job::add_shard(const ShardSpec& spec) {
     free_shard_ids_.pop_back();
   }
   Shard shard;
-  shard.spec = spec;
+  shard.label = ShardLabel(spec.name, spec.shape);
+  shard.kind = spec.kind;
+  shard.dtype = spec.dtype;
+  shard.tier = spec.tier;
   shard.bytes = *tensor_bytes(spec.shape, spec.dtype);
   shard.element_count = shard.bytes / dtype_bytes(spec.dtype);
   shards[shard_id] = std::move(shard);
   if (ledger != nullptr) ledger->reset_shard(shard_id);
-  shard_ids[spec.name] = shard_id;
+  shard_ids.insert(shard_id);
   changed = true;
   return shard_id;
 }
@@ -288,7 +292,7 @@ Result<std::vector<ShardInfo>> Job::declare(const std::vector<ShardSpec>& specs)
 ShardInfo Job::info(uint32_t shard_id) const {
   const Shard& shard = shards[shard_id];
   return {.shard_id = shard_id,
-          .spec = shard.spec,
+          .spec = shard.spec(),
           .generation = shard.generation,
           .written = shard.written,
           .bytes = shard.bytes,
@@ -333,17 +337,17 @@ JobRecord Job::record() const {
   for (const Shard& shard : shards) {
     if (shard.deleted) continue;
     ShardRecord out{
-        .name = shard.spec.name,
-        .kind = shard.spec.kind,
-        .dtype = shard.spec.dtype,
-        .tier = shard.spec.tier,
-        .shape = shard.spec.shape,
+        .name = std::string(shard.name()),
+        .kind = shard.kind,
+        .dtype = shard.dtype,
+        .tier = shard.tier,
+        .shape = shard.label.shape(),
         .generation = shard.generation,
         .bucket = shard.bucket,
         .element_offset = shard.element_offset,
         .written = shard.written && (shard.value->bytes == 0 || shard.value->has_replica()),
         .extents = {}};
-    if (shard.spec.kind != ShardKind::parameter && shard.written && shard.value->has_replica()) {
+    if (shard.kind != ShardKind::parameter && shard.written && shard.value->has_replica()) {
       for (const Replica& replica : shard.value->replicas) out.extents.push_back(replica.extent);
     }
     record.shards.push_back(std::move(out));
@@ -533,7 +537,7 @@ void Job::publish(const Entry& entry) {
 void Job::publish_shard(uint32_t shard_id) {
   const Shard& shard = shards[shard_id];
   if (shard.deleted) return;
-  const bool in_bucket = shard.spec.kind == ShardKind::parameter;
+  const bool in_bucket = shard.kind == ShardKind::parameter;
   publish_shard(*shard.value, shard_id, in_bucket ? shard.index_in_bucket : 0);
 }
 
@@ -720,7 +724,7 @@ std::string Job::describe(const Entry& entry) const {
   const uint32_t shard_id =
       entry.kind == EntryKind::bytes ? entry.owner : buckets[entry.owner].shards.front();
   return concat(
-      name, "/", shards[shard_id].spec.name, entry.kind == EntryKind::gradient ? " gradient" : "");
+      name, "/", shards[shard_id].name(), entry.kind == EntryKind::gradient ? " gradient" : "");
 }
 
 std::vector<uint32_t> Job::shards_in(const Entry& entry, size_t replica) const {
@@ -739,7 +743,7 @@ std::vector<uint32_t> Job::shards_in(const Entry& entry, size_t replica) const {
 std::string Job::describe(const Entry& entry, size_t replica) const {
   const std::vector<uint32_t> inside = shards_in(entry, replica);
   if (inside.empty()) return describe(entry);
-  std::string text = concat(name, "/", shards[inside.front()].spec.name);
+  std::string text = concat(name, "/", shards[inside.front()].name());
   if (entry.kind == EntryKind::gradient) text += " gradient";
   if (inside.size() > 1) text += concat(" and ", inside.size() - 1, " more");
   return text;
@@ -748,7 +752,7 @@ std::string Job::describe(const Entry& entry, size_t replica) const {
 std::vector<std::string> Job::shard_names(const Entry& entry, size_t replica) const {
   std::vector<std::string> names;
   for (const uint32_t shard_id : shards_in(entry, replica)) {
-    names.push_back(shards[shard_id].spec.name);
+    names.emplace_back(shards[shard_id].name());
   }
   return names;
 }
@@ -756,7 +760,7 @@ std::vector<std::string> Job::shard_names(const Entry& entry, size_t replica) co
 void Job::lose(const Entry& entry, size_t replica, const Status& why) {
   if (entry.kind == EntryKind::gradient) return;
   for (const uint32_t shard_id : shards_in(entry, replica)) {
-    lost.add(shard_id, shards[shard_id].spec.name, why);
+    lost.add(shard_id, std::string(shards[shard_id].name()), why);
   }
 }
 
@@ -1115,7 +1119,7 @@ void Job::remove(uint32_t shard_id, ExtentStore& extents) {
   for (Superseded& old : superseded_) {
     if (old.place >= first && old.place < first + entry.replicas.size()) old.place = nullptr;
   }
-  shard_ids.erase(shard.spec.name);
+  shard_ids.erase(shard_id);
   lost.remove(shard_id);
   const uint32_t entry_id = entry.id;
   entry_bytes_ -= align_up(entry.bytes, kBlockBytes);

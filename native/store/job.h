@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -22,6 +23,8 @@
 #include "store/job_memory.h"
 #include "store/ledger.h"
 #include "store/lost_shards.h"
+#include "store/shard_label.h"
+#include "store/shard_names.h"
 #include "store/statistics.h"
 #include "store/tile_words.h"
 
@@ -48,35 +51,49 @@ struct ShardInfo {
 };
 
 struct Shard {
-  ShardSpec spec;
+  ShardLabel label;
   uint64_t element_count = 0;
   uint64_t bytes = 0;
   uint64_t generation = 0;
+  // The session whose gradient waits for a step, or kSealedGradient; 0: there is none.
+  uint64_t gradient_session = 0;
+  Entry* value = nullptr;
+  Entry* gradient = nullptr;  // parameters only
+  // A parameter's place in its bucket.
+  uint64_t element_offset = 0;
+  uint32_t bucket = 0;
+  uint32_t index_in_bucket = 0;
+
+  ShardKind kind = ShardKind::unspecified;
+  DType dtype = DType::unspecified;
+  Tier tier = Tier::nvme;
   bool written = false;
   bool deleted = false;
   // Its update can be leased, and the next commit counts it.
   bool is_ahead = false;
-
-  // A parameter's place in its bucket.
-  uint32_t bucket = 0;
-  uint32_t index_in_bucket = 0;
   // The bucket's extents hold bytes that were written to it.
   bool is_on_disk = false;
-  uint64_t element_offset = 0;
-  // The session whose gradient waits for a step, or kSealedGradient; 0: there is none.
-  uint64_t gradient_session = 0;
-  // It was leased ahead, and nobody has said since that it is there.
+  // Its gradient was leased ahead, and nobody has said since that it is there.
   bool is_gradient_unsure = false;
   // Its row of the shard table says so: the value is leased without a request.
   bool is_published = false;
 
-  Entry* value = nullptr;
-  Entry* gradient = nullptr;  // parameters only
-
-  uint64_t offset_bytes() const { return element_offset * dtype_bytes(spec.dtype); }
+  std::string_view name() const { return label.name(); }
+  ShardSpec spec() const {
+    return {.name = std::string(name()),
+            .kind = kind,
+            .dtype = dtype,
+            .tier = tier,
+            .shape = label.shape()};
+  }
+  uint64_t offset_bytes() const { return element_offset * dtype_bytes(dtype); }
   /// Of the bytes that a lease shows.
   uint64_t leased_generation() const { return generation + (is_ahead ? 1 : 0); }
 };
+
+// A job has up to a million, and bench_growth.py counts the bytes of each: large members first, so
+// that none are lost between them.
+static_assert(sizeof(Shard) <= 80);
 
 /// Shards of one dtype that are fetched and updated together.
 struct Bucket {
@@ -339,7 +356,7 @@ class Job {
   uint64_t element_count = 0;
 
   std::vector<Shard> shards;
-  std::unordered_map<std::string, uint32_t> shard_ids;
+  ShardNames shard_ids{[this](uint32_t shard_id) { return shards[shard_id].name(); }};
   // A deque: tasks in flight point to buckets while others are added.
   std::deque<Bucket> buckets;
   std::vector<std::unique_ptr<Entry>> entries;

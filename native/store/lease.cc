@@ -63,7 +63,7 @@ void ShardStore::reply_refused(Waiter& waiter, const Status& status) {
 void ShardStore::reply_granted(Job& job, Waiter& waiter, Slot& slot) {
   const LeaseRequest& request = waiter.request;
   Shard& shard = job.shards[request.shard_id];
-  const bool in_bucket = shard.spec.kind == ShardKind::parameter;
+  const bool in_bucket = shard.kind == ShardKind::parameter;
   LeaseGrant grant{.slot = &slot,
                    .index = in_bucket ? shard.index_in_bucket : 0,
                    .pin = request.mode == LeaseMode::read ? kReaderPin : kWriterPin,
@@ -175,7 +175,7 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, Waiter& waiter) {
                           "shard ",
                           job.name,
                           "/",
-                          shard.spec.name,
+                          shard.name(),
                           request.part == Part::gradient
                               ? " has no gradient; run backward first"
                               : " was declared but never written; put it first"));
@@ -277,7 +277,7 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, Waiter& waiter) {
                           "shard ",
                           job.name,
                           "/",
-                          shard.spec.name,
+                          shard.name(),
                           " is leased too often; let go of views you hold: ",
                           kPinReadersMax,
                           " times by this session"));
@@ -384,7 +384,7 @@ bool ShardStore::advance_leases(Job& job, JobQueues& queues) {
                        "no room for shard ",
                        job.name,
                        "/",
-                       job.shards[waiter.request.shard_id].spec.name,
+                       job.shards[waiter.request.shard_id].name(),
                        ": let go of views you hold, or raise host_bytes: ",
                        job.find_entry(waiter.request.shard_id, waiter.request.part)->bytes,
                        " bytes wanted; ",
@@ -399,7 +399,7 @@ bool ShardStore::advance_leases(Job& job, JobQueues& queues) {
                      "a lease of shard ",
                      job.name,
                      "/",
-                     job.shards[waiter.request.shard_id].spec.name,
+                     job.shards[waiter.request.shard_id].name(),
                      " waited too long on ",
                      waiter.waits_on,
                      "; ",

@@ -34,7 +34,7 @@ Result<MomentsPlace> find_moments(Job& job, const MomentsRequest& request) {
                  "moments of shard ",
                  job.name,
                  "/",
-                 shard.spec.name,
+                 shard.name(),
                  ": ask for elements of one tile of ",
                  kTileElements,
                  ": first ",

@@ -651,9 +651,9 @@ void ShardStore::delete_shard(uint64_t session_id,
   if (!owner.is_ok()) return done(owner.status());
   Job& job = *owner.value();
   const auto found = job.shard_ids.find(name);
-  if (found == job.shard_ids.end()) return done(false);
-  const uint32_t shard_id = found->second;
-  if (job.shards[shard_id].spec.kind == ShardKind::parameter) {
+  if (!found) return done(false);
+  const uint32_t shard_id = *found;
+  if (job.shards[shard_id].kind == ShardKind::parameter) {
     return done(error(StatusCode::invalid_argument,
                       "shard ",
                       job.name,
@@ -683,12 +683,12 @@ void ShardStore::delete_shard(uint64_t session_id,
   const auto remove = [this, &job, name, done] {
     // It may have gone, or come back under the same name, while its bytes were being moved.
     const auto again = job.shard_ids.find(name);
-    if (again == job.shard_ids.end()) return done(false);
+    if (!again) return done(false);
     fail_waiters(job,
-                 *job.shards[again->second].value,
+                 *job.shards[*again].value,
                  error(StatusCode::not_found, "shard ", job.name, "/", name, " was deleted"));
     MEMD_FAILPOINT("shard.before_removed");
-    job.remove(again->second, extents_);
+    job.remove(*again, extents_);
     remember(job);
     done(true);
   };
@@ -697,12 +697,11 @@ void ShardStore::delete_shard(uint64_t session_id,
       job,
       [&job, name, still, entry] {
         const auto again = job.shard_ids.find(name);
-        return again == job.shard_ids.end() || job.shards[again->second].value != entry || still();
+        return !again || job.shards[*again].value != entry || still();
       },
       [&job, name, entry, remove, session_id, done, this] {
         const auto again = job.shard_ids.find(name);
-        if (again == job.shard_ids.end() || job.shards[again->second].value == entry)
-          return remove();
+        if (!again || job.shards[*again].value == entry) return remove();
         delete_shard(session_id, name, done);
       });
 }
@@ -907,7 +906,7 @@ std::vector<Activity> ShardStore::in_flight() const {
     const Job* const job = find(job_id);
     for (const Waiter& waiter : queues.waiters) {
       const LeaseRequest& request = waiter.request;
-      std::string what = concat("shard ", job->shards[request.shard_id].spec.name);
+      std::string what = concat("shard ", job->shards[request.shard_id].name());
       if (request.part == Part::gradient) what += " gradient";
       what += request.mode == LeaseMode::read ? ", to read" : ", to write";
       add(job,

@@ -240,7 +240,7 @@ Status ShardStore::check_step(Job& job, const StepRequest& request) const {
             StatusCode::not_found, "job ", job.name, " has no parameter with shard id ", shard_id);
       }
       const Shard& shard = job.shards[shard_id];
-      const std::string who = concat("shard ", job.name, "/", shard.spec.name);
+      const std::string who = concat("shard ", job.name, "/", shard.name());
       if (!seen.insert(shard_id).second) {
         return error(StatusCode::invalid_argument, who, " is in two groups of one step");
       }
@@ -275,15 +275,15 @@ Status ShardStore::check_staged(const Job& job, const StepRequest& request) cons
     if (!seen.insert(staged).second || !seen.insert(buffer).second) {
       return error(StatusCode::invalid_argument,
                    "buffers ",
-                   job.shards[staged].spec.name,
+                   job.shards[staged].name(),
                    " and ",
-                   job.shards[buffer].spec.name,
+                   job.shards[buffer].name(),
                    " of job ",
                    job.name,
                    ": one of them is named twice in a step");
     }
-    const ShardSpec& from = job.shards[staged].spec;
-    const ShardSpec& to = job.shards[buffer].spec;
+    const ShardSpec from = job.shards[staged].spec();
+    const ShardSpec to = job.shards[buffer].spec();
     if (from.kind != ShardKind::buffer || to.kind != ShardKind::buffer || from.dtype != to.dtype ||
         from.shape != to.shape) {
       return error(StatusCode::invalid_argument,
@@ -310,7 +310,7 @@ Status ShardStore::check_repeated(Job& job, const StepRequest& request) {
                  " already, and ",
                  what,
                  " of shard ",
-                 shard.spec.name,
+                 shard.name(),
                  " came after it; the job stands at step ",
                  job.committed_step,
                  ": connect anew and resume from there");
@@ -749,19 +749,15 @@ Status ShardStore::swap_staged_buffers(const std::shared_ptr<StepState>& state) 
     job.settle_pending(*staged.value);
     job.settle_pending(*buffer.value);
     if (!staged.written || staged.value->pending != nullptr) {
-      return error(StatusCode::invalid_argument,
-                   "shard ",
-                   job.name,
-                   "/",
-                   staged.spec.name,
-                   " was not put yet");
+      return error(
+          StatusCode::invalid_argument, "shard ", job.name, "/", staged.name(), " was not put yet");
     }
     if (buffer.value->pending != nullptr) {
       return error(StatusCode::invalid_argument,
                    "shard ",
                    job.name,
                    "/",
-                   buffer.spec.name,
+                   buffer.name(),
                    " is still leased for writing; let go of the tensor first");
     }
   }

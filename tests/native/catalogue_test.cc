@@ -224,8 +224,8 @@ TEST(EncodedJob, shows_its_tiles_without_being_decoded_and_decodes_to_what_it_wa
     for (size_t index = 0; index < encoded.tile_count(bucket); ++index) {
       const TileRecord& tile = job.buckets[bucket].tiles[index];
       const TileRecord found = encoded.tile(bucket, index);
-      for (const auto& [a, b] : {std::pair(found.parameter, tile.parameter),
-                                 std::pair(found.rest, tile.rest)}) {
+      for (const auto& [a, b] :
+           {std::pair(found.parameter, tile.parameter), std::pair(found.rest, tile.rest)}) {
         EXPECT_EQ(a.address.device, b.address.device);
         EXPECT_EQ(a.address.offset_bytes, b.address.offset_bytes);
         EXPECT_EQ(a.length_bytes, b.length_bytes);
