@@ -74,9 +74,9 @@ struct Shard {
   // The bucket's extents hold bytes that were written to it.
   bool is_on_disk = false;
   // Its gradient was leased ahead, and nobody has said since that it is there.
-  bool is_gradient_unsure = false;
+  bool is_gradient_unsure : 1 = false;
   // Its row of the shard table says so: the value is leased without a request.
-  bool is_published = false;
+  bool is_published : 1 = false;
 
   std::string_view name() const { return label.name(); }
   ShardSpec spec() const {
