@@ -1,9 +1,10 @@
 """What checksums cost: steps with them beside steps of a build without, a cache for a quarter.
 
-There is no setting that turns checksums off. The other build differs in one file (see
-MEMD_WITHOUT_CHECKSUMS in native/CMakeLists.txt), is made here under build/nochecksums, and runs in
-the daemons of this program alone: neither build takes the other's volumes for whole. Rounds
-alternate, each run a process with a private daemon of its own, as in bench_durability.py.
+There is no setting that turns checksums off. Two builds of the same sources are made here, under
+build/checksums and build/nochecksums, which differ in one file (see MEMD_WITHOUT_CHECKSUMS in
+native/CMakeLists.txt) and run in the daemons of this program alone: neither takes the other's
+volumes for whole. Rounds alternate, each run a process with a private daemon of its own, as in
+bench_durability.py.
 
 Run: python tests/bench/bench_checksums.py [--rounds 5] [--params 30M] [--steps 10]
      [--durability step] [--json FILE]
@@ -29,8 +30,6 @@ from memd.demo.quantities import parse_count
 from report import ratio, seconds, write_report
 
 ROOT = Path(__file__).parents[2]
-BUILD = ROOT / "build" / "nochecksums"
-SITE = BUILD / "site"
 STEPS_LEFT_OUT = 3  # as in bench_durability.py
 # In front of the finder of an editable installation, which knows one build alone.
 SITECUSTOMIZE = '''"""memd_native._core of another build: see tests/bench/bench_checksums.py."""
@@ -50,19 +49,25 @@ class OtherBuild:
 
 sys.meta_path.insert(0, OtherBuild)
 '''
-HASHED = ("with", "without")
+BUILDS = {
+    "with": ROOT / "build" / "checksums",
+    "without": ROOT / "build" / "nochecksums",
+}
+HASHED = tuple(BUILDS)
 
 
-def make_build() -> None:
+def make_build(hashed: str) -> None:
     """Of the sources as they are; a second time it costs a second."""
-    configure = ["cmake", "-S", "native", "-B", str(BUILD), "-DCMAKE_BUILD_TYPE=Release"]
-    configure += ["-DMEMD_WITHOUT_CHECKSUMS=ON", f"-DPython_EXECUTABLE={sys.executable}"]
+    build, site = BUILDS[hashed], BUILDS[hashed] / "site"
+    without = "OFF" if hashed == "with" else "ON"
+    configure = ["cmake", "-S", "native", "-B", str(build), "-DCMAKE_BUILD_TYPE=Release"]
+    configure += [f"-DMEMD_WITHOUT_CHECKSUMS={without}", f"-DPython_EXECUTABLE={sys.executable}"]
     if shutil.which("ninja"):
         configure += ["-G", "Ninja"]
     commands = [
         configure,
-        ["cmake", "--build", str(BUILD), "-j", "2"],
-        ["cmake", "--install", str(BUILD), "--component", "python", "--prefix", str(SITE)],
+        ["cmake", "--build", str(build), "-j", "2"],
+        ["cmake", "--install", str(build), "--component", "python", "--prefix", str(site)],
     ]
     for command in commands:
         done = subprocess.run(
@@ -75,13 +80,11 @@ def make_build() -> None:
         )
         if done.returncode:
             raise SystemExit(f"{' '.join(command)}:\n{done.stdout}")
-    (SITE / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    (site / "sitecustomize.py").write_text(SITECUSTOMIZE)
 
 
 def environment(hashed: str) -> dict[str, str]:
-    if hashed == "with":
-        return dict(os.environ)
-    return {**os.environ, "PYTHONPATH": str(SITE)}
+    return {**os.environ, "PYTHONPATH": str(BUILDS[hashed] / "site")}
 
 
 def check_builds() -> None:
@@ -128,7 +131,8 @@ def main() -> None:
     if arguments.steps <= STEPS_LEFT_OUT or arguments.rounds < 1:
         parser.error(f"at least one round of more than {STEPS_LEFT_OUT} steps is needed")
     machine = describe_machine()
-    make_build()
+    for hashed in HASHED:
+        make_build(hashed)
     check_builds()
     runs: dict[str, list[dict[str, Any]]] = {hashed: [] for hashed in HASHED}
     for number in range(arguments.rounds):

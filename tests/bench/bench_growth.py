@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,9 +113,18 @@ class Stopwatch:
         return done
 
 
-def declare(server: memd_native.Server, session_id: int, kind: str, count: int) -> list[int]:
-    """Ids. What Python holds meanwhile is gone when this returns."""
-    specs = [
+def declare(
+    server: memd_native.Server, session_id: int, kind: str, specs: list[memd_native.ShardSpec]
+) -> list[int]:
+    """Ids."""
+    if kind == "blobs":
+        return [server.declare(session_id, [spec])[0][0].shard_id for spec in specs]
+    infos, _ = server.declare(session_id, specs)
+    return [info.shard_id for info in infos]
+
+
+def specs_of(kind: str, count: int) -> list[memd_native.ShardSpec]:
+    return [
         memd_native.ShardSpec(
             name=f"layers.{number // 10}.linear{number % 10}.weight",
             kind=types_pb2.SHARD_KIND_BLOB if kind == "blobs" else types_pb2.SHARD_KIND_PARAMETER,
@@ -124,10 +134,6 @@ def declare(server: memd_native.Server, session_id: int, kind: str, count: int) 
         )
         for number in range(count)
     ]
-    if kind == "blobs":
-        return [server.declare(session_id, [spec])[0][0].shard_id for spec in specs]
-    infos, _ = server.declare(session_id, specs)
-    return [info.shard_id for info in infos]
 
 
 def connect(server: memd_native.Server, grant: Any, theirs: socket.socket) -> Any:
@@ -184,9 +190,11 @@ def run_child(kind: str, count: int, folder: Path) -> None:
     watch = Stopwatch()
     job = server.open_job("growth", uid=os.getuid())
     grant = server.attach(job.job_id)
-    declare(server, grant.session_id, kind, 1)  # what only the first one costs
+    declare(server, grant.session_id, kind, specs_of(kind, 1))  # what only the first one costs
     heap_before, shared_before = heap_bytes(), shared_bytes("memd-")
-    ids = watch.time("declare", lambda: declare(server, grant.session_id, kind, count))
+    specs = specs_of(kind, count)
+    ids = watch.time("declare", partial(declare, server, grant.session_id, kind, specs))
+    del specs
     # Of Python's, what is left is the list of ids.
     ids_bytes = sys.getsizeof(ids) + 32 * count
     heap_declared = heap_bytes() - ids_bytes

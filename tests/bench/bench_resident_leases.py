@@ -153,14 +153,16 @@ def measure(plan: Plan, step_count: int) -> dict[str, float]:
             leases_after = session.statistics()
         del disk
     lease_count = leases_after.lease_count - leases.lease_count
-    resident = leases_after.lease_resident_count - leases.lease_resident_count
+    missed = lease_count - (leases_after.lease_resident_count - leases.lease_resident_count)
+    # A gradient's slot is no shard that may be away: each miss counts against values alone.
+    value_count = lease_count - leases_after.parameter_count * step_count
     reasons = leases_after.lease_wait_reason_seconds
     return {
         "forward_seconds": forward_seconds(plan, pause),
         "disk_seconds": disk_seconds,
         "bytes_per_step": (sum(after) - sum(before)) / step_count,
         "leases_per_step": lease_count / step_count,
-        "resident": resident / lease_count,
+        "resident": 1 - missed / value_count,
         **{
             f"waited_{reason}_seconds": (reasons[reason] - leases.lease_wait_reason_seconds[reason])
             / step_count

@@ -139,22 +139,30 @@ void give_back(World& world, uint32_t client, uint32_t pin) {
   });
 }
 
-/// As ClientSession::lease_resident() does it.
-std::optional<ShardPlace> lease_rightly(World& world, uint32_t client, uint32_t shard) {
+/// As ClientSession::lease_resident() does it, with these words and this call.
+std::optional<ShardPlace> pin(World& world,
+                              uint32_t client,
+                              uint32_t shard,
+                              const Word<uint32_t>& requests_only,
+                              uint64_t after_call) {
   SessionWords& words = world.sessions[client];
   const PinWords<Word> pins{.counters = words.pins.data(),
                             .counter_count = kCounters,
                             .release_wanted = words.release_wanted,
-                            .requests_only = words.requests_only,
+                            .requests_only = requests_only,
                             .resident_call = words.resident_call,
                             .tag = kFirstTag + client,
-                            .after_call = world.after_call[client]};
+                            .after_call = after_call};
   return pin_resident(
       world.rows[shard],
       pins,
       [](uint32_t) { return true; },
       [](uint32_t) {},
       [&] { effect([&] { world.doorbell = true; }); });
+}
+
+std::optional<ShardPlace> lease_rightly(World& world, uint32_t client, uint32_t shard) {
+  return pin(world, client, shard, world.sessions[client].requests_only, world.after_call[client]);
 }
 
 ShardPlace place_in(const BasicShardRow<Word>& row, uint32_t pin) {
@@ -210,40 +218,12 @@ std::optional<ShardPlace> no_third_look(World& world, uint32_t client, uint32_t 
 }
 
 std::optional<ShardPlace> no_look_at_the_call(World& world, uint32_t client, uint32_t shard) {
-  SessionWords& words = world.sessions[client];
-  const PinWords<Word> pins{.counters = words.pins.data(),
-                            .counter_count = kCounters,
-                            .release_wanted = words.release_wanted,
-                            .requests_only = words.requests_only,
-                            .resident_call = words.resident_call,
-                            .tag = kFirstTag + client,
-                            .after_call = 0};
-  return pin_resident(
-      world.rows[shard],
-      pins,
-      [](uint32_t) { return true; },
-      [](uint32_t) {},
-      [&] { effect([&] { world.doorbell = true; }); });
+  return pin(world, client, shard, world.sessions[client].requests_only, 0);
 }
 
 /// Where the daemon ends the session it looks at its pins no more.
 std::optional<ShardPlace> no_look_at_requests_only(World& world, uint32_t client, uint32_t shard) {
-  SessionWords& words = world.sessions[client];
-  Word<uint32_t> never;
-  never.set(0);
-  const PinWords<Word> pins{.counters = words.pins.data(),
-                            .counter_count = kCounters,
-                            .release_wanted = words.release_wanted,
-                            .requests_only = never,
-                            .resident_call = words.resident_call,
-                            .tag = kFirstTag + client,
-                            .after_call = 0};
-  return pin_resident(
-      world.rows[shard],
-      pins,
-      [](uint32_t) { return true; },
-      [](uint32_t) {},
-      [&] { effect([&] { world.doorbell = true; }); });
+  return pin(world, client, shard, Word<uint32_t>(0), 0);
 }
 
 /// The step may be accepted between the last look at the row and this one.
