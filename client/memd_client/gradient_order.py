@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch.autograd import Variable
 
-from memd_native import MODE_OVERWRITE, PART_GRADIENT
-
 if TYPE_CHECKING:
     from memd_client.leases import Shard
 
@@ -37,7 +35,7 @@ class Slot(Protocol):
 class Asking(Protocol):
     """What it needs of `memd_native.ClientSession`."""
 
-    def ask_ahead(self, shard_id: int, part: int, mode: int) -> None: ...
+    def ask_ahead(self, shard_id: int) -> None: ...
     def forget_asked(self) -> bool: ...
 
 
@@ -91,7 +89,7 @@ class GradientOrder:
                 if total_bytes > _AHEAD_BYTES:
                     return
                 if position >= self._end and not slot.present:
-                    self._plane.ask_ahead(slot.shard.shard_id, PART_GRADIENT, MODE_OVERWRITE)
+                    self._plane.ask_ahead(slot.shard.shard_id)
                     self._has_asked = True
             self._end = max(self._end, position + 1)
 

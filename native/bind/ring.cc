@@ -292,18 +292,11 @@ void bind_ring(nb::module_& module) {
            "dtype"_a,
            "shape"_a,
            "The same for reading a value, where that takes no request; otherwise None.")
-      .def(
-          "ask_ahead",
-          [](ClientSession& self, uint32_t shard_id, uint8_t part, uint8_t mode) {
-            self.ask_ahead({.shard_id = shard_id,
-                            .part = static_cast<Part>(part),
-                            .mode = static_cast<LeaseMode>(mode)});
-          },
-          "shard_id"_a,
-          "part"_a,
-          "mode"_a,
-          "Asks for a lease that `lease` is called for soon, so that the answer is there by then; "
-          "returns at once and may do nothing.")
+      .def("ask_ahead",
+           &ClientSession::ask_ahead,
+           "shard_id"_a,
+           "Asks for the slot of a gradient that there is none of yet, so that the answer is there "
+           "when `lease_together` is called to overwrite it; returns at once and may do nothing.")
       .def("forget_asked",
            &ClientSession::forget_asked,
            "Gives back what was asked for ahead and not leased; whether there was any.")

@@ -556,31 +556,35 @@ Result<LeasedBytes> ClientSession::finish(const WantedLease& wanted, Asked& aske
   return lease;
 }
 
-void ClientSession::ask_ahead(const WantedLease& wanted) {
+void ClientSession::ask_ahead(uint32_t shard_id) {
   if (!refuse_if_unusable().is_ok()) return;
   const std::lock_guard lock(mutex_);
   // lease() asks where this does not, and says what is wrong.
   if (is_suspended_ || ahead_.size() == kAheadMax || !has_places(1)) return;
   for (const auto& ahead : ahead_) {
-    if (ahead->wanted.shard_id == wanted.shard_id && ahead->wanted.part == wanted.part) return;
+    if (ahead->shard_id == shard_id) return;
   }
   auto ahead = std::make_unique<Ahead>();
-  ahead->wanted = wanted;
+  ahead->shard_id = shard_id;
   ahead->after_call = after_call_.load(std::memory_order_relaxed);
-  Request asked = request(wanted, kAheadTimeoutNs, &ahead->asked);
+  Request asked =
+      request({.shard_id = shard_id, .part = Part::gradient, .mode = LeaseMode::overwrite},
+              kAheadTimeoutNs,
+              &ahead->asked);
   asked.is_ahead = 1;
   MEMD_CHECK(submit({&asked, 1}).is_ok());  // there is a place for it
   ahead_.push_back(std::move(ahead));
 }
 
 bool ClientSession::take_ahead(const WantedLease& wanted, Asked* asked) {
+  if (wanted.part != Part::gradient) return false;
   const auto found = std::find_if(ahead_.begin(), ahead_.end(), [&](const auto& ahead) {
-    return ahead->wanted.shard_id == wanted.shard_id && ahead->wanted.part == wanted.part;
+    return ahead->shard_id == wanted.shard_id;
   });
   if (found == ahead_.end()) return false;
   const auto ahead = std::move(*found);
   ahead_.erase(found);
-  if (ahead->wanted.mode != wanted.mode ||
+  if (wanted.mode != LeaseMode::overwrite ||
       ahead->after_call != after_call_.load(std::memory_order_relaxed)) {
     // A writer of the same bytes would wait for itself.
     forget_told(*ahead);
@@ -616,7 +620,7 @@ bool ClientSession::forget_asked() {
 void ClientSession::forget_told(Ahead& ahead) {
   forget(ahead.asked);
   // Without a place for the hint its slot is taken until its next step, and nothing else.
-  [[maybe_unused]] const Status status = send_hint(Opcode::gradient_unused, ahead.wanted.shard_id);
+  [[maybe_unused]] const Status status = send_hint(Opcode::gradient_unused, ahead.shard_id);
 }
 
 void ClientSession::release(const LeasedBytes& lease) noexcept {

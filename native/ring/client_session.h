@@ -89,10 +89,9 @@ class ClientSession {
                                                   StallPhase phase);
   void release(const LeasedBytes& lease) noexcept;
   /// Asks for the slot of a gradient that there is none of yet, and that lease() is called for soon
-  /// with the same mode, so that the answer is there by then: returns at once, and does nothing
-  /// where this cannot be asked now. What comes of it, an error too, is of no consequence before
-  /// lease() of the same.
-  void ask_ahead(const WantedLease& wanted);
+  /// to overwrite it, so that the answer is there by then: returns at once, and does nothing where
+  /// this cannot be asked now. What comes of it, an error too, is of no consequence before that.
+  void ask_ahead(uint32_t shard_id);
   /// Nobody leases what was asked for ahead: pins that were granted for it are given back. Whether
   /// there was any.
   bool forget_asked();
@@ -145,9 +144,9 @@ class ClientSession {
     Status status;  // why it is not in the ring, or has no answer
     bool is_ahead = false;
   };
-  /// A lease that was asked for and that nobody waits for yet.
+  /// A lease of a gradient that was asked for and that nobody waits for yet.
   struct Ahead {
-    WantedLease wanted;
+    uint32_t shard_id = 0;
     uint64_t after_call = 0;
     Asked asked;
   };

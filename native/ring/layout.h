@@ -132,8 +132,7 @@ struct SessionHeader {
   // Server: rings the doorbell once use_tail is here; 0: never. The client's thread that rings puts
   // 0 there first.
   alignas(64) std::atomic<uint64_t> use_wanted;
-  // Client: what its threads waited for. In what was left of the first page: a client or daemon
-  // that knows nothing of it leaves zeros there, and nothing else has moved.
+  // Client: what its threads waited for.
   alignas(64) StallBoard stalls;
 };
 

@@ -79,7 +79,7 @@ EarlyUpdates::Begin EarlyUpdates::check(const Job& job, const Bucket& bucket) co
 
 // N of a tile in memory alone cannot be returned to. And where commits are in memory, a tile that
 // would stay there is written by no step: made ahead of it it would be, every time.
-bool EarlyUpdates::is_left_to_the_step(const Job& job, const Bucket& bucket, size_t tile) const {
+bool EarlyUpdates::is_left_to_the_step(Job& job, const Bucket& bucket, size_t tile) const {
   const uint64_t key = job.tile_key(bucket.value->owner, tile);
   if (job.dirty_tiles.contains(key) || !bucket.value->replicas[tile].extent.exists()) return true;
   if (!job.durability.is_in_memory()) return false;

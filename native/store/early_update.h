@@ -56,7 +56,7 @@ class EarlyUpdates {
   enum class Begin : uint8_t { now, later, never };
   Begin check(const Job& job, const Bucket& bucket) const;
   static const Session* session_of(const Job& job, const Bucket& bucket);
-  bool is_left_to_the_step(const Job& job, const Bucket& bucket, size_t tile) const;
+  bool is_left_to_the_step(Job& job, const Bucket& bucket, size_t tile) const;
   static bool has_quota(const Job& job, const Bucket& bucket, size_t tile);
   std::shared_ptr<EarlyBucket> begin(Job& job, Bucket& bucket, const Session& session);
   void begin_tile(Job& job, Bucket& bucket, const std::shared_ptr<EarlyBucket>& early, size_t tile);

@@ -170,8 +170,8 @@ std::optional<uint64_t> TileTasks::allocate_private(Job& job, uint64_t bytes) {
 
 // State stays in memory where there is room: for a trace that repeats, a fixed part that stays
 // beats a least recently used one, which would be evicted just before its next use.
-uint64_t TileTasks::kept_bytes(const Job& job) const {
-  const auto found = queues_.find(const_cast<Job*>(&job));
+uint64_t TileTasks::kept_bytes(Job& job) const {
+  const auto found = queues_.find(&job);
   const uint64_t in_flight_bytes = found == queues_.end() ? 0 : found->second.running_bytes;
   return job.memory->private_side().used_bytes() - in_flight_bytes;
 }

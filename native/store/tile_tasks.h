@@ -91,7 +91,7 @@ class TileTasks {
   void advance();
   void forget(Job* job) { queues_.erase(job); }
   /// Of the job's private side, what no task works in: what stays.
-  uint64_t kept_bytes(const Job& job) const;
+  uint64_t kept_bytes(Job& job) const;
 
  private:
   struct Running;

@@ -65,7 +65,6 @@ def cases() -> list[Case]:
 class Outcome:
     # Reports of `memd bench train --json`, one for each round.
     reports: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    not_run: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     rounds: int = 0  # that are whole
 
@@ -89,16 +88,14 @@ def measure(arguments: argparse.Namespace, chosen: Sequence[Case]) -> Outcome:
             break
         first = number % len(chosen)
         for case in (*chosen[first:], *chosen[:first]):
-            if case.name in outcome.not_run | outcome.failed:
+            if case.name in outcome.failed:
                 continue
             print(f"round {number + 1}: {case.name}", file=sys.stderr, flush=True)
             done = run_case(case, arguments)
             if done.returncode == 0:
                 outcome.reports[case.name].append(json.loads(done.stdout))
                 continue
-            said = "\n".join(done.stderr.splitlines()[-LAST_LINES:])
-            is_not_yet = "comes in a later version" in said
-            (outcome.not_run if is_not_yet else outcome.failed)[case.name] = said
+            outcome.failed[case.name] = "\n".join(done.stderr.splitlines()[-LAST_LINES:])
         outcome.rounds = number + 1
         longest_s = max(longest_s, time.monotonic() - round_began)
     return outcome
@@ -157,18 +154,15 @@ def main() -> None:
             for figure in figures_of_case(name, reports)
         ],
         details={
-            "not_run": outcome.not_run,
             "failed": outcome.failed,
             "settings": {
                 name: reports[0]["settings"] for name, reports in outcome.reports.items() if reports
             },
         },
     )
-    for name, reason in outcome.not_run.items():
-        print(f"not run: {name}: {reason}", file=sys.stderr)
     for name, reason in outcome.failed.items():
         print(f"failed: {name}: {reason}", file=sys.stderr)
-    if outcome.failed or (arguments.only and outcome.not_run):
+    if outcome.failed:
         raise SystemExit(1)
 
 

@@ -99,7 +99,6 @@ def train_plain(step_count: int) -> Trained:
 
 
 def train_with_memd(way: Way, step_count: int, folder: Path) -> Trained:
-    """Raises memd_client.NotYet where this version has no such way."""
     pool = sizes.host_pool(
         SHAPE.parameter_count,
         gradient_element_bytes=4,

@@ -84,10 +84,6 @@ class RingTest : public testing::Test {
     ASSERT_TRUE(ring_.publish(completion, Status::ok()));
   }
 
-  static WantedLease gradient_of(uint32_t shard_id) {
-    return {.shard_id = shard_id, .part = Part::gradient, .mode = LeaseMode::overwrite};
-  }
-
   ServerRing ring_;
   SharedMemory table_;
   SharedMemory raw_;
@@ -715,8 +711,8 @@ TEST_F(RingTest, a_lease_granted_after_its_client_gave_up_is_given_back) {
 }
 
 TEST_F(RingTest, what_was_asked_ahead_is_leased_without_another_request) {
-  client_->ask_ahead(gradient_of(3));
-  client_->ask_ahead(gradient_of(3));  // asked for already
+  client_->ask_ahead(3);
+  client_->ask_ahead(3);  // asked for already
   const Request request = next_request();
   EXPECT_EQ(request.shard_id, 3u);
   EXPECT_EQ(request.is_ahead, 1u);
@@ -737,7 +733,7 @@ TEST_F(RingTest, what_was_asked_ahead_is_leased_without_another_request) {
 }
 
 TEST_F(RingTest, who_comes_before_the_answer_to_what_was_asked_ahead_waits_for_that) {
-  client_->ask_ahead(gradient_of(3));
+  client_->ask_ahead(3);
   const Request request = next_request();
   std::thread client([&] {
     const auto lease = client_->lease(3, Part::gradient, LeaseMode::overwrite, 10 * kSecond);
@@ -751,8 +747,8 @@ TEST_F(RingTest, who_comes_before_the_answer_to_what_was_asked_ahead_waits_for_t
 }
 
 TEST_F(RingTest, what_was_asked_ahead_and_is_not_wanted_is_given_back) {
-  client_->ask_ahead(gradient_of(1));  // granted before
-  client_->ask_ahead(gradient_of(2));  // granted after
+  client_->ask_ahead(1);  // granted before
+  client_->ask_ahead(2);  // granted after
   grant(next_request(), 5);
   const Request late = next_request();
   EXPECT_EQ(ring_.pins(5), kWriterPin);
@@ -774,7 +770,7 @@ TEST_F(RingTest, what_was_asked_ahead_and_is_not_wanted_is_given_back) {
 }
 
 TEST_F(RingTest, what_was_asked_ahead_is_no_answer_to_another_lease_of_the_shard) {
-  client_->ask_ahead(gradient_of(1));
+  client_->ask_ahead(1);
   grant(next_request(), 5);
   std::thread client([&] {
     const auto lease = client_->lease(1, Part::gradient, LeaseMode::write, 10 * kSecond);
@@ -790,7 +786,7 @@ TEST_F(RingTest, what_was_asked_ahead_is_no_answer_to_another_lease_of_the_shard
 }
 
 TEST_F(RingTest, an_error_of_what_was_asked_ahead_is_asked_for_again) {
-  client_->ask_ahead(gradient_of(1));
+  client_->ask_ahead(1);
   Completion completion{};
   completion.request_id = next_request().request_id;
   ring_.publish(completion, error(StatusCode::capacity, "no room then"));
@@ -803,7 +799,7 @@ TEST_F(RingTest, an_error_of_what_was_asked_ahead_is_asked_for_again) {
 }
 
 TEST_F(RingTest, a_lease_without_room_gets_what_was_asked_ahead) {
-  client_->ask_ahead(gradient_of(1));
+  client_->ask_ahead(1);
   grant(next_request(), 5);
   std::thread client([&] {
     const auto lease = client_->lease(2, Part::value, LeaseMode::write, 10 * kSecond);
@@ -827,12 +823,12 @@ TEST_F(RingTest, a_lease_without_room_gets_what_was_asked_ahead) {
 }
 
 TEST_F(RingTest, what_was_asked_of_one_daemon_is_not_leased_from_the_next) {
-  client_->ask_ahead(gradient_of(1));
-  client_->ask_ahead(gradient_of(2));
+  client_->ask_ahead(1);
+  client_->ask_ahead(2);
   grant(next_request(), 5);
   client_->suspend();
   EXPECT_EQ(ring_.pins(5), 0u);
-  client_->ask_ahead(gradient_of(3));  // of nobody
+  client_->ask_ahead(3);  // of nobody
   client_->reconnect(OwnedFd());
   EXPECT_EQ(next_request().shard_id, 2u);
   EXPECT_FALSE(ring_.poll().has_value());

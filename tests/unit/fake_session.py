@@ -297,7 +297,7 @@ class FakeDaemon:
     def lease_resident(self, shard_id: int, dtype: int, shape: tuple[int, ...]) -> None:
         """Every lease is a request."""
 
-    def ask_ahead(self, shard_id: int, part: int, mode: int) -> None:
+    def ask_ahead(self, shard_id: int) -> None:
         """What is asked for ahead is leased by request all the same."""
 
     def forget_asked(self) -> bool:

@@ -225,11 +225,6 @@ def test_a_contestant_that_hangs_is_ended() -> None:
         run("import time; time.sleep(600)", timeout_s=0.5)
 
 
-def test_what_is_not_there_yet_is_no_failure() -> None:
-    watched = run('print(\'{"event": "not-yet", "reason": "later"}\')')
-    assert watched.not_yet == "later"
-
-
 def test_a_process_counts_its_own_memory_and_bytes() -> None:
     assert os.getpid() in set(family(os.getpid()))
     rollup = Path("/proc/self/smaps_rollup").read_text()

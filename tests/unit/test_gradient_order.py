@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from memd_client.gradient_order import GradientOrder
-from memd_client.leases import MODE_OVERWRITE, Shard
-from memd_native import PART_GRADIENT
+from memd_client.leases import Shard
 from memd_proto.v1 import types_pb2
 
 
@@ -34,8 +33,7 @@ class Backward:
         for shard_id, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(lambda _, i=shard_id: self._came(i))
 
-    def ask_ahead(self, shard_id: int, part: int, mode: int) -> None:
-        assert (part, mode) == (PART_GRADIENT, MODE_OVERWRITE)
+    def ask_ahead(self, shard_id: int) -> None:
         assert not self.slots[shard_id].present, "a step could take it while it is leased"
         self.asked.append(shard_id)
         self.outstanding.add(shard_id)

@@ -145,9 +145,9 @@ class ClientSession:
         The same for reading a value, where that takes no request; otherwise None.
         """
 
-    def ask_ahead(self, shard_id: int, part: int, mode: int) -> None:
+    def ask_ahead(self, shard_id: int) -> None:
         """
-        Asks for a lease that `lease` is called for soon, so that the answer is there by then; returns at once and may do nothing.
+        Asks for the slot of a gradient that there is none of yet, so that the answer is there when `lease_together` is called to overwrite it; returns at once and may do nothing.
         """
 
     def forget_asked(self) -> bool:

@@ -6,8 +6,7 @@ tokens and settings of AdamW, and none clips.
 
 Prints JSON lines, and nothing else on stdout: {"event": "ready"} when setting up is over, {"event":
 "step", "loss": …} after each step, {"event": "mark", "name": "begin" | "end"} around those that
-count, and {"event": "done"}; `time` in each is time.monotonic(). What this version of memd does not
-have yet ends it with {"event": "not-yet"}.
+count, and {"event": "done"}; `time` in each is time.monotonic().
 """
 
 from __future__ import annotations
@@ -283,12 +282,8 @@ def main() -> None:
     keep_to_processors(arguments.threads)
     torch.set_num_threads(arguments.threads)
     tell = Teller()
-    try:
-        with ExitStack() as cleanup:
-            run(arguments, tell, cleanup)
-    except NotImplementedError as error:
-        # memd_client.NotYet, without the client where a peer runs: the comparison leaves it out.
-        tell("not-yet", reason=str(error))
+    with ExitStack() as cleanup:
+        run(arguments, tell, cleanup)
     if arguments.contestant.startswith("deepspeed"):
         # Its threads and process group do not always let the interpreter end.
         sys.stderr.flush()

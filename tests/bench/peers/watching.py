@@ -143,12 +143,6 @@ class Watched:
         return found
 
     @property
-    def not_yet(self) -> str:
-        """Why this version of memd cannot run it; empty where it ran."""
-        reasons = self.all("not-yet")
-        return reasons[0]["reason"] if reasons else ""
-
-    @property
     def losses(self) -> list[float]:
         return [step["loss"] for step in self.all("step")]
 
@@ -255,7 +249,7 @@ def watch(
             status = process.wait()
             late.cancel()
         watched.memory = sampler.samples
-        if status != 0 or not (watched.all("done") or watched.not_yet):
+        if status != 0 or not watched.all("done"):
             said.seek(0)
             last_words = "\n".join(said.read().splitlines()[-LAST_LINES:])
             raise ContestantFailed(f"exit status {status}:\n{last_words}")
