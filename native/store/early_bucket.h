@@ -27,12 +27,16 @@ struct EarlyTile {
 /// Owned by its Job; changed on the server thread only. N stays what it is: this takes its place
 /// when the step is closed with just these settings and gradients, or goes.
 struct EarlyBucket {
+  Entry* value = nullptr;
   uint64_t session_id = 0;
   /// Of the bucket's shards, in their order: what it was made with.
   std::vector<AdamSettings> settings;
   std::vector<uint64_t> generations;
-  /// Where the new value will be published, if there was room; no lease shows it before.
+  /// Where the new value will be published, if there was room; no lease shows it before. While it
+  /// is there `value` stays in the policy's order, resident or not.
   std::unique_ptr<Slot> shadow;
+  /// It was N's: of tiles that were not begun N's bytes are there still.
+  bool is_in_place = false;
   /// By tile; nothing: not made, the step does it.
   std::vector<std::optional<EarlyTile>> tiles;
   size_t tile_next = 0;    // those before it were begun, or are left to the step

@@ -136,6 +136,7 @@ void EarlyUpdates::advance(Job& job) {
 
 std::shared_ptr<EarlyBucket> EarlyUpdates::begin(Job& job, Bucket& bucket, const Session& session) {
   auto early = std::make_shared<EarlyBucket>();
+  early->value = bucket.value;
   early->session_id = session.session_id;
   early->tiles.resize(bucket.tile_count());
   for (const uint32_t id : bucket.shards) {
@@ -146,6 +147,18 @@ std::shared_ptr<EarlyBucket> EarlyUpdates::begin(Job& job, Bucket& bucket, const
   return early;
 }
 
+// N's own where nobody holds it: it is on disk, and with all of its gradients final backward has no
+// use for it any more. Whoever wants it before the step has it fetched.
+void EarlyUpdates::find_slot(Job& job, EarlyBucket& early) {
+  Entry& value = *early.value;
+  if (value.residency() == Residency::clean && value.has_replica()) {
+    early.shadow = job.take_slot(value);
+    early.is_in_place = early.shadow != nullptr;
+  }
+  if (early.shadow == nullptr) early.shadow = job.make_slot(value.bytes, value.shard_count);
+  if (early.shadow != nullptr) job.policy.used(value.id, EvictionPrice::clean);
+}
+
 void EarlyUpdates::begin_tile(Job& job,
                               Bucket& bucket,
                               const std::shared_ptr<EarlyBucket>& early,
@@ -153,7 +166,7 @@ void EarlyUpdates::begin_tile(Job& job,
   Entry& value = *bucket.value;
   if (early->begun_count == 0) {
     MEMD_FAILPOINT("early.begun");
-    early->shadow = job.make_slot(value.bytes, value.shard_count);
+    find_slot(job, *early);
   }
   std::vector<TileSpan> spans;
   for (size_t i = 0; i < bucket.shards.size(); ++i) {
@@ -166,6 +179,7 @@ void EarlyUpdates::begin_tile(Job& job,
   task.bucket = &bucket;
   task.reads_value = true;
   task.value_in_arena = value.residency() == Residency::clean;
+  task.value_in_shadow = !task.value_in_arena && early->shadow != nullptr && early->is_in_place;
   task.writes_value = true;
   task.reads_rest = true;
   task.writes_rest = true;
@@ -286,18 +300,24 @@ void EarlyUpdates::forget(Job& job) {
   job.early.final_counts.clear();
 }
 
-// Buckets are in the order of declaration, which is about that of the forward: the last of them is
-// needed last.
-bool EarlyUpdates::free_shadow(Job& job) {
-  for (auto it = job.early.by_bucket.rbegin(); it != job.early.by_bucket.rend(); ++it) {
-    EarlyBucket& early = *it->second;
-    if (early.shadow == nullptr || early.running_count != 0) continue;
-    job.free_slot(std::move(early.shadow));
-    return true;
-  }
-  return false;
+const Slot* EarlyUpdates::slot_to_spare(const Job& job, const Entry& value) {
+  const Slot* const slot = job.early_slot(value);
+  if (slot == nullptr) return nullptr;
+  // A worker may still write there.
+  return job.early.by_bucket.at(value.owner)->running_count == 0 ? slot : nullptr;
 }
 
+void EarlyUpdates::free_slot(Job& job, const Entry& value) {
+  free_slot(job, *job.early.by_bucket.at(value.owner));
+}
+
+void EarlyUpdates::free_slot(Job& job, EarlyBucket& early) {
+  job.free_slot(std::move(early.shadow));
+  if (!early.value->is_resident()) job.policy.forget(early.value->id);
+}
+
+// Buckets are in the order of declaration, which is about that of the forward: the last of them is
+// needed last.
 bool EarlyUpdates::free_extents(Job& job) {
   for (auto it = job.early.by_bucket.rbegin(); it != job.early.by_bucket.rend(); ++it) {
     const EarlyBucket& early = *it->second;
@@ -323,7 +343,7 @@ void EarlyUpdates::release(Job& job, EarlyBucket& early) {
     if (tile) release_tile(job, *std::exchange(tile, std::nullopt));
   }
   // A worker may still write there.
-  if (early.running_count == 0 && early.shadow != nullptr) job.free_slot(std::move(early.shadow));
+  if (early.running_count == 0 && early.shadow != nullptr) free_slot(job, early);
 }
 
 }  // namespace memd

@@ -49,8 +49,11 @@ class EarlyUpdates {
   void forget(Job& job);
   /// Discards one bucket whose tiles take disk that somebody else needs; false where there is none.
   bool free_extents(Job& job);
-  /// Frees one slot that nobody leases; false where there is none.
-  static bool free_shadow(Job& job);
+  /// Where a parameter's value as of the step to come is, which nobody leases, if it may go: the
+  /// step's session has it fetched then.
+  static const Slot* slot_to_spare(const Job& job, const Entry& value);
+  /// That one.
+  static void free_slot(Job& job, const Entry& value);
 
  private:
   enum class Begin : uint8_t { now, later, never };
@@ -60,6 +63,8 @@ class EarlyUpdates {
   static bool has_quota(const Job& job, const Bucket& bucket, size_t tile);
   std::shared_ptr<EarlyBucket> begin(Job& job, Bucket& bucket, const Session& session);
   void begin_tile(Job& job, Bucket& bucket, const std::shared_ptr<EarlyBucket>& early, size_t tile);
+  static void find_slot(Job& job, EarlyBucket& early);
+  static void free_slot(Job& job, EarlyBucket& early);
   void end_tile(Job& job, uint32_t bucket, EarlyBucket& early, const Status& status);
   void release_tile(Job& job, const EarlyTile& tile);
   void release(Job& job, EarlyBucket& early);

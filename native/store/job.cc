@@ -479,7 +479,7 @@ void Job::move(Entry& entry, Residency from, Residency to) {
 void Job::move_untold(Entry& entry, Residency from, Residency to) {
   entry.move(from, to);
   if (entry.is_resident() && entry.pending == nullptr) policy.used(entry.id, entry.price());
-  if (!entry.is_resident()) policy.forget(entry.id);
+  if (!entry.is_resident() && early_slot(entry) == nullptr) policy.forget(entry.id);
   if (to == Residency::absent) end_prefetch(entry);
 }
 
@@ -574,6 +574,12 @@ void Job::clear_table() {
 bool Job::take_away(const Entry& entry) {
   return take_slot_away(
       [&] { withdraw(entry); }, [&] { return is_pinned(*entry.slot); }, [&] { publish(entry); });
+}
+
+const Slot* Job::early_slot(const Entry& entry) const {
+  if (entry.kind != EntryKind::parameter) return nullptr;
+  const auto found = early.by_bucket.find(entry.owner);
+  return found == early.by_bucket.end() ? nullptr : found->second->shadow.get();
 }
 
 void Job::end_prefetch(Entry& entry, bool is_used) {
@@ -867,6 +873,14 @@ void Job::free_slot(std::unique_ptr<Slot> slot) {
   if (ledger != nullptr) ledger->note_slot(slot_record(*slot, SlotRole::none));
   memory->arena().free(slot->offset_bytes);
   pin_indexes.give_back(slot->pin_first, slot->pin_count());
+}
+
+std::unique_ptr<Slot> Job::take_slot(Entry& entry) {
+  if (!take_away(entry)) return nullptr;
+  move(entry, Residency::clean, Residency::absent);
+  // The ledger comes first: from here on these are no bytes of the entry.
+  if (ledger != nullptr) ledger->note_slot(slot_record(*entry.slot, SlotRole::made));
+  return std::move(entry.slot);
 }
 
 void Job::retire_slot(std::unique_ptr<Slot> slot) {

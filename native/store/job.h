@@ -270,6 +270,9 @@ class Job {
   /// A slot of `bytes` in the arena if there is room at this moment.
   std::unique_ptr<Slot> make_slot(uint64_t bytes, uint32_t pin_count);
   void free_slot(std::unique_ptr<Slot> slot);
+  /// The slot of a clean entry, for other bytes; the entry is absent then. nullptr where somebody
+  /// leases it.
+  std::unique_ptr<Slot> take_slot(Entry& entry);
   /// Frees the slot, or keeps it until its last lease ends.
   void retire_slot(std::unique_ptr<Slot> slot);
   void free_retired();
@@ -402,6 +405,8 @@ class Job {
   std::optional<uint64_t> half_made_piece(uint64_t key) const;
 
   EarlyBuckets early;
+  /// Where its value as of the step to come is, if anywhere.
+  const Slot* early_slot(const Entry& entry) const;
 
   std::vector<std::shared_ptr<Session>> sessions;
   uint32_t service_lease_count = 0;

@@ -429,7 +429,6 @@ std::unique_ptr<Slot> ShardStore::make_room(Job& job,
     job.free_retired();
     if (auto slot = job.make_slot(bytes, pin_count)) return slot;
     if (job.memory->grow_arena()) continue;
-    if (EarlyUpdates::free_shadow(job)) continue;
     if (evict_for(job, bytes)) continue;
     if (job.activity_count == 0 && shrink_private(job, may_spill)) continue;
     if (may_spill) spill(job, bytes);
@@ -456,35 +455,52 @@ bool ShardStore::evict_for(Job& job,
   // There whatever goes first goes: what is taken from the front keeps small slots together.
   const bool is_tight = job.is_tight();
   bool is_enough = false;
+  const auto offer = [&](const Slot& slot, Entry* entry) {
+    candidates[slot.offset_bytes] = entry;
+    is_enough = is_tight || search.offer(slot.offset_bytes);
+    return is_enough;
+  };
+  const auto may_go = [&](const Entry& entry) {
+    if (entry.residency() != Residency::clean || entry.task_count != 0) return false;
+    if (entry.pending != nullptr || (job.is_pinned(*entry.slot) && !ignores_pins)) return false;
+    // A shard without bytes on disk has nowhere to go but away: empty tensors, and those of tier
+    // "host" once they were read.
+    return entry.has_replica();
+  };
   job.policy.in_order([&](uint32_t entry_id, uint64_t distance) {
     if (distance < distance_min) return false;
     Entry* const entry = job.entries[entry_id].get();
-    if (entry->residency() != Residency::clean || entry->task_count != 0) return true;
-    if (entry->pending != nullptr || (job.is_pinned(*entry->slot) && !ignores_pins)) return true;
-    // A shard without bytes on disk has nowhere to go but away: empty tensors, and those of tier
-    // "host" once they were read.
-    if (!entry->has_replica()) return true;
-    candidates[entry->slot->offset_bytes] = entry;
-    is_enough = is_tight || search.offer(entry->slot->offset_bytes);
-    return !is_enough;
+    if (may_go(*entry) && offer(*entry->slot, entry)) return false;
+    const Slot* const early_slot = EarlyUpdates::slot_to_spare(job, *entry);
+    return early_slot == nullptr || !offer(*early_slot, entry);
   });
   if (!is_enough) return false;
-  uint64_t evicted_bytes = 0;
-  std::vector<Entry*> victims;
-  if (is_tight) victims.push_back(candidates.begin()->second);
+  const auto is_early = [](const auto& victim) {
+    const auto& [offset_bytes, entry] = victim;
+    return entry->slot == nullptr || entry->slot->offset_bytes != offset_bytes;
+  };
+  std::vector<std::pair<uint64_t, Entry*>> victims;
+  if (is_tight) victims.push_back(*candidates.begin());
   for (const uint64_t offset_bytes : search.chosen())
-    victims.push_back(candidates.at(offset_bytes));
-  for (const Entry* const victim : victims) evicted_bytes += victim->bytes;
+    victims.emplace_back(offset_bytes, candidates.at(offset_bytes));
+  uint64_t evicted_bytes = 0;
+  for (const auto& victim : victims) evicted_bytes += victim.second->bytes;
   if (evicted_bytes > evicted_bytes_max) return false;
-  for (Entry* const victim : victims) {
+  for (const auto& victim : victims) {
+    Entry& entry = *victim.second;
+    if (is_early(victim)) {
+      job.counters.evicted_bytes += entry.bytes;
+      EarlyUpdates::free_slot(job, entry);
+      continue;
+    }
     // Who leased it without a request since we looked is seen now: whoever asks again finds it
     // pinned.
-    if (!job.take_away(*victim) && !ignores_pins) continue;
+    if (!job.take_away(entry) && !ignores_pins) continue;
     MEMD_FAILPOINT("evict.chosen");
-    job.counters.evicted_bytes += victim->bytes;
-    job.policy.look_again_at(victim->id);
-    job.move(*victim, Residency::clean, Residency::absent);
-    job.free_slot(std::move(victim->slot));
+    job.counters.evicted_bytes += entry.bytes;
+    job.policy.look_again_at(entry.id);
+    job.move(entry, Residency::clean, Residency::absent);
+    job.free_slot(std::move(entry.slot));
   }
   return true;
 }

@@ -250,9 +250,6 @@ std::unique_ptr<Slot> ShardStore::make_room_ahead(Job& job, const Entry& entry, 
   while (job.memory->grow_arena()) {
     if (auto slot = free_slot()) return slot;
   }
-  while (EarlyUpdates::free_shadow(job)) {
-    if (auto slot = free_slot()) return slot;
-  }
   const uint64_t window_bytes =
       std::min(std::max(job.period_fetched_bytes / kAheadPart,
                         job.memory->arena().capacity_bytes() / kAheadArenaPart),

@@ -848,11 +848,13 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
   if (value.bytes == 0) return;  // empty tensors only
   std::vector<bool> made_early(bucket.tile_count());
   std::unique_ptr<Slot> shadow;
+  bool was_in_place = false;
   bool is_away = false;
   if (const auto early = state->early.extract(value.owner); !early.empty()) {
     EarlyBucket& taken = *early.mapped();
     state->report->add(*taken.report);
     shadow = std::move(taken.shadow);
+    was_in_place = shadow != nullptr && taken.is_in_place;
     for (size_t tile = 0; tile < bucket.tile_count(); ++tile) {
       if (!taken.tiles[tile]) continue;
       made_early[tile] = true;
@@ -904,7 +906,7 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
       tiles_.submit(std::move(task));
       continue;
     }
-    task.value_in_arena = in_place;
+    task.value_in_arena = in_place || was_in_place;
     if (tile == 0 && is_unpublished && !is_begun) task.starting = find_slot;
     task.writes_value = true;
     task.reads_rest = true;

@@ -239,9 +239,10 @@ bool TileTasks::try_start(TileTask& task) {
     if (slot == nullptr) return static_cast<std::byte*>(nullptr);
     return job.memory->arena().at(slot->offset_bytes) + task.index * task.entry->stride_bytes;
   };
-  running->arena_source = in_arena(task.entry->slot.get());
+  running->arena_source = in_arena(task.value_in_shadow ? task.shadow : task.entry->slot.get());
   bytes.arena_value = in_arena(task.keep ? task.shadow : task.entry->slot.get());
-  running->value_from_arena = task.value_in_arena && running->arena_source != nullptr;
+  running->value_from_arena =
+      (task.value_in_arena || task.value_in_shadow) && running->arena_source != nullptr;
   running->started_ns = clock_.now_ns();
   running->task = std::move(task);
   Queue& queue = queues_[&job];

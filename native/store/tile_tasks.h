@@ -54,6 +54,8 @@ struct TileTask {
   /// and the arena's copy stay those of N, and nothing is noted. Without an error, before `done`.
   std::function<void(const EarlyTile&)> keep;
   const Slot* shadow = nullptr;  // where the value is published then, if anywhere
+  /// As `value_in_arena`, in the shadow until `work` replaces it.
+  bool value_in_shadow = false;
 
   /// Nothing, or called before the task's memory is looked for: the entry may get a slot then.
   std::function<void()> starting;

@@ -367,6 +367,33 @@ TEST_P(EarlyUpdateTest, a_daemon_that_dies_before_the_step_leaves_the_gradients_
   training.expect_equal(next, request.session_id);
 }
 
+TEST_P(EarlyUpdateTest, a_daemon_that_dies_while_tiles_are_made_leaves_n) {
+  TestKeeper keeper;
+  const HeartOptions options{.segment_count = kFloorSegments + 12, .keeper = &keeper};
+  auto heart = std::make_unique<Heart>(disk_, options);
+  Training training(*heart, GetParam());
+  training.backward();
+  training.step();
+  training.expect();
+  for (size_t i = 0; i < 3; ++i) {
+    training.write_gradient(i, 200);
+    heart->store().gradient_is_final(training.session(), training.ids()[i]);
+  }
+  // Whatever they have written of N + 1 into N's slot.
+  for (int turn = 0; turn < 3 && training.job().early.running_count == 0; ++turn) heart->turn();
+  if (!is_in_memory()) EXPECT_GT(training.job().early.running_count, 0U);
+  const StepRequest request = training.request();
+  heart->kill();
+  [[maybe_unused]] auto* const leaked = heart.release();
+  Heart next(disk_, options);
+  ASSERT_TRUE(next.loaded.is_ok()) << next.loaded.message();
+  training.expect_equal(next, request.session_id);
+  const auto [status, report] = next.step(request);
+  ASSERT_TRUE(status.is_ok()) << status.message();
+  for (size_t i = 0; i < 3; ++i) training.advance(i, 200);
+  training.expect_equal(next, request.session_id);
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Kinds,
     EarlyUpdateTest,
@@ -533,21 +560,21 @@ TEST_F(EarlyFailureTest, whoever_needs_room_in_the_arena_gets_it_before_what_is_
   training.step();
   training.expect_equal();
   training.backward();
-  const auto has_shadow = [&] {
-    const auto& made = training.job().early.by_bucket;
-    return std::ranges::any_of(made, [](const auto& it) { return it.second->shadow != nullptr; });
+  // The small bucket's is too small to help anybody.
+  const auto has_slot = [&] {
+    return training.job().early_slot(*training.job().buckets[0].value) != nullptr;
   };
-  ASSERT_TRUE(has_shadow());
-  const uint64_t evicted_before = training.job().counters.evicted_bytes;
+  ASSERT_TRUE(has_slot());
+  const uint64_t spilled_before = training.job().counters.spilled_bytes;
   std::vector<ShardSpec> specs;
   for (int i = 0; i < 48; ++i) specs.push_back(bytes_shard(concat("blob", i), 512_KiB));
   const auto blobs = heart.declare(training.session(), specs);
   for (const uint32_t blob : blobs) {
-    if (!has_shadow()) break;
-    EXPECT_EQ(training.job().counters.evicted_bytes, evicted_before);
+    if (!has_slot()) break;
+    EXPECT_EQ(training.job().counters.spilled_bytes, spilled_before);
     heart.write(training.session(), blob, pattern(512_KiB, 1));
   }
-  EXPECT_FALSE(has_shadow());
+  EXPECT_FALSE(has_slot());
   training.step();
   training.expect_equal();
   EXPECT_EQ(training.adopted(), 2 * kTiles);
@@ -574,6 +601,81 @@ TEST_F(EarlyFailureTest, hints_that_come_too_late_or_of_others_begin_nothing) {
   const Status unknown =
       heart.store().expect_step(training.session(), {{.settings = {}, .shard_ids = {77}}});
   EXPECT_EQ(unknown.code(), StatusCode::not_found) << unknown.message();
+}
+
+class EarlySlotTest : public ::testing::Test {
+ protected:
+  EarlySlotTest() {
+    training.backward();
+    training.step();
+    training.expect_equal();
+    offset_bytes = value().slot->offset_bytes;
+  }
+  const Entry& value() { return *training.job().buckets[0].value; }
+  bool shows_n(const Held& view) {
+    return std::ranges::equal(view.as<float>(), training.twins[0].theta);
+  }
+
+  Heart heart{std::make_shared<MemoryDisk>(kDiskBytes)};
+  Training training{heart, {}};
+  uint64_t offset_bytes = 0;
+};
+
+TEST_F(EarlySlotTest, a_value_takes_the_place_of_the_one_before_and_is_not_read_again) {
+  const uint64_t fetched_before = training.job().counters.fetched_bytes;
+  training.backward();
+  EXPECT_EQ(value().residency(), Residency::absent);
+  ASSERT_NE(training.job().early_slot(value()), nullptr);
+  EXPECT_EQ(training.job().early_slot(value())->offset_bytes, offset_bytes);
+  training.step();
+  EXPECT_EQ(training.adopted(), 2 * kTiles);
+  training.expect_equal();
+  EXPECT_EQ(training.job().counters.fetched_bytes, fetched_before);
+  training.expect_nothing_leaked();
+}
+
+TEST_F(EarlySlotTest, whoever_wants_the_value_of_before_has_it_fetched) {
+  training.backward();
+  const uint64_t fetched_before = training.job().counters.fetched_bytes;
+  const Held view = heart.lease(training.session(), training.ids()[0]);
+  ASSERT_TRUE(view.is_ok()) << view.status.message();
+  EXPECT_EQ(training.job().counters.fetched_bytes - fetched_before, value().bytes);
+  EXPECT_TRUE(shows_n(view));
+  const std::vector<float> n = training.twins[0].theta;
+  training.step();
+  EXPECT_TRUE(std::ranges::equal(view.as<float>(), n));
+  heart.release(view);
+  training.expect_equal();
+  training.expect_nothing_leaked();
+}
+
+TEST_F(EarlySlotTest, a_value_that_is_leased_stays_where_it_is) {
+  const Held view = heart.lease(training.session(), training.ids()[0]);
+  training.backward();
+  EXPECT_EQ(value().residency(), Residency::clean);
+  EXPECT_TRUE(shows_n(view));
+  heart.release(view);
+  training.step();
+  training.expect_equal();
+  training.expect_nothing_leaked();
+}
+
+TEST_F(EarlySlotTest, what_is_thrown_away_leaves_no_place_taken) {
+  training.backward();
+  ASSERT_TRUE(heart.store().drop_gradients(training.session(), {}).is_ok());
+  EXPECT_EQ(training.job().early_slot(value()), nullptr);
+  training.expect_equal();
+  training.expect_nothing_leaked();
+}
+
+TEST_F(EarlySlotTest, what_a_trainer_wrote_into_a_value_it_read_is_in_no_update) {
+  const Held view = heart.lease(training.session(), training.ids()[0]);
+  auto* const shown = reinterpret_cast<float*>(view.grant.data);
+  heart.release(view);
+  shown[kTileElements + 7] += 1;
+  training.backward();
+  training.step();
+  training.expect_equal();
 }
 
 }  // namespace

@@ -41,6 +41,8 @@ struct Settings {
   // arena. A trainer can write there: what is nowhere else does not stay there, and the private
   // side gets only what parameters and gradients leave.
   double moved_to_necessary_max = 1.05;
+  bool in_backward = false;  // a parameter is updated as soon as its gradient is final
+  uint64_t quota_bytes = 480_MiB;
 };
 
 uint64_t sum(const std::vector<uint64_t>& sizes) {
@@ -54,9 +56,9 @@ class Training {
   explicit Training(const Settings& settings)
       : settings_(settings),
         arena_segments_(divide_up(sum(sizes_) + 3 * sum(sizes_) / settings.cache_divisor, 2)),
-        heart_(std::make_shared<MemoryDisk>(512_MiB),
+        heart_(std::make_shared<MemoryDisk>(settings.quota_bytes + 32_MiB),
                HeartOptions{.segment_count = testing::kFloorSegments + arena_segments_}),
-        job_id_(heart_.open("job", arena_segments_, 480_MiB, settings.durability)),
+        job_id_(heart_.open("job", arena_segments_, settings.quota_bytes, settings.durability)),
         session_id_(heart_.attach(job_id_)),
         client_(heart_, session_id_),
         ids_(heart_.declare(session_id_, parameters())) {
@@ -67,6 +69,10 @@ class Training {
       heart_.release(held);
     }
     EXPECT_TRUE(heart_.sync(session_id_).is_ok());
+    if (settings.in_backward) {
+      const std::vector<StepGroup> groups{{.settings = {}, .shard_ids = ids_}};
+      EXPECT_TRUE(heart_.store().expect_step(session_id_, groups).is_ok());
+    }
   }
 
   void step() {
@@ -74,6 +80,7 @@ class Training {
     for (size_t i = ids_.size(); i-- > 0;) {
       use(ids_[i]);
       use(ids_[i], LeaseMode::overwrite, Part::gradient);
+      if (settings_.in_backward) make_early(ids_[i]);
     }
     const StepRequest request{.session_id = session_id_,
                               .groups = {{.settings = {}, .shard_ids = ids_}},
@@ -113,6 +120,13 @@ class Training {
     }
     return specs;
   }
+  void make_early(uint32_t id) {
+    heart_.store().gradient_is_final(session_id_, id);
+    if (settings_.pace != Settings::Pace::slow) return;
+    EXPECT_TRUE(heart_.until(
+        [this] { return job().early.ready.empty() && job().early.running_count == 0; }));
+    client_.settle();
+  }
   void use(uint32_t id, LeaseMode mode = LeaseMode::read, Part part = Part::value) {
     if (settings_.pace == Settings::Pace::slow) {
       client_.use_slowly(id, mode, part);
@@ -135,6 +149,7 @@ class Training {
 };
 
 const Durability kStep = Durability::of_code(Durability::kStep);
+const Durability kEvery4 = Durability::of_code(4);
 const Durability kEvery10 = Durability::of_code(10);
 
 class StepBytes : public ::testing::TestWithParam<Settings> {};
@@ -194,6 +209,74 @@ INSTANTIATE_TEST_SUITE_P(
                       Settings{"half_every_10", 2, kEvery10, 10, Settings::Pace::slow, 1.45},
                       Settings{"quarter_every_10", 4, kEvery10, 10, Settings::Pace::slow, 1.2},
                       Settings{"eighth_every_10", 8, kEvery10, 10, Settings::Pace::slow, 1.1}),
+    [](const auto& param) { return param.param.name; });
+
+/// Read and written a step, once there is a plan.
+struct Moved {
+  double read_mib = 0;
+  double written_mib = 0;
+  uint64_t adopted_count = 0;  // tiles
+};
+
+Moved moved_a_step(const Settings& settings) {
+  Training training(settings);
+  for (uint32_t i = 0; i < std::max(2u, settings.period_steps); ++i) training.step();
+  training.finish_step();
+  const auto before = training.io();
+  const uint64_t adopted_before = training.job().counters.early_tiles_adopted;
+  const uint32_t step_count = std::max(4u, settings.period_steps);
+  for (uint32_t i = 0; i < step_count; ++i) training.step();
+  training.finish_step();
+  const auto after = training.io();
+  const double per_step = 1.0 / (step_count * 1_MiB);
+  return {.read_mib = static_cast<double>(after.read.bytes - before.read.bytes) * per_step,
+          .written_mib = static_cast<double>(after.write.bytes - before.write.bytes) * per_step,
+          .adopted_count = training.job().counters.early_tiles_adopted - adopted_before};
+}
+
+Settings in_backward(const char* name,
+                     uint32_t cache_divisor,
+                     Durability durability,
+                     Settings::Pace pace) {
+  return {.name = name,
+          .cache_divisor = cache_divisor,
+          .durability = durability,
+          .period_steps = durability.is_in_memory() ? 4U : 1U,
+          .pace = pace,
+          .in_backward = true,
+          .quota_bytes = 720_MiB};
+}
+
+class BackwardBytes : public ::testing::TestWithParam<Settings> {};
+
+TEST_P(BackwardBytes, are_about_those_of_the_ordinary_step) {
+  Settings settings = GetParam();
+  const Moved in_backward = moved_a_step(settings);
+  settings.in_backward = false;
+  const Moved ordinary = moved_a_step(settings);
+  RecordProperty("read_mib", std::to_string(ordinary.read_mib));
+  RecordProperty("read_in_backward_mib", std::to_string(in_backward.read_mib));
+  RecordProperty("written_mib", std::to_string(ordinary.written_mib));
+  RecordProperty("written_in_backward_mib", std::to_string(in_backward.written_mib));
+  EXPECT_EQ(ordinary.adopted_count, 0u);
+  EXPECT_GT(in_backward.adopted_count, 0u);
+  // Where the disk has no time some of what was made early goes before it is used.
+  const double limit = settings.pace == Settings::Pace::slow ? 1.0 : 1.1;
+  EXPECT_LE(in_backward.read_mib, limit * ordinary.read_mib);
+  EXPECT_LE(in_backward.written_mib, 1.01 * ordinary.written_mib);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Training,
+    BackwardBytes,
+    ::testing::Values(in_backward("quarter_slow", 4, kStep, Settings::Pace::slow),
+                      in_backward("quarter_hasty", 4, kStep, Settings::Pace::hasty),
+                      in_backward("quarter_overlapped", 4, kStep, Settings::Pace::overlapped),
+                      in_backward("eighth_slow", 8, kStep, Settings::Pace::slow),
+                      in_backward("eighth_hasty", 8, kStep, Settings::Pace::hasty),
+                      in_backward("eighth_overlapped", 8, kStep, Settings::Pace::overlapped),
+                      in_backward("quarter_every_4", 4, kEvery4, Settings::Pace::slow),
+                      in_backward("eighth_every_4", 8, kEvery4, Settings::Pace::slow)),
     [](const auto& param) { return param.param.name; });
 
 }  // namespace
