@@ -90,12 +90,16 @@ bool EarlyUpdates::is_left_to_the_step(Job& job, const Bucket& bucket, size_t ti
   return with_it_bytes + memory.working_bytes() <= memory.private_bytes_max();
 }
 
-// Room on disk that spilled gradients may need is not taken.
+// Room on disk that spilled gradients may need is not taken, nor what the step needs for the tiles
+// that are left to it: without it all would be thrown away and made again.
 bool EarlyUpdates::has_quota(const Job& job, const Bucket& bucket, size_t tile) {
   uint64_t wanted_bytes = bucket.value->replica_bytes(tile) + bucket.rest_bytes(tile);
+  // Those that were begun may have taken nothing yet.
+  wanted_bytes += job.early.running_count * kTileStateBytesMax;
   if (!job.gradients_fit()) {
     for (const Bucket& each : job.buckets) wanted_bytes += each.gradient->bytes;
   }
+  if (job.durability.is_in_memory()) wanted_bytes += kTilesInFlight * kTileStateBytesMax;
   return job.quota_taken_for_gradients() + wanted_bytes <= job.nvme_bytes;
 }
 

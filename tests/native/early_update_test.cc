@@ -678,5 +678,34 @@ TEST_F(EarlySlotTest, what_a_trainer_wrote_into_a_value_it_read_is_in_no_update)
   training.expect_equal();
 }
 
+TEST_F(EarlySlotTest, a_step_finds_tiles_that_were_not_begun_in_their_place) {
+  training.expect();
+  for (size_t i = 0; i < 3; ++i) {
+    training.write_gradient(i, 200);
+    heart.store().gradient_is_final(training.session(), training.ids()[i]);
+  }
+  // A quota of which one tile is made.
+  const Bucket& bucket = training.job().buckets[0];
+  training.job().nvme_bytes =
+      training.job().nvme_bytes_used + bucket.value->replica_bytes(0) + bucket.rest_bytes(0);
+  training.wait();
+  ASSERT_EQ(training.job().early_slot(value())->offset_bytes, offset_bytes);
+  training.job().nvme_bytes = kQuotaBytes;
+  training.job().drop_clean_tiles();
+  const uint64_t read_before = heart.io().device_statistics(0).read.bytes;
+  const auto [status, report] = heart.step(training.request());
+  ASSERT_TRUE(status.is_ok()) << status.message();
+  EXPECT_EQ(training.adopted(), kTiles + 1);
+  const uint64_t read_bytes = heart.io().device_statistics(0).read.bytes - read_before;
+  uint64_t rest_bytes = 0;
+  for (const Bucket& each : training.job().buckets) {
+    for (size_t tile = 0; tile < each.tile_count(); ++tile) rest_bytes += each.rest_bytes(tile);
+  }
+  EXPECT_EQ(read_bytes, rest_bytes - bucket.rest_bytes(0));
+  for (size_t i = 0; i < 3; ++i) training.advance(i, 200);
+  training.expect_equal();
+  training.expect_nothing_leaked();
+}
+
 }  // namespace
 }  // namespace memd::testing

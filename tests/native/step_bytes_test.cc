@@ -237,14 +237,15 @@ Moved moved_a_step(const Settings& settings) {
 Settings in_backward(const char* name,
                      uint32_t cache_divisor,
                      Durability durability,
-                     Settings::Pace pace) {
+                     Settings::Pace pace,
+                     uint64_t quota_bytes = 720_MiB) {
   return {.name = name,
           .cache_divisor = cache_divisor,
           .durability = durability,
           .period_steps = durability.is_in_memory() ? 4U : 1U,
           .pace = pace,
           .in_backward = true,
-          .quota_bytes = 720_MiB};
+          .quota_bytes = quota_bytes};
 }
 
 class BackwardBytes : public ::testing::TestWithParam<Settings> {};
@@ -276,7 +277,9 @@ INSTANTIATE_TEST_SUITE_P(
                       in_backward("eighth_hasty", 8, kStep, Settings::Pace::hasty),
                       in_backward("eighth_overlapped", 8, kStep, Settings::Pace::overlapped),
                       in_backward("quarter_every_4", 4, kEvery4, Settings::Pace::slow),
-                      in_backward("eighth_every_4", 8, kEvery4, Settings::Pace::slow)),
+                      in_backward("eighth_every_4", 8, kEvery4, Settings::Pace::slow),
+                      // All that is made early would leave the step no room.
+                      in_backward("small_quota", 8, kEvery4, Settings::Pace::slow, 480_MiB)),
     [](const auto& param) { return param.param.name; });
 
 }  // namespace
