@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from threading import Lock
+from threading import RLock
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -32,6 +32,22 @@ class Slot(Protocol):
     def present(self) -> bool: ...
 
 
+class BackwardEnd:
+    """A callback of one backward. torch calls none where backward raised, but drops them all."""
+
+    def __init__(self, order: GradientOrder, graph_task: int) -> None:
+        self._order = weakref.ref(order)
+        self._graph_task = graph_task
+
+    def __call__(self) -> None:
+        order = self._order()
+        if order is not None:
+            order.end_backward(self._graph_task)
+
+    def __del__(self) -> None:
+        self()
+
+
 class Asking(Protocol):
     """What it needs of `memd_native.ClientSession`."""
 
@@ -57,7 +73,8 @@ class GradientOrder:
         self._end = 0  # what is asked for ends here
         self._has_asked = False
         self._graph_task = _NO_TASK  # the backward whose end is waited for
-        self._lock = Lock()
+        # Reentrant: a BackwardEnd that torch does not take ends inside.
+        self._lock = RLock()
 
     def came(self, slot: Slot, *, is_first: bool) -> None:
         """A gradient is in its slot; `is_first`: since the last step."""
@@ -78,7 +95,7 @@ class GradientOrder:
             self._ask_until(position + 1 + _AHEAD_COUNT)
             if self._has_asked and self._graph_task != graph_task:
                 self._graph_task = graph_task
-                Variable._execution_engine.queue_callback(self._end_backward)
+                Variable._execution_engine.queue_callback(BackwardEnd(self, graph_task))
 
     def _ask_until(self, end: int) -> None:
         ahead = [known() for known in self._order[self._begin : end]]
@@ -99,10 +116,13 @@ class GradientOrder:
         self._has_asked = False
         self._begin = self._end = 0
 
-    def _end_backward(self) -> None:
+    def end_backward(self, graph_task: int) -> None:
+        """Whether it came to its end or raised. One that is over and another that has begun do not
+        concern each other."""
         with self._lock:
-            self._give_back()
-            self._graph_task = _NO_TASK
+            if graph_task == self._graph_task:
+                self._give_back()
+                self._graph_task = _NO_TASK
 
     def end_round(self) -> None:
         """A step takes the gradients, or they are dropped."""

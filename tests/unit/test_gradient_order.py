@@ -100,19 +100,37 @@ def test_another_order_gives_back_what_was_asked_for_and_is_the_next_one() -> No
     assert backward.run([0, *range(40, 60)]) == list(range(40, 60))
 
 
-def test_what_a_backward_that_failed_left_is_given_back_at_the_step() -> None:
+def test_what_a_backward_that_failed_left_is_given_back_at_once() -> None:
     backward = Backward(20)
     backward.run(list(range(20)))
     backward.step()
 
     def fail(_: torch.Tensor) -> None:
+        assert backward.outstanding
         raise RuntimeError("in the middle of it")
 
-    backward.parameters[2].register_post_accumulate_grad_hook(fail)
+    failing = backward.parameters[2].register_post_accumulate_grad_hook(fail)
     with pytest.raises(RuntimeError, match="in the middle"):
         backward.run(list(range(20)))
-    assert backward.outstanding
+    assert not backward.outstanding
+    failing.remove()
+    for slot in backward.slots:
+        slot.present = False
+    assert backward.run(list(range(20))) == list(range(1, 20))
+
+
+def test_a_backward_inside_of_another_ends_for_itself() -> None:
+    backward = Backward(40)
+    order = list(range(40))
+    backward.run(order)
     backward.step()
+    inner = torch.zeros(1)
+    for shard_id in reversed(range(3, 6)):
+        inner = inner + backward.parameters[shard_id]
+    # As torch's reentrant checkpoints do.
+    backward.parameters[2].register_post_accumulate_grad_hook(lambda _: inner.backward())
+    backward.run([*range(3), *range(6, 40)])
+    assert all(slot.present for slot in backward.slots)
     assert not backward.outstanding
 
 
