@@ -44,8 +44,9 @@ class EarlyUpdates:
         raise InvalidArgument(
             f"job {session.job!r}: a second gradient of {shard.name!r} came before step(); with "
             "step_in_backward=True a parameter is updated with the first one, so gradients cannot "
-            "be accumulated: call zero_grad() before a backward that is done again, or make the "
-            "optimizer with step_in_backward=False"
+            "be accumulated: call zero_grad() before a backward that is done again, checkpoint a "
+            "module that is used several times with use_reentrant=False, or make the optimizer "
+            "with step_in_backward=False"
         )
 
     def gradient_is_final(self, session: ExpectingSession, shard: Shard, leases: Leases) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import memd_client
 from tests.unit.client_cases import (
@@ -22,9 +23,20 @@ from tests.unit.client_cases import (
 if TYPE_CHECKING:
     from memd_client import Session
 
-# One backward gives a parameter several gradients there: the inner backwards of torch's reentrant
-# checkpoints each end with one of their own.
-_ONE_GRADIENT = [name for name in MODELS if name != "gpt checkpointed reentrantly"]
+
+class Repeated(nn.Module):
+    """One block that is used three times, each time in a checkpoint."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.block = Mlp()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        for _ in range(3):
+            x = checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+        return x
 
 
 def early(model: nn.Module, **settings: Any) -> memd_client.AdamW:
@@ -38,7 +50,7 @@ def plain(model: nn.Module) -> torch.optim.AdamW:
 
 
 class TestStepInBackward:
-    @pytest.mark.parametrize("name", _ONE_GRADIENT)
+    @pytest.mark.parametrize("name", MODELS)
     def test_an_ordinary_loop_has_torchs_bits(self, session: Session, name: str) -> None:
         model, reference = memd_client.offload(build(MODELS[name]), session), build(MODELS[name])
         for module, optimizer in ((model, early(model)), (reference, plain(reference))):
@@ -47,6 +59,39 @@ class TestStepInBackward:
                 optimizer.step()
                 optimizer.zero_grad()
         assert leases_held(session) == 0
+        assert_same_state(model, reference)
+
+    def test_a_module_that_is_checkpointed_several_times_has_torchs_bits(
+        self, session: Session
+    ) -> None:
+        model = memd_client.offload(Repeated(use_reentrant=False), session)
+        reference = Repeated(use_reentrant=False)
+        reference.load_state_dict(model.state_dict())
+        for module, optimizer in ((model, early(model)), (reference, plain(reference))):
+            for step in range(3):
+                loss_of(module, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same_state(model, reference)
+
+    def test_a_gradient_of_each_reentrant_checkpoint_is_refused_with_what_to_do(
+        self, session: Session
+    ) -> None:
+        model = memd_client.offload(Repeated(use_reentrant=True), session)
+        optimizer = early(model)
+        with pytest.raises(
+            memd_client.InvalidArgument,
+            match=r"second gradient of .*checkpoint.*use_reentrant=False",
+        ):
+            loss_of(model).backward()
+        # Nothing of it is left in the way of a backward without them.
+        optimizer.zero_grad()
+        model.use_reentrant = False
+        reference = Repeated(use_reentrant=False)
+        reference.load_state_dict(model.state_dict())
+        for module, its in ((model, optimizer), (reference, plain(reference))):
+            loss_of(module).backward()
+            its.step()
         assert_same_state(model, reference)
 
     def test_a_schedule_and_a_change_between_backward_and_step_count(
