@@ -36,10 +36,13 @@ def python(module: str) -> tuple[str, ...]:
     return (sys.executable, "-m", module)
 
 
-def live_kills(what: str, dtype: str, durability: str, memory: str, count: int) -> Part:
-    name = f"kill-{what}-{dtype}-{durability.replace(':', '')}-{memory}"
+def live_kills(
+    what: str, dtype: str, durability: str, memory: str, count: int, *, early: bool = False
+) -> Part:
+    name = f"kill-{what}-{dtype}-{durability.replace(':', '')}-{memory}{'-early' * early}"
     arguments: tuple[str, ...] = ("--what", what, "--dtype", dtype, "--durability", durability)
     arguments += ("--memory", memory, "--count", str(count), "--seed", "2")
+    arguments += ("--early",) * early
     return Part(name, (*python("tests.soak.live_kills"), *arguments, "--json"))
 
 
@@ -57,8 +60,16 @@ PARTS = (
     live_kills("both", "fp32", "step", "short", 50),
     live_kills("both", "bf16", "step", "resident", 50),
     live_kills("both", "fp32", "every:5", "resident", 30),
+    live_kills("daemon", "fp32", "step", "short", 50, early=True),
+    live_kills("daemon", "bf16", "step", "resident", 40, early=True),
+    live_kills("daemon", "fp32", "every:3", "short", 40, early=True),
+    live_kills("daemon", "bf16", "none", "short", 20, early=True),
+    live_kills("trainer", "bf16", "step", "short", 50, early=True),
+    live_kills("both", "fp32", "step", "short", 50, early=True),
+    live_kills("both", "bf16", "every:3", "short", 30, early=True),
     Part("killed-clients", (*python("tests.soak.lease_kills"), "--count", "1000", "--json")),
     Part("power-cuts", (*POWER_CUTS, "--states", "1000000", "--json")),
+    Part("power-cuts-early", (*POWER_CUTS, "--states", "200000", "--early", "1", "--json")),
     Part("damaged-images", (*POWER_CUTS, "--images", "100000", "--json")),
     *(
         Part(

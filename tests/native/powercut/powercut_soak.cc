@@ -1,6 +1,8 @@
 // Many power cuts and damaged images, seed after seed.
 //
-//   powercut_soak [--states N] [--images N] [--seed FIRST] [--json PATH]
+//   powercut_soak [--states N] [--images N] [--early 1] [--seed FIRST] [--json PATH]
+//
+// `--early 1`: of trainings whose updates begin before their steps are closed.
 //
 // Ends with 1 where there was a violation. The same seeds give the same states: who was interrupted
 // goes on with the seed that was shown last, and for the states that are left.
@@ -36,13 +38,14 @@ struct Arguments {
   uint64_t states = 0;
   uint64_t images = 0;
   uint64_t seed = 1;
+  bool early = false;
   std::string json;
 };
 
 [[noreturn]] void usage(const std::string& what) {
   std::fprintf(stderr,
-               "powercut_soak: %s\nusage: powercut_soak [--states N] [--images N] [--seed FIRST] "
-               "[--json PATH], with at least one of --states and --images\n",
+               "powercut_soak: %s\nusage: powercut_soak [--states N] [--images N] [--early 1] "
+               "[--seed FIRST] [--json PATH], with at least one of --states and --images\n",
                what.c_str());
   std::exit(2);
 }
@@ -68,6 +71,8 @@ Arguments parse(int count, char** texts) {
       out.images = number(name, value);
     } else if (name == "--seed") {
       out.seed = number(name, value);
+    } else if (name == "--early") {
+      out.early = number(name, value) != 0;
     } else if (name == "--json") {
       out.json = value;
     } else {
@@ -149,10 +154,10 @@ void show(const char* what, const Sum& sum, uint64_t more) {
 
 /// Until `sum.done` is what was wanted; `one_seed` does at most `count` of them.
 template <typename OneSeed>
-void repeat(const char* what, Sum& sum, uint64_t per_seed, const OneSeed& one_seed) {
+void repeat(const char* what, Sum& sum, uint64_t per_seed, bool early, const OneSeed& one_seed) {
   const auto started = std::chrono::steady_clock::now();
   while (sum.done < sum.wanted) {
-    const Recording recording = record(sum.seed_next, kOperations);
+    const Recording recording = record(sum.seed_next, kOperations, early);
     if (!recording.fault.empty()) {
       sum.add_violations(1, {concat("seed ", sum.seed_next, ": ", recording.fault)});
       break;
@@ -174,40 +179,50 @@ int soak(const Arguments& arguments) {
   Sum states;
   states.wanted = arguments.states;
   states.seed_next = arguments.seed;
-  repeat("power cuts", states, kStatesPerSeed, [&](const Recording& recording, uint64_t count) {
-    const ExploreResult result =
-        explore(recording,
-                {.state_count = count,
-                 .exhaustive_operations = 3,
-                 .read_all_every = kReadAllEvery,
-                 .seed = arguments.seed,
-                 .progress = [&](uint64_t done) { show("power cuts", states, done); }});
-    states.add("exhaustive", result.exhaustive_count);
-    states.add("torn", result.torn_count);
-    states.add("found_before", result.before_count);
-    states.add("found_after", result.after_count);
-    states.add("read_through_leases", result.read_all_count);
-    states.add_violations(result.violation_count, result.violations);
-    return result.state_count;
-  });
+  repeat("power cuts",
+         states,
+         kStatesPerSeed,
+         arguments.early,
+         [&](const Recording& recording, uint64_t count) {
+           const ExploreResult result =
+               explore(recording,
+                       {.state_count = count,
+                        .exhaustive_operations = 3,
+                        .read_all_every = kReadAllEvery,
+                        .seed = arguments.seed,
+                        .progress = [&](uint64_t done) { show("power cuts", states, done); }});
+           states.add("early_adopted", recording.early_adopted);
+           states.add("early_discarded", recording.early_discarded);
+           states.add("exhaustive", result.exhaustive_count);
+           states.add("torn", result.torn_count);
+           states.add("found_before", result.before_count);
+           states.add("found_after", result.after_count);
+           states.add("read_through_leases", result.read_all_count);
+           states.add_violations(result.violation_count, result.violations);
+           return result.state_count;
+         });
   Sum images;
   images.wanted = arguments.images;
   images.seed_next = arguments.seed;
-  repeat("images", images, kImagesPerSeed, [&](const Recording& recording, uint64_t count) {
-    const CorruptResult result =
-        corrupt(recording,
-                {.count = count,
-                 .seed = arguments.seed,
-                 .read_all_every = kReadAllEvery,
-                 .progress = [&](uint64_t done) { show("images", images, done); }});
-    images.add("whole", result.whole_count);
-    images.add("lost_shards", result.lost_count);
-    images.add("refused", result.refused_count);
-    images.add("previous_commit", result.previous_count);
-    images.add("read_through_leases", result.read_all_count);
-    images.add_violations(result.violation_count, result.violations);
-    return result.count;
-  });
+  repeat("images",
+         images,
+         kImagesPerSeed,
+         arguments.early,
+         [&](const Recording& recording, uint64_t count) {
+           const CorruptResult result =
+               corrupt(recording,
+                       {.count = count,
+                        .seed = arguments.seed,
+                        .read_all_every = kReadAllEvery,
+                        .progress = [&](uint64_t done) { show("images", images, done); }});
+           images.add("whole", result.whole_count);
+           images.add("lost_shards", result.lost_count);
+           images.add("refused", result.refused_count);
+           images.add("previous_commit", result.previous_count);
+           images.add("read_through_leases", result.read_all_count);
+           images.add_violations(result.violation_count, result.violations);
+           return result.count;
+         });
   const std::string text = concat("{\"seed_first\": ",
                                   arguments.seed,
                                   ", \"power_cuts\": ",

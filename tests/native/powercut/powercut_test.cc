@@ -69,6 +69,31 @@ TEST_P(PowerCut, damaged_bytes_are_errors_that_name_what_is_lost) {
   EXPECT_GT(result.read_all_count, 5u);
 }
 
+TEST(PowerCutEarly, what_was_updated_before_its_step_is_closed_changes_no_state) {
+  plant_what_is_asked_for();
+  uint64_t adopted = 0;
+  uint64_t discarded = 0;
+  for (uint64_t seed = kSeedFirst; seed < kSeedFirst + kSeeds; ++seed) {
+    SCOPED_TRACE(seed);
+    const Recording recording = record(seed, kOperations, true);
+    ASSERT_EQ(recording.fault, "");
+    adopted += recording.early_adopted;
+    discarded += recording.early_discarded;
+    const ExploreResult result = explore(recording,
+                                         {.state_count = kStates / kSeeds / 2,
+                                          .exhaustive_operations = 2,
+                                          .read_all_every = 250,
+                                          .seed = 1,
+                                          .progress = {}});
+    EXPECT_EQ(result.violation_count, 0u) << all_of(result.violations);
+    EXPECT_GE(result.state_count, kStates / kSeeds / 2);
+    EXPECT_GT(result.before_count, 500u);
+    EXPECT_GT(result.after_count, 10u);
+  }
+  EXPECT_GT(adopted, 40u);
+  EXPECT_GT(discarded, 10u);
+}
+
 INSTANTIATE_TEST_SUITE_P(Seeds, PowerCut, ::testing::Range(kSeedFirst, kSeedFirst + kSeeds));
 
 TEST(PowerCutRecording, the_same_seed_gives_the_same_events_and_bytes) {

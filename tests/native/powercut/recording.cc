@@ -97,7 +97,7 @@ std::vector<std::byte> Recording::image() const {
   return image;
 }
 
-Recording record(uint64_t seed, uint64_t operation_count) {
+Recording record(uint64_t seed, uint64_t operation_count, bool early) {
   Recording recording;
   recording.seed = seed;
   recording.geometry.device_count = static_cast<uint16_t>(1 + seed % 2);
@@ -113,7 +113,7 @@ Recording record(uint64_t seed, uint64_t operation_count) {
   MEMD_CHECK(set.is_ok());
   Runner runner(queue, wake.get(), std::move(set).value());
   MEMD_CHECK(runner.loaded().is_ok());
-  Workload workload(seed, true);
+  Workload workload(seed, {.beside = true, .early = early});
   const auto add_state = [&](const SetState& state) {
     recording.states.push_back(state);
     return uint64_t{recording.states.size() - 1};
@@ -149,6 +149,11 @@ Recording record(uint64_t seed, uint64_t operation_count) {
     }
     accept(operation, {after});
     if (operation == 1) runner.leave_free(kFreeBytes);
+  }
+  for (const JobStatistics& job : runner.store().statistics().jobs) {
+    recording.early_adopted += job.counters.early_tiles_adopted;
+    for (const uint64_t count : job.counters.early_tiles_discarded)
+      recording.early_discarded += count;
   }
   return recording;
 }

@@ -45,6 +45,8 @@ struct Recording {
   std::vector<Acceptance> acceptances;
   /// All that ever were, and of commits that run at once those with one and not the other.
   std::vector<SetState> states;
+  uint64_t early_adopted = 0;    // tiles, by steps
+  uint64_t early_discarded = 0;  // tiles
   /// What went wrong while it ran; empty as a rule.
   std::string fault;
 
@@ -55,7 +57,8 @@ struct Recording {
 };
 
 /// `operation_count` operations of the workload `seed` on devices in memory that are almost full,
-/// so that what is freed is used again at once. Odd seeds have two devices.
-Recording record(uint64_t seed, uint64_t operation_count);
+/// so that what is freed is used again at once. Odd seeds have two devices. `early`: of the same
+/// operations, with updates that begin before their step is closed.
+Recording record(uint64_t seed, uint64_t operation_count, bool early = false);
 
 }  // namespace memd::powercut

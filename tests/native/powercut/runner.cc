@@ -137,6 +137,15 @@ Status Runner::write(uint64_t session,
   return Status::ok();
 }
 
+Status Runner::expect_step(uint64_t session, const std::vector<StepGroup>& groups) {
+  return store_->expect_step(session, groups);
+}
+
+void Runner::gradient_is_final(uint64_t session, const std::string& name, uint64_t turns) {
+  store_->gradient_is_final(session, shard_id(session, name));
+  while (turns-- > 0) turn();
+}
+
 Status Runner::step(StepRequest request) {
   std::optional<Status> answer;
   store_->step(std::move(request),

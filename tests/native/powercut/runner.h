@@ -43,6 +43,9 @@ class Runner {
                const std::string& name,
                std::span<const std::byte> bytes,
                Part part = Part::value);
+  Status expect_step(uint64_t session, const std::vector<StepGroup>& groups);
+  /// And goes on for `turns` turns: what is updated early may be made meanwhile.
+  void gradient_is_final(uint64_t session, const std::string& name, uint64_t turns);
   Status step(StepRequest request);
   Status sync(uint64_t session);
   /// A step, and while it runs, after `turns` turns, a sync of another session. Each is told when

@@ -52,9 +52,13 @@ struct Workload::Operation {
   bool syncs_other = false;    // beside the step, begun so many turns later
   uint64_t turns_later = 0;
   std::vector<std::string> stepped{};
+  // Where updates begin early:
+  bool expects_other_settings = false;
+  bool rewrites_gradient = false;     // of the first of them, once it was final
+  uint64_t turns_after_gradient = 0;  // each
 };
 
-Workload::Workload(uint64_t seed, bool beside) : seed_(seed), beside_(beside) {
+Workload::Workload(uint64_t seed, const WorkloadOptions& options) : seed_(seed), options_(options) {
   std::mt19937_64 random(seed);
   for (const char* name : {"a", "b"}) {
     specs_[name] = parameter(name, 200 + random() % 700);
@@ -79,8 +83,11 @@ Workload::Operation Workload::next() const {
     out.stages_buffer = random() % 2 == 0;
     out.puts_buffer = !out.stages_buffer && random() % 2 == 0;
     out.puts_notes = random() % 3 == 0;
-    out.syncs_other = beside_ && !other_.empty() && random() % 2 == 0;
+    out.syncs_other = options_.beside && !other_.empty() && random() % 2 == 0;
     out.turns_later = random() % 16;
+    out.expects_other_settings = random() % 8 == 0;
+    out.rewrites_gradient = random() % 4 == 0;
+    out.turns_after_gradient = random() % 24;
   } else if (kind == 7) {
     out.puts_notes = true;
     out.writes_parameter = random() % 2 == 0;
@@ -237,18 +244,8 @@ Status Workload::perform(const Operation& operation, Runner& runner, const Watch
   StepRequest request;
   request.session_id = session;
   request.groups = {{.settings = kSettings, .shard_ids = {}}};
-  for (const std::string& name : operation.stepped) {
-    const ShardSpec& spec = specs_.at(name);
-    const uint32_t gradient_seed = operation.seed + static_cast<uint32_t>(name[0]);
-    status =
-        runner.write(session,
-                     name,
-                     spec.dtype == DType::bfloat16 ? copied(halves(spec.shape[0], gradient_seed))
-                                                   : copied(numbers(spec.shape[0], gradient_seed)),
-                     Part::gradient);
-    if (!status.is_ok()) return status;
-    request.groups[0].shard_ids.push_back(runner.shard_id(session, name));
-  }
+  status = make_gradients(operation, request, runner);
+  if (!status.is_ok()) return status;
   if (operation.stages_buffer) {
     request.staged_buffers = {
         {runner.shard_id(session, "mean.staged"), runner.shard_id(session, "mean")}};
@@ -260,6 +257,42 @@ Status Workload::perform(const Operation& operation, Runner& runner, const Watch
   if (!status.is_ok()) return status;
   return runner.step_beside_sync(
       std::move(request), other.value(), operation.turns_later, watch.stepped, watch.synced);
+}
+
+// What is made early is there some turns later, in part or whole: whoever cuts the power finds
+// writes of a step that nobody has closed.
+Status Workload::make_gradients(const Operation& operation,
+                                StepRequest& request,
+                                Runner& runner) const {
+  const uint64_t session = request.session_id;
+  for (const std::string& name : operation.stepped) {
+    request.groups[0].shard_ids.push_back(runner.shard_id(session, name));
+  }
+  if (options_.early) {
+    std::vector<StepGroup> groups = request.groups;
+    if (operation.expects_other_settings) groups[0].settings.lr *= 2;
+    const Status status = runner.expect_step(session, groups);
+    if (!status.is_ok()) return status;
+  }
+  const auto write_gradient = [&](const std::string& name, uint32_t seed) {
+    const ShardSpec& spec = specs_.at(name);
+    return runner.write(session,
+                        name,
+                        spec.dtype == DType::bfloat16 ? copied(halves(spec.shape[0], seed))
+                                                      : copied(numbers(spec.shape[0], seed)),
+                        Part::gradient);
+  };
+  for (const std::string& name : operation.stepped) {
+    const uint32_t seed = operation.seed + static_cast<uint32_t>(name[0]);
+    const bool is_rewritten =
+        options_.early && operation.rewrites_gradient && name == operation.stepped.front();
+    Status status = write_gradient(name, is_rewritten ? seed + 1 : seed);
+    if (!status.is_ok()) return status;
+    if (options_.early) runner.gradient_is_final(session, name, operation.turns_after_gradient);
+  }
+  if (!options_.early || !operation.rewrites_gradient) return Status::ok();
+  const std::string& first = operation.stepped.front();
+  return write_gradient(first, operation.seed + static_cast<uint32_t>(first[0]));
 }
 
 }  // namespace memd::powercut

@@ -14,14 +14,21 @@
 
 namespace memd::powercut {
 
+struct WorkloadOptions {
+  /// Otherwise one operation makes one commit, so that a trainer can go on from any.
+  bool beside = false;
+  /// Steps are updated before they are closed: all or some of it is made early, now and then in
+  /// vain, and power is cut before the step too. It leaves the same bytes.
+  bool early = false;
+};
+
 /// Operations 1, 2, 3 … of a seed, each of which ends with a commit: steps over all parameters or
 /// some, buffers staged or put, blobs written, deleted and made again, a second job that comes and
 /// goes, or is synced while the first one steps. Extents have 4 to 16 KiB. The same seed gives the
 /// same operations and the same bytes.
 class Workload {
  public:
-  /// Without `beside` one operation makes one commit, so that a trainer can go on from any.
-  explicit Workload(uint64_t seed, bool beside = false);
+  explicit Workload(uint64_t seed, const WorkloadOptions& options = {});
 
   /// What there is after the operations so far.
   const SetState& expected() const { return expected_; }
@@ -51,10 +58,11 @@ class Workload {
   Operation next() const;
   void apply(const Operation& operation);
   Status perform(const Operation& operation, Runner& runner, const Watch& watch) const;
+  Status make_gradients(const Operation& operation, StepRequest& request, Runner& runner) const;
   JobState train_state() const;
 
   const uint64_t seed_;
-  const bool beside_;
+  const WorkloadOptions options_;
   uint64_t operation_count_ = 0;
   std::map<std::string, ShardSpec> specs_;  // parameters of "train"
   std::map<std::string, testing::Twin> twins_;
