@@ -132,14 +132,41 @@ class InMemoryKillTest : public ::testing::TestWithParam<Case> {
       const std::string& name,
       uint64_t hit,
       const std::function<void(Heart&)>& while_it_updates = [](Heart&) {}) {
+    const auto answered = std::make_shared<bool>(false);
+    return kill_while(
+        name,
+        hit,
+        [answered, while_it_updates, third = request(3)](Heart& heart) {
+          heart.store().step(third,
+                             [answered](const Status&, const StepReport&) { *answered = true; });
+          heart.turn();
+          while_it_updates(heart);
+        },
+        [answered](Heart&) { return *answered; });
+  }
+  /// The same of what is made between the last gradient and the step.
+  std::map<std::string, uint64_t> kill_while_made_early(const std::string& name, uint64_t hit) {
+    return kill_while(
+        name,
+        hit,
+        [this, groups = request(3).groups](Heart& heart) {
+          EXPECT_TRUE(heart.store().expect_step(session_, groups).is_ok());
+          for (const size_t i : {0, 1}) heart.store().gradient_is_final(session_, ids_[i]);
+        },
+        [session = session_](Heart& heart) {
+          const Job& job = heart.job(session);
+          return job.early.ready.empty() && job.activity_count == 0;
+        });
+  }
+  std::map<std::string, uint64_t> kill_while(const std::string& name,
+                                             uint64_t hit,
+                                             const std::function<void(Heart&)>& begin,
+                                             const std::function<bool(Heart&)>& has_ended) {
     auto* const stop = new Stop(name, hit);  // threads wait in it for good
     Heart* const heart = std::exchange(heart_, nullptr);
-    bool answered = false;
-    std::thread server([&, heart, stop, while_it_updates, third = request(3)] {
-      heart->store().step(third, [&](const Status&, const StepReport&) { answered = true; });
-      heart->turn();
-      while_it_updates(*heart);
-      while (!answered && !stop->is_stopped()) heart->turn();
+    std::thread server([heart, stop, begin, has_ended] {
+      begin(*heart);
+      while (!has_ended(*heart) && !stop->is_stopped()) heart->turn();
       stop->end_turns();
     });
     stop->wait(server.get_id());
@@ -272,6 +299,26 @@ TEST_P(InMemoryKillTest, where_tiles_were_made_before_the_step_no_bit_is_lost) {
       SCOPED_TRACE(concat(name, ", time ", hit));
       run_to_early_tiles();
       kill_in_third_step(name, hit);
+      go_on();
+      end();
+      if (HasFailure()) return;
+    }
+  }
+}
+
+TEST_P(InMemoryKillTest, while_tiles_are_made_before_the_step_no_bit_is_lost) {
+  run_to_third_step();
+  const auto moments = kill_while_made_early("", 0);
+  go_on();
+  end();
+  ASSERT_FALSE(HasFailure());
+  // Where all tiles stay in memory none is made early.
+  EXPECT_EQ(moments.contains("early.tile_ended"), GetParam().arena_segments < 12);
+  for (const auto& [name, count] : moments) {
+    for (uint64_t hit = 1; hit <= std::min<uint64_t>(count, 2); ++hit) {
+      SCOPED_TRACE(concat(name, ", time ", hit));
+      run_to_third_step();
+      kill_while_made_early(name, hit);
       go_on();
       end();
       if (HasFailure()) return;
