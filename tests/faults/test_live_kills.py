@@ -28,24 +28,29 @@ def outcome_of(program: str, arguments: Sequence[str], folder: Path) -> dict[str
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("what", "dtype", "durability", "memory", "count"),
+    ("what", "dtype", "durability", "memory", "early", "count"),
     [
-        ("daemon", "fp32", "step", "resident", 5),
-        ("daemon", "bf16", "step", "short", 5),
-        ("daemon", "fp32", "every:3", "short", 4),
-        ("daemon", "bf16", "none", "resident", 4),
-        ("trainer", "fp32", "step", "short", 5),
-        ("trainer", "bf16", "step", "resident", 5),
-        ("both", "fp32", "step", "short", 5),
-        ("both", "bf16", "step", "resident", 5),
-        ("both", "fp32", "every:3", "resident", 4),
+        ("daemon", "fp32", "step", "resident", False, 5),
+        ("daemon", "bf16", "step", "short", False, 5),
+        ("daemon", "fp32", "every:3", "short", False, 4),
+        ("daemon", "bf16", "none", "resident", False, 4),
+        ("trainer", "fp32", "step", "short", False, 5),
+        ("trainer", "bf16", "step", "resident", False, 5),
+        ("both", "fp32", "step", "short", False, 5),
+        ("both", "bf16", "step", "resident", False, 5),
+        ("both", "fp32", "every:3", "resident", False, 4),
+        ("daemon", "fp32", "step", "short", True, 5),
+        ("daemon", "bf16", "every:3", "short", True, 4),
+        ("trainer", "bf16", "step", "resident", True, 5),
+        ("both", "fp32", "none", "short", True, 4),
     ],
 )
 def test_a_training_that_is_killed_has_the_bits_of_an_undisturbed_one(
-    what: str, dtype: str, durability: str, memory: str, count: int, tmp_path: Path
+    what: str, dtype: str, durability: str, memory: str, early: bool, count: int, tmp_path: Path
 ) -> None:
     arguments = ["--what", what, "--dtype", dtype, "--durability", durability]
     arguments += ["--memory", memory, "--count", str(count), "--seed", "1"]
+    arguments += ["--early"] * early
     outcome = outcome_of("tests.soak.live_kills", arguments, tmp_path)
     assert outcome["kills"] == count
     assert outcome["steps"] >= count // 2, outcome

@@ -4,7 +4,7 @@ Each loss that was ever computed and all state at the end have the bits of the s
 memory, undisturbed.
 
 Run: python -m tests.soak.live_kills --what daemon --count 10 [--dtype bf16] [--durability every:5]
-[--seed N] [--json FILE]
+[--early] [--seed N] [--json FILE]
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Outcome:
     dtype: str
     durability: str
     memory: str
+    early: bool
     seed: int
     kills: int
     steps: int
@@ -63,7 +64,7 @@ class Scene:
     """One daemon and one trainer, each started again after it was killed."""
 
     def __init__(
-        self, made: Daemons, folder: Path, *, dtype: str, durability: str, memory: str
+        self, made: Daemons, folder: Path, *, dtype: str, durability: str, memory: str, early: bool
     ) -> None:
         self._made = made
         self.daemon: Daemon = self._start_daemon()
@@ -73,6 +74,7 @@ class Scene:
             dtype=dtype,
             durability=durability,
             memory=memory,
+            step_in_backward=early,
             log=folder / "losses",
             stop=folder / "stop",
             end=folder / "end",
@@ -142,11 +144,15 @@ class Scene:
         return pid
 
 
-def run(*, what: str, count: int, dtype: str, durability: str, memory: str, seed: int) -> Outcome:
+def run(
+    *, what: str, count: int, dtype: str, durability: str, memory: str, early: bool, seed: int
+) -> Outcome:
     began = time.monotonic()
     chance = random.Random(seed)
     with daemons() as made, tempfile.TemporaryDirectory() as folder:
-        scene = Scene(made, Path(folder), dtype=dtype, durability=durability, memory=memory)
+        scene = Scene(
+            made, Path(folder), dtype=dtype, durability=durability, memory=memory, early=early
+        )
         try:
             scene.wait_for_progress(0)
             for index in range(count):
@@ -172,6 +178,7 @@ def run(*, what: str, count: int, dtype: str, durability: str, memory: str, seed
         dtype=dtype,
         durability=durability,
         memory=memory,
+        early=early,
         seed=seed,
         kills=count,
         steps=step_count,
@@ -215,6 +222,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--durability", default="step")
     parser.add_argument("--memory", choices=("resident", "short"), default="resident")
+    parser.add_argument("--early", action="store_true", help="updates begin during backward")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -226,6 +234,7 @@ def main() -> int:
         dtype=arguments.dtype,
         durability=arguments.durability,
         memory=arguments.memory,
+        early=arguments.early,
         seed=arguments.seed,
     )
     text = json.dumps({**asdict(outcome), "differences": outcome.differences}, indent=2)

@@ -38,6 +38,7 @@ class Training:
     dtype: str
     durability: str
     memory: str
+    step_in_backward: bool
     log: Path  # "STEP LOSS" for each loss that was computed, also those of steps that were lost
     stop: Path  # the training ends when it exists
     end: Path  # "STEPS HASH", written when it has ended
@@ -95,7 +96,13 @@ def _train_in_one_session(training: Training) -> None:
         host_bytes=HOST_BYTES[training.memory, training.dtype],
     )
     model = memd_client.offload(build(training.dtype), session)
-    optimizer = memd_client.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, session=session)
+    optimizer = memd_client.AdamW(
+        model.parameters(),
+        lr=1e-3,
+        weight_decay=0.1,
+        session=session,
+        step_in_backward=training.step_in_backward,
+    )
     scheduler = schedule(optimizer)
     session.track(scheduler=scheduler, rng=True)
     torch.manual_seed(1)
