@@ -22,6 +22,14 @@ Plan::Plan(std::vector<PlanUse> uses) : uses_(std::move(uses)), next_(uses_.size
     }
   }
   begins_.push_back(static_cast<uint32_t>(places_.size()));
+
+  const auto count = static_cast<uint32_t>(uses_.size());
+  session_from_.resize(count + 1, count);
+  session_until_.resize(count + 1, 0);
+  for (uint32_t i = count; i-- > 0;)
+    session_from_[i] = uses_[i].by_daemon ? session_from_[i + 1] : i;
+  for (uint32_t i = 1; i <= count; ++i)
+    session_until_[i] = uses_[i - 1].by_daemon ? session_until_[i - 1] : i;
 }
 
 std::span<const uint32_t> Plan::positions(uint32_t item) const {

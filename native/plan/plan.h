@@ -44,12 +44,19 @@ class Plan {
   std::optional<uint32_t> first_from(uint32_t item, size_t position) const;
   /// Where `item` is used, ascending.
   std::span<const uint32_t> positions(uint32_t item) const;
+  /// The first use by a session at `position` or later, or size(). In O(1), as the next: an update
+  /// phase is as long as the job has parameters, and is passed for each place that is compared.
+  uint32_t session_from(size_t position) const { return session_from_[position]; }
+  /// Behind the last use by a session before `position`; 0 where there is none.
+  uint32_t session_until(size_t position) const { return session_until_[position]; }
 
  private:
   static constexpr uint32_t kNone = ~uint32_t{0};
 
   std::vector<PlanUse> uses_;
   std::vector<uint32_t> next_;
+  std::vector<uint32_t> session_from_;   // of each position, the end's too
+  std::vector<uint32_t> session_until_;  // as well
   // The places of item items_[i] are places_[begins_[i]] to places_[begins_[i + 1]].
   std::vector<uint32_t> items_;
   std::vector<uint32_t> begins_;

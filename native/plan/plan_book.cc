@@ -12,12 +12,6 @@ bool is_same(const PlanUse& planned, const PlanUse& made) {
   return !planned.by_daemon && planned.item == made.item && planned.kind == made.kind;
 }
 
-/// Of the next use by a session at `position` or later; the plan's size where there is none.
-uint32_t skip_daemon(const Plan& plan, uint32_t position) {
-  while (position < plan.size() && plan[position].by_daemon) ++position;
-  return position;
-}
-
 /// How many of the last uses the plan has before `end`, that one included. One that follows itself
 /// goes on at its own end.
 size_t match_length(const Plan& plan,
@@ -26,7 +20,7 @@ size_t match_length(const Plan& plan,
                     std::span<const PlanUse> recent) {
   size_t length = 0;
   while (length < recent.size()) {
-    while (end > 0 && plan[end - 1].by_daemon) --end;
+    end = plan.session_until(end);
     if (end == 0 && follows_itself && length > 0) {
       end = plan.size();
       continue;
@@ -128,7 +122,7 @@ PlanBook::PlanId PlanBook::successor(PlanId plan_id) const {
 std::optional<PlanBook::PlanId> PlanBook::beginning_with(const PlanUse& use,
                                                          std::optional<PlanId> before) const {
   const auto begins = [&](const Plan& plan) {
-    const uint32_t first = skip_daemon(plan, 0);
+    const uint32_t first = plan.session_from(0);
     return first < plan.size() && is_same(plan[first], use);
   };
   if (before) {
@@ -192,7 +186,7 @@ PlanCursor::Seen PlanCursor::use(uint32_t item, UseKind kind) {
     if (segment_.size() == 1) {
       if (const auto plan_id = book_->beginning_with(made, before_)) {
         const auto plan = book_->find(*plan_id);
-        place = {.plan_id = *plan_id, .position = skip_daemon(*plan, 0) + 1};
+        place = {.plan_id = *plan_id, .position = plan->session_from(0) + 1};
         is_exact_ = true;
       }
     } else {
@@ -237,7 +231,7 @@ void PlanCursor::add_to_segment(const PlanUse& use) {
 }
 
 bool PlanCursor::follow(const PlanUse& use) {
-  const uint32_t position = skip_daemon(*plan_, place_.position);
+  const uint32_t position = plan_->session_from(place_.position);
   if (position == plan_->size()) return begins_next_period(use);
   if (!is_same((*plan_)[position], use)) return false;
   place_.position = position + 1;
@@ -267,27 +261,27 @@ bool PlanCursor::begins_next_period(const PlanUse& use) {
   is_exact_ = segment_.size() == 1;
   base_ += plan_->size();
   plan_ = next;
-  place_ = {.plan_id = *next_id, .position = skip_daemon(*next, 0) + 1};
+  place_ = {.plan_id = *next_id, .position = next->session_from(0) + 1};
   if (*next_id != foreseen_id) ++epoch_;
   return true;
 }
 
 bool PlanCursor::find_near(const PlanUse& use) {
-  uint32_t count = 0;
-  for (uint32_t i = place_.position; i < plan_->size() && count < kNearUses; ++i) {
-    if ((*plan_)[i].by_daemon) continue;
-    ++count;
-    if (!is_same((*plan_)[i], use)) continue;
-    move_to(i + 1);
-    return true;
+  uint32_t i = plan_->session_from(place_.position);
+  for (uint32_t count = 0; i < plan_->size() && count < kNearUses; ++count) {
+    if (is_same((*plan_)[i], use)) {
+      move_to(i + 1);
+      return true;
+    }
+    i = plan_->session_from(i + 1);
   }
-  count = 0;
-  for (uint32_t i = place_.position; i > 0 && count < kNearUses; --i) {
-    if ((*plan_)[i - 1].by_daemon) continue;
-    ++count;
-    if (!is_same((*plan_)[i - 1], use)) continue;
-    move_to(i);
-    return true;
+  i = plan_->session_until(place_.position);
+  for (uint32_t count = 0; i > 0 && count < kNearUses; ++count) {
+    if (is_same((*plan_)[i - 1], use)) {
+      move_to(i);
+      return true;
+    }
+    i = plan_->session_until(i - 1);
   }
   return false;
 }
@@ -334,7 +328,7 @@ void PlanCursor::cut_where_it_repeats() {
 
 bool PlanCursor::is_at_end_of(PlanBook::PlanId plan_id) const {
   return plan_ != nullptr && place_.plan_id == plan_id &&
-         skip_daemon(*plan_, place_.position) == plan_->size();
+         plan_->session_from(place_.position) == plan_->size();
 }
 
 void PlanCursor::end_step(const std::function<bool(const PlanUse&)>& is_of_step,
@@ -373,7 +367,7 @@ bool PlanCursor::has_begun_with(std::span<const PlanUse> uses) const {
   if (plan_ == nullptr) return false;
   uint32_t position = 0;
   for (const PlanUse& use : uses) {
-    position = skip_daemon(*plan_, position);
+    position = plan_->session_from(position);
     if (position == plan_->size() || !is_same((*plan_)[position], use)) return false;
     ++position;
   }
@@ -382,7 +376,7 @@ bool PlanCursor::has_begun_with(std::span<const PlanUse> uses) const {
 
 void PlanCursor::end_updates() {
   if (plan_ == nullptr) return;
-  const uint32_t position = skip_daemon(*plan_, place_.position);
+  const uint32_t position = plan_->session_from(place_.position);
   if (position == plan_->size()) place_.position = position;
 }
 

@@ -82,6 +82,25 @@ TEST(Plan, knows_the_next_use_of_everything) {
   EXPECT_EQ(Plan({}).first_from(1, 0), std::nullopt);
 }
 
+TEST(Plan, tells_the_uses_by_sessions_on_either_side_of_an_update_phase) {
+  std::mt19937 random(1);
+  for (const uint32_t daemon_of_8 : {0u, 1u, 4u, 7u, 8u}) {
+    std::vector<PlanUse> uses;
+    for (uint32_t i = 0; i < 200; ++i)
+      uses.push_back({.item = i, .by_daemon = random() % 8 < daemon_of_8});
+    const Plan plan(uses);
+    for (uint32_t at = 0; at <= uses.size(); ++at) {
+      uint32_t from = at;
+      while (from < uses.size() && uses[from].by_daemon) ++from;
+      uint32_t until = at;
+      while (until > 0 && uses[until - 1].by_daemon) --until;
+      ASSERT_EQ(plan.session_from(at), from) << at;
+      ASSERT_EQ(plan.session_until(at), until) << at;
+    }
+  }
+  EXPECT_EQ(Plan({}).session_from(0), 0u);
+}
+
 TEST(PlanCursor, foresees_everything_from_the_second_step_on) {
   Trainer trainer;
   trainer.step(10);
