@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
+
+from memd_client.identity import ByIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,12 +38,13 @@ class Source(Protocol):
 # The storage of every lease that is alive → whose bytes it is. torch keeps a storage's Python
 # object for as long as the storage lives, so that views which outlive the module call that made
 # them are still recognised.
-_sources: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# Every parameter whose bytes are leased, away or not.
-parameters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_sources: ByIdentity[torch.UntypedStorage, Source] = ByIdentity()
+# Every parameter whose bytes are leased, away or not. The values are of `away`.
+parameters: ByIdentity[torch.Tensor, Any] = ByIdentity()
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: that takes twice as long to make, of every tensor that is saved.
+@dataclass(slots=True)
 class _SavedView:
     """A view of a parameter's bytes as they were after `write_count` writes."""
 
@@ -53,7 +55,7 @@ class _SavedView:
     storage_offset: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _SavedTensor:
     """Any other tensor. `detached` shares its bytes and its version counter: keeping the tensor
     itself would be a reference cycle through its own graph, and would switch off the check for
@@ -73,7 +75,7 @@ def _source_of(tensor: torch.Tensor) -> Source | None:
     """Whose bytes `tensor` shows, if a parameter's."""
     if tensor.layout is not torch.strided:
         return None
-    source: Source | None = _sources.get(tensor.untyped_storage())
+    source = _sources.get(tensor.untyped_storage())
     return source if source is not None and source.shard.dtype == tensor.dtype else None
 
 
