@@ -115,6 +115,7 @@ class StreamedParameter:
         self._updated_from, self._updated_count = 0, 0
         self._undone_count = 0  # changes after `_write_count` that came to nothing
         self._version = parameter._version
+        self._hole = _hole(shard)
         self._hooked = False
         self._put_away(parameter)
         saved.parameters[parameter] = self
@@ -245,12 +246,11 @@ class StreamedParameter:
             self._note_changes(1)
             self.session.mark_written()
 
-    @contextmanager
-    def held_still(self) -> Iterator[None]:
-        """Inside, other threads neither bring the value nor touch the gradient. These locks come
-        after the turn of `steps.Steps` and before the lock of that."""
-        with self._lock, self.gradient.held_still():
-            yield
+    def hold_still(self, held: ExitStack) -> None:
+        """Until `held` is closed other threads neither bring the value nor touch the gradient.
+        These locks come after the turn of `steps.Steps` and before the lock of that."""
+        held.enter_context(self._lock)
+        self.gradient.hold_still(held)
 
     def begin_update(self) -> None:
         """A step has the gradient and will change the value."""
@@ -274,7 +274,12 @@ class StreamedParameter:
             parameter = self._parameter()
             if self._user_count and parameter is not None:
                 return parameter.detach()
-            return self._lease(MODE_READ)
+            leases = self.session.leases_of(self.shard)
+            if not leases.step.settle_answered():
+                leases.gradient_order.expect_backward()
+            lease = leases.value(self.shard, MODE_READ)
+            saved.remember(lease, self)
+            return lease
 
     def hook_if_trainable(self, parameter: torch.Tensor) -> None:
         """Gradients go to memd from now on. torch takes hooks only of tensors that require a
@@ -287,11 +292,6 @@ class StreamedParameter:
     def _note_changes(self, count: int) -> None:
         self._write_count += self._undone_count + count
         self._undone_count = 0
-
-    def _lease(self, mode: int) -> torch.Tensor:
-        lease = self.session.leases_of(self.shard).value(self.shard, mode)
-        saved.remember(lease, self)
-        return lease
 
     def refuse_if_changed(self, parameter: torch.Tensor) -> None:
         """Before the bytes are brought."""
@@ -318,7 +318,7 @@ class StreamedParameter:
         self._version = parameter._version
         parameter.__class__ = AwayParameter
         with torch._C.DisableTorchFunctionSubclass():
-            parameter.data = _hole(self.shard)
+            parameter.data = self._hole
 
 
 def _take_gradient(parameter: torch.Tensor) -> None:

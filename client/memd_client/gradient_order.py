@@ -10,6 +10,8 @@ import torch
 from torch.autograd import Variable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from memd_client.leases import Shard
 
 # A request takes up to several milliseconds where compute threads keep all cores busy, which is as
@@ -51,7 +53,7 @@ class BackwardEnd:
 class Asking(Protocol):
     """What it needs of `memd_native.ClientSession`."""
 
-    def ask_ahead(self, shard_id: int) -> None: ...
+    def ask_ahead(self, shard_ids: Sequence[int]) -> None: ...
     def forget_asked(self) -> bool: ...
 
 
@@ -73,8 +75,21 @@ class GradientOrder:
         self._end = 0  # what is asked for ends here
         self._has_asked = False
         self._graph_task = _NO_TASK  # the backward whose end is waited for
+        self._expected_task = _NO_TASK  # the last one that was expected to make gradients
         # Reentrant: a BackwardEnd that torch does not take ends inside.
         self._lock = RLock()
+
+    def expect_backward(self) -> None:
+        """Backward uses a parameter, and no step is on its way: asks for the first slots, for which
+        the first gradient would wait while all cores compute."""
+        graph_task = _graph_task()
+        if graph_task in (self._expected_task, _NO_TASK):
+            return
+        with self._lock:
+            self._expected_task = graph_task
+            if self.may_ask and not self._end:
+                self._ask_until(_AHEAD_COUNT // 2)
+                self._give_back_after(graph_task)
 
     def came(self, slot: Slot, *, is_first: bool) -> None:
         """A gradient is in its slot; `is_first`: since the last step."""
@@ -93,22 +108,29 @@ class GradientOrder:
             if self._end - self._begin > _AHEAD_COUNT // 2:
                 return
             self._ask_until(position + 1 + _AHEAD_COUNT)
-            if self._has_asked and self._graph_task != graph_task:
-                self._graph_task = graph_task
-                Variable._execution_engine.queue_callback(BackwardEnd(self, graph_task))
+            self._give_back_after(graph_task)
+
+    def _give_back_after(self, graph_task: int) -> None:
+        """What is asked for now, once this backward ends."""
+        if self._has_asked and self._graph_task != graph_task:
+            self._graph_task = graph_task
+            Variable._execution_engine.queue_callback(BackwardEnd(self, graph_task))
 
     def _ask_until(self, end: int) -> None:
         ahead = [known() for known in self._order[self._begin : end]]
         total_bytes = 0
+        wanted: list[int] = []
         for position, slot in enumerate(ahead, self._begin):
             if slot is not None:
                 total_bytes += slot.shard.size_bytes
                 if total_bytes > _AHEAD_BYTES:
-                    return
+                    break
                 if position >= self._end and not slot.present:
-                    self._plane.ask_ahead(slot.shard.shard_id)
-                    self._has_asked = True
+                    wanted.append(slot.shard.shard_id)
             self._end = max(self._end, position + 1)
+        if wanted:
+            self._plane.ask_ahead(wanted)
+            self._has_asked = True
 
     def _give_back(self) -> None:
         if self._has_asked:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from memd_client.errors import InvalidArgument
-from memd_client.leases import MODE_OVERWRITE, MODE_READ, MODE_WRITE
+from memd_client.leases import MODE_READ, MODE_WRITE
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+    from contextlib import ExitStack
 
     from memd_client.leases import Leases, Shard
 
@@ -39,9 +39,9 @@ class GradientSlot:
     def present(self) -> bool:
         return self._present
 
-    def held_still(self) -> AbstractContextManager[object]:
-        """Inside, other threads neither add to it nor lease it."""
-        return self._lock
+    def hold_still(self, held: ExitStack) -> None:
+        """Until `held` is closed other threads neither add to it nor lease it."""
+        held.enter_context(self._lock)
 
     @torch.no_grad()
     def accumulate(self, gradient: torch.Tensor, leases: Leases) -> None:
@@ -100,7 +100,7 @@ class GradientSlot:
         self._present = True
 
     def _overwrite(self, gradient: torch.Tensor, leases: Leases) -> None:
-        leases.gradient(self._shard, MODE_OVERWRITE).copy_(gradient)
+        leases.overwrite_gradient(self._shard, gradient)
         self._present = True
 
     def _check(self, gradient: torch.Tensor) -> None:

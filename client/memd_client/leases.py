@@ -42,6 +42,9 @@ __all__ = [
 
 # A miss waits for the disk, and perhaps for a step to end.
 _TIMEOUT_S = 60.0
+# Larger gradients are copied by torch, on as many threads as it computes with; up to here what one
+# thread writes past the caches is as fast, and what a tensor over the slot costs shows.
+_COPIED_BYTES_MAX = 4 << 20
 # How often a lease that follows a step looks whether that failed before it came to the store.
 _LOOK_S = 10.0
 
@@ -79,7 +82,16 @@ class DataPlane(Protocol):
         phase: int,
     ) -> list[Any]: ...
     def lease_resident(self, shard_id: int, dtype: int, shape: tuple[int, ...]) -> Any: ...
-    def ask_ahead(self, shard_id: int) -> None: ...
+    def overwrite_gradient(
+        self,
+        shard_id: int,
+        stall_group: int,
+        address: int,
+        length_bytes: int,
+        timeout_s: float,
+        phase: int,
+    ) -> None: ...
+    def ask_ahead(self, shard_ids: Sequence[int]) -> None: ...
     def forget_asked(self) -> bool: ...
     def prefetch(self, shard_id: int) -> None: ...
     def gradient_is_final(self, shard_id: int) -> None: ...
@@ -182,6 +194,31 @@ class Leases:
     def gradient(self, shard: Shard, mode: int = MODE_READ) -> torch.Tensor:
         """The gradient of a parameter, in the parameter's shape and dtype."""
         return self._ask([shard], PART_GRADIENT, mode)[0]
+
+    def overwrite_gradient(self, shard: Shard, gradient: torch.Tensor) -> None:
+        """`gradient`, in the parameter's shape and dtype, becomes that of the parameter."""
+        if not _is_plain_memory(gradient) or self.step.settle_answered():
+            self.gradient(shard, MODE_OVERWRITE).copy_(gradient)
+            return
+
+        def overwrite() -> None:
+            try:
+                self._plane.overwrite_gradient(
+                    shard.shard_id,
+                    self._group_of(shard),
+                    gradient.data_ptr(),
+                    gradient.nbytes,
+                    _TIMEOUT_S,
+                    current_phase(),
+                )
+            except memd_native.StatusError as error:
+                raise self._translated(error, shard) from error
+
+        try:
+            self._retrying.calling(overwrite, lease=True)
+        except DaemonUnavailable as error:
+            self.step.note_unreachable(error)
+            raise
 
     def write(self, shard: Shard, value: torch.Tensor) -> None:
         """Replaces the bytes of `shard`."""
@@ -311,3 +348,15 @@ class Leases:
         if error.code == CODE_NOT_FOUND:
             message += "; was it deleted, or the job dropped, by another process?"
         return from_code(error.code, message, error.error_number)
+
+
+def _is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Its elements are `nbytes` bytes in the order of its shape, few enough that one thread copies
+    them."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and 0 < tensor.nbytes <= _COPIED_BYTES_MAX
+    )

@@ -610,7 +610,7 @@ class Session:
             with ExitStack() as held:
                 # In the order that StreamedParameter.lock_order gives.
                 for target in sorted(targets, key=lambda each: each.shard.shard_id):
-                    held.enter_context(target.held_still())
+                    target.hold_still(held)
                 self._open_steps.seal(groups, targets)
                 if self._tracked is not None:
                     return

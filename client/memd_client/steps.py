@@ -25,7 +25,7 @@ from memd_native import STALL_STEP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
+    from contextlib import ExitStack
 
     from memd_client.leases import Shard
     from memd_proto.v1 import session_pb2
@@ -68,8 +68,8 @@ class SealedTarget(Protocol):
         """The gradient is still in this process, and is the one that was sealed last."""
         ...
 
-    def held_still(self) -> AbstractContextManager[object]:
-        """Inside, no other thread brings the value or touches the gradient."""
+    def hold_still(self, held: ExitStack) -> None:
+        """Until `held` is closed no other thread brings the value or touches the gradient."""
         ...
 
     def refuse_if_in_use(self) -> None:
@@ -125,7 +125,7 @@ class Steps:
     Who closes a step holds `turn` from settling the one before until the next is on its way: else
     two threads would close two steps of one number, or one would take along, unsent, what the other
     has sealed. Locks are taken in this order alone: `turn`; then those of parameters and gradients
-    (`held_still`), several of them only with the turn or in the order that away.py gives; then the
+    (`hold_still`), several of them only with the turn or in the order that away.py gives; then the
     lock of this class, under which nobody asks for one of those before. A lease that is asked for
     under the lock of its parameter may have to settle.
     """

@@ -5,21 +5,20 @@ are.
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from memd_client.away import StreamedParameter, streamed
 from memd_client.dtypes import dtype_number
 from memd_client.errors import InvalidArgument, NotYet
 from memd_client.gradients import GradientSlot
+from memd_client.identity import ByIdentity
 from memd_client.leases import Shard
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+    from contextlib import ExitStack
 
     from memd_client.early import EarlyUpdates
     from memd_client.session import Session
@@ -68,8 +67,8 @@ class StreamedTarget:
         self._entry.gradient.forget()
         return present
 
-    def held_still(self) -> AbstractContextManager[object]:
-        return self._entry.held_still()
+    def hold_still(self, held: ExitStack) -> None:
+        self._entry.hold_still(held)
 
     def refuse_if_in_use(self) -> None:
         """Raises where somebody has the value in place, who would not see the update."""
@@ -143,8 +142,8 @@ class ResidentTarget:
     def drop_gradient(self) -> bool:
         return False  # `zero_grad` of torch does it; what memd was given, the step has consumed
 
-    def held_still(self) -> AbstractContextManager[object]:
-        return nullcontext()  # it is the user's own
+    def hold_still(self, held: ExitStack) -> None:
+        """It is the user's own."""
 
     def refuse_if_in_use(self) -> None:
         """Whoever uses it keeps the tensor, which gets the new value."""
@@ -190,12 +189,12 @@ class ResidentTarget:
 
 Target = StreamedTarget | ResidentTarget
 # parameter → weak reference to the optimizer that updates it
-_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_owners: ByIdentity[torch.Tensor, weakref.ref[object]] = ByIdentity()
 
 
 def owner_of(parameter: torch.Tensor | None) -> object | None:
     """The living optimizer that updates this parameter."""
-    owner: weakref.ref[object] | None = _owners.get(parameter) if parameter is not None else None
+    owner = _owners.get(parameter)
     return owner() if owner is not None else None
 
 

@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "base/streaming_copy.h"
 
 namespace memd {
 namespace {
@@ -25,11 +26,6 @@ constexpr uint64_t kHitsUnwatched = 1024;
 // Spinning answers in well under a microsecond while the daemon's core is free; beyond 20 µs the
 // daemon waits for a disk, and the core is better given to it.
 constexpr uint64_t kSpinNs = 20'000;
-// Leases that nobody waits for yet: how many, and how long the daemon keeps them. Who comes for one
-// that failed asks anew.
-constexpr size_t kAheadMax = 64;
-constexpr uint64_t kAheadTimeoutNs = 5'000'000'000;
-
 // A module has a few parameters; a whole model that is gathered must not fill the ring.
 constexpr size_t kLeasesTogether = 64;
 
@@ -437,6 +433,26 @@ std::vector<Result<LeasedBytes>> ClientSession::lease_together(
   return leases;
 }
 
+Status ClientSession::overwrite_gradient(const WantedLease& wanted,
+                                         std::span<const std::byte> bytes,
+                                         uint64_t timeout_ns,
+                                         StallPhase phase) {
+  MEMD_CHECK(wanted.part == Part::gradient && wanted.mode == LeaseMode::overwrite);
+  Asked asked;
+  ask_and_wait({&wanted, 1}, {&asked, 1}, timeout_ns, phase);
+  const auto lease = finish(wanted, asked);
+  if (!lease.is_ok()) return lease.status();
+  const bool fits = lease.value().length_bytes == bytes.size();
+  if (fits) copy_past_caches(lease.value().data, bytes);
+  release(lease.value());
+  if (fits) return Status::ok();
+  return error(StatusCode::invalid_argument,
+               "the gradient does not fit the shard: ",
+               bytes.size(),
+               " bytes against ",
+               lease.value().length_bytes);
+}
+
 Status ClientSession::ask(std::span<const WantedLease> wanted,
                           std::span<Asked> asked,
                           uint64_t start_ns,
@@ -554,73 +570,6 @@ Result<LeasedBytes> ClientSession::finish(const WantedLease& wanted, Asked& aske
   }
   note_use(wanted.shard_id, wanted.part, wanted.mode, false);
   return lease;
-}
-
-void ClientSession::ask_ahead(uint32_t shard_id) {
-  if (!refuse_if_unusable().is_ok()) return;
-  const std::lock_guard lock(mutex_);
-  // lease() asks where this does not, and says what is wrong.
-  if (is_suspended_ || ahead_.size() == kAheadMax || !has_places(1)) return;
-  for (const auto& ahead : ahead_) {
-    if (ahead->shard_id == shard_id) return;
-  }
-  auto ahead = std::make_unique<Ahead>();
-  ahead->shard_id = shard_id;
-  ahead->after_call = after_call_.load(std::memory_order_relaxed);
-  Request asked =
-      request({.shard_id = shard_id, .part = Part::gradient, .mode = LeaseMode::overwrite},
-              kAheadTimeoutNs,
-              &ahead->asked);
-  asked.is_ahead = 1;
-  MEMD_CHECK(submit({&asked, 1}).is_ok());  // there is a place for it
-  ahead_.push_back(std::move(ahead));
-}
-
-bool ClientSession::take_ahead(const WantedLease& wanted, Asked* asked) {
-  if (wanted.part != Part::gradient) return false;
-  const auto found = std::find_if(ahead_.begin(), ahead_.end(), [&](const auto& ahead) {
-    return ahead->shard_id == wanted.shard_id;
-  });
-  if (found == ahead_.end()) return false;
-  const auto ahead = std::move(*found);
-  ahead_.erase(found);
-  if (wanted.mode != LeaseMode::overwrite ||
-      ahead->after_call != after_call_.load(std::memory_order_relaxed)) {
-    // A writer of the same bytes would wait for itself.
-    forget_told(*ahead);
-    return false;
-  }
-  *asked = std::move(ahead->asked);
-  asked->is_ahead = true;
-  if (!asked->waiting.done) waiting_[asked->request_id] = &asked->waiting;
-  return true;
-}
-
-void ClientSession::forget(Asked& asked) {
-  take_completions();
-  if (!asked.waiting.done) {
-    waiting_.erase(asked.request_id);
-    abandoned_[asked.request_id] = asked.waiting.pin;
-    return;
-  }
-  if (asked.waiting.completion.code != 0) return;
-  const uint32_t pin = asked.waiting.completion.pin;
-  give_back(pin, asked.waiting.pin);
-  held_.get()[pin % kPinCount].fetch_sub(asked.waiting.pin, std::memory_order_seq_cst);
-}
-
-bool ClientSession::forget_asked() {
-  if (is_in_forked_child()) return false;
-  const std::lock_guard lock(mutex_);
-  for (const auto& ahead : ahead_) forget_told(*ahead);
-  return !std::exchange(ahead_, {}).empty();
-}
-
-// The daemon takes a gradient that was leased for writing for one that is there.
-void ClientSession::forget_told(Ahead& ahead) {
-  forget(ahead.asked);
-  // Without a place for the hint its slot is taken until its next step, and nothing else.
-  [[maybe_unused]] const Status status = send_hint(Opcode::gradient_unused, ahead.shard_id);
 }
 
 void ClientSession::release(const LeasedBytes& lease) noexcept {

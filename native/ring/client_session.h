@@ -88,10 +88,16 @@ class ClientSession {
                                                   uint64_t timeout_ns,
                                                   StallPhase phase);
   void release(const LeasedBytes& lease) noexcept;
-  /// Asks for the slot of a gradient that there is none of yet, and that lease() is called for soon
-  /// to overwrite it, so that the answer is there by then: returns at once, and does nothing where
-  /// this cannot be asked now. What comes of it, an error too, is of no consequence before that.
-  void ask_ahead(uint32_t shard_id);
+  /// By request: leases the slot of a gradient to overwrite it, copies `bytes` there and gives it
+  /// back.
+  Status overwrite_gradient(const WantedLease& wanted,
+                            std::span<const std::byte> bytes,
+                            uint64_t timeout_ns,
+                            StallPhase phase);
+  /// Asks for the slots of gradients that there are none of yet, and that will be overwritten soon,
+  /// so that the answers are there by then: returns at once, and does nothing for those that cannot
+  /// be asked for now. What comes of it, an error too, is of no consequence before that.
+  void ask_ahead(std::span<const uint32_t> shard_ids);
   /// Nobody leases what was asked for ahead: pins that were granted for it are given back. Whether
   /// there was any.
   bool forget_asked();

@@ -5,9 +5,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <numeric>
 #include <optional>
+#include <span>
 #include <thread>
 #include <vector>
 
@@ -72,13 +75,14 @@ class RingTest : public testing::Test {
   void grant(const Request& request,
              uint32_t pin,
              uint64_t offset_bytes = 0,
-             uint64_t wait_ns = 0) {
+             uint64_t wait_ns = 0,
+             uint64_t length_bytes = 4096) {
     ring_.add_pin(pin, request.mode == LeaseMode::read ? kReaderPin : kWriterPin);
     Completion completion{};
     completion.request_id = request.request_id;
     completion.pin = pin;
     completion.offset_bytes = offset_bytes;
-    completion.length_bytes = 4096;
+    completion.length_bytes = length_bytes;
     completion.generation = request.shard_id;
     completion.wait_ns = wait_ns;
     ASSERT_TRUE(ring_.publish(completion, Status::ok()));
@@ -711,8 +715,8 @@ TEST_F(RingTest, a_lease_granted_after_its_client_gave_up_is_given_back) {
 }
 
 TEST_F(RingTest, what_was_asked_ahead_is_leased_without_another_request) {
-  client_->ask_ahead(3);
-  client_->ask_ahead(3);  // asked for already
+  client_->ask_ahead({{3}});
+  client_->ask_ahead({{3}});  // asked for already
   const Request request = next_request();
   EXPECT_EQ(request.shard_id, 3u);
   EXPECT_EQ(request.is_ahead, 1u);
@@ -732,8 +736,70 @@ TEST_F(RingTest, what_was_asked_ahead_is_leased_without_another_request) {
   EXPECT_EQ(ring_.pins(7), kWriterPin);
 }
 
+TEST_F(RingTest, several_slots_are_asked_for_ahead_at_once) {
+  client_->ask_ahead({{3}});
+  client_->ask_ahead({{4, 3, 5}});
+  for (const uint32_t shard_id : {3u, 4u, 5u}) EXPECT_EQ(next_request().shard_id, shard_id);
+  EXPECT_FALSE(ring_.poll().has_value());
+}
+
+TEST_F(RingTest, no_more_slots_are_asked_for_ahead_than_there_are_places) {
+  std::vector<uint32_t> shard_ids(200);
+  std::iota(shard_ids.begin(), shard_ids.end(), 0);
+  client_->ask_ahead(shard_ids);
+  uint32_t count = 0;
+  while (ring_.poll()) ++count;
+  EXPECT_EQ(count, 64u);
+}
+
+TEST_F(RingTest, a_gradient_is_copied_into_its_slot_which_is_given_back) {
+  // From an address and to a place that no line of a cache begins at, and longer than is copied
+  // through the caches.
+  std::vector<std::byte> gradient(300'000);
+  for (size_t i = 0; i < gradient.size(); ++i)
+    gradient[i] = static_cast<std::byte>(i * 7 + i / 251);
+  const std::span bytes = std::span(gradient).subspan(3);
+  const WantedLease wanted{.shard_id = 3, .part = Part::gradient, .mode = LeaseMode::overwrite};
+  std::thread client([&] {
+    const Status status =
+        client_->overwrite_gradient(wanted, bytes, 10 * kSecond, StallPhase::backward);
+    EXPECT_TRUE(status.is_ok()) << status.message();
+  });
+  const Request request = next_request();
+  EXPECT_EQ(request.part, Part::gradient);
+  EXPECT_EQ(request.mode, LeaseMode::overwrite);
+  grant(request, 7, 40, 0, bytes.size());
+  client.join();
+  EXPECT_EQ(ring_.pins(7), 0u);
+  std::thread reader([&] {
+    const auto lease = client_->lease(3, Part::gradient, LeaseMode::read, 10 * kSecond);
+    ASSERT_TRUE(lease.is_ok()) << lease.status().message();
+    const std::span slot(lease.value().data, lease.value().length_bytes);
+    EXPECT_TRUE(std::ranges::equal(slot.first(bytes.size()), bytes));
+    EXPECT_EQ(slot.back(), std::byte{0}) << "beyond it";
+    client_->release(lease.value());
+  });
+  grant(next_request(), 7, 40, 0, bytes.size() + 1);
+  reader.join();
+  EXPECT_EQ(client_->statistics().leases_held, 0);
+}
+
+TEST_F(RingTest, a_gradient_of_another_size_than_its_slot_is_refused) {
+  const std::vector<std::byte> gradient(64);
+  const WantedLease wanted{.shard_id = 3, .part = Part::gradient, .mode = LeaseMode::overwrite};
+  std::thread client([&] {
+    const Status status =
+        client_->overwrite_gradient(wanted, gradient, 10 * kSecond, StallPhase::backward);
+    EXPECT_EQ(status.code(), StatusCode::invalid_argument);
+    EXPECT_NE(status.message().find("64 bytes against 128"), std::string::npos) << status.message();
+  });
+  grant(next_request(), 7, 0, 0, 128);
+  client.join();
+  EXPECT_EQ(ring_.pins(7), 0u);
+}
+
 TEST_F(RingTest, who_comes_before_the_answer_to_what_was_asked_ahead_waits_for_that) {
-  client_->ask_ahead(3);
+  client_->ask_ahead({{3}});
   const Request request = next_request();
   std::thread client([&] {
     const auto lease = client_->lease(3, Part::gradient, LeaseMode::overwrite, 10 * kSecond);
@@ -747,8 +813,8 @@ TEST_F(RingTest, who_comes_before_the_answer_to_what_was_asked_ahead_waits_for_t
 }
 
 TEST_F(RingTest, what_was_asked_ahead_and_is_not_wanted_is_given_back) {
-  client_->ask_ahead(1);  // granted before
-  client_->ask_ahead(2);  // granted after
+  client_->ask_ahead({{1}});  // granted before
+  client_->ask_ahead({{2}});  // granted after
   grant(next_request(), 5);
   const Request late = next_request();
   EXPECT_EQ(ring_.pins(5), kWriterPin);
@@ -770,7 +836,7 @@ TEST_F(RingTest, what_was_asked_ahead_and_is_not_wanted_is_given_back) {
 }
 
 TEST_F(RingTest, what_was_asked_ahead_is_no_answer_to_another_lease_of_the_shard) {
-  client_->ask_ahead(1);
+  client_->ask_ahead({{1}});
   grant(next_request(), 5);
   std::thread client([&] {
     const auto lease = client_->lease(1, Part::gradient, LeaseMode::write, 10 * kSecond);
@@ -786,7 +852,7 @@ TEST_F(RingTest, what_was_asked_ahead_is_no_answer_to_another_lease_of_the_shard
 }
 
 TEST_F(RingTest, an_error_of_what_was_asked_ahead_is_asked_for_again) {
-  client_->ask_ahead(1);
+  client_->ask_ahead({{1}});
   Completion completion{};
   completion.request_id = next_request().request_id;
   ring_.publish(completion, error(StatusCode::capacity, "no room then"));
@@ -799,7 +865,7 @@ TEST_F(RingTest, an_error_of_what_was_asked_ahead_is_asked_for_again) {
 }
 
 TEST_F(RingTest, a_lease_without_room_gets_what_was_asked_ahead) {
-  client_->ask_ahead(1);
+  client_->ask_ahead({{1}});
   grant(next_request(), 5);
   std::thread client([&] {
     const auto lease = client_->lease(2, Part::value, LeaseMode::write, 10 * kSecond);
@@ -823,12 +889,12 @@ TEST_F(RingTest, a_lease_without_room_gets_what_was_asked_ahead) {
 }
 
 TEST_F(RingTest, what_was_asked_of_one_daemon_is_not_leased_from_the_next) {
-  client_->ask_ahead(1);
-  client_->ask_ahead(2);
+  client_->ask_ahead({{1}});
+  client_->ask_ahead({{2}});
   grant(next_request(), 5);
   client_->suspend();
   EXPECT_EQ(ring_.pins(5), 0u);
-  client_->ask_ahead(3);  // of nobody
+  client_->ask_ahead({{3}});  // of nobody
   client_->reconnect(OwnedFd());
   EXPECT_EQ(next_request().shard_id, 2u);
   EXPECT_FALSE(ring_.poll().has_value());

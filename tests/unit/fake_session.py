@@ -8,6 +8,7 @@ alone, and an update meets nobody who writes.
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -157,6 +158,7 @@ class FakeDaemon:
     durable_step: int = 0
     lease_count: int = 0
     asked: list[FakeAsked] = field(default_factory=list)
+    asked_ahead: list[list[str]] = field(default_factory=list)
     groups: list[str] = field(default_factory=lambda: ["other"])
     stalls: list[tuple[int, str, int]] = field(default_factory=list)  # phase, group, reason
     step_walls: list[float] = field(default_factory=list)
@@ -297,8 +299,26 @@ class FakeDaemon:
     def lease_resident(self, shard_id: int, dtype: int, shape: tuple[int, ...]) -> None:
         """Every lease is a request."""
 
-    def ask_ahead(self, shard_id: int) -> None:
+    def overwrite_gradient(
+        self,
+        shard_id: int,
+        stall_group: int,
+        address: int,
+        length_bytes: int,
+        timeout_s: float,
+        phase: int,
+    ) -> None:
+        spec = self.shards[shard_id].spec
+        wanted = (shard_id, spec.dtype, spec.shape, stall_group)
+        (slot,) = self.lease_together([wanted], PART_GRADIENT, MODE_OVERWRITE, timeout_s, phase)
+        if isinstance(slot, memd_native.StatusError):
+            raise slot
+        assert slot.nbytes == length_bytes
+        ctypes.memmove(slot.data_ptr(), address, length_bytes)
+
+    def ask_ahead(self, shard_ids: Sequence[int]) -> None:
         """What is asked for ahead is leased by request all the same."""
+        self.asked_ahead.append([self.shards[shard_id].spec.name for shard_id in shard_ids])
 
     def forget_asked(self) -> bool:
         return False

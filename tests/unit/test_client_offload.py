@@ -10,6 +10,7 @@ from torch import nn
 
 import memd_client
 from memd_client.errors import from_code
+from memd_client.leases import NoStep
 from tests.unit.client_cases import Gpt, Mlp, assert_same_gradients, build, loss_of
 from tests.unit.fake_session import FakeDaemon
 
@@ -214,6 +215,77 @@ def test_a_sparse_gradient_is_refused(session: Session) -> None:
     model = memd_client.offload(nn.Embedding(8, 4, sparse=True), session)
     with pytest.raises(memd_client.InvalidArgument, match="sparse=False"):
         model(torch.tensor([1])).sum().backward()
+
+
+GRADIENTS: dict[str, Callable[[], torch.Tensor]] = {
+    "in the order of its shape": lambda: torch.randn(6, 4),
+    "transposed": lambda: torch.randn(4, 6).T,
+    "expanded": lambda: torch.randn(1, 4).expand(6, 4),
+    "inside of another": lambda: torch.randn(6, 9)[:, 2:6],
+    "with its sign to be turned": lambda: torch._neg_view(torch.randn(6, 4)),
+    "of a class of its own": lambda: nn.Buffer(torch.randn(6, 4)),
+}
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS.keys())
+def test_a_gradient_comes_in_any_layout(
+    gradient: Callable[[], torch.Tensor], session: Session
+) -> None:
+    model = memd_client.offload(nn.Linear(4, 6, bias=False), session)
+    given = gradient()
+    model.weight.grad = given
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad, torch.empty(6, 4).copy_(given))
+
+
+def test_a_gradient_that_torch_copies_is_whole(session: Session) -> None:
+    model = memd_client.offload(nn.Linear(1300, 1000, bias=False), session)
+    given = torch.randn(1000, 1300)
+    assert given.nbytes > 4 << 20
+    model.weight.grad = given
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad, given)
+
+
+def test_a_gradient_without_room_is_refused_by_its_name(
+    daemon: FakeDaemon, session: Session
+) -> None:
+    model = memd_client.offload(nn.Linear(4, 6, bias=False), session)
+    daemon.arena_bytes = 0
+    with pytest.raises(memd_client.CapacityError, match=r"shard 'weight'.*let go of tensors"):
+        model.weight.grad = torch.randn(6, 4)
+    daemon.arena_bytes = None
+    assert model.weight.grad is None
+
+
+def test_backward_asks_for_the_first_slots_when_it_begins(
+    daemon: FakeDaemon, session: Session
+) -> None:
+    model = memd_client.offload(Mlp(), session)
+    optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+    loss_of(model).backward()
+    optimizer.step()
+    loss = loss_of(model)
+    assert daemon.asked_ahead == [], "nobody knows the order in the first backward"
+    loss.backward()
+    assert sorted(daemon.asked_ahead[0]) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_backward_asks_for_no_first_slot_while_a_step_is_on_its_way(
+    daemon: FakeDaemon, session: Session
+) -> None:
+    class OnItsWay(NoStep):
+        def settle_answered(self) -> bool:
+            return True
+
+    model = memd_client.offload(Mlp(), session)
+    optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+    loss_of(model).backward()
+    optimizer.step()
+    loss = loss_of(model)
+    session.leases.step = OnItsWay()
+    loss.backward()
+    assert len(daemon.asked_ahead[0]) == 3, "after the first gradient"
 
 
 def test_a_failed_step_keeps_the_gradients(daemon: FakeDaemon, session: Session) -> None:

@@ -1,11 +1,18 @@
 """Slots of gradients that are asked for before backward makes them."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
 from memd_client.gradient_order import GradientOrder
 from memd_client.leases import Shard
 from memd_proto.v1 import types_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class FakeSlot:
@@ -33,10 +40,11 @@ class Backward:
         for shard_id, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(lambda _, i=shard_id: self._came(i))
 
-    def ask_ahead(self, shard_id: int) -> None:
-        assert not self.slots[shard_id].present, "a step could take it while it is leased"
-        self.asked.append(shard_id)
-        self.outstanding.add(shard_id)
+    def ask_ahead(self, shard_ids: Sequence[int]) -> None:
+        for shard_id in shard_ids:
+            assert not self.slots[shard_id].present, "a step could take it while it is leased"
+        self.asked += shard_ids
+        self.outstanding.update(shard_ids)
 
     def forget_asked(self) -> bool:
         self.forgotten += 1
@@ -49,12 +57,14 @@ class Backward:
         self.outstanding.discard(shard_id)
         self.order.came(slot, is_first=is_first)
 
-    def run(self, shard_ids: list[int]) -> list[int]:
+    def run(self, shard_ids: list[int], *, is_expected: bool = False) -> list[int]:
         """A backward; what is asked for meanwhile."""
         self.asked = []
         loss = torch.zeros(1)
         for shard_id in reversed(shard_ids):  # what was used last has its gradient first
             loss = loss + self.parameters[shard_id]
+        if is_expected:
+            loss.register_hook(lambda _: self.order.expect_backward())
         loss.backward()
         assert not self.outstanding, "backward has ended"
         return self.asked
@@ -72,6 +82,27 @@ def test_the_second_backward_asks_for_every_slot_but_the_first_one_once() -> Non
     backward.step()
     assert backward.run(order) == order[1:]
     assert backward.forgotten == 1, "at its end"
+
+
+def test_a_backward_that_is_expected_asks_for_the_first_slots_before_their_gradients() -> None:
+    order = list(range(60))
+    backward = Backward(60)
+    assert backward.run(order, is_expected=True) == [], "nobody knows yet what comes"
+    backward.step()
+    assert backward.run(order, is_expected=True) == order
+    assert backward.forgotten == 1, "at its end"
+    assert backward.run(order, is_expected=True) == [], "a step would take them"
+
+
+def test_what_an_expected_backward_does_not_make_is_given_back_at_its_end() -> None:
+    backward = Backward(20)
+    backward.run(list(range(20)))
+    backward.step()
+    loss = torch.ones(1, requires_grad=True) * 2
+    loss.register_hook(lambda _: backward.order.expect_backward())
+    loss.backward()
+    assert backward.asked == list(range(8))
+    assert not backward.outstanding
 
 
 def test_no_more_is_asked_for_than_the_next_few() -> None:

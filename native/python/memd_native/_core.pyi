@@ -145,9 +145,14 @@ class ClientSession:
         The same for reading a value, where that takes no request; otherwise None.
         """
 
-    def ask_ahead(self, shard_id: int) -> None:
+    def overwrite_gradient(self, shard_id: int, stall_group: int, address: int, length_bytes: int, timeout_s: float, phase: int) -> None:
         """
-        Asks for the slot of a gradient that there is none of yet, so that the answer is there when `lease_together` is called to overwrite it; returns at once and may do nothing.
+        Copies a gradient from `address` into its slot, which is leased for that and given back. No tensor is made of the slot.
+        """
+
+    def ask_ahead(self, shard_ids: Sequence[int]) -> None:
+        """
+        Asks for the slots of gradients that there are none of yet, so that the answers are there when they are overwritten; returns at once and may do nothing.
         """
 
     def forget_asked(self) -> bool:
