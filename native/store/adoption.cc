@@ -449,7 +449,7 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
   // dropped would seem to be there and have no bytes.
   job->note_shards();
   std::set<uint32_t> in_use;
-  for (const auto& entry : job->entries) {
+  for (Entry* const entry : job->entries) {
     if (entry == nullptr) continue;
     if (entry->slot != nullptr) in_use.insert(entry->slot->pin_first);
     if (entry->pending != nullptr) in_use.insert(entry->pending->pin_first);
@@ -581,8 +581,8 @@ Status ShardStore::adopt_slots(Job& job,
     slot->pin_first = record.pin_first;
     slot->service_pins.assign(record.pin_count, 0);
     Entry* const entry = find_entry(record);
-    const bool fits =
-        entry != nullptr && record.bytes == entry->bytes && record.pin_count == entry->shard_count;
+    const bool fits = entry != nullptr && record.bytes == entry->bytes &&
+                      record.pin_count == job.shard_count(*entry);
     if (entry != nullptr && !fits && record.role != SlotRole::retired) {
       job.free_slot(std::move(slot));
       return damaged("a slot of ", job.describe(*entry), " has ", record.bytes, " bytes");
@@ -595,8 +595,8 @@ Status ShardStore::adopt_slots(Job& job,
         (MEMD_PLANTED("adoption.filling_slot_trusted") && record.residency == Residency::filling);
     if (record.role == SlotRole::pending && fits && !record.has_service_writer && !is_untold &&
         entry->pending == nullptr) {
+      slot->pending_session = record.pending_session;
       entry->pending = std::move(slot);
-      entry->pending_session = record.pending_session;
     } else if (record.role == SlotRole::current && fits && is_held && entry->slot == nullptr &&
                !record.has_service_writer && record.sequence == newest[entry] &&
                (entry->kind != EntryKind::gradient || has_gradient(*entry))) {
@@ -671,7 +671,7 @@ Status ShardStore::adopt_extents(Job& job,
     if (extent.length_bytes != length_bytes) {
       return damaged("an extent of ", extent.length_bytes, " bytes for ", length_bytes);
     }
-    *place = {.extent = extent, .referenced = false};
+    *place = Replica(extent, false);
     MEMD_FAILPOINT("adoption.extent_placed");
   }
 
@@ -688,8 +688,8 @@ Status ShardStore::adopt_extents(Job& job,
         !fits(tile.state.rest, bucket.rest_bytes(index))) {
       return damaged("a tile's extents");
     }
-    bucket.value->replicas[index] = {.extent = tile.state.value, .referenced = false};
-    bucket.rest[index] = {.extent = tile.state.rest, .referenced = false};
+    bucket.value->replicas[index] = Replica(tile.state.value, false);
+    bucket.rest[index] = Replica(tile.state.rest, false);
   }
 
   std::map<std::pair<uint16_t, uint64_t>, ExtentRecord> unused;
@@ -700,16 +700,16 @@ Status ShardStore::adopt_extents(Job& job,
   job.nvme_bytes_used = 0;
   const auto adopt = [&](Replica& replica) {
     if (!status.is_ok()) return;
-    job.nvme_bytes_used += replica.extent.length_bytes;
-    replica.referenced = unused.erase(address_of(replica.extent)) == 1;
+    job.nvme_bytes_used += replica.length_bytes;
+    replica.referenced = unused.erase(address_of(replica.extent())) == 1;
     if (replica.referenced) return;
-    status = extents_.reserve(replica.extent);
-    if (status.is_ok()) reserved.push_back(replica.extent);
+    status = extents_.reserve(replica.extent());
+    if (status.is_ok()) reserved.push_back(replica.extent());
   };
   job.for_each_replica(adopt);
   for (Bucket& bucket : job.buckets) {
     for (Replica& replica : bucket.gradient->replicas) {
-      if (replica.extent.exists()) adopt(replica);
+      if (replica.exists()) adopt(replica);
     }
   }
   if (!status.is_ok()) return damaged("an extent: ", status.message());
@@ -778,7 +778,7 @@ Status ShardStore::check_steps_can_be_made(const Job& job, const LedgerContents&
   for (const ClosedStep& step : contents.steps) {
     for (const StepGroup& group : step.request.groups) {
       for (const uint32_t shard_id : group.shard_ids) {
-        const Entry* const gradient = job.shards[shard_id].gradient;
+        const Entry* const gradient = job.find_entry(shard_id, Part::gradient);
         if (gradient == nullptr) return damaged("a closed step of a shard that is no parameter");
         if (gradient->bytes != 0 && gradient->slot == nullptr && !gradient->has_replica()) {
           return damaged("a closed step has no gradient of ", job.describe(*gradient));

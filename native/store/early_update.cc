@@ -81,7 +81,7 @@ EarlyUpdates::Begin EarlyUpdates::check(const Job& job, const Bucket& bucket) co
 // would stay there is written by no step: made ahead of it it would be, every time.
 bool EarlyUpdates::is_left_to_the_step(Job& job, const Bucket& bucket, size_t tile) const {
   const uint64_t key = job.tile_key(bucket.value->owner, tile);
-  if (job.dirty_tiles.contains(key) || !bucket.value->replicas[tile].extent.exists()) return true;
+  if (job.dirty_tiles.contains(key) || !bucket.value->replicas[tile].exists()) return true;
   if (!job.durability.is_in_memory()) return false;
   if (job.cached_tiles.contains(key)) return true;
   const JobMemory& memory = *job.memory;
@@ -159,7 +159,7 @@ void EarlyUpdates::find_slot(Job& job, EarlyBucket& early) {
     early.shadow = job.take_slot(value);
     early.is_in_place = early.shadow != nullptr;
   }
-  if (early.shadow == nullptr) early.shadow = job.make_slot(value.bytes, value.shard_count);
+  if (early.shadow == nullptr) early.shadow = job.make_slot(value.bytes, job.shard_count(value));
   if (early.shadow != nullptr) job.policy.used(value.id, EvictionPrice::clean);
 }
 
@@ -224,7 +224,7 @@ std::shared_ptr<EarlyBucket> EarlyUpdates::take(Job& job,
   const auto found = job.early.by_bucket.find(bucket);
   if (found == job.early.by_bucket.end()) return nullptr;
   std::shared_ptr<EarlyBucket> early = found->second;
-  const std::vector<uint32_t>& ids = job.buckets[bucket].shards;
+  const ShardIds& ids = job.buckets[bucket].shards;
   std::optional<EarlyDiscard> why;
   if (early->session_id != session_id) why = EarlyDiscard::step;
   for (size_t i = 0; i < ids.size() && !why; ++i) {

@@ -2,16 +2,18 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <memory>
 #include <string_view>
 #include <vector>
 
+#include "base/check.h"
 #include "base/units.h"
 #include "plan/next_use_order.h"
 #include "ring/layout.h"
 #include "store/catalogue.h"
-#include "store/extent.h"
+#include "store/replica.h"
 
 namespace memd {
 
@@ -26,17 +28,12 @@ enum class Prefetched : uint8_t { no, unused, late };
 
 enum class EntryKind : uint8_t { parameter, gradient, bytes };
 
-/// One extent of an entry on disk. `referenced`: a catalogue that was written, or is being written,
-/// names it, so that it may be released only after the next commit.
-struct Replica {
-  ExtentRecord extent;
-  bool referenced = false;
-};
-
 /// A place in the arena with one pin counter for each of the entry's shards.
 struct Slot {
   uint64_t offset_bytes = 0;
   uint64_t bytes = 0;
+  /// While it is an entry's `pending`: whose overwrite lease writes there.
+  uint64_t pending_session = 0;
   uint32_t pin_first = 0;
   /// Pins of the daemon itself (gRPC streams), beside those of the sessions; same encoding.
   std::vector<uint32_t> service_pins;
@@ -55,22 +52,21 @@ class Entry {
     uint32_t id = 0;
     EntryKind kind = EntryKind::bytes;
     uint64_t bytes = 0;         // without padding
-    uint64_t stride_bytes = 0;  // of the entry that one replica covers
-    uint32_t shard_count = 1;
-    uint32_t owner = 0;  // index of its bucket, or id of its shard
+    uint64_t stride_bytes = 0;  // of the entry that one replica covers; a power of two
+    uint32_t owner = 0;         // index of its bucket, or id of its shard
     Tier tier = Tier::nvme;
   };
 
   explicit Entry(const Shape& shape)
       : bytes(shape.bytes),
-        stride_bytes(shape.stride_bytes),
+        replicas(divide_up(shape.bytes, shape.stride_bytes)),
         id(shape.id),
-        shard_count(shape.shard_count),
         owner(shape.owner),
         kept_owner(shape.owner),
         kind(shape.kind),
-        tier(shape.tier) {
-    replicas.resize(divide_up(bytes, stride_bytes));
+        tier(shape.tier),
+        stride_log2_(std::countr_zero(shape.stride_bytes) & 63) {
+    MEMD_CHECK(std::has_single_bit(shape.stride_bytes));
   }
 
   Residency residency() const { return residency_; }
@@ -87,27 +83,24 @@ class Entry {
   bool has_replica() const {
     return !replicas.empty() &&
            std::all_of(replicas.begin(), replicas.end(), [](const Replica& replica) {
-             return replica.extent.exists();
+             return replica.exists();
            });
   }
   /// Of replica `index`; whole blocks.
   uint32_t replica_bytes(size_t index) const {
-    const uint64_t begin = index * stride_bytes;
-    return static_cast<uint32_t>(align_up(std::min(bytes - begin, stride_bytes), kBlockBytes));
+    const uint64_t begin = index * stride_bytes();
+    return static_cast<uint32_t>(align_up(std::min(bytes - begin, stride_bytes()), kBlockBytes));
   }
+  uint64_t stride_bytes() const { return uint64_t{1} << stride_log2_; }
 
   const uint64_t bytes;
-  const uint64_t stride_bytes;
 
   std::unique_ptr<Slot> slot;
-  /// Written by an overwrite lease of `pending_session`; takes the slot's place once the writer
-  /// gave it back.
+  /// Written by an overwrite lease; takes the slot's place once the writer gave it back.
   std::unique_ptr<Slot> pending;
-  uint64_t pending_session = 0;
-  std::vector<Replica> replicas;
+  ReplicaList replicas;
 
   const uint32_t id;
-  const uint32_t shard_count;
   uint32_t owner;
   /// Whose bytes they are as of the last commit, for the ledger: a staged buffer takes the other's
   /// place only then.
@@ -116,21 +109,24 @@ class Entry {
   // Steps that were accepted and will replace it: until then its session leases it by request.
   uint32_t steps_before = 0;
 
-  const EntryKind kind;
-  const Tier tier;
-  bool is_in_step = false;  // a step that runs reads or replaces it
+  const EntryKind kind : 2;
+  const Tier tier : 2;
+  bool is_in_step : 1 = false;  // a step that runs reads or replaces it
   // What is read of it is what a step made of it that is not committed yet.
-  bool is_ahead = false;
-  uint8_t audience = kEverybody;  // while it is ahead: the tag of the step's session
-  Prefetched prefetched = Prefetched::no;
-  bool prefetch_failed = false;  // not tried again before it was used
+  bool is_ahead : 1 = false;
+  bool prefetch_failed : 1 = false;  // not tried again before it was used
+  Prefetched prefetched : 2 = Prefetched::no;
 
  private:
-  Residency residency_ = Residency::absent;
+  Residency residency_ : 3 = Residency::absent;
+  const uint8_t stride_log2_ : 6;
+
+ public:
+  uint8_t audience = kEverybody;  // while it is ahead: the tag of the step's session
 };
 
-// A parameter that has a bucket of its own has two: large members first, so that no bytes are lost
-// between them.
-static_assert(sizeof(Entry) <= 96);
+// A parameter that has a bucket of its own has two, and bench_growth.py counts the bytes of each:
+// large members first, so that no bytes are lost between them.
+static_assert(sizeof(Entry) <= 72);
 
 }  // namespace memd

@@ -47,7 +47,7 @@ size_t ExtentPlaces::index_count(const ExtentPlace& place) const {
   if (place.kind == Kind::catalogue) return commits_.catalogue(place.job_id).size();
   const Job& owner = *job(place.job_id);
   if (place.kind != Kind::bytes) return owner.durable.tile_count(place.owner);
-  const Entry* const entry = owner.entries[place.owner].get();
+  const Entry* const entry = owner.entries[place.owner];
   return entry == nullptr || entry->kind != EntryKind::bytes ? 0 : entry->replicas.size();
 }
 
@@ -57,8 +57,8 @@ std::optional<ExtentRecord> ExtentPlaces::find(const ExtentPlace& place) const {
   const Job& owner = *job(place.job_id);
   if (place.kind == Kind::bytes) {
     const Replica& replica = owner.entries[place.owner]->replicas[place.index];
-    if (!replica.referenced || !replica.extent.exists()) return std::nullopt;
-    return replica.extent;
+    if (!replica.referenced || !replica.exists()) return std::nullopt;
+    return replica.extent();
   }
   const TileRecord tile = owner.durable.tile(place.owner, place.index);
   const ExtentRecord& extent = place.kind == Kind::parameter ? tile.parameter : tile.rest;
@@ -72,8 +72,7 @@ bool ExtentPlaces::names(const ExtentPlace& place, const ExtentRecord& extent) c
 
 const Entry* ExtentPlaces::entry(const ExtentPlace& place) const {
   const Job& owner = *job(place.job_id);
-  return place.kind == Kind::bytes ? owner.entries[place.owner].get()
-                                   : owner.buckets[place.owner].value;
+  return place.kind == Kind::bytes ? owner.entries[place.owner] : owner.buckets[place.owner].value;
 }
 
 bool ExtentPlaces::is_being_replaced(const ExtentPlace& place) const {
@@ -85,7 +84,7 @@ bool ExtentPlaces::is_being_replaced(const ExtentPlace& place) const {
   if (place.kind != Kind::bytes) {
     const Replica& now = place.kind == Kind::rest ? owner.buckets[place.owner].rest[place.index]
                                                   : value.replicas[place.index];
-    if (!same(now.extent, *find(place)) || owner.is_tile_dirty(value, place.index)) return true;
+    if (!same(now.extent(), *find(place)) || owner.is_tile_dirty(value, place.index)) return true;
   }
   return place.kind != Kind::rest &&
          (value.residency() == Residency::dirty || value.residency() == Residency::draining);
@@ -126,10 +125,10 @@ uint64_t ExtentPlaces::state_bytes(uint64_t job_id) const {
   const Job* const owner = job(job_id);
   if (owner == nullptr) return 0;
   uint64_t bytes = 0;
-  for (const auto& each : owner->entries) {
+  for (Entry* const each : owner->entries) {
     if (each == nullptr || each->kind != EntryKind::bytes) continue;
     for (const Replica& replica : each->replicas) {
-      if (replica.referenced && replica.extent.exists()) bytes += replica.extent.length_bytes;
+      if (replica.referenced && replica.exists()) bytes += replica.length_bytes;
     }
   }
   if (owner->durable.undurable_since() != 0) return bytes;

@@ -13,7 +13,7 @@ void ShardStore::discard_half_written(Job& job, const Session& session, Join& di
   const auto writes = [&](const Slot& slot, uint32_t index) {
     return pin_writers(session.ring.pins(slot.pin_first + index)) != 0;
   };
-  for (auto& entry : job.entries) {
+  for (Entry* const entry : job.entries) {
     if (entry == nullptr) continue;
     if (entry->pending != nullptr && writes(*entry->pending, 0)) {
       job.retire_slot(std::move(entry->pending));
@@ -52,7 +52,7 @@ void ShardStore::discard_torn(Job& job,
     job.note_shard(bucket.shards[index]);
   }
   if (read_again.empty()) return discarded(Status::ok());
-  if (entry.shard_count == 1) {
+  if (job.shard_count(entry) == 1) {
     job.move(entry, Residency::dirty, Residency::absent);
     job.retire_slot(std::move(entry.slot));
     return discarded(Status::ok());
@@ -74,7 +74,7 @@ void ShardStore::start_mend(Job& job, Entry& entry) {
   MEMD_CHECK_EQ(entry.replicas.size(),
                 size_t{1});  // only a large shard has several, and it is alone
   const auto block = std::make_shared<BlockBytes>(uint64_t{entry.replica_bytes(0)});
-  extents_.read(entry.replicas[0].extent,
+  extents_.read(entry.replicas[0].extent(),
                 block->span(),
                 IoPriority::demand,
                 concat("shard ", job.describe(entry, 0), ", step ", job.committed_step),

@@ -158,7 +158,6 @@ uint32_t Job::add_shard(const ShardSpec& spec) {
   shard.dtype = spec.dtype;
   shard.tier = spec.tier;
   shard.bytes = *tensor_bytes(spec.shape, spec.dtype);
-  shard.element_count = shard.bytes / dtype_bytes(spec.dtype);
   shards[shard_id] = std::move(shard);
   if (ledger != nullptr) ledger->reset_shard(shard_id);
   shard_ids.insert(shard_id);
@@ -166,30 +165,26 @@ uint32_t Job::add_shard(const ShardSpec& spec) {
   return shard_id;
 }
 
-Entry* Job::add_entry(Entry::Shape shape) {
-  shape.id = static_cast<uint32_t>(entries.size());
-  if (free_entry_ids_.empty()) {
-    entries.emplace_back();
-  } else {
-    shape.id = free_entry_ids_.back();
-    free_entry_ids_.pop_back();
-  }
-  entries[shape.id] = std::make_unique<Entry>(shape);
+Entry* Job::add_entry(const Entry::Shape& shape) {
+  Entry* const entry = entries.add(shape);
   entry_bytes_ += align_up(shape.bytes, kBlockBytes);
   largest_entry_bytes_ = std::max(largest_entry_bytes_, shape.bytes);
-  return entries[shape.id].get();
+  return entry;
 }
 
-void Job::close_bucket(Bucket bucket, const std::vector<uint32_t>& shard_ids_in_bucket) {
+void Job::close_bucket(DType dtype,
+                       uint64_t elements,
+                       const std::vector<uint32_t>& shard_ids_in_bucket) {
   const auto index = static_cast<uint32_t>(buckets.size());
-  bucket.element_count = align_up(bucket.element_count, kElementAlignment);
-  bucket.shards = shard_ids_in_bucket;
-  bucket.rest.resize(divide_up(bucket.element_count, kTileElements));
+  Bucket bucket;
+  bucket.dtype = dtype;
+  bucket.element_count = align_up(elements, kElementAlignment);
+  bucket.shards = ShardIds(shard_ids_in_bucket);
+  bucket.rest = ReplicaList(divide_up(bucket.element_count, kTileElements));
   Entry::Shape shape{.id = 0,
                      .kind = EntryKind::parameter,
                      .bytes = bucket.element_count * dtype_bytes(bucket.dtype),
                      .stride_bytes = parameter_stride_bytes(bucket.dtype),
-                     .shard_count = static_cast<uint32_t>(bucket.shards.size()),
                      .owner = index,
                      .tier = Tier::nvme};
   bucket.value = add_entry(shape);
@@ -200,41 +195,35 @@ void Job::close_bucket(Bucket bucket, const std::vector<uint32_t>& shard_ids_in_
     shard.bucket = index;
     shard.index_in_bucket = i;
     shard.value = bucket.value;
-    shard.gradient = bucket.gradient;
   }
   buckets.push_back(std::move(bucket));
 }
 
 void Job::add_parameters(const std::vector<const ShardSpec*>& specs) {
   struct Open {
-    Bucket bucket;
+    uint64_t element_count = 0;
     std::vector<uint32_t> shards;
   };
   std::unordered_map<uint8_t, Open> open;  // one for each dtype
-  const auto close = [this](Open& it) {
-    if (!it.shards.empty()) close_bucket(std::move(it.bucket), it.shards);
+  const auto close = [this](DType dtype, Open& it) {
+    if (!it.shards.empty()) close_bucket(dtype, it.element_count, it.shards);
     it = {};
   };
   for (const ShardSpec* spec : specs) {
     const uint32_t shard_id = add_shard(*spec);
     Shard& shard = shards[shard_id];
-    element_count += shard.element_count;
-    if (shard.element_count >= kTileElements) {
-      Bucket bucket;
-      bucket.dtype = spec->dtype;
-      bucket.element_count = shard.element_count;
-      close_bucket(std::move(bucket), {shard_id});
+    element_count += shard.element_count();
+    if (shard.element_count() >= kTileElements) {
+      close_bucket(spec->dtype, shard.element_count(), {shard_id});
       continue;
     }
     Open& it = open[static_cast<uint8_t>(spec->dtype)];
-    if (it.bucket.element_count + shard.element_count > kTileElements) close(it);
-    it.bucket.dtype = spec->dtype;
-    shard.element_offset = it.bucket.element_count;
-    it.bucket.element_count =
-        align_up(it.bucket.element_count + shard.element_count, kElementAlignment);
+    if (it.element_count + shard.element_count() > kTileElements) close(spec->dtype, it);
+    shard.element_offset = it.element_count;
+    it.element_count = align_up(it.element_count + shard.element_count(), kElementAlignment);
     it.shards.push_back(shard_id);
   }
-  for (auto& [dtype, it] : open) close(it);
+  for (auto& [dtype, it] : open) close(static_cast<DType>(dtype), it);
 }
 
 void Job::add_bytes(const ShardSpec& spec) {
@@ -244,7 +233,6 @@ void Job::add_bytes(const ShardSpec& spec) {
                            .kind = EntryKind::bytes,
                            .bytes = shard.bytes,
                            .stride_bytes = kBlobExtentBytes,
-                           .shard_count = 1,
                            .owner = shard_id,
                            .tier = spec.tier});
 }
@@ -278,7 +266,6 @@ Result<std::vector<ShardInfo>> Job::declare(const std::vector<ShardSpec>& specs)
                  kTableRows);
   }
   make_room_for(shards, parameters.size() + bytes.size());
-  make_room_for(entries, bytes.size());
   add_parameters(parameters);
   for (const ShardSpec* spec : bytes) add_bytes(*spec);
   if (!parameters.empty() || !bytes.empty()) note_layout();
@@ -348,7 +335,7 @@ JobRecord Job::record() const {
         .written = shard.written && (shard.value->bytes == 0 || shard.value->has_replica()),
         .extents = {}};
     if (shard.kind != ShardKind::parameter && shard.written && shard.value->has_replica()) {
-      for (const Replica& replica : shard.value->replicas) out.extents.push_back(replica.extent);
+      for (const Replica& replica : shard.value->replicas) out.extents.push_back(replica.extent());
     }
     record.shards.push_back(std::move(out));
   }
@@ -359,8 +346,8 @@ JobRecord Job::record() const {
     out.tiles.reserve(bucket.tile_count());
     for (size_t tile = 0; tile < bucket.tile_count(); ++tile) {
       out.tiles.push_back(
-          {.parameter = is_on_disk ? bucket.value->replicas[tile].extent : ExtentRecord{},
-           .rest = bucket.rest[tile].extent});
+          {.parameter = is_on_disk ? bucket.value->replicas[tile].extent() : ExtentRecord{},
+           .rest = bucket.rest[tile].extent()});
     }
     record.buckets.push_back(std::move(out));
   }
@@ -412,7 +399,7 @@ Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record,
       shard.element_offset = in.element_offset;
       shard.written = in.written;
       shard.is_on_disk = in.written;
-      job->element_count += shard.element_count;
+      job->element_count += shard.element_count();
       shards_of[in.bucket].push_back(shard_id);
       continue;
     }
@@ -421,27 +408,24 @@ Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record,
     shard.generation = in.generation;
     shard.written = !in.extents.empty() || shard.bytes == 0;
     for (size_t i = 0; i < in.extents.size(); ++i) {
-      shard.value->replicas[i] = {.extent = in.extents[i], .referenced = true};
+      shard.value->replicas[i] = Replica(in.extents[i], true);
     }
   }
   for (size_t i = 0; i < record.buckets.size(); ++i) {
     const BucketRecord& in = record.buckets[i];
-    Bucket bucket;
-    bucket.dtype = in.dtype;
-    bucket.element_count = in.element_count;
     // Pin counters are counted in the order of declaration, and clients hold pins: ids that were
     // used again are in another one. An empty tensor lies before the one that shares its offset.
     std::stable_sort(shards_of[i].begin(), shards_of[i].end(), [&job](uint32_t a, uint32_t b) {
       const Shard& left = job->shards[a];
       const Shard& right = job->shards[b];
-      return std::pair(left.element_offset, left.element_count) <
-             std::pair(right.element_offset, right.element_count);
+      return std::pair(left.element_offset, left.element_count()) <
+             std::pair(right.element_offset, right.element_count());
     });
-    job->close_bucket(std::move(bucket), shards_of[i]);
+    job->close_bucket(in.dtype, in.element_count, shards_of[i]);
     Bucket& made = job->buckets.back();
     for (size_t tile = 0; tile < in.tiles.size(); ++tile) {
-      made.value->replicas[tile] = {.extent = in.tiles[tile].parameter, .referenced = true};
-      made.rest[tile] = {.extent = in.tiles[tile].rest, .referenced = true};
+      made.value->replicas[tile] = Replica(in.tiles[tile].parameter, true);
+      made.rest[tile] = Replica(in.tiles[tile].rest, true);
     }
   }
   if (!given_ids.empty()) {
@@ -449,19 +433,18 @@ Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record,
       if (job->shards[id].deleted) job->free_shard_ids_.push_back(id);
     }
   }
-  job->for_each_replica(
-      [&job](Replica& replica) { job->nvme_bytes_used += replica.extent.length_bytes; });
+  job->for_each_replica([&job](Replica& replica) { job->nvme_bytes_used += replica.length_bytes; });
   job->changed = false;
   return job;
 }
 
 void Job::for_each_replica(const std::function<void(Replica&)>& visit) {
-  const auto visit_all = [&visit](std::vector<Replica>& replicas) {
+  const auto visit_all = [&visit](ReplicaList& replicas) {
     for (Replica& replica : replicas) {
-      if (replica.extent.exists()) visit(replica);
+      if (replica.exists()) visit(replica);
     }
   };
-  for (auto& entry : entries) {
+  for (Entry* const entry : entries) {
     if (entry != nullptr && entry->kind != EntryKind::gradient) visit_all(entry->replicas);
   }
   for (Bucket& bucket : buckets) visit_all(bucket.rest);
@@ -489,7 +472,7 @@ template <typename Visit>
 void Job::for_each_shard(const Entry& entry, const Visit& visit) const {
   if (entry.kind == EntryKind::gradient) return;
   if (entry.kind == EntryKind::bytes) return visit(entry.owner, 0);
-  const std::vector<uint32_t>& ids = buckets[entry.owner].shards;
+  const ShardIds& ids = buckets[entry.owner].shards;
   for (uint32_t index = 0; index < ids.size(); ++index) visit(ids[index], index);
 }
 
@@ -542,7 +525,7 @@ void Job::publish_shard(uint32_t shard_id) {
 }
 
 void Job::publish_all() {
-  for (const auto& entry : entries) {
+  for (Entry* const entry : entries) {
     if (entry != nullptr) publish(*entry);
   }
 }
@@ -560,7 +543,7 @@ void Job::withdraw(const Entry& entry) {
 }
 
 void Job::withdraw_all() {
-  for (const auto& entry : entries) {
+  for (Entry* const entry : entries) {
     if (entry != nullptr) withdraw(*entry);
   }
 }
@@ -583,7 +566,8 @@ const Slot* Job::early_slot(const Entry& entry) const {
 }
 
 void Job::end_prefetch(Entry& entry, bool is_used) {
-  const Prefetched was = std::exchange(entry.prefetched, Prefetched::no);
+  const Prefetched was = entry.prefetched;
+  entry.prefetched = Prefetched::no;
   if (was == Prefetched::no) return;
   ahead_bytes -= entry.bytes;
   if (was == Prefetched::late) return;
@@ -619,7 +603,7 @@ SlotRecord slot_record(const Entry& entry, const Slot& slot, SlotRole role) {
   record.has_service_writer = std::any_of(slot.service_pins.begin(),
                                           slot.service_pins.end(),
                                           [](uint32_t pins) { return pin_writers(pins) != 0; });
-  if (role == SlotRole::pending) record.pending_session = entry.pending_session;
+  if (role == SlotRole::pending) record.pending_session = slot.pending_session;
   return record;
 }
 
@@ -667,7 +651,7 @@ void Job::note_value_extent(const Entry& entry, size_t index) {
                                                          : Kind::bytes;
   ledger->note_loose(
       {.kind = kind, .owner = entry.kept_owner, .index = static_cast<uint32_t>(index)},
-      entry.replicas[index].extent);
+      entry.replicas[index].extent());
 }
 
 void Job::note_rest_extent(const Bucket& bucket, size_t tile) {
@@ -675,7 +659,7 @@ void Job::note_rest_extent(const Bucket& bucket, size_t tile) {
   ledger->note_loose({.kind = LooseKey::Kind::rest,
                       .owner = bucket.value->owner,
                       .index = static_cast<uint32_t>(tile)},
-                     bucket.rest[tile].extent);
+                     bucket.rest[tile].extent());
 }
 
 std::optional<uint32_t> Job::tile_record(uint64_t key) {
@@ -702,8 +686,8 @@ void Job::note_tile(const Bucket& bucket,
   tile_words->publish(*record,
                       {.step = step,
                        .private_offset_bytes = std::nullopt,
-                       .value = bucket.value->replicas[tile].extent,
-                       .rest = bucket.rest[tile].extent},
+                       .value = bucket.value->replicas[tile].extent(),
+                       .rest = bucket.rest[tile].extent()},
                       ledger->base(),
                       piece_next);
 }
@@ -716,14 +700,21 @@ void Job::note_shards() {
 }
 
 void Job::note_slots() {
-  for (const auto& entry : entries) {
+  for (Entry* const entry : entries) {
     if (entry != nullptr) note(*entry);
   }
 }
 
 Entry* Job::find_entry(uint32_t shard_id, Part part) const {
   if (shard_id >= shards.size() || shards[shard_id].deleted) return nullptr;
-  return part == Part::gradient ? shards[shard_id].gradient : shards[shard_id].value;
+  const Shard& shard = shards[shard_id];
+  if (part == Part::value) return shard.value;
+  return shard.kind == ShardKind::parameter ? buckets[shard.bucket].gradient : nullptr;
+}
+
+uint32_t Job::shard_count(const Entry& entry) const {
+  return entry.kind == EntryKind::bytes ? 1
+                                        : static_cast<uint32_t>(buckets[entry.owner].shards.size());
 }
 
 std::string Job::describe(const Entry& entry) const {
@@ -740,7 +731,7 @@ std::vector<uint32_t> Job::shards_in(const Entry& entry, size_t replica) const {
   std::vector<uint32_t> inside;
   for (const uint32_t shard_id : buckets[entry.owner].shards) {
     const Shard& shard = shards[shard_id];
-    const uint64_t shard_end = shard.element_offset + shard.element_count;
+    const uint64_t shard_end = shard.element_offset + shard.element_count();
     if (shard.element_offset < end && begin < shard_end) inside.push_back(shard_id);
   }
   return inside;
@@ -773,7 +764,7 @@ void Job::lose(const Entry& entry, size_t replica, const Status& why) {
 bool Job::is_lost(const Entry& entry) const {
   if (lost.count() == 0 || entry.kind == EntryKind::gradient) return false;
   if (entry.kind == EntryKind::bytes) return lost.contains(entry.owner);
-  const std::vector<uint32_t>& held = buckets[entry.owner].shards;
+  const ShardIds& held = buckets[entry.owner].shards;
   return std::any_of(held.begin(), held.end(), [this](uint32_t id) { return lost.contains(id); });
 }
 
@@ -781,9 +772,9 @@ std::string Job::describe_holders() const {
   constexpr size_t kNamed = 3;
   std::vector<const Entry*> held;
   uint64_t bytes = 0;
-  for (const auto& entry : entries) {
+  for (Entry* const entry : entries) {
     if (entry == nullptr || entry->slot == nullptr || !is_pinned(*entry->slot)) continue;
-    held.push_back(entry.get());
+    held.push_back(entry);
     bytes += entry->slot->bytes;
   }
   for (const auto& slot : retired) bytes += slot->bytes;
@@ -828,7 +819,7 @@ bool Job::pinned_by_others(uint64_t session_id) const {
     }
     return false;
   };
-  for (const auto& entry : entries) {
+  for (Entry* const entry : entries) {
     if (entry == nullptr) continue;
     if (entry->slot != nullptr && held(*entry->slot)) return true;
     if (entry->pending != nullptr && held(*entry->pending)) return true;
@@ -842,7 +833,7 @@ uint32_t Job::lease_count() const {
     if (slot == nullptr) return;
     for (uint32_t i = 0; i < slot->pin_count(); ++i) count += pins(*slot, i).all();
   };
-  for (const auto& entry : entries) {
+  for (Entry* const entry : entries) {
     if (entry == nullptr) continue;
     add(entry->slot.get());
     add(entry->pending.get());
@@ -913,7 +904,7 @@ void Job::settle_pending(Entry& entry) {
   withdraw(entry);
   std::unique_ptr<Slot> old = std::move(entry.slot);
   entry.slot = std::move(entry.pending);
-  entry.pending_session = 0;
+  entry.slot->pending_session = 0;
   if (ledger != nullptr) {
     // In one store the new bytes are the entry's; only then does the old slot go.
     SlotRecord record = slot_record(entry, *entry.slot, SlotRole::current);
@@ -937,7 +928,7 @@ void Job::settle_pending(Entry& entry) {
 void Job::replace(Replica& place, const ExtentRecord& extent, ExtentStore& extents) {
   MEMD_FAILPOINT("extent.before_supersede");
   release(place, extents);
-  place = {.extent = extent, .referenced = false};
+  place = Replica(extent, false);
 }
 
 void Job::take_quota(const Entry& entry, uint64_t bytes) {
@@ -955,22 +946,22 @@ void Job::replace_gradient(Entry& entry,
                            const ExtentRecord& extent,
                            ExtentStore& extents) {
   Replica& place = entry.replicas[index];
-  if (place.extent.exists()) {
-    give_back_quota(entry, place.extent.length_bytes);
-    extents.release(place.extent);
+  if (place.exists()) {
+    give_back_quota(entry, place.length_bytes);
+    extents.release(place.extent());
   }
-  place = {.extent = extent, .referenced = false};
+  place = Replica(extent, false);
 }
 
 std::vector<ExtentRecord> Job::take_extents() {
   std::vector<ExtentRecord> extents;
-  const auto take = [&extents](std::vector<Replica>& replicas) {
+  const auto take = [&extents](ReplicaList& replicas) {
     for (Replica& replica : replicas) {
-      if (replica.extent.exists()) extents.push_back(replica.extent);
+      if (replica.exists()) extents.push_back(replica.extent());
       replica = {};
     }
   };
-  for (auto& entry : entries) {
+  for (Entry* const entry : entries) {
     if (entry != nullptr) take(entry->replicas);
   }
   for (Bucket& bucket : buckets) take(bucket.rest);
@@ -982,16 +973,16 @@ std::vector<ExtentRecord> Job::take_extents() {
 }
 
 void Job::release(Replica& place, ExtentStore& extents) {
-  if (!place.extent.exists()) {
+  if (!place.exists()) {
     // Rolling back means that there is no extent again.
     if (is_updating_) superseded_.push_back({.place = &place, .extent = {}});
     return;
   }
   if (place.referenced && !MEMD_PLANTED("extent.released_before_the_commit")) {
-    superseded_.push_back({.place = &place, .extent = place.extent});
+    superseded_.push_back({.place = &place, .extent = place.extent()});
   } else {
-    nvme_bytes_used -= place.extent.length_bytes;
-    extents.release(place.extent);
+    nvme_bytes_used -= place.length_bytes;
+    extents.release(place.extent());
   }
   place = {};
 }
@@ -1025,11 +1016,11 @@ void Job::roll_back(ExtentStore& extents) {
       if (it->extent.exists()) superseded_.push_back(*it);
       continue;
     }
-    if (it->place->extent.exists() && !it->place->referenced) {
-      nvme_bytes_used -= it->place->extent.length_bytes;
-      extents.release(it->place->extent);
+    if (it->place->exists() && !it->place->referenced) {
+      nvme_bytes_used -= it->place->length_bytes;
+      extents.release(it->place->extent());
     }
-    *it->place = {.extent = it->extent, .referenced = it->extent.exists()};
+    *it->place = Replica(it->extent, it->extent.exists());
   }
 }
 
@@ -1120,7 +1111,7 @@ void Job::remove(uint32_t shard_id, ExtentStore& extents) {
   if (entry.slot != nullptr) retire_slot(std::move(entry.slot));
   if (entry.pending != nullptr) retire_slot(std::move(entry.pending));
   for (size_t i = 0; i < entry.replicas.size(); ++i) {
-    if (entry.replicas[i].extent.exists()) release(entry.replicas[i], extents);
+    if (entry.replicas[i].exists()) release(entry.replicas[i], extents);
     // During an update too, whatever becomes of it: the next shard with this id is another one.
     if (ledger != nullptr) {
       ledger->note_loose({.kind = LooseKey::Kind::bytes,
@@ -1139,8 +1130,7 @@ void Job::remove(uint32_t shard_id, ExtentStore& extents) {
   entry_bytes_ -= align_up(entry.bytes, kBlockBytes);
   shard = {};
   shard.deleted = true;
-  entries[entry_id].reset();
-  free_entry_ids_.push_back(entry_id);
+  entries.remove(entry_id);
   free_shard_ids_.push_back(shard_id);
   changed = true;
   note_layout();

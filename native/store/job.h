@@ -18,11 +18,13 @@
 #include "store/durability.h"
 #include "store/early_bucket.h"
 #include "store/entry.h"
+#include "store/entry_table.h"
 #include "store/eviction.h"
 #include "store/extent_store.h"
 #include "store/job_memory.h"
 #include "store/ledger.h"
 #include "store/lost_shards.h"
+#include "store/shard_ids.h"
 #include "store/shard_label.h"
 #include "store/shard_names.h"
 #include "store/statistics.h"
@@ -52,13 +54,11 @@ struct ShardInfo {
 
 struct Shard {
   ShardLabel label;
-  uint64_t element_count = 0;
   uint64_t bytes = 0;
   uint64_t generation = 0;
   // The session whose gradient waits for a step, or kSealedGradient; 0: there is none.
   uint64_t gradient_session = 0;
   Entry* value = nullptr;
-  Entry* gradient = nullptr;  // parameters only
   // A parameter's place in its bucket.
   uint64_t element_offset = 0;
   uint32_t bucket = 0;
@@ -86,6 +86,7 @@ struct Shard {
             .tier = tier,
             .shape = label.shape()};
   }
+  uint64_t element_count() const { return bytes / dtype_bytes(dtype); }
   uint64_t offset_bytes() const { return element_offset * dtype_bytes(dtype); }
   /// Of the bytes that a lease shows.
   uint64_t leased_generation() const { return generation + (is_ahead ? 1 : 0); }
@@ -93,16 +94,16 @@ struct Shard {
 
 // A job has up to a million, and bench_growth.py counts the bytes of each: large members first, so
 // that none are lost between them.
-static_assert(sizeof(Shard) <= 80);
+static_assert(sizeof(Shard) <= 64);
 
 /// Shards of one dtype that are fetched and updated together.
 struct Bucket {
-  DType dtype = DType::float32;
   uint64_t element_count = 0;
-  std::vector<uint32_t> shards;
+  ShardIds shards;
   Entry* value = nullptr;
   Entry* gradient = nullptr;
-  std::vector<Replica> rest;  // one for each tile
+  ReplicaList rest;  // one for each tile
+  DType dtype = DType::float32;
 
   size_t tile_count() const { return rest.size(); }
   uint64_t tile_elements(size_t tile) const {
@@ -114,6 +115,9 @@ struct Bucket {
     return static_cast<uint32_t>(align_up(bytes, kBlockBytes));
   }
 };
+
+// As many as parameters, where they are large.
+static_assert(sizeof(Bucket) <= 64);
 
 struct Session {
   uint64_t session_id = 0;
@@ -245,6 +249,8 @@ class Job {
   void note_shards();
   void note_slots();
   Entry* find_entry(uint32_t shard_id, Part part) const;
+  /// Of which it holds the bytes.
+  uint32_t shard_count(const Entry& entry) const;
   /// "job/name" or, for gradients, "job/name gradient"; of a bucket, its first shard.
   std::string describe(const Entry& entry) const;
   /// The same of one replica: "job/name", and how many other shards have bytes in it.
@@ -362,7 +368,7 @@ class Job {
   ShardNames shard_ids{[this](uint32_t shard_id) { return shards[shard_id].name(); }};
   // A deque: tasks in flight point to buckets while others are added.
   std::deque<Bucket> buckets;
-  std::vector<std::unique_ptr<Entry>> entries;
+  EntryTable entries;
 
   /// Nothing where nobody keeps descriptors, or before there is memory. `memory` tells it of
   /// segments, and so goes first.
@@ -446,8 +452,10 @@ class Job {
   void add_parameters(const std::vector<const ShardSpec*>& specs);
   void add_bytes(const ShardSpec& spec);
   uint32_t add_shard(const ShardSpec& spec);
-  void close_bucket(Bucket bucket, const std::vector<uint32_t>& shard_ids_in_bucket);
-  Entry* add_entry(Entry::Shape shape);
+  void close_bucket(DType dtype,
+                    uint64_t elements,
+                    const std::vector<uint32_t>& shard_ids_in_bucket);
+  Entry* add_entry(const Entry::Shape& shape);
 
   uint64_t entry_bytes_ = 0;
   uint64_t largest_entry_bytes_ = 0;  // of those there ever were
@@ -458,7 +466,6 @@ class Job {
   size_t committing_count_ = 0;  // of superseded_: what the commit in flight releases
   EncodedJob committing_;        // what it writes
   std::vector<uint32_t> free_shard_ids_;
-  std::vector<uint32_t> free_entry_ids_;
 };
 
 /// Bytes of a tensor; nothing where the product overflows or passes 2^48.

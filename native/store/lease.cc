@@ -243,7 +243,7 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, Waiter& waiter) {
       // Its readers may let go meanwhile: bytes that are to be copied must not make room for
       // themselves.
       ++entry.task_count;
-      auto copy = make_room(job, entry.bytes, entry.shard_count, true);
+      auto copy = make_room(job, entry.bytes, job.shard_count(entry), true);
       --entry.task_count;
       if (copy == nullptr) return wait(LeaseWait::room, "room in the arena");
       Arena& arena = job.memory->arena();
@@ -291,8 +291,8 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, Waiter& waiter) {
   if (entry.task_count != 0)
     return wait(LeaseWait::update, concat("an update of ", job.describe(entry)));
   // A bucket of several shards keeps the bytes of the others.
-  const bool needs_bytes = reads || request.mode == LeaseMode::write || entry.shard_count > 1;
-  auto slot = make_room(job, entry.bytes, entry.shard_count, !request.prefetch);
+  const bool needs_bytes = reads || request.mode == LeaseMode::write || job.shard_count(entry) > 1;
+  auto slot = make_room(job, entry.bytes, job.shard_count(entry), !request.prefetch);
   if (slot == nullptr) {
     if (request.prefetch) return refuse(error(StatusCode::capacity, "no room for a prefetch"));
     return wait(LeaseWait::room, "room in the arena");
@@ -304,7 +304,7 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, Waiter& waiter) {
     fetch(job, entry, priority, [](const Status&) {});
     return wait(LeaseWait::disk, concat("the disk: ", job.describe(entry), " is filling"));
   }
-  if (needs_bytes || entry.shard_count > 1) {
+  if (needs_bytes || job.shard_count(entry) > 1) {
     std::memset(job.memory->arena().at(entry.slot->offset_bytes), 0, entry.bytes);
   }
   job.move(entry, Residency::filling, Residency::clean);
@@ -337,8 +337,8 @@ ShardStore::Grant ShardStore::grant_bytes_writer(Job& job,
     std::memset(into, 0, entry.bytes);
   }
   MEMD_FAILPOINT("blob.before_pending");
+  slot->pending_session = waiter.request.session_id;
   entry.pending = std::move(slot);
-  entry.pending_session = waiter.request.session_id;
   reply_granted(job, waiter, *entry.pending);
   return Grant::done;
 }
@@ -469,7 +469,7 @@ bool ShardStore::evict_for(Job& job,
   };
   job.policy.in_order([&](uint32_t entry_id, uint64_t distance) {
     if (distance < distance_min) return false;
-    Entry* const entry = job.entries[entry_id].get();
+    Entry* const entry = job.entries[entry_id];
     if (may_go(*entry) && offer(*entry->slot, entry)) return false;
     const Slot* const early_slot = EarlyUpdates::slot_to_spare(job, *entry);
     return early_slot == nullptr || !offer(*early_slot, entry);
@@ -508,7 +508,7 @@ bool ShardStore::evict_for(Job& job,
 bool ShardStore::spill(Job& job, uint64_t bytes) {
   // A finished overwrite takes the place of what was there before either is written back.
   uint64_t draining_bytes = 0;
-  for (const auto& entry : job.entries) {
+  for (Entry* const entry : job.entries) {
     if (entry == nullptr) continue;
     job.settle_pending(*entry);
     if (entry->residency() == Residency::draining) draining_bytes += entry->bytes;
@@ -520,7 +520,7 @@ bool ShardStore::spill(Job& job, uint64_t bytes) {
   std::vector<Entry*> victims;
   job.policy.in_order([&](uint32_t entry_id, uint64_t) {
     if (draining_bytes >= bytes) return false;
-    Entry* const entry = job.entries[entry_id].get();
+    Entry* const entry = job.entries[entry_id];
     if (entry->residency() != Residency::dirty || entry->task_count != 0) return true;
     if (gradients_only && entry->kind != EntryKind::gradient) return true;
     if (entry->tier != Tier::nvme || entry->pending != nullptr) return true;
@@ -586,8 +586,8 @@ void ShardStore::fetch(Job& job, Entry& entry, IoPriority priority, Done done) {
       tiles_.submit(std::move(task));
       continue;
     }
-    const std::span<std::byte> into(data + i * entry.stride_bytes, entry.replica_bytes(i));
-    extents_.read(entry.replicas[i].extent,
+    const std::span<std::byte> into(data + i * entry.stride_bytes(), entry.replica_bytes(i));
+    extents_.read(entry.replicas[i].extent(),
                   into,
                   priority,
                   concat("shard ", job.describe(entry, i), ", step ", job.committed_step),
@@ -630,10 +630,11 @@ void ShardStore::release_service_lease(uint64_t job_id, const LeaseGrant& grant,
     --job->service_lease_count;
     grant.slot->service_pins[grant.index] -= grant.pin;
   };
-  const auto written = std::find_if(job->entries.begin(), job->entries.end(), [&](auto& entry) {
-    return entry != nullptr && pin_writers(grant.pin) != 0 &&
-           (entry->pending.get() == grant.slot || entry->slot.get() == grant.slot);
-  });
+  const auto written =
+      std::find_if(job->entries.begin(), job->entries.end(), [&](const Entry* entry) {
+        return entry != nullptr && pin_writers(grant.pin) != 0 &&
+               (entry->pending.get() == grant.slot || entry->slot.get() == grant.slot);
+      });
   if (written == job->entries.end()) return give_back();
   Entry& entry = **written;
   if (discard && entry.kind == EntryKind::parameter) {

@@ -18,7 +18,7 @@ struct MomentsPlace {
 
 Result<MomentsPlace> find_moments(Job& job, const MomentsRequest& request) {
   if (!job.stopped.is_ok()) return job.stopped;
-  if (request.shard_id >= job.shards.size() || job.shards[request.shard_id].gradient == nullptr) {
+  if (job.find_entry(request.shard_id, Part::gradient) == nullptr) {
     return error(StatusCode::not_found,
                  "job ",
                  job.name,
@@ -27,8 +27,8 @@ Result<MomentsPlace> find_moments(Job& job, const MomentsRequest& request) {
   }
   const Shard& shard = job.shards[request.shard_id];
   const uint64_t first = shard.element_offset + request.element_first;
-  const bool inside = request.element_count > 0 && request.element_first < shard.element_count &&
-                      request.element_count <= shard.element_count - request.element_first;
+  const bool inside = request.element_count > 0 && request.element_first < shard.element_count() &&
+                      request.element_count <= shard.element_count() - request.element_first;
   if (!inside || first / kTileElements != (first + request.element_count - 1) / kTileElements) {
     return error(StatusCode::invalid_argument,
                  "moments of shard ",

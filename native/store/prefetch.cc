@@ -31,11 +31,12 @@ constexpr uint64_t kUsesUnheardMax = 256;
 
 /// Nothing for what makes no plan: blobs and buffers are replaced as a whole, and staged ones
 /// change places with others at every commit.
-std::optional<UseKind> kind_of(const Entry& entry, LeaseMode mode) {
+std::optional<UseKind> kind_of(const Job& job, const Entry& entry, LeaseMode mode) {
   if (mode == LeaseMode::read) return UseKind::read;
   if (entry.kind == EntryKind::bytes) return std::nullopt;
   if (entry.kind == EntryKind::parameter) return UseKind::change;
-  return mode == LeaseMode::overwrite && entry.shard_count == 1 ? UseKind::overwrite : UseKind::add;
+  return mode == LeaseMode::overwrite && job.shard_count(entry) == 1 ? UseKind::overwrite
+                                                                     : UseKind::add;
 }
 
 }  // namespace
@@ -102,7 +103,7 @@ void ShardStore::follow(Job& job, Session& session, std::span<const Use> uses) {
     }
     job.end_prefetch(*entry, true);
     entry->prefetch_failed = false;
-    const auto kind = kind_of(*entry, use.mode);
+    const auto kind = kind_of(job, *entry, use.mode);
     if (!kind) continue;
     const PlanCursor::Seen seen = plan.cursor.use(entry->id, *kind);
     ++(seen == PlanCursor::Seen::foreseen ? job.counters.uses_foreseen
@@ -164,8 +165,7 @@ void ShardStore::plan_step(Job& job,
 void ShardStore::end_period(Job& job, SessionPlan& session_plan, const PlanCut& cut) {
   PlanCursor& cursor = session_plan.cursor;
   const auto is_of_step = [&job](const PlanUse& use) {
-    const Entry* const entry =
-        use.item < job.entries.size() ? job.entries[use.item].get() : nullptr;
+    const Entry* const entry = use.item < job.entries.size() ? job.entries[use.item] : nullptr;
     return entry != nullptr && entry->kind == EntryKind::gradient;
   };
   cursor.end_step(is_of_step, cut.updates);
@@ -190,8 +190,7 @@ uint64_t ShardStore::necessary_bytes(const Job& job, const Plan& plan) {
   std::vector<PlanUse> uses;
   std::vector<uint64_t> item_bytes(job.entries.size(), 0);
   for (const PlanUse& use : plan.uses()) {
-    const Entry* const entry =
-        use.item < job.entries.size() ? job.entries[use.item].get() : nullptr;
+    const Entry* const entry = use.item < job.entries.size() ? job.entries[use.item] : nullptr;
     if (entry == nullptr) continue;
     item_bytes[use.item] = entry->bytes;
     uses.push_back(use);
@@ -243,7 +242,7 @@ void ShardStore::plan_updates_made(Job& job, uint64_t session_id, uint64_t step)
 }
 
 std::unique_ptr<Slot> ShardStore::make_room_ahead(Job& job, const Entry& entry, uint64_t distance) {
-  const auto free_slot = [&] { return job.make_slot(entry.bytes, entry.shard_count); };
+  const auto free_slot = [&] { return job.make_slot(entry.bytes, job.shard_count(entry)); };
   if (auto slot = free_slot()) return slot;
   job.free_retired();
   if (auto slot = free_slot()) return slot;
@@ -285,7 +284,7 @@ bool ShardStore::look_ahead(Job& job, Session& session) {
     // What the step changes is not fetched before it did.
     if (use.by_daemon || ++looked_at_count > kLookedAtMax) return false;
     // Of a plan: its entry may be gone, or another's by now.
-    Entry* const entry = use.item < job.entries.size() ? job.entries[use.item].get() : nullptr;
+    Entry* const entry = use.item < job.entries.size() ? job.entries[use.item] : nullptr;
     const bool is_left = entry == nullptr || use.kind == UseKind::overwrite ||
                          (entry->kind == EntryKind::bytes && is_operating);
     if (is_left || !may_prefetch(job, *entry)) {
@@ -314,8 +313,7 @@ uint64_t ShardStore::uses_until_room(const Job& job, const SessionPlan& plan) {
   uint64_t count = 0;
   plan.cursor.for_coming(plan.cursor.now(), [&](const PlanUse& use, uint64_t) {
     if (use.by_daemon || ++count == kUsesUnheardMax) return false;
-    const Entry* const entry =
-        use.item < job.entries.size() ? job.entries[use.item].get() : nullptr;
+    const Entry* const entry = use.item < job.entries.size() ? job.entries[use.item] : nullptr;
     return entry == nullptr || entry->prefetched == Prefetched::no;
   });
   return std::max<uint64_t>(count, 1);
@@ -324,7 +322,7 @@ uint64_t ShardStore::uses_until_room(const Job& job, const SessionPlan& plan) {
 bool ShardStore::may_prefetch(const Job& job, const Entry& entry) {
   if (entry.kind != EntryKind::bytes) {
     // What a step is to begin with has to stand still for it. What it has updated does not.
-    const std::vector<uint32_t>& held = job.buckets[entry.owner].shards;
+    const ShardIds& held = job.buckets[entry.owner].shards;
     const bool is_in_closed_step = std::any_of(held.begin(), held.end(), [&job](uint32_t id) {
       return job.shards[id].gradient_session == kSealedGradient;
     });

@@ -67,7 +67,7 @@ void ShardStore::free_slots(Job& job) {
   if (job.memory == nullptr) return;
   job.drop_all_cached_tiles();
   job.withdraw_all();
-  for (auto& entry : job.entries) {
+  for (Entry* const entry : job.entries) {
     if (entry == nullptr) continue;
     if (entry->slot != nullptr) job.free_slot(std::move(entry->slot));
     if (entry->pending != nullptr) job.free_slot(std::move(entry->pending));
@@ -111,7 +111,7 @@ Result<std::vector<ShardInfo>> ShardStore::shards(uint64_t job_id) {
 }
 
 void ShardStore::settle_all(Job& job) {
-  for (const auto& entry : job.entries) {
+  for (Entry* const entry : job.entries) {
     if (entry != nullptr) job.settle_pending(*entry);
   }
 }
@@ -273,7 +273,7 @@ void ShardStore::return_to_disk(Job& job) {
   if (!restored.is_ok()) return;
   std::set<std::pair<uint16_t, uint64_t>> named;
   restored.value()->for_each_replica([&](const Replica& replica) {
-    named.emplace(replica.extent.address.device, replica.extent.address.offset_bytes);
+    named.emplace(replica.extent().address.device, replica.extent().address.offset_bytes);
   });
   early_.forget(job);
   for (const ExtentRecord& extent : job.take_extents()) {
@@ -283,7 +283,7 @@ void ShardStore::return_to_disk(Job& job) {
   }
   job.drop_all_cached_tiles();
   job.withdraw_all();
-  for (auto& entry : job.entries) {
+  for (Entry* const entry : job.entries) {
     if (entry == nullptr) continue;
     if (entry->slot != nullptr) job.free_slot(std::move(entry->slot));
     if (entry->pending != nullptr) job.free_slot(std::move(entry->pending));
@@ -515,7 +515,7 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   discarded->finish(Status::ok());
   job.stalls_ended.add(session->ring.stalls());
   // Its tag may be the next session's, before which nothing of this is committed.
-  for (const auto& entry : job.entries) {
+  for (Entry* const entry : job.entries) {
     if (entry == nullptr || !entry->is_ahead || entry->audience != session->ring.tag()) continue;
     entry->audience = kNobody;
     job.withdraw(*entry);

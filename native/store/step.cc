@@ -125,8 +125,7 @@ void ShardStore::write_back(Job& job,
     task.index = i;
     task.writes_value = true;
     const bool keeps_remainder = bucket != nullptr && bucket->dtype == DType::bfloat16 &&
-                                 bucket->rest[i].extent.exists() &&
-                                 entry.replicas[i].extent.exists();
+                                 bucket->rest[i].exists() && entry.replicas[i].exists();
     if (keeps_remainder) {
       task.bucket = bucket;
       task.reads_value = true;
@@ -150,7 +149,7 @@ void ShardStore::write_back_all(Job& job,
                                 const std::shared_ptr<StepReport>& report,
                                 Done done) {
   auto join = Join::start(std::move(done));
-  for (const auto& entry : job.entries) {
+  for (Entry* const entry : job.entries) {
     if (entry == nullptr || entry->kind == EntryKind::gradient) continue;
     job.settle_pending(*entry);
     if (entry->residency() != Residency::dirty || entry->tier != Tier::nvme) continue;
@@ -235,7 +234,8 @@ Status ShardStore::check_step(Job& job, const StepRequest& request) const {
   std::set<uint32_t> seen;
   for (const StepGroup& group : request.groups) {
     for (const uint32_t shard_id : group.shard_ids) {
-      if (shard_id >= job.shards.size() || job.shards[shard_id].gradient == nullptr) {
+      const Entry* const gradient = job.find_entry(shard_id, Part::gradient);
+      if (gradient == nullptr) {
         return error(
             StatusCode::not_found, "job ", job.name, " has no parameter with shard id ", shard_id);
       }
@@ -253,8 +253,8 @@ Status ShardStore::check_step(Job& job, const StepRequest& request) const {
         return error(
             StatusCode::invalid_argument, who, " was never written; write its first value");
       }
-      if (shard.gradient->slot != nullptr &&
-          job.pins(*shard.gradient->slot, shard.index_in_bucket).writers != 0) {
+      if (gradient->slot != nullptr &&
+          job.pins(*gradient->slot, shard.index_in_bucket).writers != 0) {
         return error(
             StatusCode::invalid_argument, who, ": its gradient is still leased for writing");
       }
@@ -509,7 +509,7 @@ Status ShardStore::check_start(const StepState& state) const {
 
 // What a writer still holds is not whole: it can't be part of what is committed.
 Status ShardStore::check_writers(const Job& job) {
-  for (const auto& entry : job.entries) {
+  for (Entry* const entry : job.entries) {
     if (entry == nullptr || entry->kind != EntryKind::parameter || entry->slot == nullptr) continue;
     if (!job.has_writer(*entry->slot)) continue;
     return error(StatusCode::invalid_argument,
@@ -529,7 +529,7 @@ void ShardStore::start_step(const std::shared_ptr<StepState>& state) {
       return entry.task_count == 0 && entry.residency() != Residency::filling &&
              entry.residency() != Residency::draining;
     };
-    for (const auto& entry : its.entries) {
+    for (Entry* const entry : its.entries) {
       if (entry == nullptr || entry->kind == EntryKind::gradient) continue;
       // A parameter that this step does not touch may well be fetched meanwhile.
       const bool fetched_only =
@@ -625,7 +625,7 @@ Status ShardStore::promise_space(const StepState& state) {
     if (early != state.early.end() && early->second->tiles[tile]) continue;
     bool is_replaced = job.dirty_tiles.contains(key);
     const auto need = [&](const Replica& replica, uint64_t bytes) {
-      const bool is_own = replica.extent.exists() && !replica.referenced;
+      const bool is_own = replica.exists() && !replica.referenced;
       is_replaced = is_replaced || is_own;
       if (!is_own) needed_bytes += bytes;
       return bytes;
@@ -803,7 +803,7 @@ void ShardStore::drop_staged(const StepState& state) {
     if (old.is_resident()) job.move(old, old.residency(), Residency::absent);
     if (old.slot != nullptr) job.retire_slot(std::move(old.slot));
     for (Replica& replica : old.replicas) {
-      if (replica.extent.exists()) job.release(replica, extents_);
+      if (replica.exists()) job.release(replica, extents_);
     }
     MEMD_FAILPOINT("ledger.old_buffer_dropped");
     // Now the staged bytes are the buffer's, also for whoever goes on after this daemon.
@@ -937,11 +937,11 @@ void ShardStore::make_slot_for_update(const StepState& state, Entry& value) {
   const auto session = sessions_.find(state.request.session_id);
   const bool is_planned = session != sessions_.end() && session->second->plan != nullptr;
   const uint64_t distance = is_planned ? session->second->plan->distance(value.id) : kNeverUsed;
-  auto slot = job.make_slot(value.bytes, value.shard_count);
+  auto slot = job.make_slot(value.bytes, job.shard_count(value));
   while (slot == nullptr &&
          (job.memory->grow_arena() ||
           (distance != kNeverUsed && evict_for(job, value.bytes, distance + 1)))) {
-    slot = job.make_slot(value.bytes, value.shard_count);
+    slot = job.make_slot(value.bytes, job.shard_count(value));
   }
   if (slot == nullptr) return;
   value.slot = std::move(slot);
@@ -1120,7 +1120,7 @@ void ShardStore::commit_in_memory(const std::shared_ptr<StepState>& state) {
     Entry& fresh = *job.shards[buffer_id].value;
     if (fresh.residency() != Residency::dirty) continue;
     for (size_t i = 0; i < fresh.replicas.size(); ++i) {
-      if (fresh.replicas[i].extent.exists()) job.release(fresh.replicas[i], extents_);
+      if (fresh.replicas[i].exists()) job.release(fresh.replicas[i], extents_);
       job.note_value_extent(fresh, i);
     }
   }

@@ -74,7 +74,7 @@ void add_span(const Job& job,
   const uint64_t tile_end = tile_begin + bucket.tile_elements(tile);
   const Shard& shard = job.shards[shard_id];
   const uint64_t begin = std::max(shard.element_offset, tile_begin);
-  const uint64_t end = std::min(shard.element_offset + shard.element_count, tile_end);
+  const uint64_t end = std::min(shard.element_offset + shard.element_count(), tile_end);
   if (begin >= end) return;
   spans.push_back({.begin = begin - tile_begin,
                    .end = end - tile_begin,

@@ -53,9 +53,9 @@ struct TileTasks::Running {
     return bytes.value_bytes + bytes.rest_bytes + (has_gradient ? gradient_bytes : 0);
   }
   uint64_t key() const { return task.job->tile_key(task.entry->owner, task.index); }
-  const ExtentRecord& value_source() const { return task.entry->replicas[task.index].extent; }
-  const ExtentRecord& rest_source() const { return task.bucket->rest[task.index].extent; }
-  const ExtentRecord& gradient_source() const { return task.gradient->replicas[task.index].extent; }
+  ExtentRecord value_source() const { return task.entry->replicas[task.index].extent(); }
+  ExtentRecord rest_source() const { return task.bucket->rest[task.index].extent(); }
+  ExtentRecord gradient_source() const { return task.gradient->replicas[task.index].extent(); }
   bool reads_rest() const { return task.reads_rest && rest_source().exists(); }
   std::span<std::byte> value_span() const { return {bytes.value, bytes.value_bytes}; }
   std::span<std::byte> rest_span() const { return {bytes.rest, bytes.rest_bytes}; }
@@ -233,11 +233,11 @@ bool TileTasks::try_start(TileTask& task) {
     bytes.gradient = running->gradient_copy;
   } else if (task.gradient != nullptr) {
     bytes.gradient = job.memory->arena().at(task.gradient->slot->offset_bytes) +
-                     task.index * task.gradient->stride_bytes;
+                     task.index * task.gradient->stride_bytes();
   }
   const auto in_arena = [&](const Slot* slot) {
     if (slot == nullptr) return static_cast<std::byte*>(nullptr);
-    return job.memory->arena().at(slot->offset_bytes) + task.index * task.entry->stride_bytes;
+    return job.memory->arena().at(slot->offset_bytes) + task.index * task.entry->stride_bytes();
   };
   running->arena_source = in_arena(task.value_in_shadow ? task.shadow : task.entry->slot.get());
   bytes.arena_value = in_arena(task.keep ? task.shadow : task.entry->slot.get());

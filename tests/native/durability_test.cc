@@ -168,7 +168,7 @@ TEST(DurabilityRoom, a_dirty_tile_in_the_last_segment_is_written_before_the_aren
   heart.write(session, ids[1], numbers(kTileElements, 2));
   const auto step = [&](const std::vector<uint32_t>& chosen) {
     for (const uint32_t id : chosen) {
-      const uint64_t count = heart.job(session).shards[id].element_count;
+      const uint64_t count = heart.job(session).shards[id].element_count();
       heart.write(session, id, numbers(count, 3), Part::gradient);
     }
     const auto [status, report] =
@@ -208,11 +208,11 @@ TEST(DurabilityStopped, a_job_that_no_catalogue_names_is_gone_once_nobody_uses_i
   heart.write(session, ids[0], numbers(300'000, 1));
   heart.write(session, ids[0], numbers(300'000, 2), Part::gradient);
   heart.write(session, ids[1], pattern(4_MiB, 3));  // spills them
-  const Entry& gradient = *heart.job(session).shards[ids[0]].gradient;
+  const Entry& gradient = *heart.job(session).find_entry(ids[0], Part::gradient);
   ASSERT_FALSE(gradient.is_resident());
   heart.faults().add_fault({.kind = MemoryFaultKind::flipped_bit,
                             .io_kind = IoKind::read,
-                            .offset_bytes = gradient.replicas[1].extent.address.offset_bytes,
+                            .offset_bytes = gradient.replicas[1].extent().address.offset_bytes,
                             .count = 1000});
   const auto [status, report] =
       heart.step({.session_id = session, .groups = {{.settings = {}, .shard_ids = {ids[0]}}}});
@@ -562,7 +562,7 @@ TEST_F(InMemoryTest, a_gradient_is_not_spilled_into_the_room_of_a_step_that_runs
   Job& job = heart.job(session);
   ASSERT_GT(job.nvme_bytes_promised, job.nvme_bytes_used);
   job.nvme_bytes = job.nvme_bytes_promised;
-  const Entry& gradient = *job.shards[ids[1]].gradient;
+  const Entry& gradient = *job.find_entry(ids[1], Part::gradient);
   const auto blob = heart.declare(session, {bytes_shard("blob", 8_MiB)});
   const auto asked = heart.ask(session, blob[0], LeaseMode::overwrite);
   EXPECT_FALSE(asked->has_value());

@@ -128,11 +128,11 @@ class Training {
     job().changed = true;
     ASSERT_TRUE(heart_.sync(session_).is_ok()) << "what the commit before named is free now";
     uint64_t named_bytes = 0;
-    job().for_each_replica([&](Replica& each) { named_bytes += each.extent.length_bytes; });
+    job().for_each_replica([&](Replica& each) { named_bytes += each.length_bytes; });
     EXPECT_EQ(job().nvme_bytes_used, named_bytes);
     job().free_retired();
     uint64_t slot_bytes = 0;
-    for (const auto& entry : job().entries) {
+    for (Entry* const entry : job().entries) {
       if (entry->slot != nullptr) slot_bytes += align_up(entry->slot->bytes, kBlockBytes);
       EXPECT_EQ(entry->task_count, 0U);
     }
@@ -337,7 +337,7 @@ TEST_P(EarlyUpdateTest, a_session_that_ends_leaves_the_step_before_it_and_nothin
   job.changed = true;
   ASSERT_TRUE(heart.sync(other).is_ok());
   uint64_t named_bytes = 0;
-  job.for_each_replica([&](Replica& each) { named_bytes += each.extent.length_bytes; });
+  job.for_each_replica([&](Replica& each) { named_bytes += each.length_bytes; });
   EXPECT_EQ(job.nvme_bytes_used, named_bytes);
 }
 
@@ -357,7 +357,7 @@ TEST_P(EarlyUpdateTest, a_daemon_that_dies_before_the_step_leaves_the_gradients_
   training.expect_equal(next, request.session_id);
   Job& job = next.job(request.session_id);
   uint64_t slot_bytes = 0;
-  for (const auto& entry : job.entries) {
+  for (Entry* const entry : job.entries) {
     if (entry->slot != nullptr) slot_bytes += align_up(entry->slot->bytes, kBlockBytes);
   }
   EXPECT_EQ(job.memory->arena().used_bytes(), slot_bytes);
@@ -457,7 +457,7 @@ TEST_F(EarlyFailureTest, bytes_that_are_gone_are_reported_by_the_step_and_it_sta
   training.backward();
   training.step();
   training.job().drop_clean_tiles();
-  const ExtentRecord rest = training.job().buckets[0].rest[1].extent;
+  const ExtentRecord rest = training.job().buckets[0].rest[1].extent();
   heart.faults().add_fault({.kind = MemoryFaultKind::flipped_bit,
                             .io_kind = IoKind::read,
                             .offset_bytes = rest.address.offset_bytes,

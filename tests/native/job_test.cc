@@ -52,7 +52,7 @@ TEST(JobDeclare, small_parameters_share_buckets_of_one_dtype_and_large_ones_are_
     for (const uint32_t id : bucket.shards) {
       EXPECT_EQ(job->shards[id].element_offset % 32, 0u);
       EXPECT_GE(job->shards[id].element_offset, end);
-      end = job->shards[id].element_offset + job->shards[id].element_count;
+      end = job->shards[id].element_offset + job->shards[id].element_count();
     }
     EXPECT_LE(end, bucket.element_count);
   }
@@ -65,7 +65,7 @@ TEST(JobDeclare, small_parameters_share_buckets_of_one_dtype_and_large_ones_are_
 /// What Job::expect_memory() counted anew for each shard.
 uint64_t sum_of_entries(const Job& job) {
   uint64_t bytes = 0;
-  for (const auto& entry : job.entries) {
+  for (Entry* const entry : job.entries) {
     if (entry != nullptr) bytes += align_up(entry->bytes, kBlockBytes);
   }
   return bytes;

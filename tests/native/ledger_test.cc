@@ -280,7 +280,7 @@ class AdoptionTest : public ::testing::Test {
     // A blob as large as the arena, less what one lease of it needs.
     const auto blob = heart_->declare(session_, {bytes_shard("blob", 5_MiB)});
     heart_->write(session_, blob[0], pattern(5_MiB, 9));
-    const Entry& gradient = *heart_->job(session_).shards[ids_[0]].gradient;
+    const Entry& gradient = *heart_->job(session_).find_entry(ids_[0], Part::gradient);
     EXPECT_EQ(gradient.residency(), Residency::absent);
     EXPECT_TRUE(gradient.has_replica());
   }
@@ -657,7 +657,7 @@ TEST_F(AdoptionTest, a_first_writeback_that_is_half_done_costs_no_memory) {
   };
   heart_->store().sync(session_, [](const Status&, const StepReport&) {});
   const Entry& entry = *heart_->job(session_).shards[ids[0]].value;
-  ASSERT_TRUE(heart_->until([&] { return entry.replicas[0].extent.exists(); }));
+  ASSERT_TRUE(heart_->until([&] { return entry.replicas[0].exists(); }));
   ASSERT_FALSE(entry.has_replica());
   remove("blob");
   heart_->io().before_submit = nullptr;

@@ -288,13 +288,13 @@ TEST(Prefetch, a_shard_that_is_lost_is_not_asked_for_again_and_again) {
   for (int i = 0; i < 4; ++i) model.forward();
   const Job& job = model.heart.job(model.session_id);
   const Entry* victim = nullptr;
-  for (const auto& entry : job.entries) {
+  for (Entry* const entry : job.entries) {
     if (entry != nullptr && entry->kind == EntryKind::parameter &&
         entry->residency() == Residency::absent)
-      victim = entry.get();
+      victim = entry;
   }
   ASSERT_NE(victim, nullptr);
-  const uint64_t offset_bytes = victim->replicas[0].extent.address.offset_bytes;
+  const uint64_t offset_bytes = victim->replicas[0].extent().address.offset_bytes;
   model.disk->bytes()[offset_bytes] ^= std::byte{1};
   for (uint32_t i = 0; i < 3 * model.count(); ++i) {
     const uint32_t id = model.ids[i % model.count()];
@@ -445,7 +445,7 @@ TEST(Prefetch, random_sessions_read_what_they_wrote) {
     }
     model.client.settle();
     uint64_t ahead_bytes = 0;
-    for (const auto& entry : model.heart.job(model.session_id).entries) {
+    for (Entry* const entry : model.heart.job(model.session_id).entries) {
       if (entry != nullptr && entry->prefetched != Prefetched::no) ahead_bytes += entry->bytes;
     }
     EXPECT_EQ(model.heart.job(model.session_id).ahead_bytes, ahead_bytes);

@@ -75,7 +75,7 @@ class PublishTest : public ::testing::Test {
     heart_->faults().add_fault(
         {.kind = MemoryFaultKind::stall,
          .io_kind = IoKind::read,
-         .offset_bytes = job().buckets[1].rest[2].extent.address.offset_bytes});
+         .offset_bytes = job().buckets[1].rest[2].extent().address.offset_bytes});
     done_.reset();
     heart_->store().step(request(call),
                          [this](const Status& status, const StepReport&) { done_ = status; });
@@ -88,7 +88,7 @@ class PublishTest : public ::testing::Test {
   void fail_step() {
     job().nvme_bytes = job().nvme_bytes_used;
     heart_->faults().clear_faults();
-    heart_->faults().release_stalled(job().buckets[1].rest[2].extent.address.offset_bytes);
+    heart_->faults().release_stalled(job().buckets[1].rest[2].extent().address.offset_bytes);
   }
   void expect_values(uint32_t index, const std::vector<float>& values) {
     const Held held = heart_->lease(session_, ids_[index]);
@@ -365,7 +365,7 @@ TEST_F(PublishTest, what_was_published_and_evicted_comes_back_from_where_no_cata
   make(24);
   begin_step(2);
   Entry& first = *job().buckets[0].value;
-  const ExtentRecord extent = first.replicas[0].extent;
+  const ExtentRecord extent = first.replicas[0].extent();
   ASSERT_TRUE(extent.exists());
   job().move(first, Residency::clean, Residency::absent);
   job().free_slot(std::move(first.slot));
@@ -379,7 +379,7 @@ TEST_F(PublishTest, what_was_published_and_evicted_comes_back_from_where_no_cata
   fail_step();
   heart_->turns();
   EXPECT_FALSE(done_.has_value());
-  EXPECT_EQ(first.replicas[0].extent.address.offset_bytes, extent.address.offset_bytes);
+  EXPECT_EQ(first.replicas[0].extent().address.offset_bytes, extent.address.offset_bytes);
   heart_->faults().release_stalled();
   ASSERT_TRUE(heart_->until([&] { return done_ && reader->has_value(); }));
   EXPECT_FALSE(done_->is_ok());

@@ -111,9 +111,11 @@ TEST_F(ScrubTest, a_flipped_bit_is_found_named_and_stops_the_job) {
   };
   const Bucket& bucket = job().buckets[0];
   const Case cases[] = {
-      {"rest", [&] { return bucket.rest[1].extent; }, "w"},
-      {"parameter", [&] { return bucket.value->replicas[0].extent; }, "w"},
-      {"blob", [&] { return job().find_entry(ids_[1], Part::value)->replicas[2].extent; }, "blob"}};
+      {"rest", [&] { return bucket.rest[1].extent(); }, "w"},
+      {"parameter", [&] { return bucket.value->replicas[0].extent(); }, "w"},
+      {"blob",
+       [&] { return job().find_entry(ids_[1], Part::value)->replicas[2].extent(); },
+       "blob"}};
   uint64_t errors = 0;
   for (const Case& each : cases) {
     SCOPED_TRACE(each.name);
@@ -146,7 +148,7 @@ TEST_F(ScrubTest, a_bit_that_the_bus_flipped_is_read_again_and_nothing_is_lost) 
 TEST_F(ScrubTest, what_cannot_be_read_twice_is_lost) {
   heart_.faults().add_fault({.kind = MemoryFaultKind::error,
                              .io_kind = IoKind::read,
-                             .offset_bytes = job().buckets[0].rest[0].extent.address.offset_bytes,
+                             .offset_bytes = job().buckets[0].rest[0].extent().address.offset_bytes,
                              .count = 2});
   run_pass();
   EXPECT_EQ(scrub().errors, 1u);
@@ -200,9 +202,9 @@ TEST_F(ScrubTest, what_a_step_replaces_is_not_lost_where_its_disk_copy_is_damage
   };
   const Bucket& bucket = job().buckets[0];
   const Case cases[] = {
-      {"parameter", [&] { return bucket.value->replicas[0].extent; }},
-      {"rest", [&] { return bucket.rest[1].extent; }},
-      {"staged", [&] { return job().shards[buffers[1]].value->replicas[0].extent; }}};
+      {"parameter", [&] { return bucket.value->replicas[0].extent(); }},
+      {"rest", [&] { return bucket.rest[1].extent(); }},
+      {"staged", [&] { return job().shards[buffers[1]].value->replicas[0].extent(); }}};
   uint64_t errors = 0;
   for (const Case& each : cases) {
     SCOPED_TRACE(each.name);
@@ -245,7 +247,7 @@ TEST_F(ScrubTest, what_a_step_replaces_is_not_lost_where_its_disk_copy_is_damage
 }
 
 TEST_F(ScrubTest, an_extent_that_is_superseded_and_overwritten_while_it_is_read_is_not_lost) {
-  const ExtentRecord old = job().buckets[0].rest[0].extent;
+  const ExtentRecord old = job().buckets[0].rest[0].extent();
   stall_the_read_of(old);
   step(4);
   // Released with the step's commit: whatever lies there now is somebody else's.
@@ -263,7 +265,7 @@ TEST_F(ScrubTest, a_job_that_is_dropped_while_its_extent_is_read_leaves_nothing_
   heart_.write(session, ids[0], pattern(kBlobBytes, 7));
   ASSERT_TRUE(heart_.sync(session).is_ok());
   const ExtentRecord extent =
-      heart_.job(session).find_entry(ids[0], Part::value)->replicas[1].extent;
+      heart_.job(session).find_entry(ids[0], Part::value)->replicas[1].extent();
   stall_the_read_of(extent);
   flip(extent);
   bool dropped = false;
@@ -278,7 +280,7 @@ TEST_F(ScrubTest, a_job_that_is_dropped_while_its_extent_is_read_leaves_nothing_
 }
 
 TEST_F(ScrubTest, a_shard_that_is_deleted_while_it_is_read_is_not_lost) {
-  const ExtentRecord extent = job().find_entry(ids_[1], Part::value)->replicas[0].extent;
+  const ExtentRecord extent = job().find_entry(ids_[1], Part::value)->replicas[0].extent();
   stall_the_read_of(extent);
   bool deleted = false;
   heart_.store().delete_shard(session_, "blob", [&](const Result<bool>& result) {
@@ -295,7 +297,7 @@ TEST_F(ScrubTest, a_shard_that_is_deleted_while_it_is_read_is_not_lost) {
 TEST_F(ScrubTest, newer_bytes_in_memory_take_the_place_of_damaged_ones_and_nothing_is_lost) {
   heart_.write(session_, ids_[1], pattern(kBlobBytes, 9));
   EXPECT_EQ(heart_.read<uint8_t>(session_, ids_[1]), pattern(kBlobBytes, 9));
-  flip(job().find_entry(ids_[1], Part::value)->replicas[0].extent);
+  flip(job().find_entry(ids_[1], Part::value)->replicas[0].extent());
   run_pass();
   EXPECT_EQ(scrub().errors, 1u);
   EXPECT_EQ(job().lost.count(), 0u);

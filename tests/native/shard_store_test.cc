@@ -367,7 +367,7 @@ TEST_F(ShardStoreTest, a_spilled_gradient_comes_back_and_a_write_without_one_add
   heart.write(session, ids[1], numbers(1000, 4), Part::gradient);
   heart.write(session, ids[2], numbers(1000, 5), Part::gradient);
   heart.write(session, ids[3], pattern(3_MiB, 1));
-  ASSERT_FALSE(heart.job(session).shards[ids[0]].gradient->is_resident());
+  ASSERT_FALSE(heart.job(session).find_entry(ids[0], Part::gradient)->is_resident());
   EXPECT_EQ(heart.read<float>(session, ids[0], Part::gradient), gradient);
   ASSERT_TRUE(heart.store().drop_gradients(session, {ids[1]}).is_ok());
   const Held again = heart.lease(session, ids[1], LeaseMode::write, Part::gradient);
@@ -493,7 +493,7 @@ class StepTest : public ShardStoreTest {
     ASSERT_TRUE(synced.is_ok()) << synced.message();
     uint64_t named_bytes = 0;
     heart.job(session_).for_each_replica(
-        [&](Replica& replica) { named_bytes += replica.extent.length_bytes; });
+        [&](Replica& replica) { named_bytes += replica.length_bytes; });
     EXPECT_EQ(heart.job(session_).nvme_bytes_used, named_bytes);
     const uint64_t taken = heart.extents().capacity_bytes() - heart.extents().free_bytes();
     EXPECT_LE(taken, named_bytes + 64_KiB)
@@ -662,7 +662,7 @@ TEST_F(StepTest, a_job_that_lost_a_shard_stays_at_n_and_what_is_whole_can_be_sav
     const Bucket& bucket = job.buckets[job.shards[ids_[1]].bucket];
     MemoryFault fault = each.fault;
     fault.io_kind = IoKind::read;
-    fault.offset_bytes = bucket.rest[1].extent.address.offset_bytes;
+    fault.offset_bytes = bucket.rest[1].extent().address.offset_bytes;
     fault.count = 1000;
     heart.faults().add_fault(fault);
     const auto [status, report] = heart.step(request());

@@ -348,7 +348,7 @@ class Heart {
   }
   std::pair<std::vector<float>, std::vector<float>> moments(uint64_t session_id,
                                                             uint32_t shard_id) {
-    const uint64_t count = job(session_id).shards[shard_id].element_count;
+    const uint64_t count = job(session_id).shards[shard_id].element_count();
     std::pair<std::vector<float>, std::vector<float>> all;
     for (uint64_t first = 0; first < count; first += kTileElements) {
       bool answered = false;

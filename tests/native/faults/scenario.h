@@ -252,7 +252,7 @@ class Daemon {
         {.session_id = session,
          .shard_id = shard,
          .element_first = 0,
-         .element_count = job(session).shards[shard].element_count},
+         .element_count = job(session).shards[shard].element_count()},
         [&](const Status& status, const std::vector<float>& m, const std::vector<float>& v) {
           answer = status;
           for (const auto* const part : {&m, &v})
@@ -578,7 +578,7 @@ inline void check_memory(Daemon& daemon) {
     job.free_retired();
     require(job.lease_count() == 0, "leases of nobody: ", job.lease_count());
     uint64_t slot_bytes = 0;
-    for (const auto& entry : job.entries) {
+    for (Entry* const entry : job.entries) {
       if (entry == nullptr) continue;
       require(entry->pending == nullptr, "bytes of nobody wait for ", job.describe(*entry));
       if (entry->slot != nullptr) slot_bytes += align_up(entry->slot->bytes, kBlockBytes);

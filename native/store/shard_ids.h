@@ -1,0 +1,73 @@
+// The shards of a bucket.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+namespace memd {
+
+/// Ids that stay what they are. A bucket of its own has one, which needs no memory beside this
+/// word; a vector takes 24 bytes, and 32 on the heap.
+class ShardIds {
+ public:
+  ShardIds() = default;  // none
+  explicit ShardIds(const std::vector<uint32_t>& ids);
+  ShardIds(ShardIds&& other) noexcept { std::swap(word_, other.word_); }
+  ShardIds& operator=(ShardIds&& other) noexcept {
+    std::swap(word_, other.word_);
+    return *this;
+  }
+  ShardIds(const ShardIds&) = delete;
+  ShardIds& operator=(const ShardIds&) = delete;
+  ~ShardIds() { delete[] array(); }
+
+  size_t size() const;
+  bool empty() const { return size() == 0; }
+  const uint32_t* begin() const;
+  const uint32_t* end() const { return begin() + size(); }
+  uint32_t front() const { return *begin(); }
+  uint32_t operator[](size_t index) const { return begin()[index]; }
+
+ private:
+  struct Word {
+    uint32_t low = 0;
+    uint32_t high = 0;
+  };
+  static_assert(sizeof(Word) == sizeof(uint32_t*));
+  // In `high`, with the id in `low`. No pointer has it: where it does, an address has at most 57
+  // bits.
+  static constexpr uint32_t kOne = ~uint32_t{0};
+
+  bool is_one() const { return word_.high == kOne; }
+  /// The count, and the ids; nullptr where there is none or one.
+  uint32_t* array() const { return is_one() ? nullptr : std::bit_cast<uint32_t*>(word_); }
+
+  Word word_;
+};
+
+inline ShardIds::ShardIds(const std::vector<uint32_t>& ids) {
+  if (ids.size() == 1) {
+    word_ = {.low = ids.front(), .high = kOne};
+  } else if (!ids.empty()) {
+    auto* const counted = new uint32_t[1 + ids.size()];
+    counted[0] = static_cast<uint32_t>(ids.size());
+    std::memcpy(counted + 1, ids.data(), ids.size() * sizeof(uint32_t));
+    word_ = std::bit_cast<Word>(counted);
+  }
+}
+
+inline size_t ShardIds::size() const {
+  if (is_one()) return 1;
+  return array() == nullptr ? 0 : array()[0];
+}
+
+inline const uint32_t* ShardIds::begin() const {
+  if (is_one()) return &word_.low;
+  return array() == nullptr ? nullptr : array() + 1;
+}
+
+}  // namespace memd

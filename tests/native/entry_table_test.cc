@@ -1,0 +1,110 @@
+#include "store/entry_table.h"
+
+#include <gtest/gtest.h>
+
+#include <utility>
+#include <vector>
+
+#include "store/replica.h"
+#include "store/shard_ids.h"
+
+namespace memd {
+namespace {
+
+ExtentRecord extent_at(uint64_t offset_bytes) {
+  ExtentRecord extent;
+  extent.address.device = 3;
+  extent.address.offset_bytes = offset_bytes;
+  extent.length_bytes = 4096;
+  extent.checksum = ~offset_bytes;
+  return extent;
+}
+
+TEST(Replica, says_what_it_was_given_in_24_bytes) {
+  static_assert(sizeof(Replica) == 24);
+  const Replica replica(extent_at(~uint64_t{4095}), true);
+  EXPECT_TRUE(replica.exists());
+  EXPECT_TRUE(replica.referenced);
+  EXPECT_EQ(replica.extent().address.device, 3u);
+  EXPECT_EQ(replica.extent().address.offset_bytes, ~uint64_t{4095});
+  EXPECT_EQ(replica.extent().length_bytes, 4096u);
+  EXPECT_EQ(replica.extent().checksum, uint64_t{4095});
+  EXPECT_FALSE(Replica().exists());
+}
+
+TEST(ReplicaList, holds_none_one_and_many_and_one_takes_no_memory_of_its_own) {
+  for (const size_t count : {0, 1, 2, 300}) {
+    ReplicaList list(count);
+    ASSERT_EQ(list.size(), count);
+    EXPECT_EQ(list.empty(), count == 0);
+    for (const Replica& replica : list) EXPECT_FALSE(replica.exists() || replica.referenced);
+    for (size_t i = 0; i < count; ++i) list[i] = Replica(extent_at(4096 * (i + 1)), true);
+    const auto* const place = reinterpret_cast<const std::byte*>(list.data());
+    const auto* const self = reinterpret_cast<const std::byte*>(&list);
+    EXPECT_EQ(place == self, count == 1);
+
+    ReplicaList moved(std::move(list));
+    ReplicaList again;
+    again = std::move(moved);
+    ASSERT_EQ(again.size(), count);
+    for (size_t i = 0; i < count; ++i) {
+      EXPECT_EQ(again[i].extent().address.offset_bytes, 4096 * (i + 1));
+      EXPECT_TRUE(again[i].referenced);
+    }
+    if (count == 1) again[0] = {};
+    EXPECT_EQ(again.size(), count) << "an empty replica is one as well";
+  }
+}
+
+TEST(ShardIds, hold_none_one_and_many) {
+  static_assert(sizeof(ShardIds) == 8);
+  for (const std::vector<uint32_t>& ids : std::vector<std::vector<uint32_t>>{
+           {}, {0}, {~uint32_t{0}}, {7, 7}, {1, 2, 3, ~uint32_t{0}}}) {
+    ShardIds first(ids);
+    ShardIds made(std::move(first));
+    ShardIds held;
+    held = std::move(made);
+    ASSERT_EQ(held.size(), ids.size());
+    EXPECT_EQ(held.empty(), ids.empty());
+    EXPECT_EQ(std::vector<uint32_t>(held.begin(), held.end()), ids);
+    if (!ids.empty()) EXPECT_EQ(held.front(), ids.front());
+  }
+}
+
+TEST(EntryTable, entries_stay_where_they_are_and_ids_are_given_again) {
+  EntryTable table;
+  const auto add = [&table](uint64_t bytes) {
+    return table.add({.kind = EntryKind::bytes, .bytes = bytes, .stride_bytes = 1 << 20});
+  };
+  std::vector<Entry*> entries;
+  for (uint64_t i = 0; i < 100; ++i) entries.push_back(add(i));
+  ASSERT_EQ(table.size(), 100u);
+  for (uint32_t id = 0; id < 100; ++id) {
+    ASSERT_EQ(table[id], entries[id]);
+    EXPECT_EQ(entries[id]->id, id);
+    EXPECT_EQ(entries[id]->bytes, id);
+  }
+  EXPECT_EQ(table[100], nullptr);
+  EXPECT_EQ(table[127], nullptr) << "in a chunk that has room";
+  EXPECT_EQ(table[1'000'000], nullptr);
+
+  table.remove(31);
+  table.remove(64);
+  EXPECT_EQ(table[31], nullptr);
+  size_t count = 0;
+  size_t missing = 0;
+  for (Entry* const entry : table) {
+    ++count;
+    missing += entry == nullptr ? 1 : 0;
+  }
+  EXPECT_EQ(count, 100u);
+  EXPECT_EQ(missing, 2u);
+  EXPECT_EQ(add(1000)->id, 64u);
+  EXPECT_EQ(add(1001)->id, 31u);
+  EXPECT_EQ(add(1002)->id, 100u);
+  EXPECT_EQ(table[31]->bytes, 1001u);
+  EXPECT_EQ(table[99], entries[99]);
+}
+
+}  // namespace
+}  // namespace memd
