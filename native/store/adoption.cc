@@ -104,12 +104,6 @@ void forget_loose_of_buffers(LedgerContents& contents, const ClosedStep& step, L
   });
 }
 
-bool is_same_shard(const ShardRecord& a, const ShardRecord& b) {
-  return a.kind == b.kind && a.dtype == b.dtype && a.shape == b.shape &&
-         (a.kind != ShardKind::parameter ||
-          (a.bucket == b.bucket && a.element_offset == b.element_offset));
-}
-
 /// The shards that memory knows, with the bytes that `base` has of them.
 Result<JobRecord> merge(const LedgerContents& contents, const JobRecord& base) {
   JobRecord merged = contents.layout;
@@ -401,7 +395,7 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
   std::unique_ptr<Job> job = std::move(restored).value();
   job->may_publish = false;
   job->stopped = Status::ok();
-  job->durable = EncodedJob(disk);
+  job->set_durable(disk);
   job->durable_step = disk.undurable_since == 0 ? disk.step : 0;
   for (const auto& [shard_id, state] : contents.shards) {
     job->shards[shard_id].gradient_session = state.gradient_session;

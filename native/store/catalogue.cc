@@ -31,8 +31,6 @@ constexpr size_t kChecksumBytes = 8;
 constexpr size_t kShardBytesMin = 18;
 constexpr size_t kBucketBytesMin = 13;  // and its tiles
 constexpr size_t kRootEntryBytesMin = 20;
-// The header, job id, uid, step, both quotas and the name's length.
-constexpr size_t kJobBytesBeforeName = kHeaderBytes + 8 + 4 + 3 * 8 + 2;
 constexpr size_t kTileBytes = 2 * kExtentEncodedBytes;
 
 // As in memory: views of shards in a bucket start on kViewAlignmentBytes in either dtype.
@@ -321,6 +319,12 @@ Status check_shards_together(const JobRecord& job) {
 
 }  // namespace
 
+bool is_same_shard(const ShardRecord& a, const ShardRecord& b) {
+  return a.kind == b.kind && a.dtype == b.dtype && a.shape == b.shape &&
+         (a.kind != ShardKind::parameter ||
+          (a.bucket == b.bucket && a.element_offset == b.element_offset));
+}
+
 bool JobRecord::names_extents() const {
   const auto in_bytes = [](const ShardRecord& shard) { return !shard.extents.empty(); };
   const auto in_tile = [](const TileRecord& tile) {
@@ -377,37 +381,6 @@ std::vector<std::byte> encode(const JobRecord& job) {
   writer.put(job.undurable_since);
   finish_record(out);
   return out;
-}
-
-EncodedJob::EncodedJob(const JobRecord& job)
-    : step_(job.step),
-      undurable_since_(job.undurable_since),
-      buckets_offset_(kJobBytesBeforeName + job.name.size() + sizeof(uint32_t)),
-      bytes_(encode(job)) {
-  // It grew as it was written.
-  bytes_.shrink_to_fit();
-  tile_ends_.reserve(job.buckets.size());
-  uint32_t tile_count = 0;
-  for (const BucketRecord& bucket : job.buckets) {
-    tile_count += static_cast<uint32_t>(bucket.tiles.size());
-    tile_ends_.push_back(tile_count);
-  }
-}
-
-Result<JobRecord> EncodedJob::decode() const {
-  if (bytes_.empty()) return JobRecord{};
-  return decode_job(bytes_);
-}
-
-TileRecord EncodedJob::tile(size_t bucket, size_t index) const {
-  MEMD_CHECK_LT(index, tile_count(bucket));
-  const size_t offset =
-      buckets_offset_ + (bucket + 1) * kBucketBytesMin + (tile_begin(bucket) + index) * kTileBytes;
-  FieldReader reader(bytes().subspan(offset, kTileBytes));
-  TileRecord tile;
-  tile.parameter = reader.get_extent();
-  tile.rest = reader.get_extent();
-  return tile;
 }
 
 Result<JobRecord> decode_job(std::span<const std::byte> bytes, FormatUse use) {

@@ -50,6 +50,9 @@ struct BucketRecord {
   std::vector<TileRecord> tiles;
 };
 
+/// Whether they are one shard at two times, where both have the same name.
+bool is_same_shard(const ShardRecord& a, const ShardRecord& b);
+
 struct JobRecord {
   uint64_t job_id = 0;
   uint32_t uid = 0;
@@ -96,33 +99,5 @@ std::vector<std::byte> encode(const JobRecord& job);
 std::vector<std::byte> encode(const RootRecord& root);
 Result<JobRecord> decode_job(std::span<const std::byte> bytes, FormatUse use = FormatUse::write);
 Result<RootRecord> decode_root(std::span<const std::byte> bytes, FormatUse use = FormatUse::write);
-
-/// A job's record as it is written. What has to be remembered for long is kept so: with every
-/// string and vector of a JobRecord it takes about three times as much memory.
-class EncodedJob {
- public:
-  EncodedJob() = default;  // of no job: everything is 0
-  explicit EncodedJob(const JobRecord& job);
-
-  std::span<const std::byte> bytes() const { return bytes_; }
-  Result<JobRecord> decode() const;
-
-  // Without decoding the rest:
-  uint64_t step() const { return step_; }
-  uint64_t undurable_since() const { return undurable_since_; }
-  size_t bucket_count() const { return tile_ends_.size(); }
-  size_t tile_count(size_t bucket) const { return tile_ends_[bucket] - tile_begin(bucket); }
-  TileRecord tile(size_t bucket, size_t index) const;
-
- private:
-  /// Tiles of the buckets before it.
-  uint32_t tile_begin(size_t bucket) const { return bucket == 0 ? 0 : tile_ends_[bucket - 1]; }
-
-  uint64_t step_ = 0;
-  uint64_t undurable_since_ = 0;
-  size_t buckets_offset_ = 0;  // of the first bucket
-  std::vector<std::byte> bytes_;
-  std::vector<uint32_t> tile_ends_;
-};
 
 }  // namespace memd

@@ -149,7 +149,8 @@ Status Commits::prepare(Commit& commit) {
   const auto same_job = [&](const RootEntry& entry) { return entry.job_id == commit.job_id; };
   std::erase_if(commit.root.jobs, same_job);
   if (commit.job != nullptr) {
-    const std::span<const std::byte> all = commit.job->begin_commit().bytes();
+    const std::vector<std::byte> encoded = commit.job->begin_commit();
+    const std::span<const std::byte> all = encoded;
     RootEntry entry{.job_id = commit.job_id, .catalogue_bytes = all.size(), .catalogue = {}};
     for (size_t begin = 0; begin < all.size(); begin += kBlobExtentBytes) {
       ExtentRecord extent;

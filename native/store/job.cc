@@ -307,6 +307,45 @@ JobInfo Job::job_info() const {
           .lost_shards = lost.names()};
 }
 
+ShardRecord Job::label_record(const Shard& shard) const {
+  return {.name = std::string(shard.name()),
+          .kind = shard.kind,
+          .dtype = shard.dtype,
+          .tier = shard.tier,
+          .shape = shard.label.shape(),
+          .generation = 0,
+          .bucket = shard.bucket,
+          .element_offset = shard.element_offset,
+          .written = false,
+          .extents = {}};
+}
+
+std::vector<uint32_t> Job::shard_ids_in_order() const {
+  std::vector<uint32_t> ids;
+  ids.reserve(shard_ids.size());
+  for (uint32_t id = 0; id < shards.size(); ++id) {
+    if (!shards[id].deleted) ids.push_back(id);
+  }
+  return ids;
+}
+
+std::vector<std::byte> Job::begin_commit() {
+  const JobRecord now = record();
+  committing_ = DurableJob(now, shard_ids_in_order());
+  return encode(now);
+}
+
+void Job::set_durable(const JobRecord& on_disk) {
+  std::vector<uint32_t> ids;
+  ids.reserve(on_disk.shards.size());
+  for (const ShardRecord& shard : on_disk.shards) {
+    const auto found = shard_ids.find(shard.name);
+    const bool is_same = found && is_same_shard(label_record(shards[*found]), shard);
+    ids.push_back(is_same ? *found : DurableJob::kNoId);
+  }
+  durable = DurableJob(on_disk, ids);
+}
+
 JobRecord Job::record() const {
   JobRecord record{.job_id = job_id,
                    .uid = uid,
@@ -318,22 +357,13 @@ JobRecord Job::record() const {
                    .buckets = {},
                    .durability = durability.code(),
                    .undurable_since = undurable_since};
-  // Exactly: the one on disk stays in memory, and a vector that grew keeps half as much again.
   record.shards.reserve(shard_ids.size());
   record.buckets.reserve(buckets.size());
   for (const Shard& shard : shards) {
     if (shard.deleted) continue;
-    ShardRecord out{
-        .name = std::string(shard.name()),
-        .kind = shard.kind,
-        .dtype = shard.dtype,
-        .tier = shard.tier,
-        .shape = shard.label.shape(),
-        .generation = shard.generation,
-        .bucket = shard.bucket,
-        .element_offset = shard.element_offset,
-        .written = shard.written && (shard.value->bytes == 0 || shard.value->has_replica()),
-        .extents = {}};
+    ShardRecord out = label_record(shard);
+    out.generation = shard.generation;
+    out.written = shard.written && (shard.value->bytes == 0 || shard.value->has_replica());
     if (shard.kind != ShardKind::parameter && shard.written && shard.value->has_replica()) {
       for (const Replica& replica : shard.value->replicas) out.extents.push_back(replica.extent());
     }
@@ -365,7 +395,6 @@ Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record,
   job->committed_step = record.step;
   job->durability = Durability::of_code(record.durability);
   job->undurable_since = record.undurable_since;
-  job->durable = EncodedJob(record);
   if (record.undurable_since == 0) {
     job->durable_step = record.step;
   } else {
@@ -434,6 +463,7 @@ Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record,
     }
   }
   job->for_each_replica([&job](Replica& replica) { job->nvme_bytes_used += replica.length_bytes; });
+  job->set_durable(record);
   job->changed = false;
   return job;
 }
@@ -624,10 +654,7 @@ void Job::note_shard(uint32_t shard_id) {
 void Job::note_layout() {
   if (ledger == nullptr) return;
   JobRecord layout = record();
-  std::vector<uint32_t> ids;
-  for (uint32_t id = 0; id < shards.size(); ++id) {
-    if (!shards[id].deleted) ids.push_back(id);
-  }
+  const std::vector<uint32_t> ids = shard_ids_in_order();
   // What lies where is the catalogue's to say, and the loose extents'.
   for (ShardRecord& shard : layout.shards) {
     shard.extents.clear();
@@ -1124,6 +1151,9 @@ void Job::remove(uint32_t shard_id, ExtentStore& extents) {
   for (Superseded& old : superseded_) {
     if (old.place >= first && old.place < first + entry.replicas.size()) old.place = nullptr;
   }
+  // The disk has it until the next commit.
+  durable.keep(shard_id, label_record(shard));
+  committing_.keep(shard_id, label_record(shard));
   shard_ids.erase(shard_id);
   lost.remove(shard_id);
   const uint32_t entry_id = entry.id;

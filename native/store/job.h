@@ -16,6 +16,7 @@
 #include "ring/server_ring.h"
 #include "store/catalogue.h"
 #include "store/durability.h"
+#include "store/durable_job.h"
 #include "store/early_bucket.h"
 #include "store/entry.h"
 #include "store/entry_table.h"
@@ -318,7 +319,7 @@ class Job {
   void end_update() { is_updating_ = false; }
   bool is_updating() const { return is_updating_; }
   /// What prepares the catalogue that mark_committing() is about.
-  const EncodedJob& begin_commit() { return committing_ = EncodedJob(record()); }
+  std::vector<std::byte> begin_commit();
 
   /// Of clean tiles; none of the bucket's may be dirty.
   void drop_cached_tiles(const Bucket& bucket);
@@ -354,7 +355,11 @@ class Job {
   /// It becomes what the disk says once nobody uses it any more.
   bool goes_to_disk = false;
   /// What the last catalogue on disk says.
-  EncodedJob durable;
+  DurableJob durable;
+  /// The same, whole.
+  JobRecord durable_record() const { return durable.record(record(), shard_ids_in_order()); }
+  /// It is this, by which the job was not made.
+  void set_durable(const JobRecord& on_disk);
   uint64_t host_bytes = 0;
   uint64_t nvme_bytes = 0;
   uint64_t nvme_bytes_used = 0;
@@ -439,6 +444,10 @@ class Job {
         table(std::move(shard_table)) {}
 
   Status check(const ShardSpec& spec) const;
+  /// As record() has them.
+  std::vector<uint32_t> shard_ids_in_order() const;
+  /// What stays as it is.
+  ShardRecord label_record(const Shard& shard) const;
   std::vector<uint32_t> shards_in(const Entry& entry, size_t replica) const;
   bool can_publish(const Entry& entry) const;
   bool can_publish(const Entry& entry, uint32_t shard_id, uint32_t index) const;
@@ -464,7 +473,7 @@ class Job {
   bool is_updating_ = false;
   size_t update_begin_ = 0;      // into superseded_
   size_t committing_count_ = 0;  // of superseded_: what the commit in flight releases
-  EncodedJob committing_;        // what it writes
+  DurableJob committing_;        // what it writes
   std::vector<uint32_t> free_shard_ids_;
 };
 

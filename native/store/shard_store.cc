@@ -267,9 +267,7 @@ bool ShardStore::is_unused(const Job& job) const {
 
 void ShardStore::return_to_disk(Job& job) {
   // Where one of these fails the job goes on being refused; the next turn tries again.
-  const auto durable = job.durable.decode();
-  if (!durable.is_ok()) return;
-  auto restored = Job::restore(durable.value());
+  auto restored = Job::restore(job.durable_record());
   if (!restored.is_ok()) return;
   std::set<std::pair<uint16_t, uint64_t>> named;
   restored.value()->for_each_replica([&](const Replica& replica) {

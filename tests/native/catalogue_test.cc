@@ -212,40 +212,6 @@ TEST(Catalogue, records_of_format_1_1_are_read_for_ever) {
   EXPECT_NE(decode_job(encode(job)).status().message().find("durability"), std::string::npos);
 }
 
-TEST(EncodedJob, shows_its_tiles_without_being_decoded_and_decodes_to_what_it_was_made_of) {
-  JobRecord job = small_job();
-  job.undurable_since = 41;
-  const EncodedJob encoded(job);
-  EXPECT_EQ(encoded.step(), job.step);
-  EXPECT_EQ(encoded.undurable_since(), 41U);
-  ASSERT_EQ(encoded.bucket_count(), job.buckets.size());
-  for (size_t bucket = 0; bucket < job.buckets.size(); ++bucket) {
-    ASSERT_EQ(encoded.tile_count(bucket), job.buckets[bucket].tiles.size());
-    for (size_t index = 0; index < encoded.tile_count(bucket); ++index) {
-      const TileRecord& tile = job.buckets[bucket].tiles[index];
-      const TileRecord found = encoded.tile(bucket, index);
-      for (const auto& [a, b] :
-           {std::pair(found.parameter, tile.parameter), std::pair(found.rest, tile.rest)}) {
-        EXPECT_EQ(a.address.device, b.address.device);
-        EXPECT_EQ(a.address.offset_bytes, b.address.offset_bytes);
-        EXPECT_EQ(a.length_bytes, b.length_bytes);
-        EXPECT_EQ(a.checksum, b.checksum);
-      }
-    }
-  }
-  const auto decoded = encoded.decode();
-  ASSERT_TRUE(decoded.is_ok()) << decoded.status().message();
-  EXPECT_EQ(hex(encode(decoded.value())), hex(encode(job)));
-}
-
-TEST(EncodedJob, of_no_job_is_empty) {
-  const EncodedJob none;
-  EXPECT_EQ(none.bucket_count(), 0U);
-  EXPECT_EQ(none.undurable_since(), 0U);
-  ASSERT_TRUE(none.decode().is_ok());
-  EXPECT_TRUE(none.decode().value().shards.empty());
-}
-
 TEST(Catalogue, any_flipped_bit_and_any_truncation_is_refused) {
   for (const auto& good : {encode(small_job()), encode(small_root())}) {
     const auto refuse = [](std::span<const std::byte> bytes) {

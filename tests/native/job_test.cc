@@ -290,5 +290,114 @@ TEST(JobRecordTest, a_parameter_that_was_never_written_stays_so_beside_one_that_
   }
 }
 
+ExtentRecord extent_at(uint64_t offset_bytes, uint32_t length_bytes) {
+  ExtentRecord extent;
+  extent.address.device = 1;
+  extent.address.offset_bytes = offset_bytes;
+  extent.length_bytes = length_bytes;
+  extent.checksum = offset_bytes ^ 0x55;
+  return extent;
+}
+
+/// Two tiles, one of them without a rest; a bucket of two small ones; a written blob of two
+/// extents, and one that was never written.
+JobRecord written_record() {
+  const auto job = new_job();
+  EXPECT_TRUE(job->declare({parameter("large", kTileElements + 32),
+                            parameter("a", 100),
+                            bytes_shard("blob", kBlobExtentBytes + 1),
+                            bytes_shard("empty blob", 10),
+                            parameter("b", 200)})
+                  .is_ok());
+  JobRecord record = job->record();
+  record.step = 42;
+  record.host_bytes = 64_MiB;
+  record.nvme_bytes = 1_GiB;
+  uint64_t offset_bytes = 1_MiB;
+  for (BucketRecord& bucket : record.buckets) {
+    for (TileRecord& tile : bucket.tiles) {
+      tile.parameter = extent_at(offset_bytes += 4_MiB, 1_MiB);
+      if (&tile == &bucket.tiles.front()) tile.rest = extent_at(offset_bytes += 4_MiB, 2_MiB);
+    }
+  }
+  for (ShardRecord& shard : record.shards) {
+    shard.written = shard.kind == ShardKind::parameter && shard.name != "b";
+    shard.generation = shard.name.size();
+    if (shard.name == "blob") {
+      shard.extents = {extent_at(512_MiB, kBlobExtentBytes), extent_at(600_MiB, 4096)};
+    }
+  }
+  return record;
+}
+
+std::string encoded(const JobRecord& record) {
+  const auto bytes = encode(record);
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+TEST(JobDurable, is_what_the_catalogue_says_whatever_the_job_did_since) {
+  JobRecord disk = written_record();
+  for (const uint64_t undurable_since : {0, 41}) {
+    SCOPED_TRACE(undurable_since);
+    disk.undurable_since = undurable_since;
+    const JobRecord said = undurable_since == 0 ? disk : disk.without_extents();
+    const auto restored = Job::restore(disk);
+    ASSERT_TRUE(restored.is_ok()) << restored.status().message();
+    Job& job = *restored.value();
+    EXPECT_EQ(job.durable.step(), 42u);
+    EXPECT_EQ(job.durable.undurable_since(), undurable_since);
+    ASSERT_EQ(job.durable.bucket_count(), said.buckets.size());
+    for (size_t bucket = 0; bucket < said.buckets.size(); ++bucket) {
+      ASSERT_EQ(job.durable.tile_count(bucket), said.buckets[bucket].tiles.size());
+      for (size_t index = 0; index < said.buckets[bucket].tiles.size(); ++index) {
+        const TileRecord& tile = said.buckets[bucket].tiles[index];
+        const TileRecord found = job.durable.tile(bucket, index);
+        for (const auto& [a, b] :
+             {std::pair(found.parameter, tile.parameter), std::pair(found.rest, tile.rest)}) {
+          EXPECT_EQ(a.address.device, b.address.device);
+          EXPECT_EQ(a.address.offset_bytes, b.address.offset_bytes);
+          EXPECT_EQ(a.length_bytes, b.length_bytes);
+          EXPECT_EQ(a.checksum, b.checksum);
+        }
+      }
+    }
+    EXPECT_EQ(encoded(job.durable_record()), encoded(said));
+
+    job.committed_step = 50;
+    job.host_bytes = 1;
+    job.shards[job.shard_ids.at("a")].generation = 99;
+    job.shards[job.shard_ids.at("b")].written = true;
+    ASSERT_TRUE(job.declare({parameter("later", 10), bytes_shard("blob later", 4)}).is_ok());
+    EXPECT_EQ(encoded(job.durable_record()), encoded(said));
+  }
+}
+
+TEST(JobDurable, a_removed_blob_is_on_disk_until_the_next_commit_and_its_name_and_id_are_others) {
+  const auto disk = std::make_shared<MemoryDisk>(kDiskBytes);
+  Heart heart(disk);
+  const uint64_t session = heart.attach(heart.open("job"));
+  const auto ids = heart.declare(
+      session, {bytes_shard("kept", 100), bytes_shard("removed", kBlobExtentBytes + 5)});
+  heart.write(session, ids[0], pattern(100, 1));
+  heart.write(session, ids[1], pattern(kBlobExtentBytes + 5, 2));
+  ASSERT_TRUE(heart.sync(session).is_ok());
+  Job& job = heart.job(session);
+  const JobRecord said = job.record();
+  ASSERT_EQ(said.shards[1].name, "removed");
+  ASSERT_EQ(said.shards[1].extents.size(), 2u);
+
+  bool removed = false;
+  heart.store().delete_shard(
+      session, "removed", [&](Result<bool> result) { removed = result.is_ok() && result.value(); });
+  ASSERT_TRUE(removed);
+  const auto same_id = heart.declare(session, {bytes_shard("removed", 7)});
+  ASSERT_EQ(same_id[0], ids[1]);
+  EXPECT_EQ(encoded(job.durable_record()), encoded(said));
+
+  ASSERT_TRUE(heart.sync(session).is_ok());
+  EXPECT_EQ(encoded(job.durable_record()), encoded(job.record()));
+  EXPECT_NE(encoded(job.durable_record()), encoded(said));
+}
+
 }  // namespace
 }  // namespace memd
