@@ -93,7 +93,7 @@ class SessionService:
         self, request: session_pb2.DeclareRequest, call: Call
     ) -> session_pb2.DeclareResponse:
         session = self._peers.session(call.peer, request.session_id)
-        specs = [wire.native_spec(spec) for spec in request.shards]
+        specs = (wire.native_spec(spec) for spec in request.shards)
         shards, gradients_fit = self._server.declare(session.session_id, specs)
         return session_pb2.DeclareResponse(
             shards=[wire.shard_message(shard) for shard in shards], gradients_fit=gradients_fit

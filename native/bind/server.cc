@@ -1,5 +1,6 @@
 #include "server/server.h"
 
+#include <nanobind/make_iterator.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
@@ -25,6 +26,12 @@ using namespace nb::literals;
 
 namespace memd {
 namespace {
+
+/// Python objects of them are made one by one, as they are looked at: nanobind's table of objects
+/// keeps 63 bytes for each that there ever were at a time, of a job with a million shards as well.
+struct ShardInfos {
+  std::vector<ShardInfo> all;
+};
 
 /// Calls without the GIL, then raises with it.
 template <typename Call>
@@ -171,6 +178,20 @@ void bind_records(nb::module_& module) {
       .def_ro("written", &ShardInfo::written)
       .def_ro("bytes", &ShardInfo::bytes)
       .def_ro("lost", &ShardInfo::lost);
+  nb::class_<ShardInfos>(module, "ShardInfos", "In the order that was asked for.")
+      .def("__len__", [](const ShardInfos& self) { return self.all.size(); })
+      .def("__getitem__",
+           [](const ShardInfos& self, size_t index) {
+             if (index >= self.all.size()) throw nb::index_error();
+             return self.all[index];
+           })
+      .def(
+          "__iter__",
+          [](const ShardInfos& self) {
+            return nb::make_iterator<nb::rv_policy::copy>(
+                nb::type<ShardInfos>(), "ShardInfoIterator", self.all.begin(), self.all.end());
+          },
+          nb::keep_alive<0, 1>());
   nb::class_<JobInfo>(module, "JobInfo")
       .def_ro("job_id", &JobInfo::job_id)
       .def_ro("name", &JobInfo::name)
@@ -445,7 +466,7 @@ void bind_server(nb::module_& module) {
       .def(
           "shards",
           [](Server& self, uint64_t job_id) {
-            return unlocked([&] { return self.shards(job_id); });
+            return ShardInfos{unlocked([&] { return self.shards(job_id); })};
           },
           "job_id"_a)
       .def(
@@ -516,11 +537,20 @@ void bind_server(nb::module_& module) {
           "Leases that were still held.")
       .def(
           "declare",
-          [](Server& self, uint64_t session_id, const std::vector<ShardSpec>& shards) {
-            return unlocked([&] { return self.declare(session_id, shards); });
+          [](Server& self, uint64_t session_id, const nb::typed<nb::iterable, ShardSpec>& shards) {
+            std::vector<ShardSpec> specs;
+            for (const nb::handle each : shards) {
+              if (!nb::isinstance<ShardSpec>(each)) {
+                throw nb::type_error("declare() takes ShardSpecs");
+              }
+              specs.push_back(nb::cast<ShardSpec>(each));
+            }
+            auto [infos, gradients_fit] = unlocked([&] { return self.declare(session_id, specs); });
+            return std::pair(ShardInfos{std::move(infos)}, gradients_fit);
           },
           "session_id"_a,
-          "shards"_a)
+          "shards"_a,
+          "Takes each spec as it comes: who makes them one by one keeps none.")
       .def(
           "step",
           [](Server& self,

@@ -114,7 +114,10 @@ class Stopwatch:
 
 
 def declare(
-    server: memd_native.Server, session_id: int, kind: str, specs: list[memd_native.ShardSpec]
+    server: memd_native.Server,
+    session_id: int,
+    kind: str,
+    specs: Iterator[memd_native.ShardSpec],
 ) -> list[int]:
     """Ids."""
     if kind == "blobs":
@@ -123,8 +126,9 @@ def declare(
     return [info.shard_id for info in infos]
 
 
-def specs_of(kind: str, count: int) -> list[memd_native.ShardSpec]:
-    return [
+def specs_of(kind: str, count: int) -> Iterator[memd_native.ShardSpec]:
+    """One by one, as the daemon's service makes them."""
+    return (
         memd_native.ShardSpec(
             name=f"layers.{number // 10}.linear{number % 10}.weight",
             kind=types_pb2.SHARD_KIND_BLOB if kind == "blobs" else types_pb2.SHARD_KIND_PARAMETER,
@@ -133,7 +137,7 @@ def specs_of(kind: str, count: int) -> list[memd_native.ShardSpec]:
             tier=types_pb2.TIER_NVME,
         )
         for number in range(count)
-    ]
+    )
 
 
 def connect(server: memd_native.Server, grant: Any, theirs: socket.socket) -> Any:
@@ -195,8 +199,8 @@ def run_child(kind: str, count: int, folder: Path) -> None:
     specs = specs_of(kind, count)
     ids = watch.time("declare", partial(declare, server, grant.session_id, kind, specs))
     del specs
-    # Of Python's, what is left is the list of ids.
-    ids_bytes = sys.getsizeof(ids) + 32 * count
+    # Of Python's, what is left is the list of ids; they themselves lie where malloc() does not.
+    ids_bytes = sys.getsizeof(ids)
     heap_declared = heap_bytes() - ids_bytes
     if train_all:
         train(server, grant, ids, watch)

@@ -19,7 +19,7 @@ from memd.refusal import StatusCode
 from memd_native import MODE_OVERWRITE, STEP_SECONDS_BOUNDS, AdamSettings, ShardSpec, StatusError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 ELEMENT_BYTES = {1: 4, 2: 2, 3: 2, 4: 8, 5: 1, 6: 2, 7: 4, 8: 8, 9: 1, 10: 1}
 
@@ -389,7 +389,7 @@ class FakeServer:
         assert self.detached_before_redo is None
         self.detached_before_redo = set(self.detached)
 
-    def declare(self, session_id: int, shards: Sequence[ShardSpec]) -> tuple[list[ShardInfo], bool]:
+    def declare(self, session_id: int, shards: Iterable[ShardSpec]) -> tuple[list[ShardInfo], bool]:
         job = self._job(session_id)
         infos = []
         for spec in shards:

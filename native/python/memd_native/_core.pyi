@@ -1,4 +1,4 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any
 
 import numpy
@@ -290,6 +290,15 @@ class ShardInfo:
 
     @property
     def lost(self) -> bool: ...
+
+class ShardInfos:
+    """In the order that was asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, arg: int, /) -> ShardInfo: ...
+
+    def __iter__(self) -> Iterator[ShardInfo]: ...
 
 class JobInfo:
     @property
@@ -685,7 +694,7 @@ class Server:
 
     def jobs(self) -> list[JobInfo]: ...
 
-    def shards(self, job_id: int) -> list[ShardInfo]: ...
+    def shards(self, job_id: int) -> ShardInfos: ...
 
     def drop_job(self, job_id: int, *, force: bool = False) -> None: ...
 
@@ -716,7 +725,8 @@ class Server:
     def detach(self, session_id: int) -> int:
         """Leases that were still held."""
 
-    def declare(self, session_id: int, shards: Sequence[ShardSpec]) -> tuple[list[ShardInfo], bool]: ...
+    def declare(self, session_id: int, shards: Iterable[ShardSpec]) -> tuple[ShardInfos, bool]:
+        """Takes each spec as it comes: who makes them one by one keeps none."""
 
     def step(self, session_id: int, groups: Sequence[tuple[AdamSettings, Sequence[int]]], *, staged_buffers: Sequence[tuple[int, int]] = [], step: int = 0, call: int = 0, timeout_s: float) -> StepReport: ...
 
