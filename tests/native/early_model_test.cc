@@ -436,7 +436,7 @@ class History {
       ASSERT_TRUE(heart_->sync(session_).is_ok());
     }
     uint64_t named_bytes = 0;
-    job().for_each_replica([&](Replica& each) { named_bytes += each.extent.length_bytes; });
+    job().for_each_replica([&](Replica& each) { named_bytes += each.extent().length_bytes; });
     EXPECT_EQ(job().nvme_bytes_used, named_bytes);
     job().free_retired();
     uint64_t slot_bytes = 0;

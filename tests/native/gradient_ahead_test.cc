@@ -34,6 +34,7 @@ class GradientAheadTest : public ::testing::Test {
   }
   Job& job() { return heart_.job(session_); }
   const Shard& shard(size_t i) { return job().shards[ids_[i]]; }
+  const Entry& gradient(size_t i) { return *job().find_entry(ids_[i], Part::gradient); }
   void unused(size_t i) { heart_.store().gradient_unused(session_, ids_[i]); }
 
   Heart heart_{std::make_shared<MemoryDisk>(kDiskBytes), 2 * kFloorSegments + 24};
@@ -48,7 +49,7 @@ TEST_F(GradientAheadTest, one_that_does_not_come_is_none) {
   heart_.release(**ahead);
   unused(0);
   EXPECT_EQ(shard(0).gradient_session, 0U);
-  EXPECT_EQ(shard(0).gradient->slot, nullptr);
+  EXPECT_EQ(gradient(0).slot, nullptr);
   const auto reader = ask(0, false, LeaseMode::read);
   ASSERT_TRUE(reader->has_value());
   EXPECT_EQ((*reader)->status.code(), StatusCode::not_found);
@@ -113,7 +114,7 @@ TEST_F(GradientAheadTest, its_neighbours_in_a_bucket_keep_theirs) {
   EXPECT_EQ(shard(1).gradient_session, session_);
   ASSERT_TRUE(
       heart_.step({.session_id = session_, .groups = {{.shard_ids = {ids_[1]}}}}).first.is_ok());
-  EXPECT_EQ(shard(1).gradient->slot, nullptr) << "nothing keeps the bucket's slot";
+  EXPECT_EQ(gradient(1).slot, nullptr) << "nothing keeps the bucket's slot";
 }
 
 TEST_F(GradientAheadTest, what_is_no_parameter_is_ignored) {
