@@ -612,11 +612,11 @@ TEST_F(RingTest, a_tail_that_no_use_follows_holds_nobody_up) {
 }
 
 TEST_F(RingTest, a_wanted_use_is_seen_or_rings_once) {
-  std::thread daemon([&] {
-    for (int i = 0; i < 7; ++i) grant(next_request(), 5);
-  });
+  // The ring is the daemon's: whoever answers has ended before this thread asks it to sleep.
   const auto use = [this] {
+    std::thread daemon([this] { grant(next_request(), 5); });
     client_->release(client_->lease(1, Part::value, LeaseMode::read, kSecond).value());
+    daemon.join();
   };
   std::vector<Use> uses;
   use();
@@ -644,7 +644,6 @@ TEST_F(RingTest, a_wanted_use_is_seen_or_rings_once) {
   ring_.wake();
   use();
   EXPECT_TRUE(ring_.prepare_to_sleep());
-  daemon.join();
 }
 
 TEST_F(RingTest, a_use_that_is_wanted_while_the_daemon_sleeps_rings_once) {
