@@ -57,7 +57,7 @@ def test_what_is_no_spec_is_refused_and_nothing_is_declared(
 ) -> None:
     good: Any = ShardSpec("a", BLOB, UINT8, [1], NVME)
     with pytest.raises(TypeError, match="ShardSpec"):
-        server.declare(session_id, [good, "b"])
+        server.declare(session_id, [good, "b"])  # type: ignore[list-item]
 
     def failing() -> Iterator[ShardSpec]:
         yield good
