@@ -42,6 +42,7 @@ struct EarlyBucket {
   size_t tile_next = 0;    // those before it were begun, or are left to the step
   size_t begun_count = 0;  // of tiles
   uint32_t running_count = 0;
+  bool is_paused = false;  // until none is running
   bool is_discarded = false;
   std::shared_ptr<StepReport> report = std::make_shared<StepReport>();
 };

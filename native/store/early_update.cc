@@ -126,6 +126,13 @@ void EarlyUpdates::advance(Job& job) {
       }
       early = begin(job, bucket, *session_of(job, bucket));
     }
+    if (early->running_count == 0) early->is_paused = false;
+    // Between two of its tiles its gradient may have been spilled: what is on its way is neither in
+    // the arena nor on disk.
+    if (early->is_paused || bucket.gradient->residency() == Residency::draining) {
+      ++it;
+      continue;
+    }
     while (early->tile_next < bucket.tile_count() &&
            job.early.running_count < kEarlyTilesInFlight) {
       const size_t tile = early->tile_next++;
@@ -302,6 +309,12 @@ void EarlyUpdates::forget(Job& job) {
   job.early.ready.clear();
   job.early.final_shards.clear();
   job.early.final_counts.clear();
+}
+
+void EarlyUpdates::pause(Job& job, const Entry& value) {
+  if (value.kind != EntryKind::parameter) return;
+  const auto found = job.early.by_bucket.find(value.owner);
+  if (found != job.early.by_bucket.end()) found->second->is_paused = true;
 }
 
 const Slot* EarlyUpdates::slot_to_spare(const Job& job, const Entry& value) {

@@ -49,6 +49,9 @@ class EarlyUpdates {
   void forget(Job& job);
   /// Discards one bucket whose tiles take disk that somebody else needs; false where there is none.
   bool free_extents(Job& job);
+  /// Somebody waits for the value as it is: no further tile of its bucket begins until those that
+  /// are on their way have ended.
+  static void pause(Job& job, const Entry& value);
   /// Where a parameter's value as of the step to come is, which nobody leases, if it may go: the
   /// step's session has it fetched then.
   static const Slot* slot_to_spare(const Job& job, const Entry& value);

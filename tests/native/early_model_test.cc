@@ -23,6 +23,8 @@ struct Case {
   std::string durability = "step";
   uint64_t arena_segments = 8;
   uint64_t quota_bytes = kQuotaBytes;
+  uint64_t large_tiles = 1;  // beside a part of one; of more than four some wait for others
+  uint64_t history_count = 5;
 };
 
 constexpr uint64_t kBlobBytes = 1_MiB - 5;
@@ -43,10 +45,11 @@ class History {
     session_ = heart_->attach(job_id);
     reader_ = heart_->attach(job_id);
     // Two tensors of more than a tile, and a bucket of two small ones.
-    const std::vector<ShardSpec> specs = {parameter("large", kTileElements + 1000),
-                                          parameter("half", kTileElements + 7, DType::bfloat16),
-                                          parameter("small", 3000),
-                                          parameter("tiny", 10)};
+    const std::vector<ShardSpec> specs = {
+        parameter("large", chosen.large_tiles * kTileElements + 1000),
+        parameter("half", kTileElements + 7, DType::bfloat16),
+        parameter("small", 3000),
+        parameter("tiny", 10)};
     ids_ = heart_->declare(session_, specs);
     for (size_t i = 0; i < specs.size(); ++i) {
       twins_.push_back(specs[i].dtype == DType::bfloat16
@@ -484,7 +487,8 @@ TEST_P(EarlyModelTest, whatever_comes_between_gradients_and_their_step_it_has_th
   const char* const wanted = std::getenv("MEMD_HISTORIES");
   const char* const first = std::getenv("MEMD_HISTORY_FIRST");
   const uint64_t begin = first == nullptr ? 1 : std::strtoull(first, nullptr, 10);
-  const uint64_t count = wanted == nullptr ? 5 : std::strtoull(wanted, nullptr, 10);
+  const uint64_t count =
+      wanted == nullptr ? GetParam().history_count : std::strtoull(wanted, nullptr, 10);
   uint64_t adopted = 0;
   uint64_t discarded = 0;
   uint64_t kills = 0;
@@ -503,19 +507,20 @@ TEST_P(EarlyModelTest, whatever_comes_between_gradients_and_their_step_it_has_th
   EXPECT_GT(discarded, 0u);
 }
 
-INSTANTIATE_TEST_SUITE_P(Kinds,
-                         EarlyModelTest,
-                         ::testing::Values(Case{},
-                                           Case{.arena_segments = 3},
-                                           Case{.durability = "every:3"},
-                                           Case{.durability = "every:2", .arena_segments = 3},
-                                           Case{.durability = "none", .arena_segments = 3}),
-                         [](const auto& info) {
-                           std::string name =
-                               concat(info.param.durability, "_", info.param.arena_segments);
-                           std::replace(name.begin(), name.end(), ':', '_');
-                           return name;
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Kinds,
+    EarlyModelTest,
+    ::testing::Values(Case{},
+                      Case{.arena_segments = 3},
+                      Case{.arena_segments = 7, .large_tiles = 5, .history_count = 25},
+                      Case{.durability = "every:3"},
+                      Case{.durability = "every:2", .arena_segments = 3},
+                      Case{.durability = "none", .arena_segments = 3}),
+    [](const auto& info) {
+      std::string name = concat(info.param.durability, "_", info.param.arena_segments);
+      std::replace(name.begin(), name.end(), ':', '_');
+      return name;
+    });
 
 }  // namespace
 }  // namespace memd::testing

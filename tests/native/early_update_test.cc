@@ -649,6 +649,35 @@ TEST_F(EarlySlotTest, whoever_wants_the_value_of_before_has_it_fetched) {
   training.expect_nothing_leaked();
 }
 
+TEST(EarlySlot, whoever_wants_the_value_of_before_waits_for_no_tile_that_was_not_begun) {
+  Heart heart{std::make_shared<MemoryDisk>(4 * kDiskBytes), kFloorSegments + 24};
+  const uint64_t session = heart.attach(heart.open("job", 24, 3 * kQuotaBytes));
+  const uint64_t tile_count = 12;
+  const auto values = numbers(tile_count * kTileElements, 1);
+  const std::vector<uint32_t> ids = heart.declare(session, {parameter("huge", values.size())});
+  heart.write(session, ids[0], values);
+  ASSERT_TRUE(heart.sync(session).is_ok());
+  ASSERT_TRUE(heart.store().expect_step(session, {{.settings = {}, .shard_ids = ids}}).is_ok());
+  heart.write(session, ids[0], numbers(values.size(), 2), Part::gradient);
+  heart.store().gradient_is_final(session, ids[0]);
+  Job& job = heart.job(session);
+  ASSERT_TRUE(heart.until([&] { return job.early.running_count != 0; }));
+  const uint64_t begun_count = job.early.by_bucket.at(0)->tile_next;
+  const auto reader =
+      heart.ask({.session_id = session, .shard_id = ids[0], .timeout_ns = 60'000'000'000});
+  const Entry& value = *job.find_entry(ids[0], Part::value);
+  ASSERT_EQ(value.residency(), Residency::absent);
+  ASSERT_TRUE(heart.until([&] { return value.residency() != Residency::absent; }));
+  EXPECT_LE(job.early.by_bucket.at(0)->tile_next, begun_count + 4);
+  ASSERT_TRUE(heart.until([&] { return reader->has_value(); }));
+  ASSERT_TRUE((*reader)->is_ok()) << (*reader)->status.message();
+  EXPECT_TRUE(std::ranges::equal((*reader)->as<float>(), values));
+  ASSERT_TRUE(heart.until([&] { return job.early.ready.empty() && job.early.running_count == 0; }));
+  heart.release(**reader);
+  ASSERT_TRUE(heart.step({.session_id = session, .groups = {{.shard_ids = ids}}}).first.is_ok());
+  EXPECT_EQ(job.counters.early_tiles_adopted, tile_count) << "the others were made after that";
+}
+
 TEST_F(EarlySlotTest, a_value_that_is_leased_stays_where_it_is) {
   const Held view = heart.lease(training.session(), training.ids()[0]);
   training.backward();
