@@ -275,8 +275,8 @@ class StreamedParameter:
             if self._user_count and parameter is not None:
                 return parameter.detach()
             leases = self.session.leases_of(self.shard)
-            if not leases.step.settle_answered():
-                leases.gradient_order.expect_backward()
+            if not leases.step.settle_answered() and not leases.step.is_open:
+                leases.gradient_order.expect_backward(self.shard.shard_id)
             lease = leases.value(self.shard, MODE_READ)
             saved.remember(lease, self)
             return lease

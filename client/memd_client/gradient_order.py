@@ -79,11 +79,12 @@ class GradientOrder:
         # Reentrant: a BackwardEnd that torch does not take ends inside.
         self._lock = RLock()
 
-    def expect_backward(self) -> None:
-        """Backward uses a parameter, and no step is on its way: asks for the first slots, for which
-        the first gradient would wait while all cores compute."""
+    def expect_backward(self, shard_id: int) -> None:
+        """Backward uses a parameter, and no step is on its way or open: asks for the first slots,
+        for which the first gradient would wait while all cores compute. Where the last backward
+        made no gradient of the parameter it is one of another model."""
         graph_task = _graph_task()
-        if graph_task in (self._expected_task, _NO_TASK):
+        if graph_task in (self._expected_task, _NO_TASK) or shard_id not in self._position:
             return
         with self._lock:
             self._expected_task = graph_task

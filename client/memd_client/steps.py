@@ -348,6 +348,11 @@ class Steps:
             self.refuse_if_sealed(shard, "its use")
         self.settle_answered()
 
+    @property
+    def is_open(self) -> bool:
+        """It has gradients sealed, and is not closed."""
+        return self.open is not None
+
     def settle_answered(self) -> bool:
         """Settles where the step that is on its way has its answer, or needs somebody to ask for it
         again. Whether one is on its way still."""

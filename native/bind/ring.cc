@@ -84,15 +84,19 @@ nb::object tensor_over(const std::shared_ptr<ClientSession>& session,
   });
   // What nb::pytorch stands for asks a Python object for its device and its capsule, in Python: of
   // the 1.9 µs that a resident lease took with it, half.
-  static const nb::handle from_dlpack =
-      nb::object(nb::module_::import_("torch._C").attr("_from_dlpack")).release();
-  return from_dlpack(nb::cast(nb::ndarray<>(bytes.data,
-                                            shape.size(),
-                                            shape.data(),
-                                            owner,
-                                            nullptr,
-                                            dlpack_dtype(dtype),
-                                            nb::device::cpu::value)));
+  // The import may let other threads run, which would wait in the guard of a static that is being
+  // initialised while they hold the GIL.
+  static PyObject* from_dlpack = nullptr;
+  if (from_dlpack == nullptr) {
+    from_dlpack = nb::object(nb::module_::import_("torch._C").attr("_from_dlpack")).release().ptr();
+  }
+  return nb::handle(from_dlpack)(nb::cast(nb::ndarray<>(bytes.data,
+                                                        shape.size(),
+                                                        shape.data(),
+                                                        owner,
+                                                        nullptr,
+                                                        dlpack_dtype(dtype),
+                                                        nb::device::cpu::value)));
 }
 
 nb::object lease(const std::shared_ptr<ClientSession>& session,

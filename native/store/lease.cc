@@ -191,6 +191,12 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, Waiter& waiter) {
   if (!reads && request.part == Part::gradient && shard.gradient_session == kSealedGradient) {
     return wait(LeaseWait::gradient, concat("the step that uses ", job.describe(entry)));
   }
+  if (request.is_ahead && shard.gradient_session != 0) {
+    // It is in a step that is not closed yet, or was made meanwhile: a pin on it would stand in the
+    // way of that step, and what overwrites reads nothing that was spilled.
+    return refuse(
+        error(StatusCode::deadline, "there is a gradient already: ", job.describe(entry)));
+  }
   if (!reads && entry.kind == EntryKind::gradient) early_.forget_gradient(job, request.shard_id);
   if (!reads && entry.kind == EntryKind::parameter)
     early_.discard(job, entry.owner, EarlyDiscard::state);
@@ -288,8 +294,10 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, Waiter& waiter) {
   }
 
   // Absent. While a step replaces what lies on disk, nothing is fetched from there.
-  if (entry.task_count != 0)
+  if (entry.task_count != 0) {
+    EarlyUpdates::pause(job, entry);
     return wait(LeaseWait::update, concat("an update of ", job.describe(entry)));
+  }
   // A bucket of several shards keeps the bytes of the others.
   const bool needs_bytes = reads || request.mode == LeaseMode::write || job.shard_count(entry) > 1;
   auto slot = make_room(job, entry.bytes, job.shard_count(entry), !request.prefetch);

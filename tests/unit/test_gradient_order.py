@@ -64,7 +64,7 @@ class Backward:
         for shard_id in reversed(shard_ids):  # what was used last has its gradient first
             loss = loss + self.parameters[shard_id]
         if is_expected:
-            loss.register_hook(lambda _: self.order.expect_backward())
+            loss.register_hook(lambda _: self.order.expect_backward(shard_ids[0]))
         loss.backward()
         assert not self.outstanding, "backward has ended"
         return self.asked
@@ -99,10 +99,21 @@ def test_what_an_expected_backward_does_not_make_is_given_back_at_its_end() -> N
     backward.run(list(range(20)))
     backward.step()
     loss = torch.ones(1, requires_grad=True) * 2
-    loss.register_hook(lambda _: backward.order.expect_backward())
+    loss.register_hook(lambda _: backward.order.expect_backward(19))
     loss.backward()
     assert backward.asked == list(range(8))
     assert not backward.outstanding
+
+
+def test_backward_of_another_model_asks_for_nothing() -> None:
+    backward = Backward(20)
+    backward.run(list(range(20)))
+    backward.step()
+    backward.asked = []
+    loss = torch.ones(1, requires_grad=True) * 2
+    loss.register_hook(lambda _: backward.order.expect_backward(20))
+    loss.backward()
+    assert backward.asked == []
 
 
 def test_no_more_is_asked_for_than_the_next_few() -> None:
