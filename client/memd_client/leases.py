@@ -106,6 +106,8 @@ class DataPlane(Protocol):
 class FollowedStep(Protocol):
     """What leases need of `steps.Steps`."""
 
+    @property
+    def is_open(self) -> bool: ...
     def settle_answered(self) -> bool: ...
     def settle_for_lease(self) -> None: ...
     def note_unreachable(self, error: DaemonUnavailable) -> None: ...
@@ -113,6 +115,8 @@ class FollowedStep(Protocol):
 
 class NoStep:
     """For leases that follow nothing."""
+
+    is_open = False
 
     def settle_answered(self) -> bool:
         return False
@@ -358,5 +362,6 @@ def _is_plain_memory(tensor: torch.Tensor) -> bool:
         and tensor.is_cpu
         and tensor.is_contiguous()
         and not tensor.is_neg()
+        and not tensor._is_zerotensor()
         and 0 < tensor.nbytes <= _COPIED_BYTES_MAX
     )

@@ -9,7 +9,7 @@ from weakref import WeakMethod
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from memd_client.away import StreamedParameter, streamed
+from memd_client.away import AwayParameter, StreamedParameter, streamed
 from memd_client.early import EarlyUpdates
 from memd_client.errors import InvalidArgument, NotYet
 from memd_client.session import TIERS
@@ -172,7 +172,11 @@ class Adam(torch.optim.Optimizer):
             self._only_session().drop_gradients(dropped)
         self._look_again()
         # torch asks every parameter for its gradient, 5 µs of one that is away.
-        if any(target.stays for target in self._targets.values()):
+        if not all(
+            type(parameter) is AwayParameter
+            for group in self.param_groups
+            for parameter in group["params"]
+        ):
             super().zero_grad(set_to_none)
 
     @torch.no_grad()

@@ -224,6 +224,7 @@ GRADIENTS: dict[str, Callable[[], torch.Tensor]] = {
     "inside of another": lambda: torch.randn(6, 9)[:, 2:6],
     "with its sign to be turned": lambda: torch._neg_view(torch.randn(6, 4)),
     "of a class of its own": lambda: nn.Buffer(torch.randn(6, 4)),
+    "without memory": lambda: torch._efficientzerotensor((6, 4)),
 }
 
 
@@ -286,6 +287,46 @@ def test_backward_asks_for_no_first_slot_while_a_step_is_on_its_way(
     session.leases.step = OnItsWay()
     loss.backward()
     assert len(daemon.asked_ahead[0]) == 3, "after the first gradient"
+
+
+def test_no_slot_is_asked_for_whose_gradient_an_open_step_has(
+    daemon: FakeDaemon, session: Session
+) -> None:
+    first, second = Mlp(), Mlp()
+    for name, model in (("first", first), ("second", second)):
+        memd_client.offload(nn.ModuleDict({name: model}), session)
+    optimizers = [memd_client.AdamW(model.parameters(), lr=1e-2) for model in (first, second)]
+    session.track(rng=True)
+    for _ in range(2):
+        daemon.asked_ahead.clear()
+        loss_of(first).backward()
+        optimizers[0].step()
+        sealed_count = len(daemon.asked_ahead)
+        loss_of(second).backward()
+        assert not any(
+            name.startswith("first.")
+            for names in daemon.asked_ahead[sealed_count:]
+            for name in names
+        )
+        optimizers[1].step()
+        session.commit()
+
+
+def test_a_gradient_without_memory_of_its_own_comes_by_backward(session: Session) -> None:
+    model = memd_client.offload(nn.Linear(4, 6, bias=False), session)
+    (torch.ones(6, 4) * torch.sgn(model.weight)).sum().backward()
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad, torch.zeros(6, 4))
+
+
+def test_zero_grad_drops_what_was_set_inside_gather(session: Session) -> None:
+    model = memd_client.offload(nn.Linear(4, 6, bias=False), session)
+    optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+    with memd_client.gather(model.weight):
+        model.weight.grad = torch.ones(6, 4)
+        optimizer.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()
+    assert torch.equal(model.weight.grad, torch.ones(6, 4))
 
 
 def test_a_failed_step_keeps_the_gradients(daemon: FakeDaemon, session: Session) -> None:
