@@ -23,7 +23,7 @@ struct Case {
   std::string durability = "step";
   uint64_t arena_segments = 8;
   uint64_t quota_bytes = kQuotaBytes;
-  uint64_t large_tiles = 1;  // beside a part of one; of more than four some wait for others
+  uint64_t large_tiles = 1;  // beside a part of one; of more than four in all some wait for others
   uint64_t history_count = 5;
 };
 
@@ -507,20 +507,23 @@ TEST_P(EarlyModelTest, whatever_comes_between_gradients_and_their_step_it_has_th
   EXPECT_GT(discarded, 0u);
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Kinds,
-    EarlyModelTest,
-    ::testing::Values(Case{},
-                      Case{.arena_segments = 3},
-                      Case{.arena_segments = 7, .large_tiles = 5, .history_count = 25},
-                      Case{.durability = "every:3"},
-                      Case{.durability = "every:2", .arena_segments = 3},
-                      Case{.durability = "none", .arena_segments = 3}),
-    [](const auto& info) {
-      std::string name = concat(info.param.durability, "_", info.param.arena_segments);
-      std::replace(name.begin(), name.end(), ':', '_');
-      return name;
-    });
+INSTANTIATE_TEST_SUITE_P(Kinds,
+                         EarlyModelTest,
+                         ::testing::Values(Case{},
+                                           Case{.arena_segments = 3},
+                                           Case{.large_tiles = 4, .history_count = 25},
+                                           Case{.durability = "every:3"},
+                                           Case{.durability = "every:2", .arena_segments = 3},
+                                           Case{.durability = "none", .arena_segments = 3}),
+                         [](const auto& info) {
+                           std::string name = concat(info.param.durability,
+                                                     "_",
+                                                     info.param.arena_segments,
+                                                     "_of_",
+                                                     info.param.large_tiles);
+                           std::replace(name.begin(), name.end(), ':', '_');
+                           return name;
+                         });
 
 }  // namespace
 }  // namespace memd::testing

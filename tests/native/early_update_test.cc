@@ -678,6 +678,44 @@ TEST(EarlySlot, whoever_wants_the_value_of_before_waits_for_no_tile_that_was_not
   EXPECT_EQ(job.counters.early_tiles_adopted, tile_count) << "the others were made after that";
 }
 
+TEST(EarlySlot, a_gradient_that_is_spilled_between_two_tiles_is_waited_for) {
+  Heart heart{std::make_shared<MemoryDisk>(4 * kDiskBytes), kFloorSegments + 6};
+  const uint64_t session = heart.attach(heart.open("job", 6, 3 * kQuotaBytes));
+  const auto values = numbers(5 * kTileElements, 1);
+  const auto gradient = numbers(values.size(), 2);
+  const std::vector<uint32_t> ids = heart.declare(
+      session, {parameter("large", values.size()), parameter("other", 3 * kTileElements)});
+  heart.write(session, ids[0], values);
+  heart.write(session, ids[1], numbers(3 * kTileElements, 3));
+  ASSERT_TRUE(heart.sync(session).is_ok());
+  const Held view = heart.lease(session, ids[0]);  // so that no room can be had of the value
+  const StepRequest request{.session_id = session, .groups = {{.shard_ids = {ids[0]}}}};
+  ASSERT_TRUE(heart.store().expect_step(session, request.groups).is_ok());
+  heart.write(session, ids[0], gradient, Part::gradient);
+  heart.store().gradient_is_final(session, ids[0]);
+  Job& job = heart.job(session);
+  ASSERT_TRUE(heart.until([&] { return job.early.running_count != 0; }));
+  EarlyUpdates::pause(job, *job.find_entry(ids[0], Part::value));
+  const auto writer = heart.ask({.session_id = session,
+                                 .shard_id = ids[1],
+                                 .part = Part::gradient,
+                                 .mode = LeaseMode::overwrite,
+                                 .timeout_ns = 60'000'000'000});
+  const Entry& spilled = *job.find_entry(ids[0], Part::gradient);
+  ASSERT_TRUE(heart.until([&] { return spilled.residency() == Residency::draining; }));
+  EXPECT_EQ(job.early.by_bucket.at(0)->tile_next, 4U);
+  ASSERT_TRUE(heart.until([&] { return writer->has_value(); }));
+  ASSERT_TRUE((*writer)->is_ok()) << (*writer)->status.message();
+  ASSERT_TRUE(heart.until([&] { return job.early.ready.empty() && job.early.running_count == 0; }));
+  heart.release(view);
+  heart.release(**writer);
+  ASSERT_TRUE(heart.step(request).first.is_ok());
+  EXPECT_EQ(job.counters.early_tiles_adopted, 5U);
+  Twin twin = Twin::fp32(values);
+  twin.step({}, gradient);
+  EXPECT_TRUE(heart.read<float>(session, ids[0]) == twin.theta);
+}
+
 TEST_F(EarlySlotTest, a_value_that_is_leased_stays_where_it_is) {
   const Held view = heart.lease(training.session(), training.ids()[0]);
   training.backward();
