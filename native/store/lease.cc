@@ -114,6 +114,8 @@ void ShardStore::reply_granted(Job& job, Waiter& waiter, Slot& slot) {
     ++(waiter.counted_as_miss ? job.counters.lease_misses : job.counters.lease_hits);
     if (waiter.counted_as_miss) job.counters.lease_wait_ns += clock_.now_ns() - waiter.started_ns;
   }
+  // Before the answer: who has read a shard by request finds it in the table from then on.
+  if (!writes && request.part == Part::value) job.publish_shard(request.shard_id);
   MEMD_FAILPOINT("lease.before_reply");
   MEMD_FAILPOINT("ledger.grant_not_told");
   const LeaseReply reply = std::move(waiter.reply);
