@@ -1,0 +1,86 @@
+// What a job's ledger is told of its shards, layout and extents.
+#include "store/job.h"
+
+namespace memd {
+
+void Job::note_shard(uint32_t shard_id) {
+  if (ledger == nullptr) return;
+  ledger->note_shard(shard_id, shards[shard_id].written, shards[shard_id].gradient_session);
+}
+
+void Job::note_layout() {
+  if (ledger == nullptr) return;
+  JobRecord layout = record();
+  const std::vector<uint32_t> ids = shard_ids_in_order();
+  // What lies where is the catalogue's to say, and the loose extents'.
+  for (ShardRecord& shard : layout.shards) {
+    shard.extents.clear();
+    shard.generation = 0;
+    shard.written = false;
+  }
+  for (BucketRecord& bucket : layout.buckets) {
+    for (TileRecord& tile : bucket.tiles) tile = {};
+  }
+  // Without its shards nobody could go on with the job: the next daemon starts it from disk.
+  if (const Status written = ledger->write_layout(layout, ids); !written.is_ok()) ledger->give_up();
+}
+
+void Job::note_value_extent(const Entry& entry, size_t index) {
+  if (ledger == nullptr) return;
+  using Kind = LooseKey::Kind;
+  const bool gradient = entry.kind == EntryKind::gradient;
+  if (is_updating_ && !gradient) return;
+  const Kind kind = gradient                             ? Kind::gradient
+                    : entry.kind == EntryKind::parameter ? Kind::value
+                                                         : Kind::bytes;
+  ledger->note_loose(
+      {.kind = kind, .owner = entry.kept_owner, .index = static_cast<uint32_t>(index)},
+      entry.replicas[index].extent());
+}
+
+void Job::note_rest_extent(const Bucket& bucket, size_t tile) {
+  if (ledger == nullptr || is_updating_) return;
+  ledger->note_loose({.kind = LooseKey::Kind::rest,
+                      .owner = bucket.value->owner,
+                      .index = static_cast<uint32_t>(tile)},
+                     bucket.rest[tile].extent());
+}
+
+std::optional<uint32_t> Job::tile_record(uint64_t key) {
+  if (tile_words == nullptr) return std::nullopt;
+  const auto record = tile_words->record_of(key);
+  // The job would be wrong without it: the next daemon starts it from disk.
+  if (!record) ledger->give_up();
+  return record;
+}
+
+std::optional<uint64_t> Job::half_made_piece(uint64_t key) const {
+  const auto made = made_tiles.find(key);
+  if (made == made_tiles.end() || made->second.is_whole) return std::nullopt;
+  return made->second.element_first / kPieceElements;
+}
+
+void Job::note_tile(const Bucket& bucket,
+                    size_t tile,
+                    uint64_t step,
+                    std::optional<uint64_t> piece_next) {
+  if (is_updating_) return;
+  const auto record = tile_record(tile_key(bucket.value->owner, tile));
+  if (!record) return;
+  tile_words->publish(*record,
+                      {.step = step,
+                       .private_offset_bytes = std::nullopt,
+                       .value = bucket.value->replicas[tile].extent(),
+                       .rest = bucket.rest[tile].extent()},
+                      ledger->base(),
+                      piece_next);
+}
+
+void Job::note_shards() {
+  note_layout();
+  for (uint32_t id = 0; id < shards.size(); ++id) {
+    if (!shards[id].deleted) note_shard(id);
+  }
+}
+
+}  // namespace memd
