@@ -494,6 +494,31 @@ void TileTasks::write(const std::shared_ptr<Running>& running) {
   join->finish(Status::ok());
 }
 
+void TileTasks::tell_ledger(const Running& running) {
+  const TileTask& task = running.task;
+  Job& job = *task.job;
+  if (job.tile_words == nullptr || task.entry->kind != EntryKind::parameter) {
+    // The rest first: written back again, the same parameter gives the same rest.
+    if (running.writes_rest()) job.note_rest_extent(*task.bucket, task.index);
+    if (running.writes_value()) job.note_value_extent(*task.entry, task.index);
+    return;
+  }
+  if (!running.writes_value() && !running.writes_rest()) return;
+  // One store says both. A tile that is only written out stays at its step.
+  const bool was_dirty = task.bucket != nullptr && job.dirty_tiles.contains(running.key());
+  const auto record = was_dirty ? job.tile_record(running.key()) : std::nullopt;
+  uint64_t step = job.committed_step;
+  if (task.may_stay) {
+    ++step;
+  } else if (record) {
+    step = job.tile_words->step_of(*record);
+  }
+  job.note_tile(job.buckets[task.entry->owner],
+                task.index,
+                step,
+                task.may_stay ? std::nullopt : job.half_made_piece(running.key()));
+}
+
 void TileTasks::finish(const std::shared_ptr<Running>& running, const Status& status) {
   TileTask& task = running->task;
   Job& job = *task.job;
@@ -513,30 +538,9 @@ void TileTasks::finish(const std::shared_ptr<Running>& running, const Status& st
   if (running->writes_rest()) settle(running->rest_extent, task.bucket->rest[task.index]);
 
   if (running->scratch) job.tile_words->give_back_scratch(*running->scratch);
+  // Of what is early no daemon after this one knows.
   const bool is_early = task.keep != nullptr;
-  if (is_early) {
-    // Nobody is told: no daemon after this one knows of it.
-  } else if (status.is_ok() && job.tile_words != nullptr &&
-             task.entry->kind == EntryKind::parameter) {
-    // One store says both. A tile that is only written out stays at its step.
-    const bool was_dirty = task.bucket != nullptr && job.dirty_tiles.contains(running->key());
-    const auto record = was_dirty ? job.tile_record(running->key()) : std::nullopt;
-    uint64_t step = job.committed_step;
-    if (task.may_stay) {
-      ++step;
-    } else if (record) {
-      step = job.tile_words->step_of(*record);
-    }
-    if (running->writes_value() || running->writes_rest())
-      job.note_tile(job.buckets[task.entry->owner],
-                    task.index,
-                    step,
-                    task.may_stay ? std::nullopt : job.half_made_piece(running->key()));
-  } else if (status.is_ok()) {
-    // The rest first: written back again, the same parameter gives the same rest.
-    if (running->writes_rest()) job.note_rest_extent(*task.bucket, task.index);
-    if (running->writes_value()) job.note_value_extent(*task.entry, task.index);
-  }
+  if (status.is_ok() && !is_early) tell_ledger(*running);
 
   Arena& side = job.memory->private_side();
   const bool keeps = status.is_ok() && has_room_to_stay(*running);

@@ -113,6 +113,7 @@ class TileTasks {
   static void prepare_words(const std::shared_ptr<Running>& running);
   void check(const std::shared_ptr<Running>& running);
   void write(const std::shared_ptr<Running>& running);
+  static void tell_ledger(const Running& running);
   void finish(const std::shared_ptr<Running>& running, const Status& status);
 
   ExtentStore& extents_;
