@@ -292,7 +292,8 @@ Status check_bucket(const BucketRecord& bucket, size_t index) {
   return Status::ok();
 }
 
-/// Names are unique, no element of a bucket belongs to two shards, and each bucket has a shard.
+}  // namespace
+
 Status check_shards_together(const JobRecord& job) {
   std::unordered_set<std::string_view> names;
   names.reserve(job.shards.size());
@@ -316,8 +317,6 @@ Status check_shards_together(const JobRecord& job) {
   if (bucket_count != job.buckets.size()) return malformed("a bucket without a shard");
   return Status::ok();
 }
-
-}  // namespace
 
 bool is_same_shard(const ShardRecord& a, const ShardRecord& b) {
   return a.kind == b.kind && a.dtype == b.dtype && a.shape == b.shape &&

@@ -72,6 +72,10 @@ struct JobRecord {
   JobRecord without_extents() const;
 };
 
+/// Names are unique, no element of a bucket belongs to two shards, and each bucket has a shard: of
+/// each shard alone decode_job() has checked what it says.
+Status check_shards_together(const JobRecord& job);
+
 /// A job as the root names it: enough to list jobs and to find the catalogue.
 struct RootEntry {
   uint64_t job_id = 0;

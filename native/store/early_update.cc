@@ -96,9 +96,7 @@ bool EarlyUpdates::has_quota(const Job& job, const Bucket& bucket, size_t tile) 
   uint64_t wanted_bytes = bucket.value->replica_bytes(tile) + bucket.rest_bytes(tile);
   // Those that were begun may have taken nothing yet.
   wanted_bytes += job.early.running_count * kTileStateBytesMax;
-  if (!job.gradients_fit()) {
-    for (const Bucket& each : job.buckets) wanted_bytes += each.gradient->bytes;
-  }
+  if (!job.gradients_fit()) wanted_bytes += job.gradient_bytes();
   if (job.durability.is_in_memory()) wanted_bytes += kTilesInFlight * kTileStateBytesMax;
   return job.quota_taken_for_gradients() + wanted_bytes <= job.nvme_bytes;
 }

@@ -190,6 +190,8 @@ void Job::close_bucket(DType dtype,
   bucket.value = add_entry(shape);
   shape.kind = EntryKind::gradient;
   bucket.gradient = add_entry(shape);
+  gradient_bytes_ += align_up(shape.bytes, kBlockBytes);
+  largest_gradient_bytes_ = std::max(largest_gradient_bytes_, align_up(shape.bytes, kBlockBytes));
   for (uint32_t i = 0; i < bucket.shards.size(); ++i) {
     Shard& shard = shards[bucket.shards[i]];
     shard.bucket = index;
@@ -268,7 +270,13 @@ Result<std::vector<ShardInfo>> Job::declare(const std::vector<ShardSpec>& specs)
   make_room_for(shards, parameters.size() + bytes.size());
   add_parameters(parameters);
   for (const ShardSpec* spec : bytes) add_bytes(*spec);
-  if (!parameters.empty() || !bytes.empty()) note_layout();
+  if (!parameters.empty()) {
+    note_layout();
+  } else if (!bytes.empty()) {
+    LayoutChange change;
+    for (const ShardSpec* spec : bytes) change.added_ids.push_back(shard_ids.at(spec->name));
+    note_layout_change(std::move(change));
+  }
   expect_memory();
   std::vector<ShardInfo> infos;
   infos.reserve(specs.size());
@@ -683,7 +691,7 @@ void Job::remove(uint32_t shard_id, ExtentStore& extents) {
   entries.remove(entry_id);
   free_shard_ids_.push_back(shard_id);
   changed = true;
-  note_layout();
+  note_layout_change({.removed = {shard_id}, .added = {}, .added_ids = {}});
 }
 
 bool Job::is_tight() const {
@@ -693,14 +701,7 @@ bool Job::is_tight() const {
 
 bool Job::gradients_fit() const {
   if (memory == nullptr) return true;
-  uint64_t bytes = 0;
-  uint64_t largest_bytes = 0;
-  for (const Bucket& bucket : buckets) {
-    const uint64_t padded = align_up(bucket.gradient->bytes, kBlockBytes);
-    bytes += padded;
-    largest_bytes = std::max(largest_bytes, padded);
-  }
-  return bytes + largest_bytes <= memory->arena_bytes_max();
+  return gradient_bytes_ + largest_gradient_bytes_ <= memory->arena_bytes_max();
 }
 
 void Job::drop_gradient(Bucket& bucket, ExtentStore& extents) {

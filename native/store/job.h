@@ -189,6 +189,8 @@ class Job {
   bool is_tight() const;
   /// Of all entries, in whole blocks.
   uint64_t entry_bytes() const { return entry_bytes_; }
+  /// Of all parameters' gradients, in whole blocks.
+  uint64_t gradient_bytes() const { return gradient_bytes_; }
   /// Whether all gradients fit beside the largest bucket's parameters.
   bool gradients_fit() const;
   ShardInfo info(uint32_t shard_id) const;
@@ -236,6 +238,8 @@ class Job {
   /// "written", and whose gradient there is.
   void note_shard(uint32_t shard_id);
   void note_layout();
+  /// What of the layout has changed; `change.added` is filled in.
+  void note_layout_change(LayoutChange change);
   void note_value_extent(const Entry& entry, size_t index);
   void note_rest_extent(const Bucket& bucket, size_t tile);
   /// A tile has new extents, as of `step`; its bytes in memory are not the only ones any more. Of
@@ -468,6 +472,8 @@ class Job {
 
   uint64_t entry_bytes_ = 0;
   uint64_t largest_entry_bytes_ = 0;  // of those there ever were
+  uint64_t gradient_bytes_ = 0;       // in whole blocks, as the next
+  uint64_t largest_gradient_bytes_ = 0;
   std::vector<Superseded> superseded_;
   /// Between begin_update() and the commit: what is replaced is not the job's yet.
   bool is_updating_ = false;

@@ -25,6 +25,15 @@ void Job::note_layout() {
   if (const Status written = ledger->write_layout(layout, ids); !written.is_ok()) ledger->give_up();
 }
 
+void Job::note_layout_change(LayoutChange change) {
+  if (ledger == nullptr) return;
+  change.added.job_id = job_id;
+  change.added.name = name;
+  for (const uint32_t id : change.added_ids)
+    change.added.shards.push_back(label_record(shards[id]));
+  if (!ledger->change_layout(change)) note_layout();
+}
+
 void Job::note_value_extent(const Entry& entry, size_t index) {
   if (ledger == nullptr) return;
   using Kind = LooseKey::Kind;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <concepts>
 #include <cstring>
 #include <utility>
 
@@ -16,7 +17,7 @@ namespace memd {
 namespace {
 
 constexpr uint64_t kLedgerMagic = 0x3130'676c'646d'656d;  // "memdlg01"
-constexpr uint32_t kLedgerVersion = 3;
+constexpr uint32_t kLedgerVersion = 4;
 
 // Sparse: pages that nobody touched cost nothing.
 constexpr uint32_t kClaimsMax = 1u << 16;
@@ -26,6 +27,8 @@ constexpr uint32_t kLooseMax = 1u << 21;
 constexpr uint32_t kStepsMax = 16;
 constexpr uint64_t kStepBytesMax = 8_MiB;
 constexpr uint64_t kRecordBytesMax = 256_MiB;
+// A layout is written anew when its changes are longer than itself, and than this.
+constexpr uint64_t kLayoutChangesBytesMin = 64_KiB;
 
 constexpr auto kRelease = std::memory_order_release;
 constexpr auto kAcquire = std::memory_order_acquire;
@@ -81,6 +84,12 @@ struct RecordPlace {
   uint64_t checksum;  // of the bytes
 };
 
+/// Stands before each change of a layout, which follow it one after the other.
+struct ChangeHeader {
+  uint64_t length_bytes;
+  uint64_t checksum;
+};
+
 struct StepPlace {
   RecordPlace record;
   std::atomic<uint64_t> number;
@@ -110,6 +119,7 @@ struct LedgerLayout {
   uint64_t grant_gradient_session;
 
   alignas(64) RecordPlace layout_places[2];
+  std::atomic<uint64_t> layout_ends[2];  // of the record and what has changed since; stored last
   alignas(64) RecordPlace job_places[2];
   alignas(64) StepPlace step_places[kStepsMax];
   alignas(4096) ClaimWords claims[kClaimsMax];
@@ -175,20 +185,25 @@ Status write_at(RecordPlace& place,
   return Status::ok();
 }
 
+size_t older_of(const RecordPlace (&places)[2]) {
+  return places[0].sequence.load(std::memory_order_relaxed) <=
+                 places[1].sequence.load(std::memory_order_relaxed)
+             ? 0
+             : 1;
+}
+
 Status write_older(RecordPlace (&places)[2],
                    std::byte* bytes,
                    uint64_t bytes_max,
                    std::span<const std::byte> record,
                    uint64_t tag) {
-  const uint64_t first = places[0].sequence.load(std::memory_order_relaxed);
-  const uint64_t second = places[1].sequence.load(std::memory_order_relaxed);
-  const size_t older = first <= second ? 0 : 1;
+  const size_t older = older_of(places);
   return write_at(places[older],
                   bytes + older * bytes_max,
                   bytes_max,
                   record,
                   tag,
-                  std::max(first, second) + 1);
+                  places[1 - older].sequence.load(std::memory_order_relaxed) + 1);
 }
 
 void raise_to(std::atomic<uint64_t>& end, uint64_t value) {
@@ -356,8 +371,39 @@ Status Ledger::write_layout(const JobRecord& record, const std::vector<uint32_t>
   for (const uint32_t shard_id : shard_ids) writer.put(shard_id);
   const std::vector<std::byte> encoded = encode(record);
   writer.put_bytes(encoded.data(), encoded.size());
-  return write_older(
+  const size_t place = older_of(layout_->layout_places);
+  // Before the record is the newest: it has no changes.
+  layout_->layout_ends[place].store(bytes.size(), kRelease);
+  layout_at_.reset();
+  Status written = write_older(
       layout_->layout_places, layout_->layouts[0], kRecordBytesMax, bytes, record.job_id);
+  if (written.is_ok()) layout_at_ = place;
+  return written;
+}
+
+bool Ledger::change_layout(const LayoutChange& change) {
+  if (!layout_at_) return false;
+  std::vector<std::byte> bytes(sizeof(ChangeHeader));
+  FieldWriter writer(bytes);
+  writer.put(static_cast<uint32_t>(change.removed.size()));
+  for (const uint32_t shard_id : change.removed) writer.put(shard_id);
+  writer.put(static_cast<uint32_t>(change.added_ids.size()));
+  for (const uint32_t shard_id : change.added_ids) writer.put(shard_id);
+  const std::vector<std::byte> added = encode(change.added);
+  writer.put_bytes(added.data(), added.size());
+  const std::span<const std::byte> body = std::span(bytes).subspan(sizeof(ChangeHeader));
+  const ChangeHeader header{.length_bytes = body.size(), .checksum = record_checksum(body)};
+  std::memcpy(bytes.data(), &header, sizeof(header));
+
+  const uint64_t record_bytes = layout_->layout_places[*layout_at_].length_bytes;
+  const uint64_t end = layout_->layout_ends[*layout_at_].load(std::memory_order_relaxed);
+  const uint64_t changes_bytes_max = std::max(record_bytes, kLayoutChangesBytesMin);
+  if (end - record_bytes + bytes.size() > changes_bytes_max) return false;
+  if (end + bytes.size() > kRecordBytesMax) return false;
+  std::memcpy(layout_->layouts[*layout_at_] + end, bytes.data(), bytes.size());
+  MEMD_FAILPOINT("ledger.layout_change_not_published");
+  layout_->layout_ends[*layout_at_].store(end + bytes.size(), kRelease);
+  return true;
 }
 
 void Ledger::note_shard(uint32_t shard_id, bool written, uint64_t gradient_session) {
@@ -539,26 +585,111 @@ Result<std::optional<JobRecord>> Ledger::read_record(uint64_t base) const {
 
 // ---- Reading what another daemon left ----------------------------------------------------------
 
+namespace {
+
+/// The shards of a layout while its changes are applied to it, in any order.
+class LayoutShards {
+ public:
+  Status add(uint32_t shard_id, ShardRecord shard) {
+    if (shard_id >= kShardsMax || place_of_[shard_id] != 0) return damaged("shard id ", shard_id);
+    ids_.push_back(shard_id);
+    shards_.push_back(std::move(shard));
+    place_of_[shard_id] = static_cast<uint32_t>(ids_.size());
+    return Status::ok();
+  }
+  Status remove(uint32_t shard_id) {
+    if (shard_id >= kShardsMax || place_of_[shard_id] == 0) {
+      return damaged("shard id ", shard_id, " is removed, and is not there");
+    }
+    const uint32_t at = std::exchange(place_of_[shard_id], 0) - 1;
+    if (at + 1 != ids_.size()) {
+      ids_[at] = ids_.back();
+      shards_[at] = std::move(shards_.back());
+      place_of_[ids_[at]] = at + 1;
+    }
+    ids_.pop_back();
+    shards_.pop_back();
+    return Status::ok();
+  }
+  void move_into(LedgerContents& contents) {
+    contents.shard_ids = std::move(ids_);
+    contents.layout.shards = std::move(shards_);
+  }
+
+ private:
+  std::vector<uint32_t> ids_;
+  std::vector<ShardRecord> shards_;
+  std::vector<uint32_t> place_of_ = std::vector<uint32_t>(kShardsMax);  // from 1
+};
+
+/// Ids that are counted first.
+template <std::unsigned_integral Count>
+Result<std::vector<uint32_t>> read_ids(FieldReader& reader) {
+  const auto count = reader.get<Count>();
+  if (count > kShardsMax) return damaged(count, " shards");
+  std::vector<uint32_t> ids;
+  for (Count i = 0; i < count && !reader.overrun(); ++i) ids.push_back(reader.get<uint32_t>());
+  if (reader.overrun()) return damaged("the shards' ids");
+  return ids;
+}
+
+/// What `reader` has left: a record of the job, of the shards with these ids.
+Result<JobRecord> add_shards(FieldReader& reader,
+                             const std::vector<uint32_t>& ids,
+                             uint64_t job_id,
+                             LayoutShards& shards) {
+  auto record = decode_job(reader.get_bytes(reader.remaining_bytes()));
+  if (!record.is_ok()) return record.status();
+  if (record.value().job_id != job_id || record.value().shards.size() != ids.size()) {
+    return damaged("its shards are of another job, or of another number");
+  }
+  for (size_t i = 0; i < ids.size(); ++i) {
+    Status added = shards.add(ids[i], std::move(record.value().shards[i]));
+    if (!added.is_ok()) return added;
+  }
+  return record;
+}
+
+Status apply_change(std::span<const std::byte> bytes, uint64_t job_id, LayoutShards& shards) {
+  FieldReader reader(bytes);
+  const auto removed = read_ids<uint32_t>(reader);
+  if (!removed.is_ok()) return removed.status();
+  for (const uint32_t shard_id : removed.value()) {
+    if (Status status = shards.remove(shard_id); !status.is_ok()) return status;
+  }
+  const auto added = read_ids<uint32_t>(reader);
+  if (!added.is_ok()) return added.status();
+  return add_shards(reader, added.value(), job_id, shards).status();
+}
+
+}  // namespace
+
 Status Ledger::read_layout(LedgerContents& contents) const {
   const auto place = newest(layout_->layout_places, layout_->layouts[0], kRecordBytesMax);
   if (!place) return damaged("it does not say which shards the job has");
-  FieldReader reader({layout_->layouts[*place], layout_->layout_places[*place].length_bytes});
-  const auto count = reader.get<uint64_t>();
-  if (count > kShardsMax) return damaged(count, " shards");
-  std::vector<bool> seen(kShardsMax);
-  for (uint64_t i = 0; i < count; ++i) {
-    const auto shard_id = reader.get<uint32_t>();
-    if (shard_id >= kShardsMax || seen[shard_id]) return damaged("shard id ", shard_id);
-    seen[shard_id] = true;
-    contents.shard_ids.push_back(shard_id);
-  }
-  if (reader.overrun()) return damaged("the shards' ids");
-  auto record = decode_job(reader.get_bytes(reader.remaining_bytes()));
+  const uint64_t record_bytes = layout_->layout_places[*place].length_bytes;
+  const uint64_t end = layout_->layout_ends[*place].load(kAcquire);
+  if (end < record_bytes || end > kRecordBytesMax) return damaged("its shards end at ", end);
+  const std::span<const std::byte> bytes(layout_->layouts[*place], end);
+  LayoutShards shards;
+  FieldReader reader(bytes.first(record_bytes));
+  const auto ids = read_ids<uint64_t>(reader);
+  if (!ids.is_ok()) return ids.status();
+  auto record = add_shards(reader, ids.value(), layout_->job_id, shards);
   if (!record.is_ok()) return record.status();
   contents.layout = std::move(record).value();
-  if (contents.layout.job_id != layout_->job_id || contents.layout.shards.size() != count) {
-    return damaged("its shards are of another job, or of another number");
+  for (FieldReader changes(bytes.subspan(record_bytes)); changes.remaining_bytes() != 0;) {
+    const auto length_bytes = changes.get<uint64_t>();
+    const auto checksum = changes.get<uint64_t>();
+    const auto change = changes.get_bytes(length_bytes);
+    if (changes.overrun() || record_checksum(change) != checksum) {
+      return damaged("a change of its shards");
+    }
+    if (Status applied = apply_change(change, layout_->job_id, shards); !applied.is_ok())
+      return applied;
   }
+  shards.move_into(contents);
+  if (Status status = check_shards_together(contents.layout); !status.is_ok()) return status;
   for (const uint32_t shard_id : contents.shard_ids) {
     const ShardWords& words = layout_->shards[shard_id];
     ShardState state{.written = words.written.load(kAcquire) != 0,

@@ -72,6 +72,13 @@ struct LooseKey {
   auto operator<=>(const LooseKey&) const = default;
 };
 
+/// Shards of a job that came or went, none of them a parameter. An id can be in both.
+struct LayoutChange {
+  std::vector<uint32_t> removed;
+  JobRecord added;  // of them only, without any extent, generation or "written"
+  std::vector<uint32_t> added_ids;
+};
+
 struct ShardState {
   bool written = false;
   uint64_t gradient_session = 0;
@@ -139,6 +146,9 @@ class Ledger {
 
   /// Which shards the job has, by their ids; `record` has no extents.
   Status write_layout(const JobRecord& record, const std::vector<uint32_t>& shard_ids);
+  /// What has changed of it since, at the cost of the change. False: write_layout() has to be
+  /// called with all of it, now and then.
+  bool change_layout(const LayoutChange& change);
   void note_shard(uint32_t shard_id, bool written, uint64_t gradient_session);
   void note_generation(uint32_t shard_id, uint64_t generation);
   /// A new shard has this id.
@@ -186,7 +196,8 @@ class Ledger {
   SharedMemory memory_;
   LedgerLayout* layout_;
   uint64_t base_ = 0;
-  uint64_t sequence_next_ = 1;  // of slots, loose extents and steps
+  std::optional<size_t> layout_at_;  // the place of the layout that this daemon wrote last
+  uint64_t sequence_next_ = 1;       // of slots, loose extents and steps
   std::unordered_map<uint64_t, uint32_t> claim_of_;
   std::unordered_map<uint64_t, uint32_t> session_place_of_;
   std::map<LooseKey, uint32_t> loose_place_of_;

@@ -546,7 +546,11 @@ Result<std::pair<std::vector<ShardInfo>, bool>> ShardStore::declare(
     uint64_t session_id, const std::vector<ShardSpec>& specs) {
   const auto job = job_of(session_id);
   if (!job.is_ok()) return job.status();
-  settle_all(*job.value());
+  // What is told of those that are there already: a writer may be gone.
+  for (const ShardSpec& spec : specs) {
+    if (const auto known = job.value()->shard_ids.find(spec.name))
+      job.value()->settle_pending(*job.value()->shards[*known].value);
+  }
   MEMD_FAILPOINT("shards.before_declared");
   auto infos = job.value()->declare(specs);
   if (!infos.is_ok()) return infos.status();

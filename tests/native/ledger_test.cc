@@ -10,6 +10,8 @@
 
 #include <array>
 #include <fstream>
+#include <map>
+#include <random>
 
 #include "store_fixture.h"
 
@@ -57,6 +59,150 @@ TEST(LedgerTest, a_record_that_cannot_be_understood_is_not_taken_for_none) {
   ASSERT_TRUE(ledger->write_record(record, 1).is_ok());
   EXPECT_EQ(ledger->read_record(1).status().code(), StatusCode::integrity);
   EXPECT_TRUE(ledger->read_record(2).is_ok());
+}
+
+ShardRecord blob_record(const std::string& name, uint64_t bytes) {
+  return {.name = name,
+          .kind = ShardKind::blob,
+          .dtype = DType::uint8,
+          .tier = Tier::nvme,
+          .shape = {bytes}};
+}
+
+/// The layout of a job whose shards come and go, in a ledger and in plain memory.
+class ChangingLayout {
+ public:
+  explicit ChangingLayout(uint64_t seed) : random_(seed) {}
+
+  /// Some shards go, others come, ids of the former among them.
+  void change() {
+    LayoutChange change;
+    for (uint64_t i = random_() % 3; i > 0 && !shards_.empty(); --i) {
+      const auto gone = std::next(shards_.begin(), random_() % shards_.size());
+      change.removed.push_back(gone->first);
+      shards_.erase(gone);
+    }
+    change.added.job_id = kJobId;
+    for (uint64_t i = random_() % 4; i > 0; --i) {
+      const auto id = static_cast<uint32_t>(random_() % 500);
+      if (shards_.contains(id)) continue;
+      const ShardRecord shard = blob_record(concat("s", named_++), 1 + random_() % 100);
+      shards_[id] = shard;
+      change.added_ids.push_back(id);
+      change.added.shards.push_back(shard);
+    }
+    if (ledger_->change_layout(change)) {
+      ++changes_;
+      return;
+    }
+    write();
+  }
+
+  void write() {
+    JobRecord whole;
+    whole.job_id = kJobId;
+    std::vector<uint32_t> ids;
+    for (const auto& [id, shard] : shards_) {
+      ids.push_back(id);
+      whole.shards.push_back(shard);
+    }
+    ASSERT_TRUE(ledger_->write_layout(whole, ids).is_ok());
+    ++writes_;
+  }
+
+  void expect_told() const {
+    const auto next = Ledger::adopt(copy_of(ledger_->fd()), kJobId);
+    ASSERT_TRUE(next.is_ok()) << next.status().message();
+    const auto contents = next.value()->read(0);
+    ASSERT_TRUE(contents.is_ok()) << contents.status().message();
+    std::map<uint32_t, std::pair<std::string, std::vector<uint64_t>>> told;
+    std::map<uint32_t, std::pair<std::string, std::vector<uint64_t>>> meant;
+    for (size_t i = 0; i < contents.value().shard_ids.size(); ++i) {
+      const ShardRecord& shard = contents.value().layout.shards.at(i);
+      told[contents.value().shard_ids[i]] = {shard.name, shard.shape};
+    }
+    for (const auto& [id, shard] : shards_) meant[id] = {shard.name, shard.shape};
+    EXPECT_EQ(told, meant);
+    EXPECT_EQ(contents.value().layout.shards.size(), meant.size());
+    EXPECT_EQ(contents.value().shards.size(), meant.size());
+  }
+
+  Ledger& ledger() { return *ledger_; }
+  uint64_t changes() const { return changes_; }
+  uint64_t writes() const { return writes_; }
+
+  static constexpr uint64_t kJobId = 7;
+
+ private:
+  std::mt19937_64 random_;
+  std::unique_ptr<Ledger> ledger_ = Ledger::create(kJobId, 2_MiB).value();
+  std::map<uint32_t, ShardRecord> shards_;
+  uint64_t named_ = 0;
+  uint64_t changes_ = 0;
+  uint64_t writes_ = 0;
+};
+
+TEST(LedgerTest, shards_that_come_and_go_are_told_at_the_cost_of_the_change) {
+  ChangingLayout layout(1);
+  layout.change();
+  EXPECT_EQ(layout.writes(), 1U) << "there is nothing yet that it could change";
+  for (int i = 0; i < 4000; ++i) {
+    layout.change();
+    if (i % 16 == 0) layout.expect_told();
+    if (i % 1000 == 999) layout.write();
+  }
+  layout.expect_told();
+  EXPECT_GT(layout.changes(), 3900U);
+  EXPECT_GT(layout.writes(), 5U) << "changes must not pile up for ever";
+}
+
+TEST(LedgerTest, changes_of_shards_that_make_no_sense_are_told_from_those_that_do) {
+  const auto blob = [](const std::string& name) { return blob_record(name, 1); };
+  const auto read_after = [&](const LayoutChange& change) {
+    ChangingLayout layout(1);
+    layout.write();
+    EXPECT_TRUE(layout.ledger().change_layout(
+        {.removed = {}, .added = {.job_id = 7, .shards = {blob("a")}}, .added_ids = {3}}));
+    EXPECT_TRUE(layout.ledger().change_layout(change));
+    return Ledger::adopt(copy_of(layout.ledger().fd()), 7).value()->read(0).status();
+  };
+  EXPECT_TRUE(read_after({.removed = {3}, .added = {.job_id = 7}, .added_ids = {}}).is_ok());
+  for (const LayoutChange& change : std::vector<LayoutChange>{
+           {.removed = {4}, .added = {.job_id = 7}, .added_ids = {}},
+           {.removed = {1u << 30}, .added = {.job_id = 7}, .added_ids = {}},
+           {.removed = {}, .added = {.job_id = 7, .shards = {blob("b")}}, .added_ids = {3}},
+           {.removed = {}, .added = {.job_id = 7, .shards = {blob("a")}}, .added_ids = {4}},
+           {.removed = {}, .added = {.job_id = 7, .shards = {blob("b")}}, .added_ids = {4, 5}},
+           {.removed = {}, .added = {.job_id = 8, .shards = {blob("b")}}, .added_ids = {4}},
+       }) {
+    EXPECT_EQ(read_after(change).code(), StatusCode::integrity);
+  }
+}
+
+TEST(LedgerTest, a_change_whose_bytes_are_others_is_no_change) {
+  ChangingLayout layout(2);
+  layout.write();
+  for (int i = 0; i < 20; ++i) layout.change();
+  // The newest name stands in it in clear.
+  struct stat file{};
+  ASSERT_EQ(fstat(layout.ledger().fd(), &file), 0);
+  const auto size = static_cast<size_t>(file.st_size);
+  void* const mapped =
+      mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, layout.ledger().fd(), 0);
+  ASSERT_NE(mapped, MAP_FAILED);
+  off_t at = 0;
+  std::vector<off_t> names;
+  for (off_t end = 0; (at = lseek(layout.ledger().fd(), end, SEEK_DATA)) >= 0;) {
+    end = lseek(layout.ledger().fd(), at, SEEK_HOLE);
+    const std::string_view data(static_cast<const char*>(mapped) + at, end - at);
+    for (size_t found = 0; (found = data.find("s1", found)) != std::string_view::npos; ++found)
+      names.push_back(at + static_cast<off_t>(found));
+  }
+  ASSERT_FALSE(names.empty());
+  static_cast<char*>(mapped)[names.back()] = 't';
+  munmap(mapped, size);
+  const auto next = Ledger::adopt(copy_of(layout.ledger().fd()), 7);
+  EXPECT_EQ(next.value()->read(0).status().code(), StatusCode::integrity);
 }
 
 TEST(LedgerTest, a_slot_that_leaves_its_entry_is_at_no_moment_newer_than_the_one_that_came) {
