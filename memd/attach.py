@@ -1,6 +1,6 @@
 """The attach socket: who connects, tokens, descriptors, and the end of a dead process's sessions.
 
-gRPC knows no peer credentials and carries no descriptors; DESIGN.md section 3.
+gRPC knows no peer credentials and carries no descriptors: ARCHITECTURE.md, "Two planes".
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def job() -> None:
 @socket_option
 @json_option
 def list_jobs(socket: str | None, as_json: bool) -> None:
-    """Your jobs; root sees all."""
+    """Your jobs; root and the daemon's user see all."""
     with connected(socket) as daemon:
         jobs = daemon.jobs()
     if as_json:

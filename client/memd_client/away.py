@@ -93,8 +93,9 @@ def _hole(shard: Shard) -> torch.Tensor:
 
 class StreamedParameter:
     """One offloaded parameter, the unit of leasing. Away while nobody uses it, resident (an
-    ordinary `nn.Parameter` over a lease) while somebody does. `fetch` and `release` are the only
-    functions that move it; any thread may call them, and `fetch` waits for the daemon.
+    ordinary `nn.Parameter` over a lease) while somebody does. `fetch`, `fetch_resident`,
+    `fetch_together` and `release` are the only functions that move it; any thread may call them,
+    and `fetch` and `fetch_together` wait for the daemon.
     """
 
     def __init__(

@@ -51,7 +51,8 @@ def connect(
             started over.
             An existing job keeps its own where this is not given.
         fresh: drops what the job held.
-        shared_memory: False: tensor bytes go over gRPC, and only `put` and `get` work.
+        shared_memory: False: tensor bytes go over gRPC; only `put`, `get` and `delete` work, and
+            `prefetch` does nothing.
 
     Raises:
         DaemonUnavailable: nobody listens there, or the daemon stops.

@@ -49,7 +49,7 @@ def offload(
     Args:
         module: contiguous parameters of float32 or bfloat16 on the CPU.
         session: with shared memory.
-        tier: where bytes live while nobody uses them: "host" or "nvme".
+        tier: where bytes live while nobody uses them: "nvme"; of parameters not yet "host".
         device: where they are used; "cpu" in this version.
         activations: not yet.
 

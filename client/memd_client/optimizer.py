@@ -48,7 +48,7 @@ class Adam(torch.optim.Optimizer):
             raises InvalidArgument in backward, and so do `clip_grad_norm_()` and a GradScaler,
             which change every gradient after it.
         session: needed where no parameter is offloaded.
-        tier: where the bytes of parameters that are not offloaded live: "host" or "nvme".
+        tier: where the bytes of parameters that are not offloaded live: "nvme"; not yet "host".
 
     Raises:
         InvalidArgument: a parameter of another optimizer, of another session, or of a dtype without

@@ -320,7 +320,7 @@ void bind_ring(nb::module_& module) {
            "shard_id"_a,
            "dtype"_a,
            "shape"_a,
-           "The same for reading a value, where that takes no request; otherwise None.")
+           "A lease() for reading a value, where that takes no request; otherwise None.")
       .def(
           "overwrite_gradient",
           &overwrite_gradient,

@@ -345,7 +345,7 @@ void bind_statistics(nb::module_& module) {
   nb::class_<ScrubStatistics>(module, "ScrubStatistics", "Of the verification in the background.")
       .def_ro("bytes_per_second", &ScrubStatistics::bytes_per_second, "At most; 0: it is off.")
       .def_ro("bytes", &ScrubStatistics::bytes, "Read since the start.")
-      .def_ro("errors", &ScrubStatistics::errors, "Extents whose bytes are gone.")
+      .def_ro("errors", &ScrubStatistics::errors, "Extents found damaged, in each pass anew.")
       .def_ro("pass_count", &ScrubStatistics::pass_count)
       .def_prop_ro("last_pass_age_seconds",
                    [](const ScrubStatistics& self) { return seconds(self.last_pass_age_ns); })

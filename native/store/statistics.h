@@ -156,7 +156,7 @@ std::string describe(const std::vector<Activity>& activities, size_t count);
 struct ScrubStatistics {
   uint64_t bytes_per_second = 0;  // at most; 0: it is off
   uint64_t bytes = 0;             // read since the start
-  uint64_t errors = 0;            // extents whose bytes are gone
+  uint64_t errors = 0;            // extents found damaged, in each pass anew
   uint64_t pass_count = 0;        // that were finished
   uint64_t last_pass_age_ns = 0;  // since the last of them ended
   bool in_pass = false;

@@ -598,7 +598,7 @@ class ScrubStatistics:
 
     @property
     def errors(self) -> int:
-        """Extents whose bytes are gone."""
+        """Extents found damaged, in each pass anew."""
 
     @property
     def pass_count(self) -> int: ...
