@@ -590,7 +590,7 @@ Status ShardStore::adopt_slots(Job& job,
     if (record.role == SlotRole::pending && fits && !record.has_service_writer && !is_untold &&
         entry->pending == nullptr) {
       slot->pending_session = record.pending_session;
-      entry->pending = std::move(slot);
+      job.set_pending(*entry, std::move(slot));
     } else if (record.role == SlotRole::current && fits && is_held && entry->slot == nullptr &&
                !record.has_service_writer && record.sequence == newest[entry] &&
                (entry->kind != EntryKind::gradient || has_gradient(*entry))) {

@@ -499,6 +499,8 @@ void Job::move(Entry& entry, Residency from, Residency to) {
 
 void Job::move_untold(Entry& entry, Residency from, Residency to) {
   entry.move(from, to);
+  if (from == Residency::draining) draining_bytes_ -= entry.bytes;
+  if (to == Residency::draining) draining_bytes_ += entry.bytes;
   if (entry.is_resident() && entry.pending == nullptr) policy.used(entry.id, entry.price());
   if (!entry.is_resident() && early_slot(entry) == nullptr) policy.forget(entry.id);
   if (to == Residency::absent) end_prefetch(entry);

@@ -287,8 +287,14 @@ class Job {
   /// Frees the slot, or keeps it until its last lease ends.
   void retire_slot(std::unique_ptr<Slot> slot);
   void free_retired();
+  /// Somebody writes there what takes the place of the entry's bytes when it is done.
+  void set_pending(Entry& entry, std::unique_ptr<Slot> slot);
   /// Lets a finished overwrite take the place of what was there.
   void settle_pending(Entry& entry);
+  /// All that are finished, at the cost of those that were begun.
+  void settle_all_pending();
+  /// Of entries that are being written back.
+  uint64_t draining_bytes() const { return draining_bytes_; }
 
   // Of nvme_bytes, for an extent of the entry.
   void take_quota(const Entry& entry, uint64_t bytes);
@@ -472,7 +478,10 @@ class Job {
 
   uint64_t entry_bytes_ = 0;
   uint64_t largest_entry_bytes_ = 0;  // of those there ever were
-  uint64_t gradient_bytes_ = 0;       // in whole blocks, as the next
+  uint64_t draining_bytes_ = 0;
+  // Of entries with a pending slot, and of some that had one.
+  std::unordered_set<uint32_t> pending_ids_;
+  uint64_t gradient_bytes_ = 0;  // in whole blocks, as the next
   uint64_t largest_gradient_bytes_ = 0;
   std::vector<Superseded> superseded_;
   /// Between begin_update() and the commit: what is replaced is not the job's yet.

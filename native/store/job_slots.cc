@@ -158,6 +158,20 @@ void Job::free_retired() {
   }
 }
 
+void Job::set_pending(Entry& entry, std::unique_ptr<Slot> slot) {
+  MEMD_CHECK(entry.pending == nullptr);
+  entry.pending = std::move(slot);
+  pending_ids_.insert(entry.id);
+}
+
+void Job::settle_all_pending() {
+  std::erase_if(pending_ids_, [this](uint32_t id) {
+    Entry* const entry = entries[id];
+    if (entry != nullptr) settle_pending(*entry);
+    return entry == nullptr || entry->pending == nullptr;
+  });
+}
+
 void Job::settle_pending(Entry& entry) {
   // Nobody reads there: a reader's pin is one that looks for another slot, and goes again.
   if (entry.pending == nullptr || has_writer(*entry.pending)) return;

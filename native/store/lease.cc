@@ -348,7 +348,7 @@ ShardStore::Grant ShardStore::grant_bytes_writer(Job& job,
   }
   MEMD_FAILPOINT("blob.before_pending");
   slot->pending_session = waiter.request.session_id;
-  entry.pending = std::move(slot);
+  job.set_pending(entry, std::move(slot));
   reply_granted(job, waiter, *entry.pending);
   return Grant::done;
 }
@@ -517,12 +517,8 @@ bool ShardStore::evict_for(Job& job,
 
 bool ShardStore::spill(Job& job, uint64_t bytes) {
   // A finished overwrite takes the place of what was there before either is written back.
-  uint64_t draining_bytes = 0;
-  for (Entry* const entry : job.entries) {
-    if (entry == nullptr) continue;
-    job.settle_pending(*entry);
-    if (entry->residency() == Residency::draining) draining_bytes += entry->bytes;
-  }
+  job.settle_all_pending();
+  uint64_t draining_bytes = job.draining_bytes();
   uint64_t quota_bytes = 0;
   // While a step or sync runs, what its catalogue will name stays where it is; gradients are in no
   // catalogue.

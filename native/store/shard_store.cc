@@ -102,18 +102,12 @@ std::vector<JobInfo> ShardStore::jobs() const {
 Result<std::vector<ShardInfo>> ShardStore::shards(uint64_t job_id) {
   Job* const job = find(job_id);
   if (job == nullptr) return error(StatusCode::not_found, "there is no job with id ", job_id);
-  settle_all(*job);
+  job->settle_all_pending();
   std::vector<ShardInfo> infos;
   for (uint32_t shard_id = 0; shard_id < job->shards.size(); ++shard_id) {
     if (!job->shards[shard_id].deleted) infos.push_back(job->info(shard_id));
   }
   return infos;
-}
-
-void ShardStore::settle_all(Job& job) {
-  for (Entry* const entry : job.entries) {
-    if (entry != nullptr) job.settle_pending(*entry);
-  }
 }
 
 uint64_t ShardStore::nvme_bytes_free() const {
@@ -546,11 +540,7 @@ Result<std::pair<std::vector<ShardInfo>, bool>> ShardStore::declare(
     uint64_t session_id, const std::vector<ShardSpec>& specs) {
   const auto job = job_of(session_id);
   if (!job.is_ok()) return job.status();
-  // What is told of those that are there already: a writer may be gone.
-  for (const ShardSpec& spec : specs) {
-    if (const auto known = job.value()->shard_ids.find(spec.name))
-      job.value()->settle_pending(*job.value()->shards[*known].value);
-  }
+  job.value()->settle_all_pending();
   MEMD_FAILPOINT("shards.before_declared");
   auto infos = job.value()->declare(specs);
   if (!infos.is_ok()) return infos.status();

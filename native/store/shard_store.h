@@ -254,8 +254,6 @@ class ShardStore {
   };
 
   Job* find(uint64_t job_id) const;
-  /// Every overwrite that is over takes effect, so that what is told of shards holds.
-  void settle_all(Job& job);
   Result<Job*> admit(const OpenJobRequest& request);
   Status give_memory(Job& job);
   /// Frees every slot and every tile of a job that nobody uses any more.

@@ -73,9 +73,9 @@ void ShardStore::write_back_all(Job& job,
                                 const std::shared_ptr<StepReport>& report,
                                 Done done) {
   auto join = Join::start(std::move(done));
+  job.settle_all_pending();
   for (Entry* const entry : job.entries) {
     if (entry == nullptr || entry->kind == EntryKind::gradient) continue;
-    job.settle_pending(*entry);
     if (entry->residency() != Residency::dirty || entry->tier != Tier::nvme) continue;
     if (entry->replicas.empty()) continue;
     if (entry->kind == EntryKind::bytes && !with_bytes) continue;
