@@ -55,9 +55,10 @@ def test_specs_are_taken_from_any_iterable_and_answers_are_a_sequence(
 def test_what_is_no_spec_is_refused_and_nothing_is_declared(
     server: memd_native.Server, session_id: int
 ) -> None:
-    specs: list[Any] = [ShardSpec("a", BLOB, UINT8, [1], NVME), "b"]
+    good = ShardSpec("a", BLOB, UINT8, [1], NVME)
+    wrong: Any = "b"
     with pytest.raises(TypeError, match="ShardSpec"):
-        server.declare(session_id, specs)
+        server.declare(session_id, [good, wrong])
 
     def failing() -> Iterator[ShardSpec]:
         yield good
