@@ -677,8 +677,10 @@ void Job::remove(uint32_t shard_id, ExtentStore& extents) {
                          {});
     }
   }
+  // Only what an update has replaced is returned to its place.
   const Replica* first = entry.replicas.data();
-  for (Superseded& old : superseded_) {
+  for (size_t i = is_updating_ ? update_begin_ : superseded_.size(); i < superseded_.size(); ++i) {
+    Superseded& old = superseded_[i];
     if (old.place >= first && old.place < first + entry.replicas.size()) old.place = nullptr;
   }
   // The disk has it until the next commit.
