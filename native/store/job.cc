@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <set>
+#include <tuple>
 #include <utility>
 
 #include "base/check.h"
@@ -172,14 +173,21 @@ Entry* Job::add_entry(const Entry::Shape& shape) {
   return entry;
 }
 
-void Job::close_bucket(DType dtype,
-                       uint64_t elements,
-                       const std::vector<uint32_t>& shard_ids_in_bucket) {
+void Job::close_bucket(DType dtype, uint64_t elements, std::vector<uint32_t> ids) {
+  // A shard's pin counter is its place among the bucket's, clients hold pins, and a daemon that
+  // reads of the shards does so in another order: of tensors at one offset all but one are empty,
+  // and their ids decide.
+  std::sort(ids.begin(), ids.end(), [this](uint32_t a, uint32_t b) {
+    const auto key = [this](uint32_t id) {
+      return std::tuple(shards[id].element_offset, shards[id].element_count(), id);
+    };
+    return key(a) < key(b);
+  });
   const auto index = static_cast<uint32_t>(buckets.size());
   Bucket bucket;
   bucket.dtype = dtype;
   bucket.element_count = align_up(elements, kElementAlignment);
-  bucket.shards = ShardIds(shard_ids_in_bucket);
+  bucket.shards = ShardIds(ids);
   bucket.rest = ReplicaList(divide_up(bucket.element_count, kTileElements));
   Entry::Shape shape{.id = 0,
                      .kind = EntryKind::parameter,
@@ -208,7 +216,7 @@ void Job::add_parameters(const std::vector<const ShardSpec*>& specs) {
   };
   std::unordered_map<uint8_t, Open> open;  // one for each dtype
   const auto close = [this](DType dtype, Open& it) {
-    if (!it.shards.empty()) close_bucket(dtype, it.element_count, it.shards);
+    if (!it.shards.empty()) close_bucket(dtype, it.element_count, std::move(it.shards));
     it = {};
   };
   for (const ShardSpec* spec : specs) {
@@ -450,15 +458,7 @@ Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record,
   }
   for (size_t i = 0; i < record.buckets.size(); ++i) {
     const BucketRecord& in = record.buckets[i];
-    // Pin counters are counted in the order of declaration, and clients hold pins: ids that were
-    // used again are in another one. An empty tensor lies before the one that shares its offset.
-    std::stable_sort(shards_of[i].begin(), shards_of[i].end(), [&job](uint32_t a, uint32_t b) {
-      const Shard& left = job->shards[a];
-      const Shard& right = job->shards[b];
-      return std::pair(left.element_offset, left.element_count()) <
-             std::pair(right.element_offset, right.element_count());
-    });
-    job->close_bucket(in.dtype, in.element_count, shards_of[i]);
+    job->close_bucket(in.dtype, in.element_count, std::move(shards_of[i]));
     Bucket& made = job->buckets.back();
     for (size_t tile = 0; tile < in.tiles.size(); ++tile) {
       made.value->replicas[tile] = Replica(in.tiles[tile].parameter, true);

@@ -471,9 +471,7 @@ class Job {
   void add_parameters(const std::vector<const ShardSpec*>& specs);
   void add_bytes(const ShardSpec& spec);
   uint32_t add_shard(const ShardSpec& spec);
-  void close_bucket(DType dtype,
-                    uint64_t elements,
-                    const std::vector<uint32_t>& shard_ids_in_bucket);
+  void close_bucket(DType dtype, uint64_t elements, std::vector<uint32_t> ids);
   Entry* add_entry(const Entry::Shape& shape);
 
   uint64_t entry_bytes_ = 0;

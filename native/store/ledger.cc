@@ -86,6 +86,7 @@ struct RecordPlace {
 
 /// Stands before each change of a layout, which follow it one after the other.
 struct ChangeHeader {
+  uint64_t sequence;  // of the layout that it changes
   uint64_t length_bytes;
   uint64_t checksum;
 };
@@ -146,17 +147,20 @@ bool is_whole(const RecordPlace& place, const std::byte* bytes, uint64_t bytes_m
          record_checksum({bytes, length_bytes}) == place.checksum;
 }
 
-/// The place of the newest whole record, or nothing.
-std::optional<size_t> newest(const RecordPlace (&places)[2],
-                             const std::byte* bytes,
-                             uint64_t bytes_max) {
-  std::optional<size_t> found;
-  for (const size_t i : {size_t{0}, size_t{1}}) {
-    if (!is_whole(places[i], bytes + i * bytes_max, bytes_max)) continue;
-    if (!found || places[i].sequence.load(kAcquire) > places[*found].sequence.load(kAcquire))
-      found = i;
+/// The place of the newest record, or nothing. A write that was cut off has left no sequence
+/// number: a record that has one and is not whole was damaged, and the one before it is not what
+/// the rest of the ledger goes with.
+Result<std::optional<size_t>> newest(const RecordPlace (&places)[2],
+                                     const std::byte* bytes,
+                                     uint64_t bytes_max) {
+  const uint64_t first = places[0].sequence.load(kAcquire);
+  const uint64_t second = places[1].sequence.load(kAcquire);
+  if (first == 0 && second == 0) return std::optional<size_t>();
+  const size_t found = first > second ? 0 : 1;
+  if (!is_whole(places[found], bytes + found * bytes_max, bytes_max)) {
+    return damaged("a record's bytes are not those that were written");
   }
-  return found;
+  return std::optional(found);
 }
 
 Status write_at(RecordPlace& place,
@@ -372,7 +376,7 @@ Status Ledger::write_layout(const JobRecord& record, const std::vector<uint32_t>
   const std::vector<std::byte> encoded = encode(record);
   writer.put_bytes(encoded.data(), encoded.size());
   const size_t place = older_of(layout_->layout_places);
-  // Before the record is the newest: it has no changes.
+  // Before the record is the newest, so that it never is with changes of another one.
   layout_->layout_ends[place].store(bytes.size(), kRelease);
   layout_at_.reset();
   Status written = write_older(
@@ -392,10 +396,13 @@ bool Ledger::change_layout(const LayoutChange& change) {
   const std::vector<std::byte> added = encode(change.added);
   writer.put_bytes(added.data(), added.size());
   const std::span<const std::byte> body = std::span(bytes).subspan(sizeof(ChangeHeader));
-  const ChangeHeader header{.length_bytes = body.size(), .checksum = record_checksum(body)};
+  const RecordPlace& place = layout_->layout_places[*layout_at_];
+  const ChangeHeader header{.sequence = place.sequence.load(std::memory_order_relaxed),
+                            .length_bytes = body.size(),
+                            .checksum = record_checksum(body)};
   std::memcpy(bytes.data(), &header, sizeof(header));
 
-  const uint64_t record_bytes = layout_->layout_places[*layout_at_].length_bytes;
+  const uint64_t record_bytes = place.length_bytes;
   const uint64_t end = layout_->layout_ends[*layout_at_].load(std::memory_order_relaxed);
   const uint64_t changes_bytes_max = std::max(record_bytes, kLayoutChangesBytesMin);
   if (end - record_bytes + bytes.size() > changes_bytes_max) return false;
@@ -407,7 +414,7 @@ bool Ledger::change_layout(const LayoutChange& change) {
 }
 
 void Ledger::note_shard(uint32_t shard_id, bool written, uint64_t gradient_session) {
-  if (shard_id >= kShardsMax) return;  // a layout with it was refused
+  if (shard_id >= kShardsMax) return;  // Job::declare() refuses it
   ShardWords& words = layout_->shards[shard_id];
   words.gradient_session.store(gradient_session, kRelease);
   words.written.store(written ? 1 : 0, kRelease);
@@ -575,7 +582,9 @@ Status Ledger::write_record(const JobRecord& record, uint64_t base) {
 }
 
 Result<std::optional<JobRecord>> Ledger::read_record(uint64_t base) const {
-  const auto place = newest(layout_->job_places, layout_->job_records[0], kRecordBytesMax);
+  const auto newest_place = newest(layout_->job_places, layout_->job_records[0], kRecordBytesMax);
+  if (!newest_place.is_ok()) return newest_place.status();
+  const auto place = newest_place.value();
   if (!place || layout_->job_places[*place].tag != base) return std::optional<JobRecord>();
   auto record =
       decode_job({layout_->job_records[*place], layout_->job_places[*place].length_bytes});
@@ -600,6 +609,9 @@ class LayoutShards {
   Status remove(uint32_t shard_id) {
     if (shard_id >= kShardsMax || place_of_[shard_id] == 0) {
       return damaged("shard id ", shard_id, " is removed, and is not there");
+    }
+    if (shards_[place_of_[shard_id] - 1].kind == ShardKind::parameter) {
+      return damaged("parameter ", shard_id, " is removed");
     }
     const uint32_t at = std::exchange(place_of_[shard_id], 0) - 1;
     if (at + 1 != ids_.size()) {
@@ -634,20 +646,24 @@ Result<std::vector<uint32_t>> read_ids(FieldReader& reader) {
 }
 
 /// What `reader` has left: a record of the job, of the shards with these ids.
-Result<JobRecord> add_shards(FieldReader& reader,
-                             const std::vector<uint32_t>& ids,
-                             uint64_t job_id,
-                             LayoutShards& shards) {
+Result<JobRecord> read_shards(FieldReader& reader,
+                              const std::vector<uint32_t>& ids,
+                              uint64_t job_id) {
   auto record = decode_job(reader.get_bytes(reader.remaining_bytes()));
   if (!record.is_ok()) return record.status();
   if (record.value().job_id != job_id || record.value().shards.size() != ids.size()) {
     return damaged("its shards are of another job, or of another number");
   }
-  for (size_t i = 0; i < ids.size(); ++i) {
-    Status added = shards.add(ids[i], std::move(record.value().shards[i]));
-    if (!added.is_ok()) return added;
-  }
+  if (record.value().names_extents()) return damaged("its shards have extents");
   return record;
+}
+
+Status add_shards(JobRecord& record, const std::vector<uint32_t>& ids, LayoutShards& shards) {
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (Status added = shards.add(ids[i], std::move(record.shards[i])); !added.is_ok())
+      return added;
+  }
+  return Status::ok();
 }
 
 Status apply_change(std::span<const std::byte> bytes, uint64_t job_id, LayoutShards& shards) {
@@ -659,14 +675,21 @@ Status apply_change(std::span<const std::byte> bytes, uint64_t job_id, LayoutSha
   }
   const auto added = read_ids<uint32_t>(reader);
   if (!added.is_ok()) return added.status();
-  return add_shards(reader, added.value(), job_id, shards).status();
+  auto record = read_shards(reader, added.value(), job_id);
+  if (!record.is_ok()) return record.status();
+  // Buckets are those of the layout that is changed, with all that they hold.
+  if (!record.value().buckets.empty()) return damaged("a change with a parameter");
+  return add_shards(record.value(), added.value(), shards);
 }
 
 }  // namespace
 
 Status Ledger::read_layout(LedgerContents& contents) const {
-  const auto place = newest(layout_->layout_places, layout_->layouts[0], kRecordBytesMax);
+  const auto newest_place = newest(layout_->layout_places, layout_->layouts[0], kRecordBytesMax);
+  if (!newest_place.is_ok()) return newest_place.status();
+  const auto place = newest_place.value();
   if (!place) return damaged("it does not say which shards the job has");
+  const uint64_t sequence = layout_->layout_places[*place].sequence.load(kAcquire);
   const uint64_t record_bytes = layout_->layout_places[*place].length_bytes;
   const uint64_t end = layout_->layout_ends[*place].load(kAcquire);
   if (end < record_bytes || end > kRecordBytesMax) return damaged("its shards end at ", end);
@@ -675,14 +698,16 @@ Status Ledger::read_layout(LedgerContents& contents) const {
   FieldReader reader(bytes.first(record_bytes));
   const auto ids = read_ids<uint64_t>(reader);
   if (!ids.is_ok()) return ids.status();
-  auto record = add_shards(reader, ids.value(), layout_->job_id, shards);
+  auto record = read_shards(reader, ids.value(), layout_->job_id);
   if (!record.is_ok()) return record.status();
+  if (Status added = add_shards(record.value(), ids.value(), shards); !added.is_ok()) return added;
   contents.layout = std::move(record).value();
   for (FieldReader changes(bytes.subspan(record_bytes)); changes.remaining_bytes() != 0;) {
+    const auto changed_sequence = changes.get<uint64_t>();
     const auto length_bytes = changes.get<uint64_t>();
     const auto checksum = changes.get<uint64_t>();
     const auto change = changes.get_bytes(length_bytes);
-    if (changes.overrun() || record_checksum(change) != checksum) {
+    if (changes.overrun() || changed_sequence != sequence || record_checksum(change) != checksum) {
       return damaged("a change of its shards");
     }
     if (Status applied = apply_change(change, layout_->job_id, shards); !applied.is_ok())

@@ -69,6 +69,45 @@ ShardRecord blob_record(const std::string& name, uint64_t bytes) {
           .shape = {bytes}};
 }
 
+JobRecord one_parameter(const std::string& name) {
+  return {.job_id = 7,
+          .shards = {{.name = name,
+                      .kind = ShardKind::parameter,
+                      .dtype = DType::float32,
+                      .tier = Tier::nvme,
+                      .shape = {64}}},
+          .buckets = {{.dtype = DType::float32, .element_count = 64, .tiles = {{}}}}};
+}
+
+JobRecord with_an_extent(ShardRecord shard) {
+  shard.extents = {{.address = {.device = 0, .offset_bytes = 8192}, .length_bytes = 1}};
+  shard.written = true;
+  return {.job_id = 7, .shards = {shard}};
+}
+
+/// A word of a ledger, changed as only a bug would.
+template <typename Word>
+void replace_word(const Ledger& ledger, Word word, Word by) {
+  struct stat file{};
+  ASSERT_EQ(fstat(ledger.fd(), &file), 0);
+  int found_count = 0;
+  for (off_t end = 0, at = 0; (at = lseek(ledger.fd(), end, SEEK_DATA)) >= 0;) {
+    end = lseek(ledger.fd(), at, SEEK_HOLE);
+    std::vector<std::byte> bytes(static_cast<size_t>(end - at));
+    ASSERT_EQ(pread(ledger.fd(), bytes.data(), bytes.size(), at), end - at);
+    for (size_t i = 0; i + sizeof(Word) <= bytes.size(); ++i) {
+      if (std::memcmp(&bytes[i], &word, sizeof(Word)) != 0) continue;
+      ++found_count;
+      std::memcpy(&bytes[i], &by, sizeof(Word));
+    }
+    const auto memory =
+        SharedMemory::map(copy_of(ledger.fd()), static_cast<uint64_t>(file.st_size));
+    ASSERT_TRUE(memory.is_ok());
+    std::memcpy(memory.value().data() + at, bytes.data(), bytes.size());
+  }
+  ASSERT_EQ(found_count, 1);
+}
+
 /// The layout of a job whose shards come and go, in a ledger and in plain memory.
 class ChangingLayout {
  public:
@@ -174,35 +213,55 @@ TEST(LedgerTest, changes_of_shards_that_make_no_sense_are_told_from_those_that_d
            {.removed = {}, .added = {.job_id = 7, .shards = {blob("a")}}, .added_ids = {4}},
            {.removed = {}, .added = {.job_id = 7, .shards = {blob("b")}}, .added_ids = {4, 5}},
            {.removed = {}, .added = {.job_id = 8, .shards = {blob("b")}}, .added_ids = {4}},
+           {.removed = {}, .added = one_parameter("b"), .added_ids = {4}},
+           {.removed = {}, .added = with_an_extent(blob("b")), .added_ids = {4}},
        }) {
     EXPECT_EQ(read_after(change).code(), StatusCode::integrity);
   }
+}
+
+TEST(LedgerTest, a_parameter_is_in_no_change) {
+  auto ledger = Ledger::create(7, 2_MiB).value();
+  ASSERT_TRUE(ledger->write_layout(one_parameter("a"), {3}).is_ok());
+  ASSERT_TRUE(Ledger::adopt(copy_of(ledger->fd()), 7).value()->read(0).is_ok());
+  ASSERT_TRUE(ledger->change_layout(
+      {.removed = {3}, .added = {.job_id = 7, .shards = {}}, .added_ids = {}}));
+  EXPECT_EQ(Ledger::adopt(copy_of(ledger->fd()), 7).value()->read(0).status().code(),
+            StatusCode::integrity);
 }
 
 TEST(LedgerTest, a_change_whose_bytes_are_others_is_no_change) {
   ChangingLayout layout(2);
   layout.write();
   for (int i = 0; i < 20; ++i) layout.change();
-  // The newest name stands in it in clear.
-  struct stat file{};
-  ASSERT_EQ(fstat(layout.ledger().fd(), &file), 0);
-  const auto size = static_cast<size_t>(file.st_size);
-  void* const mapped =
-      mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, layout.ledger().fd(), 0);
-  ASSERT_NE(mapped, MAP_FAILED);
-  off_t at = 0;
-  std::vector<off_t> names;
-  for (off_t end = 0; (at = lseek(layout.ledger().fd(), end, SEEK_DATA)) >= 0;) {
-    end = lseek(layout.ledger().fd(), at, SEEK_HOLE);
-    const std::string_view data(static_cast<const char*>(mapped) + at, end - at);
-    for (size_t found = 0; (found = data.find("s1", found)) != std::string_view::npos; ++found)
-      names.push_back(at + static_cast<off_t>(found));
-  }
-  ASSERT_FALSE(names.empty());
-  static_cast<char*>(mapped)[names.back()] = 't';
-  munmap(mapped, size);
+  // In no record of a shard, each of which has a checksum of its own.
+  constexpr uint32_t kId = 0xabcde;
+  ASSERT_TRUE(
+      layout.ledger().change_layout({.removed = {},
+                                     .added = {.job_id = 7, .shards = {blob_record("a", 1)}},
+                                     .added_ids = {kId}}));
+  ASSERT_TRUE(Ledger::adopt(copy_of(layout.ledger().fd()), 7).value()->read(0).is_ok());
+  replace_word(layout.ledger(), kId, kId + 1);
   const auto next = Ledger::adopt(copy_of(layout.ledger().fd()), 7);
+  ASSERT_TRUE(next.is_ok()) << next.status().message();
   EXPECT_EQ(next.value()->read(0).status().code(), StatusCode::integrity);
+}
+
+TEST(LedgerTest, where_the_newest_record_is_damaged_the_one_before_is_not_taken_for_it) {
+  auto ledger = Ledger::create(7, 2_MiB).value();
+  constexpr uint32_t kId = 0xabcde;
+  const JobRecord record{.job_id = 7, .shards = {blob_record("a", 1)}};
+  ASSERT_TRUE(ledger->write_layout(record, {3}).is_ok());
+  ASSERT_TRUE(ledger->write_layout(record, {kId}).is_ok());
+  for (const uint64_t step : {1, 0x0123'4567}) {
+    ASSERT_TRUE(ledger->write_record({.job_id = 7, .step = step}, 9).is_ok());
+  }
+  replace_word(*ledger, kId, kId + 1);
+  replace_word(*ledger, uint64_t{0x0123'4567}, uint64_t{0x0123'4568});
+  const auto next = Ledger::adopt(copy_of(ledger->fd()), 7);
+  ASSERT_TRUE(next.is_ok()) << next.status().message();
+  EXPECT_EQ(next.value()->read(0).status().code(), StatusCode::integrity);
+  EXPECT_EQ(next.value()->read_record(9).status().code(), StatusCode::integrity);
 }
 
 TEST(LedgerTest, a_slot_that_leaves_its_entry_is_at_no_moment_newer_than_the_one_that_came) {
@@ -494,17 +553,22 @@ TEST_F(AdoptionTest, leases_stay_valid_and_nobody_writes_over_them) {
 
 TEST_F(AdoptionTest, pins_are_of_the_same_shards_where_ids_were_used_again) {
   begin(DType::float32);
-  for (const auto& name : {"x", "y"}) {
+  for (const auto& name : {"x", "y", "z"}) {
     const auto blob = heart_->declare(session_, {bytes_shard(name, 100)});
     heart_->write(session_, blob[0], pattern(100, 1));
   }
-  for (const auto& name : {"x", "y"}) remove(name);
-  // An empty tensor shares its offset with the one behind it.
-  const auto ids =
-      heart_->declare(session_, {parameter("p", 100), parameter("empty", 0), parameter("q", 200)});
+  for (const auto& name : {"x", "y", "z"}) remove(name);
+  // Empty tensors share their offset with the one behind them.
+  const auto ids = heart_->declare(
+      session_,
+      {parameter("p", 100), parameter("empty", 0), parameter("as empty", 0), parameter("q", 200)});
   ASSERT_GT(ids[0], ids[1]) << "ids that are used again come in another order";
+  ASSERT_GT(ids[1], ids[2]);
   heart_->write(session_, ids[0], numbers(100, 1));
-  heart_->write(session_, ids[2], numbers(200, 2));
+  heart_->write(session_, ids[3], numbers(200, 2));
+  // And the ledger's list of shards in another one still.
+  heart_->declare(session_, {bytes_shard("x", 100)});
+  remove("x");
   std::vector<uint32_t> places;
   for (const uint32_t id : ids) places.push_back(heart_->job(session_).shards[id].index_in_bucket);
   const Held view = heart_->lease(session_, ids[0]);
@@ -1036,6 +1100,7 @@ INSTANTIATE_TEST_SUITE_P(Gradients,
 
 TEST_F(AdoptionTest, a_damaged_ledger_stops_no_daemon) {
   begin(DType::float32);
+  heart_->declare(session_, {bytes_shard("alone", 100)});
   write_gradients(8);
   heart_->store().step(request(1), [](const Status&, const StepReport&) {});
   kill();

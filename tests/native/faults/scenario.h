@@ -428,16 +428,16 @@ inline void run_phase(Daemon& daemon, size_t phase) {
       break;
     case 5: {
       // Where memory outlived a daemon that was killed here, it may be gone already.
-      if (!daemon.job(session).shard_ids.contains("extra")) {
-        daemon.job(session).changed = true;
-        synced();
-        break;
+      if (daemon.job(session).shard_ids.contains("extra")) {
+        std::optional<bool> removed;
+        daemon.store().delete_shard(
+            session, "extra", [&](const Result<bool>& result) { removed = result.is_ok(); });
+        daemon.until([&] { return removed.has_value(); });
+        require(*removed, "a blob was not deleted");
       }
-      std::optional<bool> removed;
-      daemon.store().delete_shard(
-          session, "extra", [&](const Result<bool>& result) { removed = result.is_ok(); });
-      daemon.until([&] { return removed.has_value(); });
-      require(*removed, "a blob was not deleted");
+      declare({bytes_shard("late", kBlob)});  // with the id of the other one
+      daemon.write(session, "late", pattern(kBlob, 30));
+      daemon.job(session).changed = true;
       synced();
       break;
     }
