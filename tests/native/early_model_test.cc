@@ -438,24 +438,7 @@ class History {
       job().changed = true;
       ASSERT_TRUE(heart_->sync(session_).is_ok());
     }
-    uint64_t named_bytes = 0;
-    job().for_each_replica([&](Replica& each) { named_bytes += each.extent().length_bytes; });
-    EXPECT_EQ(job().nvme_bytes_used, named_bytes);
-    job().free_retired();
-    uint64_t slot_bytes = 0;
-    for (const auto& entry : job().entries) {
-      if (entry->slot != nullptr) slot_bytes += align_up(entry->slot->bytes, kBlockBytes);
-      if (entry->pending != nullptr) slot_bytes += align_up(entry->pending->bytes, kBlockBytes);
-      EXPECT_EQ(entry->task_count, 0U);
-    }
-    EXPECT_EQ(job().memory->arena().used_bytes(), slot_bytes);
-    uint64_t tile_bytes = 0;
-    for (const auto& [key, offset_bytes] : job().cached_tiles) {
-      const Bucket& bucket = job().buckets[key >> 32];
-      const auto tile = static_cast<uint32_t>(key);
-      tile_bytes += bucket.value->replica_bytes(tile) + bucket.rest_bytes(tile);
-    }
-    EXPECT_EQ(job().memory->private_side().used_bytes(), tile_bytes);
+    testing::expect_all_bytes_held(job());
   }
 
   const Case case_;

@@ -392,4 +392,27 @@ class Heart {
   std::unique_ptr<ShardStore> store_;
 };
 
+/// Of an idle job: each byte of its quota, its arena and its private side is something's.
+inline void expect_all_bytes_held(Job& job) {
+  uint64_t named_bytes = 0;
+  job.for_each_replica([&](Replica& each) { named_bytes += each.length_bytes; });
+  EXPECT_EQ(job.nvme_bytes_used, named_bytes);
+  job.free_retired();
+  uint64_t slot_bytes = 0;
+  for (const Entry* const entry : job.entries) {
+    if (entry == nullptr) continue;
+    if (entry->slot != nullptr) slot_bytes += align_up(entry->slot->bytes, kBlockBytes);
+    if (entry->pending != nullptr) slot_bytes += align_up(entry->pending->bytes, kBlockBytes);
+    EXPECT_EQ(entry->task_count, 0U);
+  }
+  EXPECT_EQ(job.memory->arena().used_bytes(), slot_bytes);
+  uint64_t tile_bytes = 0;
+  for (const auto& [key, offset_bytes] : job.cached_tiles) {
+    const Bucket& bucket = job.buckets[key >> 32];
+    const auto tile = static_cast<uint32_t>(key);
+    tile_bytes += bucket.value->replica_bytes(tile) + bucket.rest_bytes(tile);
+  }
+  EXPECT_EQ(job.memory->private_side().used_bytes(), tile_bytes);
+}
+
 }  // namespace memd::testing
