@@ -20,7 +20,7 @@ export PYTHON TORCH TORCH_INDEX
 
 SETUP := deploy/setup/setup.sh
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
-NATIVE_SOURCES = $(wildcard native/*/*.h native/*/*.cc tests/native/*.h tests/native/*.cc \
+NATIVE_SOURCES = $(wildcard native/*/*.h native/*/*.cc native/store/*/*.h native/store/*/*.cc tests/native/*.h tests/native/*.cc \
   tests/native/*/*.h tests/native/*/*.cc)
 
 help:
@@ -82,7 +82,7 @@ format:
 
 tidy:
 	@$(SETUP) tidy
-	$(IN_VENV) clang-tidy -p build/release --quiet $(wildcard native/*/*.cc)
+	$(IN_VENV) clang-tidy -p build/release --quiet $(wildcard native/*/*.cc native/store/*/*.cc)
 
 regenerate:
 	@$(SETUP) test

@@ -1,4 +1,4 @@
-#include "store/check.h"
+#include "store/verify/check.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "bind/bind.h"
+#include "store/format/volume.h"
 #include "store/live_check.h"
-#include "store/volume.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

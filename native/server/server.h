@@ -20,10 +20,10 @@
 #include "base/owned_fd.h"
 #include "base/status.h"
 #include "io/io_queue.h"
-#include "store/extent_store.h"
+#include "store/format/volume.h"
 #include "store/shard_store.h"
-#include "store/volume.h"
-#include "store/workers.h"
+#include "store/space/extent_store.h"
+#include "store/state/workers.h"
 
 namespace memd {
 

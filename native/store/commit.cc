@@ -8,7 +8,7 @@
 #include "base/checksum.h"
 #include "base/failpoint.h"
 #include "base/units.h"
-#include "store/encoding.h"
+#include "store/format/encoding.h"
 
 namespace memd {
 

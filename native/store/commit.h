@@ -11,9 +11,9 @@
 
 #include "base/clock.h"
 #include "base/status.h"
-#include "store/block_bytes.h"
-#include "store/extent_store.h"
+#include "store/format/block_bytes.h"
 #include "store/job.h"
+#include "store/space/extent_store.h"
 #include "store/statistics.h"
 
 namespace memd {

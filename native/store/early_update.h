@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "base/status.h"
-#include "store/extent_store.h"
 #include "store/job.h"
-#include "store/step_request.h"
+#include "store/journal/step_request.h"
+#include "store/space/extent_store.h"
 #include "store/tile_tasks.h"
 
 namespace memd {

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "base/failpoint.h"
-#include "store/block_bytes.h"
+#include "store/format/block_bytes.h"
 #include "store/shard_store.h"
 
 namespace memd {

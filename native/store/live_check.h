@@ -10,11 +10,11 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "store/check.h"
 #include "store/commit.h"
 #include "store/extent_walk.h"
 #include "store/statistics.h"
 #include "store/verification.h"
+#include "store/verify/check.h"
 
 namespace memd {
 

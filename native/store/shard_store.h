@@ -26,15 +26,15 @@
 #include "optim/adam.h"
 #include "store/commit.h"
 #include "store/early_update.h"
-#include "store/extent_store.h"
 #include "store/extent_walk.h"
 #include "store/job.h"
+#include "store/journal/step_request.h"
 #include "store/live_check.h"
 #include "store/scrub.h"
+#include "store/space/extent_store.h"
+#include "store/state/workers.h"
 #include "store/statistics.h"
-#include "store/step_request.h"
 #include "store/tile_tasks.h"
-#include "store/workers.h"
 
 namespace memd {
 

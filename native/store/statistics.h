@@ -10,6 +10,8 @@
 #include "base/histogram.h"
 #include "io/io_queue.h"
 #include "ring/layout.h"
+#include "store/cache/job_counters.h"
+#include "store/state/step_report.h"
 
 namespace memd {
 
@@ -34,71 +36,6 @@ struct JobInfo {
   std::vector<std::string> lost_shards;
 };
 
-/// What one step (or sync) did. Times are sums over tiles, which overlap; commit is wall time from
-/// the last tile to the durable superblock.
-struct StepReport {
-  uint64_t committed_step = 0;  // survives the process where its memory is kept
-  uint64_t durable_step = 0;    // survives a power cut
-  double read_seconds = 0;
-  double update_seconds = 0;
-  double write_seconds = 0;
-  double commit_seconds = 0;
-  uint64_t read_bytes = 0;
-  uint64_t written_bytes = 0;
-  /// Empty, or why the step is in memory alone though its turn to be on disk has come.
-  std::string disk_error;
-
-  /// What was done for the step before it was closed.
-  void add(const StepReport& early) {
-    read_seconds += early.read_seconds;
-    update_seconds += early.update_seconds;
-    write_seconds += early.write_seconds;
-    read_bytes += early.read_bytes;
-    written_bytes += early.written_bytes;
-  }
-};
-
-/// Why what was made of a step ahead of it was thrown away. The names are labels of a metric.
-enum class EarlyDiscard : uint8_t {
-  settings,  // the step has others than were expected
-  gradient,  // it was written again, or dropped
-  state,     // somebody writes the parameter or its moments
-  step,      // another session's, or one over other shards
-  failed,    // a read or write did, or there was no room on disk
-  room,      // somebody else needed its room on disk
-};
-inline constexpr size_t kEarlyDiscardCount = 6;
-inline constexpr std::array<const char*, kEarlyDiscardCount> kEarlyDiscardNames{
-    "settings", "gradient", "state", "step", "failed", "room"};
-
-struct JobCounters {
-  uint64_t lease_hits = 0;
-  uint64_t lease_misses = 0;
-  uint64_t lease_wait_ns = 0;
-  /// By LeaseWait, also of leases that wait still or waited in vain; prefetches aside.
-  std::array<uint64_t, kLeaseWaitCount> lease_wait_reason_ns{};
-  uint64_t fetched_bytes = 0;
-  uint64_t evicted_bytes = 0;
-  uint64_t spilled_bytes = 0;
-  /// Of fetched_bytes, what a plan brought up before it was asked for.
-  uint64_t prefetched_bytes = 0;
-  /// And what of that went without having been used.
-  uint64_t prefetch_unused_bytes = 0;
-  /// Uses that found what a plan had brought up, and those that came before it was there.
-  uint64_t prefetch_hits = 0;
-  uint64_t prefetch_late = 0;
-  /// Uses by sessions that their plan foresaw, and others.
-  uint64_t uses_foreseen = 0;
-  uint64_t uses_unforeseen = 0;
-  /// Read and written in the periods of plans that ended with a step, and what farthest next use
-  /// moves of them with all of the job's memory but what tiles in flight take.
-  uint64_t plan_moved_bytes = 0;
-  uint64_t plan_necessary_bytes = 0;
-  /// Tiles that were updated before their step was closed: those that it took over, and the others.
-  uint64_t early_tiles_adopted = 0;
-  std::array<uint64_t, kEarlyDiscardCount> early_tiles_discarded{};
-};
-
 struct JobStatistics {
   JobInfo job;
   JobCounters counters;
@@ -118,21 +55,6 @@ struct DeviceStatistics {
   bool fenced = false;
   IoPathLimits limits;
   IoDeviceStatistics io;
-};
-
-/// Of StepReport's times, one observation a step.
-struct StepPhases {
-  SecondsHistogram read{kStepSecondsBounds};
-  SecondsHistogram update{kStepSecondsBounds};
-  SecondsHistogram write{kStepSecondsBounds};
-  SecondsHistogram commit{kStepSecondsBounds};
-
-  void add(const StepReport& report) {
-    read.add(report.read_seconds);
-    update.add(report.update_seconds);
-    write.add(report.write_seconds);
-    commit.add(report.commit_seconds);
-  }
 };
 
 /// Something that was begun and is not done.

@@ -9,9 +9,9 @@
 #include <unordered_map>
 
 #include "base/clock.h"
-#include "store/extent_store.h"
 #include "store/job.h"
-#include "store/workers.h"
+#include "store/space/extent_store.h"
+#include "store/state/workers.h"
 
 namespace memd {
 

@@ -7,9 +7,9 @@
 
 #include "base/status.h"
 #include "store/commit.h"
-#include "store/extent_store.h"
 #include "store/extent_walk.h"
-#include "store/workers.h"
+#include "store/space/extent_store.h"
+#include "store/state/workers.h"
 
 namespace memd {
 

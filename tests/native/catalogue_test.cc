@@ -1,4 +1,4 @@
-#include "store/catalogue.h"
+#include "store/format/catalogue.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "store/check.h"
+#include "store/verify/check.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -17,7 +17,7 @@
 #include "few_threads.h"
 #include "io/io_queue.h"
 #include "store/commit.h"
-#include "store/extent_store.h"
+#include "store/space/extent_store.h"
 
 namespace memd {
 namespace {

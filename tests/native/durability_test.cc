@@ -1,5 +1,5 @@
 // Commits in memory: tiles that are updated in place, and what of them is on disk when.
-#include "store/durability.h"
+#include "store/format/durability.h"
 
 #include <gtest/gtest.h>
 

@@ -1,12 +1,12 @@
-#include "store/entry_table.h"
+#include "store/cache/entry_table.h"
 
 #include <gtest/gtest.h>
 
 #include <utility>
 #include <vector>
 
-#include "store/replica.h"
-#include "store/shard_ids.h"
+#include "store/cache/shard_ids.h"
+#include "store/space/replica.h"
 
 namespace memd {
 namespace {

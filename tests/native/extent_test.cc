@@ -1,5 +1,3 @@
-#include "store/extent.h"
-
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -7,6 +5,7 @@
 #include <vector>
 
 #include "base/units.h"
+#include "store/space/free_extents.h"
 
 namespace memd {
 namespace {

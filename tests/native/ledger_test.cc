@@ -1,5 +1,5 @@
 // A daemon is killed and the next one goes on with what its jobs had in memory.
-#include "store/ledger.h"
+#include "store/journal/ledger.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>

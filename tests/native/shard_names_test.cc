@@ -1,4 +1,4 @@
-#include "store/shard_names.h"
+#include "store/cache/shard_names.h"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "store/shard_label.h"
+#include "store/cache/shard_label.h"
 
 namespace memd {
 namespace {

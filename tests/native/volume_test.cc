@@ -1,4 +1,4 @@
-#include "store/volume.h"
+#include "store/format/volume.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>

@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[2]
 NATIVE = ROOT / "native"
 # A folder may include only from itself and from those before it.
 NATIVE_LAYERS = ("base", "arena", "ring", "io", "optim", "plan", "store", "server", "bench", "bind")
+# The same for the owners of state within store/.
+STORE_LAYERS = ("format", "space", "journal", "cache", "state", "step", "recovery", "verify")
 FILE_BYTES_MAX = 500 * 1024
 TOP_LEVEL = {
     "ARCHITECTURE.md",
@@ -56,7 +58,10 @@ def our_texts() -> Iterator[tuple[Path, str]]:
 
 def native_files(*suffixes: str) -> list[Path]:
     return sorted(
-        path for path in NATIVE.glob("*/*") if path.suffix in suffixes and path.parent.is_dir()
+        path
+        for pattern in ("*/*", "store/*/*")
+        for path in NATIVE.glob(pattern)
+        if path.suffix in suffixes and path.is_file()
     )
 
 
@@ -79,15 +84,36 @@ def importers(folder: Path, *forbidden: str) -> list[str]:
     ]
 
 
+def includes(path: Path) -> list[str]:
+    return re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE)
+
+
 def test_native_folders_include_only_from_those_before_them() -> None:
-    assert {path.parent.name for path in native_files(".h", ".cc")} <= set(NATIVE_LAYERS)
+    def layer(path: Path) -> str:
+        return path.relative_to(NATIVE).parts[0]
+
+    assert {layer(path) for path in native_files(".h", ".cc")} <= set(NATIVE_LAYERS)
     wrong = [
         f"{path.relative_to(ROOT)} includes {included}"
         for path in native_files(".h", ".cc")
-        for included in re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE)
-        if included.partition("/")[0]
-        not in NATIVE_LAYERS[: NATIVE_LAYERS.index(path.parent.name) + 1]
+        for included in includes(path)
+        if included.partition("/")[0] not in NATIVE_LAYERS[: NATIVE_LAYERS.index(layer(path)) + 1]
     ]
+    assert not wrong
+
+
+def test_owners_in_the_store_include_only_from_those_before_them() -> None:
+    # What lies in store/ itself puts them together, and stands above all of them.
+    store = NATIVE / "store"
+    files = [path for path in native_files(".h", ".cc") if path.parent.parent == store]
+    assert {path.parent.name for path in files} <= set(STORE_LAYERS)
+    wrong = []
+    for path in files:
+        below = STORE_LAYERS[: STORE_LAYERS.index(path.parent.name) + 1]
+        for included in includes(path):
+            folder, _, rest = included.partition("/")
+            if folder == "store" and rest.partition("/")[0] not in below:
+                wrong.append(f"{path.relative_to(ROOT)} includes {included}")
     assert not wrong
 
 

@@ -12,7 +12,7 @@
 #include "powercut/image.h"
 #include "powercut/read_all.h"
 #include "powercut/volumes.h"
-#include "store/catalogue.h"
+#include "store/format/catalogue.h"
 
 namespace memd::powercut {
 namespace {

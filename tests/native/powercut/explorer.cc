@@ -9,7 +9,7 @@
 #include "base/check.h"
 #include "powercut/image.h"
 #include "powercut/read_all.h"
-#include "store/volume.h"
+#include "store/format/volume.h"
 
 namespace memd::powercut {
 namespace {

@@ -7,7 +7,7 @@
 
 #include "base/check.h"
 #include "base/units.h"
-#include "store/job_memory.h"
+#include "store/cache/job_memory.h"
 
 namespace memd::powercut {
 namespace {

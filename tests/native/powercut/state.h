@@ -9,8 +9,8 @@
 
 #include "base/status.h"
 #include "io/io_queue.h"
-#include "store/catalogue.h"
-#include "store/volume.h"
+#include "store/format/catalogue.h"
+#include "store/format/volume.h"
 
 namespace memd::powercut {
 

@@ -7,7 +7,7 @@
 
 #include "base/status.h"
 #include "powercut/state.h"
-#include "store/volume.h"
+#include "store/format/volume.h"
 
 namespace memd::powercut {
 

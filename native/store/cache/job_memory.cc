@@ -1,0 +1,158 @@
+#include "store/cache/job_memory.h"
+
+#include <algorithm>
+#include <span>
+#include <utility>
+
+#include "base/check.h"
+#include "base/failpoint.h"
+#include "base/units.h"
+
+namespace memd {
+
+uint64_t JobMemory::segment_count_min(uint64_t segment_bytes) {
+  return divide_up(kPrivateFloorBytes, segment_bytes) + 1;
+}
+
+Result<std::unique_ptr<JobMemory>> JobMemory::create(std::vector<Segment>& segments,
+                                                     uint64_t segment_bytes,
+                                                     IoQueue& io,
+                                                     Ledger* ledger) {
+  MEMD_CHECK_GE(segments.size(), segment_count_min(segment_bytes));
+  if (ledger != nullptr) {
+    for (const Segment& segment : segments) {
+      if (Status claimed = ledger->claim(segment.id(), Side::unassigned, 0); !claimed.is_ok())
+        return claimed;
+    }
+  }
+  std::unique_ptr<JobMemory> memory(new JobMemory(std::move(segments), segment_bytes, io, ledger));
+  if (Status reserved = memory->reserve(); !reserved.is_ok()) {
+    segments = memory->take_segments();
+    return reserved;
+  }
+  return memory;
+}
+
+Result<std::unique_ptr<JobMemory>> JobMemory::adopt(std::vector<Segment>& arena_segments,
+                                                    std::vector<Segment>& private_segments,
+                                                    std::vector<Segment>& unassigned,
+                                                    uint64_t segment_bytes,
+                                                    IoQueue& io,
+                                                    Ledger* ledger) {
+  std::unique_ptr<JobMemory> memory(
+      new JobMemory(std::move(unassigned), segment_bytes, io, ledger));
+  memory->segment_count_ += arena_segments.size() + private_segments.size();
+  if (Status reserved = memory->reserve(); !reserved.is_ok()) {
+    unassigned = memory->take_segments();
+    return reserved;
+  }
+  for (auto [segments, side] : {std::pair{&arena_segments, memory->arena_.get()},
+                                std::pair{&private_segments, memory->private_.get()}}) {
+    for (Segment& segment : *segments) {
+      memory->unassigned_.push_back(std::move(segment));
+      memory->grow(*side);
+    }
+  }
+  return memory;
+}
+
+JobMemory::JobMemory(std::vector<Segment> segments,
+                     uint64_t segment_bytes,
+                     IoQueue& io,
+                     Ledger* ledger)
+    : io_(io),
+      ledger_(ledger),
+      segment_bytes_(segment_bytes),
+      segment_count_(segments.size()),
+      private_floor_segments_(divide_up(kPrivateFloorBytes, segment_bytes)),
+      unassigned_(std::move(segments)) {}
+
+JobMemory::~JobMemory() { take_segments(); }
+
+Status JobMemory::reserve() {
+  const uint64_t reserved_bytes = segment_count_ * segment_bytes_;
+  for (std::unique_ptr<Arena>* side : {&arena_, &private_}) {
+    auto made = Arena::create(reserved_bytes, segment_bytes_);
+    if (!made.is_ok()) return made.status();
+    *side = std::move(made).value();
+  }
+  return Status::ok();
+}
+
+void JobMemory::claim(uint64_t segment_id, Side side, uint64_t index) {
+  if (ledger_ == nullptr) return;
+  const Status claimed = ledger_->claim(segment_id, side, static_cast<uint32_t>(index));
+  MEMD_CHECK(claimed.is_ok());  // it was claimed when the job got it
+}
+
+void JobMemory::claim_in(Ledger* ledger) {
+  ledger_ = ledger;
+  for (const Segment& segment : unassigned_) claim(segment.id(), Side::unassigned, 0);
+  for (uint64_t i = 0; i < arena_->segment_count(); ++i)
+    claim(arena_->segment(i).id(), Side::arena, i);
+  for (uint64_t i = 0; i < private_->segment_count(); ++i)
+    claim(private_->segment(i).id(), Side::private_side, i);
+}
+
+bool JobMemory::grow(Arena& side) {
+  Segment segment = std::move(unassigned_.back());
+  unassigned_.pop_back();
+  const uint64_t offset_bytes = side.capacity_bytes();
+  if (!MEMD_PLANTED("ledger.segment_used_unclaimed")) {
+    claim(segment.id(),
+          &side == arena_.get() ? Side::arena : Side::private_side,
+          side.segment_count());
+  }
+  MEMD_FAILPOINT("ledger.segment_claimed");
+  const Status status = side.add(std::move(segment));
+  MEMD_CHECK(status.is_ok());  // moves a mapping inside a range reserved for it
+  io_.add_memory(std::span<std::byte>(side.at(offset_bytes), segment_bytes_));
+  return true;
+}
+
+bool JobMemory::grow_arena() {
+  const uint64_t held = private_->segment_count();
+  const uint64_t owed = held < private_floor_segments_ ? private_floor_segments_ - held : 0;
+  if (unassigned_.size() <= owed) return false;
+  return grow(*arena_);
+}
+
+bool JobMemory::grow_private() {
+  if (unassigned_.empty() || private_->capacity_bytes() + segment_bytes_ > private_bytes_max()) {
+    return false;
+  }
+  return grow(*private_);
+}
+
+uint64_t JobMemory::private_bytes_max() const {
+  const uint64_t arena_bytes =
+      std::max(arena_->capacity_bytes(), align_up(arena_expected_bytes_, segment_bytes_));
+  const uint64_t left = bytes() > arena_bytes ? bytes() - arena_bytes : 0;
+  return std::max(left, private_floor_bytes());
+}
+
+bool JobMemory::shrink_private() {
+  if (!can_shrink_private() || private_->tail_free_bytes() < segment_bytes_) return false;
+  const uint64_t from_bytes = (private_->segment_count() - 1) * segment_bytes_;
+  io_.remove_memory(std::span<std::byte>(private_->at(from_bytes), segment_bytes_));
+  auto segment = private_->remove_last();
+  MEMD_CHECK(segment.has_value());
+  claim(segment->id(), Side::unassigned, 0);
+  unassigned_.push_back(std::move(*segment));
+  return true;
+}
+
+std::vector<Segment> JobMemory::take_segments() {
+  for (Arena* side : {arena_.get(), private_.get()}) {
+    while (side != nullptr && side->segment_count() > 0) {
+      const uint64_t offset_bytes = side->capacity_bytes() - segment_bytes_;
+      io_.remove_memory(std::span<std::byte>(side->at(offset_bytes), segment_bytes_));
+      auto segment = side->remove_last();
+      MEMD_CHECK(segment.has_value());  // whoever drops a job frees its slots first
+      unassigned_.push_back(std::move(*segment));
+    }
+  }
+  return std::exchange(unassigned_, {});
+}
+
+}  // namespace memd

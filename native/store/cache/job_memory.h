@@ -1,0 +1,106 @@
+// The segments of one job: its arena, which trainers map, and its private side, which only the
+// daemon maps.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "arena/arena.h"
+#include "arena/pool.h"
+#include "base/status.h"
+#include "base/units.h"
+#include "io/io_queue.h"
+#include "store/journal/ledger.h"
+
+namespace memd {
+
+/// Two tiles in flight (state 12 bytes an element, and a spilled fp32 gradient), so that one is
+/// read or written while the other is updated.
+inline constexpr uint64_t kTileStateBytesMax = kTileElements * 12;
+inline constexpr uint64_t kTileGradientBytesMax = kTileElements * 4;
+inline constexpr uint64_t kPrivateFloorBytes = 2 * (kTileStateBytesMax + kTileGradientBytesMax);
+
+// One tile is being updated by each worker while others are read and written; more than eight did
+// not shorten a step and takes memory from the cache.
+inline constexpr uint32_t kTilesInFlight = 8;
+
+/// Segments are admitted when the job is opened and lie unassigned until a side needs them. The
+/// arena takes what leases ask for, the private side what is left of what the arena is expected to
+/// need, and at least its floor. A segment may go from the private side to the arena of the same
+/// job when it is empty; never back, since a trainer keeps it mapped. Used by the server thread.
+class JobMemory {
+ public:
+  /// Where it fails the segments are where they were.
+  static Result<std::unique_ptr<JobMemory>> create(std::vector<Segment>& segments,
+                                                   uint64_t segment_bytes,
+                                                   IoQueue& io,
+                                                   Ledger* ledger = nullptr);
+  /// The segments of an earlier daemon, on the sides and in the order that it had them. Where it
+  /// fails they are where they were.
+  static Result<std::unique_ptr<JobMemory>> adopt(std::vector<Segment>& arena_segments,
+                                                  std::vector<Segment>& private_segments,
+                                                  std::vector<Segment>& unassigned,
+                                                  uint64_t segment_bytes,
+                                                  IoQueue& io,
+                                                  Ledger* ledger);
+  ~JobMemory();
+
+  Arena& arena() { return *arena_; }
+  const Arena& arena() const { return *arena_; }
+  Arena& private_side() { return *private_; }
+  const Arena& private_side() const { return *private_; }
+
+  /// Gives the arena one more segment if one is to spare.
+  bool grow_arena();
+  bool grow_private();
+  /// Frees the private side's last segment for the arena, if no slot lies in it.
+  bool shrink_private();
+  /// Whether it has more than its floor.
+  bool can_shrink_private() const { return private_->segment_count() > private_floor_segments_; }
+
+  /// What parameters, gradients and blobs would take if all were resident; the private side leaves
+  /// that much to the arena.
+  void expect_arena_bytes(uint64_t bytes) { arena_expected_bytes_ = bytes; }
+  /// How much the private side may hold in all before it takes what the arena needs.
+  uint64_t private_bytes_max() const;
+  uint64_t private_floor_bytes() const { return private_floor_segments_ * segment_bytes_; }
+  /// What of the private side is left to tiles in flight: of a floor of large segments not all.
+  uint64_t working_bytes() const {
+    return std::min(private_floor_bytes(), kTilesInFlight * kTileStateBytesMax);
+  }
+  uint64_t arena_bytes_max() const {
+    return (segment_count_ - private_floor_segments_) * segment_bytes_;
+  }
+  uint64_t bytes() const { return segment_count_ * segment_bytes_; }
+
+  /// The fewest segments a job can have: the private floor and one for the arena.
+  static uint64_t segment_count_min(uint64_t segment_bytes);
+
+  /// Says to another ledger what it has.
+  void claim_in(Ledger* ledger);
+  /// The ledger is told of nothing from here on.
+  void end_claims() { ledger_ = nullptr; }
+  /// All segments, for the pool; nothing uses them any more.
+  std::vector<Segment> take_segments();
+
+ private:
+  JobMemory(std::vector<Segment> segments, uint64_t segment_bytes, IoQueue& io, Ledger* ledger);
+  Status reserve();
+  bool grow(Arena& side);
+  void claim(uint64_t segment_id, Side side, uint64_t index);
+
+  IoQueue& io_;
+  Ledger* ledger_;  // the job's, or nullptr
+  uint64_t segment_bytes_;
+  uint64_t segment_count_;
+  uint64_t private_floor_segments_;
+  uint64_t arena_expected_bytes_ = 0;
+  std::vector<Segment> unassigned_;
+  std::unique_ptr<Arena> arena_;
+  std::unique_ptr<Arena> private_;
+};
+
+}  // namespace memd

@@ -1,0 +1,43 @@
+#include "store/cache/shard_label.h"
+
+#include <cstring>
+
+#include "base/check.h"
+
+namespace memd {
+
+ShardLabel::ShardLabel(std::string_view name, const std::vector<uint64_t>& shape) {
+  MEMD_CHECK_LE(name.size(), kNameBytesMax);
+  MEMD_CHECK_LE(shape.size(), kDimensionsMax);
+  const Head head{.name_bytes = static_cast<uint16_t>(name.size()),
+                  .dimension_count = static_cast<uint16_t>(shape.size())};
+  const size_t shape_bytes = shape.size() * sizeof(uint64_t);
+  text_ = std::make_unique<char[]>(sizeof(Head) + shape_bytes + name.size());
+  std::memcpy(text_.get(), &head, sizeof(Head));
+  if (!shape.empty()) std::memcpy(text_.get() + sizeof(Head), shape.data(), shape_bytes);
+  if (!name.empty()) {
+    std::memcpy(text_.get() + sizeof(Head) + shape_bytes, name.data(), name.size());
+  }
+}
+
+ShardLabel::Head ShardLabel::head() const {
+  Head head;
+  if (text_ != nullptr) std::memcpy(&head, text_.get(), sizeof(Head));
+  return head;
+}
+
+std::string_view ShardLabel::name() const {
+  if (text_ == nullptr) return {};
+  const Head it = head();
+  return {text_.get() + sizeof(Head) + it.dimension_count * sizeof(uint64_t), it.name_bytes};
+}
+
+std::vector<uint64_t> ShardLabel::shape() const {
+  std::vector<uint64_t> sizes(head().dimension_count);
+  if (!sizes.empty()) {
+    std::memcpy(sizes.data(), text_.get() + sizeof(Head), sizes.size() * sizeof(uint64_t));
+  }
+  return sizes;
+}
+
+}  // namespace memd

@@ -1,0 +1,107 @@
+// What a commit writes down: which shards a job has, and where every byte of its state lies.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <set>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/dtype.h"
+#include "base/status.h"
+#include "store/format/encoding.h"
+#include "store/format/extent_record.h"
+
+namespace memd {
+
+/// What a shard is for. Stored: append, never renumber.
+enum class ShardKind : uint8_t { unspecified = 0, parameter = 1, blob = 2, buffer = 3 };
+
+/// Where bytes live when nobody uses them. Stored: append, never renumber.
+enum class Tier : uint8_t { unspecified = 0, host = 1, nvme = 2 };
+
+struct ShardRecord {
+  std::string name;
+  ShardKind kind = ShardKind::unspecified;
+  DType dtype = DType::unspecified;
+  Tier tier = Tier::nvme;
+  std::vector<uint64_t> shape;
+  uint64_t generation = 0;            // parameter: updates so far, Adam's t
+  uint32_t bucket = 0;                // parameter: index into JobRecord::buckets
+  uint64_t element_offset = 0;        // parameter: first element in its bucket
+  bool written = false;               // parameter: its bucket's extents hold a value of it
+  std::vector<ExtentRecord> extents;  // blob, buffer: kBlobExtentBytes each but the last
+};
+
+/// 256 Ki elements of a bucket: the parameter (fp32, or the bf16 half), and the rest: exp_avg,
+/// exp_avg_sq and, for bf16, the remainder, one after the other, each starting on
+/// kViewAlignmentBytes. A rest that was never updated has no extent and is zero.
+struct TileRecord {
+  ExtentRecord parameter;
+  ExtentRecord rest;
+};
+
+/// Shards of one dtype that are fetched and updated together. A shard of at least kTileElements has
+/// a bucket of its own.
+struct BucketRecord {
+  DType dtype = DType::float32;
+  uint64_t element_count = 0;
+  std::vector<TileRecord> tiles;
+};
+
+/// Whether they are one shard at two times, where both have the same name.
+bool is_same_shard(const ShardRecord& a, const ShardRecord& b);
+
+struct JobRecord {
+  uint64_t job_id = 0;
+  uint32_t uid = 0;
+  std::string name;
+  uint64_t step = 0;        // last committed
+  uint64_t host_bytes = 0;  // admitted
+  uint64_t nvme_bytes = 0;  // admitted
+  std::vector<ShardRecord> shards;
+  std::vector<BucketRecord> buckets;
+  uint32_t durability = 0;  // Durability::code()
+  /// 0, or the first step that was made without durability: the extents that the record names are
+  /// free to be overwritten since, by anybody, and mean something only to who knows the memory.
+  uint64_t undurable_since = 0;
+
+  bool names_extents() const;
+  /// Its shards, none of them written.
+  JobRecord without_extents() const;
+};
+
+/// Names are unique, no element of a bucket belongs to two shards, and each bucket has a shard: of
+/// each shard alone decode_job() has checked what it says.
+Status check_shards_together(const JobRecord& job);
+
+/// A job as the root names it: enough to list jobs and to find the catalogue.
+struct RootEntry {
+  uint64_t job_id = 0;
+  uint64_t catalogue_bytes = 0;         // of the encoded JobRecord, without padding
+  std::vector<ExtentRecord> catalogue;  // kBlobExtentBytes each but the last
+};
+
+/// The whole set: what the superblock points to.
+struct RootRecord {
+  uint64_t job_id_next = 1;
+  std::vector<RootEntry> jobs;
+};
+
+inline constexpr uint32_t kBlobExtentBytes = 1024 * 1024;
+
+/// What the catalogue that `entry` names must share with it, and must not share with the jobs
+/// before it, whose names `names` has: an integrity error, or ok and its name is added. Whoever has
+/// read a job's catalogue asks this first.
+Status check_identity(const RootEntry& entry, const JobRecord& job, std::set<std::string>& names);
+
+/// Little-endian, with magic, version, length and a checksum of its own. decode() accepts any bytes
+/// and never reads past them: what is malformed is StatusCode::integrity naming the field; a newer
+/// version is StatusCode::not_yet naming both versions.
+std::vector<std::byte> encode(const JobRecord& job);
+std::vector<std::byte> encode(const RootRecord& root);
+Result<JobRecord> decode_job(std::span<const std::byte> bytes, FormatUse use = FormatUse::write);
+Result<RootRecord> decode_root(std::span<const std::byte> bytes, FormatUse use = FormatUse::write);
+
+}  // namespace memd

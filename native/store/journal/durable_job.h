@@ -1,0 +1,66 @@
+// What the last catalogue on disk says of a job.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "store/format/catalogue.h"
+
+namespace memd {
+
+/// Where everything lies on disk, and as of when. Names, shapes and places in buckets are the
+/// job's, which does not change them: with them, encoded, each shard takes about 60 bytes more, and
+/// as a JobRecord 200. Owned by the Job, on its thread.
+class DurableJob {
+ public:
+  DurableJob() = default;  // of no catalogue: everything is 0
+  /// `ids`: the job's, of the record's shards, in its order, or kNoId for what the job has no more.
+  DurableJob(const JobRecord& record, std::span<const uint32_t> ids);
+
+  static constexpr uint32_t kNoId = ~uint32_t{0};
+
+  uint64_t step() const { return step_; }
+  uint64_t undurable_since() const { return undurable_since_; }
+  size_t bucket_count() const { return tile_ends_.size(); }
+  size_t tile_count(size_t bucket) const { return tile_ends_[bucket] - tile_begin(bucket); }
+  TileRecord tile(size_t bucket, size_t index) const;
+
+  /// The job is about to forget the shard. `shard`: what does not change of it.
+  void keep(uint32_t shard_id, ShardRecord shard);
+  /// `job`: its record as it is now, with `ids` of its shards. Returns what the catalogue says; the
+  /// shards that the job has no more come last.
+  JobRecord record(const JobRecord& job, std::span<const uint32_t> ids) const;
+
+ private:
+  struct Blob {
+    uint32_t shard_id = 0;
+    uint32_t extent_begin = 0;
+    uint32_t extent_count = 0;
+  };
+
+  /// Tiles of the buckets before it.
+  uint32_t tile_begin(size_t bucket) const { return bucket == 0 ? 0 : tile_ends_[bucket - 1]; }
+  bool names(uint32_t shard_id) const { return shard_id < named_.size() && named_[shard_id]; }
+  ExtentRecord extent(size_t index) const;
+  /// What it says of one that it names.
+  void fill(uint32_t shard_id, ShardRecord& shard) const;
+
+  uint64_t step_ = 0;
+  uint64_t host_bytes_ = 0;
+  uint64_t nvme_bytes_ = 0;
+  uint64_t undurable_since_ = 0;
+  uint32_t durability_ = 0;
+  // By id.
+  std::vector<bool> named_;
+  std::vector<bool> written_;
+  std::vector<uint64_t> generations_;
+  /// Encoded: two of each tile, in their order, and then those of `blobs_`.
+  std::vector<std::byte> extents_;
+  std::vector<uint32_t> tile_ends_;
+  std::vector<Blob> blobs_;        // that are written, by id
+  std::vector<ShardRecord> kept_;  // whole
+};
+
+}  // namespace memd

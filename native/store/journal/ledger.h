@@ -1,0 +1,208 @@
+// What the next daemon must know to go on with a job whose memory outlived this one.
+#pragma once
+
+#include <compare>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "base/owned_fd.h"
+#include "base/status.h"
+#include "ring/layout.h"
+#include "ring/shared_memory.h"
+#include "store/format/catalogue.h"
+#include "store/journal/residency.h"
+#include "store/journal/step_request.h"
+
+namespace memd {
+
+struct LedgerLayout;
+
+/// The process that a session belongs to. A pid alone comes back; with its start time it does not.
+struct SessionOwner {
+  uint32_t pid = 0;
+  uint64_t start_time = 0;  // clock ticks since boot, field 22 of /proc/<pid>/stat
+  uint32_t uid = 0;
+
+  bool operator==(const SessionOwner&) const = default;
+};
+
+enum class Side : uint8_t { unassigned = 0, arena = 1, private_side = 2 };
+
+/// `index` is the segment's place in its side.
+struct SegmentClaim {
+  uint64_t id = 0;
+  Side side = Side::unassigned;
+  uint32_t index = 0;
+};
+
+struct SessionRecord {
+  uint64_t session_id = 0;
+  SessionOwner owner;
+  uint64_t step_committed = 0;
+};
+
+/// made: nobody's yet. current, pending: its entry's. retired: replaced while leases were on it.
+enum class SlotRole : uint8_t { none = 0, made = 1, current = 2, pending = 3, retired = 4 };
+
+struct SlotRecord {
+  SlotRole role = SlotRole::none;
+  Residency residency = Residency::absent;  // of a current slot
+  EntryKind kind = EntryKind::bytes;
+  bool has_service_writer = false;  // a stream of the daemon's own writes there
+  uint32_t owner = 0;               // Entry::kept_owner
+  uint64_t offset_bytes = 0;
+  uint64_t bytes = 0;
+  uint32_t pin_first = 0;
+  uint32_t pin_count = 0;  // also of a free slot: a run of counters that can be used again
+  uint64_t pending_session = 0;
+  uint64_t sequence = 0;  // of two current slots of an entry the higher one is meant
+};
+
+/// Where bytes lie that no catalogue on disk names.
+struct LooseKey {
+  enum class Kind : uint8_t { value = 1, rest = 2, gradient = 3, bytes = 4 };
+  Kind kind = Kind::value;
+  uint32_t owner = 0;  // bucket, or shard id of bytes
+  uint32_t index = 0;  // of the replica
+
+  auto operator<=>(const LooseKey&) const = default;
+};
+
+/// Shards of a job that came or went, none of them a parameter. An id can be in both.
+struct LayoutChange {
+  std::vector<uint32_t> removed;
+  JobRecord added;  // of them only, without any extent, generation or "written"
+  std::vector<uint32_t> added_ids;
+};
+
+struct ShardState {
+  bool written = false;
+  uint64_t gradient_session = 0;
+  /// Where moments were replaced since the last commit; else the catalogue says it.
+  std::optional<uint64_t> generation;
+};
+
+struct ClosedStep {
+  size_t place = 0;
+  uint64_t sequence = 0;
+  uint64_t number = 0;  // that its commit makes it; 0: no commit was begun
+  StepRequest request;
+};
+
+/// A grant that is being counted and told.
+struct GrantRecord {
+  uint64_t session_id = 0;
+  uint32_t shard_id = 0;
+  uint32_t pin_index = 0;
+  uint32_t completion_tail = 0;  // of the session's ring before it
+  Part part = Part::value;
+  bool was_written = false;
+  uint64_t gradient_session = 0;  // before it
+};
+
+/// All that a ledger says, each thing valid in itself.
+struct LedgerContents {
+  uint64_t segment_bytes = 0;
+  JobRecord layout;                 // without any extent, generation or "written"
+  std::vector<uint32_t> shard_ids;  // of layout.shards
+  std::map<uint32_t, ShardState> shards;
+  std::vector<SlotRecord> slots;  // by pin_first; free ones too
+  std::map<LooseKey, ExtentRecord> loose;
+  std::vector<SessionRecord> sessions;
+  std::vector<ClosedStep> steps;  // in their order
+  std::optional<GrantRecord> grant;
+};
+
+/// One memfd a job, `ledger.<job id>`, mapped by daemons only. Each fact is written down at the
+/// moment it becomes true, so that a kill between any two instructions leaves what a reader can
+/// use: words change with one release store, records of any length have two places that take turns,
+/// each with a sequence number and a checksum. The only other observer is the next daemon, after
+/// this one is dead. Owned by its Job; the server thread writes; nothing blocks.
+class Ledger {
+ public:
+  static Result<std::unique_ptr<Ledger>> create(uint64_t job_id, uint64_t segment_bytes);
+  /// What another daemon left. Refused: another version, another job.
+  static Result<std::unique_ptr<Ledger>> adopt(OwnedFd fd, uint64_t job_id);
+
+  int fd() const { return memory_.fd(); }
+
+  /// The memory is dropped, or what a commit left on disk is not known: no daemon goes on with it.
+  void give_up();
+  bool is_given_up() const;
+
+  /// There are TileWords beside it from here on, and without them it says too little.
+  void note_tile_words();
+  bool has_tile_words() const;
+
+  /// Written before a segment is used, and taken away after it was destroyed.
+  Status claim(uint64_t segment_id, Side side, uint32_t index);
+  Result<std::vector<SegmentClaim>> claims() const;
+  /// Whether it can be said at all which segments the job used.
+  Status check_claims() const;
+
+  /// Which shards the job has, by their ids; `record` has no extents.
+  Status write_layout(const JobRecord& record, const std::vector<uint32_t>& shard_ids);
+  /// What has changed of it since, at the cost of the change. False: write_layout() has to be
+  /// called with all of it, now and then.
+  bool change_layout(const LayoutChange& change);
+  void note_shard(uint32_t shard_id, bool written, uint64_t gradient_session);
+  void note_generation(uint32_t shard_id, uint64_t generation);
+  /// A new shard has this id.
+  void reset_shard(uint32_t shard_id);
+
+  void note_slot(const SlotRecord& slot);
+
+  /// Extents that only memory knows; `extent` that does not exist: none any more.
+  void note_loose(const LooseKey& key, const ExtentRecord& extent);
+  /// A commit is durable: the catalogue `tag` names what was loose, gradients excepted.
+  void rebase(uint64_t tag);
+  uint64_t base() const { return base_; }
+
+  Status note_session(const SessionRecord& session);
+  void forget_session(uint64_t session_id);
+
+  void begin_grant(const GrantRecord& grant);
+  void end_grant();
+
+  /// Returns the step's place; refused where too many steps wait.
+  Result<size_t> close_step(const StepRequest& request);
+  void note_committing(size_t place, uint64_t number);
+  void forget_step(size_t place);
+
+  /// The job as of a commit in memory, where it is newer than the catalogue on disk. `base` says on
+  /// which catalogue it builds: Commits::catalogue_tag() of the job. The place of the last record
+  /// stays valid until this one is whole.
+  Status write_record(const JobRecord& record, uint64_t base);
+  /// The last one that was written in full, if it builds on `base`. An error where it cannot be
+  /// understood: what is on disk is older than what else the ledger says.
+  Result<std::optional<JobRecord>> read_record(uint64_t base) const;
+
+  /// Everything, checked: sizes, bounds, numbers that are no value of their type. Where bytes
+  /// overlap is found when they are taken. From now on this daemon writes; `base` is the tag of the
+  /// catalogue on disk.
+  Result<LedgerContents> read(uint64_t base);
+
+ private:
+  explicit Ledger(SharedMemory memory);
+  Status read_layout(LedgerContents& contents) const;
+  Status read_slots(LedgerContents& contents) const;
+  Status read_loose(LedgerContents& contents);
+  Status read_steps(LedgerContents& contents);
+
+  SharedMemory memory_;
+  LedgerLayout* layout_;
+  uint64_t base_ = 0;
+  std::optional<size_t> layout_at_;  // the place of the layout that this daemon wrote last
+  uint64_t sequence_next_ = 1;       // of slots, loose extents and steps
+  std::unordered_map<uint64_t, uint32_t> claim_of_;
+  std::unordered_map<uint64_t, uint32_t> session_place_of_;
+  std::map<LooseKey, uint32_t> loose_place_of_;
+  std::vector<uint32_t> free_loose_places_;
+};
+
+}  // namespace memd

@@ -1,0 +1,99 @@
+// Verified reads and checksummed writes of extents, over all volumes of a set.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/join.h"
+#include "base/status.h"
+#include "io/io_queue.h"
+#include "store/format/volume.h"
+#include "store/space/free_extents.h"
+
+namespace memd {
+
+/// Owned by the server thread. A failed write or sync fences all volumes of the set, since a commit
+/// needs every one of them: the outcome on disk is unknown, so that nothing is written or
+/// acknowledged any more until the daemon starts anew and reads what is there. Reads go on.
+class ExtentStore {
+ public:
+  /// Takes over the set's files; `superblock()` is the newest one on disk.
+  ExtentStore(IoQueue& io, VolumeSet set);
+
+  /// Space for `length_bytes` (whole blocks), without a checksum yet; capacity error where there is
+  /// none.
+  Result<ExtentRecord> allocate(uint32_t length_bytes);
+  void release(const ExtentRecord& extent) { free_.release(extent); }
+  /// At start: what a catalogue names is taken.
+  Status reserve(const ExtentRecord& extent) { return free_.reserve(extent); }
+
+  /// Fills `into` (length_bytes) and verifies it. What can't be read, or does not match, is read
+  /// once more, into private memory: what trainers map may have been changed between the read and
+  /// the comparison, and only what the disk says is an integrity error, naming `what`, file and
+  /// offset.
+  void read(const ExtentRecord& extent,
+            std::span<std::byte> into,
+            IoPriority priority,
+            std::string what,
+            Done done);
+  /// The second attempt, where the first was read_unverified(); `into` is private.
+  void read_again(const ExtentRecord& extent,
+                  std::span<std::byte> into,
+                  IoPriority priority,
+                  std::string what,
+                  Done done);
+  /// Fills `into`; the caller verifies with matches(), and asks read_again() where it does not.
+  void read_unverified(const ExtentRecord& extent,
+                       std::span<std::byte> into,
+                       IoPriority priority,
+                       Done done);
+  /// Any thread.
+  static bool matches(const ExtentRecord& extent, std::span<const std::byte> bytes) {
+    return extent_checksum(bytes, extent.address) == extent.checksum;
+  }
+  void count_checksum_failure(const ExtentRecord& extent) {
+    ++checksum_failure_counts_[extent.address.device];
+  }
+
+  /// `bytes` are those the extent's checksum was computed over; they stay until `done`.
+  void write(const ExtentRecord& extent, std::span<std::byte> bytes, Done done);
+  /// Every device, for the writes that completed before.
+  void sync(Done done);
+  /// The pair of `superblock.sequence` on the lead volume, and a sync of it: the commit point.
+  void write_superblock(const Superblock& superblock, Done done);
+
+  /// The failure that fenced the volumes; ok where they are written.
+  const Status& broken() const { return broken_; }
+  /// ok, or why no commit is possible any more, and what to do.
+  Status check_writable() const;
+  const Superblock& superblock() const { return superblock_; }
+  uint64_t free_bytes() const { return free_.free_bytes(); }
+  uint64_t free_bytes(uint16_t device) const { return free_.free_bytes(device); }
+  uint64_t capacity_bytes() const { return free_.capacity_bytes(); }
+  uint64_t checksum_failure_count(uint16_t device) const {
+    return checksum_failure_counts_[device];
+  }
+  size_t device_count() const { return paths_.size(); }
+  const std::string& path(uint16_t device) const { return paths_[device]; }
+  uint64_t device_bytes(uint16_t device) const { return device_bytes_[device]; }
+  IoQueue& io() { return io_; }
+
+ private:
+  void fail(const Status& status);
+  Status lost(const ExtentRecord& extent, const std::string& what, const Status& cause) const;
+
+  IoQueue& io_;
+  FreeExtents free_;
+  std::vector<std::string> paths_;
+  std::vector<uint64_t> device_bytes_;
+  Superblock superblock_;
+  std::unique_ptr<std::byte, void (*)(std::byte*)> superblock_blocks_;  // two, aligned for O_DIRECT
+  Status broken_;
+  std::vector<uint64_t> checksum_failure_counts_;  // by device
+};
+
+}  // namespace memd
