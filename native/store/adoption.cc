@@ -691,10 +691,10 @@ Status ShardStore::adopt_extents(Job& job,
     for (const ExtentRecord& extent : all_extents(disk)) unused[address_of(extent)] = extent;
   }
   Status status;
-  job.nvme_bytes_used = 0;
+  job.space.count([](const auto&) {});
   const auto adopt = [&](Replica& replica) {
     if (!status.is_ok()) return;
-    job.nvme_bytes_used += replica.length_bytes;
+    job.space.count(replica);
     replica.referenced = unused.erase(address_of(replica.extent())) == 1;
     if (replica.referenced) return;
     status = extents_.reserve(replica.extent());
@@ -709,7 +709,7 @@ Status ShardStore::adopt_extents(Job& job,
   if (!status.is_ok()) return damaged("an extent: ", status.message());
   std::vector<ExtentRecord> superseded;
   for (const auto& [address, extent] : unused) superseded.push_back(extent);
-  job.add_superseded(superseded);
+  job.space.add_superseded(superseded);
   return Status::ok();
 }
 

@@ -193,8 +193,6 @@ void Commits::start_next() {
   if (commit->job != nullptr) {
     const auto releasable = commit->job->mark_committing();
     commit->releasable.insert(commit->releasable.end(), releasable.begin(), releasable.end());
-    for (const ExtentRecord& extent : releasable)
-      commit->state_bytes_released += extent.length_bytes;
   }
   // What the previous catalogue alone named.
   for (const RootEntry& entry : root_.jobs) {
@@ -247,7 +245,6 @@ void Commits::finish(const std::shared_ptr<Commit>& commit, const Status& status
     for (const ExtentRecord& extent : commit->releasable) extents_.release(extent);
     MEMD_FAILPOINT("commit.after_release");
     if (commit->job != nullptr) {
-      commit->job->nvme_bytes_used -= commit->state_bytes_released;
       commit->job->committed(catalogue_tag(commit->job_id));
     }
   }

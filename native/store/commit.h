@@ -58,7 +58,6 @@ class Commits {
     Job* job = nullptr;  // nullptr: remove `job_id`
     uint64_t job_id = 0;
     std::vector<ExtentRecord> releasable;
-    uint64_t state_bytes_released = 0;  // of the job's quota
     std::function<void(const Status&, double)> done;
     // While it runs:
     RootRecord root;

@@ -98,7 +98,7 @@ bool EarlyUpdates::has_quota(const Job& job, const Bucket& bucket, size_t tile) 
   wanted_bytes += job.early.running_count * kTileStateBytesMax;
   if (!job.gradients_fit()) wanted_bytes += job.gradient_bytes();
   if (job.durability.is_in_memory()) wanted_bytes += kTilesInFlight * kTileStateBytesMax;
-  return job.quota_taken_for_gradients() + wanted_bytes <= job.nvme_bytes;
+  return job.space.has_room(SpaceUse::gradient, wanted_bytes);
 }
 
 void EarlyUpdates::advance(Job& job) {
@@ -257,8 +257,8 @@ void EarlyUpdates::adopt(Job& job, Bucket& bucket, EarlyBucket& early) {
     if (!early.tiles[tile]) continue;
     const EarlyTile made = *std::exchange(early.tiles[tile], std::nullopt);
     MEMD_FAILPOINT("early.before_tile_adopted");
-    job.replace(bucket.value->replicas[tile], made.value, extents_);
-    job.replace(bucket.rest[tile], made.rest, extents_);
+    job.space.replace(bucket.value->replicas[tile], made.value, extents_);
+    job.space.replace(bucket.rest[tile], made.rest, extents_);
     if (job.tile_words != nullptr) {
       job.note_tile(bucket, tile, job.committed_step + 1);
     } else {
@@ -347,7 +347,7 @@ bool EarlyUpdates::free_extents(Job& job) {
 
 void EarlyUpdates::release_tile(Job& job, const EarlyTile& tile) {
   for (const ExtentRecord& extent : {tile.value, tile.rest}) {
-    job.nvme_bytes_used -= extent.length_bytes;
+    job.space.give_back(SpaceUse::state, extent.length_bytes);
     extents_.release(extent);
   }
   if (tile.private_offset_bytes) job.memory->private_side().free(*tile.private_offset_bytes);

@@ -315,8 +315,8 @@ JobInfo Job::job_info() const {
           .host_bytes_used = memory == nullptr ? 0
                                                : memory->arena().used_bytes() +
                                                      memory->private_side().used_bytes(),
-          .nvme_bytes = nvme_bytes,
-          .nvme_bytes_used = nvme_bytes_used,
+          .nvme_bytes = space.quota_bytes(),
+          .nvme_bytes_used = space.used_bytes(),
           .shard_count = static_cast<uint32_t>(shard_ids.size()),
           .element_count = element_count,
           .lease_count = lease_count(),
@@ -368,7 +368,7 @@ JobRecord Job::record() const {
                    .name = name,
                    .step = committed_step,
                    .host_bytes = host_bytes,
-                   .nvme_bytes = nvme_bytes,
+                   .nvme_bytes = space.quota_bytes(),
                    .shards = {},
                    .buckets = {},
                    .durability = durability.code(),
@@ -423,7 +423,7 @@ Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record,
                          "connect(fresh=True), or drop it with `memd job drop`");
   }
   job->host_bytes = record.host_bytes;
-  job->nvme_bytes = record.nvme_bytes;
+  job->space.set_quota_bytes(record.nvme_bytes);
   std::vector<std::vector<uint32_t>> shards_of(record.buckets.size());
   if (!given_ids.empty()) {
     MEMD_CHECK_EQ(given_ids.size(), record.shards.size());
@@ -470,7 +470,7 @@ Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record,
       if (job->shards[id].deleted) job->free_shard_ids_.push_back(id);
     }
   }
-  job->for_each_replica([&job](Replica& replica) { job->nvme_bytes_used += replica.length_bytes; });
+  job->space.count(job->each_replica());
   job->set_durable(record);
   job->changed = false;
   return job;
@@ -668,7 +668,7 @@ void Job::remove(uint32_t shard_id, ExtentStore& extents) {
   if (entry.slot != nullptr) retire_slot(std::move(entry.slot));
   if (entry.pending != nullptr) retire_slot(std::move(entry.pending));
   for (size_t i = 0; i < entry.replicas.size(); ++i) {
-    if (entry.replicas[i].exists()) release(entry.replicas[i], extents);
+    if (entry.replicas[i].exists()) space.release(entry.replicas[i], extents);
     // During an update too, whatever becomes of it: the next shard with this id is another one.
     if (ledger != nullptr) {
       ledger->note_loose({.kind = LooseKey::Kind::bytes,
@@ -677,12 +677,7 @@ void Job::remove(uint32_t shard_id, ExtentStore& extents) {
                          {});
     }
   }
-  // Only what an update has replaced is returned to its place.
-  const Replica* first = entry.replicas.data();
-  for (size_t i = is_updating_ ? update_begin_ : superseded_.size(); i < superseded_.size(); ++i) {
-    Superseded& old = superseded_[i];
-    if (old.place >= first && old.place < first + entry.replicas.size()) old.place = nullptr;
-  }
+  space.forget(entry.replicas);
   // The disk has it until the next commit.
   durable.keep(shard_id, label_record(shard));
   committing_.keep(shard_id, label_record(shard));
@@ -714,7 +709,7 @@ void Job::drop_gradient(Bucket& bucket, ExtentStore& extents) {
   if (entry.is_resident()) move(entry, entry.residency(), Residency::absent);
   if (entry.slot != nullptr) retire_slot(std::move(entry.slot));
   for (size_t i = 0; i < entry.replicas.size(); ++i) {
-    replace_gradient(entry, i, {}, extents);
+    space.replace_gradient(entry.replicas[i], {}, extents);
     note_value_extent(entry, i);
   }
 }

@@ -26,6 +26,7 @@
 #include "store/journal/durable_job.h"
 #include "store/journal/ledger.h"
 #include "store/space/extent_store.h"
+#include "store/space/job_space.h"
 #include "store/space/lost_shards.h"
 #include "store/state/early_bucket.h"
 #include "store/state/tile_words.h"
@@ -201,11 +202,11 @@ class Job {
   /// ascending in no order, or empty: counted from 0.
   static Result<std::unique_ptr<Job>> restore(const JobRecord& record,
                                               const std::vector<uint32_t>& given_ids = {});
-  /// Extents that the catalogue on disk names and that memory no longer needs: free after the next
-  /// commit.
-  void add_superseded(const std::vector<ExtentRecord>& extents);
   /// Every extent that the job's state lies in.
   void for_each_replica(const std::function<void(Replica&)>& visit);
+  JobSpace::Walk each_replica() {
+    return [this](const JobSpace::Visit& visit) { for_each_replica(visit); };
+  }
 
   void move(Entry& entry, Residency from, Residency to);
   /// What was brought up before it was asked for is used, or gone.
@@ -296,38 +297,13 @@ class Job {
   /// Of entries that are being written back.
   uint64_t draining_bytes() const { return draining_bytes_; }
 
-  // Of nvme_bytes, for an extent of the entry.
-  void take_quota(const Entry& entry, uint64_t bytes);
-  void give_back_quota(const Entry& entry, uint64_t bytes);
-  /// What of nvme_bytes a spilled gradient finds taken, or promised to the step that runs.
-  uint64_t quota_taken_for_gradients() const {
-    return std::max(nvme_bytes_used, nvme_bytes_promised);
-  }
-  /// A new extent takes the place of an older one, which is released at once, or after the next
-  /// commit if a catalogue names it.
-  void replace(Replica& place, const ExtentRecord& extent, ExtentStore& extents);
-  /// The same for gradients, which no catalogue names.
-  void replace_gradient(Entry& entry,
-                        size_t index,
-                        const ExtentRecord& extent,
-                        ExtentStore& extents);
   /// All extents of the job, for release; the job is at its end.
   std::vector<ExtentRecord> take_extents();
-  void release(Replica& place, ExtentStore& extents);
-  /// From here on nothing that lies on disk now is released before the next commit, so that
-  /// roll_back() can return to it.
-  void begin_update();
-  /// Undoes every replace() since begin_update(). Extents that a catalogue may name, because its
-  /// commit failed half way, are given to nobody.
-  void roll_back(ExtentStore& extents);
   /// The catalogue that is being written names what lies where now. Returns what may be released
   /// once it is durable, which committed() then forgets.
   std::vector<ExtentRecord> mark_committing();
   /// `catalogue_tag`: of the catalogue that is on disk now.
   void committed(uint64_t catalogue_tag);
-  /// No commit came of begin_update(), and nothing was replaced.
-  void end_update() { is_updating_ = false; }
-  bool is_updating() const { return is_updating_; }
   /// What prepares the catalogue that mark_committing() is about.
   std::vector<std::byte> begin_commit();
 
@@ -371,12 +347,7 @@ class Job {
   /// It is this, by which the job was not made.
   void set_durable(const JobRecord& on_disk);
   uint64_t host_bytes = 0;
-  uint64_t nvme_bytes = 0;
-  uint64_t nvme_bytes_used = 0;
-  /// While a step in memory runs: what nvme_bytes_used comes to at most before it has ended,
-  /// spilled gradients of others included as they come. They get no more than what is left beside
-  /// it.
-  uint64_t nvme_bytes_promised = 0;
+  JobSpace space;
   uint64_t element_count = 0;
 
   std::vector<Shard> shards;
@@ -442,11 +413,6 @@ class Job {
   bool ending = false;
 
  private:
-  struct Superseded {
-    Replica* place;  // nullptr where its entry is gone: nothing to return to
-    ExtentRecord extent;
-  };
-
   Job(Identity identity, SharedMemory shard_table)
       : job_id(identity.job_id),
         name(std::move(identity.name)),
@@ -481,12 +447,7 @@ class Job {
   std::unordered_set<uint32_t> pending_ids_;
   uint64_t gradient_bytes_ = 0;  // in whole blocks, as the next
   uint64_t largest_gradient_bytes_ = 0;
-  std::vector<Superseded> superseded_;
-  /// Between begin_update() and the commit: what is replaced is not the job's yet.
-  bool is_updating_ = false;
-  size_t update_begin_ = 0;      // into superseded_
-  size_t committing_count_ = 0;  // of superseded_: what the commit in flight releases
-  DurableJob committing_;        // what it writes
+  DurableJob committing_;  // what it writes
   std::vector<uint32_t> free_shard_ids_;
 };
 

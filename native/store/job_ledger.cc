@@ -38,7 +38,7 @@ void Job::note_value_extent(const Entry& entry, size_t index) {
   if (ledger == nullptr) return;
   using Kind = LooseKey::Kind;
   const bool gradient = entry.kind == EntryKind::gradient;
-  if (is_updating_ && !gradient) return;
+  if (space.is_updating() && !gradient) return;
   const Kind kind = gradient                             ? Kind::gradient
                     : entry.kind == EntryKind::parameter ? Kind::value
                                                          : Kind::bytes;
@@ -48,7 +48,7 @@ void Job::note_value_extent(const Entry& entry, size_t index) {
 }
 
 void Job::note_rest_extent(const Bucket& bucket, size_t tile) {
-  if (ledger == nullptr || is_updating_) return;
+  if (ledger == nullptr || space.is_updating()) return;
   ledger->note_loose({.kind = LooseKey::Kind::rest,
                       .owner = bucket.value->owner,
                       .index = static_cast<uint32_t>(tile)},
@@ -73,7 +73,7 @@ void Job::note_tile(const Bucket& bucket,
                     size_t tile,
                     uint64_t step,
                     std::optional<uint64_t> piece_next) {
-  if (is_updating_) return;
+  if (space.is_updating()) return;
   const auto record = tile_record(tile_key(bucket.value->owner, tile));
   if (!record) return;
   tile_words->publish(*record,

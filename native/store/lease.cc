@@ -533,9 +533,7 @@ bool ShardStore::spill(Job& job, uint64_t bytes) {
     if (entry->replicas.empty() || job.is_pinned(*entry->slot)) return true;
     // What is promised to the step that runs is free again after it.
     const uint64_t spilled_bytes = align_up(entry->bytes, kBlockBytes);
-    const bool has_quota = job.nvme_bytes_promised == 0 ||
-                           job.nvme_bytes_promised + quota_bytes + spilled_bytes <= job.nvme_bytes;
-    if (!has_quota) return true;
+    if (!job.space.keeps_promise(quota_bytes + spilled_bytes)) return true;
     quota_bytes += spilled_bytes;
     victims.push_back(entry);
     draining_bytes += entry->bytes;

@@ -113,7 +113,7 @@ Result<std::vector<ShardInfo>> ShardStore::shards(uint64_t job_id) {
 uint64_t ShardStore::nvme_bytes_free() const {
   const uint64_t capacity_bytes = extents_.capacity_bytes();
   uint64_t taken_bytes = catalogue_reserve_bytes(capacity_bytes);
-  for (const auto& [job_id, job] : jobs_) taken_bytes += job->nvme_bytes;
+  for (const auto& [job_id, job] : jobs_) taken_bytes += job->space.quota_bytes();
   return capacity_bytes > taken_bytes ? capacity_bytes - taken_bytes : 0;
 }
 
@@ -184,7 +184,8 @@ Result<Job*> ShardStore::admit(const OpenJobRequest& request) {
           ? request.host_bytes
           : std::max(share_bytes, JobMemory::segment_count_min(segment_bytes) * segment_bytes);
   job->durability = request.durability.value_or(Durability());
-  job->nvme_bytes = request.nvme_bytes != 0 ? request.nvme_bytes : nvme_free_bytes / jobs_expected_;
+  job->space.set_quota_bytes(request.nvme_bytes != 0 ? request.nvme_bytes
+                                                     : nvme_free_bytes / jobs_expected_);
   if (Status status = give_memory(*job); !status.is_ok()) return status;
   job->changed = true;
   MEMD_FAILPOINT("job.admitted");

@@ -433,7 +433,7 @@ class ShardStore {
   static Status check_writers(const Job& job);
   void begin_updates(const std::shared_ptr<StepState>& state);
   void take_early(StepState& state);
-  /// Sets Job::nvme_bytes_promised, or refuses.
+  /// Promises the job's disk space to the step, or refuses.
   Status promise_space(const StepState& state);
   void prepare_disk(const std::shared_ptr<StepState>& state, Done done);
   void start_step(const std::shared_ptr<StepState>& state);

@@ -472,18 +472,18 @@ Status ShardStore::promise_space(const StepState& state) {
   }
   needed_bytes += std::min<uint64_t>(replaced_count, kTilesInFlight) * replaced_bytes_max;
   // Early tiles of other buckets take what this step needs.
-  while (job.nvme_bytes_used + needed_bytes > job.nvme_bytes && early_.free_extents(job)) continue;
-  job.nvme_bytes_promised = job.nvme_bytes_used + needed_bytes;
+  while (!job.space.has_room(SpaceUse::state, needed_bytes) && early_.free_extents(job)) continue;
+  job.space.promise(needed_bytes);
   // What an earlier daemon began had its room then.
-  if (is_begun || job.nvme_bytes_promised <= job.nvme_bytes) return Status::ok();
+  if (is_begun || job.space.has_room(SpaceUse::state, needed_bytes)) return Status::ok();
   return error(StatusCode::capacity,
                "job ",
                job.name,
                " has no room on disk for its next step; sync, so that what the last commit on disk "
                "holds becomes free, or raise nvme_bytes: ",
-               job.nvme_bytes_used,
+               job.space.used_bytes(),
                " of ",
-               job.nvme_bytes,
+               job.space.quota_bytes(),
                " bytes used, ",
                needed_bytes,
                " more needed");
@@ -636,7 +636,7 @@ void ShardStore::drop_staged(const StepState& state) {
     if (old.is_resident()) job.move(old, old.residency(), Residency::absent);
     if (old.slot != nullptr) job.retire_slot(std::move(old.slot));
     for (Replica& replica : old.replicas) {
-      if (replica.exists()) job.release(replica, extents_);
+      if (replica.exists()) job.space.release(replica, extents_);
     }
     MEMD_FAILPOINT("ledger.old_buffer_dropped");
     // Now the staged bytes are the buffer's, also for whoever goes on after this daemon.
@@ -657,7 +657,7 @@ void ShardStore::update_buckets(const std::shared_ptr<StepState>& state) {
   Job& job = *state->job;
   set_phase(job, "updates tiles");
   if (state->is_step) {
-    if (!state->in_memory) job.begin_update();
+    if (!state->in_memory) job.space.begin_update(job.each_replica());
     state->updating = true;
   }
   auto join = Join::start([this, state](const Status& status) { finish_updates(state, status); });

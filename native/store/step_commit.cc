@@ -110,7 +110,7 @@ void ShardStore::undo_now(const std::shared_ptr<StepState>& state) {
       if (value.is_resident()) job.move(value, value.residency(), Residency::absent);
       if (value.slot != nullptr) job.retire_slot(std::move(value.slot));
     }
-    if (!state->in_memory) job.roll_back(extents_);
+    if (!state->in_memory) job.space.roll_back(extents_);
   }
   if (state->swapped) exchange_buffers(*state, false);
   publish_values(*state);
@@ -203,7 +203,7 @@ void ShardStore::commit_in_memory(const std::shared_ptr<StepState>& state) {
     Entry& fresh = *job.shards[buffer_id].value;
     if (fresh.residency() != Residency::dirty) continue;
     for (size_t i = 0; i < fresh.replicas.size(); ++i) {
-      if (fresh.replicas[i].exists()) job.release(fresh.replicas[i], extents_);
+      if (fresh.replicas[i].exists()) job.space.release(fresh.replicas[i], extents_);
       job.note_value_extent(fresh, i);
     }
   }
@@ -243,7 +243,7 @@ void ShardStore::remember(Job& job) {
   // A record of commits in memory may be there although the next ones go to disk.
   if (job.ledger == nullptr || job.tile_words == nullptr) return;
   // The record of before still holds: what it names is free after the next commit, which ends it.
-  if (job.is_updating()) return;
+  if (job.space.is_updating()) return;
   // It is the last commit's, also while a step that is not committed yet is under way.
   const auto& steps = queues_.at(job.job_id).steps;
   StepState* const under_way =
@@ -285,8 +285,8 @@ void ShardStore::forget_step(StepState& state) {
 
 void ShardStore::finish_step(const std::shared_ptr<StepState>& state, const Status& status) {
   Job& job = *state->job;
-  job.end_update();
-  job.nvme_bytes_promised = 0;
+  job.space.end_update();
+  job.space.end_promise();
   state->report->committed_step = job.committed_step;
   state->report->durable_step = job.durable_step;
   state->report->disk_error = job.disk_error.message();

@@ -322,21 +322,18 @@ void TileTasks::work(const std::shared_ptr<Running>& running) {
   const auto reserve = [&](uint64_t length_bytes, ExtentRecord* extent) -> Status {
     if (extent->exists()) return Status::ok();
     Job& job = *task.job;
-    const auto taken_bytes = [&] {
-      return task.entry->kind == EntryKind::gradient ? job.quota_taken_for_gradients()
-                                                     : job.nvme_bytes_used;
-    };
+    const SpaceUse use = task.entry->use();
     // What was made early is made again later; for its sake nothing goes.
     const auto find_more = [&] { return task.keep == nullptr && free_extents_(job); };
-    while (taken_bytes() + length_bytes > job.nvme_bytes) {
+    while (!job.space.has_room(use, length_bytes)) {
       if (find_more()) continue;
       return error(StatusCode::capacity,
                    "job ",
                    job.name,
                    " has used up its disk quota; raise nvme_bytes: ",
-                   taken_bytes(),
+                   job.space.taken_bytes(use),
                    " of ",
-                   job.nvme_bytes,
+                   job.space.quota_bytes(),
                    " bytes");
     }
     auto allocated = extents_.allocate(static_cast<uint32_t>(length_bytes));
@@ -344,7 +341,7 @@ void TileTasks::work(const std::shared_ptr<Running>& running) {
       allocated = extents_.allocate(static_cast<uint32_t>(length_bytes));
     if (!allocated.is_ok()) return allocated.status();
     *extent = allocated.value();
-    job.take_quota(*task.entry, length_bytes);
+    job.space.take(use, length_bytes);
     return Status::ok();
   };
   // Once it has extents it is written, also where it was read again meanwhile.
@@ -526,11 +523,11 @@ void TileTasks::finish(const std::shared_ptr<Running>& running, const Status& st
     const bool is_kept = status.is_ok() && task.keep != nullptr;
     if (!extent.exists() || is_kept) return;
     if (status.is_ok() && task.entry->kind == EntryKind::gradient) {
-      job.replace_gradient(*task.entry, task.index, extent, extents_);
+      job.space.replace_gradient(task.entry->replicas[task.index], extent, extents_);
     } else if (status.is_ok()) {
-      job.replace(place, extent, extents_);
+      job.space.replace(place, extent, extents_);
     } else {
-      job.give_back_quota(*task.entry, extent.length_bytes);
+      job.space.give_back(task.entry->use(), extent.length_bytes);
       extents_.release(extent);
     }
   };

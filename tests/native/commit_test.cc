@@ -337,9 +337,9 @@ TEST_F(CommitTest, fifty_random_operations_leak_no_extent) {
         const StepRequest request = next_step(heart, session, ids);
         const bool fails = random() % 2 == 0;
         Job& job = heart.job(session);
-        if (fails) job.nvme_bytes = job.nvme_bytes_used + random() % 4_MiB;
+        if (fails) job.space.set_quota_bytes(job.space.used_bytes() + random() % 4_MiB);
         const Status status = heart.step(request).first;
-        job.nvme_bytes = kQuota;
+        job.space.set_quota_bytes(kQuota);
         if (!fails) ASSERT_TRUE(status.is_ok()) << status.message();
         break;
       }
@@ -376,7 +376,7 @@ TEST_F(CommitTest, fifty_random_operations_leak_no_extent) {
   uint64_t state_bytes = 0;
   heart.job(session).for_each_replica(
       [&](Replica& replica) { state_bytes += replica.length_bytes; });
-  EXPECT_EQ(heart.job(session).nvme_bytes_used, state_bytes);
+  EXPECT_EQ(heart.job(session).space.used_bytes(), state_bytes);
   EXPECT_EQ(heart.extents().capacity_bytes() - heart.extents().free_bytes(), durable_bytes);
   Heart again(after_power_cut(*disk_));
   EXPECT_EQ(again.extents().free_bytes(), heart.extents().free_bytes());

@@ -367,7 +367,7 @@ TEST_F(InMemoryTest, a_step_whose_commit_to_the_disk_fails_is_made_and_the_next_
   ask(2);
   heart.turn();
   ASSERT_EQ(training.job().buckets[0].value->residency(), Residency::filling) << "it updates";
-  training.job().nvme_bytes = training.job().nvme_bytes_used;
+  training.job().space.set_quota_bytes(training.job().space.used_bytes());
   ASSERT_TRUE(heart.until([&] { return answer.has_value(); }));
   ASSERT_TRUE(answer->first.is_ok()) << answer->first.message();
   EXPECT_EQ(answer->second.committed_step, 2U);
@@ -380,7 +380,7 @@ TEST_F(InMemoryTest, a_step_whose_commit_to_the_disk_fails_is_made_and_the_next_
   ask(2);
   ASSERT_TRUE(answer.has_value() && answer->first.is_ok());
   EXPECT_NE(answer->second.disk_error.find("used up its disk quota"), std::string::npos);
-  training.job().nvme_bytes = kQuotaBytes;
+  training.job().space.set_quota_bytes(kQuotaBytes);
   const auto [status, report] = training.step(3);
   ASSERT_TRUE(status.is_ok()) << status.message();
   EXPECT_EQ(report.durable_step, 3U);
@@ -531,15 +531,15 @@ TEST_F(InMemoryTest, a_step_begins_only_where_the_disk_has_room_for_all_that_mem
   training.write_all();
   ASSERT_TRUE(heart.sync(training.session()).is_ok());
   ASSERT_TRUE(training.step().first.is_ok());
-  training.job().nvme_bytes = training.job().nvme_bytes_used + 1_MiB;
+  training.job().space.set_quota_bytes(training.job().space.used_bytes() + 1_MiB);
   const Status refused = training.step().first;
   EXPECT_EQ(refused.code(), StatusCode::capacity);
   EXPECT_NE(refused.message().find("no room on disk for its next step"), std::string::npos)
       << refused.message();
   EXPECT_TRUE(training.job().stopped.is_ok());
-  EXPECT_EQ(training.job().nvme_bytes_promised, 0U);
+  EXPECT_EQ(training.job().space.promised_bytes(), 0U);
   training.expect_equal();
-  training.job().nvme_bytes = kQuotaBytes;
+  training.job().space.set_quota_bytes(kQuotaBytes);
   for (int step = 0; step < 2; ++step) ASSERT_TRUE(training.step().first.is_ok());
   training.expect_equal();
 }
@@ -560,8 +560,8 @@ TEST_F(InMemoryTest, a_gradient_is_not_spilled_into_the_room_of_a_step_that_runs
                      [&](const Status& status, const StepReport&) { answer = status; });
   heart.turn();
   Job& job = heart.job(session);
-  ASSERT_GT(job.nvme_bytes_promised, job.nvme_bytes_used);
-  job.nvme_bytes = job.nvme_bytes_promised;
+  ASSERT_GT(job.space.promised_bytes(), job.space.used_bytes());
+  job.space.set_quota_bytes(job.space.promised_bytes());
   const Entry& gradient = *job.find_entry(ids[1], Part::gradient);
   const auto blob = heart.declare(session, {bytes_shard("blob", 8_MiB)});
   const auto asked = heart.ask(session, blob[0], LeaseMode::overwrite);
@@ -587,7 +587,7 @@ TEST_F(InMemoryTest, a_job_that_stops_says_what_is_on_disk_and_what_to_do) {
     heart.store().step(training.request(),
                        [&](const Status& status, const StepReport&) { answer = status; });
     heart.turn();
-    training.job().nvme_bytes = 0;
+    training.job().space.set_quota_bytes(0);
     ASSERT_TRUE(heart.until([&] { return answer.has_value(); }));
     ASSERT_FALSE(answer->is_ok());
     const bool says_step =

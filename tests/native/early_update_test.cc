@@ -322,7 +322,7 @@ TEST_P(EarlyUpdateTest, a_session_that_ends_leaves_the_step_before_it_and_nothin
   ASSERT_TRUE(heart.sync(other).is_ok());
   uint64_t named_bytes = 0;
   job.for_each_replica([&](Replica& each) { named_bytes += each.length_bytes; });
-  EXPECT_EQ(job.nvme_bytes_used, named_bytes);
+  EXPECT_EQ(job.space.used_bytes(), named_bytes);
 }
 
 TEST_P(EarlyUpdateTest, a_daemon_that_dies_before_the_step_leaves_the_gradients_for_it) {
@@ -499,11 +499,11 @@ TEST_F(EarlyFailureTest, without_room_on_disk_the_step_does_it_all) {
   training.step();
   const uint64_t adopted_before = training.adopted();
   EXPECT_GT(adopted_before, 0U);
-  const uint64_t used_bytes = training.job().nvme_bytes_used;
-  training.job().nvme_bytes = used_bytes + 1_MiB;
+  const uint64_t used_bytes = training.job().space.used_bytes();
+  training.job().space.set_quota_bytes(used_bytes + 1_MiB);
   training.backward();
-  EXPECT_LE(training.job().nvme_bytes_used, training.job().nvme_bytes);
-  training.job().nvme_bytes = kQuotaBytes;
+  EXPECT_LE(training.job().space.used_bytes(), training.job().space.quota_bytes());
+  training.job().space.set_quota_bytes(kQuotaBytes);
   training.step();
   training.expect_equal();
   EXPECT_LE(training.adopted() - adopted_before, 1U);
@@ -519,7 +519,7 @@ TEST_F(EarlyFailureTest, whoever_needs_room_on_disk_gets_that_of_what_is_only_ma
     ASSERT_GE(training.job().early.by_bucket.size(), 2U);
     // What was made of the small bucket goes, as its settings are others; to make it again takes a
     // byte more than there is.
-    training.job().nvme_bytes = training.job().nvme_bytes_used - 1;
+    training.job().space.set_quota_bytes(training.job().space.used_bytes() - 1);
     training.settings.lr = 0.02;
     StepRequest small = training.request();
     small.groups[0].shard_ids.erase(small.groups[0].shard_ids.begin());
@@ -527,7 +527,7 @@ TEST_F(EarlyFailureTest, whoever_needs_room_on_disk_gets_that_of_what_is_only_ma
     ASSERT_TRUE(status.is_ok()) << durability << ": " << status.message();
     for (const size_t i : {1, 2}) training.advance(i, training.seed());
     EXPECT_GT(training.discarded(EarlyDiscard::room), 0U) << durability;
-    training.job().nvme_bytes = kQuotaBytes;
+    training.job().space.set_quota_bytes(kQuotaBytes);
     StepRequest large = training.request();
     large.groups[0].shard_ids.resize(1);
     ASSERT_TRUE(heart.step(large).first.is_ok());
@@ -737,11 +737,11 @@ TEST_F(EarlySlotTest, a_step_finds_tiles_that_were_not_begun_in_their_place) {
   }
   // A quota of which one tile is made.
   const Bucket& bucket = training.job().buckets[0];
-  training.job().nvme_bytes =
-      training.job().nvme_bytes_used + bucket.value->replica_bytes(0) + bucket.rest_bytes(0);
+  training.job().space.set_quota_bytes(training.job().space.used_bytes() +
+                                       bucket.value->replica_bytes(0) + bucket.rest_bytes(0));
   training.wait();
   ASSERT_EQ(training.job().early_slot(value())->offset_bytes, offset_bytes);
-  training.job().nvme_bytes = kQuotaBytes;
+  training.job().space.set_quota_bytes(kQuotaBytes);
   training.job().drop_clean_tiles();
   const uint64_t read_before = heart.io().device_statistics(0).read.bytes;
   const auto [status, report] = heart.step(training.request());

@@ -210,7 +210,7 @@ TEST(JobShards, a_deleted_shards_place_is_used_again_and_its_bytes_are_free) {
   EXPECT_EQ(heart.job(session).entry_bytes(), 0u);
   EXPECT_EQ(heart.lease(session, 0).status.code(), StatusCode::not_found);
   ASSERT_TRUE(heart.sync(session).is_ok());
-  EXPECT_EQ(heart.job(session).nvme_bytes_used, 0u);
+  EXPECT_EQ(heart.job(session).space.used_bytes(), 0u);
   EXPECT_GE(heart.extents().free_bytes() + 3 * kBlockBytes, free_bytes);
   EXPECT_EQ(heart.job(session).memory->arena().used_bytes(), 0u);
 }

@@ -86,7 +86,7 @@ class PublishTest : public ::testing::Test {
   }
   /// What is held up goes on, and its tile finds no room on the disk.
   void fail_step() {
-    job().nvme_bytes = job().nvme_bytes_used;
+    job().space.set_quota_bytes(job().space.used_bytes());
     heart_->faults().clear_faults();
     heart_->faults().release_stalled(job().buckets[1].rest[2].extent().address.offset_bytes);
   }
@@ -239,7 +239,7 @@ TEST_F(PublishTest, what_failed_is_leased_by_request_alone_until_the_next_step) 
   fail_step();
   ASSERT_TRUE(heart_->until([&] { return done_.has_value(); }));
   ASSERT_FALSE(done_->is_ok());
-  job().nvme_bytes = kQuotaBytes;
+  job().space.set_quota_bytes(kQuotaBytes);
   for (int i : {0, 1}) expect_values(i, old_[i]);
   for (int i : {0, 1}) {
     EXPECT_FALSE(look(session_, i, 2)) << "a request says why it failed";
@@ -266,7 +266,7 @@ TEST_F(PublishTest, the_next_session_does_not_inherit_what_an_ended_one_has_not_
   fail_step();
   ASSERT_TRUE(heart_->until([&] { return done_.has_value(); }));
   ASSERT_FALSE(done_->is_ok());
-  its.nvme_bytes = kQuotaBytes;
+  its.space.set_quota_bytes(kQuotaBytes);
   for (int i : {0, 1}) expect_values(i, old_[i]);
 }
 
@@ -351,7 +351,7 @@ TEST_F(PublishTest, what_a_failed_step_has_published_is_taken_back) {
       std::equal(twins_[0].theta.begin(), twins_[0].theta.end(), (*seen)->as<float>().begin()))
       << "a live view is never written";
   heart_->release(**seen);
-  job().nvme_bytes = kQuotaBytes;
+  job().space.set_quota_bytes(kQuotaBytes);
   for (int i : {0, 1}) expect_values(i, old_[i]);
   const auto again = ask(0, 2);
   ASSERT_TRUE(again->has_value());
@@ -384,7 +384,7 @@ TEST_F(PublishTest, what_was_published_and_evicted_comes_back_from_where_no_cata
   ASSERT_TRUE(heart_->until([&] { return done_ && reader->has_value(); }));
   EXPECT_FALSE(done_->is_ok());
   if ((*reader)->is_ok()) heart_->release(**reader);
-  job().nvme_bytes = kQuotaBytes;
+  job().space.set_quota_bytes(kQuotaBytes);
   EXPECT_TRUE(job().lost.names().empty());
   for (int i : {0, 1}) expect_values(i, old_[i]);
   ASSERT_TRUE(heart_->step(request(3)).first.is_ok());

@@ -337,7 +337,7 @@ TEST_F(ShardStoreTest, a_spill_that_fails_is_told_to_who_waits_for_the_room) {
   EXPECT_NE(refused.status.message().find("nvme_bytes"), std::string::npos)
       << refused.status.message();
   EXPECT_EQ(heart.read<uint8_t>(session, ids[0]), pattern(3_MiB, 1));
-  EXPECT_LE(heart.job(session).nvme_bytes_used, 1_MiB);
+  EXPECT_LE(heart.job(session).space.used_bytes(), 1_MiB);
 }
 
 TEST_F(ShardStoreTest, what_a_failed_spill_left_on_disk_is_not_taken_for_the_whole) {
@@ -347,7 +347,7 @@ TEST_F(ShardStoreTest, what_a_failed_spill_left_on_disk_is_not_taken_for_the_who
   const auto ids = heart.declare(session, {parameter("w", 700'000), bytes_shard("b", 3_MiB)});
   heart.write(session, ids[0], numbers(700'000, 1));
   EXPECT_EQ(heart.lease(session, ids[1], LeaseMode::overwrite).status.code(), StatusCode::capacity);
-  EXPECT_EQ(heart.job(session).nvme_bytes_used, 1_MiB) << "one of its three tiles";
+  EXPECT_EQ(heart.job(session).space.used_bytes(), 1_MiB) << "one of its three tiles";
   const uint64_t dying = heart.attach(job_id);
   ASSERT_TRUE(heart.lease(dying, ids[0], LeaseMode::write).is_ok());
   ASSERT_TRUE(heart.store().detach(dying).is_ok());
@@ -494,7 +494,7 @@ class StepTest : public ShardStoreTest {
     uint64_t named_bytes = 0;
     heart.job(session_).for_each_replica(
         [&](Replica& replica) { named_bytes += replica.length_bytes; });
-    EXPECT_EQ(heart.job(session_).nvme_bytes_used, named_bytes);
+    EXPECT_EQ(heart.job(session_).space.used_bytes(), named_bytes);
     const uint64_t taken = heart.extents().capacity_bytes() - heart.extents().free_bytes();
     EXPECT_LE(taken, named_bytes + 64_KiB)
         << "beside catalogue and root, free before " << free_before;
@@ -707,17 +707,17 @@ TEST_F(StepTest, a_step_that_exceeds_the_quota_changes_nothing_and_succeeds_once
   ASSERT_TRUE(heart.step(request()).first.is_ok());
   step_twins(10);
   Job& job = heart.job(session_);
-  job.nvme_bytes = job.nvme_bytes_used + 5_MiB;
+  job.space.set_quota_bytes(job.space.used_bytes() + 5_MiB);
   put_gradients(heart, 20);
-  const uint64_t used = job.nvme_bytes_used;
+  const uint64_t used = job.space.used_bytes();
   const uint64_t free_bytes = heart.extents().free_bytes();
   for (int attempt = 0; attempt < 3; ++attempt) {
     EXPECT_EQ(heart.step(request()).first.code(), StatusCode::capacity);
-    EXPECT_EQ(job.nvme_bytes_used, used);
+    EXPECT_EQ(job.space.used_bytes(), used);
     EXPECT_EQ(heart.extents().free_bytes(), free_bytes);
   }
   expect_twins(heart);
-  job.nvme_bytes = testing::kQuotaBytes;
+  job.space.set_quota_bytes(testing::kQuotaBytes);
   ASSERT_TRUE(heart.step(request()).first.is_ok());
   step_twins(20);
   expect_twins(heart);
@@ -737,11 +737,12 @@ TEST_F(StepTest, staged_buffers_change_places_with_the_step_or_not_at_all) {
   EXPECT_EQ(heart.step(with_buffers).first.code(), StatusCode::invalid_argument) << "not put yet";
   heart.write(session_, buffers[1], pattern(100, 2));
   Job& job = heart.job(session_);
-  job.nvme_bytes = job.nvme_bytes_used + 15_MiB;  // values, but not all of their moments
+  job.space.set_quota_bytes(job.space.used_bytes() +
+                            15_MiB);  // values, but not all of their moments
   EXPECT_EQ(heart.step(with_buffers).first.code(), StatusCode::capacity);
   EXPECT_EQ(heart.read<uint8_t>(session_, buffers[0]), pattern(100, 1));
   EXPECT_EQ(heart.read<uint8_t>(session_, buffers[1]), pattern(100, 2));
-  job.nvme_bytes = testing::kQuotaBytes;
+  job.space.set_quota_bytes(testing::kQuotaBytes);
   const auto [status, report] = heart.step(with_buffers);
   ASSERT_TRUE(status.is_ok()) << status.message();
   EXPECT_EQ(heart.read<uint8_t>(session_, buffers[0]), pattern(100, 2));
@@ -977,7 +978,7 @@ TEST_F(StepTest, the_step_of_a_trainer_that_died_is_finished_and_a_failed_one_dr
 
   const uint64_t third = heart.attach(heart.job(other).job_id);
   put_gradients(heart, 20);
-  heart.job(session_).nvme_bytes = heart.job(session_).nvme_bytes_used;
+  heart.job(session_).space.set_quota_bytes(heart.job(session_).space.used_bytes());
   done.reset();
   heart.store().step(request(), [&](const Status& status, const StepReport&) { done = status; });
   ASSERT_TRUE(heart.store().detach(session_).is_ok());

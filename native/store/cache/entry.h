@@ -14,6 +14,7 @@
 #include "ring/layout.h"
 #include "store/format/catalogue.h"
 #include "store/journal/residency.h"
+#include "store/space/job_space.h"
 #include "store/space/replica.h"
 
 namespace memd {
@@ -85,6 +86,9 @@ class Entry {
     return static_cast<uint32_t>(align_up(std::min(bytes - begin, stride_bytes()), kBlockBytes));
   }
   uint64_t stride_bytes() const { return uint64_t{1} << stride_log2_; }
+  SpaceUse use() const {
+    return kind == EntryKind::gradient ? SpaceUse::gradient : SpaceUse::state;
+  }
 
   const uint64_t bytes;
 

@@ -1,0 +1,105 @@
+// One job's part of the disk: its quota, and which of its extents are free when.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "store/format/extent_record.h"
+#include "store/space/extent_store.h"
+#include "store/space/replica.h"
+
+namespace memd {
+
+/// What an extent holds. A catalogue names state; it names no gradient, which is dropped after its
+/// step.
+enum class SpaceUse : uint8_t { state, gradient };
+
+/// The unit is an extent. Owned by its Job; the server thread calls everything; nothing blocks.
+///
+/// An extent that the last catalogue on disk names is superseded when another takes its place, and
+/// free after the next commit. Between begin_update() and the commit roll_back() can return every
+/// replica to the extent that it had before.
+class JobSpace {
+ public:
+  using Visit = std::function<void(Replica&)>;
+  /// Calls a Visit with every replica of the job's state.
+  using Walk = std::function<void(const Visit&)>;
+
+  // The quota. Between two commits it counts superseded extents, too.
+  uint64_t quota_bytes() const { return quota_bytes_; }
+  void set_quota_bytes(uint64_t bytes) { quota_bytes_ = bytes; }
+  uint64_t used_bytes() const { return used_bytes_; }
+  /// What a new extent finds taken: a gradient leaves the running step what was promised to it.
+  uint64_t taken_bytes(SpaceUse use) const {
+    return use == SpaceUse::gradient ? std::max(used_bytes_, promised_bytes_) : used_bytes_;
+  }
+  bool has_room(SpaceUse use, uint64_t bytes) const {
+    return taken_bytes(use) + bytes <= quota_bytes_;
+  }
+  /// Whether `bytes` more of gradients leave a running step what was promised to it.
+  bool keeps_promise(uint64_t bytes) const {
+    return promised_bytes_ == 0 || promised_bytes_ + bytes <= quota_bytes_;
+  }
+  void take(SpaceUse use, uint64_t bytes);
+  void give_back(SpaceUse use, uint64_t bytes);
+  /// A step in memory will use up to `bytes` more; gradients that spill meanwhile come on top.
+  void promise(uint64_t bytes) { promised_bytes_ = used_bytes_ + bytes; }
+  uint64_t promised_bytes() const { return promised_bytes_; }
+  void end_promise() { promised_bytes_ = 0; }
+
+  // State.
+  /// `extent` takes the place of what `place` holds, which is free at once, or after the next
+  /// commit if a catalogue names it.
+  void replace(Replica& place, const ExtentRecord& extent, ExtentStore& extents);
+  void release(Replica& place, ExtentStore& extents);
+  /// `place` ends. What it held during an update is returned to no place by roll_back().
+  void forget(const ReplicaList& places);
+  /// The same for a gradient's extent, which is free at once.
+  void replace_gradient(Replica& place, const ExtentRecord& extent, ExtentStore& extents);
+  /// The catalogue on disk names these, and memory needs them no more.
+  void add_superseded(const std::vector<ExtentRecord>& extents);
+  /// The job ends: the caller releases them.
+  std::vector<ExtentRecord> take_superseded();
+
+  // Adoption.
+  /// Counts anew: every replica that the walk visits.
+  void count(const Walk& each_replica);
+  void count(const Replica& replica) { used_bytes_ += replica.length_bytes; }
+
+  // A step.
+  void begin_update(const Walk& each_replica);
+  bool is_updating() const { return is_updating_; }
+  /// No commit came of begin_update(), and nothing was replaced.
+  void end_update() { is_updating_ = false; }
+  /// Undoes every replace() since begin_update(). If a commit failed half way, nobody gets an
+  /// extent that its catalogue may name.
+  void roll_back(ExtentStore& extents);
+
+  // A commit.
+  /// The catalogue that is being written names what lies where now. Returns what is free once it is
+  /// durable.
+  std::vector<ExtentRecord> begin_commit(const Walk& each_replica);
+  /// It is durable, and the caller has released what begin_commit() returned.
+  void end_commit();
+
+ private:
+  struct Superseded {
+    Replica* place;  // nullptr: its entry is gone, and nothing returns there
+    ExtentRecord extent;
+  };
+
+  uint64_t quota_bytes_ = 0;
+  uint64_t used_bytes_ = 0;
+  uint64_t promised_bytes_ = 0;  // 0: no step in memory runs
+  std::vector<Superseded> superseded_;
+  bool is_updating_ = false;
+  size_t update_begin_ = 0;        // into superseded_
+  size_t committing_count_ = 0;    // of superseded_: what the commit in flight frees
+  uint64_t committing_bytes_ = 0;  // of those
+};
+
+}  // namespace memd
