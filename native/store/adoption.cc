@@ -417,7 +417,7 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
   Status status = adopt_slots(*job, contents, untold_pin);
   std::vector<ExtentRecord> reserved;
   if (status.is_ok()) status = adopt_extents(*job, contents, tiles, *ledger, disk, reserved);
-  job->tile_words = std::move(tile_words);
+  job->tiles.set_words(std::move(tile_words));
   if (status.is_ok()) status = adopt_tiles(*job, tiles, !contents.steps.empty());
   if (status.is_ok()) status = check_steps_can_be_made(*job, contents);
   if (!status.is_ok()) {
@@ -671,7 +671,7 @@ Status ShardStore::adopt_extents(Job& job,
 
   for (const KeptTile& tile : tiles) {
     const uint64_t owner = tile.key >> 32;
-    const auto index = static_cast<uint32_t>(tile.key);
+    const auto index = tile_of(tile.key);
     if (owner >= job.buckets.size() || index >= job.buckets[owner].tile_count())
       return damaged("a tile of bucket ", owner);
     Bucket& bucket = job.buckets[owner];
@@ -715,8 +715,8 @@ Status ShardStore::adopt_extents(Job& job,
 
 Status ShardStore::adopt_tiles(Job& job, const std::vector<KeptTile>& tiles, bool has_closed_step) {
   for (const KeptTile& tile : tiles) {
-    const Bucket& bucket = job.buckets[tile.key >> 32];
-    const auto index = static_cast<uint32_t>(tile.key);
+    const Bucket& bucket = job.buckets[bucket_of(tile.key)];
+    const auto index = tile_of(tile.key);
     const bool is_made = tile.state.step > job.committed_step;
     if (is_made && (tile.state.step != job.committed_step + 1 || !has_closed_step)) {
       return damaged("a tile is at step ", tile.state.step);
@@ -724,16 +724,17 @@ Status ShardStore::adopt_tiles(Job& job, const std::vector<KeptTile>& tiles, boo
     if ((is_made || tile.update) && !job.durability.is_in_memory())
       return damaged("a tile is updated in place");
     if (is_made) {
-      job.made_tiles[tile.key] = {.element_first = 0, .is_whole = true, .scratch = std::nullopt};
+      job.tiles.set_made(tile.key, {.element_first = 0, .is_whole = true, .scratch = std::nullopt});
     }
     if (tile.update) {
       if (!has_closed_step || is_made ||
           tile.update->piece * kPieceElements >= bucket.tile_elements(index)) {
         return damaged("an update of no step");
       }
-      job.made_tiles[tile.key] = {.element_first = tile.update->piece * kPieceElements,
-                                  .is_whole = false,
-                                  .scratch = tile.update->scratch};
+      job.tiles.set_made(tile.key,
+                         {.element_first = tile.update->piece * kPieceElements,
+                          .is_whole = false,
+                          .scratch = tile.update->scratch});
     }
     if (!tile.state.private_offset_bytes) continue;
     const uint64_t offset_bytes = *tile.state.private_offset_bytes;
@@ -743,14 +744,14 @@ Status ShardStore::adopt_tiles(Job& job, const std::vector<KeptTile>& tiles, boo
         !side.reserve(offset_bytes, value_bytes + bucket.rest_bytes(index))) {
       return damaged("a tile at ", offset_bytes, " is outside of private memory, or in another");
     }
-    job.cached_tiles[tile.key] = offset_bytes;
-    job.dirty_tiles.insert(tile.key);
+    job.tiles.put(tile.key, offset_bytes);
+    job.tiles.set_dirty(tile.key);
     if (!tile.update) continue;
-    job.tile_words->restore_piece({.dtype = bucket.dtype,
-                                   .elements = bucket.tile_elements(index),
-                                   .value = side.at(offset_bytes),
-                                   .rest = side.at(offset_bytes) + value_bytes},
-                                  *tile.update);
+    job.tiles.words()->restore_piece({.dtype = bucket.dtype,
+                                      .elements = bucket.tile_elements(index),
+                                      .value = side.at(offset_bytes),
+                                      .rest = side.at(offset_bytes) + value_bytes},
+                                     *tile.update);
     MEMD_FAILPOINT("ledger.piece_restored");
   }
   return Status::ok();
@@ -816,17 +817,17 @@ void ShardStore::keep_memory(Job& job) {
 }
 
 void ShardStore::keep_tile_words(Job& job) {
-  if (job.ledger == nullptr || job.tile_words == nullptr) return;
-  keeper_->keep(concat("tiles.", job.job_id), job.tile_words->fd());
+  if (job.ledger == nullptr || job.tiles.words() == nullptr) return;
+  keeper_->keep(concat("tiles.", job.job_id), job.tiles.words()->fd());
   job.ledger->note_tile_words();
 }
 
 Status ShardStore::open_tile_words(Job& job) {
-  if (job.ledger == nullptr || job.tile_words != nullptr || !job.durability.is_in_memory())
+  if (job.ledger == nullptr || job.tiles.words() != nullptr || !job.durability.is_in_memory())
     return Status::ok();
   auto words = TileWords::create(job.job_id);
   if (!words.is_ok()) return words.status();
-  job.tile_words = std::move(words).value();
+  job.tiles.set_words(std::move(words).value());
   return Status::ok();
 }
 

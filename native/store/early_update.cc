@@ -80,10 +80,10 @@ EarlyUpdates::Begin EarlyUpdates::check(const Job& job, const Bucket& bucket) co
 // N of a tile in memory alone cannot be returned to. And where commits are in memory, a tile that
 // would stay there is written by no step: made ahead of it it would be, every time.
 bool EarlyUpdates::is_left_to_the_step(Job& job, const Bucket& bucket, size_t tile) const {
-  const uint64_t key = job.tile_key(bucket.value->owner, tile);
-  if (job.dirty_tiles.contains(key) || !bucket.value->replicas[tile].exists()) return true;
+  const uint64_t key = tile_key(bucket.value->owner, tile);
+  if (job.tiles.is_dirty(key) || !bucket.value->replicas[tile].exists()) return true;
   if (!job.durability.is_in_memory()) return false;
-  if (job.cached_tiles.contains(key)) return true;
+  if (job.tiles.contains(key)) return true;
   const JobMemory& memory = *job.memory;
   const uint64_t with_it_bytes =
       tiles_.kept_bytes(job) + bucket.value->replica_bytes(tile) + bucket.rest_bytes(tile);
@@ -103,7 +103,7 @@ bool EarlyUpdates::has_quota(const Job& job, const Bucket& bucket, size_t tile) 
 
 void EarlyUpdates::advance(Job& job) {
   std::deque<uint32_t>& ready = job.early.ready;
-  const bool may_begin = job.stopped.is_ok() && job.lost.count() == 0 && job.made_tiles.empty() &&
+  const bool may_begin = job.stopped.is_ok() && job.lost.count() == 0 && !job.tiles.has_made() &&
                          extents_.broken().is_ok();
   if (!may_begin) return;
   for (auto it = ready.begin();
@@ -259,19 +259,16 @@ void EarlyUpdates::adopt(Job& job, Bucket& bucket, EarlyBucket& early) {
     MEMD_FAILPOINT("early.before_tile_adopted");
     job.space.replace(bucket.value->replicas[tile], made.value, extents_);
     job.space.replace(bucket.rest[tile], made.rest, extents_);
-    if (job.tile_words != nullptr) {
+    if (job.tiles.words() != nullptr) {
       job.note_tile(bucket, tile, job.committed_step + 1);
     } else {
       job.note_rest_extent(bucket, tile);
       job.note_value_extent(*bucket.value, tile);
     }
-    const uint64_t key = job.tile_key(bucket.value->owner, tile);
+    const uint64_t key = tile_key(bucket.value->owner, tile);
     // Somebody may have read N's moments meanwhile.
-    if (const auto cached = job.cached_tiles.find(key); cached != job.cached_tiles.end()) {
-      job.memory->private_side().free(cached->second);
-      job.cached_tiles.erase(cached);
-    }
-    if (made.private_offset_bytes) job.cached_tiles[key] = *made.private_offset_bytes;
+    if (const auto cached = job.tiles.take(key)) job.memory->private_side().free(*cached);
+    if (made.private_offset_bytes) job.tiles.put(key, *made.private_offset_bytes);
     ++job.counters.early_tiles_adopted;
   }
   MEMD_FAILPOINT("early.adopted");

@@ -608,52 +608,19 @@ std::string Job::describe_holders() const {
 }
 
 void Job::drop_cached_tiles(const Bucket& bucket) {
-  for (size_t tile = 0; tile < bucket.tile_count(); ++tile) {
-    const uint64_t key = tile_key(bucket.value->owner, tile);
-    MEMD_CHECK(!dirty_tiles.contains(key));
-    const auto found = cached_tiles.find(key);
-    if (found == cached_tiles.end()) continue;
-    memory->private_side().free(found->second);
-    cached_tiles.erase(found);
-  }
+  for (size_t tile = 0; tile < bucket.tile_count(); ++tile)
+    tiles.drop(tile_key(bucket.value->owner, tile), memory->private_side());
 }
 
 bool Job::has_dirty_tile(const Bucket& bucket) const {
-  if (dirty_tiles.empty()) return false;
-  for (size_t tile = 0; tile < bucket.tile_count(); ++tile) {
-    if (dirty_tiles.contains(tile_key(bucket.value->owner, tile))) return true;
-  }
-  return false;
+  return tiles.has_dirty(bucket.value->owner, bucket.tile_count());
 }
 
 void Job::drop_clean_tiles() {
-  for (auto it = cached_tiles.begin(); it != cached_tiles.end();) {
-    if (dirty_tiles.contains(it->first)) {
-      ++it;
-      continue;
-    }
-    memory->private_side().free(it->second);
-    it = cached_tiles.erase(it);
+  Arena& side = memory->private_side();
+  tiles.drop_clean(side);
+  while (early.drop_memory(side)) {
   }
-  while (drop_early_memory()) {
-  }
-}
-
-bool Job::drop_early_memory() {
-  for (const auto& [bucket, made] : early.by_bucket) {
-    for (auto& tile : made->tiles) {
-      if (!tile || !tile->private_offset_bytes) continue;
-      memory->private_side().free(*std::exchange(tile->private_offset_bytes, std::nullopt));
-      return true;
-    }
-  }
-  return false;
-}
-
-void Job::drop_all_cached_tiles() {
-  for (const auto& [key, offset_bytes] : cached_tiles) memory->private_side().free(offset_bytes);
-  cached_tiles.clear();
-  dirty_tiles.clear();
 }
 
 void Job::remove(uint32_t shard_id, ExtentStore& extents) {

@@ -29,7 +29,7 @@
 #include "store/space/job_space.h"
 #include "store/space/lost_shards.h"
 #include "store/state/early_bucket.h"
-#include "store/state/tile_words.h"
+#include "store/state/private_tiles.h"
 #include "store/statistics.h"
 
 namespace memd {
@@ -249,7 +249,7 @@ class Job {
                  size_t tile,
                  uint64_t step,
                  std::optional<uint64_t> piece_next = std::nullopt);
-  /// Its record in `tile_words`, where there are any; without room the ledger is given up.
+  /// Its record in TileWords, where there are any; without room the ledger is given up.
   std::optional<uint32_t> tile_record(uint64_t key);
   /// All of it, where the ledger is new, or was adopted and the job stands as it will go on.
   void note_shards();
@@ -311,19 +311,11 @@ class Job {
   void drop_cached_tiles(const Bucket& bucket);
   /// Those that are clean, and those that were made for a step to come.
   void drop_clean_tiles();
-  /// All, with what is in memory alone: at the end of the job, or where it goes back to the disk.
-  void drop_all_cached_tiles();
-  /// The memory of a tile that was made for a step to come, which is on disk; false: of none.
-  bool drop_early_memory();
   bool has_dirty_tile(const Bucket& bucket) const;
   bool is_tile_dirty(const Entry& entry, size_t tile) const {
-    return entry.kind == EntryKind::parameter && dirty_tiles.contains(tile_key(entry.owner, tile));
+    return entry.kind == EntryKind::parameter && tiles.is_dirty(tile_key(entry.owner, tile));
   }
   void drop_gradient(Bucket& bucket, ExtentStore& extents);
-
-  uint64_t tile_key(uint32_t bucket, uint64_t tile) const {
-    return (uint64_t{bucket} << 32) | tile;
-  }
 
   const uint64_t job_id;
   const std::string name;
@@ -359,8 +351,6 @@ class Job {
   /// Nothing where nobody keeps descriptors, or before there is memory. `memory` tells it of
   /// segments, and so goes first.
   std::unique_ptr<Ledger> ledger;
-  /// Where there is a ledger, of a job that ever had commits in memory.
-  std::unique_ptr<TileWords> tile_words;
   /// Nothing before the first session attaches: an idle job holds disk only.
   std::unique_ptr<JobMemory> memory;
   FarthestNextUse policy;
@@ -380,22 +370,7 @@ class Job {
   uint64_t counted_moved_bytes = 0;
   PinIndexes pin_indexes;
   std::list<std::unique_ptr<Slot>> retired;
-  /// Tiles of private state that stayed in memory: offset in the private side.
-  std::unordered_map<uint64_t, uint64_t> cached_tiles;
-  /// Those whose newest bytes are in memory alone, also while a task works on them. Of all others
-  /// the same bytes are on disk. Only durability "every:k" and "none" make them.
-  std::unordered_set<uint64_t> dirty_tiles;
-  /// What of a closed step an earlier daemon had done, of a tile: the elements before this one, or
-  /// all of them. The step that finishes it empties this.
-  struct MadeTile {
-    uint64_t element_first = 0;
-    bool is_whole = false;
-    std::optional<uint32_t> scratch;  // in tile_words
-  };
-  std::unordered_map<uint64_t, MadeTile> made_tiles;
-  /// Of a tile that an earlier daemon left half updated: the first piece that is not.
-  std::optional<uint64_t> half_made_piece(uint64_t key) const;
-
+  PrivateTiles tiles;
   EarlyBuckets early;
   /// Where its value as of the step to come is, if anywhere.
   const Slot* early_slot(const Entry& entry) const;

@@ -56,17 +56,11 @@ void Job::note_rest_extent(const Bucket& bucket, size_t tile) {
 }
 
 std::optional<uint32_t> Job::tile_record(uint64_t key) {
-  if (tile_words == nullptr) return std::nullopt;
-  const auto record = tile_words->record_of(key);
+  if (tiles.words() == nullptr) return std::nullopt;
+  const auto record = tiles.words()->record_of(key);
   // The job would be wrong without it: the next daemon starts it from disk.
   if (!record) ledger->give_up();
   return record;
-}
-
-std::optional<uint64_t> Job::half_made_piece(uint64_t key) const {
-  const auto made = made_tiles.find(key);
-  if (made == made_tiles.end() || made->second.is_whole) return std::nullopt;
-  return made->second.element_first / kPieceElements;
 }
 
 void Job::note_tile(const Bucket& bucket,
@@ -76,13 +70,13 @@ void Job::note_tile(const Bucket& bucket,
   if (space.is_updating()) return;
   const auto record = tile_record(tile_key(bucket.value->owner, tile));
   if (!record) return;
-  tile_words->publish(*record,
-                      {.step = step,
-                       .private_offset_bytes = std::nullopt,
-                       .value = bucket.value->replicas[tile].extent(),
-                       .rest = bucket.rest[tile].extent()},
-                      ledger->base(),
-                      piece_next);
+  tiles.words()->publish(*record,
+                         {.step = step,
+                          .private_offset_bytes = std::nullopt,
+                          .value = bucket.value->replicas[tile].extent(),
+                          .rest = bucket.rest[tile].extent()},
+                         ledger->base(),
+                         piece_next);
 }
 
 void Job::note_shards() {

@@ -451,7 +451,7 @@ bool ShardStore::shrink_private(Job& job, bool may_flush) {
   // Tiles lie anywhere: those that are dirty may lie in the last segment, whatever else is free.
   job.drop_clean_tiles();
   if (job.memory->shrink_private()) return true;
-  if (may_flush && !job.dirty_tiles.empty()) ask_for_flush(job, std::nullopt);
+  if (may_flush && job.tiles.has_dirty()) ask_for_flush(job, std::nullopt);
   return false;
 }
 

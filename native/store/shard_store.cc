@@ -65,7 +65,7 @@ ShardStore::~ShardStore() {
 
 void ShardStore::free_slots(Job& job) {
   if (job.memory == nullptr) return;
-  job.drop_all_cached_tiles();
+  job.tiles.drop_all(job.memory->private_side());
   job.withdraw_all();
   for (Entry* const entry : job.entries) {
     if (entry == nullptr) continue;
@@ -149,7 +149,7 @@ Status ShardStore::give_memory(Job& job) {
   auto memory = JobMemory::create(segments, segment_bytes, io_, job.ledger.get());
   if (!memory.is_ok()) {
     job.ledger.reset();
-    job.tile_words.reset();
+    job.tiles.set_words(nullptr);
     for (Segment& segment : segments) add_to_pool(std::move(segment));
     return memory.status();
   }
@@ -274,7 +274,7 @@ void ShardStore::return_to_disk(Job& job) {
       extents_.release(extent);
     }
   }
-  job.drop_all_cached_tiles();
+  job.tiles.drop_all(job.memory->private_side());
   job.withdraw_all();
   for (Entry* const entry : job.entries) {
     if (entry == nullptr) continue;

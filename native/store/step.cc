@@ -378,7 +378,7 @@ void ShardStore::start_step(const std::shared_ptr<StepState>& state) {
     const Job& job = *state->job;
     // What an earlier daemon began to update can only be finished, and that daemon had written back
     // what was dirty. What was written since then is of the next commit, whoever still writes it.
-    const bool is_begun = !job.made_tiles.empty();
+    const bool is_begun = job.tiles.has_made();
     Status status = check_start(*state);
     if (status.is_ok() && !is_begun) status = check_writers(job);
     if (status.is_ok()) status = check_staged(*state->job, state->request);
@@ -441,11 +441,12 @@ void ShardStore::take_early(StepState& state) {
 // everything that is cached or stays is displaced by somebody else's need of memory.
 Status ShardStore::promise_space(const StepState& state) {
   Job& job = *state.job;
-  const bool is_begun = !job.made_tiles.empty();
-  std::set<uint64_t> keys(job.dirty_tiles.begin(), job.dirty_tiles.end());
+  const bool is_begun = job.tiles.has_made();
+  const std::vector<uint64_t> dirty_keys = job.tiles.dirty_keys();
+  std::set<uint64_t> keys(dirty_keys.begin(), dirty_keys.end());
   for (const uint32_t index : state.buckets) {
     for (size_t tile = 0; tile < job.buckets[index].tile_count(); ++tile)
-      keys.insert(job.tile_key(index, tile));
+      keys.insert(tile_key(index, tile));
   }
   uint64_t needed_bytes = 0;
   uint64_t replaced_count = 0;
@@ -456,7 +457,7 @@ Status ShardStore::promise_space(const StepState& state) {
     // It has its new extents already.
     const auto early = state.early.find(static_cast<uint32_t>(key >> 32));
     if (early != state.early.end() && early->second->tiles[tile]) continue;
-    bool is_replaced = job.dirty_tiles.contains(key);
+    bool is_replaced = job.tiles.is_dirty(key);
     const auto need = [&](const Replica& replica, uint64_t bytes) {
       const bool is_own = replica.exists() && !replica.referenced;
       is_replaced = is_replaced || is_own;
@@ -714,7 +715,7 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
   const auto find_slot = [this, state, &value] { make_slot_for_update(*state, value); };
   const bool is_unpublished = !in_place && !is_in_shadow && !is_away;
   // Tiles that are made already do not start.
-  const bool is_begun = !job.made_tiles.empty() ||
+  const bool is_begun = job.tiles.has_made() ||
                         std::find(made_early.begin(), made_early.end(), true) != made_early.end();
   if (is_unpublished && is_begun) find_slot();
 
@@ -725,8 +726,8 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
     task.index = tile;
     task.bucket = &bucket;
     task.reads_value = true;
-    const auto made = job.made_tiles.find(job.tile_key(value.owner, tile));
-    const bool is_whole = made != job.made_tiles.end() && made->second.is_whole;
+    const MadeTile* const made = job.tiles.made(tile_key(value.owner, tile));
+    const bool is_whole = made != nullptr && made->is_whole;
     if (is_whole || made_early[tile]) {
       // It was done before, by an earlier daemon or early; what is left is to publish it.
       if (value.slot == nullptr || (made_early[tile] && is_in_shadow)) continue;
@@ -757,7 +758,7 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
     task.report = state->report;
     task.done = join->branch();
     // Whoever makes room for others would write out what is half of one step.
-    const bool is_half_made = made != job.made_tiles.end();
+    const bool is_half_made = made != nullptr;
     is_half_made ? tiles_.submit_first(std::move(task)) : tiles_.submit(std::move(task));
   }
 }

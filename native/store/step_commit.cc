@@ -34,7 +34,7 @@ std::string way_on(const Job& job) {
 void ShardStore::finish_updates(const std::shared_ptr<StepState>& state, const Status& status) {
   MEMD_FAILPOINT("update.finished");
   if (status.is_ok()) return state->in_memory ? commit_in_memory(state) : commit_step(state);
-  if ((state->in_memory && state->updating) || !state->job->made_tiles.empty()) {
+  if ((state->in_memory && state->updating) || state->job->tiles.has_made()) {
     Job& job = *state->job;
     // Memory is between two steps: no daemon goes on with it.
     if (job.ledger != nullptr) job.ledger->give_up();
@@ -130,7 +130,7 @@ void ShardStore::publish_values(const StepState& state) {
 
 void ShardStore::commit_step(const std::shared_ptr<StepState>& state) {
   Job& job = *state->job;
-  if (!state->is_step && !job.changed && job.dirty_tiles.empty() &&
+  if (!state->is_step && !job.changed && !job.tiles.has_dirty() &&
       state->report->written_bytes == 0) {
     let_go_of_entries(*state);
     return finish_step(state, Status::ok());
@@ -211,7 +211,7 @@ void ShardStore::commit_in_memory(const std::shared_ptr<StepState>& state) {
   // With this record the step is committed.
   remember(job);
   MEMD_FAILPOINT("ledger.memory_commit_recorded");
-  job.made_tiles.clear();
+  job.tiles.clear_made();
   publish_step(state);
   // The step is made, whatever becomes of the disk.
   const auto session = sessions_.find(state->request.session_id);
@@ -241,7 +241,7 @@ void ShardStore::commit_in_memory(const std::shared_ptr<StepState>& state) {
 
 void ShardStore::remember(Job& job) {
   // A record of commits in memory may be there although the next ones go to disk.
-  if (job.ledger == nullptr || job.tile_words == nullptr) return;
+  if (job.ledger == nullptr || job.tiles.words() == nullptr) return;
   // The record of before still holds: what it names is free after the next commit, which ends it.
   if (job.space.is_updating()) return;
   // It is the last commit's, also while a step that is not committed yet is under way.

@@ -52,7 +52,7 @@ struct TileTasks::Running {
     const bool has_gradient = gradient_copy != nullptr;
     return bytes.value_bytes + bytes.rest_bytes + (has_gradient ? gradient_bytes : 0);
   }
-  uint64_t key() const { return task.job->tile_key(task.entry->owner, task.index); }
+  uint64_t key() const { return tile_key(task.entry->owner, task.index); }
   ExtentRecord value_source() const { return task.entry->replicas[task.index].extent(); }
   ExtentRecord rest_source() const { return task.bucket->rest[task.index].extent(); }
   ExtentRecord gradient_source() const { return task.gradient->replicas[task.index].extent(); }
@@ -70,12 +70,12 @@ void TileTasks::submit(TileTask task) {
   queues_[job].waiting.push_back(std::move(task));
 }
 
-TileTask TileTasks::flush_task(Job& job, uint64_t tile_key) {
+TileTask TileTasks::flush_task(Job& job, uint64_t key) {
   TileTask task;
   task.job = &job;
-  task.bucket = &job.buckets[tile_key >> 32];
+  task.bucket = &job.buckets[bucket_of(key)];
   task.entry = task.bucket->value;
-  task.index = static_cast<uint32_t>(tile_key);
+  task.index = tile_of(key);
   task.reads_value = true;
   task.writes_value = true;
   task.reads_rest = true;
@@ -85,10 +85,10 @@ TileTask TileTasks::flush_task(Job& job, uint64_t tile_key) {
 }
 
 void TileTasks::submit_flush(Job& job,
-                             uint64_t tile_key,
+                             uint64_t key,
                              const std::shared_ptr<StepReport>& report,
                              Done done) {
-  TileTask task = flush_task(job, tile_key);
+  TileTask task = flush_task(job, key);
   task.report = report;
   task.done = std::move(done);
   submit(std::move(task));
@@ -102,16 +102,8 @@ void TileTasks::submit_first(TileTask task) {
 }
 
 void TileTasks::make_room(Job& job) {
-  MEMD_CHECK(!job.dirty_tiles.empty());
-  // Those that an earlier daemon left half updated need no more memory than they have, and come
-  // first: with them alone in the way, what is written says how far they are.
-  const auto whole =
-      std::find_if(job.dirty_tiles.begin(), job.dirty_tiles.end(), [&](uint64_t key) {
-        return !job.half_made_piece(key).has_value();
-      });
-  const uint64_t tile_key = whole == job.dirty_tiles.end() ? *job.dirty_tiles.begin() : *whole;
-  // A tile in memory needs no more of it: this one starts now, before whoever waits.
-  TileTask task = flush_task(job, tile_key);
+  // A tile in memory needs no more of it: this one starts now, before those that wait.
+  TileTask task = flush_task(job, job.tiles.next_to_flush());
   task.report = std::make_shared<StepReport>();
   task.done = [this, &job](const Status& status) {
     if (status.is_ok()) return;
@@ -157,14 +149,8 @@ std::optional<uint64_t> TileTasks::allocate_private(Job& job, uint64_t bytes) {
   for (;;) {
     if (const auto offset_bytes = side.allocate(bytes)) return offset_bytes;
     if (job.memory->grow_private()) continue;
-    if (job.drop_early_memory()) continue;
-    const auto clean =
-        std::find_if(job.cached_tiles.begin(), job.cached_tiles.end(), [&](const auto& tile) {
-          return !job.dirty_tiles.contains(tile.first);
-        });
-    if (clean == job.cached_tiles.end()) return std::nullopt;
-    side.free(clean->second);
-    job.cached_tiles.erase(clean);
+    if (job.early.drop_memory(side)) continue;
+    if (!job.tiles.drop_any_clean(side)) return std::nullopt;
   }
 }
 
@@ -196,20 +182,19 @@ bool TileTasks::try_start(TileTask& task) {
 
   Arena& side = job.memory->private_side();
   if (bytes.rest_bytes > 0) {
-    const uint64_t key = job.tile_key(task.entry->owner, task.index);
-    const auto cached = job.cached_tiles.find(key);
-    const bool dirty = job.dirty_tiles.contains(key);
+    const uint64_t key = tile_key(task.entry->owner, task.index);
+    const auto cached = job.tiles.take(key);
+    const bool dirty = job.tiles.is_dirty(key);
     // Another task works on it; the disk has older bytes.
-    if (dirty && cached == job.cached_tiles.end()) return false;
-    if (cached != job.cached_tiles.end()) {
+    if (dirty && !cached) return false;
+    if (cached) {
       running->in_memory = true;
-      running->offset_bytes = cached->second;
-      job.cached_tiles.erase(cached);
+      running->offset_bytes = *cached;
     }
     if (running->in_memory && gradient_spilled) {
       running->gradient_offset_bytes = allocate_private(job, running->gradient_bytes);
       if (!running->gradient_offset_bytes && dirty) {
-        job.cached_tiles[key] = running->offset_bytes;
+        job.tiles.put(key, running->offset_bytes);
         return false;
       }
       if (!running->gradient_offset_bytes) {
@@ -296,23 +281,22 @@ void TileTasks::load(const std::shared_ptr<Running>& running) {
 void TileTasks::prepare_words(const std::shared_ptr<Running>& running) {
   Job& job = *running->task.job;
   const uint64_t key = running->key();
-  const auto made = job.made_tiles.find(key);
-  if (made != job.made_tiles.end()) {
-    running->bytes.element_first = made->second.element_first;
+  if (const MadeTile* const made = job.tiles.made(key)) {
+    running->bytes.element_first = made->element_first;
     // Once: a tile that is read again has it already.
-    if (made->second.scratch) running->scratch = std::exchange(made->second.scratch, std::nullopt);
+    if (const auto scratch = job.tiles.take_made_scratch(key)) running->scratch = scratch;
   }
   running->record = job.tile_record(key);
-  const bool is_only_copy = running->in_memory && job.dirty_tiles.contains(key);
+  const bool is_only_copy = running->in_memory && job.tiles.is_dirty(key);
   if (!running->record || !is_only_copy || running->bytes.begin_piece) return;
-  if (!running->scratch) running->scratch = job.tile_words->take_scratch();
+  if (!running->scratch) running->scratch = job.tiles.words()->take_scratch();
   MEMD_CHECK(running->scratch.has_value());  // there are more than tiles in flight
   const TileArrays tile{.dtype = running->task.bucket->dtype,
                         .elements = running->bytes.elements,
                         .value = running->bytes.value,
                         .rest = running->bytes.rest};
   running->bytes.begin_piece =
-      [words = job.tile_words.get(), record = *running->record, scratch = *running->scratch, tile](
+      [words = job.tiles.words(), record = *running->record, scratch = *running->scratch, tile](
           uint64_t piece) { words->begin_piece(record, tile, piece, scratch); };
 }
 
@@ -400,7 +384,7 @@ void TileTasks::work(const std::shared_ptr<Running>& running) {
           MEMD_FAILPOINT("tile.before_update");
           its.work(running->bytes);
           if (state.private_offset_bytes)
-            its.job->tile_words->publish(*running->record, state, its.job->ledger->base());
+            its.job->tiles.words()->publish(*running->record, state, its.job->ledger->base());
           MEMD_FAILPOINT("tile.before_checksums");
           if (running->writes_value()) {
             running->value_extent.checksum =
@@ -494,7 +478,7 @@ void TileTasks::write(const std::shared_ptr<Running>& running) {
 void TileTasks::tell_ledger(const Running& running) {
   const TileTask& task = running.task;
   Job& job = *task.job;
-  if (job.tile_words == nullptr || task.entry->kind != EntryKind::parameter) {
+  if (job.tiles.words() == nullptr || task.entry->kind != EntryKind::parameter) {
     // The rest first: written back again, the same parameter gives the same rest.
     if (running.writes_rest()) job.note_rest_extent(*task.bucket, task.index);
     if (running.writes_value()) job.note_value_extent(*task.entry, task.index);
@@ -502,18 +486,18 @@ void TileTasks::tell_ledger(const Running& running) {
   }
   if (!running.writes_value() && !running.writes_rest()) return;
   // One store says both. A tile that is only written out stays at its step.
-  const bool was_dirty = task.bucket != nullptr && job.dirty_tiles.contains(running.key());
+  const bool was_dirty = task.bucket != nullptr && job.tiles.is_dirty(running.key());
   const auto record = was_dirty ? job.tile_record(running.key()) : std::nullopt;
   uint64_t step = job.committed_step;
   if (task.may_stay) {
     ++step;
   } else if (record) {
-    step = job.tile_words->step_of(*record);
+    step = job.tiles.words()->step_of(*record);
   }
   job.note_tile(job.buckets[task.entry->owner],
                 task.index,
                 step,
-                task.may_stay ? std::nullopt : job.half_made_piece(running.key()));
+                task.may_stay ? std::nullopt : job.tiles.half_made_piece(running.key()));
 }
 
 void TileTasks::finish(const std::shared_ptr<Running>& running, const Status& status) {
@@ -534,7 +518,7 @@ void TileTasks::finish(const std::shared_ptr<Running>& running, const Status& st
   if (running->writes_value()) settle(running->value_extent, task.entry->replicas[task.index]);
   if (running->writes_rest()) settle(running->rest_extent, task.bucket->rest[task.index]);
 
-  if (running->scratch) job.tile_words->give_back_scratch(*running->scratch);
+  if (running->scratch) job.tiles.words()->give_back_scratch(*running->scratch);
   // Of what is early no daemon after this one knows.
   const bool is_early = task.keep != nullptr;
   if (status.is_ok() && !is_early) tell_ledger(*running);
@@ -544,10 +528,10 @@ void TileTasks::finish(const std::shared_ptr<Running>& running, const Status& st
   if (running->gradient_offset_bytes) side.free(*running->gradient_offset_bytes);
   const uint64_t key = running->key();
   if (task.bucket != nullptr && status.is_ok() && !is_early) {
-    if (running->stays) job.dirty_tiles.insert(key);
-    if (running->writes_value() && running->writes_rest()) job.dirty_tiles.erase(key);
+    if (running->stays) job.tiles.set_dirty(key);
+    if (running->writes_value() && running->writes_rest()) job.tiles.set_clean(key);
   }
-  const bool dirty = task.bucket != nullptr && job.dirty_tiles.contains(key);
+  const bool dirty = task.bucket != nullptr && job.tiles.is_dirty(key);
   if (is_early) {
     std::optional<uint64_t> stays_at;
     if (keeps) stays_at = running->offset_bytes;
@@ -558,7 +542,9 @@ void TileTasks::finish(const std::shared_ptr<Running>& running, const Status& st
                  .private_offset_bytes = stays_at});
     }
   } else if (dirty || keeps) {
-    job.cached_tiles[key] = running->offset_bytes;
+    // Two tasks may have read one clean tile.
+    if (!dirty) job.tiles.drop(key, side);
+    job.tiles.put(key, running->offset_bytes);
   } else {
     side.free(running->offset_bytes);
   }

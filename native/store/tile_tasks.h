@@ -85,10 +85,7 @@ class TileTasks {
   /// Before those that were submitted and did not start.
   void submit_first(TileTask task);
   /// Writes a tile whose newest bytes are in memory alone; it is clean afterwards.
-  void submit_flush(Job& job,
-                    uint64_t tile_key,
-                    const std::shared_ptr<StepReport>& report,
-                    Done done);
+  void submit_flush(Job& job, uint64_t key, const std::shared_ptr<StepReport>& report, Done done);
   /// Starts what can start.
   void advance();
   void forget(Job* job) { queues_.erase(job); }
@@ -103,7 +100,7 @@ class TileTasks {
     uint64_t running_bytes = 0;  // of the private side; of tiles that are to stay none
   };
 
-  static TileTask flush_task(Job& job, uint64_t tile_key);
+  static TileTask flush_task(Job& job, uint64_t key);
   void make_room(Job& job);
   bool has_room_to_stay(const Running& running);
   bool try_start(TileTask& task);

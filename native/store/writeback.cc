@@ -91,10 +91,9 @@ void ShardStore::flush_tiles(Job& job,
                              const std::shared_ptr<StepReport>& report,
                              Done done) {
   std::vector<uint64_t> keys;
-  for (const uint64_t key : job.dirty_tiles) {
-    if (only == nullptr || &job.buckets[key >> 32] == only) keys.push_back(key);
+  for (const uint64_t key : job.tiles.dirty_keys()) {
+    if (only == nullptr || &job.buckets[bucket_of(key)] == only) keys.push_back(key);
   }
-  std::sort(keys.begin(), keys.end());
   auto join = Join::start(std::move(done));
   for (const uint64_t key : keys) tiles_.submit_flush(job, key, report, join->branch());
   join->finish(Status::ok());

@@ -169,7 +169,7 @@ TEST_F(CommitTest, what_the_durable_catalogue_names_is_never_written) {
     if (step == 3) {
       heart.faults().add_fault(
           {.io_kind = IoKind::read, .skip_count = 2, .count = 1000, .error_number = EAGAIN});
-      heart.job(session).drop_all_cached_tiles();
+      heart.job(session).tiles.drop_all(heart.job(session).memory->private_side());
       EXPECT_FALSE(heart.step(request).first.is_ok());
       heart.faults().clear_faults();
     }

@@ -181,11 +181,11 @@ TEST(DurabilityRoom, a_dirty_tile_in_the_last_segment_is_written_before_the_aren
   const auto tail = heart.read<float>(session, ids[1]);
   Job& job = heart.job(session);
   Arena& side = job.memory->private_side();
-  ASSERT_EQ(job.cached_tiles.size(), 3U);
-  ASSERT_EQ(job.dirty_tiles, std::unordered_set<uint64_t>{job.tile_key(1, 0)});
+  ASSERT_EQ(job.tiles.count(), 3U);
+  ASSERT_EQ(job.tiles.dirty_keys(), std::vector<uint64_t>{tile_key(1, 0)});
   ASSERT_GT(side.capacity_bytes(), job.memory->private_floor_bytes());
   // Clean tiles free more than a segment in front of the dirty one, and nothing behind it.
-  ASSERT_GT(job.cached_tiles.at(job.tile_key(1, 0)), 4_MiB);
+  ASSERT_GT(*job.tiles.offset_of(tile_key(1, 0)), 4_MiB);
   ASSERT_LT(side.tail_free_bytes(), kSegmentBytes);
 
   const auto blobs = heart.declare(session, {bytes_shard("a", 13_MiB), bytes_shard("b", 3_MiB)});
@@ -193,7 +193,7 @@ TEST(DurabilityRoom, a_dirty_tile_in_the_last_segment_is_written_before_the_aren
   const Held b = heart.lease(session, blobs[1], LeaseMode::overwrite);
   EXPECT_TRUE(a.is_ok()) << a.status.message();
   EXPECT_TRUE(b.is_ok()) << b.status.message();
-  EXPECT_TRUE(job.dirty_tiles.empty());
+  EXPECT_FALSE(job.tiles.has_dirty());
   EXPECT_EQ(side.capacity_bytes(), job.memory->private_floor_bytes());
   heart.release(a);
   heart.release(b);
@@ -251,7 +251,7 @@ TEST_P(DurabilityTest, a_power_cut_leaves_the_last_commit_on_disk) {
         on_disk = training.twins;
       }
       EXPECT_EQ(report.durable_step, chosen.is_none() ? 0 : durable_step);
-      const uint64_t dirty = training.job().dirty_tiles.size();
+      const uint64_t dirty = training.job().tiles.dirty_keys().size();
       const bool on_disk_now = durable_step == step || !chosen.is_in_memory();
       const bool some = GetParam().staying == 1 && !on_disk_now;
       if (some) {
@@ -300,7 +300,7 @@ TEST_P(DurabilityTest, a_sync_puts_every_step_on_disk) {
     for (int step = 0; step < 2; ++step) ASSERT_TRUE(training.step().first.is_ok());
     ASSERT_TRUE(heart.sync(training.session()).is_ok());
     EXPECT_EQ(training.job().durable_step, 2U);
-    EXPECT_TRUE(training.job().dirty_tiles.empty());
+    EXPECT_FALSE(training.job().tiles.has_dirty());
     ASSERT_TRUE(training.step().first.is_ok());
     training.expect_equal();
     ASSERT_TRUE(heart.sync(training.session()).is_ok());

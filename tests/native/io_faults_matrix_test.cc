@@ -346,7 +346,7 @@ class IoFaultsMatrix : public ::testing::TestWithParam<Case> {
       if (is_first) return states_.push_back(found.state.value());
       const bool in_memory = setting.durable(committed) != committed;
       EXPECT_EQ(found.was_not_drained, in_memory && setting.is_none()) << setting.name;
-      EXPECT_EQ(!life.heart().job(life.session()).dirty_tiles.empty(),
+      EXPECT_EQ(life.heart().job(life.session()).tiles.has_dirty(),
                 in_memory && setting.spare_segments > 0)
           << setting.name << " after commit " << committed;
       if (setting.durable(committed) == committed) {

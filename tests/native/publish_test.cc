@@ -37,7 +37,7 @@ class PublishTest : public ::testing::Test {
     ASSERT_TRUE(heart_->step(request(1)).first.is_ok());
     step_twins(10);
     for (int i : {0, 1}) old_.push_back(twins_[i].theta);
-    job().drop_all_cached_tiles();
+    job().tiles.drop_all(job().memory->private_side());
     put_gradients(20);
     step_twins(20);
   }

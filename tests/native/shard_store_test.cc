@@ -601,7 +601,7 @@ TEST_F(StepTest, an_error_in_the_middle_leaves_the_job_at_n_and_a_second_try_suc
     heart.write(session_, ids_[6], pattern(3_MiB, 60));
     heart.touch(session_, ids_[7]);
     put_gradients(heart, 20);
-    heart.job(session_).drop_all_cached_tiles();
+    heart.job(session_).tiles.drop_all(heart.job(session_).memory->private_side());
     heart.faults().add_fault(each.fault);
     const auto [status, report] = heart.step(request());
     EXPECT_EQ(status.code(), each.code) << status.message();
@@ -627,7 +627,7 @@ TEST_F(StepTest, what_is_read_well_at_the_second_attempt_fails_nothing) {
     for (const uint32_t skip_count : {0U, 2U, 5U}) {
       const uint32_t seed = 10 * static_cast<uint32_t>(kind) + skip_count;
       put_gradients(heart, seed);
-      heart.job(session_).drop_all_cached_tiles();
+      heart.job(session_).tiles.drop_all(heart.job(session_).memory->private_side());
       heart.faults().add_fault({.kind = kind, .io_kind = IoKind::read, .skip_count = skip_count});
       const auto [status, report] = heart.step(request());
       ASSERT_TRUE(status.is_ok()) << status.message();
@@ -657,7 +657,7 @@ TEST_F(StepTest, a_job_that_lost_a_shard_stays_at_n_and_what_is_whole_can_be_sav
     step_twins(10);
     put_gradients(heart, 20);
     Job& job = heart.job(session_);
-    job.drop_all_cached_tiles();
+    job.tiles.drop_all(job.memory->private_side());
     // The moments of the large shard's second tile.
     const Bucket& bucket = job.buckets[job.shards[ids_[1]].bucket];
     MemoryFault fault = each.fault;

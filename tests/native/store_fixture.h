@@ -407,11 +407,10 @@ inline void expect_all_bytes_held(Job& job) {
   }
   EXPECT_EQ(job.memory->arena().used_bytes(), slot_bytes);
   uint64_t tile_bytes = 0;
-  for (const auto& [key, offset_bytes] : job.cached_tiles) {
-    const Bucket& bucket = job.buckets[key >> 32];
-    const auto tile = static_cast<uint32_t>(key);
-    tile_bytes += bucket.value->replica_bytes(tile) + bucket.rest_bytes(tile);
-  }
+  job.tiles.for_each([&](uint64_t key, uint64_t) {
+    const Bucket& bucket = job.buckets[bucket_of(key)];
+    tile_bytes += bucket.value->replica_bytes(tile_of(key)) + bucket.rest_bytes(tile_of(key));
+  });
   EXPECT_EQ(job.memory->private_side().used_bytes(), tile_bytes);
 }
 

@@ -8,8 +8,10 @@
 #include <optional>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
+#include "arena/arena.h"
 #include "optim/adam.h"
 #include "store/cache/entry.h"
 #include "store/format/extent_record.h"
@@ -56,6 +58,18 @@ struct EarlyBuckets {
   std::unordered_set<uint32_t> final_shards;
   std::unordered_map<uint32_t, uint32_t> final_counts;  // of them, by bucket
   uint32_t running_count = 0;                           // tiles
+
+  /// Frees the memory of one tile that is on disk as well; false: there is none.
+  bool drop_memory(Arena& side) {
+    for (const auto& [bucket, made] : by_bucket) {
+      for (auto& tile : made->tiles) {
+        if (!tile || !tile->private_offset_bytes) continue;
+        side.free(*std::exchange(tile->private_offset_bytes, std::nullopt));
+        return true;
+      }
+    }
+    return false;
+  }
 };
 
 }  // namespace memd

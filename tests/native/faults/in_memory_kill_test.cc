@@ -382,7 +382,7 @@ TEST_P(InMemoryKillTest, a_tile_whose_gradient_is_read_again_gives_its_scratch_p
   for (const uint64_t each : taken) job.memory->private_side().free(each);
   EXPECT_EQ(heart_->faults().fault_hit_count(), 1U);
   int free_count = 0;
-  while (job.tile_words->take_scratch()) ++free_count;
+  while (job.tiles.words()->take_scratch()) ++free_count;
   EXPECT_EQ(free_count, 16);
 }
 

@@ -85,7 +85,7 @@ void a_failed_step_leaves_everything_as_it_was() {
     const uint64_t session = bench.attach();
     StepRequest request = backward(*bench.daemon, session, false);
     request.staged_buffers.clear();
-    bench.daemon->job(session).drop_all_cached_tiles();
+    bench.daemon->job(session).tiles.drop_all(bench.daemon->job(session).memory->private_side());
     bench.faults->add_fault(
         {.io_kind = IoKind::read, .skip_count = skipped, .count = 1000, .error_number = EAGAIN});
     const Status status = bench.daemon->step(request);
@@ -214,7 +214,7 @@ void damage(const std::function<void(std::span<std::byte>, const ExtentRecord&)>
       continue;
     }
     const uint64_t session = bench.attach();
-    bench.daemon->job(session).drop_all_cached_tiles();
+    bench.daemon->job(session).tiles.drop_all(bench.daemon->job(session).memory->private_side());
     const Job& job = bench.daemon->job(session);
     bool of_tile = false;
     for (const Bucket& bucket : job.buckets) {

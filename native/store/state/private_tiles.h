@@ -1,0 +1,95 @@
+// Which tiles of a job's private state are in memory, and which of them have their only copy there.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "arena/arena.h"
+#include "store/state/tile_words.h"
+
+namespace memd {
+
+/// Names a tile within its job; stored in TileWords.
+constexpr uint64_t tile_key(uint32_t bucket, uint64_t tile) {
+  return (uint64_t{bucket} << 32) | tile;
+}
+constexpr uint32_t bucket_of(uint64_t key) { return static_cast<uint32_t>(key >> 32); }
+constexpr uint32_t tile_of(uint64_t key) { return static_cast<uint32_t>(key); }
+
+/// How far an earlier daemon had updated one tile to a closed step: all of it, or the elements
+/// before `element_first`.
+struct MadeTile {
+  uint64_t element_first = 0;
+  bool is_whole = false;
+  std::optional<uint32_t> scratch;  // in TileWords
+};
+
+/// Value and rest of a tile lie in one piece of the private side. The unit is a tile. Owned by its
+/// Job; the server thread calls everything; nothing blocks.
+///
+/// absent → cached (clean or dirty) → taken by a task → cached or absent. A task that works on a
+/// tile has taken it out. A tile stays dirty while it is taken: only durability "every:k" and
+/// "none" make dirty tiles, and a clean tile's bytes are on disk as well.
+class PrivateTiles {
+ public:
+  bool contains(uint64_t key) const { return cached_.contains(key); }
+  size_t count() const { return cached_.size(); }
+  /// Offset in the private side.
+  std::optional<uint64_t> offset_of(uint64_t key) const;
+  template <typename Visit>
+  void for_each(const Visit& visit) const {
+    for (const auto& [key, offset_bytes] : cached_) visit(key, offset_bytes);
+  }
+
+  bool is_dirty(uint64_t key) const { return dirty_.contains(key); }
+  bool has_dirty() const { return !dirty_.empty(); }
+  /// Of tiles `tile_key(bucket, 0)` to `tile_count`.
+  bool has_dirty(uint32_t bucket, size_t tile_count) const;
+  /// Ascending.
+  std::vector<uint64_t> dirty_keys() const;
+  /// Which dirty tile to write back for room: one that an earlier daemon left half updated goes
+  /// last. There is a dirty tile.
+  uint64_t next_to_flush() const;
+
+  /// Its place now belongs to the caller, until put().
+  std::optional<uint64_t> take(uint64_t key);
+  void put(uint64_t key, uint64_t offset_bytes);
+  void set_dirty(uint64_t key) { dirty_.insert(key); }
+  void set_clean(uint64_t key) { dirty_.erase(key); }
+
+  /// Frees a clean tile's memory, if it is in memory.
+  void drop(uint64_t key, Arena& side);
+  /// One of them; false: every cached tile is dirty.
+  bool drop_any_clean(Arena& side);
+  void drop_clean(Arena& side);
+  /// All, with what is in memory alone: at the job's end, or when the job returns to disk.
+  void drop_all(Arena& side);
+
+  // A closed step that an earlier daemon began.
+  const MadeTile* made(uint64_t key) const;
+  bool has_made() const { return !made_.empty(); }
+  void set_made(uint64_t key, const MadeTile& made) { made_[key] = made; }
+  /// Where it keeps the piece that was being changed. The first call hands it to the caller.
+  std::optional<uint32_t> take_made_scratch(uint64_t key);
+  /// The step is made.
+  void clear_made() { made_.clear(); }
+  /// The first piece of a half updated tile that is still as before the step.
+  std::optional<uint64_t> half_made_piece(uint64_t key) const;
+
+  /// For the next daemon; nullptr: no descriptor is kept, or every commit went to disk so far.
+  TileWords* words() const { return words_.get(); }
+  void set_words(std::unique_ptr<TileWords> words) { words_ = std::move(words); }
+
+ private:
+  std::unordered_map<uint64_t, uint64_t> cached_;  // by key: offset in the private side
+  std::unordered_set<uint64_t> dirty_;
+  std::unordered_map<uint64_t, MadeTile> made_;
+  std::unique_ptr<TileWords> words_;
+};
+
+}  // namespace memd
