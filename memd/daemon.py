@@ -294,8 +294,6 @@ class Daemon:
             )
         )
         self._is_ready = self._has_served = True
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
         log.info(
             "ready",
             extra={
@@ -307,6 +305,9 @@ class Daemon:
             },
         )
         self._notifier.notify(READY=1, STATUS=line, MAINPID=os.getpid())
+        # Last: whoever waits for this line finds in the log all that the start had to say.
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
 
     def _wait(
         self, server: Server, *, signal_fd: int, parent: int | None, keeper: Keeper | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import socket
@@ -39,6 +40,20 @@ def test_a_daemon_says_in_one_line_where_it_serves(daemon: Daemon) -> None:
     assert daemon.ready_line.startswith(f"memd ready: unix://{daemon.socket}, host 64 MiB, nvme ")
     assert daemon.socket.stat().st_mode & 0o777 == 0o660
     assert daemon.attach_socket.stat().st_mode & 0o777 == 0o660
+
+
+def test_a_daemon_says_that_it_is_ready_after_all_that_its_log_says_of_the_start(
+    daemons: Daemons,
+) -> None:
+    # One pipe for both: what is read is in the order in which it was written.
+    with subprocess.Popen(
+        daemons.command(name="order"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        lines = iter(process.stdout)
+        before = list(itertools.takewhile(lambda line: not line.startswith("memd ready: "), lines))
+        process.terminate()
+    assert "event=ready " in before[-1], before
 
 
 def test_a_daemon_names_its_volumes_before_it_reads_them(daemon: Daemon) -> None:
