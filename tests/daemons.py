@@ -193,12 +193,13 @@ def running_daemon(
 class Attached:
     """`with Attached(daemon.attach_socket) as client`: one process's token and stubs."""
 
-    def __init__(self, attach_socket: Path) -> None:
+    def __init__(self, attach_socket: Path, *, control_address: str = "") -> None:
+        """`control_address` leads to the socket that the daemon names, where its path does not."""
         self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.connection.settimeout(TIMEOUT_S)
         self.connection.connect(str(attach_socket))
         self.welcome = attach_pb2.Welcome.FromString(self.connection.recv(4096))
-        self.channel = grpc.insecure_channel(self.welcome.control_address)
+        self.channel = grpc.insecure_channel(control_address or self.welcome.control_address)
         self.sessions = session_pb2_grpc.SessionServiceStub(self.channel)
         self.tensors = tensor_pb2_grpc.TensorServiceStub(self.channel)
         self.jobs = job_pb2_grpc.JobServiceStub(self.channel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import subprocess
@@ -19,6 +20,7 @@ from tests.daemons import HOST_BYTES, Attached, chunks_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.daemons import Daemon
 
@@ -206,21 +208,39 @@ def test_status_agrees_with_what_was_configured(client: Attached) -> None:
     assert sum(device.bytes for device in status.devices) == 512 << 20
 
 
+# Another user may enter neither the checkout, which may lie below a closed home directory, nor the
+# temporary folder. So this loads all it needs and goes to the sockets' folder before it becomes
+# that user. Without finders a later import fails wherever the checkout stands.
 STRANGER = """
 import os, sys
 from pathlib import Path
 import grpc
 from tests.daemons import Attached
+grpc.insecure_channel("unix:memd.sock").close()  # the first channel loads the rest of gRPC
+os.chdir(sys.argv[1])
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
+sys.meta_path.clear()
 try:
-    Attached(Path(sys.argv[1])).attach("tensors", fresh=True)
+    Attached(Path("attach.sock"), control_address="unix:memd.sock").attach("tensors", fresh=True)
 except grpc.RpcError as error:
     print(error.code().name, error.details())
 except PermissionError as error:
     print("PermissionError")
 """
+
+
+@contextlib.contextmanager
+def with_mode(mode: int, *paths: Path) -> Iterator[None]:
+    before = [path.stat().st_mode for path in paths]
+    try:
+        for path in paths:
+            path.chmod(mode)
+        yield
+    finally:
+        for path, mode_before in zip(paths, before, strict=True):
+            path.chmod(mode_before)
 
 
 def test_another_users_job_is_refused_and_outsiders_cannot_connect(
@@ -229,19 +249,17 @@ def test_another_users_job_is_refused_and_outsiders_cannot_connect(
     if os.geteuid() != 0:
         pytest.skip("becoming another user needs root")
     put(client, session_id, "mine", b"mine")
-    command = [sys.executable, "-c", STRANGER, str(daemon.attach_socket)]
+    command = [sys.executable, "-c", STRANGER, str(daemon.socket.parent)]
 
     def said() -> str:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert answer.returncode == 0, answer.stderr
+        return answer.stdout
 
-    paths = [daemon.socket.parents[1], daemon.socket.parent, daemon.attach_socket, daemon.socket]
-    modes = [path.stat().st_mode for path in paths]
-    for path in paths[:2]:
-        path.chmod(0o755)
-    assert said() == "PermissionError\n"
-    for path in paths[2:]:
-        path.chmod(0o666)  # as if the stranger were in the socket's group
-    assert said().startswith("PERMISSION_DENIED job 'tensors' belongs to user 0 and you are user")
-    for path, mode in zip(paths, modes, strict=True):
-        path.chmod(mode)
+    assert said() == "PermissionError\n", "the folder's mode keeps strangers out"
+    with with_mode(0o755, daemon.socket.parent):
+        assert said() == "PermissionError\n", "the sockets' modes do too"
+        with with_mode(0o666, daemon.attach_socket, daemon.socket):  # as if in the sockets' group
+            refusal = said()
+    assert refusal.startswith("PERMISSION_DENIED job 'tensors' belongs to user 0 and you are user")
     assert get(client, session_id, "mine") == b"mine"
