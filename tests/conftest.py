@@ -1,17 +1,42 @@
-"""One daemon a module, and a way to start others."""
+"""One daemon a module, a way to start others, and folders that suit sockets and volumes."""
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 import tests.daemons
+from tests.daemons import BUILD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.daemons import Daemon, Daemons
+
+
+# A unix socket's path has at most 107 bytes. pytest's folders and the socket's name take up to 79 of
+# them, and the user's name in the first of these folders up to 20 more.
+_TEMPORARY_PATH_BYTES_MAX = 8
+
+
+def pytest_configure() -> None:
+    """Many tests have their sockets below the temporary folder, so its path must be short."""
+    if len(tempfile.gettempdir()) > _TEMPORARY_PATH_BYTES_MAX:
+        os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
+
+
+@pytest.fixture
+def disk_path() -> Iterator[Path]:
+    """An empty folder that takes a volume. tmp_path does not where the temporary folder is a tmpfs,
+    as it is from Debian 13 on."""
+    parent = BUILD / "test-data"
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="disk-", dir=parent) as name:
+        yield Path(name)
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,9 @@ BLOB, UINT8, NVME = 2, 9, 2
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[memd_native.Server]:
+def server(disk_path: Path) -> Iterator[memd_native.Server]:
     server = memd_native.Server(
-        directories=[str(tmp_path)],
+        directories=[str(disk_path)],
         nvme_bytes=64 * MIB,
         host_bytes=128 * MIB,
         lock_required=False,
