@@ -1,5 +1,6 @@
 # make demo        trains a model that does not fit into the memory it is given    ARGS="--steps 30 --verify"
 # make test        native and Python tests                                       PYTEST_ARGS="-k lease"
+# make test-more   what CI runs beside `make test`: the native tests under AddressSanitizer, a tenth of the soak
 # make bench       this machine's figures, as JSON under tests/bench/out, and what changed   ARGS="--only memd_bench_io"
 # make peers       the same GPT-2 trained by plain PyTorch, DeepSpeed and memd, side by side   ARGS="--rounds 1 --only plain memd"
 # make soak        the long runs: hundreds of kills, a million power cuts; goes on where it was ended   ARGS="--list"
@@ -14,12 +15,13 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench peers soak sanitize lint format tidy regenerate clean distclean
+.PHONY: help demo test test-more bench peers soak sanitize lint format tidy regenerate clean distclean
 
 export PYTHON TORCH TORCH_INDEX
 
 SETUP := deploy/setup/setup.sh
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
+SANITIZERS := address thread
 NATIVE_SOURCES = $(wildcard native/*/*.h native/*/*.cc native/store/*/*.h native/store/*/*.cc tests/native/*.h tests/native/*.cc \
   tests/native/*/*.h tests/native/*/*.cc)
 
@@ -37,6 +39,11 @@ test:
 	ctest --test-dir build/faults --output-on-failure --no-tests=error -j 2; \
 	$(IN_VENV) python -m pytest $(PYTEST_ARGS); \
 	echo "make test: $$((SECONDS - started)) s after set-up"
+
+# The whole soak and ThreadSanitizer take too long for CI: people run them before a release.
+test-more: SANITIZERS := address
+test-more: sanitize
+	$(IN_VENV) python -m tests.soak.soak --percent 10
 
 bench:
 	@$(SETUP) test
@@ -60,7 +67,7 @@ soak:
 
 sanitize:
 	@$(SETUP) test
-	@for sanitizer in address thread; do \
+	@for sanitizer in $(SANITIZERS); do \
 	  cmake -S native -B build/$$sanitizer -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DMEMD_SANITIZE=$$sanitizer \
 	    -DMEMD_TESTS=ON -DMEMD_BINDING=OFF >/dev/null; \
 	  cmake --build build/$$sanitizer -j 2; \
