@@ -453,8 +453,8 @@ void Ledger::note_slot(const SlotRecord& slot) {
 
 void Ledger::note_loose(const LooseKey& key, const ExtentRecord& extent) {
   const auto known = loose_place_of_.find(key);
-  const std::optional<uint32_t> old =
-      known == loose_place_of_.end() ? std::nullopt : std::optional(known->second);
+  std::optional<uint32_t> old;
+  if (known != loose_place_of_.end()) old = known->second;
   if (extent.exists()) {
     uint32_t at = 0;
     if (!free_loose_places_.empty()) {
