@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/units.h"
 
 namespace memd {
 namespace {
@@ -21,6 +22,12 @@ void copy_into(std::vector<std::byte>& bytes, const UnsyncedWrite& write) {
 void flip_bit(std::span<std::byte> bytes, uint64_t bit) {
   MEMD_CHECK_LT(bit / 8, bytes.size());
   bytes[bit / 8] ^= std::byte{1} << (bit % 8);
+}
+
+/// What O_DIRECT asks of an operation.
+bool is_direct(const IoOp& op) {
+  return is_aligned(op.offset_bytes, kBlockBytes) && is_aligned(op.length_bytes, kBlockBytes) &&
+         is_aligned(reinterpret_cast<uintptr_t>(op.data), kBlockBytes);
 }
 
 bool touches(const IoOp& op, uint64_t offset_bytes) {
@@ -213,6 +220,7 @@ int64_t MemoryQueue::transfer_bytes(const IoOp& op, const std::optional<MemoryFa
     if (!lost) disk->sync(op.transfer->sequence);
     return 0;
   }
+  if (!is_direct(op)) return -EINVAL;
 
   const uint64_t offset_bytes =
       is_fault(MemoryFaultKind::misdirected) ? fault->redirect_offset_bytes : op.offset_bytes;

@@ -89,6 +89,8 @@ struct MemoryQueueOptions {
   std::optional<uint64_t> order_seed{};
 };
 
+/// Answers EINVAL, as a file opened O_DIRECT does, to an operation that does not consist of whole
+/// blocks.
 class MemoryQueue final : public TransferQueue {
  public:
   explicit MemoryQueue(const MemoryQueueOptions& options);
