@@ -302,6 +302,25 @@ TEST_F(CheckTest, a_pair_without_a_valid_copy_says_that_a_commit_may_be_gone) {
       << report.findings[1].reason;
 }
 
+TEST_F(CheckTest, what_a_drive_cannot_flush_is_a_finding_and_no_clean_bill) {
+  int call_count = 0;
+  CheckOptions options{
+      .directories = directories(), .job = "", .progress = {}, .lock_wait_ms = 0, .flush_file = {}};
+  options.flush_file = [&call_count](int file) {
+    if (++call_count == 1) return ::fdatasync(file);
+    errno = EIO;
+    return -1;
+  };
+  const auto report = check_volumes(options);
+  ASSERT_TRUE(report.is_ok()) << report.status().message();
+  EXPECT_EQ(call_count, 2);
+  EXPECT_TRUE(report.value().anything_lost());
+  ASSERT_EQ(report.value().findings.size(), 1u);
+  EXPECT_NE(report.value().findings[0].path.find("/b/"), std::string::npos);
+  EXPECT_NE(report.value().findings[0].reason.find("can't be flushed"), std::string::npos);
+  EXPECT_EQ(report.value().bytes, check().bytes) << "the rest is compared all the same";
+}
+
 TEST_F(CheckTest, a_check_goes_on_with_the_threads_that_it_gets) {
   if (!kThreadsCanBeFew) GTEST_SKIP() << "under a sanitizer";
   {

@@ -5,6 +5,7 @@
 #include <linux/fs.h>
 #include <linux/magic.h>
 #include <signal.h>
+#include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <sys/vfs.h>
@@ -154,6 +155,51 @@ TEST_F(VolumeTest, the_newest_valid_superblock_wins_whatever_happens_to_one_pair
   spoil(volume("a"), 15_MiB);
   refused(options({"a"}), StatusCode::integrity, {volume("a"), "no valid superblock", "restore"});
   EXPECT_EQ(fs::file_size(volume("a")), 16_MiB) << "not formatted over";
+}
+
+TEST_F(VolumeTest, each_volume_is_locked_then_flushed_and_only_then_read) {
+  auto wanted = options({"a", "b"});
+  const Superblock made = open(wanted).superblock;
+  std::vector<ino_t> flushed;
+  wanted.flush_file = [&](int file) {
+    struct stat stat{};
+    EXPECT_EQ(::fstat(file, &stat), 0);
+    flushed.push_back(stat.st_ino);
+    const std::string path = volume(flushed.size() == 1 ? "a" : "b");
+    const OwnedFd other(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+    EXPECT_EQ(::flock(other.get(), LOCK_SH | LOCK_NB), -1) << "it is ours by now";
+    // What was read before would miss this commit.
+    if (flushed.size() == 1) commit(path, made, 1);
+    return ::fdatasync(file);
+  };
+  const VolumeSet set = open(wanted);
+  EXPECT_EQ(set.superblock.sequence, 1u);
+  std::vector<ino_t> all;
+  for (const char* name : {"a", "b"}) {
+    struct stat stat{};
+    ASSERT_EQ(::stat(volume(name).c_str(), &stat), 0);
+    all.push_back(stat.st_ino);
+  }
+  EXPECT_EQ(flushed, all);
+}
+
+TEST_F(VolumeTest, a_volume_that_cannot_be_flushed_is_refused_and_opened_when_it_can) {
+  auto wanted = options({"a", "b"});
+  open(wanted);
+  for (const int failing : {1, 2}) {
+    int call_count = 0;
+    wanted.flush_file = [&](int file) {
+      if (++call_count != failing) return ::fdatasync(file);
+      errno = EIO;
+      return -1;
+    };
+    refused(wanted,
+            StatusCode::device,
+            {volume(failing == 1 ? "a" : "b"), "look at the device", std::strerror(EIO)});
+    EXPECT_EQ(call_count, failing) << "a flush that failed is not tried again";
+  }
+  wanted.flush_file = {};
+  open(wanted);
 }
 
 TEST_F(VolumeTest, a_file_that_is_no_volume_is_refused_and_not_touched) {

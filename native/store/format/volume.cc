@@ -87,6 +87,15 @@ Status read_all(int fd,
   return Status::ok();
 }
 
+/// Makes durable what is in the drive's cache. It covers writes of a process that is gone as well.
+Status flush_cache(int fd,
+                   const std::function<int(int file)>& flush_file,
+                   const std::string& path) {
+  const int failed = flush_file ? flush_file(fd) : ::fdatasync(fd);
+  if (failed == 0) return Status::ok();
+  return device_error(errno, concat("flush ", path));
+}
+
 Status sync_directory(const std::string& directory) {
   const OwnedFd fd(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (!fd.is_open() || ::fsync(fd.get()) != 0) return device_error(errno, "sync " + directory);
@@ -256,7 +265,10 @@ Result<OwnedFd> open_direct(const Place& place,
   return device_error(errno, "open " + path);
 }
 
-Result<Superblock> read_superblock(int fd, uint64_t file_bytes, const std::string& path) {
+Result<Superblock> read_superblock(int fd,
+                                   uint64_t file_bytes,
+                                   const std::string& path,
+                                   const VolumeSetOptions& options) {
   if (file_bytes < 2 * kSuperblockSpaceBytes) {
     return error(StatusCode::integrity,
                  path,
@@ -267,7 +279,8 @@ Result<Superblock> read_superblock(int fd, uint64_t file_bytes, const std::strin
   const auto read_block = [fd, &path](std::span<std::byte> block, uint64_t offset_bytes) {
     return read_all(fd, block, offset_bytes, path);
   };
-  return newest_superblock(align_down(file_bytes, kBlockBytes), path, read_block);
+  const auto flush = [&] { return flush_cache(fd, options.flush_file, path); };
+  return durable_superblock(align_down(file_bytes, kBlockBytes), path, flush, read_block);
 }
 
 Status open_volume(Place& place,
@@ -287,7 +300,7 @@ Status open_volume(Place& place,
     return error(StatusCode::invalid_argument, path, " is not a file; move it away");
   }
   place.file_bytes = static_cast<uint64_t>(stat.st_size);
-  auto superblock = read_superblock(place.file.get(), place.file_bytes, path);
+  auto superblock = read_superblock(place.file.get(), place.file_bytes, path, options);
   if (!superblock.is_ok()) return superblock.status();
   place.superblock = superblock.value();
   if (place.superblock.volume_bytes != place.file_bytes) {
@@ -681,6 +694,25 @@ Result<Superblock> newest_superblock(
       reason.message());
 }
 
+Result<Superblock> durable_superblock(
+    uint64_t volume_bytes,
+    const std::string& path,
+    const std::function<Status()>& flush,
+    const std::function<Status(std::span<std::byte>, uint64_t)>& read_block) {
+  if (!MEMD_PLANTED("volume.not_flushed_at_start")) {
+    if (const Status flushed = flush(); !flushed.is_ok()) {
+      return Status(flushed.code(),
+                    concat(path,
+                           " may hold a commit that the next power cut takes away, because the "
+                           "device can't make it durable; nothing was read or written: look at the "
+                           "device (dmesg), then start again: ",
+                           flushed.message()),
+                    flushed.error_number());
+    }
+  }
+  return newest_superblock(volume_bytes, path, read_block);
+}
+
 Result<InspectedCopy> inspect_copy(std::span<const std::byte> block,
                                    uint64_t offset_bytes,
                                    uint64_t pair) {
@@ -715,7 +747,9 @@ void judge_unwritten(std::array<SuperblockCopy, 4>& copies, const Superblock& ne
   }
 }
 
-Result<InspectedVolume> inspect_volume(const std::string& directory, uint32_t lock_wait_ms) {
+Result<InspectedVolume> inspect_volume(const std::string& directory,
+                                       uint32_t lock_wait_ms,
+                                       const std::function<int(int file)>& flush_file) {
   struct stat stat{};
   const std::string who = "data directory " + directory;
   if (::stat(directory.c_str(), &stat) != 0) {
@@ -756,6 +790,8 @@ Result<InspectedVolume> inspect_volume(const std::string& directory, uint32_t lo
   if (failed == EWOULDBLOCK) {
     const OwnedFd lock(::open(concat(directory, "/", kLockName).c_str(), O_RDONLY | O_CLOEXEC));
     volume.holder = lock.is_open() ? holder(lock.get()) : "another process";
+  } else {
+    volume.flushed = flush_cache(volume.file.get(), flush_file, volume.path);
   }
   if (!S_ISREG(stat.st_mode) || volume.bytes < 2 * kSuperblockSpaceBytes) {
     return error(StatusCode::integrity,

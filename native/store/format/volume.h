@@ -55,6 +55,15 @@ Result<Superblock> newest_superblock(
     const std::string& path,
     const std::function<Status(std::span<std::byte> block, uint64_t offset_bytes)>& read_block);
 
+/// The same for a daemon that starts: `flush` makes durable what the drive's cache still holds, and
+/// only then is anything read. A superblock out of that cache may be gone after a power cut, when
+/// the daemon has already written over what the one before it names. Refused where `flush` fails.
+Result<Superblock> durable_superblock(
+    uint64_t volume_bytes,
+    const std::string& path,
+    const std::function<Status()>& flush,
+    const std::function<Status(std::span<std::byte> block, uint64_t offset_bytes)>& read_block);
+
 struct VolumeSetOptions {
   std::vector<std::string> directories;  // one volume file "memd.volume" in each
   uint64_t bytes = 0;                    // of all volumes together
@@ -65,6 +74,8 @@ struct VolumeSetOptions {
   uint32_t lock_wait_ms = 5000;
   /// open(2) of a volume file; a test puts a file system without O_DIRECT here.
   std::function<int(const char* path, int flags)> open_file;
+  /// fdatasync(2) of a volume that exists; a test puts a device that fails here.
+  std::function<int(int file)> flush_file;
 };
 
 struct Volume {
@@ -79,8 +90,8 @@ struct Volume {
 /// Opened, or formatted where a directory is empty. Refused, each with a sentence that says what to
 /// do: a directory that is missing, not writable, on tmpfs or ramfs (by statfs: it accepts
 /// O_DIRECT) or on a file system without O_DIRECT, too little free space, a file that another
-/// daemon holds (waits 5 s; the message names its process), volumes of different sets, a newer
-/// format, a size other than the one configured.
+/// daemon holds (waits 5 s; the message names its process), a device that cannot flush its cache,
+/// volumes of different sets, a newer format, a size other than the one configured.
 struct VolumeSet {
   std::vector<Volume> volumes;
   Superblock superblock;   // the valid one with the highest sequence
@@ -121,14 +132,20 @@ struct InspectedVolume {
   /// Who holds it, such as "process 12"; empty where the shared lock is ours: for as long as `file`
   /// is open no daemon starts on it.
   std::string holder;
+  /// ok, or why the drive's cache could not be flushed before anything was read: what was read may
+  /// be gone after a power cut. Nobody asks a volume that a daemon holds.
+  Status flushed;
   std::array<SuperblockCopy, 4> copies;
   Superblock superblock;  // the valid one with the highest sequence
 };
 
-/// Any thread; waits for the disk, and up to `lock_wait_ms` for a daemon that just ended. Refused,
+/// Any thread; waits for the disk, and up to `lock_wait_ms` for a daemon that just ended.
+/// `flush_file` as in VolumeSetOptions. Refused,
 /// each with a sentence that says what to do: a directory that is missing or without a volume, a
 /// file that may not be read or is none of ours, a newer format.
-Result<InspectedVolume> inspect_volume(const std::string& directory, uint32_t lock_wait_ms);
+Result<InspectedVolume> inspect_volume(const std::string& directory,
+                                       uint32_t lock_wait_ms,
+                                       const std::function<int(int file)>& flush_file = {});
 /// Removes a set's volumes, for who formats anew; refused where a daemon holds one, or where the
 /// uuid of one is not `uuid`.
 Status remove_volumes(const std::vector<std::string>& directories,

@@ -54,7 +54,9 @@ class Buffer {
   uint64_t bytes_ = 0;
 };
 
-Result<Set> open_set(const std::vector<std::string>& directories, uint32_t lock_wait_ms) {
+Result<Set> open_set(const std::vector<std::string>& directories,
+                     uint32_t lock_wait_ms,
+                     const std::function<int(int file)>& flush_file = {}) {
   if (directories.empty() || directories.size() > UINT16_MAX) {
     return error(StatusCode::invalid_argument,
                  "name 1 to 65535 data directories; named are ",
@@ -62,7 +64,7 @@ Result<Set> open_set(const std::vector<std::string>& directories, uint32_t lock_
   }
   Set set;
   for (const std::string& directory : directories) {
-    auto volume = inspect_volume(directory, lock_wait_ms);
+    auto volume = inspect_volume(directory, lock_wait_ms, flush_file);
     if (!volume.is_ok()) return volume.status();
     set.volumes.push_back(std::move(volume).value());
   }
@@ -92,6 +94,20 @@ Result<Set> open_set(const std::vector<std::string>& directories, uint32_t lock_
   }
   set.superblock = set.volumes.front().superblock;
   return set;
+}
+
+CheckFinding not_flushed(const InspectedVolume& volume) {
+  return {.is_lost = true,
+          .path = volume.path,
+          .offset_bytes = 0,
+          .length_bytes = volume.bytes,
+          .job = {},
+          .shards = {},
+          .part = "the drive's cache",
+          .reason = concat(
+              "it can't be flushed, so that the last commits may be gone after a power cut and no "
+              "daemon starts on this volume; look at the device (dmesg): ",
+              volume.flushed.message())};
 }
 
 Status read_once(const InspectedVolume& volume, uint64_t offset_bytes, std::span<std::byte> into) {
@@ -462,7 +478,7 @@ std::vector<ExtentUse> extents_of(const JobRecord& job) {
 
 Result<CheckReport> check_volumes(const CheckOptions& options) {
   const auto began = std::chrono::steady_clock::now();
-  auto opened = open_set(options.directories, options.lock_wait_ms);
+  auto opened = open_set(options.directories, options.lock_wait_ms, options.flush_file);
   if (!opened.is_ok()) return opened.status();
   const Set& set = opened.value();
   for (const InspectedVolume& volume : set.volumes) {
@@ -477,6 +493,7 @@ Result<CheckReport> check_volumes(const CheckOptions& options) {
   CheckReport report;
   report.volumes = told(set);
   for (const InspectedVolume& volume : set.volumes) {
+    if (!volume.flushed.is_ok()) report.findings.push_back(not_flushed(volume));
     for (CheckFinding& finding :
          superblock_findings(volume.path, volume.copies, volume.superblock.sequence)) {
       report.findings.push_back(std::move(finding));

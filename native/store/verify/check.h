@@ -80,11 +80,15 @@ struct CheckOptions {
   uint32_t thread_count = 16;
   /// How long to wait for a daemon that just ended, as in VolumeSetOptions.
   uint32_t lock_wait_ms = 5000;
+  /// As in VolumeSetOptions.
+  std::function<int(int file)> flush_file{};
 };
 
 /// Reads superblocks, root, catalogues and every extent of a set that no daemon has open, and
-/// writes nothing. Any thread; blocks until it is done. An error where it cannot even begin: no
-/// volume, one in use, volumes that are no set, a newer format.
+/// writes nothing. The drives' caches are flushed before, so that what is read is what the next
+/// daemon finds; where one cannot be, that is a finding. Any thread; blocks until it is done. An
+/// error where it cannot even begin: no volume, one in use, volumes that are no set, a newer
+/// format.
 Result<CheckReport> check_volumes(const CheckOptions& options);
 
 struct ListedVolumes {

@@ -106,6 +106,9 @@ class Explorer {
             put({.writes = {write}, .torn = {}, .torn_kept = {}});
         }
         break;
+      case EventKind::write_dropped:
+        std::erase(pending_, event.index);
+        break;
       case EventKind::acceptance:
         acceptance_ = event.index;
         break;
@@ -150,7 +153,10 @@ class Explorer {
   /// Every subset of the pending writes, whole, and with each of its writes torn in some ways; of
   /// superblocks in every way. What only repeats the position before is left out.
   void visit_all(const Event& event) {
-    if (event.kind == EventKind::write_completed || event.kind == EventKind::sync_submitted) return;
+    if (event.kind == EventKind::write_completed || event.kind == EventKind::sync_submitted ||
+        event.kind == EventKind::write_dropped) {
+      return;
+    }
     const bool added = event.kind == EventKind::write_submitted;
     const size_t count = pending_.size();
     if (count > kExhaustiveWritesMax) {

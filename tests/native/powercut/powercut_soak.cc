@@ -1,8 +1,10 @@
 // Many power cuts and damaged images, seed after seed.
 //
-//   powercut_soak [--states N] [--images N] [--early 1] [--seed FIRST] [--json PATH]
+//   powercut_soak [--states N] [--images N] [--early 1] [--restarts 1]
+//                 [--seed FIRST] [--json PATH]
 //
-// `--early 1`: of trainings whose updates begin before their steps are closed.
+// `--early 1`: of trainings whose updates begin before their steps are closed. `--restarts 1`: the
+// daemon is killed now and then, and started again while the drives' caches stay.
 //
 // Ends with 1 where there was a violation. The same seeds give the same states: who was interrupted
 // goes on with the seed that was shown last, and for the states that are left.
@@ -38,15 +40,16 @@ struct Arguments {
   uint64_t states = 0;
   uint64_t images = 0;
   uint64_t seed = 1;
-  bool early = false;
+  RecordOptions record;
   std::string json;
 };
 
 [[noreturn]] void usage(const std::string& what) {
-  std::fprintf(stderr,
-               "powercut_soak: %s\nusage: powercut_soak [--states N] [--images N] [--early 1] "
-               "[--seed FIRST] [--json PATH], with at least one of --states and --images\n",
-               what.c_str());
+  std::fprintf(
+      stderr,
+      "powercut_soak: %s\nusage: powercut_soak [--states N] [--images N] [--early 1] "
+      "[--restarts 1] [--seed FIRST] [--json PATH], with at least one of --states and --images\n",
+      what.c_str());
   std::exit(2);
 }
 
@@ -72,7 +75,9 @@ Arguments parse(int count, char** texts) {
     } else if (name == "--seed") {
       out.seed = number(name, value);
     } else if (name == "--early") {
-      out.early = number(name, value) != 0;
+      out.record.early = number(name, value) != 0;
+    } else if (name == "--restarts") {
+      out.record.restarts = number(name, value) != 0;
     } else if (name == "--json") {
       out.json = value;
     } else {
@@ -154,10 +159,14 @@ void show(const char* what, const Sum& sum, uint64_t more) {
 
 /// Until `sum.done` is what was wanted; `one_seed` does at most `count` of them.
 template <typename OneSeed>
-void repeat(const char* what, Sum& sum, uint64_t per_seed, bool early, const OneSeed& one_seed) {
+void repeat(const char* what,
+            Sum& sum,
+            uint64_t per_seed,
+            const RecordOptions& options,
+            const OneSeed& one_seed) {
   const auto started = std::chrono::steady_clock::now();
   while (sum.done < sum.wanted) {
-    const Recording recording = record(sum.seed_next, kOperations, early);
+    const Recording recording = record(sum.seed_next, kOperations, options);
     if (!recording.fault.empty()) {
       sum.add_violations(1, {concat("seed ", sum.seed_next, ": ", recording.fault)});
       break;
@@ -182,7 +191,7 @@ int soak(const Arguments& arguments) {
   repeat("power cuts",
          states,
          kStatesPerSeed,
-         arguments.early,
+         arguments.record,
          [&](const Recording& recording, uint64_t count) {
            const ExploreResult result =
                explore(recording,
@@ -193,6 +202,8 @@ int soak(const Arguments& arguments) {
                         .progress = [&](uint64_t done) { show("power cuts", states, done); }});
            states.add("early_adopted", recording.early_adopted);
            states.add("early_discarded", recording.early_discarded);
+           states.add("restarts", recording.restart_count);
+           states.add("found_unacknowledged", recording.found_after_count);
            states.add("exhaustive", result.exhaustive_count);
            states.add("torn", result.torn_count);
            states.add("found_before", result.before_count);
@@ -207,7 +218,7 @@ int soak(const Arguments& arguments) {
   repeat("images",
          images,
          kImagesPerSeed,
-         arguments.early,
+         arguments.record,
          [&](const Recording& recording, uint64_t count) {
            const CorruptResult result =
                corrupt(recording,

@@ -75,7 +75,7 @@ TEST(PowerCutEarly, what_was_updated_before_its_step_is_closed_changes_no_state)
   uint64_t discarded = 0;
   for (uint64_t seed = kSeedFirst; seed < kSeedFirst + kSeeds; ++seed) {
     SCOPED_TRACE(seed);
-    const Recording recording = record(seed, kOperations, true);
+    const Recording recording = record(seed, kOperations, {.early = true});
     ASSERT_EQ(recording.fault, "");
     adopted += recording.early_adopted;
     discarded += recording.early_discarded;
@@ -92,6 +92,30 @@ TEST(PowerCutEarly, what_was_updated_before_its_step_is_closed_changes_no_state)
   }
   EXPECT_GT(adopted, 40u);
   EXPECT_GT(discarded, 10u);
+}
+
+TEST(PowerCutRestarts, what_a_restarted_daemon_found_is_what_a_power_cut_leaves) {
+  plant_what_is_asked_for();
+  uint64_t restarts = 0;
+  uint64_t found_after = 0;
+  for (uint64_t seed = kSeedFirst; seed < kSeedFirst + kSeeds; ++seed) {
+    SCOPED_TRACE(seed);
+    const Recording recording =
+        record(seed, kOperations, {.early = seed / 2 % 2 == 0, .restarts = true});
+    ASSERT_EQ(recording.fault, "");
+    restarts += recording.restart_count;
+    found_after += recording.found_after_count;
+    const ExploreResult result = explore(recording,
+                                         {.state_count = kStates / kSeeds,
+                                          .exhaustive_operations = 2,
+                                          .read_all_every = 250,
+                                          .seed = 1,
+                                          .progress = {}});
+    ASSERT_EQ(result.violation_count, 0u) << all_of(result.violations);
+    EXPECT_GE(result.state_count, kStates / kSeeds);
+  }
+  EXPECT_GT(restarts, 30u);
+  EXPECT_GT(found_after, 10u) << "commits that only the drive's cache held";
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, PowerCut, ::testing::Range(kSeedFirst, kSeedFirst + kSeeds));

@@ -20,7 +20,8 @@ enum class EventKind : uint8_t {
   write_completed,
   sync_submitted,
   sync_completed,
-  acceptance,  // an operation was started or acknowledged
+  write_dropped,  // its daemon was killed, and it never reached the drive's cache
+  acceptance,     // an operation was started or acknowledged, or a daemon has started
 };
 
 struct Event {
@@ -47,6 +48,8 @@ struct Recording {
   std::vector<SetState> states;
   uint64_t early_adopted = 0;    // tiles, by steps
   uint64_t early_discarded = 0;  // tiles
+  uint64_t restart_count = 0;
+  uint64_t found_after_count = 0;  // restarts that found the operation that nobody acknowledged
   /// What went wrong while it ran; empty as a rule.
   std::string fault;
 
@@ -56,9 +59,17 @@ struct Recording {
   std::vector<std::byte> image() const;
 };
 
+struct RecordOptions {
+  /// Updates that begin before their step is closed.
+  bool early = false;
+  /// Now and then, in the midst of an operation, the daemon is killed and started again while the
+  /// drives' caches stay: it finds what they hold, and says so. From then on no power cut may take
+  /// it away.
+  bool restarts = false;
+};
+
 /// `operation_count` operations of the workload `seed` on devices in memory that are almost full,
-/// so that what is freed is used again at once. Odd seeds have two devices. `early`: of the same
-/// operations, with updates that begin before their step is closed.
-Recording record(uint64_t seed, uint64_t operation_count, bool early = false);
+/// so that what is freed is used again at once. Odd seeds have two devices.
+Recording record(uint64_t seed, uint64_t operation_count, const RecordOptions& options = {});
 
 }  // namespace memd::powercut

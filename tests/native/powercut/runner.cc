@@ -47,12 +47,16 @@ Runner::~Runner() {
   until("the end", [this] { return store_->is_idle(); });
 }
 
-void Runner::leave_free(uint64_t bytes) {
+std::vector<ExtentRecord> Runner::leave_free(uint64_t bytes) {
+  std::vector<ExtentRecord> taken;
   for (const uint32_t piece_bytes : {uint32_t{16_KiB}, uint32_t{4_KiB}}) {
     while (extents_.free_bytes() >= bytes + piece_bytes) {
-      if (!extents_.allocate(piece_bytes).is_ok()) break;
+      const auto extent = extents_.allocate(piece_bytes);
+      if (!extent.is_ok()) break;
+      taken.push_back(extent.value());
     }
   }
+  return taken;
 }
 
 void Runner::turn() {

@@ -32,8 +32,8 @@ class Runner {
   const Status& loaded() const { return loaded_; }
   ShardStore& store() { return *store_; }
   ExtentStore& extents() { return extents_; }
-  /// Takes free space until at most `bytes` are left, for as long as this runs.
-  void leave_free(uint64_t bytes);
+  /// Takes free space until at most `bytes` are left, for as long as this runs; what it took.
+  std::vector<ExtentRecord> leave_free(uint64_t bytes);
 
   /// Admits the job where it is not there, and attaches; the session's id.
   Result<uint64_t> attach(const std::string& job);

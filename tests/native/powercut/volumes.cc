@@ -24,7 +24,9 @@ std::vector<std::byte> format_image(const Geometry& geometry) {
   return image;
 }
 
-Result<VolumeSet> volumes_of(std::span<const std::byte> image, const Geometry& geometry) {
+Result<VolumeSet> volumes_of(std::span<const std::byte> image,
+                             const Geometry& geometry,
+                             const std::function<void(uint16_t device)>& flush) {
   VolumeSet set;
   for (uint16_t device = 0; device < geometry.device_count; ++device) {
     const auto bytes = image.subspan(device * geometry.device_bytes, geometry.device_bytes);
@@ -33,13 +35,17 @@ Result<VolumeSet> volumes_of(std::span<const std::byte> image, const Geometry& g
     volume.bytes = geometry.device_bytes;
     volume.data_begin_bytes = 2_MiB;
     volume.data_end_bytes = 2_MiB + geometry.data_bytes;
-    const auto found =
-        newest_superblock(geometry.device_bytes,
-                          volume.path,
-                          [bytes](std::span<std::byte> block, uint64_t offset_bytes) {
-                            std::memcpy(block.data(), bytes.data() + offset_bytes, block.size());
-                            return Status::ok();
-                          });
+    const auto found = durable_superblock(
+        geometry.device_bytes,
+        volume.path,
+        [&flush, device] {
+          if (flush) flush(device);
+          return Status::ok();
+        },
+        [bytes](std::span<std::byte> block, uint64_t offset_bytes) {
+          std::memcpy(block.data(), bytes.data() + offset_bytes, block.size());
+          return Status::ok();
+        });
     if (!found.is_ok()) return found.status();
     const Superblock& superblock = found.value();
     if (superblock.volume_index != device || superblock.volume_count != geometry.device_count ||
