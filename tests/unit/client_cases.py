@@ -921,6 +921,26 @@ class TestOptimizer:
         )
         assert_same_gradients(model, reference)
 
+    def test_norms_of_two_dtypes_add_up_in_torchs_order(self, session: Session) -> None:
+        model = nn.ModuleList(
+            nn.Linear(8, 8, bias=False, dtype=(torch.float32, torch.bfloat16)[index % 2])
+            for index in range(12)
+        )
+        reference = copy.deepcopy(model)
+        optimizer = memd_client.AdamW(memd_client.offload(model, session).parameters())
+        order_matters = False
+        for seed in range(8):
+            generator = torch.Generator().manual_seed(seed)
+            for ours, twin in zip(model.parameters(), reference.parameters(), strict=True):
+                gradient = torch.randn(8, 8, generator=generator).exp().to(twin.dtype)
+                ours.grad, twin.grad = gradient.clone(), gradient
+            norms = [p.grad.norm() for p in reference.parameters() if p.grad is not None]
+            expected = nn.utils.clip_grad_norm_(reference.parameters(), 1e-2)
+            order_matters |= not torch.equal(torch.stack(norms).norm(), expected)
+            assert torch.equal(optimizer.clip_grad_norm_(1e-2), expected)
+            assert_same_gradients(model, reference)
+        assert order_matters, "or this test would pass whatever the order"
+
     def test_a_state_dict_travels_to_torch_and_back(
         self, gpt: tuple[nn.Module, nn.Module], session: Session
     ) -> None:
