@@ -242,6 +242,54 @@ class TestResume:
             assert [{**group, "params": None} for group in optimizer.param_groups] == groups
             assert scheduler.state_dict() == state
 
+    def test_settings_of_optimizers_win_over_what_objects_set_while_they_load(
+        self, job: OpenSession
+    ) -> None:
+        class Warmup(Kept):
+            """Begins with a learning rate of its own whenever it is loaded."""
+
+            def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+                super().__init__("warm")
+                self.optimizer = optimizer
+
+            def load_state_dict(self, state: Any) -> None:
+                super().load_state_dict(state)
+                self.optimizer.param_groups[0]["lr"] = 9.0
+
+        def make(session: Session) -> torch.optim.Optimizer:
+            model = memd_client.offload(mlp(), session)
+            optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+            session.track(warmup=Warmup(optimizer))
+            return optimizer
+
+        with job() as session:
+            optimizer = make(session)
+            optimizer.param_groups[0]["lr"] = 0.25
+            session.commit()
+        with job() as session:
+            optimizer = make(session)
+            assert session.resume() == 1
+            assert optimizer.param_groups[0]["lr"] == 0.25
+
+    def test_a_buffer_comes_back_with_its_bits_where_only_the_sign_of_zero_changed(
+        self, job: OpenSession
+    ) -> None:
+        def make(session: Session) -> nn.Module:
+            module = nn.Linear(2, 2)
+            module.register_buffer("offset", torch.zeros(3))
+            session.track(kept=Kept())
+            return memd_client.offload(module, session)
+
+        with job() as session:
+            module = make(session)
+            session.commit()
+            module.get_buffer("offset").neg_()
+            session.commit()
+        with job() as session:
+            module = make(session)
+            assert session.resume() == 2
+            assert torch.signbit(module.get_buffer("offset")).all()
+
     def test_objects_that_differ_are_named_and_nothing_changes(self, job: OpenSession) -> None:
         with job() as session:
             session.track(one=Kept(1), two=Kept(2), rng=True)
