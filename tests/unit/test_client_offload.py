@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 import memd_client
+from memd_client.away import AwayParameter
 from memd_client.errors import from_code
 from memd_client.leases import NoStep
+from memd_native import MODE_READ, PART_VALUE
 from tests.unit.client_cases import Gpt, Mlp, assert_same_gradients, build, loss_of
 from tests.unit.fake_session import FakeDaemon
 
@@ -150,6 +152,30 @@ def test_a_module_that_does_not_fit_while_it_runs_fails_and_leaves_nothing_behin
     loss_of(model).backward()
     loss_of(reference).backward()
     assert_same_gradients(model, reference)
+
+
+def test_what_was_resident_is_let_go_where_the_rest_of_a_module_cannot_be_fetched(
+    daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = memd_client.offload(build(Mlp), session)
+    weight_id = next(s.shard_id for s in daemon.shards if s.spec.name == "layers.0.weight")
+
+    def lease_resident(shard_id: int, dtype: int, shape: tuple[int, ...]) -> torch.Tensor | None:
+        if shard_id != weight_id:
+            return None
+        # From here on there is room for nothing else.
+        lease = daemon.lease(shard_id, PART_VALUE, MODE_READ, dtype, shape, 1.0)
+        daemon.arena_bytes = lease.nbytes
+        return lease
+
+    with monkeypatch.context() as patch:
+        patch.setattr(daemon, "lease_resident", lease_resident)
+        with pytest.raises(memd_client.CapacityError, match=r"layers\.0\.bias"):
+            loss_of(model)
+        assert daemon.leases == {}
+        assert type(model.first.weight) is AwayParameter
+    daemon.arena_bytes = None
+    assert torch.equal(loss_of(model), loss_of(build(Mlp)))
 
 
 @pytest.mark.parametrize("checkpointing", [None, False, True])
