@@ -335,6 +335,44 @@ class FakeDetach:
         raise memd_client.DaemonUnavailable("it ended before it answered")
 
 
+class FakeDeletes:
+    """Deletes `x`, once; the daemon may end before it answers."""
+
+    def __init__(self, world: World, *, dies_first: bool) -> None:
+        self._world = world
+        self._dies = dies_first
+        self._is_stored = True
+
+    def delete(self, request: session_pb2.DeleteRequest) -> session_pb2.DeleteResponse:
+        assert list(request.names) == ["x"]
+        was_stored, self._is_stored = self._is_stored, False
+        if self._dies:
+            self._dies = False
+            self._world.restart()
+            raise memd_client.DaemonUnavailable("it ended before it answered")
+        return session_pb2.DeleteResponse(names_unknown=[] if was_stored else ["x"])
+
+
+def test_a_delete_whose_answer_died_with_the_daemon_has_deleted_what_the_next_one_misses(
+    world: World,
+) -> None:
+    control = ReattachingControl(
+        cast("Control", FakeDeletes(world, dies_first=True)), world.reattach
+    )
+    request = session_pb2.DeleteRequest(session_id=SESSION, names=["x"])
+    assert list(control.delete(request).names_unknown) == []
+    assert world.reattach.epoch == 1
+    assert list(control.delete(request).names_unknown) == ["x"], "a call of its own"
+
+
+def test_a_delete_that_is_answered_says_what_is_unknown(world: World) -> None:
+    control = ReattachingControl(
+        cast("Control", FakeDeletes(world, dies_first=False)), world.reattach
+    )
+    request = session_pb2.DeleteRequest(session_id=SESSION, names=["x"])
+    assert [list(control.delete(request).names_unknown) for _ in range(2)] == [[], ["x"]]
+
+
 class FakeSteps:
     """Steps over a channel that is closed the first time."""
 

@@ -458,7 +458,7 @@ class FakeReattach:
         return call()
 
 
-@pytest.mark.parametrize("code", [DEADLINE, UNAVAILABLE])
+@pytest.mark.parametrize("code", [DEADLINE, UNAVAILABLE, PERMISSION, NOT_FOUND])
 def test_a_step_without_an_answer_is_sent_again_without_a_thread(code: int) -> None:
     control = FakeControl(lost(code), lost(code), session_pb2.StepResponse(committed_step=7))
     request = session_pb2.StepRequest(step=7)
