@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from memd_client.early import EarlyUpdates
-    from memd_client.leases import Shard
     from memd_client.session import Session
+    from memd_client.shard import Shard
 
 # Answered by the hole: nothing of the bytes is in the answer.
 _METADATA_FUNCTIONS: frozenset[Any] = frozenset(

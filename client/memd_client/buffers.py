@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memd_client.dtypes import dtype_number
-from memd_client.leases import Shard
+from memd_client.shard import Shard
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from memd_client.errors import InvalidArgument
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from memd_client.leases import Leases, Shard
+    from memd_client.leases import Leases
+    from memd_client.shard import Shard
     from memd_proto.v1 import session_pb2
 
     Groups = list[session_pb2.StepGroup]

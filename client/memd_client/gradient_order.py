@@ -12,7 +12,7 @@ from torch.autograd import Variable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from memd_client.leases import Shard
+    from memd_client.shard import Shard
 
 # A request takes up to several milliseconds where compute threads keep all cores busy, which is as
 # long as a layer's backward (one of 8 layers of 512: 3 ms). Asked for in halves of this many, so

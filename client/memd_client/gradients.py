@@ -14,7 +14,8 @@ from memd_client.leases import MODE_READ, MODE_WRITE
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
-    from memd_client.leases import Leases, Shard
+    from memd_client.leases import Leases
+    from memd_client.shard import Shard
 
 
 class GradientSlot:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 import memd_native
-from memd_client.dtypes import DTYPE_NUMBERS, dtype_number, torch_dtype
+from memd_client.dtypes import DTYPE_NUMBERS, dtype_number
 from memd_client.errors import (
     CODE_CAPACITY,
     CODE_DEADLINE,
@@ -20,7 +19,7 @@ from memd_client.errors import (
     from_code,
 )
 from memd_client.gradient_order import GradientOrder
-from memd_client.reattach import AtOnce
+from memd_client.retry import AtOnce
 from memd_client.stalls import current_phase, module_group
 from memd_native import MODE_OVERWRITE, MODE_READ, MODE_WRITE, PART_GRADIENT, PART_VALUE
 from memd_proto.v1 import types_pb2
@@ -28,7 +27,8 @@ from memd_proto.v1 import types_pb2
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from memd_client.reattach import Retrying
+    from memd_client.retry import Retrying
+    from memd_client.shard import Shard
 
 __all__ = [
     "MODE_OVERWRITE",
@@ -37,7 +37,6 @@ __all__ = [
     "DataPlane",
     "LeaseStatistics",
     "Leases",
-    "Shard",
 ]
 
 # A miss waits for the disk, and perhaps for a step to end.
@@ -126,36 +125,6 @@ class NoStep:
 
     def note_unreachable(self, error: DaemonUnavailable) -> None:
         pass
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shard:
-    """A named tensor of the job, as the daemon declared it."""
-
-    shard_id: int
-    name: str
-    kind: int
-    dtype: torch.dtype
-    shape: torch.Size
-
-    @classmethod
-    def of(cls, shard: types_pb2.Shard) -> Shard:
-        spec = shard.spec
-        return cls(
-            shard_id=shard.shard_id,
-            name=spec.name,
-            kind=spec.kind,
-            dtype=torch_dtype(spec.dtype),
-            shape=torch.Size(spec.shape),
-        )
-
-    @property
-    def element_count(self) -> int:
-        return self.shape.numel()
-
-    @property
-    def size_bytes(self) -> int:
-        return self.element_count * self.dtype.itemsize
 
 
 class Leases:

@@ -12,8 +12,8 @@ from memd_client.away import StreamedParameter, streamed
 from memd_client.buffers import ModuleBuffers
 from memd_client.dtypes import dtype_number
 from memd_client.errors import CapacityError, InvalidArgument, NotYet
-from memd_client.leases import Shard
 from memd_client.session import TIERS
+from memd_client.shard import Shard
 from memd_client.sizes import format_size
 from memd_client.streaming import own_parameters, stream
 from memd_client.targets import owner_of

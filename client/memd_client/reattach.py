@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from memd_client.address import UnixAddress
+    from memd_client.calls import StepCall
     from memd_client.control import Control
-    from memd_client.steps import StepCall
+    from memd_client.retry import OnReturn
     from memd_proto.v1 import job_pb2, tensor_pb2
 
 T = TypeVar("T")
@@ -53,27 +54,6 @@ class SuspendablePlane(Protocol):
 
     def suspend(self) -> None: ...
     def reconnect(self, connection_fd: int) -> None: ...
-
-
-class Retrying(Protocol):
-    """`Reattach`, or `AtOnce` where there is nothing to come back to."""
-
-    on_return: Callable[[session_pb2.AttachResponse, int], None]
-
-    def calling(
-        self, call: Callable[[], T], *, lease: bool = False, epoch: int | None = None
-    ) -> T: ...
-
-
-class AtOnce:
-    """Calls once: for tests of what stands above."""
-
-    def __init__(self) -> None:
-        self.on_return: Callable[[session_pb2.AttachResponse, int], None] = lambda *_: None
-
-    def calling(self, call: Callable[[], T], *, lease: bool = False, epoch: int | None = None) -> T:
-        del lease, epoch
-        return call()
 
 
 def reattach_seconds() -> float:
@@ -107,7 +87,7 @@ class Reattach:
         request: session_pb2.AttachRequest,
         seconds: float,
     ) -> None:
-        self.connection = connection
+        self._connection = connection
         self._where = where
         self._control = control
         self._seconds = seconds
@@ -126,21 +106,31 @@ class Reattach:
         self._gone_since: float | None = None
         self._fenced: str | None = None
         self._closed = False
-        # Called with what the next daemon said, before anybody else goes on.
-        self.on_return: Callable[[session_pb2.AttachResponse, int], None] = lambda *_: None
+        self._on_return: OnReturn | None = None
 
     def begin(self, session_id: int, plane: SuspendablePlane | None) -> None:
         """The session has been opened: from now on there is something to come back to."""
         self._request.kept_session_id = session_id
         self._plane = plane
 
+    def tell_returns(self, listener: OnReturn) -> None:
+        """From now on `listener` is called when the next daemon has taken the session over, before
+        any other thread goes on.
+        """
+        self._on_return = listener
+
+    @property
+    def connection(self) -> AttachConnection:
+        """The one to the present daemon."""
+        return self._connection
+
     def segments(self, session_id: int, first: int) -> list[int]:
         self._wait_while_away()  # until then the next daemon does not know that they are ours
-        return self.connection.segments(session_id, first)
+        return self._connection.segments(session_id, first)
 
     def close(self) -> None:
         self._closed = True
-        self.connection.close()
+        self._connection.close()
 
     @property
     def epoch(self) -> int:
@@ -205,7 +195,7 @@ class Reattach:
                     raise SessionFenced(self._fenced) from failure
                 if self._epoch != made:
                     return True
-                if self._is_away or self.connection.is_closed_there():
+                if self._is_away or self._connection.is_closed_there():
                     self._reattach(failure)
                     return True
             if not isinstance(failure, DaemonUnavailable) or time.monotonic() >= until:
@@ -236,7 +226,8 @@ class Reattach:
                 f"and go on from step {answer.committed_step}, as session.resume() of the new "
                 "session says"
             ) from failure
-        self.on_return(answer, self.connection.daemon_process_id)
+        if self._on_return is not None:
+            self._on_return(answer, self._connection.daemon_process_id)
         if self._plane is not None and connection_fd is not None:
             self._plane.reconnect(connection_fd)
         self._epoch += 1
@@ -295,8 +286,8 @@ class Reattach:
         """The daemon's answer, and a descriptor of the connection for the plane of a session that
         was kept."""
         connection = AttachConnection(self._where)
-        self.connection.close()
-        self.connection = connection
+        self._connection.close()
+        self._connection = connection
         self._control.renew(address=connection.control_address, token=connection.token)
         answer = self._control.attach(self._request)
         if self._plane is None or not answer.kept:

@@ -19,7 +19,7 @@ from memd_client.identity import ByIdentity
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from memd_client.leases import Shard
+    from memd_client.shard import Shard
 
 _active_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _reason_hooks_are_refused = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message

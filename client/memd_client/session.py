@@ -21,14 +21,14 @@ from memd_client.errors import (
     SessionFenced,
     UnknownName,
 )
-from memd_client.leases import Leases, Shard
 from memd_client.plain import decode
-from memd_client.reattach import AtOnce
+from memd_client.retry import AtOnce
+from memd_client.shard import Shard
 from memd_client.sizes import format_size
 from memd_client.stalls import closing_step
 from memd_client.statistics import SessionStatistics, summed
-from memd_client.steps import OpenStep, SealedTarget, StepCall, Steps
-from memd_client.tensor_streams import TensorCalls, TensorStreams
+from memd_client.steps import OpenStep, SealedTarget, Steps
+from memd_client.tensor_streams import TensorStreams
 from memd_client.tracked import Tracked, checked, read_stored, stored_shards
 from memd_native import STALL_GRADIENT
 from memd_proto.v1 import job_pb2, session_pb2, types_pb2
@@ -37,33 +37,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from types import TracebackType
 
-    from memd_client.reattach import Retrying
+    from memd_client.calls import ControlPlane, StepCall
+    from memd_client.leases import Leases
+    from memd_client.retry import Retrying
 
 P = ParamSpec("P")
 
 _log = logging.getLogger("memd_client")
 TIERS: dict[str, types_pb2.Tier] = {"host": types_pb2.TIER_HOST, "nvme": types_pb2.TIER_NVME}
-
-
-class ControlPlane(TensorCalls, Protocol):
-    """What a session asks of `control.Control`."""
-
-    def detach(self, request: session_pb2.DetachRequest) -> session_pb2.DetachResponse: ...
-    def declare(self, request: session_pb2.DeclareRequest) -> session_pb2.DeclareResponse: ...
-    def begin_step(self, request: session_pb2.StepRequest) -> StepCall: ...
-    def expect_step(
-        self, request: session_pb2.ExpectStepRequest
-    ) -> session_pb2.ExpectStepResponse: ...
-    def sync(self, request: session_pb2.SyncRequest) -> session_pb2.SyncResponse: ...
-    def drop_gradients(
-        self, request: session_pb2.DropGradientsRequest
-    ) -> session_pb2.DropGradientsResponse: ...
-    def delete(self, request: session_pb2.DeleteRequest) -> session_pb2.DeleteResponse: ...
-    def list_shards(
-        self, request: session_pb2.ListShardsRequest
-    ) -> session_pb2.ListShardsResponse: ...
-    def drop_job(self, request: job_pb2.DropJobRequest) -> job_pb2.DropJobResponse: ...
-    def close(self) -> None: ...
 
 
 class Entry(Protocol):
@@ -113,7 +94,7 @@ class Session:
         self._leases = leases
         self._close_connection = close_connection
         retrying = retrying or AtOnce()
-        retrying.on_return = _weakly(self._note_return)
+        retrying.tell_returns(_weakly(self._note_return))
         self._streams = TensorStreams(
             control, job=job, session_id=attached.session_id, retrying=retrying
         )

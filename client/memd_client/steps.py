@@ -27,30 +27,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import ExitStack
 
-    from memd_client.leases import Shard
+    from memd_client.calls import StepCall
+    from memd_client.shard import Shard
     from memd_proto.v1 import session_pb2
 
 _log = logging.getLogger("memd_client")
 # They say nothing of the step. The last two: who asks is not known to the next daemon, or not yet.
 _NO_ANSWERS = (DaemonUnavailable, DeadlineExceeded, PermissionDenied, UnknownName)
-
-
-class StepCall(Protocol):
-    """A Step call that was sent: `control.StepCall`."""
-
-    def done(self) -> bool:
-        """Whether `result` has something to say, or to do."""
-        ...
-
-    def result(self) -> session_pb2.StepResponse:
-        """Waits for the answer; raises MemdError where there is none or it is an error. Asks again
-        where it had none.
-        """
-        ...
-
-    def seconds(self) -> float:
-        """From the call to its answer, which `result` has returned."""
-        ...
 
 
 class SealedTarget(Protocol):

@@ -14,7 +14,7 @@ from memd_client.dtypes import dtype_number
 from memd_client.errors import InvalidArgument, NotYet
 from memd_client.gradients import GradientSlot
 from memd_client.identity import ByIdentity
-from memd_client.leases import Shard
+from memd_client.shard import Shard
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:

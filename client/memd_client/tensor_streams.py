@@ -4,35 +4,23 @@ lie in memory of the daemon alone.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from memd_client.errors import MemdError
-from memd_client.leases import Shard
+from memd_client.shard import Shard
 from memd_proto.v1 import tensor_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from memd_client.reattach import Retrying
+    from memd_client.calls import TensorCalls
+    from memd_client.retry import Retrying
     from memd_proto.v1 import types_pb2
 
 _CHUNK_BYTES = 1 << 20  # TensorService's largest message
 _MOMENT_CHUNK_ELEMENTS = _CHUNK_BYTES // 8  # of two fp32 moments
-
-
-class TensorCalls(Protocol):
-    """The calls of `control.Control` that carry tensors."""
-
-    def put(self, requests: Iterator[tensor_pb2.PutRequest]) -> tensor_pb2.PutResponse: ...
-    def get(self, request: tensor_pb2.GetRequest) -> Iterator[tensor_pb2.GetResponse]: ...
-    def get_moments(
-        self, request: tensor_pb2.GetMomentsRequest
-    ) -> Iterator[tensor_pb2.GetMomentsResponse]: ...
-    def put_moments(
-        self, requests: Iterator[tensor_pb2.PutMomentsRequest]
-    ) -> tensor_pb2.PutMomentsResponse: ...
 
 
 class TensorStreams:

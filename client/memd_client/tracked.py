@@ -23,7 +23,7 @@ from memd_client import plain
 from memd_client.away import streamed
 from memd_client.dtypes import dtype_number
 from memd_client.errors import IntegrityError, InvalidArgument, MemdError
-from memd_client.leases import Shard
+from memd_client.shard import Shard
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:

@@ -1,0 +1,62 @@
+"""The control plane as the rest of the client sees it: `reattach.ReattachingControl`, or a fake."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from memd_proto.v1 import job_pb2, session_pb2, tensor_pb2
+
+
+class StepCall(Protocol):
+    """A Step call that was sent: `control.StepCall` or `reattach.RepeatedStep`."""
+
+    def done(self) -> bool:
+        """Whether `result` has something to say, or to do."""
+        ...
+
+    def result(self) -> session_pb2.StepResponse:
+        """Waits for the answer; raises MemdError where there is none or it is an error. Asks again
+        where it had none.
+        """
+        ...
+
+    def seconds(self) -> float:
+        """From the call to its answer, which `result` has returned."""
+        ...
+
+
+class TensorCalls(Protocol):
+    """The calls of `control.Control` that carry tensors."""
+
+    def put(self, requests: Iterator[tensor_pb2.PutRequest]) -> tensor_pb2.PutResponse: ...
+    def get(self, request: tensor_pb2.GetRequest) -> Iterator[tensor_pb2.GetResponse]: ...
+    def get_moments(
+        self, request: tensor_pb2.GetMomentsRequest
+    ) -> Iterator[tensor_pb2.GetMomentsResponse]: ...
+    def put_moments(
+        self, requests: Iterator[tensor_pb2.PutMomentsRequest]
+    ) -> tensor_pb2.PutMomentsResponse: ...
+
+
+class ControlPlane(TensorCalls, Protocol):
+    """The calls of one session."""
+
+    def detach(self, request: session_pb2.DetachRequest) -> session_pb2.DetachResponse: ...
+    def declare(self, request: session_pb2.DeclareRequest) -> session_pb2.DeclareResponse: ...
+    def begin_step(self, request: session_pb2.StepRequest) -> StepCall: ...
+    def expect_step(
+        self, request: session_pb2.ExpectStepRequest
+    ) -> session_pb2.ExpectStepResponse: ...
+    def sync(self, request: session_pb2.SyncRequest) -> session_pb2.SyncResponse: ...
+    def drop_gradients(
+        self, request: session_pb2.DropGradientsRequest
+    ) -> session_pb2.DropGradientsResponse: ...
+    def delete(self, request: session_pb2.DeleteRequest) -> session_pb2.DeleteResponse: ...
+    def list_shards(
+        self, request: session_pb2.ListShardsRequest
+    ) -> session_pb2.ListShardsResponse: ...
+    def drop_job(self, request: job_pb2.DropJobRequest) -> job_pb2.DropJobResponse: ...
+    def close(self) -> None: ...
