@@ -34,11 +34,15 @@ class AttachConnection:
         try:
             self._socket.settimeout(_TIMEOUT_S)
             self._connect(address)
-            self.daemon_process_id = self._peer_process_id()
+            self._daemon_process_id = self._peer_process_id()
             self._welcome = self._receive_welcome()
         except BaseException:
             self._socket.close()
             raise
+
+    @property
+    def daemon_process_id(self) -> int:
+        return self._daemon_process_id
 
     @property
     def token(self) -> str:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memd_client import saved
+from memd_client import saved_tensors as saved
 from memd_client.errors import MemdError, NotResident
 from memd_client.gradients import GradientSlot
 from memd_client.leases import MODE_READ

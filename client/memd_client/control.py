@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -86,19 +87,29 @@ class StepCall:
         self._answered = time.perf_counter()
 
 
+@dataclass(frozen=True, slots=True)
 class _Channel:
-    """A channel and all stubs on it. Made together: gRPC crashes the process where a stub is made
-    on a channel that is closed, as another thread may do at any time."""
+    """A channel and all its stubs. They are made together: gRPC crashes the process if a stub is
+    made on a closed channel, and another thread may close it at any time."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
-        self.sessions = session_pb2_grpc.SessionServiceStub(self._channel)
-        self.tensors = tensor_pb2_grpc.TensorServiceStub(self._channel)
-        self.jobs = job_pb2_grpc.JobServiceStub(self._channel)
+    channel: Any
+    sessions: Any
+    tensors: Any
+    jobs: Any
+
+    @classmethod
+    def open(cls, address: str) -> _Channel:
+        channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        return cls(
+            channel=channel,
+            sessions=session_pb2_grpc.SessionServiceStub(channel),
+            tensors=tensor_pb2_grpc.TensorServiceStub(channel),
+            jobs=job_pb2_grpc.JobServiceStub(channel),
+        )
 
     def close(self) -> None:
-        """Calls under way are given up, and others refused with a ValueError."""
-        self._channel.close()
+        """Cancels the calls that are running; later ones get a ValueError."""
+        self.channel.close()
 
 
 class Control:
@@ -189,7 +200,7 @@ class Control:
     def _open(self) -> _Channel:
         with self._lock:
             if self._channel is None:
-                self._channel = _Channel(self._address)
+                self._channel = _Channel.open(self._address)
             return self._channel
 
     def _call(self, method: Callable[..., Any], request: Any, timeout_s: float) -> Any:

@@ -53,7 +53,7 @@ class EmbeddedDaemon:
             tempfile.mkdtemp(prefix="memd-", dir=os.environ.get("XDG_RUNTIME_DIR"))
         )
         self._temporary = [self._sockets]
-        self.address = UnixAddress(socket=self._sockets / "memd.sock")
+        self._address = UnixAddress(socket=self._sockets / "memd.sock")
         data = address.data or self._temporary_data()
         self._log = (self._sockets / "stderr").open("w+b")
         self._process = subprocess.Popen(
@@ -64,6 +64,10 @@ class EmbeddedDaemon:
         )
         atexit.register(self.stop)
         self._wait_until_ready()
+
+    @property
+    def address(self) -> UnixAddress:
+        return self._address
 
     @property
     def process_id(self) -> int:
@@ -116,7 +120,7 @@ class EmbeddedDaemon:
             "memd",
             "serve",
             "--socket",
-            str(self.address.socket),
+            str(self._address.socket),
             "--data",
             str(data),
         ]

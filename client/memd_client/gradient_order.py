@@ -66,7 +66,7 @@ class GradientOrder:
     """
 
     def __init__(self, plane: Asking) -> None:
-        self.may_ask = True
+        self._may_ask = True
         self._plane = plane
         self._order: list[weakref.ref[Slot]] = []
         self._position: dict[int, int] = {}  # shard id → in `_order`
@@ -88,9 +88,13 @@ class GradientOrder:
             return
         with self._lock:
             self._expected_task = graph_task
-            if self.may_ask and not self._end:
+            if self._may_ask and not self._end:
                 self._ask_until(_AHEAD_COUNT // 2)
                 self._give_back_after(graph_task)
+
+    def stop_asking(self) -> None:
+        """From now on no slot is taken before its gradient is there."""
+        self._may_ask = False
 
     def came(self, slot: Slot, *, is_first: bool) -> None:
         """A gradient is in its slot; `is_first`: since the last step."""
@@ -99,7 +103,7 @@ class GradientOrder:
                 self._next_order.append(weakref.ref(slot))
             position = self._position.get(slot.shard.shard_id)
             graph_task = _graph_task()
-            if position is None or not self.may_ask or graph_task == _NO_TASK:
+            if position is None or not self._may_ask or graph_task == _NO_TASK:
                 return
             if not self._begin <= position < self._end:
                 # Another place than the one it was going to.

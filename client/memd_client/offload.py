@@ -12,10 +12,10 @@ from memd_client.away import StreamedParameter, streamed
 from memd_client.buffers import ModuleBuffers
 from memd_client.dtypes import dtype_number
 from memd_client.errors import CapacityError, InvalidArgument, NotYet
+from memd_client.module_hooks import own_parameters, stream
 from memd_client.session import TIERS
 from memd_client.shard import Shard
 from memd_client.sizes import format_size
-from memd_client.streaming import own_parameters, stream
 from memd_client.targets import owner_of
 from memd_proto.v1 import types_pb2
 

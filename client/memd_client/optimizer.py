@@ -12,8 +12,8 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from memd_client.away import AwayParameter, StreamedParameter, streamed
 from memd_client.early import EarlyUpdates
 from memd_client.errors import InvalidArgument, NotYet
+from memd_client.module_hooks import end_interrupted_calls
 from memd_client.session import TIERS
-from memd_client.streaming import end_interrupted_calls
 from memd_client.targets import StreamedTarget, Target, own, owner_of
 from memd_proto.v1 import session_pb2
 

@@ -534,7 +534,7 @@ class Session:
             self._gradients_fit = False
             if self._leases is not None:
                 # Room that is taken ahead is somebody's who needs it now.
-                self._leases.gradient_order.may_ask = False
+                self._leases.gradient_order.stop_asking()
         self._shards.update((shard.spec.name, Shard.of(shard)) for shard in shards)
         return shards
 

@@ -1,13 +1,13 @@
 """What a wait is counted under: the phase of a step that the thread is in, and a group of modules.
 
-Both are asked for only where somebody waits.
+Both are looked up only when a thread waits.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
 from threading import local
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,40 +19,48 @@ if TYPE_CHECKING:
 _graph_task = torch._C._current_graph_task_id
 
 
-class _Here(local):
-    """What this thread is doing."""
+class _Thread(local):
+    """What one thread is doing."""
 
     def __init__(self) -> None:
-        self.calls: list[Any] = []  # of modules, the innermost last: see streaming.py
-        self.step_depth = 0
+        self._step_depth = 0
+        self._module_call_depth = 0
+
+    @contextmanager
+    def closing_step(self) -> Iterator[None]:
+        self._step_depth += 1
+        try:
+            yield
+        finally:
+            self._step_depth -= 1
+
+    def enter_module_call(self) -> None:
+        self._module_call_depth += 1
+
+    def leave_module_call(self) -> None:
+        self._module_call_depth -= 1
+
+    def phase(self) -> int:
+        if self._step_depth:
+            return PHASE_STEP
+        if _graph_task() != -1:
+            return PHASE_BACKWARD
+        return PHASE_FORWARD if self._module_call_depth else PHASE_OTHER
 
 
-here = _Here()
-
-
-@contextmanager
-def closing_step() -> Iterator[None]:
-    """Waits inside are those of a step."""
-    here.step_depth += 1
-    try:
-        yield
-    finally:
-        here.step_depth -= 1
-
-
-def current_phase() -> int:
-    """Of this thread. What is computed again during backward is backward's."""
-    if here.step_depth:
-        return PHASE_STEP
-    if _graph_task() != -1:
-        return PHASE_BACKWARD
-    return PHASE_FORWARD if here.calls else PHASE_OTHER
+_thread = _Thread()
+# Waits inside count for the phase "step".
+closing_step = _thread.closing_step
+# Between these two, waits count for the phase "forward", unless backward computes it again.
+enter_module_call = _thread.enter_module_call
+leave_module_call = _thread.leave_module_call
+current_phase = _thread.phase
 
 
 def module_group(name: str) -> str:
-    """Of the parameter `name`, so that the layers of a model count together: the path of its module
-    up to the part after the first number, with numbers as stars: "h.*.attn" of
-    "h.0.attn.c_attn.weight". Two parts where there is no number.
+    """The group that the waits for parameter `name` are counted under. All layers of a model share
+    one: the module's path up to the part after the first number, with numbers as stars, so that
+    "h.0.attn.c_attn.weight" is in "h.*.attn". Without a number the group has two parts.
     """
     *path, own = name.split(".")
     if not path:

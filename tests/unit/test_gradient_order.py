@@ -200,7 +200,7 @@ def test_slots_of_a_model_that_is_gone_are_not_asked_for() -> None:
 
 def test_nothing_is_asked_for_where_gradients_do_not_fit() -> None:
     backward = Backward(20)
-    backward.order.may_ask = False
+    backward.order.stop_asking()
     backward.run(list(range(20)))
     backward.step()
     assert backward.run(list(range(20))) == []

@@ -5,7 +5,7 @@ in ARCHITECTURE.md):
 
 * forward pre-hooks bring a module's own parameters, forward hooks let them go (`always_call`: after
   an exception too);
-* the outermost module call pushes the hooks of `saved.py`, so that autograd does not keep a
+* the outermost module call pushes the hooks of `saved_tensors.py`, so that autograd does not keep a
   parameter's bytes;
 * the hooks are plain functions that look parameters up, so that a copy of the module, whose
   parameters memd does not know, is not held up by them.
@@ -13,13 +13,14 @@ in ARCHITECTURE.md):
 
 from __future__ import annotations
 
+from threading import local
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from memd_client import saved
+from memd_client import saved_tensors as saved
 from memd_client.away import bring, let_go, streamed
-from memd_client.stalls import here
+from memd_client.stalls import enter_module_call, leave_module_call
 
 if TYPE_CHECKING:
     import torch
@@ -29,22 +30,64 @@ if TYPE_CHECKING:
 
 
 class _Frame:
-    """A module call that is under way in this thread. What it costs counts for every module: 20 µs
-    as two context managers on an `ExitStack`."""
+    """A module call that this thread is in. Its cost counts for every module: as two context
+    managers on an `ExitStack` it was 20 µs."""
 
-    __slots__ = ("held", "hooks", "module")
+    __slots__ = ("_held", "_hooks", "_module")
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.hooks: saved_tensors_hooks | None = None
-        self.held: list[tuple[StreamedParameter, torch.Tensor]] = []
+        self._module = module
+        self._hooks: saved_tensors_hooks | None = None
+        self._held: list[tuple[StreamedParameter, torch.Tensor]] = []
+
+    def is_of(self, module: nn.Module) -> bool:
+        return self._module is module
+
+    def open(self) -> None:
+        if saved.may_save_by_name():
+            hooks = saved.save_by_name_hooks()
+            hooks.__enter__()
+            self._hooks = hooks
+        self._held = bring(own_parameters(self._module))
 
     def close(self) -> None:
         try:
-            let_go(self.held)
+            let_go(self._held)
         finally:
-            if self.hooks is not None:
-                self.hooks.__exit__()
+            if self._hooks is not None:
+                self._hooks.__exit__()
+
+
+class _ModuleCalls(local):
+    """The module calls that one thread is in, the innermost last."""
+
+    def __init__(self) -> None:
+        self._frames: list[_Frame] = []
+
+    def enter(self, module: nn.Module) -> None:
+        frame = _Frame(module)
+        # Before anything can fail: torch calls `_leave` after a failed pre-hook too.
+        self._frames.append(frame)
+        enter_module_call()
+        frame.open()
+
+    def leave(self, module: nn.Module) -> None:
+        """Does nothing where another module's hook failed before ours was called: then no frame of
+        `module` is on top."""
+        if self._frames and self._frames[-1].is_of(module):
+            self._close_last()
+
+    def leave_all(self) -> None:
+        while self._frames:
+            self._close_last()
+
+    def _close_last(self) -> None:
+        frame = self._frames.pop()
+        leave_module_call()
+        frame.close()
+
+
+_calls = _ModuleCalls()
 
 
 def stream(module: nn.Module) -> None:
@@ -75,27 +118,17 @@ def end_interrupted_calls() -> None:
     """Lets go of what module calls of this thread hold that were left without their hooks, which
     torch runs after an exception, but not after a KeyboardInterrupt. For places where no module
     call can be under way."""
-    while here.calls:
-        here.calls.pop().close()
+    _calls.leave_all()
 
 
 def _enter(module: nn.Module, inputs: Any) -> None:
     del inputs
-    frame = _Frame(module)
-    # Before anything can fail: torch calls _leave after a failed pre-hook too.
-    here.calls.append(frame)
-    if saved.may_save_by_name():
-        hooks = saved.save_by_name_hooks()
-        hooks.__enter__()
-        frame.hooks = hooks
-    frame.held = bring(own_parameters(module))
+    _calls.enter(module)
 
 
 def _leave(module: nn.Module, inputs: Any, output: Any) -> None:
     del inputs, output
-    # No frame of this module on top: a hook of somebody else failed before ours was called.
-    if here.calls and here.calls[-1].module is module:
-        here.calls.pop().close()
+    _calls.leave(module)
 
 
 def _copy_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
