@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/histogram.h"
+#include "base/job_weight.h"
 #include "base/owned_fd.h"
 #include "base/status.h"
 #include "base/units.h"
@@ -37,8 +38,9 @@ Status check_limits(const IoPathLimits& limits);
 enum class IoKind : uint8_t { read, write, sync };
 const char* io_kind_name(IoKind kind);
 
-/// Who goes first where requests wait: each class has a share of the path, from most to least, and
-/// equal ones are started in the order of submission (io_scheduler.h).
+/// Who goes first where requests of one job wait: each class has a share of what the job gets of
+/// the path, from most to least, and equal ones are started in the order of submission. Scrub is
+/// below all jobs (io_scheduler.h).
 enum class IoPriority : uint8_t { demand, prefetch, state, writeback, scrub };
 inline constexpr size_t kIoPriorityCount = 5;
 const char* io_priority_name(IoPriority priority);
@@ -50,6 +52,7 @@ const char* io_priority_name(IoPriority priority);
 struct IoRequest {
   IoKind kind = IoKind::read;
   IoPriority priority = IoPriority::demand;
+  JobId job{};  // for whom; the daemon: for all of them
   uint16_t device = 0;
   uint64_t offset_bytes = 0;
   std::span<std::byte> data{};
@@ -121,6 +124,9 @@ class IoQueue {
   /// chunks of kChunkBytesMax. `limits` passed check_limits(). Queues of tests may have none.
   virtual void set_limits(uint16_t /*device*/, const IoPathLimits& /*limits*/) {}
   virtual IoPathLimits limits(uint16_t /*device*/) const { return {}; }
+  /// Its share of each path that others want as well, from now on. Queues of tests may have no
+  /// jobs.
+  virtual void set_weight(JobId /*job*/, JobWeight /*weight*/) {}
 
   /// Bytes that transfers will use, kept registered with the kernel where that is allowed (pieces
   /// of at most 1 GiB, no transfer across two). Never fails: what can't be registered is used
@@ -130,9 +136,9 @@ class IoQueue {
   virtual void remove_memory(std::span<std::byte> memory) = 0;
 
   virtual void submit(IoRequest request) = 0;
-  /// Somebody waits for what is prefetched into `memory`: what is not yet started of it is demanded
-  /// from here on. Queues of tests may have no classes.
-  virtual void raise(std::span<const std::byte> /*memory*/) {}
+  /// Somebody waits for what is prefetched into `memory` of the job: what is not yet started of it
+  /// is demanded from here on. Queues of tests may have no classes.
+  virtual void raise(JobId /*job*/, std::span<const std::byte> /*memory*/) {}
 
   /// Runs `complete` of every request that is done; returns how many.
   virtual size_t reap() = 0;

@@ -94,6 +94,7 @@ uint16_t MemoryQueue::add_device(OwnedFd file, std::string path) {
 
 uint16_t MemoryQueue::add_disk(std::shared_ptr<MemoryDisk> disk, std::string path) {
   disks_.push_back(std::move(disk));
+  busy_until_ns_.push_back(0);
   return add_device_path(std::move(path));
 }
 
@@ -120,10 +121,27 @@ void MemoryQueue::start(IoOp& op) {
   ++started_count_;
   if (fault) ++fault_hit_count_;
   in_flight_.push_back({.op = &op,
-                        .ready_ns = clock_.now_ns() + options_.latency_ns,
+                        .ready_ns = ready_ns(op),
                         .fault = fault,
                         .stalled = fault && fault->kind == MemoryFaultKind::stall});
   if (options_.automatic) wake();
+}
+
+uint64_t MemoryQueue::ready_ns(const IoOp& op) {
+  const uint64_t now_ns = clock_.now_ns();
+  if (options_.bytes_per_second == 0) return now_ns + options_.latency_ns;
+  uint64_t& until_ns = busy_until_ns_[op.device];
+  until_ns =
+      std::max(until_ns, now_ns) + op.length_bytes * 1'000'000'000 / options_.bytes_per_second;
+  return until_ns + options_.latency_ns;
+}
+
+std::optional<uint64_t> MemoryQueue::next_ready_ns() const {
+  std::optional<uint64_t> first;
+  for (const InFlight& entry : in_flight_) {
+    if (!entry.stalled) first = std::min(first.value_or(entry.ready_ns), entry.ready_ns);
+  }
+  return first;
 }
 
 void MemoryQueue::release_stalled(std::optional<uint64_t> offset_bytes) {
@@ -148,14 +166,19 @@ std::vector<size_t> MemoryQueue::ready_indices() const {
 
 size_t MemoryQueue::ready_count() const { return ready_indices().size(); }
 
-size_t MemoryQueue::choose(size_t count) {
-  return options_.order_seed ? static_cast<size_t>(order_() % count) : 0;
+// One of `indices` into in_flight_, by its place among them.
+size_t MemoryQueue::choose(const std::vector<size_t>& indices) {
+  if (options_.order_seed) return static_cast<size_t>(order_() % indices.size());
+  const auto first = std::min_element(indices.begin(), indices.end(), [this](size_t a, size_t b) {
+    return in_flight_[a].ready_ns < in_flight_[b].ready_ns;
+  });
+  return static_cast<size_t>(first - indices.begin());
 }
 
 bool MemoryQueue::complete_next() {
-  const size_t count = ready_count();
-  if (count == 0) return false;
-  complete_at(choose(count));
+  const std::vector<size_t> indices = ready_indices();
+  if (indices.empty()) return false;
+  complete_at(choose(indices));
   return true;
 }
 
@@ -176,7 +199,8 @@ void MemoryQueue::complete_all() {
 void MemoryQueue::wait_for_result() {
   if (!results_.empty()) return;
   release_stalled();
-  const size_t chosen = choose(in_flight_.size());
+  const std::vector<size_t> indices = ready_indices();
+  const size_t chosen = indices.at(choose(indices));
   const uint64_t ready_ns = in_flight_.at(chosen).ready_ns;
   if (ready_ns > clock_.now_ns()) clock_.advance(ready_ns - clock_.now_ns());
   run(chosen);

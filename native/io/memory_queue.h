@@ -1,4 +1,4 @@
-// Devices in memory, for tests: faults, chosen orders, a clock held still, and power cuts.
+// Devices in memory, for tests: faults, chosen orders, a clock held still, a speed, and power cuts.
 #pragma once
 
 #include <cstddef>
@@ -85,7 +85,10 @@ struct MemoryQueueOptions {
   /// queue.
   ManualClock* clock = nullptr;
   uint64_t latency_ns = 0;
-  /// Chunks are done in this random order; absent: oldest first.
+  /// Of each device, which moves one chunk after the other, in the order in which they were
+  /// started; the latency comes on top of that. 0: no limit.
+  uint64_t bytes_per_second = 0;
+  /// Chunks are done in this random order; absent: in the order of their times, oldest first.
   std::optional<uint64_t> order_seed{};
 };
 
@@ -120,6 +123,8 @@ class MemoryQueue final : public TransferQueue {
   size_t ready_count() const;
   /// Does one chunk and reaps; false where none is ready.
   bool complete_next();
+  /// When the next chunk that is not stalled is done by the clock; nothing where there is none.
+  std::optional<uint64_t> next_ready_ns() const;
   void complete_at(size_t index);
   /// Until nothing but stalled chunks is in flight.
   void complete_all();
@@ -149,7 +154,8 @@ class MemoryQueue final : public TransferQueue {
 
   std::optional<MemoryFault> next_fault(const IoOp& op);
   std::vector<size_t> ready_indices() const;
-  size_t choose(size_t count);
+  size_t choose(const std::vector<size_t>& indices);
+  uint64_t ready_ns(const IoOp& op);
   void run(size_t in_flight_index);
   int64_t transfer_bytes(const IoOp& op, const std::optional<MemoryFault>& fault);
 
@@ -157,6 +163,7 @@ class MemoryQueue final : public TransferQueue {
   ManualClock& clock_;
   const MemoryQueueOptions options_;
   std::vector<std::shared_ptr<MemoryDisk>> disks_;  // null: a descriptor that is not open
+  std::vector<uint64_t> busy_until_ns_;             // by device, where there is a speed
   std::vector<ArmedFault> faults_;
   uint64_t fault_hit_count_ = 0;
   uint64_t started_count_ = 0;

@@ -127,6 +127,7 @@ void TransferQueue::start_next_chunk(const std::shared_ptr<Transfer>& transfer) 
     const uint64_t chunk_bytes_max = scheduler_.limits(request.device).chunk_bytes;
     op.length_bytes = chunk_bytes(rest.data(), std::min(rest.size(), chunk_bytes_max));
   }
+  op.chunk_bytes = op.length_bytes;
   transfer->started_bytes += op.length_bytes;
   ++transfer->op_count;
   transfer->started = true;
@@ -193,7 +194,7 @@ void TransferQueue::finish_op(IoOp& op, Status status) {
   const std::shared_ptr<Transfer> transfer = std::move(op.transfer);
   op.transfer = nullptr;
   ops_free_.push_back(&op);
-  scheduler_.finished(op.device);
+  scheduler_.finished(transfer->request, op.chunk_bytes);
   --transfer->op_count;
   // Here, not when the request completes: until then others that wait would be started.
   if (op.kind != IoKind::read && !status.is_ok() && fence_.is_ok() &&

@@ -23,6 +23,7 @@ struct IoOp {
   uint64_t offset_bytes = 0;
   std::byte* data = nullptr;
   uint64_t length_bytes = 0;
+  uint64_t chunk_bytes = 0;  // as it was started
   uint32_t retry_count = 0;  // after EAGAIN and EINTR
   uint32_t empty_count = 0;  // transfers of 0 blocks on end
 };
@@ -37,10 +38,11 @@ class TransferQueue : public IoQueue {
   ~TransferQueue() override;
 
   void submit(IoRequest request) final;
-  void raise(std::span<const std::byte> memory) final { scheduler_.raise(memory); }
+  void raise(JobId job, std::span<const std::byte> memory) final { scheduler_.raise(job, memory); }
   size_t reap() final;
   void set_limits(uint16_t device, const IoPathLimits& limits) final;
   IoPathLimits limits(uint16_t device) const final { return scheduler_.limits(device); }
+  void set_weight(JobId job, JobWeight weight) final { scheduler_.set_weight(job, weight); }
   IoQueueStatistics statistics() const override;
   std::vector<IoInFlight> in_flight() const final;
   IoDeviceStatistics device_statistics(uint16_t device) const final;

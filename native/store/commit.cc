@@ -54,7 +54,7 @@ Result<std::vector<JobRecord>> Commits::load_records(const std::function<Status(
       const auto reading = std::make_shared<Reading>(
           Reading{.block = BlockBytes(uint64_t{extent.length_bytes}), .finished = std::nullopt});
       const std::span<std::byte> block = reading->block.span();
-      extents_.read(extent, block, IoPriority::demand, what, [reading](const Status& status) {
+      extents_.read(extent, block, {.job = kDaemonJob}, what, [reading](const Status& status) {
         reading->finished = status;
       });
       while (!reading->finished) {
@@ -229,7 +229,7 @@ void Commits::start_next() {
     extents_.write_superblock(early, [](const Status&) {});
   }
   for (const auto& [extent, bytes] : commit->writes) {
-    extents_.write(extent, bytes->span(), join->branch());
+    extents_.write(kDaemonJob, extent, bytes->span(), join->branch());
     MEMD_FAILPOINT("commit.between_catalogue_writes");
   }
   join->finish(Status::ok());

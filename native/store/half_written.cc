@@ -76,7 +76,7 @@ void ShardStore::start_mend(Job& job, Entry& entry) {
   const auto block = std::make_shared<BlockBytes>(uint64_t{entry.replica_bytes(0)});
   extents_.read(entry.replicas[0].extent(),
                 block->span(),
-                IoPriority::demand,
+                {.job = JobId{job.job_id}, .priority = IoPriority::demand},
                 concat("shard ", job.describe(entry, 0), ", step ", job.committed_step),
                 [this, &job, &entry, block](const Status& status) {
                   finish_mend(job, entry, block->span(), status);

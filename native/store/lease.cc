@@ -211,6 +211,7 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, Waiter& waiter) {
       // Once: whoever waits is asked again in every turn.
       if (!std::exchange(waiter.has_raised, true)) {
         extents_.io().raise(
+            JobId{job.job_id},
             {job.memory->arena().at(entry.slot->offset_bytes), align_up(entry.bytes, kBlockBytes)});
       }
     }
@@ -593,7 +594,7 @@ void ShardStore::fetch(Job& job, Entry& entry, IoPriority priority, Done done) {
     const std::span<std::byte> into(data + i * entry.stride_bytes(), entry.replica_bytes(i));
     extents_.read(entry.replicas[i].extent(),
                   into,
-                  priority,
+                  {.job = JobId{job.job_id}, .priority = priority},
                   concat("shard ", job.describe(entry, i), ", step ", job.committed_step),
                   [&job, &entry, i, done = join->branch()](const Status& status) {
                     MEMD_FAILPOINT("fetch.extent_verified");

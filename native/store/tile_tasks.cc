@@ -52,6 +52,7 @@ struct TileTasks::Running {
     const bool has_gradient = gradient_copy != nullptr;
     return bytes.value_bytes + bytes.rest_bytes + (has_gradient ? gradient_bytes : 0);
   }
+  JobId job() const { return {task.job->job_id}; }
   uint64_t key() const { return tile_key(task.entry->owner, task.index); }
   ExtentRecord value_source() const { return task.entry->replicas[task.index].extent(); }
   ExtentRecord rest_source() const { return task.bucket->rest[task.index].extent(); }
@@ -250,7 +251,7 @@ void TileTasks::load(const std::shared_ptr<Running>& running) {
     task.report->read_bytes += extent.length_bytes;
     extents_.read_unverified(extent,
                              into,
-                             IoPriority::state,
+                             {.job = running->job(), .priority = IoPriority::state},
                              [running, &unread, done = join->branch()](const Status& status) {
                                unread = !status.is_ok();
                                done(Status::ok());
@@ -355,6 +356,7 @@ void TileTasks::work(const std::shared_ptr<Running>& running) {
   }
 
   workers_.submit(
+      {.job = running->job(), .bytes = running->held_bytes()},
       [running, state, this] {
         MEMD_FAILPOINT("tile.before_verify");
         const uint64_t start_ns = clock_.now_ns();
@@ -427,10 +429,10 @@ void TileTasks::check(const std::shared_ptr<Running>& running) {
       done(status);
     };
     if (first_read) {
-      return extents_.read(extent, into, IoPriority::demand, std::move(what), std::move(done));
+      return extents_.read(extent, into, {.job = running->job()}, std::move(what), std::move(done));
     }
     if (!std::exchange(unread, false)) extents_.count_checksum_failure(extent);
-    extents_.read_again(extent, into, IoPriority::demand, std::move(what), std::move(done));
+    extents_.read_again(extent, into, {.job = running->job()}, std::move(what), std::move(done));
   };
   if (running->value_mismatch) {
     // The arena's copy was scribbled on: what is on disk counts, and was not read yet.
@@ -465,12 +467,12 @@ void TileTasks::write(const std::shared_ptr<Running>& running) {
   });
   if (running->writes_value()) {
     task.report->written_bytes += running->value_extent.length_bytes;
-    extents_.write(running->value_extent, running->value_span(), join->branch());
+    extents_.write(running->job(), running->value_extent, running->value_span(), join->branch());
   }
   MEMD_FAILPOINT("tile.between_writes");
   if (running->writes_rest() && !MEMD_PLANTED("tile.rest_not_written")) {
     task.report->written_bytes += running->rest_extent.length_bytes;
-    extents_.write(running->rest_extent, running->rest_span(), join->branch());
+    extents_.write(running->job(), running->rest_extent, running->rest_span(), join->branch());
   }
   join->finish(Status::ok());
 }

@@ -6,6 +6,11 @@
 #include "base/check.h"
 
 namespace memd {
+namespace {
+
+constexpr IoClass kScrub{.job = kDaemonJob, .priority = IoPriority::scrub};
+
+}  // namespace
 
 void Verification::begin(const ExtentWalk::Found& found, Told told) {
   MEMD_CHECK(!is_running());
@@ -16,13 +21,13 @@ void Verification::begin(const ExtentWalk::Found& found, Told told) {
     buffer_ = std::make_unique<BlockBytes>(uint64_t{extent.length_bytes});
   }
   const std::span<std::byte> into = buffer_->span().first(extent.length_bytes);
-  parts_.extents.read_unverified(
-      extent, into, IoPriority::scrub, [this, extent, into](const Status& status) {
-        if (!status.is_ok()) return compared(false, false);
-        parts_.workers.submit(
-            [this, extent, into] { matches_ = ExtentStore::matches(extent, into); },
-            [this] { compared(matches_, true); });
-      });
+  parts_.extents.read_unverified(extent, into, kScrub, [this, extent, into](const Status& status) {
+    if (!status.is_ok()) return compared(false, false);
+    parts_.workers.submit(
+        {.job = kDaemonJob, .bytes = extent.length_bytes},
+        [this, extent, into] { matches_ = ExtentStore::matches(extent, into); },
+        [this] { compared(matches_, true); });
+  });
 }
 
 void Verification::compared(bool is_whole, bool was_read) {
@@ -33,7 +38,7 @@ void Verification::compared(bool is_whole, bool was_read) {
   if (was_read) parts_.extents.count_checksum_failure(found_.extent);
   parts_.extents.read_again(found_.extent,
                             buffer_->span().first(found_.extent.length_bytes),
-                            IoPriority::scrub,
+                            kScrub,
                             parts_.places.describe(found_.place),
                             [this](const Status& status) { read_twice(status); });
 }

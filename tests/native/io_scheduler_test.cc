@@ -41,7 +41,6 @@ class Share : public ::testing::Test {
       const IoPriority priority = start(scheduler);
       moved[priority] += 1_MiB;
       if (moved[priority] % kRequestBytes == 0) add(scheduler, priority);
-      scheduler.finished(0);
     }
     return moved;
   }
@@ -53,7 +52,7 @@ class Share : public ::testing::Test {
     scheduler.add(std::move(transfer));
   }
 
-  /// Starts a chunk, as a queue does; its class.
+  /// Starts a chunk, as a queue does, and ends it at once; its class.
   static IoPriority start(IoScheduler& scheduler) {
     const auto next = scheduler.next([](const auto&) { return false; });
     EXPECT_NE(next, nullptr);
@@ -62,6 +61,7 @@ class Share : public ::testing::Test {
     next->started = true;
     next->started_bytes += bytes;
     scheduler.started(next, bytes);
+    scheduler.finished(next->request, bytes);
     return next->request.priority;
   }
 
@@ -108,7 +108,6 @@ TEST_F(Share, no_class_waits_longer_than_its_share_says) {
     longest[priority] = std::max(longest[priority], turn - last[priority]);
     last[priority] = turn;
     if (++counts[priority] % 2 == 0) add(scheduler, priority);
-    scheduler.finished(0);
   }
   EXPECT_LE(longest[IoPriority::demand], 5u);
   EXPECT_LE(longest[IoPriority::prefetch], 13u);
@@ -128,11 +127,9 @@ TEST_F(Share, a_demanded_request_that_comes_alone_is_next_whatever_waits) {
     }
     for (uint64_t turn = 0; turn < turns; ++turn) {
       start(scheduler);
-      scheduler.finished(0);
     }
     add(scheduler, IoPriority::demand, 1_MiB);
     ASSERT_EQ(start(scheduler), IoPriority::demand) << "after " << turns;
-    scheduler.finished(0);
   }
 }
 
@@ -142,7 +139,6 @@ TEST_F(Share, a_class_saves_nothing_up_while_it_wants_nothing) {
   for (int i = 0; i < 100; ++i) {
     add(scheduler, IoPriority::writeback, 1_MiB);
     start(scheduler);
-    scheduler.finished(0);
   }
   // A hundred turns later state wants to move as well: half and half from now on.
   std::map<IoPriority, int> counts;
@@ -152,7 +148,6 @@ TEST_F(Share, a_class_saves_nothing_up_while_it_wants_nothing) {
   }
   for (int i = 0; i < 20; ++i) {
     ++counts[start(scheduler)];
-    scheduler.finished(0);
   }
   EXPECT_EQ(counts[IoPriority::state], 10);
   EXPECT_EQ(counts[IoPriority::writeback], 10);
@@ -166,7 +161,6 @@ TEST_F(Share, small_requests_of_a_class_get_no_more_than_large_ones) {
   std::map<IoPriority, int> counts;
   for (int i = 0; i < 34; ++i) {
     ++counts[start(scheduler)];
-    scheduler.finished(0);
   }
   EXPECT_EQ(counts[IoPriority::state], 2);
   EXPECT_EQ(counts[IoPriority::writeback], 32);
@@ -281,8 +275,8 @@ TEST_F(Scheduled, a_prefetch_that_is_raised_waits_no_longer_than_a_demanded_read
   }
   prefetch(wanted.span().first(1_MiB));
   prefetch(wanted.span().subspan(1_MiB));
-  queue_.raise(wanted.span());
-  queue_.raise(begun.span());
+  queue_.raise({}, wanted.span());
+  queue_.raise({}, begun.span());
   // The two in flight, the three that were raised first, and the two that were left of the other.
   for (int i = 0; i < 7; ++i) ASSERT_TRUE(queue_.complete_next());
   EXPECT_EQ(done,
@@ -297,10 +291,10 @@ TEST_F(Share, only_prefetches_of_the_memory_that_is_asked_for_are_raised) {
   IoScheduler scheduler;
   scheduler.add_path({.depth = 1, .chunk_bytes = 1_MiB});
   for (const IoPriority priority : kAll) add(scheduler, priority, 2_MiB);
-  EXPECT_EQ(scheduler.raise({memory_.data() + 1_MiB, 7_MiB}), 0u) << "half of it";
-  EXPECT_EQ(scheduler.raise({memory_.data(), 2_MiB - 1}), 0u);
-  EXPECT_EQ(scheduler.raise({memory_.data(), 2_MiB}), 1u) << "no other class";
-  EXPECT_EQ(scheduler.raise({memory_.data(), 2_MiB}), 0u);
+  EXPECT_EQ(scheduler.raise({}, {memory_.data() + 1_MiB, 7_MiB}), 0u) << "half of it";
+  EXPECT_EQ(scheduler.raise({}, {memory_.data(), 2_MiB - 1}), 0u);
+  EXPECT_EQ(scheduler.raise({}, {memory_.data(), 2_MiB}), 1u) << "no other class";
+  EXPECT_EQ(scheduler.raise({}, {memory_.data(), 2_MiB}), 0u);
   size_t count = 0;
   scheduler.for_each_waiting([&count](const auto&) { ++count; });
   EXPECT_EQ(count, kAll.size());

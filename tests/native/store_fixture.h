@@ -57,7 +57,8 @@ class DiskQueue final : public IoQueue {
     }
     queue_.submit(std::move(request));
   }
-  void raise(std::span<const std::byte> memory) override { queue_.raise(memory); }
+  void raise(JobId job, std::span<const std::byte> memory) override { queue_.raise(job, memory); }
+  void set_weight(JobId job, JobWeight weight) override { queue_.set_weight(job, weight); }
   size_t reap() override { return queue_.reap(); }
   IoQueueStatistics statistics() const override { return queue_.statistics(); }
   std::vector<IoInFlight> in_flight() const override { return queue_.in_flight(); }
@@ -147,6 +148,8 @@ struct HeartOptions {
   TestKeeper* keeper = nullptr;
   uint32_t worker_count = 2;  // with one the order of all I/O is the same in every run
   bool redo_steps = true;
+  uint64_t bytes_per_second = 0;  // of the disk, by the clock of the Heart; 0: no limit
+  bool workers_by_hand = false;   // nothing runs but what workers().run_next() runs
   std::function<void(MemoryQueue&)> before_load = [](MemoryQueue&) {};
   std::function<void(MemoryQueue&)> while_loading = [](MemoryQueue&) {};
 };
@@ -160,9 +163,16 @@ class Heart {
       : Heart(std::move(disk), HeartOptions{.segment_count = segment_count, .keeper = keeper}) {}
   Heart(std::shared_ptr<MemoryDisk> disk, const HeartOptions& options)
       : wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-        io_(disk, {.depth = 32, .wake_fd = wake_.get(), .automatic = true}),
+        io_(disk,
+            {.depth = 32,
+             .wake_fd = wake_.get(),
+             .automatic = true,
+             .clock = &clock,
+             .bytes_per_second = options.bytes_per_second}),
         extents_(io_, volume_set(*disk)),
-        workers_(std::make_unique<UpdateWorkers>(options.worker_count, wake_.get())) {
+        workers_(options.workers_by_hand
+                     ? std::make_unique<UpdateWorkers>(UpdateWorkers::ByHand{}, wake_.get())
+                     : std::make_unique<UpdateWorkers>(options.worker_count, wake_.get())) {
     TestKeeper* const keeper = options.keeper;
     KeptDescriptors kept;
     if (keeper != nullptr) kept = keeper->hand_over();
@@ -213,6 +223,7 @@ class Heart {
   DiskQueue& io() { return io_; }
   MemoryQueue& faults() { return io_.memory(); }
   ExtentStore& extents() { return extents_; }
+  UpdateWorkers& workers() { return *workers_; }
 
   bool turn() {
     const bool reaped = io_.reap() + workers_->reap() > 0;

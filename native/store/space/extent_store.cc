@@ -70,11 +70,12 @@ Status ExtentStore::check_writable() const {
 
 void ExtentStore::read_unverified(const ExtentRecord& extent,
                                   std::span<std::byte> into,
-                                  IoPriority priority,
+                                  IoClass io_class,
                                   Done done) {
   MEMD_CHECK_EQ(into.size(), extent.length_bytes);
   io_.submit({.kind = IoKind::read,
-              .priority = priority,
+              .priority = io_class.priority,
+              .job = io_class.job,
               .device = extent.address.device,
               .offset_bytes = extent.address.offset_bytes,
               .data = into,
@@ -83,13 +84,13 @@ void ExtentStore::read_unverified(const ExtentRecord& extent,
 
 void ExtentStore::read(const ExtentRecord& extent,
                        std::span<std::byte> into,
-                       IoPriority priority,
+                       IoClass io_class,
                        std::string what,
                        Done done) {
   read_unverified(extent,
                   into,
-                  priority,
-                  [this, extent, into, priority, what = std::move(what), done = std::move(done)](
+                  io_class,
+                  [this, extent, into, io_class, what = std::move(what), done = std::move(done)](
                       const Status& status) {
                     if (status.is_ok() && matches(extent, into)) return done(status);
                     if (MEMD_PLANTED("read.checksum_not_verified")) return done(status);
@@ -100,22 +101,22 @@ void ExtentStore::read(const ExtentRecord& extent,
                       done(again);
                     };
                     // It can't be raised any more: somebody may wait for it by now.
-                    const auto again =
-                        priority == IoPriority::prefetch ? IoPriority::demand : priority;
+                    IoClass again = io_class;
+                    if (again.priority == IoPriority::prefetch) again.priority = IoPriority::demand;
                     read_again(extent, block->span(), again, what, copied);
                   });
 }
 
 void ExtentStore::read_again(const ExtentRecord& extent,
                              std::span<std::byte> into,
-                             IoPriority priority,
+                             IoClass io_class,
                              std::string what,
                              Done done) {
   MEMD_FAILPOINT("read.before_second_attempt");
   read_unverified(
       extent,
       into,
-      priority,
+      io_class,
       [this, extent, into, what = std::move(what), done = std::move(done)](const Status& status) {
         if (status.is_ok() && matches(extent, into)) return done(status);
         // The moment is to blame for these, not the medium.
@@ -135,10 +136,14 @@ void ExtentStore::fail(const Status& status) {
   if (broken_.is_ok()) broken_ = status;
 }
 
-void ExtentStore::write(const ExtentRecord& extent, std::span<std::byte> bytes, Done done) {
+void ExtentStore::write(JobId job,
+                        const ExtentRecord& extent,
+                        std::span<std::byte> bytes,
+                        Done done) {
   MEMD_CHECK_EQ(bytes.size(), extent.length_bytes);
   io_.submit({.kind = IoKind::write,
               .priority = IoPriority::writeback,
+              .job = job,
               .device = extent.address.device,
               .offset_bytes = extent.address.offset_bytes,
               .data = bytes,

@@ -16,6 +16,12 @@
 
 namespace memd {
 
+/// For whom, and how urgent it is among what is for the same job.
+struct IoClass {
+  JobId job;
+  IoPriority priority = IoPriority::demand;
+};
+
 /// Owned by the server thread. A failed write or sync fences all volumes of the set, since a commit
 /// needs every one of them: the outcome on disk is unknown, so that nothing is written or
 /// acknowledged any more until the daemon starts anew and reads what is there. Reads go on.
@@ -37,19 +43,19 @@ class ExtentStore {
   /// offset.
   void read(const ExtentRecord& extent,
             std::span<std::byte> into,
-            IoPriority priority,
+            IoClass io_class,
             std::string what,
             Done done);
   /// The second attempt, where the first was read_unverified(); `into` is private.
   void read_again(const ExtentRecord& extent,
                   std::span<std::byte> into,
-                  IoPriority priority,
+                  IoClass io_class,
                   std::string what,
                   Done done);
   /// Fills `into`; the caller verifies with matches(), and asks read_again() where it does not.
   void read_unverified(const ExtentRecord& extent,
                        std::span<std::byte> into,
-                       IoPriority priority,
+                       IoClass io_class,
                        Done done);
   /// Any thread.
   static bool matches(const ExtentRecord& extent, std::span<const std::byte> bytes) {
@@ -60,7 +66,7 @@ class ExtentStore {
   }
 
   /// `bytes` are those the extent's checksum was computed over; they stay until `done`.
-  void write(const ExtentRecord& extent, std::span<std::byte> bytes, Done done);
+  void write(JobId job, const ExtentRecord& extent, std::span<std::byte> bytes, Done done);
   /// Every device, for the writes that completed before.
   void sync(Done done);
   /// The pair of `superblock.sequence` on the lead volume, and a sync of it: the commit point.

@@ -25,11 +25,16 @@ UpdateWorkers::~UpdateWorkers() {
   for (auto& thread : threads_) thread.join();
 }
 
-void UpdateWorkers::submit(std::function<void()> work, std::function<void()> done) {
+void UpdateWorkers::set_weight(JobId job, JobWeight weight) {
+  const std::lock_guard lock(mutex_);
+  waiting_.set_weight(job, weight);
+}
+
+void UpdateWorkers::submit(WorkCost cost, std::function<void()> work, std::function<void()> done) {
   ++open_count_;
   {
     const std::lock_guard lock(mutex_);
-    waiting_.push_back({std::move(work), std::move(done)});
+    waiting_.add({.cost = cost, .work = std::move(work), .done = std::move(done)});
   }
   available_.notify_one();
 }
@@ -45,24 +50,39 @@ size_t UpdateWorkers::reap() {
   return finished.size();
 }
 
+std::optional<WorkCost> UpdateWorkers::run_next() {
+  std::optional<WorkQueue::Work> work;
+  {
+    const std::lock_guard lock(mutex_);
+    work = waiting_.take();
+  }
+  if (!work) return std::nullopt;
+  const WorkCost cost = work->cost;
+  finish(*std::move(work));
+  return cost;
+}
+
 void UpdateWorkers::run() {
   for (;;) {
-    Job job;
+    std::optional<WorkQueue::Work> work;
     {
       std::unique_lock lock(mutex_);
-      available_.wait(lock, [this] { return stopping_ || !waiting_.empty(); });
-      if (waiting_.empty()) return;
-      job = std::move(waiting_.front());
-      waiting_.pop_front();
+      available_.wait(lock, [this] { return stopping_ || !waiting_.is_empty(); });
+      work = waiting_.take();
     }
-    job.work();
-    {
-      const std::lock_guard lock(mutex_);
-      finished_.push_back(std::move(job.done));
-    }
-    const uint64_t one = 1;
-    MEMD_CHECK_EQ(write(wake_fd_, &one, sizeof(one)), static_cast<ssize_t>(sizeof(one)));
+    if (!work) return;
+    finish(*std::move(work));
   }
+}
+
+void UpdateWorkers::finish(WorkQueue::Work work) {
+  work.work();
+  {
+    const std::lock_guard lock(mutex_);
+    finished_.push_back(std::move(work.done));
+  }
+  const uint64_t one = 1;
+  MEMD_CHECK_EQ(write(wake_fd_, &one, sizeof(one)), static_cast<ssize_t>(sizeof(one)));
 }
 
 }  // namespace memd

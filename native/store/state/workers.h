@@ -3,22 +3,27 @@
 
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
+#include "base/job_weight.h"
 #include "base/status.h"
+#include "store/state/work_queue.h"
 
 namespace memd {
 
 /// Work runs on any of the threads; `done` runs on the server thread, inside reap(). The wake
-/// descriptor is written when there is something to reap.
+/// descriptor is written when there is something to reap. Which job's work is next: WorkQueue.
 class UpdateWorkers {
  public:
   /// As many threads as the machine gives, up to `thread_count`; status() says where it gives none.
   UpdateWorkers(uint32_t thread_count, int wake_fd);
+  /// No threads: a test runs what waits, with run_next().
+  struct ByHand {};
+  UpdateWorkers(ByHand, int wake_fd) : wake_fd_(wake_fd) {}
   /// Finishes what was submitted; what was not reaped is dropped.
   ~UpdateWorkers();
   UpdateWorkers(const UpdateWorkers&) = delete;
@@ -26,24 +31,25 @@ class UpdateWorkers {
 
   /// ok, or why there is no thread, so that nothing that is submitted would be done.
   const Status& status() const { return status_; }
-  void submit(std::function<void()> work, std::function<void()> done);
+  /// The job's share from now on, where others have work as well.
+  void set_weight(JobId job, JobWeight weight);
+  void submit(WorkCost cost, std::function<void()> work, std::function<void()> done);
   size_t reap();
   /// Submitted and not reaped. On the thread that submits.
   size_t open_count() const { return open_count_; }
   uint32_t thread_count() const { return static_cast<uint32_t>(threads_.size()); }
+  /// On the caller's thread; returns what it cost, or nothing where nothing waits.
+  std::optional<WorkCost> run_next();
 
  private:
-  struct Job {
-    std::function<void()> work;
-    std::function<void()> done;
-  };
   void run();
+  void finish(WorkQueue::Work work);
 
   const int wake_fd_;
   size_t open_count_ = 0;
   std::mutex mutex_;
   std::condition_variable available_;
-  std::deque<Job> waiting_;
+  WorkQueue waiting_;
   std::vector<std::function<void()>> finished_;
   bool stopping_ = false;
   Status status_;

@@ -80,7 +80,7 @@ class Reader {
     const auto bytes = block_.span().first(extent.length_bytes);
     std::optional<Status> finished;
     extents_.read(
-        extent, bytes, IoPriority::demand, what, [&](const Status& status) { finished = status; });
+        extent, bytes, {.job = kDaemonJob}, what, [&](const Status& status) { finished = status; });
     while (!finished) io_.reap();
     if (finished->is_ok()) into.insert(into.end(), bytes.begin(), bytes.end());
     return *finished;

@@ -1,0 +1,44 @@
+// Work that waits for a processor: which job's is next.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <optional>
+#include <unordered_map>
+
+#include "base/job_turns.h"
+#include "base/units.h"
+
+namespace memd {
+
+/// For whom, and how many bytes it reads and writes, about: what the job pays for its turn.
+struct WorkCost {
+  JobId job{};
+  uint64_t bytes = 0;
+};
+
+/// Jobs take turns by bytes (JobTurns); the work of one job is done in the order in which it came.
+/// Owned and locked by UpdateWorkers.
+class WorkQueue {
+ public:
+  struct Work {
+    WorkCost cost;
+    std::function<void()> work;
+    std::function<void()> done;
+  };
+
+  void set_weight(JobId job, JobWeight weight) { turns_.set_weight(job, weight); }
+  void add(Work work);
+  std::optional<Work> take();
+  bool is_empty() const { return waiting_.empty(); }
+
+ private:
+  // A tile of fp32 with its gradient is as large.
+  static constexpr uint64_t kQuantumBytes = 4_MiB;
+
+  JobTurns turns_{kQuantumBytes};
+  std::unordered_map<JobId, std::deque<Work>> waiting_;  // of jobs that have any
+};
+
+}  // namespace memd
