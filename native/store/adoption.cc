@@ -222,7 +222,6 @@ Status ShardStore::load(const std::function<Status()>& turn, KeptDescriptors* ke
       if (!restored.is_ok()) return restored.status();
       job = std::move(restored).value();
     }
-    queues_[record.job_id];
     Job* const raw = job.get();
     jobs_[record.job_id] = std::move(job);
     if (raw->ledger != nullptr) adopted.push_back({raw, std::move(contents)});

@@ -31,9 +31,7 @@ void ShardStore::discard_torn(Job& job,
                               Entry& entry,
                               const std::set<uint32_t>& torn,
                               Done discarded) {
-  auto& mends = queues_.at(job.job_id).mends;
-  const auto mend = mends.find(&entry);
-  if (torn.empty() || (entry.residency() != Residency::dirty && mend == mends.end())) {
+  if (torn.empty() || (entry.residency() != Residency::dirty && !job.mends.contains(entry))) {
     return discarded(Status::ok());
   }
   const Bucket& bucket = job.buckets[entry.owner];
@@ -57,13 +55,7 @@ void ShardStore::discard_torn(Job& job,
     job.retire_slot(std::move(entry.slot));
     return discarded(Status::ok());
   }
-  if (mend == mends.end()) {
-    mends[&entry];
-    start_mend(job, entry);
-  }
-  Mend& under_way = mends.at(&entry);
-  under_way.torn.merge(read_again);
-  under_way.done.push_back(std::move(discarded));
+  if (job.mends.add(entry, read_again, std::move(discarded))) start_mend(job, entry);
 }
 
 // In place, as others may be writing beside it: their leases stay what they are.
@@ -87,7 +79,7 @@ void ShardStore::finish_mend(Job& job,
                              Entry& entry,
                              std::span<const std::byte> on_disk,
                              const Status& status) {
-  const Mend mend = std::move(queues_.at(job.job_id).mends.extract(&entry).mapped());
+  const Mends::Mend mend = job.mends.take(entry);
   --job.activity_count;
   --entry.task_count;
   if (status.is_ok()) {

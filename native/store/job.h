@@ -14,10 +14,13 @@
 #include <vector>
 
 #include "ring/server_ring.h"
+#include "store/cache/conditions.h"
 #include "store/cache/entry.h"
 #include "store/cache/entry_table.h"
 #include "store/cache/eviction.h"
 #include "store/cache/job_memory.h"
+#include "store/cache/lease_waiters.h"
+#include "store/cache/mends.h"
 #include "store/cache/shard_ids.h"
 #include "store/cache/shard_label.h"
 #include "store/cache/shard_names.h"
@@ -31,8 +34,12 @@
 #include "store/state/early_bucket.h"
 #include "store/state/private_tiles.h"
 #include "store/statistics.h"
+#include "store/step/operations.h"
 
 namespace memd {
+
+class TileQueue;
+struct StepState;
 
 /// In Shard::gradient_session: the gradient belongs to a step, and no session's end drops it.
 inline constexpr uint64_t kSealedGradient = ~uint64_t{0};
@@ -372,6 +379,15 @@ class Job {
   std::list<std::unique_ptr<Slot>> retired;
   PrivateTiles tiles;
   EarlyBuckets early;
+
+  std::shared_ptr<TileQueue> tile_queue;  // nullptr before the first task
+  LeaseWaiters waiters;
+  Mends mends;
+  Conditions conditions;
+  Operations operations;
+  /// Steps that were accepted and are not finished, in their order.
+  std::vector<std::shared_ptr<StepState>> closed_steps;
+
   /// Where its value as of the step to come is, if anywhere.
   const Slot* early_slot(const Entry& entry) const;
 

@@ -31,36 +31,16 @@ void ShardStore::lease(const LeaseRequest& request, LeaseReply reply) {
   }
   LeaseRequest bounded = request;
   bounded.timeout_ns = std::min(request.timeout_ns, kTimeoutNsMax);
-  auto& waiters = queues_.at(job.value()->job_id).waiters;
-  waiters.push_back({.request = bounded,
-                     .reply = std::move(reply),
-                     .started_ns = clock_.now_ns(),
-                     .counted_as_miss = false,
-                     .has_raised = false,
-                     .reason = LeaseWait::disk,
-                     .waits_on = {},
-                     .counted_ns = clock_.now_ns(),
-                     .waited_ns = {}});
-  Waiter& waiter = waiters.back();
+  LeaseWaiters& waiters = job.value()->waiters;
+  const uint64_t now_ns = clock_.now_ns();
+  LeaseWaiter& waiter = waiters.add(
+      {.request = bounded, .reply = std::move(reply), .started_ns = now_ns, .counted_ns = now_ns});
   MEMD_FAILPOINT("lease.asked");
   // Those before it go first only where they wait for room.
-  if (try_grant(*job.value(), waiter) == Grant::done) waiters.pop_back();
+  if (try_grant(*job.value(), waiter) == Grant::done) waiters.remove_newest();
 }
 
-void ShardStore::note_waited(const Waiter& waiter, LeaseGrant& grant) {
-  const auto longest = std::max_element(waiter.waited_ns.begin(), waiter.waited_ns.end());
-  grant.wait_reason = static_cast<LeaseWait>(longest - waiter.waited_ns.begin());
-  for (const uint64_t wait_ns : waiter.waited_ns) grant.wait_ns += wait_ns;
-}
-
-void ShardStore::reply_refused(Waiter& waiter, const Status& status) {
-  LeaseGrant none;
-  note_waited(waiter, none);
-  const LeaseReply reply = std::move(waiter.reply);
-  reply(status, none);
-}
-
-void ShardStore::reply_granted(Job& job, Waiter& waiter, Slot& slot) {
+void ShardStore::reply_granted(Job& job, LeaseWaiter& waiter, Slot& slot) {
   const LeaseRequest& request = waiter.request;
   Shard& shard = job.shards[request.shard_id];
   const bool in_bucket = shard.kind == ShardKind::parameter;
@@ -73,7 +53,7 @@ void ShardStore::reply_granted(Job& job, Waiter& waiter, Slot& slot) {
                    .data = nullptr,
                    .wait_ns = 0,
                    .wait_reason = LeaseWait::disk};
-  note_waited(waiter, grant);
+  waiter.note_waited(grant);
   grant.data = job.memory->arena().at(grant.offset_bytes);
   const bool writes = request.mode != LeaseMode::read;
   const Entry* const entry = job.find_entry(request.shard_id, request.part);
@@ -123,7 +103,7 @@ void ShardStore::reply_granted(Job& job, Waiter& waiter, Slot& slot) {
   if (is_told_ledger) job.ledger->end_grant();
 }
 
-ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
+ShardStore::Grant ShardStore::try_grant(Job& job, LeaseWaiter& waiter) {
   const uint32_t shard_id = waiter.request.shard_id;
   if (waiter.request.part != Part::value) return grant_or_wait(job, waiter);
   // Who is to write must see every reader, and a reader that comes now waits for the answer.
@@ -138,12 +118,12 @@ ShardStore::Grant ShardStore::try_grant(Job& job, Waiter& waiter) {
   return grant;
 }
 
-ShardStore::Grant ShardStore::grant_or_wait(Job& job, Waiter& waiter) {
+ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
   const LeaseRequest& request = waiter.request;
   Shard& shard = job.shards[request.shard_id];
   Entry* const found = job.find_entry(request.shard_id, request.part);
   const auto refuse = [&](const Status& status) {
-    reply_refused(waiter, status);
+    waiter.refuse(status);
     return Grant::done;
   };
   const auto wait = [&](LeaseWait reason, std::string what) {
@@ -221,7 +201,7 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, Waiter& waiter) {
   if (entry.residency() == Residency::draining) {
     return wait(LeaseWait::disk, concat("the disk: ", job.describe(entry), " is draining"));
   }
-  if (!reads && entry.kind == EntryKind::parameter && queues_.at(job.job_id).holds_writers) {
+  if (!reads && entry.kind == EntryKind::parameter && job.operations.holds_writers()) {
     return wait(LeaseWait::step, concat("a step or sync that writes back ", job.describe(entry)));
   }
   if (!reads && entry.kind == EntryKind::bytes) {
@@ -323,7 +303,7 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, Waiter& waiter) {
 }
 
 ShardStore::Grant ShardStore::grant_bytes_writer(Job& job,
-                                                 Waiter& waiter,
+                                                 LeaseWaiter& waiter,
                                                  Entry& entry,
                                                  bool keeps_old_bytes) {
   const auto wait = [&](LeaseWait reason, std::string what) {
@@ -354,14 +334,12 @@ ShardStore::Grant ShardStore::grant_bytes_writer(Job& job,
   return Grant::done;
 }
 
-ShardStore::Grant ShardStore::put_off(Waiter& waiter, LeaseWait reason, std::string what) {
-  waiter.counted_as_miss = true;
-  waiter.reason = reason;
-  waiter.waits_on = std::move(what);
+ShardStore::Grant ShardStore::put_off(LeaseWaiter& waiter, LeaseWait reason, std::string what) {
+  waiter.put_off(reason, std::move(what));
   return reason == LeaseWait::room ? Grant::waiting_for_space : Grant::waiting;
 }
 
-void ShardStore::count_wait(Job& job, Waiter& waiter) {
+void ShardStore::count_wait(Job& job, LeaseWaiter& waiter) {
   const uint64_t now_ns = clock_.now_ns();
   const uint64_t since_ns = now_ns - std::exchange(waiter.counted_ns, now_ns);
   // Nobody stands still for a prefetch.
@@ -372,63 +350,55 @@ void ShardStore::count_wait(Job& job, Waiter& waiter) {
   if (waiter.reason == LeaseWait::room) room_wait_ns_ += since_ns;
 }
 
-bool ShardStore::advance_leases(Job& job, JobQueues& queues) {
-  bool progress = false;
+bool ShardStore::advance_leases(Job& job) {
   bool space_wanted = false;
-  for (auto it = queues.waiters.begin(); it != queues.waiters.end();) {
-    Waiter& waiter = *it;
+  return job.waiters.advance([&](LeaseWaiter& waiter) -> LeaseWaiters::Verdict {
     count_wait(job, waiter);
-    const uint64_t session_id = waiter.request.session_id;
     // Who came first gets room first; what is resident goes to anyone.
     Grant grant = Grant::waiting_for_space;
     if (!space_wanted || waiter.reason != LeaseWait::room) grant = try_grant(job, waiter);
-    if (grant == Grant::done) {
-      it = queues.waiters.erase(it);
-      progress = true;
-      continue;
-    }
-    Status status;
+    if (grant == Grant::done) return {.stays = false};
+    Status refusal;
     if (grant == Grant::waiting_for_space) {
-      const bool nothing_moves = job.activity_count == 0 && !queues.operation_running;
-      if (!space_wanted && nothing_moves && !job.pinned_by_others(session_id)) {
-        status = error(StatusCode::capacity,
-                       "no room for shard ",
-                       job.name,
-                       "/",
-                       job.shards[waiter.request.shard_id].name(),
-                       ": let go of views you hold, or raise host_bytes: ",
-                       job.find_entry(waiter.request.shard_id, waiter.request.part)->bytes,
-                       " bytes wanted; ",
-                       job.describe_holders(),
-                       "; the arena has at most ",
-                       job.memory->arena_bytes_max());
-      }
+      if (!space_wanted) refusal = check_room_can_come(job, waiter);
       space_wanted = true;
     }
-    if (status.is_ok() && clock_.now_ns() - waiter.started_ns >= waiter.request.timeout_ns) {
-      status = error(StatusCode::deadline,
-                     "a lease of shard ",
-                     job.name,
-                     "/",
-                     job.shards[waiter.request.shard_id].name(),
-                     " waited too long on ",
-                     waiter.waits_on,
-                     "; ",
-                     job.describe_holders(),
-                     ": ",
-                     waiter.request.timeout_ns / 1'000'000,
-                     " ms");
-    }
-    if (!status.is_ok()) {
-      Waiter refused = std::move(waiter);
-      it = queues.waiters.erase(it);
-      reply_refused(refused, status);
-      progress = true;
-      continue;
-    }
-    ++it;
-  }
-  return progress;
+    if (refusal.is_ok()) refusal = check_deadline(job, waiter);
+    const bool stays = refusal.is_ok();
+    return {.stays = stays, .refusal = std::move(refusal)};
+  });
+}
+
+Status ShardStore::check_room_can_come(const Job& job, const LeaseWaiter& waiter) {
+  const bool nothing_moves = job.activity_count == 0 && !job.operations.is_running();
+  if (!nothing_moves || job.pinned_by_others(waiter.request.session_id)) return Status::ok();
+  return error(StatusCode::capacity,
+               "no room for shard ",
+               job.name,
+               "/",
+               job.shards[waiter.request.shard_id].name(),
+               ": let go of views you hold, or raise host_bytes: ",
+               job.find_entry(waiter.request.shard_id, waiter.request.part)->bytes,
+               " bytes wanted; ",
+               job.describe_holders(),
+               "; the arena has at most ",
+               job.memory->arena_bytes_max());
+}
+
+Status ShardStore::check_deadline(const Job& job, const LeaseWaiter& waiter) const {
+  if (clock_.now_ns() < waiter.deadline_ns()) return Status::ok();
+  return error(StatusCode::deadline,
+               "a lease of shard ",
+               job.name,
+               "/",
+               job.shards[waiter.request.shard_id].name(),
+               " waited too long on ",
+               waiter.waits_on,
+               "; ",
+               job.describe_holders(),
+               ": ",
+               waiter.request.timeout_ns / 1'000'000,
+               " ms");
 }
 
 std::unique_ptr<Slot> ShardStore::make_room(Job& job,
@@ -523,7 +493,7 @@ bool ShardStore::spill(Job& job, uint64_t bytes) {
   uint64_t quota_bytes = 0;
   // While a step or sync runs, what its catalogue will name stays where it is; gradients are in no
   // catalogue.
-  const bool gradients_only = queues_.at(job.job_id).operation_running;
+  const bool gradients_only = job.operations.is_running();
   std::vector<Entry*> victims;
   job.policy.in_order([&](uint32_t entry_id, uint64_t) {
     if (draining_bytes >= bytes) return false;
@@ -549,7 +519,8 @@ bool ShardStore::spill(Job& job, uint64_t bytes) {
           if (status.is_ok()) return;
           fail_waiters(job, *entry, status);
           // Trying again at once would end the same way.
-          fail_waiters(job, [](const Waiter& it) { return it.reason == LeaseWait::room; }, status);
+          fail_waiters(
+              job, [](const LeaseWaiter& it) { return it.reason == LeaseWait::room; }, status);
         });
   }
   return !victims.empty();
@@ -605,24 +576,15 @@ void ShardStore::fetch(Job& job, Entry& entry, IoPriority priority, Done done) {
   join->finish(Status::ok());
 }
 
-void ShardStore::fail_waiters(Job& job,
-                              const std::function<bool(const Waiter&)>& chosen,
-                              const Status& status) {
-  auto& waiters = queues_.at(job.job_id).waiters;
-  std::list<Waiter> failed;
-  for (auto it = waiters.begin(); it != waiters.end();) {
-    const auto next = std::next(it);
-    if (chosen(*it)) failed.splice(failed.end(), waiters, it);
-    it = next;
-  }
-  for (Waiter& waiter : failed) {
+void ShardStore::fail_waiters(Job& job, const LeaseWaiters::Chosen& chosen, const Status& status) {
+  for (LeaseWaiter& waiter : job.waiters.take(chosen)) {
     count_wait(job, waiter);
-    reply_refused(waiter, status);
+    waiter.refuse(status);
   }
 }
 
 void ShardStore::fail_waiters(Job& job, const Entry& entry, const Status& status) {
-  const auto waits_for_it = [&](const Waiter& waiter) {
+  const auto waits_for_it = [&](const LeaseWaiter& waiter) {
     return job.find_entry(waiter.request.shard_id, waiter.request.part) == &entry;
   };
   fail_waiters(job, waits_for_it, status);

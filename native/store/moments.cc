@@ -52,8 +52,7 @@ Result<MomentsPlace> find_moments(Job& job, const MomentsRequest& request) {
 void ShardStore::submit_when_still(const std::shared_ptr<TileTask>& task) {
   // A spill in flight replaces the same extents.
   const Entry* const entry = task->entry;
-  when(
-      *task->job,
+  task->job->conditions.add(
       [entry] { return entry->task_count == 0 && entry->residency() != Residency::draining; },
       [this, task] { tiles_.submit(std::move(*task)); });
 }

@@ -112,7 +112,7 @@ void ShardStore::follow(Job& job, Session& session, std::span<const Use> uses) {
   }
   // Once: a client that jumps in its plan at each use has all that is resident put in order anew.
   note_followed(job, plan, used_ids);
-  queues_.at(job.job_id).looks_ahead = true;
+  job.policy.want_look_ahead();
   want_uses(session);
 }
 
@@ -238,7 +238,7 @@ void ShardStore::plan_updates_made(Job& job, uint64_t session_id, uint64_t step)
   }
   // Gradients are gone, and parameters are on disk that were not.
   job.policy.look_again();
-  queues_.at(job.job_id).looks_ahead = true;
+  job.policy.want_look_ahead();
 }
 
 std::unique_ptr<Slot> ShardStore::make_room_ahead(Job& job, const Entry& entry, uint64_t distance) {
@@ -268,13 +268,11 @@ bool ShardStore::look_ahead(Job& job, Session& session) {
   SessionPlan& plan = *session.plan;
   if (!plan.cursor.has_plan() || job.memory == nullptr || !job.stopped.is_ok()) return false;
   // Somebody who waits for room goes first.
-  const auto& waiters = queues_.at(job.job_id).waiters;
-  const bool is_short = std::any_of(waiters.begin(), waiters.end(), [](const Waiter& waiter) {
-    return waiter.reason == LeaseWait::room;
-  });
+  const bool is_short =
+      job.waiters.any([](const LeaseWaiter& waiter) { return waiter.reason == LeaseWait::room; });
   if (is_short) return false;
   // Blobs and buffers have to stand still for a step or sync to begin.
-  const bool is_operating = queues_.at(job.job_id).operation_running;
+  const bool is_operating = job.operations.is_running();
   bool progress = false;
   bool has_room = true;
   uint32_t looked_at_count = 0;
@@ -343,17 +341,16 @@ void ShardStore::prefetch(Job& job, Entry& entry, std::unique_ptr<Slot> slot) {
   fetch(job, entry, IoPriority::prefetch, [this, &job, &entry](const Status& status) {
     job.prefetching_bytes -= entry.bytes;
     entry.prefetch_failed = !status.is_ok();
-    queues_.at(job.job_id).looks_ahead = true;
+    job.policy.want_look_ahead();
   });
 }
 
 bool ShardStore::look_ahead() {
   bool progress = false;
-  for (auto& [job_id, queues] : queues_) {
-    if (!std::exchange(queues.looks_ahead, false)) continue;
-    Job& job = *find(job_id);
-    for (const auto& session : job.sessions) {
-      if (session->plan != nullptr) progress |= look_ahead(job, *session);
+  for (const auto& [job_id, job] : jobs_) {
+    if (!job->policy.take_look_ahead()) continue;
+    for (const auto& session : job->sessions) {
+      if (session->plan != nullptr) progress |= look_ahead(*job, *session);
     }
   }
   return progress;

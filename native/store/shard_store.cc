@@ -190,7 +190,6 @@ Result<Job*> ShardStore::admit(const OpenJobRequest& request) {
   job->changed = true;
   MEMD_FAILPOINT("job.admitted");
   Job* const raw = job.get();
-  queues_[raw->job_id];
   jobs_[raw->job_id] = std::move(job);
   return raw;
 }
@@ -229,7 +228,7 @@ Result<JobInfo> ShardStore::open_job(const OpenJobRequest& request) {
 
 Status ShardStore::set_durability(Job& job, const OpenJobRequest& request) {
   if (!request.durability || *request.durability == job.durability) return Status::ok();
-  const bool busy = !job.sessions.empty() || queues_.at(job.job_id).operation_running;
+  const bool busy = !job.sessions.empty() || job.operations.is_running();
   if (busy) {
     return error(StatusCode::invalid_argument,
                  "job ",
@@ -252,12 +251,8 @@ Status ShardStore::set_durability(Job& job, const OpenJobRequest& request) {
 }
 
 bool ShardStore::is_unused(const Job& job) const {
-  const JobQueues& queues = queues_.at(job.job_id);
   return job.sessions.empty() && job.activity_count == 0 && job.service_lease_count == 0 &&
-         queues.waiters.empty() && !queues.operation_running && queues.operations.empty() &&
-         std::none_of(conditions_.begin(), conditions_.end(), [&](const Condition& it) {
-           return it.job_id == job.job_id;
-         });
+         job.waiters.empty() && job.operations.is_idle() && job.conditions.empty();
 }
 
 void ShardStore::return_to_disk(Job& job) {
@@ -286,7 +281,6 @@ void ShardStore::return_to_disk(Job& job) {
   fresh->counters = job.counters;
   fresh->memory = std::move(job.memory);
   fresh->table = std::move(job.table);
-  tiles_.forget(&job);
   if (fresh->memory != nullptr) {
     fresh->memory->end_claims();
     if (keeper_ != nullptr) {
@@ -331,10 +325,8 @@ void ShardStore::drop_job(uint64_t job_id, bool force, Done done) {
   }
   enqueue(*job, "drop", [this, job, done = std::move(done)](const Status& status) {
     if (!status.is_ok()) return done(status);
-    when(
-        *job,
-        [job] { return job->activity_count == 0; },
-        [this, job, done] { drop_now(*job, done); });
+    job->conditions.add([job] { return job->activity_count == 0; },
+                        [this, job, done] { drop_now(*job, done); });
   });
 }
 
@@ -346,25 +338,19 @@ void ShardStore::drop_now(Job& job, const Done& done) {
   if (job.ledger != nullptr) job.ledger->give_up();
   if (job.memory != nullptr) {
     free_slots(job);
-    ReleasedLedger released{.ledger = std::move(job.ledger), .job_id = job_id, .segment_ids = {}};
     job.memory->end_claims();
-    for (Segment& segment : job.memory->take_segments()) {
-      released.segment_ids.insert(segment.id());
-      released_segments_.push_back(std::move(segment));
-    }
-    if (released.ledger != nullptr) released_ledgers_.push_back(std::move(released));
+    dropped_memory_.add(job_id, std::move(job.ledger), job.memory->take_segments());
   }
   if (keeper_ != nullptr) {
     keeper_->forget(concat("table.", job_id));
     keeper_->forget(concat("tiles.", job_id));
   }
-  tiles_.forget(&job);
-  JobQueues queues = std::move(queues_.at(job_id));
-  queues_.erase(job_id);
+  const std::list<LeaseWaiter> waiters = job.waiters.take_all();
+  const std::vector<Operations::Start> operations = job.operations.take_waiting();
   jobs_.erase(job_id);
   const Status gone = error(StatusCode::fenced, "the job was dropped: ", job_id);
-  for (Waiter& waiter : queues.waiters) waiter.reply(gone, {});
-  for (const auto& operation : queues.operations) operation.start(gone);
+  for (const LeaseWaiter& waiter : waiters) waiter.reply(gone, {});
+  for (const Operations::Start& start : operations) start(gone);
   MEMD_FAILPOINT("job.dropped_from_memory");
   commits_.remove(job_id, std::move(extents), done);
 }
@@ -374,13 +360,8 @@ void ShardStore::add_to_pool(Segment old_segment) {
   // Where the kernel has no memory for a fresh segment the pool is smaller from now on, which its
   // report shows.
   [[maybe_unused]] const Status status = pool_.give_back(std::move(old_segment));
-  // The claims go last: a segment without one counts as clean.
-  std::erase_if(released_ledgers_, [&](ReleasedLedger& released) {
-    released.segment_ids.erase(segment_id);
-    if (!released.segment_ids.empty()) return false;
-    keeper_->forget(concat("ledger.", released.job_id));
-    return true;
-  });
+  for (const uint64_t job_id : dropped_memory_.destroyed(segment_id))
+    keeper_->forget(concat("ledger.", job_id));
 }
 
 void ShardStore::give_tag(const Job& job, Session& session) {
@@ -456,25 +437,13 @@ Result<std::shared_ptr<Session>> ShardStore::resume_session(uint64_t session_id,
   want_uses(*session);
   // Its client may come back to the daemon that it was with, which has taken some of them. What is
   // granted after the client has looked for such grants would be given back by nobody.
-  for (Waiter& waiter : take_waiters(*find(session->job_id), [&](const LeaseRequest& request) {
-         return request.session_id == session_id && !request.for_service;
+  for (LeaseWaiter& waiter : find(session->job_id)->waiters.take([&](const LeaseWaiter& each) {
+         return each.request.session_id == session_id && !each.request.for_service;
        })) {
     waiter.reply(error(StatusCode::unavailable, "the session came back: ask again"), {});
   }
   sessions_not_resumed_.erase(session_id);
   return session;
-}
-
-std::list<ShardStore::Waiter> ShardStore::take_waiters(
-    Job& job, const std::function<bool(const LeaseRequest&)>& chosen) {
-  std::list<Waiter> taken;
-  auto& waiters = queues_.at(job.job_id).waiters;
-  for (auto it = waiters.begin(); it != waiters.end();) {
-    const auto next = std::next(it);
-    if (chosen(it->request)) taken.splice(taken.end(), waiters, it);
-    it = next;
-  }
-  return taken;
 }
 
 Result<Job*> ShardStore::job_of(uint64_t session_id) const {
@@ -494,8 +463,8 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   Job& job = *owner.value();
   const std::shared_ptr<Session> session = sessions_.at(session_id);
   session->ring.end_resident_leases();
-  std::list<Waiter> given_up = take_waiters(
-      job, [&](const LeaseRequest& request) { return request.session_id == session_id; });
+  const std::list<LeaseWaiter> given_up = job.waiters.take(
+      [&](const LeaseWaiter& waiter) { return waiter.request.session_id == session_id; });
   const uint32_t leases_before = job.lease_count();
   MEMD_FAILPOINT("session.before_discard");
   // Only then, so that a daemon that takes over meanwhile ends the session again.
@@ -524,7 +493,7 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
     return shard.gradient_session == session_id;
   });
   MEMD_FAILPOINT("session.detached");
-  for (Waiter& waiter : given_up) {
+  for (const LeaseWaiter& waiter : given_up) {
     waiter.reply(error(StatusCode::fenced, "the session has ended: ", session_id), {});
   }
   return leases_before - leases_after;
@@ -549,10 +518,6 @@ Result<std::pair<std::vector<ShardInfo>, bool>> ShardStore::declare(
 }
 
 // ---- Gradients and deletion ---------------------------------------------------------------------
-
-void ShardStore::when(Job& job, std::function<bool()> holds, std::function<void()> then) {
-  conditions_.push_back({.job_id = job.job_id, .holds = std::move(holds), .then = std::move(then)});
-}
 
 void ShardStore::drop_gradients_of(Job& job, const std::function<bool(const Shard&)>& chosen) {
   for (uint32_t index = 0; index < job.buckets.size(); ++index)
@@ -582,7 +547,7 @@ void ShardStore::drop_gradients_of(Job& job,
            entry->residency() != Residency::draining;
   };
   if (settled()) return job.drop_gradient(bucket, extents_);
-  when(job, settled, [this, &job, index] {
+  job.conditions.add(settled, [this, &job, index] {
     Bucket& later = job.buckets[index];
     const bool unused = std::none_of(later.shards.begin(), later.shards.end(), [&](uint32_t id) {
       return job.shards[id].gradient_session != 0;
@@ -624,11 +589,12 @@ void ShardStore::gradient_unused(uint64_t session_id, uint32_t shard_id) {
   const auto found = job_of(session_id);
   if (!found.is_ok()) return;
   Job& job = *found.value();
-  for (Waiter& waiter : take_waiters(job, [&](const LeaseRequest& request) {
+  for (LeaseWaiter& waiter : job.waiters.take([&](const LeaseWaiter& each) {
+         const LeaseRequest& request = each.request;
          return request.session_id == session_id && request.shard_id == shard_id &&
                 request.is_ahead && !request.for_service;
        })) {
-    reply_refused(waiter, error(StatusCode::deadline, "nobody waits for it any more"));
+    waiter.refuse(error(StatusCode::deadline, "nobody waits for it any more"));
   }
   if (job.find_entry(shard_id, Part::gradient) == nullptr) return;
   drop_gradients_of(job, job.shards[shard_id].bucket, [&](const Shard& shard) {
@@ -666,7 +632,7 @@ void ShardStore::delete_shard(uint64_t session_id,
   }
   const auto still = [this, &job, entry, shard_id] {
     // What a closed step names stays until that is made: whoever makes it must find it.
-    const auto& steps = queues_.at(job.job_id).steps;
+    const auto& steps = job.closed_steps;
     return entry->task_count == 0 && entry->residency() != Residency::filling &&
            entry->residency() != Residency::draining &&
            std::none_of(steps.begin(), steps.end(), [shard_id](const auto& step) {
@@ -686,8 +652,7 @@ void ShardStore::delete_shard(uint64_t session_id,
     done(true);
   };
   if (still()) return remove();
-  when(
-      job,
+  job.conditions.add(
       [&job, name, still, entry] {
         const auto again = job.shard_ids.find(name);
         return !again || job.shards[*again].value != entry || still();
@@ -779,33 +744,24 @@ bool ShardStore::advance() {
     MEMD_CHECK(detached.is_ok());
     progress = true;
   }
-  tiles_.advance();
+  // A continuation may open or drop jobs.
   std::vector<uint64_t> job_ids;
-  for (const auto& [job_id, queues] : queues_) {
-    if (!queues.waiters.empty()) job_ids.push_back(job_id);
-  }
+  for (const auto& [job_id, job] : jobs_) job_ids.push_back(job_id);
+  const auto advance_tiles = [&] {
+    for (const uint64_t job_id : job_ids) {
+      if (Job* const job = find(job_id)) tiles_.advance(*job);
+    }
+  };
+  advance_tiles();
   for (const uint64_t job_id : job_ids) {
-    if (Job* const job = find(job_id)) progress |= advance_leases(*job, queues_.at(job_id));
+    if (Job* const job = find(job_id)) progress |= advance_leases(*job);
   }
   progress |= look_ahead();
-  for (auto it = conditions_.begin(); it != conditions_.end();) {
-    if (find(it->job_id) == nullptr) {
-      it = conditions_.erase(it);
-      continue;
-    }
-    if (!it->holds()) {
-      ++it;
-      continue;
-    }
-    const auto then = std::move(it->then);
-    it = conditions_.erase(it);
-    then();
-    progress = true;
-  }
+  for (const uint64_t job_id : job_ids) progress |= advance_conditions(job_id);
   for (const auto& [job_id, job] : jobs_) {
-    if (!job->early.ready.empty() && !queues_.at(job_id).operation_running) early_.advance(*job);
+    if (!job->early.ready.empty() && !job->operations.is_running()) early_.advance(*job);
   }
-  tiles_.advance();
+  advance_tiles();
   std::vector<Job*> unused;
   for (const auto& [job_id, job] : jobs_) {
     if (job->goes_to_disk && is_unused(*job)) unused.push_back(job.get());
@@ -823,6 +779,18 @@ bool ShardStore::advance() {
   return progress;
 }
 
+bool ShardStore::advance_conditions(uint64_t job_id) {
+  bool progress = false;
+  size_t position = 0;
+  for (Job* job = find(job_id); job != nullptr; job = find(job_id)) {
+    const auto then = job->conditions.take_next(position);
+    if (!then) break;
+    (*then)();
+    progress = true;
+  }
+  return progress;
+}
+
 void ShardStore::write_catalogue_anew(uint64_t job_id) {
   // The root is written by every commit.
   for (const auto& [id, job] : jobs_) {
@@ -835,18 +803,14 @@ void ShardStore::write_catalogue_anew(uint64_t job_id) {
 }
 
 bool ShardStore::wants_releases() const {
-  if (!conditions_.empty()) return true;
-  return std::any_of(
-      queues_.begin(), queues_.end(), [](const auto& it) { return !it.second.waiters.empty(); });
+  return std::any_of(jobs_.begin(), jobs_.end(), [](const auto& it) {
+    return !it.second->conditions.empty() || !it.second->waiters.empty();
+  });
 }
 
 uint64_t ShardStore::next_deadline_ns() const {
   uint64_t next = std::numeric_limits<uint64_t>::max();
-  for (const auto& [job_id, queues] : queues_) {
-    for (const Waiter& waiter : queues.waiters) {
-      next = std::min(next, waiter.started_ns + waiter.request.timeout_ns);
-    }
-  }
+  for (const auto& [job_id, job] : jobs_) next = std::min(next, job->waiters.next_deadline_ns());
   for (const uint64_t due_ns : {scrub_.next_ns(), live_check_.next_ns()}) {
     if (due_ns != 0) next = std::min(next, due_ns);
   }
@@ -854,21 +818,18 @@ uint64_t ShardStore::next_deadline_ns() const {
 }
 
 bool ShardStore::is_idle() const {
-  const bool busy = std::any_of(queues_.begin(), queues_.end(), [](const auto& it) {
-    return it.second.operation_running || !it.second.operations.empty();
-  });
-  return !busy && conditions_.empty() && commits_.is_idle() && scrub_.is_idle() &&
-         live_check_.is_idle() && std::all_of(jobs_.begin(), jobs_.end(), [](const auto& it) {
-           return it.second->activity_count == 0;
+  return commits_.is_idle() && scrub_.is_idle() && live_check_.is_idle() &&
+         std::all_of(jobs_.begin(), jobs_.end(), [](const auto& it) {
+           const Job& job = *it.second;
+           return job.operations.is_idle() && job.conditions.empty() && job.activity_count == 0;
          });
 }
 
 void ShardStore::give_up_waiting() {
   scrub_.set_rate(0);
   live_check_.give_up();
-  for (auto& [job_id, queues] : queues_) {
-    std::list<Waiter> waiters = std::move(queues.waiters);
-    for (Waiter& waiter : waiters) {
+  for (const auto& [job_id, job] : jobs_) {
+    for (const LeaseWaiter& waiter : job->waiters.take_all()) {
       waiter.reply(error(StatusCode::unavailable, "the daemon is stopping; job ", job_id), {});
     }
   }
@@ -895,29 +856,26 @@ std::vector<Activity> ShardStore::in_flight() const {
     activity.age_ns = now_ns - since_ns;
     all.push_back(std::move(activity));
   };
-  for (const auto& [job_id, queues] : queues_) {
-    const Job* const job = find(job_id);
-    for (const Waiter& waiter : queues.waiters) {
+  for (const auto& [job_id, owned] : jobs_) {
+    const Job* const job = owned.get();
+    job->waiters.for_each([&](const LeaseWaiter& waiter) {
       const LeaseRequest& request = waiter.request;
       std::string what = concat("shard ", job->shards[request.shard_id].name());
       if (request.part == Part::gradient) what += " gradient";
       what += request.mode == LeaseMode::read ? ", to read" : ", to write";
       add(job,
-          job_id,
+          job->job_id,
           {.kind = "lease", .what = std::move(what), .waits_on = waiter.waits_on},
           waiter.started_ns);
-    }
-    if (queues.operation_running) {
+    });
+    const std::vector<Operations::Open> operations = job->operations.open();
+    for (size_t i = 0; i < operations.size(); ++i) {
+      const Operations::Open& each = operations[i];
+      std::string before = i == 0 ? "" : concat("the ", operations.front().kind, " before it");
       add(job,
-          job_id,
-          {.kind = queues.running.kind, .what = queues.phase},
-          queues.running.enqueued_ns);
-    }
-    for (const auto& operation : queues.operations) {
-      add(job,
-          job_id,
-          {.kind = operation.kind, .waits_on = concat("the ", queues.running.kind, " before it")},
-          operation.enqueued_ns);
+          job->job_id,
+          {.kind = each.kind, .what = each.phase, .waits_on = std::move(before)},
+          each.since_ns);
     }
   }
   for (const Commits::Open& each : commits_.open()) {

@@ -25,6 +25,7 @@
 #include "io/io_queue.h"
 #include "optim/adam.h"
 #include "store/commit.h"
+#include "store/dropped_memory.h"
 #include "store/early_update.h"
 #include "store/extent_walk.h"
 #include "store/job.h"
@@ -38,35 +39,7 @@
 
 namespace memd {
 
-struct LeaseGrant {
-  Slot* slot = nullptr;
-  uint32_t index = 0;  // of the shard's counter in the slot
-  uint32_t pin = 0;    // kReaderPin or kWriterPin, already counted
-  uint64_t offset_bytes = 0;
-  uint64_t length_bytes = 0;
-  uint64_t generation = 0;
-  std::byte* data = nullptr;  // the daemon's view
-  uint64_t wait_ns = 0;
-  LeaseWait wait_reason = LeaseWait::disk;  // what most of it was for
-};
-
-using LeaseReply = std::function<void(const Status&, const LeaseGrant&)>;
 using StepDone = std::function<void(const Status&, const StepReport&)>;
-
-struct LeaseRequest {
-  uint64_t session_id = 0;
-  uint32_t shard_id = 0;
-  Part part = Part::value;
-  LeaseMode mode = LeaseMode::read;
-  uint64_t timeout_ns = 0;
-  /// The pin is the daemon's own: it stays when the session ends, until release_service_lease().
-  bool for_service = false;
-  /// Only brings the shard up; dropped where there is no room at once.
-  bool prefetch = false;
-  uint64_t after_call = 0;  // the StepRequest::call that it follows; 0: none
-  /// Of a gradient that is expected: gradient_unused() says where it does not come.
-  bool is_ahead = false;
-};
 
 struct OpenJobRequest {
   std::string name;
@@ -128,9 +101,9 @@ class ShardStore {
   /// Refused while sessions are attached, unless `force`. The memory it held is handed to
   /// `released` for the pool.
   void drop_job(uint64_t job_id, bool force, Done done);
-  std::vector<Segment> take_released_segments() { return std::exchange(released_segments_, {}); }
+  std::vector<Segment> take_released_segments() { return dropped_memory_.take_segments(); }
   void put_back_released(std::vector<Segment> segments) {
-    released_segments_ = std::move(segments);
+    dropped_memory_.put_back(std::move(segments));
   }
   void add_to_pool(Segment old_segment);
 
@@ -206,53 +179,7 @@ class ShardStore {
   std::vector<Activity> in_flight() const;
 
  private:
-  struct Waiter {
-    LeaseRequest request;
-    LeaseReply reply;
-    uint64_t started_ns = 0;
-    bool counted_as_miss = false;
-    bool has_raised = false;  // a prefetch under way that it found
-    LeaseWait reason = LeaseWait::disk;
-    std::string waits_on;     // empty before it was tried
-    uint64_t counted_ns = 0;  // until when its wait is in waited_ns
-    std::array<uint64_t, kLeaseWaitCount> waited_ns{};
-  };
   enum class Grant : uint8_t { done, waiting, waiting_for_space };
-  struct StepState;
-  struct Mend {
-    std::set<uint32_t> torn;
-    std::vector<Done> done;
-  };
-  struct JobQueues {
-    std::list<Waiter> waiters;
-    /// Steps, syncs and moments: one at a time.
-    struct Operation {
-      const char* kind = "operation";
-      uint64_t enqueued_ns = 0;
-      std::function<void(const Status&)> start;
-    };
-    std::deque<Operation> operations;
-    bool operation_running = false;
-    Operation running{};     // its `start` is empty
-    const char* phase = "";  // of what runs
-    /// Accepted and not finished, in their order.
-    std::vector<std::shared_ptr<StepState>> steps;
-    /// A step or sync has seen that nobody writes a parameter, and has not begun to write back what
-    /// is dirty: no writer of a parameter begins, or half of what it writes would be committed.
-    bool holds_writers = false;
-    /// Buckets whose dirty tiles somebody waits for; ~0: all of them.
-    std::set<uint64_t> flushes_asked;
-    /// Something has changed for what plans may bring up.
-    bool looks_ahead = false;
-    /// Buckets, draining, of which torn shards are read again.
-    std::unordered_map<const Entry*, Mend> mends;
-  };
-  struct Condition {
-    uint64_t job_id = 0;
-    std::function<bool()> holds;
-    std::function<void()> then;
-  };
-
   Job* find(uint64_t job_id) const;
   Result<Job*> admit(const OpenJobRequest& request);
   Status give_memory(Job& job);
@@ -303,20 +230,21 @@ class ShardStore {
 
   /// True where there was a request.
   bool serve(Session& session);
-  bool advance_leases(Job& job, JobQueues& queues);
+  bool advance_leases(Job& job);
+  /// ok, or why nothing will ever make room for it.
+  static Status check_room_can_come(const Job& job, const LeaseWaiter& waiter);
+  Status check_deadline(const Job& job, const LeaseWaiter& waiter) const;
+  bool advance_conditions(uint64_t job_id);
   /// Of a job whose commits are in memory: what the next daemon goes on from.
   void remember(Job& job);
-  void count_wait(Job& job, Waiter& waiter);
-  /// How long it has waited, and for what most of it: whoever waited in vain is told that too.
-  static void note_waited(const Waiter& waiter, LeaseGrant& grant);
-  static void reply_refused(Waiter& waiter, const Status& status);
-  static Grant put_off(Waiter& waiter, LeaseWait reason, std::string what);
-  Grant try_grant(Job& job, Waiter& waiter);
-  Grant grant_or_wait(Job& job, Waiter& waiter);
+  void count_wait(Job& job, LeaseWaiter& waiter);
+  static Grant put_off(LeaseWaiter& waiter, LeaseWait reason, std::string what);
+  Grant try_grant(Job& job, LeaseWaiter& waiter);
+  Grant grant_or_wait(Job& job, LeaseWaiter& waiter);
   /// Writers of blobs and buffers get a slot of their own, which takes the old one's place once it
   /// is given back: readers see the old bytes or the new ones, whatever happens to the writer.
-  Grant grant_bytes_writer(Job& job, Waiter& waiter, Entry& entry, bool keeps_old_bytes);
-  void reply_granted(Job& job, Waiter& waiter, Slot& slot);
+  Grant grant_bytes_writer(Job& job, LeaseWaiter& waiter, Entry& entry, bool keeps_old_bytes);
+  void reply_granted(Job& job, LeaseWaiter& waiter, Slot& slot);
   std::unique_ptr<Slot> make_room(Job& job, uint64_t bytes, uint32_t pin_count, bool may_spill);
   /// What goes first, as far as it makes room for `bytes` in one piece: nothing goes for a hole
   /// that is too small. `distance_min`: only what is used so many uses from now, or later, as far
@@ -331,12 +259,8 @@ class ShardStore {
   bool shrink_private(Job& job, bool may_flush);
   bool spill(Job& job, uint64_t bytes);
   void fetch(Job& job, Entry& entry, IoPriority priority, Done done);
-  void fail_waiters(Job& job,
-                    const std::function<bool(const Waiter&)>& chosen,
-                    const Status& status);
+  void fail_waiters(Job& job, const LeaseWaiters::Chosen& chosen, const Status& status);
   void fail_waiters(Job& job, const Entry& entry, const Status& status);
-  /// Out of their queue; whoever calls it answers them.
-  std::list<Waiter> take_waiters(Job& job, const std::function<bool(const LeaseRequest&)>& chosen);
   /// Of a session that ends. What waits for the disk is a branch of `discarded`.
   void discard_half_written(Job& job, const Session& session, Join& discarded);
   /// Shards of a parameter's slot, by their counter, are again what the disk has of them, or as if
@@ -400,8 +324,6 @@ class ShardStore {
   /// The same as an operation of its own, for leases that wait for it.
   void ask_for_flush(Job& job, std::optional<uint32_t> bucket);
 
-  /// Runs `then` when `holds` does, now or in a later advance().
-  void when(Job& job, std::function<bool()> holds, std::function<void()> then);
   void submit_when_still(const std::shared_ptr<TileTask>& task);
   void drop_gradients_of(Job& job, const std::function<bool(const Shard&)>& chosen);
   void drop_gradients_of(Job& job,
@@ -410,9 +332,9 @@ class ShardStore {
   void drop_now(Job& job, const Done& done);
   /// `start` runs with ok when it is its turn, or with the reason why that never comes.
   /// `kind` is what in_flight() calls it.
-  void enqueue(Job& job, const char* kind, std::function<void(const Status&)> start);
+  void enqueue(Job& job, const char* kind, Operations::Start start);
   /// What the operation that runs is doing, for in_flight().
-  void set_phase(const Job& job, const char* phase) { queues_.at(job.job_id).phase = phase; }
+  static void set_phase(Job& job, const char* phase) { job.operations.set_phase(phase); }
   void end_operation(uint64_t job_id);
   void write_catalogue_anew(uint64_t job_id);
   VerificationParts verification_parts();
@@ -485,20 +407,11 @@ class ShardStore {
   Commits commits_;
 
   Jobs jobs_;
-  std::unordered_map<uint64_t, JobQueues> queues_;
   std::unordered_map<uint64_t, std::shared_ptr<Session>> sessions_;
   std::set<uint64_t> sessions_not_resumed_;
   bool may_redo_ = false;
   uint64_t session_id_next_ = 1;
-  std::list<Condition> conditions_;
-  std::vector<Segment> released_segments_;
-  /// Of dropped jobs, until the last of their segments is destroyed.
-  struct ReleasedLedger {
-    std::unique_ptr<Ledger> ledger;
-    uint64_t job_id = 0;
-    std::set<uint64_t> segment_ids;
-  };
-  std::vector<ReleasedLedger> released_ledgers_;
+  DroppedMemory dropped_memory_;
   std::vector<std::string> load_notes_;
   std::vector<Use> uses_;  // of one call
   uint64_t ring_protocol_errors_ = 0;

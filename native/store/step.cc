@@ -32,33 +32,12 @@ bool is_same_step(const StepRequest& earlier, const StepRequest& request) {
 
 // ---- Operations ---------------------------------------------------------------------------------
 
-void ShardStore::enqueue(Job& job, const char* kind, std::function<void(const Status&)> start) {
-  JobQueues& queues = queues_.at(job.job_id);
-  if (queues.operation_running) {
-    queues.operations.push_back(
-        {.kind = kind, .enqueued_ns = clock_.now_ns(), .start = std::move(start)});
-    return;
-  }
-  queues.operation_running = true;
-  queues.running = {.kind = kind, .enqueued_ns = clock_.now_ns(), .start = nullptr};
-  queues.phase = "";
-  start(Status::ok());
+void ShardStore::enqueue(Job& job, const char* kind, Operations::Start start) {
+  job.operations.enqueue(kind, clock_.now_ns(), std::move(start));
 }
 
 void ShardStore::end_operation(uint64_t job_id) {
-  const auto found = queues_.find(job_id);
-  if (found == queues_.end()) return;
-  JobQueues& queues = found->second;
-  MEMD_CHECK(queues.operation_running);
-  if (queues.operations.empty()) {
-    queues.operation_running = false;
-    return;
-  }
-  queues.running = std::move(queues.operations.front());
-  queues.phase = "";
-  queues.operations.pop_front();
-  const auto start = std::exchange(queues.running.start, nullptr);
-  start(Status::ok());
+  if (Job* const job = find(job_id)) job->operations.end();
 }
 
 // ---- Steps --------------------------------------------------------------------------------------
@@ -166,7 +145,7 @@ Status ShardStore::check_repeated(Job& job, const StepRequest& request) {
 
 bool ShardStore::joins_earlier_step(Job& job, const StepRequest& request, StepDone& done) {
   if (request.step == 0 || MEMD_PLANTED("step.made_again_when_repeated")) return false;
-  for (const auto& state : queues_.at(job.job_id).steps) {
+  for (const auto& state : job.closed_steps) {
     if (state->request.session_id != request.session_id || state->request.step != request.step)
       continue;
     if (!is_same_step(state->request, request)) {
@@ -214,8 +193,8 @@ bool ShardStore::joins_earlier_step(Job& job, const StepRequest& request, StepDo
 
 uint64_t ShardStore::closing_step(uint64_t job_id) const {
   const Job* const job = find(job_id);
-  if (job == nullptr || queues_.at(job_id).steps.empty()) return 0;
-  return job->committed_step + (queues_.at(job_id).steps.front()->is_counted ? 0 : 1);
+  if (job == nullptr || job->closed_steps.empty()) return 0;
+  return job->committed_step + (job->closed_steps.front()->is_counted ? 0 : 1);
 }
 
 void ShardStore::step(StepRequest request, StepDone done) {
@@ -294,7 +273,7 @@ void ShardStore::accept_step(
   state->request = std::move(request);
   state->place = place;
   state->done = std::move(done);
-  queues_.at(job.job_id).steps.push_back(state);
+  job.closed_steps.push_back(state);
   MEMD_FAILPOINT("step.closed");
   enqueue(job, "step", [this, state](const Status& status) {
     status.is_ok() ? start_step(state) : state->answer(status);
@@ -373,9 +352,9 @@ void ShardStore::start_step(const std::shared_ptr<StepState>& state) {
       return still(*its.buckets[index].gradient);
     });
   };
-  when(*state->job, settled, [this, state] {
+  state->job->conditions.add(settled, [this, state] {
     MEMD_FAILPOINT("step.started");
-    const Job& job = *state->job;
+    Job& job = *state->job;
     // What an earlier daemon began to update can only be finished, and that daemon had written back
     // what was dirty. What was written since then is of the next commit, whoever still writes it.
     const bool is_begun = job.tiles.has_made();
@@ -389,11 +368,11 @@ void ShardStore::start_step(const std::shared_ptr<StepState>& state) {
                      commits_.catalogue_tag(job.job_id) == 0;
     hold_entries(*state);
     MEMD_FAILPOINT("step.entries_held");
-    queues_.at(job.job_id).holds_writers = !is_begun;
+    job.operations.hold_writers(!is_begun);
     set_phase(job, "prepares the disk");
     prepare_disk(state, [this, state, is_begun](const Status& prepared) {
-      const Job& its = *state->job;
-      queues_.at(its.job_id).holds_writers = false;
+      Job& its = *state->job;
+      its.operations.hold_writers(false);
       Status ready = prepared;
       if (ready.is_ok()) ready = swap_staged_buffers(state);
       if (!ready.is_ok()) return finish_updates(state, ready);
@@ -553,13 +532,13 @@ void ShardStore::publish_bucket(StepState& state, const Bucket& bucket) {
   --value.task_count;
   // Where it is not resident it may be brought up now.
   if (!value.is_resident()) job.policy.look_again_at(value.id);
-  queues_.at(job.job_id).looks_ahead = true;
+  job.policy.want_look_ahead();
   MEMD_FAILPOINT("step.bucket_published");
 }
 
 std::optional<std::pair<LeaseWait, std::string>> ShardStore::update_before(
     const Job& job, const LeaseRequest& request, const Entry& entry) const {
-  for (const auto& state : queues_.at(job.job_id).steps) {
+  for (const auto& state : job.closed_steps) {
     if (state->is_over || !state->buckets.contains(entry.owner)) continue;
     const bool is_own = !request.for_service && state->request.session_id == request.session_id;
     if (is_own && !state->group_of.contains(request.shard_id) && !entry.is_in_step) continue;

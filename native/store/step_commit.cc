@@ -87,7 +87,7 @@ void ShardStore::undo_step(const std::shared_ptr<StepState>& state, const Status
       return entry->is_ahead && entry->task_count != 0;
     });
   };
-  when(job, is_still, [this, state, why] {
+  job.conditions.add(is_still, [this, state, why] {
     undo_now(state);
     finish_step(state, why);
   });
@@ -245,7 +245,7 @@ void ShardStore::remember(Job& job) {
   // The record of before still holds: what it names is free after the next commit, which ends it.
   if (job.space.is_updating()) return;
   // It is the last commit's, also while a step that is not committed yet is under way.
-  const auto& steps = queues_.at(job.job_id).steps;
+  const auto& steps = job.closed_steps;
   StepState* const under_way =
       !steps.empty() && steps.front()->swapped && !steps.front()->is_counted ? steps.front().get()
                                                                              : nullptr;
@@ -297,7 +297,7 @@ void ShardStore::finish_step(const std::shared_ptr<StepState>& state, const Stat
   }
   const uint64_t job_id = job.job_id;
   if (state->is_step) {
-    std::erase(queues_.at(job_id).steps, state);
+    std::erase(job.closed_steps, state);
     if (!status.is_ok()) note_call_failed(job, state->request, status);
     const auto session = sessions_.find(state->request.session_id);
     if (status.is_ok() && session != sessions_.end() && state->request.step != 0)

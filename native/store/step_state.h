@@ -14,7 +14,7 @@
 
 namespace memd {
 
-struct ShardStore::StepState {
+struct StepState {
   Job* job = nullptr;
   StepRequest request;  // empty groups: a sync
   StepDone done;

@@ -67,8 +67,7 @@ void TileTasks::submit(TileTask task) {
   ++task.entry->task_count;
   ++task.job->activity_count;
   if (task.report == nullptr) task.report = std::make_shared<StepReport>();
-  Job* const job = task.job;
-  queues_[job].waiting.push_back(std::move(task));
+  queue_of(*task.job).waiting_.push_back(std::move(task));
 }
 
 TileTask TileTasks::flush_task(Job& job, uint64_t key) {
@@ -96,9 +95,8 @@ void TileTasks::submit_flush(Job& job,
 }
 
 void TileTasks::submit_first(TileTask task) {
-  Job* const job = task.job;
+  std::deque<TileTask>& waiting = queue_of(*task.job).waiting_;
   submit(std::move(task));
-  auto& waiting = queues_[job].waiting;
   std::rotate(waiting.begin(), waiting.end() - 1, waiting.end());
 }
 
@@ -109,8 +107,7 @@ void TileTasks::make_room(Job& job) {
   task.done = [this, &job](const Status& status) {
     if (status.is_ok()) return;
     // No room will come: whoever waits for it hears why.
-    std::deque<TileTask> waiting = std::move(queues_[&job].waiting);
-    queues_[&job].waiting.clear();
+    std::deque<TileTask> waiting = std::exchange(queue_of(job).waiting_, {});
     for (TileTask& each : waiting) {
       --each.entry->task_count;
       --job.activity_count;
@@ -123,25 +120,24 @@ void TileTasks::make_room(Job& job) {
   MEMD_CHECK(try_start(task));
 }
 
-void TileTasks::advance() {
-  // A continuation may open or drop jobs.
-  std::vector<Job*> jobs;
-  for (const auto& [job, queue] : queues_) jobs.push_back(job);
-  for (Job* const job : jobs) {
-    if (!queues_.contains(job)) continue;
-    Queue& queue = queues_.at(job);
-    while (!queue.waiting.empty() && queue.running_count < kTilesInFlight) {
-      // Taken out first: a task that fails at once finishes, and its continuation may submit
-      // others.
-      TileTask task = std::move(queue.waiting.front());
-      queue.waiting.pop_front();
-      if (try_start(task)) continue;
-      queue.waiting.push_front(std::move(task));
-      if (queue.running_count > 0) break;
-      // The private floor holds two tiles, but those that stay may lie in the way.
-      make_room(*job);
-      break;
-    }
+TileQueue& TileTasks::queue_of(Job& job) {
+  if (job.tile_queue == nullptr) job.tile_queue = std::make_shared<TileQueue>();
+  return *job.tile_queue;
+}
+
+void TileTasks::advance(Job& job) {
+  // A continuation may end the job.
+  const std::shared_ptr<TileQueue> queue = job.tile_queue;
+  if (queue == nullptr) return;
+  while (!queue->waiting_.empty() && queue->running_count_ < kTilesInFlight) {
+    // Taken out first: a task that fails at once finishes, and its continuation may submit others.
+    TileTask task = std::move(queue->waiting_.front());
+    queue->waiting_.pop_front();
+    if (try_start(task)) continue;
+    queue->waiting_.push_front(std::move(task));
+    // The private floor holds two tiles, but those that stay may lie in the way.
+    if (queue->running_count_ == 0) make_room(job);
+    return;
   }
 }
 
@@ -158,9 +154,7 @@ std::optional<uint64_t> TileTasks::allocate_private(Job& job, uint64_t bytes) {
 // State stays in memory where there is room: for a trace that repeats, a fixed part that stays
 // beats a least recently used one, which would be evicted just before its next use.
 uint64_t TileTasks::kept_bytes(Job& job) const {
-  const auto found = queues_.find(&job);
-  const uint64_t in_flight_bytes = found == queues_.end() ? 0 : found->second.running_bytes;
-  return job.memory->private_side().used_bytes() - in_flight_bytes;
+  return job.memory->private_side().used_bytes() - queue_of(job).running_bytes_;
 }
 
 bool TileTasks::has_room_to_stay(const Running& running) {
@@ -231,9 +225,9 @@ bool TileTasks::try_start(TileTask& task) {
       (task.value_in_arena || task.value_in_shadow) && running->arena_source != nullptr;
   running->started_ns = clock_.now_ns();
   running->task = std::move(task);
-  Queue& queue = queues_[&job];
-  ++queue.running_count;
-  queue.running_bytes += running->held_bytes();
+  TileQueue& queue = queue_of(job);
+  ++queue.running_count_;
+  queue.running_bytes_ += running->held_bytes();
   MEMD_FAILPOINT("tile.started");
   load(running);
   return true;
@@ -333,7 +327,7 @@ void TileTasks::work(const std::shared_ptr<Running>& running) {
   const bool stays = task.may_stay && !running->value_extent.exists() && has_room_to_stay(*running);
   if (stays != running->stays) {
     // Others that look for room to stay see it as what is kept.
-    uint64_t& running_bytes = queues_.at(task.job).running_bytes;
+    uint64_t& running_bytes = queue_of(*task.job).running_bytes_;
     stays ? running_bytes -= running->held_bytes() : running_bytes += running->held_bytes();
     running->stays = stays;
   }
@@ -552,9 +546,9 @@ void TileTasks::finish(const std::shared_ptr<Running>& running, const Status& st
   }
   --task.entry->task_count;
   --job.activity_count;
-  Queue& queue = queues_.at(&job);
-  --queue.running_count;
-  if (!running->stays) queue.running_bytes -= running->held_bytes();
+  TileQueue& queue = queue_of(job);
+  --queue.running_count_;
+  if (!running->stays) queue.running_bytes_ -= running->held_bytes();
   MEMD_FAILPOINT("tile.recorded");
   const Done done = std::move(task.done);
   done(status);

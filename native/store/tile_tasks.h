@@ -6,7 +6,6 @@
 #include <deque>
 #include <functional>
 #include <memory>
-#include <unordered_map>
 
 #include "base/clock.h"
 #include "store/job.h"
@@ -66,6 +65,17 @@ struct TileTask {
   Done done;
 };
 
+/// Tasks of one job that wait, and what those that run hold. Owned by its Job; TileTasks alone uses
+/// it.
+class TileQueue {
+ private:
+  friend class TileTasks;
+
+  std::deque<TileTask> waiting_;
+  uint32_t running_count_ = 0;
+  uint64_t running_bytes_ = 0;  // of the private side, without tiles that are to stay
+};
+
 /// Owned by the ShardStore. Tasks of one job start in order, as many at once as its private memory
 /// holds (at most kTilesInFlight); a task takes all its memory at once, so that none waits for
 /// another while it holds some.
@@ -86,20 +96,15 @@ class TileTasks {
   void submit_first(TileTask task);
   /// Writes a tile whose newest bytes are in memory alone; it is clean afterwards.
   void submit_flush(Job& job, uint64_t key, const std::shared_ptr<StepReport>& report, Done done);
-  /// Starts what can start.
-  void advance();
-  void forget(Job* job) { queues_.erase(job); }
+  /// Starts what can start of the job.
+  void advance(Job& job);
   /// Of the job's private side, what no task works in: what stays.
   uint64_t kept_bytes(Job& job) const;
 
  private:
   struct Running;
-  struct Queue {
-    std::deque<TileTask> waiting;
-    uint32_t running_count = 0;
-    uint64_t running_bytes = 0;  // of the private side; of tiles that are to stay none
-  };
 
+  static TileQueue& queue_of(Job& job);
   static TileTask flush_task(Job& job, uint64_t key);
   void make_room(Job& job);
   bool has_room_to_stay(const Running& running);
@@ -117,7 +122,6 @@ class TileTasks {
   UpdateWorkers& workers_;
   const Clock& clock_;
   std::function<bool(Job&)> free_extents_;
-  std::unordered_map<Job*, Queue> queues_;
 };
 
 }  // namespace memd

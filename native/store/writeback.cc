@@ -101,15 +101,15 @@ void ShardStore::flush_tiles(Job& job,
 
 void ShardStore::ask_for_flush(Job& job, std::optional<uint32_t> bucket) {
   const uint64_t key = bucket ? *bucket : ~uint64_t{0};
-  if (!queues_.at(job.job_id).flushes_asked.insert(key).second) return;
+  if (!job.tiles.ask_flush(key)) return;
   enqueue(job, "flush", [this, &job, bucket, key](const Status& turn) {
     if (!turn.is_ok()) return;
     const Bucket* const only = bucket ? &job.buckets[*bucket] : nullptr;
     flush_tiles(
         job, only, std::make_shared<StepReport>(), [this, &job, key, only](const Status& status) {
-          queues_.at(job.job_id).flushes_asked.erase(key);
+          job.tiles.end_flush(key);
           if (!status.is_ok()) {
-            const auto waits = [&](const Waiter& waiter) {
+            const auto waits = [&](const LeaseWaiter& waiter) {
               if (only == nullptr) return waiter.reason == LeaseWait::room;
               return job.find_entry(waiter.request.shard_id, waiter.request.part) == only->value;
             };

@@ -104,10 +104,14 @@ class FarthestNextUse final : public EvictionPolicy {
   void look_again_at(uint32_t entry_id);
   /// What is absent may be fetched now that could not before.
   void look_again();
+  /// Something has changed for what plans may bring up: the next turn looks.
+  void want_look_ahead() { wants_look_ahead_ = true; }
+  bool take_look_ahead() { return std::exchange(wants_look_ahead_, false); }
 
  private:
   LeastRecentlyUsed recent_;
   std::vector<SessionPlan*> sessions_;  // owned by their Session
+  bool wants_look_ahead_ = false;
 };
 
 }  // namespace memd

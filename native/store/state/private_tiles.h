@@ -56,6 +56,11 @@ class PrivateTiles {
   /// last. There is a dirty tile.
   uint64_t next_to_flush() const;
 
+  /// Somebody waits until the dirty tiles of `which` are written, a bucket or all (~0). False:
+  /// somebody has asked already.
+  bool ask_flush(uint64_t which) { return flushes_asked_.insert(which).second; }
+  void end_flush(uint64_t which) { flushes_asked_.erase(which); }
+
   /// Its place now belongs to the caller, until put().
   std::optional<uint64_t> take(uint64_t key);
   void put(uint64_t key, uint64_t offset_bytes);
@@ -89,6 +94,7 @@ class PrivateTiles {
   std::unordered_map<uint64_t, uint64_t> cached_;  // by key: offset in the private side
   std::unordered_set<uint64_t> dirty_;
   std::unordered_map<uint64_t, MadeTile> made_;
+  std::unordered_set<uint64_t> flushes_asked_;
   std::unique_ptr<TileWords> words_;
 };
 

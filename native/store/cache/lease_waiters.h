@@ -1,0 +1,90 @@
+// Leases of one job that are asked for and not answered.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <list>
+#include <string>
+#include <utility>
+
+#include "base/status.h"
+#include "ring/layout.h"
+#include "store/cache/lease_request.h"
+
+namespace memd {
+
+struct LeaseWaiter {
+  LeaseRequest request;
+  LeaseReply reply;
+  uint64_t started_ns = 0;
+  bool counted_as_miss = false;
+  bool has_raised = false;  // the priority of a prefetch under way that it found
+  LeaseWait reason = LeaseWait::disk;
+  std::string waits_on{};   // empty before it was tried
+  uint64_t counted_ns = 0;  // until when its wait is in waited_ns
+  std::array<uint64_t, kLeaseWaitCount> waited_ns{};
+
+  uint64_t deadline_ns() const { return started_ns + request.timeout_ns; }
+  void put_off(LeaseWait why, std::string what) {
+    counted_as_miss = true;
+    reason = why;
+    waits_on = std::move(what);
+  }
+  /// Into `grant`: how long it has waited, and for what most of it.
+  void note_waited(LeaseGrant& grant) const;
+  /// Answers it, once.
+  void refuse(const Status& status);
+};
+
+/// In the order in which they came. Owned by its Job; the server thread calls everything; nothing
+/// blocks.
+class LeaseWaiters {
+ public:
+  using Chosen = std::function<bool(const LeaseWaiter&)>;
+
+  LeaseWaiter& add(LeaseWaiter waiter) { return all_.emplace_back(std::move(waiter)); }
+  /// The newest was answered at once.
+  void remove_newest() { all_.pop_back(); }
+  /// Out of the queue; the caller answers them.
+  std::list<LeaseWaiter> take(const Chosen& chosen);
+  std::list<LeaseWaiter> take_all() { return std::exchange(all_, {}); }
+
+  bool empty() const { return all_.empty(); }
+  bool any(const Chosen& chosen) const;
+  /// Of the first that runs out; the largest number: nobody waits.
+  uint64_t next_deadline_ns() const;
+  template <typename Visit>
+  void for_each(const Visit& visit) const {
+    for (const LeaseWaiter& waiter : all_) visit(waiter);
+  }
+
+  /// Whether a waiter stays, was answered, or is refused with `refusal`.
+  struct Verdict {
+    bool stays = true;
+    Status refusal{};
+  };
+  /// Asks `judge` of each, once. True where one was answered.
+  template <typename Judge>
+  bool advance(const Judge& judge) {
+    bool progress = false;
+    for (auto it = all_.begin(); it != all_.end();) {
+      const Verdict verdict = judge(*it);
+      if (verdict.stays) {
+        ++it;
+        continue;
+      }
+      LeaseWaiter over = std::move(*it);
+      it = all_.erase(it);
+      if (!verdict.refusal.is_ok()) over.refuse(verdict.refusal);
+      progress = true;
+    }
+    return progress;
+  }
+
+ private:
+  std::list<LeaseWaiter> all_;
+};
+
+}  // namespace memd

@@ -1,0 +1,56 @@
+// The memory of dropped jobs, until its last segment is destroyed.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "arena/segment.h"
+#include "store/journal/ledger.h"
+
+namespace memd {
+
+/// A trainer may still have a segment mapped, so the server destroys it and makes a fresh one,
+/// which takes milliseconds. Until then the next daemon must find its claim in the job's ledger: a
+/// segment without one counts as clean. Owned by the ShardStore; the server thread calls
+/// everything.
+class DroppedMemory {
+ public:
+  /// `ledger`: nullptr where nobody keeps descriptors.
+  void add(uint64_t job_id, std::unique_ptr<Ledger> ledger, std::vector<Segment> segments) {
+    Kept kept{.job_id = job_id, .ledger = std::move(ledger), .segment_ids = {}};
+    for (Segment& segment : segments) {
+      kept.segment_ids.insert(segment.id());
+      segments_.push_back(std::move(segment));
+    }
+    if (kept.ledger != nullptr) kept_.push_back(std::move(kept));
+  }
+  /// For the server to destroy.
+  std::vector<Segment> take_segments() { return std::exchange(segments_, {}); }
+  void put_back(std::vector<Segment> segments) { segments_ = std::move(segments); }
+  /// Returns the jobs whose last segment this was: their ledger is nobody's.
+  std::vector<uint64_t> destroyed(uint64_t segment_id) {
+    std::vector<uint64_t> job_ids;
+    std::erase_if(kept_, [&](Kept& kept) {
+      kept.segment_ids.erase(segment_id);
+      if (!kept.segment_ids.empty()) return false;
+      job_ids.push_back(kept.job_id);
+      return true;
+    });
+    return job_ids;
+  }
+
+ private:
+  struct Kept {
+    uint64_t job_id = 0;
+    std::unique_ptr<Ledger> ledger;
+    std::set<uint64_t> segment_ids;
+  };
+
+  std::vector<Segment> segments_;
+  std::vector<Kept> kept_;
+};
+
+}  // namespace memd
