@@ -7,6 +7,7 @@
 # make sanitize    the native tests under AddressSanitizer with UBSan, then under ThreadSanitizer
 # make lint        formatting, spelling, types; `make format` cures the first
 # make tidy        clang-tidy (slow)
+# make house       methods, public data and files of each class, lengths of functions, and what breaks a limit
 # make regenerate  the committed protobuf code and type stub
 # make clean       what a build leaves behind; `make distclean` .venv too
 #
@@ -15,7 +16,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-more bench peers soak sanitize lint format tidy regenerate clean distclean
+.PHONY: help demo test test-more bench peers soak sanitize lint format tidy house regenerate clean distclean
 
 export PYTHON TORCH TORCH_INDEX
 
@@ -91,6 +92,10 @@ format:
 tidy:
 	@$(SETUP) tidy
 	$(IN_VENV) clang-tidy -p build/release --quiet $(wildcard native/*/*.cc native/store/*/*.cc)
+
+house:
+	@$(SETUP) test
+	@$(IN_VENV) python -m tests.house $(ARGS)
 
 regenerate:
 	@$(SETUP) test

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from tests.daemons import Daemon, Daemons
 
 
-# A unix socket's path has at most 107 bytes. pytest's folders and the socket's name take up to 79 of
-# them, and the user's name in the first of these folders up to 20 more.
+# A unix socket's path has at most 107 bytes. pytest's folders and the socket's name take up to 79
+# of them, and the user's name in the first of these folders up to 20 more.
 _TEMPORARY_PATH_BYTES_MAX = 8
 
 
