@@ -1,33 +1,34 @@
-"""Buffers of offloaded modules: they stay in the training process, and their values are part of
-every step.
+"""Buffers of offloaded modules. They stay in the training process, and their values are part of
+every commit.
 """
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from memd_client.dtypes import dtype_number
-from memd_client.shard import Shard
+from memd_client.shard import Shard, shard_spec
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
-    from memd_client.session import Session
+    from memd_client.job import Job
+    from memd_client.transaction import Staging, Transaction
 
 _STAGED = "@staged"
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a module keeps a buffer. Modules replace buffers by assignment, so the tensor itself is
-    no handle.
+class _Owner:
+    """The module that has a buffer, and its name there. The tensor itself is no handle: modules
+    replace buffers by assignment.
     """
 
     module: weakref.ref[nn.Module]
@@ -40,100 +41,103 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    place: _Place
+    owner: _Owner
     shard: Shard
     staged: Shard
 
 
 class ModuleBuffers:
-    """The persistent buffers of one module: those that `state_dict()` has too."""
+    """The persistent buffers of one module, those that `state_dict()` has too. A contributor of
+    commits.
+    """
 
-    def __init__(
-        self, module: nn.Module, session: Session, *, prefix: str, tier: types_pb2.Tier
-    ) -> None:
-        """Declares them; raises InvalidArgument where a dtype can't be stored, or the job has
-        another shape or dtype.
+    def __init__(self, module: nn.Module, job: Job, *, tier: types_pb2.Tier) -> None:
+        """Declares them.
+
+        Raises:
+            InvalidArgument: memd does not store a dtype, or the job has another shape or dtype.
         """
-        self._session = session
-        found = list(_persistent_buffers(module, prefix))
+        found = list(_persistent_buffers(module))
         specs = [
-            _spec(name + suffix, tensor, tier)
+            shard_spec(
+                name + suffix,
+                kind=types_pb2.SHARD_KIND_BUFFER,
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                tier=tier,
+            )
             for suffix in ("", _STAGED)
             for name, _, tensor in found
         ]
-        declared = session.declare(specs) if specs else []
+        declared = job.declare(specs) if specs else []
         shards, staged = declared[: len(found)], declared[len(found) :]
         self._stored = [shard.written for shard in shards]
         self._buffers = [
-            _Buffer(place, Shard.of(shard), Shard.of(stage))
-            for (_, place, _), shard, stage in zip(found, shards, staged, strict=True)
+            _Buffer(owner, Shard.of(shard), Shard.of(stage))
+            for (_, owner, _), shard, stage in zip(found, shards, staged, strict=True)
         ]
 
-    def exchange(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Stores the values of buffers that are new; returns (buffer, stored value) of the
-        others.
-        """
+    def exchange(self, job: Job) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Stores the values of new buffers; returns (buffer, stored value) of the others."""
         stored: list[tuple[torch.Tensor, torch.Tensor]] = []
         for buffer, was_stored in zip(self._buffers, self._stored, strict=True):
-            tensor = buffer.place.tensor()
+            tensor = buffer.owner.tensor()
             if tensor is None:
                 continue
             if was_stored:
-                stored.append((tensor, self._session.leases.read(buffer.shard).clone()))
+                stored.append((tensor, job.leases.read(buffer.shard).clone()))
             else:
-                self._session.leases.write(buffer.shard, tensor)
-                self._session.mark_written()
+                job.leases.write(buffer.shard, tensor)
+                job.mark_written()
         return stored
 
-    def restore(self) -> None:
-        """Puts the stored values into the buffers."""
-        with torch.no_grad():
-            for buffer in self._buffers:
-                tensor = buffer.place.tensor()
-                if tensor is not None:
-                    tensor.copy_(self._session.leases.read(buffer.shard))
+    def capture(self, number: int, transaction: Transaction) -> Staging:
+        del number
+        return partial(self._stage, transaction.job)
 
-    def capture(self) -> list[tuple[Shard, Shard]]:
-        """Puts the values that changed since the last step under their staging names; returns
-        (staged, buffer) pairs.
-        """
+    def load(self, number: int, transaction: Transaction) -> Callable[[], None]:
+        del number
+        return partial(self._restore, transaction.job)
+
+    def holds(self, number: int, transaction: Transaction) -> bool:
+        """`offload()` has put the stored values in place already."""
+        del number, transaction
+        return False
+
+    def _stage(self, job: Job) -> list[tuple[Shard, Shard]]:
+        """Writes what changed since the last step."""
         changed = []
         for buffer in self._buffers:
-            tensor = buffer.place.tensor()
-            if tensor is not None and not self._is_stored(buffer.shard, tensor):
-                self._session.leases.write(buffer.staged, tensor)
+            tensor = buffer.owner.tensor()
+            if tensor is not None and not _is_stored(job, buffer.shard, tensor):
+                job.leases.write(buffer.staged, tensor)
                 changed.append((buffer.staged, buffer.shard))
         return changed
 
-    def _is_stored(self, shard: Shard, tensor: torch.Tensor) -> bool:
-        # Bytes are compared, because batch norm changes its statistics without counting up their
-        # version.
-        return not shard.element_count or torch.equal(
-            _bytes_of(self._session.leases.read(shard)), _bytes_of(tensor)
-        )
+    def _restore(self, job: Job) -> None:
+        with torch.no_grad():
+            for buffer in self._buffers:
+                tensor = buffer.owner.tensor()
+                if tensor is not None:
+                    tensor.copy_(job.leases.read(buffer.shard))
+
+
+def _is_stored(job: Job, shard: Shard, tensor: torch.Tensor) -> bool:
+    # By bytes: batch norm changes its statistics without counting up their version.
+    return not shard.element_count or torch.equal(
+        _bytes_of(job.leases.read(shard)), _bytes_of(tensor)
+    )
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _persistent_buffers(
-    module: nn.Module, prefix: str
-) -> Iterator[tuple[str, _Place, torch.Tensor]]:
+def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, _Owner, torch.Tensor]]:
     seen: set[int] = set()
-    for path, child in module.named_modules(prefix=prefix):
+    for path, child in module.named_modules():
         for key, tensor in child._buffers.items():
             if tensor is None or key in child._non_persistent_buffers_set or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            yield f"{path}.{key}" if path else key, _Place(weakref.ref(child), key), tensor
-
-
-def _spec(name: str, tensor: torch.Tensor, tier: types_pb2.Tier) -> types_pb2.ShardSpec:
-    return types_pb2.ShardSpec(
-        name=name,
-        kind=types_pb2.SHARD_KIND_BUFFER,
-        dtype=dtype_number(tensor.dtype, name=name),
-        shape=tensor.shape,
-        tier=tier,
-    )
+            yield f"{path}.{key}" if path else key, _Owner(weakref.ref(child), key), tensor

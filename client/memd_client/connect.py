@@ -13,6 +13,7 @@ from memd_client.attach import AttachConnection
 from memd_client.control import Control
 from memd_client.embedded import embedded_daemon
 from memd_client.errors import InvalidArgument, MemdError, NotYet
+from memd_client.job import Job
 from memd_client.leases import Leases
 from memd_client.reattach import Reattach, ReattachingControl, reattach_seconds
 from memd_client.session import Session
@@ -99,13 +100,15 @@ def connect(
         raise
     reattach.begin(attached.session_id, plane)
     return Session(
-        job=job,
-        attached=attached,
-        control=ReattachingControl(control, reattach),
-        leases=Leases(plane, job=job, retrying=reattach) if plane is not None else None,
-        daemon_process_id=connection.daemon_process_id,
-        close_connection=reattach.close,
-        retrying=reattach,
+        Job(
+            job,
+            attached=attached,
+            control=ReattachingControl(control, reattach),
+            leases=Leases(plane, job=job, retrying=reattach) if plane is not None else None,
+            daemon_process_id=connection.daemon_process_id,
+            close_connection=reattach.close,
+            retrying=reattach,
+        )
     )
 
 

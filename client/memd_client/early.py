@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from threading import Lock
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from memd_client.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from memd_client.job import Job
     from memd_client.leases import Leases
     from memd_client.shard import Shard
     from memd_proto.v1 import session_pb2
 
     Groups = list[session_pb2.StepGroup]
-
-
-class ExpectingSession(Protocol):
-    """What this needs of `session.Session`."""
-
-    job: str
-    return_count: int
-
-    def expect_step(self, groups: Groups) -> None: ...
 
 
 class EarlyUpdates:
@@ -40,24 +32,24 @@ class EarlyUpdates:
         self._said: Groups = []
         self._said_to = -1  # which daemon of the session, as return_count
 
-    def refuse_second(self, session: ExpectingSession, shard: Shard) -> None:
+    def refuse_second(self, job: Job, shard: Shard) -> None:
         """Before a gradient is added to one that is there."""
         raise InvalidArgument(
-            f"job {session.job!r}: a second gradient of {shard.name!r} came before step(); with "
+            f"job {job.name!r}: a second gradient of {shard.name!r} came before step(); with "
             "step_in_backward=True a parameter is updated with the first one, so gradients cannot "
             "be accumulated: call zero_grad() before a backward that is done again, checkpoint a "
             "module that is used several times with use_reentrant=False, or make the optimizer "
             "with step_in_backward=False"
         )
 
-    def gradient_is_final(self, session: ExpectingSession, shard: Shard, leases: Leases) -> None:
+    def gradient_is_final(self, job: Job, shard: Shard, leases: Leases) -> None:
         """The gradient is in memd, its lease has ended, and no other comes before the step."""
         with self._lock:
-            if self._is_due or self._said_to != session.return_count:
-                return_count = session.return_count
+            if self._is_due or self._said_to != job.return_count:
+                return_count = job.return_count
                 groups = self._groups()
                 if groups != self._said or self._said_to != return_count:
-                    session.expect_step(groups)
+                    job.expect_step(groups)
                 self._said, self._said_to, self._is_due = groups, return_count, False
         leases.gradient_is_final(shard)
 

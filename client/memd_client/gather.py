@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from memd_client.away import fetched, streamed
 from memd_client.leases import MODE_READ, MODE_WRITE
+from memd_client.parameter import fetched, streamed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -20,13 +20,13 @@ def gather(
     params_or_module: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, write: bool = False
 ) -> Iterator[None]:
     """Inside, offloaded parameters are ordinary `nn.Parameter`s over memd's own memory, all at
-    once; modules can be used too. Parameters that are not offloaded are let be.
+    once; modules can be used too. Other parameters are not touched.
 
     Args:
-        params_or_module: what to bring; as much as the job's host memory holds at a time.
-        write: what is changed inside, by whatever means, is kept, and durable when the context is
-            left. Keep no tensor that shares a parameter's bytes beyond it. Without `write` the
-            parameters are for reading.
+        params_or_module: what to gather; the job's host memory must hold all of it.
+        write: keeps what is changed inside, by whatever means, and makes it durable when the
+            context is left. Keep no tensor that shares a parameter's bytes beyond it. Without
+            `write` the parameters are only for reading.
 
     Raises:
         CapacityError: they do not fit into the job's host memory together.
@@ -37,8 +37,8 @@ def gather(
         yield
     if write:
         entries = [entry for parameter in parameters if (entry := streamed(parameter)) is not None]
-        for session in {entry.session for entry in entries}:
-            session.sync_if_needed()
+        for job in {entry.job for entry in entries}:
+            job.sync_if_needed()
 
 
 def _parameters(

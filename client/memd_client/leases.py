@@ -140,9 +140,22 @@ class Leases:
         self._job = job
         self._retrying = retrying or AtOnce()
         self._groups: dict[int, int] = {}  # shard id → under which its waits are counted
-        # What leases follow: where it fails they raise its error.
-        self.step: FollowedStep = NoStep()
-        self.gradient_order = GradientOrder(plane)
+        self._step: FollowedStep = NoStep()
+        self._gradient_order = GradientOrder(plane)
+
+    def follow_steps(self, steps: FollowedStep) -> None:
+        """From now on leases follow the step in flight, and raise its error if it fails."""
+        self._step = steps
+
+    @property
+    def gradient_order(self) -> GradientOrder:
+        return self._gradient_order
+
+    def expect_backward(self, shard: Shard) -> None:
+        """Backward uses a parameter: its first gradient slots may be reserved now, unless a step
+        still has gradients."""
+        if not self._step.settle_answered() and not self._step.is_open:
+            self._gradient_order.expect_backward(shard.shard_id)
 
     def value(self, shard: Shard, mode: int = MODE_READ) -> torch.Tensor:
         """The bytes of a parameter, buffer or blob, in the shard's shape."""
@@ -170,7 +183,7 @@ class Leases:
 
     def overwrite_gradient(self, shard: Shard, gradient: torch.Tensor) -> None:
         """`gradient`, in the parameter's shape and dtype, becomes that of the parameter."""
-        if not _is_plain_memory(gradient) or self.step.settle_answered():
+        if not _is_plain_memory(gradient) or self._step.settle_answered():
             self.gradient(shard, MODE_OVERWRITE).copy_(gradient)
             return
 
@@ -190,7 +203,7 @@ class Leases:
         try:
             self._retrying.calling(overwrite, lease=True)
         except DaemonUnavailable as error:
-            self.step.note_unreachable(error)
+            self._step.note_unreachable(error)
             raise
 
     def write(self, shard: Shard, value: torch.Tensor) -> None:
@@ -269,7 +282,7 @@ class Leases:
             was_settled = False
             while True:
                 # The step has a deadline of its own, and the lease's begins with its end.
-                follows = self.step.settle_answered()
+                follows = self._step.settle_answered()
                 timeout_s = _LOOK_S if follows else _TIMEOUT_S
                 missing = [index for index, lease in enumerate(found) if lease is None]
                 answers = self._plane.lease_together(
@@ -293,7 +306,7 @@ class Leases:
                 del answers, answer
                 if follows and error.code != CODE_UNAVAILABLE and not was_settled:
                     # Where the step failed that is why, and its own error says more.
-                    self.step.settle_for_lease()
+                    self._step.settle_for_lease()
                     was_settled = True
                     continue
                 raise self._translated(error, shard) from error
@@ -303,7 +316,7 @@ class Leases:
         except DaemonUnavailable as error:
             # What that means for the step that is on its way is what matters most. Its answer is
             # not waited for: the lease has waited for the daemon as long as one may.
-            self.step.note_unreachable(error)
+            self._step.note_unreachable(error)
             raise
 
     def _group_of(self, shard: Shard) -> int:

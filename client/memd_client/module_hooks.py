@@ -1,14 +1,13 @@
 """Bringing parameters to the modules that use them, for as long as they use them.
 
-Nothing is patched and no backward hooks are needed (the mechanism, and what failed first, is told
-in ARCHITECTURE.md):
+Nothing is patched and no backward hooks are needed (ARCHITECTURE.md tells why):
 
-* forward pre-hooks bring a module's own parameters, forward hooks let them go (`always_call`: after
-  an exception too);
-* the outermost module call pushes the hooks of `saved_tensors.py`, so that autograd does not keep a
-  parameter's bytes;
-* the hooks are plain functions that look parameters up, so that a copy of the module, whose
-  parameters memd does not know, is not held up by them.
+* forward pre-hooks fetch a module's own parameters, and forward hooks release them (`always_call`:
+  after an exception too);
+* every module call pushes the hooks of `saved_tensors.py`, unless others are active, so that
+  autograd does not keep a parameter's bytes;
+* the hooks are plain functions that look parameters up. In a copy of the module, whose parameters
+  memd does not know, they do nothing.
 """
 
 from __future__ import annotations
@@ -18,15 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from memd_client import saved_tensors as saved
-from memd_client.away import bring, let_go, streamed
+from memd_client.parameter import bring, streamed
+from memd_client.residency import release_all
+from memd_client.saved_tensors import may_save_by_name, save_by_name_hooks
 from memd_client.stalls import enter_module_call, leave_module_call
 
 if TYPE_CHECKING:
     import torch
     from torch.autograd.graph import saved_tensors_hooks
 
-    from memd_client.away import StreamedParameter
+    from memd_client.residency import Residency
 
 
 class _Frame:
@@ -38,21 +38,21 @@ class _Frame:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._hooks: saved_tensors_hooks | None = None
-        self._held: list[tuple[StreamedParameter, torch.Tensor]] = []
+        self._held: list[tuple[Residency, torch.Tensor]] = []
 
     def is_of(self, module: nn.Module) -> bool:
         return self._module is module
 
     def open(self) -> None:
-        if saved.may_save_by_name():
-            hooks = saved.save_by_name_hooks()
+        if may_save_by_name():
+            hooks = save_by_name_hooks()
             hooks.__enter__()
             self._hooks = hooks
         self._held = bring(own_parameters(self._module))
 
     def close(self) -> None:
         try:
-            let_go(self._held)
+            release_all(self._held)
         finally:
             if self._hooks is not None:
                 self._hooks.__exit__()

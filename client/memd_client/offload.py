@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from memd_client.away import StreamedParameter, streamed
+from memd_client.away import AwayParameter
 from memd_client.buffers import ModuleBuffers
-from memd_client.dtypes import dtype_number
 from memd_client.errors import CapacityError, InvalidArgument, NotYet
 from memd_client.module_hooks import own_parameters, stream
-from memd_client.session import TIERS
-from memd_client.shard import Shard
+from memd_client.parameter import StreamedParameter, streamed
+from memd_client.shard import TIERS, Shard, shard_spec
 from memd_client.sizes import format_size
 from memd_client.targets import owner_of
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
+    from memd_client.job import Job
     from memd_client.session import Session
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -67,7 +67,9 @@ def offload(
         raise NotYet(f"devices other than the CPU come in a later version: device={device!r}")
     if tier not in TIERS:
         raise InvalidArgument(f'tier is "host" or "nvme": {tier!r}')
-    leases = session.leases
+    transaction = session.transaction
+    job = transaction.job
+    leases = job.leases
     parameters = {
         name: parameter
         for name, parameter in module.named_parameters()
@@ -75,28 +77,31 @@ def offload(
     }
     for name, parameter in parameters.items():
         _refuse_parameter(name, parameter)
-    _refuse_names_in_use(parameters, session)
-    _refuse_small_pool(module, session)
+    _refuse_names_in_use(parameters, job)
+    _refuse_small_pool(module, job)
 
     specs = [_spec(name, parameter, TIERS[tier]) for name, parameter in parameters.items()]
-    declared = session.declare(specs) if specs else []
-    buffers = ModuleBuffers(module, session, prefix="", tier=TIERS[tier])
+    declared = job.declare(specs) if specs else []
+    buffers = ModuleBuffers(module, job, tier=TIERS[tier])
     for parameter, shard in zip(parameters.values(), declared, strict=True):
         if not shard.written:
             leases.write(Shard.of(shard), parameter.detach())
-            session.mark_written()
-    stored = buffers.exchange()
-    session.sync_if_needed()
+            job.mark_written()
+    stored = buffers.exchange(job)
+    job.sync_if_needed()
 
     # Nothing below fails, so that the module is either as it was or offloaded.
     for buffer, value in stored:
         with torch.no_grad():
             buffer.copy_(value)
-    session.buffer_captures.append(buffers.capture)
-    session.buffer_restores.append(buffers.restore)
+    transaction.add(buffers)
     for parameter, shard in zip(parameters.values(), declared, strict=True):
         StreamedParameter(
-            parameter, shard=Shard.of(shard), update_count=shard.generation, session=session
+            parameter,
+            shard=Shard.of(shard),
+            update_count=shard.generation,
+            transaction=transaction,
+            away_class=AwayParameter,
         )
     stream(module)
     _return_freed_memory()
@@ -108,7 +113,7 @@ def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
     if entry is not None:
         raise InvalidArgument(
             f"parameter {name!r} is offloaded already, as {entry.shard.name!r} of job "
-            f"{entry.session.job!r}"
+            f"{entry.job.name!r}"
         )
     if type(parameter) is not nn.Parameter:
         raise InvalidArgument(
@@ -151,16 +156,16 @@ def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def _refuse_names_in_use(parameters: dict[str, nn.Parameter], session: Session) -> None:
-    taken = {entry.shard.name for entry in session.entries} & parameters.keys()
+def _refuse_names_in_use(parameters: dict[str, nn.Parameter], job: Job) -> None:
+    taken = job.shards.parameter_names & parameters.keys()
     if taken:
         raise InvalidArgument(
-            f"job {session.job!r}: another module of this session has a parameter named "
+            f"job {job.name!r}: another module of this session has a parameter named "
             f"{min(taken)!r}; offload both at once inside an nn.ModuleDict, or use a job for each"
         )
 
 
-def _refuse_small_pool(module: nn.Module, session: Session) -> None:
+def _refuse_small_pool(module: nn.Module, job: Job) -> None:
     largest_bytes, largest = max(
         (
             (
@@ -172,20 +177,20 @@ def _refuse_small_pool(module: nn.Module, session: Session) -> None:
         default=(0, ""),
     )
     needed_bytes = 2 * largest_bytes + _TILES_BYTES
-    if largest_bytes and needed_bytes > session.host_bytes:
+    if largest_bytes and needed_bytes > job.host_bytes:
         raise CapacityError(
-            f"job {session.job!r}: host_bytes is below what the largest module needs; connect with "
-            f"more, or split module {largest!r}: {format_size(session.host_bytes)} < "
+            f"job {job.name!r}: host_bytes is below what the largest module needs; connect with "
+            f"more, or split module {largest!r}: {format_size(job.host_bytes)} < "
             f"{format_size(needed_bytes)} (parameters {format_size(largest_bytes)}, their "
             f"gradients, and {format_size(_TILES_BYTES)} for the update)"
         )
 
 
 def _spec(name: str, parameter: nn.Parameter, tier: types_pb2.Tier) -> types_pb2.ShardSpec:
-    return types_pb2.ShardSpec(
-        name=name,
+    return shard_spec(
+        name,
         kind=types_pb2.SHARD_KIND_PARAMETER,
-        dtype=dtype_number(parameter.dtype, name=name),
+        dtype=parameter.dtype,
         shape=parameter.shape,
         tier=tier,
     )

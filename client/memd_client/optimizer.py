@@ -9,18 +9,21 @@ from weakref import WeakMethod
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from memd_client.away import AwayParameter, StreamedParameter, streamed
+from memd_client.away import AwayParameter
 from memd_client.early import EarlyUpdates
 from memd_client.errors import InvalidArgument, NotYet
 from memd_client.module_hooks import end_interrupted_calls
-from memd_client.session import TIERS
+from memd_client.parameter import StreamedParameter, streamed
+from memd_client.shard import TIERS
 from memd_client.targets import StreamedTarget, Target, own, owner_of
 from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from memd_client.job import Job
     from memd_client.session import Session
+    from memd_client.transaction import Transaction
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -78,7 +81,7 @@ class Adam(torch.optim.Optimizer):
             raise NotYet(f"states are float32 in this version: state_dtype={state_dtype}")
         if tier not in TIERS:
             raise InvalidArgument(f'tier is "host" or "nvme": {tier!r}')
-        self._session = session
+        self._transaction = session.transaction if session is not None else None
         self._tier = TIERS[tier]
         self._targets: dict[int, Target] = {}  # id of a parameter, which its group keeps alive
         self._early = EarlyUpdates(_weakly(self._expected_groups)) if step_in_backward else None
@@ -111,8 +114,14 @@ class Adam(torch.optim.Optimizer):
             names = group.get("param_names") or [
                 f"optimizer.{position}.{i}" for i in range(len(parameters))
             ]
-            self._session = self._session or _session_of(parameters)
-            targets = own(parameters, names, optimizer=self, session=self._session, tier=self._tier)
+            self._transaction = self._transaction or _transaction_of(parameters)
+            targets = own(
+                parameters,
+                names,
+                optimizer=self,
+                transaction=self._transaction,
+                tier=self._tier,
+            )
         except BaseException:
             self.param_groups.pop()
             raise
@@ -121,7 +130,7 @@ class Adam(torch.optim.Optimizer):
             if isinstance(target, StreamedTarget):
                 target.update_early(self._early)
         self._look_again()
-        self._session.register_optimizer(self)
+        self._transaction.register_optimizer(self)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -169,7 +178,7 @@ class Adam(torch.optim.Optimizer):
         """
         dropped = [target.shard for target in self._targets.values() if target.drop_gradient()]
         if dropped:
-            self._only_session().drop_gradients(dropped)
+            self._only_transaction().job.drop_gradients(dropped)
         self._look_again()
         # torch asks every parameter for its gradient, 5 µs of one that is away.
         if not all(
@@ -218,12 +227,12 @@ class Adam(torch.optim.Optimizer):
         was updated `step`, `exp_avg` and `exp_avg_sq`, the moments as float32 copies in this
         process. Before the first step it holds no tensor.
         """
-        if self._session is not None:
-            self._session.settle_for("state of the optimizer")
+        if self._transaction is not None:
+            self._transaction.job.settle_for("state of the optimizer")
         packed = super().state_dict()
         for index, target in enumerate(self._in_order()):
             if target.update_count:
-                generation, exp_avg, exp_avg_sq = self._only_session().moments(target.shard)
+                generation, exp_avg, exp_avg_sq = self._only_transaction().job.moments(target.shard)
                 packed["state"][index] = {
                     "step": torch.tensor(float(generation)),
                     "exp_avg": exp_avg,
@@ -239,8 +248,8 @@ class Adam(torch.optim.Optimizer):
             InvalidArgument: states of other shapes, or of another optimizer. Nothing has changed.
             NotYet: states of amsgrad or maximize. Nothing has changed.
         """
-        if self._session is not None:
-            self._session.settle_for("new state of the optimizer")
+        if self._transaction is not None:
+            self._transaction.job.settle_for("new state of the optimizer")
         for group in state_dict["param_groups"]:
             _refuse_group(group)
         saved_order = list(
@@ -275,11 +284,11 @@ class Adam(torch.optim.Optimizer):
                 updated += targets
         if not updated:
             return
-        session = self._only_session()
+        transaction = self._only_transaction()
         end_interrupted_calls()
-        _refuse_orphans(session)
+        _refuse_orphans(transaction.job)
         self._look_again()
-        session.step(groups, updated)
+        transaction.step(groups, updated)
 
     def _expected_groups(self) -> list[session_pb2.StepGroup]:
         """As `_step` would make them if every offloaded parameter had a gradient."""
@@ -320,10 +329,10 @@ class Adam(torch.optim.Optimizer):
     def _in_order(self) -> Iterable[Target]:
         return (self._targets[id(p)] for group in self.param_groups for p in group["params"])
 
-    def _only_session(self) -> Session:
-        if self._session is None:
+    def _only_transaction(self) -> Transaction:
+        if self._transaction is None:
             raise InvalidArgument("the optimizer has no parameters yet; add a group first")
-        return self._session
+        return self._transaction
 
     def _load_state(self, target: Target, state: dict[str, Any] | None) -> None:
         if state is None:
@@ -332,10 +341,10 @@ class Adam(torch.optim.Optimizer):
             zeros = torch.zeros(target.shard.shape)
             state = {"step": 0, "exp_avg": zeros, "exp_avg_sq": zeros}
         update_count = int(state["step"])
-        self._only_session().replace_moments(
+        self._only_transaction().job.replace_moments(
             target.shard, update_count, exp_avg=state["exp_avg"], exp_avg_sq=state["exp_avg_sq"]
         )
-        target.update_count = update_count
+        target.replace_update_count(update_count)
 
 
 class AdamW(Adam):
@@ -387,11 +396,11 @@ def _weakly(
     return call
 
 
-def _session_of(parameters: list[torch.Tensor]) -> Session:
+def _transaction_of(parameters: list[torch.Tensor]) -> Transaction:
     for parameter in parameters:
         entry = streamed(parameter)
         if entry is not None:
-            return entry.session
+            return entry.transaction
     raise InvalidArgument(
         "none of the optimizer's first parameters is offloaded; pass session=, or offload the "
         "module first"
@@ -419,15 +428,15 @@ def _refuse_group(group: dict[str, Any]) -> None:
             )
 
 
-def _refuse_orphans(session: Session) -> None:
-    for entry in session.entries:
+def _refuse_orphans(job: Job) -> None:
+    for entry in job.shards.parameters:
         if (
             isinstance(entry, StreamedParameter)
             and entry.gradient.present
             and owner_of(entry.parameter) is None
         ):
             raise InvalidArgument(
-                f"job {session.job!r}: parameter {entry.shard.name!r} has a gradient, but belongs "
+                f"job {job.name!r}: parameter {entry.shard.name!r} has a gradient, but belongs "
                 "to no memd optimizer; give it to one, or freeze it with requires_grad_(False)"
             )
 

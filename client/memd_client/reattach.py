@@ -174,7 +174,7 @@ class Reattach:
         if os.getpid() != self._process_id:
             raise MemdError(
                 f"job {self._request.job!r}: this session belongs to process {self._process_id}, "
-                "from which this one was forked; connect anew in the child"
+                "from which this one was forked; connect again in the child"
             )
 
     def _wait_while_away(self) -> None:
@@ -247,7 +247,7 @@ class Reattach:
             if self._closed:
                 raise DaemonUnavailable(
                     f"job {self._request.job!r}: the session was closed while it waited for its "
-                    "daemon; connect anew"
+                    "daemon; connect again"
                 ) from failure
             try:
                 return self._ask()
@@ -267,11 +267,11 @@ class Reattach:
         if isinstance(still, DaemonUnavailable):
             return DaemonUnavailable(
                 f"job {self._request.job!r}: the daemon at {self._where} has not come back "
-                f"{limit}; start it with `memd serve`, and call again or connect anew: {still}"
+                f"{limit}; start it with `memd serve`, and call again or connect again: {still}"
             )
         return DaemonUnavailable(
             f"job {self._request.job!r}: the daemon at {self._where} is back and has not taken "
-            f"this session back {limit}; do what it says, and call again or connect anew: {still}"
+            f"this session back {limit}; do what it says, and call again or connect again: {still}"
         )
 
     def _fence(self, reason: str) -> SessionFenced:

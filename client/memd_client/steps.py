@@ -1,4 +1,8 @@
-"""The steps of a session: what optimizers have sealed, and the one whose commit is on its way."""
+"""The steps of one session: the open step, and the step in flight.
+
+A step is *open* from the first `optimizer.step()` until it is closed, *in flight* from then until
+its answer has arrived, and *settled* after that.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import time
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import TYPE_CHECKING, Protocol
+from weakref import ref
 
 from memd_client.errors import (
     DaemonUnavailable,
@@ -21,6 +26,7 @@ from memd_client.errors import (
     UnknownName,
     retold,
 )
+from memd_client.statistics import StepTotals
 from memd_native import STALL_STEP
 
 if TYPE_CHECKING:
@@ -28,22 +34,24 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from memd_client.calls import StepCall
+    from memd_client.leases import Leases
     from memd_client.shard import Shard
     from memd_proto.v1 import session_pb2
 
 _log = logging.getLogger("memd_client")
-# They say nothing of the step. The last two: who asks is not known to the next daemon, or not yet.
+# They leave the step's outcome unknown. The last two mean that the next daemon does not know this
+# process, or not yet.
 _NO_ANSWERS = (DaemonUnavailable, DeadlineExceeded, PermissionDenied, UnknownName)
 
 
 class SealedTarget(Protocol):
-    """A parameter in a step, as the steps see it: `targets.Target`."""
+    """A parameter in a step: `targets.Target`."""
 
     @property
     def shard(self) -> Shard: ...
     @property
     def stays(self) -> bool:
-        """The value is in this process, and must be the new one when the step was closed."""
+        """The value is in this process, and must be the new one once the step is closed."""
         ...
 
     @property
@@ -52,29 +60,29 @@ class SealedTarget(Protocol):
         ...
 
     def hold_still(self, held: ExitStack) -> None:
-        """Until `held` is closed no other thread brings the value or touches the gradient."""
+        """Until `held` is closed, no other thread fetches the value or touches the gradient."""
         ...
 
     def refuse_if_in_use(self) -> None:
-        """Raises where somebody has the value in place, who would not see the update."""
+        """Raises if somebody has the value in place, and so would not see the update."""
         ...
 
     def seal(self) -> None:
-        """The gradient belongs to the step: here it is gone."""
+        """The step takes the gradient, which is gone here."""
         ...
 
     def undo(self) -> None:
-        """The step came to nothing: the gradient is there as before."""
+        """The step was not made: the gradient is there as before."""
         ...
 
     def finish(self) -> None:
-        """The step is committed. Where it raises it is called again."""
+        """The step is committed. If this raises, it is called again."""
         ...
 
 
 @dataclass
 class OpenStep:
-    """What optimizers have sealed since the last commit."""
+    """What optimizers have sealed since the last step was closed. `Steps` alone changes it."""
 
     groups: list[session_pb2.StepGroup] = field(default_factory=list)
     targets: dict[int, SealedTarget] = field(default_factory=dict)  # by shard id
@@ -85,7 +93,7 @@ class OpenStep:
 
 
 @dataclass
-class _PendingStep:
+class _StepInFlight:
     number: int
     call: StepCall
     step: OpenStep
@@ -94,53 +102,82 @@ class _PendingStep:
     is_finishing: bool = False
     disk_error: str = ""
     durable_step: int = 0
-    was_raised: bool = False  # somebody was told that it is not known, or not in place
+    # A caller was told that the outcome is unknown, or that values are not in place.
+    was_raised: bool = False
 
 
 class Steps:
-    """Seals, sends and settles the steps of one session: at most one is on its way.
+    """Seals, sends and settles the steps of one session, at most one of them in flight. Counts what
+    was committed. Any thread may call.
 
-    The daemon is asked over gRPC and leases travel through shared memory, so that a lease could
-    overtake the step it comes after and show the values before it. What is asked for through the
-    ring therefore says which call of a step it follows, and the daemon lets it wait for that, and
-    then for the update of its own shard alone. Any thread may call.
+    Steps travel over gRPC and leases through shared memory, so a lease could overtake the step
+    before it and show old values. Each request in the ring therefore names the call of the step
+    that it follows. The daemon delays it until it has that step, and then only until the shard's
+    own update is done.
 
-    Who closes a step holds `turn` from settling the one before until the next is on its way: else
-    two threads would close two steps of one number, or one would take along, unsent, what the other
-    has sealed. Locks are taken in this order alone: `turn`; then those of parameters and gradients
-    (`hold_still`), several of them only with the turn or in the order that away.py gives; then the
-    lock of this class, under which nobody asks for one of those before. A lease that is asked for
-    under the lock of its parameter may have to settle.
+    Locks are taken in this order: the turn of `transaction.Transaction`; then the locks of
+    parameters and gradients (`hold_still`), several of them only with the turn or in the order of
+    `Residency.lock_order`; then the lock of this class, under which none of the others is taken.
+    A lease that is requested under its parameter's lock may have to settle.
     """
 
     def __init__(
-        self, *, job: str, count: Callable[[int, session_pb2.StepResponse, float], None]
+        self, *, job: str, committed_step: int, durable_step: int, leases: Leases | None
     ) -> None:
-        """`count` is told of every step that was committed: its number, and the seconds it took."""
-        self.open: OpenStep | None = None
-        self.lease_wait_seconds = 0.0  # of leases, for the step before them
-        self.disk_error = ""  # why the last step that was to be on disk is not
         self._job = job
-        self._count = count
-        # Told which call the leases of this session follow from now on; 0: none.
-        self.follow: Callable[[int], None] = lambda call: None
-        # Told of waits for a step's answer: the shard that somebody wants to use, the reason, and
-        # the seconds.
-        self.note_stall: Callable[[Shard | None, int, float], None] = lambda *_: None
+        self._committed_step = committed_step
+        self._durable_step = durable_step
+        self._disk_error = ""
+        self._totals = StepTotals()
+        self._lease_wait_seconds = 0.0
+        # Weak: leases hold the steps.
+        self._leases = ref(leases) if leases is not None else None
+        self._open: OpenStep | None = None
+        self._in_flight: _StepInFlight | None = None
         self._call_count = 0
-        self._pending: _PendingStep | None = None
-        # Shards of the last step, where an error was raised for it though it may be committed.
+        # Shards of the last step, if an error was raised for it though it may be committed.
         self._raised: set[int] = set()
         self._was_asked_again = False
-        self.turn = RLock()
         self._lock = RLock()
         self._process_id = os.getpid()
+
+    @property
+    def committed_step(self) -> int:
+        """How many steps the job has committed, the step in flight not counted."""
+        return self._committed_step
+
+    @property
+    def durable_step(self) -> int:
+        return self._durable_step
+
+    @property
+    def disk_error(self) -> str:
+        """Why the last step that had to be on disk is not there; empty if it is."""
+        return self._disk_error
+
+    @property
+    def totals(self) -> StepTotals:
+        return self._totals
+
+    @property
+    def lease_wait_seconds(self) -> float:
+        """How long leases have waited for the step before them."""
+        return self._lease_wait_seconds
+
+    @property
+    def open(self) -> OpenStep | None:
+        return self._open
+
+    @property
+    def is_open(self) -> bool:
+        """Gradients are sealed, and the step is not closed."""
+        return self._open is not None
 
     def seal(
         self, groups: Sequence[session_pb2.StepGroup], targets: Sequence[SealedTarget]
     ) -> OpenStep:
-        """Adds to the open step, which it becomes part of or which stays as it was. With the turn,
-        while the targets are held still."""
+        """Adds all of `targets` to the open step, or none. The caller has the turn, and holds the
+        targets still."""
         with self._lock:
             for target in targets:
                 self.refuse_if_sealed(target.shard, "a second step()")
@@ -155,100 +192,110 @@ class Steps:
                     target.undo()
                 raise
             self._raised, self._was_asked_again = set(), False
-            self.open = self.open or OpenStep()
-            self.open.groups += groups
-            self.open.targets.update((target.shard.shard_id, target) for target in targets)
-            return self.open
+            self._open = self._open or OpenStep()
+            self._open.groups += groups
+            self._open.targets.update((target.shard.shard_id, target) for target in targets)
+            return self._open
 
     def send(self, number: int, call: Callable[[int], StepCall]) -> None:
-        """The open step, or one without gradients, is on its way when this returns; where it raises
-        it is open as before. `call` is given a number that no other call of the session has."""
+        """Sends the open step, or an empty one. If this raises, the step is open as before. `call`
+        gets a number that no other call of the session has."""
         with self._lock:
             self._call_count += 1
             sent = call(self._call_count)
-            step = self.open or OpenStep()
+            step = self._open or OpenStep()
             self._raised, self._was_asked_again = set(), False
-            self._pending = _PendingStep(number, sent, step, list(step.targets.values()))
-            # Not before it is sent: another thread's lease would wait for a call that never comes.
-            # Until then the step is open, so that nobody leases what is sealed.
-            self.follow(self._call_count)
-            self.open = None
-            # What is registered last is called first: before a private daemon is stopped.
+            self._in_flight = _StepInFlight(number, sent, step, list(step.targets.values()))
+            # Only once it is sent: otherwise another thread's lease could wait for a call that
+            # never arrives. Until then the step is open, and nobody leases what is sealed.
+            self._follow(self._call_count)
+            self._open = None
+            # Handlers run in reverse order: this one before a private daemon is stopped.
             atexit.register(self._settle_at_exit)
 
     def drop_open(self) -> int:
-        """Gradients come back to their parameters; returns how many."""
+        """Gives the gradients back to their parameters; returns how many."""
         with self._lock:
-            step, self.open = self.open, None
+            step, self._open = self._open, None
             if step is None:
                 return 0
             step.undo()
             return len(step.targets)
 
     def settle(self, shard: Shard | None = None, reason: int = STALL_STEP) -> OpenStep | None:
-        """Waits for the step that is on its way, and for the new values that stay in this process.
-        Returns it where an earlier call has raised for it, and it is committed after all. `shard`
-        and `reason` say under what the wait is counted.
+        """Waits for the step in flight, and puts new values that stay in this process in place.
+        Returns the step if an earlier call has raised for it and it is committed after all. The
+        wait is counted under `shard` and `reason`.
 
         Raises:
-            DaemonUnavailable, DeadlineExceeded: there is no answer, and the daemon may have made
-                the step. It stays on its way: the next call asks again.
+            DaemonUnavailable, DeadlineExceeded: no answer, so the daemon may have made the step. It
+                stays in flight, and the next call asks again.
             MemdError: it was not committed. The job is at the step before, and gradients are as
-                they were. Or it is, and a new value could not be put in place; the next call goes
+                they were. Or it was, and a new value could not be put in place; the next call goes
                 on with that.
-            NotDurable: it is committed in memory and should be on disk. Raised once, until the disk
-                has a step again.
+            NotDurable: it is committed in memory and should be on disk. Raised once, until a step
+                reaches the disk again.
         """
-        is_pending = self._pending is not None
-        if not is_pending:
+        if self._in_flight is None:
             return None
         began = time.perf_counter()
         with self._lock:
-            pending = self._pending
-            if pending is None:  # settled by the thread that this one has waited for
-                self.note_stall(shard, reason, time.perf_counter() - began)
+            step = self._in_flight
+            if step is None:  # another thread has settled it while this one waited for the lock
+                self._note_stall(shard, reason, began)
                 return None
-            # A target that is being finished takes a lease, for which nobody else has to wait.
-            if pending.is_finishing:
+            # A target that is being finished takes a lease, which must not wait for itself.
+            if step.is_finishing:
                 return None
             try:
-                if not pending.is_committed:
+                if not step.is_committed:
                     try:
-                        response = pending.call.result()
+                        response = step.call.result()
                     finally:
-                        self.note_stall(shard, reason, time.perf_counter() - began)
-                    self._count(pending.number, response, pending.call.seconds())
-                    pending.disk_error = response.disk_error
-                    pending.durable_step = response.durable_step
-                    pending.is_committed = True
-                self._finish(pending)
+                        self._note_stall(shard, reason, began)
+                    self._count(step, response)
+                self._finish(step)
             except MemdError as error:
-                raise self._failed(pending, error) from error
+                raise self._failed(step, error) from error
             except BaseException:
-                self._note_raised(pending)
+                self._note_raised(step)
                 raise
-            self._forget_pending()
-            was_on_disk, self.disk_error = not self.disk_error, pending.disk_error
-            if self.disk_error and was_on_disk:
-                self._note_raised(pending)
+            self._forget_in_flight()
+            was_on_disk, self._disk_error = not self._disk_error, step.disk_error
+            if self._disk_error and was_on_disk:
+                self._note_raised(step)
                 raise NotDurable(
-                    f"job {self._job!r}: step {pending.number} is committed in memory, go on with "
-                    f"the next; on disk is step {pending.durable_step}: {self.disk_error}"
+                    f"job {self._job!r}: step {step.number} is committed in memory, so go on with "
+                    f"the next; step {step.durable_step} is on disk: {self._disk_error}"
                 )
-            return pending.step if pending.was_raised else None
+            return step.step if step.was_raised else None
 
-    def _finish(self, pending: _PendingStep) -> None:
-        pending.is_finishing = True
+    def _count(self, step: _StepInFlight, response: session_pb2.StepResponse) -> None:
+        self._committed_step = step.number
+        self._durable_step = response.durable_step
+        self._totals = self._totals.plus(response, step.call.seconds())
+        step.disk_error = response.disk_error
+        step.durable_step = response.durable_step
+        step.is_committed = True
+
+    def _finish(self, step: _StepInFlight) -> None:
+        step.is_finishing = True
         try:
-            while pending.unfinished:
-                pending.unfinished[0].finish()
-                del pending.unfinished[0]
+            while step.unfinished:
+                step.unfinished[0].finish()
+                del step.unfinished[0]
         finally:
-            pending.is_finishing = False
+            step.is_finishing = False
+
+    def note_sync(self, durable_step: int) -> None:
+        """The disk has everything. `committed_step` does not move: if another session has gone on,
+        the daemon must refuse this one's next step, which would build on state it has not seen."""
+        self._disk_error = ""
+        self._durable_step = durable_step
 
     def is_asked_again(self, targets: Sequence[SealedTarget]) -> bool:
-        """Whether a step over `targets`, which are settled, is the last one over again: an error
-        was raised for that, and they have nothing but the gradients that it took. True once.
+        """Whether a step over `targets`, which are settled, repeats the last one: an error was
+        raised for that, and they hold only the gradients that it took. True once.
         """
         with self._lock:
             shard_ids = {target.shard.shard_id for target in targets}
@@ -261,60 +308,60 @@ class Steps:
             return again
 
     def take_asked_again(self) -> bool:
-        """Whether nothing came after a step that `is_asked_again`, or after `expect_again`; true
+        """Whether nothing came after a step that `is_asked_again`, or after `expect_again`. True
         once."""
         with self._lock:
             again, self._was_asked_again = self._was_asked_again, False
-            return again and self.open is None
+            return again and self._open is None
 
     def expect_again(self) -> None:
-        """An error was raised for a commit that is made."""
+        """An error was raised for a commit that is made: the caller may repeat it."""
         self._was_asked_again = True
 
     def give_up(self) -> None:
-        """The session ends: nobody asks any more what became of the step that is on its way."""
+        """The session ends: nobody will ask for the outcome of the step in flight."""
         with self._lock:
-            self._forget_pending()
+            self._forget_in_flight()
 
-    def _failed(self, pending: _PendingStep, error: MemdError) -> MemdError:
-        """What `settle` raises where there is no answer, where it is this error, or where the step
-        could not be finished."""
-        what = f"job {self._job!r}: step {pending.number}"
-        if pending.is_committed:
-            self._note_raised(pending)
+    def _failed(self, step: _StepInFlight, error: MemdError) -> MemdError:
+        """The error for the caller of `settle`: there was no answer, the answer was `error`, or the
+        step could not be finished."""
+        what = f"job {self._job!r}: step {step.number}"
+        if step.is_committed:
+            self._note_raised(step)
             return retold(
                 error,
-                f"{what} is committed; its new values are not in place yet in "
-                f"{len(pending.unfinished)} parameters that stay in this process; the next use of "
-                f"the session goes on with them: {error}",
+                f"{what} is committed; new values are not in place yet for {len(step.unfinished)} "
+                "of the parameters that stay in this process; the next use of the session goes on "
+                f"with them: {error}",
             )
         if isinstance(error, _NO_ANSWERS):
-            self._note_raised(pending)
+            self._note_raised(step)
             return retold(
                 error,
                 f"{what}: it is not known whether it is committed; the next use of the session "
-                "asks again, and after connecting anew session.committed_step says it: "
+                "asks again, and after connecting again session.committed_step tells: "
                 f"{error}",
             )
-        self._forget_pending()
+        self._forget_in_flight()
         self._raised = set()
-        pending.step.undo()
+        step.step.undo()
         if isinstance(error, SessionFenced):
-            # Its gradients are gone with the session, and where the job stands the error says.
+            # The gradients are lost with the session; the error tells where the job stands.
             return retold(error, f"{what} was not acknowledged: {error}")
         return retold(error, f"{what} was not committed, its gradients are as they were: {error}")
 
-    def _note_raised(self, pending: _PendingStep) -> None:
-        pending.was_raised = True
-        self._raised = set(pending.step.targets)
+    def _note_raised(self, step: _StepInFlight) -> None:
+        step.was_raised = True
+        self._raised = set(step.step.targets)
 
-    def _forget_pending(self) -> None:
-        self._pending = None
-        self.follow(0)
+    def _forget_in_flight(self) -> None:
+        self._in_flight = None
+        self._follow(0)
         atexit.unregister(self._settle_at_exit)
 
     def _settle_at_exit(self) -> None:
-        """A process that ends in order sees its steps through: the request may not even have left
+        """A process that exits normally completes its step: the request may not even have left
         it."""
         if self._process_id != os.getpid():
             return
@@ -324,57 +371,63 @@ class Steps:
             _log.error("%s", error)
 
     def settle_for(self, shard: Shard) -> None:
-        """Before a lease of a parameter: settles where the step on its way has its answer; raises
-        where the open step updates it.
+        """Before a lease of a parameter: settles the step in flight if its answer has arrived, and
+        raises if the open step updates the parameter.
         """
-        if self.open is not None:
+        if self._open is not None:
             self.refuse_if_sealed(shard, "its use")
         self.settle_answered()
 
-    @property
-    def is_open(self) -> bool:
-        """It has gradients sealed, and is not closed."""
-        return self.open is not None
-
     def settle_answered(self) -> bool:
-        """Settles where the step that is on its way has its answer, or needs somebody to ask for it
-        again. Whether one is on its way still."""
-        pending = self._pending
-        if pending is not None and pending.call.done():
+        """Settles the step in flight if its answer has arrived, or if it has to be sent again.
+        Returns whether a step is still in flight."""
+        step = self._in_flight
+        if step is not None and step.call.done():
             self.settle_for_lease()
-        return self._pending is not None
+        return self._in_flight is not None
 
     def settle_for_lease(self, shard: Shard | None = None, reason: int = STALL_STEP) -> None:
-        """As `settle`; the wait is one of leases."""
-        if self._pending is not None:
+        """As `settle`; counts as a wait for leases."""
+        if self._in_flight is not None:
             began = time.perf_counter()
             try:
                 self.settle(shard, reason)
             finally:
-                self.lease_wait_seconds += time.perf_counter() - began
+                self._lease_wait_seconds += time.perf_counter() - began
 
     def note_unreachable(self, error: DaemonUnavailable) -> None:
-        """A lease found no daemon, for as long as it may wait for one. Raises where a step is on
-        its way, of which nobody knows now whether it is committed; waits for nothing."""
+        """A lease has waited for a daemon as long as it may. Raises if a step is in flight, whose
+        outcome is unknown now; waits for nothing."""
         if not self._lock.acquire(blocking=False):
-            return  # somebody waits for its answer, and will tell
+            return  # another thread waits for the answer, and reports it
         try:
-            pending = self._pending
-            if pending is not None and not pending.is_committed:
-                raise self._failed(pending, error) from error
+            step = self._in_flight
+            if step is not None and not step.is_committed:
+                raise self._failed(step, error) from error
         finally:
             self._lock.release()
 
     def refuse_if_sealed(self, shard: Shard, what: str) -> None:
-        if self.open is not None and shard.shard_id in self.open.targets:
+        if self._open is not None and shard.shard_id in self._open.targets:
             raise InvalidArgument(
                 f"job {self._job!r}: step() has taken the gradient of {shard.name!r}, and "
                 f"{what} has to wait for its update: call session.commit() first"
             )
 
     def refuse_if_open(self, what: str) -> None:
-        if self.open is not None:
+        if self._open is not None:
             raise InvalidArgument(
-                f"job {self._job!r}: between step() and commit() there is no {what}; call "
+                f"job {self._job!r}: {what} is not possible between step() and commit(); call "
                 "session.commit() first"
             )
+
+    def _follow(self, call: int) -> None:
+        """Leases from now on come after this call; 0: after none."""
+        leases = self._leases() if self._leases is not None else None
+        if leases is not None:
+            leases.follow(call)
+
+    def _note_stall(self, shard: Shard | None, reason: int, began: float) -> None:
+        leases = self._leases() if self._leases is not None else None
+        if leases is not None:
+            leases.note_stall(shard, reason, time.perf_counter() - began)

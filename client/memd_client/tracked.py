@@ -20,16 +20,17 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
 from memd_client import plain
-from memd_client.away import streamed
-from memd_client.dtypes import dtype_number
 from memd_client.errors import IntegrityError, InvalidArgument, MemdError
-from memd_client.shard import Shard
+from memd_client.parameter import streamed
+from memd_client.plain import decode
+from memd_client.shard import Shard, shard_spec
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from memd_client.session import Session
+    from memd_client.job import Job
+    from memd_client.transaction import Staging, Transaction
 
 _PREFIX = "memd.tracked."
 _STAGED = "@staged"
@@ -45,10 +46,11 @@ _PARAMETERS = re.compile(r"[0-9]{1,18} [0-9a-f]{32}")
 
 
 class Tracked:
-    """The tracked objects of one session, by name."""
+    """The tracked objects of one session, by name. A contributor of commits, and the one that
+    stores the settings of optimizers. It stores nothing while nothing is tracked.
+    """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self) -> None:
         self._objects: dict[str, Any] = {}
         self._rng = False
         self._shards: dict[str, Shard] = {}
@@ -57,7 +59,9 @@ class Tracked:
         return bool(self._objects) or self._rng
 
     def add(self, objects: dict[str, Any], *, rng: bool) -> None:
-        """All of them or, where one is refused, none."""
+        """Adds all of them, or none if one is refused."""
+        if not objects and not rng:
+            raise InvalidArgument("track() takes objects by name, or rng=True")
         for name, value in objects.items():
             _refuse_object(name, value)
             if name in self._objects:
@@ -65,8 +69,36 @@ class Tracked:
         self._objects.update(objects)
         self._rng = self._rng or rng
 
-    def capture(self, number: int, optimizers: Sequence[torch.optim.Optimizer]) -> bytes:
-        """What commit `number` stores.
+    def capture(self, number: int, transaction: Transaction) -> Staging:
+        """Raises InvalidArgument if something in it is not plain data."""
+        if not self:
+            return list
+        data = self.encode(number, transaction.optimizers)
+        return lambda: [self._stage(data, transaction.job)]
+
+    def load(self, number: int, transaction: Transaction) -> Callable[[], None]:
+        """Raises InvalidArgument if other objects, optimizers or generators are tracked now than
+        when commit `number` was made."""
+        newest, data = _last_stored(transaction.job)
+        if newest == number:
+            stored = checked(decode(data))
+            optimizers = transaction.optimizers
+            self._refuse_others(stored, optimizers, number=number, job=transaction.job.name)
+            return lambda: self._restore(stored, optimizers)
+        if self:
+            raise InvalidArgument(
+                f"job {transaction.job.name!r}: commit {number} stored no tracked objects"
+                + (f" (commit {newest} was the last that did)" if newest else "")
+                + "; start at session.committed_step instead, with these objects as they are, or "
+                "connect with fresh=True"
+            )
+        return lambda: None
+
+    def holds(self, number: int, transaction: Transaction) -> bool:
+        return _last_stored(transaction.job)[0] == number
+
+    def encode(self, number: int, optimizers: Sequence[torch.optim.Optimizer]) -> bytes:
+        """The bytes that commit `number` stores.
 
         Raises:
             InvalidArgument: something in it is not plain data.
@@ -81,32 +113,23 @@ class Tracked:
         _HEADER.pack_into(data, 0, _MAGIC, number, len(data) - _HEADER.size)
         return bytes(data)
 
-    def stage(self, data: bytes) -> tuple[Shard, Shard]:
-        """Puts it under a staging name; returns (staged, buffer)."""
+    def _stage(self, data: bytes, job: Job) -> tuple[Shard, Shard]:
+        """Writes it under a staging name; returns (staged, buffer)."""
         size = size_class(len(data))
         name = f"{_PREFIX}{size}"
         if name not in self._shards:
-            declared = self._session.declare([_spec(name, size), _spec(name + _STAGED, size)])
+            declared = job.declare([_spec(name, size), _spec(name + _STAGED, size)])
             self._shards.update((shard.spec.name, Shard.of(shard)) for shard in declared)
         staged = self._shards[name + _STAGED]
         padded = torch.zeros(size, dtype=torch.uint8)
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._session.leases.write(staged, padded)
+        job.leases.write(staged, padded)
         return staged, self._shards[name]
 
-    def restore(self, number: int, data: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Puts what commit `number` stored into the objects, then into the optimizers' groups,
-        which no scheduler's state sets, and at last into the random number generators.
-
-        Raises:
-            InvalidArgument: other objects, optimizers or generators are tracked now than then.
-                Nothing has changed.
+    def _restore(self, data: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Objects first, then the groups of optimizers, whose settings a scheduler may change when
+        it loads, and random number generators last.
         """
-        self._refuse_other_names(set(data["objects"]), rng=data["rng"] is not None, number=number)
-        stored = data["optimizers"]
-        _refuse_other_optimizers(stored, optimizers, number=number)
-        if data["rng"] is not None:
-            _refuse_other_generators(data["rng"])
         for name, value in self._objects.items():
             try:
                 value.load_state_dict(data["objects"][name])
@@ -114,23 +137,32 @@ class Tracked:
                 error.add_note(f"while resume() restored the tracked object {name!r}")
                 raise
         for value in self._objects.values():
-            # Some restore themselves when they are next used, and draw random numbers then: a
-            # StatefulDataLoader makes its iterator. Asked for its state it does so now.
+            # Some restore themselves only when they are next used, and draw random numbers then: a
+            # StatefulDataLoader makes its iterator. Asking for its state makes it do so now.
             value.state_dict()
-        for optimizer, groups in zip(optimizers, stored, strict=True):
+        for optimizer, groups in zip(optimizers, data["optimizers"], strict=True):
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
                 _apply(group, settings["settings"])
         if data["rng"] is not None:
             _set_random_state(data["rng"])
 
-    def _refuse_other_names(self, stored: set[str], *, rng: bool, number: int) -> None:
+    def _refuse_others(
+        self, data: Any, optimizers: Sequence[torch.optim.Optimizer], *, number: int, job: str
+    ) -> None:
+        self._refuse_other_names(
+            set(data["objects"]), rng=data["rng"] is not None, number=number, job=job
+        )
+        _refuse_other_optimizers(data["optimizers"], optimizers, number=number)
+        if data["rng"] is not None:
+            _refuse_other_generators(data["rng"])
+
+    def _refuse_other_names(self, stored: set[str], *, rng: bool, number: int, job: str) -> None:
         now, then = set(self._objects), set(stored)
         if self._rng:
             now.add(_RNG)
         if rng:
             then.add(_RNG)
         if now != then:
-            job = self._session.job
             parts = [
                 f"{what} {', '.join(map(repr, sorted(names)))}"
                 for what, names in (
@@ -155,6 +187,18 @@ def size_class(size: int) -> int:
     return -(-size // step) * step
 
 
+def _last_stored(job: Job) -> tuple[int, memoryview]:
+    """Number and data of the last commit that stored tracked objects; 0 if there is none."""
+    found = (0, memoryview(b""))
+    if not job.has_shared_memory:
+        return found
+    for shard in stored_shards(job.shards.list_all()):
+        number, data = read_stored(job.leases.read(shard))
+        if number > found[0]:
+            found = number, data
+    return found
+
+
 def stored_shards(shards: Iterable[types_pb2.Shard]) -> list[Shard]:
     """Those of a job's shards that may hold what a commit stored."""
     return [
@@ -171,7 +215,7 @@ def read_stored(stored: torch.Tensor) -> tuple[int, memoryview]:
     """The commit's number, and its data.
 
     Raises:
-        IntegrityError: it is not what `Tracked.capture` made.
+        IntegrityError: it is not what `Tracked.encode` made.
     """
     data: memoryview = stored.numpy().data.cast("B")
     if len(data) < _HEADER.size:
@@ -183,7 +227,7 @@ def read_stored(stored: torch.Tensor) -> tuple[int, memoryview]:
 
 
 def checked(data: Any) -> Any:
-    """`data` was decoded: it has the shape that `capture` gives it."""
+    """`data` was decoded: it has the shape that `encode` gives it."""
     fits = (
         type(data) is dict
         and data.keys() == {"objects", "optimizers", "rng"}
@@ -211,13 +255,7 @@ def checked(data: Any) -> Any:
 
 
 def _spec(name: str, size: int) -> types_pb2.ShardSpec:
-    return types_pb2.ShardSpec(
-        name=name,
-        kind=types_pb2.SHARD_KIND_BUFFER,
-        dtype=dtype_number(torch.uint8, name=name),
-        shape=[size],
-        tier=types_pb2.TIER_NVME,
-    )
+    return shard_spec(name, kind=types_pb2.SHARD_KIND_BUFFER, dtype=torch.uint8, shape=[size])
 
 
 def _refuse_object(name: str, value: Any) -> None:

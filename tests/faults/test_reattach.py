@@ -248,7 +248,7 @@ def test_a_forked_child_does_not_re_attach_and_keeps_nobody_from_it(restarts: Re
                 use()
                 status = 1
             except memd_client.MemdError as error:
-                status |= 0 if "connect anew in the child" in str(error) else 2
+                status |= 0 if "connect again in the child" in str(error) else 2
         session.close()
         status |= 0 if float(held[999]) == 999 else 4
         os.read(read_end, 1)  # until then it has its copies of what its parent re-attaches with
@@ -285,7 +285,7 @@ def test_an_answer_that_is_lost_on_the_way_back_costs_nothing(
         answer = attach(self, request)
         if len(left_open) < 2:
             # As a data loader that was forked this moment: the daemon sees no end.
-            left_open.append(cast("Reattach", session._streams._retrying).connection.duplicate())
+            left_open.append(reattach_of(session).connection.duplicate())
             raise memd_client.DeadlineExceeded("the daemon answered too late")
         return answer
 
@@ -300,13 +300,17 @@ def test_an_answer_that_is_lost_on_the_way_back_costs_nothing(
     session.close()
 
 
+def reattach_of(session: memd_client.Session) -> Reattach:
+    return cast("Reattach", session.transaction.job.streams._retrying)
+
+
 def test_a_connection_that_a_living_daemon_closes_is_made_anew(
     restarts: Restarts,
 ) -> None:
     session = memd_client.connect(restarts.daemon.address, job="closed")
     session.put("a", torch.arange(1000.0))
     held = session.get("a")
-    closed = cast("Reattach", session._streams._retrying).connection
+    closed = reattach_of(session).connection
     closed._socket.send(b"no message of ours")
     assert select.select([closed._socket], [], [], PATIENCE_S)[0]
     session.put("b", torch.ones(300_000))

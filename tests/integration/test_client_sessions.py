@@ -115,7 +115,7 @@ def test_a_forked_child_reads_what_it_inherited_and_harms_nobody(daemon: Daemon)
                 loss_of(model)
                 status |= 2
             except memd_client.MemdError as error:
-                status |= 0 if "connect anew in the child" in str(error) else 4
+                status |= 0 if "connect again in the child" in str(error) else 4
             os._exit(status)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert session.statistics().leases_held == 1, "the child gave back a pin of the parent's"

@@ -18,6 +18,7 @@ import torch
 import memd_native
 from memd_client.dtypes import torch_dtype
 from memd_client.errors import from_code
+from memd_client.job import Job
 from memd_client.leases import Leases
 from memd_client.session import Session
 from memd_native import MODE_OVERWRITE, MODE_READ, PART_GRADIENT, PART_VALUE
@@ -174,12 +175,14 @@ class FakeDaemon:
             nvme_bytes=1 << 30,
         )
         return Session(
-            job=job,
-            attached=attached,
-            control=self,
-            leases=Leases(self, job=job),
-            daemon_process_id=1,
-            close_connection=lambda: None,
+            Job(
+                job,
+                attached=attached,
+                control=self,
+                leases=Leases(self, job=job),
+                daemon_process_id=1,
+                close_connection=lambda: None,
+            )
         )
 
     # Data plane

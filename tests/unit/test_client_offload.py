@@ -310,7 +310,7 @@ def test_backward_asks_for_no_first_slot_while_a_step_is_on_its_way(
     loss_of(model).backward()
     optimizer.step()
     loss = loss_of(model)
-    session.leases.step = OnItsWay()
+    session.leases.follow_steps(OnItsWay())
     loss.backward()
     assert len(daemon.asked_ahead[0]) == 3, "after the first gradient"
 
@@ -441,6 +441,6 @@ def test_a_warning_says_that_gradients_spill(
     daemon.gradients_fit = False
     memd_client.offload(nn.Sequential(Mlp(), Mlp()), session)
     assert [record.message for record in caplog.records] == [
-        "job 'fake': its host memory (1 GiB) does not hold all gradients, so that some go to disk "
-        "in every step; more host_bytes makes it faster"
+        "job 'fake': its host memory (1 GiB) cannot hold all gradients, so some go to disk in "
+        "every step; raise host_bytes to make it faster"
     ]

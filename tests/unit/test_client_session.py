@@ -19,6 +19,7 @@ from memd_client.address import EmbeddedAddress, UnixAddress, parse_address
 from memd_client.attach import AttachConnection
 from memd_client.control import Control
 from memd_client.errors import from_code
+from memd_client.job import Job
 from memd_client.session import Session
 from memd_client.sizes import format_size, parse_size
 from memd_proto.v1 import attach_pb2, session_pb2, types_pb2
@@ -241,12 +242,14 @@ class TestErrors:
 def streaming_session(daemon: FakeDaemon) -> Session:
     """One that shares no memory."""
     return Session(
-        job="fake",
-        attached=session_pb2.AttachResponse(session_id=1),
-        control=daemon,
-        leases=None,
-        daemon_process_id=1,
-        close_connection=lambda: None,
+        Job(
+            "fake",
+            attached=session_pb2.AttachResponse(session_id=1),
+            control=daemon,
+            leases=None,
+            daemon_process_id=1,
+            close_connection=lambda: None,
+        )
     )
 
 
@@ -389,7 +392,7 @@ class TestSession:
                     use()
                     status = 1
                 except memd_client.MemdError as error:
-                    status |= 0 if "connect anew in the child" in str(error) else 2
+                    status |= 0 if "connect again in the child" in str(error) else 2
             session.close()  # does nothing
             os._exit(status if (len(daemon.calls), daemon.committed_step) == (calls, 0) else 3)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -7,7 +7,8 @@ import gc
 import torch
 
 import memd_client
-from memd_client.away import streamed
+from memd_client.parameter import streamed
+from memd_proto.v1 import session_pb2
 from tests.unit.client_cases import Mlp, assert_same_state, build, loss_of
 from tests.unit.early_cases import early, plain
 from tests.unit.fake_session import FakeDaemon
@@ -39,7 +40,7 @@ def test_the_next_daemon_is_told_again() -> None:
         optimizer = early(model)
         loss_of(model).backward()
         optimizer.step()
-        session.return_count += 1
+        session.transaction.job._note_return(session_pb2.AttachResponse(kept=True), 2)
         loss_of(model).backward()
         assert daemon.calls.count("expect_step") == 2
 
@@ -53,8 +54,7 @@ def test_an_optimizer_that_is_gone_tells_nothing() -> None:
         gc.collect()
         entry = streamed(next(model.parameters()))
         assert entry is not None
-        assert entry.early is not None
-        assert entry.early() is None
+        assert entry.early is None
         ordinary = memd_client.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
         expected = plain(reference)
         for each, its in ((model, ordinary), (reference, expected)):

@@ -409,7 +409,7 @@ def test_a_forked_child_does_not_re_attach(world: World, is_away: bool) -> None:
             try:
                 world.reattach.calling(world.call)
             except memd_client.MemdError as error:
-                status = 0 if "connect anew in the child" in str(error) else 2
+                status = 0 if "connect again in the child" in str(error) else 2
             os._exit(status + 4 * (world.attach_count > (1 if is_away else 0)))
         children.append(child)
 

@@ -10,8 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import memd_client
-from memd_client.away import streamed
 from memd_client.errors import from_code
+from memd_client.parameter import streamed
 from memd_client.stalls import module_group
 from memd_native import (
     PART_GRADIENT,
@@ -157,7 +157,7 @@ def test_the_wait_for_a_steps_answer_is_counted_by_who_needs_it(
         return stall
 
     group = module_group(name)
-    gradient = stall_of(lambda: session.gradient_leases_of(entry.shard))
+    gradient = stall_of(lambda: entry.job.gradient_leases_of(entry.shard))
     assert gradient == (PHASE_OTHER, group, STALL_GRADIENT)
     assert stall_of(lambda: session.committed_step) == (PHASE_OTHER, "other", STALL_STEP)
     loss_of(model).backward()

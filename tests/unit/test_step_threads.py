@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import memd_client
-from memd_client.away import streamed
 from memd_client.errors import from_code
+from memd_client.parameter import streamed
 from tests.unit.client_cases import Mlp, assert_same_state, build, loss_of
 from tests.unit.fake_session import FakeCall, FakeDaemon, status_error
 
@@ -74,8 +74,9 @@ def test_two_optimizers_step_in_two_threads_and_no_update_is_lost(
         session.track(rng=True)
     # One thread has asked what its step is, and sends it when the other has sealed, or cannot.
     sealed = threading.Event()
-    seal = session._open_steps.seal
-    sync_if_needed = session.sync_if_needed
+    job = session.transaction.job
+    seal = job.steps.seal
+    sync_if_needed = job.sync_if_needed
 
     def seal_and_tell(*arguments: Any) -> Any:
         open_step = seal(*arguments)
@@ -88,8 +89,8 @@ def test_two_optimizers_step_in_two_threads_and_no_update_is_lost(
         if threading.current_thread().name == "first":
             sealed.wait(_MOMENT_S)
 
-    monkeypatch.setattr(session._open_steps, "seal", seal_and_tell)
-    monkeypatch.setattr(session, "sync_if_needed", send_late)
+    monkeypatch.setattr(job.steps, "seal", seal_and_tell)
+    monkeypatch.setattr(job, "sync_if_needed", send_late)
 
     def step(index: int) -> None:
         optimizers[index].step()
@@ -139,17 +140,17 @@ def test_a_parameter_is_used_in_one_thread_while_a_step_seals_it_in_another(
     entry = streamed(parameter)
     assert entry is not None
     gradient = torch.ones(parameter.shape)
-    leases = session._shared_leases()
+    leases = session.transaction.job.unordered_leases
     is_asked, is_sealing = threading.Event(), threading.Event()
-    steps = session._open_steps
+    steps = session.transaction.job.steps
     monkeypatch.setattr(steps, "_lock", LockOfSteps(steps._lock, is_asked, is_sealing))
-    refuse_if_in_use = entry.refuse_if_resident
+    refuse_if_in_use = entry.residency.refuse_if_resident
 
     def note_sealing(what: str) -> None:
         is_sealing.set()
         refuse_if_in_use(what)
 
-    monkeypatch.setattr(entry, "refuse_if_resident", note_sealing)
+    monkeypatch.setattr(entry.residency, "refuse_if_resident", note_sealing)
     result = FakeCall.result
 
     def answer_late(call: FakeCall) -> session_pb2.StepResponse:
@@ -161,8 +162,8 @@ def test_a_parameter_is_used_in_one_thread_while_a_step_seals_it_in_another(
 
     def use_it() -> None:
         if use == "value":
-            entry.fetch(parameter)
-            entry.release(parameter)
+            entry.residency.fetch(parameter)
+            entry.residency.release(parameter)
         else:
             entry.gradient.accumulate(gradient, leases)
 
@@ -230,27 +231,29 @@ def test_what_was_saved_during_a_step_that_failed_does_not_pass_for_the_value_af
     entry = streamed(parameter)
     assert entry is not None
     loss_of(model).backward()
-    count_before = entry.write_count
+    count_before = entry.residency.write_count
     optimizer.step()
-    count_meanwhile = entry.write_count
+    count_meanwhile = entry.residency.write_count
     daemon.step_failures.append(from_code(5, "the disk is full"))
     with pytest.raises(memd_client.CapacityError, match="not committed"):
         _ = session.committed_step
-    assert entry.write_count == count_before, "what was saved before the step is as it was"
+    assert entry.residency.write_count == count_before, (
+        "what was saved before the step is as it was"
+    )
     optimizer.step()
     assert session.committed_step == 1
-    assert entry.write_count not in (count_before, count_meanwhile)
+    assert entry.residency.write_count not in (count_before, count_meanwhile)
     # And so for changes by hand.
     daemon.step_failures.append(from_code(5, "the disk is full"))
     loss_of(model).backward()
-    count_before = entry.write_count
+    count_before = entry.residency.write_count
     optimizer.step()
-    count_meanwhile = entry.write_count
+    count_meanwhile = entry.residency.write_count
     with pytest.raises(memd_client.CapacityError, match="not committed"):
         _ = session.committed_step
     with memd_client.gather(parameter, write=True), torch.no_grad():
-        assert entry.write_count == count_before
+        assert entry.residency.write_count == count_before
         parameter.add_(1)
-        assert entry.write_count not in (count_before, count_meanwhile)
-        changed = entry.write_count
-    assert entry.write_count == changed
+        assert entry.residency.write_count not in (count_before, count_meanwhile)
+        changed = entry.residency.write_count
+    assert entry.residency.write_count == changed

@@ -197,7 +197,7 @@ class TestUnknownOutcome:
         daemon.lost_answers += [lost(), lost()]
         with pytest.raises(memd_client.DaemonUnavailable, match="not known"):
             _ = session.committed_step
-        with pytest.raises(memd_client.DaemonUnavailable, match="after connecting anew"):
+        with pytest.raises(memd_client.DaemonUnavailable, match="after connecting again"):
             session.close()
         assert daemon.calls[-2:] == ["detach", "close"]
         assert session.committed_step == 0, "a closed session asks nobody"
@@ -229,7 +229,7 @@ class TestValuesThatStay:
             patch.setattr(session.leases, "value", FailingValues(daemon, session, failing))
             with pytest.raises(
                 memd_client.CapacityError,
-                match=f"step 1 is committed; its new values are not in place yet in {4 - failing} ",
+                match=f"step 1 is committed; new values are not in place yet for {4 - failing} ",
             ):
                 step()
             with pytest.raises(memd_client.CapacityError, match="step 1 is committed"):
@@ -297,7 +297,8 @@ class TestDisk:
         pair.ours.step()
         pair.step_twin()
         with pytest.raises(
-            memd_client.NotDurable, match=r"step 1 is committed in memory.*disk is step 0.*is full"
+            memd_client.NotDurable,
+            match=r"step 1 is committed in memory.*step 0 is on disk.*is full",
         ):
             loss_of(pair.model, 1)
         with pytest.raises(memd_client.CapacityError, match="is full"):

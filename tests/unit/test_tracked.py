@@ -23,9 +23,9 @@ def stored() -> Any:
     session = FakeDaemon().session()
     model = memd_client.offload(build(Mlp), session)
     optimizer = memd_client.AdamW(model.parameters())
-    tracked = Tracked(session)
+    tracked = Tracked()
     tracked.add({}, rng=True)
-    data = torch.frombuffer(bytearray(tracked.capture(1, [optimizer])), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(tracked.encode(1, [optimizer])), dtype=torch.uint8)
     return decode(read_stored(data)[1])
 
 

@@ -1,0 +1,180 @@
+"""Offloaded parameters: where the value is, the gradient, and the number of updates."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from memd_client.gradients import GradientSlot
+from memd_client.identity import ByIdentity
+from memd_client.leases import MODE_READ
+from memd_client.residency import Residency, release_all
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from contextlib import ExitStack
+
+    from torch import nn
+
+    from memd_client.early import EarlyUpdates
+    from memd_client.job import Job
+    from memd_client.shard import Shard
+    from memd_client.transaction import Transaction
+
+_entries: ByIdentity[torch.Tensor, StreamedParameter] = ByIdentity()
+
+# The entry of an offloaded parameter; None for every other tensor.
+streamed = _entries.get
+
+
+class StreamedParameter:
+    """One offloaded parameter. It lives as long as the parameter does."""
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        *,
+        shard: Shard,
+        update_count: int,
+        transaction: Transaction,
+        away_class: type[nn.Parameter],
+    ) -> None:
+        self._shard = shard
+        self._transaction = transaction
+        self._gradient = GradientSlot(shard)
+        self._update_count = update_count
+        self._early: weakref.ref[EarlyUpdates] | None = None
+        self._hooked = False
+        self._residency = Residency(
+            parameter, shard=shard, job=transaction.job, away_class=away_class
+        )
+        _entries[parameter] = self
+        transaction.job.shards.add_parameter(self)
+        self.hook_if_trainable(parameter)
+
+    @property
+    def shard(self) -> Shard:
+        return self._shard
+
+    @property
+    def transaction(self) -> Transaction:
+        """Of the session that it belongs to."""
+        return self._transaction
+
+    @property
+    def job(self) -> Job:
+        return self._transaction.job
+
+    @property
+    def residency(self) -> Residency:
+        return self._residency
+
+    @property
+    def gradient(self) -> GradientSlot:
+        return self._gradient
+
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        """None if the module was dropped."""
+        return self._residency.parameter
+
+    @property
+    def update_count(self) -> int:
+        """Adam's t."""
+        return self._update_count
+
+    @property
+    def early(self) -> EarlyUpdates | None:
+        """Told of each gradient, if the optimizer updates parameters during backward."""
+        return self._early() if self._early is not None else None
+
+    def update_early(self, early: EarlyUpdates | None) -> None:
+        self._early = weakref.ref(early) if early is not None else None
+
+    def hook_if_trainable(self, parameter: torch.Tensor) -> None:
+        """Gradients go to memd from now on. torch accepts hooks only for tensors that require a
+        gradient.
+        """
+        if parameter.requires_grad and not self._hooked:
+            parameter.register_post_accumulate_grad_hook(_take_gradient)
+            self._hooked = True
+
+    def hold_still(self, held: ExitStack) -> None:
+        """Until `held` is closed, no other thread fetches the value or touches the gradient."""
+        self._residency.hold_still(held)
+        self._gradient.hold_still(held)
+
+    def begin_update(self) -> None:
+        """A step takes the gradient and will change the value."""
+        self._gradient.forget()
+        self._residency.begin_update()
+
+    def undo_update(self) -> None:
+        """That step was not made: value and gradient are as before."""
+        self._gradient.take_back()
+        self._residency.undo_update()
+
+    def finish_update(self) -> None:
+        """That step is committed."""
+        self._update_count += 1
+
+    def replace_update_count(self, count: int) -> None:
+        """The moments were replaced."""
+        self._update_count = count
+
+
+def _take_gradient(parameter: torch.Tensor) -> None:
+    """Post-accumulate hook: autograd has just set `grad` or added to it. It holds only what came
+    since the last call.
+    """
+    entry = streamed(parameter)
+    if entry is None:
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient, parameter.grad = parameter.grad, None
+    if gradient is None:
+        return
+    early = entry.early
+    if early is not None and entry.gradient.present:
+        early.refuse_second(entry.job, entry.shard)
+    leases = entry.job.gradient_leases_of(entry.shard)
+    entry.gradient.accumulate(gradient, leases)
+    if early is not None:
+        early.gradient_is_final(entry.job, entry.shard, leases)
+
+
+def bring(
+    parameters: Iterable[torch.Tensor], *, mode: int = MODE_READ
+) -> list[tuple[Residency, torch.Tensor]]:
+    """Puts the bytes of the offloaded ones in place, all or none, until `release_all` of the
+    result. Those that are not in memory are requested together."""
+    held: list[tuple[Residency, torch.Tensor]] = []
+    missing: list[tuple[Residency, torch.Tensor]] = []
+    try:
+        for parameter in parameters:
+            entry = streamed(parameter)
+            if entry is None:
+                continue
+            residency = entry.residency
+            is_there = mode == MODE_READ and residency.fetch_resident(parameter)
+            (held if is_there else missing).append((residency, parameter))
+        if missing:
+            Residency.fetch_together(missing, mode=mode)
+            held += missing
+    except BaseException:
+        release_all(held)
+        raise
+    return held
+
+
+@contextmanager
+def fetched(parameters: Iterable[torch.Tensor], *, mode: int = MODE_READ) -> Iterator[None]:
+    """Inside, the bytes of the offloaded ones are in place: see `bring`."""
+    held = bring(parameters, mode=mode)
+    try:
+        yield
+    finally:
+        release_all(held)

@@ -1,0 +1,277 @@
+"""Where the bytes of one offloaded parameter are: away, in memd, or in place over a lease.
+
+A parameter that is away shows a *hole*: one NaN, expanded with stride 0 to the full shape. Shape,
+dtype and device stay right, since autograd checks them when it accumulates. Nothing ever computes
+with the hole: see `away.AwayParameter`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import ExitStack
+from itertools import groupby
+from threading import RLock
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from memd_client.errors import MemdError
+from memd_client.identity import ByIdentity
+from memd_client.leases import MODE_READ
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memd_client.job import Job
+    from memd_client.shard import Shard
+
+_holes: dict[torch.dtype, torch.Tensor] = {}
+# The storage of every living lease of a parameter. torch keeps a storage's Python object for as
+# long as the storage lives, so a view that outlives its module call is still found here.
+_leased: ByIdentity[torch.UntypedStorage, Residency] = ByIdentity()
+
+# The parameter whose bytes are in a storage, or None.
+residency_of_storage = _leased.get
+
+
+class Residency:
+    """The bytes of one parameter, the unit of leasing. Away while nobody uses them, in place (an
+    ordinary `nn.Parameter` over a lease) while somebody does. `fetch`, `fetch_resident`,
+    `fetch_together` and `release` are the only functions that move them. Any thread may call;
+    `fetch` and `fetch_together` wait for the daemon.
+
+    It also names the value, so that autograd notices a value that has changed since it was saved.
+    """
+
+    def __init__(
+        self, parameter: nn.Parameter, *, shard: Shard, job: Job, away_class: type[nn.Parameter]
+    ) -> None:
+        """`away_class` is the parameter's class while its bytes are away."""
+        self._shard = shard
+        self._job = job
+        self._away_class = away_class
+        self._parameter = weakref.ref(parameter)
+        self._hole = _hole(shard)
+        self._lock = RLock()
+        self._user_count = 0
+        self._writing = False
+        # torch's version of the parameter when its bytes were put away or in place.
+        self._version = parameter._version
+        self._write_count = 0
+        # `_write_count` before the update of the last step, and after it.
+        self._updated_from, self._updated_count = 0, 0
+        self._undone_count = 0  # changes after `_write_count` that were undone
+        self._put_away(parameter)
+
+    @property
+    def shard(self) -> Shard:
+        return self._shard
+
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        """None if the module was dropped."""
+        return self._parameter()
+
+    @property
+    def lock_order(self) -> tuple[int, int]:
+        """Several locks of parameters are taken in this order, and a gradient's lock after that of
+        its parameter."""
+        return id(self._job), self._shard.shard_id
+
+    @property
+    def write_count(self) -> int:
+        """Names the value by the number of its changes, those included that are in place and not
+        in memd yet. The name of an update that was undone is not used again: autograd could take
+        what it saved under that name for the later value."""
+        parameter = self._parameter()
+        if not self._user_count or parameter is None or parameter._version == self._version:
+            return self._write_count
+        return self._write_count + self._undone_count + parameter._version - self._version
+
+    def fetch(self, parameter: torch.Tensor, *, mode: int = MODE_READ) -> None:
+        """Puts the bytes in place until `release`."""
+        with self._lock:
+            if not self._join_users(mode):
+                self._refuse_if_changed(parameter)
+                leases = self._job.leases_of(self._shard)
+                self._put_in_place(parameter, leases.value(self._shard, mode), mode)
+            self._user_count += 1
+
+    def fetch_resident(self, parameter: torch.Tensor) -> bool:
+        """As `fetch` for reading, if that takes no request. Otherwise nothing changes."""
+        with self._lock:
+            if not self._join_users(MODE_READ):
+                self._refuse_if_changed(parameter)
+                lease = self._job.leases_of(self._shard).resident(self._shard)
+                if lease is None:
+                    return False
+                self._put_in_place(parameter, lease, MODE_READ)
+            self._user_count += 1
+            return True
+
+    @staticmethod
+    def fetch_together(wanted: Sequence[tuple[Residency, torch.Tensor]], *, mode: int) -> None:
+        """As `fetch` of each, all or none. Requests of one job are sent together, before the first
+        of them is waited for."""
+        held: list[tuple[Residency, torch.Tensor]] = []
+        absent: list[tuple[Residency, torch.Tensor]] = []
+        try:
+            with ExitStack() as locks:
+                for residency, parameter in sorted(wanted, key=lambda each: each[0].lock_order):
+                    with ExitStack() as lock:
+                        lock.enter_context(residency._lock)
+                        if residency._join_users(mode):
+                            residency._user_count += 1
+                            held.append((residency, parameter))
+                        else:  # locked: no other thread fetches it meanwhile
+                            absent.append((residency, parameter))
+                            locks.push(lock.pop_all())
+                found: list[torch.Tensor] = []
+                for _, group in groupby(absent, key=lambda each: id(each[0]._job)):
+                    found += Residency._lease_together(list(group), mode)
+                for (residency, parameter), lease in zip(absent, found, strict=True):
+                    residency._put_in_place(parameter, lease, mode)
+                    residency._user_count += 1
+                    held.append((residency, parameter))
+        except BaseException:
+            release_all(held)
+            raise
+
+    @staticmethod
+    def _lease_together(
+        absent: list[tuple[Residency, torch.Tensor]], mode: int
+    ) -> list[torch.Tensor]:
+        """Leases of parameters of one job."""
+        for residency, parameter in absent:
+            residency._refuse_if_changed(parameter)
+            leases = residency._job.leases_of(residency._shard)
+        return leases.values([residency._shard for residency, _ in absent], mode)
+
+    def release(self, parameter: torch.Tensor) -> None:
+        """Undoes one `fetch`. After the last one the bytes are away, and memd has what was changed
+        in place.
+        """
+        with self._lock:
+            self._user_count -= 1
+            if self._user_count > 0:
+                return
+            change_count = parameter._version - self._version
+            # When a lease for writing ends, memd takes what has changed. Under a lease for reading
+            # it does not, so changes are copied and written.
+            copied = change_count > 0 and not self._writing
+            changed = parameter.detach().clone() if copied else None
+            if self._writing or change_count:
+                # At least one: changes through `.data` are not counted.
+                self._note_changes(max(change_count, 1))
+                self._job.mark_written()
+            self._put_away(parameter)
+            if changed is not None:
+                self._job.leases_of(self._shard).write(self._shard, changed)
+
+    def write(self, value: torch.Tensor) -> None:
+        """Replaces the value; durable with the next step or when the session is closed."""
+        with self._lock:
+            self._job.leases_of(self._shard).write(self._shard, value)
+            self._note_changes(1)
+            self._job.mark_written()
+
+    def reread(self) -> torch.Tensor:
+        """The bytes for backward: those in place, or a lease that lives as long as autograd holds
+        it.
+        """
+        with self._lock:
+            parameter = self._parameter()
+            if self._user_count and parameter is not None:
+                return parameter.detach()
+            leases = self._job.leases_of(self._shard)
+            leases.expect_backward(self._shard)
+            lease = leases.value(self._shard, MODE_READ)
+            _leased[lease.untyped_storage()] = self
+            return lease
+
+    def refuse_if_resident(self, what: str) -> None:
+        """Before `what`, which changes the value in memd: users of the bytes in place would not see
+        that."""
+        with self._lock:
+            if self._user_count:
+                raise MemdError(
+                    f"job {self._job.name!r}: parameter {self._shard.name!r} is in use; leave "
+                    f"gather() and module calls before {what}"
+                )
+
+    def hold_still(self, held: ExitStack) -> None:
+        """Until `held` is closed, no other thread moves the bytes. See `steps.Steps` for the order
+        of locks."""
+        held.enter_context(self._lock)
+
+    def begin_update(self) -> None:
+        """A step will change the value."""
+        self._updated_from = self._write_count
+        self._note_changes(1)
+        self._updated_count = self._write_count
+
+    def undo_update(self) -> None:
+        """That step was not made: the value is the one before it."""
+        if self._write_count == self._updated_count:
+            self._undone_count = self._write_count - self._updated_from
+            self._write_count = self._updated_from
+
+    def _join_users(self, mode: int) -> bool:
+        """Whether the bytes are in place already, for `mode`."""
+        if self._user_count and mode != MODE_READ and not self._writing:
+            raise MemdError(
+                f"job {self._job.name!r}: parameter {self._shard.name!r} is in use for reading; "
+                "leave that module call or gather() before gather(write=True)"
+            )
+        return self._user_count > 0
+
+    def _note_changes(self, count: int) -> None:
+        self._write_count += self._undone_count + count
+        self._undone_count = 0
+
+    def _refuse_if_changed(self, parameter: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            version, self._version = self._version, parameter._version
+        if self._version != version:
+            raise MemdError(
+                f"job {self._job.name!r}: parameter {self._shard.name!r} was changed while its "
+                "bytes were away, through a tensor that shares them (detach() or a view), and the "
+                "change is lost; change parameters inside gather(write=True)"
+            )
+
+    def _put_in_place(self, parameter: torch.Tensor, lease: torch.Tensor, mode: int) -> None:
+        _leased[lease.untyped_storage()] = self
+        with torch._C.DisableTorchFunctionSubclass():
+            # The class changes while the bytes are in place: no thread ever sees an ordinary
+            # parameter over the hole.
+            parameter.data = lease
+        parameter.__class__ = nn.Parameter
+        self._writing = mode != MODE_READ
+
+    def _put_away(self, parameter: torch.Tensor) -> None:
+        self._writing = False
+        self._version = parameter._version
+        parameter.__class__ = self._away_class
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter.data = self._hole
+
+
+def release_all(held: list[tuple[Residency, torch.Tensor]]) -> None:
+    """Releases all of them, last first, even if one raises."""
+    try:
+        while held:
+            residency, parameter = held.pop()
+            residency.release(parameter)
+    except BaseException:
+        with ExitStack() as rest:
+            for residency, parameter in held:
+                rest.callback(residency.release, parameter)
+        raise
+
+
+def _hole(shard: Shard) -> torch.Tensor:
+    hole = _holes.get(shard.dtype)
+    if hole is None:
+        hole = _holes[shard.dtype] = torch.full((), float("nan"), dtype=shard.dtype)
+    return hole.expand(shard.shape)

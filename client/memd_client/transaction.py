@@ -1,0 +1,302 @@
+"""Closing steps: what optimizers have sealed, buffers and tracked objects become one commit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import ExitStack, suppress
+from threading import RLock
+from typing import TYPE_CHECKING, Protocol
+from weakref import ref
+
+from memd_client.errors import InvalidArgument, MemdError, NotDurable, SessionFenced
+from memd_client.stalls import closing_step
+from memd_proto.v1 import session_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    import torch
+
+    from memd_client.calls import StepCall
+    from memd_client.job import Job
+    from memd_client.shard import Shard
+    from memd_client.steps import OpenStep, SealedTarget
+
+    # Writes values under staging names; returns (staged shard, buffer shard) for each.
+    Staging = Callable[[], list[tuple[Shard, Shard]]]
+
+_log = logging.getLogger("memd_client")
+
+
+class Contributor(Protocol):
+    """Values of this process that every commit stores beside parameters: `buffers.ModuleBuffers`
+    and `tracked.Tracked`. It gets the transaction with each call and keeps no reference to it, so
+    that a session without users ends at once.
+    """
+
+    def capture(self, number: int, transaction: Transaction) -> Staging:
+        """The values for commit `number`. It may refuse them, and writes nothing yet."""
+        ...
+
+    def load(self, number: int, transaction: Transaction) -> Callable[[], None]:
+        """What restores the values that commit `number` stored. It may refuse them, and changes
+        nothing yet."""
+        ...
+
+    def holds(self, number: int, transaction: Transaction) -> bool:
+        """Commit `number` stored values that a loop which starts from scratch would lose."""
+        ...
+
+
+class Transaction:
+    """Closes and resumes the steps of one session. Any thread may call.
+
+    A thread that closes a step holds the turn from settling the step before until the next one is
+    in flight. Otherwise two threads could close two steps of the same number, or one could send
+    half of what the other has sealed.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._turn = RLock()
+        self._contributors: list[Contributor] = []
+        self._optimizers: list[ref[torch.optim.Optimizer]] = []
+        # Otherwise every `optimizer.step()` closes its step.
+        self._is_closed_by_commit = False
+        self._attached_step = job.steps.committed_step
+        self._resumed = False
+        # This session has replaced what the job stored, or there was nothing to replace.
+        self._may_commit = False
+        self._step_ended: float | None = None  # when the last one was closed
+
+    @property
+    def job(self) -> Job:
+        return self._job
+
+    def add(self, contributor: Contributor) -> None:
+        """Its values are part of every commit from now on."""
+        self._contributors.append(contributor)
+
+    def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its settings are part of commits, in the order of registration."""
+        if all(known() is not optimizer for known in self._optimizers):
+            self._optimizers.append(ref(optimizer))
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that still exist."""
+        living = [known() for known in self._optimizers]
+        return [optimizer for optimizer in living if optimizer is not None]
+
+    @property
+    def committed_step(self) -> int:
+        """Waits for the step in flight."""
+        self._job.settle()
+        return self._job.steps.committed_step
+
+    @property
+    def durable_step(self) -> int:
+        """Waits for the step in flight."""
+        self._job.settle()
+        return self._job.steps.durable_step
+
+    def refuse_late_track(self) -> None:
+        """Raises if `track()` comes too late."""
+        self._job.settle_for("track()")
+        if self._resumed:
+            raise InvalidArgument(
+                f"job {self._job.name!r}: resume() was called already, which restores what is "
+                "tracked; call track() before it"
+            )
+
+    def close_by_commit(self) -> None:
+        """From now on `commit()` closes a step, and `optimizer.step()` only prepares it."""
+        self._is_closed_by_commit = True
+
+    def step(
+        self, groups: Sequence[session_pb2.StepGroup], targets: Sequence[SealedTarget]
+    ) -> None:
+        """Takes the gradients of `targets` for an update with the settings in `groups`, and closes
+        the step unless `commit()` does. If this raises, gradients are as they were, or the outcome
+        of the step is unknown: then the same call again asks for it and does nothing else.
+        """
+        job = self._job
+        job.refuse_if_unusable()
+        job.end_gradients()
+        with closing_step(), self._turn:
+            late = job.settle()
+            if job.steps.is_asked_again(targets):
+                return
+            if late is not None:
+                self._refuse_stale(late, targets)
+            if self._is_closed_by_commit:
+                self._refuse_unresumed()
+            with ExitStack() as held:
+                # In the order of Residency.lock_order.
+                for target in sorted(targets, key=lambda each: each.shard.shard_id):
+                    target.hold_still(held)
+                job.steps.seal(groups, targets)
+                if self._is_closed_by_commit:
+                    return
+                # Still held: other threads see no moment between step() and its commit.
+                try:
+                    self._send()
+                except BaseException:
+                    job.steps.drop_open()
+                    raise
+            self._settle_values(targets)
+
+    def commit(self, *, wait: bool = False) -> None:
+        """See `Session.commit`."""
+        self._job.refuse_if_unusable()
+        with closing_step(), self._turn:
+            self._commit(wait=wait)
+
+    def _commit(self, *, wait: bool) -> None:
+        job, steps = self._job, self._job.steps
+        late = job.settle()
+        if not self._is_closed_by_commit:
+            if wait and steps.disk_error:
+                job.sync()
+            job.sync_if_needed()
+            return
+        was_made = late is not None and steps.open is None
+        was_made |= steps.take_asked_again()
+        try:
+            if not was_made:
+                self._refuse_unresumed()
+                step = steps.open
+                self._send()
+                self._settle_values(step.targets.values() if step is not None else ())
+                if wait:
+                    self._settle_durably()
+            elif wait and steps.disk_error:
+                job.sync()
+        except MemdError as error:
+            if was_made or isinstance(error, NotDurable):
+                steps.expect_again()
+            raise
+
+    def resume(self) -> int:
+        """See `Session.resume`."""
+        self._job.settle_for("resume()")
+        number = self._job.steps.committed_step
+        if self._resumed or number != self._attached_step:
+            raise InvalidArgument(
+                f"job {self._job.name!r}: resume() is called once, before the first step of a "
+                "session"
+            )
+        if number:
+            restores = [each.load(number, self) for each in self._contributors]
+            for restore in restores:
+                restore()
+        self._resumed = True
+        return number
+
+    def close(self) -> None:
+        """Makes durable what was put, and ends the session."""
+        job, steps = self._job, self._job.steps
+        dropped = steps.drop_open()
+        if dropped:
+            _log.warning(
+                "job %r: the session was closed between step() and commit(), so the gradients of "
+                "%d parameters are dropped; the job stays at its last commit",
+                job.name,
+                dropped,
+            )
+        try:
+            try:
+                with suppress(NotDurable):  # the sync below puts it on disk, or raises
+                    job.settle()
+                if steps.durable_step < steps.committed_step:
+                    job.mark_written()
+                job.sync_if_needed()
+            finally:
+                job.detach()
+        finally:
+            job.end()
+
+    def drop_job(self) -> None:
+        """Ends the session and drops the job."""
+        job = self._job
+        job.refuse_if_unusable()
+        job.steps.drop_open()
+        with suppress(MemdError):  # the step's outcome does not matter any more
+            job.settle()
+        try:
+            with suppress(SessionFenced):  # the daemon has ended it already
+                job.detach()
+            job.drop()
+        finally:
+            job.end()
+
+    def _send(self) -> None:
+        """Sends the open step. If this raises, it is open as before."""
+        job, step = self._job, self._job.steps.open
+        number = job.steps.committed_step + 1
+        # What contributors refuse is refused before anything is written or sent.
+        stagings = [each.capture(number, self) for each in self._contributors]
+        job.sync_if_needed()
+        staged = [pair for staging in stagings for pair in staging()]
+        request = session_pb2.StepRequest(
+            session_id=job.session_id,
+            step=number,
+            groups=step.groups if step is not None else (),
+            buffers=[
+                session_pb2.StagedBuffer(
+                    staged_shard_id=stage.shard_id, buffer_shard_id=buffer.shard_id
+                )
+                for stage, buffer in staged
+            ],
+        )
+
+        def begin(call: int) -> StepCall:
+            request.call = call
+            return job.control.begin_step(request)
+
+        job.steps.send(number, begin)
+        self._may_commit = True
+        ended, self._step_ended = self._step_ended, time.perf_counter()
+        if ended is not None:
+            job.note_step(self._step_ended - ended)
+
+    def _settle_values(self, targets: Iterable[SealedTarget]) -> None:
+        """After a step over `targets` was sent: new values that stay in this process are in
+        place."""
+        if any(target.stays for target in targets):
+            self._job.settle()
+
+    def _settle_durably(self) -> None:
+        self._job.settle()
+        steps = self._job.steps
+        if steps.disk_error:
+            raise NotDurable(
+                f"job {self._job.name!r}: step {steps.committed_step} is committed in memory; step "
+                f"{steps.durable_step} is on disk: {steps.disk_error}"
+            )
+
+    def _refuse_stale(self, late: OpenStep, targets: Sequence[SealedTarget]) -> None:
+        """`late` is known to be committed only now. Values that stay in this process were still the
+        old ones when the gradients of `targets` were computed."""
+        for target in targets:
+            if target.stays and target.shard.shard_id in late.targets:
+                raise InvalidArgument(
+                    f"job {self._job.name!r}: the gradient of {target.shard.name!r} was computed "
+                    "with the values from before the last step, when that step's outcome was not "
+                    "known yet; the new values are in place now: call zero_grad(), and go on with "
+                    "the next batch"
+                )
+
+    def _refuse_unresumed(self) -> None:
+        """A loop that starts from scratch must not replace what the job stored."""
+        if self._resumed or self._may_commit:
+            return
+        number = self._attached_step
+        if number and any(each.holds(number, self) for each in self._contributors):
+            raise InvalidArgument(
+                f"job {self._job.name!r}: it stands at commit {number} with tracked objects that "
+                "were not restored; call session.resume() before the first step, or connect with "
+                "fresh=True"
+            )
+        self._may_commit = True
