@@ -115,7 +115,9 @@ class FollowedStep(Protocol):
 class NoStep:
     """For leases that follow nothing."""
 
-    is_open = False
+    @property
+    def is_open(self) -> bool:
+        return False
 
     def settle_answered(self) -> bool:
         return False

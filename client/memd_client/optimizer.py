@@ -59,7 +59,6 @@ class Adam(torch.optim.Optimizer):
         NotYet: of the arguments above.
     """
 
-    is_part_of_commits = True
     _decoupled = False
 
     def __init__(
@@ -131,6 +130,11 @@ class Adam(torch.optim.Optimizer):
                 target.update_early(self._early)
         self._look_again()
         self._transaction.register_optimizer(self)
+
+    @property
+    def is_part_of_commits(self) -> bool:
+        """`track()` refuses what is."""
+        return True
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

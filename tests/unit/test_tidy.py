@@ -16,10 +16,26 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 NATIVE = ROOT / "native"
+CLIENT = ROOT / "client" / "memd_client"
 # A folder may include only from itself and from those before it.
 NATIVE_LAYERS = ("base", "arena", "ring", "io", "optim", "plan", "store", "server", "bench", "bind")
 # The same for the owners of state within store/.
 STORE_LAYERS = ("format", "space", "journal", "cache", "state", "step", "recovery", "verify")
+# A module of the client may import only those before it, for type checking too.
+CLIENT_LAYERS = (
+    # Without torch's modules and without a daemon: words, sizes and threads.
+    *("errors", "identity", "sizes", "dtypes", "address", "plain", "statistics", "stalls"),
+    # The way to the daemon, and back to it when it was away.
+    *("shard", "calls", "retry", "attach", "embedded", "control", "reattach"),
+    # One session's core.
+    *("gradient_order", "leases", "tensor_streams", "registry", "steps", "job", "blobs"),
+    *("transaction", "buffers"),
+    # Offloaded parameters.
+    *("early", "gradients", "residency", "parameter", "saved_tensors", "away", "module_hooks"),
+    # What users call.
+    *("tracked", "session", "targets", "offload", "optimizer", "gather", "connect", "__init__"),
+)
+METHODS_MAX = 40
 FILE_BYTES_MAX = 500 * 1024
 TOP_LEVEL = {
     "ARCHITECTURE.md",
@@ -136,6 +152,91 @@ def test_every_native_header_compiles_alone() -> None:
 
 def test_the_client_never_imports_the_daemon() -> None:
     assert not importers(ROOT / "client", "memd")
+
+
+def client_imports(path: Path) -> set[str]:
+    """The modules of the client that one of them imports, at any depth of its code."""
+    modules: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module == "memd_client":
+            modules.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("memd_client."):
+            modules.add((node.module or "").split(".")[1])
+        elif isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+            modules.update(name[1] for name in names if name[0] == "memd_client" and name[1:])
+    return modules
+
+
+def test_modules_of_the_client_import_only_those_before_them() -> None:
+    paths = {path.stem: path for path in CLIENT.glob("*.py")}
+    assert sorted(paths) == sorted(CLIENT_LAYERS)
+    wrong = [
+        f"{name} imports {imported}"
+        for name, path in paths.items()
+        for imported in client_imports(path)
+        if imported not in CLIENT_LAYERS[: CLIENT_LAYERS.index(name)]
+    ]
+    assert not wrong
+
+
+def client_classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    for path in sorted(CLIENT.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                yield path.name, node
+
+
+def test_no_class_of_the_client_has_too_many_methods() -> None:
+    counts = {
+        f"{file}:{node.name}": sum(isinstance(each, ast.FunctionDef) for each in node.body)
+        for file, node in client_classes()
+    }
+    assert {name for name, count in counts.items() if count > METHODS_MAX} == set()
+
+
+def test_classes_of_the_client_keep_their_fields_to_themselves() -> None:
+    """Records and exceptions excepted, whose fields are what they are for."""
+    public = [
+        f"{file}:{node.name}.{target.attr}"
+        for file, node in client_classes()
+        if not any("dataclass" in ast.unparse(each) for each in node.decorator_list)
+        if not any(ast.unparse(base).endswith("Error") for base in node.bases)
+        for each in ast.walk(node)
+        if isinstance(each, ast.Assign | ast.AnnAssign | ast.AugAssign)
+        for target in (each.targets if isinstance(each, ast.Assign) else [each.target])
+        if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
+        if not target.attr.startswith("_")
+    ]
+    assert not public
+
+
+def private_names(tree: ast.Module) -> tuple[set[str], set[str]]:
+    """Private attributes that a file's own classes have, and those that it reads of any object."""
+    owned: set[str] = set()
+    read: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            owned.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            owned.add(node.target.id)
+        elif isinstance(node, ast.Attribute) and re.match("_[a-z]", node.attr):
+            (owned if ast.unparse(node.value) == "self" else read).add(node.attr)
+    return owned, read
+
+
+def test_no_file_of_the_client_reads_anothers_private_fields() -> None:
+    trees = {path.name: ast.parse(path.read_text(encoding="utf-8")) for path in CLIENT.glob("*.py")}
+    names = {file: private_names(tree) for file, tree in trees.items()}
+    wrong = [
+        f"{file} reads {name} of {owner}"
+        for file, (own, read) in names.items()
+        for name in read - own
+        for owner, (theirs, _) in names.items()
+        if name in theirs
+    ]
+    # torch's, of which a class of ours has its own.
+    assert not [each for each in wrong if " _version " not in each and " _parameters " not in each]
 
 
 def test_the_daemon_imports_torch_only_where_it_is_a_trainer_itself() -> None:
