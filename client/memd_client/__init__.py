@@ -1,11 +1,11 @@
-"""Training state in memd: parameters, gradients and optimizer states live in a daemon's host memory
-and on NVMe, and come when they are used.
+"""Training state in memd: a daemon keeps parameters, gradients and optimizer states in host memory
+and on NVMe, and provides them when they are used.
 
     session = memd_client.connect(job="gpt-finetune")
     memd_client.offload(model, session)
     optimizer = memd_client.AdamW(model.parameters(), lr=3e-4)
 
-The rest of the training loop stays as it is.
+The rest of the training loop does not change.
 """
 
 from memd_client.connect import connect

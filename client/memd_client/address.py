@@ -1,4 +1,4 @@
-"""Where the daemon is: a unix socket, or a private daemon in a child process."""
+"""The daemon's address: a unix socket, or a private daemon in a child process."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class UnixAddress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmbeddedAddress:
-    """A daemon of this process's own. Without `data` its files lie in a folder that is removed at
-    the end.
+    """A private daemon. Without `data` its files are in a temporary folder, which is removed at the
+    end.
     """
 
     data: Path | None = None

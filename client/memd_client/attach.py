@@ -1,4 +1,4 @@
-"""The attach socket: who we are to the daemon, and the descriptors of what it shares with us."""
+"""The attach socket: it identifies this process, and carries descriptors of shared memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _TIMEOUT_S = 30.0
 
 
 class AttachConnection:
-    """One process's connection to `attach.sock`. It stays open for as long as the session lives:
-    arena segments that are made later come through it. Any thread may call it.
+    """One process's connection to `attach.sock`. It stays open for as long as the session lives,
+    since descriptors of later arena segments arrive through it. Any thread may call.
     """
 
     def __init__(self, address: UnixAddress) -> None:
@@ -46,7 +46,7 @@ class AttachConnection:
 
     @property
     def token(self) -> str:
-        """Goes with every call on the control socket."""
+        """Sent with every call on the control socket."""
         return self._welcome.token
 
     @property
@@ -58,8 +58,8 @@ class AttachConnection:
         return self._welcome.daemon_version
 
     def session_descriptors(self, session_id: int) -> tuple[int, int, int]:
-        """Session memory, shard table and doorbell, which the daemon sends after Attach. The caller
-        owns them.
+        """Descriptors of session memory, shard table and doorbell, which the daemon sends after
+        Attach. The caller owns them.
         """
         with self._lock:
             descriptors, fds = self._receive_descriptors()
@@ -67,7 +67,7 @@ class AttachConnection:
         if not expected or descriptors.session_id != session_id or len(fds) != 3:
             _close_all(fds)
             raise DaemonUnavailable(
-                f"the daemon sent other descriptors than those of session {session_id}"
+                f"the daemon sent descriptors that are not those of session {session_id}"
             )
         return fds[0], fds[1], fds[2]
 
@@ -85,17 +85,18 @@ class AttachConnection:
         ):
             _close_all(fds)
             raise DaemonUnavailable(
-                f"the daemon sent other descriptors than those of segments from {first} on"
+                f"the daemon sent descriptors that are not those of segments from {first} on"
             )
         return fds
 
     def duplicate(self) -> int:
-        """A descriptor of the connection, which hangs up when the daemon dies; the caller's."""
+        """Another descriptor of the connection, which the caller owns. It hangs up when the daemon
+        dies."""
         return os.dup(self._socket.fileno())
 
     def is_closed_there(self) -> bool:
-        """The daemon has closed its end. As a rule it has ended; one that lives closes it after a
-        packet that it does not take, or where it cannot send what was asked for."""
+        """Whether the daemon has closed its end. It has usually ended then. A living daemon closes
+        it after an invalid packet, or if it cannot send the answer."""
         other_end = select.poll()
         try:
             other_end.register(self._socket, 0)
@@ -163,8 +164,8 @@ class AttachConnection:
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             _close_all(fds)
             raise MemdError(
-                "a packet from the daemon arrived cut short; is the limit of open files (ulimit "
-                f"-n) too small? {len(fds)} descriptors came through"
+                "a packet from the daemon was truncated; is the limit of open files (ulimit -n) "
+                f"too small? {len(fds)} descriptors arrived"
             )
         return packet, fds
 

@@ -67,8 +67,8 @@ _RAW_FUNCTIONS = frozenset(
 
 
 class AwayParameter(nn.Parameter):
-    """A parameter whose bytes are in memd. It answers for metadata at once; anything else fetches
-    the bytes for the call.
+    """A parameter whose bytes are in memd. It answers questions about metadata at once; anything
+    else fetches the bytes for the call.
     """
 
     @classmethod
@@ -148,7 +148,7 @@ def _refuse(parameter: AwayParameter, what: str) -> NoReturn:
 
 
 def _get_data(parameter: AwayParameter) -> NoReturn:
-    # What `.data` returns may be written to without torch or memd noticing.
+    # The caller could write to the result without torch or memd noticing.
     _refuse(parameter, ".data")
 
 

@@ -14,17 +14,17 @@ class StepCall(Protocol):
     """A Step call that was sent: `control.StepCall` or `reattach.RepeatedStep`."""
 
     def done(self) -> bool:
-        """Whether `result` has something to say, or to do."""
+        """The answer has arrived, or the call has to be sent again, which `result` does."""
         ...
 
     def result(self) -> session_pb2.StepResponse:
-        """Waits for the answer; raises MemdError where there is none or it is an error. Asks again
-        where it had none.
+        """Waits for the answer. Raises MemdError if there is none or it is an error. After a call
+        without an answer it sends the step again.
         """
         ...
 
     def seconds(self) -> float:
-        """From the call to its answer, which `result` has returned."""
+        """The time from the call to the answer that `result` returned."""
         ...
 
 

@@ -33,33 +33,33 @@ def connect(
     fresh: bool = False,
     shared_memory: bool = True,
 ) -> Session:
-    """Attaches to a job, which is created where it does not exist. Close the session, or use it as
-    a context manager; the job's state stays until it is dropped.
+    """Attaches to a job, and creates it if it does not exist. Close the session, or use it as a
+    context manager; the job's state stays until the job is dropped.
 
     Args:
         address: `unix:///path`, `embedded:` or `embedded:/path?host=1GiB&nvme=100GiB`. Default:
             MEMD_ADDRESS, or the service's socket.
-        job: its name; jobs of different users are different.
-        rank, world_size: default to torch.distributed's, or 0 and 1. More than one rank is not
-            there yet.
-        host_bytes, nvme_bytes: what a new job is admitted to: bytes, or a string such as "4GiB".
-            Default: half of what is free, all of it on an `embedded:` daemon.
-        durability: when a step reaches the disk. "step", the default of a new job: each does,
-            before it is committed. "every:k", for example "every:10": state that fits into the
-            daemon's memory is updated there, and every k-th step is put on disk, as `close()` does;
-            a power cut loses up to k steps, a killed daemon none while its holder keeps the memory.
-            "none": only `close()` puts it there; after a power cut in between the job has to be
-            started over.
-            An existing job keeps its own where this is not given.
+        job: its name. Users do not share names.
+        rank, world_size: default to torch.distributed's, or 0 and 1. More than one rank comes in a
+            later version.
+        host_bytes, nvme_bytes: the quotas of a new job: bytes, or a string such as "4GiB". Default:
+            half of what is free, or all of it on an `embedded:` daemon.
+        durability: when a step reaches the disk. "step", the default of a new job: before it is
+            committed. "every:k", for example "every:10": state that fits into the daemon's memory
+            is updated there, and every k-th step and `close()` put it on disk; a power cut loses up
+            to k steps, a killed daemon none while its holder keeps the memory. "none": only
+            `close()` puts it on disk; after a power cut before that, the job must start over.
+            An existing job keeps its own if this is not given.
         fresh: drops what the job held.
         shared_memory: False: tensor bytes go over gRPC; only `put`, `get` and `delete` work, and
             `prefetch` does nothing.
 
     Raises:
-        DaemonUnavailable: nobody listens there, or the daemon stops.
-        CapacityError: more than what is free was asked for.
-        PermissionDenied: another user's job.
-        InvalidArgument, NotYet: of the arguments above, or another protocol version.
+        DaemonUnavailable: no daemon listens there, or it stops.
+        CapacityError: a quota is larger than what is free.
+        PermissionDenied: the job belongs to another user.
+        InvalidArgument, NotYet: an argument is not possible, or not yet; or the daemon has another
+            protocol version.
     """
     if not job:
         raise InvalidArgument("a job needs a name")
@@ -76,7 +76,7 @@ def connect(
         without_shared_memory=not shared_memory,
     )
     where = parse_address(address)
-    # A private daemon ends with its parent, and nothing of it comes back.
+    # A private daemon ends with its parent and does not come back.
     seconds = 0.0 if isinstance(where, EmbeddedAddress) else reattach_seconds()
     if isinstance(where, EmbeddedAddress):
         private = embedded_daemon(where)
@@ -145,8 +145,8 @@ def _data_plane(
 ) -> memd_native.ClientSession:
     connection = reattach.connection
     session_fd, table_fd, doorbell_fd = connection.session_descriptors(attached.session_id)
-    # The native session outlives this one while tensors share its memory, and `reattach` holds it:
-    # a strong reference back would be a cycle that no garbage collector sees.
+    # The native session outlives this one while tensors share its memory, and `reattach` holds it.
+    # A strong reference back would be a cycle that the garbage collector cannot see.
     weak = ref(reattach)
 
     def more_segments(first: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The control plane: gRPC calls with the session's token, and their errors as exceptions."""
+"""The control plane: gRPC calls that carry the session's token, and raise exceptions."""
 
 # The generated gRPC stubs have no types.
 # mypy: disable-error-code="no-any-return"
@@ -26,13 +26,13 @@ from memd_proto.v1 import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-# Calls that only look something up, or change it in memory.
+# Calls that read or change memory only.
 _SHORT_S = 60.0
-# Calls that wait for the disk to take everything a job has.
+# Calls that may wait until all that a job has is on disk.
 _LONG_S = 600.0
-# The server sets it beside the rich status, so that a client needs no server packages to read it.
+# The server sets it beside the rich status, which only server packages can read.
 _ERROR_METADATA = "memd-error-bin"
-# For errors that did not come from the daemon's own code. The numbers are those of StatusCode in
+# Used for errors that gRPC itself reports. The numbers are those of StatusCode in
 # native/base/status.h.
 _CODES = {
     grpc.StatusCode.INVALID_ARGUMENT: 1,
@@ -50,13 +50,13 @@ _CODES = {
 }
 
 
-# A connection of its own: gRPC would share one with an earlier session of this process, and hand a
-# new session the refusal that the old one met while the daemon was down.
+# Each session has its own connection. gRPC would otherwise share one with an earlier session of
+# this process, and refuse a new session because the old one met a daemon that was down.
 _CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 
 
 class StepCall:
-    """A Step call on its way. Any thread may ask for its answer, again and again."""
+    """A Step call that was sent. Any thread may ask for its answer, any number of times."""
 
     def __init__(self, future: Any, translated: Callable[[Any], Exception]) -> None:
         self._future = future
@@ -77,12 +77,12 @@ class StepCall:
             raise DaemonUnavailable("the session was closed before the daemon answered") from error
 
     def seconds(self) -> float:
-        """From the call to its answer, which is there."""
-        answered = self._answered  # None: gRPC is about to tell
+        """The time from the call to its answer, which has arrived."""
+        answered = self._answered  # None: gRPC is about to call `_note_answer`
         return (time.perf_counter() if answered is None else answered) - self._sent
 
     def _note_answer(self, future: Any) -> None:
-        # In a thread of gRPC, perhaps a moment after `result` has returned.
+        # Runs in a thread of gRPC, perhaps just after `result` has returned.
         del future
         self._answered = time.perf_counter()
 
@@ -113,23 +113,23 @@ class _Channel:
 
 
 class Control:
-    """Calls to one daemon. Any thread may call it; each call has a deadline and raises MemdError.
+    """Calls to one daemon. Any thread may call; each call has a deadline and raises MemdError.
 
-    The channel is made at the first call: gRPC threads that exist before a fork make the child
-    hang.
+    The channel is made at the first call, because gRPC threads that exist before a fork make the
+    child hang.
     """
 
     def __init__(
         self, *, address: str, token: str, last_words: Callable[[], str] | None = None
     ) -> None:
         self._address = address
-        self._last_words = last_words  # of a private daemon, once it is gone
+        self._last_words = last_words  # the end of a private daemon's log
         self._metadata = (("memd-token", token),)
         self._lock = threading.Lock()
         self._channel: _Channel | None = None
 
     def renew(self, *, address: str, token: str) -> None:
-        """Calls go to the next daemon from now on; those under way are given up."""
+        """From now on calls go to the next daemon. Running calls are cancelled."""
         with self._lock:
             old, self._channel = self._channel, None
             self._address = address
@@ -147,12 +147,12 @@ class Control:
         return self._call(self._open().sessions.Declare, request, _SHORT_S)
 
     def begin_step(self, request: session_pb2.StepRequest) -> StepCall:
-        """Sends it and returns; the answer comes to the call."""
+        """Sends the step and returns at once; the result has the answer later."""
         method = self._open().sessions.Step.future
         return StepCall(self._invoke(method, request, _LONG_S), self._translated)
 
     def step(self, request: session_pb2.StepRequest) -> session_pb2.StepResponse:
-        """As `begin_step`, and waits for the answer."""
+        """Sends the step and waits for the answer."""
         return self._call(self._open().sessions.Step, request, _LONG_S)
 
     def expect_step(self, request: session_pb2.ExpectStepRequest) -> session_pb2.ExpectStepResponse:
@@ -219,8 +219,8 @@ class Control:
         try:
             return method(request, timeout=timeout_s, metadata=self._metadata)
         except ValueError as error:
-            # gRPC's whole word for a channel that another thread has closed since `method` was
-            # made from it.
+            # This text is all that gRPC says of a channel that another thread has closed after
+            # `method` was made.
             if not str(error).startswith("Cannot invoke RPC"):
                 raise
             raise DaemonUnavailable(
@@ -229,18 +229,18 @@ class Control:
             ) from error
 
     def _translated(self, error: Any) -> Exception:
-        """`error` is a grpc.RpcError that is also a grpc.Call, which gRPC's types don't say."""
+        """`error` is a grpc.RpcError and a grpc.Call at once, which gRPC has no type for."""
         message = error.details() or "the daemon gave no reason"
         for key, value in error.trailing_metadata() or ():
             if key == _ERROR_METADATA:
                 detail = types_pb2.ErrorDetail.FromString(value)
                 return from_code(detail.code, message, detail.error_number)
-        # CANCELLED: by a daemon that stops, or because the channel was renewed.
+        # CANCELLED: the daemon stops, or the channel was renewed.
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             said = self._last_words() if self._last_words is not None else ""
             return DaemonUnavailable(
                 f"the daemon at {self._address} is gone; start it and connect again: {message}"
-                + (f"\nit said at last:\n{said}" if said else "")
+                + (f"\nits last output:\n{said}" if said else "")
             )
         code = _CODES.get(error.code())
         return from_code(code, message) if code else DaemonFailed(f"{error.code().name}: {message}")

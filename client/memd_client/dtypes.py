@@ -1,4 +1,4 @@
-"""Element types of shards: torch's and the protocol's."""
+"""Element types of shards: torch's names and the protocol's numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DTYPES: dict[int, torch.dtype] = {number: dtype for dtype, number in DTYPE_NUMB
 
 
 def dtype_number(dtype: torch.dtype, *, name: str) -> types_pb2.DType:
-    """The protocol's number of `dtype`; `name` is that of the tensor, for the error."""
+    """The protocol's number of `dtype`. Errors mention `name`, the tensor's."""
     number = DTYPE_NUMBERS.get(dtype)
     if number is None:
         raise InvalidArgument(

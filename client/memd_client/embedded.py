@@ -18,10 +18,10 @@ from memd_client.errors import DaemonUnavailable
 if TYPE_CHECKING:
     from memd_client.address import EmbeddedAddress
 
-# A closed step is finished first: everything a job has goes to disk at most once.
+# The daemon finishes a closed step first, which writes all that a job has at most once.
 _STOP_S = 120.0
 
-# A temporary volume is written anew at every start, some seconds for 10 GiB.
+# A temporary volume is written at every start, which takes some seconds for 10 GiB.
 _TEMPORARY_NVME_BYTES = 2 << 30
 
 _LAST_LINES = 10
@@ -32,7 +32,7 @@ _lock = threading.Lock()
 
 def embedded_daemon(address: EmbeddedAddress) -> EmbeddedDaemon:
     """This process's daemon for `address`, started at the first call. It ends with the process, not
-    with a session: a job that was closed is found again.
+    with a session, so a later session finds the same jobs.
     """
     with _lock:
         daemon = _daemons.get(address)
@@ -42,13 +42,13 @@ def embedded_daemon(address: EmbeddedAddress) -> EmbeddedDaemon:
 
 
 class EmbeddedDaemon:
-    """`memd serve` as a child, with its socket in a folder of its own. It watches this process and
-    stops when that dies; here it is stopped at exit, and what was temporary is removed.
+    """`memd serve` as a child process, with its socket in a folder of its own. It watches this
+    process and stops if that dies. At a normal exit it is stopped, and temporary files are removed.
     """
 
     def __init__(self, address: EmbeddedAddress) -> None:
         self._parent = os.getpid()
-        # A unix socket's path is below 108 bytes, and a socket may lie on tmpfs; data may not.
+        # A unix socket's path has at most 107 bytes. A socket may be on tmpfs; data may not.
         self._sockets = Path(
             tempfile.mkdtemp(prefix="memd-", dir=os.environ.get("XDG_RUNTIME_DIR"))
         )
@@ -74,7 +74,7 @@ class EmbeddedDaemon:
         return self._process.pid
 
     def last_words(self) -> str:
-        """The last lines of its stderr, for who finds it dead."""
+        """The last lines of its stderr, which tell why it has ended."""
         if self._log.closed:
             return ""
         self._log.flush()
@@ -85,8 +85,8 @@ class EmbeddedDaemon:
         return os.getpid() == self._parent and self._process.poll() is None
 
     def stop(self) -> None:
-        """Ends the child and removes what was temporary. Does nothing in a forked child, and
-        nothing the second time.
+        """Ends the daemon and removes temporary files. A second call does nothing, and neither does
+        one in a forked child.
         """
         if os.getpid() != self._parent:
             return
@@ -105,8 +105,7 @@ class EmbeddedDaemon:
         atexit.unregister(self.stop)
 
     def _temporary_data(self) -> Path:
-        # Not the temporary folder, which may be tmpfs: it takes O_DIRECT and keeps the bytes in
-        # memory.
+        # The temporary folder may be tmpfs, which accepts O_DIRECT and keeps the bytes in memory.
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memd"
         cache.mkdir(parents=True, exist_ok=True)
         data = Path(tempfile.mkdtemp(prefix="embedded-", dir=cache))
@@ -135,9 +134,7 @@ class EmbeddedDaemon:
         return command
 
     def _wait_until_ready(self) -> None:
-        """The daemon prints one line when it is ready, and closes its output when it is not to
-        be.
-        """
+        """The daemon prints one line when it is ready, and closes its output if it cannot start."""
         if self._process.stdout is not None and self._process.stdout.readline():
             return
         status = self._process.wait()
@@ -146,5 +143,5 @@ class EmbeddedDaemon:
         self.stop()
         raise DaemonUnavailable(
             "the embedded daemon did not start (exit status "
-            f"{status}):\n{said or 'it said nothing'}"
+            f"{status}):\n{said or 'it printed nothing'}"
         )

@@ -1,21 +1,21 @@
-"""What can go wrong, as exceptions.
+"""The exceptions of the client.
 
 MemdError
-├── InvalidArgument(ValueError)        asked for something that cannot be; nothing has changed
+├── InvalidArgument(ValueError)        the call is not possible; nothing has changed
 ├── UnknownName(KeyError)              no shard or job of this name
 ├── NotYet(NotImplementedError)        a promised feature that this version does not have
-├── PermissionDenied(PermissionError)  a job of another user
-├── DaemonUnavailable                  nobody listens, or the daemon stopped; connect again
-├── DeadlineExceeded(TimeoutError)     waited too long; the message says on what
+├── PermissionDenied(PermissionError)  the job belongs to another user
+├── DaemonUnavailable                  no daemon listens, or it stopped; connect again
+├── DeadlineExceeded(TimeoutError)     a wait took too long; the message says for what
 ├── CapacityError                      memory or disk is full; end leases or raise host_bytes
 ├── DeviceError(OSError)               a device failed: .errno
-├── IntegrityError                     a checksum did not match twice
-├── NotDurable                         committed in memory, and not put on disk as was asked for
+├── IntegrityError                     a checksum did not match, twice
+├── NotDurable                         committed in memory, but not on disk as requested
 ├── SessionFenced                      the daemon gave this session up; connect again
-├── NotResident(RuntimeError)          bytes were needed in place that are in memd; see gather
-└── DaemonFailed                       the daemon answered with none of the above
+├── NotResident(RuntimeError)          the bytes are in memd and were needed here; see gather
+└── DaemonFailed                       any other error of the daemon
 
-Each that has a second base can be caught as that too.
+The class in parentheses is a second base.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class DeadlineExceeded(MemdError, TimeoutError):
 
 
 class CapacityError(MemdError):
-    """Host memory or disk space is used up by what cannot be freed; end leases or ask for more when
-    connecting.
+    """Host memory or disk space is full, and nothing in it can be freed; end leases, or request
+    more when connecting.
     """
 
 
@@ -70,12 +70,12 @@ class DeviceError(MemdError, OSError):
 
 
 class IntegrityError(MemdError):
-    """Bytes on disk do not match their checksum, read twice. Never returned as data."""
+    """Bytes on disk were read twice and do not match their checksum. They are never returned."""
 
 
 class NotDurable(MemdError):
-    """A step is committed in memory and was to be on disk as well, which failed. It is made: go on
-    with the next one, which tries the disk again.
+    """A step is committed in memory, but writing it to disk failed. The step is made: go on with
+    the next one, which tries the disk again.
     """
 
 
@@ -84,13 +84,13 @@ class SessionFenced(MemdError):
 
 
 class NotResident(MemdError, RuntimeError):
-    """A parameter that is away was used in a way that needs its bytes in place;
-    `memd_client.gather` brings them.
+    """A parameter whose bytes are in memd was used in a way that needs them in place;
+    `memd_client.gather` puts them there.
     """
 
 
 class DaemonFailed(MemdError):
-    """The daemon answered with an error that has no class of its own; its log says more."""
+    """The daemon answered with an error that has no class of its own; its log tells more."""
 
 
 # The numbers of StatusCode in native/base/status.h.

@@ -1,4 +1,4 @@
-"""Parameters whole and ordinary, for inspection or modification."""
+"""Parameters as ordinary tensors, for inspection or modification."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which order backward makes gradients, so that their slots are there before they are."""
+"""The order in which backward makes gradients, so that their slots are reserved ahead."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
     from memd_client.shard import Shard
 
-# A request takes up to several milliseconds where compute threads keep all cores busy, which is as
-# long as a layer's backward (one of 8 layers of 512: 3 ms). Asked for in halves of this many, so
-# that the daemon wakes once for several.
+# A request takes up to several milliseconds while compute threads keep all cores busy, as long as a
+# layer's backward (3 ms for a layer of width 512). Slots are requested in batches of half this
+# number, so that the daemon wakes once for several.
 _AHEAD_COUNT = 16
 _AHEAD_BYTES = 32 << 20
 
@@ -35,7 +35,8 @@ class Slot(Protocol):
 
 
 class BackwardEnd:
-    """A callback of one backward. torch calls none where backward raised, but drops them all."""
+    """A callback for the end of one backward. If backward raised, torch does not call its callbacks
+    but drops them, hence `__del__`."""
 
     def __init__(self, order: GradientOrder, graph_task: int) -> None:
         self._order = weakref.ref(order)
@@ -51,18 +52,18 @@ class BackwardEnd:
 
 
 class Asking(Protocol):
-    """What it needs of `memd_native.ClientSession`."""
+    """The part of `memd_native.ClientSession` that this uses."""
 
     def ask_ahead(self, shard_ids: Sequence[int]) -> None: ...
     def forget_asked(self) -> bool: ...
 
 
 class GradientOrder:
-    """Asks for the slots that backward will need next, as the one before it did. Another order
-    costs what it cost before: a wait for each. Any thread may call.
+    """Reserves the slots that backward will need next, in the order of the last backward. If the
+    order changes, each gradient waits for its own slot. Any thread may call.
 
-    Only slots without a gradient are asked for, so that none which a step takes is leased still;
-    what is not used is given back at the end of backward, also of one that ended early.
+    Only slots without a gradient are reserved, so that a step never takes one that is still leased.
+    Unused slots are returned at the end of backward, even if it raised.
     """
 
     def __init__(self, plane: Asking) -> None:
@@ -71,18 +72,18 @@ class GradientOrder:
         self._order: list[weakref.ref[Slot]] = []
         self._position: dict[int, int] = {}  # shard id → in `_order`
         self._next_order: list[weakref.ref[Slot]] = []
-        self._begin = 0  # in `_order`: what is expected next
-        self._end = 0  # what is asked for ends here
+        self._begin = 0  # in `_order`: the next expected
+        self._end = 0  # in `_order`: behind the last reserved
         self._has_asked = False
-        self._graph_task = _NO_TASK  # the backward whose end is waited for
-        self._expected_task = _NO_TASK  # the last one that was expected to make gradients
-        # Reentrant: a BackwardEnd that torch does not take ends inside.
+        self._graph_task = _NO_TASK  # the backward at whose end slots are returned
+        self._expected_task = _NO_TASK  # the last backward passed to `expect_backward`
+        # Reentrant: a BackwardEnd that torch refuses is deleted inside.
         self._lock = RLock()
 
     def expect_backward(self, shard_id: int) -> None:
-        """Backward uses a parameter, and no step is on its way or open: asks for the first slots,
-        for which the first gradient would wait while all cores compute. Where the last backward
-        made no gradient of the parameter it is one of another model."""
+        """Backward uses a parameter, and no step is in flight or open. Reserves the first slots,
+        for which the first gradient would otherwise wait while all cores compute. Does nothing if
+        the last backward made no gradient of this parameter: it was another model's."""
         graph_task = _graph_task()
         if graph_task in (self._expected_task, _NO_TASK) or shard_id not in self._position:
             return
@@ -90,14 +91,14 @@ class GradientOrder:
             self._expected_task = graph_task
             if self._may_ask and not self._end:
                 self._ask_until(_AHEAD_COUNT // 2)
-                self._give_back_after(graph_task)
+                self._return_after(graph_task)
 
     def stop_asking(self) -> None:
-        """From now on no slot is taken before its gradient is there."""
+        """From now on no slot is reserved ahead."""
         self._may_ask = False
 
     def came(self, slot: Slot, *, is_first: bool) -> None:
-        """A gradient is in its slot; `is_first`: since the last step."""
+        """A gradient is in its slot; `is_first`: the first one since the last step."""
         with self._lock:
             if is_first:
                 self._next_order.append(weakref.ref(slot))
@@ -106,17 +107,17 @@ class GradientOrder:
             if position is None or not self._may_ask or graph_task == _NO_TASK:
                 return
             if not self._begin <= position < self._end:
-                # Another place than the one it was going to.
-                self._give_back()
+                # Backward follows another order than the last one.
+                self._return_slots()
                 self._end = position + 1
             self._begin = position + 1
             if self._end - self._begin > _AHEAD_COUNT // 2:
                 return
             self._ask_until(position + 1 + _AHEAD_COUNT)
-            self._give_back_after(graph_task)
+            self._return_after(graph_task)
 
-    def _give_back_after(self, graph_task: int) -> None:
-        """What is asked for now, once this backward ends."""
+    def _return_after(self, graph_task: int) -> None:
+        """Returns unused slots when this backward ends."""
         if self._has_asked and self._graph_task != graph_task:
             self._graph_task = graph_task
             Variable._execution_engine.queue_callback(BackwardEnd(self, graph_task))
@@ -137,24 +138,23 @@ class GradientOrder:
             self._plane.ask_ahead(wanted)
             self._has_asked = True
 
-    def _give_back(self) -> None:
+    def _return_slots(self) -> None:
         if self._has_asked:
             self._plane.forget_asked()
         self._has_asked = False
         self._begin = self._end = 0
 
     def end_backward(self, graph_task: int) -> None:
-        """Whether it came to its end or raised. One that is over and another that has begun do not
-        concern each other."""
+        """Backward is complete or has raised. Ignored if another backward has begun meanwhile."""
         with self._lock:
             if graph_task == self._graph_task:
-                self._give_back()
+                self._return_slots()
                 self._graph_task = _NO_TASK
 
     def end_round(self) -> None:
         """A step takes the gradients, or they are dropped."""
         with self._lock:
-            self._give_back()
+            self._return_slots()
             if self._next_order:
                 self._order, self._next_order = self._next_order, []
                 self._position = {

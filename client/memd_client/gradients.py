@@ -1,4 +1,4 @@
-"""Where a parameter's gradient lies: in the arena, from the moment autograd has accumulated it."""
+"""The gradient of a parameter, kept in the arena once autograd has accumulated it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ if TYPE_CHECKING:
 
 
 class GradientSlot:
-    """The gradient of one parameter, in the parameter's dtype and shape. Any thread may use it.
-
-    `present` from the first accumulation until a step consumed it or it was dropped.
+    """The gradient of one parameter, in the parameter's dtype and shape. `present` from the first
+    accumulation until a step consumes it or it is dropped. Any thread may call.
     """
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
         self._lock = RLock()
         self._present = False
-        # What `p.grad` returned: the same tensor for as long as somebody holds it, because a lease
-        # for writing is alone.
+        # The tensor that `p.grad` returned. It is returned again for as long as somebody holds it,
+        # since there can be only one lease for writing.
         self._held: weakref.ref[torch.Tensor] | None = None
 
     @property
@@ -41,12 +40,12 @@ class GradientSlot:
         return self._present
 
     def hold_still(self, held: ExitStack) -> None:
-        """Until `held` is closed other threads neither add to it nor lease it."""
+        """Until `held` is closed, other threads neither add to it nor lease it."""
         held.enter_context(self._lock)
 
     @torch.no_grad()
     def accumulate(self, gradient: torch.Tensor, leases: Leases) -> None:
-        """Adds `gradient` in its own dtype, as torch adds to `p.grad`."""
+        """Adds `gradient` in its dtype, as torch adds to `p.grad`."""
         self._check(gradient)
         with self._lock:
             is_first = not self._present
@@ -58,14 +57,14 @@ class GradientSlot:
 
     @torch.no_grad()
     def replace(self, gradient: torch.Tensor, leases: Leases) -> None:
-        """What `p.grad = gradient` does."""
+        """For `p.grad = gradient`."""
         self._check(gradient)
         with self._lock:
-            self.let_go()
+            self._end_lease()
             self._overwrite(gradient, leases)
 
     def tensor(self, leases: Leases) -> torch.Tensor:
-        """The gradient itself, for reading and changing in place. Only where `present`."""
+        """The gradient itself, to read or change in place. Only while `present`."""
         with self._lock:
             held = self._held() if self._held is not None else None
             if held is None:
@@ -74,15 +73,13 @@ class GradientSlot:
             return held
 
     def read(self, leases: Leases) -> torch.Tensor:
-        """The gradient for reading only: many may do so at a time. Only where `present`."""
+        """The gradient for reading, by many at a time. Only while `present`."""
         with self._lock:
             held = self._held() if self._held is not None else None
             return held if held is not None else leases.gradient(self._shard, MODE_READ)
 
-    def let_go(self) -> None:
-        """Ends the lease of whoever still holds what `p.grad` returned: their tensor goes on with a
-        copy of its own.
-        """
+    def _end_lease(self) -> None:
+        """Ends the lease behind `p.grad`. A tensor that the user still holds gets a copy."""
         with self._lock:
             held = self._held() if self._held is not None else None
             if held is not None:
@@ -90,14 +87,14 @@ class GradientSlot:
             self._held = None
 
     def forget(self) -> None:
-        """The gradient is gone: a step consumed it, or it was dropped."""
+        """A step consumed the gradient, or it was dropped."""
         with self._lock:
-            self.let_go()
+            self._end_lease()
             self._present = False
 
     def take_back(self) -> None:
-        """The step that had it came to nothing: memd holds it as before."""
-        # Without the lock: a thread that holds it may be waiting in a lease to hear of this.
+        """The step that took it was not made: memd has it as before."""
+        # Without the lock: a thread that holds it may wait, in a lease, for this step to settle.
         self._present = True
 
     def _overwrite(self, gradient: torch.Tensor, leases: Leases) -> None:

@@ -86,7 +86,7 @@ class Job:
 
     @property
     def host_bytes(self) -> int:
-        """What the job may use of the daemon's host memory."""
+        """The job's quota of the daemon's host memory."""
         return self._host_bytes
 
     @property

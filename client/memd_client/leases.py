@@ -39,17 +39,17 @@ __all__ = [
     "Leases",
 ]
 
-# A miss waits for the disk, and perhaps for a step to end.
+# A lease may wait for the disk, and for a step to end.
 _TIMEOUT_S = 60.0
-# Larger gradients are copied by torch, on as many threads as it computes with; up to here what one
-# thread writes past the caches is as fast, and what a tensor over the slot costs shows.
+# torch copies larger gradients, on as many threads as it computes with. Up to this size one thread
+# that writes past the caches is as fast, and saves the cost of a tensor over the slot.
 _COPIED_BYTES_MAX = 4 << 20
-# How often a lease that follows a step looks whether that failed before it came to the store.
+# How often a lease that follows a step checks whether that step failed before it reached the store.
 _LOOK_S = 10.0
 
 
 class LeaseStatistics(Protocol):
-    """What the native session counts."""
+    """Counters of the native session."""
 
     @property
     def lease_count(self) -> int: ...
@@ -70,7 +70,7 @@ class LeaseStatistics(Protocol):
 
 
 class DataPlane(Protocol):
-    """What leases need of `memd_native.ClientSession`."""
+    """The part of `memd_native.ClientSession` that leases use."""
 
     def lease_together(
         self,
@@ -103,7 +103,7 @@ class DataPlane(Protocol):
 
 
 class FollowedStep(Protocol):
-    """What leases need of `steps.Steps`."""
+    """The part of `steps.Steps` that leases use."""
 
     @property
     def is_open(self) -> bool: ...
@@ -113,7 +113,7 @@ class FollowedStep(Protocol):
 
 
 class NoStep:
-    """For leases that follow nothing."""
+    """For leases that follow no step."""
 
     @property
     def is_open(self) -> bool:
@@ -130,18 +130,18 @@ class NoStep:
 
 
 class Leases:
-    """Leases of one session. Any thread may ask; each waits for at most a minute after the step
+    """Leases of one session. Any thread may call. A lease waits for at most a minute after the step
     that it follows has ended.
 
-    A lease is over when the last tensor that shares its storage is freed: keep none longer than it
-    is used.
+    A lease ends when the last tensor that shares its storage is freed, so keep none longer than you
+    use it.
     """
 
     def __init__(self, plane: DataPlane, *, job: str, retrying: Retrying | None = None) -> None:
         self._plane = plane
         self._job = job
         self._retrying = retrying or AtOnce()
-        self._groups: dict[int, int] = {}  # shard id → under which its waits are counted
+        self._groups: dict[int, int] = {}  # shard id → the group that its waits are counted under
         self._step: FollowedStep = NoStep()
         self._gradient_order = GradientOrder(plane)
 
@@ -162,21 +162,21 @@ class Leases:
     def value(self, shard: Shard, mode: int = MODE_READ) -> torch.Tensor:
         """The bytes of a parameter, buffer or blob, in the shard's shape."""
         if mode == MODE_READ:
-            # First without all that a request needs.
+            # First the fast path, which sends no request.
             lease = self.resident(shard)
             if lease is not None:
                 return lease
         return self._ask([shard], PART_VALUE, mode)[0]
 
     def resident(self, shard: Shard) -> torch.Tensor | None:
-        """The same for reading, where that takes no request: what is refused or away is None."""
+        """A lease for reading that needs no request; None if there is none, for any reason."""
         lease: torch.Tensor | None = self._plane.lease_resident(
             shard.shard_id, DTYPE_NUMBERS[shard.dtype], shard.shape
         )
         return lease
 
     def values(self, shards: Sequence[Shard], mode: int = MODE_READ) -> list[torch.Tensor]:
-        """`value` of each, which all wait at once. Where one cannot be had, none is."""
+        """`value` of each, all or none. The requests are sent together."""
         return self._ask(shards, PART_VALUE, mode)
 
     def gradient(self, shard: Shard, mode: int = MODE_READ) -> torch.Tensor:
@@ -184,7 +184,7 @@ class Leases:
         return self._ask([shard], PART_GRADIENT, mode)[0]
 
     def overwrite_gradient(self, shard: Shard, gradient: torch.Tensor) -> None:
-        """`gradient`, in the parameter's shape and dtype, becomes that of the parameter."""
+        """Copies `gradient`, in the parameter's shape and dtype, into the parameter's slot."""
         if not _is_plain_memory(gradient) or self._step.settle_answered():
             self.gradient(shard, MODE_OVERWRITE).copy_(gradient)
             return
@@ -220,7 +220,7 @@ class Leases:
                 self.value(shard, MODE_OVERWRITE).copy_(value)
 
     def read(self, shard: Shard) -> torch.Tensor:
-        """The bytes of `shard`; a shard without elements has none to lease."""
+        """The bytes of `shard`. A shard without elements cannot be leased."""
         return (
             self.value(shard)
             if shard.element_count
@@ -237,7 +237,7 @@ class Leases:
         self._retrying.calling(prefetch, lease=True)
 
     def gradient_is_final(self, shard: Shard) -> None:
-        """A hint: to a daemon that is gone it is not said again."""
+        """Tells the daemon; a hint, which is not repeated if the daemon is gone."""
         try:
             self._plane.gradient_is_final(shard.shard_id)
         except memd_native.StatusError as error:
@@ -245,7 +245,7 @@ class Leases:
                 raise self._translated(error, shard) from error
 
     def follow(self, call: int) -> None:
-        """Leases from now on come after the step of this call; 0: after none on its way."""
+        """Leases from now on come after the step of this call; 0: no step is in flight."""
         self._plane.follow(call)
 
     def statistics(self) -> LeaseStatistics:
@@ -260,7 +260,7 @@ class Leases:
         self._plane.close()
 
     def note_stall(self, shard: Shard | None, reason: int, seconds: float) -> None:
-        """The caller has waited by other means than a lease, for `shard` if for one of them."""
+        """Counts a wait of the caller that was no lease, under `shard` if it was for one."""
         group = self._group_of(shard) if shard is not None else 0
         self._plane.note_stall(current_phase(), group, reason, seconds)
 
@@ -283,7 +283,7 @@ class Leases:
             found: list[Any] = [None] * len(shards)
             was_settled = False
             while True:
-                # The step has a deadline of its own, and the lease's begins with its end.
+                # The step has its own deadline, and the lease's begins when the step ends.
                 follows = self._step.settle_answered()
                 timeout_s = _LOOK_S if follows else _TIMEOUT_S
                 missing = [index for index, lease in enumerate(found) if lease is None]
@@ -298,16 +298,16 @@ class Leases:
                         found[index] = answer
                 if not failures:
                     return found
-                # One that will not pass says more than one that has not passed yet.
+                # A refusal tells more than a timeout.
                 failures.sort(key=lambda each: each[0].code == CODE_DEADLINE)
                 error, shard = failures[0]
                 if follows and error.code == CODE_DEADLINE:
                     continue
-                # Of the others nothing is kept while it is found out what has become of the step.
+                # Keep no other lease while waiting for the step's outcome.
                 found = [None] * len(shards)
                 del answers, answer
                 if follows and error.code != CODE_UNAVAILABLE and not was_settled:
-                    # Where the step failed that is why, and its own error says more.
+                    # If the step failed, that is the cause, and its own error tells more.
                     self._step.settle_for_lease()
                     was_settled = True
                     continue
@@ -316,8 +316,8 @@ class Leases:
         try:
             return self._retrying.calling(ask, lease=True)
         except DaemonUnavailable as error:
-            # What that means for the step that is on its way is what matters most. Its answer is
-            # not waited for: the lease has waited for the daemon as long as one may.
+            # The step in flight matters most: it is unknown now. Its answer is not waited for,
+            # since the lease has already waited as long as a caller should.
             self._step.note_unreachable(error)
             raise
 
@@ -332,15 +332,15 @@ class Leases:
     def _translated(self, error: memd_native.StatusError, shard: Shard) -> MemdError:
         message = f"job {self._job!r}, shard {shard.name!r}: {error}"
         if error.code == CODE_CAPACITY:
-            message += "; let go of tensors that share memd's memory, or raise the job's host_bytes"
+            message += "; free tensors that share memd's memory, or raise the job's host_bytes"
         if error.code == CODE_NOT_FOUND:
             message += "; was it deleted, or the job dropped, by another process?"
         return from_code(error.code, message, error.error_number)
 
 
 def _is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Its elements are `nbytes` bytes in the order of its shape, few enough that one thread copies
-    them."""
+    """Its elements lie in memory in the order of its shape, and are few enough for one thread to
+    copy."""
     return (
         type(tensor) is torch.Tensor
         and tensor.is_cpu

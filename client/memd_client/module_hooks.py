@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 class _Frame:
-    """A module call that this thread is in. Its cost counts for every module: as two context
-    managers on an `ExitStack` it was 20 µs."""
+    """A module call that this thread is in. Its cost counts, since every module call has one: two
+    context managers on an `ExitStack` took 20 µs."""
 
     __slots__ = ("_held", "_hooks", "_module")
 
@@ -72,7 +72,7 @@ class _ModuleCalls(local):
         frame.open()
 
     def leave(self, module: nn.Module) -> None:
-        """Does nothing where another module's hook failed before ours was called: then no frame of
+        """Does nothing if a hook of somebody else failed before ours was called: then no frame of
         `module` is on top."""
         if self._frames and self._frames[-1].is_of(module):
             self._close_last()
@@ -91,20 +91,20 @@ _calls = _ModuleCalls()
 
 
 def stream(module: nn.Module) -> None:
-    """From now on the parameters of `module` that are away come when a module call needs them."""
+    """From now on a module call fetches the parameters of `module` that it needs."""
     for child in module.modules():
-        # First and last: hooks of others see the parameters in place.
+        # First and last, so that other hooks see the parameters in place.
         child.register_forward_pre_hook(_enter, prepend=True)
         child.register_forward_hook(_leave, always_call=True)
         child.register_state_dict_post_hook(_copy_out)
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Those that a call of `module` itself uses.
+    """The parameters that a call of `module` itself uses.
 
-    `nn.MultiheadAttention` hands the parameters of its child to one kernel without calling the
-    child; so does `nn.TransformerEncoderLayer` in evaluation. Fetched one by one they would take
-    another kernel, which rounds differently.
+    `nn.MultiheadAttention` passes its child's parameters to one kernel without calling the child,
+    and so does `nn.TransformerEncoderLayer` in evaluation. If they were fetched one by one, torch
+    would choose another kernel, which rounds differently.
     """
     reaches = isinstance(module, nn.MultiheadAttention) or (
         isinstance(module, nn.TransformerEncoderLayer) and not module.training
@@ -115,9 +115,9 @@ def own_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def end_interrupted_calls() -> None:
-    """Lets go of what module calls of this thread hold that were left without their hooks, which
-    torch runs after an exception, but not after a KeyboardInterrupt. For places where no module
-    call can be under way."""
+    """Releases what interrupted module calls of this thread still hold: torch runs forward hooks
+    after an exception, but not after a KeyboardInterrupt. The caller must not be inside a module
+    call."""
     _calls.leave_all()
 
 
@@ -132,8 +132,8 @@ def _leave(module: nn.Module, inputs: Any, output: Any) -> None:
 
 
 def _copy_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A state_dict is kept and saved: it gets copies, one module's at a time, instead of leases on
-    the whole model.
+    """Puts copies into a state_dict, one module at a time. It is kept and saved, and leases would
+    hold the whole model in memory.
     """
     del metadata
     for name, parameter in module._parameters.items():

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 _DTYPES = (torch.float32, torch.bfloat16)
-# What an update needs beside: two tiles of 256 Ki elements with 12 bytes each, one that is computed
-# while the other moves.
+# An update needs two tiles of 256 Ki elements of 12 bytes: one is computed while the other is
+# moved.
 _TILES_BYTES = 2 * (256 << 10) * 12
 
 
@@ -39,17 +39,17 @@ def offload(
     activations: str | None = None,
 ) -> ModuleT:
     """Moves the parameters of `module` into memd, in place, and returns the module. They are in
-    memory only while they are used; the module's code stays as it is. On a job that holds
-    parameters of these names already, the stored values win.
+    memory only while they are used; the module's code does not change. If the job already has
+    parameters of these names, the stored values win.
 
     A parameter that is away answers for its shape and dtype, and any operation fetches it;
     `param.grad` is the gradient in memd. Buffers stay in this process; persistent ones are part of
-    every step.
+    every commit.
 
     Args:
-        module: contiguous parameters of float32 or bfloat16 on the CPU.
-        session: with shared memory.
-        tier: where bytes live while nobody uses them: "nvme"; of parameters not yet "host".
+        module: its parameters are contiguous, of float32 or bfloat16, and on the CPU.
+        session: it has shared memory.
+        tier: where bytes are kept while nobody uses them: "nvme"; "host" comes in a later version.
         device: where they are used; "cpu" in this version.
         activations: not yet.
 
@@ -90,7 +90,7 @@ def offload(
     stored = buffers.exchange(job)
     job.sync_if_needed()
 
-    # Nothing below fails, so that the module is either as it was or offloaded.
+    # Nothing below fails: the module is either as it was, or offloaded.
     for buffer, value in stored:
         with torch.no_grad():
             buffer.copy_(value)
@@ -197,8 +197,8 @@ def _spec(name: str, parameter: nn.Parameter, tier: types_pb2.Tier) -> types_pb2
 
 
 def _return_freed_memory() -> None:
-    """glibc keeps freed memory for the process: all but the largest parameters would stay in its
-    resident size. Other C libraries give it back by themselves and have no such function.
+    """glibc keeps freed memory, so all but the largest parameters would stay in this process's
+    resident size. Other C libraries return it by themselves and do not have this function.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

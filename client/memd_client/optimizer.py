@@ -1,4 +1,4 @@
-"""Adam and AdamW whose states live in memd."""
+"""Adam and AdamW that keep their states in memd."""
 
 from __future__ import annotations
 
@@ -29,34 +29,33 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Adam(torch.optim.Optimizer):
-    """`torch.optim.Adam` with its states in memd: the same update, in float32 with the bits of
-    torch's fused CPU kernel; bfloat16 parameters are updated in float32 and rounded.
+    """`torch.optim.Adam` with its states in memd. The update is the same: in float32 it has the
+    bits of torch's fused CPU kernel; bfloat16 parameters are updated in float32 and rounded.
 
-    For offloaded parameters `step()` consumes the gradients. Parameters that are not offloaded stay
-    in this process: `step()` takes `p.grad`, which stays until `zero_grad()`, and puts the new
-    values in place; on a job that holds parameters of these names already, the stored values win.
-    Their names are those of `named_parameters()` where the optimizer was given these, else their
-    positions.
+    `step()` consumes the gradients of offloaded parameters. Other parameters stay in this process:
+    `step()` reads `p.grad`, which stays until `zero_grad()`, and puts the new values in place. If
+    the job already has parameters of these names, the stored values win. They have the names of
+    `named_parameters()` if the optimizer was given these, and their positions otherwise.
 
     Args:
         params: parameters, (name, parameter) pairs or groups, as for torch.
-        lr, betas, eps, weight_decay: as for torch; read from the group in every step, so that
+        lr, betas, eps, weight_decay: as for torch. Every step reads them from the group, so
             schedulers work.
         amsgrad, maximize, state_dtype: only the defaults in this version.
-        step_in_backward: updates begin while backward runs, of each offloaded parameter once its
-            gradient is there; `step()` then does what is left, and nothing has changed before it.
-            The loop stays as it is and the numbers are the same, also where the learning rate
-            changes before `step()` or a gradient is changed through `p.grad`: what was made with
-            the old ones is made again. One backward a step: a second gradient of a parameter
-            raises InvalidArgument in backward, and so do `clip_grad_norm_()` and a GradScaler,
-            which change every gradient after it.
-        session: needed where no parameter is offloaded.
-        tier: where the bytes of parameters that are not offloaded live: "nvme"; not yet "host".
+        step_in_backward: the update of each offloaded parameter begins during backward, once its
+            gradient is complete; `step()` does the rest, and no value changes before it. The loop
+            and the numbers stay the same. If the learning rate changes before `step()`, or a
+            gradient through `p.grad`, the speculative update is made again. There is one backward
+            a step: a second gradient of a parameter raises InvalidArgument in backward. So do
+            `clip_grad_norm_()` and a GradScaler, which change every gradient after backward.
+        session: needed if no parameter is offloaded.
+        tier: where parameters that are not offloaded are kept: "nvme"; "host" comes in a later
+            version.
 
     Raises:
-        InvalidArgument: a parameter of another optimizer, of another session, or of a dtype without
-            support.
-        NotYet: of the arguments above.
+        InvalidArgument: a parameter belongs to another optimizer or another session, or its dtype
+            is not supported.
+        NotYet: an argument above comes in a later version.
     """
 
     _decoupled = False
@@ -101,8 +100,8 @@ class Adam(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. A group whose parameters can't be updated is refused, and the optimizer stays
-        as it was.
+        """As torch's. If a group is refused, because a parameter can't be updated, the optimizer
+        stays as it was.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -138,35 +137,37 @@ class Adam(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """torch's GradScaler asks before it steps."""
+        """torch's GradScaler reads this before it steps."""
         self._refuse_in_backward("a GradScaler")
         return False
 
     def shard_name(self, parameter: torch.Tensor) -> str:
-        """Under which name memd holds a parameter of this optimizer."""
+        """The name under which memd has a parameter of this optimizer."""
         return self._targets[id(parameter)].shard.name
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient, as one transaction, and returns the loss of
-        `closure` where there is one.
+        """Updates every parameter that has a gradient, as one transaction. Returns the loss of
+        `closure`, if there is one.
 
-        Returns at once: the next use of a parameter waits for its update. Only where parameters
-        stay in this process it returns when the new values are in place. In a session that tracks
-        objects nothing happens before `session.commit()`; until then parameters whose gradients
+        Returns at once: the next use of a parameter waits for its update. Only if parameters stay
+        in this process, it returns when their new values are in place. In a session that tracks
+        objects nothing happens before `session.commit()`; until then, parameters whose gradients
         were taken cannot be used.
+
+        Errors of the step are raised here or by the next call that waits for it.
 
         Raises:
             InvalidArgument: a second step before `session.commit()`; a gradient that no optimizer
                 takes.
-            DaemonUnavailable, DeadlineExceeded: here, or in what waits for the step: it is not
-                known whether it is committed. Every use of the session asks again, so that a loop
-                can go on where it was; `step()` with the same gradients takes them once.
-            NotDurable: here, or in what waits for the step: it is committed in memory and could not
-                be put on disk, as the job's durability wants it. Raised once, until the disk has a
-                step again; go on with the next one.
-            MemdError: a step could not be committed: here, or in what waits for it. The job is at
-                the step before, and gradients are as they were. Or the message says that it is
-                committed, and new values could not be put in place in this process: call again.
+            DaemonUnavailable, DeadlineExceeded: it is not known whether the step is committed.
+                Every use of the session asks again, so a loop can go on where it was; `step()` with
+                the same gradients takes them once.
+            NotDurable: the step is committed in memory and could not be put on disk, as the job's
+                durability requires. Raised once, until a step reaches the disk again; go on with
+                the next one.
+            MemdError: the step was not committed. The job is at the step before, and gradients are
+                as they were. Or the message says that it is committed, but new values could not be
+                put in place in this process: call again.
         """
         loss = None
         if closure is not None:
@@ -177,14 +178,14 @@ class Adam(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops gradients that no step has consumed. Those of offloaded parameters become None in
-        any case.
+        """Drops gradients that no step has consumed. Those of offloaded parameters always become
+        None.
         """
         dropped = [target.shard for target in self._targets.values() if target.drop_gradient()]
         if dropped:
             self._only_transaction().job.drop_gradients(dropped)
         self._look_again()
-        # torch asks every parameter for its gradient, 5 µs of one that is away.
+        # torch reads the gradient of every parameter, which takes 5 µs if the parameter is away.
         if not all(
             type(parameter) is AwayParameter
             for group in self.param_groups
@@ -198,7 +199,7 @@ class Adam(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Scales all gradients so that their norm is at most `max_norm`; returns the norm before, a
         tensor of one element. The bits are those of `torch.nn.utils.clip_grad_norm_` over the same
-        parameters; gradients are brought one at a time.
+        parameters; gradients are leased one at a time.
 
         Raises:
             RuntimeError: `error_if_nonfinite` and the norm is not finite.
@@ -221,15 +222,15 @@ class Adam(torch.optim.Optimizer):
                 f"clipped: {total_norm.item()}"
             )
         factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
-        if factor != 1.0:  # a factor of NaN too
+        if factor != 1.0:  # true for NaN too
             for target in targets:
                 target.gradient_for_writing().mul_(factor)
         return total_norm
 
     def state_dict(self) -> dict[str, Any]:
-        """In torch's format, loadable by `torch.optim.Adam` or `AdamW`: for every parameter that
-        was updated `step`, `exp_avg` and `exp_avg_sq`, the moments as float32 copies in this
-        process. Before the first step it holds no tensor.
+        """In torch's format, loadable by `torch.optim.Adam` or `AdamW`. Each parameter that was
+        updated has `step`, `exp_avg` and `exp_avg_sq`, the moments as float32 copies in this
+        process. Before the first step there is no tensor in it.
         """
         if self._transaction is not None:
             self._transaction.job.settle_for("state of the optimizer")
@@ -245,12 +246,13 @@ class Adam(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what `state_dict()` returned here, in `torch.optim.Adam` or in `AdamW`. Durable
+        """Loads what `state_dict()` of this class, `torch.optim.Adam` or `AdamW` returned. Durable
         when it returns.
 
         Raises:
-            InvalidArgument: states of other shapes, or of another optimizer. Nothing has changed.
-            NotYet: states of amsgrad or maximize. Nothing has changed.
+            InvalidArgument: the states have other shapes, or are another optimizer's. Nothing has
+                changed.
+            NotYet: the states are of amsgrad or maximize. Nothing has changed.
         """
         if self._transaction is not None:
             self._transaction.job.settle_for("new state of the optimizer")
@@ -295,7 +297,7 @@ class Adam(torch.optim.Optimizer):
         transaction.step(groups, updated)
 
     def _expected_groups(self) -> list[session_pb2.StepGroup]:
-        """As `_step` would make them if every offloaded parameter had a gradient."""
+        """The groups of a step in which every offloaded parameter has a gradient."""
         return [
             session_pb2.StepGroup(
                 settings=self._settings(group),
@@ -389,8 +391,8 @@ class AdamW(Adam):
 def _weakly(
     method: Callable[[], list[session_pb2.StepGroup]],
 ) -> Callable[[], list[session_pb2.StepGroup]]:
-    """`method` of an optimizer for what the optimizer owns: one that nobody refers to is gone at
-    once, and its parameters may belong to another."""
+    """`method` of an optimizer, for what the optimizer owns. An optimizer that nobody refers to
+    must end at once, so that its parameters may belong to another."""
     weak = WeakMethod(method)
 
     def call() -> list[session_pb2.StepGroup]:
@@ -412,7 +414,7 @@ def _transaction_of(parameters: list[torch.Tensor]) -> Transaction:
 
 
 def _refuse_group(group: dict[str, Any]) -> None:
-    """Checks settings: torch's own rules, and what is not there yet."""
+    """Refuses settings that break torch's rules, or that come in a later version."""
     for name in ("amsgrad", "maximize"):
         if group.get(name):
             raise NotYet(f"{name} comes in a later version; leave it False")
@@ -428,7 +430,7 @@ def _refuse_group(group: dict[str, Any]) -> None:
     ):
         if not fits:
             raise InvalidArgument(
-                f"{name} must be at least 0{', and below 1' if 'beta' in name else ''}: {value}"
+                f"{name} must be at least 0{' and below 1' if 'beta' in name else ''}: {value}"
             )
 
 
@@ -465,8 +467,8 @@ def _refuse_state(target: Target, state: dict[str, Any] | None) -> None:
 
 
 def _in_torch_order(norms: list[torch.Tensor]) -> list[torch.Tensor]:
-    """torch groups gradients by dtype before it stacks their norms, and a sum depends on its
-    order.
+    """torch groups gradients by dtype before it stacks their norms, and a sum depends on the order
+    of its terms.
     """
     grouped = _group_tensors_by_device_and_dtype([norms], with_indices=True)  # type: ignore[list-item]
     return [norms[index] for _, indices in grouped.values() for index in indices]

@@ -1,9 +1,9 @@
-"""Plain data as bytes, exactly: what tracked objects return from `state_dict()`.
+"""Plain data, such as tracked objects return from `state_dict()`, as bytes and back without loss.
 
-Nothing is executed when it is read: there is no pickle, no import and no class of the user's.
-Whatever is not in the table below is refused when it is written, with the path to it.
+Reading executes nothing: no pickle, no import, no class of the user's. Writing refuses what is not
+in the table below, and gives the path to it.
 
-One byte says what follows; numbers of bytes and of items are 8 bytes, little-endian.
+One byte names the type that follows. Counts of bytes and items are 8 bytes, little-endian.
 
     N T F           None, True, False
     i               int: count, two's complement
@@ -46,11 +46,11 @@ _DTYPES = {
     )
 }
 _NUMPY_DTYPE = re.compile(r"\|b1|[|<][iu][1248]|<f[248]|<c(8|16)")
-_NUMEL_MAX = 1 << 48  # also where a shape holds a 0: numpy and torch multiply the others
+_NUMEL_MAX = 1 << 48  # even if an extent is 0: numpy and torch multiply the others
 
 
 def encode(value: Any, *, what: str) -> bytearray:
-    """`what` stands at the beginning of the path that an error names.
+    """The bytes of `value`. The path in an error begins with `what`.
 
     Raises:
         InvalidArgument: something inside is not plain data.
@@ -61,10 +61,10 @@ def encode(value: Any, *, what: str) -> bytearray:
 
 
 def decode(data: memoryview | bytes | bytearray) -> Any:
-    """What `encode` was given. Tensors and arrays have memory of their own.
+    """The value that `encode` turned into `data`. Tensors and arrays have their own memory.
 
     Raises:
-        IntegrityError: `data` is not what `encode` returned.
+        IntegrityError: `encode` did not make `data`.
     """
     decoder = _Decoder(memoryview(data).cast("B"))
     value = decoder.read(0)
@@ -150,12 +150,12 @@ class _Encoder:
         self.write(tuple(tensor.shape), path, depth + 1)
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
         data = flat.view(torch.uint8)
-        if tensor.dtype is torch.bool:  # any byte but 0 is True, and 1 is what the decoder takes
+        if tensor.dtype is torch.bool:  # True may be any byte but 0; the decoder accepts 1
             data = data.ne(0).view(torch.uint8)
         self._bytes(b"", data.numpy().tobytes())
 
     def _numpy(self, value: Any, path: str, depth: int) -> bool:
-        """Where numpy was never imported, nothing is one of its arrays."""
+        """Writes a numpy value; False if it is none. Does not import numpy: an array would have."""
         numpy = sys.modules.get("numpy")
         if numpy is None:
             return False
@@ -188,7 +188,7 @@ _MAPPINGS: dict[type, bytes] = {dict: b"m", OrderedDict: b"o", Counter: b"C"}
 
 
 class _Decoder:
-    """Reads no byte that is not there, and makes nothing larger than what it reads."""
+    """Never reads past the end, and allocates no more than the data can fill."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -208,7 +208,7 @@ class _Decoder:
         return reader(self, depth + 1)
 
     def take_count(self, item_bytes: int) -> int:
-        """Of items that take at least `item_bytes` each."""
+        """A count of items, which take at least `item_bytes` each."""
         (count,) = _COUNT.unpack(self._take(_COUNT.size))
         if count * item_bytes > len(self._data) - self._at:
             raise self._broken(f"{count} items are more than there are")
@@ -277,7 +277,7 @@ class _Decoder:
         return torch.frombuffer(data, dtype=dtype).reshape(shape)
 
     def take_array(self, depth: int) -> Any:
-        import numpy as np  # only where one was stored
+        import numpy as np  # only if an array was stored
 
         code = self.read(depth)
         if type(code) is not str or not _NUMPY_DTYPE.fullmatch(code):

@@ -1,8 +1,8 @@
-"""The daemon restarts under a living session: wait for it, ask for the session again, go on.
+"""The daemon restarts while a session is open: wait for it, claim the session again, go on.
 
-What the daemon has in memory outlives it where a holder or systemd keeps its descriptors. Then
-leases, gradients and rings are as they were, and every call that got no answer is made again: none
-does anything twice, as a step carries its number.
+The daemon's memory outlives it if a holder or systemd keeps its descriptors. Then leases, gradients
+and rings are as they were, and every call without an answer is repeated. Repeating does no harm:
+a step, for example, carries its number.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ _log = logging.getLogger("memd_client")
 
 VARIABLE = "MEMD_REATTACH_SECONDS"
 _DEFAULT_S = 120.0
-# A daemon that stops gives up what waits for a lease, and is gone soon after; one that stays may
-# answer "unavailable" too.
+# How long to wait for a daemon that answered "unavailable" to end. A stopping daemon refuses leases
+# that wait, and ends soon after; but one that stays may answer "unavailable" too.
 _STOPPING_S = 5.0
-# Before a call is made again that a daemon which is still there did not take.
+# The same for other calls, before they are repeated.
 _PAUSE_S = 1.0
 _LOOK_S = 0.05
 
 
 class SuspendablePlane(Protocol):
-    """What re-attaching needs of `memd_native.ClientSession`."""
+    """The part of `memd_native.ClientSession` that re-attaching uses."""
 
     def suspend(self) -> None: ...
     def reconnect(self, connection_fd: int) -> None: ...
 
 
 def reattach_seconds() -> float:
-    """How long a session waits for its daemon to come back; 0: not at all."""
+    """How long a session waits for its daemon to come back; 0: it does not wait."""
     text = os.environ.get(VARIABLE, "")
     if not text:
         return _DEFAULT_S
@@ -74,8 +74,8 @@ def reattach_seconds() -> float:
 
 
 class Reattach:
-    """One session's way back to its daemon. Any thread may call it; one re-attaches, and the others
-    wait for it. Owns the attach connection.
+    """Re-attaches one session when its daemon has restarted, and owns the attach connection. Any
+    thread may call; one re-attaches, and the others wait for it.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class Reattach:
         # Held while a thread re-attaches.
         self._lock = threading.RLock()
         self._epoch = 0
-        # From the moment that re-attaching begins until a daemon has taken the session back, also
-        # where nobody tries any more: the connection may be a new one by then, and open.
+        # From the start of re-attaching until a daemon has taken the session back. Stays true if
+        # the attempt was given up: the connection may then be new and open.
         self._is_away = False
         self._gone_since: float | None = None
         self._fenced: str | None = None
@@ -109,7 +109,7 @@ class Reattach:
         self._on_return: OnReturn | None = None
 
     def begin(self, session_id: int, plane: SuspendablePlane | None) -> None:
-        """The session has been opened: from now on there is something to come back to."""
+        """The session is open: from now on it can be claimed again."""
         self._request.kept_session_id = session_id
         self._plane = plane
 
@@ -121,11 +121,11 @@ class Reattach:
 
     @property
     def connection(self) -> AttachConnection:
-        """The one to the present daemon."""
+        """The connection to the present daemon."""
         return self._connection
 
     def segments(self, session_id: int, first: int) -> list[int]:
-        self._wait_while_away()  # until then the next daemon does not know that they are ours
+        self._wait_while_away()  # before that, the next daemon does not know this process
         return self._connection.segments(session_id, first)
 
     def close(self) -> None:
@@ -134,16 +134,16 @@ class Reattach:
 
     @property
     def epoch(self) -> int:
-        """Counts the daemons that this session has come back to."""
+        """How often the session was claimed again."""
         return self._epoch
 
     def calling(self, call: Callable[[], T], *, lease: bool = False, epoch: int | None = None) -> T:
-        """What `call` returns, made again after the daemon was away. `call` must be such that
-        making it twice does no more than making it once. `epoch`: when it was made for the first
-        time, if not now.
+        """Returns the result of `call`, which is repeated if the daemon restarted and must
+        therefore be idempotent. `epoch` is the one in which it was first made, if not the present
+        one.
 
         Raises:
-            SessionFenced: the daemon is back without this session.
+            SessionFenced: the daemon is back, and does not have this session.
             DaemonUnavailable: it did not come back in time.
         """
         self._refuse_in_forked_child()
@@ -157,8 +157,8 @@ class Reattach:
             try:
                 return call()
             except (DaemonUnavailable, PermissionDenied, UnknownName) as failure:
-                # PermissionDenied: the next daemon does not know our token. UnknownName: it does,
-                # and the session is not ours there yet.
+                # PermissionDenied: the next daemon does not know our token. UnknownName: it knows
+                # the token, but the session is not claimed yet.
                 if not self._seconds or self._closed:
                     raise
                 if not self._may_come_back(made, failure, lease=lease) and (
@@ -167,10 +167,10 @@ class Reattach:
                     or time.monotonic() - began > self._seconds
                 ):
                     raise
-                _let_go_of_frames(failure)
+                _drop_frames(failure)
 
     def _refuse_in_forked_child(self) -> None:
-        """The lock may be held for ever there, and the session is the parent's."""
+        """The session is the parent's, and the lock may be held for ever in the child."""
         if os.getpid() != self._process_id:
             raise MemdError(
                 f"job {self._request.job!r}: this session belongs to process {self._process_id}, "
@@ -178,15 +178,16 @@ class Reattach:
             )
 
     def _wait_while_away(self) -> None:
-        """While another thread re-attaches. It may have given up: then the call finds out."""
+        """Waits while another thread re-attaches. If that has given up, the caller finds out by its
+        call."""
         if self._is_away:
             with self._lock:
                 pass
 
     def _may_come_back(self, made: int, failure: MemdError, *, lease: bool) -> bool:
-        """Whether the daemon that failed a call of epoch `made` has ended, and then returns when
-        there is another one. A daemon that stops refuses calls for as long as it finishes others:
-        that is no end yet."""
+        """Whether the daemon that failed a call of epoch `made` has ended; if so, this returns when
+        another one is there. A stopping daemon refuses new calls while it finishes others, and has
+        not ended yet."""
         patience_s = _STOPPING_S if lease else _PAUSE_S
         until = time.monotonic() + min(patience_s, self._seconds)
         while True:
@@ -203,15 +204,15 @@ class Reattach:
             time.sleep(_LOOK_S)
 
     def _reattach(self, failure: MemdError) -> None:
-        """Called with the lock, the old connection closed at its other end."""
+        """The caller has the lock, and the daemon has closed the old connection."""
         self._is_away = True
         if self._plane is not None:
             self._plane.suspend()
         if self._gone_since is None:
             self._gone_since = time.monotonic()
             _log.warning(
-                "job %r: the daemon at %s is gone or has closed the connection; waiting up to "
-                "%.0f s for it to come back",
+                "job %r: the daemon at %s has ended or closed the connection; waiting up to %.0f s "
+                "for it to come back",
                 self._request.job,
                 self._where,
                 self._seconds,
@@ -221,10 +222,10 @@ class Reattach:
         self._gone_since = None
         if not answer.kept:
             raise self._fence(
-                f"with its memory went this session's leases and gradients; the job stands at "
-                f"committed step {answer.committed_step}: connect again, offload the model anew "
-                f"and go on from step {answer.committed_step}, as session.resume() of the new "
-                "session says"
+                "this session's leases and gradients are lost with its memory; the job stands at "
+                f"committed step {answer.committed_step}: connect again, offload the model again "
+                f"and go on from step {answer.committed_step}, which session.resume() of the new "
+                "session returns"
             ) from failure
         if self._on_return is not None:
             self._on_return(answer, self._connection.daemon_process_id)
@@ -254,28 +255,28 @@ class Reattach:
             except (InvalidArgument, NotYet, SessionFenced) as refusal:
                 raise self._fence(f"connect again: {refusal}") from refusal
             except (MemdError, OSError) as still:
-                # All else passes: many sessions come back at once, and each needs a connection, a
-                # thread of the daemon and descriptors of its own.
+                # All other errors are transient: many sessions re-attach at once, and each needs a
+                # connection, a thread of the daemon and descriptors.
                 if time.monotonic() >= deadline:
                     raise self._not_back(still) from failure
-                _let_go_of_frames(still)
+                _drop_frames(still)
             time.sleep(_LOOK_S)
 
     def _not_back(self, still: Exception) -> DaemonUnavailable:
-        """Later calls try again, once each."""
+        """The error of this call. Each later call tries once more."""
         limit = f"within {self._seconds:.0f} s ({VARIABLE})"
         if isinstance(still, DaemonUnavailable):
             return DaemonUnavailable(
                 f"job {self._request.job!r}: the daemon at {self._where} has not come back "
-                f"{limit}; start it with `memd serve`, and call again or connect again: {still}"
+                f"{limit}; start it with `memd serve`, then call or connect again: {still}"
             )
         return DaemonUnavailable(
             f"job {self._request.job!r}: the daemon at {self._where} is back and has not taken "
-            f"this session back {limit}; do what it says, and call again or connect again: {still}"
+            f"this session back {limit}; follow its message, then call or connect again: {still}"
         )
 
     def _fence(self, reason: str) -> SessionFenced:
-        """Every later use of the session says the same."""
+        """The error of this call and of every later use of the session."""
         self._fenced = (
             f"job {self._request.job!r}: the daemon at {self._where} was restarted and does not "
             f"have this session any more; {reason}"
@@ -283,7 +284,7 @@ class Reattach:
         return SessionFenced(self._fenced)
 
     def _ask(self) -> tuple[session_pb2.AttachResponse, int | None]:
-        """The daemon's answer, and a descriptor of the connection for the plane of a session that
+        """The daemon's answer, and a descriptor of the connection for the data plane if the session
         was kept."""
         connection = AttachConnection(self._where)
         self._connection.close()
@@ -295,10 +296,10 @@ class Reattach:
         return answer, connection.duplicate()
 
 
-def _let_go_of_frames(failure: BaseException) -> None:
-    """A failure that is over must keep nothing alive. gRPC raises the call itself, which its
-    traceback then refers back to: a cycle that holds the frames of everybody who called, with the
-    leased tensors in them, until the garbage collector runs.
+def _drop_frames(failure: BaseException) -> None:
+    """A handled failure must keep nothing alive. gRPC raises the call object itself, and its
+    traceback refers back to it. This cycle holds the callers' frames, with the leased tensors in
+    them, until the garbage collector runs.
     """
     link: BaseException | None = failure
     while link is not None:
@@ -307,8 +308,8 @@ def _let_go_of_frames(failure: BaseException) -> None:
 
 
 class ReattachingControl:
-    """The calls of a session, made again after the daemon was away. Streams of tensor bytes are
-    not: whoever reads them begins anew.
+    """The calls of one session, repeated if the daemon restarted. Streams of tensor bytes are not:
+    their readers start again from the beginning.
     """
 
     def __init__(self, control: Control, reattach: Reattach) -> None:
@@ -329,7 +330,7 @@ class ReattachingControl:
         try:
             return self._reattach.calling(detach)
         except (SessionFenced, UnknownName):
-            # The daemon before may have detached it and died before it said so.
+            # The previous daemon may have detached it and died before it answered.
             if not is_unanswered:
                 raise
             return session_pb2.DetachResponse()
@@ -358,7 +359,7 @@ class ReattachingControl:
             nonlocal calls
             calls += 1
             response = self._control.delete(request)
-            # The daemon before may have deleted it and died before it said so.
+            # The previous daemon may have deleted it and died before it answered.
             return session_pb2.DeleteResponse() if calls > 1 else response
 
         return self._reattach.calling(delete)
@@ -367,7 +368,7 @@ class ReattachingControl:
         return self._reattach.calling(lambda: self._control.list_shards(request))
 
     def drop_job(self, request: job_pb2.DropJobRequest) -> job_pb2.DropJobResponse:
-        return self._control.drop_job(request)  # the session has ended: nothing to come back to
+        return self._control.drop_job(request)  # the session has ended and cannot be claimed
 
     def put(self, requests: Iterator[tensor_pb2.PutRequest]) -> tensor_pb2.PutResponse:
         return self._control.put(requests)
@@ -390,8 +391,8 @@ class ReattachingControl:
 
 
 class RepeatedStep:
-    """A Step call that is sent again where it got no answer: it carries its number, so that what
-    the daemon has closed is not done twice.
+    """A Step call that is sent again if it got no answer. It carries its number, so the daemon does
+    not make the same step twice.
     """
 
     def __init__(
@@ -407,7 +408,7 @@ class RepeatedStep:
         try:
             self._call = control.begin_step(request)
         except DaemonUnavailable:
-            self._is_lost = True  # another thread re-attaches this moment; `result` sends it
+            self._is_lost = True  # another thread is re-attaching; `result` sends it
 
     def done(self) -> bool:
         return self._is_lost or (self._call is not None and self._call.done())
@@ -417,7 +418,7 @@ class RepeatedStep:
             return self._reattach.calling(self._answer, epoch=self._epoch)
 
     def seconds(self) -> float:
-        """Of the last time it was sent."""
+        """Counted from the last time it was sent."""
         assert self._call is not None  # `result` has returned
         return self._call.seconds()
 
@@ -425,8 +426,8 @@ class RepeatedStep:
         if self._is_lost:
             self._epoch = self._reattach.epoch
             began = time.perf_counter()
-            # Waits, since nothing else is to be done meanwhile, and a call that does not needs a
-            # thread, which no process can start that is about to exit.
+            # This one waits, which costs nothing here. A call that does not wait needs a thread,
+            # and a process that is about to exit cannot start one.
             answer = self._control.step(self._request)
             self._call = _Answered(answer, time.perf_counter() - began)
             self._is_lost = False

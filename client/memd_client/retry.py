@@ -1,4 +1,4 @@
-"""Calls that are made again after the daemon was away: what their callers know of it."""
+"""Calls that are repeated if the daemon restarted: the interface that their callers see."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ if TYPE_CHECKING:
 
     from memd_proto.v1 import session_pb2
 
-    # Gets what the next daemon answered, and its process id.
+    # Called with the answer of the next daemon, and its process id.
     OnReturn = Callable[[session_pb2.AttachResponse, int], None]
 
 T = TypeVar("T")
 
 
 class Retrying(Protocol):
-    """Makes calls: `reattach.Reattach`, or `AtOnce`."""
+    """Makes calls, and repeats them: `reattach.Reattach`, or `AtOnce`, which does not."""
 
     def calling(
         self, call: Callable[[], T], *, lease: bool = False, epoch: int | None = None

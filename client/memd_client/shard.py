@@ -13,7 +13,7 @@ from memd_proto.v1 import types_pb2
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# What users call the tiers.
+# The names of the tiers in the public API.
 TIERS: dict[str, types_pb2.Tier] = {"host": types_pb2.TIER_HOST, "nvme": types_pb2.TIER_NVME}
 
 
@@ -55,7 +55,7 @@ def shard_spec(
     shape: Sequence[int],
     tier: types_pb2.Tier = types_pb2.TIER_NVME,
 ) -> types_pb2.ShardSpec:
-    """What a declaration says about one shard.
+    """The declaration of one shard.
 
     Raises:
         InvalidArgument: memd does not store this dtype.

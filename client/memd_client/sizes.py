@@ -11,8 +11,8 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
 def parse_size(size: int | str, *, name: str) -> int:
-    """Bytes of `size`: an int is bytes; a string needs a unit (B, KiB, MiB, GiB, TiB). `name` is
-    said in the error.
+    """`size` in bytes: an int, or a string with a unit (B, KiB, MiB, GiB, TiB). Errors mention
+    `name`.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
         raise InvalidArgument(f"{name} is bytes as an int, or a string such as '1GiB': {size!r}")
@@ -27,12 +27,12 @@ def parse_size(size: int | str, *, name: str) -> int:
             )
         size_bytes = int(float(match[1]) * _UNITS[match[2]])
     if size_bytes <= 0:
-        raise InvalidArgument(f"{name} must be more than nothing: {size!r}")
+        raise InvalidArgument(f"{name} must be greater than 0: {size!r}")
     return size_bytes
 
 
 def format_size(size_bytes: int) -> str:
-    """For messages: the largest unit in which the number is at least 1, with one decimal where it
+    """`size_bytes` for messages, in the largest unit that gives at least 1, with one decimal if it
     is not whole.
     """
     for unit in ("TiB", "GiB", "MiB", "KiB"):

@@ -1,4 +1,4 @@
-"""What a wait is counted under: the phase of a step that the thread is in, and a group of modules.
+"""The labels under which waits are counted: the thread's phase of a step, and a group of modules.
 
 Both are looked up only when a thread waits.
 """
@@ -20,7 +20,7 @@ _graph_task = torch._C._current_graph_task_id
 
 
 class _Thread(local):
-    """What one thread is doing."""
+    """The phase that one thread is in."""
 
     def __init__(self) -> None:
         self._step_depth = 0

@@ -1,4 +1,4 @@
-"""What a session has done so far."""
+"""Counters of a session."""
 
 from __future__ import annotations
 

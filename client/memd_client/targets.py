@@ -50,7 +50,7 @@ class StreamedTarget:
         self._entry.replace_update_count(count)
 
     def update_early(self, early: EarlyUpdates | None) -> None:
-        """From now on `early` is told of its gradients, for as long as it lives."""
+        """From now on `early` is told of each gradient, for as long as it lives."""
         self._entry.update_early(early)
 
     @property
@@ -76,7 +76,7 @@ class StreamedTarget:
         self._entry.residency.refuse_if_resident("step()")
 
     def seal(self) -> None:
-        """What autograd saved of the value so far is out of date from now on."""
+        """Values that autograd has saved so far are out of date from now on."""
         self._entry.begin_update()
 
     def undo(self) -> None:
@@ -201,7 +201,7 @@ _owners: ByIdentity[torch.Tensor, weakref.ref[object]] = ByIdentity()
 
 
 def owner_of(parameter: torch.Tensor | None) -> object | None:
-    """The living optimizer that updates this parameter."""
+    """The optimizer that updates this parameter, if there is one and it still exists."""
     owner = _owners.get(parameter)
     return owner() if owner is not None else None
 
@@ -300,7 +300,7 @@ def _resident_spec(
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """NaN equals itself, and 0 is not -0."""
+    """As integers: NaN equals itself then, and 0 is not -0."""
     return (
         tensor.detach()
         .contiguous()

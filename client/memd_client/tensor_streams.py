@@ -1,5 +1,5 @@
-"""Tensors as streams of messages: for sessions without shared memory, and Adam's moments, which
-lie in memory of the daemon alone.
+"""Tensors as streams of messages: for sessions without shared memory, and for Adam's moments, which
+only the daemon has in memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _MOMENT_CHUNK_ELEMENTS = _CHUNK_BYTES // 8  # of two fp32 moments
 
 
 class TensorStreams:
-    """Those of one session. A stream that broke off with its daemon begins anew with the next."""
+    """The streams of one session. If the daemon restarts, a stream starts again from its
+    beginning."""
 
     def __init__(
         self, calls: TensorCalls, *, job: str, session_id: int, retrying: Retrying
@@ -35,22 +36,22 @@ class TensorStreams:
         self._retrying = retrying
 
     def put(self, spec: types_pb2.ShardSpec, tensor: torch.Tensor) -> Shard:
-        """Stores a copy of `tensor` as `spec` says."""
+        """Stores a copy of `tensor` as the shard of `spec`."""
         response = self._retrying.calling(lambda: self._calls.put(self._put_requests(spec, tensor)))
         return Shard.of(response.shard)
 
     def get(self, name: str) -> torch.Tensor:
-        """A copy of what is stored under `name`."""
+        """A copy of the tensor stored under `name`."""
         return self._retrying.calling(lambda: self._get(name))
 
     def moments(self, shard: Shard) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """Number of updates, exp_avg and exp_avg_sq: fp32, in the shard's shape."""
+        """The number of updates, exp_avg and exp_avg_sq: fp32, in the shard's shape."""
         return self._retrying.calling(lambda: self._moments(shard))
 
     def put_moments(
         self, shard: Shard, generation: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
     ) -> None:
-        """Replaces what `moments` returns."""
+        """Replaces the values that `moments` returns."""
         self._retrying.calling(
             lambda: self._calls.put_moments(
                 self._moment_requests(shard, generation, exp_avg, exp_avg_sq)
@@ -88,7 +89,7 @@ class TensorStreams:
             data += part.data
         if shard is None or len(data) != shard.size_bytes:
             raise MemdError(
-                f"job {self._job!r}: the daemon sent {len(data)} bytes for {name!r}, not all of it"
+                f"job {self._job!r}: the daemon sent only {len(data)} bytes of {name!r}"
             )
         if not data:
             return torch.empty(shard.shape, dtype=shard.dtype)
@@ -115,8 +116,8 @@ class TensorStreams:
 
 
 def _chunks(tensor: torch.Tensor, chunk_bytes: int) -> Iterator[bytes]:
-    """The tensor's bytes in row-major order. Only one chunk is copied at a time where the tensor is
-    contiguous.
+    """The tensor's bytes in row-major order. Of a contiguous tensor only one chunk is copied at a
+    time.
     """
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     for first in range(0, flat.numel(), chunk_bytes):

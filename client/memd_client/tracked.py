@@ -1,9 +1,9 @@
-"""What a commit holds beside parameters and buffers: tracked objects, random numbers, and the
-settings of optimizers.
+"""Tracked objects, random number generators and the settings of optimizers, which a commit stores
+beside parameters and buffers.
 
-It is stored as plain data (`plain.py`) in a buffer of the job, `memd.tracked.<bytes>`, which the
-commit exchanges with all others. A shard keeps its shape, so there is one buffer for each size
-that was ever needed, in coarse sizes; the commit's number in the bytes says which is the last.
+They are stored as plain data (`plain.py`) in a buffer of the job, `memd.tracked.<bytes>`, which the
+commit replaces together with all others. A shard keeps its shape, so there is one buffer for each
+size class that was ever needed. The bytes begin with the commit's number, which shows the newest.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _STAGED = "@staged"
 _HEADER = struct.Struct("<8sQQ")
 _MAGIC = b"memdtrk1"
 _SIZE_MIN = 4096
-# What an optimizer's group holds beside its settings.
+# Keys of an optimizer's group that are not settings.
 _NOT_SETTINGS = frozenset(("params", "param_names"))
 _RNG = "rng"
-# How many, and a digest of their names.
+# The number of parameters, and a digest of their names.
 _PARAMETERS = re.compile(r"[0-9]{1,18} [0-9a-f]{32}")
 
 
@@ -178,8 +178,8 @@ class Tracked:
 
 
 def size_class(size: int) -> int:
-    """Bytes that a buffer has for `size` bytes of data: eight sizes between powers of two, so that
-    a state that grows a little keeps its buffer.
+    """The size of the buffer for `size` bytes of data. There are eight sizes between powers of two,
+    so that state that grows a little keeps its buffer.
     """
     if size <= _SIZE_MIN:
         return _SIZE_MIN
@@ -200,7 +200,7 @@ def _last_stored(job: Job) -> tuple[int, memoryview]:
 
 
 def stored_shards(shards: Iterable[types_pb2.Shard]) -> list[Shard]:
-    """Those of a job's shards that may hold what a commit stored."""
+    """The shards among `shards` that may contain tracked objects."""
     return [
         Shard.of(shard)
         for shard in shards
@@ -215,19 +215,19 @@ def read_stored(stored: torch.Tensor) -> tuple[int, memoryview]:
     """The commit's number, and its data.
 
     Raises:
-        IntegrityError: it is not what `Tracked.encode` made.
+        IntegrityError: `Tracked.encode` did not make it.
     """
     data: memoryview = stored.numpy().data.cast("B")
     if len(data) < _HEADER.size:
-        raise IntegrityError(f"what a commit stored is too short: {len(data)} bytes")
+        raise IntegrityError(f"the data of tracked objects is too short: {len(data)} bytes")
     magic, number, size = _HEADER.unpack_from(data)
     if magic != _MAGIC or size > len(data) - _HEADER.size:
-        raise IntegrityError("what a commit stored does not begin as it must")
+        raise IntegrityError("the data of tracked objects has a wrong header")
     return number, data[_HEADER.size : _HEADER.size + size]
 
 
 def checked(data: Any) -> Any:
-    """`data` was decoded: it has the shape that `encode` gives it."""
+    """Returns `data`, which was decoded, if it has the structure that `encode` gives it."""
     fits = (
         type(data) is dict
         and data.keys() == {"objects", "optimizers", "rng"}
@@ -250,7 +250,7 @@ def checked(data: Any) -> Any:
         )
     )
     if not fits:
-        raise IntegrityError("what a commit stored is not what track() stores")
+        raise IntegrityError("the data of tracked objects is not what track() stores")
     return data
 
 
@@ -297,7 +297,7 @@ def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _parameters_of(optimizer: Any, group: dict[str, Any]) -> str:
-    """Tells groups apart, in as many bytes for a large model as for a small one."""
+    """Identifies a group, in as many bytes for a large model as for a small one."""
     names = [optimizer.shard_name(parameter) for parameter in group["params"]]
     digest = hashlib.blake2b("\n".join(names).encode(), digest_size=16).hexdigest()
     return f"{len(names)} {digest}"
@@ -313,21 +313,20 @@ def _refuse_other_optimizers(
     ]
     if then != now:
 
-        def told(groups: list[list[str]]) -> str:
-            counts = [[int(group.partition(" ")[0]) for group in each] for each in groups]
-            return f"{counts}"
+        def counts(groups: list[list[str]]) -> list[list[int]]:
+            return [[int(group.partition(" ")[0]) for group in each] for each in groups]
 
         raise InvalidArgument(
             f"commit {number} was made with other optimizers or groups of parameters; make the "
-            "same, in the same order, before resume(): then groups of "
-            f"{told(then)} parameters, now {told(now)}, which may differ in their names only"
+            "same, in the same order, before resume(): numbers of parameters then "
+            f"{counts(then)}, now {counts(now)}; equal numbers mean that the names differ"
         )
 
 
 def _apply(group: dict[str, Any], settings: dict[str, Any]) -> None:
     for key, value in settings.items():
         present = group.get(key)
-        # A learning rate that is a tensor may be shared with who reads it.
+        # Other code may hold a learning rate that is a tensor: it is changed in place.
         if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
             present.copy_(value)
         else:

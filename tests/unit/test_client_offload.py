@@ -279,7 +279,7 @@ def test_a_gradient_without_room_is_refused_by_its_name(
 ) -> None:
     model = memd_client.offload(nn.Linear(4, 6, bias=False), session)
     daemon.arena_bytes = 0
-    with pytest.raises(memd_client.CapacityError, match=r"shard 'weight'.*let go of tensors"):
+    with pytest.raises(memd_client.CapacityError, match=r"shard 'weight'.*free tensors"):
         model.weight.grad = torch.randn(6, 4)
     daemon.arena_bytes = None
     assert model.weight.grad is None
