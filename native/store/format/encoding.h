@@ -22,7 +22,7 @@ static_assert(std::endian::native == std::endian::little, "fields are copied as 
 /// Of an extent: offset 8, checksum 8, length 4, device 2.
 inline constexpr size_t kExtentEncodedBytes = 22;
 
-/// Features that this memd knows, each bit with its meaning in ARCHITECTURE.md.
+/// Features that this memd knows, each bit with its meaning in docs/format.md.
 inline constexpr uint64_t kIncompatibleFeatures = 0;
 inline constexpr uint64_t kReadOnlyCompatibleFeatures = 0;
 
