@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_tidy import repository_files
+from tests.unit.test_tidy import NATIVE_LAYERS, STORE_LAYERS, repository_files
 
 ROOT = Path(__file__).parents[2]
 OVERVIEW = ROOT / "ARCHITECTURE.md"
@@ -179,6 +179,13 @@ def test_the_overview_is_short_and_has_pictures() -> None:
 def test_a_path_of_the_overview_touches_few_files(heading: str) -> None:
     named = {file for file, _ in REFERENCE.findall(sections(OVERVIEW)[heading])}
     assert 3 <= len({find(file) for file in named}) <= PATH_FILES_MAX[heading]
+
+
+def test_the_overview_lists_folders_in_the_order_of_their_includes() -> None:
+    text = sections(OVERVIEW)["Folders"]
+    assert tuple(re.findall(r"^\| `native/(\w+)` \|", text, re.MULTILINE)) == NATIVE_LAYERS
+    _, store = text.split("| folder | owns |")
+    assert tuple(re.findall(r"^\| `(\w+)` \|", store, re.MULTILINE)) == STORE_LAYERS
 
 
 def test_the_overview_draws_the_edges_that_an_entry_has() -> None:
