@@ -8,7 +8,7 @@
 # make lint        formatting, spelling, types; `make format` cures the first
 # make tidy        clang-tidy (slow)
 # make house       methods, public data and files of each class, lengths of functions, and what breaks a limit
-# make regenerate  the committed protobuf code and type stub
+# make regenerate  the committed protobuf code, type stub and docs/reference.md
 # make clean       what a build leaves behind; `make distclean` .venv too
 #
 # Each does all its set-up: see deploy/setup/setup.sh for PYTHON, TORCH and TORCH_INDEX.
@@ -101,6 +101,7 @@ regenerate:
 	@$(SETUP) test
 	$(IN_VENV) python proto/regenerate.py
 	$(IN_VENV) python native/python/regenerate_stub.py
+	$(IN_VENV) python -m tests.unit.reference
 
 clean:
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/bench/out

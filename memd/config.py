@@ -30,23 +30,36 @@ class SettingsError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
+    """The comment above a setting is what docs/reference.md says of it."""
+
+    # The control socket. The attach socket and the holder's lie beside it.
     socket: Path = Path("/run/memd/memd.sock")
+    # One folder for each drive, on a file system that takes O_DIRECT.
     data: tuple[Path, ...] = (Path("/var/lib/memd"),)
-    host: int = 1 << 30  # bytes
-    nvme: int = 10 << 30  # bytes
-    metrics: str = "127.0.0.1:9464"  # empty: none
+    # Memory for all jobs, touched and locked at start.
+    host: int = 1 << 30
+    # Space on all drives together, allocated and written once.
+    nvme: int = 10 << 30
+    # Where Prometheus finds metrics and probes; empty: nowhere.
+    metrics: str = "127.0.0.1:9464"
+    # text or json, one event a line, on stderr.
     log_format: str = "text"
+    # debug, info, warning or error.
     log_level: str = "info"
+    # io_uring, threads, or auto: io_uring where the kernel allows it.
     io_engine: str = "auto"
-    io_depth: int = 0  # chunks in flight on each path; 0, "auto": as many as calibrated
-    update_threads: int = 0  # 0: one a core
-    # Where every user of the socket is trusted: a trainer can take a huge page away from under the
-    # daemon, which ends it.
+    # Chunks in flight on each path; "auto": as many as calibrated.
+    io_depth: int = 0
+    # Threads for Adam and checksums; 0: one a core.
+    update_threads: int = 0
+    # Use reserved pages of 2 MiB. Only where every user of the socket is trusted: a trainer can
+    # take such a page away from the daemon, which ends it.
     huge_pages: bool = False
+    # How many jobs there may be.
     max_jobs: int = 64
-    # How long a holder waits for the next daemon before it frees the memory; 0: none is started.
+    # How long a holder waits for the next daemon before it frees the memory; 0: no holder.
     holder_seconds: int = 600
-    # Bytes a second that are read and compared in the background; 0: none are.
+    # Bytes a second that are read and compared in the background; 0: none.
     scrub: int = 16 << 20
 
     @property

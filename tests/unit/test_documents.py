@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit import reference
 from tests.unit.test_tidy import NATIVE_LAYERS, STORE_LAYERS, repository_files
 
 ROOT = Path(__file__).parents[2]
@@ -166,6 +167,10 @@ def test_every_link_leads_somewhere() -> None:
             if not is_found or (anchor and anchor not in anchors(path)):
                 wrong.append(f"{document.relative_to(ROOT)}: {target}")
     assert not wrong
+
+
+def test_the_reference_is_that_of_the_sources() -> None:
+    assert reference.PAGE.read_text(encoding="utf-8") == reference.generate(), "make regenerate"
 
 
 def test_the_overview_is_short_and_has_pictures() -> None:
