@@ -40,7 +40,7 @@ class Settings:
     host: int = 1 << 30
     # Space on all drives together, allocated and written once.
     nvme: int = 10 << 30
-    # Where Prometheus finds metrics and probes; empty: nowhere.
+    # host:port of the metrics and probes; empty: none.
     metrics: str = "127.0.0.1:9464"
     # text or json, one event a line, on stderr.
     log_format: str = "text"

@@ -226,12 +226,12 @@ _JOB_COUNTERS: tuple[tuple[str, str, Callable[[JobStatistics], float]], ...] = (
     ("memd_fetched_bytes", "Bytes brought up from disk.", lambda job: job.fetched_bytes),
     (
         "memd_prefetched_bytes",
-        "Of the bytes brought up, what a plan brought up before it was asked for.",
+        "Bytes that a plan fetched before a lease asked for them.",
         lambda job: job.prefetched_bytes,
     ),
     (
         "memd_prefetch_unused_bytes",
-        "What plans brought up and nobody used before it went, or before the plan went elsewhere.",
+        "Bytes that a plan fetched and nobody used before they were evicted or the plan changed.",
         lambda job: job.prefetch_unused_bytes,
     ),
     (
@@ -256,13 +256,13 @@ _JOB_COUNTERS: tuple[tuple[str, str, Callable[[JobStatistics], float]], ...] = (
     ),
     (
         "memd_plan_moved_bytes",
-        "Read and written by training steps that repeat, with their fetches and spills.",
+        "Bytes read and written by training steps that repeat, with their fetches and spills.",
         lambda job: job.plan_moved_bytes,
     ),
     (
         "memd_plan_necessary_bytes",
-        "What those steps have to move with the job's memory, as eviction by farthest next use "
-        "does: at most 5 % above the least that is possible.",
+        "Bytes that those steps must move with the job's memory, by eviction of the farthest next "
+        "use: at most 5 % above the least that is possible.",
         lambda job: job.plan_necessary_bytes,
     ),
     (

@@ -173,6 +173,18 @@ def test_the_reference_is_that_of_the_sources() -> None:
     assert reference.PAGE.read_text(encoding="utf-8") == reference.generate(), "make regenerate"
 
 
+def test_no_sentence_begins_as_a_translation_would() -> None:
+    """Subject, verb, object: "Of what came after a step…" says it backwards."""
+    words = "Of|What|Who|Whose|Whoever|Where"
+    opening = re.compile(rf"(?:^|[.:;] |[|*] |- |\d\. )((?:{words})\b[^.|?]*)[.|]")
+    wrong = [
+        f"{document.name}: {found}"
+        for document in [*documents(), ROOT / "CHANGELOG.md"]
+        for found in opening.findall(" ".join(prose(document.read_text()).split()))
+    ]
+    assert not wrong
+
+
 def test_the_overview_is_short_and_has_pictures() -> None:
     text = OVERVIEW.read_text(encoding="utf-8")
     assert len(text.split()) <= OVERVIEW_WORDS_MAX
