@@ -1,7 +1,6 @@
 """Bringing parameters to the modules that use them, for as long as they use them.
 
-Nothing is patched and no backward hooks are needed (docs/decisions/parameters-away.md has the
-mechanism, and what failed first):
+Nothing is patched and no backward hooks are needed (docs/decisions/parameters-away.md says why):
 
 * forward pre-hooks fetch a module's own parameters, and forward hooks release them (`always_call`:
   after an exception too);
