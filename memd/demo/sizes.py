@@ -8,7 +8,7 @@ from memd.sizes import format_size
 STATE_BYTES = 12
 BUILD_BYTES = 4  # the model is built in fp32, in memory, before it is offloaded
 
-# native/store/cache/job_memory.h: kPrivateFloorBytes is two tiles, each with its state and its gradient.
+# native/store/cache/job_memory.h: kPrivateFloorBytes is two tiles, each with state and gradient.
 TILE_ELEMENTS = 256 * 1024
 GRADIENT_BYTES_MAX = 4
 
