@@ -2,7 +2,7 @@
 
 It answers for shape, dtype and device. Any other use fetches the bytes for that call, so code that
 reaches around the module hooks, such as `nn.MultiheadAttention` with its `out_proj.weight`,
-computes with the value. What is impossible that way, such as a raw pointer or a conversion in
+computes with the value. A use that is impossible that way, such as a raw pointer or a conversion in
 place, raises NotResident.
 """
 

@@ -61,7 +61,7 @@ class StreamedParameter:
 
     @property
     def transaction(self) -> Transaction:
-        """Of the session that it belongs to."""
+        """The transaction of its session."""
         return self._transaction
 
     @property

@@ -173,6 +173,11 @@ class Steps:
         """Gradients are sealed, and the step is not closed."""
         return self._open is not None
 
+    @property
+    def is_in_flight(self) -> bool:
+        """A step was sent and is not settled."""
+        return self._in_flight is not None
+
     def seal(
         self, groups: Sequence[session_pb2.StepGroup], targets: Sequence[SealedTarget]
     ) -> OpenStep:
@@ -236,7 +241,7 @@ class Steps:
             NotDurable: it is committed in memory and should be on disk. Raised once, until a step
                 reaches the disk again.
         """
-        if self._in_flight is None:
+        if not self.is_in_flight:
             return None
         began = time.perf_counter()
         with self._lock:
@@ -384,7 +389,7 @@ class Steps:
         step = self._in_flight
         if step is not None and step.call.done():
             self.settle_for_lease()
-        return self._in_flight is not None
+        return self.is_in_flight
 
     def settle_for_lease(self, shard: Shard | None = None, reason: int = STALL_STEP) -> None:
         """As `settle`; counts as a wait for leases."""

@@ -116,9 +116,7 @@ class TensorStreams:
 
 
 def _chunks(tensor: torch.Tensor, chunk_bytes: int) -> Iterator[bytes]:
-    """The tensor's bytes in row-major order. Of a contiguous tensor only one chunk is copied at a
-    time.
-    """
+    """The tensor's bytes in row-major order. If it is contiguous, one chunk is copied at a time."""
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     for first in range(0, flat.numel(), chunk_bytes):
         yield flat[first : first + chunk_bytes].numpy().tobytes()

@@ -36,12 +36,13 @@ class Contributor(Protocol):
     """
 
     def capture(self, number: int, transaction: Transaction) -> Staging:
-        """The values for commit `number`. It may refuse them, and writes nothing yet."""
+        """Reads the values for commit `number`, and returns the function that writes them. It may
+        refuse them, and writes nothing yet."""
         ...
 
     def load(self, number: int, transaction: Transaction) -> Callable[[], None]:
-        """What restores the values that commit `number` stored. It may refuse them, and changes
-        nothing yet."""
+        """Reads the values that commit `number` stored, and returns the function that restores
+        them. It may refuse them, and changes nothing yet."""
         ...
 
     def holds(self, number: int, transaction: Transaction) -> bool:
@@ -235,7 +236,7 @@ class Transaction:
         """Sends the open step. If this raises, it is open as before."""
         job, step = self._job, self._job.steps.open
         number = job.steps.committed_step + 1
-        # What contributors refuse is refused before anything is written or sent.
+        # Contributors refuse values here, before anything is written or sent.
         stagings = [each.capture(number, self) for each in self._contributors]
         job.sync_if_needed()
         staged = [pair for staging in stagings for pair in staging()]

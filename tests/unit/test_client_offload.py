@@ -173,7 +173,7 @@ def test_what_was_resident_is_let_go_where_the_rest_of_a_module_cannot_be_fetche
         with pytest.raises(memd_client.CapacityError, match=r"layers\.0\.bias"):
             loss_of(model)
         assert daemon.leases == {}
-        assert type(model.get_parameter("first.weight")) is AwayParameter
+        assert type(model.get_parameter("layers.0.weight")) is AwayParameter
     daemon.arena_bytes = None
     assert torch.equal(loss_of(model), loss_of(build(Mlp)))
 
