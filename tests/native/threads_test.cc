@@ -28,7 +28,7 @@ TEST(Threads, a_machine_that_gives_few_is_used_with_those) {
   EXPECT_TRUE(workers->status().is_ok()) << workers->status().message();
   EXPECT_EQ(workers->thread_count(), 2u);
   int done_count = 0;
-  for (int i = 0; i < 10; ++i) workers->submit([] {}, [&] { ++done_count; });
+  for (int i = 0; i < 10; ++i) workers->submit({}, [] {}, [&] { ++done_count; });
   while (done_count < 10) {
     pollfd wait{.fd = wake.get(), .events = POLLIN, .revents = 0};
     poll(&wait, 1, -1);
