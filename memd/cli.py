@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from memd.client import DaemonClient
     from memd.config import Configuration
-    from memd_proto.v1 import job_pb2, status_pb2
+    from memd_proto.v1 import job_pb2, status_pb2, types_pb2
 
 
 class Commands(click.Group):
@@ -208,12 +208,20 @@ def show_job(name: str, socket: str | None, as_json: bool) -> None:
             types_pb2.DType.Name(shard.spec.dtype).removeprefix("D_TYPE_").lower(),
             "x".join(map(str, shard.spec.shape)) or "scalar",
             format_size(shard.bytes),
-            "lost" if shard.lost else str(shard.generation) if shard.written else "never written",
+            _state(shard),
         )
         for shard in answer.shards
     ]
     click.echo()
     print_table(("shard", "kind", "dtype", "shape", "bytes", "updates"), rows)
+
+
+def _state(shard: types_pb2.Shard) -> str:
+    if shard.lost:
+        return "lost"
+    if shard.unreadable:
+        return "unreadable"
+    return str(shard.generation) if shard.written else "never written"
 
 
 @job.command("drop")
@@ -458,6 +466,11 @@ def print_jobs(jobs: Sequence[job_pb2.Job]) -> None:
             click.echo(
                 f"{each.name} stays at step {each.committed_step}: the bytes of "
                 f"{', '.join(each.lost_shards)} on disk are gone"
+            )
+        if each.unreadable_shards:
+            click.echo(
+                f"{each.name}: the device failed to read {', '.join(each.unreadable_shards)}; the "
+                "next use tries again"
             )
 
 

@@ -293,6 +293,12 @@ def _about_jobs(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
         "Shards whose bytes on disk are gone: the job stays at its last commit.",
         labels=["memd_job"],
     )
+    unreadable = GaugeMetricFamily(
+        "memd_job_unreadable_shards",
+        "Shards that the device could not read when they were last asked for; the next use tries "
+        "again.",
+        labels=["memd_job"],
+    )
     for each in jobs:
         job = each.job
         used.add_metric([job.name, "host"], job.host_bytes_used)
@@ -302,6 +308,7 @@ def _about_jobs(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
         committed.add_metric([job.name], job.committed_step)
         durable.add_metric([job.name], job.durable_step)
         lost.add_metric([job.name], len(job.lost_shards))
+        unreadable.add_metric([job.name], len(job.unreadable_shards))
     waits = CounterMetricFamily(
         "memd_lease_wait_reason_seconds",
         "Time that leases waited, by what for: their bytes on disk, the update of their own shard, "
@@ -325,6 +332,7 @@ def _about_jobs(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
     yield waits
     yield from _about_stalls(jobs)
     yield lost
+    yield unreadable
     yield used
     yield quota
     yield committed

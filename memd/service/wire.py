@@ -50,6 +50,7 @@ def shard_message(shard: ShardInfo) -> types_pb2.Shard:
         written=shard.written,
         bytes=shard.bytes,
         lost=shard.lost,
+        unreadable=shard.unreadable,
     )
 
 
@@ -70,6 +71,7 @@ def job_message(job: JobInfo) -> job_pb2.Job:
         element_count=job.element_count,
         lease_count=job.lease_count,
         lost_shards=job.lost_shards,
+        unreadable_shards=job.unreadable_shards,
     )
 
 

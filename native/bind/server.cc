@@ -177,7 +177,8 @@ void bind_records(nb::module_& module) {
       .def_ro("generation", &ShardInfo::generation)
       .def_ro("written", &ShardInfo::written)
       .def_ro("bytes", &ShardInfo::bytes)
-      .def_ro("lost", &ShardInfo::lost);
+      .def_ro("lost", &ShardInfo::lost)
+      .def_ro("unreadable", &ShardInfo::unreadable);
   nb::class_<ShardInfos>(module, "ShardInfos", "In the order that was asked for.")
       .def("__len__", [](const ShardInfos& self) { return self.all.size(); })
       .def("__getitem__",
@@ -208,7 +209,8 @@ void bind_records(nb::module_& module) {
       .def_ro("shard_count", &JobInfo::shard_count)
       .def_ro("element_count", &JobInfo::element_count)
       .def_ro("lease_count", &JobInfo::lease_count)
-      .def_ro("lost_shards", &JobInfo::lost_shards);
+      .def_ro("lost_shards", &JobInfo::lost_shards)
+      .def_ro("unreadable_shards", &JobInfo::unreadable_shards);
   nb::class_<SessionGrant>(
       module,
       "SessionGrant",

@@ -143,7 +143,7 @@ Status Server::prepare(const ServerOptions& options, KeptDescriptors kept) {
   report_.io_engine = std::string(io_->name());
   report_.io_engine_reason = queue.value().reason;
 
-  extents_ = std::make_unique<ExtentStore>(*io_, std::move(volumes).value());
+  extents_ = std::make_unique<ExtentStore>(*io_, std::move(volumes).value(), clock_);
   for (uint16_t device = 0; device < limits.value().size(); ++device) {
     io_->set_limits(device, limits.value()[device]);
   }

@@ -14,9 +14,10 @@ namespace memd {
 
 Result<std::vector<JobRecord>> Commits::load(const std::function<Status()>& turn) {
   auto jobs = load_records(turn);
-  if (jobs.status().code() != StatusCode::integrity) return jobs;
+  const StatusCode code = jobs.status().code();
+  if (code != StatusCode::integrity && code != StatusCode::device) return jobs;
   // Nobody can start a job over: no daemon starts.
-  return Status(StatusCode::integrity,
+  return Status(code,
                 concat("the volumes cannot be used; look at the device, restore the volumes, or "
                        "move them away to start empty: ",
                        jobs.status().message()),
@@ -58,6 +59,7 @@ Result<std::vector<JobRecord>> Commits::load_records(const std::function<Status(
         reading->finished = status;
       });
       while (!reading->finished) {
+        extents_.advance();
         if (Status status = turn(); !status.is_ok()) return status;
       }
       if (!reading->finished->is_ok()) return *reading->finished;

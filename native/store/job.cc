@@ -299,7 +299,8 @@ ShardInfo Job::info(uint32_t shard_id) const {
           .generation = shard.generation,
           .written = shard.written,
           .bytes = shard.bytes,
-          .lost = lost.contains(shard_id)};
+          .lost = lost.contains(shard_id),
+          .unreadable = false};
 }
 
 JobInfo Job::job_info() const {
@@ -320,7 +321,8 @@ JobInfo Job::job_info() const {
           .shard_count = static_cast<uint32_t>(shard_ids.size()),
           .element_count = element_count,
           .lease_count = lease_count(),
-          .lost_shards = lost.names()};
+          .lost_shards = lost.names(),
+          .unreadable_shards = {}};
 }
 
 ShardRecord Job::label_record(const Shard& shard) const {
@@ -579,6 +581,24 @@ void Job::lose(const Entry& entry, size_t replica, const Status& why) {
   for (const uint32_t shard_id : shards_in(entry, replica)) {
     lost.add(shard_id, std::string(shards[shard_id].name()), why);
   }
+}
+
+std::set<uint32_t> Job::unreadable_shards(const ExtentStore& extents) const {
+  std::set<uint32_t> all;
+  if (!extents.has_unreadable()) return all;
+  const auto look = [&](const Entry& entry, const auto& replicas) {
+    for (size_t i = 0; i < replicas.size(); ++i) {
+      const Replica& replica = replicas[i];
+      if (!replica.exists() || !extents.is_unreadable(replica.extent())) continue;
+      const std::vector<uint32_t> inside = shards_in(entry, i);
+      all.insert(inside.begin(), inside.end());
+    }
+  };
+  for (const Entry* const entry : entries) {
+    if (entry != nullptr) look(*entry, entry->replicas);
+  }
+  for (const Bucket& bucket : buckets) look(*bucket.value, bucket.rest);
+  return all;
 }
 
 bool Job::is_lost(const Entry& entry) const {

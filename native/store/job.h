@@ -59,6 +59,7 @@ struct ShardInfo {
   bool written = false;
   uint64_t bytes = 0;
   bool lost = false;
+  bool unreadable = false;  // the device failed its last read; the next use tries again
 };
 
 struct Shard {
@@ -274,7 +275,9 @@ class Job {
   /// Replica `replica` of the entry, or the rest of that tile, is gone from the disk. A gradient is
   /// no shard's state: the next backward makes it again.
   void lose(const Entry& entry, size_t replica, const Status& why);
-  /// Whether some of its bytes are.
+  /// Shards with bytes that the device failed to read, and that nobody has read since.
+  std::set<uint32_t> unreadable_shards(const ExtentStore& extents) const;
+  /// Whether some of its bytes are lost.
   bool is_lost(const Entry& entry) const;
 
   /// Of all sessions and the daemon itself. No client takes away what another one or the daemon

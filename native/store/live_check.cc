@@ -150,15 +150,15 @@ void LiveCheck::told(uint64_t check_id,
     ++counted.extents;
     counted.bytes += bytes;
   }
-  if (verdict == Verdict::unread) return fail(status);
-  if (verdict == Verdict::damaged || verdict == Verdict::lost) {
+  if (verdict != Verdict::whole && verdict != Verdict::released) {
     add_finding(found, verdict, status);
   }
 }
 
 void LiveCheck::add_finding(const ExtentWalk::Found& found, Verdict verdict, const Status& status) {
   const ExtentRecord& extent = found.extent;
-  CheckFinding finding{.is_lost = verdict == Verdict::lost,
+  // What can't be read is no clean bill, whatever the bytes are.
+  CheckFinding finding{.is_lost = verdict == Verdict::lost || verdict == Verdict::unread,
                        .path = parts_.extents.path(extent.address.device),
                        .offset_bytes = extent.address.offset_bytes,
                        .length_bytes = extent.length_bytes,

@@ -57,7 +57,7 @@ void Scrub::end_pass() {
 }
 
 void Scrub::told(const ExtentWalk::Found& found, Verdict verdict, const Status& status) {
-  if (verdict == Verdict::damaged || verdict == Verdict::lost) {
+  if (verdict != Verdict::whole && verdict != Verdict::released) {
     ++statistics_.errors;
     statistics_.last_error = status.message();
   }

@@ -83,16 +83,23 @@ Job* ShardStore::find(uint64_t job_id) const {
   return found == jobs_.end() ? nullptr : found->second.get();
 }
 
+JobInfo ShardStore::info_of(const Job& job) const {
+  JobInfo info = job.job_info();
+  for (const uint32_t shard_id : job.unreadable_shards(extents_))
+    info.unreadable_shards.emplace_back(job.shards[shard_id].name());
+  return info;
+}
+
 Result<JobInfo> ShardStore::find_job(const std::string& name) const {
   for (const auto& [job_id, job] : jobs_) {
-    if (job->name == name) return job->job_info();
+    if (job->name == name) return info_of(*job);
   }
   return error(StatusCode::not_found, "there is no job ", name, "; see `memd job list`");
 }
 
 std::vector<JobInfo> ShardStore::jobs() const {
   std::vector<JobInfo> infos;
-  for (const auto& [job_id, job] : jobs_) infos.push_back(job->job_info());
+  for (const auto& [job_id, job] : jobs_) infos.push_back(info_of(*job));
   std::sort(infos.begin(), infos.end(), [](const JobInfo& a, const JobInfo& b) {
     return a.job_id < b.job_id;
   });
@@ -103,9 +110,12 @@ Result<std::vector<ShardInfo>> ShardStore::shards(uint64_t job_id) {
   Job* const job = find(job_id);
   if (job == nullptr) return error(StatusCode::not_found, "there is no job with id ", job_id);
   job->settle_all_pending();
+  const std::set<uint32_t> unreadable = job->unreadable_shards(extents_);
   std::vector<ShardInfo> infos;
   for (uint32_t shard_id = 0; shard_id < job->shards.size(); ++shard_id) {
-    if (!job->shards[shard_id].deleted) infos.push_back(job->info(shard_id));
+    if (job->shards[shard_id].deleted) continue;
+    infos.push_back(job->info(shard_id));
+    infos.back().unreadable = unreadable.contains(shard_id);
   }
   return infos;
 }
@@ -204,7 +214,7 @@ Result<JobInfo> ShardStore::open_job(const OpenJobRequest& request) {
   if (!held.is_ok()) {
     const auto job = admit(request);
     if (!job.is_ok()) return job.status();
-    JobInfo info = job.value()->job_info();
+    JobInfo info = info_of(*job.value());
     info.created = true;
     return info;
   }
@@ -223,7 +233,7 @@ Result<JobInfo> ShardStore::open_job(const OpenJobRequest& request) {
       return status;
     }
   }
-  return job.job_info();
+  return info_of(job);
 }
 
 Status ShardStore::set_durability(Job& job, const OpenJobRequest& request) {
@@ -774,6 +784,7 @@ bool ShardStore::advance() {
       return_to_disk(*job);
     }
   }
+  progress |= extents_.advance();
   progress |= scrub_.advance();
   progress |= live_check_.advance();
   return progress;
@@ -811,7 +822,7 @@ bool ShardStore::wants_releases() const {
 uint64_t ShardStore::next_deadline_ns() const {
   uint64_t next = std::numeric_limits<uint64_t>::max();
   for (const auto& [job_id, job] : jobs_) next = std::min(next, job->waiters.next_deadline_ns());
-  for (const uint64_t due_ns : {scrub_.next_ns(), live_check_.next_ns()}) {
+  for (const uint64_t due_ns : {scrub_.next_ns(), live_check_.next_ns(), extents_.next_ns()}) {
     if (due_ns != 0) next = std::min(next, due_ns);
   }
   return next == std::numeric_limits<uint64_t>::max() ? 0 : next;
@@ -848,6 +859,18 @@ std::vector<Activity> ShardStore::in_flight() const {
       activity.what += concat(" at ", each.offset_bytes, ", ", each.length_bytes, " bytes");
     }
     all.push_back(std::move(activity));
+  }
+  for (const ExtentStore::WaitingRead& each : extents_.waiting_reads()) {
+    const ExtentRecord& extent = each.extent;
+    all.push_back({.kind = "read",
+                   .what = concat(extents_.path(extent.address.device),
+                                  " at ",
+                                  extent.address.offset_bytes,
+                                  ", ",
+                                  extent.length_bytes,
+                                  " bytes"),
+                   .waits_on = "its next try, since the device failed it",
+                   .age_ns = now_ns - each.since_ns});
   }
   const auto add = [&](const Job* job, uint64_t job_id, Activity activity, uint64_t since_ns) {
     activity.job_id = job_id;
@@ -909,7 +932,7 @@ ServerStatistics ShardStore::statistics() const {
   }
   for (const auto& [job_id, job] : jobs_) {
     JobStatistics statistics{
-        .job = job->job_info(), .counters = job->counters, .stalls = job->stalls_ended};
+        .job = info_of(*job), .counters = job->counters, .stalls = job->stalls_ended};
     for (const auto& session : job->sessions) statistics.stalls.add(session->ring.stalls());
     if (job->memory != nullptr) {
       statistics.arena_bytes = job->memory->arena().capacity_bytes();

@@ -179,6 +179,7 @@ class ShardStore {
   std::vector<Activity> in_flight() const;
 
  private:
+  JobInfo info_of(const Job& job) const;
   enum class Grant : uint8_t { done, waiting, waiting_for_space };
   Job* find(uint64_t job_id) const;
   Result<Job*> admit(const OpenJobRequest& request);

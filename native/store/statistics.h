@@ -34,6 +34,9 @@ struct JobInfo {
   uint32_t lease_count = 0;
   /// Names of shards whose bytes on disk are gone: no step or sync is accepted any more.
   std::vector<std::string> lost_shards;
+  /// Names of shards that the device could not read when they were last asked for. Nothing stops:
+  /// whoever uses one tries again.
+  std::vector<std::string> unreadable_shards;
 };
 
 struct JobStatistics {

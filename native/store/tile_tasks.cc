@@ -33,10 +33,6 @@ struct TileTasks::Running {
   bool value_mismatch = false;
   bool rest_mismatch = false;
   bool gradient_mismatch = false;
-  // The first read failed: it is read again like a mismatch.
-  bool value_unread = false;
-  bool rest_unread = false;
-  bool gradient_unread = false;
   uint64_t started_ns = 0;
   uint64_t work_ns = 0;
 
@@ -233,6 +229,11 @@ bool TileTasks::try_start(TileTask& task) {
   return true;
 }
 
+std::string TileTasks::describe(const Running& running, const Entry& entry) {
+  const Job& job = *running.task.job;
+  return concat("shard ", job.describe(entry, running.task.index), ", step ", job.committed_step);
+}
+
 void TileTasks::load(const std::shared_ptr<Running>& running) {
   TileTask& task = running->task;
   auto join = Join::start([this, running](const Status& status) {
@@ -241,32 +242,33 @@ void TileTasks::load(const std::shared_ptr<Running>& running) {
     MEMD_FAILPOINT("tile.loaded");
     status.is_ok() ? work(running) : finish(running, status);
   });
-  const auto read = [&](const ExtentRecord& extent, std::span<std::byte> into, bool& unread) {
+  const auto read = [&](const Entry& entry, const ExtentRecord& extent, std::span<std::byte> into) {
     task.report->read_bytes += extent.length_bytes;
-    extents_.read_unverified(extent,
-                             into,
-                             {.job = running->job(), .priority = IoPriority::state},
-                             [running, &unread, done = join->branch()](const Status& status) {
-                               unread = !status.is_ok();
-                               done(Status::ok());
-                             });
+    extents_.read_unverified(
+        extent,
+        into,
+        {.job = running->job(), .priority = IoPriority::state},
+        [this, running, &entry, extent, done = join->branch()](const Status& status) {
+          if (status.is_ok()) return done(status);
+          done(extents_.unreadable(extent, describe(*running, entry), status));
+        });
   };
   if (!running->in_memory) {
     if (task.reads_value && !running->value_from_arena) {
       if (running->value_source().exists()) {
-        read(running->value_source(), running->value_span(), running->value_unread);
+        read(*task.entry, running->value_source(), running->value_span());
       } else {
         std::memset(running->bytes.value, 0, running->bytes.value_bytes);
       }
     }
     if (running->reads_rest()) {
-      read(running->rest_source(), running->rest_span(), running->rest_unread);
+      read(*task.entry, running->rest_source(), running->rest_span());
     } else if (running->bytes.rest_bytes > 0) {
       std::memset(running->bytes.rest, 0, running->bytes.rest_bytes);
     }
   }
   if (running->gradient_copy != nullptr) {
-    read(running->gradient_source(), running->gradient_span(), running->gradient_unread);
+    read(*task.gradient, running->gradient_source(), running->gradient_span());
   }
   join->finish(Status::ok());
 }
@@ -363,16 +365,13 @@ void TileTasks::work(const std::shared_ptr<Running>& running) {
         }
         running->value_mismatch =
             disk && its.reads_value && running->value_source().exists() &&
-            (running->value_unread ||
-             !ExtentStore::matches(running->value_source(), running->value_span()));
+            !ExtentStore::matches(running->value_source(), running->value_span());
         running->rest_mismatch =
             disk && running->reads_rest() &&
-            (running->rest_unread ||
-             !ExtentStore::matches(running->rest_source(), running->rest_span()));
+            !ExtentStore::matches(running->rest_source(), running->rest_span());
         running->gradient_mismatch =
             running->gradient_copy != nullptr &&
-            (running->gradient_unread ||
-             !ExtentStore::matches(running->gradient_source(), running->gradient_span()));
+            !ExtentStore::matches(running->gradient_source(), running->gradient_span());
         if (MEMD_PLANTED("tile.checksum_not_verified")) {
           running->value_mismatch = running->rest_mismatch = running->gradient_mismatch = false;
         }
@@ -410,11 +409,8 @@ void TileTasks::check(const std::shared_ptr<Running>& running) {
   const auto read = [&](const Entry& entry,
                         const ExtentRecord& extent,
                         std::span<std::byte> into,
-                        bool& unread,
                         bool first_read) {
-    const Job& job = *task.job;
-    std::string what =
-        concat("shard ", job.describe(entry, task.index), ", step ", job.committed_step);
+    std::string what = describe(*running, entry);
     Done done = [running, &entry, done = join->branch()](const Status& status) {
       const TileTask& its = running->task;
       // The step meets what is lost itself, and says so.
@@ -425,27 +421,19 @@ void TileTasks::check(const std::shared_ptr<Running>& running) {
     if (first_read) {
       return extents_.read(extent, into, {.job = running->job()}, std::move(what), std::move(done));
     }
-    if (!std::exchange(unread, false)) extents_.count_checksum_failure(extent);
+    extents_.count_checksum_failure(extent);
     extents_.read_again(extent, into, {.job = running->job()}, std::move(what), std::move(done));
   };
   if (running->value_mismatch) {
     // The arena's copy was scribbled on: what is on disk counts, and was not read yet.
     const bool first_read = std::exchange(running->value_from_arena, false);
-    read(*task.entry,
-         running->value_source(),
-         running->value_span(),
-         running->value_unread,
-         first_read);
+    read(*task.entry, running->value_source(), running->value_span(), first_read);
   }
   if (running->rest_mismatch) {
-    read(*task.entry, running->rest_source(), running->rest_span(), running->rest_unread, false);
+    read(*task.entry, running->rest_source(), running->rest_span(), false);
   }
   if (running->gradient_mismatch) {
-    read(*task.gradient,
-         running->gradient_source(),
-         running->gradient_span(),
-         running->gradient_unread,
-         false);
+    read(*task.gradient, running->gradient_source(), running->gradient_span(), false);
   }
   join->finish(Status::ok());
 }

@@ -6,6 +6,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <string>
 
 #include "base/clock.h"
 #include "store/job.h"
@@ -110,6 +111,8 @@ class TileTasks {
   bool has_room_to_stay(const Running& running);
   bool try_start(TileTask& task);
   std::optional<uint64_t> allocate_private(Job& job, uint64_t bytes);
+  /// Names the shard, for an error.
+  static std::string describe(const Running& running, const Entry& entry);
   void load(const std::shared_ptr<Running>& running);
   void work(const std::shared_ptr<Running>& running);
   static void prepare_words(const std::shared_ptr<Running>& running);

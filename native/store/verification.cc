@@ -22,20 +22,29 @@ void Verification::begin(const ExtentWalk::Found& found, Told told) {
   }
   const std::span<std::byte> into = buffer_->span().first(extent.length_bytes);
   parts_.extents.read_unverified(extent, into, kScrub, [this, extent, into](const Status& status) {
-    if (!status.is_ok()) return compared(false, false);
+    if (!status.is_ok()) return unread(status);
     parts_.workers.submit(
         {.job = kDaemonJob, .bytes = extent.length_bytes},
         [this, extent, into] { matches_ = ExtentStore::matches(extent, into); },
-        [this] { compared(matches_, true); });
+        [this] { compared(matches_); });
   });
 }
 
-void Verification::compared(bool is_whole, bool was_read) {
+void Verification::unread(const Status& status) {
+  const ExtentPlace& place = found_.place;
+  if (!parts_.places.names(place, found_.extent)) return finish(Verdict::released, Status::ok());
+  // What memory has as well needs no further try.
+  if (place.kind == ExtentPlace::Kind::catalogue) parts_.write_anew(place.job_id);
+  finish(Verdict::unread,
+         parts_.extents.unreadable(found_.extent, parts_.places.describe(place), status));
+}
+
+void Verification::compared(bool is_whole) {
   if (is_whole) return finish(Verdict::whole, Status::ok());
   if (!parts_.places.names(found_.place, found_.extent)) {
     return finish(Verdict::released, Status::ok());
   }
-  if (was_read) parts_.extents.count_checksum_failure(found_.extent);
+  parts_.extents.count_checksum_failure(found_.extent);
   parts_.extents.read_again(found_.extent,
                             buffer_->span().first(found_.extent.length_bytes),
                             kScrub,
@@ -47,11 +56,9 @@ void Verification::read_twice(const Status& status) {
   const ExtentPlace& place = found_.place;
   if (status.is_ok()) return finish(Verdict::whole, status);
   if (!parts_.places.names(place, found_.extent)) return finish(Verdict::released, Status::ok());
+  if (place.kind == ExtentPlace::Kind::catalogue) parts_.write_anew(place.job_id);
   if (status.code() != StatusCode::integrity) return finish(Verdict::unread, status);
-  if (place.kind == ExtentPlace::Kind::catalogue) {
-    parts_.write_anew(place.job_id);
-    return finish(Verdict::damaged, status);
-  }
+  if (place.kind == ExtentPlace::Kind::catalogue) return finish(Verdict::damaged, status);
   if (parts_.places.is_being_replaced(place)) return finish(Verdict::damaged, status);
   parts_.places.lose(place, status);
   finish(Verdict::lost, status);

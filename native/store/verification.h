@@ -27,7 +27,7 @@ enum class Verdict : uint8_t {
   released,  // no longer named: its place may hold anything
   damaged,   // but newer bytes take its place, or it is written anew: nothing is lost
   lost,      // the job stops at its last commit, and its shards are marked
-  unread,    // the moment is to blame: it says nothing about the bytes
+  unread,    // the device failed each try: it says nothing about the bytes
 };
 
 /// One at a time, below all other I/O; hashed by the workers. Between the parts of a read nothing
@@ -46,7 +46,8 @@ class Verification {
   void free_memory() { buffer_.reset(); }
 
  private:
-  void compared(bool is_whole, bool was_read);
+  void unread(const Status& status);
+  void compared(bool is_whole);
   void read_twice(const Status& status);
   void finish(Verdict verdict, const Status& status);
 

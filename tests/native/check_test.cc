@@ -167,8 +167,8 @@ class CheckTest : public testing::Test {
     auto set = VolumeSet::open(options);
     if (!set.is_ok()) return set.status();
     auto io = make_io_queue({.engine = IoEngine::threads, .depth = 4});
-    ExtentStore extents(*io.value().queue, std::move(set).value());
     const SteadyClock clock;
+    ExtentStore extents(*io.value().queue, std::move(set).value(), clock);
     Commits commits(extents, clock);
     return commits
         .load([&io] {

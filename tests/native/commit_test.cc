@@ -14,6 +14,7 @@ namespace {
 using testing::bytes_shard;
 using testing::DiskQueue;
 using testing::Heart;
+using testing::HeartOptions;
 using testing::Held;
 using testing::kFloorSegments;
 using testing::newest_superblock;
@@ -127,6 +128,34 @@ class CommitTest : public ::testing::Test {
 
   std::shared_ptr<MemoryDisk> disk_ = std::make_shared<MemoryDisk>(kSmallDiskBytes);
 };
+
+TEST_F(CommitTest, a_start_tries_three_times_to_read_root_and_catalogue) {
+  State before;
+  {
+    Heart heart(disk_);
+    const uint64_t session = heart.attach(heart.open("job", 8, kQuota));
+    const auto ids = make(heart, session);
+    ASSERT_TRUE(heart.step(next_step(heart, session, ids)).first.is_ok());
+    before = state(heart, session, ids);
+  }
+  const ExtentRecord root = newest_superblock(disk_->bytes()).root;
+  for (const uint64_t failures : {2u, 3u}) {
+    HeartOptions options;
+    options.before_load = [&](MemoryQueue& queue) {
+      queue.add_fault(
+          {.io_kind = IoKind::read, .offset_bytes = root.address.offset_bytes, .count = failures});
+    };
+    Heart heart(disk_, options);
+    if (failures == 2) {
+      ASSERT_TRUE(heart.loaded.is_ok()) << heart.loaded.message();
+      const uint64_t session = heart.attach(heart.open("job", 8, kQuota));
+      EXPECT_TRUE(state(heart, session, {0, 1, 2, 3}) == before);
+      continue;
+    }
+    EXPECT_EQ(heart.loaded.code(), StatusCode::device) << heart.loaded.message();
+    EXPECT_NE(heart.loaded.message().find("look at the device"), std::string::npos);
+  }
+}
 
 TEST_F(CommitTest, after_every_step_a_power_cut_loses_nothing) {
   Heart heart(disk_);

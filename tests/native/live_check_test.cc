@@ -248,15 +248,17 @@ TEST_F(LiveCheckTest, of_a_job_without_durability_the_disk_holds_nothing_to_chec
   }
 }
 
-TEST_F(LiveCheckTest, what_cannot_be_read_for_the_moment_is_neither_whole_nor_lost) {
+TEST_F(LiveCheckTest, what_the_device_cannot_read_is_a_finding_and_stops_no_job) {
   heart_.faults().add_fault({.kind = MemoryFaultKind::error,
                              .io_kind = IoKind::read,
                              .offset_bytes = job().buckets[0].rest[0].extent().address.offset_bytes,
-                             .count = 2,
-                             .error_number = ENOMEM});
+                             .count = 3,
+                             .error_number = EIO});
   const Found found = run();
-  EXPECT_EQ(found.status.code(), StatusCode::device) << found.status.message();
-  EXPECT_NE(found.status.message().find("try again"), std::string::npos);
+  ASSERT_EQ(found.findings.size(), 1u);
+  EXPECT_TRUE(found.findings[0].is_lost) << "no clean bill";
+  EXPECT_NE(found.findings[0].reason.find("can't be read now"), std::string::npos)
+      << found.findings[0].reason;
   EXPECT_EQ(job().lost.count(), 0u);
   EXPECT_TRUE(run().findings.empty());
 }

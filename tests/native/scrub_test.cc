@@ -145,14 +145,22 @@ TEST_F(ScrubTest, a_bit_that_the_bus_flipped_is_read_again_and_nothing_is_lost) 
   EXPECT_EQ(job().lost.count(), 0u);
 }
 
-TEST_F(ScrubTest, what_cannot_be_read_twice_is_lost) {
+TEST_F(ScrubTest, what_the_device_cannot_read_is_unreadable_until_it_can_and_not_lost) {
   heart_.faults().add_fault({.kind = MemoryFaultKind::error,
                              .io_kind = IoKind::read,
                              .offset_bytes = job().buckets[0].rest[0].extent().address.offset_bytes,
-                             .count = 2});
+                             .count = 3});
   run_pass();
   EXPECT_EQ(scrub().errors, 1u);
-  EXPECT_EQ(job().job_info().lost_shards, std::vector<std::string>{"w"});
+  EXPECT_NE(scrub().last_error.find("shard job/w"), std::string::npos) << scrub().last_error;
+  EXPECT_EQ(job().lost.count(), 0u);
+  const auto unreadable = [this] {
+    return heart_.store().find_job("job").value().unreadable_shards;
+  };
+  EXPECT_EQ(unreadable(), std::vector<std::string>{"w"});
+  run_pass();
+  EXPECT_EQ(scrub().errors, 1u);
+  EXPECT_TRUE(unreadable().empty());
 }
 
 TEST_F(ScrubTest, a_damaged_catalogue_and_root_are_written_anew_from_memory) {

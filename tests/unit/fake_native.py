@@ -64,6 +64,7 @@ class ShardInfo:
     generation: int = 0
     written: bool = False
     lost: bool = False
+    unreadable: bool = False
 
 
 @dataclass
@@ -84,6 +85,7 @@ class JobInfo:
     element_count: int = 0
     lease_count: int = 0
     lost_shards: list[str] = field(default_factory=list)
+    unreadable_shards: list[str] = field(default_factory=list)
 
 
 @dataclass

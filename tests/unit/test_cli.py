@@ -175,6 +175,25 @@ def test_a_fence_and_lost_shards_are_shown(server: FakeServer, tmp_path: Path) -
     assert status["jobs"][0]["lost_shards"] == ["wte.weight"]
 
 
+def test_shards_that_the_device_failed_to_read_are_shown(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    socket = ("--socket", str(tmp_path / "memd.sock"))
+    job = server.open_job("gpt", uid=0)
+    grant = server.attach(job.job_id)
+    server.declare(grant.session_id, [ShardSpec("wte.weight", 1, 1, [256, 64], 2)])
+    assert "failed to read" not in memd("status", *socket).output
+    job.unreadable_shards.append("wte.weight")
+    (info,) = server.shards(job.job_id)
+    info.unreadable = True
+    text = memd("status", *socket).output
+    assert "gpt: the device failed to read wte.weight; the next use tries again" in text
+    assert "64 KiB  unreadable" in memd("job", "show", "gpt", *socket).output
+    status = json.loads(memd("status", "--json", *socket).output)
+    assert status["jobs"][0]["unreadable_shards"] == ["wte.weight"]
+    assert status["jobs"][0]["lost_shards"] == []
+
+
 def test_a_job_is_listed_shown_and_dropped(server: FakeServer, tmp_path: Path) -> None:
     socket = ("--socket", str(tmp_path / "memd.sock"))
     job = server.open_job("gpt", uid=0)

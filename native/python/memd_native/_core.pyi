@@ -291,6 +291,9 @@ class ShardInfo:
     @property
     def lost(self) -> bool: ...
 
+    @property
+    def unreadable(self) -> bool: ...
+
 class ShardInfos:
     """In the order that was asked for."""
 
@@ -348,6 +351,9 @@ class JobInfo:
 
     @property
     def lost_shards(self) -> list[str]: ...
+
+    @property
+    def unreadable_shards(self) -> list[str]: ...
 
 class SessionGrant:
     """

@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 #include "base/failpoint.h"
@@ -12,8 +13,18 @@
 
 namespace memd {
 
-ExtentStore::ExtentStore(IoQueue& io, VolumeSet set)
+namespace {
+
+// Before the second and the third try: what passes by itself, such as a path that fails over, takes
+// about so long, and whoever waits for a lease hears within two seconds.
+constexpr uint64_t kRetryWaitNs[] = {250'000'000, 1'000'000'000};
+constexpr uint64_t kRetryEndNs = 2'000'000'000;
+
+}  // namespace
+
+ExtentStore::ExtentStore(IoQueue& io, VolumeSet set, const Clock& clock)
     : io_(io),
+      clock_(clock),
       superblock_(set.superblock),
       superblock_blocks_(
           static_cast<std::byte*>(std::aligned_alloc(kBlockBytes, 2 * uint64_t{kSuperblockBytes})),
@@ -37,24 +48,32 @@ Result<ExtentRecord> ExtentStore::allocate(uint32_t length_bytes) {
                free_.free_bytes());
 }
 
-Status ExtentStore::lost(const ExtentRecord& extent,
-                         const std::string& what,
-                         const Status& cause) const {
-  const std::string reason =
-      cause.is_ok()
-          ? "its bytes on disk are not those that were written (read twice)"
-          : concat("its bytes on disk can't be read (tried twice: ", cause.message(), ")");
-  return Status(StatusCode::integrity,
+std::string ExtentStore::place_of(const ExtentRecord& extent) const {
+  return concat(path(extent.address.device),
+                " at ",
+                extent.address.offset_bytes,
+                ", ",
+                extent.length_bytes,
+                " bytes");
+}
+
+Status ExtentStore::lost(const ExtentRecord& extent, const std::string& what) const {
+  return error(StatusCode::integrity,
+               what,
+               ": its bytes on disk are not those that were written (read twice): ",
+               place_of(extent));
+}
+
+Status ExtentStore::unreadable(const ExtentRecord& extent,
+                               const std::string& what,
+                               const Status& cause) const {
+  return Status(StatusCode::device,
                 concat(what,
+                       ": its bytes on disk can't be read now, though they may be whole; the next "
+                       "use tries again, look at the device meanwhile: ",
+                       place_of(extent),
                        ": ",
-                       reason,
-                       ": ",
-                       path(extent.address.device),
-                       " at ",
-                       extent.address.offset_bytes,
-                       ", ",
-                       extent.length_bytes,
-                       " bytes"),
+                       cause.message()),
                 cause.error_number());
 }
 
@@ -73,13 +92,68 @@ void ExtentStore::read_unverified(const ExtentRecord& extent,
                                   IoClass io_class,
                                   Done done) {
   MEMD_CHECK_EQ(into.size(), extent.length_bytes);
+  start(std::make_shared<Read>(
+      Read{.extent = extent, .into = into, .io_class = io_class, .done = std::move(done)}));
+}
+
+void ExtentStore::start(const std::shared_ptr<Read>& read) {
+  ++read->tries;
   io_.submit({.kind = IoKind::read,
-              .priority = io_class.priority,
-              .job = io_class.job,
-              .device = extent.address.device,
-              .offset_bytes = extent.address.offset_bytes,
-              .data = into,
-              .complete = std::move(done)});
+              .priority = read->io_class.priority,
+              .job = read->io_class.job,
+              .device = read->extent.address.device,
+              .offset_bytes = read->extent.address.offset_bytes,
+              .data = read->into,
+              .complete = [this, read](const Status& status) { finish(read, status); }});
+}
+
+void ExtentStore::finish(const std::shared_ptr<Read>& read, const Status& status) {
+  const Done done = read->done;
+  if (status.is_ok()) {
+    unreadable_.erase(key_of(read->extent));
+    return done(status);
+  }
+  const uint64_t now_ns = clock_.now_ns();
+  if (read->tries == 1) read->first_failed_ns = now_ns;
+  if (read->tries <= std::size(kRetryWaitNs)) {
+    read->due_ns = now_ns + kRetryWaitNs[read->tries - 1];
+    if (read->due_ns <= read->first_failed_ns + kRetryEndNs) {
+      // It can't be raised any more: somebody may wait for it by now.
+      if (read->io_class.priority == IoPriority::prefetch)
+        read->io_class.priority = IoPriority::demand;
+      waiting_.push_back(read);
+      return;
+    }
+  }
+  MEMD_FAILPOINT("read.given_up");
+  unreadable_.insert(key_of(read->extent));
+  done(status);
+}
+
+bool ExtentStore::advance() {
+  if (waiting_.empty()) return false;
+  const uint64_t now_ns = clock_.now_ns();
+  const auto due =
+      std::stable_partition(waiting_.begin(), waiting_.end(), [now_ns](const auto& read) {
+        return read->due_ns > now_ns;
+      });
+  const std::vector<std::shared_ptr<Read>> reads(due, waiting_.end());
+  waiting_.erase(due, waiting_.end());
+  for (const auto& read : reads) start(read);
+  return !reads.empty();
+}
+
+uint64_t ExtentStore::next_ns() const {
+  uint64_t next = 0;
+  for (const auto& read : waiting_) next = next == 0 ? read->due_ns : std::min(next, read->due_ns);
+  return next;
+}
+
+std::vector<ExtentStore::WaitingRead> ExtentStore::waiting_reads() const {
+  std::vector<WaitingRead> all;
+  for (const auto& read : waiting_)
+    all.push_back({.extent = read->extent, .since_ns = read->first_failed_ns});
+  return all;
 }
 
 void ExtentStore::read(const ExtentRecord& extent,
@@ -92,9 +166,10 @@ void ExtentStore::read(const ExtentRecord& extent,
                   io_class,
                   [this, extent, into, io_class, what = std::move(what), done = std::move(done)](
                       const Status& status) {
-                    if (status.is_ok() && matches(extent, into)) return done(status);
+                    if (!status.is_ok()) return done(unreadable(extent, what, status));
+                    if (matches(extent, into)) return done(status);
                     if (MEMD_PLANTED("read.checksum_not_verified")) return done(status);
-                    if (status.is_ok()) count_checksum_failure(extent);
+                    count_checksum_failure(extent);
                     auto block = std::make_shared<BlockBytes>(uint64_t{extent.length_bytes});
                     const Done copied = [block, into, done](const Status& again) {
                       if (again.is_ok()) std::ranges::copy(block->span(), into.begin());
@@ -118,15 +193,10 @@ void ExtentStore::read_again(const ExtentRecord& extent,
       into,
       io_class,
       [this, extent, into, what = std::move(what), done = std::move(done)](const Status& status) {
-        if (status.is_ok() && matches(extent, into)) return done(status);
-        // The moment is to blame for these, not the medium.
-        const int reason = status.error_number();
-        if (reason == EAGAIN || reason == EINTR || reason == ENOMEM) {
-          return done(Status(
-              StatusCode::device, concat(what, ": ", status.message(), "; try again"), reason));
-        }
-        if (status.is_ok()) count_checksum_failure(extent);
-        done(lost(extent, what, status));
+        if (!status.is_ok()) return done(unreadable(extent, what, status));
+        if (matches(extent, into)) return done(status);
+        count_checksum_failure(extent);
+        done(lost(extent, what));
       });
 }
 

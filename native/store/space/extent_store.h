@@ -2,12 +2,16 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
+#include <set>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/join.h"
 #include "base/status.h"
 #include "io/io_queue.h"
@@ -25,22 +29,30 @@ struct IoClass {
 /// Owned by the server thread. A failed write or sync fences all volumes of the set, since a commit
 /// needs every one of them: the outcome on disk is unknown, so that nothing is written or
 /// acknowledged any more until the daemon starts anew and reads what is there. Reads go on.
+///
+/// A read that the device fails is tried three times within two seconds; between tries it waits for
+/// its time, and nothing blocks. After that the extent counts as unreadable until a later read of
+/// it succeeds: an error of the device says nothing about the bytes. Only bytes that do not match
+/// their checksum, twice, are lost.
 class ExtentStore {
  public:
   /// Takes over the set's files; `superblock()` is the newest one on disk.
-  ExtentStore(IoQueue& io, VolumeSet set);
+  ExtentStore(IoQueue& io, VolumeSet set, const Clock& clock);
 
   /// Space for `length_bytes` (whole blocks), without a checksum yet; capacity error where there is
   /// none.
   Result<ExtentRecord> allocate(uint32_t length_bytes);
-  void release(const ExtentRecord& extent) { free_.release(extent); }
+  void release(const ExtentRecord& extent) {
+    unreadable_.erase(key_of(extent));
+    free_.release(extent);
+  }
   /// At start: what a catalogue names is taken.
   Status reserve(const ExtentRecord& extent) { return free_.reserve(extent); }
 
-  /// Fills `into` (length_bytes) and verifies it. What can't be read, or does not match, is read
-  /// once more, into private memory: what trainers map may have been changed between the read and
-  /// the comparison, and only what the disk says is an integrity error, naming `what`, file and
-  /// offset.
+  /// Fills `into` (length_bytes) and verifies it. What does not match is read once more, into
+  /// private memory: what trainers map may have been changed between the read and the comparison,
+  /// and only what the disk says is an integrity error. What can't be read is a device error. Both
+  /// name `what`, file and offset.
   void read(const ExtentRecord& extent,
             std::span<std::byte> into,
             IoClass io_class,
@@ -53,10 +65,30 @@ class ExtentStore {
                   std::string what,
                   Done done);
   /// Fills `into`; the caller verifies with matches(), and asks read_again() where it does not.
+  /// Where the device fails it every time, `done` gets the device's own error: see unreadable().
   void read_unverified(const ExtentRecord& extent,
                        std::span<std::byte> into,
                        IoClass io_class,
                        Done done);
+  /// The error for who asked for `what`, where the device failed each read with `cause`.
+  Status unreadable(const ExtentRecord& extent, const std::string& what, const Status& cause) const;
+  /// The last read of it failed, every time.
+  bool is_unreadable(const ExtentRecord& extent) const {
+    return unreadable_.contains(key_of(extent));
+  }
+  bool has_unreadable() const { return !unreadable_.empty(); }
+
+  /// Starts the reads whose time for another try has come; true where there was one.
+  bool advance();
+  /// When advance() has something to do next; 0: no read waits.
+  uint64_t next_ns() const;
+  /// A read that waits for its next try.
+  struct WaitingRead {
+    ExtentRecord extent;
+    uint64_t since_ns = 0;
+  };
+  std::vector<WaitingRead> waiting_reads() const;
+
   /// Any thread.
   static bool matches(const ExtentRecord& extent, std::span<const std::byte> bytes) {
     return extent_checksum(bytes, extent.address) == extent.checksum;
@@ -89,10 +121,29 @@ class ExtentStore {
   IoQueue& io() { return io_; }
 
  private:
+  /// One read, over all its tries.
+  struct Read {
+    ExtentRecord extent;
+    std::span<std::byte> into;
+    IoClass io_class;
+    Done done;
+    uint32_t tries = 0;
+    uint64_t first_failed_ns = 0;
+    uint64_t due_ns = 0;  // while it waits
+  };
+  using Key = std::pair<uint16_t, uint64_t>;
+  static Key key_of(const ExtentRecord& extent) {
+    return {extent.address.device, extent.address.offset_bytes};
+  }
+
+  void start(const std::shared_ptr<Read>& read);
+  void finish(const std::shared_ptr<Read>& read, const Status& status);
   void fail(const Status& status);
-  Status lost(const ExtentRecord& extent, const std::string& what, const Status& cause) const;
+  Status lost(const ExtentRecord& extent, const std::string& what) const;
+  std::string place_of(const ExtentRecord& extent) const;
 
   IoQueue& io_;
+  const Clock& clock_;
   FreeExtents free_;
   std::vector<std::string> paths_;
   std::vector<uint64_t> device_bytes_;
@@ -100,6 +151,8 @@ class ExtentStore {
   std::unique_ptr<std::byte, void (*)(std::byte*)> superblock_blocks_;  // two, aligned for O_DIRECT
   Status broken_;
   std::vector<uint64_t> checksum_failure_counts_;  // by device
+  std::deque<std::shared_ptr<Read>> waiting_;      // for their next try
+  std::set<Key> unreadable_;
 };
 
 }  // namespace memd

@@ -67,20 +67,22 @@ class ShardSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[ShardKind, str]] = ..., dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., tier: _Optional[_Union[Tier, str]] = ...) -> None: ...
 
 class Shard(_message.Message):
-    __slots__ = ("shard_id", "spec", "generation", "written", "bytes", "lost")
+    __slots__ = ("shard_id", "spec", "generation", "written", "bytes", "lost", "unreadable")
     SHARD_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
+    UNREADABLE_FIELD_NUMBER: _ClassVar[int]
     shard_id: int
     spec: ShardSpec
     generation: int
     written: bool
     bytes: int
     lost: bool
-    def __init__(self, shard_id: _Optional[int] = ..., spec: _Optional[_Union[ShardSpec, _Mapping]] = ..., generation: _Optional[int] = ..., written: bool = ..., bytes: _Optional[int] = ..., lost: bool = ...) -> None: ...
+    unreadable: bool
+    def __init__(self, shard_id: _Optional[int] = ..., spec: _Optional[_Union[ShardSpec, _Mapping]] = ..., generation: _Optional[int] = ..., written: bool = ..., bytes: _Optional[int] = ..., lost: bool = ..., unreadable: bool = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("code", "error_number")

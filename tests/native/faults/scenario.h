@@ -109,7 +109,7 @@ class Daemon {
          KeptDescriptors kept = {})
       : wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
         io_(make_queue(wake_.get()), syncs, std::move(tap)),
-        extents_(io_, std::move(set)),
+        extents_(io_, std::move(set), clock_),
         workers_(2, wake_.get()) {
     auto pool = Pool::create({.bytes = 2 * (kFloor + 1) * kSegment,
                               .segment_bytes = kSegment,

@@ -26,7 +26,7 @@ std::span<const std::byte> bytes_of(const std::vector<float>& values) {
 }  // namespace
 
 Runner::Runner(IoQueue& io, int wake_fd, VolumeSet set)
-    : io_(io), extents_(io, std::move(set)), workers_(1, wake_fd) {
+    : io_(io), extents_(io, std::move(set), clock_), workers_(1, wake_fd) {
   auto pool = Pool::create({.bytes = kJobsMax * kJobSegments * kSegmentBytes,
                             .segment_bytes = kSegmentBytes,
                             .huge_pages = false,

@@ -81,7 +81,10 @@ class Reader {
     std::optional<Status> finished;
     extents_.read(
         extent, bytes, {.job = kDaemonJob}, what, [&](const Status& status) { finished = status; });
-    while (!finished) io_.reap();
+    while (!finished) {
+      extents_.advance();
+      io_.reap();
+    }
     if (finished->is_ok()) into.insert(into.end(), bytes.begin(), bytes.end());
     return *finished;
   }
@@ -253,8 +256,8 @@ std::string difference(const SetState& expected, const SetState& found) {
 Recovered recover(IoQueue& io, VolumeSet set) {
   Recovered out;
   out.sequence = set.superblock.sequence;
-  ExtentStore extents(io, std::move(set));
-  const ManualClock clock;
+  const SteadyClock clock;
+  ExtentStore extents(io, std::move(set), clock);
   Commits commits(extents, clock);
   auto records = commits.load([&io] {
     io.reap();
