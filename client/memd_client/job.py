@@ -140,7 +140,7 @@ class Job:
             raise MemdError(f"job {self._name!r}: the session is closed; connect again")
 
     def _refuse_if_forked(self) -> None:
-        if self.is_of_another_process:
+        if os.getpid() != self._process_id:
             raise MemdError(
                 f"job {self._name!r}: this session belongs to process {self._process_id}, from "
                 "which this one was forked; connect again in the child"

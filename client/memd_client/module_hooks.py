@@ -20,7 +20,7 @@ from torch import nn
 from memd_client.parameter import bring, streamed
 from memd_client.residency import release_all
 from memd_client.saved_tensors import may_save_by_name, save_by_name_hooks
-from memd_client.stalls import enter_module_call, leave_module_call
+from memd_client.stalls import note_module_calls
 
 if TYPE_CHECKING:
     import torch
@@ -66,24 +66,29 @@ class _ModuleCalls(local):
 
     def enter(self, module: nn.Module) -> None:
         frame = _Frame(module)
+        frames = self._frames
+        if not frames:
+            note_module_calls(True)
         # Before anything can fail: torch calls `_leave` after a failed pre-hook too.
-        self._frames.append(frame)
-        enter_module_call()
+        frames.append(frame)
         frame.open()
 
     def leave(self, module: nn.Module) -> None:
         """Does nothing if a hook of somebody else failed before ours was called: then no frame of
         `module` is on top."""
-        if self._frames and self._frames[-1].is_of(module):
-            self._close_last()
+        frames = self._frames
+        if frames and frames[-1].is_of(module):
+            self._close_last(frames)
 
     def leave_all(self) -> None:
         while self._frames:
-            self._close_last()
+            self._close_last(self._frames)
 
-    def _close_last(self) -> None:
-        frame = self._frames.pop()
-        leave_module_call()
+    @staticmethod
+    def _close_last(frames: list[_Frame]) -> None:
+        frame = frames.pop()
+        if not frames:
+            note_module_calls(False)
         frame.close()
 
 

@@ -44,6 +44,7 @@ class StreamedParameter:
     ) -> None:
         self._shard = shard
         self._transaction = transaction
+        self._job = transaction.job
         self._gradient = GradientSlot(shard)
         self._update_count = update_count
         self._early: weakref.ref[EarlyUpdates] | None = None
@@ -66,7 +67,7 @@ class StreamedParameter:
 
     @property
     def job(self) -> Job:
-        return self._transaction.job
+        return self._job
 
     @property
     def residency(self) -> Residency:
@@ -137,13 +138,13 @@ def _take_gradient(parameter: torch.Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
     if gradient is None:
         return
-    early = entry.early
-    if early is not None and entry.gradient.present:
-        early.refuse_second(entry.job, entry.shard)
-    leases = entry.job.gradient_leases_of(entry.shard)
-    entry.gradient.accumulate(gradient, leases)
+    job, shard, slot, early = entry.job, entry.shard, entry.gradient, entry.early
+    if early is not None and slot.present:
+        early.refuse_second(job, shard)
+    leases = job.gradient_leases_of(shard)
+    slot.accumulate(gradient, leases)
     if early is not None:
-        early.gradient_is_final(entry.job, entry.shard, leases)
+        early.gradient_is_final(job, shard, leases)
 
 
 def bring(

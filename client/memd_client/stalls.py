@@ -24,7 +24,7 @@ class _Thread(local):
 
     def __init__(self) -> None:
         self._step_depth = 0
-        self._module_call_depth = 0
+        self._is_in_module_call = False
 
     @contextmanager
     def closing_step(self) -> Iterator[None]:
@@ -34,26 +34,22 @@ class _Thread(local):
         finally:
             self._step_depth -= 1
 
-    def enter_module_call(self) -> None:
-        self._module_call_depth += 1
-
-    def leave_module_call(self) -> None:
-        self._module_call_depth -= 1
+    def note_module_calls(self, is_in_one: bool) -> None:
+        self._is_in_module_call = is_in_one
 
     def phase(self) -> int:
         if self._step_depth:
             return PHASE_STEP
         if _graph_task() != -1:
             return PHASE_BACKWARD
-        return PHASE_FORWARD if self._module_call_depth else PHASE_OTHER
+        return PHASE_FORWARD if self._is_in_module_call else PHASE_OTHER
 
 
 _thread = _Thread()
 # Waits inside count for the phase "step".
 closing_step = _thread.closing_step
-# Between these two, waits count for the phase "forward", unless backward computes it again.
-enter_module_call = _thread.enter_module_call
-leave_module_call = _thread.leave_module_call
+# Inside module calls waits count for the phase "forward", unless backward computes them again.
+note_module_calls = _thread.note_module_calls
 current_phase = _thread.phase
 
 
