@@ -248,6 +248,37 @@ def test_the_table_of_a_sessions_memory_is_that_of_the_header(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
+    ("document", "claim", "file", "constants"),
+    [
+        ("format.md", r"This is format (\d+)\.(\d+)", "volume.h", ["kFormatMajor", "kFormatMinor"]),
+        ("format.md", r"\| minor version, (\d+)", "volume.h", ["kFormatMinor"]),
+        (
+            "shared-memory.md",
+            r"`SessionHeader.protocol_version` \| (\d+)",
+            "layout.h",
+            ["kProtocolVersion"],
+        ),
+        ("shared-memory.md", r"version (\d+), source `ledger.cc`", "ledger.cc", ["kLedgerVersion"]),
+        (
+            "shared-memory.md",
+            r"version (\d+), source `tile_words.cc`",
+            "tile_words.cc",
+            ["kTileWordsVersion"],
+        ),
+    ],
+)
+def test_a_document_is_of_the_version_that_the_sources_write(
+    document: str, claim: str, file: str, constants: list[str]
+) -> None:
+    text = " ".join((ROOT / "docs" / document).read_text(encoding="utf-8").split())
+    found = re.search(claim, text)
+    assert found is not None
+    source = find(file).read_text(encoding="utf-8")
+    written = [re.search(rf"\b{name} = (\d+);", source) for name in constants]
+    assert [each[1] for each in written if each] == list(found.groups())
+
+
+@pytest.mark.parametrize(
     ("source", "name", "expected"),
     [
         ("void Store::lease(int a) {\n}", "Store::lease", True),
