@@ -239,6 +239,30 @@ def drop_job(name: str, force: bool, socket: str | None, as_json: bool) -> None:
         click.echo(f"dropped {name}")
 
 
+# A negative number is no option.
+@job.command("weight", context_settings={"ignore_unknown_options": True})
+@click.argument("name")
+@click.argument("weight", type=float, metavar="W")
+@socket_option
+@json_option
+def weight_job(name: str, weight: float, socket: str | None, as_json: bool) -> None:
+    """How much a job gets of devices and update threads that other jobs want as well.
+
+    W is 0.1 to 10, and 1 where nothing was set: beside a job of weight 1, one of weight 3 moves
+    three bytes for each of the other's. Alone a job gets all, whatever its weight. More than 1
+    takes from other users' jobs and is for root and the daemon's user.
+
+    The weight counts at once, and is kept with the job from its next commit on.
+    """
+    with connected(socket) as daemon:
+        daemon.set_job_weight(name, weight)
+        kept = daemon.job(name).job.weight
+    if as_json:
+        print_json({"job": name, "weight": kept})
+    else:
+        click.echo(f"{name} has weight {kept:g}")
+
+
 @main.command()
 @data_option
 @socket_option
@@ -454,12 +478,24 @@ def print_jobs(jobs: Sequence[job_pb2.Job]) -> None:
             f"{format_size(each.host_bytes_used)} / {format_size(each.host_bytes)}",
             f"{format_size(each.nvme_bytes_used)} / {format_size(each.nvme_bytes)}",
             str(each.shard_count),
+            f"{each.weight:g}",
             f"{each.durability} ({each.durable_step})",
         )
         for each in jobs
     ]
     print_table(
-        ("job", "user", "step", "sessions", "host", "nvme", "shards", "durability (on disk)"), rows
+        (
+            "job",
+            "user",
+            "step",
+            "sessions",
+            "host",
+            "nvme",
+            "shards",
+            "weight",
+            "durability (on disk)",
+        ),
+        rows,
     )
     for each in jobs:
         if each.lost_shards:

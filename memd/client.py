@@ -92,6 +92,10 @@ class DaemonClient:
     def drop_job(self, name: str, *, force: bool) -> None:
         self._call(self._job_service().DropJob, job_pb2.DropJobRequest(name=name, force=force))
 
+    def set_job_weight(self, name: str, weight: float) -> None:
+        request = job_pb2.SetJobWeightRequest(name=name, weight=weight)
+        self._call(self._job_service().SetJobWeight, request)
+
     def check(self, job: str) -> Generator[check_pb2.CheckResponse]:
         """Progress, and the report in the last message; leaving the iterator ends the check."""
         stub = check_pb2_grpc.CheckServiceStub(self._channel)

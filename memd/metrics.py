@@ -299,8 +299,14 @@ def _about_jobs(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
         "again.",
         labels=["memd_job"],
     )
+    weight = GaugeMetricFamily(
+        "memd_job_weight",
+        "Of what jobs share, a job's part is its weight over the sum of all.",
+        labels=["memd_job"],
+    )
     for each in jobs:
         job = each.job
+        weight.add_metric([job.name], job.weight)
         used.add_metric([job.name, "host"], job.host_bytes_used)
         used.add_metric([job.name, "nvme"], job.nvme_bytes_used)
         quota.add_metric([job.name, "host"], job.host_bytes)
@@ -333,6 +339,7 @@ def _about_jobs(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
     yield from _about_stalls(jobs)
     yield lost
     yield unreadable
+    yield weight
     yield used
     yield quota
     yield committed

@@ -47,6 +47,16 @@ def administered_job(server: Server, name: str, *, uid: int) -> JobInfo:
     return job
 
 
+def check_job_weight(weight: float, job: JobInfo, *, uid: int) -> None:
+    """A user divides what own jobs get; what is above 1 other users' jobs would lack."""
+    if weight > 1 and not administers_all(uid):
+        raise Refused(
+            StatusCode.PERMISSION_DENIED,
+            f"a weight above 1 takes from other users' jobs; give your other jobs less than 1, or "
+            f"ask root: job {job.name!r}, {weight:g}",
+        )
+
+
 def foreign_job(job: JobInfo, *, uid: int) -> Refused:
     return Refused(
         StatusCode.PERMISSION_DENIED,

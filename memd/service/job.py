@@ -36,3 +36,11 @@ class JobService:
         job = access.administered_job(self._server, request.name, uid=call.peer.uid)
         self._server.drop_job(job.job_id, force=request.force)
         return job_pb2.DropJobResponse()
+
+    def SetJobWeight(
+        self, request: job_pb2.SetJobWeightRequest, call: Call
+    ) -> job_pb2.SetJobWeightResponse:
+        job = access.administered_job(self._server, request.name, uid=call.peer.uid)
+        access.check_job_weight(request.weight, job, uid=call.peer.uid)
+        self._server.set_job_weight(job.job_id, request.weight)
+        return job_pb2.SetJobWeightResponse()

@@ -62,6 +62,7 @@ def job_message(job: JobInfo) -> job_pb2.Job:
         committed_step=job.committed_step,
         durability=job.durability,
         durable_step=job.durable_step,
+        weight=job.weight,
         session_count=job.session_count,
         host_bytes=job.host_bytes,
         host_bytes_used=job.host_bytes_used,

@@ -70,11 +70,9 @@ void JobTurns::come_back(Turns::iterator turn) {
   const auto rounds =
       static_cast<int64_t>(std::min((spent_ - turn->left_at) / round(*turn), kRoundsKept));
   // Within a round it is still its old turn: who leaves after each request gets no more for it.
-  if (rounds == 0) {
-    return move(turn, turn->left_first && turn->left > 0 ? Place::first : Place::waiting);
-  }
-  turn->left = std::min(turn->left + rounds * quantum(*turn), quantum(*turn));
-  move(turn, turn->left > 0 ? Place::first : Place::waiting);
+  if (rounds > 0) turn->left = std::min(turn->left + rounds * quantum(*turn), quantum(*turn));
+  turn->is_on = turn->left > 0 && (rounds > 0 || turn->left_first);
+  move(turn, turn->is_on ? Place::first : Place::waiting);
 }
 
 void JobTurns::leave(JobId job) {
@@ -99,8 +97,12 @@ std::optional<JobId> JobTurns::next() {
     Turns& turns = first_.empty() ? waiting_ : first_;
     if (turns.empty()) return std::nullopt;
     const auto turn = turns.begin();
+    if (!turn->is_on) {
+      turn->left = std::min(turn->left + quantum(*turn), quantum(*turn));
+      turn->is_on = true;
+    }
     if (turn->left > 0) return turn->job;
-    turn->left += quantum(*turn);
+    turn->is_on = false;
     move(turn, Place::waiting);
   }
 }

@@ -17,7 +17,8 @@ namespace memd {
 /// up over many. Owned by whoever asks for turns, on its thread.
 class JobTurns {
  public:
-  /// `quantum`: of a job of weight 1; at least what is spent at once.
+  /// `quantum`: of a job of weight 1. Where more is spent at once than that, who leaves for
+  /// kRoundsKept rounds may leave a debt behind.
   explicit JobTurns(uint64_t quantum) : quantum_(quantum) {}
   void set_quantum(uint64_t quantum) { quantum_ = quantum; }
   /// Kept until it is 1 again, which every job has that nothing was said of.
@@ -43,7 +44,7 @@ class JobTurns {
 
   /// A job that does one thing after the other is away in between: for so long it counts as there,
   /// so that others do not take its place. As long as a job of the least weight pays back one
-  /// quantum of weight 1, so that nobody escapes a debt by leaving.
+  /// quantum of weight 1.
   static constexpr uint64_t kRoundsKept = JobWeight::kOne / JobWeight::kMin;
 
  private:
@@ -53,6 +54,7 @@ class JobTurns {
     uint32_t weight = JobWeight::kOne;
     Place place = Place::first;
     int64_t left = 0;      // of its quantum; below 0: a debt
+    bool is_on = true;     // its turn has begun
     uint64_t left_at = 0;  // spent_ when it left
     bool left_first = false;
   };

@@ -201,6 +201,7 @@ void bind_records(nb::module_& module) {
       .def_ro("committed_step", &JobInfo::committed_step)
       .def_ro("durable_step", &JobInfo::durable_step)
       .def_ro("durability", &JobInfo::durability)
+      .def_ro("weight", &JobInfo::weight)
       .def_ro("session_count", &JobInfo::session_count)
       .def_ro("host_bytes", &JobInfo::host_bytes)
       .def_ro("host_bytes_used", &JobInfo::host_bytes_used)
@@ -479,6 +480,17 @@ void bind_server(nb::module_& module) {
           "job_id"_a,
           nb::kw_only(),
           "force"_a = false)
+      .def(
+          "set_job_weight",
+          [](Server& self, uint64_t job_id, double weight) {
+            unlocked([&] {
+              const auto wanted = JobWeight::of(weight);
+              return wanted.is_ok() ? self.set_job_weight(job_id, wanted.value()) : wanted.status();
+            });
+          },
+          "job_id"_a,
+          "weight"_a,
+          "What the job gets of devices and update threads that others want as well.")
       .def(
           "attach",
           [](Server& self, uint64_t job_id, uint32_t pid, uint64_t start_time, uint32_t uid) {

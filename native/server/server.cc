@@ -410,6 +410,13 @@ Result<std::vector<ShardInfo>> Server::shards(uint64_t job_id) {
   });
 }
 
+Status Server::set_job_weight(uint64_t job_id, JobWeight weight) {
+  return status_of(
+      ask<Nothing>(kAnswerS, "setting a job's weight", [this, job_id, weight](const auto& reply) {
+        reply(nothing(store_->set_job_weight(job_id, weight)));
+      }));
+}
+
 Status Server::drop_job(uint64_t job_id, bool force) {
   auto result = ask<Nothing>(kDrainS, "dropping a job", [this, job_id, force](const auto& reply) {
     store_->drop_job(job_id, force, [reply](const Status& status) { reply(nothing(status)); });

@@ -111,6 +111,8 @@ class Server : public std::enable_shared_from_this<Server> {
   Result<std::vector<JobInfo>> jobs();
   Result<std::vector<ShardInfo>> shards(uint64_t job_id);
   Status drop_job(uint64_t job_id, bool force);
+  /// From now on, and on disk with the job's next commit; stop() makes one.
+  Status set_job_weight(uint64_t job_id, JobWeight weight);
 
   Result<SessionGrant> attach(uint64_t job_id, const SessionOwner& owner = {});
   /// Sessions of the daemon before whose processes have not come back yet.

@@ -223,6 +223,7 @@ Status ShardStore::load(const std::function<Status()>& turn, KeptDescriptors* ke
       job = std::move(restored).value();
     }
     Job* const raw = job.get();
+    apply_weight(record.job_id, job->weight());
     jobs_[record.job_id] = std::move(job);
     if (raw->ledger != nullptr) adopted.push_back({raw, std::move(contents)});
   }

@@ -303,6 +303,12 @@ ShardInfo Job::info(uint32_t shard_id) const {
           .unreadable = false};
 }
 
+void Job::set_weight(JobWeight weight) {
+  weight_ = weight;
+  changed = true;
+  note_layout();
+}
+
 JobInfo Job::job_info() const {
   return {.job_id = job_id,
           .name = name,
@@ -311,6 +317,7 @@ JobInfo Job::job_info() const {
           .committed_step = committed_step,
           .durable_step = durable_step,
           .durability = durability.text(),
+          .weight = weight_.value(),
           .session_count = static_cast<uint32_t>(sessions.size()),
           .host_bytes = memory == nullptr ? 0 : memory->bytes(),
           .host_bytes_used = memory == nullptr ? 0
@@ -374,7 +381,8 @@ JobRecord Job::record() const {
                    .shards = {},
                    .buckets = {},
                    .durability = durability.code(),
-                   .undurable_since = undurable_since};
+                   .undurable_since = undurable_since,
+                   .weight = weight_.code()};
   record.shards.reserve(shard_ids.size());
   record.buckets.reserve(buckets.size());
   for (const Shard& shard : shards) {
@@ -412,6 +420,7 @@ Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record,
   std::unique_ptr<Job> job = std::move(created).value();
   job->committed_step = record.step;
   job->durability = Durability::of_code(record.durability);
+  job->weight_ = JobWeight::of_code(record.weight);
   job->undurable_since = record.undurable_since;
   if (record.undurable_since == 0) {
     job->durable_step = record.step;

@@ -204,6 +204,9 @@ class Job {
   bool gradients_fit() const;
   ShardInfo info(uint32_t shard_id) const;
   JobInfo job_info() const;
+  /// Of what it shares with other jobs, devices and workers. On disk with the next commit.
+  JobWeight weight() const { return weight_; }
+  void set_weight(JobWeight weight);
   JobRecord record() const;
   /// From a catalogue; reserves nothing, and takes no extent of one that says that they are
   /// overwritten since, unless memory says more (`given_ids`). `given_ids`: of the record's shards,
@@ -434,6 +437,7 @@ class Job {
   void close_bucket(DType dtype, uint64_t elements, std::vector<uint32_t> ids);
   Entry* add_entry(const Entry::Shape& shape);
 
+  JobWeight weight_;
   uint64_t entry_bytes_ = 0;
   uint64_t largest_entry_bytes_ = 0;  // of those there ever were
   uint64_t draining_bytes_ = 0;

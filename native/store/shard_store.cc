@@ -260,6 +260,19 @@ Status ShardStore::set_durability(Job& job, const OpenJobRequest& request) {
   return Status::ok();
 }
 
+Status ShardStore::set_job_weight(uint64_t job_id, JobWeight weight) {
+  Job* const job = find(job_id);
+  if (job == nullptr) return error(StatusCode::not_found, "there is no job with id ", job_id);
+  job->set_weight(weight);
+  apply_weight(job_id, weight);
+  return Status::ok();
+}
+
+void ShardStore::apply_weight(uint64_t job_id, JobWeight weight) {
+  io_.set_weight(JobId{job_id}, weight);
+  workers_.set_weight(JobId{job_id}, weight);
+}
+
 bool ShardStore::is_unused(const Job& job) const {
   return job.sessions.empty() && job.activity_count == 0 && job.service_lease_count == 0 &&
          job.waiters.empty() && job.operations.is_idle() && job.conditions.empty();
@@ -288,6 +301,7 @@ void ShardStore::return_to_disk(Job& job) {
   }
   job.free_retired();
   std::unique_ptr<Job> fresh = std::move(restored).value();
+  if (fresh->weight() != job.weight()) fresh->set_weight(job.weight());
   fresh->counters = job.counters;
   fresh->memory = std::move(job.memory);
   fresh->table = std::move(job.table);
@@ -358,6 +372,7 @@ void ShardStore::drop_now(Job& job, const Done& done) {
   const std::list<LeaseWaiter> waiters = job.waiters.take_all();
   const std::vector<Operations::Start> operations = job.operations.take_waiting();
   jobs_.erase(job_id);
+  apply_weight(job_id, JobWeight());
   const Status gone = error(StatusCode::fenced, "the job was dropped: ", job_id);
   for (const LeaseWaiter& waiter : waiters) waiter.reply(gone, {});
   for (const Operations::Start& start : operations) start(gone);

@@ -98,6 +98,8 @@ class ShardStore {
   Result<JobInfo> find_job(const std::string& name) const;
   std::vector<JobInfo> jobs() const;
   Result<std::vector<ShardInfo>> shards(uint64_t job_id);
+  /// What the job gets of devices and workers that others want as well, from now on.
+  Status set_job_weight(uint64_t job_id, JobWeight weight);
   /// Refused while sessions are attached, unless `force`. The memory it held is handed to
   /// `released` for the pool.
   void drop_job(uint64_t job_id, bool force, Done done);
@@ -223,6 +225,8 @@ class ShardStore {
   void go_on(Job& job, const LedgerContents& contents);
   void destroy_claimed(const Ledger& ledger);
   void destroy_unclaimed();
+  /// Devices and workers learn it.
+  void apply_weight(uint64_t job_id, JobWeight weight);
   Status set_durability(Job& job, const OpenJobRequest& request);
   /// A stopped job that nobody uses any more becomes what the disk says it is.
   void return_to_disk(Job& job);

@@ -24,6 +24,7 @@ struct JobInfo {
   /// The last step that is on disk; 0 as well where "none" has given that up.
   uint64_t durable_step = 0;
   std::string durability;
+  double weight = 1;  // JobWeight::value()
   uint32_t session_count = 0;
   uint64_t host_bytes = 0;
   uint64_t host_bytes_used = 0;

@@ -36,6 +36,39 @@ def test_sigterm_drains_and_exits_with_0(daemons: Daemons) -> None:
     assert log.splitlines()[-1].endswith("event=stopped logger=memd.daemon")
 
 
+def test_a_jobs_weight_is_checked_shown_and_kept(daemons: Daemons) -> None:
+    first = daemons.start(name="weights")
+
+    def weight(daemon: Daemon, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "memd",
+            "job",
+            *arguments,
+            "--socket",
+            str(daemon.attach_socket),
+        ]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    with Attached(first.attach_socket) as client:
+        client.attach("gpt")
+    for bad in ("0", "-1", "nan", "inf", "0.09", "11", "1e300"):
+        refused = weight(first, "weight", "gpt", bad)
+        assert refused.returncode == 1, bad
+        assert refused.stderr.startswith("Error: a job's weight is a number from 0.1 to 10: "), bad
+        assert refused.stderr.count("\n") == 1, refused.stderr
+    assert weight(first, "weight", "gpt", "much").returncode == 2
+    assert weight(first, "weight", "nope", "2").returncode == 1
+    assert "  1       step (" in weight(first, "list").stdout
+    assert weight(first, "weight", "gpt", "2.5").stdout == "gpt has weight 2.5\n"
+    assert 'memd_job_weight{memd_job="gpt"} 2.5\n' in first.get("/metrics")
+    assert first.stop() == 0
+    second = daemons.start(name="weights")
+    assert "  2.5     step (" in weight(second, "show", "gpt").stdout
+    assert second.stop() == 0
+
+
 def test_an_interrupt_drains_too(daemons: Daemons) -> None:
     assert daemons.start(name="term").stop(signal.SIGINT) == 0
 

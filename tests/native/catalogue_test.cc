@@ -190,17 +190,58 @@ constexpr const char* kJobV11 =
     "004001000000008877a656443322110010000001000c0072756e6e696e675f6d65616e0308010100"
     "00000000000000030000000000000000000000000000000000000000000000b8b66aa1a281f1f2";
 
+// The same of format 1.2, where a job has a weight.
+constexpr const char* kRootV12 =
+    "6d656d64726f6f740100020000000000ae0000000000000000000000000000000000000000000000"
+    "00000000000000000800000000000000020000000700000000000000881300000000000001000000"
+    "00002000000000008877865544332211002000000100030000000000000009001000000000000200"
+    "00000000300000000000887796554433221100001000010000005000000000008877b65544332211"
+    "0010000001005083443a1dfbc756";
+constexpr const char* kJobV12 =
+    "6d656d642d6a6f6201000200000000000b0200000000000000000000000000000000000000000000"
+    "00000000000000000700000000000000e80300002a00000000000000000000040000000000000040"
+    "00000000040064656d6f020000000120000400000000000200000000002000000000008877865544"
+    "33221100001000010000004000000000008877a65544332211000020000100000080000000000088"
+    "77e65544332211001000000100000000000000000000000000000000000000000000000260000000"
+    "000000000100000000009000000000008877f6554433221100100000010000000000000000000000"
+    "000000000000000000000000050000000600776569676874010102011f000400000000002a000000"
+    "00000000000000000000000000000000010b006e6f726d2e77656967687401020202030000000000"
+    "00000a000000000000002a000000000000000100000000000000000000000109006e6f726d2e6269"
+    "6173010202002a00000000000000010000002000000000000000000400626c6f6202090101010010"
+    "00000000000300000000000000020000000000000100000000887766564433221100001000010000"
+    "004001000000008877a656443322110010000001000c0072756e6e696e675f6d65616e0308010100"
+    "00000000000000030000000000000000000000000000000000000000000000e803000070b6211045"
+    "cb7752";
+
 TEST(Catalogue, records_of_format_1_0_are_read_for_ever) {
   ASSERT_TRUE(decode_root(from_hex(kRootV1)).is_ok());
   ASSERT_TRUE(decode_job(from_hex(kJobV1)).is_ok());
   // What the older record does not say is what was the only choice then.
-  EXPECT_EQ(hex(encode(decode_job(from_hex(kJobV1)).value())), kJobV11);
-  EXPECT_EQ(hex(encode(decode_root(from_hex(kRootV1)).value())), kRootV11);
+  EXPECT_EQ(hex(encode(decode_job(from_hex(kJobV1)).value())), kJobV12);
+  EXPECT_EQ(hex(encode(decode_root(from_hex(kRootV1)).value())), kRootV12);
 }
 
 TEST(Catalogue, records_of_format_1_1_are_read_for_ever) {
-  EXPECT_EQ(hex(encode(small_root())), kRootV11);
-  EXPECT_EQ(hex(encode(small_job())), kJobV11);
+  ASSERT_TRUE(decode_root(from_hex(kRootV11)).is_ok());
+  ASSERT_TRUE(decode_job(from_hex(kJobV11)).is_ok());
+  EXPECT_EQ(decode_job(from_hex(kJobV11)).value().weight, JobWeight::kOne);
+  EXPECT_EQ(hex(encode(decode_job(from_hex(kJobV11)).value())), kJobV12);
+  EXPECT_EQ(hex(encode(decode_root(from_hex(kRootV11)).value())), kRootV12);
+}
+
+TEST(Catalogue, records_of_format_1_2_are_read_for_ever) {
+  EXPECT_EQ(hex(encode(small_root())), kRootV12);
+  EXPECT_EQ(hex(encode(small_job())), kJobV12);
+  JobRecord job = small_job();
+  job.weight = 2500;
+  EXPECT_EQ(decode_job(encode(job)).value().weight, 2500U);
+  for (const uint32_t bad : {0U, 99U, 10001U, ~0U}) {
+    job.weight = bad;
+    EXPECT_NE(decode_job(encode(job)).status().message().find("weight: "), std::string::npos);
+  }
+}
+
+TEST(Catalogue, a_jobs_durability_is_kept) {
   JobRecord job = small_job();
   job.durability = 3;
   job.undurable_since = 42;
@@ -261,7 +302,7 @@ TEST(Catalogue, a_newer_format_is_refused_with_both_versions_and_the_feature_nam
   newer[8] = std::byte{2};
   const auto version = decode_job(resealed(newer));
   EXPECT_EQ(version.status().code(), StatusCode::not_yet);
-  EXPECT_NE(version.status().message().find("2.1"), std::string::npos);
+  EXPECT_NE(version.status().message().find("2.2"), std::string::npos);
   EXPECT_NE(version.status().message().find("1.x"), std::string::npos);
   for (const size_t word : {24, 32}) {
     auto feature = encode(small_job());

@@ -45,9 +45,21 @@ class DiskQueue final : public IoQueue {
   }
   void add_memory(std::span<std::byte> memory) override { queue_.add_memory(memory); }
   void remove_memory(std::span<std::byte> memory) override { queue_.remove_memory(memory); }
+  void set_limits(uint16_t device, const IoPathLimits& limits) override {
+    queue_.set_limits(device, limits);
+  }
   void submit(IoRequest request) override {
     operations.push_back({request.kind, request.offset_bytes, request.data.size()});
     if (before_submit) before_submit(operations.back());
+    if (after_transfer) {
+      request.complete = [this,
+                          job = request.job,
+                          bytes = request.data.size(),
+                          done = std::move(request.complete)](const Status& status) {
+        after_transfer(job, bytes);
+        done(status);
+      };
+    }
     if (after_read && request.kind == IoKind::read) {
       request.complete =
           [this, data = request.data, done = std::move(request.complete)](const Status& status) {
@@ -69,6 +81,7 @@ class DiskQueue final : public IoQueue {
   MemoryQueue& memory() { return queue_; }
   std::vector<Operation> operations;
   std::function<void(const Operation&)> before_submit;
+  std::function<void(JobId job, uint64_t bytes)> after_transfer;
   /// Between the device's last byte and the continuation.
   std::function<void(std::span<std::byte>)> after_read;
 
@@ -232,7 +245,7 @@ class Heart {
     // Time stands still here: what waits for its next try has it as soon as nothing else is done.
     const uint64_t due_ns = holds_tries_up ? 0 : extents_.next_ns();
     if (due_ns > clock.now_ns()) clock.advance(due_ns - clock.now_ns());
-    return false;
+    return when_idle && when_idle();
   }
   /// Turns until `holds`; false where it hangs, which is told from a busy machine by two minutes.
   bool until(const std::function<bool()>& holds) {
@@ -388,6 +401,8 @@ class Heart {
   Status loaded;
   /// A read that failed is tried again when the test moves the clock.
   bool holds_tries_up = false;
+  /// Called where the daemon has nothing to do: true where the machine did something then.
+  std::function<bool()> when_idle;
 
  private:
   static VolumeSet volume_set(MemoryDisk& disk) {

@@ -78,6 +78,7 @@ class JobInfo:
     committed_step: int = 0
     durable_step: int = 0
     durability: str = "step"
+    weight: float = 1.0
     session_count: int = 0
     host_bytes_used: int = 0
     nvme_bytes_used: int = 0
@@ -366,6 +367,10 @@ class FakeServer:
             if job_id in self._sessions.values() and not force:
                 raise status_error(StatusCode.CAPACITY, "sessions are attached; use force")
             del self._jobs[job_id]
+
+    def set_job_weight(self, job_id: int, weight: float) -> None:
+        with self._lock:
+            self._jobs[job_id].info.weight = weight
 
     def attach(
         self, job_id: int, *, pid: int = 0, start_time: int = 0, uid: int = 0

@@ -254,6 +254,9 @@ def test_another_users_job_is_refused_with_its_owner_named(service: Service) -> 
         lambda: stranger.attach(fresh=True),
         lambda: stranger.call(stranger.jobs.GetJob, job_pb2.GetJobRequest(name="gpt")),
         lambda: stranger.call(stranger.jobs.DropJob, job_pb2.DropJobRequest(name="gpt")),
+        lambda: stranger.call(
+            stranger.jobs.SetJobWeight, job_pb2.SetJobWeightRequest(name="gpt", weight=0.5)
+        ),
     ]
     for attempt in refused:
         with pytest.raises(grpc.RpcError) as error:
@@ -280,6 +283,27 @@ def test_the_daemons_user_administers_but_does_not_join_other_users_jobs(
     assert refusal_of(error).code is grpc.StatusCode.PERMISSION_DENIED
     admin.call(admin.jobs.DropJob, job_pb2.DropJobRequest(name="theirs", force=True))
     assert service.server.jobs() == []
+
+
+def test_a_user_gives_own_jobs_less_and_only_the_daemons_user_more(service: Service) -> None:
+    stranger = service.caller(uid=OTHER_UID)
+    stranger.attach(job="theirs")
+
+    def set_weight(caller: Caller, weight: float) -> float:
+        caller.call(
+            caller.jobs.SetJobWeight, job_pb2.SetJobWeightRequest(name="theirs", weight=weight)
+        )
+        answer = caller.call(caller.jobs.GetJob, job_pb2.GetJobRequest(name="theirs"))
+        assert isinstance(answer, job_pb2.GetJobResponse)
+        return answer.job.weight
+
+    assert set_weight(stranger, 0.25) == 0.25
+    assert set_weight(stranger, 1) == 1
+    with pytest.raises(grpc.RpcError) as error:
+        set_weight(stranger, 1.5)
+    assert refusal_of(error).code is grpc.StatusCode.PERMISSION_DENIED
+    assert "takes from other users' jobs" in refusal_of(error).message
+    assert set_weight(service.caller(), 1.5) == 1.5
 
 
 def test_a_user_checks_own_jobs_and_the_daemons_user_everything(service: Service) -> None:

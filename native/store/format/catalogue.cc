@@ -378,6 +378,7 @@ std::vector<std::byte> encode(const JobRecord& job) {
   for (const ShardRecord& shard : job.shards) put_shard(writer, shard);
   writer.put(job.durability);
   writer.put(job.undurable_since);
+  writer.put(job.weight);
   finish_record(out);
   return out;
 }
@@ -425,6 +426,10 @@ Result<JobRecord> decode_job(std::span<const std::byte> bytes, FormatUse use) {
     job.durability = reader.get<uint32_t>();
     job.undurable_since = reader.get<uint64_t>();
     if (!Durability::is_code(job.durability)) return malformed("durability: ", job.durability);
+  }
+  if (body.value().minor >= 2) {
+    job.weight = reader.get<uint32_t>();
+    if (!JobWeight::is_code(job.weight)) return malformed("weight: ", job.weight);
   }
   if (Status status = close_record(reader, body.value().minor); !status.is_ok()) return status;
 

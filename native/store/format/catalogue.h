@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "base/job_weight.h"
 #include "base/status.h"
 #include "store/format/encoding.h"
 #include "store/format/extent_record.h"
@@ -66,6 +67,7 @@ struct JobRecord {
   /// 0, or the first step that was made without durability: the extents that the record names are
   /// free to be overwritten since, by anybody, and mean something only to who knows the memory.
   uint64_t undurable_since = 0;
+  uint32_t weight = JobWeight::kOne;  // JobWeight::code()
 
   bool names_extents() const;
   /// Its shards, none of them written.

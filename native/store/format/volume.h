@@ -21,7 +21,7 @@ namespace memd {
 
 inline constexpr uint32_t kSuperblockBytes = 4096;
 inline constexpr uint32_t kFormatMajor = 1;
-inline constexpr uint32_t kFormatMinor = 1;  // 1: durability of a job
+inline constexpr uint32_t kFormatMinor = 2;  // 1: durability of a job, 2: its weight
 
 /// What a superblock says. Four copies lie in each file, at 0, 1 MiB, end - 2 MiB and end - 1 MiB;
 /// a commit writes only the pair `sequence mod 2` (0: first and third, 1: second and fourth) of the

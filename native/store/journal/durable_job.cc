@@ -13,7 +13,8 @@ DurableJob::DurableJob(const JobRecord& record, std::span<const uint32_t> ids)
       host_bytes_(record.host_bytes),
       nvme_bytes_(record.nvme_bytes),
       undurable_since_(record.undurable_since),
-      durability_(record.durability) {
+      durability_(record.durability),
+      weight_(record.weight) {
   MEMD_CHECK_EQ(ids.size(), record.shards.size());
   size_t id_count = 0;
   size_t extent_count = 0;
@@ -109,7 +110,8 @@ JobRecord DurableJob::record(const JobRecord& job, std::span<const uint32_t> ids
                    .shards = {},
                    .buckets = {},
                    .durability = durability_,
-                   .undurable_since = undurable_since_};
+                   .undurable_since = undurable_since_,
+                   .weight = weight_};
   for (size_t i = 0; i < ids.size(); ++i) {
     if (!names(ids[i])) continue;
     record.shards.push_back(job.shards[i]);

@@ -52,6 +52,7 @@ class DurableJob {
   uint64_t nvme_bytes_ = 0;
   uint64_t undurable_since_ = 0;
   uint32_t durability_ = 0;
+  uint32_t weight_ = JobWeight::kOne;
   // By id.
   std::vector<bool> named_;
   std::vector<bool> written_;

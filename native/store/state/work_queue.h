@@ -34,8 +34,9 @@ class WorkQueue {
   bool is_empty() const { return waiting_.empty(); }
 
  private:
-  // A tile of fp32 with its gradient is as large.
-  static constexpr uint64_t kQuantumBytes = 4_MiB;
+  // A third of a tile of fp32, so that one of weight 3 alternates with one of weight 1 by single
+  // tiles, and not by a dozen of them.
+  static constexpr uint64_t kQuantumBytes = 1_MiB;
 
   JobTurns turns_{kQuantumBytes};
   std::unordered_map<JobId, std::deque<Work>> waiting_;  // of jobs that have any

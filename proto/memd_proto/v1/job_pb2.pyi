@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Job(_message.Message):
-    __slots__ = ("job_id", "name", "uid", "committed_step", "session_count", "host_bytes", "host_bytes_used", "nvme_bytes", "nvme_bytes_used", "shard_count", "element_count", "lease_count", "lost_shards", "durability", "durable_step", "unreadable_shards")
+    __slots__ = ("job_id", "name", "uid", "committed_step", "session_count", "host_bytes", "host_bytes_used", "nvme_bytes", "nvme_bytes_used", "shard_count", "element_count", "lease_count", "lost_shards", "durability", "durable_step", "unreadable_shards", "weight")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     UID_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,7 @@ class Job(_message.Message):
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
     DURABLE_STEP_FIELD_NUMBER: _ClassVar[int]
     UNREADABLE_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     job_id: int
     name: str
     uid: int
@@ -41,7 +42,8 @@ class Job(_message.Message):
     durability: str
     durable_step: int
     unreadable_shards: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, job_id: _Optional[int] = ..., name: _Optional[str] = ..., uid: _Optional[int] = ..., committed_step: _Optional[int] = ..., session_count: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_bytes_used: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., nvme_bytes_used: _Optional[int] = ..., shard_count: _Optional[int] = ..., element_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., lost_shards: _Optional[_Iterable[str]] = ..., durability: _Optional[str] = ..., durable_step: _Optional[int] = ..., unreadable_shards: _Optional[_Iterable[str]] = ...) -> None: ...
+    weight: float
+    def __init__(self, job_id: _Optional[int] = ..., name: _Optional[str] = ..., uid: _Optional[int] = ..., committed_step: _Optional[int] = ..., session_count: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_bytes_used: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., nvme_bytes_used: _Optional[int] = ..., shard_count: _Optional[int] = ..., element_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., lost_shards: _Optional[_Iterable[str]] = ..., durability: _Optional[str] = ..., durable_step: _Optional[int] = ..., unreadable_shards: _Optional[_Iterable[str]] = ..., weight: _Optional[float] = ...) -> None: ...
 
 class ListJobsRequest(_message.Message):
     __slots__ = ()
@@ -76,5 +78,17 @@ class DropJobRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ..., force: bool = ...) -> None: ...
 
 class DropJobResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SetJobWeightRequest(_message.Message):
+    __slots__ = ("name", "weight")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    weight: float
+    def __init__(self, name: _Optional[str] = ..., weight: _Optional[float] = ...) -> None: ...
+
+class SetJobWeightResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -49,6 +49,11 @@ class JobServiceStub(object):
                 request_serializer=memd_dot_v1_dot_job__pb2.DropJobRequest.SerializeToString,
                 response_deserializer=memd_dot_v1_dot_job__pb2.DropJobResponse.FromString,
                 _registered_method=True)
+        self.SetJobWeight = channel.unary_unary(
+                '/memd.v1.JobService/SetJobWeight',
+                request_serializer=memd_dot_v1_dot_job__pb2.SetJobWeightRequest.SerializeToString,
+                response_deserializer=memd_dot_v1_dot_job__pb2.SetJobWeightResponse.FromString,
+                _registered_method=True)
 
 
 class JobServiceServicer(object):
@@ -73,6 +78,15 @@ class JobServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetJobWeight(self, request, context):
+        """How much the job gets of devices and update threads that other jobs want as well. INVALID_ARGUMENT unless 0.1 to 10; more
+        than 1 takes from other users' jobs, and is for root and the daemon's user. It counts at once, and is on disk with the
+        job's next commit.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_JobServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -90,6 +104,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.DropJob,
                     request_deserializer=memd_dot_v1_dot_job__pb2.DropJobRequest.FromString,
                     response_serializer=memd_dot_v1_dot_job__pb2.DropJobResponse.SerializeToString,
+            ),
+            'SetJobWeight': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetJobWeight,
+                    request_deserializer=memd_dot_v1_dot_job__pb2.SetJobWeightRequest.FromString,
+                    response_serializer=memd_dot_v1_dot_job__pb2.SetJobWeightResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -173,6 +192,33 @@ class JobService(object):
             '/memd.v1.JobService/DropJob',
             memd_dot_v1_dot_job__pb2.DropJobRequest.SerializeToString,
             memd_dot_v1_dot_job__pb2.DropJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetJobWeight(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/memd.v1.JobService/SetJobWeight',
+            memd_dot_v1_dot_job__pb2.SetJobWeightRequest.SerializeToString,
+            memd_dot_v1_dot_job__pb2.SetJobWeightResponse.FromString,
             options,
             channel_credentials,
             insecure,

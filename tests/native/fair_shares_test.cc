@@ -1,0 +1,198 @@
+// Two jobs that train on one daemon: what each gets of the disk and of the workers.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "store_fixture.h"
+
+namespace memd::testing {
+namespace {
+
+constexpr std::array<double, 3> kWeights = {1, 3, 0.5};  // of the first job; the second has 1
+
+struct Setting {
+  uint64_t shard_count = 0;
+  uint64_t shard_elements = 0;
+  uint64_t arena_segments = 0;
+  uint64_t nvme_bytes = kQuotaBytes;
+  std::optional<Durability> durability{};
+};
+
+/// A disk of 64 MiB a second and one worker, which work when the daemon has nothing to do: the same
+/// in every run, however busy the machine is.
+class FairShares : public ::testing::Test {
+ protected:
+  struct Trainer {
+    uint64_t job_id = 0;
+    uint64_t session_id = 0;
+    std::vector<uint32_t> shard_ids;
+  };
+
+  void start(const Setting& setting) {
+    setting_ = setting;
+    heart_ = std::make_unique<Heart>(
+        std::make_shared<MemoryDisk>(400_MiB),
+        HeartOptions{.segment_count = 2 * (kFloorSegments + setting.arena_segments),
+                     .bytes_per_second = 64_MiB,
+                     .workers_by_hand = true});
+    ASSERT_TRUE(heart_->loaded.is_ok());
+    heart_->io().set_limits(0, {.depth = 8, .chunk_bytes = kChunkBytesMin});
+    heart_->io().after_transfer = [this](JobId job, uint64_t bytes) { moved_[job.value] += bytes; };
+    heart_->when_idle = [this] { return work() || wait_for_disk(); };
+    for (const char* const name : {"one", "two"}) trainers_.push_back(open(name));
+    for (int i = 0; i < 2; ++i) train([] { return false; });
+  }
+  /// The same as a daemon would be told by `memd job weight`.
+  void set_weight(double weight) {
+    const auto wanted = JobWeight::of(weight);
+    ASSERT_TRUE(wanted.is_ok());
+    ASSERT_TRUE(heart_->store().set_job_weight(trainers_[0].job_id, wanted.value()).is_ok());
+  }
+  /// One step of both. `stops` says when what was counted so far is remembered.
+  void train(const std::function<bool()>& stops) {
+    for (const Trainer& trainer : trainers_) {
+      for (const uint32_t id : trainer.shard_ids) {
+        heart_->write(trainer.session_id, id, numbers(setting_.shard_elements, id), Part::gradient);
+      }
+    }
+    moved_.clear();
+    updated_.clear();
+    size_t done_count = 0;
+    for (const Trainer& trainer : trainers_) {
+      StepRequest request;
+      request.session_id = trainer.session_id;
+      request.groups = {{.settings = {}, .shard_ids = trainer.shard_ids}};
+      heart_->store().step(request, [&](const Status& status, const StepReport&) {
+        EXPECT_TRUE(status.is_ok()) << status.message();
+        ++done_count;
+      });
+    }
+    bool stopped = false;
+    EXPECT_TRUE(heart_->until([&] {
+      if (!stopped && stops()) {
+        stopped = true;
+        EXPECT_EQ(done_count, 0u) << "both were busy all the time";
+        moved_then_ = moved_;
+        updated_then_ = updated_;
+      }
+      return done_count == trainers_.size();
+    }));
+  }
+  /// What the first job has of both.
+  double part(std::map<uint64_t, uint64_t>& counts) const {
+    const auto first = static_cast<double>(counts[trainers_[0].job_id]);
+    return first / (first + static_cast<double>(counts[trainers_[1].job_id]));
+  }
+  static uint64_t largest(const std::map<uint64_t, uint64_t>& counts) {
+    uint64_t most = 0;
+    for (const auto& [job_id, count] : counts) most = std::max(most, job_id == 0 ? 0 : count);
+    return most;
+  }
+
+  Setting setting_;
+  std::vector<Trainer> trainers_;
+  std::map<uint64_t, uint64_t> moved_, moved_then_;      // bytes, by job
+  std::map<uint64_t, uint64_t> updated_, updated_then_;  // elements
+  std::unique_ptr<Heart> heart_;
+
+ private:
+  Trainer open(const std::string& name) {
+    Trainer trainer;
+    trainer.job_id =
+        heart_->open(name, setting_.arena_segments, setting_.nvme_bytes, setting_.durability);
+    trainer.session_id = heart_->attach(trainer.job_id);
+    for (uint64_t i = 0; i < setting_.shard_count; ++i) {
+      // A bucket, and so a tile, of its own: shards are packed together that are declared together.
+      const std::string shard = "weight" + std::to_string(i);
+      const auto ids =
+          heart_->declare(trainer.session_id, {parameter(shard, setting_.shard_elements)});
+      heart_->write(trainer.session_id, ids.at(0), numbers(setting_.shard_elements, 7));
+      trainer.shard_ids.push_back(ids.at(0));
+    }
+    return trainer;
+  }
+  bool work() {
+    const auto cost = heart_->workers().run_next();
+    if (cost) updated_[cost->job.value] += setting_.shard_elements;
+    return cost.has_value();
+  }
+  bool wait_for_disk() {
+    const auto ready_ns = heart_->faults().next_ready_ns();
+    if (!ready_ns) return false;
+    heart_->clock.advance(*ready_ns - std::min(*ready_ns, heart_->clock.now_ns()));
+    return true;
+  }
+};
+
+TEST_F(FairShares, states_that_are_on_disk_move_by_weight) {
+  start({.shard_count = 100, .shard_elements = 16384, .arena_segments = 8, .nvme_bytes = 100_MiB});
+  for (const double weight : kWeights) {
+    SCOPED_TRACE(weight);
+    set_weight(weight);
+    moved_then_.clear();
+    train([&] { return largest(moved_) >= 24_MiB; });
+    // Most of 100 states of 192 KiB, read and written: 37.5 MiB.
+    EXPECT_GE(largest(moved_), 30_MiB);
+    ASSERT_FALSE(moved_then_.empty());
+    EXPECT_NEAR(part(moved_then_), weight / (weight + 1), 0.05);
+    EXPECT_NEAR(part(updated_then_), weight / (weight + 1), 0.05);
+  }
+}
+
+TEST_F(FairShares, states_that_are_in_memory_are_updated_by_weight) {
+  start({.shard_count = 16,
+         .shard_elements = kTileElements,
+         .arena_segments = 44,
+         .nvme_bytes = 180_MiB,
+         .durability = Durability::of_code(100)});
+  for (const double weight : kWeights) {
+    SCOPED_TRACE(weight);
+    set_weight(weight);
+    updated_then_.clear();
+    train([&] { return largest(updated_) >= 13 * kTileElements; });
+    EXPECT_EQ(largest(moved_), 0u) << "all of it was in memory";
+    ASSERT_FALSE(updated_then_.empty());
+    EXPECT_NEAR(part(updated_then_), weight / (weight + 1), 0.05);
+  }
+}
+
+TEST_F(FairShares, a_shard_is_read_beside_another_jobs_step_as_if_it_were_half_as_long) {
+  start({.shard_count = 40, .shard_elements = 16384, .arena_segments = 4});
+  // What both read and write in a step, at 64 MiB a second, is 0.4 s; a shard of 64 KiB waits for
+  // what is in flight, and for its own.
+  const uint64_t wanted = trainers_[1].shard_ids.front();
+  Entry& entry = *heart_->job(trainers_[1].session_id).shards[wanted].value;
+  for (const Trainer& trainer : trainers_) {
+    for (const uint32_t id : trainer.shard_ids) {
+      if (trainer.job_id != trainers_[0].job_id) continue;
+      heart_->write(trainer.session_id, id, numbers(setting_.shard_elements, id), Part::gradient);
+    }
+  }
+  Job& job = heart_->job(trainers_[1].session_id);
+  ASSERT_TRUE(entry.is_resident());
+  ASSERT_TRUE(job.take_away(entry));
+  const Residency was = entry.residency();
+  ASSERT_EQ(was, Residency::clean);
+  job.move(entry, was, Residency::absent);
+  job.retire_slot(std::move(entry.slot));
+  bool done = false;
+  StepRequest request;
+  request.session_id = trainers_[0].session_id;
+  request.groups = {{.settings = {}, .shard_ids = trainers_[0].shard_ids}};
+  heart_->store().step(request, [&](const Status&, const StepReport&) { done = true; });
+  moved_.clear();
+  ASSERT_TRUE(heart_->until([&] { return moved_[trainers_[0].job_id] >= 1_MiB; }));
+  const uint64_t start_ns = heart_->clock.now_ns();
+  heart_->touch(trainers_[1].session_id, static_cast<uint32_t>(wanted));
+  EXPECT_FALSE(done) << "the step is longer than that";
+  EXPECT_LE(heart_->clock.now_ns() - start_ns, uint64_t{9} * 1'000'000'000 / 1024);
+  ASSERT_TRUE(heart_->until([&] { return done; }));
+}
+
+}  // namespace
+}  // namespace memd::testing
