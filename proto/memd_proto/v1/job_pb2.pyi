@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Job(_message.Message):
-    __slots__ = ("job_id", "name", "uid", "committed_step", "session_count", "host_bytes", "host_bytes_used", "nvme_bytes", "nvme_bytes_used", "shard_count", "element_count", "lease_count", "lost_shards", "durability", "durable_step", "unreadable_shards", "weight")
+    __slots__ = ("job_id", "name", "uid", "committed_step", "session_count", "host_bytes", "host_bytes_used", "nvme_bytes", "nvme_bytes_used", "shard_count", "element_count", "lease_count", "lost_shards", "durability", "durable_step", "unreadable_shards", "lost_shard_count", "weight")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     UID_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,7 @@ class Job(_message.Message):
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
     DURABLE_STEP_FIELD_NUMBER: _ClassVar[int]
     UNREADABLE_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    LOST_SHARD_COUNT_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     job_id: int
     name: str
@@ -42,32 +43,41 @@ class Job(_message.Message):
     durability: str
     durable_step: int
     unreadable_shards: _containers.RepeatedScalarFieldContainer[str]
+    lost_shard_count: int
     weight: float
-    def __init__(self, job_id: _Optional[int] = ..., name: _Optional[str] = ..., uid: _Optional[int] = ..., committed_step: _Optional[int] = ..., session_count: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_bytes_used: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., nvme_bytes_used: _Optional[int] = ..., shard_count: _Optional[int] = ..., element_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., lost_shards: _Optional[_Iterable[str]] = ..., durability: _Optional[str] = ..., durable_step: _Optional[int] = ..., unreadable_shards: _Optional[_Iterable[str]] = ..., weight: _Optional[float] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[int] = ..., name: _Optional[str] = ..., uid: _Optional[int] = ..., committed_step: _Optional[int] = ..., session_count: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_bytes_used: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., nvme_bytes_used: _Optional[int] = ..., shard_count: _Optional[int] = ..., element_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., lost_shards: _Optional[_Iterable[str]] = ..., durability: _Optional[str] = ..., durable_step: _Optional[int] = ..., unreadable_shards: _Optional[_Iterable[str]] = ..., lost_shard_count: _Optional[int] = ..., weight: _Optional[float] = ...) -> None: ...
 
 class ListJobsRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("page_first",)
+    PAGE_FIRST_FIELD_NUMBER: _ClassVar[int]
+    page_first: int
+    def __init__(self, page_first: _Optional[int] = ...) -> None: ...
 
 class ListJobsResponse(_message.Message):
-    __slots__ = ("jobs",)
+    __slots__ = ("jobs", "page_next")
     JOBS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_NEXT_FIELD_NUMBER: _ClassVar[int]
     jobs: _containers.RepeatedCompositeFieldContainer[Job]
-    def __init__(self, jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ...) -> None: ...
+    page_next: int
+    def __init__(self, jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ..., page_next: _Optional[int] = ...) -> None: ...
 
 class GetJobRequest(_message.Message):
-    __slots__ = ("name",)
+    __slots__ = ("name", "page_first")
     NAME_FIELD_NUMBER: _ClassVar[int]
+    PAGE_FIRST_FIELD_NUMBER: _ClassVar[int]
     name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
+    page_first: int
+    def __init__(self, name: _Optional[str] = ..., page_first: _Optional[int] = ...) -> None: ...
 
 class GetJobResponse(_message.Message):
-    __slots__ = ("job", "shards")
+    __slots__ = ("job", "shards", "page_next")
     JOB_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_NEXT_FIELD_NUMBER: _ClassVar[int]
     job: Job
     shards: _containers.RepeatedCompositeFieldContainer[_types_pb2.Shard]
-    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[_types_pb2.Shard, _Mapping]]] = ...) -> None: ...
+    page_next: int
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[_types_pb2.Shard, _Mapping]]] = ..., page_next: _Optional[int] = ...) -> None: ...
 
 class DropJobRequest(_message.Message):
     __slots__ = ("name", "force")

@@ -72,7 +72,7 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DropJob(self, request, context):
-        """Drops all bytes of the job, in memory and on disk. Refused while sessions are attached, unless `force`.
+        """Drops all bytes of the job, in memory and on disk. FAILED_PRECONDITION while sessions are attached, unless `force`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

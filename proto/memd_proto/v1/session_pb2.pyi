@@ -206,13 +206,31 @@ class DeleteResponse(_message.Message):
     def __init__(self, names_unknown: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ListShardsRequest(_message.Message):
-    __slots__ = ("session_id",)
+    __slots__ = ("session_id", "page_first")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    PAGE_FIRST_FIELD_NUMBER: _ClassVar[int]
     session_id: int
-    def __init__(self, session_id: _Optional[int] = ...) -> None: ...
+    page_first: int
+    def __init__(self, session_id: _Optional[int] = ..., page_first: _Optional[int] = ...) -> None: ...
 
 class ListShardsResponse(_message.Message):
-    __slots__ = ("shards",)
+    __slots__ = ("shards", "page_next")
     SHARDS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_NEXT_FIELD_NUMBER: _ClassVar[int]
     shards: _containers.RepeatedCompositeFieldContainer[_types_pb2.Shard]
-    def __init__(self, shards: _Optional[_Iterable[_Union[_types_pb2.Shard, _Mapping]]] = ...) -> None: ...
+    page_next: int
+    def __init__(self, shards: _Optional[_Iterable[_Union[_types_pb2.Shard, _Mapping]]] = ..., page_next: _Optional[int] = ...) -> None: ...
+
+class GetShardRequest(_message.Message):
+    __slots__ = ("session_id", "name")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    name: str
+    def __init__(self, session_id: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
+
+class GetShardResponse(_message.Message):
+    __slots__ = ("shard",)
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    shard: _types_pb2.Shard
+    def __init__(self, shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ...) -> None: ...

@@ -79,6 +79,11 @@ class SessionServiceStub(object):
                 request_serializer=memd_dot_v1_dot_session__pb2.ListShardsRequest.SerializeToString,
                 response_deserializer=memd_dot_v1_dot_session__pb2.ListShardsResponse.FromString,
                 _registered_method=True)
+        self.GetShard = channel.unary_unary(
+                '/memd.v1.SessionService/GetShard',
+                request_serializer=memd_dot_v1_dot_session__pb2.GetShardRequest.SerializeToString,
+                response_deserializer=memd_dot_v1_dot_session__pb2.GetShardResponse.FromString,
+                _registered_method=True)
 
 
 class SessionServiceServicer(object):
@@ -100,6 +105,7 @@ class SessionServiceServicer(object):
 
     def Declare(self, request, context):
         """Makes shards known, or finds those the job has; another shape or dtype under the same name is ALREADY_EXISTS.
+        RESOURCE_EXHAUSTED where all that the job has declared would need more than its quotas; nothing is changed then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -144,7 +150,14 @@ class SessionServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListShards(self, request, context):
-        """All shards of the session's job.
+        """All shards of the session's job, in pages.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetShard(self, request, context):
+        """One shard by its name; NOT_FOUND where the job has none of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -197,6 +210,11 @@ def add_SessionServiceServicer_to_server(servicer, server):
                     servicer.ListShards,
                     request_deserializer=memd_dot_v1_dot_session__pb2.ListShardsRequest.FromString,
                     response_serializer=memd_dot_v1_dot_session__pb2.ListShardsResponse.SerializeToString,
+            ),
+            'GetShard': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetShard,
+                    request_deserializer=memd_dot_v1_dot_session__pb2.GetShardRequest.FromString,
+                    response_serializer=memd_dot_v1_dot_session__pb2.GetShardResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -442,6 +460,33 @@ class SessionService(object):
             '/memd.v1.SessionService/ListShards',
             memd_dot_v1_dot_session__pb2.ListShardsRequest.SerializeToString,
             memd_dot_v1_dot_session__pb2.ListShardsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetShard(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/memd.v1.SessionService/GetShard',
+            memd_dot_v1_dot_session__pb2.GetShardRequest.SerializeToString,
+            memd_dot_v1_dot_session__pb2.GetShardResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from memd_proto.v1 import job_pb2 as memd_dot_v1_dot_job__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14memd/v1/status.proto\x12\x07memd.v1\x1a\x11memd/v1/job.proto\"\x12\n\x10GetStatusRequest\"\xf9\x01\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x02 \x01(\x01\x12\x1b\n\x04pool\x18\x03 \x01(\x0b\x32\r.memd.v1.Pool\x12 \n\x07\x64\x65vices\x18\x04 \x03(\x0b\x32\x0f.memd.v1.Device\x12\x1a\n\x04jobs\x18\x05 \x03(\x0b\x32\x0c.memd.v1.Job\x12\x11\n\tio_engine\x18\x06 \x01(\t\x12\x18\n\x10io_engine_reason\x18\x07 \x01(\t\x12\x14\n\x0c\x66\x65nce_reason\x18\x08 \x01(\t\x12\x1d\n\x05scrub\x18\t \x01(\x0b\x32\x0e.memd.v1.Scrub\"\xc9\x01\n\x05Scrub\x12\x18\n\x10\x62ytes_per_second\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x65rror_count\x18\x03 \x01(\x04\x12\x12\n\npass_count\x18\x04 \x01(\x04\x12\x1d\n\x15last_pass_age_seconds\x18\x05 \x01(\x01\x12\x0f\n\x07in_pass\x18\x06 \x01(\x08\x12\x12\n\npass_bytes\x18\x07 \x01(\x04\x12\x16\n\x0epass_bytes_all\x18\x08 \x01(\x04\x12\x12\n\nlast_error\x18\t \x01(\t\"r\n\x04Pool\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x12\n\nbytes_free\x18\x02 \x01(\x04\x12\x15\n\rsegment_bytes\x18\x03 \x01(\x04\x12\x12\n\npage_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06locked\x18\x05 \x01(\x08\x12\x0c\n\x04note\x18\x06 \x01(\t\"\xd0\x01\n\x06\x44\x65vice\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x12\n\nbytes_free\x18\x03 \x01(\x04\x12\x12\n\nread_bytes\x18\x04 \x01(\x04\x12\x15\n\rwritten_bytes\x18\x05 \x01(\x04\x12\x14\n\x0cread_seconds\x18\x06 \x01(\x01\x12\x15\n\rwrite_seconds\x18\x07 \x01(\x01\x12\x13\n\x0b\x65rror_count\x18\x08 \x01(\x04\x12\x10\n\x08io_depth\x18\t \x01(\r\x12\x16\n\x0eio_chunk_bytes\x18\n \x01(\x04\"\x11\n\x0fInFlightRequest\"9\n\x10InFlightResponse\x12%\n\nactivities\x18\x01 \x03(\x0b\x32\x11.memd.v1.Activity\"h\n\x08\x41\x63tivity\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x0c\n\x04what\x18\x03 \x01(\t\x12\x10\n\x08waits_on\x18\x04 \x01(\t\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x10\n\x08priority\x18\x06 \x01(\t2\x94\x01\n\rStatusService\x12\x42\n\tGetStatus\x12\x19.memd.v1.GetStatusRequest\x1a\x1a.memd.v1.GetStatusResponse\x12?\n\x08InFlight\x12\x18.memd.v1.InFlightRequest\x1a\x19.memd.v1.InFlightResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14memd/v1/status.proto\x12\x07memd.v1\x1a\x11memd/v1/job.proto\"\x12\n\x10GetStatusRequest\"\x91\x02\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x02 \x01(\x01\x12\x1b\n\x04pool\x18\x03 \x01(\x0b\x32\r.memd.v1.Pool\x12 \n\x07\x64\x65vices\x18\x04 \x03(\x0b\x32\x0f.memd.v1.Device\x12\x1a\n\x04jobs\x18\x05 \x03(\x0b\x32\x0c.memd.v1.Job\x12\x11\n\tio_engine\x18\x06 \x01(\t\x12\x18\n\x10io_engine_reason\x18\x07 \x01(\t\x12\x14\n\x0c\x66\x65nce_reason\x18\x08 \x01(\t\x12\x1d\n\x05scrub\x18\t \x01(\x0b\x32\x0e.memd.v1.Scrub\x12\x16\n\x0ejobs_page_next\x18\n \x01(\x04\"\xc9\x01\n\x05Scrub\x12\x18\n\x10\x62ytes_per_second\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x65rror_count\x18\x03 \x01(\x04\x12\x12\n\npass_count\x18\x04 \x01(\x04\x12\x1d\n\x15last_pass_age_seconds\x18\x05 \x01(\x01\x12\x0f\n\x07in_pass\x18\x06 \x01(\x08\x12\x12\n\npass_bytes\x18\x07 \x01(\x04\x12\x16\n\x0epass_bytes_all\x18\x08 \x01(\x04\x12\x12\n\nlast_error\x18\t \x01(\t\"r\n\x04Pool\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x12\n\nbytes_free\x18\x02 \x01(\x04\x12\x15\n\rsegment_bytes\x18\x03 \x01(\x04\x12\x12\n\npage_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06locked\x18\x05 \x01(\x08\x12\x0c\n\x04note\x18\x06 \x01(\t\"\xd0\x01\n\x06\x44\x65vice\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x12\n\nbytes_free\x18\x03 \x01(\x04\x12\x12\n\nread_bytes\x18\x04 \x01(\x04\x12\x15\n\rwritten_bytes\x18\x05 \x01(\x04\x12\x14\n\x0cread_seconds\x18\x06 \x01(\x01\x12\x15\n\rwrite_seconds\x18\x07 \x01(\x01\x12\x13\n\x0b\x65rror_count\x18\x08 \x01(\x04\x12\x10\n\x08io_depth\x18\t \x01(\r\x12\x16\n\x0eio_chunk_bytes\x18\n \x01(\x04\"\x11\n\x0fInFlightRequest\"9\n\x10InFlightResponse\x12%\n\nactivities\x18\x01 \x03(\x0b\x32\x11.memd.v1.Activity\"h\n\x08\x41\x63tivity\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x0c\n\x04what\x18\x03 \x01(\t\x12\x10\n\x08waits_on\x18\x04 \x01(\t\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12\x10\n\x08priority\x18\x06 \x01(\t2\x94\x01\n\rStatusService\x12\x42\n\tGetStatus\x12\x19.memd.v1.GetStatusRequest\x1a\x1a.memd.v1.GetStatusResponse\x12?\n\x08InFlight\x12\x18.memd.v1.InFlightRequest\x1a\x19.memd.v1.InFlightResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,19 +35,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSREQUEST']._serialized_start=52
   _globals['_GETSTATUSREQUEST']._serialized_end=70
   _globals['_GETSTATUSRESPONSE']._serialized_start=73
-  _globals['_GETSTATUSRESPONSE']._serialized_end=322
-  _globals['_SCRUB']._serialized_start=325
-  _globals['_SCRUB']._serialized_end=526
-  _globals['_POOL']._serialized_start=528
-  _globals['_POOL']._serialized_end=642
-  _globals['_DEVICE']._serialized_start=645
-  _globals['_DEVICE']._serialized_end=853
-  _globals['_INFLIGHTREQUEST']._serialized_start=855
-  _globals['_INFLIGHTREQUEST']._serialized_end=872
-  _globals['_INFLIGHTRESPONSE']._serialized_start=874
-  _globals['_INFLIGHTRESPONSE']._serialized_end=931
-  _globals['_ACTIVITY']._serialized_start=933
-  _globals['_ACTIVITY']._serialized_end=1037
-  _globals['_STATUSSERVICE']._serialized_start=1040
-  _globals['_STATUSSERVICE']._serialized_end=1188
+  _globals['_GETSTATUSRESPONSE']._serialized_end=346
+  _globals['_SCRUB']._serialized_start=349
+  _globals['_SCRUB']._serialized_end=550
+  _globals['_POOL']._serialized_start=552
+  _globals['_POOL']._serialized_end=666
+  _globals['_DEVICE']._serialized_start=669
+  _globals['_DEVICE']._serialized_end=877
+  _globals['_INFLIGHTREQUEST']._serialized_start=879
+  _globals['_INFLIGHTREQUEST']._serialized_end=896
+  _globals['_INFLIGHTRESPONSE']._serialized_start=898
+  _globals['_INFLIGHTRESPONSE']._serialized_end=955
+  _globals['_ACTIVITY']._serialized_start=957
+  _globals['_ACTIVITY']._serialized_end=1061
+  _globals['_STATUSSERVICE']._serialized_start=1064
+  _globals['_STATUSSERVICE']._serialized_end=1212
 # @@protoc_insertion_point(module_scope)

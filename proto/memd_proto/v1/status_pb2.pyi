@@ -12,7 +12,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("version", "uptime_seconds", "pool", "devices", "jobs", "io_engine", "io_engine_reason", "fence_reason", "scrub")
+    __slots__ = ("version", "uptime_seconds", "pool", "devices", "jobs", "io_engine", "io_engine_reason", "fence_reason", "scrub", "jobs_page_next")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class GetStatusResponse(_message.Message):
     IO_ENGINE_REASON_FIELD_NUMBER: _ClassVar[int]
     FENCE_REASON_FIELD_NUMBER: _ClassVar[int]
     SCRUB_FIELD_NUMBER: _ClassVar[int]
+    JOBS_PAGE_NEXT_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_seconds: float
     pool: Pool
@@ -31,7 +32,8 @@ class GetStatusResponse(_message.Message):
     io_engine_reason: str
     fence_reason: str
     scrub: Scrub
-    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., pool: _Optional[_Union[Pool, _Mapping]] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[_job_pb2.Job, _Mapping]]] = ..., io_engine: _Optional[str] = ..., io_engine_reason: _Optional[str] = ..., fence_reason: _Optional[str] = ..., scrub: _Optional[_Union[Scrub, _Mapping]] = ...) -> None: ...
+    jobs_page_next: int
+    def __init__(self, version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., pool: _Optional[_Union[Pool, _Mapping]] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[_job_pb2.Job, _Mapping]]] = ..., io_engine: _Optional[str] = ..., io_engine_reason: _Optional[str] = ..., fence_reason: _Optional[str] = ..., scrub: _Optional[_Union[Scrub, _Mapping]] = ..., jobs_page_next: _Optional[int] = ...) -> None: ...
 
 class Scrub(_message.Message):
     __slots__ = ("bytes_per_second", "bytes", "error_count", "pass_count", "last_pass_age_seconds", "in_pass", "pass_bytes", "pass_bytes_all", "last_error")
