@@ -153,6 +153,10 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free &&
 /// The job's shard table, by shard id: where values lie that can be leased without a request.
 /// Written by the daemon, read by clients. A shard beyond it is leased by request alone.
 inline constexpr uint32_t kTableRows = 1u << 20;
+
+/// Shards of a job. Each may have four counters at once, one a slot: for its value, for its value
+/// as of the step to come, for its gradient, and for a slot that was replaced while it was leased.
+inline constexpr uint32_t kShardCountMax = kPinCount / 4;
 using ShardRow = BasicShardRow<std::atomic>;
 static_assert(sizeof(ShardRow) == 32);
 struct TableLayout {

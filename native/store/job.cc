@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
+#include <memory>
+#include <new>
 #include <set>
 #include <tuple>
 #include <utility>
@@ -39,6 +42,18 @@ template <typename T>
 void make_room_for(std::vector<T>& items, size_t more) {
   const size_t count = items.size() + more;
   if (count > items.capacity()) items.reserve(std::max(count, items.size() + items.size() / 4));
+}
+
+// A JobRecord without its name, buckets and shards; catalogue_test.cc compares.
+constexpr uint64_t kJobRecordBytes = 114;
+
+constexpr uint64_t kRecordMemoryBytesMin = 16_MiB;
+
+/// What is had in one piece is had in many a moment later: only the server thread allocates so
+/// much. Nothing that is made of it has to be undone then.
+bool can_allocate(uint64_t bytes) {
+  const std::unique_ptr<std::byte[]> piece(new (std::nothrow) std::byte[bytes]);
+  return piece != nullptr;
 }
 
 uint64_t parameter_stride_bytes(DType dtype) { return kTileElements * dtype_bytes(dtype); }
@@ -162,6 +177,7 @@ uint32_t Job::add_shard(const ShardSpec& spec) {
   shards[shard_id] = std::move(shard);
   if (ledger != nullptr) ledger->reset_shard(shard_id);
   shard_ids.insert(shard_id);
+  declared_.add_label(space_label(spec));
   changed = true;
   return shard_id;
 }
@@ -173,7 +189,7 @@ Entry* Job::add_entry(const Entry::Shape& shape) {
   return entry;
 }
 
-void Job::close_bucket(DType dtype, uint64_t elements, std::vector<uint32_t> ids) {
+void Job::close_bucket(DType dtype, uint64_t elements, std::vector<uint32_t> ids, bool is_updated) {
   // A shard's pin counter is its place among the bucket's, clients hold pins, and a daemon that
   // reads of the shards does so in another order: of tensors at one offset all but one are empty,
   // and their ids decide.
@@ -187,6 +203,8 @@ void Job::close_bucket(DType dtype, uint64_t elements, std::vector<uint32_t> ids
   Bucket bucket;
   bucket.dtype = dtype;
   bucket.element_count = align_up(elements, kElementAlignment);
+  bucket.is_updated = is_updated;
+  declared_.add_bucket(dtype, bucket.element_count, is_updated);
   bucket.shards = ShardIds(ids);
   bucket.rest = ReplicaList(divide_up(bucket.element_count, kTileElements));
   Entry::Shape shape{.id = 0,
@@ -209,31 +227,50 @@ void Job::close_bucket(DType dtype, uint64_t elements, std::vector<uint32_t> ids
   buckets.push_back(std::move(bucket));
 }
 
-void Job::add_parameters(const std::vector<const ShardSpec*>& specs) {
-  struct Open {
-    uint64_t element_count = 0;
-    std::vector<uint32_t> shards;
+std::vector<Job::PlannedBucket> Job::plan_buckets(const std::vector<const ShardSpec*>& specs) {
+  std::vector<PlannedBucket> plan;
+  std::unordered_map<uint8_t, PlannedBucket> open;  // one for each dtype
+  const auto close = [&plan](PlannedBucket& bucket) {
+    if (!bucket.specs.empty()) plan.push_back(std::move(bucket));
+    bucket = {};
   };
-  std::unordered_map<uint8_t, Open> open;  // one for each dtype
-  const auto close = [this](DType dtype, Open& it) {
-    if (!it.shards.empty()) close_bucket(dtype, it.element_count, std::move(it.shards));
-    it = {};
+  const auto put = [](PlannedBucket& bucket, const ShardSpec& spec) {
+    bucket.dtype = spec.dtype;
+    bucket.is_updated |= !spec.value_only;
+    bucket.specs.push_back(&spec);
+    bucket.element_offsets.push_back(bucket.element_count);
   };
   for (const ShardSpec* spec : specs) {
-    const uint32_t shard_id = add_shard(*spec);
-    Shard& shard = shards[shard_id];
-    element_count += shard.element_count();
-    if (shard.element_count() >= kTileElements) {
-      close_bucket(spec->dtype, shard.element_count(), {shard_id});
+    const uint64_t element_count =
+        *tensor_bytes(spec->shape, spec->dtype) / dtype_bytes(spec->dtype);
+    if (element_count >= kTileElements) {
+      PlannedBucket alone;
+      put(alone, *spec);
+      alone.element_count = element_count;
+      plan.push_back(std::move(alone));
       continue;
     }
-    Open& it = open[static_cast<uint8_t>(spec->dtype)];
-    if (it.element_count + shard.element_count() > kTileElements) close(spec->dtype, it);
-    shard.element_offset = it.element_count;
-    it.element_count = align_up(it.element_count + shard.element_count(), kElementAlignment);
-    it.shards.push_back(shard_id);
+    PlannedBucket& bucket = open[static_cast<uint8_t>(spec->dtype)];
+    if (bucket.element_count + element_count > kTileElements) close(bucket);
+    put(bucket, *spec);
+    bucket.element_count = align_up(bucket.element_count + element_count, kElementAlignment);
   }
-  for (auto& [dtype, it] : open) close(static_cast<DType>(dtype), it);
+  for (auto& [dtype, bucket] : open) close(bucket);
+  return plan;
+}
+
+void Job::add_parameters(const std::vector<const ShardSpec*>& specs,
+                         const std::vector<PlannedBucket>& plan) {
+  for (const ShardSpec* spec : specs) element_count += shards[add_shard(*spec)].element_count();
+  for (const PlannedBucket& bucket : plan) {
+    std::vector<uint32_t> ids;
+    ids.reserve(bucket.specs.size());
+    for (size_t i = 0; i < bucket.specs.size(); ++i) {
+      ids.push_back(shard_ids.at(bucket.specs[i]->name));
+      shards[ids.back()].element_offset = bucket.element_offsets[i];
+    }
+    close_bucket(bucket.dtype, bucket.element_count, std::move(ids), bucket.is_updated);
+  }
 }
 
 void Job::add_bytes(const ShardSpec& spec) {
@@ -245,6 +282,7 @@ void Job::add_bytes(const ShardSpec& spec) {
                            .stride_bytes = kBlobExtentBytes,
                            .owner = shard_id,
                            .tier = spec.tier});
+  if (shard.tier == Tier::nvme) declared_.add_blob(shard.bytes);
 }
 
 void Job::expect_memory() {
@@ -255,29 +293,58 @@ Result<std::vector<ShardInfo>> Job::declare(const std::vector<ShardSpec>& specs)
   std::vector<const ShardSpec*> parameters;
   std::vector<const ShardSpec*> bytes;
   std::set<std::string> names;
+  std::set<uint32_t> updates_begun;
   for (const ShardSpec& spec : specs) {
     if (Status status = check(spec); !status.is_ok()) return status;
     if (!names.insert(spec.name).second) {
       return error(
           StatusCode::invalid_argument, "shard ", name, "/", spec.name, " is declared twice");
     }
-    if (shard_ids.contains(spec.name)) continue;
+    if (const auto held = shard_ids.find(spec.name)) {
+      const bool may_begin = spec.kind == ShardKind::parameter && !spec.value_only;
+      if (may_begin && !buckets[shards[*held].bucket].is_updated) {
+        updates_begun.insert(shards[*held].bucket);
+      }
+      continue;
+    }
     (spec.kind == ShardKind::parameter ? parameters : bytes).push_back(&spec);
   }
-  // Each has a row in the shard table.
+  // Each has a row in the shard table, and pin counters for all its slots.
   const size_t shard_count = shard_ids.size() + parameters.size() + bytes.size();
-  if (shard_count > kTableRows) {
+  const bool is_more = !parameters.empty() || !bytes.empty();
+  if (is_more && shard_count > kShardCountMax) {
     return error(StatusCode::capacity,
                  "job ",
                  name,
                  " would have more shards than a job can have; make fewer and larger ones: ",
                  shard_count,
                  ", at most ",
-                 kTableRows);
+                 kShardCountMax);
   }
+  const std::vector<PlannedBucket> plan = plan_buckets(parameters);
+  DeclaredSpace wanted = declared_;
+  for (const ShardSpec* spec : parameters) wanted.add_label(space_label(*spec));
+  for (const PlannedBucket& bucket : plan) {
+    wanted.add_bucket(
+        bucket.dtype, align_up(bucket.element_count, kElementAlignment), bucket.is_updated);
+  }
+  for (const ShardSpec* spec : bytes) {
+    wanted.add_label(space_label(*spec));
+    if (spec->tier == Tier::nvme) wanted.add_blob(*tensor_bytes(spec->shape, spec->dtype));
+  }
+  bool asks_for_more = is_more;
+  for (const uint32_t index : updates_begun) {
+    wanted.begin_updates(buckets[index].dtype, buckets[index].element_count);
+    asks_for_more |= index >= restored_bucket_count_;
+  }
+  if (asks_for_more) {
+    if (Status room = check_space(wanted); !room.is_ok()) return room;
+  }
+  for (const uint32_t index : updates_begun) begin_updates(buckets[index]);
   make_room_for(shards, parameters.size() + bytes.size());
-  add_parameters(parameters);
+  add_parameters(parameters, plan);
   for (const ShardSpec* spec : bytes) add_bytes(*spec);
+  reserve_metadata();
   if (!parameters.empty()) {
     note_layout();
   } else if (!bytes.empty()) {
@@ -290,6 +357,92 @@ Result<std::vector<ShardInfo>> Job::declare(const std::vector<ShardSpec>& specs)
   infos.reserve(specs.size());
   for (const ShardSpec& spec : specs) infos.push_back(info(shard_ids.at(spec.name)));
   return infos;
+}
+
+DeclaredSpace::Label Job::space_label(const ShardSpec& spec) {
+  const bool is_parameter = spec.kind == ShardKind::parameter;
+  const uint64_t bytes = is_parameter ? 0 : *tensor_bytes(spec.shape, spec.dtype);
+  return {.name_bytes = spec.name.size(),
+          .dimension_count = spec.shape.size(),
+          .is_parameter = is_parameter,
+          .extent_count = divide_up(bytes, kBlobExtentBytes)};
+}
+
+void Job::begin_updates(Bucket& bucket) {
+  if (std::exchange(bucket.is_updated, true)) return;
+  declared_.begin_updates(bucket.dtype, bucket.element_count);
+  reserve_metadata();
+}
+
+uint64_t Job::catalogue_bytes(const DeclaredSpace& declared) const {
+  const uint64_t bytes = kJobRecordBytes + name.size() + declared.catalogue_bytes();
+  return align_up(bytes, kBlockBytes);
+}
+
+SpaceNeeded Job::space_needed(const DeclaredSpace& declared) const {
+  const uint64_t arena_bytes =
+      memory == nullptr ? std::numeric_limits<uint64_t>::max() : memory->arena_bytes_max();
+  SpaceNeeded needed = declared.needed(durability, arena_bytes, kTilesInFlight);
+  needed.catalogue_bytes = 2 * catalogue_bytes(declared);
+  return needed;
+}
+
+SpaceNeeded Job::space_needed() const { return space_needed(declared_); }
+
+uint64_t Job::metadata_bytes() const {
+  // Of shards that were deleted the one on disk may be larger than the next.
+  const uint64_t next_bytes = catalogue_bytes(declared_);
+  return next_bytes + std::max({next_bytes, durable_catalogue_bytes_, committing_catalogue_bytes_});
+}
+
+void Job::reserve_metadata() {
+  const bool is_within = space_needed().total() <= space.quota_bytes();
+  space.set_metadata_bytes(is_within ? metadata_bytes() : 0);
+}
+
+Status Job::check_space(const DeclaredSpace& wanted) const {
+  // A job without memory is in nobody's use: it is being made from what was accepted before.
+  if (memory == nullptr) return Status::ok();
+  if (const SpaceNeeded needed = space_needed(wanted); needed.total() > space.quota_bytes()) {
+    return error(StatusCode::capacity,
+                 "job ",
+                 name,
+                 " would need more than its disk quota; declare less, or start it anew with a "
+                 "larger nvme_bytes: ",
+                 needed.total(),
+                 " bytes = ",
+                 needed.text(),
+                 "; nvme_bytes ",
+                 space.quota_bytes());
+  }
+  // Records lie outside the pool: each job has room for a model of some ten thousand shards, and
+  // more where it was admitted to more memory.
+  const uint64_t memory_bytes_max = kRecordMemoryBytesMin + host_bytes / 2;
+  const uint64_t memory_bytes = wanted.memory_bytes();
+  if (memory_bytes > memory_bytes_max) {
+    return error(StatusCode::capacity,
+                 "job ",
+                 name,
+                 " would have more shards than the daemon keeps records of; make fewer and larger "
+                 "ones, or start it anew with a larger host_bytes: ",
+                 memory_bytes,
+                 " bytes of records, at most ",
+                 kRecordMemoryBytesMin,
+                 " + half of host_bytes (",
+                 host_bytes,
+                 ")");
+  }
+  const uint64_t more_bytes = memory_bytes - std::min(memory_bytes, declared_.memory_bytes());
+  if (!can_allocate(more_bytes)) {
+    return error(StatusCode::capacity,
+                 "job ",
+                 name,
+                 ": the daemon has no memory for records of these shards; declare fewer, or give "
+                 "its process more: ",
+                 more_bytes,
+                 " bytes");
+  }
+  return Status::ok();
 }
 
 ShardInfo Job::info(uint32_t shard_id) const {
@@ -325,6 +478,7 @@ JobInfo Job::job_info() const {
                                                      memory->private_side().used_bytes(),
           .nvme_bytes = space.quota_bytes(),
           .nvme_bytes_used = space.used_bytes(),
+          .metadata_bytes = metadata_bytes(),
           .shard_count = static_cast<uint32_t>(shard_ids.size()),
           .element_count = element_count,
           .lease_count = lease_count(),
@@ -357,7 +511,10 @@ std::vector<uint32_t> Job::shard_ids_in_order() const {
 std::vector<std::byte> Job::begin_commit() {
   const JobRecord now = record();
   committing_ = DurableJob(now, shard_ids_in_order());
-  return encode(now);
+  std::vector<std::byte> encoded = encode(now);
+  committing_catalogue_bytes_ = align_up(encoded.size(), kBlockBytes);
+  reserve_metadata();
+  return encoded;
 }
 
 void Job::set_durable(const JobRecord& on_disk) {
@@ -469,7 +626,11 @@ Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record,
   }
   for (size_t i = 0; i < record.buckets.size(); ++i) {
     const BucketRecord& in = record.buckets[i];
-    job->close_bucket(in.dtype, in.element_count, std::move(shards_of[i]));
+    const bool was_updated =
+        std::any_of(shards_of[i].begin(), shards_of[i].end(), [&job](uint32_t shard_id) {
+          return job->shards[shard_id].generation != 0;
+        });
+    job->close_bucket(in.dtype, in.element_count, std::move(shards_of[i]), was_updated);
     Bucket& made = job->buckets.back();
     for (size_t tile = 0; tile < in.tiles.size(); ++tile) {
       made.value->replicas[tile] = Replica(in.tiles[tile].parameter, true);
@@ -483,6 +644,9 @@ Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record,
   }
   job->space.count(job->each_replica());
   job->set_durable(record);
+  job->restored_bucket_count_ = job->buckets.size();
+  job->durable_catalogue_bytes_ = job->catalogue_bytes(job->declared_);
+  job->reserve_metadata();
   job->changed = false;
   return job;
 }
@@ -680,6 +844,9 @@ void Job::remove(uint32_t shard_id, ExtentStore& extents) {
   shard_ids.erase(shard_id);
   lost.remove(shard_id);
   const uint32_t entry_id = entry.id;
+  declared_.remove_label(space_label(shard.spec()));
+  if (shard.tier == Tier::nvme) declared_.remove_blob(shard.bytes);
+  reserve_metadata();
   entry_bytes_ -= align_up(entry.bytes, kBlockBytes);
   shard = {};
   shard.deleted = true;

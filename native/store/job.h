@@ -28,6 +28,7 @@
 #include "store/format/durability.h"
 #include "store/journal/durable_job.h"
 #include "store/journal/ledger.h"
+#include "store/space/declared_space.h"
 #include "store/space/extent_store.h"
 #include "store/space/job_space.h"
 #include "store/space/lost_shards.h"
@@ -50,6 +51,9 @@ struct ShardSpec {
   DType dtype = DType::unspecified;
   Tier tier = Tier::nvme;
   std::vector<uint64_t> shape;
+  /// Of a parameter: no room is needed for an optimizer's state and for a step's second copy, until
+  /// it is declared without this or a step updates it.
+  bool value_only = false;
 };
 
 struct ShardInfo {
@@ -114,16 +118,14 @@ struct Bucket {
   Entry* gradient = nullptr;
   ReplicaList rest;  // one for each tile
   DType dtype = DType::float32;
+  /// Steps update it, or may: room for its optimizer state was asked for.
+  bool is_updated = false;
 
   size_t tile_count() const { return rest.size(); }
   uint64_t tile_elements(size_t tile) const {
     return std::min(kTileElements, element_count - tile * kTileElements);
   }
-  /// exp_avg, exp_avg_sq and, for bf16, the remainder, each starting on kViewAlignmentBytes.
-  uint32_t rest_bytes(size_t tile) const {
-    const uint64_t bytes = tile_elements(tile) * (dtype == DType::bfloat16 ? 10 : 8);
-    return static_cast<uint32_t>(align_up(bytes, kBlockBytes));
-  }
+  uint32_t rest_bytes(size_t tile) const { return rest_bytes_of(dtype, tile_elements(tile)); }
 };
 
 // As many as parameters, where they are large.
@@ -186,7 +188,8 @@ class Job {
   static Result<std::unique_ptr<Job>> create(Identity identity);
 
   /// Makes shards known. Existing ones are checked, new parameters are packed into buckets: nothing
-  /// changes where one of them is refused.
+  /// changes where one of them is refused, or where all that the job declared needs more than its
+  /// quotas. What an earlier daemon was told of is never refused.
   Result<std::vector<ShardInfo>> declare(const std::vector<ShardSpec>& specs);
   /// Forgets a blob; its extents are free after the next commit. Nothing leases it.
   void remove(uint32_t shard_id, ExtentStore& extents);
@@ -202,6 +205,12 @@ class Job {
   uint64_t gradient_bytes() const { return gradient_bytes_; }
   /// Whether all gradients fit beside the largest bucket's parameters.
   bool gradients_fit() const;
+  /// A step updates it, whatever was declared.
+  void begin_updates(Bucket& bucket);
+  /// What all of its shards need of nvme_bytes, written and updated.
+  SpaceNeeded space_needed() const;
+  /// Of the catalogue, on disk and as the next commit writes it, side by side.
+  uint64_t metadata_bytes() const;
   ShardInfo info(uint32_t shard_id) const;
   JobInfo job_info() const;
   /// Of what it shares with other jobs, devices and workers. On disk with the next commit.
@@ -417,6 +426,24 @@ class Job {
         table(std::move(shard_table)) {}
 
   Status check(const ShardSpec& spec) const;
+  /// Parameters that will lie in one bucket, and where in it.
+  struct PlannedBucket {
+    DType dtype = DType::float32;
+    uint64_t element_count = 0;
+    bool is_updated = false;
+    std::vector<const ShardSpec*> specs;
+    std::vector<uint64_t> element_offsets;
+  };
+  static std::vector<PlannedBucket> plan_buckets(const std::vector<const ShardSpec*>& specs);
+  static DeclaredSpace::Label space_label(const ShardSpec& spec);
+  uint64_t catalogue_bytes(const DeclaredSpace& declared) const;
+  SpaceNeeded space_needed(const DeclaredSpace& declared) const;
+  /// Tells the quota what metadata_bytes() is. A job that was admitted when catalogues were in no
+  /// quota, and that has declared more than its quota holds with them, keeps all for its state: it
+  /// trains on.
+  void reserve_metadata();
+  /// Whether the quotas hold the job with `wanted` in the place of what it has now.
+  Status check_space(const DeclaredSpace& wanted) const;
   /// As record() has them.
   std::vector<uint32_t> shard_ids_in_order() const;
   /// What stays as it is.
@@ -431,13 +458,20 @@ class Job {
   ShardRow* row_of(uint32_t shard_id);
   /// move() without a word to the ledger, which must not see what lies between.
   void move_untold(Entry& entry, Residency from, Residency to);
-  void add_parameters(const std::vector<const ShardSpec*>& specs);
+  void add_parameters(const std::vector<const ShardSpec*>& specs,
+                      const std::vector<PlannedBucket>& plan);
   void add_bytes(const ShardSpec& spec);
   uint32_t add_shard(const ShardSpec& spec);
-  void close_bucket(DType dtype, uint64_t elements, std::vector<uint32_t> ids);
+  void close_bucket(DType dtype, uint64_t elements, std::vector<uint32_t> ids, bool is_updated);
   Entry* add_entry(const Entry::Shape& shape);
 
   JobWeight weight_;
+  DeclaredSpace declared_;
+  /// Buckets that an earlier daemon made.
+  size_t restored_bucket_count_ = 0;
+  /// Of the last catalogue on disk, and of the newest that was begun.
+  uint64_t durable_catalogue_bytes_ = 0;
+  uint64_t committing_catalogue_bytes_ = 0;
   uint64_t entry_bytes_ = 0;
   uint64_t largest_entry_bytes_ = 0;  // of those there ever were
   uint64_t draining_bytes_ = 0;

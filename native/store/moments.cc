@@ -118,6 +118,7 @@ void ShardStore::write_moments(const MomentsRequest& request,
               return end_operation(job->job_id);
             }
             early_.discard(*job, place.value().bucket->value->owner, EarlyDiscard::state);
+            job->begin_updates(*place.value().bucket);
             auto task_at = std::make_shared<TileTask>();
             TileTask& task = *task_at;
             task.job = job;

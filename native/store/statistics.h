@@ -29,7 +29,8 @@ struct JobInfo {
   uint64_t host_bytes = 0;
   uint64_t host_bytes_used = 0;
   uint64_t nvme_bytes = 0;
-  uint64_t nvme_bytes_used = 0;
+  uint64_t nvme_bytes_used = 0;  // by state
+  uint64_t metadata_bytes = 0;   // by the catalogue, old and new: also of nvme_bytes
   uint32_t shard_count = 0;
   uint64_t element_count = 0;
   uint32_t lease_count = 0;

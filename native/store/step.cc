@@ -262,6 +262,7 @@ void ShardStore::accept_step(
     }
   }
   for (const uint32_t index : state->buckets) {
+    job.begin_updates(job.buckets[index]);
     Entry& value = *job.buckets[index].value;
     ++value.steps_before;
     job.withdraw(value);

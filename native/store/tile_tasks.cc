@@ -313,9 +313,10 @@ void TileTasks::work(const std::shared_ptr<Running>& running) {
                    job.name,
                    " has used up its disk quota; raise nvme_bytes: ",
                    job.space.taken_bytes(use),
-                   " of ",
-                   job.space.quota_bytes(),
-                   " bytes");
+                   " bytes, and ",
+                   job.space.metadata_bytes(),
+                   " for its catalogue, of ",
+                   job.space.quota_bytes());
     }
     auto allocated = extents_.allocate(static_cast<uint32_t>(length_bytes));
     while (allocated.status().code() == StatusCode::capacity && find_more())

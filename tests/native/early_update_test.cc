@@ -737,8 +737,9 @@ TEST_F(EarlySlotTest, a_step_finds_tiles_that_were_not_begun_in_their_place) {
   }
   // A quota of which one tile is made.
   const Bucket& bucket = training.job().buckets[0];
-  training.job().space.set_quota_bytes(training.job().space.used_bytes() +
-                                       bucket.value->replica_bytes(0) + bucket.rest_bytes(0));
+  heart.limit_state(
+      training.session(),
+      training.job().space.used_bytes() + bucket.value->replica_bytes(0) + bucket.rest_bytes(0));
   training.wait();
   ASSERT_EQ(training.job().early_slot(value())->offset_bytes, offset_bytes);
   training.job().space.set_quota_bytes(kQuotaBytes);

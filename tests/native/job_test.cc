@@ -95,16 +95,16 @@ TEST(JobDeclare, a_model_takes_the_room_that_it_needs) {
   EXPECT_EQ(job->record().buckets.capacity(), job->buckets.size());
 }
 
-TEST(JobDeclare, a_row_of_the_table_is_all_that_limits_how_many_there_are) {
+TEST(JobDeclare, there_are_pin_counters_for_every_slot_of_every_shard) {
   std::vector<ShardSpec> specs;
-  for (size_t i = 0; i < kTableRows; ++i) specs.push_back(parameter(concat("p", i), 1));
+  for (size_t i = 0; i < kShardCountMax; ++i) specs.push_back(parameter(concat("p", i), 1));
   const auto job = new_job();
   const auto declared = job->declare(specs);
   ASSERT_TRUE(declared.is_ok()) << declared.status().message();
-  EXPECT_EQ(declared.value().back().shard_id, kTableRows - 1);
+  EXPECT_EQ(declared.value().back().shard_id, kShardCountMax - 1);
   const Status refused = job->declare({bytes_shard("one more", 1)}).status();
   EXPECT_EQ(refused.code(), StatusCode::capacity);
-  EXPECT_NE(refused.message().find("make fewer and larger ones: 1048577, at most 1048576"),
+  EXPECT_NE(refused.message().find("make fewer and larger ones: 262145, at most 262144"),
             std::string::npos)
       << refused.message();
   EXPECT_TRUE(job->declare({specs.front()}).is_ok()) << "known already";

@@ -90,11 +90,11 @@ class DiskQueue final : public IoQueue {
   MemoryQueue queue_;
 };
 
-inline constexpr uint64_t kDiskBytes = 64_MiB;
+inline constexpr uint64_t kDiskBytes = 128_MiB;
 inline constexpr uint64_t kSegmentBytes = 2_MiB;
 inline constexpr uint64_t kFloorSegments = kPrivateFloorBytes / kSegmentBytes;
 /// The disk's quota of a job in these tests.
-inline constexpr uint64_t kQuotaBytes = 50_MiB;
+inline constexpr uint64_t kQuotaBytes = 100_MiB;
 
 /// The newest valid superblock of the disk, or that of a new volume.
 inline Superblock newest_superblock(std::span<const std::byte> disk) {
@@ -290,6 +290,12 @@ class Heart {
     if (!infos.is_ok()) return ids;
     for (const ShardInfo& info : infos.value().first) ids.push_back(info.shard_id);
     return ids;
+  }
+
+  /// From now on the job's state has `bytes` of disk, whatever it declared.
+  void limit_state(uint64_t session_id, uint64_t bytes) {
+    JobSpace& space = job(session_id).space;
+    space.set_quota_bytes(bytes + space.metadata_bytes());
   }
 
   std::vector<ShardInfo> shards(uint64_t job_id) { return store_->shards(job_id).value(); }

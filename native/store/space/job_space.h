@@ -32,17 +32,20 @@ class JobSpace {
   // The quota. Between two commits it counts superseded extents, too.
   uint64_t quota_bytes() const { return quota_bytes_; }
   void set_quota_bytes(uint64_t bytes) { quota_bytes_ = bytes; }
+  /// What the job's catalogue takes of it, on disk and as the next commit writes it.
+  uint64_t metadata_bytes() const { return metadata_bytes_; }
+  void set_metadata_bytes(uint64_t bytes) { metadata_bytes_ = bytes; }
   uint64_t used_bytes() const { return used_bytes_; }
   /// What a new extent finds taken: a gradient leaves the running step what was promised to it.
   uint64_t taken_bytes(SpaceUse use) const {
     return use == SpaceUse::gradient ? std::max(used_bytes_, promised_bytes_) : used_bytes_;
   }
   bool has_room(SpaceUse use, uint64_t bytes) const {
-    return taken_bytes(use) + bytes <= quota_bytes_;
+    return taken_bytes(use) + bytes + metadata_bytes_ <= quota_bytes_;
   }
   /// Whether `bytes` more of gradients leave a running step what was promised to it.
   bool keeps_promise(uint64_t bytes) const {
-    return promised_bytes_ == 0 || promised_bytes_ + bytes <= quota_bytes_;
+    return promised_bytes_ == 0 || promised_bytes_ + bytes + metadata_bytes_ <= quota_bytes_;
   }
   void take(SpaceUse use, uint64_t bytes);
   void give_back(SpaceUse use, uint64_t bytes);
@@ -93,6 +96,7 @@ class JobSpace {
   };
 
   uint64_t quota_bytes_ = 0;
+  uint64_t metadata_bytes_ = 0;
   uint64_t used_bytes_ = 0;
   uint64_t promised_bytes_ = 0;  // 0: no step in memory runs
   std::vector<Superseded> superseded_;

@@ -1,0 +1,235 @@
+// What a job may declare: its disk quota with every term, its records, and the counters of its
+// pins.
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "base/units.h"
+#include "store/space/declared_space.h"
+#include "store/space/job_space.h"
+#include "store_fixture.h"
+
+namespace memd {
+namespace {
+
+using testing::bytes_shard;
+using testing::Heart;
+using testing::kDiskBytes;
+using testing::kFloorSegments;
+using testing::numbers;
+using testing::parameter;
+using testing::pattern;
+
+constexpr uint64_t kStateBytes = 12 * kTileElements;  // of one tile in fp32
+constexpr uint64_t kNoLimit = ~uint64_t{0};
+
+bool says(const Status& status, const std::string& text) {
+  return status.message().find(text) != std::string::npos;
+}
+
+DeclaredSpace of_tiles(uint64_t count) {
+  DeclaredSpace declared;
+  for (uint64_t i = 0; i < count; ++i) declared.add_bucket(DType::float32, kTileElements, true);
+  return declared;
+}
+
+TEST(DeclaredSpaceTest, a_step_on_disk_needs_two_copies_of_the_state) {
+  const SpaceNeeded needed = of_tiles(3).needed(Durability(), kNoLimit, 8);
+  EXPECT_EQ(needed.total(), 2 * 3 * kStateBytes);
+}
+
+TEST(DeclaredSpaceTest, steps_in_memory_replace_tiles_before_the_old_ones_go) {
+  const Durability every = Durability::parse("every:10").value();
+  EXPECT_EQ(of_tiles(3).needed(every, kNoLimit, 8).total(), (2 * 3 + 3) * kStateBytes);
+  EXPECT_EQ(of_tiles(20).needed(every, kNoLimit, 8).total(), (2 * 20 + 8) * kStateBytes);
+}
+
+TEST(DeclaredSpaceTest, without_durability_one_copy_is_enough) {
+  const Durability none = Durability::parse("none").value();
+  EXPECT_EQ(of_tiles(20).needed(none, kNoLimit, 8).total(), (20 + 8) * kStateBytes);
+}
+
+TEST(DeclaredSpaceTest, gradients_that_the_arena_does_not_hold_spill) {
+  // Three of 1 MiB, and the one that is being written.
+  EXPECT_EQ(of_tiles(3).needed(Durability(), 4_MiB, 8).gradient_bytes, 0U);
+  EXPECT_EQ(of_tiles(3).needed(Durability(), 2_MiB, 8).gradient_bytes, 2_MiB);
+  EXPECT_EQ(of_tiles(3).needed(Durability(), 0, 8).gradient_bytes, 3_MiB) << "no more than all";
+}
+
+TEST(DeclaredSpaceTest, bf16_has_a_remainder_and_the_last_tile_of_a_bucket_is_smaller) {
+  DeclaredSpace declared;
+  declared.add_bucket(DType::bfloat16, kTileElements + 32, true);
+  const uint64_t last_bytes = 2 * kBlockBytes;  // 64 bytes of value, 320 of the rest
+  EXPECT_EQ(declared.needed(Durability(), kNoLimit, 8).updated_once_bytes,
+            12 * kTileElements + last_bytes);
+}
+
+TEST(JobSpaceTest, state_leaves_the_catalogue_its_part_of_the_quota) {
+  JobSpace space;
+  space.set_quota_bytes(100 * kBlockBytes);
+  space.set_metadata_bytes(10 * kBlockBytes);
+  EXPECT_TRUE(space.has_room(SpaceUse::state, 90 * kBlockBytes));
+  EXPECT_FALSE(space.has_room(SpaceUse::state, 91 * kBlockBytes));
+  space.promise(80 * kBlockBytes);
+  EXPECT_TRUE(space.keeps_promise(10 * kBlockBytes));
+  EXPECT_FALSE(space.keeps_promise(11 * kBlockBytes));
+}
+
+class JobLimits : public ::testing::Test {
+ protected:
+  std::shared_ptr<MemoryDisk> disk_ = std::make_shared<MemoryDisk>(kDiskBytes);
+};
+
+TEST_F(JobLimits, shards_that_need_more_than_the_quota_together_are_refused_with_every_term) {
+  Heart heart(disk_);
+  const uint64_t session = heart.attach(heart.open("job", 8, 50_MiB));
+  std::vector<ShardSpec> fits;
+  for (int i = 0; i < 8; ++i) fits.push_back(parameter(concat("w", i), kTileElements));
+  heart.declare(session, fits);  // 2 x 24 MiB
+  const size_t entry_count = heart.job(session).entries.size();
+  const Status refused =
+      heart.store()
+          .declare(session, {bytes_shard("blob", 5000), parameter("one more", kTileElements)})
+          .status();
+  EXPECT_EQ(refused.code(), StatusCode::capacity);
+  EXPECT_TRUE(says(refused, "2 x 28311552 (parameters and their optimizer state)"))
+      << refused.message();
+  EXPECT_TRUE(says(refused, "8192 (blobs and buffers)")) << refused.message();
+  EXPECT_TRUE(says(refused, "8192 (the catalogue, old and new)")) << refused.message();
+  EXPECT_TRUE(says(refused, "nvme_bytes 52428800")) << refused.message();
+  EXPECT_EQ(heart.job(session).shard_ids.size(), 8U) << "nothing of it was declared";
+  EXPECT_EQ(heart.job(session).entries.size(), entry_count);
+  heart.declare(session, {bytes_shard("blob", 5000)});
+  heart.declare(session, fits);  // known already
+}
+
+TEST_F(JobLimits, a_parameter_needs_room_for_its_moments_once_an_optimizer_takes_it) {
+  Heart heart(disk_);
+  const uint64_t session = heart.attach(heart.open("job", 8, 20_MiB));
+  std::vector<ShardSpec> model;
+  for (int i = 0; i < 10; ++i) {
+    model.push_back(parameter(concat("w", i), kTileElements));
+    model.back().value_only = true;
+  }
+  const auto ids = heart.declare(session, model);
+  for (const uint32_t id : ids) heart.write(session, id, numbers(kTileElements, 1));
+  ASSERT_TRUE(heart.sync(session).is_ok()) << "10 MiB of values";
+  for (ShardSpec& spec : model) spec.value_only = false;
+  const Status refused = heart.store().declare(session, model).status();
+  EXPECT_EQ(refused.code(), StatusCode::capacity);
+  EXPECT_TRUE(says(refused, "2 x 31457280 (parameters and their")) << refused.message();
+  model.resize(1);
+  heart.declare(session, model);
+  const SpaceNeeded needed = heart.job(session).space_needed();
+  EXPECT_EQ(needed.updated_once_bytes, kStateBytes);
+  EXPECT_EQ(needed.kept_value_bytes, 9_MiB);
+}
+
+TEST_F(JobLimits, a_job_that_was_admitted_under_older_rules_trains_on_and_declares_no_more) {
+  const auto train = [](Heart& heart, uint64_t session, uint32_t id, uint64_t step) {
+    heart.write(session, id, numbers(kTileElements, 5), Part::gradient);
+    StepRequest request{.session_id = session, .groups = {}, .staged_buffers = {}, .step = step};
+    request.groups.push_back({.settings = {}, .shard_ids = {id}});
+    return heart.step(request).first;
+  };
+  {
+    Heart heart(disk_);
+    const uint64_t session = heart.attach(heart.open("job", 8, 20_MiB));
+    const auto ids = heart.declare(session, {parameter("w", kTileElements)});
+    heart.write(session, ids[0], numbers(kTileElements, 1));
+    // No room for a catalogue, which was in no quota.
+    heart.job(session).space.set_quota_bytes(2 * kStateBytes);
+    heart.job(session).space.set_metadata_bytes(0);
+    ASSERT_TRUE(train(heart, session, ids[0], 1).is_ok());
+  }
+  Heart heart(disk_);
+  const uint64_t session = heart.attach(1);
+  ASSERT_EQ(heart.job(session).space.quota_bytes(), 2 * kStateBytes);
+  const auto ids = heart.declare(session, {parameter("w", kTileElements)});
+  for (uint64_t step = 2; step < 5; ++step) {
+    const Status trained = train(heart, session, ids[0], step);
+    EXPECT_TRUE(trained.is_ok()) << trained.message();
+  }
+  const Status refused = heart.store().declare(session, {bytes_shard("blob", 1)}).status();
+  EXPECT_EQ(refused.code(), StatusCode::capacity);
+}
+
+TEST_F(JobLimits, the_catalogue_is_as_long_as_it_was_said_to_become) {
+  Heart heart(disk_, kFloorSegments + 24);
+  const uint64_t session = heart.attach(heart.open("job", 24, 50_MiB));
+  std::vector<ShardSpec> specs;
+  for (int i = 0; i < 5000; ++i) specs.push_back(parameter(concat("parameter ", i), 33));
+  specs.push_back(parameter("large", 2 * kTileElements + 1, DType::bfloat16));
+  for (int i = 0; i < 500; ++i) specs.push_back(bytes_shard(concat("b", i), 1 + (i % 2)));
+  specs.push_back(bytes_shard("two extents", kBlobExtentBytes + 1));
+  ShardSpec shaped = bytes_shard("shaped", 1);
+  shaped.shape = {2, 1, 2, 1};
+  specs.push_back(shaped);
+  const auto ids = heart.declare(session, specs);
+  for (size_t i = 5001; i < specs.size(); ++i) {
+    const ShardInfo info = heart.job(session).info(ids[i]);
+    heart.write(session, ids[i], pattern(info.bytes, 1));
+  }
+  ASSERT_TRUE(heart.sync(session).is_ok());
+  const uint64_t bytes = align_up(encode(heart.job(session).record()).size(), kBlockBytes);
+  EXPECT_EQ(heart.job(session).space_needed().catalogue_bytes, 2 * bytes);
+  EXPECT_EQ(heart.job(session).metadata_bytes(), 2 * bytes);
+}
+
+TEST_F(JobLimits, records_of_what_was_declared_take_no_other_jobs_disk) {
+  Heart heart(disk_, 2 * kFloorSegments + 20);
+  const uint64_t greedy = heart.attach(heart.open("greedy", 16, 10_MiB));
+  const uint64_t other = heart.attach(heart.open("other", 4, 45_MiB));
+  const std::string filler(1000, 'x');
+  Status refused;
+  for (int batch = 0; batch < 40 && refused.is_ok(); ++batch) {
+    std::vector<ShardSpec> specs;
+    for (int i = 0; i < 500; ++i) specs.push_back(bytes_shard(concat(batch, ".", i, filler), 0));
+    refused = heart.store().declare(greedy, specs).status();
+    ASSERT_TRUE(heart.sync(greedy).is_ok());
+  }
+  EXPECT_EQ(refused.code(), StatusCode::capacity) << "20,000 names of 1 kB";
+  EXPECT_TRUE(says(refused, "(the catalogue, old and new)")) << refused.message();
+  const JobInfo info = heart.job(greedy).job_info();
+  EXPECT_LE(info.nvme_bytes_used + info.metadata_bytes, 10_MiB);
+  for (int i = 0; i < 11; ++i) {
+    const auto ids = heart.declare(other, {bytes_shard(concat("blob", i), 4_MiB)});
+    heart.write(other, ids[0], pattern(4_MiB, 1));
+  }
+  const Status synced = heart.sync(other);
+  EXPECT_TRUE(synced.is_ok()) << synced.message();
+}
+
+TEST_F(JobLimits, a_catalogue_on_disk_counts_until_the_next_one_is) {
+  Heart heart(disk_);
+  const uint64_t session = heart.attach(heart.open("job"));
+  std::vector<ShardSpec> specs;
+  for (int i = 0; i < 300; ++i) specs.push_back(bytes_shard(std::string(500, 'a') + concat(i), 1));
+  heart.declare(session, specs);
+  ASSERT_TRUE(heart.sync(session).is_ok());
+  const uint64_t on_disk_bytes = align_up(encode(heart.job(session).record()).size(), kBlockBytes);
+  for (const ShardSpec& spec : specs) {
+    heart.store().delete_shard(
+        session, spec.name, [](const Result<bool>& result) { EXPECT_TRUE(result.value()); });
+  }
+  EXPECT_EQ(heart.job(session).metadata_bytes(), on_disk_bytes + kBlockBytes);
+  ASSERT_TRUE(heart.sync(session).is_ok());
+  EXPECT_EQ(heart.job(session).metadata_bytes(), 2 * kBlockBytes);
+}
+
+TEST_F(JobLimits, records_take_no_more_memory_than_the_job_was_admitted_to) {
+  Heart heart(disk_);
+  const uint64_t session = heart.attach(heart.open("job"));
+  std::vector<ShardSpec> specs;
+  for (int i = 0; i < 60'000; ++i) specs.push_back(bytes_shard(concat("b", i), 0));
+  const Status refused = heart.store().declare(session, specs).status();
+  EXPECT_EQ(refused.code(), StatusCode::capacity);
+  EXPECT_TRUE(says(refused, "bytes of records, at most 16777216 + half of host_bytes"))
+      << refused.message();
+  specs.resize(20'000);
+  heart.declare(session, specs);
+}
+
+}  // namespace
+}  // namespace memd
