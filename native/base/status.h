@@ -28,6 +28,7 @@ enum class StatusCode : uint32_t {
   deadline = 9,           // waited too long; the message says on what
   unavailable = 10,       // the daemon stops or is not there
   not_yet = 11,           // a promised name that a later version fills in
+  in_use = 12,            // somebody uses it, who has to end first
 };
 
 class [[nodiscard]] Status {

@@ -154,18 +154,21 @@ void bind_records(nb::module_& module) {
              uint8_t kind,
              uint8_t dtype,
              std::vector<uint64_t> shape,
-             uint8_t tier) {
+             uint8_t tier,
+             bool value_only) {
             new (self) ShardSpec{.name = std::move(name),
                                  .kind = static_cast<ShardKind>(kind),
                                  .dtype = static_cast<DType>(dtype),
                                  .tier = static_cast<Tier>(tier),
-                                 .shape = std::move(shape)};
+                                 .shape = std::move(shape),
+                                 .value_only = value_only};
           },
           "name"_a,
           "kind"_a,
           "dtype"_a,
           "shape"_a,
-          "tier"_a)
+          "tier"_a,
+          "value_only"_a = false)
       .def_ro("name", &ShardSpec::name)
       .def_prop_ro("kind", [](const ShardSpec& self) { return static_cast<int>(self.kind); })
       .def_prop_ro("dtype", [](const ShardSpec& self) { return static_cast<int>(self.dtype); })
@@ -206,7 +209,8 @@ void bind_records(nb::module_& module) {
       .def_ro("host_bytes", &JobInfo::host_bytes)
       .def_ro("host_bytes_used", &JobInfo::host_bytes_used)
       .def_ro("nvme_bytes", &JobInfo::nvme_bytes)
-      .def_ro("nvme_bytes_used", &JobInfo::nvme_bytes_used)
+      .def_ro("nvme_bytes_used", &JobInfo::nvme_bytes_used, "By state.")
+      .def_ro("metadata_bytes", &JobInfo::metadata_bytes, "By the catalogue, old and new.")
       .def_ro("shard_count", &JobInfo::shard_count)
       .def_ro("element_count", &JobInfo::element_count)
       .def_ro("lease_count", &JobInfo::lease_count)
@@ -468,10 +472,22 @@ void bind_server(nb::module_& module) {
       .def("jobs", [](Server& self) { return unlocked([&] { return self.jobs(); }); })
       .def(
           "shards",
-          [](Server& self, uint64_t job_id) {
-            return ShardInfos{unlocked([&] { return self.shards(job_id); })};
+          [](Server& self, uint64_t job_id, uint32_t first, std::optional<size_t> count_max) {
+            const size_t count = count_max.value_or(std::numeric_limits<size_t>::max());
+            return ShardInfos{unlocked([&] { return self.shards(job_id, first, count); })};
           },
-          "job_id"_a)
+          "job_id"_a,
+          nb::kw_only(),
+          "first"_a = 0,
+          "count_max"_a = nb::none(),
+          "In the order of their ids, from `first` on.")
+      .def(
+          "find_shard",
+          [](Server& self, uint64_t job_id, const std::string& name) {
+            return unlocked([&] { return self.find_shard(job_id, name); });
+          },
+          "job_id"_a,
+          "name"_a)
       .def(
           "drop_job",
           [](Server& self, uint64_t job_id, bool force) {
@@ -493,17 +509,25 @@ void bind_server(nb::module_& module) {
           "What the job gets of devices and update threads that others want as well.")
       .def(
           "attach",
-          [](Server& self, uint64_t job_id, uint32_t pid, uint64_t start_time, uint32_t uid) {
+          [](Server& self,
+             uint64_t job_id,
+             uint32_t pid,
+             uint64_t start_time,
+             uint32_t uid,
+             double timeout_s) {
             const SessionOwner owner{.pid = pid, .start_time = start_time, .uid = uid};
             return std::make_unique<SessionGrant>(
-                unlocked([&] { return self.attach(job_id, owner); }));
+                unlocked([&] { return self.attach(job_id, owner, timeout_s); }));
           },
           "job_id"_a,
           nb::kw_only(),
           "pid"_a = 0,
           "start_time"_a = 0,
           "uid"_a = 0,
-          "Of the process that the session belongs to; only it may resume the session.")
+          "timeout_s"_a = 60.0,
+          "`pid`, `start_time` and `uid` are those of the process that the session belongs to; "
+          "only "
+          "it may resume the session. Where it is not done in time there is no session.")
       .def(
           "kept_sessions",
           [](Server& self) { return unlocked([&] { return self.kept_sessions(); }); },

@@ -13,6 +13,7 @@
 #include <cerrno>
 #include <chrono>
 #include <future>
+#include <new>
 #include <optional>
 #include <string_view>
 
@@ -324,6 +325,18 @@ Result<T> Server::ask(double timeout_s,
   }
 }
 
+template <typename T>
+Result<T> Server::ask_reading(const char* what,
+                              std::function<void(std::function<void(Result<T>)>)> start) {
+  return ask<T>(kAnswerS, what, [what, start = std::move(start)](const auto& reply) {
+    try {
+      start(reply);
+    } catch (const std::bad_alloc&) {
+      reply(error(StatusCode::capacity, "the daemon has no memory for the answer: ", what));
+    }
+  });
+}
+
 std::string Server::describe_in_flight() {
   // Not ask(): it would come back here.
   const auto promise = std::make_shared<std::promise<std::string>>();
@@ -394,19 +407,25 @@ Result<JobInfo> Server::open_job(const OpenJobRequest& request) {
 }
 
 Result<JobInfo> Server::find_job(const std::string& name) {
-  return ask<JobInfo>(kAnswerS, "finding a job", [this, name](const auto& reply) {
-    reply(store_->find_job(name));
-  });
+  return ask_reading<JobInfo>("finding a job",
+                              [this, name](const auto& reply) { reply(store_->find_job(name)); });
 }
 
 Result<std::vector<JobInfo>> Server::jobs() {
-  return ask<std::vector<JobInfo>>(
-      kAnswerS, "listing jobs", [this](const auto& reply) { reply(store_->jobs()); });
+  return ask_reading<std::vector<JobInfo>>("listing jobs",
+                                           [this](const auto& reply) { reply(store_->jobs()); });
 }
 
-Result<std::vector<ShardInfo>> Server::shards(uint64_t job_id) {
-  return ask<std::vector<ShardInfo>>(kAnswerS, "listing shards", [this, job_id](const auto& reply) {
-    reply(store_->shards(job_id));
+Result<std::vector<ShardInfo>> Server::shards(uint64_t job_id, uint32_t first, size_t count_max) {
+  return ask_reading<std::vector<ShardInfo>>("listing shards",
+                                             [this, job_id, first, count_max](const auto& reply) {
+                                               reply(store_->shards(job_id, first, count_max));
+                                             });
+}
+
+Result<ShardInfo> Server::find_shard(uint64_t job_id, const std::string& name) {
+  return ask_reading<ShardInfo>("finding a shard", [this, job_id, name](const auto& reply) {
+    reply(store_->find_shard(job_id, name));
   });
 }
 
@@ -443,9 +462,21 @@ void Server::refill_pool() {
   }
 }
 
-Result<SessionGrant> Server::attach(uint64_t job_id, const SessionOwner& owner) {
-  using Pointer = std::shared_ptr<SessionGrant>;
-  auto result = ask<Pointer>(kAnswerS, "attaching", [this, job_id, owner](const auto& reply) {
+Result<SessionGrant> Server::attach(uint64_t job_id, const SessionOwner& owner, double timeout_s) {
+  // A caller that gave up waiting drops the answer, and with it the session: nobody else knows of
+  // it.
+  struct Answer {
+    SessionGrant grant;
+    Server* server = nullptr;  // null once a caller has the grant
+    Answer() = default;
+    Answer(const Answer&) = delete;
+    Answer& operator=(const Answer&) = delete;
+    ~Answer() {
+      if (server != nullptr) server->give_up_session(grant.session_id);
+    }
+  };
+  using Pointer = std::shared_ptr<Answer>;
+  auto result = ask<Pointer>(timeout_s, "attaching", [this, job_id, owner](const auto& reply) {
     auto session = store_->attach(job_id, owner);
     if (!session.is_ok()) return reply(session.status());
     const auto job = store_->job_of(session.value()->session_id);
@@ -455,7 +486,8 @@ Result<SessionGrant> Server::attach(uint64_t job_id, const SessionOwner& owner) 
       [[maybe_unused]] const auto leases = store_->detach(session_id);
       reply(status);
     };
-    auto grant = std::make_shared<SessionGrant>();
+    auto answer = std::make_shared<Answer>();
+    SessionGrant* const grant = &answer->grant;
     grant->session_id = session_id;
     grant->segment_bytes = job.value()->memory->arena().segment_bytes();
     grant->arena_reserved_bytes = job.value()->memory->arena().reserved_bytes();
@@ -467,10 +499,17 @@ Result<SessionGrant> Server::attach(uint64_t job_id, const SessionOwner& owner) 
       *into = std::move(copy).value();
     }
     if (Status status = watch(*session.value()); !status.is_ok()) return refuse(status);
-    reply(grant);
+    answer->server = this;
+    reply(answer);
   });
   if (!result.is_ok()) return result.status();
-  return std::move(*result.value());
+  result.value()->server = nullptr;
+  return std::move(result.value()->grant);
+}
+
+void Server::give_up_session(uint64_t session_id) {
+  // It may have ended with its job meanwhile.
+  post([this, session_id] { [[maybe_unused]] const auto leases = store_->detach(session_id); });
 }
 
 Result<std::vector<KeptSession>> Server::kept_sessions() {
@@ -657,8 +696,8 @@ Status Server::write_moments(const MomentsRequest& request,
 }
 
 Result<ServerStatistics> Server::statistics() {
-  return ask<ServerStatistics>(
-      kAnswerS, "counting", [this](const auto& reply) { reply(store_->statistics()); });
+  return ask_reading<ServerStatistics>("counting",
+                                       [this](const auto& reply) { reply(store_->statistics()); });
 }
 
 void Server::set_scrub_rate(uint64_t bytes_per_second) {
@@ -683,9 +722,8 @@ void Server::end_check(uint64_t check_id) {
 }
 
 Result<std::vector<Activity>> Server::in_flight() {
-  return ask<std::vector<Activity>>(kAnswerS,
-                                    "listing what is in flight",
-                                    [this](const auto& reply) { reply(store_->in_flight()); });
+  return ask_reading<std::vector<Activity>>(
+      "listing what is in flight", [this](const auto& reply) { reply(store_->in_flight()); });
 }
 
 Status Server::stop(double timeout_s) {

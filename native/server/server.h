@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -109,12 +110,19 @@ class Server : public std::enable_shared_from_this<Server> {
   Result<JobInfo> open_job(const OpenJobRequest& request);
   Result<JobInfo> find_job(const std::string& name);
   Result<std::vector<JobInfo>> jobs();
-  Result<std::vector<ShardInfo>> shards(uint64_t job_id);
+  /// As ShardStore's.
+  Result<std::vector<ShardInfo>> shards(uint64_t job_id,
+                                        uint32_t first = 0,
+                                        size_t count_max = std::numeric_limits<size_t>::max());
+  Result<ShardInfo> find_shard(uint64_t job_id, const std::string& name);
   Status drop_job(uint64_t job_id, bool force);
   /// From now on, and on disk with the job's next commit; stop() makes one.
   Status set_job_weight(uint64_t job_id, JobWeight weight);
 
-  Result<SessionGrant> attach(uint64_t job_id, const SessionOwner& owner = {});
+  /// Where it is not done in time there is no session.
+  Result<SessionGrant> attach(uint64_t job_id,
+                              const SessionOwner& owner = {},
+                              double timeout_s = 60);
   /// Sessions of the daemon before whose processes have not come back yet.
   Result<std::vector<KeptSession>> kept_sessions();
   /// Once, when those of them whose process is dead are detached: steps that were closed in the
@@ -178,11 +186,17 @@ class Server : public std::enable_shared_from_this<Server> {
   bool run_commands();
   void sleep();
   Status watch(const Session& session);
+  /// Of a caller that is gone. On any thread.
+  void give_up_session(uint64_t session_id);
   /// Runs `start` on the server thread and waits for what it hands to its argument.
   template <typename T>
   Result<T> ask(double timeout_s,
                 const char* what,
                 std::function<void(std::function<void(Result<T>)>)> start);
+  /// As ask(), of what changes nothing: where memory runs out for the answer that is the answer.
+  template <typename T>
+  Result<T> ask_reading(const char* what,
+                        std::function<void(std::function<void(Result<T>)>)> start);
   void refill_pool();
   /// What is in flight, for an error; never empty.
   std::string describe_in_flight();

@@ -106,18 +106,32 @@ std::vector<JobInfo> ShardStore::jobs() const {
   return infos;
 }
 
-Result<std::vector<ShardInfo>> ShardStore::shards(uint64_t job_id) {
+Result<std::vector<ShardInfo>> ShardStore::shards(uint64_t job_id,
+                                                  uint32_t first,
+                                                  size_t count_max) {
   Job* const job = find(job_id);
   if (job == nullptr) return error(StatusCode::not_found, "there is no job with id ", job_id);
   job->settle_all_pending();
   const std::set<uint32_t> unreadable = job->unreadable_shards(extents_);
   std::vector<ShardInfo> infos;
-  for (uint32_t shard_id = 0; shard_id < job->shards.size(); ++shard_id) {
+  for (uint32_t shard_id = first; shard_id < job->shards.size(); ++shard_id) {
+    if (infos.size() == count_max) break;
     if (job->shards[shard_id].deleted) continue;
     infos.push_back(job->info(shard_id));
     infos.back().unreadable = unreadable.contains(shard_id);
   }
   return infos;
+}
+
+Result<ShardInfo> ShardStore::find_shard(uint64_t job_id, const std::string& name) {
+  Job* const job = find(job_id);
+  if (job == nullptr) return error(StatusCode::not_found, "there is no job with id ", job_id);
+  const auto found = job->shard_ids.find(name);
+  if (!found) {
+    return error(StatusCode::not_found, "job ", job->name, " holds nothing named ", name);
+  }
+  job->settle_pending(*job->shards[*found].value);
+  return job->info(*found);
 }
 
 uint64_t ShardStore::nvme_bytes_free() const {
@@ -329,14 +343,15 @@ void ShardStore::drop_job(uint64_t job_id, bool force, Done done) {
     return done(error(StatusCode::not_found, "there is no job with id ", job_id));
   }
   if (!job->sessions.empty() && !force) {
-    return done(error(StatusCode::invalid_argument,
+    return done(error(StatusCode::in_use,
                       "job ",
                       job->name,
-                      " is in use; end its trainers first, or force it: sessions attached ",
+                      " is in use; end its trainers first, or end their sessions too with `memd "
+                      "job drop --force`: sessions attached ",
                       job->sessions.size()));
   }
   if (job->service_lease_count > 0) {
-    return done(error(StatusCode::invalid_argument,
+    return done(error(StatusCode::in_use,
                       "job ",
                       job->name,
                       " is being streamed over gRPC; try again when that has ended"));

@@ -97,7 +97,12 @@ class ShardStore {
   Result<JobInfo> open_job(const OpenJobRequest& request);
   Result<JobInfo> find_job(const std::string& name) const;
   std::vector<JobInfo> jobs() const;
-  Result<std::vector<ShardInfo>> shards(uint64_t job_id);
+  /// In the order of their ids: from `first` on, at most `count_max`.
+  Result<std::vector<ShardInfo>> shards(uint64_t job_id,
+                                        uint32_t first = 0,
+                                        size_t count_max = std::numeric_limits<size_t>::max());
+  /// not_found where the job has none of that name.
+  Result<ShardInfo> find_shard(uint64_t job_id, const std::string& name);
   /// What the job gets of devices and workers that others want as well, from now on.
   Status set_job_weight(uint64_t job_id, JobWeight weight);
   /// Refused while sessions are attached, unless `force`. The memory it held is handed to

@@ -39,7 +39,7 @@ std::vector<ShardSpec> parameters(uint32_t count, const std::string& prefix = "p
 struct Model {
   explicit Model(uint32_t count, uint64_t arena_segments)
       : heart(disk, HeartOptions{.segment_count = testing::kFloorSegments + arena_segments}),
-        job_id(heart.open("job", arena_segments, 170_MiB)),
+        job_id(heart.open("job", arena_segments, 215_MiB)),
         session_id(heart.attach(job_id)),
         client(heart, session_id),
         ids(heart.declare(session_id, parameters(count))) {
@@ -76,7 +76,7 @@ struct Model {
     client.settle();
   }
 
-  std::shared_ptr<MemoryDisk> disk = std::make_shared<MemoryDisk>(192_MiB);
+  std::shared_ptr<MemoryDisk> disk = std::make_shared<MemoryDisk>(232_MiB);
   Heart heart;
   uint64_t job_id;
   uint64_t session_id;

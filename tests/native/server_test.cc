@@ -284,6 +284,28 @@ TEST_F(ServerTest, clients_in_many_threads_read_what_each_of_them_put) {
   EXPECT_GT(statistics().jobs.at(0).counters.spilled_bytes, 0u) << "18 MiB in 12";
 }
 
+TEST_F(ServerTest, an_attach_whose_caller_gave_up_leaves_no_session) {
+  const uint64_t job_id = open("job");
+  uint32_t attached = 0;
+  uint32_t given_up = 0;
+  for (int i = 0; i < 1000 && given_up < 20; ++i) {
+    // Too short for the server thread: it answers when nobody waits any more.
+    auto grant = server_->attach(job_id, {}, 1e-9);
+    if (grant.is_ok()) {
+      ++attached;
+      ASSERT_TRUE(server_->detach(grant.value().session_id).is_ok());
+      continue;
+    }
+    EXPECT_EQ(grant.status().code(), StatusCode::deadline) << grant.status().message();
+    ++given_up;
+  }
+  ASSERT_EQ(given_up, 20U) << attached << " were attached all the same";
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  while (statistics().session_count != 0 && std::chrono::steady_clock::now() < end)
+    std::this_thread::yield();
+  EXPECT_EQ(statistics().session_count, 0U);
+}
+
 TEST_F(ServerTest, each_path_has_the_limits_of_its_directory_in_whatever_order_they_are_named) {
   const std::string one = root_ / "one";
   const std::string two = root_ / "two";
@@ -691,7 +713,7 @@ TEST_F(ServerTest, starting_over_gets_its_memory_back_first_and_another_job_keep
     fill(client, declare(client, blob("a", 1_MiB)), 1);
     const auto busy = server_->open_job(
         {.name = "job", .uid = 1, .host_bytes = 0, .nvme_bytes = 0, .fresh = true});
-    EXPECT_EQ(busy.status().code(), StatusCode::invalid_argument) << "a session is attached";
+    EXPECT_EQ(busy.status().code(), StatusCode::in_use) << "a session is attached";
     ASSERT_TRUE(server_->detach(client.session_id).is_ok());
   }
   EXPECT_EQ(jobs().size(), 1u);

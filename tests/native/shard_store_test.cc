@@ -402,8 +402,9 @@ TEST_F(ShardStoreTest, a_prefetch_brings_up_what_there_is_room_for_and_fails_nob
 
 TEST_F(ShardStoreTest, a_spill_that_fails_is_told_to_who_waits_for_the_room) {
   Heart heart(disk_);
-  const uint64_t session = heart.attach(heart.open("job", 2, 1_MiB));
+  const uint64_t session = heart.attach(heart.open("job", 2));
   const auto ids = heart.declare(session, {bytes_shard("a", 3_MiB), bytes_shard("b", 3_MiB)});
+  heart.limit_state(session, 1_MiB);
   heart.write(session, ids[0], pattern(3_MiB, 1));
   const Held refused = heart.lease(session, ids[1], LeaseMode::overwrite);
   EXPECT_EQ(refused.status.code(), StatusCode::capacity);
@@ -415,9 +416,10 @@ TEST_F(ShardStoreTest, a_spill_that_fails_is_told_to_who_waits_for_the_room) {
 
 TEST_F(ShardStoreTest, what_a_failed_spill_left_on_disk_is_not_taken_for_the_whole) {
   Heart heart(disk_);
-  const uint64_t job_id = heart.open("job", 2, 1_MiB);
+  const uint64_t job_id = heart.open("job", 2);
   const uint64_t session = heart.attach(job_id);
   const auto ids = heart.declare(session, {parameter("w", 700'000), bytes_shard("b", 3_MiB)});
+  heart.limit_state(session, 1_MiB);
   heart.write(session, ids[0], numbers(700'000, 1));
   EXPECT_EQ(heart.lease(session, ids[1], LeaseMode::overwrite).status.code(), StatusCode::capacity);
   EXPECT_EQ(heart.job(session).space.used_bytes(), 1_MiB) << "one of its three tiles";
@@ -464,7 +466,8 @@ TEST_F(ShardStoreTest, a_dropped_job_gives_everything_back_and_nobody_attaches_t
   std::optional<Status> dropped;
   heart.store().drop_job(job_id, false, [&](const Status& status) { dropped = status; });
   ASSERT_TRUE(dropped);
-  EXPECT_EQ(dropped->code(), StatusCode::invalid_argument) << "somebody is attached";
+  EXPECT_EQ(dropped->code(), StatusCode::in_use) << "somebody is attached";
+  EXPECT_NE(dropped->message().find("`memd job drop --force`"), std::string::npos);
   dropped.reset();
   heart.store().drop_job(job_id, true, [&](const Status& status) { dropped = status; });
   EXPECT_EQ(heart.store().attach(job_id).status().code(), StatusCode::unavailable);

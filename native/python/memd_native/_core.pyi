@@ -255,7 +255,7 @@ class StartReport:
     def load_notes(self) -> list[str]: ...
 
 class ShardSpec:
-    def __init__(self, name: str, kind: int, dtype: int, shape: Sequence[int], tier: int) -> None: ...
+    def __init__(self, name: str, kind: int, dtype: int, shape: Sequence[int], tier: int, value_only: bool = False) -> None: ...
 
     @property
     def name(self) -> str: ...
@@ -338,7 +338,12 @@ class JobInfo:
     def nvme_bytes(self) -> int: ...
 
     @property
-    def nvme_bytes_used(self) -> int: ...
+    def nvme_bytes_used(self) -> int:
+        """By state."""
+
+    @property
+    def metadata_bytes(self) -> int:
+        """By the catalogue, old and new."""
 
     @property
     def shard_count(self) -> int: ...
@@ -700,13 +705,16 @@ class Server:
 
     def jobs(self) -> list[JobInfo]: ...
 
-    def shards(self, job_id: int) -> ShardInfos: ...
+    def shards(self, job_id: int, *, first: int = 0, count_max: int | None = None) -> ShardInfos:
+        """In the order of their ids, from `first` on."""
+
+    def find_shard(self, job_id: int, name: str) -> ShardInfo: ...
 
     def drop_job(self, job_id: int, *, force: bool = False) -> None: ...
 
-    def attach(self, job_id: int, *, pid: int = 0, start_time: int = 0, uid: int = 0) -> SessionGrant:
+    def attach(self, job_id: int, *, pid: int = 0, start_time: int = 0, uid: int = 0, timeout_s: float = 60.0) -> SessionGrant:
         """
-        Of the process that the session belongs to; only it may resume the session.
+        `pid`, `start_time` and `uid` are those of the process that the session belongs to; only it may resume the session. Where it is not done in time there is no session.
         """
 
     def kept_sessions(self) -> list[KeptSession]:
