@@ -547,10 +547,8 @@ TEST_F(InMemoryTest, a_step_begins_only_where_the_disk_has_room_for_all_that_mem
 TEST_F(InMemoryTest, a_gradient_is_not_spilled_into_the_room_of_a_step_that_runs) {
   Heart heart(disk_);
   const uint64_t session = heart.attach(heart.open("job", 5, kQuotaBytes, durability("every:9")));
-  const auto ids = heart.declare(session,
-                                 {parameter("w", kTileElements),
-                                  parameter("other", kTileElements),
-                                  bytes_shard("blob", 8_MiB)});
+  const auto ids =
+      heart.declare(session, {parameter("w", kTileElements), parameter("other", kTileElements)});
   for (const size_t i : {0, 1}) heart.write(session, ids[i], numbers(kTileElements, 1));
   ASSERT_TRUE(heart.sync(session).is_ok());
   for (const size_t i : {1, 0})
@@ -563,9 +561,10 @@ TEST_F(InMemoryTest, a_gradient_is_not_spilled_into_the_room_of_a_step_that_runs
   heart.turn();
   Job& job = heart.job(session);
   ASSERT_GT(job.space.promised_bytes(), job.space.used_bytes());
+  const auto blob = heart.declare(session, {bytes_shard("blob", 8_MiB)});
   heart.limit_state(session, job.space.promised_bytes());
   const Entry& gradient = *job.find_entry(ids[1], Part::gradient);
-  const auto asked = heart.ask(session, ids[2], LeaseMode::overwrite);
+  const auto asked = heart.ask(session, blob[0], LeaseMode::overwrite);
   EXPECT_FALSE(asked->has_value());
   EXPECT_EQ(gradient.residency(), Residency::dirty) << "it waits for the step's end";
   ASSERT_TRUE(heart.until([&] { return answer.has_value(); }));

@@ -285,6 +285,7 @@ TEST_F(ServerTest, clients_in_many_threads_read_what_each_of_them_put) {
 }
 
 TEST_F(ServerTest, an_attach_whose_caller_gave_up_leaves_no_session) {
+  start();
   const uint64_t job_id = open("job");
   uint32_t attached = 0;
   uint32_t given_up = 0;
