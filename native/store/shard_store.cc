@@ -131,7 +131,9 @@ Result<ShardInfo> ShardStore::find_shard(uint64_t job_id, const std::string& nam
     return error(StatusCode::not_found, "job ", job->name, " holds nothing named ", name);
   }
   job->settle_pending(*job->shards[*found].value);
-  return job->info(*found);
+  ShardInfo info = job->info(*found);
+  info.unreadable = job->unreadable_shards(extents_).contains(*found);
+  return info;
 }
 
 uint64_t ShardStore::nvme_bytes_free() const {
