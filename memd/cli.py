@@ -499,9 +499,11 @@ def print_jobs(jobs: Sequence[job_pb2.Job]) -> None:
     )
     for each in jobs:
         if each.lost_shards:
+            more = each.lost_shard_count - len(each.lost_shards)
             click.echo(
                 f"{each.name} stays at step {each.committed_step}: the bytes of "
-                f"{', '.join(each.lost_shards)} on disk are gone"
+                f"{', '.join(each.lost_shards)}{f' and {more} more' if more > 0 else ''} on disk "
+                "are gone"
             )
         if each.unreadable_shards:
             click.echo(

@@ -68,10 +68,14 @@ class DaemonClient:
         self._connection.close()
 
     def status(self) -> status_pb2.GetStatusResponse:
+        """With all jobs."""
         stub = status_pb2_grpc.StatusServiceStub(self._channel)
         answer: status_pb2.GetStatusResponse = self._call(
             stub.GetStatus, status_pb2.GetStatusRequest()
         )
+        if answer.jobs_page_next:
+            answer.jobs.extend(self.jobs(first=answer.jobs_page_next))
+            answer.jobs_page_next = 0
         return answer
 
     def in_flight(self) -> status_pb2.InFlightResponse:
@@ -81,12 +85,26 @@ class DaemonClient:
         )
         return answer
 
-    def jobs(self) -> list[job_pb2.Job]:
-        return list(self._call(self._job_service().ListJobs, job_pb2.ListJobsRequest()).jobs)
+    def jobs(self, *, first: int = 0) -> list[job_pb2.Job]:
+        """From that job id on."""
+        jobs: list[job_pb2.Job] = []
+        request = job_pb2.ListJobsRequest(page_first=first)
+        while True:
+            page = self._call(self._job_service().ListJobs, request)
+            jobs.extend(page.jobs)
+            if not page.page_next:
+                return jobs
+            request.page_first = page.page_next
 
     def job(self, name: str) -> job_pb2.GetJobResponse:
+        """With all shards."""
         request = job_pb2.GetJobRequest(name=name)
         answer: job_pb2.GetJobResponse = self._call(self._job_service().GetJob, request)
+        while answer.page_next:
+            request.page_first = answer.page_next
+            page = self._call(self._job_service().GetJob, request)
+            answer.shards.extend(page.shards)
+            answer.page_next = page.page_next
         return answer
 
     def drop_job(self, name: str, *, force: bool) -> None:

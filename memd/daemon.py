@@ -7,6 +7,7 @@ import errno
 import fcntl
 import logging
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -22,7 +23,7 @@ from memd import log as logs
 from memd.config import RELOADABLE, SettingsError
 from memd.keeper import find_keeper
 from memd.metrics import DaemonCollector, MetricsServer
-from memd.peers import Peers
+from memd.peers import DESCRIPTORS_MAX, Peers
 from memd.refusal import Refused, StatusCode
 from memd.service.control import ControlServer
 from memd.sizes import format_size
@@ -41,9 +42,8 @@ log = logging.getLogger(__name__)
 DRAIN_S = 30.0
 # Of these, calls that are under way get most; then the data plane makes everything durable.
 _CALLS_S = 20.0
-# Without a watchdog interval of systemd's and without a keeper there is nothing to do regularly.
-_IDLE_S = 3600.0
-# How often the keeper is looked after: nothing tells when it takes nothing any more.
+# How often the keeper and the volumes are looked after: nothing tells when one takes nothing any
+# more.
 _LOOK_S = 5.0
 
 
@@ -72,6 +72,7 @@ class Daemon:
         self._reload = reload
         self._notifier = Notifier(environ)
         self._is_ready = False
+        self._server: Server | None = None
         self._has_served = False
         self._somebody_returns = True  # until the draining shows that no session is alive
         self._began = time.monotonic()
@@ -80,14 +81,19 @@ class Daemon:
         """Serves until a signal or the parent's death ends it. StatusError, Refused and
         SettingsError say why it cannot start."""
         settings = self._settings
+        _raise_descriptor_limit()
         with contextlib.ExitStack() as stack:
             parent = self._watched_parent()
             stack.enter_context(_socket_lock(settings.socket))
             attach_socket = self._attach_socket()
             stack.callback(_unlink, settings.attach_socket, attach_socket is None)
             _remove_stale(settings.socket)
+            # A taken port is found out before a volume is formatted.
+            metrics = self._bind_metrics()
+            if metrics is not None:
+                stack.callback(metrics.stop)
             keeper = stack.enter_context(self._keeper())
-            server = self._start_server(keeper)
+            server = self._server = self._start_server(keeper)
             stack.callback(server.stop, timeout_s=DRAIN_S - _CALLS_S)
             server.set_scrub_rate(self._settings.scrub)
             peers = Peers()
@@ -100,10 +106,9 @@ class Daemon:
             control = ControlServer(server, peers=peers, jobs_max=lambda: self._settings.max_jobs)
             control.listen(settings.socket)
             stack.callback(_unlink, settings.socket)
-            metrics = self._start_metrics(
-                server, DaemonCollector(server, peers=peers, gate=control.gate)
-            )
             if metrics is not None:
+                with self._told_of_metrics():
+                    metrics.start(DaemonCollector(server, peers=peers, gate=control.gate))
                 stack.callback(metrics.stop)
             listener.adopt(server.kept_sessions())
             listener.start()
@@ -115,7 +120,7 @@ class Daemon:
             # next one ends the process: what is on disk is complete at any moment.
             signal_fd = stack.enter_context(_signals())
             self._announce(server, metrics)
-            self._wait(server, signal_fd=signal_fd, parent=parent, keeper=keeper)
+            self._wait(server, control, signal_fd=signal_fd, parent=parent, keeper=keeper)
             self._is_ready = False
         log.info("stopped")
 
@@ -259,25 +264,29 @@ class Daemon:
         )
         return limits.depth, limits.chunk_bytes
 
-    def _start_metrics(self, server: Server, collector: DaemonCollector) -> MetricsServer | None:
+    def _bind_metrics(self) -> MetricsServer | None:
         if not self._settings.metrics:
             return None
+        with self._told_of_metrics():
+            return MetricsServer(self._settings.metrics, is_ready=self._takes_work)
+
+    @contextlib.contextmanager
+    def _told_of_metrics(self) -> Iterator[None]:
         try:
-            metrics = MetricsServer(
-                self._settings.metrics,
-                collector,
-                # A daemon whose volumes are fenced lives, so that what it holds can be read, and is
-                # not ready for work.
-                is_ready=lambda: self._is_ready and not server.statistics().fence_reason,
-            )
+            yield
         except OSError as error:
             raise Refused(
                 StatusCode.DEVICE,
                 f"metrics cannot be served at {self._settings.metrics}: "
                 f"{error.strerror or error}; choose another address with --metrics",
             ) from error
-        metrics.start()
-        return metrics
+
+    def _takes_work(self) -> bool:
+        """A daemon whose volumes are fenced lives, so that what it holds can be read, and is not
+        ready for work."""
+        if not self._is_ready or self._server is None:
+            return False
+        return not self._server.statistics().fence_reason
 
     def _announce(self, server: Server, metrics: MetricsServer | None) -> None:
         report = server.report()
@@ -310,13 +319,19 @@ class Daemon:
         sys.stdout.flush()
 
     def _wait(
-        self, server: Server, *, signal_fd: int, parent: int | None, keeper: Keeper | None
+        self,
+        server: Server,
+        control: ControlServer,
+        *,
+        signal_fd: int,
+        parent: int | None,
+        keeper: Keeper | None,
     ) -> None:
         """Until SIGTERM, SIGINT or the parent's death."""
         interval_s = self._notifier.watchdog_s
         heartbeat = -1
         has_net = keeper is not None
-        pause_s = min(interval_s / 2 if interval_s else _IDLE_S, _LOOK_S if has_net else _IDLE_S)
+        pause_s = min(interval_s / 2 if interval_s else _LOOK_S, _LOOK_S)
         with selectors.DefaultSelector() as selector:
             selector.register(signal_fd, selectors.EVENT_READ, "signal")
             if parent is not None:
@@ -346,6 +361,7 @@ class Daemon:
                         "what keeps descriptors takes none any more: what jobs have in memory will "
                         "not outlive this daemon; restart memd to be safe again"
                     )
+                control.look()
                 # A data plane that hangs is restarted by systemd: its heartbeat has to grow.
                 if interval_s and (beat := server.heartbeat()) != heartbeat:
                     heartbeat = beat
@@ -395,6 +411,18 @@ def told_of_prefault(notifier: Notifier, *, interval_s: float) -> Iterator[None]
     finally:
         is_over.set()
         watcher.join()
+
+
+def _raise_descriptor_limit() -> None:
+    """As far as this process may: what clients may take is bounded below that."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if most < DESCRIPTORS_MAX:
+        log.warning(
+            "clients together may take more descriptors than this process has; raise its hard "
+            "limit of open files",
+            extra={"limit": most, "wanted": DESCRIPTORS_MAX},
+        )
 
 
 def _shared_bytes() -> int:

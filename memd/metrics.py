@@ -308,7 +308,7 @@ def _about_jobs(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
         job = each.job
         weight.add_metric([job.name], job.weight)
         used.add_metric([job.name, "host"], job.host_bytes_used)
-        used.add_metric([job.name, "nvme"], job.nvme_bytes_used)
+        used.add_metric([job.name, "nvme"], job.nvme_bytes_used + job.metadata_bytes)
         quota.add_metric([job.name, "host"], job.host_bytes)
         quota.add_metric([job.name, "nvme"], job.nvme_bytes)
         committed.add_metric([job.name], job.committed_step)
@@ -401,16 +401,14 @@ def _buckets(
 
 
 class MetricsServer:
-    """`/metrics`, `/healthz` (the process serves) and `/readyz` (it takes clients and commits)."""
+    """`/metrics`, `/healthz` (the process serves) and `/readyz` (it takes clients and commits).
+    Takes its port at once, and connections after start()."""
 
-    def __init__(
-        self, endpoint: str, collector: Collector, *, is_ready: Callable[[], bool]
-    ) -> None:
+    def __init__(self, endpoint: str, *, is_ready: Callable[[], bool]) -> None:
         """OSError where nothing can listen there."""
         host, _, port = endpoint.rpartition(":")
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(collector)
-        self._http = _HttpServer((host.strip("[]"), int(port)), registry, is_ready)
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._http = _HttpServer((host.strip("[]"), int(port)), self._registry, is_ready)
         self._thread = threading.Thread(
             target=self._http.serve_forever, name="memd-metrics", daemon=True
         )
@@ -421,11 +419,15 @@ class MetricsServer:
         text = host.decode() if isinstance(host, bytes) else str(host)
         return f"http://{f'[{text}]' if ':' in text else text}:{port}/metrics"
 
-    def start(self) -> None:
+    def start(self, collector: Collector) -> None:
+        """OSError where another process listens there since."""
+        self._registry.register(collector)
+        self._http.server_activate()
         self._thread.start()
 
     def stop(self) -> None:
-        self._http.shutdown()
+        if self._thread.is_alive():
+            self._http.shutdown()
         self._http.server_close()
 
 
@@ -441,7 +443,12 @@ class _HttpServer(ThreadingHTTPServer):
         self.is_ready = is_ready
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
-        super().__init__(address, _Handler)
+        super().__init__(address, _Handler, bind_and_activate=False)
+        try:
+            self.server_bind()
+        except OSError:
+            self.server_close()
+            raise
 
     def handle_error(self, request: object, client_address: object) -> None:
         log.exception("an HTTP request failed", extra={"client": client_address})

@@ -15,9 +15,17 @@ from memd.refusal import Refused, StatusCode
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# A rank has one connection a session; data loaders have none.
-PEERS_PER_UID_MAX = 128
+# A rank has one connection a session; data loaders have none. Each of these is less than the one
+# before it, so that no user keeps other users out, and no process or job the others of its user:
+# most nodes have one user. A connection takes two descriptors, a session two.
 PEERS_MAX = 1024
+PEERS_PER_UID_MAX = 128
+PEERS_PER_PROCESS_MAX = 32
+SESSIONS_MAX = 1024
+SESSIONS_PER_UID_MAX = 256
+SESSIONS_PER_JOB_MAX = 64
+SESSIONS_PER_PROCESS_MAX = 32
+DESCRIPTORS_MAX = 2 * PEERS_MAX + 2 * SESSIONS_MAX
 
 Process = tuple[int, int, int]  # pid, start time, uid
 
@@ -68,6 +76,14 @@ class Peers:
             if connected[peer.process] >= waiting[peer.process]:
                 taken = connected | waiting  # of each process the larger number
                 of_this_uid = sum(taken[process] for process in taken if process[2] == peer.uid)
+                of_this_process = connected[peer.process] if peer.start_time else 0
+                is_back = waiting[peer.process] > 0
+                if of_this_process >= PEERS_PER_PROCESS_MAX and not is_back:
+                    raise Refused(
+                        StatusCode.CAPACITY,
+                        f"process {peer.pid} has {of_this_process} of at most "
+                        f"{PEERS_PER_PROCESS_MAX} connections; close some",
+                    )
                 if of_this_uid >= PEERS_PER_UID_MAX or taken.total() >= PEERS_MAX:
                     raise Refused(
                         StatusCode.CAPACITY,
@@ -109,11 +125,39 @@ class Peers:
             return Counter(self._reclaims)
 
     def add_session(self, peer: Peer, session: Session) -> None:
-        """Refused where the process has died meanwhile: nobody would end the session."""
+        """Refused where the process has died meanwhile: nobody would end the session. And where
+        there are too many already."""
         with self._lock:
             if peer.token not in self._by_token:
                 raise Refused(StatusCode.UNAVAILABLE, f"process {peer.pid} has died")
+            self._check_session(peer, session.job_id)
             peer.sessions[session.session_id] = session
+
+    def check_session(self, peer: Peer, job_id: int) -> None:
+        """Refused where a session more is too many: before anything is made for it."""
+        with self._lock:
+            self._check_session(peer, job_id)
+
+    def _check_session(self, peer: Peer, job_id: int) -> None:
+        of_process = of_job = of_user = of_all = 0
+        for other in self._by_token.values():
+            count = len(other.sessions)
+            of_all += count
+            of_user += count if other.uid == peer.uid else 0
+            is_same = other is peer or (peer.start_time and other.process == peer.process)
+            of_process += count if is_same else 0
+            of_job += sum(each.job_id == job_id for each in other.sessions.values())
+        for who, count, most in (
+            (f"process {peer.pid}", of_process, SESSIONS_PER_PROCESS_MAX),
+            ("this job", of_job, SESSIONS_PER_JOB_MAX),
+            (f"user {peer.uid}", of_user, SESSIONS_PER_UID_MAX),
+            ("the daemon", of_all, SESSIONS_MAX),
+        ):
+            if count >= most:
+                raise Refused(
+                    StatusCode.CAPACITY,
+                    f"{who} has {count} of at most {most} sessions; close some",
+                )
 
     def session(self, peer: Peer, session_id: int) -> Session:
         with self._lock:

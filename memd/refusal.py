@@ -19,6 +19,7 @@ class StatusCode(IntEnum):
     DEADLINE = 9
     UNAVAILABLE = 10
     NOT_YET = 11
+    IN_USE = 12
 
 
 class Refused(Exception):

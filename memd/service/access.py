@@ -11,6 +11,9 @@ from memd.refusal import Refused, StatusCode
 if TYPE_CHECKING:
     from memd_native import Activity, JobInfo, Server
 
+# A job takes a kilobyte, with names of lost shards more: below gRPC's 4 MiB.
+JOBS_IN_PAGE = 256
+
 # A job's name is a label of every metric about it and a word on the command line.
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/+-]{0,127}")
 
@@ -34,6 +37,14 @@ def may_administer(uid: int, job: JobInfo | Activity) -> bool:
 
 def find(server: Server, name: str) -> JobInfo | None:
     return next((job for job in server.jobs() if job.name == name), None)
+
+
+def administered_jobs(server: Server, *, uid: int, first: int) -> tuple[list[JobInfo], int]:
+    """A page of them, in the order of their ids, from `first` on; and where the next one begins, or
+    0."""
+    jobs = [job for job in server.jobs() if job.job_id >= first and may_administer(uid, job)]
+    rest = jobs[JOBS_IN_PAGE:]
+    return jobs[:JOBS_IN_PAGE], rest[0].job_id if rest else 0
 
 
 def administered_job(server: Server, name: str, *, uid: int) -> JobInfo:

@@ -14,12 +14,12 @@ from google.rpc import status_pb2  # type: ignore[import-untyped]  # googleapis 
 from grpc_status import rpc_status  # type: ignore[import-untyped]  # nor has grpcio-status
 
 from memd.refusal import Refused, StatusCode
-from memd.service.places import SHORT_CALLS, STEPS, STREAMS, Places
+from memd.service.places import SHORT_CALLS, STEPS, STREAMS, Holder, Places
 from memd_native import StatusError
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
+    from collections.abc import Callable, Iterator
 
     from memd.peers import Peer, Peers
     from memd.service.places import Kind
@@ -34,12 +34,18 @@ _REFLECTION = "/grpc.reflection."
 # They wait for a commit, and what is in flight before it. Streams are told by their form.
 _STEPS = {"Step", "Sync", "Delete", "DropJob"}
 # They only look: without a deadline they hold nothing up.
-_READING = {"Check", "GetStatus", "InFlight", "ListJobs", "GetJob", "ListShards"}
+_READING = {"Check", "GetStatus", "InFlight", "ListJobs", "GetJob", "ListShards", "GetShard"}
 # Metadata travels in HTTP/2 headers, of which gRPC takes 8 KiB.
 _MESSAGE_CHARACTERS_MAX = 2000
 # The native wait ends before the caller's deadline, so that its message still arrives.
 _ANSWER_S = 0.2
 _DEADLINE_S_MAX = 86_400.0
+# At the top of one request: shards that are declared, names, groups of a step. What is packed, such
+# as the shard ids of a group, is one.
+FIELDS_MAX = 65_536
+# Wire types of protobuf.
+_VARINT, _LENGTH = 0, 2
+_FIXED_BYTES = {1: 8, 5: 4}
 
 _GRPC_CODES = {
     StatusCode.INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
@@ -53,6 +59,7 @@ _GRPC_CODES = {
     StatusCode.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
     StatusCode.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
     StatusCode.NOT_YET: grpc.StatusCode.UNIMPLEMENTED,
+    StatusCode.IN_USE: grpc.StatusCode.FAILED_PRECONDITION,
 }
 
 
@@ -63,9 +70,15 @@ class Call:
     peer: Peer
     context: grpc.ServicerContext
 
-    def caller(self) -> Hashable:
-        """The process, or its connection where nothing tells that process from others."""
-        return self.peer.process if self.peer.start_time else self.peer.token
+    def holder(self, request: Any) -> Holder:
+        """Whose call it is: the process, or its connection where nothing tells that process from
+        others."""
+        session = self.peer.sessions.get(getattr(request, "session_id", 0))
+        return Holder(
+            caller=self.peer.process if self.peer.start_time else self.peer.token,
+            user=self.peer.uid,
+            job=session.job_id if session is not None else None,
+        )
 
     def timeout_s(self) -> float:
         # Without a deadline gRPC counts down from the end of time.
@@ -76,6 +89,70 @@ class Call:
                 "this call needs a deadline, of at most a day; give it a timeout",
             )
         return float(max(remaining_s - _ANSWER_S, remaining_s / 2))
+
+
+def bounded(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """`decode`, or a Refused in its place where the message would be many times as large in memory
+    as it is: an empty submessage takes 2 bytes of it and some hundred here."""
+
+    def decode_bounded(data: bytes) -> Any:
+        if holds_more_fields(data, FIELDS_MAX):
+            return Refused(
+                StatusCode.INVALID_ARGUMENT,
+                f"a request has at most {FIELDS_MAX} fields, as many shards, names or groups; send "
+                "it in several calls",
+            )
+        return decode(data)
+
+    return decode_bounded
+
+
+def holds_more_fields(data: bytes, count_max: int) -> bool:
+    """Whether the encoded message has more than that at its top. What is no message is the
+    decoder's to refuse."""
+    at = count = 0
+    try:
+        while at < len(data) and count <= count_max:
+            tag, at = _varint(data, at)
+            count += 1
+            kind = tag & 7
+            if kind == _VARINT:
+                _, at = _varint(data, at)
+            elif kind == _LENGTH:
+                length, at = _varint(data, at)
+                at += length
+            elif kind in _FIXED_BYTES:
+                at += _FIXED_BYTES[kind]
+            else:
+                return False
+    except IndexError:
+        return False
+    return count > count_max
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+
+
+def _decoded(request: Any) -> Any:
+    """The message, or an iterator of them."""
+    if isinstance(request, Refused):
+        raise request
+    return map(_decoded, request) if hasattr(request, "__next__") else request
+
+
+def _out_of_memory() -> Refused:
+    return Refused(
+        StatusCode.CAPACITY,
+        "the daemon has no memory for this request; ask for less at once, or give its process more",
+    )
 
 
 class Gate(grpc.ServerInterceptor):
@@ -106,7 +183,7 @@ class Gate(grpc.ServerInterceptor):
         if handler is None:
             return None
         method = path.rpartition("/")[2]
-        codec = (handler.request_deserializer, handler.response_serializer)
+        codec = (bounded(handler.request_deserializer), handler.response_serializer)
         if path.startswith(_REFLECTION) and handler.stream_stream:
             streams = self._reflecting(method, handler.stream_stream)
             return grpc.stream_stream_rpc_method_handler(streams, *codec)
@@ -127,10 +204,13 @@ class Gate(grpc.ServerInterceptor):
         def answer(request: Any, context: grpc.ServicerContext) -> Any:
             try:
                 call = self._admit(method, context)
-                with self._places.taken(kind, call.caller()):
-                    return serve(request, call)
+                message = _decoded(request)
+                with self._places.taken(kind, call.holder(message)):
+                    return serve(message, call)
             except (Refused, StatusError) as error:
                 self._fail(method, context, error)
+            except MemoryError:
+                self._fail(method, context, _out_of_memory())
 
         return answer
 
@@ -138,10 +218,13 @@ class Gate(grpc.ServerInterceptor):
         def answer(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
             try:
                 call = self._admit(method, context)
-                with self._places.taken(STREAMS, call.caller()):
-                    yield from serve(request, call)
+                message = _decoded(request)
+                with self._places.taken(STREAMS, call.holder(message)):
+                    yield from serve(message, call)
             except (Refused, StatusError) as error:
                 self._fail(method, context, error)
+            except MemoryError:
+                self._fail(method, context, _out_of_memory())
 
         return answer
 
@@ -150,7 +233,7 @@ class Gate(grpc.ServerInterceptor):
 
         def answer(requests: Any, context: grpc.ServicerContext) -> Iterator[Any]:
             try:
-                with self._places.taken(STREAMS, _REFLECTION):
+                with self._places.taken(STREAMS, Holder(caller=_REFLECTION)):
                     yield from serve(requests, context)
             except Refused as error:
                 self._fail(method, context, error)

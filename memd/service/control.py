@@ -50,6 +50,20 @@ _SPARE = 8
 WORKERS_MAX = sum(kind.all_max for kind in KINDS) + _SPARE
 
 
+class _Health(health.HealthServicer):  # type: ignore[misc]  # has no types
+    """Looks before it answers; whoever watches is told at the next look."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        super().__init__()
+        self._look = look
+
+    def Check(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext
+    ) -> health_pb2.HealthCheckResponse:
+        self._look()
+        return super().Check(request, context)
+
+
 class ControlServer:
     def __init__(self, server: Server, *, peers: Peers, jobs_max: Callable[[], int]) -> None:
         self.gate = Gate(peers)
@@ -62,7 +76,8 @@ class ControlServer:
             maximum_concurrent_rpcs=WORKERS_MAX,
             options=[("grpc.so_reuseport", 0)],
         )
-        self._health = health.HealthServicer()
+        self._server = server
+        self._health = _Health(self.look)
         sessions = SessionService(server, peers=peers, jobs_max=jobs_max)
         session_pb2_grpc.add_SessionServiceServicer_to_server(sessions, self._grpc)
         tensors = TensorService(server, peers=peers)
@@ -87,8 +102,15 @@ class ControlServer:
         finally:
             os.umask(mask)
         self._grpc.start()
+        self.look()
+
+    def look(self) -> None:
+        """What health answers from now on: a daemon whose volumes are fenced commits nothing. Any
+        thread; does nothing once it stops."""
+        is_serving = not self._server.statistics().fence_reason
+        kinds = health_pb2.HealthCheckResponse
         for service in ("", *SERVICES):
-            self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+            self._health.set(service, kinds.SERVING if is_serving else kinds.NOT_SERVING)
 
     def stop(self, *, grace_s: float) -> None:
         """Takes no new calls, and waits for those under way until the grace is over."""

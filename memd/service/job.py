@@ -17,20 +17,17 @@ class JobService:
         self._server = server
 
     def ListJobs(self, request: job_pb2.ListJobsRequest, call: Call) -> job_pb2.ListJobsResponse:
+        jobs, page_next = access.administered_jobs(
+            self._server, uid=call.peer.uid, first=request.page_first
+        )
         return job_pb2.ListJobsResponse(
-            jobs=[
-                wire.job_message(job)
-                for job in self._server.jobs()
-                if access.may_administer(call.peer.uid, job)
-            ]
+            jobs=[wire.job_message(job) for job in jobs], page_next=page_next
         )
 
     def GetJob(self, request: job_pb2.GetJobRequest, call: Call) -> job_pb2.GetJobResponse:
         job = access.administered_job(self._server, request.name, uid=call.peer.uid)
-        shards = self._server.shards(job.job_id)
-        return job_pb2.GetJobResponse(
-            job=wire.job_message(job), shards=[wire.shard_message(shard) for shard in shards]
-        )
+        shards, page_next = wire.shard_page(self._server, job.job_id, first=request.page_first)
+        return job_pb2.GetJobResponse(job=wire.job_message(job), shards=shards, page_next=page_next)
 
     def DropJob(self, request: job_pb2.DropJobRequest, call: Call) -> job_pb2.DropJobResponse:
         job = access.administered_job(self._server, request.name, uid=call.peer.uid)

@@ -1,4 +1,5 @@
-"""How many calls may hold a thread of the control plane at once, by kind of call and by caller."""
+"""How many calls may hold a thread of the control plane at once, by kind of call and by whose it
+is."""
 
 from __future__ import annotations
 
@@ -20,26 +21,49 @@ class Kind:
 
     what: str
     all_max: int
-    caller_max: int  # less than all, so that one caller does not keep the others out
+    # Each less than the one before it, so that no user keeps other users out, and no job or process
+    # other jobs of its user: most nodes have one user.
+    user_max: int
+    job_max: int
+    caller_max: int
     advice: str
 
 
 STEPS = Kind(
     what="steps, syncs and deletions",  # until their commit is durable
     all_max=64,
-    caller_max=32,
+    user_max=48,
+    job_max=24,
+    caller_max=16,
     advice="wait for one to be committed",
 )
 STREAMS = Kind(
     what="streams",  # of tensor bytes, as fast as their clients are; checks; reflection
-    all_max=16,
+    all_max=32,
+    user_max=24,
+    job_max=12,
     caller_max=8,
     advice="end one first, or put and get in shared memory, which needs none",
 )
 SHORT_CALLS = Kind(  # everything else
-    what="short calls", all_max=48, caller_max=32, advice="make fewer at once"
+    what="short calls",
+    all_max=64,
+    user_max=48,
+    job_max=32,
+    caller_max=24,
+    advice="make fewer at once",
 )
 KINDS = (STEPS, STREAMS, SHORT_CALLS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holder:
+    """Whose call it is. Callers that nobody tells apart, and jobs that a call does not name, are
+    None and count among all alone."""
+
+    caller: Hashable
+    user: int | None = None
+    job: int | None = None
 
 
 class Places:
@@ -48,32 +72,36 @@ class Places:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._taken: Counter[Kind] = Counter()
-        self._taken_by: Counter[tuple[Kind, Hashable]] = Counter()
+        self._taken: Counter[tuple[Kind, str, Hashable]] = Counter()
 
     def count(self, kind: Kind) -> int:
         with self._lock:
-            return self._taken[kind]
+            return self._taken[kind, "the daemon", None]
 
     @contextmanager
-    def taken(self, kind: Kind, caller: Hashable) -> Iterator[None]:
+    def taken(self, kind: Kind, holder: Holder) -> Iterator[None]:
         """Refused where there are too many already."""
+        limits = [("this process", holder.caller, kind.caller_max)]
+        if holder.job is not None:
+            limits.append(("this job", holder.job, kind.job_max))
+        if holder.user is not None:
+            limits.append(("this user", holder.user, kind.user_max))
+        limits.append(("the daemon", None, kind.all_max))
         with self._lock:
-            of_caller, of_all = self._taken_by[kind, caller], self._taken[kind]
-            if of_caller >= kind.caller_max or of_all >= kind.all_max:
-                raise Refused(
-                    StatusCode.CAPACITY,
-                    f"too many {kind.what} at once: this process has {of_caller} of at most "
-                    f"{kind.caller_max} under way and the daemon {of_all} of at most "
-                    f"{kind.all_max}; {kind.advice}, or try again",
-                )
-            self._taken[kind] += 1
-            self._taken_by[kind, caller] += 1
+            for who, whose, most in limits:
+                if (count := self._taken[kind, who, whose]) >= most:
+                    raise Refused(
+                        StatusCode.CAPACITY,
+                        f"too many {kind.what} at once: {who} has {count} of at most {most} under "
+                        f"way; {kind.advice}, or try again",
+                    )
+            for who, whose, _ in limits:
+                self._taken[kind, who, whose] += 1
         try:
             yield
         finally:
             with self._lock:
-                self._taken[kind] -= 1
-                self._taken_by[kind, caller] -= 1
-                if not self._taken_by[kind, caller]:
-                    del self._taken_by[kind, caller]
+                for who, whose, _ in limits:
+                    self._taken[kind, who, whose] -= 1
+                    if not self._taken[kind, who, whose]:
+                        del self._taken[kind, who, whose]

@@ -37,10 +37,17 @@ class SessionService:
         _check_attach(request)
         if request.kept_session_id:
             return self._resume(request, call)
-        job = self._open_job(request, uid=call.peer.uid)
         peer = call.peer
+        # Before a job is made for nobody, and then of the job that there is.
+        self._peers.check_session(peer, job_id=0)
+        job = self._open_job(request, uid=peer.uid)
+        self._peers.check_session(peer, job.job_id)
         grant = self._server.attach(
-            job.job_id, pid=peer.pid, start_time=peer.start_time, uid=peer.uid
+            job.job_id,
+            pid=peer.pid,
+            start_time=peer.start_time,
+            uid=peer.uid,
+            timeout_s=call.timeout_s(),
         )
         self._hand_over(grant, job, request, call)
         return session_pb2.AttachResponse(
@@ -165,8 +172,15 @@ class SessionService:
         self, request: session_pb2.ListShardsRequest, call: Call
     ) -> session_pb2.ListShardsResponse:
         session = self._peers.session(call.peer, request.session_id)
-        shards = self._server.shards(session.job_id)
-        return session_pb2.ListShardsResponse(shards=[wire.shard_message(each) for each in shards])
+        shards, page_next = wire.shard_page(self._server, session.job_id, first=request.page_first)
+        return session_pb2.ListShardsResponse(shards=shards, page_next=page_next)
+
+    def GetShard(
+        self, request: session_pb2.GetShardRequest, call: Call
+    ) -> session_pb2.GetShardResponse:
+        session = self._peers.session(call.peer, request.session_id)
+        shard = self._server.find_shard(session.job_id, request.name)
+        return session_pb2.GetShardResponse(shard=wire.shard_message(shard))
 
     def _open_job(self, request: session_pb2.AttachRequest, *, uid: int) -> JobInfo:
         with self._opening:
@@ -174,13 +188,8 @@ class SessionService:
             if existing is not None and existing.uid != uid:
                 # Not even root: a name used twice by accident would mix two users' trainings.
                 raise access.foreign_job(existing, uid=uid)
-            job_count = len(self._server.jobs())
-            if existing is None and job_count >= self._jobs_max():
-                raise Refused(
-                    StatusCode.CAPACITY,
-                    f"there are {job_count} jobs of at most {self._jobs_max()}; drop one with "
-                    "`memd job drop`, or raise the setting max_jobs",
-                )
+            if existing is None:
+                self._check_job_count(uid)
             return self._server.open_job(
                 request.job,
                 uid=uid,
@@ -190,6 +199,23 @@ class SessionService:
                 durability=request.durability,
             )
 
+    def _check_job_count(self, uid: int) -> None:
+        """A user leaves a quarter of the jobs to others; root and the daemon's user take them."""
+        jobs = self._server.jobs()
+        of_user = sum(job.uid == uid for job in jobs)
+        most = self._jobs_max()
+        user_most = most if access.administers_all(uid) else most - most // 4
+        for who, count, at_most in (
+            ("the daemon", len(jobs), most),
+            (f"user {uid}", of_user, user_most),
+        ):
+            if count >= at_most:
+                raise Refused(
+                    StatusCode.CAPACITY,
+                    f"{who} has {count} of at most {at_most} jobs; drop one with `memd job drop`, "
+                    "or raise the setting max_jobs",
+                )
+
     def _hand_over(
         self, grant: SessionGrant, job: JobInfo, request: session_pb2.AttachRequest, call: Call
     ) -> None:
@@ -197,6 +223,10 @@ class SessionService:
         nobody would end is ended here."""
         session = Session(session_id=grant.session_id, job_id=job.job_id, job_name=job.name)
         try:
+            if not call.context.is_active():
+                raise Refused(
+                    StatusCode.DEADLINE, "the caller has not waited for its session; attach again"
+                )
             self._peers.add_session(call.peer, session)
         except Refused:
             self._server.detach(grant.session_id)

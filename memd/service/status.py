@@ -26,6 +26,7 @@ class StatusService:
         statistics = self._server.statistics()
         pool = statistics.pool
         scrub = statistics.scrub
+        jobs, jobs_page_next = access.administered_jobs(self._server, uid=call.peer.uid, first=0)
         return status_pb2.GetStatusResponse(
             version=__version__,
             uptime_seconds=time.monotonic() - self._started,
@@ -54,11 +55,8 @@ class StatusService:
                 )
                 for device in statistics.devices
             ],
-            jobs=[
-                wire.job_message(each.job)
-                for each in statistics.jobs
-                if access.may_administer(call.peer.uid, each.job)
-            ],
+            jobs=[wire.job_message(job) for job in jobs],
+            jobs_page_next=jobs_page_next,
             io_engine=report.io_engine,
             io_engine_reason=report.io_engine_reason,
             fence_reason=statistics.fence_reason,

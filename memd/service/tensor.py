@@ -39,13 +39,7 @@ class TensorService:
 
     def Get(self, request: tensor_pb2.GetRequest, call: Call) -> Iterator[tensor_pb2.GetResponse]:
         session = self._peers.session(call.peer, request.session_id)
-        shards = self._server.shards(session.job_id)
-        shard = next((each for each in shards if each.spec.name == request.name), None)
-        if shard is None:
-            raise Refused(
-                StatusCode.NOT_FOUND,
-                f"job {session.job_name!r} holds nothing named {request.name!r}",
-            )
+        shard = self._server.find_shard(session.job_id, request.name)
         lease = self._server.lease(
             session.session_id,
             shard.shard_id,
@@ -124,10 +118,10 @@ class TensorService:
         lease.release()
         # Whoever asks what a job holds is told after the release took effect: who is answered has
         # put, also where this daemon is killed the next moment.
-        self._server.shards(session.job_id)
+        self._server.find_shard(session.job_id, shard.spec.name)
 
     def _shard(self, session: Session, shard_id: int) -> ShardInfo:
-        for shard in self._server.shards(session.job_id):
+        for shard in self._server.shards(session.job_id, first=shard_id, count_max=1):
             if shard.shard_id == shard_id:
                 return shard
         raise Refused(StatusCode.NOT_FOUND, f"job {session.job_name!r} has no shard {shard_id}")

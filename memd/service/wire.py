@@ -9,10 +9,15 @@ from memd_native import AdamSettings, ShardSpec
 from memd_proto.v1 import job_pb2, types_pb2
 
 if TYPE_CHECKING:
-    from memd_native import JobInfo, ShardInfo
+    from memd_native import JobInfo, Server, ShardInfo
     from memd_proto.v1 import session_pb2
 
+# A shard takes 1.5 KiB at most: below gRPC's 4 MiB.
+SHARDS_IN_PAGE = 2048
+_LOST_SHARDS_MAX = 100
+
 _NAME_BYTES_MAX = 1024
+_DIMENSIONS_MAX = 32
 
 
 def native_spec(spec: types_pb2.ShardSpec) -> ShardSpec:
@@ -32,7 +37,14 @@ def native_spec(spec: types_pb2.ShardSpec) -> ShardSpec:
             raise Refused(
                 StatusCode.INVALID_ARGUMENT, f"shard {spec.name!r}: {value} is no {label}"
             )
-    return ShardSpec(spec.name, spec.kind, spec.dtype, list(spec.shape), spec.tier)
+    if len(spec.shape) > _DIMENSIONS_MAX:
+        raise Refused(
+            StatusCode.INVALID_ARGUMENT,
+            f"shard {spec.name!r}: {len(spec.shape)} dimensions; at most {_DIMENSIONS_MAX}",
+        )
+    return ShardSpec(
+        spec.name, spec.kind, spec.dtype, list(spec.shape), spec.tier, value_only=spec.value_only
+    )
 
 
 def shard_message(shard: ShardInfo) -> types_pb2.Shard:
@@ -54,6 +66,15 @@ def shard_message(shard: ShardInfo) -> types_pb2.Shard:
     )
 
 
+def shard_page(server: Server, job_id: int, *, first: int) -> tuple[list[types_pb2.Shard], int]:
+    """In the order of their ids, from `first` on; and where the next page begins, or 0."""
+    # One more than there is place for tells whether there is another page.
+    shards = list(server.shards(job_id, first=first, count_max=SHARDS_IN_PAGE + 1))
+    page = [shard_message(shard) for shard in shards[:SHARDS_IN_PAGE]]
+    rest = shards[SHARDS_IN_PAGE:]
+    return page, rest[0].shard_id if rest else 0
+
+
 def job_message(job: JobInfo) -> job_pb2.Job:
     return job_pb2.Job(
         job_id=job.job_id,
@@ -67,12 +88,13 @@ def job_message(job: JobInfo) -> job_pb2.Job:
         host_bytes=job.host_bytes,
         host_bytes_used=job.host_bytes_used,
         nvme_bytes=job.nvme_bytes,
-        nvme_bytes_used=job.nvme_bytes_used,
+        nvme_bytes_used=job.nvme_bytes_used + job.metadata_bytes,
         shard_count=job.shard_count,
         element_count=job.element_count,
         lease_count=job.lease_count,
-        lost_shards=job.lost_shards,
-        unreadable_shards=job.unreadable_shards,
+        lost_shards=job.lost_shards[:_LOST_SHARDS_MAX],
+        lost_shard_count=len(job.lost_shards),
+        unreadable_shards=job.unreadable_shards[:_LOST_SHARDS_MAX],
     )
 
 

@@ -148,6 +148,7 @@ def test_a_taken_metrics_port_is_refused(daemons: Daemons) -> None:
     assert f"metrics cannot be served at {endpoint}: Address already in use" in refusal
     assert not (daemons.sockets / "metrics" / "memd.sock").exists()
     assert not (daemons.sockets / "metrics" / "attach.sock").exists()
+    assert list(daemons.data_folder("metrics").iterdir()) == [], "nothing was formatted for it"
 
 
 def test_wrong_settings_are_wrong_use(daemons: Daemons) -> None:

@@ -82,6 +82,7 @@ class JobInfo:
     session_count: int = 0
     host_bytes_used: int = 0
     nvme_bytes_used: int = 0
+    metadata_bytes: int = 0
     shard_count: int = 0
     element_count: int = 0
     lease_count: int = 0
@@ -359,13 +360,21 @@ class FakeServer:
                 for job in self._jobs.values()
             ]
 
-    def shards(self, job_id: int) -> list[ShardInfo]:
-        return [shard.info for shard in self._jobs[job_id].shards.values()]
+    def shards(
+        self, job_id: int, *, first: int = 0, count_max: int | None = None
+    ) -> list[ShardInfo]:
+        infos = [shard.info for shard in self._jobs[job_id].shards.values()]
+        return [info for info in infos if info.shard_id >= first][:count_max]
+
+    def find_shard(self, job_id: int, name: str) -> ShardInfo:
+        if name not in self._jobs[job_id].shards:
+            raise status_error(StatusCode.NOT_FOUND, f"the job holds nothing named {name}")
+        return self._jobs[job_id].shards[name].info
 
     def drop_job(self, job_id: int, *, force: bool = False) -> None:
         with self._lock:
             if job_id in self._sessions.values() and not force:
-                raise status_error(StatusCode.CAPACITY, "sessions are attached; use force")
+                raise status_error(StatusCode.IN_USE, "sessions are attached; use --force")
             del self._jobs[job_id]
 
     def set_job_weight(self, job_id: int, weight: float) -> None:
@@ -373,14 +382,25 @@ class FakeServer:
             self._jobs[job_id].info.weight = weight
 
     def attach(
-        self, job_id: int, *, pid: int = 0, start_time: int = 0, uid: int = 0
+        self,
+        job_id: int,
+        *,
+        pid: int = 0,
+        start_time: int = 0,
+        uid: int = 0,
+        timeout_s: float = 60.0,
     ) -> SessionGrant:
-        del pid, start_time, uid
+        del pid, start_time, uid, timeout_s
         with self._lock:
             session_id = next(self._ids)
             self._sessions[session_id] = job_id
         fds = [os.memfd_create(name) for name in ("session", "table", "doorbell")]
         return SessionGrant(session_id, *fds)
+
+    def sessions(self) -> set[int]:
+        """Of the fake alone."""
+        with self._lock:
+            return set(self._sessions)
 
     def segment_fds(self, session_id: int, first: int) -> list[int]:
         self._job(session_id)

@@ -207,7 +207,7 @@ def test_a_job_is_listed_shown_and_dropped(server: FakeServer, tmp_path: Path) -
     assert shard["spec"]["shape"] == [256, 64]
     refused = memd("job", "drop", "gpt", *socket)
     assert refused.exit_code == 1
-    assert "use force" in refused.output
+    assert "use --force" in refused.output
     assert memd("job", "drop", "gpt", "--force", *socket).output == "dropped gpt\n"
     assert json.loads(memd("job", "list", "--json", *socket).output) == []
 

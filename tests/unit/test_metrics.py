@@ -45,10 +45,9 @@ def scraped() -> Iterator[Scraped]:
     collector = DaemonCollector(as_server(server), peers=peers, gate=Gate(peers))
     metrics = MetricsServer(
         "127.0.0.1:0",
-        collector,
         is_ready=lambda: readiness[0] and not server.statistics().fence_reason,
     )
-    metrics.start()
+    metrics.start(collector)
     yield Scraped(server, metrics, readiness)
     metrics.stop()
 

@@ -73,6 +73,52 @@ def test_kept_sessions_take_the_places_of_their_processes(connection: socket.soc
     known.add(peer_of(connection, pid=2))
 
 
+def test_one_process_leaves_connections_to_the_others_of_its_user(
+    connection: socket.socket,
+) -> None:
+    known = Peers()
+    for _ in range(peers.PEERS_PER_PROCESS_MAX):
+        known.add(peer_of(connection, pid=1))
+    with pytest.raises(Refused, match="process 1 has 32 of at most 32 connections"):
+        known.add(peer_of(connection, pid=1))
+    known.add(peer_of(connection, pid=2))
+
+
+@pytest.mark.parametrize(
+    ("who", "pid_of", "job_of", "uid_of", "most"),
+    [
+        ("process 1", 1, None, 1000, peers.SESSIONS_PER_PROCESS_MAX),
+        ("this job", None, 7, 1000, peers.SESSIONS_PER_JOB_MAX),
+        ("user 1000", None, None, 1000, peers.SESSIONS_PER_UID_MAX),
+        ("the daemon", None, None, None, peers.SESSIONS_MAX),
+    ],
+)
+def test_sessions_are_bounded(
+    who: str, pid_of: int | None, job_of: int | None, uid_of: int | None, most: int
+) -> None:
+    """Each is the first bound that is met where the others are spread wide."""
+    known = Peers()
+
+    def attach(number: int) -> None:
+        peer = peer_of(
+            None,
+            pid=number if pid_of is None else pid_of,
+            uid=number if uid_of is None else uid_of,
+        )
+        known.add_kept(peer)
+        job_id = number if job_of is None else job_of
+        known.add_session(peer, Session(session_id=number, job_id=job_id, job_name=""))
+
+    for number in range(most):
+        attach(number + 10)
+    with pytest.raises(Refused, match=f"{who} has {most} of at most {most} sessions"):
+        attach(pid_of or 5)
+    other = peer_of(None, pid=3, uid=2000)
+    known.add_kept(other)
+    if who != "the daemon":
+        known.add_session(other, Session(session_id=3, job_id=3, job_name=""))
+
+
 def test_no_number_of_kept_sessions_keeps_a_daemon_from_starting() -> None:
     known = Peers()
     for number in range(peers.PEERS_MAX + 1):

@@ -21,8 +21,10 @@ from grpc_reflection.v1alpha import (  # type: ignore[import-untyped]  # no type
 
 from memd.peers import Peer, Peers
 from memd.refusal import StatusCode
+from memd.service import access, wire
+from memd.service.call import FIELDS_MAX, holds_more_fields
 from memd.service.control import SERVICES, ControlServer
-from memd.service.places import STEPS, STREAMS
+from memd.service.places import SHORT_CALLS, STEPS, STREAMS
 from memd.service.tensor import CHUNK_BYTES
 from memd_native import PROTOCOL_VERSION
 from memd_proto.v1 import (
@@ -192,6 +194,166 @@ def test_health_and_reflection_answer_without_a_token(service: Service) -> None:
     assert set(SERVICES) <= listed
 
 
+def test_health_tells_when_the_volumes_are_fenced(service: Service) -> None:
+    health = health_pb2_grpc.HealthStub(service.channel)
+    watched = health.Watch(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+    assert next(watched).status == health_pb2.HealthCheckResponse.SERVING
+    service.server.fence_reason = "a sync failed"
+    for name in ("", *SERVICES):
+        answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=TIMEOUT_S)
+        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert next(watched).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    watched.cancel()
+
+
+def test_dropping_a_job_in_use_says_how_to_force_it(service: Service) -> None:
+    caller = service.caller()
+    caller.attach()
+    with pytest.raises(grpc.RpcError) as error:
+        caller.call(caller.jobs.DropJob, job_pb2.DropJobRequest(name="gpt"))
+    assert refusal_of(error).code is grpc.StatusCode.FAILED_PRECONDITION
+    assert refusal_of(error).detail.code == StatusCode.IN_USE
+    assert "--force" in refusal_of(error).message
+
+
+def test_shards_are_listed_in_pages_and_found_by_name(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "SHARDS_IN_PAGE", 2)
+    caller = service.caller()
+    session_id = caller.attach().session_id
+    names = [f"b{number}" for number in range(5)]
+    request = session_pb2.DeclareRequest(
+        session_id=session_id, shards=[blob(name, 4) for name in names]
+    )
+    caller.call(caller.sessions.Declare, request)
+    listed, pages, first = [], 0, 0
+    while first or not pages:
+        page = caller.call(
+            caller.sessions.ListShards,
+            session_pb2.ListShardsRequest(session_id=session_id, page_first=first),
+        )
+        assert len(page.shards) <= 2
+        listed += [shard.spec.name for shard in page.shards]
+        pages, first = pages + 1, page.page_next
+    assert (listed, pages) == (names, 3)
+    shown = caller.call(caller.jobs.GetJob, job_pb2.GetJobRequest(name="gpt"))
+    assert [shard.spec.name for shard in shown.shards] == names[:2]
+    found = caller.call(
+        caller.sessions.GetShard, session_pb2.GetShardRequest(session_id=session_id, name="b3")
+    )
+    assert found.shard.spec == blob("b3", 4)
+    with pytest.raises(grpc.RpcError) as error:
+        caller.call(
+            caller.sessions.GetShard, session_pb2.GetShardRequest(session_id=session_id, name="c")
+        )
+    assert refusal_of(error).code is grpc.StatusCode.NOT_FOUND
+
+
+def test_jobs_are_listed_in_pages(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "JOBS_IN_PAGE", 2)
+    caller, other = service.caller(), service.caller(uid=OTHER_UID)
+    for number in range(5):
+        caller.attach(job=f"j{number}")
+    other.attach(job="theirs")
+    first = other.call(other.jobs.ListJobs, job_pb2.ListJobsRequest())
+    assert ([job.name for job in first.jobs], first.page_next) == (["theirs"], 0)
+    status = caller.call(caller.status.GetStatus, status_pb2.GetStatusRequest())
+    assert [job.name for job in status.jobs] == ["j0", "j1"]
+    listed, page_first = [], status.jobs_page_next
+    while page_first:
+        page = caller.call(caller.jobs.ListJobs, job_pb2.ListJobsRequest(page_first=page_first))
+        listed += [job.name for job in page.jobs]
+        page_first = page.page_next
+    assert listed == ["j2", "j3", "j4", "theirs"]
+
+
+def test_a_message_that_grows_as_it_is_decoded_is_refused_before_it_is(service: Service) -> None:
+    caller = service.caller()
+    session_id = caller.attach().session_id
+    head = session_pb2.DeclareRequest(session_id=session_id).SerializeToString()
+    packet = head + b"\x12\x00" * (FIELDS_MAX + 1)  # specs without a byte each
+    declare = service.channel.unary_unary("/memd.v1.SessionService/Declare")
+    with pytest.raises(grpc.RpcError) as error:
+        caller.call(declare, packet)
+    assert refusal_of(error).code is grpc.StatusCode.INVALID_ARGUMENT
+    assert f"at most {FIELDS_MAX} fields" in refusal_of(error).message
+    # A part of a stream is a message too.
+    put = service.channel.stream_unary("/memd.v1.TensorService/Put")
+    with pytest.raises(grpc.RpcError) as error:
+        caller.call(put, iter([b"\x1a\x00" * (FIELDS_MAX + 1)]))
+    assert f"at most {FIELDS_MAX} fields" in refusal_of(error).message
+
+
+@pytest.mark.parametrize(
+    ("packet", "count"),
+    [
+        (b"", 0),
+        (session_pb2.SyncRequest(session_id=1 << 40).SerializeToString(), 1),
+        (session_pb2.DropGradientsRequest(shard_ids=range(1000)).SerializeToString(), 1),
+        (session_pb2.DeleteRequest(names=["a" * 300, "", "b"]).SerializeToString(), 3),
+        (b"\x09" + bytes(8) + b"\x15" + bytes(4), 2),  # fixed 64 and 32 bits
+    ],
+)
+def test_fields_of_a_message_are_counted_without_decoding_it(packet: bytes, count: int) -> None:
+    assert not holds_more_fields(packet, count)
+    if count:
+        assert holds_more_fields(packet, count - 1)
+    for end in range(len(packet)):
+        holds_more_fields(packet[:end], 10)  # a message that is cut off ends too
+
+
+def test_a_tensor_of_too_many_dimensions_is_refused(service: Service) -> None:
+    caller = service.caller()
+    session_id = caller.attach().session_id
+    spec = blob("deep", 1)
+    spec.shape.extend([1] * 32)
+    with pytest.raises(grpc.RpcError) as error:
+        caller.call(
+            caller.sessions.Declare,
+            session_pb2.DeclareRequest(session_id=session_id, shards=[spec]),
+        )
+    assert "33 dimensions; at most 32" in refusal_of(error).message
+
+
+def test_a_user_leaves_jobs_to_others(service: Service) -> None:
+    service.jobs_max = 4
+    for number in range(3):
+        service.caller(uid=OTHER_UID).attach(job=f"j{number}")
+    with pytest.raises(grpc.RpcError) as error:
+        service.caller(uid=OTHER_UID).attach(job="j3")
+    assert f"user {OTHER_UID} has 3 of at most 3 jobs" in refusal_of(error).message
+    service.caller(uid=OTHER_UID + 1).attach(job="another")
+
+
+def test_a_caller_that_did_not_wait_has_no_session(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller = service.caller()
+    is_gone = threading.Event()
+    attach = service.server.attach
+
+    def late(*arguments: Any, **names: Any) -> Any:
+        grant = attach(*arguments, **names)
+        assert is_gone.wait(TIMEOUT_S)
+        return grant
+
+    monkeypatch.setattr(service.server, "attach", late)
+    with pytest.raises(grpc.RpcError) as error:
+        caller.call(
+            caller.sessions.Attach,
+            session_pb2.AttachRequest(
+                protocol_version=PROTOCOL_VERSION, job="gpt", without_shared_memory=True
+            ),
+            timeout=0.5,
+        )
+    assert refusal_of(error).code is grpc.StatusCode.DEADLINE_EXCEEDED
+    is_gone.set()
+    wait_until(lambda: service.control.gate.places_taken(SHORT_CALLS) == 0)
+    assert not caller.peer.sessions
+    assert not service.server.sessions()
+
+
 def test_a_changing_call_without_a_deadline_is_refused(service: Service) -> None:
     caller = service.caller()
     request = session_pb2.SyncRequest(session_id=1)
@@ -340,7 +502,7 @@ def test_a_job_beyond_the_limit_is_refused_and_an_existing_one_is_not(service: S
     with pytest.raises(grpc.RpcError) as error:
         caller.attach(job="another")
     assert refusal_of(error).code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "1 jobs of at most 1" in refusal_of(error).message
+    assert "the daemon has 1 of at most 1 jobs" in refusal_of(error).message
     assert not caller.attach().created
 
 
@@ -455,7 +617,7 @@ def test_what_was_never_put_is_not_found(service: Service) -> None:
     with pytest.raises(grpc.RpcError) as error:
         caller.get(session_id, "nothing")
     assert refusal_of(error).code is grpc.StatusCode.NOT_FOUND
-    assert "holds nothing named 'nothing'" in refusal_of(error).message
+    assert "holds nothing named nothing" in refusal_of(error).message
 
 
 def test_moments_go_in_and_come_out(service: Service) -> None:
@@ -509,11 +671,11 @@ def test_a_stopping_server_takes_no_new_calls(service: Service) -> None:
     assert refusal_of(error).code is grpc.StatusCode.UNAVAILABLE
 
 
-def open_streams(caller: Caller, count: int) -> list[Any]:
+def open_streams(caller: Caller, count: int, *, job: str = "gpt") -> list[Any]:
     """Puts under way that send nothing more."""
     streams = []
     for number in range(count):
-        session_id = caller.attach().session_id
+        session_id = caller.attach(job=job).session_id
         said: SimpleQueue[tensor_pb2.PutRequest | None] = SimpleQueue()
         said.put(tensor_pb2.PutRequest(session_id=session_id, spec=blob(f"{number}", 4)))
         metadata = (("memd-token", caller.peer.token),)
@@ -524,8 +686,10 @@ def open_streams(caller: Caller, count: int) -> list[Any]:
 
 
 def test_streams_that_send_nothing_keep_nobody_from_anything_else(service: Service) -> None:
-    idle = [service.caller() for _ in range(STREAMS.all_max // STREAMS.caller_max)]
-    streams = [held for caller in idle for held in open_streams(caller, STREAMS.caller_max)]
+    streams = []
+    for user in range(STREAMS.all_max // STREAMS.caller_max):
+        idle = service.caller(uid=OTHER_UID + user)
+        streams += open_streams(idle, STREAMS.caller_max, job=f"of-{user}")
     wait_until(lambda: service.control.gate.places_taken(STREAMS) == STREAMS.all_max)
     other = service.caller()
     assert other.call(other.status.GetStatus, status_pb2.GetStatusRequest()).version
@@ -538,7 +702,7 @@ def test_streams_that_send_nothing_keep_nobody_from_anything_else(service: Servi
     refusal = refusal_of(error)
     assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert refusal.detail.code == StatusCode.CAPACITY
-    assert "0 of at most 8 under way and the daemon 16 of at most 16" in refusal.message
+    assert "the daemon has 32 of at most 32 under way" in refusal.message
     assert "end one first, or put and get in shared memory" in refusal.message
     for _, said in streams:
         said.put(tensor_pb2.PutRequest(data=b"data"))
@@ -569,18 +733,55 @@ def test_one_process_has_not_all_streams(service: Service) -> None:
     list(greedy.call(greedy.checks.Check, check_pb2.CheckRequest(), timeout=None))
 
 
+def open_syncs(caller: Caller, count: int, *, job: str) -> list[Any]:
+    request = session_pb2.SyncRequest(session_id=caller.attach(job=job).session_id)
+    metadata = (("memd-token", caller.peer.token),)
+    method = caller.sessions.Sync
+    return [method.future(request, timeout=TIMEOUT_S, metadata=metadata) for _ in range(count)]
+
+
+def test_neither_a_job_nor_a_user_has_all_steps(service: Service) -> None:
+    is_durable = threading.Event()
+    service.server.before_sync = lambda: is_durable.wait(TIMEOUT_S)
+    syncs: list[Any] = []
+    refusals: list[str] = []
+
+    def fill(*, job: str, count: int) -> None:
+        """From as many processes as it takes."""
+        caller = service.caller(uid=OTHER_UID)
+        made = open_syncs(caller, count, job=job)
+        syncs.extend(made)
+        wait_until(lambda: service.control.gate.places_taken(STEPS) >= len(syncs))
+
+    def refused(*, job: str) -> str:
+        caller = service.caller(uid=OTHER_UID)
+        (call,) = open_syncs(caller, 1, job=job)
+        with pytest.raises(grpc.RpcError) as error:
+            call.result()
+        return refusal_of(error).message
+
+    fill(job="greedy", count=STEPS.caller_max)
+    fill(job="greedy", count=STEPS.job_max - STEPS.caller_max)
+    refusals.append(refused(job="greedy"))
+    fill(job="second", count=STEPS.caller_max)
+    fill(job="third", count=STEPS.user_max - STEPS.job_max - STEPS.caller_max)
+    refusals.append(refused(job="fourth"))
+    syncs += open_syncs(service.caller(), 1, job="of-another-user")
+    wait_until(lambda: service.control.gate.places_taken(STEPS) == len(syncs))
+    is_durable.set()
+    for sync in syncs:
+        sync.result()
+    assert f"this job has {STEPS.job_max} of at most {STEPS.job_max}" in refusals[0]
+    assert f"this user has {STEPS.user_max} of at most {STEPS.user_max}" in refusals[1]
+
+
 def test_steps_that_wait_for_the_disk_keep_nobody_from_status(service: Service) -> None:
     is_durable = threading.Event()
     service.server.before_sync = lambda: is_durable.wait(TIMEOUT_S)
-    trainers = [service.caller() for _ in range(STEPS.all_max // STEPS.caller_max)]
     syncs = []
-    for trainer in trainers:
-        request = session_pb2.SyncRequest(session_id=trainer.attach().session_id)
-        metadata = (("memd-token", trainer.peer.token),)
-        syncs += [
-            trainer.sessions.Sync.future(request, timeout=TIMEOUT_S, metadata=metadata)
-            for _ in range(STEPS.caller_max)
-        ]
+    for user in range(STEPS.all_max // STEPS.caller_max):
+        trainer = service.caller(uid=OTHER_UID + user)
+        syncs += open_syncs(trainer, STEPS.caller_max, job=f"of-{user}")
     wait_until(lambda: service.control.gate.places_taken(STEPS) == STEPS.all_max)
     other = service.caller()
     assert other.call(other.status.GetStatus, status_pb2.GetStatusRequest()).version
