@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 # Calls that read or change memory only.
 _SHORT_S = 60.0
-# Calls that may wait until all that a job has is on disk.
+# In one declaration: a shard takes 1.5 KiB at most, and a gRPC message 4 MiB.
+_SHARDS_IN_CALL = 2048
+# Calls that wait for the disk to take everything a job has.
 _LONG_S = 600.0
 # The server sets it beside the rich status, which only server packages can read.
 _ERROR_METADATA = "memd-error-bin"
@@ -144,7 +146,18 @@ class Control:
         return self._call(self._open().sessions.Detach, request, _SHORT_S)
 
     def declare(self, request: session_pb2.DeclareRequest) -> session_pb2.DeclareResponse:
-        return self._call(self._open().sessions.Declare, request, _SHORT_S)
+        """In as many calls as it takes; where a later one is refused, shards of those before it are
+        declared."""
+        answer = session_pb2.DeclareResponse(gradients_fit=True)
+        for first in range(0, max(len(request.shards), 1), _SHARDS_IN_CALL):
+            part = session_pb2.DeclareRequest(
+                session_id=request.session_id,
+                shards=request.shards[first : first + _SHARDS_IN_CALL],
+            )
+            response = self._call(self._open().sessions.Declare, part, _SHORT_S)
+            answer.shards.extend(response.shards)
+            answer.gradients_fit = response.gradients_fit
+        return answer
 
     def begin_step(self, request: session_pb2.StepRequest) -> StepCall:
         """Sends the step and returns at once; the result has the answer later."""
@@ -170,7 +183,15 @@ class Control:
         return self._call(self._open().sessions.Delete, request, _SHORT_S)
 
     def list_shards(self, request: session_pb2.ListShardsRequest) -> session_pb2.ListShardsResponse:
-        return self._call(self._open().sessions.ListShards, request, _SHORT_S)
+        """All of them, page by page."""
+        answer = session_pb2.ListShardsResponse()
+        page = session_pb2.ListShardsRequest(session_id=request.session_id)
+        while True:
+            response = self._call(self._open().sessions.ListShards, page, _SHORT_S)
+            answer.shards.extend(response.shards)
+            if not response.page_next:
+                return answer
+            page.page_first = response.page_next
 
     def drop_job(self, request: job_pb2.DropJobRequest) -> job_pb2.DropJobResponse:
         return self._call(self._open().jobs.DropJob, request, _SHORT_S)

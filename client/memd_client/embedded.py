@@ -41,6 +41,15 @@ def embedded_daemon(address: EmbeddedAddress) -> EmbeddedDaemon:
         return daemon
 
 
+def _make_folder(data: Path) -> None:
+    try:
+        data.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DaemonUnavailable(
+            f"the embedded daemon's folder {data} cannot be made: {error.strerror}; choose another"
+        ) from error
+
+
 class EmbeddedDaemon:
     """`memd serve` as a child process, with its socket in a folder of its own. It watches this
     process and stops if that dies. At a normal exit it is stopped, and temporary files are removed.
@@ -55,6 +64,7 @@ class EmbeddedDaemon:
         self._temporary = [self._sockets]
         self._address = UnixAddress(socket=self._sockets / "memd.sock")
         data = address.data or self._temporary_data()
+        _make_folder(data)
         self._log = (self._sockets / "stderr").open("w+b")
         self._process = subprocess.Popen(
             self._command(data, address),

@@ -105,6 +105,7 @@ _BY_CODE: dict[int, type[MemdError]] = {
     9: DeadlineExceeded,
     10: DaemonUnavailable,
     11: NotYet,
+    12: InvalidArgument,  # somebody uses it, who has to end first
 }
 _DEVICE = 6
 CODE_NOT_FOUND = 2

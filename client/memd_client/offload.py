@@ -193,6 +193,7 @@ def _spec(name: str, parameter: nn.Parameter, tier: types_pb2.Tier) -> types_pb2
         dtype=parameter.dtype,
         shape=parameter.shape,
         tier=tier,
+        value_only=True,  # until an optimizer takes it
     )
 
 

@@ -233,6 +233,10 @@ def own(
                 f"parameter {entry.shard.name!r} belongs to job {entry.job.name!r}; an optimizer "
                 f"updates parameters of one job, here {job.name!r}"
             )
+    moved = [entry.shard for entry in map(streamed, parameters) if entry is not None]
+    if moved:
+        # From here on the job's quota has to hold the optimizer's state as well.
+        job.declare([_updated_spec(shard, tier) for shard in moved])
     declared = job.declare([spec for _, spec in resident]) if resident else []
     made: dict[int, Target] = {
         id(parameter): ResidentTarget(
@@ -295,6 +299,16 @@ def _resident_spec(
         kind=types_pb2.SHARD_KIND_PARAMETER,
         dtype=parameter.dtype,
         shape=parameter.shape,
+        tier=tier,
+    )
+
+
+def _updated_spec(shard: Shard, tier: types_pb2.Tier) -> types_pb2.ShardSpec:
+    return types_pb2.ShardSpec(
+        name=shard.name,
+        kind=types_pb2.SHARD_KIND_PARAMETER,
+        dtype=dtype_number(shard.dtype, name=shard.name),
+        shape=shard.shape,
         tier=tier,
     )
 

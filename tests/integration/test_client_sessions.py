@@ -9,13 +9,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 import memd_client
+from memd_client.address import EmbeddedAddress, parse_address
+from memd_client.embedded import embedded_daemon
 from tests.daemons import Daemon, Daemons, running_daemon
 from tests.unit.client_cases import Mlp, loss_of
 
@@ -199,8 +201,20 @@ def test_an_embedded_daemon_lives_as_long_as_its_process(disk_path: Path) -> Non
 
 
 def test_an_embedded_daemon_that_cannot_start_says_why(tmp_path: Path) -> None:
-    with pytest.raises(memd_client.DaemonUnavailable, match="nowhere"):
-        memd_client.connect(f"embedded:{tmp_path}/nowhere", job="a")
+    (tmp_path / "file").touch()
+    with pytest.raises(memd_client.DaemonUnavailable, match=r"file/nowhere cannot be made"):
+        memd_client.connect(f"embedded:{tmp_path}/file/nowhere", job="a")
+    with pytest.raises(memd_client.DaemonUnavailable, match="too little free space"):
+        memd_client.connect(f"embedded:{tmp_path}/large?nvme=1000TiB", job="a")
+
+
+def test_an_embedded_daemon_makes_the_folder_that_it_is_given(daemons: Daemons) -> None:
+    folder = daemons.data / "new" / "embedded"
+    address = f"embedded:{folder}?host=64MiB&nvme=64MiB"
+    with memd_client.connect(address, job="a") as session:
+        session.put("x", torch.ones(3))
+    assert (folder / "memd.volume").exists()
+    embedded_daemon(cast("EmbeddedAddress", parse_address(address))).stop()
 
 
 def test_what_ended_a_session_is_shown_before_what_closing_it_met(
