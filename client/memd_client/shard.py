@@ -54,12 +54,22 @@ def shard_spec(
     dtype: torch.dtype,
     shape: Sequence[int],
     tier: types_pb2.Tier = types_pb2.TIER_NVME,
+    value_only: bool = False,
 ) -> types_pb2.ShardSpec:
     """The declaration of one shard.
+
+    Args:
+        value_only: no optimizer updates the parameter yet, so the disk quota need not hold
+            optimizer state for it.
 
     Raises:
         InvalidArgument: memd does not store this dtype.
     """
     return types_pb2.ShardSpec(
-        name=name, kind=kind, dtype=dtype_number(dtype, name=name), shape=shape, tier=tier
+        name=name,
+        kind=kind,
+        dtype=dtype_number(dtype, name=name),
+        shape=shape,
+        tier=tier,
+        value_only=value_only,
     )

@@ -304,10 +304,10 @@ def _resident_spec(
 
 
 def _updated_spec(shard: Shard, tier: types_pb2.Tier) -> types_pb2.ShardSpec:
-    return types_pb2.ShardSpec(
-        name=shard.name,
+    return shard_spec(
+        shard.name,
         kind=types_pb2.SHARD_KIND_PARAMETER,
-        dtype=dtype_number(shard.dtype, name=shard.name),
+        dtype=shard.dtype,
         shape=shard.shape,
         tier=tier,
     )
