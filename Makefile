@@ -4,6 +4,7 @@
 # make bench       this machine's figures, as JSON under tests/bench/out, and what changed   ARGS="--only memd_bench_io"
 # make peers       the same GPT-2 trained by plain PyTorch, DeepSpeed and memd, side by side   ARGS="--rounds 1 --only plain memd"
 # make soak        the long runs: hundreds of kills, a million power cuts; goes on where it was ended   ARGS="--list"
+# make mutants     plants the bugs of tests/mutants/bugs.toml, one after the other, and sees that the tests catch each   ARGS="--only lease"
 # make sanitize    the native tests under AddressSanitizer with UBSan, then under ThreadSanitizer
 # make lint        formatting, spelling, types; `make format` cures the first
 # make tidy        clang-tidy (slow)
@@ -16,7 +17,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-more bench peers soak sanitize lint format tidy house regenerate clean distclean
+.PHONY: help demo test test-more bench peers soak mutants sanitize lint format tidy house regenerate clean distclean
 
 export PYTHON TORCH TORCH_INDEX
 
@@ -65,6 +66,10 @@ peers:
 soak:
 	@$(SETUP) test
 	$(IN_VENV) python -m tests.soak.soak $(ARGS)
+
+mutants:
+	@$(SETUP) test
+	$(IN_VENV) python -m tests.mutants.run $(ARGS)
 
 # -O1 -g1: g++ takes 2.4 times as long for -O2 -g, and reports have their lines all the same.
 sanitize:
