@@ -301,7 +301,7 @@ def _about_jobs(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
     )
     weight = GaugeMetricFamily(
         "memd_job_weight",
-        "Of what jobs share, a job's part is its weight over the sum of all.",
+        "A job's part of what jobs share is its weight over the sum of all weights.",
         labels=["memd_job"],
     )
     for each in jobs:

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "block.h"
 #include "store_fixture.h"
 
 namespace memd::testing {
@@ -21,6 +22,8 @@ struct Setting {
   uint64_t arena_segments = 0;
   uint64_t nvme_bytes = kQuotaBytes;
   std::optional<Durability> durability{};
+  double speed = 1;  // of the machine
+  bool workers_take_time = false;
 };
 
 /// A disk of 64 MiB a second and one worker, which work when the daemon has nothing to do: the same
@@ -33,25 +36,58 @@ class FairShares : public ::testing::Test {
     std::vector<uint32_t> shard_ids;
   };
 
+  ~FairShares() override { end(); }
   void start(const Setting& setting) {
     setting_ = setting;
     heart_ = std::make_unique<Heart>(
         std::make_shared<MemoryDisk>(400_MiB),
         HeartOptions{.segment_count = 2 * (kFloorSegments + setting.arena_segments),
-                     .bytes_per_second = 64_MiB,
+                     .bytes_per_second = per_second(setting.speed, 64_MiB),
                      .workers_by_hand = true});
     ASSERT_TRUE(heart_->loaded.is_ok());
     heart_->io().set_limits(0, {.depth = 8, .chunk_bytes = kChunkBytesMin});
     heart_->io().after_transfer = [this](JobId job, uint64_t bytes) { moved_[job.value] += bytes; };
-    heart_->when_idle = [this] { return work() || wait_for_disk(); };
+    heart_->when_idle = [this] { return work() || wait_for_machine(); };
     for (const char* const name : {"one", "two"}) trainers_.push_back(open(name));
     for (int i = 0; i < 2; ++i) train([] { return false; });
+  }
+  void end() {
+    flood_ends_ = true;
+    heart_.reset();
+    trainers_.clear();
+    worker_until_ns_ = 0;
   }
   /// The same as a daemon would be told by `memd job weight`.
   void set_weight(double weight) {
     const auto wanted = JobWeight::of(weight);
     ASSERT_TRUE(wanted.is_ok());
     ASSERT_TRUE(heart_->store().set_job_weight(trainers_[0].job_id, wanted.value()).is_ok());
+  }
+  static uint64_t per_second(double speed, uint64_t bytes) {
+    return static_cast<uint64_t>(speed * static_cast<double>(bytes));
+  }
+  /// The first job's steps alone; how long one takes by the clock.
+  double step_seconds(int step_count) {
+    uint64_t all_ns = 0;
+    const Trainer& trainer = trainers_[0];
+    for (int i = 0; i < step_count; ++i) {
+      for (const uint32_t id : trainer.shard_ids) {
+        heart_->write(trainer.session_id, id, numbers(setting_.shard_elements, id), Part::gradient);
+      }
+      StepRequest request;
+      request.session_id = trainer.session_id;
+      request.groups = {{.settings = {}, .shard_ids = trainer.shard_ids}};
+      const uint64_t start_ns = heart_->clock.now_ns();
+      EXPECT_TRUE(heart_->step(request).first.is_ok());
+      all_ns += heart_->clock.now_ns() - start_ns;
+    }
+    return static_cast<double>(all_ns) * 1e-9 / step_count;
+  }
+  /// As many reads and as much work of the second job as there is place for, until flood_ends_.
+  void flood() {
+    flood_ends_ = false;
+    for (int i = 0; i < 64; ++i) flood_disk();
+    for (int i = 0; i < 64; ++i) flood_workers();
   }
   /// One step of both. `stops` says when what was counted so far is remembered.
   void train(const std::function<bool()>& stops) {
@@ -94,6 +130,7 @@ class FairShares : public ::testing::Test {
     return most;
   }
 
+  bool flood_ends_ = true;
   Setting setting_;
   std::vector<Trainer> trainers_;
   std::map<uint64_t, uint64_t> moved_, moved_then_;      // bytes, by job
@@ -117,17 +154,61 @@ class FairShares : public ::testing::Test {
     return trainer;
   }
   bool work() {
+    if (heart_->clock.now_ns() < worker_until_ns_) return false;
     const auto cost = heart_->workers().run_next();
+    if (cost && setting_.workers_take_time) {
+      const uint64_t bytes_per_second = per_second(setting_.speed, 128_MiB);
+      worker_until_ns_ = heart_->clock.now_ns() + cost->bytes * 1'000'000'000 / bytes_per_second;
+    }
     if (cost) updated_[cost->job.value] += setting_.shard_elements;
     return cost.has_value();
   }
-  bool wait_for_disk() {
-    const auto ready_ns = heart_->faults().next_ready_ns();
-    if (!ready_ns) return false;
-    heart_->clock.advance(*ready_ns - std::min(*ready_ns, heart_->clock.now_ns()));
+  /// For whichever of disk and worker is done first.
+  bool wait_for_machine() {
+    const uint64_t now_ns = heart_->clock.now_ns();
+    uint64_t next_ns = heart_->faults().next_ready_ns().value_or(~uint64_t{0});
+    if (worker_until_ns_ > now_ns) next_ns = std::min(next_ns, worker_until_ns_);
+    if (next_ns == ~uint64_t{0}) return false;
+    heart_->clock.advance(next_ns - std::min(next_ns, now_ns));
     return true;
   }
+  void flood_disk() {
+    if (flood_ends_) return;
+    heart_->io().submit({.job = JobId{trainers_[1].job_id},
+                         .device = 0,
+                         .offset_bytes = 4_MiB,
+                         .data = flood_data_.span(),
+                         .complete = [this](const Status&) { flood_disk(); }});
+  }
+  void flood_workers() {
+    if (flood_ends_) return;
+    heart_->workers().submit(
+        {.job = JobId{trainers_[1].job_id}, .bytes = 3_MiB}, [] {}, [this] { flood_workers(); });
+  }
+
+  uint64_t worker_until_ns_ = 0;
+  Block flood_data_{256_KiB};
 };
+
+TEST_F(FairShares, a_step_beside_a_flood_takes_as_long_as_alone_with_half_of_the_machine) {
+  Setting setting{.shard_count = 100,
+                  .shard_elements = 16384,
+                  .arena_segments = 8,
+                  .nvme_bytes = 100_MiB,
+                  .speed = 0.5,
+                  .workers_take_time = true};
+  start(setting);
+  const double alone = step_seconds(3);
+  end();
+  setting.speed = 1;
+  start(setting);
+  EXPECT_LE(step_seconds(3), 0.6 * alone) << "the machine is twice as fast";
+  flood();
+  const double beside = step_seconds(3);
+  flood_ends_ = true;
+  RecordProperty("ratio", std::to_string(beside / alone));
+  EXPECT_LE(beside, 1.1 * alone);
+}
 
 TEST_F(FairShares, states_that_are_on_disk_move_by_weight) {
   start({.shard_count = 100, .shard_elements = 16384, .arena_segments = 8, .nvme_bytes = 100_MiB});
