@@ -111,7 +111,7 @@ def test_a_training_goes_on_with_the_same_bits_after_the_daemon_was_killed(
     assert training.session.daemon_process_id == restarts.settle().process.pid != first
     said = [record for record in caplog.records if record.name == "memd_client"]
     assert [record.levelname for record in said] == ["WARNING", "INFO"]
-    assert "is gone or has closed the connection; waiting up to 120 s" in said[0].getMessage()
+    assert "has ended or closed the connection; waiting up to 120 s" in said[0].getMessage()
     assert "the daemon is back after" in said[1].getMessage()
     training.session.close()
 

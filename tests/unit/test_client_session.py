@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import grpc
 import pytest
 import torch
+from torch import nn
 
 import memd_client
 import memd_native
@@ -365,6 +368,26 @@ class TestSession:
         other.delete("x")
         other.put("x", torch.zeros(3, dtype=torch.int64))
         assert torch.equal(mine.get("x"), torch.zeros(3, dtype=torch.int64))
+
+    @pytest.mark.parametrize("resumes", [False, True])
+    def test_a_session_that_nobody_refers_to_ends_without_the_garbage_collector(
+        self, resumes: bool
+    ) -> None:
+        gc.collect()
+        gc.disable()
+        try:
+            daemon = FakeDaemon()
+            session = daemon.session()
+            model = memd_client.offload(nn.BatchNorm1d(4), session)
+            session.track(rng=True)
+            if resumes:
+                assert session.resume() == 0
+            session.commit(wait=True)
+            job = ref(session.transaction.job)
+            del model, session
+            assert job() is None
+        finally:
+            gc.enable()
 
     @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
     def test_a_forked_child_may_not_use_the_session(self) -> None:
