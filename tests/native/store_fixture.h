@@ -90,11 +90,11 @@ class DiskQueue final : public IoQueue {
   MemoryQueue queue_;
 };
 
-inline constexpr uint64_t kDiskBytes = 144_MiB;
+inline constexpr uint64_t kDiskBytes = 224_MiB;
 inline constexpr uint64_t kSegmentBytes = 2_MiB;
 inline constexpr uint64_t kFloorSegments = kPrivateFloorBytes / kSegmentBytes;
 /// The disk's quota of a job in these tests.
-inline constexpr uint64_t kQuotaBytes = 120_MiB;
+inline constexpr uint64_t kQuotaBytes = 200_MiB;
 
 /// The newest valid superblock of the disk, or that of a new volume.
 inline Superblock newest_superblock(std::span<const std::byte> disk) {
