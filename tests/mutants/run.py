@@ -92,13 +92,13 @@ def configure() -> None:
 
 
 def build(program: str) -> bool:
-    command = ["ninja", "-C", SCRATCH / "build", program]
+    command = ["ninja", "-C", str(SCRATCH / "build"), program]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def fails(bug: Bug) -> str | None:
     """Why its test fails; nothing where it passes."""
-    command = [SCRATCH / "build" / bug.program, f"--gtest_filter={bug.test}"]
+    command = [str(SCRATCH / "build" / bug.program), f"--gtest_filter={bug.test}"]
     try:
         run = subprocess.run(
             command,
