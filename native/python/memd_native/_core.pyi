@@ -326,6 +326,9 @@ class JobInfo:
     def durability(self) -> str: ...
 
     @property
+    def weight(self) -> float: ...
+
+    @property
     def session_count(self) -> int: ...
 
     @property
@@ -711,6 +714,11 @@ class Server:
     def find_shard(self, job_id: int, name: str) -> ShardInfo: ...
 
     def drop_job(self, job_id: int, *, force: bool = False) -> None: ...
+
+    def set_job_weight(self, job_id: int, weight: float) -> None:
+        """
+        What the job gets of devices and update threads that others want as well.
+        """
 
     def attach(self, job_id: int, *, pid: int = 0, start_time: int = 0, uid: int = 0, timeout_s: float = 60.0) -> SessionGrant:
         """
