@@ -13,8 +13,8 @@
 namespace memd {
 namespace {
 
-// Catalogues and the root are not part of any job's quota: old and new ones lie side by side during
-// a commit.
+// Outside of every quota: the root, and catalogues of jobs that were admitted before catalogues
+// counted. Old and new ones lie side by side during a commit.
 constexpr uint64_t kCatalogueReserveBytesMin = 4_MiB;
 uint64_t catalogue_reserve_bytes(uint64_t capacity_bytes) {
   return std::max(kCatalogueReserveBytesMin, capacity_bytes / 100);
