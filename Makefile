@@ -1,6 +1,6 @@
 # make demo        trains a model that does not fit into the memory it is given    ARGS="--steps 30 --verify"
 # make test        native and Python tests                                       PYTEST_ARGS="-k lease"
-# make test-more   what CI runs beside `make test`: the native tests under AddressSanitizer, a tenth of the soak
+# make test-more   what CI runs beside `make test`: parsers, ring, server and store under AddressSanitizer, a 20th of the soak
 # make bench       this machine's figures, as JSON under tests/bench/out, and what changed   ARGS="--only memd_bench_io"
 # make peers       the same GPT-2 trained by plain PyTorch, DeepSpeed and memd, side by side   ARGS="--rounds 1 --only plain memd"
 # make soak        the long runs: hundreds of kills, a million power cuts; goes on where it was ended   ARGS="--list"
@@ -44,8 +44,10 @@ test:
 
 # The whole soak and ThreadSanitizer take too long for CI: people run them before a release.
 test-more: SANITIZERS := address
+test-more: SANITIZED := catalogue_test check_test extent_test half_written_test job_limits_test ledger_test ring_test \
+  server_test shard_store_test store_beside_test volume_test
 test-more: sanitize
-	$(IN_VENV) python -m tests.soak.soak --percent 10
+	$(IN_VENV) python -m tests.soak.soak --percent 5
 
 bench:
 	@$(SETUP) test
@@ -77,8 +79,12 @@ sanitize:
 	@for sanitizer in $(SANITIZERS); do \
 	  cmake -S native -B build/$$sanitizer -G Ninja -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS="-O1 -g1" \
 	    -DMEMD_SANITIZE=$$sanitizer -DMEMD_TESTS=ON -DMEMD_BINDING=OFF >/dev/null; \
-	  cmake --build build/$$sanitizer -j 2; \
-	  ctest --test-dir build/$$sanitizer --output-on-failure --no-tests=error -j 2; \
+	  cmake --build build/$$sanitizer -j 2 --target $(or $(SANITIZED),all); \
+	  if [[ -z "$(SANITIZED)" ]]; then \
+	    ctest --test-dir build/$$sanitizer --output-on-failure --no-tests=error -j 2; \
+	  else \
+	    for program in $(SANITIZED); do build/$$sanitizer/$$program --gtest_brief=1; done; \
+	  fi; \
 	done
 
 lint:
