@@ -183,6 +183,8 @@ class Gate(grpc.ServerInterceptor):
         if handler is None:
             return None
         method = path.rpartition("/")[2]
+        # gRPC gives generated handlers a deserializer each, and its own services too.
+        assert handler.request_deserializer is not None
         codec = (bounded(handler.request_deserializer), handler.response_serializer)
         if path.startswith(_REFLECTION) and handler.stream_stream:
             streams = self._reflecting(method, handler.stream_stream)

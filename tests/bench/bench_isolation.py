@@ -171,9 +171,9 @@ def measure(library: Path, arguments: argparse.Namespace, *, beside: bool) -> di
     }
     # Made at full speed: the volume is written once.
     with daemons() as made:
-        sizes = {"host": f"{5 * JOB_BYTES}B", "nvme": f"{NVME_BYTES}B"}
-        assert made.start(**sizes).stop() == 0
-        daemon = made.start(environ=environ, **sizes)
+        host, nvme = f"{5 * JOB_BYTES}B", f"{NVME_BYTES}B"
+        assert made.start(host=host, nvme=nvme).stop() == 0
+        daemon = made.start(environ=environ, host=host, nvme=nvme)
         command = child("--trainer", "--address", daemon.address, "--params", str(arguments.params))
         command += ["--steps", str(arguments.steps)]
         with (

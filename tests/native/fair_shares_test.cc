@@ -243,10 +243,7 @@ TEST_F(FairShares, states_that_are_in_memory_are_updated_by_weight) {
 }
 
 TEST_F(FairShares, a_shard_is_read_beside_another_jobs_step_as_if_it_were_half_as_long) {
-  start({.shard_count = 40,
-         .shard_elements = 16384,
-         .arena_segments = 4,
-         .nvme_bytes = 100_MiB});
+  start({.shard_count = 40, .shard_elements = 16384, .arena_segments = 4, .nvme_bytes = 100_MiB});
   // What both read and write in a step, at 64 MiB a second, is 0.4 s; a shard of 64 KiB waits for
   // what is in flight, and for its own.
   const uint64_t wanted = trainers_[1].shard_ids.front();

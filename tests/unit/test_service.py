@@ -273,13 +273,13 @@ def test_a_message_that_grows_as_it_is_decoded_is_refused_before_it_is(service: 
     session_id = caller.attach().session_id
     head = session_pb2.DeclareRequest(session_id=session_id).SerializeToString()
     packet = head + b"\x12\x00" * (FIELDS_MAX + 1)  # specs without a byte each
-    declare = service.channel.unary_unary("/memd.v1.SessionService/Declare")
+    declare: Any = service.channel.unary_unary("/memd.v1.SessionService/Declare")
     with pytest.raises(grpc.RpcError) as error:
         caller.call(declare, packet)
     assert refusal_of(error).code is grpc.StatusCode.INVALID_ARGUMENT
     assert f"at most {FIELDS_MAX} fields" in refusal_of(error).message
     # A part of a stream is a message too.
-    put = service.channel.stream_unary("/memd.v1.TensorService/Put")
+    put: Any = service.channel.stream_unary("/memd.v1.TensorService/Put")
     with pytest.raises(grpc.RpcError) as error:
         caller.call(put, iter([b"\x1a\x00" * (FIELDS_MAX + 1)]))
     assert f"at most {FIELDS_MAX} fields" in refusal_of(error).message

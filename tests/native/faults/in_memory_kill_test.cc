@@ -24,7 +24,7 @@ constexpr SessionOwner kOwner{.pid = 1, .start_time = 2, .uid = 3};  // as Heart
 constexpr uint64_t kElements = 2 * kTileElements + 1000;
 constexpr uint64_t kSmall = 3000;
 constexpr uint64_t kBufferBytes = 5000;
-constexpr uint64_t kDisk = 48_MiB;  // small, as each kill needs one of its own
+constexpr uint64_t kDisk = 64_MiB;  // small, as each kill needs one of its own
 
 struct Case {
   std::string durability;

@@ -520,6 +520,7 @@ TEST_F(KillTest, at_every_failpoint_of_the_first_start_the_next_one_begins_anew_
 /// What only an error reaches; planted_test.cc makes those.
 const std::set<std::string> kReachedByErrors = {"commit.abandoned",
                                                 "read.before_second_attempt",
+                                                "read.given_up",
                                                 "rollback.begun",
                                                 "step.undoing",
                                                 "volume.fencing"};

@@ -385,7 +385,8 @@ TEST(Failpoints, that_only_errors_reach_are_reached_by_errors) {
     std::set<std::string, std::less<>> reached;
     failpoint::set_observer([&](std::string_view name) {
       if (name == "commit.abandoned" || name == "rollback.begun" || name == "step.undoing" ||
-          name == "volume.fencing" || name == "read.before_second_attempt")
+          name == "volume.fencing" || name == "read.before_second_attempt" ||
+          name == "read.given_up")
         reached.insert(std::string(name));
     });
     a_failed_step_leaves_everything_as_it_was();
@@ -407,7 +408,18 @@ TEST(Failpoints, that_only_errors_reach_are_reached_by_errors) {
       require(status.is_ok(), status.message());
       check_accounts(*bench.daemon, bench.disk->bytes());
     }
-    require(reached.size() == 5, "reached only ", reached.size());
+    {
+      // One read brings a wrong bit, and the second attempt the right ones.
+      Bench bench;
+      const uint64_t session = bench.attach();
+      Job& job = bench.daemon->job(session);
+      const StepRequest request = backward(*bench.daemon, session, false);
+      job.tiles.drop_all(job.memory->private_side());
+      bench.faults->add_fault({.kind = MemoryFaultKind::flipped_bit, .io_kind = IoKind::read});
+      const Status status = bench.daemon->step(request);
+      require(status.is_ok(), status.message());
+    }
+    require(reached.size() == 6, "reached only ", reached.size());
   };
   EXPECT_EQ(run({.bug = "", .check = check}), 0);
 }
