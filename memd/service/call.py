@@ -39,6 +39,7 @@ _READING = {"Check", "GetStatus", "InFlight", "ListJobs", "GetJob", "ListShards"
 _MESSAGE_CHARACTERS_MAX = 2000
 # The native wait ends before the caller's deadline, so that its message still arrives.
 _ANSWER_S = 0.2
+_NOTICE_S = 0.02
 _DEADLINE_S_MAX = 86_400.0
 # At the top of one request: shards that are declared, names, groups of a step. What is packed, such
 # as the shard ids of a group, is one.
@@ -79,6 +80,11 @@ class Call:
             user=self.peer.uid,
             job=session.job_id if session is not None else None,
         )
+
+    def is_waited_for(self) -> bool:
+        """False once the caller has cancelled or its deadline has passed. gRPC tells the handler
+        of a deadline a moment later than the caller."""
+        return self.context.is_active() and self.context.time_remaining() > _NOTICE_S
 
     def timeout_s(self) -> float:
         # Without a deadline gRPC counts down from the end of time.

@@ -223,7 +223,7 @@ class SessionService:
         nobody would end is ended here."""
         session = Session(session_id=grant.session_id, job_id=job.job_id, job_name=job.name)
         try:
-            if not call.context.is_active():
+            if not call.is_waited_for():
                 raise Refused(
                     StatusCode.DEADLINE, "the caller has not waited for its session; attach again"
                 )
