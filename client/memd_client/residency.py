@@ -1,4 +1,4 @@
-"""Where the bytes of one offloaded parameter are: away, in memd, or in place over a lease.
+"""The residency of one offloaded parameter: its bytes are away, in memd, or in place over a lease.
 
 A parameter that is away shows a *hole*: one NaN, expanded with stride 0 to the full shape. Shape,
 dtype and device stay right, since autograd checks them when it accumulates. Nothing ever computes

@@ -212,7 +212,7 @@ class Session:
     # The session itself
 
     def statistics(self) -> SessionStatistics:
-        """What this session has done since `connect`. Waits for nothing: a step in flight is
+        """Counts what this session did since `connect`. It waits for nothing: a step in flight is
         counted once something has waited for it.
         """
         return self._job.statistics()

@@ -82,7 +82,7 @@ class SealedTarget(Protocol):
 
 @dataclass
 class OpenStep:
-    """What optimizers have sealed since the last step was closed. `Steps` alone changes it."""
+    """Everything that optimizers sealed since the last step closed. `Steps` alone changes it."""
 
     groups: list[session_pb2.StepGroup] = field(default_factory=list)
     targets: dict[int, SealedTarget] = field(default_factory=dict)  # by shard id

@@ -1,4 +1,4 @@
-"""What an optimizer updates: offloaded parameters, and parameters that stay in this process."""
+"""The parameters of an optimizer: offloaded ones, and those that stay in this process."""
 
 from __future__ import annotations
 

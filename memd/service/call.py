@@ -72,8 +72,8 @@ class Call:
     context: grpc.ServicerContext
 
     def holder(self, request: Any) -> Holder:
-        """Whose call it is: the process, or its connection where nothing tells that process from
-        others."""
+        """The caller that the call counts against: its process, or its connection if nothing tells
+        that process from others."""
         session = self.peer.sessions.get(getattr(request, "session_id", 0))
         return Holder(
             caller=self.peer.process if self.peer.start_time else self.peer.token,

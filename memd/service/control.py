@@ -105,8 +105,8 @@ class ControlServer:
         self.look()
 
     def look(self) -> None:
-        """What health answers from now on: a daemon whose volumes are fenced commits nothing. Any
-        thread; does nothing once it stops."""
+        """Updates what health answers: a daemon with fenced volumes commits nothing. Thread-safe;
+        does nothing after the stop."""
         is_serving = not self._server.statistics().fence_reason
         kinds = health_pb2.HealthCheckResponse
         for service in ("", *SERVICES):

@@ -58,8 +58,8 @@ KINDS = (STEPS, STREAMS, SHORT_CALLS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """Whose call it is. Callers that nobody tells apart, and jobs that a call does not name, are
-    None and count among all alone."""
+    """The caller, user and job that a call counts against. A field is None if it is not known; the
+    call then counts against the limit of all calls only."""
 
     caller: Hashable
     user: int | None = None

@@ -1,12 +1,9 @@
 // All jobs of a daemon: leases, residency, eviction, writeback, updates and commits.
 #pragma once
 
-#include <array>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <limits>
-#include <list>
 #include <memory>
 #include <optional>
 #include <set>

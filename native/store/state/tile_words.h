@@ -40,7 +40,7 @@ struct TileArrays {
 };
 
 struct KeptTile {
-  uint64_t key = 0;  // Job::tile_key()
+  uint64_t key = 0;  // tile_key()
   TileState state;
   /// Its update to the next step was under way: pieces before this one are done. What this one held
   /// before is in the scratch place; without one it was not begun.
