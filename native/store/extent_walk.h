@@ -9,7 +9,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "store/commit.h"
+#include "store/space/commit.h"
 #include "store/job.h"
 
 namespace memd {

@@ -28,6 +28,7 @@
 #include "store/format/durability.h"
 #include "store/journal/durable_job.h"
 #include "store/journal/ledger.h"
+#include "store/space/commit.h"
 #include "store/space/declared_space.h"
 #include "store/space/extent_store.h"
 #include "store/space/job_space.h"
@@ -177,7 +178,7 @@ struct PinCount {
 };
 
 /// Owned by the ShardStore; the server thread is the only one that touches it.
-class Job {
+class Job final : public CatalogueSource {
  public:
   struct Identity {
     uint64_t job_id = 0;
@@ -321,13 +322,9 @@ class Job {
 
   /// All extents of the job, for release; the job is at its end.
   std::vector<ExtentRecord> take_extents();
-  /// The catalogue that is being written names what lies where now. Returns what may be released
-  /// once it is durable, which committed() then forgets.
-  std::vector<ExtentRecord> mark_committing();
-  /// `catalogue_tag`: of the catalogue that is on disk now.
-  void committed(uint64_t catalogue_tag);
-  /// What prepares the catalogue that mark_committing() is about.
-  std::vector<std::byte> begin_commit();
+  std::vector<std::byte> begin_commit() override;
+  std::vector<ExtentRecord> mark_committing() override;
+  void committed(uint64_t catalogue_tag) override;
 
   /// Of clean tiles; none of the bucket's may be dirty.
   void drop_cached_tiles(const Bucket& bucket);

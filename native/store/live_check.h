@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "store/commit.h"
+#include "store/space/commit.h"
 #include "store/extent_walk.h"
 #include "store/statistics.h"
 #include "store/verification.h"

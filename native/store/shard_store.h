@@ -21,7 +21,7 @@
 #include "base/status.h"
 #include "io/io_queue.h"
 #include "optim/adam.h"
-#include "store/commit.h"
+#include "store/space/commit.h"
 #include "store/dropped_memory.h"
 #include "store/early_update.h"
 #include "store/extent_walk.h"

@@ -483,7 +483,7 @@ void ShardStore::prepare_disk(const std::shared_ptr<StepState>& state, Done done
         if (!flushed.is_ok()) return done(flushed);
         Job& its = *state->job;
         its.undurable_since = its.committed_step + 1;
-        commits_.commit(&its, [state, done](const Status& status, double) {
+        commits_.commit(its.job_id, its, [state, done](const Status& status, double) {
           if (!status.is_ok()) state->job->undurable_since = 0;
           state->job->changed = true;
           done(status);

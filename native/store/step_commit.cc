@@ -264,14 +264,15 @@ void ShardStore::commit_to_disk(const std::shared_ptr<StepState>& state, Done do
         if (!flushed.is_ok()) return done(flushed);
         Job& its = *state->job;
         const uint64_t undurable_since = std::exchange(its.undurable_since, 0);
-        commits_.commit(&its, [state, undurable_since, done](const Status& status, double seconds) {
-          state->report->commit_seconds = seconds;
-          if (!status.is_ok()) {
-            state->job->undurable_since = undurable_since;
-            state->job->changed = true;
-          }
-          done(status);
-        });
+        commits_.commit(
+            its.job_id, its, [state, undurable_since, done](const Status& status, double seconds) {
+              state->report->commit_seconds = seconds;
+              if (!status.is_ok()) {
+                state->job->undurable_since = undurable_since;
+                state->job->changed = true;
+              }
+              done(status);
+            });
       });
 }
 

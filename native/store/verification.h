@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "base/status.h"
-#include "store/commit.h"
+#include "store/space/commit.h"
 #include "store/extent_walk.h"
 #include "store/space/extent_store.h"
 #include "store/state/workers.h"

@@ -16,7 +16,7 @@
 #include "base/units.h"
 #include "few_threads.h"
 #include "io/io_queue.h"
-#include "store/commit.h"
+#include "store/space/commit.h"
 #include "store/space/extent_store.h"
 
 namespace memd {

@@ -1,4 +1,4 @@
-#include "store/commit.h"
+#include "store/space/commit.h"
 
 #include <gtest/gtest.h>
 

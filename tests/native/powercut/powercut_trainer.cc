@@ -24,7 +24,7 @@
 #include "io/io_queue.h"
 #include "powercut/runner.h"
 #include "powercut/workload.h"
-#include "store/commit.h"
+#include "store/space/commit.h"
 
 namespace memd::powercut {
 namespace {

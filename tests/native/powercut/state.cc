@@ -8,7 +8,7 @@
 #include "base/units.h"
 #include "powercut/image_queue.h"
 #include "powercut/volumes.h"
-#include "store/commit.h"
+#include "store/space/commit.h"
 
 namespace memd::powercut {
 namespace {

@@ -1,4 +1,4 @@
-#include "store/commit.h"
+#include "store/space/commit.h"
 
 #include <algorithm>
 #include <optional>
@@ -114,10 +114,12 @@ std::span<const ExtentRecord> Commits::catalogue(uint64_t job_id) const {
   return {};
 }
 
-void Commits::commit(Job* job, std::function<void(const Status&, double)> done) {
+void Commits::commit(uint64_t job_id,
+                     CatalogueSource& source,
+                     std::function<void(const Status&, double)> done) {
   auto commit = std::make_shared<Commit>();
-  commit->job = job;
-  commit->job_id = job->job_id;
+  commit->source = &source;
+  commit->job_id = job_id;
   commit->done = std::move(done);
   commit->started_ns = clock_.now_ns();
   waiting_.push_back(std::move(commit));
@@ -150,8 +152,8 @@ Status Commits::prepare(Commit& commit) {
   commit.root = root_;
   const auto same_job = [&](const RootEntry& entry) { return entry.job_id == commit.job_id; };
   std::erase_if(commit.root.jobs, same_job);
-  if (commit.job != nullptr) {
-    const std::vector<std::byte> encoded = commit.job->begin_commit();
+  if (commit.source != nullptr) {
+    const std::vector<std::byte> encoded = commit.source->begin_commit();
     const std::span<const std::byte> all = encoded;
     RootEntry entry{.job_id = commit.job_id, .catalogue_bytes = all.size(), .catalogue = {}};
     for (size_t begin = 0; begin < all.size(); begin += kBlobExtentBytes) {
@@ -192,8 +194,8 @@ void Commits::start_next() {
     abandon(*commit);
     return finish(commit, status);
   }
-  if (commit->job != nullptr) {
-    const auto releasable = commit->job->mark_committing();
+  if (commit->source != nullptr) {
+    const auto releasable = commit->source->mark_committing();
     commit->releasable.insert(commit->releasable.end(), releasable.begin(), releasable.end());
   }
   // What the previous catalogue alone named.
@@ -246,8 +248,8 @@ void Commits::finish(const std::shared_ptr<Commit>& commit, const Status& status
     MEMD_FAILPOINT("commit.before_release");
     for (const ExtentRecord& extent : commit->releasable) extents_.release(extent);
     MEMD_FAILPOINT("commit.after_release");
-    if (commit->job != nullptr) {
-      commit->job->committed(catalogue_tag(commit->job_id));
+    if (commit->source != nullptr) {
+      commit->source->committed(catalogue_tag(commit->job_id));
     }
   }
   const double seconds = static_cast<double>(clock_.now_ns() - commit->started_ns) * 1e-9;

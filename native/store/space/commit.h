@@ -10,13 +10,30 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/histogram.h"
 #include "base/status.h"
 #include "store/format/block_bytes.h"
-#include "store/job.h"
+#include "store/format/catalogue.h"
 #include "store/space/extent_store.h"
-#include "store/statistics.h"
 
 namespace memd {
+
+/// What a commit writes for one job: its encoded record. Whoever has the job implements it, and is
+/// there until its commits are done. The server thread calls everything; nothing blocks.
+class CatalogueSource {
+ public:
+  /// The catalogue as of now. The commit may still fail before it begins to write.
+  virtual std::vector<std::byte> begin_commit() = 0;
+  /// Writing begins: the catalogue names what lies where now. Returns what may be released once it
+  /// is durable.
+  virtual std::vector<ExtentRecord> mark_committing() = 0;
+  /// The catalogue is on disk, and what mark_committing() returned is released. `catalogue_tag`: of
+  /// that catalogue, see Commits::catalogue_tag().
+  virtual void committed(uint64_t catalogue_tag) = 0;
+
+ protected:
+  ~CatalogueSource() = default;
+};
 
 /// One commit at a time, over all jobs, since they share the root. The order of its writes is the
 /// promise: state (before), catalogue and root; sync of every device; the superblock pair; sync of
@@ -31,9 +48,11 @@ class Commits {
   /// goes on, and this object and the ExtentStore stay until it is done.
   Result<std::vector<JobRecord>> load(const std::function<Status()>& turn);
 
-  /// `job` stands for its catalogue as of the moment the commit starts. Capacity and earlier
+  /// `source` is asked for the job's catalogue when the commit starts. Capacity and earlier
   /// failures are reported before anything changed.
-  void commit(Job* job, std::function<void(const Status&, double commit_seconds)> done);
+  void commit(uint64_t job_id,
+              CatalogueSource& source,
+              std::function<void(const Status&, double commit_seconds)> done);
   /// Takes the job out of the root; its extents, and `extents` with them, are free afterwards.
   void remove(uint64_t job_id, std::vector<ExtentRecord> extents, Done done);
 
@@ -55,7 +74,7 @@ class Commits {
 
  private:
   struct Commit {
-    Job* job = nullptr;  // nullptr: remove `job_id`
+    CatalogueSource* source = nullptr;  // nullptr: remove `job_id`
     uint64_t job_id = 0;
     std::vector<ExtentRecord> releasable;
     std::function<void(const Status&, double)> done;
