@@ -394,9 +394,11 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
   if (!restored.is_ok()) return restored.status();
   std::unique_ptr<Job> job = std::move(restored).value();
   job->may_publish = false;
-  job->stopped = Status::ok();
+  job->progress.go_on();
   job->set_durable(disk);
-  job->durable_step = disk.undurable_since == 0 ? disk.step : 0;
+  job->progress.restore(job->progress.committed_step(),
+                        disk.undurable_since == 0 ? disk.step : 0,
+                        job->progress.undurable_since());
   for (const auto& [shard_id, state] : contents.shards) {
     job->shards[shard_id].gradient_session = state.gradient_session;
     job->shards[shard_id].written = state.written;
@@ -717,8 +719,8 @@ Status ShardStore::adopt_tiles(Job& job, const std::vector<KeptTile>& tiles, boo
   for (const KeptTile& tile : tiles) {
     const Bucket& bucket = job.buckets[bucket_of(tile.key)];
     const auto index = tile_of(tile.key);
-    const bool is_made = tile.state.step > job.committed_step;
-    if (is_made && (tile.state.step != job.committed_step + 1 || !has_closed_step)) {
+    const bool is_made = tile.state.step > job.progress.committed_step();
+    if (is_made && (tile.state.step != job.progress.committed_step() + 1 || !has_closed_step)) {
       return damaged("a tile is at step ", tile.state.step);
     }
     if ((is_made || tile.update) && !job.durability.is_in_memory())

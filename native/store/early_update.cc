@@ -103,8 +103,8 @@ bool EarlyUpdates::has_quota(const Job& job, const Bucket& bucket, size_t tile) 
 
 void EarlyUpdates::advance(Job& job) {
   std::deque<uint32_t>& ready = job.early.ready;
-  const bool may_begin = job.stopped.is_ok() && job.lost.count() == 0 && !job.tiles.has_made() &&
-                         extents_.broken().is_ok();
+  const bool may_begin = job.progress.stopped().is_ok() && job.lost.count() == 0 &&
+                         !job.tiles.has_made() && extents_.broken().is_ok();
   if (!may_begin) return;
   for (auto it = ready.begin();
        it != ready.end() && job.early.running_count < kEarlyTilesInFlight;) {
@@ -260,7 +260,7 @@ void EarlyUpdates::adopt(Job& job, Bucket& bucket, EarlyBucket& early) {
     job.space.replace(bucket.value->replicas[tile], made.value, extents_);
     job.space.replace(bucket.rest[tile], made.rest, extents_);
     if (job.tiles.words() != nullptr) {
-      job.note_tile(bucket, tile, job.committed_step + 1);
+      job.note_tile(bucket, tile, job.progress.committed_step() + 1);
     } else {
       job.note_rest_extent(bucket, tile);
       job.note_value_extent(*bucket.value, tile);

@@ -69,7 +69,7 @@ void ShardStore::start_mend(Job& job, Entry& entry) {
   extents_.read(entry.replicas[0].extent(),
                 block->span(),
                 {.job = JobId{job.job_id}, .priority = IoPriority::demand},
-                concat("shard ", job.describe(entry, 0), ", step ", job.committed_step),
+                concat("shard ", job.describe(entry, 0), ", step ", job.progress.committed_step()),
                 [this, &job, &entry, block](const Status& status) {
                   finish_mend(job, entry, block->span(), status);
                 });

@@ -467,8 +467,8 @@ JobInfo Job::job_info() const {
           .name = name,
           .uid = uid,
           .created = false,
-          .committed_step = committed_step,
-          .durable_step = durable_step,
+          .committed_step = progress.committed_step(),
+          .durable_step = progress.durable_step(),
           .durability = durability.text(),
           .weight = weight_.value(),
           .session_count = static_cast<uint32_t>(sessions.size()),
@@ -532,13 +532,13 @@ JobRecord Job::record() const {
   JobRecord record{.job_id = job_id,
                    .uid = uid,
                    .name = name,
-                   .step = committed_step,
+                   .step = progress.committed_step(),
                    .host_bytes = host_bytes,
                    .nvme_bytes = space.quota_bytes(),
                    .shards = {},
                    .buckets = {},
                    .durability = durability.code(),
-                   .undurable_since = undurable_since,
+                   .undurable_since = progress.undurable_since(),
                    .weight = weight_.code()};
   record.shards.reserve(shard_ids.size());
   record.buckets.reserve(buckets.size());
@@ -575,20 +575,19 @@ Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record,
   auto created = create({.job_id = record.job_id, .name = record.name, .uid = record.uid});
   if (!created.is_ok()) return created.status();
   std::unique_ptr<Job> job = std::move(created).value();
-  job->committed_step = record.step;
   job->durability = Durability::of_code(record.durability);
   job->weight_ = JobWeight::of_code(record.weight);
-  job->undurable_since = record.undurable_since;
-  if (record.undurable_since == 0) {
-    job->durable_step = record.step;
-  } else {
-    job->stopped = error(StatusCode::integrity,
-                         "job ",
-                         record.name,
-                         " ran on without durability since step ",
-                         record.undurable_since,
-                         ", and its memory is gone: what is on disk is no step; start over with "
-                         "connect(fresh=True), or drop it with `memd job drop`");
+  const bool is_durable = record.undurable_since == 0;
+  job->progress.restore(record.step, is_durable ? record.step : 0, record.undurable_since);
+  if (!is_durable) {
+    job->progress.stop(
+        error(StatusCode::integrity,
+              "job ",
+              record.name,
+              " ran on without durability since step ",
+              record.undurable_since,
+              ", and its memory is gone: what is on disk is no step; start over with "
+              "connect(fresh=True), or drop it with `memd job drop`"));
   }
   job->host_bytes = record.host_bytes;
   job->space.set_quota_bytes(record.nvme_bytes);

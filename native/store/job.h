@@ -28,6 +28,7 @@
 #include "store/format/durability.h"
 #include "store/journal/durable_job.h"
 #include "store/journal/ledger.h"
+#include "store/journal/progress.h"
 #include "store/space/commit.h"
 #include "store/space/declared_space.h"
 #include "store/space/extent_store.h"
@@ -339,18 +340,8 @@ class Job final : public CatalogueSource {
   const uint64_t job_id;
   const std::string name;
   const uint32_t uid;
-  uint64_t committed_step = 0;
-  uint64_t durable_step = 0;
+  JobProgress progress;
   Durability durability;
-  /// JobRecord's, of the catalogue that the next commit writes.
-  uint64_t undurable_since = 0;
-  /// Why the job takes no calls any more: a step failed after tiles had been updated in place, or
-  /// what is on disk is no step. ok otherwise.
-  Status stopped;
-  /// Why the last step in memory that was to be on disk as well is not; ok once one is.
-  Status disk_error;
-  /// It becomes what the disk says once nobody uses it any more.
-  bool goes_to_disk = false;
   /// What the last catalogue on disk says.
   DurableJob durable;
   /// The same, whole.

@@ -29,8 +29,7 @@ void Job::committed(uint64_t catalogue_tag) {
   space.end_commit();
   durable = std::move(committing_);
   durable_catalogue_bytes_ = committing_catalogue_bytes_;
-  durable_step = durable.undurable_since() == 0 ? durable.step() : 0;
-  disk_error = Status::ok();
+  progress.committed_on_disk(durable.undurable_since() == 0 ? durable.step() : 0);
   if (durable.undurable_since() != 0) {
     // Nothing on disk is gone back to: each extent is free as soon as another takes its place.
     for_each_replica([](Replica& replica) { replica.referenced = false; });

@@ -19,7 +19,7 @@ ShardRow* Job::row_of(uint32_t shard_id) {
 bool Job::can_publish(const Entry& entry) const {
   // Of what a writer fills, of what may take another one's place with a step, and of what a job
   // that is stopped has, each lease is the store's to decide.
-  return may_publish && stopped.is_ok() && entry.kind != EntryKind::gradient &&
+  return may_publish && progress.stopped().is_ok() && entry.kind != EntryKind::gradient &&
          (entry.is_ahead ? entry.audience >= kFirstTag : entry.steps_before == 0) &&
          entry.is_resident() && entry.slot != nullptr && entry.pending == nullptr &&
          entry.owner == entry.kept_owner;

@@ -19,7 +19,7 @@ void ShardStore::lease(const LeaseRequest& request, LeaseReply reply) {
   }
   const auto job = job_of(request.session_id);
   if (!job.is_ok()) return reply(job.status(), {});
-  if (!job.value()->stopped.is_ok()) return reply(job.value()->stopped, {});
+  if (!job.value()->progress.stopped().is_ok()) return reply(job.value()->progress.stopped(), {});
   const Entry* const entry = job.value()->find_entry(request.shard_id, request.part);
   if (entry == nullptr) {
     return reply(error(StatusCode::not_found,
@@ -164,7 +164,7 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
     }
     if (!written) return wait(LeaseWait::writer, concat("its first writer: ", job.describe(entry)));
   }
-  if (!job.stopped.is_ok()) return refuse(job.stopped);
+  if (!job.progress.stopped().is_ok()) return refuse(job.progress.stopped());
   if (entry.kind == EntryKind::parameter) {
     if (auto before = update_before(job, request, entry)) {
       return wait(before->first, std::move(before->second));
@@ -563,15 +563,16 @@ void ShardStore::fetch(Job& job, Entry& entry, IoPriority priority, Done done) {
       continue;
     }
     const std::span<std::byte> into(data + i * entry.stride_bytes(), entry.replica_bytes(i));
-    extents_.read(entry.replicas[i].extent(),
-                  into,
-                  {.job = JobId{job.job_id}, .priority = priority},
-                  concat("shard ", job.describe(entry, i), ", step ", job.committed_step),
-                  [&job, &entry, i, done = join->branch()](const Status& status) {
-                    MEMD_FAILPOINT("fetch.extent_verified");
-                    if (status.code() == StatusCode::integrity) job.lose(entry, i, status);
-                    done(status);
-                  });
+    extents_.read(
+        entry.replicas[i].extent(),
+        into,
+        {.job = JobId{job.job_id}, .priority = priority},
+        concat("shard ", job.describe(entry, i), ", step ", job.progress.committed_step()),
+        [&job, &entry, i, done = join->branch()](const Status& status) {
+          MEMD_FAILPOINT("fetch.extent_verified");
+          if (status.code() == StatusCode::integrity) job.lose(entry, i, status);
+          done(status);
+        });
   }
   join->finish(Status::ok());
 }

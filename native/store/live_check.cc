@@ -260,7 +260,7 @@ CheckReport LiveCheck::report() const {
     const Counted& what = counted == counted_.end() ? Counted{} : counted->second;
     report.jobs.push_back({.job_id = job_id,
                            .name = each->name,
-                           .step = each->durable_step,
+                           .step = each->progress.durable_step(),
                            .shard_count = each->job_info().shard_count,
                            .extent_count = what.extents,
                            .bytes = what.bytes,

@@ -17,7 +17,7 @@ struct MomentsPlace {
 };
 
 Result<MomentsPlace> find_moments(Job& job, const MomentsRequest& request) {
-  if (!job.stopped.is_ok()) return job.stopped;
+  if (!job.progress.stopped().is_ok()) return job.progress.stopped();
   if (job.find_entry(request.shard_id, Part::gradient) == nullptr) {
     return error(StatusCode::not_found,
                  "job ",

@@ -266,7 +266,8 @@ std::unique_ptr<Slot> ShardStore::make_room_ahead(Job& job, const Entry& entry, 
 
 bool ShardStore::look_ahead(Job& job, Session& session) {
   SessionPlan& plan = *session.plan;
-  if (!plan.cursor.has_plan() || job.memory == nullptr || !job.stopped.is_ok()) return false;
+  if (!plan.cursor.has_plan() || job.memory == nullptr || !job.progress.stopped().is_ok())
+    return false;
   // Somebody who waits for room goes first.
   const bool is_short =
       job.waiters.any([](const LeaseWaiter& waiter) { return waiter.reason == LeaseWait::room; });

@@ -238,7 +238,7 @@ Result<JobInfo> ShardStore::open_job(const OpenJobRequest& request) {
   if (job.ending) {
     return error(StatusCode::unavailable, "job ", job.name, " is being dropped; try again");
   }
-  if (!job.stopped.is_ok()) return job.stopped;
+  if (!job.progress.stopped().is_ok()) return job.progress.stopped();
   if (Status status = set_durability(job, request); !status.is_ok()) return status;
   if (job.memory == nullptr) {
     // It was admitted to another pool, maybe: what is asked for now counts.
@@ -331,7 +331,7 @@ void ShardStore::return_to_disk(Job& job) {
         fresh->memory->claim_in(fresh->ledger.get());
         keep_memory(*fresh);
       } else {
-        fresh->stopped = opened;  // it goes on being refused too
+        fresh->progress.stop(opened);  // it goes on being refused too
       }
     }
     fresh->expect_memory();
@@ -432,7 +432,7 @@ Result<std::shared_ptr<Session>> ShardStore::attach(uint64_t job_id, const Sessi
   if (job->ending) {
     return error(StatusCode::unavailable, "job ", job->name, " is being dropped; try again");
   }
-  if (!job->stopped.is_ok()) return job->stopped;
+  if (!job->progress.stopped().is_ok()) return job->progress.stopped();
   if (job->memory == nullptr) {
     if (Status status = give_memory(*job); !status.is_ok()) return status;
   }
@@ -806,7 +806,7 @@ bool ShardStore::advance() {
   advance_tiles();
   std::vector<Job*> unused;
   for (const auto& [job_id, job] : jobs_) {
-    if (job->goes_to_disk && is_unused(*job)) unused.push_back(job.get());
+    if (job->progress.goes_to_disk() && is_unused(*job)) unused.push_back(job.get());
   }
   for (Job* const job : unused) {
     // What no catalogue names has nothing to return to.
@@ -839,7 +839,7 @@ void ShardStore::write_catalogue_anew(uint64_t job_id) {
   for (const auto& [id, job] : jobs_) {
     if (job->ending || (job_id != 0 && id != job_id)) continue;
     // A job that commits nothing any more writes no root either; the next pass finds it again.
-    if (!job->stopped.is_ok() || job->lost.count() != 0) continue;
+    if (!job->progress.stopped().is_ok() || job->lost.count() != 0) continue;
     job->changed = true;
     return sync_job(id, [](const Status&, const StepReport&) {});
   }

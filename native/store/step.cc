@@ -124,7 +124,7 @@ Status ShardStore::check_repeated(Job& job, const StepRequest& request) {
                  " of shard ",
                  shard.name(),
                  " came after it; the job stands at step ",
-                 job.committed_step,
+                 job.progress.committed_step(),
                  ": connect anew and resume from there");
   };
   for (const StepGroup& group : request.groups) {
@@ -166,13 +166,13 @@ bool ShardStore::joins_earlier_step(Job& job, const StepRequest& request, StepDo
     if (!state->is_undoing) let_lease_after(request);
     return true;
   }
-  if (request.step > job.committed_step) return false;
+  if (request.step > job.progress.committed_step()) return false;
   if (request.step <= sessions_.at(request.session_id)->step_committed) {
     const Status repeated = check_repeated(job, request);
     StepReport report;
-    report.committed_step = job.committed_step;
-    report.durable_step = job.durable_step;
-    report.disk_error = job.disk_error.message();
+    report.committed_step = job.progress.committed_step();
+    report.durable_step = job.progress.durable_step();
+    report.disk_error = job.progress.disk_error().message();
     repeated.is_ok() ? let_lease_after(request) : note_call_failed(job, request, repeated);
     done(repeated, report);
   } else {
@@ -182,7 +182,7 @@ bool ShardStore::joins_earlier_step(Job& job, const StepRequest& request, StepDo
               "job ",
               job.name,
               " stands at step ",
-              job.committed_step,
+              job.progress.committed_step(),
               ", which another session made; go on from there: this one closes step ",
               request.step);
     note_call_failed(job, request, refusal);
@@ -194,7 +194,7 @@ bool ShardStore::joins_earlier_step(Job& job, const StepRequest& request, StepDo
 uint64_t ShardStore::closing_step(uint64_t job_id) const {
   const Job* const job = find(job_id);
   if (job == nullptr || job->closed_steps.empty()) return 0;
-  return job->committed_step + (job->closed_steps.front()->is_counted ? 0 : 1);
+  return job->progress.committed_step() + (job->closed_steps.front()->is_counted ? 0 : 1);
 }
 
 void ShardStore::step(StepRequest request, StepDone done) {
@@ -241,7 +241,7 @@ void ShardStore::note_call_failed(const Job& job, const StepRequest& request, co
   session->second->call_failed = request.call;
   session->second->call_failure = error(why.code(),
                                         "the step before it was not made; the job stands at step ",
-                                        job.committed_step,
+                                        job.progress.committed_step(),
                                         ": ",
                                         why.message());
 }
@@ -292,7 +292,7 @@ void ShardStore::sync_job(uint64_t job_id, StepDone done) {
   if (job == nullptr)
     return done(error(StatusCode::not_found, "there is no job with id ", job_id), {});
   // Nothing of it can be made durable, and nobody is left who could be told.
-  if (!job->stopped.is_ok() && job->sessions.empty()) return done(Status::ok(), {});
+  if (!job->progress.stopped().is_ok() && job->sessions.empty()) return done(Status::ok(), {});
   auto state = std::make_shared<StepState>();
   state->job = job;
   state->started_ns = clock_.now_ns();
@@ -303,10 +303,10 @@ void ShardStore::sync_job(uint64_t job_id, StepDone done) {
 }
 
 Status ShardStore::check_start(const StepState& state) const {
-  if (!state.job->stopped.is_ok()) return state.job->stopped;
+  if (!state.job->progress.stopped().is_ok()) return state.job->progress.stopped();
   if (Status status = extents_.check_writable(); !status.is_ok()) return status;
   if (Status status = state.job->lost.check(state.job->name); !status.is_ok()) return status;
-  const uint64_t step_next = state.job->committed_step + 1;
+  const uint64_t step_next = state.job->progress.committed_step() + 1;
   if (state.request.step != 0 && state.request.step != step_next) {
     return error(StatusCode::fenced,
                  "this session closes step ",
@@ -364,9 +364,10 @@ void ShardStore::start_step(const std::shared_ptr<StepState>& state) {
     if (status.is_ok()) status = check_staged(*state->job, state->request);
     if (!status.is_ok()) return finish_updates(state, status);
     state->in_memory = state->is_step && job.durability.is_in_memory();
-    state->to_disk = !state->is_step ||
-                     job.durability.is_due(job.committed_step + 1 - job.durable_step) ||
-                     commits_.catalogue_tag(job.job_id) == 0;
+    state->to_disk =
+        !state->is_step ||
+        job.durability.is_due(job.progress.committed_step() + 1 - job.progress.durable_step()) ||
+        commits_.catalogue_tag(job.job_id) == 0;
     hold_entries(*state);
     MEMD_FAILPOINT("step.entries_held");
     job.operations.hold_writers(!is_begun);
@@ -474,7 +475,7 @@ void ShardStore::prepare_disk(const std::shared_ptr<StepState>& state, Done done
   Job& job = *state->job;
   // What can be undone returns to what is on disk.
   if (!state->in_memory) return flush_tiles(job, nullptr, state->report, std::move(done));
-  if (!job.durability.is_none() || job.undurable_since != 0) return done(Status::ok());
+  if (!job.durability.is_none() || job.progress.undurable_since() != 0) return done(Status::ok());
   // Whatever the disk has, memory builds on it: where there are dirty tiles of an earlier
   // durability they are written first. From here on extents of the last commit are overwritten, and
   // the disk says so before.
@@ -482,9 +483,9 @@ void ShardStore::prepare_disk(const std::shared_ptr<StepState>& state, Done done
       job, nullptr, state->report, [this, state, done = std::move(done)](const Status& flushed) {
         if (!flushed.is_ok()) return done(flushed);
         Job& its = *state->job;
-        its.undurable_since = its.committed_step + 1;
+        its.progress.set_undurable_since(its.progress.committed_step() + 1);
         commits_.commit(its.job_id, its, [state, done](const Status& status, double) {
-          if (!status.is_ok()) state->job->undurable_since = 0;
+          if (!status.is_ok()) state->job->progress.set_undurable_since(0);
           state->job->changed = true;
           done(status);
         });

@@ -12,7 +12,7 @@ namespace {
 /// What of a job that goes on in memory is on disk.
 std::string on_disk(const Job& job) {
   const uint64_t since = job.durable.undurable_since();
-  if (since == 0) return concat("; there it stays at step ", job.durable_step);
+  if (since == 0) return concat("; there it stays at step ", job.progress.durable_step());
   return concat("; what is there is no step since step ", since);
 }
 
@@ -21,7 +21,7 @@ std::string way_on(const Job& job) {
   const uint64_t since = job.durable.undurable_since();
   if (since == 0) {
     return concat("; connect again to go on from the last step on disk, which is ",
-                  job.durable_step);
+                  job.progress.durable_step());
   }
   return concat(", and it ran on without durability since step ",
                 since,
@@ -38,21 +38,22 @@ void ShardStore::finish_updates(const std::shared_ptr<StepState>& state, const S
     Job& job = *state->job;
     // Memory is between two steps: no daemon goes on with it.
     if (job.ledger != nullptr) job.ledger->give_up();
-    job.stopped = error(status.code(),
-                        "job ",
-                        job.name,
-                        ": step ",
-                        job.committed_step + 1,
-                        " failed while its state was updated in place, and cannot be undone with "
-                        "durability \"",
-                        job.durability.text(),
-                        "\"",
-                        way_on(job),
-                        ": ",
-                        status.message());
-    job.goes_to_disk = true;
+    job.progress.stop(
+        error(status.code(),
+              "job ",
+              job.name,
+              ": step ",
+              job.progress.committed_step() + 1,
+              " failed while its state was updated in place, and cannot be undone with "
+              "durability \"",
+              job.durability.text(),
+              "\"",
+              way_on(job),
+              ": ",
+              status.message()));
+    job.progress.return_to_disk();
     job.withdraw_all();
-    return undo_step(state, job.stopped);
+    return undo_step(state, job.progress.stopped());
   }
   undo_step(state, status);
 }
@@ -140,9 +141,9 @@ void ShardStore::commit_step(const std::shared_ptr<StepState>& state) {
     job.shards[shard_id].is_ahead = false;
   }
   if (state->is_step) {
-    ++job.committed_step;
+    job.progress.begin_step();
     state->is_counted = true;
-    if (state->place) job.ledger->note_committing(*state->place, job.committed_step);
+    if (state->place) job.ledger->note_committing(*state->place, job.progress.committed_step());
   }
   MEMD_FAILPOINT("step.before_commit");
   if (MEMD_PLANTED("step.gradient_released_early")) {
@@ -155,7 +156,7 @@ void ShardStore::commit_step(const std::shared_ptr<StepState>& state) {
     if (!status.is_ok()) {
       for (const auto& [shard_id, group] : state->group_of) --its.shards[shard_id].generation;
       if (state->is_step) {
-        --its.committed_step;
+        its.progress.undo_step();
         state->is_counted = false;
       }
       // Where it was a write that failed, whether N or N + 1 is on disk is not known: every further
@@ -193,10 +194,10 @@ void ShardStore::publish_step(const std::shared_ptr<StepState>& state) {
 void ShardStore::commit_in_memory(const std::shared_ptr<StepState>& state) {
   Job& job = *state->job;
   for (const auto& [shard_id, group] : state->group_of) ++job.shards[shard_id].generation;
-  ++job.committed_step;
+  job.progress.begin_step();
   state->is_counted = true;
   job.changed = true;
-  if (state->place) job.ledger->note_committing(*state->place, job.committed_step);
+  if (state->place) job.ledger->note_committing(*state->place, job.progress.committed_step());
   for (const auto& [staged_id, buffer_id] : state->request.staged_buffers) {
     // What lies on disk of a dirty buffer is older than the step, and no record may call it the
     // step's.
@@ -225,15 +226,15 @@ void ShardStore::commit_in_memory(const std::shared_ptr<StepState>& state) {
     Job& its = *state->job;
     // An error would say that the step was not made. The next one is due on disk as well.
     if (!status.is_ok()) {
-      its.disk_error = error(status.code(),
-                             "job ",
-                             its.name,
-                             " is at step ",
-                             its.committed_step,
-                             " in memory, but its commit to the disk failed",
-                             on_disk(its),
-                             "; the next step or sync tries again: ",
-                             status.message());
+      its.progress.fail_on_disk(error(status.code(),
+                                      "job ",
+                                      its.name,
+                                      " is at step ",
+                                      its.progress.committed_step(),
+                                      " in memory, but its commit to the disk failed",
+                                      on_disk(its),
+                                      "; the next step or sync tries again: ",
+                                      status.message()));
     }
     finish_step(state, Status::ok());
   });
@@ -263,12 +264,12 @@ void ShardStore::commit_to_disk(const std::shared_ptr<StepState>& state, Done do
       job, nullptr, state->report, [this, state, done = std::move(done)](const Status& flushed) {
         if (!flushed.is_ok()) return done(flushed);
         Job& its = *state->job;
-        const uint64_t undurable_since = std::exchange(its.undurable_since, 0);
+        const uint64_t undurable_since = its.progress.set_undurable_since(0);
         commits_.commit(
             its.job_id, its, [state, undurable_since, done](const Status& status, double seconds) {
               state->report->commit_seconds = seconds;
               if (!status.is_ok()) {
-                state->job->undurable_since = undurable_since;
+                state->job->progress.set_undurable_since(undurable_since);
                 state->job->changed = true;
               }
               done(status);
@@ -288,9 +289,9 @@ void ShardStore::finish_step(const std::shared_ptr<StepState>& state, const Stat
   Job& job = *state->job;
   job.space.end_update();
   job.space.end_promise();
-  state->report->committed_step = job.committed_step;
-  state->report->durable_step = job.durable_step;
-  state->report->disk_error = job.disk_error.message();
+  state->report->committed_step = job.progress.committed_step();
+  state->report->durable_step = job.progress.durable_step();
+  state->report->disk_error = job.progress.disk_error().message();
   if (state->is_step && status.is_ok()) {
     step_phases_.add(*state->report);
     count_moved(job, *state->report);

@@ -231,7 +231,8 @@ bool TileTasks::try_start(TileTask& task) {
 
 std::string TileTasks::describe(const Running& running, const Entry& entry) {
   const Job& job = *running.task.job;
-  return concat("shard ", job.describe(entry, running.task.index), ", step ", job.committed_step);
+  return concat(
+      "shard ", job.describe(entry, running.task.index), ", step ", job.progress.committed_step());
 }
 
 void TileTasks::load(const std::shared_ptr<Running>& running) {
@@ -346,7 +347,7 @@ void TileTasks::work(const std::shared_ptr<Running>& running) {
   if (task.may_stay) prepare_words(running);
   TileState state;
   if (running->record && (running->stays || running->bytes.begin_piece)) {
-    state = {.step = task.job->committed_step + 1,
+    state = {.step = task.job->progress.committed_step() + 1,
              .private_offset_bytes = running->offset_bytes,
              .value = running->value_source(),
              .rest = running->rest_source()};
@@ -473,7 +474,7 @@ void TileTasks::tell_ledger(const Running& running) {
   // One store says both. A tile that is only written out stays at its step.
   const bool was_dirty = task.bucket != nullptr && job.tiles.is_dirty(running.key());
   const auto record = was_dirty ? job.tile_record(running.key()) : std::nullopt;
-  uint64_t step = job.committed_step;
+  uint64_t step = job.progress.committed_step();
   if (task.may_stay) {
     ++step;
   } else if (record) {

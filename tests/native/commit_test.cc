@@ -89,7 +89,7 @@ class CommitTest : public ::testing::Test {
     return ids;
   }
   StepRequest next_step(Heart& heart, uint64_t session, const std::vector<uint32_t>& ids) {
-    const auto seed = static_cast<uint32_t>(heart.job(session).committed_step) + 50;
+    const auto seed = static_cast<uint32_t>(heart.job(session).progress.committed_step()) + 50;
     for (uint32_t i = 0; i < 3; ++i) {
       const uint64_t count = heart.job(session).shards[ids[i]].element_count();
       heart.write(session, ids[i], numbers(count, seed + i), Part::gradient);
@@ -102,7 +102,7 @@ class CommitTest : public ::testing::Test {
   }
   State state(Heart& heart, uint64_t session, const std::vector<uint32_t>& ids) {
     State out;
-    out.step = heart.job(session).committed_step;
+    out.step = heart.job(session).progress.committed_step();
     for (uint32_t i = 0; i < 3; ++i) {
       out.values.push_back(heart.read<float>(session, ids[i]));
       auto moments = heart.moments(session, ids[i]);

@@ -299,7 +299,7 @@ TEST_P(DurabilityTest, a_sync_puts_every_step_on_disk) {
     training.write_all();
     for (int step = 0; step < 2; ++step) ASSERT_TRUE(training.step().first.is_ok());
     ASSERT_TRUE(heart.sync(training.session()).is_ok());
-    EXPECT_EQ(training.job().durable_step, 2U);
+    EXPECT_EQ(training.job().progress.durable_step(), 2U);
     EXPECT_FALSE(training.job().tiles.has_dirty());
     ASSERT_TRUE(training.step().first.is_ok());
     training.expect_equal();
@@ -310,8 +310,8 @@ TEST_P(DurabilityTest, a_sync_puts_every_step_on_disk) {
   Heart heart(disk_);
   ASSERT_TRUE(heart.loaded.is_ok()) << heart.loaded.message();
   const uint64_t session = heart.attach(heart.open("job", GetParam().arena_segments));
-  EXPECT_EQ(heart.job(session).committed_step, 3U);
-  EXPECT_EQ(heart.job(session).durable_step, 3U);
+  EXPECT_EQ(heart.job(session).progress.committed_step(), 3U);
+  EXPECT_EQ(heart.job(session).progress.durable_step(), 3U);
   Heart twin_heart(std::make_shared<MemoryDisk>(kDiskBytes));
   Training shape(twin_heart, GetParam());
   shape.expect_equal(heart, session, twins);
@@ -402,7 +402,7 @@ TEST_F(InMemoryTest, a_step_that_meets_a_broken_disk_is_made_and_the_next_one_is
   training.expect_equal();
   training.write_gradients();
   EXPECT_EQ(heart.step(training.request(3)).first.code(), StatusCode::device);
-  EXPECT_EQ(training.job().committed_step, 2U);
+  EXPECT_EQ(training.job().progress.committed_step(), 2U);
   for (const uint32_t id : training.ids()) {
     EXPECT_EQ(training.job().shards[id].gradient_session, training.session()) << "as it was";
   }
@@ -536,7 +536,7 @@ TEST_F(InMemoryTest, a_step_begins_only_where_the_disk_has_room_for_all_that_mem
   EXPECT_EQ(refused.code(), StatusCode::capacity);
   EXPECT_NE(refused.message().find("no room on disk for its next step"), std::string::npos)
       << refused.message();
-  EXPECT_TRUE(training.job().stopped.is_ok());
+  EXPECT_TRUE(training.job().progress.stopped().is_ok());
   EXPECT_EQ(training.job().space.promised_bytes(), 0U);
   training.expect_equal();
   training.job().space.set_quota_bytes(kQuotaBytes);

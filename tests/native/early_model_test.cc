@@ -205,7 +205,7 @@ class History {
     if (chance(1)) settings_.lr *= 0.9;
     StepRequest request{.session_id = session_,
                         .groups = {{.settings = settings_, .shard_ids = {}}},
-                        .step = job().committed_step + 1,
+                        .step = job().progress.committed_step() + 1,
                         .call = call_ + 1};
     before_ = twins_;
     const bool takes_all = chance(6);

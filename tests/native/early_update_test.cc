@@ -185,7 +185,7 @@ TEST_P(EarlyUpdateTest, a_step_takes_over_what_was_made_and_nobody_sees_it_befor
   Heart heart(disk_);
   ASSERT_TRUE(heart.loaded.is_ok()) << heart.loaded.message();
   const uint64_t session = heart.attach(heart.open("job", GetParam().arena_segments));
-  EXPECT_EQ(heart.job(session).committed_step, 6U);
+  EXPECT_EQ(heart.job(session).progress.committed_step(), 6U);
   EXPECT_EQ(heart.job(session).lost.count(), 0U);
 }
 
@@ -451,7 +451,7 @@ TEST_F(EarlyFailureTest, bytes_that_are_gone_are_reported_by_the_step_and_it_sta
   EXPECT_EQ(training.job().lost.count(), 0U) << "nobody has asked for it yet";
   const auto [status, report] = heart.step(training.request());
   EXPECT_EQ(status.code(), StatusCode::integrity) << status.message();
-  EXPECT_EQ(training.job().committed_step, 1U);
+  EXPECT_EQ(training.job().progress.committed_step(), 1U);
   EXPECT_EQ(training.job().shards[training.ids()[0]].gradient_session, training.session());
 }
 
@@ -477,14 +477,14 @@ TEST_F(EarlyFailureTest, a_write_that_fails_leaves_n_on_disk_at_every_index) {
       if (was_hit) {
         EXPECT_FALSE(heart.extents().broken().is_ok());
         EXPECT_EQ(heart.step(training.request()).first.code(), StatusCode::device);
-        EXPECT_EQ(training.job().committed_step, 1U);
+        EXPECT_EQ(training.job().progress.committed_step(), 1U);
         training.expect_equal();
       }
     }
     Heart heart(disk);
     ASSERT_TRUE(heart.loaded.is_ok()) << heart.loaded.message();
     const uint64_t session = heart.attach(heart.open("job", 8));
-    EXPECT_EQ(heart.job(session).committed_step, 1U);
+    EXPECT_EQ(heart.job(session).progress.committed_step(), 1U);
     EXPECT_TRUE(heart.read<float>(session, 0) == twins[0].theta);
     if (!was_hit) break;
     ASSERT_LT(index, 100U);

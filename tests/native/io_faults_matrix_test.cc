@@ -185,7 +185,7 @@ class Life {
   bool is_stopped() {
     const Job& job = heart_.job(session_);
     return !heart_.extents().check_writable().is_ok() || job.lost.count() > 0 ||
-           !job.stopped.is_ok();
+           !job.progress.stopped().is_ok();
   }
 
   uint64_t stall_count() const { return stall_count_; }

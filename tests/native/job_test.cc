@@ -363,7 +363,7 @@ TEST(JobDurable, is_what_the_catalogue_says_whatever_the_job_did_since) {
     }
     EXPECT_EQ(encoded(job.durable_record()), encoded(said));
 
-    job.committed_step = 50;
+    job.progress.restore(50, 0, 0);
     job.host_bytes = 1;
     job.shards[job.shard_ids.at("a")].generation = 99;
     job.shards[job.shard_ids.at("b")].written = true;

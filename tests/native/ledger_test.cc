@@ -670,7 +670,7 @@ TEST_F(AdoptionTest, a_closed_step_is_finished_although_its_trainer_is_dead) {
   session_ = heart_->attach(job_id_);
   step_twins(8);
   expect_twins(8);
-  EXPECT_EQ(heart_->job(session_).committed_step, 1U);
+  EXPECT_EQ(heart_->job(session_).progress.committed_step(), 1U);
 }
 
 TEST_F(AdoptionTest, a_lease_of_a_dead_trainer_is_not_in_the_way_of_the_step_that_it_closed) {
@@ -692,7 +692,7 @@ TEST_F(AdoptionTest, a_lease_of_a_dead_trainer_is_not_in_the_way_of_the_step_tha
   heart_->store().redo_steps();
   ASSERT_TRUE(heart_->until([this] { return heart_->store().is_idle(); }));
   session_ = heart_->attach(job_id_);
-  EXPECT_EQ(heart_->job(session_).committed_step, 1U);
+  EXPECT_EQ(heart_->job(session_).progress.committed_step(), 1U);
   step_twins(8);
   expect_twins(8);
   EXPECT_EQ(heart_->read<float>(session_, other[0]), numbers(64, 4));
@@ -815,15 +815,16 @@ TEST_F(AdoptionTest, a_buffer_that_is_put_while_a_step_in_memory_goes_to_disk_is
   write_gradients(8);
   heart_->faults().add_fault({.kind = MemoryFaultKind::stall, .io_kind = IoKind::sync});
   heart_->store().step(request(1), [](const Status&, const StepReport&) {});
-  ASSERT_TRUE(heart_->until([this] { return heart_->job(session_).committed_step == 1; }));
+  ASSERT_TRUE(
+      heart_->until([this] { return heart_->job(session_).progress.committed_step() == 1; }));
   heart_->write(session_, ids_[2], pattern(kBufferBytes, 50));
   heart_->write(session_, ids_[3], pattern(kBufferBytes, 51));
   ASSERT_EQ(heart_->shards(job_id_).size(), 4U);  // what was put is settled
-  ASSERT_EQ(heart_->job(session_).durable_step, 0U);
+  ASSERT_EQ(heart_->job(session_).progress.durable_step(), 0U);
   restart();
   EXPECT_EQ(heart_->read<uint8_t>(session_, ids_[2]), pattern(kBufferBytes, 50));
   EXPECT_EQ(heart_->read<uint8_t>(session_, ids_[3]), pattern(kBufferBytes, 51));
-  EXPECT_EQ(heart_->job(session_).committed_step, 1U);
+  EXPECT_EQ(heart_->job(session_).progress.committed_step(), 1U);
   step_twins(8);
   expect_twins(50);
 }
@@ -886,7 +887,7 @@ TEST_F(AdoptionTest, without_its_words_of_tiles_a_job_starts_from_disk_whatever_
   restart(false);
   EXPECT_NE(notes().find("nobody kept what is said of its tiles"), std::string::npos) << notes();
   session_ = heart_->attach(heart_->open("job", 8, kJobDiskBytes));
-  EXPECT_EQ(heart_->job(session_).committed_step, 0U);
+  EXPECT_EQ(heart_->job(session_).progress.committed_step(), 0U);
   expect_twins(1);
 }
 

@@ -70,7 +70,7 @@ struct Model {
     const StepRequest request{.session_id = session_id,
                               .groups = {{.settings = {}, .shard_ids = ids}},
                               .staged_buffers = {},
-                              .step = heart.job(session_id).committed_step + 1};
+                              .step = heart.job(session_id).progress.committed_step() + 1};
     const auto [status, report] = heart.step(request);
     EXPECT_TRUE(status.is_ok()) << status.message();
     client.settle();
@@ -133,7 +133,7 @@ TEST(Prefetch, one_that_somebody_waits_for_overtakes_those_that_nobody_does) {
       model.heart.step({.session_id = model.session_id,
                         .groups = {{.settings = {}, .shard_ids = model.ids}},
                         .staged_buffers = {},
-                        .step = model.heart.job(model.session_id).committed_step + 1});
+                        .step = model.heart.job(model.session_id).progress.committed_step() + 1});
   ASSERT_TRUE(status.is_ok()) << status.message();
   const auto filling = [&model] {
     std::vector<uint32_t> ids;

@@ -143,7 +143,7 @@ TEST_F(PublishTest, the_steps_session_goes_on_with_what_is_updated_and_nobody_el
   EXPECT_TRUE(
       std::equal(twins_[0].theta.begin(), twins_[0].theta.end(), (*mine)->as<float>().begin()));
   EXPECT_EQ((*mine)->grant.generation, 2u);
-  EXPECT_EQ(job().committed_step, 1u);
+  EXPECT_EQ(job().progress.committed_step(), 1u);
   EXPECT_EQ(job().shards[ids_[0]].generation, 1u) << "the commit counts it";
   const auto second = ask(1, 2);
   const auto others = heart_->ask(other, ids_[0]);
@@ -346,7 +346,7 @@ TEST_F(PublishTest, what_a_failed_step_has_published_is_taken_back) {
   ASSERT_TRUE(heart_->until([&] { return done_ && waiting->has_value(); }));
   EXPECT_FALSE(done_->is_ok());
   EXPECT_EQ((*waiting)->status.code(), done_->code());
-  EXPECT_EQ(job().committed_step, 1u);
+  EXPECT_EQ(job().progress.committed_step(), 1u);
   EXPECT_TRUE(
       std::equal(twins_[0].theta.begin(), twins_[0].theta.end(), (*seen)->as<float>().begin()))
       << "a live view is never written";

@@ -963,7 +963,7 @@ TEST_F(StepTest, of_two_sessions_that_close_the_same_step_one_does) {
   ASSERT_TRUE(heart.until([&] { return done && others; }));
   EXPECT_TRUE(done->is_ok()) << done->message();
   EXPECT_EQ(others->code(), StatusCode::fenced);
-  EXPECT_EQ(heart.job(session_).committed_step, 1u);
+  EXPECT_EQ(heart.job(session_).progress.committed_step(), 1u);
   const StepRequest ahead{.session_id = session_, .groups = {}, .staged_buffers = {}, .step = 3};
   EXPECT_EQ(heart.step(ahead).first.code(), StatusCode::fenced);
   step_twins(10);
@@ -996,7 +996,7 @@ TEST_F(StepTest, a_step_asked_for_again_is_joined_and_another_one_of_its_number_
   EXPECT_TRUE(answers.at(3).is_ok()) << answers.at(3).message();
   EXPECT_EQ(answers.at(2).code(), StatusCode::invalid_argument);
   EXPECT_NE(answers.at(2).message().find("closes step 1 of job job twice"), std::string::npos);
-  EXPECT_EQ(heart.job(session_).committed_step, 1u);
+  EXPECT_EQ(heart.job(session_).progress.committed_step(), 1u);
   // Its gradients are there as before.
   other.step = 2;
   other.call = 4;
@@ -1021,7 +1021,7 @@ TEST_F(StepTest, a_commit_without_gradients_counts_and_takes_staged_buffers) {
   EXPECT_EQ(report.committed_step, 1u);
   Heart again(std::make_shared<MemoryDisk>(*disk_), kFloorSegments + 16);
   const uint64_t session = again.attach(again.open("job", 16));
-  EXPECT_EQ(again.job(session).committed_step, 1u);
+  EXPECT_EQ(again.job(session).progress.committed_step(), 1u);
   EXPECT_EQ(again.read<uint8_t>(session, buffers[0]), pattern(100, 2));
 }
 

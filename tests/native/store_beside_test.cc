@@ -151,7 +151,7 @@ TEST_F(BesideTest,
         const Status status = heart.step(request).first;
         EXPECT_EQ(status.code(), StatusCode::capacity) << status.message();
         EXPECT_TRUE(heart.extents().check_writable().is_ok()) << "nothing is fenced";
-        EXPECT_EQ(job.committed_step, 1u);
+        EXPECT_EQ(job.progress.committed_step(), 1u);
         for (const uint32_t id : ids) EXPECT_EQ(job.shards[id].generation, 1u);
         give_back(heart.extents(), taken, taken.size());
       }
@@ -159,7 +159,7 @@ TEST_F(BesideTest,
     }
     const Status status = heart.step(request).first;
     ASSERT_TRUE(status.is_ok()) << status.message();
-    EXPECT_EQ(job.committed_step, step);
+    EXPECT_EQ(job.progress.committed_step(), step);
     for (size_t i = 0; i < ids.size(); ++i) {
       twins[i].step(kSettings, numbers(twins[i].theta.size(), 10 * step + i));
       EXPECT_EQ(job.shards[ids[i]].generation, step);

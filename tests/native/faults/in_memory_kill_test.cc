@@ -421,7 +421,7 @@ TEST_P(InMemoryKillTest, a_lease_of_another_parameter_is_not_in_the_way_of_what_
       heart_->store().redo_steps();
       ASSERT_TRUE(heart_->until([this] { return heart_->store().is_idle(); }));
       session_ = heart_->attach(heart_->open("job"));
-      EXPECT_EQ(heart_->job(session_).committed_step, 3U);
+      EXPECT_EQ(heart_->job(session_).progress.committed_step(), 3U);
       EXPECT_EQ(heart_->read<float>(session_, other[0]), numbers(64, 1));
     }
     end();
@@ -435,12 +435,12 @@ TEST_P(InMemoryKillTest, without_its_trainer_the_job_stands_at_its_last_commit_i
   start();
   ASSERT_TRUE(heart_->store().detach(session_).is_ok());
   session_ = heart_->attach(heart_->open("job"));
-  EXPECT_EQ(heart_->job(session_).committed_step, 2U);
-  EXPECT_EQ(heart_->job(session_).durable_step, 0U);
+  EXPECT_EQ(heart_->job(session_).progress.committed_step(), 2U);
+  EXPECT_EQ(heart_->job(session_).progress.durable_step(), 0U);
   write_gradients(70);
   expect_step(3, 70);
   ASSERT_TRUE(heart_->sync(session_).is_ok());
-  EXPECT_EQ(heart_->job(session_).durable_step, 3U);
+  EXPECT_EQ(heart_->job(session_).progress.durable_step(), 3U);
 }
 
 TEST_P(InMemoryKillTest, without_pre_images_bits_are_lost) {

@@ -172,7 +172,7 @@ TEST_F(MadeStepTest, a_step_that_failed_without_its_session_costs_no_memory) {
   session_ = other;
   go_on();
   ASSERT_TRUE(heart_->until([this] { return heart_->store().is_idle(); }));
-  EXPECT_EQ(heart_->job(session_).committed_step, 0U);
+  EXPECT_EQ(heart_->job(session_).progress.committed_step(), 0U);
   EXPECT_EQ(heart_->lease(session_, w_, LeaseMode::read, Part::gradient).status.code(),
             StatusCode::not_found);
 }

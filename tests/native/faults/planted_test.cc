@@ -275,7 +275,7 @@ void a_closed_step_needs_its_daemon_no_more() {
   Bench bench(disk, false, &keeper);
   const uint64_t session = bench.attach();
   StepRequest request = backward(*bench.daemon, session, true);
-  request.step = bench.daemon->job(session).committed_step + 1;
+  request.step = bench.daemon->job(session).progress.committed_step() + 1;
   bench.daemon->store().step(request, [](const Status&, const StepReport&) {});
   bench.kill();
   const Bench next(disk, false, &keeper);
@@ -283,7 +283,7 @@ void a_closed_step_needs_its_daemon_no_more() {
   require(next.daemon->store().sessions().contains(session), "the session is gone");
   const Status repeated = next.daemon->step(request);
   require(repeated.is_ok(), "a repeated call: ", repeated.message());
-  require(next.daemon->job(session).committed_step == request.step, "it was made twice");
+  require(next.daemon->job(session).progress.committed_step() == request.step, "it was made twice");
   next.daemon->detach(session);
   const auto found = state_of(*next.daemon);
   require(found.is_ok() && found.value() == state_after_step(), "its numbers are others");

@@ -304,7 +304,7 @@ inline constexpr uint64_t kJobDisk = 7_MiB;
 inline constexpr uint64_t kOtherDisk = 512_KiB;
 
 inline uint32_t gradient_seed(Daemon& daemon, uint64_t session) {
-  return static_cast<uint32_t>(daemon.job(session).committed_step) * 10 + 50;
+  return static_cast<uint32_t>(daemon.job(session).progress.committed_step()) * 10 + 50;
 }
 
 /// All of it is updated before the step is closed; then a gradient changes, and of one bucket it
@@ -464,8 +464,8 @@ inline Result<std::string> state_of(Daemon& daemon,
   std::string out;
   for (const JobInfo& info : daemon.store().jobs()) {
     const uint64_t session = daemon.attach(info.job_id);
-    const std::string title =
-        concat("job ", info.name, " at step ", daemon.job(session).committed_step, ":\n");
+    const std::string title = concat(
+        "job ", info.name, " at step ", daemon.job(session).progress.committed_step(), ":\n");
     out += title;
     if (parts != nullptr) (*parts)[concat(info.name, "/")] = title;
     std::map<std::string, ShardInfo> sorted;
