@@ -220,9 +220,7 @@ std::shared_ptr<ClientSession> connect(int session_fd,
   return value_or_raise(ClientSession::create(std::move(options)));
 }
 
-}  // namespace
-
-void bind_ring(nb::module_& module) {
+void bind_words(nb::module_& module) {
   module.attr("PROTOCOL_VERSION") = kProtocolVersion;
   module.attr("PART_VALUE") = static_cast<int>(Part::value);
   module.attr("PART_GRADIENT") = static_cast<int>(Part::gradient);
@@ -235,7 +233,9 @@ void bind_ring(nb::module_& module) {
   module.attr("PHASE_STEP") = static_cast<int>(StallPhase::step);
   module.attr("PHASE_OTHER") = static_cast<int>(StallPhase::other);
   module.attr("MODE_OVERWRITE") = static_cast<int>(LeaseMode::overwrite);
+}
 
+void bind_statistics(nb::module_& module) {
   nb::class_<ClientStatistics>(module, "ClientStatistics")
       .def_ro("lease_count", &ClientStatistics::lease_count)
       .def_ro("hits", &ClientStatistics::hits, "Of them without a request.")
@@ -255,12 +255,11 @@ void bind_ring(nb::module_& module) {
       .def_prop_ro("stall_group_seconds",
                    [](const ClientStatistics& self) { return seconds_by_group(self.stalls); })
       .def_ro("leases_held", &ClientStatistics::leases_held);
+}
 
-  nb::class_<ClientSession>(module,
-                            "ClientSession",
-                            "A trainer's side of the rings. Any thread may call it; a forked child "
-                            "may not, and views that a child inherited do nothing "
-                            "when they die there.")
+/// How a session is made, its leases, and what it waits for.
+void bind_leases(nb::class_<ClientSession>& session) {
+  session
       .def(nb::new_(&connect),
            nb::kw_only(),
            "session_fd"_a,
@@ -355,7 +354,12 @@ void bind_ring(nb::module_& module) {
           },
           "shard_id"_a,
           "The session has let go of the shard's gradient, and writes it no more before the step "
-          "that uses it; returns at once.")
+          "that uses it; returns at once.");
+}
+
+/// Which step and which daemon it follows, and its end.
+void bind_connection(nb::class_<ClientSession>& session) {
+  session
       .def("follow",
            &ClientSession::follow,
            "call"_a,
@@ -380,6 +384,21 @@ void bind_ring(nb::module_& module) {
            &ClientSession::close,
            "No lease can be had afterwards. Views that live keep their memory mapped, and give "
            "their pins back as they die.");
+}
+
+}  // namespace
+
+void bind_ring(nb::module_& module) {
+  bind_words(module);
+  bind_statistics(module);
+  nb::class_<ClientSession> session(
+      module,
+      "ClientSession",
+      "A trainer's side of the rings. Any thread may call it; a forked child "
+      "may not, and views that a child inherited do nothing "
+      "when they die there.");
+  bind_leases(session);
+  bind_connection(session);
 }
 
 }  // namespace memd

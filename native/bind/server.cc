@@ -378,44 +378,9 @@ void bind_statistics(nb::module_& module) {
       .def_ro("scrub", &ServerStatistics::scrub);
 }
 
-}  // namespace
-
-void bind_server(nb::module_& module) {
-  bind_records(module);
-  bind_statistics(module);
-
-  nb::class_<ServiceLease>(module,
-                           "ServiceLease",
-                           "Bytes of one shard, pinned until release(), discard() or deletion, "
-                           "whatever becomes of the session.")
-      .def(
-          "memory",
-          [](ServiceLease& self) {
-            PyObject* view = PyMemoryView_FromMemory(reinterpret_cast<char*>(self.data()),
-                                                     static_cast<Py_ssize_t>(self.bytes()),
-                                                     PyBUF_WRITE);
-            if (view == nullptr) throw nb::python_error();
-            return nb::steal(view);
-          },
-          nb::keep_alive<0, 1>(),
-          nb::sig("def memory(self) -> memoryview"),
-          "The bytes, writable. Not to be touched after release() or discard().")
-      .def(
-          "release",
-          [](ServiceLease& self) { self.release(false); },
-          nb::call_guard<nb::gil_scoped_release>(),
-          "What was written becomes what readers see.")
-      .def(
-          "discard",
-          [](ServiceLease& self) { self.release(true); },
-          nb::call_guard<nb::gil_scoped_release>(),
-          "An overwrite of a blob leaves no trace.");
-
-  nb::class_<Server>(module,
-                     "Server",
-                     "Pool, volumes, jobs and the threads that serve them. Every method may be "
-                     "called from any thread and releases the GIL; each raises "
-                     "StatusError. Blocking ones take a deadline and say on what they waited.")
+/// The start, and jobs with what they hold.
+void bind_jobs(nb::class_<Server>& server) {
+  server
       .def(
           nb::new_(&start),
           nb::kw_only(),
@@ -506,7 +471,12 @@ void bind_server(nb::module_& module) {
           },
           "job_id"_a,
           "weight"_a,
-          "What the job gets of devices and update threads that others want as well.")
+          "What the job gets of devices and update threads that others want as well.");
+}
+
+/// Sessions, from attaching to detaching.
+void bind_sessions(nb::class_<Server>& server) {
+  server
       .def(
           "attach",
           [](Server& self,
@@ -572,7 +542,12 @@ void bind_server(nb::module_& module) {
             return unlocked([&] { return self.detach(session_id); });
           },
           "session_id"_a,
-          "Leases that were still held.")
+          "Leases that were still held.");
+}
+
+/// What a session does with its job's shards.
+void bind_state(nb::class_<Server>& server) {
+  server
       .def(
           "declare",
           [](Server& self, uint64_t session_id, const nb::typed<nb::iterable, ShardSpec>& shards) {
@@ -719,8 +694,12 @@ void bind_server(nb::module_& module) {
           nb::kw_only(),
           "timeout_s"_a,
           "Replaces moments within one tile, and the shard's generation; durable after the next "
-          "sync or step.")
-      .def("statistics", [](Server& self) { return unlocked([&] { return self.statistics(); }); })
+          "sync or step.");
+}
+
+/// What an operator looks at, and the end.
+void bind_operation(nb::class_<Server>& server) {
+  server.def("statistics", [](Server& self) { return unlocked([&] { return self.statistics(); }); })
       .def_prop_ro("outlives_process",
                    &Server::outlives_process,
                    "Whether what jobs have in memory outlives this process; False also where the "
@@ -763,6 +742,51 @@ void bind_server(nb::module_& module) {
           "timeout_s"_a,
           "Finishes the steps that were begun, makes written blobs durable, ends the threads. "
           "Sessions end, unless they outlive the process. Idempotent.");
+}
+
+}  // namespace
+
+void bind_server(nb::module_& module) {
+  bind_records(module);
+  bind_statistics(module);
+
+  nb::class_<ServiceLease>(module,
+                           "ServiceLease",
+                           "Bytes of one shard, pinned until release(), discard() or deletion, "
+                           "whatever becomes of the session.")
+      .def(
+          "memory",
+          [](ServiceLease& self) {
+            PyObject* view = PyMemoryView_FromMemory(reinterpret_cast<char*>(self.data()),
+                                                     static_cast<Py_ssize_t>(self.bytes()),
+                                                     PyBUF_WRITE);
+            if (view == nullptr) throw nb::python_error();
+            return nb::steal(view);
+          },
+          nb::keep_alive<0, 1>(),
+          nb::sig("def memory(self) -> memoryview"),
+          "The bytes, writable. Not to be touched after release() or discard().")
+      .def(
+          "release",
+          [](ServiceLease& self) { self.release(false); },
+          nb::call_guard<nb::gil_scoped_release>(),
+          "What was written becomes what readers see.")
+      .def(
+          "discard",
+          [](ServiceLease& self) { self.release(true); },
+          nb::call_guard<nb::gil_scoped_release>(),
+          "An overwrite of a blob leaves no trace.");
+
+  nb::class_<Server> server(
+      module,
+      "Server",
+      "Pool, volumes, jobs and the threads that serve them. Every method may be "
+      "called from any thread and releases the GIL; each raises "
+      "StatusError. Blocking ones take a deadline and say on what they waited.");
+  bind_jobs(server);
+  bind_sessions(server);
+  bind_state(server);
+  bind_operation(server);
 }
 
 }  // namespace memd

@@ -1,61 +1,22 @@
-// The daemon's native half: one thread that owns the store, and a face that any thread may call.
+// The daemon's native half: a face that any thread may call, over the thread that owns the store.
 #pragma once
 
-#include <array>
-#include <atomic>
-#include <chrono>
-#include <condition_variable>
 #include <cstdint>
-#include <functional>
 #include <limits>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
-#include "arena/pool.h"
-#include "base/clock.h"
 #include "base/descriptor_keeper.h"
 #include "base/owned_fd.h"
 #include "base/status.h"
-#include "io/io_queue.h"
-#include "store/format/volume.h"
+#include "server/engine.h"
+#include "server/server_thread.h"
 #include "store/shard_store.h"
-#include "store/space/extent_store.h"
-#include "store/state/workers.h"
 
 namespace memd {
-
-struct ServerOptions {
-  std::vector<std::string> directories;
-  uint64_t nvme_bytes = 0;
-  uint64_t host_bytes = 0;
-  bool lock_required = true;
-  bool huge_pages = true;
-  IoEngine io_engine = IoEngine::automatic;
-  std::vector<IoPathLimits> path_limits;  // one for each of `directories`; none: those of a path
-  uint32_t update_thread_count = 0;       // 0: one for each core
-  uint32_t jobs_expected = 2;  // a job that names no quota gets this part of what is free
-  std::function<void(uint64_t, uint64_t)> progress;  // of formatting, in bytes
-  /// Keeps what must outlive this process; without one nothing does.
-  std::shared_ptr<DescriptorKeeper> keeper;
-  std::function<Result<IoQueueChoice>(const IoQueueOptions&)> make_queue = make_io_queue;
-};
-
-struct StartReport {
-  PoolReport pool;
-  std::string io_engine;
-  std::string io_engine_reason;
-  std::vector<std::string> volume_paths;
-  std::vector<uint64_t> volume_bytes;
-  bool formatted = false;
-  double format_seconds = 0;
-  uint32_t job_count = 0;
-  std::string kept_note;  // why what an earlier daemon left was not used; empty where it was
-  std::vector<std::string> load_notes;  // as ShardStore::load_notes()
-};
 
 /// Descriptors for a client; closed when this is destroyed.
 struct SessionGrant {
@@ -75,7 +36,7 @@ class ServiceLease {
  public:
   /// On the server thread, which must not hold its own server: who is granted the lease calls
   /// keep().
-  ServiceLease(Server& server, uint64_t job_id, const LeaseGrant& grant);
+  ServiceLease(ServerThread& thread, uint64_t job_id, const LeaseGrant& grant);
   ~ServiceLease() { release(false); }
   ServiceLease(const ServiceLease&) = delete;
   ServiceLease& operator=(const ServiceLease&) = delete;
@@ -88,7 +49,7 @@ class ServiceLease {
   void keep(std::shared_ptr<Server> server) { kept_ = std::move(server); }
 
  private:
-  Server* server_;  // null once it was released
+  ServerThread* thread_;  // null once it was released
   std::shared_ptr<Server> kept_;
   uint64_t job_id_;
   LeaseGrant grant_;
@@ -163,7 +124,7 @@ class Server : public std::enable_shared_from_this<Server> {
   Result<uint64_t> begin_check(const LiveCheckRequest& request);
   Result<LiveCheckProgress> check_progress(uint64_t check_id);
   void end_check(uint64_t check_id);
-  uint64_t heartbeat() const { return heartbeat_.load(std::memory_order_relaxed); }
+  uint64_t heartbeat() const { return thread_->heartbeat(); }
 
   /// Finishes what was begun, makes what was written durable, ends the threads. Sessions end,
   /// unless they outlive the process: then the next daemon goes on with them. Where a device does
@@ -172,58 +133,17 @@ class Server : public std::enable_shared_from_this<Server> {
   Status stop(double timeout_s);
 
  private:
-  friend class ServiceLease;
-
-  Server() = default;
-  Status prepare(const ServerOptions& options, KeptDescriptors kept);
-  /// While load() waits: until something is done, or a tenth of a second. An error where a device
-  /// does not answer.
-  Status turn_of_start();
-  void keep_to_one_volume_set(const std::array<uint8_t, 16>& uuid, KeptDescriptors& kept);
-  void run();
-  /// False once the server has stopped.
-  bool post(std::function<void()> command);
-  bool run_commands();
-  void sleep();
-  Status watch(const Session& session);
+  Server(std::shared_ptr<DescriptorKeeper> keeper, std::unique_ptr<Engine> engine);
+  /// On the server thread.
+  ShardStore& store();
   /// Of a caller that is gone. On any thread.
   void give_up_session(uint64_t session_id);
-  /// Runs `start` on the server thread and waits for what it hands to its argument.
-  template <typename T>
-  Result<T> ask(double timeout_s,
-                const char* what,
-                std::function<void(std::function<void(Result<T>)>)> start);
-  /// As ask(), of what changes nothing: where memory runs out for the answer that is the answer.
-  template <typename T>
-  Result<T> ask_reading(const char* what,
-                        std::function<void(std::function<void(Result<T>)>)> start);
   void refill_pool();
-  /// What is in flight, for an error; never empty.
-  std::string describe_in_flight();
-  Status drain(std::chrono::steady_clock::time_point deadline);
-  void abandon();
 
-  SteadyClock clock_;
-  StartReport report_;
-  OwnedFd wake_;
-  OwnedFd epoll_;
-  std::shared_ptr<DescriptorKeeper> keeper_;
-  // Destroyed in reverse: the store before what it uses.
-  std::unique_ptr<Pool> pool_;
-  std::unique_ptr<IoQueue> io_;
-  std::unique_ptr<ExtentStore> extents_;
-  std::unique_ptr<UpdateWorkers> workers_;
-  std::unique_ptr<ShardStore> store_;
-
-  std::mutex mutex_;
-  std::vector<std::function<void()>> commands_;
-  bool stopped_ = false;
+  const StartReport report_;
+  const std::shared_ptr<DescriptorKeeper> keeper_;
   std::mutex stop_mutex_;
-  std::atomic<bool> stopping_{false};
-  std::atomic<bool> abandoned_{false};  // nobody answers any more
-  std::atomic<uint64_t> heartbeat_{0};
-  std::atomic<uint64_t> service_lease_count_{0};  // whose holders use the jobs' memory
-  std::thread thread_;
+  std::unique_ptr<ServerThread> thread_;
 };
 
 }  // namespace memd

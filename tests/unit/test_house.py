@@ -176,7 +176,6 @@ def test_the_limits_name_what_breaks_them(
 METHODS = {
     "native ClientSession": 42,
     "native Job": 95,
-    "native Server": 49,
     "native ShardStore": 163,
 }
 EXPOSED_DATA = {
@@ -197,8 +196,6 @@ EXPOSED_DATA = {
 FUNCTION_LINES = {
     "ShardStore::adopt": 217,
     "ShardStore::grant_or_wait": 183,
-    "bind_ring": 159,
-    "bind_server": 384,
 }
 
 
