@@ -60,31 +60,6 @@ uint64_t parameter_stride_bytes(DType dtype) { return kTileElements * dtype_byte
 
 }  // namespace
 
-std::optional<uint64_t> tensor_bytes(const std::vector<uint64_t>& shape, DType dtype) {
-  uint64_t bytes = dtype_bytes(dtype);
-  for (const uint64_t size : shape) {
-    if (size != 0 && bytes > (uint64_t{1} << 48) / size) return std::nullopt;
-    bytes *= size;
-  }
-  return bytes;
-}
-
-std::string shape_text(const std::vector<uint64_t>& shape) {
-  std::string text = "[";
-  for (size_t i = 0; i < shape.size(); ++i) text += concat(i == 0 ? "" : ", ", shape[i]);
-  return text + "]";
-}
-
-std::optional<uint32_t> PinIndexes::take(uint32_t count) {
-  if (auto& free = free_[count]; !free.empty()) {
-    const uint32_t first = free.back();
-    free.pop_back();
-    return first;
-  }
-  if (kPinCount - next_ < count) return std::nullopt;
-  return std::exchange(next_, next_ + count);
-}
-
 Result<std::unique_ptr<Job>> Job::create(Identity identity) {
   auto table = SharedMemory::create("memd-table", sizeof(TableLayout));
   if (!table.is_ok()) return table.status();

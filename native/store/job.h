@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "ring/server_ring.h"
+#include "store/cache/bucket.h"
 #include "store/cache/conditions.h"
 #include "store/cache/entry.h"
 #include "store/cache/entry_table.h"
@@ -21,6 +22,9 @@
 #include "store/cache/job_memory.h"
 #include "store/cache/lease_waiters.h"
 #include "store/cache/mends.h"
+#include "store/cache/pins.h"
+#include "store/cache/session.h"
+#include "store/cache/shard.h"
 #include "store/cache/shard_ids.h"
 #include "store/cache/shard_label.h"
 #include "store/cache/shard_names.h"
@@ -43,140 +47,6 @@ namespace memd {
 
 class TileQueue;
 struct StepState;
-
-/// In Shard::gradient_session: the gradient belongs to a step, and no session's end drops it.
-inline constexpr uint64_t kSealedGradient = ~uint64_t{0};
-
-struct ShardSpec {
-  std::string name;
-  ShardKind kind = ShardKind::unspecified;
-  DType dtype = DType::unspecified;
-  Tier tier = Tier::nvme;
-  std::vector<uint64_t> shape;
-  /// Of a parameter: no room is needed for an optimizer's state and for a step's second copy, until
-  /// it is declared without this or a step updates it.
-  bool value_only = false;
-};
-
-struct ShardInfo {
-  uint32_t shard_id = 0;
-  ShardSpec spec;
-  uint64_t generation = 0;
-  bool written = false;
-  uint64_t bytes = 0;
-  bool lost = false;
-  bool unreadable = false;  // the device failed its last read; the next use tries again
-};
-
-struct Shard {
-  ShardLabel label;
-  uint64_t bytes = 0;
-  uint64_t generation = 0;
-  // The session whose gradient waits for a step, or kSealedGradient; 0: there is none.
-  uint64_t gradient_session = 0;
-  Entry* value = nullptr;
-  // A parameter's place in its bucket.
-  uint64_t element_offset = 0;
-  uint32_t bucket = 0;
-  uint32_t index_in_bucket = 0;
-
-  ShardKind kind = ShardKind::unspecified;
-  DType dtype = DType::unspecified;
-  Tier tier = Tier::nvme;
-  bool written = false;
-  bool deleted = false;
-  // Its update can be leased, and the next commit counts it.
-  bool is_ahead = false;
-  // The bucket's extents hold bytes that were written to it.
-  bool is_on_disk = false;
-  // Its gradient was leased ahead, and nobody has said since that it is there.
-  bool is_gradient_unsure : 1 = false;
-  // Its row of the shard table says so: the value is leased without a request.
-  bool is_published : 1 = false;
-
-  std::string_view name() const { return label.name(); }
-  ShardSpec spec() const {
-    return {.name = std::string(name()),
-            .kind = kind,
-            .dtype = dtype,
-            .tier = tier,
-            .shape = label.shape()};
-  }
-  uint64_t element_count() const { return bytes / dtype_bytes(dtype); }
-  uint64_t offset_bytes() const { return element_offset * dtype_bytes(dtype); }
-  /// Of the bytes that a lease shows.
-  uint64_t leased_generation() const { return generation + (is_ahead ? 1 : 0); }
-};
-
-// A job has up to a million, and bench_growth.py counts the bytes of each: large members first, so
-// that none are lost between them.
-static_assert(sizeof(Shard) <= 64);
-
-/// Shards of one dtype that are fetched and updated together.
-struct Bucket {
-  uint64_t element_count = 0;
-  ShardIds shards;
-  Entry* value = nullptr;
-  Entry* gradient = nullptr;
-  ReplicaList rest;  // one for each tile
-  DType dtype = DType::float32;
-  /// Steps update it, or may: room for its optimizer state was asked for.
-  bool is_updated = false;
-
-  size_t tile_count() const { return rest.size(); }
-  uint64_t tile_elements(size_t tile) const {
-    return std::min(kTileElements, element_count - tile * kTileElements);
-  }
-  uint32_t rest_bytes(size_t tile) const { return rest_bytes_of(dtype, tile_elements(tile)); }
-};
-
-// As many as parameters, where they are large.
-static_assert(sizeof(Bucket) <= 64);
-
-struct Session {
-  uint64_t session_id = 0;
-  uint64_t job_id = 0;
-  ServerRing ring;
-  uint32_t request_count_open = 0;  // taken from the ring, not answered
-  SessionOwner owner{};
-  /// The last step of this session that was committed, by the number its client gave; 0: none.
-  uint64_t step_committed = 0;
-  /// StepRequest::call of the newest step that was asked for, and of the one that failed last, with
-  /// the reason.
-  uint64_t call_seen = 0;
-  uint64_t call_failed = 0;
-  Status call_failure{};
-  /// In the job's policy while the session is attached.
-  std::unique_ptr<SessionPlan> plan = nullptr;
-  /// With what its steps will update shards whose gradients it says to be final.
-  std::unordered_map<uint32_t, AdamSettings> expected = {};
-};
-
-/// Pin counters in use: runs of them, one run a slot.
-class PinIndexes {
- public:
-  std::optional<uint32_t> take(uint32_t count);
-  void give_back(uint32_t first, uint32_t count) { free_[count].push_back(first); }
-  /// Of an earlier daemon: below `end` every run is taken or given back.
-  void start_at(uint32_t end) { next_ = end; }
-
- private:
-  uint32_t next_ = 0;
-  std::unordered_map<uint32_t, std::vector<uint32_t>> free_;
-};
-
-/// Of one counter of a slot. What a session's memory says is its client's word: it is bounded by
-/// what 16 bits hold, and adds up with no other half and no other session's.
-struct PinCount {
-  uint64_t readers = 0;
-  uint64_t writers = 0;
-
-  void add(uint32_t pins) {
-    readers += pin_readers(pins);
-    writers += pin_writers(pins);
-  }
-  uint64_t all() const { return readers + writers; }
-};
 
 /// Owned by the ShardStore; the server thread is the only one that touches it.
 class Job final : public CatalogueSource {
@@ -470,9 +340,5 @@ class Job final : public CatalogueSource {
   DurableJob committing_;  // what it writes
   std::vector<uint32_t> free_shard_ids_;
 };
-
-/// Bytes of a tensor; nothing where the product overflows or passes 2^48.
-std::optional<uint64_t> tensor_bytes(const std::vector<uint64_t>& shape, DType dtype);
-std::string shape_text(const std::vector<uint64_t>& shape);
 
 }  // namespace memd

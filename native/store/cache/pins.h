@@ -1,0 +1,39 @@
+// Pin counters: which of them slots use, and what they say.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "ring/layout.h"
+
+namespace memd {
+
+/// Pin counters in use: runs of them, one run a slot.
+class PinIndexes {
+ public:
+  std::optional<uint32_t> take(uint32_t count);
+  void give_back(uint32_t first, uint32_t count) { free_[count].push_back(first); }
+  /// Of an earlier daemon: below `end` every run is taken or given back.
+  void start_at(uint32_t end) { next_ = end; }
+
+ private:
+  uint32_t next_ = 0;
+  std::unordered_map<uint32_t, std::vector<uint32_t>> free_;
+};
+
+/// Of one counter of a slot. What a session's memory says is its client's word: it is bounded by
+/// what 16 bits hold, and adds up with no other half and no other session's.
+struct PinCount {
+  uint64_t readers = 0;
+  uint64_t writers = 0;
+
+  void add(uint32_t pins) {
+    readers += pin_readers(pins);
+    writers += pin_writers(pins);
+  }
+  uint64_t all() const { return readers + writers; }
+};
+
+}  // namespace memd

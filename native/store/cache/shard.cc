@@ -1,0 +1,20 @@
+#include "store/cache/shard.h"
+
+namespace memd {
+
+std::optional<uint64_t> tensor_bytes(const std::vector<uint64_t>& shape, DType dtype) {
+  uint64_t bytes = dtype_bytes(dtype);
+  for (const uint64_t size : shape) {
+    if (size != 0 && bytes > (uint64_t{1} << 48) / size) return std::nullopt;
+    bytes *= size;
+  }
+  return bytes;
+}
+
+std::string shape_text(const std::vector<uint64_t>& shape) {
+  std::string text = "[";
+  for (size_t i = 0; i < shape.size(); ++i) text += concat(i == 0 ? "" : ", ", shape[i]);
+  return text + "]";
+}
+
+}  // namespace memd
