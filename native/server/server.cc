@@ -184,7 +184,7 @@ Result<SessionGrant> Server::attach(uint64_t job_id, const SessionOwner& owner, 
         grant->arena_reserved_bytes = job.value()->memory->arena().reserved_bytes();
         for (auto [from, into] :
              {std::pair{session.value()->ring.session_fd(), &grant->session},
-              std::pair{job.value()->table.fd(), &grant->table},
+              std::pair{job.value()->table().memory().fd(), &grant->table},
               std::pair{session.value()->ring.doorbell_fd(), &grant->doorbell}}) {
           auto copy = duplicate(from);
           if (!copy.is_ok()) return refuse(copy.status());

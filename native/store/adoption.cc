@@ -393,7 +393,6 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
   auto restored = Job::restore(merged.value(), contents.shard_ids);
   if (!restored.is_ok()) return restored.status();
   std::unique_ptr<Job> job = std::move(restored).value();
-  job->may_publish = false;
   job->progress.go_on();
   job->set_durable(disk);
   job->progress.restore(job->progress.committed_step(),
@@ -407,12 +406,11 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
   if (!table_fd) return error(StatusCode::fenced, "nobody kept its shard table");
   auto table = SharedMemory::adopt("a shard table", std::move(*table_fd), sizeof(TableLayout));
   if (!table.is_ok()) return table.status();
-  job->table = std::move(table).value();
   job->sessions = sessions;
   keep_tags(*job);
   // Trainers go on leasing what the daemon before has published. From here on they begin none, and
   // each pin that counts is seen by whoever is to free its slot.
-  job->clear_table();
+  job->table().adopt(std::move(table).value());
   MEMD_FAILPOINT("adoption.table_cleared");
 
   if (Status taken = adopt_segments(*job, *ledger); !taken.is_ok()) return taken;
@@ -450,18 +448,18 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
     if (entry->slot != nullptr) in_use.insert(entry->slot->pin_first);
     if (entry->pending != nullptr) in_use.insert(entry->pending->pin_first);
   }
-  for (const auto& slot : job->retired) in_use.insert(slot->pin_first);
+  for (const auto& slot : job->slots().retired()) in_use.insert(slot->pin_first);
   for (SlotRecord slot : contents.slots) {
     if (slot.role == SlotRole::none) continue;
-    const bool is_retired = std::any_of(job->retired.begin(), job->retired.end(), [&](auto& it) {
-      return it->pin_first == slot.pin_first;
-    });
+    const bool is_retired = std::any_of(job->slots().retired().begin(),
+                                        job->slots().retired().end(),
+                                        [&](auto& it) { return it->pin_first == slot.pin_first; });
     if (in_use.contains(slot.pin_first) && !is_retired) continue;
     slot.role = is_retired ? SlotRole::retired : SlotRole::none;
     job->ledger->note_slot(slot);
   }
   MEMD_FAILPOINT("adoption.slots_noted");
-  job->note_slots();
+  job->slots().note_all();
   job->ledger->end_grant();
   for (const auto& session : sessions) {
     begin_plan(*job, *session);
@@ -472,8 +470,7 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
   MEMD_FAILPOINT("ledger.adoption_noted");
   for (const ClosedStep& step : made) job->ledger->forget_step(step.place);
   job->changed = true;
-  job->may_publish = true;
-  job->publish_all();
+  job->table().end_adoption();
   return job;
 }
 
@@ -560,10 +557,11 @@ Status ShardStore::adopt_slots(Job& job,
   for (const SlotRecord& record : contents.slots) {
     pin_end = record.pin_first + record.pin_count;
     if (record.role == SlotRole::none || record.role == SlotRole::made) {
-      job.pin_indexes.give_back(record.pin_first, record.pin_count);
+      job.slots().adopt_free(record);
       continue;
     }
-    if (!job.memory->arena().reserve(record.offset_bytes, record.bytes)) {
+    std::unique_ptr<Slot> slot = job.slots().adopt(record);
+    if (slot == nullptr) {
       return damaged("a slot of ",
                      record.bytes,
                      " bytes at ",
@@ -571,16 +569,11 @@ Status ShardStore::adopt_slots(Job& job,
                      " is outside of the arena, or in another one");
     }
     MEMD_FAILPOINT("adoption.slot_taken");
-    auto slot = std::make_unique<Slot>();
-    slot->offset_bytes = record.offset_bytes;
-    slot->bytes = record.bytes;
-    slot->pin_first = record.pin_first;
-    slot->service_pins.assign(record.pin_count, 0);
     Entry* const entry = find_entry(record);
     const bool fits = entry != nullptr && record.bytes == entry->bytes &&
                       record.pin_count == job.shard_count(*entry);
     if (entry != nullptr && !fits && record.role != SlotRole::retired) {
-      job.free_slot(std::move(slot));
+      job.slots().free(std::move(slot));
       return damaged("a slot of ", job.describe(*entry), " has ", record.bytes, " bytes");
     }
     const bool is_untold = untold_pin && *untold_pin >= record.pin_first &&
@@ -592,26 +585,26 @@ Status ShardStore::adopt_slots(Job& job,
     if (record.role == SlotRole::pending && fits && !record.has_service_writer && !is_untold &&
         entry->pending == nullptr) {
       slot->pending_session = record.pending_session;
-      job.set_pending(*entry, std::move(slot));
+      job.residencies().set_pending(*entry, std::move(slot));
     } else if (record.role == SlotRole::current && fits && is_held && entry->slot == nullptr &&
                !record.has_service_writer && record.sequence == newest[entry] &&
                (entry->kind != EntryKind::gradient || has_gradient(*entry))) {
       entry->slot = std::move(slot);
-      job.move(*entry, Residency::absent, Residency::filling);
-      job.move(*entry, Residency::filling, Residency::clean);
+      job.residencies().move(*entry, Residency::absent, Residency::filling);
+      job.residencies().move(*entry, Residency::filling, Residency::clean);
       // A writeback that was under way did not happen.
       if (record.residency != Residency::clean)
-        job.move(*entry, Residency::clean, Residency::dirty);
+        job.residencies().move(*entry, Residency::clean, Residency::dirty);
     } else {
       // A stream of the daemon's own, which died with it, may have been writing there.
       if (entry != nullptr && entry->kind == EntryKind::gradient && record.has_service_writer) {
         for (const uint32_t shard_id : job.buckets[entry->owner].shards)
           job.shards[shard_id].gradient_session = 0;
       }
-      job.retire_slot(std::move(slot));
+      job.slots().retire(std::move(slot));
     }
   }
-  job.pin_indexes.start_at(pin_end);
+  job.slots().end_adoption(pin_end);
   return Status::ok();
 }
 
@@ -806,7 +799,7 @@ Status ShardStore::open_ledger(Job& job) {
   job.ledger->rebase(commits_.catalogue_tag(job.job_id));
   if (Status opened = open_tile_words(job); !opened.is_ok()) return opened;
   job.note_shards();
-  job.note_slots();
+  job.slots().note_all();
   return Status::ok();
 }
 
@@ -814,7 +807,7 @@ void ShardStore::keep_memory(Job& job) {
   if (job.ledger == nullptr) return;
   MEMD_FAILPOINT("ledger.before_kept");
   keep_tile_words(job);
-  keeper_->keep(concat("table.", job.job_id), job.table.fd());
+  keeper_->keep(concat("table.", job.job_id), job.table().memory().fd());
   keeper_->keep(concat("ledger.", job.job_id), job.ledger->fd());
 }
 

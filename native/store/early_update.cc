@@ -42,8 +42,8 @@ void EarlyUpdates::gradient_is_final(Job& job, const Session& session, uint32_t 
   const Shard& shard = job.shards[shard_id];
   // The hint may come after the step that took the gradient, or after who dropped it.
   if (shard.gradient_session != session.session_id) return;
-  const bool is_written =
-      gradient->slot != nullptr && job.pins(*gradient->slot, shard.index_in_bucket).writers != 0;
+  const bool is_written = gradient->slot != nullptr &&
+                          job.slots().pins(*gradient->slot, shard.index_in_bucket).writers != 0;
   if (is_written || !job.early.final_shards.insert(shard_id).second) return;
   const uint32_t count = ++job.early.final_counts[shard.bucket];
   if (count == job.buckets[shard.bucket].shards.size()) job.early.ready.push_back(shard.bucket);
@@ -161,11 +161,11 @@ std::shared_ptr<EarlyBucket> EarlyUpdates::begin(Job& job, Bucket& bucket, const
 void EarlyUpdates::find_slot(Job& job, EarlyBucket& early) {
   Entry& value = *early.value;
   if (value.residency() == Residency::clean && value.has_replica()) {
-    early.shadow = job.take_slot(value);
+    early.shadow = job.residencies().take_slot(value);
     early.is_in_place = early.shadow != nullptr;
   }
-  if (early.shadow == nullptr) early.shadow = job.make_slot(value.bytes, job.shard_count(value));
-  if (early.shadow != nullptr) job.policy.used(value.id, EvictionPrice::clean);
+  if (early.shadow == nullptr) early.shadow = job.slots().make(value.bytes, job.shard_count(value));
+  if (early.shadow != nullptr) job.policy().used(value.id, EvictionPrice::clean);
 }
 
 void EarlyUpdates::begin_tile(Job& job,
@@ -324,8 +324,8 @@ void EarlyUpdates::free_slot(Job& job, const Entry& value) {
 }
 
 void EarlyUpdates::free_slot(Job& job, EarlyBucket& early) {
-  job.free_slot(std::move(early.shadow));
-  if (!early.value->is_resident()) job.policy.forget(early.value->id);
+  job.slots().free(std::move(early.shadow));
+  if (!early.value->is_resident()) job.policy().forget(early.value->id);
 }
 
 // Buckets are in the order of declaration, which is about that of the forward: the last of them is

@@ -16,7 +16,7 @@ void ShardStore::discard_half_written(Job& job, const Session& session, Join& di
   for (Entry* const entry : job.entries) {
     if (entry == nullptr) continue;
     if (entry->pending != nullptr && writes(*entry->pending, 0)) {
-      job.retire_slot(std::move(entry->pending));
+      job.slots().retire(std::move(entry->pending));
     }
     if (entry->slot == nullptr || entry->kind != EntryKind::parameter) continue;
     std::set<uint32_t> torn;
@@ -44,15 +44,15 @@ void ShardStore::discard_torn(Job& job,
       continue;
     }
     // Without a copy on disk the shard is as if it had never been written.
-    job.withdraw_shard(bucket.shards[index]);
+    job.table().withdraw_shard(bucket.shards[index]);
     shard.written = false;
     std::memset(slot + shard.offset_bytes(), 0, shard.bytes);
     job.note_shard(bucket.shards[index]);
   }
   if (read_again.empty()) return discarded(Status::ok());
   if (job.shard_count(entry) == 1) {
-    job.move(entry, Residency::dirty, Residency::absent);
-    job.retire_slot(std::move(entry.slot));
+    job.residencies().move(entry, Residency::dirty, Residency::absent);
+    job.slots().retire(std::move(entry.slot));
     return discarded(Status::ok());
   }
   if (job.mends.add(entry, read_again, std::move(discarded))) start_mend(job, entry);
@@ -60,7 +60,7 @@ void ShardStore::discard_torn(Job& job,
 
 // In place, as others may be writing beside it: their leases stay what they are.
 void ShardStore::start_mend(Job& job, Entry& entry) {
-  job.move(entry, Residency::dirty, Residency::draining);
+  job.residencies().move(entry, Residency::dirty, Residency::draining);
   ++job.activity_count;
   ++entry.task_count;
   MEMD_CHECK_EQ(entry.replicas.size(),
@@ -94,10 +94,10 @@ void ShardStore::finish_mend(Job& job,
     job.lose(entry, 0, status);
     fail_waiters(job, entry, status);
   }
-  job.move(entry, Residency::draining, Residency::dirty);
+  job.residencies().move(entry, Residency::draining, Residency::dirty);
   if (!status.is_ok()) {
-    job.move(entry, Residency::dirty, Residency::absent);
-    job.retire_slot(std::move(entry.slot));
+    job.residencies().move(entry, Residency::dirty, Residency::absent);
+    job.slots().retire(std::move(entry.slot));
   }
   // Until here a daemon that takes over finds the writer, and does the same once more.
   for (const Done& done : mend.done) done(Status::ok());

@@ -456,7 +456,7 @@ JobInfo Job::job_info() const {
           .metadata_bytes = metadata_bytes(),
           .shard_count = static_cast<uint32_t>(shard_ids.size()),
           .element_count = element_count,
-          .lease_count = lease_count(),
+          .lease_count = slots_.lease_count(),
           .lost_shards = lost.names(),
           .unreadable_shards = {}};
 }
@@ -637,41 +637,16 @@ void Job::for_each_replica(const std::function<void(Replica&)>& visit) {
   for (Bucket& bucket : buckets) visit_all(bucket.rest);
 }
 
-void Job::move(Entry& entry, Residency from, Residency to) {
-  const bool stays = to == Residency::clean || to == Residency::dirty;
-  if (!stays) withdraw(entry);
-  move_untold(entry, from, to);
-  note(entry);
-  // The ledger comes first: it says of no slot that is leased that it is nobody's.
-  if (stays) publish(entry);
-}
-
-void Job::move_untold(Entry& entry, Residency from, Residency to) {
-  entry.move(from, to);
-  if (from == Residency::draining) draining_bytes_ -= entry.bytes;
-  if (to == Residency::draining) draining_bytes_ += entry.bytes;
-  if (entry.is_resident() && entry.pending == nullptr) policy.used(entry.id, entry.price());
-  if (!entry.is_resident() && early_slot(entry) == nullptr) policy.forget(entry.id);
-  if (to == Residency::absent) end_prefetch(entry);
-}
-
 const Slot* Job::early_slot(const Entry& entry) const {
   if (entry.kind != EntryKind::parameter) return nullptr;
   const auto found = early.by_bucket.find(entry.owner);
   return found == early.by_bucket.end() ? nullptr : found->second->shadow.get();
 }
 
-void Job::end_prefetch(Entry& entry, bool is_used) {
-  const Prefetched was = entry.prefetched;
-  entry.prefetched = Prefetched::no;
-  if (was == Prefetched::no) return;
-  ahead_bytes -= entry.bytes;
-  if (was == Prefetched::late) return;
-  if (is_used) {
-    ++counters.prefetch_hits;
-  } else {
-    counters.prefetch_unused_bytes += entry.bytes;
-  }
+void Job::note_written(uint32_t shard_id) {
+  shards[shard_id].written = true;
+  changed = true;
+  note_shard(shard_id);
 }
 
 Entry* Job::find_entry(uint32_t shard_id, Part part) const {
@@ -760,11 +735,11 @@ std::string Job::describe_holders() const {
   std::vector<const Entry*> held;
   uint64_t bytes = 0;
   for (Entry* const entry : entries) {
-    if (entry == nullptr || entry->slot == nullptr || !is_pinned(*entry->slot)) continue;
+    if (entry == nullptr || entry->slot == nullptr || !slots_.is_pinned(*entry->slot)) continue;
     held.push_back(entry);
     bytes += entry->slot->bytes;
   }
-  for (const auto& slot : retired) bytes += slot->bytes;
+  for (const auto& slot : slots_.retired()) bytes += slot->bytes;
   std::sort(
       held.begin(), held.end(), [](const Entry* a, const Entry* b) { return a->bytes > b->bytes; });
   std::string text = concat(bytes, " bytes are leased");
@@ -794,13 +769,13 @@ void Job::remove(uint32_t shard_id, ExtentStore& extents) {
   Shard& shard = shards[shard_id];
   Entry& entry = *shard.value;
   MEMD_CHECK_EQ(entry.task_count, 0u);
-  withdraw(entry);
+  table_.withdraw(entry);
   // From here on it has no bytes, whoever reads the ledger.
   if (ledger != nullptr) ledger->reset_shard(shard_id);
-  if (entry.is_resident()) move(entry, entry.residency(), Residency::absent);
+  if (entry.is_resident()) residencies_.move(entry, entry.residency(), Residency::absent);
   MEMD_CHECK(entry.residency() == Residency::absent);
-  if (entry.slot != nullptr) retire_slot(std::move(entry.slot));
-  if (entry.pending != nullptr) retire_slot(std::move(entry.pending));
+  if (entry.slot != nullptr) slots_.retire(std::move(entry.slot));
+  if (entry.pending != nullptr) slots_.retire(std::move(entry.pending));
   for (size_t i = 0; i < entry.replicas.size(); ++i) {
     if (entry.replicas[i].exists()) space.release(entry.replicas[i], extents);
     // During an update too, whatever becomes of it: the next shard with this id is another one.
@@ -843,8 +818,8 @@ bool Job::gradients_fit() const {
 void Job::drop_gradient(Bucket& bucket, ExtentStore& extents) {
   Entry& entry = *bucket.gradient;
   MEMD_FAILPOINT("gradient.before_drop");
-  if (entry.is_resident()) move(entry, entry.residency(), Residency::absent);
-  if (entry.slot != nullptr) retire_slot(std::move(entry.slot));
+  if (entry.is_resident()) residencies_.move(entry, entry.residency(), Residency::absent);
+  if (entry.slot != nullptr) slots_.retire(std::move(entry.slot));
   for (size_t i = 0; i < entry.replicas.size(); ++i) {
     space.replace_gradient(entry.replicas[i], {}, extents);
     note_value_extent(entry, i);

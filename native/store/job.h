@@ -23,11 +23,15 @@
 #include "store/cache/lease_waiters.h"
 #include "store/cache/mends.h"
 #include "store/cache/pins.h"
+#include "store/cache/prefetch_window.h"
+#include "store/cache/residencies.h"
 #include "store/cache/session.h"
 #include "store/cache/shard.h"
 #include "store/cache/shard_ids.h"
 #include "store/cache/shard_label.h"
 #include "store/cache/shard_names.h"
+#include "store/cache/shard_table.h"
+#include "store/cache/slots.h"
 #include "store/format/catalogue.h"
 #include "store/format/durability.h"
 #include "store/journal/durable_job.h"
@@ -49,7 +53,7 @@ class TileQueue;
 struct StepState;
 
 /// Owned by the ShardStore; the server thread is the only one that touches it.
-class Job final : public CatalogueSource {
+class Job final : public CatalogueSource, private ResidencyGates {
  public:
   struct Identity {
     uint64_t job_id = 0;
@@ -58,6 +62,14 @@ class Job final : public CatalogueSource {
   };
 
   static Result<std::unique_ptr<Job>> create(Identity identity);
+
+  // What owns the rest of it.
+  Slots& slots() { return slots_; }
+  const Slots& slots() const { return slots_; }
+  ShardTable& table() { return table_; }
+  FarthestNextUse& policy() { return policy_; }
+  PrefetchWindow& prefetch_window() { return prefetch_window_; }
+  Residencies& residencies() { return residencies_; }
 
   /// Makes shards known. Existing ones are checked, new parameters are packed into buckets: nothing
   /// changes where one of them is refused, or where all that the job declared needs more than its
@@ -100,34 +112,7 @@ class Job final : public CatalogueSource {
     return [this](const JobSpace::Visit& visit) { for_each_replica(visit); };
   }
 
-  void move(Entry& entry, Residency from, Residency to);
-  /// What was brought up before it was asked for is used, or gone.
-  void end_prefetch(Entry& entry, bool is_used = false);
-
-  // The shard table. A client that leases without a request is in the middle of it at any time, so
-  // that nothing which is read of pins holds before the entry, or the shard, is withdrawn.
-  /// What can be leased so, of the entry's shards.
-  void publish(const Entry& entry);
-  /// The same of one shard; for what a reader was granted or a writer gave back.
-  void publish_shard(uint32_t shard_id);
-  void publish_all();
-  /// Nobody begins to lease them from here on.
-  void withdraw(const Entry& entry);
-  void withdraw_shard(uint32_t shard_id);
-  void withdraw_all();
-  /// Of what another daemon published: each row that it may have written.
-  void clear_table();
-  /// Withdraws the entry. Where a look at the pins then shows one it is published again, and this
-  /// is false. Of an entry with a slot.
-  bool take_away(const Entry& entry);
-  /// While a writer of the shard is being granted; nothing: no shard.
-  std::optional<uint32_t> withheld_shard;
-  /// Until all of the job is known, at adoption, nothing is published.
-  bool may_publish = true;
-
-  // What the ledger is told, where there is one.
-  /// The entry's slots.
-  void note(const Entry& entry);
+  // What the ledger is told of the rest, where there is one.
   /// "written", and whose gradient there is.
   void note_shard(uint32_t shard_id);
   void note_layout();
@@ -145,7 +130,6 @@ class Job final : public CatalogueSource {
   std::optional<uint32_t> tile_record(uint64_t key);
   /// All of it, where the ledger is new, or was adopted and the job stands as it will go on.
   void note_shards();
-  void note_slots();
   Entry* find_entry(uint32_t shard_id, Part part) const;
   /// Of which it holds the bytes.
   uint32_t shard_count(const Entry& entry) const;
@@ -163,33 +147,6 @@ class Job final : public CatalogueSource {
   std::set<uint32_t> unreadable_shards(const ExtentStore& extents) const;
   /// Whether some of its bytes are lost.
   bool is_lost(const Entry& entry) const;
-
-  /// Of all sessions and the daemon itself. No client takes away what another one or the daemon
-  /// holds.
-  PinCount pins(const Slot& slot, uint32_t index) const;
-  bool is_pinned(const Slot& slot) const;
-  bool has_writer(const Slot& slot) const;
-  /// Whether any pin in the arena belongs to somebody else.
-  bool pinned_by_others(uint64_t session_id) const;
-  uint32_t lease_count() const;
-
-  /// A slot of `bytes` in the arena if there is room at this moment.
-  std::unique_ptr<Slot> make_slot(uint64_t bytes, uint32_t pin_count);
-  void free_slot(std::unique_ptr<Slot> slot);
-  /// The slot of a clean entry, for other bytes; the entry is absent then. nullptr where somebody
-  /// leases it.
-  std::unique_ptr<Slot> take_slot(Entry& entry);
-  /// Frees the slot, or keeps it until its last lease ends.
-  void retire_slot(std::unique_ptr<Slot> slot);
-  void free_retired();
-  /// Somebody writes there what takes the place of the entry's bytes when it is done.
-  void set_pending(Entry& entry, std::unique_ptr<Slot> slot);
-  /// Lets a finished overwrite take the place of what was there.
-  void settle_pending(Entry& entry);
-  /// All that are finished, at the cost of those that were begun.
-  void settle_all_pending();
-  /// Of entries that are being written back.
-  uint64_t draining_bytes() const { return draining_bytes_; }
 
   /// All extents of the job, for release; the job is at its end.
   std::vector<ExtentRecord> take_extents();
@@ -233,11 +190,7 @@ class Job final : public CatalogueSource {
   std::unique_ptr<Ledger> ledger;
   /// Nothing before the first session attaches: an idle job holds disk only.
   std::unique_ptr<JobMemory> memory;
-  FarthestNextUse policy;
   std::shared_ptr<PlanBook> plans = std::make_shared<PlanBook>();
-  /// Bytes that plans brought up and nobody has used yet, and those of them that are being read.
-  uint64_t ahead_bytes = 0;
-  uint64_t prefetching_bytes = 0;
   /// Of the last period of a plan, and when it began.
   uint64_t period_fetched_bytes = 0;
   uint64_t period_begin_fetched_bytes = 0;
@@ -248,8 +201,6 @@ class Job final : public CatalogueSource {
   uint64_t necessary_of_bytes = 0;
   /// Fetched and spilled, as of the last step.
   uint64_t counted_moved_bytes = 0;
-  PinIndexes pin_indexes;
-  std::list<std::unique_ptr<Slot>> retired;
   PrivateTiles tiles;
   EarlyBuckets early;
 
@@ -261,16 +212,14 @@ class Job final : public CatalogueSource {
   /// Steps that were accepted and are not finished, in their order.
   std::vector<std::shared_ptr<StepState>> closed_steps;
 
-  /// Where its value as of the step to come is, if anywhere.
-  const Slot* early_slot(const Entry& entry) const;
+  const Slot* early_slot(const Entry& entry) const override;
+  void note_written(uint32_t shard_id) override;
 
   std::vector<std::shared_ptr<Session>> sessions;
-  uint32_t service_lease_count = 0;
   uint32_t activity_count = 0;  // fetches, spills, steps in flight
   JobCounters counters;
   Stalls stalls_ended;  // of sessions that have ended
   LostShards lost;
-  SharedMemory table;
   /// Something changed that a commit should write down.
   bool changed = false;
   /// Its turn to be dropped will come: nobody attaches any more.
@@ -281,7 +230,15 @@ class Job final : public CatalogueSource {
       : job_id(identity.job_id),
         name(std::move(identity.name)),
         uid(identity.uid),
-        table(std::move(shard_table)) {}
+        slots_(entries, sessions, memory, ledger),
+        table_(std::move(shard_table), shards, buckets, entries, slots_, progress),
+        prefetch_window_(counters),
+        residencies_({.entries = entries,
+                      .slots = slots_,
+                      .table = table_,
+                      .policy = policy_,
+                      .window = prefetch_window_,
+                      .gates = *this}) {}
 
   Status check(const ShardSpec& spec) const;
   /// Parameters that will lie in one bucket, and where in it.
@@ -307,21 +264,18 @@ class Job final : public CatalogueSource {
   /// What stays as it is.
   ShardRecord label_record(const Shard& shard) const;
   std::vector<uint32_t> shards_in(const Entry& entry, size_t replica) const;
-  bool can_publish(const Entry& entry) const;
-  bool can_publish(const Entry& entry, uint32_t shard_id, uint32_t index) const;
-  void publish_shard(const Entry& entry, uint32_t shard_id, uint32_t index);
-  /// Of an entry of values: `visit(shard_id, index in its slot)`.
-  template <typename Visit>
-  void for_each_shard(const Entry& entry, const Visit& visit) const;
-  ShardRow* row_of(uint32_t shard_id);
-  /// move() without a word to the ledger, which must not see what lies between.
-  void move_untold(Entry& entry, Residency from, Residency to);
   void add_parameters(const std::vector<const ShardSpec*>& specs,
                       const std::vector<PlannedBucket>& plan);
   void add_bytes(const ShardSpec& spec);
   uint32_t add_shard(const ShardSpec& spec);
   void close_bucket(DType dtype, uint64_t elements, std::vector<uint32_t> ids, bool is_updated);
   Entry* add_entry(const Entry::Shape& shape);
+
+  FarthestNextUse policy_;
+  Slots slots_;
+  ShardTable table_;
+  PrefetchWindow prefetch_window_;
+  Residencies residencies_;
 
   JobWeight weight_;
   DeclaredSpace declared_;
@@ -332,10 +286,7 @@ class Job final : public CatalogueSource {
   uint64_t committing_catalogue_bytes_ = 0;
   uint64_t entry_bytes_ = 0;
   uint64_t largest_entry_bytes_ = 0;  // of those there ever were
-  uint64_t draining_bytes_ = 0;
-  // Of entries with a pending slot, and of some that had one.
-  std::unordered_set<uint32_t> pending_ids_;
-  uint64_t gradient_bytes_ = 0;  // in whole blocks, as the next
+  uint64_t gradient_bytes_ = 0;       // in whole blocks, as the next
   uint64_t largest_gradient_bytes_ = 0;
   DurableJob committing_;  // what it writes
   std::vector<uint32_t> free_shard_ids_;

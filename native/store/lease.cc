@@ -73,8 +73,7 @@ void ShardStore::reply_granted(Job& job, LeaseWaiter& waiter, Slot& slot) {
   }
   MEMD_FAILPOINT("lease.before_pin");
   if (request.for_service) {
-    slot.service_pins[grant.index] += grant.pin;
-    ++job.service_lease_count;
+    job.slots().pin_for_service(slot, grant.index, grant.pin);
   } else if (!request.prefetch) {
     sessions_.at(request.session_id)->ring.add_pin(slot.pin_first + grant.index, grant.pin);
   }
@@ -84,18 +83,16 @@ void ShardStore::reply_granted(Job& job, LeaseWaiter& waiter, Slot& slot) {
       shard.gradient_session = request.session_id;
       job.note_shard(request.shard_id);
     } else if (in_bucket) {
-      shard.written = true;
-      job.changed = true;
-      job.note_shard(request.shard_id);
+      job.note_written(request.shard_id);
     }
-    job.note(*entry);  // a pending slot, and who writes it
+    job.slots().note(*entry);  // a pending slot, and who writes it
   }
   if (!request.prefetch) {
     ++(waiter.counted_as_miss ? job.counters.lease_misses : job.counters.lease_hits);
     if (waiter.counted_as_miss) job.counters.lease_wait_ns += clock_.now_ns() - waiter.started_ns;
   }
   // Before the answer: who has read a shard by request finds it in the table from then on.
-  if (!writes && request.part == Part::value) job.publish_shard(request.shard_id);
+  if (!writes && request.part == Part::value) job.table().publish_shard(request.shard_id);
   MEMD_FAILPOINT("lease.before_reply");
   MEMD_FAILPOINT("ledger.grant_not_told");
   const LeaseReply reply = std::move(waiter.reply);
@@ -108,13 +105,12 @@ ShardStore::Grant ShardStore::try_grant(Job& job, LeaseWaiter& waiter) {
   if (waiter.request.part != Part::value) return grant_or_wait(job, waiter);
   // Who is to write must see every reader, and a reader that comes now waits for the answer.
   if (waiter.request.mode != LeaseMode::read) {
-    job.withheld_shard = shard_id;
-    job.withdraw_shard(shard_id);
+    job.table().withhold(shard_id);
   }
   const Grant grant = grant_or_wait(job, waiter);
-  job.withheld_shard.reset();
+  job.table().end_withholding();
   // A writer that still waits keeps nobody from reading, and one that is gone no more.
-  job.publish_shard(shard_id);
+  job.table().publish_shard(shard_id);
   return grant;
 }
 
@@ -141,7 +137,7 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
                   concat("the step before it, which has not come yet: ", job.describe(entry)));
     }
   }
-  job.settle_pending(entry);
+  job.residencies().settle_pending(entry);
   const uint32_t index = entry.kind == EntryKind::bytes ? 0 : shard.index_in_bucket;
   const bool reads = request.mode == LeaseMode::read;
 
@@ -184,10 +180,7 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
     early_.discard(job, entry.owner, EarlyDiscard::state);
   if (entry.residency() == Residency::filling) {
     if (!request.prefetch) {
-      if (entry.prefetched == Prefetched::unused) {
-        entry.prefetched = Prefetched::late;
-        ++job.counters.prefetch_late;
-      }
+      job.prefetch_window().note_asked(entry);
       // Once: whoever waits is asked again in every turn.
       if (!std::exchange(waiter.has_raised, true)) {
         extents_.io().raise(
@@ -218,13 +211,13 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
                 concat("the disk: the update of ", job.describe(entry), " is being written"));
   }
   if (entry.is_resident()) {
-    const PinCount pins = job.pins(*entry.slot, index);
+    const PinCount pins = job.slots().pins(*entry.slot, index);
     if (pins.writers != 0)
       return wait(LeaseWait::writer, concat("another writer of ", job.describe(entry)));
     if (!reads && pins.readers != 0) {
       // A live view is never written: the writer gets a copy, and the old slot lives until its last
       // lease ends.
-      if (job.has_writer(*entry.slot)) {
+      if (job.slots().has_writer(*entry.slot)) {
         return wait(LeaseWait::writer, concat("another writer of ", job.describe(entry)));
       }
       if (entry.task_count != 0)
@@ -238,17 +231,17 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
       Arena& arena = job.memory->arena();
       std::memcpy(arena.at(copy->offset_bytes), arena.at(entry.slot->offset_bytes), entry.bytes);
       MEMD_FAILPOINT("lease.slot_copied");
-      job.withdraw(entry);
+      job.table().withdraw(entry);
       std::unique_ptr<Slot> old = std::exchange(entry.slot, std::move(copy));
-      job.note(entry);
-      job.retire_slot(std::move(old));
-      job.publish(entry);
+      job.slots().note(entry);
+      job.slots().retire(std::move(old));
+      job.table().publish(entry);
     }
     if (!reads) {
       if (entry.task_count != 0)
         return wait(LeaseWait::update, concat("an update of ", job.describe(entry)));
       if (entry.residency() == Residency::clean)
-        job.move(entry, Residency::clean, Residency::dirty);
+        job.residencies().move(entry, Residency::clean, Residency::dirty);
       if (entry.kind == EntryKind::parameter) job.drop_cached_tiles(job.buckets[entry.owner]);
       // What another step left there is no gradient to add to.
       if (entry.kind == EntryKind::gradient && shard.gradient_session == 0 &&
@@ -271,7 +264,7 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
                           kPinReadersMax,
                           " times by this session"));
     }
-    job.policy.used(entry.id, entry.price());
+    job.policy().used(entry.id, entry.price());
     reply_granted(job, waiter, *entry.slot);
     return Grant::done;
   }
@@ -289,7 +282,7 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
     return wait(LeaseWait::room, "room in the arena");
   }
   entry.slot = std::move(slot);
-  job.move(entry, Residency::absent, Residency::filling);
+  job.residencies().move(entry, Residency::absent, Residency::filling);
   if (needs_bytes && entry.has_replica()) {
     const auto priority = request.prefetch ? IoPriority::prefetch : IoPriority::demand;
     fetch(job, entry, priority, [](const Status&) {});
@@ -298,7 +291,7 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
   if (needs_bytes || job.shard_count(entry) > 1) {
     std::memset(job.memory->arena().at(entry.slot->offset_bytes), 0, entry.bytes);
   }
-  job.move(entry, Residency::filling, Residency::clean);
+  job.residencies().move(entry, Residency::filling, Residency::clean);
   return grant_or_wait(job, waiter);
 }
 
@@ -329,7 +322,7 @@ ShardStore::Grant ShardStore::grant_bytes_writer(Job& job,
   }
   MEMD_FAILPOINT("blob.before_pending");
   slot->pending_session = waiter.request.session_id;
-  job.set_pending(entry, std::move(slot));
+  job.residencies().set_pending(entry, std::move(slot));
   reply_granted(job, waiter, *entry.pending);
   return Grant::done;
 }
@@ -371,7 +364,8 @@ bool ShardStore::advance_leases(Job& job) {
 
 Status ShardStore::check_room_can_come(const Job& job, const LeaseWaiter& waiter) {
   const bool nothing_moves = job.activity_count == 0 && !job.operations.is_running();
-  if (!nothing_moves || job.pinned_by_others(waiter.request.session_id)) return Status::ok();
+  if (!nothing_moves || job.slots().pinned_by_others(waiter.request.session_id))
+    return Status::ok();
   return error(StatusCode::capacity,
                "no room for shard ",
                job.name,
@@ -406,9 +400,9 @@ std::unique_ptr<Slot> ShardStore::make_room(Job& job,
                                             uint32_t pin_count,
                                             bool may_spill) {
   for (;;) {
-    if (auto slot = job.make_slot(bytes, pin_count)) return slot;
-    job.free_retired();
-    if (auto slot = job.make_slot(bytes, pin_count)) return slot;
+    if (auto slot = job.slots().make(bytes, pin_count)) return slot;
+    job.slots().free_retired();
+    if (auto slot = job.slots().make(bytes, pin_count)) return slot;
     if (job.memory->grow_arena()) continue;
     if (evict_for(job, bytes)) continue;
     if (job.activity_count == 0 && shrink_private(job, may_spill)) continue;
@@ -443,12 +437,13 @@ bool ShardStore::evict_for(Job& job,
   };
   const auto may_go = [&](const Entry& entry) {
     if (entry.residency() != Residency::clean || entry.task_count != 0) return false;
-    if (entry.pending != nullptr || (job.is_pinned(*entry.slot) && !ignores_pins)) return false;
+    if (entry.pending != nullptr || (job.slots().is_pinned(*entry.slot) && !ignores_pins))
+      return false;
     // A shard without bytes on disk has nowhere to go but away: empty tensors, and those of tier
     // "host" once they were read.
     return entry.has_replica();
   };
-  job.policy.in_order([&](uint32_t entry_id, uint64_t distance) {
+  job.policy().in_order([&](uint32_t entry_id, uint64_t distance) {
     if (distance < distance_min) return false;
     Entry* const entry = job.entries[entry_id];
     if (may_go(*entry) && offer(*entry->slot, entry)) return false;
@@ -476,32 +471,32 @@ bool ShardStore::evict_for(Job& job,
     }
     // Who leased it without a request since we looked is seen now: whoever asks again finds it
     // pinned.
-    if (!job.take_away(entry) && !ignores_pins) continue;
+    if (!job.table().take_away(entry) && !ignores_pins) continue;
     MEMD_FAILPOINT("evict.chosen");
     job.counters.evicted_bytes += entry.bytes;
-    job.policy.look_again_at(entry.id);
-    job.move(entry, Residency::clean, Residency::absent);
-    job.free_slot(std::move(entry.slot));
+    job.policy().look_again_at(entry.id);
+    job.residencies().move(entry, Residency::clean, Residency::absent);
+    job.slots().free(std::move(entry.slot));
   }
   return true;
 }
 
 bool ShardStore::spill(Job& job, uint64_t bytes) {
   // A finished overwrite takes the place of what was there before either is written back.
-  job.settle_all_pending();
-  uint64_t draining_bytes = job.draining_bytes();
+  job.residencies().settle_all_pending();
+  uint64_t draining_bytes = job.residencies().draining_bytes();
   uint64_t quota_bytes = 0;
   // While a step or sync runs, what its catalogue will name stays where it is; gradients are in no
   // catalogue.
   const bool gradients_only = job.operations.is_running();
   std::vector<Entry*> victims;
-  job.policy.in_order([&](uint32_t entry_id, uint64_t) {
+  job.policy().in_order([&](uint32_t entry_id, uint64_t) {
     if (draining_bytes >= bytes) return false;
     Entry* const entry = job.entries[entry_id];
     if (entry->residency() != Residency::dirty || entry->task_count != 0) return true;
     if (gradients_only && entry->kind != EntryKind::gradient) return true;
     if (entry->tier != Tier::nvme || entry->pending != nullptr) return true;
-    if (entry->replicas.empty() || job.is_pinned(*entry->slot)) return true;
+    if (entry->replicas.empty() || job.slots().is_pinned(*entry->slot)) return true;
     // What is promised to the step that runs is free again after it.
     const uint64_t spilled_bytes = align_up(entry->bytes, kBlockBytes);
     if (!job.space.keeps_promise(quota_bytes + spilled_bytes)) return true;
@@ -536,11 +531,11 @@ void ShardStore::fetch(Job& job, Entry& entry, IoPriority priority, Done done) {
     --entry.task_count;
     MEMD_FAILPOINT("fetch.finished");
     if (status.is_ok()) {
-      job.move(entry, Residency::filling, Residency::clean);
+      job.residencies().move(entry, Residency::filling, Residency::clean);
       return done(status);
     }
-    job.move(entry, Residency::filling, Residency::absent);
-    job.free_slot(std::move(entry.slot));
+    job.residencies().move(entry, Residency::filling, Residency::absent);
+    job.slots().free(std::move(entry.slot));
     done(status);
     fail_waiters(job, entry, status);
   });
@@ -595,8 +590,7 @@ void ShardStore::release_service_lease(uint64_t job_id, const LeaseGrant& grant,
   Job* const job = find(job_id);
   MEMD_CHECK(job != nullptr);  // a job with service leases is not dropped
   const auto give_back = [job, grant] {
-    --job->service_lease_count;
-    grant.slot->service_pins[grant.index] -= grant.pin;
+    job->slots().release_service(*grant.slot, grant.index, grant.pin);
   };
   const auto written =
       std::find_if(job->entries.begin(), job->entries.end(), [&](const Entry* entry) {
@@ -609,15 +603,15 @@ void ShardStore::release_service_lease(uint64_t job_id, const LeaseGrant& grant,
     // A daemon that takes over before its bytes are whole again finds the writer.
     return discard_torn(*job, entry, {grant.index}, [job, &entry, give_back](const Status&) {
       give_back();
-      job->note(entry);
-      job->free_retired();
+      job->slots().note(entry);
+      job->slots().free_retired();
     });
   }
   give_back();
   if (discard && entry.pending.get() == grant.slot) {
-    job->retire_slot(std::move(entry.pending));
+    job->slots().retire(std::move(entry.pending));
   } else {
-    job->note(entry);
+    job->slots().note(entry);
   }
 }
 

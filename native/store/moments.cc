@@ -136,9 +136,9 @@ void ShardStore::write_moments(const MomentsRequest& request,
             task.done = [this, job, request, generation, done](const Status& status) {
               MEMD_FAILPOINT("moments.written");
               if (status.is_ok()) {
-                job->withdraw_shard(request.shard_id);
+                job->table().withdraw_shard(request.shard_id);
                 job->shards[request.shard_id].generation = generation;
-                job->publish_shard(request.shard_id);
+                job->table().publish_shard(request.shard_id);
                 if (job->ledger != nullptr)
                   job->ledger->note_generation(request.shard_id, generation);
                 job->changed = true;

@@ -43,14 +43,14 @@ std::optional<UseKind> kind_of(const Job& job, const Entry& entry, LeaseMode mod
 
 void ShardStore::begin_plan(Job& job, Session& session) {
   session.plan = std::make_unique<SessionPlan>(job.plans);
-  job.policy.add(session.plan.get());
+  job.policy().add(session.plan.get());
   want_uses(session);
 }
 
 void ShardStore::want_uses(Session& session) { session.ring.want_use_after(kUsesUnheardMax); }
 
 void ShardStore::end_plan(Job& job, Session& session) {
-  if (session.plan != nullptr) job.policy.remove(session.plan.get());
+  if (session.plan != nullptr) job.policy().remove(session.plan.get());
   session.plan.reset();
 }
 
@@ -99,9 +99,9 @@ void ShardStore::follow(Job& job, Session& session, std::span<const Use> uses) {
         use.shard_id < job.shards.size() ? job.find_entry(use.shard_id, use.part) : nullptr;
     if (entry == nullptr) continue;
     if (use.is_resident && entry->is_resident() && entry->pending == nullptr) {
-      job.policy.used(entry->id, entry->price());
+      job.policy().used(entry->id, entry->price());
     }
-    job.end_prefetch(*entry, true);
+    job.prefetch_window().end(*entry, true);
     entry->prefetch_failed = false;
     const auto kind = kind_of(job, *entry, use.mode);
     if (!kind) continue;
@@ -112,14 +112,14 @@ void ShardStore::follow(Job& job, Session& session, std::span<const Use> uses) {
   }
   // Once: a client that jumps in its plan at each use has all that is resident put in order anew.
   note_followed(job, plan, used_ids);
-  job.policy.want_look_ahead();
+  job.policy().want_look_ahead();
   want_uses(session);
 }
 
 void ShardStore::note_followed(Job& job, SessionPlan& plan, std::span<const uint32_t> used_ids) {
   // What was brought up for uses that did not come takes no place in the window any more.
-  for (const uint32_t passed : plan.followed(used_ids, job.policy.residents()))
-    job.end_prefetch(*job.entries[passed]);
+  for (const uint32_t passed : plan.followed(used_ids, job.policy().residents()))
+    job.prefetch_window().end(*job.entries[passed]);
 }
 
 std::vector<uint32_t> ShardStore::in_order_of_use(const Job& job,
@@ -237,14 +237,14 @@ void ShardStore::plan_updates_made(Job& job, uint64_t session_id, uint64_t step)
     }
   }
   // Gradients are gone, and parameters are on disk that were not.
-  job.policy.look_again();
-  job.policy.want_look_ahead();
+  job.policy().look_again();
+  job.policy().want_look_ahead();
 }
 
 std::unique_ptr<Slot> ShardStore::make_room_ahead(Job& job, const Entry& entry, uint64_t distance) {
-  const auto free_slot = [&] { return job.make_slot(entry.bytes, job.shard_count(entry)); };
+  const auto free_slot = [&] { return job.slots().make(entry.bytes, job.shard_count(entry)); };
   if (auto slot = free_slot()) return slot;
-  job.free_retired();
+  job.slots().free_retired();
   if (auto slot = free_slot()) return slot;
   while (job.memory->grow_arena()) {
     if (auto slot = free_slot()) return slot;
@@ -253,7 +253,9 @@ std::unique_ptr<Slot> ShardStore::make_room_ahead(Job& job, const Entry& entry, 
       std::min(std::max(job.period_fetched_bytes / kAheadPart,
                         job.memory->arena().capacity_bytes() / kAheadArenaPart),
                kAheadBytesMax);
-  if (job.ahead_bytes > 0 && job.ahead_bytes + entry.bytes > window_bytes) return nullptr;
+  if (job.prefetch_window().bytes() > 0 &&
+      job.prefetch_window().bytes() + entry.bytes > window_bytes)
+    return nullptr;
   // It is not worth more than twice what is fetched.
   const uint64_t evicted_bytes_max = job.counters.evicted_bytes + 2 * entry.bytes;
   while (job.counters.evicted_bytes < evicted_bytes_max) {
@@ -291,7 +293,8 @@ bool ShardStore::look_ahead(Job& job, Session& session) {
       return true;
     }
     const bool is_too_much =
-        job.prefetching_bytes > 0 && job.prefetching_bytes + entry->bytes > kPrefetchingBytesMax;
+        job.prefetch_window().reading_bytes() > 0 &&
+        job.prefetch_window().reading_bytes() + entry->bytes > kPrefetchingBytesMax;
     if (is_too_much) return false;
     auto slot = make_room_ahead(job, *entry, time - now);
     if (slot == nullptr) {
@@ -334,22 +337,19 @@ bool ShardStore::may_prefetch(const Job& job, const Entry& entry) {
 
 void ShardStore::prefetch(Job& job, Entry& entry, std::unique_ptr<Slot> slot) {
   entry.slot = std::move(slot);
-  entry.prefetched = Prefetched::unused;
-  job.ahead_bytes += entry.bytes;
-  job.prefetching_bytes += entry.bytes;
-  job.counters.prefetched_bytes += entry.bytes;
-  job.move(entry, Residency::absent, Residency::filling);
+  job.prefetch_window().begin(entry);
+  job.residencies().move(entry, Residency::absent, Residency::filling);
   fetch(job, entry, IoPriority::prefetch, [this, &job, &entry](const Status& status) {
-    job.prefetching_bytes -= entry.bytes;
+    job.prefetch_window().end_reading(entry);
     entry.prefetch_failed = !status.is_ok();
-    job.policy.want_look_ahead();
+    job.policy().want_look_ahead();
   });
 }
 
 bool ShardStore::look_ahead() {
   bool progress = false;
   for (const auto& [job_id, job] : jobs_) {
-    if (!job->policy.take_look_ahead()) continue;
+    if (!job->policy().take_look_ahead()) continue;
     for (const auto& session : job->sessions) {
       if (session->plan != nullptr) progress |= look_ahead(*job, *session);
     }

@@ -66,14 +66,8 @@ ShardStore::~ShardStore() {
 void ShardStore::free_slots(Job& job) {
   if (job.memory == nullptr) return;
   job.tiles.drop_all(job.memory->private_side());
-  job.withdraw_all();
-  for (Entry* const entry : job.entries) {
-    if (entry == nullptr) continue;
-    if (entry->slot != nullptr) job.free_slot(std::move(entry->slot));
-    if (entry->pending != nullptr) job.free_slot(std::move(entry->pending));
-  }
-  for (auto& slot : job.retired) job.free_slot(std::move(slot));
-  job.retired.clear();
+  job.table().withdraw_all();
+  job.slots().free_all();
 }
 
 // ---- Jobs and sessions --------------------------------------------------------------------------
@@ -111,7 +105,7 @@ Result<std::vector<ShardInfo>> ShardStore::shards(uint64_t job_id,
                                                   size_t count_max) {
   Job* const job = find(job_id);
   if (job == nullptr) return error(StatusCode::not_found, "there is no job with id ", job_id);
-  job->settle_all_pending();
+  job->residencies().settle_all_pending();
   const std::set<uint32_t> unreadable = job->unreadable_shards(extents_);
   std::vector<ShardInfo> infos;
   for (uint32_t shard_id = first; shard_id < job->shards.size(); ++shard_id) {
@@ -130,7 +124,7 @@ Result<ShardInfo> ShardStore::find_shard(uint64_t job_id, const std::string& nam
   if (!found) {
     return error(StatusCode::not_found, "job ", job->name, " holds nothing named ", name);
   }
-  job->settle_pending(*job->shards[*found].value);
+  job->residencies().settle_pending(*job->shards[*found].value);
   ShardInfo info = job->info(*found);
   info.unreadable = job->unreadable_shards(extents_).contains(*found);
   return info;
@@ -290,8 +284,9 @@ void ShardStore::apply_weight(uint64_t job_id, JobWeight weight) {
 }
 
 bool ShardStore::is_unused(const Job& job) const {
-  return job.sessions.empty() && job.activity_count == 0 && job.service_lease_count == 0 &&
-         job.waiters.empty() && job.operations.is_idle() && job.conditions.empty();
+  return job.sessions.empty() && job.activity_count == 0 &&
+         job.slots().service_lease_count() == 0 && job.waiters.empty() &&
+         job.operations.is_idle() && job.conditions.empty();
 }
 
 void ShardStore::return_to_disk(Job& job) {
@@ -309,18 +304,13 @@ void ShardStore::return_to_disk(Job& job) {
     }
   }
   job.tiles.drop_all(job.memory->private_side());
-  job.withdraw_all();
-  for (Entry* const entry : job.entries) {
-    if (entry == nullptr) continue;
-    if (entry->slot != nullptr) job.free_slot(std::move(entry->slot));
-    if (entry->pending != nullptr) job.free_slot(std::move(entry->pending));
-  }
-  job.free_retired();
+  job.table().withdraw_all();
+  job.slots().free_all();
   std::unique_ptr<Job> fresh = std::move(restored).value();
   if (fresh->weight() != job.weight()) fresh->set_weight(job.weight());
   fresh->counters = job.counters;
   fresh->memory = std::move(job.memory);
-  fresh->table = std::move(job.table);
+  fresh->table().take_memory(job.table());
   if (fresh->memory != nullptr) {
     fresh->memory->end_claims();
     if (keeper_ != nullptr) {
@@ -352,7 +342,7 @@ void ShardStore::drop_job(uint64_t job_id, bool force, Done done) {
                       "job drop --force`: sessions attached ",
                       job->sessions.size()));
   }
-  if (job->service_lease_count > 0) {
+  if (job->slots().service_lease_count() > 0) {
     return done(error(StatusCode::in_use,
                       "job ",
                       job->name,
@@ -507,7 +497,7 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   session->ring.end_resident_leases();
   const std::list<LeaseWaiter> given_up = job.waiters.take(
       [&](const LeaseWaiter& waiter) { return waiter.request.session_id == session_id; });
-  const uint32_t leases_before = job.lease_count();
+  const uint32_t leases_before = job.slots().lease_count();
   MEMD_FAILPOINT("session.before_discard");
   // Only then, so that a daemon that takes over meanwhile ends the session again.
   const auto discarded = Join::start([this, &job, session, session_id](const Status&) {
@@ -522,14 +512,14 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   for (Entry* const entry : job.entries) {
     if (entry == nullptr || !entry->is_ahead || entry->audience != session->ring.tag()) continue;
     entry->audience = kNobody;
-    job.withdraw(*entry);
+    job.table().withdraw(*entry);
   }
   if (!MEMD_PLANTED("session.pins_kept")) std::erase(job.sessions, session);
   end_plan(job, *session);
   sessions_.erase(session_id);
   sessions_not_resumed_.erase(session_id);
-  const uint32_t leases_after = job.lease_count();
-  if (job.memory != nullptr) job.free_retired();
+  const uint32_t leases_after = job.slots().lease_count();
+  if (job.memory != nullptr) job.slots().free_retired();
   drop_gradients_of(job, [session_id](const Shard& shard) {
     if (MEMD_PLANTED("session.sealed_gradients_dropped")) return shard.gradient_session != 0;
     return shard.gradient_session == session_id;
@@ -552,7 +542,7 @@ Result<std::pair<std::vector<ShardInfo>, bool>> ShardStore::declare(
     uint64_t session_id, const std::vector<ShardSpec>& specs) {
   const auto job = job_of(session_id);
   if (!job.is_ok()) return job.status();
-  job.value()->settle_all_pending();
+  job.value()->residencies().settle_all_pending();
   MEMD_FAILPOINT("shards.before_declared");
   auto infos = job.value()->declare(specs);
   if (!infos.is_ok()) return infos.status();
@@ -663,7 +653,7 @@ void ShardStore::delete_shard(uint64_t session_id,
                       " is a parameter; drop the job, or start over with connect(fresh=True)"));
   }
   Entry* const entry = job.shards[shard_id].value;
-  job.settle_pending(*entry);
+  job.residencies().settle_pending(*entry);
   if (entry->pending != nullptr) {
     return done(error(StatusCode::invalid_argument,
                       "shard ",

@@ -66,7 +66,7 @@ Status ShardStore::check_step(Job& job, const StepRequest& request) const {
             StatusCode::invalid_argument, who, " was never written; write its first value");
       }
       if (gradient->slot != nullptr &&
-          job.pins(*gradient->slot, shard.index_in_bucket).writers != 0) {
+          job.slots().pins(*gradient->slot, shard.index_in_bucket).writers != 0) {
         return error(
             StatusCode::invalid_argument, who, ": its gradient is still leased for writing");
       }
@@ -137,7 +137,7 @@ Status ShardStore::check_repeated(Job& job, const StepRequest& request) {
   for (const auto& [staged_id, buffer_id] : request.staged_buffers) {
     if (staged_id >= job.shards.size() || job.shards[staged_id].deleted) continue;
     const Shard& staged = job.shards[staged_id];
-    job.settle_pending(*staged.value);
+    job.residencies().settle_pending(*staged.value);
     if (staged.written) return refusal(staged, "the bytes");
   }
   return Status::ok();
@@ -265,7 +265,7 @@ void ShardStore::accept_step(
     job.begin_updates(job.buckets[index]);
     Entry& value = *job.buckets[index].value;
     ++value.steps_before;
-    job.withdraw(value);
+    job.table().withdraw(value);
   }
   note_call(request);
   let_lease_after(request);
@@ -324,7 +324,7 @@ Status ShardStore::check_start(const StepState& state) const {
 Status ShardStore::check_writers(const Job& job) {
   for (Entry* const entry : job.entries) {
     if (entry == nullptr || entry->kind != EntryKind::parameter || entry->slot == nullptr) continue;
-    if (!job.has_writer(*entry->slot)) continue;
+    if (!job.slots().has_writer(*entry->slot)) continue;
     return error(StatusCode::invalid_argument,
                  "shard ",
                  job.describe(*entry),
@@ -530,11 +530,11 @@ void ShardStore::publish_bucket(StepState& state, const Bucket& bucket) {
   const auto session = sessions_.find(state.request.session_id);
   value.audience = session == sessions_.end() ? kNobody : session->second->ring.tag();
   if (value.residency() == Residency::filling)
-    job.move(value, Residency::filling, Residency::clean);
+    job.residencies().move(value, Residency::filling, Residency::clean);
   --value.task_count;
   // Where it is not resident it may be brought up now.
-  if (!value.is_resident()) job.policy.look_again_at(value.id);
-  job.policy.want_look_ahead();
+  if (!value.is_resident()) job.policy().look_again_at(value.id);
+  job.policy().want_look_ahead();
   MEMD_FAILPOINT("step.bucket_published");
 }
 
@@ -561,8 +561,8 @@ Status ShardStore::swap_staged_buffers(const std::shared_ptr<StepState>& state) 
   for (const auto& [staged_id, buffer_id] : state->request.staged_buffers) {
     Shard& staged = job.shards[staged_id];
     Shard& buffer = job.shards[buffer_id];
-    job.settle_pending(*staged.value);
-    job.settle_pending(*buffer.value);
+    job.residencies().settle_pending(*staged.value);
+    job.residencies().settle_pending(*buffer.value);
     if (!staged.written || staged.value->pending != nullptr) {
       return error(
           StatusCode::invalid_argument, "shard ", job.name, "/", staged.name(), " was not put yet");
@@ -598,14 +598,14 @@ void ShardStore::exchange_buffers(StepState& state, bool swapped) {
     Job& job = *state.job;
     Shard& staged = job.shards[staged_id];
     Shard& buffer = job.shards[buffer_id];
-    job.withdraw(*staged.value);
-    job.withdraw(*buffer.value);
+    job.table().withdraw(*staged.value);
+    job.table().withdraw(*buffer.value);
     std::swap(staged.value, buffer.value);
     std::swap(staged.value->owner, buffer.value->owner);
     staged.written = !swapped;
     buffer.written = swapped || state.buffer_was_written[i];
-    job.publish(*staged.value);
-    job.publish(*buffer.value);
+    job.table().publish(*staged.value);
+    job.table().publish(*buffer.value);
   }
   state.swapped = swapped;
 }
@@ -615,8 +615,8 @@ void ShardStore::drop_staged(const StepState& state) {
   MEMD_FAILPOINT("step.before_staged_dropped");
   for (const auto& [staged_id, buffer_id] : state.request.staged_buffers) {
     Entry& old = *job.shards[staged_id].value;
-    if (old.is_resident()) job.move(old, old.residency(), Residency::absent);
-    if (old.slot != nullptr) job.retire_slot(std::move(old.slot));
+    if (old.is_resident()) job.residencies().move(old, old.residency(), Residency::absent);
+    if (old.slot != nullptr) job.slots().retire(std::move(old.slot));
     for (Replica& replica : old.replicas) {
       if (replica.exists()) job.space.release(replica, extents_);
     }
@@ -625,8 +625,8 @@ void ShardStore::drop_staged(const StepState& state) {
     Entry& fresh = *job.shards[buffer_id].value;
     old.kept_owner = staged_id;
     fresh.kept_owner = buffer_id;
-    job.note(fresh);
-    job.publish(fresh);
+    job.slots().note(fresh);
+    job.table().publish(fresh);
     // Of bytes in memory alone too: the old ones' extents are nobody's.
     for (size_t i = 0; i < fresh.replicas.size(); ++i) job.note_value_extent(fresh, i);
     for (size_t i = 0; i < old.replicas.size(); ++i) job.note_value_extent(old, i);
@@ -680,17 +680,17 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
   }
   const bool is_in_shadow = shadow != nullptr;
   bool in_place = value.residency() == Residency::clean;
-  if (in_place && (is_in_shadow || is_away || !job.take_away(value))) {
+  if (in_place && (is_in_shadow || is_away || !job.table().take_away(value))) {
     // A live view is never written: the new parameter goes elsewhere.
-    job.move(value, Residency::clean, Residency::absent);
-    job.retire_slot(std::move(value.slot));
+    job.residencies().move(value, Residency::clean, Residency::absent);
+    job.slots().retire(std::move(value.slot));
     in_place = false;
   }
   if (in_place) {
-    job.move(value, Residency::clean, Residency::filling);
+    job.residencies().move(value, Residency::clean, Residency::filling);
   } else if (is_in_shadow) {
     value.slot = std::move(shadow);
-    job.move(value, Residency::absent, Residency::filling);
+    job.residencies().move(value, Residency::absent, Residency::filling);
   }
   // When its first tile starts: by then the session is farther, and needs less of what is resident.
   const auto find_slot = [this, state, &value] { make_slot_for_update(*state, value); };
@@ -752,15 +752,15 @@ void ShardStore::make_slot_for_update(const StepState& state, Entry& value) {
   const auto session = sessions_.find(state.request.session_id);
   const bool is_planned = session != sessions_.end() && session->second->plan != nullptr;
   const uint64_t distance = is_planned ? session->second->plan->distance(value.id) : kNeverUsed;
-  auto slot = job.make_slot(value.bytes, job.shard_count(value));
+  auto slot = job.slots().make(value.bytes, job.shard_count(value));
   while (slot == nullptr &&
          (job.memory->grow_arena() ||
           (distance != kNeverUsed && evict_for(job, value.bytes, distance + 1)))) {
-    slot = job.make_slot(value.bytes, job.shard_count(value));
+    slot = job.slots().make(value.bytes, job.shard_count(value));
   }
   if (slot == nullptr) return;
   value.slot = std::move(slot);
-  job.move(value, Residency::absent, Residency::filling);
+  job.residencies().move(value, Residency::absent, Residency::filling);
 }
 
 }  // namespace memd

@@ -52,7 +52,7 @@ void ShardStore::finish_updates(const std::shared_ptr<StepState>& state, const S
               ": ",
               status.message()));
     job.progress.return_to_disk();
-    job.withdraw_all();
+    job.table().withdraw_all();
     return undo_step(state, job.progress.stopped());
   }
   undo_step(state, status);
@@ -81,7 +81,7 @@ void ShardStore::undo_step(const std::shared_ptr<StepState>& state, const Status
   for (Entry* const entry : state->held) {
     if (!entry->is_ahead) continue;
     entry->audience = kNobody;
-    job.withdraw(*entry);
+    job.table().withdraw(*entry);
   }
   const auto is_still = [state] {
     return std::none_of(state->held.begin(), state->held.end(), [](const Entry* entry) {
@@ -107,9 +107,9 @@ void ShardStore::undo_now(const std::shared_ptr<StepState>& state) {
       Entry& value = *job.buckets[index].value;
       if (value.bytes == 0) continue;
       if (value.residency() == Residency::filling)
-        job.move(value, Residency::filling, Residency::absent);
-      if (value.is_resident()) job.move(value, value.residency(), Residency::absent);
-      if (value.slot != nullptr) job.retire_slot(std::move(value.slot));
+        job.residencies().move(value, Residency::filling, Residency::absent);
+      if (value.is_resident()) job.residencies().move(value, value.residency(), Residency::absent);
+      if (value.slot != nullptr) job.slots().retire(std::move(value.slot));
     }
     if (!state->in_memory) job.space.roll_back(extents_);
   }
@@ -124,8 +124,8 @@ void ShardStore::publish_values(const StepState& state) {
   for (const uint32_t index : state.buckets) {
     Entry& value = *job.buckets[index].value;
     --value.steps_before;
-    job.withdraw(value);
-    job.publish(value);
+    job.table().withdraw(value);
+    job.table().publish(value);
   }
 }
 
@@ -180,7 +180,7 @@ void ShardStore::publish_step(const std::shared_ptr<StepState>& state) {
   drop_staged(*state);
   for (const uint32_t index : state->buckets) {
     const Entry& value = *job.buckets[index].value;
-    if (value.is_resident()) job.note(value);
+    if (value.is_resident()) job.slots().note(value);
   }
   publish_values(*state);
   MEMD_FAILPOINT("step.before_gradients_dropped");

@@ -28,7 +28,7 @@ void ShardStore::write_back(Job& job,
                             const std::shared_ptr<StepReport>& report,
                             Done done) {
   MEMD_FAILPOINT("writeback.started");
-  job.move(entry, Residency::dirty, Residency::draining);
+  job.residencies().move(entry, Residency::dirty, Residency::draining);
   auto join = Join::start([&job, &entry, done = std::move(done)](const Status& status) {
     MEMD_FAILPOINT("writeback.finished");
     if (status.is_ok() && entry.kind == EntryKind::parameter) {
@@ -36,7 +36,8 @@ void ShardStore::write_back(Job& job,
         job.shards[id].is_on_disk = job.shards[id].written;
       }
     }
-    job.move(entry, Residency::draining, status.is_ok() ? Residency::clean : Residency::dirty);
+    job.residencies().move(
+        entry, Residency::draining, status.is_ok() ? Residency::clean : Residency::dirty);
     // What was spilled is in no catalogue before the next commit.
     if (status.is_ok() && entry.kind != EntryKind::gradient) job.changed = true;
     done(status);
@@ -73,7 +74,7 @@ void ShardStore::write_back_all(Job& job,
                                 const std::shared_ptr<StepReport>& report,
                                 Done done) {
   auto join = Join::start(std::move(done));
-  job.settle_all_pending();
+  job.residencies().settle_all_pending();
   for (Entry* const entry : job.entries) {
     if (entry == nullptr || entry->kind == EntryKind::gradient) continue;
     if (entry->residency() != Residency::dirty || entry->tier != Tier::nvme) continue;

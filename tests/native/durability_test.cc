@@ -337,8 +337,8 @@ TEST_P(DurabilityTest, parameters_evicted_over_dirty_tiles_come_back_as_they_are
   for (const uint32_t id : training.ids()) {
     Entry& entry = *job.shards[id].value;
     if (entry.residency() != Residency::clean) continue;
-    job.move(entry, Residency::clean, Residency::absent);
-    job.free_slot(std::move(entry.slot));
+    job.residencies().move(entry, Residency::clean, Residency::absent);
+    job.slots().free(std::move(entry.slot));
   }
   training.expect_equal();
   ASSERT_TRUE(training.step().first.is_ok());

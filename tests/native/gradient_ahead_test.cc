@@ -82,7 +82,7 @@ TEST_F(GradientAheadTest, a_slot_that_is_still_held_is_freed_when_it_is_given_ba
   EXPECT_EQ(shard(0).gradient_session, 0U);
   EXPECT_EQ(job().memory->arena().used_bytes(), used_bytes);
   heart_.release(**ahead);
-  job().free_retired();
+  job().slots().free_retired();
   EXPECT_LT(job().memory->arena().used_bytes(), used_bytes);
 }
 

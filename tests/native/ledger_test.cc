@@ -538,14 +538,14 @@ TEST_F(AdoptionTest, leases_stay_valid_and_nobody_writes_over_them) {
   const auto old = twins_[0].theta;
   restart();
   Job& job = heart_->job(session_);
-  EXPECT_EQ(job.lease_count(), 1U);
+  EXPECT_EQ(job.slots().lease_count(), 1U);
   const auto* const still = reinterpret_cast<const float*>(job.memory->arena().at(offset));
   EXPECT_TRUE(std::equal(old.begin(), old.end(), still));
   write_gradients(20);
   expect_step(1, 20);
   EXPECT_TRUE(std::equal(old.begin(), old.end(), still)) << "a live view is never written";
   heart_->store().sessions().at(session_)->ring.add_pin(pin, ~kReaderPin + 1);
-  EXPECT_EQ(job.lease_count(), 0U);
+  EXPECT_EQ(job.slots().lease_count(), 0U);
   // And all that was retired can be used again.
   heart_->write(
       session_, heart_->declare(session_, {bytes_shard("large", 12_MiB)})[0], pattern(12_MiB, 3));
@@ -655,7 +655,7 @@ TEST_F(AdoptionTest, who_comes_back_to_the_same_daemon_is_granted_nothing_that_i
   EXPECT_EQ((*waits)->status.code(), StatusCode::unavailable);
   heart_->release(writer);
   heart_->turns();
-  EXPECT_EQ(heart_->job(session_).lease_count(), 0U);
+  EXPECT_EQ(heart_->job(session_).slots().lease_count(), 0U);
   expect_twins(1);
 }
 

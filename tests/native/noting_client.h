@@ -56,7 +56,8 @@ class NotingClient {
   /// Until nothing is being read for a plan.
   void settle() {
     heart_.turn();
-    EXPECT_TRUE(heart_.until([&] { return heart_.job(session_id_).prefetching_bytes == 0; }));
+    EXPECT_TRUE(heart_.until(
+        [&] { return heart_.job(session_id_).prefetch_window().reading_bytes() == 0; }));
     heart_.turn();
   }
 

@@ -448,8 +448,8 @@ TEST(Prefetch, random_sessions_read_what_they_wrote) {
     for (Entry* const entry : model.heart.job(model.session_id).entries) {
       if (entry != nullptr && entry->prefetched != Prefetched::no) ahead_bytes += entry->bytes;
     }
-    EXPECT_EQ(model.heart.job(model.session_id).ahead_bytes, ahead_bytes);
-    EXPECT_EQ(model.heart.job(model.session_id).prefetching_bytes, 0u);
+    EXPECT_EQ(model.heart.job(model.session_id).prefetch_window().bytes(), ahead_bytes);
+    EXPECT_EQ(model.heart.job(model.session_id).prefetch_window().reading_bytes(), 0u);
   }
 }
 

@@ -106,7 +106,7 @@ class PublishTest : public ::testing::Test {
     const ServerRing& ring = (*found)->ring;
     const auto memory = SharedMemory::map(OwnedFd(dup(ring.session_fd())), sizeof(SessionLayout));
     auto& layout = *reinterpret_cast<SessionLayout*>(memory.value().data());
-    const auto& rows = reinterpret_cast<const TableLayout*>(job().table.data())->rows;
+    const auto& rows = reinterpret_cast<const TableLayout*>(job().table().memory().data())->rows;
     const PinWords<std::atomic> words{.counters = layout.pins,
                                       .counter_count = kPinCount,
                                       .release_wanted = layout.header.release_wanted,
@@ -367,8 +367,8 @@ TEST_F(PublishTest, what_was_published_and_evicted_comes_back_from_where_no_cata
   Entry& first = *job().buckets[0].value;
   const ExtentRecord extent = first.replicas[0].extent();
   ASSERT_TRUE(extent.exists());
-  job().move(first, Residency::clean, Residency::absent);
-  job().free_slot(std::move(first.slot));
+  job().residencies().move(first, Residency::clean, Residency::absent);
+  job().slots().free(std::move(first.slot));
   heart_->faults().add_fault({.kind = MemoryFaultKind::stall,
                               .io_kind = IoKind::read,
                               .offset_bytes = extent.address.offset_bytes});

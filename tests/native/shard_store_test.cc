@@ -269,7 +269,7 @@ TEST_F(ShardStoreTest, what_a_dead_session_half_wrote_is_gone) {
     EXPECT_EQ(heart.lease(alive, ids[1], LeaseMode::read, Part::gradient).status.code(),
               StatusCode::not_found);
   }
-  EXPECT_EQ(heart.job(alive).lease_count(), 0u);
+  EXPECT_EQ(heart.job(alive).slots().lease_count(), 0u);
 }
 
 TEST_F(ShardStoreTest, who_holds_every_pin_is_refused_at_once_with_the_names_of_the_holders) {
@@ -323,7 +323,7 @@ TEST_F(ShardStoreTest, what_a_client_writes_in_its_counters_hides_nobody_elses_p
     const LeaseGrant grant = (*answer)->grant;
     heart.store().sessions().at(hostile)->ring.add_pin(grant.slot->pin_first, 0xffff'ffff);
     const Job& job = heart.job(hostile);
-    EXPECT_TRUE(job.is_pinned(*grant.slot));
+    EXPECT_TRUE(job.slots().is_pinned(*grant.slot));
     const auto wants_room = heart.ask(hostile, ids[1], LeaseMode::overwrite);
     heart.turns();
     EXPECT_EQ(job.shards[ids[0]].value->slot.get(), grant.slot) << "the slot was freed";
@@ -393,11 +393,11 @@ TEST_F(ShardStoreTest, a_prefetch_brings_up_what_there_is_room_for_and_fails_nob
   prefetch(ids[1]);  // no room
   prefetch(12345);   // no such shard
   heart.turns();
-  EXPECT_EQ(heart.job(session).lease_count(), 1u);
+  EXPECT_EQ(heart.job(session).slots().lease_count(), 1u);
   heart.release(**lease);
   prefetch(ids[1]);
   EXPECT_TRUE(heart.until([&] { return heart.job(session).shards[ids[1]].value->is_resident(); }));
-  EXPECT_EQ(heart.job(session).lease_count(), 0u);
+  EXPECT_EQ(heart.job(session).slots().lease_count(), 0u);
 }
 
 TEST_F(ShardStoreTest, a_spill_that_fails_is_told_to_who_waits_for_the_room) {

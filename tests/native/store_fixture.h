@@ -436,7 +436,7 @@ inline void expect_all_bytes_held(Job& job) {
   uint64_t named_bytes = 0;
   job.for_each_replica([&](Replica& each) { named_bytes += each.length_bytes; });
   EXPECT_EQ(job.space.used_bytes(), named_bytes);
-  job.free_retired();
+  job.slots().free_retired();
   uint64_t slot_bytes = 0;
   for (const Entry* const entry : job.entries) {
     if (entry == nullptr) continue;

@@ -99,8 +99,8 @@ class MadeStepTest : public ::testing::Test {
     Job& job = heart_->job(session_);
     Entry& entry = *job.shards[buffer_].value;
     if (entry.residency() == Residency::clean) {
-      job.move(entry, Residency::clean, Residency::absent);
-      job.free_slot(std::move(entry.slot));
+      job.residencies().move(entry, Residency::clean, Residency::absent);
+      job.slots().free(std::move(entry.slot));
       EXPECT_TRUE(heart_->read<uint8_t>(session_, buffer_) == pattern(kBufferBytes, seed))
           << "on disk";
     }

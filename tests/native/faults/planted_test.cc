@@ -130,9 +130,9 @@ void who_dies_holds_nothing() {
   const uint64_t reader = bench.attach();
   require(bench.daemon->lease(reader, "blob").status.is_ok(), "no lease");
   Job& job = bench.daemon->job(reader);
-  require(job.lease_count() == 1, "the lease is not counted");
+  require(job.slots().lease_count() == 1, "the lease is not counted");
   bench.daemon->detach(reader);
-  require(job.lease_count() == 0, "the lease of a session that has ended is still held");
+  require(job.slots().lease_count() == 0, "the lease of a session that has ended is still held");
 }
 
 void what_is_leased_keeps_its_bytes() {

@@ -575,15 +575,15 @@ inline void check_memory(Daemon& daemon) {
   for (const JobInfo& info : daemon.store().jobs()) {
     const uint64_t session = daemon.attach(info.job_id);
     Job& job = daemon.job(session);
-    job.free_retired();
-    require(job.lease_count() == 0, "leases of nobody: ", job.lease_count());
+    job.slots().free_retired();
+    require(job.slots().lease_count() == 0, "leases of nobody: ", job.slots().lease_count());
     uint64_t slot_bytes = 0;
     for (Entry* const entry : job.entries) {
       if (entry == nullptr) continue;
       require(entry->pending == nullptr, "bytes of nobody wait for ", job.describe(*entry));
       if (entry->slot != nullptr) slot_bytes += align_up(entry->slot->bytes, kBlockBytes);
     }
-    for (const auto& slot : job.retired) slot_bytes += align_up(slot->bytes, kBlockBytes);
+    for (const auto& slot : job.slots().retired()) slot_bytes += align_up(slot->bytes, kBlockBytes);
     require(slot_bytes == job.memory->arena().used_bytes(),
             "slots: ",
             slot_bytes,

@@ -1,0 +1,75 @@
+#include "store/cache/residencies.h"
+
+#include <utility>
+
+#include "base/check.h"
+#include "base/failpoint.h"
+
+namespace memd {
+
+void Residencies::move(Entry& entry, Residency from, Residency to) {
+  const bool stays = to == Residency::clean || to == Residency::dirty;
+  if (!stays) parts_.table.withdraw(entry);
+  move_unnoted(entry, from, to);
+  parts_.slots.note(entry);
+  // The ledger comes first: it says of no slot that is leased that it is nobody's.
+  if (stays) parts_.table.publish(entry);
+}
+
+void Residencies::move_unnoted(Entry& entry, Residency from, Residency to) {
+  entry.move(from, to);
+  if (from == Residency::draining) draining_bytes_ -= entry.bytes;
+  if (to == Residency::draining) draining_bytes_ += entry.bytes;
+  if (entry.is_resident() && entry.pending == nullptr) parts_.policy.used(entry.id, entry.price());
+  if (!entry.is_resident() && parts_.gates.early_slot(entry) == nullptr)
+    parts_.policy.forget(entry.id);
+  if (to == Residency::absent) parts_.window.end(entry);
+}
+
+std::unique_ptr<Slot> Residencies::take_slot(Entry& entry) {
+  if (!parts_.table.take_away(entry)) return nullptr;
+  move(entry, Residency::clean, Residency::absent);
+  // The ledger comes first: from here on these are no bytes of the entry.
+  parts_.slots.note_made(*entry.slot);
+  return std::move(entry.slot);
+}
+
+void Residencies::set_pending(Entry& entry, std::unique_ptr<Slot> slot) {
+  MEMD_CHECK(entry.pending == nullptr);
+  entry.pending = std::move(slot);
+  pending_ids_.insert(entry.id);
+}
+
+void Residencies::settle_all_pending() {
+  std::erase_if(pending_ids_, [this](uint32_t id) {
+    Entry* const entry = parts_.entries[id];
+    if (entry != nullptr) settle_pending(*entry);
+    return entry == nullptr || entry->pending == nullptr;
+  });
+}
+
+void Residencies::settle_pending(Entry& entry) {
+  // Nobody reads there: a reader's pin is one that looks for another slot, and goes again.
+  if (entry.pending == nullptr || parts_.slots.has_writer(*entry.pending)) return;
+  // A spill of the old bytes is in flight: they are still being copied.
+  if (entry.residency() == Residency::draining || entry.residency() == Residency::filling) return;
+  MEMD_FAILPOINT("blob.before_swap");
+  parts_.table.withdraw(entry);
+  std::unique_ptr<Slot> old = std::move(entry.slot);
+  entry.slot = std::move(entry.pending);
+  entry.slot->pending_session = 0;
+  // In one store the new bytes are the entry's; only then does the old slot go.
+  parts_.slots.note_as(entry, Residency::dirty);
+  MEMD_FAILPOINT("ledger.pending_settled");
+  if (old != nullptr) parts_.slots.retire(std::move(old));
+  if (entry.residency() == Residency::absent) {
+    move_unnoted(entry, Residency::absent, Residency::filling);
+    move_unnoted(entry, Residency::filling, Residency::clean);
+  }
+  if (entry.residency() == Residency::clean) move(entry, Residency::clean, Residency::dirty);
+  parts_.gates.note_written(entry.owner);
+  parts_.table.publish(entry);
+  MEMD_FAILPOINT("blob.swapped");
+}
+
+}  // namespace memd

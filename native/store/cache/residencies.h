@@ -1,0 +1,72 @@
+// The one place where an entry's residency changes, with all that has to follow it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <unordered_set>
+
+#include "store/cache/entry.h"
+#include "store/cache/entry_table.h"
+#include "store/cache/eviction.h"
+#include "store/cache/prefetch_window.h"
+#include "store/cache/shard_table.h"
+#include "store/cache/slots.h"
+
+namespace memd {
+
+/// What a change of residency asks of the rest of the job. Implemented by Job.
+class ResidencyGates {
+ public:
+  virtual ~ResidencyGates() = default;
+  /// Where the entry's value as of the step to come is, if anywhere: while it is there the entry
+  /// stays in the policy's order.
+  virtual const Slot* early_slot(const Entry& entry) const = 0;
+  /// The shard has bytes that the next commit should write down.
+  virtual void note_written(uint32_t shard_id) = 0;
+};
+
+/// Keeps the shard table, the ledger and the eviction policy in step with residency, and knows
+/// which entries have a pending slot. An entry's slot is set before it moves to filling, and taken
+/// after it has moved to absent. Owned by the Job; the server thread calls everything; nothing
+/// blocks.
+class Residencies {
+ public:
+  struct Parts {
+    const EntryTable& entries;
+    Slots& slots;
+    ShardTable& table;
+    FarthestNextUse& policy;
+    PrefetchWindow& window;
+    ResidencyGates& gates;
+  };
+
+  explicit Residencies(const Parts& parts) : parts_(parts) {}
+  Residencies(const Residencies&) = delete;
+  Residencies& operator=(const Residencies&) = delete;
+
+  void move(Entry& entry, Residency from, Residency to);
+  /// The slot of a clean entry, for other bytes; the entry is absent then. nullptr where somebody
+  /// leases it.
+  std::unique_ptr<Slot> take_slot(Entry& entry);
+
+  /// Somebody writes there what takes the place of the entry's bytes when it is done.
+  void set_pending(Entry& entry, std::unique_ptr<Slot> slot);
+  /// Lets a finished overwrite take the place of what was there.
+  void settle_pending(Entry& entry);
+  /// All that are finished, at the cost of those that were begun.
+  void settle_all_pending();
+
+  /// Of entries that are being written back.
+  uint64_t draining_bytes() const { return draining_bytes_; }
+
+ private:
+  /// move() without a word to the ledger, which must not see what lies between.
+  void move_unnoted(Entry& entry, Residency from, Residency to);
+
+  const Parts parts_;
+  uint64_t draining_bytes_ = 0;
+  // Of entries with a pending slot, and of some that had one.
+  std::unordered_set<uint32_t> pending_ids_;
+};
+
+}  // namespace memd

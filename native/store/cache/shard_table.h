@@ -1,0 +1,87 @@
+// What a job's table in shared memory says of its shards: where each lies, for those who lease it
+// without a request.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "ring/layout.h"
+#include "ring/shared_memory.h"
+#include "store/cache/bucket.h"
+#include "store/cache/entry.h"
+#include "store/cache/entry_table.h"
+#include "store/cache/shard.h"
+#include "store/cache/slots.h"
+#include "store/journal/progress.h"
+
+namespace memd {
+
+/// Owns the table; Shard::is_published and Slot::is_published say what is in it. A client that
+/// leases without a request is in the middle of it at any time, so that nothing which is read of
+/// pins holds before the entry, or the shard, is withdrawn. Owned by the Job; the server thread
+/// calls everything; nothing blocks.
+class ShardTable {
+ public:
+  ShardTable(SharedMemory memory,
+             std::vector<Shard>& shards,
+             const std::deque<Bucket>& buckets,
+             const EntryTable& entries,
+             const Slots& slots,
+             const JobProgress& progress)
+      : memory_(std::move(memory)),
+        shards_(shards),
+        buckets_(buckets),
+        entries_(entries),
+        slots_(slots),
+        progress_(progress) {}
+  ShardTable(const ShardTable&) = delete;
+  ShardTable& operator=(const ShardTable&) = delete;
+
+  /// TableLayout.
+  const SharedMemory& memory() const { return memory_; }
+  /// The memory of the same job's table, which its clients map.
+  void take_memory(ShardTable& other) { memory_ = std::move(other.memory_); }
+  /// Of another daemon, whose clients map it: each row that it may have written is withdrawn, and
+  /// nothing is published until end_adoption(). Those clients begin no lease from here on.
+  void adopt(SharedMemory memory);
+  /// All of the job is known.
+  void end_adoption();
+
+  /// What can be leased so, of the entry's shards.
+  void publish(const Entry& entry);
+  /// The same of one shard; for what a reader was granted or a writer gave back.
+  void publish_shard(uint32_t shard_id);
+  /// Nobody begins to lease them from here on.
+  void withdraw(const Entry& entry);
+  void withdraw_shard(uint32_t shard_id);
+  void withdraw_all();
+  /// Withdraws the entry. Where a look at the pins then shows one it is published again, and this
+  /// is false. Of an entry with a slot.
+  bool take_away(const Entry& entry);
+  /// While a writer of the shard is being granted: withdraws it, and publishes it no more.
+  void withhold(uint32_t shard_id);
+  void end_withholding() { withheld_shard_.reset(); }
+
+ private:
+  bool can_publish(const Entry& entry) const;
+  bool can_publish(const Entry& entry, uint32_t shard_id, uint32_t index) const;
+  void publish_shard(const Entry& entry, uint32_t shard_id, uint32_t index);
+  /// Of an entry of values: `visit(shard_id, index in its slot)`.
+  template <typename Visit>
+  void for_each_shard(const Entry& entry, const Visit& visit) const;
+  ShardRow* row_of(uint32_t shard_id);
+
+  SharedMemory memory_;
+  std::vector<Shard>& shards_;
+  const std::deque<Bucket>& buckets_;
+  const EntryTable& entries_;
+  const Slots& slots_;
+  const JobProgress& progress_;
+  std::optional<uint32_t> withheld_shard_;
+  bool may_publish_ = true;
+};
+
+}  // namespace memd

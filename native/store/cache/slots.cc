@@ -1,0 +1,189 @@
+#include "store/cache/slots.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/check.h"
+
+namespace memd {
+namespace {
+
+SlotRecord slot_record(const Slot& slot, SlotRole role) {
+  SlotRecord record;
+  record.role = role;
+  record.offset_bytes = slot.offset_bytes;
+  record.bytes = slot.bytes;
+  record.pin_first = slot.pin_first;
+  record.pin_count = slot.pin_count();
+  return record;
+}
+
+SlotRecord slot_record(const Entry& entry, const Slot& slot, SlotRole role) {
+  SlotRecord record = slot_record(slot, role);
+  record.residency = entry.residency();
+  // The next daemon makes the update again, and must not take these bytes for those of the step
+  // before.
+  if (entry.is_ahead && entry.is_resident()) record.residency = Residency::filling;
+  record.kind = entry.kind;
+  record.owner = entry.kept_owner;
+  record.has_service_writer = std::any_of(slot.service_pins.begin(),
+                                          slot.service_pins.end(),
+                                          [](uint32_t pins) { return pin_writers(pins) != 0; });
+  if (role == SlotRole::pending) record.pending_session = slot.pending_session;
+  return record;
+}
+
+}  // namespace
+
+std::unique_ptr<Slot> Slots::make(uint64_t bytes, uint32_t pin_count) {
+  const auto offset_bytes = memory_->arena().allocate(std::max<uint64_t>(bytes, 1));
+  if (!offset_bytes) return nullptr;
+  const auto pin_first = pin_indexes_.take(pin_count);
+  if (!pin_first) {
+    memory_->arena().free(*offset_bytes);
+    return nullptr;
+  }
+  auto slot = std::make_unique<Slot>();
+  slot->offset_bytes = *offset_bytes;
+  slot->bytes = bytes;
+  slot->pin_first = *pin_first;
+  slot->service_pins.assign(pin_count, 0);
+  note_made(*slot);
+  return slot;
+}
+
+void Slots::free(std::unique_ptr<Slot> slot) {
+  MEMD_CHECK(!slot->is_published);
+  if (ledger_ != nullptr) ledger_->note_slot(slot_record(*slot, SlotRole::none));
+  memory_->arena().free(slot->offset_bytes);
+  pin_indexes_.give_back(slot->pin_first, slot->pin_count());
+}
+
+void Slots::retire(std::unique_ptr<Slot> slot) {
+  MEMD_CHECK(!slot->is_published);
+  if (is_pinned(*slot)) {
+    if (ledger_ != nullptr) ledger_->note_slot(slot_record(*slot, SlotRole::retired));
+    retired_.push_back(std::move(slot));
+  } else {
+    free(std::move(slot));
+  }
+}
+
+void Slots::free_retired() {
+  for (auto it = retired_.begin(); it != retired_.end();) {
+    if (is_pinned(**it)) {
+      ++it;
+      continue;
+    }
+    free(std::move(*it));
+    it = retired_.erase(it);
+  }
+}
+
+void Slots::free_all() {
+  for (Entry* const entry : entries_) {
+    if (entry == nullptr) continue;
+    if (entry->slot != nullptr) free(std::move(entry->slot));
+    if (entry->pending != nullptr) free(std::move(entry->pending));
+  }
+  for (auto& slot : std::exchange(retired_, {})) free(std::move(slot));
+}
+
+std::unique_ptr<Slot> Slots::adopt(const SlotRecord& record) {
+  if (!memory_->arena().reserve(record.offset_bytes, record.bytes)) return nullptr;
+  auto slot = std::make_unique<Slot>();
+  slot->offset_bytes = record.offset_bytes;
+  slot->bytes = record.bytes;
+  slot->pin_first = record.pin_first;
+  slot->service_pins.assign(record.pin_count, 0);
+  return slot;
+}
+
+PinCount Slots::pins(const Slot& slot, uint32_t index) const {
+  PinCount sum;
+  sum.add(slot.service_pins[index]);
+  for (const auto& session : sessions_) sum.add(session->ring.pins(slot.pin_first + index));
+  return sum;
+}
+
+bool Slots::is_pinned(const Slot& slot) const {
+  for (uint32_t i = 0; i < slot.pin_count(); ++i) {
+    if (pins(slot, i).all() != 0) return true;
+  }
+  return false;
+}
+
+bool Slots::has_writer(const Slot& slot) const {
+  for (uint32_t i = 0; i < slot.pin_count(); ++i) {
+    if (pins(slot, i).writers != 0) return true;
+  }
+  return false;
+}
+
+bool Slots::visit_all(const std::function<bool(const Slot&)>& visit) const {
+  for (const Entry* const entry : entries_) {
+    if (entry == nullptr) continue;
+    if (entry->slot != nullptr && visit(*entry->slot)) return true;
+    if (entry->pending != nullptr && visit(*entry->pending)) return true;
+  }
+  return std::any_of(
+      retired_.begin(), retired_.end(), [&](const auto& slot) { return visit(*slot); });
+}
+
+bool Slots::pinned_by_others(uint64_t session_id) const {
+  return visit_all([&](const Slot& slot) {
+    for (uint32_t i = 0; i < slot.pin_count(); ++i) {
+      if (slot.service_pins[i] != 0) return true;
+      for (const auto& session : sessions_) {
+        if (session->session_id != session_id && session->ring.pins(slot.pin_first + i) != 0)
+          return true;
+      }
+    }
+    return false;
+  });
+}
+
+uint32_t Slots::lease_count() const {
+  uint64_t count = 0;
+  visit_all([&](const Slot& slot) {
+    for (uint32_t i = 0; i < slot.pin_count(); ++i) count += pins(slot, i).all();
+    return false;
+  });
+  return static_cast<uint32_t>(count);
+}
+
+void Slots::pin_for_service(Slot& slot, uint32_t index, uint32_t pin) {
+  slot.service_pins[index] += pin;
+  ++service_lease_count_;
+}
+
+void Slots::release_service(Slot& slot, uint32_t index, uint32_t pin) {
+  --service_lease_count_;
+  slot.service_pins[index] -= pin;
+}
+
+void Slots::note(const Entry& entry) {
+  if (ledger_ == nullptr) return;
+  if (entry.slot != nullptr) ledger_->note_slot(slot_record(entry, *entry.slot, SlotRole::current));
+  if (entry.pending != nullptr)
+    ledger_->note_slot(slot_record(entry, *entry.pending, SlotRole::pending));
+}
+
+void Slots::note_all() {
+  for (const Entry* const entry : entries_) {
+    if (entry != nullptr) note(*entry);
+  }
+}
+
+void Slots::note_as(const Entry& entry, Residency residency) {
+  if (ledger_ == nullptr) return;
+  SlotRecord record = slot_record(entry, *entry.slot, SlotRole::current);
+  record.residency = residency;
+  ledger_->note_slot(record);
+}
+
+void Slots::note_made(const Slot& slot) {
+  if (ledger_ != nullptr) ledger_->note_slot(slot_record(slot, SlotRole::made));
+}
+
+}  // namespace memd

@@ -1,0 +1,89 @@
+// The slots of one job in its arena: how they come and go, who has them pinned, and what the
+// ledger is told of each.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <memory>
+#include <vector>
+
+#include "store/cache/entry.h"
+#include "store/cache/entry_table.h"
+#include "store/cache/job_memory.h"
+#include "store/cache/pins.h"
+#include "store/cache/session.h"
+#include "store/journal/ledger.h"
+
+namespace memd {
+
+/// Owns the pin counters that slots use, and slots that were replaced while leases were on them; an
+/// entry owns its own. A slot that the shard table may name is withdrawn before it comes here.
+/// Owned by the Job, whose memory and ledger come and go; the server thread calls everything;
+/// nothing blocks.
+class Slots {
+ public:
+  Slots(const EntryTable& entries,
+        const std::vector<std::shared_ptr<Session>>& sessions,
+        const std::unique_ptr<JobMemory>& memory,
+        const std::unique_ptr<Ledger>& ledger)
+      : entries_(entries), sessions_(sessions), memory_(memory), ledger_(ledger) {}
+  Slots(const Slots&) = delete;
+  Slots& operator=(const Slots&) = delete;
+
+  /// A slot of `bytes` in the arena if there is room at this moment.
+  std::unique_ptr<Slot> make(uint64_t bytes, uint32_t pin_count);
+  void free(std::unique_ptr<Slot> slot);
+  /// Frees the slot, or keeps it until its last lease ends.
+  void retire(std::unique_ptr<Slot> slot);
+  void free_retired();
+  /// Whoever leases them, those of entries too.
+  void free_all();
+  const std::list<std::unique_ptr<Slot>>& retired() const { return retired_; }
+
+  // What an earlier daemon had.
+  /// nullptr where the slot is outside of the arena, or where another one lies.
+  std::unique_ptr<Slot> adopt(const SlotRecord& record);
+  /// A run of counters that can be used again.
+  void adopt_free(const SlotRecord& record) {
+    pin_indexes_.give_back(record.pin_first, record.pin_count);
+  }
+  /// Every run of counters below `pin_end` was adopted.
+  void end_adoption(uint32_t pin_end) { pin_indexes_.start_at(pin_end); }
+
+  // Pins. No client takes away what another one or the daemon holds.
+  /// Of all sessions and the daemon itself.
+  PinCount pins(const Slot& slot, uint32_t index) const;
+  bool is_pinned(const Slot& slot) const;
+  bool has_writer(const Slot& slot) const;
+  /// Whether any pin in the arena belongs to somebody else.
+  bool pinned_by_others(uint64_t session_id) const;
+  uint32_t lease_count() const;
+  /// Leases of the daemon itself, which end with release_service().
+  void pin_for_service(Slot& slot, uint32_t index, uint32_t pin);
+  void release_service(Slot& slot, uint32_t index, uint32_t pin);
+  uint32_t service_lease_count() const { return service_lease_count_; }
+
+  // What the ledger is told, where there is one.
+  /// The entry's slots.
+  void note(const Entry& entry);
+  void note_all();
+  /// The entry's slot with a residency that the entry does not have yet.
+  void note_as(const Entry& entry, Residency residency);
+  /// The entry's slot holds none of its bytes any more.
+  void note_made(const Slot& slot);
+
+ private:
+  /// Until `visit` returns true, of every slot that may be pinned; whether it did.
+  bool visit_all(const std::function<bool(const Slot&)>& visit) const;
+
+  const EntryTable& entries_;
+  const std::vector<std::shared_ptr<Session>>& sessions_;
+  const std::unique_ptr<JobMemory>& memory_;
+  const std::unique_ptr<Ledger>& ledger_;
+  PinIndexes pin_indexes_;
+  std::list<std::unique_ptr<Slot>> retired_;
+  uint32_t service_lease_count_ = 0;
+};
+
+}  // namespace memd
