@@ -1,8 +1,8 @@
 // What a writer that is gone left in the arena of ShardStore's jobs: nothing of it is ever read,
 // and what others wrote beside it stays.
-#include <cstring>
 #include <utility>
 
+#include "base/bulk_bytes.h"
 #include "base/failpoint.h"
 #include "store/format/block_bytes.h"
 #include "store/shard_store.h"
@@ -46,7 +46,7 @@ void ShardStore::discard_torn(Job& job,
     // Without a copy on disk the shard is as if it had never been written.
     job.table().withdraw_shard(bucket.shards[index]);
     shard.written = false;
-    std::memset(slot + shard.offset_bytes(), 0, shard.bytes);
+    zero_bytes(slot + shard.offset_bytes(), shard.bytes);
     job.note_shard(bucket.shards[index]);
   }
   if (read_again.empty()) return discarded(Status::ok());
@@ -86,7 +86,7 @@ void ShardStore::finish_mend(Job& job,
     std::byte* const slot = job.memory->arena().at(entry.slot->offset_bytes);
     for (const uint32_t index : mend.torn) {
       const Shard& shard = job.shards[job.buckets[entry.owner].shards[index]];
-      std::memcpy(slot + shard.offset_bytes(), on_disk.data() + shard.offset_bytes(), shard.bytes);
+      copy_bytes(slot + shard.offset_bytes(), on_disk.data() + shard.offset_bytes(), shard.bytes);
     }
   } else {
     // With the slot goes what others wrote there: whatever the reason, nothing is committed without

@@ -1,12 +1,12 @@
 // ShardStore's leases: who gets which bytes, and the room, the fetches and the spills that this
 // takes.
 #include <algorithm>
-#include <cstring>
 #include <map>
 #include <utility>
 #include <vector>
 
 #include "arena/room_search.h"
+#include "base/bulk_bytes.h"
 #include "base/check.h"
 #include "base/failpoint.h"
 #include "base/units.h"
@@ -229,7 +229,7 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
       --entry.task_count;
       if (copy == nullptr) return wait(LeaseWait::room, "room in the arena");
       Arena& arena = job.memory->arena();
-      std::memcpy(arena.at(copy->offset_bytes), arena.at(entry.slot->offset_bytes), entry.bytes);
+      copy_bytes(arena.at(copy->offset_bytes), arena.at(entry.slot->offset_bytes), entry.bytes);
       MEMD_FAILPOINT("lease.slot_copied");
       job.table().withdraw(entry);
       std::unique_ptr<Slot> old = std::exchange(entry.slot, std::move(copy));
@@ -247,7 +247,7 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
       if (entry.kind == EntryKind::gradient && shard.gradient_session == 0 &&
           request.mode == LeaseMode::write) {
         std::byte* const slot = job.memory->arena().at(entry.slot->offset_bytes);
-        std::memset(slot + shard.offset_bytes(), 0, shard.bytes);
+        zero_bytes(slot + shard.offset_bytes(), shard.bytes);
       }
     }
     const uint32_t own_pins =
@@ -289,7 +289,7 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
     return wait(LeaseWait::disk, concat("the disk: ", job.describe(entry), " is filling"));
   }
   if (needs_bytes || job.shard_count(entry) > 1) {
-    std::memset(job.memory->arena().at(entry.slot->offset_bytes), 0, entry.bytes);
+    zero_bytes(job.memory->arena().at(entry.slot->offset_bytes), entry.bytes);
   }
   job.residencies().move(entry, Residency::filling, Residency::clean);
   return grant_or_wait(job, waiter);
@@ -316,9 +316,9 @@ ShardStore::Grant ShardStore::grant_bytes_writer(Job& job,
   Arena& arena = job.memory->arena();
   std::byte* const into = arena.at(slot->offset_bytes);
   if (keeps_old_bytes) {
-    std::memcpy(into, arena.at(entry.slot->offset_bytes), entry.bytes);
+    copy_bytes(into, arena.at(entry.slot->offset_bytes), entry.bytes);
   } else if (waiter.request.mode == LeaseMode::write) {
-    std::memset(into, 0, entry.bytes);
+    zero_bytes(into, entry.bytes);
   }
   MEMD_FAILPOINT("blob.before_pending");
   slot->pending_session = waiter.request.session_id;
@@ -551,7 +551,7 @@ void ShardStore::fetch(Job& job, Entry& entry, IoPriority priority, Done done) {
       task.reads_value = true;
       task.reads_rest = true;
       task.work = [](const TileBytes& bytes) {
-        std::memcpy(bytes.arena_value, bytes.value, bytes.value_bytes);
+        copy_bytes(bytes.arena_value, bytes.value, bytes.value_bytes);
       };
       task.done = join->branch();
       tiles_.submit(std::move(task));

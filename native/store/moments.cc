@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/bulk_bytes.h"
 #include "base/failpoint.h"
 #include "base/units.h"
 #include "store/shard_store.h"
@@ -83,8 +84,8 @@ void ShardStore::read_moments(
     task.work =
         [exp_avg, exp_avg_sq, first = place.value().element_in_tile](const TileBytes& bytes) {
           const auto* const m = reinterpret_cast<const float*>(bytes.rest) + first;
-          std::copy_n(m, exp_avg->size(), exp_avg->begin());
-          std::copy_n(m + bytes.elements, exp_avg_sq->size(), exp_avg_sq->begin());
+          copy_bytes(exp_avg->data(), m, exp_avg->size() * sizeof(float));
+          copy_bytes(exp_avg_sq->data(), m + bytes.elements, exp_avg_sq->size() * sizeof(float));
         };
     task.done = [this, job, exp_avg, exp_avg_sq, done](const Status& status) {
       done(status, std::move(*exp_avg), std::move(*exp_avg_sq));
@@ -130,8 +131,10 @@ void ShardStore::write_moments(const MomentsRequest& request,
             MEMD_FAILPOINT("moments.before_write");
             task.work = [moments, first = place.value().element_in_tile](const TileBytes& bytes) {
               auto* const m = reinterpret_cast<float*>(bytes.rest) + first;
-              std::copy(moments->first.begin(), moments->first.end(), m);
-              std::copy(moments->second.begin(), moments->second.end(), m + bytes.elements);
+              copy_bytes(m, moments->first.data(), moments->first.size() * sizeof(float));
+              copy_bytes(m + bytes.elements,
+                         moments->second.data(),
+                         moments->second.size() * sizeof(float));
             };
             task.done = [this, job, request, generation, done](const Status& status) {
               MEMD_FAILPOINT("moments.written");

@@ -1,9 +1,9 @@
 // ShardStore's steps and syncs: how one is accepted, started, and updates its buckets.
 #include <algorithm>
-#include <cstring>
 #include <set>
 #include <utility>
 
+#include "base/bulk_bytes.h"
 #include "base/check.h"
 #include "base/failpoint.h"
 #include "base/units.h"
@@ -714,7 +714,7 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
       if (value.slot == nullptr || (made_early[tile] && is_in_shadow)) continue;
       task.reads_rest = true;
       task.work = [](const TileBytes& bytes) {
-        std::memcpy(bytes.arena_value, bytes.value, bytes.value_bytes);
+        copy_bytes(bytes.arena_value, bytes.value, bytes.value_bytes);
       };
       task.report = state->report;
       task.done = join->branch();

@@ -1,9 +1,9 @@
 #include "store/step_update.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
+#include "base/bulk_bytes.h"
 #include "base/failpoint.h"
 #include "base/units.h"
 
@@ -59,7 +59,7 @@ void update_tile(DType dtype, Isa isa, const std::vector<TileSpan>& spans, const
   } else {
     update_part(dtype, isa, spans, bytes, bytes.element_first, bytes.elements);
   }
-  if (bytes.arena_value != nullptr) std::memcpy(bytes.arena_value, bytes.value, bytes.value_bytes);
+  if (bytes.arena_value != nullptr) copy_bytes(bytes.arena_value, bytes.value, bytes.value_bytes);
 }
 
 }  // namespace

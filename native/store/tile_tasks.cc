@@ -1,13 +1,12 @@
 #include "store/tile_tasks.h"
 
 #include <algorithm>
-#include <cstring>
 #include <span>
 #include <utility>
 #include <vector>
 
+#include "base/bulk_bytes.h"
 #include "base/check.h"
-#include "base/checksum.h"
 #include "base/failpoint.h"
 #include "base/units.h"
 
@@ -259,13 +258,13 @@ void TileTasks::load(const std::shared_ptr<Running>& running) {
       if (running->value_source().exists()) {
         read(*task.entry, running->value_source(), running->value_span());
       } else {
-        std::memset(running->bytes.value, 0, running->bytes.value_bytes);
+        zero_bytes(running->bytes.value, running->bytes.value_bytes);
       }
     }
     if (running->reads_rest()) {
       read(*task.entry, running->rest_source(), running->rest_span());
     } else if (running->bytes.rest_bytes > 0) {
-      std::memset(running->bytes.rest, 0, running->bytes.rest_bytes);
+      zero_bytes(running->bytes.rest, running->bytes.rest_bytes);
     }
   }
   if (running->gradient_copy != nullptr) {
@@ -363,7 +362,7 @@ void TileTasks::work(const std::shared_ptr<Running>& running) {
         if (running->value_from_arena && disk && its.reads_value) {
           // A trainer may write there at any time: copied first, then compared with what was
           // written to disk.
-          std::memcpy(running->bytes.value, running->arena_source, running->bytes.value_bytes);
+          copy_bytes(running->bytes.value, running->arena_source, running->bytes.value_bytes);
         }
         running->value_mismatch =
             disk && its.reads_value && running->value_source().exists() &&
@@ -385,11 +384,11 @@ void TileTasks::work(const std::shared_ptr<Running>& running) {
           MEMD_FAILPOINT("tile.before_checksums");
           if (running->writes_value()) {
             running->value_extent.checksum =
-                extent_checksum(running->value_span(), running->value_extent.address);
+                hash_extent(running->value_span(), running->value_extent.address);
           }
           if (running->writes_rest()) {
             running->rest_extent.checksum =
-                extent_checksum(running->rest_span(), running->rest_extent.address);
+                hash_extent(running->rest_span(), running->rest_extent.address);
           }
         }
         running->work_ns = clock_.now_ns() - start_ns;

@@ -1,8 +1,8 @@
 // What ShardStore writes back: values that a user wrote, and tiles of commits in memory.
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
+#include "base/bulk_bytes.h"
 #include "base/failpoint.h"
 #include "store/shard_store.h"
 
@@ -59,7 +59,7 @@ void ShardStore::write_back(Job& job,
       task.work = take_halves;
     } else {
       task.work = [](const TileBytes& bytes) {
-        std::memcpy(bytes.value, bytes.arena_value, bytes.value_bytes);
+        copy_bytes(bytes.value, bytes.arena_value, bytes.value_bytes);
       };
     }
     task.report = report;

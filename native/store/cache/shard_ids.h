@@ -4,9 +4,10 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <utility>
 #include <vector>
+
+#include "base/bulk_bytes.h"
 
 namespace memd {
 
@@ -55,7 +56,7 @@ inline ShardIds::ShardIds(const std::vector<uint32_t>& ids) {
   } else if (!ids.empty()) {
     auto* const counted = new uint32_t[1 + ids.size()];
     counted[0] = static_cast<uint32_t>(ids.size());
-    std::memcpy(counted + 1, ids.data(), ids.size() * sizeof(uint32_t));
+    copy_bytes(counted + 1, ids.data(), ids.size() * sizeof(uint32_t));
     word_ = std::bit_cast<Word>(counted);
   }
 }

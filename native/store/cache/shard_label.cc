@@ -1,7 +1,6 @@
 #include "store/cache/shard_label.h"
 
-#include <cstring>
-
+#include "base/bulk_bytes.h"
 #include "base/check.h"
 
 namespace memd {
@@ -13,16 +12,16 @@ ShardLabel::ShardLabel(std::string_view name, const std::vector<uint64_t>& shape
                   .dimension_count = static_cast<uint16_t>(shape.size())};
   const size_t shape_bytes = shape.size() * sizeof(uint64_t);
   text_ = std::make_unique<char[]>(sizeof(Head) + shape_bytes + name.size());
-  std::memcpy(text_.get(), &head, sizeof(Head));
-  if (!shape.empty()) std::memcpy(text_.get() + sizeof(Head), shape.data(), shape_bytes);
+  copy_bytes(text_.get(), &head, sizeof(Head));
+  if (!shape.empty()) copy_bytes(text_.get() + sizeof(Head), shape.data(), shape_bytes);
   if (!name.empty()) {
-    std::memcpy(text_.get() + sizeof(Head) + shape_bytes, name.data(), name.size());
+    copy_bytes(text_.get() + sizeof(Head) + shape_bytes, name.data(), name.size());
   }
 }
 
 ShardLabel::Head ShardLabel::head() const {
   Head head;
-  if (text_ != nullptr) std::memcpy(&head, text_.get(), sizeof(Head));
+  if (text_ != nullptr) copy_bytes(&head, text_.get(), sizeof(Head));
   return head;
 }
 
@@ -35,7 +34,7 @@ std::string_view ShardLabel::name() const {
 std::vector<uint64_t> ShardLabel::shape() const {
   std::vector<uint64_t> sizes(head().dimension_count);
   if (!sizes.empty()) {
-    std::memcpy(sizes.data(), text_.get() + sizeof(Head), sizes.size() * sizeof(uint64_t));
+    copy_bytes(sizes.data(), text_.get() + sizeof(Head), sizes.size() * sizeof(uint64_t));
   }
   return sizes;
 }

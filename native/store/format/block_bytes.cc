@@ -1,8 +1,8 @@
 #include "store/format/block_bytes.h"
 
 #include <cstdlib>
-#include <cstring>
 
+#include "base/bulk_bytes.h"
 #include "base/check.h"
 #include "base/units.h"
 
@@ -15,8 +15,8 @@ BlockBytes::BlockBytes(uint64_t bytes)
 }
 
 BlockBytes::BlockBytes(std::span<const std::byte> bytes) : BlockBytes(bytes.size()) {
-  std::memcpy(data_.get(), bytes.data(), bytes.size());
-  std::memset(data_.get() + bytes.size(), 0, bytes_ - bytes.size());
+  copy_bytes(data_.get(), bytes.data(), bytes.size());
+  zero_bytes(data_.get() + bytes.size(), bytes_ - bytes.size());
 }
 
 void BlockBytes::Free::operator()(std::byte* data) const { std::free(data); }

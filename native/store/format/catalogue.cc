@@ -6,6 +6,7 @@
 #include <tuple>
 #include <unordered_set>
 
+#include "base/bulk_bytes.h"
 #include "base/check.h"
 #include "base/units.h"
 #include "store/format/durability.h"
@@ -59,8 +60,8 @@ std::vector<std::byte> begin_record(const Magic& magic) {
 
 void finish_record(std::vector<std::byte>& out) {
   const uint64_t length_bytes = out.size() + kChecksumBytes;
-  std::memcpy(out.data() + kLengthOffset, &length_bytes, sizeof(length_bytes));
-  FieldWriter(out).put(record_checksum(out));
+  copy_bytes(out.data() + kLengthOffset, &length_bytes, sizeof(length_bytes));
+  FieldWriter(out).put(hash_record(out));
 }
 
 struct Body {
@@ -88,7 +89,7 @@ Result<Body> open_record(std::span<const std::byte> bytes, const Magic& magic, F
     return malformed("length: ", length_bytes, " bytes, there are ", bytes.size());
   }
   const auto covered = bytes.first(bytes.size() - kChecksumBytes);
-  if (FieldReader(bytes.last(kChecksumBytes)).get<uint64_t>() != record_checksum(covered)) {
+  if (FieldReader(bytes.last(kChecksumBytes)).get<uint64_t>() != hash_record(covered)) {
     return malformed("its checksum does not match");
   }
   if (Status status = check_format(header, use); !status.is_ok()) return status;

@@ -6,12 +6,12 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "base/bulk_bytes.h"
 #include "base/status.h"
 #include "store/format/extent_record.h"
 
@@ -52,6 +52,7 @@ class FieldWriter {
   }
   void put_bytes(const void* bytes, size_t count) {
     const auto* first = static_cast<const std::byte*>(bytes);
+    count_moved(count);
     out_.insert(out_.end(), first, first + count);
   }
   void put(const ExtentRecord& extent) {
@@ -75,7 +76,7 @@ class FieldReader {
   T get() {
     T value{};
     const auto bytes = get_bytes(sizeof(T));
-    if (!bytes.empty()) std::memcpy(&value, bytes.data(), sizeof(T));
+    if (!bytes.empty()) copy_bytes(&value, bytes.data(), sizeof(T));
     return value;
   }
   /// `count` bytes, or none where fewer are left.

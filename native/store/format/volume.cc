@@ -20,6 +20,7 @@
 #include <string_view>
 #include <thread>
 
+#include "base/bulk_bytes.h"
 #include "base/check.h"
 #include "base/failpoint.h"
 #include "base/units.h"
@@ -50,7 +51,7 @@ using AlignedBytes = std::unique_ptr<std::byte, decltype(&std::free)>;
 AlignedBytes aligned_bytes(uint64_t bytes) {
   auto* memory = static_cast<std::byte*>(std::aligned_alloc(kBlockBytes, bytes));
   MEMD_CHECK(memory != nullptr);
-  std::memset(memory, 0, bytes);
+  zero_bytes(memory, bytes);
   return {memory, &std::free};
 }
 
@@ -349,7 +350,7 @@ Status format_volume(Place& place,
   const AlignedBytes block = aligned_bytes(kSuperblockBytes);
   for (const uint64_t offset_bytes : superblock_pair_offsets(0, place.file_bytes)) {
     const auto encoded = encode_superblock(superblock, offset_bytes);
-    std::copy(encoded.begin(), encoded.end(), block.get());
+    copy_bytes(block.get(), encoded.data(), encoded.size());
     if (Status status = write_all(fd, {block.get(), kSuperblockBytes}, offset_bytes, path);
         !status.is_ok()) {
       return status;
@@ -562,10 +563,10 @@ std::array<std::byte, kSuperblockBytes> encode_superblock(const Superblock& supe
   writer.put(superblock.root_bytes);
   writer.put(superblock.root);
   out.resize(kChecksumOffset);
-  writer.put(record_checksum(out));
+  writer.put(hash_record(out));
   std::array<std::byte, kSuperblockBytes> block{};
   MEMD_CHECK_EQ(out.size(), block.size());
-  std::copy(out.begin(), out.end(), block.begin());
+  copy_bytes(block.data(), out.data(), out.size());
   return block;
 }
 
@@ -580,7 +581,7 @@ Result<Superblock> decode_superblock(std::span<const std::byte> block,
   FieldReader reader(block);
   if (reader.get_text(kMagic.size()) != kMagic) return damaged("it does not begin with ", kMagic);
   if (FieldReader(block.subspan(kChecksumOffset)).get<uint64_t>() !=
-      record_checksum(block.first(kChecksumOffset))) {
+      hash_record(block.first(kChecksumOffset))) {
     return damaged("its checksum does not match");
   }
   FormatHeader header;
@@ -599,7 +600,7 @@ Result<Superblock> decode_superblock(std::span<const std::byte> block,
   superblock.format = header;
   superblock.sequence = reader.get<uint64_t>();
   const auto uuid = reader.get_bytes(superblock.set_uuid.size());
-  std::memcpy(superblock.set_uuid.data(), uuid.data(), uuid.size());
+  copy_bytes(superblock.set_uuid.data(), uuid.data(), uuid.size());
   superblock.volume_index = reader.get<uint16_t>();
   superblock.volume_count = reader.get<uint16_t>();
   reader.get<uint32_t>();

@@ -4,11 +4,10 @@
 #include <atomic>
 #include <bit>
 #include <concepts>
-#include <cstring>
 #include <utility>
 
+#include "base/bulk_bytes.h"
 #include "base/check.h"
-#include "base/checksum.h"
 #include "base/failpoint.h"
 #include "base/units.h"
 #include "store/format/encoding.h"
@@ -144,7 +143,7 @@ Status damaged(const Parts&... parts) {
 bool is_whole(const RecordPlace& place, const std::byte* bytes, uint64_t bytes_max) {
   const uint64_t length_bytes = place.length_bytes;
   return place.sequence.load(kAcquire) != 0 && length_bytes <= bytes_max &&
-         record_checksum({bytes, length_bytes}) == place.checksum;
+         hash_record({bytes, length_bytes}) == place.checksum;
 }
 
 /// The place of the newest record, or nothing. A write that was cut off has left no sequence
@@ -180,10 +179,10 @@ Status write_at(RecordPlace& place,
   place.sequence.store(0, kRelease);
   // The stores below stay behind that one: the next daemon finds no half record that seems whole.
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  std::memcpy(into, record.data(), record.size());
+  copy_bytes(into, record.data(), record.size());
   place.tag = tag;
   place.length_bytes = record.size();
-  place.checksum = record_checksum(record);
+  place.checksum = hash_record(record);
   MEMD_FAILPOINT("ledger.record_not_published");
   place.sequence.store(sequence, kRelease);
   return Status::ok();
@@ -228,7 +227,7 @@ uint64_t loose_checksum(const LooseWords& words) {
                               words.offset_bytes,
                               words.extent_checksum,
                               words.device_and_length};
-  return record_checksum(std::as_bytes(std::span(fields)));
+  return hash_record(std::as_bytes(std::span(fields)));
 }
 
 std::vector<std::byte> encode_step(const StepRequest& request) {
@@ -399,15 +398,15 @@ bool Ledger::change_layout(const LayoutChange& change) {
   const RecordPlace& place = layout_->layout_places[*layout_at_];
   const ChangeHeader header{.sequence = place.sequence.load(std::memory_order_relaxed),
                             .length_bytes = body.size(),
-                            .checksum = record_checksum(body)};
-  std::memcpy(bytes.data(), &header, sizeof(header));
+                            .checksum = hash_record(body)};
+  copy_bytes(bytes.data(), &header, sizeof(header));
 
   const uint64_t record_bytes = place.length_bytes;
   const uint64_t end = layout_->layout_ends[*layout_at_].load(std::memory_order_relaxed);
   const uint64_t changes_bytes_max = std::max(record_bytes, kLayoutChangesBytesMin);
   if (end - record_bytes + bytes.size() > changes_bytes_max) return false;
   if (end + bytes.size() > kRecordBytesMax) return false;
-  std::memcpy(layout_->layouts[*layout_at_] + end, bytes.data(), bytes.size());
+  copy_bytes(layout_->layouts[*layout_at_] + end, bytes.data(), bytes.size());
   MEMD_FAILPOINT("ledger.layout_change_not_published");
   layout_->layout_ends[*layout_at_].store(end + bytes.size(), kRelease);
   return true;
@@ -707,7 +706,7 @@ Status Ledger::read_layout(LedgerContents& contents) const {
     const auto length_bytes = changes.get<uint64_t>();
     const auto checksum = changes.get<uint64_t>();
     const auto change = changes.get_bytes(length_bytes);
-    if (changes.overrun() || changed_sequence != sequence || record_checksum(change) != checksum) {
+    if (changes.overrun() || changed_sequence != sequence || hash_record(change) != checksum) {
       return damaged("a change of its shards");
     }
     if (Status applied = apply_change(change, layout_->job_id, shards); !applied.is_ok())

@@ -5,7 +5,7 @@
 #include <set>
 #include <utility>
 
-#include "base/checksum.h"
+#include "base/bulk_bytes.h"
 #include "base/failpoint.h"
 #include "base/units.h"
 #include "store/format/encoding.h"
@@ -99,7 +99,7 @@ uint64_t Commits::catalogue_tag(uint64_t job_id) const {
     FieldWriter writer(bytes);
     writer.put(entry.catalogue_bytes);
     for (const ExtentRecord& extent : entry.catalogue) writer.put(extent);
-    return std::max<uint64_t>(record_checksum(bytes), 1);
+    return std::max<uint64_t>(hash_record(bytes), 1);
   }
   return 0;
 }
@@ -141,7 +141,7 @@ Status Commits::add_write(Commit& commit, std::span<const std::byte> bytes, Exte
   auto allocated = extents_.allocate(static_cast<uint32_t>(block->span().size()));
   if (!allocated.is_ok()) return allocated.status();
   *extent = allocated.value();
-  extent->checksum = extent_checksum(block->span(), extent->address);
+  extent->checksum = hash_extent(block->span(), extent->address);
   commit.writes.emplace_back(*extent, std::move(block));
   return Status::ok();
 }

@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
-#include <cstring>
 #include <iterator>
 #include <utility>
 
+#include "base/bulk_bytes.h"
 #include "base/failpoint.h"
 #include "base/units.h"
 #include "store/format/block_bytes.h"
@@ -172,7 +172,7 @@ void ExtentStore::read(const ExtentRecord& extent,
                     count_checksum_failure(extent);
                     auto block = std::make_shared<BlockBytes>(uint64_t{extent.length_bytes});
                     const Done copied = [block, into, done](const Status& again) {
-                      if (again.is_ok()) std::ranges::copy(block->span(), into.begin());
+                      if (again.is_ok()) copy_bytes(into.data(), block->span().data(), into.size());
                       done(again);
                     };
                     // It can't be raised any more: somebody may wait for it by now.
@@ -268,7 +268,7 @@ void ExtentStore::write_superblock(const Superblock& superblock, Done done) {
     const std::span<std::byte> block(superblock_blocks_.get() + copy * kSuperblockBytes,
                                      kSuperblockBytes);
     const auto encoded = encode_superblock(superblock, offsets[copy]);
-    std::memcpy(block.data(), encoded.data(), encoded.size());
+    copy_bytes(block.data(), encoded.data(), encoded.size());
     io_.submit({.kind = IoKind::write,
                 .priority = IoPriority::demand,
                 .device = 0,

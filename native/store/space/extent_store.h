@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/bulk_bytes.h"
 #include "base/clock.h"
 #include "base/join.h"
 #include "base/status.h"
@@ -91,7 +92,7 @@ class ExtentStore {
 
   /// Any thread.
   static bool matches(const ExtentRecord& extent, std::span<const std::byte> bytes) {
-    return extent_checksum(bytes, extent.address) == extent.checksum;
+    return hash_extent(bytes, extent.address) == extent.checksum;
   }
   void count_checksum_failure(const ExtentRecord& extent) {
     ++checksum_failure_counts_[extent.address.device];

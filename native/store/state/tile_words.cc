@@ -4,11 +4,10 @@
 #include <array>
 #include <atomic>
 #include <cstddef>
-#include <cstring>
 #include <span>
 #include <utility>
 
-#include "base/checksum.h"
+#include "base/bulk_bytes.h"
 #include "base/failpoint.h"
 #include "base/units.h"
 
@@ -70,7 +69,7 @@ ExtentRecord extent_of(const ExtentWords& words) {
 
 uint64_t checksum_of(const StateWords& words) {
   const auto bytes = std::as_bytes(std::span(&words, 1));
-  return record_checksum(bytes.first(offsetof(StateWords, checksum)));
+  return hash_record(bytes.first(offsetof(StateWords, checksum)));
 }
 
 template <typename... Parts>
@@ -196,7 +195,7 @@ void TileWords::begin_piece(uint32_t record,
   std::byte* into = scratch_at(scratch, piece);
   if (!MEMD_PLANTED("update.no_pre_image")) {
     for (const Array& array : arrays_of(tile, piece)) {
-      std::memcpy(into, array.first, array.bytes);
+      copy_bytes(into, array.first, array.bytes);
       into += array.bytes;
     }
   }
@@ -212,7 +211,7 @@ void TileWords::restore_piece(const TileArrays& tile, const KeptTile::Update& up
   if (!update.scratch) return;
   const std::byte* from = scratch_at(*update.scratch, update.piece);
   for (const Array& array : arrays_of(tile, update.piece)) {
-    std::memcpy(array.first, from, array.bytes);
+    copy_bytes(array.first, from, array.bytes);
     from += array.bytes;
   }
 }

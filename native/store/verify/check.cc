@@ -15,6 +15,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/bulk_bytes.h"
 #include "base/check.h"
 #include "base/threads.h"
 #include "base/units.h"
@@ -132,7 +133,7 @@ Status read_verified(const Set& set, const ExtentRecord& extent, std::span<std::
     if (Status status = read_once(volume, extent.address.offset_bytes, into); !status.is_ok()) {
       return status;
     }
-    if (extent_checksum(into, extent.address) == extent.checksum) return Status::ok();
+    if (hash_extent(into, extent.address) == extent.checksum) return Status::ok();
   }
   return error(StatusCode::integrity, "its bytes are not those that were written (read twice)");
 }

@@ -1,0 +1,128 @@
+// How native/store copies, fills and hashes: one place, so that a test build can count what the
+// server thread moves. That thread decides for all jobs; while it moves one job's bytes, the others
+// stand still.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+
+#include "base/checksum.h"
+#include "base/units.h"
+
+namespace memd {
+
+/// What the server thread may move in one turn: some 10 µs. Test builds abort above it.
+inline constexpr uint64_t kTurnBytesMax = 64_KiB;
+
+/// Where the server thread still moves more than a turn may. A place leaves the table when workers
+/// do its work; nothing may join (tests/native/bulk_bytes_test.cc prints the table and holds its
+/// length).
+enum class OwedPlace : uint8_t {
+  lease_slot_copied,
+  lease_gradient_zeroed,
+  lease_slot_zeroed,
+  lease_writer_filled,
+  torn_shard_zeroed,
+  torn_shard_mended,
+  extent_verified,
+  extent_copied,
+  tile_zeroed,
+  commit_encoded,
+  journal_written,
+  shards_declared,
+};
+struct OwedRow {
+  OwedPlace place;
+  const char* name;
+  const char* what;
+};
+inline constexpr OwedRow kOwedPlaces[] = {
+    {OwedPlace::lease_slot_copied, "lease_slot_copied", "a slot, for a writer beside readers"},
+    {OwedPlace::lease_gradient_zeroed, "lease_gradient_zeroed", "a gradient of another step"},
+    {OwedPlace::lease_slot_zeroed, "lease_slot_zeroed", "a new slot of a parameter or gradient"},
+    {OwedPlace::lease_writer_filled, "lease_writer_filled", "a blob's slot, for its writer"},
+    {OwedPlace::torn_shard_zeroed, "torn_shard_zeroed", "a shard that its writer left half-way"},
+    {OwedPlace::torn_shard_mended, "torn_shard_mended", "the same, from what the disk has of it"},
+    {OwedPlace::extent_verified, "extent_verified", "the checksum of a fetched extent"},
+    {OwedPlace::extent_copied, "extent_copied", "an extent that matched when it was read again"},
+    {OwedPlace::tile_zeroed, "tile_zeroed", "a tile's moments before its first update"},
+    {OwedPlace::commit_encoded, "commit_encoded", "a job's catalogue and its checksum"},
+    {OwedPlace::journal_written, "journal_written", "a job's records in its ledger"},
+    {OwedPlace::shards_declared, "shards_declared", "names and shapes of the shards of one call"},
+};
+
+#ifdef MEMD_COUNT_BYTES
+
+/// Counts bytes that this thread is about to move, and aborts when a turn has moved too many.
+void count_moved(uint64_t bytes);
+/// The calling thread is the server thread, and begins another turn.
+void end_turn();
+/// The calling thread has no store any more.
+void end_turns();
+/// By place, since the process started: the most of any one use.
+uint64_t owed_bytes_max(OwedPlace place);
+
+/// While it lives, what the thread moves counts for this place and not for the turn.
+class Owed {
+ public:
+  explicit Owed(OwedPlace place);
+  ~Owed();
+  Owed(const Owed&) = delete;
+  Owed& operator=(const Owed&) = delete;
+};
+
+/// While it lives, the thread does a worker's work: any number of bytes.
+class WorkerBytes {
+ public:
+  WorkerBytes();
+  ~WorkerBytes();
+  WorkerBytes(const WorkerBytes&) = delete;
+  WorkerBytes& operator=(const WorkerBytes&) = delete;
+};
+
+#else
+
+inline void count_moved(uint64_t) {}
+inline void end_turn() {}
+inline void end_turns() {}
+
+struct Owed {
+  explicit Owed(OwedPlace) {}
+  ~Owed() {}
+};
+struct WorkerBytes {
+  WorkerBytes() {}
+  ~WorkerBytes() {}
+};
+
+#endif
+
+/// As memcpy(); `bytes` may be 0.
+inline void copy_bytes(void* into, const void* from, size_t bytes) {
+  if (bytes == 0) return;
+  count_moved(bytes);
+  std::memcpy(into, from, bytes);
+}
+
+/// `bytes` may be 0.
+inline void zero_bytes(void* into, size_t bytes) {
+  if (bytes == 0) return;
+  count_moved(bytes);
+  std::memset(into, 0, bytes);
+}
+
+/// See extent_checksum().
+inline uint64_t hash_extent(std::span<const std::byte> bytes, ExtentAddress address) {
+  count_moved(bytes.size());
+  return extent_checksum(bytes, address);
+}
+
+/// See record_checksum().
+inline uint64_t hash_record(std::span<const std::byte> bytes) {
+  count_moved(bytes.size());
+  return record_checksum(bytes);
+}
+
+}  // namespace memd
