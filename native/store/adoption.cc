@@ -124,9 +124,9 @@ Result<JobRecord> merge(const LedgerContents& contents, const JobRecord& base) {
     ShardRecord& shard = merged.shards[i];
     const ShardState& state = contents.shards.at(contents.shard_ids[i]);
     const auto found = on_disk.find(shard.name);
-    if (found != on_disk.end() && is_same_shard(shard, *found->second)) {
+    // A shard that was deleted and came back under its name has none of the old bytes.
+    if (found != on_disk.end() && !state.is_new && is_same_shard(shard, *found->second)) {
       shard.generation = found->second->generation;
-      // A shard that was deleted and came back under its name has none of the old bytes.
       if (state.written) shard.extents = found->second->extents;
     }
     if (state.generation) shard.generation = *state.generation;
@@ -384,10 +384,6 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
     }
   }
 
-  if (is_ahead) {
-    // The record has them.
-    for (auto& [shard_id, state] : contents.shards) state.generation.reset();
-  }
   const auto merged = merge(contents, base);
   if (!merged.is_ok()) return merged.status();
   auto restored = Job::restore(merged.value(), contents.shard_ids);

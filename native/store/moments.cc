@@ -145,7 +145,6 @@ void ShardStore::write_moments(const MomentsRequest& request,
                 if (job->ledger != nullptr)
                   job->ledger->note_generation(request.shard_id, generation);
                 job->changed = true;
-                remember(*job);
               }
               done(status);
               end_operation(job->job_id);

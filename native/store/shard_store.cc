@@ -680,7 +680,6 @@ void ShardStore::delete_shard(uint64_t session_id,
                  error(StatusCode::not_found, "shard ", job.name, "/", name, " was deleted"));
     MEMD_FAILPOINT("shard.before_removed");
     job.remove(*again, extents_);
-    remember(job);
     done(true);
   };
   if (still()) return remove();

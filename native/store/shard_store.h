@@ -242,7 +242,7 @@ class ShardStore {
   static Status check_room_can_come(const Job& job, const LeaseWaiter& waiter);
   Status check_deadline(const Job& job, const LeaseWaiter& waiter) const;
   bool advance_conditions(uint64_t job_id);
-  /// Of a job whose commits are in memory: what the next daemon goes on from.
+  /// Commits a step in memory: what the next daemon goes on from.
   void remember(Job& job);
   void count_wait(Job& job, LeaseWaiter& waiter);
   static Grant put_off(LeaseWaiter& waiter, LeaseWait reason, std::string what);

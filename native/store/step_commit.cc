@@ -241,18 +241,8 @@ void ShardStore::commit_in_memory(const std::shared_ptr<StepState>& state) {
 }
 
 void ShardStore::remember(Job& job) {
-  // A record of commits in memory may be there although the next ones go to disk.
   if (job.ledger == nullptr || job.tiles.words() == nullptr) return;
-  // The record of before still holds: what it names is free after the next commit, which ends it.
-  if (job.space.is_updating()) return;
-  // It is the last commit's, also while a step that is not committed yet is under way.
-  const auto& steps = job.closed_steps;
-  StepState* const under_way =
-      !steps.empty() && steps.front()->swapped && !steps.front()->is_counted ? steps.front().get()
-                                                                             : nullptr;
-  if (under_way != nullptr) exchange_buffers(*under_way, false);
   const Status written = job.ledger->write_record(job.record(), commits_.catalogue_tag(job.job_id));
-  if (under_way != nullptr) exchange_buffers(*under_way, true);
   // The next daemon would go on from an older step: it starts the job from disk.
   if (!written.is_ok()) job.ledger->give_up();
 }

@@ -481,10 +481,28 @@ class AdoptionTest : public ::testing::Test {
     heart_->open("job", 8, kJobDiskBytes, Durability::parse(durability).value());
     session_ = heart_->attach(job_id_);
   }
+  /// Of the second parameter, all of them.
+  void write_moments(uint64_t generation, std::vector<float> m, std::vector<float> v) {
+    std::optional<Status> written;
+    heart_->store().write_moments({.session_id = session_,
+                                   .shard_id = ids_[1],
+                                   .element_first = 0,
+                                   .element_count = count(1)},
+                                  generation,
+                                  std::move(m),
+                                  std::move(v),
+                                  [&](const Status& status) { written = status; });
+    ASSERT_TRUE(heart_->until([&] { return written.has_value(); }));
+    ASSERT_TRUE(written->is_ok()) << written->message();
+  }
+  /// A blob as large as the arena, less what one lease of it needs.
+  uint32_t put_large(const std::string& name, uint8_t seed = 9) {
+    const auto blob = heart_->declare(session_, {bytes_shard(name, 5_MiB)});
+    heart_->write(session_, blob[0], pattern(5_MiB, seed));
+    return blob[0];
+  }
   void spill_gradients() {
-    // A blob as large as the arena, less what one lease of it needs.
-    const auto blob = heart_->declare(session_, {bytes_shard("blob", 5_MiB)});
-    heart_->write(session_, blob[0], pattern(5_MiB, 9));
+    put_large("blob");
     const Entry& gradient = *heart_->job(session_).find_entry(ids_[0], Part::gradient);
     EXPECT_EQ(gradient.residency(), Residency::absent);
     EXPECT_TRUE(gradient.has_replica());
@@ -838,18 +856,94 @@ TEST_F(AdoptionTest, moments_that_were_written_after_steps_in_memory_keep_their_
   twins_[1].t = 100;
   twins_[1].m = numbers(count(1), 60);
   twins_[1].v = std::vector<float>(count(1), 0.25F);
-  std::optional<Status> written;
-  heart_->store().write_moments(
-      {.session_id = session_, .shard_id = ids_[1], .element_first = 0, .element_count = count(1)},
-      100,
-      twins_[1].m,
-      twins_[1].v,
-      [&](const Status& status) { written = status; });
-  ASSERT_TRUE(heart_->until([&] { return written.has_value(); }));
-  ASSERT_TRUE(written->is_ok()) << written->message();
+  write_moments(100, twins_[1].m, twins_[1].v);
   restart();
   expect_twins(8);
   EXPECT_EQ(heart_->job(session_).shards[ids_[1]].generation, 100U);
+}
+
+TEST_F(AdoptionTest, moments_that_were_written_before_a_step_in_memory_count_with_it) {
+  begin(DType::float32, 8, "every:4");
+  for (const uint64_t generation : {100, 200}) {
+    twins_[1].t = generation;
+    twins_[1].m = numbers(count(1), 60);
+    twins_[1].v = std::vector<float>(count(1), 0.25F);
+    write_moments(generation, twins_[1].m, twins_[1].v);
+    write_gradients(8);
+    ASSERT_TRUE(heart_->step(request(generation / 100)).first.is_ok());
+    step_twins(8);
+    restart();
+    expect_twins(8);
+    EXPECT_EQ(heart_->job(session_).shards[ids_[1]].generation, generation + 1);
+  }
+}
+
+TEST_F(AdoptionTest, a_blob_that_came_back_has_none_of_the_bytes_of_the_deleted_one) {
+  begin(DType::float32, 3, "every:4");
+  const auto extents_of = [this](uint32_t shard_id) {
+    std::set<uint64_t> offsets;
+    for (const Replica& replica : heart_->job(session_).shards[shard_id].value->replicas) {
+      EXPECT_TRUE(replica.exists());
+      offsets.insert(replica.offset_bytes);
+    }
+    return offsets;
+  };
+  const uint32_t old = put_large("blob");
+  put_large("other 0");  // takes its room: it lies on disk
+  const std::set<uint64_t> old_extents = extents_of(old);
+  write_gradients(8);
+  ASSERT_TRUE(heart_->step(request(1)).first.is_ok());
+  step_twins(8);
+  remove("blob");
+  bool is_taken = false;  // by others
+  for (int i = 1; i < 50 && !is_taken; ++i) {
+    const uint32_t other = put_large(concat("other ", i));
+    remove(concat("other ", i - 1));
+    put_large("next");
+    for (const uint64_t offset : extents_of(other)) is_taken |= old_extents.contains(offset);
+    remove("next");
+  }
+  ASSERT_TRUE(is_taken);
+  const uint32_t again = put_large("blob", 77);
+  EXPECT_FALSE(heart_->shards(job_id_).empty());  // what was put is settled
+  restart();
+  EXPECT_EQ(notes(), "");
+  EXPECT_EQ(heart_->read<uint8_t>(session_, again), pattern(5_MiB, 77));
+  expect_twins(8);
+}
+
+TEST_F(AdoptionTest, a_tile_of_moments_and_a_deleted_blob_cost_the_same_in_a_job_of_any_size) {
+  std::map<std::string, std::vector<uint64_t>> bytes;
+  for (const uint32_t shard_count : {100, 10'000}) {
+    segment_count_ = kFloorSegments + 24;
+    begin(DType::float32, 24, "every:4");
+    std::vector<ShardSpec> blobs;
+    for (uint32_t i = 0; i < shard_count; ++i) {
+      blobs.push_back(bytes_shard(concat("b", i + 10'000), 1));
+      blobs.back().tier = Tier::host;  // no disk quota holds so many
+    }
+    heart_->declare(session_, blobs);
+    write_gradients(8);
+    ASSERT_TRUE(heart_->step(request(1)).first.is_ok());
+    const Ledger& ledger = *heart_->job(session_).ledger;
+    const auto count = [&](const std::string& name, const std::function<void()>& act) {
+      const uint64_t before = ledger.record_bytes_written();
+      act();
+      bytes[name].push_back(ledger.record_bytes_written() - before);
+    };
+    count("step", [&] {
+      write_gradients(9);
+      ASSERT_TRUE(heart_->step(request(2)).first.is_ok());
+    });
+    count("moments", [&] { write_moments(7, numbers(1000, 1), numbers(1000, 1)); });
+    count("deletion", [&] { remove("b10050"); });
+    TearDown();
+    disk_ = std::make_shared<MemoryDisk>(kSmallDiskBytes);
+  }
+  EXPECT_GT(bytes["step"][1], 10 * bytes["step"][0]) << "what is counted grows with the job";
+  EXPECT_EQ(bytes["moments"], (std::vector<uint64_t>{0, 0})) << "words alone say them";
+  EXPECT_EQ(bytes["deletion"][0], bytes["deletion"][1]);
+  EXPECT_LT(bytes["deletion"][1], 1_KiB);
 }
 
 TEST_F(AdoptionTest, a_first_writeback_that_is_half_done_costs_no_memory) {

@@ -16,7 +16,7 @@ namespace memd {
 namespace {
 
 constexpr uint64_t kLedgerMagic = 0x3130'676c'646d'656d;  // "memdlg01"
-constexpr uint32_t kLedgerVersion = 4;
+constexpr uint32_t kLedgerVersion = 5;
 
 // Sparse: pages that nobody touched cost nothing.
 constexpr uint32_t kClaimsMax = 1u << 16;
@@ -49,7 +49,8 @@ struct ShardWords {
   std::atomic<uint64_t> written;
   std::atomic<uint64_t> gradient_session;
   std::atomic<uint64_t> generation;
-  std::atomic<uint64_t> generation_base;  // stored after it; the catalogue that it builds on
+  std::atomic<uint64_t> generation_commit;  // stored after it; the commit that it builds on
+  std::atomic<uint64_t> reset_commit;  // the last one when the shard with this id began or went
 };
 
 /// At the index of its first pin counter, which no other slot has.
@@ -378,6 +379,7 @@ Status Ledger::write_layout(const JobRecord& record, const std::vector<uint32_t>
   // Before the record is the newest, so that it never is with changes of another one.
   layout_->layout_ends[place].store(bytes.size(), kRelease);
   layout_at_.reset();
+  record_bytes_written_ += bytes.size();
   Status written = write_older(
       layout_->layout_places, layout_->layouts[0], kRecordBytesMax, bytes, record.job_id);
   if (written.is_ok()) layout_at_ = place;
@@ -409,6 +411,7 @@ bool Ledger::change_layout(const LayoutChange& change) {
   copy_bytes(layout_->layouts[*layout_at_] + end, bytes.data(), bytes.size());
   MEMD_FAILPOINT("ledger.layout_change_not_published");
   layout_->layout_ends[*layout_at_].store(end + bytes.size(), kRelease);
+  record_bytes_written_ += bytes.size();
   return true;
 }
 
@@ -422,13 +425,14 @@ void Ledger::note_shard(uint32_t shard_id, bool written, uint64_t gradient_sessi
 void Ledger::note_generation(uint32_t shard_id, uint64_t generation) {
   if (shard_id >= kShardsMax) return;
   layout_->shards[shard_id].generation.store(generation, kRelease);
-  layout_->shards[shard_id].generation_base.store(base_, kRelease);
+  layout_->shards[shard_id].generation_commit.store(last_commit_, kRelease);
 }
 
 void Ledger::reset_shard(uint32_t shard_id) {
   if (shard_id >= kShardsMax) return;
   note_shard(shard_id, false, 0);
-  layout_->shards[shard_id].generation_base.store(0, kRelease);
+  layout_->shards[shard_id].generation_commit.store(0, kRelease);
+  layout_->shards[shard_id].reset_commit.store(last_commit_, kRelease);
 }
 
 void Ledger::note_slot(const SlotRecord& slot) {
@@ -486,6 +490,7 @@ void Ledger::note_loose(const LooseKey& key, const ExtentRecord& extent) {
 
 void Ledger::rebase(uint64_t tag) {
   base_ = tag;
+  mark_commit();
   for (auto it = loose_place_of_.begin(); it != loose_place_of_.end();) {
     if (it->first.kind == LooseKey::Kind::gradient) {
       ++it;
@@ -549,12 +554,10 @@ Result<size_t> Ledger::close_step(const StepRequest& request) {
     StepPlace& place = layout_->step_places[at];
     if (place.record.sequence.load(std::memory_order_relaxed) != 0) continue;
     place.number.store(0, kRelease);
-    if (Status written = write_at(place.record,
-                                  layout_->steps[at],
-                                  kStepBytesMax,
-                                  encode_step(request),
-                                  0,
-                                  sequence_next_++);
+    const std::vector<std::byte> encoded = encode_step(request);
+    record_bytes_written_ += encoded.size();
+    if (Status written =
+            write_at(place.record, layout_->steps[at], kStepBytesMax, encoded, 0, sequence_next_++);
         !written.is_ok()) {
       return written;
     }
@@ -576,8 +579,22 @@ void Ledger::forget_step(size_t place) {
 // ---- Commits in memory -------------------------------------------------------------------------
 
 Status Ledger::write_record(const JobRecord& record, uint64_t base) {
-  return write_older(
-      layout_->job_places, layout_->job_records[0], kRecordBytesMax, encode(record), base);
+  const std::vector<std::byte> encoded = encode(record);
+  record_bytes_written_ += encoded.size();
+  Status written =
+      write_older(layout_->job_places, layout_->job_records[0], kRecordBytesMax, encoded, base);
+  mark_commit();
+  return written;
+}
+
+uint64_t Ledger::record_sequence() const {
+  const RecordPlace& newest_place = layout_->job_places[1 - older_of(layout_->job_places)];
+  return newest_place.tag == base_ ? newest_place.sequence.load(std::memory_order_relaxed) : 0;
+}
+
+void Ledger::mark_commit() {
+  const uint64_t words[2] = {base_, record_sequence()};
+  last_commit_ = std::max<uint64_t>(record_checksum(std::as_bytes(std::span(words))), 1);
 }
 
 Result<std::optional<JobRecord>> Ledger::read_record(uint64_t base) const {
@@ -718,8 +735,9 @@ Status Ledger::read_layout(LedgerContents& contents) const {
     const ShardWords& words = layout_->shards[shard_id];
     ShardState state{.written = words.written.load(kAcquire) != 0,
                      .gradient_session = words.gradient_session.load(kAcquire),
-                     .generation = std::nullopt};
-    if (base_ != 0 && words.generation_base.load(kAcquire) == base_)
+                     .generation = std::nullopt,
+                     .is_new = words.reset_commit.load(kAcquire) == last_commit_};
+    if (base_ != 0 && words.generation_commit.load(kAcquire) == last_commit_)
       state.generation = words.generation.load(kAcquire);
     contents.shards[shard_id] = state;
   }
@@ -813,6 +831,7 @@ Status Ledger::read_steps(LedgerContents& contents) {
 
 Result<LedgerContents> Ledger::read(uint64_t base) {
   base_ = base;
+  mark_commit();
   LedgerContents contents;
   contents.segment_bytes = layout_->segment_bytes;
   const uint64_t session_end = layout_->session_end.load(kAcquire);

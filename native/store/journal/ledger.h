@@ -83,8 +83,10 @@ struct LayoutChange {
 struct ShardState {
   bool written = false;
   uint64_t gradient_session = 0;
-  /// Where moments were replaced since the last commit; else the catalogue says it.
+  /// Where moments were replaced since the last commit, on disk or in memory; else that says it.
   std::optional<uint64_t> generation;
+  /// It came after the last commit: what that names is another shard's, which had its name.
+  bool is_new = false;
 };
 
 struct ClosedStep {
@@ -152,7 +154,7 @@ class Ledger {
   bool change_layout(const LayoutChange& change);
   void note_shard(uint32_t shard_id, bool written, uint64_t gradient_session);
   void note_generation(uint32_t shard_id, uint64_t generation);
-  /// A new shard has this id.
+  /// The shard with this id is gone, or a new one has it.
   void reset_shard(uint32_t shard_id);
 
   void note_slot(const SlotRecord& slot);
@@ -187,8 +189,16 @@ class Ledger {
   /// catalogue on disk.
   Result<LedgerContents> read(uint64_t base);
 
+  /// Of layouts, their changes, commits and closed steps that this daemon wrote: what is written as
+  /// one word each is not counted.
+  uint64_t record_bytes_written() const { return record_bytes_written_; }
+
  private:
   explicit Ledger(SharedMemory memory);
+  /// The newest record of a commit in memory, if it builds on `base_`; else 0.
+  uint64_t record_sequence() const;
+  /// A commit ended, on disk or in memory.
+  void mark_commit();
   Status read_layout(LedgerContents& contents) const;
   Status read_slots(LedgerContents& contents) const;
   Status read_loose(LedgerContents& contents);
@@ -197,6 +207,8 @@ class Ledger {
   SharedMemory memory_;
   LedgerLayout* layout_;
   uint64_t base_ = 0;
+  uint64_t last_commit_ = 0;  // tells `base_` and the record on it from every other commit
+  uint64_t record_bytes_written_ = 0;
   std::optional<size_t> layout_at_;  // the place of the layout that this daemon wrote last
   uint64_t sequence_next_ = 1;       // of slots, loose extents and steps
   std::unordered_map<uint64_t, uint32_t> claim_of_;
