@@ -1,9 +1,7 @@
 // ShardStore at start: jobs from disk, and from the memory that outlived the daemon before.
 #include <algorithm>
-#include <charconv>
 #include <cstring>
 #include <map>
-#include <random>
 #include <set>
 #include <utility>
 
@@ -15,22 +13,9 @@
 namespace memd {
 namespace {
 
-constexpr std::string_view kLedgerPrefix = "ledger.";
-constexpr std::string_view kSessionPrefix = "session.";
-
 template <typename... Parts>
 Status damaged(const Parts&... parts) {
   return error(StatusCode::integrity, "the ledger is damaged: ", parts...);
-}
-
-/// The number behind `prefix`, or nothing.
-std::optional<uint64_t> id_of(const std::string& name, std::string_view prefix) {
-  if (!name.starts_with(prefix)) return std::nullopt;
-  uint64_t id = 0;
-  const char* const end = name.data() + name.size();
-  const auto [stopped, failure] = std::from_chars(name.data() + prefix.size(), end, id);
-  if (failure != std::errc() || stopped != end) return std::nullopt;
-  return id;
 }
 
 std::vector<ExtentRecord> all_extents(const JobRecord& record) {
@@ -137,19 +122,6 @@ Result<JobRecord> merge(const LedgerContents& contents, const JobRecord& base) {
 
 }  // namespace
 
-struct ShardStore::Kept {
-  KeptDescriptors* descriptors = nullptr;
-
-  /// Taken out of what is forgotten after the start.
-  std::optional<OwnedFd> take(const std::string& name) {
-    if (descriptors == nullptr) return std::nullopt;
-    for (KeptDescriptor& each : *descriptors) {
-      if (each.name == name && each.fd.is_open()) return std::move(each.fd);
-    }
-    return std::nullopt;
-  }
-};
-
 Status ShardStore::load(const std::function<Status()>& turn, KeptDescriptors* kept_descriptors) {
   auto records = commits_.load(turn);
   if (!records.is_ok()) return records.status();
@@ -163,31 +135,21 @@ Status ShardStore::load(const std::function<Status()>& turn, KeptDescriptors* ke
     }
     MEMD_FAILPOINT("load.extents_reserved");
   }
-  Kept kept{.descriptors = kept_descriptors};
+  Inheritance kept(kept_descriptors);
   std::map<uint64_t, std::unique_ptr<Ledger>> ledgers;
   bool some_claims_unknown = false;
-  if (keeper_ != nullptr) {
-    // A trainer may come back to a session of a daemon whose memory was lost: no other session of
-    // its process may have that number by then.
-    session_id_next_ = (uint64_t{std::random_device{}()} << 16) + 1;
-  }
-  if (kept_descriptors != nullptr) {
-    for (KeptDescriptor& each : *kept_descriptors) {
-      if (const auto session_id = id_of(each.name, kSessionPrefix))
-        session_id_next_ = std::max(session_id_next_, *session_id + 1);
-      const auto job_id = id_of(each.name, kLedgerPrefix);
-      if (!job_id || !each.fd.is_open()) continue;
-      auto ledger = Ledger::adopt(std::move(each.fd), *job_id);
-      const Status readable = ledger.is_ok() ? ledger.value()->check_claims() : ledger.status();
-      if (readable.is_ok()) {
-        ledgers[*job_id] = std::move(ledger).value();
-        continue;
-      }
-      load_notes_.push_back(
-          concat("job ", *job_id, " starts from disk, its memory is lost: ", readable.message()));
-      some_claims_unknown = true;
-      if (keeper_ != nullptr) keeper_->forget(each.name);
+  sessions_.begin_ids(kept.session_id_max());
+  while (auto left = kept.take_ledger()) {
+    auto ledger = Ledger::adopt(std::move(left->fd), left->job_id);
+    const Status readable = ledger.is_ok() ? ledger.value()->check_claims() : ledger.status();
+    if (readable.is_ok()) {
+      ledgers[left->job_id] = std::move(ledger).value();
+      continue;
     }
+    load_notes_.push_back(concat(
+        "job ", left->job_id, " starts from disk, its memory is lost: ", readable.message()));
+    some_claims_unknown = true;
+    keepsakes_.forget_ledger(left->job_id);
   }
   struct Adopted {
     Job* job;
@@ -210,11 +172,8 @@ Status ShardStore::load(const std::function<Status()>& turn, KeptDescriptors* ke
                                      "; its memory is lost: ",
                                      result.status().message()));
         // Those that were taken already are nobody's any more.
-        for (const SessionRecord& session : contents.sessions) {
-          if (keeper_ == nullptr) break;
-          keeper_->forget(concat("session.", session.session_id));
-          keeper_->forget(concat("doorbell.", session.session_id));
-        }
+        for (const SessionRecord& session : contents.sessions)
+          keepsakes_.forget_session(session.session_id);
       }
     }
     if (job == nullptr) {
@@ -230,13 +189,11 @@ Status ShardStore::load(const std::function<Status()>& turn, KeptDescriptors* ke
   // What is left is of jobs that the disk does not know, or that start from disk.
   for (const auto& [job_id, ledger] : ledgers) {
     destroy_claimed(*ledger);
-    kept.take(concat("table.", job_id));
-    kept.take(concat("tiles.", job_id));
-    if (keeper_ != nullptr) {
-      keeper_->forget(concat("ledger.", job_id));
-      keeper_->forget(concat("table.", job_id));
-      keeper_->forget(concat("tiles.", job_id));
-    }
+    kept.take_table(job_id);
+    kept.take_tiles(job_id);
+    keepsakes_.forget_ledger(job_id);
+    keepsakes_.forget_table(job_id);
+    keepsakes_.forget_tiles(job_id);
   }
   if (some_claims_unknown) destroy_unclaimed();
   for (const Adopted& each : adopted) go_on(*each.job, each.contents);
@@ -260,7 +217,7 @@ void ShardStore::destroy_unclaimed() {
 Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
                                                std::unique_ptr<Ledger>& ledger,
                                                LedgerContents& contents,
-                                               Kept& kept) {
+                                               Inheritance& kept) {
   if (ledger->is_given_up())
     return error(StatusCode::fenced, "it was given up by the daemon before");
   const uint64_t tag = commits_.catalogue_tag(disk.job_id);
@@ -281,7 +238,7 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
   const JobRecord& base = is_ahead ? *in_memory : disk;
   std::unique_ptr<TileWords> tile_words;
   std::vector<KeptTile> tiles;
-  if (auto fd = kept.take(concat("tiles.", disk.job_id))) {
+  if (auto fd = kept.take_tiles(disk.job_id)) {
     auto adopted = TileWords::adopt(std::move(*fd), disk.job_id);
     if (!adopted.is_ok()) return adopted.status();
     tile_words = std::move(adopted).value();
@@ -326,23 +283,17 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
   // Sessions: their rings, or the job is not what its trainers think it is.
   std::vector<std::shared_ptr<Session>> sessions;
   for (const SessionRecord& record : contents.sessions) {
-    auto memory = kept.take(concat("session.", record.session_id));
-    auto doorbell = kept.take(concat("doorbell.", record.session_id));
-    const auto forget = [&] {
-      if (keeper_ == nullptr) return;
-      keeper_->forget(concat("session.", record.session_id));
-      keeper_->forget(concat("doorbell.", record.session_id));
-    };
-    if (!memory || !doorbell) {
-      forget();
+    auto left = kept.take_session(record.session_id);
+    if (!left) {
+      keepsakes_.forget_session(record.session_id);
       return error(StatusCode::fenced, "nobody kept session ", record.session_id);
     }
-    auto ring = ServerRing::adopt(std::move(*memory), std::move(*doorbell));
+    auto ring = ServerRing::adopt(std::move(left->memory), std::move(left->doorbell));
     if (!ring.is_ok()) {
       const bool was_ended = ring.status().code() == StatusCode::fenced;
       // In order, and a session that the ledger names is kept.
       if (was_ended) ledger->forget_session(record.session_id);
-      forget();
+      keepsakes_.forget_session(record.session_id);
       if (!was_ended) return ring.status();
       continue;
     }
@@ -398,12 +349,12 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
     job->shards[shard_id].gradient_session = state.gradient_session;
     job->shards[shard_id].written = state.written;
   }
-  auto table_fd = kept.take(concat("table.", disk.job_id));
+  auto table_fd = kept.take_table(disk.job_id);
   if (!table_fd) return error(StatusCode::fenced, "nobody kept its shard table");
   auto table = SharedMemory::adopt("a shard table", std::move(*table_fd), sizeof(TableLayout));
   if (!table.is_ok()) return table.status();
   job->sessions = sessions;
-  keep_tags(*job);
+  Sessions::keep_tags(job->sessions);
   // Trainers go on leasing what the daemon before has published. From here on they begin none, and
   // each pin that counts is seen by whoever is to free its slot.
   job->table().adopt(std::move(table).value());
@@ -423,9 +374,7 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
     for (Segment& segment : job->memory->take_segments()) add_to_pool(std::move(segment));
     for (const auto& session : sessions) {
       session->ring.end();
-      if (keeper_ == nullptr) continue;
-      keeper_->forget(concat("session.", session->session_id));
-      keeper_->forget(concat("doorbell.", session->session_id));
+      keepsakes_.forget_session(session->session_id);
     }
     return status;
   }
@@ -459,9 +408,8 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
   job->ledger->end_grant();
   for (const auto& session : sessions) {
     begin_plan(*job, *session);
-    sessions_[session->session_id] = session;
-    sessions_not_resumed_.insert(session->session_id);
-    note_session(*job, *session);
+    sessions_.adopt(session);
+    sessions_.note(job->ledger.get(), *session);
   }
   MEMD_FAILPOINT("ledger.adoption_noted");
   for (const ClosedStep& step : made) job->ledger->forget_step(step.place);
@@ -788,7 +736,7 @@ void ShardStore::go_on(Job& job, const LedgerContents& contents) {
 // ---- What is written for the next daemon --------------------------------------------------------
 
 Status ShardStore::open_ledger(Job& job) {
-  if (keeper_ == nullptr) return Status::ok();
+  if (!keepsakes_.has_keeper()) return Status::ok();
   auto ledger = Ledger::create(job.job_id, pool_.segment_bytes());
   if (!ledger.is_ok()) return ledger.status();
   job.ledger = std::move(ledger).value();
@@ -803,13 +751,12 @@ void ShardStore::keep_memory(Job& job) {
   if (job.ledger == nullptr) return;
   MEMD_FAILPOINT("ledger.before_kept");
   keep_tile_words(job);
-  keeper_->keep(concat("table.", job.job_id), job.table().memory().fd());
-  keeper_->keep(concat("ledger.", job.job_id), job.ledger->fd());
+  keepsakes_.keep_job(job.job_id, job.table().memory().fd(), job.ledger->fd());
 }
 
 void ShardStore::keep_tile_words(Job& job) {
   if (job.ledger == nullptr || job.tiles.words() == nullptr) return;
-  keeper_->keep(concat("tiles.", job.job_id), job.tiles.words()->fd());
+  keepsakes_.keep_tiles(job.job_id, job.tiles.words()->fd());
   job.ledger->note_tile_words();
 }
 
@@ -820,33 +767,6 @@ Status ShardStore::open_tile_words(Job& job) {
   if (!words.is_ok()) return words.status();
   job.tiles.set_words(std::move(words).value());
   return Status::ok();
-}
-
-void ShardStore::note_session(Job& job, const Session& session) {
-  if (job.ledger == nullptr) return;
-  const Status noted = job.ledger->note_session({.session_id = session.session_id,
-                                                 .owner = session.owner,
-                                                 .step_committed = session.step_committed});
-  MEMD_CHECK(noted.is_ok());  // it has its place
-}
-
-Status ShardStore::keep_session(Job& job, const Session& session) {
-  if (job.ledger == nullptr) return Status::ok();
-  // The record last: a session that it names is kept.
-  keeper_->keep(concat("session.", session.session_id), session.ring.session_fd());
-  keeper_->keep(concat("doorbell.", session.session_id), session.ring.doorbell_fd());
-  const Status noted =
-      job.ledger->note_session({.session_id = session.session_id, .owner = session.owner});
-  if (!noted.is_ok()) forget_session(job, session.session_id);
-  return noted;
-}
-
-void ShardStore::forget_session(Job& job, uint64_t session_id) {
-  if (job.ledger == nullptr) return;
-  job.ledger->forget_session(session_id);
-  if (keeper_ == nullptr) return;
-  keeper_->forget(concat("session.", session_id));
-  keeper_->forget(concat("doorbell.", session_id));
 }
 
 }  // namespace memd

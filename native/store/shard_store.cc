@@ -33,7 +33,7 @@ ShardStore::ShardStore(const ShardStoreParts& parts)
       workers_(parts.workers),
       clock_(parts.clock),
       jobs_expected_(parts.jobs_expected),
-      keeper_(parts.keeper),
+      keepsakes_(parts.keeper),
       tiles_(parts.extents,
              parts.workers,
              parts.clock,
@@ -313,10 +313,10 @@ void ShardStore::return_to_disk(Job& job) {
   fresh->table().take_memory(job.table());
   if (fresh->memory != nullptr) {
     fresh->memory->end_claims();
-    if (keeper_ != nullptr) {
+    if (keepsakes_.has_keeper()) {
       // Until the new ledger is kept the segments are nobody's, and destroyed by the next daemon.
-      keeper_->forget(concat("ledger.", job.job_id));
-      keeper_->forget(concat("tiles.", job.job_id));
+      keepsakes_.forget_ledger(job.job_id);
+      keepsakes_.forget_tiles(job.job_id);
       if (const Status opened = open_ledger(*fresh); opened.is_ok()) {
         fresh->memory->claim_in(fresh->ledger.get());
         keep_memory(*fresh);
@@ -372,10 +372,8 @@ void ShardStore::drop_now(Job& job, const Done& done) {
     job.memory->end_claims();
     dropped_memory_.add(job_id, std::move(job.ledger), job.memory->take_segments());
   }
-  if (keeper_ != nullptr) {
-    keeper_->forget(concat("table.", job_id));
-    keeper_->forget(concat("tiles.", job_id));
-  }
+  keepsakes_.forget_table(job_id);
+  keepsakes_.forget_tiles(job_id);
   const std::list<LeaseWaiter> waiters = job.waiters.take_all();
   const std::vector<Operations::Start> operations = job.operations.take_waiting();
   jobs_.erase(job_id);
@@ -393,27 +391,7 @@ void ShardStore::add_to_pool(Segment old_segment) {
   // report shows.
   [[maybe_unused]] const Status status = pool_.give_back(std::move(old_segment));
   for (const uint64_t job_id : dropped_memory_.destroyed(segment_id))
-    keeper_->forget(concat("ledger.", job_id));
-}
-
-void ShardStore::give_tag(const Job& job, Session& session) {
-  for (uint32_t tag = kFirstTag; tag <= kLastTag; ++tag) {
-    const bool is_taken =
-        std::any_of(job.sessions.begin(), job.sessions.end(), [tag, &session](const auto& other) {
-          return other.get() != &session && other->ring.tag() == tag;
-        });
-    if (!is_taken) return session.ring.set_tag(static_cast<uint8_t>(tag));
-  }
-  session.ring.set_tag(kNobody);
-}
-
-void ShardStore::keep_tags(const Job& job) {
-  std::set<uint8_t> given;
-  for (const auto& session : job.sessions) {
-    const uint8_t tag = session->ring.tag();
-    if (tag == kNobody || !given.insert(tag).second) give_tag(job, *session);
-    given.insert(session->ring.tag());
-  }
+    keepsakes_.forget_ledger(job_id);
 }
 
 Result<std::shared_ptr<Session>> ShardStore::attach(uint64_t job_id, const SessionOwner& owner) {
@@ -426,45 +404,19 @@ Result<std::shared_ptr<Session>> ShardStore::attach(uint64_t job_id, const Sessi
   if (job->memory == nullptr) {
     if (Status status = give_memory(*job); !status.is_ok()) return status;
   }
-  auto ring = ServerRing::create();
-  if (!ring.is_ok()) return ring.status();
-  const uint64_t session_id = session_id_next_++;
-  auto session = std::make_shared<Session>(Session{.session_id = session_id,
-                                                   .job_id = job_id,
-                                                   .ring = std::move(ring).value(),
-                                                   .request_count_open = 0,
-                                                   .owner = owner,
-                                                   .step_committed = 0,
-                                                   .plan = nullptr});
-  give_tag(*job, *session);
-  MEMD_FAILPOINT("session.before_attached");
-  if (Status kept = keep_session(*job, *session); !kept.is_ok()) return kept;
-  job->sessions.push_back(session);
-  begin_plan(*job, *session);
-  sessions_[session_id] = session;
+  auto session = sessions_.create(job_id, owner, job->sessions, job->ledger.get());
+  if (!session.is_ok()) return session.status();
+  job->sessions.push_back(session.value());
+  begin_plan(*job, *session.value());
+  sessions_.add(session.value());
   return session;
-}
-
-std::vector<KeptSession> ShardStore::kept_sessions() const {
-  std::vector<KeptSession> kept;
-  for (const uint64_t session_id : sessions_not_resumed_) {
-    const Session& session = *sessions_.at(session_id);
-    kept.push_back({.session_id = session_id, .job_id = session.job_id, .owner = session.owner});
-  }
-  return kept;
 }
 
 Result<std::shared_ptr<Session>> ShardStore::resume_session(uint64_t session_id,
                                                             const SessionOwner& owner) {
-  const auto found = sessions_.find(session_id);
-  // Whose it is, or was, is not told to others.
-  if (found == sessions_.end() || found->second->owner != owner) {
-    return error(StatusCode::fenced,
-                 "this daemon has no such session of this process: its memory did not outlive the "
-                 "daemon before; connect again: session ",
-                 session_id);
-  }
-  const std::shared_ptr<Session> session = found->second;
+  const auto resumed = sessions_.resume(session_id, owner);
+  if (!resumed.is_ok()) return resumed;
+  const std::shared_ptr<Session>& session = resumed.value();
   session->ring.discard_requests();
   want_uses(*session);
   // Its client may come back to the daemon that it was with, which has taken some of them. What is
@@ -474,8 +426,7 @@ Result<std::shared_ptr<Session>> ShardStore::resume_session(uint64_t session_id,
        })) {
     waiter.reply(error(StatusCode::unavailable, "the session came back: ask again"), {});
   }
-  sessions_not_resumed_.erase(session_id);
-  return session;
+  return resumed;
 }
 
 Result<Job*> ShardStore::job_of(uint64_t session_id) const {
@@ -502,7 +453,7 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   // Only then, so that a daemon that takes over meanwhile ends the session again.
   const auto discarded = Join::start([this, &job, session, session_id](const Status&) {
     session->ring.end();
-    forget_session(job, session_id);
+    sessions_.forget(job.ledger.get(), session_id);
   });
   if (!MEMD_PLANTED("session.half_written_shown")) discard_half_written(job, *session, *discarded);
   MEMD_FAILPOINT("session.before_pins_dropped");
@@ -516,8 +467,7 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   }
   if (!MEMD_PLANTED("session.pins_kept")) std::erase(job.sessions, session);
   end_plan(job, *session);
-  sessions_.erase(session_id);
-  sessions_not_resumed_.erase(session_id);
+  sessions_.remove(session_id);
   const uint32_t leases_after = job.slots().lease_count();
   if (job.memory != nullptr) job.slots().free_retired();
   drop_gradients_of(job, [session_id](const Shard& shard) {
@@ -532,8 +482,8 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
 }
 
 void ShardStore::detach_all() {
-  while (!sessions_.empty()) {
-    const auto detached = detach(sessions_.begin()->first);
+  while (!sessions_.all().empty()) {
+    const auto detached = detach(sessions_.all().begin()->first);
     MEMD_CHECK(detached.is_ok());
   }
 }
@@ -764,7 +714,7 @@ bool ShardStore::serve(Session& session) {
 bool ShardStore::advance() {
   bool progress = false;
   std::vector<uint64_t> broken;
-  for (const auto& [session_id, session] : sessions_) {
+  for (const auto& [session_id, session] : sessions_.all()) {
     progress |= follow_uses(*session);
     progress |= serve(*session);
     if (session->ring.broken()) broken.push_back(session_id);
@@ -963,7 +913,7 @@ ServerStatistics ShardStore::statistics() const {
     }
     out.jobs.push_back(std::move(statistics));
   }
-  out.session_count = static_cast<uint32_t>(sessions_.size());
+  out.session_count = static_cast<uint32_t>(sessions_.all().size());
   out.ring_protocol_errors = ring_protocol_errors_;
   out.room_wait_ns = room_wait_ns_;
   out.step_seconds = step_seconds_;

@@ -21,14 +21,16 @@
 #include "base/status.h"
 #include "io/io_queue.h"
 #include "optim/adam.h"
-#include "store/space/commit.h"
+#include "store/cache/sessions.h"
 #include "store/dropped_memory.h"
 #include "store/early_update.h"
 #include "store/extent_walk.h"
 #include "store/job.h"
+#include "store/journal/keepsakes.h"
 #include "store/journal/step_request.h"
 #include "store/live_check.h"
 #include "store/scrub.h"
+#include "store/space/commit.h"
 #include "store/space/extent_store.h"
 #include "store/state/workers.h"
 #include "store/statistics.h"
@@ -65,13 +67,6 @@ struct ShardStoreParts {
   uint32_t jobs_expected = 2;
   /// Keeps what jobs and sessions have in memory beyond this process; nullptr: nobody does.
   DescriptorKeeper* keeper = nullptr;
-};
-
-/// A session of the daemon before, taken over with its leases and gradients.
-struct KeptSession {
-  uint64_t session_id = 0;
-  uint64_t job_id = 0;
-  SessionOwner owner;
 };
 
 /// The heart of the daemon. One thread (the server thread) calls everything; nothing blocks but
@@ -114,7 +109,7 @@ class ShardStore {
   Result<std::shared_ptr<Session>> attach(uint64_t job_id, const SessionOwner& owner = {});
   /// Sessions that load() took over and nobody resumed yet. Whoever knows that an owner is dead
   /// detaches its session.
-  std::vector<KeptSession> kept_sessions() const;
+  std::vector<KeptSession> kept_sessions() const { return sessions_.kept(); }
   /// After load(), once sessions of dead owners are detached, whose leases would be in the way: the
   /// steps that were closed in the daemon before are made.
   void redo_steps() { may_redo_ = true; }
@@ -176,7 +171,7 @@ class ShardStore {
   void give_up_waiting();
 
   const std::unordered_map<uint64_t, std::shared_ptr<Session>>& sessions() const {
-    return sessions_;
+    return sessions_.all();
   }
   ServerStatistics statistics() const;
   /// What has been begun and is not done, the oldest first.
@@ -198,21 +193,13 @@ class ShardStore {
   void keep_memory(Job& job);
   /// Before anything is said in them.
   void keep_tile_words(Job& job);
-  void note_session(Job& job, const Session& session);
-  /// One that no other session of the job has; where there are too many, none.
-  static void give_tag(const Job& job, Session& session);
-  /// Of sessions that were adopted: as the daemon before gave them, where no client changed them.
-  static void keep_tags(const Job& job);
-  Status keep_session(Job& job, const Session& session);
-  void forget_session(Job& job, uint64_t session_id);
 
   // Adoption, at start.
-  struct Kept;
   /// The job as the daemon before had it, or why it starts from disk.
   Result<std::unique_ptr<Job>> adopt(const JobRecord& disk,
                                      std::unique_ptr<Ledger>& ledger,
                                      LedgerContents& contents,
-                                     Kept& kept);
+                                     Inheritance& kept);
   Status adopt_segments(Job& job, Ledger& ledger);
   Status adopt_slots(Job& job, const LedgerContents& contents, std::optional<uint32_t> untold_pin);
   Status adopt_extents(Job& job,
@@ -408,16 +395,14 @@ class ShardStore {
   UpdateWorkers& workers_;
   const Clock& clock_;
   const uint32_t jobs_expected_;
-  DescriptorKeeper* const keeper_;
+  Keepsakes keepsakes_;
   TileTasks tiles_;
   EarlyUpdates early_;
   Commits commits_;
 
   Jobs jobs_;
-  std::unordered_map<uint64_t, std::shared_ptr<Session>> sessions_;
-  std::set<uint64_t> sessions_not_resumed_;
+  Sessions sessions_{keepsakes_};
   bool may_redo_ = false;
-  uint64_t session_id_next_ = 1;
   DroppedMemory dropped_memory_;
   std::vector<std::string> load_notes_;
   std::vector<Use> uses_;  // of one call

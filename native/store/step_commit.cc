@@ -270,7 +270,7 @@ void ShardStore::commit_to_disk(const std::shared_ptr<StepState>& state, Done do
 void ShardStore::forget_step(StepState& state) {
   if (!state.place) return;
   const auto session = sessions_.find(state.request.session_id);
-  if (session != sessions_.end()) note_session(*state.job, *session->second);
+  if (session != sessions_.end()) sessions_.note(state.job->ledger.get(), *session->second);
   MEMD_FAILPOINT("ledger.step_done");
   state.job->ledger->forget_step(*std::exchange(state.place, std::nullopt));
 }
