@@ -346,8 +346,8 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
                         disk.undurable_since == 0 ? disk.step : 0,
                         job->progress.undurable_since());
   for (const auto& [shard_id, state] : contents.shards) {
-    job->shards[shard_id].gradient_session = state.gradient_session;
-    job->shards[shard_id].written = state.written;
+    job->shards()[shard_id].gradient_session = state.gradient_session;
+    job->shards()[shard_id].written = state.written;
   }
   auto table_fd = kept.take_table(disk.job_id);
   if (!table_fd) return error(StatusCode::fenced, "nobody kept its shard table");
@@ -388,7 +388,7 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
   // dropped would seem to be there and have no bytes.
   job->note_shards();
   std::set<uint32_t> in_use;
-  for (Entry* const entry : job->entries) {
+  for (Entry* const entry : job->shards().entries()) {
     if (entry == nullptr) continue;
     if (entry->slot != nullptr) in_use.insert(entry->slot->pin_first);
     if (entry->pending != nullptr) in_use.insert(entry->pending->pin_first);
@@ -477,18 +477,18 @@ Status ShardStore::adopt_slots(Job& job,
                                std::optional<uint32_t> untold_pin) {
   const auto find_entry = [&job](const SlotRecord& record) -> Entry* {
     if (record.kind == EntryKind::bytes) {
-      const bool known = record.owner < job.shards.size() && !job.shards[record.owner].deleted &&
-                         job.shards[record.owner].kind != ShardKind::parameter;
-      return known ? job.shards[record.owner].value : nullptr;
+      const bool known = record.owner < job.shards().size() && !job.shards()[record.owner].deleted &&
+                         job.shards()[record.owner].kind != ShardKind::parameter;
+      return known ? job.shards()[record.owner].value : nullptr;
     }
-    if (record.owner >= job.buckets.size()) return nullptr;
-    Bucket& bucket = job.buckets[record.owner];
+    if (record.owner >= job.shards().buckets().size()) return nullptr;
+    Bucket& bucket = job.shards().bucket(record.owner);
     return record.kind == EntryKind::gradient ? bucket.gradient : bucket.value;
   };
   const auto has_gradient = [&job](const Entry& entry) {
-    const auto& ids = job.buckets[entry.owner].shards;
+    const auto& ids = job.shards().bucket(entry.owner).shards;
     return std::any_of(ids.begin(), ids.end(), [&](uint32_t shard_id) {
-      return job.shards[shard_id].gradient_session != 0;
+      return job.shards()[shard_id].gradient_session != 0;
     });
   };
   std::map<const Entry*, uint64_t> newest;
@@ -515,10 +515,10 @@ Status ShardStore::adopt_slots(Job& job,
     MEMD_FAILPOINT("adoption.slot_taken");
     Entry* const entry = find_entry(record);
     const bool fits = entry != nullptr && record.bytes == entry->bytes &&
-                      record.pin_count == job.shard_count(*entry);
+                      record.pin_count == job.shards().shard_count(*entry);
     if (entry != nullptr && !fits && record.role != SlotRole::retired) {
       job.slots().free(std::move(slot));
-      return damaged("a slot of ", job.describe(*entry), " has ", record.bytes, " bytes");
+      return damaged("a slot of ", job.shards().describe(*entry), " has ", record.bytes, " bytes");
     }
     const bool is_untold = untold_pin && *untold_pin >= record.pin_first &&
                            *untold_pin - record.pin_first < record.pin_count;
@@ -542,8 +542,8 @@ Status ShardStore::adopt_slots(Job& job,
     } else {
       // A stream of the daemon's own, which died with it, may have been writing there.
       if (entry != nullptr && entry->kind == EntryKind::gradient && record.has_service_writer) {
-        for (const uint32_t shard_id : job.buckets[entry->owner].shards)
-          job.shards[shard_id].gradient_session = 0;
+        for (const uint32_t shard_id : job.shards().bucket(entry->owner).shards)
+          job.shards()[shard_id].gradient_session = 0;
       }
       job.slots().retire(std::move(slot));
     }
@@ -566,19 +566,19 @@ Status ShardStore::adopt_extents(Job& job,
       place = &entry->replicas[key.index];
       length_bytes = entry->replica_bytes(key.index);
     };
-    Bucket* const bucket = key.owner < job.buckets.size() ? &job.buckets[key.owner] : nullptr;
+    Bucket* const bucket = key.owner < job.shards().buckets().size() ? &job.shards().bucket(key.owner) : nullptr;
     switch (key.kind) {
       case LooseKey::Kind::value:
         if (bucket == nullptr) break;
         in_entry(bucket->value);
         for (const uint32_t id : bucket->shards) {
-          job.shards[id].is_on_disk = job.shards[id].written;
+          job.shards()[id].is_on_disk = job.shards()[id].written;
         }
         break;
       case LooseKey::Kind::gradient:
         if (bucket != nullptr &&
             std::any_of(bucket->shards.begin(), bucket->shards.end(), [&](uint32_t shard_id) {
-              return job.shards[shard_id].gradient_session != 0;
+              return job.shards()[shard_id].gradient_session != 0;
             })) {
           in_entry(bucket->gradient);
         }
@@ -590,9 +590,9 @@ Status ShardStore::adopt_extents(Job& job,
         }
         break;
       case LooseKey::Kind::bytes:
-        if (key.owner < job.shards.size() && !job.shards[key.owner].deleted &&
-            job.shards[key.owner].kind != ShardKind::parameter && job.shards[key.owner].written) {
-          in_entry(job.shards[key.owner].value);
+        if (key.owner < job.shards().size() && !job.shards()[key.owner].deleted &&
+            job.shards()[key.owner].kind != ShardKind::parameter && job.shards()[key.owner].written) {
+          in_entry(job.shards()[key.owner].value);
         }
         break;
     }
@@ -611,9 +611,9 @@ Status ShardStore::adopt_extents(Job& job,
   for (const KeptTile& tile : tiles) {
     const uint64_t owner = tile.key >> 32;
     const auto index = tile_of(tile.key);
-    if (owner >= job.buckets.size() || index >= job.buckets[owner].tile_count())
+    if (owner >= job.shards().buckets().size() || index >= job.shards().bucket(owner).tile_count())
       return damaged("a tile of bucket ", owner);
-    Bucket& bucket = job.buckets[owner];
+    Bucket& bucket = job.shards().bucket(owner);
     const auto fits = [](const ExtentRecord& extent, uint64_t bytes) {
       return !extent.exists() || extent.length_bytes == bytes;
     };
@@ -639,8 +639,8 @@ Status ShardStore::adopt_extents(Job& job,
     status = extents_.reserve(replica.extent());
     if (status.is_ok()) reserved.push_back(replica.extent());
   };
-  job.for_each_replica(adopt);
-  for (Bucket& bucket : job.buckets) {
+  job.shards().for_each_replica(adopt);
+  for (Bucket& bucket : job.shards().buckets()) {
     for (Replica& replica : bucket.gradient->replicas) {
       if (replica.exists()) adopt(replica);
     }
@@ -654,7 +654,7 @@ Status ShardStore::adopt_extents(Job& job,
 
 Status ShardStore::adopt_tiles(Job& job, const std::vector<KeptTile>& tiles, bool has_closed_step) {
   for (const KeptTile& tile : tiles) {
-    const Bucket& bucket = job.buckets[bucket_of(tile.key)];
+    const Bucket& bucket = job.shards().bucket(bucket_of(tile.key));
     const auto index = tile_of(tile.key);
     const bool is_made = tile.state.step > job.progress.committed_step();
     if (is_made && (tile.state.step != job.progress.committed_step() + 1 || !has_closed_step)) {
@@ -697,7 +697,7 @@ Status ShardStore::adopt_tiles(Job& job, const std::vector<KeptTile>& tiles, boo
 }
 
 void ShardStore::settle_values(Job& job) {
-  for (Shard& shard : job.shards) {
+  for (Shard& shard : job.shards()) {
     if (shard.deleted) continue;
     const Entry& value = *shard.value;
     const bool has_bytes = value.slot != nullptr || value.has_replica() || value.bytes == 0;
@@ -712,10 +712,10 @@ Status ShardStore::check_steps_can_be_made(const Job& job, const LedgerContents&
   for (const ClosedStep& step : contents.steps) {
     for (const StepGroup& group : step.request.groups) {
       for (const uint32_t shard_id : group.shard_ids) {
-        const Entry* const gradient = job.find_entry(shard_id, Part::gradient);
+        const Entry* const gradient = job.shards().find_entry(shard_id, Part::gradient);
         if (gradient == nullptr) return damaged("a closed step of a shard that is no parameter");
         if (gradient->bytes != 0 && gradient->slot == nullptr && !gradient->has_replica()) {
-          return damaged("a closed step has no gradient of ", job.describe(*gradient));
+          return damaged("a closed step has no gradient of ", job.shards().describe(*gradient));
         }
       }
     }

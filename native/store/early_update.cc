@@ -25,7 +25,7 @@ bool is_moving(const Entry& entry) {
 Status EarlyUpdates::expect(Job& job, Session& session, const std::vector<StepGroup>& groups) {
   for (const StepGroup& group : groups) {
     for (const uint32_t shard_id : group.shard_ids) {
-      if (job.find_entry(shard_id, Part::gradient) != nullptr) continue;
+      if (job.shards().find_entry(shard_id, Part::gradient) != nullptr) continue;
       return error(
           StatusCode::not_found, "job ", job.name, " has no parameter with shard id ", shard_id);
     }
@@ -37,22 +37,22 @@ Status EarlyUpdates::expect(Job& job, Session& session, const std::vector<StepGr
 }
 
 void EarlyUpdates::gradient_is_final(Job& job, const Session& session, uint32_t shard_id) {
-  const Entry* const gradient = job.find_entry(shard_id, Part::gradient);
+  const Entry* const gradient = job.shards().find_entry(shard_id, Part::gradient);
   if (gradient == nullptr) return;
-  const Shard& shard = job.shards[shard_id];
+  const Shard& shard = job.shards()[shard_id];
   // The hint may come after the step that took the gradient, or after who dropped it.
   if (shard.gradient_session != session.session_id) return;
   const bool is_written = gradient->slot != nullptr &&
                           job.slots().pins(*gradient->slot, shard.index_in_bucket).writers != 0;
   if (is_written || !job.early.final_shards.insert(shard_id).second) return;
   const uint32_t count = ++job.early.final_counts[shard.bucket];
-  if (count == job.buckets[shard.bucket].shards.size()) job.early.ready.push_back(shard.bucket);
+  if (count == job.shards().bucket(shard.bucket).shards.size()) job.early.ready.push_back(shard.bucket);
 }
 
 // ---- Making -------------------------------------------------------------------------------------
 
 const Session* EarlyUpdates::session_of(const Job& job, const Bucket& bucket) {
-  const uint64_t session_id = job.shards[bucket.shards.front()].gradient_session;
+  const uint64_t session_id = job.shards()[bucket.shards.front()].gradient_session;
   const auto found =
       std::find_if(job.sessions.begin(), job.sessions.end(), [session_id](const auto& session) {
         return session->session_id == session_id;
@@ -64,7 +64,7 @@ EarlyUpdates::Begin EarlyUpdates::check(const Job& job, const Bucket& bucket) co
   const Session* const session = session_of(job, bucket);
   if (session == nullptr) return Begin::never;
   for (const uint32_t id : bucket.shards) {
-    const Shard& shard = job.shards[id];
+    const Shard& shard = job.shards()[id];
     const bool is_known = shard.written && shard.gradient_session == session->session_id &&
                           session->expected.contains(id) && job.early.final_shards.contains(id);
     if (!is_known) return Begin::never;
@@ -96,7 +96,7 @@ bool EarlyUpdates::has_quota(const Job& job, const Bucket& bucket, size_t tile) 
   uint64_t wanted_bytes = bucket.value->replica_bytes(tile) + bucket.rest_bytes(tile);
   // Those that were begun may have taken nothing yet.
   wanted_bytes += job.early.running_count * kTileStateBytesMax;
-  if (!job.gradients_fit()) wanted_bytes += job.gradient_bytes();
+  if (!job.gradients_fit()) wanted_bytes += job.shards().gradient_bytes();
   if (job.durability.is_in_memory()) wanted_bytes += kTilesInFlight * kTileStateBytesMax;
   return job.space.has_room(SpaceUse::gradient, wanted_bytes);
 }
@@ -108,7 +108,7 @@ void EarlyUpdates::advance(Job& job) {
   if (!may_begin) return;
   for (auto it = ready.begin();
        it != ready.end() && job.early.running_count < kEarlyTilesInFlight;) {
-    Bucket& bucket = job.buckets[*it];
+    Bucket& bucket = job.shards().bucket(*it);
     const auto found = job.early.by_bucket.find(*it);
     std::shared_ptr<EarlyBucket> early =
         found != job.early.by_bucket.end() ? found->second : nullptr;
@@ -150,7 +150,7 @@ std::shared_ptr<EarlyBucket> EarlyUpdates::begin(Job& job, Bucket& bucket, const
   early->tiles.resize(bucket.tile_count());
   for (const uint32_t id : bucket.shards) {
     early->settings.push_back(session.expected.at(id));
-    early->generations.push_back(job.shards[id].generation);
+    early->generations.push_back(job.shards()[id].generation);
   }
   job.early.by_bucket[bucket.value->owner] = early;
   return early;
@@ -164,7 +164,7 @@ void EarlyUpdates::find_slot(Job& job, EarlyBucket& early) {
     early.shadow = job.residencies().take_slot(value);
     early.is_in_place = early.shadow != nullptr;
   }
-  if (early.shadow == nullptr) early.shadow = job.slots().make(value.bytes, job.shard_count(value));
+  if (early.shadow == nullptr) early.shadow = job.slots().make(value.bytes, job.shards().shard_count(value));
   if (early.shadow != nullptr) job.policy().used(value.id, EvictionPrice::clean);
 }
 
@@ -229,7 +229,7 @@ std::shared_ptr<EarlyBucket> EarlyUpdates::take(Job& job,
   const auto found = job.early.by_bucket.find(bucket);
   if (found == job.early.by_bucket.end()) return nullptr;
   std::shared_ptr<EarlyBucket> early = found->second;
-  const ShardIds& ids = job.buckets[bucket].shards;
+  const ShardIds& ids = job.shards().bucket(bucket).shards;
   std::optional<EarlyDiscard> why;
   if (early->session_id != session_id) why = EarlyDiscard::step;
   for (size_t i = 0; i < ids.size() && !why; ++i) {
@@ -238,7 +238,7 @@ std::shared_ptr<EarlyBucket> EarlyUpdates::take(Job& job,
       why = EarlyDiscard::step;
     } else if (*settings != early->settings[i] && !MEMD_PLANTED("early.settings_not_compared")) {
       why = EarlyDiscard::settings;
-    } else if (job.shards[ids[i]].generation != early->generations[i]) {
+    } else if (job.shards()[ids[i]].generation != early->generations[i]) {
       why = EarlyDiscard::state;
     }
   }
@@ -291,7 +291,7 @@ void EarlyUpdates::discard(Job& job, uint32_t bucket, EarlyDiscard why) {
 }
 
 void EarlyUpdates::forget_gradient(Job& job, uint32_t shard_id) {
-  const uint32_t bucket = job.shards[shard_id].bucket;
+  const uint32_t bucket = job.shards()[shard_id].bucket;
   if (job.early.final_shards.erase(shard_id) != 0) --job.early.final_counts[bucket];
   discard(job, bucket, EarlyDiscard::gradient);
 }

@@ -31,7 +31,7 @@ size_t ExtentPlaces::owner_count(const ExtentPlace& place) const {
     case Kind::catalogue:
       return 1;
     case Kind::bytes:
-      return owner == nullptr ? 0 : owner->entries.size();
+      return owner == nullptr ? 0 : owner->shards().entries().size();
     case Kind::parameter:
     case Kind::rest:
       // What the disk holds of a job without durability is nobody's.
@@ -47,7 +47,7 @@ size_t ExtentPlaces::index_count(const ExtentPlace& place) const {
   if (place.kind == Kind::catalogue) return commits_.catalogue(place.job_id).size();
   const Job& owner = *job(place.job_id);
   if (place.kind != Kind::bytes) return owner.durable.tile_count(place.owner);
-  const Entry* const entry = owner.entries[place.owner];
+  const Entry* const entry = owner.shards().entry(place.owner);
   return entry == nullptr || entry->kind != EntryKind::bytes ? 0 : entry->replicas.size();
 }
 
@@ -56,7 +56,7 @@ std::optional<ExtentRecord> ExtentPlaces::find(const ExtentPlace& place) const {
   if (place.kind == Kind::catalogue) return commits_.catalogue(place.job_id)[place.index];
   const Job& owner = *job(place.job_id);
   if (place.kind == Kind::bytes) {
-    const Replica& replica = owner.entries[place.owner]->replicas[place.index];
+    const Replica& replica = owner.shards().entry(place.owner)->replicas[place.index];
     if (!replica.referenced || !replica.exists()) return std::nullopt;
     return replica.extent();
   }
@@ -72,7 +72,8 @@ bool ExtentPlaces::names(const ExtentPlace& place, const ExtentRecord& extent) c
 
 const Entry* ExtentPlaces::entry(const ExtentPlace& place) const {
   const Job& owner = *job(place.job_id);
-  return place.kind == Kind::bytes ? owner.entries[place.owner] : owner.buckets[place.owner].value;
+  return place.kind == Kind::bytes ? owner.shards().entry(place.owner)
+                                   : owner.shards().bucket(place.owner).value;
 }
 
 bool ExtentPlaces::is_being_replaced(const ExtentPlace& place) const {
@@ -82,8 +83,9 @@ bool ExtentPlaces::is_being_replaced(const ExtentPlace& place) const {
   // The step has what it replaces in memory, or finds itself that it cannot be read.
   if (value.is_in_step) return true;
   if (place.kind != Kind::bytes) {
-    const Replica& now = place.kind == Kind::rest ? owner.buckets[place.owner].rest[place.index]
-                                                  : value.replicas[place.index];
+    const Replica& now = place.kind == Kind::rest
+                             ? owner.shards().bucket(place.owner).rest[place.index]
+                             : value.replicas[place.index];
     if (!same(now.extent(), *find(place)) || owner.is_tile_dirty(value, place.index)) return true;
   }
   return place.kind != Kind::rest &&
@@ -106,14 +108,14 @@ std::string ExtentPlaces::part(const ExtentPlace& place) const {
 
 std::string ExtentPlaces::describe(const ExtentPlace& place) const {
   if (place.kind == Kind::catalogue) return part(place);
-  const std::string shard = job(place.job_id)->describe(*entry(place), place.index);
+  const std::string shard = job(place.job_id)->shards().describe(*entry(place), place.index);
   return place.kind == Kind::bytes ? concat("shard ", shard)
                                    : concat("shard ", shard, ", ", part(place));
 }
 
 std::vector<std::string> ExtentPlaces::shards(const ExtentPlace& place) const {
   if (place.kind == Kind::catalogue) return {};
-  return job(place.job_id)->shard_names(*entry(place), place.index);
+  return job(place.job_id)->shards().names_in(*entry(place), place.index);
 }
 
 void ExtentPlaces::lose(const ExtentPlace& place, const Status& why) const {
@@ -125,7 +127,7 @@ uint64_t ExtentPlaces::state_bytes(uint64_t job_id) const {
   const Job* const owner = job(job_id);
   if (owner == nullptr) return 0;
   uint64_t bytes = 0;
-  for (Entry* const each : owner->entries) {
+  for (Entry* const each : owner->shards().entries()) {
     if (each == nullptr || each->kind != EntryKind::bytes) continue;
     for (const Replica& replica : each->replicas) {
       if (replica.referenced && replica.exists()) bytes += replica.length_bytes;

@@ -13,7 +13,7 @@ void ShardStore::discard_half_written(Job& job, const Session& session, Join& di
   const auto writes = [&](const Slot& slot, uint32_t index) {
     return pin_writers(session.ring.pins(slot.pin_first + index)) != 0;
   };
-  for (Entry* const entry : job.entries) {
+  for (Entry* const entry : job.shards().entries()) {
     if (entry == nullptr) continue;
     if (entry->pending != nullptr && writes(*entry->pending, 0)) {
       job.slots().retire(std::move(entry->pending));
@@ -34,11 +34,11 @@ void ShardStore::discard_torn(Job& job,
   if (torn.empty() || (entry.residency() != Residency::dirty && !job.mends.contains(entry))) {
     return discarded(Status::ok());
   }
-  const Bucket& bucket = job.buckets[entry.owner];
+  const Bucket& bucket = job.shards().bucket(entry.owner);
   std::byte* const slot = job.memory->arena().at(entry.slot->offset_bytes);
   std::set<uint32_t> read_again;
   for (const uint32_t index : torn) {
-    Shard& shard = job.shards[bucket.shards[index]];
+    Shard& shard = job.shards()[bucket.shards[index]];
     if (shard.is_on_disk && entry.has_replica()) {
       read_again.insert(index);
       continue;
@@ -50,7 +50,7 @@ void ShardStore::discard_torn(Job& job,
     job.note_shard(bucket.shards[index]);
   }
   if (read_again.empty()) return discarded(Status::ok());
-  if (job.shard_count(entry) == 1) {
+  if (job.shards().shard_count(entry) == 1) {
     job.residencies().move(entry, Residency::dirty, Residency::absent);
     job.slots().retire(std::move(entry.slot));
     return discarded(Status::ok());
@@ -69,7 +69,7 @@ void ShardStore::start_mend(Job& job, Entry& entry) {
   extents_.read(entry.replicas[0].extent(),
                 block->span(),
                 {.job = JobId{job.job_id}, .priority = IoPriority::demand},
-                concat("shard ", job.describe(entry, 0), ", step ", job.progress.committed_step()),
+                concat("shard ", job.shards().describe(entry, 0), ", step ", job.progress.committed_step()),
                 [this, &job, &entry, block](const Status& status) {
                   finish_mend(job, entry, block->span(), status);
                 });
@@ -85,7 +85,7 @@ void ShardStore::finish_mend(Job& job,
   if (status.is_ok()) {
     std::byte* const slot = job.memory->arena().at(entry.slot->offset_bytes);
     for (const uint32_t index : mend.torn) {
-      const Shard& shard = job.shards[job.buckets[entry.owner].shards[index]];
+      const Shard& shard = job.shards()[job.shards().bucket(entry.owner).shards[index]];
       copy_bytes(slot + shard.offset_bytes(), on_disk.data() + shard.offset_bytes(), shard.bytes);
     }
   } else {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <list>
 #include <memory>
@@ -14,10 +13,8 @@
 #include <vector>
 
 #include "ring/server_ring.h"
-#include "store/cache/bucket.h"
 #include "store/cache/conditions.h"
 #include "store/cache/entry.h"
-#include "store/cache/entry_table.h"
 #include "store/cache/eviction.h"
 #include "store/cache/job_memory.h"
 #include "store/cache/lease_waiters.h"
@@ -26,11 +23,8 @@
 #include "store/cache/prefetch_window.h"
 #include "store/cache/residencies.h"
 #include "store/cache/session.h"
-#include "store/cache/shard.h"
-#include "store/cache/shard_ids.h"
-#include "store/cache/shard_label.h"
-#include "store/cache/shard_names.h"
 #include "store/cache/shard_table.h"
+#include "store/cache/shards.h"
 #include "store/cache/slots.h"
 #include "store/format/catalogue.h"
 #include "store/format/durability.h"
@@ -38,7 +32,6 @@
 #include "store/journal/ledger.h"
 #include "store/journal/progress.h"
 #include "store/space/commit.h"
-#include "store/space/declared_space.h"
 #include "store/space/extent_store.h"
 #include "store/space/job_space.h"
 #include "store/space/lost_shards.h"
@@ -83,10 +76,8 @@ class Job final : public CatalogueSource, private ResidencyGates {
   /// The arena has room for so few of the largest entries that one small view, held for long in a
   /// bad place, keeps them out.
   bool is_tight() const;
-  /// Of all entries, in whole blocks.
-  uint64_t entry_bytes() const { return entry_bytes_; }
-  /// Of all parameters' gradients, in whole blocks.
-  uint64_t gradient_bytes() const { return gradient_bytes_; }
+  Shards& shards() { return shards_; }
+  const Shards& shards() const { return shards_; }
   /// Whether all gradients fit beside the largest bucket's parameters.
   bool gradients_fit() const;
   /// A step updates it, whatever was declared.
@@ -106,12 +97,6 @@ class Job final : public CatalogueSource, private ResidencyGates {
   /// ascending in no order, or empty: counted from 0.
   static Result<std::unique_ptr<Job>> restore(const JobRecord& record,
                                               const std::vector<uint32_t>& given_ids = {});
-  /// Every extent that the job's state lies in.
-  void for_each_replica(const std::function<void(Replica&)>& visit);
-  JobSpace::Walk each_replica() {
-    return [this](const JobSpace::Visit& visit) { for_each_replica(visit); };
-  }
-
   // What the ledger is told of the rest, where there is one.
   /// "written", and whose gradient there is.
   void note_shard(uint32_t shard_id);
@@ -130,15 +115,6 @@ class Job final : public CatalogueSource, private ResidencyGates {
   std::optional<uint32_t> tile_record(uint64_t key);
   /// All of it, where the ledger is new, or was adopted and the job stands as it will go on.
   void note_shards();
-  Entry* find_entry(uint32_t shard_id, Part part) const;
-  /// Of which it holds the bytes.
-  uint32_t shard_count(const Entry& entry) const;
-  /// "job/name" or, for gradients, "job/name gradient"; of a bucket, its first shard.
-  std::string describe(const Entry& entry) const;
-  /// The same of one replica: "job/name", and how many other shards have bytes in it.
-  std::string describe(const Entry& entry, size_t replica) const;
-  /// Of the shards that have bytes in it.
-  std::vector<std::string> shard_names(const Entry& entry, size_t replica) const;
   std::string describe_holders() const;
   /// Replica `replica` of the entry, or the rest of that tile, is gone from the disk. A gradient is
   /// no shard's state: the next backward makes it again.
@@ -172,18 +148,11 @@ class Job final : public CatalogueSource, private ResidencyGates {
   /// What the last catalogue on disk says.
   DurableJob durable;
   /// The same, whole.
-  JobRecord durable_record() const { return durable.record(record(), shard_ids_in_order()); }
+  JobRecord durable_record() const { return durable.record(record(), shards_.ids_in_order()); }
   /// It is this, by which the job was not made.
   void set_durable(const JobRecord& on_disk);
   uint64_t host_bytes = 0;
   JobSpace space;
-  uint64_t element_count = 0;
-
-  std::vector<Shard> shards;
-  ShardNames shard_ids{[this](uint32_t shard_id) { return shards[shard_id].name(); }};
-  // A deque: tasks in flight point to buckets while others are added.
-  std::deque<Bucket> buckets;
-  EntryTable entries;
 
   /// Nothing where nobody keeps descriptors, or before there is memory. `memory` tells it of
   /// segments, and so goes first.
@@ -230,27 +199,20 @@ class Job final : public CatalogueSource, private ResidencyGates {
       : job_id(identity.job_id),
         name(std::move(identity.name)),
         uid(identity.uid),
-        slots_(entries, sessions, memory, ledger),
-        table_(std::move(shard_table), shards, buckets, entries, slots_, progress),
+        shards_(name),
+        slots_(shards_.entries(), sessions, memory, ledger),
+        table_(std::move(shard_table), shards_, slots_, progress),
         prefetch_window_(counters),
-        residencies_({.entries = entries,
+        residencies_({.entries = shards_.entries(),
                       .slots = slots_,
                       .table = table_,
                       .policy = policy_,
                       .window = prefetch_window_,
                       .gates = *this}) {}
 
-  Status check(const ShardSpec& spec) const;
-  /// Parameters that will lie in one bucket, and where in it.
-  struct PlannedBucket {
-    DType dtype = DType::float32;
-    uint64_t element_count = 0;
-    bool is_updated = false;
-    std::vector<const ShardSpec*> specs;
-    std::vector<uint64_t> element_offsets;
-  };
-  static std::vector<PlannedBucket> plan_buckets(const std::vector<const ShardSpec*>& specs);
-  static DeclaredSpace::Label space_label(const ShardSpec& spec);
+  /// Of a shard that was just added; its id.
+  uint32_t begin_shard(const ShardSpec& spec);
+  uint64_t arena_bytes_max() const;
   uint64_t catalogue_bytes(const DeclaredSpace& declared) const;
   SpaceNeeded space_needed(const DeclaredSpace& declared) const;
   /// Tells the quota what metadata_bytes() is. A job that was admitted when catalogues were in no
@@ -259,37 +221,18 @@ class Job final : public CatalogueSource, private ResidencyGates {
   void reserve_metadata();
   /// Whether the quotas hold the job with `wanted` in the place of what it has now.
   Status check_space(const DeclaredSpace& wanted) const;
-  /// As record() has them.
-  std::vector<uint32_t> shard_ids_in_order() const;
-  /// What stays as it is.
-  ShardRecord label_record(const Shard& shard) const;
-  std::vector<uint32_t> shards_in(const Entry& entry, size_t replica) const;
-  void add_parameters(const std::vector<const ShardSpec*>& specs,
-                      const std::vector<PlannedBucket>& plan);
-  void add_bytes(const ShardSpec& spec);
-  uint32_t add_shard(const ShardSpec& spec);
-  void close_bucket(DType dtype, uint64_t elements, std::vector<uint32_t> ids, bool is_updated);
-  Entry* add_entry(const Entry::Shape& shape);
-
   FarthestNextUse policy_;
+  Shards shards_;
   Slots slots_;
   ShardTable table_;
   PrefetchWindow prefetch_window_;
   Residencies residencies_;
 
   JobWeight weight_;
-  DeclaredSpace declared_;
-  /// Buckets that an earlier daemon made.
-  size_t restored_bucket_count_ = 0;
   /// Of the last catalogue on disk, and of the newest that was begun.
   uint64_t durable_catalogue_bytes_ = 0;
   uint64_t committing_catalogue_bytes_ = 0;
-  uint64_t entry_bytes_ = 0;
-  uint64_t largest_entry_bytes_ = 0;  // of those there ever were
-  uint64_t gradient_bytes_ = 0;       // in whole blocks, as the next
-  uint64_t largest_gradient_bytes_ = 0;
   DurableJob committing_;  // what it writes
-  std::vector<uint32_t> free_shard_ids_;
 };
 
 }  // namespace memd

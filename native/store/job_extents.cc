@@ -13,16 +13,16 @@ std::vector<ExtentRecord> Job::take_extents() {
       replica = {};
     }
   };
-  for (Entry* const entry : entries) {
+  for (Entry* const entry : shards_.entries()) {
     if (entry != nullptr) take(entry->replicas);
   }
-  for (Bucket& bucket : buckets) take(bucket.rest);
+  for (Bucket& bucket : shards_.buckets()) take(bucket.rest);
   return extents;
 }
 
 std::vector<ExtentRecord> Job::mark_committing() {
   changed = false;
-  return space.begin_commit(each_replica());
+  return space.begin_commit(shards_.each_replica());
 }
 
 void Job::committed(uint64_t catalogue_tag) {
@@ -32,7 +32,7 @@ void Job::committed(uint64_t catalogue_tag) {
   progress.committed_on_disk(durable.undurable_since() == 0 ? durable.step() : 0);
   if (durable.undurable_since() != 0) {
     // Nothing on disk is gone back to: each extent is free as soon as another takes its place.
-    for_each_replica([](Replica& replica) { replica.referenced = false; });
+    shards_.for_each_replica([](Replica& replica) { replica.referenced = false; });
   }
   reserve_metadata();
   if (ledger != nullptr) ledger->rebase(catalogue_tag);

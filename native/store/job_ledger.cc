@@ -5,13 +5,13 @@ namespace memd {
 
 void Job::note_shard(uint32_t shard_id) {
   if (ledger == nullptr) return;
-  ledger->note_shard(shard_id, shards[shard_id].written, shards[shard_id].gradient_session);
+  ledger->note_shard(shard_id, shards_[shard_id].written, shards_[shard_id].gradient_session);
 }
 
 void Job::note_layout() {
   if (ledger == nullptr) return;
   JobRecord layout = record();
-  const std::vector<uint32_t> ids = shard_ids_in_order();
+  const std::vector<uint32_t> ids = shards_.ids_in_order();
   // What lies where is the catalogue's to say, and the loose extents'.
   for (ShardRecord& shard : layout.shards) {
     shard.extents.clear();
@@ -30,7 +30,7 @@ void Job::note_layout_change(LayoutChange change) {
   change.added.job_id = job_id;
   change.added.name = name;
   for (const uint32_t id : change.added_ids)
-    change.added.shards.push_back(label_record(shards[id]));
+    change.added.shards.push_back(shards_[id].label_record());
   if (!ledger->change_layout(change)) note_layout();
 }
 
@@ -81,8 +81,8 @@ void Job::note_tile(const Bucket& bucket,
 
 void Job::note_shards() {
   note_layout();
-  for (uint32_t id = 0; id < shards.size(); ++id) {
-    if (!shards[id].deleted) note_shard(id);
+  for (uint32_t id = 0; id < shards_.size(); ++id) {
+    if (!shards_[id].deleted) note_shard(id);
   }
 }
 

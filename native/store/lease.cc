@@ -20,7 +20,7 @@ void ShardStore::lease(const LeaseRequest& request, LeaseReply reply) {
   const auto job = job_of(request.session_id);
   if (!job.is_ok()) return reply(job.status(), {});
   if (!job.value()->progress.stopped().is_ok()) return reply(job.value()->progress.stopped(), {});
-  const Entry* const entry = job.value()->find_entry(request.shard_id, request.part);
+  const Entry* const entry = job.value()->shards().find_entry(request.shard_id, request.part);
   if (entry == nullptr) {
     return reply(error(StatusCode::not_found,
                        "job ",
@@ -42,7 +42,7 @@ void ShardStore::lease(const LeaseRequest& request, LeaseReply reply) {
 
 void ShardStore::reply_granted(Job& job, LeaseWaiter& waiter, Slot& slot) {
   const LeaseRequest& request = waiter.request;
-  Shard& shard = job.shards[request.shard_id];
+  Shard& shard = job.shards()[request.shard_id];
   const bool in_bucket = shard.kind == ShardKind::parameter;
   LeaseGrant grant{.slot = &slot,
                    .index = in_bucket ? shard.index_in_bucket : 0,
@@ -56,7 +56,7 @@ void ShardStore::reply_granted(Job& job, LeaseWaiter& waiter, Slot& slot) {
   waiter.note_waited(grant);
   grant.data = job.memory->arena().at(grant.offset_bytes);
   const bool writes = request.mode != LeaseMode::read;
-  const Entry* const entry = job.find_entry(request.shard_id, request.part);
+  const Entry* const entry = job.shards().find_entry(request.shard_id, request.part);
   // A reader's pin is given back by its client if it never hears of it. A writer that never hears
   // of its grant has written nothing: what is noted below must not look as if it had.
   const bool is_told_ledger = job.ledger != nullptr && writes && !request.for_service;
@@ -116,8 +116,8 @@ ShardStore::Grant ShardStore::try_grant(Job& job, LeaseWaiter& waiter) {
 
 ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
   const LeaseRequest& request = waiter.request;
-  Shard& shard = job.shards[request.shard_id];
-  Entry* const found = job.find_entry(request.shard_id, request.part);
+  Shard& shard = job.shards()[request.shard_id];
+  Entry* const found = job.shards().find_entry(request.shard_id, request.part);
   const auto refuse = [&](const Status& status) {
     waiter.refuse(status);
     return Grant::done;
@@ -134,7 +134,7 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
     if (request.after_call == session.call_failed) return refuse(session.call_failure);
     if (request.after_call > session.call_seen) {
       return wait(LeaseWait::step,
-                  concat("the step before it, which has not come yet: ", job.describe(entry)));
+                  concat("the step before it, which has not come yet: ", job.shards().describe(entry)));
     }
   }
   job.residencies().settle_pending(entry);
@@ -143,7 +143,7 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
 
   if (entry.owner != entry.kept_owner) {
     // A staged buffer and the one whose place it takes: which of them it is, its commit says.
-    return wait(LeaseWait::step, concat("a step that uses ", job.describe(entry)));
+    return wait(LeaseWait::step, concat("a step that uses ", job.shards().describe(entry)));
   }
   if (reads) {
     const bool written =
@@ -158,7 +158,7 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
                               ? " has no gradient; run backward first"
                               : " was declared but never written; put it first"));
     }
-    if (!written) return wait(LeaseWait::writer, concat("its first writer: ", job.describe(entry)));
+    if (!written) return wait(LeaseWait::writer, concat("its first writer: ", job.shards().describe(entry)));
   }
   if (!job.progress.stopped().is_ok()) return refuse(job.progress.stopped());
   if (entry.kind == EntryKind::parameter) {
@@ -167,13 +167,13 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
     }
   }
   if (!reads && request.part == Part::gradient && shard.gradient_session == kSealedGradient) {
-    return wait(LeaseWait::gradient, concat("the step that uses ", job.describe(entry)));
+    return wait(LeaseWait::gradient, concat("the step that uses ", job.shards().describe(entry)));
   }
   if (request.is_ahead && shard.gradient_session != 0) {
     // It is in a step that is not closed yet, or was made meanwhile: a pin on it would stand in the
     // way of that step, and what overwrites reads nothing that was spilled.
     return refuse(
-        error(StatusCode::deadline, "there is a gradient already: ", job.describe(entry)));
+        error(StatusCode::deadline, "there is a gradient already: ", job.shards().describe(entry)));
   }
   if (!reads && entry.kind == EntryKind::gradient) early_.forget_gradient(job, request.shard_id);
   if (!reads && entry.kind == EntryKind::parameter)
@@ -189,13 +189,13 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
       }
     }
     return wait(LeaseWait::disk,
-                concat("the disk or an update: ", job.describe(entry), " is filling"));
+                concat("the disk or an update: ", job.shards().describe(entry), " is filling"));
   }
   if (entry.residency() == Residency::draining) {
-    return wait(LeaseWait::disk, concat("the disk: ", job.describe(entry), " is draining"));
+    return wait(LeaseWait::disk, concat("the disk: ", job.shards().describe(entry), " is draining"));
   }
   if (!reads && entry.kind == EntryKind::parameter && job.operations.holds_writers()) {
-    return wait(LeaseWait::step, concat("a step or sync that writes back ", job.describe(entry)));
+    return wait(LeaseWait::step, concat("a step or sync that writes back ", job.shards().describe(entry)));
   }
   if (!reads && entry.kind == EntryKind::bytes) {
     const bool keeps_old_bytes = request.mode == LeaseMode::write && shard.written;
@@ -204,28 +204,28 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
     }
   }
   if (!reads && entry.kind == EntryKind::parameter &&
-      job.has_dirty_tile(job.buckets[entry.owner])) {
+      job.has_dirty_tile(job.shards().bucket(entry.owner))) {
     // The writer's values are merged with what is on disk.
     ask_for_flush(job, entry.owner);
     return wait(LeaseWait::disk,
-                concat("the disk: the update of ", job.describe(entry), " is being written"));
+                concat("the disk: the update of ", job.shards().describe(entry), " is being written"));
   }
   if (entry.is_resident()) {
     const PinCount pins = job.slots().pins(*entry.slot, index);
     if (pins.writers != 0)
-      return wait(LeaseWait::writer, concat("another writer of ", job.describe(entry)));
+      return wait(LeaseWait::writer, concat("another writer of ", job.shards().describe(entry)));
     if (!reads && pins.readers != 0) {
       // A live view is never written: the writer gets a copy, and the old slot lives until its last
       // lease ends.
       if (job.slots().has_writer(*entry.slot)) {
-        return wait(LeaseWait::writer, concat("another writer of ", job.describe(entry)));
+        return wait(LeaseWait::writer, concat("another writer of ", job.shards().describe(entry)));
       }
       if (entry.task_count != 0)
-        return wait(LeaseWait::update, concat("an update of ", job.describe(entry)));
+        return wait(LeaseWait::update, concat("an update of ", job.shards().describe(entry)));
       // Its readers may let go meanwhile: bytes that are to be copied must not make room for
       // themselves.
       ++entry.task_count;
-      auto copy = make_room(job, entry.bytes, job.shard_count(entry), true);
+      auto copy = make_room(job, entry.bytes, job.shards().shard_count(entry), true);
       --entry.task_count;
       if (copy == nullptr) return wait(LeaseWait::room, "room in the arena");
       Arena& arena = job.memory->arena();
@@ -239,10 +239,10 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
     }
     if (!reads) {
       if (entry.task_count != 0)
-        return wait(LeaseWait::update, concat("an update of ", job.describe(entry)));
+        return wait(LeaseWait::update, concat("an update of ", job.shards().describe(entry)));
       if (entry.residency() == Residency::clean)
         job.residencies().move(entry, Residency::clean, Residency::dirty);
-      if (entry.kind == EntryKind::parameter) job.drop_cached_tiles(job.buckets[entry.owner]);
+      if (entry.kind == EntryKind::parameter) job.drop_cached_tiles(job.shards().bucket(entry.owner));
       // What another step left there is no gradient to add to.
       if (entry.kind == EntryKind::gradient && shard.gradient_session == 0 &&
           request.mode == LeaseMode::write) {
@@ -272,11 +272,11 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
   // Absent. While a step replaces what lies on disk, nothing is fetched from there.
   if (entry.task_count != 0) {
     EarlyUpdates::pause(job, entry);
-    return wait(LeaseWait::update, concat("an update of ", job.describe(entry)));
+    return wait(LeaseWait::update, concat("an update of ", job.shards().describe(entry)));
   }
   // A bucket of several shards keeps the bytes of the others.
-  const bool needs_bytes = reads || request.mode == LeaseMode::write || job.shard_count(entry) > 1;
-  auto slot = make_room(job, entry.bytes, job.shard_count(entry), !request.prefetch);
+  const bool needs_bytes = reads || request.mode == LeaseMode::write || job.shards().shard_count(entry) > 1;
+  auto slot = make_room(job, entry.bytes, job.shards().shard_count(entry), !request.prefetch);
   if (slot == nullptr) {
     if (request.prefetch) return refuse(error(StatusCode::capacity, "no room for a prefetch"));
     return wait(LeaseWait::room, "room in the arena");
@@ -286,9 +286,9 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
   if (needs_bytes && entry.has_replica()) {
     const auto priority = request.prefetch ? IoPriority::prefetch : IoPriority::demand;
     fetch(job, entry, priority, [](const Status&) {});
-    return wait(LeaseWait::disk, concat("the disk: ", job.describe(entry), " is filling"));
+    return wait(LeaseWait::disk, concat("the disk: ", job.shards().describe(entry), " is filling"));
   }
-  if (needs_bytes || job.shard_count(entry) > 1) {
+  if (needs_bytes || job.shards().shard_count(entry) > 1) {
     zero_bytes(job.memory->arena().at(entry.slot->offset_bytes), entry.bytes);
   }
   job.residencies().move(entry, Residency::filling, Residency::clean);
@@ -303,10 +303,10 @@ ShardStore::Grant ShardStore::grant_bytes_writer(Job& job,
     return put_off(waiter, reason, std::move(what));
   };
   if (entry.pending != nullptr) {
-    return wait(LeaseWait::writer, concat("another writer of ", job.describe(entry)));
+    return wait(LeaseWait::writer, concat("another writer of ", job.shards().describe(entry)));
   }
   if (entry.task_count != 0) {
-    return wait(LeaseWait::step, concat("a step that uses ", job.describe(entry)));
+    return wait(LeaseWait::step, concat("a step that uses ", job.shards().describe(entry)));
   }
   // Bytes that are to be copied must not make room for themselves.
   if (keeps_old_bytes) ++entry.task_count;
@@ -370,9 +370,9 @@ Status ShardStore::check_room_can_come(const Job& job, const LeaseWaiter& waiter
                "no room for shard ",
                job.name,
                "/",
-               job.shards[waiter.request.shard_id].name(),
+               job.shards()[waiter.request.shard_id].name(),
                ": let go of views you hold, or raise host_bytes: ",
-               job.find_entry(waiter.request.shard_id, waiter.request.part)->bytes,
+               job.shards().find_entry(waiter.request.shard_id, waiter.request.part)->bytes,
                " bytes wanted; ",
                job.describe_holders(),
                "; the arena has at most ",
@@ -385,7 +385,7 @@ Status ShardStore::check_deadline(const Job& job, const LeaseWaiter& waiter) con
                "a lease of shard ",
                job.name,
                "/",
-               job.shards[waiter.request.shard_id].name(),
+               job.shards()[waiter.request.shard_id].name(),
                " waited too long on ",
                waiter.waits_on,
                "; ",
@@ -445,7 +445,7 @@ bool ShardStore::evict_for(Job& job,
   };
   job.policy().in_order([&](uint32_t entry_id, uint64_t distance) {
     if (distance < distance_min) return false;
-    Entry* const entry = job.entries[entry_id];
+    Entry* const entry = job.shards().entry(entry_id);
     if (may_go(*entry) && offer(*entry->slot, entry)) return false;
     const Slot* const early_slot = EarlyUpdates::slot_to_spare(job, *entry);
     return early_slot == nullptr || !offer(*early_slot, entry);
@@ -492,7 +492,7 @@ bool ShardStore::spill(Job& job, uint64_t bytes) {
   std::vector<Entry*> victims;
   job.policy().in_order([&](uint32_t entry_id, uint64_t) {
     if (draining_bytes >= bytes) return false;
-    Entry* const entry = job.entries[entry_id];
+    Entry* const entry = job.shards().entry(entry_id);
     if (entry->residency() != Residency::dirty || entry->task_count != 0) return true;
     if (gradients_only && entry->kind != EntryKind::gradient) return true;
     if (entry->tier != Tier::nvme || entry->pending != nullptr) return true;
@@ -546,7 +546,7 @@ void ShardStore::fetch(Job& job, Entry& entry, IoPriority priority, Done done) {
       TileTask task;
       task.job = &job;
       task.entry = &entry;
-      task.bucket = &job.buckets[entry.owner];
+      task.bucket = &job.shards().bucket(entry.owner);
       task.index = i;
       task.reads_value = true;
       task.reads_rest = true;
@@ -562,7 +562,7 @@ void ShardStore::fetch(Job& job, Entry& entry, IoPriority priority, Done done) {
         entry.replicas[i].extent(),
         into,
         {.job = JobId{job.job_id}, .priority = priority},
-        concat("shard ", job.describe(entry, i), ", step ", job.progress.committed_step()),
+        concat("shard ", job.shards().describe(entry, i), ", step ", job.progress.committed_step()),
         [&job, &entry, i, done = join->branch()](const Status& status) {
           MEMD_FAILPOINT("fetch.extent_verified");
           if (status.code() == StatusCode::integrity) job.lose(entry, i, status);
@@ -581,7 +581,7 @@ void ShardStore::fail_waiters(Job& job, const LeaseWaiters::Chosen& chosen, cons
 
 void ShardStore::fail_waiters(Job& job, const Entry& entry, const Status& status) {
   const auto waits_for_it = [&](const LeaseWaiter& waiter) {
-    return job.find_entry(waiter.request.shard_id, waiter.request.part) == &entry;
+    return job.shards().find_entry(waiter.request.shard_id, waiter.request.part) == &entry;
   };
   fail_waiters(job, waits_for_it, status);
 }
@@ -593,11 +593,11 @@ void ShardStore::release_service_lease(uint64_t job_id, const LeaseGrant& grant,
     job->slots().release_service(*grant.slot, grant.index, grant.pin);
   };
   const auto written =
-      std::find_if(job->entries.begin(), job->entries.end(), [&](const Entry* entry) {
+      std::find_if(job->shards().entries().begin(), job->shards().entries().end(), [&](const Entry* entry) {
         return entry != nullptr && pin_writers(grant.pin) != 0 &&
                (entry->pending.get() == grant.slot || entry->slot.get() == grant.slot);
       });
-  if (written == job->entries.end()) return give_back();
+  if (written == job->shards().entries().end()) return give_back();
   Entry& entry = **written;
   if (discard && entry.kind == EntryKind::parameter) {
     // A daemon that takes over before its bytes are whole again finds the writer.

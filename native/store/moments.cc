@@ -19,14 +19,14 @@ struct MomentsPlace {
 
 Result<MomentsPlace> find_moments(Job& job, const MomentsRequest& request) {
   if (!job.progress.stopped().is_ok()) return job.progress.stopped();
-  if (job.find_entry(request.shard_id, Part::gradient) == nullptr) {
+  if (job.shards().find_entry(request.shard_id, Part::gradient) == nullptr) {
     return error(StatusCode::not_found,
                  "job ",
                  job.name,
                  " has no parameter with shard id ",
                  request.shard_id);
   }
-  const Shard& shard = job.shards[request.shard_id];
+  const Shard& shard = job.shards()[request.shard_id];
   const uint64_t first = shard.element_offset + request.element_first;
   const bool inside = request.element_count > 0 && request.element_first < shard.element_count() &&
                       request.element_count <= shard.element_count() - request.element_first;
@@ -43,7 +43,7 @@ Result<MomentsPlace> find_moments(Job& job, const MomentsRequest& request) {
                  ", count ",
                  request.element_count);
   }
-  return MomentsPlace{.bucket = &job.buckets[shard.bucket],
+  return MomentsPlace{.bucket = &job.shards().bucket(shard.bucket),
                       .tile = first / kTileElements,
                       .element_in_tile = first % kTileElements};
 }
@@ -140,7 +140,7 @@ void ShardStore::write_moments(const MomentsRequest& request,
               MEMD_FAILPOINT("moments.written");
               if (status.is_ok()) {
                 job->table().withdraw_shard(request.shard_id);
-                job->shards[request.shard_id].generation = generation;
+                job->shards()[request.shard_id].generation = generation;
                 job->table().publish_shard(request.shard_id);
                 if (job->ledger != nullptr)
                   job->ledger->note_generation(request.shard_id, generation);

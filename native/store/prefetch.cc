@@ -35,7 +35,7 @@ std::optional<UseKind> kind_of(const Job& job, const Entry& entry, LeaseMode mod
   if (mode == LeaseMode::read) return UseKind::read;
   if (entry.kind == EntryKind::bytes) return std::nullopt;
   if (entry.kind == EntryKind::parameter) return UseKind::change;
-  return mode == LeaseMode::overwrite && job.shard_count(entry) == 1 ? UseKind::overwrite
+  return mode == LeaseMode::overwrite && job.shards().shard_count(entry) == 1 ? UseKind::overwrite
                                                                      : UseKind::add;
 }
 
@@ -96,7 +96,7 @@ void ShardStore::follow(Job& job, Session& session, std::span<const Use> uses) {
     if (use.is_resident) ++job.counters.lease_hits;  // that of others was counted when granted
     // The client's word.
     Entry* const entry =
-        use.shard_id < job.shards.size() ? job.find_entry(use.shard_id, use.part) : nullptr;
+        use.shard_id < job.shards().size() ? job.shards().find_entry(use.shard_id, use.part) : nullptr;
     if (entry == nullptr) continue;
     if (use.is_resident && entry->is_resident() && entry->pending == nullptr) {
       job.policy().used(entry->id, entry->price());
@@ -119,7 +119,7 @@ void ShardStore::follow(Job& job, Session& session, std::span<const Use> uses) {
 void ShardStore::note_followed(Job& job, SessionPlan& plan, std::span<const uint32_t> used_ids) {
   // What was brought up for uses that did not come takes no place in the window any more.
   for (const uint32_t passed : plan.followed(used_ids, job.policy().residents()))
-    job.prefetch_window().end(*job.entries[passed]);
+    job.prefetch_window().end(*job.shards().entry(passed));
 }
 
 std::vector<uint32_t> ShardStore::in_order_of_use(const Job& job,
@@ -132,7 +132,7 @@ std::vector<uint32_t> ShardStore::in_order_of_use(const Job& job,
   const auto& made = session->second->plan->cursor.period();
   for (size_t i = 0; i < made.size(); ++i) first_use.try_emplace(made[i].item, i);
   const auto rank = [&](uint32_t index) {
-    const auto found = first_use.find(job.buckets[index].value->id);
+    const auto found = first_use.find(job.shards().bucket(index).value->id);
     return found == first_use.end() ? std::numeric_limits<size_t>::max() : found->second;
   };
   std::stable_sort(
@@ -149,10 +149,10 @@ void ShardStore::plan_step(Job& job,
   Session& session = *found->second;
   PlanCut cut{.step = step, .use_tail = session.ring.use_tail(), .updates = {}, .is_made = false};
   for (const uint32_t index : buckets)
-    cut.updates.push_back({.item = job.buckets[index].value->id, .kind = UseKind::change});
+    cut.updates.push_back({.item = job.shards().bucket(index).value->id, .kind = UseKind::change});
   // A step that fails is made again with them: they are held until its commit.
   for (const uint32_t index : buckets)
-    cut.updates.push_back({.item = job.buckets[index].gradient->id, .kind = UseKind::last});
+    cut.updates.push_back({.item = job.shards().bucket(index).gradient->id, .kind = UseKind::last});
   // Not known before the period is cut; nothing of the step waits for that.
   job.necessary_bytes = 0;
   session.plan->cuts.push_back(std::move(cut));
@@ -165,7 +165,7 @@ void ShardStore::plan_step(Job& job,
 void ShardStore::end_period(Job& job, SessionPlan& session_plan, const PlanCut& cut) {
   PlanCursor& cursor = session_plan.cursor;
   const auto is_of_step = [&job](const PlanUse& use) {
-    const Entry* const entry = use.item < job.entries.size() ? job.entries[use.item] : nullptr;
+    const Entry* const entry = use.item < job.shards().entries().size() ? job.shards().entry(use.item) : nullptr;
     return entry != nullptr && entry->kind == EntryKind::gradient;
   };
   cursor.end_step(is_of_step, cut.updates);
@@ -188,15 +188,15 @@ void ShardStore::end_period(Job& job, SessionPlan& session_plan, const PlanCut& 
 
 uint64_t ShardStore::necessary_bytes(const Job& job, const Plan& plan) {
   std::vector<PlanUse> uses;
-  std::vector<uint64_t> item_bytes(job.entries.size(), 0);
+  std::vector<uint64_t> item_bytes(job.shards().entries().size(), 0);
   for (const PlanUse& use : plan.uses()) {
-    const Entry* const entry = use.item < job.entries.size() ? job.entries[use.item] : nullptr;
+    const Entry* const entry = use.item < job.shards().entries().size() ? job.shards().entry(use.item) : nullptr;
     if (entry == nullptr) continue;
     item_bytes[use.item] = entry->bytes;
     uses.push_back(use);
     if (!use.by_daemon || entry->kind != EntryKind::parameter) continue;
     // Beside the parameter an update uses the rest of each tile.
-    const Bucket& bucket = job.buckets[entry->owner];
+    const Bucket& bucket = job.shards().bucket(entry->owner);
     for (size_t tile = 0; tile < bucket.tile_count(); ++tile) {
       uses.push_back({.item = static_cast<uint32_t>(item_bytes.size()),
                       .kind = UseKind::change,
@@ -242,7 +242,7 @@ void ShardStore::plan_updates_made(Job& job, uint64_t session_id, uint64_t step)
 }
 
 std::unique_ptr<Slot> ShardStore::make_room_ahead(Job& job, const Entry& entry, uint64_t distance) {
-  const auto free_slot = [&] { return job.slots().make(entry.bytes, job.shard_count(entry)); };
+  const auto free_slot = [&] { return job.slots().make(entry.bytes, job.shards().shard_count(entry)); };
   if (auto slot = free_slot()) return slot;
   job.slots().free_retired();
   if (auto slot = free_slot()) return slot;
@@ -285,7 +285,7 @@ bool ShardStore::look_ahead(Job& job, Session& session) {
     // What the step changes is not fetched before it did.
     if (use.by_daemon || ++looked_at_count > kLookedAtMax) return false;
     // Of a plan: its entry may be gone, or another's by now.
-    Entry* const entry = use.item < job.entries.size() ? job.entries[use.item] : nullptr;
+    Entry* const entry = use.item < job.shards().entries().size() ? job.shards().entry(use.item) : nullptr;
     const bool is_left = entry == nullptr || use.kind == UseKind::overwrite ||
                          (entry->kind == EntryKind::bytes && is_operating);
     if (is_left || !may_prefetch(job, *entry)) {
@@ -315,7 +315,7 @@ uint64_t ShardStore::uses_until_room(const Job& job, const SessionPlan& plan) {
   uint64_t count = 0;
   plan.cursor.for_coming(plan.cursor.now(), [&](const PlanUse& use, uint64_t) {
     if (use.by_daemon || ++count == kUsesUnheardMax) return false;
-    const Entry* const entry = use.item < job.entries.size() ? job.entries[use.item] : nullptr;
+    const Entry* const entry = use.item < job.shards().entries().size() ? job.shards().entry(use.item) : nullptr;
     return entry == nullptr || entry->prefetched == Prefetched::no;
   });
   return std::max<uint64_t>(count, 1);
@@ -324,9 +324,9 @@ uint64_t ShardStore::uses_until_room(const Job& job, const SessionPlan& plan) {
 bool ShardStore::may_prefetch(const Job& job, const Entry& entry) {
   if (entry.kind != EntryKind::bytes) {
     // What a step is to begin with has to stand still for it. What it has updated does not.
-    const ShardIds& held = job.buckets[entry.owner].shards;
+    const ShardIds& held = job.shards().bucket(entry.owner).shards;
     const bool is_in_closed_step = std::any_of(held.begin(), held.end(), [&job](uint32_t id) {
-      return job.shards[id].gradient_session == kSealedGradient;
+      return job.shards()[id].gradient_session == kSealedGradient;
     });
     if (is_in_closed_step && !entry.is_ahead) return false;
   }

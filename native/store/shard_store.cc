@@ -80,7 +80,7 @@ Job* ShardStore::find(uint64_t job_id) const {
 JobInfo ShardStore::info_of(const Job& job) const {
   JobInfo info = job.job_info();
   for (const uint32_t shard_id : job.unreadable_shards(extents_))
-    info.unreadable_shards.emplace_back(job.shards[shard_id].name());
+    info.unreadable_shards.emplace_back(job.shards()[shard_id].name());
   return info;
 }
 
@@ -108,9 +108,9 @@ Result<std::vector<ShardInfo>> ShardStore::shards(uint64_t job_id,
   job->residencies().settle_all_pending();
   const std::set<uint32_t> unreadable = job->unreadable_shards(extents_);
   std::vector<ShardInfo> infos;
-  for (uint32_t shard_id = first; shard_id < job->shards.size(); ++shard_id) {
+  for (uint32_t shard_id = first; shard_id < job->shards().size(); ++shard_id) {
     if (infos.size() == count_max) break;
-    if (job->shards[shard_id].deleted) continue;
+    if (job->shards()[shard_id].deleted) continue;
     infos.push_back(job->info(shard_id));
     infos.back().unreadable = unreadable.contains(shard_id);
   }
@@ -120,11 +120,11 @@ Result<std::vector<ShardInfo>> ShardStore::shards(uint64_t job_id,
 Result<ShardInfo> ShardStore::find_shard(uint64_t job_id, const std::string& name) {
   Job* const job = find(job_id);
   if (job == nullptr) return error(StatusCode::not_found, "there is no job with id ", job_id);
-  const auto found = job->shard_ids.find(name);
+  const auto found = job->shards().find(name);
   if (!found) {
     return error(StatusCode::not_found, "job ", job->name, " holds nothing named ", name);
   }
-  job->residencies().settle_pending(*job->shards[*found].value);
+  job->residencies().settle_pending(*job->shards()[*found].value);
   ShardInfo info = job->info(*found);
   info.unreadable = job->unreadable_shards(extents_).contains(*found);
   return info;
@@ -294,7 +294,7 @@ void ShardStore::return_to_disk(Job& job) {
   auto restored = Job::restore(job.durable_record());
   if (!restored.is_ok()) return;
   std::set<std::pair<uint16_t, uint64_t>> named;
-  restored.value()->for_each_replica([&](const Replica& replica) {
+  restored.value()->shards().for_each_replica([&](const Replica& replica) {
     named.emplace(replica.extent().address.device, replica.extent().address.offset_bytes);
   });
   early_.forget(job);
@@ -460,7 +460,7 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   discarded->finish(Status::ok());
   job.stalls_ended.add(session->ring.stalls());
   // Its tag may be the next session's, before which nothing of this is committed.
-  for (Entry* const entry : job.entries) {
+  for (Entry* const entry : job.shards().entries()) {
     if (entry == nullptr || !entry->is_ahead || entry->audience != session->ring.tag()) continue;
     entry->audience = kNobody;
     job.table().withdraw(*entry);
@@ -502,18 +502,18 @@ Result<std::pair<std::vector<ShardInfo>, bool>> ShardStore::declare(
 // ---- Gradients and deletion ---------------------------------------------------------------------
 
 void ShardStore::drop_gradients_of(Job& job, const std::function<bool(const Shard&)>& chosen) {
-  for (uint32_t index = 0; index < job.buckets.size(); ++index)
+  for (uint32_t index = 0; index < job.shards().buckets().size(); ++index)
     drop_gradients_of(job, index, chosen);
 }
 
 void ShardStore::drop_gradients_of(Job& job,
                                    uint32_t index,
                                    const std::function<bool(const Shard&)>& chosen) {
-  Bucket& bucket = job.buckets[index];
+  Bucket& bucket = job.shards().bucket(index);
   bool any = false;
   bool all = true;
   for (const uint32_t shard_id : bucket.shards) {
-    Shard& shard = job.shards[shard_id];
+    Shard& shard = job.shards()[shard_id];
     if (shard.gradient_session != 0 && chosen(shard)) {
       early_.forget_gradient(job, shard_id);
       shard.gradient_session = 0;
@@ -530,9 +530,9 @@ void ShardStore::drop_gradients_of(Job& job,
   };
   if (settled()) return job.drop_gradient(bucket, extents_);
   job.conditions.add(settled, [this, &job, index] {
-    Bucket& later = job.buckets[index];
+    Bucket& later = job.shards().bucket(index);
     const bool unused = std::none_of(later.shards.begin(), later.shards.end(), [&](uint32_t id) {
-      return job.shards[id].gradient_session != 0;
+      return job.shards()[id].gradient_session != 0;
     });
     if (unused) job.drop_gradient(later, extents_);
   });
@@ -541,16 +541,16 @@ void ShardStore::drop_gradients_of(Job& job,
 Status ShardStore::drop_gradients(uint64_t session_id, const std::vector<uint32_t>& shard_ids) {
   const auto job = job_of(session_id);
   if (!job.is_ok()) return job.status();
-  std::vector<bool> chosen(job.value()->shards.size(), shard_ids.empty());
+  std::vector<bool> chosen(job.value()->shards().size(), shard_ids.empty());
   for (const uint32_t shard_id : shard_ids) {
     if (shard_id >= chosen.size()) {
       return error(StatusCode::not_found, "job ", job.value()->name, " has no shard ", shard_id);
     }
     chosen[shard_id] = true;
   }
-  const Shard* const first = job.value()->shards.data();
+  const Shards& shards = job.value()->shards();
   drop_gradients_of(*job.value(), [&](const Shard& shard) {
-    return shard.gradient_session == session_id && chosen[static_cast<size_t>(&shard - first)];
+    return shard.gradient_session == session_id && chosen[shards.id_of(shard)];
   });
   return Status::ok();
 }
@@ -578,9 +578,9 @@ void ShardStore::gradient_unused(uint64_t session_id, uint32_t shard_id) {
        })) {
     waiter.refuse(error(StatusCode::deadline, "nobody waits for it any more"));
   }
-  if (job.find_entry(shard_id, Part::gradient) == nullptr) return;
-  drop_gradients_of(job, job.shards[shard_id].bucket, [&](const Shard& shard) {
-    return &shard == &job.shards[shard_id] && shard.gradient_session == session_id &&
+  if (job.shards().find_entry(shard_id, Part::gradient) == nullptr) return;
+  drop_gradients_of(job, job.shards()[shard_id].bucket, [&](const Shard& shard) {
+    return &shard == &job.shards()[shard_id] && shard.gradient_session == session_id &&
            shard.is_gradient_unsure;
   });
 }
@@ -591,10 +591,10 @@ void ShardStore::delete_shard(uint64_t session_id,
   const auto owner = job_of(session_id);
   if (!owner.is_ok()) return done(owner.status());
   Job& job = *owner.value();
-  const auto found = job.shard_ids.find(name);
+  const auto found = job.shards().find(name);
   if (!found) return done(false);
   const uint32_t shard_id = *found;
-  if (job.shards[shard_id].kind == ShardKind::parameter) {
+  if (job.shards()[shard_id].kind == ShardKind::parameter) {
     return done(error(StatusCode::invalid_argument,
                       "shard ",
                       job.name,
@@ -602,7 +602,7 @@ void ShardStore::delete_shard(uint64_t session_id,
                       name,
                       " is a parameter; drop the job, or start over with connect(fresh=True)"));
   }
-  Entry* const entry = job.shards[shard_id].value;
+  Entry* const entry = job.shards()[shard_id].value;
   job.residencies().settle_pending(*entry);
   if (entry->pending != nullptr) {
     return done(error(StatusCode::invalid_argument,
@@ -623,10 +623,10 @@ void ShardStore::delete_shard(uint64_t session_id,
   };
   const auto remove = [this, &job, name, done] {
     // It may have gone, or come back under the same name, while its bytes were being moved.
-    const auto again = job.shard_ids.find(name);
+    const auto again = job.shards().find(name);
     if (!again) return done(false);
     fail_waiters(job,
-                 *job.shards[*again].value,
+                 *job.shards()[*again].value,
                  error(StatusCode::not_found, "shard ", job.name, "/", name, " was deleted"));
     MEMD_FAILPOINT("shard.before_removed");
     job.remove(*again, extents_);
@@ -635,12 +635,12 @@ void ShardStore::delete_shard(uint64_t session_id,
   if (still()) return remove();
   job.conditions.add(
       [&job, name, still, entry] {
-        const auto again = job.shard_ids.find(name);
-        return !again || job.shards[*again].value != entry || still();
+        const auto again = job.shards().find(name);
+        return !again || job.shards()[*again].value != entry || still();
       },
       [&job, name, entry, remove, session_id, done, this] {
-        const auto again = job.shard_ids.find(name);
-        if (!again || job.shards[*again].value == entry) return remove();
+        const auto again = job.shards().find(name);
+        if (!again || job.shards()[*again].value == entry) return remove();
         delete_shard(session_id, name, done);
       });
 }
@@ -854,7 +854,7 @@ std::vector<Activity> ShardStore::in_flight() const {
     const Job* const job = owned.get();
     job->waiters.for_each([&](const LeaseWaiter& waiter) {
       const LeaseRequest& request = waiter.request;
-      std::string what = concat("shard ", job->shards[request.shard_id].name());
+      std::string what = concat("shard ", job->shards()[request.shard_id].name());
       if (request.part == Part::gradient) what += " gradient";
       what += request.mode == LeaseMode::read ? ", to read" : ", to write";
       add(job,

@@ -46,12 +46,12 @@ Status ShardStore::check_step(Job& job, const StepRequest& request) const {
   std::set<uint32_t> seen;
   for (const StepGroup& group : request.groups) {
     for (const uint32_t shard_id : group.shard_ids) {
-      const Entry* const gradient = job.find_entry(shard_id, Part::gradient);
+      const Entry* const gradient = job.shards().find_entry(shard_id, Part::gradient);
       if (gradient == nullptr) {
         return error(
             StatusCode::not_found, "job ", job.name, " has no parameter with shard id ", shard_id);
       }
-      const Shard& shard = job.shards[shard_id];
+      const Shard& shard = job.shards()[shard_id];
       const std::string who = concat("shard ", job.name, "/", shard.name());
       if (!seen.insert(shard_id).second) {
         return error(StatusCode::invalid_argument, who, " is in two groups of one step");
@@ -78,24 +78,24 @@ Status ShardStore::check_step(Job& job, const StepRequest& request) const {
 Status ShardStore::check_staged(const Job& job, const StepRequest& request) const {
   std::set<uint32_t> seen;
   for (const auto& [staged, buffer] : request.staged_buffers) {
-    const bool known = staged < job.shards.size() && buffer < job.shards.size() &&
-                       staged != buffer && !job.shards[staged].deleted &&
-                       !job.shards[buffer].deleted;
+    const bool known = staged < job.shards().size() && buffer < job.shards().size() &&
+                       staged != buffer && !job.shards()[staged].deleted &&
+                       !job.shards()[buffer].deleted;
     if (!known)
       return error(
           StatusCode::not_found, "job ", job.name, " has no buffers ", staged, ", ", buffer);
     if (!seen.insert(staged).second || !seen.insert(buffer).second) {
       return error(StatusCode::invalid_argument,
                    "buffers ",
-                   job.shards[staged].name(),
+                   job.shards()[staged].name(),
                    " and ",
-                   job.shards[buffer].name(),
+                   job.shards()[buffer].name(),
                    " of job ",
                    job.name,
                    ": one of them is named twice in a step");
     }
-    const ShardSpec from = job.shards[staged].spec();
-    const ShardSpec to = job.shards[buffer].spec();
+    const ShardSpec from = job.shards()[staged].spec();
+    const ShardSpec to = job.shards()[buffer].spec();
     if (from.kind != ShardKind::buffer || to.kind != ShardKind::buffer || from.dtype != to.dtype ||
         from.shape != to.shape) {
       return error(StatusCode::invalid_argument,
@@ -129,14 +129,14 @@ Status ShardStore::check_repeated(Job& job, const StepRequest& request) {
   };
   for (const StepGroup& group : request.groups) {
     for (const uint32_t shard_id : group.shard_ids) {
-      if (shard_id >= job.shards.size()) continue;
-      const Shard& shard = job.shards[shard_id];
+      if (shard_id >= job.shards().size()) continue;
+      const Shard& shard = job.shards()[shard_id];
       if (shard.gradient_session == request.session_id) return refusal(shard, "a gradient");
     }
   }
   for (const auto& [staged_id, buffer_id] : request.staged_buffers) {
-    if (staged_id >= job.shards.size() || job.shards[staged_id].deleted) continue;
-    const Shard& staged = job.shards[staged_id];
+    if (staged_id >= job.shards().size() || job.shards()[staged_id].deleted) continue;
+    const Shard& staged = job.shards()[staged_id];
     job.residencies().settle_pending(*staged.value);
     if (staged.written) return refusal(staged, "the bytes");
   }
@@ -256,14 +256,14 @@ void ShardStore::accept_step(
   for (size_t group = 0; group < request.groups.size(); ++group) {
     for (const uint32_t shard_id : request.groups[group].shard_ids) {
       state->group_of[shard_id] = group;
-      state->buckets.insert(job.shards[shard_id].bucket);
-      job.shards[shard_id].gradient_session = kSealedGradient;
+      state->buckets.insert(job.shards()[shard_id].bucket);
+      job.shards()[shard_id].gradient_session = kSealedGradient;
       job.note_shard(shard_id);
     }
   }
   for (const uint32_t index : state->buckets) {
-    job.begin_updates(job.buckets[index]);
-    Entry& value = *job.buckets[index].value;
+    job.begin_updates(job.shards().bucket(index));
+    Entry& value = *job.shards().bucket(index).value;
     ++value.steps_before;
     job.table().withdraw(value);
   }
@@ -322,12 +322,12 @@ Status ShardStore::check_start(const StepState& state) const {
 
 // What a writer still holds is not whole: it can't be part of what is committed.
 Status ShardStore::check_writers(const Job& job) {
-  for (Entry* const entry : job.entries) {
+  for (Entry* const entry : job.shards().entries()) {
     if (entry == nullptr || entry->kind != EntryKind::parameter || entry->slot == nullptr) continue;
     if (!job.slots().has_writer(*entry->slot)) continue;
     return error(StatusCode::invalid_argument,
                  "shard ",
-                 job.describe(*entry),
+                 job.shards().describe(*entry),
                  " is still leased for writing; let go of the tensor first");
   }
   return Status::ok();
@@ -342,7 +342,7 @@ void ShardStore::start_step(const std::shared_ptr<StepState>& state) {
       return entry.task_count == 0 && entry.residency() != Residency::filling &&
              entry.residency() != Residency::draining;
     };
-    for (Entry* const entry : its.entries) {
+    for (Entry* const entry : its.shards().entries()) {
       if (entry == nullptr || entry->kind == EntryKind::gradient) continue;
       // A parameter that this step does not touch may well be fetched meanwhile.
       const bool fetched_only =
@@ -350,7 +350,7 @@ void ShardStore::start_step(const std::shared_ptr<StepState>& state) {
       if (fetched_only ? entry->residency() == Residency::draining : !still(*entry)) return false;
     }
     return std::all_of(state->buckets.begin(), state->buckets.end(), [&](uint32_t index) {
-      return still(*its.buckets[index].gradient);
+      return still(*its.shards().bucket(index).gradient);
     });
   };
   state->job->conditions.add(settled, [this, state] {
@@ -426,14 +426,14 @@ Status ShardStore::promise_space(const StepState& state) {
   const std::vector<uint64_t> dirty_keys = job.tiles.dirty_keys();
   std::set<uint64_t> keys(dirty_keys.begin(), dirty_keys.end());
   for (const uint32_t index : state.buckets) {
-    for (size_t tile = 0; tile < job.buckets[index].tile_count(); ++tile)
+    for (size_t tile = 0; tile < job.shards().bucket(index).tile_count(); ++tile)
       keys.insert(tile_key(index, tile));
   }
   uint64_t needed_bytes = 0;
   uint64_t replaced_count = 0;
   uint64_t replaced_bytes_max = 0;
   for (const uint64_t key : keys) {
-    const Bucket& bucket = job.buckets[key >> 32];
+    const Bucket& bucket = job.shards().bucket(key >> 32);
     const auto tile = static_cast<uint32_t>(key);
     // It has its new extents already.
     const auto early = state.early.find(static_cast<uint32_t>(key >> 32));
@@ -495,12 +495,12 @@ void ShardStore::prepare_disk(const std::shared_ptr<StepState>& state, Done done
 void ShardStore::hold_entries(StepState& state) {
   Job& job = *state.job;
   for (const uint32_t index : state.buckets) {
-    state.held.push_back(job.buckets[index].value);
-    state.held.push_back(job.buckets[index].gradient);
+    state.held.push_back(job.shards().bucket(index).value);
+    state.held.push_back(job.shards().bucket(index).gradient);
   }
   for (const auto& [staged_id, buffer_id] : state.request.staged_buffers) {
-    state.held.push_back(job.shards[staged_id].value);
-    state.held.push_back(job.shards[buffer_id].value);
+    state.held.push_back(job.shards()[staged_id].value);
+    state.held.push_back(job.shards()[buffer_id].value);
   }
   for (Entry* const entry : state.held) {
     ++entry->task_count;
@@ -516,7 +516,7 @@ void ShardStore::let_go_of_entries(StepState& state) {
     entry->is_ahead = false;
   }
   state.held.clear();
-  for (const auto& [shard_id, group] : state.group_of) state.job->shards[shard_id].is_ahead = false;
+  for (const auto& [shard_id, group] : state.group_of) state.job->shards()[shard_id].is_ahead = false;
 }
 
 // The session of the step goes on with the new values at once. Everybody else sees what is
@@ -525,7 +525,7 @@ void ShardStore::publish_bucket(StepState& state, const Bucket& bucket) {
   Job& job = *state.job;
   Entry& value = *bucket.value;
   for (const uint32_t shard_id : bucket.shards)
-    job.shards[shard_id].is_ahead = state.group_of.contains(shard_id);
+    job.shards()[shard_id].is_ahead = state.group_of.contains(shard_id);
   value.is_ahead = true;
   const auto session = sessions_.find(state.request.session_id);
   value.audience = session == sessions_.end() ? kNobody : session->second->ring.tag();
@@ -550,8 +550,8 @@ std::optional<std::pair<LeaseWait, std::string>> ShardStore::update_before(
     const bool can_be_read = is_own && has_begun && entry.is_ahead && !state->is_undoing;
     if (can_be_read && request.mode == LeaseMode::read) continue;
     if (!is_own || request.mode != LeaseMode::read)
-      return std::pair(LeaseWait::step, concat("a step that uses ", job.describe(entry)));
-    return std::pair(LeaseWait::update, concat("an update of ", job.describe(entry)));
+      return std::pair(LeaseWait::step, concat("a step that uses ", job.shards().describe(entry)));
+    return std::pair(LeaseWait::update, concat("an update of ", job.shards().describe(entry)));
   }
   return std::nullopt;
 }
@@ -559,8 +559,8 @@ std::optional<std::pair<LeaseWait, std::string>> ShardStore::update_before(
 Status ShardStore::swap_staged_buffers(const std::shared_ptr<StepState>& state) {
   Job& job = *state->job;
   for (const auto& [staged_id, buffer_id] : state->request.staged_buffers) {
-    Shard& staged = job.shards[staged_id];
-    Shard& buffer = job.shards[buffer_id];
+    Shard& staged = job.shards()[staged_id];
+    Shard& buffer = job.shards()[buffer_id];
     job.residencies().settle_pending(*staged.value);
     job.residencies().settle_pending(*buffer.value);
     if (!staged.written || staged.value->pending != nullptr) {
@@ -577,7 +577,7 @@ Status ShardStore::swap_staged_buffers(const std::shared_ptr<StepState>& state) 
     }
   }
   for (const auto& [staged_id, buffer_id] : state->request.staged_buffers)
-    state->buffer_was_written.push_back(job.shards[buffer_id].written);
+    state->buffer_was_written.push_back(job.shards()[buffer_id].written);
   exchange_buffers(*state, true);
   if (!state->request.staged_buffers.empty()) job.changed = true;
   MEMD_FAILPOINT("step.buffers_swapped");
@@ -596,8 +596,8 @@ void ShardStore::exchange_buffers(StepState& state, bool swapped) {
   for (size_t i = 0; i < state.request.staged_buffers.size(); ++i) {
     const auto& [staged_id, buffer_id] = state.request.staged_buffers[i];
     Job& job = *state.job;
-    Shard& staged = job.shards[staged_id];
-    Shard& buffer = job.shards[buffer_id];
+    Shard& staged = job.shards()[staged_id];
+    Shard& buffer = job.shards()[buffer_id];
     job.table().withdraw(*staged.value);
     job.table().withdraw(*buffer.value);
     std::swap(staged.value, buffer.value);
@@ -614,7 +614,7 @@ void ShardStore::drop_staged(const StepState& state) {
   Job& job = *state.job;
   MEMD_FAILPOINT("step.before_staged_dropped");
   for (const auto& [staged_id, buffer_id] : state.request.staged_buffers) {
-    Entry& old = *job.shards[staged_id].value;
+    Entry& old = *job.shards()[staged_id].value;
     if (old.is_resident()) job.residencies().move(old, old.residency(), Residency::absent);
     if (old.slot != nullptr) job.slots().retire(std::move(old.slot));
     for (Replica& replica : old.replicas) {
@@ -622,7 +622,7 @@ void ShardStore::drop_staged(const StepState& state) {
     }
     MEMD_FAILPOINT("ledger.old_buffer_dropped");
     // Now the staged bytes are the buffer's, also for whoever goes on after this daemon.
-    Entry& fresh = *job.shards[buffer_id].value;
+    Entry& fresh = *job.shards()[buffer_id].value;
     old.kept_owner = staged_id;
     fresh.kept_owner = buffer_id;
     job.slots().note(fresh);
@@ -639,12 +639,12 @@ void ShardStore::update_buckets(const std::shared_ptr<StepState>& state) {
   Job& job = *state->job;
   set_phase(job, "updates tiles");
   if (state->is_step) {
-    if (!state->in_memory) job.space.begin_update(job.each_replica());
+    if (!state->in_memory) job.space.begin_update(job.shards().each_replica());
     state->updating = true;
   }
   auto join = Join::start([this, state](const Status& status) { finish_updates(state, status); });
   for (const uint32_t index : state->update_order) {
-    Bucket& bucket = job.buckets[index];
+    Bucket& bucket = job.shards().bucket(index);
     auto updated = Join::start([this, state, &bucket, done = join->branch()](const Status& status) {
       if (status.is_ok() && state->is_step) publish_bucket(*state, bucket);
       done(status);
@@ -752,11 +752,11 @@ void ShardStore::make_slot_for_update(const StepState& state, Entry& value) {
   const auto session = sessions_.find(state.request.session_id);
   const bool is_planned = session != sessions_.end() && session->second->plan != nullptr;
   const uint64_t distance = is_planned ? session->second->plan->distance(value.id) : kNeverUsed;
-  auto slot = job.slots().make(value.bytes, job.shard_count(value));
+  auto slot = job.slots().make(value.bytes, job.shards().shard_count(value));
   while (slot == nullptr &&
          (job.memory->grow_arena() ||
           (distance != kNeverUsed && evict_for(job, value.bytes, distance + 1)))) {
-    slot = job.slots().make(value.bytes, job.shard_count(value));
+    slot = job.slots().make(value.bytes, job.shards().shard_count(value));
   }
   if (slot == nullptr) return;
   value.slot = std::move(slot);

@@ -60,7 +60,7 @@ void ShardStore::finish_updates(const std::shared_ptr<StepState>& state, const S
 
 void ShardStore::unseal(StepState& state) {
   for (const auto& [shard_id, group] : state.group_of) {
-    state.job->shards[shard_id].gradient_session = state.request.session_id;
+    state.job->shards()[shard_id].gradient_session = state.request.session_id;
     state.job->note_shard(shard_id);
   }
   // A session that has ended meanwhile tries no second time.
@@ -104,7 +104,7 @@ void ShardStore::undo_now(const std::shared_ptr<StepState>& state) {
     // In memory there is nothing to go back to: the job is stopped.
     if (!state->in_memory) job.drop_clean_tiles();
     for (const uint32_t index : state->buckets) {
-      Entry& value = *job.buckets[index].value;
+      Entry& value = *job.shards().bucket(index).value;
       if (value.bytes == 0) continue;
       if (value.residency() == Residency::filling)
         job.residencies().move(value, Residency::filling, Residency::absent);
@@ -122,7 +122,7 @@ void ShardStore::undo_now(const std::shared_ptr<StepState>& state) {
 void ShardStore::publish_values(const StepState& state) {
   Job& job = *state.job;
   for (const uint32_t index : state.buckets) {
-    Entry& value = *job.buckets[index].value;
+    Entry& value = *job.shards().bucket(index).value;
     --value.steps_before;
     job.table().withdraw(value);
     job.table().publish(value);
@@ -137,8 +137,8 @@ void ShardStore::commit_step(const std::shared_ptr<StepState>& state) {
     return finish_step(state, Status::ok());
   }
   for (const auto& [shard_id, group] : state->group_of) {
-    ++job.shards[shard_id].generation;
-    job.shards[shard_id].is_ahead = false;
+    ++job.shards()[shard_id].generation;
+    job.shards()[shard_id].is_ahead = false;
   }
   if (state->is_step) {
     job.progress.begin_step();
@@ -154,7 +154,7 @@ void ShardStore::commit_step(const std::shared_ptr<StepState>& state) {
   commit_to_disk(state, [this, state, was_broken](const Status& status) {
     Job& its = *state->job;
     if (!status.is_ok()) {
-      for (const auto& [shard_id, group] : state->group_of) --its.shards[shard_id].generation;
+      for (const auto& [shard_id, group] : state->group_of) --its.shards()[shard_id].generation;
       if (state->is_step) {
         its.progress.undo_step();
         state->is_counted = false;
@@ -179,21 +179,20 @@ void ShardStore::publish_step(const std::shared_ptr<StepState>& state) {
   state->is_over = true;
   drop_staged(*state);
   for (const uint32_t index : state->buckets) {
-    const Entry& value = *job.buckets[index].value;
+    const Entry& value = *job.shards().bucket(index).value;
     if (value.is_resident()) job.slots().note(value);
   }
   publish_values(*state);
   MEMD_FAILPOINT("step.before_gradients_dropped");
-  const Shard* const first = job.shards.data();
   drop_gradients_of(job, [&](const Shard& shard) {
-    return state->group_of.contains(static_cast<uint32_t>(&shard - first));
+    return state->group_of.contains(job.shards().id_of(shard));
   });
   plan_updates_made(job, state->request.session_id, state->request.step);
 }
 
 void ShardStore::commit_in_memory(const std::shared_ptr<StepState>& state) {
   Job& job = *state->job;
-  for (const auto& [shard_id, group] : state->group_of) ++job.shards[shard_id].generation;
+  for (const auto& [shard_id, group] : state->group_of) ++job.shards()[shard_id].generation;
   job.progress.begin_step();
   state->is_counted = true;
   job.changed = true;
@@ -201,7 +200,7 @@ void ShardStore::commit_in_memory(const std::shared_ptr<StepState>& state) {
   for (const auto& [staged_id, buffer_id] : state->request.staged_buffers) {
     // What lies on disk of a dirty buffer is older than the step, and no record may call it the
     // step's.
-    Entry& fresh = *job.shards[buffer_id].value;
+    Entry& fresh = *job.shards()[buffer_id].value;
     if (fresh.residency() != Residency::dirty) continue;
     for (size_t i = 0; i < fresh.replicas.size(); ++i) {
       if (fresh.replicas[i].exists()) job.space.release(fresh.replicas[i], extents_);

@@ -72,7 +72,7 @@ void add_span(const Job& job,
               std::vector<TileSpan>& spans) {
   const uint64_t tile_begin = tile * kTileElements;
   const uint64_t tile_end = tile_begin + bucket.tile_elements(tile);
-  const Shard& shard = job.shards[shard_id];
+  const Shard& shard = job.shards()[shard_id];
   const uint64_t begin = std::max(shard.element_offset, tile_begin);
   const uint64_t end = std::min(shard.element_offset + shard.element_count(), tile_end);
   if (begin >= end) return;

@@ -68,7 +68,7 @@ void TileTasks::submit(TileTask task) {
 TileTask TileTasks::flush_task(Job& job, uint64_t key) {
   TileTask task;
   task.job = &job;
-  task.bucket = &job.buckets[bucket_of(key)];
+  task.bucket = &job.shards().bucket(bucket_of(key));
   task.entry = task.bucket->value;
   task.index = tile_of(key);
   task.reads_value = true;
@@ -231,7 +231,7 @@ bool TileTasks::try_start(TileTask& task) {
 std::string TileTasks::describe(const Running& running, const Entry& entry) {
   const Job& job = *running.task.job;
   return concat(
-      "shard ", job.describe(entry, running.task.index), ", step ", job.progress.committed_step());
+      "shard ", job.shards().describe(entry, running.task.index), ", step ", job.progress.committed_step());
 }
 
 void TileTasks::load(const std::shared_ptr<Running>& running) {
@@ -479,7 +479,7 @@ void TileTasks::tell_ledger(const Running& running) {
   } else if (record) {
     step = job.tiles.words()->step_of(*record);
   }
-  job.note_tile(job.buckets[task.entry->owner],
+  job.note_tile(job.shards().bucket(task.entry->owner),
                 task.index,
                 step,
                 task.may_stay ? std::nullopt : job.tiles.half_made_piece(running.key()));

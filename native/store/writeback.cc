@@ -32,8 +32,8 @@ void ShardStore::write_back(Job& job,
   auto join = Join::start([&job, &entry, done = std::move(done)](const Status& status) {
     MEMD_FAILPOINT("writeback.finished");
     if (status.is_ok() && entry.kind == EntryKind::parameter) {
-      for (const uint32_t id : job.buckets[entry.owner].shards) {
-        job.shards[id].is_on_disk = job.shards[id].written;
+      for (const uint32_t id : job.shards().bucket(entry.owner).shards) {
+        job.shards()[id].is_on_disk = job.shards()[id].written;
       }
     }
     job.residencies().move(
@@ -42,7 +42,7 @@ void ShardStore::write_back(Job& job,
     if (status.is_ok() && entry.kind != EntryKind::gradient) job.changed = true;
     done(status);
   });
-  Bucket* const bucket = entry.kind == EntryKind::parameter ? &job.buckets[entry.owner] : nullptr;
+  Bucket* const bucket = entry.kind == EntryKind::parameter ? &job.shards().bucket(entry.owner) : nullptr;
   for (size_t i = 0; i < entry.replicas.size(); ++i) {
     TileTask task;
     task.job = &job;
@@ -75,13 +75,13 @@ void ShardStore::write_back_all(Job& job,
                                 Done done) {
   auto join = Join::start(std::move(done));
   job.residencies().settle_all_pending();
-  for (Entry* const entry : job.entries) {
+  for (Entry* const entry : job.shards().entries()) {
     if (entry == nullptr || entry->kind == EntryKind::gradient) continue;
     if (entry->residency() != Residency::dirty || entry->tier != Tier::nvme) continue;
     if (entry->replicas.empty()) continue;
     if (entry->kind == EntryKind::bytes && !with_bytes) continue;
     // What a staged buffer replaced goes as soon as the step is committed.
-    if (entry->kind == EntryKind::bytes && !job.shards[entry->owner].written) continue;
+    if (entry->kind == EntryKind::bytes && !job.shards()[entry->owner].written) continue;
     write_back(job, *entry, report, join->branch());
   }
   join->finish(Status::ok());
@@ -93,7 +93,7 @@ void ShardStore::flush_tiles(Job& job,
                              Done done) {
   std::vector<uint64_t> keys;
   for (const uint64_t key : job.tiles.dirty_keys()) {
-    if (only == nullptr || &job.buckets[bucket_of(key)] == only) keys.push_back(key);
+    if (only == nullptr || &job.shards().bucket(bucket_of(key)) == only) keys.push_back(key);
   }
   auto join = Join::start(std::move(done));
   for (const uint64_t key : keys) tiles_.submit_flush(job, key, report, join->branch());
@@ -105,14 +105,14 @@ void ShardStore::ask_for_flush(Job& job, std::optional<uint32_t> bucket) {
   if (!job.tiles.ask_flush(key)) return;
   enqueue(job, "flush", [this, &job, bucket, key](const Status& turn) {
     if (!turn.is_ok()) return;
-    const Bucket* const only = bucket ? &job.buckets[*bucket] : nullptr;
+    const Bucket* const only = bucket ? &job.shards().bucket(*bucket) : nullptr;
     flush_tiles(
         job, only, std::make_shared<StepReport>(), [this, &job, key, only](const Status& status) {
           job.tiles.end_flush(key);
           if (!status.is_ok()) {
             const auto waits = [&](const LeaseWaiter& waiter) {
               if (only == nullptr) return waiter.reason == LeaseWait::room;
-              return job.find_entry(waiter.request.shard_id, waiter.request.part) == only->value;
+              return job.shards().find_entry(waiter.request.shard_id, waiter.request.part) == only->value;
             };
             fail_waiters(job, waits, status);
           }

@@ -46,9 +46,9 @@ TEST(AllocationTest, a_declaration_for_which_there_is_no_memory_is_refused_and_c
   EXPECT_EQ(refused.code(), StatusCode::capacity);
   EXPECT_NE(refused.message().find("no memory for records"), std::string::npos)
       << refused.message();
-  EXPECT_EQ(heart.job(session).shards.size(), 1U);
+  EXPECT_EQ(heart.job(session).shards().size(), 1U);
   heart.declare(session, specs);
-  EXPECT_EQ(heart.job(session).shards.size(), 20'001U);
+  EXPECT_EQ(heart.job(session).shards().size(), 20'001U);
 }
 
 }  // namespace

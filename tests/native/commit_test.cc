@@ -83,7 +83,7 @@ class CommitTest : public ::testing::Test {
                                     parameter("b", 3000),
                                     bytes_shard("blob", 10'000)});
     for (uint32_t i = 0; i < 3; ++i) {
-      heart.write(session, ids[i], numbers(heart.job(session).shards[ids[i]].element_count(), i));
+      heart.write(session, ids[i], numbers(heart.job(session).shards()[ids[i]].element_count(), i));
     }
     heart.write(session, ids[3], pattern(10'000, 0));
     return ids;
@@ -91,7 +91,7 @@ class CommitTest : public ::testing::Test {
   StepRequest next_step(Heart& heart, uint64_t session, const std::vector<uint32_t>& ids) {
     const auto seed = static_cast<uint32_t>(heart.job(session).progress.committed_step()) + 50;
     for (uint32_t i = 0; i < 3; ++i) {
-      const uint64_t count = heart.job(session).shards[ids[i]].element_count();
+      const uint64_t count = heart.job(session).shards()[ids[i]].element_count();
       heart.write(session, ids[i], numbers(count, seed + i), Part::gradient);
     }
     heart.write(session, ids[3], pattern(10'000, static_cast<uint8_t>(seed)));
@@ -403,7 +403,7 @@ TEST_F(CommitTest, fifty_random_operations_leak_no_extent) {
     durable_bytes += extent.length_bytes;
   }
   uint64_t state_bytes = 0;
-  heart.job(session).for_each_replica(
+  heart.job(session).shards().for_each_replica(
       [&](Replica& replica) { state_bytes += replica.length_bytes; });
   EXPECT_EQ(heart.job(session).space.used_bytes(), state_bytes);
   EXPECT_EQ(heart.extents().capacity_bytes() - heart.extents().free_bytes(), durable_bytes);

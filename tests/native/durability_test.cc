@@ -135,7 +135,7 @@ class Training {
       const auto [m, v] = heart.moments(session, ids_[i]);
       EXPECT_TRUE(m == expected[i].m) << "shard " << i;
       EXPECT_TRUE(v == expected[i].v) << "shard " << i;
-      EXPECT_EQ(heart.job(session).shards[ids_[i]].generation, expected[i].t);
+      EXPECT_EQ(heart.job(session).shards()[ids_[i]].generation, expected[i].t);
     }
   }
 
@@ -168,7 +168,7 @@ TEST(DurabilityRoom, a_dirty_tile_in_the_last_segment_is_written_before_the_aren
   heart.write(session, ids[1], numbers(kTileElements, 2));
   const auto step = [&](const std::vector<uint32_t>& chosen) {
     for (const uint32_t id : chosen) {
-      const uint64_t count = heart.job(session).shards[id].element_count();
+      const uint64_t count = heart.job(session).shards()[id].element_count();
       heart.write(session, id, numbers(count, 3), Part::gradient);
     }
     const auto [status, report] =
@@ -208,7 +208,7 @@ TEST(DurabilityStopped, a_job_that_no_catalogue_names_is_gone_once_nobody_uses_i
   heart.write(session, ids[0], numbers(300'000, 1));
   heart.write(session, ids[0], numbers(300'000, 2), Part::gradient);
   heart.write(session, ids[1], pattern(4_MiB, 3));  // spills them
-  const Entry& gradient = *heart.job(session).find_entry(ids[0], Part::gradient);
+  const Entry& gradient = *heart.job(session).shards().find_entry(ids[0], Part::gradient);
   ASSERT_FALSE(gradient.is_resident());
   heart.faults().add_fault({.kind = MemoryFaultKind::flipped_bit,
                             .io_kind = IoKind::read,
@@ -335,7 +335,7 @@ TEST_P(DurabilityTest, parameters_evicted_over_dirty_tiles_come_back_as_they_are
   for (int step = 0; step < 2; ++step) ASSERT_TRUE(training.step().first.is_ok());
   Job& job = training.job();
   for (const uint32_t id : training.ids()) {
-    Entry& entry = *job.shards[id].value;
+    Entry& entry = *job.shards()[id].value;
     if (entry.residency() != Residency::clean) continue;
     job.residencies().move(entry, Residency::clean, Residency::absent);
     job.slots().free(std::move(entry.slot));
@@ -366,7 +366,8 @@ TEST_F(InMemoryTest, a_step_whose_commit_to_the_disk_fails_is_made_and_the_next_
   };
   ask(2);
   heart.turn();
-  ASSERT_EQ(training.job().buckets[0].value->residency(), Residency::filling) << "it updates";
+  ASSERT_EQ(training.job().shards().bucket(0).value->residency(), Residency::filling)
+      << "it updates";
   training.job().space.set_quota_bytes(training.job().space.used_bytes());
   ASSERT_TRUE(heart.until([&] { return answer.has_value(); }));
   ASSERT_TRUE(answer->first.is_ok()) << answer->first.message();
@@ -404,7 +405,7 @@ TEST_F(InMemoryTest, a_step_that_meets_a_broken_disk_is_made_and_the_next_one_is
   EXPECT_EQ(heart.step(training.request(3)).first.code(), StatusCode::device);
   EXPECT_EQ(training.job().progress.committed_step(), 2U);
   for (const uint32_t id : training.ids()) {
-    EXPECT_EQ(training.job().shards[id].gradient_session, training.session()) << "as it was";
+    EXPECT_EQ(training.job().shards()[id].gradient_session, training.session()) << "as it was";
   }
 }
 
@@ -485,7 +486,7 @@ TEST_F(InMemoryTest, what_is_written_while_a_sync_prepares_the_disk_is_committed
     Heart heart(disk_);
     ASSERT_TRUE(heart.loaded.is_ok()) << heart.loaded.message();
     const uint64_t session = heart.attach(heart.open("job"));
-    const uint32_t other = heart.job(session).shard_ids.at("other");
+    const uint32_t other = heart.job(session).shards().id_of("other");
     EXPECT_TRUE(heart.read<float>(session, other) == (is_synced_again ? after : before));
   }
 }
@@ -516,13 +517,13 @@ TEST_F(InMemoryTest, a_sync_makes_durable_what_was_spilled_after_the_step_that_r
       heart.write(session, id, numbers(kTileElements, 6), Part::gradient);
     heart.touch(session, ids[0]);
     const Job& job = heart.job(session);
-    ASSERT_EQ(job.shards[ids[1]].value->slot, nullptr) << "it was spilled";
+    ASSERT_EQ(job.shards()[ids[1]].value->slot, nullptr) << "it was spilled";
     ASSERT_TRUE(heart.sync(session).is_ok());
   }
   disk_->crash([](const UnsyncedWrite&) { return false; });
   Heart heart(disk_);
   const uint64_t session = heart.attach(heart.open("job", 2));
-  EXPECT_TRUE(heart.read<float>(session, heart.job(session).shard_ids.at("other")) == after);
+  EXPECT_TRUE(heart.read<float>(session, heart.job(session).shards().id_of("other")) == after);
 }
 
 TEST_F(InMemoryTest, a_step_begins_only_where_the_disk_has_room_for_all_that_memory_may_displace) {
@@ -563,7 +564,7 @@ TEST_F(InMemoryTest, a_gradient_is_not_spilled_into_the_room_of_a_step_that_runs
   ASSERT_GT(job.space.promised_bytes(), job.space.used_bytes());
   const auto blob = heart.declare(session, {bytes_shard("blob", 8_MiB)});
   heart.limit_state(session, job.space.promised_bytes());
-  const Entry& gradient = *job.find_entry(ids[1], Part::gradient);
+  const Entry& gradient = *job.shards().find_entry(ids[1], Part::gradient);
   const auto asked = heart.ask(session, blob[0], LeaseMode::overwrite);
   EXPECT_FALSE(asked->has_value());
   EXPECT_EQ(gradient.residency(), Residency::dirty) << "it waits for the step's end";

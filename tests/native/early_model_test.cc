@@ -286,7 +286,7 @@ class History {
     const auto [m, v] = heart_->moments(session_, ids_[i]);
     EXPECT_TRUE(m == twins_[i].m) << "shard " << i;
     EXPECT_TRUE(v == twins_[i].v) << "shard " << i;
-    EXPECT_EQ(job().shards[ids_[i]].generation, twins_[i].t) << "shard " << i;
+    EXPECT_EQ(job().shards()[ids_[i]].generation, twins_[i].t) << "shard " << i;
   }
   void write_moments() {
     wait_for_step();

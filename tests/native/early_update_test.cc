@@ -117,7 +117,7 @@ class Training {
       const auto [m, v] = heart.moments(session, ids_[i]);
       EXPECT_TRUE(m == twins[i].m) << "shard " << i;
       EXPECT_TRUE(v == twins[i].v) << "shard " << i;
-      EXPECT_EQ(heart.job(session).shards[ids_[i]].generation, twins[i].t);
+      EXPECT_EQ(heart.job(session).shards()[ids_[i]].generation, twins[i].t);
     }
   }
   /// Nothing is taken of disk, quota or arena but what the job's entries name.
@@ -321,7 +321,7 @@ TEST_P(EarlyUpdateTest, a_session_that_ends_leaves_the_step_before_it_and_nothin
   job.changed = true;
   ASSERT_TRUE(heart.sync(other).is_ok());
   uint64_t named_bytes = 0;
-  job.for_each_replica([&](Replica& each) { named_bytes += each.length_bytes; });
+  job.shards().for_each_replica([&](Replica& each) { named_bytes += each.length_bytes; });
   EXPECT_EQ(job.space.used_bytes(), named_bytes);
 }
 
@@ -341,7 +341,7 @@ TEST_P(EarlyUpdateTest, a_daemon_that_dies_before_the_step_leaves_the_gradients_
   training.expect_equal(next, request.session_id);
   Job& job = next.job(request.session_id);
   uint64_t slot_bytes = 0;
-  for (Entry* const entry : job.entries) {
+  for (Entry* const entry : job.shards().entries()) {
     if (entry->slot != nullptr) slot_bytes += align_up(entry->slot->bytes, kBlockBytes);
   }
   EXPECT_EQ(job.memory->arena().used_bytes(), slot_bytes);
@@ -441,7 +441,7 @@ TEST_F(EarlyFailureTest, bytes_that_are_gone_are_reported_by_the_step_and_it_sta
   training.backward();
   training.step();
   training.job().drop_clean_tiles();
-  const ExtentRecord rest = training.job().buckets[0].rest[1].extent();
+  const ExtentRecord rest = training.job().shards().bucket(0).rest[1].extent();
   heart.faults().add_fault({.kind = MemoryFaultKind::flipped_bit,
                             .io_kind = IoKind::read,
                             .offset_bytes = rest.address.offset_bytes,
@@ -452,7 +452,7 @@ TEST_F(EarlyFailureTest, bytes_that_are_gone_are_reported_by_the_step_and_it_sta
   const auto [status, report] = heart.step(training.request());
   EXPECT_EQ(status.code(), StatusCode::integrity) << status.message();
   EXPECT_EQ(training.job().progress.committed_step(), 1U);
-  EXPECT_EQ(training.job().shards[training.ids()[0]].gradient_session, training.session());
+  EXPECT_EQ(training.job().shards()[training.ids()[0]].gradient_session, training.session());
 }
 
 TEST_F(EarlyFailureTest, a_write_that_fails_leaves_n_on_disk_at_every_index) {
@@ -546,7 +546,7 @@ TEST_F(EarlyFailureTest, whoever_needs_room_in_the_arena_gets_it_before_what_is_
   training.backward();
   // The small bucket's is too small to help anybody.
   const auto has_slot = [&] {
-    return training.job().early_slot(*training.job().buckets[0].value) != nullptr;
+    return training.job().early_slot(*training.job().shards().bucket(0).value) != nullptr;
   };
   ASSERT_TRUE(has_slot());
   const uint64_t spilled_before = training.job().counters.spilled_bytes;
@@ -595,7 +595,7 @@ class EarlySlotTest : public ::testing::Test {
     training.expect_equal();
     offset_bytes = value().slot->offset_bytes;
   }
-  const Entry& value() { return *training.job().buckets[0].value; }
+  const Entry& value() { return *training.job().shards().bucket(0).value; }
   bool shows_n(const Held& view) {
     return std::ranges::equal(view.as<float>(), training.twins[0].theta);
   }
@@ -649,7 +649,7 @@ TEST(EarlySlot, whoever_wants_the_value_of_before_waits_for_no_tile_that_was_not
   const uint64_t begun_count = job.early.by_bucket.at(0)->tile_next;
   const auto reader =
       heart.ask({.session_id = session, .shard_id = ids[0], .timeout_ns = 60'000'000'000});
-  const Entry& value = *job.find_entry(ids[0], Part::value);
+  const Entry& value = *job.shards().find_entry(ids[0], Part::value);
   ASSERT_EQ(value.residency(), Residency::absent);
   ASSERT_TRUE(heart.until([&] { return value.residency() != Residency::absent; }));
   EXPECT_LE(job.early.by_bucket.at(0)->tile_next, begun_count + 4);
@@ -679,13 +679,13 @@ TEST(EarlySlot, a_gradient_that_is_spilled_between_two_tiles_is_waited_for) {
   heart.store().gradient_is_final(session, ids[0]);
   Job& job = heart.job(session);
   ASSERT_TRUE(heart.until([&] { return job.early.running_count != 0; }));
-  EarlyUpdates::pause(job, *job.find_entry(ids[0], Part::value));
+  EarlyUpdates::pause(job, *job.shards().find_entry(ids[0], Part::value));
   const auto writer = heart.ask({.session_id = session,
                                  .shard_id = ids[1],
                                  .part = Part::gradient,
                                  .mode = LeaseMode::overwrite,
                                  .timeout_ns = 60'000'000'000});
-  const Entry& spilled = *job.find_entry(ids[0], Part::gradient);
+  const Entry& spilled = *job.shards().find_entry(ids[0], Part::gradient);
   ASSERT_TRUE(heart.until([&] { return spilled.residency() == Residency::draining; }));
   EXPECT_EQ(job.early.by_bucket.at(0)->tile_next, 4U);
   ASSERT_TRUE(heart.until([&] { return writer->has_value(); }));
@@ -736,7 +736,7 @@ TEST_F(EarlySlotTest, a_step_finds_tiles_that_were_not_begun_in_their_place) {
     heart.store().gradient_is_final(training.session(), training.ids()[i]);
   }
   // A quota of which one tile is made.
-  const Bucket& bucket = training.job().buckets[0];
+  const Bucket& bucket = training.job().shards().bucket(0);
   heart.limit_state(
       training.session(),
       training.job().space.used_bytes() + bucket.value->replica_bytes(0) + bucket.rest_bytes(0));
@@ -750,7 +750,7 @@ TEST_F(EarlySlotTest, a_step_finds_tiles_that_were_not_begun_in_their_place) {
   EXPECT_EQ(training.adopted(), kTiles + 1);
   const uint64_t read_bytes = heart.io().device_statistics(0).read.bytes - read_before;
   uint64_t rest_bytes = 0;
-  for (const Bucket& each : training.job().buckets) {
+  for (const Bucket& each : training.job().shards().buckets()) {
     for (size_t tile = 0; tile < each.tile_count(); ++tile) rest_bytes += each.rest_bytes(tile);
   }
   EXPECT_EQ(read_bytes, rest_bytes - bucket.rest_bytes(0));

@@ -247,7 +247,7 @@ TEST_F(FairShares, a_shard_is_read_beside_another_jobs_step_as_if_it_were_half_a
   // What both read and write in a step, at 64 MiB a second, is 0.4 s; a shard of 64 KiB waits for
   // what is in flight, and for its own.
   const uint64_t wanted = trainers_[1].shard_ids.front();
-  Entry& entry = *heart_->job(trainers_[1].session_id).shards[wanted].value;
+  Entry& entry = *heart_->job(trainers_[1].session_id).shards()[wanted].value;
   for (const Trainer& trainer : trainers_) {
     for (const uint32_t id : trainer.shard_ids) {
       if (trainer.job_id != trainers_[0].job_id) continue;

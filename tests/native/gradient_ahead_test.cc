@@ -33,8 +33,8 @@ class GradientAheadTest : public ::testing::Test {
                        .is_ahead = is_ahead});
   }
   Job& job() { return heart_.job(session_); }
-  const Shard& shard(size_t i) { return job().shards[ids_[i]]; }
-  const Entry& gradient(size_t i) { return *job().find_entry(ids_[i], Part::gradient); }
+  const Shard& shard(size_t i) { return job().shards()[ids_[i]]; }
+  const Entry& gradient(size_t i) { return *job().shards().find_entry(ids_[i], Part::gradient); }
   void unused(size_t i) { heart_.store().gradient_unused(session_, ids_[i]); }
 
   Heart heart_{std::make_shared<MemoryDisk>(kDiskBytes), 2 * kFloorSegments + 24};

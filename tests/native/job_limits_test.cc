@@ -87,7 +87,7 @@ TEST_F(JobLimits, shards_that_need_more_than_the_quota_together_are_refused_with
   std::vector<ShardSpec> fits;
   for (int i = 0; i < 8; ++i) fits.push_back(parameter(concat("w", i), kTileElements));
   heart.declare(session, fits);  // 2 x 24 MiB
-  const size_t entry_count = heart.job(session).entries.size();
+  const size_t entry_count = heart.job(session).shards().entries().size();
   const Status refused =
       heart.store()
           .declare(session, {bytes_shard("blob", 5000), parameter("one more", kTileElements)})
@@ -98,8 +98,8 @@ TEST_F(JobLimits, shards_that_need_more_than_the_quota_together_are_refused_with
   EXPECT_TRUE(says(refused, "8192 (blobs and buffers)")) << refused.message();
   EXPECT_TRUE(says(refused, "8192 (the catalogue, old and new)")) << refused.message();
   EXPECT_TRUE(says(refused, "nvme_bytes 52428800")) << refused.message();
-  EXPECT_EQ(heart.job(session).shard_ids.size(), 8U) << "nothing of it was declared";
-  EXPECT_EQ(heart.job(session).entries.size(), entry_count);
+  EXPECT_EQ(heart.job(session).shards().count(), 8U) << "nothing of it was declared";
+  EXPECT_EQ(heart.job(session).shards().entries().size(), entry_count);
   heart.declare(session, {bytes_shard("blob", 5000)});
   heart.declare(session, fits);  // known already
 }

@@ -36,7 +36,7 @@ TEST(JobDeclare, small_parameters_share_buckets_of_one_dtype_and_large_ones_are_
                                    parameter("d", 5)});
   ASSERT_TRUE(infos.is_ok()) << infos.status().message();
   const auto shard = [&](const char* name) -> const Shard& {
-    return job->shards[job->shard_ids.at(name)];
+    return job->shards()[job->shards().id_of(name)];
   };
   EXPECT_EQ(shard("a").bucket, shard("b").bucket);
   EXPECT_EQ(shard("b").element_offset, 128u) << "a bucket's shards start on 64 bytes in bf16";
@@ -44,28 +44,28 @@ TEST(JobDeclare, small_parameters_share_buckets_of_one_dtype_and_large_ones_are_
   EXPECT_NE(shard("c").bucket, shard("a").bucket) << "it would not fit into a tile with them";
   EXPECT_EQ(shard("d").bucket, shard("c").bucket);
   EXPECT_NE(shard("half").bucket, shard("a").bucket);
-  EXPECT_EQ(job->buckets[shard("large").bucket].shards.size(), 1u);
-  for (const Bucket& bucket : job->buckets) {
+  EXPECT_EQ(job->shards().bucket(shard("large").bucket).shards.size(), 1u);
+  for (const Bucket& bucket : job->shards().buckets()) {
     EXPECT_EQ(bucket.element_count % 32, 0u);
     if (bucket.shards.size() > 1) EXPECT_LE(bucket.element_count, kTileElements);
     uint64_t end = 0;
     for (const uint32_t id : bucket.shards) {
-      EXPECT_EQ(job->shards[id].element_offset % 32, 0u);
-      EXPECT_GE(job->shards[id].element_offset, end);
-      end = job->shards[id].element_offset + job->shards[id].element_count();
+      EXPECT_EQ(job->shards()[id].element_offset % 32, 0u);
+      EXPECT_GE(job->shards()[id].element_offset, end);
+      end = job->shards()[id].element_offset + job->shards()[id].element_count();
     }
     EXPECT_LE(end, bucket.element_count);
   }
   const auto again = job->declare({parameter("d", 5), parameter("a", 100)});
   ASSERT_TRUE(again.is_ok());
   EXPECT_EQ(again.value()[1].shard_id, infos.value()[0].shard_id) << "known by its name";
-  EXPECT_EQ(job->shards.size(), 7u);
+  EXPECT_EQ(job->shards().size(), 7u);
 }
 
 /// What Job::expect_memory() counted anew for each shard.
 uint64_t sum_of_entries(const Job& job) {
   uint64_t bytes = 0;
-  for (Entry* const entry : job.entries) {
+  for (Entry* const entry : job.shards().entries()) {
     if (entry != nullptr) bytes += align_up(entry->bytes, kBlockBytes);
   }
   return bytes;
@@ -73,15 +73,15 @@ uint64_t sum_of_entries(const Job& job) {
 
 TEST(JobDeclare, what_all_entries_take_is_known_without_a_look_at_them) {
   const auto job = new_job();
-  EXPECT_EQ(job->entry_bytes(), 0u);
+  EXPECT_EQ(job->shards().entry_bytes(), 0u);
   ASSERT_TRUE(job->declare({parameter("a", 100), parameter("b", kTileElements + 1)}).is_ok());
   ASSERT_TRUE(job->declare({bytes_shard("blob", 5000)}).is_ok());
-  EXPECT_EQ(job->entry_bytes(), sum_of_entries(*job));
+  EXPECT_EQ(job->shards().entry_bytes(), sum_of_entries(*job));
   ASSERT_TRUE(job->declare({bytes_shard("blob", 5000)}).is_ok());
-  EXPECT_EQ(job->entry_bytes(), sum_of_entries(*job)) << "known already";
+  EXPECT_EQ(job->shards().entry_bytes(), sum_of_entries(*job)) << "known already";
   const auto again = Job::restore(job->record());
   ASSERT_TRUE(again.is_ok()) << again.status().message();
-  EXPECT_EQ(again.value()->entry_bytes(), job->entry_bytes());
+  EXPECT_EQ(again.value()->shards().entry_bytes(), job->shards().entry_bytes());
 }
 
 TEST(JobDeclare, a_model_takes_the_room_that_it_needs) {
@@ -90,9 +90,11 @@ TEST(JobDeclare, a_model_takes_the_room_that_it_needs) {
   for (size_t i = 0; i < kCount; ++i) specs.push_back(parameter(concat("p", i), 16));
   const auto job = new_job();
   ASSERT_TRUE(job->declare(specs).is_ok());
-  EXPECT_EQ(job->shards.capacity(), kCount);
   EXPECT_EQ(job->record().shards.capacity(), kCount);
-  EXPECT_EQ(job->record().buckets.capacity(), job->buckets.size());
+  EXPECT_EQ(job->record().buckets.capacity(), job->shards().buckets().size());
+  const Shard* const first = &job->shards()[0];
+  ASSERT_TRUE(job->declare({parameter("one more", 16)}).is_ok());
+  EXPECT_NE(first, &job->shards()[0]) << "there was room for more than was declared";
 }
 
 TEST(JobDeclare, there_are_pin_counters_for_every_slot_of_every_shard) {
@@ -116,7 +118,7 @@ TEST(JobDeclare, shards_that_come_one_by_one_are_seldom_moved) {
   const Shard* first = nullptr;
   for (size_t i = 0; i < 5000; ++i) {
     ASSERT_TRUE(job->declare({bytes_shard(concat("b", i), 16)}).is_ok());
-    moves += std::exchange(first, job->shards.data()) != job->shards.data();
+    moves += std::exchange(first, &job->shards()[0]) != &job->shards()[0];
   }
   EXPECT_LT(moves, 60u) << "a quarter more each time: log(5000) / log(1.25) and the first few";
 }
@@ -161,14 +163,14 @@ TEST(JobDeclare, where_one_shard_is_refused_nothing_changes) {
     EXPECT_EQ(refused.status().code(), each.code) << refused.status().message();
     EXPECT_NE(refused.status().message().find(each.named), std::string::npos)
         << refused.status().message();
-    EXPECT_EQ(job->shards.size(), 2u);
-    EXPECT_EQ(job->buckets.size(), 1u);
-    EXPECT_FALSE(job->shard_ids.contains("fine"));
+    EXPECT_EQ(job->shards().size(), 2u);
+    EXPECT_EQ(job->shards().buckets().size(), 1u);
+    EXPECT_FALSE(job->shards().find("fine").has_value());
   }
   const auto twice = job->declare({parameter("x", 3), parameter("x", 3)});
   EXPECT_EQ(twice.status().code(), StatusCode::invalid_argument);
   EXPECT_NE(twice.status().message().find("twice"), std::string::npos);
-  EXPECT_EQ(job->shards.size(), 2u);
+  EXPECT_EQ(job->shards().size(), 2u);
 }
 
 TEST(JobDeclare, a_tensor_larger_than_the_jobs_memory_is_refused_with_both_sizes) {
@@ -206,8 +208,8 @@ TEST(JobShards, a_deleted_shards_place_is_used_again_and_its_bytes_are_free) {
     });
     ASSERT_TRUE(removed);
   }
-  EXPECT_EQ(heart.job(session).entries.size(), 1u);
-  EXPECT_EQ(heart.job(session).entry_bytes(), 0u);
+  EXPECT_EQ(heart.job(session).shards().entries().size(), 1u);
+  EXPECT_EQ(heart.job(session).shards().entry_bytes(), 0u);
   EXPECT_EQ(heart.lease(session, 0).status.code(), StatusCode::not_found);
   ASSERT_TRUE(heart.sync(session).is_ok());
   EXPECT_EQ(heart.job(session).space.used_bytes(), 0u);
@@ -224,7 +226,7 @@ TEST(JobShards, a_lost_shard_that_is_deleted_is_not_missed_any_more) {
   ASSERT_TRUE(heart.sync(session).is_ok());
   Job& job = heart.job(session);
   const Status gone = error(StatusCode::integrity, "its bytes are gone");
-  job.lose(*job.shards[ids[1]].value, 0, gone);
+  job.lose(*job.shards()[ids[1]].value, 0, gone);
   EXPECT_EQ(heart.sync(session).code(), StatusCode::integrity);
   heart.store().delete_shard(
       session, "blob", [](const Result<bool>& result) { EXPECT_TRUE(result.is_ok()); });
@@ -265,13 +267,13 @@ TEST(JobRecordTest, a_restored_job_is_the_one_that_was_written_down) {
   const auto again = Job::restore(job->record());
   ASSERT_TRUE(again.is_ok()) << again.status().message();
   for (const char* name : {"a", "b", "large", "blob"}) {
-    const Shard& before = job->shards[job->shard_ids.at(name)];
-    const Shard& after = again.value()->shards[again.value()->shard_ids.at(name)];
+    const Shard& before = job->shards()[job->shards().id_of(name)];
+    const Shard& after = again.value()->shards()[again.value()->shards().id_of(name)];
     EXPECT_EQ(after.element_offset, before.element_offset) << name;
     EXPECT_EQ(after.bucket, before.bucket) << name;
     EXPECT_FALSE(after.written) << name;
   }
-  EXPECT_EQ(again.value()->element_count, job->element_count);
+  EXPECT_EQ(again.value()->shards().element_count(), job->shards().element_count());
   EXPECT_FALSE(again.value()->changed);
 }
 
@@ -365,8 +367,8 @@ TEST(JobDurable, is_what_the_catalogue_says_whatever_the_job_did_since) {
 
     job.progress.restore(50, 0, 0);
     job.host_bytes = 1;
-    job.shards[job.shard_ids.at("a")].generation = 99;
-    job.shards[job.shard_ids.at("b")].written = true;
+    job.shards()[job.shards().id_of("a")].generation = 99;
+    job.shards()[job.shards().id_of("b")].written = true;
     ASSERT_TRUE(job.declare({parameter("later", 10), bytes_shard("blob later", 4)}).is_ok());
     EXPECT_EQ(encoded(job.durable_record()), encoded(said));
   }

@@ -503,7 +503,7 @@ class AdoptionTest : public ::testing::Test {
   }
   void spill_gradients() {
     put_large("blob");
-    const Entry& gradient = *heart_->job(session_).find_entry(ids_[0], Part::gradient);
+    const Entry& gradient = *heart_->job(session_).shards().find_entry(ids_[0], Part::gradient);
     EXPECT_EQ(gradient.residency(), Residency::absent);
     EXPECT_TRUE(gradient.has_replica());
   }
@@ -588,13 +588,13 @@ TEST_F(AdoptionTest, pins_are_of_the_same_shards_where_ids_were_used_again) {
   heart_->declare(session_, {bytes_shard("x", 100)});
   remove("x");
   std::vector<uint32_t> places;
-  for (const uint32_t id : ids) places.push_back(heart_->job(session_).shards[id].index_in_bucket);
+  for (const uint32_t id : ids) places.push_back(heart_->job(session_).shards()[id].index_in_bucket);
   const Held view = heart_->lease(session_, ids[0]);
   ASSERT_TRUE(view.is_ok());
   const uint64_t offset = view.grant.offset_bytes;
   restart();
   for (size_t i = 0; i < ids.size(); ++i)
-    EXPECT_EQ(heart_->job(session_).shards[ids[i]].index_in_bucket, places[i]) << i;
+    EXPECT_EQ(heart_->job(session_).shards()[ids[i]].index_in_bucket, places[i]) << i;
   const Held writer = heart_->lease(session_, ids[0], LeaseMode::write);
   ASSERT_TRUE(writer.is_ok()) << writer.status.message();
   EXPECT_NE(writer.grant.offset_bytes, offset) << "a live view is never written";
@@ -859,7 +859,7 @@ TEST_F(AdoptionTest, moments_that_were_written_after_steps_in_memory_keep_their_
   write_moments(100, twins_[1].m, twins_[1].v);
   restart();
   expect_twins(8);
-  EXPECT_EQ(heart_->job(session_).shards[ids_[1]].generation, 100U);
+  EXPECT_EQ(heart_->job(session_).shards()[ids_[1]].generation, 100U);
 }
 
 TEST_F(AdoptionTest, moments_that_were_written_before_a_step_in_memory_count_with_it) {
@@ -874,7 +874,7 @@ TEST_F(AdoptionTest, moments_that_were_written_before_a_step_in_memory_count_wit
     step_twins(8);
     restart();
     expect_twins(8);
-    EXPECT_EQ(heart_->job(session_).shards[ids_[1]].generation, generation + 1);
+    EXPECT_EQ(heart_->job(session_).shards()[ids_[1]].generation, generation + 1);
   }
 }
 
@@ -882,7 +882,7 @@ TEST_F(AdoptionTest, a_blob_that_came_back_has_none_of_the_bytes_of_the_deleted_
   begin(DType::float32, 3, "every:4");
   const auto extents_of = [this](uint32_t shard_id) {
     std::set<uint64_t> offsets;
-    for (const Replica& replica : heart_->job(session_).shards[shard_id].value->replicas) {
+    for (const Replica& replica : heart_->job(session_).shards()[shard_id].value->replicas) {
       EXPECT_TRUE(replica.exists());
       offsets.insert(replica.offset_bytes);
     }
@@ -961,7 +961,7 @@ TEST_F(AdoptionTest, a_first_writeback_that_is_half_done_costs_no_memory) {
       heart_->faults().add_fault({.kind = MemoryFaultKind::stall, .io_kind = IoKind::write});
   };
   heart_->store().sync(session_, [](const Status&, const StepReport&) {});
-  const Entry& entry = *heart_->job(session_).shards[ids[0]].value;
+  const Entry& entry = *heart_->job(session_).shards()[ids[0]].value;
   ASSERT_TRUE(heart_->until([&] { return entry.replicas[0].exists(); }));
   ASSERT_FALSE(entry.has_replica());
   remove("blob");
@@ -991,7 +991,7 @@ TEST_F(AdoptionTest, a_blob_that_is_deleted_during_a_step_leaves_nothing_to_who_
   heart_->write(session_, old[0], pattern(100'000, 1));
   write_gradients(8);
   spill_gradients();
-  ASSERT_TRUE(heart_->job(session_).shards[old[0]].value->has_replica());
+  ASSERT_TRUE(heart_->job(session_).shards()[old[0]].value->has_replica());
   // The step fails after the blob is gone.
   heart_->faults().add_fault({.io_kind = IoKind::read, .count = 1000});
   std::optional<Status> failed;

@@ -111,11 +111,12 @@ TEST_F(LiveCheckTest, a_flipped_bit_is_found_named_and_stops_the_job) {
     const char* part;
     const char* shard;
   };
-  const Bucket& bucket = job().buckets[0];
-  const Case cases[] = {
-      {bucket.rest[1].extent(), "optimizer state of tile 1", "w"},
-      {bucket.value->replicas[0].extent(), "parameter of tile 0", "w"},
-      {job().find_entry(ids_[1], Part::value)->replicas[2].extent(), "bytes from 2097152", "blob"}};
+  const Bucket& bucket = job().shards().bucket(0);
+  const Case cases[] = {{bucket.rest[1].extent(), "optimizer state of tile 1", "w"},
+                        {bucket.value->replicas[0].extent(), "parameter of tile 0", "w"},
+                        {job().shards().find_entry(ids_[1], Part::value)->replicas[2].extent(),
+                         "bytes from 2097152",
+                         "blob"}};
   for (const Case& each : cases) flip(each.extent);
   Found found = run();
   ASSERT_EQ(found.findings.size(), std::size(cases));
@@ -144,7 +145,7 @@ TEST_F(LiveCheckTest, a_job_alone_is_checked_alone) {
   const auto ids = heart_.declare(session, {bytes_shard("b", 1_MiB)});
   heart_.write(session, ids[0], pattern(1_MiB, 7));
   ASSERT_TRUE(heart_.sync(session).is_ok());
-  flip(job().buckets[0].rest[0].extent());
+  flip(job().shards().bucket(0).rest[0].extent());
   const Found found = run({.job_ids = {other}, .whole = false});
   EXPECT_TRUE(found.findings.empty()) << "they are of the other job";
   ASSERT_EQ(found.report.jobs.size(), 1u);
@@ -202,7 +203,7 @@ TEST_F(LiveCheckTest, steps_beside_it_take_no_place_from_it_and_lead_to_no_false
 }
 
 TEST_F(LiveCheckTest, an_extent_that_a_step_replaces_while_it_is_read_is_not_lost) {
-  const ExtentRecord old = job().buckets[0].rest[0].extent();
+  const ExtentRecord old = job().shards().bucket(0).rest[0].extent();
   heart_.faults().add_fault({.kind = MemoryFaultKind::stall,
                              .io_kind = IoKind::read,
                              .offset_bytes = old.address.offset_bytes});
@@ -220,7 +221,7 @@ TEST_F(LiveCheckTest, an_extent_that_a_step_replaces_while_it_is_read_is_not_los
 TEST_F(LiveCheckTest, newer_bytes_in_memory_take_the_place_of_damaged_ones_and_nothing_is_lost) {
   heart_.write(session_, ids_[1], pattern(kBlobBytes, 9));
   EXPECT_EQ(heart_.read<uint8_t>(session_, ids_[1]), pattern(kBlobBytes, 9));
-  flip(job().find_entry(ids_[1], Part::value)->replicas[0].extent());
+  flip(job().shards().find_entry(ids_[1], Part::value)->replicas[0].extent());
   const Found found = run();
   ASSERT_EQ(found.findings.size(), 1u);
   EXPECT_FALSE(found.findings[0].is_lost);
@@ -249,11 +250,12 @@ TEST_F(LiveCheckTest, of_a_job_without_durability_the_disk_holds_nothing_to_chec
 }
 
 TEST_F(LiveCheckTest, what_the_device_cannot_read_is_a_finding_and_stops_no_job) {
-  heart_.faults().add_fault({.kind = MemoryFaultKind::error,
-                             .io_kind = IoKind::read,
-                             .offset_bytes = job().buckets[0].rest[0].extent().address.offset_bytes,
-                             .count = 3,
-                             .error_number = EIO});
+  heart_.faults().add_fault(
+      {.kind = MemoryFaultKind::error,
+       .io_kind = IoKind::read,
+       .offset_bytes = job().shards().bucket(0).rest[0].extent().address.offset_bytes,
+       .count = 3,
+       .error_number = EIO});
   const Found found = run();
   ASSERT_EQ(found.findings.size(), 1u);
   EXPECT_TRUE(found.findings[0].is_lost) << "no clean bill";
@@ -293,7 +295,8 @@ TEST_F(LiveCheckTest, findings_that_nobody_fetches_hold_it_up) {
   const auto ids = heart_.declare(session_, specs);
   for (const uint32_t id : ids) heart_.write(session_, id, pattern(100, id));
   ASSERT_TRUE(heart_.sync(session_).is_ok());
-  for (const uint32_t id : ids) flip(job().find_entry(id, Part::value)->replicas[0].extent(), 5);
+  for (const uint32_t id : ids)
+    flip(job().shards().find_entry(id, Part::value)->replicas[0].extent(), 5);
   const uint64_t id = begin();
   ASSERT_TRUE(heart_.until([this] {
     const auto activity = check().activity();

@@ -138,7 +138,7 @@ TEST(Prefetch, one_that_somebody_waits_for_overtakes_those_that_nobody_does) {
   const auto filling = [&model] {
     std::vector<uint32_t> ids;
     for (const uint32_t id : model.ids) {
-      const Entry& entry = *model.heart.job(model.session_id).find_entry(id, Part::value);
+      const Entry& entry = *model.heart.job(model.session_id).shards().find_entry(id, Part::value);
       if (entry.residency() == Residency::filling) ids.push_back(id);
     }
     return ids;
@@ -157,7 +157,7 @@ TEST(Prefetch, one_that_a_session_asked_for_is_raised_too) {
   Model model(24, 8);  // the first eight made room for the others
   model.heart.faults().set_limits(0, {.depth = 1, .chunk_bytes = kChunkBytesMin});
   const auto is_filling = [&model](uint32_t id) {
-    const Entry& entry = *model.heart.job(model.session_id).find_entry(id, Part::value);
+    const Entry& entry = *model.heart.job(model.session_id).shards().find_entry(id, Part::value);
     return entry.residency() == Residency::filling;
   };
   for (uint32_t i = 0; i < 4; ++i) {
@@ -288,7 +288,7 @@ TEST(Prefetch, a_shard_that_is_lost_is_not_asked_for_again_and_again) {
   for (int i = 0; i < 4; ++i) model.forward();
   const Job& job = model.heart.job(model.session_id);
   const Entry* victim = nullptr;
-  for (Entry* const entry : job.entries) {
+  for (Entry* const entry : job.shards().entries()) {
     if (entry != nullptr && entry->kind == EntryKind::parameter &&
         entry->residency() == Residency::absent)
       victim = entry;
@@ -298,7 +298,7 @@ TEST(Prefetch, a_shard_that_is_lost_is_not_asked_for_again_and_again) {
   model.disk->bytes()[offset_bytes] ^= std::byte{1};
   for (uint32_t i = 0; i < 3 * model.count(); ++i) {
     const uint32_t id = model.ids[i % model.count()];
-    if (job.shards[id].value == victim) continue;
+    if (job.shards()[id].value == victim) continue;
     model.client.use_slowly(id);
   }
   EXPECT_TRUE(job.is_lost(*victim));
@@ -445,7 +445,7 @@ TEST(Prefetch, random_sessions_read_what_they_wrote) {
     }
     model.client.settle();
     uint64_t ahead_bytes = 0;
-    for (Entry* const entry : model.heart.job(model.session_id).entries) {
+    for (Entry* const entry : model.heart.job(model.session_id).shards().entries()) {
       if (entry != nullptr && entry->prefetched != Prefetched::no) ahead_bytes += entry->bytes;
     }
     EXPECT_EQ(model.heart.job(model.session_id).prefetch_window().bytes(), ahead_bytes);

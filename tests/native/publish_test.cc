@@ -75,12 +75,12 @@ class PublishTest : public ::testing::Test {
     heart_->faults().add_fault(
         {.kind = MemoryFaultKind::stall,
          .io_kind = IoKind::read,
-         .offset_bytes = job().buckets[1].rest[2].extent().address.offset_bytes});
+         .offset_bytes = job().shards().bucket(1).rest[2].extent().address.offset_bytes});
     done_.reset();
     heart_->store().step(request(call),
                          [this](const Status& status, const StepReport&) { done_ = status; });
     ASSERT_TRUE(heart_->until([&] {
-      return job().buckets[0].value->is_ahead && heart_->faults().fault_hit_count() > 0;
+      return job().shards().bucket(0).value->is_ahead && heart_->faults().fault_hit_count() > 0;
     }));
     ASSERT_FALSE(done_.has_value());
   }
@@ -88,7 +88,7 @@ class PublishTest : public ::testing::Test {
   void fail_step() {
     job().space.set_quota_bytes(job().space.used_bytes());
     heart_->faults().clear_faults();
-    heart_->faults().release_stalled(job().buckets[1].rest[2].extent().address.offset_bytes);
+    heart_->faults().release_stalled(job().shards().bucket(1).rest[2].extent().address.offset_bytes);
   }
   void expect_values(uint32_t index, const std::vector<float>& values) {
     const Held held = heart_->lease(session_, ids_[index]);
@@ -144,7 +144,7 @@ TEST_F(PublishTest, the_steps_session_goes_on_with_what_is_updated_and_nobody_el
       std::equal(twins_[0].theta.begin(), twins_[0].theta.end(), (*mine)->as<float>().begin()));
   EXPECT_EQ((*mine)->grant.generation, 2u);
   EXPECT_EQ(job().progress.committed_step(), 1u);
-  EXPECT_EQ(job().shards[ids_[0]].generation, 1u) << "the commit counts it";
+  EXPECT_EQ(job().shards()[ids_[0]].generation, 1u) << "the commit counts it";
   const auto second = ask(1, 2);
   const auto others = heart_->ask(other, ids_[0]);
   const auto for_service = heart_->ask({.session_id = session_,
@@ -210,7 +210,7 @@ TEST_F(PublishTest, what_a_step_has_updated_its_session_leases_without_a_request
   begin_step(2);
   ASSERT_TRUE(look(session_, 0, 2));
   EXPECT_EQ(look(session_, 0, 2)->generation, 2u);
-  EXPECT_EQ(look(session_, 0, 2)->offset_bytes, job().buckets[0].value->slot->offset_bytes);
+  EXPECT_EQ(look(session_, 0, 2)->offset_bytes, job().shards().bucket(0).value->slot->offset_bytes);
   EXPECT_FALSE(look(session_, 0, 3)) << "a step that has not come";
   EXPECT_FALSE(look(session_, 1, 2)) << "not updated yet";
   EXPECT_FALSE(look(other, 0, 0)) << "not committed";
@@ -364,7 +364,7 @@ TEST_F(PublishTest, what_a_failed_step_has_published_is_taken_back) {
 TEST_F(PublishTest, what_was_published_and_evicted_comes_back_from_where_no_catalogue_leads) {
   make(24);
   begin_step(2);
-  Entry& first = *job().buckets[0].value;
+  Entry& first = *job().shards().bucket(0).value;
   const ExtentRecord extent = first.replicas[0].extent();
   ASSERT_TRUE(extent.exists());
   job().residencies().move(first, Residency::clean, Residency::absent);

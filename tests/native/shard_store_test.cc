@@ -147,8 +147,8 @@ TEST_F(ShardStoreTest, who_writes_in_a_slot_while_it_is_filled_loses_no_shard) {
   heart.write(session, ids[1], numbers(300'000, 2));
   heart.write(session, ids[2], pattern(4_MiB, 3));  // no room for all: the others are spilled
   const Job& job = heart.job(session);
-  ASSERT_FALSE(job.shards[ids[0]].value->is_resident());
-  ASSERT_FALSE(job.shards[ids[1]].value->is_resident());
+  ASSERT_FALSE(job.shards()[ids[0]].value->is_resident());
+  ASSERT_FALSE(job.shards()[ids[1]].value->is_resident());
   const Arena& arena = job.memory->arena();
   heart.io().after_read = [&](std::span<std::byte> data) {
     const bool is_mapped =
@@ -326,8 +326,8 @@ TEST_F(ShardStoreTest, what_a_client_writes_in_its_counters_hides_nobody_elses_p
     EXPECT_TRUE(job.slots().is_pinned(*grant.slot));
     const auto wants_room = heart.ask(hostile, ids[1], LeaseMode::overwrite);
     heart.turns();
-    EXPECT_EQ(job.shards[ids[0]].value->slot.get(), grant.slot) << "the slot was freed";
-    ASSERT_TRUE(job.shards[ids[0]].value->is_resident());
+    EXPECT_EQ(job.shards()[ids[0]].value->slot.get(), grant.slot) << "the slot was freed";
+    ASSERT_TRUE(job.shards()[ids[0]].value->is_resident());
     const auto* const bytes = reinterpret_cast<const uint8_t*>(grant.data);
     EXPECT_TRUE(std::equal(bytes, bytes + 3_MiB, pattern(3_MiB, 1).begin()));
     if (for_service) heart.store().release_service_lease(job_id, grant, false);
@@ -366,8 +366,8 @@ TEST_F(ShardStoreTest, the_longest_unused_goes_first) {
   const auto extra = heart.declare(session, {bytes_shard("e", 1_MiB)});
   heart.write(session, extra[0], pattern(1_MiB, 9));
   const Job& job = heart.job(session);
-  EXPECT_FALSE(job.shards[ids[1]].value->is_resident());
-  for (const uint32_t i : {0, 2, 3}) EXPECT_TRUE(job.shards[ids[i]].value->is_resident()) << i;
+  EXPECT_FALSE(job.shards()[ids[1]].value->is_resident());
+  for (const uint32_t i : {0, 2, 3}) EXPECT_TRUE(job.shards()[ids[i]].value->is_resident()) << i;
 }
 
 TEST_F(ShardStoreTest, a_prefetch_brings_up_what_there_is_room_for_and_fails_nobody) {
@@ -396,7 +396,7 @@ TEST_F(ShardStoreTest, a_prefetch_brings_up_what_there_is_room_for_and_fails_nob
   EXPECT_EQ(heart.job(session).slots().lease_count(), 1u);
   heart.release(**lease);
   prefetch(ids[1]);
-  EXPECT_TRUE(heart.until([&] { return heart.job(session).shards[ids[1]].value->is_resident(); }));
+  EXPECT_TRUE(heart.until([&] { return heart.job(session).shards()[ids[1]].value->is_resident(); }));
   EXPECT_EQ(heart.job(session).slots().lease_count(), 0u);
 }
 
@@ -442,7 +442,7 @@ TEST_F(ShardStoreTest, a_spilled_gradient_comes_back_and_a_write_without_one_add
   heart.write(session, ids[1], numbers(1000, 4), Part::gradient);
   heart.write(session, ids[2], numbers(1000, 5), Part::gradient);
   heart.write(session, ids[3], pattern(3_MiB, 1));
-  ASSERT_FALSE(heart.job(session).find_entry(ids[0], Part::gradient)->is_resident());
+  ASSERT_FALSE(heart.job(session).shards().find_entry(ids[0], Part::gradient)->is_resident());
   EXPECT_EQ(heart.read<float>(session, ids[0], Part::gradient), gradient);
   ASSERT_TRUE(heart.store().drop_gradients(session, {ids[1]}).is_ok());
   const Held again = heart.lease(session, ids[1], LeaseMode::write, Part::gradient);
@@ -552,7 +552,7 @@ class StepTest : public ShardStoreTest {
       const auto moments = heart.moments(session_, ids_[i]);
       EXPECT_TRUE(moments.first == twins_[i].m);
       EXPECT_TRUE(moments.second == twins_[i].v);
-      EXPECT_EQ(heart.job(session_).shards[ids_[i]].generation, twins_[i].t);
+      EXPECT_EQ(heart.job(session_).shards()[ids_[i]].generation, twins_[i].t);
     }
     EXPECT_TRUE(heart.read<uint8_t>(session_, ids_[6]) == pattern(3_MiB, 6));
     EXPECT_TRUE(heart.read<uint8_t>(session_, ids_[7]) == pattern(3_MiB, 7));
@@ -568,7 +568,7 @@ class StepTest : public ShardStoreTest {
     const Status synced = heart.sync(session_);  // releases what was superseded
     ASSERT_TRUE(synced.is_ok()) << synced.message();
     uint64_t named_bytes = 0;
-    heart.job(session_).for_each_replica(
+    heart.job(session_).shards().for_each_replica(
         [&](Replica& replica) { named_bytes += replica.length_bytes; });
     EXPECT_EQ(heart.job(session_).space.used_bytes(), named_bytes);
     const uint64_t taken = heart.extents().capacity_bytes() - heart.extents().free_bytes();
@@ -725,7 +725,7 @@ TEST_F(StepTest, a_job_that_lost_a_shard_stays_at_n_and_what_is_whole_can_be_sav
   Job& job = heart.job(session_);
   job.tiles.drop_all(job.memory->private_side());
   // The moments of the large shard's second tile.
-  const Bucket& bucket = job.buckets[job.shards[ids_[1]].bucket];
+  const Bucket& bucket = job.buckets[job.shards()[ids_[1]].bucket];
   MemoryFault fault{.kind = MemoryFaultKind::flipped_bit};
   fault.io_kind = IoKind::read;
   fault.offset_bytes = bucket.rest[1].extent().address.offset_bytes;
@@ -775,7 +775,7 @@ TEST_F(StepTest, one_that_meets_bytes_that_cannot_be_read_is_undone_and_made_onc
   Job& job = heart.job(session_);
   job.tiles.drop_all(job.memory->private_side());
   // The moments of the large shard's second tile.
-  const ExtentRecord extent = job.buckets[job.shards[ids_[1]].bucket].rest[1].extent();
+  const ExtentRecord extent = job.buckets[job.shards()[ids_[1]].bucket].rest[1].extent();
   const std::string name = specs_[1].name;
   const auto info = [&] { return heart.store().find_job("job").value(); };
   for (const uint64_t failures : {3u, 3u, 2u}) {

@@ -152,7 +152,7 @@ TEST_F(BesideTest,
         EXPECT_EQ(status.code(), StatusCode::capacity) << status.message();
         EXPECT_TRUE(heart.extents().check_writable().is_ok()) << "nothing is fenced";
         EXPECT_EQ(job.progress.committed_step(), 1u);
-        for (const uint32_t id : ids) EXPECT_EQ(job.shards[id].generation, 1u);
+        for (const uint32_t id : ids) EXPECT_EQ(job.shards()[id].generation, 1u);
         give_back(heart.extents(), taken, taken.size());
       }
       heart.io().before_submit = nullptr;
@@ -162,7 +162,7 @@ TEST_F(BesideTest,
     EXPECT_EQ(job.progress.committed_step(), step);
     for (size_t i = 0; i < ids.size(); ++i) {
       twins[i].step(kSettings, numbers(twins[i].theta.size(), 10 * step + i));
-      EXPECT_EQ(job.shards[ids[i]].generation, step);
+      EXPECT_EQ(job.shards()[ids[i]].generation, step);
       EXPECT_EQ(heart.read<float>(session, ids[i]), twins[i].theta);
       EXPECT_EQ(heart.moments(session, ids[i]).first, twins[i].m);
       EXPECT_EQ(heart.moments(session, ids[i]).second, twins[i].v);
@@ -178,7 +178,7 @@ TEST_F(BesideTest, what_a_writer_adds_while_others_spill_is_there_after_a_fetch)
                                   bytes_shard("a", 1_MiB),
                                   bytes_shard("b", 3_MiB),
                                   bytes_shard("c", 3_MiB)});
-  const Entry& w = *heart.job(session).find_entry(ids[0], Part::value);
+  const Entry& w = *heart.job(session).shards().find_entry(ids[0], Part::value);
   heart.write(session, ids[0], numbers(kLarge, 1));
   const Held writer = heart.lease(session, ids[0], LeaseMode::write);
   ASSERT_TRUE(writer.is_ok()) << writer.status.message();
@@ -231,7 +231,7 @@ class UndoTest : public BesideTest {
   }
   /// The device fails `z`'s moments, so that a step over all of them is undone.
   void fail_reads_of_z() {
-    const Bucket& bucket = job().buckets[job().shards[ids_[2]].bucket];
+    const Bucket& bucket = job().buckets[job().shards()[ids_[2]].bucket];
     heart_.faults().add_fault({.io_kind = IoKind::read,
                                .offset_bytes = bucket.rest[0].extent().address.offset_bytes,
                                .count = 3});
@@ -248,8 +248,8 @@ TEST_F(UndoTest, no_read_is_granted_while_its_step_is_undone) {
   const Held ballast = heart_.lease(session_, ids_[3]);
   const Held old_view = heart_.lease(session_, ids_[1]);
   ASSERT_TRUE(ballast.is_ok() && old_view.is_ok());
-  const Entry& a = *job().find_entry(ids_[0], Part::value);
-  const Entry& b = *job().find_entry(ids_[1], Part::value);
+  const Entry& a = *job().shards().find_entry(ids_[0], Part::value);
+  const Entry& b = *job().shards().find_entry(ids_[1], Part::value);
   fail_reads_of_z();
   heart_.holds_tries_up = true;
   std::optional<Status> done;
@@ -287,7 +287,7 @@ TEST_F(UndoTest, a_buffer_that_was_staged_for_the_first_time_is_unwritten_again)
   with_buffers.staged_buffers = {{staged, buffer}};
   fail_reads_of_z();
   EXPECT_EQ(heart_.step(with_buffers).first.code(), StatusCode::device);
-  EXPECT_FALSE(job().shards[buffer].written);
+  EXPECT_FALSE(job().shards()[buffer].written);
   EXPECT_EQ(heart_.lease(session_, buffer).status.code(), StatusCode::not_found);
   EXPECT_EQ(heart_.read<uint8_t>(session_, staged), pattern(100, 7));
   const Status status = heart_.step(with_buffers).first;

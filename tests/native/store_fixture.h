@@ -383,7 +383,7 @@ class Heart {
   }
   std::pair<std::vector<float>, std::vector<float>> moments(uint64_t session_id,
                                                             uint32_t shard_id) {
-    const uint64_t count = job(session_id).shards[shard_id].element_count();
+    const uint64_t count = job(session_id).shards()[shard_id].element_count();
     std::pair<std::vector<float>, std::vector<float>> all;
     for (uint64_t first = 0; first < count; first += kTileElements) {
       bool answered = false;
@@ -434,11 +434,11 @@ class Heart {
 /// Of an idle job: each byte of its quota, its arena and its private side is something's.
 inline void expect_all_bytes_held(Job& job) {
   uint64_t named_bytes = 0;
-  job.for_each_replica([&](Replica& each) { named_bytes += each.length_bytes; });
+  job.shards().for_each_replica([&](Replica& each) { named_bytes += each.length_bytes; });
   EXPECT_EQ(job.space.used_bytes(), named_bytes);
   job.slots().free_retired();
   uint64_t slot_bytes = 0;
-  for (const Entry* const entry : job.entries) {
+  for (const Entry* const entry : job.shards().entries()) {
     if (entry == nullptr) continue;
     if (entry->slot != nullptr) slot_bytes += align_up(entry->slot->bytes, kBlockBytes);
     if (entry->pending != nullptr) slot_bytes += align_up(entry->pending->bytes, kBlockBytes);
@@ -447,7 +447,7 @@ inline void expect_all_bytes_held(Job& job) {
   EXPECT_EQ(job.memory->arena().used_bytes(), slot_bytes);
   uint64_t tile_bytes = 0;
   job.tiles.for_each([&](uint64_t key, uint64_t) {
-    const Bucket& bucket = job.buckets[bucket_of(key)];
+    const Bucket& bucket = job.shards().bucket(bucket_of(key));
     tile_bytes += bucket.value->replica_bytes(tile_of(key)) + bucket.rest_bytes(tile_of(key));
   });
   EXPECT_EQ(job.memory->private_side().used_bytes(), tile_bytes);

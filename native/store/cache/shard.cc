@@ -17,4 +17,17 @@ std::string shape_text(const std::vector<uint64_t>& shape) {
   return text + "]";
 }
 
+ShardRecord Shard::label_record() const {
+  return {.name = std::string(name()),
+          .kind = kind,
+          .dtype = dtype,
+          .tier = tier,
+          .shape = label.shape(),
+          .generation = 0,
+          .bucket = bucket,
+          .element_offset = element_offset,
+          .written = false,
+          .extents = {}};
+}
+
 }  // namespace memd

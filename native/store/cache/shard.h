@@ -71,6 +71,8 @@ struct Shard {
             .tier = tier,
             .shape = label.shape()};
   }
+  /// The fields that never change.
+  ShardRecord label_record() const;
   uint64_t element_count() const { return bytes / dtype_bytes(dtype); }
   uint64_t offset_bytes() const { return element_offset * dtype_bytes(dtype); }
   /// Of the bytes that a lease shows.

@@ -2,14 +2,6 @@
 
 namespace memd {
 
-template <typename Visit>
-void ShardTable::for_each_shard(const Entry& entry, const Visit& visit) const {
-  if (entry.kind == EntryKind::gradient) return;
-  if (entry.kind == EntryKind::bytes) return visit(entry.owner, 0);
-  const ShardIds& ids = buckets_[entry.owner].shards;
-  for (uint32_t index = 0; index < ids.size(); ++index) visit(ids[index], index);
-}
-
 ShardRow* ShardTable::row_of(uint32_t shard_id) {
   if (shard_id >= kTableRows) return nullptr;
   return &reinterpret_cast<TableLayout*>(memory_.data())->rows[shard_id];
@@ -25,7 +17,7 @@ void ShardTable::adopt(SharedMemory memory) {
 
 void ShardTable::end_adoption() {
   may_publish_ = true;
-  for (const Entry* const entry : entries_) {
+  for (const Entry* const entry : shards_.entries()) {
     if (entry != nullptr) publish(*entry);
   }
 }
@@ -62,7 +54,7 @@ void ShardTable::publish_shard(const Entry& entry, uint32_t shard_id, uint32_t i
 }
 
 void ShardTable::publish(const Entry& entry) {
-  for_each_shard(entry,
+  shards_.for_each_shard(entry,
                  [&](uint32_t shard_id, uint32_t index) { publish_shard(entry, shard_id, index); });
 }
 
@@ -81,12 +73,12 @@ void ShardTable::withdraw_shard(uint32_t shard_id) {
 
 void ShardTable::withdraw(const Entry& entry) {
   if (entry.slot == nullptr || !entry.slot->is_published) return;
-  for_each_shard(entry, [&](uint32_t shard_id, uint32_t) { withdraw_shard(shard_id); });
+  shards_.for_each_shard(entry, [&](uint32_t shard_id, uint32_t) { withdraw_shard(shard_id); });
   entry.slot->is_published = false;
 }
 
 void ShardTable::withdraw_all() {
-  for (const Entry* const entry : entries_) {
+  for (const Entry* const entry : shards_.entries()) {
     if (entry != nullptr) withdraw(*entry);
   }
 }

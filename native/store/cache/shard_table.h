@@ -3,17 +3,13 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <optional>
 #include <utility>
-#include <vector>
 
 #include "ring/layout.h"
 #include "ring/shared_memory.h"
-#include "store/cache/bucket.h"
 #include "store/cache/entry.h"
-#include "store/cache/entry_table.h"
-#include "store/cache/shard.h"
+#include "store/cache/shards.h"
 #include "store/cache/slots.h"
 #include "store/journal/progress.h"
 
@@ -26,15 +22,11 @@ namespace memd {
 class ShardTable {
  public:
   ShardTable(SharedMemory memory,
-             std::vector<Shard>& shards,
-             const std::deque<Bucket>& buckets,
-             const EntryTable& entries,
+             Shards& shards,
              const Slots& slots,
              const JobProgress& progress)
       : memory_(std::move(memory)),
         shards_(shards),
-        buckets_(buckets),
-        entries_(entries),
         slots_(slots),
         progress_(progress) {}
   ShardTable(const ShardTable&) = delete;
@@ -69,15 +61,10 @@ class ShardTable {
   bool can_publish(const Entry& entry) const;
   bool can_publish(const Entry& entry, uint32_t shard_id, uint32_t index) const;
   void publish_shard(const Entry& entry, uint32_t shard_id, uint32_t index);
-  /// Of an entry of values: `visit(shard_id, index in its slot)`.
-  template <typename Visit>
-  void for_each_shard(const Entry& entry, const Visit& visit) const;
   ShardRow* row_of(uint32_t shard_id);
 
   SharedMemory memory_;
-  std::vector<Shard>& shards_;
-  const std::deque<Bucket>& buckets_;
-  const EntryTable& entries_;
+  Shards& shards_;
   const Slots& slots_;
   const JobProgress& progress_;
   std::optional<uint32_t> withheld_shard_;

@@ -112,7 +112,7 @@ class InMemoryKillTest : public ::testing::TestWithParam<Case> {
       const auto [m, v] = heart_->moments(session_, ids_[i]);
       EXPECT_TRUE(m == twins_[i].m) << i;
       EXPECT_TRUE(v == twins_[i].v) << i;
-      EXPECT_EQ(heart_->job(session_).shards[ids_[i]].generation, twins_[i].t);
+      EXPECT_EQ(heart_->job(session_).shards()[ids_[i]].generation, twins_[i].t);
     }
     EXPECT_EQ(heart_->read<uint8_t>(session_, ids_[2]),
               pattern(kBufferBytes, static_cast<uint8_t>(seed)));
@@ -197,7 +197,7 @@ class InMemoryKillTest : public ::testing::TestWithParam<Case> {
   /// has no room for them. Returns what was taken of it.
   void take_all_room(std::vector<uint64_t>& taken) {
     Job& job = heart_->job(session_);
-    const Entry& gradient = *job.find_entry(ids_[0], Part::gradient);
+    const Entry& gradient = *job.shards().find_entry(ids_[0], Part::gradient);
     ++job.activity_count;  // else private memory would be what makes room
     std::vector<Held> held;
     for (int i = 0; gradient.slot != nullptr; ++i) {
@@ -372,11 +372,13 @@ TEST_P(InMemoryKillTest, a_tile_whose_gradient_is_read_again_gives_its_scratch_p
   take_all_room(taken);
   if (HasFatalFailure()) return;
   const Job& job = heart_->job(session_);
-  heart_->faults().add_fault(
-      {.kind = MemoryFaultKind::flipped_bit,
-       .io_kind = IoKind::read,
-       .offset_bytes =
-           job.find_entry(ids_[0], Part::gradient)->replicas[0].extent().address.offset_bytes});
+  heart_->faults().add_fault({.kind = MemoryFaultKind::flipped_bit,
+                              .io_kind = IoKind::read,
+                              .offset_bytes = job.shards()
+                                                  .find_entry(ids_[0], Part::gradient)
+                                                  ->replicas[0]
+                                                  .extent()
+                                                  .address.offset_bytes});
   heart_->store().redo_steps();
   expect_step(3, 70);
   for (const uint64_t each : taken) job.memory->private_side().free(each);

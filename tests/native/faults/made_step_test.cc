@@ -97,7 +97,7 @@ class MadeStepTest : public ::testing::Test {
   void expect_buffer(uint8_t seed) {
     EXPECT_TRUE(heart_->read<uint8_t>(session_, buffer_) == pattern(kBufferBytes, seed));
     Job& job = heart_->job(session_);
-    Entry& entry = *job.shards[buffer_].value;
+    Entry& entry = *job.shards()[buffer_].value;
     if (entry.residency() == Residency::clean) {
       job.residencies().move(entry, Residency::clean, Residency::absent);
       job.slots().free(std::move(entry.slot));
@@ -124,7 +124,7 @@ TEST_F(MadeStepTest, a_buffer_that_a_commit_in_memory_replaced_has_no_bytes_on_d
   // The buffer is spilled: only the ledger says where.
   const auto blob = heart_->declare(session_, {bytes_shard("blob", 6_MiB)});
   heart_->write(session_, blob[0], pattern(6_MiB, 9));
-  ASSERT_TRUE(heart_->job(session_).shards[buffer_].value->has_replica());
+  ASSERT_TRUE(heart_->job(session_).shards()[buffer_].value->has_replica());
   put(staged_, 3);
   write_gradient();
   die_in_step(2, "ledger.memory_commit_recorded");

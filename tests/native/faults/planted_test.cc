@@ -150,6 +150,7 @@ void what_is_leased_keeps_its_bytes() {
   const auto expected = pattern(kBallast, 7);
   require(std::memcmp(held.grant.data, expected.data(), kBallast) == 0, "leased bytes changed");
   require(bench.daemon->job(session)
+              .shards()
               .find_entry(bench.daemon->id(session, "ballast"), Part::value)
               ->is_resident(),
           "leased bytes were evicted");
@@ -182,7 +183,7 @@ void gradients_are_there_until_the_step_is_durable() {
   failpoint::set_observer([&](std::string_view name) {
     if (name != "commit.before_second_flush") return;
     for (const char* const shard : {"w", "b", "h"}) {
-      require(job.shards[bench.daemon->id(session, shard)].gradient_session == kSealedGradient,
+      require(job.shards()[bench.daemon->id(session, shard)].gradient_session == kSealedGradient,
               "the gradient of ",
               shard,
               " is gone before its step is durable");
@@ -217,7 +218,7 @@ void damage(const std::function<void(std::span<std::byte>, const ExtentRecord&)>
     bench.daemon->job(session).tiles.drop_all(bench.daemon->job(session).memory->private_side());
     const Job& job = bench.daemon->job(session);
     bool of_tile = false;
-    for (const Bucket& bucket : job.buckets) {
+    for (const Bucket& bucket : job.shards().buckets()) {
       for (const Replica& rest : bucket.rest)
         of_tile |= rest.offset_bytes == extent.address.offset_bytes;
     }

@@ -185,9 +185,9 @@ class Daemon {
   }
   Job& job(uint64_t session) { return *store_->job_of(session).value(); }
   uint32_t id(uint64_t session, const std::string& name) {
-    const auto& ids = job(session).shard_ids;
-    require(ids.contains(name), "no shard ", name);
-    return ids.at(name);
+    const auto found = job(session).shards().find(name);
+    require(found.has_value(), "no shard ", name);
+    return *found;
   }
 
   struct Held {
@@ -252,7 +252,7 @@ class Daemon {
         {.session_id = session,
          .shard_id = shard,
          .element_first = 0,
-         .element_count = job(session).shards[shard].element_count()},
+         .element_count = job(session).shards()[shard].element_count()},
         [&](const Status& status, const std::vector<float>& m, const std::vector<float>& v) {
           answer = status;
           for (const auto* const part : {&m, &v})
@@ -428,7 +428,7 @@ inline void run_phase(Daemon& daemon, size_t phase) {
       break;
     case 5: {
       // Where memory outlived a daemon that was killed here, it may be gone already.
-      if (daemon.job(session).shard_ids.contains("extra")) {
+      if (daemon.job(session).shards().find("extra").has_value()) {
         std::optional<bool> removed;
         daemon.store().delete_shard(
             session, "extra", [&](const Result<bool>& result) { removed = result.is_ok(); });
@@ -578,9 +578,10 @@ inline void check_memory(Daemon& daemon) {
     job.slots().free_retired();
     require(job.slots().lease_count() == 0, "leases of nobody: ", job.slots().lease_count());
     uint64_t slot_bytes = 0;
-    for (Entry* const entry : job.entries) {
+    for (Entry* const entry : job.shards().entries()) {
       if (entry == nullptr) continue;
-      require(entry->pending == nullptr, "bytes of nobody wait for ", job.describe(*entry));
+      require(
+          entry->pending == nullptr, "bytes of nobody wait for ", job.shards().describe(*entry));
       if (entry->slot != nullptr) slot_bytes += align_up(entry->slot->bytes, kBlockBytes);
     }
     for (const auto& slot : job.slots().retired()) slot_bytes += align_up(slot->bytes, kBlockBytes);

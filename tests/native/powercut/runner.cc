@@ -102,7 +102,7 @@ Status Runner::declare(uint64_t session, const std::vector<ShardSpec>& specs) {
 
 uint32_t Runner::shard_id(uint64_t session, const std::string& name) {
   const Job& job = *store_->job_of(session).value();
-  const auto found = job.shard_ids.find(name);
+  const auto found = job.shards().find(name);
   MEMD_CHECK(found.has_value());
   return *found;
 }
