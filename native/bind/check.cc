@@ -15,7 +15,7 @@
 
 #include "bind/bind.h"
 #include "store/format/volume.h"
-#include "store/live_check.h"
+#include "store/verify/live_check.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

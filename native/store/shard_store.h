@@ -24,17 +24,17 @@
 #include "store/cache/sessions.h"
 #include "store/dropped_memory.h"
 #include "store/early_update.h"
-#include "store/extent_walk.h"
 #include "store/job.h"
 #include "store/journal/keepsakes.h"
 #include "store/journal/step_request.h"
-#include "store/live_check.h"
-#include "store/scrub.h"
 #include "store/space/commit.h"
 #include "store/space/extent_store.h"
 #include "store/state/workers.h"
 #include "store/statistics.h"
 #include "store/tile_tasks.h"
+#include "store/verify/extent_walk.h"
+#include "store/verify/live_check.h"
+#include "store/verify/scrub.h"
 
 namespace memd {
 

@@ -1,4 +1,4 @@
-#include "store/live_check.h"
+#include "store/verify/live_check.h"
 
 #include <gtest/gtest.h>
 

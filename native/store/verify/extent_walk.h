@@ -9,8 +9,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "store/space/commit.h"
 #include "store/job.h"
+#include "store/space/commit.h"
 
 namespace memd {
 

@@ -1,4 +1,4 @@
-#include "store/scrub.h"
+#include "store/verify/scrub.h"
 
 #include <algorithm>
 

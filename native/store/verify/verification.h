@@ -7,9 +7,9 @@
 
 #include "base/status.h"
 #include "store/space/commit.h"
-#include "store/extent_walk.h"
 #include "store/space/extent_store.h"
 #include "store/state/workers.h"
+#include "store/verify/extent_walk.h"
 
 namespace memd {
 

@@ -5,9 +5,9 @@
 #include <functional>
 
 #include "base/clock.h"
-#include "store/extent_walk.h"
 #include "store/statistics.h"
-#include "store/verification.h"
+#include "store/verify/extent_walk.h"
+#include "store/verify/verification.h"
 
 namespace memd {
 

@@ -11,10 +11,10 @@
 
 #include "base/clock.h"
 #include "store/space/commit.h"
-#include "store/extent_walk.h"
 #include "store/statistics.h"
-#include "store/verification.h"
 #include "store/verify/check.h"
+#include "store/verify/extent_walk.h"
+#include "store/verify/verification.h"
 
 namespace memd {
 

@@ -1,4 +1,4 @@
-#include "store/verification.h"
+#include "store/verify/verification.h"
 
 #include <span>
 #include <utility>

@@ -1,4 +1,4 @@
-#include "store/extent_walk.h"
+#include "store/verify/extent_walk.h"
 
 #include <algorithm>
 #include <limits>
