@@ -181,10 +181,9 @@ Status ShardStore::load(const std::function<Status()>& turn, KeptDescriptors* ke
       if (!restored.is_ok()) return restored.status();
       job = std::move(restored).value();
     }
-    Job* const raw = job.get();
-    apply_weight(record.job_id, job->weight());
-    jobs_[record.job_id] = std::move(job);
-    if (raw->ledger != nullptr) adopted.push_back({raw, std::move(contents)});
+    Job& known = jobs_.put(std::move(job));
+    apply_weight(record.job_id, known.weight());
+    if (known.ledger != nullptr) adopted.push_back({&known, std::move(contents)});
   }
   // What is left is of jobs that the disk does not know, or that start from disk.
   for (const auto& [job_id, ledger] : ledgers) {

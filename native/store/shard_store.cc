@@ -73,8 +73,7 @@ void ShardStore::free_slots(Job& job) {
 // ---- Jobs and sessions --------------------------------------------------------------------------
 
 Job* ShardStore::find(uint64_t job_id) const {
-  const auto found = jobs_.find(job_id);
-  return found == jobs_.end() ? nullptr : found->second.get();
+  return jobs_.find(job_id);
 }
 
 JobInfo ShardStore::info_of(const Job& job) const {
@@ -85,9 +84,7 @@ JobInfo ShardStore::info_of(const Job& job) const {
 }
 
 Result<JobInfo> ShardStore::find_job(const std::string& name) const {
-  for (const auto& [job_id, job] : jobs_) {
-    if (job->name == name) return info_of(*job);
-  }
+  if (const Job* const job = jobs_.find(name)) return info_of(*job);
   return error(StatusCode::not_found, "there is no job ", name, "; see `memd job list`");
 }
 
@@ -209,9 +206,7 @@ Result<Job*> ShardStore::admit(const OpenJobRequest& request) {
   if (Status status = give_memory(*job); !status.is_ok()) return status;
   job->changed = true;
   MEMD_FAILPOINT("job.admitted");
-  Job* const raw = job.get();
-  jobs_[raw->job_id] = std::move(job);
-  return raw;
+  return &jobs_.put(std::move(job));
 }
 
 Result<JobInfo> ShardStore::open_job(const OpenJobRequest& request) {
@@ -326,7 +321,7 @@ void ShardStore::return_to_disk(Job& job) {
     }
     fresh->expect_memory();
   }
-  jobs_[job.job_id] = std::move(fresh);
+  jobs_.put(std::move(fresh));
 }
 
 void ShardStore::drop_job(uint64_t job_id, bool force, Done done) {
@@ -376,7 +371,7 @@ void ShardStore::drop_now(Job& job, const Done& done) {
   keepsakes_.forget_tiles(job_id);
   const std::list<LeaseWaiter> waiters = job.waiters.take_all();
   const std::vector<Operations::Start> operations = job.operations.take_waiting();
-  jobs_.erase(job_id);
+  jobs_.remove(job_id);
   apply_weight(job_id, JobWeight());
   const Status gone = error(StatusCode::fenced, "the job was dropped: ", job_id);
   for (const LeaseWaiter& waiter : waiters) waiter.reply(gone, {});

@@ -25,6 +25,7 @@
 #include "store/dropped_memory.h"
 #include "store/early_update.h"
 #include "store/job.h"
+#include "store/jobs.h"
 #include "store/journal/keepsakes.h"
 #include "store/journal/step_request.h"
 #include "store/space/commit.h"

@@ -12,6 +12,8 @@
 #include "ring/layout.h"
 #include "store/cache/job_counters.h"
 #include "store/state/step_report.h"
+#include "store/step/activity.h"
+#include "store/verify/scrub_statistics.h"
 
 namespace memd {
 
@@ -60,36 +62,6 @@ struct DeviceStatistics {
   bool fenced = false;
   IoPathLimits limits;
   IoDeviceStatistics io;
-};
-
-/// Something that was begun and is not done.
-struct Activity {
-  /// "read", "write", "sync" of a volume; "lease", "step", "sync", "moments", "drop" of a job;
-  /// "commit".
-  std::string kind{};
-  uint64_t job_id = 0;  // 0: of no job
-  std::string job{};
-  uint32_t uid = 0;        // the job's
-  std::string what{};      // volume and range; shard; phase of a step
-  std::string waits_on{};  // empty where it is being done
-  std::string priority{};  // of I/O
-  uint64_t age_ns = 0;
-};
-
-/// "step of job gpt (updates tiles) for 3.2 s": the oldest `count` of them.
-std::string describe(const std::vector<Activity>& activities, size_t count);
-
-/// Of the verification in the background.
-struct ScrubStatistics {
-  uint64_t bytes_per_second = 0;  // at most; 0: it is off
-  uint64_t bytes = 0;             // read since the start
-  uint64_t errors = 0;            // extents found damaged, in each pass anew
-  uint64_t pass_count = 0;        // that were finished
-  uint64_t last_pass_age_ns = 0;  // since the last of them ended
-  bool in_pass = false;
-  uint64_t pass_bytes = 0;  // of the pass that runs, or was the last
-  uint64_t pass_bytes_all = 0;
-  std::string last_error;
 };
 
 struct ServerStatistics {

@@ -20,47 +20,34 @@ using Kind = ExtentPlace::Kind;
 
 }  // namespace
 
-const Job* ExtentPlaces::job(uint64_t job_id) const {
-  const auto found = jobs_.find(job_id);
-  return found == jobs_.end() || found->second->ending ? nullptr : found->second.get();
-}
-
 size_t ExtentPlaces::owner_count(const ExtentPlace& place) const {
-  const Job* const owner = job(place.job_id);
-  switch (place.kind) {
-    case Kind::catalogue:
-      return 1;
-    case Kind::bytes:
-      return owner == nullptr ? 0 : owner->shards().entries().size();
-    case Kind::parameter:
-    case Kind::rest:
-      // What the disk holds of a job without durability is nobody's.
-      return owner == nullptr || owner->durable.undurable_since() != 0
-                 ? 0
-                 : owner->durable.bucket_count();
-  }
-  return 0;
+  if (place.kind == Kind::catalogue) return 1;
+  const auto job = jobs_.verified(place.job_id);
+  if (!job) return 0;
+  if (place.kind == Kind::bytes) return job->shards.entries().size();
+  // What the disk holds of a job without durability is nobody's.
+  return job->durable.undurable_since() != 0 ? 0 : job->durable.bucket_count();
 }
 
 size_t ExtentPlaces::index_count(const ExtentPlace& place) const {
   if (place.owner >= owner_count(place)) return 0;
   if (place.kind == Kind::catalogue) return commits_.catalogue(place.job_id).size();
-  const Job& owner = *job(place.job_id);
-  if (place.kind != Kind::bytes) return owner.durable.tile_count(place.owner);
-  const Entry* const entry = owner.shards().entry(place.owner);
+  const VerifiedJob job = *jobs_.verified(place.job_id);
+  if (place.kind != Kind::bytes) return job.durable.tile_count(place.owner);
+  const Entry* const entry = job.shards.entry(place.owner);
   return entry == nullptr || entry->kind != EntryKind::bytes ? 0 : entry->replicas.size();
 }
 
 std::optional<ExtentRecord> ExtentPlaces::find(const ExtentPlace& place) const {
   if (place.index >= index_count(place)) return std::nullopt;
   if (place.kind == Kind::catalogue) return commits_.catalogue(place.job_id)[place.index];
-  const Job& owner = *job(place.job_id);
+  const VerifiedJob job = *jobs_.verified(place.job_id);
   if (place.kind == Kind::bytes) {
-    const Replica& replica = owner.shards().entry(place.owner)->replicas[place.index];
+    const Replica& replica = job.shards.entry(place.owner)->replicas[place.index];
     if (!replica.referenced || !replica.exists()) return std::nullopt;
     return replica.extent();
   }
-  const TileRecord tile = owner.durable.tile(place.owner, place.index);
+  const TileRecord tile = job.durable.tile(place.owner, place.index);
   const ExtentRecord& extent = place.kind == Kind::parameter ? tile.parameter : tile.rest;
   return extent.exists() ? std::optional(extent) : std::nullopt;
 }
@@ -70,23 +57,22 @@ bool ExtentPlaces::names(const ExtentPlace& place, const ExtentRecord& extent) c
   return now && same(*now, extent);
 }
 
-const Entry* ExtentPlaces::entry(const ExtentPlace& place) const {
-  const Job& owner = *job(place.job_id);
-  return place.kind == Kind::bytes ? owner.shards().entry(place.owner)
-                                   : owner.shards().bucket(place.owner).value;
+const Entry& ExtentPlaces::entry(const VerifiedJob& job, const ExtentPlace& place) {
+  return place.kind == Kind::bytes ? *job.shards.entry(place.owner)
+                                   : *job.shards.bucket(place.owner).value;
 }
 
 bool ExtentPlaces::is_being_replaced(const ExtentPlace& place) const {
   if (place.kind == Kind::catalogue) return false;
-  const Job& owner = *job(place.job_id);
-  const Entry& value = *entry(place);
+  const VerifiedJob job = *jobs_.verified(place.job_id);
+  const Entry& value = entry(job, place);
   // The step has what it replaces in memory, or finds itself that it cannot be read.
   if (value.is_in_step) return true;
   if (place.kind != Kind::bytes) {
-    const Replica& now = place.kind == Kind::rest
-                             ? owner.shards().bucket(place.owner).rest[place.index]
-                             : value.replicas[place.index];
-    if (!same(now.extent(), *find(place)) || owner.is_tile_dirty(value, place.index)) return true;
+    const Replica& now = place.kind == Kind::rest ? job.shards.bucket(place.owner).rest[place.index]
+                                                  : value.replicas[place.index];
+    const bool is_dirty = job.tiles.is_dirty(tile_key(value.owner, place.index));
+    if (!same(now.extent(), *find(place)) || is_dirty) return true;
   }
   return place.kind != Kind::rest &&
          (value.residency() == Residency::dirty || value.residency() == Residency::draining);
@@ -108,35 +94,39 @@ std::string ExtentPlaces::part(const ExtentPlace& place) const {
 
 std::string ExtentPlaces::describe(const ExtentPlace& place) const {
   if (place.kind == Kind::catalogue) return part(place);
-  const std::string shard = job(place.job_id)->shards().describe(*entry(place), place.index);
+  const VerifiedJob job = *jobs_.verified(place.job_id);
+  const std::string shard = job.shards.describe(entry(job, place), place.index);
   return place.kind == Kind::bytes ? concat("shard ", shard)
                                    : concat("shard ", shard, ", ", part(place));
 }
 
 std::vector<std::string> ExtentPlaces::shards(const ExtentPlace& place) const {
   if (place.kind == Kind::catalogue) return {};
-  return job(place.job_id)->shards().names_in(*entry(place), place.index);
+  const VerifiedJob job = *jobs_.verified(place.job_id);
+  return job.shards.names_in(entry(job, place), place.index);
 }
 
 void ExtentPlaces::lose(const ExtentPlace& place, const Status& why) const {
   if (place.kind == Kind::catalogue) return;
-  jobs_.at(place.job_id)->lose(*entry(place), place.index, why);
+  const VerifiedJob job = *jobs_.verified(place.job_id);
+  jobs_.lose(place.job_id, entry(job, place), place.index, why);
 }
 
 uint64_t ExtentPlaces::state_bytes(uint64_t job_id) const {
-  const Job* const owner = job(job_id);
-  if (owner == nullptr) return 0;
+  const auto job = jobs_.verified(job_id);
+  if (!job) return 0;
   uint64_t bytes = 0;
-  for (Entry* const each : owner->shards().entries()) {
+  for (const Entry* const each : job->shards.entries()) {
     if (each == nullptr || each->kind != EntryKind::bytes) continue;
     for (const Replica& replica : each->replicas) {
       if (replica.referenced && replica.exists()) bytes += replica.length_bytes;
     }
   }
-  if (owner->durable.undurable_since() != 0) return bytes;
-  for (size_t bucket = 0; bucket < owner->durable.bucket_count(); ++bucket) {
-    for (size_t index = 0; index < owner->durable.tile_count(bucket); ++index) {
-      const TileRecord tile = owner->durable.tile(bucket, index);
+  const DurableJob& durable = job->durable;
+  if (durable.undurable_since() != 0) return bytes;
+  for (size_t bucket = 0; bucket < durable.bucket_count(); ++bucket) {
+    for (size_t index = 0; index < durable.tile_count(bucket); ++index) {
+      const TileRecord tile = durable.tile(bucket, index);
       bytes += tile.parameter.length_bytes + tile.rest.length_bytes;
     }
   }
@@ -173,7 +163,7 @@ bool ExtentWalk::go_on() {
   }
   cursor_.kind = Kind::catalogue;
   uint64_t next = std::numeric_limits<uint64_t>::max();
-  for (const auto& [job_id, each] : places_.jobs()) {
+  for (const uint64_t job_id : places_.jobs().ids()) {
     const bool is_asked_for = !only_ || only_->contains(job_id);
     if (is_asked_for && job_id > cursor_.job_id) next = std::min(next, job_id);
   }

@@ -2,19 +2,44 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <set>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
-#include "store/job.h"
+#include "base/status.h"
+#include "store/cache/shards.h"
+#include "store/journal/durable_job.h"
+#include "store/journal/progress.h"
 #include "store/space/commit.h"
+#include "store/space/lost_shards.h"
+#include "store/state/private_tiles.h"
 
 namespace memd {
 
-using Jobs = std::unordered_map<uint64_t, std::unique_ptr<Job>>;
+/// What a walk over a job's extents looks at, valid while nothing else runs.
+struct VerifiedJob {
+  const std::string& name;
+  const Shards& shards;
+  const DurableJob& durable;
+  const PrivateTiles& tiles;
+  const LostShards& lost;
+  const JobProgress& progress;
+};
+
+/// The jobs whose extents are verified. Implemented by whoever has the jobs; the server thread.
+class VerifiedJobs {
+ public:
+  virtual ~VerifiedJobs() = default;
+  virtual std::vector<uint64_t> ids() const = 0;
+  /// Nothing where there is no such job, or it is being dropped: nothing of it is missed.
+  virtual std::optional<VerifiedJob> verified(uint64_t job_id) const = 0;
+  /// Replica `replica` of the entry, or the rest of that tile, is gone from the disk.
+  virtual void lose(uint64_t job_id,
+                    const Entry& entry,
+                    size_t replica,
+                    const Status& why) const = 0;
+};
 
 /// An extent by its owner's names, which stay what they are while extents change.
 struct ExtentPlace {
@@ -31,7 +56,7 @@ struct ExtentPlace {
 /// are being overwritten are no place meanwhile. The server thread.
 class ExtentPlaces {
  public:
-  ExtentPlaces(const Commits& commits, const Jobs& jobs) : commits_(commits), jobs_(jobs) {}
+  ExtentPlaces(const Commits& commits, const VerifiedJobs& jobs) : commits_(commits), jobs_(jobs) {}
 
   /// Nothing where no catalogue on disk names anything.
   std::optional<ExtentRecord> find(const ExtentPlace& place) const;
@@ -49,17 +74,15 @@ class ExtentPlaces {
   /// Places of one kind and job, and what is in them: how far a walk goes.
   size_t owner_count(const ExtentPlace& place) const;
   size_t index_count(const ExtentPlace& place) const;
-  /// Of a job that is being dropped nothing is missed.
-  const Job* job(uint64_t job_id) const;
-  const Jobs& jobs() const { return jobs_; }
+  const VerifiedJobs& jobs() const { return jobs_; }
   /// Of state; catalogues and root beside it.
   uint64_t state_bytes(uint64_t job_id) const;
 
  private:
-  const Entry* entry(const ExtentPlace& place) const;
+  static const Entry& entry(const VerifiedJob& job, const ExtentPlace& place);
 
   const Commits& commits_;
-  const Jobs& jobs_;
+  const VerifiedJobs& jobs_;
 };
 
 /// A cursor over the places: each is met once, in the state it has when its turn comes.

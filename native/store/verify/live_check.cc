@@ -49,7 +49,7 @@ Result<uint64_t> LiveCheck::begin(LiveCheckRequest request) {
   copy_ = 0;
   waits_for_quiet_ = false;
   newest_ = {};
-  for (const auto& [job_id, job] : parts_.places.jobs()) {
+  for (const uint64_t job_id : parts_.places.jobs().ids()) {
     if (!request.whole && !request.job_ids.contains(job_id)) continue;
     bytes_all_ += parts_.places.state_bytes(job_id);
     for (const ExtentRecord& extent : commits_.catalogue(job_id)) bytes_all_ += extent.length_bytes;
@@ -173,9 +173,7 @@ void LiveCheck::add_finding(const ExtentWalk::Found& found, Verdict verdict, con
                           ? "; it is written anew from memory"
                           : "; newer bytes take its place with the next commit";
   }
-  if (const Job* const job = parts_.places.job(found.place.job_id); job != nullptr) {
-    finding.job = job->name;
-  }
+  if (const auto job = parts_.places.jobs().verified(found.place.job_id)) finding.job = job->name;
   findings_.push_back(std::move(finding));
 }
 
@@ -254,17 +252,18 @@ CheckReport LiveCheck::report() const {
   report.volumes = volumes_;
   report.bytes = bytes_;
   report.seconds = static_cast<double>(clock_.now_ns() - started_ns_) * 1e-9;
-  for (const auto& [job_id, each] : parts_.places.jobs()) {
-    if (each->ending || (!request_.whole && !request_.job_ids.contains(job_id))) continue;
+  for (const uint64_t job_id : parts_.places.jobs().ids()) {
+    const auto job = parts_.places.jobs().verified(job_id);
+    if (!job || (!request_.whole && !request_.job_ids.contains(job_id))) continue;
     const auto counted = counted_.find(job_id);
     const Counted& what = counted == counted_.end() ? Counted{} : counted->second;
     report.jobs.push_back({.job_id = job_id,
-                           .name = each->name,
-                           .step = each->progress.durable_step(),
-                           .shard_count = each->job_info().shard_count,
+                           .name = job->name,
+                           .step = job->progress.durable_step(),
+                           .shard_count = static_cast<uint32_t>(job->shards.count()),
                            .extent_count = what.extents,
                            .bytes = what.bytes,
-                           .lost_shards = each->lost.names()});
+                           .lost_shards = job->lost.names()});
   }
   std::sort(report.jobs.begin(), report.jobs.end(), [](const auto& a, const auto& b) {
     return a.job_id < b.job_id;

@@ -11,7 +11,7 @@
 
 #include "base/clock.h"
 #include "store/space/commit.h"
-#include "store/statistics.h"
+#include "store/step/activity.h"
 #include "store/verify/check.h"
 #include "store/verify/extent_walk.h"
 #include "store/verify/verification.h"

@@ -44,7 +44,7 @@ void Scrub::begin_pass() {
   walk_.begin();
   statistics_.pass_bytes = 0;
   statistics_.pass_bytes_all = 0;
-  for (const auto& [job_id, job] : places_.jobs()) {
+  for (const uint64_t job_id : places_.jobs().ids()) {
     statistics_.pass_bytes_all += places_.state_bytes(job_id);
   }
 }

@@ -5,8 +5,8 @@
 #include <functional>
 
 #include "base/clock.h"
-#include "store/statistics.h"
 #include "store/verify/extent_walk.h"
+#include "store/verify/scrub_statistics.h"
 #include "store/verify/verification.h"
 
 namespace memd {

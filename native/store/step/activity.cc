@@ -1,4 +1,4 @@
-#include "store/statistics.h"
+#include "store/step/activity.h"
 
 #include <algorithm>
 #include <cstdio>

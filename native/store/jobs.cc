@@ -1,0 +1,47 @@
+#include "store/jobs.h"
+
+#include <utility>
+
+namespace memd {
+
+Job* Jobs::find(uint64_t job_id) const {
+  const auto found = all_.find(job_id);
+  return found == all_.end() ? nullptr : found->second.get();
+}
+
+Job* Jobs::find(const std::string& name) const {
+  for (const auto& [job_id, job] : all_) {
+    if (job->name == name) return job.get();
+  }
+  return nullptr;
+}
+
+Job& Jobs::put(std::unique_ptr<Job> job) {
+  auto& place = all_[job->job_id];
+  place = std::move(job);
+  return *place;
+}
+
+std::vector<uint64_t> Jobs::ids() const {
+  std::vector<uint64_t> ids;
+  ids.reserve(all_.size());
+  for (const auto& [job_id, job] : all_) ids.push_back(job_id);
+  return ids;
+}
+
+std::optional<VerifiedJob> Jobs::verified(uint64_t job_id) const {
+  const Job* const job = find(job_id);
+  if (job == nullptr || job->ending) return std::nullopt;
+  return VerifiedJob{.name = job->name,
+                     .shards = job->shards(),
+                     .durable = job->durable,
+                     .tiles = job->tiles,
+                     .lost = job->lost,
+                     .progress = job->progress};
+}
+
+void Jobs::lose(uint64_t job_id, const Entry& entry, size_t replica, const Status& why) const {
+  if (Job* const job = find(job_id)) job->lose(entry, replica, why);
+}
+
+}  // namespace memd
