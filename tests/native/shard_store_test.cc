@@ -725,7 +725,7 @@ TEST_F(StepTest, a_job_that_lost_a_shard_stays_at_n_and_what_is_whole_can_be_sav
   Job& job = heart.job(session_);
   job.tiles.drop_all(job.memory->private_side());
   // The moments of the large shard's second tile.
-  const Bucket& bucket = job.buckets[job.shards()[ids_[1]].bucket];
+  const Bucket& bucket = job.shards().bucket(job.shards()[ids_[1]].bucket);
   MemoryFault fault{.kind = MemoryFaultKind::flipped_bit};
   fault.io_kind = IoKind::read;
   fault.offset_bytes = bucket.rest[1].extent().address.offset_bytes;
@@ -775,7 +775,7 @@ TEST_F(StepTest, one_that_meets_bytes_that_cannot_be_read_is_undone_and_made_onc
   Job& job = heart.job(session_);
   job.tiles.drop_all(job.memory->private_side());
   // The moments of the large shard's second tile.
-  const ExtentRecord extent = job.buckets[job.shards()[ids_[1]].bucket].rest[1].extent();
+  const ExtentRecord extent = job.shards().bucket(job.shards()[ids_[1]].bucket).rest[1].extent();
   const std::string name = specs_[1].name;
   const auto info = [&] { return heart.store().find_job("job").value(); };
   for (const uint64_t failures : {3u, 3u, 2u}) {

@@ -231,7 +231,7 @@ class UndoTest : public BesideTest {
   }
   /// The device fails `z`'s moments, so that a step over all of them is undone.
   void fail_reads_of_z() {
-    const Bucket& bucket = job().buckets[job().shards()[ids_[2]].bucket];
+    const Bucket& bucket = job().shards().bucket(job().shards()[ids_[2]].bucket);
     heart_.faults().add_fault({.io_kind = IoKind::read,
                                .offset_bytes = bucket.rest[0].extent().address.offset_bytes,
                                .count = 3});
