@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <span>
+#include <type_traits>
 
 #include "base/checksum.h"
 #include "base/units.h"
@@ -111,6 +112,15 @@ inline void zero_bytes(void* into, size_t bytes) {
   if (bytes == 0) return;
   count_moved(bytes);
   std::memset(into, 0, bytes);
+}
+
+/// One field of packed bytes. Not counted: a scan that reads fields moves nothing.
+template <typename T>
+T field_at(const void* from) {
+  static_assert(std::is_trivially_copyable_v<T> && sizeof(T) <= 64);
+  T field;
+  std::memcpy(&field, from, sizeof(T));
+  return field;
 }
 
 /// See extent_checksum().

@@ -12,6 +12,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/bulk_bytes.h"
 #include "base/check.h"
 
 namespace memd {
@@ -195,6 +196,7 @@ void Engine::wake() const {
 }
 
 void Engine::abandon(std::unique_ptr<Engine> engine) {
+  end_turns();
   // What is reachable is no leak.
   static auto* const kept = new std::vector<std::unique_ptr<Engine>>();
   static std::mutex mutex;

@@ -5,6 +5,7 @@
 #include <set>
 #include <utility>
 
+#include "base/bulk_bytes.h"
 #include "base/check.h"
 #include "base/failpoint.h"
 #include "base/units.h"
@@ -123,6 +124,7 @@ Result<JobRecord> merge(const LedgerContents& contents, const JobRecord& base) {
 }  // namespace
 
 Status ShardStore::load(const std::function<Status()>& turn, KeptDescriptors* kept_descriptors) {
+  end_turns();  // of another store that this thread has had
   auto records = commits_.load(turn);
   if (!records.is_ok()) return records.status();
   // First what is on disk: where memory claims the same bytes, memory is wrong.

@@ -46,6 +46,7 @@ void ShardStore::discard_torn(Job& job,
     // Without a copy on disk the shard is as if it had never been written.
     job.table().withdraw_shard(bucket.shards[index]);
     shard.written = false;
+    const Owed owed(OwedPlace::torn_shard_zeroed);
     zero_bytes(slot + shard.offset_bytes(), shard.bytes);
     job.note_shard(bucket.shards[index]);
   }
@@ -86,6 +87,7 @@ void ShardStore::finish_mend(Job& job,
     std::byte* const slot = job.memory->arena().at(entry.slot->offset_bytes);
     for (const uint32_t index : mend.torn) {
       const Shard& shard = job.shards()[job.shards().bucket(entry.owner).shards[index]];
+      const Owed owed(OwedPlace::torn_shard_mended);
       copy_bytes(slot + shard.offset_bytes(), on_disk.data() + shard.offset_bytes(), shard.bytes);
     }
   } else {

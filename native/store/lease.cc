@@ -229,6 +229,7 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
       --entry.task_count;
       if (copy == nullptr) return wait(LeaseWait::room, "room in the arena");
       Arena& arena = job.memory->arena();
+      const Owed owed(OwedPlace::lease_slot_copied);
       copy_bytes(arena.at(copy->offset_bytes), arena.at(entry.slot->offset_bytes), entry.bytes);
       MEMD_FAILPOINT("lease.slot_copied");
       job.table().withdraw(entry);
@@ -247,6 +248,7 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
       if (entry.kind == EntryKind::gradient && shard.gradient_session == 0 &&
           request.mode == LeaseMode::write) {
         std::byte* const slot = job.memory->arena().at(entry.slot->offset_bytes);
+        const Owed owed(OwedPlace::lease_gradient_zeroed);
         zero_bytes(slot + shard.offset_bytes(), shard.bytes);
       }
     }
@@ -289,6 +291,7 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
     return wait(LeaseWait::disk, concat("the disk: ", job.shards().describe(entry), " is filling"));
   }
   if (needs_bytes || job.shards().shard_count(entry) > 1) {
+    const Owed owed(OwedPlace::lease_slot_zeroed);
     zero_bytes(job.memory->arena().at(entry.slot->offset_bytes), entry.bytes);
   }
   job.residencies().move(entry, Residency::filling, Residency::clean);
@@ -316,8 +319,10 @@ ShardStore::Grant ShardStore::grant_bytes_writer(Job& job,
   Arena& arena = job.memory->arena();
   std::byte* const into = arena.at(slot->offset_bytes);
   if (keeps_old_bytes) {
+    const Owed owed(OwedPlace::lease_writer_filled);
     copy_bytes(into, arena.at(entry.slot->offset_bytes), entry.bytes);
   } else if (waiter.request.mode == LeaseMode::write) {
+    const Owed owed(OwedPlace::lease_writer_filled);
     zero_bytes(into, entry.bytes);
   }
   MEMD_FAILPOINT("blob.before_pending");

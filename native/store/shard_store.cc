@@ -6,6 +6,7 @@
 #include <set>
 #include <utility>
 
+#include "base/bulk_bytes.h"
 #include "base/check.h"
 #include "base/failpoint.h"
 #include "base/units.h"
@@ -52,6 +53,7 @@ VerificationParts ShardStore::verification_parts() {
 }
 
 ShardStore::~ShardStore() {
+  end_turns();
   for (auto& [job_id, job] : jobs_) {
     // What a keeper keeps is for the next daemon: nothing of this is noted.
     if (job->memory != nullptr) job->memory->end_claims();
@@ -489,6 +491,7 @@ Result<std::pair<std::vector<ShardInfo>, bool>> ShardStore::declare(
   if (!job.is_ok()) return job.status();
   job.value()->residencies().settle_all_pending();
   MEMD_FAILPOINT("shards.before_declared");
+  const Owed owed(OwedPlace::shards_declared);
   auto infos = job.value()->declare(specs);
   if (!infos.is_ok()) return infos.status();
   return std::pair(std::move(infos).value(), job.value()->gradients_fit());
@@ -753,6 +756,7 @@ bool ShardStore::advance() {
   progress |= extents_.advance();
   progress |= scrub_.advance();
   progress |= live_check_.advance();
+  end_turn();
   return progress;
 }
 

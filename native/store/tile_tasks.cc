@@ -258,12 +258,14 @@ void TileTasks::load(const std::shared_ptr<Running>& running) {
       if (running->value_source().exists()) {
         read(*task.entry, running->value_source(), running->value_span());
       } else {
+        const Owed owed(OwedPlace::tile_zeroed);
         zero_bytes(running->bytes.value, running->bytes.value_bytes);
       }
     }
     if (running->reads_rest()) {
       read(*task.entry, running->rest_source(), running->rest_span());
     } else if (running->bytes.rest_bytes > 0) {
+      const Owed owed(OwedPlace::tile_zeroed);
       zero_bytes(running->bytes.rest, running->bytes.rest_bytes);
     }
   }

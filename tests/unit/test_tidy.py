@@ -136,6 +136,34 @@ def test_owners_in_the_store_include_only_from_those_before_them() -> None:
     assert not wrong
 
 
+def test_the_store_copies_fills_and_hashes_through_one_header() -> None:
+    # base/bulk_bytes.h counts in test builds what the server thread moves.
+    raw = re.compile(
+        r"\b(?:memcpy|memmove|memset|mempcpy|copy_past_caches|extent_checksum|record_checksum)\("
+        r"|\bstd::(?:ranges::)?(?:copy|copy_n|copy_backward|move_backward|fill|fill_n)\("
+    )
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in native_files(".h", ".cc")
+        if path.is_relative_to(NATIVE / "store")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if raw.search(line)
+    ]
+    assert not found
+
+
+def test_places_that_owe_bytes_are_those_of_the_table() -> None:
+    header = (NATIVE / "base" / "bulk_bytes.h").read_text()
+    table = set(re.findall(r"\{OwedPlace::(\w+), \"", header))
+    used = {
+        name
+        for path in native_files(".cc", ".h")
+        if path.is_relative_to(NATIVE / "store")
+        for name in re.findall(r"Owed \w+\(OwedPlace::(\w+)\)", path.read_text())
+    }
+    assert table == used
+
+
 def test_every_native_header_compiles_alone() -> None:
     def compile_alone(header: Path) -> str:
         command = ["g++", "-std=c++20", "-fsyntax-only", f"-I{NATIVE}", "-x", "c++", str(header)]

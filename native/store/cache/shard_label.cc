@@ -21,7 +21,7 @@ ShardLabel::ShardLabel(std::string_view name, const std::vector<uint64_t>& shape
 
 ShardLabel::Head ShardLabel::head() const {
   Head head;
-  if (text_ != nullptr) copy_bytes(&head, text_.get(), sizeof(Head));
+  if (text_ != nullptr) head = field_at<Head>(text_.get());
   return head;
 }
 
@@ -33,8 +33,8 @@ std::string_view ShardLabel::name() const {
 
 std::vector<uint64_t> ShardLabel::shape() const {
   std::vector<uint64_t> sizes(head().dimension_count);
-  if (!sizes.empty()) {
-    copy_bytes(sizes.data(), text_.get() + sizeof(Head), sizes.size() * sizeof(uint64_t));
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    sizes[i] = field_at<uint64_t>(text_.get() + sizeof(Head) + i * sizeof(uint64_t));
   }
   return sizes;
 }

@@ -369,6 +369,7 @@ Status Ledger::check_claims() const {
 // ---- Shards and slots --------------------------------------------------------------------------
 
 Status Ledger::write_layout(const JobRecord& record, const std::vector<uint32_t>& shard_ids) {
+  const Owed owed(OwedPlace::journal_written);
   std::vector<std::byte> bytes;
   FieldWriter writer(bytes);
   writer.put(uint64_t{shard_ids.size()});
@@ -387,6 +388,7 @@ Status Ledger::write_layout(const JobRecord& record, const std::vector<uint32_t>
 }
 
 bool Ledger::change_layout(const LayoutChange& change) {
+  const Owed owed(OwedPlace::journal_written);
   if (!layout_at_) return false;
   std::vector<std::byte> bytes(sizeof(ChangeHeader));
   FieldWriter writer(bytes);
@@ -489,6 +491,7 @@ void Ledger::note_loose(const LooseKey& key, const ExtentRecord& extent) {
 }
 
 void Ledger::rebase(uint64_t tag) {
+  const Owed owed(OwedPlace::journal_written);
   base_ = tag;
   mark_commit();
   for (auto it = loose_place_of_.begin(); it != loose_place_of_.end();) {
@@ -550,6 +553,7 @@ void Ledger::end_grant() { layout_->grant_session.store(0, kRelease); }
 // ---- Closed steps ------------------------------------------------------------------------------
 
 Result<size_t> Ledger::close_step(const StepRequest& request) {
+  const Owed owed(OwedPlace::journal_written);
   for (size_t at = 0; at < kStepsMax; ++at) {
     StepPlace& place = layout_->step_places[at];
     if (place.record.sequence.load(std::memory_order_relaxed) != 0) continue;
@@ -579,6 +583,7 @@ void Ledger::forget_step(size_t place) {
 // ---- Commits in memory -------------------------------------------------------------------------
 
 Status Ledger::write_record(const JobRecord& record, uint64_t base) {
+  const Owed owed(OwedPlace::journal_written);
   const std::vector<std::byte> encoded = encode(record);
   record_bytes_written_ += encoded.size();
   Status written =
@@ -594,7 +599,7 @@ uint64_t Ledger::record_sequence() const {
 
 void Ledger::mark_commit() {
   const uint64_t words[2] = {base_, record_sequence()};
-  last_commit_ = std::max<uint64_t>(record_checksum(std::as_bytes(std::span(words))), 1);
+  last_commit_ = std::max<uint64_t>(hash_record(std::as_bytes(std::span(words))), 1);
 }
 
 Result<std::optional<JobRecord>> Ledger::read_record(uint64_t base) const {

@@ -149,6 +149,7 @@ Status Commits::add_write(Commit& commit, std::span<const std::byte> bytes, Exte
 Status Commits::prepare(Commit& commit) {
   if (Status status = extents_.check_writable(); !status.is_ok()) return status;
   MEMD_FAILPOINT("commit.before_catalogue_allocated");
+  const Owed owed(OwedPlace::commit_encoded);
   commit.root = root_;
   const auto same_job = [&](const RootEntry& entry) { return entry.job_id == commit.job_id; };
   std::erase_if(commit.root.jobs, same_job);

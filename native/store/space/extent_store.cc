@@ -156,6 +156,11 @@ std::vector<ExtentStore::WaitingRead> ExtentStore::waiting_reads() const {
   return all;
 }
 
+bool ExtentStore::verify(const ExtentRecord& extent, std::span<const std::byte> bytes) {
+  const Owed owed(OwedPlace::extent_verified);
+  return matches(extent, bytes);
+}
+
 void ExtentStore::read(const ExtentRecord& extent,
                        std::span<std::byte> into,
                        IoClass io_class,
@@ -167,11 +172,12 @@ void ExtentStore::read(const ExtentRecord& extent,
                   [this, extent, into, io_class, what = std::move(what), done = std::move(done)](
                       const Status& status) {
                     if (!status.is_ok()) return done(unreadable(extent, what, status));
-                    if (matches(extent, into)) return done(status);
+                    if (verify(extent, into)) return done(status);
                     if (MEMD_PLANTED("read.checksum_not_verified")) return done(status);
                     count_checksum_failure(extent);
                     auto block = std::make_shared<BlockBytes>(uint64_t{extent.length_bytes});
                     const Done copied = [block, into, done](const Status& again) {
+                      const Owed owed(OwedPlace::extent_copied);
                       if (again.is_ok()) copy_bytes(into.data(), block->span().data(), into.size());
                       done(again);
                     };
@@ -194,7 +200,7 @@ void ExtentStore::read_again(const ExtentRecord& extent,
       io_class,
       [this, extent, into, what = std::move(what), done = std::move(done)](const Status& status) {
         if (!status.is_ok()) return done(unreadable(extent, what, status));
-        if (matches(extent, into)) return done(status);
+        if (verify(extent, into)) return done(status);
         count_checksum_failure(extent);
         done(lost(extent, what));
       });

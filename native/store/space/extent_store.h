@@ -137,6 +137,7 @@ class ExtentStore {
     return {extent.address.device, extent.address.offset_bytes};
   }
 
+  static bool verify(const ExtentRecord& extent, std::span<const std::byte> bytes);
   void start(const std::shared_ptr<Read>& read);
   void finish(const std::shared_ptr<Read>& read, const Status& status);
   void fail(const Status& status);

@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "base/bulk_bytes.h"
 #include "base/check.h"
 #include "base/threads.h"
 
@@ -76,7 +77,10 @@ void UpdateWorkers::run() {
 }
 
 void UpdateWorkers::finish(WorkQueue::Work work) {
-  work.work();
+  {
+    const WorkerBytes any_number;
+    work.work();
+  }
   {
     const std::lock_guard lock(mutex_);
     finished_.push_back(std::move(work.done));
