@@ -89,6 +89,9 @@ struct IoQueueStatistics {
   uint64_t in_flight_count = 0;  // requests submitted and not completed
   uint64_t resubmit_count = 0;   // chunks given to the kernel again: short, EAGAIN, EINTR
   bool registered_buffers = false;
+  /// Removed, and still held by the kernel, which had no memory to let go of them; it is asked
+  /// again. The bytes are not freed before.
+  uint64_t removed_and_held_count = 0;
 };
 
 /// A request that was submitted and has not completed.
@@ -132,7 +135,7 @@ class IoQueue {
   /// of at most 1 GiB, no transfer across two). Never fails: what can't be registered is used
   /// unregistered, and statistics() say so.
   virtual void add_memory(std::span<std::byte> memory) = 0;
-  /// Nothing in `memory` is in flight.
+  /// Nothing in `memory` is in flight. Never fails: see IoQueueStatistics::removed_and_held_count.
   virtual void remove_memory(std::span<std::byte> memory) = 0;
 
   virtual void submit(IoRequest request) = 0;
@@ -155,6 +158,9 @@ struct IoQueueOptions {
   IoEngine engine = IoEngine::automatic;
   uint32_t depth = 32;  // chunks in flight, over all devices
   int wake_fd = -1;     // eventfd written when reap() has something to do; not owned
+  /// Before a buffer is unregistered: 0, or the errno with which a test lets that fail. io_uring
+  /// alone.
+  std::function<int()> fail_unregister{};
 };
 
 /// What was chosen, and why io_uring was not where it was not.

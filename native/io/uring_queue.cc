@@ -18,6 +18,8 @@ const SteadyClock kSteadyClock;
 constexpr uint64_t kPieceBytesMax = 1_GiB;  // the kernel's limit for one registered buffer
 constexpr unsigned kPieceCountMax = 4096;   // a table of pointers: 32 KiB
 constexpr unsigned kFileCountMax = 64;
+// The pages of a removed piece are lost to the machine meanwhile.
+constexpr uint64_t kHeldRetryNs = 100'000'000;
 
 Status check_operations(io_uring& ring) {
   io_uring_probe* probe = io_uring_get_probe_ring(&ring);
@@ -54,7 +56,9 @@ Result<std::unique_ptr<UringQueue>> UringQueue::create(const IoQueueOptions& opt
 }
 
 UringQueue::UringQueue(const IoQueueOptions& options, io_uring ring)
-    : TransferQueue(options.depth, options.wake_fd, kSteadyClock), ring_(ring) {
+    : TransferQueue(options.depth, options.wake_fd, kSteadyClock),
+      ring_(ring),
+      fail_unregister_(options.fail_unregister) {
   has_file_table_ = io_uring_register_files_sparse(&ring_, kFileCountMax) == 0;
   if (io_uring_register_buffers_sparse(&ring_, kPieceCountMax) == 0) {
     for (int slot = int{kPieceCountMax} - 1; slot >= 0; --slot) slots_free_.push_back(slot);
@@ -113,12 +117,30 @@ int UringQueue::register_piece(std::span<std::byte> memory) {
 }
 
 void UringQueue::unregister_piece(int slot) {
+  if (try_unregister(slot)) return slots_free_.push_back(slot);
+  // The pages stay pinned meanwhile, and nothing else does: a transfer finds its slot by the piece,
+  // which is gone.
+  slots_held_.push_back(slot);
+  held_retry_ns_ = kSteadyClock.now_ns() + kHeldRetryNs;
+}
+
+bool UringQueue::try_unregister(int slot) {
   const iovec nothing{.iov_base = nullptr, .iov_len = 0};
   const __u64 tag = 0;
-  const int result =
-      io_uring_register_buffers_update_tag(&ring_, static_cast<unsigned>(slot), &nothing, &tag, 1);
-  MEMD_CHECK_EQ(result, 1);  // else the kernel would keep memory pinned that its owner unmaps
-  slots_free_.push_back(slot);
+  const int failure = fail_unregister_ ? fail_unregister_() : 0;
+  const int result = failure != 0 ? -failure
+                                  : io_uring_register_buffers_update_tag(
+                                        &ring_, static_cast<unsigned>(slot), &nothing, &tag, 1);
+  if (result == 1) return true;
+  // The kernel notes what transfers in flight may still use; that takes memory, and a signal may
+  // come in between.
+  MEMD_CHECK(result == -ENOMEM || result == -EAGAIN || result == -EINTR);
+  return false;
+}
+
+void UringQueue::unregister_what_is_held() {
+  if (slots_held_.empty() || kSteadyClock.now_ns() < held_retry_ns_) return;
+  for (const int slot : std::exchange(slots_held_, {})) unregister_piece(slot);
 }
 
 UringQueue::Pieces::const_iterator UringQueue::piece_at(const std::byte* data) const {
@@ -181,6 +203,7 @@ void UringQueue::flush() {
 }
 
 void UringQueue::collect() {
+  unregister_what_is_held();
   std::array<io_uring_cqe*, 64> cqes;
   while (const unsigned count = io_uring_peek_batch_cqe(&ring_, cqes.data(), cqes.size())) {
     std::array<std::pair<IoOp*, int32_t>, 64> results;
@@ -199,6 +222,7 @@ void UringQueue::wait_for_result() {
 
 IoQueueStatistics UringQueue::statistics() const {
   IoQueueStatistics statistics = TransferQueue::statistics();
+  statistics.removed_and_held_count = slots_held_.size();
   statistics.registered_buffers = !pieces_.empty() && unregistered_count_ == 0;
   return statistics;
 }

@@ -47,12 +47,18 @@ class UringQueue final : public TransferQueue {
   Pieces::const_iterator piece_at(const std::byte* data) const;
   int register_piece(std::span<std::byte> memory);
   void unregister_piece(int slot);
+  /// False where the kernel has no memory for that.
+  bool try_unregister(int slot);
+  void unregister_what_is_held();
 
   io_uring ring_;
   bool has_file_table_ = false;
   std::vector<Device> devices_;
   Pieces pieces_;  // by address
   uint64_t unregistered_count_ = 0;
+  std::vector<int> slots_held_;  // of removed pieces: no transfer uses them, the kernel keeps them
+  uint64_t held_retry_ns_ = 0;   // when it is asked again
+  const std::function<int()> fail_unregister_;
   std::vector<int> slots_free_;  // empty as well where the kernel has no sparse tables
 };
 

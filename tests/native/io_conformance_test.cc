@@ -1,6 +1,7 @@
 // Every engine keeps the same promises, and the automatic choice says why it fell back.
 #include "io_conformance.h"
 
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 
@@ -132,6 +133,37 @@ TEST(UringQueue, memory_that_cannot_be_registered_is_used_unregistered_and_stati
   EXPECT_FALSE(queue.statistics().registered_buffers);
   queue.remove_memory(nowhere);
   EXPECT_TRUE(queue.statistics().registered_buffers);
+}
+
+TEST(UringQueue, memory_that_the_kernel_cannot_let_go_of_is_held_until_it_can_and_others_go_on) {
+  bool has_memory = false;
+  auto made =
+      UringQueue::create({.fail_unregister = [&has_memory] { return has_memory ? 0 : ENOMEM; }});
+  if (!made.is_ok()) GTEST_SKIP() << made.status().message();
+  UringQueue& queue = *made.value();
+  Block block(1_MiB);
+  queue.add_memory(block.span());
+  queue.remove_memory(block.span());
+  EXPECT_EQ(queue.statistics().removed_and_held_count, 1u);
+  EXPECT_FALSE(queue.statistics().registered_buffers);
+
+  // The same bytes are added and used again, under another number.
+  queue.add_memory(block.span());
+  EXPECT_TRUE(queue.statistics().registered_buffers);
+  const uint16_t device = queue.add_device(OwnedFd(memfd_create("device", MFD_CLOEXEC)), "device");
+  block.span()[0] = std::byte{7};
+  bool is_written = false;
+  queue.submit({.kind = IoKind::write,
+                .device = device,
+                .offset_bytes = 0,
+                .data = block.span(),
+                .complete = [&](const Status& status) { is_written = status.is_ok(); }});
+  while (!is_written) queue.reap();
+  queue.remove_memory(block.span());
+
+  EXPECT_EQ(queue.statistics().removed_and_held_count, 2u);
+  has_memory = true;
+  while (queue.statistics().removed_and_held_count > 0) queue.reap();
 }
 
 }  // namespace
