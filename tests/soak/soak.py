@@ -79,6 +79,7 @@ PARTS = (
     live_kills("both", "fp32", "step", "short", 50, early=True),
     live_kills("both", "bf16", "every:3", "short", 30, early=True),
     Part("killed-clients", python("tests.soak.lease_kills"), "--count", 1000),
+    Part("upgrades", python("tests.compat.upgrades"), "--count", 5),
     Part("power-cuts", POWER_CUTS, "--states", 1_000_000, ("--restarts", "1")),
     Part("power-cuts-early", POWER_CUTS, "--states", 200_000, ("--early", "1")),
     Part("damaged-images", POWER_CUTS, "--images", 100_000),

@@ -1,0 +1,153 @@
+"""Upgrades a node from each earlier release, under a job of each durability.
+
+The old daemon and the old client make a few steps. The daemon ends by SIGTERM, or is killed;
+today's starts in its place, on its volume, beside the descriptors that it kept. After SIGTERM no
+step may be missing. After kill -9 the job is where a power cut would have left it, and the log says
+why the memory was not taken over. Then today's client goes on, and every bit is that of a training
+in memory.
+
+Run: python -m tests.compat.upgrades [--count N] [--json FILE]; N runs of each case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.compat import small_job
+from tests.compat.releases import Release, python_of, releases
+from tests.daemons import Daemon, Daemons, daemons
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+STEPS_BEFORE = 7
+STEPS_AFTER = 4
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    durability: str
+    ends_by: signal.Signals
+    # Where the job goes on; None: it is refused, since its memory was all it had.
+    goes_on_at: int | None
+
+
+CASES = (
+    *(
+        Case(durability=durability, ends_by=signal.SIGTERM, goes_on_at=STEPS_BEFORE)
+        for durability in ("step", "every:3", "none")
+    ),
+    Case(durability="step", ends_by=signal.SIGKILL, goes_on_at=STEPS_BEFORE),
+    Case(durability="every:3", ends_by=signal.SIGKILL, goes_on_at=STEPS_BEFORE // 3 * 3),
+    Case(durability="none", ends_by=signal.SIGKILL, goes_on_at=None),
+)
+
+
+class Failure(Exception):
+    """An upgrade lost something, or says nothing of what it could not keep."""
+
+
+def upgrade(release: Release, case: Case) -> None:
+    old = python_of(release)
+    with daemons() as made:
+        daemon = start(made, old)
+        before = run_job(old, daemon, case.durability, STEPS_BEFORE)
+        expect(before["went_on_at"], 0, "the old client began at step")
+        expect(before["digest"], small_job.train_in_memory(STEPS_BEFORE), "the old release's state")
+        daemon.process.send_signal(case.ends_by)
+        daemon.process.wait(TIMEOUT_S)
+        daemon = start(made, Path(sys.executable))
+        if case.ends_by == signal.SIGKILL and case.durability != "step":
+            expect_in_log(daemon, "of another version")
+        if case.goes_on_at is None:
+            expect_refusal(daemon, case.durability)
+        else:
+            steps = STEPS_BEFORE + STEPS_AFTER
+            after = run_job(Path(sys.executable), daemon, case.durability, steps)
+            expect(after["went_on_at"], case.goes_on_at, "today's client went on at step")
+            expect(after["digest"], small_job.train_in_memory(steps), "the state after the upgrade")
+        if daemon.stop() != 0:
+            raise Failure("today's daemon did not end in order:\n" + daemon.log.read_text())
+
+
+def start(made: Daemons, python: Path) -> Daemon:
+    # Daemons' command begins with the running interpreter; `before` puts another in its place.
+    stand_in = "import os, sys; os.execv(sys.argv[1], [sys.argv[1], *sys.argv[3:]])"
+    return made.start(before=(sys.executable, "-c", stand_in, str(python)))
+
+
+def run_job(python: Path, daemon: Daemon, durability: str, steps_to: int) -> dict[str, Any]:
+    answer = _job(python, daemon, durability, steps_to)
+    if answer.returncode != 0:
+        raise Failure(f"{answer.stderr[-3000:]}\n{daemon.log.read_text()[-3000:]}")
+    said: dict[str, Any] = json.loads(answer.stdout)
+    return said
+
+
+def _job(
+    python: Path, daemon: Daemon, durability: str, steps_to: int
+) -> subprocess.CompletedProcess[str]:
+    program = [str(python), small_job.__file__, daemon.address, durability, str(steps_to)]
+    return subprocess.run(program, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
+def expect(found: object, wanted: object, what: str) -> None:
+    if found != wanted:
+        raise Failure(f"{what}: {found}, not {wanted}")
+
+
+def expect_in_log(daemon: Daemon, words: str) -> None:
+    if words not in daemon.log.read_text():
+        raise Failure(f"the log does not say {words!r}:\n{daemon.log.read_text()[-3000:]}")
+
+
+def expect_refusal(daemon: Daemon, durability: str) -> None:
+    answer = _job(Path(sys.executable), daemon, durability, STEPS_BEFORE)
+    if answer.returncode == 0 or "what is on disk is no step" not in answer.stderr:
+        raise Failure(f"a job without its memory is not refused: {answer.stderr[-2000:]}")
+
+
+def each(count: int, run: Callable[[Release, Case], None]) -> list[dict[str, Any]]:
+    made = []
+    for release in releases():
+        for case in CASES:
+            began = time.monotonic()
+            for _ in range(count):
+                run(release, case)
+            made.append(
+                {
+                    "release": release.name,
+                    "durability": case.durability,
+                    "ends_by": case.ends_by.name,
+                    "goes_on_at": case.goes_on_at,
+                    "upgrades": count,
+                    "seconds": round(time.monotonic() - began, 1),
+                }
+            )
+            print(made[-1], file=sys.stderr)
+    return made
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    text = json.dumps(each(arguments.count, upgrade), indent=2)
+    print(text)
+    if arguments.json is not None:
+        arguments.json.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

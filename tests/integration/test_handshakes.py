@@ -1,0 +1,130 @@
+"""Today's daemon answers the clients of earlier releases, and today's client understands their
+daemons: the bytes are those that tests/compat/record_handshake.py recorded."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import socket
+import tempfile
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pool, message_factory, unknown_fields
+
+from memd_client.address import UnixAddress, parse_address
+from memd_client.attach import AttachConnection
+from memd_proto.v1 import attach_pb2, session_pb2
+from tests.compat import releases as compat
+from tests.daemons import TIMEOUT_S, Daemons
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from google.protobuf.message import Message
+
+RELEASES = compat.releases()
+HANDSHAKES = Path(compat.__file__).parent / "handshakes"
+
+
+@pytest.fixture(params=RELEASES, ids=lambda release: release.name)
+def recorded(request: pytest.FixtureRequest) -> dict[str, Any]:
+    said: dict[str, Any] = json.loads((HANDSHAKES / f"{request.param.name}.json").read_text())
+    assert said["protocol"] == request.param.protocol
+    return said
+
+
+def packets_of(recorded: dict[str, Any]) -> list[bytes]:
+    return [base64.b64decode(packet) for packet in recorded["packets"]]
+
+
+def response_of(call: dict[str, str], data: bytes) -> Message:
+    service, _, method = call["path"].removeprefix("/").partition("/")
+    found = descriptor_pool.Default().FindServiceByName(service).methods_by_name[method]
+    response: Message = message_factory.GetMessageClass(found.output_type)()
+    response.ParseFromString(data)
+    return response
+
+
+def names_of(message: Message) -> set[str]:
+    return {field.name for field, _ in message.ListFields()}
+
+
+def test_every_release_has_a_handshake_and_an_image() -> None:
+    assert RELEASES
+    for release in RELEASES:
+        assert (HANDSHAKES / f"{release.name}.json").exists()
+        assert (compat.ROOT / "tests/golden" / f"format-{release.format}.xz.b64").exists()
+
+
+def test_an_earlier_client_is_served(recorded: dict[str, Any], daemons: Daemons) -> None:
+    daemon = daemons.start()
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection,
+        grpc.insecure_channel(daemon.address) as channel,
+    ):
+        connection.settimeout(TIMEOUT_S)
+        connection.connect(str(daemon.attach_socket))
+        welcome = attach_pb2.Welcome.FromString(connection.recv(4096))
+        assert welcome.protocol_version == recorded["protocol"]
+        metadata = (("memd-token", welcome.token),)
+        for call in recorded["calls"]:
+            method: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call["path"])
+            answer = method(base64.b64decode(call["request"]), timeout=TIMEOUT_S, metadata=metadata)
+            before = response_of(call, base64.b64decode(call["response"]))
+            now = response_of(call, answer)
+            assert names_of(before) <= names_of(now), call["path"]
+            if isinstance(now, session_pb2.AttachResponse):
+                _, fds, _, _ = socket.recv_fds(connection, 4096, 64)
+                for fd in fds:
+                    os.close(fd)
+                assert len(fds) == 3
+                assert isinstance(before, session_pb2.AttachResponse)
+                assert now.session_id == before.session_id, "the calls that follow name it"
+    assert daemon.stop() == 0
+
+
+def test_an_earlier_daemon_is_understood(recorded: dict[str, Any]) -> None:
+    welcome, session = packets_of(recorded)[:2]
+    session_id = attach_pb2.Descriptors.FromString(session).session_id
+    with replayed([(welcome, 0), (session, 3)]) as address:
+        connection = AttachConnection(address)
+        assert connection.token == attach_pb2.Welcome.FromString(welcome).token
+        fds = connection.session_descriptors(session_id)
+        connection.close()
+    for fd in fds:
+        os.close(fd)
+    for call in recorded["calls"]:
+        response = response_of(call, base64.b64decode(call["response"]))
+        assert len(unknown_fields.UnknownFieldSet(response)) == 0, call["path"]
+
+
+@contextmanager
+def replayed(packets: list[tuple[bytes, int]]) -> Iterator[UnixAddress]:
+    """A daemon's attach socket that sends these packets, each with so many descriptors."""
+    with tempfile.TemporaryDirectory(prefix="memd-") as folder:
+        address = parse_address(f"unix://{folder}/memd.sock")
+        assert isinstance(address, UnixAddress)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(str(address.attach_socket))
+        listener.listen(1)
+
+        def send() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                for packet, count in packets:
+                    socket.send_fds(connection, [packet], [listener.fileno()] * count)
+                connection.recv(1)  # until the client has closed
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        try:
+            yield address
+        finally:
+            thread.join(TIMEOUT_S)
+            listener.close()
