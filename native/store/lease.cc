@@ -133,8 +133,9 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
     const Session& session = *sessions_.at(request.session_id);
     if (request.after_call == session.call_failed) return refuse(session.call_failure);
     if (request.after_call > session.call_seen) {
-      return wait(LeaseWait::step,
-                  concat("the step before it, which has not come yet: ", job.shards().describe(entry)));
+      return wait(
+          LeaseWait::step,
+          concat("the step before it, which has not come yet: ", job.shards().describe(entry)));
     }
   }
   job.residencies().settle_pending(entry);
@@ -158,7 +159,8 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
                               ? " has no gradient; run backward first"
                               : " was declared but never written; put it first"));
     }
-    if (!written) return wait(LeaseWait::writer, concat("its first writer: ", job.shards().describe(entry)));
+    if (!written)
+      return wait(LeaseWait::writer, concat("its first writer: ", job.shards().describe(entry)));
   }
   if (!job.progress.stopped().is_ok()) return refuse(job.progress.stopped());
   if (entry.kind == EntryKind::parameter) {
@@ -192,10 +194,12 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
                 concat("the disk or an update: ", job.shards().describe(entry), " is filling"));
   }
   if (entry.residency() == Residency::draining) {
-    return wait(LeaseWait::disk, concat("the disk: ", job.shards().describe(entry), " is draining"));
+    return wait(LeaseWait::disk,
+                concat("the disk: ", job.shards().describe(entry), " is draining"));
   }
   if (!reads && entry.kind == EntryKind::parameter && job.operations.holds_writers()) {
-    return wait(LeaseWait::step, concat("a step or sync that writes back ", job.shards().describe(entry)));
+    return wait(LeaseWait::step,
+                concat("a step or sync that writes back ", job.shards().describe(entry)));
   }
   if (!reads && entry.kind == EntryKind::bytes) {
     const bool keeps_old_bytes = request.mode == LeaseMode::write && shard.written;
@@ -207,8 +211,9 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
       job.has_dirty_tile(job.shards().bucket(entry.owner))) {
     // The writer's values are merged with what is on disk.
     ask_for_flush(job, entry.owner);
-    return wait(LeaseWait::disk,
-                concat("the disk: the update of ", job.shards().describe(entry), " is being written"));
+    return wait(
+        LeaseWait::disk,
+        concat("the disk: the update of ", job.shards().describe(entry), " is being written"));
   }
   if (entry.is_resident()) {
     const PinCount pins = job.slots().pins(*entry.slot, index);
@@ -243,7 +248,8 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
         return wait(LeaseWait::update, concat("an update of ", job.shards().describe(entry)));
       if (entry.residency() == Residency::clean)
         job.residencies().move(entry, Residency::clean, Residency::dirty);
-      if (entry.kind == EntryKind::parameter) job.drop_cached_tiles(job.shards().bucket(entry.owner));
+      if (entry.kind == EntryKind::parameter)
+        job.drop_cached_tiles(job.shards().bucket(entry.owner));
       // What another step left there is no gradient to add to.
       if (entry.kind == EntryKind::gradient && shard.gradient_session == 0 &&
           request.mode == LeaseMode::write) {
@@ -277,7 +283,8 @@ ShardStore::Grant ShardStore::grant_or_wait(Job& job, LeaseWaiter& waiter) {
     return wait(LeaseWait::update, concat("an update of ", job.shards().describe(entry)));
   }
   // A bucket of several shards keeps the bytes of the others.
-  const bool needs_bytes = reads || request.mode == LeaseMode::write || job.shards().shard_count(entry) > 1;
+  const bool needs_bytes =
+      reads || request.mode == LeaseMode::write || job.shards().shard_count(entry) > 1;
   auto slot = make_room(job, entry.bytes, job.shards().shard_count(entry), !request.prefetch);
   if (slot == nullptr) {
     if (request.prefetch) return refuse(error(StatusCode::capacity, "no room for a prefetch"));
@@ -359,12 +366,29 @@ bool ShardStore::advance_leases(Job& job) {
     Status refusal;
     if (grant == Grant::waiting_for_space) {
       if (!space_wanted) refusal = check_room_can_come(job, waiter);
+      if (!refusal.is_ok() && move_old_bytes(job, waiter)) {
+        if (try_grant(job, waiter) == Grant::done) return {.stays = false};
+        refusal = Status::ok();
+      }
       space_wanted = true;
     }
     if (refusal.is_ok()) refusal = check_deadline(job, waiter);
     const bool stays = refusal.is_ok();
     return {.stays = stays, .refusal = std::move(refusal)};
   });
+}
+
+bool ShardStore::move_old_bytes(Job& job, LeaseWaiter& waiter) {
+  const Entry& entry = *job.shards().find_entry(waiter.request.shard_id, waiter.request.part);
+  const bool are_copied = entry.kind == EntryKind::bytes &&
+                          waiter.request.mode == LeaseMode::write && entry.is_resident();
+  if (!are_copied || waiter.has_moved_old_bytes) return false;
+  if (entry.task_count != 0 || job.slots().is_pinned(*entry.slot)) return false;
+  auto both = make_room(job, 2 * align_up(entry.bytes, kBlockBytes), 1, true);
+  if (both == nullptr) return job.activity_count != 0;
+  waiter.has_moved_old_bytes = true;
+  job.slots().free(std::move(both));
+  return true;
 }
 
 Status ShardStore::check_room_can_come(const Job& job, const LeaseWaiter& waiter) {
@@ -597,8 +621,8 @@ void ShardStore::release_service_lease(uint64_t job_id, const LeaseGrant& grant,
   const auto give_back = [job, grant] {
     job->slots().release_service(*grant.slot, grant.index, grant.pin);
   };
-  const auto written =
-      std::find_if(job->shards().entries().begin(), job->shards().entries().end(), [&](const Entry* entry) {
+  const auto written = std::find_if(
+      job->shards().entries().begin(), job->shards().entries().end(), [&](const Entry* entry) {
         return entry != nullptr && pin_writers(grant.pin) != 0 &&
                (entry->pending.get() == grant.slot || entry->slot.get() == grant.slot);
       });

@@ -226,6 +226,9 @@ class ShardStore {
   /// True where there was a request.
   bool serve(Session& session);
   bool advance_leases(Job& job);
+  /// A writer copies a blob's old bytes, and they may lie where the copy has no room beside them:
+  /// they go to disk, once, and come back where both fit. False where that makes no room either.
+  bool move_old_bytes(Job& job, LeaseWaiter& waiter);
   /// ok, or why nothing will ever make room for it.
   static Status check_room_can_come(const Job& job, const LeaseWaiter& waiter);
   Status check_deadline(const Job& job, const LeaseWaiter& waiter) const;

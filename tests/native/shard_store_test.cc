@@ -203,6 +203,40 @@ TEST_F(ShardStoreTest, readers_of_a_blob_keep_the_old_bytes_until_the_writer_is_
   }
 }
 
+TEST_F(ShardStoreTest, a_blob_in_the_middle_of_a_small_arena_can_be_written) {
+  for (const bool is_on_disk : {false, true}) {
+    SCOPED_TRACE(is_on_disk);
+    disk_ = std::make_shared<MemoryDisk>(kDiskBytes);
+    Heart heart(disk_);
+    // The arena holds the large one twice, and not beside the place behind the small one.
+    const uint64_t session = heart.attach(heart.open("job", 3));
+    const auto ids =
+        heart.declare(session, {bytes_shard("small", 1_MiB), bytes_shard("large", 3_MiB)});
+    heart.write(session, ids[0], pattern(1_MiB, 1));
+    heart.write(session, ids[1], pattern(3_MiB, 2));
+    if (is_on_disk) ASSERT_TRUE(heart.sync(session).is_ok());
+    const Held writer = heart.lease(session, ids[1], LeaseMode::write);
+    ASSERT_TRUE(writer.is_ok()) << writer.status.message();
+    writer.as<uint8_t>()[0] = 7;
+    heart.release(writer);
+    auto expected = pattern(3_MiB, 2);
+    expected[0] = 7;
+    EXPECT_EQ(heart.read<uint8_t>(session, ids[1]), expected);
+    EXPECT_EQ(heart.read<uint8_t>(session, ids[0]), pattern(1_MiB, 1));
+  }
+}
+
+TEST_F(ShardStoreTest, a_blob_that_the_arena_does_not_hold_twice_is_refused_where_it_is_copied) {
+  Heart heart(disk_);
+  const uint64_t session = heart.attach(heart.open("job", 3));
+  const auto ids = heart.declare(session, {bytes_shard("large", 4_MiB)});
+  heart.write(session, ids[0], pattern(4_MiB, 2));
+  const Held refused = heart.lease(session, ids[0], LeaseMode::write);
+  EXPECT_EQ(refused.status.code(), StatusCode::capacity);
+  EXPECT_NE(refused.status.message().find("raise host_bytes"), std::string::npos);
+  EXPECT_EQ(heart.read<uint8_t>(session, ids[0]), pattern(4_MiB, 2));
+}
+
 TEST_F(ShardStoreTest,
        a_blob_first_put_in_write_mode_starts_with_zeros_and_is_readable_afterwards) {
   Heart heart(disk_);
@@ -396,7 +430,8 @@ TEST_F(ShardStoreTest, a_prefetch_brings_up_what_there_is_room_for_and_fails_nob
   EXPECT_EQ(heart.job(session).slots().lease_count(), 1u);
   heart.release(**lease);
   prefetch(ids[1]);
-  EXPECT_TRUE(heart.until([&] { return heart.job(session).shards()[ids[1]].value->is_resident(); }));
+  EXPECT_TRUE(
+      heart.until([&] { return heart.job(session).shards()[ids[1]].value->is_resident(); }));
   EXPECT_EQ(heart.job(session).slots().lease_count(), 0u);
 }
 

@@ -20,6 +20,7 @@ struct LeaseWaiter {
   LeaseReply reply;
   uint64_t started_ns = 0;
   bool counted_as_miss = false;
+  bool has_moved_old_bytes = false;
   bool has_raised = false;  // the priority of a prefetch under way that it found
   LeaseWait reason = LeaseWait::disk;
   std::string waits_on{};   // empty before it was tried
