@@ -183,6 +183,7 @@ Status ShardStore::load(const std::function<Status()>& turn, KeptDescriptors* ke
       if (!restored.is_ok()) return restored.status();
       job = std::move(restored).value();
     }
+    connect(*job);
     Job& known = jobs_.put(std::move(job));
     apply_weight(record.job_id, known.weight());
     if (known.ledger != nullptr) adopted.push_back({&known, std::move(contents)});
@@ -408,7 +409,7 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
   job->slots().note_all();
   job->ledger->end_grant();
   for (const auto& session : sessions) {
-    begin_plan(*job, *session);
+    job->plans().begin(*session);
     sessions_.adopt(session);
     sessions_.note(job->ledger.get(), *session);
   }
@@ -478,7 +479,8 @@ Status ShardStore::adopt_slots(Job& job,
                                std::optional<uint32_t> untold_pin) {
   const auto find_entry = [&job](const SlotRecord& record) -> Entry* {
     if (record.kind == EntryKind::bytes) {
-      const bool known = record.owner < job.shards().size() && !job.shards()[record.owner].deleted &&
+      const bool known = record.owner < job.shards().size() &&
+                         !job.shards()[record.owner].deleted &&
                          job.shards()[record.owner].kind != ShardKind::parameter;
       return known ? job.shards()[record.owner].value : nullptr;
     }
@@ -567,7 +569,8 @@ Status ShardStore::adopt_extents(Job& job,
       place = &entry->replicas[key.index];
       length_bytes = entry->replica_bytes(key.index);
     };
-    Bucket* const bucket = key.owner < job.shards().buckets().size() ? &job.shards().bucket(key.owner) : nullptr;
+    Bucket* const bucket =
+        key.owner < job.shards().buckets().size() ? &job.shards().bucket(key.owner) : nullptr;
     switch (key.kind) {
       case LooseKey::Kind::value:
         if (bucket == nullptr) break;
@@ -592,7 +595,8 @@ Status ShardStore::adopt_extents(Job& job,
         break;
       case LooseKey::Kind::bytes:
         if (key.owner < job.shards().size() && !job.shards()[key.owner].deleted &&
-            job.shards()[key.owner].kind != ShardKind::parameter && job.shards()[key.owner].written) {
+            job.shards()[key.owner].kind != ShardKind::parameter &&
+            job.shards()[key.owner].written) {
           in_entry(job.shards()[key.owner].value);
         }
         break;

@@ -85,6 +85,43 @@ uint64_t Job::catalogue_bytes(const DeclaredSpace& declared) const {
   return align_up(bytes, kBlockBytes);
 }
 
+Job::Connected::Connected(Job& job,
+                          ExtentStore& extents,
+                          const Clock& clock,
+                          std::unique_ptr<LeaseGates> lease_gates)
+    : gates(std::move(lease_gates)),
+      waiters(job.shards_, job.counters, clock),
+      parts{.job_id = job.job_id,
+            .job_name = job.name,
+            .shards = job.shards_,
+            .slots = job.slots_,
+            .table = job.table_,
+            .policy = job.policy_,
+            .window = job.prefetch_window_,
+            .residencies = job.residencies_,
+            .waiters = waiters,
+            .memory = job.memory,
+            .ledger = job.ledger,
+            .sessions = job.sessions,
+            .progress = job.progress,
+            .space = job.space,
+            .lost = job.lost,
+            .counters = job.counters,
+            .activity_count = job.activity_count,
+            .gates = *gates,
+            .extents = extents,
+            .clock = clock},
+      room(parts),
+      fetches(parts),
+      half_written(parts),
+      prefetcher(parts, job.plans_, room, fetches),
+      leases(parts, room, fetches, half_written) {}
+
+void Job::connect(ExtentStore& extents, const Clock& clock, std::unique_ptr<LeaseGates> gates) {
+  MEMD_CHECK(connected_ == nullptr);
+  connected_ = std::make_unique<Connected>(*this, extents, clock, std::move(gates));
+}
+
 SpaceNeeded Job::space_needed(const DeclaredSpace& declared) const {
   SpaceNeeded needed = declared.needed(durability, arena_bytes_max(), kTilesInFlight);
   needed.catalogue_bytes = 2 * catalogue_bytes(declared);
@@ -297,33 +334,6 @@ std::set<uint32_t> Job::unreadable_shards(const ExtentStore& extents) const {
   return all;
 }
 
-bool Job::is_lost(const Entry& entry) const {
-  if (lost.count() == 0 || entry.kind == EntryKind::gradient) return false;
-  if (entry.kind == EntryKind::bytes) return lost.contains(entry.owner);
-  const ShardIds& held = shards_.bucket(entry.owner).shards;
-  return std::any_of(held.begin(), held.end(), [this](uint32_t id) { return lost.contains(id); });
-}
-
-std::string Job::describe_holders() const {
-  constexpr size_t kNamed = 3;
-  std::vector<const Entry*> held;
-  uint64_t bytes = 0;
-  for (Entry* const entry : shards_.entries()) {
-    if (entry == nullptr || entry->slot == nullptr || !slots_.is_pinned(*entry->slot)) continue;
-    held.push_back(entry);
-    bytes += entry->slot->bytes;
-  }
-  for (const auto& slot : slots_.retired()) bytes += slot->bytes;
-  std::sort(
-      held.begin(), held.end(), [](const Entry* a, const Entry* b) { return a->bytes > b->bytes; });
-  std::string text = concat(bytes, " bytes are leased");
-  for (size_t i = 0; i < std::min(held.size(), kNamed); ++i) {
-    text +=
-        concat(i == 0 ? ", most by " : ", ", shards_.describe(*held[i]), " (", held[i]->bytes, ")");
-  }
-  return text;
-}
-
 void Job::drop_cached_tiles(const Bucket& bucket) {
   for (size_t tile = 0; tile < bucket.tile_count(); ++tile)
     tiles.drop(tile_key(bucket.value->owner, tile), memory->private_side());
@@ -370,11 +380,6 @@ void Job::remove(uint32_t shard_id, ExtentStore& extents) {
   reserve_metadata();
   changed = true;
   note_layout_change({.removed = {shard_id}, .added = {}, .added_ids = {}});
-}
-
-bool Job::is_tight() const {
-  constexpr uint64_t kLargestEntries = 4;
-  return memory->arena_bytes_max() < kLargestEntries * shards_.largest_entry_bytes();
 }
 
 bool Job::gradients_fit() const {

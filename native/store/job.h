@@ -16,12 +16,17 @@
 #include "store/cache/conditions.h"
 #include "store/cache/entry.h"
 #include "store/cache/eviction.h"
+#include "store/cache/fetches.h"
+#include "store/cache/half_written.h"
 #include "store/cache/job_memory.h"
 #include "store/cache/lease_waiters.h"
-#include "store/cache/mends.h"
+#include "store/cache/leases.h"
 #include "store/cache/pins.h"
+#include "store/cache/plan_progress.h"
 #include "store/cache/prefetch_window.h"
+#include "store/cache/prefetcher.h"
 #include "store/cache/residencies.h"
+#include "store/cache/room.h"
 #include "store/cache/session.h"
 #include "store/cache/shard_table.h"
 #include "store/cache/shards.h"
@@ -63,6 +68,16 @@ class Job final : public CatalogueSource, private ResidencyGates {
   FarthestNextUse& policy() { return policy_; }
   PrefetchWindow& prefetch_window() { return prefetch_window_; }
   Residencies& residencies() { return residencies_; }
+  PlanProgress& plans() { return plans_; }
+  // With connect() alone.
+  LeaseWaiters& waiters() { return connected_->waiters; }
+  const LeaseWaiters& waiters() const { return connected_->waiters; }
+  Room& room() { return connected_->room; }
+  HalfWritten& half_written() { return connected_->half_written; }
+  Prefetcher& prefetcher() { return connected_->prefetcher; }
+  Leases& leases() { return connected_->leases; }
+  /// Once, before anybody leases anything.
+  void connect(ExtentStore& extents, const Clock& clock, std::unique_ptr<LeaseGates> gates);
 
   /// Makes shards known. Existing ones are checked, new parameters are packed into buckets: nothing
   /// changes where one of them is refused, or where all that the job declared needs more than its
@@ -73,9 +88,6 @@ class Job final : public CatalogueSource, private ResidencyGates {
   /// Tells the memory what the arena would like to hold. A shard more costs no look at the others:
   /// blobs are declared one by one.
   void expect_memory();
-  /// The arena has room for so few of the largest entries that one small view, held for long in a
-  /// bad place, keeps them out.
-  bool is_tight() const;
   Shards& shards() { return shards_; }
   const Shards& shards() const { return shards_; }
   /// Whether all gradients fit beside the largest bucket's parameters.
@@ -115,14 +127,11 @@ class Job final : public CatalogueSource, private ResidencyGates {
   std::optional<uint32_t> tile_record(uint64_t key);
   /// All of it, where the ledger is new, or was adopted and the job stands as it will go on.
   void note_shards();
-  std::string describe_holders() const;
   /// Replica `replica` of the entry, or the rest of that tile, is gone from the disk. A gradient is
   /// no shard's state: the next backward makes it again.
   void lose(const Entry& entry, size_t replica, const Status& why);
   /// Shards with bytes that the device failed to read, and that nobody has read since.
   std::set<uint32_t> unreadable_shards(const ExtentStore& extents) const;
-  /// Whether some of its bytes are lost.
-  bool is_lost(const Entry& entry) const;
 
   /// All extents of the job, for release; the job is at its end.
   std::vector<ExtentRecord> take_extents();
@@ -159,23 +168,10 @@ class Job final : public CatalogueSource, private ResidencyGates {
   std::unique_ptr<Ledger> ledger;
   /// Nothing before the first session attaches: an idle job holds disk only.
   std::unique_ptr<JobMemory> memory;
-  std::shared_ptr<PlanBook> plans = std::make_shared<PlanBook>();
-  /// Of the last period of a plan, and when it began.
-  uint64_t period_fetched_bytes = 0;
-  uint64_t period_begin_fetched_bytes = 0;
-  /// What the period has to move that the last step ended; 0: not known.
-  uint64_t necessary_bytes = 0;
-  /// Of which plan that was computed last, and what it was.
-  std::optional<PlanBook::PlanId> necessary_of;
-  uint64_t necessary_of_bytes = 0;
-  /// Fetched and spilled, as of the last step.
-  uint64_t counted_moved_bytes = 0;
   PrivateTiles tiles;
   EarlyBuckets early;
 
   std::shared_ptr<TileQueue> tile_queue;  // nullptr before the first task
-  LeaseWaiters waiters;
-  Mends mends;
   Conditions conditions;
   Operations operations;
   /// Steps that were accepted and are not finished, in their order.
@@ -208,7 +204,31 @@ class Job final : public CatalogueSource, private ResidencyGates {
                       .table = table_,
                       .policy = policy_,
                       .window = prefetch_window_,
-                      .gates = *this}) {}
+                      .gates = *this}),
+        plans_({.shards = shards_,
+                .sessions = sessions,
+                .memory = memory,
+                .durability = durability,
+                .policy = policy_,
+                .window = prefetch_window_,
+                .counters = counters}) {}
+
+  /// What needs the store's devices and clock.
+  struct Connected {
+    Connected(Job& job,
+              ExtentStore& extents,
+              const Clock& clock,
+              std::unique_ptr<LeaseGates> lease_gates);
+
+    const std::unique_ptr<LeaseGates> gates;
+    LeaseWaiters waiters;
+    const CacheParts parts;
+    Room room;
+    Fetches fetches;
+    HalfWritten half_written;
+    Prefetcher prefetcher;
+    Leases leases;
+  };
 
   /// Of a shard that was just added; its id.
   uint32_t begin_shard(const ShardSpec& spec);
@@ -227,6 +247,8 @@ class Job final : public CatalogueSource, private ResidencyGates {
   ShardTable table_;
   PrefetchWindow prefetch_window_;
   Residencies residencies_;
+  PlanProgress plans_;
+  std::unique_ptr<Connected> connected_;
 
   JobWeight weight_;
   /// Of the last catalogue on disk, and of the newest that was begun.

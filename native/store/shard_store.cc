@@ -10,6 +10,7 @@
 #include "base/check.h"
 #include "base/failpoint.h"
 #include "base/units.h"
+#include "store/job_gates.h"
 
 namespace memd {
 namespace {
@@ -17,6 +18,10 @@ namespace {
 // Outside of every quota: the root, and catalogues of jobs that were admitted before catalogues
 // counted. Old and new ones lie side by side during a commit.
 constexpr uint64_t kCatalogueReserveBytesMin = 4_MiB;
+uint64_t room_wait_ns(const Job& job) {
+  return job.counters.lease_wait_reason_ns[static_cast<size_t>(LeaseWait::room)];
+}
+
 uint64_t catalogue_reserve_bytes(uint64_t capacity_bytes) {
   return std::max(kCatalogueReserveBytesMin, capacity_bytes / 100);
 }
@@ -58,11 +63,30 @@ ShardStore::~ShardStore() {
     // What a keeper keeps is for the next daemon: nothing of this is noted.
     if (job->memory != nullptr) job->memory->end_claims();
     job->ledger.reset();
-    for (const auto& session : job->sessions) end_plan(*job, *session);
+    for (const auto& session : job->sessions) job->plans().end(*session);
     job->sessions.clear();
     early_.forget(*job);
     free_slots(*job);
   }
+}
+
+void ShardStore::connect(Job& job) {
+  job.connect(extents_,
+              clock_,
+              std::make_unique<JobGates>(
+                  job,
+                  early_,
+                  tiles_,
+                  JobGates::Calls{
+                      .step_before =
+                          [&job](const LeaseRequest& request, const Entry& entry) {
+                            return update_before(job, request, entry);
+                          },
+                      .write_back =
+                          [this, &job](Entry& entry, Done done) {
+                            write_back(job, entry, std::make_shared<StepReport>(), std::move(done));
+                          },
+                      .ask_for_flush = [this, &job](auto bucket) { ask_for_flush(job, bucket); }}));
 }
 
 void ShardStore::free_slots(Job& job) {
@@ -208,6 +232,7 @@ Result<Job*> ShardStore::admit(const OpenJobRequest& request) {
   if (Status status = give_memory(*job); !status.is_ok()) return status;
   job->changed = true;
   MEMD_FAILPOINT("job.admitted");
+  connect(*job);
   return &jobs_.put(std::move(job));
 }
 
@@ -282,7 +307,7 @@ void ShardStore::apply_weight(uint64_t job_id, JobWeight weight) {
 
 bool ShardStore::is_unused(const Job& job) const {
   return job.sessions.empty() && job.activity_count == 0 &&
-         job.slots().service_lease_count() == 0 && job.waiters.empty() &&
+         job.slots().service_lease_count() == 0 && job.waiters().empty() &&
          job.operations.is_idle() && job.conditions.empty();
 }
 
@@ -323,6 +348,7 @@ void ShardStore::return_to_disk(Job& job) {
     }
     fresh->expect_memory();
   }
+  connect(*fresh);
   jobs_.put(std::move(fresh));
 }
 
@@ -371,8 +397,9 @@ void ShardStore::drop_now(Job& job, const Done& done) {
   }
   keepsakes_.forget_table(job_id);
   keepsakes_.forget_tiles(job_id);
-  const std::list<LeaseWaiter> waiters = job.waiters.take_all();
+  const std::list<LeaseWaiter> waiters = job.waiters().take_all();
   const std::vector<Operations::Start> operations = job.operations.take_waiting();
+  room_wait_ns_of_dropped_ += room_wait_ns(job);
   jobs_.remove(job_id);
   apply_weight(job_id, JobWeight());
   const Status gone = error(StatusCode::fenced, "the job was dropped: ", job_id);
@@ -404,7 +431,7 @@ Result<std::shared_ptr<Session>> ShardStore::attach(uint64_t job_id, const Sessi
   auto session = sessions_.create(job_id, owner, job->sessions, job->ledger.get());
   if (!session.is_ok()) return session.status();
   job->sessions.push_back(session.value());
-  begin_plan(*job, *session.value());
+  job->plans().begin(*session.value());
   sessions_.add(session.value());
   return session;
 }
@@ -415,10 +442,10 @@ Result<std::shared_ptr<Session>> ShardStore::resume_session(uint64_t session_id,
   if (!resumed.is_ok()) return resumed;
   const std::shared_ptr<Session>& session = resumed.value();
   session->ring.discard_requests();
-  want_uses(*session);
+  PlanProgress::want_uses(*session);
   // Its client may come back to the daemon that it was with, which has taken some of them. What is
   // granted after the client has looked for such grants would be given back by nobody.
-  for (LeaseWaiter& waiter : find(session->job_id)->waiters.take([&](const LeaseWaiter& each) {
+  for (LeaseWaiter& waiter : find(session->job_id)->waiters().take([&](const LeaseWaiter& each) {
          return each.request.session_id == session_id && !each.request.for_service;
        })) {
     waiter.reply(error(StatusCode::unavailable, "the session came back: ask again"), {});
@@ -443,7 +470,7 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   Job& job = *owner.value();
   const std::shared_ptr<Session> session = sessions_.at(session_id);
   session->ring.end_resident_leases();
-  const std::list<LeaseWaiter> given_up = job.waiters.take(
+  const std::list<LeaseWaiter> given_up = job.waiters().take(
       [&](const LeaseWaiter& waiter) { return waiter.request.session_id == session_id; });
   const uint32_t leases_before = job.slots().lease_count();
   MEMD_FAILPOINT("session.before_discard");
@@ -452,7 +479,7 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
     session->ring.end();
     sessions_.forget(job.ledger.get(), session_id);
   });
-  if (!MEMD_PLANTED("session.half_written_shown")) discard_half_written(job, *session, *discarded);
+  if (!MEMD_PLANTED("session.half_written_shown")) job.half_written().discard(*session, *discarded);
   MEMD_FAILPOINT("session.before_pins_dropped");
   discarded->finish(Status::ok());
   job.stalls_ended.add(session->ring.stalls());
@@ -463,7 +490,7 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
     job.table().withdraw(*entry);
   }
   if (!MEMD_PLANTED("session.pins_kept")) std::erase(job.sessions, session);
-  end_plan(job, *session);
+  job.plans().end(*session);
   sessions_.remove(session_id);
   const uint32_t leases_after = job.slots().lease_count();
   if (job.memory != nullptr) job.slots().free_retired();
@@ -495,6 +522,39 @@ Result<std::pair<std::vector<ShardInfo>, bool>> ShardStore::declare(
   auto infos = job.value()->declare(specs);
   if (!infos.is_ok()) return infos.status();
   return std::pair(std::move(infos).value(), job.value()->gradients_fit());
+}
+
+// ---- Leases -------------------------------------------------------------------------------------
+
+void ShardStore::lease(const LeaseRequest& request, LeaseReply reply) {
+  if (request.part > Part::gradient || request.mode > LeaseMode::overwrite) {
+    return reply(error(StatusCode::invalid_argument, "unknown part or mode of a lease"), {});
+  }
+  const auto found = job_of(request.session_id);
+  if (!found.is_ok()) return reply(found.status(), {});
+  Job& job = *found.value();
+  if (!job.progress.stopped().is_ok()) return reply(job.progress.stopped(), {});
+  if (job.shards().find_entry(request.shard_id, request.part) == nullptr) {
+    return reply(error(StatusCode::not_found,
+                       "job ",
+                       job.name,
+                       " has no such shard, or it has no gradient; declare it first: shard ",
+                       request.shard_id),
+                 {});
+  }
+  job.leases().acquire(request, std::move(reply));
+}
+
+void ShardStore::release_service_lease(uint64_t job_id, const LeaseGrant& grant, bool discard) {
+  Job* const job = find(job_id);
+  MEMD_CHECK(job != nullptr);  // a job with service leases is not dropped
+  job->leases().release_service(grant, discard);
+}
+
+bool ShardStore::look_ahead() {
+  bool progress = false;
+  for (const auto& [job_id, job] : jobs_) progress |= job->prefetcher().look_ahead();
+  return progress;
 }
 
 // ---- Gradients and deletion ---------------------------------------------------------------------
@@ -569,7 +629,7 @@ void ShardStore::gradient_unused(uint64_t session_id, uint32_t shard_id) {
   const auto found = job_of(session_id);
   if (!found.is_ok()) return;
   Job& job = *found.value();
-  for (LeaseWaiter& waiter : job.waiters.take([&](const LeaseWaiter& each) {
+  for (LeaseWaiter& waiter : job.waiters().take([&](const LeaseWaiter& each) {
          const LeaseRequest& request = each.request;
          return request.session_id == session_id && request.shard_id == shard_id &&
                 request.is_ahead && !request.for_service;
@@ -623,9 +683,8 @@ void ShardStore::delete_shard(uint64_t session_id,
     // It may have gone, or come back under the same name, while its bytes were being moved.
     const auto again = job.shards().find(name);
     if (!again) return done(false);
-    fail_waiters(job,
-                 *job.shards()[*again].value,
-                 error(StatusCode::not_found, "shard ", job.name, "/", name, " was deleted"));
+    job.waiters().fail(*job.shards()[*again].value,
+                       error(StatusCode::not_found, "shard ", job.name, "/", name, " was deleted"));
     MEMD_FAILPOINT("shard.before_removed");
     job.remove(*again, extents_);
     done(true);
@@ -713,7 +772,7 @@ bool ShardStore::advance() {
   bool progress = false;
   std::vector<uint64_t> broken;
   for (const auto& [session_id, session] : sessions_.all()) {
-    progress |= follow_uses(*session);
+    progress |= find(session->job_id)->plans().follow_uses(*session);
     progress |= serve(*session);
     if (session->ring.broken()) broken.push_back(session_id);
   }
@@ -733,7 +792,7 @@ bool ShardStore::advance() {
   };
   advance_tiles();
   for (const uint64_t job_id : job_ids) {
-    if (Job* const job = find(job_id)) progress |= advance_leases(*job);
+    if (Job* const job = find(job_id)) progress |= job->leases().advance();
   }
   progress |= look_ahead();
   for (const uint64_t job_id : job_ids) progress |= advance_conditions(job_id);
@@ -785,13 +844,13 @@ void ShardStore::write_catalogue_anew(uint64_t job_id) {
 
 bool ShardStore::wants_releases() const {
   return std::any_of(jobs_.begin(), jobs_.end(), [](const auto& it) {
-    return !it.second->conditions.empty() || !it.second->waiters.empty();
+    return !it.second->conditions.empty() || !it.second->waiters().empty();
   });
 }
 
 uint64_t ShardStore::next_deadline_ns() const {
   uint64_t next = std::numeric_limits<uint64_t>::max();
-  for (const auto& [job_id, job] : jobs_) next = std::min(next, job->waiters.next_deadline_ns());
+  for (const auto& [job_id, job] : jobs_) next = std::min(next, job->waiters().next_deadline_ns());
   for (const uint64_t due_ns : {scrub_.next_ns(), live_check_.next_ns(), extents_.next_ns()}) {
     if (due_ns != 0) next = std::min(next, due_ns);
   }
@@ -810,7 +869,7 @@ void ShardStore::give_up_waiting() {
   scrub_.set_rate(0);
   live_check_.give_up();
   for (const auto& [job_id, job] : jobs_) {
-    for (const LeaseWaiter& waiter : job->waiters.take_all()) {
+    for (const LeaseWaiter& waiter : job->waiters().take_all()) {
       waiter.reply(error(StatusCode::unavailable, "the daemon is stopping; job ", job_id), {});
     }
   }
@@ -851,14 +910,14 @@ std::vector<Activity> ShardStore::in_flight() const {
   };
   for (const auto& [job_id, owned] : jobs_) {
     const Job* const job = owned.get();
-    job->waiters.for_each([&](const LeaseWaiter& waiter) {
+    job->waiters().for_each([&](const LeaseWaiter& waiter) {
       const LeaseRequest& request = waiter.request;
       std::string what = concat("shard ", job->shards()[request.shard_id].name());
       if (request.part == Part::gradient) what += " gradient";
       what += request.mode == LeaseMode::read ? ", to read" : ", to write";
       add(job,
           job->job_id,
-          {.kind = "lease", .what = std::move(what), .waits_on = waiter.waits_on},
+          {.kind = "lease", .what = std::move(what), .waits_on = job->waiters().describe(waiter)},
           waiter.started_ns);
     });
     const std::vector<Operations::Open> operations = job->operations.open();
@@ -901,6 +960,7 @@ ServerStatistics ShardStore::statistics() const {
                            .io = io_.device_statistics(device)});
   }
   for (const auto& [job_id, job] : jobs_) {
+    out.room_wait_ns += room_wait_ns(*job);
     JobStatistics statistics{
         .job = info_of(*job), .counters = job->counters, .stalls = job->stalls_ended};
     for (const auto& session : job->sessions) statistics.stalls.add(session->ring.stalls());
@@ -914,7 +974,7 @@ ServerStatistics ShardStore::statistics() const {
   }
   out.session_count = static_cast<uint32_t>(sessions_.all().size());
   out.ring_protocol_errors = ring_protocol_errors_;
-  out.room_wait_ns = room_wait_ns_;
+  out.room_wait_ns = room_wait_ns_of_dropped_;
   out.step_seconds = step_seconds_;
   out.commit_seconds = commits_.seconds();
   out.step_phases = step_phases_;

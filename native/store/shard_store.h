@@ -74,10 +74,6 @@ struct ShardStoreParts {
 /// load(). Replies run on the same thread, at once or later inside advance() or a completion.
 class ShardStore {
  public:
-  /// Uses of one session that are followed in one turn: with the most that PlanBook compares for
-  /// each, a few milliseconds. A log holds 64 times as many.
-  static constexpr uint64_t kFollowedATurn = 1024;
-
   explicit ShardStore(const ShardStoreParts& parts);
   ~ShardStore();
 
@@ -180,7 +176,6 @@ class ShardStore {
 
  private:
   JobInfo info_of(const Job& job) const;
-  enum class Grant : uint8_t { done, waiting, waiting_for_space };
   Job* find(uint64_t job_id) const;
   Result<Job*> admit(const OpenJobRequest& request);
   Status give_memory(Job& job);
@@ -225,86 +220,13 @@ class ShardStore {
 
   /// True where there was a request.
   bool serve(Session& session);
-  bool advance_leases(Job& job);
-  /// A writer copies a blob's old bytes, and they may lie where the copy has no room beside them:
-  /// they go to disk, once, and come back where both fit. False where that makes no room either.
-  bool move_old_bytes(Job& job, LeaseWaiter& waiter);
-  /// ok, or why nothing will ever make room for it.
-  static Status check_room_can_come(const Job& job, const LeaseWaiter& waiter);
-  Status check_deadline(const Job& job, const LeaseWaiter& waiter) const;
   bool advance_conditions(uint64_t job_id);
   /// Commits a step in memory: what the next daemon goes on from.
   void remember(Job& job);
-  void count_wait(Job& job, LeaseWaiter& waiter);
-  static Grant put_off(LeaseWaiter& waiter, LeaseWait reason, std::string what);
-  Grant try_grant(Job& job, LeaseWaiter& waiter);
-  Grant grant_or_wait(Job& job, LeaseWaiter& waiter);
-  /// Writers of blobs and buffers get a slot of their own, which takes the old one's place once it
-  /// is given back: readers see the old bytes or the new ones, whatever happens to the writer.
-  Grant grant_bytes_writer(Job& job, LeaseWaiter& waiter, Entry& entry, bool keeps_old_bytes);
-  void reply_granted(Job& job, LeaseWaiter& waiter, Slot& slot);
-  std::unique_ptr<Slot> make_room(Job& job, uint64_t bytes, uint32_t pin_count, bool may_spill);
-  /// What goes first, as far as it makes room for `bytes` in one piece: nothing goes for a hole
-  /// that is too small. `distance_min`: only what is used so many uses from now, or later, as far
-  /// as plans know. False where nothing went; after true there may still be no room, where a client
-  /// leased meanwhile what was to go.
-  bool evict_for(Job& job,
-                 uint64_t bytes,
-                 uint64_t distance_min = 0,
-                 uint64_t evicted_bytes_max = std::numeric_limits<uint64_t>::max());
-  /// The private side's last segment becomes the arena's, at once or, with `may_flush`, once what
-  /// lies there alone is on disk.
-  bool shrink_private(Job& job, bool may_flush);
-  bool spill(Job& job, uint64_t bytes);
-  void fetch(Job& job, Entry& entry, IoPriority priority, Done done);
-  void fail_waiters(Job& job, const LeaseWaiters::Chosen& chosen, const Status& status);
-  void fail_waiters(Job& job, const Entry& entry, const Status& status);
-  /// Of a session that ends. What waits for the disk is a branch of `discarded`.
-  void discard_half_written(Job& job, const Session& session, Join& discarded);
-  /// Shards of a parameter's slot, by their counter, are again what the disk has of them, or as if
-  /// they had never been written.
-  void discard_torn(Job& job, Entry& entry, const std::set<uint32_t>& torn, Done discarded);
-  void start_mend(Job& job, Entry& entry);
-  void finish_mend(Job& job,
-                   Entry& entry,
-                   std::span<const std::byte> on_disk,
-                   const Status& status);
-
-  // Plans.
-  static void begin_plan(Job& job, Session& session);
-  static void end_plan(Job& job, Session& session);
-  /// Has the session say so when it has made some uses.
-  static void want_uses(Session& session);
-  /// What the session has leased since the last call: with a request, whose grant was counted, or
-  /// without one; the rest is left to the next turn where it is more than kFollowedATurn. True
-  /// where there was something.
-  bool follow_uses(Session& session);
-  void follow(Job& job, Session& session, std::span<const Use> uses);
-  /// All that the session used before it closed the step was followed: the period is over.
-  void end_period(Job& job, SessionPlan& plan, const PlanCut& cut);
-  static void note_followed(Job& job, SessionPlan& plan, std::span<const uint32_t> used_ids);
-  /// Buckets in the order in which the session used their parameters first since its last step,
-  /// which is the order in which the next forward will want them.
-  std::vector<uint32_t> in_order_of_use(const Job& job,
-                                        uint64_t session_id,
-                                        const std::set<uint32_t>& buckets) const;
-  /// The session has closed a step, which will update these in this order; and it did.
-  void plan_step(Job& job,
-                 uint64_t session_id,
-                 uint64_t step,
-                 const std::vector<uint32_t>& buckets);
-  void plan_updates_made(Job& job, uint64_t session_id, uint64_t step);
-  static uint64_t necessary_bytes(const Job& job, const Plan& plan);
-  /// The step is made, and did this beside what leases and spills moved.
-  static void count_moved(Job& job, const StepReport& report);
-  /// Brings up what comes next, as far as there is room: nothing goes for it that is used before
-  /// it is.
+  /// The owners of its cache that need this store's devices and clock.
+  void connect(Job& job);
+  /// Brings up what comes next.
   bool look_ahead();
-  bool look_ahead(Job& job, Session& session);
-  static bool may_prefetch(const Job& job, const Entry& entry);
-  static uint64_t uses_until_room(const Job& job, const SessionPlan& plan);
-  std::unique_ptr<Slot> make_room_ahead(Job& job, const Entry& entry, uint64_t distance);
-  void prefetch(Job& job, Entry& entry, std::unique_ptr<Slot> slot);
 
   /// Writes one dirty, unleased entry to new extents; it is draining meanwhile and clean
   /// afterwards.
@@ -362,9 +284,9 @@ class ShardStore {
   void publish_values(const StepState& state);
   void publish_bucket(StepState& state, const Bucket& bucket);
   /// What a lease of a parameter's value has to wait for: its update, or the commit of it.
-  std::optional<std::pair<LeaseWait, std::string>> update_before(const Job& job,
-                                                                 const LeaseRequest& request,
-                                                                 const Entry& entry) const;
+  static std::optional<WaitsFor> update_before(const Job& job,
+                                               const LeaseRequest& request,
+                                               const Entry& entry);
   void note_call(const StepRequest& request);
   void let_lease_after(const StepRequest& request);
   void note_call_failed(const Job& job, const StepRequest& request, const Status& why);
@@ -409,9 +331,8 @@ class ShardStore {
   bool may_redo_ = false;
   DroppedMemory dropped_memory_;
   std::vector<std::string> load_notes_;
-  std::vector<Use> uses_;  // of one call
   uint64_t ring_protocol_errors_ = 0;
-  uint64_t room_wait_ns_ = 0;
+  uint64_t room_wait_ns_of_dropped_ = 0;
   SecondsHistogram step_seconds_{kStepSecondsBounds};
   StepPhases step_phases_;
   ExtentPlaces places_;

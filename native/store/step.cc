@@ -269,8 +269,8 @@ void ShardStore::accept_step(
   }
   note_call(request);
   let_lease_after(request);
-  state->update_order = in_order_of_use(job, request.session_id, state->buckets);
-  plan_step(job, request.session_id, request.step, state->update_order);
+  state->update_order = job.plans().in_order_of_use(request.session_id, state->buckets);
+  job.plans().close_step(request.session_id, request.step, state->update_order);
   state->request = std::move(request);
   state->place = place;
   state->done = std::move(done);
@@ -516,7 +516,8 @@ void ShardStore::let_go_of_entries(StepState& state) {
     entry->is_ahead = false;
   }
   state.held.clear();
-  for (const auto& [shard_id, group] : state.group_of) state.job->shards()[shard_id].is_ahead = false;
+  for (const auto& [shard_id, group] : state.group_of)
+    state.job->shards()[shard_id].is_ahead = false;
 }
 
 // The session of the step goes on with the new values at once. Everybody else sees what is
@@ -538,8 +539,9 @@ void ShardStore::publish_bucket(StepState& state, const Bucket& bucket) {
   MEMD_FAILPOINT("step.bucket_published");
 }
 
-std::optional<std::pair<LeaseWait, std::string>> ShardStore::update_before(
-    const Job& job, const LeaseRequest& request, const Entry& entry) const {
+std::optional<WaitsFor> ShardStore::update_before(const Job& job,
+                                                  const LeaseRequest& request,
+                                                  const Entry& entry) {
   for (const auto& state : job.closed_steps) {
     if (state->is_over || !state->buckets.contains(entry.owner)) continue;
     const bool is_own = !request.for_service && state->request.session_id == request.session_id;
@@ -549,9 +551,7 @@ std::optional<std::pair<LeaseWait, std::string>> ShardStore::update_before(
     if (!is_own && !has_begun) continue;
     const bool can_be_read = is_own && has_begun && entry.is_ahead && !state->is_undoing;
     if (can_be_read && request.mode == LeaseMode::read) continue;
-    if (!is_own || request.mode != LeaseMode::read)
-      return std::pair(LeaseWait::step, concat("a step that uses ", job.shards().describe(entry)));
-    return std::pair(LeaseWait::update, concat("an update of ", job.shards().describe(entry)));
+    return is_own && request.mode == LeaseMode::read ? WaitsFor::update : WaitsFor::step;
   }
   return std::nullopt;
 }
@@ -749,13 +749,11 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
 void ShardStore::make_slot_for_update(const StepState& state, Entry& value) {
   Job& job = *state.job;
   if (value.slot != nullptr) return;
-  const auto session = sessions_.find(state.request.session_id);
-  const bool is_planned = session != sessions_.end() && session->second->plan != nullptr;
-  const uint64_t distance = is_planned ? session->second->plan->distance(value.id) : kNeverUsed;
+  const uint64_t distance = job.plans().distance(state.request.session_id, value.id);
   auto slot = job.slots().make(value.bytes, job.shards().shard_count(value));
   while (slot == nullptr &&
          (job.memory->grow_arena() ||
-          (distance != kNeverUsed && evict_for(job, value.bytes, distance + 1)))) {
+          (distance != kNeverUsed && job.room().evict_for(value.bytes, distance + 1)))) {
     slot = job.slots().make(value.bytes, job.shards().shard_count(value));
   }
   if (slot == nullptr) return;

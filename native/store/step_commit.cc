@@ -184,10 +184,9 @@ void ShardStore::publish_step(const std::shared_ptr<StepState>& state) {
   }
   publish_values(*state);
   MEMD_FAILPOINT("step.before_gradients_dropped");
-  drop_gradients_of(job, [&](const Shard& shard) {
-    return state->group_of.contains(job.shards().id_of(shard));
-  });
-  plan_updates_made(job, state->request.session_id, state->request.step);
+  drop_gradients_of(
+      job, [&](const Shard& shard) { return state->group_of.contains(job.shards().id_of(shard)); });
+  job.plans().end_updates(state->request.session_id, state->request.step);
 }
 
 void ShardStore::commit_in_memory(const std::shared_ptr<StepState>& state) {
@@ -283,7 +282,7 @@ void ShardStore::finish_step(const std::shared_ptr<StepState>& state, const Stat
   state->report->disk_error = job.progress.disk_error().message();
   if (state->is_step && status.is_ok()) {
     step_phases_.add(*state->report);
-    count_moved(job, *state->report);
+    job.plans().count_moved(state->report->read_bytes + state->report->written_bytes);
     step_seconds_.add(static_cast<double>(clock_.now_ns() - state->started_ns) * 1e-9);
   }
   const uint64_t job_id = job.job_id;

@@ -42,7 +42,8 @@ void ShardStore::write_back(Job& job,
     if (status.is_ok() && entry.kind != EntryKind::gradient) job.changed = true;
     done(status);
   });
-  Bucket* const bucket = entry.kind == EntryKind::parameter ? &job.shards().bucket(entry.owner) : nullptr;
+  Bucket* const bucket =
+      entry.kind == EntryKind::parameter ? &job.shards().bucket(entry.owner) : nullptr;
   for (size_t i = 0; i < entry.replicas.size(); ++i) {
     TileTask task;
     task.job = &job;
@@ -110,11 +111,8 @@ void ShardStore::ask_for_flush(Job& job, std::optional<uint32_t> bucket) {
         job, only, std::make_shared<StepReport>(), [this, &job, key, only](const Status& status) {
           job.tiles.end_flush(key);
           if (!status.is_ok()) {
-            const auto waits = [&](const LeaseWaiter& waiter) {
-              if (only == nullptr) return waiter.reason == LeaseWait::room;
-              return job.shards().find_entry(waiter.request.shard_id, waiter.request.part) == only->value;
-            };
-            fail_waiters(job, waits, status);
+            only == nullptr ? job.waiters().fail_for_room(status)
+                            : job.waiters().fail(*only->value, status);
           }
           end_operation(job.job_id);
         });

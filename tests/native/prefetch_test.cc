@@ -262,7 +262,7 @@ TEST(Prefetch, a_shard_that_is_deleted_or_declared_anew_ends_in_no_error) {
     for (const uint32_t id : ids) model.client.use_slowly(id);
   };
   for (int i = 0; i < 5; ++i) period();
-  EXPECT_TRUE(model.heart.job(model.session_id).plans->plan_count() > 0);
+  EXPECT_TRUE(model.heart.job(model.session_id).plans().book().plan_count() > 0);
   const auto remove = [&](size_t which) {
     std::optional<bool> removed;
     model.heart.store().delete_shard(
@@ -301,7 +301,7 @@ TEST(Prefetch, a_shard_that_is_lost_is_not_asked_for_again_and_again) {
     if (job.shards()[id].value == victim) continue;
     model.client.use_slowly(id);
   }
-  EXPECT_TRUE(job.is_lost(*victim));
+  EXPECT_TRUE(job.lost.contains(model.ids[victim->owner]));
   const uint64_t fetched_bytes = job.counters.fetched_bytes;
   model.heart.turns();
   EXPECT_EQ(job.counters.fetched_bytes, fetched_bytes);
@@ -325,7 +325,7 @@ TEST(Prefetch, sessions_have_a_place_each_and_end_when_they_like) {
       other_use(model.ids[model.count() - 1 - i]);
     }
   }
-  EXPECT_GE(model.heart.job(model.session_id).plans->plan_count(), 2u);
+  EXPECT_GE(model.heart.job(model.session_id).plans().book().plan_count(), 2u);
   const auto detached = model.heart.store().detach(*other_id);
   EXPECT_TRUE(detached.is_ok());
   other.reset();
@@ -354,11 +354,11 @@ TEST(Prefetch, of_a_long_log_no_more_than_a_part_is_followed_in_a_turn) {
   while (model.client.taken_count() < model.client.noted_count()) {
     const uint64_t before = model.client.taken_count();
     EXPECT_TRUE(model.heart.turn()) << "there is more to read: the daemon must not sleep";
-    ASSERT_LE(model.client.taken_count() - before, ShardStore::kFollowedATurn);
+    ASSERT_LE(model.client.taken_count() - before, PlanProgress::kFollowedATurn);
     ASSERT_GT(model.client.taken_count(), before);
     ++turn_count;
   }
-  EXPECT_EQ(turn_count, kUseLogEntries / ShardStore::kFollowedATurn);
+  EXPECT_EQ(turn_count, kUseLogEntries / PlanProgress::kFollowedATurn);
 }
 
 // Both do the same steps; of one the daemon hears use for use, of the other when a step is closed,
@@ -388,7 +388,7 @@ TEST(Prefetch, a_step_is_planned_whole_however_much_of_it_is_still_to_be_read) {
       // The next forward has begun.
       for (uint32_t i = 0; i < 4; ++i) note(model.ids[i], LeaseMode::read, Part::value);
       const uint64_t unread_count = model.client.noted_count() - model.client.taken_count();
-      EXPECT_EQ(unread_count > ShardStore::kFollowedATurn, !hears_at_once);
+      EXPECT_EQ(unread_count > PlanProgress::kFollowedATurn, !hears_at_once);
       const auto [status, report] =
           model.heart.step({.session_id = model.session_id,
                             .groups = {{.settings = {}, .shard_ids = model.ids}},
@@ -397,9 +397,10 @@ TEST(Prefetch, a_step_is_planned_whole_however_much_of_it_is_still_to_be_read) {
       EXPECT_TRUE(status.is_ok()) << status.message();
       model.heart.turns();
       const PlanCursor& cursor = model.heart.store().sessions().at(model.session_id)->plan->cursor;
-      const auto plan = cursor.last_period()
-                            ? model.heart.job(model.session_id).plans->find(*cursor.last_period())
-                            : nullptr;
+      const auto plan =
+          cursor.last_period()
+              ? model.heart.job(model.session_id).plans().book().find(*cursor.last_period())
+              : nullptr;
       if (plan != nullptr) periods.emplace_back(plan->uses().begin(), plan->uses().end());
       periods.push_back(cursor.period());
     }

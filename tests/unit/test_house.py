@@ -175,27 +175,25 @@ def test_the_limits_name_what_breaks_them(
 # What breaks a limit today, and how far. Nothing may join or grow; what is cured leaves the list.
 METHODS = {
     "native ClientSession": 42,
-    "native Job": 69,
-    "native ShardStore": 163,
+    "native Job": 56,
+    "native ShardStore": 122,
 }
 EXPOSED_DATA = {
     "client OpenStep": 2,
     "native EarlyBuckets": 5,
     "native Entry": 16,
     "native EntryTable::Chunk": 2,
-    "native Job": 37,
-    "native LeaseWaiter": 9,
+    "native Job": 23,
+    "native LeaseWaiter": 8,
     "native PinCount": 2,
     "native SessionPlan": 4,
-    "native ShardStore::Kept": 1,
     "native StallCounters": 3,
     "native Stalls": 3,
     "native StepPhases": 4,
     "native StepReport": 9,
 }
 FUNCTION_LINES = {
-    "ShardStore::adopt": 217,
-    "ShardStore::grant_or_wait": 183,
+    "ShardStore::adopt": 203,
 }
 
 

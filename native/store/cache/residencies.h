@@ -56,6 +56,9 @@ class Residencies {
   /// All that are finished, at the cost of those that were begun.
   void settle_all_pending();
 
+  /// See ResidencyGates.
+  void note_written(uint32_t shard_id) { parts_.gates.note_written(shard_id); }
+
   /// Of entries that are being written back.
   uint64_t draining_bytes() const { return draining_bytes_; }
 

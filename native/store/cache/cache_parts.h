@@ -1,0 +1,66 @@
+// What the owners of one job's cache work with.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "store/cache/eviction.h"
+#include "store/cache/job_counters.h"
+#include "store/cache/job_memory.h"
+#include "store/cache/lease_gates.h"
+#include "store/cache/lease_waiters.h"
+#include "store/cache/prefetch_window.h"
+#include "store/cache/residencies.h"
+#include "store/cache/session.h"
+#include "store/cache/shard_table.h"
+#include "store/cache/shards.h"
+#include "store/cache/slots.h"
+#include "store/journal/ledger.h"
+#include "store/journal/progress.h"
+#include "store/space/extent_store.h"
+#include "store/space/job_space.h"
+#include "store/space/lost_shards.h"
+
+namespace memd {
+
+/// References that live as long as the job.
+struct CacheParts {
+  const uint64_t job_id;
+  const std::string& job_name;
+  Shards& shards;
+  Slots& slots;
+  ShardTable& table;
+  FarthestNextUse& policy;
+  PrefetchWindow& window;
+  Residencies& residencies;
+  LeaseWaiters& waiters;
+  /// Not nullptr while there is a session.
+  const std::unique_ptr<JobMemory>& memory;
+  const std::unique_ptr<Ledger>& ledger;
+  const std::vector<std::shared_ptr<Session>>& sessions;
+  const JobProgress& progress;
+  const JobSpace& space;
+  LostShards& lost;
+  JobCounters& counters;
+  /// Fetches, spills and steps in flight.
+  uint32_t& activity_count;
+  LeaseGates& gates;
+  ExtentStore& extents;
+  const Clock& clock;
+
+  /// Replica `replica` of the entry is gone from the disk. A gradient is no shard's state: the next
+  /// backward makes it again.
+  void lose(const Entry& entry, size_t replica, const Status& why) const;
+  /// Whether some of its bytes are lost.
+  bool is_lost(const Entry& entry) const;
+  /// "written", and whose gradient there is, for the ledger.
+  void note_shard(uint32_t shard_id) const;
+  /// It is attached.
+  const std::shared_ptr<Session>& session(uint64_t session_id) const;
+};
+
+}  // namespace memd

@@ -1,0 +1,64 @@
+#include "store/cache/fetches.h"
+
+#include <span>
+#include <utility>
+
+#include "base/failpoint.h"
+#include "base/join.h"
+#include "base/units.h"
+
+namespace memd {
+
+void Fetches::fetch(Entry& entry, IoPriority priority, Done done) {
+  ++parts_.activity_count;
+  ++entry.task_count;
+  MEMD_FAILPOINT("fetch.started");
+  parts_.counters.fetched_bytes += entry.bytes;
+  auto join = Join::start([this, &entry, done = std::move(done)](const Status& status) {
+    finish(entry, status, done);
+  });
+  std::byte* const data = parts_.memory->arena().at(entry.slot->offset_bytes);
+  for (size_t i = 0; i < entry.replicas.size(); ++i) {
+    if (parts_.gates.is_tile_dirty(entry, i)) {
+      // The disk has older bytes.
+      parts_.gates.read_tile(entry, i, join->branch());
+      continue;
+    }
+    const std::span<std::byte> into(data + i * entry.stride_bytes(), entry.replica_bytes(i));
+    parts_.extents.read(entry.replicas[i].extent(),
+                        into,
+                        {.job = JobId{parts_.job_id}, .priority = priority},
+                        concat("shard ",
+                               parts_.shards.describe(entry, i),
+                               ", step ",
+                               parts_.progress.committed_step()),
+                        [this, &entry, i, done = join->branch()](const Status& status) {
+                          MEMD_FAILPOINT("fetch.extent_verified");
+                          if (status.code() == StatusCode::integrity) parts_.lose(entry, i, status);
+                          done(status);
+                        });
+  }
+  join->finish(Status::ok());
+}
+
+void Fetches::finish(Entry& entry, const Status& status, const Done& done) {
+  --parts_.activity_count;
+  --entry.task_count;
+  MEMD_FAILPOINT("fetch.finished");
+  if (status.is_ok()) {
+    parts_.residencies.move(entry, Residency::filling, Residency::clean);
+    return done(status);
+  }
+  parts_.residencies.move(entry, Residency::filling, Residency::absent);
+  parts_.slots.free(std::move(entry.slot));
+  done(status);
+  parts_.waiters.fail(entry, status);
+}
+
+void Fetches::raise(const Entry& entry) {
+  parts_.extents.io().raise(
+      JobId{parts_.job_id},
+      {parts_.memory->arena().at(entry.slot->offset_bytes), align_up(entry.bytes, kBlockBytes)});
+}
+
+}  // namespace memd

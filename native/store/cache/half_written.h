@@ -1,0 +1,37 @@
+// What a writer that is gone left in the arena of one job: nothing of it is ever read, and what
+// others wrote beside it stays.
+#pragma once
+
+#include <cstdint>
+#include <set>
+#include <span>
+
+#include "base/join.h"
+#include "store/cache/cache_parts.h"
+#include "store/cache/mends.h"
+
+namespace memd {
+
+/// Owns the repairs that wait for the disk; an entry is draining meanwhile. Owned by the Job; the
+/// server thread calls everything; nothing blocks.
+class HalfWritten {
+ public:
+  explicit HalfWritten(const CacheParts& parts) : parts_(parts) {}
+  HalfWritten(const HalfWritten&) = delete;
+  HalfWritten& operator=(const HalfWritten&) = delete;
+
+  /// All that a session which ends was writing. What waits for the disk is a branch of `discarded`.
+  void discard(const Session& session, Join& discarded);
+  /// Shards of a parameter's slot, by their counter, are again what the disk has of them, or as if
+  /// they had never been written.
+  void discard(Entry& entry, const std::set<uint32_t>& torn, Done discarded);
+
+ private:
+  void start_mend(Entry& entry);
+  void finish_mend(Entry& entry, std::span<const std::byte> on_disk, const Status& status);
+
+  const CacheParts parts_;
+  Mends mends_;
+};
+
+}  // namespace memd

@@ -1,0 +1,466 @@
+#include "store/cache/leases.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/bulk_bytes.h"
+#include "base/failpoint.h"
+#include "base/units.h"
+
+namespace memd {
+
+void Leases::acquire(const LeaseRequest& request, LeaseReply reply) {
+  LeaseRequest bounded = request;
+  bounded.timeout_ns = std::min(request.timeout_ns, kTimeoutNsMax);
+  const uint64_t now_ns = parts_.clock.now_ns();
+  LeaseWaiter& waiter = parts_.waiters.add(
+      {.request = bounded, .reply = std::move(reply), .started_ns = now_ns, .counted_ns = now_ns});
+  MEMD_FAILPOINT("lease.asked");
+  // Those before it go first only where they wait for room.
+  if (try_grant(waiter) == Grant::done) parts_.waiters.remove_newest();
+}
+
+bool Leases::advance() {
+  bool space_wanted = false;
+  return parts_.waiters.advance([&](LeaseWaiter& waiter) -> LeaseWaiters::Verdict {
+    parts_.waiters.count(waiter);
+    // Who came first gets room first; what is resident goes to anyone.
+    const bool is_behind = space_wanted && waiter.waits_for == WaitsFor::room;
+    if (!is_behind && try_grant(waiter) == Grant::done) return {.stays = false};
+    Status refusal;
+    if (waiter.waits_for == WaitsFor::room) {
+      if (!space_wanted) refusal = check_room_can_come(waiter);
+      if (!refusal.is_ok() && move_old_bytes(waiter)) {
+        if (try_grant(waiter) == Grant::done) return {.stays = false};
+        refusal = Status::ok();
+      }
+      space_wanted = true;
+    }
+    if (refusal.is_ok()) refusal = check_deadline(waiter);
+    const bool stays = refusal.is_ok();
+    return {.stays = stays, .refusal = std::move(refusal)};
+  });
+}
+
+Leases::Grant Leases::wait(LeaseWaiter& waiter, WaitsFor what) {
+  waiter.put_off(what);
+  return Grant::waiting;
+}
+
+Leases::Grant Leases::refuse(LeaseWaiter& waiter, const Status& status) {
+  waiter.refuse(status);
+  return Grant::done;
+}
+
+Leases::Grant Leases::try_grant(LeaseWaiter& waiter) {
+  const uint32_t shard_id = waiter.request.shard_id;
+  if (waiter.request.part != Part::value) return grant_or_wait(waiter);
+  // Who is to write must see every reader, and a reader that comes now waits for the answer.
+  if (waiter.request.mode != LeaseMode::read) parts_.table.withhold(shard_id);
+  const Grant grant = grant_or_wait(waiter);
+  parts_.table.end_withholding();
+  // A writer that still waits keeps nobody from reading, and one that is gone no more.
+  parts_.table.publish_shard(shard_id);
+  return grant;
+}
+
+Leases::Grant Leases::grant_or_wait(LeaseWaiter& waiter) {
+  const LeaseRequest& request = waiter.request;
+  Entry* const found = parts_.shards.find_entry(request.shard_id, request.part);
+  if (found == nullptr) {
+    return refuse(waiter,
+                  error(StatusCode::not_found, "the shard was deleted: ", request.shard_id));
+  }
+  const Try asked{.waiter = waiter,
+                  .request = request,
+                  .shard = parts_.shards[request.shard_id],
+                  .entry = *found,
+                  .reads = request.mode == LeaseMode::read};
+  if (const Outcome outcome = check_call(asked)) return *outcome;
+  parts_.residencies.settle_pending(*found);
+  if (const Outcome outcome = check_written(asked)) return *outcome;
+  if (const Outcome outcome = check_steps(asked)) return *outcome;
+  if (!asked.reads) parts_.gates.discard_early(*found, request.shard_id);
+  if (const Outcome outcome = check_moving(asked)) return *outcome;
+  if (!asked.reads) {
+    if (const Outcome outcome = check_writer(asked)) return *outcome;
+  }
+  return found->is_resident() ? grant_resident(asked) : bring_up(asked);
+}
+
+Leases::Outcome Leases::check_call(const Try& asked) const {
+  const LeaseRequest& request = asked.request;
+  if (request.for_service || request.after_call == 0) return std::nullopt;
+  const Session& session = *parts_.session(request.session_id);
+  if (request.after_call == session.call_failed) return refuse(asked.waiter, session.call_failure);
+  if (request.after_call > session.call_seen) return wait(asked.waiter, WaitsFor::earlier_step);
+  return std::nullopt;
+}
+
+Leases::Outcome Leases::check_written(const Try& asked) const {
+  const Entry& entry = asked.entry;
+  // A staged buffer and the one whose place it takes: which of them it is, its commit says.
+  if (entry.owner != entry.kept_owner) return wait(asked.waiter, WaitsFor::step);
+  if (!asked.reads) return std::nullopt;
+  const bool is_gradient = asked.request.part == Part::gradient;
+  if (is_gradient ? asked.shard.gradient_session != 0 : asked.shard.written) return std::nullopt;
+  if (entry.pending != nullptr) return wait(asked.waiter, WaitsFor::first_writer);
+  return refuse(asked.waiter,
+                error(StatusCode::not_found,
+                      "shard ",
+                      parts_.job_name,
+                      "/",
+                      asked.shard.name(),
+                      is_gradient ? " has no gradient; run backward first"
+                                  : " was declared but never written; put it first"));
+}
+
+Leases::Outcome Leases::check_steps(const Try& asked) const {
+  const auto& [waiter, request, shard, entry, reads] = asked;
+  if (const Status& stopped = parts_.progress.stopped(); !stopped.is_ok())
+    return refuse(waiter, stopped);
+  if (entry.kind == EntryKind::parameter) {
+    if (const auto before = parts_.gates.step_before(request, entry)) return wait(waiter, *before);
+  }
+  if (!reads && request.part == Part::gradient && shard.gradient_session == kSealedGradient)
+    return wait(waiter, WaitsFor::gradient_step);
+  if (request.is_ahead && shard.gradient_session != 0) {
+    // It is in a step that is not closed yet, or was made meanwhile: a pin on it would stand in the
+    // way of that step, and what overwrites reads nothing that was spilled.
+    return refuse(
+        waiter,
+        error(
+            StatusCode::deadline, "there is a gradient already: ", parts_.shards.describe(entry)));
+  }
+  return std::nullopt;
+}
+
+Leases::Outcome Leases::check_moving(const Try& asked) {
+  Entry& entry = asked.entry;
+  if (entry.residency() == Residency::filling) {
+    if (!asked.request.prefetch) {
+      parts_.window.note_asked(entry);
+      // Once: whoever waits is asked again in every turn.
+      if (!std::exchange(asked.waiter.has_raised, true)) fetches_.raise(entry);
+    }
+    return wait(asked.waiter, WaitsFor::filling);
+  }
+  if (entry.residency() == Residency::draining) return wait(asked.waiter, WaitsFor::draining);
+  return std::nullopt;
+}
+
+Leases::Outcome Leases::check_writer(const Try& asked) {
+  const auto& [waiter, request, shard, entry, reads] = asked;
+  if (entry.kind == EntryKind::parameter) {
+    if (parts_.gates.holds_writers()) return wait(waiter, WaitsFor::step_or_sync);
+    // The writer's values are merged with what is on disk.
+    if (parts_.gates.flush_tiles(entry.owner)) return wait(waiter, WaitsFor::tile_writes);
+  }
+  if (entry.kind != EntryKind::bytes) return std::nullopt;
+  const bool keeps_old_bytes = request.mode == LeaseMode::write && shard.written;
+  if (!entry.is_resident() && keeps_old_bytes) return std::nullopt;
+  return grant_bytes_writer(asked, keeps_old_bytes);
+}
+
+Leases::Grant Leases::grant_bytes_writer(const Try& asked, bool keeps_old_bytes) {
+  const auto& [waiter, request, shard, entry, reads] = asked;
+  if (entry.pending != nullptr) return wait(waiter, WaitsFor::writer);
+  if (entry.task_count != 0) return wait(waiter, WaitsFor::step);
+  // Bytes that are to be copied must not make room for themselves.
+  if (keeps_old_bytes) ++entry.task_count;
+  auto slot = make_room(entry, true);
+  if (keeps_old_bytes) --entry.task_count;
+  if (slot == nullptr) return wait(waiter, WaitsFor::room);
+  Arena& arena = parts_.memory->arena();
+  std::byte* const into = arena.at(slot->offset_bytes);
+  if (keeps_old_bytes) {
+    const Owed owed(OwedPlace::lease_writer_filled);
+    copy_bytes(into, arena.at(entry.slot->offset_bytes), entry.bytes);
+  } else if (request.mode == LeaseMode::write) {
+    const Owed owed(OwedPlace::lease_writer_filled);
+    zero_bytes(into, entry.bytes);
+  }
+  MEMD_FAILPOINT("blob.before_pending");
+  slot->pending_session = request.session_id;
+  parts_.residencies.set_pending(entry, std::move(slot));
+  reply_granted(asked, *entry.pending);
+  return Grant::done;
+}
+
+Leases::Grant Leases::grant_resident(const Try& asked) {
+  const auto& [waiter, request, shard, entry, reads] = asked;
+  const uint32_t index = entry.kind == EntryKind::bytes ? 0 : shard.index_in_bucket;
+  const PinCount pins = parts_.slots.pins(*entry.slot, index);
+  if (pins.writers != 0) return wait(waiter, WaitsFor::writer);
+  if (!reads) {
+    if (pins.readers != 0) {
+      if (const Outcome outcome = copy_for_writer(asked)) return *outcome;
+    }
+    if (const Outcome outcome = begin_writing(asked)) return *outcome;
+  }
+  if (const Outcome outcome = check_pin_count(asked, index)) return *outcome;
+  parts_.policy.used(entry.id, entry.price());
+  reply_granted(asked, *entry.slot);
+  return Grant::done;
+}
+
+Leases::Outcome Leases::copy_for_writer(const Try& asked) {
+  Entry& entry = asked.entry;
+  if (parts_.slots.has_writer(*entry.slot)) return wait(asked.waiter, WaitsFor::writer);
+  if (entry.task_count != 0) return wait(asked.waiter, WaitsFor::update);
+  // Its readers may let go meanwhile: bytes that are to be copied must not make room for
+  // themselves.
+  ++entry.task_count;
+  auto copy = make_room(entry, true);
+  --entry.task_count;
+  if (copy == nullptr) return wait(asked.waiter, WaitsFor::room);
+  Arena& arena = parts_.memory->arena();
+  const Owed owed(OwedPlace::lease_slot_copied);
+  copy_bytes(arena.at(copy->offset_bytes), arena.at(entry.slot->offset_bytes), entry.bytes);
+  MEMD_FAILPOINT("lease.slot_copied");
+  parts_.table.withdraw(entry);
+  std::unique_ptr<Slot> old = std::exchange(entry.slot, std::move(copy));
+  parts_.slots.note(entry);
+  parts_.slots.retire(std::move(old));
+  parts_.table.publish(entry);
+  return std::nullopt;
+}
+
+Leases::Outcome Leases::begin_writing(const Try& asked) {
+  const auto& [waiter, request, shard, entry, reads] = asked;
+  if (entry.task_count != 0) return wait(waiter, WaitsFor::update);
+  if (entry.residency() == Residency::clean)
+    parts_.residencies.move(entry, Residency::clean, Residency::dirty);
+  if (entry.kind == EntryKind::parameter) parts_.gates.drop_cached_tiles(entry);
+  // What another step left there is no gradient to add to.
+  if (entry.kind == EntryKind::gradient && shard.gradient_session == 0 &&
+      request.mode == LeaseMode::write) {
+    std::byte* const slot = parts_.memory->arena().at(entry.slot->offset_bytes);
+    const Owed owed(OwedPlace::lease_gradient_zeroed);
+    zero_bytes(slot + shard.offset_bytes(), shard.bytes);
+  }
+  return std::nullopt;
+}
+
+Leases::Outcome Leases::check_pin_count(const Try& asked, uint32_t index) const {
+  const LeaseRequest& request = asked.request;
+  if (!asked.reads || request.prefetch) return std::nullopt;
+  const Slot& slot = *asked.entry.slot;
+  const uint32_t own_pins =
+      request.for_service ? slot.service_pins[index]
+                          : parts_.session(request.session_id)->ring.pins(slot.pin_first + index);
+  if (pin_readers(own_pins) != kPinReadersMax) return std::nullopt;
+  return refuse(asked.waiter,
+                error(StatusCode::capacity,
+                      "shard ",
+                      parts_.job_name,
+                      "/",
+                      asked.shard.name(),
+                      " is leased too often; let go of views you hold: ",
+                      kPinReadersMax,
+                      " times by this session"));
+}
+
+Leases::Grant Leases::bring_up(const Try& asked) {
+  const auto& [waiter, request, shard, entry, reads] = asked;
+  // While a step replaces what lies on disk, nothing is fetched from there.
+  if (entry.task_count != 0) {
+    parts_.gates.pause_early(entry);
+    return wait(waiter, WaitsFor::update);
+  }
+  auto slot = make_room(entry, !request.prefetch);
+  if (slot == nullptr) {
+    if (request.prefetch)
+      return refuse(waiter, error(StatusCode::capacity, "no room for a prefetch"));
+    return wait(waiter, WaitsFor::room);
+  }
+  // A bucket of several shards keeps the bytes of the others.
+  const bool needs_bytes =
+      reads || request.mode == LeaseMode::write || parts_.shards.shard_count(entry) > 1;
+  entry.slot = std::move(slot);
+  parts_.residencies.move(entry, Residency::absent, Residency::filling);
+  if (needs_bytes && entry.has_replica()) {
+    const auto priority = request.prefetch ? IoPriority::prefetch : IoPriority::demand;
+    fetches_.fetch(entry, priority, [](const Status&) {});
+    return wait(waiter, WaitsFor::reading);
+  }
+  if (needs_bytes) {
+    const Owed owed(OwedPlace::lease_slot_zeroed);
+    zero_bytes(parts_.memory->arena().at(entry.slot->offset_bytes), entry.bytes);
+  }
+  parts_.residencies.move(entry, Residency::filling, Residency::clean);
+  return grant_or_wait(waiter);
+}
+
+std::unique_ptr<Slot> Leases::make_room(const Entry& entry, bool may_spill) {
+  return room_.make(entry.bytes, parts_.shards.shard_count(entry), may_spill);
+}
+
+LeaseGrant Leases::grant_of(const Try& asked, Slot& slot) const {
+  const Shard& shard = asked.shard;
+  const bool in_bucket = shard.kind == ShardKind::parameter;
+  LeaseGrant grant{.slot = &slot,
+                   .index = in_bucket ? shard.index_in_bucket : 0,
+                   .pin = asked.reads ? kReaderPin : kWriterPin,
+                   .offset_bytes = slot.offset_bytes + (in_bucket ? shard.offset_bytes() : 0),
+                   .length_bytes = shard.bytes,
+                   .generation = shard.leased_generation(),
+                   .data = nullptr,
+                   .wait_ns = 0,
+                   .wait_reason = LeaseWait::disk};
+  asked.waiter.note_waited(grant);
+  grant.data = parts_.memory->arena().at(grant.offset_bytes);
+  return grant;
+}
+
+void Leases::note_grant(const Try& asked, const Slot& slot, const LeaseGrant& grant) const {
+  const LeaseRequest& request = asked.request;
+  parts_.ledger->begin_grant(
+      {.session_id = request.session_id,
+       .shard_id = request.shard_id,
+       .pin_index = slot.pin_first + grant.index,
+       .completion_tail = parts_.session(request.session_id)->ring.completion_tail(),
+       .part = request.part,
+       .was_written = asked.shard.written,
+       .gradient_session = asked.shard.gradient_session});
+  MEMD_FAILPOINT("ledger.grant_begun");
+}
+
+void Leases::note_writer(const Try& asked) {
+  const LeaseRequest& request = asked.request;
+  Shard& shard = asked.shard;
+  if (request.part == Part::gradient) {
+    shard.is_gradient_unsure = request.is_ahead && shard.gradient_session == 0;
+    shard.gradient_session = request.session_id;
+    parts_.note_shard(request.shard_id);
+  } else if (shard.kind == ShardKind::parameter) {
+    parts_.residencies.note_written(request.shard_id);
+  }
+  parts_.slots.note(asked.entry);  // a pending slot, and who writes it
+}
+
+void Leases::reply_granted(const Try& asked, Slot& slot) {
+  const auto& [waiter, request, shard, entry, reads] = asked;
+  const LeaseGrant grant = grant_of(asked, slot);
+  // A reader's pin is given back by its client if it never hears of it. A writer that never hears
+  // of its grant has written nothing: what is noted below must not look as if it had.
+  const bool is_noted = parts_.ledger != nullptr && !reads && !request.for_service;
+  if (is_noted) note_grant(asked, slot, grant);
+  MEMD_FAILPOINT("lease.before_pin");
+  if (request.for_service) {
+    parts_.slots.pin_for_service(slot, grant.index, grant.pin);
+  } else if (!request.prefetch) {
+    parts_.session(request.session_id)->ring.add_pin(slot.pin_first + grant.index, grant.pin);
+  }
+  if (!reads) note_writer(asked);
+  if (!request.prefetch) {
+    JobCounters& counters = parts_.counters;
+    ++(waiter.counted_as_miss ? counters.lease_misses : counters.lease_hits);
+    if (waiter.counted_as_miss) counters.lease_wait_ns += parts_.clock.now_ns() - waiter.started_ns;
+  }
+  // Before the answer: who has read a shard by request finds it in the table from then on.
+  if (reads && request.part == Part::value) parts_.table.publish_shard(request.shard_id);
+  MEMD_FAILPOINT("lease.before_reply");
+  MEMD_FAILPOINT("ledger.grant_not_told");
+  const LeaseReply reply = std::move(waiter.reply);
+  reply(Status::ok(), grant);
+  if (is_noted) parts_.ledger->end_grant();
+}
+
+void Leases::release_service(const LeaseGrant& grant, bool discard) {
+  const auto give_back = [this, grant] {
+    parts_.slots.release_service(*grant.slot, grant.index, grant.pin);
+  };
+  const EntryTable& entries = parts_.shards.entries();
+  const auto written = std::find_if(entries.begin(), entries.end(), [&](const Entry* entry) {
+    return entry != nullptr && pin_writers(grant.pin) != 0 &&
+           (entry->pending.get() == grant.slot || entry->slot.get() == grant.slot);
+  });
+  if (written == entries.end()) return give_back();
+  Entry& entry = **written;
+  if (discard && entry.kind == EntryKind::parameter) {
+    // A daemon that takes over before its bytes are whole again finds the writer.
+    return half_written_.discard(entry, {grant.index}, [this, &entry, give_back](const Status&) {
+      give_back();
+      parts_.slots.note(entry);
+      parts_.slots.free_retired();
+    });
+  }
+  give_back();
+  if (discard && entry.pending.get() == grant.slot) {
+    parts_.slots.retire(std::move(entry.pending));
+  } else {
+    parts_.slots.note(entry);
+  }
+}
+
+bool Leases::move_old_bytes(LeaseWaiter& waiter) {
+  const Entry& entry = *parts_.shards.find_entry(waiter.request.shard_id, waiter.request.part);
+  const bool are_copied = entry.kind == EntryKind::bytes &&
+                          waiter.request.mode == LeaseMode::write && entry.is_resident();
+  if (!are_copied || waiter.has_moved_old_bytes) return false;
+  if (entry.task_count != 0 || parts_.slots.is_pinned(*entry.slot)) return false;
+  auto both = room_.make(2 * align_up(entry.bytes, kBlockBytes), 1, true);
+  if (both == nullptr) return parts_.activity_count != 0;
+  waiter.has_moved_old_bytes = true;
+  parts_.slots.free(std::move(both));
+  return true;
+}
+
+Status Leases::check_room_can_come(const LeaseWaiter& waiter) const {
+  const LeaseRequest& request = waiter.request;
+  const bool nothing_moves = parts_.activity_count == 0 && !parts_.gates.is_operating();
+  if (!nothing_moves || parts_.slots.pinned_by_others(request.session_id)) return Status::ok();
+  return error(StatusCode::capacity,
+               "no room for shard ",
+               parts_.job_name,
+               "/",
+               parts_.shards[request.shard_id].name(),
+               ": let go of views you hold, or raise host_bytes: ",
+               parts_.shards.find_entry(request.shard_id, request.part)->bytes,
+               " bytes wanted; ",
+               describe_holders(),
+               "; the arena has at most ",
+               parts_.memory->arena_bytes_max());
+}
+
+Status Leases::check_deadline(const LeaseWaiter& waiter) const {
+  if (parts_.clock.now_ns() < waiter.deadline_ns()) return Status::ok();
+  return error(StatusCode::deadline,
+               "a lease of shard ",
+               parts_.job_name,
+               "/",
+               parts_.shards[waiter.request.shard_id].name(),
+               " waited too long on ",
+               parts_.waiters.describe(waiter),
+               "; ",
+               describe_holders(),
+               ": ",
+               waiter.request.timeout_ns / 1'000'000,
+               " ms");
+}
+
+std::string Leases::describe_holders() const {
+  constexpr size_t kNamed = 3;
+  std::vector<const Entry*> held;
+  uint64_t bytes = 0;
+  for (const Entry* const entry : parts_.shards.entries()) {
+    if (entry == nullptr || entry->slot == nullptr || !parts_.slots.is_pinned(*entry->slot))
+      continue;
+    held.push_back(entry);
+    bytes += entry->slot->bytes;
+  }
+  for (const auto& slot : parts_.slots.retired()) bytes += slot->bytes;
+  std::sort(
+      held.begin(), held.end(), [](const Entry* a, const Entry* b) { return a->bytes > b->bytes; });
+  std::string text = concat(bytes, " bytes are leased");
+  for (size_t i = 0; i < std::min(held.size(), kNamed); ++i) {
+    text += concat(
+        i == 0 ? ", most by " : ", ", parts_.shards.describe(*held[i]), " (", held[i]->bytes, ")");
+  }
+  return text;
+}
+
+}  // namespace memd

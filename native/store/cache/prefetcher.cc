@@ -1,0 +1,135 @@
+#include "store/cache/prefetcher.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/units.h"
+
+namespace memd {
+namespace {
+
+// In flight for plans: as much as a fast device needs to be busy, and what a lease that no plan
+// foresaw has to wait behind at most.
+constexpr uint64_t kPrefetchingBytesMax = 64_MiB;
+// What is fetched early displaces something that is needed later, so that it costs bytes: a window
+// of a sixteenth of what a period fetches costs at most that much more.
+constexpr uint64_t kAheadPart = 16;
+constexpr uint64_t kAheadArenaPart = 64;
+constexpr uint64_t kAheadBytesMax = 64_MiB;
+// Uses that are looked at in one go.
+constexpr uint32_t kLookedAtMax = 4096;
+
+}  // namespace
+
+bool Prefetcher::look_ahead() {
+  if (!parts_.policy.take_look_ahead()) return false;
+  bool progress = false;
+  for (const auto& session : parts_.sessions) {
+    if (session->plan != nullptr) progress |= look_ahead(*session);
+  }
+  return progress;
+}
+
+bool Prefetcher::look_ahead(Session& session) {
+  SessionPlan& plan = *session.plan;
+  const bool may_look =
+      plan.cursor.has_plan() && parts_.memory != nullptr && parts_.progress.stopped().is_ok();
+  // Somebody who waits for room goes first.
+  if (!may_look || parts_.waiters.any_for_room()) return false;
+  // Blobs and buffers have to stand still for a step or sync to begin.
+  const bool is_operating = parts_.gates.is_operating();
+  bool progress = false;
+  bool has_room = true;
+  uint32_t looked_at_count = 0;
+  const uint64_t now = plan.cursor.now();
+  plan.cursor.for_coming(plan.looked_until, [&](const PlanUse& use, uint64_t time) {
+    plan.looked_until = time;
+    // What the step changes is not fetched before it did.
+    if (use.by_daemon || ++looked_at_count > kLookedAtMax) return false;
+    // Of a plan: its entry may be gone, or another's by now.
+    Entry* const entry = parts_.shards.entry(use.item);
+    const bool is_left = entry == nullptr || use.kind == UseKind::overwrite ||
+                         (entry->kind == EntryKind::bytes && is_operating);
+    if (is_left || !may_prefetch(*entry)) {
+      plan.looked_until = time + 1;
+      return true;
+    }
+    const uint64_t reading_bytes = parts_.window.reading_bytes();
+    if (reading_bytes > 0 && reading_bytes + entry->bytes > kPrefetchingBytesMax) return false;
+    auto slot = make_room(*entry, time - now);
+    if (slot == nullptr) {
+      has_room = false;
+      return false;
+    }
+    prefetch(*entry, std::move(slot));
+    plan.looked_until = time + 1;
+    progress = true;
+    return true;
+  });
+  if (!has_room) session.ring.want_use_after(uses_until_room(plan));
+  return progress;
+}
+
+std::unique_ptr<Slot> Prefetcher::make_room(const Entry& entry, uint64_t distance) {
+  const auto free_slot = [&] {
+    return parts_.slots.make(entry.bytes, parts_.shards.shard_count(entry));
+  };
+  if (auto slot = free_slot()) return slot;
+  parts_.slots.free_retired();
+  if (auto slot = free_slot()) return slot;
+  while (parts_.memory->grow_arena()) {
+    if (auto slot = free_slot()) return slot;
+  }
+  const uint64_t window_bytes =
+      std::min(std::max(plans_.period_fetched_bytes() / kAheadPart,
+                        parts_.memory->arena().capacity_bytes() / kAheadArenaPart),
+               kAheadBytesMax);
+  const uint64_t ahead_bytes = parts_.window.bytes();
+  if (ahead_bytes > 0 && ahead_bytes + entry.bytes > window_bytes) return nullptr;
+  // It is not worth more than twice what is fetched.
+  const uint64_t& evicted_bytes = parts_.counters.evicted_bytes;
+  const uint64_t evicted_bytes_max = evicted_bytes + 2 * entry.bytes;
+  while (evicted_bytes < evicted_bytes_max) {
+    if (!room_.evict_for(entry.bytes, distance + 1, evicted_bytes_max - evicted_bytes)) break;
+    if (auto slot = free_slot()) return slot;
+  }
+  return nullptr;
+}
+
+// There is room again when something that was brought up is used, or is not needed soon any more.
+uint64_t Prefetcher::uses_until_room(const SessionPlan& plan) const {
+  uint64_t count = 0;
+  plan.cursor.for_coming(plan.cursor.now(), [&](const PlanUse& use, uint64_t) {
+    if (use.by_daemon || ++count == PlanProgress::kUsesUnheardMax) return false;
+    const Entry* const entry = parts_.shards.entry(use.item);
+    return entry == nullptr || entry->prefetched == Prefetched::no;
+  });
+  return std::max<uint64_t>(count, 1);
+}
+
+bool Prefetcher::may_prefetch(const Entry& entry) const {
+  if (entry.kind != EntryKind::bytes) {
+    // What a step is to begin with has to stand still for it. What it has updated does not.
+    const ShardIds& held = parts_.shards.bucket(entry.owner).shards;
+    const bool is_in_closed_step = std::any_of(held.begin(), held.end(), [this](uint32_t id) {
+      return parts_.shards[id].gradient_session == kSealedGradient;
+    });
+    if (is_in_closed_step && !entry.is_ahead) return false;
+  }
+  if (entry.residency() != Residency::absent || entry.task_count != 0) return false;
+  if (entry.bytes == 0 || entry.prefetch_failed || !entry.has_replica()) return false;
+  return entry.pending == nullptr && entry.owner == entry.kept_owner && !parts_.is_lost(entry);
+}
+
+void Prefetcher::prefetch(Entry& entry, std::unique_ptr<Slot> slot) {
+  entry.slot = std::move(slot);
+  parts_.window.begin(entry);
+  parts_.residencies.move(entry, Residency::absent, Residency::filling);
+  fetches_.fetch(entry, IoPriority::prefetch, [this, &entry](const Status& status) {
+    parts_.window.end_reading(entry);
+    entry.prefetch_failed = !status.is_ok();
+    parts_.policy.want_look_ahead();
+  });
+}
+
+}  // namespace memd

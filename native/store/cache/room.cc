@@ -1,0 +1,140 @@
+#include "store/cache/room.h"
+
+#include <map>
+
+#include "arena/room_search.h"
+#include "base/failpoint.h"
+#include "base/units.h"
+
+namespace memd {
+
+std::unique_ptr<Slot> Room::make(uint64_t bytes, uint32_t pin_count, bool may_spill) {
+  for (;;) {
+    if (auto slot = parts_.slots.make(bytes, pin_count)) return slot;
+    parts_.slots.free_retired();
+    if (auto slot = parts_.slots.make(bytes, pin_count)) return slot;
+    if (parts_.memory->grow_arena()) continue;
+    if (evict_for(bytes)) continue;
+    if (parts_.activity_count == 0 && shrink_private(may_spill)) continue;
+    if (may_spill) spill(bytes);
+    return nullptr;
+  }
+}
+
+bool Room::shrink_private(bool may_flush) {
+  if (!parts_.memory->can_shrink_private()) return false;
+  // Tiles lie anywhere: those that are dirty may lie in the last segment, whatever else is free.
+  parts_.gates.drop_clean_tiles();
+  if (parts_.memory->shrink_private()) return true;
+  if (may_flush) parts_.gates.flush_tiles(std::nullopt);
+  return false;
+}
+
+bool Room::is_tight() const {
+  constexpr uint64_t kLargestEntries = 4;
+  return parts_.memory->arena_bytes_max() < kLargestEntries * parts_.shards.largest_entry_bytes();
+}
+
+bool Room::may_go(const Entry& entry) const {
+  if (entry.residency() != Residency::clean || entry.task_count != 0) return false;
+  if (entry.pending != nullptr) return false;
+  if (parts_.slots.is_pinned(*entry.slot) && !MEMD_PLANTED("evict.leased_slot")) return false;
+  // A shard without bytes on disk has nowhere to go but away: empty tensors, and those of tier
+  // "host" once they were read.
+  return entry.has_replica();
+}
+
+std::vector<Room::Victim> Room::choose(uint64_t bytes, uint64_t distance_min) const {
+  RoomSearch search(parts_.memory->arena(), bytes);
+  std::map<uint64_t, Entry*> candidates;  // by the offset of their slot
+  // There whatever goes first goes: what is taken from the front keeps small slots together.
+  const bool only_first = is_tight();
+  bool is_enough = false;
+  const auto offer = [&](const Slot& slot, Entry* entry) {
+    candidates[slot.offset_bytes] = entry;
+    is_enough = only_first || search.offer(slot.offset_bytes);
+    return is_enough;
+  };
+  parts_.policy.in_order([&](uint32_t entry_id, uint64_t distance) {
+    if (distance < distance_min) return false;
+    Entry* const entry = parts_.shards.entry(entry_id);
+    if (may_go(*entry) && offer(*entry->slot, entry)) return false;
+    const Slot* const early_slot = parts_.gates.early_slot_to_spare(*entry);
+    return early_slot == nullptr || !offer(*early_slot, entry);
+  });
+  std::vector<Victim> victims;
+  if (!is_enough) return victims;
+  if (only_first) victims.push_back(*candidates.begin());
+  for (const uint64_t offset_bytes : search.chosen())
+    victims.emplace_back(offset_bytes, candidates.at(offset_bytes));
+  return victims;
+}
+
+bool Room::evict_for(uint64_t bytes, uint64_t distance_min, uint64_t evicted_bytes_max) {
+  const std::vector<Victim> victims = choose(bytes, distance_min);
+  uint64_t evicted_bytes = 0;
+  for (const Victim& victim : victims) evicted_bytes += victim.second->bytes;
+  if (victims.empty() || evicted_bytes > evicted_bytes_max) return false;
+  for (const Victim& victim : victims) evict(victim);
+  return true;
+}
+
+void Room::evict(const Victim& victim) {
+  const uint64_t offset_bytes = victim.first;
+  Entry& entry = *victim.second;
+  if (entry.slot == nullptr || entry.slot->offset_bytes != offset_bytes) {
+    parts_.counters.evicted_bytes += entry.bytes;
+    return parts_.gates.free_early_slot(entry);
+  }
+  // Who leased it without a request since we looked is seen now: whoever asks again finds it
+  // pinned.
+  if (!parts_.table.take_away(entry) && !MEMD_PLANTED("evict.leased_slot")) return;
+  MEMD_FAILPOINT("evict.chosen");
+  parts_.counters.evicted_bytes += entry.bytes;
+  parts_.policy.look_again_at(entry.id);
+  parts_.residencies.move(entry, Residency::clean, Residency::absent);
+  parts_.slots.free(std::move(entry.slot));
+}
+
+std::vector<Entry*> Room::choose_to_spill(uint64_t bytes) {
+  uint64_t draining_bytes = parts_.residencies.draining_bytes();
+  uint64_t quota_bytes = 0;
+  // While a step or sync runs, what its catalogue will name stays where it is; gradients are in no
+  // catalogue.
+  const bool gradients_only = parts_.gates.is_operating();
+  std::vector<Entry*> victims;
+  parts_.policy.in_order([&](uint32_t entry_id, uint64_t) {
+    if (draining_bytes >= bytes) return false;
+    Entry* const entry = parts_.shards.entry(entry_id);
+    if (entry->residency() != Residency::dirty || entry->task_count != 0) return true;
+    if (gradients_only && entry->kind != EntryKind::gradient) return true;
+    if (entry->tier != Tier::nvme || entry->pending != nullptr) return true;
+    if (entry->replicas.empty() || parts_.slots.is_pinned(*entry->slot)) return true;
+    // What is promised to the step that runs is free again after it.
+    const uint64_t spilled_bytes = align_up(entry->bytes, kBlockBytes);
+    if (!parts_.space.keeps_promise(quota_bytes + spilled_bytes)) return true;
+    quota_bytes += spilled_bytes;
+    victims.push_back(entry);
+    draining_bytes += entry->bytes;
+    return true;
+  });
+  return victims;
+}
+
+void Room::spill(uint64_t bytes) {
+  // A finished overwrite takes the place of what was there before either is written back.
+  parts_.residencies.settle_all_pending();
+  for (Entry* const entry : choose_to_spill(bytes)) {
+    MEMD_FAILPOINT("spill.started");
+    parts_.counters.spilled_bytes += entry->bytes;
+    parts_.gates.write_back(*entry, [this, entry](const Status& status) {
+      MEMD_FAILPOINT("spill.finished");
+      if (status.is_ok()) return;
+      parts_.waiters.fail(*entry, status);
+      // Trying again at once would end the same way.
+      parts_.waiters.fail_for_room(status);
+    });
+  }
+}
+
+}  // namespace memd
