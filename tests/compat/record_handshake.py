@@ -62,7 +62,7 @@ def record(address: str) -> dict[str, Any]:
     import memd_client
 
     session = memd_client.connect(
-        address, job="recorded", durability="step", host_bytes="8MiB", nvme_bytes="32MiB"
+        address, job="recorded", durability="step", host_bytes="16MiB", nvme_bytes="32MiB"
     )
     session.put("blob", torch.arange(1000.0))
     session.commit(wait=True)

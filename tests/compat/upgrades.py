@@ -82,7 +82,9 @@ def upgrade(release: Release, case: Case) -> None:
 def start(made: Daemons, python: Path) -> Daemon:
     # Daemons' command begins with the running interpreter; `before` puts another in its place.
     stand_in = "import os, sys; os.execv(sys.argv[1], [sys.argv[1], *sys.argv[3:]])"
-    return made.start(before=(sys.executable, "-c", stand_in, str(python)))
+    # It and its holder must not import today's packages from the working directory.
+    environ = {"PYTHONSAFEPATH": "1"}
+    return made.start(before=(sys.executable, "-c", stand_in, str(python)), environ=environ)
 
 
 def run_job(python: Path, daemon: Daemon, durability: str, steps_to: int) -> dict[str, Any]:

@@ -43,12 +43,24 @@ def packets_of(recorded: dict[str, Any]) -> list[bytes]:
     return [base64.b64decode(packet) for packet in recorded["packets"]]
 
 
+def request_of(call: dict[str, str], session_id: int) -> bytes:
+    """As recorded, byte for byte, but for the session, which has another id here."""
+    request = _message(call, "input_type", base64.b64decode(call["request"]))
+    if "session_id" in names_of(request):
+        request.session_id = session_id  # type: ignore[attr-defined]
+    return request.SerializeToString(deterministic=True)
+
+
 def response_of(call: dict[str, str], data: bytes) -> Message:
+    return _message(call, "output_type", data)
+
+
+def _message(call: dict[str, str], kind: str, data: bytes) -> Message:
     service, _, method = call["path"].removeprefix("/").partition("/")
     found = descriptor_pool.Default().FindServiceByName(service).methods_by_name[method]
-    response: Message = message_factory.GetMessageClass(found.output_type)()
-    response.ParseFromString(data)
-    return response
+    message: Message = message_factory.GetMessageClass(getattr(found, kind))()
+    message.ParseFromString(data)
+    return message
 
 
 def names_of(message: Message) -> set[str]:
@@ -73,19 +85,21 @@ def test_an_earlier_client_is_served(recorded: dict[str, Any], daemons: Daemons)
         welcome = attach_pb2.Welcome.FromString(connection.recv(4096))
         assert welcome.protocol_version == recorded["protocol"]
         metadata = (("memd-token", welcome.token),)
+        session_id = 0
         for call in recorded["calls"]:
             method: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call["path"])
-            answer = method(base64.b64decode(call["request"]), timeout=TIMEOUT_S, metadata=metadata)
+            answer = method(request_of(call, session_id), timeout=TIMEOUT_S, metadata=metadata)
             before = response_of(call, base64.b64decode(call["response"]))
             now = response_of(call, answer)
-            assert names_of(before) <= names_of(now), call["path"]
+            # The bytes of the blob went through shared memory: here nobody writes them.
+            assert names_of(before) - {"written_bytes"} <= names_of(now), call["path"]
             if isinstance(now, session_pb2.AttachResponse):
+                session_id = now.session_id
                 _, fds, _, _ = socket.recv_fds(connection, 4096, 64)
                 for fd in fds:
                     os.close(fd)
                 assert len(fds) == 3
-                assert isinstance(before, session_pb2.AttachResponse)
-                assert now.session_id == before.session_id, "the calls that follow name it"
+        assert session_id != 0
     assert daemon.stop() == 0
 
 
