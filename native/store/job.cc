@@ -298,9 +298,31 @@ Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record,
 }
 
 const Slot* Job::early_slot(const Entry& entry) const {
-  if (entry.kind != EntryKind::parameter) return nullptr;
-  const auto found = early.by_bucket.find(entry.owner);
-  return found == early.by_bucket.end() ? nullptr : found->second->shadow.get();
+  return state_ == nullptr ? nullptr : state_->early().slot_of(entry);
+}
+
+void Job::open_state(ExtentStore& extents, UpdateWorkers& workers, const Clock& clock) {
+  state_ = std::make_unique<PrivateState>(StateParts{.job_id = job_id,
+                                                     .job_name = name,
+                                                     .extents = extents,
+                                                     .workers = workers,
+                                                     .clock = clock,
+                                                     .shards = shards_,
+                                                     .slots = slots_,
+                                                     .table = table_,
+                                                     .residencies = residencies_,
+                                                     .policy = policy_,
+                                                     .conditions = conditions,
+                                                     .counters = counters,
+                                                     .memory = memory,
+                                                     .ledger = ledger,
+                                                     .space = space,
+                                                     .progress = progress,
+                                                     .durability = durability,
+                                                     .lost = lost,
+                                                     .tiles = tiles,
+                                                     .log = extent_log_,
+                                                     .gate = *this});
 }
 
 void Job::note_written(uint32_t shard_id) {
@@ -332,22 +354,6 @@ std::set<uint32_t> Job::unreadable_shards(const ExtentStore& extents) const {
   }
   for (const Bucket& bucket : shards_.buckets()) look(*bucket.value, bucket.rest);
   return all;
-}
-
-void Job::drop_cached_tiles(const Bucket& bucket) {
-  for (size_t tile = 0; tile < bucket.tile_count(); ++tile)
-    tiles.drop(tile_key(bucket.value->owner, tile), memory->private_side());
-}
-
-bool Job::has_dirty_tile(const Bucket& bucket) const {
-  return tiles.has_dirty(bucket.value->owner, bucket.tile_count());
-}
-
-void Job::drop_clean_tiles() {
-  Arena& side = memory->private_side();
-  tiles.drop_clean(side);
-  while (early.drop_memory(side)) {
-  }
 }
 
 void Job::remove(uint32_t shard_id, ExtentStore& extents) {
@@ -394,7 +400,7 @@ void Job::drop_gradient(Bucket& bucket, ExtentStore& extents) {
   if (entry.slot != nullptr) slots_.retire(std::move(entry.slot));
   for (size_t i = 0; i < entry.replicas.size(); ++i) {
     space.replace_gradient(entry.replicas[i], {}, extents);
-    note_value_extent(entry, i);
+    extent_log_.note_value(entry, i);
   }
 }
 

@@ -40,18 +40,19 @@
 #include "store/space/extent_store.h"
 #include "store/space/job_space.h"
 #include "store/space/lost_shards.h"
-#include "store/state/early_bucket.h"
+#include "store/state/extent_log.h"
+#include "store/state/private_state.h"
 #include "store/state/private_tiles.h"
+#include "store/state/state_gate.h"
 #include "store/statistics.h"
 #include "store/step/operations.h"
 
 namespace memd {
 
-class TileQueue;
 struct StepState;
 
 /// Owned by the ShardStore; the server thread is the only one that touches it.
-class Job final : public CatalogueSource, private ResidencyGates {
+class Job final : public CatalogueSource, private ResidencyGates, private StateGate {
  public:
   struct Identity {
     uint64_t job_id = 0;
@@ -69,6 +70,12 @@ class Job final : public CatalogueSource, private ResidencyGates {
   PrefetchWindow& prefetch_window() { return prefetch_window_; }
   Residencies& residencies() { return residencies_; }
   PlanProgress& plans() { return plans_; }
+  ExtentLog& extent_log() { return extent_log_; }
+  /// After open_state().
+  PrivateState& state() { return *state_; }
+  const PrivateState& state() const { return *state_; }
+  /// Once, before connect(): what the job's private state works with.
+  void open_state(ExtentStore& extents, UpdateWorkers& workers, const Clock& clock);
   // With connect() alone.
   LeaseWaiters& waiters() { return connected_->waiters; }
   const LeaseWaiters& waiters() const { return connected_->waiters; }
@@ -93,7 +100,7 @@ class Job final : public CatalogueSource, private ResidencyGates {
   /// Whether all gradients fit beside the largest bucket's parameters.
   bool gradients_fit() const;
   /// A step updates it, whatever was declared.
-  void begin_updates(Bucket& bucket);
+  void begin_updates(Bucket& bucket) override;
   /// What all of its shards need of nvme_bytes, written and updated.
   SpaceNeeded space_needed() const;
   /// Of the catalogue, on disk and as the next commit writes it, side by side.
@@ -115,21 +122,11 @@ class Job final : public CatalogueSource, private ResidencyGates {
   void note_layout();
   /// What of the layout has changed; `change.added` is filled in.
   void note_layout_change(LayoutChange change);
-  void note_value_extent(const Entry& entry, size_t index);
-  void note_rest_extent(const Bucket& bucket, size_t tile);
-  /// A tile has new extents, as of `step`; its bytes in memory are not the only ones any more. Of
-  /// one that is half updated to the next step, pieces before `piece_next` are of that one.
-  void note_tile(const Bucket& bucket,
-                 size_t tile,
-                 uint64_t step,
-                 std::optional<uint64_t> piece_next = std::nullopt);
-  /// Its record in TileWords, where there are any; without room the ledger is given up.
-  std::optional<uint32_t> tile_record(uint64_t key);
   /// All of it, where the ledger is new, or was adopted and the job stands as it will go on.
   void note_shards();
   /// Replica `replica` of the entry, or the rest of that tile, is gone from the disk. A gradient is
   /// no shard's state: the next backward makes it again.
-  void lose(const Entry& entry, size_t replica, const Status& why);
+  void lose(const Entry& entry, size_t replica, const Status& why) override;
   /// Shards with bytes that the device failed to read, and that nobody has read since.
   std::set<uint32_t> unreadable_shards(const ExtentStore& extents) const;
 
@@ -139,11 +136,6 @@ class Job final : public CatalogueSource, private ResidencyGates {
   std::vector<ExtentRecord> mark_committing() override;
   void committed(uint64_t catalogue_tag) override;
 
-  /// Of clean tiles; none of the bucket's may be dirty.
-  void drop_cached_tiles(const Bucket& bucket);
-  /// Those that are clean, and those that were made for a step to come.
-  void drop_clean_tiles();
-  bool has_dirty_tile(const Bucket& bucket) const;
   bool is_tile_dirty(const Entry& entry, size_t tile) const {
     return entry.kind == EntryKind::parameter && tiles.is_dirty(tile_key(entry.owner, tile));
   }
@@ -169,9 +161,6 @@ class Job final : public CatalogueSource, private ResidencyGates {
   /// Nothing before the first session attaches: an idle job holds disk only.
   std::unique_ptr<JobMemory> memory;
   PrivateTiles tiles;
-  EarlyBuckets early;
-
-  std::shared_ptr<TileQueue> tile_queue;  // nullptr before the first task
   Conditions conditions;
   Operations operations;
   /// Steps that were accepted and are not finished, in their order.
@@ -179,6 +168,10 @@ class Job final : public CatalogueSource, private ResidencyGates {
 
   const Slot* early_slot(const Entry& entry) const override;
   void note_written(uint32_t shard_id) override;
+  void begin_activity() override { ++activity_count; }
+  void end_activity() override { --activity_count; }
+  void set_changed() override { changed = true; }
+  uint64_t gradient_bytes_to_spill() const override { return gradients_fit() ? 0 : shards_.gradient_bytes(); }
 
   std::vector<std::shared_ptr<Session>> sessions;
   uint32_t activity_count = 0;  // fetches, spills, steps in flight
@@ -248,6 +241,8 @@ class Job final : public CatalogueSource, private ResidencyGates {
   PrefetchWindow prefetch_window_;
   Residencies residencies_;
   PlanProgress plans_;
+  ExtentLog extent_log_{ledger, space, tiles};
+  std::unique_ptr<PrivateState> state_;
   std::unique_ptr<Connected> connected_;
 
   JobWeight weight_;

@@ -6,9 +6,7 @@
 #include <utility>
 
 #include "store/cache/lease_gates.h"
-#include "store/early_update.h"
 #include "store/job.h"
-#include "store/tile_tasks.h"
 
 namespace memd {
 
@@ -18,12 +16,10 @@ class JobGates final : public LeaseGates {
   /// What the ShardStore does with a job.
   struct Calls {
     std::function<std::optional<WaitsFor>(const LeaseRequest&, const Entry&)> step_before;
-    std::function<void(Entry&, Done)> write_back;
     std::function<void(std::optional<uint32_t> bucket)> ask_for_flush;
   };
 
-  JobGates(Job& job, EarlyUpdates& early, TileTasks& tiles, Calls calls)
-      : job_(job), early_(early), tiles_(tiles), calls_(std::move(calls)) {}
+  JobGates(Job& job, Calls calls) : job_(job), calls_(std::move(calls)) {}
 
   std::optional<WaitsFor> step_before(const LeaseRequest& request,
                                       const Entry& entry) const override {
@@ -33,25 +29,27 @@ class JobGates final : public LeaseGates {
   bool holds_writers() const override { return job_.operations.holds_writers(); }
 
   void discard_early(const Entry& entry, uint32_t shard_id) override;
-  void pause_early(const Entry& value) override { EarlyUpdates::pause(job_, value); }
+  void pause_early(const Entry& value) override { early().pause(value); }
   const Slot* early_slot_to_spare(const Entry& entry) const override {
-    return EarlyUpdates::slot_to_spare(job_, entry);
+    return early().slot_to_spare(entry);
   }
-  void free_early_slot(const Entry& value) override { EarlyUpdates::free_slot(job_, value); }
+  void free_early_slot(const Entry& value) override { early().free_slot(value); }
 
   bool is_tile_dirty(const Entry& entry, size_t index) const override {
     return job_.is_tile_dirty(entry, index);
   }
   void read_tile(Entry& entry, size_t index, Done done) override;
   bool flush_tiles(std::optional<uint32_t> bucket) override;
-  void drop_clean_tiles() override { job_.drop_clean_tiles(); }
+  void drop_clean_tiles() override { job_.state().drop_clean_tiles(); }
   void drop_cached_tiles(const Entry& value) override;
-  void write_back(Entry& entry, Done done) override { calls_.write_back(entry, std::move(done)); }
+  void write_back(Entry& entry, Done done) override {
+    job_.state().writeback().write_back(entry, std::make_shared<StepReport>(), std::move(done));
+  }
 
  private:
+  EarlyUpdates& early() const { return job_.state().early(); }
+
   Job& job_;
-  EarlyUpdates& early_;
-  TileTasks& tiles_;
   const Calls calls_;
 };
 

@@ -34,51 +34,6 @@ void Job::note_layout_change(LayoutChange change) {
   if (!ledger->change_layout(change)) note_layout();
 }
 
-void Job::note_value_extent(const Entry& entry, size_t index) {
-  if (ledger == nullptr) return;
-  using Kind = LooseKey::Kind;
-  const bool gradient = entry.kind == EntryKind::gradient;
-  if (space.is_updating() && !gradient) return;
-  const Kind kind = gradient                             ? Kind::gradient
-                    : entry.kind == EntryKind::parameter ? Kind::value
-                                                         : Kind::bytes;
-  ledger->note_loose(
-      {.kind = kind, .owner = entry.kept_owner, .index = static_cast<uint32_t>(index)},
-      entry.replicas[index].extent());
-}
-
-void Job::note_rest_extent(const Bucket& bucket, size_t tile) {
-  if (ledger == nullptr || space.is_updating()) return;
-  ledger->note_loose({.kind = LooseKey::Kind::rest,
-                      .owner = bucket.value->owner,
-                      .index = static_cast<uint32_t>(tile)},
-                     bucket.rest[tile].extent());
-}
-
-std::optional<uint32_t> Job::tile_record(uint64_t key) {
-  if (tiles.words() == nullptr) return std::nullopt;
-  const auto record = tiles.words()->record_of(key);
-  // The job would be wrong without it: the next daemon starts it from disk.
-  if (!record) ledger->give_up();
-  return record;
-}
-
-void Job::note_tile(const Bucket& bucket,
-                    size_t tile,
-                    uint64_t step,
-                    std::optional<uint64_t> piece_next) {
-  if (space.is_updating()) return;
-  const auto record = tile_record(tile_key(bucket.value->owner, tile));
-  if (!record) return;
-  tiles.words()->publish(*record,
-                         {.step = step,
-                          .private_offset_bytes = std::nullopt,
-                          .value = bucket.value->replicas[tile].extent(),
-                          .rest = bucket.rest[tile].extent()},
-                         ledger->base(),
-                         piece_next);
-}
-
 void Job::note_shards() {
   note_layout();
   for (uint32_t id = 0; id < shards_.size(); ++id) {

@@ -40,11 +40,6 @@ ShardStore::ShardStore(const ShardStoreParts& parts)
       clock_(parts.clock),
       jobs_expected_(parts.jobs_expected),
       keepsakes_(parts.keeper),
-      tiles_(parts.extents,
-             parts.workers,
-             parts.clock,
-             [this](Job& job) { return early_.free_extents(job); }),
-      early_(parts.extents, tiles_),
       commits_(parts.extents, parts.clock),
       places_(commits_, jobs_),
       scrub_(verification_parts(), parts.clock),
@@ -65,26 +60,21 @@ ShardStore::~ShardStore() {
     job->ledger.reset();
     for (const auto& session : job->sessions) job->plans().end(*session);
     job->sessions.clear();
-    early_.forget(*job);
+    job->state().early().forget_all();
     free_slots(*job);
   }
 }
 
 void ShardStore::connect(Job& job) {
+  job.open_state(extents_, workers_, clock_);
   job.connect(extents_,
               clock_,
               std::make_unique<JobGates>(
                   job,
-                  early_,
-                  tiles_,
                   JobGates::Calls{
                       .step_before =
                           [&job](const LeaseRequest& request, const Entry& entry) {
                             return update_before(job, request, entry);
-                          },
-                      .write_back =
-                          [this, &job](Entry& entry, Done done) {
-                            write_back(job, entry, std::make_shared<StepReport>(), std::move(done));
                           },
                       .ask_for_flush = [this, &job](auto bucket) { ask_for_flush(job, bucket); }}));
 }
@@ -319,7 +309,7 @@ void ShardStore::return_to_disk(Job& job) {
   restored.value()->shards().for_each_replica([&](const Replica& replica) {
     named.emplace(replica.extent().address.device, replica.extent().address.offset_bytes);
   });
-  early_.forget(job);
+  job.state().early().forget_all();
   for (const ExtentRecord& extent : job.take_extents()) {
     if (!named.contains({extent.address.device, extent.address.offset_bytes})) {
       extents_.release(extent);
@@ -386,7 +376,7 @@ void ShardStore::drop_job(uint64_t job_id, bool force, Done done) {
 
 void ShardStore::drop_now(Job& job, const Done& done) {
   MEMD_FAILPOINT("job.before_drop");
-  early_.forget(job);
+  job.state().early().forget_all();
   std::vector<ExtentRecord> extents = job.take_extents();
   const uint64_t job_id = job.job_id;
   if (job.ledger != nullptr) job.ledger->give_up();
@@ -490,6 +480,7 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
     job.table().withdraw(*entry);
   }
   if (!MEMD_PLANTED("session.pins_kept")) std::erase(job.sessions, session);
+  job.state().early().forget_session(session_id);
   job.plans().end(*session);
   sessions_.remove(session_id);
   const uint32_t leases_after = job.slots().lease_count();
@@ -573,7 +564,7 @@ void ShardStore::drop_gradients_of(Job& job,
   for (const uint32_t shard_id : bucket.shards) {
     Shard& shard = job.shards()[shard_id];
     if (shard.gradient_session != 0 && chosen(shard)) {
-      early_.forget_gradient(job, shard_id);
+      job.state().early().forget_gradient(shard_id);
       shard.gradient_session = 0;
       job.note_shard(shard_id);
       any = true;
@@ -616,13 +607,13 @@ Status ShardStore::drop_gradients(uint64_t session_id, const std::vector<uint32_
 Status ShardStore::expect_step(uint64_t session_id, const std::vector<StepGroup>& groups) {
   const auto job = job_of(session_id);
   if (!job.is_ok()) return job.status();
-  return EarlyUpdates::expect(*job.value(), *sessions_.at(session_id), groups);
+  return job.value()->state().early().expect(session_id, groups);
 }
 
 void ShardStore::gradient_is_final(uint64_t session_id, uint32_t shard_id) {
   const auto job = job_of(session_id);
   if (!job.is_ok()) return;
-  EarlyUpdates::gradient_is_final(*job.value(), *sessions_.at(session_id), shard_id);
+  job.value()->state().early().gradient_is_final(session_id, shard_id);
 }
 
 void ShardStore::gradient_unused(uint64_t session_id, uint32_t shard_id) {
@@ -787,7 +778,7 @@ bool ShardStore::advance() {
   for (const auto& [job_id, job] : jobs_) job_ids.push_back(job_id);
   const auto advance_tiles = [&] {
     for (const uint64_t job_id : job_ids) {
-      if (Job* const job = find(job_id)) tiles_.advance(*job);
+      if (Job* const job = find(job_id)) job->state().tasks().advance();
     }
   };
   advance_tiles();
@@ -797,7 +788,7 @@ bool ShardStore::advance() {
   progress |= look_ahead();
   for (const uint64_t job_id : job_ids) progress |= advance_conditions(job_id);
   for (const auto& [job_id, job] : jobs_) {
-    if (!job->early.ready.empty() && !job->operations.is_running()) early_.advance(*job);
+    if (job->state().early().has_waiting() && !job->operations.is_running()) job->state().early().advance();
   }
   advance_tiles();
   std::vector<Job*> unused;

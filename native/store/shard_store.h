@@ -23,7 +23,6 @@
 #include "optim/adam.h"
 #include "store/cache/sessions.h"
 #include "store/dropped_memory.h"
-#include "store/early_update.h"
 #include "store/job.h"
 #include "store/jobs.h"
 #include "store/journal/keepsakes.h"
@@ -32,7 +31,6 @@
 #include "store/space/extent_store.h"
 #include "store/state/workers.h"
 #include "store/statistics.h"
-#include "store/tile_tasks.h"
 #include "store/verify/extent_walk.h"
 #include "store/verify/live_check.h"
 #include "store/verify/scrub.h"
@@ -49,13 +47,6 @@ struct OpenJobRequest {
   bool fresh = false;
   /// An existing job keeps its own where nothing is said.
   std::optional<Durability> durability;
-};
-
-struct MomentsRequest {
-  uint64_t session_id = 0;
-  uint32_t shard_id = 0;
-  uint64_t element_first = 0;
-  uint64_t element_count = 0;
 };
 
 struct ShardStoreParts {
@@ -143,9 +134,7 @@ class ShardStore {
   void sync(uint64_t session_id, StepDone done);
   void sync_job(uint64_t job_id, StepDone done);
   /// Adam's moments, fp32, of elements within one tile.
-  void read_moments(
-      const MomentsRequest& request,
-      std::function<void(const Status&, std::vector<float>, std::vector<float>)> done);
+  void read_moments(const MomentsRequest& request, Moments::Read done);
   /// Replaces them, and the generation; durable after the next sync or step.
   void write_moments(const MomentsRequest& request,
                      uint64_t generation,
@@ -228,23 +217,9 @@ class ShardStore {
   /// Brings up what comes next.
   bool look_ahead();
 
-  /// Writes one dirty, unleased entry to new extents; it is draining meanwhile and clean
-  /// afterwards.
-  void write_back(Job& job, Entry& entry, const std::shared_ptr<StepReport>& report, Done done);
-  /// `with_bytes`: blobs and buffers too, which a commit in memory leaves where they are.
-  void write_back_all(Job& job,
-                      bool with_bytes,
-                      const std::shared_ptr<StepReport>& report,
-                      Done done);
-  /// Writes tiles whose newest bytes are in private memory alone; of all buckets, or of `only`.
-  void flush_tiles(Job& job,
-                   const Bucket* only,
-                   const std::shared_ptr<StepReport>& report,
-                   Done done);
-  /// The same as an operation of its own, for leases that wait for it.
+  /// Writes dirty tiles, of all buckets or one, for leases that wait for it.
   void ask_for_flush(Job& job, std::optional<uint32_t> bucket);
 
-  void submit_when_still(const std::shared_ptr<TileTask>& task);
   void drop_gradients_of(Job& job, const std::function<bool(const Shard&)>& chosen);
   void drop_gradients_of(Job& job,
                          uint32_t bucket,
@@ -322,8 +297,6 @@ class ShardStore {
   const Clock& clock_;
   const uint32_t jobs_expected_;
   Keepsakes keepsakes_;
-  TileTasks tiles_;
-  EarlyUpdates early_;
   Commits commits_;
 
   Jobs jobs_;

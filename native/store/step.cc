@@ -7,8 +7,8 @@
 #include "base/check.h"
 #include "base/failpoint.h"
 #include "base/units.h"
+#include "store/state/tile_update.h"
 #include "store/step_state.h"
-#include "store/step_update.h"
 
 namespace memd {
 namespace {
@@ -38,6 +38,64 @@ void ShardStore::enqueue(Job& job, const char* kind, Operations::Start start) {
 
 void ShardStore::end_operation(uint64_t job_id) {
   if (Job* const job = find(job_id)) job->operations.end();
+}
+
+void ShardStore::ask_for_flush(Job& job, std::optional<uint32_t> bucket) {
+  const uint64_t key = bucket ? *bucket : ~uint64_t{0};
+  if (!job.tiles.ask_flush(key)) return;
+  enqueue(job, "flush", [this, &job, bucket, key](const Status& turn) {
+    if (!turn.is_ok()) return;
+    job.state().writeback().flush_tiles(
+        bucket, std::make_shared<StepReport>(), [this, &job, bucket, key](const Status& status) {
+          job.tiles.end_flush(key);
+          if (!status.is_ok()) {
+            bucket ? job.waiters().fail(*job.shards().bucket(*bucket).value, status)
+                   : job.waiters().fail_for_room(status);
+          }
+          end_operation(job.job_id);
+        });
+  });
+}
+
+void ShardStore::read_moments(const MomentsRequest& request, Moments::Read done) {
+  const auto owner = job_of(request.session_id);
+  if (!owner.is_ok()) return done(owner.status(), {}, {});
+  Job* const job = owner.value();
+  enqueue(*job, "moments", [this, job, request, done = std::move(done)](const Status& turn) {
+    if (!turn.is_ok()) return done(turn, {}, {});
+    job->state().moments().read(
+        request,
+        [this, job_id = job->job_id, done](
+            const Status& status, std::vector<float> exp_avg, std::vector<float> exp_avg_sq) {
+          done(status, std::move(exp_avg), std::move(exp_avg_sq));
+          end_operation(job_id);
+        });
+  });
+}
+
+void ShardStore::write_moments(const MomentsRequest& request,
+                               uint64_t generation,
+                               std::vector<float> exp_avg,
+                               std::vector<float> exp_avg_sq,
+                               Done done) {
+  const auto owner = job_of(request.session_id);
+  if (!owner.is_ok()) return done(owner.status());
+  Job* const job = owner.value();
+  auto moments = std::make_shared<std::pair<std::vector<float>, std::vector<float>>>(
+      std::move(exp_avg), std::move(exp_avg_sq));
+  enqueue(*job,
+          "moments",
+          [this, job, request, generation, moments, done = std::move(done)](const Status& turn) {
+            if (!turn.is_ok()) return done(turn);
+            job->state().moments().write(request,
+                                         generation,
+                                         std::move(moments->first),
+                                         std::move(moments->second),
+                                         [this, job, done](const Status& status) {
+                                           done(status);
+                                           end_operation(job->job_id);
+                                         });
+          });
 }
 
 // ---- Steps --------------------------------------------------------------------------------------
@@ -380,8 +438,8 @@ void ShardStore::start_step(const std::shared_ptr<StepState>& state) {
       if (!ready.is_ok()) return finish_updates(state, ready);
       if (is_begun) return begin_updates(state);
       set_phase(its, "writes back what is dirty");
-      write_back_all(
-          *state->job, state->to_disk, state->report, [this, state](const Status& written) {
+      state->job->state().writeback().write_back_all(
+          state->to_disk, state->report, [this, state](const Status& written) {
             written.is_ok() ? begin_updates(state) : finish_updates(state, written);
           });
     });
@@ -395,7 +453,7 @@ void ShardStore::begin_updates(const std::shared_ptr<StepState>& state) {
     if (!room.is_ok() && !state->early.empty()) {
       // The step alone may need less at a time.
       for (auto& [bucket, early] : std::exchange(state->early, {})) {
-        early_.give_back(*state->job, *early, EarlyDiscard::failed);
+        state->job->state().early().give_back(*early, EarlyDiscard::failed);
       }
       room = promise_space(*state);
     }
@@ -406,14 +464,12 @@ void ShardStore::begin_updates(const std::shared_ptr<StepState>& state) {
 
 void ShardStore::take_early(StepState& state) {
   for (const uint32_t index : state.buckets) {
-    auto early = early_.take(*state.job,
-                             index,
-                             state.request.session_id,
-                             [&state](uint32_t shard_id) -> const AdamSettings* {
-                               const auto group = state.group_of.find(shard_id);
-                               if (group == state.group_of.end()) return nullptr;
-                               return &state.request.groups[group->second].settings;
-                             });
+    auto early = state.job->state().early().take(
+        index, state.request.session_id, [&state](uint32_t shard_id) -> const AdamSettings* {
+          const auto group = state.group_of.find(shard_id);
+          if (group == state.group_of.end()) return nullptr;
+          return &state.request.groups[group->second].settings;
+        });
     if (early != nullptr) state.early[index] = std::move(early);
   }
 }
@@ -454,7 +510,8 @@ Status ShardStore::promise_space(const StepState& state) {
   }
   needed_bytes += std::min<uint64_t>(replaced_count, kTilesInFlight) * replaced_bytes_max;
   // Early tiles of other buckets take what this step needs.
-  while (!job.space.has_room(SpaceUse::state, needed_bytes) && early_.free_extents(job)) continue;
+  while (!job.space.has_room(SpaceUse::state, needed_bytes) && job.state().early().free_extents())
+    continue;
   job.space.promise(needed_bytes);
   // What an earlier daemon began had its room then.
   if (is_begun || job.space.has_room(SpaceUse::state, needed_bytes)) return Status::ok();
@@ -474,13 +531,14 @@ Status ShardStore::promise_space(const StepState& state) {
 void ShardStore::prepare_disk(const std::shared_ptr<StepState>& state, Done done) {
   Job& job = *state->job;
   // What can be undone returns to what is on disk.
-  if (!state->in_memory) return flush_tiles(job, nullptr, state->report, std::move(done));
+  if (!state->in_memory)
+    return job.state().writeback().flush_tiles(std::nullopt, state->report, std::move(done));
   if (!job.durability.is_none() || job.progress.undurable_since() != 0) return done(Status::ok());
   // Whatever the disk has, memory builds on it: where there are dirty tiles of an earlier
   // durability they are written first. From here on extents of the last commit are overwritten, and
   // the disk says so before.
-  flush_tiles(
-      job, nullptr, state->report, [this, state, done = std::move(done)](const Status& flushed) {
+  job.state().writeback().flush_tiles(
+      std::nullopt, state->report, [this, state, done = std::move(done)](const Status& flushed) {
         if (!flushed.is_ok()) return done(flushed);
         Job& its = *state->job;
         its.progress.set_undurable_since(its.progress.committed_step() + 1);
@@ -628,8 +686,8 @@ void ShardStore::drop_staged(const StepState& state) {
     job.slots().note(fresh);
     job.table().publish(fresh);
     // Of bytes in memory alone too: the old ones' extents are nobody's.
-    for (size_t i = 0; i < fresh.replicas.size(); ++i) job.note_value_extent(fresh, i);
-    for (size_t i = 0; i < old.replicas.size(); ++i) job.note_value_extent(old, i);
+    for (size_t i = 0; i < fresh.replicas.size(); ++i) job.extent_log().note_value(fresh, i);
+    for (size_t i = 0; i < old.replicas.size(); ++i) job.extent_log().note_value(old, i);
     job.note_shard(buffer_id);
     job.note_shard(staged_id);
   }
@@ -666,7 +724,7 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
   bool was_in_place = false;
   bool is_away = false;
   if (const auto early = state->early.extract(value.owner); !early.empty()) {
-    EarlyBucket& taken = *early.mapped();
+    SpeculativeBucket& taken = *early.mapped();
     state->report->add(*taken.report);
     shadow = std::move(taken.shadow);
     was_in_place = shadow != nullptr && taken.is_in_place;
@@ -676,7 +734,7 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
       // A fetch brings what is wanted of it, when it is wanted.
       is_away = is_away || (shadow == nullptr && !taken.tiles[tile]->private_offset_bytes);
     }
-    early_.adopt(job, bucket, taken);
+    job.state().early().adopt(bucket, taken);
   }
   const bool is_in_shadow = shadow != nullptr;
   bool in_place = value.residency() == Residency::clean;
@@ -702,7 +760,6 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
 
   for (size_t tile = 0; tile < bucket.tile_count(); ++tile) {
     TileTask task;
-    task.job = &job;
     task.entry = &value;
     task.index = tile;
     task.bucket = &bucket;
@@ -718,7 +775,7 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
       };
       task.report = state->report;
       task.done = join->branch();
-      tiles_.submit(std::move(task));
+      job.state().tasks().submit(std::move(task));
       continue;
     }
     task.value_in_arena = in_place || was_in_place;
@@ -733,14 +790,15 @@ void ShardStore::update_bucket(const std::shared_ptr<StepState>& state,
       const auto group = state->group_of.find(shard_id);
       if (group == state->group_of.end()) continue;
       const AdamSettings& settings = state->request.groups[group->second].settings;
-      add_span(job, bucket, tile, shard_id, settings, spans);
+      add_span(job.shards()[shard_id], bucket, tile, settings, spans);
     }
     task.work = update_work(bucket.dtype, std::move(spans));
     task.report = state->report;
     task.done = join->branch();
     // Whoever makes room for others would write out what is half of one step.
     const bool is_half_made = made != nullptr;
-    is_half_made ? tiles_.submit_first(std::move(task)) : tiles_.submit(std::move(task));
+    is_half_made ? job.state().tasks().submit_first(std::move(task))
+                 : job.state().tasks().submit(std::move(task));
   }
 }
 

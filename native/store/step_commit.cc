@@ -102,7 +102,7 @@ void ShardStore::undo_now(const std::shared_ptr<StepState>& state) {
   state->is_over = true;
   if (state->updating) {
     // In memory there is nothing to go back to: the job is stopped.
-    if (!state->in_memory) job.drop_clean_tiles();
+    if (!state->in_memory) job.state().drop_clean_tiles();
     for (const uint32_t index : state->buckets) {
       Entry& value = *job.shards().bucket(index).value;
       if (value.bytes == 0) continue;
@@ -203,7 +203,7 @@ void ShardStore::commit_in_memory(const std::shared_ptr<StepState>& state) {
     if (fresh.residency() != Residency::dirty) continue;
     for (size_t i = 0; i < fresh.replicas.size(); ++i) {
       if (fresh.replicas[i].exists()) job.space.release(fresh.replicas[i], extents_);
-      job.note_value_extent(fresh, i);
+      job.extent_log().note_value(fresh, i);
     }
   }
   MEMD_FAILPOINT("ledger.before_memory_commit");
@@ -248,8 +248,8 @@ void ShardStore::remember(Job& job) {
 void ShardStore::commit_to_disk(const std::shared_ptr<StepState>& state, Done done) {
   Job& job = *state->job;
   set_phase(job, "commits");
-  flush_tiles(
-      job, nullptr, state->report, [this, state, done = std::move(done)](const Status& flushed) {
+  job.state().writeback().flush_tiles(
+      std::nullopt, state->report, [this, state, done = std::move(done)](const Status& flushed) {
         if (!flushed.is_ok()) return done(flushed);
         Job& its = *state->job;
         const uint64_t undurable_since = its.progress.set_undurable_since(0);

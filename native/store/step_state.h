@@ -38,7 +38,7 @@ struct StepState {
   bool updating = false;
   bool swapped = false;
   /// What was made of its buckets before it was closed, from begin_updates() on.
-  std::map<uint32_t, std::shared_ptr<EarlyBucket>> early;
+  std::map<uint32_t, std::shared_ptr<SpeculativeBucket>> early;
   bool is_counted = false;               // in Job::committed_step, while the commit is under way
   std::vector<bool> buffer_was_written;  // of each staged buffer's target
 

@@ -431,8 +431,8 @@ class History {
   void expect_nothing_leaked() {
     ASSERT_TRUE(heart_->store().drop_gradients(session_, {}).is_ok());
     ASSERT_TRUE(heart_->until([&] {
-      return job().early.by_bucket.empty() && job().early.running_count == 0 &&
-             job().activity_count == 0;
+      return job().state().early().bucket_count() == 0 &&
+             job().state().early().running_count() == 0 && job().activity_count == 0;
     }));
     for (int i = 0; i < 2; ++i) {
       job().changed = true;

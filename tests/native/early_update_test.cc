@@ -1,7 +1,5 @@
 // Updates that are made before their step is closed: what a step takes over, and what is thrown
 // away.
-#include "store/early_update.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "store/state/early_updates.h"
 #include "store_fixture.h"
 
 namespace memd::testing {
@@ -83,7 +82,7 @@ class Training {
   }
   void wait() {
     EXPECT_TRUE(heart_.until([&] {
-      return job().early.ready.empty() && job().early.running_count == 0 &&
+      return !job().state().early().has_waiting() && job().state().early().running_count() == 0 &&
              job().activity_count == 0;
     }));
   }
@@ -122,7 +121,7 @@ class Training {
   }
   /// Nothing is taken of disk, quota or arena but what the job's entries name.
   void expect_nothing_leaked() {
-    ASSERT_TRUE(heart_.until([&] { return job().early.by_bucket.empty(); }));
+    ASSERT_TRUE(heart_.until([&] { return job().state().early().bucket_count() == 0; }));
     wait();
     ASSERT_TRUE(heart_.sync(session_).is_ok());
     job().changed = true;
@@ -166,7 +165,7 @@ TEST_P(EarlyUpdateTest, a_step_takes_over_what_was_made_and_nobody_sees_it_befor
     for (int step = 0; step < 6; ++step) {
       training.backward();
       const uint64_t adopted_before = training.adopted();
-      const uint64_t made_count = training.job().early.by_bucket.size();
+      const uint64_t made_count = training.job().state().early().bucket_count();
       training.expect_equal();  // N
       const Held view = heart.lease(training.session(), training.ids()[1]);
       const std::vector<uint8_t> bytes(view.as<uint8_t>().begin(), view.as<uint8_t>().end());
@@ -252,7 +251,7 @@ TEST_P(EarlyUpdateTest, what_a_step_finds_made_otherwise_is_made_again) {
     SCOPED_TRACE(i);
     const auto& [why, change] = changes[i];
     training.backward();
-    const bool was_made = !training.job().early.by_bucket.empty();
+    const bool was_made = training.job().state().early().bucket_count() != 0;
     const uint64_t before = training.discarded(why);
     change(training, heart);
     if (!is_in_memory()) EXPECT_TRUE(was_made);
@@ -316,7 +315,8 @@ TEST_P(EarlyUpdateTest, a_session_that_ends_leaves_the_step_before_it_and_nothin
   ASSERT_TRUE(heart.until([&] { return heart.store().is_idle(); }));
   training.expect_equal(heart, other);
   Job& job = heart.job(other);
-  EXPECT_TRUE(job.early.by_bucket.empty() && job.early.final_shards.empty());
+  EXPECT_TRUE(job.state().early().bucket_count() == 0 &&
+              job.state().early().final_shard_count() == 0);
   ASSERT_TRUE(heart.sync(other).is_ok());
   job.changed = true;
   ASSERT_TRUE(heart.sync(other).is_ok());
@@ -364,8 +364,9 @@ TEST_P(EarlyUpdateTest, a_daemon_that_dies_while_tiles_are_made_leaves_n) {
     heart->store().gradient_is_final(training.session(), training.ids()[i]);
   }
   // Whatever they have written of N + 1 into N's slot.
-  for (int turn = 0; turn < 3 && training.job().early.running_count == 0; ++turn) heart->turn();
-  if (!is_in_memory()) EXPECT_GT(training.job().early.running_count, 0U);
+  for (int turn = 0; turn < 3 && training.job().state().early().running_count() == 0; ++turn)
+    heart->turn();
+  if (!is_in_memory()) EXPECT_GT(training.job().state().early().running_count(), 0U);
   const StepRequest request = training.request();
   heart->kill();
   [[maybe_unused]] auto* const leaked = heart.release();
@@ -440,7 +441,7 @@ TEST_F(EarlyFailureTest, bytes_that_are_gone_are_reported_by_the_step_and_it_sta
   Training training(heart, {.arena_segments = kFewSegments});
   training.backward();
   training.step();
-  training.job().drop_clean_tiles();
+  training.job().state().drop_clean_tiles();
   const ExtentRecord rest = training.job().shards().bucket(0).rest[1].extent();
   heart.faults().add_fault({.kind = MemoryFaultKind::flipped_bit,
                             .io_kind = IoKind::read,
@@ -516,7 +517,7 @@ TEST_F(EarlyFailureTest, whoever_needs_room_on_disk_gets_that_of_what_is_only_ma
     training.backward();
     training.step();
     training.backward();
-    ASSERT_GE(training.job().early.by_bucket.size(), 2U);
+    ASSERT_GE(training.job().state().early().bucket_count(), 2U);
     // What was made of the small bucket goes, as its settings are others; to make it again takes a
     // byte more than there is.
     training.job().space.set_quota_bytes(training.job().space.used_bytes() - 1);
@@ -576,12 +577,12 @@ TEST_F(EarlyFailureTest, hints_that_come_too_late_or_of_others_begin_nothing) {
       heart.lease(training.session(), training.ids()[0], LeaseMode::write, Part::gradient);
   heart.store().gradient_is_final(training.session(), training.ids()[0]);
   training.wait();
-  EXPECT_TRUE(training.job().early.by_bucket.empty());
+  EXPECT_EQ(training.job().state().early().bucket_count(), 0U);
   heart.release(writing);
   const auto [status, report] = heart.step(training.request());
   ASSERT_TRUE(status.is_ok()) << status.message();
   for (const uint32_t id : training.ids()) heart.store().gradient_is_final(training.session(), id);
-  EXPECT_TRUE(training.job().early.final_shards.empty());
+  EXPECT_EQ(training.job().state().early().final_shard_count(), 0U);
   const Status unknown =
       heart.store().expect_step(training.session(), {{.settings = {}, .shard_ids = {77}}});
   EXPECT_EQ(unknown.code(), StatusCode::not_found) << unknown.message();
@@ -645,18 +646,20 @@ TEST(EarlySlot, whoever_wants_the_value_of_before_waits_for_no_tile_that_was_not
   heart.write(session, ids[0], numbers(values.size(), 2), Part::gradient);
   heart.store().gradient_is_final(session, ids[0]);
   Job& job = heart.job(session);
-  ASSERT_TRUE(heart.until([&] { return job.early.running_count != 0; }));
-  const uint64_t begun_count = job.early.by_bucket.at(0)->tile_next;
+  ASSERT_TRUE(heart.until([&] { return job.state().early().running_count() != 0; }));
+  const uint64_t begun_count = job.state().early().find(0)->tile_next;
   const auto reader =
       heart.ask({.session_id = session, .shard_id = ids[0], .timeout_ns = 60'000'000'000});
   const Entry& value = *job.shards().find_entry(ids[0], Part::value);
   ASSERT_EQ(value.residency(), Residency::absent);
   ASSERT_TRUE(heart.until([&] { return value.residency() != Residency::absent; }));
-  EXPECT_LE(job.early.by_bucket.at(0)->tile_next, begun_count + 4);
+  EXPECT_LE(job.state().early().find(0)->tile_next, begun_count + 4);
   ASSERT_TRUE(heart.until([&] { return reader->has_value(); }));
   ASSERT_TRUE((*reader)->is_ok()) << (*reader)->status.message();
   EXPECT_TRUE(std::ranges::equal((*reader)->as<float>(), values));
-  ASSERT_TRUE(heart.until([&] { return job.early.ready.empty() && job.early.running_count == 0; }));
+  ASSERT_TRUE(heart.until([&] {
+    return !job.state().early().has_waiting() && job.state().early().running_count() == 0;
+  }));
   heart.release(**reader);
   ASSERT_TRUE(heart.step({.session_id = session, .groups = {{.shard_ids = ids}}}).first.is_ok());
   EXPECT_EQ(job.counters.early_tiles_adopted, tile_count) << "the others were made after that";
@@ -678,8 +681,8 @@ TEST(EarlySlot, a_gradient_that_is_spilled_between_two_tiles_is_waited_for) {
   heart.write(session, ids[0], gradient, Part::gradient);
   heart.store().gradient_is_final(session, ids[0]);
   Job& job = heart.job(session);
-  ASSERT_TRUE(heart.until([&] { return job.early.running_count != 0; }));
-  EarlyUpdates::pause(job, *job.shards().find_entry(ids[0], Part::value));
+  ASSERT_TRUE(heart.until([&] { return job.state().early().running_count() != 0; }));
+  job.state().early().pause(*job.shards().find_entry(ids[0], Part::value));
   const auto writer = heart.ask({.session_id = session,
                                  .shard_id = ids[1],
                                  .part = Part::gradient,
@@ -687,10 +690,12 @@ TEST(EarlySlot, a_gradient_that_is_spilled_between_two_tiles_is_waited_for) {
                                  .timeout_ns = 60'000'000'000});
   const Entry& spilled = *job.shards().find_entry(ids[0], Part::gradient);
   ASSERT_TRUE(heart.until([&] { return spilled.residency() == Residency::draining; }));
-  EXPECT_EQ(job.early.by_bucket.at(0)->tile_next, 4U);
+  EXPECT_EQ(job.state().early().find(0)->tile_next, 4U);
   ASSERT_TRUE(heart.until([&] { return writer->has_value(); }));
   ASSERT_TRUE((*writer)->is_ok()) << (*writer)->status.message();
-  ASSERT_TRUE(heart.until([&] { return job.early.ready.empty() && job.early.running_count == 0; }));
+  ASSERT_TRUE(heart.until([&] {
+    return !job.state().early().has_waiting() && job.state().early().running_count() == 0;
+  }));
   heart.release(view);
   heart.release(**writer);
   ASSERT_TRUE(heart.step(request).first.is_ok());
@@ -743,7 +748,7 @@ TEST_F(EarlySlotTest, a_step_finds_tiles_that_were_not_begun_in_their_place) {
   training.wait();
   ASSERT_EQ(training.job().early_slot(value())->offset_bytes, offset_bytes);
   training.job().space.set_quota_bytes(kQuotaBytes);
-  training.job().drop_clean_tiles();
+  training.job().state().drop_clean_tiles();
   const uint64_t read_before = heart.io().device_statistics(0).read.bytes;
   const auto [status, report] = heart.step(training.request());
   ASSERT_TRUE(status.is_ok()) << status.message();

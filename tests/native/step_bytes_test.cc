@@ -123,8 +123,9 @@ class Training {
   void make_early(uint32_t id) {
     heart_.store().gradient_is_final(session_id_, id);
     if (settings_.pace != Settings::Pace::slow) return;
-    EXPECT_TRUE(heart_.until(
-        [this] { return job().early.ready.empty() && job().early.running_count == 0; }));
+    EXPECT_TRUE(heart_.until([this] {
+      return !job().state().early().has_waiting() && job().state().early().running_count() == 0;
+    }));
     client_.settle();
   }
   void use(uint32_t id, LeaseMode mode = LeaseMode::read, Part part = Part::value) {

@@ -180,7 +180,6 @@ METHODS = {
 }
 EXPOSED_DATA = {
     "client OpenStep": 2,
-    "native EarlyBuckets": 5,
     "native Entry": 16,
     "native EntryTable::Chunk": 2,
     "native Job": 23,

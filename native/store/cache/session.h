@@ -3,10 +3,8 @@
 
 #include <cstdint>
 #include <memory>
-#include <unordered_map>
 
 #include "base/status.h"
-#include "optim/adam.h"
 #include "ring/server_ring.h"
 #include "store/cache/eviction.h"
 #include "store/journal/ledger.h"
@@ -28,8 +26,6 @@ struct Session {
   Status call_failure{};
   /// In the job's policy while the session is attached.
   std::unique_ptr<SessionPlan> plan = nullptr;
-  /// With what its steps will update shards whose gradients it says to be final.
-  std::unordered_map<uint32_t, AdamSettings> expected = {};
 };
 
 }  // namespace memd

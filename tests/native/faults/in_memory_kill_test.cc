@@ -155,7 +155,7 @@ class InMemoryKillTest : public ::testing::TestWithParam<Case> {
         },
         [session = session_](Heart& heart) {
           const Job& job = heart.job(session);
-          return job.early.ready.empty() && job.activity_count == 0;
+          return !job.state().early().has_waiting() && job.activity_count == 0;
         });
   }
   std::map<std::string, uint64_t> kill_while(const std::string& name,
@@ -280,11 +280,12 @@ TEST_P(InMemoryKillTest, where_tiles_were_made_before_the_step_no_bit_is_lost) {
     ASSERT_TRUE(heart_->store().expect_step(session_, request(3).groups).is_ok());
     for (const size_t i : {0, 1}) heart_->store().gradient_is_final(session_, ids_[i]);
     Job& job = heart_->job(session_);
-    ASSERT_TRUE(heart_->until([&] { return job.early.ready.empty() && job.activity_count == 0; }));
+    ASSERT_TRUE(heart_->until(
+        [&] { return !job.state().early().has_waiting() && job.activity_count == 0; }));
   };
   run_to_early_tiles();
   ASSERT_FALSE(HasFailure());
-  const bool is_made = !heart_->job(session_).early.by_bucket.empty();
+  const bool is_made = heart_->job(session_).state().early().bucket_count() != 0;
   // Where all tiles stay in memory none is made early.
   EXPECT_EQ(is_made, GetParam().arena_segments < 12);
   if (!is_made) return;

@@ -318,10 +318,12 @@ inline void update_early(Daemon& daemon, const StepRequest& request) {
     for (const uint32_t id : group.shard_ids) daemon.store().gradient_is_final(session, id);
   }
   Job& job = daemon.job(session);
-  daemon.until([&] { return job.early.ready.empty() && job.activity_count == 0; });
-  require(job.early.by_bucket.size() == 2, "buckets made early: ", job.early.by_bucket.size());
+  daemon.until([&] { return !job.state().early().has_waiting() && job.activity_count == 0; });
+  require(job.state().early().bucket_count() == 2,
+          "buckets made early: ",
+          job.state().early().bucket_count());
   daemon.write(session, "b", numbers(kBias, seed + 1), Part::gradient, LeaseMode::write);
-  require(job.early.by_bucket.size() == 1, "what was made with another gradient");
+  require(job.state().early().bucket_count() == 1, "what was made with another gradient");
 }
 
 /// A `full` step spills its gradients and replaces a buffer, whose old bytes are free after the

@@ -7,8 +7,9 @@
 #include <vector>
 
 #include "optim/adam.h"
-#include "store/job.h"
-#include "store/tile_tasks.h"
+#include "store/cache/bucket.h"
+#include "store/cache/shard.h"
+#include "store/state/tile_task.h"
 
 namespace memd {
 
@@ -19,11 +20,10 @@ struct TileSpan {
   AdamScalars scalars{};
 };
 
-/// What of the shard lies in the tile, for the update that follows its generation.
-void add_span(const Job& job,
+/// What of the bucket's shard lies in the tile, for the update that follows its generation.
+void add_span(const Shard& shard,
               const Bucket& bucket,
               size_t tile,
-              uint32_t shard_id,
               const AdamSettings& settings,
               std::vector<TileSpan>& spans);
 

@@ -1,4 +1,4 @@
-#include "store/step_update.h"
+#include "store/state/tile_update.h"
 
 #include <algorithm>
 #include <utility>
@@ -6,6 +6,7 @@
 #include "base/bulk_bytes.h"
 #include "base/failpoint.h"
 #include "base/units.h"
+#include "store/state/tile_words.h"
 
 namespace memd {
 namespace {
@@ -64,15 +65,13 @@ void update_tile(DType dtype, Isa isa, const std::vector<TileSpan>& spans, const
 
 }  // namespace
 
-void add_span(const Job& job,
+void add_span(const Shard& shard,
               const Bucket& bucket,
               size_t tile,
-              uint32_t shard_id,
               const AdamSettings& settings,
               std::vector<TileSpan>& spans) {
   const uint64_t tile_begin = tile * kTileElements;
   const uint64_t tile_end = tile_begin + bucket.tile_elements(tile);
-  const Shard& shard = job.shards()[shard_id];
   const uint64_t begin = std::max(shard.element_offset, tile_begin);
   const uint64_t end = std::min(shard.element_offset + shard.element_count(), tile_end);
   if (begin >= end) return;

@@ -1,0 +1,60 @@
+// What the owners of a job's private state work with.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "base/clock.h"
+#include "store/cache/conditions.h"
+#include "store/cache/eviction.h"
+#include "store/cache/job_counters.h"
+#include "store/cache/job_memory.h"
+#include "store/cache/residencies.h"
+#include "store/cache/shard_table.h"
+#include "store/cache/shards.h"
+#include "store/cache/slots.h"
+#include "store/format/durability.h"
+#include "store/journal/ledger.h"
+#include "store/journal/progress.h"
+#include "store/space/extent_store.h"
+#include "store/space/job_space.h"
+#include "store/space/lost_shards.h"
+#include "store/state/extent_log.h"
+#include "store/state/private_tiles.h"
+#include "store/state/state_gate.h"
+#include "store/state/workers.h"
+
+namespace memd {
+
+/// All of it outlives the PrivateState that is made with it.
+struct StateParts {
+  uint64_t job_id = 0;
+  const std::string& job_name;
+  // Of the daemon.
+  ExtentStore& extents;
+  UpdateWorkers& workers;
+  const Clock& clock;
+  // Of the job. There is memory while anything is asked of its private state.
+  Shards& shards;
+  Slots& slots;
+  ShardTable& table;
+  Residencies& residencies;
+  FarthestNextUse& policy;
+  Conditions& conditions;
+  JobCounters& counters;
+  const std::unique_ptr<JobMemory>& memory;
+  const std::unique_ptr<Ledger>& ledger;
+  JobSpace& space;
+  const JobProgress& progress;
+  const Durability& durability;
+  const LostShards& lost;
+  PrivateTiles& tiles;
+  ExtentLog& log;
+  StateGate& gate;
+
+  Arena& arena() const { return memory->arena(); }
+  Arena& private_side() const { return memory->private_side(); }
+};
+
+}  // namespace memd

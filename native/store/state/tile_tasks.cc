@@ -1,0 +1,582 @@
+#include "store/state/tile_tasks.h"
+
+#include <algorithm>
+#include <span>
+#include <utility>
+
+#include "base/bulk_bytes.h"
+#include "base/check.h"
+#include "base/failpoint.h"
+#include "base/units.h"
+
+namespace memd {
+
+struct TileTasks::Running {
+  TileTask task;
+  uint64_t offset_bytes = 0;  // in the private side
+  TileBytes bytes;
+  std::byte* gradient_copy = nullptr;  // a spilled gradient's place behind the state
+  uint64_t gradient_bytes = 0;
+  std::optional<uint64_t> gradient_offset_bytes;  // where it has a place of its own
+  bool in_memory = false;                         // value and rest were cached
+  bool stays = false;                             // in memory, dirty
+  bool value_from_arena = false;
+  const std::byte* arena_source = nullptr;  // where from
+  // Of an update that may stay in memory, in the job's TileWords:
+  std::optional<uint32_t> record;
+  std::optional<uint32_t> scratch;
+  ExtentRecord value_extent;  // to be written
+  ExtentRecord rest_extent;
+  // Found by the worker, acted upon by the server thread.
+  bool value_mismatch = false;
+  bool rest_mismatch = false;
+  bool gradient_mismatch = false;
+  uint64_t started_ns = 0;
+  uint64_t work_ns = 0;
+
+  bool has_mismatch() const { return value_mismatch || rest_mismatch || gradient_mismatch; }
+  bool is_speculative() const { return task.keep != nullptr; }
+  bool writes_value() const { return task.writes_value && !stays; }
+  bool writes_rest() const { return task.writes_rest && !stays; }
+  /// Value and rest are in the place that starts at `offset_bytes`, which ends with them.
+  bool is_whole() const {
+    const bool alone = gradient_copy == nullptr || gradient_offset_bytes.has_value();
+    return bytes.rest_bytes > 0 && alone && (task.reads_value || task.writes_value);
+  }
+  /// Of the private side.
+  uint64_t held_bytes() const {
+    const bool has_gradient = gradient_copy != nullptr;
+    return bytes.value_bytes + bytes.rest_bytes + (has_gradient ? gradient_bytes : 0);
+  }
+  uint64_t key() const { return tile_key(task.entry->owner, task.index); }
+  ExtentRecord value_source() const { return task.entry->replicas[task.index].extent(); }
+  ExtentRecord rest_source() const { return task.bucket->rest[task.index].extent(); }
+  ExtentRecord gradient_source() const { return task.gradient->replicas[task.index].extent(); }
+  bool reads_rest() const { return task.reads_rest && rest_source().exists(); }
+  std::span<std::byte> value_span() const { return {bytes.value, bytes.value_bytes}; }
+  std::span<std::byte> rest_span() const { return {bytes.rest, bytes.rest_bytes}; }
+  std::span<std::byte> gradient_span() const { return {gradient_copy, gradient_bytes}; }
+};
+
+// ---- Waiting ------------------------------------------------------------------------------------
+
+void TileTasks::submit(TileTask task) {
+  ++task.entry->task_count;
+  parts_.gate.begin_activity();
+  if (task.report == nullptr) task.report = std::make_shared<StepReport>();
+  waiting_.push_back(std::move(task));
+}
+
+TileTask TileTasks::flush_task(uint64_t key) {
+  TileTask task;
+  task.bucket = &parts_.shards.bucket(bucket_of(key));
+  task.entry = task.bucket->value;
+  task.index = tile_of(key);
+  task.reads_value = true;
+  task.writes_value = true;
+  task.reads_rest = true;
+  task.writes_rest = true;
+  task.work = [](const TileBytes&) {};
+  return task;
+}
+
+void TileTasks::submit_flush(uint64_t key, const std::shared_ptr<StepReport>& report, Done done) {
+  TileTask task = flush_task(key);
+  task.report = report;
+  task.done = std::move(done);
+  submit(std::move(task));
+}
+
+void TileTasks::submit_first(TileTask task) {
+  submit(std::move(task));
+  std::rotate(waiting_.begin(), waiting_.end() - 1, waiting_.end());
+}
+
+void TileTasks::make_room() {
+  // A tile in memory needs no more of it: this one starts now, before those that wait.
+  TileTask task = flush_task(parts_.tiles.next_to_flush());
+  task.report = std::make_shared<StepReport>();
+  task.done = [this](const Status& status) {
+    if (status.is_ok()) return;
+    // No room will come: whoever waits for it hears why.
+    std::deque<TileTask> waiting = std::exchange(waiting_, {});
+    for (TileTask& each : waiting) {
+      --each.entry->task_count;
+      parts_.gate.end_activity();
+      const Done done = std::move(each.done);
+      done(status);
+    }
+  };
+  ++task.entry->task_count;
+  parts_.gate.begin_activity();
+  MEMD_CHECK(try_start(task));
+}
+
+void TileTasks::advance() {
+  while (!waiting_.empty() && running_count_ < kTilesInFlight) {
+    // Taken out first: a task that fails at once finishes, and its continuation may submit others.
+    TileTask task = std::move(waiting_.front());
+    waiting_.pop_front();
+    if (try_start(task)) continue;
+    waiting_.push_front(std::move(task));
+    // The private floor holds two tiles, but those that stay may lie in the way.
+    if (running_count_ == 0) make_room();
+    return;
+  }
+}
+
+// ---- Starting -----------------------------------------------------------------------------------
+
+std::optional<uint64_t> TileTasks::allocate_private(uint64_t bytes) {
+  JobMemory& memory = *parts_.memory;
+  Arena& side = memory.private_side();
+  for (;;) {
+    if (const auto offset_bytes = side.allocate(bytes)) return offset_bytes;
+    if (memory.grow_private()) continue;
+    if (reclaim_.memory()) continue;
+    if (!parts_.tiles.drop_any_clean(side)) return std::nullopt;
+  }
+}
+
+// State stays in memory where there is room: for a trace that repeats, a fixed part that stays
+// beats a least recently used one, which would be evicted just before its next use.
+uint64_t TileTasks::kept_bytes() const {
+  return parts_.private_side().used_bytes() - running_bytes_;
+}
+
+bool TileTasks::has_room_to_stay(const Running& running) const {
+  const JobMemory& memory = *parts_.memory;
+  const uint64_t with_it_bytes = kept_bytes() + (running.stays ? 0 : running.held_bytes());
+  return running.is_whole() && with_it_bytes + memory.working_bytes() <= memory.private_bytes_max();
+}
+
+bool TileTasks::try_start(TileTask& task) {
+  if (task.starting) std::exchange(task.starting, nullptr)();
+  auto running = std::make_shared<Running>();
+  set_sizes(*running, task);
+  if (!take_memory(*running, task)) return false;
+  set_places(*running, task);
+  running->started_ns = parts_.clock.now_ns();
+  running->task = std::move(task);
+  ++running_count_;
+  running_bytes_ += running->held_bytes();
+  MEMD_FAILPOINT("tile.started");
+  load(running);
+  return true;
+}
+
+void TileTasks::set_sizes(Running& running, const TileTask& task) {
+  TileBytes& bytes = running.bytes;
+  bytes.value_bytes = task.entry->replica_bytes(task.index);
+  if (task.reads_rest || task.writes_rest) bytes.rest_bytes = task.bucket->rest_bytes(task.index);
+  if (task.bucket != nullptr) bytes.elements = task.bucket->tile_elements(task.index);
+  const bool gradient_spilled = task.gradient != nullptr && !task.gradient->is_resident();
+  if (gradient_spilled) running.gradient_bytes = bytes.value_bytes;
+}
+
+bool TileTasks::take_memory(Running& running, const TileTask& task) {
+  const TileBytes& bytes = running.bytes;
+  if (bytes.rest_bytes > 0 && !take_cached(running, task)) return false;
+  if (running.in_memory) return true;
+  const auto offset_bytes =
+      allocate_private(bytes.value_bytes + bytes.rest_bytes + running.gradient_bytes);
+  if (offset_bytes) running.offset_bytes = *offset_bytes;
+  return offset_bytes.has_value();
+}
+
+/// The tile where it is cached, with room for a spilled gradient. False: the task can't start yet.
+bool TileTasks::take_cached(Running& running, const TileTask& task) {
+  const uint64_t key = tile_key(task.entry->owner, task.index);
+  const auto cached = parts_.tiles.take(key);
+  const bool dirty = parts_.tiles.is_dirty(key);
+  // Another task works on it; the disk has older bytes.
+  if (dirty && !cached) return false;
+  if (!cached) return true;
+  running.in_memory = true;
+  running.offset_bytes = *cached;
+  if (running.gradient_bytes == 0) return true;
+  running.gradient_offset_bytes = allocate_private(running.gradient_bytes);
+  if (running.gradient_offset_bytes) return true;
+  if (dirty) {
+    parts_.tiles.put(key, *cached);
+    return false;
+  }
+  running.in_memory = false;
+  parts_.private_side().free(*cached);
+  return true;
+}
+
+void TileTasks::set_places(Running& running, const TileTask& task) {
+  JobMemory& memory = *parts_.memory;
+  Arena& side = memory.private_side();
+  TileBytes& bytes = running.bytes;
+  bytes.value = side.at(running.offset_bytes);
+  bytes.rest = bytes.rest_bytes > 0 ? bytes.value + bytes.value_bytes : nullptr;
+  if (running.gradient_bytes > 0) {
+    running.gradient_copy = running.gradient_offset_bytes
+                                ? side.at(*running.gradient_offset_bytes)
+                                : bytes.value + bytes.value_bytes + bytes.rest_bytes;
+    bytes.gradient = running.gradient_copy;
+  } else if (task.gradient != nullptr) {
+    bytes.gradient = memory.arena().at(task.gradient->slot->offset_bytes) +
+                     task.index * task.gradient->stride_bytes();
+  }
+  const auto in_arena = [&](const Slot* slot) {
+    if (slot == nullptr) return static_cast<std::byte*>(nullptr);
+    return memory.arena().at(slot->offset_bytes) + task.index * task.entry->stride_bytes();
+  };
+  running.arena_source = in_arena(task.value_in_shadow ? task.shadow : task.entry->slot.get());
+  bytes.arena_value = in_arena(task.keep ? task.shadow : task.entry->slot.get());
+  running.value_from_arena =
+      (task.value_in_arena || task.value_in_shadow) && running.arena_source != nullptr;
+}
+
+// ---- Reading ------------------------------------------------------------------------------------
+
+std::string TileTasks::describe(const Running& running, const Entry& entry) const {
+  return concat("shard ",
+                parts_.shards.describe(entry, running.task.index),
+                ", step ",
+                parts_.progress.committed_step());
+}
+
+void TileTasks::load(const std::shared_ptr<Running>& running) {
+  TileTask& task = running->task;
+  auto join = Join::start([this, running](const Status& status) {
+    running->task.report->read_seconds +=
+        static_cast<double>(parts_.clock.now_ns() - running->started_ns) * 1e-9;
+    MEMD_FAILPOINT("tile.loaded");
+    status.is_ok() ? work(running) : finish(running, status);
+  });
+  const auto read = [&](const Entry& entry, const ExtentRecord& extent, std::span<std::byte> into) {
+    task.report->read_bytes += extent.length_bytes;
+    parts_.extents.read_unverified(
+        extent,
+        into,
+        {.job = JobId{parts_.job_id}, .priority = IoPriority::state},
+        [this, running, &entry, extent, done = join->branch()](const Status& status) {
+          if (status.is_ok()) return done(status);
+          done(parts_.extents.unreadable(extent, describe(*running, entry), status));
+        });
+  };
+  if (!running->in_memory) {
+    if (task.reads_value && !running->value_from_arena) {
+      if (running->value_source().exists()) {
+        read(*task.entry, running->value_source(), running->value_span());
+      } else {
+        const Owed owed(OwedPlace::tile_zeroed);
+        zero_bytes(running->bytes.value, running->bytes.value_bytes);
+      }
+    }
+    if (running->reads_rest()) {
+      read(*task.entry, running->rest_source(), running->rest_span());
+    } else if (running->bytes.rest_bytes > 0) {
+      const Owed owed(OwedPlace::tile_zeroed);
+      zero_bytes(running->bytes.rest, running->bytes.rest_bytes);
+    }
+  }
+  if (running->gradient_copy != nullptr) {
+    read(*task.gradient, running->gradient_source(), running->gradient_span());
+  }
+  join->finish(Status::ok());
+}
+
+// ---- Working ------------------------------------------------------------------------------------
+
+// What a kill of the daemon must not lose: of a tile whose only copy is in memory each piece is
+// copied before it is changed.
+void TileTasks::prepare_words(Running& running) {
+  PrivateTiles& tiles = parts_.tiles;
+  const uint64_t key = running.key();
+  if (const MadeTile* const made = tiles.made(key)) {
+    running.bytes.element_first = made->element_first;
+    // Once: a tile that is read again has it already.
+    if (const auto scratch = tiles.take_made_scratch(key)) running.scratch = scratch;
+  }
+  running.record = parts_.log.tile_record(key);
+  const bool is_only_copy = running.in_memory && tiles.is_dirty(key);
+  if (!running.record || !is_only_copy || running.bytes.begin_piece) return;
+  if (!running.scratch) running.scratch = tiles.words()->take_scratch();
+  MEMD_CHECK(running.scratch.has_value());  // there are more than tiles in flight
+  const TileArrays tile{.dtype = running.task.bucket->dtype,
+                        .elements = running.bytes.elements,
+                        .value = running.bytes.value,
+                        .rest = running.bytes.rest};
+  running.bytes.begin_piece =
+      [words = tiles.words(), record = *running.record, scratch = *running.scratch, tile](
+          uint64_t piece) { words->begin_piece(record, tile, piece, scratch); };
+}
+
+void TileTasks::decide_whether_it_stays(Running& running) {
+  // Once it has extents it is written, also where it was read again meanwhile.
+  const bool stays =
+      running.task.may_stay && !running.value_extent.exists() && has_room_to_stay(running);
+  if (stays == running.stays) return;
+  // Others that look for room to stay see it as what is kept.
+  stays ? running_bytes_ -= running.held_bytes() : running_bytes_ += running.held_bytes();
+  running.stays = stays;
+}
+
+// Before the work: an extent's address is part of the checksum that the worker computes.
+Status TileTasks::reserve_extents(Running& running) {
+  Status status;
+  if (running.writes_value()) {
+    status = reserve(running.task, running.bytes.value_bytes, &running.value_extent);
+  }
+  if (status.is_ok() && running.writes_rest()) {
+    status = reserve(running.task, running.bytes.rest_bytes, &running.rest_extent);
+  }
+  return status;
+}
+
+Status TileTasks::reserve(const TileTask& task, uint64_t length_bytes, ExtentRecord* extent) {
+  if (extent->exists()) return Status::ok();
+  JobSpace& space = parts_.space;
+  const SpaceUse use = task.entry->use();
+  // Speculative values are made again later; for their sake nothing goes.
+  const auto find_more = [&] { return task.keep == nullptr && reclaim_.extents(); };
+  while (!space.has_room(use, length_bytes)) {
+    if (find_more()) continue;
+    return error(StatusCode::capacity,
+                 "job ",
+                 parts_.job_name,
+                 " has used up its disk quota; raise nvme_bytes: ",
+                 space.taken_bytes(use),
+                 " bytes, and ",
+                 space.metadata_bytes(),
+                 " for its catalogue, of ",
+                 space.quota_bytes());
+  }
+  auto allocated = parts_.extents.allocate(static_cast<uint32_t>(length_bytes));
+  while (allocated.status().code() == StatusCode::capacity && find_more())
+    allocated = parts_.extents.allocate(static_cast<uint32_t>(length_bytes));
+  if (!allocated.is_ok()) return allocated.status();
+  *extent = allocated.value();
+  space.take(use, length_bytes);
+  return Status::ok();
+}
+
+/// What the worker publishes of a tile that stays; without an offset nothing.
+TileState TileTasks::state_in_memory(const Running& running) const {
+  if (!running.record || (!running.stays && !running.bytes.begin_piece)) return {};
+  return {.step = parts_.progress.committed_step() + 1,
+          .private_offset_bytes = running.offset_bytes,
+          .value = running.value_source(),
+          .rest = running.rest_source()};
+}
+
+void TileTasks::work(const std::shared_ptr<Running>& running) {
+  decide_whether_it_stays(*running);
+  if (Status reserved = reserve_extents(*running); !reserved.is_ok()) {
+    return finish(running, reserved);
+  }
+  MEMD_FAILPOINT("tile.extents_reserved");
+  if (running->task.may_stay) prepare_words(*running);
+  parts_.workers.submit(
+      {.job = JobId{parts_.job_id}, .bytes = running->held_bytes()},
+      [this, running, state = state_in_memory(*running)] { run_on_worker(*running, state); },
+      [this, running] {
+        running->task.report->update_seconds += static_cast<double>(running->work_ns) * 1e-9;
+        check(running);
+      });
+}
+
+void TileTasks::run_on_worker(Running& running, const TileState& state) const {
+  MEMD_FAILPOINT("tile.before_verify");
+  const uint64_t start_ns = parts_.clock.now_ns();
+  const TileTask& task = running.task;
+  const bool disk = !running.in_memory;
+  if (running.value_from_arena && disk && task.reads_value) {
+    // A trainer may write there at any time: copied first, then compared with what was written to
+    // disk.
+    copy_bytes(running.bytes.value, running.arena_source, running.bytes.value_bytes);
+  }
+  running.value_mismatch = disk && task.reads_value && running.value_source().exists() &&
+                           !ExtentStore::matches(running.value_source(), running.value_span());
+  running.rest_mismatch = disk && running.reads_rest() &&
+                          !ExtentStore::matches(running.rest_source(), running.rest_span());
+  running.gradient_mismatch =
+      running.gradient_copy != nullptr &&
+      !ExtentStore::matches(running.gradient_source(), running.gradient_span());
+  if (MEMD_PLANTED("tile.checksum_not_verified")) {
+    running.value_mismatch = running.rest_mismatch = running.gradient_mismatch = false;
+  }
+  if (!running.has_mismatch()) {
+    MEMD_FAILPOINT("tile.before_update");
+    task.work(running.bytes);
+    if (state.private_offset_bytes) {
+      parts_.tiles.words()->publish(*running.record, state, parts_.ledger->base());
+    }
+    MEMD_FAILPOINT("tile.before_checksums");
+    if (running.writes_value()) {
+      running.value_extent.checksum =
+          hash_extent(running.value_span(), running.value_extent.address);
+    }
+    if (running.writes_rest()) {
+      running.rest_extent.checksum = hash_extent(running.rest_span(), running.rest_extent.address);
+    }
+  }
+  running.work_ns = parts_.clock.now_ns() - start_ns;
+}
+
+void TileTasks::check(const std::shared_ptr<Running>& running) {
+  if (!running->has_mismatch()) return write(running);
+  TileTask& task = running->task;
+  auto join = Join::start([this, running](const Status& status) {
+    status.is_ok() ? work(running) : finish(running, status);
+  });
+  const auto read = [&](const Entry& entry,
+                        const ExtentRecord& extent,
+                        std::span<std::byte> into,
+                        bool first_read) {
+    std::string what = describe(*running, entry);
+    Done done = [this, running, &entry, done = join->branch()](const Status& status) {
+      // The step meets what is lost itself, and says so.
+      const bool is_lost = status.code() == StatusCode::integrity && !running->is_speculative();
+      if (is_lost) parts_.gate.lose(entry, running->task.index, status);
+      done(status);
+    };
+    const JobId job{parts_.job_id};
+    if (first_read) {
+      return parts_.extents.read(extent, into, {.job = job}, std::move(what), std::move(done));
+    }
+    parts_.extents.count_checksum_failure(extent);
+    parts_.extents.read_again(extent, into, {.job = job}, std::move(what), std::move(done));
+  };
+  if (running->value_mismatch) {
+    // The arena's copy was scribbled on: what is on disk counts, and was not read yet.
+    const bool first_read = std::exchange(running->value_from_arena, false);
+    read(*task.entry, running->value_source(), running->value_span(), first_read);
+  }
+  if (running->rest_mismatch) {
+    read(*task.entry, running->rest_source(), running->rest_span(), false);
+  }
+  if (running->gradient_mismatch) {
+    read(*task.gradient, running->gradient_source(), running->gradient_span(), false);
+  }
+  join->finish(Status::ok());
+}
+
+// ---- Writing and ending -------------------------------------------------------------------------
+
+void TileTasks::write(const std::shared_ptr<Running>& running) {
+  TileTask& task = running->task;
+  MEMD_FAILPOINT("tile.before_write");
+  const uint64_t start_ns = parts_.clock.now_ns();
+  auto join = Join::start([this, running, start_ns](const Status& status) {
+    MEMD_FAILPOINT("tile.written");
+    running->task.report->write_seconds +=
+        static_cast<double>(parts_.clock.now_ns() - start_ns) * 1e-9;
+    finish(running, status);
+  });
+  const JobId job{parts_.job_id};
+  if (running->writes_value()) {
+    task.report->written_bytes += running->value_extent.length_bytes;
+    parts_.extents.write(job, running->value_extent, running->value_span(), join->branch());
+  }
+  MEMD_FAILPOINT("tile.between_writes");
+  if (running->writes_rest() && !MEMD_PLANTED("tile.rest_not_written")) {
+    task.report->written_bytes += running->rest_extent.length_bytes;
+    parts_.extents.write(job, running->rest_extent, running->rest_span(), join->branch());
+  }
+  join->finish(Status::ok());
+}
+
+/// For the next daemon.
+void TileTasks::log(const Running& running) {
+  const TileTask& task = running.task;
+  const PrivateTiles& tiles = parts_.tiles;
+  if (tiles.words() == nullptr || task.entry->kind != EntryKind::parameter) {
+    // The rest first: written back again, the same parameter gives the same rest.
+    if (running.writes_rest()) parts_.log.note_rest(*task.bucket, task.index);
+    if (running.writes_value()) parts_.log.note_value(*task.entry, task.index);
+    return;
+  }
+  if (!running.writes_value() && !running.writes_rest()) return;
+  // One store says both. A tile that is only written out stays at its step.
+  const bool was_dirty = task.bucket != nullptr && tiles.is_dirty(running.key());
+  const auto record = was_dirty ? parts_.log.tile_record(running.key()) : std::nullopt;
+  uint64_t step = parts_.progress.committed_step();
+  if (task.may_stay) {
+    ++step;
+  } else if (record) {
+    step = tiles.words()->step_of(*record);
+  }
+  parts_.log.note_tile(parts_.shards.bucket(task.entry->owner),
+                       task.index,
+                       step,
+                       task.may_stay ? std::nullopt : tiles.half_made_piece(running.key()));
+}
+
+void TileTasks::settle(const Running& running,
+                       const Status& status,
+                       const ExtentRecord& extent,
+                       Replica& place) {
+  const bool is_kept = status.is_ok() && running.is_speculative();
+  if (!extent.exists() || is_kept) return;
+  const TileTask& task = running.task;
+  if (status.is_ok() && task.entry->kind == EntryKind::gradient) {
+    parts_.space.replace_gradient(task.entry->replicas[task.index], extent, parts_.extents);
+  } else if (status.is_ok()) {
+    parts_.space.replace(place, extent, parts_.extents);
+  } else {
+    parts_.space.give_back(task.entry->use(), extent.length_bytes);
+    parts_.extents.release(extent);
+  }
+}
+
+void TileTasks::settle_extents(const Running& running, const Status& status) {
+  const TileTask& task = running.task;
+  if (running.writes_value()) {
+    settle(running, status, running.value_extent, task.entry->replicas[task.index]);
+  }
+  if (running.writes_rest()) {
+    settle(running, status, running.rest_extent, task.bucket->rest[task.index]);
+  }
+}
+
+void TileTasks::settle_memory(const Running& running, const Status& status) {
+  const TileTask& task = running.task;
+  PrivateTiles& tiles = parts_.tiles;
+  Arena& side = parts_.private_side();
+  const bool keeps = status.is_ok() && has_room_to_stay(running);
+  if (running.gradient_offset_bytes) side.free(*running.gradient_offset_bytes);
+  const uint64_t key = running.key();
+  if (task.bucket != nullptr && status.is_ok() && !running.is_speculative()) {
+    if (running.stays) tiles.set_dirty(key);
+    if (running.writes_value() && running.writes_rest()) tiles.set_clean(key);
+  }
+  const bool dirty = task.bucket != nullptr && tiles.is_dirty(key);
+  if (running.is_speculative()) {
+    std::optional<uint64_t> stays_at;
+    if (keeps) stays_at = running.offset_bytes;
+    if (!stays_at) side.free(running.offset_bytes);
+    if (!status.is_ok()) return;
+    task.keep({.value = running.value_extent,
+               .rest = running.rest_extent,
+               .private_offset_bytes = stays_at});
+  } else if (dirty || keeps) {
+    // Two tasks may have read one clean tile.
+    if (!dirty) tiles.drop(key, side);
+    tiles.put(key, running.offset_bytes);
+  } else {
+    side.free(running.offset_bytes);
+  }
+}
+
+void TileTasks::finish(const std::shared_ptr<Running>& running, const Status& status) {
+  settle_extents(*running, status);
+  if (running->scratch) parts_.tiles.words()->give_back_scratch(*running->scratch);
+  // The next daemon knows nothing of speculative values.
+  if (status.is_ok() && !running->is_speculative()) log(*running);
+  settle_memory(*running, status);
+  --running->task.entry->task_count;
+  parts_.gate.end_activity();
+  --running_count_;
+  if (!running->stays) running_bytes_ -= running->held_bytes();
+  MEMD_FAILPOINT("tile.recorded");
+  const Done done = std::move(running->task.done);
+  done(status);
+}
+
+}  // namespace memd

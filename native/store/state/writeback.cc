@@ -1,0 +1,111 @@
+#include "store/state/writeback.h"
+
+#include <utility>
+#include <vector>
+
+#include "base/bulk_bytes.h"
+#include "base/failpoint.h"
+
+namespace memd {
+namespace {
+
+/// The user wrote new bf16 values: those are the parameter exactly. What was not touched keeps its
+/// fp32 remainder.
+void take_halves(const TileBytes& bytes) {
+  auto* const half = reinterpret_cast<uint16_t*>(bytes.value);
+  const auto* const written = reinterpret_cast<const uint16_t*>(bytes.arena_value);
+  auto* const remainder = reinterpret_cast<int16_t*>(bytes.rest + bytes.elements * 8);
+  for (uint64_t i = 0; i < bytes.elements; ++i) {
+    if (half[i] != written[i]) remainder[i] = 0;
+    half[i] = written[i];
+  }
+}
+
+void copy_value(const TileBytes& bytes) {
+  copy_bytes(bytes.value, bytes.arena_value, bytes.value_bytes);
+}
+
+}  // namespace
+
+TileTask Writeback::value_task(Entry& entry, size_t index) {
+  Bucket* const bucket =
+      entry.kind == EntryKind::parameter ? &parts_.shards.bucket(entry.owner) : nullptr;
+  TileTask task;
+  task.entry = &entry;
+  task.index = index;
+  task.writes_value = true;
+  task.work = copy_value;
+  const bool keeps_remainder = bucket != nullptr && bucket->dtype == DType::bfloat16 &&
+                               bucket->rest[index].exists() && entry.replicas[index].exists();
+  if (keeps_remainder) {
+    task.bucket = bucket;
+    task.reads_value = true;
+    task.reads_rest = true;
+    task.writes_rest = true;
+    task.work = take_halves;
+  }
+  return task;
+}
+
+void Writeback::write_back(Entry& entry, const std::shared_ptr<StepReport>& report, Done done) {
+  MEMD_FAILPOINT("writeback.started");
+  parts_.residencies.move(entry, Residency::dirty, Residency::draining);
+  auto join = Join::start([this, &entry, done = std::move(done)](const Status& status) {
+    end(entry, status);
+    done(status);
+  });
+  for (size_t i = 0; i < entry.replicas.size(); ++i) {
+    TileTask task = value_task(entry, i);
+    task.report = report;
+    task.done = join->branch();
+    tasks_.submit(std::move(task));
+  }
+  join->finish(Status::ok());
+}
+
+void Writeback::end(Entry& entry, const Status& status) {
+  MEMD_FAILPOINT("writeback.finished");
+  if (status.is_ok() && entry.kind == EntryKind::parameter) {
+    for (const uint32_t id : parts_.shards.bucket(entry.owner).shards) {
+      parts_.shards[id].is_on_disk = parts_.shards[id].written;
+    }
+  }
+  const Residency after = status.is_ok() ? Residency::clean : Residency::dirty;
+  parts_.residencies.move(entry, Residency::draining, after);
+  // What was spilled is in no catalogue before the next commit.
+  if (status.is_ok() && entry.kind != EntryKind::gradient) parts_.gate.set_changed();
+}
+
+bool Writeback::is_due(const Entry& entry, bool with_bytes) const {
+  if (entry.kind == EntryKind::gradient) return false;
+  if (entry.residency() != Residency::dirty || entry.tier != Tier::nvme) return false;
+  if (entry.replicas.empty()) return false;
+  if (entry.kind == EntryKind::parameter) return true;
+  // What a staged buffer replaced goes as soon as the step is committed.
+  return with_bytes && parts_.shards[entry.owner].written;
+}
+
+void Writeback::write_back_all(bool with_bytes,
+                               const std::shared_ptr<StepReport>& report,
+                               Done done) {
+  auto join = Join::start(std::move(done));
+  parts_.residencies.settle_all_pending();
+  for (Entry* const entry : parts_.shards.entries()) {
+    if (entry != nullptr && is_due(*entry, with_bytes)) write_back(*entry, report, join->branch());
+  }
+  join->finish(Status::ok());
+}
+
+void Writeback::flush_tiles(std::optional<uint32_t> bucket,
+                            const std::shared_ptr<StepReport>& report,
+                            Done done) {
+  std::vector<uint64_t> keys;
+  for (const uint64_t key : parts_.tiles.dirty_keys()) {
+    if (!bucket || bucket_of(key) == *bucket) keys.push_back(key);
+  }
+  auto join = Join::start(std::move(done));
+  for (const uint64_t key : keys) tasks_.submit_flush(key, report, join->branch());
+  join->finish(Status::ok());
+}
+
+}  // namespace memd
