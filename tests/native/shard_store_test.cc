@@ -435,6 +435,57 @@ TEST_F(ShardStoreTest, a_prefetch_brings_up_what_there_is_room_for_and_fails_nob
   EXPECT_EQ(heart.job(session).slots().lease_count(), 0u);
 }
 
+TEST_F(ShardStoreTest, leases_that_wait_for_the_disk_are_tried_again_when_it_is_done) {
+  constexpr uint64_t kCount = 20;
+  Heart heart(disk_);
+  const uint64_t session = heart.attach(heart.open("job", 2));
+  const auto ids = heart.declare(session, {bytes_shard("a", 3_MiB), bytes_shard("b", 3_MiB)});
+  heart.write(session, ids[0], pattern(3_MiB, 1));
+  heart.write(session, ids[1], pattern(3_MiB, 2));
+  heart.faults().add_fault({.kind = MemoryFaultKind::stall, .io_kind = IoKind::read});
+  std::vector<std::shared_ptr<std::optional<Held>>> asked;
+  for (uint64_t i = 0; i < kCount; ++i)
+    asked.push_back(heart.ask(session, ids[0], LeaseMode::read));
+  heart.turns();
+  ASSERT_FALSE(asked.back()->has_value());
+  const uint64_t tries = heart.job(session).leases().try_count();
+  heart.turns();
+  EXPECT_EQ(heart.job(session).leases().try_count(), tries);
+  heart.faults().release_stalled();
+  ASSERT_TRUE(heart.until([&] { return asked.back()->has_value(); }));
+  EXPECT_EQ(heart.job(session).leases().try_count(), tries + kCount);
+  for (const auto& each : asked) {
+    ASSERT_TRUE(each->has_value() && (*each)->is_ok());
+    heart.release(**each);
+  }
+}
+
+TEST_F(ShardStoreTest, who_waits_for_room_goes_before_a_newcomer_that_needs_some) {
+  Heart heart(disk_);
+  const uint64_t job_id = heart.open("job", 3);
+  const uint64_t session = heart.attach(job_id);
+  const uint64_t other = heart.attach(job_id);
+  const auto ids = heart.declare(
+      session,
+      {bytes_shard("held", 3_MiB), bytes_shard("large", 4_MiB), bytes_shard("small", 1_MiB)});
+  heart.write(session, ids[0], pattern(3_MiB, 1));
+  ASSERT_TRUE(heart.sync(session).is_ok());
+  const Held held = heart.lease(other, ids[0]);
+  ASSERT_TRUE(held.is_ok());
+  const auto large = heart.ask(session, ids[1], LeaseMode::overwrite);
+  heart.turns();
+  EXPECT_FALSE(large->has_value());
+  const auto small = heart.ask(session, ids[2], LeaseMode::overwrite);
+  EXPECT_FALSE(small->has_value()) << "there is room for it, and others have waited for room";
+  heart.touch(session, ids[0]);
+  heart.release(held);
+  ASSERT_TRUE(heart.until([&] { return large->has_value() && small->has_value(); }));
+  for (const auto& granted : {large, small}) {
+    ASSERT_TRUE((*granted)->is_ok()) << (*granted)->status.message();
+    heart.release(**granted);
+  }
+}
+
 TEST_F(ShardStoreTest, a_spill_that_fails_is_told_to_who_waits_for_the_room) {
   Heart heart(disk_);
   const uint64_t session = heart.attach(heart.open("job", 2));

@@ -46,6 +46,13 @@ void LeaseWaiter::refuse(const Status& status) {
   to(status, none);
 }
 
+void LeaseWaiters::remove(const LeaseWaiter& answered) {
+  const auto newest = std::find_if(
+      all_.rbegin(), all_.rend(), [&](const LeaseWaiter& each) { return &each == &answered; });
+  MEMD_CHECK(newest != all_.rend());
+  all_.erase(std::next(newest).base());
+}
+
 std::list<LeaseWaiter> LeaseWaiters::take(const Chosen& chosen) {
   std::list<LeaseWaiter> taken;
   for (auto it = all_.begin(); it != all_.end();) {

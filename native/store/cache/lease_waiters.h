@@ -70,8 +70,8 @@ class LeaseWaiters {
   LeaseWaiters& operator=(const LeaseWaiters&) = delete;
 
   LeaseWaiter& add(LeaseWaiter waiter) { return all_.emplace_back(std::move(waiter)); }
-  /// The newest was answered at once.
-  void remove_newest() { all_.pop_back(); }
+  /// It was answered at once. Others may have come meanwhile.
+  void remove(const LeaseWaiter& answered);
   /// Out of the queue; the caller answers them.
   std::list<LeaseWaiter> take(const Chosen& chosen);
   std::list<LeaseWaiter> take_all() { return std::exchange(all_, {}); }

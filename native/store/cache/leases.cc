@@ -15,33 +15,48 @@ void Leases::acquire(const LeaseRequest& request, LeaseReply reply) {
   LeaseRequest bounded = request;
   bounded.timeout_ns = std::min(request.timeout_ns, kTimeoutNsMax);
   const uint64_t now_ns = parts_.clock.now_ns();
+  // An answer may be what asks.
+  const bool was_room_wanted = std::exchange(is_room_wanted_, parts_.waiters.any_for_room());
   LeaseWaiter& waiter = parts_.waiters.add(
       {.request = bounded, .reply = std::move(reply), .started_ns = now_ns, .counted_ns = now_ns});
   MEMD_FAILPOINT("lease.asked");
-  // Those before it go first only where they wait for room.
-  if (try_grant(waiter) == Grant::done) parts_.waiters.remove_newest();
+  // Who waits for room goes first; what is resident goes to anyone.
+  const Grant grant = try_grant(waiter);
+  is_room_wanted_ = was_room_wanted;
+  if (grant == Grant::done) parts_.waiters.remove(waiter);
 }
 
 bool Leases::advance() {
-  bool space_wanted = false;
+  is_room_wanted_ = false;
   return parts_.waiters.advance([&](LeaseWaiter& waiter) -> LeaseWaiters::Verdict {
     parts_.waiters.count(waiter);
     // Who came first gets room first; what is resident goes to anyone.
-    const bool is_behind = space_wanted && waiter.waits_for == WaitsFor::room;
-    if (!is_behind && try_grant(waiter) == Grant::done) return {.stays = false};
+    const bool is_behind = is_room_wanted_ && waiter.waits_for == WaitsFor::room;
+    const bool may_try = !is_behind && !is_on_its_way(waiter);
+    if (may_try && try_grant(waiter) == Grant::done) return {.stays = false};
     Status refusal;
     if (waiter.waits_for == WaitsFor::room) {
-      if (!space_wanted) refusal = check_room_can_come(waiter);
+      if (!is_room_wanted_) refusal = check_room_can_come(waiter);
       if (!refusal.is_ok() && move_old_bytes(waiter)) {
         if (try_grant(waiter) == Grant::done) return {.stays = false};
         refusal = Status::ok();
       }
-      space_wanted = true;
+      is_room_wanted_ = true;
     }
     if (refusal.is_ok()) refusal = check_deadline(waiter);
     const bool stays = refusal.is_ok();
     return {.stays = stays, .refusal = std::move(refusal)};
   });
+}
+
+bool Leases::is_on_its_way(const LeaseWaiter& waiter) const {
+  const WaitsFor what = waiter.waits_for;
+  if (what != WaitsFor::filling && what != WaitsFor::reading && what != WaitsFor::draining)
+    return false;
+  if (!parts_.progress.stopped().is_ok()) return false;
+  const Entry* const entry = parts_.shards.find_entry(waiter.request.shard_id, waiter.request.part);
+  return entry != nullptr &&
+         (entry->residency() == Residency::filling || entry->residency() == Residency::draining);
 }
 
 Leases::Grant Leases::wait(LeaseWaiter& waiter, WaitsFor what) {
@@ -55,6 +70,7 @@ Leases::Grant Leases::refuse(LeaseWaiter& waiter, const Status& status) {
 }
 
 Leases::Grant Leases::try_grant(LeaseWaiter& waiter) {
+  ++try_count_;
   const uint32_t shard_id = waiter.request.shard_id;
   if (waiter.request.part != Part::value) return grant_or_wait(waiter);
   // Who is to write must see every reader, and a reader that comes now waits for the answer.
@@ -295,6 +311,7 @@ Leases::Grant Leases::bring_up(const Try& asked) {
 }
 
 std::unique_ptr<Slot> Leases::make_room(const Entry& entry, bool may_spill) {
+  if (is_room_wanted_) return nullptr;
   return room_.make(entry.bytes, parts_.shards.shard_count(entry), may_spill);
 }
 

@@ -28,6 +28,8 @@ class Leases {
   bool advance();
   /// One that `for_service` was asked for. `discard`: what was written is not whole.
   void release_service(const LeaseGrant& grant, bool discard);
+  /// How often a lease was tried so far.
+  uint64_t try_count() const { return try_count_; }
 
  private:
   enum class Grant : uint8_t { done, waiting };
@@ -42,6 +44,8 @@ class Leases {
     bool reads = false;
   };
 
+  /// Its entry moves still, and wakes it when it has: until then nothing else can grant it.
+  bool is_on_its_way(const LeaseWaiter& waiter) const;
   static Grant wait(LeaseWaiter& waiter, WaitsFor what);
   static Grant refuse(LeaseWaiter& waiter, const Status& status);
   Grant try_grant(LeaseWaiter& waiter);
@@ -81,6 +85,9 @@ class Leases {
   Room& room_;
   Fetches& fetches_;
   HalfWritten& half_written_;
+  /// Somebody who came before the one that is being tried waits for room.
+  bool is_room_wanted_ = false;
+  uint64_t try_count_ = 0;
 };
 
 }  // namespace memd
