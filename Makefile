@@ -55,7 +55,7 @@ bench:
 	@$(SETUP) test
 	@tests/bench/peers/set_up.sh
 	@status=0; $(IN_VENV) python tests/bench/run_all.py $(ARGS) || status=1; \
-	$(IN_VENV) python tests/bench/compare_results.py; exit $$status
+	$(IN_VENV) python tests/bench/compare_results.py || status=1; exit $$status
 
 peers:
 	@$(SETUP) test
@@ -65,7 +65,7 @@ peers:
 	  $(IN_VENV) python tests/bench/peers/compare.py --model $${size% *} --dtype $${size#* } \
 	    --json "tests/bench/out/peers_$${size% *}_$${size#* }.json" $(ARGS) || status=1; \
 	done; \
-	$(IN_VENV) python tests/bench/compare_results.py; exit $$status
+	$(IN_VENV) python tests/bench/compare_results.py || status=1; exit $$status
 
 soak:
 	@$(SETUP) test

@@ -6,8 +6,9 @@ two do not overlap a figure is called better or worse. Where a figure stands aga
 was measured in the same run, its ratio is that of the fractions reached, so that another disk or a
 busier minute is not taken for a change.
 
-Run: python compare_results.py [--results FOLDER] [--out FOLDER] [--json]. The exit code is 0
-whatever changed: a busy machine fails no build.
+Run: python compare_results.py [--results FOLDER] [--out FOLDER] [--json]. The exit code is 1 where
+a fraction of a limit fell by more than 5 % and its runs do not overlap. A figure without a limit
+depends on the machine and its load, and fails nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ HERE = Path(__file__).parent
 # A difference in any of these explains others.
 MACHINE_KEYS = ("cpu", "cores", "memory_bytes", "kernel", "torch", "peers")
 LOAD_MAX = 0.5  # of the minute before a run
+FALL_MAX = 0.05  # of a fraction of a limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +40,10 @@ class Change:
     of_limit: bool
     noise: float  # the larger part of the median by which runs lay from it
     verdict: str  # "better", "worse", "same", or "one run"
+
+    @property
+    def is_fall(self) -> bool:
+        return self.of_limit and self.verdict == "worse" and self.ratio < 1 - FALL_MAX
 
 
 def judged(figure: dict[str, Any]) -> list[float]:
@@ -124,7 +131,7 @@ def row(change: Change) -> tuple[str, ...]:
     )
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--out", type=Path, default=HERE / "out")
@@ -143,6 +150,14 @@ def main() -> None:
             "changes": listed,
             "notes": [*differences(committed, new), *only],
         }
+    falls = [
+        f"{name}: {change.figure} is {1 - change.ratio:.0%} farther from its limit"
+        for name, each in told.items()
+        for change in each["changes"]
+        if change.is_fall
+    ]
+    for fall in falls:
+        print(fall, file=sys.stderr)
     if arguments.as_json:
         print_json(
             {
@@ -150,7 +165,7 @@ def main() -> None:
                 for name, each in told.items()
             }
         )
-        return
+        return 1 if falls else 0
     if not told:
         print(f"{arguments.out} holds no results; `make bench` makes them")
     for name, each in told.items():
@@ -160,7 +175,8 @@ def main() -> None:
         if each["changes"]:
             header = ("figure", "committed", "now", "now / committed", "noise", "")
             print_table(header, [row(change) for change in each["changes"]])
+    return 1 if falls else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -141,6 +141,35 @@ def test_what_was_written_is_compared_on_the_command_line(
     assert (read["verdict"], read["ratio"], read["noise"]) == ("same", 1.0, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("now", "limits", "exit_code"),
+    [
+        ([1.18, 1.17, 1.19], [1.0, 1.0, 1.0], 1),
+        ([1.07, 1.06, 1.08], [1.0, 1.0, 1.0], 0),  # worse, by less than 5 %
+        ([1.4, 1.6, 1.03], [1.0, 1.0, 1.0], 0),  # runs overlap
+        ([2.0, 2.1, 2.05], [1.95, 2.03, 2.0], 0),  # slower, and so is the limit
+    ],
+)
+def test_make_bench_fails_where_a_fraction_of_a_limit_falls(
+    tmp_path: Path, now: list[float], limits: list[float], exit_code: int
+) -> None:
+    folders = {"results": ([1.03, 1.02, 1.04], [1.0, 1.0, 1.0]), "out": (now, limits)}
+    for folder, (runs, limit_runs) in folders.items():
+        (tmp_path / folder).mkdir()
+        write_report(
+            tmp_path / folder / "bench_train.json",
+            name="bench_train",
+            machine=MACHINE,
+            settings={},
+            figures=[limited(runs, limit_runs)],
+        )
+    command = [sys.executable, str(Path(compare_results.__file__))]
+    command += ["--results", str(tmp_path / "results"), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == exit_code, done.stdout
+    assert ("step is 13% farther from its limit" in done.stderr) == (exit_code == 1), done.stderr
+
+
 def test_the_bound_on_durability_is_made_of_neighbours() -> None:
     def runs(seconds_each: float, written_bytes: int) -> dict[str, Any]:
         return {"seconds": seconds_each, "written_bytes": written_bytes, "parameters": 10}
