@@ -30,6 +30,10 @@ uint64_t catalogue_reserve_bytes(uint64_t capacity_bytes) {
 // turn: whoever has more open than this wants to fill our memory.
 constexpr uint32_t kOpenRequestsMax = 4 * kRingEntries;
 
+// A turn of one session: some 100 µs of leases that are resident. The rest waits until every other
+// session had its turn, and the disk and the workers theirs.
+constexpr uint32_t kRequestsATurn = 64;
+
 }  // namespace
 
 ShardStore::ShardStore(const ShardStoreParts& parts)
@@ -88,9 +92,7 @@ void ShardStore::free_slots(Job& job) {
 
 // ---- Jobs and sessions --------------------------------------------------------------------------
 
-Job* ShardStore::find(uint64_t job_id) const {
-  return jobs_.find(job_id);
-}
+Job* ShardStore::find(uint64_t job_id) const { return jobs_.find(job_id); }
 
 JobInfo ShardStore::info_of(const Job& job) const {
   JobInfo info = job.job_info();
@@ -696,9 +698,8 @@ void ShardStore::delete_shard(uint64_t session_id,
 // ---- Turning ------------------------------------------------------------------------------------
 
 bool ShardStore::serve(Session& session) {
-  // At most one ring a turn: a client that never stops asking has no thread of ours to itself.
   uint32_t count = 0;
-  for (; count < kRingEntries; ++count) {
+  for (; count < kRequestsATurn; ++count) {
     const auto polled = session.ring.poll();
     if (!polled) break;
     const Request& request = *polled;

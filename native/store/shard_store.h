@@ -207,7 +207,7 @@ class ShardStore {
   bool is_unused(const Job& job) const;
   uint64_t nvme_bytes_free() const;
 
-  /// True where there was a request.
+  /// At most kRequestsATurn of its requests. True where there was one: the next turn serves more.
   bool serve(Session& session);
   bool advance_conditions(uint64_t job_id);
   /// Commits a step in memory: what the next daemon goes on from.

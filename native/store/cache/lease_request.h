@@ -13,8 +13,9 @@ namespace memd {
 
 struct LeaseGrant {
   Slot* slot = nullptr;
-  uint32_t index = 0;  // of the shard's counter in the slot
-  uint32_t pin = 0;    // kReaderPin or kWriterPin, already counted
+  uint32_t index = 0;     // of the shard's counter in the slot
+  uint32_t entry_id = 0;  // whose slot it was
+  uint32_t pin = 0;       // kReaderPin or kWriterPin, already counted
   uint64_t offset_bytes = 0;
   uint64_t length_bytes = 0;
   uint64_t generation = 0;

@@ -320,6 +320,7 @@ LeaseGrant Leases::grant_of(const Try& asked, Slot& slot) const {
   const bool in_bucket = shard.kind == ShardKind::parameter;
   LeaseGrant grant{.slot = &slot,
                    .index = in_bucket ? shard.index_in_bucket : 0,
+                   .entry_id = asked.entry.id,
                    .pin = asked.reads ? kReaderPin : kWriterPin,
                    .offset_bytes = slot.offset_bytes + (in_bucket ? shard.offset_bytes() : 0),
                    .length_bytes = shard.bytes,
@@ -390,13 +391,13 @@ void Leases::release_service(const LeaseGrant& grant, bool discard) {
   const auto give_back = [this, grant] {
     parts_.slots.release_service(*grant.slot, grant.index, grant.pin);
   };
-  const EntryTable& entries = parts_.shards.entries();
-  const auto written = std::find_if(entries.begin(), entries.end(), [&](const Entry* entry) {
-    return entry != nullptr && pin_writers(grant.pin) != 0 &&
-           (entry->pending.get() == grant.slot || entry->slot.get() == grant.slot);
-  });
-  if (written == entries.end()) return give_back();
-  Entry& entry = **written;
+  // It may be gone by now, and its slot retired or another's.
+  Entry* const written =
+      pin_writers(grant.pin) != 0 ? parts_.shards.entry(grant.entry_id) : nullptr;
+  const bool is_its_slot = written != nullptr && (written->pending.get() == grant.slot ||
+                                                  written->slot.get() == grant.slot);
+  if (!is_its_slot) return give_back();
+  Entry& entry = *written;
   if (discard && entry.kind == EntryKind::parameter) {
     // A daemon that takes over before its bytes are whole again finds the writer.
     return half_written_.discard(entry, {grant.index}, [this, &entry, give_back](const Status&) {
