@@ -21,6 +21,8 @@ struct TileTasks::Running {
   bool in_memory = false;                         // value and rest were cached
   bool stays = false;                             // in memory, dirty
   bool value_from_arena = false;
+  bool zeroes_value = false;  // nothing was ever written there
+  bool zeroes_rest = false;
   const std::byte* arena_source = nullptr;  // where from
   // Of an update that may stay in memory, in the job's TileWords:
   std::optional<uint32_t> record;
@@ -264,15 +266,13 @@ void TileTasks::load(const std::shared_ptr<Running>& running) {
       if (running->value_source().exists()) {
         read(*task.entry, running->value_source(), running->value_span());
       } else {
-        const Owed owed(OwedPlace::tile_zeroed);
-        zero_bytes(running->bytes.value, running->bytes.value_bytes);
+        running->zeroes_value = true;
       }
     }
     if (running->reads_rest()) {
       read(*task.entry, running->rest_source(), running->rest_span());
     } else if (running->bytes.rest_bytes > 0) {
-      const Owed owed(OwedPlace::tile_zeroed);
-      zero_bytes(running->bytes.rest, running->bytes.rest_bytes);
+      running->zeroes_rest = true;
     }
   }
   if (running->gradient_copy != nullptr) {
@@ -386,6 +386,8 @@ void TileTasks::run_on_worker(Running& running, const TileState& state) const {
   const uint64_t start_ns = parts_.clock.now_ns();
   const TileTask& task = running.task;
   const bool disk = !running.in_memory;
+  if (running.zeroes_value) zero_bytes(running.bytes.value, running.bytes.value_bytes);
+  if (running.zeroes_rest) zero_bytes(running.bytes.rest, running.bytes.rest_bytes);
   if (running.value_from_arena && disk && task.reads_value) {
     // A trainer may write there at any time: copied first, then compared with what was written to
     // disk.
