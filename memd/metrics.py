@@ -26,6 +26,7 @@ from memd_native import (
     IO_SECONDS_BOUNDS,
     PROTOCOL_VERSION,
     STEP_SECONDS_BOUNDS,
+    TURN_SECONDS_BOUNDS,
     StatusError,
 )
 
@@ -67,6 +68,7 @@ class DaemonCollector(Collector):
         yield from _about_devices(statistics.devices)
         yield from _about_jobs(statistics.jobs)
         yield from _about_steps(statistics)
+        yield from _about_turns(statistics)
         yield from _about_the_scrub(statistics)
 
     def _about_the_daemon(self, statistics: ServerStatistics) -> Iterator[Metric]:
@@ -209,6 +211,28 @@ def _about_steps(statistics: ServerStatistics) -> Iterator[Metric]:
     ):
         phases.add_metric([phase], *_buckets(histogram, STEP_SECONDS_BOUNDS))
     yield phases
+
+
+def _about_turns(statistics: ServerStatistics) -> Iterator[Metric]:
+    turns = statistics.turns
+    seconds = HistogramMetricFamily(
+        "memd_server_turn_seconds",
+        "Time of the server thread's turns that had something to do, on its processor and by the "
+        "wall: while a turn lasts, all jobs wait for its decisions.",
+        labels=["kind"],
+    )
+    longest = GaugeMetricFamily(
+        "memd_server_turn_max_seconds",
+        "The longest of these turns since the start.",
+        labels=["kind"],
+    )
+    for kind, histogram, seconds_max in (
+        ("cpu", turns.cpu_seconds, turns.cpu_seconds_max),
+        ("wall", turns.wall_seconds, turns.wall_seconds_max),
+    ):
+        seconds.add_metric([kind], *_buckets(histogram, TURN_SECONDS_BOUNDS))
+        longest.add_metric([kind], seconds_max)
+    yield from (seconds, longest)
 
 
 _JOB_COUNTERS: tuple[tuple[str, str, Callable[[JobStatistics], float]], ...] = (

@@ -26,6 +26,9 @@ inline constexpr SecondsBounds kIoSecondsBounds = seconds_bounds(62.5e-6);
 /// 1 ms to 33 s, for steps and commits.
 inline constexpr SecondsBounds kStepSecondsBounds = seconds_bounds(1e-3);
 
+/// 3.125 µs to 102 ms, for turns of the server thread.
+inline constexpr SecondsBounds kTurnSecondsBounds = seconds_bounds(3.125e-6);
+
 /// Owned by one thread; others see copies.
 class SecondsHistogram {
  public:

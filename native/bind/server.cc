@@ -250,6 +250,7 @@ void bind_statistics(nb::module_& module) {
   };
   module.attr("IO_SECONDS_BOUNDS") = list_of(kIoSecondsBounds);
   module.attr("STEP_SECONDS_BOUNDS") = list_of(kStepSecondsBounds);
+  module.attr("TURN_SECONDS_BOUNDS") = list_of(kTurnSecondsBounds);
   nb::class_<SecondsHistogram>(module, "SecondsHistogram")
       .def_prop_ro(
           "counts",
@@ -349,6 +350,12 @@ void bind_statistics(nb::module_& module) {
       .def_ro("update", &StepPhases::update)
       .def_ro("write", &StepPhases::write)
       .def_ro("commit", &StepPhases::commit);
+  nb::class_<TurnStatistics>(
+      module, "TurnStatistics", "Of the server thread's turns that had something to do.")
+      .def_ro("cpu_seconds", &TurnStatistics::cpu_seconds)
+      .def_ro("wall_seconds", &TurnStatistics::wall_seconds)
+      .def_ro("cpu_seconds_max", &TurnStatistics::cpu_seconds_max, "Since the start.")
+      .def_ro("wall_seconds_max", &TurnStatistics::wall_seconds_max, "Since the start.");
   nb::class_<ScrubStatistics>(module, "ScrubStatistics", "Of the verification in the background.")
       .def_ro("bytes_per_second", &ScrubStatistics::bytes_per_second, "At most; 0: it is off.")
       .def_ro("bytes", &ScrubStatistics::bytes, "Read since the start.")
@@ -375,6 +382,7 @@ void bind_statistics(nb::module_& module) {
       .def_ro("step_seconds", &ServerStatistics::step_seconds)
       .def_ro("commit_seconds", &ServerStatistics::commit_seconds)
       .def_ro("step_phases", &ServerStatistics::step_phases)
+      .def_ro("turns", &ServerStatistics::turns)
       .def_ro("scrub", &ServerStatistics::scrub);
 }
 

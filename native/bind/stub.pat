@@ -14,6 +14,9 @@ memd_native._core.IO_SECONDS_BOUNDS:
 memd_native._core.STEP_SECONDS_BOUNDS:
     STEP_SECONDS_BOUNDS: list[float]
 
+memd_native._core.TURN_SECONDS_BOUNDS:
+    TURN_SECONDS_BOUNDS: list[float]
+
 memd_native._core.ClientSession.lease_resident:
     def lease_resident(self, shard_id: int, dtype: int, shape: Sequence[int]) -> Any:
         """

@@ -384,8 +384,11 @@ Status Server::write_moments(const MomentsRequest& request,
 }
 
 Result<ServerStatistics> Server::statistics() {
-  return thread_->ask_reading<ServerStatistics>(
-      "counting", [this](const auto& reply) { reply(store().statistics()); });
+  return thread_->ask_reading<ServerStatistics>("counting", [this](const auto& reply) {
+    ServerStatistics statistics = store().statistics();
+    statistics.turns = thread_->turns();
+    reply(std::move(statistics));
+  });
 }
 
 void Server::set_scrub_rate(uint64_t bytes_per_second) {

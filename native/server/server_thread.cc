@@ -45,19 +45,23 @@ Status ServerThread::start() {
 
 void ServerThread::run() {
   uint64_t idle_since_ns = 0;
+  turn_clock_.begin();
   while (!stopping_.load(std::memory_order_acquire)) {
     heartbeat_.fetch_add(1, std::memory_order_relaxed);
     bool progress = run_commands();
     progress |= engine_->advance();
     if (progress) {
+      turn_clock_.end();
       idle_since_ns = 0;
       continue;
     }
     const uint64_t now_ns = engine_->clock().now_ns();
     if (idle_since_ns == 0) idle_since_ns = now_ns;
-    if (now_ns - idle_since_ns < kSpinNs) continue;
-    sleep();
-    idle_since_ns = 0;
+    if (now_ns - idle_since_ns >= kSpinNs) {
+      sleep();
+      idle_since_ns = 0;
+    }
+    turn_clock_.begin();
   }
 }
 

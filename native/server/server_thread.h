@@ -17,6 +17,7 @@
 #include "base/owned_fd.h"
 #include "base/status.h"
 #include "server/engine.h"
+#include "server/turn_clock.h"
 
 namespace memd {
 
@@ -49,6 +50,7 @@ class ServerThread {
   uint64_t heartbeat() const { return heartbeat_.load(std::memory_order_relaxed); }
 
   ShardStore& store() { return engine_->store(); }
+  const TurnStatistics& turns() const { return turn_clock_.statistics(); }
   /// Its doorbell wakes the thread.
   Status watch(const Session& session);
   /// Streams that use the jobs' memory: the end waits for them.
@@ -70,6 +72,7 @@ class ServerThread {
 
   std::unique_ptr<Engine> engine_;  // null once it has stopped
   OwnedFd epoll_;
+  TurnClock turn_clock_;
 
   std::mutex mutex_;
   std::vector<std::function<void()>> commands_;

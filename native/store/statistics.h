@@ -64,6 +64,14 @@ struct DeviceStatistics {
   IoDeviceStatistics io;
 };
 
+/// Of the server thread's turns that had something to do.
+struct TurnStatistics {
+  SecondsHistogram cpu_seconds{kTurnSecondsBounds};
+  SecondsHistogram wall_seconds{kTurnSecondsBounds};
+  double cpu_seconds_max = 0;  // since the start
+  double wall_seconds_max = 0;
+};
+
 struct ServerStatistics {
   PoolReport pool;
   uint64_t pool_bytes_free = 0;
@@ -79,6 +87,7 @@ struct ServerStatistics {
   SecondsHistogram step_seconds{kStepSecondsBounds};
   SecondsHistogram commit_seconds{kStepSecondsBounds};
   StepPhases step_phases;
+  TurnStatistics turns;
   ScrubStatistics scrub;
 };
 

@@ -211,6 +211,14 @@ class ScrubStatistics:
 
 
 @dataclass
+class TurnStatistics:
+    cpu_seconds: SecondsHistogram = field(default_factory=SecondsHistogram)
+    wall_seconds: SecondsHistogram = field(default_factory=SecondsHistogram)
+    cpu_seconds_max: float = 0.001
+    wall_seconds_max: float = 0.002
+
+
+@dataclass
 class ServerStatistics:
     pool: PoolReport
     pool_bytes_free: int
@@ -225,6 +233,7 @@ class ServerStatistics:
     step_seconds: SecondsHistogram = field(default_factory=SecondsHistogram)
     commit_seconds: SecondsHistogram = field(default_factory=SecondsHistogram)
     step_phases: StepPhases = field(default_factory=StepPhases)
+    turns: TurnStatistics = field(default_factory=TurnStatistics)
     scrub: ScrubStatistics = field(default_factory=ScrubStatistics)
 
 

@@ -116,6 +116,10 @@ def test_histogram_buckets_count_everything_below_their_bound(scraped: Scraped) 
     assert found["memd_io_seconds_bucket,device=/volume,le=2.048,op=read"] == 3
     for phase in ("read", "update", "write", "commit"):
         assert found[f"memd_step_phase_seconds_count,phase={phase}"] == 3
+    for kind, longest in (("cpu", 0.001), ("wall", 0.002)):
+        assert found[f"memd_server_turn_seconds_bucket,kind={kind},le=3.125e-06"] == 1
+        assert found[f"memd_server_turn_seconds_bucket,kind={kind},le=0.1024"] == 3
+        assert found[f"memd_server_turn_max_seconds,kind={kind}"] == longest
 
 
 def test_no_label_names_a_process_a_user_or_a_shard(scraped: Scraped) -> None:
@@ -132,6 +136,7 @@ def test_no_label_names_a_process_a_user_or_a_shard(scraped: Scraped) -> None:
         "engine",
         "errno",
         "group",
+        "kind",
         "le",
         "memd_job",
         "op",

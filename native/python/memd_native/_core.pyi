@@ -434,6 +434,8 @@ IO_SECONDS_BOUNDS: list[float]
 
 STEP_SECONDS_BOUNDS: list[float]
 
+TURN_SECONDS_BOUNDS: list[float]
+
 class SecondsHistogram:
     @property
     def counts(self) -> list[int]:
@@ -599,6 +601,23 @@ class StepPhases:
     @property
     def commit(self) -> SecondsHistogram: ...
 
+class TurnStatistics:
+    """Of the server thread's turns that had something to do."""
+
+    @property
+    def cpu_seconds(self) -> SecondsHistogram: ...
+
+    @property
+    def wall_seconds(self) -> SecondsHistogram: ...
+
+    @property
+    def cpu_seconds_max(self) -> float:
+        """Since the start."""
+
+    @property
+    def wall_seconds_max(self) -> float:
+        """Since the start."""
+
 class ScrubStatistics:
     """Of the verification in the background."""
 
@@ -671,6 +690,9 @@ class ServerStatistics:
 
     @property
     def step_phases(self) -> StepPhases: ...
+
+    @property
+    def turns(self) -> TurnStatistics: ...
 
     @property
     def scrub(self) -> ScrubStatistics: ...
