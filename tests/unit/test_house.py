@@ -183,7 +183,7 @@ EXPOSED_DATA = {
     "native Entry": 16,
     "native EntryTable::Chunk": 2,
     "native Job": 23,
-    "native LeaseWaiter": 8,
+    "native LeaseWaiter": 9,
     "native PinCount": 2,
     "native SessionPlan": 4,
     "native StallCounters": 3,
