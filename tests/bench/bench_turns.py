@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import memd_client
 from machine import describe_machine
 from memd.demo.quantities import parse_count
+from memd_client.leases import MODE_WRITE
 from report import seconds, write_report
 from tests.daemons import daemons
 
@@ -69,18 +70,26 @@ def be_hostile(address: str, kind: str, lease_bytes: int, blob_count: int) -> No
     """Until it is killed."""
     os.nice(10)
     torch.set_num_threads(1)
-    session = memd_client.connect(address, job="hostile", host_bytes=3 * lease_bytes)
+    session = memd_client.connect(address, job="hostile", host_bytes=4 * lease_bytes)
     large = torch.zeros(lease_bytes // 4 if kind == "leases" else 1)
+
+    def once(number: int) -> None:
+        if kind == "leases":
+            # Its writer begins with the old bytes, in a slot of its own.
+            _ = session.leases.value(session.find_shard("large"), MODE_WRITE)
+        elif kind == "blobs":
+            session.put(f"blob-{number % blob_count}", torch.zeros(256))
+        else:
+            session.put("tiny", large)
+            session.commit(wait=True)
+
+    if kind == "leases":
+        session.put("large", large)
+    once(0)
     print("ready", flush=True)
-    for number in itertools.count():
+    for number in itertools.count(1):
         with contextlib.suppress(memd_client.MemdError):  # it is at its limits
-            if kind == "leases":
-                session.put("large", large)
-            elif kind == "blobs":
-                session.put(f"blob-{number % blob_count}", torch.zeros(256))
-            else:
-                session.put("tiny", large)
-                session.commit(wait=True)
+            once(number)
 
 
 def child(*arguments: str) -> list[str]:
