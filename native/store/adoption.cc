@@ -186,7 +186,7 @@ Status ShardStore::load(const std::function<Status()>& turn, KeptDescriptors* ke
     connect(*job);
     Job& known = jobs_.put(std::move(job));
     apply_weight(record.job_id, known.weight());
-    if (known.ledger != nullptr) adopted.push_back({&known, std::move(contents)});
+    if (known.journal().ledger() != nullptr) adopted.push_back({&known, std::move(contents)});
   }
   // What is left is of jobs that the disk does not know, or that start from disk.
   for (const auto& [job_id, ledger] : ledgers) {
@@ -343,7 +343,7 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
   if (!restored.is_ok()) return restored.status();
   std::unique_ptr<Job> job = std::move(restored).value();
   job->progress.go_on();
-  job->set_durable(disk);
+  job->durable().restore(disk);
   job->progress.restore(job->progress.committed_step(),
                         disk.undurable_since == 0 ? disk.step : 0,
                         job->progress.undurable_since());
@@ -384,11 +384,11 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
   MEMD_FAILPOINT("ledger.adopted");
 
   // The ledger says again what is true; nothing that this daemon freed is anybody's.
-  job->ledger = std::move(ledger);
+  job->journal().open(std::move(ledger));
   // Slots that are free go first: an old one that was still current beside its successor would be
   // taken for it, should this daemon die here. Before them the shards, or a gradient that was
   // dropped would seem to be there and have no bytes.
-  job->note_shards();
+  job->journal().note_shards();
   std::set<uint32_t> in_use;
   for (Entry* const entry : job->shards().entries()) {
     if (entry == nullptr) continue;
@@ -403,19 +403,19 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(const JobRecord& disk,
                                         [&](auto& it) { return it->pin_first == slot.pin_first; });
     if (in_use.contains(slot.pin_first) && !is_retired) continue;
     slot.role = is_retired ? SlotRole::retired : SlotRole::none;
-    job->ledger->note_slot(slot);
+    job->journal().ledger()->note_slot(slot);
   }
   MEMD_FAILPOINT("adoption.slots_noted");
   job->slots().note_all();
-  job->ledger->end_grant();
+  job->journal().ledger()->end_grant();
   for (const auto& session : sessions) {
     job->plans().begin(*session);
     sessions_.adopt(session);
-    sessions_.note(job->ledger.get(), *session);
+    sessions_.note(job->journal().ledger().get(), *session);
   }
   MEMD_FAILPOINT("ledger.adoption_noted");
-  for (const ClosedStep& step : made) job->ledger->forget_step(step.place);
-  job->changed = true;
+  for (const ClosedStep& step : made) job->journal().ledger()->forget_step(step.place);
+  job->durable().note_change();
   job->table().end_adoption();
   return job;
 }
@@ -744,29 +744,30 @@ Status ShardStore::open_ledger(Job& job) {
   if (!keepsakes_.has_keeper()) return Status::ok();
   auto ledger = Ledger::create(job.job_id, pool_.segment_bytes());
   if (!ledger.is_ok()) return ledger.status();
-  job.ledger = std::move(ledger).value();
-  job.ledger->rebase(commits_.catalogue_tag(job.job_id));
+  job.journal().open(std::move(ledger).value());
+  job.journal().ledger()->rebase(commits_.catalogue_tag(job.job_id));
   if (Status opened = open_tile_words(job); !opened.is_ok()) return opened;
-  job.note_shards();
+  job.journal().note_shards();
   job.slots().note_all();
   return Status::ok();
 }
 
 void ShardStore::keep_memory(Job& job) {
-  if (job.ledger == nullptr) return;
+  if (job.journal().ledger() == nullptr) return;
   MEMD_FAILPOINT("ledger.before_kept");
   keep_tile_words(job);
-  keepsakes_.keep_job(job.job_id, job.table().memory().fd(), job.ledger->fd());
+  keepsakes_.keep_job(job.job_id, job.table().memory().fd(), job.journal().ledger()->fd());
 }
 
 void ShardStore::keep_tile_words(Job& job) {
-  if (job.ledger == nullptr || job.tiles.words() == nullptr) return;
+  if (job.journal().ledger() == nullptr || job.tiles.words() == nullptr) return;
   keepsakes_.keep_tiles(job.job_id, job.tiles.words()->fd());
-  job.ledger->note_tile_words();
+  job.journal().ledger()->note_tile_words();
 }
 
 Status ShardStore::open_tile_words(Job& job) {
-  if (job.ledger == nullptr || job.tiles.words() != nullptr || !job.durability.is_in_memory())
+  if (job.journal().ledger() == nullptr || job.tiles.words() != nullptr ||
+      !job.durability.is_in_memory())
     return Status::ok();
   auto words = TileWords::create(job.job_id);
   if (!words.is_ok()) return words.status();

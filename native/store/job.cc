@@ -16,7 +16,7 @@
 namespace memd {
 namespace {
 
-// A JobRecord without its name, buckets and shards_; catalogue_test.cc compares.
+// A JobRecord without its name, buckets and shards; catalogue_test.cc compares.
 constexpr uint64_t kJobRecordBytes = 114;
 
 constexpr uint64_t kRecordMemoryBytesMin = 16_MiB;
@@ -48,14 +48,14 @@ Result<std::vector<ShardInfo>> Job::declare(const std::vector<ShardSpec>& specs)
     if (Status room = check_space(declaration.wanted); !room.is_ok()) return room;
   }
   shards_.add(declaration);
-  LayoutChange change;
+  std::vector<uint32_t> added_ids;  // without parameters
   for (const ShardSpec* spec : declaration.parameters) begin_shard(*spec);
-  for (const ShardSpec* spec : declaration.bytes) change.added_ids.push_back(begin_shard(*spec));
+  for (const ShardSpec* spec : declaration.bytes) added_ids.push_back(begin_shard(*spec));
   reserve_metadata();
   if (!declaration.parameters.empty()) {
-    note_layout();
-  } else if (!declaration.bytes.empty()) {
-    note_layout_change(std::move(change));
+    journal_.note_layout();
+  } else if (!added_ids.empty()) {
+    journal_.note_added(added_ids);
   }
   expect_memory();
   std::vector<ShardInfo> infos;
@@ -67,8 +67,8 @@ Result<std::vector<ShardInfo>> Job::declare(const std::vector<ShardSpec>& specs)
 uint32_t Job::begin_shard(const ShardSpec& spec) {
   const uint32_t shard_id = shards_.id_of(spec.name);
   // The id may have been another shard's.
-  if (ledger != nullptr) ledger->reset_shard(shard_id);
-  changed = true;
+  journal_.reset_shard(shard_id);
+  durable_.note_change();
   return shard_id;
 }
 
@@ -101,7 +101,7 @@ Job::Connected::Connected(Job& job,
             .residencies = job.residencies_,
             .waiters = waiters,
             .memory = job.memory,
-            .ledger = job.ledger,
+            .ledger = job.journal_.ledger(),
             .sessions = job.sessions,
             .progress = job.progress,
             .space = job.space,
@@ -133,7 +133,7 @@ SpaceNeeded Job::space_needed() const { return space_needed(shards_.declared());
 uint64_t Job::metadata_bytes() const {
   // Of shards that were deleted the one on disk may be larger than the next.
   const uint64_t next_bytes = catalogue_bytes(shards_.declared());
-  return next_bytes + std::max({next_bytes, durable_catalogue_bytes_, committing_catalogue_bytes_});
+  return next_bytes + std::max(next_bytes, durable_.catalogue_bytes_max());
 }
 
 void Job::reserve_metadata() {
@@ -179,7 +179,7 @@ Status Job::check_space(const DeclaredSpace& wanted) const {
     return error(StatusCode::capacity,
                  "job ",
                  name,
-                 ": the daemon has no memory for records of these shards_; declare fewer, or give "
+                 ": the daemon has no memory for records of these shards; declare fewer, or give "
                  "its process more: ",
                  more_bytes,
                  " bytes");
@@ -200,8 +200,8 @@ ShardInfo Job::info(uint32_t shard_id) const {
 
 void Job::set_weight(JobWeight weight) {
   weight_ = weight;
-  changed = true;
-  note_layout();
+  durable_.note_change();
+  journal_.note_layout();
 }
 
 JobInfo Job::job_info() const {
@@ -226,26 +226,6 @@ JobInfo Job::job_info() const {
           .lease_count = slots_.lease_count(),
           .lost_shards = lost.names(),
           .unreadable_shards = {}};
-}
-
-std::vector<std::byte> Job::begin_commit() {
-  const JobRecord now = record();
-  committing_ = DurableJob(now, shards_.ids_in_order());
-  std::vector<std::byte> encoded = encode(now);
-  committing_catalogue_bytes_ = align_up(encoded.size(), kBlockBytes);
-  reserve_metadata();
-  return encoded;
-}
-
-void Job::set_durable(const JobRecord& on_disk) {
-  std::vector<uint32_t> ids;
-  ids.reserve(on_disk.shards.size());
-  for (const ShardRecord& shard : on_disk.shards) {
-    const auto found = shards_.find(shard.name);
-    const bool is_same = found && is_same_shard(shards_[*found].label_record(), shard);
-    ids.push_back(is_same ? *found : DurableJob::kNoId);
-  }
-  durable = DurableJob(on_disk, ids);
 }
 
 JobRecord Job::record() const {
@@ -290,10 +270,9 @@ Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record,
   job->space.set_quota_bytes(record.nvme_bytes);
   job->shards_.restore(record, given_ids);
   job->space.count(job->shards_.each_replica());
-  job->set_durable(record);
-  job->durable_catalogue_bytes_ = job->catalogue_bytes(job->shards_.declared());
+  job->durable_.restore(record);
+  job->durable_.set_catalogue_bytes(job->catalogue_bytes(job->shards_.declared()));
   job->reserve_metadata();
-  job->changed = false;
   return job;
 }
 
@@ -315,7 +294,7 @@ void Job::open_state(ExtentStore& extents, UpdateWorkers& workers, const Clock& 
                                                      .conditions = conditions,
                                                      .counters = counters,
                                                      .memory = memory,
-                                                     .ledger = ledger,
+                                                     .ledger = journal_.ledger(),
                                                      .space = space,
                                                      .progress = progress,
                                                      .durability = durability,
@@ -327,8 +306,8 @@ void Job::open_state(ExtentStore& extents, UpdateWorkers& workers, const Clock& 
 
 void Job::note_written(uint32_t shard_id) {
   shards_[shard_id].written = true;
-  changed = true;
-  note_shard(shard_id);
+  durable_.note_change();
+  journal_.note_shard(shard_id);
 }
 
 void Job::lose(const Entry& entry, size_t replica, const Status& why) {
@@ -362,30 +341,37 @@ void Job::remove(uint32_t shard_id, ExtentStore& extents) {
   MEMD_CHECK_EQ(entry.task_count, 0u);
   table_.withdraw(entry);
   // From here on it has no bytes, whoever reads the ledger.
-  if (ledger != nullptr) ledger->reset_shard(shard_id);
+  journal_.reset_shard(shard_id);
   if (entry.is_resident()) residencies_.move(entry, entry.residency(), Residency::absent);
   MEMD_CHECK(entry.residency() == Residency::absent);
   if (entry.slot != nullptr) slots_.retire(std::move(entry.slot));
   if (entry.pending != nullptr) slots_.retire(std::move(entry.pending));
-  for (size_t i = 0; i < entry.replicas.size(); ++i) {
-    if (entry.replicas[i].exists()) space.release(entry.replicas[i], extents);
-    // During an update too, whatever becomes of it: the next shard with this id is another one.
-    if (ledger != nullptr) {
-      ledger->note_loose({.kind = LooseKey::Kind::bytes,
-                          .owner = entry.kept_owner,
-                          .index = static_cast<uint32_t>(i)},
-                         {});
-    }
+  for (Replica& replica : entry.replicas) {
+    if (replica.exists()) space.release(replica, extents);
   }
+  journal_.forget_extents(entry);
   space.forget(entry.replicas);
-  // The disk has it until the next commit.
-  durable.keep(shard_id, shard.label_record());
-  committing_.keep(shard_id, shard.label_record());
+  durable_.keep(shard_id);
   lost.remove(shard_id);
   shards_.remove(shard_id);
   reserve_metadata();
-  changed = true;
-  note_layout_change({.removed = {shard_id}, .added = {}, .added_ids = {}});
+  durable_.note_change();
+  journal_.note_removed(shard_id);
+}
+
+std::vector<ExtentRecord> Job::take_extents() {
+  std::vector<ExtentRecord> extents = space.take_superseded();
+  const auto take = [&extents](ReplicaList& replicas) {
+    for (Replica& replica : replicas) {
+      if (replica.exists()) extents.push_back(replica.extent());
+      replica = {};
+    }
+  };
+  for (Entry* const entry : shards_.entries()) {
+    if (entry != nullptr) take(entry->replicas);
+  }
+  for (Bucket& bucket : shards_.buckets()) take(bucket.rest);
+  return extents;
 }
 
 bool Job::gradients_fit() const {

@@ -33,14 +33,13 @@
 #include "store/cache/slots.h"
 #include "store/format/catalogue.h"
 #include "store/format/durability.h"
-#include "store/journal/durable_job.h"
-#include "store/journal/ledger.h"
 #include "store/journal/progress.h"
-#include "store/space/commit.h"
 #include "store/space/extent_store.h"
 #include "store/space/job_space.h"
 #include "store/space/lost_shards.h"
+#include "store/state/durable_state.h"
 #include "store/state/extent_log.h"
+#include "store/state/job_journal.h"
 #include "store/state/private_state.h"
 #include "store/state/private_tiles.h"
 #include "store/state/state_gate.h"
@@ -52,7 +51,7 @@ namespace memd {
 struct StepState;
 
 /// Owned by the ShardStore; the server thread is the only one that touches it.
-class Job final : public CatalogueSource, private ResidencyGates, private StateGate {
+class Job final : private ResidencyGates, private StateGate, private JobRecorder {
  public:
   struct Identity {
     uint64_t job_id = 0;
@@ -85,6 +84,10 @@ class Job final : public CatalogueSource, private ResidencyGates, private StateG
   Leases& leases() { return connected_->leases; }
   /// Once, before anybody leases anything.
   void connect(ExtentStore& extents, const Clock& clock, std::unique_ptr<LeaseGates> gates);
+  JobJournal& journal() { return journal_; }
+  const JobJournal& journal() const { return journal_; }
+  DurableState& durable() { return durable_; }
+  const DurableState& durable() const { return durable_; }
 
   /// Makes shards known. Existing ones are checked, new parameters are packed into buckets: nothing
   /// changes where one of them is refused, or where all that the job declared needs more than its
@@ -110,20 +113,12 @@ class Job final : public CatalogueSource, private ResidencyGates, private StateG
   /// Of what it shares with other jobs, devices and workers. On disk with the next commit.
   JobWeight weight() const { return weight_; }
   void set_weight(JobWeight weight);
-  JobRecord record() const;
+  JobRecord record() const override;
   /// From a catalogue; reserves nothing, and takes no extent of one that says that they are
   /// overwritten since, unless memory says more (`given_ids`). `given_ids`: of the record's shards,
   /// ascending in no order, or empty: counted from 0.
   static Result<std::unique_ptr<Job>> restore(const JobRecord& record,
                                               const std::vector<uint32_t>& given_ids = {});
-  // What the ledger is told of the rest, where there is one.
-  /// "written", and whose gradient there is.
-  void note_shard(uint32_t shard_id);
-  void note_layout();
-  /// What of the layout has changed; `change.added` is filled in.
-  void note_layout_change(LayoutChange change);
-  /// All of it, where the ledger is new, or was adopted and the job stands as it will go on.
-  void note_shards();
   /// Replica `replica` of the entry, or the rest of that tile, is gone from the disk. A gradient is
   /// no shard's state: the next backward makes it again.
   void lose(const Entry& entry, size_t replica, const Status& why) override;
@@ -132,9 +127,6 @@ class Job final : public CatalogueSource, private ResidencyGates, private StateG
 
   /// All extents of the job, for release; the job is at its end.
   std::vector<ExtentRecord> take_extents();
-  std::vector<std::byte> begin_commit() override;
-  std::vector<ExtentRecord> mark_committing() override;
-  void committed(uint64_t catalogue_tag) override;
 
   bool is_tile_dirty(const Entry& entry, size_t tile) const {
     return entry.kind == EntryKind::parameter && tiles.is_dirty(tile_key(entry.owner, tile));
@@ -146,18 +138,13 @@ class Job final : public CatalogueSource, private ResidencyGates, private StateG
   const uint32_t uid;
   JobProgress progress;
   Durability durability;
-  /// What the last catalogue on disk says.
-  DurableJob durable;
-  /// The same, whole.
-  JobRecord durable_record() const { return durable.record(record(), shards_.ids_in_order()); }
-  /// It is this, by which the job was not made.
-  void set_durable(const JobRecord& on_disk);
   uint64_t host_bytes = 0;
   JobSpace space;
 
-  /// Nothing where nobody keeps descriptors, or before there is memory. `memory` tells it of
-  /// segments, and so goes first.
-  std::unique_ptr<Ledger> ledger;
+ private:
+  JobJournal journal_;  // `memory` tells it of segments, and so goes first
+
+ public:
   /// Nothing before the first session attaches: an idle job holds disk only.
   std::unique_ptr<JobMemory> memory;
   PrivateTiles tiles;
@@ -170,16 +157,16 @@ class Job final : public CatalogueSource, private ResidencyGates, private StateG
   void note_written(uint32_t shard_id) override;
   void begin_activity() override { ++activity_count; }
   void end_activity() override { --activity_count; }
-  void set_changed() override { changed = true; }
-  uint64_t gradient_bytes_to_spill() const override { return gradients_fit() ? 0 : shards_.gradient_bytes(); }
+  void set_changed() override { durable_.note_change(); }
+  uint64_t gradient_bytes_to_spill() const override {
+    return gradients_fit() ? 0 : shards_.gradient_bytes();
+  }
 
   std::vector<std::shared_ptr<Session>> sessions;
   uint32_t activity_count = 0;  // fetches, spills, steps in flight
   JobCounters counters;
   Stalls stalls_ended;  // of sessions that have ended
   LostShards lost;
-  /// Something changed that a commit should write down.
-  bool changed = false;
   /// Its turn to be dropped will come: nobody attaches any more.
   bool ending = false;
 
@@ -188,8 +175,18 @@ class Job final : public CatalogueSource, private ResidencyGates, private StateG
       : job_id(identity.job_id),
         name(std::move(identity.name)),
         uid(identity.uid),
+        journal_({.job_id = job_id,
+                  .job_name = name,
+                  .recorder = *this,
+                  .shards = shards_,
+                  .tiles = tiles}),
         shards_(name),
-        slots_(shards_.entries(), sessions, memory, ledger),
+        durable_({.recorder = *this,
+                  .shards = shards_,
+                  .space = space,
+                  .progress = progress,
+                  .journal = journal_}),
+        slots_(shards_.entries(), sessions, memory, journal_.ledger()),
         table_(std::move(shard_table), shards_, slots_, progress),
         prefetch_window_(counters),
         residencies_({.entries = shards_.entries(),
@@ -223,6 +220,7 @@ class Job final : public CatalogueSource, private ResidencyGates, private StateG
     Leases leases;
   };
 
+  void catalogue_bytes_changed() override { reserve_metadata(); }
   /// Of a shard that was just added; its id.
   uint32_t begin_shard(const ShardSpec& spec);
   uint64_t arena_bytes_max() const;
@@ -236,20 +234,17 @@ class Job final : public CatalogueSource, private ResidencyGates, private StateG
   Status check_space(const DeclaredSpace& wanted) const;
   FarthestNextUse policy_;
   Shards shards_;
+  DurableState durable_;
   Slots slots_;
   ShardTable table_;
   PrefetchWindow prefetch_window_;
   Residencies residencies_;
   PlanProgress plans_;
-  ExtentLog extent_log_{ledger, space, tiles};
+  ExtentLog extent_log_{journal_.ledger(), space, tiles};
   std::unique_ptr<PrivateState> state_;
   std::unique_ptr<Connected> connected_;
 
   JobWeight weight_;
-  /// Of the last catalogue on disk, and of the newest that was begun.
-  uint64_t durable_catalogue_bytes_ = 0;
-  uint64_t committing_catalogue_bytes_ = 0;
-  DurableJob committing_;  // what it writes
 };
 
 }  // namespace memd

@@ -34,7 +34,7 @@ std::optional<VerifiedJob> Jobs::verified(uint64_t job_id) const {
   if (job == nullptr || job->ending) return std::nullopt;
   return VerifiedJob{.name = job->name,
                      .shards = job->shards(),
-                     .durable = job->durable,
+                     .durable = job->durable().catalogue(),
                      .tiles = job->tiles,
                      .lost = job->lost,
                      .progress = job->progress};

@@ -61,7 +61,7 @@ ShardStore::~ShardStore() {
   for (auto& [job_id, job] : jobs_) {
     // What a keeper keeps is for the next daemon: nothing of this is noted.
     if (job->memory != nullptr) job->memory->end_claims();
-    job->ledger.reset();
+    job->journal().close();
     for (const auto& session : job->sessions) job->plans().end(*session);
     job->sessions.clear();
     job->state().early().forget_all();
@@ -181,9 +181,9 @@ Status ShardStore::give_memory(Job& job) {
   std::vector<Segment> segments;
   MEMD_FAILPOINT("job.before_segments_taken");
   for (uint64_t i = 0; i < count; ++i) segments.push_back(*pool_.take());
-  auto memory = JobMemory::create(segments, segment_bytes, io_, job.ledger.get());
+  auto memory = JobMemory::create(segments, segment_bytes, io_, job.journal().ledger().get());
   if (!memory.is_ok()) {
-    job.ledger.reset();
+    job.journal().close();
     job.tiles.set_words(nullptr);
     for (Segment& segment : segments) add_to_pool(std::move(segment));
     return memory.status();
@@ -222,7 +222,7 @@ Result<Job*> ShardStore::admit(const OpenJobRequest& request) {
   job->space.set_quota_bytes(request.nvme_bytes != 0 ? request.nvme_bytes
                                                      : nvme_free_bytes / jobs_expected_);
   if (Status status = give_memory(*job); !status.is_ok()) return status;
-  job->changed = true;
+  job->durable().note_change();
   MEMD_FAILPOINT("job.admitted");
   connect(*job);
   return &jobs_.put(std::move(job));
@@ -279,8 +279,8 @@ Status ShardStore::set_durability(Job& job, const OpenJobRequest& request) {
     return opened;
   }
   keep_tile_words(job);
-  job.changed = true;
-  job.note_layout();
+  job.durable().note_change();
+  job.journal().note_layout();
   return Status::ok();
 }
 
@@ -305,7 +305,7 @@ bool ShardStore::is_unused(const Job& job) const {
 
 void ShardStore::return_to_disk(Job& job) {
   // Where one of these fails the job goes on being refused; the next turn tries again.
-  auto restored = Job::restore(job.durable_record());
+  auto restored = Job::restore(job.durable().record());
   if (!restored.is_ok()) return;
   std::set<std::pair<uint16_t, uint64_t>> named;
   restored.value()->shards().for_each_replica([&](const Replica& replica) {
@@ -332,7 +332,7 @@ void ShardStore::return_to_disk(Job& job) {
       keepsakes_.forget_ledger(job.job_id);
       keepsakes_.forget_tiles(job.job_id);
       if (const Status opened = open_ledger(*fresh); opened.is_ok()) {
-        fresh->memory->claim_in(fresh->ledger.get());
+        fresh->memory->claim_in(fresh->journal().ledger().get());
         keep_memory(*fresh);
       } else {
         fresh->progress.stop(opened);  // it goes on being refused too
@@ -381,11 +381,11 @@ void ShardStore::drop_now(Job& job, const Done& done) {
   job.state().early().forget_all();
   std::vector<ExtentRecord> extents = job.take_extents();
   const uint64_t job_id = job.job_id;
-  if (job.ledger != nullptr) job.ledger->give_up();
+  job.journal().give_up();
   if (job.memory != nullptr) {
     free_slots(job);
     job.memory->end_claims();
-    dropped_memory_.add(job_id, std::move(job.ledger), job.memory->take_segments());
+    dropped_memory_.add(job_id, job.journal().take(), job.memory->take_segments());
   }
   keepsakes_.forget_table(job_id);
   keepsakes_.forget_tiles(job_id);
@@ -420,7 +420,7 @@ Result<std::shared_ptr<Session>> ShardStore::attach(uint64_t job_id, const Sessi
   if (job->memory == nullptr) {
     if (Status status = give_memory(*job); !status.is_ok()) return status;
   }
-  auto session = sessions_.create(job_id, owner, job->sessions, job->ledger.get());
+  auto session = sessions_.create(job_id, owner, job->sessions, job->journal().ledger().get());
   if (!session.is_ok()) return session.status();
   job->sessions.push_back(session.value());
   job->plans().begin(*session.value());
@@ -469,7 +469,7 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   // Only then, so that a daemon that takes over meanwhile ends the session again.
   const auto discarded = Join::start([this, &job, session, session_id](const Status&) {
     session->ring.end();
-    sessions_.forget(job.ledger.get(), session_id);
+    sessions_.forget(job.journal().ledger().get(), session_id);
   });
   if (!MEMD_PLANTED("session.half_written_shown")) job.half_written().discard(*session, *discarded);
   MEMD_FAILPOINT("session.before_pins_dropped");
@@ -568,7 +568,7 @@ void ShardStore::drop_gradients_of(Job& job,
     if (shard.gradient_session != 0 && chosen(shard)) {
       job.state().early().forget_gradient(shard_id);
       shard.gradient_session = 0;
-      job.note_shard(shard_id);
+      job.journal().note_shard(shard_id);
       any = true;
     }
     all = all && shard.gradient_session == 0;
@@ -789,7 +789,8 @@ bool ShardStore::advance() {
   progress |= look_ahead();
   for (const uint64_t job_id : job_ids) progress |= advance_conditions(job_id);
   for (const auto& [job_id, job] : jobs_) {
-    if (job->state().early().has_waiting() && !job->operations.is_running()) job->state().early().advance();
+    if (job->state().early().has_waiting() && !job->operations.is_running())
+      job->state().early().advance();
   }
   advance_tiles();
   std::vector<Job*> unused;
@@ -829,7 +830,7 @@ void ShardStore::write_catalogue_anew(uint64_t job_id) {
     if (job->ending || (job_id != 0 && id != job_id)) continue;
     // A job that commits nothing any more writes no root either; the next pass finds it again.
     if (!job->progress.stopped().is_ok() || job->lost.count() != 0) continue;
-    job->changed = true;
+    job->durable().note_change();
     return sync_job(id, [](const Status&, const StepReport&) {});
   }
 }

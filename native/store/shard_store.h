@@ -210,8 +210,6 @@ class ShardStore {
   /// At most kRequestsATurn of its requests. True where there was one: the next turn serves more.
   bool serve(Session& session);
   bool advance_conditions(uint64_t job_id);
-  /// Commits a step in memory: what the next daemon goes on from.
-  void remember(Job& job);
   /// The owners of its cache that need this store's devices and clock.
   void connect(Job& job);
   /// Brings up what comes next.

@@ -266,8 +266,8 @@ void ShardStore::step(StepRequest request, StepDone done) {
     return done(status, {});
   }
   std::optional<size_t> place;
-  if (job.ledger != nullptr && !MEMD_PLANTED("ledger.step_not_recorded")) {
-    const auto closed = job.ledger->close_step(request);
+  if (job.journal().ledger() != nullptr && !MEMD_PLANTED("ledger.step_not_recorded")) {
+    const auto closed = job.journal().ledger()->close_step(request);
     if (!closed.is_ok()) {
       note_call_failed(job, request, closed.status());
       return done(closed.status(), {});
@@ -316,7 +316,7 @@ void ShardStore::accept_step(
       state->group_of[shard_id] = group;
       state->buckets.insert(job.shards()[shard_id].bucket);
       job.shards()[shard_id].gradient_session = kSealedGradient;
-      job.note_shard(shard_id);
+      job.journal().note_shard(shard_id);
     }
   }
   for (const uint32_t index : state->buckets) {
@@ -542,9 +542,9 @@ void ShardStore::prepare_disk(const std::shared_ptr<StepState>& state, Done done
         if (!flushed.is_ok()) return done(flushed);
         Job& its = *state->job;
         its.progress.set_undurable_since(its.progress.committed_step() + 1);
-        commits_.commit(its.job_id, its, [state, done](const Status& status, double) {
+        commits_.commit(its.job_id, its.durable(), [state, done](const Status& status, double) {
           if (!status.is_ok()) state->job->progress.set_undurable_since(0);
-          state->job->changed = true;
+          state->job->durable().note_change();
           done(status);
         });
       });
@@ -637,7 +637,7 @@ Status ShardStore::swap_staged_buffers(const std::shared_ptr<StepState>& state) 
   for (const auto& [staged_id, buffer_id] : state->request.staged_buffers)
     state->buffer_was_written.push_back(job.shards()[buffer_id].written);
   exchange_buffers(*state, true);
-  if (!state->request.staged_buffers.empty()) job.changed = true;
+  if (!state->request.staged_buffers.empty()) job.durable().note_change();
   MEMD_FAILPOINT("step.buffers_swapped");
   return Status::ok();
 }
@@ -688,8 +688,8 @@ void ShardStore::drop_staged(const StepState& state) {
     // Of bytes in memory alone too: the old ones' extents are nobody's.
     for (size_t i = 0; i < fresh.replicas.size(); ++i) job.extent_log().note_value(fresh, i);
     for (size_t i = 0; i < old.replicas.size(); ++i) job.extent_log().note_value(old, i);
-    job.note_shard(buffer_id);
-    job.note_shard(staged_id);
+    job.journal().note_shard(buffer_id);
+    job.journal().note_shard(staged_id);
   }
 }
 

@@ -11,14 +11,14 @@ namespace {
 
 /// What of a job that goes on in memory is on disk.
 std::string on_disk(const Job& job) {
-  const uint64_t since = job.durable.undurable_since();
+  const uint64_t since = job.durable().catalogue().undurable_since();
   if (since == 0) return concat("; there it stays at step ", job.progress.durable_step());
   return concat("; what is there is no step since step ", since);
 }
 
 /// What is left of a job whose memory is lost, and what to do: as Job::restore() says it.
 std::string way_on(const Job& job) {
-  const uint64_t since = job.durable.undurable_since();
+  const uint64_t since = job.durable().catalogue().undurable_since();
   if (since == 0) {
     return concat("; connect again to go on from the last step on disk, which is ",
                   job.progress.durable_step());
@@ -37,7 +37,7 @@ void ShardStore::finish_updates(const std::shared_ptr<StepState>& state, const S
   if ((state->in_memory && state->updating) || state->job->tiles.has_made()) {
     Job& job = *state->job;
     // Memory is between two steps: no daemon goes on with it.
-    if (job.ledger != nullptr) job.ledger->give_up();
+    job.journal().give_up();
     job.progress.stop(
         error(status.code(),
               "job ",
@@ -61,7 +61,7 @@ void ShardStore::finish_updates(const std::shared_ptr<StepState>& state, const S
 void ShardStore::unseal(StepState& state) {
   for (const auto& [shard_id, group] : state.group_of) {
     state.job->shards()[shard_id].gradient_session = state.request.session_id;
-    state.job->note_shard(shard_id);
+    state.job->journal().note_shard(shard_id);
   }
   // A session that has ended meanwhile tries no second time.
   if (sessions_.contains(state.request.session_id)) return;
@@ -131,7 +131,7 @@ void ShardStore::publish_values(const StepState& state) {
 
 void ShardStore::commit_step(const std::shared_ptr<StepState>& state) {
   Job& job = *state->job;
-  if (!state->is_step && !job.changed && !job.tiles.has_dirty() &&
+  if (!state->is_step && !job.durable().is_changed() && !job.tiles.has_dirty() &&
       state->report->written_bytes == 0) {
     let_go_of_entries(*state);
     return finish_step(state, Status::ok());
@@ -143,7 +143,8 @@ void ShardStore::commit_step(const std::shared_ptr<StepState>& state) {
   if (state->is_step) {
     job.progress.begin_step();
     state->is_counted = true;
-    if (state->place) job.ledger->note_committing(*state->place, job.progress.committed_step());
+    if (state->place)
+      job.journal().ledger()->note_committing(*state->place, job.progress.committed_step());
   }
   MEMD_FAILPOINT("step.before_commit");
   if (MEMD_PLANTED("step.gradient_released_early")) {
@@ -161,11 +162,11 @@ void ShardStore::commit_step(const std::shared_ptr<StepState>& state) {
       }
       // Where it was a write that failed, whether N or N + 1 is on disk is not known: every further
       // commit is refused, and a restart finds out.
-      its.changed = true;
+      its.durable().note_change();
       // Memory would say N, and the disk maybe N + 1: the next daemon starts the job from disk. A
       // sync leaves both at N, and the catalogue's tag says which of them the ledger builds on.
       const bool is_outcome_unknown = state->is_step && !was_broken && !extents_.broken().is_ok();
-      if (is_outcome_unknown && its.ledger != nullptr) its.ledger->give_up();
+      if (is_outcome_unknown) its.journal().give_up();
       return undo_step(state, status);
     }
     publish_step(state);
@@ -194,8 +195,9 @@ void ShardStore::commit_in_memory(const std::shared_ptr<StepState>& state) {
   for (const auto& [shard_id, group] : state->group_of) ++job.shards()[shard_id].generation;
   job.progress.begin_step();
   state->is_counted = true;
-  job.changed = true;
-  if (state->place) job.ledger->note_committing(*state->place, job.progress.committed_step());
+  job.durable().note_change();
+  if (state->place)
+    job.journal().ledger()->note_committing(*state->place, job.progress.committed_step());
   for (const auto& [staged_id, buffer_id] : state->request.staged_buffers) {
     // What lies on disk of a dirty buffer is older than the step, and no record may call it the
     // step's.
@@ -208,7 +210,7 @@ void ShardStore::commit_in_memory(const std::shared_ptr<StepState>& state) {
   }
   MEMD_FAILPOINT("ledger.before_memory_commit");
   // With this record the step is committed.
-  remember(job);
+  job.journal().commit_in_memory(commits_.catalogue_tag(job.job_id));
   MEMD_FAILPOINT("ledger.memory_commit_recorded");
   job.tiles.clear_made();
   publish_step(state);
@@ -238,13 +240,6 @@ void ShardStore::commit_in_memory(const std::shared_ptr<StepState>& state) {
   });
 }
 
-void ShardStore::remember(Job& job) {
-  if (job.ledger == nullptr || job.tiles.words() == nullptr) return;
-  const Status written = job.ledger->write_record(job.record(), commits_.catalogue_tag(job.job_id));
-  // The next daemon would go on from an older step: it starts the job from disk.
-  if (!written.is_ok()) job.ledger->give_up();
-}
-
 void ShardStore::commit_to_disk(const std::shared_ptr<StepState>& state, Done done) {
   Job& job = *state->job;
   set_phase(job, "commits");
@@ -253,24 +248,26 @@ void ShardStore::commit_to_disk(const std::shared_ptr<StepState>& state, Done do
         if (!flushed.is_ok()) return done(flushed);
         Job& its = *state->job;
         const uint64_t undurable_since = its.progress.set_undurable_since(0);
-        commits_.commit(
-            its.job_id, its, [state, undurable_since, done](const Status& status, double seconds) {
-              state->report->commit_seconds = seconds;
-              if (!status.is_ok()) {
-                state->job->progress.set_undurable_since(undurable_since);
-                state->job->changed = true;
-              }
-              done(status);
-            });
+        commits_.commit(its.job_id,
+                        its.durable(),
+                        [state, undurable_since, done](const Status& status, double seconds) {
+                          state->report->commit_seconds = seconds;
+                          if (!status.is_ok()) {
+                            state->job->progress.set_undurable_since(undurable_since);
+                            state->job->durable().note_change();
+                          }
+                          done(status);
+                        });
       });
 }
 
 void ShardStore::forget_step(StepState& state) {
   if (!state.place) return;
   const auto session = sessions_.find(state.request.session_id);
-  if (session != sessions_.end()) sessions_.note(state.job->ledger.get(), *session->second);
+  if (session != sessions_.end())
+    sessions_.note(state.job->journal().ledger().get(), *session->second);
   MEMD_FAILPOINT("ledger.step_done");
-  state.job->ledger->forget_step(*std::exchange(state.place, std::nullopt));
+  state.job->journal().ledger()->forget_step(*std::exchange(state.place, std::nullopt));
 }
 
 void ShardStore::finish_step(const std::shared_ptr<StepState>& state, const Status& status) {

@@ -435,7 +435,7 @@ class History {
              job().state().early().running_count() == 0 && job().activity_count == 0;
     }));
     for (int i = 0; i < 2; ++i) {
-      job().changed = true;
+      job().durable().note_change();
       ASSERT_TRUE(heart_->sync(session_).is_ok());
     }
     testing::expect_all_bytes_held(job());

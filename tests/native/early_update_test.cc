@@ -124,7 +124,7 @@ class Training {
     ASSERT_TRUE(heart_.until([&] { return job().state().early().bucket_count() == 0; }));
     wait();
     ASSERT_TRUE(heart_.sync(session_).is_ok());
-    job().changed = true;
+    job().durable().note_change();
     ASSERT_TRUE(heart_.sync(session_).is_ok()) << "what the commit before named is free now";
     testing::expect_all_bytes_held(job());
   }
@@ -318,7 +318,7 @@ TEST_P(EarlyUpdateTest, a_session_that_ends_leaves_the_step_before_it_and_nothin
   EXPECT_TRUE(job.state().early().bucket_count() == 0 &&
               job.state().early().final_shard_count() == 0);
   ASSERT_TRUE(heart.sync(other).is_ok());
-  job.changed = true;
+  job.durable().note_change();
   ASSERT_TRUE(heart.sync(other).is_ok());
   uint64_t named_bytes = 0;
   job.shards().for_each_replica([&](Replica& each) { named_bytes += each.length_bytes; });

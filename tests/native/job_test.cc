@@ -274,7 +274,7 @@ TEST(JobRecordTest, a_restored_job_is_the_one_that_was_written_down) {
     EXPECT_FALSE(after.written) << name;
   }
   EXPECT_EQ(again.value()->shards().element_count(), job->shards().element_count());
-  EXPECT_FALSE(again.value()->changed);
+  EXPECT_FALSE(again.value()->durable().is_changed());
 }
 
 TEST(JobRecordTest, a_parameter_that_was_never_written_stays_so_beside_one_that_was) {
@@ -346,14 +346,14 @@ TEST(JobDurable, is_what_the_catalogue_says_whatever_the_job_did_since) {
     const auto restored = Job::restore(disk);
     ASSERT_TRUE(restored.is_ok()) << restored.status().message();
     Job& job = *restored.value();
-    EXPECT_EQ(job.durable.step(), 42u);
-    EXPECT_EQ(job.durable.undurable_since(), undurable_since);
-    ASSERT_EQ(job.durable.bucket_count(), said.buckets.size());
+    EXPECT_EQ(job.durable().catalogue().step(), 42u);
+    EXPECT_EQ(job.durable().catalogue().undurable_since(), undurable_since);
+    ASSERT_EQ(job.durable().catalogue().bucket_count(), said.buckets.size());
     for (size_t bucket = 0; bucket < said.buckets.size(); ++bucket) {
-      ASSERT_EQ(job.durable.tile_count(bucket), said.buckets[bucket].tiles.size());
+      ASSERT_EQ(job.durable().catalogue().tile_count(bucket), said.buckets[bucket].tiles.size());
       for (size_t index = 0; index < said.buckets[bucket].tiles.size(); ++index) {
         const TileRecord& tile = said.buckets[bucket].tiles[index];
-        const TileRecord found = job.durable.tile(bucket, index);
+        const TileRecord found = job.durable().catalogue().tile(bucket, index);
         for (const auto& [a, b] :
              {std::pair(found.parameter, tile.parameter), std::pair(found.rest, tile.rest)}) {
           EXPECT_EQ(a.address.device, b.address.device);
@@ -363,14 +363,14 @@ TEST(JobDurable, is_what_the_catalogue_says_whatever_the_job_did_since) {
         }
       }
     }
-    EXPECT_EQ(encoded(job.durable_record()), encoded(said));
+    EXPECT_EQ(encoded(job.durable().record()), encoded(said));
 
     job.progress.restore(50, 0, 0);
     job.host_bytes = 1;
     job.shards()[job.shards().id_of("a")].generation = 99;
     job.shards()[job.shards().id_of("b")].written = true;
     ASSERT_TRUE(job.declare({parameter("later", 10), bytes_shard("blob later", 4)}).is_ok());
-    EXPECT_EQ(encoded(job.durable_record()), encoded(said));
+    EXPECT_EQ(encoded(job.durable().record()), encoded(said));
   }
 }
 
@@ -394,11 +394,11 @@ TEST(JobDurable, a_removed_blob_is_on_disk_until_the_next_commit_and_its_name_an
   ASSERT_TRUE(removed);
   const auto same_id = heart.declare(session, {bytes_shard("removed", 7)});
   ASSERT_EQ(same_id[0], ids[1]);
-  EXPECT_EQ(encoded(job.durable_record()), encoded(said));
+  EXPECT_EQ(encoded(job.durable().record()), encoded(said));
 
   ASSERT_TRUE(heart.sync(session).is_ok());
-  EXPECT_EQ(encoded(job.durable_record()), encoded(job.record()));
-  EXPECT_NE(encoded(job.durable_record()), encoded(said));
+  EXPECT_EQ(encoded(job.durable().record()), encoded(job.record()));
+  EXPECT_NE(encoded(job.durable().record()), encoded(said));
 }
 
 }  // namespace

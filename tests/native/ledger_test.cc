@@ -588,7 +588,8 @@ TEST_F(AdoptionTest, pins_are_of_the_same_shards_where_ids_were_used_again) {
   heart_->declare(session_, {bytes_shard("x", 100)});
   remove("x");
   std::vector<uint32_t> places;
-  for (const uint32_t id : ids) places.push_back(heart_->job(session_).shards()[id].index_in_bucket);
+  for (const uint32_t id : ids)
+    places.push_back(heart_->job(session_).shards()[id].index_in_bucket);
   const Held view = heart_->lease(session_, ids[0]);
   ASSERT_TRUE(view.is_ok());
   const uint64_t offset = view.grant.offset_bytes;
@@ -925,7 +926,7 @@ TEST_F(AdoptionTest, a_tile_of_moments_and_a_deleted_blob_cost_the_same_in_a_job
     heart_->declare(session_, blobs);
     write_gradients(8);
     ASSERT_TRUE(heart_->step(request(1)).first.is_ok());
-    const Ledger& ledger = *heart_->job(session_).ledger;
+    const Ledger& ledger = *heart_->job(session_).journal().ledger();
     const auto count = [&](const std::string& name, const std::function<void()>& act) {
       const uint64_t before = ledger.record_bytes_written();
       act();
@@ -1014,7 +1015,7 @@ TEST_F(AdoptionTest, a_blob_that_is_deleted_during_a_step_leaves_nothing_to_who_
 TEST_F(AdoptionTest, a_buffer_that_a_closed_step_names_is_deleted_after_the_step) {
   begin(DType::float32);
   write_gradients(8);
-  heart_->job(session_).changed = true;
+  heart_->job(session_).durable().note_change();
   heart_->faults().add_fault({.kind = MemoryFaultKind::stall, .io_kind = IoKind::sync});
   heart_->store().sync(session_, [](const Status&, const StepReport&) {});
   heart_->store().step(request(1), [](const Status&, const StepReport&) {});

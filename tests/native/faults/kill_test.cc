@@ -305,7 +305,7 @@ class KillTest : public ::testing::Test {
         require(found.value() == after, "after a closed step that was made, something else is new");
       for (const JobInfo& info : daemon->store().jobs()) {
         const uint64_t session = daemon->attach(info.job_id);
-        daemon->job(session).changed = true;
+        daemon->job(session).durable().note_change();
         const Status synced = daemon->sync(session);
         require(synced.is_ok(), synced.message());
         daemon->detach(session);

@@ -396,7 +396,7 @@ TEST(Failpoints, that_only_errors_reach_are_reached_by_errors) {
       // A full disk: the catalogue finds no room, nothing changes, and later it does.
       Bench bench;
       const uint64_t session = bench.attach();
-      bench.daemon->job(session).changed = true;
+      bench.daemon->job(session).durable().note_change();
       std::vector<ExtentRecord> taken;
       for (;;) {
         const auto extent = bench.daemon->extents().allocate(4096);

@@ -439,7 +439,7 @@ inline void run_phase(Daemon& daemon, size_t phase) {
       }
       declare({bytes_shard("late", kBlob)});  // with the id of the other one
       daemon.write(session, "late", pattern(kBlob, 30));
-      daemon.job(session).changed = true;
+      daemon.job(session).durable().note_change();
       synced();
       break;
     }

@@ -1,0 +1,90 @@
+#include "store/state/job_journal.h"
+
+#include <utility>
+
+namespace memd {
+
+void JobJournal::give_up() {
+  if (ledger_ != nullptr) ledger_->give_up();
+}
+
+// ---- Shards -------------------------------------------------------------------------------------
+
+void JobJournal::reset_shard(uint32_t shard_id) {
+  if (ledger_ != nullptr) ledger_->reset_shard(shard_id);
+}
+
+void JobJournal::note_shard(uint32_t shard_id) {
+  if (ledger_ == nullptr) return;
+  const Shard& shard = parts_.shards[shard_id];
+  ledger_->note_shard(shard_id, shard.written, shard.gradient_session);
+}
+
+void JobJournal::note_generation(uint32_t shard_id, uint64_t generation) {
+  if (ledger_ != nullptr) ledger_->note_generation(shard_id, generation);
+}
+
+void JobJournal::note_layout() {
+  if (ledger_ == nullptr) return;
+  JobRecord layout = parts_.recorder.record();
+  // What lies where is the catalogue's to say, and the loose extents'.
+  for (ShardRecord& shard : layout.shards) {
+    shard.extents.clear();
+    shard.generation = 0;
+    shard.written = false;
+  }
+  for (BucketRecord& bucket : layout.buckets) {
+    for (TileRecord& tile : bucket.tiles) tile = {};
+  }
+  // Without its shards nobody could go on with the job: the next daemon starts it from disk.
+  const Status written = ledger_->write_layout(layout, parts_.shards.ids_in_order());
+  if (!written.is_ok()) ledger_->give_up();
+}
+
+void JobJournal::change_layout(LayoutChange change) {
+  change.added.job_id = parts_.job_id;
+  change.added.name = parts_.job_name;
+  for (const uint32_t id : change.added_ids)
+    change.added.shards.push_back(parts_.shards[id].label_record());
+  if (!ledger_->change_layout(change)) note_layout();
+}
+
+void JobJournal::note_added(const std::vector<uint32_t>& shard_ids) {
+  if (ledger_ != nullptr) change_layout({.removed = {}, .added = {}, .added_ids = shard_ids});
+}
+
+void JobJournal::note_removed(uint32_t shard_id) {
+  if (ledger_ != nullptr) change_layout({.removed = {shard_id}, .added = {}, .added_ids = {}});
+}
+
+void JobJournal::note_shards() {
+  note_layout();
+  for (uint32_t id = 0; id < parts_.shards.size(); ++id) {
+    if (!parts_.shards[id].deleted) note_shard(id);
+  }
+}
+
+// ---- Extents ------------------------------------------------------------------------------------
+
+void JobJournal::forget_extents(const Entry& entry) {
+  if (ledger_ == nullptr) return;
+  for (uint32_t index = 0; index < entry.replicas.size(); ++index) {
+    ledger_->note_loose({.kind = LooseKey::Kind::bytes, .owner = entry.kept_owner, .index = index},
+                        {});
+  }
+}
+
+// ---- Commits ------------------------------------------------------------------------------------
+
+void JobJournal::commit_in_memory(uint64_t base) {
+  if (ledger_ == nullptr || parts_.tiles.words() == nullptr) return;
+  const Status written = ledger_->write_record(parts_.recorder.record(), base);
+  // The next daemon would go on from an older step: it starts the job from disk.
+  if (!written.is_ok()) ledger_->give_up();
+}
+
+void JobJournal::committed_on_disk(uint64_t tag) {
+  if (ledger_ != nullptr) ledger_->rebase(tag);
+}
+
+}  // namespace memd
