@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
@@ -27,6 +28,7 @@
 #include "store/jobs.h"
 #include "store/journal/keepsakes.h"
 #include "store/journal/step_request.h"
+#include "store/recovery/remembered_job.h"
 #include "store/space/commit.h"
 #include "store/space/extent_store.h"
 #include "store/state/workers.h"
@@ -179,24 +181,25 @@ class ShardStore {
   /// Before anything is said in them.
   void keep_tile_words(Job& job);
 
-  // Adoption, at start.
+  // At start.
+  using Ledgers = std::map<uint64_t, std::unique_ptr<Ledger>>;
+  struct ToRedo {
+    Job* job;
+    ClosedStep step;
+  };
+  Status reserve_extents(const JobRecord& record);
+  /// Those that can be read. `some_claims_unknown`: of another one, nobody knows which segments are
+  /// its job's.
+  Ledgers take_ledgers(Inheritance& kept, bool& some_claims_unknown);
+  /// From memory, where its ledger is in `ledgers` and memory is whole, or else from disk.
+  Status load_job(const JobRecord& record,
+                  Ledgers& ledgers,
+                  Inheritance& kept,
+                  std::vector<ToRedo>& to_redo);
   /// The job as the daemon before had it, or why it starts from disk.
-  Result<std::unique_ptr<Job>> adopt(const JobRecord& disk,
+  Result<std::unique_ptr<Job>> adopt(RememberedJob& remembered,
                                      std::unique_ptr<Ledger>& ledger,
-                                     LedgerContents& contents,
                                      Inheritance& kept);
-  Status adopt_segments(Job& job, Ledger& ledger);
-  Status adopt_slots(Job& job, const LedgerContents& contents, std::optional<uint32_t> untold_pin);
-  Status adopt_extents(Job& job,
-                       const LedgerContents& contents,
-                       const std::vector<KeptTile>& tiles,
-                       Ledger& ledger,
-                       const JobRecord& disk,
-                       std::vector<ExtentRecord>& reserved);
-  Status adopt_tiles(Job& job, const std::vector<KeptTile>& tiles, bool has_closed_step);
-  static void settle_values(Job& job);
-  Status check_steps_can_be_made(const Job& job, const LedgerContents& contents) const;
-  void go_on(Job& job, const LedgerContents& contents);
   void destroy_claimed(const Ledger& ledger);
   void destroy_unclaimed();
   /// Devices and workers learn it.

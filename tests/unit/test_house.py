@@ -192,7 +192,6 @@ EXPOSED_DATA = {
     "native StepReport": 9,
 }
 FUNCTION_LINES = {
-    "ShardStore::adopt": 203,
 }
 
 

@@ -15,10 +15,10 @@
 
 namespace memd {
 
-/// What only the whole job can say. Implemented by the Job.
+/// Answers that need the whole job. Implemented by the Job.
 class JobRecorder {
  public:
-  /// What a catalogue of the job would say now.
+  /// The job as a catalogue would describe it now.
   virtual JobRecord record() const = 0;
   /// Catalogues on disk take more of the quota than before, or less.
   virtual void catalogue_bytes_changed() = 0;

@@ -1,0 +1,505 @@
+#include "store/recovery/adoption.h"
+
+#include <algorithm>
+#include <optional>
+#include <set>
+
+#include "base/failpoint.h"
+#include "base/units.h"
+#include "ring/shared_memory.h"
+
+namespace memd {
+namespace {
+
+template <typename... Parts>
+Status damaged(const Parts&... parts) {
+  return error(StatusCode::integrity, "the ledger is damaged: ", parts...);
+}
+
+std::pair<uint16_t, uint64_t> address_of(const ExtentRecord& extent) {
+  return {extent.address.device, extent.address.offset_bytes};
+}
+
+/// The segments that a ledger claims, by their sides, in order.
+struct ClaimedSegments {
+  std::vector<Segment> sides[2];  // arena, private side
+  std::vector<Segment> unassigned;
+};
+
+/// `into` has those that were found, also where one is missing.
+Status take_claimed(const std::vector<SegmentClaim>& claims, Pool& pool, ClaimedSegments& into) {
+  std::map<uint32_t, Segment> by_index[2];
+  Status status;
+  for (const SegmentClaim& claim : claims) {
+    auto segment = pool.take_kept(claim.id);
+    if (!segment) {
+      status = error(StatusCode::fenced, "nobody kept segment ", claim.id);
+      continue;
+    }
+    MEMD_FAILPOINT("adoption.segment_taken");
+    if (claim.side == Side::unassigned) {
+      into.unassigned.push_back(std::move(*segment));
+      continue;
+    }
+    auto& side = by_index[claim.side == Side::arena ? 0 : 1];
+    if (side.contains(claim.index)) {
+      status = damaged("two segments in one place");
+      into.unassigned.push_back(std::move(*segment));
+    } else {
+      side.emplace(claim.index, std::move(*segment));
+    }
+  }
+  for (const int i : {0, 1}) {
+    for (auto& [index, segment] : by_index[i]) {
+      if (index != into.sides[i].size()) status = damaged("a segment is missing on its side");
+      into.sides[i].push_back(std::move(segment));
+    }
+  }
+  return status;
+}
+
+/// If the kernel has no memory for a fresh segment, the pool is smaller from now on; its report
+/// shows that.
+void give_back_to(Pool& pool, std::vector<Segment>& segments) {
+  for (Segment& segment : segments) {
+    [[maybe_unused]] const Status status = pool.give_back(std::move(segment));
+  }
+}
+
+}  // namespace
+
+std::vector<ExtentRecord> all_extents(const JobRecord& record) {
+  std::vector<ExtentRecord> extents;
+  for (const ShardRecord& shard : record.shards)
+    extents.insert(extents.end(), shard.extents.begin(), shard.extents.end());
+  for (const BucketRecord& bucket : record.buckets) {
+    for (const TileRecord& tile : bucket.tiles) {
+      for (const ExtentRecord& extent : {tile.parameter, tile.rest}) {
+        if (extent.exists()) extents.push_back(extent);
+      }
+    }
+  }
+  return extents;
+}
+
+Status Adoption::run(std::unique_ptr<Ledger>& ledger, Inheritance& kept) {
+  begin_shards();
+  if (Status taken = take_table(kept); !taken.is_ok()) return taken;
+  if (Status taken = take_segments(); !taken.is_ok()) return taken;
+  if (Status taken = take_state(); !taken.is_ok()) {
+    give_back();
+    return taken;
+  }
+  settle_values();
+  MEMD_FAILPOINT("ledger.adopted");
+  job_.journal.open(std::move(ledger));
+  tell_ledger();
+  job_.durable.note_change();
+  job_.table.end_adoption();
+  return Status::ok();
+}
+
+void Adoption::begin_shards() {
+  const JobRecord& disk = remembered_.disk();
+  job_.progress.go_on();
+  job_.durable.restore(disk);
+  job_.progress.restore(job_.progress.committed_step(),
+                        disk.undurable_since == 0 ? disk.step : 0,
+                        job_.progress.undurable_since());
+  for (const auto& [shard_id, state] : remembered_.contents().shards) {
+    job_.shards[shard_id].gradient_session = state.gradient_session;
+    job_.shards[shard_id].written = state.written;
+  }
+}
+
+Status Adoption::take_table(Inheritance& kept) {
+  auto fd = kept.take_table(remembered_.disk().job_id);
+  if (!fd) return error(StatusCode::fenced, "nobody kept its shard table");
+  auto table = SharedMemory::adopt("a shard table", std::move(*fd), sizeof(TableLayout));
+  if (!table.is_ok()) return table.status();
+  job_.sessions = remembered_.sessions();
+  Sessions::keep_tags(job_.sessions);
+  // Trainers go on leasing what the daemon before has published. From here on they begin none, and
+  // each pin that counts is seen by whoever is to free its slot.
+  job_.table.adopt(std::move(table).value());
+  MEMD_FAILPOINT("adoption.table_cleared");
+  return Status::ok();
+}
+
+Status Adoption::take_segments() {
+  const auto claims = remembered_.ledger().claims();
+  if (!claims.is_ok()) return claims.status();
+  const uint64_t segment_bytes = parts_.pool.segment_bytes();
+  ClaimedSegments claimed;
+  Status status = take_claimed(claims.value(), parts_.pool, claimed);
+  if (claims.value().size() < JobMemory::segment_count_min(segment_bytes))
+    status = damaged("it claims too few segments");
+  if (status.is_ok()) {
+    auto memory = JobMemory::adopt(claimed.sides[0],
+                                   claimed.sides[1],
+                                   claimed.unassigned,
+                                   segment_bytes,
+                                   parts_.io,
+                                   &remembered_.ledger());
+    status = memory.status();
+    if (memory.is_ok()) job_.memory = std::move(memory).value();
+  }
+  if (!status.is_ok()) {
+    for (auto* const segments : {&claimed.sides[0], &claimed.sides[1], &claimed.unassigned})
+      give_back_to(parts_.pool, *segments);
+    return status;
+  }
+  job_.memory->expect_arena_bytes(job_.shards.entry_bytes());
+  return Status::ok();
+}
+
+Status Adoption::take_state() {
+  Status status = take_slots();
+  if (status.is_ok()) status = place_loose_extents();
+  if (status.is_ok()) status = place_tile_extents();
+  if (status.is_ok()) status = reserve_extents();
+  job_.tiles.set_words(remembered_.take_tile_words());
+  if (status.is_ok()) status = take_tiles();
+  if (status.is_ok()) status = check_steps_can_be_made();
+  return status;
+}
+
+void Adoption::give_back() {
+  for (const ExtentRecord& extent : reserved_) parts_.extents.release(extent);
+  job_.sessions.clear();
+  job_.tiles.drop_all(job_.memory->private_side());
+  job_.table.withdraw_all();
+  job_.slots.free_all();
+  std::vector<Segment> segments = job_.memory->take_segments();
+  give_back_to(parts_.pool, segments);
+  for (const auto& session : remembered_.sessions()) {
+    session->ring.end();
+    parts_.keepsakes.forget_session(session->session_id);
+  }
+}
+
+// ---- Slots --------------------------------------------------------------------------------------
+
+Status Adoption::take_slots() {
+  const std::vector<SlotRecord>& slots = remembered_.contents().slots;
+  for (const SlotRecord& record : slots) {
+    const Entry* const entry = find_entry(record);
+    if (record.role == SlotRole::current && entry != nullptr)
+      newest_[entry] = std::max(newest_[entry], record.sequence);
+  }
+  uint32_t pin_end = 0;
+  for (const SlotRecord& record : slots) {
+    pin_end = record.pin_first + record.pin_count;
+    if (record.role == SlotRole::none || record.role == SlotRole::made) {
+      job_.slots.adopt_free(record);
+    } else if (Status taken = take_slot(record); !taken.is_ok()) {
+      return taken;
+    }
+  }
+  job_.slots.end_adoption(pin_end);
+  return Status::ok();
+}
+
+Status Adoption::take_slot(const SlotRecord& record) {
+  std::unique_ptr<Slot> slot = job_.slots.adopt(record);
+  if (slot == nullptr) {
+    return damaged("a slot of ",
+                   record.bytes,
+                   " bytes at ",
+                   record.offset_bytes,
+                   " is outside of the arena, or in another one");
+  }
+  MEMD_FAILPOINT("adoption.slot_taken");
+  Entry* const entry = find_entry(record);
+  if (entry != nullptr && !fits(record, *entry) && record.role != SlotRole::retired) {
+    job_.slots.free(std::move(slot));
+    return damaged("a slot of ", job_.shards.describe(*entry), " has ", record.bytes, " bytes");
+  }
+  place_slot(record, entry, std::move(slot));
+  return Status::ok();
+}
+
+void Adoption::place_slot(const SlotRecord& record, Entry* entry, std::unique_ptr<Slot> slot) {
+  if (entry != nullptr && may_be_pending(record, *entry)) {
+    slot->pending_session = record.pending_session;
+    job_.residencies.set_pending(*entry, std::move(slot));
+    return;
+  }
+  if (entry != nullptr && may_be_current(record, *entry)) {
+    entry->slot = std::move(slot);
+    job_.residencies.move(*entry, Residency::absent, Residency::filling);
+    job_.residencies.move(*entry, Residency::filling, Residency::clean);
+    // A writeback that was under way did not happen.
+    if (record.residency != Residency::clean)
+      job_.residencies.move(*entry, Residency::clean, Residency::dirty);
+    return;
+  }
+  // A stream of the daemon's own, which died with it, may have been writing there.
+  if (entry != nullptr && entry->kind == EntryKind::gradient && record.has_service_writer) {
+    for (const uint32_t shard_id : job_.shards.bucket(entry->owner).shards)
+      job_.shards[shard_id].gradient_session = 0;
+  }
+  job_.slots.retire(std::move(slot));
+}
+
+bool Adoption::may_be_pending(const SlotRecord& record, const Entry& entry) const {
+  const std::optional<uint32_t>& untold_pin = remembered_.untold_pin();
+  const bool is_untold = untold_pin && *untold_pin >= record.pin_first &&
+                         *untold_pin - record.pin_first < record.pin_count;
+  return record.role == SlotRole::pending && fits(record, entry) && !record.has_service_writer &&
+         !is_untold && entry.pending == nullptr;
+}
+
+bool Adoption::may_be_current(const SlotRecord& record, const Entry& entry) const {
+  const bool is_held =
+      record.residency == Residency::clean || record.residency == Residency::dirty ||
+      record.residency == Residency::draining ||
+      (MEMD_PLANTED("adoption.filling_slot_trusted") && record.residency == Residency::filling);
+  return record.role == SlotRole::current && fits(record, entry) && is_held &&
+         entry.slot == nullptr && !record.has_service_writer &&
+         record.sequence == newest_.at(&entry) &&
+         (entry.kind != EntryKind::gradient || has_gradient(job_.shards.bucket(entry.owner)));
+}
+
+Entry* Adoption::find_entry(const SlotRecord& record) const {
+  if (record.kind == EntryKind::bytes) {
+    if (record.owner >= job_.shards.size()) return nullptr;
+    const Shard& shard = job_.shards[record.owner];
+    return shard.deleted || shard.kind == ShardKind::parameter ? nullptr : shard.value;
+  }
+  if (record.owner >= job_.shards.buckets().size()) return nullptr;
+  const Bucket& bucket = job_.shards.bucket(record.owner);
+  return record.kind == EntryKind::gradient ? bucket.gradient : bucket.value;
+}
+
+bool Adoption::fits(const SlotRecord& record, const Entry& entry) const {
+  return record.bytes == entry.bytes && record.pin_count == job_.shards.shard_count(entry);
+}
+
+bool Adoption::has_gradient(const Bucket& bucket) const {
+  return std::any_of(bucket.shards.begin(), bucket.shards.end(), [this](uint32_t shard_id) {
+    return job_.shards[shard_id].gradient_session != 0;
+  });
+}
+
+// ---- Extents ------------------------------------------------------------------------------------
+
+Status Adoption::place_loose_extents() {
+  for (const auto& [key, extent] : remembered_.contents().loose) {
+    const Place place = find_place(key);
+    if (place.replica == nullptr) {
+      remembered_.ledger().note_loose(key, {});
+      continue;
+    }
+    if (extent.length_bytes != place.length_bytes) {
+      return damaged("an extent of ", extent.length_bytes, " bytes for ", place.length_bytes);
+    }
+    *place.replica = Replica(extent, false);
+    MEMD_FAILPOINT("adoption.extent_placed");
+  }
+  return Status::ok();
+}
+
+Adoption::Place Adoption::find_place(const LooseKey& key) {
+  if (key.kind == LooseKey::Kind::rest) {
+    if (key.owner >= job_.shards.buckets().size()) return {};
+    Bucket& bucket = job_.shards.bucket(key.owner);
+    if (key.index >= bucket.tile_count()) return {};
+    return {.replica = &bucket.rest[key.index], .length_bytes = bucket.rest_bytes(key.index)};
+  }
+  Entry* const entry = find_loose_entry(key);
+  if (entry == nullptr || key.index >= entry->replicas.size()) return {};
+  return {.replica = &entry->replicas[key.index], .length_bytes = entry->replica_bytes(key.index)};
+}
+
+Entry* Adoption::find_loose_entry(const LooseKey& key) {
+  if (key.kind == LooseKey::Kind::bytes) {
+    if (key.owner >= job_.shards.size()) return nullptr;
+    const Shard& shard = job_.shards[key.owner];
+    const bool is_known = !shard.deleted && shard.kind != ShardKind::parameter && shard.written;
+    return is_known ? shard.value : nullptr;
+  }
+  if (key.owner >= job_.shards.buckets().size()) return nullptr;
+  const Bucket& bucket = job_.shards.bucket(key.owner);
+  if (key.kind == LooseKey::Kind::gradient) return has_gradient(bucket) ? bucket.gradient : nullptr;
+  for (const uint32_t id : bucket.shards) job_.shards[id].is_on_disk = job_.shards[id].written;
+  return bucket.value;
+}
+
+Status Adoption::place_tile_extents() {
+  const auto fits = [](const ExtentRecord& extent, uint64_t bytes) {
+    return !extent.exists() || extent.length_bytes == bytes;
+  };
+  for (const KeptTile& tile : remembered_.tiles()) {
+    const uint64_t owner = tile.key >> 32;
+    const auto index = tile_of(tile.key);
+    if (owner >= job_.shards.buckets().size() || index >= job_.shards.bucket(owner).tile_count())
+      return damaged("a tile of bucket ", owner);
+    Bucket& bucket = job_.shards.bucket(owner);
+    if (!fits(tile.state.value, bucket.value->replica_bytes(index)) ||
+        !fits(tile.state.rest, bucket.rest_bytes(index))) {
+      return damaged("a tile's extents");
+    }
+    bucket.value->replicas[index] = Replica(tile.state.value, false);
+    bucket.rest[index] = Replica(tile.state.rest, false);
+  }
+  return Status::ok();
+}
+
+Status Adoption::reserve_extents() {
+  std::map<std::pair<uint16_t, uint64_t>, ExtentRecord> unused;
+  if (remembered_.disk().undurable_since == 0) {
+    for (const ExtentRecord& extent : all_extents(remembered_.disk()))
+      unused[address_of(extent)] = extent;
+  }
+  Status status;
+  job_.space.count([](const auto&) {});
+  const auto adopt = [&](Replica& replica) {
+    if (!status.is_ok()) return;
+    job_.space.count(replica);
+    replica.referenced = unused.erase(address_of(replica.extent())) == 1;
+    if (replica.referenced) return;
+    status = parts_.extents.reserve(replica.extent());
+    if (status.is_ok()) reserved_.push_back(replica.extent());
+  };
+  job_.shards.for_each_replica(adopt);
+  for (Bucket& bucket : job_.shards.buckets()) {
+    for (Replica& replica : bucket.gradient->replicas) {
+      if (replica.exists()) adopt(replica);
+    }
+  }
+  if (!status.is_ok()) return damaged("an extent: ", status.message());
+  std::vector<ExtentRecord> superseded;
+  for (const auto& [address, extent] : unused) superseded.push_back(extent);
+  job_.space.add_superseded(superseded);
+  return Status::ok();
+}
+
+// ---- Tiles --------------------------------------------------------------------------------------
+
+Status Adoption::take_tiles() {
+  for (const KeptTile& tile : remembered_.tiles()) {
+    if (Status checked = check_tile(tile); !checked.is_ok()) return checked;
+    if (tile.state.step > job_.progress.committed_step()) {
+      job_.tiles.set_made(tile.key,
+                          {.element_first = 0, .is_whole = true, .scratch = std::nullopt});
+    }
+    if (tile.update) {
+      job_.tiles.set_made(tile.key,
+                          {.element_first = tile.update->piece * kPieceElements,
+                           .is_whole = false,
+                           .scratch = tile.update->scratch});
+    }
+    if (Status taken = take_private_tile(tile); !taken.is_ok()) return taken;
+  }
+  return Status::ok();
+}
+
+Status Adoption::check_tile(const KeptTile& tile) const {
+  const bool has_closed_step = !remembered_.contents().steps.empty();
+  const uint64_t committed_step = job_.progress.committed_step();
+  const bool is_made = tile.state.step > committed_step;
+  if (is_made && (tile.state.step != committed_step + 1 || !has_closed_step)) {
+    return damaged("a tile is at step ", tile.state.step);
+  }
+  if ((is_made || tile.update) && !job_.durability.is_in_memory())
+    return damaged("a tile is updated in place");
+  if (!tile.update) return Status::ok();
+  const Bucket& bucket = job_.shards.bucket(bucket_of(tile.key));
+  if (!has_closed_step || is_made ||
+      tile.update->piece * kPieceElements >= bucket.tile_elements(tile_of(tile.key))) {
+    return damaged("an update of no step");
+  }
+  return Status::ok();
+}
+
+Status Adoption::take_private_tile(const KeptTile& tile) {
+  if (!tile.state.private_offset_bytes) return Status::ok();
+  const Bucket& bucket = job_.shards.bucket(bucket_of(tile.key));
+  const auto index = tile_of(tile.key);
+  const uint64_t offset_bytes = *tile.state.private_offset_bytes;
+  const uint64_t value_bytes = bucket.value->replica_bytes(index);
+  Arena& side = job_.memory->private_side();
+  if (offset_bytes % kBlockBytes != 0 ||
+      !side.reserve(offset_bytes, value_bytes + bucket.rest_bytes(index))) {
+    return damaged("a tile at ", offset_bytes, " is outside of private memory, or in another");
+  }
+  job_.tiles.put(tile.key, offset_bytes);
+  job_.tiles.set_dirty(tile.key);
+  if (!tile.update) return Status::ok();
+  job_.tiles.words()->restore_piece({.dtype = bucket.dtype,
+                                     .elements = bucket.tile_elements(index),
+                                     .value = side.at(offset_bytes),
+                                     .rest = side.at(offset_bytes) + value_bytes},
+                                    *tile.update);
+  MEMD_FAILPOINT("ledger.piece_restored");
+  return Status::ok();
+}
+
+// ---- What the job goes on with ------------------------------------------------------------------
+
+Status Adoption::check_steps_can_be_made() const {
+  for (const ClosedStep& step : remembered_.contents().steps) {
+    for (const StepGroup& group : step.request.groups) {
+      for (const uint32_t shard_id : group.shard_ids) {
+        const Entry* const gradient = job_.shards.find_entry(shard_id, Part::gradient);
+        if (gradient == nullptr) return damaged("a closed step of a shard that is no parameter");
+        if (gradient->bytes != 0 && gradient->slot == nullptr && !gradient->has_replica()) {
+          return damaged("a closed step has no gradient of ", job_.shards.describe(*gradient));
+        }
+      }
+    }
+    if (Status staged = job_.check_staged(step.request); !staged.is_ok())
+      return damaged("a closed step: ", staged.message());
+  }
+  return Status::ok();
+}
+
+void Adoption::settle_values() {
+  for (Shard& shard : job_.shards) {
+    if (shard.deleted) continue;
+    const Entry& value = *shard.value;
+    const bool has_bytes = value.slot != nullptr || value.has_replica() || value.bytes == 0;
+    // New bytes of a blob took their place, and the daemon died before it could say so.
+    if (shard.kind != ShardKind::parameter && value.residency() == Residency::dirty)
+      shard.written = true;
+    if (!has_bytes) shard.written = false;
+  }
+}
+
+/// The ledger says again what is true; nothing that this daemon freed is anybody's.
+void Adoption::tell_ledger() {
+  Ledger& ledger = *job_.journal.ledger();
+  // Slots that are free go first: an old one that was still current beside its successor would be
+  // taken for it, should this daemon die here. Before them the shards, or a gradient that was
+  // dropped would seem to be there and have no bytes.
+  job_.journal.note_shards();
+  note_freed_slots();
+  MEMD_FAILPOINT("adoption.slots_noted");
+  job_.slots.note_all();
+  ledger.end_grant();
+  for (const auto& session : remembered_.sessions()) {
+    parts_.sessions.adopt(session);
+    parts_.sessions.note(&ledger, *session);
+  }
+  MEMD_FAILPOINT("ledger.adoption_noted");
+  for (const ClosedStep& step : remembered_.made_steps()) ledger.forget_step(step.place);
+}
+
+void Adoption::note_freed_slots() {
+  std::set<uint32_t> in_use;
+  for (const Entry* const entry : job_.shards.entries()) {
+    if (entry == nullptr) continue;
+    if (entry->slot != nullptr) in_use.insert(entry->slot->pin_first);
+    if (entry->pending != nullptr) in_use.insert(entry->pending->pin_first);
+  }
+  std::set<uint32_t> retired;
+  for (const auto& slot : job_.slots.retired()) retired.insert(slot->pin_first);
+  for (SlotRecord slot : remembered_.contents().slots) {
+    if (slot.role == SlotRole::none || in_use.contains(slot.pin_first)) continue;
+    slot.role = retired.contains(slot.pin_first) ? SlotRole::retired : SlotRole::none;
+    job_.journal.ledger()->note_slot(slot);
+  }
+}
+
+}  // namespace memd
