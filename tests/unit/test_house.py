@@ -175,14 +175,14 @@ def test_the_limits_name_what_breaks_them(
 # What breaks a limit today, and how far. Nothing may join or grow; what is cured leaves the list.
 METHODS = {
     "native ClientSession": 42,
-    "native Job": 56,
-    "native ShardStore": 122,
+    "native Job": 46,
+    "native ShardStore": 117,
 }
 EXPOSED_DATA = {
     "client OpenStep": 2,
     "native Entry": 16,
     "native EntryTable::Chunk": 2,
-    "native Job": 23,
+    "native Job": 20,
     "native LeaseWaiter": 9,
     "native PinCount": 2,
     "native SessionPlan": 4,
@@ -191,8 +191,7 @@ EXPOSED_DATA = {
     "native StepPhases": 4,
     "native StepReport": 9,
 }
-FUNCTION_LINES = {
-}
+FUNCTION_LINES: dict[str, int] = {}
 
 
 @pytest.fixture(scope="module")
