@@ -280,6 +280,22 @@ const Slot* Job::early_slot(const Entry& entry) const {
   return state_ == nullptr ? nullptr : state_->early().slot_of(entry);
 }
 
+void Job::open_steps(Commits& commits, StepTimes& times, std::unique_ptr<StepGate> gate) {
+  step_gate_ = std::move(gate);
+  steps_ = std::make_unique<Steps>(StepParts{.job = state_->parts(),
+                                             .state = *state_,
+                                             .sessions = sessions,
+                                             .progress = progress,
+                                             .durable = durable_,
+                                             .journal = journal_,
+                                             .plans = plans_,
+                                             .room = room(),
+                                             .operations = operations,
+                                             .commits = commits,
+                                             .times = times,
+                                             .gate = *step_gate_});
+}
+
 void Job::open_state(ExtentStore& extents, UpdateWorkers& workers, const Clock& clock) {
   state_ = std::make_unique<PrivateState>(StateParts{.job_id = job_id,
                                                      .job_name = name,

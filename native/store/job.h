@@ -45,10 +45,10 @@
 #include "store/state/state_gate.h"
 #include "store/statistics.h"
 #include "store/step/operations.h"
+#include "store/step/step_gate.h"
+#include "store/step/steps.h"
 
 namespace memd {
-
-struct StepState;
 
 /// Owned by the ShardStore; the server thread is the only one that touches it.
 class Job final : private ResidencyGates, private StateGate, private JobRecorder {
@@ -75,6 +75,11 @@ class Job final : private ResidencyGates, private StateGate, private JobRecorder
   const PrivateState& state() const { return *state_; }
   /// Once, before connect(): what the job's private state works with.
   void open_state(ExtentStore& extents, UpdateWorkers& workers, const Clock& clock);
+  /// After open_steps().
+  Steps& steps() { return *steps_; }
+  const Steps& steps() const { return *steps_; }
+  /// Once, after connect().
+  void open_steps(Commits& commits, StepTimes& times, std::unique_ptr<StepGate> gate);
   // With connect() alone.
   LeaseWaiters& waiters() { return connected_->waiters; }
   const LeaseWaiters& waiters() const { return connected_->waiters; }
@@ -150,8 +155,6 @@ class Job final : private ResidencyGates, private StateGate, private JobRecorder
   PrivateTiles tiles;
   Conditions conditions;
   Operations operations;
-  /// Steps that were accepted and are not finished, in their order.
-  std::vector<std::shared_ptr<StepState>> closed_steps;
 
   const Slot* early_slot(const Entry& entry) const override;
   void note_written(uint32_t shard_id) override;
@@ -243,6 +246,8 @@ class Job final : private ResidencyGates, private StateGate, private JobRecorder
   ExtentLog extent_log_{journal_.ledger(), space, tiles};
   std::unique_ptr<PrivateState> state_;
   std::unique_ptr<Connected> connected_;
+  std::unique_ptr<StepGate> step_gate_;
+  std::unique_ptr<Steps> steps_;
 
   JobWeight weight_;
 };

@@ -15,7 +15,6 @@ class JobGates final : public LeaseGates {
  public:
   /// What the ShardStore does with a job.
   struct Calls {
-    std::function<std::optional<WaitsFor>(const LeaseRequest&, const Entry&)> step_before;
     std::function<void(std::optional<uint32_t> bucket)> ask_for_flush;
   };
 
@@ -23,7 +22,7 @@ class JobGates final : public LeaseGates {
 
   std::optional<WaitsFor> step_before(const LeaseRequest& request,
                                       const Entry& entry) const override {
-    return calls_.step_before(request, entry);
+    return job_.steps().before(request, entry);
   }
   bool is_operating() const override { return job_.operations.is_running(); }
   bool holds_writers() const override { return job_.operations.holds_writers(); }

@@ -10,6 +10,7 @@
 #include "store/recovery/adoption.h"
 #include "store/recovery/remembered_job.h"
 #include "store/shard_store.h"
+#include "store/step/step_checks.h"
 
 namespace memd {
 
@@ -41,13 +42,7 @@ Status ShardStore::load(const std::function<Status()>& turn, KeptDescriptors* ke
   if (some_claims_unknown) destroy_unclaimed();
   for (const ToRedo& each : to_redo) {
     MEMD_FAILPOINT("adoption.before_redo");
-    // Who asked is told when it asks again.
-    accept_step(
-        *each.job,
-        each.step.request,
-        each.step.place,
-        [](const Status&, const StepReport&) {},
-        true);
+    each.job->steps().redo(each.step.request, each.step.place);
   }
   return Status::ok();
 }
@@ -144,7 +139,7 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(RememberedJob& remembered,
                      .sessions = job.sessions,
                      .durability = job.durability,
                      .check_staged = [this, &job](const StepRequest& request) {
-                       return check_staged(job, request);
+                       return check_staged(job.shards(), job.name, request);
                      }});
   if (Status taken = adoption.run(ledger, kept); !taken.is_ok()) return taken;
   for (const auto& session : job.sessions) job.plans().begin(*session);

@@ -71,16 +71,13 @@ ShardStore::~ShardStore() {
 
 void ShardStore::connect(Job& job) {
   job.open_state(extents_, workers_, clock_);
-  job.connect(extents_,
-              clock_,
-              std::make_unique<JobGates>(
-                  job,
-                  JobGates::Calls{
-                      .step_before =
-                          [&job](const LeaseRequest& request, const Entry& entry) {
-                            return update_before(job, request, entry);
-                          },
-                      .ask_for_flush = [this, &job](auto bucket) { ask_for_flush(job, bucket); }}));
+  job.connect(
+      extents_,
+      clock_,
+      std::make_unique<JobGates>(job, JobGates::Calls{.ask_for_flush = [this, &job](auto bucket) {
+                                   ask_for_flush(job, bucket);
+                                 }}));
+  open_steps(job);
 }
 
 void ShardStore::free_slots(Job& job) {
@@ -663,14 +660,10 @@ void ShardStore::delete_shard(uint64_t session_id,
                       name,
                       " is still being written; let go of the tensor first"));
   }
-  const auto still = [this, &job, entry, shard_id] {
+  const auto still = [&job, entry, shard_id] {
     // What a closed step names stays until that is made: whoever makes it must find it.
-    const auto& steps = job.closed_steps;
     return entry->task_count == 0 && entry->residency() != Residency::filling &&
-           entry->residency() != Residency::draining &&
-           std::none_of(steps.begin(), steps.end(), [shard_id](const auto& step) {
-             return is_named(*step, shard_id);
-           });
+           entry->residency() != Residency::draining && !job.steps().names(shard_id);
   };
   const auto remove = [this, &job, name, done] {
     // It may have gone, or come back under the same name, while its bytes were being moved.
@@ -968,9 +961,9 @@ ServerStatistics ShardStore::statistics() const {
   out.session_count = static_cast<uint32_t>(sessions_.all().size());
   out.ring_protocol_errors = ring_protocol_errors_;
   out.room_wait_ns = room_wait_ns_of_dropped_;
-  out.step_seconds = step_seconds_;
+  out.step_seconds = step_times_.seconds;
   out.commit_seconds = commits_.seconds();
-  out.step_phases = step_phases_;
+  out.step_phases = step_times_.phases;
   out.scrub = scrub_.statistics();
   return out;
 }

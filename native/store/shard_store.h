@@ -39,8 +39,6 @@
 
 namespace memd {
 
-using StepDone = std::function<void(const Status&, const StepReport&)>;
-
 struct OpenJobRequest {
   std::string name;
   uint32_t uid = 0;
@@ -229,67 +227,11 @@ class ShardStore {
   /// `start` runs with ok when it is its turn, or with the reason why that never comes.
   /// `kind` is what in_flight() calls it.
   void enqueue(Job& job, const char* kind, Operations::Start start);
-  /// What the operation that runs is doing, for in_flight().
-  static void set_phase(Job& job, const char* phase) { job.operations.set_phase(phase); }
   void end_operation(uint64_t job_id);
   void write_catalogue_anew(uint64_t job_id);
   VerificationParts verification_parts();
-  Status check_step(Job& job, const StepRequest& request) const;
-  Status check_staged(const Job& job, const StepRequest& request) const;
-  /// Whether `request` repeats a step of its session; then `done` is called, now or when the step
-  /// is.
-  bool joins_earlier_step(Job& job, const StepRequest& request, StepDone& done);
-  /// ok where nothing of what `request` names is newer than the step that it repeats.
-  static Status check_repeated(Job& job, const StepRequest& request);
-  /// Seals its gradients and queues it. `place`: in the job's ledger.
-  void accept_step(Job& job,
-                   StepRequest request,
-                   std::optional<size_t> place,
-                   StepDone done,
-                   bool is_redo = false);
-  Status check_start(const StepState& state) const;
-  static Status check_writers(const Job& job);
-  void begin_updates(const std::shared_ptr<StepState>& state);
-  void take_early(StepState& state);
-  /// Promises the job's disk space to the step, or refuses.
-  Status promise_space(const StepState& state);
-  void prepare_disk(const std::shared_ptr<StepState>& state, Done done);
-  void start_step(const std::shared_ptr<StepState>& state);
-  void hold_entries(StepState& state);
-  void let_go_of_entries(StepState& state);
-  void publish_values(const StepState& state);
-  void publish_bucket(StepState& state, const Bucket& bucket);
-  /// What a lease of a parameter's value has to wait for: its update, or the commit of it.
-  static std::optional<WaitsFor> update_before(const Job& job,
-                                               const LeaseRequest& request,
-                                               const Entry& entry);
-  void note_call(const StepRequest& request);
-  void let_lease_after(const StepRequest& request);
-  void note_call_failed(const Job& job, const StepRequest& request, const Status& why);
-  Status swap_staged_buffers(const std::shared_ptr<StepState>& state);
-  void update_buckets(const std::shared_ptr<StepState>& state);
-  void update_bucket(const std::shared_ptr<StepState>& state,
-                     Bucket& bucket,
-                     const std::shared_ptr<Join>& join);
-  void make_slot_for_update(const StepState& state, Entry& value);
-  void finish_updates(const std::shared_ptr<StepState>& state, const Status& status);
-  /// Whether it is a staged buffer of the step, or one that is replaced.
-  static bool is_named(const StepState& state, uint32_t shard_id);
-  /// Staged buffers take the places of what they replace, or go back to their own.
-  static void exchange_buffers(StepState& state, bool swapped);
-  void drop_staged(const StepState& state);
-  void unseal(StepState& state);
-  /// And finishes it with this error.
-  void undo_step(const std::shared_ptr<StepState>& state, const Status& why);
-  void undo_now(const std::shared_ptr<StepState>& state);
-  void commit_step(const std::shared_ptr<StepState>& state);
-  void commit_in_memory(const std::shared_ptr<StepState>& state);
-  void commit_to_disk(const std::shared_ptr<StepState>& state, Done done);
-  /// After the commit: its parameters can be read, and its gradients go.
-  void publish_step(const std::shared_ptr<StepState>& state);
-  void finish_step(const std::shared_ptr<StepState>& state, const Status& status);
-  /// The ledger knows it no longer: it is made and all that it replaced is dropped, or it failed.
-  void forget_step(StepState& state);
+  class StepCalls;
+  void open_steps(Job& job);
 
   Pool& pool_;
   IoQueue& io_;
@@ -307,8 +249,7 @@ class ShardStore {
   std::vector<std::string> load_notes_;
   uint64_t ring_protocol_errors_ = 0;
   uint64_t room_wait_ns_of_dropped_ = 0;
-  SecondsHistogram step_seconds_{kStepSecondsBounds};
-  StepPhases step_phases_;
+  StepTimes step_times_;
   ExtentPlaces places_;
   Scrub scrub_;
   LiveCheck live_check_;

@@ -25,6 +25,8 @@ class PrivateState {
   PrivateState(const PrivateState&) = delete;
   PrivateState& operator=(const PrivateState&) = delete;
 
+  /// What it works with.
+  const StateParts& parts() const { return parts_; }
   TileTasks& tasks() { return tasks_; }
   EarlyUpdates& early() { return early_; }
   const EarlyUpdates& early() const { return early_; }

@@ -1,0 +1,683 @@
+#include "store/step/step.h"
+
+#include <algorithm>
+
+#include "base/check.h"
+#include "base/failpoint.h"
+#include "base/units.h"
+#include "store/step/bucket_update.h"
+#include "store/step/step_checks.h"
+#include "store/step/steps.h"
+
+namespace memd {
+namespace {
+
+bool is_still(const Entry& entry) {
+  return entry.task_count == 0 && entry.residency() != Residency::filling &&
+         entry.residency() != Residency::draining;
+}
+
+}  // namespace
+
+const char* step_state_text(StepState state) {
+  switch (state) {
+    case StepState::queued:
+      return "";
+    case StepState::settling:
+      return "waits until nothing it names is being read or written";
+    case StepState::preparing:
+      return "prepares the disk";
+    case StepState::writing_back:
+      return "writes back what is dirty";
+    case StepState::updating:
+      return "updates tiles";
+    case StepState::committing:
+      return "commits";
+    case StepState::publishing:
+      return "is committed in memory, and commits on disk";
+    case StepState::undoing:
+      return "is being undone";
+    case StepState::over:
+      return "is over";
+  }
+  MEMD_CHECK(false);
+  return "";
+}
+
+Step::Step(const StepParts& parts, Steps& owner, StepDone done)
+    : parts_(parts),
+      owner_(owner),
+      done_(std::move(done)),
+      started_ns_(parts.job.clock.now_ns()),
+      is_step_(false),
+      is_redo_(false),
+      staged_(parts, {}) {}
+
+Step::Step(const StepParts& parts, Steps& owner, StepRequest request, Origin origin, StepDone done)
+    : parts_(parts),
+      owner_(owner),
+      request_(std::move(request)),
+      done_(std::move(done)),
+      place_(origin.place),
+      started_ns_(parts.job.clock.now_ns()),
+      is_step_(true),
+      is_redo_(origin.is_redo),
+      staged_(parts, request_.staged_buffers) {
+  seal();
+}
+
+void Step::seal() {
+  const StateParts& job = parts_.job;
+  for (size_t group = 0; group < request_.groups.size(); ++group) {
+    for (const uint32_t shard_id : request_.groups[group].shard_ids) {
+      group_of_[shard_id] = group;
+      buckets_.insert(job.shards[shard_id].bucket);
+      job.shards[shard_id].gradient_session = kSealedGradient;
+      parts_.journal.note_shard(shard_id);
+    }
+  }
+  for (const uint32_t index : buckets_) {
+    job.gate.begin_updates(job.shards.bucket(index));
+    Entry& value = *job.shards.bucket(index).value;
+    ++value.steps_before;
+    job.table.withdraw(value);
+  }
+}
+
+void Step::join(uint64_t call, StepDone done) {
+  also_done_.push_back(std::move(done));
+  request_.call = call;
+}
+
+void Step::answer(const Status& status) const {
+  done_(status, *report_);
+  for (const StepDone& also : also_done_) also(status, *report_);
+}
+
+std::optional<WaitsFor> Step::before(const LeaseRequest& request, const Entry& entry) const {
+  if (is_past_ || !buckets_.contains(entry.owner)) return std::nullopt;
+  const bool is_own = !request.for_service && request_.session_id == request.session_id;
+  if (is_own && !group_of_.contains(request.shard_id) && !entry.is_in_step) return std::nullopt;
+  // What an earlier daemon has begun is as good as begun.
+  const bool has_begun = !held_.empty() || is_redo_;
+  if (!is_own && !has_begun) return std::nullopt;
+  const bool can_be_read = is_own && has_begun && entry.is_ahead && !is_undoing();
+  if (can_be_read && request.mode == LeaseMode::read) return std::nullopt;
+  return is_own && request.mode == LeaseMode::read ? WaitsFor::update : WaitsFor::step;
+}
+
+void Step::leave_ledger() {
+  if (!place_) return;
+  if (const Session* const session = parts_.session(request_.session_id)) {
+    parts_.gate.note_session(*session);
+  }
+  MEMD_FAILPOINT("ledger.step_done");
+  parts_.job.ledger->forget_step(*std::exchange(place_, std::nullopt));
+}
+
+// ---- The machine --------------------------------------------------------------------------------
+
+void Step::enter(StepState state) {
+  state_ = state;
+  parts_.operations.set_phase(step_state_text(state));
+}
+
+Done Step::advances() {
+  return [self = shared_from_this()](const Status& status) { self->advance(status); };
+}
+
+void Step::start() { advance(Status::ok()); }
+
+void Step::advance(const Status& status) {
+  if (!status.is_ok() && state_ != StepState::publishing && state_ != StepState::undoing) {
+    return fail(status);
+  }
+  switch (state_) {
+    case StepState::queued:
+      return settle();
+    case StepState::settling:
+      return prepare();
+    // A daemon before this one has written back what was dirty when it began the step. What was
+    // written since then is of the next commit.
+    case StepState::preparing:
+      return is_begun_ ? update() : write_back();
+    case StepState::writing_back:
+      return update();
+    case StepState::updating:
+      return commit();
+    case StepState::committing:
+      return publish();
+    // The step is made, whatever becomes of the disk.
+    case StepState::publishing:
+      return end_mirror(status);
+    case StepState::undoing:
+      return finish(status);
+    case StepState::over:
+      break;
+  }
+  MEMD_CHECK(false);
+}
+
+void Step::fail(const Status& status) {
+  // The commit's failure leaves N on disk, and all that was updated can be undone.
+  if (state_ == StepState::committing) return undo(status);
+  MEMD_FAILPOINT("update.finished");
+  const bool is_half_updated = (in_memory_ && has_updated_) || parts_.job.tiles.has_made();
+  if (!is_half_updated) return undo(status);
+  stop_job(status);
+  undo(parts_.job.progress.stopped());
+}
+
+// ---- Beginning ----------------------------------------------------------------------------------
+
+void Step::settle() {
+  enter(StepState::settling);
+  parts_.job.conditions.add([self = shared_from_this()] { return self->is_settled(); },
+                            [self = shared_from_this()] { self->advance(Status::ok()); });
+}
+
+bool Step::is_settled() const {
+  if (is_redo_ && !parts_.gate.may_redo()) return false;
+  const Shards& shards = parts_.job.shards;
+  for (const Entry* const entry : shards.entries()) {
+    if (entry == nullptr || entry->kind == EntryKind::gradient) continue;
+    // A parameter that this step does not touch may well be fetched meanwhile.
+    const bool fetched_only =
+        entry->kind == EntryKind::parameter && !buckets_.contains(entry->owner);
+    if (fetched_only ? entry->residency() == Residency::draining : !is_still(*entry)) return false;
+  }
+  return std::all_of(buckets_.begin(), buckets_.end(), [&](uint32_t index) {
+    return is_still(*shards.bucket(index).gradient);
+  });
+}
+
+void Step::prepare() {
+  MEMD_FAILPOINT("step.started");
+  const StateParts& job = parts_.job;
+  // What an earlier daemon began to update can only be finished.
+  is_begun_ = job.tiles.has_made();
+  Status status = check_start(parts_, request_);
+  if (status.is_ok() && !is_begun_) status = check_writers(parts_);
+  if (status.is_ok()) status = check_staged(job.shards, job.job_name, request_);
+  if (!status.is_ok()) return advance(status);
+  in_memory_ = is_step_ && job.durability.is_in_memory();
+  to_disk_ =
+      !is_step_ ||
+      job.durability.is_due(job.progress.committed_step() + 1 - job.progress.durable_step()) ||
+      parts_.commits.catalogue_tag(job.job_id) == 0;
+  hold_entries();
+  MEMD_FAILPOINT("step.entries_held");
+  parts_.operations.hold_writers(!is_begun_);
+  enter(StepState::preparing);
+  prepare_disk();
+}
+
+void Step::prepare_disk() {
+  const Done prepared = [self = shared_from_this()](const Status& status) {
+    self->parts_.operations.hold_writers(false);
+    self->advance(status.is_ok() ? self->staged_.swap() : status);
+  };
+  Writeback& writeback = parts_.state.writeback();
+  // What can be undone returns to what is on disk.
+  if (!in_memory_) return writeback.flush_tiles(std::nullopt, report_, prepared);
+  if (!parts_.job.durability.is_none() || parts_.job.progress.undurable_since() != 0) {
+    return prepared(Status::ok());
+  }
+  // Whatever the disk has, memory builds on it: where there are dirty tiles of an earlier
+  // durability they are written first.
+  writeback.flush_tiles(
+      std::nullopt, report_, [self = shared_from_this(), prepared](const Status& flushed) {
+        flushed.is_ok() ? self->declare_undurable(prepared) : prepared(flushed);
+      });
+}
+
+// From here on extents of the last commit are overwritten, and the disk says so before.
+void Step::declare_undurable(const Done& done) {
+  JobProgress& progress = parts_.progress;
+  progress.set_undurable_since(progress.committed_step() + 1);
+  parts_.commits.commit(parts_.job.job_id,
+                        parts_.durable,
+                        [self = shared_from_this(), done](const Status& status, double) {
+                          if (!status.is_ok()) self->parts_.progress.set_undurable_since(0);
+                          self->parts_.job.gate.set_changed();
+                          done(status);
+                        });
+}
+
+void Step::hold_entries() {
+  const StateParts& job = parts_.job;
+  for (const uint32_t index : buckets_) {
+    held_.push_back(job.shards.bucket(index).value);
+    held_.push_back(job.shards.bucket(index).gradient);
+  }
+  staged_.for_each_entry([this](Entry* entry) { held_.push_back(entry); });
+  for (Entry* const entry : held_) {
+    ++entry->task_count;
+    entry->is_in_step = true;
+  }
+}
+
+void Step::release_entries() {
+  MEMD_FAILPOINT("step.letting_go");
+  for (Entry* const entry : held_) {
+    if (!entry->is_ahead) --entry->task_count;
+    entry->is_in_step = false;
+    entry->is_ahead = false;
+  }
+  held_.clear();
+  for (const auto& [shard_id, group] : group_of_) parts_.job.shards[shard_id].is_ahead = false;
+}
+
+void Step::write_back() {
+  enter(StepState::writing_back);
+  parts_.state.writeback().write_back_all(to_disk_, report_, advances());
+}
+
+// ---- Updating -----------------------------------------------------------------------------------
+
+void Step::update() {
+  if (is_step_) take_speculative();
+  if (in_memory_) {
+    Status room = promise_space();
+    if (!room.is_ok() && !speculative_.empty()) {
+      // The step alone may need less at a time.
+      for (auto& [bucket, made] : std::exchange(speculative_, {})) {
+        parts_.state.early().give_back(*made, EarlyDiscard::failed);
+      }
+      room = promise_space();
+    }
+    if (!room.is_ok()) return fail(room);
+  }
+  update_buckets();
+}
+
+const AdamSettings* Step::settings_of(uint32_t shard_id) const {
+  const auto group = group_of_.find(shard_id);
+  return group == group_of_.end() ? nullptr : &request_.groups[group->second].settings;
+}
+
+void Step::take_speculative() {
+  const auto settings = [this](uint32_t shard_id) { return settings_of(shard_id); };
+  for (const uint32_t index : buckets_) {
+    auto made = parts_.state.early().take(index, request_.session_id, settings);
+    if (made != nullptr) speculative_[index] = std::move(made);
+  }
+}
+
+uint64_t Step::space_needed() const {
+  const StateParts& job = parts_.job;
+  const std::vector<uint64_t> dirty_keys = job.tiles.dirty_keys();
+  std::set<uint64_t> keys(dirty_keys.begin(), dirty_keys.end());
+  for (const uint32_t index : buckets_) {
+    for (size_t tile = 0; tile < job.shards.bucket(index).tile_count(); ++tile)
+      keys.insert(tile_key(index, tile));
+  }
+  uint64_t needed_bytes = 0;
+  uint64_t replaced_count = 0;
+  uint64_t replaced_bytes_max = 0;
+  for (const uint64_t key : keys) {
+    const Bucket& bucket = job.shards.bucket(bucket_of(key));
+    const uint32_t tile = tile_of(key);
+    // It has its new extents already.
+    const auto made = speculative_.find(bucket_of(key));
+    if (made != speculative_.end() && made->second->tiles[tile]) continue;
+    bool is_replaced = job.tiles.is_dirty(key);
+    const auto need = [&](const Replica& replica, uint64_t bytes) {
+      const bool is_own = replica.exists() && !replica.referenced;
+      is_replaced = is_replaced || is_own;
+      if (!is_own) needed_bytes += bytes;
+      return bytes;
+    };
+    const uint64_t bytes = need(bucket.value->replicas[tile], bucket.value->replica_bytes(tile)) +
+                           need(bucket.rest[tile], bucket.rest_bytes(tile));
+    // The new extents come before the old ones go, one tile after the other.
+    if (!is_replaced) continue;
+    ++replaced_count;
+    replaced_bytes_max = std::max(replaced_bytes_max, bytes);
+  }
+  return needed_bytes + std::min<uint64_t>(replaced_count, kTilesInFlight) * replaced_bytes_max;
+}
+
+// A step in memory cannot be undone: what it may need of the disk must be there before, also where
+// everything that is cached or stays is displaced by somebody else's need of memory.
+Status Step::promise_space() const {
+  const StateParts& job = parts_.job;
+  const uint64_t needed_bytes = space_needed();
+  // Speculative tiles of other buckets give up what this step needs.
+  while (!job.space.has_room(SpaceUse::state, needed_bytes) &&
+         parts_.state.early().free_extents()) {
+  }
+  job.space.promise(needed_bytes);
+  // What an earlier daemon began had its room then.
+  if (job.tiles.has_made() || job.space.has_room(SpaceUse::state, needed_bytes))
+    return Status::ok();
+  return error(StatusCode::capacity,
+               "job ",
+               job.job_name,
+               " has no room on disk for its next step; sync, so that what the last commit on disk "
+               "holds becomes free, or raise nvme_bytes: ",
+               job.space.used_bytes(),
+               " of ",
+               job.space.quota_bytes(),
+               " bytes used, ",
+               needed_bytes,
+               " more needed");
+}
+
+void Step::update_buckets() {
+  enter(StepState::updating);
+  const StateParts& job = parts_.job;
+  if (is_step_) {
+    if (!in_memory_) job.space.begin_update(job.shards.each_replica());
+    has_updated_ = true;
+  }
+  const BucketUpdateParts update{
+      .settings_of = [this](uint32_t shard_id) { return settings_of(shard_id); },
+      .make_slot = [self = shared_from_this()](Entry& value) { self->make_slot(value); },
+      .report = report_,
+      .may_stay = in_memory_};
+  auto all = Join::start(advances());
+  for (const uint32_t index : update_order_) {
+    Bucket& bucket = job.shards.bucket(index);
+    auto updated = Join::start(
+        [self = shared_from_this(), &bucket, done = all->branch()](const Status& status) {
+          if (status.is_ok() && self->is_step_) self->publish_bucket(bucket);
+          done(status);
+        });
+    // An empty one has empty tensors only.
+    if (bucket.value->bytes != 0) {
+      const auto made = speculative_.extract(index);
+      BucketUpdate(parts_, update, bucket, made.empty() ? nullptr : made.mapped()).submit(*updated);
+    }
+    updated->finish(Status::ok());
+  }
+  all->finish(Status::ok());
+}
+
+// Published where there is room, or something goes for it that is used later; a fetch brings it up
+// otherwise.
+void Step::make_slot(Entry& value) const {
+  const StateParts& job = parts_.job;
+  if (value.slot != nullptr) return;
+  const uint64_t distance = parts_.plans.distance(request_.session_id, value.id);
+  const auto make = [&] { return job.slots.make(value.bytes, job.shards.shard_count(value)); };
+  auto slot = make();
+  while (slot == nullptr &&
+         (job.memory->grow_arena() ||
+          (distance != kNeverUsed && parts_.room.evict_for(value.bytes, distance + 1)))) {
+    slot = make();
+  }
+  if (slot == nullptr) return;
+  value.slot = std::move(slot);
+  job.residencies.move(value, Residency::absent, Residency::filling);
+}
+
+// The session of the step goes on with the new values at once. Everybody else sees what is
+// committed.
+void Step::publish_bucket(const Bucket& bucket) {
+  const StateParts& job = parts_.job;
+  Entry& value = *bucket.value;
+  for (const uint32_t shard_id : bucket.shards)
+    job.shards[shard_id].is_ahead = group_of_.contains(shard_id);
+  value.is_ahead = true;
+  const Session* const session = parts_.session(request_.session_id);
+  value.audience = session == nullptr ? kNobody : session->ring.tag();
+  if (value.residency() == Residency::filling)
+    job.residencies.move(value, Residency::filling, Residency::clean);
+  --value.task_count;
+  // Where it is not resident it may be brought up now.
+  if (!value.is_resident()) job.policy.look_again_at(value.id);
+  job.policy.want_look_ahead();
+  MEMD_FAILPOINT("step.bucket_published");
+}
+
+// ---- Committing ---------------------------------------------------------------------------------
+
+void Step::commit() {
+  MEMD_FAILPOINT("update.finished");
+  enter(StepState::committing);
+  if (in_memory_) return commit_in_memory();
+  const StateParts& job = parts_.job;
+  if (!is_step_ && !parts_.durable.is_changed() && !job.tiles.has_dirty() &&
+      report_->written_bytes == 0) {
+    release_entries();
+    return finish(Status::ok());
+  }
+  for (const auto& [shard_id, group] : group_of_) {
+    ++job.shards[shard_id].generation;
+    job.shards[shard_id].is_ahead = false;
+  }
+  if (is_step_) count();
+  MEMD_FAILPOINT("step.before_commit");
+  if (MEMD_PLANTED("step.gradient_released_early")) {
+    parts_.gate.drop_gradients(
+        [](const Shard& shard) { return shard.gradient_session == kSealedGradient; });
+  }
+  const bool was_broken = !job.extents.broken().is_ok();
+  commit_to_disk([self = shared_from_this(), was_broken](const Status& status) {
+    if (!status.is_ok()) self->take_back(was_broken);
+    self->advance(status);
+  });
+}
+
+void Step::count() {
+  JobProgress& progress = parts_.progress;
+  progress.begin_step();
+  is_counted_ = true;
+  if (place_) parts_.job.ledger->note_committing(*place_, progress.committed_step());
+}
+
+void Step::take_back(bool was_broken) {
+  const StateParts& job = parts_.job;
+  for (const auto& [shard_id, group] : group_of_) --job.shards[shard_id].generation;
+  if (is_step_) {
+    parts_.progress.undo_step();
+    is_counted_ = false;
+  }
+  // Where it was a write that failed, whether N or N + 1 is on disk is not known: every further
+  // commit is refused, and a restart finds out.
+  job.gate.set_changed();
+  // Memory would say N, and the disk maybe N + 1: the next daemon starts the job from disk. A sync
+  // leaves both at N, and the catalogue's tag says which of them the ledger builds on.
+  const bool is_outcome_unknown = is_step_ && !was_broken && !job.extents.broken().is_ok();
+  if (is_outcome_unknown && job.ledger != nullptr) job.ledger->give_up();
+}
+
+void Step::commit_in_memory() {
+  const StateParts& job = parts_.job;
+  for (const auto& [shard_id, group] : group_of_) ++job.shards[shard_id].generation;
+  count();
+  job.gate.set_changed();
+  staged_.forget_old_extents();
+  MEMD_FAILPOINT("ledger.before_memory_commit");
+  // With this record the step is committed.
+  owner_.remember();
+  MEMD_FAILPOINT("ledger.memory_commit_recorded");
+  job.tiles.clear_made();
+  advance(Status::ok());
+}
+
+void Step::commit_to_disk(Done done) {
+  parts_.state.writeback().flush_tiles(
+      std::nullopt,
+      report_,
+      [self = shared_from_this(), done = std::move(done)](const Status& flushed) {
+        if (!flushed.is_ok()) return done(flushed);
+        const StepParts& parts = self->parts_;
+        const uint64_t undurable_since = parts.progress.set_undurable_since(0);
+        parts.commits.commit(parts.job.job_id,
+                             parts.durable,
+                             [self, undurable_since, done](const Status& status, double seconds) {
+                               self->report_->commit_seconds = seconds;
+                               if (!status.is_ok()) {
+                                 self->parts_.progress.set_undurable_since(undurable_since);
+                                 self->parts_.job.gate.set_changed();
+                               }
+                               done(status);
+                             });
+      });
+}
+
+// ---- Publishing ---------------------------------------------------------------------------------
+
+/// After the commit: its parameters can be read, and its gradients go.
+void Step::publish() {
+  enter(StepState::publishing);
+  const StateParts& job = parts_.job;
+  release_entries();
+  is_past_ = true;
+  staged_.drop();
+  for (const uint32_t index : buckets_) {
+    const Entry& value = *job.shards.bucket(index).value;
+    if (value.is_resident()) job.slots.note(value);
+  }
+  publish_values();
+  MEMD_FAILPOINT("step.before_gradients_dropped");
+  parts_.gate.drop_gradients(
+      [this](const Shard& shard) { return group_of_.contains(parts_.job.shards.id_of(shard)); });
+  parts_.plans.end_updates(request_.session_id, request_.step);
+  if (!in_memory_) return finish(Status::ok());
+  Session* const session = parts_.session(request_.session_id);
+  if (session != nullptr && request_.step != 0) session->step_committed = request_.step;
+  // While the disk is written its buffers may be put again: those bytes are not the step's.
+  leave_ledger();
+  to_disk_ ? commit_to_disk(advances()) : finish(Status::ok());
+}
+
+// An error would say that the step was not made. The next one is due on disk as well.
+void Step::end_mirror(const Status& status) {
+  if (!status.is_ok()) {
+    JobProgress& progress = parts_.progress;
+    const uint64_t since = parts_.durable.catalogue().undurable_since();
+    const std::string on_disk = since == 0
+                                    ? concat("; there it stays at step ", progress.durable_step())
+                                    : concat("; what is there is no step since step ", since);
+    progress.fail_on_disk(error(status.code(),
+                                "job ",
+                                parts_.job.job_name,
+                                " is at step ",
+                                progress.committed_step(),
+                                " in memory, but its commit to the disk failed",
+                                on_disk,
+                                "; the next step or sync tries again: ",
+                                status.message()));
+  }
+  finish(Status::ok());
+}
+
+// They are everybody's again, as they are now.
+void Step::publish_values() {
+  const StateParts& job = parts_.job;
+  for (const uint32_t index : buckets_) {
+    Entry& value = *job.shards.bucket(index).value;
+    --value.steps_before;
+    job.table.withdraw(value);
+    job.table.publish(value);
+  }
+}
+
+// ---- Undoing ------------------------------------------------------------------------------------
+
+// Memory is between two steps: no daemon goes on with it.
+void Step::stop_job(const Status& status) {
+  const StateParts& job = parts_.job;
+  JobProgress& progress = parts_.progress;
+  if (job.ledger != nullptr) job.ledger->give_up();
+  // As Job::restore() says it.
+  const uint64_t since = parts_.durable.catalogue().undurable_since();
+  const std::string way_on =
+      since == 0 ? concat("; connect again to go on from the last step on disk, which is ",
+                          progress.durable_step())
+                 : concat(", and it ran on without durability since step ",
+                          since,
+                          ": what is on disk is no step; start over with connect(fresh=True), or "
+                          "drop it with `memd job drop`");
+  progress.stop(error(status.code(),
+                      "job ",
+                      job.job_name,
+                      ": step ",
+                      progress.committed_step() + 1,
+                      " failed while its state was updated in place, and cannot be undone with "
+                      "durability \"",
+                      job.durability.text(),
+                      "\"",
+                      way_on,
+                      ": ",
+                      status.message()));
+  progress.return_to_disk();
+  job.table.withdraw_all();
+}
+
+void Step::undo(const Status& why) {
+  // What was published may be on its way from the disk, from extents that go back now.
+  enter(StepState::undoing);
+  if (Session* const session = parts_.session(request_.session_id)) {
+    session->ring.set_resident_call(0);
+  }
+  for (Entry* const entry : held_) {
+    if (!entry->is_ahead) continue;
+    entry->audience = kNobody;
+    parts_.job.table.withdraw(*entry);
+  }
+  const auto is_still = [self = shared_from_this()] {
+    return std::none_of(self->held_.begin(), self->held_.end(), [](const Entry* entry) {
+      return entry->is_ahead && entry->task_count != 0;
+    });
+  };
+  parts_.job.conditions.add(is_still, [self = shared_from_this(), why] {
+    self->restore();
+    self->advance(why);
+  });
+}
+
+void Step::restore() {
+  MEMD_FAILPOINT("step.undoing");
+  // N stays: nothing of N + 1 may be seen.
+  release_entries();
+  is_past_ = true;
+  if (has_updated_) drop_new_values();
+  if (staged_.is_swapped()) staged_.exchange(false);
+  publish_values();
+  unseal();
+}
+
+void Step::drop_new_values() {
+  const StateParts& job = parts_.job;
+  // In memory there is nothing to go back to: the job is stopped.
+  if (!in_memory_) parts_.state.drop_clean_tiles();
+  for (const uint32_t index : buckets_) {
+    Entry& value = *job.shards.bucket(index).value;
+    if (value.bytes == 0) continue;
+    if (value.residency() == Residency::filling)
+      job.residencies.move(value, Residency::filling, Residency::absent);
+    if (value.is_resident()) job.residencies.move(value, value.residency(), Residency::absent);
+    if (value.slot != nullptr) job.slots.retire(std::move(value.slot));
+  }
+  if (!in_memory_) job.space.roll_back(job.extents);
+}
+
+void Step::unseal() {
+  for (const auto& [shard_id, group] : group_of_) {
+    parts_.job.shards[shard_id].gradient_session = request_.session_id;
+    parts_.journal.note_shard(shard_id);
+  }
+  // A session that has ended meanwhile tries no second time.
+  if (parts_.session(request_.session_id) != nullptr) return;
+  // The next daemon would miss gradients of a step that is still closed.
+  leave_ledger();
+  parts_.gate.drop_gradients(
+      [this](const Shard& shard) { return shard.gradient_session == request_.session_id; });
+}
+
+void Step::finish(const Status& status) {
+  const StateParts& job = parts_.job;
+  job.space.end_update();
+  job.space.end_promise();
+  report_->committed_step = job.progress.committed_step();
+  report_->durable_step = job.progress.durable_step();
+  report_->disk_error = job.progress.disk_error().message();
+  state_ = StepState::over;
+  owner_.finished(*this, status);
+}
+
+}  // namespace memd

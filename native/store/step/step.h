@@ -1,0 +1,158 @@
+// One step or sync of a job, from its request to its answer.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "base/join.h"
+#include "store/cache/lease_request.h"
+#include "store/cache/lease_waiters.h"
+#include "store/journal/step_request.h"
+#include "store/state/speculative_bucket.h"
+#include "store/state/step_report.h"
+#include "store/step/staged_buffers.h"
+#include "store/step/step_parts.h"
+
+namespace memd {
+
+class Steps;
+
+using StepDone = std::function<void(const Status&, const StepReport&)>;
+
+/// Where a step is. Each waits for something, and advance() says what follows.
+enum class StepState : uint8_t {
+  queued,        // its turn among the job's operations
+  settling,      // nothing that it names is being read, filled or written back
+  preparing,     // the disk says what the step may return to
+  writing_back,  // what users wrote is on disk
+  updating,      // every tile of every bucket
+  committing,    // the commit, in memory or on disk
+  publishing,    // where a commit in memory is due on disk as well: that commit
+  undoing,       // nobody reads uncommitted values any more
+  over,
+};
+/// As in_flight() says it.
+const char* step_state_text(StepState state);
+
+/// One state machine. A sync is a step without shards. Owned by its Steps, and by what it waits
+/// for; the server thread calls everything; nothing blocks.
+///
+///   queued → settling → preparing → writing_back → updating → committing → publishing → over
+///                  └────────────┴──────────┴────────────┴───────────┴→ undoing → over
+///
+/// Until the commit step N stays what it is, and undoing returns to it; only a step that is
+/// committed in memory cannot be undone once it updates: then the job stops.
+class Step : public std::enable_shared_from_this<Step> {
+ public:
+  struct Origin {
+    std::optional<size_t> place;  // in the job's ledger
+    bool is_redo = false;         // an earlier daemon has accepted it
+  };
+
+  /// A sync.
+  Step(const StepParts& parts, Steps& owner, StepDone done);
+  /// A step: seals its gradients, and withdraws the values that it will replace.
+  Step(const StepParts& parts, Steps& owner, StepRequest request, Origin origin, StepDone done);
+
+  /// Its turn has come.
+  void start();
+  /// To everybody who asked.
+  void answer(const Status& status) const;
+  const StepReport& report() const { return *report_; }
+  uint64_t started_ns() const { return started_ns_; }
+  StepState state() const { return state_; }
+
+  const StepRequest& request() const { return request_; }
+  bool is_step() const { return is_step_; }
+  const std::set<uint32_t>& buckets() const { return buckets_; }
+  void set_update_order(std::vector<uint32_t> order) { update_order_ = std::move(order); }
+  /// Asked for again.
+  void join(uint64_t call, StepDone done);
+  bool is_undoing() const { return state_ == StepState::undoing; }
+  /// In the job's committed step, while the commit is under way.
+  bool is_counted() const { return is_counted_; }
+  StagedBuffers& staged() { return staged_; }
+  const StagedBuffers& staged() const { return staged_; }
+  /// What a lease of a parameter's value has to wait for: its update, or the commit of it.
+  std::optional<WaitsFor> before(const LeaseRequest& request, const Entry& entry) const;
+  /// The ledger knows it no longer: it is made and all that it replaced is dropped, or it failed.
+  void leave_ledger();
+
+ private:
+  void seal();
+  void enter(StepState state);
+  /// What the state waited for is there, or can't be.
+  void advance(const Status& status);
+  /// advance(), from what is waited for.
+  Done advances();
+  void fail(const Status& status);
+  void stop_job(const Status& status);
+  bool is_settled() const;
+
+  void settle();
+  void prepare();
+  void prepare_disk();
+  void declare_undurable(const Done& done);
+  void hold_entries();
+  void release_entries();
+  void write_back();
+  void update();
+  void take_speculative();
+  Status promise_space() const;
+  uint64_t space_needed() const;
+  void update_buckets();
+  void publish_bucket(const Bucket& bucket);
+  void make_slot(Entry& value) const;
+  const AdamSettings* settings_of(uint32_t shard_id) const;
+
+  void commit();
+  void commit_in_memory();
+  void count();
+  void commit_to_disk(Done done);
+  void take_back(bool was_broken);
+  void publish();
+  void end_mirror(const Status& status);
+  void publish_values();
+  void undo(const Status& why);
+  void restore();
+  void drop_new_values();
+  void unseal();
+  void finish(const Status& status);
+
+  const StepParts& parts_;
+  Steps& owner_;
+  StepRequest request_;
+  StepDone done_;
+  std::vector<StepDone> also_done_;  // the same step, asked for again
+  std::optional<size_t> place_;      // in the job's ledger
+  const uint64_t started_ns_;
+  const bool is_step_;
+  const bool is_redo_;
+  StepState state_ = StepState::queued;
+  std::shared_ptr<StepReport> report_ = std::make_shared<StepReport>();
+  std::unordered_map<uint32_t, size_t> group_of_;  // by shard id
+  std::set<uint32_t> buckets_;
+  std::vector<uint32_t> update_order_;  // the same ones
+  /// What the step reads and replaces: nobody fetches, writes or evicts it before the step ended,
+  /// or, of a parameter whose update is published, nobody writes it.
+  std::vector<Entry*> held_;
+  StagedBuffers staged_;
+  /// What was made of its buckets before it was closed, from update() on.
+  std::map<uint32_t, std::shared_ptr<SpeculativeBucket>> speculative_;
+  bool is_begun_ = false;   // an earlier daemon has updated tiles to it
+  bool in_memory_ = false;  // it is committed in memory, and on disk as well where to_disk_
+  bool to_disk_ = true;
+  bool has_updated_ = false;  // some tile may have been
+  bool is_counted_ = false;
+  bool is_past_ = false;  // committed, or undone: no lease waits for it
+};
+
+}  // namespace memd

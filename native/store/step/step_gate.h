@@ -1,0 +1,23 @@
+// What a job's steps ask of the rest of the daemon.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+#include "store/cache/session.h"
+#include "store/cache/shard.h"
+
+namespace memd {
+
+/// Implemented by the ShardStore, for each job. The server thread calls everything; nothing blocks.
+class StepGate {
+ public:
+  virtual ~StepGate() = default;
+  /// The daemon has ended the sessions of dead owners: steps that an earlier daemon closed may run.
+  virtual bool may_redo() const = 0;
+  virtual void note_session(const Session& session) = 0;
+  /// Of all shards that are chosen.
+  virtual void drop_gradients(const std::function<bool(const Shard&)>& chosen) = 0;
+};
+
+}  // namespace memd

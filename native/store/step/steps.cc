@@ -1,0 +1,197 @@
+#include "store/step/steps.h"
+
+#include <algorithm>
+
+#include "base/failpoint.h"
+#include "store/step/step_checks.h"
+
+namespace memd {
+
+// ---- Accepting ----------------------------------------------------------------------------------
+
+void Steps::step(StepRequest request, StepDone done) {
+  note_call(request);
+  if (joins_earlier(request, done)) return;
+  if (Status status = check_step(parts_, request); !status.is_ok()) {
+    return refuse(request, done, status);
+  }
+  std::optional<size_t> place;
+  const auto& ledger = parts_.job.ledger;
+  if (ledger != nullptr && !MEMD_PLANTED("ledger.step_not_recorded")) {
+    const auto closed = ledger->close_step(request);
+    if (!closed.is_ok()) return refuse(request, done, closed.status());
+    place = closed.value();
+    MEMD_FAILPOINT("ledger.step_closed");
+  }
+  accept(std::move(request), {.place = place, .is_redo = false}, std::move(done));
+}
+
+void Steps::redo(const StepRequest& request, size_t place) {
+  // Who asked is told when it asks again.
+  accept(request, {.place = place, .is_redo = true}, [](const Status&, const StepReport&) {});
+}
+
+void Steps::accept(StepRequest request, Step::Origin origin, StepDone done) {
+  const auto step =
+      std::make_shared<Step>(parts_, *this, std::move(request), origin, std::move(done));
+  const StepRequest& its = step->request();
+  note_call(its);
+  let_lease_after(its);
+  std::vector<uint32_t> order = parts_.plans.in_order_of_use(its.session_id, step->buckets());
+  parts_.plans.close_step(its.session_id, its.step, order);
+  step->set_update_order(std::move(order));
+  closed_.push_back(step);
+  MEMD_FAILPOINT("step.closed");
+  enqueue("step", step);
+}
+
+void Steps::sync(StepDone done) {
+  // Nothing of it can be made durable, and nobody is left who could be told.
+  if (!parts_.progress.stopped().is_ok() && parts_.sessions.empty()) return done(Status::ok(), {});
+  enqueue("sync", std::make_shared<Step>(parts_, *this, std::move(done)));
+}
+
+void Steps::enqueue(const char* kind, const std::shared_ptr<Step>& step) {
+  parts_.operations.enqueue(kind, parts_.job.clock.now_ns(), [step](const Status& turn) {
+    turn.is_ok() ? step->start() : step->answer(turn);
+  });
+}
+
+// ---- Steps that are asked for again -------------------------------------------------------------
+
+bool Steps::joins_earlier(const StepRequest& request, StepDone& done) {
+  if (request.step == 0 || MEMD_PLANTED("step.made_again_when_repeated")) return false;
+  const auto same = std::find_if(closed_.begin(), closed_.end(), [&](const auto& step) {
+    return step->request().session_id == request.session_id && step->request().step == request.step;
+  });
+  if (same != closed_.end()) {
+    join(**same, request, done);
+    return true;
+  }
+  if (request.step > parts_.progress.committed_step()) return false;
+  answer_repeated(request, done);
+  return true;
+}
+
+void Steps::join(Step& earlier, const StepRequest& request, StepDone& done) {
+  if (!is_same_step(earlier.request(), request)) {
+    return refuse(request,
+                  done,
+                  error(StatusCode::invalid_argument,
+                        "this session closes step ",
+                        request.step,
+                        " of job ",
+                        parts_.job.job_name,
+                        " twice, each time over other shards; wait for the answer to one step "
+                        "before the next is asked for"));
+  }
+  earlier.join(request.call, std::move(done));
+  if (!earlier.is_undoing()) let_lease_after(request);
+}
+
+void Steps::answer_repeated(const StepRequest& request, const StepDone& done) {
+  const JobProgress& progress = parts_.progress;
+  const Session* const session = parts_.session(request.session_id);
+  if (session == nullptr || request.step > session->step_committed) {
+    // That its own gradients made this step is not known: silence could lose one.
+    return refuse(request,
+                  done,
+                  error(StatusCode::fenced,
+                        "job ",
+                        parts_.job.job_name,
+                        " stands at step ",
+                        progress.committed_step(),
+                        ", which another session made; go on from there: this one closes step ",
+                        request.step));
+  }
+  const Status repeated = check_repeated(parts_, request);
+  StepReport report;
+  report.committed_step = progress.committed_step();
+  report.durable_step = progress.durable_step();
+  report.disk_error = progress.disk_error().message();
+  repeated.is_ok() ? let_lease_after(request) : note_call_failed(request, repeated);
+  done(repeated, report);
+}
+
+// ---- Calls of sessions --------------------------------------------------------------------------
+
+void Steps::note_call(const StepRequest& request) {
+  Session* const session = parts_.session(request.session_id);
+  if (session == nullptr) return;
+  session->call_seen = std::max(session->call_seen, request.call);
+  // Asked again it may well be made.
+  if (request.call == session->call_failed) session->call_failed = 0;
+}
+
+// What the step updates is in the table for nobody, or as the step has made it.
+void Steps::let_lease_after(const StepRequest& request) {
+  Session* const session = parts_.session(request.session_id);
+  if (session != nullptr) session->ring.set_resident_call(request.call);
+}
+
+// Whoever follows it in the ring would compute with what it was to replace.
+void Steps::note_call_failed(const StepRequest& request, const Status& why) {
+  Session* const session = parts_.session(request.session_id);
+  if (session == nullptr || request.call == 0) return;
+  session->call_failed = request.call;
+  session->call_failure = error(why.code(),
+                                "the step before it was not made; the job stands at step ",
+                                parts_.progress.committed_step(),
+                                ": ",
+                                why.message());
+}
+
+void Steps::refuse(const StepRequest& request, const StepDone& done, const Status& why) {
+  note_call_failed(request, why);
+  done(why, {});
+}
+
+// ---- What others ask ----------------------------------------------------------------------------
+
+uint64_t Steps::closing_step() const {
+  if (closed_.empty()) return 0;
+  return parts_.progress.committed_step() + (closed_.front()->is_counted() ? 0 : 1);
+}
+
+std::optional<WaitsFor> Steps::before(const LeaseRequest& request, const Entry& entry) const {
+  for (const auto& step : closed_) {
+    if (auto what = step->before(request, entry)) return what;
+  }
+  return std::nullopt;
+}
+
+bool Steps::names(uint32_t shard_id) const {
+  return std::any_of(closed_.begin(), closed_.end(), [shard_id](const auto& step) {
+    return step->staged().names(shard_id);
+  });
+}
+
+void Steps::remember() {
+  parts_.journal.commit_in_memory(parts_.commits.catalogue_tag(parts_.job.job_id));
+}
+
+// ---- Ending -------------------------------------------------------------------------------------
+
+void Steps::finished(Step& step, const Status& status) {
+  if (step.is_step()) {
+    if (status.is_ok()) {
+      parts_.times.phases.add(step.report());
+      parts_.plans.count_moved(step.report().read_bytes + step.report().written_bytes);
+      parts_.times.seconds.add(static_cast<double>(parts_.job.clock.now_ns() - step.started_ns()) *
+                               1e-9);
+    }
+    std::erase_if(closed_, [&step](const auto& each) { return each.get() == &step; });
+    const StepRequest& request = step.request();
+    if (!status.is_ok()) note_call_failed(request, status);
+    Session* const session = parts_.session(request.session_id);
+    if (status.is_ok() && session != nullptr && request.step != 0)
+      session->step_committed = request.step;
+    step.leave_ledger();
+  }
+  MEMD_FAILPOINT("step.before_acknowledgement");
+  step.answer(status);
+  MEMD_FAILPOINT("step.acknowledged");
+  parts_.operations.end();
+}
+
+}  // namespace memd
