@@ -960,7 +960,7 @@ ServerStatistics ShardStore::statistics() const {
   }
   out.session_count = static_cast<uint32_t>(sessions_.all().size());
   out.ring_protocol_errors = ring_protocol_errors_;
-  out.room_wait_ns = room_wait_ns_of_dropped_;
+  out.room_wait_ns += room_wait_ns_of_dropped_;
   out.step_seconds = step_times_.seconds;
   out.commit_seconds = commits_.seconds();
   out.step_phases = step_times_.phases;

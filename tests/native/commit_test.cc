@@ -6,6 +6,7 @@
 #include <map>
 #include <random>
 
+#include "base/bulk_bytes.h"
 #include "store_fixture.h"
 
 namespace memd {
@@ -179,6 +180,7 @@ TEST_F(CommitTest, what_the_durable_catalogue_names_is_never_written) {
   uint64_t checked_count = 0;
   heart.io().before_submit = [&](const DiskQueue::Operation& operation) {
     if (operation.kind != IoKind::write) return;
+    const WorkerBytes uncounted;
     const uint64_t newest = newest_superblock(disk_->durable_bytes()).sequence;
     if (newest != sequence) named = durable_extents(disk_->durable_bytes());
     sequence = newest;

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "base/bulk_bytes.h"
 #include "base/units.h"
 #include "store/space/declared_space.h"
 #include "store/space/job_space.h"
@@ -26,6 +27,12 @@ constexpr uint64_t kNoLimit = ~uint64_t{0};
 
 bool says(const Status& status, const std::string& text) {
   return status.message().find(text) != std::string::npos;
+}
+
+/// Whole blocks, as a commit writes them.
+uint64_t encoded_bytes(const Job& job) {
+  const WorkerBytes uncounted;
+  return align_up(encode(job.record()).size(), kBlockBytes);
 }
 
 DeclaredSpace of_tiles(uint64_t count) {
@@ -172,7 +179,7 @@ TEST_F(JobLimits, the_catalogue_is_as_long_as_it_was_said_to_become) {
     heart.write(session, ids[i], pattern(info.bytes, 1));
   }
   ASSERT_TRUE(heart.sync(session).is_ok());
-  const uint64_t bytes = align_up(encode(heart.job(session).record()).size(), kBlockBytes);
+  const uint64_t bytes = encoded_bytes(heart.job(session));
   EXPECT_EQ(heart.job(session).space_needed().catalogue_bytes, 2 * bytes);
   EXPECT_EQ(heart.job(session).metadata_bytes(), 2 * bytes);
 }
@@ -208,7 +215,7 @@ TEST_F(JobLimits, a_catalogue_on_disk_counts_until_the_next_one_is) {
   for (int i = 0; i < 300; ++i) specs.push_back(bytes_shard(std::string(500, 'a') + concat(i), 1));
   heart.declare(session, specs);
   ASSERT_TRUE(heart.sync(session).is_ok());
-  const uint64_t on_disk_bytes = align_up(encode(heart.job(session).record()).size(), kBlockBytes);
+  const uint64_t on_disk_bytes = encoded_bytes(heart.job(session));
   for (const ShardSpec& spec : specs) {
     heart.store().delete_shard(
         session, spec.name, [](const Result<bool>& result) { EXPECT_TRUE(result.value()); });
