@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "arena/pool.h"
+#include "base/bulk_bytes.h"
 #include "base/descriptor_keeper.h"
 #include "io/io_queue.h"
 #include "store/shard_store.h"
@@ -503,6 +504,7 @@ struct NamedExtents {
   }
 };
 inline NamedExtents named_extents(std::span<const std::byte> volume) {
+  end_turns();  // what a test reads is no turn of a store
   NamedExtents named;
   const auto superblock = newest_superblock(
       volume.size(), "volume", [volume](std::span<std::byte> block, uint64_t offset_bytes) {
