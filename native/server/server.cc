@@ -359,12 +359,13 @@ void ServiceLease::release(bool discard) {
 Result<std::pair<std::vector<float>, std::vector<float>>> Server::read_moments(
     const MomentsRequest& request, double timeout_s) {
   using ShardMoments = std::pair<std::vector<float>, std::vector<float>>;
-  return thread_->ask<ShardMoments>(timeout_s, "reading moments", [this, request](const auto& reply) {
-    store().read_moments(request,
-                         [reply](const Status& status, std::vector<float> m, std::vector<float> v) {
-                           reply(value_or(status, ShardMoments(std::move(m), std::move(v))));
-                         });
-  });
+  return thread_->ask<ShardMoments>(
+      timeout_s, "reading moments", [this, request](const auto& reply) {
+        store().read_moments(
+            request, [reply](const Status& status, std::vector<float> m, std::vector<float> v) {
+              reply(value_or(status, ShardMoments(std::move(m), std::move(v))));
+            });
+      });
 }
 
 Status Server::write_moments(const MomentsRequest& request,

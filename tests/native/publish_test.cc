@@ -88,7 +88,8 @@ class PublishTest : public ::testing::Test {
   void fail_step() {
     job().space.set_quota_bytes(job().space.used_bytes());
     heart_->faults().clear_faults();
-    heart_->faults().release_stalled(job().shards().bucket(1).rest[2].extent().address.offset_bytes);
+    heart_->faults().release_stalled(
+        job().shards().bucket(1).rest[2].extent().address.offset_bytes);
   }
   void expect_values(uint32_t index, const std::vector<float>& values) {
     const Held held = heart_->lease(session_, ids_[index]);

@@ -54,8 +54,8 @@ void ShardTable::publish_shard(const Entry& entry, uint32_t shard_id, uint32_t i
 }
 
 void ShardTable::publish(const Entry& entry) {
-  shards_.for_each_shard(entry,
-                 [&](uint32_t shard_id, uint32_t index) { publish_shard(entry, shard_id, index); });
+  shards_.for_each_shard(
+      entry, [&](uint32_t shard_id, uint32_t index) { publish_shard(entry, shard_id, index); });
 }
 
 void ShardTable::publish_shard(uint32_t shard_id) {

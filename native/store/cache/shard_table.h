@@ -21,14 +21,8 @@ namespace memd {
 /// calls everything; nothing blocks.
 class ShardTable {
  public:
-  ShardTable(SharedMemory memory,
-             Shards& shards,
-             const Slots& slots,
-             const JobProgress& progress)
-      : memory_(std::move(memory)),
-        shards_(shards),
-        slots_(slots),
-        progress_(progress) {}
+  ShardTable(SharedMemory memory, Shards& shards, const Slots& slots, const JobProgress& progress)
+      : memory_(std::move(memory)), shards_(shards), slots_(slots), progress_(progress) {}
   ShardTable(const ShardTable&) = delete;
   ShardTable& operator=(const ShardTable&) = delete;
 

@@ -129,6 +129,9 @@ Done Step::advances() {
 void Step::start() { advance(Status::ok()); }
 
 void Step::advance(const Status& status) {
+  if (state_ == StepState::updating) {
+    MEMD_FAILPOINT("update.finished");
+  }
   if (!status.is_ok() && state_ != StepState::publishing && state_ != StepState::undoing) {
     return fail(status);
   }
@@ -161,7 +164,6 @@ void Step::advance(const Status& status) {
 void Step::fail(const Status& status) {
   // The commit's failure leaves N on disk, and all that was updated can be undone.
   if (state_ == StepState::committing) return undo(status);
-  MEMD_FAILPOINT("update.finished");
   const bool is_half_updated = (in_memory_ && has_updated_) || parts_.job.tiles.has_made();
   if (!is_half_updated) return undo(status);
   stop_job(status);
@@ -434,7 +436,6 @@ void Step::publish_bucket(const Bucket& bucket) {
 // ---- Committing ---------------------------------------------------------------------------------
 
 void Step::commit() {
-  MEMD_FAILPOINT("update.finished");
   enter(StepState::committing);
   if (in_memory_) return commit_in_memory();
   const StateParts& job = parts_.job;
