@@ -1,7 +1,8 @@
 """What the documents say of the sources, checked against them.
 
-`` `leases.cc: grant_or_wait, acquire` `` names functions and types that are defined in one file, with
-or without their class. The file is named by the end of its path, as much of it as no other shares.
+`` `leases.cc: grant_or_wait, acquire` `` names functions and types that are defined in one file,
+with or without their class. The file is named by the end of its path, as much of it as no other
+shares.
 """
 
 from __future__ import annotations
