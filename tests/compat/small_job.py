@@ -2,7 +2,8 @@
 names of the public interface alone, and imports nothing of tests.
 
 Run: python small_job.py ADDRESS DURABILITY STEPS_TO
-Prints one line of JSON: where it went on, and the hash of all state after step STEPS_TO.
+Prints one line of JSON: where it went on, and the hash of all state after step STEPS_TO. Keeps its
+session, whose end would write everything to disk, until its standard input ends.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def digest(values: dict[str, torch.Tensor], moments: dict[int, dict[str, Any]]) 
     return found.hexdigest()
 
 
-def train(address: str, durability: str, steps_to: int) -> dict[str, Any]:
+def train(address: str, durability: str, steps_to: int) -> None:
     import memd_client
 
     session = memd_client.connect(
@@ -58,8 +59,9 @@ def train(address: str, durability: str, steps_to: int) -> dict[str, Any]:
         session.commit()
     # state_dict() waits for every step that was closed.
     found = digest(model.state_dict(), optimizer.state_dict()["state"])
+    print(json.dumps({"went_on_at": first, "digest": found}), flush=True)
+    sys.stdin.read()
     session.close()
-    return {"went_on_at": first, "digest": found}
 
 
 def train_in_memory(steps: int) -> str:
@@ -79,4 +81,4 @@ def train_in_memory(steps: int) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(train(sys.argv[1], sys.argv[2], int(sys.argv[3]))))
+    train(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from tests.compat.releases import Release, python_of, releases
 from tests.daemons import Daemon, Daemons, daemons
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 STEPS_BEFORE = 7
 STEPS_AFTER = 4
@@ -60,21 +61,25 @@ def upgrade(release: Release, case: Case) -> None:
     old = python_of(release)
     with daemons() as made:
         daemon = start(made, old)
-        before = run_job(old, daemon, case.durability, STEPS_BEFORE)
-        expect(before["went_on_at"], 0, "the old client began at step")
-        expect(before["digest"], small_job.train_in_memory(STEPS_BEFORE), "the old release's state")
-        daemon.process.send_signal(case.ends_by)
-        daemon.process.wait(TIMEOUT_S)
+        with running_job(old, daemon, case.durability, STEPS_BEFORE) as (job, before):
+            expect(before["went_on_at"], 0, "the old client began at step")
+            in_memory = small_job.train_in_memory(STEPS_BEFORE)
+            expect(before["digest"], in_memory, "the old release's state")
+            daemon.process.send_signal(case.ends_by)
+            daemon.process.wait(TIMEOUT_S)
+            job.kill()
         daemon = start(made, Path(sys.executable))
         if case.ends_by == signal.SIGKILL and case.durability != "step":
-            expect_in_log(daemon, "of another version")
+            expect_in_log(daemon, "starts from disk, its memory is lost")
         if case.goes_on_at is None:
             expect_refusal(daemon, case.durability)
         else:
             steps = STEPS_BEFORE + STEPS_AFTER
-            after = run_job(Path(sys.executable), daemon, case.durability, steps)
-            expect(after["went_on_at"], case.goes_on_at, "today's client went on at step")
-            expect(after["digest"], small_job.train_in_memory(steps), "the state after the upgrade")
+            today = Path(sys.executable)
+            with running_job(today, daemon, case.durability, steps) as (_, after):
+                expect(after["went_on_at"], case.goes_on_at, "today's client went on at step")
+                in_memory = small_job.train_in_memory(steps)
+                expect(after["digest"], in_memory, "the state after the upgrade")
         if daemon.stop() != 0:
             raise Failure("today's daemon did not end in order:\n" + daemon.log.read_text())
 
@@ -87,19 +92,31 @@ def start(made: Daemons, python: Path) -> Daemon:
     return made.start(before=(sys.executable, "-c", stand_in, str(python)), environ=environ)
 
 
-def run_job(python: Path, daemon: Daemon, durability: str, steps_to: int) -> dict[str, Any]:
-    answer = _job(python, daemon, durability, steps_to)
-    if answer.returncode != 0:
-        raise Failure(f"{answer.stderr[-3000:]}\n{daemon.log.read_text()[-3000:]}")
-    said: dict[str, Any] = json.loads(answer.stdout)
-    return said
-
-
-def _job(
+@contextmanager
+def running_job(
     python: Path, daemon: Daemon, durability: str, steps_to: int
-) -> subprocess.CompletedProcess[str]:
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """The job's process, which keeps its session until the block ends, and what it said."""
     program = [str(python), small_job.__file__, daemon.address, durability, str(steps_to)]
-    return subprocess.run(program, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    with subprocess.Popen(
+        program,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as job:
+        assert job.stdout is not None
+        line = job.stdout.readline()
+        if not line:
+            _, stderr = job.communicate(timeout=TIMEOUT_S)
+            raise Failure(f"{stderr[-3000:]}\n{daemon.log.read_text()[-3000:]}")
+        try:
+            yield job, json.loads(line)
+        except BaseException:
+            job.kill()
+            raise
+        # The end of its standard input ends it, unless it was killed.
+        job.communicate(timeout=TIMEOUT_S)
 
 
 def expect(found: object, wanted: object, what: str) -> None:
@@ -113,9 +130,12 @@ def expect_in_log(daemon: Daemon, words: str) -> None:
 
 
 def expect_refusal(daemon: Daemon, durability: str) -> None:
-    answer = _job(Path(sys.executable), daemon, durability, STEPS_BEFORE)
-    if answer.returncode == 0 or "what is on disk is no step" not in answer.stderr:
-        raise Failure(f"a job without its memory is not refused: {answer.stderr[-2000:]}")
+    try:
+        with running_job(Path(sys.executable), daemon, durability, STEPS_BEFORE):
+            raise Failure("a job whose memory is lost goes on")
+    except Failure as refused:
+        if "what is on disk is no step" not in str(refused):
+            raise
 
 
 def each(count: int, run: Callable[[Release, Case], None]) -> list[dict[str, Any]]:
