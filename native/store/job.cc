@@ -131,7 +131,7 @@ SpaceNeeded Job::space_needed(const DeclaredSpace& declared) const {
 SpaceNeeded Job::space_needed() const { return space_needed(shards_.declared()); }
 
 uint64_t Job::metadata_bytes() const {
-  // Of shards that were deleted the one on disk may be larger than the next.
+  // After shards were deleted, the one on disk may be larger than the next.
   const uint64_t next_bytes = catalogue_bytes(shards_.declared());
   return next_bytes + std::max(next_bytes, durable_.catalogue_bytes_max());
 }

@@ -61,7 +61,7 @@ class Job final : private ResidencyGates, private StateGate, private JobRecorder
 
   static Result<std::unique_ptr<Job>> create(Identity identity);
 
-  // What owns the rest of it.
+  // Owners of the rest of it.
   Slots& slots() { return slots_; }
   const Slots& slots() const { return slots_; }
   ShardTable& table() { return table_; }
@@ -109,13 +109,13 @@ class Job final : private ResidencyGates, private StateGate, private JobRecorder
   bool gradients_fit() const;
   /// A step updates it, whatever was declared.
   void begin_updates(Bucket& bucket) override;
-  /// What all of its shards need of nvme_bytes, written and updated.
+  /// The part of nvme_bytes that all of its shards need, written and updated.
   SpaceNeeded space_needed() const;
-  /// Of the catalogue, on disk and as the next commit writes it, side by side.
+  /// Bytes of the catalogue, on disk and as the next commit writes it, side by side.
   uint64_t metadata_bytes() const;
   ShardInfo info(uint32_t shard_id) const;
   JobInfo job_info() const;
-  /// Of what it shares with other jobs, devices and workers. On disk with the next commit.
+  /// Its share of what other jobs want too: devices and workers. On disk with the next commit.
   JobWeight weight() const { return weight_; }
   void set_weight(JobWeight weight);
   JobRecord record() const override;
@@ -206,7 +206,7 @@ class Job final : private ResidencyGates, private StateGate, private JobRecorder
                 .window = prefetch_window_,
                 .counters = counters}) {}
 
-  /// What needs the store's devices and clock.
+  /// Owners that need the store's devices and clock.
   struct Connected {
     Connected(Job& job,
               ExtentStore& extents,
@@ -224,7 +224,7 @@ class Job final : private ResidencyGates, private StateGate, private JobRecorder
   };
 
   void catalogue_bytes_changed() override { reserve_metadata(); }
-  /// Of a shard that was just added; its id.
+  /// The id of a shard that was just added.
   uint32_t begin_shard(const ShardSpec& spec);
   uint64_t arena_bytes_max() const;
   uint64_t catalogue_bytes(const DeclaredSpace& declared) const;

@@ -1,4 +1,4 @@
-// What a job's leases ask of its steps, operations and private state.
+// Questions of a job's leases to its steps, operations and private state.
 #pragma once
 
 #include <functional>
@@ -13,7 +13,7 @@ namespace memd {
 /// Owned by its Job, on the server thread.
 class JobGates final : public LeaseGates {
  public:
-  /// What the ShardStore does with a job.
+  /// The ShardStore's part in a job.
   struct Calls {
     std::function<void(std::optional<uint32_t> bucket)> ask_for_flush;
   };

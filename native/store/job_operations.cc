@@ -1,4 +1,4 @@
-// What ShardStore asks of a job one at a time: steps, syncs, flushes, access to moments.
+// ShardStore's operations on a job, one at a time: steps, syncs, flushes, access to moments.
 #include <memory>
 #include <utility>
 #include <vector>
@@ -7,7 +7,7 @@
 
 namespace memd {
 
-/// What a job's steps ask of the daemon.
+/// Answers the questions of a job's steps.
 class ShardStore::StepCalls final : public StepGate {
  public:
   StepCalls(ShardStore& store, Job& job) : store_(store), job_(job) {}

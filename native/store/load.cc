@@ -30,7 +30,7 @@ Status ShardStore::load(const std::function<Status()>& turn, KeptDescriptors* ke
   for (const JobRecord& record : records.value()) {
     if (Status loaded = load_job(record, ledgers, kept, to_redo); !loaded.is_ok()) return loaded;
   }
-  // What is left is of jobs that the disk does not know, or that start from disk.
+  // The rest belongs to jobs that the disk does not know, or that start from disk.
   for (const auto& [job_id, ledger] : ledgers) {
     destroy_claimed(*ledger);
     kept.take_table(job_id);

@@ -59,7 +59,7 @@ VerificationParts ShardStore::verification_parts() {
 ShardStore::~ShardStore() {
   end_turns();
   for (auto& [job_id, job] : jobs_) {
-    // What a keeper keeps is for the next daemon: nothing of this is noted.
+    // A keeper keeps for the next daemon: nothing of this is noted.
     if (job->memory != nullptr) job->memory->end_claims();
     job->journal().close();
     for (const auto& session : job->sessions) job->plans().end(*session);
@@ -301,7 +301,7 @@ bool ShardStore::is_unused(const Job& job) const {
 }
 
 void ShardStore::return_to_disk(Job& job) {
-  // Where one of these fails the job goes on being refused; the next turn tries again.
+  // If one of these fails, the job goes on being refused; the next turn tries again.
   auto restored = Job::restore(job.durable().record());
   if (!restored.is_ok()) return;
   std::set<std::pair<uint16_t, uint64_t>> named;
@@ -661,7 +661,7 @@ void ShardStore::delete_shard(uint64_t session_id,
                       " is still being written; let go of the tensor first"));
   }
   const auto still = [&job, entry, shard_id] {
-    // What a closed step names stays until that is made: whoever makes it must find it.
+    // A blob that a closed step names stays until that is made, which must find it.
     return entry->task_count == 0 && entry->residency() != Residency::filling &&
            entry->residency() != Residency::draining && !job.steps().names(shard_id);
   };
@@ -791,7 +791,7 @@ bool ShardStore::advance() {
     if (job->progress.goes_to_disk() && is_unused(*job)) unused.push_back(job.get());
   }
   for (Job* const job : unused) {
-    // What no catalogue names has nothing to return to.
+    // A job that no catalogue names has nothing to return to.
     if (commits_.catalogue_tag(job->job_id) == 0) {
       drop_job(job->job_id, false, [](const Status&) {});
     } else {

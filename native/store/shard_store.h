@@ -128,7 +128,7 @@ class ShardStore {
   /// says to be final is updated before the step is closed. Undone where the step differs.
   Status expect_step(uint64_t session_id, const std::vector<StepGroup>& groups);
   void gradient_is_final(uint64_t session_id, uint32_t shard_id);
-  /// What was leased ahead of it is not used: nothing was written there.
+  /// A slot that was leased ahead of it is not used: nothing was written there.
   void gradient_unused(uint64_t session_id, uint32_t shard_id);
   void step(StepRequest request, StepDone done);
   void sync(uint64_t session_id, StepDone done);
@@ -149,7 +149,7 @@ class ShardStore {
   /// When the first waiting lease runs out, or there is something to verify; 0: neither.
   uint64_t next_deadline_ns() const;
   bool is_idle() const;
-  /// Of the verification in the background, bytes a second; 0: off, as at the start.
+  /// Rate of the verification in the background, bytes a second; 0: off, as at the start.
   void set_scrub_rate(uint64_t bytes_per_second) { scrub_.set_rate(bytes_per_second); }
   /// The verification that somebody asked for.
   LiveCheck& live_check() { return live_check_; }
@@ -160,7 +160,7 @@ class ShardStore {
     return sessions_.all();
   }
   ServerStatistics statistics() const;
-  /// What has been begun and is not done, the oldest first.
+  /// Work that has been begun and is not done, the oldest first.
   std::vector<Activity> in_flight() const;
 
  private:
@@ -171,7 +171,7 @@ class ShardStore {
   /// Frees every slot and every tile of a job that nobody uses any more.
   static void free_slots(Job& job);
   Status open_ledger(Job& job);
-  /// Where there is a ledger and commits are in memory.
+  /// If there is a ledger and commits are in memory.
   Status open_tile_words(Job& job);
   /// Its ledger and what belongs to it, which claims all of its segments by now: the next daemon
   /// takes for the job's memory what it finds claimed.

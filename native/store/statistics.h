@@ -58,13 +58,13 @@ struct DeviceStatistics {
   uint64_t bytes = 0;
   uint64_t bytes_free = 0;
   uint64_t checksum_failures = 0;
-  /// Of the whole set: nothing is written until the daemon starts anew.
+  /// The whole set is fenced: nothing is written until the daemon starts anew.
   bool fenced = false;
   IoPathLimits limits;
   IoDeviceStatistics io;
 };
 
-/// Of the server thread's turns that had something to do.
+/// Times of the server thread's turns that had something to do.
 struct TurnStatistics {
   SecondsHistogram cpu_seconds{kTurnSecondsBounds};
   SecondsHistogram wall_seconds{kTurnSecondsBounds};

@@ -1,4 +1,4 @@
-// What the owners of one job's cache work with.
+// References that the owners of one job's cache share.
 #pragma once
 
 #include <cstddef>

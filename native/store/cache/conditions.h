@@ -1,4 +1,4 @@
-// What one job does as soon as something holds.
+// Work of one job that starts as soon as a condition holds.
 #pragma once
 
 #include <cstddef>

@@ -80,7 +80,7 @@ class Entry {
              return replica.exists();
            });
   }
-  /// Of replica `index`; whole blocks.
+  /// Bytes of replica `index`, in whole blocks.
   uint32_t replica_bytes(size_t index) const {
     const uint64_t begin = index * stride_bytes();
     return static_cast<uint32_t>(align_up(std::min(bytes - begin, stride_bytes()), kBlockBytes));
@@ -109,7 +109,7 @@ class Entry {
   const EntryKind kind : 2;
   const Tier tier : 2;
   bool is_in_step : 1 = false;  // a step that runs reads or replaces it
-  // What is read of it is what a step made of it that is not committed yet.
+  // A read of it shows what a step made, before that is committed.
   bool is_ahead : 1 = false;
   bool prefetch_failed : 1 = false;  // not tried again before it was used
   Prefetched prefetched : 2 = Prefetched::no;

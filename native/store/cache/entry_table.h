@@ -55,7 +55,7 @@ class EntryTable {
   /// Ids are below.
   size_t size() const { return end_; }
 
-  /// Of all ids below size(): nullptr where there is none.
+  /// Visits all ids below size(): nullptr if there is no such entry.
   class Iterator {
    public:
     using iterator_category = std::input_iterator_tag;

@@ -98,7 +98,7 @@ void FarthestNextUse::in_order(const Visit& visit) const {
     });
     return;
   }
-  // Whoever needs it first counts. Several sessions with plans on one job are rare.
+  // The first session to need it counts. Several sessions with plans on one job are rare.
   std::vector<std::pair<uint64_t, uint32_t>> all;
   for (const auto& resident : recent_.order()) {
     uint64_t nearest = kNeverUsed;

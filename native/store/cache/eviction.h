@@ -64,7 +64,7 @@ struct PlanCut {
   bool is_made = false;          // the updates are
 };
 
-/// Where one session is in the plans of its job, and what is resident by its next use there.
+/// One session's place in the plans of its job, and resident entries by their next use there.
 class SessionPlan {
  public:
   explicit SessionPlan(std::shared_ptr<PlanBook> book) : cursor(std::move(book)) {}
@@ -78,9 +78,9 @@ class SessionPlan {
   uint64_t distance(uint32_t entry_id) const;
 
   PlanCursor cursor;
-  /// Of what is resident; empty without a plan.
+  /// Resident entries; empty without a plan.
   NextUseOrder order;
-  /// What is used before this time is resident, or being fetched.
+  /// Entries that are used before this time are resident, or being fetched.
   uint64_t looked_until = 0;
   /// In the order of their steps.
   std::deque<PlanCut> cuts;
@@ -102,7 +102,7 @@ class FarthestNextUse final : public EvictionPolicy {
   const LeastRecentlyUsed& residents() const { return recent_; }
   /// An entry goes, or may be brought up from now on: whoever looked farther ahead looks again.
   void look_again_at(uint32_t entry_id);
-  /// What is absent may be fetched now that could not before.
+  /// An absent entry may be fetched now that could not be before.
   void look_again();
   /// Something has changed for what plans may bring up: the next turn looks.
   void want_look_ahead() { wants_look_ahead_ = true; }

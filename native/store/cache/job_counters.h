@@ -1,4 +1,4 @@
-// What a daemon counts of one job.
+// Counters that a daemon keeps for one job.
 #pragma once
 
 #include <array>
@@ -31,7 +31,7 @@ struct JobCounters {
   uint64_t fetched_bytes = 0;
   uint64_t evicted_bytes = 0;
   uint64_t spilled_bytes = 0;
-  /// Of fetched_bytes, what a plan brought up before it was asked for.
+  /// The part of fetched_bytes that a plan brought up before anybody asked.
   uint64_t prefetched_bytes = 0;
   /// And what of that went without having been used.
   uint64_t prefetch_unused_bytes = 0;

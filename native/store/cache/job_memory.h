@@ -33,7 +33,7 @@ inline constexpr uint32_t kTilesInFlight = 8;
 /// job when it is empty; never back, since a trainer keeps it mapped. Used by the server thread.
 class JobMemory {
  public:
-  /// Where it fails the segments are where they were.
+  /// If it fails, the segments are where they were.
   static Result<std::unique_ptr<JobMemory>> create(std::vector<Segment>& segments,
                                                    uint64_t segment_bytes,
                                                    IoQueue& io,

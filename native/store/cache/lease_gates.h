@@ -1,4 +1,4 @@
-// What leases have to ask of the layers above the cache.
+// Questions of leases to the layers above the cache.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ class LeaseGates {
   virtual ~LeaseGates() = default;
 
   // Steps and other operations.
-  /// What the lease of a parameter's value has to wait for: its update, or the commit of it.
+  /// The reason for a lease of a parameter's value to wait: its update, or the commit of it.
   virtual std::optional<WaitsFor> step_before(const LeaseRequest& request,
                                               const Entry& entry) const = 0;
   /// A step, sync or the like runs: what its catalogue will name stays where it is.
@@ -33,7 +33,7 @@ class LeaseGates {
   virtual void discard_early(const Entry& entry, uint32_t shard_id) = 0;
   /// Somebody waits for the value as it is.
   virtual void pause_early(const Entry& value) = 0;
-  /// Where a parameter's value as of the step to come is, if that may go.
+  /// The slot of a parameter's speculative value, if that may go.
   virtual const Slot* early_slot_to_spare(const Entry& entry) const = 0;
   virtual void free_early_slot(const Entry& value) = 0;
 

@@ -1,4 +1,4 @@
-// What a lease asks for, and what it gets.
+// A lease's request, and its grant.
 #pragma once
 
 #include <cstddef>
@@ -37,7 +37,7 @@ struct LeaseRequest {
   /// Only brings the shard up; dropped where there is no room at once.
   bool prefetch = false;
   uint64_t after_call = 0;  // the StepRequest::call that it follows; 0: none
-  /// Of a gradient that is expected: gradient_unused() says where it does not come.
+  /// For a gradient that is expected; gradient_unused() says that it does not come.
   bool is_ahead = false;
 };
 

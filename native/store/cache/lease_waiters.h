@@ -75,20 +75,20 @@ class LeaseWaiters {
   /// Out of the queue; the caller answers them.
   std::list<LeaseWaiter> take(const Chosen& chosen);
   std::list<LeaseWaiter> take_all() { return std::exchange(all_, {}); }
-  /// Whoever waits for the entry is refused.
+  /// Refuses every lease that waits for the entry.
   void fail(const Entry& entry, const Status& status);
-  /// Whoever waits for room is.
+  /// Refuses every lease that waits for room.
   void fail_for_room(const Status& status);
 
   bool empty() const { return all_.empty(); }
   bool any_for_room() const;
-  /// Of the first that runs out; the largest number: nobody waits.
+  /// The deadline of the first that runs out; the largest number: nobody waits.
   uint64_t next_deadline_ns() const;
   template <typename Visit>
   void for_each(const Visit& visit) const {
     for (const LeaseWaiter& waiter : all_) visit(waiter);
   }
-  /// What it waits for, for people.
+  /// Its reason to wait, for people.
   std::string describe(const LeaseWaiter& waiter) const;
   /// Its wait until now has the reason that it has now.
   void count(LeaseWaiter& waiter);

@@ -20,7 +20,7 @@ void Leases::acquire(const LeaseRequest& request, LeaseReply reply) {
   LeaseWaiter& waiter = parts_.waiters.add(
       {.request = bounded, .reply = std::move(reply), .started_ns = now_ns, .counted_ns = now_ns});
   MEMD_FAILPOINT("lease.asked");
-  // Who waits for room goes first; what is resident goes to anyone.
+  // A lease that waits for room goes first; resident bytes go to anyone.
   const Grant grant = try_grant(waiter);
   is_room_wanted_ = was_room_wanted;
   if (grant == Grant::done) parts_.waiters.remove(waiter);
@@ -30,7 +30,7 @@ bool Leases::advance() {
   is_room_wanted_ = false;
   return parts_.waiters.advance([&](LeaseWaiter& waiter) -> LeaseWaiters::Verdict {
     parts_.waiters.count(waiter);
-    // Who came first gets room first; what is resident goes to anyone.
+    // The first to come gets room first; resident bytes go to anyone.
     const bool is_behind = is_room_wanted_ && waiter.waits_for == WaitsFor::room;
     const bool may_try = !is_behind && !is_on_its_way(waiter);
     if (may_try && try_grant(waiter) == Grant::done) return {.stays = false};
@@ -73,7 +73,7 @@ Leases::Grant Leases::try_grant(LeaseWaiter& waiter) {
   ++try_count_;
   const uint32_t shard_id = waiter.request.shard_id;
   if (waiter.request.part != Part::value) return grant_or_wait(waiter);
-  // Who is to write must see every reader, and a reader that comes now waits for the answer.
+  // A writer must see every reader, and a reader that comes now waits for the answer.
   if (waiter.request.mode != LeaseMode::read) parts_.table.withhold(shard_id);
   const Grant grant = grant_or_wait(waiter);
   parts_.table.end_withholding();
@@ -250,7 +250,7 @@ Leases::Outcome Leases::begin_writing(const Try& asked) {
   if (entry.residency() == Residency::clean)
     parts_.residencies.move(entry, Residency::clean, Residency::dirty);
   if (entry.kind == EntryKind::parameter) parts_.gates.drop_cached_tiles(entry);
-  // What another step left there is no gradient to add to.
+  // Bytes that another step left there are no gradient to add to.
   if (entry.kind == EntryKind::gradient && shard.gradient_session == 0 &&
       request.mode == LeaseMode::write) {
     std::byte* const slot = parts_.memory->arena().at(entry.slot->offset_bytes);

@@ -15,7 +15,7 @@ class PinIndexes {
  public:
   std::optional<uint32_t> take(uint32_t count);
   void give_back(uint32_t first, uint32_t count) { free_[count].push_back(first); }
-  /// Of an earlier daemon: below `end` every run is taken or given back.
+  /// After an earlier daemon: below `end` every run is taken or given back.
   void start_at(uint32_t end) { next_ = end; }
 
  private:

@@ -68,7 +68,7 @@ bool PlanProgress::follow_uses(Session& session) {
       progress = true;
     }
     left -= uses_.size();
-    // What the client says to have written may not be there.
+    // A shard that the client says it has written may not be there.
     const bool is_dry = uses_.size() < wanted;
     if (cut != nullptr && (is_dry || session.ring.use_head() >= cut->use_tail)) {
       const PlanCut ended = std::move(plan->cuts.front());
@@ -162,7 +162,7 @@ void PlanProgress::end_period(SessionPlan& session_plan, const PlanCut& cut) {
   cursor.end_step(is_of_step, cut.updates);
   if (cut.is_made) cursor.end_updates();
   note_followed(session_plan, {});
-  // Of a plan that was there before: what is done for the first time moves more.
+  // For a plan that was there before: a first period moves more.
   const auto ended = cursor.last_period();
   const auto plan = ended ? plans_->find(*ended) : nullptr;
   if (plan == nullptr || plan->size() > kSimulatedUsesMax || !plans_->is_repeated(*ended)) {

@@ -80,10 +80,10 @@ class PlanProgress {
 
   const Parts parts_;
   std::shared_ptr<PlanBook> plans_ = std::make_shared<PlanBook>();
-  /// Of the last period of a plan, and when it began.
+  /// Bytes that the last period of a plan fetched, and the count when it began.
   uint64_t period_fetched_bytes_ = 0;
   uint64_t period_begin_fetched_bytes_ = 0;
-  /// What the period has to move that the last step ended; 0: not known.
+  /// Bytes that the period which the last step ended has to move; 0: not known.
   uint64_t necessary_bytes_ = 0;
   /// The plan for which that was computed last, and what it was.
   std::optional<PlanBook::PlanId> necessary_of_;

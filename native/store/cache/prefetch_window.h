@@ -1,4 +1,4 @@
-// What plans brought up and nobody has used yet.
+// Bytes that plans brought up and nobody has used yet.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ class PrefetchWindow {
   explicit PrefetchWindow(JobCounters& counters) : counters_(counters) {}
 
   uint64_t bytes() const { return bytes_; }
-  /// Of them, those that are being read.
+  /// The part of them that is being read.
   uint64_t reading_bytes() const { return reading_bytes_; }
 
   void begin(Entry& entry) {

@@ -44,9 +44,9 @@ bool Prefetcher::look_ahead(Session& session) {
   const uint64_t now = plan.cursor.now();
   plan.cursor.for_coming(plan.looked_until, [&](const PlanUse& use, uint64_t time) {
     plan.looked_until = time;
-    // What the step changes is not fetched before it did.
+    // An entry that the step changes is not fetched before it did.
     if (use.by_daemon || ++looked_at_count > kLookedAtMax) return false;
-    // Of a plan: its entry may be gone, or another's by now.
+    // The id comes from a plan: its entry may be gone, or another's by now.
     Entry* const entry = parts_.shards.entry(use.item);
     const bool is_left = entry == nullptr || use.kind == UseKind::overwrite ||
                          (entry->kind == EntryKind::bytes && is_operating);

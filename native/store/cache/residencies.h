@@ -14,7 +14,7 @@
 
 namespace memd {
 
-/// What a change of residency asks of the rest of the job. Implemented by Job.
+/// Questions of a change of residency to the rest of the job. Implemented by Job.
 class ResidencyGates {
  public:
   virtual ~ResidencyGates() = default;
@@ -59,7 +59,7 @@ class Residencies {
   /// See ResidencyGates.
   void note_written(uint32_t shard_id) { parts_.gates.note_written(shard_id); }
 
-  /// Of entries that are being written back.
+  /// Bytes of entries that are being written back.
   uint64_t draining_bytes() const { return draining_bytes_; }
 
  private:
@@ -68,7 +68,7 @@ class Residencies {
 
   const Parts parts_;
   uint64_t draining_bytes_ = 0;
-  // Of entries with a pending slot, and of some that had one.
+  // Ids of entries with a pending slot, and of some that had one.
   std::unordered_set<uint32_t> pending_ids_;
 };
 

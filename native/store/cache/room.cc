@@ -110,7 +110,7 @@ std::vector<Entry*> Room::choose_to_spill(uint64_t bytes) {
     if (gradients_only && entry->kind != EntryKind::gradient) return true;
     if (entry->tier != Tier::nvme || entry->pending != nullptr) return true;
     if (entry->replicas.empty() || parts_.slots.is_pinned(*entry->slot)) return true;
-    // What is promised to the step that runs is free again after it.
+    // Space that is promised to the running step is free again after it.
     const uint64_t spilled_bytes = align_up(entry->bytes, kBlockBytes);
     if (!parts_.space.keeps_promise(quota_bytes + spilled_bytes)) return true;
     quota_bytes += spilled_bytes;

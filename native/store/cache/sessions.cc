@@ -101,7 +101,7 @@ std::vector<KeptSession> Sessions::kept() const {
 
 Result<std::shared_ptr<Session>> Sessions::resume(uint64_t session_id, const SessionOwner& owner) {
   const auto found = all_.find(session_id);
-  // Whose it is, or was, is not told to others.
+  // Others are not told its owner.
   if (found == all_.end() || found->second->owner != owner) {
     return error(StatusCode::fenced,
                  "this daemon has no such session of this process: its memory did not outlive the "

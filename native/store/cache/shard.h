@@ -75,7 +75,7 @@ struct Shard {
   ShardRecord label_record() const;
   uint64_t element_count() const { return bytes / dtype_bytes(dtype); }
   uint64_t offset_bytes() const { return element_offset * dtype_bytes(dtype); }
-  /// Of the bytes that a lease shows.
+  /// Generation of the bytes that a lease shows.
   uint64_t leased_generation() const { return generation + (is_ahead ? 1 : 0); }
 };
 

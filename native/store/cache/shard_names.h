@@ -22,18 +22,18 @@ class ShardNames {
 
   std::optional<uint32_t> find(std::string_view name) const;
   bool contains(std::string_view name) const { return find(name).has_value(); }
-  /// Of a shard that is in here.
+  /// The shard is in here.
   uint32_t at(std::string_view name) const;
   size_t size() const { return count_; }
   /// No other shard has its name.
   void insert(uint32_t shard_id);
-  /// Of a shard that is in here.
+  /// The shard is in here.
   void erase(uint32_t shard_id);
 
  private:
   static constexpr uint32_t kEmpty = UINT32_MAX;
 
-  /// Where a shard of that name is looked for first.
+  /// The first place to look for a shard of that name.
   size_t home(std::string_view name) const;
   size_t after(size_t place) const { return place + 1 == places_.size() ? 0 : place + 1; }
   void put(uint32_t shard_id);

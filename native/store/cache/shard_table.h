@@ -36,7 +36,7 @@ class ShardTable {
   /// All of the job is known.
   void end_adoption();
 
-  /// What can be leased so, of the entry's shards.
+  /// Publishes those of the entry's shards that can be leased without a request.
   void publish(const Entry& entry);
   /// The same of one shard; for what a reader was granted or a writer gave back.
   void publish_shard(uint32_t shard_id);

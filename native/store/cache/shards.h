@@ -23,7 +23,7 @@
 
 namespace memd {
 
-/// What a job would have with a declaration. Nothing of the job has changed.
+/// A job as it would be with a declaration. Nothing of the job has changed.
 struct Declaration {
   /// Parameters that will lie in one bucket, and where in it.
   struct PlannedBucket {

@@ -37,11 +37,11 @@ class Slots {
   /// Frees the slot, or keeps it until its last lease ends.
   void retire(std::unique_ptr<Slot> slot);
   void free_retired();
-  /// Whoever leases them, those of entries too.
+  /// Frees all slots, those of entries and those that are leased too.
   void free_all();
   const std::list<std::unique_ptr<Slot>>& retired() const { return retired_; }
 
-  // What an earlier daemon had.
+  // Slots of an earlier daemon.
   /// nullptr where the slot is outside of the arena, or where another one lies.
   std::unique_ptr<Slot> adopt(const SlotRecord& record);
   /// A run of counters that can be used again.
@@ -52,7 +52,7 @@ class Slots {
   void end_adoption(uint32_t pin_end) { pin_indexes_.start_at(pin_end); }
 
   // Pins. No client takes away what another one or the daemon holds.
-  /// Of all sessions and the daemon itself.
+  /// Pins of all sessions and of the daemon itself.
   PinCount pins(const Slot& slot, uint32_t index) const;
   bool is_pinned(const Slot& slot) const;
   bool has_writer(const Slot& slot) const;
@@ -64,7 +64,7 @@ class Slots {
   void release_service(Slot& slot, uint32_t index, uint32_t pin);
   uint32_t service_lease_count() const { return service_lease_count_; }
 
-  // What the ledger is told, where there is one.
+  // Notes for the ledger, if there is one.
   /// The entry's slots.
   void note(const Entry& entry);
   void note_all();

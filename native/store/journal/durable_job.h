@@ -1,4 +1,4 @@
-// What the last catalogue on disk says of a job.
+// A job as the last catalogue on disk describes it.
 #pragma once
 
 #include <cstddef>
@@ -44,7 +44,7 @@ class DurableJob {
   uint32_t tile_begin(size_t bucket) const { return bucket == 0 ? 0 : tile_ends_[bucket - 1]; }
   bool names(uint32_t shard_id) const { return shard_id < named_.size() && named_[shard_id]; }
   ExtentRecord extent(size_t index) const;
-  /// What it says of one that it names.
+  /// Fills in what it says of a shard that it names.
   void fill(uint32_t shard_id, ShardRecord& shard) const;
 
   uint64_t step_ = 0;

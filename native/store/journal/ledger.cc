@@ -666,7 +666,7 @@ Result<std::vector<uint32_t>> read_ids(FieldReader& reader) {
   return ids;
 }
 
-/// What `reader` has left: a record of the job, of the shards with these ids.
+/// The rest of `reader`: a record of the job, of the shards with these ids.
 Result<JobRecord> read_shards(FieldReader& reader,
                               const std::vector<uint32_t>& ids,
                               uint64_t job_id) {

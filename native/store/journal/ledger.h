@@ -1,4 +1,4 @@
-// What the next daemon must know to go on with a job whose memory outlived this one.
+// Facts that the next daemon needs to go on with a job whose memory outlived this one.
 #pragma once
 
 #include <compare>
@@ -63,7 +63,7 @@ struct SlotRecord {
   uint64_t sequence = 0;  // of two current slots of an entry the higher one is meant
 };
 
-/// Where bytes lie that no catalogue on disk names.
+/// A place of bytes that no catalogue on disk names.
 struct LooseKey {
   enum class Kind : uint8_t { value = 1, rest = 2, gradient = 3, bytes = 4 };
   Kind kind = Kind::value;
@@ -128,7 +128,7 @@ struct LedgerContents {
 class Ledger {
  public:
   static Result<std::unique_ptr<Ledger>> create(uint64_t job_id, uint64_t segment_bytes);
-  /// What another daemon left. Refused: another version, another job.
+  /// Takes what another daemon left. Refused: another version, another job.
   static Result<std::unique_ptr<Ledger>> adopt(OwnedFd fd, uint64_t job_id);
 
   int fd() const { return memory_.fd(); }

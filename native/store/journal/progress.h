@@ -14,7 +14,7 @@ namespace memd {
 class JobProgress {
  public:
   uint64_t committed_step() const { return committed_step_; }
-  /// Of what the disk has; 0 also where that is no step.
+  /// The step that the disk has; 0 also if that is no step.
   uint64_t durable_step() const { return durable_step_; }
   /// JobRecord's, of the catalogue that the next commit writes.
   uint64_t undurable_since() const { return undurable_since_; }

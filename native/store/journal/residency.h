@@ -1,4 +1,4 @@
-// Where an entry's bytes are, as the cache moves them and the journal records them.
+// The place of an entry's bytes, as the cache moves them and the journal records it.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What a trainer asks for with a step.
+// A trainer's request for a step.
 #pragma once
 
 #include <cstdint>

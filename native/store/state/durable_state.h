@@ -1,4 +1,4 @@
-// What a job's catalogue on disk says, and how a new one takes its place.
+// A job's catalogue on disk, and how a new one takes its place.
 #pragma once
 
 #include <algorithm>

@@ -72,7 +72,7 @@ EarlyUpdates::Begin EarlyUpdates::check(const Bucket& bucket) const {
   }
   const Entry& value = *bucket.value;
   const Entry& gradient = *bucket.gradient;
-  // What the user wrote is merged with the disk first, by the step.
+  // The step first merges what the user wrote with the disk.
   if (value.bytes == 0 || value.residency() == Residency::dirty) return Begin::never;
   if (is_moving(value) || is_moving(gradient)) return Begin::later;
   return gradient.is_resident() || gradient.has_replica() ? Begin::now : Begin::never;

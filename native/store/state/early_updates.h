@@ -44,7 +44,7 @@ class EarlyUpdates {
                                           const SettingsOf& settings_of);
   /// Tiles that were made take the places of N's, as those of the step that runs; counts them.
   void adopt(Bucket& bucket, SpeculativeBucket& made);
-  /// Of a bucket that take() returned and nobody adopts.
+  /// Drops a bucket that take() returned and nobody adopts.
   void give_back(SpeculativeBucket& made, EarlyDiscard why);
 
   void discard(uint32_t bucket, EarlyDiscard why);
@@ -61,7 +61,7 @@ class EarlyUpdates {
   /// Somebody waits for the value as it is: no further tile of its bucket begins until those that
   /// are on their way have ended.
   void pause(const Entry& value);
-  /// Where the speculative value is, if anywhere.
+  /// The slot of the speculative value, if there is one.
   const Slot* slot_of(const Entry& value) const;
   /// The same if nobody works there, so that it may go: the step's session has the value fetched
   /// then.

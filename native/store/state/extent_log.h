@@ -1,4 +1,4 @@
-// What the next daemon is told of a job's extents, and of tiles that no catalogue names.
+// Notes for the next daemon on a job's extents, and on tiles that no catalogue names.
 #pragma once
 
 #include <cstddef>

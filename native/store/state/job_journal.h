@@ -1,4 +1,4 @@
-// What a job's ledger is told of its shards, layout, extents and tiles, where there is one.
+// A job's notes in its ledger, if there is one: shards, layout, extents and tiles.
 #pragma once
 
 #include <cstdint>

@@ -25,7 +25,7 @@ class PrivateState {
   PrivateState(const PrivateState&) = delete;
   PrivateState& operator=(const PrivateState&) = delete;
 
-  /// What it works with.
+  /// The references that it works with.
   const StateParts& parts() const { return parts_; }
   TileTasks& tasks() { return tasks_; }
   EarlyUpdates& early() { return early_; }
@@ -33,7 +33,7 @@ class PrivateState {
   Writeback& writeback() { return writeback_; }
   Moments& moments() { return moments_; }
 
-  /// Of clean tiles; none of the bucket's may be dirty.
+  /// Drops clean tiles; none of the bucket's may be dirty.
   void drop_cached_tiles(const Bucket& bucket);
   /// Those that are clean, and speculative ones.
   void drop_clean_tiles();

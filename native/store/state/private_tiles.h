@@ -48,7 +48,7 @@ class PrivateTiles {
 
   bool is_dirty(uint64_t key) const { return dirty_.contains(key); }
   bool has_dirty() const { return !dirty_.empty(); }
-  /// Of tiles `tile_key(bucket, 0)` to `tile_count`.
+  /// Whether any of the tiles `tile_key(bucket, 0)` to `tile_count` is.
   bool has_dirty(uint32_t bucket, size_t tile_count) const;
   /// Ascending.
   std::vector<uint64_t> dirty_keys() const;

@@ -27,7 +27,7 @@ struct SpeculativeTile {
 struct SpeculativeBucket {
   Entry* value = nullptr;
   uint64_t session_id = 0;
-  /// Of the bucket's shards, in their order: what it was made with.
+  /// For the bucket's shards, in their order: the settings it was made with.
   std::vector<AdamSettings> settings;
   std::vector<uint64_t> generations;
   /// Where the new value will be published, if there was room; no lease shows it before. While it

@@ -1,4 +1,4 @@
-// What a job's private state asks of the rest of its job.
+// Questions of a job's private state to the rest of its job.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// What the owners of a job's private state work with.
+// References that the owners of a job's private state share.
 #pragma once
 
 #include <cstdint>
@@ -31,11 +31,11 @@ namespace memd {
 struct StateParts {
   uint64_t job_id = 0;
   const std::string& job_name;
-  // Of the daemon.
+  // The daemon's.
   ExtentStore& extents;
   UpdateWorkers& workers;
   const Clock& clock;
-  // Of the job. There is memory while anything is asked of its private state.
+  // The job's. There is memory while anything is asked of its private state.
   Shards& shards;
   Slots& slots;
   ShardTable& table;

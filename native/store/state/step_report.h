@@ -1,4 +1,4 @@
-// What one step did, and how long its phases took.
+// The work of one step, and how long its phases took.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ struct StepReport {
   /// Empty, or why the step is in memory alone though its turn to be on disk has come.
   std::string disk_error;
 
-  /// What was done for the step before it was closed.
+  /// Work that was done for the step before it was closed.
   void add(const StepReport& early) {
     read_seconds += early.read_seconds;
     update_seconds += early.update_seconds;
@@ -32,7 +32,7 @@ struct StepReport {
   }
 };
 
-/// Of StepReport's times, one observation a step.
+/// StepReport's times, one observation a step.
 struct StepPhases {
   SecondsHistogram read{kStepSecondsBounds};
   SecondsHistogram update{kStepSecondsBounds};

@@ -20,7 +20,7 @@ struct TileBytes {
   std::byte* value = nullptr;
   std::byte* rest = nullptr;
   const std::byte* gradient = nullptr;
-  /// Where the value is published, or comes from; nullptr: nowhere.
+  /// The place where the value is published, or comes from; nullptr: none.
   std::byte* arena_value = nullptr;
   uint64_t value_bytes = 0;  // whole blocks
   uint64_t rest_bytes = 0;
@@ -45,7 +45,7 @@ struct TileTask {
   bool writes_value = false;
   bool reads_rest = false;  // zeros where there is none
   bool writes_rest = false;
-  /// Where there is room the tile stays in memory, dirty, and is not written.
+  /// If there is room, the tile stays in memory, dirty, and is not written.
   bool may_stay = false;
   const Entry* gradient = nullptr;
   /// Of speculative values: takes what was written, and what stays of it in memory; replicas and

@@ -24,7 +24,7 @@ struct TileTasks::Running {
   bool zeroes_value = false;  // nothing was ever written there
   bool zeroes_rest = false;
   const std::byte* arena_source = nullptr;  // where from
-  // Of an update that may stay in memory, in the job's TileWords:
+  // For an update that may stay in memory, in the job's TileWords:
   std::optional<uint32_t> record;
   std::optional<uint32_t> scratch;
   ExtentRecord value_extent;  // to be written
@@ -45,7 +45,7 @@ struct TileTasks::Running {
     const bool alone = gradient_copy == nullptr || gradient_offset_bytes.has_value();
     return bytes.rest_bytes > 0 && alone && (task.reads_value || task.writes_value);
   }
-  /// Of the private side.
+  /// Bytes of the private side that it holds.
   uint64_t held_bytes() const {
     const bool has_gradient = gradient_copy != nullptr;
     return bytes.value_bytes + bytes.rest_bytes + (has_gradient ? gradient_bytes : 0);
@@ -356,7 +356,7 @@ Status TileTasks::reserve(const TileTask& task, uint64_t length_bytes, ExtentRec
   return Status::ok();
 }
 
-/// What the worker publishes of a tile that stays; without an offset nothing.
+/// The state that a worker publishes for a tile that stays; without an offset, none.
 TileState TileTasks::state_in_memory(const Running& running) const {
   if (!running.record || (!running.stays && !running.bytes.begin_piece)) return {};
   return {.step = parts_.progress.committed_step() + 1,

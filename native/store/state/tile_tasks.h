@@ -39,7 +39,7 @@ class TileTasks {
   void submit_flush(uint64_t key, const std::shared_ptr<StepReport>& report, Done done);
   /// Starts what can start.
   void advance();
-  /// What stays in the private side: all that no task works in.
+  /// Bytes that stay in the private side: all that no task works in.
   uint64_t kept_bytes() const;
 
  private:

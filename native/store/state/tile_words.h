@@ -60,7 +60,7 @@ struct KeptTile {
 class TileWords {
  public:
   static Result<std::unique_ptr<TileWords>> create(uint64_t job_id);
-  /// What another daemon left. Refused: another version, another job.
+  /// Takes what another daemon left. Refused: another version, another job.
   static Result<std::unique_ptr<TileWords>> adopt(OwnedFd fd, uint64_t job_id);
 
   int fd() const { return memory_.fd(); }
@@ -82,7 +82,7 @@ class TileWords {
   void give_back_scratch(uint32_t scratch) { scratch_in_use_[scratch] = false; }
   /// Copies the piece there; then the record says so. The piece may be changed from here on.
   void begin_piece(uint32_t record, const TileArrays& tile, uint64_t piece, uint32_t scratch);
-  /// What the piece held before, where it was begun.
+  /// The piece as it was before, if it was begun.
   void restore_piece(const TileArrays& tile, const KeptTile::Update& update) const;
 
   /// All that stands on the catalogue `base`, checked: numbers that are no value of their type are

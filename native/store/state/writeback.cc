@@ -72,7 +72,7 @@ void Writeback::end(Entry& entry, const Status& status) {
   }
   const Residency after = status.is_ok() ? Residency::clean : Residency::dirty;
   parts_.residencies.move(entry, Residency::draining, after);
-  // What was spilled is in no catalogue before the next commit.
+  // A spilled extent is in no catalogue before the next commit.
   if (status.is_ok() && entry.kind != EntryKind::gradient) parts_.gate.set_changed();
 }
 
@@ -81,7 +81,7 @@ bool Writeback::is_due(const Entry& entry, bool with_bytes) const {
   if (entry.residency() != Residency::dirty || entry.tier != Tier::nvme) return false;
   if (entry.replicas.empty()) return false;
   if (entry.kind == EntryKind::parameter) return true;
-  // What a staged buffer replaced goes as soon as the step is committed.
+  // The buffer that a staged one replaced goes as soon as the step is committed.
   return with_bytes && parts_.shards[entry.owner].written;
 }
 

@@ -1,4 +1,4 @@
-// What goes from memory to new extents: values that a user wrote, and tiles of commits in memory.
+// Writes from memory to new extents: values that a user wrote, and tiles of commits in memory.
 #pragma once
 
 #include <cstddef>

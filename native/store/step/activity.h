@@ -1,4 +1,4 @@
-// What was begun and is not done, for people.
+// Work that was begun and is not done, for people.
 #pragma once
 
 #include <cstddef>

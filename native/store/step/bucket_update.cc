@@ -120,7 +120,7 @@ void BucketUpdate::submit(Join& updated) {
     TileTask task = update_task(tile);
     if (tile == 0 && is_unpublished && !is_begun) task.starting = find_slot;
     task.done = updated.branch();
-    // Whoever makes room for others would write out what is half of one step.
+    // Making room for others would write out half of a step.
     const bool is_half_made = how == Made::half_by_daemon_before;
     is_half_made ? tasks.submit_first(std::move(task)) : tasks.submit(std::move(task));
   }

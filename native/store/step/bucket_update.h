@@ -14,7 +14,7 @@
 
 namespace memd {
 
-/// What a bucket's update asks of its step.
+/// Questions of a bucket's update to its step.
 struct BucketUpdateParts {
   /// nullptr: the step does not update this shard.
   std::function<const AdamSettings*(uint32_t shard_id)> settings_of;

@@ -1,4 +1,4 @@
-// What one job does one at a time: steps, syncs, flushes, access to moments, the drop.
+// Operations of one job, one at a time: steps, syncs, flushes, access to moments, the drop.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ class Operations {
 
   bool is_running() const { return is_running_; }
   bool is_idle() const { return !is_running_ && waiting_.empty(); }
-  /// What the one that runs is doing.
+  /// The phase of the one that runs.
   void set_phase(const char* phase) { running_.phase = phase; }
   /// No lease of a writer begins: the one that runs has seen that nobody writes a parameter, and
   /// has not begun to write back what is dirty. Else half of what a writer wrote would be

@@ -97,7 +97,7 @@ void StagedBuffers::drop() {
     fresh.kept_owner = buffer_id;
     job.slots.note(fresh);
     job.table.publish(fresh);
-    // Of bytes in memory alone too: the old ones' extents are nobody's.
+    // For bytes in memory alone too: the old ones' extents are nobody's.
     for (size_t i = 0; i < fresh.replicas.size(); ++i) job.log.note_value(fresh, i);
     for (size_t i = 0; i < old.replicas.size(); ++i) job.log.note_value(old, i);
     parts_.journal.note_shard(buffer_id);

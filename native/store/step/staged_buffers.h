@@ -29,7 +29,7 @@ class StagedBuffers {
   /// What a buffer has on disk is older than a step in memory, and no record may call it the
   /// step's.
   void forget_old_extents();
-  /// What was replaced goes: the step is committed.
+  /// Replaced buffers go: the step is committed.
   void drop();
   template <typename Visit>
   void for_each_entry(const Visit& visit) const {

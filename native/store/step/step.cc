@@ -98,7 +98,7 @@ std::optional<WaitsFor> Step::before(const LeaseRequest& request, const Entry& e
   if (is_past_ || !buckets_.contains(entry.owner)) return std::nullopt;
   const bool is_own = !request.for_service && request_.session_id == request.session_id;
   if (is_own && !group_of_.contains(request.shard_id) && !entry.is_in_step) return std::nullopt;
-  // What an earlier daemon has begun is as good as begun.
+  // A step that an earlier daemon has begun is as good as begun.
   const bool has_begun = !held_.empty() || is_redo_;
   if (!is_own && !has_begun) return std::nullopt;
   const bool can_be_read = is_own && has_begun && entry.is_ahead && !is_undoing();
@@ -196,7 +196,7 @@ bool Step::is_settled() const {
 void Step::prepare() {
   MEMD_FAILPOINT("step.started");
   const StateParts& job = parts_.job;
-  // What an earlier daemon began to update can only be finished.
+  // A step that an earlier daemon began to update can only be finished.
   is_begun_ = job.tiles.has_made();
   Status status = check_start(parts_, request_);
   if (status.is_ok() && !is_begun_) status = check_writers(parts_);
@@ -220,7 +220,7 @@ void Step::prepare_disk() {
     self->advance(status.is_ok() ? self->staged_.swap() : status);
   };
   Writeback& writeback = parts_.state.writeback();
-  // What can be undone returns to what is on disk.
+  // A step that can be undone returns to what is on disk.
   if (!in_memory_) return writeback.flush_tiles(std::nullopt, report_, prepared);
   if (!parts_.job.durability.is_none() || parts_.job.progress.undurable_since() != 0) {
     return prepared(Status::ok());
@@ -350,7 +350,7 @@ Status Step::promise_space() const {
          parts_.state.early().free_extents()) {
   }
   job.space.promise(needed_bytes);
-  // What an earlier daemon began had its room then.
+  // A step that an earlier daemon began had its room then.
   if (job.tiles.has_made() || job.space.has_room(SpaceUse::state, needed_bytes))
     return Status::ok();
   return error(StatusCode::capacity,
@@ -427,7 +427,7 @@ void Step::publish_bucket(const Bucket& bucket) {
   if (value.residency() == Residency::filling)
     job.residencies.move(value, Residency::filling, Residency::clean);
   --value.task_count;
-  // Where it is not resident it may be brought up now.
+  // If it is not resident, it may be brought up now.
   if (!value.is_resident()) job.policy.look_again_at(value.id);
   job.policy.want_look_ahead();
   MEMD_FAILPOINT("step.bucket_published");

@@ -27,7 +27,7 @@ class Steps;
 
 using StepDone = std::function<void(const Status&, const StepReport&)>;
 
-/// Where a step is. Each waits for something, and advance() says what follows.
+/// The states of a step. Each waits for something, and advance() says what follows.
 enum class StepState : uint8_t {
   queued,        // its turn among the job's operations
   settling,      // nothing that it names is being read, filled or written back
@@ -81,7 +81,7 @@ class Step : public std::enable_shared_from_this<Step> {
   bool is_counted() const { return is_counted_; }
   StagedBuffers& staged() { return staged_; }
   const StagedBuffers& staged() const { return staged_; }
-  /// What a lease of a parameter's value has to wait for: its update, or the commit of it.
+  /// The reason for a lease of a parameter's value to wait: its update, or the commit of it.
   std::optional<WaitsFor> before(const LeaseRequest& request, const Entry& entry) const;
   /// The ledger knows it no longer: it is made and all that it replaced is dropped, or it failed.
   void leave_ledger();
@@ -89,7 +89,7 @@ class Step : public std::enable_shared_from_this<Step> {
  private:
   void seal();
   void enter(StepState state);
-  /// What the state waited for is there, or can't be.
+  /// The state's condition holds, or cannot.
   void advance(const Status& status);
   /// advance(), from what is waited for.
   Done advances();
@@ -145,7 +145,7 @@ class Step : public std::enable_shared_from_this<Step> {
   /// or, of a parameter whose update is published, nobody writes it.
   std::vector<Entry*> held_;
   StagedBuffers staged_;
-  /// What was made of its buckets before it was closed, from update() on.
+  /// Speculative values of its buckets that it takes over, from update() on.
   std::map<uint32_t, std::shared_ptr<SpeculativeBucket>> speculative_;
   bool is_begun_ = false;   // an earlier daemon has updated tiles to it
   bool in_memory_ = false;  // it is committed in memory, and on disk as well where to_disk_

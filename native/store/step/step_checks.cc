@@ -159,7 +159,7 @@ Status check_start(const StepParts& parts, const StepRequest& request) {
                ": another session has trained it meanwhile; connect anew and resume from there");
 }
 
-// What a writer still holds is half-written: it can't be part of what is committed.
+// Bytes that a writer still holds are half-written: no commit may contain them.
 Status check_writers(const StepParts& parts) {
   const StateParts& job = parts.job;
   for (Entry* const entry : job.shards.entries()) {

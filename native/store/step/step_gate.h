@@ -1,4 +1,4 @@
-// What a job's steps ask of the rest of the daemon.
+// Questions of a job's steps to the rest of the daemon.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ class StepGate {
   /// The daemon has ended the sessions of dead owners: steps that an earlier daemon closed may run.
   virtual bool may_redo() const = 0;
   virtual void note_session(const Session& session) = 0;
-  /// Of all shards that are chosen.
+  /// Drops the gradients of all shards that are chosen.
   virtual void drop_gradients(const std::function<bool(const Shard&)>& chosen) = 0;
 };
 

@@ -1,4 +1,4 @@
-// What a job's steps work with.
+// References that a job's steps share.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@
 
 namespace memd {
 
-/// Of all jobs' steps that were made.
+/// Times of all jobs' steps that were made.
 struct StepTimes {
   SecondsHistogram seconds{kStepSecondsBounds};
   StepPhases phases;

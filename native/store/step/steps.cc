@@ -27,7 +27,7 @@ void Steps::step(StepRequest request, StepDone done) {
 }
 
 void Steps::redo(const StepRequest& request, size_t place) {
-  // Who asked is told when it asks again.
+  // Its trainer is told when it asks again.
   accept(request, {.place = place, .is_redo = true}, [](const Status&, const StepReport&) {});
 }
 
@@ -123,13 +123,13 @@ void Steps::note_call(const StepRequest& request) {
   if (request.call == session->call_failed) session->call_failed = 0;
 }
 
-// What the step updates is in the table for nobody, or as the step has made it.
+// A parameter that the step updates is in the table for nobody, or as the step has made it.
 void Steps::let_lease_after(const StepRequest& request) {
   Session* const session = parts_.session(request.session_id);
   if (session != nullptr) session->ring.set_resident_call(request.call);
 }
 
-// Whoever follows it in the ring would compute with what it was to replace.
+// A lease that follows it in the ring would compute with what it was to replace.
 void Steps::note_call_failed(const StepRequest& request, const Status& why) {
   Session* const session = parts_.session(request.session_id);
   if (session == nullptr || request.call == 0) return;

@@ -34,7 +34,7 @@ class Steps {
 
   /// The number of the step that the job is finishing or has still to do; 0: none.
   uint64_t closing_step() const;
-  /// What a lease of a parameter's value has to wait for: its update, or the commit of it.
+  /// The reason for a lease of a parameter's value to wait: its update, or the commit of it.
   std::optional<WaitsFor> before(const LeaseRequest& request, const Entry& entry) const;
   /// Whether a closed step names the staged shard or buffer.
   bool names(uint32_t shard_id) const;
