@@ -218,7 +218,7 @@ Status Pool::settle() {
       free_.push_back(std::move(segment));
       continue;
     }
-    // Of a job that is gone: another user may have read and written it.
+    // It was a job's that is gone: another user may have read and written it.
     destroy(std::move(segment));
     report_.bytes -= report_.segment_bytes;
     report_.kept_bytes -= report_.segment_bytes;

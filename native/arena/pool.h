@@ -29,7 +29,7 @@ struct PoolOptions {
   double gather_seconds_max = 0;
 };
 
-/// What the pool got, as opposed to what was asked for.
+/// The memory that the pool got, as opposed to what was asked for.
 struct PoolReport {
   uint64_t bytes = 0;
   uint64_t segment_bytes = 0;
@@ -62,7 +62,7 @@ class Pool {
   static Result<std::unique_ptr<Pool>> create(const PoolOptions& options,
                                               DescriptorKeeper* keeper = nullptr,
                                               KeptDescriptors* kept = nullptr);
-  /// What create() refuses before it takes any memory: for who has to decide first.
+  /// The error that create() would give before it takes any memory: for callers that decide first.
   static Status check(const PoolOptions& options);
 
   /// A segment that a job of an earlier daemon used, as it was left; nothing where it is not there.

@@ -68,7 +68,7 @@ Result<std::byte*> map(int fd, uint64_t bytes, std::byte* address) {
   return static_cast<std::byte*>(mapping);
 }
 
-/// Where huge pages can be mapped; null where there are no addresses left.
+/// An address at which huge pages can be mapped; null if no addresses are left.
 std::byte* aligned_addresses(uint64_t bytes) {
   constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   void* const mapping = ::mmap(nullptr, bytes + kHugePageBytes, PROT_NONE, kFlags, -1, 0);

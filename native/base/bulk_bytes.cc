@@ -18,7 +18,7 @@ namespace {
 
 constexpr size_t kPlaceCount = std::size(kOwedPlaces);
 
-/// What one thread has moved.
+/// Bytes that one thread has moved.
 struct Turn {
   bool is_counted = false;    // the thread has a store
   uint64_t moved_bytes = 0;   // in this turn

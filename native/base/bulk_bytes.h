@@ -14,7 +14,7 @@
 
 namespace memd {
 
-/// What the server thread may move in one turn: some 10 µs. Test builds abort above it.
+/// Bytes that the server thread may move in one turn: some 10 µs. Test builds abort above it.
 inline constexpr uint64_t kTurnBytesMax = 64_KiB;
 
 /// Where the server thread still moves more than a turn may. A place leaves the table when workers

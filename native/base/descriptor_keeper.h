@@ -24,7 +24,7 @@ class DescriptorKeeper {
   virtual bool has_failed() const { return false; }
 };
 
-/// What the last daemon left.
+/// Descriptors that the last daemon left.
 struct KeptDescriptor {
   std::string name;
   OwnedFd fd;

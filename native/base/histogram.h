@@ -44,7 +44,7 @@ class SecondsHistogram {
     sum_seconds_ += seconds;
   }
 
-  /// Of each bucket alone, the last for what is above every bound.
+  /// Counts of each bucket alone, the last for what is above every bound.
   const std::array<uint64_t, kBoundCount + 1>& counts() const { return counts_; }
   uint64_t count() const { return count_; }
   double sum_seconds() const { return sum_seconds_; }

@@ -35,7 +35,7 @@ class JobTurns {
   /// Whose turn it is, of those that want one and are not held: it spends something, leaves or is
   /// held before the next call.
   std::optional<JobId> next();
-  /// Of the job that next() returned.
+  /// For the job that next() returned.
   void spend(JobId job, uint64_t cost);
 
   /// `all` in proportion to the job's weight among those that want something now or did in the last
@@ -63,7 +63,7 @@ class JobTurns {
   Turns& in(Place place);
   void move(Turns::iterator turn, Place to, bool to_front = false);
   int64_t quantum(const Turn& turn) const;
-  /// What all of them spend in a round.
+  /// The bytes that all of them spend in a round.
   uint64_t round(const Turn& turn) const;
   void come_back(Turns::iterator turn);
   void forget_who_left();

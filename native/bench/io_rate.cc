@@ -238,7 +238,7 @@ Result<IoRate> IoBench::through_queue(const IoRateOptions& options) {
   if (Status status = check(options); !status.is_ok()) return status;
   const auto memory = buffers(options.depth * options.block_bytes, options.gathered);
   if (!memory.is_ok()) return memory.status();
-  // What the queue splits counts once: the depth is that of requests.
+  // A request that the queue splits counts once: the depth is that of requests.
   const auto chunks =
       static_cast<uint32_t>((options.block_bytes + kChunkBytesMax - 1) / kChunkBytesMax);
   const OwnedFd wake(::eventfd(0, EFD_CLOEXEC));

@@ -15,7 +15,7 @@ struct LeaseRateOptions {
   uint32_t round_count = 0;
 };
 
-/// Of the runs of one round, in seconds.
+/// Times of the runs of one round, in seconds.
 struct Quantiles {
   double p50 = 0;
   double p99 = 0;

@@ -21,15 +21,15 @@ namespace memd {
 void bind_status(nanobind::module_& module);
 /// AdamSettings, and the update itself on arrays of the caller, for tests and measurements.
 void bind_optim(nanobind::module_& module);
-/// What a plan moves, for tests and reports.
+/// Bytes that a plan moves, for tests and reports.
 void bind_plan(nanobind::module_& module);
 /// ClientSession: a trainer's side of the rings.
 void bind_ring(nanobind::module_& module);
 /// Server and the records it answers with.
 void bind_server(nanobind::module_& module);
-/// What works on volumes without a daemon.
+/// Functions that work on volumes without a daemon.
 void bind_check(nanobind::module_& module);
-/// What `memd bench` measures.
+/// Measurements of `memd bench`.
 void bind_bench(nanobind::module_& module);
 
 /// By the reasons of stalls, with their names.

@@ -67,7 +67,7 @@ CheckReport check(const std::vector<std::string>& directories,
   return value_or_raise(std::move(result));
 }
 
-/// What a daemon does at its first start, and nothing else.
+/// A daemon's first start, and nothing else.
 double format(const std::vector<std::string>& directories,
               uint64_t nvme_bytes,
               const std::optional<Progress>& progress) {

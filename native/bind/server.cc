@@ -62,7 +62,7 @@ std::vector<StepGroup> step_groups(
   return out;
 }
 
-/// Of formatting: bytes done, bytes in all.
+/// Progress of formatting: bytes done, bytes in all.
 using Progress = nb::typed<nb::callable, void(uint64_t, uint64_t)>;
 
 std::shared_ptr<Server> start(const std::vector<std::string>& directories,
@@ -553,7 +553,7 @@ void bind_sessions(nb::class_<Server>& server) {
           "Leases that were still held.");
 }
 
-/// What a session does with its job's shards.
+/// A session's calls on its job's shards.
 void bind_state(nb::class_<Server>& server) {
   server
       .def(
@@ -705,7 +705,7 @@ void bind_state(nb::class_<Server>& server) {
           "sync or step.");
 }
 
-/// What an operator looks at, and the end.
+/// The operator's view, and the end.
 void bind_operation(nb::class_<Server>& server) {
   server.def("statistics", [](Server& self) { return unlocked([&] { return self.statistics(); }); })
       .def_prop_ro("outlives_process",

@@ -163,7 +163,7 @@ struct IoQueueOptions {
   std::function<int()> fail_unregister{};
 };
 
-/// What was chosen, and why io_uring was not where it was not.
+/// The engine that was chosen, and why io_uring was not, if it was not.
 struct IoQueueChoice {
   std::unique_ptr<IoQueue> queue;
   /// Empty for io_uring; else for example "io_uring_setup: Operation not permitted".

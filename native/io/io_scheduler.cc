@@ -71,7 +71,7 @@ void IoScheduler::add_to(Line& line, TransferPointer transfer) {
 
 size_t IoScheduler::raise(JobId job, std::span<const std::byte> memory) {
   const auto is_in_memory = [memory](std::span<const std::byte> data) {
-    // Of different objects pointers have an order only as numbers.
+    // Pointers to different objects have an order only as numbers.
     const auto first = reinterpret_cast<uintptr_t>(memory.data());
     const auto data_first = reinterpret_cast<uintptr_t>(data.data());
     return data_first >= first && data_first + data.size() <= first + memory.size();

@@ -89,7 +89,7 @@ class IoScheduler {
     std::deque<TransferPointer> waiting;
     uint64_t turn = 0;  // virtual time at which the first waiting chunk was due to start
   };
-  /// What a job has waiting or in flight; nothing of one that has neither.
+  /// A job's chunks that wait or are in flight; nothing for one that has neither.
   struct Line {
     std::array<Class, kJobClassCount> classes;  // by IoPriority
     uint64_t now = 0;                           // virtual time: of the chunk that was started last

@@ -24,7 +24,7 @@ void flip_bit(std::span<std::byte> bytes, uint64_t bit) {
   bytes[bit / 8] ^= std::byte{1} << (bit % 8);
 }
 
-/// What O_DIRECT asks of an operation.
+/// O_DIRECT's demands on an operation.
 bool is_direct(const IoOp& op) {
   return is_aligned(op.offset_bytes, kBlockBytes) && is_aligned(op.length_bytes, kBlockBytes) &&
          is_aligned(reinterpret_cast<uintptr_t>(op.data), kBlockBytes);

@@ -29,7 +29,7 @@ class MemoryDisk {
  public:
   explicit MemoryDisk(uint64_t size_bytes) : bytes_(size_bytes), durable_(size_bytes) {}
 
-  /// What reads see. A test that changes it, or the durable bytes, corrupts the device.
+  /// Bytes that reads see. A test that changes them, or the durable bytes, corrupts the device.
   std::span<std::byte> bytes() { return bytes_; }
   std::span<std::byte> durable_bytes() { return durable_; }
   /// In the order in which the device did them.

@@ -1,4 +1,4 @@
-// What all queues share: splitting requests into chunks, retries and statistics.
+// The part that all queues share: splitting requests into chunks, retries and statistics.
 #pragma once
 
 #include <cstddef>

@@ -19,7 +19,7 @@ struct AdamSettings {
   bool operator==(const AdamSettings&) const = default;
 };
 
-/// What the inner loop needs, computed in double and rounded to float once per group and step.
+/// Factors of the inner loop, computed in double and rounded to float once per group and step.
 struct AdamScalars {
   float lr_factor;     // AdamW: 1 - lr * weight_decay, multiplied into the parameter
   float weight_decay;  // Adam: added to the gradient, times the parameter

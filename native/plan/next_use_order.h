@@ -1,4 +1,4 @@
-// Who is used farthest in the future, and what it costs to let go of it.
+// Items in the order of their next use, the farthest first, and the cost of letting go of each.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace memd {
 
-/// What comes of an eviction beyond reading the bytes again.
+/// The cost of an eviction beyond reading the bytes again.
 enum class EvictionPrice : uint8_t {
   clean,  // nothing: the disk has them, or gets them anyway
   dirty,  // they have to be written, which keeping them would save

@@ -8,7 +8,7 @@
 
 namespace memd {
 
-/// What a use does with the bytes of its item.
+/// The effect of a use on the bytes of its item.
 enum class UseKind : uint8_t {
   read,
   overwrite,  // nothing of what was there is needed
@@ -42,7 +42,7 @@ class Plan {
   }
   /// The first use of `item` at `position` or later, in O(log n).
   std::optional<uint32_t> first_from(uint32_t item, size_t position) const;
-  /// Where `item` is used, ascending.
+  /// Times at which `item` is used, ascending.
   std::span<const uint32_t> positions(uint32_t item) const;
   /// The first use by a session at `position` or later, or size(). In O(1), as the next: an update
   /// phase is as long as the job has parameters, and is passed for each place that is compared.

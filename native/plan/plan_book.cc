@@ -311,7 +311,7 @@ void PlanCursor::forget_segment() {
 }
 
 void PlanCursor::cut_where_it_repeats() {
-  // What has steps ends with them. A few uses that repeat at the beginning of a step are no period.
+  // A period with steps ends with them. A few uses that repeat as a step begins are no period.
   constexpr size_t kPlainUses = 16;
   if (has_steps_ || segment_.empty()) return;
   const size_t count = segment_.size();
@@ -351,12 +351,12 @@ void PlanCursor::end_step(const std::function<bool(const PlanUse&)>& is_of_step,
     return;
   }
   enter(plan_id, static_cast<uint32_t>(cut));
-  // What came after the step, again.
+  // Uses after the step, again.
   recent_.resize(recent_.size() - std::min(tail.size(), recent_.size()));
   const size_t noted_count = tail.size() - std::min(tail.size(), kFollowedAgainMax);
   for (const PlanUse& later : std::span(tail).first(noted_count)) note(later);
   if (noted_count > 0) {
-    // Where it is by now the next use tells; at the plan's end it is no more.
+    // The next use tells its place; at the plan's end it has none.
     is_exact_ = false;
     plan_ = nullptr;
   }

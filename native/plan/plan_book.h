@@ -24,7 +24,7 @@ class PlanBook {
     uint32_t position = 0;  // of the next use
   };
 
-  /// Of all plans together; what was learned once or long ago goes first.
+  /// Uses in all plans together; a plan that was learned once or long ago goes first.
   static constexpr size_t kPlanCountMax = 16;
   static constexpr size_t kUseCountMax = 1u << 19;
 
@@ -81,7 +81,7 @@ class PlanCursor {
  public:
   explicit PlanCursor(std::shared_ptr<PlanBook> book) : book_(std::move(book)) {}
 
-  /// What a use was to the plan.
+  /// A use as the plan sees it.
   enum class Seen : uint8_t {
     unknown,   // no plan matches yet
     foreseen,  // the next of the plan
@@ -102,7 +102,7 @@ class PlanCursor {
     return plan_ == nullptr ? std::nullopt : std::optional(place_.plan_id);
   }
   const Plan* plan() const { return plan_.get(); }
-  /// What was used since the period began, in order.
+  /// Uses since the period began, in order.
   const std::vector<PlanUse>& period() const { return segment_; }
   /// The period that ended last.
   std::optional<PlanBook::PlanId> last_period() const { return before_; }
@@ -154,7 +154,7 @@ class PlanCursor {
   uint64_t epoch_ = 0;
   std::optional<PlanBook::PlanId> before_;  // the period before this one
 
-  /// What was used since the last period ended.
+  /// Uses since the last period ended.
   std::vector<PlanUse> segment_;
   /// Of each prefix of segment_, how long the longest prefix is that it also ends with.
   std::vector<uint32_t> borders_;

@@ -36,7 +36,7 @@ struct ClientSessionOptions {
   std::function<Result<std::vector<OwnedFd>>(uint64_t first)> more_segments;
 };
 
-/// Where a leased shard lies. Give it back with ClientSession::release(), once, from any thread.
+/// A leased shard's place. Give it back with ClientSession::release(), once, from any thread.
 struct LeasedBytes {
   std::byte* data = nullptr;
   uint64_t length_bytes = 0;
@@ -48,7 +48,7 @@ struct LeasedBytes {
 struct ClientStatistics {
   uint64_t lease_count = 0;
   uint64_t hits = 0;  // of them without a request
-  /// Of them, those that the daemon made wait for nothing: the shard was there.
+  /// The part of them that waited for nothing: the shard was there.
   uint64_t resident_count = 0;
   uint64_t lease_wait_ns = 0;
   /// By what it was for; what the daemon made a lease wait by what most of that was. Also of what

@@ -29,7 +29,7 @@ inline constexpr uint32_t kUseLogEntries = 1u << 16;
 
 /// Longer waits are shortened to this.
 inline constexpr uint64_t kTimeoutNsMax = 3'600'000'000'000;
-/// Of any number, also of one that is negative, too large or none.
+/// Takes any number, also one that is negative, too large or none.
 constexpr uint64_t timeout_ns_of(double timeout_s) {
   if (!(timeout_s > 0)) return 0;
   if (timeout_s >= static_cast<double>(kTimeoutNsMax) * 1e-9) return kTimeoutNsMax;
@@ -143,7 +143,7 @@ struct SessionLayout {
   alignas(4096) char messages[kMessageCount][kMessageBytes];
   // Sparse: pages that no pin ever touched cost nothing.
   alignas(4096) std::atomic<uint32_t> pins[kPinCount];
-  // What the client leased, by whichever way; see use_word().
+  // The client's leases, by request or without one; see use_word().
   alignas(4096) std::atomic<uint64_t> uses[kUseLogEntries];
 };
 static_assert(offsetof(SessionLayout, requests) == 4096);

@@ -38,7 +38,7 @@ constexpr bool row_is_leasable(uint64_t word, uint32_t tag) {
 }
 constexpr uint32_t row_pin(uint64_t word) { return static_cast<uint32_t>(word); }
 
-/// Where the value of a shard lies.
+/// The place of a shard's value.
 struct ShardPlace {
   uint32_t pin = 0;           // its counter, in every session's memory
   uint64_t offset_bytes = 0;  // from the arena's start

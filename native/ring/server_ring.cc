@@ -61,7 +61,7 @@ Result<ServerRing> ServerRing::adopt(OwnedFd session, OwnedFd doorbell) {
   // committed.
   const uint32_t tag = header.tag.load(std::memory_order_acquire);
   if (tag >= kFirstTag && tag <= kLastTag) ring.tag_ = static_cast<uint8_t>(tag);
-  // What the daemon before accounted for, this one has not yet.
+  // The daemon before accounted for it; this one has not yet.
   ring.set_resident_call(0);
   ring.is_paused_ = true;
   ring.wake();

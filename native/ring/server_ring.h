@@ -90,7 +90,7 @@ class ServerRing {
     layout_->pins[index].fetch_add(pin, std::memory_order_seq_cst);
   }
 
-  /// What the client says that it waited for.
+  /// Waits as the client tells them.
   Stalls stalls() const {
     const StallBoard& board = layout_->header.stalls;
     // Pairs with the release store in ClientSession::stall_group(): the names are there.

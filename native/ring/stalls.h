@@ -1,6 +1,6 @@
-// What a client's threads stood still for: in which phase of a step, for parameters of which
-// modules and why. The client counts it, since nobody else sees all of a wait, in words that the
-// daemon reads and adds up. Nothing is counted, and no clock is read, where nobody waits.
+// Reasons for which a client's threads stood still: in which phase of a step, for parameters of
+// which modules and why. The client counts it, since nobody else sees all of a wait, in words that
+// the daemon reads and adds up. Nothing is counted, and no clock is read, where nobody waits.
 #pragma once
 
 #include <array>
@@ -13,7 +13,8 @@
 
 namespace memd {
 
-/// What a lease waits for in the daemon. The numbers travel in completions: append, never renumber.
+/// A lease's reason to wait in the daemon. The numbers travel in completions: append, never
+/// renumber.
 enum class LeaseWait : uint8_t {
   disk = 0,      // its bytes are on their way from the disk or to it
   update = 1,    // the update of its own shard
@@ -40,14 +41,14 @@ inline constexpr size_t kStallPhaseCount = 4;
 inline constexpr std::array<const char*, kStallPhaseCount> kStallPhaseNames{
     "forward", "backward", "step", "other"};
 
-/// Of one session, the group of all that has none of its own, 0, included.
+/// Groups of one session; group 0 is for everything that has none of its own.
 inline constexpr uint32_t kStallGroupCount = 24;
 inline constexpr uint32_t kStallGroupNameBytes = 56;
 inline constexpr const char* kStallGroupOther = "other";
-/// Of one job, whose sessions may name different ones; more of them count as "other".
+/// Groups of one job, whose sessions may name different ones; more of them count as "other".
 inline constexpr size_t kJobStallGroupsMax = 32;
 
-/// Whose wait it was.
+/// The owner of the wait.
 struct StallPlace {
   StallPhase phase = StallPhase::other;
   uint32_t group = 0;  // as ClientSession::stall_group() says
@@ -82,7 +83,7 @@ struct Stalls {
   void add(const std::string& group, const StallsByReason& ns);
 };
 
-/// What a client has written, which may be anything: names become printable ASCII.
+/// Reads what a client has written, which may be anything: names become printable ASCII.
 Stalls read_stalls(const StallCounters& counters,
                    const char (&group_names)[kStallGroupCount][kStallGroupNameBytes],
                    uint32_t group_count);

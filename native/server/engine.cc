@@ -129,7 +129,7 @@ Status Engine::prepare(const ServerOptions& options, KeptDescriptors kept) {
   const Status loaded = store_->load([this] { return turn_of_start(); }, &kept);
   if (!loaded.is_ok()) return loaded;
   report_.load_notes = store_->load_notes();
-  // What nobody took is of a version that we don't know, or damaged: it would be kept for ever.
+  // The rest is of a version that we don't know, or damaged: it would be kept for ever.
   for (const KeptDescriptor& left : kept) {
     if (left.fd.is_open() && keeper_ != nullptr) keeper_->forget(left.name);
   }
@@ -197,7 +197,7 @@ void Engine::wake() const {
 
 void Engine::abandon(std::unique_ptr<Engine> engine) {
   end_turns();
-  // What is reachable is no leak.
+  // Reachable memory is no leak.
   static auto* const kept = new std::vector<std::unique_ptr<Engine>>();
   static std::mutex mutex;
   const std::lock_guard lock(mutex);

@@ -15,7 +15,7 @@ namespace {
 
 constexpr size_t kSegmentsInPacket = 64;
 
-// What waits for everything that a job has in flight.
+// It waits for everything that a job has in flight.
 constexpr double kDrainS = 600;
 // Beside the store's own deadline, which says more.
 constexpr double kGraceS = 10;
@@ -60,7 +60,7 @@ Server::Server(std::shared_ptr<DescriptorKeeper> keeper, std::unique_ptr<Engine>
       thread_(std::make_unique<ServerThread>(std::move(engine))) {}
 
 Server::~Server() {
-  // Who wants an orderly end calls stop() and looks at its status.
+  // For an orderly end, callers use stop() and look at its status.
   [[maybe_unused]] const Status status = stop(30.0);
 }
 

@@ -80,7 +80,7 @@ class Server : public std::enable_shared_from_this<Server> {
   /// From now on, and on disk with the job's next commit; stop() makes one.
   Status set_job_weight(uint64_t job_id, JobWeight weight);
 
-  /// Where it is not done in time there is no session.
+  /// If it is not done in time, there is no session.
   Result<SessionGrant> attach(uint64_t job_id,
                               const SessionOwner& owner = {},
                               double timeout_s = 60);
@@ -114,7 +114,7 @@ class Server : public std::enable_shared_from_this<Server> {
                        double timeout_s);
 
   Result<ServerStatistics> statistics();
-  /// What has been begun and is not done, the oldest first.
+  /// Work that has been begun and is not done, the oldest first.
   Result<std::vector<Activity>> in_flight();
   /// What jobs have in memory outlives this process; false also where a keeper failed.
   bool outlives_process() const { return keeper_ != nullptr && !keeper_->has_failed(); }
@@ -136,7 +136,7 @@ class Server : public std::enable_shared_from_this<Server> {
   Server(std::shared_ptr<DescriptorKeeper> keeper, std::unique_ptr<Engine> engine);
   /// On the server thread.
   ShardStore& store();
-  /// Of a caller that is gone. On any thread.
+  /// Ends what a caller that is gone has left. On any thread.
   void give_up_session(uint64_t session_id);
   void refill_pool();
 

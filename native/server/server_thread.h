@@ -66,7 +66,7 @@ class ServerThread {
   void run();
   bool run_commands();
   void sleep();
-  /// What is in flight, for an error; never empty.
+  /// Work in flight, for an error; never empty.
   std::string describe_in_flight();
   Status drain(std::chrono::steady_clock::time_point deadline);
 

@@ -28,7 +28,7 @@ constexpr size_t kHeaderBytes = 48;
 constexpr size_t kLengthOffset = 16;
 constexpr size_t kChecksumBytes = 8;
 
-// What one item costs at least: counts are checked against it before memory is set aside.
+// The least that one item costs: counts are checked against it before memory is set aside.
 constexpr size_t kShardBytesMin = 18;
 constexpr size_t kBucketBytesMin = 13;  // and its tiles
 constexpr size_t kRootEntryBytesMin = 20;

@@ -1,4 +1,4 @@
-// What a commit writes down: which shards a job has, and where every byte of its state lies.
+// The record of a commit: which shards a job has, and where every byte of its state lies.
 #pragma once
 
 #include <cstddef>
@@ -16,10 +16,10 @@
 
 namespace memd {
 
-/// What a shard is for. Stored: append, never renumber.
+/// The purpose of a shard. Stored: append, never renumber.
 enum class ShardKind : uint8_t { unspecified = 0, parameter = 1, blob = 2, buffer = 3 };
 
-/// Where bytes live when nobody uses them. Stored: append, never renumber.
+/// The home of bytes that nobody uses. Stored: append, never renumber.
 enum class Tier : uint8_t { unspecified = 0, host = 1, nvme = 2 };
 
 struct ShardRecord {

@@ -19,14 +19,14 @@ namespace memd {
 
 static_assert(std::endian::native == std::endian::little, "fields are copied as they are");
 
-/// Of an extent: offset 8, checksum 8, length 4, device 2.
+/// Bytes of an extent: offset 8, checksum 8, length 4, device 2.
 inline constexpr size_t kExtentEncodedBytes = 22;
 
 /// Features that this memd knows, each bit with its meaning in docs/format.md.
 inline constexpr uint64_t kIncompatibleFeatures = 0;
 inline constexpr uint64_t kReadOnlyCompatibleFeatures = 0;
 
-/// What the header of a superblock or record says of its format.
+/// The format of a superblock or record, as its header says it.
 struct FormatHeader {
   uint16_t major = 0;
   uint16_t minor = 0;

@@ -1,4 +1,4 @@
-// Where bytes lie on disk, and their checksum.
+// A place of bytes on disk, and their checksum.
 #pragma once
 
 #include <cstdint>

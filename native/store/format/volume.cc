@@ -144,7 +144,7 @@ Status check_directory(Place& place) {
   return Status::ok();
 }
 
-/// What a crash left half made is removed before formatting, so its space counts as free.
+/// A file that a crash left half made is removed before formatting, so its space counts as free.
 uint64_t unfinished_bytes(const Place& place) {
   struct stat unfinished{};
   if (::stat(place.path(kUnfinishedName).c_str(), &unfinished) != 0) return 0;
@@ -228,7 +228,7 @@ Status lock_directory(Place& place, std::chrono::steady_clock::time_point deadli
     if (const int failed = lock_until(place.lock.get(), deadline); failed != 0) {
       return not_locked(place, path, failed);
     }
-    // Whoever could not format removed it together with what it had begun.
+    // A process that could not format removed it together with what it had begun.
     struct stat held{};
     struct stat named{};
     if (::fstat(place.lock.get(), &held) == 0 && ::stat(path.c_str(), &named) == 0 &&
@@ -500,7 +500,7 @@ Status open_places(std::vector<Place>& places,
       place.lock.reset();
       return status;
     }
-    // Whoever held it may have formatted it meanwhile.
+    // Its holder may have formatted it meanwhile.
     if (Status status = check_directory(place); !status.is_ok()) return status;
   }
 

@@ -23,9 +23,9 @@ inline constexpr uint32_t kSuperblockBytes = 4096;
 inline constexpr uint32_t kFormatMajor = 1;
 inline constexpr uint32_t kFormatMinor = 2;  // 1: durability of a job, 2: its weight
 
-/// What a superblock says. Four copies lie in each file, at 0, 1 MiB, end - 2 MiB and end - 1 MiB;
-/// a commit writes only the pair `sequence mod 2` (0: first and third, 1: second and fourth) of the
-/// lead volume, so that the other pair stays valid whatever happens to this write.
+/// The content of a superblock. Each file has four copies, at 0, 1 MiB, end - 2 MiB and end - 1
+/// MiB; a commit writes only the pair `sequence mod 2` (0: first and third, 1: second and fourth)
+/// of the lead volume, so that the other pair stays valid whatever happens to this write.
 struct Superblock {
   uint64_t sequence = 0;
   std::array<uint8_t, 16> set_uuid{};
@@ -115,7 +115,7 @@ struct InspectedCopy {
   SuperblockCopy copy;
   std::optional<Superblock> superblock;  // where it is valid
 };
-/// Of the block at `offset_bytes`, one of pair `pair`. An error only where it is of a newer format.
+/// Reads the block at `offset_bytes`, one of pair `pair`. An error only if its format is newer.
 Result<InspectedCopy> inspect_copy(std::span<const std::byte> block,
                                    uint64_t offset_bytes,
                                    uint64_t pair);
@@ -129,7 +129,7 @@ struct InspectedVolume {
   std::string path;
   OwnedFd file;  // for reading; O_DIRECT where the file system has it
   uint64_t bytes = 0;
-  /// Who holds it, such as "process 12"; empty where the shared lock is ours: for as long as `file`
+  /// Its holder, such as "process 12"; empty if the shared lock is ours: for as long as `file`
   /// is open no daemon starts on it.
   std::string holder;
   /// ok, or why the drive's cache could not be flushed before anything was read: what was read may

@@ -43,7 +43,7 @@ void finish_made_step(LedgerContents& contents, const ClosedStep& step, const Jo
         return shard.name == name && !shard.extents.empty();
       });
     }
-    // Where the staged bytes are in no slot, they became the buffer's already, or lie on disk.
+    // If the staged bytes are in no slot, they became the buffer's already, or lie on disk.
     if (old != nullptr && (staged != nullptr || is_on_disk)) old->role = SlotRole::retired;
     if (staged != nullptr) staged->owner = buffer_id;
     contents.shards[buffer_id].written = true;

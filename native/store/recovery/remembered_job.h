@@ -1,4 +1,4 @@
-// What the daemon before had of one job in memory, read and checked before anything is taken over.
+// One job as the daemon before had it in memory, read and checked before anything is taken over.
 #pragma once
 
 #include <cstdint>

@@ -47,7 +47,8 @@ Result<std::vector<JobRecord>> Commits::load_records(const std::function<Status(
     std::vector<std::byte> bytes;
     bytes.reserve(padded_bytes);
     for (const ExtentRecord& extent : from) {
-      // Of the continuation, not of this frame: the device may write to it after we gave up.
+      // It belongs to the continuation, not to this frame: the device may write to it after we gave
+      // up.
       struct Reading {
         BlockBytes block;
         std::optional<Status> finished;
@@ -199,7 +200,7 @@ void Commits::start_next() {
     const auto releasable = commit->source->mark_committing();
     commit->releasable.insert(commit->releasable.end(), releasable.begin(), releasable.end());
   }
-  // What the previous catalogue alone named.
+  // Extents that the previous catalogue alone named.
   for (const RootEntry& entry : root_.jobs) {
     if (entry.job_id != commit->job_id) continue;
     commit->releasable.insert(

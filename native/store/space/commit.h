@@ -59,7 +59,7 @@ class Commits {
   /// Which catalogue of the job is the last on disk: another number after each commit of it; 0: it
   /// has none.
   uint64_t catalogue_tag(uint64_t job_id) const;
-  /// Where it lies on disk; of job 0, the root. Valid until the next commit ends.
+  /// Its place on disk; for job 0, the root's. Valid until the next commit ends.
   std::span<const ExtentRecord> catalogue(uint64_t job_id) const;
   uint64_t take_job_id() { return root_.job_id_next++; }
   bool is_idle() const { return waiting_.empty() && !running_; }

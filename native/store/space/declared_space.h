@@ -1,4 +1,4 @@
-// What a job's shards need of its quotas once all of them are written and updated.
+// Space that a job's shards need of its quotas once all of them are written and updated.
 #pragma once
 
 #include <cstddef>
@@ -59,7 +59,7 @@ class DeclaredSpace {
   SpaceNeeded needed(const Durability& durability,
                      uint64_t arena_bytes_max,
                      uint64_t tile_count_replaced) const;
-  /// Of the encoded JobRecord, when everything is written, without the job's name.
+  /// Bytes of the encoded JobRecord, when everything is written, without the job's name.
   uint64_t catalogue_bytes() const { return catalogue_bytes_; }
   /// What the daemon keeps of the shards beside the pool: records, labels and their copies in the
   /// ledger. bench_growth.py measures it; this is above.

@@ -32,7 +32,7 @@ class JobSpace {
   // The quota. Between two commits it counts superseded extents, too.
   uint64_t quota_bytes() const { return quota_bytes_; }
   void set_quota_bytes(uint64_t bytes) { quota_bytes_ = bytes; }
-  /// What the job's catalogue takes of it, on disk and as the next commit writes it.
+  /// The part that the job's catalogue takes, on disk and as the next commit writes it.
   uint64_t metadata_bytes() const { return metadata_bytes_; }
   void set_metadata_bytes(uint64_t bytes) { metadata_bytes_ = bytes; }
   uint64_t used_bytes() const { return used_bytes_; }

@@ -126,7 +126,7 @@ Status read_once(const InspectedVolume& volume, uint64_t offset_bytes, std::span
   return Status::ok();
 }
 
-/// What the daemon itself does: a mismatch is read once more.
+/// As the daemon itself does: a mismatch is read once more.
 Status read_verified(const Set& set, const ExtentRecord& extent, std::span<std::byte> into) {
   const InspectedVolume& volume = set.volumes[extent.address.device];
   for (int attempt = 0; attempt < 2; ++attempt) {

@@ -99,7 +99,7 @@ struct ListedVolumes {
 
 /// One volume of a set, whether or not the others are there.
 Result<CheckedVolume> inspect_alone(const std::string& directory);
-/// What `memd volume list` shows, of a set that may be in use: then its jobs may be a commit old.
+/// The view of `memd volume list`. The set may be in use: then its jobs may be a commit old.
 Result<ListedVolumes> list_volumes(const std::vector<std::string>& directories);
 
 }  // namespace memd

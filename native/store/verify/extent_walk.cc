@@ -25,7 +25,7 @@ size_t ExtentPlaces::owner_count(const ExtentPlace& place) const {
   const auto job = jobs_.verified(place.job_id);
   if (!job) return 0;
   if (place.kind == Kind::bytes) return job->shards.entries().size();
-  // What the disk holds of a job without durability is nobody's.
+  // Extents on disk of a job without durability are nobody's.
   return job->durable.undurable_since() != 0 ? 0 : job->durable.bucket_count();
 }
 
@@ -137,7 +137,7 @@ void ExtentWalk::begin(std::optional<std::set<uint64_t>> only) {
   only_ = std::move(only);
   cursor_ = {};
   at_end_ = false;
-  // Where the root is not asked for, the first job is met at the end of this empty place.
+  // If the root is not asked for, the first job is met at the end of this empty place.
   if (only_) cursor_.index = std::numeric_limits<size_t>::max() - 1;
 }
 

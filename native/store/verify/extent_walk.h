@@ -17,7 +17,7 @@
 
 namespace memd {
 
-/// What a walk over a job's extents looks at, valid while nothing else runs.
+/// One job as a walk over its extents sees it, valid while nothing else runs.
 struct VerifiedJob {
   const std::string& name;
   const Shards& shards;
@@ -75,7 +75,7 @@ class ExtentPlaces {
   size_t owner_count(const ExtentPlace& place) const;
   size_t index_count(const ExtentPlace& place) const;
   const VerifiedJobs& jobs() const { return jobs_; }
-  /// Of state; catalogues and root beside it.
+  /// Bytes of state, without catalogues and root.
   uint64_t state_bytes(uint64_t job_id) const;
 
  private:

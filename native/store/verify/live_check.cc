@@ -14,7 +14,7 @@ namespace {
 
 // Findings that nobody fetched: a volume that is all damage is not gathered in memory.
 constexpr size_t kFindingsWaiting = 256;
-// Who began a check asks some ten times a second.
+// The caller that began a check asks some ten times a second.
 constexpr uint64_t kForgottenNs = 30ull * 1'000'000'000;
 constexpr uint64_t kQuietIntervalNs = 1'000'000;
 
@@ -157,7 +157,7 @@ void LiveCheck::told(uint64_t check_id,
 
 void LiveCheck::add_finding(const ExtentWalk::Found& found, Verdict verdict, const Status& status) {
   const ExtentRecord& extent = found.extent;
-  // What can't be read is no clean bill, whatever the bytes are.
+  // Bytes that can't be read are no clean bill, whatever they are.
   CheckFinding finding{.is_lost = verdict == Verdict::lost || verdict == Verdict::unread,
                        .path = parts_.extents.path(extent.address.device),
                        .offset_bytes = extent.address.offset_bytes,

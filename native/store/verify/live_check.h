@@ -45,7 +45,7 @@ class LiveCheck {
   Result<uint64_t> begin(LiveCheckRequest request);
   /// An error ends it: it was ended before, or something could not be read for the moment.
   Result<LiveCheckProgress> progress(uint64_t check_id);
-  /// What is in flight is finished. Nothing where it ended before.
+  /// Finishes what is in flight. Nothing if it ended before.
   void end(uint64_t check_id);
   /// At the daemon's end.
   void give_up();

@@ -5,14 +5,14 @@
 namespace memd {
 namespace {
 
-// What is small is not read again and again.
+// A small job is not read again and again.
 constexpr uint64_t kPassIntervalNs = 3600ull * 1'000'000'000;
 
 }  // namespace
 
 void Scrub::set_rate(uint64_t bytes_per_second) {
   rate_ = bytes_per_second;
-  // What was read before does not hold back a faster one.
+  // Bytes that were read before do not hold back a faster one.
   due_ns_ = std::min(due_ns_, clock_.now_ns());
   if (rate_ == 0 && is_idle()) verification_.free_memory();
 }

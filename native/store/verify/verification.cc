@@ -33,7 +33,7 @@ void Verification::begin(const ExtentWalk::Found& found, Told told) {
 void Verification::unread(const Status& status) {
   const ExtentPlace& place = found_.place;
   if (!parts_.places.names(place, found_.extent)) return finish(Verdict::released, Status::ok());
-  // What memory has as well needs no further try.
+  // Bytes that memory has as well need no further try.
   if (place.kind == ExtentPlace::Kind::catalogue) parts_.write_anew(place.job_id);
   finish(Verdict::unread,
          parts_.extents.unreadable(found_.extent, parts_.places.describe(place), status));

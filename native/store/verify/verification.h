@@ -21,7 +21,7 @@ struct VerificationParts {
   std::function<void(uint64_t job_id)> write_anew;
 };
 
-/// What an extent turned out to be, in the moment in which it was compared for the last time.
+/// The verdict on an extent, from the moment in which it was compared for the last time.
 enum class Verdict : uint8_t {
   whole,
   released,  // no longer named: its place may hold anything
@@ -42,7 +42,7 @@ class Verification {
   /// A mismatch is read once more. `told` may begin the next one.
   void begin(const ExtentWalk::Found& found, Told told);
   bool is_running() const { return told_ != nullptr; }
-  /// Of one that does not run.
+  /// The state of one that does not run.
   void free_memory() { buffer_.reset(); }
 
  private:
