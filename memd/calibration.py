@@ -42,7 +42,7 @@ _TRUSTED = 0.8
 _FILE_BYTES = 256 * _MIB
 # Written first: how long the whole file takes, without having to wait for it.
 _PROBE_BYTES = 4 * _MIB
-# Of the time for all; the rest is for measuring.
+# A part of the time for all; the rest is for measuring.
 _WRITING_PART = 0.5
 # Seconds of one measurement: some 50 MiB on a drive of 2 GB/s.
 _RUN_S = 0.025
@@ -99,7 +99,7 @@ def limits_in_use(folder: Path, *, depth: int) -> tuple[Limits, str]:
 
 
 def read(folder: Path) -> Limits | None:
-    """What was kept; None where nothing was. ValueError says why it cannot be used."""
+    """The kept calibration; None if there is none. ValueError says why it cannot be used."""
     try:
         text = (folder / FILE_NAME).read_text(encoding="utf-8")
     except FileNotFoundError:

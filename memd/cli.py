@@ -16,7 +16,7 @@ from memd.printing import print_json, print_table
 from memd.refusal import Refused, StatusCode
 from memd.sizes import format_size
 
-# What a command alone needs is imported by it: `memd serve` stays light, `memd config` quick.
+# A command imports what it alone needs: `memd serve` stays light, `memd config` quick.
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Commands(click.Group):
-    """What only some need is imported when it is called: `memd demo` needs torch."""
+    """Imports a command's own needs when it is called: `memd demo` needs torch."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return sorted([*super().list_commands(context), "bench", "demo"])

@@ -117,7 +117,7 @@ class DaemonClient:
     def check(self, job: str) -> Generator[check_pb2.CheckResponse]:
         """Progress, and the report in the last message; leaving the iterator ends the check."""
         stub = check_pb2_grpc.CheckServiceStub(self._channel)
-        # Of no bounded length: the daemon tells ten times a second that it is alive.
+        # Without a bound on its length: the daemon tells ten times a second that it is alive.
         answers = stub.Check(check_pb2.CheckRequest(job=job), metadata=self._metadata)
         try:
             yield from answers

@@ -71,7 +71,7 @@ class Settings:
         return self.socket.with_name("holder.sock")
 
 
-# What a running daemon takes over on SIGHUP.
+# Settings that a running daemon takes over on SIGHUP.
 RELOADABLE = ("log_format", "log_level", "max_jobs", "scrub")
 
 

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 # From SIGTERM to the end of the process.
 DRAIN_S = 30.0
-# Of these, calls that are under way get most; then the data plane makes everything durable.
+# Calls that are under way get most of it; then the data plane makes everything durable.
 _CALLS_S = 20.0
 # How often the keeper and the volumes are looked after: nothing tells when one takes nothing any
 # more.
@@ -49,7 +49,7 @@ _LOOK_S = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What is said by who starts the daemon, not by a configuration."""
+    """Settings from the daemon's starter, not from a configuration."""
 
     parent_pid: int | None = None  # drains when this process dies
     lock_required: bool = True  # False: a pool that cannot be locked is used unlocked
@@ -165,13 +165,13 @@ class Daemon:
             log.info("no holder", extra={"reason": "holder_seconds is 0"})
             yield None
             return
-        # Where it does not start, what the daemon before left stays for the next one.
+        # If it does not start, what the daemon before left stays for the next one.
         is_needed = bool(keeper.kept)
         try:
             yield keeper
             is_needed = self._somebody_returns
         except BaseException:
-            # Where the end fails, not all that counts is on disk.
+            # If the end fails, not all that counts is on disk.
             is_needed = is_needed or self._has_served
             raise
         finally:
@@ -426,7 +426,7 @@ def _raise_descriptor_limit() -> None:
 
 
 def _shared_bytes() -> int:
-    """Of this process, as they are counted while the pool's segments are touched."""
+    """Shared bytes of this process, as they are counted while the pool's segments are touched."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     values = dict(line.split(":", 1) for line in lines)
     return int(values["RssShmem"].split()[0]) << 10

@@ -24,7 +24,7 @@ import sys
 import time
 from pathlib import Path
 
-# Of one packet; the kernel takes 253.
+# Descriptors of one packet; the kernel takes 253.
 DESCRIPTORS_MAX = 64
 PACKET_BYTES_MAX = 16 * 1024
 END = b"HOLDER_END=1\n"
@@ -223,7 +223,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _say(text: str) -> None:
-    # Whoever read our output may be gone.
+    # The reader of our output may be gone.
     with contextlib.suppress(OSError):
         sys.stderr.write(f"memd holder {os.getpid()}: {text}\n")
         sys.stderr.flush()

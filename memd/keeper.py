@@ -1,4 +1,4 @@
-"""Who keeps the daemon's descriptors while there is no daemon: systemd's store, or a holder."""
+"""Keepers of the daemon's descriptors while there is no daemon: systemd's store, or a holder."""
 
 from __future__ import annotations
 

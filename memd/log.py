@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# What every record has; the rest of its attributes are the event's values.
+# Attributes of every record; the rest are the event's values.
 _RECORD_FIELDS = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 # syslog's severities, which sd-daemon(3) reads from the start of a line.
 _PRIORITIES = {"DEBUG": 7, "INFO": 6, "WARNING": 4, "ERROR": 3, "CRITICAL": 2}

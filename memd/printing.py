@@ -1,4 +1,4 @@
-"""What commands write on stdout: a table for people, JSON for programs."""
+"""Output of commands: a table for people, JSON for programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the control plane refuses, in the codes that the data plane uses too."""
+"""Refusals of the control plane, in the codes that the data plane uses too."""
 
 from __future__ import annotations
 

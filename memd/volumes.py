@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memd_native import CheckedJob, CheckedVolume
     from memd_proto.v1 import check_pb2
 
-# What a check finds, as a failed command: the volumes are damaged. All else is wrong use.
+# The exit code where a check finds damage. All else is wrong use.
 _DAMAGE = {StatusCode.INTEGRITY, StatusCode.DEVICE}
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """What runs measured in `unit`, and those of the limit, which alternated with them."""
+    """Runs, measured in `unit`, and those of the limit, which alternated with them."""
 
     name: str
     unit: str

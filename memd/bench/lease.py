@@ -84,7 +84,7 @@ def _pair(
 
 
 def _time(make: Callable[[], torch.Tensor], count: int) -> _Times:
-    """Of a tensor that is made and let go."""
+    """Times of a tensor that is made and let go."""
     times = []
     for _ in range(count):
         start = perf_counter_ns()

@@ -1,4 +1,4 @@
-"""What a figure was measured on."""
+"""The machine that a figure was measured on."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def describe_machine() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
         "instructions": isa_names()[-1],
-        # Of the minute before: whoever measures on a busy machine sees it here.
+        # The load of the minute before: a busy machine shows here.
         "load": os.getloadavg()[0],
     }
 
 
 def file_system(folder: Path) -> str:
-    """Of the mount that `folder` lies on, such as "ext4"."""
+    """The file system that `folder` lies on, such as "ext4"."""
     folder = folder.resolve()
     best, kind = Path("/"), "unknown"
     for line in Path("/proc/mounts").read_text().splitlines():

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMeasured:
-    """Of one step, means of a round."""
+    """Times of one step, means of a round."""
 
     seconds: float
     read_bytes: float
@@ -34,7 +34,7 @@ class StepMeasured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartsAlone:
-    """What one step needs, each part measured by itself in the same round; CPU seconds."""
+    """The needs of one step, each part measured by itself in the same round; CPU seconds."""
 
     compute_seconds: float  # forward and backward in memory, all threads together
     adam_seconds: float

@@ -129,7 +129,7 @@ class MeasuredTraining:
         self._step += 1
 
     def _moved_bytes(self) -> tuple[int, int]:
-        """Of all devices; verification in the background is no part of a step."""
+        """Bytes of all devices; verification in the background is no part of a step."""
         status = self._meter.status()
         return (
             sum(device.read_bytes for device in status.devices) - status.scrub.bytes,
@@ -137,7 +137,7 @@ class MeasuredTraining:
         )
 
     def _wait_until_idle(self) -> None:
-        """What is measured next must not share the machine with the daemon's work."""
+        """The next measurement must not share the machine with the daemon's work."""
         _ = self._session.committed_step
         deadline = time.monotonic() + _IDLE_S_MAX
         while any(each.priority != "scrub" for each in self._meter.in_flight().activities):

@@ -1,4 +1,4 @@
-"""What the demo says while it runs and when it has finished."""
+"""The demo's words while it runs and when it has finished."""
 
 import statistics
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What one run of the demo is asked to do."""
+"""Settings of one run of the demo."""
 
 from dataclasses import dataclass
 from pathlib import Path

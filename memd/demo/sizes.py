@@ -1,4 +1,4 @@
-"""What a model needs in memory and on disk. Each size is a sum with a name for every term."""
+"""A model's needs in memory and on disk. Each size is a sum with a name for every term."""
 
 from dataclasses import dataclass, fields
 

@@ -98,7 +98,7 @@ def train(
 
         clipping.step()
         scheduler.step()
-        # What it does beside the progress line would be in nobody's time.
+        # Its work beside the progress line would be in nobody's time.
         finish_step()
         clock.append(time.perf_counter())
 

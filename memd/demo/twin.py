@@ -133,7 +133,7 @@ def read_parameters(path: Path, model: nn.Module) -> Iterator[tuple[str, nn.Para
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
-    """What the twin left behind, on disk rather than in the memory that is measured next."""
+    """The twin's results, on disk rather than in the memory that is measured next."""
 
     losses: list[float]
     parameters: Path

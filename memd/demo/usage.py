@@ -1,4 +1,4 @@
-"""What the daemon and the session report, read between steps."""
+"""Reports of the daemon and the session, read between steps."""
 
 import memd_client
 from memd.client import DaemonClient

@@ -1,4 +1,4 @@
-"""Whose job it is: a user has own jobs; root and the daemon's user administer all."""
+"""Owners of jobs: a user has own jobs; root and the daemon's user administer all."""
 
 from __future__ import annotations
 

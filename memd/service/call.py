@@ -1,4 +1,4 @@
-"""What stands before every call: the caller's token, a deadline, and errors as gRPC statuses."""
+"""Checks before every call: the caller's token, a deadline, and errors as gRPC statuses."""
 
 from __future__ import annotations
 

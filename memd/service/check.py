@@ -34,7 +34,7 @@ class CheckService:
             whole=not request.job and access.administers_all(uid),
         )
         try:
-            # Whoever cancels is found out here: gRPC closes no generator that it does not ask.
+            # A cancelled call is found out here: gRPC closes no generator that it does not ask.
             while call.context.is_active():
                 progress = self._server.check_progress(check_id)
                 answer = check_pb2.CheckResponse(
