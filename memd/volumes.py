@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memd_native import CheckedJob, CheckedVolume
     from memd_proto.v1 import check_pb2
 
-# The exit code where a check finds damage. All else is wrong use.
+# Codes of a check that finds the volumes damaged. All else is wrong use.
 _DAMAGE = {StatusCode.INTEGRITY, StatusCode.DEVICE}
 
 
