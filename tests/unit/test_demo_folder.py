@@ -95,7 +95,9 @@ def test_the_folder_is_gone_after_an_interrupt() -> None:
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
 def test_the_folder_is_gone_when_the_process_is_told_to_end(signal_number: int) -> None:
     program = (
-        "import sys, time; from pathlib import Path\n"
+        "import signal, sys, time; from pathlib import Path\n"
+        # A shell's background jobs, and what they start, ignore it.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from memd.demo.folder import volume_folder\n"
         "with volume_folder(Path(sys.argv[1]), bytes_needed=1) as folder:\n"
         "    (folder / 'memd.volume').write_bytes(b'state')\n"
