@@ -17,9 +17,9 @@ namespace memd {
 /// Bytes that the server thread may move in one turn: some 10 µs. Test builds abort above it.
 inline constexpr uint64_t kTurnBytesMax = 64_KiB;
 
-/// Where the server thread still moves more than a turn may. A place leaves the table when workers
-/// do its work; nothing may join (tests/native/bulk_bytes_test.cc prints the table and holds its
-/// length).
+/// Places that still move more on the server thread than a turn may. One leaves the table when
+/// workers do its work; nothing may join (tests/native/bulk_bytes_test.cc prints the table and
+/// holds its length).
 enum class OwedPlace : uint8_t {
   lease_slot_copied,
   lease_gradient_zeroed,

@@ -24,7 +24,10 @@ DECISIONS = ROOT / "docs" / "decisions"
 OVERVIEW_WORDS_MAX = 2500
 DIAGRAMS = {"flowchart", "sequenceDiagram", "stateDiagram-v2"}
 # How many files each path of the overview may touch, by its heading.
-PATH_FILES_MAX = {"A resident `get`": 5, "A miss": 12, "A gradient to its commit": 11}
+PATH_FILES_MAX = {"A resident `get`": 5, "A miss": 12, "A gradient to its commit": 10}
+# Longer than that by now; no other may follow, and these may not grow. BucketUpdate came between
+# the step and its tile tasks.
+PATH_FILES = {"A gradient to its commit": 11}
 # Folders in which a name is looked up where more than one file of the repository could be meant.
 SOURCES = ("native", "memd", "client")
 # A file's name ends like this: `volume.h`, `memd/attach.py`, `tests/bench/results/bench_io.json`.
@@ -196,7 +199,8 @@ def test_the_overview_is_short_and_has_pictures() -> None:
 @pytest.mark.parametrize("heading", PATH_FILES_MAX)
 def test_a_path_of_the_overview_touches_few_files(heading: str) -> None:
     named = {file for file, _ in REFERENCE.findall(sections(OVERVIEW)[heading])}
-    assert 3 <= len({find(file) for file in named}) <= PATH_FILES_MAX[heading]
+    files_max = PATH_FILES.get(heading, PATH_FILES_MAX[heading])
+    assert 3 <= len({find(file) for file in named}) <= files_max
 
 
 def test_the_overview_lists_folders_in_the_order_of_their_includes() -> None:

@@ -184,7 +184,7 @@ EXPOSED_DATA = {
     "client OpenStep": 2,
     "native Entry": 16,
     "native EntryTable::Chunk": 2,
-    "native Job": 18,
+    "native Job": 17,
     "native LeaseWaiter": 9,
     "native PinCount": 2,
     "native SessionPlan": 4,

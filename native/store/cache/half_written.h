@@ -1,4 +1,4 @@
-// What a writer that is gone left in the arena of one job: nothing of it is ever read, and what
+// Bytes that a writer which is gone left in the arena of one job: none is ever read, and what
 // others wrote beside it stays.
 #pragma once
 

@@ -23,7 +23,7 @@ class PinIndexes {
   std::unordered_map<uint32_t, std::vector<uint32_t>> free_;
 };
 
-/// Of one counter of a slot. What a session's memory says is its client's word: it is bounded by
+/// Pins of one counter of a slot. A session's memory holds its client's word: it is bounded by
 /// what 16 bits hold, and adds up with no other half and no other session's.
 struct PinCount {
   uint64_t readers = 0;

@@ -61,7 +61,7 @@ bool PlanProgress::follow_uses(Session& session) {
       wanted = std::min(left, cut->use_tail > head ? cut->use_tail - head : 0);
     }
     uses_.clear();
-    // Where some are missing the plan finds its place again, and counters are short of them.
+    // If some are missing, the plan finds its place again, and counters are short of them.
     session.ring.take_uses(&uses_, wanted);
     if (!uses_.empty() && plan != nullptr) {
       follow(session, uses_);
@@ -111,7 +111,7 @@ void PlanProgress::follow(Session& session, std::span<const Use> uses) {
 }
 
 void PlanProgress::note_followed(SessionPlan& plan, std::span<const uint32_t> used_ids) {
-  // What was brought up for uses that did not come takes no place in the window any more.
+  // Bytes brought up for uses that did not come take no place in the window any more.
   for (const uint32_t passed : plan.followed(used_ids, parts_.policy.residents()))
     parts_.window.end(*parts_.shards.entry(passed));
 }

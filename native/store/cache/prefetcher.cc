@@ -109,7 +109,7 @@ uint64_t Prefetcher::uses_until_room(const SessionPlan& plan) const {
 
 bool Prefetcher::may_prefetch(const Entry& entry) const {
   if (entry.kind != EntryKind::bytes) {
-    // What a step is to begin with has to stand still for it. What it has updated does not.
+    // An entry that a step begins with stands still for it. One that it has updated does not.
     const ShardIds& held = parts_.shards.bucket(entry.owner).shards;
     const bool is_in_closed_step = std::any_of(held.begin(), held.end(), [this](uint32_t id) {
       return parts_.shards[id].gradient_session == kSealedGradient;

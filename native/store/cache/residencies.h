@@ -18,7 +18,7 @@ namespace memd {
 class ResidencyGates {
  public:
   virtual ~ResidencyGates() = default;
-  /// Where the entry's value as of the step to come is, if anywhere: while it is there the entry
+  /// The slot of the entry's speculative value, if there is one: while it is there the entry
   /// stays in the policy's order.
   virtual const Slot* early_slot(const Entry& entry) const = 0;
   /// The shard has bytes that the next commit should write down.

@@ -86,7 +86,7 @@ void Room::evict(const Victim& victim) {
     parts_.counters.evicted_bytes += entry.bytes;
     return parts_.gates.free_early_slot(entry);
   }
-  // Who leased it without a request since we looked is seen now: whoever asks again finds it
+  // A client that leased it without a request since we looked is seen now: a second try finds it
   // pinned.
   if (!parts_.table.take_away(entry) && !MEMD_PLANTED("evict.leased_slot")) return;
   MEMD_FAILPOINT("evict.chosen");

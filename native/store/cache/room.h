@@ -23,10 +23,10 @@ class Room {
   /// nullptr where there is no room at this moment. `may_spill`: there may be some later, of which
   /// nobody is told.
   std::unique_ptr<Slot> make(uint64_t bytes, uint32_t pin_count, bool may_spill);
-  /// What goes first, as far as it makes room for `bytes` in one piece: nothing goes for a hole
-  /// that is too small. `distance_min`: only what is used so many uses from now, or later, as far
-  /// as plans know. False where nothing went; after true there may still be no room, where a client
-  /// leased meanwhile what was to go.
+  /// Evicts in the policy's order, if that makes room for `bytes` in one piece: nothing goes for a
+  /// hole that is too small. `distance_min`: only what is used so many uses from now, or later, as
+  /// far as plans know. False where nothing went; after true there may still be no room, where a
+  /// client leased meanwhile what was to go.
   bool evict_for(uint64_t bytes,
                  uint64_t distance_min = 0,
                  uint64_t evicted_bytes_max = std::numeric_limits<uint64_t>::max());
