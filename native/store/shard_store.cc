@@ -461,7 +461,7 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   session->ring.end_resident_leases();
   const std::list<LeaseWaiter> given_up = job.waiters().take(
       [&](const LeaseWaiter& waiter) { return waiter.request.session_id == session_id; });
-  const uint32_t leases_before = job.slots().lease_count();
+  const uint32_t lease_count = job.slots().lease_count(*session);
   MEMD_FAILPOINT("session.before_discard");
   // Only then, so that a daemon that takes over meanwhile ends the session again.
   const auto discarded = Join::start([this, &job, session, session_id](const Status&) {
@@ -482,7 +482,6 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   job.state().early().forget_session(session_id);
   job.plans().end(*session);
   sessions_.remove(session_id);
-  const uint32_t leases_after = job.slots().lease_count();
   if (job.memory != nullptr) job.slots().free_retired();
   drop_gradients_of(job, [session_id](const Shard& shard) {
     if (MEMD_PLANTED("session.sealed_gradients_dropped")) return shard.gradient_session != 0;
@@ -492,7 +491,7 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   for (const LeaseWaiter& waiter : given_up) {
     waiter.reply(error(StatusCode::fenced, "the session has ended: ", session_id), {});
   }
-  return leases_before - leases_after;
+  return lease_count;
 }
 
 void ShardStore::detach_all() {

@@ -284,6 +284,26 @@ TEST_F(ServerTest, clients_in_many_threads_read_what_each_of_them_put) {
   EXPECT_GT(statistics().jobs.at(0).counters.spilled_bytes, 0u) << "18 MiB in 12";
 }
 
+TEST_F(ServerTest, a_session_that_ends_counts_no_lease_of_another_one) {
+  start();
+  const uint64_t job = open("job");
+  const Client reader = attach(job);
+  const uint32_t shard = declare(reader, blob("read", 4096));
+  fill(reader, shard, 1);
+  std::atomic<bool> is_over = false;
+  std::thread reading([&] {
+    while (!is_over) expect_filled(reader, shard, 1);
+  });
+  for (int round = 0; round < 500; ++round) {
+    const Client client = attach(job);
+    const auto leases = server_->detach(client.session_id);
+    ASSERT_TRUE(leases.is_ok());
+    EXPECT_EQ(leases.value(), 0u);
+  }
+  is_over = true;
+  reading.join();
+}
+
 TEST_F(ServerTest, an_attach_whose_caller_gave_up_leaves_no_session) {
   start();
   const uint64_t job_id = open("job");

@@ -152,6 +152,19 @@ uint32_t Slots::lease_count() const {
   return static_cast<uint32_t>(count);
 }
 
+uint32_t Slots::lease_count(const Session& session) const {
+  uint64_t count = 0;
+  visit_all([&](const Slot& slot) {
+    for (uint32_t i = 0; i < slot.pin_count(); ++i) {
+      PinCount pins;
+      pins.add(session.ring.pins(slot.pin_first + i));
+      count += pins.all();
+    }
+    return false;
+  });
+  return static_cast<uint32_t>(count);
+}
+
 void Slots::pin_for_service(Slot& slot, uint32_t index, uint32_t pin) {
   slot.service_pins[index] += pin;
   ++service_lease_count_;

@@ -59,6 +59,8 @@ class Slots {
   /// Whether any pin in the arena belongs to somebody else.
   bool pinned_by_others(uint64_t session_id) const;
   uint32_t lease_count() const;
+  /// Of one session: others take and give back pins in shared memory at any moment.
+  uint32_t lease_count(const Session& session) const;
   /// Leases of the daemon itself, which end with release_service().
   void pin_for_service(Slot& slot, uint32_t index, uint32_t pin);
   void release_service(Slot& slot, uint32_t index, uint32_t pin);
