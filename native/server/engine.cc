@@ -111,14 +111,14 @@ Status Engine::prepare(const ServerOptions& options, KeptDescriptors kept) {
   report_.io_engine = std::string(io_->name());
   report_.io_engine_reason = queue.value().reason;
 
-  extents_ = std::make_unique<ExtentStore>(*io_, std::move(volumes).value(), clock_);
-  for (uint16_t device = 0; device < limits.value().size(); ++device) {
-    io_->set_limits(device, limits.value()[device]);
-  }
   const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
   workers_ = std::make_unique<UpdateWorkers>(
       options.update_thread_count == 0 ? cores : options.update_thread_count, wake_.get());
   if (!workers_->status().is_ok()) return workers_->status();
+  extents_ = std::make_unique<ExtentStore>(*io_, *workers_, std::move(volumes).value(), clock_);
+  for (uint16_t device = 0; device < limits.value().size(); ++device) {
+    io_->set_limits(device, limits.value()[device]);
+  }
   store_ = std::make_unique<ShardStore>(ShardStoreParts{.pool = *pool_,
                                                         .io = *io_,
                                                         .extents = *extents_,
@@ -146,6 +146,7 @@ Status Engine::turn_of_start() {
   uint64_t count = 0;
   MEMD_CHECK(read(wake_.get(), &count, sizeof(count)) > 0 || errno == EAGAIN || errno == EINTR);
   io_->reap();
+  workers_->reap();
   const auto open = io_->in_flight();
   if (open.empty() || open.front().age_ns < kStartReadNs) return Status::ok();
   return error(StatusCode::deadline,

@@ -13,10 +13,10 @@
 #include "base/descriptor_keeper.h"
 #include "base/owned_fd.h"
 #include "base/status.h"
+#include "base/workers.h"
 #include "io/io_queue.h"
 #include "store/shard_store.h"
 #include "store/space/extent_store.h"
-#include "store/state/workers.h"
 
 namespace memd {
 
@@ -91,8 +91,8 @@ class Engine {
   // Destroyed in reverse: the store before what it uses.
   std::unique_ptr<Pool> pool_;
   std::unique_ptr<IoQueue> io_;
-  std::unique_ptr<ExtentStore> extents_;
   std::unique_ptr<UpdateWorkers> workers_;
+  std::unique_ptr<ExtentStore> extents_;
   std::unique_ptr<ShardStore> store_;
 };
 

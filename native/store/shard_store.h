@@ -31,7 +31,7 @@
 #include "store/recovery/remembered_job.h"
 #include "store/space/commit.h"
 #include "store/space/extent_store.h"
-#include "store/state/workers.h"
+#include "base/workers.h"
 #include "store/statistics.h"
 #include "store/verify/extent_walk.h"
 #include "store/verify/live_check.h"

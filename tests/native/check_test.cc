@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/eventfd.h>
 #include <sys/file.h>
 
 #include <cstdlib>
@@ -13,7 +14,9 @@
 #include <vector>
 
 #include "base/checksum.h"
+#include "base/owned_fd.h"
 #include "base/units.h"
+#include "base/workers.h"
 #include "few_threads.h"
 #include "io/io_queue.h"
 #include "store/space/commit.h"
@@ -168,11 +171,14 @@ class CheckTest : public testing::Test {
     if (!set.is_ok()) return set.status();
     auto io = make_io_queue({.engine = IoEngine::threads, .depth = 4});
     const SteadyClock clock;
-    ExtentStore extents(*io.value().queue, std::move(set).value(), clock);
+    const OwnedFd wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    UpdateWorkers workers(1, wake.get());
+    ExtentStore extents(*io.value().queue, workers, std::move(set).value(), clock);
     Commits commits(extents, clock);
     return commits
-        .load([&io] {
+        .load([&] {
           io.value().queue->reap();
+          workers.reap();
           std::this_thread::yield();
           return Status::ok();
         })

@@ -155,13 +155,14 @@ class FairShares : public ::testing::Test {
   }
   bool work() {
     if (heart_->clock.now_ns() < worker_until_ns_) return false;
-    const auto cost = heart_->workers().run_next();
-    if (cost && setting_.workers_take_time) {
+    const auto order = heart_->workers().run_next();
+    if (order && setting_.workers_take_time) {
       const uint64_t bytes_per_second = per_second(setting_.speed, 128_MiB);
-      worker_until_ns_ = heart_->clock.now_ns() + cost->bytes * 1'000'000'000 / bytes_per_second;
+      worker_until_ns_ = heart_->clock.now_ns() + order->bytes * 1'000'000'000 / bytes_per_second;
     }
-    if (cost) updated_[cost->job.value] += setting_.shard_elements;
-    return cost.has_value();
+    if (order && order->kind == WorkKind::update)
+      updated_[order->job.value] += setting_.shard_elements;
+    return order.has_value();
   }
   /// For whichever of disk and worker is done first.
   bool wait_for_machine() {

@@ -4,13 +4,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <map>
 #include <random>
 #include <vector>
 
 #include "base/units.h"
-#include "store/state/work_queue.h"
+#include "base/work_queue.h"
 
 namespace memd::testing {
 namespace {
@@ -217,8 +218,8 @@ TEST(JobWeight, a_weight_out_of_range_is_refused_in_one_sentence) {
 
 class Works : public ::testing::Test {
  protected:
-  void add(JobId job, uint64_t bytes, int tag = 0) {
-    queue_.add({.cost = {.job = job, .bytes = bytes},
+  void add(JobId job, uint64_t bytes, int tag = 0, WorkKind kind = WorkKind::update) {
+    queue_.add({.order = {.job = job, .bytes = bytes, .kind = kind},
                 .work = [] {},
                 .done = [this, tag] { order_.push_back(tag); }});
   }
@@ -227,7 +228,7 @@ class Works : public ::testing::Test {
     EXPECT_TRUE(work.has_value());
     if (!work) return {};
     work->done();
-    return work->cost.job;
+    return work->order.job;
   }
 
   WorkQueue queue_;
@@ -255,6 +256,20 @@ TEST_F(Works, a_jobs_own_work_is_done_in_its_order) {
   EXPECT_TRUE(std::is_sorted(of_b.begin(), of_b.end()));
 }
 
+TEST_F(Works, bytes_that_somebody_waits_for_go_before_updates_of_the_same_job_only) {
+  for (int i = 0; i < 4; ++i) {
+    add(kA, 3_MiB, 1);
+    add(kB, 3_MiB, 3);
+  }
+  for (int i = 0; i < 4; ++i) add(kA, 3_MiB, 2, WorkKind::bytes);
+  std::array<int, 2> count{};
+  for (int i = 0; i < 8; ++i) ++count[take() == kA ? 0 : 1];
+  EXPECT_EQ(count[0], 4);
+  std::erase(order_, 3);
+  EXPECT_EQ(order_, std::vector<int>(4, 2));
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(take(), kA);
+}
+
 TEST_F(Works, jobs_that_always_have_work_get_bytes_by_weight) {
   queue_.set_weight(kA, JobWeight::of(3).value());
   for (int i = 0; i < 4000; ++i) {
@@ -265,7 +280,7 @@ TEST_F(Works, jobs_that_always_have_work_get_bytes_by_weight) {
   std::map<JobId, uint64_t> done;
   for (int i = 0; i < 4000; ++i) {
     const auto work = queue_.take();
-    done[work->cost.job] += work->cost.bytes;
+    done[work->order.job] += work->order.bytes;
   }
   EXPECT_NEAR(part(done, kA), 0.75, 0.01);
 }

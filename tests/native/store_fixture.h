@@ -182,10 +182,10 @@ class Heart {
              .automatic = true,
              .clock = &clock,
              .bytes_per_second = options.bytes_per_second}),
-        extents_(io_, volume_set(*disk), clock),
         workers_(options.workers_by_hand
                      ? std::make_unique<UpdateWorkers>(UpdateWorkers::ByHand{}, wake_.get())
-                     : std::make_unique<UpdateWorkers>(options.worker_count, wake_.get())) {
+                     : std::make_unique<UpdateWorkers>(options.worker_count, wake_.get())),
+        extents_(io_, *workers_, volume_set(*disk), clock) {
     TestKeeper* const keeper = options.keeper;
     KeptDescriptors kept;
     if (keeper != nullptr) kept = keeper->hand_over();
@@ -207,6 +207,9 @@ class Heart {
     loaded = store_->load(
         [&] {
           io_.reap();
+          while (options.workers_by_hand && workers_->run_next()) {
+          }
+          workers_->reap();
           clock.advance(1'000'000);
           options.while_loading(io_.memory());
           return Status::ok();
@@ -426,8 +429,8 @@ class Heart {
   OwnedFd wake_;
   std::unique_ptr<Pool> pool_;
   DiskQueue io_;
-  ExtentStore extents_;
   std::unique_ptr<UpdateWorkers> workers_;
+  ExtentStore extents_;
   std::unique_ptr<ShardStore> store_;
 };
 

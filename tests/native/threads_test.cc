@@ -10,7 +10,7 @@
 #include "base/owned_fd.h"
 #include "few_threads.h"
 #include "io/io_queue.h"
-#include "store/state/workers.h"
+#include "base/workers.h"
 
 namespace memd {
 namespace {

@@ -22,8 +22,9 @@ constexpr uint64_t kRetryEndNs = 2'000'000'000;
 
 }  // namespace
 
-ExtentStore::ExtentStore(IoQueue& io, VolumeSet set, const Clock& clock)
+ExtentStore::ExtentStore(IoQueue& io, UpdateWorkers& workers, VolumeSet set, const Clock& clock)
     : io_(io),
+      workers_(workers),
       clock_(clock),
       superblock_(set.superblock),
       superblock_blocks_(
@@ -156,9 +157,19 @@ std::vector<ExtentStore::WaitingRead> ExtentStore::waiting_reads() const {
   return all;
 }
 
-bool ExtentStore::verify(const ExtentRecord& extent, std::span<const std::byte> bytes) {
-  const Owed owed(OwedPlace::extent_verified);
-  return matches(extent, bytes);
+void ExtentStore::verify(JobId job,
+                         const std::shared_ptr<Verify>& verify,
+                         std::function<void()> done) {
+  workers_.submit(
+      {.job = job,
+       .bytes = verify->bytes.size() + 2 * verify->copy_into.size(),
+       .kind = WorkKind::bytes},
+      [verify] {
+        verify->matches = matches(verify->extent, verify->bytes);
+        if (!verify->matches || verify->copy_into.empty()) return;
+        copy_bytes(verify->copy_into.data(), verify->bytes.data(), verify->copy_into.size());
+      },
+      std::move(done));
 }
 
 void ExtentStore::read(const ExtentRecord& extent,
@@ -166,25 +177,27 @@ void ExtentStore::read(const ExtentRecord& extent,
                        IoClass io_class,
                        std::string what,
                        Done done) {
+  const auto first = std::make_shared<Verify>(
+      Verify{.extent = extent, .bytes = into, .copy_into = {}, .what = std::move(what)});
+  const auto verified = [this, first, into, io_class, done] {
+    if (first->matches) return done(Status::ok());
+    if (MEMD_PLANTED("read.checksum_not_verified")) return done(Status::ok());
+    count_checksum_failure(first->extent);
+    const auto block = std::make_shared<BlockBytes>(uint64_t{first->extent.length_bytes});
+    const auto second = std::make_shared<Verify>(Verify{
+        .extent = first->extent, .bytes = block->span(), .copy_into = into, .what = first->what});
+    // It can't be raised any more: somebody may wait for it by now.
+    IoClass again = io_class;
+    if (again.priority == IoPriority::prefetch) again.priority = IoPriority::demand;
+    read_again(second, block->span(), again, [block, done](const Status& status) { done(status); });
+  };
   read_unverified(extent,
                   into,
                   io_class,
-                  [this, extent, into, io_class, what = std::move(what), done = std::move(done)](
-                      const Status& status) {
-                    if (!status.is_ok()) return done(unreadable(extent, what, status));
-                    if (verify(extent, into)) return done(status);
-                    if (MEMD_PLANTED("read.checksum_not_verified")) return done(status);
-                    count_checksum_failure(extent);
-                    auto block = std::make_shared<BlockBytes>(uint64_t{extent.length_bytes});
-                    const Done copied = [block, into, done](const Status& again) {
-                      const Owed owed(OwedPlace::extent_copied);
-                      if (again.is_ok()) copy_bytes(into.data(), block->span().data(), into.size());
-                      done(again);
-                    };
-                    // It can't be raised any more: somebody may wait for it by now.
-                    IoClass again = io_class;
-                    if (again.priority == IoPriority::prefetch) again.priority = IoPriority::demand;
-                    read_again(extent, block->span(), again, what, copied);
+                  [this, first, job = io_class.job, verified, done](const Status& status) {
+                    if (!status.is_ok())
+                      return done(unreadable(first->extent, first->what, status));
+                    verify(job, first, verified);
                   });
 }
 
@@ -193,17 +206,32 @@ void ExtentStore::read_again(const ExtentRecord& extent,
                              IoClass io_class,
                              std::string what,
                              Done done) {
+  read_again(std::make_shared<Verify>(
+                 Verify{.extent = extent, .bytes = into, .copy_into = {}, .what = std::move(what)}),
+             into,
+             io_class,
+             std::move(done));
+}
+
+void ExtentStore::read_again(const std::shared_ptr<Verify>& second,
+                             std::span<std::byte> into,
+                             IoClass io_class,
+                             Done done) {
   MEMD_FAILPOINT("read.before_second_attempt");
-  read_unverified(
-      extent,
-      into,
-      io_class,
-      [this, extent, into, what = std::move(what), done = std::move(done)](const Status& status) {
-        if (!status.is_ok()) return done(unreadable(extent, what, status));
-        if (verify(extent, into)) return done(status);
-        count_checksum_failure(extent);
-        done(lost(extent, what));
-      });
+  const auto verified = [this, second, done] {
+    if (second->matches) return done(Status::ok());
+    count_checksum_failure(second->extent);
+    done(lost(second->extent, second->what));
+  };
+  read_unverified(second->extent,
+                  into,
+                  io_class,
+                  [this, second, job = io_class.job, verified, done](const Status& status) {
+                    if (!status.is_ok()) {
+                      return done(unreadable(second->extent, second->what, status));
+                    }
+                    verify(job, second, verified);
+                  });
 }
 
 void ExtentStore::fail(const Status& status) {

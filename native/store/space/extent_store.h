@@ -15,6 +15,7 @@
 #include "base/clock.h"
 #include "base/join.h"
 #include "base/status.h"
+#include "base/workers.h"
 #include "io/io_queue.h"
 #include "store/format/volume.h"
 #include "store/space/free_extents.h"
@@ -27,9 +28,10 @@ struct IoClass {
   IoPriority priority = IoPriority::demand;
 };
 
-/// Owned by the server thread. A failed write or sync fences all volumes of the set, since a commit
-/// needs every one of them: the outcome on disk is unknown, so that nothing is written or
-/// acknowledged any more until the daemon starts anew and reads what is there. Reads go on.
+/// Owned by the server thread; workers compute checksums. A failed write or sync fences all volumes
+/// of the set, since a commit needs every one of them: the outcome on disk is unknown, so that
+/// nothing is written or acknowledged any more until the daemon starts anew and reads what is
+/// there. Reads go on.
 ///
 /// A read that the device fails is tried three times within two seconds; between tries it waits for
 /// its time, and nothing blocks. After that the extent counts as unreadable until a later read of
@@ -38,7 +40,7 @@ struct IoClass {
 class ExtentStore {
  public:
   /// Takes over the set's files; `superblock()` is the newest one on disk.
-  ExtentStore(IoQueue& io, VolumeSet set, const Clock& clock);
+  ExtentStore(IoQueue& io, UpdateWorkers& workers, VolumeSet set, const Clock& clock);
 
   /// Space for `length_bytes` (whole blocks), without a checksum yet; capacity error where there is
   /// none.
@@ -90,7 +92,7 @@ class ExtentStore {
   };
   std::vector<WaitingRead> waiting_reads() const;
 
-  /// Any thread.
+  /// Any thread but the server's, which moves no bytes.
   static bool matches(const ExtentRecord& extent, std::span<const std::byte> bytes) {
     return hash_extent(bytes, extent.address) == extent.checksum;
   }
@@ -137,7 +139,20 @@ class ExtentStore {
     return {extent.address.device, extent.address.offset_bytes};
   }
 
-  static bool verify(const ExtentRecord& extent, std::span<const std::byte> bytes);
+  /// Bytes that were read, and whether they are the extent's.
+  struct Verify {
+    ExtentRecord extent;
+    std::span<const std::byte> bytes;
+    std::span<std::byte> copy_into;  // of what matches; may be empty
+    std::string what;
+    bool matches = false;
+  };
+  /// `done` finds out in the same object.
+  void verify(JobId job, const std::shared_ptr<Verify>& verify, std::function<void()> done);
+  void read_again(const std::shared_ptr<Verify>& verify,
+                  std::span<std::byte> into,
+                  IoClass io_class,
+                  Done done);
   void start(const std::shared_ptr<Read>& read);
   void finish(const std::shared_ptr<Read>& read, const Status& status);
   void fail(const Status& status);
@@ -145,6 +160,7 @@ class ExtentStore {
   std::string place_of(const ExtentRecord& extent) const;
 
   IoQueue& io_;
+  UpdateWorkers& workers_;
   const Clock& clock_;
   FreeExtents free_;
   std::vector<std::string> paths_;

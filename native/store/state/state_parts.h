@@ -23,7 +23,7 @@
 #include "store/state/extent_log.h"
 #include "store/state/private_tiles.h"
 #include "store/state/state_gate.h"
-#include "store/state/workers.h"
+#include "base/workers.h"
 
 namespace memd {
 

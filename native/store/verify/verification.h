@@ -8,7 +8,7 @@
 #include "base/status.h"
 #include "store/space/commit.h"
 #include "store/space/extent_store.h"
-#include "store/state/workers.h"
+#include "base/workers.h"
 #include "store/verify/extent_walk.h"
 
 namespace memd {

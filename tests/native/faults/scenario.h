@@ -110,8 +110,8 @@ class Daemon {
          KeptDescriptors kept = {})
       : wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
         io_(make_queue(wake_.get()), syncs, std::move(tap)),
-        extents_(io_, std::move(set), clock_),
-        workers_(2, wake_.get()) {
+        workers_(2, wake_.get()),
+        extents_(io_, workers_, std::move(set), clock_) {
     auto pool = Pool::create({.bytes = 2 * (kFloor + 1) * kSegment,
                               .segment_bytes = kSegment,
                               .huge_pages = false,
@@ -129,6 +129,7 @@ class Daemon {
     loaded = store_->load(
         [this] {
           io_.reap();
+          workers_.reap();
           return Status::ok();
         },
         &kept);
@@ -287,8 +288,8 @@ class Daemon {
   const SteadyClock clock_;
   std::unique_ptr<Pool> pool_;
   TapQueue io_;
-  ExtentStore extents_;
   UpdateWorkers workers_;
+  ExtentStore extents_;
   std::unique_ptr<ShardStore> store_;
 };
 

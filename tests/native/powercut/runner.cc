@@ -26,7 +26,7 @@ std::span<const std::byte> bytes_of(const std::vector<float>& values) {
 }  // namespace
 
 Runner::Runner(IoQueue& io, int wake_fd, VolumeSet set)
-    : io_(io), extents_(io, std::move(set), clock_), workers_(1, wake_fd) {
+    : io_(io), workers_(1, wake_fd), extents_(io, workers_, std::move(set), clock_) {
   auto pool = Pool::create({.bytes = kJobsMax * kJobSegments * kSegmentBytes,
                             .segment_bytes = kSegmentBytes,
                             .huge_pages = false,
@@ -37,6 +37,7 @@ Runner::Runner(IoQueue& io, int wake_fd, VolumeSet set)
       .pool = *pool_, .io = io_, .extents = extents_, .workers = workers_, .clock = clock_});
   loaded_ = store_->load([this] {
     io_.reap();
+    workers_.reap();
     return Status::ok();
   });
 }

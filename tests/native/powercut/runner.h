@@ -73,8 +73,8 @@ class Runner {
   ManualClock clock_;
   std::unique_ptr<Pool> pool_;
   IoQueue& io_;
-  ExtentStore extents_;
   UpdateWorkers workers_;
+  ExtentStore extents_;
   std::unique_ptr<ShardStore> store_;
   Status loaded_;
 };

@@ -1,11 +1,16 @@
 #include "powercut/state.h"
 
+#include <sys/eventfd.h>
+
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <optional>
 
 #include "base/clock.h"
+#include "base/owned_fd.h"
 #include "base/units.h"
+#include "base/workers.h"
 #include "powercut/image_queue.h"
 #include "powercut/volumes.h"
 #include "store/space/commit.h"
@@ -73,7 +78,8 @@ std::string difference(const ShardState& expected, const ShardState& found) {
 /// Reads extents of one set, each with a status of its own.
 class Reader {
  public:
-  Reader(ExtentStore& extents, IoQueue& io) : extents_(extents), io_(io) {}
+  Reader(ExtentStore& extents, const std::function<void()>& turn)
+      : extents_(extents), turn_(turn) {}
 
   Status read(const ExtentRecord& extent, const std::string& what, std::vector<std::byte>& into) {
     if (block_.span().size() < extent.length_bytes) block_ = BlockBytes(extent.length_bytes);
@@ -83,7 +89,7 @@ class Reader {
         extent, bytes, {.job = kDaemonJob}, what, [&](const Status& status) { finished = status; });
     while (!finished) {
       extents_.advance();
-      io_.reap();
+      turn_();
     }
     if (finished->is_ok()) into.insert(into.end(), bytes.begin(), bytes.end());
     return *finished;
@@ -91,7 +97,7 @@ class Reader {
 
  private:
   ExtentStore& extents_;
-  IoQueue& io_;
+  const std::function<void()>& turn_;
   BlockBytes block_{uint64_t{64_KiB}};
 };
 
@@ -257,17 +263,25 @@ Recovered recover(IoQueue& io, VolumeSet set) {
   Recovered out;
   out.sequence = set.superblock.sequence;
   const SteadyClock clock;
-  ExtentStore extents(io, std::move(set), clock);
+  const OwnedFd wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  UpdateWorkers workers(UpdateWorkers::ByHand{}, wake.get());
+  ExtentStore extents(io, workers, std::move(set), clock);
   Commits commits(extents, clock);
-  auto records = commits.load([&io] {
+  const std::function<void()> turn = [&] {
     io.reap();
+    while (workers.run_next()) {
+    }
+    workers.reap();
+  };
+  auto records = commits.load([&turn] {
+    turn();
     return Status::ok();
   });
   if (!records.is_ok()) {
     out.status = records.status();
     return out;
   }
-  Reader reader(extents, io);
+  Reader reader(extents, turn);
   for (const JobRecord& record : records.value()) {
     if (out.status = reserve_all(extents, record); !out.status.is_ok()) return out;
     out.state.push_back(read_job(reader, record));

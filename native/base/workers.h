@@ -11,7 +11,7 @@
 
 #include "base/job_weight.h"
 #include "base/status.h"
-#include "store/state/work_queue.h"
+#include "base/work_queue.h"
 
 namespace memd {
 
@@ -33,13 +33,13 @@ class UpdateWorkers {
   const Status& status() const { return status_; }
   /// The job's share from now on, where others have work as well.
   void set_weight(JobId job, JobWeight weight);
-  void submit(WorkCost cost, std::function<void()> work, std::function<void()> done);
+  void submit(WorkOrder order, std::function<void()> work, std::function<void()> done);
   size_t reap();
   /// Submitted and not reaped. On the thread that submits.
   size_t open_count() const { return open_count_; }
   uint32_t thread_count() const { return static_cast<uint32_t>(threads_.size()); }
-  /// On the caller's thread; returns what it cost, or nothing where nothing waits.
-  std::optional<WorkCost> run_next();
+  /// On the caller's thread; returns which, or nothing where nothing waits.
+  std::optional<WorkOrder> run_next();
 
  private:
   void run();

@@ -12,18 +12,23 @@
 
 namespace memd {
 
+/// `bytes`: copies, fills and checksums, which somebody waits for; of one job they go before its
+/// updates.
+enum class WorkKind : uint8_t { bytes, update };
+
 /// For whom, and how many bytes it reads and writes, about: what the job pays for its turn.
-struct WorkCost {
+struct WorkOrder {
   JobId job{};
   uint64_t bytes = 0;
+  WorkKind kind = WorkKind::update;
 };
 
-/// Jobs take turns by bytes (JobTurns); the work of one job is done in the order in which it came.
-/// Owned and locked by UpdateWorkers.
+/// Jobs take turns by bytes (JobTurns); the work of one job and kind is done in the order in which
+/// it came. Owned and locked by UpdateWorkers.
 class WorkQueue {
  public:
   struct Work {
-    WorkCost cost;
+    WorkOrder order;
     std::function<void()> work;
     std::function<void()> done;
   };
@@ -39,7 +44,11 @@ class WorkQueue {
   static constexpr uint64_t kQuantumBytes = 1_MiB;
 
   JobTurns turns_{kQuantumBytes};
-  std::unordered_map<JobId, std::deque<Work>> waiting_;  // of jobs that have any
+  struct Line {
+    std::deque<Work> bytes, updates;
+    bool is_empty() const { return bytes.empty() && updates.empty(); }
+  };
+  std::unordered_map<JobId, Line> waiting_;  // of jobs that have any
 };
 
 }  // namespace memd

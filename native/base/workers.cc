@@ -1,4 +1,4 @@
-#include "store/state/workers.h"
+#include "base/workers.h"
 
 #include <pthread.h>
 #include <unistd.h>
@@ -31,11 +31,13 @@ void UpdateWorkers::set_weight(JobId job, JobWeight weight) {
   waiting_.set_weight(job, weight);
 }
 
-void UpdateWorkers::submit(WorkCost cost, std::function<void()> work, std::function<void()> done) {
+void UpdateWorkers::submit(WorkOrder order,
+                           std::function<void()> work,
+                           std::function<void()> done) {
   ++open_count_;
   {
     const std::lock_guard lock(mutex_);
-    waiting_.add({.cost = cost, .work = std::move(work), .done = std::move(done)});
+    waiting_.add({.order = order, .work = std::move(work), .done = std::move(done)});
   }
   available_.notify_one();
 }
@@ -51,16 +53,16 @@ size_t UpdateWorkers::reap() {
   return finished.size();
 }
 
-std::optional<WorkCost> UpdateWorkers::run_next() {
+std::optional<WorkOrder> UpdateWorkers::run_next() {
   std::optional<WorkQueue::Work> work;
   {
     const std::lock_guard lock(mutex_);
     work = waiting_.take();
   }
   if (!work) return std::nullopt;
-  const WorkCost cost = work->cost;
+  const WorkOrder order = work->order;
   finish(*std::move(work));
-  return cost;
+  return order;
 }
 
 void UpdateWorkers::run() {
