@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "ring/server_ring.h"
+#include "store/cache/activities.h"
 #include "store/cache/conditions.h"
 #include "store/cache/entry.h"
 #include "store/cache/eviction.h"
@@ -158,15 +159,13 @@ class Job final : private ResidencyGates, private StateGate, private JobRecorder
 
   const Slot* early_slot(const Entry& entry) const override;
   void note_written(uint32_t shard_id) override;
-  void begin_activity() override { ++activity_count; }
-  void end_activity() override { --activity_count; }
   void set_changed() override { durable_.note_change(); }
   uint64_t gradient_bytes_to_spill() const override {
     return gradients_fit() ? 0 : shards_.gradient_bytes();
   }
 
   std::vector<std::shared_ptr<Session>> sessions;
-  uint32_t activity_count = 0;  // fetches, spills, steps in flight
+  Activities activities;
   JobCounters counters;
   Stalls stalls_ended;  // of sessions that have ended
   LostShards lost;

@@ -295,9 +295,8 @@ void ShardStore::apply_weight(uint64_t job_id, JobWeight weight) {
 }
 
 bool ShardStore::is_unused(const Job& job) const {
-  return job.sessions.empty() && job.activity_count == 0 &&
-         job.slots().service_lease_count() == 0 && job.waiters().empty() &&
-         job.operations.is_idle() && job.conditions.empty();
+  return job.sessions.empty() && !job.activities.any() && job.slots().service_lease_count() == 0 &&
+         job.waiters().empty() && job.operations.is_idle() && job.conditions.empty();
 }
 
 void ShardStore::return_to_disk(Job& job) {
@@ -368,7 +367,7 @@ void ShardStore::drop_job(uint64_t job_id, bool force, Done done) {
   }
   enqueue(*job, "drop", [this, job, done = std::move(done)](const Status& status) {
     if (!status.is_ok()) return done(status);
-    job->conditions.add([job] { return job->activity_count == 0; },
+    job->conditions.add([job] { return !job->activities.any(); },
                         [this, job, done] { drop_now(*job, done); });
   });
 }
@@ -846,7 +845,7 @@ bool ShardStore::is_idle() const {
   return commits_.is_idle() && scrub_.is_idle() && live_check_.is_idle() &&
          std::all_of(jobs_.begin(), jobs_.end(), [](const auto& it) {
            const Job& job = *it.second;
-           return job.operations.is_idle() && job.conditions.empty() && job.activity_count == 0;
+           return job.operations.is_idle() && job.conditions.empty() && !job.activities.any();
          });
 }
 

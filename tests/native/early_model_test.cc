@@ -432,7 +432,7 @@ class History {
     ASSERT_TRUE(heart_->store().drop_gradients(session_, {}).is_ok());
     ASSERT_TRUE(heart_->until([&] {
       return job().state().early().bucket_count() == 0 &&
-             job().state().early().running_count() == 0 && job().activity_count == 0;
+             job().state().early().running_count() == 0 && !job().activities.any();
     }));
     for (int i = 0; i < 2; ++i) {
       job().durable().note_change();

@@ -83,7 +83,7 @@ class Training {
   void wait() {
     EXPECT_TRUE(heart_.until([&] {
       return !job().state().early().has_waiting() && job().state().early().running_count() == 0 &&
-             job().activity_count == 0;
+             !job().activities.any();
     }));
   }
   StepRequest request() const {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "store/cache/activities.h"
 #include "store/cache/eviction.h"
 #include "store/cache/job_counters.h"
 #include "store/cache/job_memory.h"
@@ -46,8 +47,7 @@ struct CacheParts {
   const JobSpace& space;
   LostShards& lost;
   JobCounters& counters;
-  /// Fetches, spills and steps in flight.
-  uint32_t& activity_count;
+  Activities& activities;
   LeaseGates& gates;
   ExtentStore& extents;
   const Clock& clock;

@@ -10,7 +10,7 @@
 namespace memd {
 
 void Fetches::fetch(Entry& entry, IoPriority priority, Done done) {
-  ++parts_.activity_count;
+  parts_.activities.begin();
   ++entry.task_count;
   MEMD_FAILPOINT("fetch.started");
   parts_.counters.fetched_bytes += entry.bytes;
@@ -42,7 +42,7 @@ void Fetches::fetch(Entry& entry, IoPriority priority, Done done) {
 }
 
 void Fetches::finish(Entry& entry, const Status& status, const Done& done) {
-  --parts_.activity_count;
+  parts_.activities.end();
   --entry.task_count;
   MEMD_FAILPOINT("fetch.finished");
   if (status.is_ok()) {

@@ -59,7 +59,7 @@ void HalfWritten::discard(Entry& entry, const std::set<uint32_t>& torn, Done dis
 // In place, as others may be writing beside it: their leases stay what they are.
 void HalfWritten::start_mend(Entry& entry) {
   parts_.residencies.move(entry, Residency::dirty, Residency::draining);
-  ++parts_.activity_count;
+  parts_.activities.begin();
   ++entry.task_count;
   MEMD_CHECK_EQ(entry.replicas.size(),
                 size_t{1});  // only a large shard has several, and it is alone
@@ -77,7 +77,7 @@ void HalfWritten::finish_mend(Entry& entry,
                               std::span<const std::byte> on_disk,
                               const Status& status) {
   const Mends::Mend mend = mends_.take(entry);
-  --parts_.activity_count;
+  parts_.activities.end();
   --entry.task_count;
   if (status.is_ok()) {
     std::byte* const slot = parts_.memory->arena().at(entry.slot->offset_bytes);

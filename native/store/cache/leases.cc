@@ -421,7 +421,7 @@ bool Leases::move_old_bytes(LeaseWaiter& waiter) {
   if (!are_copied || waiter.has_moved_old_bytes) return false;
   if (entry.task_count != 0 || parts_.slots.is_pinned(*entry.slot)) return false;
   auto both = room_.make(2 * align_up(entry.bytes, kBlockBytes), 1, true);
-  if (both == nullptr) return parts_.activity_count != 0;
+  if (both == nullptr) return parts_.activities.any();
   waiter.has_moved_old_bytes = true;
   parts_.slots.free(std::move(both));
   return true;
@@ -429,7 +429,7 @@ bool Leases::move_old_bytes(LeaseWaiter& waiter) {
 
 Status Leases::check_room_can_come(const LeaseWaiter& waiter) const {
   const LeaseRequest& request = waiter.request;
-  const bool nothing_moves = parts_.activity_count == 0 && !parts_.gates.is_operating();
+  const bool nothing_moves = !parts_.activities.any() && !parts_.gates.is_operating();
   if (!nothing_moves || parts_.slots.pinned_by_others(request.session_id)) return Status::ok();
   return error(StatusCode::capacity,
                "no room for shard ",

@@ -15,7 +15,7 @@ std::unique_ptr<Slot> Room::make(uint64_t bytes, uint32_t pin_count, bool may_sp
     if (auto slot = parts_.slots.make(bytes, pin_count)) return slot;
     if (parts_.memory->grow_arena()) continue;
     if (evict_for(bytes)) continue;
-    if (parts_.activity_count == 0 && shrink_private(may_spill)) continue;
+    if (!parts_.activities.any() && shrink_private(may_spill)) continue;
     if (may_spill) spill(bytes);
     return nullptr;
   }

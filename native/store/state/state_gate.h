@@ -14,9 +14,6 @@ namespace memd {
 class StateGate {
  public:
   virtual ~StateGate() = default;
-  /// Something of the job moves: it is not dropped before it ends.
-  virtual void begin_activity() = 0;
-  virtual void end_activity() = 0;
   /// The next commit has something to write down.
   virtual void set_changed() = 0;
   /// These bytes of the entry are gone from the disk.

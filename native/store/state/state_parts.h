@@ -6,6 +6,7 @@
 #include <string>
 
 #include "base/clock.h"
+#include "store/cache/activities.h"
 #include "store/cache/conditions.h"
 #include "store/cache/eviction.h"
 #include "store/cache/job_counters.h"
@@ -43,6 +44,7 @@ struct StateParts {
   FarthestNextUse& policy;
   Conditions& conditions;
   JobCounters& counters;
+  Activities& activities;
   const std::unique_ptr<JobMemory>& memory;
   const std::unique_ptr<Ledger>& ledger;
   JobSpace& space;

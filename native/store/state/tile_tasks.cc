@@ -64,7 +64,7 @@ struct TileTasks::Running {
 
 void TileTasks::submit(TileTask task) {
   ++task.entry->task_count;
-  parts_.gate.begin_activity();
+  parts_.activities.begin();
   if (task.report == nullptr) task.report = std::make_shared<StepReport>();
   waiting_.push_back(std::move(task));
 }
@@ -104,13 +104,13 @@ void TileTasks::make_room() {
     std::deque<TileTask> waiting = std::exchange(waiting_, {});
     for (TileTask& each : waiting) {
       --each.entry->task_count;
-      parts_.gate.end_activity();
+      parts_.activities.end();
       const Done done = std::move(each.done);
       done(status);
     }
   };
   ++task.entry->task_count;
-  parts_.gate.begin_activity();
+  parts_.activities.begin();
   MEMD_CHECK(try_start(task));
 }
 
@@ -573,7 +573,7 @@ void TileTasks::finish(const std::shared_ptr<Running>& running, const Status& st
   if (status.is_ok() && !running->is_speculative()) log(*running);
   settle_memory(*running, status);
   --running->task.entry->task_count;
-  parts_.gate.end_activity();
+  parts_.activities.end();
   --running_count_;
   if (!running->stays) running_bytes_ -= running->held_bytes();
   MEMD_FAILPOINT("tile.recorded");

@@ -155,7 +155,7 @@ class InMemoryKillTest : public ::testing::TestWithParam<Case> {
         },
         [session = session_](Heart& heart) {
           const Job& job = heart.job(session);
-          return !job.state().early().has_waiting() && job.activity_count == 0;
+          return !job.state().early().has_waiting() && !job.activities.any();
         });
   }
   std::map<std::string, uint64_t> kill_while(const std::string& name,
@@ -198,7 +198,7 @@ class InMemoryKillTest : public ::testing::TestWithParam<Case> {
   void take_all_room(std::vector<uint64_t>& taken) {
     Job& job = heart_->job(session_);
     const Entry& gradient = *job.shards().find_entry(ids_[0], Part::gradient);
-    ++job.activity_count;  // else private memory would be what makes room
+    job.activities.begin();  // else private memory would be what makes room
     std::vector<Held> held;
     for (int i = 0; gradient.slot != nullptr; ++i) {
       ASSERT_LT(i, 40);
@@ -206,7 +206,7 @@ class InMemoryKillTest : public ::testing::TestWithParam<Case> {
       held.push_back(heart_->lease(session_, blob[0], LeaseMode::overwrite));
       ASSERT_TRUE(held.back().is_ok()) << held.back().status.message();
     }
-    --job.activity_count;
+    job.activities.end();
     for (const Held& each : held) heart_->release(each);
     ASSERT_TRUE(gradient.has_replica());
     while (job.memory->grow_private()) {
@@ -280,8 +280,8 @@ TEST_P(InMemoryKillTest, where_tiles_were_made_before_the_step_no_bit_is_lost) {
     ASSERT_TRUE(heart_->store().expect_step(session_, request(3).groups).is_ok());
     for (const size_t i : {0, 1}) heart_->store().gradient_is_final(session_, ids_[i]);
     Job& job = heart_->job(session_);
-    ASSERT_TRUE(heart_->until(
-        [&] { return !job.state().early().has_waiting() && job.activity_count == 0; }));
+    ASSERT_TRUE(
+        heart_->until([&] { return !job.state().early().has_waiting() && !job.activities.any(); }));
   };
   run_to_early_tiles();
   ASSERT_FALSE(HasFailure());

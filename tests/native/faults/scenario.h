@@ -320,7 +320,7 @@ inline void update_early(Daemon& daemon, const StepRequest& request) {
     for (const uint32_t id : group.shard_ids) daemon.store().gradient_is_final(session, id);
   }
   Job& job = daemon.job(session);
-  daemon.until([&] { return !job.state().early().has_waiting() && job.activity_count == 0; });
+  daemon.until([&] { return !job.state().early().has_waiting() && !job.activities.any(); });
   require(job.state().early().bucket_count() == 2,
           "buckets made early: ",
           job.state().early().bucket_count());
