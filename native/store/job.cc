@@ -355,7 +355,7 @@ std::set<uint32_t> Job::unreadable_shards(const ExtentStore& extents) const {
 void Job::remove(uint32_t shard_id, ExtentStore& extents) {
   Shard& shard = shards_[shard_id];
   Entry& entry = *shard.value;
-  MEMD_CHECK_EQ(entry.task_count, 0u);
+  MEMD_CHECK_EQ(entry.task_count(), 0u);
   table_.withdraw(entry);
   // From here on it has no bytes, whoever reads the ledger.
   journal_.reset_shard(shard_id);

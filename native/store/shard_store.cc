@@ -571,7 +571,7 @@ void ShardStore::drop_gradients_of(Job& job,
   if (!any || !all) return;
   Entry* const entry = bucket.gradient;
   const auto settled = [entry] {
-    return entry->task_count == 0 && entry->residency() != Residency::filling &&
+    return entry->task_count() == 0 && entry->residency() != Residency::filling &&
            entry->residency() != Residency::draining;
   };
   if (settled()) return job.drop_gradient(bucket, extents_);
@@ -660,7 +660,7 @@ void ShardStore::delete_shard(uint64_t session_id,
   }
   const auto still = [&job, entry, shard_id] {
     // A blob that a closed step names stays until that is made, which must find it.
-    return entry->task_count == 0 && entry->residency() != Residency::filling &&
+    return entry->task_count() == 0 && entry->residency() != Residency::filling &&
            entry->residency() != Residency::draining && !job.steps().names(shard_id);
   };
   const auto remove = [this, &job, name, done] {

@@ -445,7 +445,7 @@ inline void expect_all_bytes_held(Job& job) {
     if (entry == nullptr) continue;
     if (entry->slot != nullptr) slot_bytes += align_up(entry->slot->bytes, kBlockBytes);
     if (entry->pending != nullptr) slot_bytes += align_up(entry->pending->bytes, kBlockBytes);
-    EXPECT_EQ(entry->task_count, 0U);
+    EXPECT_EQ(entry->task_count(), 0U);
   }
   EXPECT_EQ(job.memory->arena().used_bytes(), slot_bytes);
   uint64_t tile_bytes = 0;

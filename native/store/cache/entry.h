@@ -38,7 +38,7 @@ struct Slot {
 };
 
 /// The unit of residency, eviction and fetching. Owned by its Job; changed only on the server
-/// thread; update workers may read and write the bytes of its slot while `task_count` is not 0.
+/// thread; update workers may read and write the bytes of its slot while task_count() is not 0.
 /// Evictable: clean, no pins, no tasks. No method blocks.
 class Entry {
  public:
@@ -69,6 +69,15 @@ class Entry {
 
   bool is_resident() const {
     return residency_ == Residency::clean || residency_ == Residency::dirty;
+  }
+  /// Work that uses its bytes or its place: it is neither written nor evicted meanwhile.
+  uint32_t task_count() const { return task_count_; }
+  /// Within one call. Work that lasts begins with Residencies::begin_task(), which wakes whoever
+  /// waits for its end.
+  void add_task() { ++task_count_; }
+  void remove_task() {
+    MEMD_CHECK(task_count_ != 0);
+    --task_count_;
   }
   EvictionPrice price() const {
     return residency_ == Residency::dirty ? EvictionPrice::dirty : EvictionPrice::clean;
@@ -102,7 +111,11 @@ class Entry {
   /// Whose bytes they are as of the last commit, for the ledger: a staged buffer takes the other's
   /// place only then.
   uint32_t kept_owner;
-  uint32_t task_count = 0;  // tile tasks that use it
+
+ private:
+  uint32_t task_count_ = 0;
+
+ public:
   // Steps that were accepted and will replace it: until then its session leases it by request.
   uint32_t steps_before = 0;
 

@@ -11,7 +11,7 @@ namespace memd {
 
 void Fetches::fetch(Entry& entry, IoPriority priority, Done done) {
   parts_.activities.begin();
-  ++entry.task_count;
+  parts_.residencies.begin_task(entry);
   MEMD_FAILPOINT("fetch.started");
   parts_.counters.fetched_bytes += entry.bytes;
   auto join = Join::start([this, &entry, done = std::move(done)](const Status& status) {
@@ -43,7 +43,7 @@ void Fetches::fetch(Entry& entry, IoPriority priority, Done done) {
 
 void Fetches::finish(Entry& entry, const Status& status, const Done& done) {
   parts_.activities.end();
-  --entry.task_count;
+  parts_.residencies.end_task(entry);
   MEMD_FAILPOINT("fetch.finished");
   if (status.is_ok()) {
     parts_.residencies.move(entry, Residency::filling, Residency::clean);

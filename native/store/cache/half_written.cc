@@ -60,7 +60,7 @@ void HalfWritten::discard(Entry& entry, const std::set<uint32_t>& torn, Done dis
 void HalfWritten::start_mend(Entry& entry) {
   parts_.residencies.move(entry, Residency::dirty, Residency::draining);
   parts_.activities.begin();
-  ++entry.task_count;
+  parts_.residencies.begin_task(entry);
   MEMD_CHECK_EQ(entry.replicas.size(),
                 size_t{1});  // only a large shard has several, and it is alone
   const auto block = std::make_shared<BlockBytes>(uint64_t{entry.replica_bytes(0)});
@@ -78,7 +78,7 @@ void HalfWritten::finish_mend(Entry& entry,
                               const Status& status) {
   const Mends::Mend mend = mends_.take(entry);
   parts_.activities.end();
-  --entry.task_count;
+  parts_.residencies.end_task(entry);
   if (status.is_ok()) {
     std::byte* const slot = parts_.memory->arena().at(entry.slot->offset_bytes);
     for (const uint32_t index : mend.torn) {

@@ -183,11 +183,11 @@ Leases::Outcome Leases::check_writer(const Try& asked) {
 Leases::Grant Leases::grant_bytes_writer(const Try& asked, bool keeps_old_bytes) {
   const auto& [waiter, request, shard, entry, reads] = asked;
   if (entry.pending != nullptr) return wait(waiter, WaitsFor::writer);
-  if (entry.task_count != 0) return wait(waiter, WaitsFor::step);
+  if (entry.task_count() != 0) return wait(waiter, WaitsFor::step);
   // Bytes that are to be copied must not make room for themselves.
-  if (keeps_old_bytes) ++entry.task_count;
+  if (keeps_old_bytes) entry.add_task();
   auto slot = make_room(entry, true);
-  if (keeps_old_bytes) --entry.task_count;
+  if (keeps_old_bytes) entry.remove_task();
   if (slot == nullptr) return wait(waiter, WaitsFor::room);
   Arena& arena = parts_.memory->arena();
   std::byte* const into = arena.at(slot->offset_bytes);
@@ -225,12 +225,12 @@ Leases::Grant Leases::grant_resident(const Try& asked) {
 Leases::Outcome Leases::copy_for_writer(const Try& asked) {
   Entry& entry = asked.entry;
   if (parts_.slots.has_writer(*entry.slot)) return wait(asked.waiter, WaitsFor::writer);
-  if (entry.task_count != 0) return wait(asked.waiter, WaitsFor::update);
+  if (entry.task_count() != 0) return wait(asked.waiter, WaitsFor::update);
   // Its readers may let go meanwhile: bytes that are to be copied must not make room for
   // themselves.
-  ++entry.task_count;
+  entry.add_task();
   auto copy = make_room(entry, true);
-  --entry.task_count;
+  entry.remove_task();
   if (copy == nullptr) return wait(asked.waiter, WaitsFor::room);
   Arena& arena = parts_.memory->arena();
   const Owed owed(OwedPlace::lease_slot_copied);
@@ -246,7 +246,7 @@ Leases::Outcome Leases::copy_for_writer(const Try& asked) {
 
 Leases::Outcome Leases::begin_writing(const Try& asked) {
   const auto& [waiter, request, shard, entry, reads] = asked;
-  if (entry.task_count != 0) return wait(waiter, WaitsFor::update);
+  if (entry.task_count() != 0) return wait(waiter, WaitsFor::update);
   if (entry.residency() == Residency::clean)
     parts_.residencies.move(entry, Residency::clean, Residency::dirty);
   if (entry.kind == EntryKind::parameter) parts_.gates.drop_cached_tiles(entry);
@@ -282,7 +282,7 @@ Leases::Outcome Leases::check_pin_count(const Try& asked, uint32_t index) const 
 Leases::Grant Leases::bring_up(const Try& asked) {
   const auto& [waiter, request, shard, entry, reads] = asked;
   // While a step replaces what lies on disk, nothing is fetched from there.
-  if (entry.task_count != 0) {
+  if (entry.task_count() != 0) {
     parts_.gates.pause_early(entry);
     return wait(waiter, WaitsFor::update);
   }
@@ -419,7 +419,7 @@ bool Leases::move_old_bytes(LeaseWaiter& waiter) {
   const bool are_copied = entry.kind == EntryKind::bytes &&
                           waiter.request.mode == LeaseMode::write && entry.is_resident();
   if (!are_copied || waiter.has_moved_old_bytes) return false;
-  if (entry.task_count != 0 || parts_.slots.is_pinned(*entry.slot)) return false;
+  if (entry.task_count() != 0 || parts_.slots.is_pinned(*entry.slot)) return false;
   auto both = room_.make(2 * align_up(entry.bytes, kBlockBytes), 1, true);
   if (both == nullptr) return parts_.activities.any();
   waiter.has_moved_old_bytes = true;

@@ -116,7 +116,7 @@ bool Prefetcher::may_prefetch(const Entry& entry) const {
     });
     if (is_in_closed_step && !entry.is_ahead) return false;
   }
-  if (entry.residency() != Residency::absent || entry.task_count != 0) return false;
+  if (entry.residency() != Residency::absent || entry.task_count() != 0) return false;
   if (entry.bytes == 0 || entry.prefetch_failed || !entry.has_replica()) return false;
   return entry.pending == nullptr && entry.owner == entry.kept_owner && !parts_.is_lost(entry);
 }

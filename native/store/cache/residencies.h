@@ -49,6 +49,11 @@ class Residencies {
   /// leases it.
   std::unique_ptr<Slot> take_slot(Entry& entry);
 
+  /// Work that uses the entry's bytes or its place, beyond this call. What is made of them while it
+  /// lasts is the caller's affair.
+  void begin_task(Entry& entry) { entry.add_task(); }
+  void end_task(Entry& entry) { entry.remove_task(); }
+
   /// Somebody writes there what takes the place of the entry's bytes when it is done.
   void set_pending(Entry& entry, std::unique_ptr<Slot> slot);
   /// Lets a finished overwrite take the place of what was there.

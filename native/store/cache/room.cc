@@ -36,7 +36,7 @@ bool Room::is_tight() const {
 }
 
 bool Room::may_go(const Entry& entry) const {
-  if (entry.residency() != Residency::clean || entry.task_count != 0) return false;
+  if (entry.residency() != Residency::clean || entry.task_count() != 0) return false;
   if (entry.pending != nullptr) return false;
   if (parts_.slots.is_pinned(*entry.slot) && !MEMD_PLANTED("evict.leased_slot")) return false;
   // A shard without bytes on disk has nowhere to go but away: empty tensors, and those of tier
@@ -106,7 +106,7 @@ std::vector<Entry*> Room::choose_to_spill(uint64_t bytes) {
   parts_.policy.in_order([&](uint32_t entry_id, uint64_t) {
     if (draining_bytes >= bytes) return false;
     Entry* const entry = parts_.shards.entry(entry_id);
-    if (entry->residency() != Residency::dirty || entry->task_count != 0) return true;
+    if (entry->residency() != Residency::dirty || entry->task_count() != 0) return true;
     if (gradients_only && entry->kind != EntryKind::gradient) return true;
     if (entry->tier != Tier::nvme || entry->pending != nullptr) return true;
     if (entry->replicas.empty() || parts_.slots.is_pinned(*entry->slot)) return true;

@@ -17,7 +17,7 @@ namespace {
 constexpr uint32_t kEarlyTilesInFlight = kTilesInFlight / 2;
 
 bool is_moving(const Entry& entry) {
-  return entry.task_count != 0 || entry.residency() == Residency::filling ||
+  return entry.task_count() != 0 || entry.residency() == Residency::filling ||
          entry.residency() == Residency::draining;
 }
 
@@ -204,10 +204,10 @@ void EarlyUpdates::begin_tile(Bucket& bucket,
     made->tiles[tile] = it;
   };
   task.done = [this, made, &bucket](const Status& status) {
-    --bucket.gradient->task_count;
+    parts_.residencies.end_task(*bucket.gradient);
     end_tile(bucket.value->owner, *made, status);
   };
-  ++bucket.gradient->task_count;
+  parts_.residencies.begin_task(*bucket.gradient);
   ++made->begun_count;
   ++made->running_count;
   ++running_count_;

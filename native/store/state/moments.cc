@@ -52,7 +52,7 @@ void Moments::submit_when_still(TileTask task) {
   // A spill in flight replaces the same extents.
   const Entry* const entry = task.entry;
   parts_.conditions.add(
-      [entry] { return entry->task_count == 0 && entry->residency() != Residency::draining; },
+      [entry] { return entry->task_count() == 0 && entry->residency() != Residency::draining; },
       [this, later = std::make_shared<TileTask>(std::move(task))] {
         tasks_.submit(std::move(*later));
       });

@@ -63,7 +63,7 @@ struct TileTasks::Running {
 // ---- Waiting ------------------------------------------------------------------------------------
 
 void TileTasks::submit(TileTask task) {
-  ++task.entry->task_count;
+  parts_.residencies.begin_task(*task.entry);
   parts_.activities.begin();
   if (task.report == nullptr) task.report = std::make_shared<StepReport>();
   waiting_.push_back(std::move(task));
@@ -103,13 +103,13 @@ void TileTasks::make_room() {
     // No room will come: whoever waits for it hears why.
     std::deque<TileTask> waiting = std::exchange(waiting_, {});
     for (TileTask& each : waiting) {
-      --each.entry->task_count;
+      parts_.residencies.end_task(*each.entry);
       parts_.activities.end();
       const Done done = std::move(each.done);
       done(status);
     }
   };
-  ++task.entry->task_count;
+  parts_.residencies.begin_task(*task.entry);
   parts_.activities.begin();
   MEMD_CHECK(try_start(task));
 }
@@ -572,7 +572,7 @@ void TileTasks::finish(const std::shared_ptr<Running>& running, const Status& st
   // The next daemon knows nothing of speculative values.
   if (status.is_ok() && !running->is_speculative()) log(*running);
   settle_memory(*running, status);
-  --running->task.entry->task_count;
+  parts_.residencies.end_task(*running->task.entry);
   parts_.activities.end();
   --running_count_;
   if (!running->stays) running_bytes_ -= running->held_bytes();

@@ -13,7 +13,7 @@ namespace memd {
 namespace {
 
 bool is_still(const Entry& entry) {
-  return entry.task_count == 0 && entry.residency() != Residency::filling &&
+  return entry.task_count() == 0 && entry.residency() != Residency::filling &&
          entry.residency() != Residency::draining;
 }
 
@@ -254,7 +254,7 @@ void Step::hold_entries() {
   }
   staged_.for_each_entry([this](Entry* entry) { held_.push_back(entry); });
   for (Entry* const entry : held_) {
-    ++entry->task_count;
+    parts_.job.residencies.begin_task(*entry);
     entry->is_in_step = true;
   }
 }
@@ -262,7 +262,7 @@ void Step::hold_entries() {
 void Step::release_entries() {
   MEMD_FAILPOINT("step.letting_go");
   for (Entry* const entry : held_) {
-    if (!entry->is_ahead) --entry->task_count;
+    if (!entry->is_ahead) parts_.job.residencies.end_task(*entry);
     entry->is_in_step = false;
     entry->is_ahead = false;
   }
@@ -426,7 +426,7 @@ void Step::publish_bucket(const Bucket& bucket) {
   value.audience = session == nullptr ? kNobody : session->ring.tag();
   if (value.residency() == Residency::filling)
     job.residencies.move(value, Residency::filling, Residency::clean);
-  --value.task_count;
+  job.residencies.end_task(value);
   // If it is not resident, it may be brought up now.
   if (!value.is_resident()) job.policy.look_again_at(value.id);
   job.policy.want_look_ahead();
@@ -622,7 +622,7 @@ void Step::undo(const Status& why) {
   }
   const auto is_still = [self = shared_from_this()] {
     return std::none_of(self->held_.begin(), self->held_.end(), [](const Entry* entry) {
-      return entry->is_ahead && entry->task_count != 0;
+      return entry->is_ahead && entry->task_count() != 0;
     });
   };
   parts_.job.conditions.add(is_still, [self = shared_from_this(), why] {
