@@ -32,6 +32,7 @@
 #include "store/cache/shard_table.h"
 #include "store/cache/shards.h"
 #include "store/cache/slots.h"
+#include "store/cache/wait_lists.h"
 #include "store/format/catalogue.h"
 #include "store/format/durability.h"
 #include "store/journal/progress.h"
@@ -69,6 +70,7 @@ class Job final : private ResidencyGates, private StateGate, private JobRecorder
   FarthestNextUse& policy() { return policy_; }
   PrefetchWindow& prefetch_window() { return prefetch_window_; }
   Residencies& residencies() { return residencies_; }
+  WaitLists& waits() { return waits_; }
   PlanProgress& plans() { return plans_; }
   ExtentLog& extent_log() { return extent_log_; }
   /// After open_state().
@@ -196,6 +198,7 @@ class Job final : private ResidencyGates, private StateGate, private JobRecorder
                       .table = table_,
                       .policy = policy_,
                       .window = prefetch_window_,
+                      .waits = waits_,
                       .gates = *this}),
         plans_({.shards = shards_,
                 .sessions = sessions,
@@ -234,6 +237,7 @@ class Job final : private ResidencyGates, private StateGate, private JobRecorder
   void reserve_metadata();
   /// Whether the quotas hold the job with `wanted` in the place of what it has now.
   Status check_space(const DeclaredSpace& wanted) const;
+  WaitLists waits_;
   FarthestNextUse policy_;
   Shards shards_;
   DurableState durable_;

@@ -73,6 +73,8 @@ void ShardStore::ask_for_flush(Job& job, std::optional<uint32_t> bucket) {
     job.state().writeback().flush_tiles(
         bucket, std::make_shared<StepReport>(), [this, &job, bucket, key](const Status& status) {
           job.tiles.end_flush(key);
+          bucket ? job.waits().wake(*job.shards().bucket(*bucket).value)
+                 : job.waits().wake(WaitList::room);
           if (!status.is_ok()) {
             bucket ? job.waiters().fail(*job.shards().bucket(*bucket).value, status)
                    : job.waiters().fail_for_room(status);

@@ -19,7 +19,9 @@ namespace {
 // counted. Old and new ones lie side by side during a commit.
 constexpr uint64_t kCatalogueReserveBytesMin = 4_MiB;
 uint64_t room_wait_ns(const Job& job) {
-  return job.counters.lease_wait_reason_ns[static_cast<size_t>(LeaseWait::room)];
+  return job.waiters()
+      .counters_until_now()
+      .lease_wait_reason_ns[static_cast<size_t>(LeaseWait::room)];
 }
 
 uint64_t catalogue_reserve_bytes(uint64_t capacity_bytes) {
@@ -481,6 +483,8 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   job.state().early().forget_session(session_id);
   job.plans().end(*session);
   sessions_.remove(session_id);
+  // Its pins are gone, and what it has half written.
+  job.waits().wake_all();
   if (job.memory != nullptr) job.slots().free_retired();
   drop_gradients_of(job, [session_id](const Shard& shard) {
     if (MEMD_PLANTED("session.sealed_gradients_dropped")) return shard.gradient_session != 0;
@@ -563,6 +567,7 @@ void ShardStore::drop_gradients_of(Job& job,
     if (shard.gradient_session != 0 && chosen(shard)) {
       job.state().early().forget_gradient(shard_id);
       shard.gradient_session = 0;
+      job.waits().wake(*bucket.gradient);
       job.journal().note_shard(shard_id);
       any = true;
     }
@@ -617,14 +622,15 @@ void ShardStore::gradient_unused(uint64_t session_id, uint32_t shard_id) {
   const auto found = job_of(session_id);
   if (!found.is_ok()) return;
   Job& job = *found.value();
-  for (LeaseWaiter& waiter : job.waiters().take([&](const LeaseWaiter& each) {
+  const Entry* const gradient = job.shards().find_entry(shard_id, Part::gradient);
+  if (gradient == nullptr) return;
+  for (LeaseWaiter& waiter : job.waiters().take(*gradient, [&](const LeaseWaiter& each) {
          const LeaseRequest& request = each.request;
          return request.session_id == session_id && request.shard_id == shard_id &&
                 request.is_ahead && !request.for_service;
        })) {
     waiter.refuse(error(StatusCode::deadline, "nobody waits for it any more"));
   }
-  if (job.shards().find_entry(shard_id, Part::gradient) == nullptr) return;
   drop_gradients_of(job, job.shards()[shard_id].bucket, [&](const Shard& shard) {
     return &shard == &job.shards()[shard_id] && shard.gradient_session == session_id &&
            shard.is_gradient_unsure;
@@ -799,6 +805,8 @@ bool ShardStore::advance() {
   progress |= extents_.advance();
   progress |= scrub_.advance();
   progress |= live_check_.advance();
+  // Woken after the leases had their turn.
+  for (const auto& [job_id, job] : jobs_) progress |= job->waiters().has_woken();
   end_turn();
   return progress;
 }
@@ -828,7 +836,7 @@ void ShardStore::write_catalogue_anew(uint64_t job_id) {
 
 bool ShardStore::wants_releases() const {
   return std::any_of(jobs_.begin(), jobs_.end(), [](const auto& it) {
-    return !it.second->conditions.empty() || !it.second->waiters().empty();
+    return !it.second->conditions.empty() || it.second->waiters().wants_releases();
   });
 }
 
@@ -945,8 +953,9 @@ ServerStatistics ShardStore::statistics() const {
   }
   for (const auto& [job_id, job] : jobs_) {
     out.room_wait_ns += room_wait_ns(*job);
-    JobStatistics statistics{
-        .job = info_of(*job), .counters = job->counters, .stalls = job->stalls_ended};
+    JobStatistics statistics{.job = info_of(*job),
+                             .counters = job->waiters().counters_until_now(),
+                             .stalls = job->stalls_ended};
     for (const auto& session : job->sessions) statistics.stalls.add(session->ring.stalls());
     if (job->memory != nullptr) {
       statistics.arena_bytes = job->memory->arena().capacity_bytes();

@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <thread>
@@ -245,6 +246,7 @@ class Heart {
   bool turn() {
     const bool reaped = io_.reap() + workers_->reap() > 0;
     if (store_->advance() || reaped) return true;
+    if (tries_sleepers) expect_sleepers_wait();
     // Time stands still here: what waits for its next try has it as soon as nothing else is done.
     const uint64_t due_ns = holds_tries_up ? 0 : extents_.next_ns();
     if (due_ns > clock.now_ns()) clock.advance(due_ns - clock.now_ns());
@@ -410,10 +412,36 @@ class Heart {
   Status loaded;
   /// A read that failed is tried again when the test moves the clock.
   bool holds_tries_up = false;
+  /// Where nothing is to be done, each lease that sleeps is tried: it has to go on sleeping.
+  bool tries_sleepers = false;
   /// Called where the daemon has nothing to do: true where the machine did something then.
   std::function<bool()> when_idle;
 
  private:
+  /// No event was lost: tried again, nobody is granted or refused, waits for anything else, or
+  /// starts something.
+  void expect_sleepers_wait() {
+    std::set<Job*> jobs;
+    for (const auto& [session_id, session] : store_->sessions()) jobs.insert(&job(session_id));
+    for (Job* const job : jobs) {
+      const auto reasons = [job] {
+        std::map<uint64_t, std::string> all;
+        job->waiters().for_each([&](const LeaseWaiter& waiter) {
+          all[waiter.ticket] = job->waiters().describe(waiter);
+        });
+        return all;
+      };
+      const auto before = reasons();
+      if (before.empty()) continue;
+      const bool was_active = job->activities.any() || !job->operations.is_idle();
+      job->waits().wake_all();
+      job->leases().advance();
+      EXPECT_EQ(reasons(), before) << "somebody sleeps whom an event should have woken";
+      EXPECT_EQ(job->activities.any() || !job->operations.is_idle(), was_active)
+          << "somebody sleeps who would have started something";
+    }
+  }
+
   static VolumeSet volume_set(MemoryDisk& disk) {
     VolumeSet set;
     Volume volume;

@@ -78,5 +78,34 @@ TEST(TurnsTest, a_session_that_floods_has_64_requests_served_before_anothers) {
   EXPECT_EQ(flood.answered_count(), kRingEntries);
 }
 
+TEST(TurnsTest, leases_that_sleep_are_not_tried) {
+  constexpr uint32_t kSleeping = 1000;
+  constexpr int kTurns = 100;
+  Heart heart(std::make_shared<MemoryDisk>(400_MiB));
+  const uint64_t job_id = heart.open("job");
+  const uint64_t session = heart.attach(job_id);
+  const uint64_t other = heart.attach(job_id);
+  const uint32_t shard_id = heart.declare(
+      session,
+      {{.name = "blob", .kind = ShardKind::blob, .dtype = DType::float32, .shape = {64}}})[0];
+  const Held first = heart.lease(session, shard_id, LeaseMode::overwrite);
+  ASSERT_TRUE(first.is_ok());
+  AskingClient client(heart, other);
+  client.ask(shard_id, kSleeping);
+  const Leases& leases = heart.job(session).leases();
+  ASSERT_TRUE(heart.until([&] { return client.taken_count() == kSleeping; }));
+  EXPECT_EQ(leases.try_count(), 1 + kSleeping);
+
+  for (int turn = 0; turn < kTurns; ++turn) EXPECT_FALSE(heart.store().advance());
+  EXPECT_EQ(leases.try_count(), 1 + kSleeping);
+  EXPECT_EQ(client.answered_count(), 0u);
+
+  // One event: each of them is tried once.
+  heart.release(first);
+  ASSERT_TRUE(heart.store().advance());
+  EXPECT_EQ(client.answered_count(), kSleeping);
+  EXPECT_EQ(leases.try_count(), 1 + 2 * kSleeping);
+}
+
 }  // namespace
 }  // namespace memd::testing

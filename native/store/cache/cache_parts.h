@@ -20,6 +20,7 @@
 #include "store/cache/shard_table.h"
 #include "store/cache/shards.h"
 #include "store/cache/slots.h"
+#include "store/cache/wait_lists.h"
 #include "store/journal/ledger.h"
 #include "store/journal/progress.h"
 #include "store/space/extent_store.h"
@@ -39,6 +40,7 @@ struct CacheParts {
   PrefetchWindow& window;
   Residencies& residencies;
   LeaseWaiters& waiters;
+  WaitLists& waits;
   /// Not nullptr while there is a session.
   const std::unique_ptr<JobMemory>& memory;
   const std::unique_ptr<Ledger>& ledger;

@@ -17,6 +17,7 @@ void HalfWritten::discard(const Session& session, Join& discarded) {
     if (entry == nullptr) continue;
     if (entry->pending != nullptr && writes(*entry->pending, 0)) {
       parts_.slots.retire(std::move(entry->pending));
+      parts_.waits.wake(*entry);
     }
     if (entry->slot == nullptr || entry->kind != EntryKind::parameter) continue;
     std::set<uint32_t> torn;
@@ -46,6 +47,7 @@ void HalfWritten::discard(Entry& entry, const std::set<uint32_t>& torn, Done dis
     const Owed owed(OwedPlace::torn_shard_zeroed);
     zero_bytes(slot + shard.offset_bytes(), shard.bytes);
     parts_.note_shard(bucket.shards[index]);
+    parts_.waits.wake(entry);
   }
   if (read_again.empty()) return discarded(Status::ok());
   if (parts_.shards.shard_count(entry) == 1) {

@@ -1,12 +1,36 @@
 #include "store/cache/lease_waiters.h"
 
 #include <algorithm>
-#include <iterator>
 #include <limits>
 
 #include "base/check.h"
 
 namespace memd {
+namespace {
+
+WaitList list_of(WaitsFor what) {
+  switch (what) {
+    case WaitsFor::earlier_step:
+      return WaitList::calls;
+    case WaitsFor::step_or_sync:
+      return WaitList::writers;
+    case WaitsFor::room:
+      return WaitList::room;
+    default:
+      return WaitList::none;
+  }
+}
+
+bool waits_for_writer(WaitsFor what) {
+  return what == WaitsFor::first_writer || what == WaitsFor::writer;
+}
+
+// Nobody stands still for a prefetch.
+bool is_counted(const LeaseWaiter& waiter) {
+  return waiter.waits_for != WaitsFor::nothing && !waiter.request.prefetch;
+}
+
+}  // namespace
 
 LeaseWait reason_of(WaitsFor what) {
   switch (what) {
@@ -46,51 +70,113 @@ void LeaseWaiter::refuse(const Status& status) {
   to(status, none);
 }
 
-void LeaseWaiters::remove(const LeaseWaiter& answered) {
-  const auto newest = std::find_if(
-      all_.rbegin(), all_.rend(), [&](const LeaseWaiter& each) { return &each == &answered; });
-  MEMD_CHECK(newest != all_.rend());
-  all_.erase(std::next(newest).base());
+LeaseWaiter& LeaseWaiters::add(LeaseWaiter added) {
+  added.ticket = next_ticket_++;
+  LeaseWaiter& waiter = all_.emplace(added.ticket, std::move(added)).first->second;
+  deadlines_.emplace(waiter.deadline_ns(), waiter.ticket);
+  hang(waiter);
+  return waiter;
 }
 
-std::list<LeaseWaiter> LeaseWaiters::take(const Chosen& chosen) {
+void LeaseWaiters::hang(LeaseWaiter& waiter) {
+  const Entry& entry = *shards_.find_entry(waiter.request.shard_id, waiter.request.part);
+  lists_.hang(waiter.ticket, entry, list_of(waiter.waits_for));
+  stop_watching(waiter);
+  if (waits_for_writer(waiter.waits_for)) {
+    const Watched watched(entry.id, waiter.writer_index);
+    watched_[watched].insert(waiter.ticket);
+    watching_.emplace(waiter.ticket, watched);
+  }
+}
+
+void LeaseWaiters::stop_watching(const LeaseWaiter& waiter) {
+  const auto found = watching_.find(waiter.ticket);
+  if (found == watching_.end()) return;
+  const auto watched = watched_.find(found->second);
+  watched->second.erase(waiter.ticket);
+  if (watched->second.empty()) watched_.erase(watched);
+  watching_.erase(found);
+}
+
+LeaseWaiter LeaseWaiters::take_out(WaitLists::Ticket ticket) {
+  LeaseWaiter waiter = std::move(all_.extract(ticket).mapped());
+  deadlines_.erase({waiter.deadline_ns(), ticket});
+  stop_watching(waiter);
+  lists_.take_off(ticket);
+  return waiter;
+}
+
+void LeaseWaiters::remove(const LeaseWaiter& answered) { take_out(answered.ticket); }
+
+void LeaseWaiters::end(const LeaseWaiter& waiter, const Status& refusal) {
+  LeaseWaiter over = take_out(waiter.ticket);
+  if (!refusal.is_ok()) over.refuse(refusal);
+}
+
+std::list<LeaseWaiter> LeaseWaiters::take(const std::vector<WaitLists::Ticket>& tickets) {
   std::list<LeaseWaiter> taken;
-  for (auto it = all_.begin(); it != all_.end();) {
-    const auto next = std::next(it);
-    if (chosen(*it)) taken.splice(taken.end(), all_, it);
-    it = next;
+  for (const WaitLists::Ticket ticket : tickets) {
+    taken.push_back(take_out(ticket));
+    count_wait(taken.back());
   }
   return taken;
 }
 
-void LeaseWaiters::fail_chosen(const Chosen& chosen, const Status& status) {
-  for (LeaseWaiter& waiter : take(chosen)) {
-    count(waiter);
-    waiter.refuse(status);
+std::list<LeaseWaiter> LeaseWaiters::take(const Chosen& chosen) {
+  std::vector<WaitLists::Ticket> tickets;
+  for (const auto& [ticket, waiter] : all_) {
+    if (chosen(waiter)) tickets.push_back(ticket);
   }
+  return take(tickets);
+}
+
+std::list<LeaseWaiter> LeaseWaiters::take_all() {
+  return take([](const LeaseWaiter&) { return true; });
+}
+
+std::list<LeaseWaiter> LeaseWaiters::take(const Entry& entry, const Chosen& chosen) {
+  std::vector<WaitLists::Ticket> tickets;
+  lists_.for_each_on(entry, [&](WaitLists::Ticket ticket) {
+    if (chosen(all_.at(ticket))) tickets.push_back(ticket);
+  });
+  return take(tickets);
 }
 
 void LeaseWaiters::fail(const Entry& entry, const Status& status) {
-  const auto waits_for_it = [&](const LeaseWaiter& waiter) {
-    return shards_.find_entry(waiter.request.shard_id, waiter.request.part) == &entry;
-  };
-  fail_chosen(waits_for_it, status);
+  for (LeaseWaiter& waiter : take(entry, [](const LeaseWaiter&) { return true; }))
+    waiter.refuse(status);
 }
 
 void LeaseWaiters::fail_for_room(const Status& status) {
-  fail_chosen([](const LeaseWaiter& waiter) { return waiter.waits_for == WaitsFor::room; }, status);
+  const std::set<WaitLists::Ticket>& all = lists_.on(WaitList::room);
+  for (LeaseWaiter& waiter : take(std::vector(all.begin(), all.end()))) waiter.refuse(status);
 }
 
-bool LeaseWaiters::any_for_room() const {
-  return std::any_of(all_.begin(), all_.end(), [](const LeaseWaiter& waiter) {
-    return waiter.waits_for == WaitsFor::room;
-  });
+bool LeaseWaiters::is_behind_for_room(const LeaseWaiter& waiter) const {
+  const std::set<WaitLists::Ticket>& all = lists_.on(WaitList::room);
+  return !all.empty() && *all.begin() < waiter.ticket;
 }
 
 uint64_t LeaseWaiters::next_deadline_ns() const {
-  uint64_t next_ns = std::numeric_limits<uint64_t>::max();
-  for (const LeaseWaiter& waiter : all_) next_ns = std::min(next_ns, waiter.deadline_ns());
-  return next_ns;
+  return deadlines_.empty() ? std::numeric_limits<uint64_t>::max() : deadlines_.begin()->first;
+}
+
+bool LeaseWaiters::is_written(const Entry& entry, uint32_t index) const {
+  // What moves wakes whoever waits when it has; a finished overwrite takes its place only then.
+  if (entry.residency() == Residency::filling || entry.residency() == Residency::draining)
+    return true;
+  if (entry.pending != nullptr) return slots_.has_writer(*entry.pending);
+  if (entry.slot == nullptr) return false;
+  return index == LeaseWaiter::kAnyWriter ? slots_.has_writer(*entry.slot)
+                                          : slots_.pins(*entry.slot, index).writers != 0;
+}
+
+void LeaseWaiters::wake_released() {
+  for (const auto& [watched, tickets] : watched_) {
+    const Entry* const entry = shards_.entry(watched.first);
+    if (entry == nullptr || is_written(*entry, watched.second)) continue;
+    lists_.wake(*entry);
+  }
 }
 
 std::string LeaseWaiters::describe(const LeaseWaiter& waiter) const {
@@ -127,14 +213,24 @@ std::string LeaseWaiters::describe(const LeaseWaiter& waiter) const {
   return "";
 }
 
-void LeaseWaiters::count(LeaseWaiter& waiter) {
+void LeaseWaiters::count_wait(LeaseWaiter& waiter) {
   const uint64_t now_ns = clock_.now_ns();
   const uint64_t since_ns = now_ns - std::exchange(waiter.counted_ns, now_ns);
-  // Nobody stands still for a prefetch.
-  if (waiter.waits_for == WaitsFor::nothing || waiter.request.prefetch) return;
+  if (!is_counted(waiter)) return;
   const auto reason = static_cast<size_t>(reason_of(waiter.waits_for));
   waiter.waited_ns[reason] += since_ns;
   counters_.lease_wait_reason_ns[reason] += since_ns;
+}
+
+JobCounters LeaseWaiters::counters_until_now() const {
+  JobCounters counters = counters_;
+  const uint64_t now_ns = clock_.now_ns();
+  for (const auto& [ticket, waiter] : all_) {
+    if (!is_counted(waiter)) continue;
+    const auto reason = static_cast<size_t>(reason_of(waiter.waits_for));
+    counters.lease_wait_reason_ns[reason] += now_ns - waiter.counted_ns;
+  }
+  return counters;
 }
 
 }  // namespace memd

@@ -2,11 +2,16 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <list>
+#include <map>
+#include <set>
 #include <string>
+#include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "base/clock.h"
 #include "base/status.h"
@@ -14,33 +19,42 @@
 #include "store/cache/job_counters.h"
 #include "store/cache/lease_request.h"
 #include "store/cache/shards.h"
+#include "store/cache/slots.h"
+#include "store/cache/wait_lists.h"
 
 namespace memd {
 
-/// Why a lease is not granted yet.
+/// Why a lease is not granted yet, and which event wakes it. Each waiter is woken as well by every
+/// change of its entry's residency, slots and tasks (Residencies), by the end of a session, and by
+/// the stop of the job.
 enum class WaitsFor : uint8_t {
-  nothing,  // it was not tried yet
-  earlier_step,
-  step,
-  gradient_step,
-  step_or_sync,
-  update,
-  filling,
-  reading,
-  draining,
-  tile_writes,
-  first_writer,
-  writer,
-  room,
+  nothing,        // it was not tried yet
+  earlier_step,   // Steps accepts or refuses a call: the list `calls`
+  step,           // the step or the staged buffer publishes or undoes: Step, StagedBuffers
+  gradient_step,  // the gradient is dropped or unsealed: ShardStore::drop_gradients_of, Step
+  step_or_sync,   // writers are held no longer: the list `writers`
+  update,         // the last task ends, or the step publishes the bucket
+  filling,        // the residency changes
+  reading,        // the residency changes
+  draining,       // the residency changes
+  tile_writes,    // the bucket's last task ends, or its flush
+  first_writer,   // the writer's pin is gone: LeaseWaiters::wake_released() looks at it
+  writer,         // the writer's pin is gone: the same
+  room,           // the list `room`
 };
 /// As clients and metrics know it.
 LeaseWait reason_of(WaitsFor what);
 
 struct LeaseWaiter {
+  /// Of any of the slot's counters.
+  static constexpr uint32_t kAnyWriter = ~uint32_t{0};
+
   LeaseRequest request;
   LeaseReply reply;
   uint64_t started_ns = 0;
   WaitsFor waits_for = WaitsFor::nothing;
+  uint32_t writer_index = kAnyWriter;  // the counter of the writer that it waits for
+  WaitLists::Ticket ticket = 0;        // LeaseWaiters gives it
   bool counted_as_miss = false;
   bool has_moved_old_bytes = false;
   bool has_raised = false;  // the priority of a prefetch under way that it found
@@ -48,9 +62,10 @@ struct LeaseWaiter {
   std::array<uint64_t, kLeaseWaitCount> waited_ns{};
 
   uint64_t deadline_ns() const { return started_ns + request.timeout_ns; }
-  void put_off(WaitsFor what) {
+  void put_off(WaitsFor what, uint32_t index = kAnyWriter) {
     counted_as_miss = true;
     waits_for = what;
+    writer_index = index;
   }
   /// Into `grant`: how long it has waited, and for what most of it.
   void note_waited(LeaseGrant& grant) const;
@@ -58,71 +73,113 @@ struct LeaseWaiter {
   void refuse(const Status& status);
 };
 
-/// In the order in which they came. Owned by the Job; the server thread calls everything; nothing
-/// blocks.
+/// Owns them, in the order in which they came, and has WaitLists say which of them are tried again.
+/// Owned by the Job; the server thread calls everything; nothing blocks.
 class LeaseWaiters {
  public:
   using Chosen = std::function<bool(const LeaseWaiter&)>;
 
-  LeaseWaiters(const Shards& shards, JobCounters& counters, const Clock& clock)
-      : shards_(shards), counters_(counters), clock_(clock) {}
+  LeaseWaiters(const Shards& shards,
+               const Slots& slots,
+               WaitLists& lists,
+               JobCounters& counters,
+               const Clock& clock)
+      : shards_(shards), slots_(slots), lists_(lists), counters_(counters), clock_(clock) {}
   LeaseWaiters(const LeaseWaiters&) = delete;
   LeaseWaiters& operator=(const LeaseWaiters&) = delete;
 
-  LeaseWaiter& add(LeaseWaiter waiter) { return all_.emplace_back(std::move(waiter)); }
-  /// It was answered at once. Others may have come meanwhile.
+  /// It hangs on its entry, and sleeps.
+  LeaseWaiter& add(LeaseWaiter waiter);
+  /// After it was tried in vain: it hangs where its reason says.
+  void hang(LeaseWaiter& waiter);
+  /// It was answered.
   void remove(const LeaseWaiter& answered);
   /// Out of the queue; the caller answers them.
   std::list<LeaseWaiter> take(const Chosen& chosen);
-  std::list<LeaseWaiter> take_all() { return std::exchange(all_, {}); }
+  std::list<LeaseWaiter> take_all();
+  /// The same among those that wait for the entry.
+  std::list<LeaseWaiter> take(const Entry& entry, const Chosen& chosen);
   /// Refuses every lease that waits for the entry.
   void fail(const Entry& entry, const Status& status);
   /// Refuses every lease that waits for room.
   void fail_for_room(const Status& status);
 
   bool empty() const { return all_.empty(); }
-  bool any_for_room() const;
+  size_t count() const { return all_.size(); }
+  bool any_for_room() const { return !lists_.on(WaitList::room).empty(); }
+  /// Somebody who came before it waits for room.
+  bool is_behind_for_room(const LeaseWaiter& waiter) const;
+  /// One of them waits for pins to be given back, which clients do without a request.
+  bool wants_releases() const { return !watched_.empty() || any_for_room(); }
+  /// Somebody is to be tried again.
+  bool has_woken() const { return lists_.has_woken(); }
   /// The deadline of the first that runs out; the largest number: nobody waits.
   uint64_t next_deadline_ns() const;
   template <typename Visit>
   void for_each(const Visit& visit) const {
-    for (const LeaseWaiter& waiter : all_) visit(waiter);
+    for (const auto& [ticket, waiter] : all_) visit(waiter);
   }
   /// Its reason to wait, for people.
   std::string describe(const LeaseWaiter& waiter) const;
   /// Its wait until now has the reason that it has now.
-  void count(LeaseWaiter& waiter);
+  void count_wait(LeaseWaiter& waiter);
+  /// The job's, with what leases that wait still have waited until now.
+  JobCounters counters_until_now() const;
 
   /// Whether a waiter stays, was answered, or is refused with `refusal`.
   struct Verdict {
     bool stays = true;
     Status refusal{};
   };
-  /// Asks `judge` of each, once. True where one was answered.
-  template <typename Judge>
-  bool advance(const Judge& judge) {
+  /// Asks `judge` of each that was woken, once, in the order in which they came; then `overdue` of
+  /// each whose deadline has passed, which it refuses. True where one was answered.
+  template <typename Judge, typename Overdue>
+  bool advance(const Judge& judge, const Overdue& overdue) {
+    wake_released();
     bool progress = false;
-    for (auto it = all_.begin(); it != all_.end();) {
-      const Verdict verdict = judge(*it);
+    WaitLists::Ticket from = 0;
+    while (const auto ticket = lists_.take_woken(from)) {
+      from = *ticket + 1;
+      LeaseWaiter& waiter = all_.at(*ticket);
+      const Verdict verdict = judge(waiter);
       if (verdict.stays) {
-        ++it;
+        hang(waiter);
         continue;
       }
-      LeaseWaiter over = std::move(*it);
-      it = all_.erase(it);
-      if (!verdict.refusal.is_ok()) over.refuse(verdict.refusal);
+      end(waiter, verdict.refusal);
+      progress = true;
+    }
+    while (!deadlines_.empty() && deadlines_.begin()->first <= clock_.now_ns()) {
+      LeaseWaiter& waiter = all_.at(deadlines_.begin()->second);
+      count_wait(waiter);
+      end(waiter, overdue(waiter));
       progress = true;
     }
     return progress;
   }
 
  private:
-  void fail_chosen(const Chosen& chosen, const Status& status);
+  /// An entry, and which of its slot's counters.
+  using Watched = std::pair<uint32_t, uint32_t>;
+
+  LeaseWaiter take_out(WaitLists::Ticket ticket);
+  std::list<LeaseWaiter> take(const std::vector<WaitLists::Ticket>& tickets);
+  void end(const LeaseWaiter& waiter, const Status& refusal);
+  void stop_watching(const LeaseWaiter& waiter);
+  /// Looks at the pins of each entry whose writer somebody waits for.
+  void wake_released();
+  bool is_written(const Entry& entry, uint32_t index) const;
 
   const Shards& shards_;
+  const Slots& slots_;
+  WaitLists& lists_;
   JobCounters& counters_;
   const Clock& clock_;
-  std::list<LeaseWaiter> all_;
+  std::map<WaitLists::Ticket, LeaseWaiter> all_;
+  std::set<std::pair<uint64_t, WaitLists::Ticket>> deadlines_;
+  std::map<Watched, std::set<WaitLists::Ticket>> watched_;
+  std::unordered_map<WaitLists::Ticket, Watched> watching_;
+  WaitLists::Ticket next_ticket_ = 0;
 };
 
 }  // namespace memd

@@ -23,30 +23,31 @@ void Leases::acquire(const LeaseRequest& request, LeaseReply reply) {
   // A lease that waits for room goes first; resident bytes go to anyone.
   const Grant grant = try_grant(waiter);
   is_room_wanted_ = was_room_wanted;
-  if (grant == Grant::done) parts_.waiters.remove(waiter);
+  if (grant == Grant::done) return parts_.waiters.remove(waiter);
+  parts_.waiters.hang(waiter);
+  // Whether room can come at all is looked at in the next turn.
+  if (waiter.waits_for == WaitsFor::room) parts_.waits.wake(WaitList::room);
 }
 
 bool Leases::advance() {
-  is_room_wanted_ = false;
-  return parts_.waiters.advance([&](LeaseWaiter& waiter) -> LeaseWaiters::Verdict {
-    parts_.waiters.count(waiter);
-    // The first to come gets room first; resident bytes go to anyone.
-    const bool is_behind = is_room_wanted_ && waiter.waits_for == WaitsFor::room;
-    const bool may_try = !is_behind && !is_on_its_way(waiter);
-    if (may_try && try_grant(waiter) == Grant::done) return {.stays = false};
-    Status refusal;
-    if (waiter.waits_for == WaitsFor::room) {
-      if (!is_room_wanted_) refusal = check_room_can_come(waiter);
-      if (!refusal.is_ok() && move_old_bytes(waiter)) {
-        if (try_grant(waiter) == Grant::done) return {.stays = false};
-        refusal = Status::ok();
-      }
-      is_room_wanted_ = true;
-    }
-    if (refusal.is_ok()) refusal = check_deadline(waiter);
-    const bool stays = refusal.is_ok();
-    return {.stays = stays, .refusal = std::move(refusal)};
-  });
+  // Clients give pins back without a request: what that makes room for, a try finds.
+  parts_.waits.wake(WaitList::room);
+  return parts_.waiters.advance([this](LeaseWaiter& waiter) { return try_again(waiter); },
+                                [this](const LeaseWaiter& waiter) { return overdue(waiter); });
+}
+
+LeaseWaiters::Verdict Leases::try_again(LeaseWaiter& waiter) {
+  parts_.waiters.count_wait(waiter);
+  // The first to come gets room first; resident bytes go to anyone.
+  is_room_wanted_ = parts_.waiters.is_behind_for_room(waiter);
+  const bool is_behind = is_room_wanted_ && waiter.waits_for == WaitsFor::room;
+  if (is_behind || is_on_its_way(waiter)) return {};
+  if (try_grant(waiter) == Grant::done) return {.stays = false};
+  if (waiter.waits_for != WaitsFor::room || is_room_wanted_) return {};
+  Status refusal = check_room_can_come(waiter);
+  if (refusal.is_ok()) return {};
+  if (!move_old_bytes(waiter)) return {.stays = false, .refusal = std::move(refusal)};
+  return {.stays = try_grant(waiter) != Grant::done};
 }
 
 bool Leases::is_on_its_way(const LeaseWaiter& waiter) const {
@@ -59,8 +60,8 @@ bool Leases::is_on_its_way(const LeaseWaiter& waiter) const {
          (entry->residency() == Residency::filling || entry->residency() == Residency::draining);
 }
 
-Leases::Grant Leases::wait(LeaseWaiter& waiter, WaitsFor what) {
-  waiter.put_off(what);
+Leases::Grant Leases::wait(LeaseWaiter& waiter, WaitsFor what, uint32_t writer_index) {
+  waiter.put_off(what, writer_index);
   return Grant::waiting;
 }
 
@@ -209,7 +210,7 @@ Leases::Grant Leases::grant_resident(const Try& asked) {
   const auto& [waiter, request, shard, entry, reads] = asked;
   const uint32_t index = entry.kind == EntryKind::bytes ? 0 : shard.index_in_bucket;
   const PinCount pins = parts_.slots.pins(*entry.slot, index);
-  if (pins.writers != 0) return wait(waiter, WaitsFor::writer);
+  if (pins.writers != 0) return wait(waiter, WaitsFor::writer, index);
   if (!reads) {
     if (pins.readers != 0) {
       if (const Outcome outcome = copy_for_writer(asked)) return *outcome;
@@ -352,6 +353,7 @@ void Leases::note_writer(const Try& asked) {
   if (request.part == Part::gradient) {
     shard.is_gradient_unsure = request.is_ahead && shard.gradient_session == 0;
     shard.gradient_session = request.session_id;
+    parts_.waits.wake(asked.entry);
     parts_.note_shard(request.shard_id);
   } else if (shard.kind == ShardKind::parameter) {
     parts_.residencies.note_written(request.shard_id);
@@ -412,6 +414,7 @@ void Leases::release_service(const LeaseGrant& grant, bool discard) {
   } else {
     parts_.slots.note(entry);
   }
+  parts_.waits.wake(entry);
 }
 
 bool Leases::move_old_bytes(LeaseWaiter& waiter) {
@@ -444,8 +447,7 @@ Status Leases::check_room_can_come(const LeaseWaiter& waiter) const {
                parts_.memory->arena_bytes_max());
 }
 
-Status Leases::check_deadline(const LeaseWaiter& waiter) const {
-  if (parts_.clock.now_ns() < waiter.deadline_ns()) return Status::ok();
+Status Leases::overdue(const LeaseWaiter& waiter) const {
   return error(StatusCode::deadline,
                "a lease of shard ",
                parts_.job_name,

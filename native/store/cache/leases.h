@@ -24,7 +24,7 @@ class Leases {
   Leases& operator=(const Leases&) = delete;
 
   void acquire(const LeaseRequest& request, LeaseReply reply);
-  /// Retries what waits. True where one was answered.
+  /// Retries what was woken. True where one was answered.
   bool advance();
   /// One that `for_service` was asked for. `discard`: what was written is not whole.
   void release_service(const LeaseGrant& grant, bool discard);
@@ -44,9 +44,12 @@ class Leases {
     bool reads = false;
   };
 
+  LeaseWaiters::Verdict try_again(LeaseWaiter& waiter);
   /// Its entry moves still, and wakes it when it has: until then nothing else can grant it.
   bool is_on_its_way(const LeaseWaiter& waiter) const;
-  static Grant wait(LeaseWaiter& waiter, WaitsFor what);
+  static Grant wait(LeaseWaiter& waiter,
+                    WaitsFor what,
+                    uint32_t writer_index = LeaseWaiter::kAnyWriter);
   static Grant refuse(LeaseWaiter& waiter, const Status& status);
   Grant try_grant(LeaseWaiter& waiter);
   Grant grant_or_wait(LeaseWaiter& waiter);
@@ -78,7 +81,8 @@ class Leases {
   bool move_old_bytes(LeaseWaiter& waiter);
   /// ok, or why nothing will ever make room for it.
   Status check_room_can_come(const LeaseWaiter& waiter) const;
-  Status check_deadline(const LeaseWaiter& waiter) const;
+  /// Why it is refused at its deadline.
+  Status overdue(const LeaseWaiter& waiter) const;
   std::string describe_holders() const;
 
   const CacheParts parts_;

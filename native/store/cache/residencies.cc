@@ -18,12 +18,23 @@ void Residencies::move(Entry& entry, Residency from, Residency to) {
 
 void Residencies::move_unnoted(Entry& entry, Residency from, Residency to) {
   entry.move(from, to);
+  parts_.waits.wake(entry);
   if (from == Residency::draining) draining_bytes_ -= entry.bytes;
   if (to == Residency::draining) draining_bytes_ += entry.bytes;
   if (entry.is_resident() && entry.pending == nullptr) parts_.policy.used(entry.id, entry.price());
   if (!entry.is_resident() && parts_.gates.early_slot(entry) == nullptr)
     parts_.policy.forget(entry.id);
   if (to == Residency::absent) parts_.window.end(entry);
+}
+
+void Residencies::begin_task(Entry& entry) {
+  entry.add_task();
+  if (entry.task_count() == 1) parts_.waits.wake(entry);
+}
+
+void Residencies::end_task(Entry& entry) {
+  entry.remove_task();
+  if (entry.task_count() == 0) parts_.waits.wake(entry);
 }
 
 std::unique_ptr<Slot> Residencies::take_slot(Entry& entry) {
@@ -69,6 +80,7 @@ void Residencies::settle_pending(Entry& entry) {
   if (entry.residency() == Residency::clean) move(entry, Residency::clean, Residency::dirty);
   parts_.gates.note_written(entry.owner);
   parts_.table.publish(entry);
+  parts_.waits.wake(entry);
   MEMD_FAILPOINT("blob.swapped");
 }
 

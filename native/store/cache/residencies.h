@@ -11,6 +11,7 @@
 #include "store/cache/prefetch_window.h"
 #include "store/cache/shard_table.h"
 #include "store/cache/slots.h"
+#include "store/cache/wait_lists.h"
 
 namespace memd {
 
@@ -37,6 +38,7 @@ class Residencies {
     ShardTable& table;
     FarthestNextUse& policy;
     PrefetchWindow& window;
+    WaitLists& waits;
     ResidencyGates& gates;
   };
 
@@ -51,8 +53,8 @@ class Residencies {
 
   /// Work that uses the entry's bytes or its place, beyond this call. What is made of them while it
   /// lasts is the caller's affair.
-  void begin_task(Entry& entry) { entry.add_task(); }
-  void end_task(Entry& entry) { entry.remove_task(); }
+  void begin_task(Entry& entry);
+  void end_task(Entry& entry);
 
   /// Somebody writes there what takes the place of the entry's bytes when it is done.
   void set_pending(Entry& entry, std::unique_ptr<Slot> slot);

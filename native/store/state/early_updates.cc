@@ -218,6 +218,8 @@ void EarlyUpdates::end_tile(uint32_t bucket, SpeculativeBucket& made, const Stat
   MEMD_FAILPOINT("early.tile_ended");
   --made.running_count;
   --running_count_;
+  // Whoever has paused it asks again.
+  if (made.running_count == 0) parts_.waits.wake(*made.value);
   if (made.is_discarded) return release(made);
   // The step meets the error again, where it is one that stays.
   if (!status.is_ok()) discard(bucket, EarlyDiscard::failed);

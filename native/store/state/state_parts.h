@@ -6,6 +6,7 @@
 #include <string>
 
 #include "base/clock.h"
+#include "base/workers.h"
 #include "store/cache/activities.h"
 #include "store/cache/conditions.h"
 #include "store/cache/eviction.h"
@@ -15,6 +16,7 @@
 #include "store/cache/shard_table.h"
 #include "store/cache/shards.h"
 #include "store/cache/slots.h"
+#include "store/cache/wait_lists.h"
 #include "store/format/durability.h"
 #include "store/journal/ledger.h"
 #include "store/journal/progress.h"
@@ -24,7 +26,6 @@
 #include "store/state/extent_log.h"
 #include "store/state/private_tiles.h"
 #include "store/state/state_gate.h"
-#include "base/workers.h"
 
 namespace memd {
 
@@ -43,6 +44,7 @@ struct StateParts {
   Residencies& residencies;
   FarthestNextUse& policy;
   Conditions& conditions;
+  WaitLists& waits;
   JobCounters& counters;
   Activities& activities;
   const std::unique_ptr<JobMemory>& memory;

@@ -64,6 +64,8 @@ void StagedBuffers::exchange(bool swapped) {
     buffer.written = swapped || buffer_was_written_[i];
     job.table.publish(*staged.value);
     job.table.publish(*buffer.value);
+    job.waits.wake(*staged.value);
+    job.waits.wake(*buffer.value);
   }
   is_swapped_ = swapped;
 }
@@ -95,6 +97,8 @@ void StagedBuffers::drop() {
     Entry& fresh = *job.shards[buffer_id].value;
     old.kept_owner = staged_id;
     fresh.kept_owner = buffer_id;
+    job.waits.wake(old);
+    job.waits.wake(fresh);
     job.slots.note(fresh);
     job.table.publish(fresh);
     // For bytes in memory alone too: the old ones' extents are nobody's.

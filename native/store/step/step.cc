@@ -81,6 +81,8 @@ void Step::seal() {
     Entry& value = *job.shards.bucket(index).value;
     ++value.steps_before;
     job.table.withdraw(value);
+    job.waits.wake(value);
+    job.waits.wake(*job.shards.bucket(index).gradient);
   }
 }
 
@@ -210,6 +212,7 @@ void Step::prepare() {
   hold_entries();
   MEMD_FAILPOINT("step.entries_held");
   parts_.operations.hold_writers(!is_begun_);
+  job.waits.wake(WaitList::writers);
   enter(StepState::preparing);
   prepare_disk();
 }
@@ -217,6 +220,7 @@ void Step::prepare() {
 void Step::prepare_disk() {
   const Done prepared = [self = shared_from_this()](const Status& status) {
     self->parts_.operations.hold_writers(false);
+    self->parts_.job.waits.wake(WaitList::writers);
     self->advance(status.is_ok() ? self->staged_.swap() : status);
   };
   Writeback& writeback = parts_.state.writeback();
@@ -265,6 +269,7 @@ void Step::release_entries() {
     if (!entry->is_ahead) parts_.job.residencies.end_task(*entry);
     entry->is_in_step = false;
     entry->is_ahead = false;
+    parts_.job.waits.wake(*entry);
   }
   held_.clear();
   for (const auto& [shard_id, group] : group_of_) parts_.job.shards[shard_id].is_ahead = false;
@@ -427,6 +432,7 @@ void Step::publish_bucket(const Bucket& bucket) {
   if (value.residency() == Residency::filling)
     job.residencies.move(value, Residency::filling, Residency::clean);
   job.residencies.end_task(value);
+  job.waits.wake(value);
   // If it is not resident, it may be brought up now.
   if (!value.is_resident()) job.policy.look_again_at(value.id);
   job.policy.want_look_ahead();
@@ -574,6 +580,7 @@ void Step::publish_values() {
     --value.steps_before;
     job.table.withdraw(value);
     job.table.publish(value);
+    job.waits.wake(value);
   }
 }
 
@@ -607,6 +614,7 @@ void Step::stop_job(const Status& status) {
                       status.message()));
   progress.return_to_disk();
   job.table.withdraw_all();
+  job.waits.wake_all();
 }
 
 void Step::undo(const Status& why) {
@@ -660,6 +668,7 @@ void Step::drop_new_values() {
 void Step::unseal() {
   for (const auto& [shard_id, group] : group_of_) {
     parts_.job.shards[shard_id].gradient_session = request_.session_id;
+    parts_.job.waits.wake(*parts_.job.shards.find_entry(shard_id, Part::gradient));
     parts_.journal.note_shard(shard_id);
   }
   // A session that has ended meanwhile tries no second time.

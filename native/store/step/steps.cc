@@ -119,6 +119,7 @@ void Steps::note_call(const StepRequest& request) {
   Session* const session = parts_.session(request.session_id);
   if (session == nullptr) return;
   session->call_seen = std::max(session->call_seen, request.call);
+  parts_.job.waits.wake(WaitList::calls);
   // Asked again it may well be made.
   if (request.call == session->call_failed) session->call_failed = 0;
 }
@@ -134,6 +135,7 @@ void Steps::note_call_failed(const StepRequest& request, const Status& why) {
   Session* const session = parts_.session(request.session_id);
   if (session == nullptr || request.call == 0) return;
   session->call_failed = request.call;
+  parts_.job.waits.wake(WaitList::calls);
   session->call_failure = error(why.code(),
                                 "the step before it was not made; the job stands at step ",
                                 parts_.progress.committed_step(),

@@ -1,0 +1,84 @@
+// Who of a job's waiting leases is tried again, and after which events.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <set>
+#include <unordered_map>
+#include <utility>
+
+#include "store/cache/entry.h"
+
+namespace memd {
+
+/// Events that concern no single entry.
+enum class WaitList : uint8_t {
+  none,
+  calls,    // a session's step was accepted, or refused
+  writers,  // a step or sync began or ceased to hold writers of parameters
+  room,     // memory may have become free; in the order in which the waiters came
+};
+inline constexpr size_t kWaitListCount = 4;
+
+/// Every waiter hangs on its entry, and on one list where its reason has one. It sleeps until an
+/// event wakes it; what wakes whom is listed at WaitsFor. Waiters are known by their tickets, which
+/// are given in the order in which they come. A waiter stays where it hangs while it is tried, so
+/// that no event of that moment is lost. Owned by the Job; the server thread calls everything;
+/// nothing blocks.
+class WaitLists {
+ public:
+  using Ticket = uint64_t;
+
+  WaitLists() = default;
+  WaitLists(const WaitLists&) = delete;
+  WaitLists& operator=(const WaitLists&) = delete;
+
+  /// From here on it waits there and nowhere else.
+  void hang(Ticket ticket, const Entry& entry, WaitList list);
+  void take_off(Ticket ticket);
+
+  // Events. Whoever they wake is tried once, in this turn or the next.
+  /// Of its residency, its tasks, its slots, or of what steps do to it.
+  void wake(const Entry& entry);
+  /// Of the list for room only the first: the others come after it, and the next one is woken when
+  /// the first leaves the list.
+  void wake(WaitList list);
+  void wake_all();
+
+  /// The first at or after `from` that is to be tried; it is taken for tried from here on.
+  std::optional<Ticket> take_woken(Ticket from);
+  bool has_woken() const { return !woken_.empty(); }
+
+  const std::set<Ticket>& on(WaitList list) const { return lists_[static_cast<size_t>(list)]; }
+  /// Those that hang on the entry, in the order in which they came.
+  template <typename Visit>
+  void for_each_on(const Entry& entry, const Visit& visit) const {
+    for (auto it = by_entry_.lower_bound({key_of(entry), 0});
+         it != by_entry_.end() && it->first == key_of(entry);
+         ++it) {
+      visit(it->second);
+    }
+  }
+
+ private:
+  /// Whose bytes it has: a staged buffer and the one that it replaces exchange their entries.
+  using Key = std::pair<EntryKind, uint32_t>;
+  static Key key_of(const Entry& entry) { return {entry.kind, entry.owner}; }
+
+  struct Place {
+    Key key;
+    WaitList list = WaitList::none;
+  };
+
+  void leave(Ticket ticket, WaitList list);
+
+  std::unordered_map<Ticket, Place> places_;
+  std::set<std::pair<Key, Ticket>> by_entry_;
+  /// By WaitList; nobody is on `none`.
+  std::array<std::set<Ticket>, kWaitListCount> lists_;
+  std::set<Ticket> woken_;
+};
+
+}  // namespace memd
