@@ -180,11 +180,11 @@ Result<SessionGrant> Server::attach(uint64_t job_id, const SessionOwner& owner, 
         auto answer = std::make_shared<Answer>();
         SessionGrant* const grant = &answer->grant;
         grant->session_id = session_id;
-        grant->segment_bytes = job.value()->memory->arena().segment_bytes();
-        grant->arena_reserved_bytes = job.value()->memory->arena().reserved_bytes();
+        grant->segment_bytes = job.value()->memory()->arena().segment_bytes();
+        grant->arena_reserved_bytes = job.value()->memory()->arena().reserved_bytes();
         for (auto [from, into] :
              {std::pair{session.value()->ring.session_fd(), &grant->session},
-              std::pair{job.value()->table().memory().fd(), &grant->table},
+              std::pair{job.value()->cache().table().memory().fd(), &grant->table},
               std::pair{session.value()->ring.doorbell_fd(), &grant->doorbell}}) {
           auto copy = duplicate(from);
           if (!copy.is_ok()) return refuse(copy.status());
@@ -228,8 +228,8 @@ Result<SessionGrant> Server::resume_session(uint64_t session_id, const SessionOw
         if (Status status = thread_->watch(*session.value()); !status.is_ok()) return reply(status);
         auto grant = std::make_shared<SessionGrant>();
         grant->session_id = session_id;
-        grant->segment_bytes = job.value()->memory->arena().segment_bytes();
-        grant->arena_reserved_bytes = job.value()->memory->arena().reserved_bytes();
+        grant->segment_bytes = job.value()->memory()->arena().segment_bytes();
+        grant->arena_reserved_bytes = job.value()->memory()->arena().reserved_bytes();
         reply(grant);
       });
   if (!result.is_ok()) return result.status();
@@ -250,7 +250,7 @@ Result<std::vector<OwnedFd>> Server::segment_fds(uint64_t session_id, uint64_t f
         const auto job = store().job_of(session_id);
         if (!job.is_ok()) return reply(job.status());
         auto fds = std::make_shared<std::vector<OwnedFd>>();
-        const Arena& arena = job.value()->memory->arena();
+        const Arena& arena = job.value()->memory()->arena();
         for (uint64_t i = first; i < arena.segment_count() && fds->size() < kSegmentsInPacket;
              ++i) {
           auto copy = duplicate(arena.segment(i).fd());
@@ -327,16 +327,16 @@ Result<std::unique_ptr<ServiceLease>> Server::lease(
   // The store answers at the deadline itself, and says on what it waited.
   auto result =
       thread_->ask<Granted>(timeout_s + kGraceS, "a lease", [this, request](const auto& reply) {
-        store().lease(request,
-                      [this, request, reply](const Status& status, const LeaseGrant& grant) {
-                        if (!status.is_ok()) return reply(status);
-                        const auto job = store().job_of(request.session_id);
-                        MEMD_CHECK(job.is_ok());
-                        // From here on somebody owns the grant: a caller that gave up waiting drops
-                        // it.
-                        reply(std::make_shared<std::unique_ptr<ServiceLease>>(
-                            std::make_unique<ServiceLease>(*thread_, job.value()->job_id, grant)));
-                      });
+        store().lease(
+            request, [this, request, reply](const Status& status, const LeaseGrant& grant) {
+              if (!status.is_ok()) return reply(status);
+              const auto job = store().job_of(request.session_id);
+              MEMD_CHECK(job.is_ok());
+              // From here on somebody owns the grant: a caller that gave up waiting drops
+              // it.
+              reply(std::make_shared<std::unique_ptr<ServiceLease>>(
+                  std::make_unique<ServiceLease>(*thread_, job.value()->job_id(), grant)));
+            });
       });
   if (!result.is_ok()) return result.status();
   std::unique_ptr<ServiceLease> lease = std::move(*result.value());

@@ -14,21 +14,43 @@
 #include "base/units.h"
 
 namespace memd {
-namespace {
-
-// A JobRecord without its name, buckets and shards; catalogue_test.cc compares.
-constexpr uint64_t kJobRecordBytes = 114;
-
-constexpr uint64_t kRecordMemoryBytesMin = 16_MiB;
-
-/// What is had in one piece is had in many a moment later: only the server thread allocates so
-/// much. Nothing that is made of it has to be undone then.
-bool can_allocate(uint64_t bytes) {
-  const std::unique_ptr<std::byte[]> piece(new (std::nothrow) std::byte[bytes]);
-  return piece != nullptr;
-}
-
-}  // namespace
+Job::Job(Identity identity, SharedMemory shard_table)
+    : identity_(std::move(identity)),
+      journal_({.job_id = identity_.job_id,
+                .job_name = identity_.name,
+                .recorder = *this,
+                .shards = shards_,
+                .tiles = tiles_}),
+      kept_({.job_id = identity_.job_id,
+             .shards = shards_,
+             .durability = admission_.durability(),
+             .journal = journal_,
+             .tiles = tiles_,
+             .cache = cache_}),
+      shards_(identity_.name),
+      durable_({.recorder = *this,
+                .shards = shards_,
+                .space = space_,
+                .progress = progress_,
+                .journal = journal_}),
+      admission_({.job_name = identity_.name,
+                  .shards = shards_,
+                  .space = space_,
+                  .durable = durable_,
+                  .journal = journal_,
+                  .memory = kept_.memory()}),
+      extent_log_(journal_.ledger(), space_, tiles_),
+      cache_({.job_id = identity_.job_id,
+              .job_name = identity_.name,
+              .shards = shards_,
+              .memory = kept_.memory(),
+              .ledger = journal_.ledger(),
+              .progress = progress_,
+              .durability = admission_.durability(),
+              .space = space_,
+              .lost = lost_,
+              .gates = *this},
+             std::move(shard_table)) {}
 
 Result<std::unique_ptr<Job>> Job::create(Identity identity) {
   auto table = SharedMemory::create("memd-table", sizeof(TableLayout));
@@ -36,28 +58,65 @@ Result<std::unique_ptr<Job>> Job::create(Identity identity) {
   return std::unique_ptr<Job>(new Job(std::move(identity), std::move(table).value()));
 }
 
-void Job::expect_memory() {
-  if (memory != nullptr) memory->expect_arena_bytes(shards_.entry_bytes());
+void Job::connect(Connection connection) {
+  cache_.connect(connection.extents, connection.clock, std::move(connection.lease_gates));
+  state_ = std::make_unique<PrivateState>(StateParts{.job_id = job_id(),
+                                                     .job_name = name(),
+                                                     .extents = connection.extents,
+                                                     .workers = connection.workers,
+                                                     .clock = connection.clock,
+                                                     .shards = shards_,
+                                                     .slots = cache_.slots(),
+                                                     .table = cache_.table(),
+                                                     .residencies = cache_.residencies(),
+                                                     .policy = cache_.policy(),
+                                                     .conditions = conditions_,
+                                                     .waits = cache_.waits(),
+                                                     .counters = cache_.counters(),
+                                                     .activities = cache_.activities(),
+                                                     .memory = kept_.memory(),
+                                                     .ledger = journal_.ledger(),
+                                                     .space = space_,
+                                                     .progress = progress_,
+                                                     .admission = admission_,
+                                                     .durable = durable_,
+                                                     .lost = lost_,
+                                                     .tiles = tiles_,
+                                                     .log = extent_log_,
+                                                     .gate = *this});
+  step_gate_ = std::move(connection.step_gate);
+  steps_ = std::make_unique<Steps>(StepParts{.job = state_->parts(),
+                                             .state = *state_,
+                                             .sessions = cache_.sessions().list(),
+                                             .progress = progress_,
+                                             .durable = durable_,
+                                             .journal = journal_,
+                                             .plans = cache_.plans(),
+                                             .room = cache_.room(),
+                                             .operations = operations_,
+                                             .commits = connection.commits,
+                                             .times = connection.times,
+                                             .gate = *step_gate_});
 }
 
 Result<std::vector<ShardInfo>> Job::declare(const std::vector<ShardSpec>& specs) {
-  const auto planned = shards_.plan(specs, arena_bytes_max());
+  const auto planned = shards_.plan(specs, admission_.arena_bytes_max());
   if (!planned.is_ok()) return planned.status();
   const Declaration& declaration = planned.value();
   if (declaration.asks_for_more) {
-    if (Status room = check_space(declaration.wanted); !room.is_ok()) return room;
+    if (Status room = admission_.check(declaration.wanted); !room.is_ok()) return room;
   }
   shards_.add(declaration);
   std::vector<uint32_t> added_ids;  // without parameters
   for (const ShardSpec* spec : declaration.parameters) begin_shard(*spec);
   for (const ShardSpec* spec : declaration.bytes) added_ids.push_back(begin_shard(*spec));
-  reserve_metadata();
+  admission_.reserve_metadata();
   if (!declaration.parameters.empty()) {
     journal_.note_layout();
   } else if (!added_ids.empty()) {
     journal_.note_added(added_ids);
   }
-  expect_memory();
+  kept_.expect_shards();
   std::vector<ShardInfo> infos;
   infos.reserve(specs.size());
   for (const ShardSpec& spec : specs) infos.push_back(info(shards_.id_of(spec.name)));
@@ -72,122 +131,6 @@ uint32_t Job::begin_shard(const ShardSpec& spec) {
   return shard_id;
 }
 
-uint64_t Job::arena_bytes_max() const {
-  return memory == nullptr ? std::numeric_limits<uint64_t>::max() : memory->arena_bytes_max();
-}
-
-void Job::begin_updates(Bucket& bucket) {
-  if (shards_.begin_updates(bucket)) reserve_metadata();
-}
-
-uint64_t Job::catalogue_bytes(const DeclaredSpace& declared) const {
-  const uint64_t bytes = kJobRecordBytes + name.size() + declared.catalogue_bytes();
-  return align_up(bytes, kBlockBytes);
-}
-
-Job::Connected::Connected(Job& job,
-                          ExtentStore& extents,
-                          const Clock& clock,
-                          std::unique_ptr<LeaseGates> lease_gates)
-    : gates(std::move(lease_gates)),
-      waiters(job.shards_, job.slots_, job.waits_, job.counters, clock),
-      parts{.job_id = job.job_id,
-            .job_name = job.name,
-            .shards = job.shards_,
-            .slots = job.slots_,
-            .table = job.table_,
-            .policy = job.policy_,
-            .window = job.prefetch_window_,
-            .residencies = job.residencies_,
-            .waiters = waiters,
-            .waits = job.waits_,
-            .memory = job.memory,
-            .ledger = job.journal_.ledger(),
-            .sessions = job.sessions,
-            .progress = job.progress,
-            .space = job.space,
-            .lost = job.lost,
-            .counters = job.counters,
-            .activities = job.activities,
-            .gates = *gates,
-            .extents = extents,
-            .clock = clock},
-      room(parts),
-      fetches(parts),
-      half_written(parts),
-      prefetcher(parts, job.plans_, room, fetches),
-      leases(parts, room, fetches, half_written) {}
-
-void Job::connect(ExtentStore& extents, const Clock& clock, std::unique_ptr<LeaseGates> gates) {
-  MEMD_CHECK(connected_ == nullptr);
-  connected_ = std::make_unique<Connected>(*this, extents, clock, std::move(gates));
-}
-
-SpaceNeeded Job::space_needed(const DeclaredSpace& declared) const {
-  SpaceNeeded needed = declared.needed(durability, arena_bytes_max(), kTilesInFlight);
-  needed.catalogue_bytes = 2 * catalogue_bytes(declared);
-  return needed;
-}
-
-SpaceNeeded Job::space_needed() const { return space_needed(shards_.declared()); }
-
-uint64_t Job::metadata_bytes() const {
-  // After shards were deleted, the one on disk may be larger than the next.
-  const uint64_t next_bytes = catalogue_bytes(shards_.declared());
-  return next_bytes + std::max(next_bytes, durable_.catalogue_bytes_max());
-}
-
-void Job::reserve_metadata() {
-  const bool is_within = space_needed().total() <= space.quota_bytes();
-  space.set_metadata_bytes(is_within ? metadata_bytes() : 0);
-}
-
-Status Job::check_space(const DeclaredSpace& wanted) const {
-  // A job without memory is in nobody's use: it is being made from what was accepted before.
-  if (memory == nullptr) return Status::ok();
-  if (const SpaceNeeded needed = space_needed(wanted); needed.total() > space.quota_bytes()) {
-    return error(StatusCode::capacity,
-                 "job ",
-                 name,
-                 " would need more than its disk quota; declare less, or start it anew with a "
-                 "larger nvme_bytes: ",
-                 needed.total(),
-                 " bytes = ",
-                 needed.text(),
-                 "; nvme_bytes ",
-                 space.quota_bytes());
-  }
-  // Records lie outside the pool: each job has room for a model of some ten thousand shards, and
-  // more where it was admitted to more memory.
-  const uint64_t memory_bytes_max = kRecordMemoryBytesMin + host_bytes / 2;
-  const uint64_t memory_bytes = wanted.memory_bytes();
-  if (memory_bytes > memory_bytes_max) {
-    return error(StatusCode::capacity,
-                 "job ",
-                 name,
-                 " would have more shards than the daemon keeps records of; make fewer and larger "
-                 "ones, or start it anew with a larger host_bytes: ",
-                 memory_bytes,
-                 " bytes of records, at most ",
-                 kRecordMemoryBytesMin,
-                 " + half of host_bytes (",
-                 host_bytes,
-                 ")");
-  }
-  const uint64_t more_bytes =
-      memory_bytes - std::min(memory_bytes, shards_.declared().memory_bytes());
-  if (!can_allocate(more_bytes)) {
-    return error(StatusCode::capacity,
-                 "job ",
-                 name,
-                 ": the daemon has no memory for records of these shards; declare fewer, or give "
-                 "its process more: ",
-                 more_bytes,
-                 " bytes");
-  }
-  return Status::ok();
-}
-
 ShardInfo Job::info(uint32_t shard_id) const {
   const Shard& shard = shards_[shard_id];
   return {.shard_id = shard_id,
@@ -195,52 +138,43 @@ ShardInfo Job::info(uint32_t shard_id) const {
           .generation = shard.generation,
           .written = shard.written,
           .bytes = shard.bytes,
-          .lost = lost.contains(shard_id),
+          .lost = lost_.contains(shard_id),
           .unreadable = false};
 }
 
-void Job::set_weight(JobWeight weight) {
-  weight_ = weight;
-  durable_.note_change();
-  journal_.note_layout();
-}
-
 JobInfo Job::job_info() const {
-  return {.job_id = job_id,
-          .name = name,
-          .uid = uid,
+  const JobMemory* const held = memory();
+  return {.job_id = job_id(),
+          .name = name(),
+          .uid = uid(),
           .created = false,
-          .committed_step = progress.committed_step(),
-          .durable_step = progress.durable_step(),
-          .durability = durability.text(),
-          .weight = weight_.value(),
-          .session_count = static_cast<uint32_t>(sessions.size()),
-          .host_bytes = memory == nullptr ? 0 : memory->bytes(),
-          .host_bytes_used = memory == nullptr ? 0
-                                               : memory->arena().used_bytes() +
-                                                     memory->private_side().used_bytes(),
-          .nvme_bytes = space.quota_bytes(),
-          .nvme_bytes_used = space.used_bytes(),
-          .metadata_bytes = metadata_bytes(),
+          .committed_step = progress_.committed_step(),
+          .durable_step = progress_.durable_step(),
+          .durability = admission_.durability().text(),
+          .weight = admission_.weight().value(),
+          .session_count = static_cast<uint32_t>(cache_.sessions().size()),
+          .host_bytes = held == nullptr ? 0 : held->bytes(),
+          .host_bytes_used =
+              held == nullptr ? 0 : held->arena().used_bytes() + held->private_side().used_bytes(),
+          .nvme_bytes = space_.quota_bytes(),
+          .nvme_bytes_used = space_.used_bytes(),
+          .metadata_bytes = admission_.metadata_bytes(),
           .shard_count = static_cast<uint32_t>(shards_.count()),
           .element_count = shards_.element_count(),
-          .lease_count = slots_.lease_count(),
-          .lost_shards = lost.names(),
+          .lease_count = cache_.slots().lease_count(),
+          .lost_shards = lost_.names(),
           .unreadable_shards = {}};
 }
 
 JobRecord Job::record() const {
-  JobRecord record{.job_id = job_id,
-                   .uid = uid,
-                   .name = name,
-                   .step = progress.committed_step(),
-                   .host_bytes = host_bytes,
-                   .nvme_bytes = space.quota_bytes(),
+  JobRecord record{.job_id = job_id(),
+                   .uid = uid(),
+                   .name = name(),
+                   .step = progress_.committed_step(),
                    .shards = {},
                    .buckets = {},
-                   .durability = durability.code(),
-                   .undurable_since = progress.undurable_since(),
-                   .weight = weight_.code()};
+                   .undurable_since = progress_.undurable_since()};
+  admission_.write(record);
   shards_.write(record);
   return record;
 }
@@ -253,12 +187,11 @@ Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record,
   auto created = create({.job_id = record.job_id, .name = record.name, .uid = record.uid});
   if (!created.is_ok()) return created.status();
   std::unique_ptr<Job> job = std::move(created).value();
-  job->durability = Durability::of_code(record.durability);
-  job->weight_ = JobWeight::of_code(record.weight);
+  job->admission_.restore(record);
   const bool is_durable = record.undurable_since == 0;
-  job->progress.restore(record.step, is_durable ? record.step : 0, record.undurable_since);
+  job->progress_.restore(record.step, is_durable ? record.step : 0, record.undurable_since);
   if (!is_durable) {
-    job->progress.stop(
+    job->progress_.stop(
         error(StatusCode::integrity,
               "job ",
               record.name,
@@ -267,60 +200,16 @@ Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record,
               ", and its memory is gone: what is on disk is no step; start over with "
               "connect(fresh=True), or drop it with `memd job drop`"));
   }
-  job->host_bytes = record.host_bytes;
-  job->space.set_quota_bytes(record.nvme_bytes);
   job->shards_.restore(record, given_ids);
-  job->space.count(job->shards_.each_replica());
+  job->space_.count(job->shards_.each_replica());
   job->durable_.restore(record);
-  job->durable_.set_catalogue_bytes(job->catalogue_bytes(job->shards_.declared()));
-  job->reserve_metadata();
+  job->durable_.set_catalogue_bytes(job->admission_.catalogue_bytes());
+  job->admission_.reserve_metadata();
   return job;
 }
 
 const Slot* Job::early_slot(const Entry& entry) const {
   return state_ == nullptr ? nullptr : state_->early().slot_of(entry);
-}
-
-void Job::open_steps(Commits& commits, StepTimes& times, std::unique_ptr<StepGate> gate) {
-  step_gate_ = std::move(gate);
-  steps_ = std::make_unique<Steps>(StepParts{.job = state_->parts(),
-                                             .state = *state_,
-                                             .sessions = sessions,
-                                             .progress = progress,
-                                             .durable = durable_,
-                                             .journal = journal_,
-                                             .plans = plans_,
-                                             .room = room(),
-                                             .operations = operations,
-                                             .commits = commits,
-                                             .times = times,
-                                             .gate = *step_gate_});
-}
-
-void Job::open_state(ExtentStore& extents, UpdateWorkers& workers, const Clock& clock) {
-  state_ = std::make_unique<PrivateState>(StateParts{.job_id = job_id,
-                                                     .job_name = name,
-                                                     .extents = extents,
-                                                     .workers = workers,
-                                                     .clock = clock,
-                                                     .shards = shards_,
-                                                     .slots = slots_,
-                                                     .table = table_,
-                                                     .residencies = residencies_,
-                                                     .policy = policy_,
-                                                     .conditions = conditions,
-                                                     .waits = waits_,
-                                                     .counters = counters,
-                                                     .activities = activities,
-                                                     .memory = memory,
-                                                     .ledger = journal_.ledger(),
-                                                     .space = space,
-                                                     .progress = progress,
-                                                     .durability = durability,
-                                                     .lost = lost,
-                                                     .tiles = tiles,
-                                                     .log = extent_log_,
-                                                     .gate = *this});
 }
 
 void Job::note_written(uint32_t shard_id) {
@@ -330,10 +219,7 @@ void Job::note_written(uint32_t shard_id) {
 }
 
 void Job::lose(const Entry& entry, size_t replica, const Status& why) {
-  if (entry.kind == EntryKind::gradient) return;
-  for (const uint32_t shard_id : shards_.shards_in(entry, replica)) {
-    lost.add(shard_id, std::string(shards_[shard_id].name()), why);
-  }
+  cache_.lose(entry, replica, why);
 }
 
 std::set<uint32_t> Job::unreadable_shards(const ExtentStore& extents) const {
@@ -358,28 +244,28 @@ void Job::remove(uint32_t shard_id, ExtentStore& extents) {
   Shard& shard = shards_[shard_id];
   Entry& entry = *shard.value;
   MEMD_CHECK_EQ(entry.task_count(), 0u);
-  table_.withdraw(entry);
+  cache_.table().withdraw(entry);
   // From here on it has no bytes, whoever reads the ledger.
   journal_.reset_shard(shard_id);
-  if (entry.is_resident()) residencies_.move(entry, entry.residency(), Residency::absent);
+  if (entry.is_resident()) cache_.residencies().move(entry, entry.residency(), Residency::absent);
   MEMD_CHECK(entry.residency() == Residency::absent);
-  if (entry.slot != nullptr) slots_.retire(std::move(entry.slot));
-  if (entry.pending != nullptr) slots_.retire(std::move(entry.pending));
+  if (entry.slot != nullptr) cache_.slots().retire(std::move(entry.slot));
+  if (entry.pending != nullptr) cache_.slots().retire(std::move(entry.pending));
   for (Replica& replica : entry.replicas) {
-    if (replica.exists()) space.release(replica, extents);
+    if (replica.exists()) space_.release(replica, extents);
   }
   journal_.forget_extents(entry);
-  space.forget(entry.replicas);
+  space_.forget(entry.replicas);
   durable_.keep(shard_id);
-  lost.remove(shard_id);
+  lost_.remove(shard_id);
   shards_.remove(shard_id);
-  reserve_metadata();
+  admission_.reserve_metadata();
   durable_.note_change();
   journal_.note_removed(shard_id);
 }
 
 std::vector<ExtentRecord> Job::take_extents() {
-  std::vector<ExtentRecord> extents = space.take_superseded();
+  std::vector<ExtentRecord> extents = space_.take_superseded();
   const auto take = [&extents](ReplicaList& replicas) {
     for (Replica& replica : replicas) {
       if (replica.exists()) extents.push_back(replica.extent());
@@ -393,18 +279,13 @@ std::vector<ExtentRecord> Job::take_extents() {
   return extents;
 }
 
-bool Job::gradients_fit() const {
-  if (memory == nullptr) return true;
-  return shards_.gradient_bytes() + shards_.largest_gradient_bytes() <= memory->arena_bytes_max();
-}
-
 void Job::drop_gradient(Bucket& bucket, ExtentStore& extents) {
   Entry& entry = *bucket.gradient;
   MEMD_FAILPOINT("gradient.before_drop");
-  if (entry.is_resident()) residencies_.move(entry, entry.residency(), Residency::absent);
-  if (entry.slot != nullptr) slots_.retire(std::move(entry.slot));
+  if (entry.is_resident()) cache_.residencies().move(entry, entry.residency(), Residency::absent);
+  if (entry.slot != nullptr) cache_.slots().retire(std::move(entry.slot));
   for (size_t i = 0; i < entry.replicas.size(); ++i) {
-    space.replace_gradient(entry.replicas[i], {}, extents);
+    space_.replace_gradient(entry.replicas[i], {}, extents);
     extent_log_.note_value(entry, i);
   }
 }

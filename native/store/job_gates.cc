@@ -25,8 +25,8 @@ void JobGates::read_tile(Entry& entry, size_t index, Done done) {
 
 bool JobGates::flush_tiles(std::optional<uint32_t> bucket) {
   const bool is_dirty =
-      bucket ? job_.tiles.has_dirty(*bucket, job_.shards().bucket(*bucket).tile_count())
-             : job_.tiles.has_dirty();
+      bucket ? job_.tiles().has_dirty(*bucket, job_.shards().bucket(*bucket).tile_count())
+             : job_.tiles().has_dirty();
   if (is_dirty) calls_.ask_for_flush(bucket);
   return is_dirty;
 }

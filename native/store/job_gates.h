@@ -24,8 +24,8 @@ class JobGates final : public LeaseGates {
                                       const Entry& entry) const override {
     return job_.steps().before(request, entry);
   }
-  bool is_operating() const override { return job_.operations.is_running(); }
-  bool holds_writers() const override { return job_.operations.holds_writers(); }
+  bool is_operating() const override { return job_.operations().is_running(); }
+  bool holds_writers() const override { return job_.operations().holds_writers(); }
 
   void discard_early(const Entry& entry, uint32_t shard_id) override;
   void pause_early(const Entry& value) override { early().pause(value); }
@@ -35,7 +35,8 @@ class JobGates final : public LeaseGates {
   void free_early_slot(const Entry& value) override { early().free_slot(value); }
 
   bool is_tile_dirty(const Entry& entry, size_t index) const override {
-    return job_.is_tile_dirty(entry, index);
+    return entry.kind == EntryKind::parameter &&
+           job_.tiles().is_dirty(tile_key(entry.owner, index));
   }
   void read_tile(Entry& entry, size_t index, Done done) override;
   bool flush_tiles(std::optional<uint32_t> bucket) override;

@@ -25,8 +25,8 @@ class ShardStore::StepCalls final : public StepGate {
   Job& job_;
 };
 
-void ShardStore::open_steps(Job& job) {
-  job.open_steps(commits_, step_times_, std::make_unique<StepCalls>(*this, job));
+std::unique_ptr<StepGate> ShardStore::step_gate(Job& job) {
+  return std::make_unique<StepCalls>(*this, job);
 }
 
 // ---- Steps --------------------------------------------------------------------------------------
@@ -58,28 +58,28 @@ void ShardStore::sync_job(uint64_t job_id, StepDone done) {
 // ---- Other operations ---------------------------------------------------------------------------
 
 void ShardStore::enqueue(Job& job, const char* kind, Operations::Start start) {
-  job.operations.enqueue(kind, clock_.now_ns(), std::move(start));
+  job.operations().enqueue(kind, clock_.now_ns(), std::move(start));
 }
 
 void ShardStore::end_operation(uint64_t job_id) {
-  if (Job* const job = find(job_id)) job->operations.end();
+  if (Job* const job = find(job_id)) job->operations().end();
 }
 
 void ShardStore::ask_for_flush(Job& job, std::optional<uint32_t> bucket) {
   const uint64_t key = bucket ? *bucket : ~uint64_t{0};
-  if (!job.tiles.ask_flush(key)) return;
+  if (!job.tiles().ask_flush(key)) return;
   enqueue(job, "flush", [this, &job, bucket, key](const Status& turn) {
     if (!turn.is_ok()) return;
     job.state().writeback().flush_tiles(
         bucket, std::make_shared<StepReport>(), [this, &job, bucket, key](const Status& status) {
-          job.tiles.end_flush(key);
-          bucket ? job.waits().wake(*job.shards().bucket(*bucket).value)
-                 : job.waits().wake(WaitList::room);
+          job.tiles().end_flush(key);
+          bucket ? job.cache().waits().wake(*job.shards().bucket(*bucket).value)
+                 : job.cache().waits().wake(WaitList::room);
           if (!status.is_ok()) {
-            bucket ? job.waiters().fail(*job.shards().bucket(*bucket).value, status)
-                   : job.waiters().fail_for_room(status);
+            bucket ? job.cache().waiters().fail(*job.shards().bucket(*bucket).value, status)
+                   : job.cache().waiters().fail_for_room(status);
           }
-          end_operation(job.job_id);
+          end_operation(job.job_id());
         });
   });
 }
@@ -92,7 +92,7 @@ void ShardStore::read_moments(const MomentsRequest& request, Moments::Read done)
     if (!turn.is_ok()) return done(turn, {}, {});
     job->state().moments().read(
         request,
-        [this, job_id = job->job_id, done](
+        [this, job_id = job->job_id(), done](
             const Status& status, std::vector<float> exp_avg, std::vector<float> exp_avg_sq) {
           done(status, std::move(exp_avg), std::move(exp_avg_sq));
           end_operation(job_id);
@@ -120,7 +120,7 @@ void ShardStore::write_moments(const MomentsRequest& request,
                                          std::move(moments->second),
                                          [this, job, done](const Status& status) {
                                            done(status);
-                                           end_operation(job->job_id);
+                                           end_operation(job->job_id());
                                          });
           });
 }

@@ -11,13 +11,13 @@ Job* Jobs::find(uint64_t job_id) const {
 
 Job* Jobs::find(const std::string& name) const {
   for (const auto& [job_id, job] : all_) {
-    if (job->name == name) return job.get();
+    if (job->name() == name) return job.get();
   }
   return nullptr;
 }
 
 Job& Jobs::put(std::unique_ptr<Job> job) {
-  auto& place = all_[job->job_id];
+  auto& place = all_[job->job_id()];
   place = std::move(job);
   return *place;
 }
@@ -31,13 +31,13 @@ std::vector<uint64_t> Jobs::ids() const {
 
 std::optional<VerifiedJob> Jobs::verified(uint64_t job_id) const {
   const Job* const job = find(job_id);
-  if (job == nullptr || job->ending) return std::nullopt;
-  return VerifiedJob{.name = job->name,
+  if (job == nullptr || job->is_ending()) return std::nullopt;
+  return VerifiedJob{.name = job->name(),
                      .shards = job->shards(),
                      .durable = job->durable().catalogue(),
-                     .tiles = job->tiles,
-                     .lost = job->lost,
-                     .progress = job->progress};
+                     .tiles = job->tiles(),
+                     .lost = job->lost(),
+                     .progress = job->progress()};
 }
 
 void Jobs::lose(uint64_t job_id, const Entry& entry, size_t replica, const Status& why) const {

@@ -107,7 +107,7 @@ Status ShardStore::load_job(const JobRecord& record,
   }
   connect(*job);
   Job& known = jobs_.put(std::move(job));
-  apply_weight(record.job_id, known.weight());
+  apply_weight(record.job_id, known.admission().weight());
   for (ClosedStep& step : steps) to_redo.push_back({.job = &known, .step = std::move(step)});
   return Status::ok();
 }
@@ -127,22 +127,22 @@ Result<std::unique_ptr<Job>> ShardStore::adopt(RememberedJob& remembered,
                      .sessions = sessions_},
                     remembered,
                     {.shards = job.shards(),
-                     .progress = job.progress,
+                     .progress = job.progress(),
                      .durable = job.durable(),
                      .journal = job.journal(),
-                     .table = job.table(),
-                     .slots = job.slots(),
-                     .residencies = job.residencies(),
-                     .space = job.space,
-                     .tiles = job.tiles,
-                     .memory = job.memory,
-                     .sessions = job.sessions,
-                     .durability = job.durability,
+                     .table = job.cache().table(),
+                     .slots = job.cache().slots(),
+                     .residencies = job.cache().residencies(),
+                     .space = job.space(),
+                     .tiles = job.tiles(),
+                     .kept = job.kept(),
+                     .sessions = job.cache().sessions(),
+                     .durability = job.admission().durability(),
                      .check_staged = [this, &job](const StepRequest& request) {
-                       return check_staged(job.shards(), job.name, request);
+                       return check_staged(job.shards(), job.name(), request);
                      }});
   if (Status taken = adoption.run(ledger, kept); !taken.is_ok()) return taken;
-  for (const auto& session : job.sessions) job.plans().begin(*session);
+  for (const auto& session : job.cache().sessions()) job.cache().plans().begin(*session);
   return restored;
 }
 
@@ -156,43 +156,6 @@ void ShardStore::destroy_claimed(const Ledger& ledger) {
 
 void ShardStore::destroy_unclaimed() {
   for (const uint64_t id : pool_.kept_ids()) add_to_pool(std::move(*pool_.take_kept(id)));
-}
-
-// ---- What is written for the next daemon --------------------------------------------------------
-
-Status ShardStore::open_ledger(Job& job) {
-  if (!keepsakes_.has_keeper()) return Status::ok();
-  auto ledger = Ledger::create(job.job_id, pool_.segment_bytes());
-  if (!ledger.is_ok()) return ledger.status();
-  job.journal().open(std::move(ledger).value());
-  job.journal().ledger()->rebase(commits_.catalogue_tag(job.job_id));
-  if (Status opened = open_tile_words(job); !opened.is_ok()) return opened;
-  job.journal().note_shards();
-  job.slots().note_all();
-  return Status::ok();
-}
-
-void ShardStore::keep_memory(Job& job) {
-  if (job.journal().ledger() == nullptr) return;
-  MEMD_FAILPOINT("ledger.before_kept");
-  keep_tile_words(job);
-  keepsakes_.keep_job(job.job_id, job.table().memory().fd(), job.journal().ledger()->fd());
-}
-
-void ShardStore::keep_tile_words(Job& job) {
-  if (job.journal().ledger() == nullptr || job.tiles.words() == nullptr) return;
-  keepsakes_.keep_tiles(job.job_id, job.tiles.words()->fd());
-  job.journal().ledger()->note_tile_words();
-}
-
-Status ShardStore::open_tile_words(Job& job) {
-  if (job.journal().ledger() == nullptr || job.tiles.words() != nullptr ||
-      !job.durability.is_in_memory())
-    return Status::ok();
-  auto words = TileWords::create(job.job_id);
-  if (!words.is_ok()) return words.status();
-  job.tiles.set_words(std::move(words).value());
-  return Status::ok();
 }
 
 }  // namespace memd

@@ -19,9 +19,8 @@ namespace {
 // counted. Old and new ones lie side by side during a commit.
 constexpr uint64_t kCatalogueReserveBytesMin = 4_MiB;
 uint64_t room_wait_ns(const Job& job) {
-  return job.waiters()
-      .counters_until_now()
-      .lease_wait_reason_ns[static_cast<size_t>(LeaseWait::room)];
+  return job.cache().waiters().counters_until_now().lease_wait_reason_ns[static_cast<size_t>(
+      LeaseWait::room)];
 }
 
 uint64_t catalogue_reserve_bytes(uint64_t capacity_bytes) {
@@ -62,31 +61,25 @@ ShardStore::~ShardStore() {
   end_turns();
   for (auto& [job_id, job] : jobs_) {
     // A keeper keeps for the next daemon: nothing of this is noted.
-    if (job->memory != nullptr) job->memory->end_claims();
-    job->journal().close();
-    for (const auto& session : job->sessions) job->plans().end(*session);
-    job->sessions.clear();
+    job->kept().end();
+    for (const auto& session : job->cache().sessions()) job->cache().plans().end(*session);
+    job->cache().sessions().clear();
     job->state().early().forget_all();
-    free_slots(*job);
+    job->kept().free_all();
   }
 }
 
 void ShardStore::connect(Job& job) {
-  job.open_state(extents_, workers_, clock_);
-  job.connect(
-      extents_,
-      clock_,
-      std::make_unique<JobGates>(job, JobGates::Calls{.ask_for_flush = [this, &job](auto bucket) {
-                                   ask_for_flush(job, bucket);
-                                 }}));
-  open_steps(job);
-}
-
-void ShardStore::free_slots(Job& job) {
-  if (job.memory == nullptr) return;
-  job.tiles.drop_all(job.memory->private_side());
-  job.table().withdraw_all();
-  job.slots().free_all();
+  auto lease_gates = std::make_unique<JobGates>(
+      job,
+      JobGates::Calls{.ask_for_flush = [this, &job](auto bucket) { ask_for_flush(job, bucket); }});
+  job.connect({.extents = extents_,
+               .workers = workers_,
+               .clock = clock_,
+               .commits = commits_,
+               .times = step_times_,
+               .lease_gates = std::move(lease_gates),
+               .step_gate = step_gate(job)});
 }
 
 // ---- Jobs and sessions --------------------------------------------------------------------------
@@ -119,7 +112,7 @@ Result<std::vector<ShardInfo>> ShardStore::shards(uint64_t job_id,
                                                   size_t count_max) {
   Job* const job = find(job_id);
   if (job == nullptr) return error(StatusCode::not_found, "there is no job with id ", job_id);
-  job->residencies().settle_all_pending();
+  job->cache().residencies().settle_all_pending();
   const std::set<uint32_t> unreadable = job->unreadable_shards(extents_);
   std::vector<ShardInfo> infos;
   for (uint32_t shard_id = first; shard_id < job->shards().size(); ++shard_id) {
@@ -136,9 +129,9 @@ Result<ShardInfo> ShardStore::find_shard(uint64_t job_id, const std::string& nam
   if (job == nullptr) return error(StatusCode::not_found, "there is no job with id ", job_id);
   const auto found = job->shards().find(name);
   if (!found) {
-    return error(StatusCode::not_found, "job ", job->name, " holds nothing named ", name);
+    return error(StatusCode::not_found, "job ", job->name(), " holds nothing named ", name);
   }
-  job->residencies().settle_pending(*job->shards()[*found].value);
+  job->cache().residencies().settle_pending(*job->shards()[*found].value);
   ShardInfo info = job->info(*found);
   info.unreadable = job->unreadable_shards(extents_).contains(*found);
   return info;
@@ -147,28 +140,28 @@ Result<ShardInfo> ShardStore::find_shard(uint64_t job_id, const std::string& nam
 uint64_t ShardStore::nvme_bytes_free() const {
   const uint64_t capacity_bytes = extents_.capacity_bytes();
   uint64_t taken_bytes = catalogue_reserve_bytes(capacity_bytes);
-  for (const auto& [job_id, job] : jobs_) taken_bytes += job->space.quota_bytes();
+  for (const auto& [job_id, job] : jobs_) taken_bytes += job->space().quota_bytes();
   return capacity_bytes > taken_bytes ? capacity_bytes - taken_bytes : 0;
 }
 
 Status ShardStore::give_memory(Job& job) {
   const uint64_t segment_bytes = pool_.segment_bytes();
-  const uint64_t count = divide_up(job.host_bytes, segment_bytes);
+  const uint64_t count = divide_up(job.admission().host_bytes(), segment_bytes);
   const uint64_t count_min = JobMemory::segment_count_min(segment_bytes);
   if (count < count_min) {
     return error(StatusCode::invalid_argument,
                  "job ",
-                 job.name,
+                 job.name(),
                  ": host_bytes is below what two tiles and a slot need; ask for at least ",
                  count_min * segment_bytes,
                  ": ",
-                 job.host_bytes,
+                 job.admission().host_bytes(),
                  " bytes");
   }
   if (count > pool_.segment_count_free()) {
     return error(StatusCode::capacity,
                  "job ",
-                 job.name,
+                 job.name(),
                  ": not enough host memory is free; ask for less (host_bytes), drop a job (memd "
                  "job list), or start the daemon "
                  "with a larger --host: wanted ",
@@ -176,21 +169,19 @@ Status ShardStore::give_memory(Job& job) {
                  " bytes, free ",
                  pool_.segment_count_free() * segment_bytes);
   }
-  if (Status opened = open_ledger(job); !opened.is_ok()) return opened;
+  const uint64_t tag = commits_.catalogue_tag(job.job_id());
+  if (Status opened = job.kept().open_ledger(keepsakes_, segment_bytes, tag); !opened.is_ok())
+    return opened;
   std::vector<Segment> segments;
   MEMD_FAILPOINT("job.before_segments_taken");
   for (uint64_t i = 0; i < count; ++i) segments.push_back(*pool_.take());
-  auto memory = JobMemory::create(segments, segment_bytes, io_, job.journal().ledger().get());
-  if (!memory.is_ok()) {
-    job.journal().close();
-    job.tiles.set_words(nullptr);
+  if (Status given = job.kept().give(segments, segment_bytes, io_); !given.is_ok()) {
     for (Segment& segment : segments) add_to_pool(std::move(segment));
-    return memory.status();
+    return given;
   }
-  job.memory = std::move(memory).value();
-  keep_memory(job);
+  job.kept().keep(keepsakes_);
   MEMD_FAILPOINT("job.memory_given");
-  job.expect_memory();
+  job.kept().expect_shards();
   return Status::ok();
 }
 
@@ -213,13 +204,13 @@ Result<Job*> ShardStore::admit(const OpenJobRequest& request) {
   if (!created.is_ok()) return created.status();
   std::unique_ptr<Job> job = std::move(created).value();
   const uint64_t share_bytes = pool_.segment_count_free() / jobs_expected_ * segment_bytes;
-  job->host_bytes =
+  job->admission().set_host_bytes(
       request.host_bytes != 0
           ? request.host_bytes
-          : std::max(share_bytes, JobMemory::segment_count_min(segment_bytes) * segment_bytes);
-  job->durability = request.durability.value_or(Durability());
-  job->space.set_quota_bytes(request.nvme_bytes != 0 ? request.nvme_bytes
-                                                     : nvme_free_bytes / jobs_expected_);
+          : std::max(share_bytes, JobMemory::segment_count_min(segment_bytes) * segment_bytes));
+  job->admission().set_durability(request.durability.value_or(Durability()));
+  job->space().set_quota_bytes(request.nvme_bytes != 0 ? request.nvme_bytes
+                                                       : nvme_free_bytes / jobs_expected_);
   if (Status status = give_memory(*job); !status.is_ok()) return status;
   job->durable().note_change();
   MEMD_FAILPOINT("job.admitted");
@@ -242,17 +233,17 @@ Result<JobInfo> ShardStore::open_job(const OpenJobRequest& request) {
     return info;
   }
   Job& job = *find(held.value().job_id);
-  if (job.ending) {
-    return error(StatusCode::unavailable, "job ", job.name, " is being dropped; try again");
+  if (job.is_ending()) {
+    return error(StatusCode::unavailable, "job ", job.name(), " is being dropped; try again");
   }
-  if (!job.progress.stopped().is_ok()) return job.progress.stopped();
+  if (!job.progress().stopped().is_ok()) return job.progress().stopped();
   if (Status status = set_durability(job, request); !status.is_ok()) return status;
-  if (job.memory == nullptr) {
+  if (job.memory() == nullptr) {
     // It was admitted to another pool, maybe: what is asked for now counts.
-    const uint64_t host_bytes_before = job.host_bytes;
-    if (request.host_bytes != 0) job.host_bytes = request.host_bytes;
+    const uint64_t host_bytes_before = job.admission().host_bytes();
+    if (request.host_bytes != 0) job.admission().set_host_bytes(request.host_bytes);
     if (Status status = give_memory(job); !status.is_ok()) {
-      job.host_bytes = host_bytes_before;
+      job.admission().set_host_bytes(host_bytes_before);
       return status;
     }
   }
@@ -260,24 +251,26 @@ Result<JobInfo> ShardStore::open_job(const OpenJobRequest& request) {
 }
 
 Status ShardStore::set_durability(Job& job, const OpenJobRequest& request) {
-  if (!request.durability || *request.durability == job.durability) return Status::ok();
-  const bool busy = !job.sessions.empty() || job.operations.is_running();
+  if (!request.durability || *request.durability == job.admission().durability())
+    return Status::ok();
+  const bool busy = !job.cache().sessions().empty() || job.operations().is_running();
   if (busy) {
     return error(StatusCode::invalid_argument,
                  "job ",
-                 job.name,
+                 job.name(),
                  " has durability \"",
-                 job.durability.text(),
+                 job.admission().durability().text(),
                  "\", and it is in use; ask for the same, or close its other sessions first: \"",
                  request.durability->text(),
                  "\"");
   }
-  const Durability before = std::exchange(job.durability, *request.durability);
-  if (Status opened = open_tile_words(job); !opened.is_ok()) {
-    job.durability = before;
+  const Durability before = job.admission().durability();
+  job.admission().set_durability(*request.durability);
+  if (Status opened = job.kept().open_tile_words(); !opened.is_ok()) {
+    job.admission().set_durability(before);
     return opened;
   }
-  keep_tile_words(job);
+  job.kept().keep_tile_words(keepsakes_);
   job.durable().note_change();
   job.journal().note_layout();
   return Status::ok();
@@ -286,7 +279,7 @@ Status ShardStore::set_durability(Job& job, const OpenJobRequest& request) {
 Status ShardStore::set_job_weight(uint64_t job_id, JobWeight weight) {
   Job* const job = find(job_id);
   if (job == nullptr) return error(StatusCode::not_found, "there is no job with id ", job_id);
-  job->set_weight(weight);
+  job->admission().set_weight(weight);
   apply_weight(job_id, weight);
   return Status::ok();
 }
@@ -297,8 +290,9 @@ void ShardStore::apply_weight(uint64_t job_id, JobWeight weight) {
 }
 
 bool ShardStore::is_unused(const Job& job) const {
-  return job.sessions.empty() && !job.activities.any() && job.slots().service_lease_count() == 0 &&
-         job.waiters().empty() && job.operations.is_idle() && job.conditions.empty();
+  return job.cache().sessions().empty() && !job.cache().activities().any() &&
+         job.cache().slots().service_lease_count() == 0 && job.cache().waiters().empty() &&
+         job.operations().is_idle() && job.conditions().empty();
 }
 
 void ShardStore::return_to_disk(Job& job) {
@@ -315,29 +309,14 @@ void ShardStore::return_to_disk(Job& job) {
       extents_.release(extent);
     }
   }
-  job.tiles.drop_all(job.memory->private_side());
-  job.table().withdraw_all();
-  job.slots().free_all();
+  job.kept().free_all();
   std::unique_ptr<Job> fresh = std::move(restored).value();
-  if (fresh->weight() != job.weight()) fresh->set_weight(job.weight());
-  fresh->counters = job.counters;
-  fresh->memory = std::move(job.memory);
-  fresh->table().take_memory(job.table());
-  if (fresh->memory != nullptr) {
-    fresh->memory->end_claims();
-    if (keepsakes_.has_keeper()) {
-      // Until the new ledger is kept the segments are nobody's, and destroyed by the next daemon.
-      keepsakes_.forget_ledger(job.job_id);
-      keepsakes_.forget_tiles(job.job_id);
-      if (const Status opened = open_ledger(*fresh); opened.is_ok()) {
-        fresh->memory->claim_in(fresh->journal().ledger().get());
-        keep_memory(*fresh);
-      } else {
-        fresh->progress.stop(opened);  // it goes on being refused too
-      }
-    }
-    fresh->expect_memory();
-  }
+  if (fresh->admission().weight() != job.admission().weight())
+    fresh->admission().set_weight(job.admission().weight());
+  fresh->cache().counters() = job.cache().counters();
+  const uint64_t tag = commits_.catalogue_tag(job.job_id());
+  const Status kept = fresh->kept().take_over(job.kept(), keepsakes_, pool_.segment_bytes(), tag);
+  if (!kept.is_ok()) fresh->progress().stop(kept);  // it goes on being refused too
   connect(*fresh);
   jobs_.put(std::move(fresh));
 }
@@ -347,30 +326,30 @@ void ShardStore::drop_job(uint64_t job_id, bool force, Done done) {
   if (job == nullptr) {
     return done(error(StatusCode::not_found, "there is no job with id ", job_id));
   }
-  if (!job->sessions.empty() && !force) {
+  if (!job->cache().sessions().empty() && !force) {
     return done(error(StatusCode::in_use,
                       "job ",
-                      job->name,
+                      job->name(),
                       " is in use; end its trainers first, or end their sessions too with `memd "
                       "job drop --force`: sessions attached ",
-                      job->sessions.size()));
+                      job->cache().sessions().size()));
   }
-  if (job->slots().service_lease_count() > 0) {
+  if (job->cache().slots().service_lease_count() > 0) {
     return done(error(StatusCode::in_use,
                       "job ",
-                      job->name,
+                      job->name(),
                       " is being streamed over gRPC; try again when that has ended"));
   }
-  job->ending = true;
+  job->begin_end();
   MEMD_FAILPOINT("job.drop_asked");
-  while (!job->sessions.empty()) {
-    const auto detached = detach(job->sessions.back()->session_id);
+  while (!job->cache().sessions().empty()) {
+    const auto detached = detach(job->cache().sessions().list().back()->session_id);
     MEMD_CHECK(detached.is_ok());
   }
   enqueue(*job, "drop", [this, job, done = std::move(done)](const Status& status) {
     if (!status.is_ok()) return done(status);
-    job->conditions.add([job] { return !job->activities.any(); },
-                        [this, job, done] { drop_now(*job, done); });
+    job->conditions().add([job] { return !job->cache().activities().any(); },
+                          [this, job, done] { drop_now(*job, done); });
   });
 }
 
@@ -378,17 +357,13 @@ void ShardStore::drop_now(Job& job, const Done& done) {
   MEMD_FAILPOINT("job.before_drop");
   job.state().early().forget_all();
   std::vector<ExtentRecord> extents = job.take_extents();
-  const uint64_t job_id = job.job_id;
-  job.journal().give_up();
-  if (job.memory != nullptr) {
-    free_slots(job);
-    job.memory->end_claims();
-    dropped_memory_.add(job_id, job.journal().take(), job.memory->take_segments());
-  }
+  const uint64_t job_id = job.job_id();
+  KeptMemory::Left left = job.kept().take();
+  dropped_memory_.add(job_id, std::move(left.ledger), std::move(left.segments));
   keepsakes_.forget_table(job_id);
   keepsakes_.forget_tiles(job_id);
-  const std::list<LeaseWaiter> waiters = job.waiters().take_all();
-  const std::vector<Operations::Start> operations = job.operations.take_waiting();
+  const std::list<LeaseWaiter> waiters = job.cache().waiters().take_all();
+  const std::vector<Operations::Start> operations = job.operations().take_waiting();
   room_wait_ns_of_dropped_ += room_wait_ns(job);
   jobs_.remove(job_id);
   apply_weight(job_id, JobWeight());
@@ -411,17 +386,18 @@ void ShardStore::add_to_pool(Segment old_segment) {
 Result<std::shared_ptr<Session>> ShardStore::attach(uint64_t job_id, const SessionOwner& owner) {
   Job* const job = find(job_id);
   if (job == nullptr) return error(StatusCode::not_found, "there is no job with id ", job_id);
-  if (job->ending) {
-    return error(StatusCode::unavailable, "job ", job->name, " is being dropped; try again");
+  if (job->is_ending()) {
+    return error(StatusCode::unavailable, "job ", job->name(), " is being dropped; try again");
   }
-  if (!job->progress.stopped().is_ok()) return job->progress.stopped();
-  if (job->memory == nullptr) {
+  if (!job->progress().stopped().is_ok()) return job->progress().stopped();
+  if (job->memory() == nullptr) {
     if (Status status = give_memory(*job); !status.is_ok()) return status;
   }
-  auto session = sessions_.create(job_id, owner, job->sessions, job->journal().ledger().get());
+  auto session = sessions_.create(
+      job_id, owner, job->cache().sessions().list(), job->journal().ledger().get());
   if (!session.is_ok()) return session.status();
-  job->sessions.push_back(session.value());
-  job->plans().begin(*session.value());
+  job->cache().sessions().attach(session.value());
+  job->cache().plans().begin(*session.value());
   sessions_.add(session.value());
   return session;
 }
@@ -435,7 +411,8 @@ Result<std::shared_ptr<Session>> ShardStore::resume_session(uint64_t session_id,
   PlanProgress::want_uses(*session);
   // Its client may come back to the daemon that it was with, which has taken some of them. What is
   // granted after the client has looked for such grants would be given back by nobody.
-  for (LeaseWaiter& waiter : find(session->job_id)->waiters().take([&](const LeaseWaiter& each) {
+  for (LeaseWaiter& waiter :
+       find(session->job_id)->cache().waiters().take([&](const LeaseWaiter& each) {
          return each.request.session_id == session_id && !each.request.for_service;
        })) {
     waiter.reply(error(StatusCode::unavailable, "the session came back: ask again"), {});
@@ -460,32 +437,32 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   Job& job = *owner.value();
   const std::shared_ptr<Session> session = sessions_.at(session_id);
   session->ring.end_resident_leases();
-  const std::list<LeaseWaiter> given_up = job.waiters().take(
+  const std::list<LeaseWaiter> given_up = job.cache().waiters().take(
       [&](const LeaseWaiter& waiter) { return waiter.request.session_id == session_id; });
-  const uint32_t lease_count = job.slots().lease_count(*session);
+  const uint32_t lease_count = job.cache().slots().lease_count(*session);
   MEMD_FAILPOINT("session.before_discard");
   // Only then, so that a daemon that takes over meanwhile ends the session again.
   const auto discarded = Join::start([this, &job, session, session_id](const Status&) {
     session->ring.end();
     sessions_.forget(job.journal().ledger().get(), session_id);
   });
-  if (!MEMD_PLANTED("session.half_written_shown")) job.half_written().discard(*session, *discarded);
+  if (!MEMD_PLANTED("session.half_written_shown"))
+    job.cache().half_written().discard(*session, *discarded);
   MEMD_FAILPOINT("session.before_pins_dropped");
   discarded->finish(Status::ok());
-  job.stalls_ended.add(session->ring.stalls());
   // Its tag may be the next session's, before which nothing of this is committed.
   for (Entry* const entry : job.shards().entries()) {
     if (entry == nullptr || !entry->is_ahead || entry->audience != session->ring.tag()) continue;
     entry->audience = kNobody;
-    job.table().withdraw(*entry);
+    job.cache().table().withdraw(*entry);
   }
-  if (!MEMD_PLANTED("session.pins_kept")) std::erase(job.sessions, session);
+  if (!MEMD_PLANTED("session.pins_kept")) job.cache().sessions().detach(session);
   job.state().early().forget_session(session_id);
-  job.plans().end(*session);
+  job.cache().plans().end(*session);
   sessions_.remove(session_id);
   // Its pins are gone, and what it has half written.
-  job.waits().wake_all();
-  if (job.memory != nullptr) job.slots().free_retired();
+  job.cache().waits().wake_all();
+  if (job.memory() != nullptr) job.cache().slots().free_retired();
   drop_gradients_of(job, [session_id](const Shard& shard) {
     if (MEMD_PLANTED("session.sealed_gradients_dropped")) return shard.gradient_session != 0;
     return shard.gradient_session == session_id;
@@ -508,12 +485,12 @@ Result<std::pair<std::vector<ShardInfo>, bool>> ShardStore::declare(
     uint64_t session_id, const std::vector<ShardSpec>& specs) {
   const auto job = job_of(session_id);
   if (!job.is_ok()) return job.status();
-  job.value()->residencies().settle_all_pending();
+  job.value()->cache().residencies().settle_all_pending();
   MEMD_FAILPOINT("shards.before_declared");
   const Owed owed(OwedPlace::shards_declared);
   auto infos = job.value()->declare(specs);
   if (!infos.is_ok()) return infos.status();
-  return std::pair(std::move(infos).value(), job.value()->gradients_fit());
+  return std::pair(std::move(infos).value(), job.value()->admission().gradients_fit());
 }
 
 // ---- Leases -------------------------------------------------------------------------------------
@@ -525,27 +502,27 @@ void ShardStore::lease(const LeaseRequest& request, LeaseReply reply) {
   const auto found = job_of(request.session_id);
   if (!found.is_ok()) return reply(found.status(), {});
   Job& job = *found.value();
-  if (!job.progress.stopped().is_ok()) return reply(job.progress.stopped(), {});
+  if (!job.progress().stopped().is_ok()) return reply(job.progress().stopped(), {});
   if (job.shards().find_entry(request.shard_id, request.part) == nullptr) {
     return reply(error(StatusCode::not_found,
                        "job ",
-                       job.name,
+                       job.name(),
                        " has no such shard, or it has no gradient; declare it first: shard ",
                        request.shard_id),
                  {});
   }
-  job.leases().acquire(request, std::move(reply));
+  job.cache().leases().acquire(request, std::move(reply));
 }
 
 void ShardStore::release_service_lease(uint64_t job_id, const LeaseGrant& grant, bool discard) {
   Job* const job = find(job_id);
   MEMD_CHECK(job != nullptr);  // a job with service leases is not dropped
-  job->leases().release_service(grant, discard);
+  job->cache().leases().release_service(grant, discard);
 }
 
 bool ShardStore::look_ahead() {
   bool progress = false;
-  for (const auto& [job_id, job] : jobs_) progress |= job->prefetcher().look_ahead();
+  for (const auto& [job_id, job] : jobs_) progress |= job->cache().prefetcher().look_ahead();
   return progress;
 }
 
@@ -567,7 +544,7 @@ void ShardStore::drop_gradients_of(Job& job,
     if (shard.gradient_session != 0 && chosen(shard)) {
       job.state().early().forget_gradient(shard_id);
       shard.gradient_session = 0;
-      job.waits().wake(*bucket.gradient);
+      job.cache().waits().wake(*bucket.gradient);
       job.journal().note_shard(shard_id);
       any = true;
     }
@@ -580,7 +557,7 @@ void ShardStore::drop_gradients_of(Job& job,
            entry->residency() != Residency::draining;
   };
   if (settled()) return job.drop_gradient(bucket, extents_);
-  job.conditions.add(settled, [this, &job, index] {
+  job.conditions().add(settled, [this, &job, index] {
     Bucket& later = job.shards().bucket(index);
     const bool unused = std::none_of(later.shards.begin(), later.shards.end(), [&](uint32_t id) {
       return job.shards()[id].gradient_session != 0;
@@ -595,7 +572,7 @@ Status ShardStore::drop_gradients(uint64_t session_id, const std::vector<uint32_
   std::vector<bool> chosen(job.value()->shards().size(), shard_ids.empty());
   for (const uint32_t shard_id : shard_ids) {
     if (shard_id >= chosen.size()) {
-      return error(StatusCode::not_found, "job ", job.value()->name, " has no shard ", shard_id);
+      return error(StatusCode::not_found, "job ", job.value()->name(), " has no shard ", shard_id);
     }
     chosen[shard_id] = true;
   }
@@ -624,7 +601,7 @@ void ShardStore::gradient_unused(uint64_t session_id, uint32_t shard_id) {
   Job& job = *found.value();
   const Entry* const gradient = job.shards().find_entry(shard_id, Part::gradient);
   if (gradient == nullptr) return;
-  for (LeaseWaiter& waiter : job.waiters().take(*gradient, [&](const LeaseWaiter& each) {
+  for (LeaseWaiter& waiter : job.cache().waiters().take(*gradient, [&](const LeaseWaiter& each) {
          const LeaseRequest& request = each.request;
          return request.session_id == session_id && request.shard_id == shard_id &&
                 request.is_ahead && !request.for_service;
@@ -649,17 +626,17 @@ void ShardStore::delete_shard(uint64_t session_id,
   if (job.shards()[shard_id].kind == ShardKind::parameter) {
     return done(error(StatusCode::invalid_argument,
                       "shard ",
-                      job.name,
+                      job.name(),
                       "/",
                       name,
                       " is a parameter; drop the job, or start over with connect(fresh=True)"));
   }
   Entry* const entry = job.shards()[shard_id].value;
-  job.residencies().settle_pending(*entry);
+  job.cache().residencies().settle_pending(*entry);
   if (entry->pending != nullptr) {
     return done(error(StatusCode::invalid_argument,
                       "shard ",
-                      job.name,
+                      job.name(),
                       "/",
                       name,
                       " is still being written; let go of the tensor first"));
@@ -673,14 +650,15 @@ void ShardStore::delete_shard(uint64_t session_id,
     // It may have gone, or come back under the same name, while its bytes were being moved.
     const auto again = job.shards().find(name);
     if (!again) return done(false);
-    job.waiters().fail(*job.shards()[*again].value,
-                       error(StatusCode::not_found, "shard ", job.name, "/", name, " was deleted"));
+    job.cache().waiters().fail(
+        *job.shards()[*again].value,
+        error(StatusCode::not_found, "shard ", job.name(), "/", name, " was deleted"));
     MEMD_FAILPOINT("shard.before_removed");
     job.remove(*again, extents_);
     done(true);
   };
   if (still()) return remove();
-  job.conditions.add(
+  job.conditions().add(
       [&job, name, still, entry] {
         const auto again = job.shards().find(name);
         return !again || job.shards()[*again].value != entry || still();
@@ -761,7 +739,7 @@ bool ShardStore::advance() {
   bool progress = false;
   std::vector<uint64_t> broken;
   for (const auto& [session_id, session] : sessions_.all()) {
-    progress |= find(session->job_id)->plans().follow_uses(*session);
+    progress |= find(session->job_id)->cache().plans().follow_uses(*session);
     progress |= serve(*session);
     if (session->ring.broken()) broken.push_back(session_id);
   }
@@ -781,23 +759,23 @@ bool ShardStore::advance() {
   };
   advance_tiles();
   for (const uint64_t job_id : job_ids) {
-    if (Job* const job = find(job_id)) progress |= job->leases().advance();
+    if (Job* const job = find(job_id)) progress |= job->cache().leases().advance();
   }
   progress |= look_ahead();
   for (const uint64_t job_id : job_ids) progress |= advance_conditions(job_id);
   for (const auto& [job_id, job] : jobs_) {
-    if (job->state().early().has_waiting() && !job->operations.is_running())
+    if (job->state().early().has_waiting() && !job->operations().is_running())
       job->state().early().advance();
   }
   advance_tiles();
   std::vector<Job*> unused;
   for (const auto& [job_id, job] : jobs_) {
-    if (job->progress.goes_to_disk() && is_unused(*job)) unused.push_back(job.get());
+    if (job->progress().goes_to_disk() && is_unused(*job)) unused.push_back(job.get());
   }
   for (Job* const job : unused) {
     // A job that no catalogue names has nothing to return to.
-    if (commits_.catalogue_tag(job->job_id) == 0) {
-      drop_job(job->job_id, false, [](const Status&) {});
+    if (commits_.catalogue_tag(job->job_id()) == 0) {
+      drop_job(job->job_id(), false, [](const Status&) {});
     } else {
       return_to_disk(*job);
     }
@@ -806,7 +784,7 @@ bool ShardStore::advance() {
   progress |= scrub_.advance();
   progress |= live_check_.advance();
   // Woken after the leases had their turn.
-  for (const auto& [job_id, job] : jobs_) progress |= job->waiters().has_woken();
+  for (const auto& [job_id, job] : jobs_) progress |= job->cache().waiters().has_woken();
   end_turn();
   return progress;
 }
@@ -815,7 +793,7 @@ bool ShardStore::advance_conditions(uint64_t job_id) {
   bool progress = false;
   size_t position = 0;
   for (Job* job = find(job_id); job != nullptr; job = find(job_id)) {
-    const auto then = job->conditions.take_next(position);
+    const auto then = job->conditions().take_next(position);
     if (!then) break;
     (*then)();
     progress = true;
@@ -826,9 +804,9 @@ bool ShardStore::advance_conditions(uint64_t job_id) {
 void ShardStore::write_catalogue_anew(uint64_t job_id) {
   // The root is written by every commit.
   for (const auto& [id, job] : jobs_) {
-    if (job->ending || (job_id != 0 && id != job_id)) continue;
+    if (job->is_ending() || (job_id != 0 && id != job_id)) continue;
     // A job that commits nothing any more writes no root either; the next pass finds it again.
-    if (!job->progress.stopped().is_ok() || job->lost.count() != 0) continue;
+    if (!job->progress().stopped().is_ok() || job->lost().count() != 0) continue;
     job->durable().note_change();
     return sync_job(id, [](const Status&, const StepReport&) {});
   }
@@ -836,13 +814,14 @@ void ShardStore::write_catalogue_anew(uint64_t job_id) {
 
 bool ShardStore::wants_releases() const {
   return std::any_of(jobs_.begin(), jobs_.end(), [](const auto& it) {
-    return !it.second->conditions.empty() || it.second->waiters().wants_releases();
+    return !it.second->conditions().empty() || it.second->cache().waiters().wants_releases();
   });
 }
 
 uint64_t ShardStore::next_deadline_ns() const {
   uint64_t next = std::numeric_limits<uint64_t>::max();
-  for (const auto& [job_id, job] : jobs_) next = std::min(next, job->waiters().next_deadline_ns());
+  for (const auto& [job_id, job] : jobs_)
+    next = std::min(next, job->cache().waiters().next_deadline_ns());
   for (const uint64_t due_ns : {scrub_.next_ns(), live_check_.next_ns(), extents_.next_ns()}) {
     if (due_ns != 0) next = std::min(next, due_ns);
   }
@@ -853,7 +832,8 @@ bool ShardStore::is_idle() const {
   return commits_.is_idle() && scrub_.is_idle() && live_check_.is_idle() &&
          std::all_of(jobs_.begin(), jobs_.end(), [](const auto& it) {
            const Job& job = *it.second;
-           return job.operations.is_idle() && job.conditions.empty() && !job.activities.any();
+           return job.operations().is_idle() && job.conditions().empty() &&
+                  !job.cache().activities().any();
          });
 }
 
@@ -861,7 +841,7 @@ void ShardStore::give_up_waiting() {
   scrub_.set_rate(0);
   live_check_.give_up();
   for (const auto& [job_id, job] : jobs_) {
-    for (const LeaseWaiter& waiter : job->waiters().take_all()) {
+    for (const LeaseWaiter& waiter : job->cache().waiters().take_all()) {
       waiter.reply(error(StatusCode::unavailable, "the daemon is stopping; job ", job_id), {});
     }
   }
@@ -895,29 +875,31 @@ std::vector<Activity> ShardStore::in_flight() const {
   }
   const auto add = [&](const Job* job, uint64_t job_id, Activity activity, uint64_t since_ns) {
     activity.job_id = job_id;
-    activity.job = job != nullptr ? job->name : concat("id ", job_id);
-    activity.uid = job != nullptr ? job->uid : 0;
+    activity.job = job != nullptr ? job->name() : concat("id ", job_id);
+    activity.uid = job != nullptr ? job->uid() : 0;
     activity.age_ns = now_ns - since_ns;
     all.push_back(std::move(activity));
   };
   for (const auto& [job_id, owned] : jobs_) {
     const Job* const job = owned.get();
-    job->waiters().for_each([&](const LeaseWaiter& waiter) {
+    job->cache().waiters().for_each([&](const LeaseWaiter& waiter) {
       const LeaseRequest& request = waiter.request;
       std::string what = concat("shard ", job->shards()[request.shard_id].name());
       if (request.part == Part::gradient) what += " gradient";
       what += request.mode == LeaseMode::read ? ", to read" : ", to write";
       add(job,
-          job->job_id,
-          {.kind = "lease", .what = std::move(what), .waits_on = job->waiters().describe(waiter)},
+          job->job_id(),
+          {.kind = "lease",
+           .what = std::move(what),
+           .waits_on = job->cache().waiters().describe(waiter)},
           waiter.started_ns);
     });
-    const std::vector<Operations::Open> operations = job->operations.open();
+    const std::vector<Operations::Open> operations = job->operations().open();
     for (size_t i = 0; i < operations.size(); ++i) {
       const Operations::Open& each = operations[i];
       std::string before = i == 0 ? "" : concat("the ", operations.front().kind, " before it");
       add(job,
-          job->job_id,
+          job->job_id(),
           {.kind = each.kind, .what = each.phase, .waits_on = std::move(before)},
           each.since_ns);
     }
@@ -954,14 +936,13 @@ ServerStatistics ShardStore::statistics() const {
   for (const auto& [job_id, job] : jobs_) {
     out.room_wait_ns += room_wait_ns(*job);
     JobStatistics statistics{.job = info_of(*job),
-                             .counters = job->waiters().counters_until_now(),
-                             .stalls = job->stalls_ended};
-    for (const auto& session : job->sessions) statistics.stalls.add(session->ring.stalls());
-    if (job->memory != nullptr) {
-      statistics.arena_bytes = job->memory->arena().capacity_bytes();
-      statistics.arena_bytes_used = job->memory->arena().used_bytes();
-      statistics.private_bytes = job->memory->private_side().capacity_bytes();
-      statistics.private_bytes_used = job->memory->private_side().used_bytes();
+                             .counters = job->cache().waiters().counters_until_now(),
+                             .stalls = job->cache().sessions().stalls()};
+    if (job->memory() != nullptr) {
+      statistics.arena_bytes = job->memory()->arena().capacity_bytes();
+      statistics.arena_bytes_used = job->memory()->arena().used_bytes();
+      statistics.private_bytes = job->memory()->private_side().capacity_bytes();
+      statistics.private_bytes_used = job->memory()->private_side().used_bytes();
     }
     out.jobs.push_back(std::move(statistics));
   }

@@ -20,6 +20,7 @@
 #include "base/descriptor_keeper.h"
 #include "base/join.h"
 #include "base/status.h"
+#include "base/workers.h"
 #include "io/io_queue.h"
 #include "optim/adam.h"
 #include "store/cache/sessions.h"
@@ -31,7 +32,6 @@
 #include "store/recovery/remembered_job.h"
 #include "store/space/commit.h"
 #include "store/space/extent_store.h"
-#include "base/workers.h"
 #include "store/statistics.h"
 #include "store/verify/extent_walk.h"
 #include "store/verify/live_check.h"
@@ -168,16 +168,6 @@ class ShardStore {
   Job* find(uint64_t job_id) const;
   Result<Job*> admit(const OpenJobRequest& request);
   Status give_memory(Job& job);
-  /// Frees every slot and every tile of a job that nobody uses any more.
-  static void free_slots(Job& job);
-  Status open_ledger(Job& job);
-  /// If there is a ledger and commits are in memory.
-  Status open_tile_words(Job& job);
-  /// Its ledger and what belongs to it, which claims all of its segments by now: the next daemon
-  /// takes for the job's memory what it finds claimed.
-  void keep_memory(Job& job);
-  /// Before anything is said in them.
-  void keep_tile_words(Job& job);
 
   // At start.
   using Ledgers = std::map<uint64_t, std::unique_ptr<Ledger>>;
@@ -231,7 +221,7 @@ class ShardStore {
   void write_catalogue_anew(uint64_t job_id);
   VerificationParts verification_parts();
   class StepCalls;
-  void open_steps(Job& job);
+  std::unique_ptr<StepGate> step_gate(Job& job);
 
   Pool& pool_;
   IoQueue& io_;

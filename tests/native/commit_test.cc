@@ -90,7 +90,7 @@ class CommitTest : public ::testing::Test {
     return ids;
   }
   StepRequest next_step(Heart& heart, uint64_t session, const std::vector<uint32_t>& ids) {
-    const auto seed = static_cast<uint32_t>(heart.job(session).progress.committed_step()) + 50;
+    const auto seed = static_cast<uint32_t>(heart.job(session).progress().committed_step()) + 50;
     for (uint32_t i = 0; i < 3; ++i) {
       const uint64_t count = heart.job(session).shards()[ids[i]].element_count();
       heart.write(session, ids[i], numbers(count, seed + i), Part::gradient);
@@ -103,7 +103,7 @@ class CommitTest : public ::testing::Test {
   }
   State state(Heart& heart, uint64_t session, const std::vector<uint32_t>& ids) {
     State out;
-    out.step = heart.job(session).progress.committed_step();
+    out.step = heart.job(session).progress().committed_step();
     for (uint32_t i = 0; i < 3; ++i) {
       out.values.push_back(heart.read<float>(session, ids[i]));
       auto moments = heart.moments(session, ids[i]);
@@ -200,7 +200,7 @@ TEST_F(CommitTest, what_the_durable_catalogue_names_is_never_written) {
     if (step == 3) {
       heart.faults().add_fault(
           {.io_kind = IoKind::read, .skip_count = 2, .count = 1000, .error_number = EAGAIN});
-      heart.job(session).tiles.drop_all(heart.job(session).memory->private_side());
+      heart.job(session).tiles().drop_all(heart.job(session).memory()->private_side());
       EXPECT_FALSE(heart.step(request).first.is_ok());
       heart.faults().clear_faults();
     }
@@ -368,9 +368,9 @@ TEST_F(CommitTest, fifty_random_operations_leak_no_extent) {
         const StepRequest request = next_step(heart, session, ids);
         const bool fails = random() % 2 == 0;
         Job& job = heart.job(session);
-        if (fails) job.space.set_quota_bytes(job.space.used_bytes() + random() % 4_MiB);
+        if (fails) job.space().set_quota_bytes(job.space().used_bytes() + random() % 4_MiB);
         const Status status = heart.step(request).first;
-        job.space.set_quota_bytes(kQuota);
+        job.space().set_quota_bytes(kQuota);
         if (!fails) ASSERT_TRUE(status.is_ok()) << status.message();
         break;
       }
@@ -407,7 +407,7 @@ TEST_F(CommitTest, fifty_random_operations_leak_no_extent) {
   uint64_t state_bytes = 0;
   heart.job(session).shards().for_each_replica(
       [&](Replica& replica) { state_bytes += replica.length_bytes; });
-  EXPECT_EQ(heart.job(session).space.used_bytes(), state_bytes);
+  EXPECT_EQ(heart.job(session).space().used_bytes(), state_bytes);
   EXPECT_EQ(heart.extents().capacity_bytes() - heart.extents().free_bytes(), durable_bytes);
   Heart again(after_power_cut(*disk_));
   EXPECT_EQ(again.extents().free_bytes(), heart.extents().free_bytes());

@@ -180,12 +180,12 @@ TEST(DurabilityRoom, a_dirty_tile_in_the_last_segment_is_written_before_the_aren
   step({ids[1]});
   const auto tail = heart.read<float>(session, ids[1]);
   Job& job = heart.job(session);
-  Arena& side = job.memory->private_side();
-  ASSERT_EQ(job.tiles.count(), 3U);
-  ASSERT_EQ(job.tiles.dirty_keys(), std::vector<uint64_t>{tile_key(1, 0)});
-  ASSERT_GT(side.capacity_bytes(), job.memory->private_floor_bytes());
+  Arena& side = job.memory()->private_side();
+  ASSERT_EQ(job.tiles().count(), 3U);
+  ASSERT_EQ(job.tiles().dirty_keys(), std::vector<uint64_t>{tile_key(1, 0)});
+  ASSERT_GT(side.capacity_bytes(), job.memory()->private_floor_bytes());
   // Clean tiles free more than a segment in front of the dirty one, and nothing behind it.
-  ASSERT_GT(*job.tiles.offset_of(tile_key(1, 0)), 4_MiB);
+  ASSERT_GT(*job.tiles().offset_of(tile_key(1, 0)), 4_MiB);
   ASSERT_LT(side.tail_free_bytes(), kSegmentBytes);
 
   const auto blobs = heart.declare(session, {bytes_shard("a", 13_MiB), bytes_shard("b", 3_MiB)});
@@ -193,8 +193,8 @@ TEST(DurabilityRoom, a_dirty_tile_in_the_last_segment_is_written_before_the_aren
   const Held b = heart.lease(session, blobs[1], LeaseMode::overwrite);
   EXPECT_TRUE(a.is_ok()) << a.status.message();
   EXPECT_TRUE(b.is_ok()) << b.status.message();
-  EXPECT_FALSE(job.tiles.has_dirty());
-  EXPECT_EQ(side.capacity_bytes(), job.memory->private_floor_bytes());
+  EXPECT_FALSE(job.tiles().has_dirty());
+  EXPECT_EQ(side.capacity_bytes(), job.memory()->private_floor_bytes());
   heart.release(a);
   heart.release(b);
   EXPECT_EQ(heart.read<float>(session, ids[1]), tail);
@@ -251,7 +251,7 @@ TEST_P(DurabilityTest, a_power_cut_leaves_the_last_commit_on_disk) {
         on_disk = training.twins;
       }
       EXPECT_EQ(report.durable_step, chosen.is_none() ? 0 : durable_step);
-      const uint64_t dirty = training.job().tiles.dirty_keys().size();
+      const uint64_t dirty = training.job().tiles().dirty_keys().size();
       const bool on_disk_now = durable_step == step || !chosen.is_in_memory();
       const bool some = GetParam().staying == 1 && !on_disk_now;
       if (some) {
@@ -299,8 +299,8 @@ TEST_P(DurabilityTest, a_sync_puts_every_step_on_disk) {
     training.write_all();
     for (int step = 0; step < 2; ++step) ASSERT_TRUE(training.step().first.is_ok());
     ASSERT_TRUE(heart.sync(training.session()).is_ok());
-    EXPECT_EQ(training.job().progress.durable_step(), 2U);
-    EXPECT_FALSE(training.job().tiles.has_dirty());
+    EXPECT_EQ(training.job().progress().durable_step(), 2U);
+    EXPECT_FALSE(training.job().tiles().has_dirty());
     ASSERT_TRUE(training.step().first.is_ok());
     training.expect_equal();
     ASSERT_TRUE(heart.sync(training.session()).is_ok());
@@ -310,8 +310,8 @@ TEST_P(DurabilityTest, a_sync_puts_every_step_on_disk) {
   Heart heart(disk_);
   ASSERT_TRUE(heart.loaded.is_ok()) << heart.loaded.message();
   const uint64_t session = heart.attach(heart.open("job", GetParam().arena_segments));
-  EXPECT_EQ(heart.job(session).progress.committed_step(), 3U);
-  EXPECT_EQ(heart.job(session).progress.durable_step(), 3U);
+  EXPECT_EQ(heart.job(session).progress().committed_step(), 3U);
+  EXPECT_EQ(heart.job(session).progress().durable_step(), 3U);
   Heart twin_heart(std::make_shared<MemoryDisk>(kDiskBytes));
   Training shape(twin_heart, GetParam());
   shape.expect_equal(heart, session, twins);
@@ -337,8 +337,8 @@ TEST_P(DurabilityTest, parameters_evicted_over_dirty_tiles_come_back_as_they_are
   for (const uint32_t id : training.ids()) {
     Entry& entry = *job.shards()[id].value;
     if (entry.residency() != Residency::clean) continue;
-    job.residencies().move(entry, Residency::clean, Residency::absent);
-    job.slots().free(std::move(entry.slot));
+    job.cache().residencies().move(entry, Residency::clean, Residency::absent);
+    job.cache().slots().free(std::move(entry.slot));
   }
   training.expect_equal();
   ASSERT_TRUE(training.step().first.is_ok());
@@ -368,7 +368,7 @@ TEST_F(InMemoryTest, a_step_whose_commit_to_the_disk_fails_is_made_and_the_next_
   heart.turn();
   ASSERT_EQ(training.job().shards().bucket(0).value->residency(), Residency::filling)
       << "it updates";
-  training.job().space.set_quota_bytes(training.job().space.used_bytes());
+  training.job().space().set_quota_bytes(training.job().space().used_bytes());
   ASSERT_TRUE(heart.until([&] { return answer.has_value(); }));
   ASSERT_TRUE(answer->first.is_ok()) << answer->first.message();
   EXPECT_EQ(answer->second.committed_step, 2U);
@@ -381,7 +381,7 @@ TEST_F(InMemoryTest, a_step_whose_commit_to_the_disk_fails_is_made_and_the_next_
   ask(2);
   ASSERT_TRUE(answer.has_value() && answer->first.is_ok());
   EXPECT_NE(answer->second.disk_error.find("used up its disk quota"), std::string::npos);
-  training.job().space.set_quota_bytes(kQuotaBytes);
+  training.job().space().set_quota_bytes(kQuotaBytes);
   const auto [status, report] = training.step(3);
   ASSERT_TRUE(status.is_ok()) << status.message();
   EXPECT_EQ(report.durable_step, 3U);
@@ -403,7 +403,7 @@ TEST_F(InMemoryTest, a_step_that_meets_a_broken_disk_is_made_and_the_next_one_is
   training.expect_equal();
   training.write_gradients();
   EXPECT_EQ(heart.step(training.request(3)).first.code(), StatusCode::device);
-  EXPECT_EQ(training.job().progress.committed_step(), 2U);
+  EXPECT_EQ(training.job().progress().committed_step(), 2U);
   for (const uint32_t id : training.ids()) {
     EXPECT_EQ(training.job().shards()[id].gradient_session, training.session()) << "as it was";
   }
@@ -532,15 +532,15 @@ TEST_F(InMemoryTest, a_step_begins_only_where_the_disk_has_room_for_all_that_mem
   training.write_all();
   ASSERT_TRUE(heart.sync(training.session()).is_ok());
   ASSERT_TRUE(training.step().first.is_ok());
-  training.job().space.set_quota_bytes(training.job().space.used_bytes() + 1_MiB);
+  training.job().space().set_quota_bytes(training.job().space().used_bytes() + 1_MiB);
   const Status refused = training.step().first;
   EXPECT_EQ(refused.code(), StatusCode::capacity);
   EXPECT_NE(refused.message().find("no room on disk for its next step"), std::string::npos)
       << refused.message();
-  EXPECT_TRUE(training.job().progress.stopped().is_ok());
-  EXPECT_EQ(training.job().space.promised_bytes(), 0U);
+  EXPECT_TRUE(training.job().progress().stopped().is_ok());
+  EXPECT_EQ(training.job().space().promised_bytes(), 0U);
   training.expect_equal();
-  training.job().space.set_quota_bytes(kQuotaBytes);
+  training.job().space().set_quota_bytes(kQuotaBytes);
   for (int step = 0; step < 2; ++step) ASSERT_TRUE(training.step().first.is_ok());
   training.expect_equal();
 }
@@ -561,9 +561,9 @@ TEST_F(InMemoryTest, a_gradient_is_not_spilled_into_the_room_of_a_step_that_runs
                      [&](const Status& status, const StepReport&) { answer = status; });
   heart.turn();
   Job& job = heart.job(session);
-  ASSERT_GT(job.space.promised_bytes(), job.space.used_bytes());
+  ASSERT_GT(job.space().promised_bytes(), job.space().used_bytes());
   const auto blob = heart.declare(session, {bytes_shard("blob", 8_MiB)});
-  heart.limit_state(session, job.space.promised_bytes());
+  heart.limit_state(session, job.space().promised_bytes());
   const Entry& gradient = *job.shards().find_entry(ids[1], Part::gradient);
   const auto asked = heart.ask(session, blob[0], LeaseMode::overwrite);
   EXPECT_FALSE(asked->has_value());
@@ -588,7 +588,7 @@ TEST_F(InMemoryTest, a_job_that_stops_says_what_is_on_disk_and_what_to_do) {
     heart.store().step(training.request(),
                        [&](const Status& status, const StepReport&) { answer = status; });
     heart.turn();
-    training.job().space.set_quota_bytes(0);
+    training.job().space().set_quota_bytes(0);
     ASSERT_TRUE(heart.until([&] { return answer.has_value(); }));
     ASSERT_FALSE(answer->is_ok());
     const bool says_step =

@@ -205,7 +205,7 @@ class History {
     if (chance(1)) settings_.lr *= 0.9;
     StepRequest request{.session_id = session_,
                         .groups = {{.settings = settings_, .shard_ids = {}}},
-                        .step = job().progress.committed_step() + 1,
+                        .step = job().progress().committed_step() + 1,
                         .call = call_ + 1};
     before_ = twins_;
     const bool takes_all = chance(6);
@@ -412,7 +412,7 @@ class History {
   }
 
   void count() {
-    const JobCounters& counters = job().counters;
+    const JobCounters& counters = job().cache().counters();
     adopted_count += counters.early_tiles_adopted;
     for (const uint64_t each : counters.early_tiles_discarded) discarded_count += each;
   }
@@ -432,7 +432,7 @@ class History {
     ASSERT_TRUE(heart_->store().drop_gradients(session_, {}).is_ok());
     ASSERT_TRUE(heart_->until([&] {
       return job().state().early().bucket_count() == 0 &&
-             job().state().early().running_count() == 0 && !job().activities.any();
+             job().state().early().running_count() == 0 && !job().cache().activities().any();
     }));
     for (int i = 0; i < 2; ++i) {
       job().durable().note_change();

@@ -83,7 +83,7 @@ class Training {
   void wait() {
     EXPECT_TRUE(heart_.until([&] {
       return !job().state().early().has_waiting() && job().state().early().running_count() == 0 &&
-             !job().activities.any();
+             !job().cache().activities().any();
     }));
   }
   StepRequest request() const {
@@ -130,9 +130,9 @@ class Training {
   }
 
   Job& job() { return heart_.job(session_); }
-  uint64_t adopted() { return job().counters.early_tiles_adopted; }
+  uint64_t adopted() { return job().cache().counters().early_tiles_adopted; }
   uint64_t discarded(EarlyDiscard why) {
-    return job().counters.early_tiles_discarded[static_cast<size_t>(why)];
+    return job().cache().counters().early_tiles_discarded[static_cast<size_t>(why)];
   }
   uint64_t session() const { return session_; }
   const std::vector<uint32_t>& ids() const { return ids_; }
@@ -176,7 +176,8 @@ TEST_P(EarlyUpdateTest, a_step_takes_over_what_was_made_and_nobody_sees_it_befor
       EXPECT_TRUE(std::ranges::equal(view.as<uint8_t>(), bytes)) << "a live view is never written";
       heart.release(view);
     }
-    for (const uint64_t count : training.job().counters.early_tiles_discarded) EXPECT_EQ(count, 0U);
+    for (const uint64_t count : training.job().cache().counters().early_tiles_discarded)
+      EXPECT_EQ(count, 0U);
     training.expect_nothing_leaked();
   }
   if (GetParam().durability == "none") return;
@@ -184,8 +185,8 @@ TEST_P(EarlyUpdateTest, a_step_takes_over_what_was_made_and_nobody_sees_it_befor
   Heart heart(disk_);
   ASSERT_TRUE(heart.loaded.is_ok()) << heart.loaded.message();
   const uint64_t session = heart.attach(heart.open("job", GetParam().arena_segments));
-  EXPECT_EQ(heart.job(session).progress.committed_step(), 6U);
-  EXPECT_EQ(heart.job(session).lost.count(), 0U);
+  EXPECT_EQ(heart.job(session).progress().committed_step(), 6U);
+  EXPECT_EQ(heart.job(session).lost().count(), 0U);
 }
 
 TEST_P(EarlyUpdateTest, what_a_step_finds_made_otherwise_is_made_again) {
@@ -308,7 +309,7 @@ TEST_P(EarlyUpdateTest, a_session_that_ends_leaves_the_step_before_it_and_nothin
   Training training(heart, GetParam());
   training.backward();
   training.step();
-  const uint64_t job_id = training.job().job_id;
+  const uint64_t job_id = training.job().job_id();
   const uint64_t other = heart.attach(job_id);
   training.backward();
   ASSERT_TRUE(heart.store().detach(training.session()).is_ok());
@@ -322,7 +323,7 @@ TEST_P(EarlyUpdateTest, a_session_that_ends_leaves_the_step_before_it_and_nothin
   ASSERT_TRUE(heart.sync(other).is_ok());
   uint64_t named_bytes = 0;
   job.shards().for_each_replica([&](Replica& each) { named_bytes += each.length_bytes; });
-  EXPECT_EQ(job.space.used_bytes(), named_bytes);
+  EXPECT_EQ(job.space().used_bytes(), named_bytes);
 }
 
 TEST_P(EarlyUpdateTest, a_daemon_that_dies_before_the_step_leaves_the_gradients_for_it) {
@@ -344,7 +345,7 @@ TEST_P(EarlyUpdateTest, a_daemon_that_dies_before_the_step_leaves_the_gradients_
   for (Entry* const entry : job.shards().entries()) {
     if (entry->slot != nullptr) slot_bytes += align_up(entry->slot->bytes, kBlockBytes);
   }
-  EXPECT_EQ(job.memory->arena().used_bytes(), slot_bytes);
+  EXPECT_EQ(job.memory()->arena().used_bytes(), slot_bytes);
   const auto [status, report] = next.step(request);
   ASSERT_TRUE(status.is_ok()) << status.message();
   training.advance();
@@ -427,7 +428,7 @@ TEST_F(EarlyFailureTest, a_read_that_fails_is_the_steps_to_meet_again) {
       failed_count += training.discarded(EarlyDiscard::failed);
       training.step();
       training.expect_equal();
-      EXPECT_EQ(training.job().lost.count(), 0U);
+      EXPECT_EQ(training.job().lost().count(), 0U);
       training.expect_nothing_leaked();
       if (!was_hit) break;
       ASSERT_LT(index, 100U);
@@ -449,10 +450,10 @@ TEST_F(EarlyFailureTest, bytes_that_are_gone_are_reported_by_the_step_and_it_sta
                             .count = 1000});
   training.backward();
   EXPECT_GT(training.discarded(EarlyDiscard::failed), 0U);
-  EXPECT_EQ(training.job().lost.count(), 0U) << "nobody has asked for it yet";
+  EXPECT_EQ(training.job().lost().count(), 0U) << "nobody has asked for it yet";
   const auto [status, report] = heart.step(training.request());
   EXPECT_EQ(status.code(), StatusCode::integrity) << status.message();
-  EXPECT_EQ(training.job().progress.committed_step(), 1U);
+  EXPECT_EQ(training.job().progress().committed_step(), 1U);
   EXPECT_EQ(training.job().shards()[training.ids()[0]].gradient_session, training.session());
 }
 
@@ -478,14 +479,14 @@ TEST_F(EarlyFailureTest, a_write_that_fails_leaves_n_on_disk_at_every_index) {
       if (was_hit) {
         EXPECT_FALSE(heart.extents().broken().is_ok());
         EXPECT_EQ(heart.step(training.request()).first.code(), StatusCode::device);
-        EXPECT_EQ(training.job().progress.committed_step(), 1U);
+        EXPECT_EQ(training.job().progress().committed_step(), 1U);
         training.expect_equal();
       }
     }
     Heart heart(disk);
     ASSERT_TRUE(heart.loaded.is_ok()) << heart.loaded.message();
     const uint64_t session = heart.attach(heart.open("job", 8));
-    EXPECT_EQ(heart.job(session).progress.committed_step(), 1U);
+    EXPECT_EQ(heart.job(session).progress().committed_step(), 1U);
     EXPECT_TRUE(heart.read<float>(session, 0) == twins[0].theta);
     if (!was_hit) break;
     ASSERT_LT(index, 100U);
@@ -500,11 +501,11 @@ TEST_F(EarlyFailureTest, without_room_on_disk_the_step_does_it_all) {
   training.step();
   const uint64_t adopted_before = training.adopted();
   EXPECT_GT(adopted_before, 0U);
-  const uint64_t used_bytes = training.job().space.used_bytes();
-  training.job().space.set_quota_bytes(used_bytes + 1_MiB);
+  const uint64_t used_bytes = training.job().space().used_bytes();
+  training.job().space().set_quota_bytes(used_bytes + 1_MiB);
   training.backward();
-  EXPECT_LE(training.job().space.used_bytes(), training.job().space.quota_bytes());
-  training.job().space.set_quota_bytes(kQuotaBytes);
+  EXPECT_LE(training.job().space().used_bytes(), training.job().space().quota_bytes());
+  training.job().space().set_quota_bytes(kQuotaBytes);
   training.step();
   training.expect_equal();
   EXPECT_LE(training.adopted() - adopted_before, 1U);
@@ -520,7 +521,7 @@ TEST_F(EarlyFailureTest, whoever_needs_room_on_disk_gets_that_of_what_is_only_ma
     ASSERT_GE(training.job().state().early().bucket_count(), 2U);
     // What was made of the small bucket goes, as its settings are others; to make it again takes a
     // byte more than there is.
-    training.job().space.set_quota_bytes(training.job().space.used_bytes() - 1);
+    training.job().space().set_quota_bytes(training.job().space().used_bytes() - 1);
     training.settings.lr = 0.02;
     StepRequest small = training.request();
     small.groups[0].shard_ids.erase(small.groups[0].shard_ids.begin());
@@ -528,7 +529,7 @@ TEST_F(EarlyFailureTest, whoever_needs_room_on_disk_gets_that_of_what_is_only_ma
     ASSERT_TRUE(status.is_ok()) << durability << ": " << status.message();
     for (const size_t i : {1, 2}) training.advance(i, training.seed());
     EXPECT_GT(training.discarded(EarlyDiscard::room), 0U) << durability;
-    training.job().space.set_quota_bytes(kQuotaBytes);
+    training.job().space().set_quota_bytes(kQuotaBytes);
     StepRequest large = training.request();
     large.groups[0].shard_ids.resize(1);
     ASSERT_TRUE(heart.step(large).first.is_ok());
@@ -547,16 +548,16 @@ TEST_F(EarlyFailureTest, whoever_needs_room_in_the_arena_gets_it_before_what_is_
   training.backward();
   // The small bucket's is too small to help anybody.
   const auto has_slot = [&] {
-    return training.job().early_slot(*training.job().shards().bucket(0).value) != nullptr;
+    return training.job().state().early().slot_of(*training.job().shards().bucket(0).value) != nullptr;
   };
   ASSERT_TRUE(has_slot());
-  const uint64_t spilled_before = training.job().counters.spilled_bytes;
+  const uint64_t spilled_before = training.job().cache().counters().spilled_bytes;
   std::vector<ShardSpec> specs;
   for (int i = 0; i < 48; ++i) specs.push_back(bytes_shard(concat("blob", i), 512_KiB));
   const auto blobs = heart.declare(training.session(), specs);
   for (const uint32_t blob : blobs) {
     if (!has_slot()) break;
-    EXPECT_EQ(training.job().counters.spilled_bytes, spilled_before);
+    EXPECT_EQ(training.job().cache().counters().spilled_bytes, spilled_before);
     heart.write(training.session(), blob, pattern(512_KiB, 1));
   }
   EXPECT_FALSE(has_slot());
@@ -568,7 +569,7 @@ TEST_F(EarlyFailureTest, whoever_needs_room_in_the_arena_gets_it_before_what_is_
 TEST_F(EarlyFailureTest, hints_that_come_too_late_or_of_others_begin_nothing) {
   Heart heart(disk_);
   Training training(heart, {});
-  const uint64_t other = heart.attach(training.job().job_id);
+  const uint64_t other = heart.attach(training.job().job_id());
   training.expect();
   for (size_t i = 0; i < 3; ++i) training.write_gradient(i, 200);
   for (const uint32_t id : training.ids()) heart.store().gradient_is_final(other, id);
@@ -607,24 +608,24 @@ class EarlySlotTest : public ::testing::Test {
 };
 
 TEST_F(EarlySlotTest, a_value_takes_the_place_of_the_one_before_and_is_not_read_again) {
-  const uint64_t fetched_before = training.job().counters.fetched_bytes;
+  const uint64_t fetched_before = training.job().cache().counters().fetched_bytes;
   training.backward();
   EXPECT_EQ(value().residency(), Residency::absent);
-  ASSERT_NE(training.job().early_slot(value()), nullptr);
-  EXPECT_EQ(training.job().early_slot(value())->offset_bytes, offset_bytes);
+  ASSERT_NE(training.job().state().early().slot_of(value()), nullptr);
+  EXPECT_EQ(training.job().state().early().slot_of(value())->offset_bytes, offset_bytes);
   training.step();
   EXPECT_EQ(training.adopted(), 2 * kTiles);
   training.expect_equal();
-  EXPECT_EQ(training.job().counters.fetched_bytes, fetched_before);
+  EXPECT_EQ(training.job().cache().counters().fetched_bytes, fetched_before);
   training.expect_nothing_leaked();
 }
 
 TEST_F(EarlySlotTest, whoever_wants_the_value_of_before_has_it_fetched) {
   training.backward();
-  const uint64_t fetched_before = training.job().counters.fetched_bytes;
+  const uint64_t fetched_before = training.job().cache().counters().fetched_bytes;
   const Held view = heart.lease(training.session(), training.ids()[0]);
   ASSERT_TRUE(view.is_ok()) << view.status.message();
-  EXPECT_EQ(training.job().counters.fetched_bytes - fetched_before, value().bytes);
+  EXPECT_EQ(training.job().cache().counters().fetched_bytes - fetched_before, value().bytes);
   EXPECT_TRUE(shows_n(view));
   const std::vector<float> n = training.twins[0].theta;
   training.step();
@@ -662,7 +663,8 @@ TEST(EarlySlot, whoever_wants_the_value_of_before_waits_for_no_tile_that_was_not
   }));
   heart.release(**reader);
   ASSERT_TRUE(heart.step({.session_id = session, .groups = {{.shard_ids = ids}}}).first.is_ok());
-  EXPECT_EQ(job.counters.early_tiles_adopted, tile_count) << "the others were made after that";
+  EXPECT_EQ(job.cache().counters().early_tiles_adopted, tile_count)
+      << "the others were made after that";
 }
 
 TEST(EarlySlot, a_gradient_that_is_spilled_between_two_tiles_is_waited_for) {
@@ -699,7 +701,7 @@ TEST(EarlySlot, a_gradient_that_is_spilled_between_two_tiles_is_waited_for) {
   heart.release(view);
   heart.release(**writer);
   ASSERT_TRUE(heart.step(request).first.is_ok());
-  EXPECT_EQ(job.counters.early_tiles_adopted, 5U);
+  EXPECT_EQ(job.cache().counters().early_tiles_adopted, 5U);
   Twin twin = Twin::fp32(values);
   twin.step({}, gradient);
   EXPECT_TRUE(heart.read<float>(session, ids[0]) == twin.theta);
@@ -719,7 +721,7 @@ TEST_F(EarlySlotTest, a_value_that_is_leased_stays_where_it_is) {
 TEST_F(EarlySlotTest, what_is_thrown_away_leaves_no_place_taken) {
   training.backward();
   ASSERT_TRUE(heart.store().drop_gradients(training.session(), {}).is_ok());
-  EXPECT_EQ(training.job().early_slot(value()), nullptr);
+  EXPECT_EQ(training.job().state().early().slot_of(value()), nullptr);
   training.expect_equal();
   training.expect_nothing_leaked();
 }
@@ -744,10 +746,10 @@ TEST_F(EarlySlotTest, a_step_finds_tiles_that_were_not_begun_in_their_place) {
   const Bucket& bucket = training.job().shards().bucket(0);
   heart.limit_state(
       training.session(),
-      training.job().space.used_bytes() + bucket.value->replica_bytes(0) + bucket.rest_bytes(0));
+      training.job().space().used_bytes() + bucket.value->replica_bytes(0) + bucket.rest_bytes(0));
   training.wait();
-  ASSERT_EQ(training.job().early_slot(value())->offset_bytes, offset_bytes);
-  training.job().space.set_quota_bytes(kQuotaBytes);
+  ASSERT_EQ(training.job().state().early().slot_of(value())->offset_bytes, offset_bytes);
+  training.job().space().set_quota_bytes(kQuotaBytes);
   training.job().state().drop_clean_tiles();
   const uint64_t read_before = heart.io().device_statistics(0).read.bytes;
   const auto [status, report] = heart.step(training.request());

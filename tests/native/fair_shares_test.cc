@@ -257,11 +257,11 @@ TEST_F(FairShares, a_shard_is_read_beside_another_jobs_step_as_if_it_were_half_a
   }
   Job& job = heart_->job(trainers_[1].session_id);
   ASSERT_TRUE(entry.is_resident());
-  ASSERT_TRUE(job.table().take_away(entry));
+  ASSERT_TRUE(job.cache().table().take_away(entry));
   const Residency was = entry.residency();
   ASSERT_EQ(was, Residency::clean);
-  job.residencies().move(entry, was, Residency::absent);
-  job.slots().retire(std::move(entry.slot));
+  job.cache().residencies().move(entry, was, Residency::absent);
+  job.cache().slots().retire(std::move(entry.slot));
   bool done = false;
   StepRequest request;
   request.session_id = trainers_[0].session_id;

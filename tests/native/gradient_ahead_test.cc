@@ -77,13 +77,13 @@ TEST_F(GradientAheadTest, one_that_came_stays) {
 TEST_F(GradientAheadTest, a_slot_that_is_still_held_is_freed_when_it_is_given_back) {
   const auto ahead = ask(0, true);
   ASSERT_TRUE(ahead->has_value() && (*ahead)->is_ok());
-  const uint64_t used_bytes = job().memory->arena().used_bytes();
+  const uint64_t used_bytes = job().memory()->arena().used_bytes();
   unused(0);
   EXPECT_EQ(shard(0).gradient_session, 0U);
-  EXPECT_EQ(job().memory->arena().used_bytes(), used_bytes);
+  EXPECT_EQ(job().memory()->arena().used_bytes(), used_bytes);
   heart_.release(**ahead);
-  job().slots().free_retired();
-  EXPECT_LT(job().memory->arena().used_bytes(), used_bytes);
+  job().cache().slots().free_retired();
+  EXPECT_LT(job().memory()->arena().used_bytes(), used_bytes);
 }
 
 TEST_F(GradientAheadTest, a_question_that_waits_still_is_answered_and_forgotten) {

@@ -121,7 +121,7 @@ TEST_F(HalfWrittenTest, who_writes_beside_it_goes_on_and_may_die_as_well) {
     }
     expect_values(10, 2, dies ? 3 : 30);
     EXPECT_TRUE(heart_->sync(alive_).is_ok());
-    EXPECT_EQ(heart_->job(alive_).slots().lease_count(), 0u);
+    EXPECT_EQ(heart_->job(alive_).cache().slots().lease_count(), 0u);
     heart_.reset();
   }
 }
@@ -176,7 +176,7 @@ TEST_F(HalfWrittenTest, a_stream_that_breaks_off_over_a_parameter_leaves_no_trac
     heart_->store().release_service_lease(job_id_, (*answer)->grant, true);
     if (is_alone) EXPECT_EQ(heart_->read<float>(alive_, shard_id), numbers(300'000, 5));
     expect_values(10, 2, 3);
-    EXPECT_EQ(heart_->job(alive_).slots().service_lease_count(), 0u);
+    EXPECT_EQ(heart_->job(alive_).cache().slots().service_lease_count(), 0u);
   }
 }
 
@@ -200,7 +200,7 @@ TEST_F(HalfWrittenTest, a_daemon_that_is_killed_before_it_was_read_again_leaves_
   ASSERT_TRUE(heart_->store().detach(dying_).is_ok());
   expect_values(10, 2, 3);
   ASSERT_TRUE(heart_->sync(alive_).is_ok());
-  EXPECT_EQ(heart_->job(alive_).slots().lease_count(), 0u);
+  EXPECT_EQ(heart_->job(alive_).cache().slots().lease_count(), 0u);
   heart_.reset();  // before its keeper
 }
 

@@ -184,8 +184,8 @@ class Life {
   /// Fenced, with a lost shard, or half updated in place: this job commits nothing any more.
   bool is_stopped() {
     const Job& job = heart_.job(session_);
-    return !heart_.extents().check_writable().is_ok() || job.lost.count() > 0 ||
-           !job.progress.stopped().is_ok();
+    return !heart_.extents().check_writable().is_ok() || job.lost().count() > 0 ||
+           !job.progress().stopped().is_ok();
   }
 
   uint64_t stall_count() const { return stall_count_; }
@@ -346,7 +346,7 @@ class IoFaultsMatrix : public ::testing::TestWithParam<Case> {
       if (is_first) return states_.push_back(found.state.value());
       const bool in_memory = setting.durable(committed) != committed;
       EXPECT_EQ(found.was_not_drained, in_memory && setting.is_none()) << setting.name;
-      EXPECT_EQ(life.heart().job(life.session()).tiles.has_dirty(),
+      EXPECT_EQ(life.heart().job(life.session()).tiles().has_dirty(),
                 in_memory && setting.spare_segments > 0)
           << setting.name << " after commit " << committed;
       if (setting.durable(committed) == committed) {
@@ -364,7 +364,7 @@ class IoFaultsMatrix : public ::testing::TestWithParam<Case> {
         std::count_if(life.heart().io().operations.begin(),
                       life.heart().io().operations.end(),
                       [](const auto& operation) { return operation.kind == IoKind::sync; }));
-    const JobCounters& counters = life.heart().job(life.session()).counters;
+    const JobCounters& counters = life.heart().job(life.session()).cache().counters();
     if (setting.spare_segments == 0) {
       EXPECT_GT(counters.spilled_bytes, kBlobBytes) << "the life is to spill gradients and blobs";
       EXPECT_GT(counters.fetched_bytes, kBlobBytes);

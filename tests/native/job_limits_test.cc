@@ -128,7 +128,7 @@ TEST_F(JobLimits, a_parameter_needs_room_for_its_moments_once_an_optimizer_takes
   EXPECT_TRUE(says(refused, "2 x 31457280 (parameters and their")) << refused.message();
   model.resize(1);
   heart.declare(session, model);
-  const SpaceNeeded needed = heart.job(session).space_needed();
+  const SpaceNeeded needed = heart.job(session).admission().space_needed();
   EXPECT_EQ(needed.updated_once_bytes, kStateBytes);
   EXPECT_EQ(needed.kept_value_bytes, 9_MiB);
 }
@@ -146,13 +146,13 @@ TEST_F(JobLimits, a_job_that_was_admitted_under_older_rules_trains_on_and_declar
     const auto ids = heart.declare(session, {parameter("w", kTileElements)});
     heart.write(session, ids[0], numbers(kTileElements, 1));
     // No room for a catalogue, which was in no quota.
-    heart.job(session).space.set_quota_bytes(2 * kStateBytes);
-    heart.job(session).space.set_metadata_bytes(0);
+    heart.job(session).space().set_quota_bytes(2 * kStateBytes);
+    heart.job(session).space().set_metadata_bytes(0);
     ASSERT_TRUE(train(heart, session, ids[0], 1).is_ok());
   }
   Heart heart(disk_);
   const uint64_t session = heart.attach(1);
-  ASSERT_EQ(heart.job(session).space.quota_bytes(), 2 * kStateBytes);
+  ASSERT_EQ(heart.job(session).space().quota_bytes(), 2 * kStateBytes);
   const auto ids = heart.declare(session, {parameter("w", kTileElements)});
   for (uint64_t step = 2; step < 5; ++step) {
     const Status trained = train(heart, session, ids[0], step);
@@ -180,8 +180,8 @@ TEST_F(JobLimits, the_catalogue_is_as_long_as_it_was_said_to_become) {
   }
   ASSERT_TRUE(heart.sync(session).is_ok());
   const uint64_t bytes = encoded_bytes(heart.job(session));
-  EXPECT_EQ(heart.job(session).space_needed().catalogue_bytes, 2 * bytes);
-  EXPECT_EQ(heart.job(session).metadata_bytes(), 2 * bytes);
+  EXPECT_EQ(heart.job(session).admission().space_needed().catalogue_bytes, 2 * bytes);
+  EXPECT_EQ(heart.job(session).admission().metadata_bytes(), 2 * bytes);
 }
 
 TEST_F(JobLimits, records_of_what_was_declared_take_no_other_jobs_disk) {
@@ -220,9 +220,9 @@ TEST_F(JobLimits, a_catalogue_on_disk_counts_until_the_next_one_is) {
     heart.store().delete_shard(
         session, spec.name, [](const Result<bool>& result) { EXPECT_TRUE(result.value()); });
   }
-  EXPECT_EQ(heart.job(session).metadata_bytes(), on_disk_bytes + kBlockBytes);
+  EXPECT_EQ(heart.job(session).admission().metadata_bytes(), on_disk_bytes + kBlockBytes);
   ASSERT_TRUE(heart.sync(session).is_ok());
-  EXPECT_EQ(heart.job(session).metadata_bytes(), 2 * kBlockBytes);
+  EXPECT_EQ(heart.job(session).admission().metadata_bytes(), 2 * kBlockBytes);
 }
 
 TEST_F(JobLimits, records_take_no_more_memory_than_the_job_was_admitted_to) {

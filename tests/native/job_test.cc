@@ -212,9 +212,9 @@ TEST(JobShards, a_deleted_shards_place_is_used_again_and_its_bytes_are_free) {
   EXPECT_EQ(heart.job(session).shards().entry_bytes(), 0u);
   EXPECT_EQ(heart.lease(session, 0).status.code(), StatusCode::not_found);
   ASSERT_TRUE(heart.sync(session).is_ok());
-  EXPECT_EQ(heart.job(session).space.used_bytes(), 0u);
+  EXPECT_EQ(heart.job(session).space().used_bytes(), 0u);
   EXPECT_GE(heart.extents().free_bytes() + 3 * kBlockBytes, free_bytes);
-  EXPECT_EQ(heart.job(session).memory->arena().used_bytes(), 0u);
+  EXPECT_EQ(heart.job(session).memory()->arena().used_bytes(), 0u);
 }
 
 TEST(JobShards, a_lost_shard_that_is_deleted_is_not_missed_any_more) {
@@ -365,8 +365,8 @@ TEST(JobDurable, is_what_the_catalogue_says_whatever_the_job_did_since) {
     }
     EXPECT_EQ(encoded(job.durable().record()), encoded(said));
 
-    job.progress.restore(50, 0, 0);
-    job.host_bytes = 1;
+    job.progress().restore(50, 0, 0);
+    job.admission().set_host_bytes(1);
     job.shards()[job.shards().id_of("a")].generation = 99;
     job.shards()[job.shards().id_of("b")].written = true;
     ASSERT_TRUE(job.declare({parameter("later", 10), bytes_shard("blob later", 4)}).is_ok());

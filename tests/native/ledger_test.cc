@@ -556,14 +556,14 @@ TEST_F(AdoptionTest, leases_stay_valid_and_nobody_writes_over_them) {
   const auto old = twins_[0].theta;
   restart();
   Job& job = heart_->job(session_);
-  EXPECT_EQ(job.slots().lease_count(), 1U);
-  const auto* const still = reinterpret_cast<const float*>(job.memory->arena().at(offset));
+  EXPECT_EQ(job.cache().slots().lease_count(), 1U);
+  const auto* const still = reinterpret_cast<const float*>(job.memory()->arena().at(offset));
   EXPECT_TRUE(std::equal(old.begin(), old.end(), still));
   write_gradients(20);
   expect_step(1, 20);
   EXPECT_TRUE(std::equal(old.begin(), old.end(), still)) << "a live view is never written";
   heart_->store().sessions().at(session_)->ring.add_pin(pin, ~kReaderPin + 1);
-  EXPECT_EQ(job.slots().lease_count(), 0U);
+  EXPECT_EQ(job.cache().slots().lease_count(), 0U);
   // And all that was retired can be used again.
   heart_->write(
       session_, heart_->declare(session_, {bytes_shard("large", 12_MiB)})[0], pattern(12_MiB, 3));
@@ -613,7 +613,7 @@ TEST_F(AdoptionTest, what_was_written_and_not_synced_is_still_there) {
     const auto blob = heart_->declare(session_, {bytes_shard(name, 7_MiB)});
     heart_->write(session_, blob[0], pattern(7_MiB, 5));
   }
-  EXPECT_GT(heart_->job(session_).counters.spilled_bytes, 0U);
+  EXPECT_GT(heart_->job(session_).cache().counters().spilled_bytes, 0U);
   restart();
   EXPECT_EQ(heart_->read<uint8_t>(session_, more[0]), pattern(3_MiB, 4));
   EXPECT_EQ(heart_->read<float>(session_, more[1]), numbers(64, 4));
@@ -674,7 +674,7 @@ TEST_F(AdoptionTest, who_comes_back_to_the_same_daemon_is_granted_nothing_that_i
   EXPECT_EQ((*waits)->status.code(), StatusCode::unavailable);
   heart_->release(writer);
   heart_->turns();
-  EXPECT_EQ(heart_->job(session_).slots().lease_count(), 0U);
+  EXPECT_EQ(heart_->job(session_).cache().slots().lease_count(), 0U);
   expect_twins(1);
 }
 
@@ -689,7 +689,7 @@ TEST_F(AdoptionTest, a_closed_step_is_finished_although_its_trainer_is_dead) {
   session_ = heart_->attach(job_id_);
   step_twins(8);
   expect_twins(8);
-  EXPECT_EQ(heart_->job(session_).progress.committed_step(), 1U);
+  EXPECT_EQ(heart_->job(session_).progress().committed_step(), 1U);
 }
 
 TEST_F(AdoptionTest, a_lease_of_a_dead_trainer_is_not_in_the_way_of_the_step_that_it_closed) {
@@ -711,7 +711,7 @@ TEST_F(AdoptionTest, a_lease_of_a_dead_trainer_is_not_in_the_way_of_the_step_tha
   heart_->store().redo_steps();
   ASSERT_TRUE(heart_->until([this] { return heart_->store().is_idle(); }));
   session_ = heart_->attach(job_id_);
-  EXPECT_EQ(heart_->job(session_).progress.committed_step(), 1U);
+  EXPECT_EQ(heart_->job(session_).progress().committed_step(), 1U);
   step_twins(8);
   expect_twins(8);
   EXPECT_EQ(heart_->read<float>(session_, other[0]), numbers(64, 4));
@@ -835,15 +835,15 @@ TEST_F(AdoptionTest, a_buffer_that_is_put_while_a_step_in_memory_goes_to_disk_is
   heart_->faults().add_fault({.kind = MemoryFaultKind::stall, .io_kind = IoKind::sync});
   heart_->store().step(request(1), [](const Status&, const StepReport&) {});
   ASSERT_TRUE(
-      heart_->until([this] { return heart_->job(session_).progress.committed_step() == 1; }));
+      heart_->until([this] { return heart_->job(session_).progress().committed_step() == 1; }));
   heart_->write(session_, ids_[2], pattern(kBufferBytes, 50));
   heart_->write(session_, ids_[3], pattern(kBufferBytes, 51));
   ASSERT_EQ(heart_->shards(job_id_).size(), 4U);  // what was put is settled
-  ASSERT_EQ(heart_->job(session_).progress.durable_step(), 0U);
+  ASSERT_EQ(heart_->job(session_).progress().durable_step(), 0U);
   restart();
   EXPECT_EQ(heart_->read<uint8_t>(session_, ids_[2]), pattern(kBufferBytes, 50));
   EXPECT_EQ(heart_->read<uint8_t>(session_, ids_[3]), pattern(kBufferBytes, 51));
-  EXPECT_EQ(heart_->job(session_).progress.committed_step(), 1U);
+  EXPECT_EQ(heart_->job(session_).progress().committed_step(), 1U);
   step_twins(8);
   expect_twins(50);
 }
@@ -982,7 +982,7 @@ TEST_F(AdoptionTest, without_its_words_of_tiles_a_job_starts_from_disk_whatever_
   restart(false);
   EXPECT_NE(notes().find("nobody kept what is said of its tiles"), std::string::npos) << notes();
   session_ = heart_->attach(heart_->open("job", 8, kJobDiskBytes));
-  EXPECT_EQ(heart_->job(session_).progress.committed_step(), 0U);
+  EXPECT_EQ(heart_->job(session_).progress().committed_step(), 0U);
   expect_twins(1);
 }
 

@@ -215,7 +215,7 @@ TEST_F(LiveCheckTest, an_extent_that_a_step_replaces_while_it_is_read_is_not_los
   flip(old);
   heart_.faults().release_stalled();
   EXPECT_TRUE(finish(id).findings.empty());
-  EXPECT_EQ(job().lost.count(), 0u);
+  EXPECT_EQ(job().lost().count(), 0u);
 }
 
 TEST_F(LiveCheckTest, newer_bytes_in_memory_take_the_place_of_damaged_ones_and_nothing_is_lost) {
@@ -226,7 +226,7 @@ TEST_F(LiveCheckTest, newer_bytes_in_memory_take_the_place_of_damaged_ones_and_n
   ASSERT_EQ(found.findings.size(), 1u);
   EXPECT_FALSE(found.findings[0].is_lost);
   EXPECT_NE(found.findings[0].reason.find("newer bytes"), std::string::npos);
-  EXPECT_EQ(job().lost.count(), 0u);
+  EXPECT_EQ(job().lost().count(), 0u);
   ASSERT_TRUE(heart_.sync(session_).is_ok());
   EXPECT_TRUE(run().findings.empty());
 }
@@ -261,7 +261,7 @@ TEST_F(LiveCheckTest, what_the_device_cannot_read_is_a_finding_and_stops_no_job)
   EXPECT_TRUE(found.findings[0].is_lost) << "no clean bill";
   EXPECT_NE(found.findings[0].reason.find("can't be read now"), std::string::npos)
       << found.findings[0].reason;
-  EXPECT_EQ(job().lost.count(), 0u);
+  EXPECT_EQ(job().lost().count(), 0u);
   EXPECT_TRUE(run().findings.empty());
 }
 

@@ -38,14 +38,14 @@ class NotingClient {
   /// Leases and lets go; whether it was there at once.
   bool use(uint32_t shard_id, LeaseMode mode = LeaseMode::read, Part part = Part::value) {
     const Job& job = heart_.job(session_id_);
-    const uint64_t misses = job.counters.lease_misses;
+    const uint64_t misses = job.cache().counters().lease_misses;
     const Held held = heart_.lease(session_id_, shard_id, mode, part);
     EXPECT_TRUE(held.is_ok()) << held.status.message();
     if (!held.is_ok()) return false;
     if (part == Part::gradient) std::memset(held.grant.data, 0, held.grant.length_bytes);
     note(shard_id, mode, part);
     heart_.release(held);
-    return job.counters.lease_misses == misses;
+    return job.cache().counters().lease_misses == misses;
   }
   /// A use that a fast enough disk has time for.
   bool use_slowly(uint32_t shard_id, LeaseMode mode = LeaseMode::read, Part part = Part::value) {
@@ -57,7 +57,7 @@ class NotingClient {
   void settle() {
     heart_.turn();
     EXPECT_TRUE(heart_.until(
-        [&] { return heart_.job(session_id_).prefetch_window().reading_bytes() == 0; }));
+        [&] { return heart_.job(session_id_).cache().window().reading_bytes() == 0; }));
     heart_.turn();
   }
 

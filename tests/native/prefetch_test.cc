@@ -51,7 +51,7 @@ struct Model {
   }
 
   uint32_t count() const { return static_cast<uint32_t>(ids.size()); }
-  const JobCounters& counters() { return heart.job(session_id).counters; }
+  const JobCounters& counters() { return heart.job(session_id).cache().counters(); }
   /// Returns how many leases waited.
   uint32_t forward() {
     uint32_t misses = 0;
@@ -70,7 +70,7 @@ struct Model {
     const StepRequest request{.session_id = session_id,
                               .groups = {{.settings = {}, .shard_ids = ids}},
                               .staged_buffers = {},
-                              .step = heart.job(session_id).progress.committed_step() + 1};
+                              .step = heart.job(session_id).progress().committed_step() + 1};
     const auto [status, report] = heart.step(request);
     EXPECT_TRUE(status.is_ok()) << status.message();
     client.settle();
@@ -133,7 +133,7 @@ TEST(Prefetch, one_that_somebody_waits_for_overtakes_those_that_nobody_does) {
       model.heart.step({.session_id = model.session_id,
                         .groups = {{.settings = {}, .shard_ids = model.ids}},
                         .staged_buffers = {},
-                        .step = model.heart.job(model.session_id).progress.committed_step() + 1});
+                        .step = model.heart.job(model.session_id).progress().committed_step() + 1});
   ASSERT_TRUE(status.is_ok()) << status.message();
   const auto filling = [&model] {
     std::vector<uint32_t> ids;
@@ -262,7 +262,7 @@ TEST(Prefetch, a_shard_that_is_deleted_or_declared_anew_ends_in_no_error) {
     for (const uint32_t id : ids) model.client.use_slowly(id);
   };
   for (int i = 0; i < 5; ++i) period();
-  EXPECT_TRUE(model.heart.job(model.session_id).plans().book().plan_count() > 0);
+  EXPECT_TRUE(model.heart.job(model.session_id).cache().plans().book().plan_count() > 0);
   const auto remove = [&](size_t which) {
     std::optional<bool> removed;
     model.heart.store().delete_shard(
@@ -301,10 +301,10 @@ TEST(Prefetch, a_shard_that_is_lost_is_not_asked_for_again_and_again) {
     if (job.shards()[id].value == victim) continue;
     model.client.use_slowly(id);
   }
-  EXPECT_TRUE(job.lost.contains(model.ids[victim->owner]));
-  const uint64_t fetched_bytes = job.counters.fetched_bytes;
+  EXPECT_TRUE(job.lost().contains(model.ids[victim->owner]));
+  const uint64_t fetched_bytes = job.cache().counters().fetched_bytes;
   model.heart.turns();
-  EXPECT_EQ(job.counters.fetched_bytes, fetched_bytes);
+  EXPECT_EQ(job.cache().counters().fetched_bytes, fetched_bytes);
   const Held held = model.heart.lease(model.session_id, model.ids[victim->owner]);
   EXPECT_EQ(held.status.code(), StatusCode::integrity);
 }
@@ -325,7 +325,7 @@ TEST(Prefetch, sessions_have_a_place_each_and_end_when_they_like) {
       other_use(model.ids[model.count() - 1 - i]);
     }
   }
-  EXPECT_GE(model.heart.job(model.session_id).plans().book().plan_count(), 2u);
+  EXPECT_GE(model.heart.job(model.session_id).cache().plans().book().plan_count(), 2u);
   const auto detached = model.heart.store().detach(*other_id);
   EXPECT_TRUE(detached.is_ok());
   other.reset();
@@ -399,7 +399,7 @@ TEST(Prefetch, a_step_is_planned_whole_however_much_of_it_is_still_to_be_read) {
       const PlanCursor& cursor = model.heart.store().sessions().at(model.session_id)->plan->cursor;
       const auto plan =
           cursor.last_period()
-              ? model.heart.job(model.session_id).plans().book().find(*cursor.last_period())
+              ? model.heart.job(model.session_id).cache().plans().book().find(*cursor.last_period())
               : nullptr;
       if (plan != nullptr) periods.emplace_back(plan->uses().begin(), plan->uses().end());
       periods.push_back(cursor.period());
@@ -449,8 +449,8 @@ TEST(Prefetch, random_sessions_read_what_they_wrote) {
     for (Entry* const entry : model.heart.job(model.session_id).shards().entries()) {
       if (entry != nullptr && entry->prefetched != Prefetched::no) ahead_bytes += entry->bytes;
     }
-    EXPECT_EQ(model.heart.job(model.session_id).prefetch_window().bytes(), ahead_bytes);
-    EXPECT_EQ(model.heart.job(model.session_id).prefetch_window().reading_bytes(), 0u);
+    EXPECT_EQ(model.heart.job(model.session_id).cache().window().bytes(), ahead_bytes);
+    EXPECT_EQ(model.heart.job(model.session_id).cache().window().reading_bytes(), 0u);
   }
 }
 

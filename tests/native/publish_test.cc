@@ -37,7 +37,7 @@ class PublishTest : public ::testing::Test {
     ASSERT_TRUE(heart_->step(request(1)).first.is_ok());
     step_twins(10);
     for (int i : {0, 1}) old_.push_back(twins_[i].theta);
-    job().tiles.drop_all(job().memory->private_side());
+    job().tiles().drop_all(job().memory()->private_side());
     put_gradients(20);
     step_twins(20);
   }
@@ -86,7 +86,7 @@ class PublishTest : public ::testing::Test {
   }
   /// What is held up goes on, and its tile finds no room on the disk.
   void fail_step() {
-    job().space.set_quota_bytes(job().space.used_bytes());
+    job().space().set_quota_bytes(job().space().used_bytes());
     heart_->faults().clear_faults();
     heart_->faults().release_stalled(
         job().shards().bucket(1).rest[2].extent().address.offset_bytes);
@@ -100,14 +100,15 @@ class PublishTest : public ::testing::Test {
 
   /// As a client leases without a request; the pin is given back at once.
   std::optional<ShardPlace> look(uint64_t session_id, uint32_t index, uint64_t after_call) {
-    const auto& sessions = job().sessions;
+    const auto& sessions = job().cache().sessions();
     const auto found = std::find_if(sessions.begin(), sessions.end(), [&](const auto& session) {
       return session->session_id == session_id;
     });
     const ServerRing& ring = (*found)->ring;
     const auto memory = SharedMemory::map(OwnedFd(dup(ring.session_fd())), sizeof(SessionLayout));
     auto& layout = *reinterpret_cast<SessionLayout*>(memory.value().data());
-    const auto& rows = reinterpret_cast<const TableLayout*>(job().table().memory().data())->rows;
+    const auto& rows =
+        reinterpret_cast<const TableLayout*>(job().cache().table().memory().data())->rows;
     const PinWords<std::atomic> words{.counters = layout.pins,
                                       .counter_count = kPinCount,
                                       .release_wanted = layout.header.release_wanted,
@@ -136,7 +137,7 @@ class PublishTest : public ::testing::Test {
 
 TEST_F(PublishTest, the_steps_session_goes_on_with_what_is_updated_and_nobody_else_does) {
   make(24);
-  const uint64_t other = heart_->attach(job().job_id);
+  const uint64_t other = heart_->attach(job().job_id());
   begin_step(2);
   const auto mine = ask(0, 2);
   ASSERT_TRUE(mine->has_value()) << "its update is made";
@@ -144,7 +145,7 @@ TEST_F(PublishTest, the_steps_session_goes_on_with_what_is_updated_and_nobody_el
   EXPECT_TRUE(
       std::equal(twins_[0].theta.begin(), twins_[0].theta.end(), (*mine)->as<float>().begin()));
   EXPECT_EQ((*mine)->grant.generation, 2u);
-  EXPECT_EQ(job().progress.committed_step(), 1u);
+  EXPECT_EQ(job().progress().committed_step(), 1u);
   EXPECT_EQ(job().shards()[ids_[0]].generation, 1u) << "the commit counts it";
   const auto second = ask(1, 2);
   const auto others = heart_->ask(other, ids_[0]);
@@ -168,7 +169,7 @@ TEST_F(PublishTest, the_steps_session_goes_on_with_what_is_updated_and_nobody_el
   }
   heart_->clock.advance(1'000'000);
   heart_->turns(5);
-  const auto& wait_ns = job().counters.lease_wait_reason_ns;
+  const auto& wait_ns = job().cache().counters().lease_wait_reason_ns;
   EXPECT_EQ(wait_ns[static_cast<size_t>(LeaseWait::update)], 2'000'000u) << "second, and in vain";
   EXPECT_EQ(wait_ns[static_cast<size_t>(LeaseWait::step)], 3'000'000u) << "others and writers";
   EXPECT_EQ(wait_ns[static_cast<size_t>(LeaseWait::gradient)], 1'000'000u);
@@ -196,7 +197,7 @@ TEST_F(PublishTest, the_steps_session_goes_on_with_what_is_updated_and_nobody_el
   EXPECT_EQ((*mine)->grant.wait_ns, 0u);
   heart_->release(**second);
   heart_->release(**others);
-  heart_->store().release_service_lease(job().job_id, (*for_service)->grant, false);
+  heart_->store().release_service_lease(job().job_id(), (*for_service)->grant, false);
   heart_->release(**gradient);
   ASSERT_TRUE(heart_->until([&] { return writer->has_value(); }));
   heart_->release(**writer);
@@ -205,7 +206,7 @@ TEST_F(PublishTest, the_steps_session_goes_on_with_what_is_updated_and_nobody_el
 
 TEST_F(PublishTest, what_a_step_has_updated_its_session_leases_without_a_request) {
   make(24);
-  const uint64_t other = heart_->attach(job().job_id);
+  const uint64_t other = heart_->attach(job().job_id());
   EXPECT_FALSE(look(session_, 0, 2)) << "the step has not come";
   EXPECT_EQ(look(session_, 0, 0)->generation, 1u);
   begin_step(2);
@@ -215,7 +216,7 @@ TEST_F(PublishTest, what_a_step_has_updated_its_session_leases_without_a_request
   EXPECT_FALSE(look(session_, 0, 3)) << "a step that has not come";
   EXPECT_FALSE(look(session_, 1, 2)) << "not updated yet";
   EXPECT_FALSE(look(other, 0, 0)) << "not committed";
-  const uint64_t late = heart_->attach(job().job_id);
+  const uint64_t late = heart_->attach(job().job_id());
   EXPECT_FALSE(look(late, 0, 0)) << "not committed";
   // A writer that waits for the commit keeps the session from nothing.
   const auto writer = ask(0, 2, LeaseMode::write);
@@ -240,7 +241,7 @@ TEST_F(PublishTest, what_failed_is_leased_by_request_alone_until_the_next_step) 
   fail_step();
   ASSERT_TRUE(heart_->until([&] { return done_.has_value(); }));
   ASSERT_FALSE(done_->is_ok());
-  job().space.set_quota_bytes(kQuotaBytes);
+  job().space().set_quota_bytes(kQuotaBytes);
   for (int i : {0, 1}) expect_values(i, old_[i]);
   for (int i : {0, 1}) {
     EXPECT_FALSE(look(session_, i, 2)) << "a request says why it failed";
@@ -258,16 +259,16 @@ TEST_F(PublishTest, the_next_session_does_not_inherit_what_an_ended_one_has_not_
   make(24);
   begin_step(2);
   Job& its = job();
-  const uint64_t job_id = its.job_id;
-  const uint8_t tag = its.sessions.front()->ring.tag();
+  const uint64_t job_id = its.job_id();
+  const uint8_t tag = its.cache().sessions().list().front()->ring.tag();
   ASSERT_TRUE(heart_->store().detach(session_).is_ok());
   session_ = heart_->attach(job_id);
-  ASSERT_EQ(its.sessions.front()->ring.tag(), tag);
+  ASSERT_EQ(its.cache().sessions().list().front()->ring.tag(), tag);
   EXPECT_FALSE(look(session_, 0, 0));
   fail_step();
   ASSERT_TRUE(heart_->until([&] { return done_.has_value(); }));
   ASSERT_FALSE(done_->is_ok());
-  its.space.set_quota_bytes(kQuotaBytes);
+  its.space().set_quota_bytes(kQuotaBytes);
   for (int i : {0, 1}) expect_values(i, old_[i]);
 }
 
@@ -347,19 +348,19 @@ TEST_F(PublishTest, what_a_failed_step_has_published_is_taken_back) {
   ASSERT_TRUE(heart_->until([&] { return done_ && waiting->has_value(); }));
   EXPECT_FALSE(done_->is_ok());
   EXPECT_EQ((*waiting)->status.code(), done_->code());
-  EXPECT_EQ(job().progress.committed_step(), 1u);
+  EXPECT_EQ(job().progress().committed_step(), 1u);
   EXPECT_TRUE(
       std::equal(twins_[0].theta.begin(), twins_[0].theta.end(), (*seen)->as<float>().begin()))
       << "a live view is never written";
   heart_->release(**seen);
-  job().space.set_quota_bytes(kQuotaBytes);
+  job().space().set_quota_bytes(kQuotaBytes);
   for (int i : {0, 1}) expect_values(i, old_[i]);
   const auto again = ask(0, 2);
   ASSERT_TRUE(again->has_value());
   EXPECT_FALSE((*again)->is_ok());
   ASSERT_TRUE(heart_->step(request(3)).first.is_ok()) << "its gradients are as they were";
   for (int i : {0, 1}) expect_values(i, twins_[i].theta);
-  EXPECT_TRUE(job().lost.names().empty());
+  EXPECT_TRUE(job().lost().names().empty());
 }
 
 TEST_F(PublishTest, what_was_published_and_evicted_comes_back_from_where_no_catalogue_leads) {
@@ -368,8 +369,8 @@ TEST_F(PublishTest, what_was_published_and_evicted_comes_back_from_where_no_cata
   Entry& first = *job().shards().bucket(0).value;
   const ExtentRecord extent = first.replicas[0].extent();
   ASSERT_TRUE(extent.exists());
-  job().residencies().move(first, Residency::clean, Residency::absent);
-  job().slots().free(std::move(first.slot));
+  job().cache().residencies().move(first, Residency::clean, Residency::absent);
+  job().cache().slots().free(std::move(first.slot));
   heart_->faults().add_fault({.kind = MemoryFaultKind::stall,
                               .io_kind = IoKind::read,
                               .offset_bytes = extent.address.offset_bytes});
@@ -385,8 +386,8 @@ TEST_F(PublishTest, what_was_published_and_evicted_comes_back_from_where_no_cata
   ASSERT_TRUE(heart_->until([&] { return done_ && reader->has_value(); }));
   EXPECT_FALSE(done_->is_ok());
   if ((*reader)->is_ok()) heart_->release(**reader);
-  job().space.set_quota_bytes(kQuotaBytes);
-  EXPECT_TRUE(job().lost.names().empty());
+  job().space().set_quota_bytes(kQuotaBytes);
+  EXPECT_TRUE(job().lost().names().empty());
   for (int i : {0, 1}) expect_values(i, old_[i]);
   ASSERT_TRUE(heart_->step(request(3)).first.is_ok());
   for (int i : {0, 1}) expect_values(i, twins_[i].theta);

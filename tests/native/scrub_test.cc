@@ -142,7 +142,7 @@ TEST_F(ScrubTest, a_bit_that_the_bus_flipped_is_read_again_and_nothing_is_lost) 
   EXPECT_EQ(heart_.faults().fault_hit_count(), 1u);
   EXPECT_EQ(scrub().errors, 0u);
   EXPECT_EQ(heart_.extents().checksum_failure_count(0), 1u);
-  EXPECT_EQ(job().lost.count(), 0u);
+  EXPECT_EQ(job().lost().count(), 0u);
 }
 
 TEST_F(ScrubTest, what_the_device_cannot_read_is_unreadable_until_it_can_and_not_lost) {
@@ -154,7 +154,7 @@ TEST_F(ScrubTest, what_the_device_cannot_read_is_unreadable_until_it_can_and_not
   run_pass();
   EXPECT_EQ(scrub().errors, 1u);
   EXPECT_NE(scrub().last_error.find("shard job/w"), std::string::npos) << scrub().last_error;
-  EXPECT_EQ(job().lost.count(), 0u);
+  EXPECT_EQ(job().lost().count(), 0u);
   const auto unreadable = [this] {
     return heart_.store().find_job("job").value().unreadable_shards;
   };
@@ -176,7 +176,7 @@ TEST_F(ScrubTest, a_damaged_catalogue_and_root_are_written_anew_from_memory) {
     EXPECT_EQ(scrub().errors, root ? 2u : 1u);
     ASSERT_TRUE(heart_.until([this] { return heart_.store().is_idle(); }));
     EXPECT_NE(heart_.extents().superblock().root.address.offset_bytes, before.address.offset_bytes);
-    EXPECT_EQ(job().lost.count(), 0u);
+    EXPECT_EQ(job().lost().count(), 0u);
     run_pass();
     EXPECT_EQ(scrub().errors, root ? 2u : 1u) << "the new ones are whole";
   }
@@ -190,14 +190,14 @@ TEST_F(ScrubTest, a_damaged_root_is_written_anew_by_a_job_that_can_commit) {
   for (const uint64_t unable : {session_, session}) {
     Job& lost = heart_.job(unable);
     const Status gone = error(StatusCode::integrity, "its bytes are gone");
-    lost.lost.add(0, "gone", gone);
+    lost.lost().add(0, "gone", gone);
     const ExtentRecord before = heart_.extents().superblock().root;
     flip(before, 20);
     run_pass();
     EXPECT_EQ(scrub().errors, ++errors);
     ASSERT_TRUE(heart_.until([this] { return heart_.store().is_idle(); }));
     EXPECT_NE(heart_.extents().superblock().root.address.offset_bytes, before.address.offset_bytes);
-    lost.lost.remove(0);
+    lost.lost().remove(0);
   }
 }
 
@@ -249,7 +249,7 @@ TEST_F(ScrubTest, what_a_step_replaces_is_not_lost_where_its_disk_copy_is_damage
     ASSERT_TRUE(heart_.until([&] { return done && heart_.store().is_idle(); }));
     EXPECT_TRUE(done->is_ok()) << done->message();
     EXPECT_EQ(scrub().errors, ++errors) << "it is told, as damaged";
-    EXPECT_EQ(job().lost.names(), std::vector<std::string>{});
+    EXPECT_EQ(job().lost().names(), std::vector<std::string>{});
     heart_.faults().clear_faults();
   }
   step(7);
@@ -263,7 +263,7 @@ TEST_F(ScrubTest, an_extent_that_is_superseded_and_overwritten_while_it_is_read_
   flip(old);
   finish_pass();
   EXPECT_EQ(scrub().errors, 0u);
-  EXPECT_EQ(job().lost.count(), 0u);
+  EXPECT_EQ(job().lost().count(), 0u);
   step(5);
 }
 
@@ -300,7 +300,7 @@ TEST_F(ScrubTest, a_shard_that_is_deleted_while_it_is_read_is_not_lost) {
   flip(extent);
   finish_pass();
   EXPECT_EQ(scrub().errors, 0u);
-  EXPECT_EQ(job().lost.count(), 0u);
+  EXPECT_EQ(job().lost().count(), 0u);
 }
 
 TEST_F(ScrubTest, newer_bytes_in_memory_take_the_place_of_damaged_ones_and_nothing_is_lost) {
@@ -309,7 +309,7 @@ TEST_F(ScrubTest, newer_bytes_in_memory_take_the_place_of_damaged_ones_and_nothi
   flip(job().shards().find_entry(ids_[1], Part::value)->replicas[0].extent());
   run_pass();
   EXPECT_EQ(scrub().errors, 1u);
-  EXPECT_EQ(job().lost.count(), 0u);
+  EXPECT_EQ(job().lost().count(), 0u);
   ASSERT_TRUE(heart_.sync(session_).is_ok());
   run_pass();
   EXPECT_EQ(scrub().errors, 1u);
@@ -331,7 +331,7 @@ TEST_F(ScrubTest, nothing_false_is_found_while_steps_run) {
   }
   EXPECT_GT(scrub().bytes, 10_MiB);
   EXPECT_EQ(scrub().errors, 0u);
-  EXPECT_EQ(job().lost.count(), 0u);
+  EXPECT_EQ(job().lost().count(), 0u);
 }
 
 TEST_F(ScrubTest, it_reads_no_faster_than_it_may) {

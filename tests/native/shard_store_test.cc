@@ -35,12 +35,12 @@ TEST_F(ShardStoreTest, a_miss_is_fetched_verified_and_then_hit) {
   const auto ids = heart.declare(session, {bytes_shard("a", 3_MiB), bytes_shard("b", 3_MiB)});
   heart.write(session, ids[0], pattern(3_MiB, 1));
   heart.write(session, ids[1], pattern(3_MiB, 2));  // no room for both: a is spilled
-  EXPECT_EQ(heart.job(session).counters.spilled_bytes, 3_MiB);
+  EXPECT_EQ(heart.job(session).cache().counters().spilled_bytes, 3_MiB);
   EXPECT_EQ(heart.read<uint8_t>(session, ids[0]), pattern(3_MiB, 1));
-  EXPECT_EQ(heart.job(session).counters.fetched_bytes, 3_MiB);
-  const uint64_t hits = heart.job(session).counters.lease_hits;
+  EXPECT_EQ(heart.job(session).cache().counters().fetched_bytes, 3_MiB);
+  const uint64_t hits = heart.job(session).cache().counters().lease_hits;
   heart.touch(session, ids[0]);
-  EXPECT_EQ(heart.job(session).counters.lease_hits, hits + 1);
+  EXPECT_EQ(heart.job(session).cache().counters().lease_hits, hits + 1);
   EXPECT_EQ(heart.read<uint8_t>(session, ids[1]), pattern(3_MiB, 2));
 }
 
@@ -102,7 +102,7 @@ TEST_F(ShardStoreTest, a_read_that_the_device_fails_is_tried_three_times_within_
     }
     ASSERT_TRUE(heart.until([&] { return answer->has_value(); }));
     EXPECT_LT(heart.clock.now_ns() - began_ns, 2'000'000'000u);
-    EXPECT_EQ(heart.job(session).lost.count(), 0u) << "an error says nothing about the bytes";
+    EXPECT_EQ(heart.job(session).lost().count(), 0u) << "an error says nothing about the bytes";
     const auto unreadable = [&] { return heart.store().find_job("job").value().unreadable_shards; };
     if (failures == 2) {
       EXPECT_TRUE((*answer)->is_ok()) << (*answer)->status.message();
@@ -149,7 +149,7 @@ TEST_F(ShardStoreTest, who_writes_in_a_slot_while_it_is_filled_loses_no_shard) {
   const Job& job = heart.job(session);
   ASSERT_FALSE(job.shards()[ids[0]].value->is_resident());
   ASSERT_FALSE(job.shards()[ids[1]].value->is_resident());
-  const Arena& arena = job.memory->arena();
+  const Arena& arena = job.memory()->arena();
   heart.io().after_read = [&](std::span<std::byte> data) {
     const bool is_mapped =
         data.data() >= arena.at(0) && data.data() < arena.at(arena.capacity_bytes());
@@ -268,10 +268,10 @@ TEST_F(ShardStoreTest, a_discarded_overwrite_leaves_no_trace) {
   ASSERT_TRUE(answer->has_value());
   ASSERT_TRUE((*answer)->is_ok());
   std::fill_n((*answer)->grant.data, 5000, std::byte{9});
-  const uint64_t used = heart.job(session).memory->arena().used_bytes();
+  const uint64_t used = heart.job(session).memory()->arena().used_bytes();
   heart.store().release_service_lease(job_id, (*answer)->grant, true);
   EXPECT_EQ(heart.read<uint8_t>(session, ids[0]), pattern(5000, 1));
-  EXPECT_LT(heart.job(session).memory->arena().used_bytes(), used);
+  EXPECT_LT(heart.job(session).memory()->arena().used_bytes(), used);
 }
 
 TEST_F(ShardStoreTest, what_a_dead_session_half_wrote_is_gone) {
@@ -303,7 +303,7 @@ TEST_F(ShardStoreTest, what_a_dead_session_half_wrote_is_gone) {
     EXPECT_EQ(heart.lease(alive, ids[1], LeaseMode::read, Part::gradient).status.code(),
               StatusCode::not_found);
   }
-  EXPECT_EQ(heart.job(alive).slots().lease_count(), 0u);
+  EXPECT_EQ(heart.job(alive).cache().slots().lease_count(), 0u);
 }
 
 TEST_F(ShardStoreTest, who_holds_every_pin_is_refused_at_once_with_the_names_of_the_holders) {
@@ -357,7 +357,7 @@ TEST_F(ShardStoreTest, what_a_client_writes_in_its_counters_hides_nobody_elses_p
     const LeaseGrant grant = (*answer)->grant;
     heart.store().sessions().at(hostile)->ring.add_pin(grant.slot->pin_first, 0xffff'ffff);
     const Job& job = heart.job(hostile);
-    EXPECT_TRUE(job.slots().is_pinned(*grant.slot));
+    EXPECT_TRUE(job.cache().slots().is_pinned(*grant.slot));
     const auto wants_room = heart.ask(hostile, ids[1], LeaseMode::overwrite);
     heart.turns();
     EXPECT_EQ(job.shards()[ids[0]].value->slot.get(), grant.slot) << "the slot was freed";
@@ -427,12 +427,12 @@ TEST_F(ShardStoreTest, a_prefetch_brings_up_what_there_is_room_for_and_fails_nob
   prefetch(ids[1]);  // no room
   prefetch(12345);   // no such shard
   heart.turns();
-  EXPECT_EQ(heart.job(session).slots().lease_count(), 1u);
+  EXPECT_EQ(heart.job(session).cache().slots().lease_count(), 1u);
   heart.release(**lease);
   prefetch(ids[1]);
   EXPECT_TRUE(
       heart.until([&] { return heart.job(session).shards()[ids[1]].value->is_resident(); }));
-  EXPECT_EQ(heart.job(session).slots().lease_count(), 0u);
+  EXPECT_EQ(heart.job(session).cache().slots().lease_count(), 0u);
 }
 
 TEST_F(ShardStoreTest, leases_that_wait_for_the_disk_are_tried_again_when_it_is_done) {
@@ -448,12 +448,12 @@ TEST_F(ShardStoreTest, leases_that_wait_for_the_disk_are_tried_again_when_it_is_
     asked.push_back(heart.ask(session, ids[0], LeaseMode::read));
   heart.turns();
   ASSERT_FALSE(asked.back()->has_value());
-  const uint64_t tries = heart.job(session).leases().try_count();
+  const uint64_t tries = heart.job(session).cache().leases().try_count();
   heart.turns();
-  EXPECT_EQ(heart.job(session).leases().try_count(), tries);
+  EXPECT_EQ(heart.job(session).cache().leases().try_count(), tries);
   heart.faults().release_stalled();
   ASSERT_TRUE(heart.until([&] { return asked.back()->has_value(); }));
-  EXPECT_EQ(heart.job(session).leases().try_count(), tries + kCount);
+  EXPECT_EQ(heart.job(session).cache().leases().try_count(), tries + kCount);
   for (const auto& each : asked) {
     ASSERT_TRUE(each->has_value() && (*each)->is_ok());
     heart.release(**each);
@@ -497,7 +497,7 @@ TEST_F(ShardStoreTest, a_spill_that_fails_is_told_to_who_waits_for_the_room) {
   EXPECT_NE(refused.status.message().find("nvme_bytes"), std::string::npos)
       << refused.status.message();
   EXPECT_EQ(heart.read<uint8_t>(session, ids[0]), pattern(3_MiB, 1));
-  EXPECT_LE(heart.job(session).space.used_bytes(), 1_MiB);
+  EXPECT_LE(heart.job(session).space().used_bytes(), 1_MiB);
 }
 
 TEST_F(ShardStoreTest, what_a_failed_spill_left_on_disk_is_not_taken_for_the_whole) {
@@ -508,7 +508,7 @@ TEST_F(ShardStoreTest, what_a_failed_spill_left_on_disk_is_not_taken_for_the_who
   heart.limit_state(session, 1_MiB);
   heart.write(session, ids[0], numbers(700'000, 1));
   EXPECT_EQ(heart.lease(session, ids[1], LeaseMode::overwrite).status.code(), StatusCode::capacity);
-  EXPECT_EQ(heart.job(session).space.used_bytes(), 1_MiB) << "one of its three tiles";
+  EXPECT_EQ(heart.job(session).space().used_bytes(), 1_MiB) << "one of its three tiles";
   const uint64_t dying = heart.attach(job_id);
   ASSERT_TRUE(heart.lease(dying, ids[0], LeaseMode::write).is_ok());
   ASSERT_TRUE(heart.store().detach(dying).is_ok());
@@ -656,7 +656,7 @@ class StepTest : public ShardStoreTest {
     uint64_t named_bytes = 0;
     heart.job(session_).shards().for_each_replica(
         [&](Replica& replica) { named_bytes += replica.length_bytes; });
-    EXPECT_EQ(heart.job(session_).space.used_bytes(), named_bytes);
+    EXPECT_EQ(heart.job(session_).space().used_bytes(), named_bytes);
     const uint64_t taken = heart.extents().capacity_bytes() - heart.extents().free_bytes();
     EXPECT_LE(taken, named_bytes + 64_KiB)
         << "beside catalogue and root, free before " << free_before;
@@ -694,7 +694,7 @@ TEST_F(StepTest, steps_give_the_bits_of_the_reference_whatever_stays_in_memory) 
                 StatusCode::not_found);
     }
     heart.release(view);
-    if (arena_segments == 3) EXPECT_GT(heart.job(session_).counters.spilled_bytes, 0u);
+    if (arena_segments == 3) EXPECT_GT(heart.job(session_).cache().counters().spilled_bytes, 0u);
     expect_nothing_leaked(heart);
   }
 }
@@ -763,7 +763,7 @@ TEST_F(StepTest, an_error_in_the_middle_leaves_the_job_at_n_and_a_second_try_suc
     heart.write(session_, ids_[6], pattern(3_MiB, 60));
     heart.touch(session_, ids_[7]);
     put_gradients(heart, 20);
-    heart.job(session_).tiles.drop_all(heart.job(session_).memory->private_side());
+    heart.job(session_).tiles().drop_all(heart.job(session_).memory()->private_side());
     heart.faults().add_fault(each.fault);
     const auto [status, report] = heart.step(request());
     EXPECT_EQ(status.code(), each.code) << status.message();
@@ -789,7 +789,7 @@ TEST_F(StepTest, what_is_read_well_at_the_second_attempt_fails_nothing) {
     for (const uint32_t skip_count : {0U, 2U, 5U}) {
       const uint32_t seed = 10 * static_cast<uint32_t>(kind) + skip_count;
       put_gradients(heart, seed);
-      heart.job(session_).tiles.drop_all(heart.job(session_).memory->private_side());
+      heart.job(session_).tiles().drop_all(heart.job(session_).memory()->private_side());
       heart.faults().add_fault({.kind = kind, .io_kind = IoKind::read, .skip_count = skip_count});
       const auto [status, report] = heart.step(request());
       ASSERT_TRUE(status.is_ok()) << status.message();
@@ -809,7 +809,7 @@ TEST_F(StepTest, a_job_that_lost_a_shard_stays_at_n_and_what_is_whole_can_be_sav
   step_twins(10);
   put_gradients(heart, 20);
   Job& job = heart.job(session_);
-  job.tiles.drop_all(job.memory->private_side());
+  job.tiles().drop_all(job.memory()->private_side());
   // The moments of the large shard's second tile.
   const Bucket& bucket = job.shards().bucket(job.shards()[ids_[1]].bucket);
   MemoryFault fault{.kind = MemoryFaultKind::flipped_bit};
@@ -828,7 +828,7 @@ TEST_F(StepTest, a_job_that_lost_a_shard_stays_at_n_and_what_is_whole_can_be_sav
     EXPECT_NE(status.message().find(part), std::string::npos) << status.message();
   }
   EXPECT_EQ(job.job_info().lost_shards, std::vector{name});
-  for (const ShardInfo& info : heart.shards(job.job_id)) {
+  for (const ShardInfo& info : heart.shards(job.job_id())) {
     EXPECT_EQ(info.lost, info.spec.name == name) << info.spec.name;
   }
 
@@ -859,7 +859,7 @@ TEST_F(StepTest, one_that_meets_bytes_that_cannot_be_read_is_undone_and_made_onc
   step_twins(10);
   put_gradients(heart, 20);
   Job& job = heart.job(session_);
-  job.tiles.drop_all(job.memory->private_side());
+  job.tiles().drop_all(job.memory()->private_side());
   // The moments of the large shard's second tile.
   const ExtentRecord extent = job.shards().bucket(job.shards()[ids_[1]].bucket).rest[1].extent();
   const std::string name = specs_[1].name;
@@ -897,17 +897,17 @@ TEST_F(StepTest, a_step_that_exceeds_the_quota_changes_nothing_and_succeeds_once
   ASSERT_TRUE(heart.step(request()).first.is_ok());
   step_twins(10);
   Job& job = heart.job(session_);
-  job.space.set_quota_bytes(job.space.used_bytes() + 5_MiB);
+  job.space().set_quota_bytes(job.space().used_bytes() + 5_MiB);
   put_gradients(heart, 20);
-  const uint64_t used = job.space.used_bytes();
+  const uint64_t used = job.space().used_bytes();
   const uint64_t free_bytes = heart.extents().free_bytes();
   for (int attempt = 0; attempt < 3; ++attempt) {
     EXPECT_EQ(heart.step(request()).first.code(), StatusCode::capacity);
-    EXPECT_EQ(job.space.used_bytes(), used);
+    EXPECT_EQ(job.space().used_bytes(), used);
     EXPECT_EQ(heart.extents().free_bytes(), free_bytes);
   }
   expect_twins(heart);
-  job.space.set_quota_bytes(testing::kQuotaBytes);
+  job.space().set_quota_bytes(testing::kQuotaBytes);
   ASSERT_TRUE(heart.step(request()).first.is_ok());
   step_twins(20);
   expect_twins(heart);
@@ -927,12 +927,12 @@ TEST_F(StepTest, staged_buffers_change_places_with_the_step_or_not_at_all) {
   EXPECT_EQ(heart.step(with_buffers).first.code(), StatusCode::invalid_argument) << "not put yet";
   heart.write(session_, buffers[1], pattern(100, 2));
   Job& job = heart.job(session_);
-  job.space.set_quota_bytes(job.space.used_bytes() +
-                            15_MiB);  // values, but not all of their moments
+  job.space().set_quota_bytes(job.space().used_bytes() +
+                              15_MiB);  // values, but not all of their moments
   EXPECT_EQ(heart.step(with_buffers).first.code(), StatusCode::capacity);
   EXPECT_EQ(heart.read<uint8_t>(session_, buffers[0]), pattern(100, 1));
   EXPECT_EQ(heart.read<uint8_t>(session_, buffers[1]), pattern(100, 2));
-  job.space.set_quota_bytes(testing::kQuotaBytes);
+  job.space().set_quota_bytes(testing::kQuotaBytes);
   const auto [status, report] = heart.step(with_buffers);
   ASSERT_TRUE(status.is_ok()) << status.message();
   EXPECT_EQ(heart.read<uint8_t>(session_, buffers[0]), pattern(100, 2));
@@ -1038,7 +1038,7 @@ TEST_F(StepTest, a_sealed_gradient_is_not_written_before_its_step_has_ended) {
 TEST_F(StepTest, of_two_sessions_that_close_the_same_step_one_does) {
   Heart heart(disk_, kFloorSegments + 16);
   make(heart, "job", 16);
-  const uint64_t other = heart.attach(heart.job(session_).job_id);
+  const uint64_t other = heart.attach(heart.job(session_).job_id());
   StepRequest mine = request();
   mine.step = 1;
   put_gradients(heart, 10);
@@ -1049,7 +1049,7 @@ TEST_F(StepTest, of_two_sessions_that_close_the_same_step_one_does) {
   ASSERT_TRUE(heart.until([&] { return done && others; }));
   EXPECT_TRUE(done->is_ok()) << done->message();
   EXPECT_EQ(others->code(), StatusCode::fenced);
-  EXPECT_EQ(heart.job(session_).progress.committed_step(), 1u);
+  EXPECT_EQ(heart.job(session_).progress().committed_step(), 1u);
   const StepRequest ahead{.session_id = session_, .groups = {}, .staged_buffers = {}, .step = 3};
   EXPECT_EQ(heart.step(ahead).first.code(), StatusCode::fenced);
   step_twins(10);
@@ -1082,7 +1082,7 @@ TEST_F(StepTest, a_step_asked_for_again_is_joined_and_another_one_of_its_number_
   EXPECT_TRUE(answers.at(3).is_ok()) << answers.at(3).message();
   EXPECT_EQ(answers.at(2).code(), StatusCode::invalid_argument);
   EXPECT_NE(answers.at(2).message().find("closes step 1 of job job twice"), std::string::npos);
-  EXPECT_EQ(heart.job(session_).progress.committed_step(), 1u);
+  EXPECT_EQ(heart.job(session_).progress().committed_step(), 1u);
   // Its gradients are there as before.
   other.step = 2;
   other.call = 4;
@@ -1107,7 +1107,7 @@ TEST_F(StepTest, a_commit_without_gradients_counts_and_takes_staged_buffers) {
   EXPECT_EQ(report.committed_step, 1u);
   Heart again(std::make_shared<MemoryDisk>(*disk_), kFloorSegments + 16);
   const uint64_t session = again.attach(again.open("job", 16));
-  EXPECT_EQ(again.job(session).progress.committed_step(), 1u);
+  EXPECT_EQ(again.job(session).progress().committed_step(), 1u);
   EXPECT_EQ(again.read<uint8_t>(session, buffers[0]), pattern(100, 2));
 }
 
@@ -1155,7 +1155,7 @@ TEST_F(StepTest, a_parameter_without_elements_takes_part_in_a_step) {
 TEST_F(StepTest, the_step_of_a_trainer_that_died_is_finished_and_a_failed_one_drops_its_gradients) {
   Heart heart(disk_, kFloorSegments + 16);
   make(heart, "job", 16);
-  const uint64_t other = heart.attach(heart.job(session_).job_id);
+  const uint64_t other = heart.attach(heart.job(session_).job_id());
   put_gradients(heart, 10);
   std::optional<Status> done;
   heart.store().step(request(), [&](const Status& status, const StepReport&) { done = status; });
@@ -1166,9 +1166,9 @@ TEST_F(StepTest, the_step_of_a_trainer_that_died_is_finished_and_a_failed_one_dr
   session_ = other;
   expect_twins(heart);
 
-  const uint64_t third = heart.attach(heart.job(other).job_id);
+  const uint64_t third = heart.attach(heart.job(other).job_id());
   put_gradients(heart, 20);
-  heart.job(session_).space.set_quota_bytes(heart.job(session_).space.used_bytes());
+  heart.job(session_).space().set_quota_bytes(heart.job(session_).space().used_bytes());
   done.reset();
   heart.store().step(request(), [&](const Status& status, const StepReport&) { done = status; });
   ASSERT_TRUE(heart.store().detach(session_).is_ok());

@@ -58,7 +58,7 @@ TEST_F(StatisticsTest, a_wait_for_room_is_backpressure_while_it_lasts_and_one_fo
   ASSERT_TRUE(heart.until([&] { return answer->has_value(); }));
   ASSERT_TRUE((*answer)->is_ok()) << (*answer)->status.message();
   EXPECT_EQ(heart.store().statistics().room_wait_ns, 3 * kSecond);
-  EXPECT_EQ(heart.job(session).counters.lease_wait_ns, 8 * kSecond);
+  EXPECT_EQ(heart.job(session).cache().counters().lease_wait_ns, 8 * kSecond);
   heart.release(**answer);
 }
 

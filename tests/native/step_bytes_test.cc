@@ -163,17 +163,17 @@ TEST_P(StepBytes, are_few) {
   for (uint32_t i = 0; i < std::max(2u, settings.period_steps); ++i) training.step();
   training.finish_step();
   const auto before = training.io();
-  const JobCounters counters_before = training.job().counters;
+  const JobCounters counters_before = training.job().cache().counters();
   const uint32_t step_count = std::max(4u, settings.period_steps);
   for (uint32_t i = 0; i < step_count; ++i) training.step();
   training.finish_step();
   const auto after = training.io();
-  const JobCounters& counters = training.job().counters;
+  const JobCounters& counters = training.job().cache().counters();
 
   const auto bytes_per_step = [&](const IoKindStatistics& from, const IoKindStatistics& to) {
     return (to.bytes - from.bytes) / step_count;
   };
-  const JobMemory& memory = *training.job().memory;
+  const JobMemory& memory = *training.job().memory();
   RecordProperty("parameters_mib", training.sizes_text());
   RecordProperty("durability", settings.durability.text());
   RecordProperty("cache_bytes", std::to_string(memory.bytes() - memory.working_bytes()));
@@ -224,7 +224,7 @@ Moved moved_a_step(const Settings& settings) {
   for (uint32_t i = 0; i < std::max(2u, settings.period_steps); ++i) training.step();
   training.finish_step();
   const auto before = training.io();
-  const uint64_t adopted_before = training.job().counters.early_tiles_adopted;
+  const uint64_t adopted_before = training.job().cache().counters().early_tiles_adopted;
   const uint32_t step_count = std::max(4u, settings.period_steps);
   for (uint32_t i = 0; i < step_count; ++i) training.step();
   training.finish_step();
@@ -232,7 +232,7 @@ Moved moved_a_step(const Settings& settings) {
   const double per_step = 1.0 / (step_count * 1_MiB);
   return {.read_mib = static_cast<double>(after.read.bytes - before.read.bytes) * per_step,
           .written_mib = static_cast<double>(after.write.bytes - before.write.bytes) * per_step,
-          .adopted_count = training.job().counters.early_tiles_adopted - adopted_before};
+          .adopted_count = training.job().cache().counters().early_tiles_adopted - adopted_before};
 }
 
 Settings in_backward(const char* name,

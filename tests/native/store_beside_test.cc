@@ -151,7 +151,7 @@ TEST_F(BesideTest,
         const Status status = heart.step(request).first;
         EXPECT_EQ(status.code(), StatusCode::capacity) << status.message();
         EXPECT_TRUE(heart.extents().check_writable().is_ok()) << "nothing is fenced";
-        EXPECT_EQ(job.progress.committed_step(), 1u);
+        EXPECT_EQ(job.progress().committed_step(), 1u);
         for (const uint32_t id : ids) EXPECT_EQ(job.shards()[id].generation, 1u);
         give_back(heart.extents(), taken, taken.size());
       }
@@ -159,7 +159,7 @@ TEST_F(BesideTest,
     }
     const Status status = heart.step(request).first;
     ASSERT_TRUE(status.is_ok()) << status.message();
-    EXPECT_EQ(job.progress.committed_step(), step);
+    EXPECT_EQ(job.progress().committed_step(), step);
     for (size_t i = 0; i < ids.size(); ++i) {
       twins[i].step(kSettings, numbers(twins[i].theta.size(), 10 * step + i));
       EXPECT_EQ(job.shards()[ids[i]].generation, step);
@@ -184,7 +184,7 @@ TEST_F(BesideTest, what_a_writer_adds_while_others_spill_is_there_after_a_fetch)
   ASSERT_TRUE(writer.is_ok()) << writer.status.message();
   heart.write(session, ids[1], pattern(1_MiB, 1));
   heart.write(session, ids[2], pattern(3_MiB, 2));  // no room for both beside w
-  EXPECT_GT(heart.job(session).counters.spilled_bytes, 0u);
+  EXPECT_GT(heart.job(session).cache().counters().spilled_bytes, 0u);
   EXPECT_EQ(w.residency(), Residency::dirty) << "a writer holds it";
   const std::vector<float> late = numbers(kLarge, 9);
   std::copy(late.begin(), late.end(), writer.as<float>().begin());
@@ -210,7 +210,7 @@ class UndoTest : public BesideTest {
     heart_.write(session_, ids_[3], pattern(3_MiB, 4));
     step(10);
     put_gradients(20);
-    job().tiles.drop_all(job().memory->private_side());
+    job().tiles().drop_all(job().memory()->private_side());
   }
 
   Job& job() { return heart_.job(session_); }

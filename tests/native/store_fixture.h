@@ -299,7 +299,7 @@ class Heart {
 
   /// From now on the job's state has `bytes` of disk, whatever it declared.
   void limit_state(uint64_t session_id, uint64_t bytes) {
-    JobSpace& space = job(session_id).space;
+    JobSpace& space = job(session_id).space();
     space.set_quota_bytes(bytes + space.metadata_bytes());
   }
 
@@ -426,18 +426,18 @@ class Heart {
     for (Job* const job : jobs) {
       const auto reasons = [job] {
         std::map<uint64_t, std::string> all;
-        job->waiters().for_each([&](const LeaseWaiter& waiter) {
-          all[waiter.ticket] = job->waiters().describe(waiter);
+        job->cache().waiters().for_each([&](const LeaseWaiter& waiter) {
+          all[waiter.ticket] = job->cache().waiters().describe(waiter);
         });
         return all;
       };
       const auto before = reasons();
       if (before.empty()) continue;
-      const bool was_active = job->activities.any() || !job->operations.is_idle();
-      job->waits().wake_all();
-      job->leases().advance();
+      const bool was_active = job->cache().activities().any() || !job->operations().is_idle();
+      job->cache().waits().wake_all();
+      job->cache().leases().advance();
       EXPECT_EQ(reasons(), before) << "somebody sleeps whom an event should have woken";
-      EXPECT_EQ(job->activities.any() || !job->operations.is_idle(), was_active)
+      EXPECT_EQ(job->cache().activities().any() || !job->operations().is_idle(), was_active)
           << "somebody sleeps who would have started something";
     }
   }
@@ -466,8 +466,8 @@ class Heart {
 inline void expect_all_bytes_held(Job& job) {
   uint64_t named_bytes = 0;
   job.shards().for_each_replica([&](Replica& each) { named_bytes += each.length_bytes; });
-  EXPECT_EQ(job.space.used_bytes(), named_bytes);
-  job.slots().free_retired();
+  EXPECT_EQ(job.space().used_bytes(), named_bytes);
+  job.cache().slots().free_retired();
   uint64_t slot_bytes = 0;
   for (const Entry* const entry : job.shards().entries()) {
     if (entry == nullptr) continue;
@@ -475,13 +475,13 @@ inline void expect_all_bytes_held(Job& job) {
     if (entry->pending != nullptr) slot_bytes += align_up(entry->pending->bytes, kBlockBytes);
     EXPECT_EQ(entry->task_count(), 0U);
   }
-  EXPECT_EQ(job.memory->arena().used_bytes(), slot_bytes);
+  EXPECT_EQ(job.memory()->arena().used_bytes(), slot_bytes);
   uint64_t tile_bytes = 0;
-  job.tiles.for_each([&](uint64_t key, uint64_t) {
+  job.tiles().for_each([&](uint64_t key, uint64_t) {
     const Bucket& bucket = job.shards().bucket(bucket_of(key));
     tile_bytes += bucket.value->replica_bytes(tile_of(key)) + bucket.rest_bytes(tile_of(key));
   });
-  EXPECT_EQ(job.memory->private_side().used_bytes(), tile_bytes);
+  EXPECT_EQ(job.memory()->private_side().used_bytes(), tile_bytes);
 }
 
 }  // namespace memd::testing

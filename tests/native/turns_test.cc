@@ -92,7 +92,7 @@ TEST(TurnsTest, leases_that_sleep_are_not_tried) {
   ASSERT_TRUE(first.is_ok());
   AskingClient client(heart, other);
   client.ask(shard_id, kSleeping);
-  const Leases& leases = heart.job(session).leases();
+  const Leases& leases = heart.job(session).cache().leases();
   ASSERT_TRUE(heart.until([&] { return client.taken_count() == kSleeping; }));
   EXPECT_EQ(leases.try_count(), 1 + kSleeping);
 

@@ -117,8 +117,8 @@ Status Adoption::take_table(Inheritance& kept) {
   if (!fd) return error(StatusCode::fenced, "nobody kept its shard table");
   auto table = SharedMemory::adopt("a shard table", std::move(*fd), sizeof(TableLayout));
   if (!table.is_ok()) return table.status();
-  job_.sessions = remembered_.sessions();
-  Sessions::keep_tags(job_.sessions);
+  job_.sessions.adopt(remembered_.sessions());
+  Sessions::keep_tags(job_.sessions.list());
   // Trainers go on leasing what the daemon before has published. From here on they begin none, and
   // each pin that counts is seen by whoever is to free its slot.
   job_.table.adopt(std::move(table).value());
@@ -142,14 +142,14 @@ Status Adoption::take_segments() {
                                    parts_.io,
                                    &remembered_.ledger());
     status = memory.status();
-    if (memory.is_ok()) job_.memory = std::move(memory).value();
+    if (memory.is_ok()) job_.kept.adopt(std::move(memory).value());
   }
   if (!status.is_ok()) {
     for (auto* const segments : {&claimed.sides[0], &claimed.sides[1], &claimed.unassigned})
       give_back_to(parts_.pool, *segments);
     return status;
   }
-  job_.memory->expect_arena_bytes(job_.shards.entry_bytes());
+  job_.kept.expect_shards();
   return Status::ok();
 }
 
@@ -167,10 +167,8 @@ Status Adoption::take_state() {
 void Adoption::give_back() {
   for (const ExtentRecord& extent : reserved_) parts_.extents.release(extent);
   job_.sessions.clear();
-  job_.tiles.drop_all(job_.memory->private_side());
-  job_.table.withdraw_all();
-  job_.slots.free_all();
-  std::vector<Segment> segments = job_.memory->take_segments();
+  job_.kept.free_all();
+  std::vector<Segment> segments = job_.kept.memory()->take_segments();
   give_back_to(parts_.pool, segments);
   for (const auto& session : remembered_.sessions()) {
     session->ring.end();
@@ -419,7 +417,7 @@ Status Adoption::take_private_tile(const KeptTile& tile) {
   const auto index = tile_of(tile.key);
   const uint64_t offset_bytes = *tile.state.private_offset_bytes;
   const uint64_t value_bytes = bucket.value->replica_bytes(index);
-  Arena& side = job_.memory->private_side();
+  Arena& side = job_.kept.memory()->private_side();
   if (offset_bytes % kBlockBytes != 0 ||
       !side.reserve(offset_bytes, value_bytes + bucket.rest_bytes(index))) {
     return damaged("a tile at ", offset_bytes, " is outside of private memory, or in another");

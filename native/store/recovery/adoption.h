@@ -11,6 +11,7 @@
 #include "arena/pool.h"
 #include "base/status.h"
 #include "io/io_queue.h"
+#include "store/cache/attached_sessions.h"
 #include "store/cache/job_memory.h"
 #include "store/cache/residencies.h"
 #include "store/cache/sessions.h"
@@ -25,6 +26,7 @@
 #include "store/space/job_space.h"
 #include "store/state/durable_state.h"
 #include "store/state/job_journal.h"
+#include "store/state/kept_memory.h"
 #include "store/state/private_tiles.h"
 
 namespace memd {
@@ -49,8 +51,8 @@ struct AdoptedJob {
   Residencies& residencies;
   JobSpace& space;
   PrivateTiles& tiles;
-  std::unique_ptr<JobMemory>& memory;
-  Sessions::List& sessions;
+  KeptMemory& kept;
+  AttachedSessions& sessions;
   const Durability& durability;
   /// Whether the buffers that a closed step names can be exchanged.
   std::function<Status(const StepRequest&)> check_staged;

@@ -83,7 +83,7 @@ EarlyUpdates::Begin EarlyUpdates::check(const Bucket& bucket) const {
 bool EarlyUpdates::is_left_to_the_step(const Bucket& bucket, size_t tile) const {
   const uint64_t key = tile_key(bucket.value->owner, tile);
   if (parts_.tiles.is_dirty(key) || !bucket.value->replicas[tile].exists()) return true;
-  if (!parts_.durability.is_in_memory()) return false;
+  if (!parts_.admission.durability().is_in_memory()) return false;
   if (parts_.tiles.contains(key)) return true;
   const JobMemory& memory = *parts_.memory;
   const uint64_t with_it_bytes =
@@ -97,8 +97,9 @@ bool EarlyUpdates::has_quota(const Bucket& bucket, size_t tile) const {
   uint64_t wanted_bytes = bucket.value->replica_bytes(tile) + bucket.rest_bytes(tile);
   // Those that were begun may have taken nothing yet.
   wanted_bytes += running_count_ * kTileStateBytesMax;
-  wanted_bytes += parts_.gate.gradient_bytes_to_spill();
-  if (parts_.durability.is_in_memory()) wanted_bytes += kTilesInFlight * kTileStateBytesMax;
+  wanted_bytes += parts_.admission.gradient_bytes_to_spill();
+  if (parts_.admission.durability().is_in_memory())
+    wanted_bytes += kTilesInFlight * kTileStateBytesMax;
   return parts_.space.has_room(SpaceUse::gradient, wanted_bytes);
 }
 

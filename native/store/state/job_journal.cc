@@ -8,6 +8,10 @@ void JobJournal::give_up() {
   if (ledger_ != nullptr) ledger_->give_up();
 }
 
+void JobJournal::note_tile_words() {
+  if (ledger_ != nullptr) ledger_->note_tile_words();
+}
+
 // ---- Shards -------------------------------------------------------------------------------------
 
 void JobJournal::reset_shard(uint32_t shard_id) {

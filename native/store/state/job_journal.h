@@ -46,11 +46,15 @@ class JobJournal {
   JobJournal& operator=(const JobJournal&) = delete;
 
   const std::unique_ptr<Ledger>& ledger() const { return ledger_; }
+  bool is_open() const { return ledger_ != nullptr; }
   void open(std::unique_ptr<Ledger> ledger) { ledger_ = std::move(ledger); }
   void close() { ledger_.reset(); }
   std::unique_ptr<Ledger> take() { return std::move(ledger_); }
   /// No daemon goes on with what is in memory.
   void give_up();
+
+  /// There are tile words beside the ledger from here on.
+  void note_tile_words();
 
   // Shards.
   /// The shard with this id is gone, or a new one has it: from here on it has no bytes.

@@ -90,7 +90,7 @@ void Moments::write(const MomentsRequest& request,
   }
   const uint32_t bucket = place.value().bucket->value->owner;
   early_.discard(bucket, EarlyDiscard::state);
-  parts_.gate.begin_updates(*place.value().bucket);
+  parts_.admission.begin_updates(*place.value().bucket);
   auto task = std::make_shared<TileTask>(task_at(place.value()));
   task->writes_rest = true;
   MEMD_FAILPOINT("moments.before_write");
@@ -109,7 +109,7 @@ void Moments::write(const MomentsRequest& request,
       parts_.shards[shard_id].generation = generation;
       parts_.table.publish_shard(shard_id);
       if (parts_.ledger != nullptr) parts_.ledger->note_generation(shard_id, generation);
-      parts_.gate.set_changed();
+      parts_.durable.note_change();
     }
     done(status);
   };

@@ -17,12 +17,13 @@
 #include "store/cache/shards.h"
 #include "store/cache/slots.h"
 #include "store/cache/wait_lists.h"
-#include "store/format/durability.h"
 #include "store/journal/ledger.h"
 #include "store/journal/progress.h"
 #include "store/space/extent_store.h"
 #include "store/space/job_space.h"
 #include "store/space/lost_shards.h"
+#include "store/state/admission.h"
+#include "store/state/durable_state.h"
 #include "store/state/extent_log.h"
 #include "store/state/private_tiles.h"
 #include "store/state/state_gate.h"
@@ -51,7 +52,9 @@ struct StateParts {
   const std::unique_ptr<Ledger>& ledger;
   JobSpace& space;
   const JobProgress& progress;
-  const Durability& durability;
+  Admission& admission;
+  /// The next commit has something to write down: note_change().
+  DurableState& durable;
   const LostShards& lost;
   PrivateTiles& tiles;
   ExtentLog& log;

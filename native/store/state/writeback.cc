@@ -73,7 +73,7 @@ void Writeback::end(Entry& entry, const Status& status) {
   const Residency after = status.is_ok() ? Residency::clean : Residency::dirty;
   parts_.residencies.move(entry, Residency::draining, after);
   // A spilled extent is in no catalogue before the next commit.
-  if (status.is_ok() && entry.kind != EntryKind::gradient) parts_.gate.set_changed();
+  if (status.is_ok() && entry.kind != EntryKind::gradient) parts_.durable.note_change();
 }
 
 bool Writeback::is_due(const Entry& entry, bool with_bytes) const {

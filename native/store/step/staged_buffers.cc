@@ -45,7 +45,7 @@ Status StagedBuffers::swap() {
   for (const auto& [staged_id, buffer_id] : pairs_)
     buffer_was_written_.push_back(parts_.job.shards[buffer_id].written);
   exchange(true);
-  if (!pairs_.empty()) parts_.job.gate.set_changed();
+  if (!pairs_.empty()) parts_.durable.note_change();
   MEMD_FAILPOINT("step.buffers_swapped");
   return Status::ok();
 }

@@ -77,7 +77,7 @@ void Step::seal() {
     }
   }
   for (const uint32_t index : buckets_) {
-    job.gate.begin_updates(job.shards.bucket(index));
+    job.admission.begin_updates(job.shards.bucket(index));
     Entry& value = *job.shards.bucket(index).value;
     ++value.steps_before;
     job.table.withdraw(value);
@@ -204,11 +204,11 @@ void Step::prepare() {
   if (status.is_ok() && !is_begun_) status = check_writers(parts_);
   if (status.is_ok()) status = check_staged(job.shards, job.job_name, request_);
   if (!status.is_ok()) return advance(status);
-  in_memory_ = is_step_ && job.durability.is_in_memory();
-  to_disk_ =
-      !is_step_ ||
-      job.durability.is_due(job.progress.committed_step() + 1 - job.progress.durable_step()) ||
-      parts_.commits.catalogue_tag(job.job_id) == 0;
+  in_memory_ = is_step_ && job.admission.durability().is_in_memory();
+  to_disk_ = !is_step_ ||
+             job.admission.durability().is_due(job.progress.committed_step() + 1 -
+                                               job.progress.durable_step()) ||
+             parts_.commits.catalogue_tag(job.job_id) == 0;
   hold_entries();
   MEMD_FAILPOINT("step.entries_held");
   parts_.operations.hold_writers(!is_begun_);
@@ -226,7 +226,7 @@ void Step::prepare_disk() {
   Writeback& writeback = parts_.state.writeback();
   // A step that can be undone returns to what is on disk.
   if (!in_memory_) return writeback.flush_tiles(std::nullopt, report_, prepared);
-  if (!parts_.job.durability.is_none() || parts_.job.progress.undurable_since() != 0) {
+  if (!parts_.job.admission.durability().is_none() || parts_.job.progress.undurable_since() != 0) {
     return prepared(Status::ok());
   }
   // Whatever the disk has, memory builds on it: where there are dirty tiles of an earlier
@@ -245,7 +245,7 @@ void Step::declare_undurable(const Done& done) {
                         parts_.durable,
                         [self = shared_from_this(), done](const Status& status, double) {
                           if (!status.is_ok()) self->parts_.progress.set_undurable_since(0);
-                          self->parts_.job.gate.set_changed();
+                          self->parts_.durable.note_change();
                           done(status);
                         });
 }
@@ -483,7 +483,7 @@ void Step::take_back(bool was_broken) {
   }
   // Where it was a write that failed, whether N or N + 1 is on disk is not known: every further
   // commit is refused, and a restart finds out.
-  job.gate.set_changed();
+  job.durable.note_change();
   // Memory would say N, and the disk maybe N + 1: the next daemon starts the job from disk. A sync
   // leaves both at N, and the catalogue's tag says which of them the ledger builds on.
   const bool is_outcome_unknown = is_step_ && !was_broken && !job.extents.broken().is_ok();
@@ -494,7 +494,7 @@ void Step::commit_in_memory() {
   const StateParts& job = parts_.job;
   for (const auto& [shard_id, group] : group_of_) ++job.shards[shard_id].generation;
   count();
-  job.gate.set_changed();
+  job.durable.note_change();
   staged_.forget_old_extents();
   MEMD_FAILPOINT("ledger.before_memory_commit");
   // With this record the step is committed.
@@ -518,7 +518,7 @@ void Step::commit_to_disk(Done done) {
                                self->report_->commit_seconds = seconds;
                                if (!status.is_ok()) {
                                  self->parts_.progress.set_undurable_since(undurable_since);
-                                 self->parts_.job.gate.set_changed();
+                                 self->parts_.durable.note_change();
                                }
                                done(status);
                              });
@@ -607,7 +607,7 @@ void Step::stop_job(const Status& status) {
                       progress.committed_step() + 1,
                       " failed while its state was updated in place, and cannot be undone with "
                       "durability \"",
-                      job.durability.text(),
+                      job.admission.durability().text(),
                       "\"",
                       way_on,
                       ": ",

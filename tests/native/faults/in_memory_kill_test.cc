@@ -155,7 +155,7 @@ class InMemoryKillTest : public ::testing::TestWithParam<Case> {
         },
         [session = session_](Heart& heart) {
           const Job& job = heart.job(session);
-          return !job.state().early().has_waiting() && !job.activities.any();
+          return !job.state().early().has_waiting() && !job.cache().activities().any();
         });
   }
   std::map<std::string, uint64_t> kill_while(const std::string& name,
@@ -198,7 +198,7 @@ class InMemoryKillTest : public ::testing::TestWithParam<Case> {
   void take_all_room(std::vector<uint64_t>& taken) {
     Job& job = heart_->job(session_);
     const Entry& gradient = *job.shards().find_entry(ids_[0], Part::gradient);
-    job.activities.begin();  // else private memory would be what makes room
+    job.cache().activities().begin();  // else private memory would be what makes room
     std::vector<Held> held;
     for (int i = 0; gradient.slot != nullptr; ++i) {
       ASSERT_LT(i, 40);
@@ -206,13 +206,13 @@ class InMemoryKillTest : public ::testing::TestWithParam<Case> {
       held.push_back(heart_->lease(session_, blob[0], LeaseMode::overwrite));
       ASSERT_TRUE(held.back().is_ok()) << held.back().status.message();
     }
-    job.activities.end();
+    job.cache().activities().end();
     for (const Held& each : held) heart_->release(each);
     ASSERT_TRUE(gradient.has_replica());
-    while (job.memory->grow_private()) {
+    while (job.memory()->grow_private()) {
     }
     for (uint64_t bytes = 2_MiB; bytes >= kBlockBytes; bytes /= 2) {
-      while (const auto offset_bytes = job.memory->private_side().allocate(bytes))
+      while (const auto offset_bytes = job.memory()->private_side().allocate(bytes))
         taken.push_back(*offset_bytes);
     }
   }
@@ -280,8 +280,8 @@ TEST_P(InMemoryKillTest, where_tiles_were_made_before_the_step_no_bit_is_lost) {
     ASSERT_TRUE(heart_->store().expect_step(session_, request(3).groups).is_ok());
     for (const size_t i : {0, 1}) heart_->store().gradient_is_final(session_, ids_[i]);
     Job& job = heart_->job(session_);
-    ASSERT_TRUE(
-        heart_->until([&] { return !job.state().early().has_waiting() && !job.activities.any(); }));
+    ASSERT_TRUE(heart_->until(
+        [&] { return !job.state().early().has_waiting() && !job.cache().activities().any(); }));
   };
   run_to_early_tiles();
   ASSERT_FALSE(HasFailure());
@@ -382,10 +382,10 @@ TEST_P(InMemoryKillTest, a_tile_whose_gradient_is_read_again_gives_its_scratch_p
                                                   .address.offset_bytes});
   heart_->store().redo_steps();
   expect_step(3, 70);
-  for (const uint64_t each : taken) job.memory->private_side().free(each);
+  for (const uint64_t each : taken) job.memory()->private_side().free(each);
   EXPECT_EQ(heart_->faults().fault_hit_count(), 1U);
   int free_count = 0;
-  while (job.tiles.words()->take_scratch()) ++free_count;
+  while (job.tiles().words()->take_scratch()) ++free_count;
   EXPECT_EQ(free_count, 16);
 }
 
@@ -424,7 +424,7 @@ TEST_P(InMemoryKillTest, a_lease_of_another_parameter_is_not_in_the_way_of_what_
       heart_->store().redo_steps();
       ASSERT_TRUE(heart_->until([this] { return heart_->store().is_idle(); }));
       session_ = heart_->attach(heart_->open("job"));
-      EXPECT_EQ(heart_->job(session_).progress.committed_step(), 3U);
+      EXPECT_EQ(heart_->job(session_).progress().committed_step(), 3U);
       EXPECT_EQ(heart_->read<float>(session_, other[0]), numbers(64, 1));
     }
     end();
@@ -438,12 +438,12 @@ TEST_P(InMemoryKillTest, without_its_trainer_the_job_stands_at_its_last_commit_i
   start();
   ASSERT_TRUE(heart_->store().detach(session_).is_ok());
   session_ = heart_->attach(heart_->open("job"));
-  EXPECT_EQ(heart_->job(session_).progress.committed_step(), 2U);
-  EXPECT_EQ(heart_->job(session_).progress.durable_step(), 0U);
+  EXPECT_EQ(heart_->job(session_).progress().committed_step(), 2U);
+  EXPECT_EQ(heart_->job(session_).progress().durable_step(), 0U);
   write_gradients(70);
   expect_step(3, 70);
   ASSERT_TRUE(heart_->sync(session_).is_ok());
-  EXPECT_EQ(heart_->job(session_).progress.durable_step(), 3U);
+  EXPECT_EQ(heart_->job(session_).progress().durable_step(), 3U);
 }
 
 TEST_P(InMemoryKillTest, without_pre_images_bits_are_lost) {

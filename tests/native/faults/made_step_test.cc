@@ -99,8 +99,8 @@ class MadeStepTest : public ::testing::Test {
     Job& job = heart_->job(session_);
     Entry& entry = *job.shards()[buffer_].value;
     if (entry.residency() == Residency::clean) {
-      job.residencies().move(entry, Residency::clean, Residency::absent);
-      job.slots().free(std::move(entry.slot));
+      job.cache().residencies().move(entry, Residency::clean, Residency::absent);
+      job.cache().slots().free(std::move(entry.slot));
       EXPECT_TRUE(heart_->read<uint8_t>(session_, buffer_) == pattern(kBufferBytes, seed))
           << "on disk";
     }
@@ -172,7 +172,7 @@ TEST_F(MadeStepTest, a_step_that_failed_without_its_session_costs_no_memory) {
   session_ = other;
   go_on();
   ASSERT_TRUE(heart_->until([this] { return heart_->store().is_idle(); }));
-  EXPECT_EQ(heart_->job(session_).progress.committed_step(), 0U);
+  EXPECT_EQ(heart_->job(session_).progress().committed_step(), 0U);
   EXPECT_EQ(heart_->lease(session_, w_, LeaseMode::read, Part::gradient).status.code(),
             StatusCode::not_found);
 }

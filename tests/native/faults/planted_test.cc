@@ -85,7 +85,8 @@ void a_failed_step_leaves_everything_as_it_was() {
     const uint64_t session = bench.attach();
     StepRequest request = backward(*bench.daemon, session, false);
     request.staged_buffers.clear();
-    bench.daemon->job(session).tiles.drop_all(bench.daemon->job(session).memory->private_side());
+    bench.daemon->job(session).tiles().drop_all(
+        bench.daemon->job(session).memory()->private_side());
     bench.faults->add_fault(
         {.io_kind = IoKind::read, .skip_count = skipped, .count = 1000, .error_number = EAGAIN});
     const Status status = bench.daemon->step(request);
@@ -130,9 +131,10 @@ void who_dies_holds_nothing() {
   const uint64_t reader = bench.attach();
   require(bench.daemon->lease(reader, "blob").status.is_ok(), "no lease");
   Job& job = bench.daemon->job(reader);
-  require(job.slots().lease_count() == 1, "the lease is not counted");
+  require(job.cache().slots().lease_count() == 1, "the lease is not counted");
   bench.daemon->detach(reader);
-  require(job.slots().lease_count() == 0, "the lease of a session that has ended is still held");
+  require(job.cache().slots().lease_count() == 0,
+          "the lease of a session that has ended is still held");
 }
 
 void what_is_leased_keeps_its_bytes() {
@@ -215,7 +217,8 @@ void damage(const std::function<void(std::span<std::byte>, const ExtentRecord&)>
       continue;
     }
     const uint64_t session = bench.attach();
-    bench.daemon->job(session).tiles.drop_all(bench.daemon->job(session).memory->private_side());
+    bench.daemon->job(session).tiles().drop_all(
+        bench.daemon->job(session).memory()->private_side());
     const Job& job = bench.daemon->job(session);
     bool of_tile = false;
     for (const Bucket& bucket : job.shards().buckets()) {
@@ -276,7 +279,7 @@ void a_closed_step_needs_its_daemon_no_more() {
   Bench bench(disk, false, &keeper);
   const uint64_t session = bench.attach();
   StepRequest request = backward(*bench.daemon, session, true);
-  request.step = bench.daemon->job(session).progress.committed_step() + 1;
+  request.step = bench.daemon->job(session).progress().committed_step() + 1;
   bench.daemon->store().step(request, [](const Status&, const StepReport&) {});
   bench.kill();
   const Bench next(disk, false, &keeper);
@@ -284,7 +287,8 @@ void a_closed_step_needs_its_daemon_no_more() {
   require(next.daemon->store().sessions().contains(session), "the session is gone");
   const Status repeated = next.daemon->step(request);
   require(repeated.is_ok(), "a repeated call: ", repeated.message());
-  require(next.daemon->job(session).progress.committed_step() == request.step, "it was made twice");
+  require(next.daemon->job(session).progress().committed_step() == request.step,
+          "it was made twice");
   next.daemon->detach(session);
   const auto found = state_of(*next.daemon);
   require(found.is_ok() && found.value() == state_after_step(), "its numbers are others");
@@ -415,7 +419,7 @@ TEST(Failpoints, that_only_errors_reach_are_reached_by_errors) {
       const uint64_t session = bench.attach();
       Job& job = bench.daemon->job(session);
       const StepRequest request = backward(*bench.daemon, session, false);
-      job.tiles.drop_all(job.memory->private_side());
+      job.tiles().drop_all(job.memory()->private_side());
       bench.faults->add_fault({.kind = MemoryFaultKind::flipped_bit, .io_kind = IoKind::read});
       const Status status = bench.daemon->step(request);
       require(status.is_ok(), status.message());

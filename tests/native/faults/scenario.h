@@ -306,7 +306,7 @@ inline constexpr uint64_t kJobDisk = 7_MiB;
 inline constexpr uint64_t kOtherDisk = 512_KiB;
 
 inline uint32_t gradient_seed(Daemon& daemon, uint64_t session) {
-  return static_cast<uint32_t>(daemon.job(session).progress.committed_step()) * 10 + 50;
+  return static_cast<uint32_t>(daemon.job(session).progress().committed_step()) * 10 + 50;
 }
 
 /// All of it is updated before the step is closed; then a gradient changes, and of one bucket it
@@ -320,7 +320,8 @@ inline void update_early(Daemon& daemon, const StepRequest& request) {
     for (const uint32_t id : group.shard_ids) daemon.store().gradient_is_final(session, id);
   }
   Job& job = daemon.job(session);
-  daemon.until([&] { return !job.state().early().has_waiting() && !job.activities.any(); });
+  daemon.until(
+      [&] { return !job.state().early().has_waiting() && !job.cache().activities().any(); });
   require(job.state().early().bucket_count() == 2,
           "buckets made early: ",
           job.state().early().bucket_count());
@@ -469,7 +470,7 @@ inline Result<std::string> state_of(Daemon& daemon,
   for (const JobInfo& info : daemon.store().jobs()) {
     const uint64_t session = daemon.attach(info.job_id);
     const std::string title = concat(
-        "job ", info.name, " at step ", daemon.job(session).progress.committed_step(), ":\n");
+        "job ", info.name, " at step ", daemon.job(session).progress().committed_step(), ":\n");
     out += title;
     if (parts != nullptr) (*parts)[concat(info.name, "/")] = title;
     std::map<std::string, ShardInfo> sorted;
@@ -580,8 +581,10 @@ inline void check_memory(Daemon& daemon) {
   for (const JobInfo& info : daemon.store().jobs()) {
     const uint64_t session = daemon.attach(info.job_id);
     Job& job = daemon.job(session);
-    job.slots().free_retired();
-    require(job.slots().lease_count() == 0, "leases of nobody: ", job.slots().lease_count());
+    job.cache().slots().free_retired();
+    require(job.cache().slots().lease_count() == 0,
+            "leases of nobody: ",
+            job.cache().slots().lease_count());
     uint64_t slot_bytes = 0;
     for (Entry* const entry : job.shards().entries()) {
       if (entry == nullptr) continue;
@@ -589,13 +592,14 @@ inline void check_memory(Daemon& daemon) {
           entry->pending == nullptr, "bytes of nobody wait for ", job.shards().describe(*entry));
       if (entry->slot != nullptr) slot_bytes += align_up(entry->slot->bytes, kBlockBytes);
     }
-    for (const auto& slot : job.slots().retired()) slot_bytes += align_up(slot->bytes, kBlockBytes);
-    require(slot_bytes == job.memory->arena().used_bytes(),
+    for (const auto& slot : job.cache().slots().retired())
+      slot_bytes += align_up(slot->bytes, kBlockBytes);
+    require(slot_bytes == job.memory()->arena().used_bytes(),
             "slots: ",
             slot_bytes,
             " != ",
-            job.memory->arena().used_bytes());
-    segments += job.memory->bytes() / daemon.pool().segment_bytes();
+            job.memory()->arena().used_bytes());
+    segments += job.memory()->bytes() / daemon.pool().segment_bytes();
     daemon.detach(session);
   }
   const uint64_t all = daemon.pool().report().bytes / daemon.pool().segment_bytes();

@@ -1,0 +1,134 @@
+#include "store/state/admission.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <limits>
+#include <memory>
+#include <new>
+
+#include "base/units.h"
+
+namespace memd {
+namespace {
+
+// A JobRecord without its name, buckets and shards; catalogue_test.cc compares.
+constexpr uint64_t kJobRecordBytes = 114;
+
+constexpr uint64_t kRecordMemoryBytesMin = 16_MiB;
+
+/// What is had in one piece is had in many a moment later: only the server thread allocates so
+/// much. Nothing that is made of it has to be undone then.
+bool can_allocate(uint64_t bytes) {
+  const std::unique_ptr<std::byte[]> piece(new (std::nothrow) std::byte[bytes]);
+  return piece != nullptr;
+}
+
+}  // namespace
+
+void Admission::restore(const JobRecord& record) {
+  durability_ = Durability::of_code(record.durability);
+  weight_ = JobWeight::of_code(record.weight);
+  host_bytes_ = record.host_bytes;
+  parts_.space.set_quota_bytes(record.nvme_bytes);
+}
+
+void Admission::write(JobRecord& record) const {
+  record.host_bytes = host_bytes_;
+  record.nvme_bytes = parts_.space.quota_bytes();
+  record.durability = durability_.code();
+  record.weight = weight_.code();
+}
+
+void Admission::set_weight(JobWeight weight) {
+  weight_ = weight;
+  parts_.durable.note_change();
+  parts_.journal.note_layout();
+}
+
+uint64_t Admission::arena_bytes_max() const {
+  return parts_.memory == nullptr ? std::numeric_limits<uint64_t>::max()
+                                  : parts_.memory->arena_bytes_max();
+}
+
+Status Admission::check(const DeclaredSpace& wanted) const {
+  // A job without memory is in nobody's use: it is being made from what was accepted before.
+  if (parts_.memory == nullptr) return Status::ok();
+  if (const SpaceNeeded needed = space_needed(wanted);
+      needed.total() > parts_.space.quota_bytes()) {
+    return error(StatusCode::capacity,
+                 "job ",
+                 parts_.job_name,
+                 " would need more than its disk quota; declare less, or start it anew with a "
+                 "larger nvme_bytes: ",
+                 needed.total(),
+                 " bytes = ",
+                 needed.text(),
+                 "; nvme_bytes ",
+                 parts_.space.quota_bytes());
+  }
+  // Records lie outside the pool: each job has room for a model of some ten thousand shards, and
+  // more where it was admitted to more memory.
+  const uint64_t memory_bytes_max = kRecordMemoryBytesMin + host_bytes_ / 2;
+  const uint64_t memory_bytes = wanted.memory_bytes();
+  if (memory_bytes > memory_bytes_max) {
+    return error(StatusCode::capacity,
+                 "job ",
+                 parts_.job_name,
+                 " would have more shards than the daemon keeps records of; make fewer and larger "
+                 "ones, or start it anew with a larger host_bytes: ",
+                 memory_bytes,
+                 " bytes of records, at most ",
+                 kRecordMemoryBytesMin,
+                 " + half of host_bytes (",
+                 host_bytes_,
+                 ")");
+  }
+  const uint64_t more_bytes =
+      memory_bytes - std::min(memory_bytes, parts_.shards.declared().memory_bytes());
+  if (!can_allocate(more_bytes)) {
+    return error(StatusCode::capacity,
+                 "job ",
+                 parts_.job_name,
+                 ": the daemon has no memory for records of these shards; declare fewer, or give "
+                 "its process more: ",
+                 more_bytes,
+                 " bytes");
+  }
+  return Status::ok();
+}
+
+SpaceNeeded Admission::space_needed(const DeclaredSpace& declared) const {
+  SpaceNeeded needed = declared.needed(durability_, arena_bytes_max(), kTilesInFlight);
+  needed.catalogue_bytes = 2 * catalogue_bytes(declared);
+  return needed;
+}
+
+SpaceNeeded Admission::space_needed() const { return space_needed(parts_.shards.declared()); }
+
+uint64_t Admission::metadata_bytes() const {
+  // After shards were deleted, the one on disk may be larger than the next.
+  const uint64_t next_bytes = catalogue_bytes(parts_.shards.declared());
+  return next_bytes + std::max(next_bytes, parts_.durable.catalogue_bytes_max());
+}
+
+void Admission::reserve_metadata() {
+  const bool is_within = space_needed().total() <= parts_.space.quota_bytes();
+  parts_.space.set_metadata_bytes(is_within ? metadata_bytes() : 0);
+}
+
+uint64_t Admission::catalogue_bytes(const DeclaredSpace& declared) const {
+  const uint64_t bytes = kJobRecordBytes + parts_.job_name.size() + declared.catalogue_bytes();
+  return align_up(bytes, kBlockBytes);
+}
+
+void Admission::begin_updates(Bucket& bucket) {
+  if (parts_.shards.begin_updates(bucket)) reserve_metadata();
+}
+
+bool Admission::gradients_fit() const {
+  if (parts_.memory == nullptr) return true;
+  return parts_.shards.gradient_bytes() + parts_.shards.largest_gradient_bytes() <=
+         parts_.memory->arena_bytes_max();
+}
+
+}  // namespace memd

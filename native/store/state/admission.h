@@ -1,0 +1,88 @@
+// The terms on which one job was admitted, and what they allow it to declare.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "base/job_weight.h"
+#include "base/status.h"
+#include "store/cache/bucket.h"
+#include "store/cache/job_memory.h"
+#include "store/cache/shards.h"
+#include "store/format/catalogue.h"
+#include "store/format/durability.h"
+#include "store/space/declared_space.h"
+#include "store/space/job_space.h"
+#include "store/state/durable_state.h"
+#include "store/state/job_journal.h"
+
+namespace memd {
+
+/// Owns the job's host memory in bytes, its durability and its weight, and knows which part of the
+/// disk quota, which JobSpace has, its catalogues take. All of them are on disk with the next
+/// commit. Owned by the Job; the ShardStore changes the terms when a job is opened, and the Job
+/// asks before it declares, on the server thread. Nothing blocks.
+class Admission {
+ public:
+  struct Parts {
+    const std::string& job_name;
+    Shards& shards;
+    JobSpace& space;
+    DurableState& durable;
+    JobJournal& journal;
+    /// Nothing before the first session attaches.
+    const std::unique_ptr<JobMemory>& memory;
+  };
+
+  explicit Admission(const Parts& parts) : parts_(parts) {}
+  Admission(const Admission&) = delete;
+  Admission& operator=(const Admission&) = delete;
+
+  /// At start: as a catalogue says. The shards follow.
+  void restore(const JobRecord& record);
+  /// Fills in what a catalogue says of the terms.
+  void write(JobRecord& record) const;
+
+  uint64_t host_bytes() const { return host_bytes_; }
+  void set_host_bytes(uint64_t bytes) { host_bytes_ = bytes; }
+  const Durability& durability() const { return durability_; }
+  void set_durability(Durability durability) { durability_ = durability; }
+  /// Its share of what other jobs want too: devices and workers.
+  JobWeight weight() const { return weight_; }
+  void set_weight(JobWeight weight);
+
+  /// Bytes of the largest shard that fits.
+  uint64_t arena_bytes_max() const;
+  /// Whether the quotas hold the job with `wanted` in the place of what it has now.
+  Status check(const DeclaredSpace& wanted) const;
+  /// The part of nvme_bytes that all of its shards need, written and updated.
+  SpaceNeeded space_needed() const;
+  /// Bytes of the catalogue, on disk and as the next commit writes it, side by side.
+  uint64_t metadata_bytes() const;
+  /// Bytes of the next one, in whole blocks.
+  uint64_t catalogue_bytes() const { return catalogue_bytes(parts_.shards.declared()); }
+  /// Tells the quota what metadata_bytes() is. A job that was admitted when catalogues were in no
+  /// quota, and that has declared more than its quota holds with them, keeps all for its state: it
+  /// trains on.
+  void reserve_metadata();
+  /// A step updates it, or somebody writes its moments, whatever was declared.
+  void begin_updates(Bucket& bucket);
+  /// Whether all gradients fit beside the largest bucket's parameters.
+  bool gradients_fit() const;
+  /// Of all gradients, in whole blocks; 0 where they fit.
+  uint64_t gradient_bytes_to_spill() const {
+    return gradients_fit() ? 0 : parts_.shards.gradient_bytes();
+  }
+
+ private:
+  uint64_t catalogue_bytes(const DeclaredSpace& declared) const;
+  SpaceNeeded space_needed(const DeclaredSpace& declared) const;
+
+  const Parts parts_;
+  uint64_t host_bytes_ = 0;
+  Durability durability_;
+  JobWeight weight_;
+};
+
+}  // namespace memd

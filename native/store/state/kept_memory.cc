@@ -1,0 +1,104 @@
+#include "store/state/kept_memory.h"
+
+#include <utility>
+
+#include "base/failpoint.h"
+#include "store/state/tile_words.h"
+
+namespace memd {
+
+void KeptMemory::expect_shards() {
+  if (memory_ != nullptr) memory_->expect_arena_bytes(parts_.shards.entry_bytes());
+}
+
+Status KeptMemory::open_ledger(const Keepsakes& keepsakes, uint64_t segment_bytes, uint64_t tag) {
+  if (!keepsakes.has_keeper()) return Status::ok();
+  auto ledger = Ledger::create(parts_.job_id, segment_bytes);
+  if (!ledger.is_ok()) return ledger.status();
+  parts_.journal.open(std::move(ledger).value());
+  parts_.journal.committed_on_disk(tag);
+  if (Status opened = open_tile_words(); !opened.is_ok()) return opened;
+  parts_.journal.note_shards();
+  parts_.cache.slots().note_all();
+  return Status::ok();
+}
+
+Status KeptMemory::give(std::vector<Segment>& segments, uint64_t segment_bytes, IoQueue& io) {
+  auto memory = JobMemory::create(segments, segment_bytes, io, parts_.journal.ledger().get());
+  if (!memory.is_ok()) {
+    parts_.journal.close();
+    parts_.tiles.set_words(nullptr);
+    return memory.status();
+  }
+  memory_ = std::move(memory).value();
+  return Status::ok();
+}
+
+void KeptMemory::keep(Keepsakes& keepsakes) {
+  if (!parts_.journal.is_open()) return;
+  MEMD_FAILPOINT("ledger.before_kept");
+  keep_tile_words(keepsakes);
+  keepsakes.keep_job(
+      parts_.job_id, parts_.cache.table().memory().fd(), parts_.journal.ledger()->fd());
+}
+
+Status KeptMemory::open_tile_words() {
+  if (!parts_.journal.is_open() || parts_.tiles.words() != nullptr ||
+      !parts_.durability.is_in_memory())
+    return Status::ok();
+  auto words = TileWords::create(parts_.job_id);
+  if (!words.is_ok()) return words.status();
+  parts_.tiles.set_words(std::move(words).value());
+  return Status::ok();
+}
+
+void KeptMemory::keep_tile_words(Keepsakes& keepsakes) {
+  if (!parts_.journal.is_open() || parts_.tiles.words() == nullptr) return;
+  keepsakes.keep_tiles(parts_.job_id, parts_.tiles.words()->fd());
+  parts_.journal.note_tile_words();
+}
+
+Status KeptMemory::take_over(KeptMemory& before,
+                             Keepsakes& keepsakes,
+                             uint64_t segment_bytes,
+                             uint64_t tag) {
+  memory_ = std::move(before.memory_);
+  parts_.cache.table().take_memory(before.parts_.cache.table());
+  if (memory_ == nullptr) return Status::ok();
+  memory_->end_claims();
+  Status opened;
+  if (keepsakes.has_keeper()) {
+    // Until the new ledger is kept the segments are nobody's, and destroyed by the next daemon.
+    keepsakes.forget_ledger(parts_.job_id);
+    keepsakes.forget_tiles(parts_.job_id);
+    opened = open_ledger(keepsakes, segment_bytes, tag);
+    if (opened.is_ok()) {
+      memory_->claim_in(parts_.journal.ledger().get());
+      keep(keepsakes);
+    }
+  }
+  expect_shards();
+  return opened;
+}
+
+void KeptMemory::free_all() {
+  if (memory_ == nullptr) return;
+  parts_.tiles.drop_all(memory_->private_side());
+  parts_.cache.table().withdraw_all();
+  parts_.cache.slots().free_all();
+}
+
+void KeptMemory::end() {
+  if (memory_ != nullptr) memory_->end_claims();
+  parts_.journal.close();
+}
+
+KeptMemory::Left KeptMemory::take() {
+  parts_.journal.give_up();
+  if (memory_ == nullptr) return {};
+  free_all();
+  memory_->end_claims();
+  return {.ledger = parts_.journal.take(), .segments = memory_->take_segments()};
+}
+
+}  // namespace memd
