@@ -228,6 +228,13 @@ TEST(Adam, follows_the_papers_formula) {
   EXPECT_NEAR(static_cast<double>(state.parameter[0]), theta, 1e-6);
 }
 
+TEST(Adam, interpolates_from_the_end_where_torchs_lerp_does) {
+  EXPECT_FALSE(adam_scalars({.beta1 = 0.9}, 1).lerp_from_end);
+  EXPECT_FALSE(adam_scalars({.beta1 = 0.5000001}, 1).lerp_from_end);
+  EXPECT_TRUE(adam_scalars({.beta1 = 0.5}, 1).lerp_from_end);
+  EXPECT_TRUE(adam_scalars({.beta1 = 0.0}, 1).lerp_from_end);
+}
+
 /// An update that leaves the parameter as it is: no learning rate, no decay.
 constexpr AdamSettings kStandStill{.lr = 0.0, .weight_decay = 0.0};
 

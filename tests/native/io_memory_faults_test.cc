@@ -107,6 +107,16 @@ TEST_F(MemoryFaults, two_empty_transfers_are_forgiven_and_three_on_end_are_an_er
   EXPECT_EQ(run(IoKind::write, block.span()).error_number(), EIO);
 }
 
+TEST_F(MemoryFaults, empty_transfers_are_counted_from_the_last_that_moved_something) {
+  Block block(64_KiB);
+  queue_.add_fault({.kind = MemoryFaultKind::zero_progress, .count = 2});
+  queue_.add_fault(
+      {.kind = MemoryFaultKind::short_transfer, .skip_count = 2, .transferred_bytes = 8_KiB});
+  queue_.add_fault({.kind = MemoryFaultKind::zero_progress, .skip_count = 3, .count = 2});
+  EXPECT_TRUE(run(IoKind::write, block.span()).is_ok()) << statuses_.back().message();
+  EXPECT_EQ(queue_.statistics().resubmit_count, 5U);
+}
+
 TEST_F(MemoryFaults, after_a_failed_write_or_sync_nothing_is_written_and_reads_go_on) {
   const uint16_t other = queue_.add_disk(std::make_shared<MemoryDisk>(16_MiB), "disk-1");
   for (const IoKind kind : {IoKind::write, IoKind::sync}) {

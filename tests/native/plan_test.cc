@@ -281,6 +281,17 @@ TEST(PlanCursor, what_was_learned_once_and_long_ago_is_dropped_first) {
   EXPECT_NE(book.find(kept), nullptr);
 }
 
+TEST(PlanCursor, a_plan_that_was_dropped_follows_no_other) {
+  PlanBook book;
+  const auto kept = book.learn(forward(5), std::nullopt);
+  book.completed(kept, std::nullopt);
+  const auto dropped = book.learn(forward(5, 1000), kept);
+  EXPECT_EQ(book.successor(kept), dropped);
+  for (uint32_t i = 1; i < 100; ++i) book.learn(forward(5, 10 * i), std::nullopt);
+  EXPECT_EQ(book.find(dropped), nullptr);
+  EXPECT_NE(book.find(book.successor(kept)), nullptr);
+}
+
 // Every answer is the one that a search through the real future gives, whatever the session leaves
 // out, adds or repeats, once it is back on the plan.
 TEST(PlanCursor, a_plan_that_is_dropped_while_it_is_foreseen_costs_nothing_but_itself) {

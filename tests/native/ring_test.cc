@@ -850,6 +850,51 @@ TEST_F(RingTest, what_was_asked_ahead_is_no_answer_to_another_lease_of_the_shard
   EXPECT_EQ(unused_, std::vector<uint32_t>{1});
 }
 
+TEST_F(RingTest, what_was_asked_ahead_of_a_step_is_no_answer_to_a_lease_after_it) {
+  client_->ask_ahead({{1}});
+  grant(next_request(), 5);
+  client_->follow(7);
+  std::atomic<bool> is_over = false;
+  std::thread client([&] {
+    const auto lease = client_->lease(1, Part::gradient, LeaseMode::overwrite, 10 * kSecond);
+    EXPECT_TRUE(lease.is_ok()) << lease.status().message();
+    is_over = true;
+  });
+  std::optional<Request> request;
+  while (!is_over && !(request && request->opcode == Opcode::lease)) request = ring_.poll();
+  EXPECT_TRUE(request.has_value()) << "the slot of before the step was leased";
+  if (request) {
+    EXPECT_EQ(request->after_call, 7u);
+    EXPECT_EQ(ring_.pins(5), 0u);
+    grant(*request, 6);
+  }
+  client.join();
+}
+
+TEST_F(RingTest, answers_that_nobody_waits_for_any_more_keep_their_places_in_the_ring) {
+  std::vector<uint32_t> shard_ids(64);
+  std::iota(shard_ids.begin(), shard_ids.end(), 0);
+  std::vector<Request> asked;
+  const auto ask_and_forget = [&] {
+    client_->ask_ahead(shard_ids);
+    client_->forget_asked();
+    while (const auto request = ring_.poll()) {
+      if (request->opcode == Opcode::lease) asked.push_back(*request);
+    }
+  };
+  for (int round = 0; round < 40; ++round) ask_and_forget();
+  // The other half is for answers that somebody waits for.
+  ASSERT_EQ(asked.size(), kRingEntries / 2);
+  for (const Request& request : asked) grant(request, 5);
+  std::thread client([&] {
+    const auto lease = client_->lease(1, Part::value, LeaseMode::read, 10 * kSecond);
+    EXPECT_TRUE(lease.is_ok()) << lease.status().message();
+  });
+  grant(next_request(), 6);
+  client.join();
+  EXPECT_EQ(ring_.pins(5), 0u);
+}
+
 TEST_F(RingTest, an_error_of_what_was_asked_ahead_is_asked_for_again) {
   client_->ask_ahead({{1}});
   Completion completion{};
