@@ -490,6 +490,37 @@ class TestStreaming:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
+    def test_backward_over_an_input_that_was_changed_since_is_an_error(
+        self, mlp: tuple[Mlp, Mlp]
+    ) -> None:
+        for model in mlp:
+            inputs = batch(model)
+            loss = model(inputs).square().mean()
+            inputs.add_(1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+    def test_backward_through_a_part_of_a_parameter_uses_that_part(self, session: Session) -> None:
+        class Parts(nn.Module):
+            """Each half of the weight is a view that autograd saves, the second at an offset."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.randn(2 * WIDTH, WIDTH))
+
+            def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+                first, second = self.weight.chunk(2)
+                return nn.functional.linear(nn.functional.linear(inputs, first), second)
+
+        model, reference = memd_client.offload(build(Parts), session), build(Parts)
+        inputs = [batch(model).requires_grad_() for _ in range(2)]
+        for each, own in zip((model, reference), inputs, strict=True):
+            each(own).square().mean().backward()
+        assert inputs[0].grad is not None
+        assert inputs[1].grad is not None
+        assert torch.equal(inputs[0].grad, inputs[1].grad)
+        assert_same_gradients(model, reference)
+
     def test_a_change_in_forward_is_kept(self, mlp: tuple[Mlp, Mlp], session: Session) -> None:
         def halve(module: nn.Module, _: Any) -> None:
             with torch.no_grad():
@@ -976,6 +1007,20 @@ class TestOptimizer:
         assert all(not s["exp_avg"].any() for s in ours.state_dict()["state"].values())
         assert leases_held(session) == 0
 
+    def test_moments_of_a_large_parameter_travel_in_several_messages(
+        self, session: Session
+    ) -> None:
+        model = memd_client.offload(nn.Linear(400, 400, bias=False), session)
+        optimizer = memd_client.AdamW(model.parameters())
+        moments = {name: torch.rand(400, 400) for name in ("exp_avg", "exp_avg_sq")}
+        state = optimizer.state_dict()
+        state["state"] = {0: {"step": torch.tensor(3.0), **moments}}
+        optimizer.load_state_dict(state)
+        loaded = optimizer.state_dict()["state"][0]
+        assert loaded["step"] == 3
+        for name, moment in moments.items():
+            assert torch.equal(loaded[name], moment), name
+
     def test_parameters_that_stay_are_updated_in_place(self, session: Session) -> None:
         model, reference = build(BatchNorm), build(BatchNorm)
         ours = memd_client.AdamW(model.named_parameters(), lr=1e-2, session=session)
@@ -994,6 +1039,39 @@ class TestOptimizer:
         assert all(type(p) is nn.Parameter for p in model.parameters())
         assert_same_state(model, reference)
         assert leases_held(session) == 0
+
+    def test_bf16_parameters_that_stay_are_trained_as_those_that_are_offloaded(
+        self, session: Session
+    ) -> None:
+        """memd knows more bits of each than the parameter has."""
+        offloaded = memd_client.offload(build(Mlp).bfloat16(), session)
+        stays, untrained = build(Mlp).bfloat16(), build(Mlp).bfloat16()
+        named = [(f"stays.{name}", parameter) for name, parameter in stays.named_parameters()]
+        optimizers = [
+            memd_client.AdamW(offloaded.parameters(), lr=1e-4),
+            memd_client.AdamW(named, lr=1e-4, session=session),
+        ]
+        for _ in range(12):
+            for model, optimizer in zip((offloaded, stays), optimizers, strict=True):
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones(parameter.shape, dtype=torch.bfloat16)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same_state(offloaded, stays)
+        for parameter, before in zip(stays.parameters(), untrained.parameters(), strict=True):
+            # Steps that are too small for bf16 add up.
+            assert not torch.equal(parameter, before)
+
+    def test_a_sign_of_zero_that_the_loop_changed_is_what_the_step_begins_with(
+        self, session: Session
+    ) -> None:
+        parameter = nn.Parameter(torch.zeros(3))
+        optimizer = memd_client.Adam([parameter], session=session)
+        parameter.grad = torch.zeros(3)
+        optimizer.step()
+        parameter.data.neg_()
+        optimizer.step()
+        assert torch.signbit(parameter).all()
 
     def test_offloaded_parameters_and_others_share_an_optimizer(self, session: Session) -> None:
         model, reference = build(Gpt), build(Gpt)
@@ -1235,6 +1313,17 @@ class TestBlobs:
                 KeyError, match="holds nothing under 'embedding1'; similar names: 'embedding'"
             ):
                 use("embedding1")
+
+    def test_a_deleted_name_is_unknown_though_another_tensor_took_its_place(
+        self, session: Session
+    ) -> None:
+        session.put("x", torch.ones(2))
+        session.delete("x")
+        session.put("y", torch.zeros(2))
+        with pytest.raises(memd_client.UnknownName, match="'x'"):
+            session.prefetch(["x"])
+        with pytest.raises(memd_client.UnknownName, match="'x'"):
+            session.get("x")
 
     def test_prefetch_takes_names(self, session: Session) -> None:
         session.put("a", torch.zeros(3))

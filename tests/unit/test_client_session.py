@@ -9,6 +9,7 @@ import threading
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 from weakref import ref
 
 import grpc
@@ -297,6 +298,40 @@ class TestSession:
             assert "sync" not in daemon.calls
         # The leases end first, the control plane last.
         assert daemon.calls == ["declare", "sync", "close", "detach", "close"]
+
+    def test_a_sync_that_failed_is_made_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        daemon = FakeDaemon()
+        session = daemon.session()
+        session.put("x", torch.ones(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(daemon, "sync", Mock(side_effect=from_code(5, "the disk is full")))
+            with pytest.raises(memd_client.CapacityError):
+                session.commit()
+        session.commit()
+        session.commit()
+        assert daemon.calls.count("sync") == 1
+
+    def test_what_is_put_while_a_sync_runs_is_of_the_next_one(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        daemon = FakeDaemon()
+        session = daemon.session()
+        session.put("x", torch.ones(2))
+        sync = daemon.sync
+
+        def sync_while_another_thread_puts(
+            request: session_pb2.SyncRequest,
+        ) -> session_pb2.SyncResponse:
+            response = sync(request)
+            session.put("y", torch.ones(2))
+            return response
+
+        with monkeypatch.context() as patch:
+            patch.setattr(daemon, "sync", sync_while_another_thread_puts)
+            session.commit()
+        session.commit()
+        session.commit()
+        assert daemon.calls.count("sync") == 2
 
     def test_dropping_the_job_ends_the_session(self) -> None:
         daemon = FakeDaemon()

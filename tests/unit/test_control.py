@@ -1,4 +1,4 @@
-"""The control plane's channel: what a call meets where another thread closes it."""
+"""The control plane: a channel that another thread closes, and requests that take several calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 import memd_client
 from memd_client.control import Control
-from memd_proto.v1 import job_pb2, session_pb2, tensor_pb2
+from memd_proto.v1 import job_pb2, session_pb2, tensor_pb2, types_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,3 +39,36 @@ def test_a_call_over_a_channel_that_was_renewed_meanwhile_is_one_without_a_daemo
     }
     with pytest.raises(memd_client.DaemonUnavailable, match="closed before this call was sent"):
         calls[name]()
+
+
+def test_shards_are_declared_in_as_many_calls_as_it_takes_and_listed_page_by_page(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    control = Control(address=ADDRESS, token="token")
+    calls: list[int] = []
+
+    def answer(method: object, request: Any, timeout_s: float) -> Any:
+        del method, timeout_s
+        if isinstance(request, session_pb2.DeclareRequest):
+            calls.append(len(request.shards))
+            shards = [types_pb2.Shard(spec=spec) for spec in request.shards]
+            # The daemon says it of all that is declared by then.
+            fit = sum(calls) <= 4096
+            return session_pb2.DeclareResponse(shards=shards, gradients_fit=fit)
+        first = request.page_first
+        page = session_pb2.ListShardsResponse(shards=[types_pb2.Shard(shard_id=first)])
+        page.page_next = first + 5 if first < 10 else 0
+        return page
+
+    monkeypatch.setattr(control, "_call", answer)
+    names = [f"shard {i}" for i in range(5000)]
+    specs = [types_pb2.ShardSpec(name=name) for name in names]
+    declared = control.declare(session_pb2.DeclareRequest(shards=specs))
+    assert calls == [2048, 2048, 904]
+    assert [shard.spec.name for shard in declared.shards] == names
+    assert not declared.gradients_fit
+    calls.clear()
+    assert control.declare(session_pb2.DeclareRequest(shards=specs[:1])).gradients_fit
+    listed = control.list_shards(session_pb2.ListShardsRequest())
+    assert [shard.shard_id for shard in listed.shards] == [0, 5, 10]
+    control.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -75,11 +75,8 @@ def test_all_that_a_module_lacks_is_asked_for_at_once(daemon: FakeDaemon, sessio
     assert [len(asked.names) for asked in daemon.asked] == [len(list(model.parameters()))]
 
 
-@pytest.mark.parametrize("code", [5, 9])
-def test_where_one_of_them_cannot_be_had_none_is_kept(
-    daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    model = memd_client.offload(build(Mlp), session)
+def refusing_the_last(daemon: FakeDaemon, code: int) -> Callable[..., list[Any]]:
+    """In place of `lease_together`."""
     ask = daemon.lease_together
 
     def refuse_last(
@@ -92,8 +89,40 @@ def test_where_one_of_them_cannot_be_had_none_is_kept(
         answers = ask(shards, part, mode, timeout_s, phase)
         return [*answers[:-1], status_error(code, "not this one")]
 
+    return refuse_last
+
+
+def test_none_is_kept_while_the_outcome_of_the_step_before_is_waited_for(
+    daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = memd_client.offload(build(Mlp), session)
+    optimizer = memd_client.AdamW(model.parameters())
+    loss_of(model).backward()
+    optimizer.step()
+    entry = streamed(next(model.parameters()))
+    assert entry is not None
+    settle = entry.job.steps.settle_for_lease
+    held: list[int] = []
+
+    def settle_and_look() -> None:
+        held.append(len(daemon.leases))
+        settle()
+
     with monkeypatch.context() as patch:
-        patch.setattr(daemon, "lease_together", refuse_last)
+        patch.setattr(daemon, "lease_together", refusing_the_last(daemon, 5))
+        patch.setattr(entry.job.steps, "settle_for_lease", settle_and_look)
+        with pytest.raises(memd_client.CapacityError, match=r"bias.*not this one"):
+            loss_of(model)
+    assert held == [0]
+
+
+@pytest.mark.parametrize("code", [5, 9])
+def test_where_one_of_them_cannot_be_had_none_is_kept(
+    daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    model = memd_client.offload(build(Mlp), session)
+    with monkeypatch.context() as patch:
+        patch.setattr(daemon, "lease_together", refusing_the_last(daemon, code))
         with pytest.raises(type(from_code(code, "")), match=r"bias.*not this one"):
             loss_of(model)
     assert daemon.leases == {}

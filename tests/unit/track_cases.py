@@ -271,6 +271,35 @@ class TestResume:
             assert session.resume() == 1
             assert optimizer.param_groups[0]["lr"] == 0.25
 
+    def test_an_object_that_draws_when_it_is_next_asked_leaves_generators_as_they_were(
+        self, job: OpenSession
+    ) -> None:
+        class Loader(Kept):
+            """Restores itself when it is next asked, and draws then: a StatefulDataLoader does."""
+
+            is_due = False
+
+            def load_state_dict(self, state: Any) -> None:
+                super().load_state_dict(state)
+                self.is_due = True
+
+            def state_dict(self) -> Any:
+                if self.is_due:
+                    self.is_due = False
+                    torch.rand(3)
+                return super().state_dict()
+
+        with job() as session:
+            session.track(loader=Loader(), rng=True)
+            session.commit()
+            drawn = draw()
+        with job() as session:
+            loader = Loader()
+            session.track(loader=loader, rng=True)
+            assert session.resume() == 1
+            loader.state_dict()
+            assert_draws_equal(draw(), drawn)
+
     def test_a_buffer_comes_back_with_its_bits_where_only_the_sign_of_zero_changed(
         self, job: OpenSession
     ) -> None:
