@@ -177,7 +177,6 @@ METHODS = {
     "native ClientSession": 42,
     "native ShardStore": 71,
     "native Shards": 44,
-    "native Step": 50,
 }
 EXPOSED_DATA = {
     "client OpenStep": 2,

@@ -10,15 +10,6 @@
 #include "store/step/steps.h"
 
 namespace memd {
-namespace {
-
-bool is_still(const Entry& entry) {
-  return entry.task_count() == 0 && entry.residency() != Residency::filling &&
-         entry.residency() != Residency::draining;
-}
-
-}  // namespace
-
 const char* step_state_text(StepState state) {
   switch (state) {
     case StepState::queued:
@@ -51,6 +42,8 @@ Step::Step(const StepParts& parts, Steps& owner, StepDone done)
       started_ns_(parts.job.clock.now_ns()),
       is_step_(false),
       is_redo_(false),
+      shards_(parts, request_, false),
+      space_(parts, shards_),
       staged_(parts, {}) {}
 
 Step::Step(const StepParts& parts, Steps& owner, StepRequest request, Origin origin, StepDone done)
@@ -62,28 +55,10 @@ Step::Step(const StepParts& parts, Steps& owner, StepRequest request, Origin ori
       started_ns_(parts.job.clock.now_ns()),
       is_step_(true),
       is_redo_(origin.is_redo),
+      shards_(parts, request_, is_redo_),
+      space_(parts, shards_),
       staged_(parts, request_.staged_buffers) {
-  seal();
-}
-
-void Step::seal() {
-  const StateParts& job = parts_.job;
-  for (size_t group = 0; group < request_.groups.size(); ++group) {
-    for (const uint32_t shard_id : request_.groups[group].shard_ids) {
-      group_of_[shard_id] = group;
-      buckets_.insert(job.shards[shard_id].bucket);
-      job.shards[shard_id].gradient_session = kSealedGradient;
-      parts_.journal.note_shard(shard_id);
-    }
-  }
-  for (const uint32_t index : buckets_) {
-    job.admission.begin_updates(job.shards.bucket(index));
-    Entry& value = *job.shards.bucket(index).value;
-    ++value.steps_before;
-    job.table.withdraw(value);
-    job.waits.wake(value);
-    job.waits.wake(*job.shards.bucket(index).gradient);
-  }
+  shards_.seal();
 }
 
 void Step::join(uint64_t call, StepDone done) {
@@ -97,15 +72,7 @@ void Step::answer(const Status& status) const {
 }
 
 std::optional<WaitsFor> Step::before(const LeaseRequest& request, const Entry& entry) const {
-  if (is_past_ || !buckets_.contains(entry.owner)) return std::nullopt;
-  const bool is_own = !request.for_service && request_.session_id == request.session_id;
-  if (is_own && !group_of_.contains(request.shard_id) && !entry.is_in_step) return std::nullopt;
-  // A step that an earlier daemon has begun is as good as begun.
-  const bool has_begun = !held_.empty() || is_redo_;
-  if (!is_own && !has_begun) return std::nullopt;
-  const bool can_be_read = is_own && has_begun && entry.is_ahead && !is_undoing();
-  if (can_be_read && request.mode == LeaseMode::read) return std::nullopt;
-  return is_own && request.mode == LeaseMode::read ? WaitsFor::update : WaitsFor::step;
+  return shards_.before(request, entry, is_undoing());
 }
 
 void Step::leave_ledger() {
@@ -176,23 +143,12 @@ void Step::fail(const Status& status) {
 
 void Step::settle() {
   enter(StepState::settling);
-  parts_.job.conditions.add([self = shared_from_this()] { return self->is_settled(); },
+  const auto is_settled = [self = shared_from_this()] {
+    if (self->is_redo_ && !self->parts_.gate.may_redo()) return false;
+    return self->shards_.are_settled();
+  };
+  parts_.job.conditions.add(is_settled,
                             [self = shared_from_this()] { self->advance(Status::ok()); });
-}
-
-bool Step::is_settled() const {
-  if (is_redo_ && !parts_.gate.may_redo()) return false;
-  const Shards& shards = parts_.job.shards;
-  for (const Entry* const entry : shards.entries()) {
-    if (entry == nullptr || entry->kind == EntryKind::gradient) continue;
-    // A parameter that this step does not touch may well be fetched meanwhile.
-    const bool fetched_only =
-        entry->kind == EntryKind::parameter && !buckets_.contains(entry->owner);
-    if (fetched_only ? entry->residency() == Residency::draining : !is_still(*entry)) return false;
-  }
-  return std::all_of(buckets_.begin(), buckets_.end(), [&](uint32_t index) {
-    return is_still(*shards.bucket(index).gradient);
-  });
 }
 
 void Step::prepare() {
@@ -209,7 +165,7 @@ void Step::prepare() {
              job.admission.durability().is_due(job.progress.committed_step() + 1 -
                                                job.progress.durable_step()) ||
              parts_.commits.catalogue_tag(job.job_id) == 0;
-  hold_entries();
+  shards_.hold(staged_);
   MEMD_FAILPOINT("step.entries_held");
   parts_.operations.hold_writers(!is_begun_);
   job.waits.wake(WaitList::writers);
@@ -250,31 +206,6 @@ void Step::declare_undurable(const Done& done) {
                         });
 }
 
-void Step::hold_entries() {
-  const StateParts& job = parts_.job;
-  for (const uint32_t index : buckets_) {
-    held_.push_back(job.shards.bucket(index).value);
-    held_.push_back(job.shards.bucket(index).gradient);
-  }
-  staged_.for_each_entry([this](Entry* entry) { held_.push_back(entry); });
-  for (Entry* const entry : held_) {
-    parts_.job.residencies.begin_task(*entry);
-    entry->is_in_step = true;
-  }
-}
-
-void Step::release_entries() {
-  MEMD_FAILPOINT("step.letting_go");
-  for (Entry* const entry : held_) {
-    if (!entry->is_ahead) parts_.job.residencies.end_task(*entry);
-    entry->is_in_step = false;
-    entry->is_ahead = false;
-    parts_.job.waits.wake(*entry);
-  }
-  held_.clear();
-  for (const auto& [shard_id, group] : group_of_) parts_.job.shards[shard_id].is_ahead = false;
-}
-
 void Step::write_back() {
   enter(StepState::writing_back);
   parts_.state.writeback().write_back_all(to_disk_, report_, advances());
@@ -283,104 +214,23 @@ void Step::write_back() {
 // ---- Updating -----------------------------------------------------------------------------------
 
 void Step::update() {
-  if (is_step_) take_speculative();
+  if (is_step_) space_.take_speculative(request_.session_id);
   if (in_memory_) {
-    Status room = promise_space();
-    if (!room.is_ok() && !speculative_.empty()) {
-      // The step alone may need less at a time.
-      for (auto& [bucket, made] : std::exchange(speculative_, {})) {
-        parts_.state.early().give_back(*made, EarlyDiscard::failed);
-      }
-      room = promise_space();
-    }
-    if (!room.is_ok()) return fail(room);
+    if (const Status room = space_.promise(); !room.is_ok()) return fail(room);
   }
   update_buckets();
-}
-
-const AdamSettings* Step::settings_of(uint32_t shard_id) const {
-  const auto group = group_of_.find(shard_id);
-  return group == group_of_.end() ? nullptr : &request_.groups[group->second].settings;
-}
-
-void Step::take_speculative() {
-  const auto settings = [this](uint32_t shard_id) { return settings_of(shard_id); };
-  for (const uint32_t index : buckets_) {
-    auto made = parts_.state.early().take(index, request_.session_id, settings);
-    if (made != nullptr) speculative_[index] = std::move(made);
-  }
-}
-
-uint64_t Step::space_needed() const {
-  const StateParts& job = parts_.job;
-  const std::vector<uint64_t> dirty_keys = job.tiles.dirty_keys();
-  std::set<uint64_t> keys(dirty_keys.begin(), dirty_keys.end());
-  for (const uint32_t index : buckets_) {
-    for (size_t tile = 0; tile < job.shards.bucket(index).tile_count(); ++tile)
-      keys.insert(tile_key(index, tile));
-  }
-  uint64_t needed_bytes = 0;
-  uint64_t replaced_count = 0;
-  uint64_t replaced_bytes_max = 0;
-  for (const uint64_t key : keys) {
-    const Bucket& bucket = job.shards.bucket(bucket_of(key));
-    const uint32_t tile = tile_of(key);
-    // It has its new extents already.
-    const auto made = speculative_.find(bucket_of(key));
-    if (made != speculative_.end() && made->second->tiles[tile]) continue;
-    bool is_replaced = job.tiles.is_dirty(key);
-    const auto need = [&](const Replica& replica, uint64_t bytes) {
-      const bool is_own = replica.exists() && !replica.referenced;
-      is_replaced = is_replaced || is_own;
-      if (!is_own) needed_bytes += bytes;
-      return bytes;
-    };
-    const uint64_t bytes = need(bucket.value->replicas[tile], bucket.value->replica_bytes(tile)) +
-                           need(bucket.rest[tile], bucket.rest_bytes(tile));
-    // The new extents come before the old ones go, one tile after the other.
-    if (!is_replaced) continue;
-    ++replaced_count;
-    replaced_bytes_max = std::max(replaced_bytes_max, bytes);
-  }
-  return needed_bytes + std::min<uint64_t>(replaced_count, kTilesInFlight) * replaced_bytes_max;
-}
-
-// A step in memory cannot be undone: what it may need of the disk must be there before, also where
-// everything that is cached or stays is displaced by somebody else's need of memory.
-Status Step::promise_space() const {
-  const StateParts& job = parts_.job;
-  const uint64_t needed_bytes = space_needed();
-  // Speculative tiles of other buckets give up what this step needs.
-  while (!job.space.has_room(SpaceUse::state, needed_bytes) &&
-         parts_.state.early().free_extents()) {
-  }
-  job.space.promise(needed_bytes);
-  // A step that an earlier daemon began had its room then.
-  if (job.tiles.has_made() || job.space.has_room(SpaceUse::state, needed_bytes))
-    return Status::ok();
-  return error(StatusCode::capacity,
-               "job ",
-               job.job_name,
-               " has no room on disk for its next step; sync, so that what the last commit on disk "
-               "holds becomes free, or raise nvme_bytes: ",
-               job.space.used_bytes(),
-               " of ",
-               job.space.quota_bytes(),
-               " bytes used, ",
-               needed_bytes,
-               " more needed");
 }
 
 void Step::update_buckets() {
   enter(StepState::updating);
   const StateParts& job = parts_.job;
   if (is_step_) {
-    if (!in_memory_) job.space.begin_update(job.shards.each_replica());
+    if (!in_memory_) space_.begin_update();
     has_updated_ = true;
   }
   const BucketUpdateParts update{
-      .settings_of = [this](uint32_t shard_id) { return settings_of(shard_id); },
-      .make_slot = [self = shared_from_this()](Entry& value) { self->make_slot(value); },
+      .settings_of = [this](uint32_t shard_id) { return shards_.settings_of(shard_id); },
+      .make_slot = [self = shared_from_this()](Entry& value) { self->shards_.make_slot(value); },
       .report = report_,
       .may_stay = in_memory_};
   auto all = Join::start(advances());
@@ -388,55 +238,16 @@ void Step::update_buckets() {
     Bucket& bucket = job.shards.bucket(index);
     auto updated = Join::start(
         [self = shared_from_this(), &bucket, done = all->branch()](const Status& status) {
-          if (status.is_ok() && self->is_step_) self->publish_bucket(bucket);
+          if (status.is_ok() && self->is_step_) self->shards_.publish_bucket(bucket);
           done(status);
         });
     // An empty one has empty tensors only.
     if (bucket.value->bytes != 0) {
-      const auto made = speculative_.extract(index);
-      BucketUpdate(parts_, update, bucket, made.empty() ? nullptr : made.mapped()).submit(*updated);
+      BucketUpdate(parts_, update, bucket, space_.take(index)).submit(*updated);
     }
     updated->finish(Status::ok());
   }
   all->finish(Status::ok());
-}
-
-// Published where there is room, or something goes for it that is used later; a fetch brings it up
-// otherwise.
-void Step::make_slot(Entry& value) const {
-  const StateParts& job = parts_.job;
-  if (value.slot != nullptr) return;
-  const uint64_t distance = parts_.plans.distance(request_.session_id, value.id);
-  const auto make = [&] { return job.slots.make(value.bytes, job.shards.shard_count(value)); };
-  auto slot = make();
-  while (slot == nullptr &&
-         (job.memory->grow_arena() ||
-          (distance != kNeverUsed && parts_.room.evict_for(value.bytes, distance + 1)))) {
-    slot = make();
-  }
-  if (slot == nullptr) return;
-  value.slot = std::move(slot);
-  job.residencies.move(value, Residency::absent, Residency::filling);
-}
-
-// The session of the step goes on with the new values at once. Everybody else sees what is
-// committed.
-void Step::publish_bucket(const Bucket& bucket) {
-  const StateParts& job = parts_.job;
-  Entry& value = *bucket.value;
-  for (const uint32_t shard_id : bucket.shards)
-    job.shards[shard_id].is_ahead = group_of_.contains(shard_id);
-  value.is_ahead = true;
-  const Session* const session = parts_.session(request_.session_id);
-  value.audience = session == nullptr ? kNobody : session->ring.tag();
-  if (value.residency() == Residency::filling)
-    job.residencies.move(value, Residency::filling, Residency::clean);
-  job.residencies.end_task(value);
-  job.waits.wake(value);
-  // If it is not resident, it may be brought up now.
-  if (!value.is_resident()) job.policy.look_again_at(value.id);
-  job.policy.want_look_ahead();
-  MEMD_FAILPOINT("step.bucket_published");
 }
 
 // ---- Committing ---------------------------------------------------------------------------------
@@ -447,13 +258,11 @@ void Step::commit() {
   const StateParts& job = parts_.job;
   if (!is_step_ && !parts_.durable.is_changed() && !job.tiles.has_dirty() &&
       report_->written_bytes == 0) {
-    release_entries();
+    shards_.release();
     return finish(Status::ok());
   }
-  for (const auto& [shard_id, group] : group_of_) {
-    ++job.shards[shard_id].generation;
-    job.shards[shard_id].is_ahead = false;
-  }
+  shards_.count_generations();
+  shards_.end_ahead();
   if (is_step_) count();
   MEMD_FAILPOINT("step.before_commit");
   if (MEMD_PLANTED("step.gradient_released_early")) {
@@ -476,7 +285,7 @@ void Step::count() {
 
 void Step::take_back(bool was_broken) {
   const StateParts& job = parts_.job;
-  for (const auto& [shard_id, group] : group_of_) --job.shards[shard_id].generation;
+  shards_.take_back_generations();
   if (is_step_) {
     parts_.progress.undo_step();
     is_counted_ = false;
@@ -492,7 +301,7 @@ void Step::take_back(bool was_broken) {
 
 void Step::commit_in_memory() {
   const StateParts& job = parts_.job;
-  for (const auto& [shard_id, group] : group_of_) ++job.shards[shard_id].generation;
+  shards_.count_generations();
   count();
   job.durable.note_change();
   staged_.forget_old_extents();
@@ -530,18 +339,13 @@ void Step::commit_to_disk(Done done) {
 /// After the commit: its parameters can be read, and its gradients go.
 void Step::publish() {
   enter(StepState::publishing);
-  const StateParts& job = parts_.job;
-  release_entries();
-  is_past_ = true;
+  shards_.release();
   staged_.drop();
-  for (const uint32_t index : buckets_) {
-    const Entry& value = *job.shards.bucket(index).value;
-    if (value.is_resident()) job.slots.note(value);
-  }
-  publish_values();
+  shards_.note_slots();
+  shards_.publish_values();
   MEMD_FAILPOINT("step.before_gradients_dropped");
   parts_.gate.drop_gradients(
-      [this](const Shard& shard) { return group_of_.contains(parts_.job.shards.id_of(shard)); });
+      [this](const Shard& shard) { return shards_.contains(parts_.job.shards.id_of(shard)); });
   parts_.plans.end_updates(request_.session_id, request_.step);
   if (!in_memory_) return finish(Status::ok());
   Session* const session = parts_.session(request_.session_id);
@@ -570,18 +374,6 @@ void Step::end_mirror(const Status& status) {
                                 status.message()));
   }
   finish(Status::ok());
-}
-
-// They are everybody's again, as they are now.
-void Step::publish_values() {
-  const StateParts& job = parts_.job;
-  for (const uint32_t index : buckets_) {
-    Entry& value = *job.shards.bucket(index).value;
-    --value.steps_before;
-    job.table.withdraw(value);
-    job.table.publish(value);
-    job.waits.wake(value);
-  }
 }
 
 // ---- Undoing ------------------------------------------------------------------------------------
@@ -623,54 +415,23 @@ void Step::undo(const Status& why) {
   if (Session* const session = parts_.session(request_.session_id)) {
     session->ring.set_resident_call(0);
   }
-  for (Entry* const entry : held_) {
-    if (!entry->is_ahead) continue;
-    entry->audience = kNobody;
-    parts_.job.table.withdraw(*entry);
-  }
-  const auto is_still = [self = shared_from_this()] {
-    return std::none_of(self->held_.begin(), self->held_.end(), [](const Entry* entry) {
-      return entry->is_ahead && entry->task_count() != 0;
-    });
-  };
-  parts_.job.conditions.add(is_still, [self = shared_from_this(), why] {
-    self->restore();
-    self->advance(why);
-  });
+  shards_.withdraw_uncommitted();
+  parts_.job.conditions.add(
+      [self = shared_from_this()] { return self->shards_.are_uncommitted_still(); },
+      [self = shared_from_this(), why] {
+        self->restore();
+        self->advance(why);
+      });
 }
 
 void Step::restore() {
   MEMD_FAILPOINT("step.undoing");
   // N stays: nothing of N + 1 may be seen.
-  release_entries();
-  is_past_ = true;
+  shards_.release();
   if (has_updated_) drop_new_values();
   if (staged_.is_swapped()) staged_.exchange(false);
-  publish_values();
-  unseal();
-}
-
-void Step::drop_new_values() {
-  const StateParts& job = parts_.job;
-  // In memory there is nothing to go back to: the job is stopped.
-  if (!in_memory_) parts_.state.drop_clean_tiles();
-  for (const uint32_t index : buckets_) {
-    Entry& value = *job.shards.bucket(index).value;
-    if (value.bytes == 0) continue;
-    if (value.residency() == Residency::filling)
-      job.residencies.move(value, Residency::filling, Residency::absent);
-    if (value.is_resident()) job.residencies.move(value, value.residency(), Residency::absent);
-    if (value.slot != nullptr) job.slots.retire(std::move(value.slot));
-  }
-  if (!in_memory_) job.space.roll_back(job.extents);
-}
-
-void Step::unseal() {
-  for (const auto& [shard_id, group] : group_of_) {
-    parts_.job.shards[shard_id].gradient_session = request_.session_id;
-    parts_.job.waits.wake(*parts_.job.shards.find_entry(shard_id, Part::gradient));
-    parts_.journal.note_shard(shard_id);
-  }
+  shards_.publish_values();
+  shards_.unseal();
   // A session that has ended meanwhile tries no second time.
   if (parts_.session(request_.session_id) != nullptr) return;
   // The next daemon would miss gradients of a step that is still closed.
@@ -679,10 +440,16 @@ void Step::unseal() {
       [this](const Shard& shard) { return shard.gradient_session == request_.session_id; });
 }
 
+void Step::drop_new_values() {
+  // In memory there is nothing to go back to: the job is stopped.
+  if (!in_memory_) parts_.state.drop_clean_tiles();
+  shards_.drop_new_values();
+  if (!in_memory_) space_.roll_back();
+}
+
 void Step::finish(const Status& status) {
   const StateParts& job = parts_.job;
-  job.space.end_update();
-  job.space.end_promise();
+  space_.end();
   report_->committed_step = job.progress.committed_step();
   report_->durable_step = job.progress.durable_step();
   report_->disk_error = job.progress.disk_error().message();

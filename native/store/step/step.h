@@ -4,11 +4,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <optional>
 #include <set>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -16,10 +14,11 @@
 #include "store/cache/lease_request.h"
 #include "store/cache/lease_waiters.h"
 #include "store/journal/step_request.h"
-#include "store/state/speculative_bucket.h"
 #include "store/state/step_report.h"
 #include "store/step/staged_buffers.h"
 #include "store/step/step_parts.h"
+#include "store/step/step_shards.h"
+#include "store/step/step_space.h"
 
 namespace memd {
 
@@ -72,7 +71,7 @@ class Step : public std::enable_shared_from_this<Step> {
 
   const StepRequest& request() const { return request_; }
   bool is_step() const { return is_step_; }
-  const std::set<uint32_t>& buckets() const { return buckets_; }
+  const std::set<uint32_t>& buckets() const { return shards_.buckets(); }
   void set_update_order(std::vector<uint32_t> order) { update_order_ = std::move(order); }
   /// Asked for again.
   void join(uint64_t call, StepDone done);
@@ -87,7 +86,6 @@ class Step : public std::enable_shared_from_this<Step> {
   void leave_ledger();
 
  private:
-  void seal();
   void enter(StepState state);
   /// The state's condition holds, or cannot.
   void advance(const Status& status);
@@ -95,23 +93,14 @@ class Step : public std::enable_shared_from_this<Step> {
   Done advances();
   void fail(const Status& status);
   void stop_job(const Status& status);
-  bool is_settled() const;
 
   void settle();
   void prepare();
   void prepare_disk();
   void declare_undurable(const Done& done);
-  void hold_entries();
-  void release_entries();
   void write_back();
   void update();
-  void take_speculative();
-  Status promise_space() const;
-  uint64_t space_needed() const;
   void update_buckets();
-  void publish_bucket(const Bucket& bucket);
-  void make_slot(Entry& value) const;
-  const AdamSettings* settings_of(uint32_t shard_id) const;
 
   void commit();
   void commit_in_memory();
@@ -120,11 +109,9 @@ class Step : public std::enable_shared_from_this<Step> {
   void take_back(bool was_broken);
   void publish();
   void end_mirror(const Status& status);
-  void publish_values();
   void undo(const Status& why);
   void restore();
   void drop_new_values();
-  void unseal();
   void finish(const Status& status);
 
   const StepParts& parts_;
@@ -138,21 +125,15 @@ class Step : public std::enable_shared_from_this<Step> {
   const bool is_redo_;
   StepState state_ = StepState::queued;
   std::shared_ptr<StepReport> report_ = std::make_shared<StepReport>();
-  std::unordered_map<uint32_t, size_t> group_of_;  // by shard id
-  std::set<uint32_t> buckets_;
-  std::vector<uint32_t> update_order_;  // the same ones
-  /// What the step reads and replaces: nobody fetches, writes or evicts it before the step ended,
-  /// or, of a parameter whose update is published, nobody writes it.
-  std::vector<Entry*> held_;
+  std::vector<uint32_t> update_order_;  // of its buckets
+  StepShards shards_;
+  StepSpace space_;
   StagedBuffers staged_;
-  /// Speculative values of its buckets that it takes over, from update() on.
-  std::map<uint32_t, std::shared_ptr<SpeculativeBucket>> speculative_;
   bool is_begun_ = false;   // an earlier daemon has updated tiles to it
   bool in_memory_ = false;  // it is committed in memory, and on disk as well where to_disk_
   bool to_disk_ = true;
   bool has_updated_ = false;  // some tile may have been
   bool is_counted_ = false;
-  bool is_past_ = false;  // committed, or undone: no lease waits for it
 };
 
 }  // namespace memd

@@ -1,0 +1,204 @@
+#include "store/step/step_shards.h"
+
+#include <algorithm>
+
+#include "base/failpoint.h"
+
+namespace memd {
+namespace {
+
+bool is_still(const Entry& entry) {
+  return entry.task_count() == 0 && entry.residency() != Residency::filling &&
+         entry.residency() != Residency::draining;
+}
+
+}  // namespace
+
+void StepShards::seal() {
+  const StateParts& job = parts_.job;
+  for (size_t group = 0; group < request_.groups.size(); ++group) {
+    for (const uint32_t shard_id : request_.groups[group].shard_ids) {
+      group_of_[shard_id] = group;
+      buckets_.insert(job.shards[shard_id].bucket);
+      job.shards[shard_id].gradient_session = kSealedGradient;
+      parts_.journal.note_shard(shard_id);
+    }
+  }
+  for (const uint32_t index : buckets_) {
+    job.admission.begin_updates(job.shards.bucket(index));
+    Entry& value = *job.shards.bucket(index).value;
+    ++value.steps_before;
+    job.table.withdraw(value);
+    job.waits.wake(value);
+    job.waits.wake(*job.shards.bucket(index).gradient);
+  }
+}
+
+const AdamSettings* StepShards::settings_of(uint32_t shard_id) const {
+  const auto group = group_of_.find(shard_id);
+  return group == group_of_.end() ? nullptr : &request_.groups[group->second].settings;
+}
+
+std::optional<WaitsFor> StepShards::before(const LeaseRequest& request,
+                                           const Entry& entry,
+                                           bool is_undoing) const {
+  if (is_past_ || !buckets_.contains(entry.owner)) return std::nullopt;
+  const bool is_own = !request.for_service && request_.session_id == request.session_id;
+  if (is_own && !group_of_.contains(request.shard_id) && !entry.is_in_step) return std::nullopt;
+  // A step that an earlier daemon has begun is as good as begun.
+  const bool has_begun = !held_.empty() || is_redo_;
+  if (!is_own && !has_begun) return std::nullopt;
+  const bool can_be_read = is_own && has_begun && entry.is_ahead && !is_undoing;
+  if (can_be_read && request.mode == LeaseMode::read) return std::nullopt;
+  return is_own && request.mode == LeaseMode::read ? WaitsFor::update : WaitsFor::step;
+}
+
+// ---- Holding ------------------------------------------------------------------------------------
+
+bool StepShards::are_settled() const {
+  const Shards& shards = parts_.job.shards;
+  for (const Entry* const entry : shards.entries()) {
+    if (entry == nullptr || entry->kind == EntryKind::gradient) continue;
+    // A parameter that this step does not touch may well be fetched meanwhile.
+    const bool fetched_only =
+        entry->kind == EntryKind::parameter && !buckets_.contains(entry->owner);
+    if (fetched_only ? entry->residency() == Residency::draining : !is_still(*entry)) return false;
+  }
+  return std::all_of(buckets_.begin(), buckets_.end(), [&](uint32_t index) {
+    return is_still(*shards.bucket(index).gradient);
+  });
+}
+
+void StepShards::hold(const StagedBuffers& staged) {
+  const StateParts& job = parts_.job;
+  for (const uint32_t index : buckets_) {
+    held_.push_back(job.shards.bucket(index).value);
+    held_.push_back(job.shards.bucket(index).gradient);
+  }
+  staged.for_each_entry([this](Entry* entry) { held_.push_back(entry); });
+  for (Entry* const entry : held_) {
+    parts_.job.residencies.begin_task(*entry);
+    entry->is_in_step = true;
+  }
+}
+
+void StepShards::release() {
+  MEMD_FAILPOINT("step.letting_go");
+  for (Entry* const entry : held_) {
+    if (!entry->is_ahead) parts_.job.residencies.end_task(*entry);
+    entry->is_in_step = false;
+    entry->is_ahead = false;
+    parts_.job.waits.wake(*entry);
+  }
+  held_.clear();
+  end_ahead();
+  is_past_ = true;
+}
+
+// ---- The update ---------------------------------------------------------------------------------
+
+// Published where there is room, or something goes for it that is used later; a fetch brings it up
+// otherwise.
+void StepShards::make_slot(Entry& value) const {
+  const StateParts& job = parts_.job;
+  if (value.slot != nullptr) return;
+  const uint64_t distance = parts_.plans.distance(request_.session_id, value.id);
+  const auto make = [&] { return job.slots.make(value.bytes, job.shards.shard_count(value)); };
+  auto slot = make();
+  while (slot == nullptr &&
+         (job.memory->grow_arena() ||
+          (distance != kNeverUsed && parts_.room.evict_for(value.bytes, distance + 1)))) {
+    slot = make();
+  }
+  if (slot == nullptr) return;
+  value.slot = std::move(slot);
+  job.residencies.move(value, Residency::absent, Residency::filling);
+}
+
+void StepShards::publish_bucket(const Bucket& bucket) const {
+  const StateParts& job = parts_.job;
+  Entry& value = *bucket.value;
+  for (const uint32_t shard_id : bucket.shards)
+    job.shards[shard_id].is_ahead = group_of_.contains(shard_id);
+  value.is_ahead = true;
+  const Session* const session = parts_.session(request_.session_id);
+  value.audience = session == nullptr ? kNobody : session->ring.tag();
+  if (value.residency() == Residency::filling)
+    job.residencies.move(value, Residency::filling, Residency::clean);
+  job.residencies.end_task(value);
+  job.waits.wake(value);
+  // If it is not resident, it may be brought up now.
+  if (!value.is_resident()) job.policy.look_again_at(value.id);
+  job.policy.want_look_ahead();
+  MEMD_FAILPOINT("step.bucket_published");
+}
+
+// ---- The commit ---------------------------------------------------------------------------------
+
+void StepShards::count_generations() const {
+  for (const auto& [shard_id, group] : group_of_) ++parts_.job.shards[shard_id].generation;
+}
+
+void StepShards::take_back_generations() const {
+  for (const auto& [shard_id, group] : group_of_) --parts_.job.shards[shard_id].generation;
+}
+
+void StepShards::end_ahead() const {
+  for (const auto& [shard_id, group] : group_of_) parts_.job.shards[shard_id].is_ahead = false;
+}
+
+void StepShards::note_slots() const {
+  for (const uint32_t index : buckets_) {
+    const Entry& value = *parts_.job.shards.bucket(index).value;
+    if (value.is_resident()) parts_.job.slots.note(value);
+  }
+}
+
+void StepShards::publish_values() const {
+  const StateParts& job = parts_.job;
+  for (const uint32_t index : buckets_) {
+    Entry& value = *job.shards.bucket(index).value;
+    --value.steps_before;
+    job.table.withdraw(value);
+    job.table.publish(value);
+    job.waits.wake(value);
+  }
+}
+
+// ---- Undoing ------------------------------------------------------------------------------------
+
+void StepShards::withdraw_uncommitted() const {
+  for (Entry* const entry : held_) {
+    if (!entry->is_ahead) continue;
+    entry->audience = kNobody;
+    parts_.job.table.withdraw(*entry);
+  }
+}
+
+bool StepShards::are_uncommitted_still() const {
+  return std::none_of(held_.begin(), held_.end(), [](const Entry* entry) {
+    return entry->is_ahead && entry->task_count() != 0;
+  });
+}
+
+void StepShards::drop_new_values() const {
+  const StateParts& job = parts_.job;
+  for (const uint32_t index : buckets_) {
+    Entry& value = *job.shards.bucket(index).value;
+    if (value.bytes == 0) continue;
+    if (value.residency() == Residency::filling)
+      job.residencies.move(value, Residency::filling, Residency::absent);
+    if (value.is_resident()) job.residencies.move(value, value.residency(), Residency::absent);
+    if (value.slot != nullptr) job.slots.retire(std::move(value.slot));
+  }
+}
+
+void StepShards::unseal() const {
+  for (const auto& [shard_id, group] : group_of_) {
+    parts_.job.shards[shard_id].gradient_session = request_.session_id;
+    parts_.job.waits.wake(*parts_.job.shards.find_entry(shard_id, Part::gradient));
+    parts_.journal.note_shard(shard_id);
+  }
+}
+
+}  // namespace memd

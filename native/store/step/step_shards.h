@@ -1,0 +1,87 @@
+// The shards that one step updates, and what leases see of them meanwhile.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <set>
+#include <unordered_map>
+#include <vector>
+
+#include "store/cache/lease_request.h"
+#include "store/cache/lease_waiters.h"
+#include "store/journal/step_request.h"
+#include "store/step/staged_buffers.h"
+#include "store/step/step_parts.h"
+
+namespace memd {
+
+/// Owns which shards and buckets the step updates, with which settings, the entries that it holds,
+/// and whether leases still wait for it. A sync has none. Owned by its Step, which alone calls it,
+/// on the server thread; nothing blocks.
+///
+/// sealed → held → released: the new values are everybody's, or the old ones are again.
+class StepShards {
+ public:
+  StepShards(const StepParts& parts, const StepRequest& request, bool is_redo)
+      : parts_(parts), request_(request), is_redo_(is_redo) {}
+  StepShards(const StepShards&) = delete;
+  StepShards& operator=(const StepShards&) = delete;
+
+  /// Gradients are the step's, and values that it will replace are withdrawn.
+  void seal();
+  const std::set<uint32_t>& buckets() const { return buckets_; }
+  /// The step updates it.
+  bool contains(uint32_t shard_id) const { return group_of_.contains(shard_id); }
+  /// nullptr: the step does not update this shard.
+  const AdamSettings* settings_of(uint32_t shard_id) const;
+  /// The reason for a lease of a parameter's value to wait: its update, or the commit of it.
+  std::optional<WaitsFor> before(const LeaseRequest& request,
+                                 const Entry& entry,
+                                 bool is_undoing) const;
+
+  /// Nothing that the step names is being read, filled or written back.
+  bool are_settled() const;
+  /// What the step reads and replaces: nobody fetches, writes or evicts it before the step ended,
+  /// or, of a parameter whose update is published, nobody writes it.
+  void hold(const StagedBuffers& staged);
+  /// It is committed, or undone: no lease waits for it any more.
+  void release();
+
+  // The update.
+  /// Finds room in the arena for new values, where there is none.
+  void make_slot(Entry& value) const;
+  /// The session of the step goes on with the new values at once. Everybody else sees what is
+  /// committed.
+  void publish_bucket(const Bucket& bucket) const;
+
+  // The commit.
+  void count_generations() const;
+  void take_back_generations() const;
+  /// No shard has a value that is not committed.
+  void end_ahead() const;
+  /// The next daemon finds the new values in their slots.
+  void note_slots() const;
+  /// They are everybody's again, as they are now.
+  void publish_values() const;
+
+  // Undoing.
+  /// Nobody begins to read what is not committed.
+  void withdraw_uncommitted() const;
+  /// What was published may be on its way from the disk.
+  bool are_uncommitted_still() const;
+  void drop_new_values() const;
+  /// Gradients are their session's again.
+  void unseal() const;
+
+ private:
+  const StepParts& parts_;
+  const StepRequest& request_;
+  const bool is_redo_;
+  std::unordered_map<uint32_t, size_t> group_of_;  // by shard id
+  std::set<uint32_t> buckets_;
+  std::vector<Entry*> held_;
+  bool is_past_ = false;
+};
+
+}  // namespace memd
