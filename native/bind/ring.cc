@@ -294,15 +294,16 @@ void bind_leases(nb::class_<ClientSession>& session) {
           "shard "
           "id, dtype, shape and what stall_group() said of each. Returns a tensor for each, or the "
           "StatusError of that one.")
-      .def("stall_group",
-           &ClientSession::stall_group,
-           "name"_a,
-           "The number under which waits for parameters of this group of modules are counted; 0, "
-           "that of \"other\", where there are too many.")
+      .def(
+          "stall_group",
+          [](ClientSession& self, std::string_view name) { return self.stalls().group(name); },
+          "name"_a,
+          "The number under which waits for parameters of this group of modules are counted; 0, "
+          "that of \"other\", where there are too many.")
       .def(
           "note_stall",
           [](ClientSession& self, uint8_t phase, uint32_t group, size_t reason, double waited_s) {
-            self.note_stall(stall_place(phase, group), reason, timeout_ns_of(waited_s));
+            self.stalls().note(stall_place(phase, group), reason, timeout_ns_of(waited_s));
           },
           "phase"_a,
           "group"_a,
@@ -311,7 +312,9 @@ void bind_leases(nb::class_<ClientSession>& session) {
           "The caller has waited by other means than a lease.")
       .def(
           "note_step",
-          [](ClientSession& self, double wall_s) { self.note_step(timeout_ns_of(wall_s)); },
+          [](ClientSession& self, double wall_s) {
+            self.stalls().note_step(timeout_ns_of(wall_s));
+          },
           "wall_seconds"_a,
           "From the end of one step to that of the next.")
       .def("lease_resident",

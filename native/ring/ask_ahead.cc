@@ -75,7 +75,7 @@ void ClientSession::forget(Asked& asked) {
 }
 
 bool ClientSession::forget_asked() {
-  if (is_in_forked_child()) return false;
+  if (forks_.is_in_child()) return false;
   const std::lock_guard lock(mutex_);
   for (const auto& ahead : ahead_) forget_told(*ahead);
   return !std::exchange(ahead_, {}).empty();

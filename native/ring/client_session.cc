@@ -2,7 +2,6 @@
 
 #include <linux/futex.h>
 #include <poll.h>
-#include <pthread.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -31,15 +30,6 @@ constexpr size_t kLeasesTogether = 64;
 
 // So many threads may pin one shard at one moment, each once, without a look at what others do.
 constexpr uint32_t kResidentReadersMargin = 1u << 12;
-
-// Set in a forked child before it runs anything else: a flag instead of getpid() on every release.
-std::atomic<bool> in_forked_child{false};
-
-void watch_forks() {
-  static const int registered = pthread_atfork(
-      nullptr, nullptr, [] { in_forked_child.store(true, std::memory_order_relaxed); });
-  MEMD_CHECK_EQ(registered, 0);
-}
 
 Status given_up() {
   return error(
@@ -72,7 +62,6 @@ void pause_cpu() {
 }  // namespace
 
 Result<std::shared_ptr<ClientSession>> ClientSession::create(ClientSessionOptions options) {
-  watch_forks();
   auto memory = SharedMemory::map(std::move(options.session), sizeof(SessionLayout));
   if (!memory.is_ok()) return memory.status();
   auto table = SharedMemory::map(std::move(options.table), sizeof(TableLayout));
@@ -120,25 +109,21 @@ ClientSession::ClientSession(SharedMemory memory,
       reserved_bytes_(options.arena_reserved_bytes),
       more_segments_(std::move(options.more_segments)),
       base_(base),
-      pid_(getpid()),
-      held_(no_pins(), &std::free) {}
+      held_(no_pins(), &std::free),
+      stalls_(layout_->header.stalls, forks_) {}
 
 ClientSession::~ClientSession() {
   munmap(base_, reserved_bytes_);
-  if (!is_in_forked_child()) return;
+  if (!forks_.is_in_child()) return;
   memory_.forget();
   table_.forget();
 }
 
-bool ClientSession::is_in_forked_child() const {
-  return in_forked_child.load(std::memory_order_relaxed) && getpid() != pid_;
-}
-
 Status ClientSession::refuse_if_unusable() const {
-  if (is_in_forked_child()) {
+  if (forks_.is_in_child()) {
     return error(StatusCode::invalid_argument,
                  "this session belongs to the parent process; connect anew in the child: parent ",
-                 pid_,
+                 forks_.pid(),
                  ", child ",
                  getpid());
   }
@@ -269,7 +254,7 @@ bool ClientSession::daemon_is_gone() const {
 }
 
 void ClientSession::suspend() {
-  if (is_in_forked_child()) return;
+  if (forks_.is_in_child()) return;
   const std::lock_guard lock(mutex_);
   is_suspended_ = true;
   take_completions();
@@ -281,7 +266,7 @@ void ClientSession::suspend() {
 }
 
 void ClientSession::reconnect(OwnedFd connection) {
-  if (is_in_forked_child()) return;
+  if (forks_.is_in_child()) return;
   const std::lock_guard lock(mutex_);
   MEMD_CHECK(is_suspended_);
   take_completions();
@@ -353,7 +338,7 @@ bool ClientSession::begin_resident_lease() noexcept {
 }
 
 std::optional<LeasedBytes> ClientSession::lease_resident(uint32_t shard_id) noexcept {
-  if (shard_id >= kTableRows || is_in_forked_child()) return std::nullopt;
+  if (shard_id >= kTableRows || forks_.is_in_child()) return std::nullopt;
   if (closed_.load(std::memory_order_relaxed)) return std::nullopt;
   if (layout_->header.ended.load(std::memory_order_relaxed) != 0) return std::nullopt;
   if (!begin_resident_lease()) return std::nullopt;
@@ -532,8 +517,8 @@ void ClientSession::ask_and_wait(std::span<const WantedLease> wanted,
     const Completion& completion = asked[i].waiting.completion;
     const uint64_t told_ns =
         asked[i].waiting.done ? std::min<uint64_t>(completion.wait_ns, waited_ns) : 0;
-    if (told_ns != 0) note_stall(place, completion.wait_reason % kLeaseWaitCount, told_ns);
-    note_stall(place, kStallRing, waited_ns - told_ns);
+    if (told_ns != 0) stalls_.note(place, completion.wait_reason % kLeaseWaitCount, told_ns);
+    stalls_.note(place, kStallRing, waited_ns - told_ns);
   }
   for (size_t i = 0; i < asked.size(); ++i) {
     if (!asked[i].status.is_ok()) continue;
@@ -574,7 +559,7 @@ Result<LeasedBytes> ClientSession::finish(const WantedLease& wanted, Asked& aske
 
 void ClientSession::release(const LeasedBytes& lease) noexcept {
   // rings and counters are not mapped in a child
-  if (is_in_forked_child()) return;
+  if (forks_.is_in_child()) return;
   give_back(lease.pin_index, lease.pin);
   held_.get()[lease.pin_index % kPinCount].fetch_sub(lease.pin, std::memory_order_seq_cst);
   leases_held_.fetch_sub(1, std::memory_order_relaxed);
@@ -624,46 +609,13 @@ Status ClientSession::send_hint(Opcode opcode, uint32_t shard_id) {
   return submit({&request, 1});
 }
 
-uint32_t ClientSession::stall_group(std::string_view name) {
-  // Another thread may have held the mutex when the child was forked, which is refused soon anyhow.
-  if (is_in_forked_child()) return 0;
-  name = name.substr(0, kStallGroupNameBytes - 1);
-  const std::lock_guard lock(mutex_);
-  const uint32_t count = stall_group_count_.load(std::memory_order_relaxed);
-  for (uint32_t group = 1; group < count; ++group) {
-    if (name == stall_group_names_[group]) return group;
-  }
-  if (count == kStallGroupCount || name.empty()) return 0;
-  StallBoard& board = layout_->header.stalls;
-  std::memcpy(stall_group_names_[count], name.data(), name.size());
-  std::memcpy(board.group_names[count], stall_group_names_[count], kStallGroupNameBytes);
-  stall_group_count_.store(count + 1, std::memory_order_release);
-  // Pairs with the acquire load in ServerRing::stalls(): the name is there.
-  board.group_count.store(count + 1, std::memory_order_release);
-  return count;
-}
-
-void ClientSession::note_stall(StallPlace place, size_t reason, uint64_t ns) noexcept {
-  reason = std::min(reason, kStallRing);
-  stalls_.add(place, reason, ns);
-  if (!is_in_forked_child()) layout_->header.stalls.counters.add(place, reason, ns);
-}
-
-void ClientSession::note_step(uint64_t wall_ns) noexcept {
-  stalls_.step_wall_ns.fetch_add(wall_ns, std::memory_order_relaxed);
-  if (!is_in_forked_child()) {
-    layout_->header.stalls.counters.step_wall_ns.fetch_add(wall_ns, std::memory_order_relaxed);
-  }
-}
-
 ClientStatistics ClientSession::statistics() const {
   const uint64_t hits = hits_.load(std::memory_order_relaxed);
-  const uint32_t group_count = stall_group_count_.load(std::memory_order_acquire);
   return {.lease_count = lease_count_.load(std::memory_order_relaxed) + hits,
           .hits = hits,
           .resident_count = granted_at_once_.load(std::memory_order_relaxed) + hits,
           .lease_wait_ns = lease_wait_ns_.load(std::memory_order_relaxed),
-          .stalls = read_stalls(stalls_, stall_group_names_, group_count),
+          .stalls = stalls_.sums(),
           .leases_held = leases_held_.load(std::memory_order_relaxed)};
 }
 

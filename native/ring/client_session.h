@@ -11,12 +11,13 @@
 #include <optional>
 #include <span>
 #include <string>
-#include <string_view>
 #include <unordered_map>
 #include <vector>
 
 #include "base/owned_fd.h"
 #include "base/status.h"
+#include "ring/client_stalls.h"
+#include "ring/fork_watch.h"
 #include "ring/layout.h"
 #include "ring/shared_memory.h"
 
@@ -52,7 +53,7 @@ struct ClientStatistics {
   uint64_t resident_count = 0;
   uint64_t lease_wait_ns = 0;
   /// By what it was for; what the daemon made a lease wait by what most of that was. Also of what
-  /// note_stall() was told of.
+  /// ClientStalls::note() was told of.
   Stalls stalls;
   int64_t leases_held = 0;
 };
@@ -119,13 +120,8 @@ class ClientSession {
   /// that no completion told of are given back.
   void reconnect(OwnedFd connection);
 
-  /// The number under which waits for parameters of this group of modules are counted: 0, that of
-  /// "other", where there are too many. A longer name is cut.
-  uint32_t stall_group(std::string_view name);
-  /// The caller has waited by other means than a lease. `reason` is below kStallReasonCount.
-  void note_stall(StallPlace place, size_t reason, uint64_t ns) noexcept;
-  /// From the end of one step to that of the next.
-  void note_step(uint64_t wall_ns) noexcept;
+  /// Where its waits are counted, and what the caller waited for by other means than a lease.
+  ClientStalls& stalls() { return stalls_; }
 
   ClientStatistics statistics() const;
   /// Refuses further calls. The mappings live until the last lease is released (shared ownership).
@@ -188,7 +184,6 @@ class ClientSession {
   bool begin_resident_lease() noexcept;
   void end_resident_lease() noexcept { resident_leases_.fetch_sub(1, std::memory_order_release); }
   void give_back_untold_pins();
-  bool is_in_forked_child() const;
   Status map_segments_up_to(uint64_t end_bytes);
   void ring_doorbell() noexcept;
 
@@ -203,7 +198,7 @@ class ClientSession {
   uint64_t reserved_bytes_;
   std::function<Result<std::vector<OwnedFd>>(uint64_t)> more_segments_;
   std::byte* base_;
-  int pid_;
+  ForkWatch forks_;
 
   std::mutex mutex_;  // request producer, completion consumer, waiting_
   std::condition_variable completed_;
@@ -231,10 +226,7 @@ class ClientSession {
   std::atomic<uint64_t> granted_at_once_{0};  // of them
   std::atomic<uint64_t> hits_{0};
   std::atomic<uint64_t> lease_wait_ns_{0};
-  // As in the session's header, where the daemon reads them: a forked child has no header.
-  StallCounters stalls_{};
-  char stall_group_names_[kStallGroupCount][kStallGroupNameBytes]{};  // those below the count stay
-  std::atomic<uint32_t> stall_group_count_{1};
+  ClientStalls stalls_;
   std::atomic<int64_t> leases_held_{0};
 };
 

@@ -198,8 +198,8 @@ TEST_F(RingTest, more_leases_than_the_ring_takes_wait_for_a_place_in_it) {
 }
 
 TEST_F(RingTest, waits_are_counted_by_phase_group_and_reason_and_the_daemon_reads_them) {
-  const uint32_t group = client_->stall_group("h.*.attn");
-  EXPECT_EQ(client_->stall_group("h.*.attn"), group);
+  const uint32_t group = client_->stalls().group("h.*.attn");
+  EXPECT_EQ(client_->stalls().group("h.*.attn"), group);
   std::thread client([&] {
     const auto leases = client_->lease_together(
         {{.shard_id = 1, .stall_group = group}, {.shard_id = 2}}, kSecond, StallPhase::backward);
@@ -225,8 +225,8 @@ TEST_F(RingTest, waits_are_counted_by_phase_group_and_reason_and_the_daemon_read
   completion.wait_reason = static_cast<uint32_t>(LeaseWait::gradient);
   ASSERT_TRUE(ring_.publish(completion, error(StatusCode::deadline, "waited too long")));
   client.join();
-  client_->note_stall({.phase = StallPhase::step}, static_cast<size_t>(LeaseWait::step), 7);
-  client_->note_step(11);
+  client_->stalls().note({.phase = StallPhase::step}, static_cast<size_t>(LeaseWait::step), 7);
+  client_->stalls().note_step(11);
 
   const ClientStatistics statistics = client_->statistics();
   const Stalls& stalls = statistics.stalls;
@@ -249,7 +249,7 @@ TEST_F(RingTest, waits_are_counted_by_phase_group_and_reason_and_the_daemon_read
 
 TEST_F(RingTest, names_of_groups_are_bounded_whatever_a_client_writes) {
   for (uint32_t i = 0; i < 2 * kStallGroupCount; ++i) {
-    const uint32_t group = client_->stall_group(concat("group", i));
+    const uint32_t group = client_->stalls().group(concat("group", i));
     EXPECT_EQ(group, i + 1 < kStallGroupCount ? i + 1 : 0);
   }
   StallBoard& board = layout().header.stalls;

@@ -1,0 +1,29 @@
+// Whether the process is still the one that made an object.
+#pragma once
+
+#include <unistd.h>
+
+#include <atomic>
+
+namespace memd {
+
+/// What is mapped for the parent alone is not there in a forked child. Any thread may ask; it costs
+/// one load where nobody forked. Owned by the object that it speaks of.
+class ForkWatch {
+ public:
+  ForkWatch();
+
+  bool is_in_child() const noexcept {
+    return in_forked_child_.load(std::memory_order_relaxed) && getpid() != pid_;
+  }
+  /// Of the process that made it.
+  pid_t pid() const { return pid_; }
+
+ private:
+  // Set in a forked child before it runs anything else: a flag instead of getpid() on every release.
+  static inline std::atomic<bool> in_forked_child_{false};
+
+  pid_t pid_;
+};
+
+}  // namespace memd
