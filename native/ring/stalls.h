@@ -51,7 +51,7 @@ inline constexpr size_t kJobStallGroupsMax = 32;
 /// The owner of the wait.
 struct StallPlace {
   StallPhase phase = StallPhase::other;
-  uint32_t group = 0;  // as ClientSession::stall_group() says
+  uint32_t group = 0;  // as ClientStalls::group() says
 };
 
 struct StallCounters {

@@ -160,7 +160,7 @@ JobInfo Job::job_info() const {
           .nvme_bytes_used = space_.used_bytes(),
           .metadata_bytes = admission_.metadata_bytes(),
           .shard_count = static_cast<uint32_t>(shards_.count()),
-          .element_count = shards_.element_count(),
+          .element_count = shards_.sums().element_count(),
           .lease_count = cache_.slots().lease_count(),
           .lost_shards = lost_.names(),
           .unreadable_shards = {}};

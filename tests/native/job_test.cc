@@ -73,15 +73,15 @@ uint64_t sum_of_entries(const Job& job) {
 
 TEST(JobDeclare, what_all_entries_take_is_known_without_a_look_at_them) {
   const auto job = new_job();
-  EXPECT_EQ(job->shards().entry_bytes(), 0u);
+  EXPECT_EQ(job->shards().sums().entry_bytes(), 0u);
   ASSERT_TRUE(job->declare({parameter("a", 100), parameter("b", kTileElements + 1)}).is_ok());
   ASSERT_TRUE(job->declare({bytes_shard("blob", 5000)}).is_ok());
-  EXPECT_EQ(job->shards().entry_bytes(), sum_of_entries(*job));
+  EXPECT_EQ(job->shards().sums().entry_bytes(), sum_of_entries(*job));
   ASSERT_TRUE(job->declare({bytes_shard("blob", 5000)}).is_ok());
-  EXPECT_EQ(job->shards().entry_bytes(), sum_of_entries(*job)) << "known already";
+  EXPECT_EQ(job->shards().sums().entry_bytes(), sum_of_entries(*job)) << "known already";
   const auto again = Job::restore(job->record());
   ASSERT_TRUE(again.is_ok()) << again.status().message();
-  EXPECT_EQ(again.value()->shards().entry_bytes(), job->shards().entry_bytes());
+  EXPECT_EQ(again.value()->shards().sums().entry_bytes(), job->shards().sums().entry_bytes());
 }
 
 TEST(JobDeclare, a_model_takes_the_room_that_it_needs) {
@@ -209,7 +209,7 @@ TEST(JobShards, a_deleted_shards_place_is_used_again_and_its_bytes_are_free) {
     ASSERT_TRUE(removed);
   }
   EXPECT_EQ(heart.job(session).shards().entries().size(), 1u);
-  EXPECT_EQ(heart.job(session).shards().entry_bytes(), 0u);
+  EXPECT_EQ(heart.job(session).shards().sums().entry_bytes(), 0u);
   EXPECT_EQ(heart.lease(session, 0).status.code(), StatusCode::not_found);
   ASSERT_TRUE(heart.sync(session).is_ok());
   EXPECT_EQ(heart.job(session).space().used_bytes(), 0u);
@@ -273,7 +273,7 @@ TEST(JobRecordTest, a_restored_job_is_the_one_that_was_written_down) {
     EXPECT_EQ(after.bucket, before.bucket) << name;
     EXPECT_FALSE(after.written) << name;
   }
-  EXPECT_EQ(again.value()->shards().element_count(), job->shards().element_count());
+  EXPECT_EQ(again.value()->shards().sums().element_count(), job->shards().sums().element_count());
   EXPECT_FALSE(again.value()->durable().is_changed());
 }
 

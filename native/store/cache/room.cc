@@ -32,7 +32,8 @@ bool Room::shrink_private(bool may_flush) {
 
 bool Room::is_tight() const {
   constexpr uint64_t kLargestEntries = 4;
-  return parts_.memory->arena_bytes_max() < kLargestEntries * parts_.shards.largest_entry_bytes();
+  return parts_.memory->arena_bytes_max() <
+         kLargestEntries * parts_.shards.sums().largest_entry_bytes();
 }
 
 bool Room::may_go(const Entry& entry) const {

@@ -42,6 +42,49 @@ void make_room_for(std::vector<T>& items, size_t more) {
 
 uint64_t parameter_stride_bytes(DType dtype) { return kTileElements * dtype_bytes(dtype); }
 
+/// Small parameters of one dtype share a bucket, and a large one has its own.
+std::vector<Declaration::PlannedBucket> plan_buckets(const std::vector<const ShardSpec*>& specs) {
+  std::vector<Declaration::PlannedBucket> plan;
+  std::unordered_map<uint8_t, Declaration::PlannedBucket> open;  // one for each dtype
+  const auto close = [&plan](Declaration::PlannedBucket& bucket) {
+    if (!bucket.specs.empty()) plan.push_back(std::move(bucket));
+    bucket = {};
+  };
+  const auto put = [](Declaration::PlannedBucket& bucket, const ShardSpec& spec) {
+    bucket.dtype = spec.dtype;
+    bucket.is_updated |= !spec.value_only;
+    bucket.specs.push_back(&spec);
+    bucket.element_offsets.push_back(bucket.element_count);
+  };
+  for (const ShardSpec* spec : specs) {
+    const uint64_t element_count =
+        *tensor_bytes(spec->shape, spec->dtype) / dtype_bytes(spec->dtype);
+    if (element_count >= kTileElements) {
+      Declaration::PlannedBucket alone;
+      put(alone, *spec);
+      alone.element_count = element_count;
+      plan.push_back(std::move(alone));
+      continue;
+    }
+    Declaration::PlannedBucket& bucket = open[static_cast<uint8_t>(spec->dtype)];
+    if (bucket.element_count + element_count > kTileElements) close(bucket);
+    put(bucket, *spec);
+    bucket.element_count = align_up(bucket.element_count + element_count, kElementAlignment);
+  }
+  for (auto& [dtype, bucket] : open) close(bucket);
+  return plan;
+}
+
+/// What the shard takes of a catalogue and of the records.
+DeclaredSpace::Label space_label(const ShardSpec& spec) {
+  const bool is_parameter = spec.kind == ShardKind::parameter;
+  const uint64_t bytes = is_parameter ? 0 : *tensor_bytes(spec.shape, spec.dtype);
+  return {.name_bytes = spec.name.size(),
+          .dimension_count = spec.shape.size(),
+          .is_parameter = is_parameter,
+          .extent_count = divide_up(bytes, kBlobExtentBytes)};
+}
+
 }  // namespace
 
 Status Shards::check(const ShardSpec& spec, uint64_t bytes_max) const {
@@ -135,8 +178,7 @@ uint32_t Shards::add_shard(const ShardSpec& spec) {
 
 Entry* Shards::add_entry(const Entry::Shape& shape) {
   Entry* const entry = entries_.add(shape);
-  entry_bytes_ += align_up(shape.bytes, kBlockBytes);
-  largest_entry_bytes_ = std::max(largest_entry_bytes_, shape.bytes);
+  sums_.add_entry(shape.bytes);
   return entry;
 }
 
@@ -170,8 +212,7 @@ void Shards::close_bucket(DType dtype,
   bucket.value = add_entry(shape);
   shape.kind = EntryKind::gradient;
   bucket.gradient = add_entry(shape);
-  gradient_bytes_ += align_up(shape.bytes, kBlockBytes);
-  largest_gradient_bytes_ = std::max(largest_gradient_bytes_, align_up(shape.bytes, kBlockBytes));
+  sums_.add_gradient(shape.bytes);
   for (uint32_t i = 0; i < bucket.shards.size(); ++i) {
     Shard& shard = shards_[bucket.shards[i]];
     shard.bucket = index;
@@ -181,42 +222,9 @@ void Shards::close_bucket(DType dtype,
   buckets_.push_back(std::move(bucket));
 }
 
-std::vector<Declaration::PlannedBucket> Shards::plan_buckets(
-    const std::vector<const ShardSpec*>& specs) {
-  std::vector<Declaration::PlannedBucket> plan;
-  std::unordered_map<uint8_t, Declaration::PlannedBucket> open;  // one for each dtype
-  const auto close = [&plan](Declaration::PlannedBucket& bucket) {
-    if (!bucket.specs.empty()) plan.push_back(std::move(bucket));
-    bucket = {};
-  };
-  const auto put = [](Declaration::PlannedBucket& bucket, const ShardSpec& spec) {
-    bucket.dtype = spec.dtype;
-    bucket.is_updated |= !spec.value_only;
-    bucket.specs.push_back(&spec);
-    bucket.element_offsets.push_back(bucket.element_count);
-  };
-  for (const ShardSpec* spec : specs) {
-    const uint64_t element_count =
-        *tensor_bytes(spec->shape, spec->dtype) / dtype_bytes(spec->dtype);
-    if (element_count >= kTileElements) {
-      Declaration::PlannedBucket alone;
-      put(alone, *spec);
-      alone.element_count = element_count;
-      plan.push_back(std::move(alone));
-      continue;
-    }
-    Declaration::PlannedBucket& bucket = open[static_cast<uint8_t>(spec->dtype)];
-    if (bucket.element_count + element_count > kTileElements) close(bucket);
-    put(bucket, *spec);
-    bucket.element_count = align_up(bucket.element_count + element_count, kElementAlignment);
-  }
-  for (auto& [dtype, bucket] : open) close(bucket);
-  return plan;
-}
-
 void Shards::add_parameters(const Declaration& declaration) {
   for (const ShardSpec* spec : declaration.parameters)
-    element_count_ += shards_[add_shard(*spec)].element_count();
+    sums_.add_elements(shards_[add_shard(*spec)].element_count());
   for (const Declaration::PlannedBucket& bucket : declaration.plan) {
     std::vector<uint32_t> ids;
     ids.reserve(bucket.specs.size());
@@ -238,15 +246,6 @@ void Shards::add_bytes(const ShardSpec& spec) {
                            .owner = shard_id,
                            .tier = spec.tier});
   if (shard.tier == Tier::nvme) declared_.add_blob(shard.bytes);
-}
-
-DeclaredSpace::Label Shards::space_label(const ShardSpec& spec) {
-  const bool is_parameter = spec.kind == ShardKind::parameter;
-  const uint64_t bytes = is_parameter ? 0 : *tensor_bytes(spec.shape, spec.dtype);
-  return {.name_bytes = spec.name.size(),
-          .dimension_count = spec.shape.size(),
-          .is_parameter = is_parameter,
-          .extent_count = divide_up(bytes, kBlobExtentBytes)};
 }
 
 void Shards::for_each_replica(const JobSpace::Visit& visit) {
@@ -417,7 +416,7 @@ void Shards::restore_shard(const ShardRecord& in, std::vector<std::vector<uint32
     shard.element_offset = in.element_offset;
     shard.written = in.written;
     shard.is_on_disk = in.written;
-    element_count_ += shard.element_count();
+    sums_.add_elements(shard.element_count());
     shards_of[in.bucket].push_back(shard_id);
     return;
   }
@@ -447,7 +446,7 @@ void Shards::remove(uint32_t shard_id) {
   names_.erase(shard_id);
   declared_.remove_label(space_label(shard.spec()));
   if (shard.tier == Tier::nvme) declared_.remove_blob(shard.bytes);
-  entry_bytes_ -= align_up(entry.bytes, kBlockBytes);
+  sums_.remove_entry(entry.bytes);
   entries_.remove(entry.id);
   shard = {};
   shard.deleted = true;

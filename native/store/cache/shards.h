@@ -17,6 +17,7 @@
 #include "store/cache/entry_table.h"
 #include "store/cache/shard.h"
 #include "store/cache/shard_names.h"
+#include "store/cache/shard_sums.h"
 #include "store/format/catalogue.h"
 #include "store/space/declared_space.h"
 #include "store/space/job_space.h"
@@ -120,21 +121,10 @@ class Shards {
   void write(JobRecord& record) const;
 
   const DeclaredSpace& declared() const { return declared_; }
-  /// Elements of all parameters.
-  uint64_t element_count() const { return element_count_; }
-  /// Bytes of all entries, in whole blocks.
-  uint64_t entry_bytes() const { return entry_bytes_; }
-  /// Bytes of the largest entry there ever was.
-  uint64_t largest_entry_bytes() const { return largest_entry_bytes_; }
-  /// Bytes of all parameters' gradients, in whole blocks, and of the largest one.
-  uint64_t gradient_bytes() const { return gradient_bytes_; }
-  uint64_t largest_gradient_bytes() const { return largest_gradient_bytes_; }
+  const ShardSums& sums() const { return sums_; }
 
  private:
   Status check(const ShardSpec& spec, uint64_t bytes_max) const;
-  static std::vector<Declaration::PlannedBucket> plan_buckets(
-      const std::vector<const ShardSpec*>& specs);
-  static DeclaredSpace::Label space_label(const ShardSpec& spec);
   void add_parameters(const Declaration& declaration);
   void add_bytes(const ShardSpec& spec);
   uint32_t add_shard(const ShardSpec& spec);
@@ -153,11 +143,7 @@ class Shards {
   size_t restored_bucket_count_ = 0;
   EntryTable entries_;
   DeclaredSpace declared_;
-  uint64_t element_count_ = 0;
-  uint64_t entry_bytes_ = 0;
-  uint64_t largest_entry_bytes_ = 0;
-  uint64_t gradient_bytes_ = 0;
-  uint64_t largest_gradient_bytes_ = 0;
+  ShardSums sums_;
 };
 
 }  // namespace memd

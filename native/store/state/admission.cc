@@ -127,8 +127,8 @@ void Admission::begin_updates(Bucket& bucket) {
 
 bool Admission::gradients_fit() const {
   if (parts_.memory == nullptr) return true;
-  return parts_.shards.gradient_bytes() + parts_.shards.largest_gradient_bytes() <=
-         parts_.memory->arena_bytes_max();
+  const ShardSums& sums = parts_.shards.sums();
+  return sums.gradient_bytes() + sums.largest_gradient_bytes() <= parts_.memory->arena_bytes_max();
 }
 
 }  // namespace memd

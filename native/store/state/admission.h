@@ -72,7 +72,7 @@ class Admission {
   bool gradients_fit() const;
   /// Of all gradients, in whole blocks; 0 where they fit.
   uint64_t gradient_bytes_to_spill() const {
-    return gradients_fit() ? 0 : parts_.shards.gradient_bytes();
+    return gradients_fit() ? 0 : parts_.shards.sums().gradient_bytes();
   }
 
  private:

@@ -8,7 +8,7 @@
 namespace memd {
 
 void KeptMemory::expect_shards() {
-  if (memory_ != nullptr) memory_->expect_arena_bytes(parts_.shards.entry_bytes());
+  if (memory_ != nullptr) memory_->expect_arena_bytes(parts_.shards.sums().entry_bytes());
 }
 
 Status KeptMemory::open_ledger(const Keepsakes& keepsakes, uint64_t segment_bytes, uint64_t tag) {
