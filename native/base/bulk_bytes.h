@@ -21,12 +21,6 @@ inline constexpr uint64_t kTurnBytesMax = 64_KiB;
 /// workers do its work; nothing may join (tests/native/bulk_bytes_test.cc prints the table and
 /// holds its length).
 enum class OwedPlace : uint8_t {
-  lease_slot_copied,
-  lease_gradient_zeroed,
-  lease_slot_zeroed,
-  lease_writer_filled,
-  torn_shard_zeroed,
-  torn_shard_mended,
   commit_encoded,
   journal_written,
   shards_declared,
@@ -37,12 +31,6 @@ struct OwedRow {
   const char* what;
 };
 inline constexpr OwedRow kOwedPlaces[] = {
-    {OwedPlace::lease_slot_copied, "lease_slot_copied", "a slot, for a writer beside readers"},
-    {OwedPlace::lease_gradient_zeroed, "lease_gradient_zeroed", "a gradient of another step"},
-    {OwedPlace::lease_slot_zeroed, "lease_slot_zeroed", "a new slot of a parameter or gradient"},
-    {OwedPlace::lease_writer_filled, "lease_writer_filled", "a blob's slot, for its writer"},
-    {OwedPlace::torn_shard_zeroed, "torn_shard_zeroed", "a shard that its writer left half-way"},
-    {OwedPlace::torn_shard_mended, "torn_shard_mended", "the same, from what the disk has of it"},
     {OwedPlace::commit_encoded, "commit_encoded", "a job's catalogue and its checksum"},
     {OwedPlace::journal_written, "journal_written", "a job's records in its ledger"},
     {OwedPlace::shards_declared, "shards_declared", "names and shapes of the shards of one call"},

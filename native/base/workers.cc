@@ -3,10 +3,13 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <memory>
 #include <utility>
 
 #include "base/bulk_bytes.h"
 #include "base/check.h"
+#include "base/join.h"
 #include "base/threads.h"
 
 namespace memd {
@@ -40,6 +43,24 @@ void UpdateWorkers::submit(WorkOrder order,
     waiting_.add({.order = order, .work = std::move(work), .done = std::move(done)});
   }
   available_.notify_one();
+}
+
+void UpdateWorkers::submit_pieces(JobId job,
+                                  uint64_t bytes,
+                                  std::function<void(uint64_t, uint64_t)> piece,
+                                  std::function<void()> done) {
+  const auto work = std::make_shared<std::function<void(uint64_t, uint64_t)>>(std::move(piece));
+  const auto join = Join::start([done = std::move(done)](const Status&) { done(); });
+  uint64_t offset = 0;
+  do {
+    const uint64_t part = std::min(kPieceBytes, bytes - offset);
+    submit(
+        {.job = job, .bytes = 2 * part, .kind = WorkKind::bytes},
+        [work, offset, part] { (*work)(offset, part); },
+        [finished = join->branch()] { finished(Status::ok()); });
+    offset += part;
+  } while (offset < bytes);
+  join->finish(Status::ok());
 }
 
 size_t UpdateWorkers::reap() {

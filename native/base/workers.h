@@ -11,6 +11,7 @@
 
 #include "base/job_weight.h"
 #include "base/status.h"
+#include "base/units.h"
 #include "base/work_queue.h"
 
 namespace memd {
@@ -34,6 +35,12 @@ class UpdateWorkers {
   /// The job's share from now on, where others have work as well.
   void set_weight(JobId job, JobWeight weight);
   void submit(WorkOrder order, std::function<void()> work, std::function<void()> done);
+  /// `piece` of each part of `bytes`, on any of the threads, as one part at a time does not keep
+  /// other jobs waiting; `done` once, after the last. `bytes` may be 0.
+  void submit_pieces(JobId job,
+                     uint64_t bytes,
+                     std::function<void(uint64_t offset, uint64_t bytes)> piece,
+                     std::function<void()> done);
   size_t reap();
   /// Submitted and not reaped. On the thread that submits.
   size_t open_count() const { return open_count_; }
@@ -42,6 +49,9 @@ class UpdateWorkers {
   std::optional<WorkOrder> run_next();
 
  private:
+  // Some 100 µs of a copy.
+  static constexpr uint64_t kPieceBytes = 1_MiB;
+
   void run();
   void finish(WorkQueue::Work work);
 

@@ -738,15 +738,14 @@ TEST_F(EarlySlotTest, what_a_trainer_wrote_into_a_value_it_read_is_in_no_update)
 
 TEST_F(EarlySlotTest, a_step_finds_tiles_that_were_not_begun_in_their_place) {
   training.expect();
-  for (size_t i = 0; i < 3; ++i) {
-    training.write_gradient(i, 200);
-    heart.store().gradient_is_final(training.session(), training.ids()[i]);
-  }
+  for (size_t i = 0; i < 3; ++i) training.write_gradient(i, 200);
   // A quota of which one tile is made.
   const Bucket& bucket = training.job().shards().bucket(0);
   heart.limit_state(
       training.session(),
       training.job().space().used_bytes() + bucket.value->replica_bytes(0) + bucket.rest_bytes(0));
+  for (const uint32_t shard_id : training.ids())
+    heart.store().gradient_is_final(training.session(), shard_id);
   training.wait();
   ASSERT_EQ(training.job().state().early().slot_of(value())->offset_bytes, offset_bytes);
   training.job().space().set_quota_bytes(kQuotaBytes);

@@ -287,6 +287,7 @@ struct DaemonMistakes {
   bool looks_before_it_withdraws = false;
   bool wants_releases_after_it_looked = false;
   bool writes_without_a_withdrawal = false;
+  bool copies_without_a_withdrawal = false;
   bool detaches_before_it_says_so = false;
   bool does_not_clear_the_table = false;
   bool frees_in_the_ledger_first = false;
@@ -510,6 +511,33 @@ bool grant_a_writer(Daemon& daemon, uint32_t) {
   return false;
 }
 
+/// A writer waits while a worker copies the slot that others read, and has the copy; what was the
+/// slot is freed and used again once it was given back.
+bool copy_for_a_writer(Daemon& daemon, uint32_t section) {
+  switch (section) {
+    case 0:
+      daemon.withdraw_shard(0);
+      if (!daemon.is_pinned(kFirst)) {
+        daemon.change(kFirst);
+        daemon.publish_shard(0, kFirst, 1);
+        return false;
+      }
+      daemon.publish_shard(0, kFirst, 1);
+      // The worker's: clients lease the slot meanwhile.
+      daemon.fill(0, kSecond);
+      if (!daemon.mistakes.copies_without_a_withdrawal) daemon.withdraw_shard(0);
+      return true;
+    case 1:
+      daemon.wait_for_releases([&] { return !daemon.is_pinned(kFirst); });
+      daemon.fill(1, kFirst);
+      return true;
+    default:
+      daemon.change(kSecond);
+      daemon.publish_shard(0, kSecond, 1);
+      return false;
+  }
+}
+
 /// Ends the first client's session while it leases, and uses the slot of what it had.
 bool detach_and_reuse(Daemon& daemon, uint32_t section) {
   switch (section) {
@@ -683,6 +711,7 @@ INSTANTIATE_TEST_SUITE_P(ResidentLeaseModel,
                                          update,
                                          update_and_evict,
                                          grant_a_writer,
+                                         copy_for_a_writer,
                                          detach_and_reuse));
 
 TEST(ResidentLeaseModel, clients_of_both_shards_are_right_while_these_change_places) {
@@ -786,6 +815,9 @@ INSTANTIATE_TEST_SUITE_P(
         Mistake{"wants_releases_after_it_looked",
                 with_mistakes({.wants_releases_after_it_looked = true}, evict_and_reuse),
                 "waits for ever"},
+        Mistake{"copies_without_a_withdrawal",
+                with_mistakes({.copies_without_a_withdrawal = true}, copy_for_a_writer),
+                "not the shard's any more"},
         Mistake{"writes_without_a_withdrawal",
                 with_mistakes({.writes_without_a_withdrawal = true}, grant_a_writer),
                 "being written"},

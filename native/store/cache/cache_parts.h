@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/workers.h"
 #include "store/cache/activities.h"
 #include "store/cache/eviction.h"
 #include "store/cache/job_counters.h"
@@ -52,6 +53,7 @@ struct CacheParts {
   Activities& activities;
   LeaseGates& gates;
   ExtentStore& extents;
+  UpdateWorkers& workers;
   const Clock& clock;
 
   /// Replica `replica` of the entry is gone from the disk. A gradient is no shard's state: the next

@@ -3,6 +3,7 @@
 #include <span>
 #include <utility>
 
+#include "base/bulk_bytes.h"
 #include "base/failpoint.h"
 #include "base/join.h"
 #include "base/units.h"
@@ -39,6 +40,17 @@ void Fetches::fetch(Entry& entry, IoPriority priority, Done done) {
                         });
   }
   join->finish(Status::ok());
+}
+
+void Fetches::zero(Entry& entry) {
+  parts_.activities.begin();
+  parts_.residencies.begin_task(entry);
+  std::byte* const data = parts_.memory->arena().at(entry.slot->offset_bytes);
+  parts_.workers.submit_pieces(
+      JobId{parts_.job_id},
+      entry.bytes,
+      [data](uint64_t offset, uint64_t bytes) { zero_bytes(data + offset, bytes); },
+      [this, &entry] { finish(entry, Status::ok(), [](const Status&) {}); });
 }
 
 void Fetches::finish(Entry& entry, const Status& status, const Done& done) {

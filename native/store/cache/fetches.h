@@ -16,6 +16,8 @@ class Fetches {
   /// Reads all of an entry that is filling into its slot. It is clean when `done` runs; or absent
   /// and without a slot, and whoever waits for it is told after `done`.
   void fetch(Entry& entry, IoPriority priority, Done done);
+  /// The same where the disk has nothing of it: zeros.
+  void zero(Entry& entry);
   /// Somebody waits for it.
   void raise(const Entry& entry);
 

@@ -1,11 +1,12 @@
 #include "store/cache/half_written.h"
 
 #include <memory>
+#include <set>
 #include <utility>
+#include <vector>
 
 #include "base/bulk_bytes.h"
 #include "base/failpoint.h"
-#include "store/format/block_bytes.h"
 
 namespace memd {
 
@@ -33,29 +34,26 @@ void HalfWritten::discard(Entry& entry, const std::set<uint32_t>& torn, Done dis
     return discarded(Status::ok());
   }
   const Bucket& bucket = parts_.shards.bucket(entry.owner);
-  std::byte* const slot = parts_.memory->arena().at(entry.slot->offset_bytes);
-  std::set<uint32_t> read_again;
+  Mends::Torn all;
   for (const uint32_t index : torn) {
     Shard& shard = parts_.shards[bucket.shards[index]];
     if (shard.is_on_disk && entry.has_replica()) {
-      read_again.insert(index);
+      all.on_disk.insert(index);
       continue;
     }
     // Without a copy on disk the shard is as if it had never been written.
     parts_.table.withdraw_shard(bucket.shards[index]);
     shard.written = false;
-    const Owed owed(OwedPlace::torn_shard_zeroed);
-    zero_bytes(slot + shard.offset_bytes(), shard.bytes);
     parts_.note_shard(bucket.shards[index]);
+    all.nowhere.insert(index);
     parts_.waits.wake(entry);
   }
-  if (read_again.empty()) return discarded(Status::ok());
   if (parts_.shards.shard_count(entry) == 1) {
     parts_.residencies.move(entry, Residency::dirty, Residency::absent);
     parts_.slots.retire(std::move(entry.slot));
     return discarded(Status::ok());
   }
-  if (mends_.add(entry, read_again, std::move(discarded))) start_mend(entry);
+  if (mends_.add(entry, all, std::move(discarded))) start_mend(entry);
 }
 
 // In place, as others may be writing beside it: their leases stay what they are.
@@ -63,6 +61,12 @@ void HalfWritten::start_mend(Entry& entry) {
   parts_.residencies.move(entry, Residency::dirty, Residency::draining);
   parts_.activities.begin();
   parts_.residencies.begin_task(entry);
+  mend(entry);
+}
+
+void HalfWritten::mend(Entry& entry) {
+  const Mends::Torn torn = mends_.take_torn(entry);
+  if (torn.on_disk.empty()) return repair(entry, torn, nullptr);
   MEMD_CHECK_EQ(entry.replicas.size(),
                 size_t{1});  // only a large shard has several, and it is alone
   const auto block = std::make_shared<BlockBytes>(uint64_t{entry.replica_bytes(0)});
@@ -72,23 +76,45 @@ void HalfWritten::start_mend(Entry& entry) {
       {.job = JobId{parts_.job_id}, .priority = IoPriority::demand},
       concat(
           "shard ", parts_.shards.describe(entry, 0), ", step ", parts_.progress.committed_step()),
-      [this, &entry, block](const Status& status) { finish_mend(entry, block->span(), status); });
+      [this, &entry, torn, block](const Status& status) {
+        status.is_ok() ? repair(entry, torn, block) : end_mend(entry, status);
+      });
 }
 
-void HalfWritten::finish_mend(Entry& entry,
-                              std::span<const std::byte> on_disk,
-                              const Status& status) {
-  const Mends::Mend mend = mends_.take(entry);
+void HalfWritten::repair(Entry& entry,
+                         const Mends::Torn& torn,
+                         const std::shared_ptr<BlockBytes>& on_disk) {
+  const auto repaired = Join::start([this, &entry](const Status& status) {
+    // Other writers may have left theirs meanwhile.
+    mends_.has_torn(entry) ? mend(entry) : end_mend(entry, status);
+  });
+  const auto each_piece = [&](const std::set<uint32_t>& indexes, const auto& work) {
+    for (const uint32_t index : indexes) {
+      const Shard& shard = parts_.shards[parts_.shards.bucket(entry.owner).shards[index]];
+      const uint64_t begin = shard.offset_bytes();
+      std::byte* const into = parts_.memory->arena().at(entry.slot->offset_bytes) + begin;
+      parts_.workers.submit_pieces(
+          JobId{parts_.job_id},
+          shard.bytes,
+          [work, into, begin](uint64_t offset, uint64_t bytes) {
+            work(into + offset, begin + offset, bytes);
+          },
+          [done = repaired->branch()] { done(Status::ok()); });
+    }
+  };
+  each_piece(torn.nowhere,
+             [](std::byte* into, uint64_t, uint64_t bytes) { zero_bytes(into, bytes); });
+  each_piece(torn.on_disk, [on_disk](std::byte* into, uint64_t offset, uint64_t bytes) {
+    copy_bytes(into, on_disk->span().data() + offset, bytes);
+  });
+  repaired->finish(Status::ok());
+}
+
+void HalfWritten::end_mend(Entry& entry, const Status& status) {
+  const std::vector<Done> waiting = mends_.take(entry);
   parts_.activities.end();
   parts_.residencies.end_task(entry);
-  if (status.is_ok()) {
-    std::byte* const slot = parts_.memory->arena().at(entry.slot->offset_bytes);
-    for (const uint32_t index : mend.torn) {
-      const Shard& shard = parts_.shards[parts_.shards.bucket(entry.owner).shards[index]];
-      const Owed owed(OwedPlace::torn_shard_mended);
-      copy_bytes(slot + shard.offset_bytes(), on_disk.data() + shard.offset_bytes(), shard.bytes);
-    }
-  } else {
+  if (!status.is_ok()) {
     // With the slot goes what others wrote there: whatever the reason, nothing is committed without
     // it.
     parts_.lose(entry, 0, status);
@@ -100,7 +126,7 @@ void HalfWritten::finish_mend(Entry& entry,
     parts_.slots.retire(std::move(entry.slot));
   }
   // Until here a daemon that takes over finds the writer, and does the same once more.
-  for (const Done& done : mend.done) done(Status::ok());
+  for (const Done& done : waiting) done(Status::ok());
 }
 
 }  // namespace memd

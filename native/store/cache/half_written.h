@@ -3,17 +3,18 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <set>
-#include <span>
 
 #include "base/join.h"
 #include "store/cache/cache_parts.h"
 #include "store/cache/mends.h"
+#include "store/format/block_bytes.h"
 
 namespace memd {
 
-/// Owns the repairs that wait for the disk; an entry is draining meanwhile. Owned by the Job; the
-/// server thread calls everything; nothing blocks.
+/// Owns the repairs that wait for the disk or a worker; an entry is draining meanwhile. Owned by
+/// the Job; the server thread calls everything; nothing blocks.
 class HalfWritten {
  public:
   explicit HalfWritten(const CacheParts& parts) : parts_(parts) {}
@@ -28,7 +29,10 @@ class HalfWritten {
 
  private:
   void start_mend(Entry& entry);
-  void finish_mend(Entry& entry, std::span<const std::byte> on_disk, const Status& status);
+  /// Reads what the disk has, then repair().
+  void mend(Entry& entry);
+  void repair(Entry& entry, const Mends::Torn& torn, const std::shared_ptr<BlockBytes>& on_disk);
+  void end_mend(Entry& entry, const Status& status);
 
   const CacheParts parts_;
   Mends mends_;

@@ -52,12 +52,14 @@ JobCache::Connected::Connected(JobCache& cache,
             .activities = cache.activities_,
             .gates = *gates,
             .extents = extents,
+            .workers = extents.workers(),
             .clock = clock},
       room(parts),
       fetches(parts),
+      fills(parts),
       half_written(parts),
       prefetcher(parts, cache.plans_, room, fetches),
-      leases(parts, room, fetches, half_written) {}
+      leases(parts, room, fetches, fills, half_written) {}
 
 void JobCache::connect(ExtentStore& extents,
                        const Clock& clock,

@@ -27,6 +27,7 @@
 #include "store/cache/room.h"
 #include "store/cache/shard_table.h"
 #include "store/cache/shards.h"
+#include "store/cache/slot_fills.h"
 #include "store/cache/slots.h"
 #include "store/cache/wait_lists.h"
 #include "store/format/durability.h"
@@ -107,6 +108,7 @@ class JobCache {
     const CacheParts parts;
     Room room;
     Fetches fetches;
+    SlotFills fills;
     HalfWritten half_written;
     Prefetcher prefetcher;
     Leases leases;

@@ -41,6 +41,7 @@ LeaseWait reason_of(WaitsFor what) {
     case WaitsFor::gradient_step:
       return LeaseWait::gradient;
     case WaitsFor::update:
+    case WaitsFor::copy:
       return LeaseWait::update;
     case WaitsFor::nothing:
     case WaitsFor::filling:
@@ -195,6 +196,8 @@ std::string LeaseWaiters::describe(const LeaseWaiter& waiter) const {
       return concat("a step or sync that writes back ", what);
     case WaitsFor::update:
       return concat("an update of ", what);
+    case WaitsFor::copy:
+      return concat("a copy for its writer: ", what);
     case WaitsFor::filling:
       return concat("the disk or an update: ", what, " is filling");
     case WaitsFor::reading:

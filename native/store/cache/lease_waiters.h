@@ -34,6 +34,7 @@ enum class WaitsFor : uint8_t {
   gradient_step,  // the gradient is dropped or unsealed: ShardStore::drop_gradients_of, Step
   step_or_sync,   // writers are held no longer: the list `writers`
   update,         // the last task ends, or the step publishes the bucket
+  copy,           // the copy's task ends
   filling,        // the residency changes
   reading,        // the residency changes
   draining,       // the residency changes

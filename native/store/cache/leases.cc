@@ -5,7 +5,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/bulk_bytes.h"
 #include "base/failpoint.h"
 #include "base/units.h"
 
@@ -32,8 +31,11 @@ void Leases::acquire(const LeaseRequest& request, LeaseReply reply) {
 bool Leases::advance() {
   // Clients give pins back without a request: what that makes room for, a try finds.
   parts_.waits.wake(WaitList::room);
-  return parts_.waiters.advance([this](LeaseWaiter& waiter) { return try_again(waiter); },
-                                [this](const LeaseWaiter& waiter) { return overdue(waiter); });
+  const bool progress =
+      parts_.waiters.advance([this](LeaseWaiter& waiter) { return try_again(waiter); },
+                             [this](const LeaseWaiter& waiter) { return overdue(waiter); });
+  fills_.end_turn();
+  return progress;
 }
 
 LeaseWaiters::Verdict Leases::try_again(LeaseWaiter& waiter) {
@@ -185,22 +187,21 @@ Leases::Grant Leases::grant_bytes_writer(const Try& asked, bool keeps_old_bytes)
   const auto& [waiter, request, shard, entry, reads] = asked;
   if (entry.pending != nullptr) return wait(waiter, WaitsFor::writer);
   if (entry.task_count() != 0) return wait(waiter, WaitsFor::step);
+  if (auto prepared = fills_.take_pending(entry)) return grant_pending(asked, std::move(prepared));
   // Bytes that are to be copied must not make room for themselves.
   if (keeps_old_bytes) entry.add_task();
   auto slot = make_room(entry, true);
   if (keeps_old_bytes) entry.remove_task();
   if (slot == nullptr) return wait(waiter, WaitsFor::room);
-  Arena& arena = parts_.memory->arena();
-  std::byte* const into = arena.at(slot->offset_bytes);
-  if (keeps_old_bytes) {
-    const Owed owed(OwedPlace::lease_writer_filled);
-    copy_bytes(into, arena.at(entry.slot->offset_bytes), entry.bytes);
-  } else if (request.mode == LeaseMode::write) {
-    const Owed owed(OwedPlace::lease_writer_filled);
-    zero_bytes(into, entry.bytes);
-  }
+  if (request.mode == LeaseMode::overwrite) return grant_pending(asked, std::move(slot));
+  fills_.prepare_pending(entry, std::move(slot), keeps_old_bytes);
+  return wait(waiter, WaitsFor::copy);
+}
+
+Leases::Grant Leases::grant_pending(const Try& asked, std::unique_ptr<Slot> slot) {
+  Entry& entry = asked.entry;
   MEMD_FAILPOINT("blob.before_pending");
-  slot->pending_session = request.session_id;
+  slot->pending_session = asked.request.session_id;
   parts_.residencies.set_pending(entry, std::move(slot));
   reply_granted(asked, *entry.pending);
   return Grant::done;
@@ -211,10 +212,9 @@ Leases::Grant Leases::grant_resident(const Try& asked) {
   const uint32_t index = entry.kind == EntryKind::bytes ? 0 : shard.index_in_bucket;
   const PinCount pins = parts_.slots.pins(*entry.slot, index);
   if (pins.writers != 0) return wait(waiter, WaitsFor::writer, index);
+  if (reads && fills_.is_for_writer(entry)) return wait(waiter, WaitsFor::writer);
   if (!reads) {
-    if (pins.readers != 0) {
-      if (const Outcome outcome = copy_for_writer(asked)) return *outcome;
-    }
+    if (pins.readers != 0) return copy_for_writer(asked);
     if (const Outcome outcome = begin_writing(asked)) return *outcome;
   }
   if (const Outcome outcome = check_pin_count(asked, index)) return *outcome;
@@ -223,7 +223,7 @@ Leases::Grant Leases::grant_resident(const Try& asked) {
   return Grant::done;
 }
 
-Leases::Outcome Leases::copy_for_writer(const Try& asked) {
+Leases::Grant Leases::copy_for_writer(const Try& asked) {
   Entry& entry = asked.entry;
   if (parts_.slots.has_writer(*entry.slot)) return wait(asked.waiter, WaitsFor::writer);
   if (entry.task_count() != 0) return wait(asked.waiter, WaitsFor::update);
@@ -233,31 +233,22 @@ Leases::Outcome Leases::copy_for_writer(const Try& asked) {
   auto copy = make_room(entry, true);
   entry.remove_task();
   if (copy == nullptr) return wait(asked.waiter, WaitsFor::room);
-  Arena& arena = parts_.memory->arena();
-  const Owed owed(OwedPlace::lease_slot_copied);
-  copy_bytes(arena.at(copy->offset_bytes), arena.at(entry.slot->offset_bytes), entry.bytes);
-  MEMD_FAILPOINT("lease.slot_copied");
-  parts_.table.withdraw(entry);
-  std::unique_ptr<Slot> old = std::exchange(entry.slot, std::move(copy));
-  parts_.slots.note(entry);
-  parts_.slots.retire(std::move(old));
-  parts_.table.publish(entry);
-  return std::nullopt;
+  fills_.replace(entry, std::move(copy));
+  return wait(asked.waiter, WaitsFor::copy);
 }
 
 Leases::Outcome Leases::begin_writing(const Try& asked) {
   const auto& [waiter, request, shard, entry, reads] = asked;
   if (entry.task_count() != 0) return wait(waiter, WaitsFor::update);
+  // Bytes that another step left there are no gradient to add to.
+  if (entry.kind == EntryKind::gradient && shard.gradient_session == 0 &&
+      request.mode == LeaseMode::write && !fills_.take_zeroed(entry, request.shard_id)) {
+    fills_.zero(entry, request.shard_id);
+    return wait(waiter, WaitsFor::copy);
+  }
   if (entry.residency() == Residency::clean)
     parts_.residencies.move(entry, Residency::clean, Residency::dirty);
   if (entry.kind == EntryKind::parameter) parts_.gates.drop_cached_tiles(entry);
-  // Bytes that another step left there are no gradient to add to.
-  if (entry.kind == EntryKind::gradient && shard.gradient_session == 0 &&
-      request.mode == LeaseMode::write) {
-    std::byte* const slot = parts_.memory->arena().at(entry.slot->offset_bytes);
-    const Owed owed(OwedPlace::lease_gradient_zeroed);
-    zero_bytes(slot + shard.offset_bytes(), shard.bytes);
-  }
   return std::nullopt;
 }
 
@@ -304,8 +295,8 @@ Leases::Grant Leases::bring_up(const Try& asked) {
     return wait(waiter, WaitsFor::reading);
   }
   if (needs_bytes) {
-    const Owed owed(OwedPlace::lease_slot_zeroed);
-    zero_bytes(parts_.memory->arena().at(entry.slot->offset_bytes), entry.bytes);
+    fetches_.zero(entry);
+    return wait(waiter, WaitsFor::filling);
   }
   parts_.residencies.move(entry, Residency::filling, Residency::clean);
   return grant_or_wait(waiter);

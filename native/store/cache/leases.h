@@ -10,6 +10,7 @@
 #include "store/cache/half_written.h"
 #include "store/cache/lease_waiters.h"
 #include "store/cache/room.h"
+#include "store/cache/slot_fills.h"
 
 namespace memd {
 
@@ -18,8 +19,12 @@ namespace memd {
 /// by the Job; the server thread calls everything; nothing blocks.
 class Leases {
  public:
-  Leases(const CacheParts& parts, Room& room, Fetches& fetches, HalfWritten& half_written)
-      : parts_(parts), room_(room), fetches_(fetches), half_written_(half_written) {}
+  Leases(const CacheParts& parts,
+         Room& room,
+         Fetches& fetches,
+         SlotFills& fills,
+         HalfWritten& half_written)
+      : parts_(parts), room_(room), fetches_(fetches), fills_(fills), half_written_(half_written) {}
   Leases(const Leases&) = delete;
   Leases& operator=(const Leases&) = delete;
 
@@ -62,10 +67,11 @@ class Leases {
   /// Writers of blobs and buffers get a slot of their own, which takes the old one's place once it
   /// is given back: readers see the old bytes or the new ones, whatever happens to the writer.
   Grant grant_bytes_writer(const Try& asked, bool keeps_old_bytes);
+  Grant grant_pending(const Try& asked, std::unique_ptr<Slot> slot);
   Grant grant_resident(const Try& asked);
-  /// A live view is never written: the writer gets a copy, and the old slot lives until its last
-  /// lease ends.
-  Outcome copy_for_writer(const Try& asked);
+  /// A live view is never written: the writer waits for a copy, which takes the slot's place, and
+  /// the old one lives until its last lease ends.
+  Grant copy_for_writer(const Try& asked);
   Outcome begin_writing(const Try& asked);
   Outcome check_pin_count(const Try& asked, uint32_t index) const;
   Grant bring_up(const Try& asked);
@@ -88,6 +94,7 @@ class Leases {
   const CacheParts parts_;
   Room& room_;
   Fetches& fetches_;
+  SlotFills& fills_;
   HalfWritten& half_written_;
   /// Somebody who came before the one that is being tried waits for room.
   bool is_room_wanted_ = false;

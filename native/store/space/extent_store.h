@@ -122,6 +122,7 @@ class ExtentStore {
   const std::string& path(uint16_t device) const { return paths_[device]; }
   uint64_t device_bytes(uint16_t device) const { return device_bytes_[device]; }
   IoQueue& io() { return io_; }
+  UpdateWorkers& workers() { return workers_; }
 
  private:
   /// One read, over all its tries.
