@@ -12,11 +12,13 @@ uint64_t distance(uint64_t time, uint64_t now) { return time > now ? time - now 
 void NextUseOrder::put(uint32_t item, uint64_t time, EvictionPrice price) {
   const auto [found, is_new] = places_.try_emplace(item, Place{.time = time, .price = price});
   if (!is_new) {
-    if (found->second.time == time && found->second.price == price) return;
-    places(found->second.price).erase({found->second.time, item});
-    found->second = {.time = time, .price = price};
+    Place& place = found->second;
+    if (place.time == time && place.price == price) return;
+    places(place).erase({place.time, item});
+    place.time = time;
+    place.price = price;
   }
-  places(price).emplace(time, item);
+  places(found->second).emplace(time, item);
 }
 
 void NextUseOrder::put_without_use(uint32_t item, EvictionPrice price) {
@@ -26,8 +28,21 @@ void NextUseOrder::put_without_use(uint32_t item, EvictionPrice price) {
 void NextUseOrder::remove(uint32_t item) {
   const auto found = places_.find(item);
   if (found == places_.end()) return;
-  places(found->second.price).erase({found->second.time, item});
+  places(found->second).erase({found->second.time, item});
   places_.erase(found);
+}
+
+void NextUseOrder::set_aside(uint32_t item) { set_aside(item, true); }
+
+void NextUseOrder::put_back(uint32_t item) { set_aside(item, false); }
+
+void NextUseOrder::set_aside(uint32_t item, bool is_aside) {
+  const auto found = places_.find(item);
+  if (found == places_.end() || found->second.is_aside == is_aside) return;
+  Place& place = found->second;
+  places(place).erase({place.time, item});
+  place.is_aside = is_aside;
+  places(place).emplace(place.time, item);
 }
 
 std::optional<EvictionPrice> NextUseOrder::price(uint32_t item) const {
@@ -39,15 +54,24 @@ void NextUseOrder::clear() {
   places_.clear();
   clean_.clear();
   dirty_.clear();
+  aside_.clear();
 }
 
 std::vector<uint32_t> NextUseOrder::overdue(uint64_t now) const {
   std::vector<uint32_t> items;
-  for (const Places* const all : {&clean_, &dirty_}) {
+  for (const Places* const all : {&clean_, &dirty_, &aside_}) {
     for (auto it = all->begin(); it != all->end() && it->first < now; ++it)
       items.push_back(it->second);
   }
   return items;
+}
+
+void NextUseOrder::in_order(
+    EvictionPrice price, const std::function<bool(uint32_t item, uint64_t time)>& visit) const {
+  const Places& all = price == EvictionPrice::clean ? clean_ : dirty_;
+  for (auto it = all.rbegin(); it != all.rend(); ++it) {
+    if (!visit(it->second, it->first)) return;
+  }
 }
 
 void NextUseOrder::in_order(

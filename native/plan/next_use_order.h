@@ -34,6 +34,9 @@ class NextUseOrder {
   void put_without_use(uint32_t item, EvictionPrice price);
   void remove(uint32_t item);
   void clear();
+  /// No walk meets it until it is put back; it keeps its place.
+  void set_aside(uint32_t item);
+  void put_back(uint32_t item);
   /// Nothing where the item is not there.
   std::optional<EvictionPrice> price(uint32_t item) const;
   size_t size() const { return places_.size(); }
@@ -44,20 +47,30 @@ class NextUseOrder {
   void in_order(
       uint64_t now,
       const std::function<bool(uint32_t item, uint64_t time, EvictionPrice price)>& visit) const;
+  /// The same among items of one price.
+  void in_order(EvictionPrice price,
+                const std::function<bool(uint32_t item, uint64_t time)>& visit) const;
   /// Times from here on mean: no next use.
   static constexpr uint64_t kNoUse = uint64_t{1} << 63;
 
  private:
   using Places = std::set<std::pair<uint64_t, uint32_t>>;
-  Places& places(EvictionPrice price) { return price == EvictionPrice::clean ? clean_ : dirty_; }
 
   struct Place {
     uint64_t time = 0;
     EvictionPrice price = EvictionPrice::clean;
+    bool is_aside = false;
   };
+  Places& places(const Place& place) {
+    if (place.is_aside) return aside_;
+    return place.price == EvictionPrice::clean ? clean_ : dirty_;
+  }
+  void set_aside(uint32_t item, bool is_aside);
+
   std::unordered_map<uint32_t, Place> places_;
   Places clean_;
   Places dirty_;
+  Places aside_;
   uint64_t put_count_ = 0;
 };
 

@@ -84,7 +84,10 @@ void ServerThread::sleep() {
     awake |= session->ring.prepare_to_sleep();
   }
   // A pin that was given back before its client could see that we sleep is seen by this turn.
-  if (!awake && wants_releases) awake = store.advance();
+  if (!awake && wants_releases) {
+    store.look_for_releases();
+    awake = store.advance();
+  }
   if (!awake) {
     int timeout_ms = kSleepMs;
     if (const uint64_t deadline_ns = store.next_deadline_ns(); deadline_ns != 0) {

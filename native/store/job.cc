@@ -259,6 +259,7 @@ void Job::remove(uint32_t shard_id, ExtentStore& extents) {
   durable_.keep(shard_id);
   lost_.remove(shard_id);
   shards_.remove(shard_id);
+  cache_.waits().wake(WaitList::room);
   admission_.reserve_metadata();
   durable_.note_change();
   journal_.note_removed(shard_id);
@@ -284,6 +285,7 @@ void Job::drop_gradient(Bucket& bucket, ExtentStore& extents) {
   MEMD_FAILPOINT("gradient.before_drop");
   if (entry.is_resident()) cache_.residencies().move(entry, entry.residency(), Residency::absent);
   if (entry.slot != nullptr) cache_.slots().retire(std::move(entry.slot));
+  cache_.waits().wake(WaitList::room);
   for (size_t i = 0; i < entry.replicas.size(); ++i) {
     space_.replace_gradient(entry.replicas[i], {}, extents);
     extent_log_.note_value(entry, i);

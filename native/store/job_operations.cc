@@ -62,7 +62,10 @@ void ShardStore::enqueue(Job& job, const char* kind, Operations::Start start) {
 }
 
 void ShardStore::end_operation(uint64_t job_id) {
-  if (Job* const job = find(job_id)) job->operations().end();
+  Job* const job = find(job_id);
+  if (job == nullptr) return;
+  job->cache().waits().wake(WaitList::room);
+  job->operations().end();
 }
 
 void ShardStore::ask_for_flush(Job& job, std::optional<uint32_t> bucket) {
@@ -73,8 +76,7 @@ void ShardStore::ask_for_flush(Job& job, std::optional<uint32_t> bucket) {
     job.state().writeback().flush_tiles(
         bucket, std::make_shared<StepReport>(), [this, &job, bucket, key](const Status& status) {
           job.tiles().end_flush(key);
-          bucket ? job.cache().waits().wake(*job.shards().bucket(*bucket).value)
-                 : job.cache().waits().wake(WaitList::room);
+          if (bucket) job.cache().waits().wake(*job.shards().bucket(*bucket).value);
           if (!status.is_ok()) {
             bucket ? job.cache().waiters().fail(*job.shards().bucket(*bucket).value, status)
                    : job.cache().waiters().fail_for_room(status);

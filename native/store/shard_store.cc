@@ -818,6 +818,13 @@ bool ShardStore::wants_releases() const {
   });
 }
 
+void ShardStore::look_for_releases() {
+  for (const auto& [job_id, job] : jobs_) {
+    JobCache& cache = job->cache();
+    if (cache.waiters().any_for_room()) cache.room().look_for_all_releases();
+  }
+}
+
 uint64_t ShardStore::next_deadline_ns() const {
   uint64_t next = std::numeric_limits<uint64_t>::max();
   for (const auto& [job_id, job] : jobs_)

@@ -146,6 +146,9 @@ class ShardStore {
   bool advance();
   /// Somebody waits for pins to be given back: sessions must ring on release.
   bool wants_releases() const;
+  /// Looks at all of them, so that the turn that follows finds those that were given back until
+  /// now.
+  void look_for_releases();
   /// When the first waiting lease runs out, or there is something to verify; 0: neither.
   uint64_t next_deadline_ns() const;
   bool is_idle() const;

@@ -438,6 +438,7 @@ TEST_F(ShardStoreTest, a_prefetch_brings_up_what_there_is_room_for_and_fails_nob
 TEST_F(ShardStoreTest, leases_that_wait_for_the_disk_are_tried_again_when_it_is_done) {
   constexpr uint64_t kCount = 20;
   Heart heart(disk_);
+  heart.tries_sleepers = false;
   const uint64_t session = heart.attach(heart.open("job", 2));
   const auto ids = heart.declare(session, {bytes_shard("a", 3_MiB), bytes_shard("b", 3_MiB)});
   heart.write(session, ids[0], pattern(3_MiB, 1));

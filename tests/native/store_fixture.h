@@ -413,7 +413,7 @@ class Heart {
   /// A read that failed is tried again when the test moves the clock.
   bool holds_tries_up = false;
   /// Where nothing is to be done, each lease that sleeps is tried: it has to go on sleeping.
-  bool tries_sleepers = false;
+  bool tries_sleepers = true;
   /// Called where the daemon has nothing to do: true where the machine did something then.
   std::function<bool()> when_idle;
 

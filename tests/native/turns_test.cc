@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -82,6 +83,7 @@ TEST(TurnsTest, leases_that_sleep_are_not_tried) {
   constexpr uint32_t kSleeping = 1000;
   constexpr int kTurns = 100;
   Heart heart(std::make_shared<MemoryDisk>(400_MiB));
+  heart.tries_sleepers = false;
   const uint64_t job_id = heart.open("job");
   const uint64_t session = heart.attach(job_id);
   const uint64_t other = heart.attach(job_id);
@@ -105,6 +107,117 @@ TEST(TurnsTest, leases_that_sleep_are_not_tried) {
   ASSERT_TRUE(heart.store().advance());
   EXPECT_EQ(client.answered_count(), kSleeping);
   EXPECT_EQ(leases.try_count(), 1 + 2 * kSleeping);
+}
+
+/// A job whose arena is full of blobs of one block each, all of them clean. All but kFree are
+/// leased for reading; those were used last.
+class FullArena {
+ public:
+  static constexpr uint64_t kFree = 10;
+
+  explicit FullArena(uint64_t segment_count)
+      : slot_count_(segment_count * kSegmentBytes / kBlockBytes),
+        heart_(std::make_shared<MemoryDisk>(400_MiB), kFloorSegments + segment_count) {
+    heart_.tries_sleepers = false;
+    const uint64_t job_id = heart_.open("job", segment_count);
+    session_ = heart_.attach(job_id);
+    other_ = heart_.attach(job_id);
+    std::vector<ShardSpec> specs;
+    for (uint64_t i = 0; i < slot_count_ + 2; ++i) {
+      specs.push_back({.name = "blob" + std::to_string(i),
+                       .kind = ShardKind::blob,
+                       .dtype = DType::float32,
+                       .shape = {kBlockBytes / sizeof(float)}});
+    }
+    ids_ = heart_.declare(session_, specs);
+    for (uint64_t i = 0; i < slot_count_; ++i)
+      heart_.write(session_, ids_[i], std::vector<float>(kBlockBytes / sizeof(float), 1.0F));
+    EXPECT_TRUE(heart_.sync(session_).is_ok());
+    for (uint64_t i = 0; i < slot_count_ - kFree; ++i)
+      held_.push_back(heart_.lease(other_, ids_[i]));
+    for (uint64_t i = slot_count_ - kFree; i < slot_count_; ++i) heart_.touch(other_, ids_[i]);
+  }
+  ~FullArena() {
+    for (const Held& held : held_) heart_.release(held);
+  }
+
+  Heart& heart() { return heart_; }
+  Job& job() { return heart_.job(session_); }
+  /// A lease that needs the room of one blob.
+  std::shared_ptr<std::optional<Held>> ask(uint64_t which) {
+    return heart_.ask(session_, ids_[slot_count_ + which], LeaseMode::overwrite);
+  }
+  /// Nothing is left that could go.
+  void hold_all() {
+    for (uint64_t i = slot_count_ - kFree; i < slot_count_; ++i)
+      held_.push_back(heart_.lease(other_, ids_[i]));
+  }
+  void release_one() {
+    heart_.release(held_.back());
+    held_.pop_back();
+  }
+
+ private:
+  const uint64_t slot_count_;
+  Heart heart_;
+  uint64_t session_ = 0;
+  uint64_t other_ = 0;
+  std::vector<uint32_t> ids_;
+  std::vector<Held> held_;
+};
+
+TEST(TurnsTest, a_lease_looks_at_as_many_entries_beside_10000_as_beside_1000) {
+  for (const uint64_t segment_count : {2, 20}) {
+    SCOPED_TRACE(segment_count);
+    FullArena full(segment_count);
+    const Room& room = full.job().cache().room();
+    uint64_t looked_at = room.looked_at_count();
+    const auto looked = [&] {
+      return room.looked_at_count() - std::exchange(looked_at, room.looked_at_count());
+    };
+    const auto first = full.ask(0);
+    EXPECT_LE(looked(), 2 * Room::kLookedAtMax);
+    while (!first->has_value()) {
+      ASSERT_TRUE(full.heart().store().advance());
+      EXPECT_LE(looked(), 3 * Room::kLookedAtMax);
+    }
+    ASSERT_TRUE((*first)->is_ok()) << (*first)->status.message();
+    full.heart().release(**first);
+
+    // What the first has met is not met again.
+    const auto second = full.ask(1);
+    ASSERT_TRUE(second->has_value() && (*second)->is_ok());
+    EXPECT_LE(looked(), Room::kLookedAtMax + FullArena::kFree);
+    full.heart().release(**second);
+  }
+}
+
+TEST(TurnsTest, a_turn_in_which_a_lease_sleeps_for_room_is_bounded_whatever_is_leased) {
+  for (const uint64_t segment_count : {2, 20}) {
+    SCOPED_TRACE(segment_count);
+    FullArena full(segment_count);
+    full.hold_all();
+    const auto waits = full.ask(0);
+    while (full.heart().store().advance()) {
+    }
+    ASSERT_FALSE(waits->has_value());
+    const Room& room = full.job().cache().room();
+    const Leases& leases = full.job().cache().leases();
+    const uint64_t tries = leases.try_count();
+    for (int turn = 0; turn < 100; ++turn) {
+      const uint64_t looked_at = room.looked_at_count();
+      EXPECT_FALSE(full.heart().store().advance());
+      EXPECT_LE(room.looked_at_count() - looked_at, Room::kLookedAtMax);
+    }
+    EXPECT_EQ(leases.try_count(), tries);
+    // Before the server thread sleeps it looks at all of them.
+    full.release_one();
+    full.heart().store().look_for_releases();
+    EXPECT_TRUE(full.heart().store().advance());
+    ASSERT_TRUE(waits->has_value() && (*waits)->is_ok());
+    EXPECT_EQ(leases.try_count(), tries + 1);
+    full.heart().release(**waits);
+  }
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "base/check.h"
+#include "store/cache/wait_lists.h"
 
 namespace memd {
 
@@ -12,14 +13,17 @@ namespace memd {
 /// the server thread. Nothing blocks.
 class Activities {
  public:
+  explicit Activities(WaitLists& waits) : waits_(waits) {}
+
   void begin() { ++count_; }
   void end() {
     MEMD_CHECK(count_ > 0);
-    --count_;
+    if (--count_ == 0) waits_.wake(WaitList::room);
   }
   bool any() const { return count_ != 0; }
 
  private:
+  WaitLists& waits_;
   uint32_t count_ = 0;
 };
 

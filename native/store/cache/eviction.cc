@@ -1,6 +1,7 @@
 #include "store/cache/eviction.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace memd {
 
@@ -8,19 +9,36 @@ namespace memd {
 
 void LeastRecentlyUsed::used(uint32_t entry_id, EvictionPrice price) {
   forget(entry_id);
-  places_[entry_id] = order_.insert(order_.end(), {.entry_id = entry_id, .price = price});
+  const uint64_t use = use_count_++;
+  residents_.emplace(use, Resident{.entry_id = entry_id, .price = price, .is_aside = false});
+  last_uses_[entry_id] = use;
+  order(price).emplace(use, entry_id);
 }
 
 void LeastRecentlyUsed::forget(uint32_t entry_id) {
-  const auto found = places_.find(entry_id);
-  if (found == places_.end()) return;
-  order_.erase(found->second);
-  places_.erase(found);
+  const auto found = last_uses_.find(entry_id);
+  if (found == last_uses_.end()) return;
+  const auto resident = residents_.find(found->second);
+  order(resident->second.price).erase(resident->first);
+  residents_.erase(resident);
+  last_uses_.erase(found);
 }
 
-void LeastRecentlyUsed::in_order(const Visit& visit) const {
-  for (const Resident& resident : order_) {
-    if (!visit(resident.entry_id, kNeverUsed)) return;
+void LeastRecentlyUsed::set_aside(uint32_t entry_id, bool is_aside) {
+  const auto found = last_uses_.find(entry_id);
+  if (found == last_uses_.end()) return;
+  Resident& resident = residents_.at(found->second);
+  if (std::exchange(resident.is_aside, is_aside) == is_aside) return;
+  if (is_aside) {
+    order(resident.price).erase(found->second);
+  } else {
+    order(resident.price).emplace(found->second, entry_id);
+  }
+}
+
+void LeastRecentlyUsed::in_order(EvictionPrice price, const Visit& visit) const {
+  for (const auto& [use, entry_id] : price == EvictionPrice::clean ? clean_ : dirty_) {
+    if (!visit(entry_id)) return;
   }
 }
 
@@ -47,8 +65,9 @@ std::vector<uint32_t> SessionPlan::followed(std::span<const uint32_t> used_ids,
     epoch_ = cursor.epoch();
     looked_until = 0;
     order.clear();
-    for (const auto& resident : residents.order()) {
+    for (const auto& [use, resident] : residents.residents()) {
       put(resident.entry_id, resident.price);
+      if (resident.is_aside) order.set_aside(resident.entry_id);
       passed.push_back(resident.entry_id);
     }
     return passed;
@@ -65,7 +84,20 @@ std::vector<uint32_t> SessionPlan::followed(std::span<const uint32_t> used_ids,
 
 void FarthestNextUse::used(uint32_t entry_id, EvictionPrice price) {
   recent_.used(entry_id, price);
-  for (SessionPlan* const session : sessions_) session->put(entry_id, price);
+  for (SessionPlan* const session : sessions_) {
+    session->order.put_back(entry_id);
+    session->put(entry_id, price);
+  }
+}
+
+void FarthestNextUse::set_aside(uint32_t entry_id) {
+  recent_.set_aside(entry_id);
+  for (SessionPlan* const session : sessions_) session->order.set_aside(entry_id);
+}
+
+void FarthestNextUse::put_back(uint32_t entry_id) {
+  recent_.put_back(entry_id);
+  for (SessionPlan* const session : sessions_) session->order.put_back(entry_id);
 }
 
 void FarthestNextUse::forget(uint32_t entry_id) {
@@ -84,28 +116,34 @@ void FarthestNextUse::look_again() {
   for (SessionPlan* const session : sessions_) session->looked_until = 0;
 }
 
-void FarthestNextUse::in_order(const Visit& visit) const {
+void FarthestNextUse::in_order(EvictionPrice price, const Visit& visit) const {
   std::vector<const SessionPlan*> planned;
   for (const SessionPlan* const session : sessions_) {
     if (session->cursor.has_plan()) planned.push_back(session);
   }
-  if (planned.empty()) return recent_.in_order(visit);
-  if (planned.size() == 1) {
-    const uint64_t now = planned.front()->cursor.now();
-    planned.front()->order.in_order(now, [&](uint32_t entry_id, uint64_t time, EvictionPrice) {
-      if (time >= NextUseOrder::kNoUse) return visit(entry_id, kNeverUsed);
-      return visit(entry_id, time > now ? time - now : 0);
-    });
-    return;
+  if (planned.empty()) {
+    return recent_.in_order(price, [&](uint32_t entry_id) { return visit(entry_id, kNeverUsed); });
   }
-  // The first session to need it counts. Several sessions with plans on one job are rare.
+  if (planned.size() > 1) return in_order_of_all(planned, price, visit);
+  const uint64_t now = planned.front()->cursor.now();
+  planned.front()->order.in_order(price, [&](uint32_t entry_id, uint64_t time) {
+    if (time >= NextUseOrder::kNoUse) return visit(entry_id, kNeverUsed);
+    return visit(entry_id, time > now ? time - now : 0);
+  });
+}
+
+// The first session to need it counts. Several sessions with plans on one job are rare.
+void FarthestNextUse::in_order_of_all(const std::vector<const SessionPlan*>& planned,
+                                      EvictionPrice price,
+                                      const Visit& visit) const {
   std::vector<std::pair<uint64_t, uint32_t>> all;
-  for (const auto& resident : recent_.order()) {
+  recent_.in_order(price, [&](uint32_t entry_id) {
     uint64_t nearest = kNeverUsed;
     for (const SessionPlan* const session : planned)
-      nearest = std::min(nearest, session->distance(resident.entry_id));
-    all.emplace_back(nearest, resident.entry_id);
-  }
+      nearest = std::min(nearest, session->distance(entry_id));
+    all.emplace_back(nearest, entry_id);
+    return true;
+  });
   std::stable_sort(
       all.begin(), all.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
   for (const auto& [distance, entry_id] : all) {

@@ -5,7 +5,7 @@
 #include <deque>
 #include <functional>
 #include <limits>
-#include <list>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -21,39 +21,38 @@ namespace memd {
 /// Nobody is known to use it.
 inline constexpr uint64_t kNeverUsed = std::numeric_limits<uint64_t>::max();
 
-/// Advice only: the store skips what is pinned or in use. Called by the server thread.
-class EvictionPolicy {
- public:
-  /// `distance`: how many uses come before the next one of the entry, as far as that is known, or
-  /// kNeverUsed.
-  using Visit = std::function<bool(uint32_t entry_id, uint64_t distance)>;
-
-  virtual ~EvictionPolicy() = default;
-  /// The entry became resident, or was leased. `price`: of letting it go.
-  virtual void used(uint32_t entry_id, EvictionPrice price) = 0;
-  /// The entry is no longer resident.
-  virtual void forget(uint32_t entry_id) = 0;
-  /// Resident entries in the order in which they should go, until `visit` returns false. `visit`
-  /// must not change the policy.
-  virtual void in_order(const Visit& visit) const = 0;
-};
-
-class LeastRecentlyUsed final : public EvictionPolicy {
+/// Resident entries, the longest unused first. Called by the server thread.
+class LeastRecentlyUsed {
  public:
   struct Resident {
     uint32_t entry_id = 0;
     EvictionPrice price = EvictionPrice::clean;
+    bool is_aside = false;
   };
+  using Visit = std::function<bool(uint32_t entry_id)>;
 
-  void used(uint32_t entry_id, EvictionPrice price) override;
-  void forget(uint32_t entry_id) override;
-  void in_order(const Visit& visit) const override;
-  /// Front: longest unused.
-  const std::list<Resident>& order() const { return order_; }
+  void used(uint32_t entry_id, EvictionPrice price);
+  void forget(uint32_t entry_id);
+  /// No walk meets it until it is put back or used; it keeps its place.
+  void set_aside(uint32_t entry_id) { set_aside(entry_id, true); }
+  void put_back(uint32_t entry_id) { set_aside(entry_id, false); }
+  /// Those of one price that are not aside, until `visit` returns false.
+  void in_order(EvictionPrice price, const Visit& visit) const;
+  bool contains(uint32_t entry_id) const { return last_uses_.contains(entry_id); }
+  /// All, the longest unused first, by the number of their last use.
+  const std::map<uint64_t, Resident>& residents() const { return residents_; }
 
  private:
-  std::list<Resident> order_;
-  std::unordered_map<uint32_t, std::list<Resident>::iterator> places_;
+  /// By the number of their last use.
+  using Order = std::map<uint64_t, uint32_t>;
+  Order& order(EvictionPrice price) { return price == EvictionPrice::clean ? clean_ : dirty_; }
+  void set_aside(uint32_t entry_id, bool is_aside);
+
+  std::map<uint64_t, Resident> residents_;
+  std::unordered_map<uint32_t, uint64_t> last_uses_;
+  Order clean_;
+  Order dirty_;
+  uint64_t use_count_ = 0;
 };
 
 /// A step that a session has closed, whose end in the log of uses is still to be read.
@@ -90,12 +89,24 @@ class SessionPlan {
 };
 
 /// Farthest next use first, over all sessions that have a plan; least recently used where none has,
-/// and among entries that no plan has. With one session O(log n) a use and O(1) an eviction.
-class FarthestNextUse final : public EvictionPolicy {
+/// and among entries that no plan has. With one session O(log n) a use, and O(1) for each entry
+/// that a walk meets. Advice only: the store sets aside what it may not take, so that no walk meets
+/// it again before that has changed. Called by the server thread.
+class FarthestNextUse {
  public:
-  void used(uint32_t entry_id, EvictionPrice price) override;
-  void forget(uint32_t entry_id) override;
-  void in_order(const Visit& visit) const override;
+  /// `distance`: how many uses come before the next one of the entry, as far as that is known, or
+  /// kNeverUsed.
+  using Visit = std::function<bool(uint32_t entry_id, uint64_t distance)>;
+
+  /// The entry became resident, or was leased. `price`: of letting it go.
+  void used(uint32_t entry_id, EvictionPrice price);
+  /// The entry is no longer resident.
+  void forget(uint32_t entry_id);
+  void set_aside(uint32_t entry_id);
+  void put_back(uint32_t entry_id);
+  /// Resident entries of one price in the order in which they should go, until `visit` returns
+  /// false. `visit` must not change the policy.
+  void in_order(EvictionPrice price, const Visit& visit) const;
 
   void add(SessionPlan* session) { sessions_.push_back(session); }
   void remove(SessionPlan* session) { std::erase(sessions_, session); }
@@ -109,6 +120,10 @@ class FarthestNextUse final : public EvictionPolicy {
   bool take_look_ahead() { return std::exchange(wants_look_ahead_, false); }
 
  private:
+  void in_order_of_all(const std::vector<const SessionPlan*>& planned,
+                       EvictionPrice price,
+                       const Visit& visit) const;
+
   LeastRecentlyUsed recent_;
   std::vector<SessionPlan*> sessions_;  // owned by their Session
   bool wants_look_ahead_ = false;

@@ -18,7 +18,7 @@ void HalfWritten::discard(const Session& session, Join& discarded) {
     if (entry == nullptr) continue;
     if (entry->pending != nullptr && writes(*entry->pending, 0)) {
       parts_.slots.retire(std::move(entry->pending));
-      parts_.waits.wake(*entry);
+      parts_.residencies.note_changed(*entry);
     }
     if (entry->slot == nullptr || entry->kind != EntryKind::parameter) continue;
     std::set<uint32_t> torn;

@@ -8,7 +8,7 @@ namespace memd {
 
 JobCache::JobCache(const Parts& parts, SharedMemory shard_table)
     : parts_(parts),
-      slots_(parts.shards.entries(), sessions_.list(), parts.memory, parts.ledger),
+      slots_(parts.shards.entries(), sessions_.list(), parts.memory, parts.ledger, waits_),
       table_(std::move(shard_table), parts.shards, slots_, parts.progress),
       window_(counters_),
       residencies_({.entries = parts.shards.entries(),

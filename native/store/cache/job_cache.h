@@ -116,9 +116,9 @@ class JobCache {
 
   const Parts parts_;
   AttachedSessions sessions_;
-  Activities activities_;
-  JobCounters counters_;
   WaitLists waits_;
+  Activities activities_{waits_};
+  JobCounters counters_;
   FarthestNextUse policy_;
   Slots slots_;
   ShardTable table_;

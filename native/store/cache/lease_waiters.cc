@@ -178,6 +178,14 @@ void LeaseWaiters::wake_released() {
     if (entry == nullptr || is_written(*entry, watched.second)) continue;
     lists_.wake(*entry);
   }
+  if (any_for_room() && has_lost_readers(all_.at(*lists_.on(WaitList::room).begin())))
+    lists_.wake(WaitList::room);
+}
+
+bool LeaseWaiters::has_lost_readers(const LeaseWaiter& waiter) const {
+  if (waiter.writer_index == LeaseWaiter::kAnyWriter) return false;
+  const Entry* const entry = shards_.find_entry(waiter.request.shard_id, waiter.request.part);
+  return entry->slot == nullptr || slots_.pins(*entry->slot, waiter.writer_index).all() == 0;
 }
 
 std::string LeaseWaiters::describe(const LeaseWaiter& waiter) const {

@@ -41,7 +41,7 @@ enum class WaitsFor : uint8_t {
   tile_writes,    // the bucket's last task ends, or its flush
   first_writer,   // the writer's pin is gone: LeaseWaiters::wake_released() looks at it
   writer,         // the writer's pin is gone: the same
-  room,           // the list `room`
+  room,           // the list `room`; pins that are gone: Room::look_for_releases()
 };
 /// As clients and metrics know it.
 LeaseWait reason_of(WaitsFor what);
@@ -54,7 +54,7 @@ struct LeaseWaiter {
   LeaseReply reply;
   uint64_t started_ns = 0;
   WaitsFor waits_for = WaitsFor::nothing;
-  uint32_t writer_index = kAnyWriter;  // the counter of the writer that it waits for
+  uint32_t writer_index = kAnyWriter;  // the counter whose writer, or readers, it waits for
   WaitLists::Ticket ticket = 0;        // LeaseWaiters gives it
   bool counted_as_miss = false;
   bool has_moved_old_bytes = false;
@@ -170,6 +170,8 @@ class LeaseWaiters {
   /// Looks at the pins of each entry whose writer somebody waits for.
   void wake_released();
   bool is_written(const Entry& entry, uint32_t index) const;
+  /// It needed room for a copy beside the readers of its shard, and may have no need of that now.
+  bool has_lost_readers(const LeaseWaiter& waiter) const;
 
   const Shards& shards_;
   const Slots& slots_;

@@ -24,13 +24,10 @@ void Leases::acquire(const LeaseRequest& request, LeaseReply reply) {
   is_room_wanted_ = was_room_wanted;
   if (grant == Grant::done) return parts_.waiters.remove(waiter);
   parts_.waiters.hang(waiter);
-  // Whether room can come at all is looked at in the next turn.
-  if (waiter.waits_for == WaitsFor::room) parts_.waits.wake(WaitList::room);
 }
 
 bool Leases::advance() {
-  // Clients give pins back without a request: what that makes room for, a try finds.
-  parts_.waits.wake(WaitList::room);
+  if (parts_.waiters.any_for_room()) room_.look_for_releases();
   const bool progress =
       parts_.waiters.advance([this](LeaseWaiter& waiter) { return try_again(waiter); },
                              [this](const LeaseWaiter& waiter) { return overdue(waiter); });
@@ -45,7 +42,8 @@ LeaseWaiters::Verdict Leases::try_again(LeaseWaiter& waiter) {
   const bool is_behind = is_room_wanted_ && waiter.waits_for == WaitsFor::room;
   if (is_behind || is_on_its_way(waiter)) return {};
   if (try_grant(waiter) == Grant::done) return {.stays = false};
-  if (waiter.waits_for != WaitsFor::room || is_room_wanted_) return {};
+  if (waiter.waits_for != WaitsFor::room || is_room_wanted_ || !room_.has_looked_at_all())
+    return {};
   Status refusal = check_room_can_come(waiter);
   if (refusal.is_ok()) return {};
   if (!move_old_bytes(waiter)) return {.stays = false, .refusal = std::move(refusal)};
@@ -214,7 +212,7 @@ Leases::Grant Leases::grant_resident(const Try& asked) {
   if (pins.writers != 0) return wait(waiter, WaitsFor::writer, index);
   if (reads && fills_.is_for_writer(entry)) return wait(waiter, WaitsFor::writer);
   if (!reads) {
-    if (pins.readers != 0) return copy_for_writer(asked);
+    if (pins.readers != 0) return copy_for_writer(asked, index);
     if (const Outcome outcome = begin_writing(asked)) return *outcome;
   }
   if (const Outcome outcome = check_pin_count(asked, index)) return *outcome;
@@ -223,7 +221,7 @@ Leases::Grant Leases::grant_resident(const Try& asked) {
   return Grant::done;
 }
 
-Leases::Grant Leases::copy_for_writer(const Try& asked) {
+Leases::Grant Leases::copy_for_writer(const Try& asked, uint32_t index) {
   Entry& entry = asked.entry;
   if (parts_.slots.has_writer(*entry.slot)) return wait(asked.waiter, WaitsFor::writer);
   if (entry.task_count() != 0) return wait(asked.waiter, WaitsFor::update);
@@ -232,7 +230,7 @@ Leases::Grant Leases::copy_for_writer(const Try& asked) {
   entry.add_task();
   auto copy = make_room(entry, true);
   entry.remove_task();
-  if (copy == nullptr) return wait(asked.waiter, WaitsFor::room);
+  if (copy == nullptr) return wait(asked.waiter, WaitsFor::room, index);
   fills_.replace(entry, std::move(copy));
   return wait(asked.waiter, WaitsFor::copy);
 }
@@ -304,7 +302,10 @@ Leases::Grant Leases::bring_up(const Try& asked) {
 
 std::unique_ptr<Slot> Leases::make_room(const Entry& entry, bool may_spill) {
   if (is_room_wanted_) return nullptr;
-  return room_.make(entry.bytes, parts_.shards.shard_count(entry), may_spill);
+  auto slot = room_.make(entry.bytes, parts_.shards.shard_count(entry), may_spill);
+  // What its own bytes were protected from is over.
+  parts_.policy.put_back(entry.id);
+  return slot;
 }
 
 LeaseGrant Leases::grant_of(const Try& asked, Slot& slot) const {
@@ -405,7 +406,7 @@ void Leases::release_service(const LeaseGrant& grant, bool discard) {
   } else {
     parts_.slots.note(entry);
   }
-  parts_.waits.wake(entry);
+  parts_.residencies.note_changed(entry);
 }
 
 bool Leases::move_old_bytes(LeaseWaiter& waiter) {
@@ -423,8 +424,10 @@ bool Leases::move_old_bytes(LeaseWaiter& waiter) {
 
 Status Leases::check_room_can_come(const LeaseWaiter& waiter) const {
   const LeaseRequest& request = waiter.request;
-  const bool nothing_moves = !parts_.activities.any() && !parts_.gates.is_operating();
-  if (!nothing_moves || parts_.slots.pinned_by_others(request.session_id)) return Status::ok();
+  if (parts_.activities.any() || parts_.gates.is_operating()) return Status::ok();
+  const auto is_held = parts_.slots.pinned_by_others(request.session_id);
+  if (!is_held) parts_.waits.wake(WaitList::room);
+  if (is_held.value_or(true)) return Status::ok();
   return error(StatusCode::capacity,
                "no room for shard ",
                parts_.job_name,
@@ -455,18 +458,23 @@ Status Leases::overdue(const LeaseWaiter& waiter) const {
 
 std::string Leases::describe_holders() const {
   constexpr size_t kNamed = 3;
+  // In the order of their ids: nobody waits for an error's text.
+  constexpr size_t kLookedAtMax = 2048;
   std::vector<const Entry*> held;
   uint64_t bytes = 0;
+  size_t looked_at_count = 0;
   for (const Entry* const entry : parts_.shards.entries()) {
-    if (entry == nullptr || entry->slot == nullptr || !parts_.slots.is_pinned(*entry->slot))
-      continue;
+    if (entry == nullptr || entry->slot == nullptr) continue;
+    if (++looked_at_count > kLookedAtMax) break;
+    if (!parts_.slots.is_pinned(*entry->slot)) continue;
     held.push_back(entry);
     bytes += entry->slot->bytes;
   }
   for (const auto& slot : parts_.slots.retired()) bytes += slot->bytes;
   std::sort(
       held.begin(), held.end(), [](const Entry* a, const Entry* b) { return a->bytes > b->bytes; });
-  std::string text = concat(bytes, " bytes are leased");
+  std::string text =
+      concat(looked_at_count > kLookedAtMax ? "at least " : "", bytes, " bytes are leased");
   for (size_t i = 0; i < std::min(held.size(), kNamed); ++i) {
     text += concat(
         i == 0 ? ", most by " : ", ", parts_.shards.describe(*held[i]), " (", held[i]->bytes, ")");

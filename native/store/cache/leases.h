@@ -71,7 +71,7 @@ class Leases {
   Grant grant_resident(const Try& asked);
   /// A live view is never written: the writer waits for a copy, which takes the slot's place, and
   /// the old one lives until its last lease ends.
-  Grant copy_for_writer(const Try& asked);
+  Grant copy_for_writer(const Try& asked, uint32_t index);
   Outcome begin_writing(const Try& asked);
   Outcome check_pin_count(const Try& asked, uint32_t index) const;
   Grant bring_up(const Try& asked);

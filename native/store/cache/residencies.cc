@@ -1,5 +1,6 @@
 #include "store/cache/residencies.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/check.h"
@@ -25,6 +26,7 @@ void Residencies::move_unnoted(Entry& entry, Residency from, Residency to) {
   if (!entry.is_resident() && parts_.gates.early_slot(entry) == nullptr)
     parts_.policy.forget(entry.id);
   if (to == Residency::absent) parts_.window.end(entry);
+  if (entry.is_resident() || to == Residency::absent) parts_.waits.wake(WaitList::room);
 }
 
 void Residencies::begin_task(Entry& entry) {
@@ -34,7 +36,17 @@ void Residencies::begin_task(Entry& entry) {
 
 void Residencies::end_task(Entry& entry) {
   entry.remove_task();
-  if (entry.task_count() == 0) parts_.waits.wake(entry);
+  if (entry.task_count() == 0) note_changed(entry);
+}
+
+void Residencies::note_changed(const Entry& entry) {
+  const bool is_known = parts_.policy.residents().contains(entry.id);
+  // While it had a pending slot it may have become resident in silence.
+  if (!is_known && entry.is_resident() && entry.pending == nullptr)
+    parts_.policy.used(entry.id, entry.price());
+  parts_.policy.put_back(entry.id);
+  parts_.waits.wake(entry);
+  parts_.waits.wake(WaitList::room);
 }
 
 std::unique_ptr<Slot> Residencies::take_slot(Entry& entry) {
@@ -51,19 +63,28 @@ void Residencies::set_pending(Entry& entry, std::unique_ptr<Slot> slot) {
   pending_ids_.insert(entry.id);
 }
 
-void Residencies::settle_all_pending() {
-  std::erase_if(pending_ids_, [this](uint32_t id) {
-    Entry* const entry = parts_.entries[id];
+void Residencies::settle_all_pending() { settle_pending(pending_ids_.size()); }
+
+void Residencies::settle_pending(size_t count_max) {
+  for (size_t count = std::min(count_max, pending_ids_.size()); count > 0; --count) {
+    auto at = pending_ids_.lower_bound(next_pending_id_);
+    if (at == pending_ids_.end()) at = pending_ids_.begin();
+    next_pending_id_ = *at + 1;
+    Entry* const entry = parts_.entries[*at];
     if (entry != nullptr) settle_pending(*entry);
-    return entry == nullptr || entry->pending == nullptr;
-  });
+    if (entry == nullptr || entry->pending == nullptr) pending_ids_.erase(at);
+  }
+}
+
+bool Residencies::may_settle(const Entry& entry) const {
+  // Nobody reads there: a reader's pin is one that looks for another slot, and goes again.
+  if (entry.pending == nullptr || parts_.slots.has_writer(*entry.pending)) return false;
+  // A spill of the old bytes is in flight: they are still being copied.
+  return entry.residency() != Residency::draining && entry.residency() != Residency::filling;
 }
 
 void Residencies::settle_pending(Entry& entry) {
-  // Nobody reads there: a reader's pin is one that looks for another slot, and goes again.
-  if (entry.pending == nullptr || parts_.slots.has_writer(*entry.pending)) return;
-  // A spill of the old bytes is in flight: they are still being copied.
-  if (entry.residency() == Residency::draining || entry.residency() == Residency::filling) return;
+  if (!may_settle(entry)) return;
   MEMD_FAILPOINT("blob.before_swap");
   parts_.table.withdraw(entry);
   std::unique_ptr<Slot> old = std::move(entry.slot);
@@ -80,7 +101,7 @@ void Residencies::settle_pending(Entry& entry) {
   if (entry.residency() == Residency::clean) move(entry, Residency::clean, Residency::dirty);
   parts_.gates.note_written(entry.owner);
   parts_.table.publish(entry);
-  parts_.waits.wake(entry);
+  note_changed(entry);
   MEMD_FAILPOINT("blob.swapped");
 }
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 #include <memory>
-#include <unordered_set>
+#include <set>
 
 #include "store/cache/entry.h"
 #include "store/cache/entry_table.h"
@@ -55,6 +55,9 @@ class Residencies {
   /// lasts is the caller's affair.
   void begin_task(Entry& entry);
   void end_task(Entry& entry);
+  /// Of its slots or their pins something else has changed: whoever waits for the entry, or for
+  /// room, looks again.
+  void note_changed(const Entry& entry);
 
   /// Somebody writes there what takes the place of the entry's bytes when it is done.
   void set_pending(Entry& entry, std::unique_ptr<Slot> slot);
@@ -62,6 +65,8 @@ class Residencies {
   void settle_pending(Entry& entry);
   /// All that are finished, at the cost of those that were begun.
   void settle_all_pending();
+  /// Those that are finished among the next `count_max`.
+  void settle_pending(size_t count_max);
 
   /// See ResidencyGates.
   void note_written(uint32_t shard_id) { parts_.gates.note_written(shard_id); }
@@ -70,13 +75,15 @@ class Residencies {
   uint64_t draining_bytes() const { return draining_bytes_; }
 
  private:
+  bool may_settle(const Entry& entry) const;
   /// move() without a word to the ledger, which must not see what lies between.
   void move_unnoted(Entry& entry, Residency from, Residency to);
 
   const Parts parts_;
   uint64_t draining_bytes_ = 0;
   // Ids of entries with a pending slot, and of some that had one.
-  std::unordered_set<uint32_t> pending_ids_;
+  std::set<uint32_t> pending_ids_;
+  uint32_t next_pending_id_ = 0;  // settle_pending() goes on there
 };
 
 }  // namespace memd

@@ -1,5 +1,6 @@
 #include "store/cache/room.h"
 
+#include <algorithm>
 #include <map>
 
 #include "arena/room_search.h"
@@ -45,7 +46,8 @@ bool Room::may_go(const Entry& entry) const {
   return entry.has_replica();
 }
 
-std::vector<Room::Victim> Room::choose(uint64_t bytes, uint64_t distance_min) const {
+std::vector<Room::Victim> Room::choose(uint64_t bytes, uint64_t distance_min) {
+  look_at_leased(kLookedAtMax);
   RoomSearch search(parts_.memory->arena(), bytes);
   std::map<uint64_t, Entry*> candidates;  // by the offset of their slot
   // There whatever goes first goes: what is taken from the front keeps small slots together.
@@ -56,19 +58,69 @@ std::vector<Room::Victim> Room::choose(uint64_t bytes, uint64_t distance_min) co
     is_enough = only_first || search.offer(slot.offset_bytes);
     return is_enough;
   };
-  parts_.policy.in_order([&](uint32_t entry_id, uint64_t distance) {
+  std::vector<Entry*> left;
+  has_looked_at_all_ = true;
+  parts_.policy.in_order(EvictionPrice::clean, [&](uint32_t entry_id, uint64_t distance) {
     if (distance < distance_min) return false;
+    if (left.size() == kLookedAtMax) {
+      has_looked_at_all_ = false;
+      return false;
+    }
+    ++looked_at_count_;
     Entry* const entry = parts_.shards.entry(entry_id);
-    if (may_go(*entry) && offer(*entry->slot, entry)) return false;
+    const bool goes = may_go(*entry);
+    if (goes && offer(*entry->slot, entry)) return false;
     const Slot* const early_slot = parts_.gates.early_slot_to_spare(*entry);
+    if (!goes && early_slot == nullptr) left.push_back(entry);
     return early_slot == nullptr || !offer(*early_slot, entry);
   });
+  set_aside(left);
+  if (!has_looked_at_all_) parts_.waits.wake(WaitList::room);
   std::vector<Victim> victims;
   if (!is_enough) return victims;
   if (only_first) victims.push_back(*candidates.begin());
   for (const uint64_t offset_bytes : search.chosen())
     victims.emplace_back(offset_bytes, candidates.at(offset_bytes));
   return victims;
+}
+
+// Residencies put back what has changed, and look_for_releases() what is leased no more.
+void Room::set_aside(const std::vector<Entry*>& entries) {
+  for (const Entry* const entry : entries) {
+    parts_.policy.set_aside(entry->id);
+    if (entry->slot != nullptr && parts_.slots.is_pinned(*entry->slot))
+      leased_ids_.insert(entry->id);
+  }
+}
+
+void Room::look_for_releases() {
+  parts_.residencies.settle_pending(kLookedAtMax);
+  if (look_at_leased(kLookedAtMax) || parts_.slots.any_retired_free(kLookedAtMax))
+    parts_.waits.wake(WaitList::room);
+}
+
+void Room::look_for_all_releases() {
+  parts_.residencies.settle_all_pending();
+  if (look_at_leased(leased_ids_.size()) ||
+      parts_.slots.any_retired_free(parts_.slots.retired_count()))
+    parts_.waits.wake(WaitList::room);
+}
+
+bool Room::look_at_leased(size_t count_max) {
+  bool any_free = false;
+  for (size_t count = std::min(count_max, leased_ids_.size()); count > 0; --count) {
+    auto at = leased_ids_.lower_bound(next_leased_id_);
+    if (at == leased_ids_.end()) at = leased_ids_.begin();
+    next_leased_id_ = *at + 1;
+    ++looked_at_count_;
+    const Entry* const entry = parts_.shards.entry(*at);
+    if (entry != nullptr && entry->slot != nullptr && parts_.slots.is_pinned(*entry->slot))
+      continue;
+    parts_.policy.put_back(*at);
+    leased_ids_.erase(at);
+    any_free = true;
+  }
+  return any_free;
 }
 
 bool Room::evict_for(uint64_t bytes, uint64_t distance_min, uint64_t evicted_bytes_max) {
@@ -97,34 +149,56 @@ void Room::evict(const Victim& victim) {
   parts_.slots.free(std::move(entry.slot));
 }
 
+bool Room::may_spill(const Entry& entry) const {
+  return entry.residency() == Residency::dirty && entry.task_count() == 0 &&
+         entry.tier == Tier::nvme && entry.pending == nullptr && !entry.replicas.empty() &&
+         !parts_.slots.is_pinned(*entry.slot);
+}
+
 std::vector<Entry*> Room::choose_to_spill(uint64_t bytes) {
+  // Of what is left where it is for a while only, one walk meets more.
+  constexpr size_t kLeftMax = 16 * kLookedAtMax;
   uint64_t draining_bytes = parts_.residencies.draining_bytes();
   uint64_t quota_bytes = 0;
   // While a step or sync runs, what its catalogue will name stays where it is; gradients are in no
   // catalogue.
   const bool gradients_only = parts_.gates.is_operating();
   std::vector<Entry*> victims;
-  parts_.policy.in_order([&](uint32_t entry_id, uint64_t) {
-    if (draining_bytes >= bytes) return false;
+  std::vector<Entry*> left;
+  size_t stays_count = 0;
+  parts_.policy.in_order(EvictionPrice::dirty, [&](uint32_t entry_id, uint64_t) {
+    if (draining_bytes >= bytes || stays_count == kLeftMax) return false;
+    if (left.size() == kLookedAtMax) {
+      has_looked_at_all_ = false;
+      return false;
+    }
+    ++looked_at_count_;
     Entry* const entry = parts_.shards.entry(entry_id);
-    if (entry->residency() != Residency::dirty || entry->task_count() != 0) return true;
-    if (gradients_only && entry->kind != EntryKind::gradient) return true;
-    if (entry->tier != Tier::nvme || entry->pending != nullptr) return true;
-    if (entry->replicas.empty() || parts_.slots.is_pinned(*entry->slot)) return true;
+    if (!may_spill(*entry)) {
+      left.push_back(entry);
+      return true;
+    }
     // Space that is promised to the running step is free again after it.
     const uint64_t spilled_bytes = align_up(entry->bytes, kBlockBytes);
-    if (!parts_.space.keeps_promise(quota_bytes + spilled_bytes)) return true;
+    const bool stays = (gradients_only && entry->kind != EntryKind::gradient) ||
+                       !parts_.space.keeps_promise(quota_bytes + spilled_bytes);
+    if (stays) {
+      ++stays_count;
+      return true;
+    }
     quota_bytes += spilled_bytes;
     victims.push_back(entry);
     draining_bytes += entry->bytes;
     return true;
   });
+  set_aside(left);
+  if (!has_looked_at_all_) parts_.waits.wake(WaitList::room);
   return victims;
 }
 
 void Room::spill(uint64_t bytes) {
   // A finished overwrite takes the place of what was there before either is written back.
-  parts_.residencies.settle_all_pending();
+  parts_.residencies.settle_pending(kLookedAtMax);
   for (Entry* const entry : choose_to_spill(bytes)) {
     MEMD_FAILPOINT("spill.started");
     parts_.counters.spilled_bytes += entry->bytes;

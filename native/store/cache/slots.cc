@@ -57,6 +57,7 @@ void Slots::free(std::unique_ptr<Slot> slot) {
   if (ledger_ != nullptr) ledger_->note_slot(slot_record(*slot, SlotRole::none));
   memory_->arena().free(slot->offset_bytes);
   pin_indexes_.give_back(slot->pin_first, slot->pin_count());
+  waits_.wake(WaitList::room);
 }
 
 void Slots::retire(std::unique_ptr<Slot> slot) {
@@ -78,6 +79,14 @@ void Slots::free_retired() {
     free(std::move(*it));
     it = retired_.erase(it);
   }
+}
+
+bool Slots::any_retired_free(size_t count_max) {
+  for (size_t count = std::min(count_max, retired_.size()); count > 0; --count) {
+    if (!is_pinned(*retired_.front())) return true;
+    retired_.splice(retired_.end(), retired_, retired_.begin());
+  }
+  return false;
 }
 
 void Slots::free_all() {
@@ -130,17 +139,32 @@ bool Slots::visit_all(const std::function<bool(const Slot&)>& visit) const {
       retired_.begin(), retired_.end(), [&](const auto& slot) { return visit(*slot); });
 }
 
-bool Slots::pinned_by_others(uint64_t session_id) const {
-  return visit_all([&](const Slot& slot) {
-    for (uint32_t i = 0; i < slot.pin_count(); ++i) {
-      if (slot.service_pins[i] != 0) return true;
-      for (const auto& session : sessions_) {
-        if (session->session_id != session_id && session->ring.pins(slot.pin_first + i) != 0)
-          return true;
-      }
+bool Slots::is_pinned_by_others(const Slot& slot, uint64_t session_id) const {
+  for (uint32_t i = 0; i < slot.pin_count(); ++i) {
+    if (slot.service_pins[i] != 0) return true;
+    for (const auto& session : sessions_) {
+      if (session->session_id != session_id && session->ring.pins(slot.pin_first + i) != 0)
+        return true;
     }
-    return false;
-  });
+  }
+  return false;
+}
+
+std::optional<bool> Slots::pinned_by_others(uint64_t session_id) {
+  constexpr size_t kLookedAtMax = 2048;
+  const auto is_held = [&](const std::unique_ptr<Slot>& slot) {
+    return slot != nullptr && is_pinned_by_others(*slot, session_id);
+  };
+  if (std::any_of(retired_.begin(), retired_.end(), is_held)) return true;
+  for (size_t count = 0; next_entry_id_ < entries_.size(); ++next_entry_id_) {
+    const Entry* const entry = entries_[next_entry_id_];
+    if (entry == nullptr) continue;
+    // It is looked at first the next time.
+    if (is_held(entry->slot) || is_held(entry->pending)) return true;
+    if (++count == kLookedAtMax) return std::nullopt;
+  }
+  next_entry_id_ = 0;
+  return false;
 }
 
 uint32_t Slots::lease_count() const {

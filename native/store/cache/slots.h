@@ -2,10 +2,12 @@
 // ledger is told of each.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <list>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "store/cache/entry.h"
@@ -13,6 +15,7 @@
 #include "store/cache/job_memory.h"
 #include "store/cache/pins.h"
 #include "store/cache/session.h"
+#include "store/cache/wait_lists.h"
 #include "store/journal/ledger.h"
 
 namespace memd {
@@ -26,8 +29,9 @@ class Slots {
   Slots(const EntryTable& entries,
         const std::vector<std::shared_ptr<Session>>& sessions,
         const std::unique_ptr<JobMemory>& memory,
-        const std::unique_ptr<Ledger>& ledger)
-      : entries_(entries), sessions_(sessions), memory_(memory), ledger_(ledger) {}
+        const std::unique_ptr<Ledger>& ledger,
+        WaitLists& waits)
+      : entries_(entries), sessions_(sessions), memory_(memory), ledger_(ledger), waits_(waits) {}
   Slots(const Slots&) = delete;
   Slots& operator=(const Slots&) = delete;
 
@@ -37,6 +41,9 @@ class Slots {
   /// Frees the slot, or keeps it until its last lease ends.
   void retire(std::unique_ptr<Slot> slot);
   void free_retired();
+  /// Whether free_retired() would free one, among the next `count_max` of them.
+  bool any_retired_free(size_t count_max);
+  size_t retired_count() const { return retired_.size(); }
   /// Frees all slots, those of entries and those that are leased too.
   void free_all();
   const std::list<std::unique_ptr<Slot>>& retired() const { return retired_; }
@@ -56,8 +63,9 @@ class Slots {
   PinCount pins(const Slot& slot, uint32_t index) const;
   bool is_pinned(const Slot& slot) const;
   bool has_writer(const Slot& slot) const;
-  /// Whether any pin in the arena belongs to somebody else.
-  bool pinned_by_others(uint64_t session_id) const;
+  /// Whether any pin in the arena belongs to somebody else. Nothing: it has looked at so many slots
+  /// that the next call has to go on.
+  std::optional<bool> pinned_by_others(uint64_t session_id);
   uint32_t lease_count() const;
   /// Of one session: others take and give back pins in shared memory at any moment.
   uint32_t lease_count(const Session& session) const;
@@ -76,6 +84,7 @@ class Slots {
   void note_made(const Slot& slot);
 
  private:
+  bool is_pinned_by_others(const Slot& slot, uint64_t session_id) const;
   /// Until `visit` returns true, of every slot that may be pinned; whether it did.
   bool visit_all(const std::function<bool(const Slot&)>& visit) const;
 
@@ -83,9 +92,11 @@ class Slots {
   const std::vector<std::shared_ptr<Session>>& sessions_;
   const std::unique_ptr<JobMemory>& memory_;
   const std::unique_ptr<Ledger>& ledger_;
+  WaitLists& waits_;
   PinIndexes pin_indexes_;
   std::list<std::unique_ptr<Slot>> retired_;
   uint32_t service_lease_count_ = 0;
+  uint32_t next_entry_id_ = 0;  // pinned_by_others() goes on there
 };
 
 }  // namespace memd

@@ -12,8 +12,12 @@ void WaitLists::hang(Ticket ticket, const Entry& entry, WaitList list) {
   MEMD_CHECK(place.key == key);  // a waiter asks for one shard
   if (place.list == list) return;
   leave(ticket, place.list);
-  if (list != WaitList::none) lists_[static_cast<size_t>(list)].insert(ticket);
   place.list = list;
+  if (list == WaitList::none) return;
+  std::set<Ticket>& all = lists_[static_cast<size_t>(list)];
+  all.insert(ticket);
+  // Events until here have woken somebody else, or nobody.
+  if (list == WaitList::room && *all.begin() == ticket) woken_.insert(ticket);
 }
 
 void WaitLists::leave(Ticket ticket, WaitList list) {

@@ -43,7 +43,7 @@ class WaitLists {
   /// Of its residency, its tasks, its slots, or of what steps do to it.
   void wake(const Entry& entry);
   /// Of the list for room only the first: the others come after it, and the next one is woken when
-  /// the first leaves the list.
+  /// the first leaves the list, as is whoever comes to be the first.
   void wake(WaitList list);
   void wake_all();
 

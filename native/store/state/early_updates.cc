@@ -220,7 +220,7 @@ void EarlyUpdates::end_tile(uint32_t bucket, SpeculativeBucket& made, const Stat
   --made.running_count;
   --running_count_;
   // Whoever has paused it asks again.
-  if (made.running_count == 0) parts_.waits.wake(*made.value);
+  if (made.running_count == 0) parts_.residencies.note_changed(*made.value);
   if (made.is_discarded) return release(made);
   // The step meets the error again, where it is one that stays.
   if (!status.is_ok()) discard(bucket, EarlyDiscard::failed);
@@ -378,6 +378,7 @@ void EarlyUpdates::release(SpeculativeBucket& made) {
   for (auto& tile : made.tiles) {
     if (tile) release_tile(*std::exchange(tile, std::nullopt));
   }
+  parts_.waits.wake(WaitList::room);
   // A worker may still write there.
   if (made.running_count == 0 && made.shadow != nullptr) free_slot(made);
 }

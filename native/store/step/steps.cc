@@ -193,6 +193,7 @@ void Steps::finished(Step& step, const Status& status) {
   MEMD_FAILPOINT("step.before_acknowledgement");
   step.answer(status);
   MEMD_FAILPOINT("step.acknowledged");
+  parts_.job.waits.wake(WaitList::room);
   parts_.operations.end();
 }
 
