@@ -152,6 +152,7 @@ class FullArena {
     for (uint64_t i = slot_count_ - kFree; i < slot_count_; ++i)
       held_.push_back(heart_.lease(other_, ids_[i]));
   }
+  uint64_t held_count() const { return held_.size(); }
   void release_one() {
     heart_.release(held_.back());
     held_.pop_back();
@@ -189,6 +190,9 @@ TEST(TurnsTest, a_lease_looks_at_as_many_entries_beside_10000_as_beside_1000) {
     ASSERT_TRUE(second->has_value() && (*second)->is_ok());
     EXPECT_LE(looked(), Room::kLookedAtMax + FullArena::kFree);
     full.heart().release(**second);
+    // What a report counts anew is bounded as well.
+    for (int call = 0; call < 3; ++call) (void)full.job().cache().slots().lease_count();
+    EXPECT_EQ(full.job().cache().slots().lease_count(), full.held_count());
   }
 }
 

@@ -361,6 +361,7 @@ void Leases::reply_granted(const Try& asked, Slot& slot) {
   const bool is_noted = parts_.ledger != nullptr && !reads && !request.for_service;
   if (is_noted) note_grant(asked, slot, grant);
   MEMD_FAILPOINT("lease.before_pin");
+  if (!reads) parts_.slots.note_writer(entry);
   if (request.for_service) {
     parts_.slots.pin_for_service(slot, grant.index, grant.pin);
   } else if (!request.prefetch) {

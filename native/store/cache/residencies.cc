@@ -19,6 +19,7 @@ void Residencies::move(Entry& entry, Residency from, Residency to) {
 
 void Residencies::move_unnoted(Entry& entry, Residency from, Residency to) {
   entry.move(from, to);
+  note_state(entry);
   parts_.waits.wake(entry);
   if (from == Residency::draining) draining_bytes_ -= entry.bytes;
   if (to == Residency::draining) draining_bytes_ += entry.bytes;
@@ -29,13 +30,29 @@ void Residencies::move_unnoted(Entry& entry, Residency from, Residency to) {
   if (entry.is_resident() || to == Residency::absent) parts_.waits.wake(WaitList::room);
 }
 
+void Residencies::note_state(const Entry& entry) {
+  const auto keep = [&entry](std::set<uint32_t>& ids, bool belongs) {
+    if (belongs) {
+      ids.insert(entry.id);
+    } else {
+      ids.erase(entry.id);
+    }
+  };
+  keep(busy_ids_,
+       entry.task_count() != 0 || entry.residency() == Residency::filling ||
+           entry.residency() == Residency::draining);
+  keep(dirty_ids_, entry.residency() == Residency::dirty);
+}
+
 void Residencies::begin_task(Entry& entry) {
   entry.add_task();
+  note_state(entry);
   if (entry.task_count() == 1) parts_.waits.wake(entry);
 }
 
 void Residencies::end_task(Entry& entry) {
   entry.remove_task();
+  note_state(entry);
   if (entry.task_count() == 0) note_changed(entry);
 }
 

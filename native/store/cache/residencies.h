@@ -71,15 +71,22 @@ class Residencies {
   /// See ResidencyGates.
   void note_written(uint32_t shard_id) { parts_.gates.note_written(shard_id); }
 
+  /// Ids of entries that are filling or draining, or have tasks; ascending.
+  const std::set<uint32_t>& busy_ids() const { return busy_ids_; }
+  /// Of those that are dirty.
+  const std::set<uint32_t>& dirty_ids() const { return dirty_ids_; }
   /// Bytes of entries that are being written back.
   uint64_t draining_bytes() const { return draining_bytes_; }
 
  private:
   bool may_settle(const Entry& entry) const;
+  void note_state(const Entry& entry);
   /// move() without a word to the ledger, which must not see what lies between.
   void move_unnoted(Entry& entry, Residency from, Residency to);
 
   const Parts parts_;
+  std::set<uint32_t> busy_ids_;
+  std::set<uint32_t> dirty_ids_;
   uint64_t draining_bytes_ = 0;
   // Ids of entries with a pending slot, and of some that had one.
   std::set<uint32_t> pending_ids_;

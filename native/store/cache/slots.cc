@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/units.h"
 
 namespace memd {
 namespace {
@@ -139,6 +140,22 @@ bool Slots::visit_all(const std::function<bool(const Slot&)>& visit) const {
       retired_.begin(), retired_.end(), [&](const auto& slot) { return visit(*slot); });
 }
 
+void Slots::end_adoption(uint32_t pin_end) {
+  pin_indexes_.start_at(pin_end);
+  for (const Entry* const entry : entries_) {
+    if (entry != nullptr && entry->slot != nullptr) note_writer(*entry);
+  }
+}
+
+const Entry* Slots::written_parameter() {
+  const auto is_written = [this](const Entry* entry) {
+    return entry != nullptr && entry->slot != nullptr && entry->kind == EntryKind::parameter &&
+           has_writer(*entry->slot);
+  };
+  std::erase_if(written_ids_, [&](uint32_t id) { return !is_written(entries_[id]); });
+  return written_ids_.empty() ? nullptr : entries_[*written_ids_.begin()];
+}
+
 bool Slots::is_pinned_by_others(const Slot& slot, uint64_t session_id) const {
   for (uint32_t i = 0; i < slot.pin_count(); ++i) {
     if (slot.service_pins[i] != 0) return true;
@@ -167,13 +184,30 @@ std::optional<bool> Slots::pinned_by_others(uint64_t session_id) {
   return false;
 }
 
-uint32_t Slots::lease_count() const {
+uint64_t Slots::lease_count(const Slot& slot) const {
   uint64_t count = 0;
-  visit_all([&](const Slot& slot) {
-    for (uint32_t i = 0; i < slot.pin_count(); ++i) count += pins(slot, i).all();
-    return false;
-  });
-  return static_cast<uint32_t>(count);
+  for (uint32_t i = 0; i < slot.pin_count(); ++i) count += pins(slot, i).all();
+  return count;
+}
+
+uint32_t Slots::lease_count() const {
+  constexpr size_t kEntries = 1024;
+  constexpr size_t kCountedAtOnce = 4;
+  lease_counts_.resize(divide_up(entries_.size(), kEntries));
+  for (size_t i = 0; i < std::min(kCountedAtOnce, lease_counts_.size()); ++i) {
+    const size_t at = next_lease_count_++ % lease_counts_.size();
+    uint64_t& count = lease_counts_[at] = 0;
+    for (size_t id = at * kEntries; id < (at + 1) * kEntries; ++id) {
+      const Entry* const entry = entries_[id];
+      if (entry == nullptr) continue;
+      if (entry->slot != nullptr) count += lease_count(*entry->slot);
+      if (entry->pending != nullptr) count += lease_count(*entry->pending);
+    }
+  }
+  uint64_t sum = 0;
+  for (const uint64_t count : lease_counts_) sum += count;
+  for (const auto& slot : retired_) sum += lease_count(*slot);
+  return static_cast<uint32_t>(sum);
 }
 
 uint32_t Slots::lease_count(const Session& session) const {

@@ -8,6 +8,7 @@
 #include <list>
 #include <memory>
 #include <optional>
+#include <set>
 #include <vector>
 
 #include "store/cache/entry.h"
@@ -56,16 +57,22 @@ class Slots {
     pin_indexes_.give_back(record.pin_first, record.pin_count);
   }
   /// Every run of counters below `pin_end` was adopted.
-  void end_adoption(uint32_t pin_end) { pin_indexes_.start_at(pin_end); }
+  void end_adoption(uint32_t pin_end);
 
   // Pins. No client takes away what another one or the daemon holds.
   /// Pins of all sessions and of the daemon itself.
   PinCount pins(const Slot& slot, uint32_t index) const;
   bool is_pinned(const Slot& slot) const;
   bool has_writer(const Slot& slot) const;
+  /// A writer's pin is about to be on the entry.
+  void note_writer(const Entry& entry) { written_ids_.insert(entry.id); }
+  /// The first parameter whose slot a writer has pinned; nullptr: none.
+  const Entry* written_parameter();
   /// Whether any pin in the arena belongs to somebody else. Nothing: it has looked at so many slots
   /// that the next call has to go on.
   std::optional<bool> pinned_by_others(uint64_t session_id);
+  /// For people: a call counts the leases of 4,096 entries anew, and goes on behind them in the
+  /// next one; of other entries it says what the call before has counted.
   uint32_t lease_count() const;
   /// Of one session: others take and give back pins in shared memory at any moment.
   uint32_t lease_count(const Session& session) const;
@@ -85,6 +92,7 @@ class Slots {
 
  private:
   bool is_pinned_by_others(const Slot& slot, uint64_t session_id) const;
+  uint64_t lease_count(const Slot& slot) const;
   /// Until `visit` returns true, of every slot that may be pinned; whether it did.
   bool visit_all(const std::function<bool(const Slot&)>& visit) const;
 
@@ -96,7 +104,11 @@ class Slots {
   PinIndexes pin_indexes_;
   std::list<std::unique_ptr<Slot>> retired_;
   uint32_t service_lease_count_ = 0;
-  uint32_t next_entry_id_ = 0;  // pinned_by_others() goes on there
+  /// Entries that may have a writer: who writes has asked.
+  std::set<uint32_t> written_ids_;
+  mutable std::vector<uint64_t> lease_counts_;  // of so many entries each
+  mutable size_t next_lease_count_ = 0;         // to be counted anew
+  uint32_t next_entry_id_ = 0;                  // pinned_by_others() goes on there
 };
 
 }  // namespace memd

@@ -1,5 +1,6 @@
 #include "store/state/writeback.h"
 
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -90,7 +91,9 @@ void Writeback::write_back_all(bool with_bytes,
                                Done done) {
   auto join = Join::start(std::move(done));
   parts_.residencies.settle_all_pending();
-  for (Entry* const entry : parts_.shards.entries()) {
+  const std::set<uint32_t>& dirty = parts_.residencies.dirty_ids();
+  for (const uint32_t id : std::vector(dirty.begin(), dirty.end())) {
+    Entry* const entry = parts_.shards.entry(id);
     if (entry != nullptr && is_due(*entry, with_bytes)) write_back(*entry, report, join->branch());
   }
   join->finish(Status::ok());

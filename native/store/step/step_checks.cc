@@ -162,15 +162,12 @@ Status check_start(const StepParts& parts, const StepRequest& request) {
 // Bytes that a writer still holds are half-written: no commit may contain them.
 Status check_writers(const StepParts& parts) {
   const StateParts& job = parts.job;
-  for (Entry* const entry : job.shards.entries()) {
-    if (entry == nullptr || entry->kind != EntryKind::parameter || entry->slot == nullptr) continue;
-    if (!job.slots.has_writer(*entry->slot)) continue;
-    return error(StatusCode::invalid_argument,
-                 "shard ",
-                 job.shards.describe(*entry),
-                 " is still leased for writing; let go of the tensor first");
-  }
-  return Status::ok();
+  const Entry* const written = job.slots.written_parameter();
+  if (written == nullptr) return Status::ok();
+  return error(StatusCode::invalid_argument,
+               "shard ",
+               job.shards.describe(*written),
+               " is still leased for writing; let go of the tensor first");
 }
 
 }  // namespace memd

@@ -57,7 +57,8 @@ std::optional<WaitsFor> StepShards::before(const LeaseRequest& request,
 
 bool StepShards::are_settled() const {
   const Shards& shards = parts_.job.shards;
-  for (const Entry* const entry : shards.entries()) {
+  for (const uint32_t id : parts_.job.residencies.busy_ids()) {
+    const Entry* const entry = shards.entry(id);
     if (entry == nullptr || entry->kind == EntryKind::gradient) continue;
     // A parameter that this step does not touch may well be fetched meanwhile.
     const bool fetched_only =
