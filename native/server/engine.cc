@@ -135,7 +135,7 @@ Status Engine::prepare(const ServerOptions& options, KeptDescriptors kept) {
   }
   if (Status settled = pool_->settle(); !settled.is_ok()) return settled;
   report_.pool = pool_->report();
-  report_.job_count = static_cast<uint32_t>(store_->jobs().size());
+  report_.job_count = static_cast<uint32_t>(store_->reports().jobs().size());
   return Status::ok();
 }
 
@@ -152,7 +152,7 @@ Status Engine::turn_of_start() {
   return error(StatusCode::deadline,
                "a device does not answer, so that the daemon cannot start; look at it, then start "
                "again: ",
-               describe(store_->in_flight(), kNamedCount));
+               describe(store_->reports().in_flight(), kNamedCount));
 }
 
 void Engine::keep_to_one_volume_set(const std::array<uint8_t, 16>& uuid, KeptDescriptors& kept) {

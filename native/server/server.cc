@@ -78,7 +78,7 @@ Result<JobInfo> Server::open_job(const OpenJobRequest& request) {
   // A stopped job that no catalogue named goes without being asked to.
   refill_pool();
   auto job = thread_->ask<JobInfo>(kAnswerS, "opening a job", [this, request](const auto& reply) {
-    reply(store().open_job(request));
+    reply(store().admissions().open(request));
   });
   if (!job.is_ok() || !job.value().created || !outlives_process()) return job;
   // Memory that outlives this process belongs to a job that the disk knows, so that the next daemon
@@ -86,9 +86,10 @@ Result<JobInfo> Server::open_job(const OpenJobRequest& request) {
   const uint64_t job_id = job.value().job_id;
   auto committed =
       thread_->ask<StepReport>(kDrainS, "the first commit", [this, job_id](const auto& reply) {
-        store().sync_job(job_id, [reply](const Status& status, const StepReport& report) {
-          reply(value_or(status, report));
-        });
+        store().operations().sync_job(job_id,
+                                      [reply](const Status& status, const StepReport& report) {
+                                        reply(value_or(status, report));
+                                      });
       });
   if (committed.is_ok()) return job;
   [[maybe_unused]] const Status dropped = drop_job(job_id, false);
@@ -96,32 +97,34 @@ Result<JobInfo> Server::open_job(const OpenJobRequest& request) {
 }
 
 Result<JobInfo> Server::find_job(const std::string& name) {
-  return thread_->ask_reading<JobInfo>(
-      "finding a job", [this, name](const auto& reply) { reply(store().find_job(name)); });
+  return thread_->ask_reading<JobInfo>("finding a job", [this, name](const auto& reply) {
+    reply(store().reports().find_job(name));
+  });
 }
 
 Result<std::vector<JobInfo>> Server::jobs() {
   return thread_->ask_reading<std::vector<JobInfo>>(
-      "listing jobs", [this](const auto& reply) { reply(store().jobs()); });
+      "listing jobs", [this](const auto& reply) { reply(store().reports().jobs()); });
 }
 
 Result<std::vector<ShardInfo>> Server::shards(uint64_t job_id, uint32_t first, size_t count_max) {
   return thread_->ask_reading<std::vector<ShardInfo>>(
       "listing shards", [this, job_id, first, count_max](const auto& reply) {
-        reply(store().shards(job_id, first, count_max));
+        reply(store().reports().shards(job_id, first, count_max));
       });
 }
 
 Result<ShardInfo> Server::find_shard(uint64_t job_id, const std::string& name) {
-  return thread_->ask_reading<ShardInfo>(
-      "finding a shard",
-      [this, job_id, name](const auto& reply) { reply(store().find_shard(job_id, name)); });
+  return thread_->ask_reading<ShardInfo>("finding a shard",
+                                         [this, job_id, name](const auto& reply) {
+                                           reply(store().reports().find_shard(job_id, name));
+                                         });
 }
 
 Status Server::set_job_weight(uint64_t job_id, JobWeight weight) {
   return status_of(thread_->ask<Nothing>(
       kAnswerS, "setting a job's weight", [this, job_id, weight](const auto& reply) {
-        reply(nothing(store().set_job_weight(job_id, weight)));
+        reply(nothing(store().admissions().set_weight(job_id, weight)));
       }));
 }
 
@@ -139,13 +142,13 @@ void Server::refill_pool() {
   // between.
   for (bool more = true; more;) {
     auto result = thread_->ask<bool>(kAnswerS, "refilling the pool", [this](const auto& reply) {
-      auto segments = store().take_released_segments();
+      auto segments = store().memory().take_released();
       const bool any = !segments.empty();
       if (any) {
-        store().add_to_pool(std::move(segments.back()));
+        store().memory().add(std::move(segments.back()));
         segments.pop_back();
       }
-      store().put_back_released(std::move(segments));
+      store().memory().put_back_released(std::move(segments));
       reply(any);
     });
     more = result.is_ok() && result.value();
@@ -214,7 +217,7 @@ Result<std::vector<KeptSession>> Server::kept_sessions() {
 }
 
 void Server::redo_steps() {
-  thread_->post([this] { store().redo_steps(); });
+  thread_->post([this] { store().operations().redo_steps(); });
 }
 
 Result<SessionGrant> Server::resume_session(uint64_t session_id, const SessionOwner& owner) {
@@ -239,7 +242,7 @@ Result<SessionGrant> Server::resume_session(uint64_t session_id, const SessionOw
 Result<uint64_t> Server::closing_step(uint64_t job_id) {
   return thread_->ask<uint64_t>(
       kAnswerS, "finding the closing step", [this, job_id](const auto& reply) {
-        reply(store().closing_step(job_id));
+        reply(store().operations().closing_step(job_id));
       });
 }
 
@@ -279,7 +282,7 @@ Result<std::pair<std::vector<ShardInfo>, bool>> Server::declare(
 
 Result<StepReport> Server::step(const StepRequest& request, double timeout_s) {
   return thread_->ask<StepReport>(timeout_s, "the step", [this, request](const auto& reply) {
-    store().step(request, [reply](const Status& status, const StepReport& report) {
+    store().operations().step(request, [reply](const Status& status, const StepReport& report) {
       reply(value_or(status, report));
     });
   });
@@ -288,13 +291,13 @@ Result<StepReport> Server::step(const StepRequest& request, double timeout_s) {
 Status Server::expect_step(uint64_t session_id, const std::vector<StepGroup>& groups) {
   return status_of(thread_->ask<Nothing>(
       kAnswerS, "saying what a step will do", [this, session_id, groups](const auto& reply) {
-        reply(nothing(store().expect_step(session_id, groups)));
+        reply(nothing(store().gradients().expect_step(session_id, groups)));
       }));
 }
 
 Result<StepReport> Server::sync(uint64_t session_id, double timeout_s) {
   return thread_->ask<StepReport>(timeout_s, "the sync", [this, session_id](const auto& reply) {
-    store().sync(session_id, [reply](const Status& status, const StepReport& report) {
+    store().operations().sync(session_id, [reply](const Status& status, const StepReport& report) {
       reply(value_or(status, report));
     });
   });
@@ -303,7 +306,7 @@ Result<StepReport> Server::sync(uint64_t session_id, double timeout_s) {
 Status Server::drop_gradients(uint64_t session_id, const std::vector<uint32_t>& shard_ids) {
   return status_of(thread_->ask<Nothing>(
       kAnswerS, "dropping gradients", [this, session_id, shard_ids](const auto& reply) {
-        reply(nothing(store().drop_gradients(session_id, shard_ids)));
+        reply(nothing(store().gradients().drop(session_id, shard_ids)));
       }));
 }
 
@@ -361,7 +364,7 @@ Result<std::pair<std::vector<float>, std::vector<float>>> Server::read_moments(
   using ShardMoments = std::pair<std::vector<float>, std::vector<float>>;
   return thread_->ask<ShardMoments>(
       timeout_s, "reading moments", [this, request](const auto& reply) {
-        store().read_moments(
+        store().operations().read_moments(
             request, [reply](const Status& status, std::vector<float> m, std::vector<float> v) {
               reply(value_or(status, ShardMoments(std::move(m), std::move(v))));
             });
@@ -377,7 +380,7 @@ Status Server::write_moments(const MomentsRequest& request,
   const auto v = std::make_shared<std::vector<float>>(std::move(exp_avg_sq));
   return status_of(thread_->ask<Nothing>(
       timeout_s, "writing moments", [this, request, generation, m, v](const auto& reply) {
-        store().write_moments(
+        store().operations().write_moments(
             request, generation, std::move(*m), std::move(*v), [reply](const Status& status) {
               reply(nothing(status));
             });
@@ -386,7 +389,7 @@ Status Server::write_moments(const MomentsRequest& request,
 
 Result<ServerStatistics> Server::statistics() {
   return thread_->ask_reading<ServerStatistics>("counting", [this](const auto& reply) {
-    ServerStatistics statistics = store().statistics();
+    ServerStatistics statistics = store().reports().statistics();
     statistics.turns = thread_->turns();
     reply(std::move(statistics));
   });
@@ -415,7 +418,8 @@ void Server::end_check(uint64_t check_id) {
 
 Result<std::vector<Activity>> Server::in_flight() {
   return thread_->ask_reading<std::vector<Activity>>(
-      "listing what is in flight", [this](const auto& reply) { reply(store().in_flight()); });
+      "listing what is in flight",
+      [this](const auto& reply) { reply(store().reports().in_flight()); });
 }
 
 Status Server::stop(double timeout_s) {
@@ -438,14 +442,16 @@ Status Server::stop(double timeout_s) {
         }));
   }
   const auto all_jobs = thread_->ask<std::vector<JobInfo>>(
-      left_s(), "listing the jobs to sync", [this](const auto& reply) { reply(store().jobs()); });
+      left_s(), "listing the jobs to sync", [this](const auto& reply) {
+        reply(store().reports().jobs());
+      });
   if (!all_jobs.is_ok() && status.is_ok()) status = all_jobs.status();
   for (const JobInfo& job : all_jobs.is_ok() ? all_jobs.value() : std::vector<JobInfo>()) {
     // It stays at its last commit, which is durable.
     if (!job.lost_shards.empty()) continue;
     auto synced = thread_->ask<StepReport>(
         left_s(), "the last sync", [this, id = job.job_id](const auto& reply) {
-          store().sync_job(id, [reply](const Status& done, const StepReport& report) {
+          store().operations().sync_job(id, [reply](const Status& done, const StepReport& report) {
             reply(value_or(done, report));
           });
         });

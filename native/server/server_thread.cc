@@ -117,8 +117,9 @@ std::string ServerThread::describe_in_flight() {
   // Not ask(): it would come back here.
   const auto promise = std::make_shared<std::promise<std::string>>();
   auto answer = promise->get_future();
-  const bool accepted = post(
-      [this, promise] { promise->set_value(describe(engine_->store().in_flight(), kNamedCount)); });
+  const bool accepted = post([this, promise] {
+    promise->set_value(describe(engine_->store().reports().in_flight(), kNamedCount));
+  });
   if (!accepted) return "nothing is told while the daemon stops";
   if (answer.wait_for(std::chrono::seconds(1)) != std::future_status::ready) {
     return "the server thread does not answer";
@@ -179,13 +180,13 @@ Status ServerThread::drain(std::chrono::steady_clock::time_point deadline) {
                      "disk as of its last commit: ",
                      count,
                      " leases; in flight: ",
-                     describe(engine_->store().in_flight(), kNamedCount));
+                     describe(engine_->store().reports().in_flight(), kNamedCount));
       }
       return error(
           StatusCode::deadline,
           "the daemon stops without what a device does not finish; every job is on disk as "
           "of its last commit: ",
-          describe(engine_->store().in_flight(), kNamedCount));
+          describe(engine_->store().reports().in_flight(), kNamedCount));
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }

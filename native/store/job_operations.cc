@@ -1,55 +1,63 @@
-// ShardStore's operations on a job, one at a time: steps, syncs, flushes, access to moments.
-#include <memory>
-#include <utility>
-#include <vector>
+#include "store/job_operations.h"
 
-#include "store/shard_store.h"
+#include <utility>
+
+#include "store/job_gates.h"
 
 namespace memd {
 
 /// Answers the questions of a job's steps.
-class ShardStore::StepCalls final : public StepGate {
+class JobOperations::StepCalls final : public StepGate {
  public:
-  StepCalls(ShardStore& store, Job& job) : store_(store), job_(job) {}
+  StepCalls(JobOperations& operations, Job& job) : operations_(operations), job_(job) {}
 
-  bool may_redo() const override { return store_.may_redo_; }
+  bool may_redo() const override { return operations_.may_redo_; }
   void note_session(const Session& session) override {
-    store_.sessions_.note(job_.journal().ledger().get(), session);
+    operations_.parts_.sessions.note(job_.journal().ledger().get(), session);
   }
   void drop_gradients(const std::function<bool(const Shard&)>& chosen) override {
-    store_.drop_gradients_of(job_, chosen);
+    operations_.gradients_.drop(job_, chosen);
   }
 
  private:
-  ShardStore& store_;
+  JobOperations& operations_;
   Job& job_;
 };
 
-std::unique_ptr<StepGate> ShardStore::step_gate(Job& job) {
-  return std::make_unique<StepCalls>(*this, job);
+void JobOperations::connect(Job& job) {
+  auto lease_gates = std::make_unique<JobGates>(
+      job,
+      JobGates::Calls{.ask_for_flush = [this, &job](auto bucket) { ask_for_flush(job, bucket); }});
+  job.connect({.extents = parts_.extents,
+               .workers = parts_.workers,
+               .clock = parts_.clock,
+               .commits = parts_.commits,
+               .times = times_,
+               .lease_gates = std::move(lease_gates),
+               .step_gate = std::make_unique<StepCalls>(*this, job)});
 }
 
 // ---- Steps --------------------------------------------------------------------------------------
 
-uint64_t ShardStore::closing_step(uint64_t job_id) const {
-  const Job* const job = find(job_id);
+uint64_t JobOperations::closing_step(uint64_t job_id) const {
+  const Job* const job = parts_.jobs.find(job_id);
   return job == nullptr ? 0 : job->steps().closing_step();
 }
 
-void ShardStore::step(StepRequest request, StepDone done) {
-  const auto job = job_of(request.session_id);
+void JobOperations::step(StepRequest request, StepDone done) {
+  const auto job = parts_.job_of(request.session_id);
   if (!job.is_ok()) return done(job.status(), {});
   job.value()->steps().step(std::move(request), std::move(done));
 }
 
-void ShardStore::sync(uint64_t session_id, StepDone done) {
-  const auto job = job_of(session_id);
+void JobOperations::sync(uint64_t session_id, StepDone done) {
+  const auto job = parts_.job_of(session_id);
   if (!job.is_ok()) return done(job.status(), {});
   job.value()->steps().sync(std::move(done));
 }
 
-void ShardStore::sync_job(uint64_t job_id, StepDone done) {
-  Job* const job = find(job_id);
+void JobOperations::sync_job(uint64_t job_id, StepDone done) {
+  Job* const job = parts_.jobs.find(job_id);
   if (job == nullptr)
     return done(error(StatusCode::not_found, "there is no job with id ", job_id), {});
   job->steps().sync(std::move(done));
@@ -57,18 +65,18 @@ void ShardStore::sync_job(uint64_t job_id, StepDone done) {
 
 // ---- Other operations ---------------------------------------------------------------------------
 
-void ShardStore::enqueue(Job& job, const char* kind, Operations::Start start) {
-  job.operations().enqueue(kind, clock_.now_ns(), std::move(start));
+void JobOperations::enqueue(Job& job, const char* kind, Operations::Start start) {
+  job.operations().enqueue(kind, parts_.clock.now_ns(), std::move(start));
 }
 
-void ShardStore::end_operation(uint64_t job_id) {
-  Job* const job = find(job_id);
+void JobOperations::end(uint64_t job_id) {
+  Job* const job = parts_.jobs.find(job_id);
   if (job == nullptr) return;
   job->cache().waits().wake(WaitList::room);
   job->operations().end();
 }
 
-void ShardStore::ask_for_flush(Job& job, std::optional<uint32_t> bucket) {
+void JobOperations::ask_for_flush(Job& job, std::optional<uint32_t> bucket) {
   const uint64_t key = bucket ? *bucket : ~uint64_t{0};
   if (!job.tiles().ask_flush(key)) return;
   enqueue(job, "flush", [this, &job, bucket, key](const Status& turn) {
@@ -81,13 +89,13 @@ void ShardStore::ask_for_flush(Job& job, std::optional<uint32_t> bucket) {
             bucket ? job.cache().waiters().fail(*job.shards().bucket(*bucket).value, status)
                    : job.cache().waiters().fail_for_room(status);
           }
-          end_operation(job.job_id());
+          end(job.job_id());
         });
   });
 }
 
-void ShardStore::read_moments(const MomentsRequest& request, Moments::Read done) {
-  const auto owner = job_of(request.session_id);
+void JobOperations::read_moments(const MomentsRequest& request, Moments::Read done) {
+  const auto owner = parts_.job_of(request.session_id);
   if (!owner.is_ok()) return done(owner.status(), {}, {});
   Job* const job = owner.value();
   enqueue(*job, "moments", [this, job, request, done = std::move(done)](const Status& turn) {
@@ -97,17 +105,17 @@ void ShardStore::read_moments(const MomentsRequest& request, Moments::Read done)
         [this, job_id = job->job_id(), done](
             const Status& status, std::vector<float> exp_avg, std::vector<float> exp_avg_sq) {
           done(status, std::move(exp_avg), std::move(exp_avg_sq));
-          end_operation(job_id);
+          end(job_id);
         });
   });
 }
 
-void ShardStore::write_moments(const MomentsRequest& request,
-                               uint64_t generation,
-                               std::vector<float> exp_avg,
-                               std::vector<float> exp_avg_sq,
-                               Done done) {
-  const auto owner = job_of(request.session_id);
+void JobOperations::write_moments(const MomentsRequest& request,
+                                  uint64_t generation,
+                                  std::vector<float> exp_avg,
+                                  std::vector<float> exp_avg_sq,
+                                  Done done) {
+  const auto owner = parts_.job_of(request.session_id);
   if (!owner.is_ok()) return done(owner.status());
   Job* const job = owner.value();
   auto moments = std::make_shared<std::pair<std::vector<float>, std::vector<float>>>(
@@ -122,7 +130,7 @@ void ShardStore::write_moments(const MomentsRequest& request,
                                          std::move(moments->second),
                                          [this, job, done](const Status& status) {
                                            done(status);
-                                           end_operation(job->job_id());
+                                           end(job->job_id());
                                          });
           });
 }

@@ -10,22 +10,10 @@
 #include "base/check.h"
 #include "base/failpoint.h"
 #include "base/units.h"
-#include "store/job_gates.h"
+#include "store/job_load.h"
 
 namespace memd {
 namespace {
-
-// Outside of every quota: the root, and catalogues of jobs that were admitted before catalogues
-// counted. Old and new ones lie side by side during a commit.
-constexpr uint64_t kCatalogueReserveBytesMin = 4_MiB;
-uint64_t room_wait_ns(const Job& job) {
-  return job.cache().waiters().counters_until_now().lease_wait_reason_ns[static_cast<size_t>(
-      LeaseWait::room)];
-}
-
-uint64_t catalogue_reserve_bytes(uint64_t capacity_bytes) {
-  return std::max(kCatalogueReserveBytesMin, capacity_bytes / 100);
-}
 
 // A client of ours waits for half a ring of leases at most, and prefetches are dropped within a
 // turn: whoever has more open than this wants to fill our memory.
@@ -38,21 +26,48 @@ constexpr uint32_t kRequestsATurn = 64;
 }  // namespace
 
 ShardStore::ShardStore(const ShardStoreParts& parts)
-    : pool_(parts.pool),
-      io_(parts.io),
-      extents_(parts.extents),
-      workers_(parts.workers),
+    : extents_(parts.extents),
       clock_(parts.clock),
-      jobs_expected_(parts.jobs_expected),
       keepsakes_(parts.keeper),
       commits_(parts.extents, parts.clock),
+      parts_{.pool = parts.pool,
+             .io = parts.io,
+             .extents = parts.extents,
+             .workers = parts.workers,
+             .clock = parts.clock,
+             .keepsakes = keepsakes_,
+             .commits = commits_,
+             .jobs = jobs_,
+             .sessions = sessions_},
       places_(commits_, jobs_),
       scrub_(verification_parts(), parts.clock),
-      live_check_(verification_parts(), commits_, parts.clock) {}
+      live_check_(verification_parts(), commits_, parts.clock),
+      memory_(parts_),
+      gradients_(parts_),
+      operations_(parts_, gradients_),
+      reports_({.store = parts_,
+                .step_times = operations_.times(),
+                .scrub = scrub_,
+                .live_check = live_check_}),
+      admissions_({.store = parts_,
+                   .memory = memory_,
+                   .operations = operations_,
+                   .reports = reports_,
+                   .jobs_expected = parts.jobs_expected}) {}
+
+Status ShardStore::load(const std::function<Status()>& turn, KeptDescriptors* kept) {
+  JobLoad load({.store = parts_,
+                .memory = memory_,
+                .operations = operations_,
+                .admissions = admissions_,
+                .notes = load_notes_},
+               kept);
+  return load.run(turn);
+}
 
 VerificationParts ShardStore::verification_parts() {
   return {.extents = extents_,
-          .workers = workers_,
+          .workers = parts_.workers,
           .places = places_,
           .write_anew = [this](uint64_t job_id) { write_catalogue_anew(job_id); }};
 }
@@ -69,225 +84,7 @@ ShardStore::~ShardStore() {
   }
 }
 
-void ShardStore::connect(Job& job) {
-  auto lease_gates = std::make_unique<JobGates>(
-      job,
-      JobGates::Calls{.ask_for_flush = [this, &job](auto bucket) { ask_for_flush(job, bucket); }});
-  job.connect({.extents = extents_,
-               .workers = workers_,
-               .clock = clock_,
-               .commits = commits_,
-               .times = step_times_,
-               .lease_gates = std::move(lease_gates),
-               .step_gate = step_gate(job)});
-}
-
 // ---- Jobs and sessions --------------------------------------------------------------------------
-
-Job* ShardStore::find(uint64_t job_id) const { return jobs_.find(job_id); }
-
-JobInfo ShardStore::info_of(const Job& job) const {
-  JobInfo info = job.job_info();
-  for (const uint32_t shard_id : job.unreadable_shards(extents_))
-    info.unreadable_shards.emplace_back(job.shards()[shard_id].name());
-  return info;
-}
-
-Result<JobInfo> ShardStore::find_job(const std::string& name) const {
-  if (const Job* const job = jobs_.find(name)) return info_of(*job);
-  return error(StatusCode::not_found, "there is no job ", name, "; see `memd job list`");
-}
-
-std::vector<JobInfo> ShardStore::jobs() const {
-  std::vector<JobInfo> infos;
-  for (const auto& [job_id, job] : jobs_) infos.push_back(info_of(*job));
-  std::sort(infos.begin(), infos.end(), [](const JobInfo& a, const JobInfo& b) {
-    return a.job_id < b.job_id;
-  });
-  return infos;
-}
-
-Result<std::vector<ShardInfo>> ShardStore::shards(uint64_t job_id,
-                                                  uint32_t first,
-                                                  size_t count_max) {
-  Job* const job = find(job_id);
-  if (job == nullptr) return error(StatusCode::not_found, "there is no job with id ", job_id);
-  job->cache().residencies().settle_all_pending();
-  const std::set<uint32_t> unreadable = job->unreadable_shards(extents_);
-  std::vector<ShardInfo> infos;
-  for (uint32_t shard_id = first; shard_id < job->shards().size(); ++shard_id) {
-    if (infos.size() == count_max) break;
-    if (job->shards()[shard_id].deleted) continue;
-    infos.push_back(job->info(shard_id));
-    infos.back().unreadable = unreadable.contains(shard_id);
-  }
-  return infos;
-}
-
-Result<ShardInfo> ShardStore::find_shard(uint64_t job_id, const std::string& name) {
-  Job* const job = find(job_id);
-  if (job == nullptr) return error(StatusCode::not_found, "there is no job with id ", job_id);
-  const auto found = job->shards().find(name);
-  if (!found) {
-    return error(StatusCode::not_found, "job ", job->name(), " holds nothing named ", name);
-  }
-  job->cache().residencies().settle_pending(*job->shards()[*found].value);
-  ShardInfo info = job->info(*found);
-  info.unreadable = job->unreadable_shards(extents_).contains(*found);
-  return info;
-}
-
-uint64_t ShardStore::nvme_bytes_free() const {
-  const uint64_t capacity_bytes = extents_.capacity_bytes();
-  uint64_t taken_bytes = catalogue_reserve_bytes(capacity_bytes);
-  for (const auto& [job_id, job] : jobs_) taken_bytes += job->space().quota_bytes();
-  return capacity_bytes > taken_bytes ? capacity_bytes - taken_bytes : 0;
-}
-
-Status ShardStore::give_memory(Job& job) {
-  const uint64_t segment_bytes = pool_.segment_bytes();
-  const uint64_t count = divide_up(job.admission().host_bytes(), segment_bytes);
-  const uint64_t count_min = JobMemory::segment_count_min(segment_bytes);
-  if (count < count_min) {
-    return error(StatusCode::invalid_argument,
-                 "job ",
-                 job.name(),
-                 ": host_bytes is below what two tiles and a slot need; ask for at least ",
-                 count_min * segment_bytes,
-                 ": ",
-                 job.admission().host_bytes(),
-                 " bytes");
-  }
-  if (count > pool_.segment_count_free()) {
-    return error(StatusCode::capacity,
-                 "job ",
-                 job.name(),
-                 ": not enough host memory is free; ask for less (host_bytes), drop a job (memd "
-                 "job list), or start the daemon "
-                 "with a larger --host: wanted ",
-                 count * segment_bytes,
-                 " bytes, free ",
-                 pool_.segment_count_free() * segment_bytes);
-  }
-  const uint64_t tag = commits_.catalogue_tag(job.job_id());
-  if (Status opened = job.kept().open_ledger(keepsakes_, segment_bytes, tag); !opened.is_ok())
-    return opened;
-  std::vector<Segment> segments;
-  MEMD_FAILPOINT("job.before_segments_taken");
-  for (uint64_t i = 0; i < count; ++i) segments.push_back(*pool_.take());
-  if (Status given = job.kept().give(segments, segment_bytes, io_); !given.is_ok()) {
-    for (Segment& segment : segments) add_to_pool(std::move(segment));
-    return given;
-  }
-  job.kept().keep(keepsakes_);
-  MEMD_FAILPOINT("job.memory_given");
-  job.kept().expect_shards();
-  return Status::ok();
-}
-
-Result<Job*> ShardStore::admit(const OpenJobRequest& request) {
-  const uint64_t segment_bytes = pool_.segment_bytes();
-  const uint64_t nvme_free_bytes = nvme_bytes_free();
-  if (request.nvme_bytes > nvme_free_bytes) {
-    return error(StatusCode::capacity,
-                 "job ",
-                 request.name,
-                 ": not enough disk space is free; ask for less (nvme_bytes), drop a job (memd job "
-                 "list), or start the daemon with "
-                 "a larger --nvme: wanted ",
-                 request.nvme_bytes,
-                 " bytes, free ",
-                 nvme_free_bytes);
-  }
-  auto created =
-      Job::create({.job_id = commits_.take_job_id(), .name = request.name, .uid = request.uid});
-  if (!created.is_ok()) return created.status();
-  std::unique_ptr<Job> job = std::move(created).value();
-  const uint64_t share_bytes = pool_.segment_count_free() / jobs_expected_ * segment_bytes;
-  job->admission().set_host_bytes(
-      request.host_bytes != 0
-          ? request.host_bytes
-          : std::max(share_bytes, JobMemory::segment_count_min(segment_bytes) * segment_bytes));
-  job->admission().set_durability(request.durability.value_or(Durability()));
-  job->space().set_quota_bytes(request.nvme_bytes != 0 ? request.nvme_bytes
-                                                       : nvme_free_bytes / jobs_expected_);
-  if (Status status = give_memory(*job); !status.is_ok()) return status;
-  job->durable().note_change();
-  MEMD_FAILPOINT("job.admitted");
-  connect(*job);
-  return &jobs_.put(std::move(job));
-}
-
-Result<JobInfo> ShardStore::open_job(const OpenJobRequest& request) {
-  if (request.name.empty() || request.name.size() > 256) {
-    return error(StatusCode::invalid_argument,
-                 "a job's name has 1 to 256 bytes; this one has ",
-                 request.name.size());
-  }
-  const auto held = find_job(request.name);
-  if (!held.is_ok()) {
-    const auto job = admit(request);
-    if (!job.is_ok()) return job.status();
-    JobInfo info = info_of(*job.value());
-    info.created = true;
-    return info;
-  }
-  Job& job = *find(held.value().job_id);
-  if (job.is_ending()) {
-    return error(StatusCode::unavailable, "job ", job.name(), " is being dropped; try again");
-  }
-  if (!job.progress().stopped().is_ok()) return job.progress().stopped();
-  if (Status status = set_durability(job, request); !status.is_ok()) return status;
-  if (job.memory() == nullptr) {
-    // It was admitted to another pool, maybe: what is asked for now counts.
-    const uint64_t host_bytes_before = job.admission().host_bytes();
-    if (request.host_bytes != 0) job.admission().set_host_bytes(request.host_bytes);
-    if (Status status = give_memory(job); !status.is_ok()) {
-      job.admission().set_host_bytes(host_bytes_before);
-      return status;
-    }
-  }
-  return info_of(job);
-}
-
-Status ShardStore::set_durability(Job& job, const OpenJobRequest& request) {
-  if (!request.durability || *request.durability == job.admission().durability())
-    return Status::ok();
-  const bool busy = !job.cache().sessions().empty() || job.operations().is_running();
-  if (busy) {
-    return error(StatusCode::invalid_argument,
-                 "job ",
-                 job.name(),
-                 " has durability \"",
-                 job.admission().durability().text(),
-                 "\", and it is in use; ask for the same, or close its other sessions first: \"",
-                 request.durability->text(),
-                 "\"");
-  }
-  const Durability before = job.admission().durability();
-  job.admission().set_durability(*request.durability);
-  if (Status opened = job.kept().open_tile_words(); !opened.is_ok()) {
-    job.admission().set_durability(before);
-    return opened;
-  }
-  job.kept().keep_tile_words(keepsakes_);
-  job.durable().note_change();
-  job.journal().note_layout();
-  return Status::ok();
-}
-
-Status ShardStore::set_job_weight(uint64_t job_id, JobWeight weight) {
-  Job* const job = find(job_id);
-  if (job == nullptr) return error(StatusCode::not_found, "there is no job with id ", job_id);
-  job->admission().set_weight(weight);
-  apply_weight(job_id, weight);
-  return Status::ok();
-}
-
-void ShardStore::apply_weight(uint64_t job_id, JobWeight weight) {
-  io_.set_weight(JobId{job_id}, weight);
-  workers_.set_weight(JobId{job_id}, weight);
-}
 
 bool ShardStore::is_unused(const Job& job) const {
   return job.cache().sessions().empty() && !job.cache().activities().any() &&
@@ -315,14 +112,15 @@ void ShardStore::return_to_disk(Job& job) {
     fresh->admission().set_weight(job.admission().weight());
   fresh->cache().counters() = job.cache().counters();
   const uint64_t tag = commits_.catalogue_tag(job.job_id());
-  const Status kept = fresh->kept().take_over(job.kept(), keepsakes_, pool_.segment_bytes(), tag);
+  const Status kept =
+      fresh->kept().take_over(job.kept(), keepsakes_, parts_.pool.segment_bytes(), tag);
   if (!kept.is_ok()) fresh->progress().stop(kept);  // it goes on being refused too
-  connect(*fresh);
+  operations_.connect(*fresh);
   jobs_.put(std::move(fresh));
 }
 
 void ShardStore::drop_job(uint64_t job_id, bool force, Done done) {
-  Job* const job = find(job_id);
+  Job* const job = jobs_.find(job_id);
   if (job == nullptr) {
     return done(error(StatusCode::not_found, "there is no job with id ", job_id));
   }
@@ -346,7 +144,7 @@ void ShardStore::drop_job(uint64_t job_id, bool force, Done done) {
     const auto detached = detach(job->cache().sessions().list().back()->session_id);
     MEMD_CHECK(detached.is_ok());
   }
-  enqueue(*job, "drop", [this, job, done = std::move(done)](const Status& status) {
+  operations_.enqueue(*job, "drop", [this, job, done = std::move(done)](const Status& status) {
     if (!status.is_ok()) return done(status);
     job->conditions().add([job] { return !job->cache().activities().any(); },
                           [this, job, done] { drop_now(*job, done); });
@@ -358,15 +156,14 @@ void ShardStore::drop_now(Job& job, const Done& done) {
   job.state().early().forget_all();
   std::vector<ExtentRecord> extents = job.take_extents();
   const uint64_t job_id = job.job_id();
-  KeptMemory::Left left = job.kept().take();
-  dropped_memory_.add(job_id, std::move(left.ledger), std::move(left.segments));
+  memory_.release(job_id, job.kept().take());
   keepsakes_.forget_table(job_id);
   keepsakes_.forget_tiles(job_id);
   const std::list<LeaseWaiter> waiters = job.cache().waiters().take_all();
   const std::vector<Operations::Start> operations = job.operations().take_waiting();
-  room_wait_ns_of_dropped_ += room_wait_ns(job);
+  reports_.count_dropped(job);
   jobs_.remove(job_id);
-  apply_weight(job_id, JobWeight());
+  admissions_.apply_weight(job_id, JobWeight());
   const Status gone = error(StatusCode::fenced, "the job was dropped: ", job_id);
   for (const LeaseWaiter& waiter : waiters) waiter.reply(gone, {});
   for (const Operations::Start& start : operations) start(gone);
@@ -374,24 +171,15 @@ void ShardStore::drop_now(Job& job, const Done& done) {
   commits_.remove(job_id, std::move(extents), done);
 }
 
-void ShardStore::add_to_pool(Segment old_segment) {
-  const uint64_t segment_id = old_segment.id();
-  // Where the kernel has no memory for a fresh segment the pool is smaller from now on, which its
-  // report shows.
-  [[maybe_unused]] const Status status = pool_.give_back(std::move(old_segment));
-  for (const uint64_t job_id : dropped_memory_.destroyed(segment_id))
-    keepsakes_.forget_ledger(job_id);
-}
-
 Result<std::shared_ptr<Session>> ShardStore::attach(uint64_t job_id, const SessionOwner& owner) {
-  Job* const job = find(job_id);
+  Job* const job = jobs_.find(job_id);
   if (job == nullptr) return error(StatusCode::not_found, "there is no job with id ", job_id);
   if (job->is_ending()) {
     return error(StatusCode::unavailable, "job ", job->name(), " is being dropped; try again");
   }
   if (!job->progress().stopped().is_ok()) return job->progress().stopped();
   if (job->memory() == nullptr) {
-    if (Status status = give_memory(*job); !status.is_ok()) return status;
+    if (Status status = memory_.give(*job); !status.is_ok()) return status;
   }
   auto session = sessions_.create(
       job_id, owner, job->cache().sessions().list(), job->journal().ledger().get());
@@ -412,7 +200,7 @@ Result<std::shared_ptr<Session>> ShardStore::resume_session(uint64_t session_id,
   // Its client may come back to the daemon that it was with, which has taken some of them. What is
   // granted after the client has looked for such grants would be given back by nobody.
   for (LeaseWaiter& waiter :
-       find(session->job_id)->cache().waiters().take([&](const LeaseWaiter& each) {
+       jobs_.find(session->job_id)->cache().waiters().take([&](const LeaseWaiter& each) {
          return each.request.session_id == session_id && !each.request.for_service;
        })) {
     waiter.reply(error(StatusCode::unavailable, "the session came back: ask again"), {});
@@ -420,19 +208,8 @@ Result<std::shared_ptr<Session>> ShardStore::resume_session(uint64_t session_id,
   return resumed;
 }
 
-Result<Job*> ShardStore::job_of(uint64_t session_id) const {
-  const auto found = sessions_.find(session_id);
-  if (found == sessions_.end()) {
-    return error(StatusCode::fenced,
-                 "the daemon gave this session up (its process ended, or it detached); connect "
-                 "again: session ",
-                 session_id);
-  }
-  return find(found->second->job_id);
-}
-
 Result<uint32_t> ShardStore::detach(uint64_t session_id) {
-  const auto owner = job_of(session_id);
+  const auto owner = parts_.job_of(session_id);
   if (!owner.is_ok()) return owner.status();
   Job& job = *owner.value();
   const std::shared_ptr<Session> session = sessions_.at(session_id);
@@ -463,7 +240,7 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   // Its pins are gone, and what it has half written.
   job.cache().waits().wake_all();
   if (job.memory() != nullptr) job.cache().slots().free_retired();
-  drop_gradients_of(job, [session_id](const Shard& shard) {
+  gradients_.drop(job, [session_id](const Shard& shard) {
     if (MEMD_PLANTED("session.sealed_gradients_dropped")) return shard.gradient_session != 0;
     return shard.gradient_session == session_id;
   });
@@ -483,7 +260,7 @@ void ShardStore::detach_all() {
 
 Result<std::pair<std::vector<ShardInfo>, bool>> ShardStore::declare(
     uint64_t session_id, const std::vector<ShardSpec>& specs) {
-  const auto job = job_of(session_id);
+  const auto job = parts_.job_of(session_id);
   if (!job.is_ok()) return job.status();
   job.value()->cache().residencies().settle_all_pending();
   MEMD_FAILPOINT("shards.before_declared");
@@ -499,7 +276,7 @@ void ShardStore::lease(const LeaseRequest& request, LeaseReply reply) {
   if (request.part > Part::gradient || request.mode > LeaseMode::overwrite) {
     return reply(error(StatusCode::invalid_argument, "unknown part or mode of a lease"), {});
   }
-  const auto found = job_of(request.session_id);
+  const auto found = parts_.job_of(request.session_id);
   if (!found.is_ok()) return reply(found.status(), {});
   Job& job = *found.value();
   if (!job.progress().stopped().is_ok()) return reply(job.progress().stopped(), {});
@@ -515,7 +292,7 @@ void ShardStore::lease(const LeaseRequest& request, LeaseReply reply) {
 }
 
 void ShardStore::release_service_lease(uint64_t job_id, const LeaseGrant& grant, bool discard) {
-  Job* const job = find(job_id);
+  Job* const job = jobs_.find(job_id);
   MEMD_CHECK(job != nullptr);  // a job with service leases is not dropped
   job->cache().leases().release_service(grant, discard);
 }
@@ -528,96 +305,10 @@ bool ShardStore::look_ahead() {
 
 // ---- Gradients and deletion ---------------------------------------------------------------------
 
-void ShardStore::drop_gradients_of(Job& job, const std::function<bool(const Shard&)>& chosen) {
-  for (uint32_t index = 0; index < job.shards().buckets().size(); ++index)
-    drop_gradients_of(job, index, chosen);
-}
-
-void ShardStore::drop_gradients_of(Job& job,
-                                   uint32_t index,
-                                   const std::function<bool(const Shard&)>& chosen) {
-  Bucket& bucket = job.shards().bucket(index);
-  bool any = false;
-  bool all = true;
-  for (const uint32_t shard_id : bucket.shards) {
-    Shard& shard = job.shards()[shard_id];
-    if (shard.gradient_session != 0 && chosen(shard)) {
-      job.state().early().forget_gradient(shard_id);
-      shard.gradient_session = 0;
-      job.cache().waits().wake(*bucket.gradient);
-      job.journal().note_shard(shard_id);
-      any = true;
-    }
-    all = all && shard.gradient_session == 0;
-  }
-  if (!any || !all) return;
-  Entry* const entry = bucket.gradient;
-  const auto settled = [entry] {
-    return entry->task_count() == 0 && entry->residency() != Residency::filling &&
-           entry->residency() != Residency::draining;
-  };
-  if (settled()) return job.drop_gradient(bucket, extents_);
-  job.conditions().add(settled, [this, &job, index] {
-    Bucket& later = job.shards().bucket(index);
-    const bool unused = std::none_of(later.shards.begin(), later.shards.end(), [&](uint32_t id) {
-      return job.shards()[id].gradient_session != 0;
-    });
-    if (unused) job.drop_gradient(later, extents_);
-  });
-}
-
-Status ShardStore::drop_gradients(uint64_t session_id, const std::vector<uint32_t>& shard_ids) {
-  const auto job = job_of(session_id);
-  if (!job.is_ok()) return job.status();
-  std::vector<bool> chosen(job.value()->shards().size(), shard_ids.empty());
-  for (const uint32_t shard_id : shard_ids) {
-    if (shard_id >= chosen.size()) {
-      return error(StatusCode::not_found, "job ", job.value()->name(), " has no shard ", shard_id);
-    }
-    chosen[shard_id] = true;
-  }
-  const Shards& shards = job.value()->shards();
-  drop_gradients_of(*job.value(), [&](const Shard& shard) {
-    return shard.gradient_session == session_id && chosen[shards.id_of(shard)];
-  });
-  return Status::ok();
-}
-
-Status ShardStore::expect_step(uint64_t session_id, const std::vector<StepGroup>& groups) {
-  const auto job = job_of(session_id);
-  if (!job.is_ok()) return job.status();
-  return job.value()->state().early().expect(session_id, groups);
-}
-
-void ShardStore::gradient_is_final(uint64_t session_id, uint32_t shard_id) {
-  const auto job = job_of(session_id);
-  if (!job.is_ok()) return;
-  job.value()->state().early().gradient_is_final(session_id, shard_id);
-}
-
-void ShardStore::gradient_unused(uint64_t session_id, uint32_t shard_id) {
-  const auto found = job_of(session_id);
-  if (!found.is_ok()) return;
-  Job& job = *found.value();
-  const Entry* const gradient = job.shards().find_entry(shard_id, Part::gradient);
-  if (gradient == nullptr) return;
-  for (LeaseWaiter& waiter : job.cache().waiters().take(*gradient, [&](const LeaseWaiter& each) {
-         const LeaseRequest& request = each.request;
-         return request.session_id == session_id && request.shard_id == shard_id &&
-                request.is_ahead && !request.for_service;
-       })) {
-    waiter.refuse(error(StatusCode::deadline, "nobody waits for it any more"));
-  }
-  drop_gradients_of(job, job.shards()[shard_id].bucket, [&](const Shard& shard) {
-    return &shard == &job.shards()[shard_id] && shard.gradient_session == session_id &&
-           shard.is_gradient_unsure;
-  });
-}
-
 void ShardStore::delete_shard(uint64_t session_id,
                               const std::string& name,
                               const std::function<void(Result<bool>)>& done) {
-  const auto owner = job_of(session_id);
+  const auto owner = parts_.job_of(session_id);
   if (!owner.is_ok()) return done(owner.status());
   Job& job = *owner.value();
   const auto found = job.shards().find(name);
@@ -687,7 +378,7 @@ bool ShardStore::serve(Session& session) {
         known && request.part <= Part::gradient && request.mode <= LeaseMode::overwrite;
     const uint64_t session_id = session.session_id;
     if (!valid) {
-      ++ring_protocol_errors_;
+      reports_.count_protocol_error();
       Completion completion{};
       completion.request_id = request.request_id;
       session.ring.publish(completion,
@@ -695,11 +386,11 @@ bool ShardStore::serve(Session& session) {
       continue;
     }
     if (request.opcode == Opcode::gradient_is_final) {
-      gradient_is_final(session_id, request.shard_id);
+      gradients_.is_final(session_id, request.shard_id);
       continue;
     }
     if (request.opcode == Opcode::gradient_unused) {
-      gradient_unused(session_id, request.shard_id);
+      gradients_.unused(session_id, request.shard_id);
       continue;
     }
     const bool prefetch = request.opcode == Opcode::prefetch;
@@ -739,12 +430,12 @@ bool ShardStore::advance() {
   bool progress = false;
   std::vector<uint64_t> broken;
   for (const auto& [session_id, session] : sessions_.all()) {
-    progress |= find(session->job_id)->cache().plans().follow_uses(*session);
+    progress |= jobs_.find(session->job_id)->cache().plans().follow_uses(*session);
     progress |= serve(*session);
     if (session->ring.broken()) broken.push_back(session_id);
   }
   for (const uint64_t session_id : broken) {
-    ++ring_protocol_errors_;
+    reports_.count_protocol_error();
     const auto detached = detach(session_id);
     MEMD_CHECK(detached.is_ok());
     progress = true;
@@ -754,12 +445,12 @@ bool ShardStore::advance() {
   for (const auto& [job_id, job] : jobs_) job_ids.push_back(job_id);
   const auto advance_tiles = [&] {
     for (const uint64_t job_id : job_ids) {
-      if (Job* const job = find(job_id)) job->state().tasks().advance();
+      if (Job* const job = jobs_.find(job_id)) job->state().tasks().advance();
     }
   };
   advance_tiles();
   for (const uint64_t job_id : job_ids) {
-    if (Job* const job = find(job_id)) progress |= job->cache().leases().advance();
+    if (Job* const job = jobs_.find(job_id)) progress |= job->cache().leases().advance();
   }
   progress |= look_ahead();
   for (const uint64_t job_id : job_ids) progress |= advance_conditions(job_id);
@@ -792,7 +483,7 @@ bool ShardStore::advance() {
 bool ShardStore::advance_conditions(uint64_t job_id) {
   bool progress = false;
   size_t position = 0;
-  for (Job* job = find(job_id); job != nullptr; job = find(job_id)) {
+  for (Job* job = jobs_.find(job_id); job != nullptr; job = jobs_.find(job_id)) {
     const auto then = job->conditions().take_next(position);
     if (!then) break;
     (*then)();
@@ -808,7 +499,7 @@ void ShardStore::write_catalogue_anew(uint64_t job_id) {
     // A job that commits nothing any more writes no root either; the next pass finds it again.
     if (!job->progress().stopped().is_ok() || job->lost().count() != 0) continue;
     job->durable().note_change();
-    return sync_job(id, [](const Status&, const StepReport&) {});
+    return operations_.sync_job(id, [](const Status&, const StepReport&) {});
   }
 }
 
@@ -852,115 +543,6 @@ void ShardStore::give_up_waiting() {
       waiter.reply(error(StatusCode::unavailable, "the daemon is stopping; job ", job_id), {});
     }
   }
-}
-
-std::vector<Activity> ShardStore::in_flight() const {
-  const uint64_t now_ns = clock_.now_ns();
-  std::vector<Activity> all;
-  for (const IoInFlight& each : io_.in_flight()) {
-    Activity activity{.kind = io_kind_name(each.kind),
-                      .what = extents_.path(each.device),
-                      .waits_on = each.started ? "" : "its turn",
-                      .priority = io_priority_name(each.priority),
-                      .age_ns = each.age_ns};
-    if (each.kind != IoKind::sync) {
-      activity.what += concat(" at ", each.offset_bytes, ", ", each.length_bytes, " bytes");
-    }
-    all.push_back(std::move(activity));
-  }
-  for (const ExtentStore::WaitingRead& each : extents_.waiting_reads()) {
-    const ExtentRecord& extent = each.extent;
-    all.push_back({.kind = "read",
-                   .what = concat(extents_.path(extent.address.device),
-                                  " at ",
-                                  extent.address.offset_bytes,
-                                  ", ",
-                                  extent.length_bytes,
-                                  " bytes"),
-                   .waits_on = "its next try, since the device failed it",
-                   .age_ns = now_ns - each.since_ns});
-  }
-  const auto add = [&](const Job* job, uint64_t job_id, Activity activity, uint64_t since_ns) {
-    activity.job_id = job_id;
-    activity.job = job != nullptr ? job->name() : concat("id ", job_id);
-    activity.uid = job != nullptr ? job->uid() : 0;
-    activity.age_ns = now_ns - since_ns;
-    all.push_back(std::move(activity));
-  };
-  for (const auto& [job_id, owned] : jobs_) {
-    const Job* const job = owned.get();
-    job->cache().waiters().for_each([&](const LeaseWaiter& waiter) {
-      const LeaseRequest& request = waiter.request;
-      std::string what = concat("shard ", job->shards()[request.shard_id].name());
-      if (request.part == Part::gradient) what += " gradient";
-      what += request.mode == LeaseMode::read ? ", to read" : ", to write";
-      add(job,
-          job->job_id(),
-          {.kind = "lease",
-           .what = std::move(what),
-           .waits_on = job->cache().waiters().describe(waiter)},
-          waiter.started_ns);
-    });
-    const std::vector<Operations::Open> operations = job->operations().open();
-    for (size_t i = 0; i < operations.size(); ++i) {
-      const Operations::Open& each = operations[i];
-      std::string before = i == 0 ? "" : concat("the ", operations.front().kind, " before it");
-      add(job,
-          job->job_id(),
-          {.kind = each.kind, .what = each.phase, .waits_on = std::move(before)},
-          each.since_ns);
-    }
-  }
-  for (const Commits::Open& each : commits_.open()) {
-    add(find(each.job_id),
-        each.job_id,
-        {.kind = "commit", .waits_on = each.running ? "" : "the commit before it"},
-        each.since_ns);
-  }
-  if (auto activity = live_check_.activity()) all.push_back(std::move(*activity));
-  std::stable_sort(all.begin(), all.end(), [](const Activity& a, const Activity& b) {
-    return a.age_ns > b.age_ns;
-  });
-  return all;
-}
-
-ServerStatistics ShardStore::statistics() const {
-  ServerStatistics out;
-  out.pool = pool_.report();
-  out.pool_bytes_free = pool_.segment_count_free() * pool_.segment_bytes();
-  out.nvme_bytes = extents_.capacity_bytes();
-  out.nvme_bytes_free = extents_.free_bytes();
-  out.fence_reason = extents_.check_writable().message();
-  for (uint16_t device = 0; device < extents_.device_count(); ++device) {
-    out.devices.push_back({.path = extents_.path(device),
-                           .bytes = extents_.device_bytes(device),
-                           .bytes_free = extents_.free_bytes(device),
-                           .checksum_failures = extents_.checksum_failure_count(device),
-                           .fenced = !extents_.broken().is_ok(),
-                           .limits = io_.limits(device),
-                           .io = io_.device_statistics(device)});
-  }
-  for (const auto& [job_id, job] : jobs_) {
-    out.room_wait_ns += room_wait_ns(*job);
-    JobStatistics statistics{.job = info_of(*job),
-                             .counters = job->cache().waiters().counters_until_now(),
-                             .stalls = job->cache().sessions().stalls()};
-    if (job->memory() != nullptr) {
-      statistics.arena_bytes = job->memory()->arena().capacity_bytes();
-      statistics.arena_bytes_used = job->memory()->arena().used_bytes();
-      statistics.private_bytes = job->memory()->private_side().capacity_bytes();
-      statistics.private_bytes_used = job->memory()->private_side().used_bytes();
-    }
-    out.jobs.push_back(std::move(statistics));
-  }
-  out.session_count = static_cast<uint32_t>(sessions_.all().size());
-  out.ring_protocol_errors = ring_protocol_errors_;
-  out.room_wait_ns += room_wait_ns_of_dropped_;
-  out.step_seconds = step_times_.seconds;
-  out.commit_seconds = commits_.seconds();
-  out.step_phases = step_times_.phases;
-  out.scrub = scrub_.statistics();
-  return out;
 }
 
 }  // namespace memd

@@ -117,7 +117,7 @@ class CommitTest : public ::testing::Test {
   State found_on(std::shared_ptr<MemoryDisk> disk, const std::string& name = "job") {
     Heart heart(std::move(disk));
     EXPECT_TRUE(heart.loaded.is_ok()) << heart.loaded.message();
-    const auto info = heart.store().find_job(name);
+    const auto info = heart.store().reports().find_job(name);
     if (!info.is_ok()) return {};
     const uint64_t session = heart.attach(info.value().job_id);
     std::map<std::string, uint32_t> by_name;
@@ -271,7 +271,8 @@ TEST_F(CommitTest, a_power_cut_at_any_moment_of_a_step_leaves_n_or_n_plus_1) {
     const StepRequest request = next_step(heart, session, ids);
     heart.io().operations.clear();
     bool done = false;
-    heart.store().step(request, [&](const Status&, const StepReport&) { done = true; });
+    heart.store().operations().step(request,
+                                    [&](const Status&, const StepReport&) { done = true; });
     while (!done && heart.io().operations.size() < cut) heart.turn();
     const bool acknowledged = done;
     heart.faults().crash([&](uint16_t, const UnsyncedWrite&) { return random() % 2 == 0; });
@@ -340,11 +341,11 @@ TEST_F(CommitTest, jobs_that_commit_at_once_are_both_durable) {
   }
   int done = 0;
   for (size_t i = 0; i < 2; ++i) {
-    heart.store().step(next_step(heart, sessions[i], ids[i]),
-                       [&](const Status& status, const StepReport&) {
-                         EXPECT_TRUE(status.is_ok()) << status.message();
-                         ++done;
-                       });
+    heart.store().operations().step(next_step(heart, sessions[i], ids[i]),
+                                    [&](const Status& status, const StepReport&) {
+                                      EXPECT_TRUE(status.is_ok()) << status.message();
+                                      ++done;
+                                    });
   }
   ASSERT_TRUE(heart.until([&] { return done == 2; }));
   for (size_t i = 0; i < 2; ++i) {
@@ -394,7 +395,7 @@ TEST_F(CommitTest, fifty_random_operations_leak_no_extent) {
         break;
     }
   }
-  ASSERT_TRUE(heart.store().drop_gradients(session, {}).is_ok());
+  ASSERT_TRUE(heart.store().gradients().drop(session, {}).is_ok());
   heart.turns(5);
   heart.write(session, ids[3], pattern(10'000, 1));
   ASSERT_TRUE(heart.sync(session).is_ok());

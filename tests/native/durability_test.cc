@@ -218,9 +218,9 @@ TEST(DurabilityStopped, a_job_that_no_catalogue_names_is_gone_once_nobody_uses_i
       heart.step({.session_id = session, .groups = {{.settings = {}, .shard_ids = {ids[0]}}}});
   EXPECT_EQ(status.code(), StatusCode::integrity) << status.message();
   ASSERT_TRUE(heart.store().detach(session).is_ok());
-  ASSERT_TRUE(heart.until([&] { return heart.store().jobs().empty(); }));
+  ASSERT_TRUE(heart.until([&] { return heart.store().reports().jobs().empty(); }));
   ASSERT_TRUE(heart.until([&] { return heart.store().is_idle(); }));
-  EXPECT_EQ(heart.store().take_released_segments().size(), kFloorSegments + 2);
+  EXPECT_EQ(heart.store().memory().take_released().size(), kFloorSegments + 2);
   std::optional<Status> dropped;
   heart.store().drop_job(job_id, false, [&](const Status& each) { dropped = each; });
   ASSERT_TRUE(dropped);
@@ -269,12 +269,12 @@ TEST_P(DurabilityTest, a_power_cut_leaves_the_last_commit_on_disk) {
   disk_->crash([](const UnsyncedWrite&) { return false; });
   Heart heart(disk_);
   ASSERT_TRUE(heart.loaded.is_ok()) << heart.loaded.message();
-  const auto opened = heart.store().open_job({.name = "job",
-                                              .uid = 1000,
-                                              .host_bytes = 0,
-                                              .nvme_bytes = 0,
-                                              .fresh = false,
-                                              .durability = std::nullopt});
+  const auto opened = heart.store().admissions().open({.name = "job",
+                                                       .uid = 1000,
+                                                       .host_bytes = 0,
+                                                       .nvme_bytes = 0,
+                                                       .fresh = false,
+                                                       .durability = std::nullopt});
   if (chosen.is_none()) {
     ASSERT_FALSE(opened.is_ok());
     EXPECT_EQ(opened.status().code(), StatusCode::integrity);
@@ -360,9 +360,9 @@ TEST_F(InMemoryTest, a_step_whose_commit_to_the_disk_fails_is_made_and_the_next_
   std::optional<std::pair<Status, StepReport>> answer;
   const auto ask = [&](uint64_t number) {
     answer.reset();
-    heart.store().step(training.request(number), [&](const Status& status, const StepReport& it) {
-      answer.emplace(status, it);
-    });
+    heart.store().operations().step(
+        training.request(number),
+        [&](const Status& status, const StepReport& it) { answer.emplace(status, it); });
   };
   ask(2);
   heart.turn();
@@ -463,8 +463,8 @@ TEST_F(InMemoryTest, what_is_written_while_a_sync_prepares_the_disk_is_committed
       if (!is_synced_again) heart.write(session, other, before);
       heart.faults().add_fault({.kind = MemoryFaultKind::stall, .io_kind = IoKind::write});
       std::optional<Status> synced;
-      heart.store().sync(session,
-                         [&](const Status& status, const StepReport&) { synced = status; });
+      heart.store().operations().sync(
+          session, [&](const Status& status, const StepReport&) { synced = status; });
       ASSERT_TRUE(heart.until([&] { return heart.faults().has_stalled(); }));
       const auto asked = heart.ask(session, other, LeaseMode::overwrite);
       heart.turns(5);
@@ -504,10 +504,11 @@ TEST_F(InMemoryTest, a_sync_makes_durable_what_was_spilled_after_the_step_that_r
     ASSERT_TRUE(heart.sync(session).is_ok());
     heart.write(session, ids[0], numbers(kTileElements, 5), Part::gradient);
     std::optional<Status> answer;
-    heart.store().step({.session_id = session,
-                        .groups = {{.settings = {}, .shard_ids = {ids[0]}}},
-                        .staged_buffers = {}},
-                       [&](const Status& status, const StepReport&) { answer = status; });
+    heart.store().operations().step(
+        {.session_id = session,
+         .groups = {{.settings = {}, .shard_ids = {ids[0]}}},
+         .staged_buffers = {}},
+        [&](const Status& status, const StepReport&) { answer = status; });
     heart.turn();
     heart.write(session, ids[1], after);
     ASSERT_TRUE(heart.until([&] { return answer.has_value(); }));
@@ -555,10 +556,11 @@ TEST_F(InMemoryTest, a_gradient_is_not_spilled_into_the_room_of_a_step_that_runs
   for (const size_t i : {1, 0})
     heart.write(session, ids[i], numbers(kTileElements, 2), Part::gradient);
   std::optional<Status> answer;
-  heart.store().step({.session_id = session,
-                      .groups = {{.settings = {}, .shard_ids = {ids[0]}}},
-                      .staged_buffers = {}},
-                     [&](const Status& status, const StepReport&) { answer = status; });
+  heart.store().operations().step(
+      {.session_id = session,
+       .groups = {{.settings = {}, .shard_ids = {ids[0]}}},
+       .staged_buffers = {}},
+      [&](const Status& status, const StepReport&) { answer = status; });
   heart.turn();
   Job& job = heart.job(session);
   ASSERT_GT(job.space().promised_bytes(), job.space().used_bytes());
@@ -585,8 +587,8 @@ TEST_F(InMemoryTest, a_job_that_stops_says_what_is_on_disk_and_what_to_do) {
     ASSERT_TRUE(training.step().first.is_ok());
     training.write_gradients();
     std::optional<Status> answer;
-    heart.store().step(training.request(),
-                       [&](const Status& status, const StepReport&) { answer = status; });
+    heart.store().operations().step(
+        training.request(), [&](const Status& status, const StepReport&) { answer = status; });
     heart.turn();
     training.job().space().set_quota_bytes(0);
     ASSERT_TRUE(heart.until([&] { return answer.has_value(); }));

@@ -160,7 +160,7 @@ class History {
   }
   std::string in_flight() const {
     std::string all;
-    for (const Activity& each : heart_->store().in_flight())
+    for (const Activity& each : heart_->store().reports().in_flight())
       all += concat(each.kind, " ", each.what, ", waits on ", each.waits_on, "\n");
     return all;
   }
@@ -180,7 +180,7 @@ class History {
     const uint32_t seed = ++seed_;
     write(i, Part::gradient, LeaseMode::overwrite, gradient_bytes(i, seed));
     gradients_[i] = seed;
-    if (chance(7)) heart_->store().gradient_is_final(session_, ids_[i]);
+    if (chance(7)) heart_->store().gradients().is_final(session_, ids_[i]);
     if (chance(2)) turn();
   }
   void change_gradient() {
@@ -188,7 +188,7 @@ class History {
     if (!gradients_[i]) return;
     write(i, Part::gradient, LeaseMode::write, gradient_bytes(i, ++seed_));
     gradients_[i] = seed_;
-    if (chance(4)) heart_->store().gradient_is_final(session_, ids_[i]);
+    if (chance(4)) heart_->store().gradients().is_final(session_, ids_[i]);
   }
   void turn() {
     for (uint64_t count = random_() % 60; count > 0; --count) heart_->turn();
@@ -196,8 +196,8 @@ class History {
   void expect_step() {
     AdamSettings settings = settings_;
     if (chance(1)) settings.lr *= 2;
-    const Status status =
-        heart_->store().expect_step(session_, {{.settings = settings, .shard_ids = ids_}});
+    const Status status = heart_->store().gradients().expect_step(
+        session_, {{.settings = settings, .shard_ids = ids_}});
     EXPECT_TRUE(status.is_ok()) << status.message();
   }
   void step() {
@@ -223,9 +223,9 @@ class History {
   }
   void send_step() {
     answer_ = std::make_shared<std::optional<Status>>();
-    heart_->store().step(*request_, [answer = answer_](const Status& status, const StepReport&) {
-      *answer = status;
-    });
+    heart_->store().operations().step(
+        *request_,
+        [answer = answer_](const Status& status, const StepReport&) { *answer = status; });
   }
   void wait_for_step() {
     if (!request_) return;
@@ -296,7 +296,7 @@ class History {
     std::fill_n(twin.m.begin(), count, 0.5F);
     std::fill_n(twin.v.begin(), count, 0.25F);
     std::optional<Status> written;
-    heart_->store().write_moments(
+    heart_->store().operations().write_moments(
         {.session_id = session_, .shard_id = ids_[i], .element_first = 0, .element_count = count},
         twin.t,
         std::vector<float>(count, 0.5F),
@@ -313,7 +313,7 @@ class History {
       gradients_[i].reset();
     }
     if (dropped.empty()) return;
-    EXPECT_TRUE(heart_->store().drop_gradients(session_, dropped).is_ok());
+    EXPECT_TRUE(heart_->store().gradients().drop(session_, dropped).is_ok());
   }
   /// Takes room that others have.
   void use_blob() {
@@ -348,16 +348,16 @@ class History {
     turn();
     if (chance(4)) {
       heart_->release(held);
-      heart_->store().gradient_unused(session_, ids_[i]);
+      heart_->store().gradients().unused(session_, ids_[i]);
       return;
     }
     const auto bytes = gradient_bytes(i, ++seed_);
     std::copy(bytes.begin(), bytes.end(), held.as<uint8_t>().begin());
     // Not before its lease has ended.
-    if (chance(1)) heart_->store().gradient_is_final(session_, ids_[i]);
+    if (chance(1)) heart_->store().gradients().is_final(session_, ids_[i]);
     heart_->release(held);
     gradients_[i] = seed_;
-    heart_->store().gradient_is_final(session_, ids_[i]);
+    heart_->store().gradients().is_final(session_, ids_[i]);
   }
   void hold_view() {
     if (view_) {
@@ -429,7 +429,7 @@ class History {
   }
   /// Of disk, quota and memory nothing is taken but what the job's entries name.
   void expect_nothing_leaked() {
-    ASSERT_TRUE(heart_->store().drop_gradients(session_, {}).is_ok());
+    ASSERT_TRUE(heart_->store().gradients().drop(session_, {}).is_ok());
     ASSERT_TRUE(heart_->until([&] {
       return job().state().early().bucket_count() == 0 &&
              job().state().early().running_count() == 0 && !job().cache().activities().any();

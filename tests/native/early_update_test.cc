@@ -69,14 +69,16 @@ class Training {
       heart_.write(session_, ids_[i], halves(count(i), seed), Part::gradient);
     }
   }
-  void expect() { EXPECT_TRUE(heart_.store().expect_step(session_, request().groups).is_ok()); }
+  void expect() {
+    EXPECT_TRUE(heart_.store().gradients().expect_step(session_, request().groups).is_ok());
+  }
   /// As a backward does it; returns when nothing more is made early.
   void backward() {
     expect();
     ++seed_;
     for (size_t i = ids_.size(); i-- > 0;) {
       write_gradient(i, seed_);
-      heart_.store().gradient_is_final(session_, ids_[i]);
+      heart_.store().gradients().is_final(session_, ids_[i]);
     }
     wait();
   }
@@ -208,7 +210,7 @@ TEST_P(EarlyUpdateTest, what_a_step_finds_made_otherwise_is_made_again) {
        }},
       {EarlyDiscard::gradient,
        [](Training& training, Heart& heart) {
-         ASSERT_TRUE(heart.store().drop_gradients(training.session(), {}).is_ok());
+         ASSERT_TRUE(heart.store().gradients().drop(training.session(), {}).is_ok());
          training.expect_equal();
        }},
       {EarlyDiscard::state,
@@ -222,14 +224,14 @@ TEST_P(EarlyUpdateTest, what_a_step_finds_made_otherwise_is_made_again) {
          Twin& twin = training.twins[0];
          std::fill_n(twin.m.begin(), 100, 0.5F);
          std::fill_n(twin.v.begin(), 100, 0.25F);
-         heart.store().write_moments({.session_id = training.session(),
-                                      .shard_id = training.ids()[0],
-                                      .element_first = 0,
-                                      .element_count = 100},
-                                     twin.t,
-                                     std::vector<float>(100, 0.5F),
-                                     std::vector<float>(100, 0.25F),
-                                     [&](const Status& status) { written = status; });
+         heart.store().operations().write_moments({.session_id = training.session(),
+                                                   .shard_id = training.ids()[0],
+                                                   .element_first = 0,
+                                                   .element_count = 100},
+                                                  twin.t,
+                                                  std::vector<float>(100, 0.5F),
+                                                  std::vector<float>(100, 0.25F),
+                                                  [&](const Status& status) { written = status; });
          ASSERT_TRUE(heart.until([&] { return written.has_value(); }));
          ASSERT_TRUE(written->is_ok()) << written->message();
          training.step();
@@ -243,7 +245,7 @@ TEST_P(EarlyUpdateTest, what_a_step_finds_made_otherwise_is_made_again) {
          training.advance(0, training.seed());
          training.advance(2, training.seed());
          training.expect_equal();
-         ASSERT_TRUE(heart.store().drop_gradients(training.session(), {}).is_ok());
+         ASSERT_TRUE(heart.store().gradients().drop(training.session(), {}).is_ok());
        }},
   };
   Heart heart(disk_);
@@ -273,7 +275,7 @@ TEST_P(EarlyUpdateTest, what_changes_while_tiles_are_made_waits_for_them_and_the
     training.expect();
     for (size_t i = 0; i < 3; ++i) {
       training.write_gradient(i, 200);
-      heart.store().gradient_is_final(training.session(), training.ids()[i]);
+      heart.store().gradients().is_final(training.session(), training.ids()[i]);
     }
     for (int turn = 0; turn < turns; ++turn) heart.turn();
     for (size_t i = 0; i < 3; ++i) training.write_gradient(i, 300);
@@ -293,7 +295,7 @@ TEST_P(EarlyUpdateTest, a_step_that_comes_while_tiles_are_made_does_what_is_left
     training.expect();
     for (size_t i = 0; i < 3; ++i) {
       training.write_gradient(i, 200);
-      heart.store().gradient_is_final(training.session(), training.ids()[i]);
+      heart.store().gradients().is_final(training.session(), training.ids()[i]);
     }
     for (int turn = 0; turn < turns; ++turn) heart.turn();
     const auto [status, report] = heart.step(training.request());
@@ -362,7 +364,7 @@ TEST_P(EarlyUpdateTest, a_daemon_that_dies_while_tiles_are_made_leaves_n) {
   training.expect();
   for (size_t i = 0; i < 3; ++i) {
     training.write_gradient(i, 200);
-    heart->store().gradient_is_final(training.session(), training.ids()[i]);
+    heart->store().gradients().is_final(training.session(), training.ids()[i]);
   }
   // Whatever they have written of N + 1 into N's slot.
   for (int turn = 0; turn < 3 && training.job().state().early().running_count() == 0; ++turn)
@@ -548,7 +550,8 @@ TEST_F(EarlyFailureTest, whoever_needs_room_in_the_arena_gets_it_before_what_is_
   training.backward();
   // The small bucket's is too small to help anybody.
   const auto has_slot = [&] {
-    return training.job().state().early().slot_of(*training.job().shards().bucket(0).value) != nullptr;
+    return training.job().state().early().slot_of(*training.job().shards().bucket(0).value) !=
+           nullptr;
   };
   ASSERT_TRUE(has_slot());
   const uint64_t spilled_before = training.job().cache().counters().spilled_bytes;
@@ -572,20 +575,21 @@ TEST_F(EarlyFailureTest, hints_that_come_too_late_or_of_others_begin_nothing) {
   const uint64_t other = heart.attach(training.job().job_id());
   training.expect();
   for (size_t i = 0; i < 3; ++i) training.write_gradient(i, 200);
-  for (const uint32_t id : training.ids()) heart.store().gradient_is_final(other, id);
-  heart.store().gradient_is_final(training.session(), 12345);
+  for (const uint32_t id : training.ids()) heart.store().gradients().is_final(other, id);
+  heart.store().gradients().is_final(training.session(), 12345);
   const Held writing =
       heart.lease(training.session(), training.ids()[0], LeaseMode::write, Part::gradient);
-  heart.store().gradient_is_final(training.session(), training.ids()[0]);
+  heart.store().gradients().is_final(training.session(), training.ids()[0]);
   training.wait();
   EXPECT_EQ(training.job().state().early().bucket_count(), 0U);
   heart.release(writing);
   const auto [status, report] = heart.step(training.request());
   ASSERT_TRUE(status.is_ok()) << status.message();
-  for (const uint32_t id : training.ids()) heart.store().gradient_is_final(training.session(), id);
+  for (const uint32_t id : training.ids())
+    heart.store().gradients().is_final(training.session(), id);
   EXPECT_EQ(training.job().state().early().final_shard_count(), 0U);
-  const Status unknown =
-      heart.store().expect_step(training.session(), {{.settings = {}, .shard_ids = {77}}});
+  const Status unknown = heart.store().gradients().expect_step(
+      training.session(), {{.settings = {}, .shard_ids = {77}}});
   EXPECT_EQ(unknown.code(), StatusCode::not_found) << unknown.message();
 }
 
@@ -643,9 +647,10 @@ TEST(EarlySlot, whoever_wants_the_value_of_before_waits_for_no_tile_that_was_not
   const std::vector<uint32_t> ids = heart.declare(session, {parameter("huge", values.size())});
   heart.write(session, ids[0], values);
   ASSERT_TRUE(heart.sync(session).is_ok());
-  ASSERT_TRUE(heart.store().expect_step(session, {{.settings = {}, .shard_ids = ids}}).is_ok());
+  ASSERT_TRUE(
+      heart.store().gradients().expect_step(session, {{.settings = {}, .shard_ids = ids}}).is_ok());
   heart.write(session, ids[0], numbers(values.size(), 2), Part::gradient);
-  heart.store().gradient_is_final(session, ids[0]);
+  heart.store().gradients().is_final(session, ids[0]);
   Job& job = heart.job(session);
   ASSERT_TRUE(heart.until([&] { return job.state().early().running_count() != 0; }));
   const uint64_t begun_count = job.state().early().find(0)->tile_next;
@@ -679,9 +684,9 @@ TEST(EarlySlot, a_gradient_that_is_spilled_between_two_tiles_is_waited_for) {
   ASSERT_TRUE(heart.sync(session).is_ok());
   const Held view = heart.lease(session, ids[0]);  // so that no room can be had of the value
   const StepRequest request{.session_id = session, .groups = {{.shard_ids = {ids[0]}}}};
-  ASSERT_TRUE(heart.store().expect_step(session, request.groups).is_ok());
+  ASSERT_TRUE(heart.store().gradients().expect_step(session, request.groups).is_ok());
   heart.write(session, ids[0], gradient, Part::gradient);
-  heart.store().gradient_is_final(session, ids[0]);
+  heart.store().gradients().is_final(session, ids[0]);
   Job& job = heart.job(session);
   ASSERT_TRUE(heart.until([&] { return job.state().early().running_count() != 0; }));
   job.state().early().pause(*job.shards().find_entry(ids[0], Part::value));
@@ -720,7 +725,7 @@ TEST_F(EarlySlotTest, a_value_that_is_leased_stays_where_it_is) {
 
 TEST_F(EarlySlotTest, what_is_thrown_away_leaves_no_place_taken) {
   training.backward();
-  ASSERT_TRUE(heart.store().drop_gradients(training.session(), {}).is_ok());
+  ASSERT_TRUE(heart.store().gradients().drop(training.session(), {}).is_ok());
   EXPECT_EQ(training.job().state().early().slot_of(value()), nullptr);
   training.expect_equal();
   training.expect_nothing_leaked();
@@ -745,7 +750,7 @@ TEST_F(EarlySlotTest, a_step_finds_tiles_that_were_not_begun_in_their_place) {
       training.session(),
       training.job().space().used_bytes() + bucket.value->replica_bytes(0) + bucket.rest_bytes(0));
   for (const uint32_t shard_id : training.ids())
-    heart.store().gradient_is_final(training.session(), shard_id);
+    heart.store().gradients().is_final(training.session(), shard_id);
   training.wait();
   ASSERT_EQ(training.job().state().early().slot_of(value())->offset_bytes, offset_bytes);
   training.job().space().set_quota_bytes(kQuotaBytes);

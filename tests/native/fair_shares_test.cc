@@ -61,7 +61,8 @@ class FairShares : public ::testing::Test {
   void set_weight(double weight) {
     const auto wanted = JobWeight::of(weight);
     ASSERT_TRUE(wanted.is_ok());
-    ASSERT_TRUE(heart_->store().set_job_weight(trainers_[0].job_id, wanted.value()).is_ok());
+    ASSERT_TRUE(
+        heart_->store().admissions().set_weight(trainers_[0].job_id, wanted.value()).is_ok());
   }
   static uint64_t per_second(double speed, uint64_t bytes) {
     return static_cast<uint64_t>(speed * static_cast<double>(bytes));
@@ -103,7 +104,7 @@ class FairShares : public ::testing::Test {
       StepRequest request;
       request.session_id = trainer.session_id;
       request.groups = {{.settings = {}, .shard_ids = trainer.shard_ids}};
-      heart_->store().step(request, [&](const Status& status, const StepReport&) {
+      heart_->store().operations().step(request, [&](const Status& status, const StepReport&) {
         EXPECT_TRUE(status.is_ok()) << status.message();
         ++done_count;
       });
@@ -266,7 +267,8 @@ TEST_F(FairShares, a_shard_is_read_beside_another_jobs_step_as_if_it_were_half_a
   StepRequest request;
   request.session_id = trainers_[0].session_id;
   request.groups = {{.settings = {}, .shard_ids = trainers_[0].shard_ids}};
-  heart_->store().step(request, [&](const Status&, const StepReport&) { done = true; });
+  heart_->store().operations().step(request,
+                                    [&](const Status&, const StepReport&) { done = true; });
   moved_.clear();
   ASSERT_TRUE(heart_->until([&] { return moved_[trainers_[0].job_id] >= 1_MiB; }));
   const uint64_t start_ns = heart_->clock.now_ns();

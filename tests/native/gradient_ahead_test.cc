@@ -35,7 +35,7 @@ class GradientAheadTest : public ::testing::Test {
   Job& job() { return heart_.job(session_); }
   const Shard& shard(size_t i) { return job().shards()[ids_[i]]; }
   const Entry& gradient(size_t i) { return *job().shards().find_entry(ids_[i], Part::gradient); }
-  void unused(size_t i) { heart_.store().gradient_unused(session_, ids_[i]); }
+  void unused(size_t i) { heart_.store().gradients().unused(session_, ids_[i]); }
 
   Heart heart_{std::make_shared<MemoryDisk>(kDiskBytes), 2 * kFloorSegments + 24};
   uint64_t session_ = 0;
@@ -89,11 +89,11 @@ TEST_F(GradientAheadTest, a_slot_that_is_still_held_is_freed_when_it_is_given_ba
 TEST_F(GradientAheadTest, a_question_that_waits_still_is_answered_and_forgotten) {
   heart_.write(session_, ids_[0], numbers(kTileElements, 2), Part::gradient);
   bool is_over = false;
-  heart_.store().step({.session_id = session_, .groups = {{.shard_ids = {ids_[0]}}}},
-                      [&](const Status& status, const StepReport&) {
-                        EXPECT_TRUE(status.is_ok()) << status.message();
-                        is_over = true;
-                      });
+  heart_.store().operations().step({.session_id = session_, .groups = {{.shard_ids = {ids_[0]}}}},
+                                   [&](const Status& status, const StepReport&) {
+                                     EXPECT_TRUE(status.is_ok()) << status.message();
+                                     is_over = true;
+                                   });
   const auto ahead = ask(0, true);
   const auto ordinary = ask(0, false);
   ASSERT_FALSE(is_over);
@@ -122,8 +122,8 @@ TEST_F(GradientAheadTest, its_neighbours_in_a_bucket_keep_theirs) {
 }
 
 TEST_F(GradientAheadTest, what_is_no_parameter_is_ignored) {
-  heart_.store().gradient_unused(session_, 77);
-  heart_.store().gradient_unused(session_ + 99, ids_[0]);
+  heart_.store().gradients().unused(session_, 77);
+  heart_.store().gradients().unused(session_ + 99, ids_[0]);
   unused(0);
   EXPECT_EQ(shard(0).gradient_session, 0U);
 }

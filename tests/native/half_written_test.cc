@@ -86,7 +86,8 @@ TEST_F(HalfWrittenTest, a_sync_waits_until_the_torn_shard_was_read_again) {
   stall_a_read();
   ASSERT_TRUE(heart_->store().detach(dying_).is_ok());
   std::optional<Status> synced;
-  heart_->store().sync(alive_, [&](const Status& status, const StepReport&) { synced = status; });
+  heart_->store().operations().sync(
+      alive_, [&](const Status& status, const StepReport&) { synced = status; });
   const auto reader = heart_->ask(alive_, ids_[1]);
   heart_->turns();
   EXPECT_FALSE(synced.has_value());

@@ -121,7 +121,7 @@ class Life {
       const Status status = put(blob_b, bytes_of(pattern(kBlobBytes, byte_seed)));
       return status.is_ok() ? sync() : status;
     }
-    Status status = heart_.store().drop_gradients(session_, {});
+    Status status = heart_.store().gradients().drop(session_, {});
     if (!status.is_ok()) return status;
     const auto gradient = [&](Id id, const Bytes& bytes) {
       if (status.is_ok()) status = put(id, bytes, Part::gradient);
@@ -137,7 +137,7 @@ class Life {
     request.session_id = session_;
     request.groups = {{.settings = {.lr = 1e-2}, .shard_ids = {single, half}}};
     std::optional<Status> answer;
-    heart_.store().step(request, [&](const Status& done, const StepReport& report) {
+    heart_.store().operations().step(request, [&](const Status& done, const StepReport& report) {
       answer = done;
       disk_failed_ = !report.disk_error.empty();
     });
@@ -147,7 +147,7 @@ class Life {
 
   Status sync() {
     std::optional<Status> answer;
-    heart_.store().sync(session_, [&](const Status& done, const StepReport&) {
+    heart_.store().operations().sync(session_, [&](const Status& done, const StepReport&) {
       answer = done;
       if (done.is_ok()) disk_failed_ = false;
     });
@@ -170,7 +170,7 @@ class Life {
   std::pair<Bytes, Status> moments(Id id, uint64_t count) {
     std::optional<Status> answer;
     std::vector<float> all;
-    heart_.store().read_moments(
+    heart_.store().operations().read_moments(
         {.session_id = session_, .shard_id = id, .element_first = 0, .element_count = count},
         [&](const Status& status, const std::vector<float>& m, const std::vector<float>& v) {
           answer = status;
@@ -386,10 +386,10 @@ class IoFaultsMatrix : public ::testing::TestWithParam<Case> {
       EXPECT_EQ(life.heart().loaded.code(), StatusCode::integrity) << life.heart().loaded.message();
       return {};
     }
-    const auto info = life.heart().store().find_job("job");
+    const auto info = life.heart().store().reports().find_job("job");
     EXPECT_TRUE(info.is_ok()) << "the job is gone";
     if (!info.is_ok()) return {};
-    const auto opened = life.heart().store().open_job({.name = "job", .uid = 1000});
+    const auto opened = life.heart().store().admissions().open({.name = "job", .uid = 1000});
     if (opened.status().message().find("ran on without durability") != std::string::npos)
       return {.state = std::nullopt, .was_not_drained = true};
     life.attach();

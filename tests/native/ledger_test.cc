@@ -304,7 +304,7 @@ TEST_F(RepeatedStepTest, a_step_that_is_asked_for_twice_is_made_once) {
   request.step = 1;
   int answers = 0;
   for (int i = 0; i < 2; ++i) {
-    heart.store().step(request, [&](const Status& status, const StepReport& report) {
+    heart.store().operations().step(request, [&](const Status& status, const StepReport& report) {
       EXPECT_TRUE(status.is_ok()) << status.message();
       EXPECT_EQ(report.committed_step, 1U);
       ++answers;
@@ -471,7 +471,7 @@ class AdoptionTest : public ::testing::Test {
   }
   /// What the job's operation is doing.
   bool is_in_phase(const std::string& phase) {
-    const auto all = heart_->store().in_flight();
+    const auto all = heart_->store().reports().in_flight();
     return std::any_of(
         all.begin(), all.end(), [&](const Activity& each) { return each.what == phase; });
   }
@@ -484,14 +484,14 @@ class AdoptionTest : public ::testing::Test {
   /// Of the second parameter, all of them.
   void write_moments(uint64_t generation, std::vector<float> m, std::vector<float> v) {
     std::optional<Status> written;
-    heart_->store().write_moments({.session_id = session_,
-                                   .shard_id = ids_[1],
-                                   .element_first = 0,
-                                   .element_count = count(1)},
-                                  generation,
-                                  std::move(m),
-                                  std::move(v),
-                                  [&](const Status& status) { written = status; });
+    heart_->store().operations().write_moments({.session_id = session_,
+                                                .shard_id = ids_[1],
+                                                .element_first = 0,
+                                                .element_count = count(1)},
+                                               generation,
+                                               std::move(m),
+                                               std::move(v),
+                                               [&](const Status& status) { written = status; });
     ASSERT_TRUE(heart_->until([&] { return written.has_value(); }));
     ASSERT_TRUE(written->is_ok()) << written->message();
   }
@@ -681,9 +681,9 @@ TEST_F(AdoptionTest, who_comes_back_to_the_same_daemon_is_granted_nothing_that_i
 TEST_F(AdoptionTest, a_closed_step_is_finished_although_its_trainer_is_dead) {
   begin(DType::float32);
   write_gradients(8);
-  heart_->store().step(request(1), [](const Status&, const StepReport&) {});
+  heart_->store().operations().step(request(1), [](const Status&, const StepReport&) {});
   restart(false);
-  EXPECT_EQ(heart_->store().closing_step(job_id_), 1U);
+  EXPECT_EQ(heart_->store().operations().closing_step(job_id_), 1U);
   ASSERT_TRUE(heart_->store().detach(session_).is_ok());
   ASSERT_TRUE(heart_->until([this] { return heart_->store().is_idle(); }));
   session_ = heart_->attach(job_id_);
@@ -699,16 +699,16 @@ TEST_F(AdoptionTest, a_lease_of_a_dead_trainer_is_not_in_the_way_of_the_step_tha
   ASSERT_TRUE(heart_->sync(session_).is_ok());
   write_gradients(8);
   ASSERT_TRUE(heart_->lease(session_, other[0], LeaseMode::write).is_ok());
-  heart_->store().step(request(1), [](const Status&, const StepReport&) {});
+  heart_->store().operations().step(request(1), [](const Status&, const StepReport&) {});
   kill();
   heart_ = new Heart(disk_,
                      testing::HeartOptions{
                          .segment_count = segment_count_, .keeper = &keeper_, .redo_steps = false});
   ASSERT_TRUE(heart_->loaded.is_ok()) << heart_->loaded.message();
   heart_->turns(5);
-  EXPECT_EQ(heart_->store().closing_step(job_id_), 1U) << "it waits";
+  EXPECT_EQ(heart_->store().operations().closing_step(job_id_), 1U) << "it waits";
   ASSERT_TRUE(heart_->store().detach(session_).is_ok());
-  heart_->store().redo_steps();
+  heart_->store().operations().redo_steps();
   ASSERT_TRUE(heart_->until([this] { return heart_->store().is_idle(); }));
   session_ = heart_->attach(job_id_);
   EXPECT_EQ(heart_->job(session_).progress().committed_step(), 1U);
@@ -734,7 +734,7 @@ TEST_F(AdoptionTest, what_was_half_written_when_the_daemon_died_with_its_trainer
 TEST_F(AdoptionTest, a_daemon_that_dies_while_it_starts_leaves_the_same) {
   begin(DType::float32);
   write_gradients(8);
-  heart_->store().step(request(1), [](const Status&, const StepReport&) {});
+  heart_->store().operations().step(request(1), [](const Status&, const StepReport&) {});
   for (int i = 0; i < 3; ++i) restart(false);
   resume();
   expect_step(1, 8);
@@ -802,18 +802,18 @@ TEST_F(AdoptionTest, a_dropped_job_and_one_that_the_disk_does_not_know_leave_not
   begin(DType::float32, 2);
   heart_->attach(heart_->open("young", 1, 1_MiB));
   restart();
-  EXPECT_EQ(heart_->store().find_job("young").status().code(), StatusCode::not_found);
+  EXPECT_EQ(heart_->store().reports().find_job("young").status().code(), StatusCode::not_found);
   bool is_dropped = false;
   heart_->store().drop_job(job_id_, true, [&](const Status& status) {
     EXPECT_TRUE(status.is_ok()) << status.message();
     is_dropped = true;
   });
   ASSERT_TRUE(heart_->until([&] { return is_dropped; }));
-  for (Segment& segment : heart_->store().take_released_segments())
-    heart_->store().add_to_pool(std::move(segment));
+  for (Segment& segment : heart_->store().memory().take_released())
+    heart_->store().memory().add(std::move(segment));
   for (const std::string& name : keeper_.names()) EXPECT_TRUE(name.starts_with("segment."));
   restart(false);
-  EXPECT_TRUE(heart_->store().jobs().empty());
+  EXPECT_TRUE(heart_->store().reports().jobs().empty());
 }
 
 TEST_F(AdoptionTest, a_blob_that_is_deleted_during_a_step_in_memory_costs_no_memory) {
@@ -821,7 +821,7 @@ TEST_F(AdoptionTest, a_blob_that_is_deleted_during_a_step_in_memory_costs_no_mem
   const auto blob = heart_->declare(session_, {bytes_shard("blob", 5000)});
   heart_->write(session_, blob[0], pattern(5000, 1));
   write_gradients(8);
-  heart_->store().step(request(1), [](const Status&, const StepReport&) {});
+  heart_->store().operations().step(request(1), [](const Status&, const StepReport&) {});
   // Buffers have changed places, and the step is not committed.
   ASSERT_TRUE(heart_->until([this] { return is_in_phase("updates tiles"); }));
   remove("blob");
@@ -833,7 +833,7 @@ TEST_F(AdoptionTest, a_buffer_that_is_put_while_a_step_in_memory_goes_to_disk_is
   begin(DType::float32, 8, "every:1");
   write_gradients(8);
   heart_->faults().add_fault({.kind = MemoryFaultKind::stall, .io_kind = IoKind::sync});
-  heart_->store().step(request(1), [](const Status&, const StepReport&) {});
+  heart_->store().operations().step(request(1), [](const Status&, const StepReport&) {});
   ASSERT_TRUE(
       heart_->until([this] { return heart_->job(session_).progress().committed_step() == 1; }));
   heart_->write(session_, ids_[2], pattern(kBufferBytes, 50));
@@ -961,7 +961,7 @@ TEST_F(AdoptionTest, a_first_writeback_that_is_half_done_costs_no_memory) {
     if (operation.kind == IoKind::write && operation.length_bytes == align_up(kTail * 4, 4_KiB))
       heart_->faults().add_fault({.kind = MemoryFaultKind::stall, .io_kind = IoKind::write});
   };
-  heart_->store().sync(session_, [](const Status&, const StepReport&) {});
+  heart_->store().operations().sync(session_, [](const Status&, const StepReport&) {});
   const Entry& entry = *heart_->job(session_).shards()[ids[0]].value;
   ASSERT_TRUE(heart_->until([&] { return entry.replicas[0].exists(); }));
   ASSERT_FALSE(entry.has_replica());
@@ -996,8 +996,8 @@ TEST_F(AdoptionTest, a_blob_that_is_deleted_during_a_step_leaves_nothing_to_who_
   // The step fails after the blob is gone.
   heart_->faults().add_fault({.io_kind = IoKind::read, .count = 1000});
   std::optional<Status> failed;
-  heart_->store().step(request(1),
-                       [&](const Status& status, const StepReport&) { failed = status; });
+  heart_->store().operations().step(
+      request(1), [&](const Status& status, const StepReport&) { failed = status; });
   ASSERT_TRUE(heart_->until([this] { return is_in_phase("updates tiles"); }));
   remove("old");
   ASSERT_TRUE(heart_->until([&] { return failed.has_value(); }));
@@ -1017,8 +1017,8 @@ TEST_F(AdoptionTest, a_buffer_that_a_closed_step_names_is_deleted_after_the_step
   write_gradients(8);
   heart_->job(session_).durable().note_change();
   heart_->faults().add_fault({.kind = MemoryFaultKind::stall, .io_kind = IoKind::sync});
-  heart_->store().sync(session_, [](const Status&, const StepReport&) {});
-  heart_->store().step(request(1), [](const Status&, const StepReport&) {});
+  heart_->store().operations().sync(session_, [](const Status&, const StepReport&) {});
+  heart_->store().operations().step(request(1), [](const Status&, const StepReport&) {});
   ASSERT_TRUE(heart_->until([this] { return heart_->faults().has_stalled(); }));
   int deleted = 0;
   const auto count_deleted = [&](const Result<bool>& result) { deleted += result.value() ? 1 : 0; };
@@ -1104,7 +1104,7 @@ TEST_F(AdoptionTest, what_is_damaged_of_a_job_costs_no_segment_of_others) {
 
 TEST_F(AdoptionTest, memory_that_cannot_be_mapped_goes_back_to_the_pool) {
   Heart heart(disk_);
-  const uint64_t free_bytes = heart.store().statistics().pool_bytes_free;
+  const uint64_t free_bytes = heart.store().reports().statistics().pool_bytes_free;
   std::ifstream pages("/proc/self/statm");
   uint64_t page_count = 0;
   ASSERT_TRUE(pages >> page_count);
@@ -1113,15 +1113,15 @@ TEST_F(AdoptionTest, memory_that_cannot_be_mapped_goes_back_to_the_pool) {
   struct rlimit tight = before;
   tight.rlim_cur = page_count * 4_KiB + 12_MiB;
   ASSERT_EQ(setrlimit(RLIMIT_AS, &tight), 0);
-  const auto refused = heart.store().open_job({.name = "job",
-                                               .uid = 1000,
-                                               .host_bytes = free_bytes,
-                                               .nvme_bytes = kJobDiskBytes,
-                                               .fresh = false,
-                                               .durability = std::nullopt});
+  const auto refused = heart.store().admissions().open({.name = "job",
+                                                        .uid = 1000,
+                                                        .host_bytes = free_bytes,
+                                                        .nvme_bytes = kJobDiskBytes,
+                                                        .fresh = false,
+                                                        .durability = std::nullopt});
   ASSERT_EQ(setrlimit(RLIMIT_AS, &before), 0);
   ASSERT_FALSE(refused.is_ok());
-  EXPECT_EQ(heart.store().statistics().pool_bytes_free, free_bytes);
+  EXPECT_EQ(heart.store().reports().statistics().pool_bytes_free, free_bytes);
   heart.open("job", 8, kJobDiskBytes);
 }
 
@@ -1170,7 +1170,8 @@ TEST_P(KilledStepTest, a_kill_at_any_operation_of_a_step_changes_no_bit) {
     };
     try {
       bool answered = false;
-      heart_->store().step(request(2), [&](const Status&, const StepReport&) { answered = true; });
+      heart_->store().operations().step(request(2),
+                                        [&](const Status&, const StepReport&) { answered = true; });
       ASSERT_TRUE(heart_->until([&] { return answered; }));
       finished = true;
     } catch (const Killed&) {
@@ -1198,7 +1199,7 @@ TEST_F(AdoptionTest, a_damaged_ledger_stops_no_daemon) {
   begin(DType::float32);
   heart_->declare(session_, {bytes_shard("alone", 100)});
   write_gradients(8);
-  heart_->store().step(request(1), [](const Status&, const StepReport&) {});
+  heart_->store().operations().step(request(1), [](const Status&, const StepReport&) {});
   kill();
   const int ledger = keeper_.find(concat("ledger.", job_id_));
   ASSERT_GE(ledger, 0);

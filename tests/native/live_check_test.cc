@@ -189,7 +189,7 @@ TEST_F(LiveCheckTest, steps_beside_it_take_no_place_from_it_and_lead_to_no_false
     const uint64_t id = begin();
     put_gradients(seed);
     bool done = false;
-    heart_.store().step(request(), [&](const Status& status, const StepReport&) {
+    heart_.store().operations().step(request(), [&](const Status& status, const StepReport&) {
       EXPECT_TRUE(status.is_ok()) << status.message();
       done = true;
     });

@@ -442,7 +442,7 @@ TEST(Prefetch, random_sessions_read_what_they_wrote) {
         if (chance(50)) model.client.settle();
       }
       // A step that came to nothing: its gradients are dropped.
-      ASSERT_TRUE(model.heart.store().drop_gradients(model.session_id, {}).is_ok());
+      ASSERT_TRUE(model.heart.store().gradients().drop(model.session_id, {}).is_ok());
     }
     model.client.settle();
     uint64_t ahead_bytes = 0;

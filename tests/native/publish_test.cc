@@ -77,8 +77,8 @@ class PublishTest : public ::testing::Test {
          .io_kind = IoKind::read,
          .offset_bytes = job().shards().bucket(1).rest[2].extent().address.offset_bytes});
     done_.reset();
-    heart_->store().step(request(call),
-                         [this](const Status& status, const StepReport&) { done_ = status; });
+    heart_->store().operations().step(
+        request(call), [this](const Status& status, const StepReport&) { done_ = status; });
     ASSERT_TRUE(heart_->until([&] {
       return job().shards().bucket(0).value->is_ahead && heart_->faults().fault_hit_count() > 0;
     }));
@@ -169,7 +169,7 @@ TEST_F(PublishTest, the_steps_session_goes_on_with_what_is_updated_and_nobody_el
   }
   heart_->clock.advance(1'000'000);
   heart_->turns(5);
-  const auto& wait_ns = job().cache().counters().lease_wait_reason_ns;
+  const auto wait_ns = job().cache().waiters().counters_until_now().lease_wait_reason_ns;
   EXPECT_EQ(wait_ns[static_cast<size_t>(LeaseWait::update)], 2'000'000u) << "second, and in vain";
   EXPECT_EQ(wait_ns[static_cast<size_t>(LeaseWait::step)], 3'000'000u) << "others and writers";
   EXPECT_EQ(wait_ns[static_cast<size_t>(LeaseWait::gradient)], 1'000'000u);
@@ -290,16 +290,16 @@ TEST_F(PublishTest, a_step_that_is_asked_for_again_is_followed_by_that_call_too)
   begin_step(2);
   EXPECT_FALSE(look(session_, 0, 5));
   std::optional<Status> again;
-  heart_->store().step(request(5),
-                       [&again](const Status& status, const StepReport&) { again = status; });
+  heart_->store().operations().step(
+      request(5), [&again](const Status& status, const StepReport&) { again = status; });
   EXPECT_TRUE(look(session_, 0, 5));
   EXPECT_FALSE(look(session_, 1, 5));
   heart_->faults().clear_faults();
   heart_->faults().release_stalled();
   ASSERT_TRUE(heart_->until([&] { return done_ && again; }));
   EXPECT_TRUE(again->is_ok()) << again->message();
-  heart_->store().step(request(6),
-                       [&again](const Status& status, const StepReport&) { again = status; });
+  heart_->store().operations().step(
+      request(6), [&again](const Status& status, const StepReport&) { again = status; });
   EXPECT_TRUE(again->is_ok()) << "it is made: " << again->message();
   expect_values(0, twins_[0].theta);
   EXPECT_EQ(look(session_, 0, 6)->generation, 2u);

@@ -44,7 +44,7 @@ class ScrubTest : public ::testing::Test {
   }
 
   Job& job() { return heart_.job(session_); }
-  ScrubStatistics scrub() { return heart_.store().statistics().scrub; }
+  ScrubStatistics scrub() { return heart_.store().reports().statistics().scrub; }
   /// One pass that begins now.
   void run_pass() {
     const uint64_t passes = scrub().pass_count;
@@ -156,7 +156,7 @@ TEST_F(ScrubTest, what_the_device_cannot_read_is_unreadable_until_it_can_and_not
   EXPECT_NE(scrub().last_error.find("shard job/w"), std::string::npos) << scrub().last_error;
   EXPECT_EQ(job().lost().count(), 0u);
   const auto unreadable = [this] {
-    return heart_.store().find_job("job").value().unreadable_shards;
+    return heart_.store().reports().find_job("job").value().unreadable_shards;
   };
   EXPECT_EQ(unreadable(), std::vector<std::string>{"w"});
   run_pass();
@@ -242,8 +242,8 @@ TEST_F(ScrubTest, what_a_step_replaces_is_not_lost_where_its_disk_copy_is_damage
     StepRequest with_buffers = request();
     with_buffers.staged_buffers = {{buffers[1], buffers[0]}};
     std::optional<Status> done;
-    heart_.store().step(with_buffers,
-                        [&](const Status& status, const StepReport&) { done = status; });
+    heart_.store().operations().step(
+        with_buffers, [&](const Status& status, const StepReport&) { done = status; });
     ASSERT_TRUE(heart_.until([&] { return heart_.faults().fault_hit_count() == hits + 2; }));
     heart_.faults().release_stalled();
     ASSERT_TRUE(heart_.until([&] { return done && heart_.store().is_idle(); }));
@@ -320,7 +320,7 @@ TEST_F(ScrubTest, nothing_false_is_found_while_steps_run) {
   for (uint32_t seed = 10; seed < 30; ++seed) {
     put_gradients(seed);
     bool done = false;
-    heart_.store().step(request(), [&](const Status& status, const StepReport&) {
+    heart_.store().operations().step(request(), [&](const Status& status, const StepReport&) {
       EXPECT_TRUE(status.is_ok()) << status.message();
       done = true;
     });

@@ -93,17 +93,19 @@ TEST_F(ShardStoreTest, a_read_that_the_device_fails_is_tried_three_times_within_
       EXPECT_EQ(heart.read<uint8_t>(other, others[0]), pattern(1000, 3));
       const uint64_t due_ns = heart.store().next_deadline_ns();
       ASSERT_GT(due_ns, heart.clock.now_ns());
-      const auto open = heart.store().in_flight();
+      const auto open = heart.store().reports().in_flight();
       EXPECT_TRUE(std::any_of(open.begin(), open.end(), [](const Activity& each) {
         return each.kind == "read" && each.waits_on.find("its next try") != std::string::npos;
       }));
-      EXPECT_FALSE(heart.store().find_job("job").value().unreadable_shards.size() > 0);
+      EXPECT_FALSE(heart.store().reports().find_job("job").value().unreadable_shards.size() > 0);
       heart.clock.advance(due_ns - heart.clock.now_ns());
     }
     ASSERT_TRUE(heart.until([&] { return answer->has_value(); }));
     EXPECT_LT(heart.clock.now_ns() - began_ns, 2'000'000'000u);
     EXPECT_EQ(heart.job(session).lost().count(), 0u) << "an error says nothing about the bytes";
-    const auto unreadable = [&] { return heart.store().find_job("job").value().unreadable_shards; };
+    const auto unreadable = [&] {
+      return heart.store().reports().find_job("job").value().unreadable_shards;
+    };
     if (failures == 2) {
       EXPECT_TRUE((*answer)->is_ok()) << (*answer)->status.message();
       EXPECT_TRUE(unreadable().empty());
@@ -131,10 +133,10 @@ TEST_F(ShardStoreTest, what_could_not_be_read_is_no_matter_once_it_was_written_a
   ASSERT_TRUE(heart.sync(session).is_ok());
   heart.faults().add_fault({.io_kind = IoKind::read, .count = 3});
   EXPECT_EQ(heart.lease(session, ids[0]).status.code(), StatusCode::device);
-  EXPECT_EQ(heart.store().find_job("job").value().unreadable_shards.size(), 1u);
+  EXPECT_EQ(heart.store().reports().find_job("job").value().unreadable_shards.size(), 1u);
   heart.write(session, ids[0], pattern(1_MiB, 3));
   ASSERT_TRUE(heart.sync(session).is_ok()) << "nothing stops the job";
-  EXPECT_TRUE(heart.store().find_job("job").value().unreadable_shards.empty());
+  EXPECT_TRUE(heart.store().reports().find_job("job").value().unreadable_shards.empty());
   EXPECT_FALSE(heart.extents().has_unreadable());
 }
 
@@ -531,7 +533,7 @@ TEST_F(ShardStoreTest, a_spilled_gradient_comes_back_and_a_write_without_one_add
   heart.write(session, ids[3], pattern(3_MiB, 1));
   ASSERT_FALSE(heart.job(session).shards().find_entry(ids[0], Part::gradient)->is_resident());
   EXPECT_EQ(heart.read<float>(session, ids[0], Part::gradient), gradient);
-  ASSERT_TRUE(heart.store().drop_gradients(session, {ids[1]}).is_ok());
+  ASSERT_TRUE(heart.store().gradients().drop(session, {ids[1]}).is_ok());
   const Held again = heart.lease(session, ids[1], LeaseMode::write, Part::gradient);
   ASSERT_TRUE(again.is_ok());
   for (const float value : again.as<float>()) ASSERT_EQ(value, 0);
@@ -549,7 +551,8 @@ TEST_F(ShardStoreTest, a_dropped_job_gives_everything_back_and_nobody_attaches_t
   heart.write(session, ids[0], numbers(300'000, 2), Part::gradient);
   const auto view = heart.lease(session, ids[0]);
   std::optional<Status> synced;
-  heart.store().sync(session, [&](const Status& status, const StepReport&) { synced = status; });
+  heart.store().operations().sync(
+      session, [&](const Status& status, const StepReport&) { synced = status; });
   std::optional<Status> dropped;
   heart.store().drop_job(job_id, false, [&](const Status& status) { dropped = status; });
   ASSERT_TRUE(dropped);
@@ -563,8 +566,8 @@ TEST_F(ShardStoreTest, a_dropped_job_gives_everything_back_and_nobody_attaches_t
   EXPECT_TRUE(synced && synced->is_ok()) << "what was begun is finished";
   // The root remains: one block.
   EXPECT_EQ(heart.extents().free_bytes(), free_bytes - kBlockBytes);
-  EXPECT_EQ(heart.store().take_released_segments().size(), kFloorSegments + 8);
-  EXPECT_EQ(heart.store().find_job("job").status().code(), StatusCode::not_found);
+  EXPECT_EQ(heart.store().memory().take_released().size(), kFloorSegments + 8);
+  EXPECT_EQ(heart.store().reports().find_job("job").status().code(), StatusCode::not_found);
 }
 
 // ---- Steps
@@ -647,7 +650,7 @@ class StepTest : public ShardStoreTest {
   /// Every byte of the quota is in use by what the job's record names, or waits for a commit.
   void expect_nothing_leaked(Heart& heart) {
     const uint64_t free_before = heart.extents().free_bytes();
-    ASSERT_TRUE(heart.store().drop_gradients(session_, {}).is_ok());
+    ASSERT_TRUE(heart.store().gradients().drop(session_, {}).is_ok());
     heart.turns(5);
     const Held touch = heart.lease(session_, ids_[7], LeaseMode::write);
     ASSERT_TRUE(touch.is_ok()) << touch.status.message();
@@ -864,7 +867,7 @@ TEST_F(StepTest, one_that_meets_bytes_that_cannot_be_read_is_undone_and_made_onc
   // The moments of the large shard's second tile.
   const ExtentRecord extent = job.shards().bucket(job.shards()[ids_[1]].bucket).rest[1].extent();
   const std::string name = specs_[1].name;
-  const auto info = [&] { return heart.store().find_job("job").value(); };
+  const auto info = [&] { return heart.store().reports().find_job("job").value(); };
   for (const uint64_t failures : {3u, 3u, 2u}) {
     heart.faults().add_fault(
         {.io_kind = IoKind::read, .offset_bytes = extent.address.offset_bytes, .count = failures});
@@ -947,7 +950,7 @@ TEST_F(StepTest, staged_buffers_change_places_with_the_step_or_not_at_all) {
   EXPECT_EQ(again.read<uint8_t>(session, buffers[0]), pattern(100, 2));
   EXPECT_EQ(again.lease(session, buffers[1]).status.code(), StatusCode::not_found);
   step_twins(10);
-  ASSERT_TRUE(heart.store().drop_gradients(session_, {}).is_ok());
+  ASSERT_TRUE(heart.store().gradients().drop(session_, {}).is_ok());
   expect_twins(heart);
 }
 
@@ -969,8 +972,8 @@ TEST_F(StepTest, a_staged_buffer_is_read_once_its_step_is_committed_and_not_befo
     // The first sync of the commit: all of N + 1 is in place, and nothing of it true.
     heart.faults().add_fault({.kind = MemoryFaultKind::stall, .io_kind = IoKind::sync});
     std::optional<Status> done;
-    heart.store().step(with_buffers,
-                       [&](const Status& status, const StepReport&) { done = status; });
+    heart.store().operations().step(
+        with_buffers, [&](const Status& status, const StepReport&) { done = status; });
     ASSERT_TRUE(heart.until([&] { return heart.faults().has_stalled(); }));
     const auto reader = heart.ask(session_, buffers[0]);
     const auto staged_reader = heart.ask(session_, buffers[1]);
@@ -997,7 +1000,8 @@ TEST_F(StepTest, leases_taken_while_a_step_runs_wait_for_it_and_see_its_result) 
     heart.touch(session_, ids_[6]);
     heart.touch(session_, ids_[7]);
     std::optional<Status> done;
-    heart.store().step(request(), [&](const Status& status, const StepReport&) { done = status; });
+    heart.store().operations().step(
+        request(), [&](const Status& status, const StepReport&) { done = status; });
     std::vector<std::shared_ptr<std::optional<Held>>> readers;
     while (!done) {
       heart.turn();
@@ -1024,9 +1028,11 @@ TEST_F(StepTest, a_sealed_gradient_is_not_written_before_its_step_has_ended) {
   make(heart, "job", 16);
   put_gradients(heart, 10);
   std::optional<Status> synced;
-  heart.store().sync(session_, [&](const Status& status, const StepReport&) { synced = status; });
+  heart.store().operations().sync(
+      session_, [&](const Status& status, const StepReport&) { synced = status; });
   std::optional<Status> done;
-  heart.store().step(request(), [&](const Status& status, const StepReport&) { done = status; });
+  heart.store().operations().step(request(),
+                                  [&](const Status& status, const StepReport&) { done = status; });
   const auto writer = heart.ask(session_, ids_[1], LeaseMode::overwrite, Part::gradient);
   EXPECT_FALSE(writer->has_value());
   ASSERT_TRUE(heart.until([&] { return writer->has_value(); }));
@@ -1044,9 +1050,11 @@ TEST_F(StepTest, of_two_sessions_that_close_the_same_step_one_does) {
   mine.step = 1;
   put_gradients(heart, 10);
   std::optional<Status> done, others;
-  heart.store().step(mine, [&](const Status& each, const StepReport&) { done = each; });
-  heart.store().step({.session_id = other, .groups = {}, .staged_buffers = {}, .step = 1},
-                     [&](const Status& each, const StepReport&) { others = each; });
+  heart.store().operations().step(mine,
+                                  [&](const Status& each, const StepReport&) { done = each; });
+  heart.store().operations().step(
+      {.session_id = other, .groups = {}, .staged_buffers = {}, .step = 1},
+      [&](const Status& each, const StepReport&) { others = each; });
   ASSERT_TRUE(heart.until([&] { return done && others; }));
   EXPECT_TRUE(done->is_ok()) << done->message();
   EXPECT_EQ(others->code(), StatusCode::fenced);
@@ -1074,9 +1082,10 @@ TEST_F(StepTest, a_step_asked_for_again_is_joined_and_another_one_of_its_number_
   std::swap(again.groups[0].shard_ids[0], again.groups[0].shard_ids[1]);
   std::map<uint64_t, Status> answers;
   for (const StepRequest& each : {one, other, again}) {
-    heart.store().step(each, [&answers, call = each.call](const Status& status, const StepReport&) {
-      answers.emplace(call, status);
-    });
+    heart.store().operations().step(
+        each, [&answers, call = each.call](const Status& status, const StepReport&) {
+          answers.emplace(call, status);
+        });
   }
   ASSERT_TRUE(heart.until([&] { return answers.size() == 3; }));
   EXPECT_TRUE(answers.at(1).is_ok()) << answers.at(1).message();
@@ -1119,7 +1128,8 @@ TEST_F(StepTest, parameters_declared_and_blobs_deleted_while_a_step_runs_do_not_
   const auto spare = heart.declare(session_, {bytes_shard("spare", 5000)});
   heart.write(session_, spare[0], pattern(5000, 1));
   std::optional<Status> done;
-  heart.store().step(request(), [&](const Status& status, const StepReport&) { done = status; });
+  heart.store().operations().step(request(),
+                                  [&](const Status& status, const StepReport&) { done = status; });
   int round = 0;
   std::optional<bool> deleted;
   while (!done) {
@@ -1159,7 +1169,8 @@ TEST_F(StepTest, the_step_of_a_trainer_that_died_is_finished_and_a_failed_one_dr
   const uint64_t other = heart.attach(heart.job(session_).job_id());
   put_gradients(heart, 10);
   std::optional<Status> done;
-  heart.store().step(request(), [&](const Status& status, const StepReport&) { done = status; });
+  heart.store().operations().step(request(),
+                                  [&](const Status& status, const StepReport&) { done = status; });
   ASSERT_TRUE(heart.store().detach(session_).is_ok());
   ASSERT_TRUE(heart.until([&] { return done.has_value(); }));
   EXPECT_TRUE(done->is_ok()) << done->message();
@@ -1171,7 +1182,8 @@ TEST_F(StepTest, the_step_of_a_trainer_that_died_is_finished_and_a_failed_one_dr
   put_gradients(heart, 20);
   heart.job(session_).space().set_quota_bytes(heart.job(session_).space().used_bytes());
   done.reset();
-  heart.store().step(request(), [&](const Status& status, const StepReport&) { done = status; });
+  heart.store().operations().step(request(),
+                                  [&](const Status& status, const StepReport&) { done = status; });
   ASSERT_TRUE(heart.store().detach(session_).is_ok());
   ASSERT_TRUE(heart.until([&] { return done.has_value(); }));
   EXPECT_EQ(done->code(), StatusCode::capacity);

@@ -182,7 +182,7 @@ TEST_F(SlotFillsTest, a_gradient_that_is_added_to_begins_with_zeros_and_others_k
   train();
   heart_->write(session_, ids_[0], numbers(kElements, 5), Part::gradient);
   heart_->write(session_, ids_[1], numbers(kElements, 6), Part::gradient);
-  ASSERT_TRUE(heart_->store().drop_gradients(session_, {ids_[1]}).is_ok());
+  ASSERT_TRUE(heart_->store().gradients().drop(session_, {ids_[1]}).is_ok());
   stand_still();
   const Answer adder = heart_->ask(session_, ids_[1], LeaseMode::write, Part::gradient);
   heart_->turns(5);

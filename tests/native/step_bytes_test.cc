@@ -71,7 +71,7 @@ class Training {
     EXPECT_TRUE(heart_.sync(session_id_).is_ok());
     if (settings.in_backward) {
       const std::vector<StepGroup> groups{{.settings = {}, .shard_ids = ids_}};
-      EXPECT_TRUE(heart_.store().expect_step(session_id_, groups).is_ok());
+      EXPECT_TRUE(heart_.store().gradients().expect_step(session_id_, groups).is_ok());
     }
   }
 
@@ -88,7 +88,7 @@ class Training {
                               .step = ++step_};
     finish_step();
     request_seen_ = false;
-    heart_.store().step(request, [this](const Status& status, const StepReport&) {
+    heart_.store().operations().step(request, [this](const Status& status, const StepReport&) {
       EXPECT_TRUE(status.is_ok()) << status.message();
       request_seen_ = true;
     });
@@ -121,7 +121,7 @@ class Training {
     return specs;
   }
   void make_early(uint32_t id) {
-    heart_.store().gradient_is_final(session_id_, id);
+    heart_.store().gradients().is_final(session_id_, id);
     if (settings_.pace != Settings::Pace::slow) return;
     EXPECT_TRUE(heart_.until([this] {
       return !job().state().early().has_waiting() && job().state().early().running_count() == 0;

@@ -97,14 +97,15 @@ TEST_F(BesideTest, while_one_job_commits_another_takes_no_extent_that_the_disk_s
   }
   heart.write(committing, first[0], pattern(4000, 2));
   std::optional<Status> committed;
-  heart.store().sync(committing,
-                     [&](const Status& status, const StepReport&) { committed = status; });
+  heart.store().operations().sync(
+      committing, [&](const Status& status, const StepReport&) { committed = status; });
   ASSERT_TRUE(heart.until([&] { return heart.faults().has_stalled(); }));
   is_stalled = true;
   for (size_t i = 0; i < blobs.size(); ++i)
     heart.write(writing, blobs[i], pattern(4000, static_cast<uint8_t>(10 + i)));
   std::optional<Status> written;
-  heart.store().sync(writing, [&](const Status& status, const StepReport&) { written = status; });
+  heart.store().operations().sync(
+      writing, [&](const Status& status, const StepReport&) { written = status; });
   ASSERT_TRUE(heart.until([&] { return beside_count >= blobs.size() / 2; }));
   heart.turns();
   EXPECT_FALSE(committed.has_value());
@@ -253,7 +254,8 @@ TEST_F(UndoTest, no_read_is_granted_while_its_step_is_undone) {
   fail_reads_of_z();
   heart_.holds_tries_up = true;
   std::optional<Status> done;
-  heart_.store().step(request(), [&](const Status& status, const StepReport&) { done = status; });
+  heart_.store().operations().step(request(),
+                                   [&](const Status& status, const StepReport&) { done = status; });
   ASSERT_TRUE(heart_.until([&] { return a.is_ahead && b.is_ahead; }));
   ASSERT_FALSE(b.is_resident());
   heart_.release(old_view);

@@ -221,7 +221,7 @@ class Heart {
       if (left.fd.is_open() && keeper != nullptr) keeper->forget(left.name);
     }
     loaded = pool_->settle();
-    if (options.redo_steps) store_->redo_steps();
+    if (options.redo_steps) store_->operations().redo_steps();
   }
   /// As kill -9 would: nothing is ended, and what was not written by now never is. The object must
   /// not be destroyed or used any more.
@@ -273,14 +273,14 @@ class Heart {
                 uint64_t nvme_bytes = kQuotaBytes,
                 std::optional<Durability> durability = std::nullopt) {
     const auto job =
-        store_->open_job({.name = name,
-                          .uid = 1000,
-                          .host_bytes = (kFloorSegments + arena_segments) * kSegmentBytes,
-                          .nvme_bytes = nvme_bytes,
-                          .fresh = false,
-                          .durability = durability});
+        store_->admissions().open({.name = name,
+                                   .uid = 1000,
+                                   .host_bytes = (kFloorSegments + arena_segments) * kSegmentBytes,
+                                   .nvme_bytes = nvme_bytes,
+                                   .fresh = false,
+                                   .durability = durability});
     EXPECT_TRUE(job.is_ok()) << job.status().message();
-    return job.is_ok() ? job.value().job_id : 0;
+    return job.is_ok() ? job.value().job_id() : 0;
   }
   uint64_t attach(uint64_t job_id) {
     const auto session = store_->attach(job_id, {.pid = 1, .start_time = 2, .uid = 3});
@@ -303,7 +303,9 @@ class Heart {
     space.set_quota_bytes(bytes + space.metadata_bytes());
   }
 
-  std::vector<ShardInfo> shards(uint64_t job_id) { return store_->shards(job_id).value(); }
+  std::vector<ShardInfo> shards(uint64_t job_id) {
+    return store_->reports().shards(job_id).value();
+  }
 
   /// Asks and returns at once; `*answer` is there when the store has answered.
   std::shared_ptr<std::optional<Held>> ask(const LeaseRequest& request) {
@@ -374,7 +376,7 @@ class Heart {
 
   std::pair<Status, StepReport> step(const StepRequest& request) {
     std::optional<std::pair<Status, StepReport>> answer;
-    store_->step(request, [&](const Status& status, const StepReport& report) {
+    store_->operations().step(request, [&](const Status& status, const StepReport& report) {
       answer.emplace(status, report);
     });
     EXPECT_TRUE(until([&] { return answer.has_value(); }));
@@ -382,7 +384,8 @@ class Heart {
   }
   Status sync(uint64_t session_id) {
     std::optional<Status> answer;
-    store_->sync(session_id, [&](const Status& status, const StepReport&) { answer = status; });
+    store_->operations().sync(session_id,
+                              [&](const Status& status, const StepReport&) { answer = status; });
     EXPECT_TRUE(until([&] { return answer.has_value(); }));
     return answer.value_or(error(StatusCode::deadline, "no answer"));
   }
@@ -392,7 +395,7 @@ class Heart {
     std::pair<std::vector<float>, std::vector<float>> all;
     for (uint64_t first = 0; first < count; first += kTileElements) {
       bool answered = false;
-      store_->read_moments(
+      store_->operations().read_moments(
           {.session_id = session_id,
            .shard_id = shard_id,
            .element_first = first,

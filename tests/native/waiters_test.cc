@@ -107,7 +107,7 @@ class RandomCalls {
   }
   void sync() {
     ++open_calls_;
-    heart_.store().sync(session(), [this](const Status&, const StepReport&) { --open_calls_; });
+    heart_.store().operations().sync(session(), [this](const Status&, const StepReport&) { --open_calls_; });
   }
   void step() {
     StepRequest request;
@@ -120,7 +120,7 @@ class RandomCalls {
     if (group.shard_ids.empty()) return;
     request.groups.push_back(group);
     ++open_calls_;
-    heart_.store().step(std::move(request),
+    heart_.store().operations().step(std::move(request),
                         [this](const Status&, const StepReport&) { --open_calls_; });
   }
   void end_session() {

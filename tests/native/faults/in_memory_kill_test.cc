@@ -137,8 +137,8 @@ class InMemoryKillTest : public ::testing::TestWithParam<Case> {
         name,
         hit,
         [answered, while_it_updates, third = request(3)](Heart& heart) {
-          heart.store().step(third,
-                             [answered](const Status&, const StepReport&) { *answered = true; });
+          heart.store().operations().step(
+              third, [answered](const Status&, const StepReport&) { *answered = true; });
           heart.turn();
           while_it_updates(heart);
         },
@@ -150,8 +150,8 @@ class InMemoryKillTest : public ::testing::TestWithParam<Case> {
         name,
         hit,
         [this, groups = request(3).groups](Heart& heart) {
-          EXPECT_TRUE(heart.store().expect_step(session_, groups).is_ok());
-          for (const size_t i : {0, 1}) heart.store().gradient_is_final(session_, ids_[i]);
+          EXPECT_TRUE(heart.store().gradients().expect_step(session_, groups).is_ok());
+          for (const size_t i : {0, 1}) heart.store().gradients().is_final(session_, ids_[i]);
         },
         [session = session_](Heart& heart) {
           const Job& job = heart.job(session);
@@ -277,8 +277,8 @@ TEST_P(InMemoryKillTest, at_any_moment_of_a_step_no_bit_is_lost) {
 TEST_P(InMemoryKillTest, where_tiles_were_made_before_the_step_no_bit_is_lost) {
   const auto run_to_early_tiles = [this] {
     run_to_third_step();
-    ASSERT_TRUE(heart_->store().expect_step(session_, request(3).groups).is_ok());
-    for (const size_t i : {0, 1}) heart_->store().gradient_is_final(session_, ids_[i]);
+    ASSERT_TRUE(heart_->store().gradients().expect_step(session_, request(3).groups).is_ok());
+    for (const size_t i : {0, 1}) heart_->store().gradients().is_final(session_, ids_[i]);
     Job& job = heart_->job(session_);
     ASSERT_TRUE(heart_->until(
         [&] { return !job.state().early().has_waiting() && !job.cache().activities().any(); }));
@@ -353,7 +353,7 @@ TEST_P(InMemoryKillTest, a_half_updated_tile_that_has_to_make_room_is_updated_on
         std::vector<uint64_t> taken;
         take_all_room(taken);
         if (HasFatalFailure()) return;
-        heart_->store().redo_steps();
+        heart_->store().operations().redo_steps();
         kill_in_third_step("ledger.tile_marked", hit);
         go_on();
         end();
@@ -380,7 +380,7 @@ TEST_P(InMemoryKillTest, a_tile_whose_gradient_is_read_again_gives_its_scratch_p
                                                   ->replicas[0]
                                                   .extent()
                                                   .address.offset_bytes});
-  heart_->store().redo_steps();
+  heart_->store().operations().redo_steps();
   expect_step(3, 70);
   for (const uint64_t each : taken) job.memory()->private_side().free(each);
   EXPECT_EQ(heart_->faults().fault_hit_count(), 1U);
@@ -413,7 +413,7 @@ TEST_P(InMemoryKillTest, a_lease_of_another_parameter_is_not_in_the_way_of_what_
     if (is_alive) {
       const auto session = heart_->store().resume_session(session_, kOwner);
       ASSERT_TRUE(session.is_ok()) << session.status().message();
-      heart_->store().redo_steps();
+      heart_->store().operations().redo_steps();
       expect_step(3, 70);
       std::copy_n(values.begin() + 32, 32, writer.as<float>().begin() + 32);
       session.value()->ring.add_pin(pin, ~kWriterPin + 1);
@@ -421,7 +421,7 @@ TEST_P(InMemoryKillTest, a_lease_of_another_parameter_is_not_in_the_way_of_what_
       EXPECT_TRUE(heart_->sync(session_).is_ok());
     } else {
       ASSERT_TRUE(heart_->store().detach(session_).is_ok());
-      heart_->store().redo_steps();
+      heart_->store().operations().redo_steps();
       ASSERT_TRUE(heart_->until([this] { return heart_->store().is_idle(); }));
       session_ = heart_->attach(heart_->open("job"));
       EXPECT_EQ(heart_->job(session_).progress().committed_step(), 3U);

@@ -303,7 +303,7 @@ class KillTest : public ::testing::Test {
       }
       if (is_closed)
         require(found.value() == after, "after a closed step that was made, something else is new");
-      for (const JobInfo& info : daemon->store().jobs()) {
+      for (const JobInfo& info : daemon->store().reports().jobs()) {
         const uint64_t session = daemon->attach(info.job_id);
         daemon->job(session).durable().note_change();
         const Status synced = daemon->sync(session);

@@ -74,7 +74,8 @@ class MadeStepTest : public ::testing::Test {
   void die_in_step(uint64_t step, const std::string& moment) {
     die_at(moment, [asked = request(step)](Heart* heart) {
       bool answered = false;
-      heart->store().step(asked, [&](const Status&, const StepReport&) { answered = true; });
+      heart->store().operations().step(asked,
+                                       [&](const Status&, const StepReport&) { answered = true; });
       while (!answered) heart->turn();
     });
   }
@@ -165,7 +166,8 @@ TEST_F(MadeStepTest, a_step_that_failed_without_its_session_costs_no_memory) {
   ASSERT_TRUE(writer.is_ok()) << writer.status.message();
   die_at("ledger.step_done", [asked = request(1)](Heart* heart) {
     bool answered = false;
-    heart->store().step(asked, [&](const Status&, const StepReport&) { answered = true; });
+    heart->store().operations().step(asked,
+                                     [&](const Status&, const StepReport&) { answered = true; });
     static_cast<void>(heart->store().detach(asked.session_id));
     while (!answered) heart->turn();
   });

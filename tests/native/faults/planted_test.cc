@@ -169,8 +169,9 @@ void a_closed_step_needs_its_trainer_no_more() {
   Bench bench;
   const uint64_t session = bench.attach();
   std::optional<Status> answer;
-  bench.daemon->store().step(backward(*bench.daemon, session, false),
-                             [&](const Status& status, const StepReport&) { answer = status; });
+  bench.daemon->store().operations().step(
+      backward(*bench.daemon, session, false),
+      [&](const Status& status, const StepReport&) { answer = status; });
   bench.daemon->detach(session);
   bench.daemon->until([&] { return answer.has_value(); });
   require(answer->is_ok(), answer->message());
@@ -280,7 +281,7 @@ void a_closed_step_needs_its_daemon_no_more() {
   const uint64_t session = bench.attach();
   StepRequest request = backward(*bench.daemon, session, true);
   request.step = bench.daemon->job(session).progress().committed_step() + 1;
-  bench.daemon->store().step(request, [](const Status&, const StepReport&) {});
+  bench.daemon->store().operations().step(request, [](const Status&, const StepReport&) {});
   bench.kill();
   const Bench next(disk, false, &keeper);
   next.daemon->until([&] { return next.daemon->store().is_idle(); });

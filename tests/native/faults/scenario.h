@@ -133,7 +133,7 @@ class Daemon {
           return Status::ok();
         },
         &kept);
-    store_->redo_steps();
+    store_->operations().redo_steps();
     if (!loaded.is_ok() || keeper == nullptr) return;
     for (const KeptDescriptor& left : kept) {
       if (left.fd.is_open()) keeper->forget(left.name);
@@ -154,8 +154,8 @@ class Daemon {
   bool turn() {
     const bool reaped = io_.reap() + workers_.reap() > 0;
     // As the server does with a dropped job's memory.
-    for (Segment& segment : store_->take_released_segments())
-      store_->add_to_pool(std::move(segment));
+    for (Segment& segment : store_->memory().take_released())
+      store_->memory().add(std::move(segment));
     return store_->advance() || reaped;
   }
   /// A hang is a violation; two minutes tell it from a busy machine.
@@ -172,11 +172,11 @@ class Daemon {
   }
 
   uint64_t open(const std::string& name, uint64_t nvme_bytes) {
-    const auto job = store_->open_job({.name = name,
-                                       .uid = 1000,
-                                       .host_bytes = (kFloor + 1) * kSegment,
-                                       .nvme_bytes = nvme_bytes,
-                                       .fresh = false});
+    const auto job = store_->admissions().open({.name = name,
+                                                .uid = 1000,
+                                                .host_bytes = (kFloor + 1) * kSegment,
+                                                .nvme_bytes = nvme_bytes,
+                                                .fresh = false});
     require(job.is_ok(), job.status().message());
     return job.value().job_id;
   }
@@ -250,7 +250,7 @@ class Daemon {
     std::optional<Status> answer;
     std::string bytes;
     const uint32_t shard = id(session, name);
-    store_->read_moments(
+    store_->operations().read_moments(
         {.session_id = session,
          .shard_id = shard,
          .element_first = 0,
@@ -266,13 +266,15 @@ class Daemon {
   }
   Status step(const StepRequest& request) {
     std::optional<Status> answer;
-    store_->step(request, [&](const Status& status, const StepReport&) { answer = status; });
+    store_->operations().step(request,
+                              [&](const Status& status, const StepReport&) { answer = status; });
     until([&] { return answer.has_value(); });
     return *answer;
   }
   Status sync(uint64_t session) {
     std::optional<Status> answer;
-    store_->sync(session, [&](const Status& status, const StepReport&) { answer = status; });
+    store_->operations().sync(session,
+                              [&](const Status& status, const StepReport&) { answer = status; });
     until([&] { return answer.has_value(); });
     return *answer;
   }
@@ -314,10 +316,10 @@ inline uint32_t gradient_seed(Daemon& daemon, uint64_t session) {
 inline void update_early(Daemon& daemon, const StepRequest& request) {
   const uint64_t session = request.session_id;
   const auto seed = gradient_seed(daemon, session);
-  const Status expected = daemon.store().expect_step(session, request.groups);
+  const Status expected = daemon.store().gradients().expect_step(session, request.groups);
   require(expected.is_ok(), expected.message());
   for (const StepGroup& group : request.groups) {
-    for (const uint32_t id : group.shard_ids) daemon.store().gradient_is_final(session, id);
+    for (const uint32_t id : group.shard_ids) daemon.store().gradients().is_final(session, id);
   }
   Job& job = daemon.job(session);
   daemon.until(
@@ -410,14 +412,14 @@ inline void run_phase(Daemon& daemon, size_t phase) {
       daemon.write(session, "h", halves(kHalves, 21), Part::value, LeaseMode::write);
       daemon.write(session, "blob", pattern(kBlob, 22), Part::value, LeaseMode::write);
       std::optional<Status> moved;
-      daemon.store().write_moments({.session_id = session,
-                                    .shard_id = daemon.id(session, "w"),
-                                    .element_first = 0,
-                                    .element_count = kWeights},
-                                   7,
-                                   numbers(kWeights, 23),
-                                   std::vector<float>(kWeights, 0.25F),
-                                   [&](const Status& status) { moved = status; });
+      daemon.store().operations().write_moments({.session_id = session,
+                                                 .shard_id = daemon.id(session, "w"),
+                                                 .element_first = 0,
+                                                 .element_count = kWeights},
+                                                7,
+                                                numbers(kWeights, 23),
+                                                std::vector<float>(kWeights, 0.25F),
+                                                [&](const Status& status) { moved = status; });
       daemon.until([&] { return moved.has_value(); });
       require(moved->is_ok(), moved->message());
       require(daemon.moments(session, "w").is_ok(), "moments that were written");
@@ -447,7 +449,7 @@ inline void run_phase(Daemon& daemon, size_t phase) {
       break;
     }
     case 6: {
-      const auto other = daemon.store().find_job("other");
+      const auto other = daemon.store().reports().find_job("other");
       require(other.is_ok(), "there is no other job");
       std::optional<Status> dropped;
       daemon.store().drop_job(
@@ -467,14 +469,14 @@ inline void run_phase(Daemon& daemon, size_t phase) {
 inline Result<std::string> state_of(Daemon& daemon,
                                     std::map<std::string, std::string>* parts = nullptr) {
   std::string out;
-  for (const JobInfo& info : daemon.store().jobs()) {
+  for (const JobInfo& info : daemon.store().reports().jobs()) {
     const uint64_t session = daemon.attach(info.job_id);
     const std::string title = concat(
         "job ", info.name, " at step ", daemon.job(session).progress().committed_step(), ":\n");
     out += title;
     if (parts != nullptr) (*parts)[concat(info.name, "/")] = title;
     std::map<std::string, ShardInfo> sorted;
-    const auto shards = daemon.store().shards(info.job_id);
+    const auto shards = daemon.store().reports().shards(info.job_id);
     for (const ShardInfo& shard : shards.value()) sorted[shard.spec.name] = shard;
     for (const auto& [name, shard] : sorted) {
       out += concat(name, " ", shard.generation, shard.written ? "" : " unwritten", "\n");
@@ -568,7 +570,7 @@ inline void check_accounts(Daemon& daemon, std::span<const std::byte> volume) {
   const uint64_t taken_bytes = daemon.extents().capacity_bytes() - daemon.extents().free_bytes();
   require(taken_bytes == named.bytes(), "leaked: ", taken_bytes, " != ", named.bytes());
   uint64_t used_bytes = 0;
-  for (const JobInfo& info : daemon.store().jobs()) used_bytes += info.nvme_bytes_used;
+  for (const JobInfo& info : daemon.store().reports().jobs()) used_bytes += info.nvme_bytes_used;
   require(used_bytes == named.state_bytes, "quota: ", used_bytes, " != ", named.state_bytes);
 }
 
@@ -578,7 +580,7 @@ inline void check_memory(Daemon& daemon) {
   while (daemon.turn()) {
   }
   uint64_t segments = daemon.pool().segment_count_free();
-  for (const JobInfo& info : daemon.store().jobs()) {
+  for (const JobInfo& info : daemon.store().reports().jobs()) {
     const uint64_t session = daemon.attach(info.job_id);
     Job& job = daemon.job(session);
     job.cache().slots().free_retired();
@@ -611,7 +613,7 @@ inline void check_memory(Daemon& daemon) {
           " != ",
           all,
           ", jobs ",
-          daemon.store().jobs().size());
+          daemon.store().reports().jobs().size());
 }
 
 }  // namespace memd::testing

@@ -160,7 +160,7 @@ class RecordedDaemon {
     MEMD_CHECK(runner_.loaded().is_ok());
   }
   ~RecordedDaemon() {
-    for (const JobStatistics& job : runner_.store().statistics().jobs) {
+    for (const JobStatistics& job : runner_.store().reports().statistics().jobs) {
       recording_.early_adopted += job.counters.early_tiles_adopted;
       for (const uint64_t count : job.counters.early_tiles_discarded)
         recording_.early_discarded += count;

@@ -66,8 +66,8 @@ void Runner::turn() {
   while (workers_.open_count() > 0) {
     workers_.reap() > 0 ? void(worked = true) : std::this_thread::yield();
   }
-  for (Segment& segment : store_->take_released_segments()) {
-    store_->add_to_pool(std::move(segment));
+  for (Segment& segment : store_->memory().take_released()) {
+    store_->memory().add(std::move(segment));
   }
   if (!store_->advance() && !reaped && !worked) std::this_thread::yield();
 }
@@ -83,11 +83,11 @@ void Runner::until(const char* what, const std::function<bool()>& holds) {
 }
 
 Result<uint64_t> Runner::attach(const std::string& job) {
-  const auto info = store_->open_job({.name = job,
-                                      .uid = 1000,
-                                      .host_bytes = kJobSegments * kSegmentBytes,
-                                      .nvme_bytes = kJobNvmeBytes,
-                                      .fresh = false});
+  const auto info = store_->admissions().open({.name = job,
+                                               .uid = 1000,
+                                               .host_bytes = kJobSegments * kSegmentBytes,
+                                               .nvme_bytes = kJobNvmeBytes,
+                                               .fresh = false});
   if (!info.is_ok()) return info.status();
   for (const auto& [session_id, session] : store_->sessions()) {
     if (session->job_id == info.value().job_id) return session_id;
@@ -143,25 +143,26 @@ Status Runner::write(uint64_t session,
 }
 
 Status Runner::expect_step(uint64_t session, const std::vector<StepGroup>& groups) {
-  return store_->expect_step(session, groups);
+  return store_->gradients().expect_step(session, groups);
 }
 
 void Runner::gradient_is_final(uint64_t session, const std::string& name, uint64_t turns) {
-  store_->gradient_is_final(session, shard_id(session, name));
+  store_->gradients().is_final(session, shard_id(session, name));
   while (turns-- > 0) turn();
 }
 
 Status Runner::step(StepRequest request) {
   std::optional<Status> answer;
-  store_->step(std::move(request),
-               [&](const Status& status, const StepReport&) { answer = status; });
+  store_->operations().step(std::move(request),
+                            [&](const Status& status, const StepReport&) { answer = status; });
   until("a step", [&] { return answer.has_value(); });
   return *answer;
 }
 
 Status Runner::sync(uint64_t session) {
   std::optional<Status> answer;
-  store_->sync(session, [&](const Status& status, const StepReport&) { answer = status; });
+  store_->operations().sync(session,
+                            [&](const Status& status, const StepReport&) { answer = status; });
   until("a sync", [&] { return answer.has_value(); });
   return *answer;
 }
@@ -173,12 +174,12 @@ Status Runner::step_beside_sync(StepRequest request,
                                 const std::function<void()>& synced) {
   std::optional<Status> step_answer;
   std::optional<Status> sync_answer;
-  store_->step(std::move(request), [&](const Status& status, const StepReport&) {
+  store_->operations().step(std::move(request), [&](const Status& status, const StepReport&) {
     step_answer = status;
     if (status.is_ok()) stepped();
   });
   while (turns-- > 0) turn();
-  store_->sync(other_session, [&](const Status& status, const StepReport&) {
+  store_->operations().sync(other_session, [&](const Status& status, const StepReport&) {
     sync_answer = status;
     if (status.is_ok()) synced();
   });
@@ -195,7 +196,7 @@ Status Runner::remove(uint64_t session, const std::string& name) {
 }
 
 Status Runner::drop(const std::string& job) {
-  const auto info = store_->find_job(job);
+  const auto info = store_->reports().find_job(job);
   if (!info.is_ok()) return info.status();
   std::optional<Status> answer;
   store_->drop_job(info.value().job_id, true, [&](const Status& status) { answer = status; });
@@ -208,7 +209,7 @@ Status Runner::read_moments(uint64_t session, const ShardInfo& info, ShardState&
   for (const uint64_t size : info.spec.shape) count *= size;
   MEMD_CHECK_LE(count, kTileElements);
   std::optional<Status> answer;
-  store_->read_moments(
+  store_->operations().read_moments(
       {.session_id = session,
        .shard_id = info.shard_id,
        .element_first = 0,
@@ -249,11 +250,11 @@ ShardState Runner::read(uint64_t session, const ShardInfo& info) {
 
 SetState Runner::read_all() {
   SetState state;
-  for (const JobInfo& info : store_->jobs()) {
+  for (const JobInfo& info : store_->reports().jobs()) {
     JobState job{.name = info.name, .step = info.committed_step, .shards = {}};
     const auto session = attach(info.name);
     MEMD_CHECK(session.is_ok());
-    const auto shards = store_->shards(info.job_id);
+    const auto shards = store_->reports().shards(info.job_id);
     MEMD_CHECK(shards.is_ok());
     for (const ShardInfo& shard : shards.value()) {
       job.shards.push_back(read(session.value(), shard));

@@ -1,0 +1,91 @@
+#include "store/gradients.h"
+
+#include <algorithm>
+
+namespace memd {
+
+Status Gradients::expect_step(uint64_t session_id, const std::vector<StepGroup>& groups) {
+  const auto job = parts_.job_of(session_id);
+  if (!job.is_ok()) return job.status();
+  return job.value()->state().early().expect(session_id, groups);
+}
+
+void Gradients::is_final(uint64_t session_id, uint32_t shard_id) {
+  const auto job = parts_.job_of(session_id);
+  if (!job.is_ok()) return;
+  job.value()->state().early().gradient_is_final(session_id, shard_id);
+}
+
+void Gradients::unused(uint64_t session_id, uint32_t shard_id) {
+  const auto found = parts_.job_of(session_id);
+  if (!found.is_ok()) return;
+  Job& job = *found.value();
+  const Entry* const gradient = job.shards().find_entry(shard_id, Part::gradient);
+  if (gradient == nullptr) return;
+  for (LeaseWaiter& waiter : job.cache().waiters().take(*gradient, [&](const LeaseWaiter& each) {
+         const LeaseRequest& request = each.request;
+         return request.session_id == session_id && request.shard_id == shard_id &&
+                request.is_ahead && !request.for_service;
+       })) {
+    waiter.refuse(error(StatusCode::deadline, "nobody waits for it any more"));
+  }
+  drop_in_bucket(job, job.shards()[shard_id].bucket, [&](const Shard& shard) {
+    return &shard == &job.shards()[shard_id] && shard.gradient_session == session_id &&
+           shard.is_gradient_unsure;
+  });
+}
+
+Status Gradients::drop(uint64_t session_id, const std::vector<uint32_t>& shard_ids) {
+  const auto job = parts_.job_of(session_id);
+  if (!job.is_ok()) return job.status();
+  std::vector<bool> chosen(job.value()->shards().size(), shard_ids.empty());
+  for (const uint32_t shard_id : shard_ids) {
+    if (shard_id >= chosen.size()) {
+      return error(StatusCode::not_found, "job ", job.value()->name(), " has no shard ", shard_id);
+    }
+    chosen[shard_id] = true;
+  }
+  const Shards& shards = job.value()->shards();
+  drop(*job.value(), [&](const Shard& shard) {
+    return shard.gradient_session == session_id && chosen[shards.id_of(shard)];
+  });
+  return Status::ok();
+}
+
+void Gradients::drop(Job& job, const Chosen& chosen) {
+  for (uint32_t index = 0; index < job.shards().buckets().size(); ++index)
+    drop_in_bucket(job, index, chosen);
+}
+
+void Gradients::drop_in_bucket(Job& job, uint32_t index, const Chosen& chosen) {
+  Bucket& bucket = job.shards().bucket(index);
+  bool any = false;
+  bool all = true;
+  for (const uint32_t shard_id : bucket.shards) {
+    Shard& shard = job.shards()[shard_id];
+    if (shard.gradient_session != 0 && chosen(shard)) {
+      job.state().early().forget_gradient(shard_id);
+      shard.gradient_session = 0;
+      job.cache().waits().wake(*bucket.gradient);
+      job.journal().note_shard(shard_id);
+      any = true;
+    }
+    all = all && shard.gradient_session == 0;
+  }
+  if (!any || !all) return;
+  Entry* const entry = bucket.gradient;
+  const auto settled = [entry] {
+    return entry->task_count() == 0 && entry->residency() != Residency::filling &&
+           entry->residency() != Residency::draining;
+  };
+  if (settled()) return job.drop_gradient(bucket, parts_.extents);
+  job.conditions().add(settled, [this, &job, index] {
+    Bucket& later = job.shards().bucket(index);
+    const bool unused = std::none_of(later.shards.begin(), later.shards.end(), [&](uint32_t id) {
+      return job.shards()[id].gradient_session != 0;
+    });
+    if (unused) job.drop_gradient(later, parts_.extents);
+  });
+}
+
+}  // namespace memd

@@ -1,0 +1,41 @@
+// What sessions say of their gradients, and how gradients go.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "base/status.h"
+#include "store/journal/step_request.h"
+#include "store/store_parts.h"
+
+namespace memd {
+
+/// Changes Shard::gradient_session, and drops a bucket's gradient with the last of them. Owned by
+/// the ShardStore; the server, its rings and steps call it on the server thread. Nothing blocks.
+class Gradients {
+ public:
+  using Chosen = std::function<bool(const Shard&)>;
+
+  explicit Gradients(const StoreParts& parts) : parts_(parts) {}
+  Gradients(const Gradients&) = delete;
+  Gradients& operator=(const Gradients&) = delete;
+
+  /// How the session's next steps will update these shards, so that a bucket whose gradients it
+  /// says to be final is updated before the step is closed. Undone where the step differs.
+  Status expect_step(uint64_t session_id, const std::vector<StepGroup>& groups);
+  void is_final(uint64_t session_id, uint32_t shard_id);
+  /// A slot that was leased ahead of it is not used: nothing was written there.
+  void unused(uint64_t session_id, uint32_t shard_id);
+  /// The session's own; of all shards where none is named.
+  Status drop(uint64_t session_id, const std::vector<uint32_t>& shard_ids);
+  /// All of the job that are chosen.
+  void drop(Job& job, const Chosen& chosen);
+
+ private:
+  void drop_in_bucket(Job& job, uint32_t bucket, const Chosen& chosen);
+
+  const StoreParts& parts_;
+};
+
+}  // namespace memd

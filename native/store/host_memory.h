@@ -1,0 +1,45 @@
+// The pool's segments on their way to jobs and back.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "arena/segment.h"
+#include "base/status.h"
+#include "store/dropped_memory.h"
+#include "store/journal/ledger.h"
+#include "store/state/kept_memory.h"
+#include "store/store_parts.h"
+
+namespace memd {
+
+/// Owns the memory of dropped jobs until it is destroyed; a job's own is in its KeptMemory. Owned
+/// by the ShardStore; the server thread calls everything. A segment is destroyed by the server, or
+/// at start: add() and destroy_*() may take milliseconds, nothing else blocks.
+class HostMemory {
+ public:
+  explicit HostMemory(const StoreParts& parts) : parts_(parts) {}
+  HostMemory(const HostMemory&) = delete;
+  HostMemory& operator=(const HostMemory&) = delete;
+
+  /// As much as the job was admitted to, with a ledger if somebody keeps it.
+  Status give(Job& job);
+  /// A dropped job's, until take_released() and add().
+  void release(uint64_t job_id, KeptMemory::Left left) {
+    dropped_.add(job_id, std::move(left.ledger), std::move(left.segments));
+  }
+  std::vector<Segment> take_released() { return dropped_.take_segments(); }
+  void put_back_released(std::vector<Segment> segments) { dropped_.put_back(std::move(segments)); }
+  /// A segment that nobody uses any more.
+  void add(Segment old_segment);
+
+  // At start: segments of the daemon before.
+  void destroy_claimed(const Ledger& ledger);
+  void destroy_unclaimed();
+
+ private:
+  const StoreParts& parts_;
+  DroppedMemory dropped_;
+};
+
+}  // namespace memd

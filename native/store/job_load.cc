@@ -1,0 +1,141 @@
+#include "store/job_load.h"
+
+#include <utility>
+
+#include "base/bulk_bytes.h"
+#include "base/check.h"
+#include "base/failpoint.h"
+#include "store/recovery/adoption.h"
+#include "store/step/step_checks.h"
+
+namespace memd {
+
+Status JobLoad::run(const std::function<Status()>& turn) {
+  end_turns();  // of another store that this thread has had
+  const auto records = store_.commits.load(turn);
+  if (!records.is_ok()) return records.status();
+  // First what is on disk: where memory claims the same bytes, memory is wrong.
+  for (const JobRecord& record : records.value()) {
+    if (Status reserved = reserve_extents(record); !reserved.is_ok()) return reserved;
+  }
+  store_.sessions.begin_ids(kept_.session_id_max());
+  take_ledgers();
+  for (const JobRecord& record : records.value()) {
+    if (Status loaded = load(record); !loaded.is_ok()) return loaded;
+  }
+  forget_rest();
+  for (const ToRedo& each : to_redo_) {
+    MEMD_FAILPOINT("adoption.before_redo");
+    each.job->steps().redo(each.step.request, each.step.place);
+  }
+  return Status::ok();
+}
+
+void JobLoad::forget_rest() {
+  // The rest belongs to jobs that the disk does not know, or that start from disk.
+  for (const auto& [job_id, ledger] : ledgers_) {
+    parts_.memory.destroy_claimed(*ledger);
+    kept_.take_table(job_id);
+    kept_.take_tiles(job_id);
+    store_.keepsakes.forget_ledger(job_id);
+    store_.keepsakes.forget_table(job_id);
+    store_.keepsakes.forget_tiles(job_id);
+  }
+  if (some_claims_unknown_) parts_.memory.destroy_unclaimed();
+}
+
+Status JobLoad::reserve_extents(const JobRecord& record) {
+  MEMD_FAILPOINT("load.before_job");
+  // Another job's by now, maybe; memory knows which are still its own.
+  if (record.undurable_since != 0) return Status::ok();
+  for (const ExtentRecord& extent : all_extents(record)) {
+    if (Status reserved = store_.extents.reserve(extent); !reserved.is_ok()) return reserved;
+  }
+  MEMD_FAILPOINT("load.extents_reserved");
+  return Status::ok();
+}
+
+void JobLoad::take_ledgers() {
+  while (auto left = kept_.take_ledger()) {
+    auto ledger = Ledger::adopt(std::move(left->fd), left->job_id);
+    const Status readable = ledger.is_ok() ? ledger.value()->check_claims() : ledger.status();
+    if (readable.is_ok()) {
+      ledgers_[left->job_id] = std::move(ledger).value();
+      continue;
+    }
+    parts_.notes.push_back(concat(
+        "job ", left->job_id, " starts from disk, its memory is lost: ", readable.message()));
+    some_claims_unknown_ = true;
+    store_.keepsakes.forget_ledger(left->job_id);
+  }
+}
+
+Status JobLoad::load(const JobRecord& record) {
+  std::unique_ptr<Job> job;
+  std::vector<ClosedStep> steps;
+  if (const auto found = ledgers_.find(record.job_id); found != ledgers_.end()) {
+    RememberedJob remembered(record, store_.commits.catalogue_tag(record.job_id), *found->second);
+    auto adopted = adopt(remembered, found->second);
+    if (adopted.is_ok()) {
+      job = std::move(adopted).value();
+      steps = remembered.contents().steps;
+      ledgers_.erase(found);
+    } else {
+      parts_.notes.push_back(concat("job ",
+                                    record.name,
+                                    " starts from disk, at step ",
+                                    record.step,
+                                    "; its memory is lost: ",
+                                    adopted.status().message()));
+      // Those that were taken already are nobody's any more.
+      for (const SessionRecord& session : remembered.contents().sessions)
+        store_.keepsakes.forget_session(session.session_id);
+    }
+  }
+  if (job == nullptr) {
+    auto restored = Job::restore(record);
+    if (!restored.is_ok()) return restored.status();
+    job = std::move(restored).value();
+  }
+  parts_.operations.connect(*job);
+  Job& known = store_.jobs.put(std::move(job));
+  parts_.admissions.apply_weight(record.job_id, known.admission().weight());
+  for (ClosedStep& step : steps) to_redo_.push_back({.job = &known, .step = std::move(step)});
+  return Status::ok();
+}
+
+Result<std::unique_ptr<Job>> JobLoad::adopt(RememberedJob& remembered,
+                                            std::unique_ptr<Ledger>& ledger) {
+  if (Status read = remembered.read(store_.pool.segment_bytes(), kept_, store_.keepsakes);
+      !read.is_ok())
+    return read;
+  auto restored = Job::restore(remembered.record(), remembered.shard_ids());
+  if (!restored.is_ok()) return restored.status();
+  Job& job = *restored.value();
+  Adoption adoption({.pool = store_.pool,
+                     .io = store_.io,
+                     .extents = store_.extents,
+                     .keepsakes = store_.keepsakes,
+                     .sessions = store_.sessions},
+                    remembered,
+                    {.shards = job.shards(),
+                     .progress = job.progress(),
+                     .durable = job.durable(),
+                     .journal = job.journal(),
+                     .table = job.cache().table(),
+                     .slots = job.cache().slots(),
+                     .residencies = job.cache().residencies(),
+                     .space = job.space(),
+                     .tiles = job.tiles(),
+                     .kept = job.kept(),
+                     .sessions = job.cache().sessions(),
+                     .durability = job.admission().durability(),
+                     .check_staged = [&job](const StepRequest& request) {
+                       return check_staged(job.shards(), job.name(), request);
+                     }});
+  if (Status taken = adoption.run(ledger, kept_); !taken.is_ok()) return taken;
+  for (const auto& session : job.cache().sessions()) job.cache().plans().begin(*session);
+  return restored;
+}
+
+}  // namespace memd

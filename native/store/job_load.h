@@ -1,0 +1,67 @@
+// The start of a store: jobs from disk, and from the memory that outlived the daemon before.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "store/format/catalogue.h"
+#include "store/host_memory.h"
+#include "store/job_admissions.h"
+#include "store/job_operations.h"
+#include "store/journal/keepsakes.h"
+#include "store/journal/ledger.h"
+#include "store/recovery/remembered_job.h"
+#include "store/store_parts.h"
+
+namespace memd {
+
+/// One start. Owns what the daemon before left and no job has taken yet. Made and run by the
+/// ShardStore before it serves anybody; the only place where the server thread may block.
+class JobLoad {
+ public:
+  struct Parts {
+    const StoreParts& store;
+    HostMemory& memory;
+    JobOperations& operations;
+    JobAdmissions& admissions;
+    /// What could not be taken over, and why; one sentence each.
+    std::vector<std::string>& notes;
+  };
+
+  JobLoad(const Parts& parts, KeptDescriptors* kept)
+      : parts_(parts), store_(parts.store), kept_(kept) {}
+  JobLoad(const JobLoad&) = delete;
+  JobLoad& operator=(const JobLoad&) = delete;
+
+  /// Once. `turn` as in Commits::load().
+  Status run(const std::function<Status()>& turn);
+
+ private:
+  struct ToRedo {
+    Job* job;
+    ClosedStep step;
+  };
+
+  Status reserve_extents(const JobRecord& record);
+  /// Ledgers that can be read.
+  void take_ledgers();
+  /// From memory, where its ledger is there and memory is whole, or else from disk.
+  Status load(const JobRecord& record);
+  /// The job as the daemon before had it, or why it starts from disk.
+  Result<std::unique_ptr<Job>> adopt(RememberedJob& remembered, std::unique_ptr<Ledger>& ledger);
+  void forget_rest();
+
+  const Parts parts_;
+  const StoreParts& store_;
+  Inheritance kept_;
+  std::map<uint64_t, std::unique_ptr<Ledger>> ledgers_;  // that no job has taken
+  /// Of a job whose ledger cannot be read, nobody knows which segments are its own.
+  bool some_claims_unknown_ = false;
+  std::vector<ToRedo> to_redo_;
+};
+
+}  // namespace memd
