@@ -280,7 +280,7 @@ class Heart {
                                    .fresh = false,
                                    .durability = durability});
     EXPECT_TRUE(job.is_ok()) << job.status().message();
-    return job.is_ok() ? job.value().job_id() : 0;
+    return job.is_ok() ? job.value().job_id : 0;
   }
   uint64_t attach(uint64_t job_id) {
     const auto session = store_->attach(job_id, {.pid = 1, .start_time = 2, .uid = 3});

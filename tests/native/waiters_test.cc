@@ -74,7 +74,8 @@ class RandomCalls {
       while (!held_.empty()) release(0);
       collect();
       return held_.empty() && asked_.empty() && open_calls_ == 0;
-    })) << asked_.size() << " leases are not answered";
+    })) << asked_.size()
+        << " leases are not answered";
   }
 
  private:
@@ -107,7 +108,8 @@ class RandomCalls {
   }
   void sync() {
     ++open_calls_;
-    heart_.store().operations().sync(session(), [this](const Status&, const StepReport&) { --open_calls_; });
+    heart_.store().operations().sync(session(),
+                                     [this](const Status&, const StepReport&) { --open_calls_; });
   }
   void step() {
     StepRequest request;
@@ -121,7 +123,7 @@ class RandomCalls {
     request.groups.push_back(group);
     ++open_calls_;
     heart_.store().operations().step(std::move(request),
-                        [this](const Status&, const StepReport&) { --open_calls_; });
+                                     [this](const Status&, const StepReport&) { --open_calls_; });
   }
   void end_session() {
     const size_t index = random_() % sessions_.size();
@@ -153,9 +155,8 @@ class RandomCalls {
 TEST(WaitersTest, no_event_is_lost_whatever_sessions_do) {
   for (uint32_t seed = 1; seed <= 16; ++seed) {
     SCOPED_TRACE(seed);
-    RandomCalls calls(seed,
-                      seed % 2 == 0 ? std::nullopt
-                                    : std::optional(Durability::parse("every:2").value()));
+    RandomCalls calls(
+        seed, seed % 2 == 0 ? std::nullopt : std::optional(Durability::parse("every:2").value()));
     for (int i = 0; i < kCalls && !::testing::Test::HasFailure(); ++i) calls.call();
     calls.end();
     if (::testing::Test::HasFailure()) return;
