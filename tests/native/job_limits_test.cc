@@ -83,6 +83,25 @@ TEST(JobSpaceTest, state_leaves_the_catalogue_its_part_of_the_quota) {
   EXPECT_FALSE(space.keeps_promise(11 * kBlockBytes));
 }
 
+TEST(JobSpaceTest, what_is_superseded_while_a_commit_is_under_way_is_released_by_the_next_one) {
+  const auto extent_at = [](uint64_t block) {
+    return ExtentRecord{.address = {.device = 0, .offset_bytes = block * kBlockBytes},
+                        .length_bytes = static_cast<uint32_t>(kBlockBytes)};
+  };
+  const auto no_replicas = [](const auto&) {};
+  JobSpace space;
+  space.add_superseded({extent_at(600)});
+  EXPECT_EQ(space.begin_commit(no_replicas).size(), 1u);
+  space.add_superseded({extent_at(700), extent_at(800)});
+  space.end_commit();
+  EXPECT_EQ(space.used_bytes(), 2 * kBlockBytes);
+  const auto released = space.begin_commit(no_replicas);
+  ASSERT_EQ(released.size(), 2u);
+  EXPECT_EQ(released[0].address.offset_bytes, 700 * kBlockBytes);
+  space.end_commit();
+  EXPECT_EQ(space.used_bytes(), 0u);
+}
+
 class JobLimits : public ::testing::Test {
  protected:
   std::shared_ptr<MemoryDisk> disk_ = std::make_shared<MemoryDisk>(kDiskBytes);

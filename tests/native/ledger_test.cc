@@ -288,6 +288,47 @@ TEST(LedgerTest, a_slot_that_leaves_its_entry_is_at_no_moment_newer_than_the_one
   EXPECT_LT(contents.value().slots.at(0).sequence, contents.value().slots.at(1).sequence);
 }
 
+TEST(LedgerTest, an_extent_counts_on_the_catalogue_that_it_builds_on_and_a_gradients_on_any) {
+  auto ledger = Ledger::create(7, 2_MiB).value();
+  ASSERT_TRUE(ledger->write_layout({.job_id = 7, .name = "job"}, {}).is_ok());
+  ledger->rebase(1);
+  const LooseKey value{.kind = LooseKey::Kind::value, .owner = 3};
+  const LooseKey gradient{.kind = LooseKey::Kind::gradient, .owner = 3};
+  for (const LooseKey& key : {value, gradient}) {
+    ledger->note_loose(key, {.address = {.device = 0, .offset_bytes = 8192}, .length_bytes = 4096});
+  }
+  const auto loose_on = [&](uint64_t base) {
+    auto contents = Ledger::adopt(copy_of(ledger->fd()), 7).value()->read(base);
+    EXPECT_TRUE(contents.is_ok()) << contents.status().message();
+    return contents.value().loose;
+  };
+  EXPECT_EQ(loose_on(1).size(), 2u);
+  // The daemon died after its commit, before it could say so.
+  const auto loose = loose_on(2);
+  EXPECT_FALSE(loose.contains(value));
+  EXPECT_TRUE(loose.contains(gradient));
+}
+
+TEST(LedgerTest, closed_steps_are_read_in_the_order_in_which_they_were_closed) {
+  auto ledger = Ledger::create(7, 2_MiB).value();
+  ASSERT_TRUE(ledger->write_layout({.job_id = 7, .name = "job"}, {}).is_ok());
+  const auto close = [&](uint64_t step) {
+    StepRequest request;
+    request.session_id = 1;
+    request.step = step;
+    return ledger->close_step(request).value();
+  };
+  const size_t first = close(1);
+  close(2);
+  ledger->forget_step(first);
+  EXPECT_EQ(close(3), first) << "its place is used again";
+  const auto contents = Ledger::adopt(copy_of(ledger->fd()), 7).value()->read(0);
+  ASSERT_TRUE(contents.is_ok()) << contents.status().message();
+  ASSERT_EQ(contents.value().steps.size(), 2u);
+  EXPECT_EQ(contents.value().steps[0].request.step, 2u);
+  EXPECT_EQ(contents.value().steps[1].request.step, 3u);
+}
+
 class RepeatedStepTest : public ::testing::Test {
  protected:
   std::shared_ptr<MemoryDisk> disk_ = std::make_shared<MemoryDisk>(kDiskBytes);

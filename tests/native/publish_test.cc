@@ -272,6 +272,18 @@ TEST_F(PublishTest, the_next_session_does_not_inherit_what_an_ended_one_has_not_
   for (int i : {0, 1}) expect_values(i, old_[i]);
 }
 
+TEST_F(PublishTest, once_a_step_is_closed_the_values_before_it_are_leased_by_request_alone) {
+  make(24);
+  for (const uint32_t index : {0, 1}) ASSERT_TRUE(look(session_, index, 0)) << index;
+  heart_->store().step(request(2),
+                       [this](const Status& status, const StepReport&) { done_ = status; });
+  // Nothing of it has begun, and its session leases as after it.
+  for (const uint32_t index : {0, 1}) EXPECT_FALSE(look(session_, index, 2)) << index;
+  ASSERT_TRUE(heart_->until([&] { return done_.has_value(); }));
+  ASSERT_TRUE(done_->is_ok()) << done_->message();
+  for (const uint32_t index : {0, 1}) expect_values(index, twins_[index].theta);
+}
+
 TEST_F(PublishTest, a_step_that_is_refused_leaves_the_table_as_it_was) {
   make(24);
   StepRequest wrong = request(2);

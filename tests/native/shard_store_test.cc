@@ -501,6 +501,10 @@ TEST_F(ShardStoreTest, a_spill_that_fails_is_told_to_who_waits_for_the_room) {
       << refused.status.message();
   EXPECT_EQ(heart.read<uint8_t>(session, ids[0]), pattern(3_MiB, 1));
   EXPECT_LE(heart.job(session).space().used_bytes(), 1_MiB);
+  // What could not be written is written once there is room.
+  heart.limit_state(session, 8_MiB);
+  heart.write(session, ids[1], pattern(3_MiB, 2));
+  EXPECT_EQ(heart.read<uint8_t>(session, ids[0]), pattern(3_MiB, 1));
 }
 
 TEST_F(ShardStoreTest, what_a_failed_spill_left_on_disk_is_not_taken_for_the_whole) {

@@ -128,6 +128,26 @@ TEST_F(BesideTest, while_one_job_commits_another_takes_no_extent_that_the_disk_s
   EXPECT_TRUE(heart.sync(writing).is_ok());
 }
 
+TEST_F(BesideTest, a_job_that_is_opened_while_another_commits_keeps_its_number_for_itself) {
+  Heart heart(disk_, 3 * kFloorSegments + 16);
+  const uint64_t session = heart.attach(heart.open("committing", 4, kQuota));
+  const auto ids = heart.declare(session, {bytes_shard("x", 4000)});
+  heart.write(session, ids[0], pattern(4000, 1));
+  const uint64_t sequence = heart.extents().superblock().sequence;
+  for (const uint64_t offset : superblock_pair_offsets(sequence + 1, kDiskBytes)) {
+    heart.faults().add_fault(
+        {.kind = MemoryFaultKind::stall, .io_kind = IoKind::write, .offset_bytes = offset});
+  }
+  std::optional<Status> committed;
+  heart.store().sync(session, [&](const Status& status, const StepReport&) { committed = status; });
+  ASSERT_TRUE(heart.until([&] { return heart.faults().has_stalled(); }));
+  const uint64_t meanwhile = heart.open("meanwhile", 4, kQuota);
+  heart.faults().release_stalled();
+  ASSERT_TRUE(heart.until([&] { return committed.has_value(); }));
+  EXPECT_TRUE(committed->is_ok()) << committed->message();
+  EXPECT_GT(heart.open("later", 4, kQuota), meanwhile);
+}
+
 TEST_F(BesideTest,
        a_step_whose_catalogue_finds_no_room_did_not_count_and_is_made_with_the_same_bits) {
   Heart heart(disk_, kFloorSegments + 16);
