@@ -491,6 +491,8 @@ class FakeServer:
     ) -> tuple[bytes, bytes]:
         first, second = self._moments_of(session_id, shard_id)
         part = slice(4 * element_first, 4 * (element_first + element_count))
+        if not 0 <= part.start < part.stop <= len(first):
+            raise status_error(StatusCode.INVALID_ARGUMENT, "ask for elements of the shard")
         return bytes(first[part]), bytes(second[part])
 
     def write_moments(

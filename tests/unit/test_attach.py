@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +82,15 @@ def send_often(client: socket.socket, packet: bytes) -> None:
         client.send(packet)
 
 
+def open_names() -> list[str]:
+    """Of all descriptors of this process, daemon and client."""
+    names = []
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            names.append(name_of(int(fd.name)))
+    return names
+
+
 def wait_until(condition: object, *, timeout_s: float = 5.0) -> float:
     """Seconds until `condition()` is true."""
     assert callable(condition)
@@ -139,6 +150,7 @@ def test_segments_are_sent_to_who_has_the_session(listening: Listening) -> None:
         assert name_of(fds[0]) == "/memfd:segment-7"
         for fd in fds:
             os.close(fd)
+        wait_until(lambda: "/memfd:segment-7" not in open_names())  # the daemon keeps no copy
     assert (descriptors.segment_first, descriptors.segment_count) == (7, len(fds))
 
 
@@ -244,7 +256,9 @@ def test_the_sessions_of_a_killed_process_end_while_its_worker_lives_on(
     assert listening.peers.find(peer.token) is None
 
 
-def test_closed_steps_are_made_once_the_sessions_of_the_dead_have_ended(tmp_path: Path) -> None:
+def test_closed_steps_are_made_once_the_sessions_of_the_dead_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as dead:
         pass
     own_start_time = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
@@ -258,8 +272,25 @@ def test_closed_steps_are_made_once_the_sessions_of_the_dead_have_ended(tmp_path
             start_time=start_time,
             uid=os.getuid(),
         )
-        for pid, start_time in ((dead.pid, 1), (os.getpid(), own_start_time))
+        for pid, start_time in (
+            (dead.pid, 1),
+            (os.getpid(), own_start_time - 1),  # dead, and its number is another process's
+            (os.getpid(), own_start_time),
+        )
     ]
+    redone = threading.Event()
+    redo_steps, detach = server.redo_steps, server.detach
+
+    def redo_and_tell() -> None:
+        redo_steps()
+        redone.set()
+
+    def detach_late(session_id: int) -> int:
+        redone.wait(0.2)  # who does not wait for this has redone the steps by then
+        return detach(session_id)
+
+    monkeypatch.setattr(server, "redo_steps", redo_and_tell)
+    monkeypatch.setattr(server, "detach", detach_late)
     listener = AttachListener(
         attach.bind(tmp_path / "attach.sock"),
         server=as_server(server),
@@ -269,7 +300,7 @@ def test_closed_steps_are_made_once_the_sessions_of_the_dead_have_ended(tmp_path
     listener.adopt(kept)  # type: ignore[arg-type]  # the fake's own records
     listener.start()
     listener.stop()
-    assert server.detached_before_redo == {kept[0].session_id}
+    assert server.detached_before_redo == {kept[0].session_id, kept[1].session_id}
 
 
 def test_without_peer_pidfds_the_number_and_the_start_time_serve(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from typing import TYPE_CHECKING
 
@@ -155,3 +156,14 @@ def test_processes_that_cannot_be_told_apart_claim_nothing(connection: socket.so
     known.add(second)
     known.add_session(first, session(5))
     assert known.claim_session(second, 5) is None
+
+
+def test_a_peer_that_is_gone_has_no_session_for_calls_that_are_under_way() -> None:
+    known = Peers()
+    peer = Peer(pid=1, uid=1000, pidfd=os.memfd_create("pid"), connection=None, start_time=7)
+    known.add(peer)
+    known.add_session(peer, session(3))
+    assert known.remove(peer, reason="process_died") == [session(3)]
+    with pytest.raises(Refused, match="no session 3"):
+        known.session(peer, 3)
+    assert known.remove(peer, reason="process_died") == []

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -515,6 +515,44 @@ def test_a_session_belongs_to_the_connection_that_opened_it(service: Service) ->
     assert session_id not in service.server.detached
 
 
+def test_a_session_is_no_session_of_another_job(service: Service) -> None:
+    caller, again = service.caller(), service.caller()
+    caller.peer.start_time = again.peer.start_time = 1
+    session_id = caller.attach(job="gpt").session_id
+    caller.attach(job="bert")
+    answer = again.attach(job="bert", kept_session_id=session_id)
+    assert not answer.kept
+    assert answer.session_id == 0
+
+
+def test_what_a_job_uses_of_the_disk_includes_its_records(service: Service) -> None:
+    service.caller().attach()
+    (job,) = service.server.jobs()
+    used = replace(job, nvme_bytes_used=4096, metadata_bytes=512)
+    assert wire.job_message(used).nvme_bytes_used == 4608  # type: ignore[arg-type]  # the fake's own record
+
+
+def test_the_data_plane_answers_before_the_caller_gives_up(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller = service.caller()
+    session_id = caller.attach().session_id
+    sync = service.server.sync
+    waits_s: list[float] = []
+
+    def noted(session: int, *, timeout_s: float) -> Any:
+        waits_s.append(timeout_s)
+        return sync(session, timeout_s=timeout_s)
+
+    monkeypatch.setattr(service.server, "sync", noted)
+    timeouts_s = (10.0, 1.0)
+    for timeout_s in timeouts_s:
+        request = session_pb2.SyncRequest(session_id=session_id)
+        caller.call(caller.sessions.Sync, request, timeout=timeout_s)
+    assert len(waits_s) == 2
+    assert all(wait < timeout for wait, timeout in zip(waits_s, timeouts_s, strict=True))
+
+
 def test_attach_passes_three_descriptors_and_detach_ends_the_session(service: Service) -> None:
     caller = service.caller()
     answer = caller.attach(without_shared_memory=False)
@@ -575,7 +613,7 @@ def test_a_shard_without_kind_or_dtype_is_refused(service: Service) -> None:
         assert refusal_of(error).code is grpc.StatusCode.INVALID_ARGUMENT
 
 
-@pytest.mark.parametrize("size_bytes", [1, CHUNK_BYTES, 2 * CHUNK_BYTES + 3])
+@pytest.mark.parametrize("size_bytes", [1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES + 3])
 def test_what_was_put_in_pieces_is_got_whole(service: Service, size_bytes: int) -> None:
     caller = service.caller()
     session_id = caller.attach().session_id
