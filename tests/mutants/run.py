@@ -94,14 +94,19 @@ def pattern_of(bug: Bug) -> re.Pattern[str]:
     return re.compile(r"\s+".join(map(re.escape, bug.find.split())))
 
 
-def place_of(bug: Bug, root: Path) -> Path:
-    """The one file whose path ends with the bug's and whose text has its pattern, once."""
-    found = [
+def paths_of(bug: Bug, root: Path) -> list[Path]:
+    """The files whose paths end with the bug's."""
+    return [
         path
         for folder in PLANTED
         for path in (root / folder).rglob(Path(bug.file).name)
         if f"/{path.relative_to(root)}".endswith(f"/{bug.file}")
     ]
+
+
+def place_of(bug: Bug, root: Path) -> Path:
+    """The one of these files, whose text has the bug's pattern once."""
+    found = paths_of(bug, root)
     if len(found) != 1:
         raise LookupError(f"{bug.name}: {len(found)} files are called {bug.file}")
     count = len(pattern_of(bug).findall(found[0].read_text()))
@@ -210,11 +215,12 @@ class PythonTests:
     """Tests that pytest runs in the copy."""
 
     def build(self, bug: Bug) -> bool:
-        path = place_of_file(bug)
-        try:
-            compile(path.read_text(), str(path), "exec")
-        except SyntaxError:
-            return False
+        """Whether every module that the bug may be planted in still compiles."""
+        for path in paths_of(bug, SOURCE):
+            try:
+                compile(path.read_text(), str(path), "exec")
+            except SyntaxError:
+                return False
         return True
 
     def fails(self, bug: Bug, tests: Iterable[str], timeout_s: float) -> str | None:
@@ -245,11 +251,6 @@ class PythonTests:
         raise DoesNotRunError(f"{bug.program}: exit {run.returncode}, {last}")
 
 
-def place_of_file(bug: Bug) -> Path:
-    """As `place_of`, in the copy, with the bug planted or not."""
-    return SOURCE / place_of(bug, ROOT).relative_to(ROOT)
-
-
 class Runner:
     def __init__(self, chosen: list[Bug]) -> None:
         self._native = NativeTests()
@@ -267,7 +268,7 @@ class Runner:
         verdict = self._verdict(bug)
         return Outcome(
             name=bug.name,
-            file=str(place_of(bug, ROOT).relative_to(ROOT)),
+            file=str(place_of(bug, SOURCE).relative_to(SOURCE)),
             program=bug.program,
             test=bug.test,
             verdict=verdict,
