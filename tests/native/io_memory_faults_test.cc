@@ -107,6 +107,16 @@ TEST_F(MemoryFaults, two_empty_transfers_are_forgiven_and_three_on_end_are_an_er
   EXPECT_EQ(run(IoKind::write, block.span()).error_number(), EIO);
 }
 
+TEST_F(MemoryFaults, after_a_chunk_that_failed_no_other_of_its_request_is_started) {
+  queue_.set_limits(device_, {.depth = 1, .chunk_bytes = 64_KiB});
+  queue_.add_fault({.skip_count = 1, .error_number = EIO});
+  Block block(1_MiB);
+  const uint64_t started_before = queue_.started_count();
+  EXPECT_EQ(run(IoKind::read, block.span()).error_number(), EIO);
+  EXPECT_EQ(statuses_.size(), 1U);
+  EXPECT_EQ(queue_.started_count() - started_before, 2U) << "of 16";
+}
+
 TEST_F(MemoryFaults, empty_transfers_are_counted_from_the_last_that_moved_something) {
   Block block(64_KiB);
   queue_.add_fault({.kind = MemoryFaultKind::zero_progress, .count = 2});
