@@ -175,7 +175,10 @@ Status Pool::adopt(KeptDescriptors& kept) {
       if (keeper_ != nullptr) keeper_->forget(each.name);
       continue;
     }
-    if (Status locked = lock(segment.value()); !locked.is_ok()) return locked;
+    if (report_.locked) {
+      const Status locked = note_lock(segment.value(), segment.value().lock());
+      if (!locked.is_ok()) return locked;
+    }
     if (!has_huge_pages(segment.value())) report_.page_bytes = 4_KiB;
     const uint64_t id = segment.value().id();
     kept_.emplace(id, std::move(segment).value());
@@ -275,31 +278,47 @@ Status Pool::fill(uint64_t segment_count) {
   return Status::ok();
 }
 
-Result<Segment> Pool::create_segment(bool gathered) {
-  const uint64_t bytes = report_.segment_bytes;
-  Result<Segment> segment =
-      Segment::create({.bytes = bytes, .huge_pages = huge_pages_, .gathered = gathered});
-  if (!segment.is_ok() && huge_pages_) {
+Pool::Wish Pool::wish(bool gathered) const {
+  return {.bytes = report_.segment_bytes,
+          .huge_pages = huge_pages_,
+          .gathered = gathered,
+          .locked = report_.locked};
+}
+
+Pool::Made Pool::make(const Wish& wish) {
+  const auto create = [&wish](bool huge_pages) {
+    return Segment::create(
+        {.bytes = wish.bytes, .huge_pages = huge_pages, .gathered = wish.gathered});
+  };
+  Made made{.segment = create(wish.huge_pages)};
+  if (!made.segment.is_ok() && wish.huge_pages) {
+    made.small_pages = made.segment.status();
+    made.segment = create(false);
+  }
+  if (made.segment.is_ok() && wish.locked) made.unlocked = made.segment.value().lock();
+  return made;
+}
+
+Result<Segment> Pool::admit(Made made) {
+  if (!made.small_pages.is_ok() && huge_pages_) {
     huge_pages_ = false;
     report_.page_bytes = 4_KiB;
     add_note(report_.note,
              concat("4 KiB pages after ",
                     report_.bytes / kHugePageBytes,
                     " huge pages of 2 MiB, because no more are reserved (",
-                    segment.status().message(),
+                    made.small_pages.message(),
                     "); reserve them with vm.nr_hugepages"));
-    segment = Segment::create({.bytes = bytes, .huge_pages = false, .gathered = gathered});
   }
-  if (!segment.is_ok()) return segment;
-  if (Status locked = lock(segment.value()); !locked.is_ok()) return locked;
-  if (keeper_ != nullptr) keeper_->keep(segment.value().kept_name(), segment.value().fd());
-  return segment;
+  if (!made.segment.is_ok()) return made.segment.status();
+  const Segment& segment = made.segment.value();
+  if (Status kept = note_lock(segment, made.unlocked); !kept.is_ok()) return kept;
+  if (keeper_ != nullptr) keeper_->keep(segment.kept_name(), segment.fd());
+  return std::move(made.segment);
 }
 
-Status Pool::lock(Segment& segment) {
-  if (!report_.locked) return Status::ok();
-  const Status locked = segment.lock();
-  if (locked.is_ok()) return locked;
+Status Pool::note_lock(const Segment& segment, const Status& locked) {
+  if (locked.is_ok()) return Status::ok();
   const std::string message = concat(memlock_message(segment.bytes()), " (", locked.message(), ")");
   if (lock_ == LockMode::required)
     return Status(StatusCode::capacity, message, locked.error_number());
@@ -308,7 +327,7 @@ Status Pool::lock(Segment& segment) {
   return Status::ok();
 }
 
-void Pool::destroy(Segment segment) {
+void Pool::give_up(Segment& segment) {
   // Before the keeper is told: a trainer may still map it, and no later daemon may take it for a
   // clean one, whether the keeper hears of this or not.
   segment.mark_given_up();
@@ -324,25 +343,37 @@ std::optional<Segment> Pool::take() {
 }
 
 Status Pool::give_back(Segment segment) {
+  Replacement replacement = begin_replacement(std::move(segment));
+  replacement.make();
+  return end_replacement(std::move(replacement));
+}
+
+Pool::Replacement Pool::begin_replacement(Segment segment) {
   MEMD_CHECK_EQ(segment.bytes(), report_.segment_bytes);
-  destroy(std::move(segment));
-  Status available = check_available(report_.segment_bytes);
-  if (available.is_ok()) {
-    // While trainers wait: touching takes a third of the time.
-    Result<Segment> fresh = create_segment(false);
-    if (fresh.is_ok()) {
-      free_.push_back(std::move(fresh).value());
-      return Status::ok();
-    }
-    available = fresh.status();
+  give_up(segment);
+  // While trainers wait: touching takes a third of the time without gathering.
+  return Replacement(std::move(segment), wish(false));
+}
+
+void Pool::Replacement::make() {
+  old_.reset();
+  Status available = check_available(wish_.bytes);
+  made_ = available.is_ok() ? Pool::make(wish_) : Made{.segment = std::move(available)};
+}
+
+Status Pool::end_replacement(Replacement replacement) {
+  Result<Segment> fresh = admit(std::move(*replacement.made_));
+  if (fresh.is_ok()) {
+    free_.push_back(std::move(fresh).value());
+    return Status::ok();
   }
   report_.bytes -= report_.segment_bytes;
-  return Status(available.code(),
+  return Status(fresh.status().code(),
                 concat("the pool shrank by one segment to ",
                        in_mebibytes(report_.bytes),
                        ": ",
-                       available.message()),
-                available.error_number());
+                       fresh.status().message()),
+                fresh.status().error_number());
 }
 
 }  // namespace memd

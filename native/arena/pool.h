@@ -81,19 +81,44 @@ class Pool {
   /// Where the kernel refuses memory for it the pool is smaller from then on, and the status says
   /// so.
   Status give_back(Segment segment);
+  /// The same in three parts, the second on any thread: Replacement::make(). Meanwhile the segment
+  /// counts for the pool's bytes and is not free.
+  class Replacement;
+  Replacement begin_replacement(Segment segment);
+  Status end_replacement(Replacement replacement);
 
   uint64_t segment_bytes() const { return report_.segment_bytes; }
   uint64_t segment_count_free() const { return free_.size(); }
   const PoolReport& report() const { return report_; }
 
  private:
+  /// A segment that is wanted.
+  struct Wish {
+    uint64_t bytes = 0;
+    bool huge_pages = false;
+    bool gathered = false;
+    bool locked = false;
+  };
+  struct Made {
+    Result<Segment> segment;
+    Status small_pages{};  // not ok: why it has no huge ones
+    Status unlocked{};     // not ok: why it is not locked
+  };
+  static Made make(const Wish& wish);
+  Wish wish(bool gathered) const;
+  /// It becomes the pool's, which notes what the kernel refused.
+  Result<Segment> admit(Made made);
+
   Pool(const PoolOptions& options, DescriptorKeeper* keeper)
       : options_(options), huge_pages_(options.huge_pages), lock_(options.lock), keeper_(keeper) {}
   Status fill(uint64_t segment_count);
   Status adopt(KeptDescriptors& kept);
-  Result<Segment> create_segment(bool gathered);
-  Status lock(Segment& segment);
-  void destroy(Segment segment);
+  Result<Segment> create_segment(bool gathered) { return admit(make(wish(gathered))); }
+  /// `locked`: of its mlock. An error where that is required.
+  Status note_lock(const Segment& segment, const Status& locked);
+  /// Before it is destroyed.
+  void give_up(Segment& segment);
+  void destroy(Segment segment) { give_up(segment); }
 
   PoolOptions options_;
   bool huge_pages_;  // until they are refused for the first time
@@ -103,6 +128,26 @@ class Pool {
   std::vector<Segment> free_;
   std::unordered_map<uint64_t, Segment> kept_;
   bool some_kept_were_taken_ = false;
+};
+
+/// One segment that takes the place of another.
+class Pool::Replacement {
+ public:
+  /// Once, on any thread: the old segment's memory goes back to the kernel, and as much is taken
+  /// and touched, in tens of milliseconds.
+  void make();
+  /// Of the old one.
+  uint64_t segment_id() const { return segment_id_; }
+
+ private:
+  friend Pool;
+  Replacement(Segment old, const Wish& wish)
+      : segment_id_(old.id()), old_(std::move(old)), wish_(wish) {}
+
+  uint64_t segment_id_;
+  std::optional<Segment> old_;
+  Wish wish_;
+  std::optional<Made> made_;
 };
 
 }  // namespace memd

@@ -138,20 +138,20 @@ Status Server::drop_job(uint64_t job_id, bool force) {
 }
 
 void Server::refill_pool() {
-  // One segment a turn: touching a fresh one takes tens of milliseconds, and leases go on in
-  // between.
-  for (bool more = true; more;) {
-    auto result = thread_->ask<bool>(kAnswerS, "refilling the pool", [this](const auto& reply) {
-      auto segments = store().memory().take_released();
-      const bool any = !segments.empty();
-      if (any) {
-        store().memory().add(std::move(segments.back()));
-        segments.pop_back();
-      }
-      store().memory().put_back_released(std::move(segments));
-      reply(any);
+  using Pointer = std::shared_ptr<Pool::Replacement>;
+  for (;;) {
+    auto begun = thread_->ask<Pointer>(kAnswerS, "refilling the pool", [this](const auto& reply) {
+      reply(store().memory().begin_replacement());
     });
-    more = result.is_ok() && result.value();
+    if (!begun.is_ok() || begun.value() == nullptr) return;
+    // On the caller's thread: touching a fresh segment takes tens of milliseconds.
+    begun.value()->make();
+    const auto ended = thread_->ask<Nothing>(
+        kAnswerS, "refilling the pool", [this, replacement = begun.value()](const auto& reply) {
+          store().memory().end_replacement(*replacement);
+          reply(Nothing{});
+        });
+    if (!ended.is_ok()) return;
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <set>
 #include <utility>
 #include <vector>
@@ -29,7 +30,12 @@ class DroppedMemory {
   }
   /// For the server to destroy.
   std::vector<Segment> take_segments() { return std::exchange(segments_, {}); }
-  void put_back(std::vector<Segment> segments) { segments_ = std::move(segments); }
+  std::optional<Segment> take_segment() {
+    if (segments_.empty()) return std::nullopt;
+    Segment segment = std::move(segments_.back());
+    segments_.pop_back();
+    return segment;
+  }
   /// Returns the jobs whose last segment this was: their ledger is nobody's.
   std::vector<uint64_t> destroyed(uint64_t segment_id) {
     std::vector<uint64_t> job_ids;

@@ -50,11 +50,22 @@ Status HostMemory::give(Job& job) {
 }
 
 void HostMemory::add(Segment old_segment) {
-  const uint64_t segment_id = old_segment.id();
+  Pool::Replacement replacement = parts_.pool.begin_replacement(std::move(old_segment));
+  replacement.make();
+  end_replacement(replacement);
+}
+
+std::shared_ptr<Pool::Replacement> HostMemory::begin_replacement() {
+  auto segment = dropped_.take_segment();
+  if (!segment) return nullptr;
+  return std::make_shared<Pool::Replacement>(parts_.pool.begin_replacement(std::move(*segment)));
+}
+
+void HostMemory::end_replacement(Pool::Replacement& replacement) {
   // Where the kernel has no memory for a fresh segment the pool is smaller from now on, which its
   // report shows.
-  [[maybe_unused]] const Status status = parts_.pool.give_back(std::move(old_segment));
-  for (const uint64_t job_id : dropped_.destroyed(segment_id))
+  [[maybe_unused]] const Status status = parts_.pool.end_replacement(std::move(replacement));
+  for (const uint64_t job_id : dropped_.destroyed(replacement.segment_id()))
     parts_.keepsakes.forget_ledger(job_id);
 }
 

@@ -1,9 +1,11 @@
 // The pool's segments on their way to jobs and back.
 #pragma once
 
+#include <memory>
 #include <utility>
 #include <vector>
 
+#include "arena/pool.h"
 #include "arena/segment.h"
 #include "base/status.h"
 #include "store/dropped_memory.h"
@@ -14,8 +16,8 @@
 namespace memd {
 
 /// Owns the memory of dropped jobs until it is destroyed; a job's own is in its KeptMemory. Owned
-/// by the ShardStore; the server thread calls everything. A segment is destroyed by the server, or
-/// at start: add() and destroy_*() may take milliseconds, nothing else blocks.
+/// by the ShardStore; the server thread calls everything. add() and destroy_*() may take
+/// milliseconds and are for the start; nothing else blocks.
 class HostMemory {
  public:
   explicit HostMemory(const StoreParts& parts) : parts_(parts) {}
@@ -24,12 +26,14 @@ class HostMemory {
 
   /// As much as the job was admitted to, with a ledger if somebody keeps it.
   Status give(Job& job);
-  /// A dropped job's, until take_released() and add().
+  /// A dropped job's, until it is replaced.
   void release(uint64_t job_id, KeptMemory::Left left) {
     dropped_.add(job_id, std::move(left.ledger), std::move(left.segments));
   }
   std::vector<Segment> take_released() { return dropped_.take_segments(); }
-  void put_back_released(std::vector<Segment> segments) { dropped_.put_back(std::move(segments)); }
+  /// One of them, for Replacement::make() on another thread; nullptr: there is none.
+  std::shared_ptr<Pool::Replacement> begin_replacement();
+  void end_replacement(Pool::Replacement& replacement);
   /// A segment that nobody uses any more.
   void add(Segment old_segment);
 

@@ -20,6 +20,7 @@
 #include <functional>
 #include <map>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -233,6 +234,25 @@ TEST(Pool, a_segment_given_back_is_destroyed_and_replaced_by_zeros) {
   ASSERT_EQ(::fstat(fresh.fd(), &fresh_status), 0);
   EXPECT_NE(fresh_status.st_ino, old_status.st_ino);
   ::close(kept_by_a_trainer);
+}
+
+TEST(Pool, a_segment_is_replaced_while_the_pool_serves_others) {
+  auto pool =
+      Pool::create({.bytes = 6_MiB, .segment_bytes = 2_MiB, .lock = LockMode::wanted}).value();
+  Segment old = std::move(*pool->take());
+  const uint64_t id = old.id();
+  Pool::Replacement replacement = pool->begin_replacement(std::move(old));
+  EXPECT_EQ(replacement.segment_id(), id);
+  std::thread making([&] { replacement.make(); });
+  EXPECT_TRUE(pool->take().has_value());
+  EXPECT_EQ(pool->segment_count_free(), 1U);
+  EXPECT_EQ(pool->report().bytes, 6_MiB) << "its place is kept";
+  making.join();
+  ASSERT_TRUE(pool->end_replacement(std::move(replacement)).is_ok());
+  EXPECT_EQ(pool->segment_count_free(), 2U);
+  const Segment fresh = std::move(*pool->take());
+  EXPECT_TRUE(all_zero(fresh));
+  EXPECT_NE(fresh.id(), id);
 }
 
 TEST(Pool, larger_than_memory_is_refused_before_anything_is_allocated) {
