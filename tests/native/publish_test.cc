@@ -275,8 +275,8 @@ TEST_F(PublishTest, the_next_session_does_not_inherit_what_an_ended_one_has_not_
 TEST_F(PublishTest, once_a_step_is_closed_the_values_before_it_are_leased_by_request_alone) {
   make(24);
   for (const uint32_t index : {0, 1}) ASSERT_TRUE(look(session_, index, 0)) << index;
-  heart_->store().step(request(2),
-                       [this](const Status& status, const StepReport&) { done_ = status; });
+  heart_->store().operations().step(
+      request(2), [this](const Status& status, const StepReport&) { done_ = status; });
   // Nothing of it has begun, and its session leases as after it.
   for (const uint32_t index : {0, 1}) EXPECT_FALSE(look(session_, index, 2)) << index;
   ASSERT_TRUE(heart_->until([&] { return done_.has_value(); }));

@@ -139,7 +139,8 @@ TEST_F(BesideTest, a_job_that_is_opened_while_another_commits_keeps_its_number_f
         {.kind = MemoryFaultKind::stall, .io_kind = IoKind::write, .offset_bytes = offset});
   }
   std::optional<Status> committed;
-  heart.store().sync(session, [&](const Status& status, const StepReport&) { committed = status; });
+  heart.store().operations().sync(
+      session, [&](const Status& status, const StepReport&) { committed = status; });
   ASSERT_TRUE(heart.until([&] { return heart.faults().has_stalled(); }));
   const uint64_t meanwhile = heart.open("meanwhile", 4, kQuota);
   heart.faults().release_stalled();
