@@ -341,8 +341,8 @@ def _about_jobs(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
         unreadable.add_metric([job.name], len(job.unreadable_shards))
     waits = CounterMetricFamily(
         "memd_lease_wait_reason_seconds",
-        "Time that leases waited, by what for: their bytes on disk, the update of their own shard, "
-        "a step, the step that has the gradient's slot, room, a writer.",
+        "Time that leases waited, by what for: their bytes on disk, an update or a copy of "
+        "their own shard, a step, the step that has the gradient's slot, room, a writer.",
         labels=["memd_job", "reason"],
     )
     for each in jobs:
