@@ -18,6 +18,7 @@ namespace memd::testing {
 namespace {
 
 constexpr uint32_t kRequestsATurn = 64;
+constexpr int kTurnsMax = 1000;
 
 /// Writes requests into a session's ring, as its client does.
 class AskingClient {
@@ -178,10 +179,11 @@ TEST(TurnsTest, a_lease_looks_at_as_many_entries_beside_10000_as_beside_1000) {
     };
     const auto first = full.ask(0);
     EXPECT_LE(looked(), 2 * Room::kLookedAtMax);
-    while (!first->has_value()) {
+    for (int turn = 0; turn < kTurnsMax && !first->has_value(); ++turn) {
       ASSERT_TRUE(full.heart().store().advance());
       EXPECT_LE(looked(), 3 * Room::kLookedAtMax);
     }
+    ASSERT_TRUE(first->has_value()) << "each turn looks at the same entries";
     ASSERT_TRUE((*first)->is_ok()) << (*first)->status.message();
     full.heart().release(**first);
 
@@ -202,8 +204,9 @@ TEST(TurnsTest, a_turn_in_which_a_lease_sleeps_for_room_is_bounded_whatever_is_l
     FullArena full(segment_count);
     full.hold_all();
     const auto waits = full.ask(0);
-    while (full.heart().store().advance()) {
-    }
+    int turns = 0;
+    while (full.heart().store().advance() && turns < kTurnsMax) ++turns;
+    ASSERT_LT(turns, kTurnsMax) << "the lease does not sleep";
     ASSERT_FALSE(waits->has_value());
     const Room& room = full.job().cache().room();
     const Leases& leases = full.job().cache().leases();

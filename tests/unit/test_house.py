@@ -178,7 +178,7 @@ EXPOSED_DATA = {
     "client OpenStep": 2,
     "native Entry": 16,
     "native EntryTable::Chunk": 2,
-    "native LeaseWaiter": 9,
+    "native LeaseWaiter": 6,
     "native PinCount": 2,
     "native SessionPlan": 4,
     "native StallCounters": 3,

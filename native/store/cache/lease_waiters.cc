@@ -25,11 +25,6 @@ bool waits_for_writer(WaitsFor what) {
   return what == WaitsFor::first_writer || what == WaitsFor::writer;
 }
 
-// Nobody stands still for a prefetch.
-bool is_counted(const LeaseWaiter& waiter) {
-  return waiter.waits_for != WaitsFor::nothing && !waiter.request.prefetch;
-}
-
 }  // namespace
 
 LeaseWait reason_of(WaitsFor what) {
@@ -58,10 +53,23 @@ LeaseWait reason_of(WaitsFor what) {
   return LeaseWait::disk;
 }
 
+uint64_t LeaseWaiter::uncounted_ns(uint64_t now_ns) const {
+  // Nobody stands still for a prefetch.
+  const bool waits = waits_for_ != WaitsFor::nothing && !request.prefetch;
+  return waits ? now_ns - counted_ns_ : 0;
+}
+
+uint64_t LeaseWaiter::count_wait(uint64_t now_ns) {
+  const uint64_t since_ns = uncounted_ns(now_ns);
+  counted_ns_ = now_ns;
+  waited_ns_[static_cast<size_t>(reason_of(waits_for_))] += since_ns;
+  return since_ns;
+}
+
 void LeaseWaiter::note_waited(LeaseGrant& grant) const {
-  const auto longest = std::max_element(waited_ns.begin(), waited_ns.end());
-  grant.wait_reason = static_cast<LeaseWait>(longest - waited_ns.begin());
-  for (const uint64_t wait_ns : waited_ns) grant.wait_ns += wait_ns;
+  const auto longest = std::max_element(waited_ns_.begin(), waited_ns_.end());
+  grant.wait_reason = static_cast<LeaseWait>(longest - waited_ns_.begin());
+  for (const uint64_t wait_ns : waited_ns_) grant.wait_ns += wait_ns;
 }
 
 void LeaseWaiter::refuse(const Status& status) {
@@ -81,10 +89,10 @@ LeaseWaiter& LeaseWaiters::add(LeaseWaiter added) {
 
 void LeaseWaiters::hang(LeaseWaiter& waiter) {
   const Entry& entry = *shards_.find_entry(waiter.request.shard_id, waiter.request.part);
-  lists_.hang(waiter.ticket, entry, list_of(waiter.waits_for));
+  lists_.hang(waiter.ticket, entry, list_of(waiter.waits_for()));
   stop_watching(waiter);
-  if (waits_for_writer(waiter.waits_for)) {
-    const Watched watched(entry.id, waiter.writer_index);
+  if (waits_for_writer(waiter.waits_for())) {
+    const Watched watched(entry.id, waiter.writer_index());
     watched_[watched].insert(waiter.ticket);
     watching_.emplace(waiter.ticket, watched);
   }
@@ -183,15 +191,15 @@ void LeaseWaiters::wake_released() {
 }
 
 bool LeaseWaiters::has_lost_readers(const LeaseWaiter& waiter) const {
-  if (waiter.writer_index == LeaseWaiter::kAnyWriter) return false;
+  if (waiter.writer_index() == LeaseWaiter::kAnyWriter) return false;
   const Entry* const entry = shards_.find_entry(waiter.request.shard_id, waiter.request.part);
-  return entry->slot == nullptr || slots_.pins(*entry->slot, waiter.writer_index).all() == 0;
+  return entry->slot == nullptr || slots_.pins(*entry->slot, waiter.writer_index()).all() == 0;
 }
 
 std::string LeaseWaiters::describe(const LeaseWaiter& waiter) const {
   const Entry* const entry = shards_.find_entry(waiter.request.shard_id, waiter.request.part);
   const std::string what = entry == nullptr ? "a deleted shard" : shards_.describe(*entry);
-  switch (waiter.waits_for) {
+  switch (waiter.waits_for()) {
     case WaitsFor::nothing:
       return "";
     case WaitsFor::earlier_step:
@@ -225,21 +233,16 @@ std::string LeaseWaiters::describe(const LeaseWaiter& waiter) const {
 }
 
 void LeaseWaiters::count_wait(LeaseWaiter& waiter) {
-  const uint64_t now_ns = clock_.now_ns();
-  const uint64_t since_ns = now_ns - std::exchange(waiter.counted_ns, now_ns);
-  if (!is_counted(waiter)) return;
-  const auto reason = static_cast<size_t>(reason_of(waiter.waits_for));
-  waiter.waited_ns[reason] += since_ns;
-  counters_.lease_wait_reason_ns[reason] += since_ns;
+  const uint64_t since_ns = waiter.count_wait(clock_.now_ns());
+  counters_.lease_wait_reason_ns[static_cast<size_t>(reason_of(waiter.waits_for()))] += since_ns;
 }
 
 JobCounters LeaseWaiters::counters_until_now() const {
   JobCounters counters = counters_;
   const uint64_t now_ns = clock_.now_ns();
   for (const auto& [ticket, waiter] : all_) {
-    if (!is_counted(waiter)) continue;
-    const auto reason = static_cast<size_t>(reason_of(waiter.waits_for));
-    counters.lease_wait_reason_ns[reason] += now_ns - waiter.counted_ns;
+    const auto reason = static_cast<size_t>(reason_of(waiter.waits_for()));
+    counters.lease_wait_reason_ns[reason] += waiter.uncounted_ns(now_ns);
   }
   return counters;
 }

@@ -46,32 +46,47 @@ enum class WaitsFor : uint8_t {
 /// As clients and metrics know it.
 LeaseWait reason_of(WaitsFor what);
 
-struct LeaseWaiter {
+/// One lease that is asked for, from its request to its answer. Owned by LeaseWaiters.
+class LeaseWaiter {
+ public:
   /// Of any of the slot's counters.
   static constexpr uint32_t kAnyWriter = ~uint32_t{0};
 
-  LeaseRequest request;
-  LeaseReply reply;
-  uint64_t started_ns = 0;
-  WaitsFor waits_for = WaitsFor::nothing;
-  uint32_t writer_index = kAnyWriter;  // the counter whose writer, or readers, it waits for
-  WaitLists::Ticket ticket = 0;        // LeaseWaiters gives it
-  bool counted_as_miss = false;
-  bool has_moved_old_bytes = false;
-  bool has_raised = false;  // the priority of a prefetch under way that it found
-  uint64_t counted_ns = 0;  // until when its wait is in waited_ns
-  std::array<uint64_t, kLeaseWaitCount> waited_ns{};
+  LeaseWaiter(const LeaseRequest& asked, LeaseReply answers, uint64_t now_ns)
+      : request(asked), reply(std::move(answers)), started_ns(now_ns), counted_ns_(now_ns) {}
 
+  WaitsFor waits_for() const { return waits_for_; }
+  /// The counter whose writer, or readers, it waits for.
+  uint32_t writer_index() const { return writer_index_; }
+  /// It was tried in vain.
+  bool is_miss() const { return is_miss_; }
   uint64_t deadline_ns() const { return started_ns + request.timeout_ns; }
-  void put_off(WaitsFor what, uint32_t index = kAnyWriter) {
-    counted_as_miss = true;
-    waits_for = what;
-    writer_index = index;
+  void put_off(WaitsFor what, uint32_t writer_index = kAnyWriter) {
+    is_miss_ = true;
+    waits_for_ = what;
+    writer_index_ = writer_index;
   }
+  /// Its wait until now has the reason that it has now. Returns what that adds.
+  uint64_t count_wait(uint64_t now_ns);
+  uint64_t uncounted_ns(uint64_t now_ns) const;
   /// Into `grant`: how long it has waited, and for what most of it.
   void note_waited(LeaseGrant& grant) const;
   /// Answers it, once.
   void refuse(const Status& status);
+
+  LeaseRequest request;
+  LeaseReply reply;
+  uint64_t started_ns = 0;
+  WaitLists::Ticket ticket = 0;  // LeaseWaiters gives it
+  bool has_moved_old_bytes = false;
+  bool has_raised = false;  // the priority of a prefetch under way that it found
+
+ private:
+  WaitsFor waits_for_ = WaitsFor::nothing;
+  uint32_t writer_index_ = kAnyWriter;
+  bool is_miss_ = false;
+  uint64_t counted_ns_ = 0;  // until when its wait is in waited_ns_
+  std::array<uint64_t, kLeaseWaitCount> waited_ns_{};
 };
 
 /// Owns them, in the order in which they came, and has WaitLists say which of them are tried again.

@@ -16,8 +16,7 @@ void Leases::acquire(const LeaseRequest& request, LeaseReply reply) {
   const uint64_t now_ns = parts_.clock.now_ns();
   // An answer may be what asks.
   const bool was_room_wanted = std::exchange(is_room_wanted_, parts_.waiters.any_for_room());
-  LeaseWaiter& waiter = parts_.waiters.add(
-      {.request = bounded, .reply = std::move(reply), .started_ns = now_ns, .counted_ns = now_ns});
+  LeaseWaiter& waiter = parts_.waiters.add({bounded, std::move(reply), now_ns});
   MEMD_FAILPOINT("lease.asked");
   // A lease that waits for room goes first; resident bytes go to anyone.
   const Grant grant = try_grant(waiter);
@@ -39,10 +38,10 @@ LeaseWaiters::Verdict Leases::try_again(LeaseWaiter& waiter) {
   parts_.waiters.count_wait(waiter);
   // The first to come gets room first; resident bytes go to anyone.
   is_room_wanted_ = parts_.waiters.is_behind_for_room(waiter);
-  const bool is_behind = is_room_wanted_ && waiter.waits_for == WaitsFor::room;
+  const bool is_behind = is_room_wanted_ && waiter.waits_for() == WaitsFor::room;
   if (is_behind || is_on_its_way(waiter)) return {};
   if (try_grant(waiter) == Grant::done) return {.stays = false};
-  if (waiter.waits_for != WaitsFor::room || is_room_wanted_ || !room_.has_looked_at_all())
+  if (waiter.waits_for() != WaitsFor::room || is_room_wanted_ || !room_.has_looked_at_all())
     return {};
   Status refusal = check_room_can_come(waiter);
   if (refusal.is_ok()) return {};
@@ -51,7 +50,7 @@ LeaseWaiters::Verdict Leases::try_again(LeaseWaiter& waiter) {
 }
 
 bool Leases::is_on_its_way(const LeaseWaiter& waiter) const {
-  const WaitsFor what = waiter.waits_for;
+  const WaitsFor what = waiter.waits_for();
   if (what != WaitsFor::filling && what != WaitsFor::reading && what != WaitsFor::draining)
     return false;
   if (!parts_.progress.stopped().is_ok()) return false;
@@ -370,8 +369,8 @@ void Leases::reply_granted(const Try& asked, Slot& slot) {
   if (!reads) note_writer(asked);
   if (!request.prefetch) {
     JobCounters& counters = parts_.counters;
-    ++(waiter.counted_as_miss ? counters.lease_misses : counters.lease_hits);
-    if (waiter.counted_as_miss) counters.lease_wait_ns += parts_.clock.now_ns() - waiter.started_ns;
+    ++(waiter.is_miss() ? counters.lease_misses : counters.lease_hits);
+    if (waiter.is_miss()) counters.lease_wait_ns += parts_.clock.now_ns() - waiter.started_ns;
   }
   // Before the answer: who has read a shard by request finds it in the table from then on.
   if (reads && request.part == Part::value) parts_.table.publish_shard(request.shard_id);
