@@ -574,6 +574,32 @@ TEST_F(ShardStoreTest, a_dropped_job_gives_everything_back_and_nobody_attaches_t
   EXPECT_EQ(heart.store().reports().find_job("job").status().code(), StatusCode::not_found);
 }
 
+TEST_F(ShardStoreTest, who_waits_for_room_waits_for_whichever_view_of_another_session_is_left) {
+  Heart heart(disk_);
+  const uint64_t job_id = heart.open("job");
+  const uint64_t session = heart.attach(job_id);
+  const uint64_t other = heart.attach(job_id);
+  std::vector<ShardSpec> specs;
+  for (const char* name : {"first", "second", "third"}) specs.push_back(bytes_shard(name, 5_MiB));
+  specs.push_back(bytes_shard("large", 12_MiB));
+  const auto ids = heart.declare(session, specs);
+  for (size_t i = 0; i < 3; ++i)
+    heart.write(session, ids[i], pattern(5_MiB, static_cast<uint8_t>(i)));
+  ASSERT_TRUE(heart.sync(session).is_ok());
+  const Held third = heart.lease(other, ids[2]);
+  const auto large = heart.ask(session, ids[3], LeaseMode::overwrite);
+  heart.turns();
+  EXPECT_FALSE(large->has_value());
+  const Held first = heart.lease(other, ids[0]);
+  heart.release(third);
+  heart.turns();
+  EXPECT_FALSE(large->has_value()) << (*large)->status.message();
+  heart.release(first);
+  ASSERT_TRUE(heart.until([&] { return large->has_value(); }));
+  EXPECT_TRUE((*large)->is_ok()) << (*large)->status.message();
+  heart.release(**large);
+}
+
 // ---- Steps
 
 /// A model of small and large shards of both dtypes in two groups, beside its twin in plain memory.

@@ -173,14 +173,23 @@ std::optional<bool> Slots::pinned_by_others(uint64_t session_id) {
     return slot != nullptr && is_pinned_by_others(*slot, session_id);
   };
   if (std::any_of(retired_.begin(), retired_.end(), is_held)) return true;
-  for (size_t count = 0; next_entry_id_ < entries_.size(); ++next_entry_id_) {
-    const Entry* const entry = entries_[next_entry_id_];
-    if (entry == nullptr) continue;
-    // It is looked at first the next time.
-    if (is_held(entry->slot) || is_held(entry->pending)) return true;
-    if (++count == kLookedAtMax) return std::nullopt;
+  if (pin_search_.session_id != session_id) {
+    pin_search_.session_id = session_id;
+    pin_search_.seen_count = 0;
   }
-  next_entry_id_ = 0;
+  for (size_t count = 0; pin_search_.seen_count < entries_.size(); ++count) {
+    if (count == kLookedAtMax) return std::nullopt;
+    if (pin_search_.next_id >= entries_.size()) pin_search_.next_id = 0;
+    const Entry* const entry = entries_[pin_search_.next_id];
+    if (entry != nullptr && (is_held(entry->slot) || is_held(entry->pending))) {
+      // It is looked at first the next time, and all others after it.
+      pin_search_.seen_count = 0;
+      return true;
+    }
+    ++pin_search_.next_id;
+    ++pin_search_.seen_count;
+  }
+  pin_search_.seen_count = 0;
   return false;
 }
 

@@ -108,7 +108,13 @@ class Slots {
   std::set<uint32_t> written_ids_;
   mutable std::vector<uint64_t> lease_counts_;  // of so many entries each
   mutable size_t next_lease_count_ = 0;         // to be counted anew
-  uint32_t next_entry_id_ = 0;                  // pinned_by_others() goes on there
+  /// Where pinned_by_others() goes on, and how many entries in a row it found free.
+  struct PinSearch {
+    uint64_t session_id = 0;
+    size_t next_id = 0;
+    size_t seen_count = 0;
+  };
+  PinSearch pin_search_;
 };
 
 }  // namespace memd
