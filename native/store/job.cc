@@ -240,7 +240,7 @@ std::set<uint32_t> Job::unreadable_shards(const ExtentStore& extents) const {
   return all;
 }
 
-void Job::remove(uint32_t shard_id, ExtentStore& extents) {
+void Job::remove(uint32_t shard_id, uint64_t session_id, ExtentStore& extents) {
   Shard& shard = shards_[shard_id];
   Entry& entry = *shard.value;
   MEMD_CHECK_EQ(entry.task_count(), 0u);
@@ -258,7 +258,10 @@ void Job::remove(uint32_t shard_id, ExtentStore& extents) {
   space_.forget(entry.replicas);
   durable_.keep(shard_id);
   lost_.remove(shard_id);
-  shards_.remove(shard_id);
+  std::set<uint64_t> known_to;
+  for (const auto& session : cache_.sessions()) known_to.insert(session->session_id);
+  known_to.erase(session_id);
+  shards_.remove(shard_id, std::move(known_to));
   cache_.waits().wake(WaitList::room);
   admission_.reserve_metadata();
   durable_.note_change();

@@ -116,7 +116,7 @@ class Job final : private ResidencyGates, private StateGate, private JobRecorder
   /// quotas. What an earlier daemon was told of is never refused.
   Result<std::vector<ShardInfo>> declare(const std::vector<ShardSpec>& specs);
   /// Forgets a blob; its extents are free after the next commit. Nothing leases it.
-  void remove(uint32_t shard_id, ExtentStore& extents);
+  void remove(uint32_t shard_id, uint64_t session_id, ExtentStore& extents);
   void drop_gradient(Bucket& bucket, ExtentStore& extents);
   /// Replica `replica` of the entry, or the rest of that tile, is gone from the disk.
   void lose(const Entry& entry, size_t replica, const Status& why) override;

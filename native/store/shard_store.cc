@@ -236,6 +236,7 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   if (!MEMD_PLANTED("session.pins_kept")) job.cache().sessions().detach(session);
   job.state().early().forget_session(session_id);
   job.cache().plans().end(*session);
+  job.shards().free_ids().end_session(session_id);
   sessions_.remove(session_id);
   // Its pins are gone, and what it has half written.
   job.cache().waits().wake_all();
@@ -337,7 +338,7 @@ void ShardStore::delete_shard(uint64_t session_id,
     return entry->task_count() == 0 && entry->residency() != Residency::filling &&
            entry->residency() != Residency::draining && !job.steps().names(shard_id);
   };
-  const auto remove = [this, &job, name, done] {
+  const auto remove = [this, &job, name, session_id, done] {
     // It may have gone, or come back under the same name, while its bytes were being moved.
     const auto again = job.shards().find(name);
     if (!again) return done(false);
@@ -345,7 +346,7 @@ void ShardStore::delete_shard(uint64_t session_id,
         *job.shards()[*again].value,
         error(StatusCode::not_found, "shard ", job.name(), "/", name, " was deleted"));
     MEMD_FAILPOINT("shard.before_removed");
-    job.remove(*again, extents_);
+    job.remove(*again, session_id, extents_);
     done(true);
   };
   if (still()) return remove();

@@ -122,3 +122,18 @@ def test_what_was_put_over_one_transport_is_got_over_the_other(daemon: Daemon) -
         assert torch.equal(streamed.get("a"), tensor)
         assert torch.equal(mapped.get("b"), tensor)
     mapped.drop_job()
+
+
+def test_a_name_that_another_session_deleted_is_no_other_tensors(daemon: Daemon) -> None:
+    mine = memd_client.connect(daemon.address, job="two-sessions")
+    with memd_client.connect(daemon.address, job="two-sessions") as other:
+        other.put("x", torch.ones(64))
+        assert torch.equal(mine.get("x"), torch.ones(64))
+        other.delete("x")
+        other.put("y", torch.zeros(64))
+        with pytest.raises(memd_client.UnknownName, match="x"):
+            mine.get("x")
+        mine.put("x", torch.full((64,), 2.0))
+        assert torch.equal(other.get("y"), torch.zeros(64))
+        assert torch.equal(other.get("x"), torch.full((64,), 2.0))
+    mine.drop_job()

@@ -857,6 +857,25 @@ TEST_F(AdoptionTest, a_dropped_job_and_one_that_the_disk_does_not_know_leave_not
   EXPECT_TRUE(heart_->store().reports().jobs().empty());
 }
 
+TEST_F(AdoptionTest, a_deleted_blobs_id_is_known_to_the_sessions_of_the_daemon_before) {
+  begin(DType::float32);
+  const uint64_t other = heart_->attach(job_id_);
+  const auto blob = heart_->declare(session_, {bytes_shard("blob", 5000)});
+  heart_->write(session_, blob[0], pattern(5000, 1));
+  ASSERT_TRUE(heart_->sync(session_).is_ok());
+  remove("blob");
+  restart();
+  ASSERT_TRUE(heart_->store().resume_session(other, kOwner).is_ok());
+  const auto next = heart_->declare(session_, {bytes_shard("next", 5000)});
+  EXPECT_NE(next[0], blob[0]);
+  EXPECT_EQ(heart_->lease(other, blob[0]).status.code(), StatusCode::not_found);
+  ASSERT_TRUE(heart_->store().detach(other).is_ok());
+  const uint64_t third = heart_->attach(job_id_);
+  ASSERT_TRUE(heart_->store().detach(session_).is_ok());
+  session_ = third;
+  EXPECT_EQ(heart_->declare(session_, {bytes_shard("last", 5000)})[0], blob[0]);
+}
+
 TEST_F(AdoptionTest, a_blob_that_is_deleted_during_a_step_in_memory_costs_no_memory) {
   begin(DType::float32, 8, "every:1");
   const auto blob = heart_->declare(session_, {bytes_shard("blob", 5000)});

@@ -574,6 +574,34 @@ TEST_F(ShardStoreTest, a_dropped_job_gives_everything_back_and_nobody_attaches_t
   EXPECT_EQ(heart.store().reports().find_job("job").status().code(), StatusCode::not_found);
 }
 
+TEST_F(ShardStoreTest, a_deleted_blobs_id_is_no_other_shards_while_a_session_may_know_it) {
+  Heart heart(disk_);
+  const uint64_t job_id = heart.open("job");
+  const uint64_t session = heart.attach(job_id);
+  const auto remove = [&](const char* name) {
+    std::optional<bool> is_gone;
+    heart.store().delete_shard(session, name, [&](Result<bool> gone) { is_gone = gone.value(); });
+    EXPECT_TRUE(heart.until([&] { return is_gone.has_value(); }));
+    EXPECT_TRUE(is_gone.value_or(false));
+  };
+  const auto put = [&](const char* name, uint8_t value) {
+    const uint32_t id = heart.declare(session, {bytes_shard(name, 100)}).at(0);
+    heart.write(session, id, pattern(100, value));
+    return id;
+  };
+  const uint32_t first = put("x", 1);
+  remove("x");
+  EXPECT_EQ(put("y", 2), first) << "nobody else knows it";
+  const uint64_t other = heart.attach(job_id);
+  EXPECT_EQ(heart.read<uint8_t>(other, first), pattern(100, 2));
+  remove("y");
+  const uint32_t second = put("z", 3);
+  EXPECT_NE(second, first);
+  EXPECT_EQ(heart.lease(other, first).status.code(), StatusCode::not_found);
+  ASSERT_TRUE(heart.store().detach(other).is_ok());
+  EXPECT_EQ(put("w", 4), first);
+}
+
 TEST_F(ShardStoreTest, who_waits_for_room_waits_for_whichever_view_of_another_session_is_left) {
   Heart heart(disk_);
   const uint64_t job_id = heart.open("job");

@@ -157,13 +157,9 @@ Status Shards::check(const ShardSpec& spec, uint64_t bytes_max) const {
 }
 
 uint32_t Shards::add_shard(const ShardSpec& spec) {
-  auto shard_id = static_cast<uint32_t>(shards_.size());
-  if (free_ids_.empty()) {
-    shards_.emplace_back();
-  } else {
-    shard_id = free_ids_.back();
-    free_ids_.pop_back();
-  }
+  const auto free_id = free_ids_.take();
+  if (!free_id) shards_.emplace_back();
+  const uint32_t shard_id = free_id.value_or(static_cast<uint32_t>(shards_.size() - 1));
   Shard shard;
   shard.label = ShardLabel(spec.name, spec.shape);
   shard.kind = spec.kind;
@@ -350,6 +346,16 @@ Result<Declaration> Shards::plan(const std::vector<ShardSpec>& specs, uint64_t b
                  ", at most ",
                  kShardCountMax);
   }
+  // Each id has a row as well.
+  if (is_more && shard_count + free_ids_.resting_count() > kTableRows) {
+    return error(StatusCode::capacity,
+                 "job ",
+                 job_name_,
+                 " has deleted more shards than can be kept apart while other sessions that may "
+                 "know them are attached; end those sessions, or let them connect again: ",
+                 free_ids_.resting_count(),
+                 " deleted");
+  }
   planned.plan = plan_buckets(planned.parameters);
   planned.wanted = declared_;
   for (const ShardSpec* spec : planned.parameters) planned.wanted.add_label(space_label(*spec));
@@ -393,17 +399,24 @@ void Shards::restore(const JobRecord& record, const std::vector<uint32_t>& given
   size_t given_count = 0;
   for (const ShardRecord& in : record.shards) {
     // add_shard() takes the last of these.
-    if (!given_ids.empty()) free_ids_.push_back(given_ids[given_count++]);
+    if (!given_ids.empty()) free_ids_.add(given_ids[given_count++]);
     restore_shard(in, shards_of);
   }
   for (size_t i = 0; i < record.buckets.size(); ++i)
     restore_bucket(record.buckets[i], std::move(shards_of[i]));
   if (!given_ids.empty()) {
     for (uint32_t id = 0; id < shards_.size(); ++id) {
-      if (shards_[id].deleted) free_ids_.push_back(id);
+      if (shards_[id].deleted) free_ids_.add(id);
     }
   }
   restored_bucket_count_ = buckets_.size();
+}
+
+void Shards::note_given_ids(uint32_t end) {
+  while (shards_.size() < end) {
+    free_ids_.add(static_cast<uint32_t>(shards_.size()));
+    shards_.emplace_back().deleted = true;
+  }
 }
 
 void Shards::restore_shard(const ShardRecord& in, std::vector<std::vector<uint32_t>>& shards_of) {
@@ -439,7 +452,7 @@ void Shards::restore_bucket(const BucketRecord& in, std::vector<uint32_t> ids) {
   }
 }
 
-void Shards::remove(uint32_t shard_id) {
+void Shards::remove(uint32_t shard_id, std::set<uint64_t> known_to) {
   Shard& shard = shards_[shard_id];
   const Entry& entry = *shard.value;
   MEMD_CHECK(entry.slot == nullptr && entry.pending == nullptr);
@@ -450,7 +463,7 @@ void Shards::remove(uint32_t shard_id) {
   entries_.remove(entry.id);
   shard = {};
   shard.deleted = true;
-  free_ids_.push_back(shard_id);
+  free_ids_.rest(shard_id, std::move(known_to));
 }
 
 void Shards::write(JobRecord& record) const {

@@ -15,6 +15,7 @@
 #include "store/cache/bucket.h"
 #include "store/cache/entry.h"
 #include "store/cache/entry_table.h"
+#include "store/cache/free_ids.h"
 #include "store/cache/shard.h"
 #include "store/cache/shard_names.h"
 #include "store/cache/shard_sums.h"
@@ -113,8 +114,11 @@ class Shards {
   /// Adds what a catalogue names; reserves no extent. `given_ids`: of the record's shards, in any
   /// order, or empty: counted from 0. There is no shard before.
   void restore(const JobRecord& record, const std::vector<uint32_t>& given_ids);
-  /// Forgets a blob that has no slot and no extent any more.
-  void remove(uint32_t shard_id);
+  /// Forgets a blob that has no slot and no extent any more. `known_to`: see FreeIds.
+  void remove(uint32_t shard_id, std::set<uint64_t> known_to);
+  FreeIds& free_ids() { return free_ids_; }
+  /// At an adoption: those below `end` were given, if no shard has them now.
+  void note_given_ids(uint32_t end);
   /// Steps update the bucket from now on, whatever was declared; false where they did before.
   bool begin_updates(Bucket& bucket);
   /// Fills in `shards` and `buckets`.
@@ -135,7 +139,7 @@ class Shards {
 
   const std::string job_name_;
   std::vector<Shard> shards_;
-  std::vector<uint32_t> free_ids_;
+  FreeIds free_ids_;
   ShardNames names_{[this](uint32_t shard_id) { return shards_[shard_id].name(); }};
   // A deque: tasks in flight point to buckets while others are added.
   std::deque<Bucket> buckets_;

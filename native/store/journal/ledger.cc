@@ -437,6 +437,12 @@ void Ledger::reset_shard(uint32_t shard_id) {
   layout_->shards[shard_id].reset_commit.store(last_commit_, kRelease);
 }
 
+uint32_t Ledger::given_ids_end(uint32_t from) const {
+  // Ids are given without gaps, and each leaves a mark: the ledger's commit is never 0.
+  while (from < kShardsMax && layout_->shards[from].reset_commit.load(kAcquire) != 0) ++from;
+  return from;
+}
+
 void Ledger::note_slot(const SlotRecord& slot) {
   MEMD_CHECK_LT(slot.pin_first, kPinCount);
   SlotWords& words = layout_->slots[slot.pin_first];

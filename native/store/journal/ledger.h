@@ -156,6 +156,9 @@ class Ledger {
   void note_generation(uint32_t shard_id, uint64_t generation);
   /// The shard with this id is gone, or a new one has it.
   void reset_shard(uint32_t shard_id);
+  /// From `from` on, the first id that no shard ever had. All that shards have now are below
+  /// `from`.
+  uint32_t given_ids_end(uint32_t from) const;
 
   void note_slot(const SlotRecord& slot);
 

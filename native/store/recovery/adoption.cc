@@ -476,10 +476,14 @@ void Adoption::tell_ledger() {
   MEMD_FAILPOINT("adoption.slots_noted");
   job_.slots.note_all();
   ledger.end_grant();
+  std::set<uint64_t> session_ids;
   for (const auto& session : remembered_.sessions()) {
+    session_ids.insert(session->session_id);
     parts_.sessions.adopt(session);
     parts_.sessions.note(&ledger, *session);
   }
+  job_.shards.note_given_ids(ledger.given_ids_end(static_cast<uint32_t>(job_.shards.size())));
+  job_.shards.free_ids().rest_all(session_ids);
   MEMD_FAILPOINT("ledger.adoption_noted");
   for (const ClosedStep& step : remembered_.made_steps()) ledger.forget_step(step.place);
 }
