@@ -66,8 +66,8 @@ std::vector<uint32_t> NextUseOrder::overdue(uint64_t now) const {
   return items;
 }
 
-void NextUseOrder::in_order(
-    EvictionPrice price, const std::function<bool(uint32_t item, uint64_t time)>& visit) const {
+void NextUseOrder::in_order(EvictionPrice price,
+                            const std::function<bool(uint32_t item, uint64_t time)>& visit) const {
   const Places& all = price == EvictionPrice::clean ? clean_ : dirty_;
   for (auto it = all.rbegin(); it != all.rend(); ++it) {
     if (!visit(it->second, it->first)) return;

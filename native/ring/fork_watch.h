@@ -20,7 +20,8 @@ class ForkWatch {
   pid_t pid() const { return pid_; }
 
  private:
-  // Set in a forked child before it runs anything else: a flag instead of getpid() on every release.
+  // Set in a forked child before it runs anything else: a flag instead of getpid() on every
+  // release.
   static inline std::atomic<bool> in_forked_child_{false};
 
   pid_t pid_;

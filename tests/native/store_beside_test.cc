@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <cerrno>
+#include <functional>
 
 #include "store/format/catalogue.h"
 #include "store_fixture.h"
@@ -126,6 +127,37 @@ TEST_F(BesideTest, while_one_job_commits_another_takes_no_extent_that_the_disk_s
   EXPECT_EQ(written->code(), StatusCode::capacity);
   give_back(heart.extents(), taken, taken.size());
   EXPECT_TRUE(heart.sync(writing).is_ok());
+}
+
+TEST_F(BesideTest, who_commits_waits_for_no_more_than_the_commits_that_were_there) {
+  Heart heart(disk_, 2 * kFloorSegments + 16);
+  const uint64_t flooding_id = heart.open("flooding", 4, kQuota);
+  const uint64_t other = heart.attach(heart.open("other", 4, kQuota));
+  bool is_over = false;
+  uint64_t flood_count = 0;
+  std::function<void(uint64_t)> flood = [&](uint64_t session) {
+    if (is_over) return;
+    heart.declare(session, {bytes_shard(concat("blob", flood_count++), 0)});
+    heart.store().operations().sync(session,
+                                    [&flood, session](const Status& status, const StepReport&) {
+                                      EXPECT_TRUE(status.is_ok()) << status.message();
+                                      flood(session);
+                                    });
+  };
+  for (int i = 0; i < 4; ++i) flood(heart.attach(flooding_id));
+  heart.turns();
+  for (int round = 0; round < 20; ++round) {
+    const uint64_t flooded_before = flood_count;
+    const uint64_t before = heart.extents().superblock().sequence;
+    heart.declare(other, {bytes_shard(concat("blob", round), 0)});
+    ASSERT_TRUE(heart.sync(other).is_ok());
+    EXPECT_LE(heart.extents().superblock().sequence - before, 3u)
+        << "the one that runs, the flooding job's next, and its own";
+    heart.turns(3);
+    EXPECT_GT(flood_count, flooded_before);
+  }
+  is_over = true;
+  ASSERT_TRUE(heart.until([&] { return heart.store().is_idle(); }));
 }
 
 TEST_F(BesideTest, a_job_that_is_opened_while_another_commits_keeps_its_number_for_itself) {

@@ -8,9 +8,9 @@
 #include <memory>
 
 #include "base/owned_fd.h"
+#include "base/workers.h"
 #include "few_threads.h"
 #include "io/io_queue.h"
-#include "base/workers.h"
 
 namespace memd {
 namespace {

@@ -186,7 +186,8 @@ void LeaseWaiters::wake_released() {
     if (entry == nullptr || is_written(*entry, watched.second)) continue;
     lists_.wake(*entry);
   }
-  if (any_for_room() && has_lost_readers(all_.at(*lists_.on(WaitList::room).begin())))
+  if (const LeaseWaiter* const first = first_for_room();
+      first != nullptr && has_lost_readers(*first))
     lists_.wake(WaitList::room);
 }
 

@@ -123,6 +123,10 @@ class LeaseWaiters {
   bool empty() const { return all_.empty(); }
   size_t count() const { return all_.size(); }
   bool any_for_room() const { return !lists_.on(WaitList::room).empty(); }
+  /// The first that waits for room; nullptr: nobody does.
+  const LeaseWaiter* first_for_room() const {
+    return any_for_room() ? &all_.at(*lists_.on(WaitList::room).begin()) : nullptr;
+  }
   /// Somebody who came before it waits for room.
   bool is_behind_for_room(const LeaseWaiter& waiter) const;
   /// One of them waits for pins to be given back, which clients do without a request.

@@ -26,7 +26,13 @@ void Leases::acquire(const LeaseRequest& request, LeaseReply reply) {
 }
 
 bool Leases::advance() {
-  if (parts_.waiters.any_for_room()) room_.look_for_releases();
+  if (const LeaseWaiter* const first = parts_.waiters.first_for_room(); first != nullptr) {
+    room_.look_for_releases();
+    // Others gave back what its own session holds as well: it is told so.
+    const bool nothing_moves = !parts_.activities.any() && !parts_.gates.is_operating();
+    if (nothing_moves && parts_.slots.pinned_by_others(first->request.session_id) == false)
+      parts_.waits.wake(WaitList::room);
+  }
   const bool progress =
       parts_.waiters.advance([this](LeaseWaiter& waiter) { return try_again(waiter); },
                              [this](const LeaseWaiter& waiter) { return overdue(waiter); });

@@ -96,7 +96,10 @@ bool SlotFills::take_zeroed(const Entry& entry, uint32_t shard_id) {
 
 void SlotFills::end_turn() {
   for (auto& [entry_id, ready] : std::exchange(ready_, {})) {
-    if (ready.pending != nullptr) parts_.slots.free(std::move(ready.pending));
+    if (ready.pending != nullptr) {
+      parts_.slots.free(std::move(ready.pending));
+      parts_.waits.wake(WaitList::room);
+    }
     const Entry* const entry = parts_.shards.entry(entry_id);
     if (!ready.is_replaced || entry == nullptr) continue;
     parts_.table.publish(*entry);

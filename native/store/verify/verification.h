@@ -6,9 +6,9 @@
 #include <memory>
 
 #include "base/status.h"
+#include "base/workers.h"
 #include "store/space/commit.h"
 #include "store/space/extent_store.h"
-#include "base/workers.h"
 #include "store/verify/extent_walk.h"
 
 namespace memd {
