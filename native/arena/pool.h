@@ -136,7 +136,7 @@ class Pool::Replacement {
   /// Once, on any thread: the old segment's memory goes back to the kernel, and as much is taken
   /// and touched, in tens of milliseconds.
   void make();
-  /// Of the old one.
+  /// The old segment's id.
   uint64_t segment_id() const { return segment_id_; }
 
  private:

@@ -120,7 +120,7 @@ class ClientSession {
   /// that no completion told of are given back.
   void reconnect(OwnedFd connection);
 
-  /// Where its waits are counted, and what the caller waited for by other means than a lease.
+  /// Counts the waits of its leases; the caller adds what it waited for by other means.
   ClientStalls& stalls() { return stalls_; }
 
   ClientStatistics statistics() const;

@@ -1,4 +1,4 @@
-// What one client counts of the time that its threads stood still.
+// The stalls of one client: how long its threads stood still, and what for.
 #pragma once
 
 #include <atomic>

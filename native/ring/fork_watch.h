@@ -7,8 +7,8 @@
 
 namespace memd {
 
-/// What is mapped for the parent alone is not there in a forked child. Any thread may ask; it costs
-/// one load where nobody forked. Owned by the object that it speaks of.
+/// A forked child has none of the memory that is mapped for the parent alone. Any thread may ask;
+/// it costs one load where nobody forked. Owned by the object that has the mapping.
 class ForkWatch {
  public:
   ForkWatch();
@@ -16,7 +16,7 @@ class ForkWatch {
   bool is_in_child() const noexcept {
     return in_forked_child_.load(std::memory_order_relaxed) && getpid() != pid_;
   }
-  /// Of the process that made it.
+  /// The process that made it.
   pid_t pid() const { return pid_; }
 
  private:

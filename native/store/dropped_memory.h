@@ -29,7 +29,6 @@ class DroppedMemory {
     if (kept.ledger != nullptr) kept_.push_back(std::move(kept));
   }
   /// For the server to destroy.
-  std::vector<Segment> take_segments() { return std::exchange(segments_, {}); }
   std::optional<Segment> take_segment() {
     if (segments_.empty()) return std::nullopt;
     Segment segment = std::move(segments_.back());

@@ -1,4 +1,4 @@
-// What sessions say of their gradients, and how gradients go.
+// Gradients of all jobs: hints of sessions about them, and their end.
 #pragma once
 
 #include <cstdint>

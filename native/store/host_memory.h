@@ -30,7 +30,6 @@ class HostMemory {
   void release(uint64_t job_id, KeptMemory::Left left) {
     dropped_.add(job_id, std::move(left.ledger), std::move(left.segments));
   }
-  std::vector<Segment> take_released() { return dropped_.take_segments(); }
   /// One of them, for Replacement::make() on another thread; nullptr: there is none.
   std::shared_ptr<Pool::Replacement> begin_replacement();
   void end_replacement(Pool::Replacement& replacement);

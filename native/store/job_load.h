@@ -28,7 +28,7 @@ class JobLoad {
     HostMemory& memory;
     JobOperations& operations;
     JobAdmissions& admissions;
-    /// What could not be taken over, and why; one sentence each.
+    /// One sentence for each thing that could not be taken over, with the reason.
     std::vector<std::string>& notes;
   };
 
@@ -59,7 +59,7 @@ class JobLoad {
   const StoreParts& store_;
   Inheritance kept_;
   std::map<uint64_t, std::unique_ptr<Ledger>> ledgers_;  // that no job has taken
-  /// Of a job whose ledger cannot be read, nobody knows which segments are its own.
+  /// The ledger of some job cannot be read, so nobody knows which segments are its own.
   bool some_claims_unknown_ = false;
   std::vector<ToRedo> to_redo_;
 };

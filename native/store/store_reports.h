@@ -1,4 +1,4 @@
-// What the store says of its jobs, of what moves and of what it has counted.
+// Reports of the store: jobs, operations in flight, statistics.
 #pragma once
 
 #include <cstddef>

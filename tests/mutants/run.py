@@ -157,6 +157,29 @@ def copy_sources() -> str:
     return digest.hexdigest()[:16]
 
 
+def _run_test(
+    command: list[str], folder: Path, timeout_s: float, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`environment` comes on top of this process's. The output is kept in test.log as well.
+
+    Raises:
+        TimeoutExpired: it did not end within `timeout_s`.
+    """
+    run = subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | (environment or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=timeout_s,
+        check=False,
+    )
+    (SCRATCH / "test.log").write_text(run.stdout)
+    return run
+
+
 class NativeTests:
     """Programs of tests/native, built in one folder, or with failpoints in another."""
 
@@ -178,17 +201,7 @@ class NativeTests:
         # The second and third are those of a TEST_P.
         names = ":".join(f"{test}:{test}/*:*/{test}/*" for test in tests)
         command = [str(folder / bug.program), f"--gtest_filter={names}"]
-        run = subprocess.run(
-            command,
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            check=False,
-        )
-        (SCRATCH / "test.log").write_text(run.stdout)
+        run = _run_test(command, folder, timeout_s)
         if "[ RUN      ]" not in run.stdout:
             raise DoesNotRunError(f"{bug.program}: exit {run.returncode}")
         return None if run.returncode == 0 else run.stdout
@@ -226,23 +239,12 @@ class PythonTests:
     def fails(self, bug: Bug, tests: Iterable[str], timeout_s: float) -> str | None:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
         command += [f"{bug.program}::{test}" for test in tests]
-        run = subprocess.run(
-            command,
-            cwd=SOURCE,
-            env=os.environ
-            | {
-                "PYTHONPATH": os.pathsep.join(str(SOURCE / each) for each in PYTHON_PATH),
-                # Times of a second are too coarse for what is planted and restored within one.
-                "PYTHONDONTWRITEBYTECODE": "1",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            check=False,
-        )
-        (SCRATCH / "test.log").write_text(run.stdout)
+        environment = {
+            "PYTHONPATH": os.pathsep.join(str(SOURCE / each) for each in PYTHON_PATH),
+            # Times of a second are too coarse for what is planted and restored within one.
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        run = _run_test(command, SOURCE, timeout_s, environment)
         last = run.stdout.rstrip().rpartition("\n")[2]
         if run.returncode == 1 and re.search(r"\b[0-9]+ failed\b", last):
             return run.stdout

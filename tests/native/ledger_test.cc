@@ -13,6 +13,7 @@
 #include <map>
 #include <random>
 
+#include "released_memory.h"
 #include "store_fixture.h"
 
 namespace memd {
@@ -850,8 +851,7 @@ TEST_F(AdoptionTest, a_dropped_job_and_one_that_the_disk_does_not_know_leave_not
     is_dropped = true;
   });
   ASSERT_TRUE(heart_->until([&] { return is_dropped; }));
-  for (Segment& segment : heart_->store().memory().take_released())
-    heart_->store().memory().add(std::move(segment));
+  testing::replace_released(heart_->store().memory());
   for (const std::string& name : keeper_.names()) EXPECT_TRUE(name.starts_with("segment."));
   restart(false);
   EXPECT_TRUE(heart_->store().reports().jobs().empty());

@@ -36,7 +36,7 @@ class AttachedSessions {
   /// The daemon ends, or an adoption failed: nothing counts on.
   void clear() { list_.clear(); }
 
-  /// What the clients of all sessions said, those that have ended included.
+  /// The sum over all sessions, those that have ended included.
   Stalls stalls() const {
     Stalls all = stalls_ended_;
     for (const auto& session : list_) all.add(session->ring.stalls());

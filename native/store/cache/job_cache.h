@@ -44,7 +44,7 @@ namespace memd {
 /// nothing blocks.
 class JobCache {
  public:
-  /// What the cache works with of its job; all of it outlives the cache.
+  /// The parts of its job that the cache works with; they outlive it.
   struct Parts {
     const uint64_t job_id;
     const std::string& job_name;

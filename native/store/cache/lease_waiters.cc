@@ -171,7 +171,7 @@ uint64_t LeaseWaiters::next_deadline_ns() const {
 }
 
 bool LeaseWaiters::is_written(const Entry& entry, uint32_t index) const {
-  // What moves wakes whoever waits when it has; a finished overwrite takes its place only then.
+  // An entry that moves wakes its waiters at the end; a finished overwrite takes its place then.
   if (entry.residency() == Residency::filling || entry.residency() == Residency::draining)
     return true;
   if (entry.pending != nullptr) return slots_.has_writer(*entry.pending);

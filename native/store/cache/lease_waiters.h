@@ -49,7 +49,7 @@ LeaseWait reason_of(WaitsFor what);
 /// One lease that is asked for, from its request to its answer. Owned by LeaseWaiters.
 class LeaseWaiter {
  public:
-  /// Of any of the slot's counters.
+  /// It waits for a writer of any shard in the slot.
   static constexpr uint32_t kAnyWriter = ~uint32_t{0};
 
   LeaseWaiter(const LeaseRequest& asked, LeaseReply answers, uint64_t now_ns)

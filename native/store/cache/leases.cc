@@ -308,7 +308,7 @@ Leases::Grant Leases::bring_up(const Try& asked) {
 std::unique_ptr<Slot> Leases::make_room(const Entry& entry, bool may_spill) {
   if (is_room_wanted_) return nullptr;
   auto slot = room_.make(entry.bytes, parts_.shards.shard_count(entry), may_spill);
-  // What its own bytes were protected from is over.
+  // Its own bytes need no protection any more.
   parts_.policy.put_back(entry.id);
   return slot;
 }

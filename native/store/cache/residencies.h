@@ -55,8 +55,8 @@ class Residencies {
   /// lasts is the caller's affair.
   void begin_task(Entry& entry);
   void end_task(Entry& entry);
-  /// Of its slots or their pins something else has changed: whoever waits for the entry, or for
-  /// room, looks again.
+  /// Its slots or their pins have changed otherwise: waiters for the entry, and for room, look
+  /// again.
   void note_changed(const Entry& entry);
 
   /// Somebody writes there what takes the place of the entry's bytes when it is done.
@@ -73,7 +73,7 @@ class Residencies {
 
   /// Ids of entries that are filling or draining, or have tasks; ascending.
   const std::set<uint32_t>& busy_ids() const { return busy_ids_; }
-  /// Of those that are dirty.
+  /// Ids of dirty entries; ascending.
   const std::set<uint32_t>& dirty_ids() const { return dirty_ids_; }
   /// Bytes of entries that are being written back.
   uint64_t draining_bytes() const { return draining_bytes_; }

@@ -156,7 +156,7 @@ bool Room::may_spill(const Entry& entry) const {
 }
 
 std::vector<Entry*> Room::choose_to_spill(uint64_t bytes) {
-  // Of what is left where it is for a while only, one walk meets more.
+  // Entries that stay only for a while are not set aside, so that one walk meets more of them.
   constexpr size_t kLeftMax = 16 * kLookedAtMax;
   uint64_t draining_bytes = parts_.residencies.draining_bytes();
   uint64_t quota_bytes = 0;

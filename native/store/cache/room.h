@@ -68,7 +68,7 @@ class Room {
   std::vector<Entry*> choose_to_spill(uint64_t bytes);
 
   const CacheParts parts_;
-  /// Of those that are set aside, the ids of those that were leased.
+  /// Ids of entries that were set aside because they were leased.
   std::set<uint32_t> leased_ids_;
   uint32_t next_leased_id_ = 0;  // to be looked at
   bool has_looked_at_all_ = true;

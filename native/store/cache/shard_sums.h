@@ -28,7 +28,7 @@ class ShardSums {
     largest_entry_bytes_ = std::max(largest_entry_bytes_, bytes);
   }
   void remove_entry(uint64_t bytes) { entry_bytes_ -= align_up(bytes, kBlockBytes); }
-  /// Beside add_entry().
+  /// The caller adds the gradient's entry with add_entry() as well.
   void add_gradient(uint64_t bytes) {
     gradient_bytes_ += align_up(bytes, kBlockBytes);
     largest_gradient_bytes_ = std::max(largest_gradient_bytes_, align_up(bytes, kBlockBytes));

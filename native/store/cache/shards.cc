@@ -75,7 +75,7 @@ std::vector<Declaration::PlannedBucket> plan_buckets(const std::vector<const Sha
   return plan;
 }
 
-/// What the shard takes of a catalogue and of the records.
+/// The shard's part of a catalogue and of the records.
 DeclaredSpace::Label space_label(const ShardSpec& spec) {
   const bool is_parameter = spec.kind == ShardKind::parameter;
   const uint64_t bytes = is_parameter ? 0 : *tensor_bytes(spec.shape, spec.dtype);

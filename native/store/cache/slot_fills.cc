@@ -44,8 +44,8 @@ void SlotFills::replace(Entry& entry, std::unique_ptr<Slot> copy) {
       });
 }
 
-// Who leased the entry without a request while it was copied has the old slot, whose bytes are the
-// same; nobody wrote meanwhile.
+// A client that leased the entry without a request while it was copied keeps the old slot. Both
+// have the same bytes: nobody wrote meanwhile.
 void SlotFills::take_place(Entry& entry, std::unique_ptr<Slot> copy) {
   parts_.table.withdraw(entry);
   std::unique_ptr<Slot> old = std::exchange(entry.slot, std::move(copy));

@@ -74,7 +74,7 @@ class Slots {
   /// For people: a call counts the leases of 4,096 entries anew, and goes on behind them in the
   /// next one; of other entries it says what the call before has counted.
   uint32_t lease_count() const;
-  /// Of one session: others take and give back pins in shared memory at any moment.
+  /// One session's leases. Other sessions take and give back pins in shared memory meanwhile.
   uint32_t lease_count(const Session& session) const;
   /// Leases of the daemon itself, which end with release_service().
   void pin_for_service(Slot& slot, uint32_t index, uint32_t pin);

@@ -1,4 +1,4 @@
-// Who of a job's waiting leases is tried again, and after which events.
+// The lists on which a job's waiting leases sleep, and the events that wake them.
 #pragma once
 
 #include <array>
@@ -40,10 +40,10 @@ class WaitLists {
   void take_off(Ticket ticket);
 
   // Events. Whoever they wake is tried once, in this turn or the next.
-  /// Of its residency, its tasks, its slots, or of what steps do to it.
+  /// The entry's residency, tasks or slots changed, or a step did something to it.
   void wake(const Entry& entry);
-  /// Of the list for room only the first: the others come after it, and the next one is woken when
-  /// the first leaves the list, as is whoever comes to be the first.
+  /// All on the list; on the list for room only the first, whose turn it is. The next one is woken
+  /// when it becomes the first.
   void wake(WaitList list);
   void wake_all();
 

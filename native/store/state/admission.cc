@@ -16,8 +16,8 @@ constexpr uint64_t kJobRecordBytes = 114;
 
 constexpr uint64_t kRecordMemoryBytesMin = 16_MiB;
 
-/// What is had in one piece is had in many a moment later: only the server thread allocates so
-/// much. Nothing that is made of it has to be undone then.
+/// Memory that can be had in one piece can be had in many pieces a moment later, since only the
+/// server thread allocates so much: nothing has to be undone half-way.
 bool can_allocate(uint64_t bytes) {
   const std::unique_ptr<std::byte[]> piece(new (std::nothrow) std::byte[bytes]);
   return piece != nullptr;

@@ -70,7 +70,7 @@ class Admission {
   void begin_updates(Bucket& bucket);
   /// Whether all gradients fit beside the largest bucket's parameters.
   bool gradients_fit() const;
-  /// Of all gradients, in whole blocks; 0 where they fit.
+  /// The bytes of all gradients, in whole blocks; 0 where they fit.
   uint64_t gradient_bytes_to_spill() const {
     return gradients_fit() ? 0 : parts_.shards.sums().gradient_bytes();
   }

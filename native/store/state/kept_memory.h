@@ -35,7 +35,7 @@ class KeptMemory {
     PrivateTiles& tiles;
     JobCache& cache;
   };
-  /// What a dropped job leaves: nullptr where there is no ledger.
+  /// A dropped job leaves these; `ledger` is nullptr where nobody keeps descriptors.
   struct Left {
     std::unique_ptr<Ledger> ledger;
     std::vector<Segment> segments;
@@ -64,7 +64,7 @@ class KeptMemory {
   /// Before anything is said in them.
   void keep_tile_words(Keepsakes& keepsakes);
 
-  /// Of the daemon before.
+  /// Takes over the memory that the daemon before left.
   void adopt(std::unique_ptr<JobMemory> memory) { memory_ = std::move(memory); }
   /// The memory and the table of a job whose place this one takes; nothing of it is in use. What is
   /// kept of it is kept anew, with a ledger of this job's. If that cannot be opened, nothing is

@@ -22,6 +22,7 @@
 #include "base/bulk_bytes.h"
 #include "base/descriptor_keeper.h"
 #include "io/io_queue.h"
+#include "released_memory.h"
 #include "store/shard_store.h"
 #include "twin.h"
 
@@ -154,8 +155,7 @@ class Daemon {
   bool turn() {
     const bool reaped = io_.reap() + workers_.reap() > 0;
     // As the server does with a dropped job's memory.
-    for (Segment& segment : store_->memory().take_released())
-      store_->memory().add(std::move(segment));
+    testing::replace_released(store_->memory());
     return store_->advance() || reaped;
   }
   /// A hang is a violation; two minutes tell it from a busy machine.

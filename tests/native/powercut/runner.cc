@@ -7,6 +7,7 @@
 
 #include "base/check.h"
 #include "base/units.h"
+#include "released_memory.h"
 #include "store/cache/job_memory.h"
 
 namespace memd::powercut {
@@ -66,9 +67,7 @@ void Runner::turn() {
   while (workers_.open_count() > 0) {
     workers_.reap() > 0 ? void(worked = true) : std::this_thread::yield();
   }
-  for (Segment& segment : store_->memory().take_released()) {
-    store_->memory().add(std::move(segment));
-  }
+  testing::replace_released(store_->memory());
   if (!store_->advance() && !reaped && !worked) std::this_thread::yield();
 }
 
