@@ -226,13 +226,20 @@ def _about_turns(statistics: ServerStatistics) -> Iterator[Metric]:
         "The longest of these turns since the start.",
         labels=["kind"],
     )
-    for kind, histogram, seconds_max in (
-        ("cpu", turns.cpu_seconds, turns.cpu_seconds_max),
-        ("wall", turns.wall_seconds, turns.wall_seconds_max),
+    phases = GaugeMetricFamily(
+        "memd_server_turn_max_phase_seconds",
+        "What each phase took of the longest of these turns, by the wall: where the time went.",
+        labels=["kind", "phase"],
+    )
+    for kind, histogram, seconds_max, seconds_by_phase in (
+        ("cpu", turns.cpu_seconds, turns.cpu_seconds_max, turns.phases_of_cpu_max),
+        ("wall", turns.wall_seconds, turns.wall_seconds_max, turns.phases_of_wall_max),
     ):
         seconds.add_metric([kind], *_buckets(histogram, TURN_SECONDS_BOUNDS))
         longest.add_metric([kind], seconds_max)
-    yield from (seconds, longest)
+        for phase, phase_seconds in seconds_by_phase.items():
+            phases.add_metric([kind, phase], phase_seconds)
+    yield from (seconds, longest, phases)
 
 
 _JOB_COUNTERS: tuple[tuple[str, str, Callable[[JobStatistics], float]], ...] = (

@@ -62,6 +62,12 @@ std::vector<StepGroup> step_groups(
   return out;
 }
 
+std::map<std::string, double> by_phase(const TurnPhaseSeconds& seconds) {
+  std::map<std::string, double> named;
+  for (size_t i = 0; i < seconds.size(); ++i) named.emplace(kTurnPhaseNames[i], seconds[i]);
+  return named;
+}
+
 /// Progress of formatting: bytes done, bytes in all.
 using Progress = nb::typed<nb::callable, void(uint64_t, uint64_t)>;
 
@@ -355,7 +361,15 @@ void bind_statistics(nb::module_& module) {
       .def_ro("cpu_seconds", &TurnStatistics::cpu_seconds)
       .def_ro("wall_seconds", &TurnStatistics::wall_seconds)
       .def_ro("cpu_seconds_max", &TurnStatistics::cpu_seconds_max, "Since the start.")
-      .def_ro("wall_seconds_max", &TurnStatistics::wall_seconds_max, "Since the start.");
+      .def_ro("wall_seconds_max", &TurnStatistics::wall_seconds_max, "Since the start.")
+      .def_prop_ro(
+          "phases_of_cpu_max",
+          [](const TurnStatistics& self) { return by_phase(self.phases_of_cpu_max); },
+          "Seconds by the wall of each phase of the turn that took cpu_seconds_max.")
+      .def_prop_ro(
+          "phases_of_wall_max",
+          [](const TurnStatistics& self) { return by_phase(self.phases_of_wall_max); },
+          "Seconds by the wall of each phase of the turn that took wall_seconds_max.");
   nb::class_<ScrubStatistics>(module, "ScrubStatistics", "Of the verification in the background.")
       .def_ro("bytes_per_second", &ScrubStatistics::bytes_per_second, "At most; 0: it is off.")
       .def_ro("bytes", &ScrubStatistics::bytes, "Read since the start.")

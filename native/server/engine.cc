@@ -182,10 +182,12 @@ void Engine::keep_to_one_volume_set(const std::array<uint8_t, 16>& uuid, KeptDes
   if (keeper_ != nullptr && !is_known) keeper_->keep(name, wake_.get());
 }
 
-bool Engine::advance() {
+bool Engine::advance(TurnPhases& phases) {
   bool progress = io_->reap() > 0;
+  phases.end(TurnPhase::io);
   progress |= workers_->reap() > 0;
-  progress |= store_->advance();
+  phases.end(TurnPhase::work);
+  progress |= store_->advance(phases);
   return progress;
 }
 

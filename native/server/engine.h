@@ -13,6 +13,7 @@
 #include "base/descriptor_keeper.h"
 #include "base/owned_fd.h"
 #include "base/status.h"
+#include "base/turn_phases.h"
 #include "base/workers.h"
 #include "io/io_queue.h"
 #include "store/shard_store.h"
@@ -67,7 +68,7 @@ class Engine {
 
   /// Takes what the devices and the workers have done, and lets the store go on. True where
   /// something happened.
-  bool advance();
+  bool advance(TurnPhases& phases);
   /// Neither a device nor a worker uses the jobs' memory.
   bool is_idle() const;
   /// Wakes the thread that sleeps on wake_fd(). Any thread.

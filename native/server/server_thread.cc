@@ -49,7 +49,8 @@ void ServerThread::run() {
   while (!stopping_.load(std::memory_order_acquire)) {
     heartbeat_.fetch_add(1, std::memory_order_relaxed);
     bool progress = run_commands();
-    progress |= engine_->advance();
+    turn_clock_.phases().end(TurnPhase::commands);
+    progress |= engine_->advance(turn_clock_.phases());
     if (progress) {
       turn_clock_.end();
       idle_since_ns = 0;
@@ -86,7 +87,7 @@ void ServerThread::sleep() {
   // A pin that was given back before its client could see that we sleep is seen by this turn.
   if (!awake && wants_releases) {
     store.look_for_releases();
-    awake = store.advance();
+    awake = store.advance(turn_clock_.phases());
   }
   if (!awake) {
     int timeout_ms = kSleepMs;
@@ -172,7 +173,7 @@ Status ServerThread::drain(std::chrono::steady_clock::time_point deadline) {
   // The kernel and the workers still use the jobs' memory, and their completions the store; so do
   // streams whose calls were ended, for a moment.
   while (!engine_->is_idle() || service_lease_count_ > 0) {
-    if (engine_->advance()) continue;
+    if (engine_->advance(turn_clock_.phases())) continue;
     if (std::chrono::steady_clock::now() >= deadline) {
       if (const uint64_t count = service_lease_count_; count > 0) {
         return error(StatusCode::deadline,

@@ -427,7 +427,7 @@ bool ShardStore::serve(Session& session) {
   return count > 0;
 }
 
-bool ShardStore::advance() {
+bool ShardStore::advance(TurnPhases& phases) {
   bool progress = false;
   std::vector<uint64_t> broken;
   for (const auto& [session_id, session] : sessions_.all()) {
@@ -441,6 +441,7 @@ bool ShardStore::advance() {
     MEMD_CHECK(detached.is_ok());
     progress = true;
   }
+  phases.end(TurnPhase::serve);
   // A continuation may open or drop jobs.
   std::vector<uint64_t> job_ids;
   for (const auto& [job_id, job] : jobs_) job_ids.push_back(job_id);
@@ -450,16 +451,21 @@ bool ShardStore::advance() {
     }
   };
   advance_tiles();
+  phases.end(TurnPhase::tiles);
   for (const uint64_t job_id : job_ids) {
     if (Job* const job = jobs_.find(job_id)) progress |= job->cache().leases().advance();
   }
+  phases.end(TurnPhase::leases);
   progress |= look_ahead();
+  phases.end(TurnPhase::prefetch);
   for (const uint64_t job_id : job_ids) progress |= advance_conditions(job_id);
   for (const auto& [job_id, job] : jobs_) {
     if (job->state().early().has_waiting() && !job->operations().is_running())
       job->state().early().advance();
   }
+  phases.end(TurnPhase::operations);
   advance_tiles();
+  phases.end(TurnPhase::tiles);
   std::vector<Job*> unused;
   for (const auto& [job_id, job] : jobs_) {
     if (job->progress().goes_to_disk() && is_unused(*job)) unused.push_back(job.get());
@@ -478,6 +484,7 @@ bool ShardStore::advance() {
   // Woken after the leases had their turn.
   for (const auto& [job_id, job] : jobs_) progress |= job->cache().waiters().has_woken();
   end_turn();
+  phases.end(TurnPhase::upkeep);
   return progress;
 }
 

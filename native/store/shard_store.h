@@ -20,6 +20,7 @@
 #include "base/descriptor_keeper.h"
 #include "base/join.h"
 #include "base/status.h"
+#include "base/turn_phases.h"
 #include "base/workers.h"
 #include "io/io_queue.h"
 #include "optim/adam.h"
@@ -105,7 +106,11 @@ class ShardStore {
                     const std::function<void(Result<bool>)>& done);
 
   /// Serves the rings and retries what waits. True where something happened.
-  bool advance();
+  bool advance(TurnPhases& phases);
+  bool advance() {
+    TurnPhases unread;
+    return advance(unread);
+  }
   /// Somebody waits for pins to be given back: sessions must ring on release.
   bool wants_releases() const;
   /// Looks at all of them, so that the turn that follows finds those that were given back until

@@ -8,6 +8,7 @@
 
 #include "arena/pool.h"
 #include "base/histogram.h"
+#include "base/turn_phases.h"
 #include "io/io_queue.h"
 #include "ring/layout.h"
 #include "store/cache/job_counters.h"
@@ -70,6 +71,8 @@ struct TurnStatistics {
   SecondsHistogram wall_seconds{kTurnSecondsBounds};
   double cpu_seconds_max = 0;  // since the start
   double wall_seconds_max = 0;
+  TurnPhaseSeconds phases_of_cpu_max{};  // of the turn that took cpu_seconds_max
+  TurnPhaseSeconds phases_of_wall_max{};
 };
 
 struct ServerStatistics {

@@ -216,6 +216,8 @@ class TurnStatistics:
     wall_seconds: SecondsHistogram = field(default_factory=SecondsHistogram)
     cpu_seconds_max: float = 0.001
     wall_seconds_max: float = 0.002
+    phases_of_cpu_max: dict[str, float] = field(default_factory=lambda: {"serve": 0.00075})
+    phases_of_wall_max: dict[str, float] = field(default_factory=lambda: {"commands": 0.0015})
 
 
 @dataclass

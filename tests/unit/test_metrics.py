@@ -120,6 +120,8 @@ def test_histogram_buckets_count_everything_below_their_bound(scraped: Scraped) 
         assert found[f"memd_server_turn_seconds_bucket,kind={kind},le=3.125e-06"] == 1
         assert found[f"memd_server_turn_seconds_bucket,kind={kind},le=0.1024"] == 3
         assert found[f"memd_server_turn_max_seconds,kind={kind}"] == longest
+    assert found["memd_server_turn_max_phase_seconds,kind=cpu,phase=serve"] == 0.00075
+    assert found["memd_server_turn_max_phase_seconds,kind=wall,phase=commands"] == 0.0015
 
 
 def test_no_label_names_a_process_a_user_or_a_shard(scraped: Scraped) -> None:

@@ -618,6 +618,18 @@ class TurnStatistics:
     def wall_seconds_max(self) -> float:
         """Since the start."""
 
+    @property
+    def phases_of_cpu_max(self) -> dict[str, float]:
+        """
+        Seconds by the wall of each phase of the turn that took cpu_seconds_max.
+        """
+
+    @property
+    def phases_of_wall_max(self) -> dict[str, float]:
+        """
+        Seconds by the wall of each phase of the turn that took wall_seconds_max.
+        """
+
 class ScrubStatistics:
     """Of the verification in the background."""
 
