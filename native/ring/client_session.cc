@@ -347,7 +347,7 @@ std::optional<LeasedBytes> ClientSession::lease_resident(uint32_t shard_id) noex
                                     .release_wanted = layout_->header.release_wanted,
                                     .requests_only = layout_->header.requests_only,
                                     .resident_call = layout_->header.resident_call,
-                                    .tag = layout_->header.tag.load(std::memory_order_relaxed),
+                                    .in_group = layout_->header.in_group,
                                     .after_call = after_call_.load(std::memory_order_relaxed)};
   const auto place = pin_resident(
       rows_->rows[shard_id],

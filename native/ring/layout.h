@@ -15,9 +15,10 @@
 
 namespace memd {
 
-/// Where what lies here changes, the ledger's version is raised too: a daemon that cannot read
-/// whose pins they are must not go on with the memory that they are on.
-inline constexpr uint32_t kProtocolVersion = 3;
+/// Sessions of another version end when their daemon is replaced, and what their clients held is
+/// read from their pins. If the place or the meaning of pins changes, raise the ledger's version
+/// too: a daemon that cannot read pins must not go on with the memory that they are on.
+inline constexpr uint32_t kProtocolVersion = 4;
 inline constexpr uint64_t kSessionMagic = 0x3130'6e73'646d'656d;  // "memdsn01"
 
 inline constexpr uint32_t kRingEntries = 1024;
@@ -121,8 +122,8 @@ struct SessionHeader {
   std::atomic<uint32_t> ended;
   // Server: 1 once it is about to: what is leased without a request from here on is nobody's.
   std::atomic<uint32_t> requests_only;
-  // Server: whose own the rows of the shard table are that only one session may lease.
-  std::atomic<uint32_t> tag;
+  // Server: 1 while the session is a member of the job's training group.
+  std::atomic<uint32_t> in_group;
   // Server: see PinWords.
   std::atomic<uint64_t> resident_call;
   // Client: 1 while it sleeps on completion_tail.

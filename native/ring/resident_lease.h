@@ -21,21 +21,16 @@ inline constexpr uint32_t kPinReadersMax = kWriterPin - kReaderPin;
 constexpr uint32_t pin_readers(uint32_t pins) { return pins & kPinReadersMax; }
 constexpr uint32_t pin_writers(uint32_t pins) { return pins >> 16; }
 
-/// Who leases a shard without a request. Everything else is the tag of one session, which alone
-/// sees what its step has made and not committed yet.
-inline constexpr uint8_t kNobody = 0;
-inline constexpr uint8_t kEverybody = 1;
-inline constexpr uint8_t kFirstTag = 2;
-inline constexpr uint8_t kLastTag = 255;
+/// Who may lease a shard's value without a request. `group`: the members of the job's training
+/// group, who see what a step of theirs made before it is committed.
+enum class Visibility : uint8_t { nobody = 0, everybody = 1, group = 2 };
 
-/// {audience: 8, generation: 24 (low bits), pin counter: 32}
-constexpr uint64_t row_word(uint8_t audience, uint64_t generation, uint32_t pin) {
-  return (uint64_t{audience} << 56) | ((generation & 0xff'ffff) << 32) | pin;
+/// {visibility: 8, generation: 24 (low bits), pin counter: 32}
+constexpr uint64_t row_word(Visibility visibility, uint64_t generation, uint32_t pin) {
+  return (uint64_t{static_cast<uint8_t>(visibility)} << 56) | ((generation & 0xff'ffff) << 32) |
+         pin;
 }
-constexpr bool row_is_leasable(uint64_t word, uint32_t tag) {
-  const auto audience = static_cast<uint8_t>(word >> 56);
-  return audience == kEverybody || (audience >= kFirstTag && audience == tag);
-}
+constexpr Visibility row_visibility(uint64_t word) { return static_cast<Visibility>(word >> 56); }
 constexpr uint32_t row_pin(uint64_t word) { return static_cast<uint32_t>(word); }
 
 /// The place of a shard's value.
@@ -62,17 +57,19 @@ struct BasicShardRow {
 /// pins after it sees.
 template <template <typename> typename Atomic>
 void withdraw(BasicShardRow<Atomic>& row) {
-  row.word.store(row_word(kNobody, 0, 0));
+  row.word.store(row_word(Visibility::nobody, 0, 0));
 }
 
 /// Of a row that is withdrawn. Whoever leases it holds a pin of the slot that `place` is in, which
 /// is freed, changed or used for another shard only after a withdrawal and a look at the pins.
 template <template <typename> typename Atomic>
-void publish(BasicShardRow<Atomic>& row, const ShardPlace& place, uint8_t audience = kEverybody) {
+void publish(BasicShardRow<Atomic>& row,
+             const ShardPlace& place,
+             Visibility visibility = Visibility::everybody) {
   row.offset_bytes.store(place.offset_bytes);
   row.length_bytes.store(place.length_bytes);
   row.generation.store(place.generation);
-  row.word.store(row_word(audience, place.generation, place.pin));
+  row.word.store(row_word(visibility, place.generation, place.pin));
 }
 
 /// Takes a slot away from those who might lease what is in it, or finds that somebody did: then all
@@ -111,8 +108,16 @@ struct PinWords {
   /// withdraws what the step updates, and before it publishes any of that again for a step that
   /// failed it takes it back.
   const Atomic<uint64_t>& resident_call;
-  uint32_t tag;
+  /// Not 0: the session is a member of the job's training group. It becomes one only while no row
+  /// says `group`.
+  const Atomic<uint32_t>& in_group;
   uint64_t after_call;  // the step call that the lease follows; 0: none that is on its way
+
+  bool may_lease(uint64_t word) const {
+    const Visibility visibility = row_visibility(word);
+    return visibility == Visibility::everybody ||
+           (visibility == Visibility::group && in_group.load() != 0);
+  }
 };
 
 /// Where the shard lies, with a pin that is the caller's to give back; nothing where a request has
@@ -125,6 +130,10 @@ struct PinWords {
 /// counter, no other slot was published between the two, and offset and length are those of this
 /// one. The first load only guesses the counter: whatever happened to the shard and its slot before
 /// the pin was there does not matter.
+///
+/// Why no other group's value is leased: between the second and the third load of a word that says
+/// `group` the slot holds one uncommitted value all the time, and meanwhile nobody joins the group.
+/// A session that is a member at a moment between them is one of those who may see that value.
 template <template <typename> typename Atomic, typename BeforePin, typename UndoPin, typename Ring>
 std::optional<ShardPlace> pin_resident(const BasicShardRow<Atomic>& row,
                                        const PinWords<Atomic>& words,
@@ -136,13 +145,14 @@ std::optional<ShardPlace> pin_resident(const BasicShardRow<Atomic>& row,
   // Before the second look at the word: what the step updates is withdrawn by then. Without a step
   // to follow nothing of it matters.
   const uint64_t call = words.after_call == 0 ? 0 : words.resident_call.load();
-  if (!row_is_leasable(guess, words.tag) || pin >= words.counter_count || call < words.after_call ||
+  if (!words.may_lease(guess) || pin >= words.counter_count || call < words.after_call ||
       !before_pin(pin)) {
     return std::nullopt;
   }
   words.counters[pin].fetch_add(kReaderPin);
   const uint64_t word = row.word.load();
-  if (row_is_leasable(word, words.tag) && row_pin(word) == pin) {
+  // Looks at the membership after the second load and before the third.
+  if (row_pin(word) == pin && words.may_lease(word)) {
     const ShardPlace place{.pin = pin,
                            .offset_bytes = row.offset_bytes.load(),
                            .length_bytes = row.length_bytes.load(),

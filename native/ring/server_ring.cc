@@ -57,11 +57,8 @@ Result<ServerRing> ServerRing::adopt(OwnedFd session, OwnedFd doorbell) {
   ring.completion_tail_ = header.completion_tail.load(std::memory_order_acquire);
   ring.use_head_ = header.use_head.load(std::memory_order_acquire);
   ring.want_use_after(0);
-  // Of no use to a client that changed it: it would see what another session of its own job has not
-  // committed.
-  const uint32_t tag = header.tag.load(std::memory_order_acquire);
-  if (tag >= kFirstTag && tag <= kLastTag) ring.tag_ = static_cast<uint8_t>(tag);
-  // The daemon before accounted for it; this one has not yet.
+  // The daemon before accounted for both; this one has not yet.
+  ring.set_in_group(false);
   ring.set_resident_call(0);
   ring.is_paused_ = true;
   ring.wake();
@@ -69,9 +66,9 @@ Result<ServerRing> ServerRing::adopt(OwnedFd session, OwnedFd doorbell) {
   return ring;
 }
 
-void ServerRing::set_tag(uint8_t tag) {
-  tag_ = tag;
-  header().tag.store(tag, std::memory_order_seq_cst);
+void ServerRing::set_in_group(bool in_group) {
+  in_group_ = in_group;
+  header().in_group.store(in_group ? 1 : 0, std::memory_order_seq_cst);
 }
 
 void ServerRing::discard_requests() {

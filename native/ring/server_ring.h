@@ -68,9 +68,9 @@ class ServerRing {
   bool prepare_to_sleep();
   void wake() { header().server_sleeping.store(0, std::memory_order_relaxed); }
   void want_release(bool wanted);
-  /// The session's in rows that it alone may lease; one that never had any has 0.
-  uint8_t tag() const { return tag_; }
-  void set_tag(uint8_t tag);
+  /// Whether the session may lease what the rows of its job's table show the training group alone.
+  bool in_group() const { return in_group_; }
+  void set_in_group(bool in_group);
   /// See PinWords. 0: none, so that whatever follows a step is leased by request.
   void set_resident_call(uint64_t call) {
     header().resident_call.store(call, std::memory_order_seq_cst);
@@ -121,7 +121,7 @@ class ServerRing {
   uint32_t completion_tail_ = 0;
   uint64_t use_head_ = 0;
   uint64_t use_wanted_ = 0;
-  uint8_t tag_ = kNobody;
+  bool in_group_ = false;
   bool broken_ = false;
   bool is_paused_ = false;  // adopted, and its client has not come back
 };

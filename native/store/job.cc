@@ -88,6 +88,7 @@ void Job::connect(Connection connection) {
   steps_ = std::make_unique<Steps>(StepParts{.job = state_->parts(),
                                              .state = *state_,
                                              .sessions = cache_.sessions().list(),
+                                             .group = cache_.group(),
                                              .progress = progress_,
                                              .durable = durable_,
                                              .journal = journal_,

@@ -129,6 +129,7 @@ Result<std::unique_ptr<Job>> JobLoad::adopt(RememberedJob& remembered,
                      .tiles = job.tiles(),
                      .kept = job.kept(),
                      .sessions = job.cache().sessions(),
+                     .group = job.cache().group(),
                      .durability = job.admission().durability(),
                      .check_staged = [&job](const StepRequest& request) {
                        return check_staged(job.shards(), job.name(), request);

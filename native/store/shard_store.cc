@@ -181,8 +181,7 @@ Result<std::shared_ptr<Session>> ShardStore::attach(uint64_t job_id, const Sessi
   if (job->memory() == nullptr) {
     if (Status status = memory_.give(*job); !status.is_ok()) return status;
   }
-  auto session = sessions_.create(
-      job_id, owner, job->cache().sessions().list(), job->journal().ledger().get());
+  auto session = sessions_.create(job_id, owner, job->journal().ledger().get());
   if (!session.is_ok()) return session.status();
   job->cache().sessions().attach(session.value());
   job->cache().plans().begin(*session.value());
@@ -227,12 +226,7 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
     job.cache().half_written().discard(*session, *discarded);
   MEMD_FAILPOINT("session.before_pins_dropped");
   discarded->finish(Status::ok());
-  // Its tag may be the next session's, before which nothing of this is committed.
-  for (Entry* const entry : job.shards().entries()) {
-    if (entry == nullptr || !entry->is_ahead || entry->audience != session->ring.tag()) continue;
-    entry->audience = kNobody;
-    job.cache().table().withdraw(*entry);
-  }
+  if (job.cache().group().leave(session_id)) job.cache().table().withdraw_uncommitted();
   if (!MEMD_PLANTED("session.pins_kept")) job.cache().sessions().detach(session);
   job.state().early().forget_session(session_id);
   job.cache().plans().end(*session);

@@ -2,9 +2,9 @@
 
 The old daemon and the old client make a few steps. The daemon ends by SIGTERM, or is killed;
 today's starts in its place, on its volume, beside the descriptors that it kept. After SIGTERM no
-step may be missing. After kill -9 the job is where a power cut would have left it, and the log says
-why the memory was not taken over. Then today's client goes on, and every bit is that of a training
-in memory.
+step may be missing. After kill -9 no step is missing either if both have one version of the ledger;
+otherwise the job is where a power cut would have left it, and the log says why the memory was not
+taken over. Then today's client goes on, and every bit is that of a training in memory.
 
 Run: python -m tests.compat.upgrades [--count N] [--json FILE]; N runs of each case.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.compat import small_job
-from tests.compat.releases import Release, python_of, releases
+from tests.compat.releases import ROOT, Release, python_of, releases
 from tests.daemons import Daemon, Daemons, daemons
 
 if TYPE_CHECKING:
@@ -40,17 +41,40 @@ class Case:
     ends_by: signal.Signals
     # Where the job goes on; None: it is refused, since its memory was all it had.
     goes_on_at: int | None
+    is_memory_lost: bool = False
 
 
-CASES = (
+CASES_OF_EVERY_LEDGER = (
     *(
         Case(durability=durability, ends_by=signal.SIGTERM, goes_on_at=STEPS_BEFORE)
         for durability in ("step", "every:3", "none")
     ),
     Case(durability="step", ends_by=signal.SIGKILL, goes_on_at=STEPS_BEFORE),
-    Case(durability="every:3", ends_by=signal.SIGKILL, goes_on_at=STEPS_BEFORE // 3 * 3),
-    Case(durability="none", ends_by=signal.SIGKILL, goes_on_at=None),
 )
+CASES_OF_TODAYS_LEDGER = (
+    Case(durability="every:3", ends_by=signal.SIGKILL, goes_on_at=STEPS_BEFORE),
+    Case(durability="none", ends_by=signal.SIGKILL, goes_on_at=STEPS_BEFORE),
+)
+CASES_OF_ANOTHER_LEDGER = (
+    Case(
+        durability="every:3",
+        ends_by=signal.SIGKILL,
+        goes_on_at=STEPS_BEFORE // 3 * 3,
+        is_memory_lost=True,
+    ),
+    Case(durability="none", ends_by=signal.SIGKILL, goes_on_at=None, is_memory_lost=True),
+)
+
+
+def ledger_of_today() -> int:
+    source = (ROOT / "native" / "store" / "journal" / "ledger.cc").read_text(encoding="utf-8")
+    (version,) = re.findall(r"\bkLedgerVersion = (\d+);", source)
+    return int(version)
+
+
+def cases_of(release: Release) -> tuple[Case, ...]:
+    is_kept = release.ledger == ledger_of_today()
+    return CASES_OF_EVERY_LEDGER + (CASES_OF_TODAYS_LEDGER if is_kept else CASES_OF_ANOTHER_LEDGER)
 
 
 class Failure(Exception):
@@ -69,7 +93,7 @@ def upgrade(release: Release, case: Case) -> None:
             daemon.process.wait(TIMEOUT_S)
             job.kill()
         daemon = start(made, Path(sys.executable))
-        if case.ends_by == signal.SIGKILL and case.durability != "step":
+        if case.is_memory_lost:
             expect_in_log(daemon, "starts from disk, its memory is lost")
         if case.goes_on_at is None:
             expect_refusal(daemon, case.durability)
@@ -141,7 +165,7 @@ def expect_refusal(daemon: Daemon, durability: str) -> None:
 def each(count: int, run: Callable[[Release, Case], None]) -> list[dict[str, Any]]:
     made = []
     for release in releases():
-        for case in CASES:
+        for case in cases_of(release):
             began = time.monotonic()
             for _ in range(count):
                 run(release, case)

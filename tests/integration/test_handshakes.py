@@ -1,5 +1,6 @@
 """Today's daemon answers the clients of earlier releases, and today's client understands their
-daemons: the bytes are those that tests/compat/record_handshake.py recorded."""
+daemons, or each refuses the other in one sentence if they speak different versions of the protocol.
+The bytes are those that tests/compat/record_handshake.py recorded."""
 
 from __future__ import annotations
 
@@ -19,6 +20,8 @@ from google.protobuf import descriptor_pool, message_factory, unknown_fields
 
 from memd_client.address import UnixAddress, parse_address
 from memd_client.attach import AttachConnection
+from memd_client.errors import MemdError
+from memd_native import PROTOCOL_VERSION
 from memd_proto.v1 import attach_pb2, session_pb2
 from tests.compat import releases as compat
 from tests.daemons import TIMEOUT_S, Daemons
@@ -32,11 +35,22 @@ RELEASES = compat.releases()
 HANDSHAKES = Path(compat.__file__).parent / "handshakes"
 
 
-@pytest.fixture(params=RELEASES, ids=lambda release: release.name)
-def recorded(request: pytest.FixtureRequest) -> dict[str, Any]:
-    said: dict[str, Any] = json.loads((HANDSHAKES / f"{request.param.name}.json").read_text())
-    assert said["protocol"] == request.param.protocol
+def recorded_of(release: compat.Release) -> dict[str, Any]:
+    said: dict[str, Any] = json.loads((HANDSHAKES / f"{release.name}.json").read_text())
+    assert said["protocol"] == release.protocol
     return said
+
+
+def each(*, is_spoken: bool) -> pytest.MarkDecorator:
+    """Every release that speaks today's protocol, or every other one."""
+    chosen = [release for release in RELEASES if is_of_today(release) == is_spoken]
+    return pytest.mark.parametrize(
+        "recorded", map(recorded_of, chosen), ids=[release.name for release in chosen]
+    )
+
+
+def is_of_today(release: compat.Release) -> bool:
+    return release.protocol == PROTOCOL_VERSION
 
 
 def packets_of(recorded: dict[str, Any]) -> list[bytes]:
@@ -74,6 +88,45 @@ def test_every_release_has_a_handshake_and_an_image() -> None:
         assert (compat.ROOT / "tests/golden" / f"format-{release.format}.xz.b64").exists()
 
 
+@each(is_spoken=False)
+def test_a_client_of_another_protocol_is_refused_with_both_versions_named(
+    recorded: dict[str, Any], daemons: Daemons
+) -> None:
+    daemon = daemons.start()
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection,
+        grpc.insecure_channel(daemon.address) as channel,
+    ):
+        connection.settimeout(TIMEOUT_S)
+        connection.connect(str(daemon.attach_socket))
+        # It refuses by this number; a client that goes on is refused when it attaches.
+        welcome = attach_pb2.Welcome.FromString(connection.recv(4096))
+        assert welcome.protocol_version == PROTOCOL_VERSION
+        metadata = (("memd-token", welcome.token),)
+        (call,) = (call for call in recorded["calls"] if call["path"].endswith("/Attach"))
+        method: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call["path"])
+        with pytest.raises(grpc.RpcError) as error:
+            method(request_of(call, 0), timeout=TIMEOUT_S, metadata=metadata)
+    assert isinstance(error.value, grpc.Call)
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert f"version {recorded['protocol']} and this daemon" in (error.value.details() or "")
+    assert f"version {PROTOCOL_VERSION}; install the same memd" in (error.value.details() or "")
+    assert daemon.stop() == 0
+
+
+@each(is_spoken=False)
+def test_a_daemon_of_another_protocol_is_refused_with_both_versions_named(
+    recorded: dict[str, Any],
+) -> None:
+    versions = f"{PROTOCOL_VERSION} here, {recorded['protocol']} there"
+    with (
+        replayed([(packets_of(recorded)[0], 0)]) as address,
+        pytest.raises(MemdError, match=versions),
+    ):
+        AttachConnection(address)
+
+
+@each(is_spoken=True)
 def test_an_earlier_client_is_served(recorded: dict[str, Any], daemons: Daemons) -> None:
     daemon = daemons.start()
     with (
@@ -83,7 +136,7 @@ def test_an_earlier_client_is_served(recorded: dict[str, Any], daemons: Daemons)
         connection.settimeout(TIMEOUT_S)
         connection.connect(str(daemon.attach_socket))
         welcome = attach_pb2.Welcome.FromString(connection.recv(4096))
-        assert welcome.protocol_version == recorded["protocol"]
+        assert welcome.protocol_version == PROTOCOL_VERSION
         metadata = (("memd-token", welcome.token),)
         session_id = 0
         for call in recorded["calls"]:
@@ -103,6 +156,7 @@ def test_an_earlier_client_is_served(recorded: dict[str, Any], daemons: Daemons)
     assert daemon.stop() == 0
 
 
+@each(is_spoken=True)
 def test_an_earlier_daemon_is_understood(recorded: dict[str, Any]) -> None:
     welcome, session = packets_of(recorded)[:2]
     session_id = attach_pb2.Descriptors.FromString(session).session_id

@@ -693,6 +693,30 @@ TEST_F(AdoptionTest, gradients_of_a_living_trainer_survive_and_those_of_a_dead_o
   expect_twins(6);
 }
 
+TEST_F(AdoptionTest, who_trained_together_does_so_with_the_next_daemon_and_nobody_else_does) {
+  begin(DType::float32);
+  const uint64_t member = heart_->attach(job_id_);
+  const uint64_t other = heart_->attach(job_id_);
+  for (const uint64_t session : {session_, member})
+    ASSERT_TRUE(heart_->job(session_).cache().group().join(session).is_ok());
+  const auto expect_group = [&] {
+    const TrainingGroup& group = heart_->job(session_).cache().group();
+    EXPECT_EQ(group.size(), 2U);
+    EXPECT_TRUE(group.are_together(session_, member));
+    for (const auto& session : heart_->job(session_).cache().sessions())
+      EXPECT_EQ(session->ring.in_group(), session->session_id != other) << session->session_id;
+  };
+  expect_group();
+  for (int life = 0; life < 2; ++life) {
+    restart();
+    expect_group();
+  }
+  ASSERT_TRUE(heart_->store().detach(member).is_ok());
+  restart();
+  EXPECT_EQ(heart_->job(session_).cache().group().size(), 1U);
+  EXPECT_TRUE(heart_->job(session_).cache().group().contains(session_));
+}
+
 TEST_F(AdoptionTest, only_its_own_process_comes_back_to_a_session) {
   begin(DType::float32);
   restart(false);

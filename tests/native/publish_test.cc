@@ -10,6 +10,7 @@ namespace memd {
 namespace {
 
 using testing::bytes_shard;
+using testing::DiskQueue;
 using testing::Heart;
 using testing::Held;
 using testing::kDiskBytes;
@@ -57,6 +58,7 @@ class PublishTest : public ::testing::Test {
             .call = call};
   }
   Job& job() { return heart_->job(session_); }
+  TrainingGroup& group() { return job().cache().group(); }
   std::shared_ptr<std::optional<Held>> ask(uint32_t index,
                                            uint64_t after_call,
                                            LeaseMode mode = LeaseMode::read,
@@ -114,7 +116,7 @@ class PublishTest : public ::testing::Test {
                                       .release_wanted = layout.header.release_wanted,
                                       .requests_only = layout.header.requests_only,
                                       .resident_call = layout.header.resident_call,
-                                      .tag = layout.header.tag.load(),
+                                      .in_group = layout.header.in_group,
                                       .after_call = after_call};
     const auto ring_nobody = [] {};
     const auto place = pin_resident(
@@ -257,19 +259,93 @@ TEST_F(PublishTest, what_failed_is_leased_by_request_alone_until_the_next_step) 
 
 TEST_F(PublishTest, the_next_session_does_not_inherit_what_an_ended_one_has_not_committed) {
   make(24);
+  const uint64_t member = heart_->attach(job().job_id());
+  ASSERT_TRUE(group().join(member).is_ok());
   begin_step(2);
+  EXPECT_EQ(look(member, 0, 0)->generation, 2u);
   Job& its = job();
   const uint64_t job_id = its.job_id();
-  const uint8_t tag = its.cache().sessions().list().front()->ring.tag();
-  ASSERT_TRUE(heart_->store().detach(session_).is_ok());
+  ASSERT_TRUE(heart_->store().detach(std::exchange(session_, member)).is_ok());
+  EXPECT_FALSE(look(member, 0, 0)) << "it is nobody's until the commit";
   session_ = heart_->attach(job_id);
-  ASSERT_EQ(its.cache().sessions().list().front()->ring.tag(), tag);
+  ASSERT_TRUE(group().join(session_).is_ok());
   EXPECT_FALSE(look(session_, 0, 0));
   fail_step();
   ASSERT_TRUE(heart_->until([&] { return done_.has_value(); }));
   ASSERT_FALSE(done_->is_ok());
   its.space().set_quota_bytes(kQuotaBytes);
   for (int i : {0, 1}) expect_values(i, old_[i]);
+}
+
+TEST_F(PublishTest, a_member_of_the_group_sees_what_its_step_has_made_and_joins_before_that_alone) {
+  make(24);
+  const uint64_t member = heart_->attach(job().job_id());
+  const uint64_t late = heart_->attach(job().job_id());
+  ASSERT_TRUE(group().join(member).is_ok());
+  begin_step(2);
+  EXPECT_EQ(group().join(late).code(), StatusCode::unavailable);
+  for (const uint64_t session : {session_, member}) EXPECT_EQ(look(session, 0, 0)->generation, 2u);
+  EXPECT_FALSE(look(late, 0, 0)) << "not committed";
+  const auto by_request = heart_->ask(member, ids_[0]);
+  ASSERT_TRUE(by_request->has_value() && (*by_request)->is_ok());
+  EXPECT_EQ((*by_request)->grant.generation, 2u);
+  heart_->release(**by_request);
+  // Another session's step may not take the place of a group.
+  StepRequest alone{.session_id = late, .groups = {}, .staged_buffers = {}};
+  const Status refused = heart_->step(alone).first;
+  EXPECT_EQ(refused.code(), StatusCode::invalid_argument);
+  EXPECT_NE(refused.message().find("none of the 2 that train this job"), std::string::npos)
+      << refused.message();
+  heart_->faults().clear_faults();
+  heart_->faults().release_stalled();
+  ASSERT_TRUE(heart_->until([&] { return done_.has_value(); }));
+  EXPECT_TRUE(done_->is_ok()) << done_->message();
+  EXPECT_TRUE(group().join(late).is_ok());
+  EXPECT_EQ(group().size(), 3U);
+}
+
+TEST_F(PublishTest, another_sessions_step_waits_for_its_turn_and_is_then_the_group) {
+  make(24);
+  const uint64_t other = heart_->attach(job().job_id());
+  const uint32_t id = heart_->declare(other, {parameter("third", kFirst)}).front();
+  heart_->write(other, id, numbers(kFirst, 7));
+  heart_->write(other, id, numbers(kFirst, 8), Part::gradient);
+  begin_step(2);
+  std::optional<Status> others;
+  heart_->store().operations().step(
+      {.session_id = other,
+       .groups = {{.settings = settings_, .shard_ids = {id}}},
+       .staged_buffers = {},
+       .call = 1},
+      [&](const Status& status, const StepReport&) { others = status; });
+  heart_->turns();
+  EXPECT_FALSE(others.has_value());
+  EXPECT_EQ(look(session_, 0, 2)->generation, 2u) << "its step has the turn";
+  EXPECT_FALSE(look(other, 0, 0)) << "not committed";
+  EXPECT_TRUE(group().contains(session_));
+  EXPECT_FALSE(group().contains(other));
+
+  // Its second step is held up in turn, once it has made the first of its buckets.
+  ids_.push_back(id);
+  bool was_shown = false;
+  heart_->io().before_submit = [&](const DiskQueue::Operation& operation) {
+    if (!done_ || operation.kind != IoKind::write || !job().shards().bucket(2).value->is_ahead)
+      return;
+    was_shown = true;
+    EXPECT_EQ(look(other, 2, 1)->generation, 1u);
+    EXPECT_FALSE(look(session_, 2, 0)) << "it has left the group";
+  };
+  heart_->faults().clear_faults();
+  heart_->faults().release_stalled();
+  ASSERT_TRUE(heart_->until([&] { return done_ && others; }));
+  heart_->io().before_submit = {};
+  EXPECT_TRUE(was_shown);
+  EXPECT_TRUE(done_->is_ok()) << done_->message();
+  EXPECT_TRUE(others->is_ok()) << others->message();
+  EXPECT_TRUE(group().contains(other));
+  EXPECT_FALSE(group().contains(session_));
+  for (int i : {0, 1}) expect_values(i, twins_[i].theta);
+  for (const uint64_t session : {session_, other}) EXPECT_EQ(look(session, 2, 0)->generation, 1u);
 }
 
 TEST_F(PublishTest, once_a_step_is_closed_the_values_before_it_are_leased_by_request_alone) {

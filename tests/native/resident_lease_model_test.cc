@@ -22,21 +22,26 @@ constexpr uint32_t kClients = 2;
 constexpr uint32_t kShards = 2;
 constexpr uint32_t kCounters = 3;
 constexpr uint32_t kPlaces = 3;  // of the arena, each for one slot
-constexpr uint32_t kNobody = ~0u;
+constexpr uint32_t kNone = ~0u;
 
 struct SessionWords {
   std::array<Word<uint32_t>, kCounters> pins;
   Word<uint32_t> release_wanted;
   Word<uint32_t> requests_only;
   Word<uint64_t> resident_call;
+  Word<uint32_t> in_group;
 };
 
 /// Of the values of shard 0: from before the step that a client follows, or from after it.
 enum class Made : uint8_t { before, after };
 
+/// Clients, one bit each.
+using Clients = uint8_t;
+constexpr Clients only(uint32_t client) { return static_cast<Clients>(1U << client); }
+
 /// What lies at one offset of the arena.
 struct Place {
-  uint32_t shard = kNobody;
+  uint32_t shard = kNone;
   uint32_t version = 0;
   bool is_being_written = false;
 };
@@ -61,8 +66,10 @@ struct World {
   std::array<uint64_t, kClients> after_call{};
   /// What the values of shard 0 are, by version of its places.
   std::array<Made, kPlaces> made{Made::before, Made::before, Made::before};
+  /// The training group of the step that made them, and whether that is committed.
+  std::array<Clients, kPlaces> made_for{};
+  std::array<bool, kPlaces> is_committed{};
   bool doorbell = false;
-  bool is_committed = false;
   /// By counter: whose slot a daemon that takes over finds there.
   std::array<Word<uint32_t>, kCounters> ledger;
   std::vector<Thread> threads;
@@ -79,6 +86,7 @@ struct World {
       all.push_back(session.release_wanted.peek());
       all.push_back(session.requests_only.peek());
       all.push_back(session.resident_call.peek());
+      all.push_back(session.in_group.peek());
     }
     for (const Place& place : places) {
       all.push_back(uint64_t{place.shard} << 32 | place.version << 1 |
@@ -92,8 +100,10 @@ struct World {
     }
     for (const bool is : is_attached) all.push_back(is);
     all.push_back(doorbell);
-    all.push_back(is_committed);
-    for (const Made each : made) all.push_back(static_cast<uint64_t>(each));
+    for (uint32_t place = 0; place < kPlaces; ++place) {
+      all.push_back(static_cast<uint64_t>(made[place]) << 16 | uint64_t{made_for[place]} << 8 |
+                    uint64_t{is_committed[place]});
+    }
     for (const auto& word : ledger) all.push_back(word.peek());
   }
 
@@ -110,7 +120,9 @@ struct World {
       const Made is = made[each.place.offset_bytes];
       if (each.shard == 0 && after_call[client] != 0 && is == Made::before)
         return who + "what was there before the step that it follows";
-      if (each.shard == 0 && after_call[client] == 0 && is == Made::after && !is_committed)
+      const bool is_uncommitted = is == Made::after && !is_committed[each.place.offset_bytes];
+      if (each.shard == 0 && is_uncommitted &&
+          (made_for[each.place.offset_bytes] & only(client)) == 0)
         return who + "what nobody has committed";
     }
     return "";
@@ -151,7 +163,7 @@ std::optional<ShardPlace> pin(World& world,
                             .release_wanted = words.release_wanted,
                             .requests_only = requests_only,
                             .resident_call = words.resident_call,
-                            .tag = kFirstTag + client,
+                            .in_group = words.in_group,
                             .after_call = after_call};
   return pin_resident(
       world.rows[shard],
@@ -165,6 +177,8 @@ std::optional<ShardPlace> lease_rightly(World& world, uint32_t client, uint32_t 
   return pin(world, client, shard, world.sessions[client].requests_only, world.after_call[client]);
 }
 
+bool is_everybodys(uint64_t word) { return row_visibility(word) == Visibility::everybody; }
+
 ShardPlace place_in(const BasicShardRow<Word>& row, uint32_t pin) {
   return {.pin = pin,
           .offset_bytes = row.offset_bytes.load(),
@@ -175,7 +189,7 @@ ShardPlace place_in(const BasicShardRow<Word>& row, uint32_t pin) {
 std::optional<ShardPlace> pin_after_the_look(World& world, uint32_t client, uint32_t shard) {
   const auto& row = world.rows[shard];
   const uint64_t word = row.word.load();
-  if (!row_is_leasable(word, kNobody)) return std::nullopt;
+  if (!is_everybodys(word)) return std::nullopt;
   const ShardPlace place = place_in(row, row_pin(word));
   if (row.word.load() != word) return std::nullopt;
   world.sessions[client].pins[place.pin].fetch_add(kReaderPin);
@@ -185,7 +199,7 @@ std::optional<ShardPlace> pin_after_the_look(World& world, uint32_t client, uint
 std::optional<ShardPlace> never_look_again(World& world, uint32_t client, uint32_t shard) {
   const auto& row = world.rows[shard];
   const uint64_t word = row.word.load();
-  if (!row_is_leasable(word, kNobody)) return std::nullopt;
+  if (!is_everybodys(word)) return std::nullopt;
   world.sessions[client].pins[row_pin(word)].fetch_add(kReaderPin);
   return place_in(row, row_pin(word));
 }
@@ -196,7 +210,7 @@ std::optional<ShardPlace> read_the_place_before_the_pin(World& world,
                                                         uint32_t shard) {
   const auto& row = world.rows[shard];
   const uint64_t word = row.word.load();
-  if (!row_is_leasable(word, kNobody)) return std::nullopt;
+  if (!is_everybodys(word)) return std::nullopt;
   const ShardPlace place = place_in(row, row_pin(word));
   world.sessions[client].pins[place.pin].fetch_add(kReaderPin);
   if (row.word.load() == word) return place;
@@ -208,13 +222,42 @@ std::optional<ShardPlace> read_the_place_before_the_pin(World& world,
 std::optional<ShardPlace> no_third_look(World& world, uint32_t client, uint32_t shard) {
   const auto& row = world.rows[shard];
   const uint64_t guess = row.word.load();
-  if (!row_is_leasable(guess, kNobody)) return std::nullopt;
+  if (!is_everybodys(guess)) return std::nullopt;
   const uint32_t pin = row_pin(guess);
   world.sessions[client].pins[pin].fetch_add(kReaderPin);
   const uint64_t word = row.word.load();
-  if (row_is_leasable(word, kNobody) && row_pin(word) == pin) return place_in(row, pin);
+  if (is_everybodys(word) && row_pin(word) == pin) return place_in(row, pin);
   give_back(world, client, pin);
   return std::nullopt;
+}
+
+/// Looks at the membership at the start alone, or at the end alone.
+std::optional<ShardPlace> look_at_the_group_once(World& world, uint32_t client, bool at_the_end) {
+  SessionWords& words = world.sessions[client];
+  const auto& row = world.rows[0];
+  const auto is_member = [&] { return words.in_group.load() != 0; };
+  const auto is_shown = [](uint64_t word) { return row_visibility(word) != Visibility::nobody; };
+  if (!at_the_end && !is_member()) return std::nullopt;
+  const uint64_t guess = row.word.load();
+  if (!is_shown(guess)) return std::nullopt;
+  const uint32_t pin = row_pin(guess);
+  words.pins[pin].fetch_add(kReaderPin);
+  const uint64_t word = row.word.load();
+  if (is_shown(word) && row_pin(word) == pin) {
+    const ShardPlace place = place_in(row, pin);
+    if (row.word.load() == word && (!at_the_end || is_everybodys(word) || is_member()))
+      return place;
+  }
+  give_back(world, client, pin);
+  return std::nullopt;
+}
+
+std::optional<ShardPlace> look_at_the_group_at_the_start(World& world, uint32_t client, uint32_t) {
+  return look_at_the_group_once(world, client, false);
+}
+
+std::optional<ShardPlace> look_at_the_group_at_the_end(World& world, uint32_t client, uint32_t) {
+  return look_at_the_group_once(world, client, true);
 }
 
 std::optional<ShardPlace> no_look_at_the_call(World& world, uint32_t client, uint32_t shard) {
@@ -294,6 +337,8 @@ struct DaemonMistakes {
   bool accounts_before_it_withdraws = false;
   bool publishes_before_it_takes_back = false;
   bool shows_everybody = false;
+  bool does_not_leave = false;
+  bool joins_before_it_withdraws = false;
 };
 
 struct Slot {
@@ -311,25 +356,30 @@ class Daemon {
   void publish_shard(uint32_t shard,
                      Slot slot,
                      uint32_t generation,
-                     uint8_t audience = kEverybody) {
+                     Visibility visibility = Visibility::everybody) {
     publish(world_.rows[shard],
             {.pin = slot.pin,
              .offset_bytes = slot.offset,
              .length_bytes = shard + 100,
              .generation = generation},
-            audience);
+            visibility);
+  }
+  void set_group(uint32_t client, bool in_group) {
+    world_.sessions[client].in_group.store(in_group ? 1 : 0);
   }
   void account_for(uint64_t call) { world_.sessions[0].resident_call.store(call); }
-  /// Shard 0, as the step of the first client makes it.
-  void make(Slot slot) {
+  /// Shard 0, as a step of this group makes it.
+  void make(Slot slot, Clients group = only(0)) {
     write(slot, [&](Place& place) {
       place.shard = 0;
       world_.made[slot.offset] = Made::after;
+      world_.made_for[slot.offset] = group;
+      world_.is_committed[slot.offset] = false;
     });
   }
-  void commit() {
+  void commit(Slot slot) {
     block_until([] { return true; });
-    effect([&] { world_.is_committed = true; });
+    effect([&] { world_.is_committed[slot.offset] = true; });
   }
   void withdraw_shard(uint32_t shard) { withdraw(world_.rows[shard]); }
   bool is_pinned(Slot slot) {
@@ -358,11 +408,11 @@ class Daemon {
     if (!mistakes.wants_releases_after_it_looked) want(1);
     while (!done()) {
       if (mistakes.wants_releases_after_it_looked) want(1);
-      block_until([&] { return world_.doorbell || dead_client() != kNobody; });
+      block_until([&] { return world_.doorbell || dead_client() != kNone; });
       effect([&] { world_.doorbell = false; });
       const auto dead = static_cast<uint32_t>(local([&] { return dead_client(); }));
       // Its pins count no more.
-      if (dead != kNobody) effect([&] { world_.is_attached[dead] = false; });
+      if (dead != kNone) effect([&] { world_.is_attached[dead] = false; });
     }
     want(0);
   }
@@ -406,7 +456,7 @@ class Daemon {
     for (uint32_t client = 0; client < kClients; ++client) {
       if (world_.threads[client].is_dead && world_.is_attached[client]) return client;
     }
-    return kNobody;
+    return kNone;
   }
 
   World& world_;
@@ -592,7 +642,8 @@ void accept_and_publish(Daemon& daemon) {
   daemon.withdraw_shard(0);
   if (!daemon.mistakes.accounts_before_it_withdraws) daemon.account_for(1);
   daemon.make(kSecond);
-  daemon.publish_shard(0, kSecond, 2, daemon.mistakes.shows_everybody ? kEverybody : kFirstTag);
+  daemon.publish_shard(
+      0, kSecond, 2, daemon.mistakes.shows_everybody ? Visibility::everybody : Visibility::group);
 }
 
 bool step_and_commit(Daemon& daemon, uint32_t section) {
@@ -600,7 +651,7 @@ bool step_and_commit(Daemon& daemon, uint32_t section) {
     accept_and_publish(daemon);
     return true;
   }
-  daemon.commit();
+  daemon.commit(kSecond);
   daemon.withdraw_shard(0);
   daemon.publish_shard(0, kSecond, 2);
   return false;
@@ -633,6 +684,99 @@ bool accept_and_fail(Daemon& daemon, uint32_t section) {
     return true;
   }
   fail(daemon, kFirst);
+  return false;
+}
+
+/// The turn of the second client's step has come: it is the group from here on.
+void change_group(Daemon& daemon) {
+  if (!daemon.mistakes.does_not_leave) daemon.set_group(0, false);
+  daemon.set_group(1, true);
+}
+
+void step_of_the_second(Daemon& daemon) {
+  daemon.withdraw_shard(0);
+  daemon.make(kThird, only(1));
+  daemon.publish_shard(0, kThird, 3, Visibility::group);
+}
+
+/// A step of the first client is committed, and one of the second follows.
+bool commit_and_change_group(Daemon& daemon, uint32_t section) {
+  switch (section) {
+    case 0:
+      daemon.withdraw_shard(0);
+      daemon.make(kSecond);
+      daemon.publish_shard(0, kSecond, 2, Visibility::group);
+      return true;
+    case 1:
+      daemon.commit(kSecond);
+      daemon.withdraw_shard(0);
+      daemon.publish_shard(0, kSecond, 2);
+      return true;
+    case 2:
+      change_group(daemon);
+      step_of_the_second(daemon);
+      return true;
+    default:
+      daemon.commit(kThird);
+      daemon.withdraw_shard(0);
+      daemon.publish_shard(0, kThird, 3);
+      return false;
+  }
+}
+
+/// A step of the first client fails, and one of the second follows. What the first has made is
+/// never committed.
+bool fail_and_change_group(Daemon& daemon, uint32_t section) {
+  if (section == 0) {
+    daemon.withdraw_shard(0);
+    daemon.make(kSecond);
+    daemon.publish_shard(0, kSecond, 2, Visibility::group);
+    return true;
+  }
+  if (daemon.mistakes.joins_before_it_withdraws) change_group(daemon);
+  daemon.withdraw_shard(0);
+  if (!daemon.mistakes.joins_before_it_withdraws) change_group(daemon);
+  step_of_the_second(daemon);
+  return false;
+}
+
+/// The group ends while a step runs: its session leaves, and the other one is no member yet.
+bool leave_and_join(Daemon& daemon, uint32_t section) {
+  switch (section) {
+    case 0:
+      daemon.withdraw_shard(0);
+      daemon.make(kSecond);
+      daemon.publish_shard(0, kSecond, 2, Visibility::group);
+      return true;
+    case 1:
+      daemon.detach(0);
+      daemon.set_group(0, false);
+      daemon.withdraw_shard(0);
+      return true;
+    default:
+      daemon.set_group(1, true);
+      step_of_the_second(daemon);
+      return false;
+  }
+}
+
+bool show_a_step(Daemon& daemon, uint32_t) {
+  daemon.withdraw_shard(0);
+  daemon.make(kSecond);
+  daemon.publish_shard(0, kSecond, 2, Visibility::group);
+  return false;
+}
+
+/// The next daemon drops what was not committed, and the first step that it makes is the second
+/// client's.
+bool take_over_and_step(Daemon& daemon, uint32_t section) {
+  if (section == 0) {
+    daemon.set_group(0, false);
+    for (uint32_t shard = 0; shard < kShards; ++shard) daemon.withdraw_shard(shard);
+    return true;
+  }
+  daemon.set_group(1, true);
+  step_of_the_second(daemon);
   return false;
 }
 
@@ -682,8 +826,9 @@ Outcome explore(const Scenario& scenario) {
   world.threads.resize(program.threads.size());
   world.places[kFirst.offset].shard = 0;
   world.after_call[0] = scenario.follows_a_step ? 1 : 0;
+  world.sessions[0].in_group.set(1);
   world.ledger[kFirst.pin].set(1);
-  world.rows[0].word.set(row_word(kEverybody, 1, kFirst.pin));
+  world.rows[0].word.set(row_word(Visibility::everybody, 1, kFirst.pin));
   world.rows[0].offset_bytes.set(kFirst.offset);
   world.rows[0].length_bytes.set(100);
   world.rows[0].generation.set(1);
@@ -732,6 +877,23 @@ TEST(ResidentLeaseModel, who_follows_a_step_leases_what_it_made_and_nobody_else_
   }
 }
 
+TEST(ResidentLeaseModel, a_group_that_changes_shows_no_value_to_who_is_not_in_the_steps_group) {
+  for (const DaemonProgram daemon :
+       {commit_and_change_group, fail_and_change_group, leave_and_join}) {
+    const Outcome outcome = explore({.daemon = daemon});
+    EXPECT_EQ(outcome.fault, std::nullopt) << *outcome.fault;
+    EXPECT_GT(outcome.states, 10'000U);
+  }
+}
+
+TEST(ResidentLeaseModel, a_daemon_that_takes_over_shows_no_value_to_another_group) {
+  Scenario scenario{.daemon = show_a_step, .next_daemon = take_over_and_step};
+  scenario.clients[0].rounds = 1;
+  const Outcome outcome = explore(scenario);
+  EXPECT_EQ(outcome.fault, std::nullopt) << *outcome.fault;
+  EXPECT_GT(outcome.states, 10'000U);
+}
+
 TEST(ResidentLeaseModel, a_daemon_that_takes_over_frees_nothing_that_is_leased) {
   Scenario scenario{.daemon = evict_with_a_ledger, .next_daemon = take_over};
   scenario.clients[0].rounds = 1;
@@ -778,6 +940,16 @@ Scenario with_step(const DaemonMistakes& mistakes,
   Scenario scenario = with_mistakes(mistakes, daemon);
   scenario.clients[0].lease = lease;
   scenario.follows_a_step = true;
+  return scenario;
+}
+
+/// `lease` is the client's that must not see the other's value.
+Scenario with_group(const DaemonMistakes& mistakes,
+                    DaemonProgram daemon,
+                    uint32_t client = 0,
+                    Lease lease = lease_rightly) {
+  Scenario scenario = with_mistakes(mistakes, daemon);
+  scenario.clients[client].lease = lease;
   return scenario;
 }
 
@@ -839,6 +1011,18 @@ INSTANTIATE_TEST_SUITE_P(
         Mistake{"shows_everybody_what_is_not_committed",
                 with_step({.shows_everybody = true}, step_and_fail),
                 "nobody has committed"},
+        Mistake{"does_not_leave_the_group",
+                with_group({.does_not_leave = true}, commit_and_change_group),
+                "client 0 holds what nobody has committed"},
+        Mistake{"joins_the_group_before_it_withdraws",
+                with_group({.joins_before_it_withdraws = true}, fail_and_change_group),
+                "client 1 holds what nobody has committed"},
+        Mistake{"looks_at_the_group_at_the_start_alone",
+                with_group({}, commit_and_change_group, 0, look_at_the_group_at_the_start),
+                "client 0 holds what nobody has committed"},
+        Mistake{"looks_at_the_group_at_the_end_alone",
+                with_group({}, fail_and_change_group, 1, look_at_the_group_at_the_end),
+                "client 1 holds what nobody has committed"},
         Mistake{"looks_at_the_call_at_the_end_alone",
                 with_step({}, step_and_commit, look_at_the_call_at_the_end),
                 "before the step"},

@@ -1012,13 +1012,15 @@ TEST_F(RingTest, the_next_daemon_goes_on_with_rings_and_pins) {
   ASSERT_TRUE(client_->prefetch(2).is_ok());
   ASSERT_TRUE(ring_.poll().has_value());
   ring_.add_pin(5, kReaderPin);
-  ring_.set_tag(7);
+  ring_.set_in_group(true);
+  EXPECT_EQ(layout().header.in_group.load(), 1U);
   ring_.set_resident_call(3);
   auto adopted = ServerRing::adopt(copy(ring_.session_fd()), copy(ring_.doorbell_fd()));
   ASSERT_TRUE(adopted.is_ok()) << adopted.status().message();
   ServerRing next = std::move(adopted).value();
   EXPECT_EQ(next.pins(5), kReaderPin);
-  EXPECT_EQ(next.tag(), 7U);
+  EXPECT_FALSE(next.in_group());
+  EXPECT_EQ(layout().header.in_group.load(), 0U) << "it has formed no group yet";
   EXPECT_EQ(layout().header.resident_call.load(), 0U) << "it has accounted for no step yet";
   EXPECT_FALSE(next.poll().has_value()) << "its client has not come back";
   EXPECT_FALSE(next.prepare_to_sleep()) << "and keeps nobody awake";
@@ -1033,10 +1035,6 @@ TEST_F(RingTest, the_next_daemon_goes_on_with_rings_and_pins) {
   layout().header.request_tail.fetch_add(kRingEntries + 1);
   next.discard_requests();
   EXPECT_TRUE(next.broken()) << "more requests than the ring has";
-
-  layout().header.tag.store(kEverybody);
-  const auto third = ServerRing::adopt(copy(ring_.session_fd()), copy(ring_.doorbell_fd()));
-  EXPECT_EQ(third.value().tag(), kNobody) << "no session's";
 }
 
 TEST_F(RingTest, who_waits_is_told_and_asks_the_next_daemon) {

@@ -56,7 +56,7 @@ def simulate_plan(uses: Sequence[tuple[int, int]], item_bytes: Sequence[int], *,
     What eviction by farthest next use moves where `uses`, pairs of an item and USE_*, repeat. `writes_changes`: changed items are on disk at the end of their period anyway.
     """
 
-PROTOCOL_VERSION: int = 3
+PROTOCOL_VERSION: int = 4
 
 PART_VALUE: int = 0
 

@@ -21,6 +21,7 @@
 #include "store/cache/shard_table.h"
 #include "store/cache/shards.h"
 #include "store/cache/slots.h"
+#include "store/cache/training_group.h"
 #include "store/cache/wait_lists.h"
 #include "store/journal/ledger.h"
 #include "store/journal/progress.h"
@@ -46,6 +47,7 @@ struct CacheParts {
   const std::unique_ptr<JobMemory>& memory;
   const std::unique_ptr<Ledger>& ledger;
   const std::vector<std::shared_ptr<Session>>& sessions;
+  const TrainingGroup& group;
   const JobProgress& progress;
   const JobSpace& space;
   LostShards& lost;

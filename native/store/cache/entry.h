@@ -130,9 +130,6 @@ class Entry {
  private:
   Residency residency_ : 3 = Residency::absent;
   const uint8_t stride_log2_ : 6;
-
- public:
-  uint8_t audience = kEverybody;  // while it is ahead: the tag of the step's session
 };
 
 // A parameter that has a bucket of its own has two, and bench_growth.py counts the bytes of each:

@@ -8,8 +8,9 @@ namespace memd {
 
 JobCache::JobCache(const Parts& parts, SharedMemory shard_table)
     : parts_(parts),
+      group_(sessions_.list(), parts.ledger),
       slots_(parts.shards.entries(), sessions_.list(), parts.memory, parts.ledger, waits_),
-      table_(std::move(shard_table), parts.shards, slots_, parts.progress),
+      table_(std::move(shard_table), parts.shards, slots_, group_, parts.progress),
       window_(counters_),
       residencies_({.entries = parts.shards.entries(),
                     .slots = slots_,
@@ -45,6 +46,7 @@ JobCache::Connected::Connected(JobCache& cache,
             .memory = cache.parts_.memory,
             .ledger = cache.parts_.ledger,
             .sessions = cache.sessions_.list(),
+            .group = cache.group_,
             .progress = cache.parts_.progress,
             .space = cache.parts_.space,
             .lost = cache.parts_.lost,

@@ -29,6 +29,7 @@
 #include "store/cache/shards.h"
 #include "store/cache/slot_fills.h"
 #include "store/cache/slots.h"
+#include "store/cache/training_group.h"
 #include "store/cache/wait_lists.h"
 #include "store/format/durability.h"
 #include "store/journal/ledger.h"
@@ -66,6 +67,8 @@ class JobCache {
 
   AttachedSessions& sessions() { return sessions_; }
   const AttachedSessions& sessions() const { return sessions_; }
+  TrainingGroup& group() { return group_; }
+  const TrainingGroup& group() const { return group_; }
   Activities& activities() { return activities_; }
   const Activities& activities() const { return activities_; }
   /// Owners of the cache and of the private state count there.
@@ -116,6 +119,7 @@ class JobCache {
 
   const Parts parts_;
   AttachedSessions sessions_;
+  TrainingGroup group_;
   WaitLists waits_;
   Activities activities_{waits_};
   JobCounters counters_;

@@ -9,29 +9,8 @@
 
 namespace memd {
 
-void Sessions::give_tag(const List& others, Session& session) {
-  for (uint32_t tag = kFirstTag; tag <= kLastTag; ++tag) {
-    const bool is_taken =
-        std::any_of(others.begin(), others.end(), [tag, &session](const auto& other) {
-          return other.get() != &session && other->ring.tag() == tag;
-        });
-    if (!is_taken) return session.ring.set_tag(static_cast<uint8_t>(tag));
-  }
-  session.ring.set_tag(kNobody);
-}
-
-void Sessions::keep_tags(const List& sessions) {
-  std::set<uint8_t> given;
-  for (const auto& session : sessions) {
-    const uint8_t tag = session->ring.tag();
-    if (tag == kNobody || !given.insert(tag).second) give_tag(sessions, *session);
-    given.insert(session->ring.tag());
-  }
-}
-
 Result<std::shared_ptr<Session>> Sessions::create(uint64_t job_id,
                                                   const SessionOwner& owner,
-                                                  const List& others,
                                                   Ledger* ledger) {
   auto ring = ServerRing::create();
   if (!ring.is_ok()) return ring.status();
@@ -42,7 +21,6 @@ Result<std::shared_ptr<Session>> Sessions::create(uint64_t job_id,
                                                    .owner = owner,
                                                    .step_committed = 0,
                                                    .plan = nullptr});
-  give_tag(others, *session);
   MEMD_FAILPOINT("session.before_attached");
   if (Status kept = keep(ledger, *session); !kept.is_ok()) return kept;
   return session;

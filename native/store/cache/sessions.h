@@ -22,10 +22,9 @@ struct KeptSession {
   SessionOwner owner;
 };
 
-/// The table of sessions by id, their ids and tags, and what the next daemon is told of them. A
-/// job has a list of its own sessions beside it, `others` here. `ledger` is the job's; nullptr
-/// where nobody keeps descriptors. Owned by the ShardStore; the server thread calls everything;
-/// nothing blocks.
+/// The table of sessions by id, their ids, and what the next daemon is told of them. `ledger` is
+/// the job's; nullptr where nobody keeps descriptors. Owned by the ShardStore; the server thread
+/// calls everything; nothing blocks.
 class Sessions {
  public:
   using Map = std::unordered_map<uint64_t, std::shared_ptr<Session>>;
@@ -42,7 +41,6 @@ class Sessions {
   /// A new one, which the next daemon would find; add() follows.
   Result<std::shared_ptr<Session>> create(uint64_t job_id,
                                           const SessionOwner& owner,
-                                          const List& others,
                                           Ledger* ledger);
   void add(const std::shared_ptr<Session>& session) { all_[session->session_id] = session; }
   void remove(uint64_t session_id);
@@ -54,8 +52,6 @@ class Sessions {
   // From the daemon before.
   /// At start: no id is given a second time, to which a trainer may still come back.
   void begin_ids(uint64_t taken_max);
-  /// Tags stay as the daemon before gave them, where no client changed them.
-  static void keep_tags(const List& sessions);
   void adopt(const std::shared_ptr<Session>& session);
   /// Adopted, and not resumed yet.
   std::vector<KeptSession> kept() const;
@@ -63,8 +59,6 @@ class Sessions {
   Result<std::shared_ptr<Session>> resume(uint64_t session_id, const SessionOwner& owner);
 
  private:
-  /// One that no other session of the job has; where there are too many, none.
-  static void give_tag(const List& others, Session& session);
   Status keep(Ledger* ledger, const Session& session);
 
   Keepsakes& keepsakes_;

@@ -11,6 +11,7 @@
 #include "store/cache/entry.h"
 #include "store/cache/shards.h"
 #include "store/cache/slots.h"
+#include "store/cache/training_group.h"
 #include "store/journal/progress.h"
 
 namespace memd {
@@ -21,8 +22,16 @@ namespace memd {
 /// calls everything; nothing blocks.
 class ShardTable {
  public:
-  ShardTable(SharedMemory memory, Shards& shards, const Slots& slots, const JobProgress& progress)
-      : memory_(std::move(memory)), shards_(shards), slots_(slots), progress_(progress) {}
+  ShardTable(SharedMemory memory,
+             Shards& shards,
+             const Slots& slots,
+             const TrainingGroup& group,
+             const JobProgress& progress)
+      : memory_(std::move(memory)),
+        shards_(shards),
+        slots_(slots),
+        group_(group),
+        progress_(progress) {}
   ShardTable(const ShardTable&) = delete;
   ShardTable& operator=(const ShardTable&) = delete;
 
@@ -44,6 +53,8 @@ class ShardTable {
   void withdraw(const Entry& entry);
   void withdraw_shard(uint32_t shard_id);
   void withdraw_all();
+  /// Of values that the training group sees no more.
+  void withdraw_uncommitted();
   /// Withdraws the entry. Where a look at the pins then shows one it is published again, and this
   /// is false. Of an entry with a slot.
   bool take_away(const Entry& entry);
@@ -60,6 +71,7 @@ class ShardTable {
   SharedMemory memory_;
   Shards& shards_;
   const Slots& slots_;
+  const TrainingGroup& group_;
   const JobProgress& progress_;
   std::optional<uint32_t> withheld_shard_;
   bool may_publish_ = true;

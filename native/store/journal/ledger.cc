@@ -4,6 +4,7 @@
 #include <atomic>
 #include <bit>
 #include <concepts>
+#include <cstddef>
 #include <utility>
 
 #include "base/bulk_bytes.h"
@@ -123,6 +124,8 @@ struct LedgerLayout {
   std::atomic<uint64_t> layout_ends[2];  // of the record and what has changed since; stored last
   alignas(64) RecordPlace job_places[2];
   alignas(64) StepPlace step_places[kStepsMax];
+  // Daemons that knew no training groups left 0 here.
+  alignas(64) std::atomic<uint64_t> group_seats[kTrainingGroupMax];
   alignas(4096) ClaimWords claims[kClaimsMax];
   alignas(4096) SessionWords sessions[kSessionsMax];
   alignas(4096) ShardWords shards[kShardsMax];
@@ -133,6 +136,8 @@ struct LedgerLayout {
   alignas(4096) std::byte job_records[2][kRecordBytesMax];
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
+// What follows stays where it is in ledgers of this version.
+static_assert(offsetof(LedgerLayout, claims) == 4096);
 
 namespace {
 
@@ -543,6 +548,10 @@ void Ledger::forget_session(uint64_t session_id) {
   session_place_of_.erase(known);
 }
 
+void Ledger::note_seat(size_t seat, uint64_t session_id) {
+  layout_->group_seats[seat].store(session_id, kRelease);
+}
+
 void Ledger::begin_grant(const GrantRecord& grant) {
   LedgerLayout& layout = *layout_;
   layout.grant_shard = grant.shard_id;
@@ -857,6 +866,8 @@ Result<LedgerContents> Ledger::read(uint64_t base) {
          .owner = {.pid = words.pid, .start_time = words.start_time, .uid = words.uid},
          .step_committed = words.step_committed.load(kAcquire)});
   }
+  for (size_t seat = 0; seat < kTrainingGroupMax; ++seat)
+    contents.seats[seat] = layout_->group_seats[seat].load(kAcquire);
   if (const uint64_t session_id = layout_->grant_session.load(kAcquire); session_id != 0) {
     contents.grant = GrantRecord{.session_id = session_id,
                                  .shard_id = layout_->grant_shard,

@@ -1,6 +1,7 @@
 // Facts that the next daemon needs to go on with a job whose memory outlived this one.
 #pragma once
 
+#include <array>
 #include <compare>
 #include <cstdint>
 #include <map>
@@ -45,6 +46,10 @@ struct SessionRecord {
   SessionOwner owner;
   uint64_t step_committed = 0;
 };
+
+/// Members of a job's training group have a seat each: session ids, and 0 where a seat is free.
+inline constexpr size_t kTrainingGroupMax = 62;
+using TrainingGroupSeats = std::array<uint64_t, kTrainingGroupMax>;
 
 /// made: nobody's yet. current, pending: its entry's. retired: replaced while leases were on it.
 enum class SlotRole : uint8_t { none = 0, made = 1, current = 2, pending = 3, retired = 4 };
@@ -116,6 +121,7 @@ struct LedgerContents {
   std::vector<SlotRecord> slots;  // by pin_first; free ones too
   std::map<LooseKey, ExtentRecord> loose;
   std::vector<SessionRecord> sessions;
+  TrainingGroupSeats seats{};
   std::vector<ClosedStep> steps;  // in their order
   std::optional<GrantRecord> grant;
 };
@@ -170,6 +176,7 @@ class Ledger {
 
   Status note_session(const SessionRecord& session);
   void forget_session(uint64_t session_id);
+  void note_seat(size_t seat, uint64_t session_id);
 
   void begin_grant(const GrantRecord& grant);
   void end_grant();

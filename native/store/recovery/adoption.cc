@@ -118,10 +118,10 @@ Status Adoption::take_table(Inheritance& kept) {
   auto table = SharedMemory::adopt("a shard table", std::move(*fd), sizeof(TableLayout));
   if (!table.is_ok()) return table.status();
   job_.sessions.adopt(remembered_.sessions());
-  Sessions::keep_tags(job_.sessions.list());
   // Trainers go on leasing what the daemon before has published. From here on they begin none, and
   // each pin that counts is seen by whoever is to free its slot.
   job_.table.adopt(std::move(table).value());
+  job_.group.adopt(remembered_.contents().seats);
   MEMD_FAILPOINT("adoption.table_cleared");
   return Status::ok();
 }
@@ -482,6 +482,7 @@ void Adoption::tell_ledger() {
     parts_.sessions.adopt(session);
     parts_.sessions.note(&ledger, *session);
   }
+  job_.group.note_all();
   job_.shards.note_given_ids(ledger.given_ids_end(static_cast<uint32_t>(job_.shards.size())));
   job_.shards.free_ids().rest_all(session_ids);
   MEMD_FAILPOINT("ledger.adoption_noted");

@@ -18,6 +18,7 @@
 #include "store/cache/shard_table.h"
 #include "store/cache/shards.h"
 #include "store/cache/slots.h"
+#include "store/cache/training_group.h"
 #include "store/format/durability.h"
 #include "store/journal/keepsakes.h"
 #include "store/journal/progress.h"
@@ -53,6 +54,7 @@ struct AdoptedJob {
   PrivateTiles& tiles;
   KeptMemory& kept;
   AttachedSessions& sessions;
+  TrainingGroup& group;
   const Durability& durability;
   /// Whether the buffers that a closed step names can be exchanged.
   std::function<Status(const StepRequest&)> check_staged;

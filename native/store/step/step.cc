@@ -166,6 +166,7 @@ void Step::prepare() {
                                                job.progress.durable_step()) ||
              parts_.commits.catalogue_tag(job.job_id) == 0;
   shards_.hold(staged_);
+  if (is_step_) parts_.group.begin_step(request_.session_id);
   MEMD_FAILPOINT("step.entries_held");
   parts_.operations.hold_writers(!is_begun_);
   job.waits.wake(WaitList::writers);

@@ -10,6 +10,7 @@
 #include "store/cache/plan_progress.h"
 #include "store/cache/room.h"
 #include "store/cache/session.h"
+#include "store/cache/training_group.h"
 #include "store/journal/durable_job.h"
 #include "store/space/commit.h"
 #include "store/state/durable_state.h"
@@ -32,6 +33,7 @@ struct StepParts {
   StateParts job;
   PrivateState& state;
   const std::vector<std::shared_ptr<Session>>& sessions;
+  TrainingGroup& group;
   JobProgress& progress;
   DurableState& durable;
   JobJournal& journal;

@@ -43,7 +43,8 @@ std::optional<WaitsFor> StepShards::before(const LeaseRequest& request,
                                            const Entry& entry,
                                            bool is_undoing) const {
   if (is_past_ || !buckets_.contains(entry.owner)) return std::nullopt;
-  const bool is_own = !request.for_service && request_.session_id == request.session_id;
+  const bool is_own =
+      !request.for_service && parts_.group.are_together(request_.session_id, request.session_id);
   if (is_own && !group_of_.contains(request.shard_id) && !entry.is_in_step) return std::nullopt;
   // A step that an earlier daemon has begun is as good as begun.
   const bool has_begun = !held_.empty() || is_redo_;
@@ -92,6 +93,7 @@ void StepShards::release() {
     parts_.job.waits.wake(*entry);
   }
   held_.clear();
+  parts_.group.end_step();
   end_ahead();
   is_past_ = true;
 }
@@ -122,8 +124,6 @@ void StepShards::publish_bucket(const Bucket& bucket) const {
   for (const uint32_t shard_id : bucket.shards)
     job.shards[shard_id].is_ahead = group_of_.contains(shard_id);
   value.is_ahead = true;
-  const Session* const session = parts_.session(request_.session_id);
-  value.audience = session == nullptr ? kNobody : session->ring.tag();
   if (value.residency() == Residency::filling)
     job.residencies.move(value, Residency::filling, Residency::clean);
   job.residencies.end_task(value);
@@ -169,11 +169,8 @@ void StepShards::publish_values() const {
 // ---- Undoing ------------------------------------------------------------------------------------
 
 void StepShards::withdraw_uncommitted() const {
-  for (Entry* const entry : held_) {
-    if (!entry->is_ahead) continue;
-    entry->audience = kNobody;
-    parts_.job.table.withdraw(*entry);
-  }
+  parts_.group.end_step();
+  parts_.job.table.withdraw_uncommitted();
 }
 
 bool StepShards::are_uncommitted_still() const {

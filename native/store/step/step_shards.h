@@ -51,8 +51,7 @@ class StepShards {
   // The update.
   /// Finds room in the arena for new values, where there is none.
   void make_slot(Entry& value) const;
-  /// The session of the step goes on with the new values at once. Everybody else sees what is
-  /// committed.
+  /// The training group goes on with the new values at once. Everybody else sees what is committed.
   void publish_bucket(const Bucket& bucket) const;
 
   // The commit.

@@ -12,7 +12,9 @@ namespace memd {
 void Steps::step(StepRequest request, StepDone done) {
   note_call(request);
   if (joins_earlier(request, done)) return;
-  if (Status status = check_step(parts_, request); !status.is_ok()) {
+  Status status = parts_.group.check_step(request.session_id);
+  if (status.is_ok()) status = check_step(parts_, request);
+  if (!status.is_ok()) {
     return refuse(request, done, status);
   }
   std::optional<size_t> place;

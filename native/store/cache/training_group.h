@@ -1,0 +1,73 @@
+// The sessions that train a job together.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "ring/resident_lease.h"
+#include "store/cache/session.h"
+#include "store/journal/ledger.h"
+
+namespace memd {
+
+/// Owns its members, each with a seat, and whether they see what the step that runs has made. A
+/// session becomes the group when the turn of its step comes. Then no value is uncommitted, so that
+/// the rows of the shard table never show one group's value to another. A group of several members
+/// is formed by join(), and left by the end of a member alone.
+///
+/// Owned by the JobCache; the server thread calls everything; nothing blocks.
+class TrainingGroup {
+ public:
+  using List = std::vector<std::shared_ptr<Session>>;
+
+  /// `sessions`: those that are attached to the job.
+  TrainingGroup(const List& sessions, const std::unique_ptr<Ledger>& ledger)
+      : sessions_(sessions), ledger_(ledger) {}
+  TrainingGroup(const TrainingGroup&) = delete;
+  TrainingGroup& operator=(const TrainingGroup&) = delete;
+
+  bool contains(uint64_t session_id) const { return seat_of(session_id).has_value(); }
+  /// They see each other's uncommitted values.
+  bool are_together(uint64_t a, uint64_t b) const { return a == b || (contains(a) && contains(b)); }
+  size_t size() const;
+  /// What the row of an uncommitted value says.
+  Visibility visibility() const { return is_shown_ ? Visibility::group : Visibility::nobody; }
+
+  /// An attached session trains with those that are in the group. Refused while a step shows its
+  /// values, and beyond kTrainingGroupMax members.
+  Status join(uint64_t session_id);
+  /// The session ends. True where the group saw uncommitted values: nobody does until the commit,
+  /// and the caller withdraws them.
+  bool leave(uint64_t session_id);
+
+  /// ok, or why a session outside of the group must not step.
+  Status check_step(uint64_t session_id) const;
+  /// The turn of the session's step has come: from here on its values are the group's to see. A
+  /// group of one member gives way to another session.
+  void begin_step(uint64_t session_id);
+  /// It is committed, or is being undone: nothing that is uncommitted is shown from here on.
+  void end_step() { is_shown_ = false; }
+
+  /// As the daemon before had it, of the sessions that came back.
+  void adopt(const TrainingGroupSeats& seats);
+  /// All of it, into a ledger that is new or was adopted.
+  void note_all() const;
+
+ private:
+  Session* find_session(uint64_t session_id) const;
+  std::optional<size_t> seat_of(uint64_t session_id) const;
+  void take_seat(size_t seat, Session& session);
+  void free_seat(size_t seat);
+  void note(size_t seat) const;
+
+  const List& sessions_;
+  const std::unique_ptr<Ledger>& ledger_;
+  TrainingGroupSeats seats_{};
+  bool is_shown_ = false;
+};
+
+}  // namespace memd
