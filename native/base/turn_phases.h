@@ -12,7 +12,7 @@ namespace memd {
 /// In the order in which a turn has them.
 enum class TurnPhase : uint8_t {
   commands,    // calls from other threads
-  io,          // transfers that devices have finished
+  io,          // transfers that devices have finished, and those that they are given
   work,        // what update workers have finished
   serve,       // uses that clients noted, and requests from their rings
   tiles,       // tile tasks of steps

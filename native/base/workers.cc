@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <iterator>
 #include <memory>
 #include <utility>
 
@@ -14,7 +15,8 @@
 
 namespace memd {
 
-UpdateWorkers::UpdateWorkers(uint32_t thread_count, int wake_fd) : wake_fd_(wake_fd) {
+UpdateWorkers::UpdateWorkers(uint32_t thread_count, int wake_fd, TurnBudget* turn)
+    : wake_fd_(wake_fd), turn_(turn) {
   MEMD_CHECK_GT(thread_count, 0u);
   status_ = start_threads(threads_, thread_count, [this] { run(); });
   for (std::thread& thread : threads_) pthread_setname_np(thread.native_handle(), "memd-update");
@@ -64,14 +66,21 @@ void UpdateWorkers::submit_pieces(JobId job,
 }
 
 size_t UpdateWorkers::reap() {
-  std::vector<std::function<void()>> finished;
   {
     const std::lock_guard lock(mutex_);
-    finished.swap(finished_);
+    std::move(finished_.begin(), finished_.end(), std::back_inserter(reaped_));
+    finished_.clear();
   }
-  open_count_ -= finished.size();
-  for (auto& done : finished) done();
-  return finished.size();
+  size_t count = 0;
+  while (!reaped_.empty()) {
+    const auto done = std::move(reaped_.front());
+    reaped_.pop_front();
+    --open_count_;
+    done();
+    ++count;
+    if (!reaped_.empty() && turn_ != nullptr && turn_->is_spent()) break;
+  }
+  return count;
 }
 
 std::optional<WorkOrder> UpdateWorkers::run_next() {

@@ -3,6 +3,7 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <mutex>
 #include <optional>
@@ -11,6 +12,7 @@
 
 #include "base/job_weight.h"
 #include "base/status.h"
+#include "base/turn_budget.h"
 #include "base/units.h"
 #include "base/work_queue.h"
 
@@ -21,10 +23,11 @@ namespace memd {
 class UpdateWorkers {
  public:
   /// As many threads as the machine gives, up to `thread_count`; status() says where it gives none.
-  UpdateWorkers(uint32_t thread_count, int wake_fd);
+  /// `turn`: that reap() is a part of; nullptr: reap() does all there is.
+  UpdateWorkers(uint32_t thread_count, int wake_fd, TurnBudget* turn = nullptr);
   /// No threads: a test runs what waits, with run_next().
   struct ByHand {};
-  UpdateWorkers(ByHand, int wake_fd) : wake_fd_(wake_fd) {}
+  UpdateWorkers(ByHand, int wake_fd, TurnBudget* turn = nullptr) : wake_fd_(wake_fd), turn_(turn) {}
   /// Finishes what was submitted; what was not reaped is dropped.
   ~UpdateWorkers();
   UpdateWorkers(const UpdateWorkers&) = delete;
@@ -41,6 +44,8 @@ class UpdateWorkers {
                      uint64_t bytes,
                      std::function<void(uint64_t offset, uint64_t bytes)> piece,
                      std::function<void()> done);
+  /// Runs `done` of all work that is finished, or of as much as the turn has time for; returns how
+  /// many.
   size_t reap();
   /// Submitted and not reaped. On the thread that submits.
   size_t open_count() const { return open_count_; }
@@ -56,7 +61,9 @@ class UpdateWorkers {
   void finish(WorkQueue::Work work);
 
   const int wake_fd_;
+  TurnBudget* const turn_;
   size_t open_count_ = 0;
+  std::deque<std::function<void()>> reaped_;  // that an earlier turn had no time for
   std::mutex mutex_;
   std::condition_variable available_;
   WorkQueue waiting_;

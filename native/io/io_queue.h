@@ -16,6 +16,7 @@
 #include "base/job_weight.h"
 #include "base/owned_fd.h"
 #include "base/status.h"
+#include "base/turn_budget.h"
 #include "base/units.h"
 
 namespace memd {
@@ -139,11 +140,16 @@ class IoQueue {
   virtual void remove_memory(std::span<std::byte> memory) = 0;
 
   virtual void submit(IoRequest request) = 0;
+  /// Until end_batch() requests gather, and the devices get them together: each handing over costs
+  /// a system call. Queues of tests may hand over each at once.
+  virtual void begin_batch() {}
+  virtual void end_batch() {}
   /// Somebody waits for what is prefetched into `memory` of the job: what is not yet started of it
   /// is demanded from here on. Queues of tests may have no classes.
   virtual void raise(JobId /*job*/, std::span<const std::byte> /*memory*/) {}
 
-  /// Runs `complete` of every request that is done; returns how many.
+  /// Runs `complete` of every request that is done, or of as many as IoQueueOptions::turn has time
+  /// for; returns how many.
   virtual size_t reap() = 0;
 
   virtual IoQueueStatistics statistics() const = 0;
@@ -156,8 +162,9 @@ enum class IoEngine : uint8_t { automatic, io_uring, threads };
 
 struct IoQueueOptions {
   IoEngine engine = IoEngine::automatic;
-  uint32_t depth = 32;  // chunks in flight, over all devices
-  int wake_fd = -1;     // eventfd written when reap() has something to do; not owned
+  uint32_t depth = 32;         // chunks in flight, over all devices
+  int wake_fd = -1;            // eventfd written when reap() has something to do; not owned
+  TurnBudget* turn = nullptr;  // that reap() is a part of; nullptr: reap() does all there is
   /// Before a buffer is unregistered: 0, or the errno with which a test lets that fail. io_uring
   /// alone.
   std::function<int()> fail_unregister{};

@@ -71,7 +71,8 @@ MemoryQueue::MemoryQueue(const MemoryQueueOptions& options)
     : MemoryQueue(options, options.clock == nullptr ? std::make_unique<ManualClock>() : nullptr) {}
 
 MemoryQueue::MemoryQueue(const MemoryQueueOptions& options, std::unique_ptr<ManualClock> own_clock)
-    : TransferQueue(options.depth, options.wake_fd, own_clock ? *own_clock : *options.clock),
+    : TransferQueue(
+          options.depth, options.wake_fd, own_clock ? *own_clock : *options.clock, options.turn),
       own_clock_(std::move(own_clock)),
       clock_(own_clock_ ? *own_clock_ : *options.clock),
       options_(options),

@@ -90,6 +90,7 @@ struct MemoryQueueOptions {
   uint64_t bytes_per_second = 0;
   /// Chunks are done in this random order; absent: in the order of their times, oldest first.
   std::optional<uint64_t> order_seed{};
+  TurnBudget* turn = nullptr;  // as IoQueueOptions::turn
 };
 
 /// Answers EINVAL, as a file opened O_DIRECT does, to an operation that does not consist of whole

@@ -18,7 +18,7 @@ const SteadyClock kSteadyClock;
 }  // namespace
 
 ThreadQueue::ThreadQueue(const IoQueueOptions& options)
-    : TransferQueue(options.depth, options.wake_fd, kSteadyClock) {
+    : TransferQueue(options.depth, options.wake_fd, kSteadyClock, options.turn) {
   status_ =
       start_threads(threads_, std::min(options.depth, kThreadCountMax), [this] { run_tasks(); });
 }

@@ -3,12 +3,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "base/clock.h"
+#include "base/turn_budget.h"
 #include "io/io_queue.h"
 #include "io/io_scheduler.h"
 
@@ -39,6 +41,8 @@ class TransferQueue : public IoQueue {
 
   void submit(IoRequest request) final;
   void raise(JobId job, std::span<const std::byte> memory) final { scheduler_.raise(job, memory); }
+  void begin_batch() final { is_gathering_ = true; }
+  void end_batch() final;
   size_t reap() final;
   void set_limits(uint16_t device, const IoPathLimits& limits) final;
   IoPathLimits limits(uint16_t device) const final { return scheduler_.limits(device); }
@@ -48,7 +52,7 @@ class TransferQueue : public IoQueue {
   IoDeviceStatistics device_statistics(uint16_t device) const final;
 
  protected:
-  TransferQueue(uint32_t depth, int wake_fd, const Clock& clock);
+  TransferQueue(uint32_t depth, int wake_fd, const Clock& clock, TurnBudget* turn);
 
   /// Takes the op; its result reaches on_result() from a later collect(), never from here.
   virtual void start(IoOp& op) = 0;
@@ -84,6 +88,7 @@ class TransferQueue : public IoQueue {
   };
 
   void start_waiting();
+  bool is_turn_spent() const { return turn_ != nullptr && turn_->is_spent(); }
   void start_next_chunk(const std::shared_ptr<Transfer>& transfer);
   void start_again(IoOp& op);
   void finish_op(IoOp& op, Status status);
@@ -96,16 +101,18 @@ class TransferQueue : public IoQueue {
 
   const Clock& clock_;
   const int wake_fd_;
+  TurnBudget* const turn_;
   std::vector<Device> devices_;
   std::vector<IoOp> ops_;  // one per chunk in flight, never resized: engines keep the addresses
   std::vector<IoOp*> ops_free_;
   IoScheduler scheduler_;
-  std::vector<std::shared_ptr<Transfer>> done_;
+  std::deque<std::shared_ptr<Transfer>> done_;
   uint64_t request_count_ = 0;  // submitted and not completed
   uint64_t resubmit_count_ = 0;
   uint64_t sequence_ = 0;
   bool reaping_ = false;
-  Status fence_;  // the first failure of a write or sync, after which none is started
+  bool is_gathering_ = false;  // between begin_batch() and end_batch()
+  Status fence_;               // the first failure of a write or sync, after which none is started
 };
 
 }  // namespace memd

@@ -56,7 +56,7 @@ Result<std::unique_ptr<UringQueue>> UringQueue::create(const IoQueueOptions& opt
 }
 
 UringQueue::UringQueue(const IoQueueOptions& options, io_uring ring)
-    : TransferQueue(options.depth, options.wake_fd, kSteadyClock),
+    : TransferQueue(options.depth, options.wake_fd, kSteadyClock, options.turn),
       ring_(ring),
       fail_unregister_(options.fail_unregister) {
   has_file_table_ = io_uring_register_files_sparse(&ring_, kFileCountMax) == 0;

@@ -104,8 +104,10 @@ Status Engine::prepare(const ServerOptions& options, KeptDescriptors kept) {
   if (!limits.is_ok()) return limits.status();
   uint32_t depth = 0;
   for (const IoPathLimits& each : limits.value()) depth += each.depth;
-  auto queue = options.make_queue(
-      {.engine = options.io_engine, .depth = std::min(depth, 4096u), .wake_fd = wake_.get()});
+  auto queue = options.make_queue({.engine = options.io_engine,
+                                   .depth = std::min(depth, 4096u),
+                                   .wake_fd = wake_.get(),
+                                   .turn = &turn_});
   if (!queue.is_ok()) return queue.status();
   io_ = std::move(queue.value().queue);
   report_.io_engine = std::string(io_->name());
@@ -113,7 +115,7 @@ Status Engine::prepare(const ServerOptions& options, KeptDescriptors kept) {
 
   const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
   workers_ = std::make_unique<UpdateWorkers>(
-      options.update_thread_count == 0 ? cores : options.update_thread_count, wake_.get());
+      options.update_thread_count == 0 ? cores : options.update_thread_count, wake_.get(), &turn_);
   if (!workers_->status().is_ok()) return workers_->status();
   extents_ = std::make_unique<ExtentStore>(*io_, *workers_, std::move(volumes).value(), clock_);
   for (uint16_t device = 0; device < limits.value().size(); ++device) {
@@ -124,6 +126,7 @@ Status Engine::prepare(const ServerOptions& options, KeptDescriptors kept) {
                                                         .extents = *extents_,
                                                         .workers = *workers_,
                                                         .clock = clock_,
+                                                        .turn = &turn_,
                                                         .jobs_expected = options.jobs_expected,
                                                         .keeper = keeper_.get()});
   const Status loaded = store_->load([this] { return turn_of_start(); }, &kept);
@@ -184,11 +187,14 @@ void Engine::keep_to_one_volume_set(const std::array<uint8_t, 16>& uuid, KeptDes
 
 bool Engine::advance(TurnPhases& phases) {
   bool progress = io_->reap() > 0;
+  io_->begin_batch();
   phases.end(TurnPhase::io);
   progress |= workers_->reap() > 0;
   phases.end(TurnPhase::work);
   progress |= store_->advance(phases);
-  return progress;
+  io_->end_batch();
+  phases.end(TurnPhase::io);
+  return progress || turn_.is_cut();
 }
 
 bool Engine::is_idle() const { return store_->is_idle() && io_->statistics().in_flight_count == 0; }

@@ -13,6 +13,7 @@
 #include "base/descriptor_keeper.h"
 #include "base/owned_fd.h"
 #include "base/status.h"
+#include "base/turn_budget.h"
 #include "base/turn_phases.h"
 #include "base/workers.h"
 #include "io/io_queue.h"
@@ -66,8 +67,10 @@ class Engine {
   const Clock& clock() const { return clock_; }
   ShardStore& store() { return *store_; }
 
-  /// Takes what the devices and the workers have done, and lets the store go on. True where
-  /// something happened.
+  /// Without bound until the server thread begins its first turn.
+  TurnBudget& turn() { return turn_; }
+  /// One turn: takes what the devices and the workers have done, and lets the store go on. True
+  /// where something happened, or there was no time for all of it.
   bool advance(TurnPhases& phases);
   /// Neither a device nor a worker uses the jobs' memory.
   bool is_idle() const;
@@ -86,6 +89,7 @@ class Engine {
   void keep_to_one_volume_set(const std::array<uint8_t, 16>& uuid, KeptDescriptors& kept);
 
   SteadyClock clock_;
+  TurnBudget turn_{clock_};
   StartReport report_;
   std::shared_ptr<DescriptorKeeper> keeper_;
   OwnedFd wake_;

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <iterator>
 
 #include "base/check.h"
 #include "base/threads.h"
@@ -48,6 +49,7 @@ void ServerThread::run() {
   turn_clock_.begin();
   while (!stopping_.load(std::memory_order_acquire)) {
     heartbeat_.fetch_add(1, std::memory_order_relaxed);
+    engine_->turn().begin();
     bool progress = run_commands();
     turn_clock_.phases().end(TurnPhase::commands);
     progress |= engine_->advance(turn_clock_.phases());
@@ -67,13 +69,20 @@ void ServerThread::run() {
 }
 
 bool ServerThread::run_commands() {
-  std::vector<std::function<void()>> commands;
   {
     const std::lock_guard lock(mutex_);
-    commands.swap(commands_);
+    std::move(commands_.begin(), commands_.end(), std::back_inserter(taken_commands_));
+    commands_.clear();
   }
-  for (auto& command : commands) command();
-  return !commands.empty();
+  bool progress = false;
+  while (!taken_commands_.empty()) {
+    const auto command = std::move(taken_commands_.front());
+    taken_commands_.pop_front();
+    command();
+    progress = true;
+    if (!taken_commands_.empty() && engine_->turn().is_spent()) break;
+  }
+  return progress;
 }
 
 void ServerThread::sleep() {
@@ -87,6 +96,7 @@ void ServerThread::sleep() {
   // A pin that was given back before its client could see that we sleep is seen by this turn.
   if (!awake && wants_releases) {
     store.look_for_releases();
+    engine_->turn().begin();
     awake = store.advance(turn_clock_.phases());
   }
   if (!awake) {
@@ -156,6 +166,7 @@ Status ServerThread::stop(std::chrono::steady_clock::time_point deadline) {
   stopping_.store(true, std::memory_order_release);
   engine_->wake();
   thread_.join();
+  engine_->turn().lift();
   // Commands that came in between find nobody: their callers get an answer all the same.
   run_commands();
   store().give_up_waiting();

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <future>
 #include <memory>
@@ -26,8 +27,9 @@ namespace memd {
 inline constexpr double kAnswerS = 60;
 
 /// Runs an engine in turns: commands of other threads, then what devices and workers have done,
-/// then the store. Sleeps when a turn finds nothing. ask() and post() may be called from any thread
-/// and run their argument on the server thread; store() and watch() may be called there alone.
+/// then the store. TurnBudget bounds each turn. Sleeps when a turn finds nothing. ask() and post()
+/// may be called from any thread and run their argument on the server thread; store() and watch()
+/// may be called there alone.
 class ServerThread {
  public:
   /// `engine` is started; the thread begins with start().
@@ -71,6 +73,7 @@ class ServerThread {
   Status drain(std::chrono::steady_clock::time_point deadline);
 
   std::unique_ptr<Engine> engine_;  // null once it has stopped
+  std::deque<std::function<void()>> taken_commands_;
   OwnedFd epoll_;
   TurnClock turn_clock_;
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <set>
 #include <utility>
@@ -28,6 +29,7 @@ constexpr uint32_t kRequestsATurn = 64;
 ShardStore::ShardStore(const ShardStoreParts& parts)
     : extents_(parts.extents),
       clock_(parts.clock),
+      turn_(parts.turn == nullptr ? without_bound_ : *parts.turn),
       keepsakes_(parts.keeper),
       commits_(parts.extents, parts.clock),
       parts_{.pool = parts.pool,
@@ -358,9 +360,38 @@ void ShardStore::delete_shard(uint64_t session_id,
 
 // ---- Turning ------------------------------------------------------------------------------------
 
+bool ShardStore::serve_sessions() {
+  bool progress = false;
+  std::vector<uint64_t> broken;
+  const size_t count = sessions_.all().size();
+  auto each = sessions_.all().begin();
+  const size_t first = count == 0 ? 0 : serve_first_ % count;
+  std::advance(each, first);
+  bool was_spent = false;
+  for (size_t served = 1; served <= count; ++served) {
+    const auto& [session_id, session] = *each;
+    progress |= jobs_.find(session->job_id)->cache().plans().follow_uses(*session, turn_);
+    progress |= serve(*session);
+    if (session->ring.broken()) broken.push_back(session_id);
+    if (++each == sessions_.all().end()) each = sessions_.all().begin();
+    if (!was_spent && turn_.is_cut()) {
+      was_spent = true;
+      serve_first_ = (first + served) % count;
+    }
+  }
+  for (const uint64_t session_id : broken) {
+    reports_.count_protocol_error();
+    const auto detached = detach(session_id);
+    MEMD_CHECK(detached.is_ok());
+    progress = true;
+  }
+  return progress;
+}
+
 bool ShardStore::serve(Session& session) {
   uint32_t count = 0;
   for (; count < kRequestsATurn; ++count) {
+    if (count > 0 && turn_.is_spent()) break;
     const auto polled = session.ring.poll();
     if (!polled) break;
     const Request& request = *polled;
@@ -422,32 +453,20 @@ bool ShardStore::serve(Session& session) {
 }
 
 bool ShardStore::advance(TurnPhases& phases) {
-  bool progress = false;
-  std::vector<uint64_t> broken;
-  for (const auto& [session_id, session] : sessions_.all()) {
-    progress |= jobs_.find(session->job_id)->cache().plans().follow_uses(*session);
-    progress |= serve(*session);
-    if (session->ring.broken()) broken.push_back(session_id);
-  }
-  for (const uint64_t session_id : broken) {
-    reports_.count_protocol_error();
-    const auto detached = detach(session_id);
-    MEMD_CHECK(detached.is_ok());
-    progress = true;
-  }
+  bool progress = serve_sessions();
   phases.end(TurnPhase::serve);
   // A continuation may open or drop jobs.
   std::vector<uint64_t> job_ids;
   for (const auto& [job_id, job] : jobs_) job_ids.push_back(job_id);
   const auto advance_tiles = [&] {
     for (const uint64_t job_id : job_ids) {
-      if (Job* const job = jobs_.find(job_id)) job->state().tasks().advance();
+      if (Job* const job = jobs_.find(job_id)) job->state().tasks().advance(turn_);
     }
   };
   advance_tiles();
   phases.end(TurnPhase::tiles);
   for (const uint64_t job_id : job_ids) {
-    if (Job* const job = jobs_.find(job_id)) progress |= job->cache().leases().advance();
+    if (Job* const job = jobs_.find(job_id)) progress |= job->cache().leases().advance(turn_);
   }
   phases.end(TurnPhase::leases);
   progress |= look_ahead();
@@ -490,6 +509,7 @@ bool ShardStore::advance_conditions(uint64_t job_id) {
     if (!then) break;
     (*then)();
     progress = true;
+    if (turn_.is_spent()) break;
   }
   return progress;
 }

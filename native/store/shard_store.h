@@ -20,6 +20,7 @@
 #include "base/descriptor_keeper.h"
 #include "base/join.h"
 #include "base/status.h"
+#include "base/turn_budget.h"
 #include "base/turn_phases.h"
 #include "base/workers.h"
 #include "io/io_queue.h"
@@ -49,6 +50,8 @@ struct ShardStoreParts {
   ExtentStore& extents;
   UpdateWorkers& workers;
   const Clock& clock;
+  /// That advance() is a part of; nullptr: it does all there is.
+  TurnBudget* turn = nullptr;
   /// A job that names no quota gets this part of what is free: 1 / jobs_expected.
   uint32_t jobs_expected = 2;
   /// Keeps what jobs and sessions have in memory beyond this process; nullptr: nobody does.
@@ -105,7 +108,8 @@ class ShardStore {
                     const std::string& name,
                     const std::function<void(Result<bool>)>& done);
 
-  /// Serves the rings and retries what waits. True where something happened.
+  /// Serves the rings and retries what waits, or as much of it as the turn has time for, and notes in
+  /// `phases` what it spent its time on. True where something happened.
   bool advance(TurnPhases& phases);
   bool advance() {
     TurnPhases unread;
@@ -133,6 +137,9 @@ class ShardStore {
   void return_to_disk(Job& job);
   bool is_unused(const Job& job) const;
 
+  /// Each session has its uses followed and a request served, and more while there is time; who
+  /// found none left is the first of the next turn. True where there was something.
+  bool serve_sessions();
   /// At most kRequestsATurn of its requests. True where there was one: the next turn serves more.
   bool serve(Session& session);
   bool advance_conditions(uint64_t job_id);
@@ -145,6 +152,9 @@ class ShardStore {
 
   ExtentStore& extents_;
   const Clock& clock_;
+  TurnBudget without_bound_;
+  TurnBudget& turn_;
+  size_t serve_first_ = 0;  // of the sessions, whose turn it is first
   Keepsakes keepsakes_;
   Commits commits_;
   Jobs jobs_;

@@ -7,6 +7,7 @@
 #include <sys/eventfd.h>
 
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -20,6 +21,7 @@
 #include <vector>
 
 #include "arena/pool.h"
+#include "base/turn_budget.h"
 #include "base/units.h"
 #include "io/memory_queue.h"
 #include "store/shard_store.h"
@@ -157,6 +159,17 @@ class TestKeeper final : public DescriptorKeeper {
   std::map<std::string, OwnedFd> kept_;
 };
 
+/// Time passes where somebody looks, and at no other time.
+class SteppedClock final : public Clock {
+ public:
+  explicit SteppedClock(uint64_t step_ns) : step_ns_(step_ns) {}
+  uint64_t now_ns() const override { return now_ns_ += step_ns_; }
+
+ private:
+  const uint64_t step_ns_;
+  mutable uint64_t now_ns_ = 0;
+};
+
 struct HeartOptions {
   uint64_t segment_count = kFloorSegments + 8;
   TestKeeper* keeper = nullptr;
@@ -164,6 +177,9 @@ struct HeartOptions {
   bool redo_steps = true;
   uint64_t bytes_per_second = 0;  // of the disk, by the clock of the Heart; 0: no limit
   bool workers_by_hand = false;   // nothing runs but what workers().run_next() runs
+  /// A turn has time for so many pieces of work, and for one of each of its parts; 0: for all.
+  /// MEMD_HURRIED=1 runs every test with as little as there is.
+  uint64_t pieces_a_turn = std::getenv("MEMD_HURRIED") != nullptr ? 1 : 0;
   std::function<void(MemoryQueue&)> before_load = [](MemoryQueue&) {};
   std::function<void(MemoryQueue&)> while_loading = [](MemoryQueue&) {};
 };
@@ -176,16 +192,20 @@ class Heart {
                  TestKeeper* keeper = nullptr)
       : Heart(std::move(disk), HeartOptions{.segment_count = segment_count, .keeper = keeper}) {}
   Heart(std::shared_ptr<MemoryDisk> disk, const HeartOptions& options)
-      : wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      : is_hurried_(options.pieces_a_turn != 0),
+        turn_clock_(is_hurried_ ? TurnBudget::kTurnNs / options.pieces_a_turn : 0),
+        wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
         io_(disk,
             {.depth = 32,
              .wake_fd = wake_.get(),
              .automatic = true,
              .clock = &clock,
-             .bytes_per_second = options.bytes_per_second}),
-        workers_(options.workers_by_hand
-                     ? std::make_unique<UpdateWorkers>(UpdateWorkers::ByHand{}, wake_.get())
-                     : std::make_unique<UpdateWorkers>(options.worker_count, wake_.get())),
+             .bytes_per_second = options.bytes_per_second,
+             .turn = &turn_budget_}),
+        workers_(options.workers_by_hand ? std::make_unique<UpdateWorkers>(
+                                               UpdateWorkers::ByHand{}, wake_.get(), &turn_budget_)
+                                         : std::make_unique<UpdateWorkers>(
+                                               options.worker_count, wake_.get(), &turn_budget_)),
         extents_(io_, *workers_, volume_set(*disk), clock) {
     TestKeeper* const keeper = options.keeper;
     KeptDescriptors kept;
@@ -203,6 +223,7 @@ class Heart {
                                                           .extents = extents_,
                                                           .workers = *workers_,
                                                           .clock = clock,
+                                                          .turn = &turn_budget_,
                                                           .keeper = keeper});
     options.before_load(io_.memory());
     loaded = store_->load(
@@ -244,8 +265,9 @@ class Heart {
   UpdateWorkers& workers() { return *workers_; }
 
   bool turn() {
+    if (is_hurried_) turn_budget_.begin();
     const bool reaped = io_.reap() + workers_->reap() > 0;
-    if (store_->advance() || reaped) return true;
+    if (store_->advance() || reaped || turn_budget_.is_cut()) return true;
     if (tries_sleepers) expect_sleepers_wait();
     // Time stands still here: what waits for its next try has it as soon as nothing else is done.
     const uint64_t due_ns = holds_tries_up ? 0 : extents_.next_ns();
@@ -438,7 +460,8 @@ class Heart {
       if (before.empty()) continue;
       const bool was_active = job->cache().activities().any() || !job->operations().is_idle();
       job->cache().waits().wake_all();
-      job->cache().leases().advance();
+      TurnBudget without_bound;
+      job->cache().leases().advance(without_bound);
       EXPECT_EQ(reasons(), before) << "somebody sleeps whom an event should have woken";
       EXPECT_EQ(job->cache().activities().any() || !job->operations().is_idle(), was_active)
           << "somebody sleeps who would have started something";
@@ -457,6 +480,9 @@ class Heart {
     return set;
   }
 
+  const bool is_hurried_;
+  const SteppedClock turn_clock_;
+  TurnBudget turn_budget_{turn_clock_};
   OwnedFd wake_;
   std::unique_ptr<Pool> pool_;
   DiskQueue io_;

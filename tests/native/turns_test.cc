@@ -1,5 +1,4 @@
 // What one turn of the store does for each session, whatever the others ask for.
-#include <fcntl.h>
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -9,9 +8,9 @@
 #include <utility>
 #include <vector>
 
+#include "asking_client.h"
 #include "block.h"
 #include "ring/layout.h"
-#include "ring/shared_memory.h"
 #include "store_fixture.h"
 
 namespace memd::testing {
@@ -19,37 +18,6 @@ namespace {
 
 constexpr uint32_t kRequestsATurn = 64;
 constexpr int kTurnsMax = 1000;
-
-/// Writes requests into a session's ring, as its client does.
-class AskingClient {
- public:
-  AskingClient(Heart& heart, uint64_t session_id) {
-    const int fd = heart.store().sessions().at(session_id)->ring.session_fd();
-    auto mapped = SharedMemory::map(OwnedFd(fcntl(fd, F_DUPFD_CLOEXEC, 0)), sizeof(SessionLayout));
-    EXPECT_TRUE(mapped.is_ok()) << mapped.status().message();
-    memory_.emplace(std::move(mapped).value());
-  }
-
-  void ask(uint32_t shard_id, uint32_t count) {
-    const uint32_t tail = layout().header.request_tail.load();
-    for (uint32_t i = 0; i < count; ++i) {
-      Request request{};
-      request.opcode = Opcode::lease;
-      request.request_id = tail + i;
-      request.shard_id = shard_id;
-      request.timeout_ns = 1'000'000'000;
-      layout().requests[(tail + i) % kRingEntries] = request;
-    }
-    layout().header.request_tail.store(tail + count);
-  }
-  uint32_t taken_count() const { return layout().header.request_head.load(); }
-  uint32_t answered_count() const { return layout().header.completion_tail.load(); }
-
- private:
-  SessionLayout& layout() const { return *reinterpret_cast<SessionLayout*>(memory_->data()); }
-
-  std::optional<SharedMemory> memory_;
-};
 
 TEST(TurnsTest, a_session_that_floods_has_64_requests_served_before_anothers) {
   Heart heart(std::make_shared<MemoryDisk>(400_MiB));

@@ -15,6 +15,7 @@
 
 #include "base/clock.h"
 #include "base/status.h"
+#include "base/turn_budget.h"
 #include "ring/layout.h"
 #include "store/cache/job_counters.h"
 #include "store/cache/lease_request.h"
@@ -152,22 +153,34 @@ class LeaseWaiters {
     Status refusal{};
   };
   /// Asks `judge` of each that was woken, once, in the order in which they came; then `overdue` of
-  /// each whose deadline has passed, which it refuses. True where one was answered.
+  /// each whose deadline has passed, which it refuses. Where `turn` has no time for all of them,
+  /// the next turn goes on behind the last one. True where one was answered.
   template <typename Judge, typename Overdue>
-  bool advance(const Judge& judge, const Overdue& overdue) {
+  bool advance(const Judge& judge, const Overdue& overdue, TurnBudget& turn) {
     wake_released();
     bool progress = false;
-    WaitLists::Ticket from = 0;
-    while (const auto ticket = lists_.take_woken(from)) {
+    const WaitLists::Ticket began = std::exchange(try_from_, 0);
+    for (WaitLists::Ticket from = began, before = WaitLists::kNoTicket;;) {
+      const auto ticket = lists_.take_woken(from, before);
+      if (!ticket && (began == 0 || before == began)) break;
+      if (!ticket) {
+        from = 0;
+        before = began;
+        continue;
+      }
       from = *ticket + 1;
       LeaseWaiter& waiter = all_.at(*ticket);
       const Verdict verdict = judge(waiter);
       if (verdict.stays) {
         hang(waiter);
-        continue;
+      } else {
+        end(waiter, verdict.refusal);
+        progress = true;
       }
-      end(waiter, verdict.refusal);
-      progress = true;
+      if (lists_.has_woken() && turn.is_spent()) {
+        try_from_ = from;
+        break;
+      }
     }
     while (!deadlines_.empty() && deadlines_.begin()->first <= clock_.now_ns()) {
       LeaseWaiter& waiter = all_.at(deadlines_.begin()->second);
@@ -202,6 +215,7 @@ class LeaseWaiters {
   std::map<Watched, std::set<WaitLists::Ticket>> watched_;
   std::unordered_map<WaitLists::Ticket, Watched> watching_;
   WaitLists::Ticket next_ticket_ = 0;
+  WaitLists::Ticket try_from_ = 0;  // not 0: where a turn that had no more time stopped
 };
 
 }  // namespace memd

@@ -25,7 +25,7 @@ void Leases::acquire(const LeaseRequest& request, LeaseReply reply) {
   parts_.waiters.hang(waiter);
 }
 
-bool Leases::advance() {
+bool Leases::advance(TurnBudget& turn) {
   if (const LeaseWaiter* const first = parts_.waiters.first_for_room(); first != nullptr) {
     room_.look_for_releases();
     // Others gave back what its own session holds as well: it is told so.
@@ -33,9 +33,13 @@ bool Leases::advance() {
     if (nothing_moves && parts_.slots.pinned_by_others(first->request.session_id) == false)
       parts_.waits.wake(WaitList::room);
   }
+  // A slot that was filled goes to the writer that waited for it in the same turn, before readers
+  // see it.
+  TurnBudget without_bound;
   const bool progress =
       parts_.waiters.advance([this](LeaseWaiter& waiter) { return try_again(waiter); },
-                             [this](const LeaseWaiter& waiter) { return overdue(waiter); });
+                             [this](const LeaseWaiter& waiter) { return overdue(waiter); },
+                             fills_.has_ready() ? without_bound : turn);
   fills_.end_turn();
   return progress;
 }

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 
+#include "base/turn_budget.h"
 #include "store/cache/cache_parts.h"
 #include "store/cache/fetches.h"
 #include "store/cache/half_written.h"
@@ -29,8 +30,8 @@ class Leases {
   Leases& operator=(const Leases&) = delete;
 
   void acquire(const LeaseRequest& request, LeaseReply reply);
-  /// Retries what was woken. True where one was answered.
-  bool advance();
+  /// Retries what was woken, or as much of it as `turn` has time for. True where one was answered.
+  bool advance(TurnBudget& turn);
   /// One that `for_service` was asked for. `discard`: what was written is not whole.
   void release_service(const LeaseGrant& grant, bool discard);
   /// How often a lease was tried so far.

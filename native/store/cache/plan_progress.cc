@@ -48,17 +48,17 @@ uint64_t PlanProgress::distance(uint64_t session_id, uint32_t entry_id) const {
   return session == nullptr ? kNeverUsed : session->plan->distance(entry_id);
 }
 
-bool PlanProgress::follow_uses(Session& session) {
+bool PlanProgress::follow_uses(Session& session, TurnBudget& turn) {
   SessionPlan* const plan = session.plan.get();
   uint64_t left = kFollowedATurn;
   bool progress = false;
   while (left > 0) {
     const PlanCut* const cut =
         plan == nullptr || plan->cuts.empty() ? nullptr : &plan->cuts.front();
-    uint64_t wanted = left;
+    uint64_t wanted = std::min(left, kFollowedTogether);
     if (cut != nullptr) {
       const uint64_t head = session.ring.use_head();
-      wanted = std::min(left, cut->use_tail > head ? cut->use_tail - head : 0);
+      wanted = std::min(wanted, cut->use_tail > head ? cut->use_tail - head : 0);
     }
     uses_.clear();
     // If some are missing, the plan finds its place again, and counters are short of them.
@@ -77,7 +77,7 @@ bool PlanProgress::follow_uses(Session& session) {
       progress = true;
       continue;
     }
-    if (is_dry) break;
+    if (is_dry || turn.is_spent()) break;
   }
   return progress;
 }
@@ -148,7 +148,8 @@ void PlanProgress::close_step(uint64_t session_id,
   // Not known before the period is cut; nothing of the step waits for that.
   necessary_bytes_ = 0;
   session->plan->cuts.push_back(std::move(cut));
-  follow_uses(*session);
+  TurnBudget without_bound;
+  follow_uses(*session, without_bound);
   const uint64_t fetched_bytes = parts_.counters.fetched_bytes;
   period_fetched_bytes_ = fetched_bytes - std::exchange(period_begin_fetched_bytes_, fetched_bytes);
 }

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/turn_budget.h"
 #include "plan/plan_book.h"
 #include "store/cache/eviction.h"
 #include "store/cache/job_counters.h"
@@ -27,6 +28,8 @@ class PlanProgress {
   /// Uses of one session that are followed in one turn: with the most that PlanBook compares for
   /// each, a few milliseconds. A log holds 64 times as many.
   static constexpr uint64_t kFollowedATurn = 1024;
+  /// Uses that are followed before the turn's time is looked at.
+  static constexpr uint64_t kFollowedTogether = 64;
   // A session that needs nothing is heard of this often.
   static constexpr uint64_t kUsesUnheardMax = 256;
 
@@ -49,9 +52,9 @@ class PlanProgress {
   /// Has the session say so when it has made some uses.
   static void want_uses(Session& session) { session.ring.want_use_after(kUsesUnheardMax); }
   /// What the session has leased since the last call: with a request, whose grant was counted, or
-  /// without one; the rest is left to the next turn where it is more than kFollowedATurn. True
-  /// where there was something.
-  bool follow_uses(Session& session);
+  /// without one. What is more than kFollowedATurn, or than `turn` has time for, is left to the
+  /// next turn. True where there was something.
+  bool follow_uses(Session& session, TurnBudget& turn);
 
   /// Buckets in the order in which the session used their parameters first since its last step,
   /// which is the order in which the next forward will want them.

@@ -37,6 +37,8 @@ class SlotFills {
   /// True once it is zeroed; whoever asked writes there now.
   bool take_zeroed(const Entry& entry, uint32_t shard_id);
 
+  /// Something is ready for the leases that are tried in this turn.
+  bool has_ready() const { return !ready_.empty(); }
   /// Everybody who waits was tried.
   void end_turn();
 

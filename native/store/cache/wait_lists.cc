@@ -57,9 +57,9 @@ void WaitLists::wake_all() {
   for (const auto& [ticket, place] : places_) woken_.insert(ticket);
 }
 
-std::optional<WaitLists::Ticket> WaitLists::take_woken(Ticket from) {
+std::optional<WaitLists::Ticket> WaitLists::take_woken(Ticket from, Ticket before) {
   const auto found = woken_.lower_bound(from);
-  if (found == woken_.end()) return std::nullopt;
+  if (found == woken_.end() || *found >= before) return std::nullopt;
   const Ticket ticket = *found;
   woken_.erase(found);
   return ticket;

@@ -30,6 +30,7 @@ inline constexpr size_t kWaitListCount = 4;
 class WaitLists {
  public:
   using Ticket = uint64_t;
+  static constexpr Ticket kNoTicket = ~Ticket{0};
 
   WaitLists() = default;
   WaitLists(const WaitLists&) = delete;
@@ -47,8 +48,9 @@ class WaitLists {
   void wake(WaitList list);
   void wake_all();
 
-  /// The first at or after `from` that is to be tried; it is taken for tried from here on.
-  std::optional<Ticket> take_woken(Ticket from);
+  /// The first from `from` to below `before` that is to be tried; it is taken for tried from here
+  /// on.
+  std::optional<Ticket> take_woken(Ticket from, Ticket before);
   bool has_woken() const { return !woken_.empty(); }
 
   const std::set<Ticket>& on(WaitList list) const { return lists_[static_cast<size_t>(list)]; }

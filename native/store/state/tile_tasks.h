@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 
+#include "base/turn_budget.h"
 #include "store/state/state_parts.h"
 #include "store/state/tile_task.h"
 #include "store/state/tile_words.h"
@@ -37,8 +38,8 @@ class TileTasks {
   void submit_first(TileTask task);
   /// Writes a tile whose newest bytes are in memory alone; it is clean afterwards.
   void submit_flush(uint64_t key, const std::shared_ptr<StepReport>& report, Done done);
-  /// Starts what can start.
-  void advance();
+  /// Starts what can start, and what `turn` has time for.
+  void advance(TurnBudget& turn);
   /// Bytes that stay in the private side: all that no task works in.
   uint64_t kept_bytes() const;
 

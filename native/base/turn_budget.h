@@ -1,0 +1,53 @@
+// How long a turn of the server thread may go on.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+#include "base/clock.h"
+
+namespace memd {
+
+/// While a turn lasts, every job waits. Each part of a turn does one piece of work, asks
+/// is_spent(), and leaves the rest to the next turn: so each part gets on, and a turn takes this
+/// long and at most one piece of each part. Owned by the Engine; used by the server thread.
+class TurnBudget {
+ public:
+  /// Pieces take some 5 µs each, and handing four chunks to the kernel some 30 µs.
+  static constexpr uint64_t kTurnNs = 30'000;
+
+  /// Without bound for ever.
+  TurnBudget() = default;
+  /// Without bound until begin().
+  explicit TurnBudget(const Clock& clock) : clock_(&clock) {}
+  TurnBudget(const TurnBudget&) = delete;
+  TurnBudget& operator=(const TurnBudget&) = delete;
+
+  /// A turn begins.
+  void begin() {
+    end_ns_ = clock_ == nullptr ? kNoEnd : clock_->now_ns() + kTurnNs;
+    is_cut_ = false;
+  }
+  /// From here on there is no bound.
+  void lift() {
+    end_ns_ = kNoEnd;
+    is_cut_ = false;
+  }
+  /// For a caller that has more to do. True: it leaves that to the next turn, which begins at once.
+  bool is_spent() {
+    if (end_ns_ == kNoEnd || clock_->now_ns() < end_ns_) return false;
+    is_cut_ = true;
+    return true;
+  }
+  /// Somebody left something to the next turn.
+  bool is_cut() const { return is_cut_; }
+
+ private:
+  static constexpr uint64_t kNoEnd = std::numeric_limits<uint64_t>::max();
+
+  const Clock* clock_ = nullptr;
+  uint64_t end_ns_ = kNoEnd;
+  bool is_cut_ = false;
+};
+
+}  // namespace memd

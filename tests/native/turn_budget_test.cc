@@ -1,0 +1,179 @@
+// A turn ends when its time is over, each part of it gets on, and nothing is lost or out of order.
+#include "base/turn_budget.h"
+
+#include <gtest/gtest.h>
+#include <sys/eventfd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <numeric>
+#include <vector>
+
+#include "asking_client.h"
+#include "base/workers.h"
+#include "block.h"
+#include "io/memory_queue.h"
+#include "store_fixture.h"
+
+namespace memd::testing {
+namespace {
+
+constexpr uint64_t kPieceNs = TurnBudget::kTurnNs / 3;
+constexpr uint32_t kPieces = 10;
+constexpr size_t kPiecesATurn = 3;
+
+TEST(TurnBudgetTest, has_no_bound_before_it_begins_and_after_it_was_lifted) {
+  ManualClock clock;
+  TurnBudget turn(clock);
+  clock.advance(1'000'000'000);
+  EXPECT_FALSE(turn.is_spent());
+  turn.begin();
+  EXPECT_FALSE(turn.is_spent());
+  clock.advance(TurnBudget::kTurnNs - 1);
+  EXPECT_FALSE(turn.is_spent());
+  EXPECT_FALSE(turn.is_cut());
+  clock.advance(1);
+  EXPECT_TRUE(turn.is_spent());
+  EXPECT_TRUE(turn.is_cut());
+  turn.begin();
+  EXPECT_FALSE(turn.is_cut());
+  clock.advance(TurnBudget::kTurnNs);
+  turn.lift();
+  EXPECT_FALSE(turn.is_spent());
+  EXPECT_FALSE(turn.is_cut());
+}
+
+std::vector<uint32_t> first_ones(size_t count) {
+  std::vector<uint32_t> numbers(count);
+  std::iota(numbers.begin(), numbers.end(), 0U);
+  return numbers;
+}
+
+TEST(TurnBudgetTest, completions_that_a_turn_has_no_time_for_come_next_in_their_order) {
+  ManualClock clock;
+  TurnBudget turn(clock);
+  MemoryQueue queue({.clock = &clock, .turn = &turn});
+  const uint16_t device = queue.add_disk(std::make_shared<MemoryDisk>(1_MiB), "disk");
+  Block bytes(kPieces * kBlockBytes);
+  std::vector<uint32_t> completed;
+  for (uint32_t i = 0; i < kPieces; ++i) {
+    queue.submit({.kind = IoKind::write,
+                  .device = device,
+                  .offset_bytes = i * kBlockBytes,
+                  .data = bytes.span().subspan(i * kBlockBytes, kBlockBytes),
+                  .complete = [&, i](const Status& status) {
+                    EXPECT_TRUE(status.is_ok()) << status.message();
+                    completed.push_back(i);
+                    clock.advance(kPieceNs);
+                  }});
+  }
+  queue.complete_all();
+  for (size_t turns = 1; completed.size() < kPieces; ++turns) {
+    turn.begin();
+    const size_t before = completed.size();
+    const size_t reaped = queue.reap();
+    EXPECT_EQ(reaped, completed.size() - before);
+    EXPECT_EQ(completed, first_ones(std::min<size_t>(turns * kPiecesATurn, kPieces)));
+    EXPECT_EQ(turn.is_cut(), completed.size() < kPieces);
+  }
+  EXPECT_EQ(queue.reap(), 0u);
+}
+
+TEST(TurnBudgetTest, a_turn_without_time_starts_four_chunks_and_the_next_ones_the_rest) {
+  ManualClock clock;
+  TurnBudget turn(clock);
+  MemoryQueue queue({.clock = &clock, .turn = &turn});
+  const uint16_t device = queue.add_disk(std::make_shared<MemoryDisk>(1_MiB), "disk");
+  Block bytes(kPieces * kBlockBytes);
+  uint32_t completed_count = 0;
+  const auto started_count = [&] {
+    uint32_t count = 0;
+    for (const IoInFlight& each : queue.in_flight()) count += each.started ? 1 : 0;
+    return count;
+  };
+  turn.begin();
+  queue.begin_batch();
+  for (uint32_t i = 0; i < kPieces; ++i) {
+    queue.submit({.kind = IoKind::read,
+                  .device = device,
+                  .offset_bytes = i * kBlockBytes,
+                  .data = bytes.span().subspan(i * kBlockBytes, kBlockBytes),
+                  .complete = [&](const Status&) { ++completed_count; }});
+  }
+  EXPECT_EQ(started_count(), 0u);
+  clock.advance(TurnBudget::kTurnNs);
+  queue.end_batch();
+  EXPECT_EQ(started_count(), 4u);
+  EXPECT_TRUE(turn.is_cut());
+  turn.begin();
+  EXPECT_EQ(queue.reap(), 0u);
+  EXPECT_EQ(started_count(), kPieces);
+  queue.complete_all();
+  queue.reap();
+  EXPECT_EQ(completed_count, kPieces);
+}
+
+TEST(TurnBudgetTest, finished_work_that_a_turn_has_no_time_for_comes_next_in_its_order) {
+  ManualClock clock;
+  TurnBudget turn(clock);
+  const OwnedFd wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  UpdateWorkers workers(UpdateWorkers::ByHand{}, wake.get(), &turn);
+  std::vector<uint32_t> done;
+  for (uint32_t i = 0; i < kPieces; ++i) {
+    workers.submit(
+        {.job = JobId{1}, .bytes = 1, .kind = WorkKind::bytes},
+        [] {},
+        [&, i] {
+          done.push_back(i);
+          clock.advance(kPieceNs);
+        });
+  }
+  while (workers.run_next()) {
+  }
+  for (size_t turns = 1; done.size() < kPieces; ++turns) {
+    turn.begin();
+    const size_t before = done.size();
+    const size_t reaped = workers.reap();
+    EXPECT_EQ(reaped, done.size() - before);
+    EXPECT_EQ(done, first_ones(std::min<size_t>(turns * kPiecesATurn, kPieces)));
+    EXPECT_EQ(workers.open_count(), kPieces - done.size());
+    EXPECT_EQ(turn.is_cut(), done.size() < kPieces);
+  }
+}
+
+TEST(TurnBudgetTest, whoever_found_no_time_is_served_first_in_the_next_turn) {
+  constexpr uint32_t kSessions = 4;
+  constexpr uint32_t kRequests = 100;
+  constexpr uint32_t kRequestsATurn = 8;
+  Heart heart(std::make_shared<MemoryDisk>(400_MiB), HeartOptions{.pieces_a_turn = kRequestsATurn});
+  const uint64_t job_id = heart.open("job");
+  std::vector<uint64_t> sessions;
+  for (uint32_t i = 0; i < kSessions; ++i) sessions.push_back(heart.attach(job_id));
+  const uint32_t shard_id = heart.declare(
+      sessions[0],
+      {{.name = "blob", .kind = ShardKind::blob, .dtype = DType::float32, .shape = {64}}})[0];
+  heart.write(sessions[0], shard_id, std::vector<float>(64, 1.0F));
+  heart.touch(sessions[0], shard_id);
+  std::vector<std::unique_ptr<AskingClient>> clients;
+  for (const uint64_t session_id : sessions)
+    clients.push_back(std::make_unique<AskingClient>(heart, session_id));
+
+  for (const auto& client : clients) client->ask(shard_id, kRequests);
+  uint32_t turn_count = 0;
+  for (uint32_t most = 0; most < kRequests; ++turn_count) {
+    ASSERT_TRUE(heart.turn());
+    uint32_t least = kRequests;
+    most = 0;
+    for (const auto& client : clients) {
+      least = std::min(least, client->taken_count());
+      most = std::max(most, client->taken_count());
+    }
+    EXPECT_GE(least, turn_count + 1);
+    EXPECT_LE(most - least, kRequestsATurn);
+  }
+  EXPECT_GE(turn_count, kSessions * kRequests / (kRequestsATurn + kSessions));
+}
+
+}  // namespace
+}  // namespace memd::testing
