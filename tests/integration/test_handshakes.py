@@ -44,9 +44,8 @@ def recorded_of(release: compat.Release) -> dict[str, Any]:
 def each(*, is_spoken: bool) -> pytest.MarkDecorator:
     """Every release that speaks today's protocol, or every other one."""
     chosen = [release for release in RELEASES if is_of_today(release) == is_spoken]
-    return pytest.mark.parametrize(
-        "recorded", map(recorded_of, chosen), ids=[release.name for release in chosen]
-    )
+    said = [recorded_of(release) for release in chosen]
+    return pytest.mark.parametrize("recorded", said, ids=[release.name for release in chosen])
 
 
 def is_of_today(release: compat.Release) -> bool:
@@ -82,7 +81,7 @@ def names_of(message: Message) -> set[str]:
 
 
 def test_every_release_has_a_handshake_and_an_image() -> None:
-    assert RELEASES
+    assert any(is_of_today(release) for release in RELEASES)
     for release in RELEASES:
         assert (HANDSHAKES / f"{release.name}.json").exists()
         assert (compat.ROOT / "tests/golden" / f"format-{release.format}.xz.b64").exists()
