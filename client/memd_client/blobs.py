@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memd_client.errors import InvalidArgument, UnknownName
+from memd_client.name_uses import NameUses
 from memd_client.shard import Shard, shard_spec
 from memd_proto.v1 import session_pb2, types_pb2
 
@@ -21,12 +22,20 @@ class Blobs:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._uses = NameUses()
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         job = self._job
         job.refuse_if_unusable()
         _refuse_blob(name, tensor)
-        tensor = tensor.detach()
+        self._uses.begin_use([name])
+        try:
+            self._put(name, tensor.detach())
+        finally:
+            self._uses.end_use([name])
+
+    def _put(self, name: str, tensor: torch.Tensor) -> None:
+        job = self._job
         spec = shard_spec(
             name, kind=types_pb2.SHARD_KIND_BLOB, dtype=tensor.dtype, shape=tensor.shape
         )
@@ -46,6 +55,14 @@ class Blobs:
     def get(self, name: str) -> torch.Tensor:
         job = self._job
         job.refuse_if_unusable()
+        self._uses.begin_use([name])
+        try:
+            return self._get(name)
+        finally:
+            self._uses.end_use([name])
+
+    def _get(self, name: str) -> torch.Tensor:
+        job = self._job
         if not job.has_shared_memory:
             job.shards.find(name)  # its error names similar ones
             return job.streams.get(name)
@@ -63,14 +80,27 @@ class Blobs:
             raise InvalidArgument(
                 f"prefetch takes several names; put this one in a list: {names!r}"
             )
-        shards = [job.shards.find(name) for name in names]
-        if job.has_shared_memory:
-            for shard in shards:
-                job.unordered_leases.prefetch(shard)
+        wanted = list(names)
+        self._uses.begin_use(wanted)
+        try:
+            shards = [job.shards.find(name) for name in wanted]
+            if job.has_shared_memory:
+                for shard in shards:
+                    job.unordered_leases.prefetch(shard)
+        finally:
+            self._uses.end_use(wanted)
 
     def delete(self, name: str) -> None:
         job = self._job
         job.refuse_if_unusable()
+        self._uses.begin_deletion(name)
+        try:
+            self._delete(name)
+        finally:
+            self._uses.end_deletion(name)
+
+    def _delete(self, name: str) -> None:
+        job = self._job
         # The name must exist now: if the daemon goes away during the call, the repeated call takes
         # a missing name for one that it has deleted itself.
         if job.shards.find(name).kind != types_pb2.SHARD_KIND_BLOB:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import threading
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
@@ -49,6 +50,9 @@ class ShardRegistry:
         self._control = control
         self._leases = leases
         self._shards: dict[str, Shard] = {}
+        self._forget_count = 0
+        # Of both: a listing must not bring back what was forgotten since it was asked for.
+        self._lock = threading.Lock()
         self._parameters: WeakSet[LivingParameter] = WeakSet()
         self._gradients_fit = True
 
@@ -63,7 +67,8 @@ class ShardRegistry:
         shards = list(response.shards)
         if not response.gradients_fit:
             self._note_gradients_spill()
-        self._shards.update((shard.spec.name, Shard.of(shard)) for shard in shards)
+        with self._lock:
+            self._shards.update((shard.spec.name, Shard.of(shard)) for shard in shards)
         return shards
 
     def find(self, name: str) -> Shard:
@@ -73,18 +78,31 @@ class ShardRegistry:
         Raises:
             UnknownName: the job has no such shard; the message names similar ones.
         """
-        if name not in self._shards:
-            self._shards = {shard.spec.name: Shard.of(shard) for shard in self.list_all()}
-        if name not in self._shards:
+        shard = self._shards.get(name)
+        if shard is None:
+            shard = self._learn_all().get(name)
+        if shard is None:
             raise self.unknown(name)
-        return self._shards[name]
+        return shard
+
+    def _learn_all(self) -> dict[str, Shard]:
+        while True:
+            forget_count = self._forget_count
+            listed = {shard.spec.name: Shard.of(shard) for shard in self.list_all()}
+            with self._lock:
+                if forget_count == self._forget_count:
+                    self._shards = listed
+                    return listed
 
     def remember(self, shard: Shard) -> None:
-        self._shards[shard.name] = shard
+        with self._lock:
+            self._shards[shard.name] = shard
 
     def forget(self, name: str) -> None:
         """The shard may be another one by now: the next `find` asks the daemon."""
-        self._shards.pop(name, None)
+        with self._lock:
+            self._forget_count += 1
+            self._shards.pop(name, None)
 
     def list_all(self) -> Iterable[types_pb2.Shard]:
         """All shards of the job, from the daemon."""

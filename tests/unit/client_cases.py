@@ -23,7 +23,10 @@ import memd_client
 from memd_client import Session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
+
+    from memd_client.shard import Shard
+    from memd_proto.v1 import types_pb2
 
     OpenSession = Callable[[], Session]
 
@@ -1324,6 +1327,63 @@ class TestBlobs:
             session.prefetch(["x"])
         with pytest.raises(memd_client.UnknownName, match="'x'"):
             session.get("x")
+
+    def test_a_name_that_another_thread_deletes_is_no_other_tensor_between_its_id_and_its_bytes(
+        self, session: Session, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        session.put("x", torch.ones(64))
+        shards = session.transaction.job.shards
+        find = shards.find
+        is_found, is_replaced = threading.Event(), threading.Event()
+
+        def find_and_pause(name: str) -> Shard:
+            shard = find(name)
+            if threading.current_thread() is getter:
+                is_found.set()
+                # Nobody replaces it meanwhile, or it is another tensor's when it is leased.
+                is_replaced.wait(0.5)
+            return shard
+
+        def replace() -> None:
+            session.delete("x")
+            session.put("y", torch.zeros(64))
+            is_replaced.set()
+
+        got: list[torch.Tensor] = []
+        getter = threading.Thread(target=lambda: got.append(session.get("x")))
+        deleter = threading.Thread(target=replace)
+        monkeypatch.setattr(shards, "find", find_and_pause)
+        getter.start()
+        assert is_found.wait(60)
+        deleter.start()
+        getter.join()
+        deleter.join()
+        assert len(got) == 1
+        assert torch.equal(got[0], torch.ones(64))
+        with pytest.raises(memd_client.UnknownName, match="'x'"):
+            session.get("x")
+
+    def test_a_list_of_names_brings_no_deleted_one_back(
+        self, session: Session, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        session.put("x", torch.ones(64))
+        shards = session.transaction.job.shards
+        list_all = shards.list_all
+        pauses = iter([True])
+
+        def list_and_replace() -> Iterable[types_pb2.Shard]:
+            listed = list(list_all())
+            if next(pauses, False):
+                session.delete("x")
+                session.put("y", torch.zeros(64))
+            return listed
+
+        monkeypatch.setattr(shards, "list_all", list_and_replace)
+        with pytest.raises(memd_client.UnknownName, match="'z'"):
+            session.prefetch(["z"])
+        with pytest.raises(memd_client.UnknownName, match="'x'"):
+            session.get("x")
+        assert not session.get("y").any()
 
     def test_prefetch_takes_names(self, session: Session) -> None:
         session.put("a", torch.zeros(3))

@@ -28,7 +28,8 @@ CLIENT_LAYERS = (
     # The way to the daemon, and back to it when it was away.
     *("shard", "calls", "retry", "attach", "embedded", "control", "reattach"),
     # One session's core.
-    *("gradient_order", "leases", "tensor_streams", "registry", "steps", "job", "blobs"),
+    *("gradient_order", "leases", "tensor_streams", "registry", "steps", "job"),
+    *("name_uses", "blobs"),
     *("transaction", "buffers"),
     # Offloaded parameters.
     *("early", "gradients", "residency", "parameter", "saved_tensors", "away", "module_hooks"),
