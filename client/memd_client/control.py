@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from dataclasses import dataclass
@@ -129,6 +130,7 @@ class Control:
         self._metadata = (("memd-token", token),)
         self._lock = threading.Lock()
         self._channel: _Channel | None = None
+        self._declaring = threading.Lock()
 
     def renew(self, *, address: str, token: str) -> None:
         """From now on calls go to the next daemon. Running calls are cancelled."""
@@ -146,17 +148,33 @@ class Control:
         return self._call(self._open().sessions.Detach, request, _SHORT_S)
 
     def declare(self, request: session_pb2.DeclareRequest) -> session_pb2.DeclareResponse:
-        """In as many calls as it takes; where a later one is refused, shards of those before it are
-        declared."""
-        answer = session_pb2.DeclareResponse(gradients_fit=True)
-        for first in range(0, max(len(request.shards), 1), _SHARDS_IN_CALL):
-            part = session_pb2.DeclareRequest(
-                session_id=request.session_id,
-                shards=request.shards[first : first + _SHARDS_IN_CALL],
-            )
-            response = self._call(self._open().sessions.Declare, part, _SHORT_S)
-            answer.shards.extend(response.shards)
-            answer.gradients_fit = response.gradients_fit
+        """All of them, or none if it fails, in as many calls as it takes."""
+        declare = self._open().sessions.Declare
+        if len(request.shards) <= _SHARDS_IN_CALL:
+            return self._call(declare, request, _SHORT_S)
+        firsts = range(0, len(request.shards), _SHARDS_IN_CALL)
+        parts = [request.shards[first : first + _SHARDS_IN_CALL] for first in firsts]
+        declaration = secrets.randbits(63) + 1
+        # The daemon knows one declaration of a session at a time.
+        with self._declaring:
+            for first, shards in zip(firsts, parts, strict=True):
+                last = self._call(
+                    declare,
+                    session_pb2.DeclareRequest(
+                        session_id=request.session_id,
+                        shards=shards,
+                        declaration=declaration,
+                        shards_before=first,
+                        more_follows=first != firsts[-1],
+                    ),
+                    _SHORT_S,
+                )
+        answer = session_pb2.DeclareResponse(gradients_fit=last.gradients_fit)
+        # From here on they are found.
+        for shards in parts[:-1]:
+            part = session_pb2.DeclareRequest(session_id=request.session_id, shards=shards)
+            answer.shards.extend(self._call(declare, part, _SHORT_S).shards)
+        answer.shards.extend(last.shards)
         return answer
 
     def begin_step(self, request: session_pb2.StepRequest) -> StepCall:

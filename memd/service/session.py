@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from memd.attach import send_session
 from memd.peers import Session
 from memd.refusal import Refused, StatusCode
 from memd.service import access, wire
+from memd.service.declarations import Declarations
 from memd_native import PROTOCOL_VERSION
 from memd_proto.v1 import session_pb2
 
@@ -30,6 +32,7 @@ class SessionService:
         self._server = server
         self._peers = peers
         self._jobs_max = jobs_max
+        self._declarations = Declarations()
         # Between the look at who owns a name and the opening of the job nobody else may take it.
         self._opening = Lock()
 
@@ -100,10 +103,15 @@ class SessionService:
         self, request: session_pb2.DeclareRequest, call: Call
     ) -> session_pb2.DeclareResponse:
         session = self._peers.session(call.peer, request.session_id)
-        specs = (wire.native_spec(spec) for spec in request.shards)
+        gathered = self._declarations.gather(request)
+        if request.more_follows:
+            return session_pb2.DeclareResponse()
+        specs = (wire.native_spec(spec) for spec in gathered)
         shards, gradients_fit = self._server.declare(session.session_id, specs)
+        # A message holds as many as came in one.
+        own = itertools.islice(shards, len(gathered) - len(request.shards), None)
         return session_pb2.DeclareResponse(
-            shards=[wire.shard_message(shard) for shard in shards], gradients_fit=gradients_fit
+            shards=[wire.shard_message(shard) for shard in own], gradients_fit=gradients_fit
         )
 
     def Step(self, request: session_pb2.StepRequest, call: Call) -> session_pb2.StepResponse:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
+import memd_client
 import memd_native
 from memd_proto.v1 import job_pb2, session_pb2, status_pb2, tensor_pb2, types_pb2
 from tests.daemons import HOST_BYTES, Attached, chunks_of
@@ -180,6 +181,31 @@ def test_a_quota_beyond_what_is_free_is_refused_with_both_figures(
     assert "free" in message
     jobs = client.call(client.jobs.ListJobs, job_pb2.ListJobsRequest()).jobs
     assert "greedy" not in {job.name for job in jobs}
+
+
+@pytest.mark.parametrize("last", ["bad", "too much", "good"])
+def test_5000_shards_are_declared_or_none_of_them(daemon: Daemon, last: str) -> None:
+    with memd_client.connect(
+        daemon.address,
+        job=f"declares-{last.split()[-1]}",
+        host_bytes=16 << 20,
+        nvme_bytes=28 << 20,
+    ) as session:
+        specs = [spec_of(f"shard{number}", 4) for number in range(5000)]
+        specs[-1] = {
+            # Declared twice.
+            "bad": specs[0],
+            # The state of each fits, and that of all does not.
+            "too much": spec_of("large", 12 << 20),
+            "good": specs[-1],
+        }[last]
+        error = {"bad": memd_client.InvalidArgument, "too much": memd_client.CapacityError}.get(
+            last
+        )
+        with contextlib.nullcontext() if error is None else pytest.raises(error):
+            declared = session._job.declare(specs)
+            assert [shard.spec.name for shard in declared] == [spec.name for spec in specs]
+        assert len(session._job.shards.list_all()) == (0 if error else 5000)
 
 
 def test_another_protocol_version_is_refused(client: Attached) -> None:

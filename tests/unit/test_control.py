@@ -45,15 +45,19 @@ def test_shards_are_declared_in_as_many_calls_as_it_takes_and_listed_page_by_pag
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     control = Control(address=ADDRESS, token="token")
-    calls: list[int] = []
+    calls: list[tuple[int, int, bool]] = []
+    declarations: set[int] = set()
 
     def answer(method: object, request: Any, timeout_s: float) -> Any:
         del method, timeout_s
         if isinstance(request, session_pb2.DeclareRequest):
-            calls.append(len(request.shards))
+            calls.append((len(request.shards), request.shards_before, request.more_follows))
+            declarations.add(request.declaration)
+            if request.more_follows:
+                return session_pb2.DeclareResponse()
             shards = [types_pb2.Shard(spec=spec) for spec in request.shards]
             # The daemon says it of all that is declared by then.
-            fit = sum(calls) <= 4096
+            fit = request.shards_before + len(shards) <= 4096
             return session_pb2.DeclareResponse(shards=shards, gradients_fit=fit)
         first = request.page_first
         page = session_pb2.ListShardsResponse(shards=[types_pb2.Shard(shard_id=first)])
@@ -64,11 +68,46 @@ def test_shards_are_declared_in_as_many_calls_as_it_takes_and_listed_page_by_pag
     names = [f"shard {i}" for i in range(5000)]
     specs = [types_pb2.ShardSpec(name=name) for name in names]
     declared = control.declare(session_pb2.DeclareRequest(shards=specs))
-    assert calls == [2048, 2048, 904]
+    # All of it is declared with the third call; the others tell what the first two declared.
+    assert calls == [
+        (2048, 0, True),
+        (2048, 2048, True),
+        (904, 4096, False),
+        (2048, 0, False),
+        (2048, 0, False),
+    ]
+    assert len(declarations) == 2
     assert [shard.spec.name for shard in declared.shards] == names
     assert not declared.gradients_fit
     calls.clear()
     assert control.declare(session_pb2.DeclareRequest(shards=specs[:1])).gradients_fit
     listed = control.list_shards(session_pb2.ListShardsRequest())
     assert [shard.shard_id for shard in listed.shards] == [0, 5, 10]
+    control.close()
+
+
+def test_nothing_is_declared_where_a_call_of_a_declaration_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    control = Control(address=ADDRESS, token="token")
+    declared: list[str] = []
+    gathered: list[str] = []
+
+    def answer(method: object, request: Any, timeout_s: float) -> Any:
+        del method, timeout_s
+        names = [spec.name for spec in request.shards]
+        gathered.extend(names)
+        if "bad" in names:
+            raise memd_client.InvalidArgument("a bad one")
+        if not request.more_follows:
+            declared.extend(names)
+        return session_pb2.DeclareResponse()
+
+    monkeypatch.setattr(control, "_call", answer)
+    specs = [types_pb2.ShardSpec(name=f"shard {i}") for i in range(4999)]
+    specs.append(types_pb2.ShardSpec(name="bad"))
+    with pytest.raises(memd_client.InvalidArgument):
+        control.declare(session_pb2.DeclareRequest(shards=specs))
+    assert len(gathered) == 5000
+    assert declared == []
     control.close()

@@ -20,8 +20,8 @@ from grpc_reflection.v1alpha import (  # type: ignore[import-untyped]  # no type
 )
 
 from memd.peers import Peer, Peers
-from memd.refusal import StatusCode
-from memd.service import access, wire
+from memd.refusal import Refused, StatusCode
+from memd.service import access, declarations, wire
 from memd.service.call import FIELDS_MAX, holds_more_fields
 from memd.service.control import SERVICES, ControlServer
 from memd.service.places import SHORT_CALLS, STEPS, STREAMS
@@ -597,6 +597,75 @@ def test_a_step_that_is_in_memory_alone_says_why_and_is_logged(
     assert (answer.committed_step, answer.disk_error) == (1, "its commit to the disk failed")
     (record,) = [each for each in caplog.records if each.message == "a step is not on disk"]
     assert record.__dict__["reason"] == "its commit to the disk failed"
+
+
+def test_a_declaration_of_several_calls_is_made_with_the_last(service: Service) -> None:
+    caller = service.caller()
+    session_id = caller.attach().session_id
+
+    def declare(first: int, count: int, *, more: bool, declaration: int = 7) -> list[str]:
+        request = session_pb2.DeclareRequest(
+            session_id=session_id,
+            shards=[blob(f"b{number}", 4) for number in range(first, first + count)],
+            declaration=declaration,
+            shards_before=first,
+            more_follows=more,
+        )
+        answer = caller.call(caller.sessions.Declare, request)
+        return [shard.spec.name for shard in answer.shards]
+
+    def names() -> list[str]:
+        request = session_pb2.ListShardsRequest(session_id=session_id)
+        return [
+            shard.spec.name for shard in caller.call(caller.sessions.ListShards, request).shards
+        ]
+
+    assert declare(0, 3, more=True) == []
+    # The answer was lost: the client sends it again.
+    assert declare(0, 3, more=True) == []
+    assert declare(3, 2, more=True) == []
+    assert names() == []
+    assert declare(5, 1, more=False) == ["b5"]
+    assert names() == [f"b{number}" for number in range(6)]
+    # It has ended, and nobody knows the calls before this one.
+    with pytest.raises(grpc.RpcError) as error:
+        declare(6, 1, more=False)
+    assert refusal_of(error).code is grpc.StatusCode.UNAVAILABLE
+    assert declare(0, 8, more=True) == []
+    with pytest.raises(grpc.RpcError) as error:
+        declare(8, 1, more=False, declaration=8)
+    assert refusal_of(error).code is grpc.StatusCode.UNAVAILABLE
+    assert len(names()) == 6
+
+
+def test_declarations_that_do_not_end_are_bounded_and_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 0.0
+    pending = declarations.Declarations(clock_s=lambda: now_s)
+    monkeypatch.setattr(declarations, "SHARDS_PENDING_MAX", 10)
+
+    def gather(session_id: int, first: int, count: int) -> int:
+        return len(
+            pending.gather(
+                session_pb2.DeclareRequest(
+                    session_id=session_id,
+                    shards=[blob("b", 4)] * count,
+                    declaration=1,
+                    shards_before=first,
+                    more_follows=True,
+                )
+            )
+        )
+
+    assert gather(1, 0, 6) == 6
+    with pytest.raises(Refused, match="at most 10 shards"):
+        gather(2, 0, 5)
+    assert gather(1, 6, 4) == 10
+    now_s = declarations.ABANDONED_S + 1
+    assert gather(2, 0, 5) == 5
+    with pytest.raises(Refused, match="not known"):
+        gather(1, 10, 1)
 
 
 def test_a_shard_without_kind_or_dtype_is_refused(service: Service) -> None:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from memd_proto.v1 import types_pb2 as memd_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15memd/v1/session.proto\x12\x07memd.v1\x1a\x13memd/v1/types.proto\"\xdb\x01\n\rAttachRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x12\n\nhost_bytes\x18\x05 \x01(\x04\x12\x12\n\nnvme_bytes\x18\x06 \x01(\x04\x12\x12\n\ndurability\x18\x07 \x01(\t\x12\r\n\x05\x66resh\x18\x08 \x01(\x08\x12\x1d\n\x15without_shared_memory\x18\t \x01(\x08\x12\x17\n\x0fkept_session_id\x18\n \x01(\x04\"\xf4\x01\n\x0e\x41ttachResponse\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0e\n\x06job_id\x18\x02 \x01(\x04\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x08\x12\x16\n\x0e\x63ommitted_step\x18\x04 \x01(\x04\x12\x12\n\nhost_bytes\x18\x05 \x01(\x04\x12\x12\n\nnvme_bytes\x18\x06 \x01(\x04\x12\x15\n\rsegment_bytes\x18\x07 \x01(\x04\x12\x1c\n\x14\x61rena_reserved_bytes\x18\x08 \x01(\x04\x12\x0c\n\x04kept\x18\t \x01(\x08\x12\x14\n\x0c\x63losing_step\x18\n \x01(\x04\x12\x14\n\x0c\x64urable_step\x18\x0b \x01(\x04\"#\n\rDetachRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\"(\n\x0e\x44\x65tachResponse\x12\x16\n\x0eleases_dropped\x18\x01 \x01(\r\"H\n\x0e\x44\x65\x63lareRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\"\n\x06shards\x18\x02 \x03(\x0b\x32\x12.memd.v1.ShardSpec\"H\n\x0f\x44\x65\x63lareResponse\x12\x1e\n\x06shards\x18\x01 \x03(\x0b\x32\x0e.memd.v1.Shard\x12\x15\n\rgradients_fit\x18\x02 \x01(\x08\"n\n\x0c\x41\x64\x61mSettings\x12\n\n\x02lr\x18\x01 \x01(\x01\x12\r\n\x05\x62\x65ta1\x18\x02 \x01(\x01\x12\r\n\x05\x62\x65ta2\x18\x03 \x01(\x01\x12\x0b\n\x03\x65ps\x18\x04 \x01(\x01\x12\x14\n\x0cweight_decay\x18\x05 \x01(\x01\x12\x11\n\tdecoupled\x18\x06 \x01(\x08\"G\n\tStepGroup\x12\'\n\x08settings\x18\x01 \x01(\x0b\x32\x15.memd.v1.AdamSettings\x12\x11\n\tshard_ids\x18\x02 \x03(\r\"\x89\x01\n\x0bStepRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\"\n\x06groups\x18\x02 \x03(\x0b\x32\x12.memd.v1.StepGroup\x12&\n\x07\x62uffers\x18\x03 \x03(\x0b\x32\x15.memd.v1.StagedBuffer\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x0c\n\x04\x63\x61ll\x18\x05 \x01(\x04\"@\n\x0cStagedBuffer\x12\x17\n\x0fstaged_shard_id\x18\x01 \x01(\r\x12\x17\n\x0f\x62uffer_shard_id\x18\x02 \x01(\r\"\xd8\x01\n\x0cStepResponse\x12\x16\n\x0e\x63ommitted_step\x18\x01 \x01(\x04\x12\x14\n\x0cread_seconds\x18\x02 \x01(\x01\x12\x16\n\x0eupdate_seconds\x18\x03 \x01(\x01\x12\x15\n\rwrite_seconds\x18\x04 \x01(\x01\x12\x16\n\x0e\x63ommit_seconds\x18\x05 \x01(\x01\x12\x12\n\nread_bytes\x18\x06 \x01(\x04\x12\x15\n\rwritten_bytes\x18\x07 \x01(\x04\x12\x14\n\x0c\x64urable_step\x18\x08 \x01(\x04\x12\x12\n\ndisk_error\x18\t \x01(\t\"K\n\x11\x45xpectStepRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\"\n\x06groups\x18\x02 \x03(\x0b\x32\x12.memd.v1.StepGroup\"\x14\n\x12\x45xpectStepResponse\"!\n\x0bSyncRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\"=\n\x0cSyncResponse\x12\x16\n\x0e\x63ommitted_step\x18\x01 \x01(\x04\x12\x15\n\rwritten_bytes\x18\x02 \x01(\x04\"=\n\x14\x44ropGradientsRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x11\n\tshard_ids\x18\x02 \x03(\r\"\x17\n\x15\x44ropGradientsResponse\"2\n\rDeleteRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05names\x18\x02 \x03(\t\"\'\n\x0e\x44\x65leteResponse\x12\x15\n\rnames_unknown\x18\x01 \x03(\t\";\n\x11ListShardsRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x12\n\npage_first\x18\x02 \x01(\r\"G\n\x12ListShardsResponse\x12\x1e\n\x06shards\x18\x01 \x03(\x0b\x32\x0e.memd.v1.Shard\x12\x11\n\tpage_next\x18\x02 \x01(\r\"3\n\x0fGetShardRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\"1\n\x10GetShardResponse\x12\x1d\n\x05shard\x18\x01 \x01(\x0b\x32\x0e.memd.v1.Shard2\x88\x05\n\x0eSessionService\x12\x39\n\x06\x41ttach\x12\x16.memd.v1.AttachRequest\x1a\x17.memd.v1.AttachResponse\x12\x39\n\x06\x44\x65tach\x12\x16.memd.v1.DetachRequest\x1a\x17.memd.v1.DetachResponse\x12<\n\x07\x44\x65\x63lare\x12\x17.memd.v1.DeclareRequest\x1a\x18.memd.v1.DeclareResponse\x12\x33\n\x04Step\x12\x14.memd.v1.StepRequest\x1a\x15.memd.v1.StepResponse\x12\x45\n\nExpectStep\x12\x1a.memd.v1.ExpectStepRequest\x1a\x1b.memd.v1.ExpectStepResponse\x12\x33\n\x04Sync\x12\x14.memd.v1.SyncRequest\x1a\x15.memd.v1.SyncResponse\x12N\n\rDropGradients\x12\x1d.memd.v1.DropGradientsRequest\x1a\x1e.memd.v1.DropGradientsResponse\x12\x39\n\x06\x44\x65lete\x12\x16.memd.v1.DeleteRequest\x1a\x17.memd.v1.DeleteResponse\x12\x45\n\nListShards\x12\x1a.memd.v1.ListShardsRequest\x1a\x1b.memd.v1.ListShardsResponse\x12?\n\x08GetShard\x12\x18.memd.v1.GetShardRequest\x1a\x19.memd.v1.GetShardResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15memd/v1/session.proto\x12\x07memd.v1\x1a\x13memd/v1/types.proto\"\xdb\x01\n\rAttachRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x12\n\nhost_bytes\x18\x05 \x01(\x04\x12\x12\n\nnvme_bytes\x18\x06 \x01(\x04\x12\x12\n\ndurability\x18\x07 \x01(\t\x12\r\n\x05\x66resh\x18\x08 \x01(\x08\x12\x1d\n\x15without_shared_memory\x18\t \x01(\x08\x12\x17\n\x0fkept_session_id\x18\n \x01(\x04\"\xf4\x01\n\x0e\x41ttachResponse\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0e\n\x06job_id\x18\x02 \x01(\x04\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x08\x12\x16\n\x0e\x63ommitted_step\x18\x04 \x01(\x04\x12\x12\n\nhost_bytes\x18\x05 \x01(\x04\x12\x12\n\nnvme_bytes\x18\x06 \x01(\x04\x12\x15\n\rsegment_bytes\x18\x07 \x01(\x04\x12\x1c\n\x14\x61rena_reserved_bytes\x18\x08 \x01(\x04\x12\x0c\n\x04kept\x18\t \x01(\x08\x12\x14\n\x0c\x63losing_step\x18\n \x01(\x04\x12\x14\n\x0c\x64urable_step\x18\x0b \x01(\x04\"#\n\rDetachRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\"(\n\x0e\x44\x65tachResponse\x12\x16\n\x0eleases_dropped\x18\x01 \x01(\r\"\x8a\x01\n\x0e\x44\x65\x63lareRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\"\n\x06shards\x18\x02 \x03(\x0b\x32\x12.memd.v1.ShardSpec\x12\x13\n\x0b\x64\x65\x63laration\x18\x03 \x01(\x04\x12\x15\n\rshards_before\x18\x04 \x01(\r\x12\x14\n\x0cmore_follows\x18\x05 \x01(\x08\"H\n\x0f\x44\x65\x63lareResponse\x12\x1e\n\x06shards\x18\x01 \x03(\x0b\x32\x0e.memd.v1.Shard\x12\x15\n\rgradients_fit\x18\x02 \x01(\x08\"n\n\x0c\x41\x64\x61mSettings\x12\n\n\x02lr\x18\x01 \x01(\x01\x12\r\n\x05\x62\x65ta1\x18\x02 \x01(\x01\x12\r\n\x05\x62\x65ta2\x18\x03 \x01(\x01\x12\x0b\n\x03\x65ps\x18\x04 \x01(\x01\x12\x14\n\x0cweight_decay\x18\x05 \x01(\x01\x12\x11\n\tdecoupled\x18\x06 \x01(\x08\"G\n\tStepGroup\x12\'\n\x08settings\x18\x01 \x01(\x0b\x32\x15.memd.v1.AdamSettings\x12\x11\n\tshard_ids\x18\x02 \x03(\r\"\x89\x01\n\x0bStepRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\"\n\x06groups\x18\x02 \x03(\x0b\x32\x12.memd.v1.StepGroup\x12&\n\x07\x62uffers\x18\x03 \x03(\x0b\x32\x15.memd.v1.StagedBuffer\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x0c\n\x04\x63\x61ll\x18\x05 \x01(\x04\"@\n\x0cStagedBuffer\x12\x17\n\x0fstaged_shard_id\x18\x01 \x01(\r\x12\x17\n\x0f\x62uffer_shard_id\x18\x02 \x01(\r\"\xd8\x01\n\x0cStepResponse\x12\x16\n\x0e\x63ommitted_step\x18\x01 \x01(\x04\x12\x14\n\x0cread_seconds\x18\x02 \x01(\x01\x12\x16\n\x0eupdate_seconds\x18\x03 \x01(\x01\x12\x15\n\rwrite_seconds\x18\x04 \x01(\x01\x12\x16\n\x0e\x63ommit_seconds\x18\x05 \x01(\x01\x12\x12\n\nread_bytes\x18\x06 \x01(\x04\x12\x15\n\rwritten_bytes\x18\x07 \x01(\x04\x12\x14\n\x0c\x64urable_step\x18\x08 \x01(\x04\x12\x12\n\ndisk_error\x18\t \x01(\t\"K\n\x11\x45xpectStepRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\"\n\x06groups\x18\x02 \x03(\x0b\x32\x12.memd.v1.StepGroup\"\x14\n\x12\x45xpectStepResponse\"!\n\x0bSyncRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\"=\n\x0cSyncResponse\x12\x16\n\x0e\x63ommitted_step\x18\x01 \x01(\x04\x12\x15\n\rwritten_bytes\x18\x02 \x01(\x04\"=\n\x14\x44ropGradientsRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x11\n\tshard_ids\x18\x02 \x03(\r\"\x17\n\x15\x44ropGradientsResponse\"2\n\rDeleteRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05names\x18\x02 \x03(\t\"\'\n\x0e\x44\x65leteResponse\x12\x15\n\rnames_unknown\x18\x01 \x03(\t\";\n\x11ListShardsRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x12\n\npage_first\x18\x02 \x01(\r\"G\n\x12ListShardsResponse\x12\x1e\n\x06shards\x18\x01 \x03(\x0b\x32\x0e.memd.v1.Shard\x12\x11\n\tpage_next\x18\x02 \x01(\r\"3\n\x0fGetShardRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\"1\n\x10GetShardResponse\x12\x1d\n\x05shard\x18\x01 \x01(\x0b\x32\x0e.memd.v1.Shard2\x88\x05\n\x0eSessionService\x12\x39\n\x06\x41ttach\x12\x16.memd.v1.AttachRequest\x1a\x17.memd.v1.AttachResponse\x12\x39\n\x06\x44\x65tach\x12\x16.memd.v1.DetachRequest\x1a\x17.memd.v1.DetachResponse\x12<\n\x07\x44\x65\x63lare\x12\x17.memd.v1.DeclareRequest\x1a\x18.memd.v1.DeclareResponse\x12\x33\n\x04Step\x12\x14.memd.v1.StepRequest\x1a\x15.memd.v1.StepResponse\x12\x45\n\nExpectStep\x12\x1a.memd.v1.ExpectStepRequest\x1a\x1b.memd.v1.ExpectStepResponse\x12\x33\n\x04Sync\x12\x14.memd.v1.SyncRequest\x1a\x15.memd.v1.SyncResponse\x12N\n\rDropGradients\x12\x1d.memd.v1.DropGradientsRequest\x1a\x1e.memd.v1.DropGradientsResponse\x12\x39\n\x06\x44\x65lete\x12\x16.memd.v1.DeleteRequest\x1a\x17.memd.v1.DeleteResponse\x12\x45\n\nListShards\x12\x1a.memd.v1.ListShardsRequest\x1a\x1b.memd.v1.ListShardsResponse\x12?\n\x08GetShard\x12\x18.memd.v1.GetShardRequest\x1a\x19.memd.v1.GetShardResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,44 +40,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DETACHREQUEST']._serialized_end=559
   _globals['_DETACHRESPONSE']._serialized_start=561
   _globals['_DETACHRESPONSE']._serialized_end=601
-  _globals['_DECLAREREQUEST']._serialized_start=603
-  _globals['_DECLAREREQUEST']._serialized_end=675
-  _globals['_DECLARERESPONSE']._serialized_start=677
-  _globals['_DECLARERESPONSE']._serialized_end=749
-  _globals['_ADAMSETTINGS']._serialized_start=751
-  _globals['_ADAMSETTINGS']._serialized_end=861
-  _globals['_STEPGROUP']._serialized_start=863
-  _globals['_STEPGROUP']._serialized_end=934
-  _globals['_STEPREQUEST']._serialized_start=937
-  _globals['_STEPREQUEST']._serialized_end=1074
-  _globals['_STAGEDBUFFER']._serialized_start=1076
-  _globals['_STAGEDBUFFER']._serialized_end=1140
-  _globals['_STEPRESPONSE']._serialized_start=1143
-  _globals['_STEPRESPONSE']._serialized_end=1359
-  _globals['_EXPECTSTEPREQUEST']._serialized_start=1361
-  _globals['_EXPECTSTEPREQUEST']._serialized_end=1436
-  _globals['_EXPECTSTEPRESPONSE']._serialized_start=1438
-  _globals['_EXPECTSTEPRESPONSE']._serialized_end=1458
-  _globals['_SYNCREQUEST']._serialized_start=1460
-  _globals['_SYNCREQUEST']._serialized_end=1493
-  _globals['_SYNCRESPONSE']._serialized_start=1495
-  _globals['_SYNCRESPONSE']._serialized_end=1556
-  _globals['_DROPGRADIENTSREQUEST']._serialized_start=1558
-  _globals['_DROPGRADIENTSREQUEST']._serialized_end=1619
-  _globals['_DROPGRADIENTSRESPONSE']._serialized_start=1621
-  _globals['_DROPGRADIENTSRESPONSE']._serialized_end=1644
-  _globals['_DELETEREQUEST']._serialized_start=1646
-  _globals['_DELETEREQUEST']._serialized_end=1696
-  _globals['_DELETERESPONSE']._serialized_start=1698
-  _globals['_DELETERESPONSE']._serialized_end=1737
-  _globals['_LISTSHARDSREQUEST']._serialized_start=1739
-  _globals['_LISTSHARDSREQUEST']._serialized_end=1798
-  _globals['_LISTSHARDSRESPONSE']._serialized_start=1800
-  _globals['_LISTSHARDSRESPONSE']._serialized_end=1871
-  _globals['_GETSHARDREQUEST']._serialized_start=1873
-  _globals['_GETSHARDREQUEST']._serialized_end=1924
-  _globals['_GETSHARDRESPONSE']._serialized_start=1926
-  _globals['_GETSHARDRESPONSE']._serialized_end=1975
-  _globals['_SESSIONSERVICE']._serialized_start=1978
-  _globals['_SESSIONSERVICE']._serialized_end=2626
+  _globals['_DECLAREREQUEST']._serialized_start=604
+  _globals['_DECLAREREQUEST']._serialized_end=742
+  _globals['_DECLARERESPONSE']._serialized_start=744
+  _globals['_DECLARERESPONSE']._serialized_end=816
+  _globals['_ADAMSETTINGS']._serialized_start=818
+  _globals['_ADAMSETTINGS']._serialized_end=928
+  _globals['_STEPGROUP']._serialized_start=930
+  _globals['_STEPGROUP']._serialized_end=1001
+  _globals['_STEPREQUEST']._serialized_start=1004
+  _globals['_STEPREQUEST']._serialized_end=1141
+  _globals['_STAGEDBUFFER']._serialized_start=1143
+  _globals['_STAGEDBUFFER']._serialized_end=1207
+  _globals['_STEPRESPONSE']._serialized_start=1210
+  _globals['_STEPRESPONSE']._serialized_end=1426
+  _globals['_EXPECTSTEPREQUEST']._serialized_start=1428
+  _globals['_EXPECTSTEPREQUEST']._serialized_end=1503
+  _globals['_EXPECTSTEPRESPONSE']._serialized_start=1505
+  _globals['_EXPECTSTEPRESPONSE']._serialized_end=1525
+  _globals['_SYNCREQUEST']._serialized_start=1527
+  _globals['_SYNCREQUEST']._serialized_end=1560
+  _globals['_SYNCRESPONSE']._serialized_start=1562
+  _globals['_SYNCRESPONSE']._serialized_end=1623
+  _globals['_DROPGRADIENTSREQUEST']._serialized_start=1625
+  _globals['_DROPGRADIENTSREQUEST']._serialized_end=1686
+  _globals['_DROPGRADIENTSRESPONSE']._serialized_start=1688
+  _globals['_DROPGRADIENTSRESPONSE']._serialized_end=1711
+  _globals['_DELETEREQUEST']._serialized_start=1713
+  _globals['_DELETEREQUEST']._serialized_end=1763
+  _globals['_DELETERESPONSE']._serialized_start=1765
+  _globals['_DELETERESPONSE']._serialized_end=1804
+  _globals['_LISTSHARDSREQUEST']._serialized_start=1806
+  _globals['_LISTSHARDSREQUEST']._serialized_end=1865
+  _globals['_LISTSHARDSRESPONSE']._serialized_start=1867
+  _globals['_LISTSHARDSRESPONSE']._serialized_end=1938
+  _globals['_GETSHARDREQUEST']._serialized_start=1940
+  _globals['_GETSHARDREQUEST']._serialized_end=1991
+  _globals['_GETSHARDRESPONSE']._serialized_start=1993
+  _globals['_GETSHARDRESPONSE']._serialized_end=2042
+  _globals['_SESSIONSERVICE']._serialized_start=2045
+  _globals['_SESSIONSERVICE']._serialized_end=2693
 # @@protoc_insertion_point(module_scope)

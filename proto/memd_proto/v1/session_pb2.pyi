@@ -70,12 +70,18 @@ class DetachResponse(_message.Message):
     def __init__(self, leases_dropped: _Optional[int] = ...) -> None: ...
 
 class DeclareRequest(_message.Message):
-    __slots__ = ("session_id", "shards")
+    __slots__ = ("session_id", "shards", "declaration", "shards_before", "more_follows")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
+    DECLARATION_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    MORE_FOLLOWS_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     shards: _containers.RepeatedCompositeFieldContainer[_types_pb2.ShardSpec]
-    def __init__(self, session_id: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[_types_pb2.ShardSpec, _Mapping]]] = ...) -> None: ...
+    declaration: int
+    shards_before: int
+    more_follows: bool
+    def __init__(self, session_id: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[_types_pb2.ShardSpec, _Mapping]]] = ..., declaration: _Optional[int] = ..., shards_before: _Optional[int] = ..., more_follows: bool = ...) -> None: ...
 
 class DeclareResponse(_message.Message):
     __slots__ = ("shards", "gradients_fit")
