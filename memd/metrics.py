@@ -228,7 +228,7 @@ def _about_turns(statistics: ServerStatistics) -> Iterator[Metric]:
     )
     phases = GaugeMetricFamily(
         "memd_server_turn_max_phase_seconds",
-        "What each phase took of the longest of these turns, by the wall: where the time went.",
+        "Time that each phase took of the longest of these turns, by the wall.",
         labels=["kind", "phase"],
     )
     for kind, histogram, seconds_max, seconds_by_phase in (

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <iterator>
-#include <limits>
 
 #include "base/check.h"
 #include "base/units.h"
@@ -15,7 +14,7 @@ RoomSearch::RoomSearch(const Arena& arena, uint64_t bytes)
 bool RoomSearch::offer(uint64_t offset_bytes) {
   const auto slot = arena_.slots().find(offset_bytes);
   MEMD_CHECK(slot != arena_.slots().end());
-  offered_.insert(*slot);
+  offered_[slot->first] = slot->second;
   uint64_t begin = slot->first;
   uint64_t end = slot->first + slot->second;
   // A stretch has the gaps beside it already: on each side there is one of the two.
@@ -40,39 +39,55 @@ bool RoomSearch::offer(uint64_t offset_bytes) {
   if (const auto behind = gaps.find(end); behind != gaps.end()) end += behind->second;
   stretches_[begin] = end;
   if (end - begin < wanted_bytes_) return false;
-  begin_bytes_ = begin;
+  begin_bytes_ = next_bytes_ = window_.room_begin_bytes = begin;
   end_bytes_ = end;
   return true;
 }
 
-std::vector<uint64_t> RoomSearch::chosen() const {
-  const auto from = offered_.lower_bound(begin_bytes_);
-  const auto to = offered_.lower_bound(end_bytes_);
-  // A window over the stretch's slots: room is what lies between those that stay on either side.
-  auto best_first = to;
-  auto best_last = to;
-  uint64_t best_bytes = std::numeric_limits<uint64_t>::max();
-  uint64_t room_begin = begin_bytes_;
-  uint64_t held_bytes = 0;
-  auto first = from;
-  for (auto last = from; last != to; ++last) {
-    held_bytes += last->second;
-    const auto next = std::next(last);
-    const uint64_t room_end = next == to ? end_bytes_ : next->first;
-    while (room_end - room_begin >= wanted_bytes_) {
-      if (held_bytes < best_bytes) {
-        best_bytes = held_bytes;
-        best_first = first;
-        best_last = next;
+bool RoomSearch::choose(size_t count_max) {
+  const auto& slots = arena_.slots();
+  auto slot = slots.lower_bound(next_bytes_);
+  if (slot != slots.begin()) {
+    // One that was made since the stretch was found may begin before it.
+    const auto& [offset_bytes, slot_bytes] = *std::prev(slot);
+    if (window_.slots.empty() && offset_bytes + slot_bytes > window_.room_begin_bytes)
+      window_.room_begin_bytes = offset_bytes + slot_bytes;
+  }
+  for (; slot != slots.end() && slot->first < end_bytes_; ++slot) {
+    if (count_max-- == 0) return false;
+    next_bytes_ = slot->first + 1;
+    const auto offered = offered_.find(slot->first);
+    if (offered == offered_.end() || offered->second != slot->second) {
+      window_ = {.slots = {}, .room_begin_bytes = slot->first + slot->second, .held_bytes = 0};
+      continue;
+    }
+    window_.slots.push_back(*slot);
+    window_.held_bytes += slot->second;
+    const auto next = std::next(slot);
+    const uint64_t room_end_bytes =
+        next == slots.end() || next->first >= end_bytes_ ? end_bytes_ : next->first;
+    // Room is what lies between those that stay on either side.
+    while (room_end_bytes - window_.room_begin_bytes >= wanted_bytes_) {
+      if (window_.held_bytes < chosen_bytes_) {
+        chosen_bytes_ = window_.held_bytes;
+        chosen_first_last_ = {window_.slots.front().first, slot->first};
       }
-      if (first == last) break;
-      room_begin = first->first + first->second;
-      held_bytes -= first->second;
-      ++first;
+      if (window_.slots.size() == 1) break;
+      const auto [offset_bytes, slot_bytes] = window_.slots.front();
+      window_.slots.pop_front();
+      window_.room_begin_bytes = offset_bytes + slot_bytes;
+      window_.held_bytes -= slot_bytes;
     }
   }
+  return true;
+}
+
+std::vector<uint64_t> RoomSearch::chosen() const {
   std::vector<uint64_t> offsets;
-  for (auto it = best_first; it != best_last; ++it) offsets.push_back(it->first);
+  if (chosen_bytes_ == std::numeric_limits<uint64_t>::max()) return offsets;
+  const auto& [first, last] = chosen_first_last_;
+  for (auto it = offered_.find(first); it != offered_.end() && it->first <= last; ++it)
+    offsets.push_back(it->first);
   return offsets;
 }
 

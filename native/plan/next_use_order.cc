@@ -1,5 +1,6 @@
 #include "plan/next_use_order.h"
 
+#include <iterator>
 #include <limits>
 
 namespace memd {
@@ -66,12 +67,11 @@ std::vector<uint32_t> NextUseOrder::overdue(uint64_t now) const {
   return items;
 }
 
-void NextUseOrder::in_order(EvictionPrice price,
-                            const std::function<bool(uint32_t item, uint64_t time)>& visit) const {
+std::optional<NextUseOrder::Position> NextUseOrder::next(
+    EvictionPrice price, const std::optional<Position>& behind) const {
   const Places& all = price == EvictionPrice::clean ? clean_ : dirty_;
-  for (auto it = all.rbegin(); it != all.rend(); ++it) {
-    if (!visit(it->second, it->first)) return;
-  }
+  const auto end = behind ? all.lower_bound(*behind) : all.end();
+  return end == all.begin() ? std::nullopt : std::optional(*std::prev(end));
 }
 
 void NextUseOrder::in_order(

@@ -47,14 +47,16 @@ class NextUseOrder {
   void in_order(
       uint64_t now,
       const std::function<bool(uint32_t item, uint64_t time, EvictionPrice price)>& visit) const;
-  /// The same among items of one price.
-  void in_order(EvictionPrice price,
-                const std::function<bool(uint32_t item, uint64_t time)>& visit) const;
+  /// A time, and the item that is used then.
+  using Position = std::pair<uint64_t, uint32_t>;
+  /// The same among items of one price, one a call: the first that comes after `behind`, which
+  /// need not be there any more.
+  std::optional<Position> next(EvictionPrice price, const std::optional<Position>& behind) const;
   /// Times from here on mean: no next use.
   static constexpr uint64_t kNoUse = uint64_t{1} << 63;
 
  private:
-  using Places = std::set<std::pair<uint64_t, uint32_t>>;
+  using Places = std::set<Position>;
 
   struct Place {
     uint64_t time = 0;

@@ -36,15 +36,22 @@ std::vector<uint64_t> fill(Arena& arena, const std::vector<uint64_t>& blocks) {
 
 constexpr uint64_t kAllBlocks = kSegmentBytes / kBlockBytes;
 
+/// In calls of a few slots each.
+std::vector<uint64_t> chosen(RoomSearch& search) {
+  while (!search.choose(2)) {
+  }
+  return search.chosen();
+}
+
 TEST(RoomSearch, what_makes_no_room_stays) {
   const auto arena = make_arena();
   const auto slots = fill(*arena, {10, 10, 10, 10, kAllBlocks - 40});
   RoomSearch search(*arena, 20 * kBlockBytes);
   EXPECT_FALSE(search.offer(slots[0]));
   EXPECT_FALSE(search.offer(slots[3]));
-  EXPECT_TRUE(search.chosen().empty());
+  EXPECT_TRUE(chosen(search).empty());
   EXPECT_TRUE(search.offer(slots[2]));
-  EXPECT_EQ(search.chosen(), (std::vector<uint64_t>{slots[2], slots[3]}));
+  EXPECT_EQ(chosen(search), (std::vector<uint64_t>{slots[2], slots[3]}));
 }
 
 TEST(RoomSearch, gaps_count) {
@@ -53,7 +60,7 @@ TEST(RoomSearch, gaps_count) {
   arena->free(slots[1]);
   RoomSearch search(*arena, 20 * kBlockBytes);
   EXPECT_TRUE(search.offer(slots[2]));
-  EXPECT_EQ(search.chosen(), (std::vector<uint64_t>{slots[2]}));
+  EXPECT_EQ(chosen(search), (std::vector<uint64_t>{slots[2]}));
 }
 
 TEST(RoomSearch, of_a_stretch_the_fewest_bytes_go) {
@@ -63,11 +70,26 @@ TEST(RoomSearch, of_a_stretch_the_fewest_bytes_go) {
   RoomSearch search(*arena, 23 * kBlockBytes);
   // The large one was to go first, but the small one makes room with the gap.
   EXPECT_TRUE(search.offer(slots[0]));
-  EXPECT_EQ(search.chosen(), (std::vector<uint64_t>{slots[0]}));
+  EXPECT_EQ(chosen(search), (std::vector<uint64_t>{slots[0]}));
   RoomSearch other(*arena, 27 * kBlockBytes);
   EXPECT_FALSE(other.offer(slots[1]));
   EXPECT_TRUE(other.offer(slots[3]));
-  EXPECT_EQ(other.chosen(), (std::vector<uint64_t>{slots[1], slots[3]}));
+  EXPECT_EQ(chosen(other), (std::vector<uint64_t>{slots[1], slots[3]}));
+}
+
+TEST(RoomSearch, what_others_take_meanwhile_is_no_room) {
+  const auto arena = make_arena();
+  const auto slots = fill(*arena, {10, 10, 10, kAllBlocks - 30});
+  RoomSearch search(*arena, 20 * kBlockBytes);
+  EXPECT_FALSE(search.offer(slots[0]));
+  arena->free(slots[1]);
+  EXPECT_TRUE(search.offer(slots[2]));
+  ASSERT_EQ(arena->allocate(10 * kBlockBytes), slots[1]);
+  EXPECT_TRUE(chosen(search).empty());
+  arena->free(slots[1]);
+  RoomSearch other(*arena, 20 * kBlockBytes);
+  EXPECT_TRUE(other.offer(slots[2]));
+  EXPECT_EQ(chosen(other), (std::vector<uint64_t>{slots[2]}));
 }
 
 TEST(RoomSearch, finds_room_where_there_is_some_and_no_sooner) {
@@ -111,9 +133,9 @@ TEST(RoomSearch, finds_room_where_there_is_some_and_no_sooner) {
       if (is_enough) break;
     }
     if (!is_enough) continue;
-    const auto chosen = search.chosen();
-    ASSERT_FALSE(chosen.empty());
-    for (const uint64_t slot : chosen) arena->free(slot);
+    const auto victims = chosen(search);
+    ASSERT_FALSE(victims.empty());
+    for (const uint64_t slot : victims) arena->free(slot);
     EXPECT_TRUE(arena->allocate(wanted_bytes).has_value());
   }
 }

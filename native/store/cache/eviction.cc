@@ -36,10 +36,16 @@ void LeastRecentlyUsed::set_aside(uint32_t entry_id, bool is_aside) {
   }
 }
 
-void LeastRecentlyUsed::in_order(EvictionPrice price, const Visit& visit) const {
-  for (const auto& [use, entry_id] : price == EvictionPrice::clean ? clean_ : dirty_) {
-    if (!visit(entry_id)) return;
-  }
+const LeastRecentlyUsed::Resident* LeastRecentlyUsed::find(uint32_t entry_id) const {
+  const auto found = last_uses_.find(entry_id);
+  return found == last_uses_.end() ? nullptr : &residents_.at(found->second);
+}
+
+std::optional<std::pair<uint64_t, uint32_t>> LeastRecentlyUsed::next(
+    EvictionPrice price, const std::optional<uint64_t>& behind) const {
+  const Order& all = price == EvictionPrice::clean ? clean_ : dirty_;
+  const auto found = behind ? all.upper_bound(*behind) : all.begin();
+  return found == all.end() ? std::nullopt : std::optional(std::pair(*found));
 }
 
 // ---- SessionPlan --------------------------------------------------------------------------------
@@ -88,21 +94,61 @@ void FarthestNextUse::used(uint32_t entry_id, EvictionPrice price) {
     session->order.put_back(entry_id);
     session->put(entry_id, price);
   }
+  file(entry_id);
+}
+
+std::vector<uint32_t> FarthestNextUse::followed(SessionPlan& session,
+                                                std::span<const uint32_t> used_ids) {
+  std::vector<uint32_t> passed = session.followed(used_ids, recent_);
+  if (!filed_for_.empty()) {
+    for (const uint32_t each : used_ids) file(each);
+    for (const uint32_t each : passed) file(each);
+  }
+  return passed;
 }
 
 void FarthestNextUse::set_aside(uint32_t entry_id) {
   recent_.set_aside(entry_id);
   for (SessionPlan* const session : sessions_) session->order.set_aside(entry_id);
+  for (auto& [session, first_uses] : first_uses_) first_uses.set_aside(entry_id);
 }
 
 void FarthestNextUse::put_back(uint32_t entry_id) {
   recent_.put_back(entry_id);
   for (SessionPlan* const session : sessions_) session->order.put_back(entry_id);
+  for (auto& [session, first_uses] : first_uses_) first_uses.put_back(entry_id);
 }
 
 void FarthestNextUse::forget(uint32_t entry_id) {
   recent_.forget(entry_id);
   for (SessionPlan* const session : sessions_) session->order.remove(entry_id);
+  for (auto& [session, first_uses] : first_uses_) first_uses.remove(entry_id);
+}
+
+void FarthestNextUse::file(uint32_t entry_id) {
+  if (filed_for_.empty()) return;
+  for (auto& [session, first_uses] : first_uses_) first_uses.remove(entry_id);
+  const SessionPlan* first = nullptr;
+  for (const SessionPlan* const session : sessions_) {
+    if (!session->cursor.has_plan()) continue;
+    if (first == nullptr || session->distance(entry_id) < first->distance(entry_id))
+      first = session;
+  }
+  const LeastRecentlyUsed::Resident* const resident = recent_.find(entry_id);
+  if (first == nullptr || resident == nullptr) return;
+  NextUseOrder& first_uses = first_uses_[first];
+  if (const auto time = first->cursor.next_use(entry_id)) {
+    first_uses.put(entry_id, *time, resident->price);
+  } else {
+    first_uses.put_without_use(entry_id, resident->price);
+  }
+  if (resident->is_aside) first_uses.set_aside(entry_id);
+}
+
+void FarthestNextUse::file_all(const Epochs& epochs) {
+  first_uses_.clear();
+  filed_for_ = epochs;
+  for (const auto& [use, resident] : recent_.residents()) file(resident.entry_id);
 }
 
 void FarthestNextUse::look_again_at(uint32_t entry_id) {
@@ -116,38 +162,64 @@ void FarthestNextUse::look_again() {
   for (SessionPlan* const session : sessions_) session->looked_until = 0;
 }
 
-void FarthestNextUse::in_order(EvictionPrice price, const Visit& visit) const {
-  std::vector<const SessionPlan*> planned;
-  for (const SessionPlan* const session : sessions_) {
-    if (session->cursor.has_plan()) planned.push_back(session);
+void FarthestNextUse::in_order(EvictionPrice price, EvictionCursor& cursor, const Visit& visit) {
+  std::vector<SessionPlan*> planned;
+  Epochs epochs;
+  for (SessionPlan* const session : sessions_) {
+    if (!session->cursor.has_plan()) continue;
+    planned.push_back(session);
+    epochs.emplace_back(session, session->cursor.epoch());
   }
-  if (planned.empty()) {
-    return recent_.in_order(price, [&](uint32_t entry_id) { return visit(entry_id, kNeverUsed); });
+  if (cursor.made_by_ != epochs) {
+    cursor = {};
+    cursor.made_by_ = epochs;
+    cursor.behind_.resize(epochs.size());
   }
-  if (planned.size() > 1) return in_order_of_all(planned, price, visit);
-  const uint64_t now = planned.front()->cursor.now();
-  planned.front()->order.in_order(price, [&](uint32_t entry_id, uint64_t time) {
-    if (time >= NextUseOrder::kNoUse) return visit(entry_id, kNeverUsed);
-    return visit(entry_id, time > now ? time - now : 0);
-  });
+  if (planned.size() < 2) {
+    stop_filing();
+  } else if (filed_for_ != epochs) {
+    file_all(epochs);
+  }
+  while (const auto met = next(planned, price, cursor)) {
+    if (!visit(met->first, met->second)) return;
+  }
 }
 
-// The first session to need it counts. Several sessions with plans on one job are rare.
-void FarthestNextUse::in_order_of_all(const std::vector<const SessionPlan*>& planned,
-                                      EvictionPrice price,
-                                      const Visit& visit) const {
-  std::vector<std::pair<uint64_t, uint32_t>> all;
-  recent_.in_order(price, [&](uint32_t entry_id) {
-    uint64_t nearest = kNeverUsed;
-    for (const SessionPlan* const session : planned)
-      nearest = std::min(nearest, session->distance(entry_id));
-    all.emplace_back(nearest, entry_id);
-    return true;
-  });
-  std::stable_sort(
-      all.begin(), all.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
-  for (const auto& [distance, entry_id] : all) {
-    if (!visit(entry_id, distance)) return;
+std::optional<std::pair<uint32_t, uint64_t>> FarthestNextUse::next(
+    const std::vector<SessionPlan*>& planned, EvictionPrice price, EvictionCursor& cursor) {
+  if (planned.empty()) {
+    const auto found = recent_.next(price, cursor.behind_use_);
+    if (!found) return std::nullopt;
+    cursor.behind_use_ = found->first;
+    return std::pair(found->second, kNeverUsed);
+  }
+  for (;;) {
+    std::optional<NextUseOrder::Position> farthest;
+    size_t whose = 0;
+    uint64_t distance = 0;
+    for (size_t i = 0; i < planned.size(); ++i) {
+      const SessionPlan& session = *planned[i];
+      const NextUseOrder& order = planned.size() == 1 ? session.order : first_uses_[&session];
+      const auto found = order.next(price, cursor.behind_[i]);
+      if (!found) continue;
+      const uint64_t now = session.cursor.now();
+      const uint64_t time = found->first;
+      const uint64_t uses = time >= NextUseOrder::kNoUse ? kNeverUsed : time - std::min(time, now);
+      if (farthest && uses <= distance) continue;
+      farthest = found;
+      whose = i;
+      distance = uses;
+    }
+    if (!farthest) return std::nullopt;
+    cursor.behind_[whose] = farthest;
+    const uint32_t entry_id = farthest->second;
+    const bool is_first_use =
+        planned.size() == 1 ||
+        std::all_of(planned.begin(), planned.end(), [&](const SessionPlan* session) {
+          return session->distance(entry_id) >= distance;
+        });
+    if (is_first_use) return std::pair(entry_id, distance);
+    file(entry_id);
   }
 }
 

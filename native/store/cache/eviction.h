@@ -29,16 +29,18 @@ class LeastRecentlyUsed {
     EvictionPrice price = EvictionPrice::clean;
     bool is_aside = false;
   };
-  using Visit = std::function<bool(uint32_t entry_id)>;
 
   void used(uint32_t entry_id, EvictionPrice price);
   void forget(uint32_t entry_id);
   /// No walk meets it until it is put back or used; it keeps its place.
   void set_aside(uint32_t entry_id) { set_aside(entry_id, true); }
   void put_back(uint32_t entry_id) { set_aside(entry_id, false); }
-  /// Those of one price that are not aside, until `visit` returns false.
-  void in_order(EvictionPrice price, const Visit& visit) const;
+  /// The first of one price after the one with that use that is not aside, and its use.
+  std::optional<std::pair<uint64_t, uint32_t>> next(EvictionPrice price,
+                                                    const std::optional<uint64_t>& behind) const;
   bool contains(uint32_t entry_id) const { return last_uses_.contains(entry_id); }
+  /// nullptr where the entry is not resident.
+  const Resident* find(uint32_t entry_id) const;
   /// All, the longest unused first, by the number of their last use.
   const std::map<uint64_t, Resident>& residents() const { return residents_; }
 
@@ -88,9 +90,23 @@ class SessionPlan {
   uint64_t epoch_ = 0;  // of the cursor, when `order` was made
 };
 
+/// Where somebody is who goes through entries in the order in which they should go. It stays
+/// useful while entries come, go and change their place: an entry that moves in front of it is met
+/// by the next one who begins.
+class EvictionCursor {
+ private:
+  friend class FarthestNextUse;
+  /// Plans that made the order, and their epochs: it begins anew with other ones.
+  std::vector<std::pair<const SessionPlan*, uint64_t>> made_by_;
+  std::vector<std::optional<NextUseOrder::Position>> behind_;  // one for each of them
+  std::optional<uint64_t> behind_use_;
+};
+
 /// Farthest next use first, over all sessions that have a plan; least recently used where none has,
-/// and among entries that no plan has. With one session O(log n) a use, and O(1) for each entry
-/// that a walk meets. Advice only: the store sets aside what it may not take, so that no walk meets
+/// and among entries that no plan has. O(log n) a use, and for each entry that a walk meets.
+/// Sessions' clocks tick at their own rates: where several have plans, each entry is filed under
+/// the one that needs it first, and a walk that meets it where that is another one by now files it
+/// anew. Advice only: the store sets aside what it may not take, so that no walk meets
 /// it again before that has changed. Called by the server thread.
 class FarthestNextUse {
  public:
@@ -98,18 +114,27 @@ class FarthestNextUse {
   /// kNeverUsed.
   using Visit = std::function<bool(uint32_t entry_id, uint64_t distance)>;
 
+  /// After the session's cursor went on: as SessionPlan::followed().
+  std::vector<uint32_t> followed(SessionPlan& session, std::span<const uint32_t> used_ids);
   /// The entry became resident, or was leased. `price`: of letting it go.
   void used(uint32_t entry_id, EvictionPrice price);
   /// The entry is no longer resident.
   void forget(uint32_t entry_id);
   void set_aside(uint32_t entry_id);
   void put_back(uint32_t entry_id);
-  /// Resident entries of one price in the order in which they should go, until `visit` returns
-  /// false. `visit` must not change the policy.
-  void in_order(EvictionPrice price, const Visit& visit) const;
+  /// Resident entries of one price in the order in which they should go, from `cursor` on, until
+  /// `visit` returns false.
+  void in_order(EvictionPrice price, EvictionCursor& cursor, const Visit& visit);
+  void in_order(EvictionPrice price, const Visit& visit) {
+    EvictionCursor from_the_beginning;
+    in_order(price, from_the_beginning, visit);
+  }
 
   void add(SessionPlan* session) { sessions_.push_back(session); }
-  void remove(SessionPlan* session) { std::erase(sessions_, session); }
+  void remove(SessionPlan* session) {
+    std::erase(sessions_, session);
+    stop_filing();
+  }
   const LeastRecentlyUsed& residents() const { return recent_; }
   /// An entry goes, or may be brought up from now on: whoever looked farther ahead looks again.
   void look_again_at(uint32_t entry_id);
@@ -120,12 +145,26 @@ class FarthestNextUse {
   bool take_look_ahead() { return std::exchange(wants_look_ahead_, false); }
 
  private:
-  void in_order_of_all(const std::vector<const SessionPlan*>& planned,
-                       EvictionPrice price,
-                       const Visit& visit) const;
+  using Epochs = std::vector<std::pair<const SessionPlan*, uint64_t>>;
+
+  /// The next entry, and its distance.
+  std::optional<std::pair<uint32_t, uint64_t>> next(const std::vector<SessionPlan*>& planned,
+                                                    EvictionPrice price,
+                                                    EvictionCursor& cursor);
+  /// Under the session that needs it first.
+  void file(uint32_t entry_id);
+  void file_all(const Epochs& epochs);
+  void stop_filing() {
+    first_uses_.clear();
+    filed_for_.clear();
+  }
 
   LeastRecentlyUsed recent_;
   std::vector<SessionPlan*> sessions_;  // owned by their Session
+  /// By session, entries that no other session's plan uses sooner.
+  std::map<const SessionPlan*, NextUseOrder> first_uses_;
+  /// What they were made for; empty: they are not kept.
+  Epochs filed_for_;
   bool wants_look_ahead_ = false;
 };
 

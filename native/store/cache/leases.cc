@@ -31,7 +31,7 @@ bool Leases::advance(TurnBudget& turn) {
     // Others gave back what its own session holds as well: it is told so.
     const bool nothing_moves = !parts_.activities.any() && !parts_.gates.is_operating();
     if (nothing_moves && parts_.slots.pinned_by_others(first->request.session_id) == false)
-      parts_.waits.wake(WaitList::room);
+      parts_.waits.wake_first_for_room();
   }
   // A slot that was filled goes to the writer that waited for it in the same turn, before readers
   // see it.
@@ -287,7 +287,7 @@ Leases::Grant Leases::bring_up(const Try& asked) {
   }
   auto slot = make_room(entry, !request.prefetch);
   if (slot == nullptr) {
-    if (request.prefetch)
+    if (request.prefetch && (is_room_wanted_ || room_.has_looked_at_all()))
       return refuse(waiter, error(StatusCode::capacity, "no room for a prefetch"));
     return wait(waiter, WaitsFor::room);
   }
@@ -436,7 +436,7 @@ Status Leases::check_room_can_come(const LeaseWaiter& waiter) const {
   const LeaseRequest& request = waiter.request;
   if (parts_.activities.any() || parts_.gates.is_operating()) return Status::ok();
   const auto is_held = parts_.slots.pinned_by_others(request.session_id);
-  if (!is_held) parts_.waits.wake(WaitList::room);
+  if (!is_held) parts_.waits.wake_first_for_room();
   if (is_held.value_or(true)) return Status::ok();
   return error(StatusCode::capacity,
                "no room for shard ",

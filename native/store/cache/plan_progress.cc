@@ -112,7 +112,7 @@ void PlanProgress::follow(Session& session, std::span<const Use> uses) {
 
 void PlanProgress::note_followed(SessionPlan& plan, std::span<const uint32_t> used_ids) {
   // Bytes brought up for uses that did not come take no place in the window any more.
-  for (const uint32_t passed : plan.followed(used_ids, parts_.policy.residents()))
+  for (const uint32_t passed : parts_.policy.followed(plan, used_ids))
     parts_.window.end(*parts_.shards.entry(passed));
 }
 

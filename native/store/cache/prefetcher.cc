@@ -18,16 +18,24 @@ constexpr uint64_t kAheadArenaPart = 64;
 constexpr uint64_t kAheadBytesMax = 64_MiB;
 // Uses that are looked at in one go.
 constexpr uint32_t kLookedAtMax = 4096;
+// Entries that searches for room meet in one turn.
+constexpr uint64_t kMetMax = 4 * Room::kLookedAtMax;
 
 }  // namespace
 
 bool Prefetcher::look_ahead() {
   if (!parts_.policy.take_look_ahead()) return false;
   bool progress = false;
-  for (const auto& session : parts_.sessions) {
-    if (session->plan != nullptr) progress |= look_ahead(*session);
+  is_searching_ = false;
+  const size_t session_count = parts_.sessions.size();
+  for (size_t i = 0; i < session_count && !is_searching_; ++i) {
+    const size_t at = (first_session_ + i) % session_count;
+    Session& session = *parts_.sessions[at];
+    if (session.plan != nullptr) progress |= look_ahead(session);
+    if (is_searching_) first_session_ = at;
   }
-  return progress;
+  if (is_searching_) parts_.policy.want_look_ahead();
+  return progress || is_searching_;
 }
 
 bool Prefetcher::look_ahead(Session& session) {
@@ -41,6 +49,7 @@ bool Prefetcher::look_ahead(Session& session) {
   bool progress = false;
   bool has_room = true;
   uint32_t looked_at_count = 0;
+  const uint64_t met_before_count = room_.looked_at_count();
   const uint64_t now = plan.cursor.now();
   plan.cursor.for_coming(plan.looked_until, [&](const PlanUse& use, uint64_t time) {
     plan.looked_until = time;
@@ -56,9 +65,13 @@ bool Prefetcher::look_ahead(Session& session) {
     }
     const uint64_t reading_bytes = parts_.window.reading_bytes();
     if (reading_bytes > 0 && reading_bytes + entry->bytes > kPrefetchingBytesMax) return false;
+    if (room_.looked_at_count() - met_before_count > kMetMax) {
+      is_searching_ = true;
+      return false;
+    }
     auto slot = make_room(*entry, time - now);
     if (slot == nullptr) {
-      has_room = false;
+      has_room = is_searching_;
       return false;
     }
     prefetch(*entry, std::move(slot));
@@ -90,7 +103,13 @@ std::unique_ptr<Slot> Prefetcher::make_room(const Entry& entry, uint64_t distanc
   const uint64_t& evicted_bytes = parts_.counters.evicted_bytes;
   const uint64_t evicted_bytes_max = evicted_bytes + 2 * entry.bytes;
   while (evicted_bytes < evicted_bytes_max) {
-    if (!room_.evict_for(entry.bytes, distance + 1, evicted_bytes_max - evicted_bytes)) break;
+    const Room::Eviction evicted =
+        room_.evict_for(Room::Asker::prefetch,
+                        {.bytes = entry.bytes,
+                         .distance_min = distance + 1,
+                         .evicted_bytes_max = evicted_bytes_max - evicted_bytes});
+    is_searching_ = evicted == Room::Eviction::unfinished;
+    if (evicted != Room::Eviction::done) break;
     if (auto slot = free_slot()) return slot;
   }
   return nullptr;

@@ -1,6 +1,7 @@
 // Brings up what plans of one job use next, before anybody asks.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 
@@ -27,6 +28,7 @@ class Prefetcher {
   bool look_ahead(Session& session);
   bool may_prefetch(const Entry& entry) const;
   uint64_t uses_until_room(const SessionPlan& plan) const;
+  /// nullptr where there is no room, or the search for it goes on in the next turn.
   std::unique_ptr<Slot> make_room(const Entry& entry, uint64_t distance);
   void prefetch(Entry& entry, std::unique_ptr<Slot> slot);
 
@@ -34,6 +36,9 @@ class Prefetcher {
   const PlanProgress& plans_;
   Room& room_;
   Fetches& fetches_;
+  /// A search for room has not ended: the next turn begins with the session that it is for.
+  bool is_searching_ = false;
+  size_t first_session_ = 0;
 };
 
 }  // namespace memd

@@ -1,9 +1,7 @@
 #include "store/cache/room.h"
 
 #include <algorithm>
-#include <map>
 
-#include "arena/room_search.h"
 #include "base/failpoint.h"
 #include "base/units.h"
 
@@ -15,7 +13,10 @@ std::unique_ptr<Slot> Room::make(uint64_t bytes, uint32_t pin_count, bool may_sp
     parts_.slots.free_retired();
     if (auto slot = parts_.slots.make(bytes, pin_count)) return slot;
     if (parts_.memory->grow_arena()) continue;
-    if (evict_for(bytes)) continue;
+    const Eviction evicted = evict_for(Asker::lease, {.bytes = bytes});
+    if (evicted == Eviction::done) continue;
+    // What may go comes before what has to be written.
+    if (evicted == Eviction::unfinished) return nullptr;
     if (!parts_.activities.any() && shrink_private(may_spill)) continue;
     if (may_spill) spill(bytes);
     return nullptr;
@@ -31,12 +32,6 @@ bool Room::shrink_private(bool may_flush) {
   return false;
 }
 
-bool Room::is_tight() const {
-  constexpr uint64_t kLargestEntries = 4;
-  return parts_.memory->arena_bytes_max() <
-         kLargestEntries * parts_.shards.sums().largest_entry_bytes();
-}
-
 bool Room::may_go(const Entry& entry) const {
   if (entry.residency() != Residency::clean || entry.task_count() != 0) return false;
   if (entry.pending != nullptr) return false;
@@ -46,42 +41,87 @@ bool Room::may_go(const Entry& entry) const {
   return entry.has_replica();
 }
 
-std::vector<Room::Victim> Room::choose(uint64_t bytes, uint64_t distance_min) {
-  look_at_leased(kLookedAtMax);
-  RoomSearch search(parts_.memory->arena(), bytes);
-  std::map<uint64_t, Entry*> candidates;  // by the offset of their slot
-  // There whatever goes first goes: what is taken from the front keeps small slots together.
-  const bool only_first = is_tight();
-  bool is_enough = false;
-  const auto offer = [&](const Slot& slot, Entry* entry) {
-    candidates[slot.offset_bytes] = entry;
-    is_enough = only_first || search.offer(slot.offset_bytes);
-    return is_enough;
-  };
-  std::vector<Entry*> left;
-  has_looked_at_all_ = true;
-  parts_.policy.in_order(EvictionPrice::clean, [&](uint32_t entry_id, uint64_t distance) {
-    if (distance < distance_min) return false;
-    if (left.size() == kLookedAtMax) {
-      has_looked_at_all_ = false;
-      return false;
+Room::Eviction Room::evict_for(Asker asker, const EvictionWish& wish) {
+  std::optional<VictimSearch>& search = asker == Asker::lease ? for_lease_ : for_prefetch_;
+  const uint64_t event_count = parts_.waits.room_event_count();
+  const bool goes_on = search && search->is_for(wish.bytes);
+  const uint64_t event_count_before = goes_on ? search->event_count() : event_count;
+  Eviction evicted = go_on(search, wish);
+  const bool has_ended = evicted == Eviction::nothing;
+  // What became evictable behind the search was passed by.
+  const bool begins_anew = has_ended && event_count_before != event_count;
+  if (asker == Asker::prefetch) return begins_anew ? Eviction::unfinished : evicted;
+  has_looked_at_all_ = evicted != Eviction::unfinished && !begins_anew;
+  if (!has_looked_at_all_) parts_.waits.wake_first_for_room();
+  return evicted;
+}
+
+bool Room::evict_at_once_for(const EvictionWish& wish) {
+  std::optional<VictimSearch> search;
+  EvictionWish at_once = wish;
+  at_once.victim_count_max = kLookedAtMax;
+  return go_on(search, at_once) == Eviction::done;
+}
+
+Room::Eviction Room::go_on(std::optional<VictimSearch>& search, const EvictionWish& wish) {
+  if (!search || !search->is_for(wish.bytes)) {
+    look_at_leased(kLookedAtMax);
+    search.emplace(parts_, wish.bytes, parts_.waits.room_event_count());
+  }
+  if (search->state() == VictimSearch::State::looking) look(*search, wish.distance_min);
+  if (search->state() == VictimSearch::State::choosing) search->choose(16 * kLookedAtMax);
+  if (search->state() == VictimSearch::State::evicting) return evict_found(search, wish);
+  if (search->state() != VictimSearch::State::failed) return Eviction::unfinished;
+  search.reset();
+  return Eviction::nothing;
+}
+
+Room::Eviction Room::evict_found(std::optional<VictimSearch>& search, const EvictionWish& wish) {
+  if (search->victim_count() > wish.victim_count_max ||
+      search->victim_bytes(wish.evicted_bytes_max) > wish.evicted_bytes_max) {
+    search.reset();
+    return Eviction::nothing;
+  }
+  for (size_t count = 0; count < kLookedAtMax; ++count) {
+    const auto victim = search->take_victim();
+    if (!victim) {
+      search.reset();
+      return Eviction::done;
     }
+    if (!may_go(*victim)) {
+      // Those that are left make no room without it.
+      search.reset();
+      return Eviction::unfinished;
+    }
+    evict(*victim);
+  }
+  return Eviction::unfinished;
+}
+
+bool Room::may_go(const VictimSearch::Victim& victim) const {
+  const Entry* const entry = parts_.shards.entry(victim.entry_id);
+  if (entry == nullptr) return false;
+  const auto lies_there = [&](const Slot* slot) {
+    return slot != nullptr && slot->offset_bytes == victim.offset_bytes;
+  };
+  return lies_there(entry->slot.get()) ? may_go(*entry)
+                                       : lies_there(parts_.gates.early_slot_to_spare(*entry));
+}
+
+void Room::look(VictimSearch& search, uint64_t distance_min) {
+  std::vector<Entry*> left;
+  search.look(distance_min, kLookedAtMax, [&](Entry& entry) {
     ++looked_at_count_;
-    Entry* const entry = parts_.shards.entry(entry_id);
-    const bool goes = may_go(*entry);
-    if (goes && offer(*entry->slot, entry)) return false;
-    const Slot* const early_slot = parts_.gates.early_slot_to_spare(*entry);
-    if (!goes && early_slot == nullptr) left.push_back(entry);
-    return early_slot == nullptr || !offer(*early_slot, entry);
+    const bool goes = may_go(entry);
+    if (goes && search.offer(entry, *entry.slot)) return;
+    const Slot* const early_slot = parts_.gates.early_slot_to_spare(entry);
+    if (early_slot != nullptr) {
+      search.offer(entry, *early_slot);
+    } else if (!goes) {
+      left.push_back(&entry);
+    }
   });
   set_aside(left);
-  if (!has_looked_at_all_) parts_.waits.wake(WaitList::room);
-  std::vector<Victim> victims;
-  if (!is_enough) return victims;
-  if (only_first) victims.push_back(*candidates.begin());
-  for (const uint64_t offset_bytes : search.chosen())
-    victims.emplace_back(offset_bytes, candidates.at(offset_bytes));
-  return victims;
 }
 
 // Residencies put back what has changed, and look_for_releases() what is leased no more.
@@ -123,19 +163,9 @@ bool Room::look_at_leased(size_t count_max) {
   return any_free;
 }
 
-bool Room::evict_for(uint64_t bytes, uint64_t distance_min, uint64_t evicted_bytes_max) {
-  const std::vector<Victim> victims = choose(bytes, distance_min);
-  uint64_t evicted_bytes = 0;
-  for (const Victim& victim : victims) evicted_bytes += victim.second->bytes;
-  if (victims.empty() || evicted_bytes > evicted_bytes_max) return false;
-  for (const Victim& victim : victims) evict(victim);
-  return true;
-}
-
-void Room::evict(const Victim& victim) {
-  const uint64_t offset_bytes = victim.first;
-  Entry& entry = *victim.second;
-  if (entry.slot == nullptr || entry.slot->offset_bytes != offset_bytes) {
+void Room::evict(const VictimSearch::Victim& victim) {
+  Entry& entry = *parts_.shards.entry(victim.entry_id);
+  if (entry.slot == nullptr || entry.slot->offset_bytes != victim.offset_bytes) {
     parts_.counters.evicted_bytes += entry.bytes;
     return parts_.gates.free_early_slot(entry);
   }
@@ -192,7 +222,7 @@ std::vector<Entry*> Room::choose_to_spill(uint64_t bytes) {
     return true;
   });
   set_aside(left);
-  if (!has_looked_at_all_) parts_.waits.wake(WaitList::room);
+  if (!has_looked_at_all_) parts_.waits.wake_first_for_room();
   return victims;
 }
 

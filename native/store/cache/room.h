@@ -3,13 +3,14 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <memory>
+#include <optional>
 #include <set>
 #include <utility>
 #include <vector>
 
 #include "store/cache/cache_parts.h"
+#include "store/cache/victim_search.h"
 
 namespace memd {
 
@@ -25,15 +26,21 @@ class Room {
   /// nullptr where there is no room at this moment. `may_spill`: there may be some later, of which
   /// nobody is told.
   std::unique_ptr<Slot> make(uint64_t bytes, uint32_t pin_count, bool may_spill);
-  /// False: the last walk ended early, and whoever is first for room has been woken to go on.
+  /// False: the last search for a lease ended early, and whoever is first for room has been woken
+  /// to go on.
   bool has_looked_at_all() const { return has_looked_at_all_; }
-  /// Evicts in the policy's order, if that makes room for `bytes` in one piece: nothing goes for a
-  /// hole that is too small. `distance_min`: only what is used so many uses from now, or later, as
-  /// far as plans know. False where nothing went; after true there may still be no room, where a
-  /// client leased meanwhile what was to go.
-  bool evict_for(uint64_t bytes,
-                 uint64_t distance_min = 0,
-                 uint64_t evicted_bytes_max = std::numeric_limits<uint64_t>::max());
+  /// Who asks for room, each with a search of its own that goes on in the next call.
+  enum class Asker : uint8_t { lease, prefetch };
+  enum class Eviction : uint8_t {
+    nothing,     // nothing that makes room may go
+    done,        // there may still be no room, where a client leased meanwhile what was to go
+    unfinished,  // the next call goes on
+  };
+  /// Evicts in the policy's order, if that makes room in one piece: nothing goes for a hole that is
+  /// too small. Looks at kLookedAtMax entries at most, and so many go.
+  Eviction evict_for(Asker asker, const EvictionWish& wish);
+  /// The same for who does not come again: nothing goes unless all of it goes in this call.
+  bool evict_at_once_for(const EvictionWish& wish);
 
   /// Clients give pins back without a request. Looks at entries that were leased when they were to
   /// go, at most kLookedAtMax in a turn and all before the server thread sleeps, and wakes whoever
@@ -43,24 +50,22 @@ class Room {
   /// Entries that walks and looks for releases met so far.
   uint64_t looked_at_count() const { return looked_at_count_; }
 
-  /// Entries that one walk, or one look for releases, meets at most: some 20 µs. What a walk cannot
-  /// take it sets aside, so that the next one goes on behind it.
+  /// Entries that one call of a search, or one look for releases, meets at most: some 20 µs. What
+  /// cannot go is set aside, so that no later search meets it again.
   static constexpr size_t kLookedAtMax = 256;
 
  private:
-  /// The offset of a slot, and whose it is.
-  using Victim = std::pair<uint64_t, Entry*>;
-
-  /// The arena has room for so few of the largest entries that one small view, held for long in a
-  /// bad place, keeps them out.
-  bool is_tight() const;
   bool may_go(const Entry& entry) const;
   bool may_spill(const Entry& entry) const;
-  std::vector<Victim> choose(uint64_t bytes, uint64_t distance_min);
+  Eviction go_on(std::optional<VictimSearch>& search, const EvictionWish& wish);
+  Eviction evict_found(std::optional<VictimSearch>& search, const EvictionWish& wish);
+  void look(VictimSearch& search, uint64_t distance_min);
+  /// False: something that was to go stays.
+  bool may_go(const VictimSearch::Victim& victim) const;
   void set_aside(const std::vector<Entry*>& entries);
   /// True where one is leased no more.
   bool look_at_leased(size_t count_max);
-  void evict(const Victim& victim);
+  void evict(const VictimSearch::Victim& victim);
   /// The private side's last segment becomes the arena's, at once or, with `may_flush`, once what
   /// lies there alone is on disk.
   bool shrink_private(bool may_flush);
@@ -71,6 +76,8 @@ class Room {
   /// Ids of entries that were set aside because they were leased.
   std::set<uint32_t> leased_ids_;
   uint32_t next_leased_id_ = 0;  // to be looked at
+  std::optional<VictimSearch> for_lease_;
+  std::optional<VictimSearch> for_prefetch_;
   bool has_looked_at_all_ = true;
   uint64_t looked_at_count_ = 0;
 };

@@ -25,7 +25,7 @@ void WaitLists::leave(Ticket ticket, WaitList list) {
   std::set<Ticket>& all = lists_[static_cast<size_t>(list)];
   const bool was_first = *all.begin() == ticket;
   all.erase(ticket);
-  if (list == WaitList::room && was_first) wake(list);
+  if (list == WaitList::room && was_first) wake_first_for_room();
 }
 
 void WaitLists::take_off(Ticket ticket) {
@@ -44,13 +44,17 @@ void WaitLists::wake(const Entry& entry) {
 }
 
 void WaitLists::wake(WaitList list) {
-  const std::set<Ticket>& all = on(list);
-  if (all.empty()) return;
   if (list == WaitList::room) {
-    woken_.insert(*all.begin());
-  } else {
-    woken_.insert(all.begin(), all.end());
+    ++room_event_count_;
+    return wake_first_for_room();
   }
+  const std::set<Ticket>& all = on(list);
+  woken_.insert(all.begin(), all.end());
+}
+
+void WaitLists::wake_first_for_room() {
+  const std::set<Ticket>& all = on(WaitList::room);
+  if (!all.empty()) woken_.insert(*all.begin());
 }
 
 void WaitLists::wake_all() {

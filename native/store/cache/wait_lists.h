@@ -47,11 +47,15 @@ class WaitLists {
   /// when it becomes the first.
   void wake(WaitList list);
   void wake_all();
+  /// No event: whoever is first for room goes on with what it began, or is told something.
+  void wake_first_for_room();
 
   /// The first from `from` to below `before` that is to be tried; it is taken for tried from here
   /// on.
   std::optional<Ticket> take_woken(Ticket from, Ticket before);
   bool has_woken() const { return !woken_.empty(); }
+  /// How often memory may have become free.
+  uint64_t room_event_count() const { return room_event_count_; }
 
   const std::set<Ticket>& on(WaitList list) const { return lists_[static_cast<size_t>(list)]; }
   /// Those that hang on the entry, in the order in which they came.
@@ -81,6 +85,7 @@ class WaitLists {
   /// By WaitList; nobody is on `none`.
   std::array<std::set<Ticket>, kWaitListCount> lists_;
   std::set<Ticket> woken_;
+  uint64_t room_event_count_ = 0;
 };
 
 }  // namespace memd

@@ -110,7 +110,8 @@ void StepShards::make_slot(Entry& value) const {
   auto slot = make();
   while (slot == nullptr &&
          (job.memory->grow_arena() ||
-          (distance != kNeverUsed && parts_.room.evict_for(value.bytes, distance + 1)))) {
+          (distance != kNeverUsed &&
+           parts_.room.evict_at_once_for({.bytes = value.bytes, .distance_min = distance + 1})))) {
     slot = make();
   }
   if (slot == nullptr) return;
