@@ -174,14 +174,16 @@ def take(connection: socket.socket) -> list[tuple[str, int]]:
     """For the daemon: names and descriptors that the holder has. The caller owns them. OSError or
     ValueError where they do not come through."""
     taken: list[tuple[str, int]] = []
+    received: list[int] = []
     try:
         while True:
             packet, fds, flags, _ = socket.recv_fds(connection, PACKET_BYTES_MAX, DESCRIPTORS_MAX)
+            received += fds  # with or without a name
             if not packet:
                 raise ConnectionResetError(errno.ECONNRESET, "the holder has ended")
             text = packet.decode().rstrip("\n")
             if text.startswith(_COUNT):
-                if int(text.removeprefix(_COUNT)) != len(taken):
+                if int(text.removeprefix(_COUNT)) != len(received):
                     raise ValueError(f"{len(taken)} descriptors came, and {text}")
                 return taken
             names = text.removeprefix(_NAMES).split(":")
@@ -192,7 +194,7 @@ def take(connection: socket.socket) -> list[tuple[str, int]]:
                     f"small? {len(fds)} of {len(names)}"
                 )
     except BaseException:
-        for _, fd in taken:
+        for fd in received:
             os.close(fd)
         raise
 

@@ -9,6 +9,7 @@ import pytest
 from memd import daemon as daemons
 from memd.config import Configuration, Settings
 from memd.daemon import Daemon, Options
+from tests.unit.fake_native import FakeServer, as_server
 
 
 @dataclass
@@ -72,3 +73,16 @@ def test_an_end_in_order_frees_memory_that_nobody_returns_to(
     keeper = Keeper()
     life(keeper, monkeypatch, serves=True, returns=returns, fails=False)
     assert keeper.ended is not returns
+
+
+def test_a_daemon_takes_work_from_ready_until_its_volumes_are_fenced() -> None:
+    configuration = Configuration(settings=Settings(), origins={})
+    daemon = Daemon(configuration, options=Options(), environ={}, reload=lambda: configuration)
+    server = FakeServer()
+    assert not daemon._takes_work()
+    daemon._server = as_server(server)
+    assert not daemon._takes_work()
+    daemon._is_ready = True
+    assert daemon._takes_work()
+    server.fence_reason = "a flush failed: EIO"
+    assert not daemon._takes_work()

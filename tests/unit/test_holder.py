@@ -311,3 +311,32 @@ def test_systemds_store_is_used_where_it_is_offered(path: Path, tmp_path: Path) 
 
 def test_descriptors_of_another_process_are_not_ours() -> None:
     assert passed_descriptors({"LISTEN_PID": "1", "LISTEN_FDS": "3"}) == []
+
+
+@pytest.mark.parametrize(
+    "packets",
+    [
+        [(b"FDNAMES=a:b\n", 3), (b"FDCOUNT=3\n", 0)],  # more descriptors than names
+        [(b"FDNAMES=a:b\n", 1)],
+        [(b"FDNAMES=a\n", 1), (b"FDCOUNT=2\n", 0)],
+        [(b"FDNAMES=a\n", 1), (b"FDCOUNT=1\n", 1)],
+        [(b"\xff\xfe\n", 2)],
+        [(b"FDNAMES=a\n", 1), (b"", 0)],  # it has ended
+    ],
+)
+def test_what_is_handed_over_wrongly_leaves_no_descriptor_open(
+    packets: list[tuple[bytes, int]],
+) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        with theirs:
+            for packet, count in packets:
+                fds = [memfd(b"x") for _ in range(count)]
+                if packet:
+                    socket.send_fds(theirs, [packet], fds)
+                for fd in fds:
+                    os.close(fd)
+        before = set(Path("/proc/self/fd").iterdir())
+        with pytest.raises((OSError, ValueError)):
+            holder.take(ours)
+        assert set(Path("/proc/self/fd").iterdir()) == before
