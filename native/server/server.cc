@@ -80,6 +80,7 @@ Result<JobInfo> Server::open_job(const OpenJobRequest& request) {
   auto job = thread_->ask<JobInfo>(kAnswerS, "opening a job", [this, request](const auto& reply) {
     reply(store().admissions().open(request));
   });
+  if (!job.is_ok()) refill_pool_after(job.status());
   if (!job.is_ok() || !job.value().created || !outlives_process()) return job;
   // Memory that outlives this process belongs to a job that the disk knows, so that the next daemon
   // has one to give it to.
@@ -198,9 +199,17 @@ Result<SessionGrant> Server::attach(uint64_t job_id, const SessionOwner& owner, 
         answer->server = this;
         reply(answer);
       });
-  if (!result.is_ok()) return result.status();
+  if (!result.is_ok()) {
+    refill_pool_after(result.status());
+    return result.status();
+  }
   result.value()->server = nullptr;
   return std::move(result.value()->grant);
+}
+
+void Server::refill_pool_after(const Status& refusal) {
+  // Memory that could not be mapped. Who was not answered in time waits no longer.
+  if (refusal.code() == StatusCode::device || refusal.code() == StatusCode::capacity) refill_pool();
 }
 
 void Server::give_up_session(uint64_t session_id) {

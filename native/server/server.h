@@ -139,6 +139,7 @@ class Server : public std::enable_shared_from_this<Server> {
   /// Ends what a caller that is gone has left. On any thread.
   void give_up_session(uint64_t session_id);
   void refill_pool();
+  void refill_pool_after(const Status& refusal);
 
   const StartReport report_;
   const std::shared_ptr<DescriptorKeeper> keeper_;

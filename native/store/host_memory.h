@@ -24,9 +24,10 @@ class HostMemory {
   HostMemory(const HostMemory&) = delete;
   HostMemory& operator=(const HostMemory&) = delete;
 
-  /// As much as the job was admitted to, with a ledger if somebody keeps it.
+  /// As much as the job was admitted to, with a ledger if somebody keeps it. What cannot be mapped
+  /// is released.
   Status give(Job& job);
-  /// A dropped job's, until it is replaced.
+  /// A dropped job's, until its segments are replaced.
   void release(uint64_t job_id, KeptMemory::Left left) {
     dropped_.add(job_id, std::move(left.ledger), std::move(left.segments));
   }
