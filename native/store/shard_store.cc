@@ -113,6 +113,7 @@ void ShardStore::return_to_disk(Job& job) {
   if (fresh->admission().weight() != job.admission().weight())
     fresh->admission().set_weight(job.admission().weight());
   fresh->cache().counters() = job.cache().counters();
+  fresh->cache().sessions().count_on(job.cache().sessions());
   const uint64_t tag = commits_.catalogue_tag(job.job_id());
   const Status kept =
       fresh->kept().take_over(job.kept(), keepsakes_, parts_.pool.segment_bytes(), tag);

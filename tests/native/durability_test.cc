@@ -1,6 +1,7 @@
 // Commits in memory: tiles that are updated in place, and what of them is on disk when.
 #include "store/format/durability.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,6 +10,8 @@
 #include <vector>
 
 #include "released_memory.h"
+#include "ring/layout.h"
+#include "ring/shared_memory.h"
 #include "store_fixture.h"
 
 namespace memd::testing {
@@ -602,6 +605,35 @@ TEST_F(InMemoryTest, a_job_that_stops_says_what_is_on_disk_and_what_to_do) {
     EXPECT_EQ(says_step, !is_none) << answer->message();
     EXPECT_EQ(says_fresh, is_none) << answer->message();
   }
+}
+
+TEST_F(InMemoryTest, the_stalls_of_a_jobs_sessions_outlive_its_return_to_disk) {
+  disk_ = std::make_shared<MemoryDisk>(kDiskBytes);
+  Heart heart(disk_);
+  Training training(heart, {"every:9", DType::float32, 4, 0});
+  training.write_all();
+  ASSERT_TRUE(heart.sync(training.session()).is_ok());
+  ASSERT_TRUE(training.step().first.is_ok());
+  const uint64_t job_id = training.job().job_id();
+  const int fd = heart.store().sessions().at(training.session())->ring.session_fd();
+  auto board = SharedMemory::map(OwnedFd(fcntl(fd, F_DUPFD_CLOEXEC, 0)), sizeof(SessionLayout));
+  ASSERT_TRUE(board.is_ok());
+  reinterpret_cast<SessionLayout*>(board.value().data())->header.stalls.counters.step_wall_ns = 100;
+  // A step that fails while its state is updated in place stops the job.
+  training.write_gradients();
+  std::optional<Status> answer;
+  heart.store().operations().step(
+      training.request(), [&](const Status& status, const StepReport&) { answer = status; });
+  heart.turn();
+  training.job().space().set_quota_bytes(0);
+  ASSERT_TRUE(heart.until([&] { return answer.has_value(); }));
+  ASSERT_TRUE(training.job().progress().goes_to_disk()) << answer->message();
+  ASSERT_TRUE(heart.store().detach(training.session()).is_ok());
+  heart.turns();
+  const uint64_t again = heart.attach(job_id);
+  ASSERT_NE(again, 0u) << "it is refused until it has returned";
+  EXPECT_FALSE(heart.job(again).progress().goes_to_disk());
+  EXPECT_EQ(heart.store().reports().statistics().jobs.at(0).stalls.step_wall_ns, 100u);
 }
 
 INSTANTIATE_TEST_SUITE_P(Kinds,

@@ -309,6 +309,58 @@ TEST(Prefetch, a_shard_that_is_lost_is_not_asked_for_again_and_again) {
   EXPECT_EQ(held.status.code(), StatusCode::integrity);
 }
 
+TEST(Prefetch, a_shard_whose_prefetch_failed_is_fetched_for_who_asks_and_foreseen_again) {
+  Model model(16, 4);
+  for (int i = 0; i < 4; ++i) model.forward();
+  const Job& job = model.heart.job(model.session_id);
+  const Entry* victim = nullptr;
+  for (Entry* const entry : job.shards().entries()) {
+    if (entry != nullptr && entry->kind == EntryKind::parameter &&
+        entry->residency() == Residency::absent)
+      victim = entry;
+  }
+  ASSERT_NE(victim, nullptr);
+  const uint32_t id = model.ids[victim->owner];
+  // The device reads nothing there, in all tries.
+  const auto& extent = victim->replicas[0].extent();
+  model.heart.faults().add_fault({.io_kind = IoKind::read,
+                                  .offset_bytes = extent.address.offset_bytes,
+                                  .count = 64,
+                                  .error_number = EIO});
+  for (uint32_t i = 0; i < 2 * model.count() && !victim->prefetch_failed; ++i) {
+    if (model.ids[i % model.count()] != id) model.client.use_slowly(model.ids[i % model.count()]);
+  }
+  ASSERT_TRUE(victim->prefetch_failed);
+  EXPECT_FALSE(job.lost().contains(id)) << "only a mismatch is proof";
+  // Nobody asks again for a plan alone.
+  const uint64_t fetched_bytes = job.cache().counters().fetched_bytes;
+  model.heart.turns();
+  EXPECT_EQ(job.cache().counters().fetched_bytes, fetched_bytes);
+  model.heart.faults().clear_faults();
+  EXPECT_FALSE(model.client.use_slowly(id));
+  EXPECT_FALSE(victim->prefetch_failed);
+  for (int i = 0; i < 2; ++i) model.forward();
+  EXPECT_EQ(model.forward(), 0u);
+}
+
+TEST(Prefetch, uses_that_were_overwritten_before_they_were_read_do_not_lose_the_plan) {
+  Model model(16, 4);
+  for (int i = 0; i < 4; ++i) model.forward();
+  ASSERT_EQ(model.forward(), 0u);
+  const auto& book = model.heart.job(model.session_id).cache().plans().book();
+  const size_t plan_count = book.plan_count();
+  // More than a lap of the log, from the middle of one forward to that of another.
+  const uint64_t lap_count = kUseLogEntries / model.count() + 2;
+  for (uint32_t i = 0; i < 8; ++i) model.client.use_slowly(model.ids[i]);
+  for (uint64_t i = 0; i < lap_count * model.count(); ++i)
+    model.client.note(model.ids[(8 + i) % model.count()], LeaseMode::read, Part::value);
+  model.client.settle();
+  EXPECT_EQ(model.client.taken_count(), model.client.noted_count());
+  for (uint32_t i = 8; i < 16; ++i) model.client.use_slowly(model.ids[i]);
+  EXPECT_EQ(model.forward(), 0u);
+  EXPECT_EQ(book.plan_count(), plan_count) << "half of a forward is no plan";
+}
+
 TEST(Prefetch, sessions_have_a_place_each_and_end_when_they_like) {
   Model model(20, 6);
   std::optional<uint64_t> other_id = model.heart.attach(model.job_id);

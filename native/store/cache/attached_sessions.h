@@ -33,6 +33,8 @@ class AttachedSessions {
     stalls_ended_.add(session->ring.stalls());
     std::erase(list_, session);
   }
+  /// Those of `before` count on here.
+  void count_on(const AttachedSessions& before) { stalls_ended_ = before.stalls(); }
   /// The daemon ends, or an adoption failed: nothing counts on.
   void clear() { list_.clear(); }
 
