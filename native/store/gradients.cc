@@ -30,7 +30,7 @@ void Gradients::unused(uint64_t session_id, uint32_t shard_id) {
     waiter.refuse(error(StatusCode::deadline, "nobody waits for it any more"));
   }
   drop_in_bucket(job, job.shards()[shard_id].bucket, [&](const Shard& shard) {
-    return &shard == &job.shards()[shard_id] && shard.gradient_session == session_id &&
+    return &shard == &job.shards()[shard_id] && shard.contributors.only() == session_id &&
            shard.is_gradient_unsure;
   });
 }
@@ -46,10 +46,24 @@ Status Gradients::drop(uint64_t session_id, const std::vector<uint32_t>& shard_i
     chosen[shard_id] = true;
   }
   const Shards& shards = job.value()->shards();
-  drop(*job.value(), [&](const Shard& shard) {
-    return shard.gradient_session == session_id && chosen[shards.id_of(shard)];
-  });
+  drop(*job.value(), session_id, [&](const Shard& shard) { return chosen[shards.id_of(shard)]; });
   return Status::ok();
+}
+
+void Gradients::drop(Job& job, uint64_t session_id, const Chosen& chosen) {
+  TrainingGroup& group = job.cache().group();
+  const auto is_dropped = [&](const Shard& shard) {
+    return group.has(shard.contributors, session_id) && chosen(shard);
+  };
+  // They are told before it is gone: the next daemon might find it neither there nor void.
+  for (const Shard& shard : job.shards()) {
+    if (shard.contributors.seats() == 0 || !is_dropped(shard)) continue;
+    for (const uint64_t other : group.sessions_of(shard.contributors)) {
+      if (other != session_id)
+        group.tell(other, void_gradient(job.name(), shard.name(), session_id));
+    }
+  }
+  drop(job, is_dropped);
 }
 
 void Gradients::drop(Job& job, const Chosen& chosen) {
@@ -63,14 +77,14 @@ void Gradients::drop_in_bucket(Job& job, uint32_t index, const Chosen& chosen) {
   bool all = true;
   for (const uint32_t shard_id : bucket.shards) {
     Shard& shard = job.shards()[shard_id];
-    if (shard.gradient_session != 0 && chosen(shard)) {
+    if (!shard.contributors.empty() && chosen(shard)) {
       job.state().early().forget_gradient(shard_id);
-      shard.gradient_session = 0;
+      shard.contributors = {};
       job.cache().waits().wake(*bucket.gradient);
       job.journal().note_shard(shard_id);
       any = true;
     }
-    all = all && shard.gradient_session == 0;
+    all = all && shard.contributors.empty();
   }
   if (!any || !all) return;
   Entry* const entry = bucket.gradient;
@@ -82,7 +96,7 @@ void Gradients::drop_in_bucket(Job& job, uint32_t index, const Chosen& chosen) {
   job.conditions().add(settled, [this, &job, index] {
     Bucket& later = job.shards().bucket(index);
     const bool unused = std::none_of(later.shards.begin(), later.shards.end(), [&](uint32_t id) {
-      return job.shards()[id].gradient_session != 0;
+      return !job.shards()[id].contributors.empty();
     });
     if (unused) job.drop_gradient(later, parts_.extents);
   });

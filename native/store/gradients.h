@@ -11,8 +11,8 @@
 
 namespace memd {
 
-/// Changes Shard::gradient_session, and drops a bucket's gradient with the last of them. Owned by
-/// the ShardStore; the server, its rings and steps call it on the server thread. Nothing blocks.
+/// Ends contributions to gradients, and drops a bucket's slot with the last of them. Owned by the
+/// ShardStore; the server, its rings and steps call it on the server thread. Nothing blocks.
 class Gradients {
  public:
   using Chosen = std::function<bool(const Shard&)>;
@@ -27,12 +27,18 @@ class Gradients {
   void is_final(uint64_t session_id, uint32_t shard_id);
   /// A slot that was leased ahead of it is not used: nothing was written there.
   void unused(uint64_t session_id, uint32_t shard_id);
-  /// The session's own; of all shards where none is named.
+  /// What the session has added to, whoever else did, who are told; of all shards where none is
+  /// named.
   Status drop(uint64_t session_id, const std::vector<uint32_t>& shard_ids);
+  /// What the session has added to: it ends.
+  void drop(Job& job, uint64_t session_id) {
+    drop(job, session_id, [](const Shard&) { return true; });
+  }
   /// All of the job that are chosen.
   void drop(Job& job, const Chosen& chosen);
 
  private:
+  void drop(Job& job, uint64_t session_id, const Chosen& chosen);
   void drop_in_bucket(Job& job, uint32_t bucket, const Chosen& chosen);
 
   const StoreParts& parts_;

@@ -229,7 +229,6 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
     job.cache().half_written().discard(*session, *discarded);
   MEMD_FAILPOINT("session.before_pins_dropped");
   discarded->finish(Status::ok());
-  if (job.cache().group().leave(session_id)) job.cache().table().withdraw_uncommitted();
   if (!MEMD_PLANTED("session.pins_kept")) job.cache().sessions().detach(session);
   job.state().early().forget_session(session_id);
   job.cache().plans().end(*session);
@@ -238,10 +237,11 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   // Its pins are gone, and what it has half written.
   job.cache().waits().wake_all();
   if (job.memory() != nullptr) job.cache().slots().free_retired();
-  gradients_.drop(job, [session_id](const Shard& shard) {
-    if (MEMD_PLANTED("session.sealed_gradients_dropped")) return shard.gradient_session != 0;
-    return shard.gradient_session == session_id;
-  });
+  gradients_.drop(job, session_id);
+  if (MEMD_PLANTED("session.sealed_gradients_dropped"))
+    gradients_.drop(job, [](const Shard& shard) { return !shard.contributors.empty(); });
+  // No gradient names its seat any more.
+  if (job.cache().group().leave(session_id)) job.cache().table().withdraw_uncommitted();
   MEMD_FAILPOINT("session.detached");
   for (const LeaseWaiter& waiter : given_up) {
     waiter.reply(error(StatusCode::fenced, "the session has ended: ", session_id), {});

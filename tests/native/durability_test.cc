@@ -409,7 +409,7 @@ TEST_F(InMemoryTest, a_step_that_meets_a_broken_disk_is_made_and_the_next_one_is
   EXPECT_EQ(heart.step(training.request(3)).first.code(), StatusCode::device);
   EXPECT_EQ(training.job().progress().committed_step(), 2U);
   for (const uint32_t id : training.ids()) {
-    EXPECT_EQ(training.job().shards()[id].gradient_session, training.session()) << "as it was";
+    EXPECT_EQ(training.job().shards()[id].contributors.only(), training.session()) << "as it was";
   }
 }
 

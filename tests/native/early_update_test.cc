@@ -456,7 +456,7 @@ TEST_F(EarlyFailureTest, bytes_that_are_gone_are_reported_by_the_step_and_it_sta
   const auto [status, report] = heart.step(training.request());
   EXPECT_EQ(status.code(), StatusCode::integrity) << status.message();
   EXPECT_EQ(training.job().progress().committed_step(), 1U);
-  EXPECT_EQ(training.job().shards()[training.ids()[0]].gradient_session, training.session());
+  EXPECT_EQ(training.job().shards()[training.ids()[0]].contributors.only(), training.session());
 }
 
 TEST_F(EarlyFailureTest, a_write_that_fails_leaves_n_on_disk_at_every_index) {

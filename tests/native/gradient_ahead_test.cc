@@ -45,10 +45,11 @@ class GradientAheadTest : public ::testing::Test {
 TEST_F(GradientAheadTest, one_that_does_not_come_is_none) {
   const auto ahead = ask(0, true);
   ASSERT_TRUE(ahead->has_value() && (*ahead)->is_ok());
-  EXPECT_EQ(shard(0).gradient_session, session_) << "until it is said that it does not come";
+  EXPECT_EQ(shard(0).contributors, Contributors::one(session_))
+      << "until it is said that it does not come";
   heart_.release(**ahead);
   unused(0);
-  EXPECT_EQ(shard(0).gradient_session, 0U);
+  EXPECT_TRUE(shard(0).contributors.empty());
   EXPECT_EQ(gradient(0).slot, nullptr);
   const auto reader = ask(0, false, LeaseMode::read);
   ASSERT_TRUE(reader->has_value());
@@ -63,13 +64,13 @@ TEST_F(GradientAheadTest, one_that_came_stays) {
   ASSERT_TRUE(more->has_value() && (*more)->is_ok());
   heart_.release(**more);
   unused(0);
-  EXPECT_EQ(shard(0).gradient_session, session_);
+  EXPECT_EQ(shard(0).contributors, Contributors::one(session_));
   // One that is there is asked for in vain: a step may take it at any moment.
   const auto again = ask(0, true);
   ASSERT_TRUE(again->has_value());
   EXPECT_EQ((*again)->status.code(), StatusCode::deadline);
   unused(0);
-  EXPECT_EQ(shard(0).gradient_session, session_);
+  EXPECT_EQ(shard(0).contributors, Contributors::one(session_));
   ASSERT_TRUE(
       heart_.step({.session_id = session_, .groups = {{.shard_ids = {ids_[0]}}}}).first.is_ok());
 }
@@ -79,7 +80,7 @@ TEST_F(GradientAheadTest, a_slot_that_is_still_held_is_freed_when_it_is_given_ba
   ASSERT_TRUE(ahead->has_value() && (*ahead)->is_ok());
   const uint64_t used_bytes = job().memory()->arena().used_bytes();
   unused(0);
-  EXPECT_EQ(shard(0).gradient_session, 0U);
+  EXPECT_TRUE(shard(0).contributors.empty());
   EXPECT_EQ(job().memory()->arena().used_bytes(), used_bytes);
   heart_.release(**ahead);
   job().cache().slots().free_retired();
@@ -104,7 +105,7 @@ TEST_F(GradientAheadTest, a_question_that_waits_still_is_answered_and_forgotten)
   EXPECT_FALSE(ordinary->has_value()) << "somebody waits for it";
   ASSERT_TRUE(heart_.until([&] { return ordinary->has_value(); }));
   heart_.release(**ordinary);
-  EXPECT_EQ(shard(0).gradient_session, session_);
+  EXPECT_EQ(shard(0).contributors, Contributors::one(session_));
 }
 
 TEST_F(GradientAheadTest, its_neighbours_in_a_bucket_keep_theirs) {
@@ -114,8 +115,8 @@ TEST_F(GradientAheadTest, its_neighbours_in_a_bucket_keep_theirs) {
   heart_.release(**ahead);
   unused(2);
   unused(1);
-  EXPECT_EQ(shard(2).gradient_session, 0U);
-  EXPECT_EQ(shard(1).gradient_session, session_);
+  EXPECT_TRUE(shard(2).contributors.empty());
+  EXPECT_EQ(shard(1).contributors, Contributors::one(session_));
   ASSERT_TRUE(
       heart_.step({.session_id = session_, .groups = {{.shard_ids = {ids_[1]}}}}).first.is_ok());
   EXPECT_EQ(gradient(1).slot, nullptr) << "nothing keeps the bucket's slot";
@@ -125,7 +126,7 @@ TEST_F(GradientAheadTest, what_is_no_parameter_is_ignored) {
   heart_.store().gradients().unused(session_, 77);
   heart_.store().gradients().unused(session_ + 99, ids_[0]);
   unused(0);
-  EXPECT_EQ(shard(0).gradient_session, 0U);
+  EXPECT_TRUE(shard(0).contributors.empty());
 }
 
 }  // namespace

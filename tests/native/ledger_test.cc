@@ -717,6 +717,50 @@ TEST_F(AdoptionTest, who_trained_together_does_so_with_the_next_daemon_and_nobod
   EXPECT_TRUE(heart_->job(session_).cache().group().contains(session_));
 }
 
+TEST_F(AdoptionTest, a_sum_of_two_sessions_outlives_a_daemon_and_its_end_is_told_by_the_next) {
+  begin(DType::float32);
+  const uint64_t member = heart_->attach(job_id_);
+  for (const uint64_t session : {session_, member})
+    ASSERT_TRUE(heart_->job(session_).cache().group().join(session).is_ok());
+  const auto add = [&](uint64_t session, uint32_t seed) {
+    const Held held = heart_->lease(session, ids_[1], LeaseMode::write, Part::gradient);
+    ASSERT_TRUE(held.is_ok()) << held.status.message();
+    const auto values = numbers(1000, seed);
+    for (size_t i = 0; i < values.size(); ++i) held.as<float>()[i] += values[i];
+    heart_->release(held);
+  };
+  const StepRequest step{.session_id = session_,
+                         .groups = {{.settings = settings_, .shard_ids = {ids_[1]}}},
+                         .staged_buffers = {}};
+  add(session_, 5);
+  add(member, 6);
+  restart();
+  ASSERT_TRUE(heart_->store().resume_session(member, kOwner).is_ok());
+  ASSERT_TRUE(heart_->step(step).first.is_ok());
+  auto sum = numbers(1000, 5);
+  const auto second = numbers(1000, 6);
+  for (size_t i = 0; i < sum.size(); ++i) sum[i] += second[i];
+  twins_[1].step(settings_, sum);
+  EXPECT_EQ(heart_->read<float>(session_, ids_[1]), twins_[1].theta);
+
+  add(session_, 7);
+  add(member, 8);
+  restart();
+  // The other's process is dead.
+  ASSERT_TRUE(heart_->store().detach(member).is_ok());
+  EXPECT_TRUE(heart_->job(session_).shards()[ids_[1]].contributors.empty());
+  // Nor does the daemon live until the first hears of it.
+  restart();
+  const Status told = heart_->lease(session_, ids_[1], LeaseMode::write, Part::gradient).status;
+  EXPECT_EQ(told.code(), StatusCode::invalid_argument);
+  EXPECT_NE(told.message().find("a gradient is void"), std::string::npos) << told.message();
+  restart();
+  add(session_, 9);
+  ASSERT_TRUE(heart_->step(step).first.is_ok()) << "it was told once";
+  twins_[1].step(settings_, numbers(1000, 9));
+  EXPECT_EQ(heart_->read<float>(session_, ids_[1]), twins_[1].theta);
+}
+
 TEST_F(AdoptionTest, only_its_own_process_comes_back_to_a_session) {
   begin(DType::float32);
   restart(false);

@@ -117,7 +117,7 @@ class RandomCalls {
     StepGroup group;
     for (size_t i = 0; i < kParameters; ++i) {
       const Shard& shard = heart_.job(request.session_id).shards()[ids_[i]];
-      if (shard.gradient_session == request.session_id) group.shard_ids.push_back(ids_[i]);
+      if (shard.contributors.only() == request.session_id) group.shard_ids.push_back(ids_[i]);
     }
     if (group.shard_ids.empty()) return;
     request.groups.push_back(group);

@@ -47,7 +47,7 @@ struct CacheParts {
   const std::unique_ptr<JobMemory>& memory;
   const std::unique_ptr<Ledger>& ledger;
   const std::vector<std::shared_ptr<Session>>& sessions;
-  const TrainingGroup& group;
+  TrainingGroup& group;
   const JobProgress& progress;
   const JobSpace& space;
   LostShards& lost;
@@ -63,7 +63,7 @@ struct CacheParts {
   void lose(const Entry& entry, size_t replica, const Status& why) const;
   /// Whether some of its bytes are lost.
   bool is_lost(const Entry& entry) const;
-  /// "written", and whose gradient there is, for the ledger.
+  /// "written", and the contributors to its gradient, for the ledger.
   void note_shard(uint32_t shard_id) const;
   /// It is attached.
   const std::shared_ptr<Session>& session(uint64_t session_id) const;

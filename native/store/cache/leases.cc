@@ -105,9 +105,11 @@ Leases::Grant Leases::grant_or_wait(LeaseWaiter& waiter) {
                   .entry = *found,
                   .reads = request.mode == LeaseMode::read};
   if (const Outcome outcome = check_call(asked)) return *outcome;
+  if (const Outcome outcome = check_notice(asked)) return *outcome;
   parts_.residencies.settle_pending(*found);
   if (const Outcome outcome = check_written(asked)) return *outcome;
   if (const Outcome outcome = check_steps(asked)) return *outcome;
+  if (const Outcome outcome = check_contributors(asked)) return *outcome;
   if (!asked.reads) parts_.gates.discard_early(*found, request.shard_id);
   if (const Outcome outcome = check_moving(asked)) return *outcome;
   if (!asked.reads) {
@@ -125,13 +127,21 @@ Leases::Outcome Leases::check_call(const Try& asked) const {
   return std::nullopt;
 }
 
+Leases::Outcome Leases::check_notice(const Try& asked) const {
+  // Nobody waits for the answer to one that is asked for ahead.
+  if (asked.request.part != Part::gradient || asked.request.is_ahead) return std::nullopt;
+  const auto notice = parts_.group.take_notice(asked.request.session_id);
+  if (!notice) return std::nullopt;
+  return refuse(asked.waiter, *notice);
+}
+
 Leases::Outcome Leases::check_written(const Try& asked) const {
   const Entry& entry = asked.entry;
   // A staged buffer and the one whose place it takes: which of them it is, its commit says.
   if (entry.owner != entry.kept_owner) return wait(asked.waiter, WaitsFor::step);
   if (!asked.reads) return std::nullopt;
   const bool is_gradient = asked.request.part == Part::gradient;
-  if (is_gradient ? asked.shard.gradient_session != 0 : asked.shard.written) return std::nullopt;
+  if (is_gradient ? !asked.shard.contributors.empty() : asked.shard.written) return std::nullopt;
   if (entry.pending != nullptr) return wait(asked.waiter, WaitsFor::first_writer);
   return refuse(asked.waiter,
                 error(StatusCode::not_found,
@@ -150,9 +160,9 @@ Leases::Outcome Leases::check_steps(const Try& asked) const {
   if (entry.kind == EntryKind::parameter) {
     if (const auto before = parts_.gates.step_before(request, entry)) return wait(waiter, *before);
   }
-  if (!reads && request.part == Part::gradient && shard.gradient_session == kSealedGradient)
+  if (!reads && request.part == Part::gradient && shard.contributors.is_sealed())
     return wait(waiter, WaitsFor::gradient_step);
-  if (request.is_ahead && shard.gradient_session != 0) {
+  if (request.is_ahead && !shard.contributors.empty()) {
     // It is in a step that is not closed yet, or was made meanwhile: a pin on it would stand in the
     // way of that step, and what overwrites reads nothing that was spilled.
     return refuse(
@@ -161,6 +171,31 @@ Leases::Outcome Leases::check_steps(const Try& asked) const {
             StatusCode::deadline, "there is a gradient already: ", parts_.shards.describe(entry)));
   }
   return std::nullopt;
+}
+
+Leases::Outcome Leases::check_contributors(const Try& asked) const {
+  const auto& [waiter, request, shard, entry, reads] = asked;
+  if (request.part != Part::gradient) return std::nullopt;
+  if (request.is_ahead) {
+    if (!parts_.group.is_shared_by(request.session_id)) return std::nullopt;
+    // Another member would add to a slot that may never be written.
+    return refuse(waiter, error(StatusCode::deadline, "members take a gradient's slot in turn"));
+  }
+  const Contributors& contributors = shard.contributors;
+  if (reads || contributors.empty()) return std::nullopt;
+  const bool is_added_to = request.mode == LeaseMode::write;
+  const bool is_shared = parts_.group.are_all_with(contributors, request.session_id);
+  if (is_added_to == is_shared || contributors.only() == request.session_id) return std::nullopt;
+  return refuse(asked.waiter,
+                error(StatusCode::invalid_argument,
+                      "shard ",
+                      parts_.job_name,
+                      "/",
+                      shard.name(),
+                      is_added_to ? " has a gradient of a session that does not train with this "
+                                    "one; run backward anew when that one has stepped or ended"
+                                  : " has a gradient that others of this training group made; add "
+                                    "to it"));
 }
 
 Leases::Outcome Leases::check_moving(const Try& asked) {
@@ -248,7 +283,7 @@ Leases::Outcome Leases::begin_writing(const Try& asked) {
   const auto& [waiter, request, shard, entry, reads] = asked;
   if (entry.task_count() != 0) return wait(waiter, WaitsFor::update);
   // Bytes that another step left there are no gradient to add to.
-  if (entry.kind == EntryKind::gradient && shard.gradient_session == 0 &&
+  if (entry.kind == EntryKind::gradient && shard.contributors.empty() &&
       request.mode == LeaseMode::write && !fills_.take_zeroed(entry, request.shard_id)) {
     fills_.zero(entry, request.shard_id);
     return wait(waiter, WaitsFor::copy);
@@ -344,7 +379,7 @@ void Leases::note_grant(const Try& asked, const Slot& slot, const LeaseGrant& gr
        .completion_tail = parts_.session(request.session_id)->ring.completion_tail(),
        .part = request.part,
        .was_written = asked.shard.written,
-       .gradient_session = asked.shard.gradient_session});
+       .contributors = asked.shard.contributors});
   MEMD_FAILPOINT("ledger.grant_begun");
 }
 
@@ -352,8 +387,8 @@ void Leases::note_writer(const Try& asked) {
   const LeaseRequest& request = asked.request;
   Shard& shard = asked.shard;
   if (request.part == Part::gradient) {
-    shard.is_gradient_unsure = request.is_ahead && shard.gradient_session == 0;
-    shard.gradient_session = request.session_id;
+    shard.is_gradient_unsure = request.is_ahead && shard.contributors.empty();
+    shard.contributors = parts_.group.with(shard.contributors, request.session_id);
     parts_.waits.wake(asked.entry);
     parts_.note_shard(request.shard_id);
   } else if (shard.kind == ShardKind::parameter) {

@@ -61,8 +61,11 @@ class Leases {
   Grant grant_or_wait(LeaseWaiter& waiter);
   // In this order.
   Outcome check_call(const Try& asked) const;
+  /// A gradient that its session had added to is void.
+  Outcome check_notice(const Try& asked) const;
   Outcome check_written(const Try& asked) const;
   Outcome check_steps(const Try& asked) const;
+  Outcome check_contributors(const Try& asked) const;
   Outcome check_moving(const Try& asked);
   Outcome check_writer(const Try& asked);
   /// Writers of blobs and buffers get a slot of their own, which takes the old one's place once it

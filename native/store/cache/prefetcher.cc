@@ -131,7 +131,7 @@ bool Prefetcher::may_prefetch(const Entry& entry) const {
     // An entry that a step begins with stands still for it. One that it has updated does not.
     const ShardIds& held = parts_.shards.bucket(entry.owner).shards;
     const bool is_in_closed_step = std::any_of(held.begin(), held.end(), [this](uint32_t id) {
-      return parts_.shards[id].gradient_session == kSealedGradient;
+      return parts_.shards[id].contributors.is_sealed();
     });
     if (is_in_closed_step && !entry.is_ahead) return false;
   }

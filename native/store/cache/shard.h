@@ -10,11 +10,9 @@
 #include "store/cache/entry.h"
 #include "store/cache/shard_label.h"
 #include "store/format/catalogue.h"
+#include "store/journal/contributors.h"
 
 namespace memd {
-
-/// In Shard::gradient_session: the gradient belongs to a step, and no session's end drops it.
-inline constexpr uint64_t kSealedGradient = ~uint64_t{0};
 
 struct ShardSpec {
   std::string name;
@@ -41,8 +39,8 @@ struct Shard {
   ShardLabel label;
   uint64_t bytes = 0;
   uint64_t generation = 0;
-  // The session whose gradient waits for a step, or kSealedGradient; 0: there is none.
-  uint64_t gradient_session = 0;
+  // Of the gradient that waits for a step; empty: there is none.
+  Contributors contributors;
   Entry* value = nullptr;
   // A parameter's place in its bucket.
   uint64_t element_offset = 0;

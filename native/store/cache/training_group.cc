@@ -6,6 +6,12 @@
 #include "base/check.h"
 
 namespace memd {
+namespace {
+
+constexpr uint64_t bit(size_t seat) { return uint64_t{1} << seat; }
+static_assert(kTrainingGroupMax < 63);  // so that no set looks sealed
+
+}  // namespace
 
 Session* TrainingGroup::find_session(uint64_t session_id) const {
   const auto found = std::find_if(sessions_.begin(), sessions_.end(), [&](const auto& session) {
@@ -59,6 +65,7 @@ bool TrainingGroup::leave(uint64_t session_id) {
   const auto seat = seat_of(session_id);
   if (!seat) return false;
   const bool was_shown = std::exchange(is_shown_, false);
+  notices_.erase(session_id);
   free_seat(*seat);
   return was_shown;
 }
@@ -90,10 +97,88 @@ void TrainingGroup::begin_step(uint64_t session_id) {
   is_shown_ = true;
 }
 
+// ---- Gradients ----------------------------------------------------------------------------------
+
+Contributors TrainingGroup::with(const Contributors& contributors, uint64_t session_id) const {
+  if (has(contributors, session_id)) return contributors;
+  if (!are_all_with(contributors, session_id)) return Contributors::one(session_id);
+  const uint64_t before =
+      contributors.seats() != 0 ? contributors.seats() : bit(*seat_of(contributors.only()));
+  return Contributors::several(before | bit(*seat_of(session_id)));
+}
+
+bool TrainingGroup::has(const Contributors& contributors, uint64_t session_id) const {
+  if (contributors.only() == session_id) return true;
+  const auto seat = seat_of(session_id);
+  return seat && (contributors.seats() & bit(*seat)) != 0;
+}
+
+bool TrainingGroup::are_all_with(const Contributors& contributors, uint64_t session_id) const {
+  if (contributors.empty() || contributors.is_sealed()) return false;
+  return contributors.seats() != 0 ? contains(session_id)
+                                   : are_together(contributors.only(), session_id);
+}
+
+std::vector<uint64_t> TrainingGroup::sessions_of(const Contributors& contributors) const {
+  std::vector<uint64_t> session_ids;
+  if (contributors.only() != 0) session_ids.push_back(contributors.only());
+  for (size_t seat = 0; seat < seats_.size(); ++seat) {
+    if ((contributors.seats() & bit(seat)) != 0) session_ids.push_back(seats_[seat]);
+  }
+  return session_ids;
+}
+
+std::vector<uint64_t> TrainingGroup::everybody_with(uint64_t session_id) const {
+  if (!contains(session_id)) return {session_id};
+  std::vector<uint64_t> session_ids;
+  for (const uint64_t member : seats_) {
+    if (member != 0) session_ids.push_back(member);
+  }
+  return session_ids;
+}
+
+Contributors TrainingGroup::of(const std::vector<uint64_t>& session_ids) const {
+  Contributors all;
+  for (const uint64_t session_id : session_ids) {
+    if (find_session(session_id) == nullptr) return Contributors::one(session_id);
+    all = with(all, session_id);
+  }
+  return all;
+}
+
+void TrainingGroup::tell(uint64_t session_id, const Status& why) {
+  const auto seat = seat_of(session_id);
+  if (seat && notices_.emplace(session_id, why).second) note(*seat);
+}
+
+std::optional<Status> TrainingGroup::take_notice(uint64_t session_id) {
+  const auto found = notices_.find(session_id);
+  if (found == notices_.end()) return std::nullopt;
+  const Status why = found->second;
+  notices_.erase(found);
+  note(*seat_of(session_id));
+  return why;
+}
+
+Status void_gradient(const std::string& job_name,
+                     std::string_view shard_name,
+                     uint64_t session_id) {
+  return error(StatusCode::invalid_argument,
+               "the gradient of shard ",
+               job_name,
+               "/",
+               shard_name,
+               " is void, since session ",
+               session_id,
+               ", which had added to it, has ended or dropped it; run backward again");
+}
+
 // ---- Another daemon -----------------------------------------------------------------------------
 
 void TrainingGroup::note(size_t seat) const {
-  if (ledger_ != nullptr) ledger_->note_seat(seat, seats_[seat]);
+  if (ledger_ == nullptr) return;
+  ledger_->note_seat(seat,
+                     {.session_id = seats_[seat], .has_notice = notices_.contains(seats_[seat])});
 }
 
 void TrainingGroup::note_all() const {
@@ -102,8 +187,16 @@ void TrainingGroup::note_all() const {
 
 void TrainingGroup::adopt(const TrainingGroupSeats& seats) {
   for (size_t seat = 0; seat < seats.size(); ++seat) {
-    Session* const session = find_session(seats[seat]);
-    if (session != nullptr && !contains(seats[seat])) take_seat(seat, *session);
+    const auto& [session_id, has_notice] = seats[seat];
+    Session* const session = find_session(session_id);
+    if (session == nullptr || contains(session_id)) continue;
+    take_seat(seat, *session);
+    if (has_notice) {
+      tell(session_id,
+           error(StatusCode::invalid_argument,
+                 "a gradient is void, since a session that had added to it ended before this "
+                 "daemon began; run backward again"));
+    }
   }
 }
 

@@ -4,12 +4,17 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
+#include <string>
+#include <string_view>
 #include <vector>
 
+#include "base/status.h"
 #include "ring/resident_lease.h"
 #include "store/cache/session.h"
+#include "store/journal/contributors.h"
 #include "store/journal/ledger.h"
 
 namespace memd {
@@ -17,7 +22,9 @@ namespace memd {
 /// Owns its members, each with a seat, and whether they see what the step that runs has made. A
 /// session becomes the group when the turn of its step comes. Then no value is uncommitted, so that
 /// the rows of the shard table never show one group's value to another. A group of several members
-/// is formed by join(), and left by the end of a member alone.
+/// is formed by join(), and left by the end of a member alone. Their gradients may be summed in one
+/// slot: Contributors names them by their seats, and a member keeps its seat until no gradient has
+/// a part of it.
 ///
 /// Owned by the JobCache; the server thread calls everything; nothing blocks.
 class TrainingGroup {
@@ -34,6 +41,8 @@ class TrainingGroup {
   /// They see each other's uncommitted values.
   bool are_together(uint64_t a, uint64_t b) const { return a == b || (contains(a) && contains(b)); }
   size_t size() const;
+  /// The session has fellow members.
+  bool is_shared_by(uint64_t session_id) const { return contains(session_id) && size() > 1; }
   /// What the row of an uncommitted value says.
   Visibility visibility() const { return is_shown_ ? Visibility::group : Visibility::nobody; }
 
@@ -52,6 +61,24 @@ class TrainingGroup {
   /// It is committed, or is being undone: nothing that is uncommitted is shown from here on.
   void end_step() { is_shown_ = false; }
 
+  // Gradients.
+  /// They are, with one more session: all of them train together, or it alone overwrites what the
+  /// others made.
+  Contributors with(const Contributors& contributors, uint64_t session_id) const;
+  /// The session is one of them.
+  bool has(const Contributors& contributors, uint64_t session_id) const;
+  /// There are some, and all of them train with the session: its step may take the sum.
+  bool are_all_with(const Contributors& contributors, uint64_t session_id) const;
+  std::vector<uint64_t> sessions_of(const Contributors& contributors) const;
+  /// All members, or the session where it is none.
+  std::vector<uint64_t> everybody_with(uint64_t session_id) const;
+  /// These sessions; where one of them has ended, that one.
+  Contributors of(const std::vector<uint64_t>& session_ids) const;
+  /// Of a gradient that this session has added to and that is void: its next lease of a gradient,
+  /// or its next step, is refused with `why`. The first is told, once.
+  void tell(uint64_t session_id, const Status& why);
+  std::optional<Status> take_notice(uint64_t session_id);
+
   /// As the daemon before had it, of the sessions that came back.
   void adopt(const TrainingGroupSeats& seats);
   /// All of it, into a ledger that is new or was adopted.
@@ -66,8 +93,12 @@ class TrainingGroup {
 
   const List& sessions_;
   const std::unique_ptr<Ledger>& ledger_;
-  TrainingGroupSeats seats_{};
+  std::array<uint64_t, kTrainingGroupMax> seats_{};
+  std::map<uint64_t, Status> notices_;  // by session
   bool is_shown_ = false;
 };
+
+/// A sum cannot be taken apart: without the part of one session it is nobody's.
+Status void_gradient(const std::string& job_name, std::string_view shard_name, uint64_t session_id);
 
 }  // namespace memd

@@ -25,6 +25,8 @@ constexpr uint32_t kSessionsMax = 1u << 12;
 constexpr uint32_t kShardsMax = 1u << 20;
 constexpr uint32_t kLooseMax = 1u << 21;
 constexpr uint32_t kStepsMax = 16;
+// Beside the session id of a seat: SeatRecord::has_notice.
+constexpr uint64_t kSeatNotice = uint64_t{1} << 63;
 constexpr uint64_t kStepBytesMax = 8_MiB;
 constexpr uint64_t kRecordBytesMax = 256_MiB;
 // A layout is written anew when its changes are longer than itself, and than this.
@@ -48,7 +50,7 @@ struct SessionWords {
 
 struct ShardWords {
   std::atomic<uint64_t> written;
-  std::atomic<uint64_t> gradient_session;
+  std::atomic<uint64_t> contributors;
   std::atomic<uint64_t> generation;
   std::atomic<uint64_t> generation_commit;  // stored after it; the commit that it builds on
   std::atomic<uint64_t> reset_commit;  // the last one when the shard with this id began or went
@@ -118,7 +120,7 @@ struct LedgerLayout {
   uint32_t grant_pin;
   uint32_t grant_tail;
   uint32_t grant_flags;  // part, was written
-  uint64_t grant_gradient_session;
+  uint64_t grant_contributors;
 
   alignas(64) RecordPlace layout_places[2];
   std::atomic<uint64_t> layout_ends[2];  // of the record and what has changed since; stored last
@@ -422,10 +424,10 @@ bool Ledger::change_layout(const LayoutChange& change) {
   return true;
 }
 
-void Ledger::note_shard(uint32_t shard_id, bool written, uint64_t gradient_session) {
+void Ledger::note_shard(uint32_t shard_id, bool written, Contributors contributors) {
   if (shard_id >= kShardsMax) return;  // Job::declare() refuses it
   ShardWords& words = layout_->shards[shard_id];
-  words.gradient_session.store(gradient_session, kRelease);
+  words.contributors.store(contributors.word(), kRelease);
   words.written.store(written ? 1 : 0, kRelease);
 }
 
@@ -437,7 +439,7 @@ void Ledger::note_generation(uint32_t shard_id, uint64_t generation) {
 
 void Ledger::reset_shard(uint32_t shard_id) {
   if (shard_id >= kShardsMax) return;
-  note_shard(shard_id, false, 0);
+  note_shard(shard_id, false, {});
   layout_->shards[shard_id].generation_commit.store(0, kRelease);
   layout_->shards[shard_id].reset_commit.store(last_commit_, kRelease);
 }
@@ -548,8 +550,9 @@ void Ledger::forget_session(uint64_t session_id) {
   session_place_of_.erase(known);
 }
 
-void Ledger::note_seat(size_t seat, uint64_t session_id) {
-  layout_->group_seats[seat].store(session_id, kRelease);
+void Ledger::note_seat(size_t seat, const SeatRecord& record) {
+  layout_->group_seats[seat].store(record.session_id | (record.has_notice ? kSeatNotice : 0),
+                                   kRelease);
 }
 
 void Ledger::begin_grant(const GrantRecord& grant) {
@@ -559,7 +562,7 @@ void Ledger::begin_grant(const GrantRecord& grant) {
   layout.grant_tail = grant.completion_tail;
   layout.grant_flags =
       static_cast<uint32_t>(grant.part) << 1 | static_cast<uint32_t>(grant.was_written);
-  layout.grant_gradient_session = grant.gradient_session;
+  layout.grant_contributors = grant.contributors.word();
   layout.grant_session.store(grant.session_id, kRelease);
 }
 
@@ -754,7 +757,7 @@ Status Ledger::read_layout(LedgerContents& contents) const {
   for (const uint32_t shard_id : contents.shard_ids) {
     const ShardWords& words = layout_->shards[shard_id];
     ShardState state{.written = words.written.load(kAcquire) != 0,
-                     .gradient_session = words.gradient_session.load(kAcquire),
+                     .contributors = Contributors::from_word(words.contributors.load(kAcquire)),
                      .generation = std::nullopt,
                      .is_new = words.reset_commit.load(kAcquire) == last_commit_};
     if (base_ != 0 && words.generation_commit.load(kAcquire) == last_commit_)
@@ -866,16 +869,20 @@ Result<LedgerContents> Ledger::read(uint64_t base) {
          .owner = {.pid = words.pid, .start_time = words.start_time, .uid = words.uid},
          .step_committed = words.step_committed.load(kAcquire)});
   }
-  for (size_t seat = 0; seat < kTrainingGroupMax; ++seat)
-    contents.seats[seat] = layout_->group_seats[seat].load(kAcquire);
+  for (size_t seat = 0; seat < kTrainingGroupMax; ++seat) {
+    const uint64_t word = layout_->group_seats[seat].load(kAcquire);
+    contents.seats[seat] = {.session_id = word & ~kSeatNotice,
+                            .has_notice = (word & kSeatNotice) != 0};
+  }
   if (const uint64_t session_id = layout_->grant_session.load(kAcquire); session_id != 0) {
-    contents.grant = GrantRecord{.session_id = session_id,
-                                 .shard_id = layout_->grant_shard,
-                                 .pin_index = layout_->grant_pin,
-                                 .completion_tail = layout_->grant_tail,
-                                 .part = static_cast<Part>(layout_->grant_flags >> 1 & 1),
-                                 .was_written = (layout_->grant_flags & 1) != 0,
-                                 .gradient_session = layout_->grant_gradient_session};
+    contents.grant =
+        GrantRecord{.session_id = session_id,
+                    .shard_id = layout_->grant_shard,
+                    .pin_index = layout_->grant_pin,
+                    .completion_tail = layout_->grant_tail,
+                    .part = static_cast<Part>(layout_->grant_flags >> 1 & 1),
+                    .was_written = (layout_->grant_flags & 1) != 0,
+                    .contributors = Contributors::from_word(layout_->grant_contributors)};
   }
   const auto claimed = claims();
   if (!claimed.is_ok()) return claimed.status();

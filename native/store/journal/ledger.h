@@ -16,6 +16,7 @@
 #include "ring/layout.h"
 #include "ring/shared_memory.h"
 #include "store/format/catalogue.h"
+#include "store/journal/contributors.h"
 #include "store/journal/residency.h"
 #include "store/journal/step_request.h"
 
@@ -47,9 +48,14 @@ struct SessionRecord {
   uint64_t step_committed = 0;
 };
 
-/// Members of a job's training group have a seat each: session ids, and 0 where a seat is free.
+/// Members of a job's training group have a seat each; Contributors name them by it.
 inline constexpr size_t kTrainingGroupMax = 62;
-using TrainingGroupSeats = std::array<uint64_t, kTrainingGroupMax>;
+struct SeatRecord {
+  uint64_t session_id = 0;  // 0: the seat is free
+  /// A gradient that it had added to was dropped, and its session has not heard of that.
+  bool has_notice = false;
+};
+using TrainingGroupSeats = std::array<SeatRecord, kTrainingGroupMax>;
 
 /// made: nobody's yet. current, pending: its entry's. retired: replaced while leases were on it.
 enum class SlotRole : uint8_t { none = 0, made = 1, current = 2, pending = 3, retired = 4 };
@@ -87,7 +93,7 @@ struct LayoutChange {
 
 struct ShardState {
   bool written = false;
-  uint64_t gradient_session = 0;
+  Contributors contributors;
   /// Where moments were replaced since the last commit, on disk or in memory; else that says it.
   std::optional<uint64_t> generation;
   /// It came after the last commit: what that names is another shard's, which had its name.
@@ -109,7 +115,7 @@ struct GrantRecord {
   uint32_t completion_tail = 0;  // of the session's ring before it
   Part part = Part::value;
   bool was_written = false;
-  uint64_t gradient_session = 0;  // before it
+  Contributors contributors;  // before it
 };
 
 /// All that a ledger says, each thing valid in itself.
@@ -158,7 +164,7 @@ class Ledger {
   /// What has changed of it since, at the cost of the change. False: write_layout() has to be
   /// called with all of it, now and then.
   bool change_layout(const LayoutChange& change);
-  void note_shard(uint32_t shard_id, bool written, uint64_t gradient_session);
+  void note_shard(uint32_t shard_id, bool written, Contributors contributors);
   void note_generation(uint32_t shard_id, uint64_t generation);
   /// The shard with this id is gone, or a new one has it.
   void reset_shard(uint32_t shard_id);
@@ -176,7 +182,7 @@ class Ledger {
 
   Status note_session(const SessionRecord& session);
   void forget_session(uint64_t session_id);
-  void note_seat(size_t seat, uint64_t session_id);
+  void note_seat(size_t seat, const SeatRecord& record);
 
   void begin_grant(const GrantRecord& grant);
   void end_grant();

@@ -107,7 +107,7 @@ void Adoption::begin_shards() {
                         disk.undurable_since == 0 ? disk.step : 0,
                         job_.progress.undurable_since());
   for (const auto& [shard_id, state] : remembered_.contents().shards) {
-    job_.shards[shard_id].gradient_session = state.gradient_session;
+    job_.shards[shard_id].contributors = state.contributors;
     job_.shards[shard_id].written = state.written;
   }
 }
@@ -235,7 +235,7 @@ void Adoption::place_slot(const SlotRecord& record, Entry* entry, std::unique_pt
   // A stream of the daemon's own, which died with it, may have been writing there.
   if (entry != nullptr && entry->kind == EntryKind::gradient && record.has_service_writer) {
     for (const uint32_t shard_id : job_.shards.bucket(entry->owner).shards)
-      job_.shards[shard_id].gradient_session = 0;
+      job_.shards[shard_id].contributors = {};
   }
   job_.slots.retire(std::move(slot));
 }
@@ -276,7 +276,7 @@ bool Adoption::fits(const SlotRecord& record, const Entry& entry) const {
 
 bool Adoption::has_gradient(const Bucket& bucket) const {
   return std::any_of(bucket.shards.begin(), bucket.shards.end(), [this](uint32_t shard_id) {
-    return job_.shards[shard_id].gradient_session != 0;
+    return !job_.shards[shard_id].contributors.empty();
   });
 }
 

@@ -30,7 +30,7 @@ SlotRecord* find_current(LedgerContents& contents, uint32_t shard_id) {
 /// ShardStore does after a commit.
 void finish_made_step(LedgerContents& contents, const ClosedStep& step, const JobRecord& base) {
   for (const StepGroup& group : step.request.groups) {
-    for (const uint32_t shard_id : group.shard_ids) contents.shards[shard_id].gradient_session = 0;
+    for (const uint32_t shard_id : group.shard_ids) contents.shards[shard_id].contributors = {};
   }
   for (const auto& [staged_id, buffer_id] : step.request.staged_buffers) {
     SlotRecord* const staged = find_current(contents, staged_id);
@@ -197,7 +197,7 @@ void RememberedJob::undo_grant() {
   if (session != nullptr && session->ring.completion_tail() != grant.completion_tail) return;
   untold_pin_ = grant.pin_index;
   if (grant.part == Part::gradient) {
-    shard->second.gradient_session = grant.gradient_session;
+    shard->second.contributors = grant.contributors;
   } else if (!grant.was_written) {
     shard->second.written = false;
   }
@@ -211,10 +211,26 @@ void RememberedJob::settle_gradients() {
   }
   for (auto& [shard_id, state] : contents_.shards) {
     if (sealed.contains(shard_id) && !MEMD_PLANTED("adoption.sealed_gradients_dropped")) {
-      state.gradient_session = kSealedGradient;
-    } else if (find_session(state.gradient_session) == nullptr) {
-      state.gradient_session = 0;
+      state.contributors = Contributors::sealed();
+    } else if (!are_there(state.contributors)) {
+      note_void(state.contributors);
+      state.contributors = {};
     }
+  }
+}
+
+bool RememberedJob::are_there(const Contributors& contributors) const {
+  for (size_t seat = 0; seat < contents_.seats.size(); ++seat) {
+    const bool is_one = (contributors.seats() >> seat & 1) != 0;
+    if (is_one && find_session(contents_.seats[seat].session_id) == nullptr) return false;
+  }
+  return contributors.seats() != 0 || find_session(contributors.only()) != nullptr;
+}
+
+/// One of several contributors ended, and the daemon died before the others were told.
+void RememberedJob::note_void(const Contributors& contributors) {
+  for (size_t seat = 0; seat < contents_.seats.size(); ++seat) {
+    if ((contributors.seats() >> seat & 1) != 0) contents_.seats[seat].has_notice = true;
   }
 }
 

@@ -57,6 +57,8 @@ class RememberedJob {
   const Session* find_session(uint64_t session_id) const;
   void undo_grant();
   void settle_gradients();
+  bool are_there(const Contributors& contributors) const;
+  void note_void(const Contributors& contributors);
   Status merge();
 
   const JobRecord& disk_;

@@ -46,7 +46,7 @@ void EarlyUpdates::gradient_is_final(uint64_t session_id, uint32_t shard_id) {
   if (gradient == nullptr) return;
   const Shard& shard = parts_.shards[shard_id];
   // The hint may come after the step that took the gradient, or after who dropped it.
-  if (shard.gradient_session != session_id) return;
+  if (shard.contributors.only() != session_id) return;
   const bool is_written = gradient->slot != nullptr &&
                           parts_.slots.pins(*gradient->slot, shard.index_in_bucket).writers != 0;
   if (is_written || !final_shards_.insert(shard_id).second) return;
@@ -57,7 +57,7 @@ void EarlyUpdates::gradient_is_final(uint64_t session_id, uint32_t shard_id) {
 // ---- Making -------------------------------------------------------------------------------------
 
 uint64_t EarlyUpdates::session_of(const Bucket& bucket) const {
-  return parts_.shards[bucket.shards.front()].gradient_session;
+  return parts_.shards[bucket.shards.front()].contributors.only();
 }
 
 EarlyUpdates::Begin EarlyUpdates::check(const Bucket& bucket) const {
@@ -66,7 +66,7 @@ EarlyUpdates::Begin EarlyUpdates::check(const Bucket& bucket) const {
   if (expected == expected_.end()) return Begin::never;
   for (const uint32_t id : bucket.shards) {
     const Shard& shard = parts_.shards[id];
-    const bool is_known = shard.written && shard.gradient_session == session_id &&
+    const bool is_known = shard.written && shard.contributors.only() == session_id &&
                           expected->second.contains(id) && final_shards_.contains(id);
     if (!is_known) return Begin::never;
   }

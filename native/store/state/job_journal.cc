@@ -21,7 +21,7 @@ void JobJournal::reset_shard(uint32_t shard_id) {
 void JobJournal::note_shard(uint32_t shard_id) {
   if (ledger_ == nullptr) return;
   const Shard& shard = parts_.shards[shard_id];
-  ledger_->note_shard(shard_id, shard.written, shard.gradient_session);
+  ledger_->note_shard(shard_id, shard.written, shard.contributors);
 }
 
 void JobJournal::note_generation(uint32_t shard_id, uint64_t generation) {

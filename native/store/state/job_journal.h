@@ -59,7 +59,7 @@ class JobJournal {
   // Shards.
   /// The shard with this id is gone, or a new one has it: from here on it has no bytes.
   void reset_shard(uint32_t shard_id);
-  /// "written", and whose gradient there is.
+  /// "written", and the contributors to its gradient.
   void note_shard(uint32_t shard_id);
   void note_generation(uint32_t shard_id, uint64_t generation);
   /// Which shards there are, and what a catalogue says of the job itself.

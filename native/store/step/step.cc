@@ -267,8 +267,7 @@ void Step::commit() {
   if (is_step_) count();
   MEMD_FAILPOINT("step.before_commit");
   if (MEMD_PLANTED("step.gradient_released_early")) {
-    parts_.gate.drop_gradients(
-        [](const Shard& shard) { return shard.gradient_session == kSealedGradient; });
+    parts_.gate.drop_gradients([](const Shard& shard) { return shard.contributors.is_sealed(); });
   }
   const bool was_broken = !job.extents.broken().is_ok();
   commit_to_disk([self = shared_from_this(), was_broken](const Status& status) {
@@ -434,11 +433,12 @@ void Step::restore() {
   shards_.publish_values();
   shards_.unseal();
   // A session that has ended meanwhile tries no second time.
-  if (parts_.session(request_.session_id) != nullptr) return;
+  const auto is_dropped = [this](const Shard& shard) { return shards_.is_of_ended_session(shard); };
+  const Shards& all = parts_.job.shards;
+  if (std::none_of(all.begin(), all.end(), is_dropped)) return;
   // The next daemon would miss gradients of a step that is still closed.
   leave_ledger();
-  parts_.gate.drop_gradients(
-      [this](const Shard& shard) { return shard.gradient_session == request_.session_id; });
+  parts_.gate.drop_gradients(is_dropped);
 }
 
 void Step::drop_new_values() {

@@ -17,7 +17,7 @@ Status check_gradient(const StepParts& parts, const StepRequest& request, uint32
   }
   const Shard& shard = job.shards[shard_id];
   const std::string who = concat("shard ", job.job_name, "/", shard.name());
-  if (shard.gradient_session != request.session_id) {
+  if (!parts.group.are_all_with(shard.contributors, request.session_id)) {
     return error(StatusCode::invalid_argument,
                  who,
                  " has no gradient from this session; run backward first");
@@ -130,7 +130,8 @@ Status check_repeated(const StepParts& parts, const StepRequest& request) {
     for (const uint32_t shard_id : group.shard_ids) {
       if (shard_id >= job.shards.size()) continue;
       const Shard& shard = job.shards[shard_id];
-      if (shard.gradient_session == request.session_id) return refusal(shard, "a gradient");
+      if (parts.group.has(shard.contributors, request.session_id))
+        return refusal(shard, "a gradient");
     }
   }
   for (const auto& [staged_id, buffer_id] : request.staged_buffers) {

@@ -1,6 +1,7 @@
 #include "store/step/step_shards.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/failpoint.h"
 
@@ -20,7 +21,7 @@ void StepShards::seal() {
     for (const uint32_t shard_id : request_.groups[group].shard_ids) {
       group_of_[shard_id] = group;
       buckets_.insert(job.shards[shard_id].bucket);
-      job.shards[shard_id].gradient_session = kSealedGradient;
+      seal(shard_id);
       parts_.journal.note_shard(shard_id);
     }
   }
@@ -32,6 +33,16 @@ void StepShards::seal() {
     job.waits.wake(value);
     job.waits.wake(*job.shards.bucket(index).gradient);
   }
+}
+
+void StepShards::seal(uint32_t shard_id) {
+  Contributors& contributors = parts_.job.shards[shard_id].contributors;
+  // An earlier daemon knew whose it is: somebody of the group.
+  auto session_ids = contributors.is_sealed() ? parts_.group.everybody_with(request_.session_id)
+                                              : parts_.group.sessions_of(contributors);
+  if (session_ids.size() != 1 || session_ids.front() != request_.session_id)
+    contributors_[shard_id] = std::move(session_ids);
+  contributors = Contributors::sealed();
 }
 
 const AdamSettings* StepShards::settings_of(uint32_t shard_id) const {
@@ -192,9 +203,25 @@ void StepShards::drop_new_values() const {
   }
 }
 
+void StepShards::unseal(uint32_t shard_id) const {
+  Shard& shard = parts_.job.shards[shard_id];
+  const auto found = contributors_.find(shard_id);
+  shard.contributors = found == contributors_.end() ? Contributors::one(request_.session_id)
+                                                    : parts_.group.of(found->second);
+  const uint64_t only = shard.contributors.only();
+  if (found == contributors_.end() || only == 0 || parts_.session(only) != nullptr) return;
+  for (const uint64_t other : found->second)
+    parts_.group.tell(other, void_gradient(parts_.job.job_name, shard.name(), only));
+}
+
+bool StepShards::is_of_ended_session(const Shard& shard) const {
+  return contains(parts_.job.shards.id_of(shard)) && shard.contributors.only() != 0 &&
+         parts_.session(shard.contributors.only()) == nullptr;
+}
+
 void StepShards::unseal() const {
   for (const auto& [shard_id, group] : group_of_) {
-    parts_.job.shards[shard_id].gradient_session = request_.session_id;
+    unseal(shard_id);
     parts_.job.waits.wake(*parts_.job.shards.find_entry(shard_id, Part::gradient));
     parts_.journal.note_shard(shard_id);
   }

@@ -70,14 +70,22 @@ class StepShards {
   /// What was published may be on its way from the disk.
   bool are_uncommitted_still() const;
   void drop_new_values() const;
-  /// Gradients are their session's again.
+  /// Gradients are their contributors' again; if one of them has ended, that one's alone, and the
+  /// others are told.
   void unseal() const;
+  /// Nobody makes the step a second time with it.
+  bool is_of_ended_session(const Shard& shard) const;
 
  private:
+  void seal(uint32_t shard_id);
+  void unseal(uint32_t shard_id) const;
+
   const StepParts& parts_;
   const StepRequest& request_;
   const bool is_redo_;
   std::unordered_map<uint32_t, size_t> group_of_;  // by shard id
+  /// Sessions whose gradient it was, where that is not the step's session alone.
+  std::unordered_map<uint32_t, std::vector<uint64_t>> contributors_;
   std::set<uint32_t> buckets_;
   std::vector<Entry*> held_;
   bool is_past_ = false;

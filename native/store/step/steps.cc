@@ -13,6 +13,7 @@ void Steps::step(StepRequest request, StepDone done) {
   note_call(request);
   if (joins_earlier(request, done)) return;
   Status status = parts_.group.check_step(request.session_id);
+  if (const auto notice = parts_.group.take_notice(request.session_id)) status = *notice;
   if (status.is_ok()) status = check_step(parts_, request);
   if (!status.is_ok()) {
     return refuse(request, done, status);

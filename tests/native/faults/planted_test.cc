@@ -186,7 +186,7 @@ void gradients_are_there_until_the_step_is_durable() {
   failpoint::set_observer([&](std::string_view name) {
     if (name != "commit.before_second_flush") return;
     for (const char* const shard : {"w", "b", "h"}) {
-      require(job.shards()[bench.daemon->id(session, shard)].gradient_session == kSealedGradient,
+      require(job.shards()[bench.daemon->id(session, shard)].contributors.is_sealed(),
               "the gradient of ",
               shard,
               " is gone before its step is durable");
