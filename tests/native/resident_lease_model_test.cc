@@ -740,6 +740,17 @@ bool fail_and_change_group(Daemon& daemon, uint32_t section) {
   return false;
 }
 
+/// A step of the second client, who is the group from here on, updates in place what nobody leases:
+/// the row names the same counter as before.
+bool change_group_and_update_in_place(Daemon& daemon, uint32_t) {
+  change_group(daemon);
+  const Slot slot = daemon.take_away(0, kFirst, 1) ? kFirst : kSecond;
+  daemon.withdraw_shard(0);
+  daemon.make(slot, only(1));
+  daemon.publish_shard(0, slot, 2, Visibility::group);
+  return false;
+}
+
 /// The group ends while a step runs: its session leaves, and the other one is no member yet.
 bool leave_and_join(Daemon& daemon, uint32_t section) {
   switch (section) {
@@ -878,8 +889,10 @@ TEST(ResidentLeaseModel, who_follows_a_step_leases_what_it_made_and_nobody_else_
 }
 
 TEST(ResidentLeaseModel, a_group_that_changes_shows_no_value_to_who_is_not_in_the_steps_group) {
-  for (const DaemonProgram daemon :
-       {commit_and_change_group, fail_and_change_group, leave_and_join}) {
+  for (const DaemonProgram daemon : {commit_and_change_group,
+                                     fail_and_change_group,
+                                     change_group_and_update_in_place,
+                                     leave_and_join}) {
     const Outcome outcome = explore({.daemon = daemon});
     EXPECT_EQ(outcome.fault, std::nullopt) << *outcome.fault;
     EXPECT_GT(outcome.states, 10'000U);
