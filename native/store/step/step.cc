@@ -224,31 +224,35 @@ void Step::update() {
 
 void Step::update_buckets() {
   enter(StepState::updating);
-  const StateParts& job = parts_.job;
   if (is_step_) {
     if (!in_memory_) space_.begin_update();
     has_updated_ = true;
   }
-  const BucketUpdateParts update{
-      .settings_of = [this](uint32_t shard_id) { return shards_.settings_of(shard_id); },
-      .make_slot = [self = shared_from_this()](Entry& value) { self->shards_.make_slot(value); },
-      .report = report_,
-      .may_stay = in_memory_};
-  auto all = Join::start(advances());
-  for (const uint32_t index : update_order_) {
-    Bucket& bucket = job.shards.bucket(index);
-    auto updated = Join::start(
-        [self = shared_from_this(), &bucket, done = all->branch()](const Status& status) {
-          if (status.is_ok() && self->is_step_) self->shards_.publish_bucket(bucket);
-          done(status);
-        });
-    // An empty one has empty tensors only.
-    if (bucket.value->bytes != 0) {
-      BucketUpdate(parts_, update, bucket, space_.take(index)).submit(*updated);
-    }
-    updated->finish(Status::ok());
+  update_bucket(0, Join::start(advances()));
+}
+
+void Step::update_bucket(size_t at, const std::shared_ptr<Join>& all) {
+  if (at == update_order_.size()) return all->finish(Status::ok());
+  const uint32_t index = update_order_[at];
+  Bucket& bucket = parts_.job.shards.bucket(index);
+  auto updated =
+      Join::start([self = shared_from_this(), &bucket, done = all->branch()](const Status& status) {
+        if (status.is_ok() && self->is_step_) self->shards_.publish_bucket(bucket);
+        done(status);
+      });
+  // An empty one has empty tensors only.
+  if (bucket.value->bytes != 0) {
+    const BucketUpdateParts update{
+        .settings_of = [this](uint32_t shard_id) { return shards_.settings_of(shard_id); },
+        .make_slot = [self = shared_from_this()](Entry& value) { self->shards_.make_slot(value); },
+        .report = report_,
+        .may_stay = in_memory_};
+    BucketUpdate(parts_, update, bucket, space_.take(index)).submit(*updated);
   }
-  all->finish(Status::ok());
+  updated->finish(Status::ok());
+  parts_.job.conditions.add(
+      [] { return true; },
+      [self = shared_from_this(), at, all] { self->update_bucket(at + 1, all); });
 }
 
 // ---- Committing ---------------------------------------------------------------------------------
