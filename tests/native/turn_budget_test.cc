@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "asking_client.h"
+#include "base/units.h"
 #include "base/workers.h"
 #include "block.h"
 #include "io/memory_queue.h"
@@ -20,8 +21,8 @@ namespace memd::testing {
 namespace {
 
 constexpr uint64_t kPieceNs = TurnBudget::kTurnNs / 3;
-constexpr uint32_t kPieces = 10;
-constexpr size_t kPiecesATurn = 3;
+constexpr uint64_t kPieces = 10;
+constexpr uint64_t kPiecesATurn = 3;
 
 TEST(TurnBudgetTest, has_no_bound_before_it_begins_and_after_it_was_lifted) {
   ManualClock clock;
@@ -53,7 +54,7 @@ std::vector<uint32_t> first_ones(size_t count) {
 TEST(TurnBudgetTest, completions_that_a_turn_has_no_time_for_come_next_in_their_order) {
   ManualClock clock;
   TurnBudget turn(clock);
-  MemoryQueue queue({.clock = &clock, .turn = &turn});
+  MemoryQueue queue({.automatic = true, .clock = &clock, .turn = &turn});
   const uint16_t device = queue.add_disk(std::make_shared<MemoryDisk>(1_MiB), "disk");
   Block bytes(kPieces * kBlockBytes);
   std::vector<uint32_t> completed;
@@ -68,15 +69,15 @@ TEST(TurnBudgetTest, completions_that_a_turn_has_no_time_for_come_next_in_their_
                     clock.advance(kPieceNs);
                   }});
   }
-  queue.complete_all();
-  for (size_t turns = 1; completed.size() < kPieces; ++turns) {
+  for (size_t turns = 1; turns <= divide_up(kPieces, kPiecesATurn); ++turns) {
     turn.begin();
     const size_t before = completed.size();
     const size_t reaped = queue.reap();
     EXPECT_EQ(reaped, completed.size() - before);
-    EXPECT_EQ(completed, first_ones(std::min<size_t>(turns * kPiecesATurn, kPieces)));
+    EXPECT_EQ(completed, first_ones(std::min(turns * kPiecesATurn, kPieces)));
     EXPECT_EQ(turn.is_cut(), completed.size() < kPieces);
   }
+  EXPECT_EQ(completed.size(), kPieces);
   EXPECT_EQ(queue.reap(), 0u);
 }
 
@@ -131,15 +132,16 @@ TEST(TurnBudgetTest, finished_work_that_a_turn_has_no_time_for_comes_next_in_its
   }
   while (workers.run_next()) {
   }
-  for (size_t turns = 1; done.size() < kPieces; ++turns) {
+  for (size_t turns = 1; turns <= divide_up(kPieces, kPiecesATurn); ++turns) {
     turn.begin();
     const size_t before = done.size();
     const size_t reaped = workers.reap();
     EXPECT_EQ(reaped, done.size() - before);
-    EXPECT_EQ(done, first_ones(std::min<size_t>(turns * kPiecesATurn, kPieces)));
+    EXPECT_EQ(done, first_ones(std::min(turns * kPiecesATurn, kPieces)));
     EXPECT_EQ(workers.open_count(), kPieces - done.size());
     EXPECT_EQ(turn.is_cut(), done.size() < kPieces);
   }
+  EXPECT_EQ(done.size(), kPieces);
 }
 
 TEST(TurnBudgetTest, whoever_found_no_time_is_served_first_in_the_next_turn) {
