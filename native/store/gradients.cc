@@ -36,42 +36,61 @@ void Gradients::unused(uint64_t session_id, uint32_t shard_id) {
 }
 
 Status Gradients::drop(uint64_t session_id, const std::vector<uint32_t>& shard_ids) {
-  const auto job = parts_.job_of(session_id);
-  if (!job.is_ok()) return job.status();
-  std::vector<bool> chosen(job.value()->shards().size(), shard_ids.empty());
-  for (const uint32_t shard_id : shard_ids) {
-    if (shard_id >= chosen.size()) {
-      return error(StatusCode::not_found, "job ", job.value()->name(), " has no shard ", shard_id);
-    }
-    chosen[shard_id] = true;
+  const auto found = parts_.job_of(session_id);
+  if (!found.is_ok()) return found.status();
+  Job& job = *found.value();
+  if (shard_ids.empty()) {
+    drop(job, session_id);
+    return Status::ok();
   }
-  const Shards& shards = job.value()->shards();
-  drop(*job.value(), session_id, [&](const Shard& shard) { return chosen[shards.id_of(shard)]; });
+  const Shards& shards = job.shards();
+  const std::set<uint32_t> chosen(shard_ids.begin(), shard_ids.end());
+  std::set<uint32_t> buckets;
+  for (const uint32_t shard_id : chosen) {
+    if (shard_id >= shards.size()) {
+      return error(StatusCode::not_found, "job ", job.name(), " has no shard ", shard_id);
+    }
+    if (shards[shard_id].kind == ShardKind::parameter) buckets.insert(shards[shard_id].bucket);
+  }
+  for (const uint32_t index : buckets) {
+    drop_of_session(job, index, session_id, [&](const Shard& shard) {
+      return chosen.contains(shards.id_of(shard));
+    });
+  }
   return Status::ok();
 }
 
-void Gradients::drop(Job& job, uint64_t session_id, const Chosen& chosen) {
+void Gradients::drop(Job& job, uint64_t session_id) {
+  for (uint32_t index = 0; index < job.shards().buckets().size(); ++index)
+    drop_of_session(job, index, session_id, [](const Shard&) { return true; });
+}
+
+void Gradients::drop(Job& job, const std::set<uint32_t>& buckets, const Chosen& chosen) {
+  for (const uint32_t index : buckets) drop_in_bucket(job, index, chosen);
+}
+
+void Gradients::drop_of_session(Job& job,
+                                uint32_t index,
+                                uint64_t session_id,
+                                const Chosen& chosen) {
   TrainingGroup& group = job.cache().group();
   const auto is_dropped = [&](const Shard& shard) {
     return group.has(shard.contributors, session_id) && chosen(shard);
   };
   // They are told before it is gone: the next daemon might find it neither there nor void.
-  for (const Shard& shard : job.shards()) {
+  for (const uint32_t shard_id : job.shards().bucket(index).shards) {
+    const Shard& shard = job.shards()[shard_id];
     if (shard.contributors.seats() == 0 || !is_dropped(shard)) continue;
     for (const uint64_t other : group.sessions_of(shard.contributors)) {
       if (other != session_id)
         group.tell(other, void_gradient(job.name(), shard.name(), session_id));
     }
   }
-  drop(job, is_dropped);
-}
-
-void Gradients::drop(Job& job, const Chosen& chosen) {
-  for (uint32_t index = 0; index < job.shards().buckets().size(); ++index)
-    drop_in_bucket(job, index, chosen);
+  drop_in_bucket(job, index, is_dropped);
 }
 
 void Gradients::drop_in_bucket(Job& job, uint32_t index, const Chosen& chosen) {
+  ++looked_at_count_;
   Bucket& bucket = job.shards().bucket(index);
   bool any = false;
   bool all = true;

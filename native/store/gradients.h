@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <set>
 #include <vector>
 
 #include "base/status.h"
@@ -31,17 +32,18 @@ class Gradients {
   /// named.
   Status drop(uint64_t session_id, const std::vector<uint32_t>& shard_ids);
   /// What the session has added to: it ends.
-  void drop(Job& job, uint64_t session_id) {
-    drop(job, session_id, [](const Shard&) { return true; });
-  }
-  /// All of the job that are chosen.
-  void drop(Job& job, const Chosen& chosen);
+  void drop(Job& job, uint64_t session_id);
+  /// All of these buckets that are chosen.
+  void drop(Job& job, const std::set<uint32_t>& buckets, const Chosen& chosen);
+  /// Buckets that were looked at so far.
+  uint64_t looked_at_count() const { return looked_at_count_; }
 
  private:
-  void drop(Job& job, uint64_t session_id, const Chosen& chosen);
+  void drop_of_session(Job& job, uint32_t bucket, uint64_t session_id, const Chosen& chosen);
   void drop_in_bucket(Job& job, uint32_t bucket, const Chosen& chosen);
 
   const StoreParts& parts_;
+  uint64_t looked_at_count_ = 0;
 };
 
 }  // namespace memd

@@ -15,8 +15,9 @@ class JobOperations::StepCalls final : public StepGate {
   void note_session(const Session& session) override {
     operations_.parts_.sessions.note(job_.journal().ledger().get(), session);
   }
-  void drop_gradients(const std::function<bool(const Shard&)>& chosen) override {
-    operations_.gradients_.drop(job_, chosen);
+  void drop_gradients(const std::set<uint32_t>& buckets,
+                      const std::function<bool(const Shard&)>& chosen) override {
+    operations_.gradients_.drop(job_, buckets, chosen);
   }
 
  private:

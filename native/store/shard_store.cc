@@ -238,8 +238,11 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   job.cache().waits().wake_all();
   if (job.memory() != nullptr) job.cache().slots().free_retired();
   gradients_.drop(job, session_id);
-  if (MEMD_PLANTED("session.sealed_gradients_dropped"))
-    gradients_.drop(job, [](const Shard& shard) { return !shard.contributors.empty(); });
+  if (MEMD_PLANTED("session.sealed_gradients_dropped")) {
+    std::set<uint32_t> all;
+    for (uint32_t i = 0; i < job.shards().buckets().size(); ++i) all.insert(i);
+    gradients_.drop(job, all, [](const Shard& shard) { return !shard.contributors.empty(); });
+  }
   // No gradient names its seat any more.
   if (job.cache().group().leave(session_id)) job.cache().table().withdraw_uncommitted();
   MEMD_FAILPOINT("session.detached");

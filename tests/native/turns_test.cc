@@ -195,5 +195,79 @@ TEST(TurnsTest, a_turn_in_which_a_lease_sleeps_for_room_is_bounded_whatever_is_l
   }
 }
 
+TEST(TurnsTest, a_lease_looks_at_no_more_retired_slots_however_many_readers_keep) {
+  constexpr uint32_t kRetired = 1000;
+  Heart heart(std::make_shared<MemoryDisk>(400_MiB));
+  heart.tries_sleepers = false;
+  const uint64_t job_id = heart.open("job");
+  const uint64_t writer = heart.attach(job_id);
+  const uint64_t reader = heart.attach(job_id);
+  std::vector<ShardSpec> specs;
+  for (uint32_t i = 0; i < kRetired; ++i) {
+    specs.push_back({.name = "blob" + std::to_string(i),
+                     .kind = ShardKind::blob,
+                     .dtype = DType::float32,
+                     .shape = {1}});
+  }
+  const auto ids = heart.declare(writer, specs);
+  std::vector<Held> held;
+  for (const uint32_t id : ids) {
+    heart.write(writer, id, std::vector<float>(1, 1.0F));
+    held.push_back(heart.lease(reader, id));
+    heart.write(writer, id, std::vector<float>(1, 2.0F));
+  }
+  for (const uint32_t id : ids) heart.touch(writer, id);  // what was written takes its place
+  Slots& slots = heart.job(writer).cache().slots();
+  ASSERT_EQ(slots.retired_count(), kRetired);
+  const uint64_t looked_at_count = slots.retired_looked_at_count();
+  slots.free_retired();
+  EXPECT_EQ(slots.retired_looked_at_count() - looked_at_count, Slots::kRetiredLookedAtMax);
+  EXPECT_EQ(slots.pinned_by_others(writer), true);
+
+  // Those that are free are found wherever they are.
+  heart.release(held[kRetired / 2]);
+  for (uint32_t i = 0; i < kRetired / Slots::kRetiredLookedAtMax + 1; ++i) slots.free_retired();
+  EXPECT_EQ(slots.retired_count(), kRetired - 1);
+  held.erase(held.begin() + kRetired / 2);
+  EXPECT_EQ(slots.pinned_by_others(reader), false);
+  // The session's own, whatever the job has.
+  const auto lease_count = heart.store().detach(reader);
+  ASSERT_TRUE(lease_count.is_ok());
+  EXPECT_EQ(lease_count.value(), held.size());
+  EXPECT_EQ(slots.pinned_by_others(writer), false);
+}
+
+TEST(TurnsTest, a_step_that_is_published_looks_at_its_own_gradients_alone) {
+  constexpr uint32_t kParameters = 12;
+  Heart heart(std::make_shared<MemoryDisk>(400_MiB), kFloorSegments + 60);
+  const uint64_t session = heart.attach(heart.open("job", 60, 215_MiB));
+  std::vector<ShardSpec> specs;
+  // A bucket each.
+  for (uint32_t i = 0; i < kParameters; ++i) {
+    specs.push_back({.name = "p" + std::to_string(i),
+                     .kind = ShardKind::parameter,
+                     .dtype = DType::float32,
+                     .tier = Tier::nvme,
+                     .shape = {kTileElements}});
+  }
+  const auto ids = heart.declare(session, specs);
+  for (const uint32_t id : ids) heart.write(session, id, std::vector<float>(kTileElements, 1.0F));
+  for (const uint32_t id : {ids[2], ids[5]})
+    heart.write(session, id, std::vector<float>(kTileElements, 1.0F), Part::gradient);
+  const Gradients& gradients = heart.store().gradients();
+  const uint64_t looked_at_count = gradients.looked_at_count();
+  StepRequest request;
+  request.session_id = session;
+  request.groups = {{.settings = {.lr = 1e-2}, .shard_ids = {ids[2]}}};
+  const Status status = heart.step(request).first;
+  ASSERT_TRUE(status.is_ok()) << status.message();
+  EXPECT_EQ(gradients.looked_at_count() - looked_at_count, 1u);
+  EXPECT_EQ(heart.job(session).shards()[ids[2]].contributors.empty(), true);
+  // So does who drops one by name.
+  ASSERT_TRUE(heart.store().gradients().drop(session, {ids[5]}).is_ok());
+  EXPECT_EQ(gradients.looked_at_count() - looked_at_count, 2u);
+  EXPECT_EQ(heart.job(session).shards()[ids[5]].contributors.empty(), true);
+}
+
 }  // namespace
 }  // namespace memd::testing

@@ -14,7 +14,11 @@ void HalfWritten::discard(const Session& session, Join& discarded) {
   const auto writes = [&](const Slot& slot, uint32_t index) {
     return pin_writers(session.ring.pins(slot.pin_first + index)) != 0;
   };
-  for (Entry* const entry : parts_.shards.entries()) {
+  // Whoever writes has asked: an entry with a pending slot, or a parameter.
+  std::set<uint32_t> ids = parts_.residencies.pending_ids();
+  ids.insert(parts_.slots.written_ids().begin(), parts_.slots.written_ids().end());
+  for (const uint32_t id : ids) {
+    Entry* const entry = parts_.shards.entry(id);
     if (entry == nullptr) continue;
     if (entry->pending != nullptr && writes(*entry->pending, 0)) {
       parts_.slots.retire(std::move(entry->pending));

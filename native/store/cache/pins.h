@@ -17,6 +17,8 @@ class PinIndexes {
   void give_back(uint32_t first, uint32_t count) { free_[count].push_back(first); }
   /// After an earlier daemon: below `end` every run is taken or given back.
   void start_at(uint32_t end) { next_ = end; }
+  /// No slot uses this one or a later one.
+  uint32_t end() const { return next_; }
 
  private:
   uint32_t next_ = 0;

@@ -60,6 +60,7 @@ class Residencies {
   void note_changed(const Entry& entry);
 
   /// Somebody writes there what takes the place of the entry's bytes when it is done.
+  const std::set<uint32_t>& pending_ids() const { return pending_ids_; }
   void set_pending(Entry& entry, std::unique_ptr<Slot> slot);
   /// Lets a finished overwrite take the place of what was there.
   void settle_pending(Entry& entry);

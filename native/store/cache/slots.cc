@@ -72,18 +72,20 @@ void Slots::retire(std::unique_ptr<Slot> slot) {
 }
 
 void Slots::free_retired() {
-  for (auto it = retired_.begin(); it != retired_.end();) {
-    if (is_pinned(**it)) {
-      ++it;
+  for (size_t count = std::min(kRetiredLookedAtMax, retired_.size()); count > 0; --count) {
+    ++retired_looked_at_count_;
+    if (is_pinned(*retired_.front())) {
+      retired_.splice(retired_.end(), retired_, retired_.begin());
       continue;
     }
-    free(std::move(*it));
-    it = retired_.erase(it);
+    free(std::move(retired_.front()));
+    retired_.pop_front();
   }
 }
 
 bool Slots::any_retired_free(size_t count_max) {
   for (size_t count = std::min(count_max, retired_.size()); count > 0; --count) {
+    ++retired_looked_at_count_;
     if (!is_pinned(*retired_.front())) return true;
     retired_.splice(retired_.end(), retired_, retired_.begin());
   }
@@ -130,16 +132,6 @@ bool Slots::has_writer(const Slot& slot) const {
   return false;
 }
 
-bool Slots::visit_all(const std::function<bool(const Slot&)>& visit) const {
-  for (const Entry* const entry : entries_) {
-    if (entry == nullptr) continue;
-    if (entry->slot != nullptr && visit(*entry->slot)) return true;
-    if (entry->pending != nullptr && visit(*entry->pending)) return true;
-  }
-  return std::any_of(
-      retired_.begin(), retired_.end(), [&](const auto& slot) { return visit(*slot); });
-}
-
 void Slots::end_adoption(uint32_t pin_end) {
   pin_indexes_.start_at(pin_end);
   for (const Entry* const entry : entries_) {
@@ -172,24 +164,36 @@ std::optional<bool> Slots::pinned_by_others(uint64_t session_id) {
   const auto is_held = [&](const std::unique_ptr<Slot>& slot) {
     return slot != nullptr && is_pinned_by_others(*slot, session_id);
   };
-  if (std::any_of(retired_.begin(), retired_.end(), is_held)) return true;
   if (pin_search_.session_id != session_id) {
     pin_search_.session_id = session_id;
     pin_search_.seen_count = 0;
+    pin_search_.retired_seen_count = 0;
   }
-  for (size_t count = 0; pin_search_.seen_count < entries_.size(); ++count) {
+  size_t count = 0;
+  for (; pin_search_.retired_seen_count < retired_.size(); ++count) {
+    if (count == kLookedAtMax) return std::nullopt;
+    if (is_held(retired_.front())) {
+      pin_search_.retired_seen_count = 0;
+      return true;
+    }
+    retired_.splice(retired_.end(), retired_, retired_.begin());
+    ++pin_search_.retired_seen_count;
+  }
+  for (; pin_search_.seen_count < entries_.size(); ++count) {
     if (count == kLookedAtMax) return std::nullopt;
     if (pin_search_.next_id >= entries_.size()) pin_search_.next_id = 0;
     const Entry* const entry = entries_[pin_search_.next_id];
     if (entry != nullptr && (is_held(entry->slot) || is_held(entry->pending))) {
       // It is looked at first the next time, and all others after it.
       pin_search_.seen_count = 0;
+      pin_search_.retired_seen_count = 0;
       return true;
     }
     ++pin_search_.next_id;
     ++pin_search_.seen_count;
   }
   pin_search_.seen_count = 0;
+  pin_search_.retired_seen_count = 0;
   return false;
 }
 
@@ -220,16 +224,10 @@ uint32_t Slots::lease_count() const {
 }
 
 uint32_t Slots::lease_count(const Session& session) const {
-  uint64_t count = 0;
-  visit_all([&](const Slot& slot) {
-    for (uint32_t i = 0; i < slot.pin_count(); ++i) {
-      PinCount pins;
-      pins.add(session.ring.pins(slot.pin_first + i));
-      count += pins.all();
-    }
-    return false;
-  });
-  return static_cast<uint32_t>(count);
+  // Counters of free slots are 0. They lie side by side.
+  PinCount pins;
+  for (uint32_t i = 0; i < pin_indexes_.end(); ++i) pins.add(session.ring.pins(i));
+  return static_cast<uint32_t>(pins.all());
 }
 
 void Slots::pin_for_service(Slot& slot, uint32_t index, uint32_t pin) {

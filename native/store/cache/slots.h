@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <list>
 #include <memory>
 #include <optional>
@@ -41,8 +40,10 @@ class Slots {
   void free(std::unique_ptr<Slot> slot);
   /// Frees the slot, or keeps it until its last lease ends.
   void retire(std::unique_ptr<Slot> slot);
+  /// Those whose last lease has ended, among the next kRetiredLookedAtMax of them.
   void free_retired();
-  /// Whether free_retired() would free one, among the next `count_max` of them.
+  /// Whether free_retired() would free one, among the next `count_max` of them: it is the next
+  /// then.
   bool any_retired_free(size_t count_max);
   size_t retired_count() const { return retired_.size(); }
   /// Frees all slots, those of entries and those that are leased too.
@@ -66,6 +67,8 @@ class Slots {
   bool has_writer(const Slot& slot) const;
   /// A writer's pin is about to be on the entry.
   void note_writer(const Entry& entry) { written_ids_.insert(entry.id); }
+  /// Ids of all entries with a writer in their slot, and of some whose writer has gone.
+  const std::set<uint32_t>& written_ids() const { return written_ids_; }
   /// The first parameter whose slot a writer has pinned; nullptr: none.
   const Entry* written_parameter();
   /// Whether any pin in the arena belongs to somebody else. Nothing: it has looked at so many slots
@@ -80,6 +83,10 @@ class Slots {
   void pin_for_service(Slot& slot, uint32_t index, uint32_t pin);
   void release_service(Slot& slot, uint32_t index, uint32_t pin);
   uint32_t service_lease_count() const { return service_lease_count_; }
+  /// Retired slots that were looked at so far.
+  uint64_t retired_looked_at_count() const { return retired_looked_at_count_; }
+
+  static constexpr size_t kRetiredLookedAtMax = 256;
 
   // Notes for the ledger, if there is one.
   /// The entry's slots.
@@ -93,8 +100,6 @@ class Slots {
  private:
   bool is_pinned_by_others(const Slot& slot, uint64_t session_id) const;
   uint64_t lease_count(const Slot& slot) const;
-  /// Until `visit` returns true, of every slot that may be pinned; whether it did.
-  bool visit_all(const std::function<bool(const Slot&)>& visit) const;
 
   const EntryTable& entries_;
   const std::vector<std::shared_ptr<Session>>& sessions_;
@@ -104,6 +109,7 @@ class Slots {
   PinIndexes pin_indexes_;
   std::list<std::unique_ptr<Slot>> retired_;
   uint32_t service_lease_count_ = 0;
+  uint64_t retired_looked_at_count_ = 0;
   /// Entries that may have a writer: who writes has asked.
   std::set<uint32_t> written_ids_;
   mutable std::vector<uint64_t> lease_counts_;  // of so many entries each
@@ -113,6 +119,7 @@ class Slots {
     uint64_t session_id = 0;
     size_t next_id = 0;
     size_t seen_count = 0;
+    size_t retired_seen_count = 0;
   };
   PinSearch pin_search_;
 };

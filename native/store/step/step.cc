@@ -271,7 +271,8 @@ void Step::commit() {
   if (is_step_) count();
   MEMD_FAILPOINT("step.before_commit");
   if (MEMD_PLANTED("step.gradient_released_early")) {
-    parts_.gate.drop_gradients([](const Shard& shard) { return shard.contributors.is_sealed(); });
+    parts_.gate.drop_gradients(buckets(),
+                               [](const Shard& shard) { return shard.contributors.is_sealed(); });
   }
   const bool was_broken = !job.extents.broken().is_ok();
   commit_to_disk([self = shared_from_this(), was_broken](const Status& status) {
@@ -348,8 +349,9 @@ void Step::publish() {
   shards_.note_slots();
   shards_.publish_values();
   MEMD_FAILPOINT("step.before_gradients_dropped");
-  parts_.gate.drop_gradients(
-      [this](const Shard& shard) { return shards_.contains(parts_.job.shards.id_of(shard)); });
+  parts_.gate.drop_gradients(buckets(), [this](const Shard& shard) {
+    return shards_.contains(parts_.job.shards.id_of(shard));
+  });
   parts_.plans.end_updates(request_.session_id, request_.step);
   if (!in_memory_) return finish(Status::ok());
   Session* const session = parts_.session(request_.session_id);
@@ -442,7 +444,7 @@ void Step::restore() {
   if (std::none_of(all.begin(), all.end(), is_dropped)) return;
   // The next daemon would miss gradients of a step that is still closed.
   leave_ledger();
-  parts_.gate.drop_gradients(is_dropped);
+  parts_.gate.drop_gradients(buckets(), is_dropped);
 }
 
 void Step::drop_new_values() {

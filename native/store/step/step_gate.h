@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <set>
 
 #include "store/cache/session.h"
 #include "store/cache/shard.h"
@@ -16,8 +17,9 @@ class StepGate {
   /// The daemon has ended the sessions of dead owners: steps that an earlier daemon closed may run.
   virtual bool may_redo() const = 0;
   virtual void note_session(const Session& session) = 0;
-  /// Drops the gradients of all shards that are chosen.
-  virtual void drop_gradients(const std::function<bool(const Shard&)>& chosen) = 0;
+  /// Drops the gradients of all shards of these buckets that are chosen.
+  virtual void drop_gradients(const std::set<uint32_t>& buckets,
+                              const std::function<bool(const Shard&)>& chosen) = 0;
 };
 
 }  // namespace memd
