@@ -183,7 +183,7 @@ TEST_F(TrainingGroupTest, a_sealed_sum_outlives_one_of_both_until_its_step_fails
   ASSERT_TRUE(heart_.step(request(first_)).first.is_ok());
 }
 
-TEST_F(TrainingGroupTest, nobody_replaces_or_adds_to_a_sum_that_is_not_his) {
+TEST_F(TrainingGroupTest, nobody_replaces_or_adds_to_a_sum_of_others) {
   overwrite(first_, 0, 10);
   expect_refused(lease(second_, 0, LeaseMode::overwrite), "others of this training group made");
   add(second_, 0, 11);
