@@ -21,7 +21,6 @@ inline constexpr uint64_t kTurnBytesMax = 64_KiB;
 /// workers do its work; nothing may join (tests/native/bulk_bytes_test.cc prints the table and
 /// holds its length).
 enum class OwedPlace : uint8_t {
-  commit_encoded,
   journal_written,
   shards_declared,
 };
@@ -31,8 +30,7 @@ struct OwedRow {
   const char* what;
 };
 inline constexpr OwedRow kOwedPlaces[] = {
-    {OwedPlace::commit_encoded, "commit_encoded", "a job's catalogue and its checksum"},
-    {OwedPlace::journal_written, "journal_written", "a job's records in its ledger"},
+    {OwedPlace::journal_written, "journal_written", "a job's layout, and the request of a step"},
     {OwedPlace::shards_declared, "shards_declared", "names and shapes of the shards of one call"},
 };
 

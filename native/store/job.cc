@@ -28,8 +28,10 @@ Job::Job(Identity identity, SharedMemory shard_table)
              .tiles = tiles_,
              .cache = cache_}),
       shards_(identity_.name),
+      snapshot_(*this, shards_),
       durable_({.recorder = *this,
                 .shards = shards_,
+                .snapshot = snapshot_,
                 .space = space_,
                 .progress = progress_,
                 .journal = journal_}),
@@ -84,6 +86,12 @@ void Job::connect(Connection connection) {
                                                      .tiles = tiles_,
                                                      .log = extent_log_,
                                                      .gate = *this});
+  memory_commits_ =
+      std::make_unique<MemoryCommits>(MemoryCommits::Parts{.job_id = job_id(),
+                                                           .snapshot = snapshot_,
+                                                           .journal = journal_,
+                                                           .tiles = tiles_,
+                                                           .workers = connection.workers});
   step_gate_ = std::move(connection.step_gate);
   steps_ = std::make_unique<Steps>(StepParts{.job = state_->parts(),
                                              .state = *state_,
@@ -96,6 +104,7 @@ void Job::connect(Connection connection) {
                                              .room = cache_.room(),
                                              .operations = operations_,
                                              .commits = connection.commits,
+                                             .memory_commits = *memory_commits_,
                                              .times = connection.times,
                                              .gate = *step_gate_});
 }
@@ -128,6 +137,7 @@ uint32_t Job::begin_shard(const ShardSpec& spec) {
   const uint32_t shard_id = shards_.id_of(spec.name);
   // The id may have been another shard's.
   journal_.reset_shard(shard_id);
+  snapshot_.added(shard_id);
   durable_.note_change();
   return shard_id;
 }
@@ -167,7 +177,7 @@ JobInfo Job::job_info() const {
           .unreadable_shards = {}};
 }
 
-JobRecord Job::record() const {
+JobRecord Job::fields() const {
   JobRecord record{.job_id = job_id(),
                    .uid = uid(),
                    .name = name(),
@@ -176,6 +186,11 @@ JobRecord Job::record() const {
                    .buckets = {},
                    .undurable_since = progress_.undurable_since()};
   admission_.write(record);
+  return record;
+}
+
+JobRecord Job::record() const {
+  JobRecord record = fields();
   shards_.write(record);
   return record;
 }
@@ -214,6 +229,7 @@ const Slot* Job::early_slot(const Entry& entry) const {
 }
 
 void Job::note_written(uint32_t shard_id) {
+  snapshot_.before_change(shard_id);
   shards_[shard_id].written = true;
   durable_.note_change();
   journal_.note_shard(shard_id);
@@ -246,6 +262,7 @@ void Job::remove(uint32_t shard_id, uint64_t session_id, ExtentStore& extents) {
   Entry& entry = *shard.value;
   MEMD_CHECK_EQ(entry.task_count(), 0u);
   cache_.table().withdraw(entry);
+  durable_.keep(shard_id);
   // From here on it has no bytes, whoever reads the ledger.
   journal_.reset_shard(shard_id);
   if (entry.is_resident()) cache_.residencies().move(entry, entry.residency(), Residency::absent);
@@ -257,7 +274,6 @@ void Job::remove(uint32_t shard_id, uint64_t session_id, ExtentStore& extents) {
   }
   journal_.forget_extents(entry);
   space_.forget(entry.replicas);
-  durable_.keep(shard_id);
   lost_.remove(shard_id);
   std::set<uint64_t> known_to;
   for (const auto& session : cache_.sessions()) known_to.insert(session->session_id);

@@ -26,10 +26,12 @@
 #include "store/space/job_space.h"
 #include "store/space/lost_shards.h"
 #include "store/state/admission.h"
+#include "store/state/catalogue_snapshot.h"
 #include "store/state/durable_state.h"
 #include "store/state/extent_log.h"
 #include "store/state/job_journal.h"
 #include "store/state/kept_memory.h"
+#include "store/state/memory_commits.h"
 #include "store/state/private_state.h"
 #include "store/state/private_tiles.h"
 #include "store/state/state_gate.h"
@@ -104,6 +106,8 @@ class Job final : private ResidencyGates, private StateGate, private JobRecorder
   PrivateState& state() { return *state_; }
   const PrivateState& state() const { return *state_; }
   /// After connect().
+  MemoryCommits& memory_commits() { return *memory_commits_; }
+  /// After connect().
   Steps& steps() { return *steps_; }
   const Steps& steps() const { return *steps_; }
 
@@ -126,6 +130,7 @@ class Job final : private ResidencyGates, private StateGate, private JobRecorder
   ShardInfo info(uint32_t shard_id) const;
   JobInfo job_info() const;
   JobRecord record() const override;
+  JobRecord fields() const override;
   /// Shards with bytes that the device failed to read, and that nobody has read since.
   std::set<uint32_t> unreadable_shards(const ExtentStore& extents) const;
 
@@ -134,8 +139,10 @@ class Job final : private ResidencyGates, private StateGate, private JobRecorder
 
   // ResidencyGates.
   const Slot* early_slot(const Entry& entry) const override;
+  void before_change(uint32_t shard_id) override { snapshot_.before_change(shard_id); }
   void note_written(uint32_t shard_id) override;
   // JobRecorder.
+  uint64_t catalogue_bytes() const override { return admission_.catalogue_bytes(); }
   void catalogue_bytes_changed() override { admission_.reserve_metadata(); }
 
   /// The id of a shard that was just added.
@@ -151,11 +158,13 @@ class Job final : private ResidencyGates, private StateGate, private JobRecorder
   Conditions conditions_;
   Operations operations_;
   Shards shards_;
+  CatalogueSnapshot snapshot_;
   DurableState durable_;
   Admission admission_;
   ExtentLog extent_log_;
   JobCache cache_;
   std::unique_ptr<PrivateState> state_;
+  std::unique_ptr<MemoryCommits> memory_commits_;
   std::unique_ptr<StepGate> step_gate_;
   std::unique_ptr<Steps> steps_;
   bool is_ending_ = false;

@@ -34,6 +34,7 @@ std::optional<VerifiedJob> Jobs::verified(uint64_t job_id) const {
   if (job == nullptr || job->is_ending()) return std::nullopt;
   return VerifiedJob{.name = job->name(),
                      .shards = job->shards(),
+                     .space = job->space(),
                      .durable = job->durable().catalogue(),
                      .tiles = job->tiles(),
                      .lost = job->lost(),

@@ -24,6 +24,11 @@ constexpr uint32_t kOpenRequestsMax = 4 * kRingEntries;
 // session had its turn, and the disk and the workers theirs.
 constexpr uint32_t kRequestsATurn = 64;
 
+// Of a job's commit in memory: some 5 µs.
+constexpr size_t kEncodedBytes = 1_KiB;
+// Of all jobs', in one turn.
+constexpr size_t kEncodedTurnBytes = kTurnBytesMax / 4;
+
 }  // namespace
 
 ShardStore::ShardStore(const ShardStoreParts& parts)
@@ -31,7 +36,7 @@ ShardStore::ShardStore(const ShardStoreParts& parts)
       clock_(parts.clock),
       turn_(parts.turn == nullptr ? without_bound_ : *parts.turn),
       keepsakes_(parts.keeper),
-      commits_(parts.extents, parts.clock),
+      commits_(parts.extents, parts.workers, parts.clock),
       parts_{.pool = parts.pool,
              .io = parts.io,
              .extents = parts.extents,
@@ -495,6 +500,8 @@ bool ShardStore::advance(TurnPhases& phases) {
       return_to_disk(*job);
     }
   }
+  progress |= advance_memory_commits();
+  progress |= commits_.advance(turn_);
   progress |= extents_.advance();
   progress |= scrub_.advance();
   progress |= live_check_.advance();
@@ -514,6 +521,32 @@ bool ShardStore::advance_conditions(uint64_t job_id) {
     (*then)();
     progress = true;
     if (turn_.is_spent()) break;
+  }
+  return progress;
+}
+
+bool ShardStore::advance_memory_commits() {
+  bool progress = false;
+  size_t bytes = 0;
+  const auto next = [this] {
+    // By ids, in a circle: each job has the same part.
+    MemoryCommits* found = nullptr;
+    uint64_t found_id = 0;
+    for (const auto& [job_id, job] : jobs_) {
+      if (!job->memory_commits().is_encoding()) continue;
+      const auto distance = [this](uint64_t id) { return id - encoded_last_ - 1; };
+      if (found != nullptr && distance(found_id) <= distance(job_id)) continue;
+      found = &job->memory_commits();
+      found_id = job_id;
+    }
+    encoded_last_ = found_id;
+    return found;
+  };
+  while (MemoryCommits* const commits = next()) {
+    commits->advance(kEncodedBytes);
+    progress = true;
+    bytes += kEncodedBytes;
+    if (bytes >= kEncodedTurnBytes || turn_.is_spent()) break;
   }
   return progress;
 }

@@ -108,8 +108,8 @@ class ShardStore {
                     const std::string& name,
                     const std::function<void(Result<bool>)>& done);
 
-  /// Serves the rings and retries what waits, or as much of it as the turn has time for, and notes in
-  /// `phases` what it spent its time on. True where something happened.
+  /// Serves the rings and retries what waits, or as much of it as the turn has time for, and notes
+  /// in `phases` what it spent its time on. True where something happened.
   bool advance(TurnPhases& phases);
   bool advance() {
     TurnPhases unread;
@@ -143,6 +143,7 @@ class ShardStore {
   /// At most kRequestsATurn of its requests. True where there was one: the next turn serves more.
   bool serve(Session& session);
   bool advance_conditions(uint64_t job_id);
+  bool advance_memory_commits();
   /// Brings up what comes next.
   bool look_ahead();
 
@@ -154,7 +155,8 @@ class ShardStore {
   const Clock& clock_;
   TurnBudget without_bound_;
   TurnBudget& turn_;
-  size_t serve_first_ = 0;  // of the sessions, whose turn it is first
+  size_t serve_first_ = 0;     // of the sessions, whose turn it is first
+  uint64_t encoded_last_ = 0;  // the job whose commit in memory had its turn last
   Keepsakes keepsakes_;
   Commits commits_;
   Jobs jobs_;

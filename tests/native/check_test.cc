@@ -195,7 +195,7 @@ class CheckTest : public testing::Test {
     const OwnedFd wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     UpdateWorkers workers(1, wake.get());
     ExtentStore extents(*io.value().queue, workers, std::move(set).value(), clock);
-    Commits commits(extents, clock);
+    Commits commits(extents, workers, clock);
     return commits
         .load([&] {
           io.value().queue->reap();

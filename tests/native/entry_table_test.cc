@@ -22,13 +22,16 @@ ExtentRecord extent_at(uint64_t offset_bytes) {
 
 TEST(Replica, says_what_it_was_given_in_24_bytes) {
   static_assert(sizeof(Replica) == 24);
-  const Replica replica(extent_at(~uint64_t{4095}), true);
-  EXPECT_TRUE(replica.exists());
-  EXPECT_TRUE(replica.referenced);
-  EXPECT_EQ(replica.extent().address.device, 3u);
-  EXPECT_EQ(replica.extent().address.offset_bytes, ~uint64_t{4095});
-  EXPECT_EQ(replica.extent().length_bytes, 4096u);
-  EXPECT_EQ(replica.extent().checksum, uint64_t{4095});
+  for (const uint64_t epoch :
+       {uint64_t{0}, uint64_t{1}, uint64_t{0x5a'a5a5'a5a5}, Replica::kEpochMax}) {
+    const Replica replica(extent_at(~uint64_t{4095}), epoch);
+    EXPECT_TRUE(replica.exists());
+    EXPECT_EQ(replica.epoch(), epoch);
+    EXPECT_EQ(replica.extent().address.device, 3u);
+    EXPECT_EQ(replica.extent().address.offset_bytes, ~uint64_t{4095});
+    EXPECT_EQ(replica.extent().length_bytes, 4096u);
+    EXPECT_EQ(replica.extent().checksum, uint64_t{4095});
+  }
   EXPECT_FALSE(Replica().exists());
 }
 
@@ -37,8 +40,9 @@ TEST(ReplicaList, holds_none_one_and_many_and_one_takes_no_memory_of_its_own) {
     ReplicaList list(count);
     ASSERT_EQ(list.size(), count);
     EXPECT_EQ(list.empty(), count == 0);
-    for (const Replica& replica : list) EXPECT_FALSE(replica.exists() || replica.referenced);
-    for (size_t i = 0; i < count; ++i) list[i] = Replica(extent_at(4096 * (i + 1)), true);
+    for (const Replica& replica : list) EXPECT_FALSE(replica.exists() || replica.epoch() != 0);
+    for (size_t i = 0; i < count; ++i)
+      list[i] = Replica(extent_at(4096 * (i + 1)), Replica::kEpochMax - i);
     const auto* const place = reinterpret_cast<const std::byte*>(list.data());
     const auto* const self = reinterpret_cast<const std::byte*>(&list);
     EXPECT_EQ(place == self, count == 1);
@@ -49,7 +53,7 @@ TEST(ReplicaList, holds_none_one_and_many_and_one_takes_no_memory_of_its_own) {
     ASSERT_EQ(again.size(), count);
     for (size_t i = 0; i < count; ++i) {
       EXPECT_EQ(again[i].extent().address.offset_bytes, 4096 * (i + 1));
-      EXPECT_TRUE(again[i].referenced);
+      EXPECT_EQ(again[i].epoch(), Replica::kEpochMax - i);
     }
     if (count == 1) again[0] = {};
     EXPECT_EQ(again.size(), count) << "an empty replica is one as well";

@@ -72,7 +72,7 @@ TEST(DeclaredSpaceTest, bf16_has_a_remainder_and_the_last_tile_of_a_bucket_is_sm
             12 * kTileElements + last_bytes);
 }
 
-TEST(JobSpaceTest, state_leaves_the_catalogue_its_part_of_the_quota) {
+TEST(JobSpaceQuotaTest, state_leaves_the_catalogue_its_part_of_the_quota) {
   JobSpace space;
   space.set_quota_bytes(100 * kBlockBytes);
   space.set_metadata_bytes(10 * kBlockBytes);
@@ -83,23 +83,77 @@ TEST(JobSpaceTest, state_leaves_the_catalogue_its_part_of_the_quota) {
   EXPECT_FALSE(space.keeps_promise(11 * kBlockBytes));
 }
 
-TEST(JobSpaceTest, what_is_superseded_while_a_commit_is_under_way_is_released_by_the_next_one) {
-  const auto extent_at = [](uint64_t block) {
-    return ExtentRecord{.address = {.device = 0, .offset_bytes = block * kBlockBytes},
-                        .length_bytes = static_cast<uint32_t>(kBlockBytes)};
-  };
-  const auto no_replicas = [](const auto&) {};
-  JobSpace space;
-  space.add_superseded({extent_at(600)});
-  EXPECT_EQ(space.begin_commit(no_replicas).size(), 1u);
-  space.add_superseded({extent_at(700), extent_at(800)});
-  space.end_commit();
-  EXPECT_EQ(space.used_bytes(), 2 * kBlockBytes);
-  const auto released = space.begin_commit(no_replicas);
-  ASSERT_EQ(released.size(), 2u);
-  EXPECT_EQ(released[0].address.offset_bytes, 700 * kBlockBytes);
-  space.end_commit();
-  EXPECT_EQ(space.used_bytes(), 0u);
+class JobSpaceTest : public ::testing::Test {
+ protected:
+  ExtentRecord allocate() { return heart_.extents().allocate(kBlockBytes).value(); }
+  /// Of those that allocate() has made.
+  uint64_t taken_bytes() { return free_bytes_ - heart_.extents().free_bytes(); }
+  void replace(Replica& place) {
+    space_.replace(place, allocate(), heart_.extents());
+    space_.take(SpaceUse::state, kBlockBytes);
+  }
+  bool release(size_t count = 100) { return space_.release_superseded(heart_.extents(), count); }
+
+  Heart heart_{std::make_shared<MemoryDisk>(kDiskBytes)};
+  const uint64_t free_bytes_ = heart_.extents().free_bytes();
+  JobSpace space_;
+};
+
+TEST_F(JobSpaceTest, what_is_superseded_while_a_commit_is_under_way_is_released_by_the_next_one) {
+  space_.add_superseded({allocate()});
+  space_.begin_commit();
+  space_.add_superseded({allocate(), allocate()});
+  space_.end_commit(true);
+  EXPECT_TRUE(release());
+  EXPECT_EQ(space_.used_bytes(), 2 * kBlockBytes);
+  EXPECT_EQ(taken_bytes(), 2 * kBlockBytes);
+  space_.begin_commit();
+  space_.end_commit(true);
+  EXPECT_FALSE(release(1)) << "as many as were asked for";
+  EXPECT_EQ(taken_bytes(), kBlockBytes);
+  EXPECT_TRUE(release());
+  EXPECT_EQ(space_.used_bytes(), 0u);
+  EXPECT_EQ(taken_bytes(), 0u);
+}
+
+TEST_F(JobSpaceTest, what_came_after_a_commit_began_is_free_at_once_and_what_came_before_is_not) {
+  Replica before;
+  replace(before);
+  space_.begin_commit();
+  Replica after;
+  replace(after);
+  EXPECT_TRUE(space_.is_referenced(before));
+  EXPECT_FALSE(space_.is_referenced(after));
+  space_.end_commit(true);
+  EXPECT_TRUE(release());
+  for (Replica* const place : {&before, &after}) space_.release(*place, heart_.extents());
+  EXPECT_EQ(taken_bytes(), kBlockBytes) << "the catalogue on disk names it";
+  EXPECT_EQ(space_.used_bytes(), kBlockBytes);
+}
+
+TEST_F(JobSpaceTest,
+       a_commit_that_wrote_nothing_leaves_free_what_was_free_and_the_next_counts_all) {
+  Replica first;
+  replace(first);
+  space_.begin_commit();
+  Replica second;
+  replace(second);
+  space_.abandon_commit();
+  EXPECT_FALSE(space_.is_referenced(first));
+  EXPECT_FALSE(space_.is_referenced(second));
+  space_.begin_commit();
+  EXPECT_TRUE(space_.is_referenced(first));
+  EXPECT_TRUE(space_.is_referenced(second));
+}
+
+TEST_F(JobSpaceTest, after_a_commit_that_is_no_step_nothing_is_kept_for_a_return) {
+  Replica place;
+  replace(place);
+  space_.begin_commit();
+  space_.end_commit(false);
+  EXPECT_FALSE(space_.is_referenced(place));
+  space_.begin_update();
+  EXPECT_TRUE(space_.is_referenced(place)) << "a step that can be undone returns to it";
 }
 
 class JobLimits : public ::testing::Test {

@@ -34,6 +34,50 @@ using testing::Twin;
 
 OwnedFd copy_of(int fd) { return OwnedFd(fcntl(fd, F_DUPFD_CLOEXEC, 0)); }
 
+/// A commit in memory, as MemoryCommits makes it.
+Status write_record(Ledger& ledger, const JobRecord& record, uint64_t base) {
+  const std::vector<std::byte> encoded = encode(record);
+  ledger.begin_record();
+  const auto place = ledger.open_record(encoded.size());
+  if (!place.is_ok()) return place.status();
+  std::copy(encoded.begin(), encoded.end(), place.value().begin());
+  ledger.publish_record(encoded.size(), record_checksum(encoded), base);
+  return Status::ok();
+}
+
+TEST(LedgerTest, a_shard_that_came_while_a_record_was_written_is_new_with_it_and_without) {
+  constexpr uint64_t kTag = 9;
+  const JobRecord job{.job_id = 7, .name = "job"};
+  const std::vector<std::byte> encoded = encode(job);
+  for (const bool is_published : {false, true}) {
+    SCOPED_TRACE(is_published);
+    auto ledger = Ledger::create(7, 2_MiB).value();
+    ledger->rebase(kTag);
+    ASSERT_TRUE(write_record(*ledger, job, kTag).is_ok());
+    ledger->reset_shard(1);
+    ledger->begin_record();
+    ledger->reset_shard(2);
+    const auto place = ledger->open_record(encoded.size());
+    ASSERT_TRUE(place.is_ok());
+    std::copy(encoded.begin(), encoded.end(), place.value().begin());
+    JobRecord layout = job;
+    for (const char* name : {"before", "while"}) {
+      layout.shards.push_back({.name = name,
+                               .kind = ShardKind::blob,
+                               .dtype = DType::uint8,
+                               .shape = {1},
+                               .extents = {}});
+    }
+    ASSERT_TRUE(ledger->write_layout(layout, {1, 2}).is_ok());
+    if (is_published) ledger->publish_record(encoded.size(), record_checksum(encoded), kTag);
+    auto next = Ledger::adopt(copy_of(ledger->fd()), 7).value();
+    const auto contents = next->read(kTag);
+    ASSERT_TRUE(contents.is_ok()) << contents.status().message();
+    EXPECT_EQ(contents.value().shards.at(1).is_new, !is_published);
+    EXPECT_TRUE(contents.value().shards.at(2).is_new);
+  }
+}
+
 TEST(LedgerTest, the_last_whole_record_is_read_and_only_on_the_catalogue_that_it_builds_on) {
   auto ledger = Ledger::create(7, 2_MiB).value();
   EXPECT_FALSE(ledger->read_record(0).value().has_value());
@@ -42,7 +86,7 @@ TEST(LedgerTest, the_last_whole_record_is_read_and_only_on_the_catalogue_that_it
   record.name = "job";
   for (uint64_t step = 1; step <= 5; ++step) {
     record.step = step;
-    ASSERT_TRUE(ledger->write_record(record, step * 10).is_ok());
+    ASSERT_TRUE(write_record(*ledger, record, step * 10).is_ok());
     const auto next = Ledger::adopt(copy_of(ledger->fd()), 7);
     ASSERT_TRUE(next.is_ok()) << next.status().message();
     ASSERT_TRUE(next.value()->read_record(step * 10).value().has_value());
@@ -57,7 +101,7 @@ TEST(LedgerTest, a_record_that_cannot_be_understood_is_not_taken_for_none) {
   JobRecord record;
   record.job_id = 7;
   record.buckets.push_back({.element_count = 64, .tiles = {{}}});  // a bucket without a shard
-  ASSERT_TRUE(ledger->write_record(record, 1).is_ok());
+  ASSERT_TRUE(write_record(*ledger, record, 1).is_ok());
   EXPECT_EQ(ledger->read_record(1).status().code(), StatusCode::integrity);
   EXPECT_TRUE(ledger->read_record(2).is_ok());
 }
@@ -255,7 +299,7 @@ TEST(LedgerTest, where_the_newest_record_is_damaged_the_one_before_is_not_taken_
   ASSERT_TRUE(ledger->write_layout(record, {3}).is_ok());
   ASSERT_TRUE(ledger->write_layout(record, {kId}).is_ok());
   for (const uint64_t step : {1, 0x0123'4567}) {
-    ASSERT_TRUE(ledger->write_record({.job_id = 7, .step = step}, 9).is_ok());
+    ASSERT_TRUE(write_record(*ledger, {.job_id = 7, .step = step}, 9).is_ok());
   }
   replace_word(*ledger, kId, kId + 1);
   replace_word(*ledger, uint64_t{0x0123'4567}, uint64_t{0x0123'4568});
@@ -1013,7 +1057,7 @@ TEST_F(AdoptionTest, a_blob_that_came_back_has_none_of_the_bytes_of_the_deleted_
     std::set<uint64_t> offsets;
     for (const Replica& replica : heart_->job(session_).shards()[shard_id].value->replicas) {
       EXPECT_TRUE(replica.exists());
-      offsets.insert(replica.offset_bytes);
+      offsets.insert(replica.offset_bytes());
     }
     return offsets;
   };

@@ -494,7 +494,7 @@ class Heart {
 /// Of an idle job: each byte of its quota, its arena and its private side is something's.
 inline void expect_all_bytes_held(Job& job) {
   uint64_t named_bytes = 0;
-  job.shards().for_each_replica([&](Replica& each) { named_bytes += each.length_bytes; });
+  job.shards().for_each_replica([&](Replica& each) { named_bytes += each.length_bytes(); });
   EXPECT_EQ(job.space().used_bytes(), named_bytes);
   job.cache().slots().free_retired();
   uint64_t slot_bytes = 0;

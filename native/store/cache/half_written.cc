@@ -47,6 +47,7 @@ void HalfWritten::discard(Entry& entry, const std::set<uint32_t>& torn, Done dis
     }
     // Without a copy on disk the shard is as if it had never been written.
     parts_.table.withdraw_shard(bucket.shards[index]);
+    parts_.residencies.before_change(bucket.shards[index]);
     shard.written = false;
     parts_.note_shard(bucket.shards[index]);
     all.nowhere.insert(index);

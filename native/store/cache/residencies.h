@@ -22,6 +22,8 @@ class ResidencyGates {
   /// The slot of the entry's speculative value, if there is one: while it is there the entry
   /// stays in the policy's order.
   virtual const Slot* early_slot(const Entry& entry) const = 0;
+  /// What a catalogue says of the shard is about to change.
+  virtual void before_change(uint32_t shard_id) = 0;
   /// The shard has bytes that the next commit should write down.
   virtual void note_written(uint32_t shard_id) = 0;
 };
@@ -70,6 +72,7 @@ class Residencies {
   void settle_pending(size_t count_max);
 
   /// See ResidencyGates.
+  void before_change(uint32_t shard_id) { parts_.gates.before_change(shard_id); }
   void note_written(uint32_t shard_id) { parts_.gates.note_written(shard_id); }
 
   /// Ids of entries that are filling or draining, or have tasks; ascending.

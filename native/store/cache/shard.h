@@ -71,6 +71,11 @@ struct Shard {
   }
   /// The fields that never change.
   ShardRecord label_record() const;
+  /// As a catalogue describes it now.
+  ShardRecord record() const;
+  /// The same without its extents, and whether it has any.
+  ShardRecord record_without_extents() const;
+  bool has_extents() const;
   uint64_t element_count() const { return bytes / dtype_bytes(dtype); }
   uint64_t offset_bytes() const { return element_offset * dtype_bytes(dtype); }
   /// Generation of the bytes that a lease shows.

@@ -438,7 +438,7 @@ void Shards::restore_shard(const ShardRecord& in, std::vector<std::vector<uint32
   shard.generation = in.generation;
   shard.written = !in.extents.empty() || shard.bytes == 0;
   for (size_t i = 0; i < in.extents.size(); ++i)
-    shard.value->replicas[i] = Replica(in.extents[i], true);
+    shard.value->replicas[i] = Replica(in.extents[i], JobSpace::kOnDisk);
 }
 
 void Shards::restore_bucket(const BucketRecord& in, std::vector<uint32_t> ids) {
@@ -447,8 +447,8 @@ void Shards::restore_bucket(const BucketRecord& in, std::vector<uint32_t> ids) {
   close_bucket(in.dtype, in.element_count, std::move(ids), was_updated);
   Bucket& made = buckets_.back();
   for (size_t tile = 0; tile < in.tiles.size(); ++tile) {
-    made.value->replicas[tile] = Replica(in.tiles[tile].parameter, true);
-    made.rest[tile] = Replica(in.tiles[tile].rest, true);
+    made.value->replicas[tile] = Replica(in.tiles[tile].parameter, JobSpace::kOnDisk);
+    made.rest[tile] = Replica(in.tiles[tile].rest, JobSpace::kOnDisk);
   }
 }
 
@@ -466,18 +466,11 @@ void Shards::remove(uint32_t shard_id, std::set<uint64_t> known_to) {
   free_ids_.rest(shard_id, std::move(known_to));
 }
 
-void Shards::write(JobRecord& record) const {
-  record.shards.reserve(count());
-  record.buckets.reserve(buckets_.size());
+void Shards::write(JobRecord& into) const {
+  into.shards.reserve(count());
+  into.buckets.reserve(buckets_.size());
   for (const Shard& shard : shards_) {
-    if (shard.deleted) continue;
-    ShardRecord out = shard.label_record();
-    out.generation = shard.generation;
-    out.written = shard.written && (shard.value->bytes == 0 || shard.value->has_replica());
-    if (shard.kind != ShardKind::parameter && shard.written && shard.value->has_replica()) {
-      for (const Replica& replica : shard.value->replicas) out.extents.push_back(replica.extent());
-    }
-    record.shards.push_back(std::move(out));
+    if (!shard.deleted) into.shards.push_back(shard.record());
   }
   for (const Bucket& bucket : buckets_) {
     BucketRecord out{.dtype = bucket.dtype, .element_count = bucket.element_count, .tiles = {}};
@@ -489,7 +482,7 @@ void Shards::write(JobRecord& record) const {
           {.parameter = is_on_disk ? bucket.value->replicas[tile].extent() : ExtentRecord{},
            .rest = bucket.rest[tile].extent()});
     }
-    record.buckets.push_back(std::move(out));
+    into.buckets.push_back(std::move(out));
   }
 }
 

@@ -122,7 +122,7 @@ class Shards {
   /// Steps update the bucket from now on, whatever was declared; false where they did before.
   bool begin_updates(Bucket& bucket);
   /// Fills in `shards` and `buckets`.
-  void write(JobRecord& record) const;
+  void write(JobRecord& into) const;
 
   const DeclaredSpace& declared() const { return declared_; }
   const ShardSums& sums() const { return sums_; }

@@ -43,8 +43,9 @@ Status malformed(const Parts&... parts) {
   return error(StatusCode::integrity, "the catalogue is damaged: ", parts...);
 }
 
-std::vector<std::byte> begin_record(const Magic& magic) {
+std::vector<std::byte> begin_record(const Magic& magic, size_t bytes_expected) {
   std::vector<std::byte> out;
+  out.reserve(bytes_expected);
   FieldWriter writer(out);
   writer.put_bytes(magic.data(), magic.size());
   writer.put(static_cast<uint16_t>(kFormatMajor));
@@ -165,7 +166,7 @@ void put_text(FieldWriter& writer, const std::string& text) {
   writer.put_bytes(text.data(), text.size());
 }
 
-void put_shard(FieldWriter& writer, const ShardRecord& shard) {
+void put_shard(FieldWriter& writer, const ShardRecord& shard, uint32_t extent_count) {
   put_text(writer, shard.name);
   writer.put(static_cast<uint8_t>(shard.kind));
   writer.put(static_cast<uint8_t>(shard.dtype));
@@ -179,7 +180,7 @@ void put_shard(FieldWriter& writer, const ShardRecord& shard) {
     writer.put(shard.element_offset);
     writer.put(static_cast<uint8_t>(shard.written));
   } else {
-    put_extents(writer, shard.extents);
+    writer.put(extent_count);
   }
 }
 
@@ -356,32 +357,66 @@ Status check_identity(const RootEntry& entry, const JobRecord& job, std::set<std
   return Status::ok();
 }
 
-std::vector<std::byte> encode(const JobRecord& job) {
-  std::vector<std::byte> out = begin_record(kJobMagic);
-  FieldWriter writer(out);
+void JobEncoder::begin(const JobRecord& job, uint32_t bucket_count, size_t bytes_expected) {
+  out_ = begin_record(kJobMagic, bytes_expected);
+  FieldWriter writer(out_);
   writer.put(job.job_id);
   writer.put(job.uid);
   writer.put(job.step);
   writer.put(job.host_bytes);
   writer.put(job.nvme_bytes);
   put_text(writer, job.name);
-  writer.put(static_cast<uint32_t>(job.buckets.size()));
-  for (const BucketRecord& bucket : job.buckets) {
-    writer.put(static_cast<uint8_t>(bucket.dtype));
-    writer.put(bucket.element_count);
-    writer.put(static_cast<uint32_t>(bucket.tiles.size()));
-    for (const TileRecord& tile : bucket.tiles) {
-      writer.put(tile.parameter);
-      writer.put(tile.rest);
-    }
-  }
-  writer.put(static_cast<uint32_t>(job.shards.size()));
-  for (const ShardRecord& shard : job.shards) put_shard(writer, shard);
+  writer.put(bucket_count);
+}
+
+void JobEncoder::begin_bucket(DType dtype, uint64_t element_count, uint32_t tile_count) {
+  FieldWriter writer(out_);
+  writer.put(static_cast<uint8_t>(dtype));
+  writer.put(element_count);
+  writer.put(tile_count);
+}
+
+void JobEncoder::put(const TileRecord& tile) {
+  put(tile.parameter);
+  put(tile.rest);
+}
+
+void JobEncoder::put(const ExtentRecord& extent) { FieldWriter(out_).put(extent); }
+
+void JobEncoder::begin_shards(uint32_t shard_count) { FieldWriter(out_).put(shard_count); }
+
+void JobEncoder::begin_shard(const ShardRecord& shard, uint32_t extent_count) {
+  FieldWriter writer(out_);
+  put_shard(writer, shard, extent_count);
+}
+
+void JobEncoder::end(const JobRecord& job) {
+  FieldWriter writer(out_);
   writer.put(job.durability);
   writer.put(job.undurable_since);
   writer.put(job.weight);
-  finish_record(out);
-  return out;
+}
+
+void JobEncoder::seal(std::vector<std::byte>& encoded) { finish_record(encoded); }
+
+std::vector<std::byte> encode(const JobRecord& job) {
+  JobEncoder encoder;
+  encoder.begin(job, static_cast<uint32_t>(job.buckets.size()), 0);
+  for (const BucketRecord& bucket : job.buckets) {
+    encoder.begin_bucket(
+        bucket.dtype, bucket.element_count, static_cast<uint32_t>(bucket.tiles.size()));
+    for (const TileRecord& tile : bucket.tiles) encoder.put(tile);
+  }
+  encoder.begin_shards(static_cast<uint32_t>(job.shards.size()));
+  for (const ShardRecord& shard : job.shards) {
+    encoder.begin_shard(shard, static_cast<uint32_t>(shard.extents.size()));
+    if (shard.kind == ShardKind::parameter) continue;
+    for (const ExtentRecord& extent : shard.extents) encoder.put(extent);
+  }
+  encoder.end(job);
+  std::vector<std::byte> encoded = encoder.take();
+  JobEncoder::seal(encoded);
+  return encoded;
 }
 
 Result<JobRecord> decode_job(std::span<const std::byte> bytes, FormatUse use) {
@@ -444,8 +479,16 @@ Result<JobRecord> decode_job(std::span<const std::byte> bytes, FormatUse use) {
   return job;
 }
 
+size_t encoded_bytes(const RootRecord& root) {
+  size_t bytes = kHeaderBytes + sizeof(uint64_t) + sizeof(uint32_t) + kChecksumBytes;
+  for (const RootEntry& entry : root.jobs)
+    bytes += kRootEntryBytesMin + entry.catalogue.size() * kExtentEncodedBytes;
+  return bytes;
+}
+
 std::vector<std::byte> encode(const RootRecord& root) {
-  std::vector<std::byte> out = begin_record(kRootMagic);
+  const size_t bytes_expected = encoded_bytes(root);
+  std::vector<std::byte> out = begin_record(kRootMagic, bytes_expected);
   FieldWriter writer(out);
   writer.put(root.job_id_next);
   writer.put(static_cast<uint32_t>(root.jobs.size()));
@@ -455,6 +498,7 @@ std::vector<std::byte> encode(const RootRecord& root) {
     put_extents(writer, entry.catalogue);
   }
   finish_record(out);
+  MEMD_CHECK_EQ(out.size(), bytes_expected);
   return out;
 }
 

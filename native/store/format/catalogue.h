@@ -6,6 +6,7 @@
 #include <set>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/dtype.h"
@@ -103,6 +104,33 @@ Status check_identity(const RootEntry& entry, const JobRecord& job, std::set<std
 /// version is StatusCode::not_yet naming both versions.
 std::vector<std::byte> encode(const JobRecord& job);
 std::vector<std::byte> encode(const RootRecord& root);
+/// Bytes that encode() makes.
+size_t encoded_bytes(const RootRecord& root);
+
+/// Encodes a job's record piece by piece. The calls come in the order of the fields: begin(), each
+/// bucket and its tiles, begin_shards(), each shard and its extents, end(); and last, which may be
+/// on another thread, seal().
+class JobEncoder {
+ public:
+  /// `job`: its fields, without shards and buckets. `bytes_expected` is set aside at once.
+  void begin(const JobRecord& job, uint32_t bucket_count, size_t bytes_expected);
+  void begin_bucket(DType dtype, uint64_t element_count, uint32_t tile_count);
+  void put(const TileRecord& tile);
+  void begin_shards(uint32_t shard_count);
+  /// Without its extents: `extent_count` of them follow, if it is no parameter.
+  void begin_shard(const ShardRecord& shard, uint32_t extent_count);
+  void put(const ExtentRecord& extent);
+  void end(const JobRecord& job);
+  size_t size() const { return out_.size(); }
+  /// What seal() makes whole.
+  std::vector<std::byte> take() { return std::move(out_); }
+  /// Adds length and checksum.
+  static void seal(std::vector<std::byte>& encoded);
+  static constexpr size_t kSealBytes = 8;
+
+ private:
+  std::vector<std::byte> out_;
+};
 Result<JobRecord> decode_job(std::span<const std::byte> bytes, FormatUse use = FormatUse::write);
 Result<RootRecord> decode_root(std::span<const std::byte> bytes, FormatUse use = FormatUse::write);
 

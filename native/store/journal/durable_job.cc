@@ -8,60 +8,84 @@
 
 namespace memd {
 
-DurableJob::DurableJob(const JobRecord& record, std::span<const uint32_t> ids)
-    : step_(record.step),
-      host_bytes_(record.host_bytes),
-      nvme_bytes_(record.nvme_bytes),
-      undurable_since_(record.undurable_since),
-      durability_(record.durability),
-      weight_(record.weight) {
+DurableJob::DurableJob(const JobRecord& job, const Counts& counts)
+    : step_(job.step),
+      host_bytes_(job.host_bytes),
+      nvme_bytes_(job.nvme_bytes),
+      undurable_since_(job.undurable_since),
+      durability_(job.durability),
+      weight_(job.weight) {
+  named_.reserve(counts.ids_end);
+  written_.reserve(counts.ids_end);
+  generations_.reserve(counts.ids_end);
+  extents_.reserve(counts.extents * kExtentEncodedBytes);
+  tile_ends_.reserve(counts.buckets);
+  blobs_.reserve(counts.blobs);
+}
+
+DurableJob::DurableJob(const JobRecord& record, std::span<const uint32_t> ids) {
   MEMD_CHECK_EQ(ids.size(), record.shards.size());
-  size_t id_count = 0;
-  size_t extent_count = 0;
-  size_t blob_count = 0;
+  // Exactly, each of them: it stays as long as the catalogue does.
+  Counts counts{.buckets = record.buckets.size()};
   for (size_t i = 0; i < ids.size(); ++i) {
     if (ids[i] == kNoId) continue;
-    id_count = std::max<size_t>(id_count, size_t{ids[i]} + 1);
-    extent_count += record.shards[i].extents.size();
-    blob_count += record.shards[i].extents.empty() ? 0 : 1;
+    counts.ids_end = std::max<size_t>(counts.ids_end, size_t{ids[i]} + 1);
+    counts.extents += record.shards[i].extents.size();
+    counts.blobs += record.shards[i].extents.empty() ? 0 : 1;
   }
-  for (const BucketRecord& bucket : record.buckets) extent_count += 2 * bucket.tiles.size();
-  // Exactly, each of them: it stays as long as the catalogue does.
-  named_.resize(id_count);
-  written_.resize(id_count);
-  generations_.resize(id_count);
-  extents_.reserve(extent_count * kExtentEncodedBytes);
-  tile_ends_.reserve(record.buckets.size());
-  blobs_.reserve(blob_count);
-
-  FieldWriter writer(extents_);
-  uint32_t tile_count = 0;
+  for (const BucketRecord& bucket : record.buckets) counts.extents += 2 * bucket.tiles.size();
+  *this = DurableJob(record, counts);
   for (const BucketRecord& bucket : record.buckets) {
-    for (const TileRecord& tile : bucket.tiles) {
-      writer.put(tile.parameter);
-      writer.put(tile.rest);
-    }
-    tile_count += static_cast<uint32_t>(bucket.tiles.size());
-    tile_ends_.push_back(tile_count);
+    for (const TileRecord& tile : bucket.tiles) add_tile(tile);
+    end_bucket();
   }
   for (size_t i = 0; i < ids.size(); ++i) {
     const ShardRecord& shard = record.shards[i];
     if (ids[i] == kNoId) {
-      kept_.push_back(shard);
+      add_gone(shard);
       continue;
     }
-    named_[ids[i]] = true;
-    written_[ids[i]] = shard.written;
-    generations_[ids[i]] = shard.generation;
-    if (shard.extents.empty()) continue;
-    blobs_.push_back({.shard_id = ids[i],
-                      .extent_begin = static_cast<uint32_t>(extents_.size() / kExtentEncodedBytes),
-                      .extent_count = static_cast<uint32_t>(shard.extents.size())});
-    for (const ExtentRecord& extent : shard.extents) writer.put(extent);
+    for (const ExtentRecord& extent : shard.extents) add_extent(extent);
+    add_shard(ids[i], shard.written, shard.generation);
   }
   std::sort(blobs_.begin(), blobs_.end(), [](const Blob& a, const Blob& b) {
     return a.shard_id < b.shard_id;
   });
+}
+
+void DurableJob::add_tile(const TileRecord& tile) {
+  FieldWriter writer(extents_);
+  writer.put(tile.parameter);
+  writer.put(tile.rest);
+}
+
+void DurableJob::end_bucket() {
+  shard_extents_begin_ = extents_.size() / kExtentEncodedBytes;
+  tile_ends_.push_back(static_cast<uint32_t>(shard_extents_begin_ / 2));
+}
+
+void DurableJob::add_extent(const ExtentRecord& extent) { FieldWriter(extents_).put(extent); }
+
+void DurableJob::add_shard(uint32_t shard_id, bool written, uint64_t generation) {
+  if (shard_id >= named_.size()) {
+    named_.resize(size_t{shard_id} + 1);
+    written_.resize(size_t{shard_id} + 1);
+    generations_.resize(size_t{shard_id} + 1);
+  }
+  named_[shard_id] = true;
+  written_[shard_id] = written;
+  generations_[shard_id] = generation;
+  const size_t end = extents_.size() / kExtentEncodedBytes;
+  const size_t begin = std::exchange(shard_extents_begin_, end);
+  if (begin == end) return;
+  blobs_.push_back({.shard_id = shard_id,
+                    .extent_begin = static_cast<uint32_t>(begin),
+                    .extent_count = static_cast<uint32_t>(end - begin)});
+}
+
+void DurableJob::add_gone(ShardRecord shard) {
+  shard_extents_begin_ = extents_.size() / kExtentEncodedBytes;
+  kept_.push_back(std::move(shard));
 }
 
 ExtentRecord DurableJob::extent(size_t index) const {

@@ -18,6 +18,22 @@ class DurableJob {
   DurableJob() = default;  // of no catalogue: everything is 0
   /// `ids`: the job's, of the record's shards, in its order, or kNoId for what the job has no more.
   DurableJob(const JobRecord& record, std::span<const uint32_t> ids);
+  /// The same piece by piece: each bucket and its tiles, and then each shard after its extents, by
+  /// ascending ids. `job`: its fields, without shards and buckets. So much is set aside, and not
+  /// touched before it is used.
+  struct Counts {
+    size_t ids_end = 0;
+    size_t buckets = 0;
+    size_t extents = 0;
+    size_t blobs = 0;
+  };
+  DurableJob(const JobRecord& job, const Counts& counts);
+  void add_tile(const TileRecord& tile);
+  void end_bucket();
+  void add_extent(const ExtentRecord& extent);
+  void add_shard(uint32_t shard_id, bool written, uint64_t generation);
+  /// One that the job has no more; extents that were added for it count for nothing.
+  void add_gone(ShardRecord shard);
 
   static constexpr uint32_t kNoId = ~uint32_t{0};
 
@@ -60,8 +76,9 @@ class DurableJob {
   /// Encoded: two of each tile, in their order, and then those of `blobs_`.
   std::vector<std::byte> extents_;
   std::vector<uint32_t> tile_ends_;
-  std::vector<Blob> blobs_;        // that are written, by id
-  std::vector<ShardRecord> kept_;  // whole
+  size_t shard_extents_begin_ = 0;  // in extents_: those of the shard that is added next
+  std::vector<Blob> blobs_;         // that are written, by id
+  std::vector<ShardRecord> kept_;   // whole
 };
 
 }  // namespace memd

@@ -170,30 +170,60 @@ Result<std::optional<size_t>> newest(const RecordPlace (&places)[2],
   return std::optional(found);
 }
 
+Status check_fits(size_t bytes, uint64_t bytes_max) {
+  if (bytes <= bytes_max) return Status::ok();
+  return error(StatusCode::capacity,
+               "a job has more to remember than its ledger holds: ",
+               bytes,
+               " > ",
+               bytes_max,
+               " bytes");
+}
+
+/// Its bytes may change from here on.
+void open(RecordPlace& place) {
+  place.sequence.store(0, kRelease);
+  // Stores that follow stay behind that one: the next daemon finds no half record that seems whole.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+struct RecordHead {
+  uint64_t tag;
+  uint64_t length_bytes;
+  uint64_t checksum;
+  uint64_t sequence;
+};
+
+void publish(RecordPlace& place, const RecordHead& head) {
+  place.tag = head.tag;
+  place.length_bytes = head.length_bytes;
+  place.checksum = head.checksum;
+  MEMD_FAILPOINT("ledger.record_not_published");
+  place.sequence.store(head.sequence, kRelease);
+}
+
 Status write_at(RecordPlace& place,
                 std::byte* into,
                 uint64_t bytes_max,
                 std::span<const std::byte> record,
                 uint64_t tag,
                 uint64_t sequence) {
-  if (record.size() > bytes_max) {
-    return error(StatusCode::capacity,
-                 "a job has more to remember than its ledger holds: ",
-                 record.size(),
-                 " > ",
-                 bytes_max,
-                 " bytes");
-  }
-  place.sequence.store(0, kRelease);
-  // The stores below stay behind that one: the next daemon finds no half record that seems whole.
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (Status fits = check_fits(record.size(), bytes_max); !fits.is_ok()) return fits;
+  open(place);
   copy_bytes(into, record.data(), record.size());
-  place.tag = tag;
-  place.length_bytes = record.size();
-  place.checksum = hash_record(record);
-  MEMD_FAILPOINT("ledger.record_not_published");
-  place.sequence.store(sequence, kRelease);
+  publish(place,
+          {.tag = tag,
+           .length_bytes = record.size(),
+           .checksum = hash_record(record),
+           .sequence = sequence});
   return Status::ok();
+}
+
+/// Tells a commit from every other one: the catalogue on disk, and the record in memory on it; 0 is
+/// none. Never 0.
+uint64_t commit_mark(uint64_t base, uint64_t record_sequence) {
+  const uint64_t words[2] = {base, record_sequence};
+  return std::max<uint64_t>(hash_record(std::as_bytes(std::span(words))), 1);
 }
 
 size_t older_of(const RecordPlace (&places)[2]) {
@@ -203,18 +233,19 @@ size_t older_of(const RecordPlace (&places)[2]) {
              : 1;
 }
 
+/// Of the record that takes the older one's place.
+uint64_t next_sequence(const RecordPlace (&places)[2]) {
+  return places[1 - older_of(places)].sequence.load(std::memory_order_relaxed) + 1;
+}
+
 Status write_older(RecordPlace (&places)[2],
                    std::byte* bytes,
                    uint64_t bytes_max,
                    std::span<const std::byte> record,
                    uint64_t tag) {
   const size_t older = older_of(places);
-  return write_at(places[older],
-                  bytes + older * bytes_max,
-                  bytes_max,
-                  record,
-                  tag,
-                  places[1 - older].sequence.load(std::memory_order_relaxed) + 1);
+  return write_at(
+      places[older], bytes + older * bytes_max, bytes_max, record, tag, next_sequence(places));
 }
 
 void raise_to(std::atomic<uint64_t>& end, uint64_t value) {
@@ -441,7 +472,7 @@ void Ledger::reset_shard(uint32_t shard_id) {
   if (shard_id >= kShardsMax) return;
   note_shard(shard_id, false, {});
   layout_->shards[shard_id].generation_commit.store(0, kRelease);
-  layout_->shards[shard_id].reset_commit.store(last_commit_, kRelease);
+  layout_->shards[shard_id].reset_commit.store(reset_mark_, kRelease);
 }
 
 uint32_t Ledger::given_ids_end(uint32_t from) const {
@@ -600,14 +631,23 @@ void Ledger::forget_step(size_t place) {
 
 // ---- Commits in memory -------------------------------------------------------------------------
 
-Status Ledger::write_record(const JobRecord& record, uint64_t base) {
-  const Owed owed(OwedPlace::journal_written);
-  const std::vector<std::byte> encoded = encode(record);
-  record_bytes_written_ += encoded.size();
-  Status written =
-      write_older(layout_->job_places, layout_->job_records[0], kRecordBytesMax, encoded, base);
+void Ledger::begin_record() {
+  reset_mark_ = commit_mark(base_, next_sequence(layout_->job_places));
+}
+
+Result<std::span<std::byte>> Ledger::open_record(size_t bytes) {
+  if (Status fits = check_fits(bytes, kRecordBytesMax); !fits.is_ok()) return fits;
+  const size_t place = older_of(layout_->job_places);
+  open(layout_->job_places[place]);
+  return std::span(layout_->job_records[place], bytes);
+}
+
+void Ledger::publish_record(size_t bytes, uint64_t checksum, uint64_t base) {
+  record_bytes_written_ += bytes;
+  const uint64_t sequence = next_sequence(layout_->job_places);
+  publish(layout_->job_places[older_of(layout_->job_places)],
+          {.tag = base, .length_bytes = bytes, .checksum = checksum, .sequence = sequence});
   mark_commit();
-  return written;
 }
 
 uint64_t Ledger::record_sequence() const {
@@ -616,8 +656,8 @@ uint64_t Ledger::record_sequence() const {
 }
 
 void Ledger::mark_commit() {
-  const uint64_t words[2] = {base_, record_sequence()};
-  last_commit_ = std::max<uint64_t>(hash_record(std::as_bytes(std::span(words))), 1);
+  last_commit_ = commit_mark(base_, record_sequence());
+  reset_mark_ = last_commit_;
 }
 
 Result<std::optional<JobRecord>> Ledger::read_record(uint64_t base) const {
@@ -754,12 +794,15 @@ Status Ledger::read_layout(LedgerContents& contents) const {
   }
   shards.move_into(contents);
   if (Status status = check_shards_together(contents.layout); !status.is_ok()) return status;
+  // The daemon before may have died while it wrote the next record.
+  const uint64_t next_commit = commit_mark(base_, next_sequence(layout_->job_places));
   for (const uint32_t shard_id : contents.shard_ids) {
     const ShardWords& words = layout_->shards[shard_id];
+    const uint64_t reset_commit = words.reset_commit.load(kAcquire);
     ShardState state{.written = words.written.load(kAcquire) != 0,
                      .contributors = Contributors::from_word(words.contributors.load(kAcquire)),
                      .generation = std::nullopt,
-                     .is_new = words.reset_commit.load(kAcquire) == last_commit_};
+                     .is_new = reset_commit == last_commit_ || reset_commit == next_commit};
     if (base_ != 0 && words.generation_commit.load(kAcquire) == last_commit_)
       state.generation = words.generation.load(kAcquire);
     contents.shards[shard_id] = state;

@@ -192,10 +192,14 @@ class Ledger {
   void note_committing(size_t place, uint64_t number);
   void forget_step(size_t place);
 
-  /// The job as of a commit in memory, where it is newer than the catalogue on disk. `base` says on
-  /// which catalogue it builds: Commits::catalogue_tag() of the job. The place of the last record
-  /// stays valid until this one is whole.
-  Status write_record(const JobRecord& record, uint64_t base);
+  /// The job as of a commit in memory, where it is newer than the catalogue on disk, is written in
+  /// three parts, and the record before it stays valid until the last. The record describes the job
+  /// as it is now; of shards that come and go from here on it says nothing.
+  void begin_record();
+  /// Where the record's `bytes` go, which any thread may write.
+  Result<std::span<std::byte>> open_record(size_t bytes);
+  /// It is there. `base` says on which catalogue it builds: Commits::catalogue_tag() of the job.
+  void publish_record(size_t bytes, uint64_t checksum, uint64_t base);
   /// The last one that was written in full, if it builds on `base`. An error where it cannot be
   /// understood: what is on disk is older than what else the ledger says.
   Result<std::optional<JobRecord>> read_record(uint64_t base) const;
@@ -224,6 +228,7 @@ class Ledger {
   LedgerLayout* layout_;
   uint64_t base_ = 0;
   uint64_t last_commit_ = 0;  // tells `base_` and the record on it from every other commit
+  uint64_t reset_mark_ = 0;   // what a shard that comes or goes now has come after
   uint64_t record_bytes_written_ = 0;
   std::optional<size_t> layout_at_;  // the place of the layout that this daemon wrote last
   uint64_t sequence_next_ = 1;       // of slots, loose extents and steps

@@ -20,6 +20,10 @@ std::pair<uint16_t, uint64_t> address_of(const ExtentRecord& extent) {
   return {extent.address.device, extent.address.offset_bytes};
 }
 
+bool starts_on_block(const ExtentRecord& extent) {
+  return is_aligned(extent.address.offset_bytes, kBlockBytes);
+}
+
 /// The segments that a ledger claims, by their sides, in order.
 struct ClaimedSegments {
   std::vector<Segment> sides[2];  // arena, private side
@@ -289,10 +293,10 @@ Status Adoption::place_loose_extents() {
       remembered_.ledger().note_loose(key, {});
       continue;
     }
-    if (extent.length_bytes != place.length_bytes) {
+    if (extent.length_bytes != place.length_bytes || !starts_on_block(extent)) {
       return damaged("an extent of ", extent.length_bytes, " bytes for ", place.length_bytes);
     }
-    *place.replica = Replica(extent, false);
+    *place.replica = Replica(extent, job_.space.epoch());
     MEMD_FAILPOINT("adoption.extent_placed");
   }
   return Status::ok();
@@ -326,7 +330,7 @@ Entry* Adoption::find_loose_entry(const LooseKey& key) {
 
 Status Adoption::place_tile_extents() {
   const auto fits = [](const ExtentRecord& extent, uint64_t bytes) {
-    return !extent.exists() || extent.length_bytes == bytes;
+    return !extent.exists() || (extent.length_bytes == bytes && starts_on_block(extent));
   };
   for (const KeptTile& tile : remembered_.tiles()) {
     const uint64_t owner = tile.key >> 32;
@@ -338,8 +342,8 @@ Status Adoption::place_tile_extents() {
         !fits(tile.state.rest, bucket.rest_bytes(index))) {
       return damaged("a tile's extents");
     }
-    bucket.value->replicas[index] = Replica(tile.state.value, false);
-    bucket.rest[index] = Replica(tile.state.rest, false);
+    bucket.value->replicas[index] = Replica(tile.state.value, job_.space.epoch());
+    bucket.rest[index] = Replica(tile.state.rest, job_.space.epoch());
   }
   return Status::ok();
 }
@@ -355,8 +359,9 @@ Status Adoption::reserve_extents() {
   const auto adopt = [&](Replica& replica) {
     if (!status.is_ok()) return;
     job_.space.count(replica);
-    replica.referenced = unused.erase(address_of(replica.extent())) == 1;
-    if (replica.referenced) return;
+    const bool is_on_disk = unused.erase(address_of(replica.extent())) == 1;
+    replica = Replica(replica.extent(), is_on_disk ? JobSpace::kOnDisk : job_.space.epoch());
+    if (is_on_disk) return;
     status = parts_.extents.reserve(replica.extent());
     if (status.is_ok()) reserved_.push_back(replica.extent());
   };

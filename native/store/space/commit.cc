@@ -11,6 +11,16 @@
 #include "store/format/encoding.h"
 
 namespace memd {
+namespace {
+
+// Some 5 µs each.
+constexpr size_t kEncodedBytes = 1_KiB;
+constexpr size_t kReleasedCount = 16;
+
+// In one turn; the short form that stays takes as much again at most.
+constexpr size_t kEncodedTurnBytes = kTurnBytesMax / 4;
+
+}  // namespace
 
 Result<std::vector<JobRecord>> Commits::load(const std::function<Status()>& turn) {
   auto jobs = load_records(turn);
@@ -137,126 +147,197 @@ void Commits::remove(uint64_t job_id, std::vector<ExtentRecord> extents, Done do
   start_next();
 }
 
-Status Commits::add_write(Commit& commit, std::span<const std::byte> bytes, ExtentRecord* extent) {
-  auto block = std::make_unique<BlockBytes>(bytes);
-  auto allocated = extents_.allocate(static_cast<uint32_t>(block->span().size()));
-  if (!allocated.is_ok()) return allocated.status();
-  *extent = allocated.value();
-  extent->checksum = hash_extent(block->span(), extent->address);
-  commit.writes.emplace_back(*extent, std::move(block));
-  return Status::ok();
-}
-
-Status Commits::prepare(Commit& commit) {
-  if (Status status = extents_.check_writable(); !status.is_ok()) return status;
-  MEMD_FAILPOINT("commit.before_catalogue_allocated");
-  const Owed owed(OwedPlace::commit_encoded);
-  commit.root = root_;
-  const auto same_job = [&](const RootEntry& entry) { return entry.job_id == commit.job_id; };
-  std::erase_if(commit.root.jobs, same_job);
-  if (commit.source != nullptr) {
-    const std::vector<std::byte> encoded = commit.source->begin_commit();
-    const std::span<const std::byte> all = encoded;
-    RootEntry entry{.job_id = commit.job_id, .catalogue_bytes = all.size(), .catalogue = {}};
-    for (size_t begin = 0; begin < all.size(); begin += kBlobExtentBytes) {
-      ExtentRecord extent;
-      const auto part = all.subspan(begin, std::min<size_t>(kBlobExtentBytes, all.size() - begin));
-      if (Status status = add_write(commit, part, &extent); !status.is_ok()) return status;
-      entry.catalogue.push_back(extent);
-    }
-    commit.root.jobs.push_back(std::move(entry));
-  }
-  const std::vector<std::byte> root = encode(commit.root);
-  commit.root_bytes = root.size();
-  return add_write(commit, root, &commit.root_extent);
-}
-
 std::vector<Commits::Open> Commits::open() const {
   std::vector<Open> all;
-  if (running_) all.push_back(current_);
+  if (running_ != nullptr) {
+    all.push_back({.job_id = running_->job_id, .since_ns = running_->started_ns, .running = true});
+  }
   for (const auto& commit : waiting_) {
     all.push_back({.job_id = commit->job_id, .since_ns = commit->started_ns, .running = false});
   }
   return all;
 }
 
-void Commits::abandon(Commit& commit) {
-  MEMD_FAILPOINT("commit.abandoned");
-  for (const auto& [extent, bytes] : commit.writes) extents_.release(extent);
+void Commits::start_next() {
+  if (running_ != nullptr || waiting_.empty()) return;
+  running_ = std::move(waiting_.front());
+  waiting_.pop_front();
+  running_->started_ns = clock_.now_ns();
+  if (Status status = extents_.check_writable(); !status.is_ok()) return finish(status);
+  if (running_->source != nullptr) running_->source->begin_commit();
 }
 
-void Commits::start_next() {
-  if (running_ || waiting_.empty()) return;
-  running_ = true;
-  const auto commit = waiting_.front();
-  waiting_.pop_front();
-  commit->started_ns = clock_.now_ns();
-  current_ = {.job_id = commit->job_id, .since_ns = commit->started_ns, .running = true};
-  if (const Status status = prepare(*commit); !status.is_ok()) {
-    abandon(*commit);
-    return finish(commit, status);
+bool Commits::advance(TurnBudget& turn) {
+  if (running_ == nullptr) return false;
+  if (running_->phase == Phase::encoding) {
+    encode(turn);
+    return true;
   }
-  if (commit->source != nullptr) {
-    const auto releasable = commit->source->mark_committing();
-    commit->releasable.insert(commit->releasable.end(), releasable.begin(), releasable.end());
+  if (running_->phase == Phase::releasing) {
+    release(turn);
+    return true;
   }
+  return false;
+}
+
+void Commits::encode(TurnBudget& turn) {
+  Commit& commit = *running_;
+  if (commit.source != nullptr) {
+    for (size_t bytes = 0; !commit.source->encode(kEncodedBytes);) {
+      bytes += kEncodedBytes;
+      if (bytes >= kEncodedTurnBytes || turn.is_spent()) return;
+    }
+  }
+  MEMD_FAILPOINT("commit.before_catalogue_allocated");
+  if (Status status = allocate(commit); !status.is_ok()) return abandon(status);
+  fill();
+}
+
+Status Commits::allocate(Commit& commit, size_t bytes) {
+  auto allocated = extents_.allocate(static_cast<uint32_t>(align_up(bytes, kBlockBytes)));
+  if (!allocated.is_ok()) return allocated.status();
+  commit.writes.push_back({.extent = allocated.value(), .block = nullptr});
+  return Status::ok();
+}
+
+Status Commits::allocate(Commit& commit) {
+  commit.root = root_;
+  std::erase_if(commit.root.jobs,
+                [&](const RootEntry& entry) { return entry.job_id == commit.job_id; });
+  if (commit.source != nullptr) {
+    commit.catalogue = commit.source->take_encoded();
+    const size_t all_bytes = commit.catalogue.size() + JobEncoder::kSealBytes;
+    RootEntry entry{.job_id = commit.job_id, .catalogue_bytes = all_bytes, .catalogue = {}};
+    for (size_t begin = 0; begin < all_bytes; begin += kBlobExtentBytes) {
+      const size_t bytes = std::min<size_t>(kBlobExtentBytes, all_bytes - begin);
+      if (Status status = allocate(commit, bytes); !status.is_ok()) return status;
+      entry.catalogue.push_back(commit.writes.back().extent);
+    }
+    commit.root.jobs.push_back(std::move(entry));
+  }
+  commit.root_bytes = encoded_bytes(commit.root);
+  return allocate(commit, commit.root_bytes);
+}
+
+void Commits::fill_blocks(Commit& commit) {
+  const auto fill_block = [](Write& write, std::span<const std::byte> bytes) {
+    write.block = std::make_unique<BlockBytes>(bytes);
+    write.extent.checksum = hash_extent(write.block->span(), write.extent.address);
+  };
+  if (commit.source != nullptr) {
+    JobEncoder::seal(commit.catalogue);
+    const std::span<const std::byte> all = commit.catalogue;
+    RootEntry& entry = commit.root.jobs.back();
+    for (size_t i = 0; i < entry.catalogue.size(); ++i) {
+      const size_t begin = i * kBlobExtentBytes;
+      fill_block(commit.writes[i],
+                 all.subspan(begin, std::min<size_t>(kBlobExtentBytes, all.size() - begin)));
+      entry.catalogue[i] = commit.writes[i].extent;
+    }
+    commit.catalogue = {};
+  }
+  fill_block(commit.writes.back(), memd::encode(commit.root));
+}
+
+void Commits::fill() {
+  running_->phase = Phase::filling;
+  const uint64_t bytes = running_->catalogue.size() + running_->root_bytes;
+  // Copied once, hashed twice.
+  workers_.submit(
+      {.job = JobId{running_->job_id}, .bytes = 4 * bytes, .kind = WorkKind::bytes},
+      [commit = running_] { fill_blocks(*commit); },
+      [this] { write(); });
+}
+
+void Commits::abandon(const Status& status) {
+  MEMD_FAILPOINT("commit.abandoned");
+  for (const Write& write : running_->writes) extents_.release(write.extent);
+  if (running_->source != nullptr) running_->source->abandon_commit();
+  finish(status);
+}
+
+void Commits::write() {
+  Commit& commit = *running_;
+  if (Status status = extents_.check_writable(); !status.is_ok()) return abandon(status);
+  commit.phase = Phase::writing;
   // Extents that the previous catalogue alone named.
   for (const RootEntry& entry : root_.jobs) {
-    if (entry.job_id != commit->job_id) continue;
-    commit->releasable.insert(
-        commit->releasable.end(), entry.catalogue.begin(), entry.catalogue.end());
+    if (entry.job_id != commit.job_id) continue;
+    commit.releasable.insert(
+        commit.releasable.end(), entry.catalogue.begin(), entry.catalogue.end());
   }
-  if (root_extent_.exists()) commit->releasable.push_back(root_extent_);
+  if (root_extent_.exists()) commit.releasable.push_back(root_extent_);
 
-  const auto write_superblock = [this, commit] {
-    MEMD_FAILPOINT("commit.before_superblock");
-    Superblock next = extents_.superblock();
-    ++next.sequence;
-    next.root = commit->root_extent;
-    next.root_bytes = commit->root_bytes;
-    extents_.write_superblock(next,
-                              [this, commit](const Status& status) { finish(commit, status); });
-  };
-  auto join = Join::start([this, commit, write_superblock](const Status& status) {
-    if (!status.is_ok()) return finish(commit, status);
+  auto join = Join::start([this](const Status& status) {
+    if (!status.is_ok()) return written(status);
     MEMD_FAILPOINT("commit.before_first_flush");
     if (MEMD_PLANTED("commit.no_first_flush")) return write_superblock();
-    extents_.sync([this, commit, write_superblock](const Status& synced) {
+    extents_.sync([this](const Status& synced) {
       MEMD_FAILPOINT("commit.after_first_flush");
-      synced.is_ok() ? write_superblock() : finish(commit, synced);
+      synced.is_ok() ? write_superblock() : written(synced);
     });
   });
   MEMD_FAILPOINT("commit.before_catalogue_written");
   if (MEMD_PLANTED("commit.superblock_before_data")) {
     Superblock early = extents_.superblock();
     ++early.sequence;
-    early.root = commit->root_extent;
-    early.root_bytes = commit->root_bytes;
+    early.root = commit.writes.back().extent;
+    early.root_bytes = commit.root_bytes;
     extents_.write_superblock(early, [](const Status&) {});
   }
-  for (const auto& [extent, bytes] : commit->writes) {
-    extents_.write(kDaemonJob, extent, bytes->span(), join->branch());
+  // The last branch may end the commit.
+  const std::shared_ptr<Commit> held = running_;
+  for (const Write& each : held->writes) {
+    extents_.write(kDaemonJob, each.extent, each.block->span(), join->branch());
     MEMD_FAILPOINT("commit.between_catalogue_writes");
   }
   join->finish(Status::ok());
 }
 
-void Commits::finish(const std::shared_ptr<Commit>& commit, const Status& status) {
-  if (status.is_ok()) {
-    const uint64_t job_id_next = root_.job_id_next;
-    root_ = std::move(commit->root);
-    root_.job_id_next = job_id_next;
-    root_extent_ = commit->root_extent;
-    MEMD_FAILPOINT("commit.before_release");
-    for (const ExtentRecord& extent : commit->releasable) extents_.release(extent);
-    MEMD_FAILPOINT("commit.after_release");
-    if (commit->source != nullptr) {
-      commit->source->committed(catalogue_tag(commit->job_id));
-    }
+void Commits::write_superblock() {
+  MEMD_FAILPOINT("commit.before_superblock");
+  Superblock next = extents_.superblock();
+  ++next.sequence;
+  next.root = running_->writes.back().extent;
+  next.root_bytes = running_->root_bytes;
+  extents_.write_superblock(next, [this](const Status& status) { written(status); });
+}
+
+void Commits::written(const Status& status) {
+  Commit& commit = *running_;
+  if (!status.is_ok()) {
+    if (commit.source != nullptr) commit.source->fail_commit();
+    return finish(status);
   }
+  const uint64_t job_id_next = root_.job_id_next;
+  root_ = std::move(commit.root);
+  root_.job_id_next = job_id_next;
+  root_extent_ = commit.writes.back().extent;
+  if (commit.source != nullptr) commit.source->committed(catalogue_tag(commit.job_id));
+  MEMD_FAILPOINT("commit.before_release");
+  commit.phase = Phase::releasing;
+}
+
+void Commits::release(TurnBudget& turn) {
+  Commit& commit = *running_;
+  for (;;) {
+    if (!commit.releasable.empty()) {
+      extents_.release(commit.releasable.back());
+      commit.releasable.pop_back();
+    } else if (commit.source == nullptr ||
+               commit.source->release_superseded(extents_, kReleasedCount)) {
+      break;
+    }
+    if (turn.is_spent()) return;
+  }
+  MEMD_FAILPOINT("commit.after_release");
+  finish(Status::ok());
+}
+
+void Commits::finish(const Status& status) {
+  const std::shared_ptr<Commit> commit = std::move(running_);
   const double seconds = static_cast<double>(clock_.now_ns() - commit->started_ns) * 1e-9;
   if (status.is_ok()) seconds_.add(seconds);
-  running_ = false;
   const auto done = std::move(commit->done);
   done(status, seconds);
   start_next();

@@ -12,6 +12,8 @@
 #include "base/clock.h"
 #include "base/histogram.h"
 #include "base/status.h"
+#include "base/turn_budget.h"
+#include "base/workers.h"
 #include "store/format/block_bytes.h"
 #include "store/format/catalogue.h"
 #include "store/space/extent_store.h"
@@ -19,17 +21,25 @@
 namespace memd {
 
 /// What a commit writes for one job: its encoded record. Whoever has the job implements it, and is
-/// there until its commits are done. The server thread calls everything; nothing blocks.
+/// there until its commits are done. A commit calls begin_commit(), encode() in as many turns as it
+/// takes, take_encoded(), and then abandon_commit(), fail_commit(), or committed() and
+/// release_superseded(). The server thread calls everything; nothing blocks.
 class CatalogueSource {
  public:
-  /// The catalogue as of now. The commit may still fail before it begins to write.
-  virtual std::vector<std::byte> begin_commit() = 0;
-  /// Writing begins: the catalogue names what lies where now. Returns what may be released once it
-  /// is durable.
-  virtual std::vector<ExtentRecord> mark_committing() = 0;
-  /// The catalogue is on disk, and what mark_committing() returned is released. `catalogue_tag`: of
-  /// that catalogue, see Commits::catalogue_tag().
+  /// The catalogue is that of this moment.
+  virtual void begin_commit() = 0;
+  /// Encodes about `bytes_max` more of it; true once all is encoded.
+  virtual bool encode(size_t bytes_max) = 0;
+  /// For JobEncoder::seal().
+  virtual std::vector<std::byte> take_encoded() = 0;
+  /// It failed before anything was written: all is as if it had not been begun.
+  virtual void abandon_commit() = 0;
+  /// A write failed: the disk may name what it names.
+  virtual void fail_commit() = 0;
+  /// The catalogue is on disk. `catalogue_tag`: of it, see Commits::catalogue_tag().
   virtual void committed(uint64_t catalogue_tag) = 0;
+  /// Releases up to `count` of the extents that it names no more; true once there are none left.
+  virtual bool release_superseded(ExtentStore& extents, size_t count) = 0;
 
  protected:
   ~CatalogueSource() = default;
@@ -37,11 +47,17 @@ class CatalogueSource {
 
 /// One commit at a time, over all jobs, since they share the root. The order of its writes is the
 /// promise: state (before), catalogue and root; sync of every device; the superblock pair; sync of
-/// the lead volume. Only then are `done` called and what the previous catalogue alone named
-/// released.
+/// the lead volume. Only then is what the previous catalogue alone named released, and `done`
+/// called.
+///
+///   encoding → filling → writing → releasing
+///
+/// The server thread encodes and releases a bounded part in each turn; a worker copies and hashes.
+/// Until it writes, a commit that fails leaves everything as it was.
 class Commits {
  public:
-  Commits(ExtentStore& extents, const Clock& clock) : extents_(extents), clock_(clock) {}
+  Commits(ExtentStore& extents, UpdateWorkers& workers, const Clock& clock)
+      : extents_(extents), workers_(workers), clock_(clock) {}
 
   /// At start: root and catalogues of the newest superblock, whose extents are reserved.
   /// `turn` lets the I/O queue run, and its error ends the waiting: what was asked of the devices
@@ -62,7 +78,10 @@ class Commits {
   /// Its place on disk; for job 0, the root's. Valid until the next commit ends.
   std::span<const ExtentRecord> catalogue(uint64_t job_id) const;
   uint64_t take_job_id() { return root_.job_id_next++; }
-  bool is_idle() const { return waiting_.empty() && !running_; }
+  bool is_idle() const { return waiting_.empty() && running_ == nullptr; }
+  /// A piece of the commit that runs, and more while there is time. True where there was something
+  /// to do.
+  bool advance(TurnBudget& turn);
   /// Job, and when it began or started to wait; the one that runs first, if any does.
   struct Open {
     uint64_t job_id = 0;
@@ -73,33 +92,47 @@ class Commits {
   const SecondsHistogram& seconds() const { return seconds_; }
 
  private:
+  enum class Phase : uint8_t { encoding, filling, writing, releasing };
+  struct Write {
+    ExtentRecord extent;
+    std::unique_ptr<BlockBytes> block;
+  };
   struct Commit {
     CatalogueSource* source = nullptr;  // nullptr: remove `job_id`
     uint64_t job_id = 0;
     std::vector<ExtentRecord> releasable;
     std::function<void(const Status&, double)> done;
     // While it runs:
+    Phase phase = Phase::encoding;
+    std::vector<std::byte> catalogue;
     RootRecord root;
-    ExtentRecord root_extent;
+    std::vector<Write> writes;  // of the catalogue, and the root's last
     uint64_t root_bytes = 0;
-    std::vector<std::pair<ExtentRecord, std::unique_ptr<BlockBytes>>> writes;
     uint64_t started_ns = 0;  // and before, since when it waits
   };
 
   Result<std::vector<JobRecord>> load_records(const std::function<Status()>& turn);
   void start_next();
-  Status prepare(Commit& commit);
-  Status add_write(Commit& commit, std::span<const std::byte> bytes, ExtentRecord* extent);
-  void abandon(Commit& commit);
-  void finish(const std::shared_ptr<Commit>& commit, const Status& status);
+  void encode(TurnBudget& turn);
+  Status allocate(Commit& commit);
+  Status allocate(Commit& commit, size_t bytes);
+  /// On a worker.
+  static void fill_blocks(Commit& commit);
+  void fill();
+  void write();
+  void write_superblock();
+  void abandon(const Status& status);
+  void written(const Status& status);
+  void release(TurnBudget& turn);
+  void finish(const Status& status);
 
   ExtentStore& extents_;
+  UpdateWorkers& workers_;
   const Clock& clock_;
   RootRecord root_;
   ExtentRecord root_extent_;
   std::deque<std::shared_ptr<Commit>> waiting_;
-  bool running_ = false;
-  Open current_;  // while one runs
+  std::shared_ptr<Commit> running_;
   SecondsHistogram seconds_{kStepSecondsBounds};
 };
 

@@ -66,17 +66,22 @@ uint64_t DeclaredSpace::on_disk_bytes(uint64_t bytes) { return align_up(bytes, k
 
 void DeclaredSpace::add_label(const Label& label) {
   catalogue_bytes_ += catalogue_bytes_of(label);
+  extent_count_ += label.extent_count;
+  blob_count_ += label.is_parameter ? 0 : 1;
   memory_bytes_ += memory_bytes_of(label);
 }
 
 void DeclaredSpace::remove_label(const Label& label) {
   catalogue_bytes_ -= catalogue_bytes_of(label);
+  extent_count_ -= label.extent_count;
+  blob_count_ -= label.is_parameter ? 0 : 1;
   memory_bytes_ -= memory_bytes_of(label);
 }
 
 void DeclaredSpace::add_bucket(DType dtype, uint64_t element_count, bool is_updated) {
   const BucketBytes bucket = bytes_of(dtype, element_count);
   catalogue_bytes_ += kBucketBytes + bucket.tile_count * kTileBytes;
+  extent_count_ += 2 * bucket.tile_count;
   kept_value_bytes_ += bucket.values;
   if (is_updated) begin_updates(dtype, element_count);
 }

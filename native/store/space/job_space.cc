@@ -17,7 +17,7 @@ void JobSpace::give_back(SpaceUse use, uint64_t bytes) {
 void JobSpace::replace(Replica& place, const ExtentRecord& extent, ExtentStore& extents) {
   MEMD_FAILPOINT("extent.before_supersede");
   release(place, extents);
-  place = Replica(extent, false);
+  place = Replica(extent, epoch_);
 }
 
 void JobSpace::release(Replica& place, ExtentStore& extents) {
@@ -26,10 +26,10 @@ void JobSpace::release(Replica& place, ExtentStore& extents) {
     if (is_updating_) superseded_.push_back({.place = &place, .extent = {}});
     return;
   }
-  if (place.referenced && !MEMD_PLANTED("extent.released_before_the_commit")) {
+  if (is_referenced(place) && !MEMD_PLANTED("extent.released_before_the_commit")) {
     superseded_.push_back({.place = &place, .extent = place.extent()});
   } else {
-    give_back(SpaceUse::state, place.length_bytes);
+    give_back(SpaceUse::state, place.length_bytes());
     extents.release(place.extent());
   }
   place = {};
@@ -45,10 +45,10 @@ void JobSpace::forget(const ReplicaList& places) {
 
 void JobSpace::replace_gradient(Replica& place, const ExtentRecord& extent, ExtentStore& extents) {
   if (place.exists()) {
-    give_back(SpaceUse::gradient, place.length_bytes);
+    give_back(SpaceUse::gradient, place.length_bytes());
     extents.release(place.extent());
   }
-  place = Replica(extent, false);
+  place = Replica(extent, epoch_);
 }
 
 void JobSpace::add_superseded(const std::vector<ExtentRecord>& extents) {
@@ -72,10 +72,15 @@ void JobSpace::count(const Walk& each_replica) {
   each_replica([this](const Replica& replica) { count(replica); });
 }
 
-void JobSpace::begin_update(const Walk& each_replica) {
+void JobSpace::end_epoch() {
+  ++epoch_;
+  referenced_end_ = epoch_;
+}
+
+void JobSpace::begin_update() {
   MEMD_FAILPOINT("update.begun");
   is_updating_ = true;
-  each_replica([](Replica& replica) { replica.referenced = true; });
+  end_epoch();
   update_begin_ = superseded_.size();
 }
 
@@ -85,7 +90,6 @@ void JobSpace::roll_back(ExtentStore& extents) {
                                  superseded_.end());
   superseded_.resize(update_begin_);
   committing_count_ = 0;
-  committing_bytes_ = 0;
   MEMD_FAILPOINT("rollback.begun");
   if (MEMD_PLANTED("rollback.forgets_a_replica") && !undone.empty()) undone.pop_back();
   // Backwards, so that a place that was replaced twice ends with what it held first.
@@ -95,34 +99,41 @@ void JobSpace::roll_back(ExtentStore& extents) {
       if (it->extent.exists()) superseded_.push_back(*it);
       continue;
     }
-    if (it->place->exists() && !it->place->referenced) {
-      give_back(SpaceUse::state, it->place->length_bytes);
+    if (it->place->exists() && !is_referenced(*it->place)) {
+      give_back(SpaceUse::state, it->place->length_bytes());
       extents.release(it->place->extent());
     }
-    *it->place = Replica(it->extent, it->extent.exists());
+    *it->place = it->extent.exists() ? Replica(it->extent, kOnDisk) : Replica();
   }
 }
 
-std::vector<ExtentRecord> JobSpace::begin_commit(const Walk& each_replica) {
-  each_replica([](Replica& replica) { replica.referenced = true; });
-  std::vector<ExtentRecord> releasable;
-  committing_bytes_ = 0;
-  for (const Superseded& old : superseded_) {
-    if (!old.extent.exists()) continue;
-    releasable.push_back(old.extent);
-    committing_bytes_ += old.extent.length_bytes;
-  }
+void JobSpace::begin_commit() {
+  MEMD_CHECK_EQ(committing_count_, size_t{0});
+  referenced_end_before_ = referenced_end_;
+  end_epoch();
   committing_count_ = superseded_.size();
-  return releasable;
 }
 
-void JobSpace::end_commit() {
-  is_updating_ = false;
-  used_bytes_ -= committing_bytes_;
-  superseded_.erase(superseded_.begin(),
-                    superseded_.begin() + static_cast<ptrdiff_t>(committing_count_));
+void JobSpace::abandon_commit() {
+  referenced_end_ = referenced_end_before_;
   committing_count_ = 0;
-  committing_bytes_ = 0;
+}
+
+void JobSpace::end_commit(bool is_step) {
+  is_updating_ = false;
+  // Nothing on disk is gone back to: each extent is free as soon as another takes its place.
+  if (!is_step) referenced_end_ = kOnDisk;
+}
+
+bool JobSpace::release_superseded(ExtentStore& extents, size_t count) {
+  for (; count > 0 && committing_count_ > 0; --count, --committing_count_) {
+    const ExtentRecord extent = superseded_.front().extent;
+    superseded_.pop_front();
+    if (!extent.exists()) continue;
+    used_bytes_ -= extent.length_bytes;
+    extents.release(extent);
+  }
+  return committing_count_ == 0;
 }
 
 }  // namespace memd

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <utility>
 #include <vector>
@@ -22,7 +23,8 @@ enum class SpaceUse : uint8_t { state, gradient };
 ///
 /// An extent that the last catalogue on disk names is superseded when another takes its place, and
 /// free after the next commit. Between begin_update() and the commit roll_back() can return every
-/// replica to the extent that it had before.
+/// replica to the extent that it had before. Both hold for what came before an instant: that ends
+/// an epoch, a replica knows the epoch in which it came, and nobody walks over them.
 class JobSpace {
  public:
   using Visit = std::function<void(Replica&)>;
@@ -54,6 +56,14 @@ class JobSpace {
   uint64_t promised_bytes() const { return promised_bytes_; }
   void end_promise() { promised_bytes_ = 0; }
 
+  /// The epoch of a replica that comes now.
+  uint64_t epoch() const { return epoch_; }
+  /// A catalogue that was written, or is being written, names it, or roll_back() may return to it:
+  /// it is free only after the next commit.
+  bool is_referenced(const Replica& replica) const { return replica.epoch() < referenced_end_; }
+  /// Of a replica that the catalogue on disk names, at a start.
+  static constexpr uint64_t kOnDisk = 0;
+
   // State.
   /// `extent` takes the place of what `place` holds, which is free at once, or after the next
   /// commit if a catalogue names it.
@@ -71,10 +81,10 @@ class JobSpace {
   // Adoption.
   /// Counts anew: every replica that the walk visits.
   void count(const Walk& each_replica);
-  void count(const Replica& replica) { used_bytes_ += replica.length_bytes; }
+  void count(const Replica& replica) { used_bytes_ += replica.length_bytes(); }
 
   // A step.
-  void begin_update(const Walk& each_replica);
+  void begin_update();
   bool is_updating() const { return is_updating_; }
   /// No commit came of begin_update(), and nothing was replaced.
   void end_update() { is_updating_ = false; }
@@ -83,13 +93,21 @@ class JobSpace {
   void roll_back(ExtentStore& extents);
 
   // A commit.
-  /// The catalogue that is being written names what lies where now. Returns what is free once it is
-  /// durable.
-  std::vector<ExtentRecord> begin_commit(const Walk& each_replica);
-  /// It is durable, and the caller has released what begin_commit() returned.
-  void end_commit();
+  /// The catalogue that is begun names what lies where now.
+  void begin_commit();
+  /// Nothing of it was written: all is as if it had not been begun.
+  void abandon_commit();
+  /// Some of it may have been: what it names stays.
+  void fail_commit() { committing_count_ = 0; }
+  /// It is durable: what was superseded before it began is free. `is_step`: the job can return to
+  /// what it names.
+  void end_commit(bool is_step);
+  /// Releases up to `count` of those; true once there are none left.
+  bool release_superseded(ExtentStore& extents, size_t count);
 
  private:
+  void end_epoch();
+
   struct Superseded {
     Replica* place;  // nullptr: its entry is gone, and nothing returns there
     ExtentRecord extent;
@@ -99,11 +117,13 @@ class JobSpace {
   uint64_t metadata_bytes_ = 0;
   uint64_t used_bytes_ = 0;
   uint64_t promised_bytes_ = 0;  // 0: no step in memory runs
-  std::vector<Superseded> superseded_;
+  uint64_t epoch_ = kOnDisk + 1;
+  uint64_t referenced_end_ = kOnDisk + 1;  // what came in an epoch before it
+  uint64_t referenced_end_before_ = 0;     // without the commit in flight
+  std::deque<Superseded> superseded_;
   bool is_updating_ = false;
-  size_t update_begin_ = 0;        // into superseded_
-  size_t committing_count_ = 0;    // of superseded_: what the commit in flight frees
-  uint64_t committing_bytes_ = 0;  // of those
+  size_t update_begin_ = 0;      // into superseded_
+  size_t committing_count_ = 0;  // of superseded_: what the commit in flight frees
 };
 
 }  // namespace memd

@@ -9,37 +9,56 @@
 #include <memory>
 
 #include "base/check.h"
+#include "base/units.h"
 #include "store/format/extent_record.h"
 
 namespace memd {
 
-/// One extent. `referenced`: a catalogue that was written, or is being written, names it, so that
-/// it may be released only after the next commit. An ExtentRecord and a bool take 40 bytes.
-struct Replica {
+/// One extent, and the epoch of its job's disk space in which it came (JobSpace: which of them a
+/// catalogue names follows from that). An ExtentRecord and an epoch take 40 bytes: the epoch lies
+/// where offset and length, which are whole blocks, are 0.
+class Replica {
+ public:
+  static constexpr uint64_t kEpochMax = (uint64_t{1} << 39) - 1;  // 80 years of 100 steps a second
+
   Replica() = default;
-  explicit Replica(const ExtentRecord& extent, bool is_referenced = false)
-      : offset_bytes(extent.address.offset_bytes),
-        checksum(extent.checksum),
-        length_bytes(extent.length_bytes),
-        device(extent.address.device),
-        referenced(is_referenced) {}
+  explicit Replica(const ExtentRecord& extent, uint64_t epoch)
+      : offset_and_epoch_(extent.address.offset_bytes | (epoch & kLowMask)),
+        checksum_(extent.checksum),
+        length_and_epoch_(extent.length_bytes |
+                          static_cast<uint32_t>(epoch >> kLowBits & kLowMask)),
+        device_(extent.address.device),
+        epoch_high_(static_cast<uint16_t>(epoch >> 2 * kLowBits)) {
+    MEMD_CHECK_EQ((extent.address.offset_bytes | extent.length_bytes) & kLowMask, uint64_t{0});
+    MEMD_CHECK_LE(epoch, kEpochMax);
+  }
 
   ExtentRecord extent() const {
     ExtentRecord extent;
-    extent.address.device = device;
-    extent.address.offset_bytes = offset_bytes;
-    extent.length_bytes = length_bytes;
-    extent.checksum = checksum;
+    extent.address.device = device_;
+    extent.address.offset_bytes = offset_bytes();
+    extent.length_bytes = length_bytes();
+    extent.checksum = checksum_;
     return extent;
   }
-  bool exists() const { return length_bytes != 0; }
+  uint64_t offset_bytes() const { return offset_and_epoch_ & ~kLowMask; }
+  uint32_t length_bytes() const { return length_and_epoch_ & ~static_cast<uint32_t>(kLowMask); }
+  bool exists() const { return length_bytes() != 0; }
+  uint64_t epoch() const {
+    return uint64_t{epoch_high_} << 2 * kLowBits | (length_and_epoch_ & kLowMask) << kLowBits |
+           (offset_and_epoch_ & kLowMask);
+  }
 
-  uint64_t offset_bytes = 0;
-  uint64_t checksum = 0;
-  uint32_t length_bytes = 0;
-  uint16_t device = 0;
-  bool referenced = false;
-  uint8_t zero = 0;  // ReplicaList tells by it what it holds
+ private:
+  static constexpr uint32_t kLowBits = 12;
+  static constexpr uint64_t kLowMask = (uint64_t{1} << kLowBits) - 1;
+  static_assert(kBlockBytes == kLowMask + 1);
+
+  uint64_t offset_and_epoch_ = 0;
+  uint64_t checksum_ = 0;
+  uint32_t length_and_epoch_ = 0;
+  uint16_t device_ = 0;
+  uint16_t epoch_high_ = 0;  // 15 bits: by the last one ReplicaList tells what it holds
 };
 static_assert(sizeof(Replica) == 24);
 
@@ -90,15 +109,14 @@ class ReplicaList {
     Replica* first;
     size_t count;
     std::array<uint8_t, 7> unused{};
-    uint8_t mark = 1;
+    uint8_t mark = 0x80;
   };
   static_assert(sizeof(Array) == sizeof(Replica));
 
-  /// Both forms end with one byte that tells them apart.
+  /// Both forms end with one bit that tells them apart.
   bool is_array() const {
     static_assert(offsetof(Array, mark) == sizeof(Array) - 1);
-    static_assert(offsetof(Replica, zero) == sizeof(Replica) - 1);
-    return reinterpret_cast<const uint8_t*>(this)[sizeof(Array) - 1] != 0;
+    return (reinterpret_cast<const uint8_t*>(this)[sizeof(Array) - 1] & 0x80) != 0;
   }
   void swap(ReplicaList& other) {
     auto* const mine = reinterpret_cast<std::byte*>(this);

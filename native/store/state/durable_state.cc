@@ -20,37 +20,51 @@ JobRecord DurableState::record() const {
 }
 
 void DurableState::keep(uint32_t shard_id) {
-  const ShardRecord label = parts_.shards[shard_id].label_record();
-  durable_.keep(shard_id, label);
-  committing_.keep(shard_id, label);
+  durable_.keep(shard_id, parts_.shards[shard_id].label_record());
+  parts_.snapshot.before_removal(shard_id);
 }
 
-std::vector<std::byte> DurableState::begin_commit() {
-  const JobRecord now = parts_.recorder.record();
-  committing_ = DurableJob(now, parts_.shards.ids_in_order());
-  std::vector<std::byte> encoded = encode(now);
-  committing_bytes_ = align_up(encoded.size(), kBlockBytes);
+void DurableState::begin_commit() {
+  parts_.snapshot.begin(true);
+  parts_.space.begin_commit();
+  is_changed_ = false;
+}
+
+bool DurableState::encode(size_t bytes_max) {
+  parts_.snapshot.write(bytes_max);
+  return !parts_.snapshot.is_writing();
+}
+
+std::vector<std::byte> DurableState::take_encoded() {
+  std::vector<std::byte> encoded = parts_.snapshot.take();
+  committing_bytes_ = align_up(encoded.size() + JobEncoder::kSealBytes, kBlockBytes);
   parts_.recorder.catalogue_bytes_changed();
   return encoded;
 }
 
-std::vector<ExtentRecord> DurableState::mark_committing() {
-  is_changed_ = false;
-  return parts_.space.begin_commit(parts_.shards.each_replica());
+void DurableState::abandon_commit() {
+  parts_.snapshot.abandon();
+  parts_.space.abandon_commit();
+  is_changed_ = true;
+}
+
+void DurableState::fail_commit() {
+  parts_.snapshot.abandon();
+  parts_.space.fail_commit();
 }
 
 void DurableState::committed(uint64_t catalogue_tag) {
-  parts_.space.end_commit();
-  durable_ = std::move(committing_);
+  durable_ = parts_.snapshot.end();
   durable_bytes_ = committing_bytes_;
   const bool is_step = durable_.undurable_since() == 0;
+  parts_.space.end_commit(is_step);
   parts_.progress.committed_on_disk(is_step ? durable_.step() : 0);
-  if (!is_step) {
-    // Nothing on disk is gone back to: each extent is free as soon as another takes its place.
-    parts_.shards.for_each_replica([](Replica& replica) { replica.referenced = false; });
-  }
   parts_.recorder.catalogue_bytes_changed();
   parts_.journal.committed_on_disk(catalogue_tag);
+}
+
+bool DurableState::release_superseded(ExtentStore& extents, size_t count) {
+  return parts_.space.release_superseded(extents, count);
 }
 
 }  // namespace memd

@@ -13,18 +13,20 @@
 #include "store/journal/progress.h"
 #include "store/space/commit.h"
 #include "store/space/job_space.h"
+#include "store/state/catalogue_snapshot.h"
 #include "store/state/job_journal.h"
 
 namespace memd {
 
-/// Owns what the last catalogue on disk says, what the one says that is being written, and whether
-/// something changed since. A commit asks it for the job's catalogue. Owned by the Job; the server
+/// Owns what the last catalogue on disk says, and whether something changed since. A commit asks it
+/// for the job's catalogue. Owned by the Job; the server
 /// thread calls everything; nothing blocks.
 class DurableState final : public CatalogueSource {
  public:
   struct Parts {
     JobRecorder& recorder;
     Shards& shards;
+    CatalogueSnapshot& snapshot;
     JobSpace& space;
     JobProgress& progress;
     JobJournal& journal;
@@ -49,14 +51,17 @@ class DurableState final : public CatalogueSource {
   /// The job is about to forget the shard, which the disk has until the next commit.
   void keep(uint32_t shard_id);
 
-  std::vector<std::byte> begin_commit() override;
-  std::vector<ExtentRecord> mark_committing() override;
+  void begin_commit() override;
+  bool encode(size_t bytes_max) override;
+  std::vector<std::byte> take_encoded() override;
+  void abandon_commit() override;
+  void fail_commit() override;
   void committed(uint64_t catalogue_tag) override;
+  bool release_superseded(ExtentStore& extents, size_t count) override;
 
  private:
   const Parts parts_;
   DurableJob durable_;
-  DurableJob committing_;  // what begin_commit() encoded
   uint64_t durable_bytes_ = 0;
   uint64_t committing_bytes_ = 0;
   bool is_changed_ = false;

@@ -80,13 +80,6 @@ void JobJournal::forget_extents(const Entry& entry) {
 
 // ---- Commits ------------------------------------------------------------------------------------
 
-void JobJournal::commit_in_memory(uint64_t base) {
-  if (ledger_ == nullptr || parts_.tiles.words() == nullptr) return;
-  const Status written = ledger_->write_record(parts_.recorder.record(), base);
-  // The next daemon would go on from an older step: it starts the job from disk.
-  if (!written.is_ok()) ledger_->give_up();
-}
-
 void JobJournal::committed_on_disk(uint64_t tag) {
   if (ledger_ != nullptr) ledger_->rebase(tag);
 }

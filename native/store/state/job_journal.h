@@ -11,21 +11,10 @@
 #include "store/cache/shards.h"
 #include "store/format/catalogue.h"
 #include "store/journal/ledger.h"
+#include "store/state/job_recorder.h"
 #include "store/state/private_tiles.h"
 
 namespace memd {
-
-/// Answers that need the whole job. Implemented by the Job.
-class JobRecorder {
- public:
-  /// The job as a catalogue would describe it now.
-  virtual JobRecord record() const = 0;
-  /// Catalogues on disk take more of the quota than before, or less.
-  virtual void catalogue_bytes_changed() = 0;
-
- protected:
-  ~JobRecorder() = default;
-};
 
 /// Owns the job's ledger: nothing where nobody keeps descriptors, or before the job has memory, and
 /// then nothing is told. Slots are told by Slots, segments by JobMemory, sessions by Sessions,
@@ -75,8 +64,6 @@ class JobJournal {
   void forget_extents(const Entry& entry);
 
   // Commits.
-  /// One in memory: all of the job, on the catalogue with the tag `base`.
-  void commit_in_memory(uint64_t base);
   /// One on disk: the catalogue `tag` names what was told of extents.
   void committed_on_disk(uint64_t tag);
 

@@ -307,15 +307,17 @@ void Step::take_back(bool was_broken) {
 void Step::commit_in_memory() {
   const StateParts& job = parts_.job;
   shards_.count_generations();
+  shards_.end_ahead();
   count();
   job.durable.note_change();
   staged_.forget_old_extents();
   MEMD_FAILPOINT("ledger.before_memory_commit");
-  // With this record the step is committed.
-  owner_.remember();
-  MEMD_FAILPOINT("ledger.memory_commit_recorded");
-  job.tiles.clear_made();
-  advance(Status::ok());
+  parts_.memory_commits.commit(parts_.commits.catalogue_tag(job.job_id),
+                               [self = shared_from_this()] {
+                                 MEMD_FAILPOINT("ledger.memory_commit_recorded");
+                                 self->parts_.job.tiles.clear_made();
+                                 self->advance(Status::ok());
+                               });
 }
 
 void Step::commit_to_disk(Done done) {

@@ -15,6 +15,7 @@
 #include "store/space/commit.h"
 #include "store/state/durable_state.h"
 #include "store/state/job_journal.h"
+#include "store/state/memory_commits.h"
 #include "store/state/private_state.h"
 #include "store/state/state_parts.h"
 #include "store/step/operations.h"
@@ -41,6 +42,7 @@ struct StepParts {
   Room& room;
   Operations& operations;
   Commits& commits;
+  MemoryCommits& memory_commits;
   StepTimes& times;
   StepGate& gate;
 

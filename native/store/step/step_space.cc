@@ -30,9 +30,7 @@ std::shared_ptr<SpeculativeBucket> StepSpace::take(uint32_t bucket) {
   return made.empty() ? nullptr : made.mapped();
 }
 
-void StepSpace::begin_update() const {
-  parts_.job.space.begin_update(parts_.job.shards.each_replica());
-}
+void StepSpace::begin_update() const { parts_.job.space.begin_update(); }
 
 void StepSpace::roll_back() const { parts_.job.space.roll_back(parts_.job.extents); }
 
@@ -84,7 +82,7 @@ uint64_t StepSpace::bytes_needed() const {
     if (made != speculative_.end() && made->second->tiles[tile]) continue;
     bool is_replaced = job.tiles.is_dirty(key);
     const auto need = [&](const Replica& replica, uint64_t bytes) {
-      const bool is_own = replica.exists() && !replica.referenced;
+      const bool is_own = replica.exists() && !job.space.is_referenced(replica);
       is_replaced = is_replaced || is_own;
       if (!is_own) needed_bytes += bytes;
       return bytes;

@@ -171,10 +171,6 @@ bool Steps::names(uint32_t shard_id) const {
   });
 }
 
-void Steps::remember() {
-  parts_.journal.commit_in_memory(parts_.commits.catalogue_tag(parts_.job.job_id));
-}
-
 // ---- Ending -------------------------------------------------------------------------------------
 
 void Steps::finished(Step& step, const Status& status) {

@@ -38,8 +38,6 @@ class Steps {
   std::optional<WaitsFor> before(const LeaseRequest& request, const Entry& entry) const;
   /// Whether a closed step names the staged shard or buffer.
   bool names(uint32_t shard_id) const;
-  /// With commits in memory: what the next daemon goes on from.
-  void remember();
 
  private:
   friend class Step;

@@ -44,7 +44,7 @@ std::optional<ExtentRecord> ExtentPlaces::find(const ExtentPlace& place) const {
   const VerifiedJob job = *jobs_.verified(place.job_id);
   if (place.kind == Kind::bytes) {
     const Replica& replica = job.shards.entry(place.owner)->replicas[place.index];
-    if (!replica.referenced || !replica.exists()) return std::nullopt;
+    if (!job.space.is_referenced(replica) || !replica.exists()) return std::nullopt;
     return replica.extent();
   }
   const TileRecord tile = job.durable.tile(place.owner, place.index);
@@ -119,7 +119,7 @@ uint64_t ExtentPlaces::state_bytes(uint64_t job_id) const {
   for (const Entry* const each : job->shards.entries()) {
     if (each == nullptr || each->kind != EntryKind::bytes) continue;
     for (const Replica& replica : each->replicas) {
-      if (replica.referenced && replica.exists()) bytes += replica.length_bytes;
+      if (job->space.is_referenced(replica)) bytes += replica.length_bytes();
     }
   }
   const DurableJob& durable = job->durable;

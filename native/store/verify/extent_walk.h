@@ -21,6 +21,7 @@ namespace memd {
 struct VerifiedJob {
   const std::string& name;
   const Shards& shards;
+  const JobSpace& space;
   const DurableJob& durable;
   const PrivateTiles& tiles;
   const LostShards& lost;

@@ -224,7 +224,7 @@ void damage(const std::function<void(std::span<std::byte>, const ExtentRecord&)>
     bool of_tile = false;
     for (const Bucket& bucket : job.shards().buckets()) {
       for (const Replica& rest : bucket.rest)
-        of_tile |= rest.offset_bytes == extent.address.offset_bytes;
+        of_tile |= rest.offset_bytes() == extent.address.offset_bytes;
     }
     if (!of_tile) continue;
     const Status status = bench.daemon->step(backward(*bench.daemon, session, false));

@@ -266,7 +266,7 @@ Recovered recover(IoQueue& io, VolumeSet set) {
   const OwnedFd wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   UpdateWorkers workers(UpdateWorkers::ByHand{}, wake.get());
   ExtentStore extents(io, workers, std::move(set), clock);
-  Commits commits(extents, clock);
+  Commits commits(extents, workers, clock);
   const std::function<void()> turn = [&] {
     io.reap();
     while (workers.run_next()) {
