@@ -72,6 +72,26 @@ class FragmentedArena {
     for (uint64_t i = 0; i < count; ++i)
       held_.push_back(heart_.lease(other_, ids_[random_() % ids_.size()]));
   }
+  void hold_every_fourth_block() {
+    const Job& job = heart_.job(session_);
+    std::vector<uint32_t> others;
+    for (const uint32_t id : ids_) {
+      const uint64_t block =
+          job.shards().find_entry(id, Part::value)->slot->offset_bytes / kBlockBytes;
+      if (block % 4 == 0) {
+        held_.push_back(heart_.lease(other_, id));
+      } else {
+        others.push_back(id);
+      }
+    }
+    for (const uint32_t id : others) heart_.touch(other_, id);
+  }
+  void release_all_but_one() {
+    while (held_.size() > 1) {
+      heart_.release(held_.back());
+      held_.pop_back();
+    }
+  }
   void release_at_random() {
     std::swap(held_[random_() % held_.size()], held_.back());
     heart_.release(held_.back());
@@ -145,8 +165,9 @@ TEST(FragmentedArenaTest, a_turn_looks_at_as_many_entries_beside_100000_as_besid
 
 TEST(FragmentedArenaTest, so_many_go_in_a_turn_and_no_more) {
   FragmentedArena full(4, 2);
-  // All but a few go for it.
-  const uint32_t large = full.declare("large", full.slot_count() - 2);
+  // More than go in one turn, and the arena is not tight for it.
+  const uint32_t large = full.declare("large", full.slot_count() / 5);
+  uint64_t most = 0;
   const auto answer = full.ask(large);
   const JobCounters& counters = full.heart().job(full.session()).cache().counters();
   uint64_t evicted_bytes = counters.evicted_bytes;
@@ -154,8 +175,9 @@ TEST(FragmentedArenaTest, so_many_go_in_a_turn_and_no_more) {
     const uint64_t went =
         (counters.evicted_bytes - std::exchange(evicted_bytes, counters.evicted_bytes)) /
         sizeof(float);
-    EXPECT_LE(went, Room::kLookedAtMax);
+    most = std::max(most, went);
   });
+  EXPECT_EQ(most, Room::kLookedAtMax);
   ASSERT_TRUE(answer->has_value() && (*answer)->is_ok());
   full.heart().release(**answer);
 }
@@ -188,6 +210,22 @@ TEST(FragmentedArenaTest, room_is_found_whenever_looking_at_everything_would_fin
   }
   EXPECT_EQ(found_count, kSeeds);
   EXPECT_GT(slept_count, 0);
+}
+
+TEST(FragmentedArenaTest, what_is_given_back_behind_a_search_is_found_by_its_next_pass) {
+  FragmentedArena full(2, 4);
+  // Every fourth block is held, by who used its shard before all others were used.
+  full.hold_every_fourth_block();
+  const auto answer = full.ask(full.declare("large", 8));
+  EXPECT_FALSE(answer->has_value());
+  bool is_given_back = false;
+  full.turn_until_idle([&] {
+    // The pass has met all of them. One is kept, so that there is somebody to wait for.
+    if (!std::exchange(is_given_back, true)) full.release_all_but_one();
+  });
+  ASSERT_TRUE(answer->has_value());
+  ASSERT_TRUE((*answer)->is_ok()) << (*answer)->status.message();
+  full.heart().release(**answer);
 }
 
 TEST(FragmentedArenaTest, a_prefetch_finds_room_behind_more_leased_entries_than_a_turn_looks_at) {

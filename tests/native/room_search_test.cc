@@ -80,16 +80,17 @@ TEST(RoomSearch, of_a_stretch_the_fewest_bytes_go) {
 TEST(RoomSearch, what_others_take_meanwhile_is_no_room) {
   const auto arena = make_arena();
   const auto slots = fill(*arena, {10, 10, 10, kAllBlocks - 30});
-  RoomSearch search(*arena, 20 * kBlockBytes);
-  EXPECT_FALSE(search.offer(slots[0]));
   arena->free(slots[1]);
+  RoomSearch search(*arena, 25 * kBlockBytes);
+  EXPECT_FALSE(search.offer(slots[0]));
   EXPECT_TRUE(search.offer(slots[2]));
   ASSERT_EQ(arena->allocate(10 * kBlockBytes), slots[1]);
   EXPECT_TRUE(chosen(search).empty());
   arena->free(slots[1]);
-  RoomSearch other(*arena, 20 * kBlockBytes);
-  EXPECT_TRUE(other.offer(slots[2]));
-  EXPECT_EQ(chosen(other), (std::vector<uint64_t>{slots[2]}));
+  RoomSearch other(*arena, 25 * kBlockBytes);
+  EXPECT_FALSE(other.offer(slots[2]));
+  EXPECT_TRUE(other.offer(slots[0]));
+  EXPECT_EQ(chosen(other), (std::vector<uint64_t>{slots[0], slots[2]}));
 }
 
 TEST(RoomSearch, finds_room_where_there_is_some_and_no_sooner) {
