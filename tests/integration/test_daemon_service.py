@@ -205,7 +205,7 @@ def test_5000_shards_are_declared_or_none_of_them(daemon: Daemon, last: str) -> 
         with contextlib.nullcontext() if error is None else pytest.raises(error):
             declared = session._job.declare(specs)
             assert [shard.spec.name for shard in declared] == [spec.name for spec in specs]
-        assert len(session._job.shards.list_all()) == (0 if error else 5000)
+        assert len(list(session._job.shards.list_all())) == (0 if error else 5000)
 
 
 def test_another_protocol_version_is_refused(client: Attached) -> None:
