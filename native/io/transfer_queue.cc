@@ -16,8 +16,8 @@ namespace {
 
 constexpr uint32_t kRetryCountMax = 64;
 constexpr uint32_t kEmptyCountMax = 3;
-// Some 30 µs in the kernel, with buffers that are registered.
-constexpr uint32_t kStartedTogether = 4;
+// Some 60 µs in the kernel for chunks of 2 MiB, with buffers that are registered.
+constexpr uint32_t kStartedTogether = 2;
 
 }  // namespace
 
@@ -81,7 +81,7 @@ size_t TransferQueue::reap() {
   MEMD_CHECK(!reaping_);
   reaping_ = true;
   collect();
-  start_waiting();  // the device works while the completions run
+  if (!is_gathering_) start_waiting();  // the device works while the completions run
   const size_t done_count = done_.size();
   size_t count = 0;
   while (count < done_count) {
@@ -91,7 +91,7 @@ size_t TransferQueue::reap() {
     if (++count < done_count && is_turn_spent()) break;
   }
   reaping_ = false;
-  start_waiting();
+  if (!is_gathering_) start_waiting();
   return count;
 }
 

@@ -186,8 +186,8 @@ void Engine::keep_to_one_volume_set(const std::array<uint8_t, 16>& uuid, KeptDes
 }
 
 bool Engine::advance(TurnPhases& phases) {
-  bool progress = io_->reap() > 0;
   io_->begin_batch();
+  bool progress = io_->reap() > 0;
   phases.end(TurnPhase::io);
   progress |= workers_->reap() > 0;
   phases.end(TurnPhase::work);

@@ -81,7 +81,7 @@ TEST(TurnBudgetTest, completions_that_a_turn_has_no_time_for_come_next_in_their_
   EXPECT_EQ(queue.reap(), 0u);
 }
 
-TEST(TurnBudgetTest, a_turn_without_time_starts_four_chunks_and_the_next_ones_the_rest) {
+TEST(TurnBudgetTest, a_turn_without_time_starts_two_chunks_and_the_next_ones_the_rest) {
   ManualClock clock;
   TurnBudget turn(clock);
   MemoryQueue queue({.clock = &clock, .turn = &turn});
@@ -105,7 +105,7 @@ TEST(TurnBudgetTest, a_turn_without_time_starts_four_chunks_and_the_next_ones_th
   EXPECT_EQ(started_count(), 0u);
   clock.advance(TurnBudget::kTurnNs);
   queue.end_batch();
-  EXPECT_EQ(started_count(), 4u);
+  EXPECT_EQ(started_count(), 2u);
   EXPECT_TRUE(turn.is_cut());
   turn.begin();
   EXPECT_EQ(queue.reap(), 0u);
