@@ -48,8 +48,8 @@ uint64_t segment_bytes_for(uint64_t pool_bytes);
 /// Created once at start, all of it touched (and locked) before the daemon says it is ready. One
 /// thread (the server thread) calls it.
 ///
-/// With a keeper every segment outlives the daemon's process. What an earlier daemon left is taken
-/// over as it is: whoever knows that a segment is in use takes it by its id, and settle() then
+/// With a keeper every segment outlives the daemon's process. Segments of an earlier daemon are
+/// taken over as they are: the owner of one that is in use takes it by its id, and settle() then
 /// makes the rest free and the pool as large as was asked for.
 class Pool {
  public:
@@ -69,10 +69,10 @@ class Pool {
   std::optional<Segment> take_kept(uint64_t id);
   /// Those that take_kept() would give.
   std::vector<uint64_t> kept_ids() const;
-  /// Ends the adoption. What was not taken becomes free where no job ever had it, and goes back to
-  /// the kernel otherwise. A pool that is now larger
-  /// than was asked for gives free segments to the kernel, a smaller one grows; what can't be had
-  /// of that is said in the report's note, and is no reason to lose what was taken.
+  /// Ends the adoption. A segment that nobody took becomes free if no job ever had it, and goes
+  /// back to the kernel otherwise. A pool that is now larger than was asked for gives free segments
+  /// to the kernel, a smaller one grows; what can't be had of that is said in the report's note,
+  /// and is no reason to lose what was taken.
   Status settle();
 
   /// A segment of zeros, or nothing where all are taken.

@@ -14,9 +14,9 @@
 namespace memd {
 
 /// Slots are offered in the order in which they should go, until some of them and the gaps between
-/// them lie in one stretch that is long enough. What was offered and lies elsewhere may stay. An
-/// offer is O(log n). Where the arena changes meanwhile, a stretch may be longer than it was when
-/// it was found, and what is chosen is what makes room now.
+/// them lie in one stretch that is long enough. Slots that were offered and lie elsewhere may stay.
+/// An offer is O(log n). Where the arena changes meanwhile, a stretch may be longer than it was
+/// when it was found, and what is chosen is what makes room now.
 class RoomSearch {
  public:
   RoomSearch(const Arena& arena, uint64_t bytes);

@@ -82,8 +82,8 @@ std::byte* aligned_addresses(uint64_t bytes) {
   return start + head_bytes;
 }
 
-/// Works whatever the kernel is set to do by itself, since Linux 6.1. Of each run one page is
-/// touched: where there is none at all it gathers nothing. False: small pages serve as well.
+/// Works whatever the kernel is set to do by itself, since Linux 6.1. It touches one page of each
+/// run, because it gathers nothing where there is no page at all. False: small pages serve as well.
 bool gather(std::byte* data, uint64_t bytes) {
   for (uint64_t offset = 0; offset < bytes; offset += kHugePageBytes) {
     if (::madvise(data + offset, 4_KiB, MADV_POPULATE_WRITE) != 0) return false;

@@ -19,8 +19,8 @@ namespace memd {
 /// zeroes it.
 ///
 /// Gathered pages are small ones that lie together in memory and are mapped as one (transparent
-/// huge pages): a transfer of 1 MiB has one segment instead of 256. Whoever punches a hole in them
-/// gets small pages back. Gathering takes two to three times as long as touching.
+/// huge pages): a transfer of 1 MiB has one segment instead of 256. Punching a hole in them
+/// brings small pages back. Gathering takes two to three times as long as touching.
 ///
 /// Its memory may outlive the daemon's process with a DescriptorKeeper, as `segment.<id>`.
 class Segment {

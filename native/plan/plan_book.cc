@@ -32,8 +32,8 @@ size_t match_length(const Plan& plan,
   return length;
 }
 
-/// Of ascending `places` the first `count_max` at `from` or later, and where these are fewer the
-/// last ones before it.
+/// The first `count_max` of the ascending `places` at `from` or later; if there are fewer, the last
+/// ones before it as well.
 std::span<const uint32_t> nearest(std::span<const uint32_t> places,
                                   uint32_t from,
                                   size_t count_max) {

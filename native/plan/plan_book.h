@@ -14,7 +14,7 @@
 
 namespace memd {
 
-/// What a job's sessions have done in whole periods: training steps, evaluations, generation,
+/// A job's periods as its sessions ran them: training steps, evaluations, generation,
 /// branches chosen at run time. Remembers which period followed which. No clock, no I/O.
 class PlanBook {
  public:
@@ -47,9 +47,9 @@ class PlanBook {
                               std::optional<Place> near);
   /// Places that locate() compared so far.
   uint64_t compared_count() const { return compared_count_; }
-  /// The most that one locate() compares, of the plan it prefers and of each other. What a step
-  /// uses more often (a thousand times in a loop) is found near where the session was, or by its
-  /// next use.
+  /// The most that one locate() compares, of the plan it prefers and of each other. An item that
+  /// a step uses more often (a thousand times in a loop) is found near the session's last place, or
+  /// by its next use.
   static constexpr size_t kPlacesNearMax = 64;
   static constexpr size_t kPlacesElsewhereMax = 16;
   size_t plan_count() const { return plans_.size(); }

@@ -9,7 +9,7 @@
 namespace memd {
 namespace {
 
-// How many, and how long the daemon keeps them. Who comes for one that failed asks anew.
+// How many, and how long the daemon keeps them. A lease that finds a failed one asks again.
 constexpr size_t kAheadMax = 64;
 constexpr uint64_t kAheadTimeoutNs = 5'000'000'000;
 

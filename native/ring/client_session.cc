@@ -270,7 +270,7 @@ void ClientSession::reconnect(OwnedFd connection) {
   const std::lock_guard lock(mutex_);
   MEMD_CHECK(is_suspended_);
   take_completions();
-  // A few instructions each. Whoever begins now sees that the session is suspended.
+  // A few instructions each. A lease that begins now sees that the session is suspended.
   while (resident_leases_.load(std::memory_order_seq_cst) != 0) sched_yield();
   // The next daemon drops what was asked of the one before: nobody answers these any more.
   abandoned_.clear();

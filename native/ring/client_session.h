@@ -97,7 +97,7 @@ class ClientSession {
                             StallPhase phase);
   /// Asks for the slots of gradients that there are none of yet, and that will be overwritten soon,
   /// so that the answers are there by then: returns at once, and does nothing for those that cannot
-  /// be asked for now. What comes of it, an error too, is of no consequence before that.
+  /// be asked for now. Until then its outcome, even an error, changes nothing.
   void ask_ahead(std::span<const uint32_t> shard_ids);
   /// Nobody leases what was asked for ahead: pins that were granted for it are given back. Whether
   /// there was any.

@@ -1,5 +1,5 @@
-// What a session shares with the daemon: a request ring, a completion ring, pin counters, a log of
-// uses and a few words, in one sealed memfd.
+// Memory that a session shares with the daemon: a request ring, a completion ring, pin counters, a
+// log of uses and a few words, in one sealed memfd.
 //
 // The daemon reads these words and never trusts them: an entry is copied once to private memory and
 // then validated. Nothing here is a pointer; everything has a fixed width.

@@ -1,8 +1,8 @@
 // How a resident shard is leased without a request: the steps of both sides, in their order.
 //
 // The client pins, then looks whether the shard is still where it thought. The daemon takes the
-// shard out of the table, then looks whether anybody has pinned it. Of the two at least one sees
-// the other, as every step is sequentially consistent.
+// shard out of the table, then looks whether anybody has pinned it. At least one of them sees
+// the other, because every step is sequentially consistent.
 //
 // tests/native/resident_lease_model_test.cc runs these functions in every order of their steps:
 // `Atomic` is std::atomic, or a word whose every access is a step of the model.
@@ -21,8 +21,8 @@ inline constexpr uint32_t kPinReadersMax = kWriterPin - kReaderPin;
 constexpr uint32_t pin_readers(uint32_t pins) { return pins & kPinReadersMax; }
 constexpr uint32_t pin_writers(uint32_t pins) { return pins >> 16; }
 
-/// Who may lease a shard's value without a request. `group`: the members of the job's training
-/// group, who see what a step of theirs made before it is committed.
+/// The sessions that may lease a shard's value without a request. `group`: the members of the job's
+/// training group, who see what a step of theirs made before it is committed.
 enum class Visibility : uint8_t { nobody = 0, everybody = 1, group = 2 };
 
 /// {visibility: 8, generation: 24 (low bits), pin counter: 32}
@@ -41,8 +41,8 @@ struct ShardPlace {
   uint64_t generation = 0;
 };
 
-/// Of one shard, in the job's table: written by the daemon, which never reads it back. What is
-/// beside the word changes only while the word says that there is nothing to lease.
+/// One shard's row in the job's table. The daemon writes it and never reads it back. The other
+/// fields change only while the word says that there is nothing to lease.
 template <template <typename> typename Atomic>
 struct BasicShardRow {
   Atomic<uint64_t> word;
@@ -60,8 +60,8 @@ void withdraw(BasicShardRow<Atomic>& row) {
   row.word.store(row_word(Visibility::nobody, 0, 0));
 }
 
-/// Of a row that is withdrawn. Whoever leases it holds a pin of the slot that `place` is in, which
-/// is freed, changed or used for another shard only after a withdrawal and a look at the pins.
+/// The row is withdrawn. A session that leases it then holds a pin of the slot that `place` is in;
+/// that slot is freed, changed or reused only after a withdrawal and a look at the pins.
 template <template <typename> typename Atomic>
 void publish(BasicShardRow<Atomic>& row,
              const ShardPlace& place,

@@ -52,7 +52,8 @@ Result<ServerRing> ServerRing::adopt(OwnedFd session, OwnedFd doorbell) {
     return error(StatusCode::fenced, "the session was ended by the daemon before");
   }
   // The daemon's own words: a client that changed them gets wrong answers, as both are checked
-  // against its own before they are used. Of the job they say whether the last grant was told.
+  // against its own before they are used. They also tell whether the job's last grant was
+  // announced.
   ring.request_head_ = header.request_head.load(std::memory_order_acquire);
   ring.completion_tail_ = header.completion_tail.load(std::memory_order_acquire);
   ring.use_head_ = header.use_head.load(std::memory_order_acquire);

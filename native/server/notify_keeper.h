@@ -11,8 +11,8 @@
 namespace memd {
 
 /// Sends sd_notify's `FDSTORE=1` and `FDSTOREREMOVE=1` on a connected datagram or packet socket.
-/// Who reads is not waited for, unless it reads nothing for so long that the socket is full: then
-/// up to kPatienceMs, once. A keeper that failed stays so; the daemon goes on, without a net.
+/// Waits for the reader only when the socket is full, and then at most kPatienceMs, once. A keeper
+/// that failed stays failed; the daemon runs on without one.
 class NotifyKeeper final : public DescriptorKeeper {
  public:
   static constexpr int kPatienceMs = 5000;

@@ -208,7 +208,7 @@ Result<SessionGrant> Server::attach(uint64_t job_id, const SessionOwner& owner, 
 }
 
 void Server::refill_pool_after(const Status& refusal) {
-  // Memory that could not be mapped. Who was not answered in time waits no longer.
+  // Memory that could not be mapped. A caller that was not answered in time has stopped waiting.
   if (refusal.code() == StatusCode::device || refusal.code() == StatusCode::capacity) refill_pool();
 }
 

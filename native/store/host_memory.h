@@ -24,8 +24,8 @@ class HostMemory {
   HostMemory(const HostMemory&) = delete;
   HostMemory& operator=(const HostMemory&) = delete;
 
-  /// As much as the job was admitted to, with a ledger if somebody keeps it. What cannot be mapped
-  /// is released.
+  /// As much as the job was admitted to, with a ledger if somebody keeps it. If they cannot be
+  /// mapped, its segments are released.
   Status give(Job& job);
   /// A dropped job's, until its segments are replaced.
   void release(uint64_t job_id, KeptMemory::Left left) {

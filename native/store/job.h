@@ -117,7 +117,7 @@ class Job final : private ResidencyGates, private StateGate, private JobRecorder
 
   /// Makes shards known. Existing ones are checked, new parameters are packed into buckets: nothing
   /// changes where one of them is refused, or where all that the job declared needs more than its
-  /// quotas. What an earlier daemon was told of is never refused.
+  /// quotas. Shards that an earlier daemon accepted are never refused.
   Result<std::vector<ShardInfo>> declare(const std::vector<ShardSpec>& specs);
   /// Forgets a blob; its extents are free after the next commit. Nothing leases it.
   void remove(uint32_t shard_id, uint64_t session_id, ExtentStore& extents);

@@ -84,8 +84,8 @@ class ShardStore {
   void drop_job(uint64_t job_id, bool force, Done done);
 
   Result<std::shared_ptr<Session>> attach(uint64_t job_id, const SessionOwner& owner = {});
-  /// Sessions that load() took over and nobody resumed yet. Whoever knows that an owner is dead
-  /// detaches its session.
+  /// Sessions that load() took over and nobody resumed yet. The caller detaches
+  /// those whose owner is dead.
   std::vector<KeptSession> kept_sessions() const { return sessions_.kept(); }
   /// Its process is back: what it asked for before is dropped, and its rings are served again.
   /// Refused where the session is not there or belongs to another process.

@@ -21,7 +21,8 @@ class HalfWritten {
   HalfWritten(const HalfWritten&) = delete;
   HalfWritten& operator=(const HalfWritten&) = delete;
 
-  /// All that a session which ends was writing. What waits for the disk is a branch of `discarded`.
+  /// All that a session was writing when it ended. Each wait for the disk is a branch of
+  /// `discarded`.
   void discard(const Session& session, Join& discarded);
   /// Shards of a parameter's slot, by their counter, are again what the disk has of them, or as if
   /// they had never been written.

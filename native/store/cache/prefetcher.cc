@@ -11,7 +11,7 @@ namespace {
 // In flight for plans: as much as a fast device needs to be busy, and what a lease that no plan
 // foresaw has to wait behind at most.
 constexpr uint64_t kPrefetchingBytesMax = 64_MiB;
-// What is fetched early displaces something that is needed later, so that it costs bytes: a window
+// An early fetch displaces something that is needed later, and so costs bytes: a window
 // of a sixteenth of what a period fetches costs at most that much more.
 constexpr uint64_t kAheadPart = 16;
 constexpr uint64_t kAheadArenaPart = 64;

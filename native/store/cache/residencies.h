@@ -53,8 +53,8 @@ class Residencies {
   /// leases it.
   std::unique_ptr<Slot> take_slot(Entry& entry);
 
-  /// Work that uses the entry's bytes or its place, beyond this call. What is made of them while it
-  /// lasts is the caller's affair.
+  /// Work that uses the entry's bytes or its place, beyond this call. The caller decides what
+  /// becomes of them meanwhile.
   void begin_task(Entry& entry);
   void end_task(Entry& entry);
   /// Its slots or their pins have changed otherwise: waiters for the entry, and for room, look

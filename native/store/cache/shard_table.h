@@ -1,5 +1,4 @@
-// What a job's table in shared memory says of its shards: where each lies, for those who lease it
-// without a request.
+// A job's shard table in shared memory: where each shard lies, for leases without a request.
 #pragma once
 
 #include <cstdint>
@@ -53,10 +52,10 @@ class ShardTable {
   void withdraw(const Entry& entry);
   void withdraw_shard(uint32_t shard_id);
   void withdraw_all();
-  /// Of values that the training group sees no more.
+  /// Withdraws the values that the training group no longer sees.
   void withdraw_uncommitted();
-  /// Withdraws the entry. Where a look at the pins then shows one it is published again, and this
-  /// is false. Of an entry with a slot.
+  /// Withdraws the entry, which has a slot. If the pins then show a lease, it is published again,
+  /// and this is false.
   bool take_away(const Entry& entry);
   /// While a writer of the shard is being granted: withdraws it, and publishes it no more.
   void withhold(uint32_t shard_id);

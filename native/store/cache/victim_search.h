@@ -14,7 +14,7 @@
 
 namespace memd {
 
-/// What goes for an entry's bytes.
+/// Room that somebody wants, and what may be evicted for it.
 struct EvictionWish {
   uint64_t bytes = 0;  // in one piece
   /// Only what is used so many uses from now, or later, as far as plans know.

@@ -40,7 +40,7 @@ class WaitLists {
   void hang(Ticket ticket, const Entry& entry, WaitList list);
   void take_off(Ticket ticket);
 
-  // Events. Whoever they wake is tried once, in this turn or the next.
+  // Events. A waiter that they wake is tried once, in this turn or the next.
   /// The entry's residency, tasks or slots changed, or a step did something to it.
   void wake(const Entry& entry);
   /// All on the list; on the list for room only the first, whose turn it is. The next one is woken

@@ -94,9 +94,8 @@ struct RootRecord {
 
 inline constexpr uint32_t kBlobExtentBytes = 1024 * 1024;
 
-/// What the catalogue that `entry` names must share with it, and must not share with the jobs
-/// before it, whose names `names` has: an integrity error, or ok and its name is added. Whoever has
-/// read a job's catalogue asks this first.
+/// Checks a catalogue that was just read: it must be of the job that `entry` names, and its name
+/// not in `names`, those of the jobs before it. An integrity error, or ok and its name is added.
 Status check_identity(const RootEntry& entry, const JobRecord& job, std::set<std::string>& names);
 
 /// Little-endian, with magic, version, length and a checksum of its own. decode() accepts any bytes

@@ -119,8 +119,8 @@ struct InspectedCopy {
 Result<InspectedCopy> inspect_copy(std::span<const std::byte> block,
                                    uint64_t offset_bytes,
                                    uint64_t pair);
-/// Of a volume's four copies in the order of pairs: an unwritten one where there must be one is
-/// damaged.
+/// `copies`: a volume's four, in the order of pairs. An unwritten one where there must be one
+/// counts as damaged.
 void judge_unwritten(std::array<SuperblockCopy, 4>& copies, const Superblock& newest);
 
 /// A volume as who only looks at it sees it. Nothing is written, not even the lock's file.

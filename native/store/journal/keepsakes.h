@@ -10,7 +10,7 @@
 
 namespace memd {
 
-/// What is kept for the next daemon, where somebody keeps descriptors; else every call does
+/// Descriptors that are kept for the next daemon. Without a keeper every call does
 /// nothing. The one place that knows the names of jobs' and sessions' descriptors. Owned by the
 /// ShardStore; the server thread calls everything; blocks no longer than the DescriptorKeeper does.
 class Keepsakes {
@@ -37,8 +37,8 @@ class Keepsakes {
   DescriptorKeeper* const keeper_;
 };
 
-/// What the daemon before kept, while a start takes it over. Each is taken once; what is left is
-/// the caller's to forget.
+/// Descriptors that the daemon before kept, while a start takes them over. Each is taken once; the
+/// caller forgets the rest.
 class Inheritance {
  public:
   /// nullptr: nothing was kept.

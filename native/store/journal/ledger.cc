@@ -138,7 +138,7 @@ struct LedgerLayout {
   alignas(4096) std::byte job_records[2][kRecordBytesMax];
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
-// What follows stays where it is in ledgers of this version.
+// Everything from here on keeps its place in ledgers of this version.
 static_assert(offsetof(LedgerLayout, claims) == 4096);
 
 namespace {
@@ -233,7 +233,7 @@ size_t older_of(const RecordPlace (&places)[2]) {
              : 1;
 }
 
-/// Of the record that takes the older one's place.
+/// For the record that takes the older one's place.
 uint64_t next_sequence(const RecordPlace (&places)[2]) {
   return places[1 - older_of(places)].sequence.load(std::memory_order_relaxed) + 1;
 }

@@ -20,8 +20,8 @@
 
 namespace memd {
 
-/// What a commit writes for one job: its encoded record. Whoever has the job implements it, and is
-/// there until its commits are done. A commit calls begin_commit(), encode() in as many turns as it
+/// One job's part of a commit: its encoded record. The job's owner implements it, and outlives
+/// its commits. A commit calls begin_commit(), encode() in as many turns as it
 /// takes, take_encoded(), and then abandon_commit(), fail_commit(), or committed() and
 /// release_superseded(). The server thread calls everything; nothing blocks.
 class CatalogueSource {

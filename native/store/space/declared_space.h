@@ -11,8 +11,8 @@
 
 namespace memd {
 
-/// Of a tile on disk, beside its parameter: exp_avg, exp_avg_sq and, for bf16, the remainder, each
-/// starting on kViewAlignmentBytes; whole blocks.
+/// Bytes of a tile on disk beside its parameter: exp_avg, exp_avg_sq and, for bf16, the remainder,
+/// each starting on kViewAlignmentBytes; whole blocks.
 inline uint32_t rest_bytes_of(DType dtype, uint64_t element_count) {
   const uint64_t bytes = element_count * (dtype == DType::bfloat16 ? 10 : 8);
   return static_cast<uint32_t>(align_up(bytes, kBlockBytes));

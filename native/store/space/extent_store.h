@@ -52,9 +52,9 @@ class ExtentStore {
   /// At start: what a catalogue names is taken.
   Status reserve(const ExtentRecord& extent) { return free_.reserve(extent); }
 
-  /// Fills `into` (length_bytes) and verifies it. What does not match is read once more, into
-  /// private memory: what trainers map may have been changed between the read and the comparison,
-  /// and only what the disk says is an integrity error. What can't be read is a device error. Both
+  /// Fills `into` (length_bytes) and verifies it. A mismatch is read once more, into private
+  /// memory: trainers may have changed memory that they map between the read and the comparison,
+  /// and only wrong bytes on disk are an integrity error. A failed read is a device error. Both
   /// name `what`, file and offset.
   void read(const ExtentRecord& extent,
             std::span<std::byte> into,

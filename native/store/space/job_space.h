@@ -15,8 +15,8 @@
 
 namespace memd {
 
-/// What an extent holds. A catalogue names state; it names no gradient, which is dropped after its
-/// step.
+/// The content of an extent. A catalogue names state; it names no gradient, which is dropped after
+/// its step.
 enum class SpaceUse : uint8_t { state, gradient };
 
 /// The unit is an extent. Owned by its Job; the server thread calls everything; nothing blocks.
@@ -69,7 +69,7 @@ class JobSpace {
   /// commit if a catalogue names it.
   void replace(Replica& place, const ExtentRecord& extent, ExtentStore& extents);
   void release(Replica& place, ExtentStore& extents);
-  /// `place` ends. What it held during an update is returned to no place by roll_back().
+  /// `place` ends. roll_back() returns nothing to it.
   void forget(const ReplicaList& places);
   /// The same for a gradient's extent, which is free at once.
   void replace_gradient(Replica& place, const ExtentRecord& extent, ExtentStore& extents);

@@ -10,10 +10,10 @@
 
 namespace memd {
 
-/// Whoever has lost a shard goes nowhere from its last commit: a further step would be made of
-/// something else than what the user trained. Leases go on, so that what is whole can be saved. In
-/// memory only: what is gone is found again by whoever reads it after a restart, and what could not
-/// be read for a while is not lost for ever. Owned by its Job; the server thread.
+/// A job that has lost a shard stays at its last commit: a further step would be made from
+/// other values than those that the user trained. Leases go on, so that what is whole can be saved.
+/// In memory only: what is gone is found again by whoever reads it after a restart, and what could
+/// not be read for a while is not lost for ever. Owned by its Job; the server thread.
 class LostShards {
  public:
   void add(uint32_t shard_id, const std::string& name, const Status& why);
