@@ -18,8 +18,8 @@ struct JobId {
 };
 inline constexpr JobId kDaemonJob{};
 
-/// Of two jobs that want the same device or the same worker all the time, one of weight 3 gets
-/// three times as much as one of weight 1. Kept in thousandths, since it is stored and added up.
+/// If two jobs want the same device or the same worker all the time, one of weight 3 gets three
+/// times as much as one of weight 1. Kept in thousandths, since it is stored and added up.
 class JobWeight {
  public:
   static constexpr uint32_t kOne = 1000;

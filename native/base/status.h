@@ -1,4 +1,4 @@
-// What went wrong in the world outside: a code that the client turns into an exception, and a
+// A failure in the world outside: a code that the client turns into an exception, and a
 // sentence for a person.
 #pragma once
 

@@ -38,7 +38,7 @@ double cpu_seconds() {
   return seconds(usage.ru_utime) + seconds(usage.ru_stime);
 }
 
-/// What is transferred next, in the order of the file and round again. A measurement begins when
+/// Chooses each next transfer, in the order of the file and round again. A measurement begins when
 /// the first request is made and ends with the last completion.
 class Measurement {
  public:

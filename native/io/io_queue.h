@@ -39,7 +39,7 @@ Status check_limits(const IoPathLimits& limits);
 enum class IoKind : uint8_t { read, write, sync };
 const char* io_kind_name(IoKind kind);
 
-/// Who goes first where requests of one job wait: each class has a share of what the job gets of
+/// The order of one job's requests that wait: each class has a share of what the job gets of
 /// the path, from most to least, and equal ones are started in the order of submission. Scrub is
 /// below all jobs (io_scheduler.h).
 enum class IoPriority : uint8_t { demand, prefetch, state, writeback, scrub };

@@ -10,7 +10,7 @@
 namespace memd {
 namespace {
 
-/// By IoPriority. Of a job's turns that all of them want demand gets 84 %, prefetch 11 %, state and
+/// By IoPriority. If all classes want a job's turns, demand gets 84 %, prefetch 11 %, state and
 /// writeback 2.6 % each; without demand and prefetch, state and writeback half each. Demand is not
 /// all: what keeps it waiting may itself wait for state or writeback.
 constexpr std::array<uint64_t, 4> kStrides = {1, 8, 32, 32};

@@ -36,7 +36,7 @@ struct Transfer {
 /// A path has at most IoPathLimits::depth chunks in flight, whatever they are: that bounds what a
 /// demanded read waits behind. Jobs take turns by the bytes that they move (JobTurns). While
 /// several want the path, each has in flight what its weight gives it of the depth, and the rest
-/// stays free for who comes back. What the daemon does for all jobs is one more job without that
+/// stays free for jobs that come back. The daemon's own work counts as one more job without that
 /// bound.
 ///
 /// Among what a job waits for, classes take turns by bytes as well, so that each gets its share of

@@ -61,7 +61,7 @@ enum class MemoryFaultKind : uint8_t {
   lost_write,      // reports success and changes nothing; of a sync: nothing becomes durable
 };
 
-/// What happens to the chunks that match; chunks are counted as they are started.
+/// A fault of the chunks that match; chunks are counted as they are started.
 struct MemoryFault {
   MemoryFaultKind kind = MemoryFaultKind::error;
   std::optional<IoKind> io_kind{};         // any, where absent

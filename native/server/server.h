@@ -116,7 +116,7 @@ class Server : public std::enable_shared_from_this<Server> {
   Result<ServerStatistics> statistics();
   /// Work that has been begun and is not done, the oldest first.
   Result<std::vector<Activity>> in_flight();
-  /// What jobs have in memory outlives this process; false also where a keeper failed.
+  /// Whether the jobs' memory outlives this process; false also if a keeper failed.
   bool outlives_process() const { return keeper_ != nullptr && !keeper_->has_failed(); }
   /// See ShardStore::set_scrub_rate().
   void set_scrub_rate(uint64_t bytes_per_second);

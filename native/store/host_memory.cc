@@ -40,7 +40,7 @@ Status HostMemory::give(Job& job) {
   MEMD_FAILPOINT("job.before_segments_taken");
   for (uint64_t i = 0; i < count; ++i) segments.push_back(*parts_.pool.take());
   if (Status given = job.kept().give(segments, segment_bytes, parts_.io); !given.is_ok()) {
-    // Whoever asked replaces them: touching fresh ones takes tens of milliseconds each.
+    // The caller replaces them: touching fresh ones takes tens of milliseconds each.
     dropped_.add(job.job_id(), nullptr, std::move(segments));
     return given;
   }

@@ -44,7 +44,7 @@ class JobAdmissions {
 
   /// Finds the job or admits it; who wants it `fresh` drops it first.
   Result<JobInfo> open(const OpenJobRequest& request);
-  /// What the job gets of devices and workers that others want as well, from now on.
+  /// The job's share of devices and workers that others want as well, from now on.
   Status set_weight(uint64_t job_id, JobWeight weight);
   /// Devices and workers learn it.
   void apply_weight(uint64_t job_id, JobWeight weight);

@@ -24,9 +24,9 @@ constexpr uint32_t kOpenRequestsMax = 4 * kRingEntries;
 // session had its turn, and the disk and the workers theirs.
 constexpr uint32_t kRequestsATurn = 64;
 
-// Of a job's commit in memory: some 5 µs.
+// A piece of a job's commit in memory: some 5 µs.
 constexpr size_t kEncodedBytes = 1_KiB;
-// Of all jobs', in one turn.
+// Of all jobs' commits, in one turn.
 constexpr size_t kEncodedTurnBytes = kTurnBytesMax / 4;
 
 }  // namespace
@@ -204,8 +204,8 @@ Result<std::shared_ptr<Session>> ShardStore::resume_session(uint64_t session_id,
   const std::shared_ptr<Session>& session = resumed.value();
   session->ring.discard_requests();
   PlanProgress::want_uses(*session);
-  // Its client may come back to the daemon that it was with, which has taken some of them. What is
-  // granted after the client has looked for such grants would be given back by nobody.
+  // Its client may come back to the daemon that it was with, which has taken some of them. Nobody
+  // would give back a grant that came after the client has looked for such grants.
   for (LeaseWaiter& waiter :
        jobs_.find(session->job_id)->cache().waiters().take([&](const LeaseWaiter& each) {
          return each.request.session_id == session_id && !each.request.for_service;

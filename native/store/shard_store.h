@@ -90,7 +90,7 @@ class ShardStore {
   /// Its process is back: what it asked for before is dropped, and its rings are served again.
   /// Refused where the session is not there or belongs to another process.
   Result<std::shared_ptr<Session>> resume_session(uint64_t session_id, const SessionOwner& owner);
-  /// What load() could not take over, and why; one sentence each.
+  /// Reasons why load() could not take something over; one sentence each.
   const std::vector<std::string>& load_notes() const { return load_notes_; }
   /// Drops the session's leases, its unsealed gradients and what it had half written; returns how
   /// many leases there were.

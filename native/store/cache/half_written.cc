@@ -14,7 +14,7 @@ void HalfWritten::discard(const Session& session, Join& discarded) {
   const auto writes = [&](const Slot& slot, uint32_t index) {
     return pin_writers(session.ring.pins(slot.pin_first + index)) != 0;
   };
-  // Whoever writes has asked: an entry with a pending slot, or a parameter.
+  // A writer has asked: an entry with a pending slot, or a parameter.
   std::set<uint32_t> ids = parts_.residencies.pending_ids();
   ids.insert(parts_.slots.written_ids().begin(), parts_.slots.written_ids().end());
   for (const uint32_t id : ids) {

@@ -15,7 +15,7 @@ std::unique_ptr<Slot> Room::make(uint64_t bytes, uint32_t pin_count, bool may_sp
     if (parts_.memory->grow_arena()) continue;
     const Eviction evicted = evict_for(Asker::lease, {.bytes = bytes});
     if (evicted == Eviction::done) continue;
-    // What may go comes before what has to be written.
+    // Clean entries go before those that have to be written.
     if (evicted == Eviction::unfinished) return nullptr;
     if (!parts_.activities.any() && shrink_private(may_spill)) continue;
     if (may_spill) spill(bytes);

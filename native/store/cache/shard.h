@@ -39,7 +39,7 @@ struct Shard {
   ShardLabel label;
   uint64_t bytes = 0;
   uint64_t generation = 0;
-  // Of the gradient that waits for a step; empty: there is none.
+  // Contributors of the gradient that waits for a step; empty: there is none.
   Contributors contributors;
   Entry* value = nullptr;
   // A parameter's place in its bucket.

@@ -40,7 +40,7 @@ bool ShardTable::can_publish(const Entry& entry, uint32_t shard_id, uint32_t ind
 void ShardTable::publish_shard(const Entry& entry, uint32_t shard_id, uint32_t index) {
   Shard& shard = shards_[shard_id];
   if (!can_publish(entry) || !can_publish(entry, shard_id, index)) return withdraw_shard(shard_id);
-  // Whatever it says is right: what changes it withdraws it before.
+  // A row that is published is right: every change withdraws it before.
   if (shard.is_published) return;
   memd::publish(*row_of(shard_id),
                 {.pin = entry.slot->pin_first + index,

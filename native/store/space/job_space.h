@@ -61,7 +61,7 @@ class JobSpace {
   /// A catalogue that was written, or is being written, names it, or roll_back() may return to it:
   /// it is free only after the next commit.
   bool is_referenced(const Replica& replica) const { return replica.epoch() < referenced_end_; }
-  /// Of a replica that the catalogue on disk names, at a start.
+  /// The epoch of a replica that the catalogue on disk names, at a start.
   static constexpr uint64_t kOnDisk = 0;
 
   // State.

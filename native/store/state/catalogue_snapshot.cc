@@ -9,7 +9,7 @@ namespace memd {
 namespace {
 
 #ifdef MEMD_COUNT_BYTES
-// Of larger jobs the tests would take too long.
+// With larger jobs the tests would take too long.
 constexpr size_t kComparedShardsMax = 4096;
 #endif
 

@@ -14,10 +14,11 @@
 
 namespace memd {
 
-/// The unit is a tile or an extent. Whoever changes, removes or adds a shard meanwhile says so
-/// before (an added one: at once), and the shard's part is kept as it was; extents of parameters
-/// change in steps alone, which end before. A commit on disk and one in memory use it in turn, as
-/// operations of a job do. Owned by the Job; the server thread calls everything; nothing blocks.
+/// The unit is a tile or an extent. Code that changes or removes a shard meanwhile
+/// says so before (code that adds one: at once), and the shard's part is kept as it was. Extents of
+/// parameters change in steps alone, which end before. A commit on disk and one in memory use it in
+/// turn, as operations of a job do. Owned by the Job; the server thread calls everything; nothing
+/// blocks.
 class CatalogueSnapshot {
  public:
   CatalogueSnapshot(const JobRecorder& recorder, const Shards& shards)
@@ -84,7 +85,7 @@ class CatalogueSnapshot {
   bool written_ = false;
   uint64_t generation_ = 0;
 #ifdef MEMD_COUNT_BYTES
-  /// What a walk over the whole job makes at the beginning; empty of large jobs.
+  /// Encoded by a walk over the whole job at the beginning; empty for large jobs.
   std::vector<std::byte> expected_;
 #endif
 };

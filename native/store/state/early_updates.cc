@@ -161,7 +161,7 @@ std::shared_ptr<SpeculativeBucket> EarlyUpdates::begin(Bucket& bucket) {
 }
 
 // N's own where nobody holds it: it is on disk, and with all of its gradients final backward has no
-// use for it any more. Whoever wants it before the step has it fetched.
+// use for it any more. A lease that wants it before the step fetches it.
 void EarlyUpdates::find_slot(SpeculativeBucket& made) {
   Entry& value = *made.value;
   if (value.residency() == Residency::clean && value.has_replica()) {
@@ -219,7 +219,7 @@ void EarlyUpdates::end_tile(uint32_t bucket, SpeculativeBucket& made, const Stat
   MEMD_FAILPOINT("early.tile_ended");
   --made.running_count;
   --running_count_;
-  // Whoever has paused it asks again.
+  // The pause's owner asks again.
   if (made.running_count == 0) parts_.residencies.note_changed(*made.value);
   if (made.is_discarded) return release(made);
   // The step meets the error again, where it is one that stays.

@@ -19,7 +19,8 @@
 
 namespace memd {
 
-/// Of one job; owned by its PrivateState; on the server thread. A bucket is updated early once its
+/// One job's updates ahead of their step. Owned by its PrivateState; on the server thread. A bucket
+/// is updated early once its
 /// session has said with which settings, and that each of its gradients is final. The values are
 /// speculative: nothing that is made here changes step N, so that all of it may be discarded at any
 /// moment. A step takes what matches it exactly and does the rest as ever. No method blocks.

@@ -14,8 +14,8 @@
 
 namespace memd {
 
-/// Writes to the job's ledger and TileWords, where there are any. What a step that can be undone
-/// replaces is not logged: the catalogue that it commits names it. Owned by the Job; the server
+/// Writes to the job's ledger and TileWords, where there are any. A step that can be undone logs
+/// nothing that it replaces: its commit's catalogue names that. Owned by the Job; the server
 /// thread calls everything; nothing blocks.
 class ExtentLog {
  public:

@@ -66,8 +66,8 @@ class KeptMemory {
 
   /// Takes over the memory that the daemon before left.
   void adopt(std::unique_ptr<JobMemory> memory) { memory_ = std::move(memory); }
-  /// The memory and the table of a job whose place this one takes; nothing of it is in use. What is
-  /// kept of it is kept anew, with a ledger of this job's. If that cannot be opened, nothing is
+  /// The memory and the table of a job whose place this one takes; nothing of it is in use. Its
+  /// descriptors are kept anew, with a ledger of this job's. If that cannot be opened, nothing is
   /// kept.
   Status take_over(KeptMemory& before, Keepsakes& keepsakes, uint64_t segment_bytes, uint64_t tag);
 

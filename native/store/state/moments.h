@@ -22,8 +22,8 @@ struct MomentsRequest {
   uint64_t element_count = 0;
 };
 
-/// Of one job; owned by its PrivateState; the server thread calls everything; nothing blocks. The
-/// caller sees to it that no other operation of the job runs before `done`.
+/// Reads and replaces one job's moments. Owned by its PrivateState; the server thread calls
+/// everything; nothing blocks. The caller lets no other operation of the job run before `done`.
 class Moments {
  public:
   using Read =

@@ -8,8 +8,8 @@
 
 namespace memd {
 
-/// What one step (or sync) did. Times are sums over tiles, which overlap; commit is wall time from
-/// the last tile to the durable superblock.
+/// The work of one step (or sync). Times are sums over tiles, which overlap; commit is wall time
+/// from the last tile to the durable superblock.
 struct StepReport {
   uint64_t committed_step = 0;  // survives the process where its memory is kept
   uint64_t durable_step = 0;    // survives a power cut

@@ -14,8 +14,8 @@
 
 namespace memd {
 
-/// What a task's work sees, in memory that only the daemon maps, `arena_value` and an unspilled
-/// gradient excepted.
+/// The bytes that a task works on. Only the daemon maps them, except `arena_value` and an unspilled
+/// gradient.
 struct TileBytes {
   std::byte* value = nullptr;
   std::byte* rest = nullptr;

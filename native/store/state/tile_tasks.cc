@@ -286,8 +286,8 @@ void TileTasks::load(const std::shared_ptr<Running>& running) {
 
 // ---- Working ------------------------------------------------------------------------------------
 
-// What a kill of the daemon must not lose: of a tile whose only copy is in memory each piece is
-// copied before it is changed.
+// A kill of the daemon must lose nothing: if a tile's only copy is in memory, each piece is copied
+// before it changes.
 void TileTasks::prepare_words(Running& running) {
   PrivateTiles& tiles = parts_.tiles;
   const uint64_t key = running.key();

@@ -16,12 +16,13 @@
 
 namespace memd {
 
-/// Of one job; owned by its PrivateState; the server thread calls everything; nothing blocks. Tasks
-/// start in order, as many at once as the job's private memory holds (at most kTilesInFlight); a
-/// task takes all its memory at once, so that none waits for another while it holds some.
+/// One job's tile tasks. Owned by its PrivateState; the server thread calls everything; nothing
+/// blocks. Tasks start in order, as many at once as the job's private memory holds (at most
+/// kTilesInFlight); a task takes all its memory at once, so that none waits for another while it
+/// holds some.
 ///
-/// A task waits for memory, then reads, waits for a worker, works, and writes. What does not match
-/// its checksum is read again before it is worked on.
+/// A task waits for memory, then reads, waits for a worker, works, and writes. It reads again what
+/// does not match its checksum.
 class TileTasks {
  public:
   /// Gives up speculative values where a task finds no room. False: there are none.

@@ -20,7 +20,7 @@ struct TileSpan {
   AdamScalars scalars{};
 };
 
-/// What of the bucket's shard lies in the tile, for the update that follows its generation.
+/// Adds the part of the bucket's shard that lies in the tile, for the update after its generation.
 void add_span(const Shard& shard,
               const Bucket& bucket,
               size_t tile,

@@ -42,8 +42,8 @@ struct TileArrays {
 struct KeptTile {
   uint64_t key = 0;  // tile_key()
   TileState state;
-  /// Its update to the next step was under way: pieces before this one are done. What this one held
-  /// before is in the scratch place; without one it was not begun.
+  /// Its update to the next step was under way: pieces before this one are done. The scratch
+  /// place has this one's bytes of before; without a place it was not begun.
   struct Update {
     uint64_t piece = 0;
     std::optional<uint32_t> scratch;

@@ -10,7 +10,7 @@
 namespace memd {
 namespace {
 
-/// The user wrote new bf16 values: those are the parameter exactly. What was not touched keeps its
+/// The user wrote new bf16 values: those are the parameter exactly. Untouched values keep their
 /// fp32 remainder.
 void take_halves(const TileBytes& bytes) {
   auto* const half = reinterpret_cast<uint16_t*>(bytes.value);

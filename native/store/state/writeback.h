@@ -12,7 +12,8 @@
 
 namespace memd {
 
-/// Of one job; owned by its PrivateState; the server thread calls everything; nothing blocks. Steps
+/// Writes one job's dirty entries and tiles to disk. Owned by its PrivateState; the server thread
+/// calls everything; nothing blocks. Steps
 /// and syncs call it before they update and before they commit, spills for one entry.
 class Writeback {
  public:

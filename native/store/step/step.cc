@@ -109,8 +109,8 @@ void Step::advance(const Status& status) {
       return settle();
     case StepState::settling:
       return prepare();
-    // A daemon before this one has written back what was dirty when it began the step. What was
-    // written since then is of the next commit.
+    // A daemon before this one has written back what was dirty when it began the step.
+    // Later writes belong to the next commit.
     case StepState::preparing:
       return is_begun_ ? update() : write_back();
     case StepState::writing_back:

@@ -109,7 +109,7 @@ bool is_same_step(const StepRequest& earlier, const StepRequest& request) {
              std::set(request.staged_buffers.begin(), request.staged_buffers.end());
 }
 
-// What the step used is gone: whatever is there now came after it, and "ok" would lose it silently.
+// The step's gradients are gone: any that are there came after it, and "ok" would lose them.
 Status check_repeated(const StepParts& parts, const StepRequest& request) {
   const StateParts& job = parts.job;
   const auto refusal = [&](const Shard& shard, const char* what) {

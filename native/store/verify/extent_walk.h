@@ -52,9 +52,9 @@ struct ExtentPlace {
   size_t index = 0;  // in the catalogue or the bytes, or the tile
 };
 
-/// What lies at a place, by the last commit on disk: a step that replaces tiles changes nothing
-/// here until it is committed, so that what a restart would read is what is looked at. Bytes that
-/// are being overwritten are no place meanwhile. The server thread.
+/// The content of each place, by the last commit on disk: a step that replaces tiles changes
+/// nothing here until it is committed, so that verification sees what a restart would read. Bytes
+/// that are being overwritten are no place meanwhile. The server thread.
 class ExtentPlaces {
  public:
   ExtentPlaces(const Commits& commits, const VerifiedJobs& jobs) : commits_(commits), jobs_(jobs) {}

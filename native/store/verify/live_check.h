@@ -35,8 +35,8 @@ struct LiveCheckProgress {
 /// One pass over everything as of the last commits on disk, some extents at a time, below all other
 /// I/O, at no other rate. One at a time; whoever began it asks for progress, or it makes none: who
 /// does not ask holds back no memory for findings, and is given up for the next one after a while.
-/// What is lost has the consequences that it has in the scrub. Owned by the ShardStore; the server
-/// thread; nothing blocks.
+/// A loss has the same consequences as one that the scrub finds. Owned by the ShardStore; the
+/// server thread; nothing blocks.
 class LiveCheck {
  public:
   LiveCheck(const VerificationParts& parts, const Commits& commits, const Clock& clock);

@@ -20,7 +20,7 @@ class Scrub {
   Scrub(const VerificationParts& parts, const Clock& clock)
       : clock_(clock), places_(parts.places), walk_(parts.places), verification_(parts) {}
 
-  /// 0: nothing more is read. What is in flight is finished.
+  /// 0: it reads nothing more, and finishes what is in flight.
   void set_rate(uint64_t bytes_per_second);
   /// Reads on, where it is time. True where there is more to look through at once.
   bool advance();
