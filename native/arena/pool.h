@@ -57,7 +57,7 @@ class Pool {
   /// than the memlock limit allows: the message names both sizes and what to change.
   ///
   /// `kept`: descriptors named `segment.<id>` of an earlier daemon; others are left where they are.
-  /// Where there are any the pool keeps their segment size for its life and takes no other memory
+  /// If there are any, the pool keeps their segment size for its life and takes no other memory
   /// before settle().
   static Result<std::unique_ptr<Pool>> create(const PoolOptions& options,
                                               DescriptorKeeper* keeper = nullptr,
@@ -78,7 +78,7 @@ class Pool {
   /// A segment of zeros, or nothing where all are taken.
   std::optional<Segment> take();
   /// Destroys the segment, whose memory goes back to the kernel, and puts a fresh one in its place.
-  /// Where the kernel refuses memory for it the pool is smaller from then on, and the status says
+  /// If the kernel refuses memory for it, the pool is smaller from then on, and the status says
   /// so.
   Status give_back(Segment segment);
   /// The same in three parts, the second on any thread: Replacement::make(). Meanwhile the segment

@@ -26,7 +26,7 @@ class RoomSearch {
   /// Looks which slots of that stretch hold the fewest bytes and make room. Meets no more than
   /// `count_max`; false: the next call goes on.
   bool choose(size_t count_max);
-  /// What was chosen. Empty before there is room, or where there is none any more.
+  /// The slots that were chosen. Empty before there is room, or once there is none any more.
   std::vector<uint64_t> chosen() const;
 
  private:

@@ -8,7 +8,7 @@
 
 namespace memd {
 
-/// Where bytes lie on disk: `device` is the volume's index in its set, `offset_bytes` counts from
+/// A place on disk: `device` is the volume's index in its set, `offset_bytes` counts from
 /// the file's start.
 struct ExtentAddress {
   uint16_t device = 0;

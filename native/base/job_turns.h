@@ -32,8 +32,8 @@ class JobTurns {
   void hold(JobId job);
   void resume(JobId job);
 
-  /// Whose turn it is, of those that want one and are not held: it spends something, leaves or is
-  /// held before the next call.
+  /// The job whose turn it is, of those that want one and are not held: it spends something, leaves
+  /// or is held before the next call.
   std::optional<JobId> next();
   /// For the job that next() returned.
   void spend(JobId job, uint64_t cost);

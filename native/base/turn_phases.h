@@ -37,7 +37,7 @@ class TurnPhases {
     last_ = std::chrono::steady_clock::now();
     seconds_.fill(0);
   }
-  /// What passed since the phase before ended, or the turn began, was `phase`.
+  /// The time since the phase before ended, or the turn began, was `phase`'s.
   void end(TurnPhase phase) {
     const auto now = std::chrono::steady_clock::now();
     seconds_[static_cast<size_t>(phase)] += std::chrono::duration<double>(now - last_).count();

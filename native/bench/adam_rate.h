@@ -21,7 +21,8 @@ struct AdamRate {
   /// Read and written together: 28 for fp32, 26 for bf16.
   uint32_t bytes_per_element = 0;
   uint64_t element_count = 0;
-  /// Of one pass over all elements, in turn on the same memory: an update, then the traffic alone.
+  /// Seconds of one pass over all elements, in turn on the same memory: an update, then the traffic
+  /// alone.
   std::vector<double> update_seconds;
   std::vector<double> traffic_seconds;
 };

@@ -15,8 +15,8 @@ struct HashRateOptions {
 
 struct HashRate {
   uint64_t bytes = 0;
-  /// Of one pass over all bytes, in turn on the same memory, one thread: checksums as the daemon
-  /// computes them, without wide instructions, and reading alone.
+  /// Seconds of one pass over all bytes, in turn on the same memory, one thread: checksums as the
+  /// daemon computes them, without wide instructions, and reading alone.
   std::vector<double> hash_seconds;
   std::vector<double> plain_seconds;
   std::vector<double> read_seconds;

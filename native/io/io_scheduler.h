@@ -59,9 +59,9 @@ class IoScheduler {
 
   void add(TransferPointer transfer);
 
-  /// Whose chunk is started next, or null where nothing waits or no path has room; paths take
-  /// turns. Before that, `refuse` is asked about whatever would be next: what it refuses waits no
-  /// longer. The transfer goes on waiting until started() was told of its last byte.
+  /// The transfer whose chunk is started next, or null if nothing waits or no path has room; paths
+  /// take turns. Before that, `refuse` is asked about each that would be next: one that it refuses
+  /// waits no longer. The transfer goes on waiting until started() was told of its last byte.
   TransferPointer next(const std::function<bool(const TransferPointer&)>& refuse);
   /// A chunk of the transfer that next() returned, of `bytes` (0: a sync), is in flight;
   /// Transfer::started_bytes counts it already.

@@ -85,7 +85,7 @@ struct MemoryQueueOptions {
   /// queue.
   ManualClock* clock = nullptr;
   uint64_t latency_ns = 0;
-  /// Of each device, which moves one chunk after the other, in the order in which they were
+  /// Each device's speed. It moves one chunk after the other, in the order in which they were
   /// started; the latency comes on top of that. 0: no limit.
   uint64_t bytes_per_second = 0;
   /// Chunks are done in this random order; absent: in the order of their times, oldest first.

@@ -36,12 +36,12 @@ class PlanBook {
   std::shared_ptr<const Plan> find(PlanId plan_id) const;
   /// It was followed more than once.
   bool is_repeated(PlanId plan_id) const;
-  /// What followed it most often; where nothing did, what the job does most often.
+  /// The period that followed it most often; if none did, the job's most frequent one.
   PlanId successor(PlanId plan_id) const;
   /// The period that most probably begins with `use`, after `before`.
   std::optional<PlanId> beginning_with(const PlanUse& use, std::optional<PlanId> before) const;
-  /// Where in all plans the session may be that made these uses, the newest last: after the longest
-  /// match; `near` is preferred among equals. Nothing where not even `match_min` uses match.
+  /// The place in all plans of a session that made these uses, the newest last: after the longest
+  /// match; `near` is preferred among equals. Nothing if not even `match_min` uses match.
   std::optional<Place> locate(std::span<const PlanUse> recent,
                               size_t match_min,
                               std::optional<Place> near);
@@ -70,8 +70,8 @@ class PlanBook {
   uint64_t compared_count_ = 0;
 };
 
-/// Where one session is in the plans of its job. Follows what the session uses; a use that no plan
-/// foresaw never loses the plan: what was skipped or added is told from what comes next, and
+/// One session's place in the plans of its job. Follows what the session uses; a use that no plan
+/// foresaw never loses the plan: the next uses tell what was skipped or added, and
 /// another plan takes over where it fits better. O(log n) a use, O(n) where a plan is learned or
 /// looked for.
 ///
@@ -126,8 +126,8 @@ class PlanCursor {
   static constexpr size_t kRecentMax = 16;
   // Without steps or periods that repeat nothing is learned, and this is not passed.
   static constexpr size_t kSegmentUsesMax = 1u << 17;
-  // Of what came after a step as many are followed again; of more a session hears nothing that it
-  // would not learn from the last ones.
+  // So many of the uses after a step are followed again; more would tell a session nothing that it
+  // does not learn from the last ones.
   static constexpr size_t kFollowedAgainMax = 1024;
   // Periods ahead that are looked at: this one and two more.
   static constexpr int kPeriodsAhead = 3;
@@ -156,7 +156,7 @@ class PlanCursor {
 
   /// Uses since the last period ended.
   std::vector<PlanUse> segment_;
-  /// Of each prefix of segment_, how long the longest prefix is that it also ends with.
+  /// For each prefix of segment_, the length of the longest prefix that it also ends with.
   std::vector<uint32_t> borders_;
   bool has_steps_ = false;  // some of it is no read
   /// The segment is what the plan says, from its beginning.

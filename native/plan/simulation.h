@@ -10,8 +10,8 @@ namespace memd {
 
 struct SimulationSettings {
   uint64_t cache_bytes = 0;
-  /// What is changed is on disk at the end of its period anyway (durability "step"); otherwise only
-  /// where it is evicted.
+  /// Changed bytes are on disk at the end of their period anyway (durability "step"); otherwise
+  /// only after an eviction.
   bool writes_changes = true;
   /// Whole periods: the first ones fill the memory, the others are measured.
   uint32_t warm_count = 4;

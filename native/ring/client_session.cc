@@ -522,8 +522,9 @@ void ClientSession::ask_and_wait(std::span<const WantedLease> wanted,
   }
   for (size_t i = 0; i < asked.size(); ++i) {
     if (!asked[i].status.is_ok()) continue;
-    // What came of an earlier question is no answer to this one: its deadline was another, and so
-    // was what else was leased. And what is asked for ahead may be the room that this one lacks.
+    // The outcome of an earlier question is no answer to this one: its deadline was another, and
+    // other leases were held. And slots that are asked for ahead may be the room that this one
+    // lacks.
     const auto code = static_cast<StatusCode>(asked[i].waiting.completion.code);
     const bool is_no_answer = code != StatusCode::ok && asked[i].is_ahead;
     if (!is_no_answer && !(code == StatusCode::capacity && forget_asked())) continue;

@@ -106,8 +106,8 @@ class ClientSession {
   Status prefetch(uint32_t shard_id);
   /// The session has given its lease of the gradient back, and writes it no more before its step.
   Status gradient_is_final(uint32_t shard_id);
-  /// What is asked for from now on comes after the step of this call, whichever of them reaches the
-  /// daemon first; 0: after none that is on its way.
+  /// Requests from now on come after the step of this call, whichever of them reaches the daemon
+  /// first; 0: after none that is on its way.
   void follow(uint64_t call) { after_call_.store(call, std::memory_order_relaxed); }
 
   /// Whether the attach connection's other end is closed: the daemon has ended. Also between
@@ -210,9 +210,9 @@ class ClientSession {
   std::vector<std::unique_ptr<Ahead>> ahead_;  // a few
   std::atomic<bool> is_suspended_{false};      // changes with the mutex
   std::atomic<uint32_t> resident_leases_{0};   // that are being had this moment
-  // What of each pin counter is held here: the shared one may hold more, of a grant that the daemon
-  // counted and died before it told. Only reconnect() compares. Pages that no pin touched cost
-  // nothing.
+  // The part of each pin counter that is held here: the shared one may hold more, if the daemon
+  // counted a grant and died before it told. Only reconnect() compares. Pages that no pin touched
+  // cost nothing.
   std::unique_ptr<std::atomic<uint32_t>, decltype(&std::free)> held_;
   // Given up at their deadline: when their completion comes, the pin it carries is given back.
   std::unordered_map<uint64_t, uint32_t> abandoned_;

@@ -120,9 +120,8 @@ struct PinWords {
   }
 };
 
-/// Where the shard lies, with a pin that is the caller's to give back; nothing where a request has
-/// to be made. `before_pin(pin)` may refuse, and `undo_pin(pin)` is called where it came to
-/// nothing.
+/// The shard's place, with a pin that the caller gives back; nothing if a request has to be made.
+/// `before_pin(pin)` may refuse, and `undo_pin(pin)` is called if it came to nothing.
 ///
 /// Why no slot is mistaken for another: from the second load of the word on a pin is held on the
 /// slot that the word named at that moment. That slot can be retired, but neither freed nor given

@@ -178,8 +178,8 @@ bool ServerRing::wanted_use_came() {
     return use_lap_distance(layout_->uses[index % kUseLogEntries].load(std::memory_order_seq_cst),
                             index) >= 0;
   };
-  // Of several threads the one that took the first place may write last. Nobody is kept awake by a
-  // use that can't be taken.
+  // The thread that took the first place may write last. A use that can't be taken keeps nobody
+  // awake.
   if (use_wanted_ == 0 || !is_written(use_head_) || !is_written(use_wanted_ - 1)) return false;
   use_wanted_ = 0;
   return true;

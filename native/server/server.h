@@ -43,7 +43,7 @@ class ServiceLease {
 
   std::byte* data() const { return grant_.data; }
   uint64_t bytes() const { return grant_.length_bytes; }
-  /// What was written becomes what readers see; with `discard`, an overwrite of a blob leaves no
+  /// Readers see what was written; with `discard`, an overwrite of a blob leaves no
   /// trace. Only the first call counts.
   void release(bool discard);
   void keep(std::shared_ptr<Server> server) { kept_ = std::move(server); }

@@ -17,7 +17,7 @@ class TurnClock {
   void begin();
   /// A turn that had something to do ends, and the next one begins.
   void end();
-  /// Whoever does a phase of the turn ends it here.
+  /// The code of each phase of the turn ends it here.
   TurnPhases& phases() { return phases_; }
   const TurnStatistics& statistics() const { return statistics_; }
 

@@ -28,10 +28,10 @@ class Gradients {
   void is_final(uint64_t session_id, uint32_t shard_id);
   /// A slot that was leased ahead of it is not used: nothing was written there.
   void unused(uint64_t session_id, uint32_t shard_id);
-  /// What the session has added to, whoever else did, who are told; of all shards where none is
-  /// named.
+  /// The gradients that the session has added to; other contributors are told. Of all shards if
+  /// none is named.
   Status drop(uint64_t session_id, const std::vector<uint32_t>& shard_ids);
-  /// What the session has added to: it ends.
+  /// The session ends: the gradients that it has added to.
   void drop(Job& job, uint64_t session_id);
   /// All of these buckets that are chosen.
   void drop(Job& job, const std::set<uint32_t>& buckets, const Chosen& chosen);

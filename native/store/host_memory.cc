@@ -63,7 +63,7 @@ std::shared_ptr<Pool::Replacement> HostMemory::begin_replacement() {
 }
 
 void HostMemory::end_replacement(Pool::Replacement& replacement) {
-  // Where the kernel has no memory for a fresh segment the pool is smaller from now on, which its
+  // If the kernel has no memory for a fresh segment, the pool is smaller from now on, which its
   // report shows.
   [[maybe_unused]] const Status status = parts_.pool.end_replacement(std::move(replacement));
   for (const uint64_t job_id : dropped_.destroyed(replacement.segment_id()))

@@ -26,7 +26,7 @@ constexpr uint32_t kRequestsATurn = 64;
 
 // A piece of a job's commit in memory: some 5 µs.
 constexpr size_t kEncodedBytes = 1_KiB;
-// Of all jobs' commits, in one turn.
+// All jobs' pieces in one turn.
 constexpr size_t kEncodedTurnBytes = kTurnBytesMax / 4;
 
 }  // namespace

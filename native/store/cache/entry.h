@@ -108,8 +108,8 @@ class Entry {
 
   const uint32_t id;
   uint32_t owner;
-  /// Whose bytes they are as of the last commit, for the ledger: a staged buffer takes the other's
-  /// place only then.
+  /// The owner of the bytes as of the last commit, for the ledger: a staged buffer takes the
+  /// other's place only then.
   uint32_t kept_owner;
 
  private:

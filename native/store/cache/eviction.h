@@ -90,9 +90,8 @@ class SessionPlan {
   uint64_t epoch_ = 0;  // of the cursor, when `order` was made
 };
 
-/// Where somebody is who goes through entries in the order in which they should go. It stays
-/// useful while entries come, go and change their place: an entry that moves in front of it is met
-/// by the next one who begins.
+/// A place in the order in which entries should go. It stays useful while entries come, go and
+/// change their place: a walk that begins later meets an entry that moves in front of it.
 class EvictionCursor {
  private:
   friend class FarthestNextUse;
@@ -163,7 +162,7 @@ class FarthestNextUse {
   std::vector<SessionPlan*> sessions_;  // owned by their Session
   /// By session, entries that no other session's plan uses sooner.
   std::map<const SessionPlan*, NextUseOrder> first_uses_;
-  /// What they were made for; empty: they are not kept.
+  /// The plans that they were made for; empty: they are not kept.
   Epochs filed_for_;
   bool wants_look_ahead_ = false;
 };

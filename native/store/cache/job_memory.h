@@ -61,13 +61,14 @@ class JobMemory {
   /// Whether it has more than its floor.
   bool can_shrink_private() const { return private_->segment_count() > private_floor_segments_; }
 
-  /// What parameters, gradients and blobs would take if all were resident; the private side leaves
-  /// that much to the arena.
+  /// Bytes of parameters, gradients and blobs if all were resident; the private side leaves that
+  /// much to the arena.
   void expect_arena_bytes(uint64_t bytes) { arena_expected_bytes_ = bytes; }
   /// How much the private side may hold in all before it takes what the arena needs.
   uint64_t private_bytes_max() const;
   uint64_t private_floor_bytes() const { return private_floor_segments_ * segment_bytes_; }
-  /// What of the private side is left to tiles in flight: of a floor of large segments not all.
+  /// The part of the private side that is left to tiles in flight: not all of a floor of large
+  /// segments.
   uint64_t working_bytes() const {
     return std::min(private_floor_bytes(), kTilesInFlight * kTileStateBytesMax);
   }

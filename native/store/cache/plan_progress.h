@@ -51,9 +51,9 @@ class PlanProgress {
   void end(Session& session);
   /// Has the session say so when it has made some uses.
   static void want_uses(Session& session) { session.ring.want_use_after(kUsesUnheardMax); }
-  /// What the session has leased since the last call: with a request, whose grant was counted, or
-  /// without one. What is more than kFollowedATurn, or than `turn` has time for, is left to the
-  /// next turn. True where there was something.
+  /// Follows the session's leases since the last call: with a request, whose grant was counted, or
+  /// without one. It leaves to the next turn what is more than kFollowedATurn, or than `turn` has
+  /// time for. True where there was something.
   bool follow_uses(Session& session, TurnBudget& turn);
 
   /// Buckets in the order in which the session used their parameters first since its last step,

@@ -22,7 +22,7 @@ class ResidencyGates {
   /// The slot of the entry's speculative value, if there is one: while it is there the entry
   /// stays in the policy's order.
   virtual const Slot* early_slot(const Entry& entry) const = 0;
-  /// What a catalogue says of the shard is about to change.
+  /// A fact of the shard that a catalogue names is about to change.
   virtual void before_change(uint32_t shard_id) = 0;
   /// The shard has bytes that the next commit should write down.
   virtual void note_written(uint32_t shard_id) = 0;

@@ -48,7 +48,7 @@ Room::Eviction Room::evict_for(Asker asker, const EvictionWish& wish) {
   const uint64_t event_count_before = goes_on ? search->event_count() : event_count;
   Eviction evicted = go_on(search, wish);
   const bool has_ended = evicted == Eviction::nothing;
-  // What became evictable behind the search was passed by.
+  // The search has passed entries that became evictable behind it.
   const bool begins_anew = has_ended && event_count_before != event_count;
   if (asker == Asker::prefetch) return begins_anew ? Eviction::unfinished : evicted;
   has_looked_at_all_ = evicted != Eviction::unfinished && !begins_anew;

@@ -29,7 +29,7 @@ class Room {
   /// False: the last search for a lease ended early, and whoever is first for room has been woken
   /// to go on.
   bool has_looked_at_all() const { return has_looked_at_all_; }
-  /// Who asks for room, each with a search of its own that goes on in the next call.
+  /// The callers, each with a search of its own that goes on in the next call.
   enum class Asker : uint8_t { lease, prefetch };
   enum class Eviction : uint8_t {
     nothing,     // nothing that makes room may go

@@ -20,8 +20,8 @@ struct ShardSpec {
   DType dtype = DType::unspecified;
   Tier tier = Tier::nvme;
   std::vector<uint64_t> shape;
-  /// Of a parameter: no room is needed for an optimizer's state and for a step's second copy, until
-  /// it is declared without this or a step updates it.
+  /// A parameter needs no room for an optimizer's state and for a step's second copy, until it is
+  /// declared without this or a step updates it.
   bool value_only = false;
 };
 

@@ -52,8 +52,8 @@ void ShardNames::erase(uint32_t shard_id) {
     MEMD_CHECK_NE(places_[hole], kEmpty);
     hole = after(hole);
   }
-  // Whoever lies behind the hole and is looked for at or before it moves there, so that no search
-  // ends too early.
+  // A name behind the hole that is looked for at or before it moves there, so that no search ends
+  // too early.
   for (size_t place = after(hole); places_[place] != kEmpty; place = after(place)) {
     const size_t wanted = home(name_of_(places_[place]));
     const size_t from_wanted = (place + places_.size() - wanted) % places_.size();

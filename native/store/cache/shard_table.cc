@@ -23,8 +23,8 @@ void ShardTable::end_adoption() {
 }
 
 bool ShardTable::can_publish(const Entry& entry) const {
-  // Of what a writer fills, of what may take another one's place with a step, and of what a job
-  // that is stopped has, each lease is the store's to decide.
+  // The store decides each lease of what a writer fills, of what may take another one's place with
+  // a step, and of a stopped job.
   return may_publish_ && progress_.stopped().is_ok() && entry.kind != EntryKind::gradient &&
          (entry.is_ahead ? group_.visibility() != Visibility::nobody : entry.steps_before == 0) &&
          entry.is_resident() && entry.slot != nullptr && entry.pending == nullptr &&

@@ -38,8 +38,9 @@ class ShardTable {
   const SharedMemory& memory() const { return memory_; }
   /// The memory of the same job's table, which its clients map.
   void take_memory(ShardTable& other) { memory_ = std::move(other.memory_); }
-  /// Of another daemon, whose clients map it: each row that it may have written is withdrawn, and
-  /// nothing is published until end_adoption(). Those clients begin no lease from here on.
+  /// Takes the table of another daemon, whose clients map it: each row that it may have written is
+  /// withdrawn, and nothing is published until end_adoption(). Those clients begin no lease from
+  /// here on.
   void adopt(SharedMemory memory);
   /// All of the job is known.
   void end_adoption();

@@ -114,7 +114,7 @@ class Slots {
   std::set<uint32_t> written_ids_;
   mutable std::vector<uint64_t> lease_counts_;  // of so many entries each
   mutable size_t next_lease_count_ = 0;         // to be counted anew
-  /// Where pinned_by_others() goes on, and how many entries in a row it found free.
+  /// The place where pinned_by_others() goes on, and how many entries in a row it found free.
   struct PinSearch {
     uint64_t session_id = 0;
     size_t next_id = 0;

@@ -43,7 +43,7 @@ class TrainingGroup {
   size_t size() const;
   /// The session has fellow members.
   bool is_shared_by(uint64_t session_id) const { return contains(session_id) && size() > 1; }
-  /// What the row of an uncommitted value says.
+  /// The visibility in the row of an uncommitted value.
   Visibility visibility() const { return is_shown_ ? Visibility::group : Visibility::nobody; }
 
   /// An attached session trains with those that are in the group. Refused while a step shows its
@@ -74,8 +74,8 @@ class TrainingGroup {
   std::vector<uint64_t> everybody_with(uint64_t session_id) const;
   /// These sessions; where one of them has ended, that one.
   Contributors of(const std::vector<uint64_t>& session_ids) const;
-  /// Of a gradient that this session has added to and that is void: its next lease of a gradient,
-  /// or its next step, is refused with `why`. The first is told, once.
+  /// A gradient that this session has added to is void: the session's next lease of a gradient, or
+  /// its next step, is refused with `why`. The first is told, once.
   void tell(uint64_t session_id, const Status& why);
   std::optional<Status> take_notice(uint64_t session_id);
 

@@ -121,7 +121,7 @@ class JobEncoder {
   void put(const ExtentRecord& extent);
   void end(const JobRecord& job);
   size_t size() const { return out_.size(); }
-  /// What seal() makes whole.
+  /// The record without length and checksum, for seal().
   std::vector<std::byte> take() { return std::move(out_); }
   /// Adds length and checksum.
   static void seal(std::vector<std::byte>& encoded);

@@ -10,7 +10,7 @@
 
 namespace memd {
 
-/// Where everything lies on disk, and as of when. Names, shapes and places in buckets are the
+/// The places of everything on disk, and as of when. Names, shapes and places in buckets are the
 /// job's, which does not change them: with them, encoded, each shard takes about 60 bytes more, and
 /// as a JobRecord 200. Owned by the Job, on its thread.
 class DurableJob {

@@ -851,8 +851,8 @@ Status Ledger::read_loose(LedgerContents& contents) {
                        .index = static_cast<uint32_t>(words.kind_and_index)};
     const bool gradient = key.kind == LooseKey::Kind::gradient;
     if (sequence != 0 && loose_checksum(words) != words.checksum) return damaged("a loose extent");
-    // Of an older catalogue: the one on disk names what is right. An older one of the same place:
-    // replaced, and the daemon died before it could say so.
+    // On an older catalogue: the one on disk names the right place. Older, of the same place:
+    // replaced, and the daemon died before it could note that.
     if (sequence == 0 || words.base != (gradient ? 0 : base_) || sequence < sequences[key]) {
       words.sequence.store(0, kRelease);
       free_loose_places_.push_back(at);

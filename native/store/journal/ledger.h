@@ -94,7 +94,7 @@ struct LayoutChange {
 struct ShardState {
   bool written = false;
   Contributors contributors;
-  /// Where moments were replaced since the last commit, on disk or in memory; else that says it.
+  /// Set if moments were replaced since the last commit, on disk or in memory; else that says it.
   std::optional<uint64_t> generation;
   /// It came after the last commit: what that names is another shard's, which had its name.
   bool is_new = false;
@@ -161,8 +161,8 @@ class Ledger {
 
   /// Which shards the job has, by their ids; `record` has no extents.
   Status write_layout(const JobRecord& record, const std::vector<uint32_t>& shard_ids);
-  /// What has changed of it since, at the cost of the change. False: write_layout() has to be
-  /// called with all of it, now and then.
+  /// Appends a change, at the cost of the change. False: write_layout() has to be called with all
+  /// of it, which happens now and then.
   bool change_layout(const LayoutChange& change);
   void note_shard(uint32_t shard_id, bool written, Contributors contributors);
   void note_generation(uint32_t shard_id, uint64_t generation);
@@ -196,7 +196,7 @@ class Ledger {
   /// three parts, and the record before it stays valid until the last. The record describes the job
   /// as it is now; of shards that come and go from here on it says nothing.
   void begin_record();
-  /// Where the record's `bytes` go, which any thread may write.
+  /// Room for the record's `bytes`, which any thread may write.
   Result<std::span<std::byte>> open_record(size_t bytes);
   /// It is there. `base` says on which catalogue it builds: Commits::catalogue_tag() of the job.
   void publish_record(size_t bytes, uint64_t checksum, uint64_t base);
@@ -209,8 +209,8 @@ class Ledger {
   /// catalogue on disk.
   Result<LedgerContents> read(uint64_t base);
 
-  /// Of layouts, their changes, commits and closed steps that this daemon wrote: what is written as
-  /// one word each is not counted.
+  /// Bytes of the layouts, their changes, commits and closed steps that this daemon wrote, without
+  /// facts of one word each.
   uint64_t record_bytes_written() const { return record_bytes_written_; }
 
  private:

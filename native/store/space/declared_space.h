@@ -61,11 +61,11 @@ class DeclaredSpace {
                      uint64_t tile_count_replaced) const;
   /// Bytes of the encoded JobRecord, when everything is written, without the job's name.
   uint64_t catalogue_bytes() const { return catalogue_bytes_; }
-  /// What it names of them, when everything is written: extents, and blobs and buffers.
+  /// Counts in a catalogue when everything is written: extents, and blobs and buffers.
   uint64_t extent_count() const { return extent_count_; }
   uint64_t blob_count() const { return blob_count_; }
-  /// What the daemon keeps of the shards beside the pool: records, labels and their copies in the
-  /// ledger. bench_growth.py measures it; this is above.
+  /// Bytes that the daemon keeps for the shards beside the pool: records, labels and their copies
+  /// in the ledger. bench_growth.py measures them; this is above.
   uint64_t memory_bytes() const { return memory_bytes_; }
 
  private:

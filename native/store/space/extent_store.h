@@ -68,7 +68,7 @@ class ExtentStore {
                   std::string what,
                   Done done);
   /// Fills `into`; the caller verifies with matches(), and asks read_again() where it does not.
-  /// Where the device fails it every time, `done` gets the device's own error: see unreadable().
+  /// If the device fails it every time, `done` gets the device's own error: see unreadable().
   void read_unverified(const ExtentRecord& extent,
                        std::span<std::byte> into,
                        IoClass io_class,

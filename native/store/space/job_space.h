@@ -38,7 +38,8 @@ class JobSpace {
   uint64_t metadata_bytes() const { return metadata_bytes_; }
   void set_metadata_bytes(uint64_t bytes) { metadata_bytes_ = bytes; }
   uint64_t used_bytes() const { return used_bytes_; }
-  /// What a new extent finds taken: a gradient leaves the running step what was promised to it.
+  /// Bytes that a new extent finds taken: a gradient leaves the running step what was promised to
+  /// it.
   uint64_t taken_bytes(SpaceUse use) const {
     return use == SpaceUse::gradient ? std::max(used_bytes_, promised_bytes_) : used_bytes_;
   }

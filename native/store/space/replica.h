@@ -1,5 +1,4 @@
-// Where one piece of an entry, or of a bucket's optimizer state, lies on disk; and all pieces of
-// it.
+// The place on disk of one piece of an entry, or of a bucket's optimizer state; and of all pieces.
 #pragma once
 
 #include <algorithm>

@@ -38,7 +38,7 @@ class CatalogueSnapshot {
   /// Nothing came of it.
   void abandon();
 
-  /// What the catalogue says of the shard is about to change.
+  /// A fact of the shard that the catalogue names is about to change.
   void before_change(uint32_t shard_id);
   void before_removal(uint32_t shard_id);
   /// The shard has come, maybe with the id of one that was removed.

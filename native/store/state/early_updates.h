@@ -38,8 +38,8 @@ class EarlyUpdates {
   bool has_waiting() const { return !ready_.empty(); }
 
   using SettingsOf = std::function<const AdamSettings*(uint32_t shard_id)>;
-  /// What a step of the session takes over, which updates each shard of the bucket with these
-  /// settings; nullptr where there is nothing, or nothing that fits. No tile of it is under way.
+  /// The part that a step of the session takes over, which updates each shard of the bucket with
+  /// these settings; nullptr if there is nothing, or nothing that fits. No tile of it is under way.
   std::shared_ptr<SpeculativeBucket> take(uint32_t bucket,
                                           uint64_t session_id,
                                           const SettingsOf& settings_of);

@@ -31,7 +31,7 @@ void JobJournal::note_generation(uint32_t shard_id, uint64_t generation) {
 void JobJournal::note_layout() {
   if (ledger_ == nullptr) return;
   JobRecord layout = parts_.recorder.record();
-  // What lies where is the catalogue's to say, and the loose extents'.
+  // The catalogue and the loose extents name the places.
   for (ShardRecord& shard : layout.shards) {
     shard.extents.clear();
     shard.generation = 0;

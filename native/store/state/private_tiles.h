@@ -79,7 +79,7 @@ class PrivateTiles {
   const MadeTile* made(uint64_t key) const;
   bool has_made() const { return !made_.empty(); }
   void set_made(uint64_t key, const MadeTile& made) { made_[key] = made; }
-  /// Where it keeps the piece that was being changed. The first call hands it to the caller.
+  /// The place of the piece that was being changed. The first call hands it to the caller.
   std::optional<uint32_t> take_made_scratch(uint64_t key);
   /// The step is made.
   void clear_made() { made_.clear(); }

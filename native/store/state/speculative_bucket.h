@@ -30,8 +30,8 @@ struct SpeculativeBucket {
   /// For the bucket's shards, in their order: the settings it was made with.
   std::vector<AdamSettings> settings;
   std::vector<uint64_t> generations;
-  /// Where the new value will be published, if there was room; no lease shows it before. While it
-  /// is there `value` stays in the policy's order, resident or not.
+  /// The slot for the new value, if there was room; no lease shows it before. While there is one,
+  /// `value` stays in the policy's order, resident or not.
   std::unique_ptr<Slot> shadow;
   /// It was N's: of tiles that were not begun N's bytes are there still.
   bool is_in_place = false;

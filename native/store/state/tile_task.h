@@ -48,8 +48,9 @@ struct TileTask {
   /// If there is room, the tile stays in memory, dirty, and is not written.
   bool may_stay = false;
   const Entry* gradient = nullptr;
-  /// Of speculative values: takes what was written, and what stays of it in memory; replicas and
-  /// the arena's copy stay those of N, and nothing is logged. Without an error, before `done`.
+  /// Set for speculative values. It takes what was written, and what stays of it in memory;
+  /// replicas and the arena's copy stay those of N, and nothing is logged. Without an error, before
+  /// `done`.
   std::function<void(const SpeculativeTile&)> keep;
   const Slot* shadow = nullptr;  // where the value is published then, if anywhere
   /// As `value_in_arena`, in the shadow until `work` replaces it.

@@ -1,4 +1,4 @@
-// Where each tile of a job stands whose newest bytes no catalogue names, for the next daemon.
+// For the next daemon: the state of each tile whose newest bytes no catalogue names.
 #pragma once
 
 #include <cstddef>

@@ -26,7 +26,7 @@ class StagedBuffers {
   Status swap();
   /// And go back to their own, or again to the others'.
   void exchange(bool swapped);
-  /// What a buffer has on disk is older than a step in memory, and no record may call it the
+  /// A buffer's bytes on disk are older than a step in memory, and no record may call them the
   /// step's.
   void forget_old_extents();
   /// Replaced buffers go: the step is committed.

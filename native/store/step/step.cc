@@ -186,8 +186,7 @@ void Step::prepare_disk() {
   if (!parts_.job.admission.durability().is_none() || parts_.job.progress.undurable_since() != 0) {
     return prepared(Status::ok());
   }
-  // Whatever the disk has, memory builds on it: where there are dirty tiles of an earlier
-  // durability they are written first.
+  // Memory builds on what the disk has: dirty tiles of an earlier durability are written first.
   writeback.flush_tiles(
       std::nullopt, report_, [self = shared_from_this(), prepared](const Status& flushed) {
         flushed.is_ok() ? self->declare_undurable(prepared) : prepared(flushed);
@@ -295,8 +294,8 @@ void Step::take_back(bool was_broken) {
     parts_.progress.undo_step();
     is_counted_ = false;
   }
-  // Where it was a write that failed, whether N or N + 1 is on disk is not known: every further
-  // commit is refused, and a restart finds out.
+  // After a failed write nobody knows whether N or N + 1 is on disk: every further commit is
+  // refused, and a restart finds out.
   job.durable.note_change();
   // Memory would say N, and the disk maybe N + 1: the next daemon starts the job from disk. A sync
   // leaves both at N, and the catalogue's tag says which of them the ledger builds on.
@@ -418,7 +417,7 @@ void Step::stop_job(const Status& status) {
 }
 
 void Step::undo(const Status& why) {
-  // What was published may be on its way from the disk, from extents that go back now.
+  // Published values may be on their way from the disk, from extents that go back now.
   enter(StepState::undoing);
   if (Session* const session = parts_.session(request_.session_id)) {
     session->ring.set_resident_call(0);

@@ -42,8 +42,8 @@ class StepShards {
 
   /// Nothing that the step names is being read, filled or written back.
   bool are_settled() const;
-  /// What the step reads and replaces: nobody fetches, writes or evicts it before the step ended,
-  /// or, of a parameter whose update is published, nobody writes it.
+  /// The entries that the step reads and replaces: nobody fetches, writes or evicts them before the
+  /// step ended. Once its update is published, a parameter may be fetched and evicted.
   void hold(const StagedBuffers& staged);
   /// It is committed, or undone: no lease waits for it any more.
   void release();
@@ -67,7 +67,7 @@ class StepShards {
   // Undoing.
   /// Nobody begins to read what is not committed.
   void withdraw_uncommitted() const;
-  /// What was published may be on its way from the disk.
+  /// Published values may be on their way from the disk.
   bool are_uncommitted_still() const;
   void drop_new_values() const;
   /// Gradients are their contributors' again; if one of them has ended, that one's alone, and the

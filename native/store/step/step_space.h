@@ -21,14 +21,14 @@ class StepSpace {
   StepSpace(const StepSpace&) = delete;
   StepSpace& operator=(const StepSpace&) = delete;
 
-  /// What the session's early updates have made of the step's buckets.
+  /// Takes what the session's early updates have made of the step's buckets.
   void take_speculative(uint64_t session_id);
   /// A step in memory cannot be undone: what it may need of the disk must be there before, also
   /// where everything that is cached or stays is displaced by somebody else's need of memory. If
   /// there is too little, the speculative buckets are given back: the step alone may need less at a
   /// time.
   Status promise();
-  /// Of the bucket; nullptr where there is none. Once.
+  /// The bucket's part; nullptr if there is none. Once.
   std::shared_ptr<SpeculativeBucket> take(uint32_t bucket);
 
   /// From here on roll_back() can return every replica to its extent of before.
