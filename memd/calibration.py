@@ -34,10 +34,11 @@ _BLOCK_BYTES = 4096
 _MIB = 1 << 20
 
 MIXES = ("read", "write", "mixed")
-# Of what the deepest point reaches: what more in flight would add is not worth the wait behind it.
+# Part of the deepest point's rate that is enough: more in flight adds less than the wait behind it
+# costs.
 _ENOUGH = 0.95
-# Where not even the best of them comes near the deepest point, which is among them or near to one
-# that is, they say more of who else uses the drive.
+# The deepest point is among them or near to one that is. If not even the best comes near it, they
+# measured other users of the drive.
 _TRUSTED = 0.8
 _FILE_BYTES = 256 * _MIB
 # Written first: how long the whole file takes, without having to wait for it.
@@ -46,7 +47,7 @@ _PROBE_BYTES = 4 * _MIB
 _WRITING_PART = 0.5
 # Seconds of one measurement: some 50 MiB on a drive of 2 GB/s.
 _RUN_S = 0.025
-# Of a first start, which makes its volumes at that time: see worth_measuring().
+# For a first start, which makes its volumes meanwhile: see worth_measuring().
 QUICK_S = 5.0
 
 
@@ -79,8 +80,8 @@ class Calibration:
 
 
 def limits_in_use(folder: Path, *, depth: int) -> tuple[Limits, str]:
-    """Of the path that `folder` lies on, and where they come from. `depth` is the setting, 0 for
-    what was calibrated; a file that cannot be used is logged, and as good as none."""
+    """Limits of the path that `folder` lies on, and their origin. `depth` is the setting; 0 takes
+    the calibrated one. A file that cannot be used is logged, and as good as none."""
     limits, origin = Limits(), "default"
     try:
         kept = read(folder)
@@ -167,9 +168,9 @@ def worth_measuring(folder: Path, *, volume_bytes: int) -> bool:
 def measure_for_new_volumes(
     folders: Iterable[Path], *, volume_bytes: int
 ) -> dict[Path, Calibration]:
-    """Of the folders where it is worth it, to be kept when the volumes are made. A start fails for
-    no reason that lies here: what is in the way of a measurement is in the way of the volume too,
-    and said better there."""
+    """Calibrates the folders where it is worth it; the results are kept when the volumes are made.
+    No start fails here: an obstacle to a measurement is one to the volume too, and is explained
+    better there."""
     from memd_native import StatusError
 
     measured = {}

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 DEFAULT_FILE = Path("/etc/memd/memd.toml")
-# What the client reads, where the file is, and what the unit says of systemd: no settings of the
-# daemon.
+# Read by the client; the file's place; the unit's word about systemd. No settings of the daemon.
 _OTHER_VARIABLES = {"MEMD_ADDRESS", "MEMD_CONFIG", "MEMD_FDSTORE", "MEMD_REATTACH_SECONDS"}
 # Kubernetes tells every container of a service named memd where it is.
 _FOREIGN_PREFIXES = ("MEMD_SERVICE_", "MEMD_PORT")

@@ -116,7 +116,7 @@ class Daemon:
             stack.callback(self._look_for_sessions, peers)
             stack.callback(control.stop, grace_s=_CALLS_S)
             stack.callback(listener.stop_accepting)
-            # Who reads the ready line may send a signal at once. When the draining begins, the
+            # A reader of the ready line may send a signal at once. When the draining begins, the
             # next one ends the process: what is on disk is complete at any moment.
             signal_fd = stack.enter_context(_signals())
             self._announce(server, metrics)

@@ -61,8 +61,8 @@ class Holder:
             events = selector.select(None if self._daemon is not None else _LOOK_S)
             for key, _ in events:
                 if self._was_told_to_end():
-                    # Whoever has connected by now is reset when this process ends, and starts a
-                    # holder of its own: by then the socket here is removed.
+                    # A daemon that has connected by now is reset when this process ends, and starts
+                    # a holder of its own: by then the socket here is removed.
                     break
                 if key.fileobj is self._listening:
                     came = self._accept()
@@ -143,8 +143,8 @@ class Holder:
         return True
 
     def _read_to_the_end(self, daemon: socket.socket) -> None:
-        """What a dead daemon said last still counts. One daemon a socket: whoever connects holds
-        its lock, so that this one is ending."""
+        """The last words of a dead daemon still count. One daemon a socket: the one that connects
+        holds its lock, so this one is ending."""
         daemon.settimeout(_PATIENCE_S)
         while self._read(daemon):
             pass

@@ -383,8 +383,8 @@ def _about_jobs(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
 
 
 def _about_stalls(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
-    """What the trainers say of themselves. There are 4 phases, at most 32 groups of a job, and
-    7 reasons."""
+    """Stalls that the trainers count. There are 4 phases, at most 32 groups of a job, and 7
+    reasons."""
     walls = CounterMetricFamily(
         "memd_step_wall_seconds",
         "Time from the end of a step to the end of the next, of all sessions of the job.",

@@ -71,8 +71,8 @@ class Peers:
         """Refused where there are too many already."""
         with self._lock:
             connected, waiting = self._places()
-            # What a process connects anew to come back to its sessions takes the places of the
-            # connections that these had.
+            # A process that connects anew to come back to its sessions takes the places of their
+            # connections of before.
             if connected[peer.process] >= waiting[peer.process]:
                 taken = connected | waiting  # of each process the larger number
                 of_this_uid = sum(taken[process] for process in taken if process[2] == peer.uid)

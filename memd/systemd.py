@@ -57,8 +57,8 @@ def offers_store(environ: Mapping[str, str]) -> bool:
 
 
 def passed_descriptors(environ: Mapping[str, str]) -> list[tuple[str, int]]:
-    """What systemd passed, by name: sockets that it listens on, and what its store kept. Children
-    inherit them until the caller says otherwise."""
+    """Descriptors that systemd passed, by name: sockets that it listens on, and its store's.
+    Children inherit them until the caller changes that."""
     if environ.get("LISTEN_PID") != str(os.getpid()):
         return []
     names = environ.get("LISTEN_FDNAMES", "").split(":")

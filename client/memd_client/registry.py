@@ -51,7 +51,7 @@ class ShardRegistry:
         self._leases = leases
         self._shards: dict[str, Shard] = {}
         self._forget_count = 0
-        # Of both: a listing must not bring back what was forgotten since it was asked for.
+        # Guards both: a listing must not bring back what was forgotten since it was asked for.
         self._lock = threading.Lock()
         self._parameters: WeakSet[LivingParameter] = WeakSet()
         self._gradients_fit = True

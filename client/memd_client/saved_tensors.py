@@ -1,4 +1,4 @@
-"""What autograd saves of a parameter: its name instead of its bytes.
+"""Autograd saves a parameter's name instead of its bytes.
 
 `saved_tensors_hooks` see every tensor that an operation keeps for its backward. A view of a
 parameter's lease is replaced by (parameter, size, stride, offset). Unpacking runs exactly when

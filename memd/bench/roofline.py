@@ -73,8 +73,8 @@ def step_bound(
     cache_bytes: int,
     in_backward: bool,
 ) -> Bound:
-    """What the step's time stands against: the roofline, and without `step_in_backward` the larger
-    of it and the bound of an ordinary step."""
+    """The bound of the step's time: the roofline, and without `step_in_backward` the larger of it
+    and the bound of an ordinary step."""
     lowest = roofline(step, parts, core_count=core_count)
     streamed_bytes = max(state_bytes - cache_bytes, 0)
     if in_backward or not streamed_bytes:

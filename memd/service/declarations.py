@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from memd_proto.v1 import session_pb2, types_pb2
 
-# Of all sessions together: some 500 bytes each.
+# All sessions together: some 500 bytes each.
 SHARDS_PENDING_MAX = 262_144
 # A client that is alive sends the next call at once.
 ABANDONED_S = 60.0
@@ -28,8 +28,8 @@ class _Pending:
 
 
 class Declarations:
-    """What sessions have declared so far in calls that more follow. A session has one declaration
-    at a time; a call that is sent again replaces itself. Any thread."""
+    """Declarations of which more calls follow. A session has one at a time; a call that is sent
+    again replaces itself. Any thread."""
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s

@@ -116,8 +116,8 @@ class TensorService:
             lease.discard()
             raise
         lease.release()
-        # Whoever asks what a job holds is told after the release took effect: who is answered has
-        # put, also where this daemon is killed the next moment.
+        # The question is answered after the release took effect: a caller that has its answer has
+        # put, even if this daemon is killed the next moment.
         self._server.find_shard(session.job_id, shard.spec.name)
 
     def _shard(self, session: Session, shard_id: int) -> ShardInfo:

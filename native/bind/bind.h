@@ -1,4 +1,4 @@
-// What each file of this folder adds to the module: one file per topic; they translate and decide
+// Each file of this folder adds one topic to the module; they translate and decide
 // nothing.
 #pragma once
 

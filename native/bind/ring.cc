@@ -82,7 +82,7 @@ nb::object tensor_over(const std::shared_ptr<ClientSession>& session,
     const std::unique_ptr<HeldLease> lease(static_cast<HeldLease*>(held));
     lease->session->release(lease->bytes);
   });
-  // What nb::pytorch stands for asks a Python object for its device and its capsule, in Python: of
+  // nb::pytorch asks a Python object for its device and its capsule, in Python: of
   // the 1.9 µs that a resident lease took with it, half.
   // The import may let other threads run, which would wait in the guard of a static that is being
   // initialised while they hold the GIL.

@@ -189,6 +189,21 @@ def test_no_sentence_begins_as_a_translation_would() -> None:
     assert not wrong
 
 
+def test_no_comment_begins_as_a_translation_would() -> None:
+    """The same of comments, and of docstrings in the packages."""
+    words = "Of|What|Who|Whose|Whoever|Whatever|Where"
+    native = re.compile(rf"(?<!//)^ *///? ((?:{words})\b.*)$", re.MULTILINE)
+    python = re.compile(rf'^ *(?:# |""")((?:{words})\b.*)$', re.MULTILINE)
+    wrong = []
+    for name in tracked():
+        folder, _, suffix = name.partition("/")[0], *name.rpartition(".")[1:]
+        if folder == "native" and suffix in {"h", "cc"}:
+            wrong += [f"{name}: {found}" for found in native.findall((ROOT / name).read_text())]
+        elif folder in {"memd", "client"} and suffix == "py":
+            wrong += [f"{name}: {found}" for found in python.findall((ROOT / name).read_text())]
+    assert not wrong
+
+
 def test_the_overview_is_short_and_has_pictures() -> None:
     text = OVERVIEW.read_text(encoding="utf-8")
     assert len(text.split()) <= OVERVIEW_WORDS_MAX
