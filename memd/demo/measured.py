@@ -79,20 +79,23 @@ class MeasuredTraining:
         )
 
     def train(self, step_count: int) -> TrainedRound:
-        """From the end of one step's call to the end of the next one's, after one step more that
-        brings the daemon into its stride: an update that goes on after a call is in the time of the
-        step that waits for it."""
+        """Time from the end of one step's call to the end of the next one's, after one step more
+        that brings the daemon into its stride: an update that goes on after a call is in the time
+        of the step that waits for it. Bytes from idle to idle, over that one step too: when a call
+        ends, how much of its update is still to be written depends on the machine's load."""
+        self._wait_until_idle()
+        read_bytes, written_bytes = self._moved_bytes()
         self._train_step()
-        began, read_bytes, written_bytes = time.perf_counter(), *self._moved_bytes()
+        began = time.perf_counter()
         for _ in range(step_count):
             self._train_step()
         seconds = time.perf_counter() - began
-        read_after, written_after = self._moved_bytes()
         self._wait_until_idle()
+        read_after, written_after = self._moved_bytes()
         return TrainedRound(
             seconds=seconds / step_count,
-            read_bytes=(read_after - read_bytes) / step_count,
-            written_bytes=(written_after - written_bytes) / step_count,
+            read_bytes=(read_after - read_bytes) / (step_count + 1),
+            written_bytes=(written_after - written_bytes) / (step_count + 1),
         )
 
     def train_in_memory(self, step_count: int) -> PlainRound:
