@@ -85,7 +85,7 @@ std::optional<Segment> Arena::remove_last() {
   ASAN_UNPOISON_MEMORY_REGION(at(segment_offset), segment_bytes_);
   Segment segment = std::move(segments_.back());
   segments_.pop_back();
-  segment.leave_reserved();
+  segment.move_away();
   return segment;
 }
 

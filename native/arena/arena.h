@@ -28,8 +28,7 @@ class Arena {
 
   /// Appends a segment of `segment_bytes`; its memory becomes free space.
   Status add(Segment segment);
-  /// Takes the last segment away if no slot lies in it. It has no mapping until it is moved into
-  /// another range.
+  /// Takes the last segment away if no slot lies in it: see Segment::move_away().
   std::optional<Segment> remove_last();
 
   /// Offset of `bytes` (rounded up to whole blocks) that nobody holds, or nothing where no gap is

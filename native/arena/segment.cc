@@ -21,6 +21,9 @@
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
+#ifndef MREMAP_DONTUNMAP
+#define MREMAP_DONTUNMAP 4
+#endif
 
 namespace memd {
 namespace {
@@ -56,10 +59,9 @@ Status size_and_seal(int fd, uint64_t bytes) {
   return Status::ok();
 }
 
-/// `address`: null, or where MAP_FIXED replaces what is mapped.
+/// Replaces what is mapped at `address`.
 Result<std::byte*> map(int fd, uint64_t bytes, std::byte* address) {
-  const int flags = MAP_SHARED | (address != nullptr ? MAP_FIXED : 0);
-  void* mapping = ::mmap(address, bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
+  void* mapping = ::mmap(address, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
   if (mapping == MAP_FAILED)
     return device_error(errno, concat("mmap of a pool segment of ", bytes, " bytes"));
   // Only advice, and refused by kernels without huge pages for shared memory: 4 KiB pages serve as
@@ -68,7 +70,8 @@ Result<std::byte*> map(int fd, uint64_t bytes, std::byte* address) {
   return static_cast<std::byte*>(mapping);
 }
 
-/// An address at which huge pages can be mapped; null if no addresses are left.
+/// Addresses at which huge pages can be mapped, and from which whole page tables move to others of
+/// the kind; null if no addresses are left.
 std::byte* aligned_addresses(uint64_t bytes) {
   constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   void* const mapping = ::mmap(nullptr, bytes + kHugePageBytes, PROT_NONE, kFlags, -1, 0);
@@ -80,6 +83,23 @@ std::byte* aligned_addresses(uint64_t bytes) {
   if (head_bytes != 0) MEMD_CHECK_EQ(::munmap(start, head_bytes), 0);
   MEMD_CHECK_EQ(::munmap(start + head_bytes + bytes, tail_bytes), 0);
   return start + head_bytes;
+}
+
+Result<std::byte*> map_aligned(int fd, uint64_t bytes) {
+  std::byte* const address = aligned_addresses(bytes);
+  if (address == nullptr)
+    return device_error(errno,
+                        concat("reserving addresses for a pool segment of ", bytes, " bytes"));
+  Result<std::byte*> data = map(fd, bytes, address);
+  if (!data.is_ok()) MEMD_CHECK_EQ(::munmap(address, bytes), 0);
+  return data;
+}
+
+/// Without access.
+void reserve_in_place(std::byte* address, uint64_t bytes) {
+  // One call, so that no other thread's mapping can land in a gap.
+  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+  MEMD_CHECK(::mmap(address, bytes, PROT_NONE, kFlags, -1, 0) != MAP_FAILED);
 }
 
 /// Works whatever the kernel is set to do by itself, since Linux 6.1. It touches one page of each
@@ -124,15 +144,11 @@ Result<Segment> Segment::create(const Options& options) {
   if (!fd.is_ok()) return fd.status();
   if (Status sealed = size_and_seal(fd.value().get(), options.bytes); !sealed.is_ok())
     return sealed;
-  const bool gathers = options.gathered && !options.huge_pages;
-  std::byte* const address = gathers ? aligned_addresses(options.bytes) : nullptr;
-  Result<std::byte*> data = map(fd.value().get(), options.bytes, address);
-  if (!data.is_ok()) {
-    if (address != nullptr) ::munmap(address, options.bytes);
-    return data.status();
-  }
+  Result<std::byte*> data = map_aligned(fd.value().get(), options.bytes);
+  if (!data.is_ok()) return data.status();
   Segment segment(std::move(fd.value()), new_id(), data.value(), options.bytes);
-  if (address != nullptr) segment.is_gathered_ = gather(segment.data_, segment.bytes_);
+  if (options.gathered && !options.huge_pages)
+    segment.is_gathered_ = gather(segment.data_, segment.bytes_);
   if (Status touched = touch(segment.data_, segment.bytes_); !touched.is_ok()) return touched;
   return segment;
 }
@@ -158,10 +174,12 @@ Result<Segment> Segment::adopt(OwnedFd fd, uint64_t id, uint64_t bytes) {
   if (mode != kModeClean && mode != kModeUsed) {
     return error(StatusCode::not_found, "segment ", id, " was given up by the daemon before");
   }
-  Result<std::byte*> data = map(fd.get(), bytes, nullptr);
+  Result<std::byte*> data = map_aligned(fd.get(), bytes);
   if (!data.is_ok()) return data.status();
   Segment segment(std::move(fd), id, data.value(), bytes);
   segment.is_used_ = mode == kModeUsed;
+  // Here, at the start, and not one by one while jobs wait.
+  if (Status touched = touch(segment.data_, segment.bytes_); !touched.is_ok()) return touched;
   return segment;
 }
 
@@ -228,12 +246,21 @@ Status Segment::move_to(std::byte* address) {
   return locked_ ? lock() : Status::ok();
 }
 
+void Segment::move_away() {
+  MEMD_CHECK(data_ != nullptr);
+  std::byte* const address = aligned_addresses(bytes_);
+  if (address == nullptr) return leave_reserved();
+  constexpr int kFlags = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
+  if (::mremap(data_, bytes_, bytes_, kFlags, address) == MAP_FAILED) {
+    MEMD_CHECK_EQ(::munmap(address, bytes_), 0);
+    return leave_reserved();
+  }
+  reserve_in_place(std::exchange(data_, address), bytes_);
+}
+
 void Segment::leave_reserved() {
   MEMD_CHECK(data_ != nullptr);
-  // One call, so that no other thread's mapping can land in a gap.
-  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
-  MEMD_CHECK(::mmap(data_, bytes_, PROT_NONE, kFlags, -1, 0) != MAP_FAILED);
-  data_ = nullptr;
+  reserve_in_place(std::exchange(data_, nullptr), bytes_);
 }
 
 }  // namespace memd

@@ -19,6 +19,7 @@
 #include <fstream>
 #include <functional>
 #include <map>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <utility>
@@ -185,6 +186,49 @@ TEST(Segment, keeps_its_bytes_when_it_moves_and_when_it_is_without_a_mapping_in_
   EXPECT_EQ(base[64_KiB], std::byte{0x5A});
   segment.leave_reserved();
   ::munmap(range, 128_KiB);
+}
+
+/// Bytes of the mapping at `address` whose pages are mapped, and those that are locked.
+std::pair<uint64_t, uint64_t> mapped_and_locked_bytes(const std::byte* address) {
+  std::ifstream maps("/proc/self/smaps");
+  std::ostringstream begin;
+  begin << std::hex << reinterpret_cast<uintptr_t>(address) << '-';
+  std::pair<uint64_t, uint64_t> found{};
+  bool is_inside = false;
+  for (std::string line; std::getline(maps, line);) {
+    if (line.find(':') == std::string::npos || line.find('-') < line.find(':'))
+      is_inside = line.starts_with(begin.str());
+    if (!is_inside) continue;
+    if (line.starts_with("Rss:")) found.first = std::stoull(line.substr(4)) * 1_KiB;
+    if (line.starts_with("Locked:")) found.second = std::stoull(line.substr(7)) * 1_KiB;
+  }
+  return found;
+}
+
+TEST(Segment, moves_away_with_its_pages_and_leaves_its_addresses_to_their_owner) {
+  Segment segment = small_segment(4_MiB);
+  const bool is_locked = segment.lock().is_ok();
+  std::memset(segment.data(), 0x5A, segment.bytes());
+  void* range = ::mmap(nullptr, 4_MiB, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(range, MAP_FAILED);
+  auto* base = static_cast<std::byte*>(range);
+  ASSERT_TRUE(segment.move_to(base).is_ok());
+  segment.move_away();
+  if (segment.data() == nullptr) GTEST_SKIP() << "Linux before 5.13";
+  EXPECT_NE(segment.data(), base);
+  const auto [mapped_bytes, locked_bytes] = mapped_and_locked_bytes(segment.data());
+  EXPECT_EQ(mapped_bytes, 4_MiB) << "its pages would have to be mapped one by one";
+  if (is_locked) EXPECT_EQ(locked_bytes, 4_MiB);
+  EXPECT_EQ(segment.data()[segment.bytes() - 1], std::byte{0x5A});
+  EXPECT_EQ(mapped_and_locked_bytes(base).first, 0u);
+  // Nobody else gets them: they are mapped, without access.
+  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE;
+  EXPECT_EQ(::mmap(base, 4_MiB, PROT_NONE, kFlags, -1, 0), MAP_FAILED);
+  EXPECT_EQ(errno, EEXIST);
+  ASSERT_TRUE(segment.move_to(base).is_ok());
+  EXPECT_EQ(base[0], std::byte{0x5A});
+  segment.leave_reserved();
+  ::munmap(range, 4_MiB);
 }
 
 TEST(Pool, rounds_up_to_whole_segments_and_hands_out_each_once) {
