@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <set>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "arena/segment.h"
+#include "store/cache/job_memory.h"
 #include "store/journal/ledger.h"
 
 namespace memd {
@@ -20,16 +22,24 @@ namespace memd {
 class DroppedMemory {
  public:
   /// `ledger`: nullptr where nobody keeps descriptors.
-  void add(uint64_t job_id, std::unique_ptr<Ledger> ledger, std::vector<Segment> segments) {
-    Kept kept{.job_id = job_id, .ledger = std::move(ledger), .segment_ids = {}};
-    for (Segment& segment : segments) {
-      kept.segment_ids.insert(segment.id());
-      segments_.push_back(std::move(segment));
+  void add(uint64_t job_id, std::unique_ptr<Ledger> ledger, std::unique_ptr<JobMemory> memory) {
+    if (ledger != nullptr) {
+      const std::vector<uint64_t> ids = memory->segment_ids();
+      kept_.push_back(
+          {.job_id = job_id, .ledger = std::move(ledger), .segment_ids = {ids.begin(), ids.end()}});
     }
-    if (kept.ledger != nullptr) kept_.push_back(std::move(kept));
+    memories_.push_back(std::move(memory));
   }
-  /// For the server to destroy.
+  /// Those of a job that got no memory, and which no ledger claims.
+  void add(std::vector<Segment> segments) {
+    std::move(segments.begin(), segments.end(), std::back_inserter(segments_));
+  }
+  /// For the server to destroy. One at a time leaves a job's memory, so that no turn grows with it.
   std::optional<Segment> take_segment() {
+    while (segments_.empty() && !memories_.empty()) {
+      if (auto segment = memories_.back()->take_segment()) return segment;
+      memories_.pop_back();
+    }
     if (segments_.empty()) return std::nullopt;
     Segment segment = std::move(segments_.back());
     segments_.pop_back();
@@ -54,6 +64,7 @@ class DroppedMemory {
     std::set<uint64_t> segment_ids;
   };
 
+  std::vector<std::unique_ptr<JobMemory>> memories_;
   std::vector<Segment> segments_;
   std::vector<Kept> kept_;
 };

@@ -41,7 +41,7 @@ Status HostMemory::give(Job& job) {
   for (uint64_t i = 0; i < count; ++i) segments.push_back(*parts_.pool.take());
   if (Status given = job.kept().give(segments, segment_bytes, parts_.io); !given.is_ok()) {
     // The caller replaces them: touching fresh ones takes tens of milliseconds each.
-    dropped_.add(job.job_id(), nullptr, std::move(segments));
+    dropped_.add(std::move(segments));
     return given;
   }
   job.kept().keep(parts_.keepsakes);

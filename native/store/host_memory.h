@@ -29,7 +29,8 @@ class HostMemory {
   Status give(Job& job);
   /// A dropped job's, until its segments are replaced.
   void release(uint64_t job_id, KeptMemory::Left left) {
-    dropped_.add(job_id, std::move(left.ledger), std::move(left.segments));
+    if (left.memory != nullptr)
+      dropped_.add(job_id, std::move(left.ledger), std::move(left.memory));
   }
   /// One of them, for Replacement::make() on another thread; nullptr: there is none.
   std::shared_ptr<Pool::Replacement> begin_replacement();

@@ -142,17 +142,34 @@ bool JobMemory::shrink_private() {
   return true;
 }
 
-std::vector<Segment> JobMemory::take_segments() {
-  for (Arena* side : {arena_.get(), private_.get()}) {
-    while (side != nullptr && side->segment_count() > 0) {
-      const uint64_t offset_bytes = side->capacity_bytes() - segment_bytes_;
-      io_.remove_memory(std::span<std::byte>(side->at(offset_bytes), segment_bytes_));
-      auto segment = side->remove_last();
-      MEMD_CHECK(segment.has_value());  // whoever drops a job frees its slots first
-      unassigned_.push_back(std::move(*segment));
-    }
+std::vector<uint64_t> JobMemory::segment_ids() const {
+  std::vector<uint64_t> ids;
+  for (const Segment& segment : unassigned_) ids.push_back(segment.id());
+  for (const Arena* side : {arena_.get(), private_.get()}) {
+    for (uint64_t i = 0; i < side->segment_count(); ++i) ids.push_back(side->segment(i).id());
   }
-  return std::exchange(unassigned_, {});
+  return ids;
+}
+
+std::optional<Segment> JobMemory::take_segment() {
+  for (Arena* side : {arena_.get(), private_.get()}) {
+    if (side == nullptr || side->segment_count() == 0) continue;
+    const uint64_t offset_bytes = side->capacity_bytes() - segment_bytes_;
+    io_.remove_memory(std::span<std::byte>(side->at(offset_bytes), segment_bytes_));
+    auto segment = side->remove_last();
+    MEMD_CHECK(segment.has_value());  // whoever drops a job frees its slots first
+    return segment;
+  }
+  if (unassigned_.empty()) return std::nullopt;
+  Segment segment = std::move(unassigned_.back());
+  unassigned_.pop_back();
+  return segment;
+}
+
+std::vector<Segment> JobMemory::take_segments() {
+  std::vector<Segment> segments;
+  while (auto segment = take_segment()) segments.push_back(std::move(*segment));
+  return segments;
 }
 
 }  // namespace memd

@@ -98,7 +98,7 @@ KeptMemory::Left KeptMemory::take() {
   if (memory_ == nullptr) return {};
   free_all();
   memory_->end_claims();
-  return {.ledger = parts_.journal.take(), .segments = memory_->take_segments()};
+  return {.ledger = parts_.journal.take(), .memory = std::move(memory_)};
 }
 
 }  // namespace memd

@@ -35,10 +35,11 @@ class KeptMemory {
     PrivateTiles& tiles;
     JobCache& cache;
   };
-  /// A dropped job leaves these; `ledger` is nullptr where nobody keeps descriptors.
+  /// A dropped job leaves these; `ledger` is nullptr where nobody keeps descriptors, and `memory`
+  /// where the job had none.
   struct Left {
     std::unique_ptr<Ledger> ledger;
-    std::vector<Segment> segments;
+    std::unique_ptr<JobMemory> memory;
   };
 
   explicit KeptMemory(const Parts& parts) : parts_(parts) {}
