@@ -30,8 +30,10 @@ inline constexpr uint32_t kDepthMax = 1024;
 /// How much a path is given at a time. As little as keeps it busy is best, since a demanded read
 /// waits behind all of it.
 struct IoPathLimits {
-  uint32_t depth = 32;                    // chunks in flight, 1 to kDepthMax
-  uint64_t chunk_bytes = kChunkBytesMax;  // larger requests are split; whole blocks
+  uint32_t depth = 32;  // chunks in flight, 1 to kDepthMax
+  // Larger requests are split; whole blocks. The server thread takes 30 µs to give the kernel 1
+  // MiB.
+  uint64_t chunk_bytes = 1_MiB;
 };
 /// Why they cannot be used, or ok.
 Status check_limits(const IoPathLimits& limits);
@@ -132,9 +134,9 @@ class IoQueue {
   /// jobs.
   virtual void set_weight(JobId /*job*/, JobWeight /*weight*/) {}
 
-  /// Bytes that transfers will use, kept registered with the kernel where that is allowed (pieces
-  /// of at most 1 GiB, no transfer across two). Never fails: what can't be registered is used
-  /// unregistered, and statistics() say so.
+  /// Bytes that transfers will use, kept registered with the kernel where that is allowed. Each
+  /// reap() registers one piece (16 MiB at most; no chunk lies across two). Never fails: what is
+  /// not or cannot be registered is used unregistered, and statistics() say so.
   virtual void add_memory(std::span<std::byte> memory) = 0;
   /// Nothing in `memory` is in flight. Never fails: see IoQueueStatistics::removed_and_held_count.
   virtual void remove_memory(std::span<std::byte> memory) = 0;

@@ -16,8 +16,8 @@ namespace {
 
 constexpr uint32_t kRetryCountMax = 64;
 constexpr uint32_t kEmptyCountMax = 3;
-// Some 60 µs in the kernel for chunks of 2 MiB, with buffers that are registered.
-constexpr uint32_t kStartedTogether = 2;
+// Some 30 µs in the kernel, with buffers that are registered.
+constexpr uint64_t kStartedBytes = 1_MiB;
 
 }  // namespace
 
@@ -118,18 +118,20 @@ void TransferQueue::start_waiting() {
     if (transfer->op_count == 0) done_.push_back(transfer);
     return true;
   };
-  for (uint32_t count = 1; !ops_free_.empty(); ++count) {
+  uint64_t bytes = 0;
+  while (!ops_free_.empty()) {
     const std::shared_ptr<Transfer> transfer = scheduler_.next(refuse);
     if (transfer == nullptr) break;
-    start_next_chunk(transfer);
-    if (count % kStartedTogether != 0) continue;
+    bytes += std::max(start_next_chunk(transfer), kChunkBytesMin);
+    if (bytes < kStartedBytes) continue;
     flush();
     if (is_turn_spent()) return;  // the next reap() starts the rest
+    bytes = 0;
   }
   flush();
 }
 
-void TransferQueue::start_next_chunk(const std::shared_ptr<Transfer>& transfer) {
+uint64_t TransferQueue::start_next_chunk(const std::shared_ptr<Transfer>& transfer) {
   const IoRequest& request = transfer->request;
   const auto rest = request.data.subspan(transfer->started_bytes);
   IoOp& op = *ops_free_.back();
@@ -150,6 +152,7 @@ void TransferQueue::start_next_chunk(const std::shared_ptr<Transfer>& transfer) 
   transfer->started = true;
   scheduler_.started(transfer, op.length_bytes);
   start(op);
+  return op.length_bytes;
 }
 
 void TransferQueue::start_again(IoOp& op) {

@@ -89,7 +89,8 @@ class TransferQueue : public IoQueue {
 
   void start_waiting();
   bool is_turn_spent() const { return turn_ != nullptr && turn_->is_spent(); }
-  void start_next_chunk(const std::shared_ptr<Transfer>& transfer);
+  /// Its bytes.
+  uint64_t start_next_chunk(const std::shared_ptr<Transfer>& transfer);
   void start_again(IoOp& op);
   void finish_op(IoOp& op, Status status);
   bool is_refused(const IoRequest& request) const {

@@ -3,6 +3,7 @@
 
 #include <liburing.h>
 
+#include <deque>
 #include <map>
 #include <memory>
 #include <vector>
@@ -45,6 +46,7 @@ class UringQueue final : public TransferQueue {
   uint64_t chunk_bytes(const std::byte* data, uint64_t length_bytes) const override;
 
   Pieces::const_iterator piece_at(const std::byte* data) const;
+  void register_next();
   int register_piece(std::span<std::byte> memory);
   void unregister_piece(int slot);
   /// False where the kernel has no memory for that.
@@ -54,8 +56,9 @@ class UringQueue final : public TransferQueue {
   io_uring ring_;
   bool has_file_table_ = false;
   std::vector<Device> devices_;
-  Pieces pieces_;  // by address
-  uint64_t unregistered_count_ = 0;
+  Pieces pieces_;                    // by address
+  uint64_t unregistered_count_ = 0;  // of pieces_: they wait, or were refused
+  std::deque<std::byte*> waiting_;   // to be registered
   std::vector<int> slots_held_;  // of removed pieces: no transfer uses them, the kernel keeps them
   uint64_t held_retry_ns_ = 0;   // when it is asked again
   const std::function<int()> fail_unregister_;

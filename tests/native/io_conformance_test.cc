@@ -1,9 +1,11 @@
 // Every engine keeps the same promises, and the automatic choice says why it fell back.
 #include "io_conformance.h"
 
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <array>
 
@@ -116,9 +118,37 @@ TEST(UringQueue, memory_that_can_be_registered_is_and_statistics_say_so) {
   EXPECT_FALSE(queue.statistics().registered_buffers);
   Block block(1_MiB);
   queue.add_memory(block.span());
+  queue.reap();
   EXPECT_TRUE(queue.statistics().registered_buffers);
   queue.remove_memory(block.span());
   EXPECT_FALSE(queue.statistics().registered_buffers);
+}
+
+TEST(UringQueue, a_reap_registers_one_piece_and_asks_for_the_next_turn) {
+  const OwnedFd wake(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  auto made = UringQueue::create({.wake_fd = wake.get()});
+  if (!made.is_ok()) GTEST_SKIP() << made.status().message();
+  UringQueue& queue = *made.value();
+  Block block(40_MiB);  // three pieces
+  queue.add_memory(block.span());
+  uint64_t woken = 0;
+  for (int reap_count = 0; reap_count < 3; ++reap_count) {
+    EXPECT_FALSE(queue.statistics().registered_buffers) << reap_count;
+    EXPECT_EQ(::read(wake.get(), &woken, sizeof(woken)), static_cast<ssize_t>(sizeof(woken)))
+        << "nobody would call the next reap()";
+    queue.reap();
+  }
+  EXPECT_TRUE(queue.statistics().registered_buffers);
+  EXPECT_EQ(::read(wake.get(), &woken, sizeof(woken)), -1) << "there is nothing more to do";
+
+  // What was removed before its turn is left alone; what was added again meanwhile is not.
+  queue.remove_memory(block.span());
+  queue.add_memory(block.span());
+  queue.remove_memory(block.span());
+  queue.add_memory(block.span().first(1_MiB));
+  for (int reap_count = 0; reap_count < 4; ++reap_count) queue.reap();
+  EXPECT_TRUE(queue.statistics().registered_buffers);
+  queue.remove_memory(block.span().first(1_MiB));
 }
 
 TEST(UringQueue, memory_that_cannot_be_registered_is_used_unregistered_and_statistics_say_so) {
@@ -130,6 +160,7 @@ TEST(UringQueue, memory_that_cannot_be_registered_is_used_unregistered_and_stati
   const std::span<std::byte> nowhere(reinterpret_cast<std::byte*>(kBlockBytes), 1_MiB);
   queue.add_memory(block.span());
   queue.add_memory(nowhere);
+  for (int reap_count = 0; reap_count < 2; ++reap_count) queue.reap();
   EXPECT_FALSE(queue.statistics().registered_buffers);
   queue.remove_memory(nowhere);
   EXPECT_TRUE(queue.statistics().registered_buffers);
@@ -143,12 +174,14 @@ TEST(UringQueue, memory_that_the_kernel_cannot_let_go_of_is_held_until_it_can_an
   UringQueue& queue = *made.value();
   Block block(1_MiB);
   queue.add_memory(block.span());
+  queue.reap();
   queue.remove_memory(block.span());
   EXPECT_EQ(queue.statistics().removed_and_held_count, 1u);
   EXPECT_FALSE(queue.statistics().registered_buffers);
 
   // The same bytes are added and used again, under another number.
   queue.add_memory(block.span());
+  queue.reap();
   EXPECT_TRUE(queue.statistics().registered_buffers);
   const uint16_t device = queue.add_device(OwnedFd(memfd_create("device", MFD_CLOEXEC)), "device");
   block.span()[0] = std::byte{7};

@@ -808,10 +808,10 @@ TEST_F(StepTest, an_error_in_the_middle_leaves_the_job_at_n_and_a_second_try_suc
   const std::vector<Case> cases = {
       {"a device that is busy for too long",
        StatusCode::device,
-       {.io_kind = IoKind::read, .skip_count = 1, .count = 1000, .error_number = EAGAIN}},
+       {.io_kind = IoKind::read, .skip_count = 1, .count = 100'000, .error_number = EAGAIN}},
       {"no memory for a read",
        StatusCode::device,
-       {.io_kind = IoKind::read, .skip_count = 3, .count = 1000, .error_number = ENOMEM}},
+       {.io_kind = IoKind::read, .skip_count = 3, .count = 100'000, .error_number = ENOMEM}},
   };
   for (const Case& each : cases) {
     SCOPED_TRACE(each.name);
