@@ -195,6 +195,47 @@ TEST(TurnsTest, a_turn_in_which_a_lease_sleeps_for_room_is_bounded_whatever_is_l
   }
 }
 
+TEST(TurnsTest, a_large_lease_moves_few_small_entries_a_turn) {
+  constexpr uint32_t kSmallCount = 500;
+  constexpr uint64_t kSmallBytes = 8_KiB;
+  for (const bool are_clean : {true, false}) {
+    SCOPED_TRACE(are_clean ? "clean" : "dirty");
+    Heart heart(std::make_shared<MemoryDisk>(400_MiB));
+    const uint64_t session = heart.attach(heart.open("job", 2));
+    std::vector<ShardSpec> specs{
+        {.name = "large", .kind = ShardKind::blob, .dtype = DType::uint8, .shape = {4_MiB}}};
+    for (uint32_t i = 0; i < kSmallCount; ++i) {
+      specs.push_back({.name = "small" + std::to_string(i),
+                       .kind = ShardKind::blob,
+                       .dtype = DType::uint8,
+                       .shape = {kSmallBytes}});
+    }
+    const auto ids = heart.declare(session, specs);
+    for (uint32_t i = 1; i <= kSmallCount; ++i)
+      heart.write(session, ids[i], std::vector<uint8_t>(kSmallBytes, static_cast<uint8_t>(i)));
+    if (are_clean) ASSERT_TRUE(heart.sync(session).is_ok());
+    const JobCounters& counters = heart.job(session).cache().counters();
+    const auto large = heart.ask(session, ids[0], LeaseMode::overwrite);
+    int turns = 0;
+    while (!large->has_value() && turns < 100 * kTurnsMax) {
+      const uint64_t evicted_bytes = counters.evicted_bytes;
+      const uint64_t spilled_bytes = counters.spilled_bytes;
+      ++turns;
+      heart.turn();
+      ASSERT_LE(counters.evicted_bytes - evicted_bytes, Room::kMovedMax * kSmallBytes);
+      ASSERT_LE(counters.spilled_bytes - spilled_bytes, Room::kMovedMax * kSmallBytes);
+    }
+    ASSERT_TRUE(large->has_value() && (*large)->is_ok());
+    EXPECT_GE(turns, static_cast<int>(kSmallCount / Room::kMovedMax));
+    EXPECT_EQ(counters.spilled_bytes, are_clean ? 0u : kSmallCount * kSmallBytes);
+    heart.release(**large);
+    for (uint32_t i = 1; i <= kSmallCount; ++i) {
+      ASSERT_EQ(heart.read<uint8_t>(session, ids[i]),
+                std::vector<uint8_t>(kSmallBytes, static_cast<uint8_t>(i)));
+    }
+  }
+}
+
 TEST(TurnsTest, a_lease_looks_at_no_more_retired_slots_however_many_readers_keep) {
   constexpr uint32_t kRetired = 1000;
   Heart heart(std::make_shared<MemoryDisk>(400_MiB));

@@ -346,7 +346,8 @@ Leases::Grant Leases::bring_up(const Try& asked) {
 
 std::unique_ptr<Slot> Leases::make_room(const Entry& entry, bool may_spill) {
   if (is_room_wanted_) return nullptr;
-  auto slot = room_.make(entry.bytes, parts_.shards.shard_count(entry), may_spill);
+  auto slot =
+      room_.make(Room::Asker::lease, entry.bytes, parts_.shards.shard_count(entry), may_spill);
   // Its own bytes need no protection any more.
   parts_.policy.put_back(entry.id);
   return slot;
@@ -460,8 +461,8 @@ bool Leases::move_old_bytes(LeaseWaiter& waiter) {
                           waiter.request.mode == LeaseMode::write && entry.is_resident();
   if (!are_copied || waiter.has_moved_old_bytes) return false;
   if (entry.task_count() != 0 || parts_.slots.is_pinned(*entry.slot)) return false;
-  auto both = room_.make(2 * align_up(entry.bytes, kBlockBytes), 1, true);
-  if (both == nullptr) return parts_.activities.any();
+  auto both = room_.make(Room::Asker::copy, 2 * align_up(entry.bytes, kBlockBytes), 1, true);
+  if (both == nullptr) return parts_.activities.any() || !room_.has_looked_at_all();
   waiter.has_moved_old_bytes = true;
   parts_.slots.free(std::move(both));
   return true;

@@ -102,6 +102,7 @@ std::unique_ptr<Slot> Prefetcher::make_room(const Entry& entry, uint64_t distanc
   // It is not worth more than twice what is fetched.
   const uint64_t& evicted_bytes = parts_.counters.evicted_bytes;
   const uint64_t evicted_bytes_max = evicted_bytes + 2 * entry.bytes;
+  const uint64_t evicted_count_before = room_.evicted_count();
   while (evicted_bytes < evicted_bytes_max) {
     const Room::Eviction evicted =
         room_.evict_for(Room::Asker::prefetch,
@@ -111,6 +112,9 @@ std::unique_ptr<Slot> Prefetcher::make_room(const Entry& entry, uint64_t distanc
     is_searching_ = evicted == Room::Eviction::unfinished;
     if (evicted != Room::Eviction::done) break;
     if (auto slot = free_slot()) return slot;
+    if (room_.evicted_count() - evicted_count_before < Room::kMovedMax) continue;
+    is_searching_ = true;
+    break;
   }
   return nullptr;
 }

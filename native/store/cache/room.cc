@@ -7,14 +7,20 @@
 
 namespace memd {
 
-std::unique_ptr<Slot> Room::make(uint64_t bytes, uint32_t pin_count, bool may_spill) {
+std::unique_ptr<Slot> Room::make(Asker asker, uint64_t bytes, uint32_t pin_count, bool may_spill) {
+  const uint64_t evicted_count_before = evicted_count_;
   for (;;) {
     if (auto slot = parts_.slots.make(bytes, pin_count)) return slot;
     parts_.slots.free_retired();
     if (auto slot = parts_.slots.make(bytes, pin_count)) return slot;
     if (parts_.memory->grow_arena()) continue;
-    const Eviction evicted = evict_for(Asker::lease, {.bytes = bytes});
-    if (evicted == Eviction::done) continue;
+    const Eviction evicted = evict_for(asker, {.bytes = bytes});
+    if (evicted == Eviction::done) {
+      if (evicted_count_ - evicted_count_before < kMovedMax) continue;
+      has_looked_at_all_ = false;
+      parts_.waits.wake_first_for_room();
+      return nullptr;
+    }
     // Clean entries go before those that have to be written.
     if (evicted == Eviction::unfinished) return nullptr;
     if (!parts_.activities.any() && shrink_private(may_spill)) continue;
@@ -42,7 +48,7 @@ bool Room::may_go(const Entry& entry) const {
 }
 
 Room::Eviction Room::evict_for(Asker asker, const EvictionWish& wish) {
-  std::optional<VictimSearch>& search = asker == Asker::lease ? for_lease_ : for_prefetch_;
+  std::optional<VictimSearch>& search = searches_[static_cast<size_t>(asker)];
   const uint64_t event_count = parts_.waits.room_event_count();
   const bool goes_on = search && search->is_for(wish.bytes);
   const uint64_t event_count_before = goes_on ? search->event_count() : event_count;
@@ -59,7 +65,7 @@ Room::Eviction Room::evict_for(Asker asker, const EvictionWish& wish) {
 bool Room::evict_at_once_for(const EvictionWish& wish) {
   std::optional<VictimSearch> search;
   EvictionWish at_once = wish;
-  at_once.victim_count_max = kLookedAtMax;
+  at_once.victim_count_max = kMovedMax;
   return go_on(search, at_once) == Eviction::done;
 }
 
@@ -77,12 +83,13 @@ Room::Eviction Room::go_on(std::optional<VictimSearch>& search, const EvictionWi
 }
 
 Room::Eviction Room::evict_found(std::optional<VictimSearch>& search, const EvictionWish& wish) {
-  if (search->victim_count() > wish.victim_count_max ||
-      search->victim_bytes(wish.evicted_bytes_max) > wish.evicted_bytes_max) {
+  if (!search->has_taken() &&
+      (search->victim_count() > wish.victim_count_max ||
+       search->victim_bytes(wish.evicted_bytes_max) > wish.evicted_bytes_max)) {
     search.reset();
     return Eviction::nothing;
   }
-  for (size_t count = 0; count < kLookedAtMax; ++count) {
+  for (size_t count = 0; count < kMovedMax; ++count) {
     const auto victim = search->take_victim();
     if (!victim) {
       search.reset();
@@ -164,6 +171,7 @@ bool Room::look_at_leased(size_t count_max) {
 }
 
 void Room::evict(const VictimSearch::Victim& victim) {
+  ++evicted_count_;
   Entry& entry = *parts_.shards.entry(victim.entry_id);
   if (entry.slot == nullptr || entry.slot->offset_bytes != victim.offset_bytes) {
     parts_.counters.evicted_bytes += entry.bytes;
@@ -198,7 +206,7 @@ std::vector<Entry*> Room::choose_to_spill(uint64_t bytes) {
   size_t stays_count = 0;
   parts_.policy.in_order(EvictionPrice::dirty, [&](uint32_t entry_id, uint64_t) {
     if (draining_bytes >= bytes || stays_count == kLeftMax) return false;
-    if (left.size() == kLookedAtMax) {
+    if (left.size() == kLookedAtMax || victims.size() == kMovedMax) {
       has_looked_at_all_ = false;
       return false;
     }

@@ -1,6 +1,7 @@
 // Room in the arena of one job: what goes for it.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -23,21 +24,20 @@ class Room {
   Room(const Room&) = delete;
   Room& operator=(const Room&) = delete;
 
+  /// Each has a search of its own, which goes on in its next call.
+  enum class Asker : uint8_t { lease, copy, prefetch };
   /// nullptr where there is no room at this moment. `may_spill`: there may be some later, of which
   /// nobody is told.
-  std::unique_ptr<Slot> make(uint64_t bytes, uint32_t pin_count, bool may_spill);
-  /// False: the last search for a lease ended early, and whoever is first for room has been woken
-  /// to go on.
+  std::unique_ptr<Slot> make(Asker asker, uint64_t bytes, uint32_t pin_count, bool may_spill);
+  /// False: the last make() ended early, and whoever is first for room has been woken to go on.
   bool has_looked_at_all() const { return has_looked_at_all_; }
-  /// The callers, each with a search of its own that goes on in the next call.
-  enum class Asker : uint8_t { lease, prefetch };
   enum class Eviction : uint8_t {
     nothing,     // nothing that makes room may go
     done,        // there may still be no room, where a client leased meanwhile what was to go
     unfinished,  // the next call goes on
   };
   /// Evicts in the policy's order, if that makes room in one piece: nothing goes for a hole that is
-  /// too small. Looks at kLookedAtMax entries at most, and so many go.
+  /// too small. Looks at kLookedAtMax entries at most, and kMovedMax go.
   Eviction evict_for(Asker asker, const EvictionWish& wish);
   /// The same for who does not come again: nothing goes unless all of it goes in this call.
   bool evict_at_once_for(const EvictionWish& wish);
@@ -49,10 +49,14 @@ class Room {
   void look_for_all_releases();
   /// Entries that walks and looks for releases met so far.
   uint64_t looked_at_count() const { return looked_at_count_; }
+  /// Entries that were evicted so far.
+  uint64_t evicted_count() const { return evicted_count_; }
 
   /// Entries that one call of a search, or one look for releases, meets at most: some 20 µs. What
   /// cannot go is set aside, so that no later search meets it again.
   static constexpr size_t kLookedAtMax = 256;
+  /// And that it evicts, or begins to spill: 10 to 20 µs each.
+  static constexpr size_t kMovedMax = 16;
 
  private:
   bool may_go(const Entry& entry) const;
@@ -75,11 +79,11 @@ class Room {
   const CacheParts parts_;
   /// Ids of entries that were set aside because they were leased.
   std::set<uint32_t> leased_ids_;
-  uint32_t next_leased_id_ = 0;  // to be looked at
-  std::optional<VictimSearch> for_lease_;
-  std::optional<VictimSearch> for_prefetch_;
+  uint32_t next_leased_id_ = 0;                          // to be looked at
+  std::array<std::optional<VictimSearch>, 3> searches_;  // by Asker
   bool has_looked_at_all_ = true;
   uint64_t looked_at_count_ = 0;
+  uint64_t evicted_count_ = 0;
 };
 
 }  // namespace memd

@@ -55,6 +55,7 @@ class VictimSearch {
   /// While evicting: the bytes of entries that go, at least `bytes_max` where it is more.
   uint64_t victim_bytes(uint64_t bytes_max) const;
   size_t victim_count() const { return chosen_.size(); }
+  bool has_taken() const { return taken_count_ > 0; }
   /// While evicting; nothing after the last.
   std::optional<Victim> take_victim();
 
