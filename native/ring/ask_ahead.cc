@@ -34,7 +34,7 @@ void ClientSession::ask_ahead(std::span<const uint32_t> shard_ids) {
         request({.shard_id = shard_id, .part = Part::gradient, .mode = LeaseMode::overwrite},
                 kAheadTimeoutNs,
                 &ahead->asked);
-    requests[count++].is_ahead = 1;
+    requests[count++].is_expected = 1;
     ahead_.push_back(std::move(ahead));
   }
   if (count == 0) return;
@@ -56,7 +56,7 @@ bool ClientSession::take_ahead(const WantedLease& wanted, Asked* asked) {
     return false;
   }
   *asked = std::move(ahead->asked);
-  asked->is_ahead = true;
+  asked->is_expected = true;
   if (!asked->waiting.done) waiting_[asked->request_id] = &asked->waiting;
   return true;
 }

@@ -465,7 +465,7 @@ Status ClientSession::ask(std::span<const WantedLease> wanted,
   if (count == 0) return Status::ok();
   const Status status = submit(std::span(requests).first(count));
   if (!status.is_ok()) {
-    for (Asked& each : asked) each.is_ahead ? forget(each) : void(waiting_.erase(each.request_id));
+    for (Asked& each : asked) each.is_expected ? forget(each) : void(waiting_.erase(each.request_id));
   }
   return status;
 }
@@ -526,7 +526,7 @@ void ClientSession::ask_and_wait(std::span<const WantedLease> wanted,
     // other leases were held. And slots that are asked for ahead may be the room that this one
     // lacks.
     const auto code = static_cast<StatusCode>(asked[i].waiting.completion.code);
-    const bool is_no_answer = code != StatusCode::ok && asked[i].is_ahead;
+    const bool is_no_answer = code != StatusCode::ok && asked[i].is_expected;
     if (!is_no_answer && !(code == StatusCode::capacity && forget_asked())) continue;
     asked[i] = {};
     ask_and_wait(wanted.subspan(i, 1), asked.subspan(i, 1), timeout_ns, phase);

@@ -144,7 +144,7 @@ class ClientSession {
     Waiting waiting;
     uint64_t request_id = 0;
     Status status;  // why it is not in the ring, or has no answer
-    bool is_ahead = false;
+    bool is_expected = false;
   };
   /// A lease of a gradient that was asked for and that nobody waits for yet.
   struct Ahead {

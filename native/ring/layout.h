@@ -60,7 +60,7 @@ struct alignas(64) Request {
   uint32_t shard_id;
   Part part;
   LeaseMode mode;
-  uint16_t is_ahead;  // 1: of a gradient that is expected, and may never come
+  uint16_t is_expected;  // 1: of a gradient that is expected, and may never come
   uint32_t reserved32;
   uint64_t timeout_ns;
   uint64_t after_call;  // the StepRequest::call that it follows; 0: none that is on its way

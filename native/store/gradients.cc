@@ -25,7 +25,7 @@ void Gradients::unused(uint64_t session_id, uint32_t shard_id) {
   for (LeaseWaiter& waiter : job.cache().waiters().take(*gradient, [&](const LeaseWaiter& each) {
          const LeaseRequest& request = each.request;
          return request.session_id == session_id && request.shard_id == shard_id &&
-                request.is_ahead && !request.for_service;
+                request.is_expected && !request.for_service;
        })) {
     waiter.refuse(error(StatusCode::deadline, "nobody waits for it any more"));
   }

@@ -438,7 +438,7 @@ bool ShardStore::serve(Session& session) {
            .for_service = false,
            .prefetch = prefetch,
            .after_call = request.after_call,
-           .is_ahead = request.is_ahead != 0 && request.part == Part::gradient},
+           .is_expected = request.is_expected != 0 && request.part == Part::gradient},
           [this, session_id, prefetch, request_id = request.request_id](const Status& status,
                                                                         const LeaseGrant& grant) {
             const auto found = sessions_.find(session_id);

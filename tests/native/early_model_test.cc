@@ -342,7 +342,7 @@ class History {
     const size_t i = any();
     if (gradients_[i]) return;
     LeaseRequest asked = request(session_, ids_[i], Part::gradient, LeaseMode::overwrite);
-    asked.is_ahead = true;
+    asked.is_expected = true;
     const Held held = lease(asked);
     if (!held.is_ok()) return;
     turn();

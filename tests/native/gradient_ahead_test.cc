@@ -23,14 +23,14 @@ class GradientAheadTest : public ::testing::Test {
     for (size_t i : {1, 2}) heart_.write(session_, ids_[i], numbers(8, 1));
   }
   std::shared_ptr<std::optional<Held>> ask(size_t i,
-                                           bool is_ahead,
+                                           bool is_expected,
                                            LeaseMode mode = LeaseMode::overwrite) {
     return heart_.ask({.session_id = session_,
                        .shard_id = ids_[i],
                        .part = Part::gradient,
                        .mode = mode,
                        .timeout_ns = 60'000'000'000,
-                       .is_ahead = is_ahead});
+                       .is_expected = is_expected});
   }
   Job& job() { return heart_.job(session_); }
   const Shard& shard(size_t i) { return job().shards()[ids_[i]]; }

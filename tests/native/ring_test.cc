@@ -718,7 +718,7 @@ TEST_F(RingTest, what_was_asked_ahead_is_leased_without_another_request) {
   client_->ask_ahead({{3}});  // asked for already
   const Request request = next_request();
   EXPECT_EQ(request.shard_id, 3u);
-  EXPECT_EQ(request.is_ahead, 1u);
+  EXPECT_EQ(request.is_expected, 1u);
   grant(request, 7);
   const auto lease = client_->lease(3, Part::gradient, LeaseMode::overwrite, kSecond);
   ASSERT_TRUE(lease.is_ok()) << lease.status().message();

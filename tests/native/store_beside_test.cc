@@ -307,7 +307,7 @@ TEST_F(UndoTest, no_read_is_granted_while_its_step_is_undone) {
   std::optional<Status> done;
   heart_.store().operations().step(request(),
                                    [&](const Status& status, const StepReport&) { done = status; });
-  ASSERT_TRUE(heart_.until([&] { return a.is_ahead && b.is_ahead; }));
+  ASSERT_TRUE(heart_.until([&] { return a.is_uncommitted && b.is_uncommitted; }));
   ASSERT_FALSE(b.is_resident());
   heart_.release(old_view);
   heart_.faults().add_fault({.kind = MemoryFaultKind::stall,

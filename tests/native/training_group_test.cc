@@ -205,7 +205,7 @@ TEST_F(TrainingGroupTest, members_reserve_no_slot_that_others_would_add_to) {
                                     .part = Part::gradient,
                                     .mode = LeaseMode::overwrite,
                                     .timeout_ns = 60'000'000'000,
-                                    .is_ahead = true});
+                                    .is_expected = true});
     EXPECT_TRUE(heart_.until([&] { return answer->has_value(); }));
     return answer->value_or(Held{});
   };

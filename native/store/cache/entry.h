@@ -123,7 +123,7 @@ class Entry {
   const Tier tier : 2;
   bool is_in_step : 1 = false;  // a step that runs reads or replaces it
   // A read of it shows what a step made, before that is committed.
-  bool is_ahead : 1 = false;
+  bool is_uncommitted : 1 = false;
   bool prefetch_failed : 1 = false;  // not tried again before it was used
   Prefetched prefetched : 2 = Prefetched::no;
 

@@ -38,7 +38,7 @@ struct LeaseRequest {
   bool prefetch = false;
   uint64_t after_call = 0;  // the StepRequest::call that it follows; 0: none
   /// For a gradient that is expected; gradient_unused() says that it does not come.
-  bool is_ahead = false;
+  bool is_expected = false;
 };
 
 }  // namespace memd

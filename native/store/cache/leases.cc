@@ -129,7 +129,7 @@ Leases::Outcome Leases::check_call(const Try& asked) const {
 
 Leases::Outcome Leases::check_notice(const Try& asked) const {
   // Nobody waits for the answer to one that is asked for ahead.
-  if (asked.request.part != Part::gradient || asked.request.is_ahead) return std::nullopt;
+  if (asked.request.part != Part::gradient || asked.request.is_expected) return std::nullopt;
   const auto notice = parts_.group.take_notice(asked.request.session_id);
   if (!notice) return std::nullopt;
   return refuse(asked.waiter, *notice);
@@ -162,7 +162,7 @@ Leases::Outcome Leases::check_steps(const Try& asked) const {
   }
   if (!reads && request.part == Part::gradient && shard.contributors.is_sealed())
     return wait(waiter, WaitsFor::gradient_step);
-  if (request.is_ahead && !shard.contributors.empty()) {
+  if (request.is_expected && !shard.contributors.empty()) {
     // It is in a step that is not closed yet, or was made meanwhile: a pin on it would stand in the
     // way of that step, and what overwrites reads nothing that was spilled.
     return refuse(
@@ -176,7 +176,7 @@ Leases::Outcome Leases::check_steps(const Try& asked) const {
 Leases::Outcome Leases::check_contributors(const Try& asked) const {
   const auto& [waiter, request, shard, entry, reads] = asked;
   if (request.part != Part::gradient) return std::nullopt;
-  if (request.is_ahead) {
+  if (request.is_expected) {
     if (!parts_.group.is_shared_by(request.session_id)) return std::nullopt;
     // Another member would add to a slot that may never be written.
     return refuse(waiter, error(StatusCode::deadline, "members take a gradient's slot in turn"));
@@ -388,7 +388,7 @@ void Leases::note_writer(const Try& asked) {
   const LeaseRequest& request = asked.request;
   Shard& shard = asked.shard;
   if (request.part == Part::gradient) {
-    shard.is_gradient_unsure = request.is_ahead && shard.contributors.empty();
+    shard.is_gradient_unsure = request.is_expected && shard.contributors.empty();
     shard.contributors = parts_.group.with(shard.contributors, request.session_id);
     parts_.waits.wake(asked.entry);
     parts_.note_shard(request.shard_id);

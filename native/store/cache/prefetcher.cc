@@ -137,7 +137,7 @@ bool Prefetcher::may_prefetch(const Entry& entry) const {
     const bool is_in_closed_step = std::any_of(held.begin(), held.end(), [this](uint32_t id) {
       return parts_.shards[id].contributors.is_sealed();
     });
-    if (is_in_closed_step && !entry.is_ahead) return false;
+    if (is_in_closed_step && !entry.is_uncommitted) return false;
   }
   if (entry.residency() != Residency::absent || entry.task_count() != 0) return false;
   if (entry.bytes == 0 || entry.prefetch_failed || !entry.has_replica()) return false;

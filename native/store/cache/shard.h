@@ -53,7 +53,7 @@ struct Shard {
   bool written = false;
   bool deleted = false;
   // Its update can be leased, and the next commit counts it.
-  bool is_ahead = false;
+  bool is_uncommitted = false;
   // The bucket's extents hold bytes that were written to it.
   bool is_on_disk = false;
   // Its gradient was leased ahead, and nobody has said since that it is there.
@@ -79,7 +79,7 @@ struct Shard {
   uint64_t element_count() const { return bytes / dtype_bytes(dtype); }
   uint64_t offset_bytes() const { return element_offset * dtype_bytes(dtype); }
   /// Generation of the bytes that a lease shows.
-  uint64_t leased_generation() const { return generation + (is_ahead ? 1 : 0); }
+  uint64_t leased_generation() const { return generation + (is_uncommitted ? 1 : 0); }
 };
 
 // A job has up to a million, and bench_growth.py counts the bytes of each: large members first, so

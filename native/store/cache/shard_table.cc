@@ -26,7 +26,7 @@ bool ShardTable::can_publish(const Entry& entry) const {
   // The store decides each lease of what a writer fills, of what may take another one's place with
   // a step, and of a stopped job.
   return may_publish_ && progress_.stopped().is_ok() && entry.kind != EntryKind::gradient &&
-         (entry.is_ahead ? group_.visibility() != Visibility::nobody : entry.steps_before == 0) &&
+         (entry.is_uncommitted ? group_.visibility() != Visibility::nobody : entry.steps_before == 0) &&
          entry.is_resident() && entry.slot != nullptr && entry.pending == nullptr &&
          entry.owner == entry.kept_owner;
 }
@@ -48,7 +48,7 @@ void ShardTable::publish_shard(const Entry& entry, uint32_t shard_id, uint32_t i
                                  (entry.kind == EntryKind::bytes ? 0 : shard.offset_bytes()),
                  .length_bytes = shard.bytes,
                  .generation = shard.leased_generation()},
-                entry.is_ahead ? group_.visibility() : Visibility::everybody);
+                entry.is_uncommitted ? group_.visibility() : Visibility::everybody);
   shard.is_published = true;
   entry.slot->is_published = true;
 }
@@ -85,7 +85,7 @@ void ShardTable::withdraw_all() {
 
 void ShardTable::withdraw_uncommitted() {
   for (const Entry* const entry : shards_.entries()) {
-    if (entry != nullptr && entry->is_ahead) withdraw(*entry);
+    if (entry != nullptr && entry->is_uncommitted) withdraw(*entry);
   }
 }
 

@@ -24,7 +24,7 @@ SlotRecord slot_record(const Entry& entry, const Slot& slot, SlotRole role) {
   record.residency = entry.residency();
   // The next daemon makes the update again, and must not take these bytes for those of the step
   // before.
-  if (entry.is_ahead && entry.is_resident()) record.residency = Residency::filling;
+  if (entry.is_uncommitted && entry.is_resident()) record.residency = Residency::filling;
   record.kind = entry.kind;
   record.owner = entry.kept_owner;
   record.has_service_writer = std::any_of(slot.service_pins.begin(),

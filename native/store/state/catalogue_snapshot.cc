@@ -172,7 +172,7 @@ void CatalogueSnapshot::abandon() {
 
 // ---- What happens meanwhile ---------------------------------------------------------------------
 
-bool CatalogueSnapshot::is_ahead(uint32_t shard_id) const {
+bool CatalogueSnapshot::is_unwritten(uint32_t shard_id) const {
   return is_writing() && shard_id >= shard_id_ && shard_id < ids_end_;
 }
 
@@ -182,19 +182,19 @@ const CatalogueSnapshot::Kept* CatalogueSnapshot::find_kept(uint32_t shard_id) c
 }
 
 void CatalogueSnapshot::before_change(uint32_t shard_id) {
-  if (!is_ahead(shard_id) || kept_.contains(shard_id)) return;
+  if (!is_unwritten(shard_id) || kept_.contains(shard_id)) return;
   kept_[shard_id] = {.record = shards_[shard_id].record(), .is_removed = false};
 }
 
 void CatalogueSnapshot::before_removal(uint32_t shard_id) {
   if (state_ == State::none) return;
-  if (!is_ahead(shard_id)) return durable_.keep(shard_id, shards_[shard_id].label_record());
+  if (!is_unwritten(shard_id)) return durable_.keep(shard_id, shards_[shard_id].label_record());
   before_change(shard_id);
   kept_.at(shard_id).is_removed = true;
 }
 
 void CatalogueSnapshot::added(uint32_t shard_id) {
-  if (is_ahead(shard_id)) kept_.try_emplace(shard_id);
+  if (is_unwritten(shard_id)) kept_.try_emplace(shard_id);
 }
 
 }  // namespace memd

@@ -58,7 +58,7 @@ class CatalogueSnapshot {
   size_t write_shard();
   void begin_shard(const Kept* kept);
   void end_shard(const Kept* kept);
-  bool is_ahead(uint32_t shard_id) const;
+  bool is_unwritten(uint32_t shard_id) const;
   const Kept* find_kept(uint32_t shard_id) const;
   void end_writing();
 

@@ -60,7 +60,7 @@ std::optional<WaitsFor> StepShards::before(const LeaseRequest& request,
   // A step that an earlier daemon has begun is as good as begun.
   const bool has_begun = !held_.empty() || is_redo_;
   if (!is_own && !has_begun) return std::nullopt;
-  const bool can_be_read = is_own && has_begun && entry.is_ahead && !is_undoing;
+  const bool can_be_read = is_own && has_begun && entry.is_uncommitted && !is_undoing;
   if (can_be_read && request.mode == LeaseMode::read) return std::nullopt;
   return is_own && request.mode == LeaseMode::read ? WaitsFor::update : WaitsFor::step;
 }
@@ -98,9 +98,9 @@ void StepShards::hold(const StagedBuffers& staged) {
 void StepShards::release() {
   MEMD_FAILPOINT("step.letting_go");
   for (Entry* const entry : held_) {
-    if (!entry->is_ahead) parts_.job.residencies.end_task(*entry);
+    if (!entry->is_uncommitted) parts_.job.residencies.end_task(*entry);
     entry->is_in_step = false;
-    entry->is_ahead = false;
+    entry->is_uncommitted = false;
     parts_.job.waits.wake(*entry);
   }
   held_.clear();
@@ -134,8 +134,8 @@ void StepShards::publish_bucket(const Bucket& bucket) const {
   const StateParts& job = parts_.job;
   Entry& value = *bucket.value;
   for (const uint32_t shard_id : bucket.shards)
-    job.shards[shard_id].is_ahead = group_of_.contains(shard_id);
-  value.is_ahead = true;
+    job.shards[shard_id].is_uncommitted = group_of_.contains(shard_id);
+  value.is_uncommitted = true;
   if (value.residency() == Residency::filling)
     job.residencies.move(value, Residency::filling, Residency::clean);
   job.residencies.end_task(value);
@@ -157,7 +157,7 @@ void StepShards::take_back_generations() const {
 }
 
 void StepShards::end_ahead() const {
-  for (const auto& [shard_id, group] : group_of_) parts_.job.shards[shard_id].is_ahead = false;
+  for (const auto& [shard_id, group] : group_of_) parts_.job.shards[shard_id].is_uncommitted = false;
 }
 
 void StepShards::note_slots() const {
@@ -187,7 +187,7 @@ void StepShards::withdraw_uncommitted() const {
 
 bool StepShards::are_uncommitted_still() const {
   return std::none_of(held_.begin(), held_.end(), [](const Entry* entry) {
-    return entry->is_ahead && entry->task_count() != 0;
+    return entry->is_uncommitted && entry->task_count() != 0;
   });
 }
 
