@@ -24,7 +24,7 @@ struct WorkOrder {
 };
 
 /// Jobs take turns by bytes (JobTurns); the work of one job and kind is done in the order in which
-/// it came. Owned and locked by UpdateWorkers.
+/// it came. Owned and locked by Workers.
 class WorkQueue {
  public:
   struct Work {

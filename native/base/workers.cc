@@ -15,14 +15,14 @@
 
 namespace memd {
 
-UpdateWorkers::UpdateWorkers(uint32_t thread_count, int wake_fd, TurnBudget* turn)
+Workers::Workers(uint32_t thread_count, int wake_fd, TurnBudget* turn)
     : wake_fd_(wake_fd), turn_(turn) {
   MEMD_CHECK_GT(thread_count, 0u);
   status_ = start_threads(threads_, thread_count, [this] { run(); });
   for (std::thread& thread : threads_) pthread_setname_np(thread.native_handle(), "memd-update");
 }
 
-UpdateWorkers::~UpdateWorkers() {
+Workers::~Workers() {
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
@@ -31,14 +31,12 @@ UpdateWorkers::~UpdateWorkers() {
   for (auto& thread : threads_) thread.join();
 }
 
-void UpdateWorkers::set_weight(JobId job, JobWeight weight) {
+void Workers::set_weight(JobId job, JobWeight weight) {
   const std::lock_guard lock(mutex_);
   waiting_.set_weight(job, weight);
 }
 
-void UpdateWorkers::submit(WorkOrder order,
-                           std::function<void()> work,
-                           std::function<void()> done) {
+void Workers::submit(WorkOrder order, std::function<void()> work, std::function<void()> done) {
   ++open_count_;
   {
     const std::lock_guard lock(mutex_);
@@ -47,10 +45,10 @@ void UpdateWorkers::submit(WorkOrder order,
   available_.notify_one();
 }
 
-void UpdateWorkers::submit_pieces(JobId job,
-                                  uint64_t bytes,
-                                  std::function<void(uint64_t, uint64_t)> piece,
-                                  std::function<void()> done) {
+void Workers::submit_pieces(JobId job,
+                            uint64_t bytes,
+                            std::function<void(uint64_t, uint64_t)> piece,
+                            std::function<void()> done) {
   const auto work = std::make_shared<std::function<void(uint64_t, uint64_t)>>(std::move(piece));
   const auto join = Join::start([done = std::move(done)](const Status&) { done(); });
   uint64_t offset = 0;
@@ -65,7 +63,7 @@ void UpdateWorkers::submit_pieces(JobId job,
   join->finish(Status::ok());
 }
 
-size_t UpdateWorkers::reap() {
+size_t Workers::reap() {
   {
     const std::lock_guard lock(mutex_);
     std::move(finished_.begin(), finished_.end(), std::back_inserter(reaped_));
@@ -83,7 +81,7 @@ size_t UpdateWorkers::reap() {
   return count;
 }
 
-std::optional<WorkOrder> UpdateWorkers::run_next() {
+std::optional<WorkOrder> Workers::run_next() {
   std::optional<WorkQueue::Work> work;
   {
     const std::lock_guard lock(mutex_);
@@ -95,7 +93,7 @@ std::optional<WorkOrder> UpdateWorkers::run_next() {
   return order;
 }
 
-void UpdateWorkers::run() {
+void Workers::run() {
   for (;;) {
     std::optional<WorkQueue::Work> work;
     {
@@ -108,7 +106,7 @@ void UpdateWorkers::run() {
   }
 }
 
-void UpdateWorkers::finish(WorkQueue::Work work) {
+void Workers::finish(WorkQueue::Work work) {
   {
     const WorkerBytes any_number;
     work.work();

@@ -20,18 +20,18 @@ namespace memd {
 
 /// Work runs on any of the threads; `done` runs on the server thread, inside reap(). The wake
 /// descriptor is written when there is something to reap. Which job's work is next: WorkQueue.
-class UpdateWorkers {
+class Workers {
  public:
   /// As many threads as the machine gives, up to `thread_count`; status() says where it gives none.
   /// `turn`: that reap() is a part of; nullptr: reap() does all there is.
-  UpdateWorkers(uint32_t thread_count, int wake_fd, TurnBudget* turn = nullptr);
+  Workers(uint32_t thread_count, int wake_fd, TurnBudget* turn = nullptr);
   /// No threads: a test runs what waits, with run_next().
   struct ByHand {};
-  UpdateWorkers(ByHand, int wake_fd, TurnBudget* turn = nullptr) : wake_fd_(wake_fd), turn_(turn) {}
+  Workers(ByHand, int wake_fd, TurnBudget* turn = nullptr) : wake_fd_(wake_fd), turn_(turn) {}
   /// Finishes what was submitted; what was not reaped is dropped.
-  ~UpdateWorkers();
-  UpdateWorkers(const UpdateWorkers&) = delete;
-  UpdateWorkers& operator=(const UpdateWorkers&) = delete;
+  ~Workers();
+  Workers(const Workers&) = delete;
+  Workers& operator=(const Workers&) = delete;
 
   /// ok, or why there is no thread, so that nothing that is submitted would be done.
   const Status& status() const { return status_; }

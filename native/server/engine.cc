@@ -114,7 +114,7 @@ Status Engine::prepare(const ServerOptions& options, KeptDescriptors kept) {
   report_.io_engine_reason = queue.value().reason;
 
   const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
-  workers_ = std::make_unique<UpdateWorkers>(
+  workers_ = std::make_unique<Workers>(
       options.update_thread_count == 0 ? cores : options.update_thread_count, wake_.get(), &turn_);
   if (!workers_->status().is_ok()) return workers_->status();
   extents_ = std::make_unique<ExtentStore>(*io_, *workers_, std::move(volumes).value(), clock_);

@@ -51,7 +51,7 @@ struct StartReport {
   std::vector<std::string> load_notes;  // as ShardStore::load_notes()
 };
 
-/// Owns the pool, the I/O queue, the volumes, the update workers and the store over them. Used by
+/// Owns the pool, the I/O queue, the volumes, the workers and the store over them. Used by
 /// the thread that starts it, then by the server thread alone. The I/O queue and the workers wake
 /// the thread by wake_fd(). Destroyed only while nothing is in flight; otherwise see abandon().
 class Engine {
@@ -96,7 +96,7 @@ class Engine {
   // Destroyed in reverse: the store before what it uses.
   std::unique_ptr<Pool> pool_;
   std::unique_ptr<IoQueue> io_;
-  std::unique_ptr<UpdateWorkers> workers_;
+  std::unique_ptr<Workers> workers_;
   std::unique_ptr<ExtentStore> extents_;
   std::unique_ptr<ShardStore> store_;
 };

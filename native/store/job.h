@@ -55,7 +55,7 @@ class Job final : private ResidencyGates, private StateGate, private JobRecorder
   /// The daemon's part in a job.
   struct Connection {
     ExtentStore& extents;
-    UpdateWorkers& workers;
+    Workers& workers;
     const Clock& clock;
     Commits& commits;
     StepTimes& times;

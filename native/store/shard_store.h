@@ -48,7 +48,7 @@ struct ShardStoreParts {
   Pool& pool;
   IoQueue& io;
   ExtentStore& extents;
-  UpdateWorkers& workers;
+  Workers& workers;
   const Clock& clock;
   /// That advance() is a part of; nullptr: it does all there is.
   TurnBudget* turn = nullptr;

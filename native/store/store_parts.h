@@ -22,7 +22,7 @@ struct StoreParts {
   Pool& pool;
   IoQueue& io;
   ExtentStore& extents;
-  UpdateWorkers& workers;
+  Workers& workers;
   const Clock& clock;
   Keepsakes& keepsakes;
   Commits& commits;

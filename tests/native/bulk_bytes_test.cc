@@ -43,7 +43,7 @@ TEST_F(BulkBytesTest, a_thread_without_a_store_and_a_worker_move_any_number) {
     for (int i = 0; i < 3; ++i) copy_bytes(into_.data(), from_.data(), from_.size());
   }).join();
   // A worker's work runs on the thread of a test that runs it by hand; what is done then does not.
-  UpdateWorkers workers(UpdateWorkers::ByHand{}, eventfd(0, EFD_CLOEXEC));
+  Workers workers(Workers::ByHand{}, eventfd(0, EFD_CLOEXEC));
   const auto move = [this] {
     for (int i = 0; i < 3; ++i) copy_bytes(into_.data(), from_.data(), from_.size());
   };

@@ -193,7 +193,7 @@ class CheckTest : public testing::Test {
     auto io = make_io_queue({.engine = IoEngine::threads, .depth = 4});
     const SteadyClock clock;
     const OwnedFd wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-    UpdateWorkers workers(1, wake.get());
+    Workers workers(1, wake.get());
     ExtentStore extents(*io.value().queue, workers, std::move(set).value(), clock);
     Commits commits(extents, workers, clock);
     return commits

@@ -202,10 +202,9 @@ class Heart {
              .clock = &clock,
              .bytes_per_second = options.bytes_per_second,
              .turn = &turn_budget_}),
-        workers_(options.workers_by_hand ? std::make_unique<UpdateWorkers>(
-                                               UpdateWorkers::ByHand{}, wake_.get(), &turn_budget_)
-                                         : std::make_unique<UpdateWorkers>(
-                                               options.worker_count, wake_.get(), &turn_budget_)),
+        workers_(options.workers_by_hand
+                     ? std::make_unique<Workers>(Workers::ByHand{}, wake_.get(), &turn_budget_)
+                     : std::make_unique<Workers>(options.worker_count, wake_.get(), &turn_budget_)),
         extents_(io_, *workers_, volume_set(*disk), clock) {
     TestKeeper* const keeper = options.keeper;
     KeptDescriptors kept;
@@ -262,7 +261,7 @@ class Heart {
   DiskQueue& io() { return io_; }
   MemoryQueue& faults() { return io_.memory(); }
   ExtentStore& extents() { return extents_; }
-  UpdateWorkers& workers() { return *workers_; }
+  Workers& workers() { return *workers_; }
 
   bool turn() {
     if (is_hurried_) turn_budget_.begin();
@@ -486,7 +485,7 @@ class Heart {
   OwnedFd wake_;
   std::unique_ptr<Pool> pool_;
   DiskQueue io_;
-  std::unique_ptr<UpdateWorkers> workers_;
+  std::unique_ptr<Workers> workers_;
   ExtentStore extents_;
   std::unique_ptr<ShardStore> store_;
 };

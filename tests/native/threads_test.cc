@@ -18,10 +18,10 @@ namespace {
 TEST(Threads, a_machine_that_gives_few_is_used_with_those) {
   if (!kThreadsCanBeFew) GTEST_SKIP() << "under a sanitizer";
   const OwnedFd wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  std::unique_ptr<UpdateWorkers> workers;
+  std::unique_ptr<Workers> workers;
   {
     const FewThreads few(2);
-    workers = std::make_unique<UpdateWorkers>(16, wake.get());
+    workers = std::make_unique<Workers>(16, wake.get());
     const auto queue = make_io_queue({.engine = IoEngine::threads});
     EXPECT_EQ(queue.status().code(), StatusCode::capacity) << "the workers have them all";
   }
@@ -39,7 +39,7 @@ TEST(Threads, a_machine_that_gives_few_is_used_with_those) {
 TEST(Threads, a_machine_that_gives_none_is_an_error_that_says_what_to_raise) {
   if (!kThreadsCanBeFew) GTEST_SKIP() << "under a sanitizer";
   const FewThreads none(0);
-  const UpdateWorkers workers(4, -1);
+  const Workers workers(4, -1);
   const auto queue = make_io_queue({.engine = IoEngine::threads});
   for (const Status& status : {workers.status(), queue.status()}) {
     EXPECT_EQ(status.code(), StatusCode::capacity);

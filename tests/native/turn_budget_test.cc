@@ -119,7 +119,7 @@ TEST(TurnBudgetTest, finished_work_that_a_turn_has_no_time_for_comes_next_in_its
   ManualClock clock;
   TurnBudget turn(clock);
   const OwnedFd wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  UpdateWorkers workers(UpdateWorkers::ByHand{}, wake.get(), &turn);
+  Workers workers(Workers::ByHand{}, wake.get(), &turn);
   std::vector<uint32_t> done;
   for (uint32_t i = 0; i < kPieces; ++i) {
     workers.submit(

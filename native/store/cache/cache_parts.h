@@ -55,7 +55,7 @@ struct CacheParts {
   Activities& activities;
   LeaseGates& gates;
   ExtentStore& extents;
-  UpdateWorkers& workers;
+  Workers& workers;
   const Clock& clock;
 
   /// Replica `replica` of the entry is gone from the disk. A gradient is no shard's state: the next

@@ -38,7 +38,7 @@ struct Slot {
 };
 
 /// The unit of residency, eviction and fetching. Owned by its Job; changed only on the server
-/// thread; update workers may read and write the bytes of its slot while task_count() is not 0.
+/// thread; workers may read and write the bytes of its slot while task_count() is not 0.
 /// Evictable: clean, no pins, no tasks. No method blocks.
 class Entry {
  public:

@@ -56,7 +56,7 @@ class CatalogueSource {
 /// Until it writes, a commit that fails leaves everything as it was.
 class Commits {
  public:
-  Commits(ExtentStore& extents, UpdateWorkers& workers, const Clock& clock)
+  Commits(ExtentStore& extents, Workers& workers, const Clock& clock)
       : extents_(extents), workers_(workers), clock_(clock) {}
 
   /// At start: root and catalogues of the newest superblock, whose extents are reserved.
@@ -127,7 +127,7 @@ class Commits {
   void finish(const Status& status);
 
   ExtentStore& extents_;
-  UpdateWorkers& workers_;
+  Workers& workers_;
   const Clock& clock_;
   RootRecord root_;
   ExtentRecord root_extent_;

@@ -22,7 +22,7 @@ constexpr uint64_t kRetryEndNs = 2'000'000'000;
 
 }  // namespace
 
-ExtentStore::ExtentStore(IoQueue& io, UpdateWorkers& workers, VolumeSet set, const Clock& clock)
+ExtentStore::ExtentStore(IoQueue& io, Workers& workers, VolumeSet set, const Clock& clock)
     : io_(io),
       workers_(workers),
       clock_(clock),

@@ -40,7 +40,7 @@ struct IoClass {
 class ExtentStore {
  public:
   /// Takes over the set's files; `superblock()` is the newest one on disk.
-  ExtentStore(IoQueue& io, UpdateWorkers& workers, VolumeSet set, const Clock& clock);
+  ExtentStore(IoQueue& io, Workers& workers, VolumeSet set, const Clock& clock);
 
   /// Space for `length_bytes` (whole blocks), without a checksum yet; capacity error where there is
   /// none.
@@ -122,7 +122,7 @@ class ExtentStore {
   const std::string& path(uint16_t device) const { return paths_[device]; }
   uint64_t device_bytes(uint16_t device) const { return device_bytes_[device]; }
   IoQueue& io() { return io_; }
-  UpdateWorkers& workers() { return workers_; }
+  Workers& workers() { return workers_; }
 
  private:
   /// One read, over all its tries.
@@ -161,7 +161,7 @@ class ExtentStore {
   std::string place_of(const ExtentRecord& extent) const;
 
   IoQueue& io_;
-  UpdateWorkers& workers_;
+  Workers& workers_;
   const Clock& clock_;
   FreeExtents free_;
   std::vector<std::string> paths_;

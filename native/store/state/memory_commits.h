@@ -24,7 +24,7 @@ class MemoryCommits {
     CatalogueSnapshot& snapshot;
     JobJournal& journal;
     const PrivateTiles& tiles;
-    UpdateWorkers& workers;
+    Workers& workers;
   };
 
   explicit MemoryCommits(const Parts& parts) : parts_(parts) {}

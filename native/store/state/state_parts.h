@@ -36,7 +36,7 @@ struct StateParts {
   const std::string& job_name;
   // The daemon's.
   ExtentStore& extents;
-  UpdateWorkers& workers;
+  Workers& workers;
   const Clock& clock;
   // The job's. There is memory while anything is asked of its private state.
   Shards& shards;

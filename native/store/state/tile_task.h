@@ -58,7 +58,7 @@ struct TileTask {
 
   /// Nothing, or called before the task's memory is looked for: the entry may get a slot then.
   std::function<void()> starting;
-  /// On an update worker.
+  /// On a worker.
   std::function<void(const TileBytes&)> work;
   std::shared_ptr<StepReport> report;
   /// On the server thread; new extents are in place, not yet committed.

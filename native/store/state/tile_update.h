@@ -1,4 +1,4 @@
-// Adam over one tile of a bucket, as a step runs it on an update worker.
+// Adam over one tile of a bucket, as a step runs it on a worker.
 #pragma once
 
 #include <cstddef>

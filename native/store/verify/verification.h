@@ -15,7 +15,7 @@ namespace memd {
 
 struct VerificationParts {
   ExtentStore& extents;
-  UpdateWorkers& workers;
+  Workers& workers;
   const ExtentPlaces& places;
   /// A catalogue of the job, or the root (0), is damaged on disk: it is written anew from memory.
   std::function<void(uint64_t job_id)> write_anew;

@@ -290,7 +290,7 @@ class Daemon {
   const SteadyClock clock_;
   std::unique_ptr<Pool> pool_;
   TapQueue io_;
-  UpdateWorkers workers_;
+  Workers workers_;
   ExtentStore extents_;
   std::unique_ptr<ShardStore> store_;
 };

@@ -73,7 +73,7 @@ class Runner {
   ManualClock clock_;
   std::unique_ptr<Pool> pool_;
   IoQueue& io_;
-  UpdateWorkers workers_;
+  Workers workers_;
   ExtentStore extents_;
   std::unique_ptr<ShardStore> store_;
   Status loaded_;

@@ -264,7 +264,7 @@ Recovered recover(IoQueue& io, VolumeSet set) {
   out.sequence = set.superblock.sequence;
   const SteadyClock clock;
   const OwnedFd wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  UpdateWorkers workers(UpdateWorkers::ByHand{}, wake.get());
+  Workers workers(Workers::ByHand{}, wake.get());
   ExtentStore extents(io, workers, std::move(set), clock);
   Commits commits(extents, workers, clock);
   const std::function<void()> turn = [&] {
