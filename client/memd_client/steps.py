@@ -30,7 +30,7 @@ from memd_client.statistics import StepTotals
 from memd_native import STALL_STEP
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import ExitStack
 
     from memd_client.calls import StepCall
@@ -80,16 +80,17 @@ class SealedTarget(Protocol):
         ...
 
 
+def _undo(targets: Iterable[SealedTarget]) -> None:
+    for target in targets:
+        target.undo()
+
+
 @dataclass
 class OpenStep:
     """Everything that optimizers sealed since the last step closed. `Steps` alone changes it."""
 
     groups: list[session_pb2.StepGroup] = field(default_factory=list)
     targets: dict[int, SealedTarget] = field(default_factory=dict)  # by shard id
-
-    def undo(self) -> None:
-        for target in self.targets.values():
-            target.undo()
 
 
 @dataclass
@@ -193,8 +194,7 @@ class Steps:
                     target.seal()
                     sealed.append(target)
             except BaseException:
-                for target in sealed:
-                    target.undo()
+                _undo(sealed)
                 raise
             self._raised, self._was_asked_again = set(), False
             self._open = self._open or OpenStep()
@@ -224,7 +224,7 @@ class Steps:
             step, self._open = self._open, None
             if step is None:
                 return 0
-            step.undo()
+            _undo(step.targets.values())
             return len(step.targets)
 
     def settle(self, shard: Shard | None = None, reason: int = STALL_STEP) -> OpenStep | None:
@@ -350,7 +350,7 @@ class Steps:
             )
         self._forget_in_flight()
         self._raised = set()
-        step.step.undo()
+        _undo(step.step.targets.values())
         if isinstance(error, SessionFenced):
             # The gradients are lost with the session; the error tells where the job stands.
             return retold(error, f"{what} was not acknowledged: {error}")

@@ -44,14 +44,15 @@ inline std::map<std::string, double> seconds_by_reason(const StallsByReason& wai
 inline std::map<std::string, std::map<std::string, double>> seconds_by_phase(const Stalls& stalls) {
   std::map<std::string, std::map<std::string, double>> seconds;
   for (size_t i = 0; i < kStallPhaseCount; ++i)
-    seconds[kStallPhaseNames[i]] = seconds_by_reason(stalls.phase_ns[i]);
+    seconds[kStallPhaseNames[i]] = seconds_by_reason(stalls.phase_ns()[i]);
   return seconds;
 }
 
 /// By group of modules and reason.
 inline std::map<std::string, std::map<std::string, double>> seconds_by_group(const Stalls& stalls) {
   std::map<std::string, std::map<std::string, double>> seconds;
-  for (const auto& [group, wait_ns] : stalls.group_ns) seconds[group] = seconds_by_reason(wait_ns);
+  for (const auto& [group, wait_ns] : stalls.group_ns())
+    seconds[group] = seconds_by_reason(wait_ns);
   return seconds;
 }
 

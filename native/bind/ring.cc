@@ -248,7 +248,7 @@ void bind_statistics(nb::module_& module) {
                    })
       .def_prop_ro("step_wall_seconds",
                    [](const ClientStatistics& self) {
-                     return static_cast<double>(self.stalls.step_wall_ns) * 1e-9;
+                     return static_cast<double>(self.stalls.step_wall_ns()) * 1e-9;
                    })
       .def_prop_ro("stall_phase_seconds",
                    [](const ClientStatistics& self) { return seconds_by_phase(self.stalls); })

@@ -307,7 +307,7 @@ void bind_statistics(nb::module_& module) {
                      return seconds_by_reason(self.counters.lease_wait_reason_ns);
                    })
       .def_prop_ro("step_wall_seconds",
-                   [](const JobStatistics& self) { return seconds(self.stalls.step_wall_ns); })
+                   [](const JobStatistics& self) { return seconds(self.stalls.step_wall_ns()); })
       .def_prop_ro("stall_phase_seconds",
                    [](const JobStatistics& self) { return seconds_by_phase(self.stalls); })
       .def_prop_ro("stall_group_seconds",

@@ -465,7 +465,8 @@ Status ClientSession::ask(std::span<const WantedLease> wanted,
   if (count == 0) return Status::ok();
   const Status status = submit(std::span(requests).first(count));
   if (!status.is_ok()) {
-    for (Asked& each : asked) each.is_expected ? forget(each) : void(waiting_.erase(each.request_id));
+    for (Asked& each : asked)
+      each.is_expected ? forget(each) : void(waiting_.erase(each.request_id));
   }
   return status;
 }

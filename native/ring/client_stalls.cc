@@ -25,8 +25,8 @@ uint32_t ClientStalls::group(std::string_view name) {
 
 void ClientStalls::note(StallPlace place, size_t reason, uint64_t ns) noexcept {
   reason = std::min(reason, kStallRing);
-  counters_.add(place, reason, ns);
-  if (!forks_.is_in_child()) board_.counters.add(place, reason, ns);
+  count_stall(counters_, place, reason, ns);
+  if (!forks_.is_in_child()) count_stall(board_.counters, place, reason, ns);
 }
 
 void ClientStalls::note_step(uint64_t wall_ns) noexcept {

@@ -58,13 +58,14 @@ struct StallCounters {
   std::atomic<uint64_t> step_wall_ns;
   std::atomic<uint64_t> phase_ns[kStallPhaseCount][kStallReasonCount];
   std::atomic<uint64_t> group_ns[kStallGroupCount][kStallReasonCount];
-
-  void add(StallPlace place, size_t reason, uint64_t ns) {
-    phase_ns[static_cast<size_t>(place.phase) % kStallPhaseCount][reason].fetch_add(
-        ns, std::memory_order_relaxed);
-    group_ns[place.group % kStallGroupCount][reason].fetch_add(ns, std::memory_order_relaxed);
-  }
 };
+
+inline void count_stall(StallCounters& counters, StallPlace place, size_t reason, uint64_t ns) {
+  const size_t phase = static_cast<size_t>(place.phase) % kStallPhaseCount;
+  const size_t group = place.group % kStallGroupCount;
+  counters.phase_ns[phase][reason].fetch_add(ns, std::memory_order_relaxed);
+  counters.group_ns[group][reason].fetch_add(ns, std::memory_order_relaxed);
+}
 
 /// In the session's header: written by the client alone.
 struct StallBoard {
@@ -73,14 +74,26 @@ struct StallBoard {
   std::atomic<uint32_t> group_count;  // names that are there, the first of which is not looked at
 };
 
-/// A sum of such words.
-struct Stalls {
-  uint64_t step_wall_ns = 0;
-  std::array<StallsByReason, kStallPhaseCount> phase_ns{};
-  std::map<std::string, StallsByReason> group_ns;
+/// A sum of such words, of at most kJobStallGroupsMax groups.
+class Stalls {
+ public:
+  using ByPhase = std::array<StallsByReason, kStallPhaseCount>;
+
+  Stalls() = default;
+  Stalls(uint64_t step_wall_ns, const ByPhase& phase_ns)
+      : step_wall_ns_(step_wall_ns), phase_ns_(phase_ns) {}
 
   void add(const Stalls& other);
   void add(const std::string& group, const StallsByReason& ns);
+
+  uint64_t step_wall_ns() const { return step_wall_ns_; }
+  const ByPhase& phase_ns() const { return phase_ns_; }
+  const std::map<std::string, StallsByReason>& group_ns() const { return group_ns_; }
+
+ private:
+  uint64_t step_wall_ns_ = 0;
+  ByPhase phase_ns_{};
+  std::map<std::string, StallsByReason> group_ns_;
 };
 
 /// Reads what a client has written, which may be anything: names become printable ASCII.

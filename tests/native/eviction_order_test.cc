@@ -34,10 +34,11 @@ class Trainer {
   /// The next use of its step.
   void use() {
     const PlanUse& use = uses_[position_];
-    plan.cursor.use(use.item, use.kind);
+    plan.use(use.item, use.kind);
     if (++position_ == uses_.size()) {
       position_ = 0;
-      plan.cursor.end_step([](const PlanUse&) { return true; }, {});
+      plan.cut({});
+      plan.end_period([](const PlanUse&) { return true; });
     }
     policy_.followed(plan, std::array{use.item});
   }
@@ -89,7 +90,7 @@ TEST_F(EvictionOrderTest, the_session_that_needs_an_entry_first_counts_however_f
     trainers_.push_back(std::make_unique<Trainer>(policy_, seed));
   for (const auto& trainer : trainers_) {
     for (int i = 0; i < 3; ++i) trainer->step();
-    ASSERT_TRUE(trainer->plan.cursor.has_plan());
+    ASSERT_TRUE(trainer->plan.cursor().has_plan());
   }
   expect_in_order();
   for (int round = 0; round < 300; ++round) {

@@ -82,7 +82,8 @@ class PublishTest : public ::testing::Test {
     heart_->store().operations().step(
         request(call), [this](const Status& status, const StepReport&) { done_ = status; });
     ASSERT_TRUE(heart_->until([&] {
-      return job().shards().bucket(0).value->is_uncommitted && heart_->faults().fault_hit_count() > 0;
+      return job().shards().bucket(0).value->is_uncommitted &&
+             heart_->faults().fault_hit_count() > 0;
     }));
     ASSERT_FALSE(done_.has_value());
   }
@@ -329,7 +330,8 @@ TEST_F(PublishTest, another_sessions_step_waits_for_its_turn_and_is_then_the_gro
   ids_.push_back(id);
   bool was_shown = false;
   heart_->io().before_submit = [&](const DiskQueue::Operation& operation) {
-    if (!done_ || operation.kind != IoKind::write || !job().shards().bucket(2).value->is_uncommitted)
+    if (!done_ || operation.kind != IoKind::write ||
+        !job().shards().bucket(2).value->is_uncommitted)
       return;
     was_shown = true;
     EXPECT_EQ(look(other, 2, 1)->generation, 1u);

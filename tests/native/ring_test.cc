@@ -230,21 +230,21 @@ TEST_F(RingTest, waits_are_counted_by_phase_group_and_reason_and_the_daemon_read
 
   const ClientStatistics statistics = client_->statistics();
   const Stalls& stalls = statistics.stalls;
-  const StallsByReason& backward = stalls.phase_ns[static_cast<size_t>(StallPhase::backward)];
+  const StallsByReason& backward = stalls.phase_ns()[static_cast<size_t>(StallPhase::backward)];
   EXPECT_EQ(backward[static_cast<size_t>(LeaseWait::disk)], 5'000'000u);
   EXPECT_GT(backward[kStallRing], 10'000'000u);
   const uint64_t in_vain = backward[static_cast<size_t>(LeaseWait::gradient)];
   EXPECT_GT(in_vain, 0u) << "a refusal says what it waited for too";
   EXPECT_EQ(5'000'000 + in_vain + backward[kStallRing], statistics.lease_wait_ns);
-  EXPECT_EQ(stalls.group_ns.at("h.*.attn")[static_cast<size_t>(LeaseWait::disk)], 5'000'000u);
-  EXPECT_EQ(stalls.group_ns.at("other")[static_cast<size_t>(LeaseWait::gradient)], in_vain);
+  EXPECT_EQ(stalls.group_ns().at("h.*.attn")[static_cast<size_t>(LeaseWait::disk)], 5'000'000u);
+  EXPECT_EQ(stalls.group_ns().at("other")[static_cast<size_t>(LeaseWait::gradient)], in_vain);
   const auto step = static_cast<size_t>(StallPhase::step);
-  EXPECT_EQ(stalls.phase_ns[step][static_cast<size_t>(LeaseWait::step)], 7u);
-  EXPECT_EQ(stalls.step_wall_ns, 11u);
+  EXPECT_EQ(stalls.phase_ns()[step][static_cast<size_t>(LeaseWait::step)], 7u);
+  EXPECT_EQ(stalls.step_wall_ns(), 11u);
   const Stalls read = ring_.stalls();
-  EXPECT_EQ(read.phase_ns, stalls.phase_ns);
-  EXPECT_EQ(read.group_ns, stalls.group_ns);
-  EXPECT_EQ(read.step_wall_ns, 11u);
+  EXPECT_EQ(read.phase_ns(), stalls.phase_ns());
+  EXPECT_EQ(read.group_ns(), stalls.group_ns());
+  EXPECT_EQ(read.step_wall_ns(), 11u);
 }
 
 TEST_F(RingTest, names_of_groups_are_bounded_whatever_a_client_writes) {
@@ -263,10 +263,10 @@ TEST_F(RingTest, names_of_groups_are_bounded_whatever_a_client_writes) {
       board.group_names[group][0] = static_cast<char>('a' + session);
     sum.add(ring_.stalls());
   }
-  EXPECT_EQ(sum.group_ns.size(), kJobStallGroupsMax);
-  EXPECT_TRUE(sum.group_ns.contains(std::string(kStallGroupNameBytes, '?')));
-  EXPECT_TRUE(sum.group_ns.contains("?roup1"));
-  EXPECT_TRUE(sum.group_ns.contains(kStallGroupOther));
+  EXPECT_EQ(sum.group_ns().size(), kJobStallGroupsMax);
+  EXPECT_TRUE(sum.group_ns().contains(std::string(kStallGroupNameBytes, '?')));
+  EXPECT_TRUE(sum.group_ns().contains("?roup1"));
+  EXPECT_TRUE(sum.group_ns().contains(kStallGroupOther));
 }
 
 TEST_F(RingTest, a_burst_of_refusals_keeps_every_message) {

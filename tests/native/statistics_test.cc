@@ -75,15 +75,15 @@ TEST_F(StatisticsTest, the_stalls_of_a_jobs_sessions_are_summed_and_outlive_them
   for (const uint64_t session : sessions) {
     StallBoard& its = board(session);
     its.counters.step_wall_ns = 100;
-    its.counters.add({.phase = StallPhase::backward, .group = 1}, kStallRing, 7);
+    count_stall(its.counters, {.phase = StallPhase::backward, .group = 1}, kStallRing, 7);
     std::strcpy(its.group_names[1], "h.*.attn");
     its.group_count = 2;
   }
   const auto expect_sum = [&] {
     const Stalls stalls = heart.store().reports().statistics().jobs.at(0).stalls;
-    EXPECT_EQ(stalls.step_wall_ns, 200u);
-    EXPECT_EQ(stalls.phase_ns[static_cast<size_t>(StallPhase::backward)][kStallRing], 14u);
-    EXPECT_EQ(stalls.group_ns.at("h.*.attn")[kStallRing], 14u);
+    EXPECT_EQ(stalls.step_wall_ns(), 200u);
+    EXPECT_EQ(stalls.phase_ns()[static_cast<size_t>(StallPhase::backward)][kStallRing], 14u);
+    EXPECT_EQ(stalls.group_ns().at("h.*.attn")[kStallRing], 14u);
   };
   expect_sum();
   ASSERT_TRUE(heart.store().detach(sessions[0]).is_ok());

@@ -23,7 +23,7 @@ class EntryTable {
   EntryTable& operator=(const EntryTable&) = delete;
   ~EntryTable() {
     for (uint32_t id = 0; id < end_; ++id) {
-      if ((*this)[id] != nullptr) destroy(id);
+      if ((*this)[id] != nullptr) chunk_of(id).remove(id);
     }
   }
 
@@ -36,22 +36,16 @@ class EntryTable {
     } else {
       free_ids_.pop_back();
     }
-    Chunk& chunk = chunk_of(shape.id);
-    chunk.used |= bit_of(shape.id);
-    return std::construct_at(chunk.at(shape.id), shape);
+    return chunk_of(shape.id).add(shape);
   }
   void remove(uint32_t id) {
     MEMD_CHECK((*this)[id] != nullptr);
-    destroy(id);
+    chunk_of(id).remove(id);
     free_ids_.push_back(id);
   }
 
   /// nullptr where there is none with that id.
-  Entry* operator[](size_t id) const {
-    if (id >= end_) return nullptr;
-    Chunk& chunk = chunk_of(id);
-    return (chunk.used & bit_of(id)) != 0 ? chunk.at(id) : nullptr;
-  }
+  Entry* operator[](size_t id) const { return id < end_ ? chunk_of(id).find(id) : nullptr; }
   /// Ids are below.
   size_t size() const { return end_; }
 
@@ -82,22 +76,31 @@ class EntryTable {
  private:
   // A job of one shard has one chunk, of 2 KiB.
   static constexpr size_t kChunkEntries = 32;
-  struct Chunk {
-    uint32_t used = 0;  // a bit each
-    alignas(Entry) std::array<std::byte, kChunkEntries * sizeof(Entry)> bytes;
-    Entry* at(size_t id) {
-      return reinterpret_cast<Entry*>(bytes.data() + (id % kChunkEntries) * sizeof(Entry));
+  /// By their ids; the table knows which of them are there when it is destroyed.
+  class Chunk {
+   public:
+    Entry* add(const Entry::Shape& shape) {
+      used_ |= bit_of(shape.id);
+      return std::construct_at(at(shape.id), shape);
     }
+    void remove(size_t id) {
+      std::destroy_at(at(id));
+      used_ &= ~bit_of(id);
+    }
+    Entry* find(size_t id) { return (used_ & bit_of(id)) != 0 ? at(id) : nullptr; }
+
+   private:
+    static uint32_t bit_of(size_t id) { return uint32_t{1} << (id % kChunkEntries); }
+    Entry* at(size_t id) {
+      return reinterpret_cast<Entry*>(bytes_.data() + (id % kChunkEntries) * sizeof(Entry));
+    }
+
+    uint32_t used_ = 0;  // a bit each
+    alignas(Entry) std::array<std::byte, kChunkEntries * sizeof(Entry)> bytes_;
   };
 
-  static uint32_t bit_of(size_t id) { return uint32_t{1} << (id % kChunkEntries); }
   Chunk& chunk_of(size_t id) const { return *chunks_[id / kChunkEntries]; }
   uint32_t next_id() const { return free_ids_.empty() ? end_ : free_ids_.back(); }
-  void destroy(uint32_t id) {
-    Chunk& chunk = chunk_of(id);
-    std::destroy_at(chunk.at(id));
-    chunk.used &= ~bit_of(id);
-  }
 
   std::vector<std::unique_ptr<Chunk>> chunks_;
   std::vector<uint32_t> free_ids_;

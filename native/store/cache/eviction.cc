@@ -51,38 +51,70 @@ std::optional<std::pair<uint64_t, uint32_t>> LeastRecentlyUsed::next(
 // ---- SessionPlan --------------------------------------------------------------------------------
 
 void SessionPlan::put(uint32_t entry_id, EvictionPrice price) {
-  if (!cursor.has_plan()) return;
-  if (const auto next = cursor.next_use(entry_id)) {
-    order.put(entry_id, *next, price);
+  if (!cursor_.has_plan()) return;
+  if (const auto next = cursor_.next_use(entry_id)) {
+    order_.put(entry_id, *next, price);
   } else {
-    order.put_without_use(entry_id, price);
+    order_.put_without_use(entry_id, price);
   }
 }
 
+void SessionPlan::end_period(const std::function<bool(const PlanUse&)>& is_of_step) {
+  const PlanCut ended = std::move(cuts_.front());
+  cuts_.pop_front();
+  cursor_.end_step(is_of_step, ended.updates);
+  if (ended.is_made) cursor_.end_updates();
+}
+
+bool SessionPlan::end_updates(uint64_t step) {
+  const auto cut = std::find_if(
+      cuts_.begin(), cuts_.end(), [step](const PlanCut& each) { return each.step == step; });
+  if (cut != cuts_.end()) {
+    cut->is_made = true;
+    return false;
+  }
+  cursor_.end_updates();
+  return true;
+}
+
+void SessionPlan::look_ahead(const std::function<bool(const PlanUse& use, uint64_t time)>& visit) {
+  cursor_.for_coming(looked_until_, [&](const PlanUse& use, uint64_t time) {
+    looked_until_ = time;
+    if (!visit(use, time)) return false;
+    looked_until_ = time + 1;
+    return true;
+  });
+}
+
+void SessionPlan::look_again_at(uint32_t entry_id) {
+  const auto next = cursor_.next_use(entry_id);
+  if (next) looked_until_ = std::min(looked_until_, *next);
+}
+
 uint64_t SessionPlan::distance(uint32_t entry_id) const {
-  const auto next = cursor.next_use(entry_id);
-  return next ? *next - cursor.now() : kNeverUsed;
+  const auto next = cursor_.next_use(entry_id);
+  return next ? *next - cursor_.now() : kNeverUsed;
 }
 
 std::vector<uint32_t> SessionPlan::followed(std::span<const uint32_t> used_ids,
                                             const LeastRecentlyUsed& residents) {
   std::vector<uint32_t> passed;
-  if (epoch_ != cursor.epoch()) {
-    epoch_ = cursor.epoch();
-    looked_until = 0;
-    order.clear();
+  if (epoch_ != cursor_.epoch()) {
+    epoch_ = cursor_.epoch();
+    looked_until_ = 0;
+    order_.clear();
     for (const auto& [use, resident] : residents.residents()) {
       put(resident.entry_id, resident.price);
-      if (resident.is_aside) order.set_aside(resident.entry_id);
+      if (resident.is_aside) order_.set_aside(resident.entry_id);
       passed.push_back(resident.entry_id);
     }
     return passed;
   }
   for (const uint32_t entry_id : used_ids) {
-    if (const auto price = order.price(entry_id)) put(entry_id, *price);
+    if (const auto price = order_.price(entry_id)) put(entry_id, *price);
   }
-  passed = order.overdue(cursor.now());
-  for (const uint32_t each : passed) put(each, *order.price(each));
+  passed = order_.overdue(cursor_.now());
+  for (const uint32_t each : passed) put(each, *order_.price(each));
   return passed;
 }
 
@@ -91,7 +123,7 @@ std::vector<uint32_t> SessionPlan::followed(std::span<const uint32_t> used_ids,
 void FarthestNextUse::used(uint32_t entry_id, EvictionPrice price) {
   recent_.used(entry_id, price);
   for (SessionPlan* const session : sessions_) {
-    session->order.put_back(entry_id);
+    session->put_back(entry_id);
     session->put(entry_id, price);
   }
   file(entry_id);
@@ -109,19 +141,19 @@ std::vector<uint32_t> FarthestNextUse::followed(SessionPlan& session,
 
 void FarthestNextUse::set_aside(uint32_t entry_id) {
   recent_.set_aside(entry_id);
-  for (SessionPlan* const session : sessions_) session->order.set_aside(entry_id);
+  for (SessionPlan* const session : sessions_) session->set_aside(entry_id);
   for (auto& [session, first_uses] : first_uses_) first_uses.set_aside(entry_id);
 }
 
 void FarthestNextUse::put_back(uint32_t entry_id) {
   recent_.put_back(entry_id);
-  for (SessionPlan* const session : sessions_) session->order.put_back(entry_id);
+  for (SessionPlan* const session : sessions_) session->put_back(entry_id);
   for (auto& [session, first_uses] : first_uses_) first_uses.put_back(entry_id);
 }
 
 void FarthestNextUse::forget(uint32_t entry_id) {
   recent_.forget(entry_id);
-  for (SessionPlan* const session : sessions_) session->order.remove(entry_id);
+  for (SessionPlan* const session : sessions_) session->forget(entry_id);
   for (auto& [session, first_uses] : first_uses_) first_uses.remove(entry_id);
 }
 
@@ -130,14 +162,14 @@ void FarthestNextUse::file(uint32_t entry_id) {
   for (auto& [session, first_uses] : first_uses_) first_uses.remove(entry_id);
   const SessionPlan* first = nullptr;
   for (const SessionPlan* const session : sessions_) {
-    if (!session->cursor.has_plan()) continue;
+    if (!session->cursor().has_plan()) continue;
     if (first == nullptr || session->distance(entry_id) < first->distance(entry_id))
       first = session;
   }
   const LeastRecentlyUsed::Resident* const resident = recent_.find(entry_id);
   if (first == nullptr || resident == nullptr) return;
   NextUseOrder& first_uses = first_uses_[first];
-  if (const auto time = first->cursor.next_use(entry_id)) {
+  if (const auto time = first->cursor().next_use(entry_id)) {
     first_uses.put(entry_id, *time, resident->price);
   } else {
     first_uses.put_without_use(entry_id, resident->price);
@@ -152,23 +184,20 @@ void FarthestNextUse::file_all(const Epochs& epochs) {
 }
 
 void FarthestNextUse::look_again_at(uint32_t entry_id) {
-  for (SessionPlan* const session : sessions_) {
-    const auto next = session->cursor.next_use(entry_id);
-    if (next) session->looked_until = std::min(session->looked_until, *next);
-  }
+  for (SessionPlan* const session : sessions_) session->look_again_at(entry_id);
 }
 
 void FarthestNextUse::look_again() {
-  for (SessionPlan* const session : sessions_) session->looked_until = 0;
+  for (SessionPlan* const session : sessions_) session->look_again();
 }
 
 void FarthestNextUse::in_order(EvictionPrice price, EvictionCursor& cursor, const Visit& visit) {
   std::vector<SessionPlan*> planned;
   Epochs epochs;
   for (SessionPlan* const session : sessions_) {
-    if (!session->cursor.has_plan()) continue;
+    if (!session->cursor().has_plan()) continue;
     planned.push_back(session);
-    epochs.emplace_back(session, session->cursor.epoch());
+    epochs.emplace_back(session, session->cursor().epoch());
   }
   if (cursor.made_by_ != epochs) {
     cursor = {};
@@ -199,10 +228,10 @@ std::optional<std::pair<uint32_t, uint64_t>> FarthestNextUse::next(
     uint64_t distance = 0;
     for (size_t i = 0; i < planned.size(); ++i) {
       const SessionPlan& session = *planned[i];
-      const NextUseOrder& order = planned.size() == 1 ? session.order : first_uses_[&session];
+      const NextUseOrder& order = planned.size() == 1 ? session.order() : first_uses_[&session];
       const auto found = order.next(price, cursor.behind_[i]);
       if (!found) continue;
-      const uint64_t now = session.cursor.now();
+      const uint64_t now = session.cursor().now();
       const uint64_t time = found->first;
       const uint64_t uses = time >= NextUseOrder::kNoUse ? kNeverUsed : time - std::min(time, now);
       if (farthest && uses <= distance) continue;

@@ -68,26 +68,48 @@ struct PlanCut {
 /// One session's place in the plans of its job, and resident entries by their next use there.
 class SessionPlan {
  public:
-  explicit SessionPlan(std::shared_ptr<PlanBook> book) : cursor(std::move(book)) {}
+  explicit SessionPlan(std::shared_ptr<PlanBook> book) : cursor_(std::move(book)) {}
+
+  /// The session's place, which its uses and its steps move.
+  const PlanCursor& cursor() const { return cursor_; }
+  PlanCursor::Seen use(uint32_t entry_id, UseKind kind) { return cursor_.use(entry_id, kind); }
+
+  /// The period of a closed step ends once the uses before its cut were followed.
+  void cut(PlanCut cut) { cuts_.push_back(std::move(cut)); }
+  /// The first whose period has not ended; nullptr: none.
+  const PlanCut* next_cut() const { return cuts_.empty() ? nullptr : &cuts_.front(); }
+  /// The period of the next cut is over; `is_of_step` as PlanCursor::end_step() wants it.
+  void end_period(const std::function<bool(const PlanUse&)>& is_of_step);
+  /// The step's updates are made. Returns whether that moved the cursor: it waits for the cut.
+  bool end_updates(uint64_t step);
 
   /// After the cursor went on. Returns what is resident and was passed over: all of it where the
   /// cursor is somewhere else now.
   std::vector<uint32_t> followed(std::span<const uint32_t> used_ids,
                                  const LeastRecentlyUsed& residents);
-  void put(uint32_t entry_id, EvictionPrice price);
   /// In uses, or kNeverUsed.
   uint64_t distance(uint32_t entry_id) const;
 
-  PlanCursor cursor;
-  /// Resident entries; empty without a plan.
-  NextUseOrder order;
-  /// Entries that are used before this time are resident, or being fetched.
-  uint64_t looked_until = 0;
-  /// In the order of their steps.
-  std::deque<PlanCut> cuts;
+  /// Coming uses, from the first whose entry may be neither resident nor being fetched, until
+  /// `visit` returns false, which leaves its use for the next call.
+  void look_ahead(const std::function<bool(const PlanUse& use, uint64_t time)>& visit);
+  void look_again() { looked_until_ = 0; }
+  void look_again_at(uint32_t entry_id);
+
+  /// Resident entries by their next use; empty without a plan.
+  const NextUseOrder& order() const { return order_; }
+  void put(uint32_t entry_id, EvictionPrice price);
+  void set_aside(uint32_t entry_id) { order_.set_aside(entry_id); }
+  void put_back(uint32_t entry_id) { order_.put_back(entry_id); }
+  void forget(uint32_t entry_id) { order_.remove(entry_id); }
 
  private:
-  uint64_t epoch_ = 0;  // of the cursor, when `order` was made
+  PlanCursor cursor_;
+  NextUseOrder order_;
+  uint64_t epoch_ = 0;  // of the cursor, when `order_` was made
+  /// Entries that are used before this time are resident, or being fetched.
+  uint64_t looked_until_ = 0;
+  std::deque<PlanCut> cuts_;  // in the order of their steps
 };
 
 /// A place in the order in which entries should go. It stays useful while entries come, go and

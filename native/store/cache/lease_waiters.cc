@@ -177,7 +177,7 @@ bool LeaseWaiters::is_written(const Entry& entry, uint32_t index) const {
   if (entry.pending != nullptr) return slots_.has_writer(*entry.pending);
   if (entry.slot == nullptr) return false;
   return index == LeaseWaiter::kAnyWriter ? slots_.has_writer(*entry.slot)
-                                          : slots_.pins(*entry.slot, index).writers != 0;
+                                          : slots_.pins(*entry.slot, index).has_writers();
 }
 
 void LeaseWaiters::wake_released() {

@@ -253,10 +253,10 @@ Leases::Grant Leases::grant_resident(const Try& asked) {
   const auto& [waiter, request, shard, entry, reads] = asked;
   const uint32_t index = entry.kind == EntryKind::bytes ? 0 : shard.index_in_bucket;
   const PinCount pins = parts_.slots.pins(*entry.slot, index);
-  if (pins.writers != 0) return wait(waiter, WaitsFor::writer, index);
+  if (pins.has_writers()) return wait(waiter, WaitsFor::writer, index);
   if (reads && fills_.is_for_writer(entry)) return wait(waiter, WaitsFor::writer);
   if (!reads) {
-    if (pins.readers != 0) return copy_for_writer(asked, index);
+    if (pins.has_readers()) return copy_for_writer(asked, index);
     if (const Outcome outcome = begin_writing(asked)) return *outcome;
   }
   if (const Outcome outcome = check_pin_count(asked, index)) return *outcome;

@@ -27,15 +27,19 @@ class PinIndexes {
 
 /// Pins of one counter of a slot. A session's memory holds its client's word: it is bounded by
 /// what 16 bits hold, and adds up with no other half and no other session's.
-struct PinCount {
-  uint64_t readers = 0;
-  uint64_t writers = 0;
-
+class PinCount {
+ public:
   void add(uint32_t pins) {
-    readers += pin_readers(pins);
-    writers += pin_writers(pins);
+    readers_ += pin_readers(pins);
+    writers_ += pin_writers(pins);
   }
-  uint64_t all() const { return readers + writers; }
+  uint64_t all() const { return readers_ + writers_; }
+  bool has_readers() const { return readers_ != 0; }
+  bool has_writers() const { return writers_ != 0; }
+
+ private:
+  uint64_t readers_ = 0;
+  uint64_t writers_ = 0;
 };
 
 }  // namespace memd

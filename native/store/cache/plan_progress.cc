@@ -53,8 +53,7 @@ bool PlanProgress::follow_uses(Session& session, TurnBudget& turn) {
   uint64_t left = kFollowedATurn;
   bool progress = false;
   while (left > 0) {
-    const PlanCut* const cut =
-        plan == nullptr || plan->cuts.empty() ? nullptr : &plan->cuts.front();
+    const PlanCut* const cut = plan == nullptr ? nullptr : plan->next_cut();
     uint64_t wanted = std::min(left, kFollowedTogether);
     if (cut != nullptr) {
       const uint64_t head = session.ring.use_head();
@@ -71,9 +70,7 @@ bool PlanProgress::follow_uses(Session& session, TurnBudget& turn) {
     // A shard that the client says it has written may not be there.
     const bool is_dry = uses_.size() < wanted;
     if (cut != nullptr && (is_dry || session.ring.use_head() >= cut->use_tail)) {
-      const PlanCut ended = std::move(plan->cuts.front());
-      plan->cuts.pop_front();
-      end_period(*plan, ended);
+      end_period(*plan);
       progress = true;
       continue;
     }
@@ -100,7 +97,7 @@ void PlanProgress::follow(Session& session, std::span<const Use> uses) {
     entry->prefetch_failed = false;
     const auto kind = kind_of(*entry, use.mode);
     if (!kind) continue;
-    const PlanCursor::Seen seen = plan.cursor.use(entry->id, *kind);
+    const PlanCursor::Seen seen = plan.use(entry->id, *kind);
     ++(seen == PlanCursor::Seen::foreseen ? counters.uses_foreseen : counters.uses_unforeseen);
     used_ids.push_back(entry->id);
   }
@@ -122,7 +119,7 @@ std::vector<uint32_t> PlanProgress::in_order_of_use(uint64_t session_id,
   const Session* const session = planned(session_id);
   if (session == nullptr) return ordered;
   std::unordered_map<uint32_t, size_t> first_use;
-  const auto& made = session->plan->cursor.period();
+  const auto& made = session->plan->cursor().period();
   for (size_t i = 0; i < made.size(); ++i) first_use.try_emplace(made[i].item, i);
   const auto rank = [&](uint32_t index) {
     const auto found = first_use.find(parts_.shards.bucket(index).value->id);
@@ -147,24 +144,22 @@ void PlanProgress::close_step(uint64_t session_id,
         {.item = parts_.shards.bucket(index).gradient->id, .kind = UseKind::last});
   // Not known before the period is cut; nothing of the step waits for that.
   necessary_bytes_ = 0;
-  session->plan->cuts.push_back(std::move(cut));
+  session->plan->cut(std::move(cut));
   TurnBudget without_bound;
   follow_uses(*session, without_bound);
   const uint64_t fetched_bytes = parts_.counters.fetched_bytes;
   period_fetched_bytes_ = fetched_bytes - std::exchange(period_begin_fetched_bytes_, fetched_bytes);
 }
 
-void PlanProgress::end_period(SessionPlan& session_plan, const PlanCut& cut) {
-  PlanCursor& cursor = session_plan.cursor;
+void PlanProgress::end_period(SessionPlan& session_plan) {
   const auto is_of_step = [this](const PlanUse& use) {
     const Entry* const entry = parts_.shards.entry(use.item);
     return entry != nullptr && entry->kind == EntryKind::gradient;
   };
-  cursor.end_step(is_of_step, cut.updates);
-  if (cut.is_made) cursor.end_updates();
+  session_plan.end_period(is_of_step);
   note_followed(session_plan, {});
   // For a plan that was there before: a first period moves more.
-  const auto ended = cursor.last_period();
+  const auto ended = session_plan.cursor().last_period();
   const auto plan = ended ? plans_->find(*ended) : nullptr;
   if (plan == nullptr || plan->size() > kSimulatedUsesMax || !plans_->is_repeated(*ended)) {
     necessary_bytes_ = 0;
@@ -219,14 +214,7 @@ void PlanProgress::count_moved(uint64_t step_bytes) {
 void PlanProgress::end_updates(uint64_t session_id, uint64_t step) {
   if (Session* const session = planned(session_id); session != nullptr) {
     SessionPlan& plan = *session->plan;
-    const auto cut = std::find_if(
-        plan.cuts.begin(), plan.cuts.end(), [step](const PlanCut& it) { return it.step == step; });
-    if (cut != plan.cuts.end()) {
-      cut->is_made = true;
-    } else {
-      plan.cursor.end_updates();
-      note_followed(plan, {});
-    }
+    if (plan.end_updates(step)) note_followed(plan, {});
   }
   // Gradients are gone, and parameters are on disk that were not.
   parts_.policy.look_again();

@@ -76,7 +76,7 @@ class PlanProgress {
   Session* planned(uint64_t session_id) const;
   void follow(Session& session, std::span<const Use> uses);
   /// All that the session used before it closed the step was followed: the period is over.
-  void end_period(SessionPlan& plan, const PlanCut& cut);
+  void end_period(SessionPlan& plan);
   void note_followed(SessionPlan& plan, std::span<const uint32_t> used_ids);
   uint64_t necessary_bytes(const Plan& plan) const;
   std::optional<UseKind> kind_of(const Entry& entry, LeaseMode mode) const;

@@ -41,7 +41,7 @@ bool Prefetcher::look_ahead() {
 bool Prefetcher::look_ahead(Session& session) {
   SessionPlan& plan = *session.plan;
   const bool may_look =
-      plan.cursor.has_plan() && parts_.memory != nullptr && parts_.progress.stopped().is_ok();
+      plan.cursor().has_plan() && parts_.memory != nullptr && parts_.progress.stopped().is_ok();
   // Somebody who waits for room goes first.
   if (!may_look || parts_.waiters.any_for_room()) return false;
   // Blobs and buffers have to stand still for a step or sync to begin.
@@ -50,19 +50,15 @@ bool Prefetcher::look_ahead(Session& session) {
   bool has_room = true;
   uint32_t looked_at_count = 0;
   const uint64_t met_before_count = room_.looked_at_count();
-  const uint64_t now = plan.cursor.now();
-  plan.cursor.for_coming(plan.looked_until, [&](const PlanUse& use, uint64_t time) {
-    plan.looked_until = time;
+  const uint64_t now = plan.cursor().now();
+  plan.look_ahead([&](const PlanUse& use, uint64_t time) {
     // An entry that the step changes is not fetched before it did.
     if (use.by_daemon || ++looked_at_count > kLookedAtMax) return false;
     // The id comes from a plan: its entry may be gone, or another's by now.
     Entry* const entry = parts_.shards.entry(use.item);
     const bool is_left = entry == nullptr || use.kind == UseKind::overwrite ||
                          (entry->kind == EntryKind::bytes && is_operating);
-    if (is_left || !may_prefetch(*entry)) {
-      plan.looked_until = time + 1;
-      return true;
-    }
+    if (is_left || !may_prefetch(*entry)) return true;
     const uint64_t reading_bytes = parts_.window.reading_bytes();
     if (reading_bytes > 0 && reading_bytes + entry->bytes > kPrefetchingBytesMax) return false;
     if (room_.looked_at_count() - met_before_count > kMetMax) {
@@ -75,7 +71,6 @@ bool Prefetcher::look_ahead(Session& session) {
       return false;
     }
     prefetch(*entry, std::move(slot));
-    plan.looked_until = time + 1;
     progress = true;
     return true;
   });
@@ -122,7 +117,7 @@ std::unique_ptr<Slot> Prefetcher::make_room(const Entry& entry, uint64_t distanc
 // There is room again when something that was brought up is used, or is not needed soon any more.
 uint64_t Prefetcher::uses_until_room(const SessionPlan& plan) const {
   uint64_t count = 0;
-  plan.cursor.for_coming(plan.cursor.now(), [&](const PlanUse& use, uint64_t) {
+  plan.cursor().for_coming(plan.cursor().now(), [&](const PlanUse& use, uint64_t) {
     if (use.by_daemon || ++count == PlanProgress::kUsesUnheardMax) return false;
     const Entry* const entry = parts_.shards.entry(use.item);
     return entry == nullptr || entry->prefetched == Prefetched::no;

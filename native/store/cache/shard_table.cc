@@ -26,7 +26,8 @@ bool ShardTable::can_publish(const Entry& entry) const {
   // The store decides each lease of what a writer fills, of what may take another one's place with
   // a step, and of a stopped job.
   return may_publish_ && progress_.stopped().is_ok() && entry.kind != EntryKind::gradient &&
-         (entry.is_uncommitted ? group_.visibility() != Visibility::nobody : entry.steps_before == 0) &&
+         (entry.is_uncommitted ? group_.visibility() != Visibility::nobody
+                               : entry.steps_before == 0) &&
          entry.is_resident() && entry.slot != nullptr && entry.pending == nullptr &&
          entry.owner == entry.kept_owner;
 }
@@ -34,7 +35,7 @@ bool ShardTable::can_publish(const Entry& entry) const {
 bool ShardTable::can_publish(const Entry& entry, uint32_t shard_id, uint32_t index) const {
   const Shard& shard = shards_[shard_id];
   return shard.written && shard.value == &entry && shard.bytes != 0 && shard_id < kTableRows &&
-         withheld_shard_ != shard_id && slots_.pins(*entry.slot, index).writers == 0;
+         withheld_shard_ != shard_id && !slots_.pins(*entry.slot, index).has_writers();
 }
 
 void ShardTable::publish_shard(const Entry& entry, uint32_t shard_id, uint32_t index) {

@@ -127,7 +127,7 @@ bool Slots::is_pinned(const Slot& slot) const {
 
 bool Slots::has_writer(const Slot& slot) const {
   for (uint32_t i = 0; i < slot.pin_count(); ++i) {
-    if (pins(slot, i).writers != 0) return true;
+    if (pins(slot, i).has_writers()) return true;
   }
   return false;
 }

@@ -48,7 +48,7 @@ void EarlyUpdates::gradient_is_final(uint64_t session_id, uint32_t shard_id) {
   // The hint may come after the step that took the gradient, or after who dropped it.
   if (shard.contributors.only() != session_id) return;
   const bool is_written = gradient->slot != nullptr &&
-                          parts_.slots.pins(*gradient->slot, shard.index_in_bucket).writers != 0;
+                          parts_.slots.pins(*gradient->slot, shard.index_in_bucket).has_writers();
   if (is_written || !final_shards_.insert(shard_id).second) return;
   const uint32_t count = ++final_counts_[shard.bucket];
   if (count == parts_.shards.bucket(shard.bucket).shards.size()) ready_.push_back(shard.bucket);

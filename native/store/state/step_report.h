@@ -21,16 +21,16 @@ struct StepReport {
   uint64_t written_bytes = 0;
   /// Empty, or why the step is in memory alone though its turn to be on disk has come.
   std::string disk_error;
-
-  /// Work that was done for the step before it was closed.
-  void add(const StepReport& early) {
-    read_seconds += early.read_seconds;
-    update_seconds += early.update_seconds;
-    write_seconds += early.write_seconds;
-    read_bytes += early.read_bytes;
-    written_bytes += early.written_bytes;
-  }
 };
+
+/// `early` was done for the step before it was closed.
+inline void add_work(StepReport& step, const StepReport& early) {
+  step.read_seconds += early.read_seconds;
+  step.update_seconds += early.update_seconds;
+  step.write_seconds += early.write_seconds;
+  step.read_bytes += early.read_bytes;
+  step.written_bytes += early.written_bytes;
+}
 
 /// StepReport's times, one observation a step.
 struct StepPhases {
@@ -38,13 +38,13 @@ struct StepPhases {
   SecondsHistogram update{kStepSecondsBounds};
   SecondsHistogram write{kStepSecondsBounds};
   SecondsHistogram commit{kStepSecondsBounds};
-
-  void add(const StepReport& report) {
-    read.add(report.read_seconds);
-    update.add(report.update_seconds);
-    write.add(report.write_seconds);
-    commit.add(report.commit_seconds);
-  }
 };
+
+inline void count_step(StepPhases& phases, const StepReport& report) {
+  phases.read.add(report.read_seconds);
+  phases.update.add(report.update_seconds);
+  phases.write.add(report.write_seconds);
+  phases.commit.add(report.commit_seconds);
+}
 
 }  // namespace memd

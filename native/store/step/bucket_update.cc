@@ -22,7 +22,7 @@ BucketUpdate::BucketUpdate(const StepParts& parts,
 }
 
 void BucketUpdate::adopt(SpeculativeBucket& made) {
-  step_.report->add(*made.report);
+  add_work(*step_.report, *made.report);
   shadow_ = std::move(made.shadow);
   is_in_shadow_ = shadow_ != nullptr;
   was_in_place_ = is_in_shadow_ && made.is_in_place;

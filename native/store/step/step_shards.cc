@@ -157,7 +157,8 @@ void StepShards::take_back_generations() const {
 }
 
 void StepShards::end_ahead() const {
-  for (const auto& [shard_id, group] : group_of_) parts_.job.shards[shard_id].is_uncommitted = false;
+  for (const auto& [shard_id, group] : group_of_)
+    parts_.job.shards[shard_id].is_uncommitted = false;
 }
 
 void StepShards::note_slots() const {

@@ -176,7 +176,7 @@ bool Steps::names(uint32_t shard_id) const {
 void Steps::finished(Step& step, const Status& status) {
   if (step.is_step()) {
     if (status.is_ok()) {
-      parts_.times.phases.add(step.report());
+      count_step(parts_.times.phases, step.report());
       parts_.plans.count_moved(step.report().read_bytes + step.report().written_bytes);
       parts_.times.seconds.add(static_cast<double>(parts_.job.clock.now_ns() - step.started_ns()) *
                                1e-9);
