@@ -251,7 +251,7 @@ std::set<uint32_t> Job::unreadable_shards(const ExtentStore& extents) const {
     }
   };
   for (const Entry* const entry : shards_.entries()) {
-    if (entry != nullptr) look(*entry, entry->replicas);
+    if (entry != nullptr) look(*entry, entry->replicas());
   }
   for (const Bucket& bucket : shards_.buckets()) look(*bucket.value, bucket.rest);
   return all;
@@ -267,13 +267,13 @@ void Job::remove(uint32_t shard_id, uint64_t session_id, ExtentStore& extents) {
   journal_.reset_shard(shard_id);
   if (entry.is_resident()) cache_.residencies().move(entry, entry.residency(), Residency::absent);
   MEMD_CHECK(entry.residency() == Residency::absent);
-  if (entry.slot != nullptr) cache_.slots().retire(std::move(entry.slot));
-  if (entry.pending != nullptr) cache_.slots().retire(std::move(entry.pending));
-  for (Replica& replica : entry.replicas) {
+  if (entry.slot() != nullptr) cache_.slots().retire(entry.take_slot());
+  if (entry.pending() != nullptr) cache_.slots().retire(entry.take_pending());
+  for (Replica& replica : entry.replicas()) {
     if (replica.exists()) space_.release(replica, extents);
   }
   journal_.forget_extents(entry);
-  space_.forget(entry.replicas);
+  space_.forget(entry.replicas());
   lost_.remove(shard_id);
   std::set<uint64_t> known_to;
   for (const auto& session : cache_.sessions()) known_to.insert(session->session_id);
@@ -294,7 +294,7 @@ std::vector<ExtentRecord> Job::take_extents() {
     }
   };
   for (Entry* const entry : shards_.entries()) {
-    if (entry != nullptr) take(entry->replicas);
+    if (entry != nullptr) take(entry->replicas());
   }
   for (Bucket& bucket : shards_.buckets()) take(bucket.rest);
   return extents;
@@ -304,10 +304,10 @@ void Job::drop_gradient(Bucket& bucket, ExtentStore& extents) {
   Entry& entry = *bucket.gradient;
   MEMD_FAILPOINT("gradient.before_drop");
   if (entry.is_resident()) cache_.residencies().move(entry, entry.residency(), Residency::absent);
-  if (entry.slot != nullptr) cache_.slots().retire(std::move(entry.slot));
+  if (entry.slot() != nullptr) cache_.slots().retire(entry.take_slot());
   cache_.waits().wake(WaitList::room);
-  for (size_t i = 0; i < entry.replicas.size(); ++i) {
-    space_.replace_gradient(entry.replicas[i], {}, extents);
+  for (size_t i = 0; i < entry.replicas().size(); ++i) {
+    space_.replace_gradient(entry.replicas()[i], {}, extents);
     extent_log_.note_value(entry, i);
   }
 }

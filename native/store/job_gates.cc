@@ -5,14 +5,14 @@
 namespace memd {
 
 void JobGates::discard_early(const Entry& entry, uint32_t shard_id) {
-  if (entry.kind == EntryKind::gradient) early().forget_gradient(shard_id);
-  if (entry.kind == EntryKind::parameter) early().discard(entry.owner, EarlyDiscard::state);
+  if (entry.kind() == EntryKind::gradient) early().forget_gradient(shard_id);
+  if (entry.kind() == EntryKind::parameter) early().discard(entry.owner(), EarlyDiscard::state);
 }
 
 void JobGates::read_tile(Entry& entry, size_t index, Done done) {
   TileTask task;
   task.entry = &entry;
-  task.bucket = &job_.shards().bucket(entry.owner);
+  task.bucket = &job_.shards().bucket(entry.owner());
   task.index = index;
   task.reads_value = true;
   task.reads_rest = true;
@@ -32,7 +32,7 @@ bool JobGates::flush_tiles(std::optional<uint32_t> bucket) {
 }
 
 void JobGates::drop_cached_tiles(const Entry& value) {
-  job_.state().drop_cached_tiles(job_.shards().bucket(value.owner));
+  job_.state().drop_cached_tiles(job_.shards().bucket(value.owner()));
 }
 
 }  // namespace memd

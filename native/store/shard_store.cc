@@ -330,7 +330,7 @@ void ShardStore::delete_shard(uint64_t session_id,
   }
   Entry* const entry = job.shards()[shard_id].value;
   job.cache().residencies().settle_pending(*entry);
-  if (entry->pending != nullptr) {
+  if (entry->pending() != nullptr) {
     return done(error(StatusCode::invalid_argument,
                       "shard ",
                       job.name(),

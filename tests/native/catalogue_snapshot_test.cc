@@ -137,7 +137,7 @@ TEST_F(CatalogueSnapshotTest, does_not_say_of_a_parameter_that_it_was_written_me
 TEST_F(CatalogueSnapshotTest, what_it_names_is_free_only_after_the_next_commit) {
   DurableState& durable = job().durable();
   const uint32_t blob = *job().shards().find("blob 0");
-  const ExtentRecord extent = job().shards()[blob].value->replicas[0].extent();
+  const ExtentRecord extent = job().shards()[blob].value->replicas()[0].extent();
   durable.begin_commit();
   remove("blob 0");
   while (!durable.encode(1000)) {

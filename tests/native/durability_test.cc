@@ -216,7 +216,7 @@ TEST(DurabilityStopped, a_job_that_no_catalogue_names_is_gone_once_nobody_uses_i
   ASSERT_FALSE(gradient.is_resident());
   heart.faults().add_fault({.kind = MemoryFaultKind::flipped_bit,
                             .io_kind = IoKind::read,
-                            .offset_bytes = gradient.replicas[1].extent().address.offset_bytes,
+                            .offset_bytes = gradient.replicas()[1].extent().address.offset_bytes,
                             .count = 1000});
   const auto [status, report] =
       heart.step({.session_id = session, .groups = {{.settings = {}, .shard_ids = {ids[0]}}}});
@@ -342,7 +342,7 @@ TEST_P(DurabilityTest, parameters_evicted_over_dirty_tiles_come_back_as_they_are
     Entry& entry = *job.shards()[id].value;
     if (entry.residency() != Residency::clean) continue;
     job.cache().residencies().move(entry, Residency::clean, Residency::absent);
-    job.cache().slots().free(std::move(entry.slot));
+    job.cache().slots().free(entry.take_slot());
   }
   training.expect_equal();
   ASSERT_TRUE(training.step().first.is_ok());
@@ -522,7 +522,7 @@ TEST_F(InMemoryTest, a_sync_makes_durable_what_was_spilled_after_the_step_that_r
       heart.write(session, id, numbers(kTileElements, 6), Part::gradient);
     heart.touch(session, ids[0]);
     const Job& job = heart.job(session);
-    ASSERT_EQ(job.shards()[ids[1]].value->slot, nullptr) << "it was spilled";
+    ASSERT_EQ(job.shards()[ids[1]].value->slot(), nullptr) << "it was spilled";
     ASSERT_TRUE(heart.sync(session).is_ok());
   }
   disk_->crash([](const UnsyncedWrite&) { return false; });
@@ -633,7 +633,7 @@ TEST_F(InMemoryTest, the_stalls_of_a_jobs_sessions_outlive_its_return_to_disk) {
   const uint64_t again = heart.attach(job_id);
   ASSERT_NE(again, 0u) << "it is refused until it has returned";
   EXPECT_FALSE(heart.job(again).progress().goes_to_disk());
-  EXPECT_EQ(heart.store().reports().statistics().jobs.at(0).stalls.step_wall_ns, 100u);
+  EXPECT_EQ(heart.store().reports().statistics().jobs.at(0).stalls.step_wall_ns(), 100u);
 }
 
 INSTANTIATE_TEST_SUITE_P(Kinds,

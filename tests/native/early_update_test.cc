@@ -345,7 +345,7 @@ TEST_P(EarlyUpdateTest, a_daemon_that_dies_before_the_step_leaves_the_gradients_
   Job& job = next.job(request.session_id);
   uint64_t slot_bytes = 0;
   for (Entry* const entry : job.shards().entries()) {
-    if (entry->slot != nullptr) slot_bytes += align_up(entry->slot->bytes, kBlockBytes);
+    if (entry->slot() != nullptr) slot_bytes += align_up(entry->slot()->bytes, kBlockBytes);
   }
   EXPECT_EQ(job.memory()->arena().used_bytes(), slot_bytes);
   const auto [status, report] = next.step(request);
@@ -599,7 +599,7 @@ class EarlySlotTest : public ::testing::Test {
     training.backward();
     training.step();
     training.expect_equal();
-    offset_bytes = value().slot->offset_bytes;
+    offset_bytes = value().slot()->offset_bytes;
   }
   const Entry& value() { return *training.job().shards().bucket(0).value; }
   bool shows_n(const Held& view) {
@@ -629,7 +629,7 @@ TEST_F(EarlySlotTest, whoever_wants_the_value_of_before_has_it_fetched) {
   const uint64_t fetched_before = training.job().cache().counters().fetched_bytes;
   const Held view = heart.lease(training.session(), training.ids()[0]);
   ASSERT_TRUE(view.is_ok()) << view.status.message();
-  EXPECT_EQ(training.job().cache().counters().fetched_bytes - fetched_before, value().bytes);
+  EXPECT_EQ(training.job().cache().counters().fetched_bytes - fetched_before, value().bytes());
   EXPECT_TRUE(shows_n(view));
   const std::vector<float> n = training.twins[0].theta;
   training.step();

@@ -85,8 +85,8 @@ TEST(EntryTable, entries_stay_where_they_are_and_ids_are_given_again) {
   ASSERT_EQ(table.size(), 100u);
   for (uint32_t id = 0; id < 100; ++id) {
     ASSERT_EQ(table[id], entries[id]);
-    EXPECT_EQ(entries[id]->id, id);
-    EXPECT_EQ(entries[id]->bytes, id);
+    EXPECT_EQ(entries[id]->id(), id);
+    EXPECT_EQ(entries[id]->bytes(), id);
   }
   EXPECT_EQ(table[100], nullptr);
   EXPECT_EQ(table[127], nullptr) << "in a chunk that has room";
@@ -103,10 +103,10 @@ TEST(EntryTable, entries_stay_where_they_are_and_ids_are_given_again) {
   }
   EXPECT_EQ(count, 100u);
   EXPECT_EQ(missing, 2u);
-  EXPECT_EQ(add(1000)->id, 64u);
-  EXPECT_EQ(add(1001)->id, 31u);
-  EXPECT_EQ(add(1002)->id, 100u);
-  EXPECT_EQ(table[31]->bytes, 1001u);
+  EXPECT_EQ(add(1000)->id(), 64u);
+  EXPECT_EQ(add(1001)->id(), 31u);
+  EXPECT_EQ(add(1002)->id(), 100u);
+  EXPECT_EQ(table[31]->bytes(), 1001u);
   EXPECT_EQ(table[99], entries[99]);
 }
 

@@ -262,7 +262,7 @@ TEST_F(FairShares, a_shard_is_read_beside_another_jobs_step_as_if_it_were_half_a
   const Residency was = entry.residency();
   ASSERT_EQ(was, Residency::clean);
   job.cache().residencies().move(entry, was, Residency::absent);
-  job.cache().slots().retire(std::move(entry.slot));
+  job.cache().slots().retire(entry.take_slot());
   bool done = false;
   StepRequest request;
   request.session_id = trainers_[0].session_id;

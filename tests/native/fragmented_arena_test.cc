@@ -77,7 +77,7 @@ class FragmentedArena {
     std::vector<uint32_t> others;
     for (const uint32_t id : ids_) {
       const uint64_t block =
-          job.shards().find_entry(id, Part::value)->slot->offset_bytes / kBlockBytes;
+          job.shards().find_entry(id, Part::value)->slot()->offset_bytes / kBlockBytes;
       if (block % 4 == 0) {
         held_.push_back(heart_.lease(other_, id));
       } else {
@@ -103,11 +103,11 @@ class FragmentedArena {
     Job& job = heart_.job(session_);
     std::vector<bool> stays(slot_count_);
     for (const Entry* const entry : job.shards().entries()) {
-      if (entry == nullptr || entry->slot == nullptr) continue;
+      if (entry == nullptr || entry->slot() == nullptr) continue;
       const bool goes = entry->residency() == Residency::clean &&
-                        !job.cache().slots().is_pinned(*entry->slot) && entry->has_replica();
-      const uint64_t first = entry->slot->offset_bytes / kBlockBytes;
-      const uint64_t count = divide_up(std::max<uint64_t>(entry->bytes, 1), kBlockBytes);
+                        !job.cache().slots().is_pinned(*entry->slot()) && entry->has_replica();
+      const uint64_t first = entry->slot()->offset_bytes / kBlockBytes;
+      const uint64_t count = divide_up(std::max<uint64_t>(entry->bytes(), 1), kBlockBytes);
       for (uint64_t at = first; at < first + count; ++at) stays[at] = !goes;
     }
     uint64_t run = 0;

@@ -50,7 +50,7 @@ TEST_F(GradientAheadTest, one_that_does_not_come_is_none) {
   heart_.release(**ahead);
   unused(0);
   EXPECT_TRUE(shard(0).contributors.empty());
-  EXPECT_EQ(gradient(0).slot, nullptr);
+  EXPECT_EQ(gradient(0).slot(), nullptr);
   const auto reader = ask(0, false, LeaseMode::read);
   ASSERT_TRUE(reader->has_value());
   EXPECT_EQ((*reader)->status.code(), StatusCode::not_found);
@@ -119,7 +119,7 @@ TEST_F(GradientAheadTest, its_neighbours_in_a_bucket_keep_theirs) {
   EXPECT_EQ(shard(1).contributors, Contributors::one(session_));
   ASSERT_TRUE(
       heart_.step({.session_id = session_, .groups = {{.shard_ids = {ids_[1]}}}}).first.is_ok());
-  EXPECT_EQ(gradient(1).slot, nullptr) << "nothing keeps the bucket's slot";
+  EXPECT_EQ(gradient(1).slot(), nullptr) << "nothing keeps the bucket's slot";
 }
 
 TEST_F(GradientAheadTest, what_is_no_parameter_is_ignored) {

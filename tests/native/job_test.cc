@@ -66,7 +66,7 @@ TEST(JobDeclare, small_parameters_share_buckets_of_one_dtype_and_large_ones_are_
 uint64_t sum_of_entries(const Job& job) {
   uint64_t bytes = 0;
   for (Entry* const entry : job.shards().entries()) {
-    if (entry != nullptr) bytes += align_up(entry->bytes, kBlockBytes);
+    if (entry != nullptr) bytes += align_up(entry->bytes(), kBlockBytes);
   }
   return bytes;
 }

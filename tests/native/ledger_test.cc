@@ -1055,7 +1055,7 @@ TEST_F(AdoptionTest, a_blob_that_came_back_has_none_of_the_bytes_of_the_deleted_
   begin(DType::float32, 3, "every:4");
   const auto extents_of = [this](uint32_t shard_id) {
     std::set<uint64_t> offsets;
-    for (const Replica& replica : heart_->job(session_).shards()[shard_id].value->replicas) {
+    for (const Replica& replica : heart_->job(session_).shards()[shard_id].value->replicas()) {
       EXPECT_TRUE(replica.exists());
       offsets.insert(replica.offset_bytes());
     }
@@ -1135,7 +1135,7 @@ TEST_F(AdoptionTest, a_first_writeback_that_is_half_done_costs_no_memory) {
   };
   heart_->store().operations().sync(session_, [](const Status&, const StepReport&) {});
   const Entry& entry = *heart_->job(session_).shards()[ids[0]].value;
-  ASSERT_TRUE(heart_->until([&] { return entry.replicas[0].exists(); }));
+  ASSERT_TRUE(heart_->until([&] { return entry.replicas()[0].exists(); }));
   ASSERT_FALSE(entry.has_replica());
   remove("blob");
   heart_->io().before_submit = nullptr;

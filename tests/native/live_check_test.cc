@@ -113,8 +113,8 @@ TEST_F(LiveCheckTest, a_flipped_bit_is_found_named_and_stops_the_job) {
   };
   const Bucket& bucket = job().shards().bucket(0);
   const Case cases[] = {{bucket.rest[1].extent(), "optimizer state of tile 1", "w"},
-                        {bucket.value->replicas[0].extent(), "parameter of tile 0", "w"},
-                        {job().shards().find_entry(ids_[1], Part::value)->replicas[2].extent(),
+                        {bucket.value->replicas()[0].extent(), "parameter of tile 0", "w"},
+                        {job().shards().find_entry(ids_[1], Part::value)->replicas()[2].extent(),
                          "bytes from 2097152",
                          "blob"}};
   for (const Case& each : cases) flip(each.extent);
@@ -221,7 +221,7 @@ TEST_F(LiveCheckTest, an_extent_that_a_step_replaces_while_it_is_read_is_not_los
 TEST_F(LiveCheckTest, newer_bytes_in_memory_take_the_place_of_damaged_ones_and_nothing_is_lost) {
   heart_.write(session_, ids_[1], pattern(kBlobBytes, 9));
   EXPECT_EQ(heart_.read<uint8_t>(session_, ids_[1]), pattern(kBlobBytes, 9));
-  flip(job().shards().find_entry(ids_[1], Part::value)->replicas[0].extent());
+  flip(job().shards().find_entry(ids_[1], Part::value)->replicas()[0].extent());
   const Found found = run();
   ASSERT_EQ(found.findings.size(), 1u);
   EXPECT_FALSE(found.findings[0].is_lost);
@@ -296,7 +296,7 @@ TEST_F(LiveCheckTest, findings_that_nobody_fetches_hold_it_up) {
   for (const uint32_t id : ids) heart_.write(session_, id, pattern(100, id));
   ASSERT_TRUE(heart_.sync(session_).is_ok());
   for (const uint32_t id : ids)
-    flip(job().shards().find_entry(id, Part::value)->replicas[0].extent(), 5);
+    flip(job().shards().find_entry(id, Part::value)->replicas()[0].extent(), 5);
   const uint64_t id = begin();
   ASSERT_TRUE(heart_.until([this] {
     const auto activity = check().activity();

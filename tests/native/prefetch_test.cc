@@ -293,23 +293,23 @@ TEST(Prefetch, a_shard_that_is_lost_is_not_asked_for_again_and_again) {
   const Job& job = model.heart.job(model.session_id);
   const Entry* victim = nullptr;
   for (Entry* const entry : job.shards().entries()) {
-    if (entry != nullptr && entry->kind == EntryKind::parameter &&
+    if (entry != nullptr && entry->kind() == EntryKind::parameter &&
         entry->residency() == Residency::absent)
       victim = entry;
   }
   ASSERT_NE(victim, nullptr);
-  const uint64_t offset_bytes = victim->replicas[0].extent().address.offset_bytes;
+  const uint64_t offset_bytes = victim->replicas()[0].extent().address.offset_bytes;
   model.disk->bytes()[offset_bytes] ^= std::byte{1};
   for (uint32_t i = 0; i < 3 * model.count(); ++i) {
     const uint32_t id = model.ids[i % model.count()];
     if (job.shards()[id].value == victim) continue;
     model.client.use_slowly(id);
   }
-  EXPECT_TRUE(job.lost().contains(model.ids[victim->owner]));
+  EXPECT_TRUE(job.lost().contains(model.ids[victim->owner()]));
   const uint64_t fetched_bytes = job.cache().counters().fetched_bytes;
   model.heart.turns();
   EXPECT_EQ(job.cache().counters().fetched_bytes, fetched_bytes);
-  const Held held = model.heart.lease(model.session_id, model.ids[victim->owner]);
+  const Held held = model.heart.lease(model.session_id, model.ids[victim->owner()]);
   EXPECT_EQ(held.status.code(), StatusCode::integrity);
 }
 
@@ -319,22 +319,22 @@ TEST(Prefetch, a_shard_whose_prefetch_failed_is_fetched_for_who_asks_and_foresee
   const Job& job = model.heart.job(model.session_id);
   const Entry* victim = nullptr;
   for (Entry* const entry : job.shards().entries()) {
-    if (entry != nullptr && entry->kind == EntryKind::parameter &&
+    if (entry != nullptr && entry->kind() == EntryKind::parameter &&
         entry->residency() == Residency::absent)
       victim = entry;
   }
   ASSERT_NE(victim, nullptr);
-  const uint32_t id = model.ids[victim->owner];
+  const uint32_t id = model.ids[victim->owner()];
   // The device reads nothing there, in all tries.
-  const auto& extent = victim->replicas[0].extent();
+  const auto& extent = victim->replicas()[0].extent();
   model.heart.faults().add_fault({.io_kind = IoKind::read,
                                   .offset_bytes = extent.address.offset_bytes,
                                   .count = 64,
                                   .error_number = EIO});
-  for (uint32_t i = 0; i < 2 * model.count() && !victim->prefetch_failed; ++i) {
+  for (uint32_t i = 0; i < 2 * model.count() && !victim->prefetch().has_failed(); ++i) {
     if (model.ids[i % model.count()] != id) model.client.use_slowly(model.ids[i % model.count()]);
   }
-  ASSERT_TRUE(victim->prefetch_failed);
+  ASSERT_TRUE(victim->prefetch().has_failed());
   EXPECT_FALSE(job.lost().contains(id)) << "only a mismatch is proof";
   // Nobody asks again for a plan alone.
   const uint64_t fetched_bytes = job.cache().counters().fetched_bytes;
@@ -342,7 +342,7 @@ TEST(Prefetch, a_shard_whose_prefetch_failed_is_fetched_for_who_asks_and_foresee
   EXPECT_EQ(job.cache().counters().fetched_bytes, fetched_bytes);
   model.heart.faults().clear_faults();
   EXPECT_FALSE(model.client.use_slowly(id));
-  EXPECT_FALSE(victim->prefetch_failed);
+  EXPECT_FALSE(victim->prefetch().has_failed());
   for (int i = 0; i < 2; ++i) model.forward();
   EXPECT_EQ(model.forward(), 0u);
 }
@@ -452,7 +452,8 @@ TEST(Prefetch, a_step_is_planned_whole_however_much_of_it_is_still_to_be_read) {
                             .step = step});
       EXPECT_TRUE(status.is_ok()) << status.message();
       model.heart.turns();
-      const PlanCursor& cursor = model.heart.store().sessions().at(model.session_id)->plan->cursor;
+      const PlanCursor& cursor =
+          model.heart.store().sessions().at(model.session_id)->plan->cursor();
       const auto plan =
           cursor.last_period()
               ? model.heart.job(model.session_id).cache().plans().book().find(*cursor.last_period())
@@ -503,7 +504,8 @@ TEST(Prefetch, random_sessions_read_what_they_wrote) {
     model.client.settle();
     uint64_t ahead_bytes = 0;
     for (Entry* const entry : model.heart.job(model.session_id).shards().entries()) {
-      if (entry != nullptr && entry->prefetched != Prefetched::no) ahead_bytes += entry->bytes;
+      if (entry != nullptr && entry->prefetch().state() != EntryPrefetch::State::no)
+        ahead_bytes += entry->bytes();
     }
     EXPECT_EQ(model.heart.job(model.session_id).cache().window().bytes(), ahead_bytes);
     EXPECT_EQ(model.heart.job(model.session_id).cache().window().reading_bytes(), 0u);

@@ -82,7 +82,7 @@ class PublishTest : public ::testing::Test {
     heart_->store().operations().step(
         request(call), [this](const Status& status, const StepReport&) { done_ = status; });
     ASSERT_TRUE(heart_->until([&] {
-      return job().shards().bucket(0).value->is_uncommitted &&
+      return job().shards().bucket(0).value->is_uncommitted() &&
              heart_->faults().fault_hit_count() > 0;
     }));
     ASSERT_FALSE(done_.has_value());
@@ -215,7 +215,8 @@ TEST_F(PublishTest, what_a_step_has_updated_its_session_leases_without_a_request
   begin_step(2);
   ASSERT_TRUE(look(session_, 0, 2));
   EXPECT_EQ(look(session_, 0, 2)->generation, 2u);
-  EXPECT_EQ(look(session_, 0, 2)->offset_bytes, job().shards().bucket(0).value->slot->offset_bytes);
+  EXPECT_EQ(look(session_, 0, 2)->offset_bytes,
+            job().shards().bucket(0).value->slot()->offset_bytes);
   EXPECT_FALSE(look(session_, 0, 3)) << "a step that has not come";
   EXPECT_FALSE(look(session_, 1, 2)) << "not updated yet";
   EXPECT_FALSE(look(other, 0, 0)) << "not committed";
@@ -331,7 +332,7 @@ TEST_F(PublishTest, another_sessions_step_waits_for_its_turn_and_is_then_the_gro
   bool was_shown = false;
   heart_->io().before_submit = [&](const DiskQueue::Operation& operation) {
     if (!done_ || operation.kind != IoKind::write ||
-        !job().shards().bucket(2).value->is_uncommitted)
+        !job().shards().bucket(2).value->is_uncommitted())
       return;
     was_shown = true;
     EXPECT_EQ(look(other, 2, 1)->generation, 1u);
@@ -457,10 +458,10 @@ TEST_F(PublishTest, what_was_published_and_evicted_comes_back_from_where_no_cata
   make(24);
   begin_step(2);
   Entry& first = *job().shards().bucket(0).value;
-  const ExtentRecord extent = first.replicas[0].extent();
+  const ExtentRecord extent = first.replicas()[0].extent();
   ASSERT_TRUE(extent.exists());
   job().cache().residencies().move(first, Residency::clean, Residency::absent);
-  job().cache().slots().free(std::move(first.slot));
+  job().cache().slots().free(first.take_slot());
   heart_->faults().add_fault({.kind = MemoryFaultKind::stall,
                               .io_kind = IoKind::read,
                               .offset_bytes = extent.address.offset_bytes});
@@ -471,7 +472,7 @@ TEST_F(PublishTest, what_was_published_and_evicted_comes_back_from_where_no_cata
   fail_step();
   heart_->turns();
   EXPECT_FALSE(done_.has_value());
-  EXPECT_EQ(first.replicas[0].extent().address.offset_bytes, extent.address.offset_bytes);
+  EXPECT_EQ(first.replicas()[0].extent().address.offset_bytes, extent.address.offset_bytes);
   heart_->faults().release_stalled();
   ASSERT_TRUE(heart_->until([&] { return done_ && reader->has_value(); }));
   EXPECT_FALSE(done_->is_ok());

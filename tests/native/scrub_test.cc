@@ -112,9 +112,9 @@ TEST_F(ScrubTest, a_flipped_bit_is_found_named_and_stops_the_job) {
   const Bucket& bucket = job().shards().bucket(0);
   const Case cases[] = {
       {"rest", [&] { return bucket.rest[1].extent(); }, "w"},
-      {"parameter", [&] { return bucket.value->replicas[0].extent(); }, "w"},
+      {"parameter", [&] { return bucket.value->replicas()[0].extent(); }, "w"},
       {"blob",
-       [&] { return job().shards().find_entry(ids_[1], Part::value)->replicas[2].extent(); },
+       [&] { return job().shards().find_entry(ids_[1], Part::value)->replicas()[2].extent(); },
        "blob"}};
   uint64_t errors = 0;
   for (const Case& each : cases) {
@@ -211,9 +211,9 @@ TEST_F(ScrubTest, what_a_step_replaces_is_not_lost_where_its_disk_copy_is_damage
   };
   const Bucket& bucket = job().shards().bucket(0);
   const Case cases[] = {
-      {"parameter", [&] { return bucket.value->replicas[0].extent(); }},
+      {"parameter", [&] { return bucket.value->replicas()[0].extent(); }},
       {"rest", [&] { return bucket.rest[1].extent(); }},
-      {"staged", [&] { return job().shards()[buffers[1]].value->replicas[0].extent(); }}};
+      {"staged", [&] { return job().shards()[buffers[1]].value->replicas()[0].extent(); }}};
   uint64_t errors = 0;
   for (const Case& each : cases) {
     SCOPED_TRACE(each.name);
@@ -274,7 +274,7 @@ TEST_F(ScrubTest, a_job_that_is_dropped_while_its_extent_is_read_leaves_nothing_
   heart_.write(session, ids[0], pattern(kBlobBytes, 7));
   ASSERT_TRUE(heart_.sync(session).is_ok());
   const ExtentRecord extent =
-      heart_.job(session).shards().find_entry(ids[0], Part::value)->replicas[1].extent();
+      heart_.job(session).shards().find_entry(ids[0], Part::value)->replicas()[1].extent();
   stall_the_read_of(extent);
   flip(extent);
   bool dropped = false;
@@ -289,7 +289,8 @@ TEST_F(ScrubTest, a_job_that_is_dropped_while_its_extent_is_read_leaves_nothing_
 }
 
 TEST_F(ScrubTest, a_shard_that_is_deleted_while_it_is_read_is_not_lost) {
-  const ExtentRecord extent = job().shards().find_entry(ids_[1], Part::value)->replicas[0].extent();
+  const ExtentRecord extent =
+      job().shards().find_entry(ids_[1], Part::value)->replicas()[0].extent();
   stall_the_read_of(extent);
   bool deleted = false;
   heart_.store().delete_shard(session_, "blob", [&](const Result<bool>& result) {
@@ -306,7 +307,7 @@ TEST_F(ScrubTest, a_shard_that_is_deleted_while_it_is_read_is_not_lost) {
 TEST_F(ScrubTest, newer_bytes_in_memory_take_the_place_of_damaged_ones_and_nothing_is_lost) {
   heart_.write(session_, ids_[1], pattern(kBlobBytes, 9));
   EXPECT_EQ(heart_.read<uint8_t>(session_, ids_[1]), pattern(kBlobBytes, 9));
-  flip(job().shards().find_entry(ids_[1], Part::value)->replicas[0].extent());
+  flip(job().shards().find_entry(ids_[1], Part::value)->replicas()[0].extent());
   run_pass();
   EXPECT_EQ(scrub().errors, 1u);
   EXPECT_EQ(job().lost().count(), 0u);

@@ -363,7 +363,7 @@ TEST_F(ShardStoreTest, what_a_client_writes_in_its_counters_hides_nobody_elses_p
     EXPECT_TRUE(job.cache().slots().is_pinned(*grant.slot));
     const auto wants_room = heart.ask(hostile, ids[1], LeaseMode::overwrite);
     heart.turns();
-    EXPECT_EQ(job.shards()[ids[0]].value->slot.get(), grant.slot) << "the slot was freed";
+    EXPECT_EQ(job.shards()[ids[0]].value->slot(), grant.slot) << "the slot was freed";
     ASSERT_TRUE(job.shards()[ids[0]].value->is_resident());
     const auto* const bytes = reinterpret_cast<const uint8_t*>(grant.data);
     EXPECT_TRUE(std::equal(bytes, bytes + 3_MiB, pattern(3_MiB, 1).begin()));

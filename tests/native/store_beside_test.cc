@@ -307,12 +307,12 @@ TEST_F(UndoTest, no_read_is_granted_while_its_step_is_undone) {
   std::optional<Status> done;
   heart_.store().operations().step(request(),
                                    [&](const Status& status, const StepReport&) { done = status; });
-  ASSERT_TRUE(heart_.until([&] { return a.is_uncommitted && b.is_uncommitted; }));
+  ASSERT_TRUE(heart_.until([&] { return a.is_uncommitted() && b.is_uncommitted(); }));
   ASSERT_FALSE(b.is_resident());
   heart_.release(old_view);
   heart_.faults().add_fault({.kind = MemoryFaultKind::stall,
                              .io_kind = IoKind::read,
-                             .offset_bytes = b.replicas[0].extent().address.offset_bytes});
+                             .offset_bytes = b.replicas()[0].extent().address.offset_bytes});
   const auto fetching = heart_.ask(session_, ids_[1]);
   ASSERT_TRUE(heart_.until([&] { return heart_.faults().has_stalled(); }));
 

@@ -499,8 +499,8 @@ inline void expect_all_bytes_held(Job& job) {
   uint64_t slot_bytes = 0;
   for (const Entry* const entry : job.shards().entries()) {
     if (entry == nullptr) continue;
-    if (entry->slot != nullptr) slot_bytes += align_up(entry->slot->bytes, kBlockBytes);
-    if (entry->pending != nullptr) slot_bytes += align_up(entry->pending->bytes, kBlockBytes);
+    if (entry->slot() != nullptr) slot_bytes += align_up(entry->slot()->bytes, kBlockBytes);
+    if (entry->pending() != nullptr) slot_bytes += align_up(entry->pending()->bytes, kBlockBytes);
     EXPECT_EQ(entry->task_count(), 0U);
   }
   EXPECT_EQ(job.memory()->arena().used_bytes(), slot_bytes);

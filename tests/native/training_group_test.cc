@@ -111,7 +111,7 @@ TEST_F(TrainingGroupTest, the_end_of_one_voids_the_sum_and_the_other_is_told_onc
   overwrite(second_, 1, 12);
   ASSERT_TRUE(heart_.store().detach(second_).is_ok());
   for (const size_t i : {0, 1}) EXPECT_TRUE(contributors(i).empty()) << i;
-  EXPECT_EQ(job().shards().find_entry(ids_[0], Part::gradient)->slot, nullptr);
+  EXPECT_EQ(job().shards().find_entry(ids_[0], Part::gradient)->slot(), nullptr);
   expect_refused(lease(first_, 0, LeaseMode::write), void_of(0, second_));
   overwrite(first_, 0, 13);
   ASSERT_TRUE(heart_.step(request(first_)).first.is_ok());

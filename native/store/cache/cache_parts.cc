@@ -7,15 +7,15 @@
 namespace memd {
 
 void CacheParts::lose(const Entry& entry, size_t replica, const Status& why) const {
-  if (entry.kind == EntryKind::gradient) return;
+  if (entry.kind() == EntryKind::gradient) return;
   for (const uint32_t shard_id : shards.shards_in(entry, replica))
     lost.add(shard_id, std::string(shards[shard_id].name()), why);
 }
 
 bool CacheParts::is_lost(const Entry& entry) const {
-  if (lost.count() == 0 || entry.kind == EntryKind::gradient) return false;
-  if (entry.kind == EntryKind::bytes) return lost.contains(entry.owner);
-  const ShardIds& held = shards.bucket(entry.owner).shards;
+  if (lost.count() == 0 || entry.kind() == EntryKind::gradient) return false;
+  if (entry.kind() == EntryKind::bytes) return lost.contains(entry.owner());
+  const ShardIds& held = shards.bucket(entry.owner()).shards;
   return std::any_of(held.begin(), held.end(), [this](uint32_t id) { return lost.contains(id); });
 }
 

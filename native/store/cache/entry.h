@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "base/check.h"
@@ -19,8 +20,37 @@
 
 namespace memd {
 
-/// Brought up by a plan. `late`: somebody asked before it was there.
-enum class Prefetched : uint8_t { no, unused, late };
+/// An entry as plans see it: whether one has brought it up, and whether the last try failed. The
+/// PrefetchWindow counts its bytes.
+class EntryPrefetch {
+ public:
+  /// Brought up by a plan. `late`: somebody asked before it was there.
+  enum class State : uint8_t { no, unused, late };
+
+  State state() const { return state_; }
+  void begin() { state_ = State::unused; }
+  /// Somebody asks for it. True where that is the first one, and comes before any use.
+  bool note_asked() {
+    if (state_ != State::unused) return false;
+    state_ = State::late;
+    return true;
+  }
+  /// It is used, or gone. Returns the state that ends.
+  State end() {
+    const State was = state_;
+    state_ = State::no;
+    return was;
+  }
+
+  /// A plan does not try again before somebody has used the entry.
+  bool has_failed() const { return has_failed_; }
+  void note_read(bool is_ok) { has_failed_ = !is_ok; }
+  void note_used() { has_failed_ = false; }
+
+ private:
+  State state_ : 2 = State::no;
+  bool has_failed_ : 1 = false;
+};
 
 /// A place in the arena with one pin counter for each of the entry's shards.
 struct Slot {
@@ -52,16 +82,22 @@ class Entry {
   };
 
   explicit Entry(const Shape& shape)
-      : bytes(shape.bytes),
-        replicas(divide_up(shape.bytes, shape.stride_bytes)),
-        id(shape.id),
-        owner(shape.owner),
-        kept_owner(shape.owner),
-        kind(shape.kind),
-        tier(shape.tier),
+      : bytes_(shape.bytes),
+        replicas_(divide_up(shape.bytes, shape.stride_bytes)),
+        id_(shape.id),
+        owner_(shape.owner),
+        kept_owner_(shape.owner),
+        kind_(shape.kind),
+        tier_(shape.tier),
         stride_log2_(std::countr_zero(shape.stride_bytes) & 63) {
     MEMD_CHECK(std::has_single_bit(shape.stride_bytes));
   }
+
+  uint32_t id() const { return id_; }
+  EntryKind kind() const { return kind_; }
+  Tier tier() const { return tier_; }
+  /// Without padding.
+  uint64_t bytes() const { return bytes_; }
 
   Residency residency() const { return residency_; }
   /// The one place where a residency changes; CHECKs that it is `from` and that the edge exists.
@@ -82,54 +118,102 @@ class Entry {
   EvictionPrice price() const {
     return residency_ == Residency::dirty ? EvictionPrice::dirty : EvictionPrice::clean;
   }
+
+  // ---- Where its bytes are ----
+
+  /// nullptr: nowhere in the arena.
+  Slot* slot() const { return slot_.get(); }
+  void place(std::unique_ptr<Slot> slot) {
+    MEMD_CHECK(slot_ == nullptr);
+    slot_ = std::move(slot);
+  }
+  std::unique_ptr<Slot> take_slot() { return std::move(slot_); }
+  /// Returns the slot that the entry had; nullptr: none.
+  std::unique_ptr<Slot> replace_slot(std::unique_ptr<Slot> by) {
+    return std::exchange(slot_, std::move(by));
+  }
+
+  /// Written by an overwrite lease; takes the slot's place once the writer gave it back.
+  Slot* pending() const { return pending_.get(); }
+  void begin_pending(std::unique_ptr<Slot> slot) {
+    MEMD_CHECK(pending_ == nullptr);
+    pending_ = std::move(slot);
+  }
+  std::unique_ptr<Slot> take_pending() { return std::move(pending_); }
+  /// The writer gave it back. Returns the slot whose place it takes; nullptr: there was none.
+  std::unique_ptr<Slot> settle_pending() {
+    pending_->pending_session = 0;
+    return replace_slot(take_pending());
+  }
+
+  /// On disk; JobSpace fills and empties them.
+  ReplicaList& replicas() { return replicas_; }
+  const ReplicaList& replicas() const { return replicas_; }
   /// All of its bytes are on disk (as of their last writeback, which may have failed half way).
   bool has_replica() const {
-    return !replicas.empty() &&
-           std::all_of(replicas.begin(), replicas.end(), [](const Replica& replica) {
+    return !replicas_.empty() &&
+           std::all_of(replicas_.begin(), replicas_.end(), [](const Replica& replica) {
              return replica.exists();
            });
   }
   /// Bytes of replica `index`, in whole blocks.
   uint32_t replica_bytes(size_t index) const {
     const uint64_t begin = index * stride_bytes();
-    return static_cast<uint32_t>(align_up(std::min(bytes - begin, stride_bytes()), kBlockBytes));
+    return static_cast<uint32_t>(align_up(std::min(bytes_ - begin, stride_bytes()), kBlockBytes));
   }
   uint64_t stride_bytes() const { return uint64_t{1} << stride_log2_; }
   SpaceUse use() const {
-    return kind == EntryKind::gradient ? SpaceUse::gradient : SpaceUse::state;
+    return kind_ == EntryKind::gradient ? SpaceUse::gradient : SpaceUse::state;
   }
 
-  const uint64_t bytes;
+  // ---- Whose bytes they are ----
 
-  std::unique_ptr<Slot> slot;
-  /// Written by an overwrite lease; takes the slot's place once the writer gave it back.
-  std::unique_ptr<Slot> pending;
-  ReplicaList replicas;
+  /// Index of its bucket, or id of its shard.
+  uint32_t owner() const { return owner_; }
+  /// As of the last commit, for the ledger: a staged buffer takes the other's place only then.
+  uint32_t kept_owner() const { return kept_owner_; }
+  /// It has changed places with a staged buffer, which no commit knows yet.
+  bool is_exchanged() const { return owner_ != kept_owner_; }
+  void exchange_owner(Entry& other) { std::swap(owner_, other.owner_); }
+  void keep_owner() { kept_owner_ = owner_; }
 
-  const uint32_t id;
-  uint32_t owner;
-  /// The owner of the bytes as of the last commit, for the ledger: a staged buffer takes the
-  /// other's place only then.
-  uint32_t kept_owner;
+  // ---- Steps ----
+
+  /// Some were accepted and will replace it: until then its session leases it by request.
+  bool is_awaiting_steps() const { return steps_before_ != 0; }
+  void accept_step() { ++steps_before_; }
+  void end_accepted_step() { --steps_before_; }
+  /// A step that runs reads or replaces it.
+  bool is_in_step() const { return is_in_step_; }
+  void begin_step() { is_in_step_ = true; }
+  void end_step() {
+    is_in_step_ = false;
+    is_uncommitted_ = false;
+  }
+  /// A read of it shows what a step made, before that is committed.
+  bool is_uncommitted() const { return is_uncommitted_; }
+  void show_uncommitted() { is_uncommitted_ = true; }
+
+  EntryPrefetch& prefetch() { return prefetch_; }
+  const EntryPrefetch& prefetch() const { return prefetch_; }
 
  private:
+  const uint64_t bytes_;
+  std::unique_ptr<Slot> slot_;
+  std::unique_ptr<Slot> pending_;
+  ReplicaList replicas_;
+  const uint32_t id_;
+  uint32_t owner_;
+  uint32_t kept_owner_;
   uint32_t task_count_ = 0;
-
- public:
-  // Steps that were accepted and will replace it: until then its session leases it by request.
-  uint32_t steps_before = 0;
-
-  const EntryKind kind : 2;
-  const Tier tier : 2;
-  bool is_in_step : 1 = false;  // a step that runs reads or replaces it
-  // A read of it shows what a step made, before that is committed.
-  bool is_uncommitted : 1 = false;
-  bool prefetch_failed : 1 = false;  // not tried again before it was used
-  Prefetched prefetched : 2 = Prefetched::no;
-
- private:
+  uint32_t steps_before_ = 0;
+  const EntryKind kind_ : 2;
+  const Tier tier_ : 2;
+  bool is_in_step_ : 1 = false;
+  bool is_uncommitted_ : 1 = false;
   Residency residency_ : 3 = Residency::absent;
   const uint8_t stride_log2_ : 6;
+  EntryPrefetch prefetch_;
 };
 
 // A parameter that has a bucket of its own has two, and bench_growth.py counts the bytes of each:

@@ -14,19 +14,19 @@ void Fetches::fetch(Entry& entry, IoPriority priority, Done done) {
   parts_.activities.begin();
   parts_.residencies.begin_task(entry);
   MEMD_FAILPOINT("fetch.started");
-  parts_.counters.fetched_bytes += entry.bytes;
+  parts_.counters.fetched_bytes += entry.bytes();
   auto join = Join::start([this, &entry, done = std::move(done)](const Status& status) {
     finish(entry, status, done);
   });
-  std::byte* const data = parts_.memory->arena().at(entry.slot->offset_bytes);
-  for (size_t i = 0; i < entry.replicas.size(); ++i) {
+  std::byte* const data = parts_.memory->arena().at(entry.slot()->offset_bytes);
+  for (size_t i = 0; i < entry.replicas().size(); ++i) {
     if (parts_.gates.is_tile_dirty(entry, i)) {
       // The disk has older bytes.
       parts_.gates.read_tile(entry, i, join->branch());
       continue;
     }
     const std::span<std::byte> into(data + i * entry.stride_bytes(), entry.replica_bytes(i));
-    parts_.extents.read(entry.replicas[i].extent(),
+    parts_.extents.read(entry.replicas()[i].extent(),
                         into,
                         {.job = JobId{parts_.job_id}, .priority = priority},
                         concat("shard ",
@@ -45,10 +45,10 @@ void Fetches::fetch(Entry& entry, IoPriority priority, Done done) {
 void Fetches::zero(Entry& entry) {
   parts_.activities.begin();
   parts_.residencies.begin_task(entry);
-  std::byte* const data = parts_.memory->arena().at(entry.slot->offset_bytes);
+  std::byte* const data = parts_.memory->arena().at(entry.slot()->offset_bytes);
   parts_.workers.submit_pieces(
       JobId{parts_.job_id},
-      entry.bytes,
+      entry.bytes(),
       [data](uint64_t offset, uint64_t bytes) { zero_bytes(data + offset, bytes); },
       [this, &entry] { finish(entry, Status::ok(), [](const Status&) {}); });
 }
@@ -62,15 +62,15 @@ void Fetches::finish(Entry& entry, const Status& status, const Done& done) {
     return done(status);
   }
   parts_.residencies.move(entry, Residency::filling, Residency::absent);
-  parts_.slots.free(std::move(entry.slot));
+  parts_.slots.free(entry.take_slot());
   done(status);
   parts_.waiters.fail(entry, status);
 }
 
 void Fetches::raise(const Entry& entry) {
-  parts_.extents.io().raise(
-      JobId{parts_.job_id},
-      {parts_.memory->arena().at(entry.slot->offset_bytes), align_up(entry.bytes, kBlockBytes)});
+  parts_.extents.io().raise(JobId{parts_.job_id},
+                            {parts_.memory->arena().at(entry.slot()->offset_bytes),
+                             align_up(entry.bytes(), kBlockBytes)});
 }
 
 }  // namespace memd

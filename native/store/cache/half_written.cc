@@ -20,14 +20,14 @@ void HalfWritten::discard(const Session& session, Join& discarded) {
   for (const uint32_t id : ids) {
     Entry* const entry = parts_.shards.entry(id);
     if (entry == nullptr) continue;
-    if (entry->pending != nullptr && writes(*entry->pending, 0)) {
-      parts_.slots.retire(std::move(entry->pending));
+    if (entry->pending() != nullptr && writes(*entry->pending(), 0)) {
+      parts_.slots.retire(entry->take_pending());
       parts_.residencies.note_changed(*entry);
     }
-    if (entry->slot == nullptr || entry->kind != EntryKind::parameter) continue;
+    if (entry->slot() == nullptr || entry->kind() != EntryKind::parameter) continue;
     std::set<uint32_t> torn;
-    for (uint32_t i = 0; i < entry->slot->pin_count(); ++i) {
-      if (writes(*entry->slot, i)) torn.insert(i);
+    for (uint32_t i = 0; i < entry->slot()->pin_count(); ++i) {
+      if (writes(*entry->slot(), i)) torn.insert(i);
     }
     discard(*entry, torn, discarded.branch());
   }
@@ -37,7 +37,7 @@ void HalfWritten::discard(Entry& entry, const std::set<uint32_t>& torn, Done dis
   if (torn.empty() || (entry.residency() != Residency::dirty && !mends_.contains(entry))) {
     return discarded(Status::ok());
   }
-  const Bucket& bucket = parts_.shards.bucket(entry.owner);
+  const Bucket& bucket = parts_.shards.bucket(entry.owner());
   Mends::Torn all;
   for (const uint32_t index : torn) {
     Shard& shard = parts_.shards[bucket.shards[index]];
@@ -55,7 +55,7 @@ void HalfWritten::discard(Entry& entry, const std::set<uint32_t>& torn, Done dis
   }
   if (parts_.shards.shard_count(entry) == 1) {
     parts_.residencies.move(entry, Residency::dirty, Residency::absent);
-    parts_.slots.retire(std::move(entry.slot));
+    parts_.slots.retire(entry.take_slot());
     return discarded(Status::ok());
   }
   if (mends_.add(entry, all, std::move(discarded))) start_mend(entry);
@@ -72,11 +72,11 @@ void HalfWritten::start_mend(Entry& entry) {
 void HalfWritten::mend(Entry& entry) {
   const Mends::Torn torn = mends_.take_torn(entry);
   if (torn.on_disk.empty()) return repair(entry, torn, nullptr);
-  MEMD_CHECK_EQ(entry.replicas.size(),
+  MEMD_CHECK_EQ(entry.replicas().size(),
                 size_t{1});  // only a large shard has several, and it is alone
   const auto block = std::make_shared<BlockBytes>(uint64_t{entry.replica_bytes(0)});
   parts_.extents.read(
-      entry.replicas[0].extent(),
+      entry.replicas()[0].extent(),
       block->span(),
       {.job = JobId{parts_.job_id}, .priority = IoPriority::demand},
       concat(
@@ -95,9 +95,9 @@ void HalfWritten::repair(Entry& entry,
   });
   const auto each_piece = [&](const std::set<uint32_t>& indexes, const auto& work) {
     for (const uint32_t index : indexes) {
-      const Shard& shard = parts_.shards[parts_.shards.bucket(entry.owner).shards[index]];
+      const Shard& shard = parts_.shards[parts_.shards.bucket(entry.owner()).shards[index]];
       const uint64_t begin = shard.offset_bytes();
-      std::byte* const into = parts_.memory->arena().at(entry.slot->offset_bytes) + begin;
+      std::byte* const into = parts_.memory->arena().at(entry.slot()->offset_bytes) + begin;
       parts_.workers.submit_pieces(
           JobId{parts_.job_id},
           shard.bytes,
@@ -128,7 +128,7 @@ void HalfWritten::end_mend(Entry& entry, const Status& status) {
   parts_.residencies.move(entry, Residency::draining, Residency::dirty);
   if (!status.is_ok()) {
     parts_.residencies.move(entry, Residency::dirty, Residency::absent);
-    parts_.slots.retire(std::move(entry.slot));
+    parts_.slots.retire(entry.take_slot());
   }
   // Until here a daemon that takes over finds the writer, and does the same once more.
   for (const Done& done : waiting) done(Status::ok());

@@ -92,7 +92,7 @@ void LeaseWaiters::hang(LeaseWaiter& waiter) {
   lists_.hang(waiter.ticket, entry, list_of(waiter.waits_for()));
   stop_watching(waiter);
   if (waits_for_writer(waiter.waits_for())) {
-    const Watched watched(entry.id, waiter.writer_index());
+    const Watched watched(entry.id(), waiter.writer_index());
     watched_[watched].insert(waiter.ticket);
     watching_.emplace(waiter.ticket, watched);
   }
@@ -174,10 +174,10 @@ bool LeaseWaiters::is_written(const Entry& entry, uint32_t index) const {
   // An entry that moves wakes its waiters at the end; a finished overwrite takes its place then.
   if (entry.residency() == Residency::filling || entry.residency() == Residency::draining)
     return true;
-  if (entry.pending != nullptr) return slots_.has_writer(*entry.pending);
-  if (entry.slot == nullptr) return false;
-  return index == LeaseWaiter::kAnyWriter ? slots_.has_writer(*entry.slot)
-                                          : slots_.pins(*entry.slot, index).has_writers();
+  if (entry.pending() != nullptr) return slots_.has_writer(*entry.pending());
+  if (entry.slot() == nullptr) return false;
+  return index == LeaseWaiter::kAnyWriter ? slots_.has_writer(*entry.slot())
+                                          : slots_.pins(*entry.slot(), index).has_writers();
 }
 
 void LeaseWaiters::wake_released() {
@@ -194,7 +194,7 @@ void LeaseWaiters::wake_released() {
 bool LeaseWaiters::has_lost_readers(const LeaseWaiter& waiter) const {
   if (waiter.writer_index() == LeaseWaiter::kAnyWriter) return false;
   const Entry* const entry = shards_.find_entry(waiter.request.shard_id, waiter.request.part);
-  return entry->slot == nullptr || slots_.pins(*entry->slot, waiter.writer_index()).all() == 0;
+  return entry->slot() == nullptr || slots_.pins(*entry->slot(), waiter.writer_index()).all() == 0;
 }
 
 std::string LeaseWaiters::describe(const LeaseWaiter& waiter) const {

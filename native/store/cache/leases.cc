@@ -138,11 +138,11 @@ Leases::Outcome Leases::check_notice(const Try& asked) const {
 Leases::Outcome Leases::check_written(const Try& asked) const {
   const Entry& entry = asked.entry;
   // A staged buffer and the one whose place it takes: which of them it is, its commit says.
-  if (entry.owner != entry.kept_owner) return wait(asked.waiter, WaitsFor::step);
+  if (entry.is_exchanged()) return wait(asked.waiter, WaitsFor::step);
   if (!asked.reads) return std::nullopt;
   const bool is_gradient = asked.request.part == Part::gradient;
   if (is_gradient ? !asked.shard.contributors.empty() : asked.shard.written) return std::nullopt;
-  if (entry.pending != nullptr) return wait(asked.waiter, WaitsFor::first_writer);
+  if (entry.pending() != nullptr) return wait(asked.waiter, WaitsFor::first_writer);
   return refuse(asked.waiter,
                 error(StatusCode::not_found,
                       "shard ",
@@ -157,7 +157,7 @@ Leases::Outcome Leases::check_steps(const Try& asked) const {
   const auto& [waiter, request, shard, entry, reads] = asked;
   if (const Status& stopped = parts_.progress.stopped(); !stopped.is_ok())
     return refuse(waiter, stopped);
-  if (entry.kind == EntryKind::parameter) {
+  if (entry.kind() == EntryKind::parameter) {
     if (const auto before = parts_.gates.step_before(request, entry)) return wait(waiter, *before);
   }
   if (!reads && request.part == Part::gradient && shard.contributors.is_sealed())
@@ -214,12 +214,12 @@ Leases::Outcome Leases::check_moving(const Try& asked) {
 
 Leases::Outcome Leases::check_writer(const Try& asked) {
   const auto& [waiter, request, shard, entry, reads] = asked;
-  if (entry.kind == EntryKind::parameter) {
+  if (entry.kind() == EntryKind::parameter) {
     if (parts_.gates.holds_writers()) return wait(waiter, WaitsFor::step_or_sync);
     // The writer's values are merged with what is on disk.
-    if (parts_.gates.flush_tiles(entry.owner)) return wait(waiter, WaitsFor::tile_writes);
+    if (parts_.gates.flush_tiles(entry.owner())) return wait(waiter, WaitsFor::tile_writes);
   }
-  if (entry.kind != EntryKind::bytes) return std::nullopt;
+  if (entry.kind() != EntryKind::bytes) return std::nullopt;
   const bool keeps_old_bytes = request.mode == LeaseMode::write && shard.written;
   if (!entry.is_resident() && keeps_old_bytes) return std::nullopt;
   return grant_bytes_writer(asked, keeps_old_bytes);
@@ -227,7 +227,7 @@ Leases::Outcome Leases::check_writer(const Try& asked) {
 
 Leases::Grant Leases::grant_bytes_writer(const Try& asked, bool keeps_old_bytes) {
   const auto& [waiter, request, shard, entry, reads] = asked;
-  if (entry.pending != nullptr) return wait(waiter, WaitsFor::writer);
+  if (entry.pending() != nullptr) return wait(waiter, WaitsFor::writer);
   if (entry.task_count() != 0) return wait(waiter, WaitsFor::step);
   if (auto prepared = fills_.take_pending(entry)) return grant_pending(asked, std::move(prepared));
   // Bytes that are to be copied must not make room for themselves.
@@ -245,14 +245,14 @@ Leases::Grant Leases::grant_pending(const Try& asked, std::unique_ptr<Slot> slot
   MEMD_FAILPOINT("blob.before_pending");
   slot->pending_session = asked.request.session_id;
   parts_.residencies.set_pending(entry, std::move(slot));
-  reply_granted(asked, *entry.pending);
+  reply_granted(asked, *entry.pending());
   return Grant::done;
 }
 
 Leases::Grant Leases::grant_resident(const Try& asked) {
   const auto& [waiter, request, shard, entry, reads] = asked;
-  const uint32_t index = entry.kind == EntryKind::bytes ? 0 : shard.index_in_bucket;
-  const PinCount pins = parts_.slots.pins(*entry.slot, index);
+  const uint32_t index = entry.kind() == EntryKind::bytes ? 0 : shard.index_in_bucket;
+  const PinCount pins = parts_.slots.pins(*entry.slot(), index);
   if (pins.has_writers()) return wait(waiter, WaitsFor::writer, index);
   if (reads && fills_.is_for_writer(entry)) return wait(waiter, WaitsFor::writer);
   if (!reads) {
@@ -260,14 +260,14 @@ Leases::Grant Leases::grant_resident(const Try& asked) {
     if (const Outcome outcome = begin_writing(asked)) return *outcome;
   }
   if (const Outcome outcome = check_pin_count(asked, index)) return *outcome;
-  parts_.policy.used(entry.id, entry.price());
-  reply_granted(asked, *entry.slot);
+  parts_.policy.used(entry.id(), entry.price());
+  reply_granted(asked, *entry.slot());
   return Grant::done;
 }
 
 Leases::Grant Leases::copy_for_writer(const Try& asked, uint32_t index) {
   Entry& entry = asked.entry;
-  if (parts_.slots.has_writer(*entry.slot)) return wait(asked.waiter, WaitsFor::writer);
+  if (parts_.slots.has_writer(*entry.slot())) return wait(asked.waiter, WaitsFor::writer);
   if (entry.task_count() != 0) return wait(asked.waiter, WaitsFor::update);
   // Its readers may let go meanwhile: bytes that are to be copied must not make room for
   // themselves.
@@ -283,21 +283,21 @@ Leases::Outcome Leases::begin_writing(const Try& asked) {
   const auto& [waiter, request, shard, entry, reads] = asked;
   if (entry.task_count() != 0) return wait(waiter, WaitsFor::update);
   // Bytes that another step left there are no gradient to add to.
-  if (entry.kind == EntryKind::gradient && shard.contributors.empty() &&
+  if (entry.kind() == EntryKind::gradient && shard.contributors.empty() &&
       request.mode == LeaseMode::write && !fills_.take_zeroed(entry, request.shard_id)) {
     fills_.zero(entry, request.shard_id);
     return wait(waiter, WaitsFor::copy);
   }
   if (entry.residency() == Residency::clean)
     parts_.residencies.move(entry, Residency::clean, Residency::dirty);
-  if (entry.kind == EntryKind::parameter) parts_.gates.drop_cached_tiles(entry);
+  if (entry.kind() == EntryKind::parameter) parts_.gates.drop_cached_tiles(entry);
   return std::nullopt;
 }
 
 Leases::Outcome Leases::check_pin_count(const Try& asked, uint32_t index) const {
   const LeaseRequest& request = asked.request;
   if (!asked.reads || request.prefetch) return std::nullopt;
-  const Slot& slot = *asked.entry.slot;
+  const Slot& slot = *asked.entry.slot();
   const uint32_t own_pins =
       request.for_service ? slot.service_pins[index]
                           : parts_.session(request.session_id)->ring.pins(slot.pin_first + index);
@@ -329,7 +329,7 @@ Leases::Grant Leases::bring_up(const Try& asked) {
   // A bucket of several shards keeps the bytes of the others.
   const bool needs_bytes =
       reads || request.mode == LeaseMode::write || parts_.shards.shard_count(entry) > 1;
-  entry.slot = std::move(slot);
+  entry.place(std::move(slot));
   parts_.residencies.move(entry, Residency::absent, Residency::filling);
   if (needs_bytes && entry.has_replica()) {
     const auto priority = request.prefetch ? IoPriority::prefetch : IoPriority::demand;
@@ -347,9 +347,9 @@ Leases::Grant Leases::bring_up(const Try& asked) {
 std::unique_ptr<Slot> Leases::make_room(const Entry& entry, bool may_spill) {
   if (is_room_wanted_) return nullptr;
   auto slot =
-      room_.make(Room::Asker::lease, entry.bytes, parts_.shards.shard_count(entry), may_spill);
+      room_.make(Room::Asker::lease, entry.bytes(), parts_.shards.shard_count(entry), may_spill);
   // Its own bytes need no protection any more.
-  parts_.policy.put_back(entry.id);
+  parts_.policy.put_back(entry.id());
   return slot;
 }
 
@@ -358,7 +358,7 @@ LeaseGrant Leases::grant_of(const Try& asked, Slot& slot) const {
   const bool in_bucket = shard.kind == ShardKind::parameter;
   LeaseGrant grant{.slot = &slot,
                    .index = in_bucket ? shard.index_in_bucket : 0,
-                   .entry_id = asked.entry.id,
+                   .entry_id = asked.entry.id(),
                    .pin = asked.reads ? kReaderPin : kWriterPin,
                    .offset_bytes = slot.offset_bytes + (in_bucket ? shard.offset_bytes() : 0),
                    .length_bytes = shard.bytes,
@@ -434,11 +434,11 @@ void Leases::release_service(const LeaseGrant& grant, bool discard) {
   // It may be gone by now, and its slot retired or another's.
   Entry* const written =
       pin_writers(grant.pin) != 0 ? parts_.shards.entry(grant.entry_id) : nullptr;
-  const bool is_its_slot = written != nullptr && (written->pending.get() == grant.slot ||
-                                                  written->slot.get() == grant.slot);
+  const bool is_its_slot =
+      written != nullptr && (written->pending() == grant.slot || written->slot() == grant.slot);
   if (!is_its_slot) return give_back();
   Entry& entry = *written;
-  if (discard && entry.kind == EntryKind::parameter) {
+  if (discard && entry.kind() == EntryKind::parameter) {
     // A daemon that takes over before its bytes are whole again finds the writer.
     return half_written_.discard(entry, {grant.index}, [this, &entry, give_back](const Status&) {
       give_back();
@@ -447,8 +447,8 @@ void Leases::release_service(const LeaseGrant& grant, bool discard) {
     });
   }
   give_back();
-  if (discard && entry.pending.get() == grant.slot) {
-    parts_.slots.retire(std::move(entry.pending));
+  if (discard && entry.pending() == grant.slot) {
+    parts_.slots.retire(entry.take_pending());
   } else {
     parts_.slots.note(entry);
   }
@@ -457,11 +457,11 @@ void Leases::release_service(const LeaseGrant& grant, bool discard) {
 
 bool Leases::move_old_bytes(LeaseWaiter& waiter) {
   const Entry& entry = *parts_.shards.find_entry(waiter.request.shard_id, waiter.request.part);
-  const bool are_copied = entry.kind == EntryKind::bytes &&
+  const bool are_copied = entry.kind() == EntryKind::bytes &&
                           waiter.request.mode == LeaseMode::write && entry.is_resident();
   if (!are_copied || waiter.has_moved_old_bytes) return false;
-  if (entry.task_count() != 0 || parts_.slots.is_pinned(*entry.slot)) return false;
-  auto both = room_.make(Room::Asker::copy, 2 * align_up(entry.bytes, kBlockBytes), 1, true);
+  if (entry.task_count() != 0 || parts_.slots.is_pinned(*entry.slot())) return false;
+  auto both = room_.make(Room::Asker::copy, 2 * align_up(entry.bytes(), kBlockBytes), 1, true);
   if (both == nullptr) return parts_.activities.any() || !room_.has_looked_at_all();
   waiter.has_moved_old_bytes = true;
   parts_.slots.free(std::move(both));
@@ -480,7 +480,7 @@ Status Leases::check_room_can_come(const LeaseWaiter& waiter) const {
                "/",
                parts_.shards[request.shard_id].name(),
                ": let go of views you hold, or raise host_bytes: ",
-               parts_.shards.find_entry(request.shard_id, request.part)->bytes,
+               parts_.shards.find_entry(request.shard_id, request.part)->bytes(),
                " bytes wanted; ",
                describe_holders(),
                "; the arena has at most ",
@@ -510,20 +510,24 @@ std::string Leases::describe_holders() const {
   uint64_t bytes = 0;
   size_t looked_at_count = 0;
   for (const Entry* const entry : parts_.shards.entries()) {
-    if (entry == nullptr || entry->slot == nullptr) continue;
+    if (entry == nullptr || entry->slot() == nullptr) continue;
     if (++looked_at_count > kLookedAtMax) break;
-    if (!parts_.slots.is_pinned(*entry->slot)) continue;
+    if (!parts_.slots.is_pinned(*entry->slot())) continue;
     held.push_back(entry);
-    bytes += entry->slot->bytes;
+    bytes += entry->slot()->bytes;
   }
   for (const auto& slot : parts_.slots.retired()) bytes += slot->bytes;
-  std::sort(
-      held.begin(), held.end(), [](const Entry* a, const Entry* b) { return a->bytes > b->bytes; });
+  std::sort(held.begin(), held.end(), [](const Entry* a, const Entry* b) {
+    return a->bytes() > b->bytes();
+  });
   std::string text =
       concat(looked_at_count > kLookedAtMax ? "at least " : "", bytes, " bytes are leased");
   for (size_t i = 0; i < std::min(held.size(), kNamed); ++i) {
-    text += concat(
-        i == 0 ? ", most by " : ", ", parts_.shards.describe(*held[i]), " (", held[i]->bytes, ")");
+    text += concat(i == 0 ? ", most by " : ", ",
+                   parts_.shards.describe(*held[i]),
+                   " (",
+                   held[i]->bytes(),
+                   ")");
   }
   return text;
 }

@@ -18,8 +18,8 @@ constexpr size_t kSimulatedUsesMax = 16'384;
 // places with others at every commit.
 std::optional<UseKind> PlanProgress::kind_of(const Entry& entry, LeaseMode mode) const {
   if (mode == LeaseMode::read) return UseKind::read;
-  if (entry.kind == EntryKind::bytes) return std::nullopt;
-  if (entry.kind == EntryKind::parameter) return UseKind::change;
+  if (entry.kind() == EntryKind::bytes) return std::nullopt;
+  if (entry.kind() == EntryKind::parameter) return UseKind::change;
   return mode == LeaseMode::overwrite && parts_.shards.shard_count(entry) == 1 ? UseKind::overwrite
                                                                                : UseKind::add;
 }
@@ -90,16 +90,16 @@ void PlanProgress::follow(Session& session, std::span<const Use> uses) {
                              ? parts_.shards.find_entry(use.shard_id, use.part)
                              : nullptr;
     if (entry == nullptr) continue;
-    if (use.is_resident && entry->is_resident() && entry->pending == nullptr) {
-      parts_.policy.used(entry->id, entry->price());
+    if (use.is_resident && entry->is_resident() && entry->pending() == nullptr) {
+      parts_.policy.used(entry->id(), entry->price());
     }
     parts_.window.end(*entry, true);
-    entry->prefetch_failed = false;
+    entry->prefetch().note_used();
     const auto kind = kind_of(*entry, use.mode);
     if (!kind) continue;
-    const PlanCursor::Seen seen = plan.use(entry->id, *kind);
+    const PlanCursor::Seen seen = plan.use(entry->id(), *kind);
     ++(seen == PlanCursor::Seen::foreseen ? counters.uses_foreseen : counters.uses_unforeseen);
-    used_ids.push_back(entry->id);
+    used_ids.push_back(entry->id());
   }
   // Once: a client that jumps in its plan at each use has all that is resident put in order anew.
   note_followed(plan, used_ids);
@@ -122,7 +122,7 @@ std::vector<uint32_t> PlanProgress::in_order_of_use(uint64_t session_id,
   const auto& made = session->plan->cursor().period();
   for (size_t i = 0; i < made.size(); ++i) first_use.try_emplace(made[i].item, i);
   const auto rank = [&](uint32_t index) {
-    const auto found = first_use.find(parts_.shards.bucket(index).value->id);
+    const auto found = first_use.find(parts_.shards.bucket(index).value->id());
     return found == first_use.end() ? std::numeric_limits<size_t>::max() : found->second;
   };
   std::stable_sort(
@@ -137,11 +137,12 @@ void PlanProgress::close_step(uint64_t session_id,
   if (session == nullptr) return;
   PlanCut cut{.step = step, .use_tail = session->ring.use_tail(), .updates = {}, .is_made = false};
   for (const uint32_t index : buckets)
-    cut.updates.push_back({.item = parts_.shards.bucket(index).value->id, .kind = UseKind::change});
+    cut.updates.push_back(
+        {.item = parts_.shards.bucket(index).value->id(), .kind = UseKind::change});
   // A step that fails is made again with them: they are held until its commit.
   for (const uint32_t index : buckets)
     cut.updates.push_back(
-        {.item = parts_.shards.bucket(index).gradient->id, .kind = UseKind::last});
+        {.item = parts_.shards.bucket(index).gradient->id(), .kind = UseKind::last});
   // Not known before the period is cut; nothing of the step waits for that.
   necessary_bytes_ = 0;
   session->plan->cut(std::move(cut));
@@ -154,7 +155,7 @@ void PlanProgress::close_step(uint64_t session_id,
 void PlanProgress::end_period(SessionPlan& session_plan) {
   const auto is_of_step = [this](const PlanUse& use) {
     const Entry* const entry = parts_.shards.entry(use.item);
-    return entry != nullptr && entry->kind == EntryKind::gradient;
+    return entry != nullptr && entry->kind() == EntryKind::gradient;
   };
   session_plan.end_period(is_of_step);
   note_followed(session_plan, {});
@@ -179,11 +180,11 @@ uint64_t PlanProgress::necessary_bytes(const Plan& plan) const {
   for (const PlanUse& use : plan.uses()) {
     const Entry* const entry = parts_.shards.entry(use.item);
     if (entry == nullptr) continue;
-    item_bytes[use.item] = entry->bytes;
+    item_bytes[use.item] = entry->bytes();
     uses.push_back(use);
-    if (!use.by_daemon || entry->kind != EntryKind::parameter) continue;
+    if (!use.by_daemon || entry->kind() != EntryKind::parameter) continue;
     // Beside the parameter an update uses the rest of each tile.
-    const Bucket& bucket = parts_.shards.bucket(entry->owner);
+    const Bucket& bucket = parts_.shards.bucket(entry->owner());
     for (size_t tile = 0; tile < bucket.tile_count(); ++tile) {
       uses.push_back({.item = static_cast<uint32_t>(item_bytes.size()),
                       .kind = UseKind::change,

@@ -8,7 +8,7 @@
 
 namespace memd {
 
-/// Counts its bytes, and what becomes of them; Entry::prefetched says it of each entry. Owned by
+/// Counts its bytes, and what becomes of them; EntryPrefetch says it of each entry. Owned by
 /// the Job; the server thread calls everything; nothing blocks.
 class PrefetchWindow {
  public:
@@ -19,29 +19,26 @@ class PrefetchWindow {
   uint64_t reading_bytes() const { return reading_bytes_; }
 
   void begin(Entry& entry) {
-    entry.prefetched = Prefetched::unused;
-    bytes_ += entry.bytes;
-    reading_bytes_ += entry.bytes;
-    counters_.prefetched_bytes += entry.bytes;
+    entry.prefetch().begin();
+    bytes_ += entry.bytes();
+    reading_bytes_ += entry.bytes();
+    counters_.prefetched_bytes += entry.bytes();
   }
-  void end_reading(const Entry& entry) { reading_bytes_ -= entry.bytes; }
+  void end_reading(const Entry& entry) { reading_bytes_ -= entry.bytes(); }
   /// Somebody asks for it.
   void note_asked(Entry& entry) {
-    if (entry.prefetched != Prefetched::unused) return;
-    entry.prefetched = Prefetched::late;
-    ++counters_.prefetch_late;
+    if (entry.prefetch().note_asked()) ++counters_.prefetch_late;
   }
   /// It is used, or gone.
   void end(Entry& entry, bool is_used = false) {
-    const Prefetched was = entry.prefetched;
-    entry.prefetched = Prefetched::no;
-    if (was == Prefetched::no) return;
-    bytes_ -= entry.bytes;
-    if (was == Prefetched::late) return;
+    const EntryPrefetch::State was = entry.prefetch().end();
+    if (was == EntryPrefetch::State::no) return;
+    bytes_ -= entry.bytes();
+    if (was == EntryPrefetch::State::late) return;
     if (is_used) {
       ++counters_.prefetch_hits;
     } else {
-      counters_.prefetch_unused_bytes += entry.bytes;
+      counters_.prefetch_unused_bytes += entry.bytes();
     }
   }
 

@@ -57,10 +57,10 @@ bool Prefetcher::look_ahead(Session& session) {
     // The id comes from a plan: its entry may be gone, or another's by now.
     Entry* const entry = parts_.shards.entry(use.item);
     const bool is_left = entry == nullptr || use.kind == UseKind::overwrite ||
-                         (entry->kind == EntryKind::bytes && is_operating);
+                         (entry->kind() == EntryKind::bytes && is_operating);
     if (is_left || !may_prefetch(*entry)) return true;
     const uint64_t reading_bytes = parts_.window.reading_bytes();
-    if (reading_bytes > 0 && reading_bytes + entry->bytes > kPrefetchingBytesMax) return false;
+    if (reading_bytes > 0 && reading_bytes + entry->bytes() > kPrefetchingBytesMax) return false;
     if (room_.looked_at_count() - met_before_count > kMetMax) {
       is_searching_ = true;
       return false;
@@ -80,7 +80,7 @@ bool Prefetcher::look_ahead(Session& session) {
 
 std::unique_ptr<Slot> Prefetcher::make_room(const Entry& entry, uint64_t distance) {
   const auto free_slot = [&] {
-    return parts_.slots.make(entry.bytes, parts_.shards.shard_count(entry));
+    return parts_.slots.make(entry.bytes(), parts_.shards.shard_count(entry));
   };
   if (auto slot = free_slot()) return slot;
   parts_.slots.free_retired();
@@ -93,15 +93,15 @@ std::unique_ptr<Slot> Prefetcher::make_room(const Entry& entry, uint64_t distanc
                         parts_.memory->arena().capacity_bytes() / kAheadArenaPart),
                kAheadBytesMax);
   const uint64_t ahead_bytes = parts_.window.bytes();
-  if (ahead_bytes > 0 && ahead_bytes + entry.bytes > window_bytes) return nullptr;
+  if (ahead_bytes > 0 && ahead_bytes + entry.bytes() > window_bytes) return nullptr;
   // It is not worth more than twice what is fetched.
   const uint64_t& evicted_bytes = parts_.counters.evicted_bytes;
-  const uint64_t evicted_bytes_max = evicted_bytes + 2 * entry.bytes;
+  const uint64_t evicted_bytes_max = evicted_bytes + 2 * entry.bytes();
   const uint64_t evicted_count_before = room_.evicted_count();
   while (evicted_bytes < evicted_bytes_max) {
     const Room::Eviction evicted =
         room_.evict_for(Room::Asker::prefetch,
-                        {.bytes = entry.bytes,
+                        {.bytes = entry.bytes(),
                          .distance_min = distance + 1,
                          .evicted_bytes_max = evicted_bytes_max - evicted_bytes});
     is_searching_ = evicted == Room::Eviction::unfinished;
@@ -120,32 +120,32 @@ uint64_t Prefetcher::uses_until_room(const SessionPlan& plan) const {
   plan.cursor().for_coming(plan.cursor().now(), [&](const PlanUse& use, uint64_t) {
     if (use.by_daemon || ++count == PlanProgress::kUsesUnheardMax) return false;
     const Entry* const entry = parts_.shards.entry(use.item);
-    return entry == nullptr || entry->prefetched == Prefetched::no;
+    return entry == nullptr || entry->prefetch().state() == EntryPrefetch::State::no;
   });
   return std::max<uint64_t>(count, 1);
 }
 
 bool Prefetcher::may_prefetch(const Entry& entry) const {
-  if (entry.kind != EntryKind::bytes) {
+  if (entry.kind() != EntryKind::bytes) {
     // An entry that a step begins with stands still for it. One that it has updated does not.
-    const ShardIds& held = parts_.shards.bucket(entry.owner).shards;
+    const ShardIds& held = parts_.shards.bucket(entry.owner()).shards;
     const bool is_in_closed_step = std::any_of(held.begin(), held.end(), [this](uint32_t id) {
       return parts_.shards[id].contributors.is_sealed();
     });
-    if (is_in_closed_step && !entry.is_uncommitted) return false;
+    if (is_in_closed_step && !entry.is_uncommitted()) return false;
   }
   if (entry.residency() != Residency::absent || entry.task_count() != 0) return false;
-  if (entry.bytes == 0 || entry.prefetch_failed || !entry.has_replica()) return false;
-  return entry.pending == nullptr && entry.owner == entry.kept_owner && !parts_.is_lost(entry);
+  if (entry.bytes() == 0 || entry.prefetch().has_failed() || !entry.has_replica()) return false;
+  return entry.pending() == nullptr && !entry.is_exchanged() && !parts_.is_lost(entry);
 }
 
 void Prefetcher::prefetch(Entry& entry, std::unique_ptr<Slot> slot) {
-  entry.slot = std::move(slot);
+  entry.place(std::move(slot));
   parts_.window.begin(entry);
   parts_.residencies.move(entry, Residency::absent, Residency::filling);
   fetches_.fetch(entry, IoPriority::prefetch, [this, &entry](const Status& status) {
     parts_.window.end_reading(entry);
-    entry.prefetch_failed = !status.is_ok();
+    entry.prefetch().note_read(status.is_ok());
     parts_.policy.want_look_ahead();
   });
 }

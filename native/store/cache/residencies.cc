@@ -21,11 +21,12 @@ void Residencies::move_unnoted(Entry& entry, Residency from, Residency to) {
   entry.move(from, to);
   note_state(entry);
   parts_.waits.wake(entry);
-  if (from == Residency::draining) draining_bytes_ -= entry.bytes;
-  if (to == Residency::draining) draining_bytes_ += entry.bytes;
-  if (entry.is_resident() && entry.pending == nullptr) parts_.policy.used(entry.id, entry.price());
+  if (from == Residency::draining) draining_bytes_ -= entry.bytes();
+  if (to == Residency::draining) draining_bytes_ += entry.bytes();
+  if (entry.is_resident() && entry.pending() == nullptr)
+    parts_.policy.used(entry.id(), entry.price());
   if (!entry.is_resident() && parts_.gates.early_slot(entry) == nullptr)
-    parts_.policy.forget(entry.id);
+    parts_.policy.forget(entry.id());
   if (to == Residency::absent) parts_.window.end(entry);
   if (entry.is_resident() || to == Residency::absent) parts_.waits.wake(WaitList::room);
 }
@@ -33,9 +34,9 @@ void Residencies::move_unnoted(Entry& entry, Residency from, Residency to) {
 void Residencies::note_state(const Entry& entry) {
   const auto keep = [&entry](std::set<uint32_t>& ids, bool belongs) {
     if (belongs) {
-      ids.insert(entry.id);
+      ids.insert(entry.id());
     } else {
-      ids.erase(entry.id);
+      ids.erase(entry.id());
     }
   };
   keep(busy_ids_,
@@ -57,11 +58,11 @@ void Residencies::end_task(Entry& entry) {
 }
 
 void Residencies::note_changed(const Entry& entry) {
-  const bool is_known = parts_.policy.residents().contains(entry.id);
+  const bool is_known = parts_.policy.residents().contains(entry.id());
   // While it had a pending slot it may have become resident in silence.
-  if (!is_known && entry.is_resident() && entry.pending == nullptr)
-    parts_.policy.used(entry.id, entry.price());
-  parts_.policy.put_back(entry.id);
+  if (!is_known && entry.is_resident() && entry.pending() == nullptr)
+    parts_.policy.used(entry.id(), entry.price());
+  parts_.policy.put_back(entry.id());
   parts_.waits.wake(entry);
   parts_.waits.wake(WaitList::room);
 }
@@ -70,14 +71,13 @@ std::unique_ptr<Slot> Residencies::take_slot(Entry& entry) {
   if (!parts_.table.take_away(entry)) return nullptr;
   move(entry, Residency::clean, Residency::absent);
   // The ledger comes first: from here on these are no bytes of the entry.
-  parts_.slots.note_made(*entry.slot);
-  return std::move(entry.slot);
+  parts_.slots.note_made(*entry.slot());
+  return entry.take_slot();
 }
 
 void Residencies::set_pending(Entry& entry, std::unique_ptr<Slot> slot) {
-  MEMD_CHECK(entry.pending == nullptr);
-  entry.pending = std::move(slot);
-  pending_ids_.insert(entry.id);
+  entry.begin_pending(std::move(slot));
+  pending_ids_.insert(entry.id());
 }
 
 void Residencies::settle_all_pending() { settle_pending(pending_ids_.size()); }
@@ -89,13 +89,13 @@ void Residencies::settle_pending(size_t count_max) {
     next_pending_id_ = *at + 1;
     Entry* const entry = parts_.entries[*at];
     if (entry != nullptr) settle_pending(*entry);
-    if (entry == nullptr || entry->pending == nullptr) pending_ids_.erase(at);
+    if (entry == nullptr || entry->pending() == nullptr) pending_ids_.erase(at);
   }
 }
 
 bool Residencies::may_settle(const Entry& entry) const {
   // Nobody reads there: a reader's pin is one that looks for another slot, and goes again.
-  if (entry.pending == nullptr || parts_.slots.has_writer(*entry.pending)) return false;
+  if (entry.pending() == nullptr || parts_.slots.has_writer(*entry.pending())) return false;
   // A spill of the old bytes is in flight: they are still being copied.
   return entry.residency() != Residency::draining && entry.residency() != Residency::filling;
 }
@@ -104,9 +104,7 @@ void Residencies::settle_pending(Entry& entry) {
   if (!may_settle(entry)) return;
   MEMD_FAILPOINT("blob.before_swap");
   parts_.table.withdraw(entry);
-  std::unique_ptr<Slot> old = std::move(entry.slot);
-  entry.slot = std::move(entry.pending);
-  entry.slot->pending_session = 0;
+  std::unique_ptr<Slot> old = entry.settle_pending();
   // In one store the new bytes are the entry's; only then does the old slot go.
   parts_.slots.note_as(entry, Residency::dirty);
   MEMD_FAILPOINT("ledger.pending_settled");
@@ -116,7 +114,7 @@ void Residencies::settle_pending(Entry& entry) {
     move_unnoted(entry, Residency::filling, Residency::clean);
   }
   if (entry.residency() == Residency::clean) move(entry, Residency::clean, Residency::dirty);
-  parts_.gates.note_written(entry.owner);
+  parts_.gates.note_written(entry.owner());
   parts_.table.publish(entry);
   note_changed(entry);
   MEMD_FAILPOINT("blob.swapped");

@@ -40,8 +40,8 @@ bool Room::shrink_private(bool may_flush) {
 
 bool Room::may_go(const Entry& entry) const {
   if (entry.residency() != Residency::clean || entry.task_count() != 0) return false;
-  if (entry.pending != nullptr) return false;
-  if (parts_.slots.is_pinned(*entry.slot) && !MEMD_PLANTED("evict.leased_slot")) return false;
+  if (entry.pending() != nullptr) return false;
+  if (parts_.slots.is_pinned(*entry.slot()) && !MEMD_PLANTED("evict.leased_slot")) return false;
   // A shard without bytes on disk has nowhere to go but away: empty tensors, and those of tier
   // "host" once they were read.
   return entry.has_replica();
@@ -111,8 +111,8 @@ bool Room::may_go(const VictimSearch::Victim& victim) const {
   const auto lies_there = [&](const Slot* slot) {
     return slot != nullptr && slot->offset_bytes == victim.offset_bytes;
   };
-  return lies_there(entry->slot.get()) ? may_go(*entry)
-                                       : lies_there(parts_.gates.early_slot_to_spare(*entry));
+  return lies_there(entry->slot()) ? may_go(*entry)
+                                   : lies_there(parts_.gates.early_slot_to_spare(*entry));
 }
 
 void Room::look(VictimSearch& search, uint64_t distance_min) {
@@ -120,7 +120,7 @@ void Room::look(VictimSearch& search, uint64_t distance_min) {
   search.look(distance_min, kLookedAtMax, [&](Entry& entry) {
     ++looked_at_count_;
     const bool goes = may_go(entry);
-    if (goes && search.offer(entry, *entry.slot)) return;
+    if (goes && search.offer(entry, *entry.slot())) return;
     const Slot* const early_slot = parts_.gates.early_slot_to_spare(entry);
     if (early_slot != nullptr) {
       search.offer(entry, *early_slot);
@@ -134,9 +134,9 @@ void Room::look(VictimSearch& search, uint64_t distance_min) {
 // Residencies put back what has changed, and look_for_releases() what is leased no more.
 void Room::set_aside(const std::vector<Entry*>& entries) {
   for (const Entry* const entry : entries) {
-    parts_.policy.set_aside(entry->id);
-    if (entry->slot != nullptr && parts_.slots.is_pinned(*entry->slot))
-      leased_ids_.insert(entry->id);
+    parts_.policy.set_aside(entry->id());
+    if (entry->slot() != nullptr && parts_.slots.is_pinned(*entry->slot()))
+      leased_ids_.insert(entry->id());
   }
 }
 
@@ -161,7 +161,7 @@ bool Room::look_at_leased(size_t count_max) {
     next_leased_id_ = *at + 1;
     ++looked_at_count_;
     const Entry* const entry = parts_.shards.entry(*at);
-    if (entry != nullptr && entry->slot != nullptr && parts_.slots.is_pinned(*entry->slot))
+    if (entry != nullptr && entry->slot() != nullptr && parts_.slots.is_pinned(*entry->slot()))
       continue;
     parts_.policy.put_back(*at);
     leased_ids_.erase(at);
@@ -173,24 +173,24 @@ bool Room::look_at_leased(size_t count_max) {
 void Room::evict(const VictimSearch::Victim& victim) {
   ++evicted_count_;
   Entry& entry = *parts_.shards.entry(victim.entry_id);
-  if (entry.slot == nullptr || entry.slot->offset_bytes != victim.offset_bytes) {
-    parts_.counters.evicted_bytes += entry.bytes;
+  if (entry.slot() == nullptr || entry.slot()->offset_bytes != victim.offset_bytes) {
+    parts_.counters.evicted_bytes += entry.bytes();
     return parts_.gates.free_early_slot(entry);
   }
   // A client that leased it without a request since we looked is seen now: a second try finds it
   // pinned.
   if (!parts_.table.take_away(entry) && !MEMD_PLANTED("evict.leased_slot")) return;
   MEMD_FAILPOINT("evict.chosen");
-  parts_.counters.evicted_bytes += entry.bytes;
-  parts_.policy.look_again_at(entry.id);
+  parts_.counters.evicted_bytes += entry.bytes();
+  parts_.policy.look_again_at(entry.id());
   parts_.residencies.move(entry, Residency::clean, Residency::absent);
-  parts_.slots.free(std::move(entry.slot));
+  parts_.slots.free(entry.take_slot());
 }
 
 bool Room::may_spill(const Entry& entry) const {
   return entry.residency() == Residency::dirty && entry.task_count() == 0 &&
-         entry.tier == Tier::nvme && entry.pending == nullptr && !entry.replicas.empty() &&
-         !parts_.slots.is_pinned(*entry.slot);
+         entry.tier() == Tier::nvme && entry.pending() == nullptr && !entry.replicas().empty() &&
+         !parts_.slots.is_pinned(*entry.slot());
 }
 
 std::vector<Entry*> Room::choose_to_spill(uint64_t bytes) {
@@ -217,8 +217,8 @@ std::vector<Entry*> Room::choose_to_spill(uint64_t bytes) {
       return true;
     }
     // Space that is promised to the running step is free again after it.
-    const uint64_t spilled_bytes = align_up(entry->bytes, kBlockBytes);
-    const bool stays = (gradients_only && entry->kind != EntryKind::gradient) ||
+    const uint64_t spilled_bytes = align_up(entry->bytes(), kBlockBytes);
+    const bool stays = (gradients_only && entry->kind() != EntryKind::gradient) ||
                        !parts_.space.keeps_promise(quota_bytes + spilled_bytes);
     if (stays) {
       ++stays_count;
@@ -226,7 +226,7 @@ std::vector<Entry*> Room::choose_to_spill(uint64_t bytes) {
     }
     quota_bytes += spilled_bytes;
     victims.push_back(entry);
-    draining_bytes += entry->bytes;
+    draining_bytes += entry->bytes();
     return true;
   });
   set_aside(left);
@@ -239,7 +239,7 @@ void Room::spill(uint64_t bytes) {
   parts_.residencies.settle_pending(kLookedAtMax);
   for (Entry* const entry : choose_to_spill(bytes)) {
     MEMD_FAILPOINT("spill.started");
-    parts_.counters.spilled_bytes += entry->bytes;
+    parts_.counters.spilled_bytes += entry->bytes();
     parts_.gates.write_back(*entry, [this, entry](const Status& status) {
       MEMD_FAILPOINT("spill.finished");
       if (status.is_ok()) return;

@@ -37,14 +37,14 @@ bool Shard::has_extents() const {
 ShardRecord Shard::record_without_extents() const {
   ShardRecord out = label_record();
   out.generation = generation;
-  out.written = written && (value->bytes == 0 || value->has_replica());
+  out.written = written && (value->bytes() == 0 || value->has_replica());
   return out;
 }
 
 ShardRecord Shard::record() const {
   ShardRecord out = record_without_extents();
   if (!has_extents()) return out;
-  for (const Replica& replica : value->replicas) out.extents.push_back(replica.extent());
+  for (const Replica& replica : value->replicas()) out.extents.push_back(replica.extent());
   return out;
 }
 

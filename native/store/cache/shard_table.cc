@@ -25,17 +25,17 @@ void ShardTable::end_adoption() {
 bool ShardTable::can_publish(const Entry& entry) const {
   // The store decides each lease of what a writer fills, of what may take another one's place with
   // a step, and of a stopped job.
-  return may_publish_ && progress_.stopped().is_ok() && entry.kind != EntryKind::gradient &&
-         (entry.is_uncommitted ? group_.visibility() != Visibility::nobody
-                               : entry.steps_before == 0) &&
-         entry.is_resident() && entry.slot != nullptr && entry.pending == nullptr &&
-         entry.owner == entry.kept_owner;
+  return may_publish_ && progress_.stopped().is_ok() && entry.kind() != EntryKind::gradient &&
+         (entry.is_uncommitted() ? group_.visibility() != Visibility::nobody
+                                 : !entry.is_awaiting_steps()) &&
+         entry.is_resident() && entry.slot() != nullptr && entry.pending() == nullptr &&
+         !entry.is_exchanged();
 }
 
 bool ShardTable::can_publish(const Entry& entry, uint32_t shard_id, uint32_t index) const {
   const Shard& shard = shards_[shard_id];
   return shard.written && shard.value == &entry && shard.bytes != 0 && shard_id < kTableRows &&
-         withheld_shard_ != shard_id && !slots_.pins(*entry.slot, index).has_writers();
+         withheld_shard_ != shard_id && !slots_.pins(*entry.slot(), index).has_writers();
 }
 
 void ShardTable::publish_shard(const Entry& entry, uint32_t shard_id, uint32_t index) {
@@ -44,14 +44,14 @@ void ShardTable::publish_shard(const Entry& entry, uint32_t shard_id, uint32_t i
   // A row that is published is right: every change withdraws it before.
   if (shard.is_published) return;
   memd::publish(*row_of(shard_id),
-                {.pin = entry.slot->pin_first + index,
-                 .offset_bytes = entry.slot->offset_bytes +
-                                 (entry.kind == EntryKind::bytes ? 0 : shard.offset_bytes()),
+                {.pin = entry.slot()->pin_first + index,
+                 .offset_bytes = entry.slot()->offset_bytes +
+                                 (entry.kind() == EntryKind::bytes ? 0 : shard.offset_bytes()),
                  .length_bytes = shard.bytes,
                  .generation = shard.leased_generation()},
-                entry.is_uncommitted ? group_.visibility() : Visibility::everybody);
+                entry.is_uncommitted() ? group_.visibility() : Visibility::everybody);
   shard.is_published = true;
-  entry.slot->is_published = true;
+  entry.slot()->is_published = true;
 }
 
 void ShardTable::publish(const Entry& entry) {
@@ -73,9 +73,9 @@ void ShardTable::withdraw_shard(uint32_t shard_id) {
 }
 
 void ShardTable::withdraw(const Entry& entry) {
-  if (entry.slot == nullptr || !entry.slot->is_published) return;
+  if (entry.slot() == nullptr || !entry.slot()->is_published) return;
   shards_.for_each_shard(entry, [&](uint32_t shard_id, uint32_t) { withdraw_shard(shard_id); });
-  entry.slot->is_published = false;
+  entry.slot()->is_published = false;
 }
 
 void ShardTable::withdraw_all() {
@@ -86,13 +86,13 @@ void ShardTable::withdraw_all() {
 
 void ShardTable::withdraw_uncommitted() {
   for (const Entry* const entry : shards_.entries()) {
-    if (entry != nullptr && entry->is_uncommitted) withdraw(*entry);
+    if (entry != nullptr && entry->is_uncommitted()) withdraw(*entry);
   }
 }
 
 bool ShardTable::take_away(const Entry& entry) {
   return take_slot_away([&] { withdraw(entry); },
-                        [&] { return slots_.is_pinned(*entry.slot); },
+                        [&] { return slots_.is_pinned(*entry.slot()); },
                         [&] { publish(entry); });
 }
 

@@ -251,7 +251,7 @@ void Shards::for_each_replica(const JobSpace::Visit& visit) {
     }
   };
   for (Entry* const entry : entries_) {
-    if (entry != nullptr && entry->kind != EntryKind::gradient) visit_all(entry->replicas);
+    if (entry != nullptr && entry->kind() != EntryKind::gradient) visit_all(entry->replicas());
   }
   for (Bucket& bucket : buckets_) visit_all(bucket.rest);
 }
@@ -264,26 +264,26 @@ Entry* Shards::find_entry(uint32_t shard_id, Part part) const {
 }
 
 uint32_t Shards::shard_count(const Entry& entry) const {
-  return entry.kind == EntryKind::bytes
+  return entry.kind() == EntryKind::bytes
              ? 1
-             : static_cast<uint32_t>(buckets_[entry.owner].shards.size());
+             : static_cast<uint32_t>(buckets_[entry.owner()].shards.size());
 }
 
 std::string Shards::describe(const Entry& entry) const {
   const uint32_t shard_id =
-      entry.kind == EntryKind::bytes ? entry.owner : buckets_[entry.owner].shards.front();
+      entry.kind() == EntryKind::bytes ? entry.owner() : buckets_[entry.owner()].shards.front();
   return concat(job_name_,
                 "/",
                 shards_[shard_id].name(),
-                entry.kind == EntryKind::gradient ? " gradient" : "");
+                entry.kind() == EntryKind::gradient ? " gradient" : "");
 }
 
 std::vector<uint32_t> Shards::shards_in(const Entry& entry, size_t replica) const {
-  if (entry.kind == EntryKind::bytes) return {entry.owner};
+  if (entry.kind() == EntryKind::bytes) return {entry.owner()};
   const uint64_t begin = replica * kTileElements;
   const uint64_t end = begin + kTileElements;
   std::vector<uint32_t> inside;
-  for (const uint32_t shard_id : buckets_[entry.owner].shards) {
+  for (const uint32_t shard_id : buckets_[entry.owner()].shards) {
     const Shard& shard = shards_[shard_id];
     const uint64_t shard_end = shard.element_offset + shard.element_count();
     if (shard.element_offset < end && begin < shard_end) inside.push_back(shard_id);
@@ -295,7 +295,7 @@ std::string Shards::describe(const Entry& entry, size_t replica) const {
   const std::vector<uint32_t> inside = shards_in(entry, replica);
   if (inside.empty()) return describe(entry);
   std::string text = concat(job_name_, "/", shards_[inside.front()].name());
-  if (entry.kind == EntryKind::gradient) text += " gradient";
+  if (entry.kind() == EntryKind::gradient) text += " gradient";
   if (inside.size() > 1) text += concat(" and ", inside.size() - 1, " more");
   return text;
 }
@@ -438,7 +438,7 @@ void Shards::restore_shard(const ShardRecord& in, std::vector<std::vector<uint32
   shard.generation = in.generation;
   shard.written = !in.extents.empty() || shard.bytes == 0;
   for (size_t i = 0; i < in.extents.size(); ++i)
-    shard.value->replicas[i] = Replica(in.extents[i], JobSpace::kOnDisk);
+    shard.value->replicas()[i] = Replica(in.extents[i], JobSpace::kOnDisk);
 }
 
 void Shards::restore_bucket(const BucketRecord& in, std::vector<uint32_t> ids) {
@@ -447,7 +447,7 @@ void Shards::restore_bucket(const BucketRecord& in, std::vector<uint32_t> ids) {
   close_bucket(in.dtype, in.element_count, std::move(ids), was_updated);
   Bucket& made = buckets_.back();
   for (size_t tile = 0; tile < in.tiles.size(); ++tile) {
-    made.value->replicas[tile] = Replica(in.tiles[tile].parameter, JobSpace::kOnDisk);
+    made.value->replicas()[tile] = Replica(in.tiles[tile].parameter, JobSpace::kOnDisk);
     made.rest[tile] = Replica(in.tiles[tile].rest, JobSpace::kOnDisk);
   }
 }
@@ -455,12 +455,12 @@ void Shards::restore_bucket(const BucketRecord& in, std::vector<uint32_t> ids) {
 void Shards::remove(uint32_t shard_id, std::set<uint64_t> known_to) {
   Shard& shard = shards_[shard_id];
   const Entry& entry = *shard.value;
-  MEMD_CHECK(entry.slot == nullptr && entry.pending == nullptr);
+  MEMD_CHECK(entry.slot() == nullptr && entry.pending() == nullptr);
   names_.erase(shard_id);
   declared_.remove_label(space_label(shard.spec()));
   if (shard.tier == Tier::nvme) declared_.remove_blob(shard.bytes);
-  sums_.remove_entry(entry.bytes);
-  entries_.remove(entry.id);
+  sums_.remove_entry(entry.bytes());
+  entries_.remove(entry.id());
   shard = {};
   shard.deleted = true;
   free_ids_.rest(shard_id, std::move(known_to));
@@ -479,7 +479,7 @@ void Shards::write(JobRecord& into) const {
     out.tiles.reserve(bucket.tile_count());
     for (size_t tile = 0; tile < bucket.tile_count(); ++tile) {
       out.tiles.push_back(
-          {.parameter = is_on_disk ? bucket.value->replicas[tile].extent() : ExtentRecord{},
+          {.parameter = is_on_disk ? bucket.value->replicas()[tile].extent() : ExtentRecord{},
            .rest = bucket.rest[tile].extent()});
     }
     into.buckets.push_back(std::move(out));

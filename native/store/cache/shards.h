@@ -88,9 +88,9 @@ class Shards {
   /// `visit(shard_id, index in the entry's slot)`, for an entry of values.
   template <typename Visit>
   void for_each_shard(const Entry& entry, const Visit& visit) const {
-    if (entry.kind == EntryKind::gradient) return;
-    if (entry.kind == EntryKind::bytes) return visit(entry.owner, 0u);
-    const ShardIds& ids = buckets_[entry.owner].shards;
+    if (entry.kind() == EntryKind::gradient) return;
+    if (entry.kind() == EntryKind::bytes) return visit(entry.owner(), 0u);
+    const ShardIds& ids = buckets_[entry.owner()].shards;
     for (uint32_t index = 0; index < ids.size(); ++index) visit(ids[index], index);
   }
   /// Shards with bytes in the entry's replica `replica`, or in the rest of that tile.

@@ -22,19 +22,19 @@ void SlotFills::submit(Entry& entry,
       JobId{parts_.job_id}, bytes, std::move(piece), [this, &entry, done = std::move(done)] {
         parts_.activities.end();
         MEMD_FAILPOINT("slot.filled");
-        done(ready_[entry.id]);
+        done(ready_[entry.id()]);
         parts_.residencies.end_task(entry);
       });
 }
 
 void SlotFills::replace(Entry& entry, std::unique_ptr<Slot> copy) {
   std::byte* const into = at(*copy);
-  const std::byte* const from = at(*entry.slot);
+  const std::byte* const from = at(*entry.slot());
   // std::function copies what it holds.
   const auto owner = std::make_shared<std::unique_ptr<Slot>>(std::move(copy));
   submit(
       entry,
-      entry.bytes,
+      entry.bytes(),
       [into, from](uint64_t offset, uint64_t bytes) {
         copy_bytes(into + offset, from + offset, bytes);
       },
@@ -48,23 +48,23 @@ void SlotFills::replace(Entry& entry, std::unique_ptr<Slot> copy) {
 // have the same bytes: nobody wrote meanwhile.
 void SlotFills::take_place(Entry& entry, std::unique_ptr<Slot> copy) {
   parts_.table.withdraw(entry);
-  std::unique_ptr<Slot> old = std::exchange(entry.slot, std::move(copy));
+  std::unique_ptr<Slot> old = entry.replace_slot(std::move(copy));
   parts_.slots.note(entry);
   parts_.slots.retire(std::move(old));
 }
 
 bool SlotFills::is_for_writer(const Entry& entry) const {
-  const auto found = ready_.find(entry.id);
+  const auto found = ready_.find(entry.id());
   return found != ready_.end() && found->second.is_replaced;
 }
 
 void SlotFills::prepare_pending(Entry& entry, std::unique_ptr<Slot> slot, bool copies) {
   std::byte* const into = at(*slot);
-  const std::byte* const from = copies ? at(*entry.slot) : nullptr;
+  const std::byte* const from = copies ? at(*entry.slot()) : nullptr;
   const auto owner = std::make_shared<std::unique_ptr<Slot>>(std::move(slot));
   submit(
       entry,
-      entry.bytes,
+      entry.bytes(),
       [into, from](uint64_t offset, uint64_t bytes) {
         from == nullptr ? zero_bytes(into + offset, bytes)
                         : copy_bytes(into + offset, from + offset, bytes);
@@ -73,13 +73,13 @@ void SlotFills::prepare_pending(Entry& entry, std::unique_ptr<Slot> slot, bool c
 }
 
 std::unique_ptr<Slot> SlotFills::take_pending(const Entry& entry) {
-  const auto found = ready_.find(entry.id);
+  const auto found = ready_.find(entry.id());
   return found == ready_.end() ? nullptr : std::move(found->second.pending);
 }
 
 void SlotFills::zero(Entry& entry, uint32_t shard_id) {
   const Shard& shard = parts_.shards[shard_id];
-  std::byte* const into = at(*entry.slot) + shard.offset_bytes();
+  std::byte* const into = at(*entry.slot()) + shard.offset_bytes();
   submit(
       entry,
       shard.bytes,
@@ -88,7 +88,7 @@ void SlotFills::zero(Entry& entry, uint32_t shard_id) {
 }
 
 bool SlotFills::take_zeroed(const Entry& entry, uint32_t shard_id) {
-  const auto found = ready_.find(entry.id);
+  const auto found = ready_.find(entry.id());
   if (found == ready_.end() || found->second.zeroed_shard != shard_id) return false;
   found->second.zeroed_shard.reset();
   return true;

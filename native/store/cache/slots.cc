@@ -24,9 +24,9 @@ SlotRecord slot_record(const Entry& entry, const Slot& slot, SlotRole role) {
   record.residency = entry.residency();
   // The next daemon makes the update again, and must not take these bytes for those of the step
   // before.
-  if (entry.is_uncommitted && entry.is_resident()) record.residency = Residency::filling;
-  record.kind = entry.kind;
-  record.owner = entry.kept_owner;
+  if (entry.is_uncommitted() && entry.is_resident()) record.residency = Residency::filling;
+  record.kind = entry.kind();
+  record.owner = entry.kept_owner();
   record.has_service_writer = std::any_of(slot.service_pins.begin(),
                                           slot.service_pins.end(),
                                           [](uint32_t pins) { return pin_writers(pins) != 0; });
@@ -95,8 +95,8 @@ bool Slots::any_retired_free(size_t count_max) {
 void Slots::free_all() {
   for (Entry* const entry : entries_) {
     if (entry == nullptr) continue;
-    if (entry->slot != nullptr) free(std::move(entry->slot));
-    if (entry->pending != nullptr) free(std::move(entry->pending));
+    if (entry->slot() != nullptr) free(entry->take_slot());
+    if (entry->pending() != nullptr) free(entry->take_pending());
   }
   for (auto& slot : std::exchange(retired_, {})) free(std::move(slot));
 }
@@ -135,14 +135,14 @@ bool Slots::has_writer(const Slot& slot) const {
 void Slots::end_adoption(uint32_t pin_end) {
   pin_indexes_.start_at(pin_end);
   for (const Entry* const entry : entries_) {
-    if (entry != nullptr && entry->slot != nullptr) note_writer(*entry);
+    if (entry != nullptr && entry->slot() != nullptr) note_writer(*entry);
   }
 }
 
 const Entry* Slots::written_parameter() {
   const auto is_written = [this](const Entry* entry) {
-    return entry != nullptr && entry->slot != nullptr && entry->kind == EntryKind::parameter &&
-           has_writer(*entry->slot);
+    return entry != nullptr && entry->slot() != nullptr && entry->kind() == EntryKind::parameter &&
+           has_writer(*entry->slot());
   };
   std::erase_if(written_ids_, [&](uint32_t id) { return !is_written(entries_[id]); });
   return written_ids_.empty() ? nullptr : entries_[*written_ids_.begin()];
@@ -161,7 +161,7 @@ bool Slots::is_pinned_by_others(const Slot& slot, uint64_t session_id) const {
 
 std::optional<bool> Slots::pinned_by_others(uint64_t session_id) {
   constexpr size_t kLookedAtMax = 2048;
-  const auto is_held = [&](const std::unique_ptr<Slot>& slot) {
+  const auto is_held = [&](const Slot* slot) {
     return slot != nullptr && is_pinned_by_others(*slot, session_id);
   };
   if (pin_search_.session_id != session_id) {
@@ -172,7 +172,7 @@ std::optional<bool> Slots::pinned_by_others(uint64_t session_id) {
   size_t count = 0;
   for (; pin_search_.retired_seen_count < retired_.size(); ++count) {
     if (count == kLookedAtMax) return std::nullopt;
-    if (is_held(retired_.front())) {
+    if (is_held(retired_.front().get())) {
       pin_search_.retired_seen_count = 0;
       return true;
     }
@@ -183,7 +183,7 @@ std::optional<bool> Slots::pinned_by_others(uint64_t session_id) {
     if (count == kLookedAtMax) return std::nullopt;
     if (pin_search_.next_id >= entries_.size()) pin_search_.next_id = 0;
     const Entry* const entry = entries_[pin_search_.next_id];
-    if (entry != nullptr && (is_held(entry->slot) || is_held(entry->pending))) {
+    if (entry != nullptr && (is_held(entry->slot()) || is_held(entry->pending()))) {
       // It is looked at first the next time, and all others after it.
       pin_search_.seen_count = 0;
       pin_search_.retired_seen_count = 0;
@@ -213,8 +213,8 @@ uint32_t Slots::lease_count() const {
     for (size_t id = at * kEntries; id < (at + 1) * kEntries; ++id) {
       const Entry* const entry = entries_[id];
       if (entry == nullptr) continue;
-      if (entry->slot != nullptr) count += lease_count(*entry->slot);
-      if (entry->pending != nullptr) count += lease_count(*entry->pending);
+      if (entry->slot() != nullptr) count += lease_count(*entry->slot());
+      if (entry->pending() != nullptr) count += lease_count(*entry->pending());
     }
   }
   uint64_t sum = 0;
@@ -242,9 +242,10 @@ void Slots::release_service(Slot& slot, uint32_t index, uint32_t pin) {
 
 void Slots::note(const Entry& entry) {
   if (ledger_ == nullptr) return;
-  if (entry.slot != nullptr) ledger_->note_slot(slot_record(entry, *entry.slot, SlotRole::current));
-  if (entry.pending != nullptr)
-    ledger_->note_slot(slot_record(entry, *entry.pending, SlotRole::pending));
+  if (entry.slot() != nullptr)
+    ledger_->note_slot(slot_record(entry, *entry.slot(), SlotRole::current));
+  if (entry.pending() != nullptr)
+    ledger_->note_slot(slot_record(entry, *entry.pending(), SlotRole::pending));
 }
 
 void Slots::note_all() {
@@ -255,7 +256,7 @@ void Slots::note_all() {
 
 void Slots::note_as(const Entry& entry, Residency residency) {
   if (ledger_ == nullptr) return;
-  SlotRecord record = slot_record(entry, *entry.slot, SlotRole::current);
+  SlotRecord record = slot_record(entry, *entry.slot(), SlotRole::current);
   record.residency = residency;
   ledger_->note_slot(record);
 }

@@ -19,7 +19,7 @@ VictimSearch::VictimSearch(const CacheParts& parts, uint64_t bytes, uint64_t eve
       room_(parts.memory->arena(), bytes) {}
 
 bool VictimSearch::offer(const Entry& entry, const Slot& slot) {
-  offered_[slot.offset_bytes] = entry.id;
+  offered_[slot.offset_bytes] = entry.id();
   if (only_first_) {
     chosen_ = {slot.offset_bytes};
     state_ = State::evicting;
@@ -58,7 +58,7 @@ uint64_t VictimSearch::victim_bytes(uint64_t bytes_max) const {
   uint64_t bytes = 0;
   for (const uint64_t offset_bytes : chosen_) {
     const Entry* const entry = parts_.shards.entry(offered_.at(offset_bytes));
-    if (entry != nullptr) bytes += entry->bytes;
+    if (entry != nullptr) bytes += entry->bytes();
     if (bytes > bytes_max) break;
   }
   return bytes;

@@ -71,7 +71,7 @@ class WaitLists {
  private:
   /// The owner of its bytes: a staged buffer and the one that it replaces exchange their entries.
   using Key = std::pair<EntryKind, uint32_t>;
-  static Key key_of(const Entry& entry) { return {entry.kind, entry.owner}; }
+  static Key key_of(const Entry& entry) { return {entry.kind(), entry.owner()}; }
 
   struct Place {
     Key key;

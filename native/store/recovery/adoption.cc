@@ -228,7 +228,7 @@ void Adoption::place_slot(const SlotRecord& record, Entry* entry, std::unique_pt
     return;
   }
   if (entry != nullptr && may_be_current(record, *entry)) {
-    entry->slot = std::move(slot);
+    entry->place(std::move(slot));
     job_.residencies.move(*entry, Residency::absent, Residency::filling);
     job_.residencies.move(*entry, Residency::filling, Residency::clean);
     // A writeback that was under way did not happen.
@@ -237,8 +237,8 @@ void Adoption::place_slot(const SlotRecord& record, Entry* entry, std::unique_pt
     return;
   }
   // A stream of the daemon's own, which died with it, may have been writing there.
-  if (entry != nullptr && entry->kind == EntryKind::gradient && record.has_service_writer) {
-    for (const uint32_t shard_id : job_.shards.bucket(entry->owner).shards)
+  if (entry != nullptr && entry->kind() == EntryKind::gradient && record.has_service_writer) {
+    for (const uint32_t shard_id : job_.shards.bucket(entry->owner()).shards)
       job_.shards[shard_id].contributors = {};
   }
   job_.slots.retire(std::move(slot));
@@ -249,7 +249,7 @@ bool Adoption::may_be_pending(const SlotRecord& record, const Entry& entry) cons
   const bool is_untold = untold_pin && *untold_pin >= record.pin_first &&
                          *untold_pin - record.pin_first < record.pin_count;
   return record.role == SlotRole::pending && fits(record, entry) && !record.has_service_writer &&
-         !is_untold && entry.pending == nullptr;
+         !is_untold && entry.pending() == nullptr;
 }
 
 bool Adoption::may_be_current(const SlotRecord& record, const Entry& entry) const {
@@ -258,9 +258,9 @@ bool Adoption::may_be_current(const SlotRecord& record, const Entry& entry) cons
       record.residency == Residency::draining ||
       (MEMD_PLANTED("adoption.filling_slot_trusted") && record.residency == Residency::filling);
   return record.role == SlotRole::current && fits(record, entry) && is_held &&
-         entry.slot == nullptr && !record.has_service_writer &&
+         entry.slot() == nullptr && !record.has_service_writer &&
          record.sequence == newest_.at(&entry) &&
-         (entry.kind != EntryKind::gradient || has_gradient(job_.shards.bucket(entry.owner)));
+         (entry.kind() != EntryKind::gradient || has_gradient(job_.shards.bucket(entry.owner())));
 }
 
 Entry* Adoption::find_entry(const SlotRecord& record) const {
@@ -275,7 +275,7 @@ Entry* Adoption::find_entry(const SlotRecord& record) const {
 }
 
 bool Adoption::fits(const SlotRecord& record, const Entry& entry) const {
-  return record.bytes == entry.bytes && record.pin_count == job_.shards.shard_count(entry);
+  return record.bytes == entry.bytes() && record.pin_count == job_.shards.shard_count(entry);
 }
 
 bool Adoption::has_gradient(const Bucket& bucket) const {
@@ -310,8 +310,9 @@ Adoption::Place Adoption::find_place(const LooseKey& key) {
     return {.replica = &bucket.rest[key.index], .length_bytes = bucket.rest_bytes(key.index)};
   }
   Entry* const entry = find_loose_entry(key);
-  if (entry == nullptr || key.index >= entry->replicas.size()) return {};
-  return {.replica = &entry->replicas[key.index], .length_bytes = entry->replica_bytes(key.index)};
+  if (entry == nullptr || key.index >= entry->replicas().size()) return {};
+  return {.replica = &entry->replicas()[key.index],
+          .length_bytes = entry->replica_bytes(key.index)};
 }
 
 Entry* Adoption::find_loose_entry(const LooseKey& key) {
@@ -342,7 +343,7 @@ Status Adoption::place_tile_extents() {
         !fits(tile.state.rest, bucket.rest_bytes(index))) {
       return damaged("a tile's extents");
     }
-    bucket.value->replicas[index] = Replica(tile.state.value, job_.space.epoch());
+    bucket.value->replicas()[index] = Replica(tile.state.value, job_.space.epoch());
     bucket.rest[index] = Replica(tile.state.rest, job_.space.epoch());
   }
   return Status::ok();
@@ -367,7 +368,7 @@ Status Adoption::reserve_extents() {
   };
   job_.shards.for_each_replica(adopt);
   for (Bucket& bucket : job_.shards.buckets()) {
-    for (Replica& replica : bucket.gradient->replicas) {
+    for (Replica& replica : bucket.gradient->replicas()) {
       if (replica.exists()) adopt(replica);
     }
   }
@@ -447,7 +448,7 @@ Status Adoption::check_steps_can_be_made() const {
       for (const uint32_t shard_id : group.shard_ids) {
         const Entry* const gradient = job_.shards.find_entry(shard_id, Part::gradient);
         if (gradient == nullptr) return damaged("a closed step of a shard that is no parameter");
-        if (gradient->bytes != 0 && gradient->slot == nullptr && !gradient->has_replica()) {
+        if (gradient->bytes() != 0 && gradient->slot() == nullptr && !gradient->has_replica()) {
           return damaged("a closed step has no gradient of ", job_.shards.describe(*gradient));
         }
       }
@@ -462,7 +463,7 @@ void Adoption::settle_values() {
   for (Shard& shard : job_.shards) {
     if (shard.deleted) continue;
     const Entry& value = *shard.value;
-    const bool has_bytes = value.slot != nullptr || value.has_replica() || value.bytes == 0;
+    const bool has_bytes = value.slot() != nullptr || value.has_replica() || value.bytes() == 0;
     // New bytes of a blob took their place, and the daemon died before it could say so.
     if (shard.kind != ShardKind::parameter && value.residency() == Residency::dirty)
       shard.written = true;
@@ -498,8 +499,8 @@ void Adoption::note_freed_slots() {
   std::set<uint32_t> in_use;
   for (const Entry* const entry : job_.shards.entries()) {
     if (entry == nullptr) continue;
-    if (entry->slot != nullptr) in_use.insert(entry->slot->pin_first);
-    if (entry->pending != nullptr) in_use.insert(entry->pending->pin_first);
+    if (entry->slot() != nullptr) in_use.insert(entry->slot()->pin_first);
+    if (entry->pending() != nullptr) in_use.insert(entry->pending()->pin_first);
   }
   std::set<uint32_t> retired;
   for (const auto& slot : job_.slots.retired()) retired.insert(slot->pin_first);

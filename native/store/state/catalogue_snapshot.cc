@@ -77,7 +77,7 @@ size_t CatalogueSnapshot::write_tile() {
   }
   if (tile_ < bucket.tile_count()) {
     const TileRecord tile{
-        .parameter = is_bucket_on_disk_ ? bucket.value->replicas[tile_].extent() : ExtentRecord{},
+        .parameter = is_bucket_on_disk_ ? bucket.value->replicas()[tile_].extent() : ExtentRecord{},
         .rest = bucket.rest[tile_].extent()};
     encoder_.put(tile);
     if (is_for_disk_) durable_.add_tile(tile);
@@ -100,12 +100,12 @@ size_t CatalogueSnapshot::write_shard() {
       ++shard_id_;
       return kLookBytes;
     }
-    if (kept == nullptr) looked_bytes = shards_[shard_id_].value->replicas.size() * kLookBytes;
+    if (kept == nullptr) looked_bytes = shards_[shard_id_].value->replicas().size() * kLookBytes;
     begin_shard(kept);
   }
   if (extent_ < extent_count_) {
     const ExtentRecord extent = kept == nullptr
-                                    ? shards_[shard_id_].value->replicas[extent_].extent()
+                                    ? shards_[shard_id_].value->replicas()[extent_].extent()
                                     : kept->record->extents[extent_];
     encoder_.put(extent);
     if (is_for_disk_) durable_.add_extent(extent);
@@ -122,7 +122,7 @@ void CatalogueSnapshot::begin_shard(const Kept* kept) {
   if (kept == nullptr) {
     label = shards_[shard_id_].record_without_extents();
     extent_count_ = shards_[shard_id_].has_extents()
-                        ? static_cast<uint32_t>(shards_[shard_id_].value->replicas.size())
+                        ? static_cast<uint32_t>(shards_[shard_id_].value->replicas().size())
                         : 0;
   }
   const ShardRecord& shard = kept == nullptr ? label : *kept->record;

@@ -47,8 +47,8 @@ void EarlyUpdates::gradient_is_final(uint64_t session_id, uint32_t shard_id) {
   const Shard& shard = parts_.shards[shard_id];
   // The hint may come after the step that took the gradient, or after who dropped it.
   if (shard.contributors.only() != session_id) return;
-  const bool is_written = gradient->slot != nullptr &&
-                          parts_.slots.pins(*gradient->slot, shard.index_in_bucket).has_writers();
+  const bool is_written = gradient->slot() != nullptr &&
+                          parts_.slots.pins(*gradient->slot(), shard.index_in_bucket).has_writers();
   if (is_written || !final_shards_.insert(shard_id).second) return;
   const uint32_t count = ++final_counts_[shard.bucket];
   if (count == parts_.shards.bucket(shard.bucket).shards.size()) ready_.push_back(shard.bucket);
@@ -73,7 +73,7 @@ EarlyUpdates::Begin EarlyUpdates::check(const Bucket& bucket) const {
   const Entry& value = *bucket.value;
   const Entry& gradient = *bucket.gradient;
   // The step first merges what the user wrote with the disk.
-  if (value.bytes == 0 || value.residency() == Residency::dirty) return Begin::never;
+  if (value.bytes() == 0 || value.residency() == Residency::dirty) return Begin::never;
   if (is_moving(value) || is_moving(gradient)) return Begin::later;
   return gradient.is_resident() || gradient.has_replica() ? Begin::now : Begin::never;
 }
@@ -81,8 +81,8 @@ EarlyUpdates::Begin EarlyUpdates::check(const Bucket& bucket) const {
 // N of a tile in memory alone cannot be returned to. And where commits are in memory, no step
 // writes a tile that would stay there: made ahead of the step it would be written every time.
 bool EarlyUpdates::is_left_to_the_step(const Bucket& bucket, size_t tile) const {
-  const uint64_t key = tile_key(bucket.value->owner, tile);
-  if (parts_.tiles.is_dirty(key) || !bucket.value->replicas[tile].exists()) return true;
+  const uint64_t key = tile_key(bucket.value->owner(), tile);
+  if (parts_.tiles.is_dirty(key) || !bucket.value->replicas()[tile].exists()) return true;
   if (!parts_.admission.durability().is_in_memory()) return false;
   if (parts_.tiles.contains(key)) return true;
   const JobMemory& memory = *parts_.memory;
@@ -156,7 +156,7 @@ std::shared_ptr<SpeculativeBucket> EarlyUpdates::begin(Bucket& bucket) {
     made->settings.push_back(expected.at(id));
     made->generations.push_back(parts_.shards[id].generation);
   }
-  by_bucket_[bucket.value->owner] = made;
+  by_bucket_[bucket.value->owner()] = made;
   return made;
 }
 
@@ -169,9 +169,9 @@ void EarlyUpdates::find_slot(SpeculativeBucket& made) {
     made.is_in_place = made.shadow != nullptr;
   }
   if (made.shadow == nullptr) {
-    made.shadow = parts_.slots.make(value.bytes, parts_.shards.shard_count(value));
+    made.shadow = parts_.slots.make(value.bytes(), parts_.shards.shard_count(value));
   }
-  if (made.shadow != nullptr) parts_.policy.used(value.id, EvictionPrice::clean);
+  if (made.shadow != nullptr) parts_.policy.used(value.id(), EvictionPrice::clean);
 }
 
 void EarlyUpdates::begin_tile(Bucket& bucket,
@@ -206,7 +206,7 @@ void EarlyUpdates::begin_tile(Bucket& bucket,
   };
   task.done = [this, made, &bucket](const Status& status) {
     parts_.residencies.end_task(*bucket.gradient);
-    end_tile(bucket.value->owner, *made, status);
+    end_tile(bucket.value->owner(), *made, status);
   };
   parts_.residencies.begin_task(*bucket.gradient);
   ++made->begun_count;
@@ -262,7 +262,7 @@ void EarlyUpdates::adopt(Bucket& bucket, SpeculativeBucket& made) {
     if (!made.tiles[tile]) continue;
     const SpeculativeTile it = *std::exchange(made.tiles[tile], std::nullopt);
     MEMD_FAILPOINT("early.before_tile_adopted");
-    parts_.space.replace(bucket.value->replicas[tile], it.value, parts_.extents);
+    parts_.space.replace(bucket.value->replicas()[tile], it.value, parts_.extents);
     parts_.space.replace(bucket.rest[tile], it.rest, parts_.extents);
     if (parts_.tiles.words() != nullptr) {
       parts_.log.note_tile(bucket, tile, parts_.progress.committed_step() + 1, std::nullopt);
@@ -270,7 +270,7 @@ void EarlyUpdates::adopt(Bucket& bucket, SpeculativeBucket& made) {
       parts_.log.note_rest(bucket, tile);
       parts_.log.note_value(*bucket.value, tile);
     }
-    const uint64_t key = tile_key(bucket.value->owner, tile);
+    const uint64_t key = tile_key(bucket.value->owner(), tile);
     // Somebody may have read N's moments meanwhile.
     if (const auto cached = parts_.tiles.take(key)) {
       parts_.private_side().free(*cached);
@@ -325,14 +325,14 @@ bool EarlyUpdates::drop_memory() {
 }
 
 void EarlyUpdates::pause(const Entry& value) {
-  if (value.kind != EntryKind::parameter) return;
-  const auto found = by_bucket_.find(value.owner);
+  if (value.kind() != EntryKind::parameter) return;
+  const auto found = by_bucket_.find(value.owner());
   if (found != by_bucket_.end()) found->second->is_paused = true;
 }
 
 const Slot* EarlyUpdates::slot_of(const Entry& value) const {
-  if (value.kind != EntryKind::parameter) return nullptr;
-  const auto found = by_bucket_.find(value.owner);
+  if (value.kind() != EntryKind::parameter) return nullptr;
+  const auto found = by_bucket_.find(value.owner());
   return found == by_bucket_.end() ? nullptr : found->second->shadow.get();
 }
 
@@ -340,14 +340,14 @@ const Slot* EarlyUpdates::slot_to_spare(const Entry& value) const {
   const Slot* const slot = slot_of(value);
   if (slot == nullptr) return nullptr;
   // A worker may still write there.
-  return by_bucket_.at(value.owner)->running_count == 0 ? slot : nullptr;
+  return by_bucket_.at(value.owner())->running_count == 0 ? slot : nullptr;
 }
 
-void EarlyUpdates::free_slot(const Entry& value) { free_slot(*by_bucket_.at(value.owner)); }
+void EarlyUpdates::free_slot(const Entry& value) { free_slot(*by_bucket_.at(value.owner())); }
 
 void EarlyUpdates::free_slot(SpeculativeBucket& made) {
   parts_.slots.free(std::move(made.shadow));
-  if (!made.value->is_resident()) parts_.policy.forget(made.value->id);
+  if (!made.value->is_resident()) parts_.policy.forget(made.value->id());
 }
 
 // Buckets are in the order of declaration, which is about that of the forward: the last of them is

@@ -5,20 +5,20 @@ namespace memd {
 void ExtentLog::note_value(const Entry& entry, size_t index) {
   if (ledger_ == nullptr) return;
   using Kind = LooseKey::Kind;
-  const bool gradient = entry.kind == EntryKind::gradient;
+  const bool gradient = entry.kind() == EntryKind::gradient;
   if (space_.is_updating() && !gradient) return;
-  const Kind kind = gradient                             ? Kind::gradient
-                    : entry.kind == EntryKind::parameter ? Kind::value
-                                                         : Kind::bytes;
+  const Kind kind = gradient                               ? Kind::gradient
+                    : entry.kind() == EntryKind::parameter ? Kind::value
+                                                           : Kind::bytes;
   ledger_->note_loose(
-      {.kind = kind, .owner = entry.kept_owner, .index = static_cast<uint32_t>(index)},
-      entry.replicas[index].extent());
+      {.kind = kind, .owner = entry.kept_owner(), .index = static_cast<uint32_t>(index)},
+      entry.replicas()[index].extent());
 }
 
 void ExtentLog::note_rest(const Bucket& bucket, size_t tile) {
   if (ledger_ == nullptr || space_.is_updating()) return;
   ledger_->note_loose({.kind = LooseKey::Kind::rest,
-                       .owner = bucket.value->owner,
+                       .owner = bucket.value->owner(),
                        .index = static_cast<uint32_t>(tile)},
                       bucket.rest[tile].extent());
 }
@@ -36,12 +36,12 @@ void ExtentLog::note_tile(const Bucket& bucket,
                           uint64_t step,
                           std::optional<uint64_t> piece_next) {
   if (space_.is_updating()) return;
-  const auto record = tile_record(tile_key(bucket.value->owner, tile));
+  const auto record = tile_record(tile_key(bucket.value->owner(), tile));
   if (!record) return;
   tiles_.words()->publish(*record,
                           {.step = step,
                            .private_offset_bytes = std::nullopt,
-                           .value = bucket.value->replicas[tile].extent(),
+                           .value = bucket.value->replicas()[tile].extent(),
                            .rest = bucket.rest[tile].extent()},
                           ledger_->base(),
                           piece_next);

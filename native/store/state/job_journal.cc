@@ -72,9 +72,9 @@ void JobJournal::note_shards() {
 
 void JobJournal::forget_extents(const Entry& entry) {
   if (ledger_ == nullptr) return;
-  for (uint32_t index = 0; index < entry.replicas.size(); ++index) {
-    ledger_->note_loose({.kind = LooseKey::Kind::bytes, .owner = entry.kept_owner, .index = index},
-                        {});
+  for (uint32_t index = 0; index < entry.replicas().size(); ++index) {
+    ledger_->note_loose(
+        {.kind = LooseKey::Kind::bytes, .owner = entry.kept_owner(), .index = index}, {});
   }
 }
 

@@ -88,7 +88,7 @@ void Moments::write(const MomentsRequest& request,
   if (!sized) {
     return done(error(StatusCode::invalid_argument, "moments and element count differ"));
   }
-  const uint32_t bucket = place.value().bucket->value->owner;
+  const uint32_t bucket = place.value().bucket->value->owner();
   early_.discard(bucket, EarlyDiscard::state);
   parts_.admission.begin_updates(*place.value().bucket);
   auto task = std::make_shared<TileTask>(task_at(place.value()));

@@ -48,7 +48,7 @@ class PrivateState {
 
 inline void PrivateState::drop_cached_tiles(const Bucket& bucket) {
   for (size_t tile = 0; tile < bucket.tile_count(); ++tile) {
-    parts_.tiles.drop(tile_key(bucket.value->owner, tile), parts_.private_side());
+    parts_.tiles.drop(tile_key(bucket.value->owner(), tile), parts_.private_side());
   }
 }
 

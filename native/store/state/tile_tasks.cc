@@ -50,10 +50,10 @@ struct TileTasks::Running {
     const bool has_gradient = gradient_copy != nullptr;
     return bytes.value_bytes + bytes.rest_bytes + (has_gradient ? gradient_bytes : 0);
   }
-  uint64_t key() const { return tile_key(task.entry->owner, task.index); }
-  ExtentRecord value_source() const { return task.entry->replicas[task.index].extent(); }
+  uint64_t key() const { return tile_key(task.entry->owner(), task.index); }
+  ExtentRecord value_source() const { return task.entry->replicas()[task.index].extent(); }
   ExtentRecord rest_source() const { return task.bucket->rest[task.index].extent(); }
-  ExtentRecord gradient_source() const { return task.gradient->replicas[task.index].extent(); }
+  ExtentRecord gradient_source() const { return task.gradient->replicas()[task.index].extent(); }
   bool reads_rest() const { return task.reads_rest && rest_source().exists(); }
   std::span<std::byte> value_span() const { return {bytes.value, bytes.value_bytes}; }
   std::span<std::byte> rest_span() const { return {bytes.rest, bytes.rest_bytes}; }
@@ -191,7 +191,7 @@ bool TileTasks::take_memory(Running& running, const TileTask& task) {
 
 /// The tile where it is cached, with room for a spilled gradient. False: the task can't start yet.
 bool TileTasks::take_cached(Running& running, const TileTask& task) {
-  const uint64_t key = tile_key(task.entry->owner, task.index);
+  const uint64_t key = tile_key(task.entry->owner(), task.index);
   const auto cached = parts_.tiles.take(key);
   const bool dirty = parts_.tiles.is_dirty(key);
   // Another task works on it; the disk has older bytes.
@@ -223,15 +223,15 @@ void TileTasks::set_places(Running& running, const TileTask& task) {
                                 : bytes.value + bytes.value_bytes + bytes.rest_bytes;
     bytes.gradient = running.gradient_copy;
   } else if (task.gradient != nullptr) {
-    bytes.gradient = memory.arena().at(task.gradient->slot->offset_bytes) +
+    bytes.gradient = memory.arena().at(task.gradient->slot()->offset_bytes) +
                      task.index * task.gradient->stride_bytes();
   }
   const auto in_arena = [&](const Slot* slot) {
     if (slot == nullptr) return static_cast<std::byte*>(nullptr);
     return memory.arena().at(slot->offset_bytes) + task.index * task.entry->stride_bytes();
   };
-  running.arena_source = in_arena(task.value_in_shadow ? task.shadow : task.entry->slot.get());
-  bytes.arena_value = in_arena(task.keep ? task.shadow : task.entry->slot.get());
+  running.arena_source = in_arena(task.value_in_shadow ? task.shadow : task.entry->slot());
+  bytes.arena_value = in_arena(task.keep ? task.shadow : task.entry->slot());
   running.value_from_arena =
       (task.value_in_arena || task.value_in_shadow) && running.arena_source != nullptr;
 }
@@ -491,7 +491,7 @@ void TileTasks::write(const std::shared_ptr<Running>& running) {
 void TileTasks::log(const Running& running) {
   const TileTask& task = running.task;
   const PrivateTiles& tiles = parts_.tiles;
-  if (tiles.words() == nullptr || task.entry->kind != EntryKind::parameter) {
+  if (tiles.words() == nullptr || task.entry->kind() != EntryKind::parameter) {
     // The rest first: written back again, the same parameter gives the same rest.
     if (running.writes_rest()) parts_.log.note_rest(*task.bucket, task.index);
     if (running.writes_value()) parts_.log.note_value(*task.entry, task.index);
@@ -507,7 +507,7 @@ void TileTasks::log(const Running& running) {
   } else if (record) {
     step = tiles.words()->step_of(*record);
   }
-  parts_.log.note_tile(parts_.shards.bucket(task.entry->owner),
+  parts_.log.note_tile(parts_.shards.bucket(task.entry->owner()),
                        task.index,
                        step,
                        task.may_stay ? std::nullopt : tiles.half_made_piece(running.key()));
@@ -520,8 +520,8 @@ void TileTasks::settle(const Running& running,
   const bool is_kept = status.is_ok() && running.is_speculative();
   if (!extent.exists() || is_kept) return;
   const TileTask& task = running.task;
-  if (status.is_ok() && task.entry->kind == EntryKind::gradient) {
-    parts_.space.replace_gradient(task.entry->replicas[task.index], extent, parts_.extents);
+  if (status.is_ok() && task.entry->kind() == EntryKind::gradient) {
+    parts_.space.replace_gradient(task.entry->replicas()[task.index], extent, parts_.extents);
   } else if (status.is_ok()) {
     parts_.space.replace(place, extent, parts_.extents);
   } else {
@@ -533,7 +533,7 @@ void TileTasks::settle(const Running& running,
 void TileTasks::settle_extents(const Running& running, const Status& status) {
   const TileTask& task = running.task;
   if (running.writes_value()) {
-    settle(running, status, running.value_extent, task.entry->replicas[task.index]);
+    settle(running, status, running.value_extent, task.entry->replicas()[task.index]);
   }
   if (running.writes_rest()) {
     settle(running, status, running.rest_extent, task.bucket->rest[task.index]);

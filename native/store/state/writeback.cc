@@ -30,14 +30,14 @@ void copy_value(const TileBytes& bytes) {
 
 TileTask Writeback::value_task(Entry& entry, size_t index) {
   Bucket* const bucket =
-      entry.kind == EntryKind::parameter ? &parts_.shards.bucket(entry.owner) : nullptr;
+      entry.kind() == EntryKind::parameter ? &parts_.shards.bucket(entry.owner()) : nullptr;
   TileTask task;
   task.entry = &entry;
   task.index = index;
   task.writes_value = true;
   task.work = copy_value;
   const bool keeps_remainder = bucket != nullptr && bucket->dtype == DType::bfloat16 &&
-                               bucket->rest[index].exists() && entry.replicas[index].exists();
+                               bucket->rest[index].exists() && entry.replicas()[index].exists();
   if (keeps_remainder) {
     task.bucket = bucket;
     task.reads_value = true;
@@ -55,7 +55,7 @@ void Writeback::write_back(Entry& entry, const std::shared_ptr<StepReport>& repo
     end(entry, status);
     done(status);
   });
-  for (size_t i = 0; i < entry.replicas.size(); ++i) {
+  for (size_t i = 0; i < entry.replicas().size(); ++i) {
     TileTask task = value_task(entry, i);
     task.report = report;
     task.done = join->branch();
@@ -66,24 +66,24 @@ void Writeback::write_back(Entry& entry, const std::shared_ptr<StepReport>& repo
 
 void Writeback::end(Entry& entry, const Status& status) {
   MEMD_FAILPOINT("writeback.finished");
-  if (status.is_ok() && entry.kind == EntryKind::parameter) {
-    for (const uint32_t id : parts_.shards.bucket(entry.owner).shards) {
+  if (status.is_ok() && entry.kind() == EntryKind::parameter) {
+    for (const uint32_t id : parts_.shards.bucket(entry.owner()).shards) {
       parts_.shards[id].is_on_disk = parts_.shards[id].written;
     }
   }
   const Residency after = status.is_ok() ? Residency::clean : Residency::dirty;
   parts_.residencies.move(entry, Residency::draining, after);
   // A spilled extent is in no catalogue before the next commit.
-  if (status.is_ok() && entry.kind != EntryKind::gradient) parts_.durable.note_change();
+  if (status.is_ok() && entry.kind() != EntryKind::gradient) parts_.durable.note_change();
 }
 
 bool Writeback::is_due(const Entry& entry, bool with_bytes) const {
-  if (entry.kind == EntryKind::gradient) return false;
-  if (entry.residency() != Residency::dirty || entry.tier != Tier::nvme) return false;
-  if (entry.replicas.empty()) return false;
-  if (entry.kind == EntryKind::parameter) return true;
+  if (entry.kind() == EntryKind::gradient) return false;
+  if (entry.residency() != Residency::dirty || entry.tier() != Tier::nvme) return false;
+  if (entry.replicas().empty()) return false;
+  if (entry.kind() == EntryKind::parameter) return true;
   // The buffer that a staged one replaced goes as soon as the step is committed.
-  return with_bytes && parts_.shards[entry.owner].written;
+  return with_bytes && parts_.shards[entry.owner()].written;
 }
 
 void Writeback::write_back_all(bool with_bytes,

@@ -41,20 +41,20 @@ void BucketUpdate::find_place() {
   if (in_place_ && (is_in_shadow_ || is_away_ || !parts_.job.table.take_away(value_))) {
     // A live view is never written: the new parameter goes elsewhere.
     residencies.move(value_, Residency::clean, Residency::absent);
-    parts_.job.slots.retire(std::move(value_.slot));
+    parts_.job.slots.retire(value_.take_slot());
     in_place_ = false;
   }
   if (in_place_) {
     residencies.move(value_, Residency::clean, Residency::filling);
   } else if (is_in_shadow_) {
-    value_.slot = std::move(shadow_);
+    value_.place(std::move(shadow_));
     residencies.move(value_, Residency::absent, Residency::filling);
   }
 }
 
 BucketUpdate::Made BucketUpdate::made(size_t tile) const {
   if (made_early_[tile]) return Made::early;
-  const MadeTile* const before = parts_.job.tiles.made(tile_key(value_.owner, tile));
+  const MadeTile* const before = parts_.job.tiles.made(tile_key(value_.owner(), tile));
   if (before == nullptr) return Made::no;
   return before->is_whole ? Made::by_daemon_before : Made::half_by_daemon_before;
 }
@@ -111,7 +111,7 @@ void BucketUpdate::submit(Join& updated) {
   for (size_t tile = 0; tile < bucket_.tile_count(); ++tile) {
     const Made how = made(tile);
     if (how == Made::early || how == Made::by_daemon_before) {
-      if (value_.slot == nullptr || (how == Made::early && is_in_shadow_)) continue;
+      if (value_.slot() == nullptr || (how == Made::early && is_in_shadow_)) continue;
       TileTask task = publish_task(tile);
       task.done = updated.branch();
       tasks.submit(std::move(task));

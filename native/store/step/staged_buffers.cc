@@ -20,7 +20,7 @@ Status StagedBuffers::check() const {
     const Shard& buffer = job.shards[buffer_id];
     job.residencies.settle_pending(*staged.value);
     job.residencies.settle_pending(*buffer.value);
-    if (!staged.written || staged.value->pending != nullptr) {
+    if (!staged.written || staged.value->pending() != nullptr) {
       return error(StatusCode::invalid_argument,
                    "shard ",
                    job.job_name,
@@ -28,7 +28,7 @@ Status StagedBuffers::check() const {
                    staged.name(),
                    " was not put yet");
     }
-    if (buffer.value->pending != nullptr) {
+    if (buffer.value->pending() != nullptr) {
       return error(StatusCode::invalid_argument,
                    "shard ",
                    job.job_name,
@@ -59,7 +59,7 @@ void StagedBuffers::exchange(bool swapped) {
     job.table.withdraw(*staged.value);
     job.table.withdraw(*buffer.value);
     std::swap(staged.value, buffer.value);
-    std::swap(staged.value->owner, buffer.value->owner);
+    staged.value->exchange_owner(*buffer.value);
     staged.written = !swapped;
     buffer.written = swapped || buffer_was_written_[i];
     job.table.publish(*staged.value);
@@ -75,8 +75,8 @@ void StagedBuffers::forget_old_extents() {
   for (const auto& [staged_id, buffer_id] : pairs_) {
     Entry& fresh = *job.shards[buffer_id].value;
     if (fresh.residency() != Residency::dirty) continue;
-    for (size_t i = 0; i < fresh.replicas.size(); ++i) {
-      if (fresh.replicas[i].exists()) job.space.release(fresh.replicas[i], job.extents);
+    for (size_t i = 0; i < fresh.replicas().size(); ++i) {
+      if (fresh.replicas()[i].exists()) job.space.release(fresh.replicas()[i], job.extents);
       job.log.note_value(fresh, i);
     }
   }
@@ -88,22 +88,22 @@ void StagedBuffers::drop() {
   for (const auto& [staged_id, buffer_id] : pairs_) {
     Entry& old = *job.shards[staged_id].value;
     if (old.is_resident()) job.residencies.move(old, old.residency(), Residency::absent);
-    if (old.slot != nullptr) job.slots.retire(std::move(old.slot));
-    for (Replica& replica : old.replicas) {
+    if (old.slot() != nullptr) job.slots.retire(old.take_slot());
+    for (Replica& replica : old.replicas()) {
       if (replica.exists()) job.space.release(replica, job.extents);
     }
     MEMD_FAILPOINT("ledger.old_buffer_dropped");
     // Now the staged bytes are the buffer's, also for whoever goes on after this daemon.
     Entry& fresh = *job.shards[buffer_id].value;
-    old.kept_owner = staged_id;
-    fresh.kept_owner = buffer_id;
+    old.keep_owner();
+    fresh.keep_owner();
     job.waits.wake(old);
     job.waits.wake(fresh);
     job.slots.note(fresh);
     job.table.publish(fresh);
     // For bytes in memory alone too: the old ones' extents are nobody's.
-    for (size_t i = 0; i < fresh.replicas.size(); ++i) job.log.note_value(fresh, i);
-    for (size_t i = 0; i < old.replicas.size(); ++i) job.log.note_value(old, i);
+    for (size_t i = 0; i < fresh.replicas().size(); ++i) job.log.note_value(fresh, i);
+    for (size_t i = 0; i < old.replicas().size(); ++i) job.log.note_value(old, i);
     parts_.journal.note_shard(buffer_id);
     parts_.journal.note_shard(staged_id);
   }

@@ -240,7 +240,7 @@ void Step::update_bucket(size_t at, const std::shared_ptr<Join>& all) {
         done(status);
       });
   // An empty one has empty tensors only.
-  if (bucket.value->bytes != 0) {
+  if (bucket.value->bytes() != 0) {
     const BucketUpdateParts update{
         .settings_of = [this](uint32_t shard_id) { return shards_.settings_of(shard_id); },
         .make_slot = [self = shared_from_this()](Entry& value) { self->shards_.make_slot(value); },

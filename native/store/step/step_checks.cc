@@ -25,8 +25,8 @@ Status check_gradient(const StepParts& parts, const StepRequest& request, uint32
   if (!shard.written) {
     return error(StatusCode::invalid_argument, who, " was never written; write its first value");
   }
-  if (gradient->slot != nullptr &&
-      job.slots.pins(*gradient->slot, shard.index_in_bucket).has_writers()) {
+  if (gradient->slot() != nullptr &&
+      job.slots.pins(*gradient->slot(), shard.index_in_bucket).has_writers()) {
     return error(StatusCode::invalid_argument, who, ": its gradient is still leased for writing");
   }
   return Status::ok();

@@ -28,7 +28,7 @@ void StepShards::seal() {
   for (const uint32_t index : buckets_) {
     job.admission.begin_updates(job.shards.bucket(index));
     Entry& value = *job.shards.bucket(index).value;
-    ++value.steps_before;
+    value.accept_step();
     job.table.withdraw(value);
     job.waits.wake(value);
     job.waits.wake(*job.shards.bucket(index).gradient);
@@ -53,14 +53,14 @@ const AdamSettings* StepShards::settings_of(uint32_t shard_id) const {
 std::optional<WaitsFor> StepShards::before(const LeaseRequest& request,
                                            const Entry& entry,
                                            bool is_undoing) const {
-  if (is_past_ || !buckets_.contains(entry.owner)) return std::nullopt;
+  if (is_past_ || !buckets_.contains(entry.owner())) return std::nullopt;
   const bool is_own =
       !request.for_service && parts_.group.are_together(request_.session_id, request.session_id);
-  if (is_own && !group_of_.contains(request.shard_id) && !entry.is_in_step) return std::nullopt;
+  if (is_own && !group_of_.contains(request.shard_id) && !entry.is_in_step()) return std::nullopt;
   // A step that an earlier daemon has begun is as good as begun.
   const bool has_begun = !held_.empty() || is_redo_;
   if (!is_own && !has_begun) return std::nullopt;
-  const bool can_be_read = is_own && has_begun && entry.is_uncommitted && !is_undoing;
+  const bool can_be_read = is_own && has_begun && entry.is_uncommitted() && !is_undoing;
   if (can_be_read && request.mode == LeaseMode::read) return std::nullopt;
   return is_own && request.mode == LeaseMode::read ? WaitsFor::update : WaitsFor::step;
 }
@@ -71,10 +71,10 @@ bool StepShards::are_settled() const {
   const Shards& shards = parts_.job.shards;
   for (const uint32_t id : parts_.job.residencies.busy_ids()) {
     const Entry* const entry = shards.entry(id);
-    if (entry == nullptr || entry->kind == EntryKind::gradient) continue;
+    if (entry == nullptr || entry->kind() == EntryKind::gradient) continue;
     // A parameter that this step does not touch may well be fetched meanwhile.
     const bool fetched_only =
-        entry->kind == EntryKind::parameter && !buckets_.contains(entry->owner);
+        entry->kind() == EntryKind::parameter && !buckets_.contains(entry->owner());
     if (fetched_only ? entry->residency() == Residency::draining : !is_still(*entry)) return false;
   }
   return std::all_of(buckets_.begin(), buckets_.end(), [&](uint32_t index) {
@@ -91,16 +91,15 @@ void StepShards::hold(const StagedBuffers& staged) {
   staged.for_each_entry([this](Entry* entry) { held_.push_back(entry); });
   for (Entry* const entry : held_) {
     parts_.job.residencies.begin_task(*entry);
-    entry->is_in_step = true;
+    entry->begin_step();
   }
 }
 
 void StepShards::release() {
   MEMD_FAILPOINT("step.letting_go");
   for (Entry* const entry : held_) {
-    if (!entry->is_uncommitted) parts_.job.residencies.end_task(*entry);
-    entry->is_in_step = false;
-    entry->is_uncommitted = false;
+    if (!entry->is_uncommitted()) parts_.job.residencies.end_task(*entry);
+    entry->end_step();
     parts_.job.waits.wake(*entry);
   }
   held_.clear();
@@ -115,18 +114,18 @@ void StepShards::release() {
 // otherwise.
 void StepShards::make_slot(Entry& value) const {
   const StateParts& job = parts_.job;
-  if (value.slot != nullptr) return;
-  const uint64_t distance = parts_.plans.distance(request_.session_id, value.id);
-  const auto make = [&] { return job.slots.make(value.bytes, job.shards.shard_count(value)); };
+  if (value.slot() != nullptr) return;
+  const uint64_t distance = parts_.plans.distance(request_.session_id, value.id());
+  const auto make = [&] { return job.slots.make(value.bytes(), job.shards.shard_count(value)); };
   auto slot = make();
-  while (slot == nullptr &&
-         (job.memory->grow_arena() ||
-          (distance != kNeverUsed &&
-           parts_.room.evict_at_once_for({.bytes = value.bytes, .distance_min = distance + 1})))) {
+  while (slot == nullptr && (job.memory->grow_arena() ||
+                             (distance != kNeverUsed &&
+                              parts_.room.evict_at_once_for(
+                                  {.bytes = value.bytes(), .distance_min = distance + 1})))) {
     slot = make();
   }
   if (slot == nullptr) return;
-  value.slot = std::move(slot);
+  value.place(std::move(slot));
   job.residencies.move(value, Residency::absent, Residency::filling);
 }
 
@@ -135,13 +134,13 @@ void StepShards::publish_bucket(const Bucket& bucket) const {
   Entry& value = *bucket.value;
   for (const uint32_t shard_id : bucket.shards)
     job.shards[shard_id].is_uncommitted = group_of_.contains(shard_id);
-  value.is_uncommitted = true;
+  value.show_uncommitted();
   if (value.residency() == Residency::filling)
     job.residencies.move(value, Residency::filling, Residency::clean);
   job.residencies.end_task(value);
   job.waits.wake(value);
   // If it is not resident, it may be brought up now.
-  if (!value.is_resident()) job.policy.look_again_at(value.id);
+  if (!value.is_resident()) job.policy.look_again_at(value.id());
   job.policy.want_look_ahead();
   MEMD_FAILPOINT("step.bucket_published");
 }
@@ -172,7 +171,7 @@ void StepShards::publish_values() const {
   const StateParts& job = parts_.job;
   for (const uint32_t index : buckets_) {
     Entry& value = *job.shards.bucket(index).value;
-    --value.steps_before;
+    value.end_accepted_step();
     job.table.withdraw(value);
     job.table.publish(value);
     job.waits.wake(value);
@@ -188,7 +187,7 @@ void StepShards::withdraw_uncommitted() const {
 
 bool StepShards::are_uncommitted_still() const {
   return std::none_of(held_.begin(), held_.end(), [](const Entry* entry) {
-    return entry->is_uncommitted && entry->task_count() != 0;
+    return entry->is_uncommitted() && entry->task_count() != 0;
   });
 }
 
@@ -196,11 +195,11 @@ void StepShards::drop_new_values() const {
   const StateParts& job = parts_.job;
   for (const uint32_t index : buckets_) {
     Entry& value = *job.shards.bucket(index).value;
-    if (value.bytes == 0) continue;
+    if (value.bytes() == 0) continue;
     if (value.residency() == Residency::filling)
       job.residencies.move(value, Residency::filling, Residency::absent);
     if (value.is_resident()) job.residencies.move(value, value.residency(), Residency::absent);
-    if (value.slot != nullptr) job.slots.retire(std::move(value.slot));
+    if (value.slot() != nullptr) job.slots.retire(value.take_slot());
   }
 }
 

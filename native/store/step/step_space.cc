@@ -87,7 +87,7 @@ uint64_t StepSpace::bytes_needed() const {
       if (!is_own) needed_bytes += bytes;
       return bytes;
     };
-    const uint64_t bytes = need(bucket.value->replicas[tile], bucket.value->replica_bytes(tile)) +
+    const uint64_t bytes = need(bucket.value->replicas()[tile], bucket.value->replica_bytes(tile)) +
                            need(bucket.rest[tile], bucket.rest_bytes(tile));
     // The new extents come before the old ones go, one tile after the other.
     if (!is_replaced) continue;

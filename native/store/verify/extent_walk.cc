@@ -35,7 +35,7 @@ size_t ExtentPlaces::index_count(const ExtentPlace& place) const {
   const VerifiedJob job = *jobs_.verified(place.job_id);
   if (place.kind != Kind::bytes) return job.durable.tile_count(place.owner);
   const Entry* const entry = job.shards.entry(place.owner);
-  return entry == nullptr || entry->kind != EntryKind::bytes ? 0 : entry->replicas.size();
+  return entry == nullptr || entry->kind() != EntryKind::bytes ? 0 : entry->replicas().size();
 }
 
 std::optional<ExtentRecord> ExtentPlaces::find(const ExtentPlace& place) const {
@@ -43,7 +43,7 @@ std::optional<ExtentRecord> ExtentPlaces::find(const ExtentPlace& place) const {
   if (place.kind == Kind::catalogue) return commits_.catalogue(place.job_id)[place.index];
   const VerifiedJob job = *jobs_.verified(place.job_id);
   if (place.kind == Kind::bytes) {
-    const Replica& replica = job.shards.entry(place.owner)->replicas[place.index];
+    const Replica& replica = job.shards.entry(place.owner)->replicas()[place.index];
     if (!job.space.is_referenced(replica) || !replica.exists()) return std::nullopt;
     return replica.extent();
   }
@@ -67,11 +67,11 @@ bool ExtentPlaces::is_being_replaced(const ExtentPlace& place) const {
   const VerifiedJob job = *jobs_.verified(place.job_id);
   const Entry& value = entry(job, place);
   // The step has what it replaces in memory, or finds itself that it cannot be read.
-  if (value.is_in_step) return true;
+  if (value.is_in_step()) return true;
   if (place.kind != Kind::bytes) {
     const Replica& now = place.kind == Kind::rest ? job.shards.bucket(place.owner).rest[place.index]
-                                                  : value.replicas[place.index];
-    const bool is_dirty = job.tiles.is_dirty(tile_key(value.owner, place.index));
+                                                  : value.replicas()[place.index];
+    const bool is_dirty = job.tiles.is_dirty(tile_key(value.owner(), place.index));
     if (!same(now.extent(), *find(place)) || is_dirty) return true;
   }
   return place.kind != Kind::rest &&
@@ -117,8 +117,8 @@ uint64_t ExtentPlaces::state_bytes(uint64_t job_id) const {
   if (!job) return 0;
   uint64_t bytes = 0;
   for (const Entry* const each : job->shards.entries()) {
-    if (each == nullptr || each->kind != EntryKind::bytes) continue;
-    for (const Replica& replica : each->replicas) {
+    if (each == nullptr || each->kind() != EntryKind::bytes) continue;
+    for (const Replica& replica : each->replicas()) {
       if (job->space.is_referenced(replica)) bytes += replica.length_bytes();
     }
   }

@@ -200,7 +200,7 @@ class InMemoryKillTest : public ::testing::TestWithParam<Case> {
     const Entry& gradient = *job.shards().find_entry(ids_[0], Part::gradient);
     job.cache().activities().begin();  // else private memory would be what makes room
     std::vector<Held> held;
-    for (int i = 0; gradient.slot != nullptr; ++i) {
+    for (int i = 0; gradient.slot() != nullptr; ++i) {
       ASSERT_LT(i, 40);
       const auto blob = heart_->declare(session_, {bytes_shard(concat("blob", i), 1_MiB)});
       held.push_back(heart_->lease(session_, blob[0], LeaseMode::overwrite));
@@ -377,7 +377,7 @@ TEST_P(InMemoryKillTest, a_tile_whose_gradient_is_read_again_gives_its_scratch_p
                               .io_kind = IoKind::read,
                               .offset_bytes = job.shards()
                                                   .find_entry(ids_[0], Part::gradient)
-                                                  ->replicas[0]
+                                                  ->replicas()[0]
                                                   .extent()
                                                   .address.offset_bytes});
   heart_->store().operations().redo_steps();

@@ -101,7 +101,7 @@ class MadeStepTest : public ::testing::Test {
     Entry& entry = *job.shards()[buffer_].value;
     if (entry.residency() == Residency::clean) {
       job.cache().residencies().move(entry, Residency::clean, Residency::absent);
-      job.cache().slots().free(std::move(entry.slot));
+      job.cache().slots().free(entry.take_slot());
       EXPECT_TRUE(heart_->read<uint8_t>(session_, buffer_) == pattern(kBufferBytes, seed))
           << "on disk";
     }

@@ -591,8 +591,8 @@ inline void check_memory(Daemon& daemon) {
     for (Entry* const entry : job.shards().entries()) {
       if (entry == nullptr) continue;
       require(
-          entry->pending == nullptr, "bytes of nobody wait for ", job.shards().describe(*entry));
-      if (entry->slot != nullptr) slot_bytes += align_up(entry->slot->bytes, kBlockBytes);
+          entry->pending() == nullptr, "bytes of nobody wait for ", job.shards().describe(*entry));
+      if (entry->slot() != nullptr) slot_bytes += align_up(entry->slot()->bytes, kBlockBytes);
     }
     for (const auto& slot : job.cache().slots().retired())
       slot_bytes += align_up(slot->bytes, kBlockBytes);
