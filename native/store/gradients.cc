@@ -23,7 +23,7 @@ void Gradients::unused(uint64_t session_id, uint32_t shard_id) {
   const Entry* const gradient = job.shards().find_entry(shard_id, Part::gradient);
   if (gradient == nullptr) return;
   for (LeaseWaiter& waiter : job.cache().waiters().take(*gradient, [&](const LeaseWaiter& each) {
-         const LeaseRequest& request = each.request;
+         const LeaseRequest& request = each.request();
          return request.session_id == session_id && request.shard_id == shard_id &&
                 request.is_expected && !request.for_service;
        })) {

@@ -167,13 +167,13 @@ void ShardStore::drop_now(Job& job, const Done& done) {
   memory_.release(job_id, job.kept().take());
   keepsakes_.forget_table(job_id);
   keepsakes_.forget_tiles(job_id);
-  const std::list<LeaseWaiter> waiters = job.cache().waiters().take_all();
+  std::list<LeaseWaiter> waiters = job.cache().waiters().take_all();
   const std::vector<Operations::Start> operations = job.operations().take_waiting();
   reports_.count_dropped(job);
   jobs_.remove(job_id);
   admissions_.apply_weight(job_id, JobWeight());
   const Status gone = error(StatusCode::fenced, "the job was dropped: ", job_id);
-  for (const LeaseWaiter& waiter : waiters) waiter.reply(gone, {});
+  for (LeaseWaiter& waiter : waiters) waiter.refuse(gone);
   for (const Operations::Start& start : operations) start(gone);
   MEMD_FAILPOINT("job.dropped_from_memory");
   commits_.remove(job_id, std::move(extents), done);
@@ -208,9 +208,9 @@ Result<std::shared_ptr<Session>> ShardStore::resume_session(uint64_t session_id,
   // would give back a grant that came after the client has looked for such grants.
   for (LeaseWaiter& waiter :
        jobs_.find(session->job_id)->cache().waiters().take([&](const LeaseWaiter& each) {
-         return each.request.session_id == session_id && !each.request.for_service;
+         return each.request().session_id == session_id && !each.request().for_service;
        })) {
-    waiter.reply(error(StatusCode::unavailable, "the session came back: ask again"), {});
+    waiter.refuse(error(StatusCode::unavailable, "the session came back: ask again"));
   }
   return resumed;
 }
@@ -221,8 +221,8 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   Job& job = *owner.value();
   const std::shared_ptr<Session> session = sessions_.at(session_id);
   session->ring.end_resident_leases();
-  const std::list<LeaseWaiter> given_up = job.cache().waiters().take(
-      [&](const LeaseWaiter& waiter) { return waiter.request.session_id == session_id; });
+  std::list<LeaseWaiter> given_up = job.cache().waiters().take(
+      [&](const LeaseWaiter& waiter) { return waiter.request().session_id == session_id; });
   const uint32_t lease_count = job.cache().slots().lease_count(*session);
   MEMD_FAILPOINT("session.before_discard");
   // Only then, so that a daemon that takes over meanwhile ends the session again.
@@ -251,8 +251,8 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   // No gradient names its seat any more.
   if (job.cache().group().leave(session_id)) job.cache().table().withdraw_uncommitted();
   MEMD_FAILPOINT("session.detached");
-  for (const LeaseWaiter& waiter : given_up) {
-    waiter.reply(error(StatusCode::fenced, "the session has ended: ", session_id), {});
+  for (LeaseWaiter& waiter : given_up) {
+    waiter.refuse(error(StatusCode::fenced, "the session has ended: ", session_id));
   }
   return lease_count;
 }
@@ -598,8 +598,8 @@ void ShardStore::give_up_waiting() {
   scrub_.set_rate(0);
   live_check_.give_up();
   for (const auto& [job_id, job] : jobs_) {
-    for (const LeaseWaiter& waiter : job->cache().waiters().take_all()) {
-      waiter.reply(error(StatusCode::unavailable, "the daemon is stopping; job ", job_id), {});
+    for (LeaseWaiter& waiter : job->cache().waiters().take_all()) {
+      waiter.refuse(error(StatusCode::unavailable, "the daemon is stopping; job ", job_id));
     }
   }
 }

@@ -105,7 +105,7 @@ std::vector<Activity> StoreReports::in_flight() const {
   for (const auto& [job_id, owned] : store_.jobs) {
     const Job* const job = owned.get();
     job->cache().waiters().for_each([&](const LeaseWaiter& waiter) {
-      const LeaseRequest& request = waiter.request;
+      const LeaseRequest& request = waiter.request();
       std::string what = concat("shard ", job->shards()[request.shard_id].name());
       if (request.part == Part::gradient) what += " gradient";
       what += request.mode == LeaseMode::read ? ", to read" : ", to write";
@@ -114,7 +114,7 @@ std::vector<Activity> StoreReports::in_flight() const {
           {.kind = "lease",
            .what = std::move(what),
            .waits_on = job->cache().waiters().describe(waiter)},
-          waiter.started_ns);
+          waiter.started_ns());
     });
     const std::vector<Operations::Open> operations = job->operations().open();
     for (size_t i = 0; i < operations.size(); ++i) {

@@ -451,7 +451,7 @@ class Heart {
       const auto reasons = [job] {
         std::map<uint64_t, std::string> all;
         job->cache().waiters().for_each([&](const LeaseWaiter& waiter) {
-          all[waiter.ticket] = job->cache().waiters().describe(waiter);
+          all[waiter.ticket()] = job->cache().waiters().describe(waiter);
         });
         return all;
       };

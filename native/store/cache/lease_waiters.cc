@@ -55,7 +55,7 @@ LeaseWait reason_of(WaitsFor what) {
 
 uint64_t LeaseWaiter::uncounted_ns(uint64_t now_ns) const {
   // Nobody stands still for a prefetch.
-  const bool waits = waits_for_ != WaitsFor::nothing && !request.prefetch;
+  const bool waits = waits_for_ != WaitsFor::nothing && !request_.prefetch;
   return waits ? now_ns - counted_ns_ : 0;
 }
 
@@ -75,34 +75,40 @@ void LeaseWaiter::note_waited(LeaseGrant& grant) const {
 void LeaseWaiter::refuse(const Status& status) {
   LeaseGrant none;
   note_waited(none);
-  const LeaseReply to = std::move(reply);
-  to(status, none);
+  const LeaseReply reply = std::move(reply_);
+  reply(status, none);
+}
+
+void LeaseWaiter::grant(const LeaseGrant& lease) {
+  const LeaseReply reply = std::move(reply_);
+  reply(Status::ok(), lease);
 }
 
 LeaseWaiter& LeaseWaiters::add(LeaseWaiter added) {
-  added.ticket = next_ticket_++;
-  LeaseWaiter& waiter = all_.emplace(added.ticket, std::move(added)).first->second;
-  deadlines_.emplace(waiter.deadline_ns(), waiter.ticket);
+  const WaitLists::Ticket ticket = next_ticket_++;
+  added.give_ticket(ticket);
+  LeaseWaiter& waiter = all_.emplace(ticket, std::move(added)).first->second;
+  deadlines_.emplace(waiter.deadline_ns(), waiter.ticket());
   hang(waiter);
   return waiter;
 }
 
 void LeaseWaiters::hang(LeaseWaiter& waiter) {
-  const Entry& entry = *shards_.find_entry(waiter.request.shard_id, waiter.request.part);
-  lists_.hang(waiter.ticket, entry, list_of(waiter.waits_for()));
+  const Entry& entry = *shards_.find_entry(waiter.request().shard_id, waiter.request().part);
+  lists_.hang(waiter.ticket(), entry, list_of(waiter.waits_for()));
   stop_watching(waiter);
   if (waits_for_writer(waiter.waits_for())) {
     const Watched watched(entry.id(), waiter.writer_index());
-    watched_[watched].insert(waiter.ticket);
-    watching_.emplace(waiter.ticket, watched);
+    watched_[watched].insert(waiter.ticket());
+    watching_.emplace(waiter.ticket(), watched);
   }
 }
 
 void LeaseWaiters::stop_watching(const LeaseWaiter& waiter) {
-  const auto found = watching_.find(waiter.ticket);
+  const auto found = watching_.find(waiter.ticket());
   if (found == watching_.end()) return;
   const auto watched = watched_.find(found->second);
-  watched->second.erase(waiter.ticket);
+  watched->second.erase(waiter.ticket());
   if (watched->second.empty()) watched_.erase(watched);
   watching_.erase(found);
 }
@@ -115,10 +121,10 @@ LeaseWaiter LeaseWaiters::take_out(WaitLists::Ticket ticket) {
   return waiter;
 }
 
-void LeaseWaiters::remove(const LeaseWaiter& answered) { take_out(answered.ticket); }
+void LeaseWaiters::remove(const LeaseWaiter& answered) { take_out(answered.ticket()); }
 
 void LeaseWaiters::end(const LeaseWaiter& waiter, const Status& refusal) {
-  LeaseWaiter over = take_out(waiter.ticket);
+  LeaseWaiter over = take_out(waiter.ticket());
   if (!refusal.is_ok()) over.refuse(refusal);
 }
 
@@ -163,7 +169,7 @@ void LeaseWaiters::fail_for_room(const Status& status) {
 
 bool LeaseWaiters::is_behind_for_room(const LeaseWaiter& waiter) const {
   const std::set<WaitLists::Ticket>& all = lists_.on(WaitList::room);
-  return !all.empty() && *all.begin() < waiter.ticket;
+  return !all.empty() && *all.begin() < waiter.ticket();
 }
 
 uint64_t LeaseWaiters::next_deadline_ns() const {
@@ -193,12 +199,12 @@ void LeaseWaiters::wake_released() {
 
 bool LeaseWaiters::has_lost_readers(const LeaseWaiter& waiter) const {
   if (waiter.writer_index() == LeaseWaiter::kAnyWriter) return false;
-  const Entry* const entry = shards_.find_entry(waiter.request.shard_id, waiter.request.part);
+  const Entry* const entry = shards_.find_entry(waiter.request().shard_id, waiter.request().part);
   return entry->slot() == nullptr || slots_.pins(*entry->slot(), waiter.writer_index()).all() == 0;
 }
 
 std::string LeaseWaiters::describe(const LeaseWaiter& waiter) const {
-  const Entry* const entry = shards_.find_entry(waiter.request.shard_id, waiter.request.part);
+  const Entry* const entry = shards_.find_entry(waiter.request().shard_id, waiter.request().part);
   const std::string what = entry == nullptr ? "a deleted shard" : shards_.describe(*entry);
   switch (waiter.waits_for()) {
     case WaitsFor::nothing:

@@ -54,14 +54,19 @@ class LeaseWaiter {
   static constexpr uint32_t kAnyWriter = ~uint32_t{0};
 
   LeaseWaiter(const LeaseRequest& asked, LeaseReply answers, uint64_t now_ns)
-      : request(asked), reply(std::move(answers)), started_ns(now_ns), counted_ns_(now_ns) {}
+      : request_(asked), reply_(std::move(answers)), started_ns_(now_ns), counted_ns_(now_ns) {}
 
+  const LeaseRequest& request() const { return request_; }
+  uint64_t started_ns() const { return started_ns_; }
+  /// LeaseWaiters gives it one when it hangs it up.
+  WaitLists::Ticket ticket() const { return ticket_; }
+  void give_ticket(WaitLists::Ticket ticket) { ticket_ = ticket; }
   WaitsFor waits_for() const { return waits_for_; }
   /// The counter whose writer, or readers, it waits for.
   uint32_t writer_index() const { return writer_index_; }
   /// It was tried in vain.
   bool is_miss() const { return is_miss_; }
-  uint64_t deadline_ns() const { return started_ns + request.timeout_ns; }
+  uint64_t deadline_ns() const { return started_ns_ + request_.timeout_ns; }
   void put_off(WaitsFor what, uint32_t writer_index = kAnyWriter) {
     is_miss_ = true;
     waits_for_ = what;
@@ -72,17 +77,22 @@ class LeaseWaiter {
   uint64_t uncounted_ns(uint64_t now_ns) const;
   /// Into `grant`: how long it has waited, and for what most of it.
   void note_waited(LeaseGrant& grant) const;
-  /// Answers it, once.
+  /// True once: a prefetch under way that it finds becomes a demanded read.
+  bool raises_prefetch() { return !std::exchange(has_raised_, true); }
+  /// Room was made once for the old bytes beside the new ones.
+  bool has_moved_old_bytes() const { return has_moved_old_bytes_; }
+  void note_moved_old_bytes() { has_moved_old_bytes_ = true; }
+  /// Answers it, once: with a lease, or with a reason.
+  void grant(const LeaseGrant& lease);
   void refuse(const Status& status);
 
-  LeaseRequest request;
-  LeaseReply reply;
-  uint64_t started_ns = 0;
-  WaitLists::Ticket ticket = 0;  // LeaseWaiters gives it
-  bool has_moved_old_bytes = false;
-  bool has_raised = false;  // the priority of a prefetch under way that it found
-
  private:
+  LeaseRequest request_;
+  LeaseReply reply_;
+  uint64_t started_ns_;
+  WaitLists::Ticket ticket_ = 0;
+  bool has_moved_old_bytes_ = false;
+  bool has_raised_ = false;
   WaitsFor waits_for_ = WaitsFor::nothing;
   uint32_t writer_index_ = kAnyWriter;
   bool is_miss_ = false;

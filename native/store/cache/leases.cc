@@ -30,7 +30,7 @@ bool Leases::advance(TurnBudget& turn) {
     room_.look_for_releases();
     // Others gave back what its own session holds as well: it is told so.
     const bool nothing_moves = !parts_.activities.any() && !parts_.gates.is_operating();
-    if (nothing_moves && parts_.slots.pinned_by_others(first->request.session_id) == false)
+    if (nothing_moves && parts_.slots.pinned_by_others(first->request().session_id) == false)
       parts_.waits.wake_first_for_room();
   }
   // A slot that was filled goes to the writer that waited for it in the same turn, before readers
@@ -64,7 +64,8 @@ bool Leases::is_on_its_way(const LeaseWaiter& waiter) const {
   if (what != WaitsFor::filling && what != WaitsFor::reading && what != WaitsFor::draining)
     return false;
   if (!parts_.progress.stopped().is_ok()) return false;
-  const Entry* const entry = parts_.shards.find_entry(waiter.request.shard_id, waiter.request.part);
+  const Entry* const entry =
+      parts_.shards.find_entry(waiter.request().shard_id, waiter.request().part);
   return entry != nullptr &&
          (entry->residency() == Residency::filling || entry->residency() == Residency::draining);
 }
@@ -81,10 +82,10 @@ Leases::Grant Leases::refuse(LeaseWaiter& waiter, const Status& status) {
 
 Leases::Grant Leases::try_grant(LeaseWaiter& waiter) {
   ++try_count_;
-  const uint32_t shard_id = waiter.request.shard_id;
-  if (waiter.request.part != Part::value) return grant_or_wait(waiter);
+  const uint32_t shard_id = waiter.request().shard_id;
+  if (waiter.request().part != Part::value) return grant_or_wait(waiter);
   // A writer must see every reader, and a reader that comes now waits for the answer.
-  if (waiter.request.mode != LeaseMode::read) parts_.table.withhold(shard_id);
+  if (waiter.request().mode != LeaseMode::read) parts_.table.withhold(shard_id);
   const Grant grant = grant_or_wait(waiter);
   parts_.table.end_withholding();
   // A writer that still waits keeps nobody from reading, and one that is gone no more.
@@ -93,7 +94,7 @@ Leases::Grant Leases::try_grant(LeaseWaiter& waiter) {
 }
 
 Leases::Grant Leases::grant_or_wait(LeaseWaiter& waiter) {
-  const LeaseRequest& request = waiter.request;
+  const LeaseRequest& request = waiter.request();
   Entry* const found = parts_.shards.find_entry(request.shard_id, request.part);
   if (found == nullptr) {
     return refuse(waiter,
@@ -204,7 +205,7 @@ Leases::Outcome Leases::check_moving(const Try& asked) {
     if (!asked.request.prefetch) {
       parts_.window.note_asked(entry);
       // Once: whoever waits is asked again in every turn.
-      if (!std::exchange(asked.waiter.has_raised, true)) fetches_.raise(entry);
+      if (asked.waiter.raises_prefetch()) fetches_.raise(entry);
     }
     return wait(asked.waiter, WaitsFor::filling);
   }
@@ -416,14 +417,13 @@ void Leases::reply_granted(const Try& asked, Slot& slot) {
   if (!request.prefetch) {
     JobCounters& counters = parts_.counters;
     ++(waiter.is_miss() ? counters.lease_misses : counters.lease_hits);
-    if (waiter.is_miss()) counters.lease_wait_ns += parts_.clock.now_ns() - waiter.started_ns;
+    if (waiter.is_miss()) counters.lease_wait_ns += parts_.clock.now_ns() - waiter.started_ns();
   }
   // Before the answer: who has read a shard by request finds it in the table from then on.
   if (reads && request.part == Part::value) parts_.table.publish_shard(request.shard_id);
   MEMD_FAILPOINT("lease.before_reply");
   MEMD_FAILPOINT("ledger.grant_not_told");
-  const LeaseReply reply = std::move(waiter.reply);
-  reply(Status::ok(), grant);
+  waiter.grant(grant);
   if (is_noted) parts_.ledger->end_grant();
 }
 
@@ -456,20 +456,20 @@ void Leases::release_service(const LeaseGrant& grant, bool discard) {
 }
 
 bool Leases::move_old_bytes(LeaseWaiter& waiter) {
-  const Entry& entry = *parts_.shards.find_entry(waiter.request.shard_id, waiter.request.part);
+  const Entry& entry = *parts_.shards.find_entry(waiter.request().shard_id, waiter.request().part);
   const bool are_copied = entry.kind() == EntryKind::bytes &&
-                          waiter.request.mode == LeaseMode::write && entry.is_resident();
-  if (!are_copied || waiter.has_moved_old_bytes) return false;
+                          waiter.request().mode == LeaseMode::write && entry.is_resident();
+  if (!are_copied || waiter.has_moved_old_bytes()) return false;
   if (entry.task_count() != 0 || parts_.slots.is_pinned(*entry.slot())) return false;
   auto both = room_.make(Room::Asker::copy, 2 * align_up(entry.bytes(), kBlockBytes), 1, true);
   if (both == nullptr) return parts_.activities.any() || !room_.has_looked_at_all();
-  waiter.has_moved_old_bytes = true;
+  waiter.note_moved_old_bytes();
   parts_.slots.free(std::move(both));
   return true;
 }
 
 Status Leases::check_room_can_come(const LeaseWaiter& waiter) const {
-  const LeaseRequest& request = waiter.request;
+  const LeaseRequest& request = waiter.request();
   if (parts_.activities.any() || parts_.gates.is_operating()) return Status::ok();
   const auto is_held = parts_.slots.pinned_by_others(request.session_id);
   if (!is_held) parts_.waits.wake_first_for_room();
@@ -492,13 +492,13 @@ Status Leases::overdue(const LeaseWaiter& waiter) const {
                "a lease of shard ",
                parts_.job_name,
                "/",
-               parts_.shards[waiter.request.shard_id].name(),
+               parts_.shards[waiter.request().shard_id].name(),
                " waited too long on ",
                parts_.waiters.describe(waiter),
                "; ",
                describe_holders(),
                ": ",
-               waiter.request.timeout_ns / 1'000'000,
+               waiter.request().timeout_ns / 1'000'000,
                " ms");
 }
 
