@@ -60,7 +60,7 @@ void bind_bench(nb::module_& module) {
       .def_ro("update_seconds", &AdamRate::update_seconds)
       .def_ro("traffic_seconds",
               &AdamRate::traffic_seconds,
-              "Of the same reads and writes without the arithmetic, in turn with the updates.");
+              "The same reads and writes without the arithmetic, in turn with the updates.");
   module.def(
       "measure_adam",
       [](uint8_t dtype,
@@ -90,7 +90,7 @@ void bind_bench(nb::module_& module) {
       .def_ro("bytes", &HashRate::bytes)
       .def_ro("hash_seconds", &HashRate::hash_seconds, "As the daemon computes checksums.")
       .def_ro("plain_seconds", &HashRate::plain_seconds, "Without wide instructions.")
-      .def_ro("read_seconds", &HashRate::read_seconds, "Of reading alone.");
+      .def_ro("read_seconds", &HashRate::read_seconds, "Reading alone.");
   module.def(
       "measure_hash",
       [](uint64_t bytes, uint32_t round_count) {
@@ -128,12 +128,12 @@ void bind_bench(nb::module_& module) {
       "shard_id"_a,
       "count"_a,
       "round_count"_a,
-      "Of a shard that is resident, beside the least that each way could take.");
+      "Leases of a resident shard, beside the least that each way could take.");
   nb::class_<IoRate>(module, "IoRate")
       .def_ro("read_bytes", &IoRate::read_bytes)
       .def_ro("written_bytes", &IoRate::written_bytes)
       .def_ro("seconds", &IoRate::seconds)
-      .def_ro("cpu_seconds", &IoRate::cpu_seconds, "Of this process.");
+      .def_ro("cpu_seconds", &IoRate::cpu_seconds, "This process's.");
   nb::class_<IoBench>(module, "IoBench", "A file of random bytes, removed with this object.")
       .def(nb::new_([](const std::string& directory, uint64_t bytes) {
              auto bench = [&] {

@@ -117,7 +117,7 @@ void bind_check(nb::module_& module) {
       .def_ro("directory", &CheckedVolume::directory)
       .def_ro("path", &CheckedVolume::path)
       .def_ro("bytes", &CheckedVolume::bytes)
-      .def_ro("holder", &CheckedVolume::holder, "Who has it open; empty: no daemon.")
+      .def_ro("holder", &CheckedVolume::holder, "The daemon that has it open; empty: none.")
       .def_prop_ro("uuid", [](const CheckedVolume& self) { return hex(self.superblock.set_uuid); })
       .def_prop_ro("index", [](const CheckedVolume& self) { return self.superblock.volume_index; })
       .def_prop_ro("sequence", [](const CheckedVolume& self) { return self.superblock.sequence; })
@@ -148,7 +148,8 @@ void bind_check(nb::module_& module) {
       .def_ro("bytes", &CheckReport::bytes)
       .def_ro("seconds", &CheckReport::seconds)
       .def_prop_ro("anything_lost", &CheckReport::anything_lost);
-  nb::class_<LiveCheckProgress>(module, "LiveCheckProgress", "Of a daemon's own check.")
+  nb::class_<LiveCheckProgress>(
+      module, "LiveCheckProgress", "A daemon's own check, as far as it is.")
       .def_ro("bytes", &LiveCheckProgress::bytes)
       .def_ro("bytes_all", &LiveCheckProgress::bytes_all)
       .def_ro("findings", &LiveCheckProgress::findings)

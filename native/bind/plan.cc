@@ -24,7 +24,7 @@ void bind_plan(nb::module_& module) {
   module.attr("USE_ADD") = static_cast<uint8_t>(UseKind::add);
   module.attr("USE_LAST") = static_cast<uint8_t>(UseKind::last);
 
-  nb::class_<BytesMoved>(module, "BytesMoved", "Of one period of a plan, on average.")
+  nb::class_<BytesMoved>(module, "BytesMoved", "One period of a plan, on average.")
       .def_ro("read_bytes", &BytesMoved::read_bytes)
       .def_ro("written_bytes", &BytesMoved::written_bytes);
   module.def(
@@ -57,7 +57,8 @@ void bind_plan(nb::module_& module) {
       "writes_changes"_a,
       "warm_count"_a = 4,
       "measured_count"_a = 8,
-      "What eviction by farthest next use moves where `uses`, pairs of an item and USE_*, repeat. "
+      "Bytes that eviction by farthest next use moves if `uses`, pairs of an item and USE_*, "
+      "repeat. "
       "`writes_changes`: changed items are on disk at the end of their period anyway.");
 }
 

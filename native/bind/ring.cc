@@ -238,10 +238,10 @@ void bind_words(nb::module_& module) {
 void bind_statistics(nb::module_& module) {
   nb::class_<ClientStatistics>(module, "ClientStatistics")
       .def_ro("lease_count", &ClientStatistics::lease_count)
-      .def_ro("hits", &ClientStatistics::hits, "Of them without a request.")
+      .def_ro("hits", &ClientStatistics::hits, "Those without a request.")
       .def_ro("resident_count",
               &ClientStatistics::resident_count,
-              "Of them, those that the daemon made wait for nothing.")
+              "Those that the daemon made wait for nothing.")
       .def_prop_ro("lease_wait_seconds",
                    [](const ClientStatistics& self) {
                      return static_cast<double>(self.lease_wait_ns) * 1e-9;
@@ -366,7 +366,7 @@ void bind_connection(nb::class_<ClientSession>& session) {
       .def("follow",
            &ClientSession::follow,
            "call"_a,
-           "What is asked for from now on comes after the step of this call, whichever of them "
+           "Requests from now on come after the step of this call, whichever of them "
            "reaches the daemon first; 0: after none that is on its way.")
       .def("daemon_is_gone",
            &ClientSession::daemon_is_gone,

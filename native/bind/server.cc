@@ -263,7 +263,7 @@ void bind_statistics(nb::module_& module) {
           [](const SecondsHistogram& self) {
             return std::vector<uint64_t>(self.counts().begin(), self.counts().end());
           },
-          "Of each bucket alone, the last for what is above every bound.")
+          "One for each bucket alone; the last is for all above the highest bound.")
       .def_prop_ro("sum_seconds", &SecondsHistogram::sum_seconds);
   nb::class_<IoKindStatistics>(module, "IoKindStatistics")
       .def_ro("bytes", &IoKindStatistics::bytes)
@@ -357,7 +357,7 @@ void bind_statistics(nb::module_& module) {
       .def_ro("write", &StepPhases::write)
       .def_ro("commit", &StepPhases::commit);
   nb::class_<TurnStatistics>(
-      module, "TurnStatistics", "Of the server thread's turns that had something to do.")
+      module, "TurnStatistics", "The server thread's turns that had something to do.")
       .def_ro("cpu_seconds", &TurnStatistics::cpu_seconds)
       .def_ro("wall_seconds", &TurnStatistics::wall_seconds)
       .def_ro("cpu_seconds_max", &TurnStatistics::cpu_seconds_max, "Since the start.")
@@ -370,7 +370,7 @@ void bind_statistics(nb::module_& module) {
           "phases_of_wall_max",
           [](const TurnStatistics& self) { return by_phase(self.phases_of_wall_max); },
           "Seconds by the wall of each phase of the turn that took wall_seconds_max.");
-  nb::class_<ScrubStatistics>(module, "ScrubStatistics", "Of the verification in the background.")
+  nb::class_<ScrubStatistics>(module, "ScrubStatistics", "The verification in the background.")
       .def_ro("bytes_per_second", &ScrubStatistics::bytes_per_second, "At most; 0: it is off.")
       .def_ro("bytes", &ScrubStatistics::bytes, "Read since the start.")
       .def_ro("errors", &ScrubStatistics::errors, "Extents found damaged, in each pass anew.")
@@ -493,7 +493,7 @@ void bind_jobs(nb::class_<Server>& server) {
           },
           "job_id"_a,
           "weight"_a,
-          "What the job gets of devices and update threads that others want as well.");
+          "The job's share of devices and workers that others want as well.");
 }
 
 /// Sessions, from attaching to detaching.
@@ -729,12 +729,12 @@ void bind_operation(nb::class_<Server>& server) {
       .def(
           "in_flight",
           [](Server& self) { return unlocked([&] { return self.in_flight(); }); },
-          "What has been begun and is not done, the oldest first.")
+          "Operations that have begun and are not done, the oldest first.")
       .def("set_scrub_rate",
            &Server::set_scrub_rate,
            "bytes_per_second"_a,
            nb::call_guard<nb::gil_scoped_release>(),
-           "Of the verification in the background; 0: it is off, as at the start.")
+           "The verification in the background reads so fast; 0: off, as at the start.")
       .def(
           "begin_check",
           [](Server& self, const std::vector<uint64_t>& job_ids, bool whole) {
@@ -745,14 +745,15 @@ void bind_operation(nb::class_<Server>& server) {
           "job_ids"_a,
           nb::kw_only(),
           "whole"_a,
-          "Of these jobs, or of everything; its number. Refused while another one runs.")
+          "Checks these jobs, or everything, and returns its number. Refused while another one "
+          "runs.")
       .def(
           "check_progress",
           [](Server& self, uint64_t check_id) {
             return unlocked([&] { return self.check_progress(check_id); });
           },
           "check_id"_a,
-          "What was found since it was asked for the last time, and the report at the end.")
+          "Findings since the last call, and the report at the end.")
       .def("end_check", &Server::end_check, "check_id"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("heartbeat",
            &Server::heartbeat,
@@ -792,7 +793,7 @@ void bind_server(nb::module_& module) {
           "release",
           [](ServiceLease& self) { self.release(false); },
           nb::call_guard<nb::gil_scoped_release>(),
-          "What was written becomes what readers see.")
+          "Readers see the new bytes from now on.")
       .def(
           "discard",
           [](ServiceLease& self) { self.release(true); },

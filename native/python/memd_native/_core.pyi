@@ -43,7 +43,7 @@ USE_ADD: int = 3
 USE_LAST: int = 4
 
 class BytesMoved:
-    """Of one period of a plan, on average."""
+    """One period of a plan, on average."""
 
     @property
     def read_bytes(self) -> float: ...
@@ -53,7 +53,7 @@ class BytesMoved:
 
 def simulate_plan(uses: Sequence[tuple[int, int]], item_bytes: Sequence[int], *, cache_bytes: int, writes_changes: bool, warm_count: int = 4, measured_count: int = 8) -> BytesMoved:
     """
-    What eviction by farthest next use moves where `uses`, pairs of an item and USE_*, repeat. `writes_changes`: changed items are on disk at the end of their period anyway.
+    Bytes that eviction by farthest next use moves if `uses`, pairs of an item and USE_*, repeat. `writes_changes`: changed items are on disk at the end of their period anyway.
     """
 
 PROTOCOL_VERSION: int = 4
@@ -86,11 +86,11 @@ class ClientStatistics:
 
     @property
     def hits(self) -> int:
-        """Of them without a request."""
+        """Those without a request."""
 
     @property
     def resident_count(self) -> int:
-        """Of them, those that the daemon made wait for nothing."""
+        """Those that the daemon made wait for nothing."""
 
     @property
     def lease_wait_seconds(self) -> float: ...
@@ -172,7 +172,7 @@ class ClientSession:
 
     def follow(self, call: int) -> None:
         """
-        What is asked for from now on comes after the step of this call, whichever of them reaches the daemon first; 0: after none that is on its way.
+        Requests from now on come after the step of this call, whichever of them reaches the daemon first; 0: after none that is on its way.
         """
 
     def daemon_is_gone(self) -> bool:
@@ -439,7 +439,9 @@ TURN_SECONDS_BOUNDS: list[float]
 class SecondsHistogram:
     @property
     def counts(self) -> list[int]:
-        """Of each bucket alone, the last for what is above every bound."""
+        """
+        One for each bucket alone; the last is for all above the highest bound.
+        """
 
     @property
     def sum_seconds(self) -> float: ...
@@ -602,7 +604,7 @@ class StepPhases:
     def commit(self) -> SecondsHistogram: ...
 
 class TurnStatistics:
-    """Of the server thread's turns that had something to do."""
+    """The server thread's turns that had something to do."""
 
     @property
     def cpu_seconds(self) -> SecondsHistogram: ...
@@ -631,7 +633,7 @@ class TurnStatistics:
         """
 
 class ScrubStatistics:
-    """Of the verification in the background."""
+    """The verification in the background."""
 
     @property
     def bytes_per_second(self) -> int:
@@ -718,7 +720,7 @@ class ServiceLease:
         """The bytes, writable. Not to be touched after release() or discard()."""
 
     def release(self) -> None:
-        """What was written becomes what readers see."""
+        """Readers see the new bytes from now on."""
 
     def discard(self) -> None:
         """An overwrite of a blob leaves no trace."""
@@ -750,9 +752,7 @@ class Server:
     def drop_job(self, job_id: int, *, force: bool = False) -> None: ...
 
     def set_job_weight(self, job_id: int, weight: float) -> None:
-        """
-        What the job gets of devices and update threads that others want as well.
-        """
+        """The job's share of devices and workers that others want as well."""
 
     def attach(self, job_id: int, *, pid: int = 0, start_time: int = 0, uid: int = 0, timeout_s: float = 60.0) -> SessionGrant:
         """
@@ -813,20 +813,20 @@ class Server:
         """
 
     def in_flight(self) -> list[Activity]:
-        """What has been begun and is not done, the oldest first."""
+        """Operations that have begun and are not done, the oldest first."""
 
     def set_scrub_rate(self, bytes_per_second: int) -> None:
-        """Of the verification in the background; 0: it is off, as at the start."""
+        """
+        The verification in the background reads so fast; 0: off, as at the start.
+        """
 
     def begin_check(self, job_ids: Sequence[int], *, whole: bool) -> int:
         """
-        Of these jobs, or of everything; its number. Refused while another one runs.
+        Checks these jobs, or everything, and returns its number. Refused while another one runs.
         """
 
     def check_progress(self, check_id: int) -> LiveCheckProgress:
-        """
-        What was found since it was asked for the last time, and the report at the end.
-        """
+        """Findings since the last call, and the report at the end."""
 
     def end_check(self, check_id: int) -> None: ...
 
@@ -898,7 +898,7 @@ class CheckedVolume:
 
     @property
     def holder(self) -> str:
-        """Who has it open; empty: no daemon."""
+        """The daemon that has it open; empty: none."""
 
     @property
     def uuid(self) -> str: ...
@@ -939,7 +939,7 @@ class CheckReport:
     def anything_lost(self) -> bool: ...
 
 class LiveCheckProgress:
-    """Of a daemon's own check."""
+    """A daemon's own check, as far as it is."""
 
     @property
     def bytes(self) -> int: ...
@@ -1004,7 +1004,7 @@ class AdamRate:
     @property
     def traffic_seconds(self) -> list[float]:
         """
-        Of the same reads and writes without the arithmetic, in turn with the updates.
+        The same reads and writes without the arithmetic, in turn with the updates.
         """
 
 def measure_adam(*, dtype: int, element_count: int, tensor_count: int = 1, thread_count: int = 1, round_count: int = 5) -> AdamRate:
@@ -1028,7 +1028,7 @@ class HashRate:
 
     @property
     def read_seconds(self) -> list[float]:
-        """Of reading alone."""
+        """Reading alone."""
 
 def measure_hash(*, bytes: int, round_count: int = 5) -> HashRate:
     """Checksums of extents beside the limit of memory, one thread."""
@@ -1062,9 +1062,7 @@ class LeaseRate:
         """A word to a thread that waits for it, and back."""
 
 def measure_leases(session: ClientSession, *, shard_id: int, count: int, round_count: int) -> LeaseRate:
-    """
-    Of a shard that is resident, beside the least that each way could take.
-    """
+    """Leases of a resident shard, beside the least that each way could take."""
 
 class IoRate:
     @property
@@ -1078,7 +1076,7 @@ class IoRate:
 
     @property
     def cpu_seconds(self) -> float:
-        """Of this process."""
+        """This process's."""
 
 class IoBench:
     """A file of random bytes, removed with this object."""
