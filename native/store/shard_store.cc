@@ -341,7 +341,8 @@ void ShardStore::delete_shard(uint64_t session_id,
   const auto still = [&job, entry, shard_id] {
     // A blob that a closed step names stays until that is made, which must find it.
     return entry->task_count() == 0 && entry->residency() != Residency::filling &&
-           entry->residency() != Residency::draining && !job.steps().names(shard_id);
+           entry->residency() != Residency::draining &&
+           !job.cache().residencies().is_awaited(*entry) && !job.steps().names(shard_id);
   };
   const auto remove = [this, &job, name, session_id, done] {
     // It may have gone, or come back under the same name, while its bytes were being moved.

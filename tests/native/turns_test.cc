@@ -1,6 +1,8 @@
 // What one turn of the store does for each session, whatever the others ask for.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -11,6 +13,7 @@
 #include "asking_client.h"
 #include "block.h"
 #include "ring/layout.h"
+#include "store/state/writeback.h"
 #include "store_fixture.h"
 
 namespace memd::testing {
@@ -234,6 +237,102 @@ TEST(TurnsTest, a_large_lease_moves_few_small_entries_a_turn) {
                 std::vector<uint8_t>(kSmallBytes, static_cast<uint8_t>(i)));
     }
   }
+}
+
+TEST(TurnsTest, a_sync_begins_few_writes_a_turn_and_commits_what_was_there_when_it_began) {
+  constexpr uint32_t kBlobs = 500;
+  const auto disk = std::make_shared<MemoryDisk>(400_MiB);
+  const auto bytes_of = [](uint32_t i, uint8_t round) {
+    return std::vector<uint8_t>(100, static_cast<uint8_t>(i + round));
+  };
+  {
+    Heart heart(disk, HeartOptions{.pieces_a_turn = 1});
+    const uint64_t session = heart.attach(heart.open("job"));
+    const uint64_t other = heart.attach(heart.job(session).job_id());
+    std::vector<ShardSpec> specs;
+    for (uint32_t i = 0; i < kBlobs; ++i) {
+      specs.push_back({.name = "blob" + std::to_string(i),
+                       .kind = ShardKind::blob,
+                       .dtype = DType::uint8,
+                       .shape = {100}});
+    }
+    const auto ids = heart.declare(session, specs);
+    for (uint32_t i = 0; i < kBlobs; ++i) heart.write(session, ids[i], bytes_of(i, 0));
+    std::optional<Status> synced;
+    heart.store().operations().sync(
+        session, [&](const Status& status, const StepReport&) { synced = status; });
+    const auto count_draining = [&] {
+      return std::ranges::count_if(ids, [&](uint32_t id) {
+        return heart.job(session).shards().find_entry(id, Part::value)->residency() ==
+               Residency::draining;
+      });
+    };
+    bool is_overwritten = false;
+    ptrdiff_t draining_count = 0;
+    while (!synced) {
+      heart.turn();
+      const ptrdiff_t before_count = std::exchange(draining_count, count_draining());
+      ASSERT_LE(draining_count - before_count, ptrdiff_t{Writeback::kSubmittedMax});
+      if (draining_count == 0 || std::exchange(is_overwritten, true)) continue;
+      // The sync has begun. The first is on its way to the disk, the last is not.
+      for (const uint32_t i : {0u, kBlobs - 1}) {
+        heart.write(other, ids[i], bytes_of(i, 9));
+        EXPECT_FALSE(synced.has_value());
+        EXPECT_EQ(heart.read<uint8_t>(other, ids[i]), bytes_of(i, 9));
+      }
+      draining_count = count_draining();
+    }
+    ASSERT_TRUE(synced->is_ok()) << synced->message();
+    ASSERT_TRUE(is_overwritten);
+    for (const uint32_t i : {0u, kBlobs - 1})
+      EXPECT_EQ(heart.read<uint8_t>(session, ids[i]), bytes_of(i, 9)) << i;
+  }
+  Heart next(disk);
+  const uint64_t session = next.attach(next.open("job"));
+  for (uint32_t i = 0; i < kBlobs; ++i) {
+    const auto id = next.job(session).shards().find("blob" + std::to_string(i));
+    ASSERT_TRUE(id.has_value());
+    ASSERT_EQ(next.read<uint8_t>(session, *id), bytes_of(i, 0)) << i;
+  }
+}
+
+TEST(TurnsTest, a_parameter_that_a_sync_has_yet_to_write_is_not_written_to) {
+  constexpr uint32_t kParameters = Writeback::kSubmittedMax + 4;
+  const auto disk = std::make_shared<MemoryDisk>(400_MiB);
+  const std::vector<float> old(kTileElements, 1.0F);
+  const std::vector<float> late(kTileElements, 2.0F);
+  {
+    Heart heart(disk, {.segment_count = kFloorSegments + 40, .pieces_a_turn = 1});
+    const uint64_t session = heart.attach(heart.open("job", 40, 390_MiB));
+    std::vector<ShardSpec> specs;
+    for (uint32_t i = 0; i < kParameters; ++i) {
+      specs.push_back({.name = "p" + std::to_string(i),
+                       .kind = ShardKind::parameter,
+                       .dtype = DType::float32,
+                       .tier = Tier::nvme,
+                       .shape = {kTileElements}});
+    }
+    const auto ids = heart.declare(session, specs);
+    for (const uint32_t id : ids) heart.write(session, id, old);
+    std::optional<Status> synced;
+    heart.store().operations().sync(
+        session, [&](const Status& status, const StepReport&) { synced = status; });
+    const Shards& shards = heart.job(session).shards();
+    const auto residency = [&](uint32_t id) {
+      return shards.find_entry(id, Part::value)->residency();
+    };
+    ASSERT_TRUE(heart.until([&] { return residency(ids[0]) == Residency::draining; }));
+    ASSERT_EQ(residency(ids.back()), Residency::dirty) << "the sync has written to it already";
+    heart.write(session, ids.back(), late, Part::value, LeaseMode::write);
+    ASSERT_TRUE(heart.until([&] { return synced.has_value(); }));
+    ASSERT_TRUE(synced->is_ok()) << synced->message();
+    EXPECT_TRUE(heart.read<float>(session, ids.back()) == late);
+  }
+  Heart next(disk, kFloorSegments + 40);
+  const uint64_t session = next.attach(next.open("job", 40, 390_MiB));
+  const auto id = next.job(session).shards().find("p" + std::to_string(kParameters - 1));
+  ASSERT_TRUE(id.has_value());
+  EXPECT_TRUE(next.read<float>(session, *id) == old);
 }
 
 TEST(TurnsTest, a_lease_looks_at_no_more_retired_slots_however_many_readers_keep) {

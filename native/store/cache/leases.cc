@@ -209,7 +209,10 @@ Leases::Outcome Leases::check_moving(const Try& asked) {
     }
     return wait(asked.waiter, WaitsFor::filling);
   }
-  if (entry.residency() == Residency::draining) return wait(asked.waiter, WaitsFor::draining);
+  // What was written last takes the place of these bytes once they are copied.
+  const bool is_behind = entry.pending() != nullptr && parts_.residencies.is_awaited(entry);
+  if (entry.residency() == Residency::draining || is_behind)
+    return wait(asked.waiter, WaitsFor::draining);
   return std::nullopt;
 }
 
@@ -283,6 +286,7 @@ Leases::Grant Leases::copy_for_writer(const Try& asked, uint32_t index) {
 Leases::Outcome Leases::begin_writing(const Try& asked) {
   const auto& [waiter, request, shard, entry, reads] = asked;
   if (entry.task_count() != 0) return wait(waiter, WaitsFor::update);
+  if (parts_.residencies.is_awaited(entry)) return wait(waiter, WaitsFor::draining);
   // Bytes that another step left there are no gradient to add to.
   if (entry.kind() == EntryKind::gradient && shard.contributors.empty() &&
       request.mode == LeaseMode::write && !fills_.take_zeroed(entry, request.shard_id)) {

@@ -42,7 +42,9 @@ void Residencies::note_state(const Entry& entry) {
   keep(busy_ids_,
        entry.task_count() != 0 || entry.residency() == Residency::filling ||
            entry.residency() == Residency::draining);
-  keep(dirty_ids_, entry.residency() == Residency::dirty);
+  const bool is_dirty = entry.residency() == Residency::dirty;
+  if (!is_dirty) awaited_ids_.erase(entry.id());
+  keep(dirty_ids_, is_dirty && !is_awaited(entry));
 }
 
 void Residencies::begin_task(Entry& entry) {
@@ -80,6 +82,25 @@ void Residencies::set_pending(Entry& entry, std::unique_ptr<Slot> slot) {
   pending_ids_.insert(entry.id());
 }
 
+void Residencies::await_dirty() {
+  MEMD_CHECK(awaited_ids_.empty());
+  settle_all_pending();
+  awaited_ids_ = std::exchange(dirty_ids_, {});
+}
+
+Entry* Residencies::take_awaited() {
+  while (!awaited_ids_.empty()) {
+    const uint32_t id = *awaited_ids_.begin();
+    awaited_ids_.erase(awaited_ids_.begin());
+    Entry* const entry = parts_.entries[id];
+    if (entry == nullptr) continue;
+    dirty_ids_.insert(id);
+    parts_.waits.wake(*entry);
+    return entry;
+  }
+  return nullptr;
+}
+
 void Residencies::settle_all_pending() { settle_pending(pending_ids_.size()); }
 
 void Residencies::settle_pending(size_t count_max) {
@@ -96,7 +117,8 @@ void Residencies::settle_pending(size_t count_max) {
 bool Residencies::may_settle(const Entry& entry) const {
   // Nobody reads there: a reader's pin is one that looks for another slot, and goes again.
   if (entry.pending() == nullptr || parts_.slots.has_writer(*entry.pending())) return false;
-  // A spill of the old bytes is in flight: they are still being copied.
+  // The old bytes are still being copied, or will be.
+  if (is_awaited(entry)) return false;
   return entry.residency() != Residency::draining && entry.residency() != Residency::filling;
 }
 

@@ -77,8 +77,14 @@ class Residencies {
 
   /// Ids of entries that are filling or draining, or have tasks; ascending.
   const std::set<uint32_t>& busy_ids() const { return busy_ids_; }
-  /// Ids of dirty entries; ascending.
-  const std::set<uint32_t>& dirty_ids() const { return dirty_ids_; }
+
+  /// Sets all that is dirty apart, for who takes one entry after the other. Until it is taken
+  /// nobody writes it and no overwrite takes its place: its bytes are those of this moment.
+  void await_dirty();
+  bool is_awaited(const Entry& entry) const { return awaited_ids_.contains(entry.id()); }
+  /// The next of them, dirty as any other from here on; nullptr after the last.
+  Entry* take_awaited();
+
   /// Bytes of entries that are being written back.
   uint64_t draining_bytes() const { return draining_bytes_; }
 
@@ -90,7 +96,8 @@ class Residencies {
 
   const Parts parts_;
   std::set<uint32_t> busy_ids_;
-  std::set<uint32_t> dirty_ids_;
+  std::set<uint32_t> dirty_ids_;    // but for those that are awaited
+  std::set<uint32_t> awaited_ids_;  // dirty ones
   uint64_t draining_bytes_ = 0;
   // Ids of entries with a pending slot, and of some that had one.
   std::set<uint32_t> pending_ids_;

@@ -66,8 +66,10 @@ class Slots {
   bool is_pinned(const Slot& slot) const;
   bool has_writer(const Slot& slot) const;
   /// A writer's pin is about to be on the entry.
-  void note_writer(const Entry& entry) { written_ids_.insert(entry.id()); }
-  /// Ids of all entries with a writer in their slot, and of some whose writer has gone.
+  void note_writer(const Entry& entry) {
+    if (entry.kind() == EntryKind::parameter) written_ids_.insert(entry.id());
+  }
+  /// Ids of all parameters with a writer in their slot, and of some whose writer has gone.
   const std::set<uint32_t>& written_ids() const { return written_ids_; }
   /// The first parameter whose slot a writer has pinned; nullptr: none.
   const Entry* written_parameter();

@@ -1,6 +1,5 @@
 #include "store/state/writeback.h"
 
-#include <set>
 #include <utility>
 #include <vector>
 
@@ -89,26 +88,50 @@ bool Writeback::is_due(const Entry& entry, bool with_bytes) const {
 void Writeback::write_back_all(bool with_bytes,
                                const std::shared_ptr<StepReport>& report,
                                Done done) {
-  auto join = Join::start(std::move(done));
-  parts_.residencies.settle_all_pending();
-  const std::set<uint32_t>& dirty = parts_.residencies.dirty_ids();
-  for (const uint32_t id : std::vector(dirty.begin(), dirty.end())) {
-    Entry* const entry = parts_.shards.entry(id);
-    if (entry != nullptr && is_due(*entry, with_bytes)) write_back(*entry, report, join->branch());
-  }
-  join->finish(Status::ok());
+  parts_.residencies.await_dirty();
+  write_back_awaited(with_bytes, report, Join::start(std::move(done)));
 }
+
+void Writeback::write_back_awaited(bool with_bytes,
+                                   const std::shared_ptr<StepReport>& report,
+                                   const std::shared_ptr<Join>& all) {
+  for (size_t count = 0; count < kSubmittedMax; ++count) {
+    Entry* const entry = parts_.residencies.take_awaited();
+    if (entry == nullptr) return all->finish(Status::ok());
+    if (is_due(*entry, with_bytes)) write_back(*entry, report, all->branch());
+  }
+  parts_.conditions.add(
+      [] { return true; },
+      [this, with_bytes, report, all] { write_back_awaited(with_bytes, report, all); });
+}
+
+struct Writeback::Flush {
+  std::vector<uint64_t> keys;  // the last is the next
+  std::shared_ptr<StepReport> report;
+  std::shared_ptr<Join> all;
+};
 
 void Writeback::flush_tiles(std::optional<uint32_t> bucket,
                             const std::shared_ptr<StepReport>& report,
                             Done done) {
-  std::vector<uint64_t> keys;
-  for (const uint64_t key : parts_.tiles.dirty_keys()) {
-    if (!bucket || bucket_of(key) == *bucket) keys.push_back(key);
+  auto flush = std::make_shared<Flush>(
+      Flush{.keys = {}, .report = report, .all = Join::start(std::move(done))});
+  const std::vector<uint64_t> dirty = parts_.tiles.dirty_keys();
+  for (auto key = dirty.rbegin(); key != dirty.rend(); ++key) {
+    if (!bucket || bucket_of(*key) == *bucket) flush->keys.push_back(*key);
   }
-  auto join = Join::start(std::move(done));
-  for (const uint64_t key : keys) tasks_.submit_flush(key, report, join->branch());
-  join->finish(Status::ok());
+  flush_next(flush);
+}
+
+void Writeback::flush_next(const std::shared_ptr<Flush>& flush) {
+  for (size_t count = 0; count < kSubmittedMax; ++count) {
+    if (flush->keys.empty()) return flush->all->finish(Status::ok());
+    const uint64_t key = flush->keys.back();
+    flush->keys.pop_back();
+    // It may have been flushed for somebody else's room meanwhile.
+    if (parts_.tiles.is_dirty(key)) tasks_.submit_flush(key, flush->report, flush->all->branch());
+  }
+  parts_.conditions.add([] { return true; }, [this, flush] { flush_next(flush); });
 }
 
 }  // namespace memd
