@@ -190,7 +190,7 @@ TEST_F(MemoryFaults, writes_that_wait_behind_a_failed_one_are_never_started) {
       1)
       << "the read";
   EXPECT_EQ(disk_->unsynced_writes().size(), 1U) << "the chunk in flight beside the failed one";
-  EXPECT_EQ(disk_->unsynced_writes().front().offset_bytes, 4_MiB);
+  EXPECT_EQ(disk_->unsynced_writes().front().offset_bytes, IoPathLimits{}.chunk_bytes);
 }
 
 TEST_F(MemoryFaults, a_stalled_request_waits_until_it_is_released) {

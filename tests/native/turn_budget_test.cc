@@ -82,11 +82,12 @@ TEST(TurnBudgetTest, completions_that_a_turn_has_no_time_for_come_next_in_their_
 }
 
 TEST(TurnBudgetTest, a_turn_without_time_starts_two_chunks_and_the_next_ones_the_rest) {
+  constexpr uint64_t kHalfBytes = 512_KiB;  // of what is handed over together
   ManualClock clock;
   TurnBudget turn(clock);
   MemoryQueue queue({.clock = &clock, .turn = &turn});
-  const uint16_t device = queue.add_disk(std::make_shared<MemoryDisk>(1_MiB), "disk");
-  Block bytes(kPieces * kBlockBytes);
+  const uint16_t device = queue.add_disk(std::make_shared<MemoryDisk>(kPieces * kHalfBytes), "disk");
+  Block bytes(kPieces * kHalfBytes);
   uint32_t completed_count = 0;
   const auto started_count = [&] {
     uint32_t count = 0;
@@ -98,8 +99,8 @@ TEST(TurnBudgetTest, a_turn_without_time_starts_two_chunks_and_the_next_ones_the
   for (uint32_t i = 0; i < kPieces; ++i) {
     queue.submit({.kind = IoKind::read,
                   .device = device,
-                  .offset_bytes = i * kBlockBytes,
-                  .data = bytes.span().subspan(i * kBlockBytes, kBlockBytes),
+                  .offset_bytes = i * kHalfBytes,
+                  .data = bytes.span().subspan(i * kHalfBytes, kHalfBytes),
                   .complete = [&](const Status&) { ++completed_count; }});
   }
   EXPECT_EQ(started_count(), 0u);
