@@ -86,7 +86,8 @@ TEST(TurnBudgetTest, a_turn_without_time_starts_two_chunks_and_the_next_ones_the
   ManualClock clock;
   TurnBudget turn(clock);
   MemoryQueue queue({.clock = &clock, .turn = &turn});
-  const uint16_t device = queue.add_disk(std::make_shared<MemoryDisk>(kPieces * kHalfBytes), "disk");
+  const uint16_t device =
+      queue.add_disk(std::make_shared<MemoryDisk>(kPieces * kHalfBytes), "disk");
   Block bytes(kPieces * kHalfBytes);
   uint32_t completed_count = 0;
   const auto started_count = [&] {

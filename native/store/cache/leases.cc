@@ -209,7 +209,7 @@ Leases::Outcome Leases::check_moving(const Try& asked) {
     }
     return wait(asked.waiter, WaitsFor::filling);
   }
-  // What was written last takes the place of these bytes once they are copied.
+  // A finished overwrite takes the place of these bytes once they are copied.
   const bool is_behind = entry.pending() != nullptr && parts_.residencies.is_awaited(entry);
   if (entry.residency() == Residency::draining || is_behind)
     return wait(asked.waiter, WaitsFor::draining);
