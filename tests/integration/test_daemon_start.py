@@ -92,11 +92,11 @@ def test_what_was_calibrated_is_used_from_the_next_start_on(daemons: Daemons) ->
         return event.partition("depth=")[2]
 
     kept = daemons.data_folder("calibrated") / "memd.calibration"
-    assert path_event() == f"32 chunk_bytes={4 << 20} origin=default"
+    assert path_event() == f"32 chunk_bytes={1 << 20} origin=default"
     kept.write_text('{"version": 1, "depth": 5, "chunk_bytes": 524288}')
     assert path_event() == f"5 chunk_bytes={512 << 10} origin={kept}"
     kept.write_text('{"version": 1, "depth":')
-    assert path_event() == f"32 chunk_bytes={4 << 20} origin=default"
+    assert path_event() == f"32 chunk_bytes={1 << 20} origin=default"
 
 
 def test_a_second_daemon_on_the_same_data_is_refused(daemons: Daemons, daemon: Daemon) -> None:

@@ -77,7 +77,7 @@ def test_config_shows_each_setting_with_unit_and_origin(
         json.dumps({"version": 1, "depth": 4, "chunk_bytes": 1 << 20})
     )
     shown = json.loads(memd(*given, "--data", str(tmp_path), "--json").output)
-    assert shown["path /a"] == {"value": "depth 8, chunks of 4MiB", "origin": "io_depth"}
+    assert shown["path /a"] == {"value": "depth 8, chunks of 1MiB", "origin": "io_depth"}
     assert shown[f"path {tmp_path}"] == {
         "value": "depth 8, chunks of 1MiB",
         "origin": f"io_depth, {tmp_path / 'memd.calibration'}",
