@@ -141,7 +141,7 @@ TEST(UringQueue, a_reap_registers_one_piece_and_asks_for_the_next_turn) {
   EXPECT_TRUE(queue.statistics().registered_buffers);
   EXPECT_EQ(::read(wake.get(), &woken, sizeof(woken)), -1) << "there is nothing more to do";
 
-  // What was removed before its turn is left alone; what was added again meanwhile is not.
+  // The queue skips pieces that were removed before their turn, and registers one that came back.
   queue.remove_memory(block.span());
   queue.add_memory(block.span());
   queue.remove_memory(block.span());

@@ -22,6 +22,30 @@ namespace {
 constexpr uint32_t kRequestsATurn = 64;
 constexpr int kTurnsMax = 1000;
 
+std::vector<ShardSpec> blobs(uint32_t count, uint64_t bytes) {
+  std::vector<ShardSpec> specs;
+  for (uint32_t i = 0; i < count; ++i) {
+    specs.push_back({.name = "blob" + std::to_string(i),
+                     .kind = ShardKind::blob,
+                     .dtype = DType::uint8,
+                     .shape = {bytes}});
+  }
+  return specs;
+}
+
+/// A bucket each.
+std::vector<ShardSpec> parameters(uint32_t count) {
+  std::vector<ShardSpec> specs;
+  for (uint32_t i = 0; i < count; ++i) {
+    specs.push_back({.name = "p" + std::to_string(i),
+                     .kind = ShardKind::parameter,
+                     .dtype = DType::float32,
+                     .tier = Tier::nvme,
+                     .shape = {kTileElements}});
+  }
+  return specs;
+}
+
 TEST(TurnsTest, a_session_that_floods_has_64_requests_served_before_anothers) {
   Heart heart(std::make_shared<MemoryDisk>(400_MiB));
   const uint64_t job_id = heart.open("job");
@@ -205,14 +229,8 @@ TEST(TurnsTest, a_large_lease_moves_few_small_entries_a_turn) {
     SCOPED_TRACE(are_clean ? "clean" : "dirty");
     Heart heart(std::make_shared<MemoryDisk>(400_MiB));
     const uint64_t session = heart.attach(heart.open("job", 2));
-    std::vector<ShardSpec> specs{
-        {.name = "large", .kind = ShardKind::blob, .dtype = DType::uint8, .shape = {4_MiB}}};
-    for (uint32_t i = 0; i < kSmallCount; ++i) {
-      specs.push_back({.name = "small" + std::to_string(i),
-                       .kind = ShardKind::blob,
-                       .dtype = DType::uint8,
-                       .shape = {kSmallBytes}});
-    }
+    std::vector<ShardSpec> specs = blobs(1 + kSmallCount, kSmallBytes);
+    specs[0].shape = {4_MiB};
     const auto ids = heart.declare(session, specs);
     for (uint32_t i = 1; i <= kSmallCount; ++i)
       heart.write(session, ids[i], std::vector<uint8_t>(kSmallBytes, static_cast<uint8_t>(i)));
@@ -249,14 +267,7 @@ TEST(TurnsTest, a_sync_begins_few_writes_a_turn_and_commits_what_was_there_when_
     Heart heart(disk, HeartOptions{.pieces_a_turn = 1});
     const uint64_t session = heart.attach(heart.open("job"));
     const uint64_t other = heart.attach(heart.job(session).job_id());
-    std::vector<ShardSpec> specs;
-    for (uint32_t i = 0; i < kBlobs; ++i) {
-      specs.push_back({.name = "blob" + std::to_string(i),
-                       .kind = ShardKind::blob,
-                       .dtype = DType::uint8,
-                       .shape = {100}});
-    }
-    const auto ids = heart.declare(session, specs);
+    const auto ids = heart.declare(session, blobs(kBlobs, 100));
     for (uint32_t i = 0; i < kBlobs; ++i) heart.write(session, ids[i], bytes_of(i, 0));
     std::optional<Status> synced;
     heart.store().operations().sync(
@@ -304,15 +315,7 @@ TEST(TurnsTest, a_parameter_that_a_sync_has_yet_to_write_is_not_written_to) {
   {
     Heart heart(disk, {.segment_count = kFloorSegments + 40, .pieces_a_turn = 1});
     const uint64_t session = heart.attach(heart.open("job", 40, 390_MiB));
-    std::vector<ShardSpec> specs;
-    for (uint32_t i = 0; i < kParameters; ++i) {
-      specs.push_back({.name = "p" + std::to_string(i),
-                       .kind = ShardKind::parameter,
-                       .dtype = DType::float32,
-                       .tier = Tier::nvme,
-                       .shape = {kTileElements}});
-    }
-    const auto ids = heart.declare(session, specs);
+    const auto ids = heart.declare(session, parameters(kParameters));
     for (const uint32_t id : ids) heart.write(session, id, old);
     std::optional<Status> synced;
     heart.store().operations().sync(
@@ -381,16 +384,7 @@ TEST(TurnsTest, a_step_that_is_published_looks_at_its_own_gradients_alone) {
   constexpr uint32_t kParameters = 12;
   Heart heart(std::make_shared<MemoryDisk>(400_MiB), kFloorSegments + 60);
   const uint64_t session = heart.attach(heart.open("job", 60, 215_MiB));
-  std::vector<ShardSpec> specs;
-  // A bucket each.
-  for (uint32_t i = 0; i < kParameters; ++i) {
-    specs.push_back({.name = "p" + std::to_string(i),
-                     .kind = ShardKind::parameter,
-                     .dtype = DType::float32,
-                     .tier = Tier::nvme,
-                     .shape = {kTileElements}});
-  }
-  const auto ids = heart.declare(session, specs);
+  const auto ids = heart.declare(session, parameters(kParameters));
   for (const uint32_t id : ids) heart.write(session, id, std::vector<float>(kTileElements, 1.0F));
   for (const uint32_t id : {ids[2], ids[5]})
     heart.write(session, id, std::vector<float>(kTileElements, 1.0F), Part::gradient);
