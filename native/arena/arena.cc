@@ -7,6 +7,8 @@
 #include <iterator>
 #include <utility>
 
+#include "arena/addresses.h"
+#include "base/check.h"
 #include "base/units.h"
 
 #ifdef __SANITIZE_ADDRESS__
@@ -17,32 +19,11 @@
 #endif
 
 namespace memd {
-namespace {
-
-constexpr uint64_t kAlignmentBytes = 2_MiB;  // huge pages can be mapped nowhere else
-
-/// Address space without access, aligned for huge pages.
-std::byte* reserve_addresses(uint64_t bytes) {
-  const uint64_t reserved_bytes = bytes + kAlignmentBytes;
-  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-  void* mapping = ::mmap(nullptr, reserved_bytes, PROT_NONE, kFlags, -1, 0);
-  if (mapping == MAP_FAILED) return nullptr;
-  auto* start = static_cast<std::byte*>(mapping);
-  const auto address = reinterpret_cast<uintptr_t>(start);
-  const uint64_t head_bytes = align_up(address, kAlignmentBytes) - address;
-  const uint64_t tail_bytes = kAlignmentBytes - head_bytes;
-  if (head_bytes != 0) MEMD_CHECK_EQ(::munmap(start, head_bytes), 0);
-  if (tail_bytes != 0) MEMD_CHECK_EQ(::munmap(start + head_bytes + bytes, tail_bytes), 0);
-  return start + head_bytes;
-}
-
-}  // namespace
-
 Result<std::unique_ptr<Arena>> Arena::create(uint64_t reserved_bytes, uint64_t segment_bytes) {
   MEMD_CHECK_GT(segment_bytes, uint64_t{0});
   MEMD_CHECK(is_aligned(segment_bytes, kBlockBytes));
   const uint64_t rounded_bytes =
-      align_up(divide_up(reserved_bytes, segment_bytes) * segment_bytes, kAlignmentBytes);
+      align_up(divide_up(reserved_bytes, segment_bytes) * segment_bytes, kAddressAlignmentBytes);
   std::byte* base = reserve_addresses(rounded_bytes);
   if (base == nullptr)
     return device_error(

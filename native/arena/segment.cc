@@ -10,6 +10,8 @@
 #include <cerrno>
 #include <utility>
 
+#include "arena/addresses.h"
+#include "base/check.h"
 #include "base/units.h"
 
 #ifndef MFD_NOEXEC_SEAL
@@ -70,36 +72,14 @@ Result<std::byte*> map(int fd, uint64_t bytes, std::byte* address) {
   return static_cast<std::byte*>(mapping);
 }
 
-/// Addresses at which huge pages can be mapped, and from which whole page tables move to others of
-/// the kind; null if no addresses are left.
-std::byte* aligned_addresses(uint64_t bytes) {
-  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-  void* const mapping = ::mmap(nullptr, bytes + kHugePageBytes, PROT_NONE, kFlags, -1, 0);
-  if (mapping == MAP_FAILED) return nullptr;
-  auto* const start = static_cast<std::byte*>(mapping);
-  const auto address = reinterpret_cast<uintptr_t>(start);
-  const uint64_t head_bytes = align_up(address, kHugePageBytes) - address;
-  const uint64_t tail_bytes = kHugePageBytes - head_bytes;
-  if (head_bytes != 0) MEMD_CHECK_EQ(::munmap(start, head_bytes), 0);
-  MEMD_CHECK_EQ(::munmap(start + head_bytes + bytes, tail_bytes), 0);
-  return start + head_bytes;
-}
-
 Result<std::byte*> map_aligned(int fd, uint64_t bytes) {
-  std::byte* const address = aligned_addresses(bytes);
+  std::byte* const address = reserve_addresses(bytes);
   if (address == nullptr)
     return device_error(errno,
                         concat("reserving addresses for a pool segment of ", bytes, " bytes"));
   Result<std::byte*> data = map(fd, bytes, address);
   if (!data.is_ok()) MEMD_CHECK_EQ(::munmap(address, bytes), 0);
   return data;
-}
-
-/// Without access.
-void reserve_in_place(std::byte* address, uint64_t bytes) {
-  // One call, so that no other thread's mapping can land in a gap.
-  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
-  MEMD_CHECK(::mmap(address, bytes, PROT_NONE, kFlags, -1, 0) != MAP_FAILED);
 }
 
 /// Works whatever the kernel is set to do by itself, since Linux 6.1. It touches one page of each
@@ -248,7 +228,7 @@ Status Segment::move_to(std::byte* address) {
 
 void Segment::move_away() {
   MEMD_CHECK(data_ != nullptr);
-  std::byte* const address = aligned_addresses(bytes_);
+  std::byte* const address = reserve_addresses(bytes_);
   if (address == nullptr) return leave_reserved();
   constexpr int kFlags = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
   if (::mremap(data_, bytes_, bytes_, kFlags, address) == MAP_FAILED) {

@@ -55,7 +55,8 @@ class Room {
   /// Entries that one call of a search, or one look for releases, meets at most: some 20 µs. What
   /// cannot go is set aside, so that no later search meets it again.
   static constexpr size_t kLookedAtMax = 256;
-  /// And that it evicts, or begins to spill: 10 to 20 µs each.
+  /// And that a search evicts, or a call begins to spill: 10 to 20 µs each. A call whose search
+  /// made too little room evicts less than twice as many.
   static constexpr size_t kMovedMax = 16;
 
  private:
