@@ -257,6 +257,52 @@ TEST(TurnsTest, a_large_lease_moves_few_small_entries_a_turn) {
   }
 }
 
+TEST(TurnsTest, a_search_for_what_may_be_spilled_goes_on_over_turns) {
+  constexpr uint32_t kSmallCount = 7 * Room::kLookedAtMax;
+  Heart heart(std::make_shared<MemoryDisk>(400_MiB));
+  const uint64_t session = heart.attach(heart.open("job", 4));
+  std::vector<ShardSpec> specs = blobs(2 + kSmallCount, kBlockBytes);
+  specs[0].shape = {4_MiB};
+  const auto ids = heart.declare(session, specs);
+  const auto bytes_of = [](uint32_t i) {
+    return std::vector<uint8_t>(kBlockBytes, static_cast<uint8_t>(i));
+  };
+  // A sync runs, and does not end. What is written behind it stays in memory until it has.
+  heart.write(session, ids[1], bytes_of(1));
+  heart.faults().add_fault({.kind = MemoryFaultKind::stall, .io_kind = IoKind::write});
+  std::optional<Status> synced;
+  heart.store().operations().sync(
+      session, [&](const Status& status, const StepReport&) { synced = status; });
+  const Shards& shards = heart.job(session).shards();
+  ASSERT_TRUE(heart.until(
+      [&] { return shards.find_entry(ids[1], Part::value)->residency() == Residency::draining; }));
+  for (uint32_t i = 2; i < ids.size(); ++i) heart.write(session, ids[i], bytes_of(i));
+  while (heart.turn()) {
+  }
+  const JobCounters& counters = heart.job(session).cache().counters();
+  const Room& room = heart.job(session).cache().room();
+  const auto large = heart.ask(session, ids[0], LeaseMode::overwrite);
+  int turns = 0;
+  for (bool goes_on = true; goes_on && turns < kTurnsMax; ++turns) {
+    const uint64_t looked_at_count = room.looked_at_count();
+    goes_on = heart.store().advance();
+    ASSERT_LE(room.looked_at_count() - looked_at_count, Room::kLookedAtMax);
+  }
+  EXPECT_GE(turns, 7);
+  ASSERT_LT(turns, kTurnsMax) << "the lease does not sleep";
+  ASSERT_FALSE(large->has_value()) << (*large)->status.message();
+  EXPECT_EQ(counters.spilled_bytes, 0u);
+  // The next search begins with the first once more.
+  heart.faults().release_stalled();
+  ASSERT_TRUE(heart.until([&] { return large->has_value(); }));
+  ASSERT_TRUE((*large)->is_ok()) << (*large)->status.message();
+  ASSERT_TRUE(synced && synced->is_ok());
+  EXPECT_GT(counters.spilled_bytes, 0u);
+  heart.release(**large);
+  for (uint32_t i = 1; i < ids.size(); ++i)
+    ASSERT_EQ(heart.read<uint8_t>(session, ids[i]), bytes_of(i)) << i;
+}
+
 TEST(TurnsTest, a_sync_begins_few_writes_a_turn_and_commits_what_was_there_when_it_began) {
   constexpr uint32_t kBlobs = 500;
   const auto disk = std::make_shared<MemoryDisk>(400_MiB);

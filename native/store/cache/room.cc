@@ -194,43 +194,49 @@ bool Room::may_spill(const Entry& entry) const {
 }
 
 std::vector<Entry*> Room::choose_to_spill(uint64_t bytes) {
-  // Entries that stay only for a while are not set aside, so that one walk meets more of them.
-  constexpr size_t kLeftMax = 16 * kLookedAtMax;
   uint64_t draining_bytes = parts_.residencies.draining_bytes();
+  if (draining_bytes >= bytes) return {};
+  if (!spill_search_) {
+    spill_search_.emplace(
+        SpillSearch{.cursor = {}, .event_count = parts_.waits.room_event_count()});
+  }
   uint64_t quota_bytes = 0;
   // While a step or sync runs, what its catalogue will name stays where it is; gradients are in no
   // catalogue.
   const bool gradients_only = parts_.gates.is_operating();
   std::vector<Entry*> victims;
   std::vector<Entry*> left;
-  size_t stays_count = 0;
-  parts_.policy.in_order(EvictionPrice::dirty, [&](uint32_t entry_id, uint64_t) {
-    if (draining_bytes >= bytes || stays_count == kLeftMax) return false;
-    if (left.size() == kLookedAtMax || victims.size() == kMovedMax) {
-      has_looked_at_all_ = false;
-      return false;
-    }
+  const auto look = [&](Entry& entry) {
     ++looked_at_count_;
-    Entry* const entry = parts_.shards.entry(entry_id);
-    if (!may_spill(*entry)) {
-      left.push_back(entry);
-      return true;
-    }
+    if (!may_spill(entry)) return left.push_back(&entry);
     // Space that is promised to the running step is free again after it.
-    const uint64_t spilled_bytes = align_up(entry->bytes(), kBlockBytes);
-    const bool stays = (gradients_only && entry->kind() != EntryKind::gradient) ||
+    const uint64_t spilled_bytes = align_up(entry.bytes(), kBlockBytes);
+    const bool stays = (gradients_only && entry.kind() != EntryKind::gradient) ||
                        !parts_.space.keeps_promise(quota_bytes + spilled_bytes);
-    if (stays) {
-      ++stays_count;
-      return true;
-    }
+    if (stays) return;
     quota_bytes += spilled_bytes;
-    victims.push_back(entry);
-    draining_bytes += entry->bytes();
-    return true;
-  });
+    victims.push_back(&entry);
+    draining_bytes += entry.bytes();
+  };
+  bool is_cut = false;
+  size_t count = 0;
+  parts_.policy.in_order(
+      EvictionPrice::dirty, spill_search_->cursor, [&](uint32_t entry_id, uint64_t) {
+        look(*parts_.shards.entry(entry_id));
+        if (draining_bytes >= bytes) return false;
+        is_cut = ++count == kLookedAtMax || victims.size() == kMovedMax;
+        return !is_cut;
+      });
   set_aside(left);
-  if (!has_looked_at_all_) parts_.waits.wake_first_for_room();
+  if (!is_cut) {
+    // The search has passed entries that may be spilled by now.
+    const bool begins_anew =
+        draining_bytes < bytes && spill_search_->event_count != parts_.waits.room_event_count();
+    spill_search_.reset();
+    if (!begins_anew) return victims;
+  }
+  has_looked_at_all_ = false;
+  parts_.waits.wake_first_for_room();
   return victims;
 }
 

@@ -75,13 +75,20 @@ class Room {
   /// lies there alone is on disk.
   bool shrink_private(bool may_flush);
   void spill(uint64_t bytes);
+  /// Looks at kLookedAtMax entries at most; the next call goes on behind them.
   std::vector<Entry*> choose_to_spill(uint64_t bytes);
+
+  struct SpillSearch {
+    EvictionCursor cursor;
+    uint64_t event_count = 0;  // of those that wake who waits for room, when it began
+  };
 
   const CacheParts parts_;
   /// Ids of entries that were set aside because they were leased.
   std::set<uint32_t> leased_ids_;
   uint32_t next_leased_id_ = 0;                          // to be looked at
   std::array<std::optional<VictimSearch>, 3> searches_;  // by Asker
+  std::optional<SpillSearch> spill_search_;
   bool has_looked_at_all_ = true;
   uint64_t looked_at_count_ = 0;
   uint64_t evicted_count_ = 0;
