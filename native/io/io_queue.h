@@ -143,9 +143,10 @@ class IoQueue {
 
   virtual void submit(IoRequest request) = 0;
   /// Until end_batch() requests gather, and the devices get them together: each handing over costs
-  /// a system call. Queues of tests may hand over each at once.
+  /// a system call. Queues of tests may hand over each at once. end_batch() is true where there was
+  /// something to hand over.
   virtual void begin_batch() {}
-  virtual void end_batch() {}
+  virtual bool end_batch() { return false; }
   /// Somebody waits for what is prefetched into `memory` of the job: what is not yet started of it
   /// is demanded from here on. Queues of tests may have no classes.
   virtual void raise(JobId /*job*/, std::span<const std::byte> /*memory*/) {}

@@ -72,9 +72,9 @@ void TransferQueue::submit(IoRequest request) {
   if (!reaping_ && !is_gathering_) start_waiting();
 }
 
-void TransferQueue::end_batch() {
+bool TransferQueue::end_batch() {
   is_gathering_ = false;
-  start_waiting();
+  return start_waiting();
 }
 
 size_t TransferQueue::reap() {
@@ -109,7 +109,7 @@ void TransferQueue::complete(Transfer& transfer) {
   transfer.request.complete(transfer.error);
 }
 
-void TransferQueue::start_waiting() {
+bool TransferQueue::start_waiting() {
   const auto refuse = [this](const std::shared_ptr<Transfer>& transfer) {
     // A chunk failed while others of its request waited: they are not worth starting.
     if (!transfer->error.is_ok()) return true;
@@ -118,17 +118,20 @@ void TransferQueue::start_waiting() {
     if (transfer->op_count == 0) done_.push_back(transfer);
     return true;
   };
+  bool any = false;
   uint64_t bytes = 0;
   while (!ops_free_.empty()) {
     const std::shared_ptr<Transfer> transfer = scheduler_.next(refuse);
     if (transfer == nullptr) break;
+    any = true;
     bytes += std::max(start_next_chunk(transfer), kChunkBytesMin);
     if (bytes < kStartedBytes) continue;
     flush();
-    if (is_turn_spent()) return;  // the next reap() starts the rest
+    if (is_turn_spent()) return any;  // the next reap() starts the rest
     bytes = 0;
   }
   flush();
+  return any;
 }
 
 uint64_t TransferQueue::start_next_chunk(const std::shared_ptr<Transfer>& transfer) {

@@ -42,7 +42,7 @@ class TransferQueue : public IoQueue {
   void submit(IoRequest request) final;
   void raise(JobId job, std::span<const std::byte> memory) final { scheduler_.raise(job, memory); }
   void begin_batch() final { is_gathering_ = true; }
-  void end_batch() final;
+  bool end_batch() final;
   size_t reap() final;
   void set_limits(uint16_t device, const IoPathLimits& limits) final;
   IoPathLimits limits(uint16_t device) const final { return scheduler_.limits(device); }
@@ -87,7 +87,8 @@ class TransferQueue : public IoQueue {
     IoDeviceStatistics statistics;
   };
 
-  void start_waiting();
+  /// True where something was started.
+  bool start_waiting();
   bool is_turn_spent() const { return turn_ != nullptr && turn_->is_spent(); }
   /// Its bytes.
   uint64_t start_next_chunk(const std::shared_ptr<Transfer>& transfer);

@@ -186,15 +186,32 @@ void Engine::keep_to_one_volume_set(const std::array<uint8_t, 16>& uuid, KeptDes
 }
 
 bool Engine::advance(TurnPhases& phases) {
-  io_->begin_batch();
-  bool progress = io_->reap() > 0;
-  phases.end(TurnPhase::io);
-  progress |= workers_->reap() > 0;
-  phases.end(TurnPhase::work);
-  progress |= store_->advance(phases);
-  io_->end_batch();
-  phases.end(TurnPhase::io);
+  const bool progress =
+      circle_.run(kParts.size(), turn_, [&](size_t part) { return (this->*kParts[part])(phases); });
+  end_turn();
   return progress || turn_.is_cut();
+}
+
+bool Engine::take_completions(TurnPhases& phases) {
+  io_->begin_batch();
+  const bool progress = io_->reap() > 0;
+  phases.end(TurnPhase::io);
+  return progress;
+}
+
+bool Engine::take_finished_work(TurnPhases& phases) {
+  const bool progress = workers_->reap() > 0;
+  store_->grant_filled();
+  phases.end(TurnPhase::work);
+  return progress;
+}
+
+bool Engine::advance_store(TurnPhases& phases) { return store_->advance(phases); }
+
+bool Engine::give_to_devices(TurnPhases& phases) {
+  const bool progress = io_->end_batch();
+  phases.end(TurnPhase::io);
+  return progress;
 }
 
 bool Engine::is_idle() const { return store_->is_idle() && io_->statistics().in_flight_count == 0; }

@@ -14,6 +14,7 @@
 #include "base/owned_fd.h"
 #include "base/status.h"
 #include "base/turn_budget.h"
+#include "base/turn_circle.h"
 #include "base/turn_phases.h"
 #include "base/workers.h"
 #include "io/io_queue.h"
@@ -69,8 +70,9 @@ class Engine {
 
   /// Without bound until the server thread begins its first turn.
   TurnBudget& turn() { return turn_; }
-  /// One turn: takes what the devices and the workers have done, and lets the store go on. True
-  /// where something happened, or there was no time for all of it.
+  /// Takes what the devices and the workers have done, lets the store go on, and gives the devices
+  /// what it submitted; or as much of that as the turn has time for. True where something
+  /// happened, or there was no time for all of it.
   bool advance(TurnPhases& phases);
   /// Neither a device nor a worker uses the jobs' memory.
   bool is_idle() const;
@@ -86,10 +88,21 @@ class Engine {
   /// While load() waits: until something is done, or a tenth of a second. An error where a device
   /// does not answer.
   Status turn_of_start();
+  bool take_completions(TurnPhases& phases);
+  bool take_finished_work(TurnPhases& phases);
+  bool advance_store(TurnPhases& phases);
+  bool give_to_devices(TurnPhases& phases);
   void keep_to_one_volume_set(const std::array<uint8_t, 16>& uuid, KeptDescriptors& kept);
+
+  using TurnPart = bool (Engine::*)(TurnPhases&);
+  static constexpr std::array<TurnPart, 4> kParts{&Engine::take_completions,
+                                                  &Engine::take_finished_work,
+                                                  &Engine::advance_store,
+                                                  &Engine::give_to_devices};
 
   SteadyClock clock_;
   TurnBudget turn_{clock_};
+  TurnCircle circle_;
   StartReport report_;
   std::shared_ptr<DescriptorKeeper> keeper_;
   OwnedFd wake_;

@@ -50,9 +50,8 @@ void ServerThread::run() {
   while (!stopping_.load(std::memory_order_acquire)) {
     heartbeat_.fetch_add(1, std::memory_order_relaxed);
     engine_->turn().begin();
-    bool progress = run_commands();
-    turn_clock_.phases().end(TurnPhase::commands);
-    progress |= engine_->advance(turn_clock_.phases());
+    const bool progress = circle_.run(
+        kParts.size(), engine_->turn(), [this](size_t part) { return (this->*kParts[part])(); });
     if (progress) {
       turn_clock_.end();
       idle_since_ns = 0;
@@ -82,8 +81,11 @@ bool ServerThread::run_commands() {
     progress = true;
     if (!taken_commands_.empty() && engine_->turn().is_spent()) break;
   }
+  turn_clock_.phases().end(TurnPhase::commands);
   return progress;
 }
+
+bool ServerThread::advance_engine() { return engine_->advance(turn_clock_.phases()); }
 
 void ServerThread::sleep() {
   ShardStore& store = engine_->store();

@@ -1,6 +1,7 @@
 // The one thread that owns the store: what others ask of it, its turns, its sleep and its end.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -17,6 +18,7 @@
 
 #include "base/owned_fd.h"
 #include "base/status.h"
+#include "base/turn_circle.h"
 #include "server/engine.h"
 #include "server/turn_clock.h"
 
@@ -26,10 +28,10 @@ namespace memd {
 /// is killed by the watchdog.
 inline constexpr double kAnswerS = 60;
 
-/// Runs an engine in turns: commands of other threads, then what devices and workers have done,
-/// then the store. TurnBudget bounds each turn. Sleeps when a turn finds nothing. ask() and post()
-/// may be called from any thread and run their argument on the server thread; store() and watch()
-/// may be called there alone.
+/// Runs an engine in turns: commands of other threads, and what devices, workers and the store have
+/// to do. TurnBudget and TurnCircle bound each turn. Sleeps when a turn finds nothing. ask() and
+/// post() may be called from any thread and run their argument on the server thread; store() and
+/// watch() may be called there alone.
 class ServerThread {
  public:
   /// `engine` is started; the thread begins with start().
@@ -67,11 +69,17 @@ class ServerThread {
  private:
   void run();
   bool run_commands();
+  bool advance_engine();
   void sleep();
   /// Work in flight, for an error; never empty.
   std::string describe_in_flight();
   Status drain(std::chrono::steady_clock::time_point deadline);
 
+  using TurnPart = bool (ServerThread::*)();
+  static constexpr std::array<TurnPart, 2> kParts{&ServerThread::run_commands,
+                                                  &ServerThread::advance_engine};
+
+  TurnCircle circle_;
   std::unique_ptr<Engine> engine_;  // null once it has stopped
   std::deque<std::function<void()>> taken_commands_;
   OwnedFd epoll_;

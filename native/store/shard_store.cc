@@ -24,11 +24,6 @@ constexpr uint32_t kOpenRequestsMax = 4 * kRingEntries;
 // session had its turn, and the disk and the workers theirs.
 constexpr uint32_t kRequestsATurn = 64;
 
-// A piece of a job's commit in memory: some 5 µs.
-constexpr size_t kEncodedBytes = 1_KiB;
-// All jobs' pieces in one turn.
-constexpr size_t kEncodedTurnBytes = kTurnBytesMax / 4;
-
 }  // namespace
 
 ShardStore::ShardStore(const ShardStoreParts& parts)
@@ -60,7 +55,15 @@ ShardStore::ShardStore(const ShardStoreParts& parts)
                    .memory = memory_,
                    .operations = operations_,
                    .reports = reports_,
-                   .jobs_expected = parts.jobs_expected}) {}
+                   .jobs_expected = parts.jobs_expected}),
+      turn_parts_({.jobs = jobs_,
+                   .commits = commits_,
+                   .extents = extents_,
+                   .scrub = scrub_,
+                   .live_check = live_check_,
+                   .turn = turn_,
+                   .serve_sessions = [this] { return serve_sessions(); },
+                   .end_unused_jobs = [this] { return end_unused_jobs(); }}) {}
 
 Status ShardStore::load(const std::function<Status()>& turn, KeptDescriptors* kept) {
   JobLoad load({.store = parts_,
@@ -303,12 +306,6 @@ void ShardStore::release_service_lease(uint64_t job_id, const LeaseGrant& grant,
   job->cache().leases().release_service(grant, discard);
 }
 
-bool ShardStore::look_ahead() {
-  bool progress = false;
-  for (const auto& [job_id, job] : jobs_) progress |= job->cache().prefetcher().look_ahead();
-  return progress;
-}
-
 // ---- Gradients and deletion ---------------------------------------------------------------------
 
 void ShardStore::delete_shard(uint64_t session_id,
@@ -377,17 +374,17 @@ bool ShardStore::serve_sessions() {
   auto each = sessions_.all().begin();
   const size_t first = count == 0 ? 0 : serve_first_ % count;
   std::advance(each, first);
-  bool was_spent = false;
-  for (size_t served = 1; served <= count; ++served) {
+  for (size_t looked_at = 1; looked_at <= count; ++looked_at) {
     const auto& [session_id, session] = *each;
-    progress |= jobs_.find(session->job_id)->cache().plans().follow_uses(*session, turn_);
-    progress |= serve(*session);
+    const bool followed = jobs_.find(session->job_id)->cache().plans().follow_uses(*session, turn_);
+    const bool served = serve(*session);
     if (session->ring.broken()) broken.push_back(session_id);
     if (++each == sessions_.all().end()) each = sessions_.all().begin();
-    if (!was_spent && turn_.is_cut()) {
-      was_spent = true;
-      serve_first_ = (first + served) % count;
-    }
+    if (!followed && !served) continue;
+    progress = true;
+    if (!turn_.is_spent()) continue;
+    serve_first_ = (first + looked_at) % count;
+    break;
   }
   for (const uint64_t session_id : broken) {
     reports_.count_protocol_error();
@@ -462,33 +459,7 @@ bool ShardStore::serve(Session& session) {
   return count > 0;
 }
 
-bool ShardStore::advance(TurnPhases& phases) {
-  bool progress = serve_sessions();
-  phases.end(TurnPhase::serve);
-  // A continuation may open or drop jobs.
-  std::vector<uint64_t> job_ids;
-  for (const auto& [job_id, job] : jobs_) job_ids.push_back(job_id);
-  const auto advance_tiles = [&] {
-    for (const uint64_t job_id : job_ids) {
-      if (Job* const job = jobs_.find(job_id)) job->state().tasks().advance(turn_);
-    }
-  };
-  advance_tiles();
-  phases.end(TurnPhase::tiles);
-  for (const uint64_t job_id : job_ids) {
-    if (Job* const job = jobs_.find(job_id)) progress |= job->cache().leases().advance(turn_);
-  }
-  phases.end(TurnPhase::leases);
-  progress |= look_ahead();
-  phases.end(TurnPhase::prefetch);
-  for (const uint64_t job_id : job_ids) progress |= advance_conditions(job_id);
-  for (const auto& [job_id, job] : jobs_) {
-    if (job->state().early().has_waiting() && !job->operations().is_running())
-      job->state().early().advance();
-  }
-  phases.end(TurnPhase::operations);
-  advance_tiles();
-  phases.end(TurnPhase::tiles);
+bool ShardStore::end_unused_jobs() {
   std::vector<Job*> unused;
   for (const auto& [job_id, job] : jobs_) {
     if (job->progress().goes_to_disk() && is_unused(*job)) unused.push_back(job.get());
@@ -501,55 +472,8 @@ bool ShardStore::advance(TurnPhases& phases) {
       return_to_disk(*job);
     }
   }
-  progress |= advance_memory_commits();
-  progress |= commits_.advance(turn_);
-  progress |= extents_.advance();
-  progress |= scrub_.advance();
-  progress |= live_check_.advance();
-  // Woken after the leases had their turn.
-  for (const auto& [job_id, job] : jobs_) progress |= job->cache().waiters().has_woken();
-  end_turn();
-  phases.end(TurnPhase::upkeep);
-  return progress;
-}
-
-bool ShardStore::advance_conditions(uint64_t job_id) {
-  bool progress = false;
-  size_t position = 0;
-  for (Job* job = jobs_.find(job_id); job != nullptr; job = jobs_.find(job_id)) {
-    const auto then = job->conditions().take_next(position);
-    if (!then) break;
-    (*then)();
-    progress = true;
-    if (turn_.is_spent()) break;
-  }
-  return progress;
-}
-
-bool ShardStore::advance_memory_commits() {
-  bool progress = false;
-  size_t bytes = 0;
-  const auto next = [this] {
-    // By ids, in a circle: each job has the same part.
-    MemoryCommits* found = nullptr;
-    uint64_t found_id = 0;
-    for (const auto& [job_id, job] : jobs_) {
-      if (!job->memory_commits().is_encoding()) continue;
-      const auto distance = [this](uint64_t id) { return id - encoded_last_ - 1; };
-      if (found != nullptr && distance(found_id) <= distance(job_id)) continue;
-      found = &job->memory_commits();
-      found_id = job_id;
-    }
-    encoded_last_ = found_id;
-    return found;
-  };
-  while (MemoryCommits* const commits = next()) {
-    commits->advance(kEncodedBytes);
-    progress = true;
-    bytes += kEncodedBytes;
-    if (bytes >= kEncodedTurnBytes || turn_.is_spent()) break;
-  }
-  return progress;
+  // One that could not return tries again in the next turn, which need not come at once.
+  return false;
 }
 
 void ShardStore::write_catalogue_anew(uint64_t job_id) {

@@ -38,6 +38,7 @@
 #include "store/statistics.h"
 #include "store/store_parts.h"
 #include "store/store_reports.h"
+#include "store/turn_parts.h"
 #include "store/verify/extent_walk.h"
 #include "store/verify/live_check.h"
 #include "store/verify/scrub.h"
@@ -110,7 +111,10 @@ class ShardStore {
 
   /// Serves the rings and retries what waits, or as much of it as the turn has time for, and notes
   /// in `phases` what it spent its time on. True where something happened.
-  bool advance(TurnPhases& phases);
+  bool advance(TurnPhases& phases) { return turn_parts_.advance(phases); }
+  /// Grants what waited for slots that workers have filled. To be called when their finished work
+  /// was taken, before anything else. True where there was something.
+  bool grant_filled() { return turn_parts_.grant_filled(); }
   bool advance() {
     TurnPhases unread;
     return advance(unread);
@@ -137,15 +141,12 @@ class ShardStore {
   void return_to_disk(Job& job);
   bool is_unused(const Job& job) const;
 
-  /// Each session has its uses followed and a request served, and more while there is time; who
-  /// found none left is the first of the next turn. True where there was something.
+  /// Each session has its uses followed and a request served, and more while there is time; the
+  /// next turn begins with the session behind the last one. True where there was something.
   bool serve_sessions();
   /// At most kRequestsATurn of its requests. True where there was one: the next turn serves more.
   bool serve(Session& session);
-  bool advance_conditions(uint64_t job_id);
-  bool advance_memory_commits();
-  /// Brings up what comes next.
-  bool look_ahead();
+  bool end_unused_jobs();
 
   void drop_now(Job& job, const Done& done);
   void write_catalogue_anew(uint64_t job_id);
@@ -155,8 +156,7 @@ class ShardStore {
   const Clock& clock_;
   TurnBudget without_bound_;
   TurnBudget& turn_;
-  size_t serve_first_ = 0;     // of the sessions, whose turn it is first
-  uint64_t encoded_last_ = 0;  // the job whose commit in memory had its turn last
+  size_t serve_first_ = 0;  // of the sessions, whose turn it is first
   Keepsakes keepsakes_;
   Commits commits_;
   Jobs jobs_;
@@ -171,6 +171,7 @@ class ShardStore {
   JobOperations operations_;
   StoreReports reports_;
   JobAdmissions admissions_;
+  TurnParts turn_parts_;
 };
 
 }  // namespace memd

@@ -33,15 +33,21 @@ bool Leases::advance(TurnBudget& turn) {
     if (nothing_moves && parts_.slots.pinned_by_others(first->request().session_id) == false)
       parts_.waits.wake_first_for_room();
   }
-  // A slot that was filled goes to the writer that waited for it in the same turn, before readers
-  // see it.
+  return try_waiting(turn);
+}
+
+bool Leases::grant_filled() {
+  if (!fills_.has_ready()) return false;
   TurnBudget without_bound;
-  const bool progress =
-      parts_.waiters.advance([this](LeaseWaiter& waiter) { return try_again(waiter); },
-                             [this](const LeaseWaiter& waiter) { return overdue(waiter); },
-                             fills_.has_ready() ? without_bound : turn);
-  fills_.end_turn();
-  return progress;
+  try_waiting(without_bound);
+  fills_.give_up_rest();
+  return true;
+}
+
+bool Leases::try_waiting(TurnBudget& turn) {
+  return parts_.waiters.advance([this](LeaseWaiter& waiter) { return try_again(waiter); },
+                                [this](const LeaseWaiter& waiter) { return overdue(waiter); },
+                                turn);
 }
 
 LeaseWaiters::Verdict Leases::try_again(LeaseWaiter& waiter) {

@@ -32,6 +32,9 @@ class Leases {
   void acquire(const LeaseRequest& request, LeaseReply reply);
   /// Retries what was woken, or as much of it as `turn` has time for. True where one was answered.
   bool advance(TurnBudget& turn);
+  /// Grants what waited for slots that workers have filled; before anybody else sees those. True
+  /// where there were any.
+  bool grant_filled();
   /// One that `for_service` was asked for. `discard`: what was written is not whole.
   void release_service(const LeaseGrant& grant, bool discard);
   /// How often a lease was tried so far.
@@ -41,6 +44,7 @@ class Leases {
   enum class Grant : uint8_t { done, waiting };
   /// Nothing: the next step decides.
   using Outcome = std::optional<Grant>;
+  bool try_waiting(TurnBudget& turn);
   /// One lease that is being tried.
   struct Try {
     LeaseWaiter& waiter;

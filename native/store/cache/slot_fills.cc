@@ -94,7 +94,7 @@ bool SlotFills::take_zeroed(const Entry& entry, uint32_t shard_id) {
   return true;
 }
 
-void SlotFills::end_turn() {
+void SlotFills::give_up_rest() {
   for (auto& [entry_id, ready] : std::exchange(ready_, {})) {
     if (ready.pending != nullptr) {
       parts_.slots.free(std::move(ready.pending));

@@ -12,10 +12,10 @@
 namespace memd {
 
 /// While workers are at it, the entry counts a task: nobody writes, updates, evicts or removes it,
-/// and readers go on. What is ready is there for the leases that are tried in the same turn; after
-/// end_turn() it is as if it had not been asked for, but for a slot that took another one's place.
-/// A daemon that dies meanwhile leaves the entry's slot as the ledger knows it, and made ones that
-/// the next daemon frees. Owned by the Job; the server thread calls everything; nothing blocks.
+/// and readers go on. What is ready is there for the leases that wait for it; after give_up_rest()
+/// it is as if it had not been asked for, but for a slot that took another one's place. A daemon
+/// that dies meanwhile leaves the entry's slot as the ledger knows it, and made ones that the next
+/// daemon frees. Owned by the Job; the server thread calls everything; nothing blocks.
 class SlotFills {
  public:
   explicit SlotFills(const CacheParts& parts) : parts_(parts) {}
@@ -23,7 +23,7 @@ class SlotFills {
   SlotFills& operator=(const SlotFills&) = delete;
 
   /// `copy` becomes the entry's slot, with its bytes; leases on the old one stay valid. Until
-  /// end_turn() no reader gets the new one: see is_for_writer().
+  /// give_up_rest() no reader gets the new one: see is_for_writer().
   void replace(Entry& entry, std::unique_ptr<Slot> copy);
   bool is_for_writer(const Entry& entry) const;
 
@@ -37,10 +37,10 @@ class SlotFills {
   /// True once it is zeroed; whoever asked writes there now.
   bool take_zeroed(const Entry& entry, uint32_t shard_id);
 
-  /// Something is ready for the leases that are tried in this turn.
+  /// Something is ready for the leases that wait for it.
   bool has_ready() const { return !ready_.empty(); }
   /// Everybody who waits was tried.
-  void end_turn();
+  void give_up_rest();
 
  private:
   struct Ready {

@@ -103,13 +103,15 @@ bool EarlyUpdates::has_quota(const Bucket& bucket, size_t tile) const {
   return parts_.space.has_room(SpaceUse::gradient, wanted_bytes);
 }
 
-void EarlyUpdates::advance() {
+bool EarlyUpdates::advance() {
   const bool may_begin = parts_.progress.stopped().is_ok() && parts_.lost.count() == 0 &&
                          !parts_.tiles.has_made() && parts_.extents.broken().is_ok();
-  if (!may_begin) return;
+  if (!may_begin) return false;
+  const size_t running_before_count = running_count_;
   for (auto at = ready_.begin(); at != ready_.end() && running_count_ < kEarlyTilesInFlight;) {
     if (!advance_bucket(at)) break;
   }
+  return running_count_ > running_before_count;
 }
 
 bool EarlyUpdates::advance_bucket(std::deque<uint32_t>::iterator& at) {

@@ -32,8 +32,9 @@ class EarlyUpdates {
   Status expect(uint64_t session_id, const std::vector<StepGroup>& groups);
   /// Nobody writes the shard's gradient before the step. Ignored where that cannot be.
   void gradient_is_final(uint64_t session_id, uint32_t shard_id);
-  /// Begins what can begin. Not to be called while an operation of the job runs.
-  void advance();
+  /// Begins what can begin. Not to be called while an operation of the job runs. True where a tile
+  /// began.
+  bool advance();
   /// A bucket of which all gradients are final waits to be begun, or to go on.
   bool has_waiting() const { return !ready_.empty(); }
 

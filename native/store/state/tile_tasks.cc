@@ -114,20 +114,23 @@ void TileTasks::make_room() {
   MEMD_CHECK(try_start(task));
 }
 
-void TileTasks::advance(TurnBudget& turn) {
+bool TileTasks::advance(TurnBudget& turn) {
+  bool progress = false;
   while (!waiting_.empty() && running_count_ < kTilesInFlight) {
     // Taken out first: a task that fails at once finishes, and its continuation may submit others.
     TileTask task = std::move(waiting_.front());
     waiting_.pop_front();
     if (try_start(task)) {
-      if (turn.is_spent()) return;
+      progress = true;
+      if (turn.is_spent()) break;
       continue;
     }
     waiting_.push_front(std::move(task));
     // The private floor holds two tiles, but those that stay may lie in the way.
     if (running_count_ == 0) make_room();
-    return;
+    break;
   }
+  return progress;
 }
 
 // ---- Starting -----------------------------------------------------------------------------------

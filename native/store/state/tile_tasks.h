@@ -39,8 +39,8 @@ class TileTasks {
   void submit_first(TileTask task);
   /// Writes a tile whose newest bytes are in memory alone; it is clean afterwards.
   void submit_flush(uint64_t key, const std::shared_ptr<StepReport>& report, Done done);
-  /// Starts what can start, and what `turn` has time for.
-  void advance(TurnBudget& turn);
+  /// Starts what can start, and what `turn` has time for. True where something did.
+  bool advance(TurnBudget& turn);
   /// Bytes that stay in the private side: all that no task works in.
   uint64_t kept_bytes() const;
 
