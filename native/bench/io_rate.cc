@@ -133,6 +133,7 @@ class IoBench::Buffers {
     return memory_.bytes() >= bytes && gathered_ == gathered;
   }
   std::span<std::byte> first(uint64_t bytes) const { return {memory_.data(), bytes}; }
+  std::string path() const { return concat("/proc/", getpid(), "/fd/", memory_.fd()); }
 
  private:
   Buffers(Segment memory, bool gathered) : memory_(std::move(memory)), gathered_(gathered) {}
@@ -140,6 +141,8 @@ class IoBench::Buffers {
   Segment memory_;
   bool gathered_;
 };
+
+std::string IoBench::memory_path() const { return buffers_ == nullptr ? "" : buffers_->path(); }
 
 Result<std::unique_ptr<IoBench>> IoBench::create(const std::string& directory, uint64_t bytes) {
   if (bytes == 0 || !is_aligned(bytes, uint64_t{1_MiB})) {

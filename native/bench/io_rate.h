@@ -47,6 +47,8 @@ class IoBench {
   Result<IoRate> raw(const IoRateOptions& options);
   const std::string& path() const { return path_; }
   uint64_t bytes() const { return bytes_; }
+  /// The memory that the last run used, for another process to map; empty before the first one.
+  std::string memory_path() const;
 
  private:
   class Buffers;

@@ -146,6 +146,9 @@ void bind_bench(nb::module_& module) {
            nb::kw_only(),
            "bytes"_a)
       .def_prop_ro("path", &IoBench::path)
+      .def_prop_ro("memory_path",
+                   &IoBench::memory_path,
+                   "The buffers of the last run, for another process to map; empty before.")
       .def("through_queue",
            &run<&IoBench::through_queue>,
            "mix"_a,

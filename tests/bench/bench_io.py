@@ -3,8 +3,9 @@
 Both use io_uring with registered buffers and file, O_DIRECT, the same block size and depth, and go
 through the file in order. fio runs as lean as it can be told to: without clocks for latencies,
 without changing its buffers between writes. Rounds alternate, and a ratio is that of neighbours.
-Each is measured with small pages and with pages that lie together, as those of the daemon's pool do
-(fio: transparent huge pages of glibc): fewer segments make a transfer faster and cheaper.
+Each is measured with small pages and with pages that lie together, as those of the daemon's pool do:
+fewer segments make a transfer faster and cheaper. fio maps memd's buffers, so both use the same
+pages: those of a fresh process may lie side by side by chance, and others not.
 
 How long all of it takes is said before it begins, and grows with --seconds, those of one run.
 
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -52,9 +52,10 @@ def expected_seconds(*, size: int, block_count: int, rounds: int, seconds: float
 
 
 def fio(
-    path: Path, mix: str, *, size: int, block: int, depth: int, seconds: float, gathered: bool
+    path: Path, mix: str, *, size: int, block: int, depth: int, seconds: float, memory: str
 ) -> dict[str, Any]:
-    """What a job of fio moved, in how many seconds, of them how many of a core."""
+    """What a job of fio moved through the buffers in `memory`, in how many seconds, of them how
+    many of a core."""
     command = ["fio", "--name=memd", f"--filename={path}", f"--size={size}", f"--rw={mix}"]
     command += [f"--bs={block}", f"--iodepth={depth}", "--ioengine=io_uring", "--direct=1"]
     command += [
@@ -64,15 +65,13 @@ def fio(
         f"--runtime={round(seconds * 1000)}ms",
     ]
     command += ["--scramble_buffers=0", "--gtod_reduce=1", "--output-format=json"]
-    # Of glibc 2.35 or later: malloc() asks for transparent huge pages.
-    environ = {**os.environ, "GLIBC_TUNABLES": f"glibc.malloc.hugetlb={int(gathered)}"}
+    command += [f"--iomem=mmapshared:{memory}"]
     try:
         done = subprocess.run(
             command,
             capture_output=True,
             text=True,
             check=True,
-            env=environ,
             timeout=seconds + FIO_LATE_S,
         )
     except subprocess.TimeoutExpired:
@@ -154,11 +153,11 @@ def main() -> None:
                     "block": block,
                     "depth": arguments.depth,
                     "seconds": arguments.seconds,
-                    "gathered": gathered,
                 }
                 for _ in range(arguments.rounds):
-                    ours.append(memd(bench, mix, **shared))
-                    theirs.append(fio(Path(bench.path), mix, size=size, **shared))
+                    ours.append(memd(bench, mix, gathered=gathered, **shared))
+                    memory = bench.memory_path
+                    theirs.append(fio(Path(bench.path), mix, size=size, memory=memory, **shared))
                 pages = "2 MiB" if gathered else "4 KiB"
                 found += figures(f"{mix} of {block // KIB} KiB, pages of {pages}", ours, theirs)
     version = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True)

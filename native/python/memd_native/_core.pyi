@@ -1086,6 +1086,10 @@ class IoBench:
     @property
     def path(self) -> str: ...
 
+    @property
+    def memory_path(self) -> str:
+        """The buffers of the last run, for another process to map; empty before."""
+
     def through_queue(self, mix: str, *, block_bytes: int, depth: int, seconds: float, write_share: float = 0.5, gathered: bool = True) -> IoRate:
         """
         As the daemon transfers; `mix`: read, write or mixed, of which `write_share` writes. `gathered`: buffers lie together in runs of 2 MiB where the kernel has them.
