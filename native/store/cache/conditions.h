@@ -19,6 +19,10 @@ class Conditions {
   void add(Holds holds, Then then) {
     waiting_.push_back({.holds = std::move(holds), .then = std::move(then)});
   }
+  /// Work that goes on behind what waits already, as soon as a turn has time for it.
+  void go_on(Then then) {
+    add([] { return true; }, std::move(then));
+  }
   bool empty() const { return waiting_.empty(); }
   /// Removes and returns the first at or after `position` that holds now, and moves `position`
   /// behind it. The caller runs it, which may add others, or end the job and this object.

@@ -14,25 +14,29 @@ std::optional<uint64_t> PrivateTiles::offset_of(uint64_t key) const {
 }
 
 bool PrivateTiles::has_dirty(uint32_t bucket, size_t tile_count) const {
-  if (dirty_.empty()) return false;
-  for (size_t tile = 0; tile < tile_count; ++tile) {
-    if (dirty_.contains(tile_key(bucket, tile))) return true;
-  }
-  return false;
+  const auto first = next_dirty(tile_key(bucket, 0));
+  return first && first->key < tile_key(bucket, tile_count);
 }
 
 std::vector<uint64_t> PrivateTiles::dirty_keys() const {
-  std::vector<uint64_t> keys(dirty_.begin(), dirty_.end());
-  std::sort(keys.begin(), keys.end());
+  std::vector<uint64_t> keys;
+  keys.reserve(dirty_.size());
+  for (const auto& [key, dirtied_before] : dirty_) keys.push_back(key);
   return keys;
+}
+
+std::optional<PrivateTiles::Dirty> PrivateTiles::next_dirty(uint64_t key) const {
+  const auto found = dirty_.lower_bound(key);
+  if (found == dirty_.end()) return std::nullopt;
+  return Dirty{.key = found->first, .dirtied_before = found->second};
 }
 
 uint64_t PrivateTiles::next_to_flush() const {
   MEMD_CHECK(!dirty_.empty());
-  const auto whole = std::find_if(dirty_.begin(), dirty_.end(), [this](uint64_t key) {
-    return !half_made_piece(key).has_value();
+  const auto whole = std::find_if(dirty_.begin(), dirty_.end(), [this](const auto& each) {
+    return !half_made_piece(each.first).has_value();
   });
-  return whole == dirty_.end() ? *dirty_.begin() : *whole;
+  return whole == dirty_.end() ? dirty_.begin()->first : whole->first;
 }
 
 std::optional<uint64_t> PrivateTiles::take(uint64_t key) {

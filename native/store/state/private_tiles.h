@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <unordered_map>
@@ -52,6 +53,14 @@ class PrivateTiles {
   bool has_dirty(uint32_t bucket, size_t tile_count) const;
   /// Ascending.
   std::vector<uint64_t> dirty_keys() const;
+  /// Tiles that became dirty so far.
+  uint64_t dirtied_count() const { return dirtied_count_; }
+  struct Dirty {
+    uint64_t key = 0;
+    uint64_t dirtied_before = 0;  // dirtied_count() when it became dirty
+  };
+  /// The first from `key` on; nothing where none is dirty there.
+  std::optional<Dirty> next_dirty(uint64_t key) const;
   /// Which dirty tile to write back for room: one that an earlier daemon left half updated goes
   /// last. There is a dirty tile.
   uint64_t next_to_flush() const;
@@ -64,7 +73,7 @@ class PrivateTiles {
   /// Its place now belongs to the caller, until put().
   std::optional<uint64_t> take(uint64_t key);
   void put(uint64_t key, uint64_t offset_bytes);
-  void set_dirty(uint64_t key) { dirty_.insert(key); }
+  void set_dirty(uint64_t key) { dirty_.emplace(key, dirtied_count_++); }
   void set_clean(uint64_t key) { dirty_.erase(key); }
 
   /// Frees a clean tile's memory, if it is in memory.
@@ -92,7 +101,8 @@ class PrivateTiles {
 
  private:
   std::unordered_map<uint64_t, uint64_t> cached_;  // by key: offset in the private side
-  std::unordered_set<uint64_t> dirty_;
+  std::map<uint64_t, uint64_t> dirty_;             // by key: Dirty::dirtied_before
+  uint64_t dirtied_count_ = 0;
   std::unordered_map<uint64_t, MadeTile> made_;
   std::unordered_set<uint64_t> flushes_asked_;
   std::unique_ptr<TileWords> words_;

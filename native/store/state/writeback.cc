@@ -100,13 +100,14 @@ void Writeback::write_back_awaited(bool with_bytes,
     if (entry == nullptr) return all->finish(Status::ok());
     if (is_due(*entry, with_bytes)) write_back(*entry, report, all->branch());
   }
-  parts_.conditions.add(
-      [] { return true; },
+  parts_.conditions.go_on(
       [this, with_bytes, report, all] { write_back_awaited(with_bytes, report, all); });
 }
 
 struct Writeback::Flush {
-  std::vector<uint64_t> keys;  // the last is the next
+  uint64_t key_next = 0;
+  uint64_t key_end = 0;
+  uint64_t dirtied_count = 0;  // when it was asked for: what became dirty later is not its concern
   std::shared_ptr<StepReport> report;
   std::shared_ptr<Join> all;
 };
@@ -114,24 +115,26 @@ struct Writeback::Flush {
 void Writeback::flush_tiles(std::optional<uint32_t> bucket,
                             const std::shared_ptr<StepReport>& report,
                             Done done) {
-  auto flush = std::make_shared<Flush>(
-      Flush{.keys = {}, .report = report, .all = Join::start(std::move(done))});
-  const std::vector<uint64_t> dirty = parts_.tiles.dirty_keys();
-  for (auto key = dirty.rbegin(); key != dirty.rend(); ++key) {
-    if (!bucket || bucket_of(*key) == *bucket) flush->keys.push_back(*key);
-  }
-  flush_next(flush);
+  const uint64_t key_end =
+      bucket ? tile_key(*bucket, parts_.shards.bucket(*bucket).tile_count()) : ~uint64_t{0};
+  flush_next(std::make_shared<Flush>(Flush{.key_next = bucket ? tile_key(*bucket, 0) : 0,
+                                           .key_end = key_end,
+                                           .dirtied_count = parts_.tiles.dirtied_count(),
+                                           .report = report,
+                                           .all = Join::start(std::move(done))}));
 }
 
 void Writeback::flush_next(const std::shared_ptr<Flush>& flush) {
-  for (size_t count = 0; count < kSubmittedMax; ++count) {
-    if (flush->keys.empty()) return flush->all->finish(Status::ok());
-    const uint64_t key = flush->keys.back();
-    flush->keys.pop_back();
-    // It may have been flushed for somebody else's room meanwhile.
-    if (parts_.tiles.is_dirty(key)) tasks_.submit_flush(key, flush->report, flush->all->branch());
+  size_t submitted_count = 0;
+  for (size_t count = 0; count < kLookedAtMax && submitted_count < kSubmittedMax; ++count) {
+    const auto dirty = parts_.tiles.next_dirty(flush->key_next);
+    if (!dirty || dirty->key >= flush->key_end) return flush->all->finish(Status::ok());
+    flush->key_next = dirty->key + 1;
+    if (dirty->dirtied_before >= flush->dirtied_count) continue;
+    ++submitted_count;
+    tasks_.submit_flush(dirty->key, flush->report, flush->all->branch());
   }
-  parts_.conditions.add([] { return true; }, [this, flush] { flush_next(flush); });
+  parts_.conditions.go_on([this, flush] { flush_next(flush); });
 }
 
 }  // namespace memd

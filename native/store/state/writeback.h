@@ -26,14 +26,16 @@ class Writeback {
   /// All that are dirty now, kSubmittedMax in a turn. `with_bytes`: blobs and buffers too, which a
   /// commit in memory leaves where they are.
   void write_back_all(bool with_bytes, const std::shared_ptr<StepReport>& report, Done done);
-  /// Writes tiles whose newest bytes are in private memory alone; of all buckets, or of one. As
-  /// many in a turn.
+  /// Writes tiles whose newest bytes are in private memory alone by now; of all buckets, or of one.
+  /// As many in a turn.
   void flush_tiles(std::optional<uint32_t> bucket,
                    const std::shared_ptr<StepReport>& report,
                    Done done);
 
   /// Entries or tiles that one turn begins to write: some 2 µs each.
   static constexpr size_t kSubmittedMax = 32;
+  /// Dirty tiles that one turn looks at: some became dirty behind who asks.
+  static constexpr size_t kLookedAtMax = 256;
 
  private:
   void write_back_awaited(bool with_bytes,

@@ -249,8 +249,7 @@ void Step::update_bucket(size_t at, const std::shared_ptr<Join>& all) {
     BucketUpdate(parts_, update, bucket, space_.take(index)).submit(*updated);
   }
   updated->finish(Status::ok());
-  parts_.job.conditions.add(
-      [] { return true; },
+  parts_.job.conditions.go_on(
       [self = shared_from_this(), at, all] { self->update_bucket(at + 1, all); });
 }
 
