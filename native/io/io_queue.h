@@ -135,7 +135,7 @@ class IoQueue {
   virtual void set_weight(JobId /*job*/, JobWeight /*weight*/) {}
 
   /// Bytes that transfers will use, kept registered with the kernel where that is allowed. Each
-  /// reap() registers one piece (16 MiB at most; no chunk lies across two). Never fails: what is
+  /// reap() registers one piece (4 or 32 MiB; no chunk lies across two). Never fails: what is
   /// not or cannot be registered is used unregistered, and statistics() say so.
   virtual void add_memory(std::span<std::byte> memory) = 0;
   /// Nothing in `memory` is in flight. Never fails: see IoQueueStatistics::removed_and_held_count.

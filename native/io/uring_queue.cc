@@ -15,9 +15,12 @@ namespace {
 
 const SteadyClock kSteadyClock;
 
-// A piece is registered in one turn: 16 MiB of small pages take 0.35 ms.
-constexpr uint64_t kPieceBytesMax = 16_MiB;
+// A piece is registered in one turn: 16 MiB of small pages that lie anywhere take 1 to 4 ms.
+constexpr uint64_t kPieceBytes = 4_MiB;
 constexpr unsigned kPieceCountMax = 16'384;  // the kernel's limit, and a table of 128 KiB
+// Pools of more than 32 GiB: their turns take longer where pages are small, and 288 GiB have room.
+constexpr unsigned kSmallPieceCountMax = kPieceCountMax / 2;
+constexpr uint64_t kLargePieceBytes = 32_MiB;
 constexpr unsigned kFileCountMax = 64;
 // The pages of a removed piece are lost to the machine meanwhile.
 constexpr uint64_t kHeldRetryNs = 100'000'000;
@@ -81,8 +84,11 @@ uint16_t UringQueue::add_device(OwnedFd file, std::string path) {
 }
 
 void UringQueue::add_memory(std::span<std::byte> memory) {
-  for (uint64_t begin = 0; begin < memory.size(); begin += kPieceBytesMax) {
-    const auto bytes = memory.subspan(begin, std::min(kPieceBytesMax, memory.size() - begin));
+  while (!memory.empty()) {
+    const uint64_t piece_bytes =
+        pieces_.size() < kSmallPieceCountMax ? kPieceBytes : kLargePieceBytes;
+    const auto bytes = memory.first(std::min<uint64_t>(piece_bytes, memory.size()));
+    memory = memory.subspan(bytes.size());
     const bool is_new = pieces_.emplace(bytes.data(), Piece{.length_bytes = bytes.size()}).second;
     MEMD_CHECK(is_new);
     ++unregistered_count_;

@@ -129,7 +129,7 @@ TEST(UringQueue, a_reap_registers_one_piece_and_asks_for_the_next_turn) {
   auto made = UringQueue::create({.wake_fd = wake.get()});
   if (!made.is_ok()) GTEST_SKIP() << made.status().message();
   UringQueue& queue = *made.value();
-  Block block(40_MiB);  // three pieces
+  Block block(10_MiB);  // three pieces
   queue.add_memory(block.span());
   uint64_t woken = 0;
   for (int reap_count = 0; reap_count < 3; ++reap_count) {
