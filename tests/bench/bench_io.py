@@ -3,8 +3,8 @@
 Both use io_uring with registered buffers and file, O_DIRECT, the same block size and depth, and go
 through the file in order. fio runs as lean as it can be told to: without clocks for latencies,
 without changing its buffers between writes. Rounds alternate, and a ratio is that of neighbours.
-Each is measured with small pages and with pages that lie together, as those of the daemon's pool do:
-fewer segments make a transfer faster and cheaper. fio maps memd's buffers, so both use the same
+Each is measured with small pages and with pages that lie together, as those of the daemon's pool
+do: fewer segments make a transfer faster and cheaper. fio maps memd's buffers, so both use the same
 pages: those of a fresh process may lie side by side by chance, and others not.
 
 How long all of it takes is said before it begins, and grows with --seconds, those of one run.

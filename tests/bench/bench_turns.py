@@ -6,6 +6,9 @@ the turns which had something to do, on the thread's processor and by the wall, 
 own histogram: p50 and p99 are the upper bounds of their buckets, which double; the longest counts
 from the start of the daemon, and below the figures stands in which phase of it the time went.
 
+A bare loop runs beside it, a few µs a round and without a system call. Its longest round on the
+processor is the machine's own part: a virtual machine counts time in which its host ran others.
+
 Wanted, on the processor: p99 at most 100 µs, the longest at most 2 ms.
 
 Run: python tests/bench/bench_turns.py [--rounds 3] [--steps 10] [--params 60M] [--quick]
@@ -16,12 +19,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import itertools
 import operator
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,6 +102,19 @@ def be_hostile(address: str, kind: str, lease_bytes: int, blob_count: int) -> No
             once(number)
 
 
+def loop() -> None:
+    """Prints its longest round in ns when it is terminated."""
+    gc.disable()
+    longest_ns = 0
+    ended: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _frame: ended.append(number))
+    while not ended:
+        began_ns = time.thread_time_ns()
+        sum(range(200))
+        longest_ns = max(longest_ns, time.thread_time_ns() - began_ns)
+    print(longest_ns)
+
+
 def child(*arguments: str) -> list[str]:
     return [sys.executable, str(Path(__file__)), *arguments]
 
@@ -120,6 +139,20 @@ def hostile_beside(daemon: Daemon, lease_bytes: int, blob_count: int) -> Iterato
         for process in processes:
             process.kill()
             process.wait()
+
+
+@contextlib.contextmanager
+def bare_loop() -> Iterator[list[float]]:
+    """Afterwards the list has its longest round, in seconds."""
+    found: list[float] = []
+    process = subprocess.Popen(child("--loop"), stdout=subprocess.PIPE, text=True)
+    try:
+        yield found
+        process.terminate()
+        found.append(int(process.communicate()[0]) / 1e9)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def turns_of(metrics: str) -> dict[str, dict[str, float]]:
@@ -179,10 +212,12 @@ def measure(arguments: argparse.Namespace, *, beside: bool) -> dict[str, dict[st
         with (
             hostile_beside(daemon, arguments.lease_bytes, arguments.blobs)
             if beside
-            else contextlib.nullcontext()
+            else contextlib.nullcontext(),
+            bare_loop() as longest,
         ):
             subprocess.run(command, check=True)
-            return turns_of(daemon.get("/metrics"))
+            turns = turns_of(daemon.get("/metrics"))
+        return turns | {"bare loop": {"max": longest[0]}}
 
 
 def main() -> None:
@@ -196,10 +231,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--address", help=argparse.SUPPRESS)
     parser.add_argument("--trainer", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--loop", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--hostile", choices=HOSTILE, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.hostile:
         be_hostile(arguments.address, arguments.hostile, arguments.lease_bytes, arguments.blobs)
+    if arguments.loop:
+        loop()
+        return
     if arguments.trainer:
         train(arguments.address, arguments.params, arguments.steps)
         return
@@ -228,6 +267,13 @@ def main() -> None:
         )
         for name, measured in runs.items()
         for kind, text in KINDS.items()
+    ]
+    figures += [
+        seconds(
+            f"{name}: the longest round of a bare loop on the processor",
+            [each["bare loop"]["max"] for each in measured],
+        )
+        for name, measured in runs.items()
     ]
     write_report(
         arguments.json,
