@@ -37,7 +37,7 @@ OwnedFd copy_of(int fd) { return OwnedFd(fcntl(fd, F_DUPFD_CLOEXEC, 0)); }
 /// A commit in memory, as MemoryCommits makes it.
 Status write_record(Ledger& ledger, const JobRecord& record, uint64_t base) {
   const std::vector<std::byte> encoded = encode(record);
-  ledger.begin_record();
+  ledger.begin_commit();
   const auto place = ledger.open_record(encoded.size());
   if (!place.is_ok()) return place.status();
   std::copy(encoded.begin(), encoded.end(), place.value().begin());
@@ -45,36 +45,84 @@ Status write_record(Ledger& ledger, const JobRecord& record, uint64_t base) {
   return Status::ok();
 }
 
-TEST(LedgerTest, a_shard_that_came_while_a_record_was_written_is_new_with_it_and_without) {
+ShardRecord blob_record(const std::string& name, uint64_t bytes) {
+  return {.name = name,
+          .kind = ShardKind::blob,
+          .dtype = DType::uint8,
+          .tier = Tier::nvme,
+          .shape = {bytes}};
+}
+
+/// Where a daemon dies that makes a commit.
+enum class Dies : uint8_t { before_commit, before_it_is_told, after_it, after_the_next_began };
+
+/// What the next daemon reads after a commit during which shard 2 came; shard 1 came before.
+LedgerContents read_after_a_commit(Dies dies, bool is_on_disk) {
   constexpr uint64_t kTag = 9;
+  constexpr uint64_t kNextTag = 10;
   const JobRecord job{.job_id = 7, .name = "job"};
   const std::vector<std::byte> encoded = encode(job);
-  for (const bool is_published : {false, true}) {
-    SCOPED_TRACE(is_published);
-    auto ledger = Ledger::create(7, 2_MiB).value();
-    ledger->rebase(kTag);
-    ASSERT_TRUE(write_record(*ledger, job, kTag).is_ok());
-    ledger->reset_shard(1);
-    ledger->begin_record();
-    ledger->reset_shard(2);
+  auto ledger = Ledger::create(7, 2_MiB).value();
+  ledger->rebase(kTag);
+  EXPECT_TRUE(write_record(*ledger, job, kTag).is_ok());
+  ledger->reset_shard(1);
+  // Nothing comes of this one.
+  ledger->begin_commit();
+  ledger->begin_commit();
+  ledger->reset_shard(2);
+  JobRecord layout = job;
+  for (const char* name : {"before", "while"}) layout.shards.push_back(blob_record(name, 1));
+  EXPECT_TRUE(ledger->write_layout(layout, {1, 2}).is_ok());
+  if (!is_on_disk) {
     const auto place = ledger->open_record(encoded.size());
-    ASSERT_TRUE(place.is_ok());
+    EXPECT_TRUE(place.is_ok());
     std::copy(encoded.begin(), encoded.end(), place.value().begin());
-    JobRecord layout = job;
-    for (const char* name : {"before", "while"}) {
-      layout.shards.push_back({.name = name,
-                               .kind = ShardKind::blob,
-                               .dtype = DType::uint8,
-                               .shape = {1},
-                               .extents = {}});
+  }
+  if (dies >= Dies::after_it) {
+    is_on_disk ? ledger->rebase(kNextTag)
+               : ledger->publish_record(encoded.size(), record_checksum(encoded), kTag);
+  }
+  if (dies == Dies::after_the_next_began) ledger->begin_commit();
+  auto next = Ledger::adopt(copy_of(ledger->fd()), 7).value();
+  const bool is_made = is_on_disk && dies != Dies::before_commit;
+  auto contents = next->read(is_made ? kNextTag : kTag);
+  EXPECT_TRUE(contents.is_ok()) << contents.status().message();
+  // And the one after it reads the same.
+  EXPECT_EQ(Ledger::adopt(copy_of(ledger->fd()), 7).value()->read(next->base()).value().shards,
+            contents.value().shards);
+  return std::move(contents).value();
+}
+
+TEST(LedgerTest, a_shard_that_came_while_a_commit_was_made_is_new_with_it_and_without) {
+  using enum Dies;
+  for (const bool is_on_disk : {false, true}) {
+    for (const Dies dies : {before_commit, before_it_is_told, after_it, after_the_next_began}) {
+      if (!is_on_disk && dies == before_it_is_told) continue;
+      SCOPED_TRACE(concat(is_on_disk ? "on disk " : "in memory ", static_cast<int>(dies)));
+      const LedgerContents contents = read_after_a_commit(dies, is_on_disk);
+      EXPECT_EQ(contents.shards.at(1).is_new, dies == before_commit);
+      EXPECT_TRUE(contents.shards.at(2).is_new);
     }
-    ASSERT_TRUE(ledger->write_layout(layout, {1, 2}).is_ok());
-    if (is_published) ledger->publish_record(encoded.size(), record_checksum(encoded), kTag);
+  }
+}
+
+TEST(LedgerTest, a_shard_that_came_while_a_commit_was_made_is_not_new_after_the_next) {
+  for (const bool is_made : {false, true}) {
+    SCOPED_TRACE(is_made);
+    auto ledger = Ledger::create(7, 2_MiB).value();
+    ledger->begin_commit();
+    ledger->reset_shard(1);
+    if (is_made) ledger->rebase(9);
+    ASSERT_TRUE(
+        ledger->write_layout({.job_id = 7, .name = "job", .shards = {blob_record("x", 1)}}, {1})
+            .is_ok());
+    // By the next daemon, which found it as the one before left it.
     auto next = Ledger::adopt(copy_of(ledger->fd()), 7).value();
-    const auto contents = next->read(kTag);
-    ASSERT_TRUE(contents.is_ok()) << contents.status().message();
-    EXPECT_EQ(contents.value().shards.at(1).is_new, !is_published);
-    EXPECT_TRUE(contents.value().shards.at(2).is_new);
+    EXPECT_TRUE(next->read(is_made ? 9 : 0).value().shards.at(1).is_new);
+    next->begin_commit();
+    next->rebase(10);
+    EXPECT_FALSE(
+        Ledger::adopt(copy_of(ledger->fd()), 7).value()->read(10).value().shards.at(1).is_new);
   }
 }
 
@@ -104,14 +152,6 @@ TEST(LedgerTest, a_record_that_cannot_be_understood_is_not_taken_for_none) {
   ASSERT_TRUE(write_record(*ledger, record, 1).is_ok());
   EXPECT_EQ(ledger->read_record(1).status().code(), StatusCode::integrity);
   EXPECT_TRUE(ledger->read_record(2).is_ok());
-}
-
-ShardRecord blob_record(const std::string& name, uint64_t bytes) {
-  return {.name = name,
-          .kind = ShardKind::blob,
-          .dtype = DType::uint8,
-          .tier = Tier::nvme,
-          .shape = {bytes}};
 }
 
 JobRecord one_parameter(const std::string& name) {

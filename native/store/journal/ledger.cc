@@ -17,7 +17,7 @@ namespace memd {
 namespace {
 
 constexpr uint64_t kLedgerMagic = 0x3130'676c'646d'656d;  // "memdlg01"
-constexpr uint32_t kLedgerVersion = 5;
+constexpr uint32_t kLedgerVersion = 6;
 
 // Sparse: pages that nobody touched cost nothing.
 constexpr uint32_t kClaimsMax = 1u << 16;
@@ -53,7 +53,7 @@ struct ShardWords {
   std::atomic<uint64_t> contributors;
   std::atomic<uint64_t> generation;
   std::atomic<uint64_t> generation_commit;  // stored after it; the commit that it builds on
-  std::atomic<uint64_t> reset_commit;  // the last one when the shard with this id began or went
+  std::atomic<uint64_t> reset_commit;       // the last one when the shard with this id came or went
 };
 
 /// At the index of its first pin counter, which no other slot has.
@@ -219,11 +219,15 @@ Status write_at(RecordPlace& place,
   return Status::ok();
 }
 
+/// The mark of a shard that came or went while a commit was made: it comes after the one before,
+/// and after this one too.
+constexpr uint64_t kInCommit = ~uint64_t{0};
+
 /// Tells a commit from every other one: the catalogue on disk, and the record in memory on it; 0 is
-/// none. Never 0.
+/// none. Never 0 or kInCommit.
 uint64_t commit_mark(uint64_t base, uint64_t record_sequence) {
   const uint64_t words[2] = {base, record_sequence};
-  return std::max<uint64_t>(hash_record(std::as_bytes(std::span(words))), 1);
+  return std::clamp<uint64_t>(hash_record(std::as_bytes(std::span(words))), 1, kInCommit - 1);
 }
 
 size_t older_of(const RecordPlace (&places)[2]) {
@@ -472,7 +476,8 @@ void Ledger::reset_shard(uint32_t shard_id) {
   if (shard_id >= kShardsMax) return;
   note_shard(shard_id, false, {});
   layout_->shards[shard_id].generation_commit.store(0, kRelease);
-  layout_->shards[shard_id].reset_commit.store(reset_mark_, kRelease);
+  layout_->shards[shard_id].reset_commit.store(is_committing_ ? kInCommit : last_commit_, kRelease);
+  if (is_committing_) reset_ids_.push_back(shard_id);
 }
 
 uint32_t Ledger::given_ids_end(uint32_t from) const {
@@ -532,6 +537,12 @@ void Ledger::note_loose(const LooseKey& key, const ExtentRecord& extent) {
     layout_->loose[*old].sequence.store(0, kRelease);
     free_loose_places_.push_back(*old);
   }
+}
+
+void Ledger::begin_commit() {
+  // Those of a commit of which nothing came are in this one.
+  settle_marks();
+  is_committing_ = true;
 }
 
 void Ledger::rebase(uint64_t tag) {
@@ -631,10 +642,6 @@ void Ledger::forget_step(size_t place) {
 
 // ---- Commits in memory -------------------------------------------------------------------------
 
-void Ledger::begin_record() {
-  reset_mark_ = commit_mark(base_, next_sequence(layout_->job_places));
-}
-
 Result<std::span<std::byte>> Ledger::open_record(size_t bytes) {
   if (Status fits = check_fits(bytes, kRecordBytesMax); !fits.is_ok()) return fits;
   const size_t place = older_of(layout_->job_places);
@@ -657,7 +664,14 @@ uint64_t Ledger::record_sequence() const {
 
 void Ledger::mark_commit() {
   last_commit_ = commit_mark(base_, record_sequence());
-  reset_mark_ = last_commit_;
+  is_committing_ = false;
+  settle_marks();
+}
+
+void Ledger::settle_marks() {
+  for (const uint32_t shard_id : std::exchange(reset_ids_, {})) {
+    layout_->shards[shard_id].reset_commit.store(last_commit_, kRelease);
+  }
 }
 
 Result<std::optional<JobRecord>> Ledger::read_record(uint64_t base) const {
@@ -794,15 +808,14 @@ Status Ledger::read_layout(LedgerContents& contents) const {
   }
   shards.move_into(contents);
   if (Status status = check_shards_together(contents.layout); !status.is_ok()) return status;
-  // The daemon before may have died while it wrote the next record.
-  const uint64_t next_commit = commit_mark(base_, next_sequence(layout_->job_places));
   for (const uint32_t shard_id : contents.shard_ids) {
-    const ShardWords& words = layout_->shards[shard_id];
+    ShardWords& words = layout_->shards[shard_id];
     const uint64_t reset_commit = words.reset_commit.load(kAcquire);
     ShardState state{.written = words.written.load(kAcquire) != 0,
                      .contributors = Contributors::from_word(words.contributors.load(kAcquire)),
                      .generation = std::nullopt,
-                     .is_new = reset_commit == last_commit_ || reset_commit == next_commit};
+                     .is_new = reset_commit == last_commit_ || reset_commit == kInCommit};
+    if (reset_commit == kInCommit) words.reset_commit.store(last_commit_, kRelease);
     if (base_ != 0 && words.generation_commit.load(kAcquire) == last_commit_)
       state.generation = words.generation.load(kAcquire);
     contents.shards[shard_id] = state;

@@ -98,6 +98,8 @@ struct ShardState {
   std::optional<uint64_t> generation;
   /// It came after the last commit: what that names is another shard's, which had its name.
   bool is_new = false;
+
+  bool operator==(const ShardState&) const = default;
 };
 
 struct ClosedStep {
@@ -176,6 +178,10 @@ class Ledger {
 
   /// Extents that only memory knows; `extent` that does not exist: none any more.
   void note_loose(const LooseKey& key, const ExtentRecord& extent);
+  /// A commit, on disk or in memory, describes the job as it is now; of shards that come and go
+  /// from here on it says nothing. It ends with rebase() or publish_record(), or nothing comes of
+  /// it.
+  void begin_commit();
   /// A commit is durable: the catalogue `tag` names what was loose, gradients excepted.
   void rebase(uint64_t tag);
   uint64_t base() const { return base_; }
@@ -192,11 +198,9 @@ class Ledger {
   void note_committing(size_t place, uint64_t number);
   void forget_step(size_t place);
 
-  /// The job as of a commit in memory, where it is newer than the catalogue on disk, is written in
-  /// three parts, and the record before it stays valid until the last. The record describes the job
-  /// as it is now; of shards that come and go from here on it says nothing.
-  void begin_record();
-  /// Room for the record's `bytes`, which any thread may write.
+  /// The job as of a commit in memory, where it is newer than the catalogue on disk. The record
+  /// before it stays valid until this one is published. Room for its `bytes`, which any thread may
+  /// write.
   Result<std::span<std::byte>> open_record(size_t bytes);
   /// It is there. `base` says on which catalogue it builds: Commits::catalogue_tag() of the job.
   void publish_record(size_t bytes, uint64_t checksum, uint64_t base);
@@ -219,6 +223,8 @@ class Ledger {
   uint64_t record_sequence() const;
   /// A commit ended, on disk or in memory.
   void mark_commit();
+  /// Shards that came and went while a commit was made are marked as any other.
+  void settle_marks();
   Status read_layout(LedgerContents& contents) const;
   Status read_slots(LedgerContents& contents) const;
   Status read_loose(LedgerContents& contents);
@@ -228,7 +234,8 @@ class Ledger {
   LedgerLayout* layout_;
   uint64_t base_ = 0;
   uint64_t last_commit_ = 0;  // tells `base_` and the record on it from every other commit
-  uint64_t reset_mark_ = 0;   // what a shard that comes or goes now has come after
+  bool is_committing_ = false;
+  std::vector<uint32_t> reset_ids_;  // with kInCommit as their mark
   uint64_t record_bytes_written_ = 0;
   std::optional<size_t> layout_at_;  // the place of the layout that this daemon wrote last
   uint64_t sequence_next_ = 1;       // of slots, loose extents and steps

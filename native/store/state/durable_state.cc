@@ -27,6 +27,7 @@ void DurableState::keep(uint32_t shard_id) {
 void DurableState::begin_commit() {
   parts_.snapshot.begin(true);
   parts_.space.begin_commit();
+  parts_.journal.begin_commit();
   is_changed_ = false;
 }
 

@@ -80,6 +80,10 @@ void JobJournal::forget_extents(const Entry& entry) {
 
 // ---- Commits ------------------------------------------------------------------------------------
 
+void JobJournal::begin_commit() {
+  if (ledger_ != nullptr) ledger_->begin_commit();
+}
+
 void JobJournal::committed_on_disk(uint64_t tag) {
   if (ledger_ != nullptr) ledger_->rebase(tag);
 }

@@ -64,6 +64,8 @@ class JobJournal {
   void forget_extents(const Entry& entry);
 
   // Commits.
+  /// One, on disk or in memory, describes the job as it is now.
+  void begin_commit();
   /// One on disk: the catalogue `tag` names what was told of extents.
   void committed_on_disk(uint64_t tag);
 

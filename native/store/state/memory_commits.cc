@@ -15,7 +15,7 @@ void MemoryCommits::commit(uint64_t base, std::function<void()> done) {
   base_ = base;
   done_ = std::move(done);
   parts_.snapshot.begin(false);
-  parts_.journal.ledger()->begin_record();
+  parts_.journal.begin_commit();
 }
 
 void MemoryCommits::advance(size_t bytes_max) {
