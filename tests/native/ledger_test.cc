@@ -872,6 +872,53 @@ TEST_F(AdoptionTest, who_comes_back_to_the_same_daemon_is_granted_nothing_that_i
   expect_twins(1);
 }
 
+TEST_F(AdoptionTest, a_step_that_the_next_daemon_cannot_make_gives_the_sum_back_to_who_made_it) {
+  for (const bool has_one_ended : {false, true}) {
+    SCOPED_TRACE(has_one_ended);
+    disk_ = std::make_shared<MemoryDisk>(kSmallDiskBytes);
+    begin(DType::float32);
+    const uint64_t member = heart_->attach(job_id_);
+    const uint64_t idle = heart_->attach(job_id_);  // adds nothing
+    for (const uint64_t session : {session_, member, idle})
+      ASSERT_TRUE(heart_->job(session_).cache().group().join(session).is_ok());
+    for (const uint64_t session : {session_, member}) {
+      const Held held = heart_->lease(session, ids_[1], LeaseMode::write, Part::gradient);
+      ASSERT_TRUE(held.is_ok()) << held.status.message();
+      std::ranges::fill(held.as<float>(), 1.0F);
+      heart_->release(held);
+    }
+    heart_->store().operations().step({.session_id = session_,
+                                       .groups = {{.settings = settings_, .shard_ids = {ids_[1]}}},
+                                       .staged_buffers = {}},
+                                      [](const Status&, const StepReport&) {});
+    if (has_one_ended) {
+      ASSERT_TRUE(heart_->store().detach(member).is_ok());
+    }
+    kill();
+    heart_ =
+        new Heart(disk_,
+                  testing::HeartOptions{
+                      .segment_count = segment_count_, .keeper = &keeper_, .redo_steps = false});
+    ASSERT_TRUE(heart_->loaded.is_ok()) << heart_->loaded.message();
+    for (const uint64_t session : {session_, idle})
+      ASSERT_TRUE(heart_->store().resume_session(session, kOwner).is_ok());
+    Job& job = heart_->job(session_);
+    job.space().set_quota_bytes(job.space().used_bytes());
+    heart_->store().operations().redo_steps();
+    ASSERT_TRUE(heart_->until([this] { return heart_->store().is_idle(); }));
+    EXPECT_EQ(job.progress().committed_step(), 0U);
+    const TrainingGroup& group = job.cache().group();
+    const Contributors& contributors = job.shards()[ids_[1]].contributors;
+    EXPECT_EQ(group.sessions_of(contributors),
+              has_one_ended ? std::vector<uint64_t>() : std::vector<uint64_t>({session_, member}));
+    const Status said = heart_->lease(session_, ids_[1], LeaseMode::read, Part::gradient).status;
+    EXPECT_EQ(said.message().find("is void, since session") != std::string::npos, has_one_ended)
+        << said.message();
+    delete std::exchange(heart_, nullptr);
+    give_memory_back();
+  }
+}
+
 TEST_F(AdoptionTest, a_closed_step_is_finished_although_its_trainer_is_dead) {
   begin(DType::float32);
   write_gradients(8);

@@ -128,15 +128,6 @@ std::vector<uint64_t> TrainingGroup::sessions_of(const Contributors& contributor
   return session_ids;
 }
 
-std::vector<uint64_t> TrainingGroup::everybody_with(uint64_t session_id) const {
-  if (!contains(session_id)) return {session_id};
-  std::vector<uint64_t> session_ids;
-  for (const uint64_t member : seats_) {
-    if (member != 0) session_ids.push_back(member);
-  }
-  return session_ids;
-}
-
 Contributors TrainingGroup::of(const std::vector<uint64_t>& session_ids) const {
   Contributors all;
   for (const uint64_t session_id : session_ids) {

@@ -70,8 +70,6 @@ class TrainingGroup {
   /// There are some, and all of them train with the session: its step may take the sum.
   bool are_all_with(const Contributors& contributors, uint64_t session_id) const;
   std::vector<uint64_t> sessions_of(const Contributors& contributors) const;
-  /// All members, or the session where it is none.
-  std::vector<uint64_t> everybody_with(uint64_t session_id) const;
   /// These sessions; where one of them has ended, that one.
   Contributors of(const std::vector<uint64_t>& session_ids) const;
   /// A gradient that this session has added to is void: the session's next lease of a gradient, or

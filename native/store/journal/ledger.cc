@@ -27,7 +27,7 @@ constexpr uint32_t kLooseMax = 1u << 21;
 constexpr uint32_t kStepsMax = 16;
 // Beside the session id of a seat: SeatRecord::has_notice.
 constexpr uint64_t kSeatNotice = uint64_t{1} << 63;
-constexpr uint64_t kStepBytesMax = 8_MiB;
+constexpr uint64_t kStepBytesMax = 16_MiB;
 constexpr uint64_t kRecordBytesMax = 256_MiB;
 // A layout is written anew when its changes are longer than itself, and than this.
 constexpr uint64_t kLayoutChangesBytesMin = 64_KiB;
@@ -273,8 +273,22 @@ uint64_t loose_checksum(const LooseWords& words) {
   return hash_record(std::as_bytes(std::span(fields)));
 }
 
+template <typename Id>
+void put_counted(FieldWriter& writer, const std::vector<Id>& ids) {
+  writer.put(static_cast<uint32_t>(ids.size()));
+  for (const Id id : ids) writer.put(id);
+}
+
+template <typename Id>
+std::vector<Id> get_counted(FieldReader& reader) {
+  std::vector<Id> ids;
+  const auto count = reader.get<uint32_t>();
+  for (uint32_t i = 0; i < count && !reader.overrun(); ++i) ids.push_back(reader.get<Id>());
+  return ids;
+}
+
 std::vector<std::byte> encode_step(const StepRequest& request) {
-  static_assert(sizeof(StepRequest) == 72, "a field was added: write and read it here");
+  static_assert(sizeof(StepRequest) == 96, "a field was added: write and read it here");
   std::vector<std::byte> out;
   FieldWriter writer(out);
   writer.put(request.session_id);
@@ -288,13 +302,17 @@ std::vector<std::byte> encode_step(const StepRequest& request) {
       writer.put(std::bit_cast<uint64_t>(value));
     }
     writer.put(static_cast<uint8_t>(settings.decoupled));
-    writer.put(static_cast<uint32_t>(group.shard_ids.size()));
-    for (const uint32_t shard_id : group.shard_ids) writer.put(shard_id);
+    put_counted(writer, group.shard_ids);
   }
   writer.put(static_cast<uint32_t>(request.staged_buffers.size()));
   for (const auto& [staged, buffer] : request.staged_buffers) {
     writer.put(staged);
     writer.put(buffer);
+  }
+  writer.put(static_cast<uint32_t>(request.summed.size()));
+  for (const SummedGradients& sum : request.summed) {
+    put_counted(writer, sum.session_ids);
+    put_counted(writer, sum.shard_ids);
   }
   return out;
 }
@@ -314,16 +332,19 @@ Result<StepRequest> decode_step(std::span<const std::byte> bytes) {
       *value = std::bit_cast<double>(reader.get<uint64_t>());
     }
     settings.decoupled = reader.get<uint8_t>() != 0;
-    const auto shard_count = reader.get<uint32_t>();
-    for (uint32_t k = 0; k < shard_count && !reader.overrun(); ++k) {
-      group.shard_ids.push_back(reader.get<uint32_t>());
-    }
+    group.shard_ids = get_counted<uint32_t>(reader);
     request.groups.push_back(std::move(group));
   }
   const auto staged_count = reader.get<uint32_t>();
   for (uint32_t i = 0; i < staged_count && !reader.overrun(); ++i) {
     const auto staged = reader.get<uint32_t>();
     request.staged_buffers.emplace_back(staged, reader.get<uint32_t>());
+  }
+  const auto sum_count = reader.get<uint32_t>();
+  for (uint32_t i = 0; i < sum_count && !reader.overrun(); ++i) {
+    auto session_ids = get_counted<uint64_t>(reader);
+    request.summed.push_back(
+        {.session_ids = std::move(session_ids), .shard_ids = get_counted<uint32_t>(reader)});
   }
   if (reader.overrun() || reader.remaining_bytes() != 0) return damaged("a closed step");
   return request;

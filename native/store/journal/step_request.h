@@ -14,6 +14,12 @@ struct StepGroup {
   std::vector<uint32_t> shard_ids;
 };
 
+/// Shards whose gradients these sessions have added to.
+struct SummedGradients {
+  std::vector<uint64_t> session_ids;
+  std::vector<uint32_t> shard_ids;
+};
+
 /// Outlives the daemon in the ledger: who adds a field adds it in ledger.cc, too.
 struct StepRequest {
   uint64_t session_id = 0;
@@ -25,6 +31,9 @@ struct StepRequest {
   /// Counts the steps that this session asks for, also those that fail: leases say which of them
   /// they follow. 0: not said.
   uint64_t call = 0;
+  /// What was not of the caller alone when the step was closed. If the step fails it is theirs
+  /// again.
+  std::vector<SummedGradients> summed;
 };
 
 }  // namespace memd

@@ -1,6 +1,7 @@
 #include "store/step/step_shards.h"
 
 #include <algorithm>
+#include <map>
 #include <utility>
 
 #include "base/failpoint.h"
@@ -15,15 +16,35 @@ bool is_still(const Entry& entry) {
 
 }  // namespace
 
+std::vector<SummedGradients> summed_gradients(const StepParts& parts, const StepRequest& request) {
+  std::map<uint64_t, SummedGradients> sums;  // by what the shards say
+  for (const StepGroup& group : request.groups) {
+    for (const uint32_t shard_id : group.shard_ids) {
+      const Contributors& contributors = parts.job.shards[shard_id].contributors;
+      if (contributors.only() == request.session_id) continue;
+      SummedGradients& sum = sums[contributors.word()];
+      if (sum.shard_ids.empty()) sum.session_ids = parts.group.sessions_of(contributors);
+      sum.shard_ids.push_back(shard_id);
+    }
+  }
+  std::vector<SummedGradients> all;
+  all.reserve(sums.size());
+  for (auto& [word, sum] : sums) all.push_back(std::move(sum));
+  return all;
+}
+
 void StepShards::seal() {
   const StateParts& job = parts_.job;
   for (size_t group = 0; group < request_.groups.size(); ++group) {
     for (const uint32_t shard_id : request_.groups[group].shard_ids) {
       group_of_[shard_id] = group;
       buckets_.insert(job.shards[shard_id].bucket);
-      seal(shard_id);
+      job.shards[shard_id].contributors = Contributors::sealed();
       parts_.journal.note_shard(shard_id);
     }
+  }
+  for (const SummedGradients& sum : request_.summed) {
+    for (const uint32_t shard_id : sum.shard_ids) summed_[shard_id] = &sum;
   }
   for (const uint32_t index : buckets_) {
     job.admission.begin_updates(job.shards.bucket(index));
@@ -33,16 +54,6 @@ void StepShards::seal() {
     job.waits.wake(value);
     job.waits.wake(*job.shards.bucket(index).gradient);
   }
-}
-
-void StepShards::seal(uint32_t shard_id) {
-  Contributors& contributors = parts_.job.shards[shard_id].contributors;
-  // An earlier daemon knew whose it is: somebody of the group.
-  auto session_ids = contributors.is_sealed() ? parts_.group.everybody_with(request_.session_id)
-                                              : parts_.group.sessions_of(contributors);
-  if (session_ids.size() != 1 || session_ids.front() != request_.session_id)
-    contributors_[shard_id] = std::move(session_ids);
-  contributors = Contributors::sealed();
 }
 
 const AdamSettings* StepShards::settings_of(uint32_t shard_id) const {
@@ -205,12 +216,12 @@ void StepShards::drop_new_values() const {
 
 void StepShards::unseal(uint32_t shard_id) const {
   Shard& shard = parts_.job.shards[shard_id];
-  const auto found = contributors_.find(shard_id);
-  shard.contributors = found == contributors_.end() ? Contributors::one(request_.session_id)
-                                                    : parts_.group.of(found->second);
+  const auto found = summed_.find(shard_id);
+  shard.contributors = found == summed_.end() ? Contributors::one(request_.session_id)
+                                              : parts_.group.of(found->second->session_ids);
   const uint64_t only = shard.contributors.only();
-  if (found == contributors_.end() || only == 0 || parts_.session(only) != nullptr) return;
-  for (const uint64_t other : found->second)
+  if (found == summed_.end() || only == 0 || parts_.session(only) != nullptr) return;
+  for (const uint64_t other : found->second->session_ids)
     parts_.group.tell(other, void_gradient(parts_.job.job_name, shard.name(), only));
 }
 

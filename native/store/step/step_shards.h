@@ -77,18 +77,20 @@ class StepShards {
   bool is_of_ended_session(const Shard& shard) const;
 
  private:
-  void seal(uint32_t shard_id);
   void unseal(uint32_t shard_id) const;
 
   const StepParts& parts_;
   const StepRequest& request_;
   const bool is_redo_;
   std::unordered_map<uint32_t, size_t> group_of_;  // by shard id
-  /// Sessions whose gradient it was, where that is not the step's session alone.
-  std::unordered_map<uint32_t, std::vector<uint64_t>> contributors_;
+  /// Whose gradient it was, where that is not the step's session alone; by shard id.
+  std::unordered_map<uint32_t, const SummedGradients*> summed_;
   std::set<uint32_t> buckets_;
   std::vector<Entry*> held_;
   bool is_past_ = false;
 };
+
+/// What StepRequest::summed says of a step that is closed now.
+std::vector<SummedGradients> summed_gradients(const StepParts& parts, const StepRequest& request);
 
 }  // namespace memd

@@ -18,6 +18,7 @@ void Steps::step(StepRequest request, StepDone done) {
   if (!status.is_ok()) {
     return refuse(request, done, status);
   }
+  request.summed = summed_gradients(parts_, request);
   std::optional<size_t> place;
   const auto& ledger = parts_.job.ledger;
   if (ledger != nullptr && !MEMD_PLANTED("ledger.step_not_recorded")) {
