@@ -67,7 +67,7 @@ CASES_OF_ANOTHER_LEDGER = (
 
 
 def ledger_of_today() -> int:
-    source = (ROOT / "native" / "store" / "journal" / "ledger.cc").read_text(encoding="utf-8")
+    source = (ROOT / "native" / "store" / "journal" / "ledger_layout.h").read_text(encoding="utf-8")
     (version,) = re.findall(r"\bkLedgerVersion = (\d+);", source)
     return int(version)
 

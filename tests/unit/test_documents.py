@@ -274,7 +274,12 @@ def test_the_table_of_a_sessions_memory_is_that_of_the_header(tmp_path: Path) ->
             "layout.h",
             ["kProtocolVersion"],
         ),
-        ("shared-memory.md", r"version (\d+), source `ledger.cc`", "ledger.cc", ["kLedgerVersion"]),
+        (
+            "shared-memory.md",
+            r"version (\d+), source `ledger_layout.h`",
+            "ledger_layout.h",
+            ["kLedgerVersion"],
+        ),
         (
             "shared-memory.md",
             r"version (\d+), source `tile_words.cc`",

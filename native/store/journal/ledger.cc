@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <bit>
-#include <concepts>
 #include <cstddef>
 #include <utility>
 
@@ -11,246 +9,18 @@
 #include "base/check.h"
 #include "base/failpoint.h"
 #include "base/units.h"
-#include "store/format/encoding.h"
+#include "store/journal/ledger_layout.h"
 
 namespace memd {
 namespace {
 
-constexpr uint64_t kLedgerMagic = 0x3130'676c'646d'656d;  // "memdlg01"
-constexpr uint32_t kLedgerVersion = 6;
-
-// Sparse: pages that nobody touched cost nothing.
-constexpr uint32_t kClaimsMax = 1u << 16;
-constexpr uint32_t kSessionsMax = 1u << 12;
-constexpr uint32_t kShardsMax = 1u << 20;
-constexpr uint32_t kLooseMax = 1u << 21;
-constexpr uint32_t kStepsMax = 16;
 // Beside the session id of a seat: SeatRecord::has_notice.
 constexpr uint64_t kSeatNotice = uint64_t{1} << 63;
-constexpr uint64_t kStepBytesMax = 16_MiB;
-constexpr uint64_t kRecordBytesMax = 256_MiB;
 // A layout is written anew when its changes are longer than itself, and than this.
 constexpr uint64_t kLayoutChangesBytesMin = 64_KiB;
 
 constexpr auto kRelease = std::memory_order_release;
 constexpr auto kAcquire = std::memory_order_acquire;
-
-struct ClaimWords {
-  std::atomic<uint64_t> segment_id;  // 0: none
-  std::atomic<uint64_t> place;       // side << 32 | index
-};
-
-struct SessionWords {
-  std::atomic<uint64_t> session_id;  // 0: none; stored last
-  uint64_t start_time;
-  uint32_t pid;
-  uint32_t uid;
-  std::atomic<uint64_t> step_committed;
-};
-
-struct ShardWords {
-  std::atomic<uint64_t> written;
-  std::atomic<uint64_t> contributors;
-  std::atomic<uint64_t> generation;
-  std::atomic<uint64_t> generation_commit;  // stored after it; the commit that it builds on
-  std::atomic<uint64_t> reset_commit;       // the last one when the shard with this id came or went
-};
-
-/// At the index of its first pin counter, which no other slot has.
-struct SlotWords {
-  // role, residency, kind, service writer: 8 bits each; owner: 32. Stored last.
-  std::atomic<uint64_t> state;
-  uint64_t offset_bytes;
-  uint64_t bytes;
-  std::atomic<uint64_t> pin_count;
-  std::atomic<uint64_t> pending_session;
-  std::atomic<uint64_t> sequence;
-};
-
-struct LooseWords {
-  std::atomic<uint64_t> sequence;  // 0: none; stored last
-  uint64_t base;                   // 0 for gradients: they build on no catalogue
-  uint64_t kind_and_index;         // kind << 32 | index
-  uint64_t owner;
-  uint64_t offset_bytes;
-  uint64_t extent_checksum;
-  uint64_t device_and_length;  // device << 32 | length
-  uint64_t checksum;           // of the six before it
-};
-static_assert(sizeof(LooseWords) == 64);
-
-/// A record of any length. `sequence` is stored last, and 0 while the bytes change.
-struct RecordPlace {
-  std::atomic<uint64_t> sequence;
-  uint64_t tag;
-  uint64_t length_bytes;
-  uint64_t checksum;  // of the bytes
-};
-
-/// Stands before each change of a layout, which follow it one after the other.
-struct ChangeHeader {
-  uint64_t sequence;  // of the layout that it changes
-  uint64_t length_bytes;
-  uint64_t checksum;
-};
-
-struct StepPlace {
-  RecordPlace record;
-  std::atomic<uint64_t> number;
-};
-
-}  // namespace
-
-struct LedgerLayout {
-  uint64_t magic;
-  uint32_t version;
-  std::atomic<uint32_t> has_tile_words;
-  uint64_t job_id;
-  uint64_t segment_bytes;
-  std::atomic<uint64_t> given_up;
-  // Nothing was ever written at or beyond these.
-  std::atomic<uint64_t> claim_end;
-  std::atomic<uint64_t> session_end;
-  std::atomic<uint64_t> pin_end;
-  std::atomic<uint64_t> loose_end;
-
-  // The grant under way.
-  alignas(64) std::atomic<uint64_t> grant_session;  // 0: none; stored last
-  uint32_t grant_shard;
-  uint32_t grant_pin;
-  uint32_t grant_tail;
-  uint32_t grant_flags;  // part, was written
-  uint64_t grant_contributors;
-
-  alignas(64) RecordPlace layout_places[2];
-  std::atomic<uint64_t> layout_ends[2];  // of the record and what has changed since; stored last
-  alignas(64) RecordPlace job_places[2];
-  alignas(64) StepPlace step_places[kStepsMax];
-  // Daemons that knew no training groups left 0 here.
-  alignas(64) std::atomic<uint64_t> group_seats[kTrainingGroupMax];
-  alignas(4096) ClaimWords claims[kClaimsMax];
-  alignas(4096) SessionWords sessions[kSessionsMax];
-  alignas(4096) ShardWords shards[kShardsMax];
-  alignas(4096) SlotWords slots[kPinCount];
-  alignas(4096) LooseWords loose[kLooseMax];
-  alignas(4096) std::byte steps[kStepsMax][kStepBytesMax];
-  alignas(4096) std::byte layouts[2][kRecordBytesMax];
-  alignas(4096) std::byte job_records[2][kRecordBytesMax];
-};
-static_assert(std::atomic<uint64_t>::is_always_lock_free);
-// Everything from here on keeps its place in ledgers of this version.
-static_assert(offsetof(LedgerLayout, claims) == 4096);
-
-namespace {
-
-template <typename... Parts>
-Status damaged(const Parts&... parts) {
-  return error(StatusCode::integrity, "the ledger is damaged: ", parts...);
-}
-
-bool is_whole(const RecordPlace& place, const std::byte* bytes, uint64_t bytes_max) {
-  const uint64_t length_bytes = place.length_bytes;
-  return place.sequence.load(kAcquire) != 0 && length_bytes <= bytes_max &&
-         hash_record({bytes, length_bytes}) == place.checksum;
-}
-
-/// The place of the newest record, or nothing. A write that was cut off has left no sequence
-/// number: a record that has one and is not whole was damaged, and the one before it is not what
-/// the rest of the ledger goes with.
-Result<std::optional<size_t>> newest(const RecordPlace (&places)[2],
-                                     const std::byte* bytes,
-                                     uint64_t bytes_max) {
-  const uint64_t first = places[0].sequence.load(kAcquire);
-  const uint64_t second = places[1].sequence.load(kAcquire);
-  if (first == 0 && second == 0) return std::optional<size_t>();
-  const size_t found = first > second ? 0 : 1;
-  if (!is_whole(places[found], bytes + found * bytes_max, bytes_max)) {
-    return damaged("a record's bytes are not those that were written");
-  }
-  return std::optional(found);
-}
-
-Status check_fits(size_t bytes, uint64_t bytes_max) {
-  if (bytes <= bytes_max) return Status::ok();
-  return error(StatusCode::capacity,
-               "a job has more to remember than its ledger holds: ",
-               bytes,
-               " > ",
-               bytes_max,
-               " bytes");
-}
-
-/// Its bytes may change from here on.
-void open(RecordPlace& place) {
-  place.sequence.store(0, kRelease);
-  // Stores that follow stay behind that one: the next daemon finds no half record that seems whole.
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-}
-
-struct RecordHead {
-  uint64_t tag;
-  uint64_t length_bytes;
-  uint64_t checksum;
-  uint64_t sequence;
-};
-
-void publish(RecordPlace& place, const RecordHead& head) {
-  place.tag = head.tag;
-  place.length_bytes = head.length_bytes;
-  place.checksum = head.checksum;
-  MEMD_FAILPOINT("ledger.record_not_published");
-  place.sequence.store(head.sequence, kRelease);
-}
-
-Status write_at(RecordPlace& place,
-                std::byte* into,
-                uint64_t bytes_max,
-                std::span<const std::byte> record,
-                uint64_t tag,
-                uint64_t sequence) {
-  if (Status fits = check_fits(record.size(), bytes_max); !fits.is_ok()) return fits;
-  open(place);
-  copy_bytes(into, record.data(), record.size());
-  publish(place,
-          {.tag = tag,
-           .length_bytes = record.size(),
-           .checksum = hash_record(record),
-           .sequence = sequence});
-  return Status::ok();
-}
-
-/// The mark of a shard that came or went while a commit was made: it comes after the one before,
-/// and after this one too.
-constexpr uint64_t kInCommit = ~uint64_t{0};
-
-/// Tells a commit from every other one: the catalogue on disk, and the record in memory on it; 0 is
-/// none. Never 0 or kInCommit.
-uint64_t commit_mark(uint64_t base, uint64_t record_sequence) {
-  const uint64_t words[2] = {base, record_sequence};
-  return std::clamp<uint64_t>(hash_record(std::as_bytes(std::span(words))), 1, kInCommit - 1);
-}
-
-size_t older_of(const RecordPlace (&places)[2]) {
-  return places[0].sequence.load(std::memory_order_relaxed) <=
-                 places[1].sequence.load(std::memory_order_relaxed)
-             ? 0
-             : 1;
-}
-
-/// For the record that takes the older one's place.
-uint64_t next_sequence(const RecordPlace (&places)[2]) {
-  return places[1 - older_of(places)].sequence.load(std::memory_order_relaxed) + 1;
-}
-
-Status write_older(RecordPlace (&places)[2],
-                   std::byte* bytes,
-                   uint64_t bytes_max,
-                   std::span<const std::byte> record,
-                   uint64_t tag) {
-  const size_t older = older_of(places);
-  return write_at(
-      places[older], bytes + older * bytes_max, bytes_max, record, tag, next_sequence(places));
-}
 
 void raise_to(std::atomic<uint64_t>& end, uint64_t value) {
   if (end.load(std::memory_order_relaxed) < value) end.store(value, kRelease);
@@ -273,87 +43,12 @@ uint64_t loose_checksum(const LooseWords& words) {
   return hash_record(std::as_bytes(std::span(fields)));
 }
 
-template <typename Id>
-void put_counted(FieldWriter& writer, const std::vector<Id>& ids) {
-  writer.put(static_cast<uint32_t>(ids.size()));
-  for (const Id id : ids) writer.put(id);
-}
-
-template <typename Id>
-std::vector<Id> get_counted(FieldReader& reader) {
-  std::vector<Id> ids;
-  const auto count = reader.get<uint32_t>();
-  for (uint32_t i = 0; i < count && !reader.overrun(); ++i) ids.push_back(reader.get<Id>());
-  return ids;
-}
-
-std::vector<std::byte> encode_step(const StepRequest& request) {
-  static_assert(sizeof(StepRequest) == 96, "a field was added: write and read it here");
-  std::vector<std::byte> out;
-  FieldWriter writer(out);
-  writer.put(request.session_id);
-  writer.put(request.step);
-  writer.put(request.call);
-  writer.put(static_cast<uint32_t>(request.groups.size()));
-  for (const StepGroup& group : request.groups) {
-    const AdamSettings& settings = group.settings;
-    for (const double value :
-         {settings.lr, settings.beta1, settings.beta2, settings.eps, settings.weight_decay}) {
-      writer.put(std::bit_cast<uint64_t>(value));
-    }
-    writer.put(static_cast<uint8_t>(settings.decoupled));
-    put_counted(writer, group.shard_ids);
-  }
-  writer.put(static_cast<uint32_t>(request.staged_buffers.size()));
-  for (const auto& [staged, buffer] : request.staged_buffers) {
-    writer.put(staged);
-    writer.put(buffer);
-  }
-  writer.put(static_cast<uint32_t>(request.summed.size()));
-  for (const SummedGradients& sum : request.summed) {
-    put_counted(writer, sum.session_ids);
-    put_counted(writer, sum.shard_ids);
-  }
-  return out;
-}
-
-Result<StepRequest> decode_step(std::span<const std::byte> bytes) {
-  FieldReader reader(bytes);
-  StepRequest request;
-  request.session_id = reader.get<uint64_t>();
-  request.step = reader.get<uint64_t>();
-  request.call = reader.get<uint64_t>();
-  const auto group_count = reader.get<uint32_t>();
-  for (uint32_t i = 0; i < group_count && !reader.overrun(); ++i) {
-    StepGroup group;
-    AdamSettings& settings = group.settings;
-    for (double* value :
-         {&settings.lr, &settings.beta1, &settings.beta2, &settings.eps, &settings.weight_decay}) {
-      *value = std::bit_cast<double>(reader.get<uint64_t>());
-    }
-    settings.decoupled = reader.get<uint8_t>() != 0;
-    group.shard_ids = get_counted<uint32_t>(reader);
-    request.groups.push_back(std::move(group));
-  }
-  const auto staged_count = reader.get<uint32_t>();
-  for (uint32_t i = 0; i < staged_count && !reader.overrun(); ++i) {
-    const auto staged = reader.get<uint32_t>();
-    request.staged_buffers.emplace_back(staged, reader.get<uint32_t>());
-  }
-  const auto sum_count = reader.get<uint32_t>();
-  for (uint32_t i = 0; i < sum_count && !reader.overrun(); ++i) {
-    auto session_ids = get_counted<uint64_t>(reader);
-    request.summed.push_back(
-        {.session_ids = std::move(session_ids), .shard_ids = get_counted<uint32_t>(reader)});
-  }
-  if (reader.overrun() || reader.remaining_bytes() != 0) return damaged("a closed step");
-  return request;
-}
-
 }  // namespace
 
 Ledger::Ledger(SharedMemory memory)
-    : memory_(std::move(memory)), layout_(reinterpret_cast<LedgerLayout*>(memory_.data())) {}
+    : memory_(std::move(memory)),
+      layout_(reinterpret_cast<LedgerLayout*>(memory_.data())),
+      shards_(*layout_) {}
 
 Result<std::unique_ptr<Ledger>> Ledger::create(uint64_t job_id, uint64_t segment_bytes) {
   auto memory = SharedMemory::create("memd-ledger", sizeof(LedgerLayout));
@@ -433,12 +128,7 @@ Status Ledger::check_claims() const {
 
 Status Ledger::write_layout(const JobRecord& record, const std::vector<uint32_t>& shard_ids) {
   const Owed owed(OwedPlace::journal_written);
-  std::vector<std::byte> bytes;
-  FieldWriter writer(bytes);
-  writer.put(uint64_t{shard_ids.size()});
-  for (const uint32_t shard_id : shard_ids) writer.put(shard_id);
-  const std::vector<std::byte> encoded = encode(record);
-  writer.put_bytes(encoded.data(), encoded.size());
+  const std::vector<std::byte> bytes = encode_layout(record, shard_ids);
   const size_t place = older_of(layout_->layout_places);
   // Before the record is the newest, so that it never is with changes of another one.
   layout_->layout_ends[place].store(bytes.size(), kRelease);
@@ -453,21 +143,9 @@ Status Ledger::write_layout(const JobRecord& record, const std::vector<uint32_t>
 bool Ledger::change_layout(const LayoutChange& change) {
   const Owed owed(OwedPlace::journal_written);
   if (!layout_at_) return false;
-  std::vector<std::byte> bytes(sizeof(ChangeHeader));
-  FieldWriter writer(bytes);
-  writer.put(static_cast<uint32_t>(change.removed.size()));
-  for (const uint32_t shard_id : change.removed) writer.put(shard_id);
-  writer.put(static_cast<uint32_t>(change.added_ids.size()));
-  for (const uint32_t shard_id : change.added_ids) writer.put(shard_id);
-  const std::vector<std::byte> added = encode(change.added);
-  writer.put_bytes(added.data(), added.size());
-  const std::span<const std::byte> body = std::span(bytes).subspan(sizeof(ChangeHeader));
   const RecordPlace& place = layout_->layout_places[*layout_at_];
-  const ChangeHeader header{.sequence = place.sequence.load(std::memory_order_relaxed),
-                            .length_bytes = body.size(),
-                            .checksum = hash_record(body)};
-  copy_bytes(bytes.data(), &header, sizeof(header));
-
+  const std::vector<std::byte> bytes =
+      encode_change(change, place.sequence.load(std::memory_order_relaxed));
   const uint64_t record_bytes = place.length_bytes;
   const uint64_t end = layout_->layout_ends[*layout_at_].load(std::memory_order_relaxed);
   const uint64_t changes_bytes_max = std::max(record_bytes, kLayoutChangesBytesMin);
@@ -478,33 +156,6 @@ bool Ledger::change_layout(const LayoutChange& change) {
   layout_->layout_ends[*layout_at_].store(end + bytes.size(), kRelease);
   record_bytes_written_ += bytes.size();
   return true;
-}
-
-void Ledger::note_shard(uint32_t shard_id, bool written, Contributors contributors) {
-  if (shard_id >= kShardsMax) return;  // Job::declare() refuses it
-  ShardWords& words = layout_->shards[shard_id];
-  words.contributors.store(contributors.word(), kRelease);
-  words.written.store(written ? 1 : 0, kRelease);
-}
-
-void Ledger::note_generation(uint32_t shard_id, uint64_t generation) {
-  if (shard_id >= kShardsMax) return;
-  layout_->shards[shard_id].generation.store(generation, kRelease);
-  layout_->shards[shard_id].generation_commit.store(last_commit_, kRelease);
-}
-
-void Ledger::reset_shard(uint32_t shard_id) {
-  if (shard_id >= kShardsMax) return;
-  note_shard(shard_id, false, {});
-  layout_->shards[shard_id].generation_commit.store(0, kRelease);
-  layout_->shards[shard_id].reset_commit.store(is_committing_ ? kInCommit : last_commit_, kRelease);
-  if (is_committing_) reset_ids_.push_back(shard_id);
-}
-
-uint32_t Ledger::given_ids_end(uint32_t from) const {
-  // Ids are given without gaps, and each leaves a mark: the ledger's commit is never 0.
-  while (from < kShardsMax && layout_->shards[from].reset_commit.load(kAcquire) != 0) ++from;
-  return from;
 }
 
 void Ledger::note_slot(const SlotRecord& slot) {
@@ -542,7 +193,7 @@ void Ledger::note_loose(const LooseKey& key, const ExtentRecord& extent) {
       layout_->loose_end.store(at + 1, kRelease);
     }
     LooseWords& words = layout_->loose[at];
-    words.base = key.kind == LooseKey::Kind::gradient ? 0 : base_;
+    words.base = key.kind == LooseKey::Kind::gradient ? 0 : base();
     words.kind_and_index = uint64_t{static_cast<uint8_t>(key.kind)} << 32 | key.index;
     words.owner = key.owner;
     words.offset_bytes = extent.address.offset_bytes;
@@ -560,16 +211,9 @@ void Ledger::note_loose(const LooseKey& key, const ExtentRecord& extent) {
   }
 }
 
-void Ledger::begin_commit() {
-  // Those of a commit of which nothing came are in this one.
-  settle_marks();
-  is_committing_ = true;
-}
-
 void Ledger::rebase(uint64_t tag) {
   const Owed owed(OwedPlace::journal_written);
-  base_ = tag;
-  mark_commit();
+  shards_.end_commit(tag);
   for (auto it = loose_place_of_.begin(); it != loose_place_of_.end();) {
     if (it->first.kind == LooseKey::Kind::gradient) {
       ++it;
@@ -675,24 +319,7 @@ void Ledger::publish_record(size_t bytes, uint64_t checksum, uint64_t base) {
   const uint64_t sequence = next_sequence(layout_->job_places);
   publish(layout_->job_places[older_of(layout_->job_places)],
           {.tag = base, .length_bytes = bytes, .checksum = checksum, .sequence = sequence});
-  mark_commit();
-}
-
-uint64_t Ledger::record_sequence() const {
-  const RecordPlace& newest_place = layout_->job_places[1 - older_of(layout_->job_places)];
-  return newest_place.tag == base_ ? newest_place.sequence.load(std::memory_order_relaxed) : 0;
-}
-
-void Ledger::mark_commit() {
-  last_commit_ = commit_mark(base_, record_sequence());
-  is_committing_ = false;
-  settle_marks();
-}
-
-void Ledger::settle_marks() {
-  for (const uint32_t shard_id : std::exchange(reset_ids_, {})) {
-    layout_->shards[shard_id].reset_commit.store(last_commit_, kRelease);
-  }
+  shards_.end_commit(shards_.base());
 }
 
 Result<std::optional<JobRecord>> Ledger::read_record(uint64_t base) const {
@@ -708,97 +335,7 @@ Result<std::optional<JobRecord>> Ledger::read_record(uint64_t base) const {
 
 // ---- Reading what another daemon left ----------------------------------------------------------
 
-namespace {
-
-/// The shards of a layout while its changes are applied to it, in any order.
-class LayoutShards {
- public:
-  Status add(uint32_t shard_id, ShardRecord shard) {
-    if (shard_id >= kShardsMax || place_of_[shard_id] != 0) return damaged("shard id ", shard_id);
-    ids_.push_back(shard_id);
-    shards_.push_back(std::move(shard));
-    place_of_[shard_id] = static_cast<uint32_t>(ids_.size());
-    return Status::ok();
-  }
-  Status remove(uint32_t shard_id) {
-    if (shard_id >= kShardsMax || place_of_[shard_id] == 0) {
-      return damaged("shard id ", shard_id, " is removed, and is not there");
-    }
-    if (shards_[place_of_[shard_id] - 1].kind == ShardKind::parameter) {
-      return damaged("parameter ", shard_id, " is removed");
-    }
-    const uint32_t at = std::exchange(place_of_[shard_id], 0) - 1;
-    if (at + 1 != ids_.size()) {
-      ids_[at] = ids_.back();
-      shards_[at] = std::move(shards_.back());
-      place_of_[ids_[at]] = at + 1;
-    }
-    ids_.pop_back();
-    shards_.pop_back();
-    return Status::ok();
-  }
-  void move_into(LedgerContents& contents) {
-    contents.shard_ids = std::move(ids_);
-    contents.layout.shards = std::move(shards_);
-  }
-
- private:
-  std::vector<uint32_t> ids_;
-  std::vector<ShardRecord> shards_;
-  std::vector<uint32_t> place_of_ = std::vector<uint32_t>(kShardsMax);  // from 1
-};
-
-/// Ids that are counted first.
-template <std::unsigned_integral Count>
-Result<std::vector<uint32_t>> read_ids(FieldReader& reader) {
-  const auto count = reader.get<Count>();
-  if (count > kShardsMax) return damaged(count, " shards");
-  std::vector<uint32_t> ids;
-  for (Count i = 0; i < count && !reader.overrun(); ++i) ids.push_back(reader.get<uint32_t>());
-  if (reader.overrun()) return damaged("the shards' ids");
-  return ids;
-}
-
-/// The rest of `reader`: a record of the job, of the shards with these ids.
-Result<JobRecord> read_shards(FieldReader& reader,
-                              const std::vector<uint32_t>& ids,
-                              uint64_t job_id) {
-  auto record = decode_job(reader.get_bytes(reader.remaining_bytes()));
-  if (!record.is_ok()) return record.status();
-  if (record.value().job_id != job_id || record.value().shards.size() != ids.size()) {
-    return damaged("its shards are of another job, or of another number");
-  }
-  if (record.value().names_extents()) return damaged("its shards have extents");
-  return record;
-}
-
-Status add_shards(JobRecord& record, const std::vector<uint32_t>& ids, LayoutShards& shards) {
-  for (size_t i = 0; i < ids.size(); ++i) {
-    if (Status added = shards.add(ids[i], std::move(record.shards[i])); !added.is_ok())
-      return added;
-  }
-  return Status::ok();
-}
-
-Status apply_change(std::span<const std::byte> bytes, uint64_t job_id, LayoutShards& shards) {
-  FieldReader reader(bytes);
-  const auto removed = read_ids<uint32_t>(reader);
-  if (!removed.is_ok()) return removed.status();
-  for (const uint32_t shard_id : removed.value()) {
-    if (Status status = shards.remove(shard_id); !status.is_ok()) return status;
-  }
-  const auto added = read_ids<uint32_t>(reader);
-  if (!added.is_ok()) return added.status();
-  auto record = read_shards(reader, added.value(), job_id);
-  if (!record.is_ok()) return record.status();
-  // Buckets are those of the layout that is changed, with all that they hold.
-  if (!record.value().buckets.empty()) return damaged("a change with a parameter");
-  return add_shards(record.value(), added.value(), shards);
-}
-
-}  // namespace
-
-Status Ledger::read_layout(LedgerContents& contents) const {
+Status Ledger::read_layout(LedgerContents& contents) {
   const auto newest_place = newest(layout_->layout_places, layout_->layouts[0], kRecordBytesMax);
   if (!newest_place.is_ok()) return newest_place.status();
   const auto place = newest_place.value();
@@ -807,39 +344,13 @@ Status Ledger::read_layout(LedgerContents& contents) const {
   const uint64_t record_bytes = layout_->layout_places[*place].length_bytes;
   const uint64_t end = layout_->layout_ends[*place].load(kAcquire);
   if (end < record_bytes || end > kRecordBytesMax) return damaged("its shards end at ", end);
-  const std::span<const std::byte> bytes(layout_->layouts[*place], end);
-  LayoutShards shards;
-  FieldReader reader(bytes.first(record_bytes));
-  const auto ids = read_ids<uint64_t>(reader);
-  if (!ids.is_ok()) return ids.status();
-  auto record = read_shards(reader, ids.value(), layout_->job_id);
-  if (!record.is_ok()) return record.status();
-  if (Status added = add_shards(record.value(), ids.value(), shards); !added.is_ok()) return added;
-  contents.layout = std::move(record).value();
-  for (FieldReader changes(bytes.subspan(record_bytes)); changes.remaining_bytes() != 0;) {
-    const auto changed_sequence = changes.get<uint64_t>();
-    const auto length_bytes = changes.get<uint64_t>();
-    const auto checksum = changes.get<uint64_t>();
-    const auto change = changes.get_bytes(length_bytes);
-    if (changes.overrun() || changed_sequence != sequence || hash_record(change) != checksum) {
-      return damaged("a change of its shards");
-    }
-    if (Status applied = apply_change(change, layout_->job_id, shards); !applied.is_ok())
-      return applied;
-  }
-  shards.move_into(contents);
-  if (Status status = check_shards_together(contents.layout); !status.is_ok()) return status;
+  auto layout =
+      decode_layout({layout_->layouts[*place], end}, record_bytes, sequence, layout_->job_id);
+  if (!layout.is_ok()) return layout.status();
+  contents.layout = std::move(layout.value().record);
+  contents.shard_ids = std::move(layout.value().shard_ids);
   for (const uint32_t shard_id : contents.shard_ids) {
-    ShardWords& words = layout_->shards[shard_id];
-    const uint64_t reset_commit = words.reset_commit.load(kAcquire);
-    ShardState state{.written = words.written.load(kAcquire) != 0,
-                     .contributors = Contributors::from_word(words.contributors.load(kAcquire)),
-                     .generation = std::nullopt,
-                     .is_new = reset_commit == last_commit_ || reset_commit == kInCommit};
-    if (reset_commit == kInCommit) words.reset_commit.store(last_commit_, kRelease);
-    if (base_ != 0 && words.generation_commit.load(kAcquire) == last_commit_)
-      state.generation = words.generation.load(kAcquire);
-    contents.shards[shard_id] = state;
+    contents.shards[shard_id] = shards_.adopt(shard_id);
   }
   return Status::ok();
 }
@@ -887,7 +398,7 @@ Status Ledger::read_loose(LedgerContents& contents) {
     if (sequence != 0 && loose_checksum(words) != words.checksum) return damaged("a loose extent");
     // On an older catalogue: the one on disk names the right place. Older, of the same place:
     // replaced, and the daemon died before it could note that.
-    if (sequence == 0 || words.base != (gradient ? 0 : base_) || sequence < sequences[key]) {
+    if (sequence == 0 || words.base != (gradient ? 0 : base()) || sequence < sequences[key]) {
       words.sequence.store(0, kRelease);
       free_loose_places_.push_back(at);
       continue;
@@ -930,8 +441,7 @@ Status Ledger::read_steps(LedgerContents& contents) {
 }
 
 Result<LedgerContents> Ledger::read(uint64_t base) {
-  base_ = base;
-  mark_commit();
+  shards_.end_commit(base);
   LedgerContents contents;
   contents.segment_bytes = layout_->segment_bytes;
   const uint64_t session_end = layout_->session_end.load(kAcquire);

@@ -1,10 +1,13 @@
 // A trainer's request for a step.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <span>
 #include <utility>
 #include <vector>
 
+#include "base/status.h"
 #include "optim/adam.h"
 
 namespace memd {
@@ -20,7 +23,7 @@ struct SummedGradients {
   std::vector<uint32_t> shard_ids;
 };
 
-/// Outlives the daemon in the ledger: who adds a field adds it in ledger.cc, too.
+/// Outlives the daemon in the ledger: a field that is added is encoded, too.
 struct StepRequest {
   uint64_t session_id = 0;
   std::vector<StepGroup> groups;
@@ -31,9 +34,13 @@ struct StepRequest {
   /// Counts the steps that this session asks for, also those that fail: leases say which of them
   /// they follow. 0: not said.
   uint64_t call = 0;
-  /// What was not of the caller alone when the step was closed. If the step fails it is theirs
+  /// Gradients that were not of the caller alone when the step was closed. If the step fails, they
+  /// are theirs
   /// again.
   std::vector<SummedGradients> summed;
 };
+
+std::vector<std::byte> encode_step(const StepRequest& request);
+Result<StepRequest> decode_step(std::span<const std::byte> bytes);
 
 }  // namespace memd

@@ -1,0 +1,177 @@
+#include "store/journal/job_layout.h"
+
+#include <concepts>
+#include <utility>
+
+#include "base/bulk_bytes.h"
+#include "store/format/encoding.h"
+#include "store/journal/ledger_layout.h"
+
+namespace memd {
+namespace {
+
+/// Stands before each change of a layout, which follow it one after the other.
+struct ChangeHeader {
+  uint64_t sequence;  // of the layout that it changes
+  uint64_t length_bytes;
+  uint64_t checksum;
+};
+
+/// The shards of a layout while its changes are applied to it, in any order.
+class LayoutShards {
+ public:
+  Status add(uint32_t shard_id, ShardRecord shard) {
+    if (shard_id >= kShardsMax || place_of_[shard_id] != 0) return damaged("shard id ", shard_id);
+    ids_.push_back(shard_id);
+    shards_.push_back(std::move(shard));
+    place_of_[shard_id] = static_cast<uint32_t>(ids_.size());
+    return Status::ok();
+  }
+  Status remove(uint32_t shard_id) {
+    if (shard_id >= kShardsMax || place_of_[shard_id] == 0) {
+      return damaged("shard id ", shard_id, " is removed, and is not there");
+    }
+    if (shards_[place_of_[shard_id] - 1].kind == ShardKind::parameter) {
+      return damaged("parameter ", shard_id, " is removed");
+    }
+    const uint32_t at = std::exchange(place_of_[shard_id], 0) - 1;
+    if (at + 1 != ids_.size()) {
+      ids_[at] = ids_.back();
+      shards_[at] = std::move(shards_.back());
+      place_of_[ids_[at]] = at + 1;
+    }
+    ids_.pop_back();
+    shards_.pop_back();
+    return Status::ok();
+  }
+  void move_into(JobLayout& layout) {
+    layout.shard_ids = std::move(ids_);
+    layout.record.shards = std::move(shards_);
+  }
+
+ private:
+  std::vector<uint32_t> ids_;
+  std::vector<ShardRecord> shards_;
+  std::vector<uint32_t> place_of_ = std::vector<uint32_t>(kShardsMax);  // from 1
+};
+
+/// Ids that are counted first.
+template <std::unsigned_integral Count>
+Result<std::vector<uint32_t>> read_ids(FieldReader& reader) {
+  const auto count = reader.get<Count>();
+  if (count > kShardsMax) return damaged(count, " shards");
+  std::vector<uint32_t> ids;
+  for (Count i = 0; i < count && !reader.overrun(); ++i) ids.push_back(reader.get<uint32_t>());
+  if (reader.overrun()) return damaged("the shards' ids");
+  return ids;
+}
+
+/// The rest of `reader`: a record of the job, of the shards with these ids.
+Result<JobRecord> read_shards(FieldReader& reader,
+                              const std::vector<uint32_t>& ids,
+                              uint64_t job_id) {
+  auto record = decode_job(reader.get_bytes(reader.remaining_bytes()));
+  if (!record.is_ok()) return record.status();
+  if (record.value().job_id != job_id || record.value().shards.size() != ids.size()) {
+    return damaged("its shards are of another job, or of another number");
+  }
+  if (record.value().names_extents()) return damaged("its shards have extents");
+  return record;
+}
+
+Status add_shards(JobRecord& record, const std::vector<uint32_t>& ids, LayoutShards& shards) {
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (Status added = shards.add(ids[i], std::move(record.shards[i])); !added.is_ok())
+      return added;
+  }
+  return Status::ok();
+}
+
+Status apply_change(std::span<const std::byte> bytes, uint64_t job_id, LayoutShards& shards) {
+  FieldReader reader(bytes);
+  const auto removed = read_ids<uint32_t>(reader);
+  if (!removed.is_ok()) return removed.status();
+  for (const uint32_t shard_id : removed.value()) {
+    if (Status status = shards.remove(shard_id); !status.is_ok()) return status;
+  }
+  const auto added = read_ids<uint32_t>(reader);
+  if (!added.is_ok()) return added.status();
+  auto record = read_shards(reader, added.value(), job_id);
+  if (!record.is_ok()) return record.status();
+  // Buckets are those of the layout that is changed, with all that they hold.
+  if (!record.value().buckets.empty()) return damaged("a change with a parameter");
+  return add_shards(record.value(), added.value(), shards);
+}
+
+/// All of `changes`, one after the other.
+Status apply_changes(FieldReader changes,
+                     uint64_t sequence,
+                     uint64_t job_id,
+                     LayoutShards& shards) {
+  while (changes.remaining_bytes() != 0) {
+    const auto changed_sequence = changes.get<uint64_t>();
+    const auto length_bytes = changes.get<uint64_t>();
+    const auto checksum = changes.get<uint64_t>();
+    const auto change = changes.get_bytes(length_bytes);
+    if (changes.overrun() || changed_sequence != sequence || hash_record(change) != checksum) {
+      return damaged("a change of its shards");
+    }
+    if (Status applied = apply_change(change, job_id, shards); !applied.is_ok()) return applied;
+  }
+  return Status::ok();
+}
+
+void put_ids(FieldWriter& writer, const std::vector<uint32_t>& shard_ids) {
+  for (const uint32_t shard_id : shard_ids) writer.put(shard_id);
+}
+
+}  // namespace
+
+std::vector<std::byte> encode_layout(const JobRecord& record,
+                                     const std::vector<uint32_t>& shard_ids) {
+  std::vector<std::byte> bytes;
+  FieldWriter writer(bytes);
+  writer.put(uint64_t{shard_ids.size()});
+  put_ids(writer, shard_ids);
+  const std::vector<std::byte> encoded = encode(record);
+  writer.put_bytes(encoded.data(), encoded.size());
+  return bytes;
+}
+
+std::vector<std::byte> encode_change(const LayoutChange& change, uint64_t sequence) {
+  std::vector<std::byte> bytes(sizeof(ChangeHeader));
+  FieldWriter writer(bytes);
+  writer.put(static_cast<uint32_t>(change.removed.size()));
+  put_ids(writer, change.removed);
+  writer.put(static_cast<uint32_t>(change.added_ids.size()));
+  put_ids(writer, change.added_ids);
+  const std::vector<std::byte> added = encode(change.added);
+  writer.put_bytes(added.data(), added.size());
+  const std::span<const std::byte> body = std::span(bytes).subspan(sizeof(ChangeHeader));
+  const ChangeHeader header{
+      .sequence = sequence, .length_bytes = body.size(), .checksum = hash_record(body)};
+  copy_bytes(bytes.data(), &header, sizeof(header));
+  return bytes;
+}
+
+Result<JobLayout> decode_layout(std::span<const std::byte> bytes,
+                                uint64_t record_bytes,
+                                uint64_t sequence,
+                                uint64_t job_id) {
+  LayoutShards shards;
+  FieldReader reader(bytes.first(record_bytes));
+  const auto ids = read_ids<uint64_t>(reader);
+  if (!ids.is_ok()) return ids.status();
+  auto record = read_shards(reader, ids.value(), job_id);
+  if (!record.is_ok()) return record.status();
+  if (Status added = add_shards(record.value(), ids.value(), shards); !added.is_ok()) return added;
+  const FieldReader changes(bytes.subspan(record_bytes));
+  if (Status applied = apply_changes(changes, sequence, job_id, shards); !applied.is_ok())
+    return applied;
+  JobLayout layout{.record = std::move(record).value(), .shard_ids = {}};
+  shards.move_into(layout);
+  if (Status status = check_shards_together(layout.record); !status.is_ok()) return status;
+  return layout;
+}
+
+}  // namespace memd

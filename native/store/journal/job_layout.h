@@ -1,0 +1,38 @@
+// Which shards a job has, as its ledger keeps it: a record, and the changes that were appended to
+// it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "base/status.h"
+#include "store/format/catalogue.h"
+
+namespace memd {
+
+/// `record` has no extents.
+struct JobLayout {
+  JobRecord record;
+  std::vector<uint32_t> shard_ids;  // of record.shards
+};
+
+/// Shards of a job that came or went, none of them a parameter. An id can be in both.
+struct LayoutChange {
+  std::vector<uint32_t> removed;
+  JobRecord added;  // of them only, without any extent, generation or "written"
+  std::vector<uint32_t> added_ids;
+};
+
+std::vector<std::byte> encode_layout(const JobRecord& record,
+                                     const std::vector<uint32_t>& shard_ids);
+/// `sequence` is that of the layout that it changes.
+std::vector<std::byte> encode_change(const LayoutChange& change, uint64_t sequence);
+/// `bytes` are the record, `record_bytes` long, and all changes that follow it.
+Result<JobLayout> decode_layout(std::span<const std::byte> bytes,
+                                uint64_t record_bytes,
+                                uint64_t sequence,
+                                uint64_t job_id);
+
+}  // namespace memd

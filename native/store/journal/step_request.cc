@@ -1,0 +1,90 @@
+#include "store/journal/step_request.h"
+
+#include <bit>
+
+#include "store/format/encoding.h"
+#include "store/journal/ledger_records.h"
+
+namespace memd {
+namespace {
+
+template <typename Id>
+void put_counted(FieldWriter& writer, const std::vector<Id>& ids) {
+  writer.put(static_cast<uint32_t>(ids.size()));
+  for (const Id id : ids) writer.put(id);
+}
+
+template <typename Id>
+std::vector<Id> get_counted(FieldReader& reader) {
+  std::vector<Id> ids;
+  const auto count = reader.get<uint32_t>();
+  for (uint32_t i = 0; i < count && !reader.overrun(); ++i) ids.push_back(reader.get<Id>());
+  return ids;
+}
+
+}  // namespace
+
+std::vector<std::byte> encode_step(const StepRequest& request) {
+  static_assert(sizeof(StepRequest) == 96, "a field was added: write and read it here");
+  std::vector<std::byte> out;
+  FieldWriter writer(out);
+  writer.put(request.session_id);
+  writer.put(request.step);
+  writer.put(request.call);
+  writer.put(static_cast<uint32_t>(request.groups.size()));
+  for (const StepGroup& group : request.groups) {
+    const AdamSettings& settings = group.settings;
+    for (const double value :
+         {settings.lr, settings.beta1, settings.beta2, settings.eps, settings.weight_decay}) {
+      writer.put(std::bit_cast<uint64_t>(value));
+    }
+    writer.put(static_cast<uint8_t>(settings.decoupled));
+    put_counted(writer, group.shard_ids);
+  }
+  writer.put(static_cast<uint32_t>(request.staged_buffers.size()));
+  for (const auto& [staged, buffer] : request.staged_buffers) {
+    writer.put(staged);
+    writer.put(buffer);
+  }
+  writer.put(static_cast<uint32_t>(request.summed.size()));
+  for (const SummedGradients& sum : request.summed) {
+    put_counted(writer, sum.session_ids);
+    put_counted(writer, sum.shard_ids);
+  }
+  return out;
+}
+
+Result<StepRequest> decode_step(std::span<const std::byte> bytes) {
+  FieldReader reader(bytes);
+  StepRequest request;
+  request.session_id = reader.get<uint64_t>();
+  request.step = reader.get<uint64_t>();
+  request.call = reader.get<uint64_t>();
+  const auto group_count = reader.get<uint32_t>();
+  for (uint32_t i = 0; i < group_count && !reader.overrun(); ++i) {
+    StepGroup group;
+    AdamSettings& settings = group.settings;
+    for (double* value :
+         {&settings.lr, &settings.beta1, &settings.beta2, &settings.eps, &settings.weight_decay}) {
+      *value = std::bit_cast<double>(reader.get<uint64_t>());
+    }
+    settings.decoupled = reader.get<uint8_t>() != 0;
+    group.shard_ids = get_counted<uint32_t>(reader);
+    request.groups.push_back(std::move(group));
+  }
+  const auto staged_count = reader.get<uint32_t>();
+  for (uint32_t i = 0; i < staged_count && !reader.overrun(); ++i) {
+    const auto staged = reader.get<uint32_t>();
+    request.staged_buffers.emplace_back(staged, reader.get<uint32_t>());
+  }
+  const auto sum_count = reader.get<uint32_t>();
+  for (uint32_t i = 0; i < sum_count && !reader.overrun(); ++i) {
+    auto session_ids = get_counted<uint64_t>(reader);
+    request.summed.push_back(
+        {.session_ids = std::move(session_ids), .shard_ids = get_counted<uint32_t>(reader)});
+  }
+  if (reader.overrun() || reader.remaining_bytes() != 0) return damaged("a closed step");
+  return request;
+}
+
+}  // namespace memd
