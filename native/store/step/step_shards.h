@@ -83,14 +83,14 @@ class StepShards {
   const StepRequest& request_;
   const bool is_redo_;
   std::unordered_map<uint32_t, size_t> group_of_;  // by shard id
-  /// Whose gradient it was, where that is not the step's session alone; by shard id.
+  /// By shard id. The others are the step's session's alone.
   std::unordered_map<uint32_t, const SummedGradients*> summed_;
   std::set<uint32_t> buckets_;
   std::vector<Entry*> held_;
   bool is_past_ = false;
 };
 
-/// What StepRequest::summed says of a step that is closed now.
+/// StepRequest::summed of a step that is closed now.
 std::vector<SummedGradients> summed_gradients(const StepParts& parts, const StepRequest& request);
 
 }  // namespace memd
