@@ -550,6 +550,39 @@ TEST_F(InMemoryTest, a_step_begins_only_where_the_disk_has_room_for_all_that_mem
   training.expect_equal();
 }
 
+TEST_F(InMemoryTest, a_step_of_more_tiles_than_a_turn_looks_at_needs_room_for_all) {
+  constexpr size_t kTiles = 24;
+  constexpr uint64_t kTileBytes = kTileElements * 12;
+  Heart heart(disk_, kFloorSegments + 60);
+  const uint64_t session = heart.attach(heart.open("job", 60, kQuotaBytes, durability("every:9")));
+  std::vector<ShardSpec> specs;
+  for (size_t i = 0; i < kTiles; ++i)
+    specs.push_back(parameter(concat("w", i), kTileElements, DType::bfloat16));
+  const auto ids = heart.declare(session, specs);
+  for (const uint32_t id : ids) heart.write(session, id, halves(kTileElements, id + 1));
+  ASSERT_TRUE(heart.sync(session).is_ok());
+  const auto step = [&] {
+    for (const uint32_t id : ids)
+      heart.write(session, id, halves(kTileElements, id + 50), Part::gradient);
+    return heart
+        .step({.session_id = session,
+               .groups = {{.settings = {}, .shard_ids = ids}},
+               .staged_buffers = {}})
+        .first;
+  };
+  Job& job = heart.job(session);
+  // Every tile has its place on disk and needs another one; all but the last two would fit.
+  const uint64_t used_bytes = job.space().used_bytes();
+  job.space().set_quota_bytes(used_bytes + (kTiles - 2) * kTileBytes);
+  const Status refused = step();
+  EXPECT_EQ(refused.code(), StatusCode::capacity);
+  EXPECT_NE(refused.message().find(concat(kTiles * kTileBytes, " more needed")), std::string::npos)
+      << refused.message();
+  EXPECT_TRUE(job.progress().stopped().is_ok());
+  job.space().set_quota_bytes(kQuotaBytes);
+  EXPECT_TRUE(step().is_ok());
+}
+
 TEST_F(InMemoryTest, a_gradient_is_not_spilled_into_the_room_of_a_step_that_runs) {
   Heart heart(disk_);
   const uint64_t session = heart.attach(heart.open("job", 5, kQuotaBytes, durability("every:9")));

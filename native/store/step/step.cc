@@ -215,10 +215,10 @@ void Step::write_back() {
 
 void Step::update() {
   if (is_step_) space_.take_speculative(request_.session_id);
-  if (in_memory_) {
-    if (const Status room = space_.promise(); !room.is_ok()) return fail(room);
-  }
-  update_buckets();
+  if (!in_memory_) return update_buckets();
+  space_.promise([self = shared_from_this()](const Status& room) {
+    room.is_ok() ? self->update_buckets() : self->fail(room);
+  });
 }
 
 void Step::update_buckets() {

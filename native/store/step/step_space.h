@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 
 #include "base/status.h"
 #include "store/state/speculative_bucket.h"
@@ -26,8 +28,8 @@ class StepSpace {
   /// A step in memory cannot be undone: what it may need of the disk must be there before, also
   /// where everything that is cached or stays is displaced by somebody else's need of memory. If
   /// there is too little, the speculative buckets are given back: the step alone may need less at a
-  /// time.
-  Status promise();
+  /// time. Looks at some of the tiles in each turn; the operation keeps them as they are.
+  void promise(Done done);
   /// The bucket's part; nullptr if there is none. Once.
   std::shared_ptr<SpeculativeBucket> take(uint32_t bucket);
 
@@ -38,8 +40,13 @@ class StepSpace {
   void end() const;
 
  private:
-  Status try_promise() const;
-  uint64_t bytes_needed() const;
+  struct Need;
+
+  Status try_promise(uint64_t needed_bytes) const;
+  void count_need(const std::shared_ptr<Need>& need, std::function<void(uint64_t)> then) const;
+  /// From `key` on, of the tiles that are dirty or that the step updates.
+  std::optional<uint64_t> next_tile(uint64_t key) const;
+  void add_tile(uint64_t key, Need& needed) const;
 
   const StepParts& parts_;
   const StepShards& shards_;
