@@ -129,7 +129,11 @@ Result<std::vector<ShardInfo>> Job::declare(const std::vector<ShardSpec>& specs)
   kept_.expect_shards();
   std::vector<ShardInfo> infos;
   infos.reserve(specs.size());
-  for (const ShardSpec& spec : specs) infos.push_back(info(shards_.id_of(spec.name)));
+  for (const ShardSpec& spec : specs) {
+    const uint32_t shard_id = shards_.id_of(spec.name);
+    cache_.residencies().settle_pending(*shards_[shard_id].value);
+    infos.push_back(info(shard_id));
+  }
   return infos;
 }
 

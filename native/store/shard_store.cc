@@ -271,7 +271,6 @@ Result<std::pair<std::vector<ShardInfo>, bool>> ShardStore::declare(
     uint64_t session_id, const std::vector<ShardSpec>& specs) {
   const auto job = parts_.job_of(session_id);
   if (!job.is_ok()) return job.status();
-  job.value()->cache().residencies().settle_all_pending();
   MEMD_FAILPOINT("shards.before_declared");
   const Owed owed(OwedPlace::shards_declared);
   auto infos = job.value()->declare(specs);

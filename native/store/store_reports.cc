@@ -40,12 +40,12 @@ Result<std::vector<ShardInfo>> StoreReports::shards(uint64_t job_id,
                                                     size_t count_max) const {
   Job* const job = store_.jobs.find(job_id);
   if (job == nullptr) return error(StatusCode::not_found, "there is no job with id ", job_id);
-  job->cache().residencies().settle_all_pending();
   const std::set<uint32_t> unreadable = job->unreadable_shards(store_.extents);
   std::vector<ShardInfo> infos;
   for (uint32_t shard_id = first; shard_id < job->shards().size(); ++shard_id) {
     if (infos.size() == count_max) break;
     if (job->shards()[shard_id].deleted) continue;
+    job->cache().residencies().settle_pending(*job->shards()[shard_id].value);
     infos.push_back(job->info(shard_id));
     infos.back().unreadable = unreadable.contains(shard_id);
   }
