@@ -281,6 +281,29 @@ TEST_F(JobLimits, records_of_what_was_declared_take_no_other_jobs_disk) {
   EXPECT_TRUE(synced.is_ok()) << synced.message();
 }
 
+TEST_F(JobLimits, blobs_written_again_need_room_for_two_copies_and_one_tile) {
+  constexpr uint64_t kCount = 6;
+  constexpr uint64_t kBytes = 3_MiB;
+  Heart heart(disk_);
+  const uint64_t session = heart.attach(heart.open("job", 6));
+  std::vector<ShardSpec> specs;
+  for (uint64_t i = 0; i < kCount; ++i) specs.push_back(bytes_shard(concat("blob", i), kBytes));
+  const auto ids = heart.declare(session, specs);
+  Job& job = heart.job(session);
+  job.space().set_quota_bytes(2 * kCount * kBytes + 1_MiB + job.admission().metadata_bytes());
+  uint8_t seed = 0;
+  for (const bool syncs : {true, false, false, true, false, false, true}) {
+    for (const uint32_t id : ids) heart.write(session, id, pattern(kBytes, ++seed));
+    if (!syncs) continue;
+    const Status synced = heart.sync(session);
+    ASSERT_TRUE(synced.is_ok()) << synced.message();
+  }
+  for (uint64_t i = 0; i < kCount; ++i) {
+    EXPECT_EQ(heart.read<uint8_t>(session, ids[i]),
+              pattern(kBytes, static_cast<uint8_t>(seed - kCount + 1 + i)));
+  }
+}
+
 TEST_F(JobLimits, a_catalogue_on_disk_counts_until_the_next_one_is) {
   Heart heart(disk_);
   const uint64_t session = heart.attach(heart.open("job"));

@@ -273,7 +273,10 @@ TEST_F(ServerTest, clients_in_many_threads_read_what_each_of_them_put) {
         fill(client, shard, value);
         expect_filled(client, shard, value);
         EXPECT_TRUE(client.session->prefetch(shard).is_ok());
-        if (round == 3) EXPECT_TRUE(server_->sync(client.session_id, 20).is_ok());
+        if (round == 3) {
+          const auto synced = server_->sync(client.session_id, 20);
+          EXPECT_TRUE(synced.is_ok()) << synced.status().message();
+        }
         EXPECT_EQ(statistics().jobs.size(), 1u);
       }
       const auto leases = server_->detach(client.session_id);

@@ -362,6 +362,21 @@ Status TileTasks::reserve(const TileTask& task, uint64_t length_bytes, ExtentRec
   return Status::ok();
 }
 
+/// A tile's old extents go when its new ones are written: where several are replaced at once, those
+/// that find no room wait for the others.
+bool TileTasks::may_find_extents_later(const Running& running, const Status& status) const {
+  return status.code() == StatusCode::capacity && !running.is_speculative() &&
+         running_count_ > short_of_extents_.size() + 1;
+}
+
+void TileTasks::try_short_of_extents() {
+  for (size_t count = short_of_extents_.size(); count > 0 && !short_of_extents_.empty(); --count) {
+    const std::shared_ptr<Running> running = std::move(short_of_extents_.front());
+    short_of_extents_.pop_front();
+    work(running);
+  }
+}
+
 /// The state that a worker publishes for a tile that stays; without an offset, none.
 TileState TileTasks::state_in_memory(const Running& running) const {
   if (!running.record || (!running.stays && !running.bytes.begin_piece)) return {};
@@ -374,6 +389,7 @@ TileState TileTasks::state_in_memory(const Running& running) const {
 void TileTasks::work(const std::shared_ptr<Running>& running) {
   decide_whether_it_stays(*running);
   if (Status reserved = reserve_extents(*running); !reserved.is_ok()) {
+    if (may_find_extents_later(*running, reserved)) return short_of_extents_.push_back(running);
     return finish(running, reserved);
   }
   MEMD_FAILPOINT("tile.extents_reserved");
@@ -583,6 +599,7 @@ void TileTasks::finish(const std::shared_ptr<Running>& running, const Status& st
   --running_count_;
   if (!running->stays) running_bytes_ -= running->held_bytes();
   MEMD_FAILPOINT("tile.recorded");
+  try_short_of_extents();
   const Done done = std::move(running->task.done);
   done(status);
 }

@@ -21,8 +21,8 @@ namespace memd {
 /// kTilesInFlight); a task takes all its memory at once, so that none waits for another while it
 /// holds some.
 ///
-/// A task waits for memory, then reads, waits for a worker, works, and writes. It reads again what
-/// does not match its checksum.
+/// A task waits for memory, then reads, waits for extents and a worker, works, and writes. It reads
+/// again what does not match its checksum.
 class TileTasks {
  public:
   /// Gives up speculative values where a task finds no room. False: there are none.
@@ -63,6 +63,8 @@ class TileTasks {
   void decide_whether_it_stays(Running& running);
   Status reserve_extents(Running& running);
   Status reserve(const TileTask& task, uint64_t length_bytes, ExtentRecord* extent);
+  bool may_find_extents_later(const Running& running, const Status& status) const;
+  void try_short_of_extents();
   void prepare_words(Running& running);
   TileState state_in_memory(const Running& running) const;
   void run_on_worker(Running& running, const TileState& state) const;
@@ -80,6 +82,7 @@ class TileTasks {
   const StateParts parts_;
   const Reclaim reclaim_;
   std::deque<TileTask> waiting_;
+  std::deque<std::shared_ptr<Running>> short_of_extents_;  // of those that run
   uint32_t running_count_ = 0;
   uint64_t running_bytes_ = 0;  // of the private side, without tiles that are to stay
 };
