@@ -186,7 +186,7 @@ TEST(DurabilityRoom, a_dirty_tile_in_the_last_segment_is_written_before_the_aren
   Job& job = heart.job(session);
   Arena& side = job.memory()->private_side();
   ASSERT_EQ(job.tiles().count(), 3U);
-  ASSERT_EQ(job.tiles().dirty_keys(), std::vector<uint64_t>{tile_key(1, 0)});
+  ASSERT_EQ(testing::dirty_keys(job.tiles()), std::vector<uint64_t>{tile_key(1, 0)});
   ASSERT_GT(side.capacity_bytes(), job.memory()->private_floor_bytes());
   // Clean tiles free more than a segment in front of the dirty one, and nothing behind it.
   ASSERT_GT(*job.tiles().offset_of(tile_key(1, 0)), 4_MiB);
@@ -255,7 +255,7 @@ TEST_P(DurabilityTest, a_power_cut_leaves_the_last_commit_on_disk) {
         on_disk = training.twins;
       }
       EXPECT_EQ(report.durable_step, chosen.is_none() ? 0 : durable_step);
-      const uint64_t dirty = training.job().tiles().dirty_keys().size();
+      const uint64_t dirty = testing::dirty_keys(training.job().tiles()).size();
       const bool on_disk_now = durable_step == step || !chosen.is_in_memory();
       const bool some = GetParam().staying == 1 && !on_disk_now;
       if (some) {

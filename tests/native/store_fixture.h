@@ -491,6 +491,14 @@ class Heart {
 };
 
 /// Of an idle job: each byte of its quota, its arena and its private side is something's.
+/// Ascending.
+inline std::vector<uint64_t> dirty_keys(const PrivateTiles& tiles) {
+  std::vector<uint64_t> keys;
+  for (auto dirty = tiles.next_dirty(0); dirty; dirty = tiles.next_dirty(dirty->key + 1))
+    keys.push_back(dirty->key);
+  return keys;
+}
+
 inline void expect_all_bytes_held(Job& job) {
   uint64_t named_bytes = 0;
   job.shards().for_each_replica([&](Replica& each) { named_bytes += each.length_bytes(); });

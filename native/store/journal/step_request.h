@@ -35,8 +35,7 @@ struct StepRequest {
   /// they follow. 0: not said.
   uint64_t call = 0;
   /// Gradients that were not of the caller alone when the step was closed. If the step fails, they
-  /// are theirs
-  /// again.
+  /// are these sessions' again.
   std::vector<SummedGradients> summed;
 };
 

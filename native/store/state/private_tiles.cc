@@ -18,13 +18,6 @@ bool PrivateTiles::has_dirty(uint32_t bucket, size_t tile_count) const {
   return first && first->key < tile_key(bucket, tile_count);
 }
 
-std::vector<uint64_t> PrivateTiles::dirty_keys() const {
-  std::vector<uint64_t> keys;
-  keys.reserve(dirty_.size());
-  for (const auto& [key, dirtied_before] : dirty_) keys.push_back(key);
-  return keys;
-}
-
 std::optional<PrivateTiles::Dirty> PrivateTiles::next_dirty(uint64_t key) const {
   const auto found = dirty_.lower_bound(key);
   if (found == dirty_.end()) return std::nullopt;

@@ -8,7 +8,6 @@
 #include <optional>
 #include <unordered_map>
 #include <unordered_set>
-#include <vector>
 
 #include "arena/arena.h"
 #include "store/state/tile_words.h"
@@ -51,8 +50,6 @@ class PrivateTiles {
   bool has_dirty() const { return !dirty_.empty(); }
   /// Whether any of the tiles `tile_key(bucket, 0)` to `tile_count` is.
   bool has_dirty(uint32_t bucket, size_t tile_count) const;
-  /// Ascending.
-  std::vector<uint64_t> dirty_keys() const;
   /// Tiles that became dirty so far.
   uint64_t dirtied_count() const { return dirtied_count_; }
   struct Dirty {
