@@ -130,13 +130,15 @@ TEST_F(BesideTest, while_one_job_commits_another_takes_no_extent_that_the_disk_s
 }
 
 TEST_F(BesideTest, who_commits_waits_for_no_more_than_the_commits_that_were_there) {
-  Heart heart(disk_, 2 * kFloorSegments + 16);
-  const uint64_t flooding_id = heart.open("flooding", 4, kQuota);
+  Heart heart(disk_, 3 * kFloorSegments + 16);
+  // Two of them: one alone never waits with its next commit when the last one ends.
+  const std::vector<uint64_t> flooding_ids{heart.open("flooding", 4, kQuota),
+                                           heart.open("flooding too", 4, kQuota)};
   const uint64_t other = heart.attach(heart.open("other", 4, kQuota));
-  bool is_over = false;
   uint64_t flood_count = 0;
+  uint64_t flood_end = 0;
   std::function<void(uint64_t)> flood = [&](uint64_t session) {
-    if (is_over) return;
+    if (flood_count == flood_end) return;
     heart.declare(session, {bytes_shard(concat("blob", flood_count++), 0)});
     heart.store().operations().sync(session,
                                     [&flood, session](const Status& status, const StepReport&) {
@@ -144,19 +146,22 @@ TEST_F(BesideTest, who_commits_waits_for_no_more_than_the_commits_that_were_ther
                                       flood(session);
                                     });
   };
-  for (int i = 0; i < 4; ++i) flood(heart.attach(flooding_id));
-  heart.turns();
+  std::vector<uint64_t> flooding;
+  for (int i = 0; i < 4; ++i) {
+    for (const uint64_t job_id : flooding_ids) flooding.push_back(heart.attach(job_id));
+  }
   for (int round = 0; round < 20; ++round) {
-    const uint64_t flooded_before = flood_count;
+    // As many commits as would hide the one that waits, were they first.
+    flood_end = flood_count + 40;
+    for (const uint64_t session : flooding) flood(session);
+    ASSERT_TRUE(heart.until([&] { return flood_count + 30 > flood_end; }));
     const uint64_t before = heart.extents().superblock().sequence;
     heart.declare(other, {bytes_shard(concat("blob", round), 0)});
     ASSERT_TRUE(heart.sync(other).is_ok());
-    EXPECT_LE(heart.extents().superblock().sequence - before, 3u)
-        << "the one that runs, the flooding job's next, and its own";
-    EXPECT_TRUE(heart.until([&] { return flood_count > flooded_before; }));
+    EXPECT_LE(heart.extents().superblock().sequence - before, 4u)
+        << "the one that runs, each flooding job's next, and its own";
+    ASSERT_TRUE(heart.until([&] { return heart.store().is_idle(); }));
   }
-  is_over = true;
-  ASSERT_TRUE(heart.until([&] { return heart.store().is_idle(); }));
 }
 
 TEST_F(BesideTest, a_job_that_is_opened_while_another_commits_keeps_its_number_for_itself) {

@@ -266,9 +266,10 @@ class Job:
 
 
 class FakeLease:
-    def __init__(self, shard: Shard, mode: int) -> None:
+    def __init__(self, shard: Shard, mode: int, *, ends: Callable[[], None]) -> None:
         self._shard = shard
         self._mode = mode
+        self._ends = ends
         self._bytes = bytearray(len(shard.value)) if mode == MODE_OVERWRITE else shard.value
 
     def memory(self) -> memoryview:
@@ -278,9 +279,11 @@ class FakeLease:
         self._shard.value = self._bytes
         if self._mode == MODE_OVERWRITE:
             self._shard.info.written = True
+        self._ends()
 
     def discard(self) -> None:
         self._bytes = self._shard.value
+        self._ends()
 
 
 class FakeServer:
@@ -318,6 +321,8 @@ class FakeServer:
         self.detached_before_redo: set[int] | None = None
         self.disk_error = ""  # of the steps to come
         self.calls: Counter[str] = Counter()
+        self.leases_begun = 0
+        self.leases_ended = 0
         self.before_sync: Callable[[], object] = lambda: None
         self.expected: list[tuple[AdamSettings, list[int]]] = []
         self.moments: dict[int, tuple[bytearray, bytearray]] = {}
@@ -480,7 +485,13 @@ class FakeServer:
     def lease(
         self, session_id: int, shard_id: int, *, part: int = 0, mode: int = 0, timeout_s: float
     ) -> FakeLease:
-        return FakeLease(self._job(session_id).by_id(shard_id), mode)
+        with self._lock:
+            self.leases_begun += 1
+        return FakeLease(self._job(session_id).by_id(shard_id), mode, ends=self._end_lease)
+
+    def _end_lease(self) -> None:
+        with self._lock:
+            self.leases_ended += 1
 
     def read_moments(
         self,

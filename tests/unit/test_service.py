@@ -710,13 +710,17 @@ def test_a_put_that_breaks_off_changes_nothing(service: Service) -> None:
     caller = service.caller()
     session_id = caller.attach().session_id
     caller.put(session_id, blob("x", 4), [b"good"])
+    server = service.server
 
     def broken() -> Iterator[tensor_pb2.PutRequest]:
         yield tensor_pb2.PutRequest(session_id=session_id, spec=blob("x", 4), data=b"ba")
+        wait_until(lambda: server.leases_begun == 2)
         raise ConnectionAbortedError
 
     with pytest.raises(grpc.RpcError):
         caller.call(caller.tensors.Put, broken())
+    # The caller hears of the end first.
+    wait_until(lambda: server.leases_ended == 2)
     assert caller.get(session_id, "x") == b"good"
 
 
