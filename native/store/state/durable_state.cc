@@ -52,6 +52,7 @@ void DurableState::abandon_commit() {
 void DurableState::fail_commit() {
   parts_.snapshot.abandon();
   parts_.space.fail_commit();
+  ++failed_commit_count_;
 }
 
 void DurableState::committed(uint64_t catalogue_tag) {

@@ -56,6 +56,8 @@ class DurableState final : public CatalogueSource {
   std::vector<std::byte> take_encoded() override;
   void abandon_commit() override;
   void fail_commit() override;
+  /// Commits of which nobody knows whether the disk has them.
+  uint64_t failed_commit_count() const { return failed_commit_count_; }
   void committed(uint64_t catalogue_tag) override;
   bool release_superseded(ExtentStore& extents, size_t count) override;
 
@@ -64,6 +66,7 @@ class DurableState final : public CatalogueSource {
   DurableJob durable_;
   uint64_t durable_bytes_ = 0;
   uint64_t committing_bytes_ = 0;
+  uint64_t failed_commit_count_ = 0;
   bool is_changed_ = false;
 };
 

@@ -272,9 +272,9 @@ void Step::commit() {
     parts_.gate.drop_gradients(buckets(),
                                [](const Shard& shard) { return shard.contributors.is_sealed(); });
   }
-  const bool was_broken = !job.extents.broken().is_ok();
-  commit_to_disk([self = shared_from_this(), was_broken](const Status& status) {
-    if (!status.is_ok()) self->take_back(was_broken);
+  const uint64_t failed_count = job.durable.failed_commit_count();
+  commit_to_disk([self = shared_from_this(), failed_count](const Status& status) {
+    if (!status.is_ok()) self->take_back(failed_count);
     self->advance(status);
   });
 }
@@ -286,7 +286,7 @@ void Step::count() {
   if (place_) parts_.job.ledger->note_committing(*place_, progress.committed_step());
 }
 
-void Step::take_back(bool was_broken) {
+void Step::take_back(uint64_t failed_count) {
   const StateParts& job = parts_.job;
   shards_.take_back_generations();
   if (is_step_) {
@@ -298,7 +298,7 @@ void Step::take_back(bool was_broken) {
   job.durable.note_change();
   // Memory would say N, and the disk maybe N + 1: the next daemon starts the job from disk. A sync
   // leaves both at N, and the catalogue's tag says which of them the ledger builds on.
-  const bool is_outcome_unknown = is_step_ && !was_broken && !job.extents.broken().is_ok();
+  const bool is_outcome_unknown = is_step_ && job.durable.failed_commit_count() != failed_count;
   if (is_outcome_unknown && job.ledger != nullptr) job.ledger->give_up();
 }
 

@@ -108,7 +108,8 @@ class Step : public std::enable_shared_from_this<Step> {
   void commit_in_memory();
   void count();
   void commit_to_disk(Done done);
-  void take_back(bool was_broken);
+  /// `failed_count`: failed_commit_count() before the commit.
+  void take_back(uint64_t failed_count);
   void publish();
   void end_mirror(const Status& status);
   void undo(const Status& why);
