@@ -22,7 +22,7 @@ namespace {
 constexpr uint64_t kDeviceBytes = 16_MiB;
 constexpr uint64_t kDataBytes = 6_MiB;
 // Beside a first state of some 40 KiB, which doubles with the moments: room for a second one and
-// little more. With 144 KiB one seed of twelve found no 16 KiB in one piece among 52 that were free.
+// little more. With 144 KiB one seed of twelve found no 16 KiB in one piece among 52 free ones.
 constexpr uint64_t kFreeBytes = 176_KiB;
 
 /// When a daemon is killed: at the `event_count`-th of its events from now on, or with the
