@@ -68,7 +68,11 @@ void Runner::turn() {
     workers_.reap() > 0 ? void(worked = true) : std::this_thread::yield();
   }
   testing::replace_released(store_->memory());
-  if (!store_->advance() && !reaped && !worked) std::this_thread::yield();
+  if (store_->advance() || reaped || worked) return;
+  // A read that failed is tried again after a while, and no time passes here but this.
+  const uint64_t due_ns = extents_.next_ns();
+  if (due_ns > clock_.now_ns()) clock_.advance(due_ns - clock_.now_ns());
+  std::this_thread::yield();
 }
 
 void Runner::until(const char* what, const std::function<bool()>& holds) {
