@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,21 +18,28 @@ class NameUses:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._use_counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._use_counts: dict[str, int] = {}
         self._deleting: set[str] = set()
 
+    # A get passes through both: with a Counter and the Condition's own methods they took 1.5 µs.
     def begin_use(self, names: Sequence[str]) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._deleting.isdisjoint(names))
-            self._use_counts.update(names)
+        counts = self._use_counts
+        with self._lock:
+            if self._deleting:
+                self._changed.wait_for(lambda: self._deleting.isdisjoint(names))
+            for name in names:
+                counts[name] = counts.get(name, 0) + 1
 
     def end_use(self, names: Sequence[str]) -> None:
-        with self._changed:
-            self._use_counts.subtract(names)
+        counts = self._use_counts
+        with self._lock:
             for name in names:
-                if self._use_counts[name] == 0:
-                    del self._use_counts[name]
+                if counts[name] == 1:
+                    del counts[name]
+                else:
+                    counts[name] -= 1
             if self._deleting:
                 self._changed.notify_all()
 
