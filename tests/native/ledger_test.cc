@@ -53,10 +53,10 @@ ShardRecord blob_record(const std::string& name, uint64_t bytes) {
           .shape = {bytes}};
 }
 
-/// Where a daemon dies that makes a commit.
+/// The moment at which a daemon dies, before, in or after a commit.
 enum class Dies : uint8_t { before_commit, before_it_is_told, after_it, after_the_next_began };
 
-/// What the next daemon reads after a commit during which shard 2 came; shard 1 came before.
+/// The next daemon reads a ledger: shard 1 came before the commit, shard 2 during it.
 LedgerContents read_after_a_commit(Dies dies, bool is_on_disk) {
   constexpr uint64_t kTag = 9;
   constexpr uint64_t kNextTag = 10;

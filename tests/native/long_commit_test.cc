@@ -95,7 +95,7 @@ class LongCommitTest : public ::testing::Test {
     ASSERT_TRUE(is_running());
     ASSERT_EQ(heart_->faults().started_count(), started_count) << "it writes already";
   }
-  /// Of a daemon that starts after a power cut; nothing where it does not know the job.
+  /// A daemon that starts after a power cut reads these; nothing where it does not know the job.
   std::optional<Blobs> blobs_on_disk(const std::string& job) {
     auto copy = std::make_shared<MemoryDisk>(*disk_);
     copy->crash([](const UnsyncedWrite&) { return false; });
@@ -282,7 +282,7 @@ TEST_F(FailedCommitTest, on_volumes_that_were_fenced_meanwhile_it_writes_nothing
 }
 
 TEST_F(FailedCommitTest, that_the_disk_may_have_is_found_out_by_the_next_daemon) {
-  // Of the two syncs of a commit the last one.
+  // A commit syncs twice; the second sync fails.
   const Status failed = fail_step([&] {
     heart_->faults().add_fault(
         {.kind = MemoryFaultKind::error, .io_kind = IoKind::sync, .skip_count = 1});

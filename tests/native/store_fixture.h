@@ -490,7 +490,6 @@ class Heart {
   std::unique_ptr<ShardStore> store_;
 };
 
-/// Of an idle job: each byte of its quota, its arena and its private side is something's.
 /// Ascending.
 inline std::vector<uint64_t> dirty_keys(const PrivateTiles& tiles) {
   std::vector<uint64_t> keys;
@@ -499,6 +498,7 @@ inline std::vector<uint64_t> dirty_keys(const PrivateTiles& tiles) {
   return keys;
 }
 
+/// Each byte of an idle job's quota, arena and private side is something's.
 inline void expect_all_bytes_held(Job& job) {
   uint64_t named_bytes = 0;
   job.shards().for_each_replica([&](Replica& each) { named_bytes += each.length_bytes(); });
