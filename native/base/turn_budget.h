@@ -26,8 +26,10 @@ class TurnBudget {
   TurnBudget& operator=(const TurnBudget&) = delete;
 
   /// A turn begins.
-  void begin() {
-    end_ns_ = clock_ == nullptr ? kNoEnd : clock_->now_ns() + kTurnNs;
+  void begin() { begin(clock_ == nullptr ? 0 : clock_->now_ns()); }
+  /// For a caller that has just read the clock.
+  void begin(uint64_t now_ns) {
+    end_ns_ = clock_ == nullptr ? kNoEnd : now_ns + kTurnNs;
     is_cut_ = false;
   }
   /// From here on there is no bound.

@@ -2,10 +2,11 @@
 #pragma once
 
 #include <array>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <string_view>
+
+#include "base/clock.h"
 
 namespace memd {
 
@@ -29,24 +30,27 @@ static_assert(static_cast<size_t>(TurnPhase::upkeep) + 1 == kTurnPhaseNames.size
 /// Seconds by the wall, one for each phase.
 using TurnPhaseSeconds = std::array<double, kTurnPhaseNames.size()>;
 
-/// Splits a turn into its phases. By the wall: that clock costs a tenth of the one that counts a
-/// thread's processor time, and a turn has nine of these reads.
+/// Splits a turn into its phases, by the wall: a read of the clock that counts a thread's processor
+/// time costs 18 times as much. Only the parts that had something to do read it: an idle turn of
+/// 20 parts took 0.5 µs for nothing else.
 class TurnPhases {
  public:
-  void begin() {
-    last_ = std::chrono::steady_clock::now();
+  /// A turn begins, at SteadyClock's `now_ns`.
+  void begin(uint64_t now_ns) {
+    last_ns_ = now_ns;
     seconds_.fill(0);
   }
-  /// The time since the phase before ended, or the turn began, was `phase`'s.
+  /// A part had something to do: the time since the last one that had, or since the turn began, was
+  /// `phase`'s.
   void end(TurnPhase phase) {
-    const auto now = std::chrono::steady_clock::now();
-    seconds_[static_cast<size_t>(phase)] += std::chrono::duration<double>(now - last_).count();
-    last_ = now;
+    const uint64_t now_ns = SteadyClock().now_ns();
+    seconds_[static_cast<size_t>(phase)] += static_cast<double>(now_ns - last_ns_) * 1e-9;
+    last_ns_ = now_ns;
   }
   const TurnPhaseSeconds& seconds() const { return seconds_; }
 
  private:
-  std::chrono::steady_clock::time_point last_{};
+  uint64_t last_ns_ = 0;
   TurnPhaseSeconds seconds_{};
 };
 

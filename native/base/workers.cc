@@ -64,6 +64,7 @@ void Workers::submit_pieces(JobId job,
 }
 
 size_t Workers::reap() {
+  if (open_count_ == 0) return 0;
   {
     const std::lock_guard lock(mutex_);
     std::move(finished_.begin(), finished_.end(), std::back_inserter(reaped_));

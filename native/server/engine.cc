@@ -194,24 +194,24 @@ bool Engine::advance(TurnPhases& phases) {
 
 bool Engine::take_completions(TurnPhases& phases) {
   io_->begin_batch();
-  const bool progress = io_->reap() > 0;
+  if (io_->reap() == 0) return false;
   phases.end(TurnPhase::io);
-  return progress;
+  return true;
 }
 
 bool Engine::take_finished_work(TurnPhases& phases) {
-  const bool progress = workers_->reap() > 0;
-  store_->grant_filled();
-  phases.end(TurnPhase::work);
+  bool progress = workers_->reap() > 0;
+  progress |= store_->grant_filled();
+  if (progress) phases.end(TurnPhase::work);
   return progress;
 }
 
 bool Engine::advance_store(TurnPhases& phases) { return store_->advance(phases); }
 
 bool Engine::give_to_devices(TurnPhases& phases) {
-  const bool progress = io_->end_batch();
+  if (!io_->end_batch()) return false;
   phases.end(TurnPhase::io);
-  return progress;
+  return true;
 }
 
 bool Engine::is_idle() const { return store_->is_idle() && io_->statistics().in_flight_count == 0; }

@@ -46,24 +46,23 @@ Status ServerThread::start() {
 
 void ServerThread::run() {
   uint64_t idle_since_ns = 0;
-  turn_clock_.begin();
+  uint64_t now_ns = turn_clock_.begin();
   while (!stopping_.load(std::memory_order_acquire)) {
     heartbeat_.fetch_add(1, std::memory_order_relaxed);
-    engine_->turn().begin();
+    engine_->turn().begin(now_ns);
     const bool progress = circle_.run(
         kParts.size(), engine_->turn(), [this](size_t part) { return (this->*kParts[part])(); });
     if (progress) {
-      turn_clock_.end();
+      now_ns = turn_clock_.end();
       idle_since_ns = 0;
       continue;
     }
-    const uint64_t now_ns = engine_->clock().now_ns();
+    now_ns = turn_clock_.begin();
     if (idle_since_ns == 0) idle_since_ns = now_ns;
-    if (now_ns - idle_since_ns >= kSpinNs) {
-      sleep();
-      idle_since_ns = 0;
-    }
-    turn_clock_.begin();
+    if (now_ns - idle_since_ns < kSpinNs) continue;
+    sleep();
+    idle_since_ns = 0;
+    now_ns = turn_clock_.begin();
   }
 }
 
@@ -81,7 +80,7 @@ bool ServerThread::run_commands() {
     progress = true;
     if (!taken_commands_.empty() && engine_->turn().is_spent()) break;
   }
-  turn_clock_.phases().end(TurnPhase::commands);
+  if (progress) turn_clock_.phases().end(TurnPhase::commands);
   return progress;
 }
 

@@ -16,6 +16,12 @@ Job* Jobs::find(const std::string& name) const {
   return nullptr;
 }
 
+Job* Jobs::find_behind(uint64_t job_id) const {
+  if (all_.empty()) return nullptr;
+  const auto behind = all_.upper_bound(job_id);
+  return (behind == all_.end() ? all_.begin() : behind)->second.get();
+}
+
 Job& Jobs::put(std::unique_ptr<Job> job) {
   auto& place = all_[job->job_id()];
   place = std::move(job);

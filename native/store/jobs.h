@@ -1,11 +1,12 @@
 // The table of a daemon's jobs.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "store/job.h"
@@ -17,13 +18,16 @@ namespace memd {
 /// thread calls everything; nothing blocks.
 class Jobs final : public VerifiedJobs {
  public:
-  using Map = std::unordered_map<uint64_t, std::unique_ptr<Job>>;
+  using Map = std::map<uint64_t, std::unique_ptr<Job>>;
 
   Map::const_iterator begin() const { return all_.begin(); }
   Map::const_iterator end() const { return all_.end(); }
   /// nullptr where there is none.
   Job* find(uint64_t job_id) const;
   Job* find(const std::string& name) const;
+  /// The next in the circle of all: it begins anew behind the last. nullptr where there is none.
+  Job* find_behind(uint64_t job_id) const;
+  size_t count() const { return all_.size(); }
   /// Takes the place of the one with its id.
   Job& put(std::unique_ptr<Job> job);
   void remove(uint64_t job_id) { all_.erase(job_id); }

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
-#include <vector>
 
 #include "base/bulk_bytes.h"
 #include "base/units.h"
@@ -41,9 +40,9 @@ bool TurnParts::advance(TurnPhases& phases) {
   };
   bool progress = grant_filled();
   progress |= circle_.run(kParts.size(), uses_.turn, [&](size_t part) {
-    const bool had = (this->*kParts[part].run)();
+    if (!(this->*kParts[part].run)()) return false;
     phases.end(kParts[part].phase);
-    return had;
+    return true;
   });
   end_turn();
   return progress;
@@ -51,53 +50,54 @@ bool TurnParts::advance(TurnPhases& phases) {
 
 bool TurnParts::grant_filled() {
   bool progress = false;
-  for (const uint64_t id : uses_.jobs.ids()) {
-    Job* const job = uses_.jobs.find(id);  // a grant may drop another one
-    if (job != nullptr) progress |= job->cache().leases().grant_filled();
+  uint64_t job_id = 0;
+  // A grant may drop another job: then one is asked twice.
+  for (size_t left = uses_.jobs.count(); left > 0; --left) {
+    Job* const job = uses_.jobs.find_behind(job_id);
+    if (job == nullptr) break;
+    job_id = job->job_id();
+    progress |= job->cache().leases().grant_filled();
   }
   return progress;
 }
 
 template <typename Visit>
 bool TurnParts::visit_jobs(uint64_t& last, const Visit& visit) {
-  std::vector<uint64_t> ids = uses_.jobs.ids();
-  const auto distance = [last](uint64_t id) { return id - last - 1; };
-  std::sort(ids.begin(), ids.end(), [&](uint64_t one, uint64_t other) {
-    return distance(one) < distance(other);
-  });
   bool progress = false;
-  for (const uint64_t id : ids) {
-    if (uses_.jobs.find(id) == nullptr || !visit(id)) continue;
+  uint64_t job_id = last;
+  for (size_t left = uses_.jobs.count(); left > 0; --left) {
+    Job* const job = uses_.jobs.find_behind(job_id);
+    if (job == nullptr) break;
+    job_id = job->job_id();
+    if (!visit(*job)) continue;
     progress = true;
-    last = id;
+    last = job_id;
     if (uses_.turn.is_spent()) break;
   }
   return progress;
 }
 
 bool TurnParts::start_tiles() {
-  return visit_jobs(tiles_last_, [this](uint64_t id) {
-    return uses_.jobs.find(id)->state().tasks().advance(uses_.turn);
-  });
+  return visit_jobs(tiles_last_,
+                    [this](Job& job) { return job.state().tasks().advance(uses_.turn); });
 }
 
 bool TurnParts::advance_leases() {
-  return visit_jobs(leases_last_, [this](uint64_t id) {
-    return uses_.jobs.find(id)->cache().leases().advance(uses_.turn);
-  });
+  return visit_jobs(leases_last_,
+                    [this](Job& job) { return job.cache().leases().advance(uses_.turn); });
 }
 
 bool TurnParts::look_ahead() {
-  return visit_jobs(ahead_last_, [this](uint64_t id) {
-    return uses_.jobs.find(id)->cache().prefetcher().look_ahead();
-  });
+  return visit_jobs(ahead_last_, [](Job& job) { return job.cache().prefetcher().look_ahead(); });
 }
 
 bool TurnParts::advance_conditions() {
-  return visit_jobs(conditions_last_, [this](uint64_t id) {
+  return visit_jobs(conditions_last_, [this](const Job& visited) {
+    const uint64_t job_id = visited.job_id();
     bool progress = false;
     size_t position = 0;
-    while (Job* const job = uses_.jobs.find(id)) {
+    // What follows a condition may drop the job.
+    while (Job* const job = uses_.jobs.find(job_id)) {
       const auto then = job->conditions().take_next(position);
       if (!then) break;
       (*then)();
@@ -109,8 +109,7 @@ bool TurnParts::advance_conditions() {
 }
 
 bool TurnParts::advance_early_updates() {
-  return visit_jobs(early_last_, [this](uint64_t id) {
-    Job& job = *uses_.jobs.find(id);
+  return visit_jobs(early_last_, [](Job& job) {
     if (!job.state().early().has_waiting() || job.operations().is_running()) return false;
     return job.state().early().advance();
   });

@@ -53,8 +53,8 @@ class TurnParts {
   /// Leases that were woken behind their part: the next turn looks at them.
   bool has_woken();
 
-  /// Calls `visit` with the id of each job, in a circle that begins behind `last`, until one had
-  /// something to do and the turn is over; that one is `last` then. It may open and drop jobs.
+  /// Calls `visit` with each job, in a circle that begins behind `last`, until one had something to
+  /// do and the turn is over; that one is `last` then. It may open and drop jobs.
   template <typename Visit>
   bool visit_jobs(uint64_t& last, const Visit& visit);
 

@@ -23,9 +23,9 @@ uint64_t Scrub::next_ns() const {
 }
 
 bool Scrub::advance() {
+  if (rate_ == 0 || !is_idle()) return false;
   const uint64_t now_ns = clock_.now_ns();
-  if (rate_ == 0 || !is_idle() || now_ns < due_ns_) return false;
-  if (!in_pass_ && now_ns < pass_due_ns_) return false;
+  if (now_ns < due_ns_ || (!in_pass_ && now_ns < pass_due_ns_)) return false;
   if (!in_pass_) begin_pass();
   const auto found = walk_.next();
   if (found) {
