@@ -96,7 +96,7 @@ bool TurnParts::advance_conditions() {
     const uint64_t job_id = visited.job_id();
     bool progress = false;
     size_t position = 0;
-    // What follows a condition may drop the job.
+    // The action behind a condition may drop the job.
     while (Job* const job = uses_.jobs.find(job_id)) {
       const auto then = job->conditions().take_next(position);
       if (!then) break;
