@@ -16,7 +16,13 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memd_client.errors import MemdError, NotResident
-from memd_client.parameter import StreamedParameter, fetched, streamed
+from memd_client.parameter import (
+    StreamedParameter,
+    fetched,
+    get_gradient,
+    set_gradient,
+    streamed,
+)
 from memd_client.saved_tensors import saving_by_name
 
 if TYPE_CHECKING:
@@ -99,6 +105,11 @@ class AwayParameter(nn.Parameter):
         with fetched(_away_in(args, kwargs)), saving_by_name():
             return func(*args, **kwargs)
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        del tensor_contents
+        with fetched([self]):
+            return repr(self)  # of the class that it has while its bytes are in place
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """An ordinary parameter with bytes of its own."""
         if id(self) not in memo:
@@ -156,36 +167,8 @@ def _set_data(parameter: AwayParameter, value: torch.Tensor) -> None:
     """`module.to()` and its like assign the result of the conversion, which is the parameter itself
     if nothing changed.
     """
-    if value is parameter:
-        return
-    entry = _entry(parameter)
-    if (
-        value.shape != entry.shard.shape
-        or value.dtype != entry.shard.dtype
-        or value.device.type != "cpu"
-    ):
-        raise NotResident(
-            f"job {entry.job.name!r}: parameter {entry.shard.name!r} is in memd as "
-            f"{entry.shard.dtype} {list(entry.shard.shape)} and cannot become {value.dtype} "
-            f"{list(value.shape)} on {value.device} there; convert before offload(), or "
-            "copy.deepcopy the module and convert the copy"
-        )
-    entry.residency.write(value.detach())
-
-
-def _get_grad(parameter: AwayParameter) -> torch.Tensor | None:
-    entry = _entry(parameter)
-    if not entry.gradient.present:
-        return None
-    return entry.gradient.tensor(entry.job.leases_of(entry.shard))
-
-
-def _set_grad(parameter: AwayParameter, value: torch.Tensor | None) -> None:
-    entry = _entry(parameter)
-    if value is None:
-        entry.gradient.forget()
-    else:
-        entry.gradient.replace(value, entry.job.leases_of(entry.shard))
+    if value is not parameter:
+        _entry(parameter).residency.replace_away(value)
 
 
 def _set_requires_grad(parameter: AwayParameter, requires_grad: bool = True) -> None:
@@ -196,12 +179,12 @@ def _set_requires_grad(parameter: AwayParameter, requires_grad: bool = True) -> 
 
 _GETTERS: dict[str, Callable[[AwayParameter], Any]] = {
     "data": _get_data,
-    "grad": _get_grad,
-    "_grad": _get_grad,
+    "grad": get_gradient,
+    "_grad": get_gradient,
 }
 _SETTERS: dict[str, Callable[[AwayParameter, Any], None]] = {
     "data": _set_data,
-    "grad": _set_grad,
-    "_grad": _set_grad,
+    "grad": set_gradient,
+    "_grad": set_gradient,
     "requires_grad": _set_requires_grad,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,24 +19,30 @@ if TYPE_CHECKING:
 def gather(
     params_or_module: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, write: bool = False
 ) -> Iterator[None]:
-    """Inside, offloaded parameters are ordinary `nn.Parameter`s over memd's own memory, all at
-    once; modules can be used too. Other parameters are not touched.
+    """Inside, offloaded parameters are `nn.Parameter`s over memd's own memory, all at once; modules
+    can be used too. Other parameters are not touched.
 
     Args:
         params_or_module: what to gather; the job's host memory must hold all of it.
-        write: keeps what is changed inside, by whatever means, and makes it durable when the
-            context is left. Keep no tensor that shares a parameter's bytes beyond it. Without
-            `write` the parameters are only for reading.
+        write: keeps what is changed inside, by whatever means, `param.data = value`, `param.grad =
+            value` and `requires_grad_()` included, and makes it durable when the context is left.
+            Keep no tensor that shares a parameter's bytes beyond it. Without `write` the
+            parameters are only for reading.
 
     Raises:
         CapacityError: they do not fit into the job's host memory together.
-        MemdError: `write` inside a context that reads the same parameters.
+        MemdError: `write` inside a context that reads the same parameters; without `write`, the
+            data or gradient of a parameter is assigned.
+        NotResident: a parameter is given another shape, dtype or device.
     """
     parameters = _parameters(params_or_module)
-    with fetched(parameters, mode=MODE_WRITE if write else MODE_READ):
+    entries = [entry for parameter in parameters if (entry := streamed(parameter)) is not None]
+    with ExitStack() as inside:
+        inside.enter_context(fetched(parameters, mode=MODE_WRITE if write else MODE_READ))
+        for entry in entries if not write else ():
+            inside.enter_context(entry.residency.keeping_value())
         yield
     if write:
-        entries = [entry for parameter in parameters if (entry := streamed(parameter)) is not None]
         for job in {entry.job for entry in entries}:
             job.sync_if_needed()
 

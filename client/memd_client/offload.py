@@ -11,8 +11,10 @@ from torch import nn
 from memd_client.away import AwayParameter
 from memd_client.buffers import ModuleBuffers
 from memd_client.errors import CapacityError, InvalidArgument, NotYet
+from memd_client.in_place import InPlaceParameter
 from memd_client.module_hooks import own_parameters, stream
 from memd_client.parameter import StreamedParameter, streamed
+from memd_client.residency import Classes
 from memd_client.shard import TIERS, Shard, shard_spec
 from memd_client.sizes import format_size
 from memd_client.targets import owner_of
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 _DTYPES = (torch.float32, torch.bfloat16)
+_CLASSES = Classes(away=AwayParameter, in_place=InPlaceParameter)
 # An update needs two tiles of 256 Ki elements of 12 bytes: one is computed while the other is
 # moved.
 _TILES_BYTES = 2 * (256 << 10) * 12
@@ -101,7 +104,7 @@ def offload(
             shard=Shard.of(shard),
             update_count=shard.generation,
             transaction=transaction,
-            away_class=AwayParameter,
+            classes=_CLASSES,
         )
     stream(module)
     _return_freed_memory()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from memd_client.early import EarlyUpdates
     from memd_client.job import Job
+    from memd_client.residency import Classes
     from memd_client.shard import Shard
     from memd_client.transaction import Transaction
 
@@ -28,6 +29,8 @@ _entries: ByIdentity[torch.Tensor, StreamedParameter] = ByIdentity()
 
 # The entry of an offloaded parameter; None for every other tensor.
 streamed = _entries.get
+# Autograd accumulates here. A gradient stays only until memd has taken it.
+_autograds: Any = torch._C.TensorBase.grad
 
 
 class StreamedParameter:
@@ -40,7 +43,7 @@ class StreamedParameter:
         shard: Shard,
         update_count: int,
         transaction: Transaction,
-        away_class: type[nn.Parameter],
+        classes: Classes,
     ) -> None:
         self._shard = shard
         self._transaction = transaction
@@ -49,9 +52,7 @@ class StreamedParameter:
         self._update_count = update_count
         self._early: weakref.ref[EarlyUpdates] | None = None
         self._hooked = False
-        self._residency = Residency(
-            parameter, shard=shard, job=transaction.job, away_class=away_class
-        )
+        self._residency = Residency(parameter, shard=shard, job=transaction.job, classes=classes)
         _entries[parameter] = self
         transaction.job.shards.add_parameter(self)
         self.hook_if_trainable(parameter)
@@ -100,7 +101,7 @@ class StreamedParameter:
         gradient.
         """
         if parameter.requires_grad and not self._hooked:
-            parameter.register_post_accumulate_grad_hook(_take_gradient)
+            parameter.register_post_accumulate_grad_hook(take_gradient)
             self._hooked = True
 
     def hold_still(self, held: ExitStack) -> None:
@@ -127,7 +128,7 @@ class StreamedParameter:
         self._update_count = count
 
 
-def _take_gradient(parameter: torch.Tensor) -> None:
+def take_gradient(parameter: torch.Tensor) -> None:
     """Post-accumulate hook: autograd has just set `grad` or added to it. It holds only what came
     since the last call.
     """
@@ -135,9 +136,10 @@ def _take_gradient(parameter: torch.Tensor) -> None:
     if entry is None:
         return
     with torch._C.DisableTorchFunctionSubclass():
-        gradient, parameter.grad = parameter.grad, None
-    if gradient is None:
-        return
+        gradient = _autograds.__get__(parameter)
+        if gradient is None:
+            return
+        _autograds.__set__(parameter, None)
     job, shard, slot, early = entry.job, entry.shard, entry.gradient, entry.early
     if early is not None and slot.present:
         early.refuse_second(job, shard)
@@ -145,6 +147,28 @@ def _take_gradient(parameter: torch.Tensor) -> None:
     slot.accumulate(gradient, leases)
     if early is not None:
         early.gradient_is_final(job, shard, leases)
+
+
+def get_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """`parameter.grad`. A hook that was registered before `take_gradient` calls this first."""
+    take_gradient(parameter)
+    entry = streamed(parameter)
+    if entry is None or not entry.gradient.present:
+        return None
+    return entry.gradient.tensor(entry.job.leases_of(entry.shard))
+
+
+def set_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
+    """`parameter.grad = value`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _autograds.__set__(parameter, None)
+    entry = streamed(parameter)
+    if entry is None:
+        return
+    if value is None:
+        entry.gradient.forget()
+    else:
+        entry.gradient.replace(value, entry.job.leases_of(entry.shard))
 
 
 def bring(

@@ -8,25 +8,28 @@ with the hole: see `away.AwayParameter`.
 from __future__ import annotations
 
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import groupby
 from threading import RLock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from memd_client.errors import MemdError
+from memd_client.errors import MemdError, NotResident
 from memd_client.identity import ByIdentity
 from memd_client.leases import MODE_READ
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+
+    from torch import nn
 
     from memd_client.job import Job
     from memd_client.shard import Shard
 
 _holes: dict[torch.dtype, torch.Tensor] = {}
+_data: Any = torch._C.TensorBase.data
 # The storage of every living lease of a parameter. torch keeps a storage's Python object for as
 # long as the storage lives, so a view that outlives its module call is still found here.
 _leased: ByIdentity[torch.UntypedStorage, Residency] = ByIdentity()
@@ -35,27 +38,38 @@ _leased: ByIdentity[torch.UntypedStorage, Residency] = ByIdentity()
 residency_of_storage = _leased.get
 
 
+@dataclass(frozen=True)
+class Classes:
+    """The classes of a parameter while its bytes are away, and while they are in place."""
+
+    away: type[nn.Parameter]
+    in_place: type[nn.Parameter]
+
+
 class Residency:
-    """The bytes of one parameter, the unit of leasing. Away while nobody uses them, in place (an
-    ordinary `nn.Parameter` over a lease) while somebody does. `fetch`, `fetch_resident`,
-    `fetch_together` and `release` are the only functions that move them. Any thread may call;
-    `fetch` and `fetch_together` wait for the daemon.
+    """The bytes of one parameter, the unit of leasing. Away while nobody uses them, in place, over
+    a lease, while somebody does. `fetch`, `fetch_resident`, `fetch_together` and `release` are the
+    only functions that move them. Any thread may call; `fetch` and `fetch_together` wait for the
+    daemon.
 
     It also names the value, so that autograd notices a value that has changed since it was saved.
     """
 
     def __init__(
-        self, parameter: nn.Parameter, *, shard: Shard, job: Job, away_class: type[nn.Parameter]
+        self, parameter: nn.Parameter, *, shard: Shard, job: Job, classes: Classes
     ) -> None:
-        """`away_class` is the parameter's class while its bytes are away."""
         self._shard = shard
         self._job = job
-        self._away_class = away_class
+        self._classes = classes
         self._parameter = weakref.ref(parameter)
         self._hole = _hole(shard)
         self._lock = RLock()
         self._user_count = 0
-        self._writing = False
+        # While the bytes are in place to be written. The user may give the parameter other memory,
+        # whose bytes are copied here in the end.
+        self._written_lease: torch.Tensor | None = None
+        self._has_new_data = False  # in place to be read, and given other memory
+        self._keeper_count = 0
         # torch's version of the parameter when its bytes were put away or in place.
         self._version = parameter._version
         self._write_count = 0
@@ -151,23 +165,100 @@ class Residency:
     def release(self, parameter: torch.Tensor) -> None:
         """Undoes one `fetch`. After the last one the bytes are away, and memd has what was changed
         in place.
+
+        Raises:
+            MemdError: the parameter was given another shape or dtype, by means that memd does not
+                see. The value is as it was.
         """
         with self._lock:
             self._user_count -= 1
             if self._user_count > 0:
                 return
             change_count = parameter._version - self._version
-            # When a lease for writing ends, memd takes what has changed. Under a lease for reading
-            # it does not, so changes are copied and written.
-            copied = change_count > 0 and not self._writing
-            changed = parameter.detach().clone() if copied else None
-            if self._writing or change_count:
+            try:
+                changed = self._take_changes(parameter, change_count)
+            except BaseException:
+                self._put_away(parameter)
+                raise
+            if self._written_lease is not None or changed is not None:
                 # At least one: changes through `.data` are not counted.
                 self._note_changes(max(change_count, 1))
                 self._job.mark_written()
             self._put_away(parameter)
             if changed is not None:
                 self._job.leases_of(self._shard).write(self._shard, changed)
+
+    @torch.no_grad()
+    def _take_changes(self, parameter: torch.Tensor, change_count: int) -> torch.Tensor | None:
+        """When a lease for writing ends, memd takes what has changed. Under a lease for reading it
+        does not, so a copy of changed bytes is returned, to be written."""
+        if self._written_lease is None:
+            if change_count == 0 and not self._has_new_data:
+                return None
+            self._refuse_other_form(parameter)
+            return parameter.detach().clone()
+        # No variable refers to the lease: an exception's traceback would keep it.
+        if not _is_same_memory(parameter, self._written_lease):
+            self._refuse_other_form(parameter)
+            self._written_lease.copy_(parameter)
+        return None
+
+    def replace_in_place(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
+        """For `parameter.data = value` while the bytes are in place."""
+        with self._lock:
+            value = value.detach()
+            if _is_same_memory(parameter, value):
+                return
+            self.refuse_if_kept("data")
+            self._refuse_other_form(value)
+            _data.__set__(parameter, value)
+            self._has_new_data = True
+
+    def replace_away(self, value: torch.Tensor) -> None:
+        """For `parameter.data = value` while the bytes are away."""
+        self._refuse_other_form(value)
+        self.write(value.detach())
+
+    @contextmanager
+    def keeping_value(self) -> Iterator[None]:
+        """Inside, `refuse_if_kept` refuses what a lease for reading does not allow."""
+        with self._lock:
+            self._keeper_count += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._keeper_count -= 1
+
+    def refuse_if_kept(self, attribute: str) -> None:
+        """Before an attribute of the parameter is assigned, which a module's own call and
+        `gather(write=True)` may do."""
+        if self._keeper_count and self._written_lease is None:
+            raise MemdError(
+                f"job {self._job.name!r}: parameter {self._shard.name!r} is gathered for reading, "
+                f"so its .{attribute} can't be assigned; use gather(..., write=True)"
+            )
+
+    def _refuse_other_form(self, value: torch.Tensor) -> None:
+        shard = self._shard
+        if (
+            value.shape != shard.shape
+            or value.dtype != shard.dtype
+            or value.layout is not torch.strided
+            or value.device.type != "cpu"
+        ):
+            raise NotResident(
+                f"job {self._job.name!r}: parameter {shard.name!r} is in memd as {shard.dtype} "
+                f"{list(shard.shape)} and cannot become {value.dtype} {list(value.shape)} on "
+                f"{value.device} there; convert before offload(), or copy.deepcopy the module and "
+                "convert the copy"
+            )
+        if not value.is_contiguous():
+            raise NotResident(
+                f"job {self._job.name!r}: parameter {shard.name!r} is contiguous in memd, and "
+                f"cannot get the strides {list(value.stride())} there; assign value.contiguous(), "
+                "or copy.deepcopy the module and convert the copy"
+            )
 
     def write(self, value: torch.Tensor) -> None:
         """Replaces the value; durable with the next step or when the session is closed."""
@@ -219,7 +310,7 @@ class Residency:
 
     def _join_users(self, mode: int) -> bool:
         """Whether the bytes are in place already, for `mode`."""
-        if self._user_count and mode != MODE_READ and not self._writing:
+        if self._user_count and mode != MODE_READ and self._written_lease is None:
             raise MemdError(
                 f"job {self._job.name!r}: parameter {self._shard.name!r} is in use for reading; "
                 "leave that module call or gather() before gather(write=True)"
@@ -243,16 +334,18 @@ class Residency:
     def _put_in_place(self, parameter: torch.Tensor, lease: torch.Tensor, mode: int) -> None:
         _leased[lease.untyped_storage()] = self
         with torch._C.DisableTorchFunctionSubclass():
-            # The class changes while the bytes are in place: no thread ever sees an ordinary
-            # parameter over the hole.
+            # The class changes while the bytes are in place: no thread ever sees a parameter that
+            # computes over the hole.
             parameter.data = lease
-        parameter.__class__ = nn.Parameter
-        self._writing = mode != MODE_READ
+        parameter.__class__ = self._classes.in_place
+        if mode != MODE_READ:
+            self._written_lease = lease
 
     def _put_away(self, parameter: torch.Tensor) -> None:
-        self._writing = False
+        self._written_lease = None
+        self._has_new_data = False
         self._version = parameter._version
-        parameter.__class__ = self._away_class
+        parameter.__class__ = self._classes.away
         with torch._C.DisableTorchFunctionSubclass():
             parameter.data = self._hole
 
@@ -268,6 +361,15 @@ def release_all(held: list[tuple[Residency, torch.Tensor]]) -> None:
             for residency, parameter in held:
                 rest.callback(residency.release, parameter)
         raise
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )
 
 
 def _hole(shard: Shard) -> torch.Tensor:

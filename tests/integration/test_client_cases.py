@@ -12,6 +12,7 @@ from tests.unit.client_cases import (  # noqa: F401  # pytest finds tests and fi
     TestAway,
     TestBlobs,
     TestGather,
+    TestHooks,
     TestJobs,
     TestOptimizer,
     TestStreaming,

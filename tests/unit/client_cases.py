@@ -800,8 +800,9 @@ class TestGather:
         model, reference = gpt
         with memd_client.gather(model):
             for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
-                assert type(parameter) is nn.Parameter
+                assert isinstance(parameter, nn.Parameter)
                 assert torch.equal(parameter.data, expected)
+                assert repr(parameter) == repr(expected)
             loss = loss_of(model)
         loss.backward()
         loss_of(reference).backward()
@@ -869,11 +870,216 @@ class TestGather:
         assert leases_held(session) == 0
         assert_same_state(model, reference)
 
+    @pytest.mark.parametrize("in_another_memory", [False, True])
+    def test_data_that_is_assigned_inside_is_kept(
+        self, mlp: tuple[Mlp, Mlp], session: Session, *, in_another_memory: bool
+    ) -> None:
+        for module in mlp:
+            weight = module.first.weight
+            with memd_client.gather(module, write=True):
+                value = torch.full_like(weight, 0.5) if in_another_memory else weight.data
+                weight.data = value
+                value[0] = 2.0  # as in torch, the parameter has this memory now
+                module.second.weight.data += 1.0  # a merge of adapters is written so
+                assert torch.equal(weight, value)
+                module(torch.ones(1, weight.shape[1]))
+                del value  # it shares the bytes
+        assert_same_state(*mlp)
+        assert leases_held(session) == 0
+
+    def test_a_module_may_assign_its_own_data(self, mlp: tuple[Mlp, Mlp], session: Session) -> None:
+        def double(module: nn.Module, inputs: Any) -> None:
+            del inputs
+            weight = module.get_parameter("weight")
+            weight.data = weight.detach() * 2
+
+        for module in mlp:
+            handle = module.first.register_forward_pre_hook(double)
+            loss_of(module).backward()
+            handle.remove()
+        assert_same_state(*mlp)
+        assert_same_gradients(*mlp)
+        assert leases_held(session) == 0
+
+    def test_gradients_that_are_assigned_inside_are_memds(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        optimizers = [
+            memd_client.AdamW(mlp[0].parameters(), lr=1e-2),
+            torch.optim.AdamW(mlp[1].parameters(), lr=1e-2, fused=True),
+        ]
+        for module in mlp:
+            with memd_client.gather(module, write=True):
+                weight = module.first.weight
+                weight.grad = torch.full_like(weight, 0.5)
+                assert weight.grad is not None
+                weight.grad[0] = 3.0
+                module.second.weight.grad = torch.ones_like(module.second.weight)
+                module.second.weight.grad = None
+            loss_of(module).backward()  # adds to it
+        assert_same_gradients(*mlp)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_state(*mlp)
+        assert leases_held(session) == 0
+
+    def test_zero_grad_inside_drops_what_was_assigned(self, mlp: tuple[Mlp, Mlp]) -> None:
+        model, reference = mlp
+        optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+        with memd_client.gather(model, write=True):
+            model.first.weight.grad = torch.ones_like(model.first.weight)
+            optimizer.zero_grad()
+            assert all(parameter.grad is None for parameter in model.parameters())
+        loss_of(model).backward()
+        loss_of(reference).backward()
+        assert_same_gradients(model, reference)
+
+    @pytest.mark.parametrize("how", ["attribute", "method", "module"])
+    def test_what_is_thawed_inside_is_trained(self, session: Session, how: str) -> None:
+        model, reference = Mlp(), Mlp()
+        reference.load_state_dict(model.state_dict())
+        for module in (model, reference):
+            module.requires_grad_(False)
+        memd_client.offload(model, session)
+        for module in (model, reference):
+            with memd_client.gather(module, write=True):
+                if how == "attribute":
+                    module.first.weight.requires_grad = True
+                elif how == "method":
+                    assert module.first.weight.requires_grad_() is module.first.weight
+                else:
+                    module.first.requires_grad_()
+                assert module.first.weight.requires_grad
+            loss_of(module).backward()
+        assert_same_gradients(model, reference)
+        optimizers = [
+            memd_client.AdamW(model.parameters(), lr=1e-2),
+            torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True),
+        ]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_state(model, reference)
+
+    def test_reading_refuses_what_is_assigned(self, mlp: tuple[Mlp, Mlp], session: Session) -> None:
+        model, reference = mlp
+        weight = model.first.weight
+        with memd_client.gather(model):
+            for name, value in (("data", torch.zeros_like(weight)), ("grad", torch.ones(1))):
+                with pytest.raises(
+                    memd_client.MemdError, match=rf"'layers\.0\.weight'.*\.{name}.*write=True"
+                ):
+                    setattr(weight, name, value)
+            weight.grad = None  # as zero_grad() does
+            weight.data = weight.data
+        with memd_client.gather(model, write=True), memd_client.gather(weight):
+            weight.data = weight.detach().clone()  # the context around it writes
+        assert_same_state(model, reference)
+        assert leases_held(session) == 0
+
+    @pytest.mark.parametrize("write", [False, True])
+    @pytest.mark.parametrize(
+        "value",
+        [torch.zeros(3), torch.zeros(2 * WIDTH, WIDTH).half(), torch.zeros(WIDTH, 2 * WIDTH).t()],
+        ids=["shape", "dtype", "strides"],
+    )
+    def test_data_of_another_form_is_refused(
+        self, mlp: tuple[Mlp, Mlp], session: Session, value: torch.Tensor, *, write: bool
+    ) -> None:
+        model, reference = mlp
+        with pytest.raises(memd_client.NotResident, match=r"'layers\.0\.weight'.*(become|strides)"):
+            model.first.weight.data = value
+        with memd_client.gather(model, write=write), pytest.raises(memd_client.MemdError):
+            model.first.weight.data = value
+        assert_same_state(model, reference)
+        assert leases_held(session) == 0
+
+    def test_a_form_that_changed_unseen_is_an_error_and_the_value_stays(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        model, reference = mlp
+        with (
+            pytest.raises(memd_client.NotResident, match="cannot become"),
+            memd_client.gather(model.first.weight, write=True),
+            torch.no_grad(),
+        ):
+            model.first.weight.set_(torch.zeros(3))  # type: ignore[call-overload]
+        assert model.first.weight.shape == reference.first.weight.shape
+        assert_same_state(model, reference)
+        assert leases_held(session) == 0
+
+    def test_copies_made_inside_are_ordinary(self, mlp: tuple[Mlp, Mlp], session: Session) -> None:
+        model, reference = mlp
+        with memd_client.gather(model):
+            copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model.first.weight))]
+        assert type(copies[0].first.weight) is nn.Parameter
+        assert type(copies[1]) is nn.Parameter
+        assert torch.equal(copies[1], reference.first.weight)
+        assert_same_state(copies[0], reference)
+        assert leases_held(session) == 0
+
     def test_parameters_that_are_not_offloaded_are_let_be(self) -> None:
         module = nn.Linear(2, 2)
         with memd_client.gather(module, write=True):
             module.weight.data.zero_()
         assert not module.weight.any()
+
+
+class TestHooks:
+    """Post-accumulate hooks, which torch calls in the order of their registration: before
+    `offload()` means before memd has taken the gradient."""
+
+    @pytest.mark.parametrize("when", ["before offload", "after offload"])
+    def test_hooks_see_change_and_drop_the_gradient(self, session: Session, when: str) -> None:
+        seen: dict[str, list[torch.Tensor]] = {"ours": [], "torchs": []}
+        models: dict[str, nn.Module] = {}
+        for which in seen:
+            model = models[which] = build(Mlp)
+
+            def note(parameter: torch.Tensor, which: str = which) -> None:
+                assert parameter.grad is not None
+                seen[which].append(parameter.grad.clone())
+                parameter.grad.mul_(0.5)
+                if parameter.ndim == 1:
+                    parameter.grad = None
+
+            if which == "ours" and when == "after offload":
+                memd_client.offload(model, session)
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(note)
+            if which == "ours" and when == "before offload":
+                memd_client.offload(model, session)
+            for index in range(2):
+                loss_of(model, index).backward()
+        assert len(seen["ours"]) == len(seen["torchs"]) == 8
+        for ours, torchs in zip(seen["ours"], seen["torchs"], strict=True):
+            assert torch.equal(ours, torchs)
+        assert_same_gradients(models["ours"], models["torchs"])
+        assert leases_held(session) == 0
+
+    def test_steps_inside_backward_from_such_hooks_have_torchs_bits(self, session: Session) -> None:
+        """torch's recipe for optimizers in backward: one for each parameter."""
+        pair = build(Mlp), build(Mlp)
+        optimizers: list[dict[torch.Tensor, torch.optim.Optimizer]] = [{}, {}]
+        memd_client.offload(pair[0], session)
+        for model, owned in zip(pair, optimizers, strict=True):
+            for parameter in model.parameters():
+                owned[parameter] = (
+                    memd_client.AdamW([parameter], lr=1e-2)
+                    if model is pair[0]
+                    else torch.optim.AdamW([parameter], lr=1e-2, fused=True)
+                )
+
+            def step(parameter: torch.Tensor, owned: Any = owned) -> None:
+                owned[parameter].step()
+                owned[parameter].zero_grad()
+
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(step)
+            for index in range(3):
+                loss_of(model, index).backward()
+        assert_same_state(*pair)
 
 
 class TestOptimizer:

@@ -383,8 +383,12 @@ class FakeDaemon:
         self.synced = True
         return session_pb2.SyncResponse(committed_step=self.committed_step)
 
-    def _refuse_writers(self) -> None:
-        writing = [lease.shard for lease in self.leases.values() if lease.mode != MODE_READ]
+    def _refuse_writers(self, parts: tuple[int, ...] = (PART_VALUE, PART_GRADIENT)) -> None:
+        writing = [
+            lease.shard
+            for lease in self.leases.values()
+            if lease.mode != MODE_READ and lease.part in parts
+        ]
         assert not writing, f"still being written: {writing}"
 
     def expect_step(self, request: session_pb2.ExpectStepRequest) -> session_pb2.ExpectStepResponse:
@@ -462,7 +466,7 @@ class FakeDaemon:
         self, request: session_pb2.DropGradientsRequest
     ) -> session_pb2.DropGradientsResponse:
         self.calls.append("drop_gradients")
-        self._refuse_writers()
+        self._refuse_writers((PART_GRADIENT,))
         for shard in self.shards:
             if not request.shard_ids or shard.shard_id in request.shard_ids:
                 shard.gradient = None

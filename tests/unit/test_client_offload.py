@@ -345,16 +345,6 @@ def test_a_gradient_without_memory_of_its_own_comes_by_backward(session: Session
     assert torch.equal(model.weight.grad, torch.zeros(6, 4))
 
 
-def test_zero_grad_drops_what_was_set_inside_gather(session: Session) -> None:
-    model = memd_client.offload(nn.Linear(4, 6, bias=False), session)
-    optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
-    with memd_client.gather(model.weight):
-        model.weight.grad = torch.ones(6, 4)
-        optimizer.zero_grad()
-    model(torch.ones(1, 4)).sum().backward()
-    assert torch.equal(model.weight.grad, torch.ones(6, 4))
-
-
 def test_a_failed_step_keeps_the_gradients(daemon: FakeDaemon, session: Session) -> None:
     model, reference = memd_client.offload(Mlp(), session), Mlp()
     reference.load_state_dict(model.state_dict())

@@ -32,7 +32,8 @@ CLIENT_LAYERS = (
     *("name_uses", "blobs"),
     *("transaction", "buffers"),
     # Offloaded parameters.
-    *("early", "gradients", "residency", "parameter", "saved_tensors", "away", "module_hooks"),
+    *("early", "gradients", "residency", "parameter", "in_place", "saved_tensors", "away"),
+    "module_hooks",
     # What users call.
     *("tracked", "session", "targets", "offload", "optimizer", "gather", "connect", "__init__"),
 )

@@ -1,0 +1,96 @@
+"""The class of an offloaded parameter whose bytes are in place.
+
+It computes as an `nn.Parameter` does, at the same cost. Its data, gradient and `requires_grad` are
+memd's to know: as attributes of an `nn.Parameter` they would be lost when the bytes go away.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memd_client.errors import MemdError
+from memd_client.parameter import get_gradient, set_gradient, streamed
+
+if TYPE_CHECKING:
+    from memd_client.parameter import StreamedParameter
+
+_data: Any = torch._C.TensorBase.data
+_requires_grad: Any = torch._C.TensorBase.requires_grad
+
+
+class InPlaceParameter(nn.Parameter):
+    """A parameter whose bytes are in place, for a module call or inside `gather()`."""
+
+    # As nn.Parameter has it: operations see an ordinary tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The value, in memd's own memory."""
+        value: torch.Tensor = _data.__get__(self)
+        return value
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _entry(self).residency.replace_in_place(self, value)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient in memd."""
+        return get_gradient(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _set_grad(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _set_grad(self, None)
+
+    _grad = grad  # torch.optim and torch.nn.Module.to() use this name
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether backward computes a gradient for it."""
+        return bool(_requires_grad.__get__(self))
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        _set_requires_grad(self, requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> InPlaceParameter:
+        """As torch's."""
+        _set_requires_grad(self, requires_grad)
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        del tensor_contents
+        return f"Parameter containing:\n{self.detach().requires_grad_(self.requires_grad)!r}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """An ordinary parameter with bytes of its own."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        copy: nn.Parameter = memo[id(self)]
+        return copy
+
+
+def _entry(parameter: InPlaceParameter) -> StreamedParameter:
+    entry = streamed(parameter)
+    if entry is None:
+        raise MemdError("memd does not know this InPlaceParameter; was it made by hand?")
+    return entry
+
+
+def _set_grad(parameter: InPlaceParameter, value: torch.Tensor | None) -> None:
+    if value is not None or get_gradient(parameter) is not None:
+        _entry(parameter).residency.refuse_if_kept("grad")
+    set_gradient(parameter, value)
+
+
+def _set_requires_grad(parameter: InPlaceParameter, requires_grad: bool) -> None:
+    _requires_grad.__set__(parameter, requires_grad)
+    _entry(parameter).hook_if_trainable(parameter)
