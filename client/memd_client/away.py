@@ -16,6 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memd_client.errors import MemdError, NotResident
+from memd_client.metadata import asks_for_metadata, attribute_of
 from memd_client.parameter import (
     StreamedParameter,
     fetched,
@@ -28,39 +29,6 @@ from memd_client.saved_tensors import saving_by_name
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# The hole answers these: the answer does not depend on the bytes.
-_METADATA_FUNCTIONS: frozenset[Any] = frozenset(
-    {
-        torch.Tensor.size,
-        torch.Tensor.dim,
-        torch.Tensor.ndimension,
-        torch.Tensor.numel,
-        torch.Tensor.nelement,
-        torch.Tensor.element_size,
-        torch.Tensor.is_floating_point,
-        torch.Tensor.is_complex,
-        torch.Tensor.is_signed,
-        torch.Tensor.get_device,
-        torch.Tensor.register_hook,
-        torch.Tensor.register_post_accumulate_grad_hook,
-        torch.Tensor.retain_grad,
-        torch.Tensor.__hash__,
-        torch.Tensor.__len__,
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.numel,
-    }
-)
-_METADATA_ATTRIBUTES = frozenset(
-    (
-        *("shape", "dtype", "device", "layout", "names", "ndim", "itemsize", "nbytes", "name"),
-        *("requires_grad", "is_leaf", "grad_fn", "_grad_fn", "output_nr", "retains_grad", "_base"),
-        *("grad_dtype", "_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
-        *("is_cpu", "is_cuda", "is_ipu", "is_maia", "is_meta", "is_mkldnn", "is_mps", "is_mtia"),
-        *("is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "is_vulkan", "is_xla"),
-        *("is_xpu", "_has_symbolic_sizes_strides", "_python_dispatch"),
-    )
-)
 # They hand out or replace memory without torch noticing. After the call that memory would no longer
 # be the parameter's.
 _RAW_FUNCTIONS = frozenset(
@@ -83,14 +51,9 @@ class AwayParameter(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        # `parameter.shape` arrives as the __get__ of an attribute named shape.
-        attribute = (
-            getattr(getattr(func, "__self__", None), "__name__", "")
-            if name in {"__get__", "__set__"}
-            else ""
-        )
-        if func in _METADATA_FUNCTIONS or (name == "__get__" and attribute in _METADATA_ATTRIBUTES):
+        if asks_for_metadata(func):
             return _on_the_hole(func, args, kwargs)
+        attribute = attribute_of(func)
         if name == "__get__" and attribute in _GETTERS:
             return _GETTERS[attribute](args[0])
         if name == "__set__" and attribute in _SETTERS:

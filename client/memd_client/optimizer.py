@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakMethod
 
 import torch
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from memd_client.session import Session
     from memd_client.transaction import Transaction
 
+_log = logging.getLogger("memd_client")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -51,10 +53,12 @@ class Adam(torch.optim.Optimizer):
         session: needed if no parameter is offloaded.
         tier: where parameters that are not offloaded are kept: "nvme"; "host" comes in a later
             version.
+        foreach, capturable, differentiable, fused: as for torch, where they name the fused CPU
+            kernel: `foreach=True`, `fused=False` and the other two are refused.
 
     Raises:
         InvalidArgument: a parameter belongs to another optimizer or another session, or its dtype
-            is not supported.
+            is not supported; or an argument asks for another of torch's implementations.
         NotYet: an argument above comes in a later version.
     """
 
@@ -74,6 +78,10 @@ class Adam(torch.optim.Optimizer):
         tier: str = "nvme",
         state_dtype: torch.dtype = torch.float32,
         step_in_backward: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
     ) -> None:
         if state_dtype != torch.float32:
             raise NotYet(f"states are float32 in this version: state_dtype={state_dtype}")
@@ -90,11 +98,10 @@ class Adam(torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,
             "maximize": maximize,
-            # torch's Adam looks for these in a state_dict.
-            "foreach": None,
-            "capturable": False,
-            "differentiable": False,
-            "fused": None,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
             "decoupled_weight_decay": self._decoupled,
         }
         super().__init__(params, defaults)
@@ -124,9 +131,19 @@ class Adam(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         self._targets.update((id(p), target) for p, target in zip(parameters, targets, strict=True))
+        inherited = max((target.update_count for target in targets), default=0)
+        if inherited:
+            _log.info(
+                "job %r: %s goes on after update %d of its parameters, with their moments; call "
+                "reset_state() to begin anew",
+                self._transaction.job.name,
+                type(self).__name__,
+                inherited,
+            )
         for target in targets:
             if isinstance(target, StreamedTarget):
                 target.update_early(self._early)
+        self._show_initialized()
         self._look_again()
         self._transaction.register_optimizer(self)
 
@@ -229,25 +246,21 @@ class Adam(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """In torch's format, loadable by `torch.optim.Adam` or `AdamW`. Each parameter that was
-        updated has `step`, `exp_avg` and `exp_avg_sq`, the moments as float32 copies in this
-        process. Before the first step there is no tensor in it.
+        updated has `step`, `exp_avg` and `exp_avg_sq`, and before the first step each one that
+        requires a gradient. The moments are float32 and of this moment; their bytes are read when
+        they are used, or before they change: see `moments.MomentTensor`.
         """
-        if self._transaction is not None:
-            self._transaction.job.settle_for("state of the optimizer")
-        packed = super().state_dict()
-        for index, target in enumerate(self._in_order()):
-            if target.update_count:
-                generation, exp_avg, exp_avg_sq = self._only_transaction().job.moments(target.shard)
-                packed["state"][index] = {
-                    "step": torch.tensor(float(generation)),
-                    "exp_avg": exp_avg,
-                    "exp_avg_sq": exp_avg_sq,
-                }
-        return packed
+        states = self._states()
+        try:
+            self.state.update(states)
+            return super().state_dict()
+        finally:
+            self.state.update((parameter, {}) for parameter in states)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict()` of this class, `torch.optim.Adam` or `AdamW` returned. Durable
-        when it returns.
+        when it returns. Moments that come from `state_dict()` of this optimizer and were neither
+        used nor outdated are not moved.
 
         Raises:
             InvalidArgument: the states have other shapes, or are another optimizer's. Nothing has
@@ -267,12 +280,39 @@ class Adam(torch.optim.Optimizer):
                 f"the state is of an optimizer with {len(saved_order)} parameters; this one has "
                 f"{len(targets)}"
             )
-        states = [state_dict["state"].get(index) for index in saved_order]
+        # torch's optimizers list a parameter without moments as absent or empty.
+        states = [state_dict["state"].get(index) or None for index in saved_order]
         for target, state in zip(targets, states, strict=True):
             _refuse_state(target, state)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        for target, state in zip(targets, states, strict=True):
-            self._load_state(target, state)
+        self._show_initialized()
+        self._look_again()
+        self._load_states(targets, states)
+
+    def reset_state(self) -> None:
+        """Sets the moments and the number of updates of every parameter to zero, as they are in a
+        new optimizer of torch. Durable when it returns. A new optimizer over a job's parameters
+        goes on with what the job has of them.
+
+        Raises:
+            InvalidArgument: between `step()` and `session.commit()`.
+        """
+        self._only_transaction().job.settle_for("new state of the optimizer")
+        targets = list(self._in_order())
+        self._load_states(targets, [None] * len(targets))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Called with loaded groups, which older versions of torch wrote without some settings."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise InvalidArgument(
+            "memd's optimizers can't be copied or pickled, since one optimizer updates each "
+            "parameter; save state_dict(), and load it into an optimizer of the copied model"
+        )
 
     def _step(self) -> None:
         groups: list[session_pb2.StepGroup] = []
@@ -329,7 +369,7 @@ class Adam(torch.optim.Optimizer):
             beta2=float(beta2),
             eps=float(group["eps"]),
             weight_decay=float(group["weight_decay"]),
-            decoupled=self._decoupled,
+            decoupled=bool(group["decoupled_weight_decay"]),
         )
 
     def _in_order(self) -> Iterable[Target]:
@@ -340,17 +380,56 @@ class Adam(torch.optim.Optimizer):
             raise InvalidArgument("the optimizer has no parameters yet; add a group first")
         return self._transaction
 
-    def _load_state(self, target: Target, state: dict[str, Any] | None) -> None:
+    def _states(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        """The state of each parameter that has one, in torch's format."""
+        if self._transaction is None:
+            return {}
+        self._transaction.job.settle_for("state of the optimizer")
+        moments = self._transaction.moments
+        targets = [
+            (parameter, self._targets[id(parameter)])
+            for group in self.param_groups
+            for parameter in group["params"]
+        ]
+        is_new = all(target.update_count == 0 for _, target in targets)
+        return {
+            parameter: moments.refer(target.shard, target.update_count)
+            for parameter, target in targets
+            if (parameter.requires_grad if is_new else target.update_count)
+        }
+
+    def _show_initialized(self) -> None:
+        """torch's distributed checkpoint makes a step of an optimizer whose `state` is empty, to
+        make its states. Here they are in memd from the beginning."""
+        for group in self.param_groups:
+            self.state.update((parameter, {}) for parameter in group["params"])
+
+    def _load_states(self, targets: list[Target], states: list[dict[str, Any] | None]) -> None:
+        replaced = [
+            (target, state)
+            for target, state in zip(targets, states, strict=True)
+            if not self._has_state(target, state)
+        ]
+        if not replaced:
+            return
+        transaction = self._only_transaction()
+        transaction.moments.read_all()
+        for target, state in replaced:
+            if state is None:
+                zeros = torch.zeros(target.shard.shape)
+                state = {"step": 0, "exp_avg": zeros, "exp_avg_sq": zeros}
+            update_count = int(state["step"])
+            transaction.job.replace_moments(
+                target.shard, update_count, exp_avg=state["exp_avg"], exp_avg_sq=state["exp_avg_sq"]
+            )
+            target.replace_update_count(update_count)
+
+    def _has_state(self, target: Target, state: dict[str, Any] | None) -> bool:
+        """Whether to load `state` would change nothing."""
         if state is None:
-            if target.update_count == 0:
-                return
-            zeros = torch.zeros(target.shard.shape)
-            state = {"step": 0, "exp_avg": zeros, "exp_avg_sq": zeros}
-        update_count = int(state["step"])
-        self._only_transaction().job.replace_moments(
-            target.shard, update_count, exp_avg=state["exp_avg"], exp_avg_sq=state["exp_avg_sq"]
-        )
-        target.replace_update_count(update_count)
+            return target.update_count == 0
+        moments = self._only_transaction().moments
+        return moments.are_in_memd(state, target.shard, target.update_count)
 
 
 class AdamW(Adam):
@@ -372,6 +451,10 @@ class AdamW(Adam):
         tier: str = "nvme",
         state_dtype: torch.dtype = torch.float32,
         step_in_backward: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -385,7 +468,17 @@ class AdamW(Adam):
             tier=tier,
             state_dtype=state_dtype,
             step_in_backward=step_in_backward,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
         )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As torch's, its decay is decoupled whatever a loaded group says."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = True
 
 
 def _weakly(
@@ -418,8 +511,15 @@ def _refuse_group(group: dict[str, Any]) -> None:
     for name in ("amsgrad", "maximize"):
         if group.get(name):
             raise NotYet(f"{name} comes in a later version; leave it False")
-    if group.get("differentiable") or group.get("capturable"):
-        raise InvalidArgument("memd's optimizers are neither differentiable nor capturable")
+    for name, wrong in (
+        *(("foreach", True), ("fused", False)),
+        *(("capturable", True), ("differentiable", True)),
+    ):
+        if group.get(name) is wrong:
+            raise InvalidArgument(
+                f"memd updates with the bits of torch's fused CPU kernel, not of its other "
+                f"implementations: leave {name} at its default, not {wrong}"
+            )
     beta1, beta2 = group["betas"]
     for name, value, fits in (
         ("lr", group["lr"], group["lr"] >= 0),

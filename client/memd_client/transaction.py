@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from weakref import ref
 
 from memd_client.errors import InvalidArgument, MemdError, NotDurable, SessionFenced
+from memd_client.moments import Moments
 from memd_client.stalls import closing_step
 from memd_proto.v1 import session_pb2
 
@@ -70,10 +71,15 @@ class Transaction:
         # This session has replaced what the job stored, or there was nothing to replace.
         self._may_commit = False
         self._step_ended: float | None = None  # when the last one was closed
+        self._moments = Moments(job)
 
     @property
     def job(self) -> Job:
         return self._job
+
+    @property
+    def moments(self) -> Moments:
+        return self._moments
 
     def add(self, contributor: Contributor) -> None:
         """Its values are part of every commit from now on."""
@@ -133,6 +139,7 @@ class Transaction:
                 self._refuse_stale(late, targets)
             if self._is_closed_by_commit:
                 self._refuse_unresumed()
+            self._moments.read_all()
             with ExitStack() as held:
                 # In the order of Residency.lock_order.
                 for target in sorted(targets, key=lambda each: each.shard.shard_id):
@@ -213,6 +220,7 @@ class Transaction:
                 if steps.durable_step < steps.committed_step:
                     job.mark_written()
                 job.sync_if_needed()
+                self._moments.read_all()
             finally:
                 job.detach()
         finally:
@@ -226,6 +234,8 @@ class Transaction:
         with suppress(MemdError):  # the step's outcome does not matter any more
             job.settle()
         try:
+            with suppress(MemdError):  # who uses them later learns that they are gone
+                self._moments.read_all()
             with suppress(SessionFenced):  # the daemon has ended it already
                 job.detach()
             job.drop()

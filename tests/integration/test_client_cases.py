@@ -15,6 +15,7 @@ from tests.unit.client_cases import (  # noqa: F401  # pytest finds tests and fi
     TestHooks,
     TestJobs,
     TestOptimizer,
+    TestOptimizerState,
     TestStreaming,
     gpt,
     mlp,

@@ -16,14 +16,23 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import memd_client
 from memd_client import Session
+from memd_client.job import Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
 
     from memd_client.shard import Shard
     from memd_proto.v1 import types_pb2
@@ -55,6 +64,40 @@ class Mlp(nn.Module):
         layer = self.layers[2]
         assert isinstance(layer, nn.Linear)
         return layer
+
+
+def train_one_step(model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> None:
+    loss_of(model, index).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def copy_by_checkpoint(
+    source: nn.Module,
+    source_optimizer: torch.optim.Optimizer,
+    target: nn.Module,
+    target_optimizer: torch.optim.Optimizer,
+    folder: Path,
+) -> None:
+    """By torch's distributed checkpoint, which reads only what the target says that it has."""
+    model_state, state = get_state_dict(source, source_optimizer)
+    save({"model": model_state, "optimizer": state}, checkpoint_id=folder, no_dist=True)
+    model_state, state = get_state_dict(target, target_optimizer)
+    loaded: dict[str, Any] = {"model": model_state, "optimizer": state}
+    load(loaded, checkpoint_id=folder, no_dist=True)
+    set_state_dict(
+        target,
+        target_optimizer,
+        model_state_dict=loaded["model"],
+        optim_state_dict=loaded["optimizer"],
+    )
+
+
+def assert_same_moments(state: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert state["state"].keys() == expected["state"].keys()
+    for index, moments in expected["state"].items():
+        for name, value in moments.items():
+            assert torch.equal(state["state"][index][name], value), (index, name)
 
 
 class Block(nn.Module):
@@ -1187,7 +1230,7 @@ class TestOptimizer:
         model, reference = gpt
         ours = memd_client.AdamW(model.parameters(), lr=1e-2)
         empty = ours.state_dict()
-        assert empty["state"] == {}
+        assert all(state["step"] == 0 for state in empty["state"].values())
         for index in range(3):
             loss_of(model, index).backward()
             ours.step()
@@ -1207,11 +1250,7 @@ class TestOptimizer:
         torchs.step()
         expected = torchs.state_dict()
         ours.load_state_dict(expected)
-        got = ours.state_dict()
-        assert got["state"].keys() == expected["state"].keys()
-        for index, moments in expected["state"].items():
-            for name, value in moments.items():
-                assert torch.equal(got["state"][index][name], value), (index, name)
+        assert_same_moments(ours.state_dict(), expected)
         ours.load_state_dict(empty)
         assert all(not s["exp_avg"].any() for s in ours.state_dict()["state"].values())
         assert leases_held(session) == 0
@@ -1393,7 +1432,256 @@ class TestOptimizer:
         state = {**optimizer.state_dict(), "state": sgd.state_dict()["state"]}
         with pytest.raises(memd_client.InvalidArgument, match="not one of Adam"):
             optimizer.load_state_dict(state)
-        assert optimizer.state_dict()["state"] == {}
+        assert all(state["step"] == 0 for state in optimizer.state_dict()["state"].values())
+
+    @pytest.mark.parametrize(
+        "settings",
+        [{"foreach": True}, {"fused": False}, {"capturable": True}, {"differentiable": True}],
+        ids=lambda settings: next(iter(settings)),
+    )
+    def test_other_implementations_of_torch_are_refused(
+        self, mlp: tuple[Mlp, Mlp], settings: dict[str, Any]
+    ) -> None:
+        model, reference = mlp
+        with pytest.raises(memd_client.InvalidArgument, match=f"{next(iter(settings))}.*default"):
+            memd_client.AdamW(model.parameters(), **settings)
+        optimizer = memd_client.AdamW(model.parameters(), fused=True, foreach=False)
+        loaded = torch.optim.AdamW(reference.parameters()).state_dict()
+        loaded["param_groups"][0].update(settings)
+        with pytest.raises(memd_client.InvalidArgument, match="fused CPU kernel"):
+            optimizer.load_state_dict(loaded)
+
+    @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+    def test_a_copy_of_an_optimizer_is_refused(
+        self, mlp: tuple[Mlp, Mlp], copied: Callable[[Any], Any]
+    ) -> None:
+        optimizer = memd_client.AdamW(mlp[0].parameters())
+        with pytest.raises(memd_client.InvalidArgument, match=r"can't be copied.*state_dict\(\)"):
+            copied(optimizer)
+
+    @pytest.mark.parametrize("name", ["Adam", "AdamW"])
+    @pytest.mark.parametrize("decoupled", [True, False, None])
+    def test_a_loaded_group_decides_how_weights_decay_as_in_torch(
+        self, mlp: tuple[Mlp, Mlp], name: str, *, decoupled: bool | None
+    ) -> None:
+        for module, kind in zip(mlp, (memd_client, torch.optim), strict=True):
+            fused = {"fused": True} if kind is torch.optim else {}
+            optimizer = getattr(kind, name)(module.parameters(), lr=0.1, weight_decay=0.5, **fused)
+            state = optimizer.state_dict()
+            if decoupled is None:
+                del state["param_groups"][0]["decoupled_weight_decay"]
+            else:
+                state["param_groups"][0]["decoupled_weight_decay"] = decoupled
+            optimizer.load_state_dict(state)
+            for _ in range(2):
+                loss_of(module).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same_state(*mlp)
+
+
+class TestOptimizerState:
+    """Moments in a `state_dict()` are read when they are used."""
+
+    @pytest.fixture
+    def reads(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """Names of the parameters whose moments were read or replaced."""
+        names: list[str] = []
+        moments, replace_moments = Job.moments, Job.replace_moments
+
+        def read(job: Job, shard: Shard) -> Any:
+            names.append(shard.name)
+            return moments(job, shard)
+
+        def replace(job: Job, shard: Shard, *args: Any, **kwargs: Any) -> None:
+            names.append(shard.name)
+            replace_moments(job, shard, *args, **kwargs)
+
+        monkeypatch.setattr(Job, "moments", read)
+        monkeypatch.setattr(Job, "replace_moments", replace)
+        return names
+
+    def test_a_distributed_checkpoint_makes_no_step(
+        self, mlp: tuple[Mlp, Mlp], session: Session, reads: list[str]
+    ) -> None:
+        model, reference = mlp
+        optimizer = memd_client.AdamW(model.parameters())
+        state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+        assert session.committed_step == 0
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert state["state"].keys() == dict(reference.named_parameters()).keys()
+        for name, parameter in reference.named_parameters():
+            moments = state["state"][name]
+            assert moments["step"] == 0
+            for each in ("exp_avg", "exp_avg_sq"):
+                assert moments[each].shape == parameter.shape
+                assert moments[each].dtype == torch.float32
+        assert not reads
+        assert all(not moments["exp_avg"].any() for moments in state["state"].values())
+        assert_same_state(model, reference)
+
+    @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+    def test_a_distributed_checkpoint_of_torchs_optimizer_goes_on_in_memd_and_back(
+        self, session: Session, tmp_path: Path
+    ) -> None:
+        plain, model, last = build(Gpt), build(Gpt), build(Gpt)
+        torchs = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+        memd_client.offload(model, session)
+        ours = memd_client.AdamW(model.parameters(), lr=0.5)
+        train_one_step(plain, torchs, 0)
+        copy_by_checkpoint(plain, torchs, model, ours, tmp_path / "first")
+        assert session.committed_step == 0
+        for trained, optimizer in ((plain, torchs), (model, ours)):
+            train_one_step(trained, optimizer, 1)
+        assert_same_state(model, plain)
+        torchs = torch.optim.AdamW(last.parameters(), lr=0.5, fused=True)
+        copy_by_checkpoint(model, ours, last, torchs, tmp_path / "second")
+        torchs.param_groups[0]["fused"] = True
+        for trained, optimizer in ((last, torchs), (model, ours)):
+            train_one_step(trained, optimizer, 2)
+        assert_same_state(model, last)
+        assert leases_held(session) == 0
+
+    @pytest.mark.parametrize("step_count", [0, 2])
+    def test_a_state_that_is_loaded_where_it_came_from_moves_nothing(
+        self, job: OpenSession, reads: list[str], step_count: int
+    ) -> None:
+        """As `Accelerator.prepare()` does, on a resumed job too."""
+        expected = build(Mlp)
+        torchs = torch.optim.AdamW(expected.parameters(), fused=True)
+        with job() as session:
+            model = memd_client.offload(build(Mlp), session)
+            optimizer = memd_client.AdamW(model.parameters())
+            for index in range(step_count):
+                train_one_step(model, optimizer, index)
+                train_one_step(expected, torchs, index)
+        with job() as session:
+            model = memd_client.offload(build(Mlp), session)
+            optimizer = memd_client.AdamW(model.parameters())
+            state = optimizer.state_dict()
+            state["state"] = {
+                index: {name: value.to("cpu", non_blocking=True) for name, value in each.items()}
+                for index, each in state["state"].items()
+            }
+            optimizer.load_state_dict(state)
+            del state
+            for index in range(step_count, step_count + 2):
+                train_one_step(model, optimizer, index)
+                train_one_step(expected, torchs, index)
+            assert not reads
+            assert_same_state(model, expected)
+
+    @pytest.mark.parametrize("step_in_backward", [False, True])
+    @pytest.mark.parametrize("change", ["step", "load", "reset", "close", "drop"])
+    def test_a_state_that_is_kept_is_of_its_moment(
+        self, job: OpenSession, change: str, *, step_in_backward: bool
+    ) -> None:
+        reference = build(Mlp)
+        torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+        session = job()
+        model = memd_client.offload(build(Mlp), session)
+        optimizer = memd_client.AdamW(
+            model.parameters(), lr=1e-2, step_in_backward=step_in_backward
+        )
+        for index in range(2):
+            train_one_step(model, optimizer, index)
+            train_one_step(reference, torchs, index)
+        loss_of(model, 2).backward()  # with step_in_backward its updates begin
+        kept = optimizer.state_dict()
+        if change == "step":
+            optimizer.step()
+        optimizer.zero_grad()
+        if change == "load":
+            state = optimizer.state_dict()
+            for moments in state["state"].values():
+                moments["exp_avg"].zero_()
+            optimizer.load_state_dict(state)
+        if change == "reset":
+            optimizer.reset_state()
+        if change == "drop":
+            session.drop_job()
+        if change == "close":
+            session.close()
+        assert_same_moments(kept, torchs.state_dict())
+        session.close()
+
+    def test_moments_are_tensors_as_any(self, mlp: tuple[Mlp, Mlp], reads: list[str]) -> None:
+        model, reference = mlp
+        optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+        torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+        train_one_step(model, optimizer, 0)
+        train_one_step(reference, torchs, 0)
+        state, expected = optimizer.state_dict(), torchs.state_dict()
+        moment, twin = state["state"][0]["exp_avg"], expected["state"][0]["exp_avg"]
+        assert (moment.shape, moment.dtype, moment.device) == (twin.shape, twin.dtype, twin.device)
+        assert isinstance(moment, torch.Tensor)
+        assert not reads
+        assert repr(moment) == repr(twin)
+        assert reads == ["layers.0.weight"]
+        assert torch.equal(moment + 1, twin + 1)
+        assert moment.to(torch.float64).dtype == torch.float64
+        assert moment.numpy().tobytes() == twin.numpy().tobytes()
+        copied = moment.to("cpu", copy=True)
+        copied.zero_()
+        assert torch.equal(moment, twin)
+        for changed in (moment, twin):
+            changed[0].mul_(2)
+            changed.add_(1)
+        assert torch.equal(moment, twin)
+        assert reads == ["layers.0.weight"]
+        saved = io.BytesIO()
+        torch.save(state, saved)
+        saved.seek(0)
+        copies = [copy.deepcopy(state), torch.load(saved, weights_only=True)]
+        assert len(reads) == 4
+        for each in copies:
+            assert type(each["state"][0]["exp_avg"]) is torch.Tensor
+            assert_same_moments(each, expected)
+        optimizer.load_state_dict(state)
+        assert_same_moments(optimizer.state_dict(), expected)
+
+    def test_a_parameter_without_a_state_begins_anew(self, mlp: tuple[Mlp, Mlp]) -> None:
+        for module, kind in zip(mlp, (memd_client.AdamW, torch.optim.AdamW), strict=True):
+            fused = {"fused": True} if kind is torch.optim.AdamW else {}
+            optimizer: Any = kind(module.parameters(), lr=1e-2, **fused)
+            train_one_step(module, optimizer, 0)
+            state = optimizer.state_dict()
+            state["state"][0] = {}
+            del state["state"][1]
+            optimizer.load_state_dict(state)
+            train_one_step(module, optimizer, 1)
+        assert_same_state(*mlp)
+
+    def test_reset_state_begins_anew_with_the_values_of_now(
+        self, mlp: tuple[Mlp, Mlp], session: Session, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model, reference = mlp
+        optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+        torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+        train_one_step(model, optimizer, 0)
+        train_one_step(reference, torchs, 0)
+        del optimizer
+        assert session.committed_step == 1
+        with caplog.at_level("INFO", "memd_client"):
+            optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+        assert "AdamW goes on after update 1" in caplog.text
+        optimizer.reset_state()
+        assert all(state["step"] == 0 for state in optimizer.state_dict()["state"].values())
+        torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+        train_one_step(model, optimizer, 1)
+        train_one_step(reference, torchs, 1)
+        assert_same_state(model, reference)
+
+    def test_hooks_see_the_states(self, mlp: tuple[Mlp, Mlp]) -> None:
+        model, _ = mlp
+        optimizer = memd_client.AdamW(model.parameters())
+        train_one_step(model, optimizer, 0)
+        seen = []
+        optimizer.register_state_dict_post_hook(
+            lambda _, state: seen.append(sorted(state["state"][0]))
+        )
+        optimizer.state_dict()
+        assert seen == [["exp_avg", "exp_avg_sq", "step"]]
 
 
 class TestJobs:

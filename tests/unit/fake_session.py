@@ -522,9 +522,10 @@ class FakeDaemon:
     ) -> Iterator[tensor_pb2.GetMomentsResponse]:
         self.calls.append("get_moments")
         shard = self.shards[request.shard_id]
+        optimizer = self._optimizer(shard)
         assert shard.master is not None
-        assert shard.optimizer is not None
-        state = shard.optimizer.state[shard.master]
+        zeros = torch.zeros_like(shard.master)
+        state = optimizer.state.get(shard.master) or {"exp_avg": zeros, "exp_avg_sq": zeros}
         element_first = 0
         pairs = zip(_chunks(state["exp_avg"]), _chunks(state["exp_avg_sq"]), strict=True)
         for exp_avg, exp_avg_sq in pairs:

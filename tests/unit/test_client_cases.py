@@ -13,6 +13,7 @@ from tests.unit.client_cases import (  # noqa: F401  # pytest finds tests and fi
     TestHooks,
     TestJobs,
     TestOptimizer,
+    TestOptimizerState,
     TestStreaming,
     gpt,
     mlp,

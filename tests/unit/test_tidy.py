@@ -30,7 +30,7 @@ CLIENT_LAYERS = (
     # One session's core.
     *("gradient_order", "leases", "tensor_streams", "registry", "steps", "job"),
     *("name_uses", "blobs"),
-    *("transaction", "buffers"),
+    *("metadata", "moments", "transaction", "buffers"),
     # Offloaded parameters.
     *("early", "gradients", "residency", "parameter", "in_place", "saved_tensors", "away"),
     "module_hooks",
