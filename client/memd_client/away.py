@@ -68,6 +68,11 @@ class AwayParameter(nn.Parameter):
         with fetched(_away_in(args, kwargs)), saving_by_name():
             return func(*args, **kwargs)
 
+    def set_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """torch has no `__torch_function__` for it: it would replace the hole."""
+        with fetched([self]):
+            return self.set_(*args, **kwargs)  # of the class that it has in place
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         del tensor_contents
         with fetched([self]):

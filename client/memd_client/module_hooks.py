@@ -108,14 +108,17 @@ def own_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters that a call of `module` itself uses.
 
     `nn.MultiheadAttention` passes its child's parameters to one kernel without calling the child,
-    and so does `nn.TransformerEncoderLayer` in evaluation. If they were fetched one by one, torch
-    would choose another kernel, which rounds differently.
+    and so does `nn.TransformerEncoderLayer` in evaluation. `nn.TransformerEncoder` asks the
+    parameters of its first layer whether it may drop what is padded. If they were fetched one by
+    one, torch would choose another kernel, which rounds differently.
     """
-    reaches = isinstance(module, nn.MultiheadAttention) or (
-        isinstance(module, nn.TransformerEncoderLayer) and not module.training
-    )
-    if reaches:
+    if isinstance(module, nn.MultiheadAttention):
         return list(module.parameters())
+    if not module.training:
+        if isinstance(module, nn.TransformerEncoderLayer):
+            return list(module.parameters())
+        if isinstance(module, nn.TransformerEncoder) and len(module.layers):
+            return list(module.layers[0].parameters())
     return [parameter for parameter in module._parameters.values() if parameter is not None]
 
 

@@ -14,6 +14,7 @@ from memd_client.errors import CapacityError, InvalidArgument, NotYet
 from memd_client.in_place import InPlaceParameter
 from memd_client.module_hooks import own_parameters, stream
 from memd_client.parameter import StreamedParameter, streamed
+from memd_client.placement import Placement
 from memd_client.residency import Classes
 from memd_client.shard import TIERS, Shard, shard_spec
 from memd_client.sizes import format_size
@@ -106,6 +107,7 @@ def offload(
             transaction=transaction,
             classes=_CLASSES,
         )
+    transaction.watch(Placement(module, job.name))
     stream(module)
     _return_freed_memory()
     return module

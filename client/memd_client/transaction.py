@@ -51,6 +51,12 @@ class Contributor(Protocol):
         ...
 
 
+class Watched(Protocol):
+    """Parts of the model that a step looks at before it closes: `placement.Placement`."""
+
+    def refuse_replaced(self) -> None: ...
+
+
 class Transaction:
     """Closes and resumes the steps of one session. Any thread may call.
 
@@ -63,6 +69,7 @@ class Transaction:
         self._job = job
         self._turn = RLock()
         self._contributors: list[Contributor] = []
+        self._watched: list[Watched] = []
         self._optimizers: list[ref[torch.optim.Optimizer]] = []
         # Otherwise every `optimizer.step()` closes its step.
         self._is_closed_by_commit = False
@@ -84,6 +91,10 @@ class Transaction:
     def add(self, contributor: Contributor) -> None:
         """Its values are part of every commit from now on."""
         self._contributors.append(contributor)
+
+    def watch(self, watched: Watched) -> None:
+        """Each step calls it first, from now on."""
+        self._watched.append(watched)
 
     def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Its settings are part of commits, in the order of registration."""
@@ -130,6 +141,8 @@ class Transaction:
         """
         job = self._job
         job.refuse_if_unusable()
+        for watched in self._watched:
+            watched.refuse_replaced()
         job.end_gradients()
         with closing_step(), self._turn:
             late = job.settle()

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn import functional
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import memd_client
@@ -200,6 +201,11 @@ class Parametrized(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.linear(x)
         return output
+
+
+class Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
 
 
 class Scaled(torch.autograd.Function):
@@ -584,6 +590,28 @@ class TestStreaming:
 
 class TestAway:
     """What code outside of forward does with parameters that are away: right, or NotResident."""
+
+    @pytest.mark.parametrize("grad", [False, True])
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    def test_an_encoder_drops_what_is_padded_as_torch_does(
+        self, session: Session, *, grad: bool
+    ) -> None:
+        both = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            layer = nn.TransformerEncoderLayer(WIDTH, 4, 64, batch_first=True)
+            both.append(nn.TransformerEncoder(layer, 2, enable_nested_tensor=True).eval())
+        model, reference = both
+        memd_client.offload(model, session)
+        inputs = torch.randn(3, LENGTH, WIDTH)
+        padding = torch.arange(LENGTH).expand(3, LENGTH) >= torch.tensor([[4], [9], [LENGTH - 1]])
+        with torch.set_grad_enabled(grad):
+            output, expected = (
+                module(inputs, src_key_padding_mask=padding) for module in (model, reference)
+            )
+        assert torch.equal(output, expected)
+        assert bool(expected[padding].any()) is grad, "or torch did not drop it"
+        assert leases_held(session) == 0
 
     def test_a_deep_copy_is_an_ordinary_module_of_its_own(
         self, gpt: tuple[nn.Module, nn.Module], session: Session
@@ -1061,6 +1089,55 @@ class TestGather:
         assert torch.equal(copies[1], reference.first.weight)
         assert_same_state(copies[0], reference)
         assert leases_held(session) == 0
+
+    def test_memory_that_is_set_outside_is_kept(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        value = torch.full((64, WIDTH), 0.5)
+        for module in mlp:
+            with torch.no_grad():
+                module.first.weight.set_(value.clone())  # type: ignore[call-overload]
+                module.second.weight.set_(module.second.weight)  # type: ignore[call-overload]
+                with pytest.raises((RuntimeError, memd_client.MemdError)):
+                    module.second.weight.set_(torch.zeros(1).half())  # type: ignore[call-overload]
+        assert_same_state(*mlp)
+        assert leases_held(session) == 0
+
+    @pytest.mark.parametrize("how", ["assign=True", "new parameter"])
+    def test_a_parameter_that_was_replaced_is_an_error_of_the_next_step(
+        self, mlp: tuple[Mlp, Mlp], session: Session, how: str
+    ) -> None:
+        model, reference = mlp
+        optimizer = memd_client.AdamW(model.parameters())
+        weight = model.first.weight
+        loss_of(model).backward()
+        if how == "assign=True":
+            state = {"layers.0.weight": torch.zeros_like(reference.first.weight)}
+            model.load_state_dict(state, strict=False, assign=True)
+        else:
+            model.first.weight = nn.Parameter(torch.zeros_like(reference.first.weight))
+        with pytest.raises(memd_client.MemdError, match=r"'layers\.0\.weight' was replaced.*copy"):
+            optimizer.step()
+        assert session.committed_step == 0
+        model.first.weight = weight
+        optimizer.step()
+        assert session.committed_step == 1
+
+    def test_parameters_may_be_tied_moved_and_dropped(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        for module, kind in zip(mlp, (memd_client.AdamW, torch.optim.AdamW), strict=True):
+            fused = {"fused": True} if kind is torch.optim.AdamW else {}
+            optimizer: Any = kind(module.parameters(), lr=1e-2, **fused)
+            train_one_step(module, optimizer, 0)
+            parametrize.register_parametrization(module.first, "weight", Doubled())
+            module.first.bias = None  # type: ignore[assignment]
+            train_one_step(module, optimizer, 1)
+            module.layers[2] = nn.Linear(64, WIDTH, bias=False)
+            nn.init.constant_(module.second.weight, 0.5)
+            train_one_step(module, optimizer, 2)
+        assert_same_state(*mlp)
+        assert session.committed_step == 3
 
     def test_parameters_that_are_not_offloaded_are_let_be(self) -> None:
         module = nn.Linear(2, 2)

@@ -33,6 +33,7 @@ CLIENT_LAYERS = (
     *("metadata", "moments", "transaction", "buffers"),
     # Offloaded parameters.
     *("early", "gradients", "residency", "parameter", "in_place", "saved_tensors", "away"),
+    "placement",
     "module_hooks",
     # What users call.
     *("tracked", "session", "targets", "offload", "optimizer", "gather", "connect", "__init__"),
