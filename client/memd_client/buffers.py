@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memd_client.module_names import plain_name
 from memd_client.shard import Shard, shard_spec
 from memd_proto.v1 import types_pb2
 
@@ -140,4 +141,5 @@ def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, _Owner, torch.
             if tensor is None or key in child._non_persistent_buffers_set or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            yield f"{path}.{key}" if path else key, _Owner(weakref.ref(child), key), tensor
+            name = plain_name(module, f"{path}.{key}" if path else key)
+            yield name, _Owner(weakref.ref(child), key), tensor

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakMethod
 
 from memd_client.errors import InvalidArgument, MemdError
+from memd_client.held_names import HeldNames
 from memd_client.registry import ShardRegistry
 from memd_client.retry import AtOnce
 from memd_client.statistics import SessionStatistics, summed
@@ -71,6 +72,7 @@ class Job:
             control=control,
             leases=leases,
         )
+        self._held_names = HeldNames(name, self._shards.list_all)
         self._steps = Steps(
             job=name,
             committed_step=attached.committed_step,
@@ -117,6 +119,10 @@ class Job:
     @property
     def shards(self) -> ShardRegistry:
         return self._shards
+
+    @property
+    def held_names(self) -> HeldNames:
+        return self._held_names
 
     @property
     def steps(self) -> Steps:

@@ -13,6 +13,7 @@ from memd_client.buffers import ModuleBuffers
 from memd_client.errors import CapacityError, InvalidArgument, NotYet
 from memd_client.in_place import InPlaceParameter
 from memd_client.module_hooks import own_parameters, stream
+from memd_client.module_names import plain_name
 from memd_client.parameter import StreamedParameter, streamed
 from memd_client.placement import Placement
 from memd_client.residency import Classes
@@ -41,10 +42,12 @@ def offload(
     tier: str = "nvme",
     device: torch.device | str | None = None,
     activations: str | None = None,
+    strict: bool = True,
 ) -> ModuleT:
     """Moves the parameters of `module` into memd, in place, and returns the module. They are in
     memory only while they are used; the module's code does not change. If the job already has
-    parameters of these names, the stored values win.
+    parameters of these names, the stored values win. Names are those of `named_parameters()`
+    without the wrappers of torch.compile, DistributedDataParallel and activation checkpoints.
 
     A parameter that is away answers for its shape and dtype, and any operation fetches it;
     `param.grad` is the gradient in memd. Buffers stay in this process; persistent ones are part of
@@ -56,6 +59,9 @@ def offload(
         tier: where bytes are kept while nobody uses them: "nvme"; "host" comes in a later version.
         device: where they are used; "cpu" in this version.
         activations: not yet.
+        strict: if the job held parameters before this session, it must have those of `module`, and
+            by the first step modules and optimizers of this session must have claimed all that it
+            held. False: new parameters keep their own values, others stay as they are.
 
     Raises:
         InvalidArgument, NotYet: a parameter or argument that can't be offloaded. Nothing has
@@ -75,7 +81,7 @@ def offload(
     job = transaction.job
     leases = job.leases
     parameters = {
-        name: parameter
+        plain_name(module, name): parameter
         for name, parameter in module.named_parameters()
         if type(parameter) is not nn.Parameter or parameter.numel()
     }
@@ -83,6 +89,9 @@ def offload(
         _refuse_parameter(name, parameter)
     _refuse_names_in_use(parameters, job)
     _refuse_small_pool(module, job)
+    if not strict:
+        job.held_names.relax()
+    job.held_names.refuse_unknown(parameters)
 
     specs = [_spec(name, parameter, TIERS[tier]) for name, parameter in parameters.items()]
     declared = job.declare(specs) if specs else []
@@ -93,6 +102,8 @@ def offload(
             job.mark_written()
     stored = buffers.exchange(job)
     job.sync_if_needed()
+
+    job.held_names.claim(parameters)
 
     # Nothing below fails: the module is either as it was, or offloaded.
     for buffer, value in stored:

@@ -14,6 +14,7 @@ from memd_client.away import AwayParameter
 from memd_client.early import EarlyUpdates
 from memd_client.errors import InvalidArgument, NotYet
 from memd_client.module_hooks import end_interrupted_calls
+from memd_client.module_names import without_wrappers
 from memd_client.parameter import StreamedParameter, streamed
 from memd_client.shard import TIERS
 from memd_client.targets import StreamedTarget, Target, own, owner_of
@@ -116,10 +117,16 @@ class Adam(torch.optim.Optimizer):
             _refuse_group(group)
             parameters: list[torch.Tensor] = group["params"]
             position = len(self.param_groups) - 1
-            names = group.get("param_names") or [
-                f"optimizer.{position}.{i}" for i in range(len(parameters))
-            ]
             self._transaction = self._transaction or _transaction_of(parameters)
+            given = group.get("param_names")
+            if given is None and any(streamed(parameter) is None for parameter in parameters):
+                self._transaction.job.held_names.refuse_unnamed(
+                    "the optimizer's parameters that are not offloaded"
+                )
+            names = [
+                without_wrappers(given[i]) if given else f"optimizer.{position}.{i}"
+                for i in range(len(parameters))
+            ]
             targets = own(
                 parameters,
                 names,

@@ -19,23 +19,23 @@ class Placement:
     def __init__(self, module: nn.Module, job: str) -> None:
         self._job = job
         self._places = [
-            (weakref.ref(child), name, f"{path}.{name}" if path else name)
-            for path, child in module.named_modules()
+            (weakref.ref(child), name, entry.shard.name)
+            for child in module.modules()
             for name, parameter in child._parameters.items()
-            if streamed(parameter) is not None
+            if (entry := streamed(parameter)) is not None
         ]
 
     def refuse_replaced(self) -> None:
         """Raises if a place has a parameter that is not offloaded. A place may have none, as after
         `parametrize`, or have gone with its module."""
-        for owner, name, full_name in self._places:
+        for owner, name, shard_name in self._places:
             module = owner()
             if module is None:
                 continue
             parameter = module._parameters.get(name)
             if parameter is not None and streamed(parameter) is None:
                 raise MemdError(
-                    f"job {self._job!r}: parameter {full_name!r} was replaced by one that is not "
+                    f"job {self._job!r}: parameter {shard_name!r} was replaced by one that is not "
                     "in memd, as load_state_dict(assign=True) and module.name = nn.Parameter(...) "
                     "do; copy the values instead, with load_state_dict() or inside "
                     "gather(write=True), or replace it before offload()"

@@ -233,6 +233,7 @@ def own(
                 f"parameter {entry.shard.name!r} belongs to job {entry.job.name!r}; an optimizer "
                 f"updates parameters of one job, here {job.name!r}"
             )
+    job.held_names.refuse_unknown([spec.name for _, spec in resident])
     moved = [entry.shard for entry in map(streamed, parameters) if entry is not None]
     if moved:
         # From here on the job's quota has to hold the optimizer's state as well.
@@ -248,6 +249,7 @@ def own(
         )
         for (parameter, _), shard in zip(resident, declared, strict=True)
     }
+    job.held_names.claim([spec.name for _, spec in resident])
     job.sync_if_needed()
     targets: list[Target] = []
     for parameter in parameters:

@@ -141,6 +141,7 @@ class Transaction:
         """
         job = self._job
         job.refuse_if_unusable()
+        job.held_names.refuse_unclaimed()
         for watched in self._watched:
             watched.refuse_replaced()
         job.end_gradients()

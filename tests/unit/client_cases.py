@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     get_state_dict,
@@ -65,6 +66,10 @@ class Mlp(nn.Module):
         layer = self.layers[2]
         assert isinstance(layer, nn.Linear)
         return layer
+
+
+def compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
 
 
 def train_one_step(model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> None:
@@ -1787,13 +1792,108 @@ class TestJobs:
         for attempt in range(2):
             with job() as session:
                 model = build(Mlp)
-                ours = memd_client.AdamW(model.parameters(), lr=1e-2, session=session)
+                ours = memd_client.AdamW(model.named_parameters(), lr=1e-2, session=session)
                 assert_same_state(model, reference)
                 for trained, optimizer in ((model, ours), (reference, torchs)):
                     loss_of(trained, attempt).backward()
                     optimizer.step()
                     optimizer.zero_grad()
                 assert_same_state(model, reference)
+
+    def test_parameters_that_stay_are_not_matched_by_position(self, job: OpenSession) -> None:
+        with job() as session:
+            model = build(Mlp)
+            train_one_step(model, memd_client.AdamW(model.parameters(), session=session), 0)
+        with job() as session:
+            other = nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, WIDTH))
+            before = copy.deepcopy(other)
+            with pytest.raises(memd_client.InvalidArgument, match=r"position.*named_parameters"):
+                memd_client.AdamW(other.parameters(), session=session)
+            assert_same_state(other, before)
+
+    def test_other_names_than_those_that_the_job_holds_are_refused(self, job: OpenSession) -> None:
+        with job() as session:
+            memd_client.offload(build(Mlp), session)
+        with job() as session:
+            renamed = nn.ModuleDict({"body": build(Mlp)})
+            before = copy.deepcopy(renamed)
+            with pytest.raises(
+                memd_client.InvalidArgument,
+                match=r"'body\.layers\.0\.weight'.*does not have.*'layers\.0\.bias'.*strict=False",
+            ):
+                memd_client.offload(renamed, session)
+            assert_same_state(renamed, before)
+            assert all(type(parameter) is nn.Parameter for parameter in renamed.parameters())
+            memd_client.offload(build(Mlp), session)
+        with job() as session:
+            named = [("other", nn.Parameter(torch.zeros(3)))]
+            with pytest.raises(memd_client.InvalidArgument, match="'other'"):
+                memd_client.AdamW(named, session=session)
+
+    def test_the_first_step_refuses_to_leave_parameters_of_the_job_behind(
+        self, job: OpenSession
+    ) -> None:
+        with job() as session:
+            session.put("blob", torch.zeros(3))
+            both = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+            memd_client.offload(both, session)
+        with job() as session:
+            first = memd_client.offload(nn.ModuleDict({"a": nn.Linear(4, 4)}), session)
+            optimizer = memd_client.AdamW(first.parameters())
+            first["a"](torch.ones(1, 4)).sum().backward()
+            with pytest.raises(memd_client.InvalidArgument, match=r"'b\.bias', 'b\.weight'"):
+                optimizer.step()
+            assert session.committed_step == 0
+            memd_client.offload(nn.ModuleDict({"b": nn.Linear(4, 4)}), session)
+            optimizer.step()
+            assert session.committed_step == 1
+
+    def test_adapters_join_a_job_that_is_not_strict(self, job: OpenSession) -> None:
+        reference = build(Mlp)
+        torchs = torch.optim.AdamW(reference.parameters(), fused=True)
+        with job() as session:
+            model = memd_client.offload(build(Mlp), session)
+            train_one_step(model, memd_client.AdamW(model.parameters()), 0)
+            train_one_step(reference, torchs, 0)
+        both = [build(Mlp), reference]
+        with job() as session:
+            for module in both:
+                module.requires_grad_(False)
+                assert isinstance(module, Mlp)
+                torch.manual_seed(1)
+                module.layers.append(nn.Linear(WIDTH, WIDTH))
+            memd_client.offload(both[0], session, strict=False)
+            for module, kind in zip(both, (memd_client.AdamW, torch.optim.AdamW), strict=True):
+                fused = {"fused": True} if kind is torch.optim.AdamW else {}
+                trained = [p for p in module.parameters() if p.requires_grad]
+                optimizer: Any = kind(trained, **fused)
+                train_one_step(module, optimizer, 1)
+            assert_same_state(*both)
+
+    @pytest.mark.parametrize("wrap", [nn.DataParallel, checkpoint_wrapper, compiled])
+    def test_wrappers_of_torch_are_no_part_of_names(
+        self, job: OpenSession, wrap: Callable[[nn.Module], nn.Module]
+    ) -> None:
+        with job() as session:
+            model = memd_client.offload(build(BatchNorm), session)
+            train_one_step(model, memd_client.AdamW(model.parameters()), 0)
+            expected = {name: value.clone() for name, value in model.state_dict().items()}
+        with job() as session:
+            model = build(BatchNorm)
+            memd_client.offload(wrap(model), session)
+            got = model.state_dict()
+            assert got.keys() == expected.keys()
+            for name, value in expected.items():
+                assert torch.equal(got[name], value), name
+
+    def test_a_module_of_ones_own_that_is_called_module_is_part_of_names(
+        self, session: Session
+    ) -> None:
+        model = nn.ModuleDict({"module": nn.Linear(2, 2, bias=False)})
+        memd_client.offload(model, session)
+        assert [p.shard.name for p in session.transaction.job.shards.parameters] == [
+            "module.weight"
+        ]
 
     def test_another_shape_under_a_stored_name_is_refused(self, job: OpenSession) -> None:
         with job() as session:

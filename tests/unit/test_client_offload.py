@@ -101,7 +101,7 @@ def test_a_parameter_that_cannot_be_offloaded_is_named_and_nothing_changes(
     ids=["activations", "device", "tier"],
 )
 def test_arguments_without_support_are_refused(
-    session: Session, settings: dict[str, str], error: type[Exception]
+    session: Session, settings: dict[str, Any], error: type[Exception]
 ) -> None:
     module = Mlp()
     with pytest.raises(error, match=next(iter(settings.values()))):

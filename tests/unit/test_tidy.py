@@ -28,9 +28,9 @@ CLIENT_LAYERS = (
     # The way to the daemon, and back to it when it was away.
     *("shard", "calls", "retry", "attach", "embedded", "control", "reattach"),
     # One session's core.
-    *("gradient_order", "leases", "tensor_streams", "registry", "steps", "job"),
+    *("gradient_order", "leases", "tensor_streams", "registry", "held_names", "steps", "job"),
     *("name_uses", "blobs"),
-    *("metadata", "moments", "transaction", "buffers"),
+    *("metadata", "moments", "transaction", "module_names", "buffers"),
     # Offloaded parameters.
     *("early", "gradients", "residency", "parameter", "in_place", "saved_tensors", "away"),
     "placement",

@@ -1,0 +1,100 @@
+"""The parameters that a job held when a session began: a model must claim them all, and no others.
+
+A model whose names do not match would start from its own values at step N, and nobody would notice.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from memd_client.errors import InvalidArgument
+from memd_proto.v1 import types_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_SHOWN = 5  # names in a message
+
+
+class HeldNames:
+    """Any thread may call."""
+
+    def __init__(self, job: str, list_shards: Callable[[], Iterable[types_pb2.Shard]]) -> None:
+        self._job = job
+        self._list_shards = list_shards
+        self._lock = threading.Lock()
+        # Asked for when parameters come, before the first of them is declared.
+        self._held: set[str] | None = None
+        self._claimed: set[str] = set()
+        self._is_strict = True
+
+    def relax(self) -> None:
+        """From now on a model may have more parameters than the job held, or fewer."""
+        self._is_strict = False
+
+    def refuse_unknown(self, names: Iterable[str]) -> None:
+        """Before the parameters `names` are declared.
+
+        Raises:
+            InvalidArgument: the job holds parameters, but not these.
+        """
+        held = self._look()
+        unknown = [name for name in names if name not in held]
+        if self._is_strict and held and unknown:
+            left = sorted(held - self._claimed - set(names))
+            raise InvalidArgument(
+                f"job {self._job!r} holds other parameters: {_listed(unknown)} it does not have, "
+                f"and {_listed(left) if left else 'no other'} this model does not; give the model "
+                "the names that it was trained with, connect to another job or with fresh=True, or "
+                "pass offload(..., strict=False) to add parameters, such as adapters"
+            )
+
+    def refuse_unnamed(self, what: str) -> None:
+        """Before parameters get names by their position.
+
+        Raises:
+            InvalidArgument: the job holds parameters, and the order may have been another.
+        """
+        if self._look() and self._is_strict:
+            raise InvalidArgument(
+                f"job {self._job!r} holds parameters, and {what} would be matched with them by "
+                "position; give the optimizer model.named_parameters(), or (name, parameter) pairs"
+            )
+
+    def claim(self, names: Iterable[str]) -> None:
+        """These were declared."""
+        with self._lock:
+            self._claimed.update(names)
+
+    def refuse_unclaimed(self) -> None:
+        """Before a step.
+
+        Raises:
+            InvalidArgument: nobody has claimed some of the parameters that the job held.
+        """
+        if not self._is_strict:
+            return
+        left = sorted((self._held or set()) - self._claimed)
+        if left:
+            raise InvalidArgument(
+                f"job {self._job!r} holds parameters that no module or optimizer of this session "
+                f"has: {_listed(left)}; offload the module that has them before the first step, "
+                "connect with fresh=True, or pass offload(..., strict=False) to leave them as "
+                "they are"
+            )
+
+    def _look(self) -> set[str]:
+        with self._lock:
+            if self._held is None:
+                self._held = {
+                    shard.spec.name
+                    for shard in self._list_shards()
+                    if shard.spec.kind == types_pb2.SHARD_KIND_PARAMETER and shard.written
+                }
+            return self._held
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(map(repr, names[:_SHOWN]))
+    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
