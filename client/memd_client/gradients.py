@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memd_client.errors import InvalidArgument
+from memd_client.errors import InvalidArgument, MemdError
 from memd_client.leases import MODE_READ, MODE_WRITE
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ class GradientSlot:
         # The tensor that `p.grad` returned. It is returned again for as long as somebody holds it,
         # since there can be only one lease for writing.
         self._held: weakref.ref[torch.Tensor] | None = None
+        # The storage of that tensor and its views. torch keeps its Python object while it lives.
+        self._storage: weakref.ref[torch.UntypedStorage] | None = None
 
     @property
     def shard(self) -> Shard:
@@ -60,6 +62,7 @@ class GradientSlot:
         """For `p.grad = gradient`."""
         self._check(gradient)
         with self._lock:
+            self.refuse_if_viewed("p.grad = ...")
             self._end_lease()
             self._overwrite(gradient, leases)
 
@@ -70,6 +73,7 @@ class GradientSlot:
             if held is None:
                 held = leases.gradient(self._shard, MODE_WRITE)
                 self._held = weakref.ref(held)
+                self._storage = weakref.ref(held.untyped_storage())
             return held
 
     def read(self, leases: Leases) -> torch.Tensor:
@@ -78,13 +82,42 @@ class GradientSlot:
             held = self._held() if self._held is not None else None
             return held if held is not None else leases.gradient(self._shard, MODE_READ)
 
+    def refuse_if_viewed(self, what: str) -> None:
+        """Before `what` ends the lease behind `p.grad`: a view of it would keep the lease, and the
+        next backward would wait for it.
+
+        Raises:
+            MemdError: somebody holds a slice, `detach()` or `.data` of `p.grad`.
+        """
+        with self._lock:
+            storage = self._storage() if self._storage is not None else None
+            if storage is None:
+                return
+            is_held = self._held is not None and self._held() is not None
+            # Its Python object counts, and the tensor that `p.grad` returned gets a copy.
+            if torch._C._storage_Use_Count(storage._cdata) > 1 + is_held:
+                raise MemdError(
+                    f"a view of the gradient of {self._shard.name!r} is still held (a slice, "
+                    f"detach() or .data of p.grad), and {what} ends the gradient; clone what you "
+                    "keep, or drop it before"
+                )
+
+    def drop(self, what: str) -> bool:
+        """The user drops it, by `what`. Returns whether there was one."""
+        with self._lock:
+            if self._present:
+                self.refuse_if_viewed(what)
+            was_present = self._present
+            self.forget()
+            return was_present
+
     def _end_lease(self) -> None:
         """Ends the lease behind `p.grad`. A tensor that the user still holds gets a copy."""
         with self._lock:
             held = self._held() if self._held is not None else None
             if held is not None:
                 held.data = held.detach().clone()
-            self._held = None
+            self._held = self._storage = None
 
     def forget(self) -> None:
         """A step consumed the gradient, or it was dropped."""

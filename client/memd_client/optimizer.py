@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from memd_client.job import Job
     from memd_client.session import Session
+    from memd_client.shard import Shard
     from memd_client.transaction import Transaction
 
 _log = logging.getLogger("memd_client")
@@ -189,9 +190,9 @@ class Adam(torch.optim.Optimizer):
             NotDurable: the step is committed in memory and could not be put on disk, as the job's
                 durability requires. Raised once, until a step reaches the disk again; go on with
                 the next one.
-            MemdError: the step was not committed. The job is at the step before, and gradients are
-                as they were. Or the message says that it is committed, but new values could not be
-                put in place in this process: call again.
+            MemdError: a view of a gradient is held, or the step was not committed. The job is at
+                the step before, and gradients are as they were. Or the message says that it is
+                committed, but new values could not be put in place in this process: call again.
         """
         loss = None
         if closure is not None:
@@ -204,10 +205,18 @@ class Adam(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients that no step has consumed. Those of offloaded parameters always become
         None.
+
+        Raises:
+            MemdError: somebody holds a view of a gradient. Some gradients may be dropped.
         """
-        dropped = [target.shard for target in self._targets.values() if target.drop_gradient()]
-        if dropped:
-            self._only_transaction().job.drop_gradients(dropped)
+        dropped: list[Shard] = []
+        try:
+            dropped.extend(
+                target.shard for target in self._targets.values() if target.drop_gradient()
+            )
+        finally:
+            if dropped:
+                self._only_transaction().job.drop_gradients(dropped)
         self._look_again()
         # torch reads the gradient of every parameter, which takes 5 µs if the parameter is away.
         if not all(

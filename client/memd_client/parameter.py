@@ -166,7 +166,7 @@ def set_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
     if entry is None:
         return
     if value is None:
-        entry.gradient.forget()
+        entry.gradient.drop("p.grad = None")
     else:
         entry.gradient.replace(value, entry.job.leases_of(entry.shard))
 

@@ -65,15 +65,14 @@ class StreamedTarget:
 
     def drop_gradient(self) -> bool:
         """Returns whether the daemon has to drop it too."""
-        present = self._entry.gradient.present
-        self._entry.gradient.forget()
-        return present
+        return self._entry.gradient.drop("zero_grad()")
 
     def hold_still(self, held: ExitStack) -> None:
         self._entry.hold_still(held)
 
     def refuse_if_in_use(self) -> None:
         self._entry.residency.refuse_if_resident("step()")
+        self._entry.gradient.refuse_if_viewed("step()")
 
     def seal(self) -> None:
         """Values that autograd has saved so far are out of date from now on."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -1181,6 +1182,44 @@ class TestHooks:
         for ours, torchs in zip(seen["ours"], seen["torchs"], strict=True):
             assert torch.equal(ours, torchs)
         assert_same_gradients(models["ours"], models["torchs"])
+        assert leases_held(session) == 0
+
+    @pytest.mark.parametrize("what", ["step()", "zero_grad()", "p.grad = None", "p.grad = ..."])
+    @pytest.mark.parametrize("is_held", [False, True])
+    def test_a_view_of_a_gradient_that_is_kept_is_refused_by_name(
+        self, mlp: tuple[Mlp, Mlp], session: Session, what: str, *, is_held: bool
+    ) -> None:
+        model, reference = mlp
+        optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+        torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+        weight = model.first.weight
+
+        def end() -> None:
+            if what == "step()":
+                optimizer.step()
+            elif what == "zero_grad()":
+                optimizer.zero_grad()
+            else:
+                weight.grad = None if what == "p.grad = None" else torch.ones_like(weight)
+
+        loss_of(model).backward()
+        gradient = weight.grad
+        assert gradient is not None
+        view = gradient[0]
+        if not is_held:
+            del gradient
+        with pytest.raises(
+            memd_client.MemdError, match=rf"'layers\.0\.weight'.*{re.escape(what)}.*clone"
+        ):
+            end()
+        assert session.committed_step == 0
+        del view
+        end()
+        if what == "step()":
+            train_one_step(reference, torchs, 0)
+            assert_same_state(model, reference)
+        optimizer.zero_grad()
+        train_one_step(model, optimizer, 1)
         assert leases_held(session) == 0
 
     def test_steps_inside_backward_from_such_hooks_have_torchs_bits(self, session: Session) -> None:
