@@ -16,6 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memd_client.errors import MemdError, NotResident
+from memd_client.hole import allowing_metadata
 from memd_client.metadata import asks_for_metadata, attribute_of
 from memd_client.parameter import (
     StreamedParameter,
@@ -66,6 +67,8 @@ class AwayParameter(nn.Parameter):
         if name in _RAW_FUNCTIONS or attribute in _RAW_FUNCTIONS:
             _refuse(_away_in(args, kwargs)[0], attribute or name)
         with fetched(_away_in(args, kwargs)), saving_by_name():
+            for parameter in _changed_by(name, args, kwargs):
+                _entry(parameter).residency.expect_change()
             return func(*args, **kwargs)
 
     def set_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -95,8 +98,17 @@ def _away_in(args: Any, kwargs: Any) -> list[AwayParameter]:
     return list(unique.values())
 
 
+def _changed_by(name: str, args: Any, kwargs: Any) -> list[AwayParameter]:
+    """The parameters that a function of this name changes in place. torch counts most changes, but
+    not those of fused kernels nor those in inference mode."""
+    changed = [kwargs["out"]] if "out" in kwargs else []
+    if name.endswith("_") and not name.endswith("__"):
+        changed += args[:1]
+    return [leaf for leaf in tree_leaves(changed) if streamed(leaf) is not None]
+
+
 def _on_the_hole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass(), allowing_metadata():
         return func(*args, **kwargs)
 
 
@@ -106,7 +118,7 @@ def _edge_if_away(leaf: Any) -> Any:
     """
     if type(leaf) is not AwayParameter:
         return leaf
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass(), allowing_metadata():
         return get_gradient_edge(leaf)
 
 

@@ -1,8 +1,7 @@
 """The residency of one offloaded parameter: its bytes are away, in memd, or in place over a lease.
 
-A parameter that is away shows a *hole*: one NaN, expanded with stride 0 to the full shape. Shape,
-dtype and device stay right, since autograd checks them when it accumulates. Nothing ever computes
-with the hole: see `away.AwayParameter`.
+A parameter that is away has a hole: see `hole.py`. Shape, dtype and device stay right, since
+autograd checks them when it accumulates.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memd_client.errors import MemdError, NotResident
+from memd_client.hole import make_hole, name_in_messages
 from memd_client.identity import ByIdentity
 from memd_client.leases import MODE_READ
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from memd_client.job import Job
     from memd_client.shard import Shard
 
-_holes: dict[torch.dtype, torch.Tensor] = {}
 _data: Any = torch._C.TensorBase.data
 # The storage of every living lease of a parameter. torch keeps a storage's Python object for as
 # long as the storage lives, so a view that outlives its module call is still found here.
@@ -62,13 +61,14 @@ class Residency:
         self._job = job
         self._classes = classes
         self._parameter = weakref.ref(parameter)
-        self._hole = _hole(shard)
+        self._hole = make_hole(shard.shape, shard.dtype)
+        name_in_messages(parameter, f"job {job.name!r}: the bytes of parameter {shard.name!r}")
         self._lock = RLock()
         self._user_count = 0
         # While the bytes are in place to be written. The user may give the parameter other memory,
         # whose bytes are copied here in the end.
         self._written_lease: torch.Tensor | None = None
-        self._has_new_data = False  # in place to be read, and given other memory
+        self._has_new_data = False  # in place to be read, and given other bytes
         self._keeper_count = 0
         # torch's version of the parameter when its bytes were put away or in place.
         self._version = parameter._version
@@ -218,6 +218,11 @@ class Residency:
         """For `parameter.data = value` while the bytes are away."""
         self._refuse_other_form(value)
         self.write(value.detach())
+
+    def expect_change(self) -> None:
+        """The bytes that are in place will change, and torch may not count that."""
+        with self._lock:
+            self._has_new_data = self._written_lease is None
 
     @contextmanager
     def keeping_value(self) -> Iterator[None]:
@@ -370,10 +375,3 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
         and one.shape == other.shape
         and one.stride() == other.stride()
     )
-
-
-def _hole(shard: Shard) -> torch.Tensor:
-    hole = _holes.get(shard.dtype)
-    if hole is None:
-        hole = _holes[shard.dtype] = torch.full((), float("nan"), dtype=shard.dtype)
-    return hole.expand(shard.shape)

@@ -387,8 +387,11 @@ class TestStreaming:
     def test_the_process_keeps_no_parameter_bytes(self, pair: tuple[nn.Module, nn.Module]) -> None:
         model, _ = pair
         for parameter in model.parameters():
-            with torch._C.DisableTorchFunctionSubclass():
-                assert parameter.untyped_storage().nbytes() == parameter.element_size()
+            with (
+                torch._C.DisableTorchFunctionSubclass(),
+                pytest.raises(RuntimeError, match="data pointer"),
+            ):
+                parameter.untyped_storage().data_ptr()
 
     def test_an_exception_in_forward_leaves_nothing_behind(
         self, gpt: tuple[nn.Module, nn.Module], session: Session
@@ -596,6 +599,59 @@ class TestStreaming:
 
 class TestAway:
     """What code outside of forward does with parameters that are away: right, or NotResident."""
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            torch.tensor,
+            torch.ones(1).new_tensor,
+            lambda weight: weight.as_subclass(torch.Tensor),
+            lambda weight: torch.func.vmap(torch.sum)(weight),
+            lambda weight: torch.func.grad(torch.sum)(weight),
+            lambda weight: torch.nested.nested_tensor([weight]),
+        ],
+        ids=["tensor", "new_tensor", "as_subclass", "vmap", "grad", "nested_tensor"],
+    )
+    @pytest.mark.filterwarnings("ignore:To copy construct", "ignore:The PyTorch API of nested")
+    def test_functions_that_ask_no_class_are_refused(
+        self, mlp: tuple[Mlp, Mlp], session: Session, use: Callable[[torch.Tensor], Any]
+    ) -> None:
+        """They computed with a hole of NaN."""
+        model, reference = mlp
+        with pytest.raises(
+            memd_client.NotResident, match=r"'layers\.0\.weight' are in memd.*gather"
+        ):
+            use(model.first.weight)
+        with memd_client.gather(model):
+            use(model.first.weight)
+        assert_same_state(model, reference)
+        assert leases_held(session) == 0
+
+    def test_factories_take_form_and_dtype(self, mlp: tuple[Mlp, Mlp], session: Session) -> None:
+        for module in mlp:
+            weight = module.first.weight
+            assert torch.equal(weight.new_zeros(3), torch.zeros(3))
+            assert torch.equal(weight.new_ones(2), torch.ones(2))
+            assert torch.equal(weight.new_full((2,), 5.0), torch.full((2,), 5.0))
+            assert weight.new_empty(2, dtype=torch.bfloat16).dtype == torch.bfloat16
+            assert torch.result_type(weight, 1) == torch.float32
+            assert weight.stride() == (WIDTH, 1)
+            assert not weight.is_pinned()
+        assert leases_held(session) == 0
+
+    def test_changes_that_torch_does_not_count_are_kept(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        for module in mlp:
+            loss_of(module).backward()
+            torch.optim.Adam(module.parameters(), fused=True).step()
+            module.zero_grad()
+            with torch.inference_mode():
+                module.first.weight.mul_(2)
+                torch.add(torch.ones(64, WIDTH), 1, out=module.first.weight)
+                torch.zeros(64).add_(module.first.bias)
+        assert_same_state(*mlp)
+        assert leases_held(session) == 0
 
     @pytest.mark.parametrize("grad", [False, True])
     @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

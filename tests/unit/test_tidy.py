@@ -32,7 +32,7 @@ CLIENT_LAYERS = (
     *("name_uses", "blobs"),
     *("metadata", "moments", "transaction", "module_names", "buffers"),
     # Offloaded parameters.
-    *("early", "gradients", "residency", "parameter", "in_place", "saved_tensors", "away"),
+    *("early", "gradients", "hole", "residency", "parameter", "in_place", "saved_tensors", "away"),
     "placement",
     "module_hooks",
     # What users call.

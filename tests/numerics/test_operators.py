@@ -1,0 +1,28 @@
+"""Every operator of torch's own table, with an offloaded parameter as an input: its result is that
+of a resident one, or it is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+REFUSED_MAX = 5
+RESIDENT_MIN = 600
+
+
+@pytest.mark.timeout(600)
+def test_every_operator_gives_the_resident_result_or_is_refused() -> None:
+    command = [sys.executable, "-m", "tests.numerics.operators"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    outcomes: dict[str, str] = json.loads(done.stdout)
+    expected = {"resident", "NotResident", "plain PyTorch raises", "has no float32 tensor"}
+    assert {name: each for name, each in outcomes.items() if each not in expected} == {}
+    counts = Counter(outcomes.values())
+    assert counts["resident"] >= RESIDENT_MIN
+    assert counts["NotResident"] <= REFUSED_MAX
