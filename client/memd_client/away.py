@@ -39,6 +39,13 @@ _RAW_FUNCTIONS = frozenset(
         *("numpy", "__array__", "__dlpack__", "__cuda_array_interface__"),
     )
 )
+_IN_PLACE_OPERATORS = frozenset(
+    (
+        *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__"),
+        *("__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__"),
+        *("__ilshift__", "__irshift__"),
+    )
+)
 
 
 class AwayParameter(nn.Parameter):
@@ -102,7 +109,7 @@ def _changed_by(name: str, args: Any, kwargs: Any) -> list[AwayParameter]:
     """The parameters that a function of this name changes in place. torch counts most changes, but
     not those of fused kernels nor those in inference mode."""
     changed = [kwargs["out"]] if "out" in kwargs else []
-    if name.endswith("_") and not name.endswith("__"):
+    if name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
         changed += args[:1]
     return [leaf for leaf in tree_leaves(changed) if streamed(leaf) is not None]
 

@@ -188,7 +188,6 @@ class Residency:
             if changed is not None:
                 self._job.leases_of(self._shard).write(self._shard, changed)
 
-    @torch.no_grad()
     def _take_changes(self, parameter: torch.Tensor, change_count: int) -> torch.Tensor | None:
         """When a lease for writing ends, memd takes what has changed. Under a lease for reading it
         does not, so a copy of changed bytes is returned, to be written."""
@@ -200,7 +199,7 @@ class Residency:
         # No variable refers to the lease: an exception's traceback would keep it.
         if not _is_same_memory(parameter, self._written_lease):
             self._refuse_other_form(parameter)
-            self._written_lease.copy_(parameter)
+            self._written_lease.copy_(parameter.detach())
         return None
 
     def replace_in_place(self, parameter: torch.Tensor, value: torch.Tensor) -> None:

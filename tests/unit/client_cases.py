@@ -648,6 +648,9 @@ class TestAway:
             module.zero_grad()
             with torch.inference_mode():
                 module.first.weight.mul_(2)
+                module.second.weight[0] = 3.0
+                weight = module.second.weight
+                weight += 0.5
                 torch.add(torch.ones(64, WIDTH), 1, out=module.first.weight)
                 torch.zeros(64).add_(module.first.bias)
         assert_same_state(*mlp)
