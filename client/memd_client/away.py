@@ -15,11 +15,11 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memd_client.errors import MemdError, NotResident
+from memd_client.errors import NotResident
 from memd_client.hole import allowing_metadata
 from memd_client.metadata import asks_for_metadata, attribute_of
 from memd_client.parameter import (
-    StreamedParameter,
+    entry_of,
     fetched,
     get_gradient,
     set_gradient,
@@ -75,7 +75,7 @@ class AwayParameter(nn.Parameter):
             _refuse(_away_in(args, kwargs)[0], attribute or name)
         with fetched(_away_in(args, kwargs)), saving_by_name():
             for parameter in _changed_by(name, args, kwargs):
-                _entry(parameter).residency.expect_change()
+                entry_of(parameter).residency.expect_change()
             return func(*args, **kwargs)
 
     def set_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -83,6 +83,7 @@ class AwayParameter(nn.Parameter):
         with fetched([self]):
             return self.set_(*args, **kwargs)  # of the class that it has in place
 
+    # torch's stub has no types here.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         del tensor_contents
         with fetched([self]):
@@ -129,15 +130,8 @@ def _edge_if_away(leaf: Any) -> Any:
         return get_gradient_edge(leaf)
 
 
-def _entry(parameter: AwayParameter) -> StreamedParameter:
-    entry = streamed(parameter)
-    if entry is None:
-        raise MemdError("memd does not know this AwayParameter; was it made by hand?")
-    return entry
-
-
 def _refuse(parameter: AwayParameter, what: str) -> NoReturn:
-    entry = _entry(parameter)
+    entry = entry_of(parameter)
     raise NotResident(
         f"job {entry.job.name!r}: the bytes of parameter {entry.shard.name!r} are in memd, and "
         f"{what} needs them in place; use it inside memd_client.gather(...), with write=True to "
@@ -155,13 +149,11 @@ def _set_data(parameter: AwayParameter, value: torch.Tensor) -> None:
     if nothing changed.
     """
     if value is not parameter:
-        _entry(parameter).residency.replace_away(value)
+        entry_of(parameter).residency.replace_away(value)
 
 
 def _set_requires_grad(parameter: AwayParameter, requires_grad: bool = True) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
-        parameter.requires_grad = requires_grad
-    _entry(parameter).hook_if_trainable(parameter)
+    entry_of(parameter).set_requires_grad(parameter, requires_grad)
 
 
 _GETTERS: dict[str, Callable[[AwayParameter], Any]] = {

@@ -26,7 +26,7 @@ class HeldNames:
         self._lock = threading.Lock()
         # Asked for when parameters come, before the first of them is declared.
         self._held: set[str] | None = None
-        self._claimed: set[str] = set()
+        self._unclaimed: set[str] = set()
         self._is_strict = True
 
     def relax(self) -> None:
@@ -42,7 +42,7 @@ class HeldNames:
         held = self._look()
         unknown = [name for name in names if name not in held]
         if self._is_strict and held and unknown:
-            left = sorted(held - self._claimed - set(names))
+            left = sorted(self._unclaimed.difference(names))
             raise InvalidArgument(
                 f"job {self._job!r} holds other parameters: {_listed(unknown)} it does not have, "
                 f"and {_listed(left) if left else 'no other'} this model does not; give the model "
@@ -65,7 +65,7 @@ class HeldNames:
     def claim(self, names: Iterable[str]) -> None:
         """These were declared."""
         with self._lock:
-            self._claimed.update(names)
+            self._unclaimed.difference_update(names)
 
     def refuse_unclaimed(self) -> None:
         """Before a step.
@@ -73,15 +73,12 @@ class HeldNames:
         Raises:
             InvalidArgument: nobody has claimed some of the parameters that the job held.
         """
-        if not self._is_strict:
-            return
-        left = sorted((self._held or set()) - self._claimed)
-        if left:
+        if self._is_strict and self._unclaimed:
             raise InvalidArgument(
                 f"job {self._job!r} holds parameters that no module or optimizer of this session "
-                f"has: {_listed(left)}; offload the module that has them before the first step, "
-                "connect with fresh=True, or pass offload(..., strict=False) to leave them as "
-                "they are"
+                f"has: {_listed(sorted(self._unclaimed))}; offload the module that has them before "
+                "the first step, connect with fresh=True, or pass offload(..., strict=False) to "
+                "leave them as they are"
             )
 
     def _look(self) -> set[str]:
@@ -92,6 +89,7 @@ class HeldNames:
                     for shard in self._list_shards()
                     if shard.spec.kind == types_pb2.SHARD_KIND_PARAMETER and shard.written
                 }
+                self._unclaimed = set(self._held)
             return self._held
 
 

@@ -3,8 +3,8 @@
 It is a tensor of the right shape, dtype and device without memory. It carries a dispatch key that
 no other tensor has, and torch's dispatcher gives every operation on such a tensor to a function
 that refuses it. So nothing computes with it by any way: operations that ask `__torch_function__`
-fetch the bytes first and never come here; constructors, transforms of torch.func and fused kernels
-do not ask, and come here.
+fetch the bytes first and never come here; constructors and transforms of torch.func do not ask, and
+come here.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ _names: ByIdentity[torch.Tensor, str] = ByIdentity()
 class _WithoutMemory(torch.Tensor):
     """torch makes a tensor without memory only of a class that has this function."""
 
+    # torch's stub has no types here.
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -73,9 +74,9 @@ def _refuse(operation: Any, *args: Any, **kwargs: Any) -> NoReturn:
     names = [name for leaf in tree_leaves((args, kwargs)) if (name := _names.get(leaf))]
     raise NotResident(
         f"{names[0] if names else 'the bytes of an offloaded parameter'} are in memd, and "
-        f"{operation} can't bring them: constructors such as torch.tensor(), transforms of "
-        "torch.func and fused kernels need them in place; use it inside memd_client.gather(...), "
-        "with write=True to change them"
+        f"{operation} can't bring them: constructors such as torch.tensor() and transforms of "
+        "torch.func need them in place; use it inside memd_client.gather(...), with write=True to "
+        "change them"
     )
 
 

@@ -6,16 +6,12 @@ memd's to know: as attributes of an `nn.Parameter` they would be lost when the b
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from memd_client.errors import MemdError
-from memd_client.parameter import get_gradient, set_gradient, streamed
-
-if TYPE_CHECKING:
-    from memd_client.parameter import StreamedParameter
+from memd_client.parameter import entry_of, get_gradient, set_gradient
 
 _data: Any = torch._C.TensorBase.data
 _requires_grad: Any = torch._C.TensorBase.requires_grad
@@ -24,7 +20,7 @@ _requires_grad: Any = torch._C.TensorBase.requires_grad
 class InPlaceParameter(nn.Parameter):
     """A parameter whose bytes are in place, for a module call or inside `gather()`."""
 
-    # As nn.Parameter has it: operations see an ordinary tensor.
+    # As nn.Parameter has it: operations see an ordinary tensor. torch's stub has it as a method.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
@@ -35,7 +31,7 @@ class InPlaceParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        _entry(self).residency.replace_in_place(self, value)
+        entry_of(self).residency.replace_in_place(self, value)
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -59,13 +55,14 @@ class InPlaceParameter(nn.Parameter):
 
     @requires_grad.setter
     def requires_grad(self, requires_grad: bool) -> None:
-        _set_requires_grad(self, requires_grad)
+        entry_of(self).set_requires_grad(self, requires_grad)
 
     def requires_grad_(self, requires_grad: bool = True) -> InPlaceParameter:
         """As torch's."""
-        _set_requires_grad(self, requires_grad)
+        entry_of(self).set_requires_grad(self, requires_grad)
         return self
 
+    # torch's stub has no types here.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         del tensor_contents
         return f"Parameter containing:\n{self.detach().requires_grad_(self.requires_grad)!r}"
@@ -78,19 +75,7 @@ class InPlaceParameter(nn.Parameter):
         return copy
 
 
-def _entry(parameter: InPlaceParameter) -> StreamedParameter:
-    entry = streamed(parameter)
-    if entry is None:
-        raise MemdError("memd does not know this InPlaceParameter; was it made by hand?")
-    return entry
-
-
 def _set_grad(parameter: InPlaceParameter, value: torch.Tensor | None) -> None:
     if value is not None or get_gradient(parameter) is not None:
-        _entry(parameter).residency.refuse_if_kept("grad")
+        entry_of(parameter).residency.refuse_if_kept("grad")
     set_gradient(parameter, value)
-
-
-def _set_requires_grad(parameter: InPlaceParameter, requires_grad: bool) -> None:
-    _requires_grad.__set__(parameter, requires_grad)
-    _entry(parameter).hook_if_trainable(parameter)

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from memd_client.shard import Shard
 
 _no_bytes = torch.zeros(())
+# They return a float32 tensor on the CPU as it is.
+_CONVERSIONS: frozenset[Any] = frozenset(
+    {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.float, torch.Tensor.detach}
+)
 
 
 class MomentTensor(torch.Tensor):
@@ -155,11 +159,6 @@ class Moments:
 
 def _read(value: Any) -> Any:
     return value.value() if isinstance(value, MomentTensor) else value
-
-
-_CONVERSIONS: frozenset[Any] = frozenset(
-    {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.float, torch.Tensor.detach}
-)
 
 
 def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memd_client.errors import MemdError
 from memd_client.gradients import GradientSlot
 from memd_client.identity import ByIdentity
 from memd_client.leases import MODE_READ
@@ -31,6 +32,7 @@ _entries: ByIdentity[torch.Tensor, StreamedParameter] = ByIdentity()
 streamed = _entries.get
 # Autograd accumulates here. A gradient stays only until memd has taken it.
 _autograds: Any = torch._C.TensorBase.grad
+_requires_grad: Any = torch._C.TensorBase.requires_grad
 
 
 class StreamedParameter:
@@ -104,6 +106,12 @@ class StreamedParameter:
             parameter.register_post_accumulate_grad_hook(take_gradient)
             self._hooked = True
 
+    def set_requires_grad(self, parameter: torch.Tensor, requires_grad: bool) -> None:
+        """For `parameter.requires_grad = requires_grad`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            _requires_grad.__set__(parameter, requires_grad)
+        self.hook_if_trainable(parameter)
+
     def hold_still(self, held: ExitStack) -> None:
         """Until `held` is closed, no other thread fetches the value or touches the gradient."""
         self._residency.hold_still(held)
@@ -126,6 +134,14 @@ class StreamedParameter:
     def replace_update_count(self, count: int) -> None:
         """The moments were replaced."""
         self._update_count = count
+
+
+def entry_of(parameter: torch.Tensor) -> StreamedParameter:
+    """The entry of a parameter that has one of memd's classes."""
+    entry = streamed(parameter)
+    if entry is None:
+        raise MemdError(f"memd does not know this {type(parameter).__name__}; was it made by hand?")
+    return entry
 
 
 def take_gradient(parameter: torch.Tensor) -> None:

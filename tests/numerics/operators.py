@@ -97,7 +97,7 @@ def outcome_of(op: Any) -> str:
         value = tree_leaves(tree)[index].clone()
         try:
             expected = called(op, tree, index, nn.Parameter(value.clone(), requires_grad=False))
-        except Exception:  # noqa: BLE001 # whatever plain PyTorch raises is no matter of memd
+        except Exception:  # noqa: BLE001 # what plain PyTorch raises is no matter of memd
             outcomes.add("plain PyTorch raises")
             continue
         module = nn.Module()
@@ -108,7 +108,7 @@ def outcome_of(op: Any) -> str:
             got = called(op, tree, index, parameter)
         except memd_client.NotResident:
             outcomes.add("NotResident")
-        except Exception as error:  # noqa: BLE001 # reported
+        except Exception as error:  # noqa: BLE001 # of any kind, it is this operator's outcome
             return f"{type(error).__name__}: {error}"[:300]
         else:
             if not is_same(op, got, expected):

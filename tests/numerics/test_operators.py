@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-REFUSED_MAX = 5
-RESIDENT_MIN = 600
+REFUSED_MAX = 1
+RESIDENT_MIN = 641
 
 
 @pytest.mark.timeout(600)

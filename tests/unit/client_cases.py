@@ -1140,7 +1140,7 @@ class TestGather:
             memd_client.gather(model.first.weight, write=True),
             torch.no_grad(),
         ):
-            model.first.weight.set_(torch.zeros(3))  # type: ignore[call-overload]
+            model.first.weight.set_(torch.zeros(3))  # type: ignore[call-overload] # no stub takes tensors
         assert model.first.weight.shape == reference.first.weight.shape
         assert_same_state(model, reference)
         assert leases_held(session) == 0
@@ -1161,10 +1161,10 @@ class TestGather:
         value = torch.full((64, WIDTH), 0.5)
         for module in mlp:
             with torch.no_grad():
-                module.first.weight.set_(value.clone())  # type: ignore[call-overload]
-                module.second.weight.set_(module.second.weight)  # type: ignore[call-overload]
+                module.first.weight.set_(value.clone())  # type: ignore[call-overload] # no stub takes tensors
+                module.second.weight.set_(module.second.weight)  # type: ignore[call-overload] # no stub takes tensors
                 with pytest.raises((RuntimeError, memd_client.MemdError)):
-                    module.second.weight.set_(torch.zeros(1).half())  # type: ignore[call-overload]
+                    module.second.weight.set_(torch.zeros(1).half())  # type: ignore[call-overload] # no stub takes tensors
         assert_same_state(*mlp)
         assert leases_held(session) == 0
 
@@ -1196,7 +1196,7 @@ class TestGather:
             optimizer: Any = kind(module.parameters(), lr=1e-2, **fused)
             train_one_step(module, optimizer, 0)
             parametrize.register_parametrization(module.first, "weight", Doubled())
-            module.first.bias = None  # type: ignore[assignment]
+            module.first.bias = None  # type: ignore[assignment] # torch allows it
             train_one_step(module, optimizer, 1)
             module.layers[2] = nn.Linear(64, WIDTH, bias=False)
             nn.init.constant_(module.second.weight, 0.5)
