@@ -8,6 +8,7 @@ place, raises NotResident.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -19,6 +20,7 @@ from memd_client.errors import NotResident
 from memd_client.hole import allowing_metadata
 from memd_client.metadata import asks_for_metadata, attribute_of
 from memd_client.parameter import (
+    detached,
     entry_of,
     fetched,
     get_gradient,
@@ -53,6 +55,13 @@ class AwayParameter(nn.Parameter):
     else fetches the bytes for the call.
     """
 
+    # torch's stub has no types here.
+    def __new__(  # type: ignore[misc]
+        cls, data: torch.Tensor | None = None, requires_grad: bool = True
+    ) -> nn.Parameter:
+        """`type(parameter)(data)` makes an ordinary one, as it does of an `nn.Parameter`."""
+        return nn.Parameter(data, requires_grad)  # type: ignore[arg-type]
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -77,6 +86,10 @@ class AwayParameter(nn.Parameter):
             for parameter in _changed_by(name, args, kwargs):
                 entry_of(parameter).residency.expect_change()
             return func(*args, **kwargs)
+
+    def detach(self) -> torch.Tensor:
+        """As torch's."""
+        return detached(self, sys._getframe(1))
 
     def set_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """torch has no `__torch_function__` for it: it would replace the hole."""
@@ -134,8 +147,8 @@ def _refuse(parameter: AwayParameter, what: str) -> NoReturn:
     entry = entry_of(parameter)
     raise NotResident(
         f"job {entry.job.name!r}: the bytes of parameter {entry.shard.name!r} are in memd, and "
-        f"{what} needs them in place; use it inside memd_client.gather(...), with write=True to "
-        "change them, or save model.state_dict()"
+        f"{what} needs them in place; use p.detach().clone() for a copy, memd_client.gather(...) "
+        "with write=True to change them, or save model.state_dict()"
     )
 
 

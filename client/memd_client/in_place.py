@@ -6,12 +6,13 @@ memd's to know: as attributes of an `nn.Parameter` they would be lost when the b
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import nn
 
-from memd_client.parameter import entry_of, get_gradient, set_gradient
+from memd_client.parameter import detached, entry_of, get_gradient, set_gradient
 
 _data: Any = torch._C.TensorBase.data
 _requires_grad: Any = torch._C.TensorBase.requires_grad
@@ -19,6 +20,13 @@ _requires_grad: Any = torch._C.TensorBase.requires_grad
 
 class InPlaceParameter(nn.Parameter):
     """A parameter whose bytes are in place, for a module call or inside `gather()`."""
+
+    # torch's stub has no types here.
+    def __new__(  # type: ignore[misc]
+        cls, data: torch.Tensor | None = None, requires_grad: bool = True
+    ) -> nn.Parameter:
+        """`type(parameter)(data)` makes an ordinary one, as it does of an `nn.Parameter`."""
+        return nn.Parameter(data, requires_grad)  # type: ignore[arg-type]
 
     # As nn.Parameter has it: operations see an ordinary tensor. torch's stub has it as a method.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -61,6 +69,10 @@ class InPlaceParameter(nn.Parameter):
         """As torch's."""
         entry_of(self).set_requires_grad(self, requires_grad)
         return self
+
+    def detach(self) -> torch.Tensor:
+        """As torch's."""
+        return detached(self, sys._getframe(1))
 
     # torch's stub has no types here.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -13,10 +13,11 @@ Nothing is patched and no backward hooks are needed (docs/decisions/parameters-a
 from __future__ import annotations
 
 from threading import local
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
+from memd_client.errors import NotResident
 from memd_client.parameter import bring, streamed
 from memd_client.residency import release_all
 from memd_client.saved_tensors import may_save_by_name, save_by_name_hooks
@@ -102,6 +103,8 @@ def stream(module: nn.Module) -> None:
         child.register_forward_pre_hook(_enter, prepend=True)
         child.register_forward_hook(_leave, always_call=True)
         child.register_state_dict_post_hook(_copy_out)
+        # torch.jit.script() calls it, before it fails at these hooks.
+        child.__prepare_scriptable__ = _refuse_scripting  # type: ignore[assignment]
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -137,6 +140,15 @@ def _enter(module: nn.Module, inputs: Any) -> None:
 def _leave(module: nn.Module, inputs: Any, output: Any) -> None:
     del inputs, output
     _calls.leave(module)
+
+
+def _refuse_scripting() -> NoReturn:
+    """As functions that hooks are, it is in copies of the module too."""
+    raise NotResident(
+        "torch.jit.script can't compile an offloaded module, nor its copies, since it compiles "
+        "hooks too; build the module again and load state_dict() into that, or use "
+        "torch.jit.trace(copy.deepcopy(module), inputs)"
+    )
 
 
 def _copy_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

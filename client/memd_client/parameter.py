@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from memd_client.errors import MemdError
+from memd_client.errors import MemdError, NotResident
 from memd_client.gradients import GradientSlot
 from memd_client.identity import ByIdentity
 from memd_client.leases import MODE_READ
@@ -17,8 +18,7 @@ from memd_client.residency import Residency, release_all
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from contextlib import ExitStack
-
-    from torch import nn
+    from types import FrameType
 
     from memd_client.early import EarlyUpdates
     from memd_client.job import Job
@@ -33,6 +33,8 @@ streamed = _entries.get
 # Autograd accumulates here. A gradient stays only until memd has taken it.
 _autograds: Any = torch._C.TensorBase.grad
 _requires_grad: Any = torch._C.TensorBase.requires_grad
+_detach: Any = torch._C.TensorBase.detach
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
 
 
 class StreamedParameter:
@@ -142,6 +144,25 @@ def entry_of(parameter: torch.Tensor) -> StreamedParameter:
     if entry is None:
         raise MemdError(f"memd does not know this {type(parameter).__name__}; was it made by hand?")
     return entry
+
+
+def detached(parameter: torch.Tensor, caller: FrameType) -> torch.Tensor:
+    """`parameter.detach()`. `nn.Parameter(parameter)` calls it too, for a parameter over the same
+    bytes.
+
+    Raises:
+        NotResident: that is the caller. A second parameter would keep bytes that come and go.
+    """
+    if caller.f_code is _NEW_PARAMETER:
+        entry = entry_of(parameter)
+        raise NotResident(
+            f"job {entry.job.name!r}: nn.Parameter(...) of parameter {entry.shard.name!r} would "
+            "share its bytes, which are in memd; use nn.Parameter(p.detach().clone()), assign the "
+            "parameter itself to tie it, and register parametrizations such as weight_norm before "
+            "offload()"
+        )
+    tensor: torch.Tensor = _detach(parameter)
+    return tensor
 
 
 def take_gradient(parameter: torch.Tensor) -> None:

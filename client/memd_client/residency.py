@@ -108,6 +108,7 @@ class Residency:
         with self._lock:
             if not self._join_users(mode):
                 self._refuse_if_changed(parameter)
+                self._refuse_if_traced()
                 leases = self._job.leases_of(self._shard)
                 self._put_in_place(parameter, leases.value(self._shard, mode), mode)
             self._user_count += 1
@@ -117,6 +118,7 @@ class Residency:
         with self._lock:
             if not self._join_users(MODE_READ):
                 self._refuse_if_changed(parameter)
+                self._refuse_if_traced()
                 lease = self._job.leases_of(self._shard).resident(self._shard)
                 if lease is None:
                     return False
@@ -159,6 +161,7 @@ class Residency:
         """Leases of parameters of one job."""
         for residency, parameter in absent:
             residency._refuse_if_changed(parameter)
+            residency._refuse_if_traced()
             leases = residency._job.leases_of(residency._shard)
         return leases.values([residency._shard for residency, _ in absent], mode)
 
@@ -333,6 +336,13 @@ class Residency:
                 f"job {self._job.name!r}: parameter {self._shard.name!r} was changed while its "
                 "bytes were away, through a tensor that shares them (detach() or a view), and the "
                 "change is lost; change parameters inside gather(write=True)"
+            )
+
+    def _refuse_if_traced(self) -> None:
+        if torch._C._get_tracing_state() is not None:
+            raise NotResident(
+                f"job {self._job.name!r}: torch.jit.trace keeps parameters, and the bytes of "
+                f"{self._shard.name!r} are in memd; trace copy.deepcopy(module)"
             )
 
     def _put_in_place(self, parameter: torch.Tensor, lease: torch.Tensor, mode: int) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 import memd_native
 from memd_client.dtypes import torch_dtype
@@ -270,9 +271,12 @@ class FakeDaemon:
             )
         # A second storage over the same bytes, whose death is the lease's end; `memory` outlives
         # it.
-        storage = torch.from_numpy(memory.view(-1).view(torch.uint8).numpy()).untyped_storage()
-        handed: torch.Tensor = torch.empty(0, dtype=shard.dtype)
-        handed.set_(storage, 0, memory.shape, memory.stride())
+        # The native module makes tensors without torch's dispatcher, so transforms of torch.func do
+        # not see them.
+        with temporarily_clear_interpreter_stack():
+            storage = torch.from_numpy(memory.view(-1).view(torch.uint8).numpy()).untyped_storage()
+            handed: torch.Tensor = torch.empty(0, dtype=shard.dtype)
+            handed.set_(storage, 0, memory.shape, memory.stride())
         self.lease_count += 1
         key = self.lease_count
         self.leases[key] = FakeLease(
