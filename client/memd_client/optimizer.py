@@ -17,7 +17,7 @@ from memd_client.module_hooks import end_interrupted_calls
 from memd_client.module_names import without_wrappers
 from memd_client.parameter import StreamedParameter, streamed
 from memd_client.shard import TIERS
-from memd_client.targets import StreamedTarget, Target, own, owner_of
+from memd_client.targets import EmptyTarget, StreamedTarget, Target, needs_name, own, owner_of
 from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Adam(torch.optim.Optimizer):
             position = len(self.param_groups) - 1
             self._transaction = self._transaction or _transaction_of(parameters)
             given = group.get("param_names")
-            if given is None and any(streamed(parameter) is None for parameter in parameters):
+            if given is None and any(map(needs_name, parameters)):
                 self._transaction.job.held_names.refuse_unnamed(
                     "the optimizer's parameters that are not offloaded"
                 )
@@ -333,24 +333,27 @@ class Adam(torch.optim.Optimizer):
     def _step(self) -> None:
         groups: list[session_pb2.StepGroup] = []
         updated: list[Target] = []
+        empty: list[Target] = []
         for group in self.param_groups:
             targets = [
                 target for p in group["params"] if (target := self._targets[id(p)]).has_gradient
             ]
-            if targets:
+            empty += [target for target in targets if isinstance(target, EmptyTarget)]
+            stored = [target for target in targets if not isinstance(target, EmptyTarget)]
+            if stored:
                 _refuse_group(group)
-                shard_ids = [target.shard.shard_id for target in targets]
+                shard_ids = [target.shard.shard_id for target in stored]
                 groups.append(
                     session_pb2.StepGroup(settings=self._settings(group), shard_ids=shard_ids)
                 )
-                updated += targets
+                updated += stored
         if not updated:
             return
         transaction = self._only_transaction()
         end_interrupted_calls()
         _refuse_orphans(transaction.job)
         self._look_again()
-        transaction.step(groups, updated)
+        transaction.step(groups, updated + empty)
 
     def _expected_groups(self) -> list[session_pb2.StepGroup]:
         """The groups of a step in which every offloaded parameter has a gradient."""
@@ -409,7 +412,11 @@ class Adam(torch.optim.Optimizer):
         ]
         is_new = all(target.update_count == 0 for _, target in targets)
         return {
-            parameter: moments.refer(target.shard, target.update_count)
+            parameter: (
+                _empty_state(target)
+                if isinstance(target, EmptyTarget)
+                else moments.refer(target.shard, target.update_count)
+            )
             for parameter, target in targets
             if (parameter.requires_grad if is_new else target.update_count)
         }
@@ -435,9 +442,13 @@ class Adam(torch.optim.Optimizer):
                 zeros = torch.zeros(target.shard.shape)
                 state = {"step": 0, "exp_avg": zeros, "exp_avg_sq": zeros}
             update_count = int(state["step"])
-            transaction.job.replace_moments(
-                target.shard, update_count, exp_avg=state["exp_avg"], exp_avg_sq=state["exp_avg_sq"]
-            )
+            if not isinstance(target, EmptyTarget):
+                transaction.job.replace_moments(
+                    target.shard,
+                    update_count,
+                    exp_avg=state["exp_avg"],
+                    exp_avg_sq=state["exp_avg_sq"],
+                )
             target.replace_update_count(update_count)
 
     def _has_state(self, target: Target, state: dict[str, Any] | None) -> bool:
@@ -561,6 +572,15 @@ def _refuse_orphans(job: Job) -> None:
                 f"job {job.name!r}: parameter {entry.shard.name!r} has a gradient, but belongs "
                 "to no memd optimizer; give it to one, or freeze it with requires_grad_(False)"
             )
+
+
+def _empty_state(target: EmptyTarget) -> dict[str, torch.Tensor]:
+    shape = target.shard.shape
+    return {
+        "step": torch.tensor(float(target.update_count)),
+        "exp_avg": torch.zeros(shape),
+        "exp_avg_sq": torch.zeros(shape),
+    }
 
 
 def _refuse_state(target: Target, state: dict[str, Any] | None) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from memd_client.errors import InvalidArgument, NotYet
 from memd_client.gradients import GradientSlot
@@ -15,6 +17,7 @@ from memd_client.shard import Shard, shard_spec
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from contextlib import ExitStack
 
     from memd_client.early import EarlyUpdates
@@ -194,7 +197,80 @@ class ResidentTarget:
         return parameter
 
 
-Target = StreamedTarget | ResidentTarget
+class EmptyTarget:
+    """A parameter without elements. It stays in this process, offloaded or not, and the daemon does
+    not know it: there is nothing to store. Steps count its updates, as torch's optimizers do.
+    """
+
+    # The daemon's numbers are positive.
+    _numbers = itertools.count(-1, -1)
+
+    def __init__(self, parameter: torch.Tensor, *, name: str) -> None:
+        self._parameter = weakref.ref(parameter)
+        self._update_count = 0
+        self._shard = Shard(
+            shard_id=next(self._numbers),
+            name=name,
+            kind=types_pb2.SHARD_KIND_PARAMETER,
+            dtype=parameter.dtype,
+            shape=parameter.shape,
+        )
+
+    @property
+    def shard(self) -> Shard:
+        """Of this process alone."""
+        return self._shard
+
+    @property
+    def stays(self) -> bool:
+        return False  # no step changes it
+
+    @property
+    def has_sealed_gradient(self) -> bool:
+        return True  # no gradient makes a difference
+
+    @property
+    def update_count(self) -> int:
+        return self._update_count
+
+    def replace_update_count(self, count: int) -> None:
+        self._update_count = count
+
+    @property
+    def has_gradient(self) -> bool:
+        parameter = self._parameter()
+        return parameter is not None and parameter.grad is not None
+
+    def gradient_for_reading(self) -> torch.Tensor:
+        return torch.zeros(self._shard.shape)
+
+    def gradient_for_writing(self) -> torch.Tensor:
+        return self.gradient_for_reading()
+
+    def drop_gradient(self) -> bool:
+        return False  # torch's `zero_grad` drops it
+
+    def hold_still(self, held: ExitStack) -> None:
+        """Nothing to hold."""
+
+    def refuse_if_in_use(self) -> None:
+        """Never: nobody sees a difference."""
+
+    def seal(self) -> None:
+        """There is nothing to take."""
+
+    def undo(self) -> None:
+        """There is nothing to give back."""
+
+    def finish(self) -> None:
+        self._update_count += 1
+
+    def go_on_with(self, others: Iterable[Target]) -> None:
+        """The count after a restart is that of the parameters that the daemon knows."""
+        self._update_count = max((other.update_count for other in others), default=0)
+
+
+Target = StreamedTarget | ResidentTarget | EmptyTarget
 # parameter → weak reference to the optimizer that updates it
 _owners: ByIdentity[torch.Tensor, weakref.ref[object]] = ByIdentity()
 
@@ -203,6 +279,11 @@ def owner_of(parameter: torch.Tensor | None) -> object | None:
     """The optimizer that updates this parameter, if there is one and it still exists."""
     owner = _owners.get(parameter)
     return owner() if owner is not None else None
+
+
+def needs_name(parameter: torch.Tensor) -> bool:
+    """Whether the daemon will know it by the name that the optimizer gives it."""
+    return streamed(parameter) is None and not _is_empty(parameter)
 
 
 def own(
@@ -220,12 +301,15 @@ def own(
         InvalidArgument, NotYet: one of them can't be updated; nothing has changed.
     """
     job = transaction.job
+    made: dict[int, Target] = {}
     resident: list[tuple[torch.Tensor, types_pb2.ShardSpec]] = []
     taken = job.shards.parameter_names
     for parameter, name in zip(parameters, names, strict=True):
         _refuse_owned(parameter, name, optimizer)
         entry = streamed(parameter)
-        if entry is None:
+        if _is_empty(parameter):
+            made[id(parameter)] = EmptyTarget(parameter, name=name)
+        elif entry is None:
             resident.append((parameter, _resident_spec(parameter, name, tier, taken, job)))
         elif entry.transaction is not transaction:
             raise InvalidArgument(
@@ -238,16 +322,14 @@ def own(
         # From here on the job's quota has to hold the optimizer's state as well.
         job.declare([_updated_spec(shard, tier) for shard in moved])
     declared = job.declare([spec for _, spec in resident]) if resident else []
-    made: dict[int, Target] = {
-        id(parameter): ResidentTarget(
+    for (parameter, _), shard in zip(resident, declared, strict=True):
+        made[id(parameter)] = ResidentTarget(
             parameter,
             shard=Shard.of(shard),
             written=shard.written,
             update_count=shard.generation,
             job=job,
         )
-        for (parameter, _), shard in zip(resident, declared, strict=True)
-    }
     job.held_names.claim([spec.name for _, spec in resident])
     job.sync_if_needed()
     targets: list[Target] = []
@@ -258,7 +340,14 @@ def own(
         if isinstance(target, ResidentTarget):
             job.shards.add_parameter(target)
         targets.append(target)
+    for target in targets:
+        if isinstance(target, EmptyTarget):
+            target.go_on_with(targets)
     return targets
+
+
+def _is_empty(parameter: torch.Tensor) -> bool:
+    return not is_lazy(parameter) and not parameter.numel()
 
 
 def _refuse_owned(parameter: torch.Tensor, name: str, optimizer: object) -> None:
@@ -280,14 +369,10 @@ def _resident_spec(
         )
     if parameter.dtype == torch.float16:
         raise NotYet(f"float16 comes in a later version; use bfloat16: parameter {name!r}")
-    if (
-        parameter.dtype not in _DTYPES
-        or parameter.layout is not torch.strided
-        or not parameter.numel()
-    ):
+    if parameter.dtype not in _DTYPES or parameter.layout is not torch.strided:
         raise InvalidArgument(
-            "memd updates dense parameters of float32 and bfloat16 that have elements: parameter "
-            f"{name!r} is {parameter.dtype} {list(parameter.shape)} {parameter.layout}"
+            f"memd updates dense parameters of float32 and bfloat16: parameter {name!r} is "
+            f"{parameter.dtype} {list(parameter.shape)} {parameter.layout}"
         )
     if name in taken:
         raise InvalidArgument(
