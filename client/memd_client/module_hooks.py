@@ -12,14 +12,17 @@ Nothing is patched and no backward hooks are needed (docs/decisions/parameters-a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from threading import local
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import ref
 
 from torch import nn
 
 from memd_client.errors import NotResident
+from memd_client.identity import ByIdentity
 from memd_client.parameter import bring, streamed
-from memd_client.residency import release_all
+from memd_client.residency import release_all, residency_of_storage
 from memd_client.saved_tensors import may_save_by_name, save_by_name_hooks
 from memd_client.stalls import note_module_calls
 
@@ -28,6 +31,19 @@ if TYPE_CHECKING:
     from torch.autograd.graph import saved_tensors_hooks
 
     from memd_client.residency import Residency
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A parameter's value in a state_dict, which may be gone by now."""
+
+    key: str
+    copy: ref[torch.Tensor]
+    write_count: int
+
+
+# The last copy of each parameter.
+_copies: ByIdentity[Residency, _Copy] = ByIdentity()
 
 
 class _Frame:
@@ -157,11 +173,34 @@ def _copy_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: A
     """
     del metadata
     for name, parameter in module._parameters.items():
-        value = state.get(prefix + name)
-        if (
-            parameter is not None
-            and streamed(parameter) is not None
-            and value is not parameter
-            and value is not None
-        ):
-            state[prefix + name] = value.clone()
+        key = prefix + name
+        value = state.get(key)
+        if parameter is None or value is parameter or value is None:
+            continue
+        entry = streamed(parameter)
+        if entry is not None:
+            state[key] = _copy_in(state, key, value, entry.residency)
+
+
+def _copy_in(
+    state: dict[str, Any], key: str, value: torch.Tensor, residency: Residency
+) -> torch.Tensor:
+    """The copy of `value` for `state[key]`. If `state` has one of a tied parameter, it is over the
+    same memory, as in torch: programs that save it look for that.
+    """
+    # Somebody else's hook may have put another value.
+    if residency_of_storage(value.untyped_storage()) is not residency:
+        return value.clone()
+    write_count = residency.write_count
+    last = _copies.get(residency)
+    if last is not None and last.write_count == write_count:
+        tied = last.copy()
+        if tied is not None and tied is state.get(last.key) and _has_form_of(tied, value):
+            return tied.detach()
+    copy = value.clone()
+    _copies[residency] = _Copy(key, ref(copy), write_count)
+    return copy
+
+
+def _has_form_of(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()

@@ -218,7 +218,7 @@ class EmptyTarget:
 
     @property
     def shard(self) -> Shard:
-        """Of this process alone."""
+        """This process alone knows it."""
         return self._shard
 
     @property
