@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from memd_client.address import UnixAddress
 from memd_client.errors import DaemonUnavailable
+from memd_client.temporary_folders import TemporaryFolder
 
 if TYPE_CHECKING:
     from memd_client.address import EmbeddedAddress
@@ -52,26 +52,30 @@ def _make_folder(data: Path) -> None:
 
 class EmbeddedDaemon:
     """`memd serve` as a child process, with its socket in a folder of its own. It watches this
-    process and stops if that dies. At a normal exit it is stopped, and temporary files are removed.
+    process and stops if that dies. At a normal exit it is stopped, and temporary files are removed;
+    after a kill the next start removes them.
     """
 
     def __init__(self, address: EmbeddedAddress) -> None:
         self._parent = os.getpid()
         # A unix socket's path has at most 107 bytes. A socket may be on tmpfs; data may not.
-        self._sockets = Path(
-            tempfile.mkdtemp(prefix="memd-", dir=os.environ.get("XDG_RUNTIME_DIR"))
+        sockets = TemporaryFolder(
+            Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()), prefix="memd-"
         )
-        self._temporary = [self._sockets]
-        self._address = UnixAddress(socket=self._sockets / "memd.sock")
+        self._temporary = [sockets]
+        self._address = UnixAddress(socket=sockets.path / "memd.sock")
         data = address.data or self._temporary_data()
         _make_folder(data)
-        self._log = (self._sockets / "stderr").open("w+b")
+        self._log = (sockets.path / "stderr").open("w+b")
         self._process = subprocess.Popen(
             self._command(data, address),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._log,
+            pass_fds=[folder.lock for folder in self._temporary],
         )
+        for folder in self._temporary:
+            folder.hand_over()
         atexit.register(self.stop)
         self._wait_until_ready()
 
@@ -111,16 +115,16 @@ class EmbeddedDaemon:
             self._process.stdout.close()
         self._log.close()
         for folder in self._temporary:
-            shutil.rmtree(folder, ignore_errors=True)
+            folder.remove()
         atexit.unregister(self.stop)
 
     def _temporary_data(self) -> Path:
         # The temporary folder may be tmpfs, which accepts O_DIRECT and keeps the bytes in memory.
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memd"
         cache.mkdir(parents=True, exist_ok=True)
-        data = Path(tempfile.mkdtemp(prefix="embedded-", dir=cache))
-        self._temporary.append(data)
-        return data
+        folder = TemporaryFolder(cache, prefix="embedded-")
+        self._temporary.append(folder)
+        return folder.path
 
     def _command(self, data: Path, address: EmbeddedAddress) -> list[str]:
         command = [

@@ -195,7 +195,8 @@ def _copy_in(
     last = _copies.get(residency)
     if last is not None and last.write_count == write_count:
         tied = last.copy()
-        if tied is not None and tied is state.get(last.key) and _has_form_of(tied, value):
+        is_there = tied is state.get(last.key)
+        if tied is not None and is_there and _has_form_of(tied, value):
             return tied.detach()
     copy = value.clone()
     _copies[residency] = _Copy(key, ref(copy), write_count)

@@ -200,6 +200,42 @@ def test_an_embedded_daemon_lives_as_long_as_its_process(disk_path: Path) -> Non
     assert list((disk_path / "memd").iterdir()) == []
 
 
+def test_the_next_embedded_daemon_removes_what_a_killed_script_left(disk_path: Path) -> None:
+    """Killed with its daemon, and killed alone: that daemon's folder stays until it has ended."""
+    sockets = disk_path / "run"
+    sockets.mkdir()
+    environment = {**os.environ, "XDG_CACHE_HOME": str(disk_path), "XDG_RUNTIME_DIR": str(sockets)}
+
+    def script(then: str) -> list[str]:
+        source = (
+            "import memd_client, os, signal, torch\n"
+            "session = memd_client.connect('embedded:?host=64MiB&nvme=64MiB', job='a')\n"
+            "session.put('x', torch.ones(3))\n"
+            f"{then}\n"
+        )
+        return [sys.executable, "-c", source]
+
+    kill_both = (
+        "[os.kill(each, signal.SIGKILL) for each in (session.daemon_process_id, os.getpid())]"
+    )
+    subprocess.run(script(kill_both), env=environment, check=False)
+    left = [*(disk_path / "memd").iterdir(), *sockets.iterdir()]
+    assert len(left) == 2
+    with subprocess.Popen(
+        script("print(flush=True); input()"),
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as live:
+        assert live.stdout is not None
+        live.stdout.readline()
+        assert not any(folder.exists() for folder in left)
+        others = [*(disk_path / "memd").iterdir(), *sockets.iterdir()]
+        subprocess.run(script("session.close()"), env=environment, check=True)
+        assert [*(disk_path / "memd").iterdir(), *sockets.iterdir()] == others
+        live.kill()
+
+
 def test_an_embedded_daemon_that_cannot_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(memd_client.DaemonUnavailable, match=r"file/nowhere cannot be made"):

@@ -26,7 +26,7 @@ CLIENT_LAYERS = (
     # Without torch's modules and without a daemon: words, sizes and threads.
     *("errors", "identity", "sizes", "dtypes", "address", "plain", "statistics", "stalls"),
     # The way to the daemon, and back to it when it was away.
-    *("shard", "calls", "retry", "attach", "embedded", "control", "reattach"),
+    *("shard", "calls", "retry", "attach", "temporary_folders", "embedded", "control", "reattach"),
     # One session's core.
     *("gradient_order", "leases", "tensor_streams", "registry", "held_names", "steps", "job"),
     *("name_uses", "blobs"),
