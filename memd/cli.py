@@ -87,13 +87,17 @@ config_option = click.option(
 data_option = click.option(
     "--data", metavar="DIR", multiple=True, help="One folder a drive; repeatable."
 )
-socket_option = click.option("--socket", metavar="PATH", help="The daemon's control socket.")
+socket_option = click.option(
+    "--socket", metavar="PATH", help="The daemon's control socket; MEMD_ADDRESS without."
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="For programs.")
 
 
-def configuration_of(config_file: Path | None, flags: dict[str, Any]) -> Configuration:
+def configuration_of(
+    config_file: Path | None, flags: dict[str, Any], *, needs_daemon: bool = True
+) -> Configuration:
     given = {name: value for name, value in flags.items() if value is not None and value != ()}
-    return load(flags=given, environ=os.environ, file=config_file)
+    return load(flags=given, environ=os.environ, file=config_file, needs_daemon=needs_daemon)
 
 
 @main.command()
@@ -289,7 +293,9 @@ def check(
 
     if socket is not None and data:
         raise click.UsageError("--socket asks a daemon, --data reads folders: name one of them")
-    settings = configuration_of(config_file, {"data": data, "socket": socket}).settings
+    settings = configuration_of(
+        config_file, {"data": data, "socket": socket}, needs_daemon=not data
+    ).settings
     daemon = None if data else daemon_of(settings.attach_socket, required=socket is not None)
     if daemon is None:
         report = checks.check_offline(settings.data, job=job_name)
@@ -369,7 +375,9 @@ def format_volume(
     """
     from memd import volumes
 
-    settings = configuration_of(config_file, {"data": data, "nvme": nvme}).settings
+    settings = configuration_of(
+        config_file, {"data": data, "nvme": nvme}, needs_daemon=False
+    ).settings
     seconds = volumes.format_anew(settings.data, nvme=settings.nvme, force=force, yes=yes)
     found = volumes.listed(settings.data)
     if as_json:
@@ -379,7 +387,7 @@ def format_volume(
 
 
 def folders_of(config_file: Path | None, data: tuple[str, ...]) -> tuple[Path, ...]:
-    return configuration_of(config_file, {"data": data}).settings.data
+    return configuration_of(config_file, {"data": data}, needs_daemon=False).settings.data
 
 
 @main.command()

@@ -42,7 +42,7 @@ class DaemonClient:
             raise Refused(
                 StatusCode.UNAVAILABLE,
                 f"no daemon answers at {attach_socket}: {error.strerror or error}; start one with "
-                "`memd serve`, or say where it is with --socket or MEMD_SOCKET",
+                "`memd serve`, or say where it is with --socket or MEMD_ADDRESS",
             ) from error
         if welcome.refusal or welcome.protocol_version != PROTOCOL_VERSION:
             self._connection.close()

@@ -1,4 +1,8 @@
-"""The daemon's settings: from flags, `MEMD_*` variables, a TOML file, defaults, in this order."""
+"""The daemon's settings: from flags, `MEMD_*` variables, a TOML file, defaults, in this order.
+
+`MEMD_ADDRESS` names the daemon for scripts, command line and daemon alike. It stands between the
+flag and `MEMD_SOCKET`, which scripts do not read.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 DEFAULT_FILE = Path("/etc/memd/memd.toml")
-# Read by the client; the file's place; the unit's word about systemd. No settings of the daemon.
-_OTHER_VARIABLES = {"MEMD_ADDRESS", "MEMD_CONFIG", "MEMD_FDSTORE", "MEMD_REATTACH_SECONDS"}
+_ADDRESS = "MEMD_ADDRESS"
+# The address; the file's place; the unit's word about systemd; the client's. No settings.
+_OTHER_VARIABLES = {_ADDRESS, "MEMD_CONFIG", "MEMD_FDSTORE", "MEMD_REATTACH_SECONDS"}
 # Kubernetes tells every container of a service named memd where it is.
 _FOREIGN_PREFIXES = ("MEMD_SERVICE_", "MEMD_PORT")
 # sun_path of sockaddr_un, with its end.
@@ -31,7 +36,8 @@ class SettingsError(Exception):
 class Settings:
     """The comment above a setting is what docs/reference.md says of it."""
 
-    # The control socket. The attach socket and the holder's lie beside it.
+    # The control socket; the path in MEMD_ADDRESS=unix:///path wins over MEMD_SOCKET. The attach
+    # socket and the holder's lie beside it.
     socket: Path = Path("/run/memd/memd.sock")
     # One folder for each drive, on a file system that takes O_DIRECT.
     data: tuple[Path, ...] = (Path("/var/lib/memd"),)
@@ -87,11 +93,16 @@ def load(
     flags: Mapping[str, Any],
     environ: Mapping[str, str],
     file: Path | None = None,
+    needs_daemon: bool = True,
 ) -> Configuration:
-    """`flags` holds what the command line gave; without `file`, the default one where it exists."""
+    """`flags` holds what the command line gave; without `file`, the default one where it exists.
+    Without `needs_daemon` nobody will use the socket, so MEMD_ADDRESS may be of another kind.
+    """
     values: dict[str, Any] = {}
     origins = dict.fromkeys(_PARSERS, "default")
     sources = [_from_file(file, environ), _from_environment(environ)]
+    if needs_daemon and "socket" not in flags:
+        sources.append(_from_address(environ))
     sources.append({name: (value, _flag_name(name)) for name, value in flags.items()})
     for source in sources:
         for name, (raw, origin) in source.items():
@@ -160,6 +171,21 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
         elif not variable.startswith(_FOREIGN_PREFIXES):
             raise SettingsError(f"environment: {_unknown(variable, list(variables))}")
     return found
+
+
+def _from_address(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    """The same rules as `memd_client.address`."""
+    address = environ.get(_ADDRESS)
+    if not address:
+        return {}
+    path = address.removeprefix("unix:")
+    path = path.removeprefix("//") if path.startswith("///") else path
+    if not address.startswith("unix:") or not path.startswith("/") or path.startswith("//"):
+        raise SettingsError(
+            f"{_ADDRESS}: {address!r} is no unix socket of this machine, unix:///path; give "
+            "--socket PATH, or unset it for this command"
+        )
+    return {"socket": (path, _ADDRESS)}
 
 
 def _flag_name(name: str) -> str:

@@ -108,6 +108,45 @@ def test_no_daemon_exits_with_1_and_says_what_to_do(tmp_path: Path) -> None:
     assert "start one with `memd serve`" in result.output
 
 
+@pytest.mark.parametrize(
+    ("command", "is_refused"),
+    [
+        (("status",), True),
+        (("job", "list"), True),
+        (("job", "show", "gpt"), True),
+        (("job", "weight", "gpt", "2"), True),
+        (("job", "drop", "gpt", "--force"), True),
+        (("check",), True),
+        (("config",), True),
+        (("serve", "--metrics", ""), True),
+        (("volume", "list", "--data", "/nowhere"), False),
+        (("check", "--data", "/nowhere"), False),
+    ],
+)
+def test_every_command_asks_the_daemon_of_the_address(
+    server: FakeServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...],
+    is_refused: bool,
+) -> None:
+    server.open_job("gpt", uid=0)
+    monkeypatch.setenv("MEMD_SOCKET", str(tmp_path / "none.sock"))
+    monkeypatch.setenv("MEMD_ADDRESS", f"unix://{tmp_path}/memd.sock")
+    if command[0] == "serve":  # somebody serves it
+        monkeypatch.setenv("MEMD_DATA", str(tmp_path))
+        assert f"another daemon serves {tmp_path}/" in memd(*command).output
+    elif command[0] == "config":
+        rows = [line.split() for line in memd(*command).output.splitlines()]
+        assert ["socket", f"{tmp_path}/memd.sock", "MEMD_ADDRESS"] in rows
+    elif is_refused and command != ("check",):
+        assert memd(*command).exit_code == 0
+    monkeypatch.setenv("MEMD_ADDRESS", "embedded:")
+    result = memd(*command)
+    assert ("MEMD_ADDRESS: 'embedded:' is no unix socket" in result.output) == is_refused
+    assert result.exit_code == 2 or not is_refused
+
+
 def test_status_for_people_and_for_programs(server: FakeServer, tmp_path: Path) -> None:
     server.open_job("gpt", uid=0)
     socket = ("--socket", str(tmp_path / "memd.sock"))

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+import memd_client
 from memd import config
 from memd.config import Configuration, SettingsError, load, shown
 from memd.sizes import exact_size, format_size, parse_size
+from memd_client.address import EmbeddedAddress, UnixAddress, parse_address
 
 
 @pytest.fixture(autouse=True)
@@ -79,11 +81,47 @@ def test_a_misspelt_setting_is_refused_with_the_right_name(tmp_path: Path) -> No
 
 def test_variables_of_others_are_left_alone() -> None:
     others = {
-        "MEMD_ADDRESS": "unix:///x",
         "MEMD_SERVICE_HOST": "10.0.0.1",
         "MEMD_PORT_9464_TCP": "tcp://10.0.0.1:9464",
     }
     assert load(flags={}, environ=others).settings == config.Settings()
+
+
+def test_the_address_of_scripts_is_the_daemon_s_too(tmp_path: Path) -> None:
+    file = tmp_path / "memd.toml"
+    file.write_text('socket = "/file/memd.sock"\n')
+    both = {"MEMD_ADDRESS": "unix:///address/memd.sock", "MEMD_SOCKET": "/variable/memd.sock"}
+    for flags, environ, path, origin in (
+        ({"socket": "/flag/memd.sock"}, both, "/flag/memd.sock", "--socket"),
+        ({}, both, "/address/memd.sock", "MEMD_ADDRESS"),
+        ({}, {**both, "MEMD_ADDRESS": ""}, "/variable/memd.sock", "MEMD_SOCKET"),
+        ({}, {}, "/file/memd.sock", str(file)),
+    ):
+        found = load(flags=flags, environ=environ, file=file)
+        assert (str(found.settings.socket), found.origins["socket"]) == (path, origin)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("unix:///srv/memd.sock", "unix:/srv/memd.sock", "unix:////srv", "unix:srv", "unix://srv"),
+        *("unix:", "embedded:", "embedded:/data", "host:9470", "/run/memd.sock"),
+    ],
+)
+def test_the_daemon_and_scripts_read_an_address_alike(address: str) -> None:
+    try:
+        client = parse_address(address)
+    except memd_client.MemdError:
+        client = EmbeddedAddress()
+    environ = {"MEMD_ADDRESS": address}
+    if isinstance(client, UnixAddress):
+        assert load(flags={}, environ=environ).settings.socket == client.socket
+        return
+    with pytest.raises(SettingsError, match=r"MEMD_ADDRESS: .* is no unix socket.*--socket"):
+        load(flags={}, environ=environ)
+    # Nobody asks the address.
+    assert load(flags={"socket": "/a"}, environ=environ).settings.socket == Path("/a")
+    assert load(flags={}, environ=environ, needs_daemon=False).settings == config.Settings()
 
 
 @pytest.mark.parametrize(
