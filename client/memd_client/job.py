@@ -50,6 +50,7 @@ class Job:
         self._name = name
         self._host_bytes = attached.host_bytes
         self._nvme_bytes = attached.nvme_bytes
+        self._can_maximize = attached.can_maximize
         self._session_id = attached.session_id
         self._daemon_process_id = daemon_process_id
         self._return_count = 0
@@ -94,6 +95,11 @@ class Job:
     @property
     def nvme_bytes(self) -> int:
         return self._nvme_bytes
+
+    @property
+    def can_maximize(self) -> bool:
+        """Whether the daemon is new enough."""
+        return self._can_maximize
 
     @property
     def session_id(self) -> int:

@@ -63,6 +63,7 @@ class SessionService:
             nvme_bytes=job.nvme_bytes,
             segment_bytes=grant.segment_bytes,
             arena_reserved_bytes=grant.arena_reserved_bytes,
+            can_maximize=True,
         )
 
     def _resume(self, request: session_pb2.AttachRequest, call: Call) -> session_pb2.AttachResponse:

@@ -106,4 +106,5 @@ def native_adam(settings: session_pb2.AdamSettings) -> AdamSettings:
         eps=settings.eps,
         weight_decay=settings.weight_decay,
         decoupled=settings.decoupled,
+        maximize=settings.maximize,
     )

@@ -110,8 +110,9 @@ void bind_optim(nb::module_& module) {
              double beta2,
              double eps,
              double weight_decay,
-             bool decoupled) {
-            new (self) AdamSettings{lr, beta1, beta2, eps, weight_decay, decoupled};
+             bool decoupled,
+             bool maximize) {
+            new (self) AdamSettings{lr, beta1, beta2, eps, weight_decay, decoupled, maximize};
           },
           "lr"_a,
           "beta1"_a,
@@ -119,6 +120,7 @@ void bind_optim(nb::module_& module) {
           "eps"_a,
           "weight_decay"_a,
           "decoupled"_a,
+          "maximize"_a = false,
           "One parameter group's settings, as torch names them. decoupled: AdamW; else Adam with "
           "an L2 term.");
   module.def("isa_names",

@@ -37,6 +37,7 @@ AdamScalars adam_scalars(const AdamSettings& settings, uint64_t t) {
   const double bias_correction1 = 1.0 - std::pow(settings.beta1, step);
   const double bias_correction2 = 1.0 - std::pow(settings.beta2, step);
   AdamScalars scalars{};
+  scalars.gradient_sign = settings.maximize ? -1.0F : 1.0F;
   scalars.lr_factor = static_cast<float>(1.0 - settings.lr * settings.weight_decay);
   scalars.weight_decay = static_cast<float>(settings.weight_decay);
   scalars.beta1 = static_cast<float>(settings.beta1);

@@ -15,14 +15,16 @@ struct AdamSettings {
   double weight_decay = 0.0;
   bool decoupled =
       true;  // true: AdamW (decay of the parameter); false: Adam (L2 term in the gradient)
+  bool maximize = false;  // the update follows the gradient upwards
 
   bool operator==(const AdamSettings&) const = default;
 };
 
 /// Factors of the inner loop, computed in double and rounded to float once per group and step.
 struct AdamScalars {
-  float lr_factor;     // AdamW: 1 - lr * weight_decay, multiplied into the parameter
-  float weight_decay;  // Adam: added to the gradient, times the parameter
+  float gradient_sign;  // -1: maximize; a factor of 1 changes no bit
+  float lr_factor;      // AdamW: 1 - lr * weight_decay, multiplied into the parameter
+  float weight_decay;   // Adam: added to the gradient, times the parameter
   float beta1;
   float one_minus_beta1;
   float beta2;

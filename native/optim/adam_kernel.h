@@ -17,6 +17,7 @@ enum class Decay { none, decoupled, l2 };
 template <Decay decay, bool lerp_from_end>
 [[gnu::always_inline]] inline void update_element(
     const AdamScalars& s, float& theta, float& m, float& v, float g) {
+  g = g * s.gradient_sign;
   if constexpr (decay == Decay::decoupled) theta = theta * s.lr_factor;
   if constexpr (decay == Decay::l2) g = __builtin_fmaf(theta, s.weight_decay, g);
   const float step_to_g = g - m;

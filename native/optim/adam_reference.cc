@@ -10,6 +10,7 @@ namespace memd::internal {
 namespace {
 
 void update_element(const AdamScalars& s, float& theta, float& m, float& v, float g) {
+  g = g * s.gradient_sign;
   if (s.decays && s.decoupled) theta = theta * s.lr_factor;
   if (s.decays && !s.decoupled) g = std::fma(theta, s.weight_decay, g);
   const float step_to_g = g - m;

@@ -9,6 +9,7 @@
 #include <limits>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace memd {
@@ -132,23 +133,29 @@ std::vector<Isa> wide_isas() {
   return isas;
 }
 
-/// Every branch of the loop: no decay, AdamW's, Adam's; the lerp from either end.
+/// Every branch of the loop: no decay, AdamW's, Adam's; the lerp from either end; either sign.
 std::vector<AdamSettings> all_settings() {
   std::vector<AdamSettings> all;
-  for (const double beta1 : {0.9, 0.5, 0.3, 0.0}) {
-    all.push_back(
-        {.lr = 1e-3, .beta1 = beta1, .beta2 = 0.95, .weight_decay = 0.0, .decoupled = true});
-    all.push_back(
-        {.lr = 1e-3, .beta1 = beta1, .beta2 = 0.95, .weight_decay = 0.1, .decoupled = true});
-    all.push_back(
-        {.lr = 1e-3, .beta1 = beta1, .beta2 = 0.95, .weight_decay = 0.1, .decoupled = false});
+  for (const bool maximize : {false, true}) {
+    for (const double beta1 : {0.9, 0.5, 0.3, 0.0}) {
+      for (const auto& [weight_decay, decoupled] :
+           {std::pair(0.0, true), std::pair(0.1, true), std::pair(0.1, false)}) {
+        all.push_back({.lr = 1e-3,
+                       .beta1 = beta1,
+                       .beta2 = 0.95,
+                       .weight_decay = weight_decay,
+                       .decoupled = decoupled,
+                       .maximize = maximize});
+      }
+    }
   }
   return all;
 }
 
 std::string name_of(const AdamSettings& settings) {
   return "beta1 " + std::to_string(settings.beta1) + " weight_decay " +
-         std::to_string(settings.weight_decay) + (settings.decoupled ? " decoupled" : " l2");
+         std::to_string(settings.weight_decay) + (settings.decoupled ? " decoupled" : " l2") +
+         (settings.maximize ? " maximize" : "");
 }
 
 template <typename State>
@@ -226,6 +233,48 @@ TEST(Adam, follows_the_papers_formula) {
     theta -= settings.lr * m_hat / (std::sqrt(v_hat) + settings.eps);
   }
   EXPECT_NEAR(static_cast<double>(state.parameter[0]), theta, 1e-6);
+}
+
+template <typename State>
+void negate(State& state);
+
+template <>
+void negate(Fp32State& state) {
+  for (float& gradient : state.gradient) gradient = -gradient;
+}
+
+template <>
+void negate(Bf16State& state) {
+  for (uint16_t& gradient : state.gradient) gradient ^= 0x8000U;
+}
+
+/// Decay included: it is not negated.
+template <typename State>
+void expect_maximize_moves_as_the_negated_gradient_does(State (*make_state)(size_t, uint32_t)) {
+  std::vector<Isa> isas = wide_isas();
+  isas.push_back(Isa::plain);
+  for (AdamSettings settings : all_settings()) {
+    if (!settings.maximize) continue;
+    for (const Isa isa : isas) {
+      SCOPED_TRACE(name_of(settings));
+      State actual = make_state(1000, 5);
+      State expected = actual;
+      negate(expected);
+      settings.maximize = true;
+      update(isa, adam_scalars(settings, 3), actual, 0, 1000);
+      settings.maximize = false;
+      update(isa, adam_scalars(settings, 3), expected, 0, 1000);
+      expect_same_bits(actual, expected);
+    }
+  }
+}
+
+TEST(Adam, maximize_moves_as_the_negated_gradient_does_in_fp32) {
+  expect_maximize_moves_as_the_negated_gradient_does(fp32_state);
+}
+
+TEST(Adam, maximize_moves_as_the_negated_gradient_does_in_bf16) {
+  expect_maximize_moves_as_the_negated_gradient_does(bf16_state);
 }
 
 TEST(Adam, interpolates_from_the_end_where_torchs_lerp_does) {

@@ -199,6 +199,11 @@ TEST_P(EarlyUpdateTest, what_a_step_finds_made_otherwise_is_made_again) {
          training.settings.lr *= 0.5;
          training.step();
        }},
+      {EarlyDiscard::settings,
+       [](Training& training, Heart&) {
+         training.settings.maximize = true;
+         training.step();
+       }},
       {EarlyDiscard::gradient,
        [](Training& training, Heart& heart) {
          training.write_gradient(0, 7);

@@ -414,6 +414,32 @@ TEST(LedgerTest, closed_steps_are_read_in_the_order_in_which_they_were_closed) {
   EXPECT_EQ(contents.value().steps[1].request.step, 3u);
 }
 
+TEST(LedgerTest, a_closed_step_has_every_setting_of_its_groups_in_the_next_daemon) {
+  auto ledger = Ledger::create(7, 2_MiB).value();
+  ASSERT_TRUE(ledger->write_layout({.job_id = 7, .name = "job"}, {}).is_ok());
+  StepRequest request{.session_id = 1, .step = 1};
+  for (uint32_t i = 0; i < 4; ++i) {
+    request.groups.push_back({.settings = {.lr = 0.1 * i,
+                                           .beta1 = 0.2 * i,
+                                           .beta2 = 0.3 * i,
+                                           .eps = 1e-3 * i,
+                                           .weight_decay = 0.01 * i,
+                                           .decoupled = (i & 1) != 0,
+                                           .maximize = (i & 2) != 0},
+                              .shard_ids = {i}});
+  }
+  ASSERT_TRUE(ledger->close_step(request).is_ok());
+  const auto contents = Ledger::adopt(copy_of(ledger->fd()), 7).value()->read(0);
+  ASSERT_TRUE(contents.is_ok()) << contents.status().message();
+  ASSERT_EQ(contents.value().steps.size(), 1u);
+  const auto& groups = contents.value().steps[0].request.groups;
+  ASSERT_EQ(groups.size(), 4u);
+  for (uint32_t i = 0; i < 4; ++i) {
+    EXPECT_EQ(groups[i].settings, request.groups[i].settings) << i;
+    EXPECT_EQ(groups[i].shard_ids, request.groups[i].shard_ids) << i;
+  }
+}
+
 class RepeatedStepTest : public ::testing::Test {
  protected:
   std::shared_ptr<MemoryDisk> disk_ = std::make_shared<MemoryDisk>(kDiskBytes);
@@ -920,6 +946,7 @@ TEST_F(AdoptionTest, a_step_that_the_next_daemon_cannot_make_gives_the_sum_back_
 }
 
 TEST_F(AdoptionTest, a_closed_step_is_finished_although_its_trainer_is_dead) {
+  settings_.maximize = true;
   begin(DType::float32);
   write_gradients(8);
   heart_->store().operations().step(request(1), [](const Status&, const StepReport&) {});
@@ -1412,6 +1439,7 @@ class KilledStepTest : public AdoptionTest,
 
 TEST_P(KilledStepTest, a_kill_at_any_operation_of_a_step_changes_no_bit) {
   const auto [dtype, spilled] = GetParam();
+  settings_.maximize = dtype == DType::bfloat16;
   uint64_t kills = 0;
   bool finished = false;
   for (uint64_t index = 0; !finished; ++index) {

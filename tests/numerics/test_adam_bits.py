@@ -19,7 +19,9 @@ Array = npt.NDArray[np.float32]
 Trajectories = dict[str, npt.NDArray[np.generic]]
 
 
-def settings(beta1: float, beta2: float, weight_decay: float, *, decoupled: bool) -> AdamSettings:
+def settings(
+    beta1: float, beta2: float, weight_decay: float, *, decoupled: bool, maximize: bool = False
+) -> AdamSettings:
     return AdamSettings(
         lr=1e-3,
         beta1=beta1,
@@ -27,6 +29,7 @@ def settings(beta1: float, beta2: float, weight_decay: float, *, decoupled: bool
         eps=1e-8,
         weight_decay=weight_decay,
         decoupled=decoupled,
+        maximize=maximize,
     )
 
 
@@ -37,6 +40,8 @@ SETTINGS = {
     "adam_low_beta1": settings(0.3, 0.9, 0.1, decoupled=False),
     "adamw_half_beta1": settings(0.5, 0.99, 0.01, decoupled=True),
     "adamw_zero_beta1": settings(0.0, 0.9, 0.01, decoupled=True),
+    "adamw_maximize": settings(0.9, 0.95, 0.1, decoupled=True, maximize=True),
+    "adam_l2_maximize": settings(0.4, 0.95, 0.0123, decoupled=False, maximize=True),
 }
 
 

@@ -36,6 +36,14 @@ def cases() -> dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]]:
         "adam_low_beta1": (torch.optim.Adam, {"betas": (0.3, 0.9), "weight_decay": 0.1}),
         "adamw_half_beta1": (torch.optim.AdamW, {"betas": (0.5, 0.99), "weight_decay": 0.01}),
         "adamw_zero_beta1": (torch.optim.AdamW, {"betas": (0.0, 0.9), "weight_decay": 0.01}),
+        "adamw_maximize": (
+            torch.optim.AdamW,
+            {"betas": (0.9, 0.95), "weight_decay": 0.1, "maximize": True},
+        ),
+        "adam_l2_maximize": (
+            torch.optim.Adam,
+            {"betas": (0.4, 0.95), "weight_decay": 0.0123, "maximize": True},
+        ),
     }
 
 

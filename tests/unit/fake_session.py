@@ -164,6 +164,7 @@ class FakeDaemon:
     groups: list[str] = field(default_factory=lambda: ["other"])
     stalls: list[tuple[int, str, int]] = field(default_factory=list)  # phase, group, reason
     step_walls: list[float] = field(default_factory=list)
+    can_maximize: bool = True
     lease_bytes_max: int = 0  # most alive at a time since it was set to 0
 
     def session(self, job: str = "fake") -> Session:
@@ -174,6 +175,7 @@ class FakeDaemon:
             committed_step=self.committed_step,
             host_bytes=self.host_bytes,
             nvme_bytes=1 << 30,
+            can_maximize=self.can_maximize,
         )
         return Session(
             Job(
@@ -450,6 +452,7 @@ class FakeDaemon:
             betas=(settings.beta1, settings.beta2),
             eps=settings.eps,
             weight_decay=settings.weight_decay,
+            maximize=settings.maximize,
         )
         group["decoupled_weight_decay"] = settings.decoupled
         assert shard.master is not None

@@ -14,7 +14,7 @@ class StatusError(Exception):
     error_number: int
 
 class AdamSettings:
-    def __init__(self, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, decoupled: bool) -> None:
+    def __init__(self, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, decoupled: bool, maximize: bool = False) -> None:
         """
         One parameter group's settings, as torch names them. decoupled: AdamW; else Adam with an L2 term.
         """

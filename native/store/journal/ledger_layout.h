@@ -13,7 +13,7 @@
 namespace memd {
 
 inline constexpr uint64_t kLedgerMagic = 0x3130'676c'646d'656d;  // "memdlg01"
-inline constexpr uint32_t kLedgerVersion = 6;
+inline constexpr uint32_t kLedgerVersion = 7;
 
 // Sparse: pages that nobody touched cost nothing.
 inline constexpr uint32_t kClaimsMax = 1u << 16;

@@ -33,12 +33,13 @@ std::vector<std::byte> encode_step(const StepRequest& request) {
   writer.put(request.call);
   writer.put(static_cast<uint32_t>(request.groups.size()));
   for (const StepGroup& group : request.groups) {
-    const AdamSettings& settings = group.settings;
-    for (const double value :
-         {settings.lr, settings.beta1, settings.beta2, settings.eps, settings.weight_decay}) {
+    // By name, so that a setting that is added does not compile before it is written and read here.
+    const auto& [lr, beta1, beta2, eps, weight_decay, decoupled, maximize] = group.settings;
+    for (const double value : {lr, beta1, beta2, eps, weight_decay}) {
       writer.put(std::bit_cast<uint64_t>(value));
     }
-    writer.put(static_cast<uint8_t>(settings.decoupled));
+    writer.put(static_cast<uint8_t>(decoupled));
+    writer.put(static_cast<uint8_t>(maximize));
     put_counted(writer, group.shard_ids);
   }
   writer.put(static_cast<uint32_t>(request.staged_buffers.size()));
@@ -69,6 +70,7 @@ Result<StepRequest> decode_step(std::span<const std::byte> bytes) {
       *value = std::bit_cast<double>(reader.get<uint64_t>());
     }
     settings.decoupled = reader.get<uint8_t>() != 0;
+    settings.maximize = reader.get<uint8_t>() != 0;
     group.shard_ids = get_counted<uint32_t>(reader);
     request.groups.push_back(std::move(group));
   }
