@@ -10,6 +10,7 @@ from weakref import WeakMethod
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from memd_client.adam_settings import adam_settings, plain_betas, refuse_group
 from memd_client.away import AwayParameter
 from memd_client.early import EarlyUpdates
 from memd_client.errors import InvalidArgument, NotYet
@@ -43,9 +44,10 @@ class Adam(torch.optim.Optimizer):
 
     Args:
         params: parameters, (name, parameter) pairs or groups, as for torch.
-        lr, betas, eps, weight_decay: as for torch. Every step reads them from the group, so
-            schedulers work.
-        amsgrad, maximize, state_dtype: only the defaults in this version.
+        lr, betas, eps, weight_decay, maximize: as for torch. They may be tensors where torch's may.
+            Every step reads them from the group, so schedulers work, and so does a tensor that is
+            changed in place.
+        amsgrad, state_dtype: only the defaults in this version.
         step_in_backward: the update of each offloaded parameter begins during backward, once its
             gradient is complete; `step()` does the rest, and no value changes before it. The loop
             and the numbers stay the same. If the learning rate changes before `step()`, or a
@@ -55,8 +57,10 @@ class Adam(torch.optim.Optimizer):
         session: needed if no parameter is offloaded.
         tier: where parameters that are not offloaded are kept: "nvme"; "host" comes in a later
             version.
+        decoupled_weight_decay: as for torch; True makes this AdamW.
         foreach, capturable, differentiable, fused: as for torch, where they name the fused CPU
-            kernel: `foreach=True`, `fused=False` and the other two are refused.
+            kernel: `foreach=True`, `fused=False` and the other two are refused. The kernel ignores
+            `capturable`, so it may be True beside `fused=True`.
 
     Raises:
         InvalidArgument: a parameter belongs to another optimizer or another session, or its dtype
@@ -64,13 +68,11 @@ class Adam(torch.optim.Optimizer):
         NotYet: an argument above comes in a later version.
     """
 
-    _decoupled = False
-
     def __init__(
         self,
         params: Any,
         lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
@@ -84,6 +86,7 @@ class Adam(torch.optim.Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
     ) -> None:
         if state_dtype != torch.float32:
             raise NotYet(f"states are float32 in this version: state_dtype={state_dtype}")
@@ -95,7 +98,7 @@ class Adam(torch.optim.Optimizer):
         self._early = EarlyUpdates(_weakly(self._expected_groups)) if step_in_backward else None
         defaults = {
             "lr": lr,
-            "betas": betas,
+            "betas": plain_betas(betas),
             "eps": eps,
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,
@@ -104,7 +107,7 @@ class Adam(torch.optim.Optimizer):
             "capturable": capturable,
             "differentiable": differentiable,
             "fused": fused,
-            "decoupled_weight_decay": self._decoupled,
+            "decoupled_weight_decay": decoupled_weight_decay,
         }
         super().__init__(params, defaults)
 
@@ -115,10 +118,10 @@ class Adam(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            _refuse_group(group)
             parameters: list[torch.Tensor] = group["params"]
             position = len(self.param_groups) - 1
             self._transaction = self._transaction or _transaction_of(parameters)
+            refuse_group(group, self._transaction.job)
             given = group.get("param_names")
             if given is None and any(map(needs_name, parameters)):
                 self._transaction.job.held_names.refuse_unnamed(
@@ -281,12 +284,12 @@ class Adam(torch.optim.Optimizer):
         Raises:
             InvalidArgument: the states have other shapes, or are another optimizer's. Nothing has
                 changed.
-            NotYet: the states are of amsgrad or maximize. Nothing has changed.
+            NotYet: the states are of amsgrad. Nothing has changed.
         """
-        if self._transaction is not None:
-            self._transaction.job.settle_for("new state of the optimizer")
+        job = self._only_transaction().job
+        job.settle_for("new state of the optimizer")
         for group in state_dict["param_groups"]:
-            _refuse_group(group)
+            refuse_group({**self.defaults, **group}, job)
         saved_order = list(
             chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         )
@@ -341,10 +344,10 @@ class Adam(torch.optim.Optimizer):
             empty += [target for target in targets if isinstance(target, EmptyTarget)]
             stored = [target for target in targets if not isinstance(target, EmptyTarget)]
             if stored:
-                _refuse_group(group)
+                refuse_group(group, self._only_transaction().job)
                 shard_ids = [target.shard.shard_id for target in stored]
                 groups.append(
-                    session_pb2.StepGroup(settings=self._settings(group), shard_ids=shard_ids)
+                    session_pb2.StepGroup(settings=adam_settings(group), shard_ids=shard_ids)
                 )
                 updated += stored
         if not updated:
@@ -359,7 +362,7 @@ class Adam(torch.optim.Optimizer):
         """The groups of a step in which every offloaded parameter has a gradient."""
         return [
             session_pb2.StepGroup(
-                settings=self._settings(group),
+                settings=adam_settings(group),
                 shard_ids=[
                     target.shard.shard_id
                     for p in group["params"]
@@ -379,17 +382,6 @@ class Adam(torch.optim.Optimizer):
                 f"{what} changes gradients after backward, and step_in_backward=True has updated "
                 "parameters with them by then; make the optimizer with step_in_backward=False"
             )
-
-    def _settings(self, group: dict[str, Any]) -> session_pb2.AdamSettings:
-        beta1, beta2 = group["betas"]
-        return session_pb2.AdamSettings(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            decoupled=bool(group["decoupled_weight_decay"]),
-        )
 
     def _in_order(self) -> Iterable[Target]:
         return (self._targets[id(p)] for group in self.param_groups for p in group["params"])
@@ -462,13 +454,11 @@ class Adam(torch.optim.Optimizer):
 class AdamW(Adam):
     """`torch.optim.AdamW` with its states in memd: see `Adam`; the weight decay is decoupled."""
 
-    _decoupled = True
-
     def __init__(
         self,
         params: Any,
         lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
@@ -499,6 +489,7 @@ class AdamW(Adam):
             capturable=capturable,
             differentiable=differentiable,
             fused=fused,
+            decoupled_weight_decay=True,
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -531,34 +522,6 @@ def _transaction_of(parameters: list[torch.Tensor]) -> Transaction:
         "none of the optimizer's first parameters is offloaded; pass session=, or offload the "
         "module first"
     )
-
-
-def _refuse_group(group: dict[str, Any]) -> None:
-    """Refuses settings that break torch's rules, or that come in a later version."""
-    for name in ("amsgrad", "maximize"):
-        if group.get(name):
-            raise NotYet(f"{name} comes in a later version; leave it False")
-    for name, wrong in (
-        *(("foreach", True), ("fused", False)),
-        *(("capturable", True), ("differentiable", True)),
-    ):
-        if group.get(name) is wrong:
-            raise InvalidArgument(
-                f"memd updates with the bits of torch's fused CPU kernel, not of its other "
-                f"implementations: leave {name} at its default, not {wrong}"
-            )
-    beta1, beta2 = group["betas"]
-    for name, value, fits in (
-        ("lr", group["lr"], group["lr"] >= 0),
-        ("eps", group["eps"], group["eps"] >= 0),
-        ("betas[0]", beta1, 0 <= beta1 < 1),
-        ("betas[1]", beta2, 0 <= beta2 < 1),
-        ("weight_decay", group["weight_decay"], group["weight_decay"] >= 0),
-    ):
-        if not fits:
-            raise InvalidArgument(
-                f"{name} must be at least 0{' and below 1' if 'beta' in name else ''}: {value}"
-            )
 
 
 def _refuse_orphans(job: Job) -> None:

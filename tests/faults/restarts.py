@@ -6,7 +6,7 @@ import sys
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -87,10 +87,12 @@ def restarts(daemons: Daemons, request: pytest.FixtureRequest) -> Iterator[Resta
         made.daemon.stop()
 
 
-def reference() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def reference(**settings: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Losses and final parameters of the same training, in memory and undisturbed."""
     model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, weight_decay=0.1, fused=True, **settings
+    )
     losses = []
     for step in range(STEPS):
         loss = loss_of(model, batch(step))
@@ -102,11 +104,11 @@ def reference() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 class Training:
-    def __init__(self, daemon: Daemon) -> None:
+    def __init__(self, daemon: Daemon, **settings: Any) -> None:
         self.session = memd_client.connect(daemon.address, job="trained")
         self.model = memd_client.offload(build(), self.session)
         self.optimizer = memd_client.AdamW(
-            self.model.parameters(), lr=1e-3, weight_decay=0.1, session=self.session
+            self.model.parameters(), lr=1e-3, weight_decay=0.1, session=self.session, **settings
         )
         self.losses: list[torch.Tensor] = []
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -55,9 +55,9 @@ def once_in_forward(model: torch.nn.Module, action: Callable[[], None]) -> Itera
 
 
 def train_with_an_interruption(
-    restarts: Restarts, moment: str, interrupt: Callable[[], None]
+    restarts: Restarts, moment: str, interrupt: Callable[[], None], **settings: Any
 ) -> Training:
-    training = Training(restarts.daemon)
+    training = Training(restarts.daemon, **settings)
     for number in range(STEPS):
         if number != STEPS // 2:
             training.step(number)
@@ -113,6 +113,14 @@ def test_a_training_goes_on_with_the_same_bits_after_the_daemon_was_killed(
     assert [record.levelname for record in said] == ["WARNING", "INFO"]
     assert "has ended or closed the connection; waiting up to 120 s" in said[0].getMessage()
     assert "the daemon is back after" in said[1].getMessage()
+    training.session.close()
+
+
+def test_a_step_that_the_daemon_died_in_maximizes_in_the_next_one(restarts: Restarts) -> None:
+    training = train_with_an_interruption(
+        restarts, "after the step", restarts.kill_and_begin_start, maximize=True
+    )
+    training.expect_the_bits_of(*reference(maximize=True))
     training.session.close()
 
 

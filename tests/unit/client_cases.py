@@ -1576,7 +1576,6 @@ class TestOptimizer:
         "settings",
         [
             {"amsgrad": True},
-            {"maximize": True},
             {"state_dtype": torch.bfloat16},
         ],
         ids=lambda settings: next(iter(settings)),

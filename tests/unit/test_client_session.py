@@ -291,6 +291,27 @@ class TestSession:
         with pytest.raises(memd_client.NotYet):
             FakeDaemon().session().snapshot("x")
 
+    def test_a_daemon_that_is_older_than_maximize_is_not_asked_to(self) -> None:
+        """It would not see the field, and minimize."""
+        with FakeDaemon(can_maximize=False).session() as session:
+            parameter = torch.nn.Parameter(torch.ones(3))
+            with pytest.raises(
+                memd_client.InvalidArgument, match=r"older than maximize.*update it"
+            ):
+                memd_client.AdamW([parameter], session=session, maximize=True)
+            optimizer = memd_client.AdamW([parameter], session=session)
+            parameter.grad = torch.ones(3)
+            optimizer.param_groups[0]["maximize"] = True
+            with pytest.raises(memd_client.InvalidArgument, match="older than maximize"):
+                optimizer.step()
+            loaded = optimizer.state_dict()
+            optimizer.param_groups[0]["maximize"] = False
+            with pytest.raises(memd_client.InvalidArgument, match="older than maximize"):
+                optimizer.load_state_dict(loaded)
+            assert session.committed_step == 0
+            optimizer.step()
+            assert session.committed_step == 1
+
     def test_closing_makes_durable_what_was_put(self) -> None:
         daemon = FakeDaemon()
         with daemon.session() as session:

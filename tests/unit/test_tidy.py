@@ -29,7 +29,7 @@ CLIENT_LAYERS = (
     *("shard", "calls", "retry", "attach", "temporary_folders", "embedded", "control", "reattach"),
     # One session's core.
     *("gradient_order", "leases", "tensor_streams", "registry", "held_names", "steps", "job"),
-    *("name_uses", "blobs"),
+    *("name_uses", "blobs", "adam_settings"),
     *("metadata", "moments", "transaction", "module_names", "buffers"),
     # Offloaded parameters.
     *("early", "gradients", "hole", "residency", "parameter", "in_place", "saved_tensors", "away"),

@@ -1,0 +1,90 @@
+"""The settings of a group of an optimizer: torch's rules, and their message to the daemon."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memd_client.errors import InvalidArgument, NotYet
+from memd_proto.v1 import session_pb2
+
+if TYPE_CHECKING:
+    from memd_client.job import Job
+
+_OTHER_KERNELS = (
+    *(("foreach", True), ("fused", False)),
+    *(("capturable", True), ("differentiable", True)),
+)
+
+
+def plain_betas(betas: tuple[float | torch.Tensor, float | torch.Tensor]) -> tuple[float, float]:
+    """The betas that an optimizer is made with, as its groups have them.
+
+    Raises:
+        InvalidArgument: one is a tensor and the other is not, which torch refuses too.
+    """
+    beta1, beta2 = betas
+    if isinstance(beta1, torch.Tensor) != isinstance(beta2, torch.Tensor):
+        raise InvalidArgument(
+            f"betas must be either both floats or both tensors: {type(beta1).__name__} and "
+            f"{type(beta2).__name__}"
+        )
+    return _number("betas[0]", beta1), _number("betas[1]", beta2)
+
+
+def refuse_group(group: dict[str, Any], job: Job) -> None:
+    """Refuses settings that break torch's rules, that name another implementation, or that come in
+    a later version. Called at every step, as any code may change a group.
+    """
+    if group["amsgrad"]:
+        raise NotYet("amsgrad comes in a later version; leave it False")
+    if group["maximize"] and not job.can_maximize:
+        raise InvalidArgument(
+            f"job {job.name!r}: the daemon is older than maximize, and would minimize; update it, "
+            "or leave maximize False"
+        )
+    for name, wrong in _OTHER_KERNELS:
+        # torch's fused kernel has no other way of updating for capturable.
+        is_ignored = name == "capturable" and group["fused"]
+        if group[name] is wrong and not is_ignored:
+            raise InvalidArgument(
+                f"memd updates with the bits of torch's fused CPU kernel, not of its other "
+                f"implementations: leave {name} at its default, not {wrong}"
+            )
+    settings = adam_settings(group)
+    for name, value, fits in (
+        ("lr", settings.lr, settings.lr >= 0),
+        ("eps", settings.eps, settings.eps >= 0),
+        ("betas[0]", settings.beta1, 0 <= settings.beta1 < 1),
+        ("betas[1]", settings.beta2, 0 <= settings.beta2 < 1),
+        ("weight_decay", settings.weight_decay, settings.weight_decay >= 0),
+    ):
+        if not fits:
+            raise InvalidArgument(
+                f"{name} must be at least 0{' and below 1' if 'beta' in name else ''}: {value}"
+            )
+
+
+def adam_settings(group: dict[str, Any]) -> session_pb2.AdamSettings:
+    """The present values, also of tensors."""
+    beta1, beta2 = group["betas"]
+    return session_pb2.AdamSettings(
+        lr=_number("lr", group["lr"]),
+        beta1=_number("betas[0]", beta1),
+        beta2=_number("betas[1]", beta2),
+        eps=_number("eps", group["eps"]),
+        weight_decay=_number("weight_decay", group["weight_decay"]),
+        decoupled=bool(group["decoupled_weight_decay"]),
+        maximize=bool(group["maximize"]),
+    )
+
+
+def _number(name: str, value: float | torch.Tensor) -> float:
+    if not isinstance(value, torch.Tensor):
+        return float(value)
+    if value.numel() != 1:
+        raise InvalidArgument(
+            f"a tensor that is {name} must have 1 element, not {value.numel()}: {list(value.shape)}"
+        )
+    return float(value.item())
