@@ -32,6 +32,7 @@ from memd_client.saved_tensors import saving_by_name
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_data: Any = torch._C.TensorBase.data
 # They hand out or replace memory without torch noticing. After the call that memory would no longer
 # be the parameter's.
 _RAW_FUNCTIONS = frozenset(
@@ -80,9 +81,11 @@ class AwayParameter(nn.Parameter):
             return args[0]
         if func is torch.autograd.grad:
             return func(*tree_map(_edge_if_away, args), **tree_map(_edge_if_away, kwargs))
+        parameters = _offloaded_in(args, kwargs)
         if name in _RAW_FUNCTIONS or attribute in _RAW_FUNCTIONS:
-            _refuse(_away_in(args, kwargs)[0], attribute or name)
-        with fetched(_away_in(args, kwargs)), saving_by_name():
+            for parameter in parameters:
+                _refuse_unless_gathered(parameter, attribute or name)
+        with fetched(parameters), saving_by_name():
             for parameter in _changed_by(name, args, kwargs):
                 entry_of(parameter).residency.expect_change()
             return func(*args, **kwargs)
@@ -114,12 +117,13 @@ class AwayParameter(nn.Parameter):
         _refuse(self, "pickling")
 
 
-def _away_in(args: Any, kwargs: Any) -> list[AwayParameter]:
-    unique = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is AwayParameter}
-    return list(unique.values())
+def _offloaded_in(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Those included that are in place, which another thread may be about to put away."""
+    leaves = tree_leaves((args, kwargs))
+    return list({id(leaf): leaf for leaf in leaves if streamed(leaf) is not None}.values())
 
 
-def _changed_by(name: str, args: Any, kwargs: Any) -> list[AwayParameter]:
+def _changed_by(name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The parameters that a function of this name changes in place. torch counts most changes, but
     not those of fused kernels nor those in inference mode."""
     changed = [kwargs["out"]] if "out" in kwargs else []
@@ -137,13 +141,19 @@ def _edge_if_away(leaf: Any) -> Any:
     """The graph edge at which the parameter's gradient arrives, which is all that
     torch.autograd.grad needs. Fetching its arguments would bring the whole model at once.
     """
-    if type(leaf) is not AwayParameter:
+    if streamed(leaf) is None:
         return leaf
     with torch._C.DisableTorchFunctionSubclass(), allowing_metadata():
         return get_gradient_edge(leaf)
 
 
-def _refuse(parameter: AwayParameter, what: str) -> NoReturn:
+def _refuse_unless_gathered(parameter: torch.Tensor, what: str) -> None:
+    """Another thread may have it in place for all threads."""
+    if not entry_of(parameter).residency.is_gathered:
+        _refuse(parameter, what)
+
+
+def _refuse(parameter: torch.Tensor, what: str) -> NoReturn:
     entry = entry_of(parameter)
     raise NotResident(
         f"job {entry.job.name!r}: the bytes of parameter {entry.shard.name!r} are in memd, and "
@@ -152,29 +162,32 @@ def _refuse(parameter: AwayParameter, what: str) -> NoReturn:
     )
 
 
-def _get_data(parameter: AwayParameter) -> NoReturn:
+def _get_data(parameter: torch.Tensor) -> torch.Tensor:
     # The caller could write to the result without torch or memd noticing.
-    _refuse(parameter, ".data")
+    _refuse_unless_gathered(parameter, ".data")
+    with torch._C.DisableTorchFunctionSubclass():
+        value: torch.Tensor = _data.__get__(parameter)
+        return value
 
 
-def _set_data(parameter: AwayParameter, value: torch.Tensor) -> None:
+def _set_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
     """`module.to()` and its like assign the result of the conversion, which is the parameter itself
     if nothing changed.
     """
     if value is not parameter:
-        entry_of(parameter).residency.replace_away(value)
+        entry_of(parameter).residency.replace(parameter, value)
 
 
-def _set_requires_grad(parameter: AwayParameter, requires_grad: bool = True) -> None:
+def _set_requires_grad(parameter: torch.Tensor, requires_grad: bool = True) -> None:
     entry_of(parameter).set_requires_grad(parameter, requires_grad)
 
 
-_GETTERS: dict[str, Callable[[AwayParameter], Any]] = {
+_GETTERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "data": _get_data,
     "grad": get_gradient,
     "_grad": get_gradient,
 }
-_SETTERS: dict[str, Callable[[AwayParameter, Any], None]] = {
+_SETTERS: dict[str, Callable[[torch.Tensor, Any], None]] = {
     "data": _set_data,
     "grad": set_gradient,
     "_grad": set_gradient,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
     from torch.autograd.graph import saved_tensors_hooks
 
-    from memd_client.residency import Residency
+    from memd_client.residency import Held, Residency
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class _Frame:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._hooks: saved_tensors_hooks | None = None
-        self._held: list[tuple[Residency, torch.Tensor]] = []
+        self._held: Held = []
 
     def is_of(self, module: nn.Module) -> bool:
         return self._module is module
@@ -191,7 +191,7 @@ def _copy_in(
     # Somebody else's hook may have put another value.
     if residency_of_storage(value.untyped_storage()) is not residency:
         return value.clone()
-    write_count = residency.write_count
+    write_count = residency.count_of(value)
     last = _copies.get(residency)
     if last is not None and last.write_count == write_count:
         tied = last.copy()

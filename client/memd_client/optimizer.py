@@ -11,7 +11,6 @@ import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from memd_client.adam_settings import adam_settings, plain_betas, refuse_group
-from memd_client.away import AwayParameter
 from memd_client.early import EarlyUpdates
 from memd_client.errors import InvalidArgument, NotYet
 from memd_client.module_hooks import end_interrupted_calls
@@ -223,7 +222,7 @@ class Adam(torch.optim.Optimizer):
         self._look_again()
         # torch reads the gradient of every parameter, which takes 5 µs if the parameter is away.
         if not all(
-            type(parameter) is AwayParameter
+            streamed(parameter) is not None
             for group in self.param_groups
             for parameter in group["params"]
         ):

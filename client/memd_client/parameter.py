@@ -13,7 +13,7 @@ from memd_client.errors import MemdError, NotResident
 from memd_client.gradients import GradientSlot
 from memd_client.identity import ByIdentity
 from memd_client.leases import MODE_READ
-from memd_client.residency import Residency, release_all
+from memd_client.residency import Held, Residency, release_all, this_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -208,21 +208,20 @@ def set_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
         entry.gradient.replace(value, entry.job.leases_of(entry.shard))
 
 
-def bring(
-    parameters: Iterable[torch.Tensor], *, mode: int = MODE_READ
-) -> list[tuple[Residency, torch.Tensor]]:
-    """Puts the bytes of the offloaded ones in place, all or none, until `release_all` of the
-    result. Those that are not in memory are requested together."""
-    held: list[tuple[Residency, torch.Tensor]] = []
-    missing: list[tuple[Residency, torch.Tensor]] = []
+def bring(parameters: Iterable[torch.Tensor], *, mode: int = MODE_READ) -> Held:
+    """Puts the bytes of the offloaded ones in place for this thread, all or none, until
+    `release_all` of the result. Those that are not in memory are requested together."""
+    held: Held = []
+    missing: Held = []
+    uses = this_thread.uses
     try:
         for parameter in parameters:
             entry = streamed(parameter)
             if entry is None:
                 continue
             residency = entry.residency
-            is_there = mode == MODE_READ and residency.fetch_resident(parameter)
-            (held if is_there else missing).append((residency, parameter))
+            is_there = mode == MODE_READ and residency.fetch_resident(parameter, uses)
+            (held if is_there else missing).append((residency, parameter, uses))
         if missing:
             Residency.fetch_together(missing, mode=mode)
             held += missing
@@ -234,7 +233,7 @@ def bring(
 
 @contextmanager
 def fetched(parameters: Iterable[torch.Tensor], *, mode: int = MODE_READ) -> Iterator[None]:
-    """Inside, the bytes of the offloaded ones are in place: see `bring`."""
+    """Inside, the bytes of the offloaded ones are in place for this thread: see `bring`."""
     held = bring(parameters, mode=mode)
     try:
         yield

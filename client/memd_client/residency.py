@@ -6,11 +6,12 @@ autograd checks them when it accumulates.
 
 from __future__ import annotations
 
+import time
 import weakref
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
-from threading import RLock
+from threading import Condition, Lock, RLock, local
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from memd_client.identity import ByIdentity
 from memd_client.leases import MODE_READ
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from torch import nn
 
@@ -36,6 +37,12 @@ _leased: ByIdentity[torch.UntypedStorage, Residency] = ByIdentity()
 # The parameter whose bytes are in a storage, or None.
 residency_of_storage = _leased.get
 
+# How long a use waits until other threads have left a value that a step has outdated. They are in
+# module calls, which take no longer than a lease, or in gather().
+_LEAVE_S = 60.0
+# A step that failed outdates nothing, and wakes nobody.
+_LOOK_S = 0.2
+
 
 @dataclass(frozen=True)
 class Classes:
@@ -45,11 +52,76 @@ class Classes:
     in_place: type[nn.Parameter]
 
 
+@dataclass(slots=True)
+class ThreadUses:
+    """The uses of one thread: which parameters it has in place, and how often each."""
+
+    counts: dict[int, int] = field(default_factory=dict)  # by id: whoever uses one refers to it
+    # The clock at the first of these uses, or at the thread's own last step.
+    since: int = 0
+
+
+class _Clock:
+    """Ticks when a step takes a parameter that is in use."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._now = 0
+
+    @property
+    def now(self) -> int:
+        return self._now
+
+    def tick(self) -> int:
+        with self._lock:
+            self._now += 1
+            return self._now
+
+
+@dataclass
+class _ThisThread(local):
+    """Each thread has its own."""
+
+    uses: ThreadUses = field(default_factory=ThreadUses)
+
+
+_clock = _Clock()
+this_thread = _ThisThread()
+# Each use of a parameter by the thread that makes it.
+Held = list[tuple["Residency", torch.Tensor, ThreadUses]]
+
+
+def _add_use(uses: ThreadUses, parameter: torch.Tensor) -> None:
+    key, counts = id(parameter), uses.counts
+    if not counts:
+        uses.since = _clock.now
+    counts[key] = counts.get(key, 0) + 1
+
+
+def _remove_use(uses: ThreadUses, parameter: torch.Tensor) -> None:
+    key, counts = id(parameter), uses.counts
+    if counts[key] == 1:
+        del counts[key]
+    else:
+        counts[key] -= 1
+
+
+def is_in_place_here(parameter: torch.Tensor) -> bool:
+    """Whether this thread uses it: then no other thread moves its bytes."""
+    return id(parameter) in this_thread.uses.counts
+
+
 class Residency:
     """The bytes of one parameter, the unit of leasing. Away while nobody uses them, in place, over
     a lease, while somebody does. `fetch`, `fetch_resident`, `fetch_together` and `release` are the
     only functions that move them. Any thread may call; `fetch` and `fetch_together` wait for the
     daemon.
+
+    All threads share the tensor, so only a thread that is counted as a user may compute with it:
+    the last release swaps its memory. `ThreadUses` tells `InPlaceParameter` who is one.
+
+    A step may take the parameter while other threads use it. They finish with the old value; who
+    began after the step waits until they have left, and gets the new one.
 
     It also names the value, so that autograd notices a value that has changed since it was saved.
     """
@@ -64,7 +136,11 @@ class Residency:
         self._hole = make_hole(shard.shape, shard.dtype)
         name_in_messages(parameter, f"job {job.name!r}: the bytes of parameter {shard.name!r}")
         self._lock = RLock()
+        self._old_users_left = Condition(self._lock)
         self._user_count = 0
+        # The clock when a step took the parameter while other threads used it, until they have
+        # left; otherwise 0. And how the value that they use was named.
+        self._outdated_at, self._outdated_count = 0, 0
         # While the bytes are in place to be written. The user may give the parameter other memory,
         # whose bytes are copied here in the end.
         self._written_lease: torch.Tensor | None = None
@@ -103,19 +179,38 @@ class Residency:
             return self._write_count
         return self._write_count + self._undone_count + parameter._version - self._version
 
-    def fetch(self, parameter: torch.Tensor, *, mode: int = MODE_READ) -> None:
-        """Puts the bytes in place until `release`."""
+    def count_of(self, view: torch.Tensor) -> int:
+        """`write_count` of the value that `view` shows."""
+        count = self.write_count  # before the next look: see `begin_update`
+        if not self._outdated_at:
+            return count
         with self._lock:
+            parameter = self._parameter()
+            if self._outdated_at and parameter is not None:
+                with torch._C.DisableTorchFunctionSubclass():
+                    address = parameter.untyped_storage().data_ptr()
+                if view.untyped_storage().data_ptr() == address:
+                    return self._outdated_count
+            return self.write_count
+
+    def fetch(self, parameter: torch.Tensor, uses: ThreadUses, *, mode: int = MODE_READ) -> None:
+        """Puts the bytes in place for a thread until `release`."""
+        with self._lock:
+            self._wait_while_outdated(uses)
             if not self._join_users(mode):
                 self._refuse_if_changed(parameter)
                 self._refuse_if_traced()
                 leases = self._job.leases_of(self._shard)
                 self._put_in_place(parameter, leases.value(self._shard, mode), mode)
             self._user_count += 1
+            _add_use(uses, parameter)
 
-    def fetch_resident(self, parameter: torch.Tensor) -> bool:
-        """As `fetch` for reading, if that takes no request. Otherwise nothing changes."""
+    def fetch_resident(self, parameter: torch.Tensor, uses: ThreadUses) -> bool:
+        """As `fetch` for reading, if that takes no request and no wait. Otherwise nothing
+        changes."""
         with self._lock:
+            if self._outdated_at and self._is_outdated_for(uses):
+                return False
             if not self._join_users(MODE_READ):
                 self._refuse_if_changed(parameter)
                 self._refuse_if_traced()
@@ -124,48 +219,67 @@ class Residency:
                     return False
                 self._put_in_place(parameter, lease, MODE_READ)
             self._user_count += 1
+            _add_use(uses, parameter)
             return True
 
     @staticmethod
-    def fetch_together(wanted: Sequence[tuple[Residency, torch.Tensor]], *, mode: int) -> None:
+    def fetch_together(wanted: Held, *, mode: int) -> None:
         """As `fetch` of each, all or none. Requests of one job are sent together, before the first
         of them is waited for."""
-        held: list[tuple[Residency, torch.Tensor]] = []
-        absent: list[tuple[Residency, torch.Tensor]] = []
+        wanted = sorted(wanted, key=lambda each: each[0].lock_order)
+        while (outdated := Residency._try_together(wanted, mode)) is not None:
+            residency, _, uses = outdated
+            # Without the locks of the others, which those that are waited for may need.
+            with residency._lock:
+                residency._wait_while_outdated(uses)
+
+    @staticmethod
+    def _try_together(wanted: Held, mode: int) -> tuple[Residency, torch.Tensor, ThreadUses] | None:
+        """Fetches all, or returns one whose old users have to leave first."""
+        held: Held = []
+        absent: Held = []
         try:
             with ExitStack() as locks:
-                for residency, parameter in sorted(wanted, key=lambda each: each[0].lock_order):
+                for use in wanted:
+                    residency, parameter, uses = use
                     with ExitStack() as lock:
                         lock.enter_context(residency._lock)
+                        if residency._is_outdated_for(uses):
+                            break
                         if residency._join_users(mode):
                             residency._user_count += 1
-                            held.append((residency, parameter))
+                            _add_use(uses, parameter)
+                            held.append(use)
                         else:  # locked: no other thread fetches it meanwhile
-                            absent.append((residency, parameter))
+                            absent.append(use)
                             locks.push(lock.pop_all())
-                found: list[torch.Tensor] = []
-                for _, group in groupby(absent, key=lambda each: id(each[0]._job)):
-                    found += Residency._lease_together(list(group), mode)
-                for (residency, parameter), lease in zip(absent, found, strict=True):
-                    residency._put_in_place(parameter, lease, mode)
-                    residency._user_count += 1
-                    held.append((residency, parameter))
+                else:
+                    found: list[torch.Tensor] = []
+                    for _, group in groupby(absent, key=lambda each: id(each[0]._job)):
+                        found += Residency._lease_together(list(group), mode)
+                    for use, lease in zip(absent, found, strict=True):
+                        residency, parameter, uses = use
+                        residency._put_in_place(parameter, lease, mode)
+                        residency._user_count += 1
+                        _add_use(uses, parameter)
+                        held.append(use)
+                    return None
         except BaseException:
             release_all(held)
             raise
+        release_all(held)
+        return use
 
     @staticmethod
-    def _lease_together(
-        absent: list[tuple[Residency, torch.Tensor]], mode: int
-    ) -> list[torch.Tensor]:
+    def _lease_together(absent: Held, mode: int) -> list[torch.Tensor]:
         """Leases of parameters of one job."""
-        for residency, parameter in absent:
+        for residency, parameter, _ in absent:
             residency._refuse_if_changed(parameter)
             residency._refuse_if_traced()
             leases = residency._job.leases_of(residency._shard)
-        return leases.values([residency._shard for residency, _ in absent], mode)
+        return leases.values([residency._shard for residency, _, _ in absent], mode)
 
-    def release(self, parameter: torch.Tensor) -> None:
+    def release(self, parameter: torch.Tensor, uses: ThreadUses) -> None:
         """Undoes one `fetch`. After the last one the bytes are away, and memd has what was changed
         in place.
 
@@ -174,20 +288,20 @@ class Residency:
                 see. The value is as it was.
         """
         with self._lock:
+            _remove_use(uses, parameter)
             self._user_count -= 1
             if self._user_count > 0:
                 return
-            change_count = parameter._version - self._version
-            try:
-                changed = self._take_changes(parameter, change_count)
-            except BaseException:
-                self._put_away(parameter)
-                raise
-            if self._written_lease is not None or changed is not None:
-                # At least one: changes through `.data` are not counted.
-                self._note_changes(max(change_count, 1))
-                self._job.mark_written()
-            self._put_away(parameter)
+            with torch._C.DisableTorchFunctionSubclass():
+                change_count = parameter._version - self._version
+                try:
+                    changed = self._take_changes(parameter, change_count)
+                    if self._written_lease is not None or changed is not None:
+                        # At least one: changes through `.data` are not counted.
+                        self._note_changes(max(change_count, 1))
+                        self._job.mark_written()
+                finally:
+                    self._put_away(parameter)
             if changed is not None:
                 self._job.leases_of(self._shard).write(self._shard, changed)
 
@@ -205,9 +319,23 @@ class Residency:
             self._written_lease.copy_(parameter.detach())
         return None
 
+    @property
+    def is_gathered(self) -> bool:
+        """A thread is inside `gather()`, which has the bytes in place for all of them."""
+        return self._keeper_count > 0 or self._written_lease is not None
+
+    def replace(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
+        """For `parameter.data = value` by a thread that does not use it."""
+        with self._lock:
+            if self._user_count:
+                self.replace_in_place(parameter, value)
+            else:
+                self._refuse_other_form(value)
+                self.write(value.detach())
+
     def replace_in_place(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
         """For `parameter.data = value` while the bytes are in place."""
-        with self._lock:
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
             value = value.detach()
             if _is_same_memory(parameter, value):
                 return
@@ -215,11 +343,6 @@ class Residency:
             self._refuse_other_form(value)
             _data.__set__(parameter, value)
             self._has_new_data = True
-
-    def replace_away(self, value: torch.Tensor) -> None:
-        """For `parameter.data = value` while the bytes are away."""
-        self._refuse_other_form(value)
-        self.write(value.detach())
 
     def expect_change(self) -> None:
         """The bytes that are in place will change, and torch may not count that."""
@@ -280,19 +403,25 @@ class Residency:
         """
         with self._lock:
             parameter = self._parameter()
-            if self._user_count and parameter is not None:
-                return parameter.detach()
+            if self._user_count and not self._outdated_at and parameter is not None:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return parameter.detach()
             leases = self._job.leases_of(self._shard)
             leases.expect_backward(self._shard)
             lease = leases.value(self._shard, MODE_READ)
             _leased[lease.untyped_storage()] = self
             return lease
 
-    def refuse_if_resident(self, what: str) -> None:
-        """Before `what`, which changes the value in memd: users of the bytes in place would not see
-        that."""
+    def refuse_if_in_use(self, what: str) -> None:
+        """Before `what`, which changes the value in memd: this thread's uses would not see that,
+        and changes in place would be lost."""
         with self._lock:
-            if self._user_count:
+            parameter = self._parameter()
+            if parameter is None or not self._user_count:
+                return
+            with torch._C.DisableTorchFunctionSubclass():
+                is_changed = self._has_new_data or parameter._version != self._version
+            if is_changed or self._written_lease is not None or is_in_place_here(parameter):
                 raise MemdError(
                     f"job {self._job.name!r}: parameter {self._shard.name!r} is in use; leave "
                     f"gather() and module calls before {what}"
@@ -306,14 +435,44 @@ class Residency:
     def begin_update(self) -> None:
         """A step will change the value."""
         self._updated_from = self._write_count
+        if self._user_count:
+            uses = this_thread.uses
+            # In this order: `count_of` looks at them in the other.
+            self._outdated_count = self._write_count
+            self._outdated_at = uses.since = _clock.tick()
         self._note_changes(1)
         self._updated_count = self._write_count
 
     def undo_update(self) -> None:
         """That step was not made: the value is the one before it."""
+        # Without the lock: a thread that holds it may wait, in a lease, for this step to settle.
+        self._outdated_at = 0
         if self._write_count == self._updated_count:
             self._undone_count = self._write_count - self._updated_from
             self._write_count = self._updated_from
+
+    def _is_outdated_for(self, uses: ThreadUses) -> bool:
+        """Whether old users have to leave first. A thread that was using parameters before the
+        step that outdated the value goes on with it: if it waited, the threads that wait for it
+        would wait for ever."""
+        outdated_at = self._outdated_at
+        return outdated_at > 0 and (not uses.counts or outdated_at <= uses.since)
+
+    def _wait_while_outdated(self, uses: ThreadUses) -> None:
+        """The caller has the lock, and no other parameter's."""
+        if not self._is_outdated_for(uses):
+            return
+        self._job.leases_of(self._shard)  # refuses what waiting does not help
+        deadline = time.monotonic() + _LEAVE_S
+        while self._is_outdated_for(uses):
+            if not self._old_users_left.wait(min(_LOOK_S, deadline - time.monotonic())):
+                if time.monotonic() < deadline:
+                    continue
+                raise MemdError(
+                    f"job {self._job.name!r}: parameter {self._shard.name!r} is still in use by "
+                    f"another thread, {_LEAVE_S:.0f} s after a step has replaced that value; leave "
+                    "gather() and module calls there"
+                )
 
     def _join_users(self, mode: int) -> bool:
         """Whether the bytes are in place already, for `mode`."""
@@ -348,8 +507,6 @@ class Residency:
     def _put_in_place(self, parameter: torch.Tensor, lease: torch.Tensor, mode: int) -> None:
         _leased[lease.untyped_storage()] = self
         with torch._C.DisableTorchFunctionSubclass():
-            # The class changes while the bytes are in place: no thread ever sees a parameter that
-            # computes over the hole.
             parameter.data = lease
         parameter.__class__ = self._classes.in_place
         if mode != MODE_READ:
@@ -358,22 +515,25 @@ class Residency:
     def _put_away(self, parameter: torch.Tensor) -> None:
         self._written_lease = None
         self._has_new_data = False
-        self._version = parameter._version
         parameter.__class__ = self._classes.away
         with torch._C.DisableTorchFunctionSubclass():
+            self._version = parameter._version
             parameter.data = self._hole
+        if self._outdated_at:
+            self._outdated_at = 0
+            self._old_users_left.notify_all()
 
 
-def release_all(held: list[tuple[Residency, torch.Tensor]]) -> None:
+def release_all(held: Held) -> None:
     """Releases all of them, last first, even if one raises."""
     try:
         while held:
-            residency, parameter = held.pop()
-            residency.release(parameter)
+            residency, parameter, uses = held.pop()
+            residency.release(parameter, uses)
     except BaseException:
         with ExitStack() as rest:
-            for residency, parameter in held:
-                rest.callback(residency.release, parameter)
+            for residency, parameter, uses in held:
+                rest.callback(residency.release, parameter, uses)
         raise
 
 

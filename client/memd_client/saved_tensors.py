@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from memd_client.parameter import streamed
-from memd_client.residency import residency_of_storage
+from memd_client.residency import is_in_place_here, residency_of_storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,12 +95,17 @@ def _pack(tensor: torch.Tensor) -> _SavedView | _SavedTensor:
         # the hole.
         size = tensor.size()
         residency = entry.residency
-        return _SavedView(residency, residency.write_count, size, _contiguous_stride(size), 0)
+        count = residency.count_of(tensor) if is_in_place_here(tensor) else residency.write_count
+        return _SavedView(residency, count, size, _contiguous_stride(size), 0)
     source = _residency_of(tensor)
     if source is None:
         return _SavedTensor(tensor.detach(), tensor._version)
     return _SavedView(
-        source, source.write_count, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        source,
+        source.count_of(tensor),
+        tensor.size(),
+        tensor.stride(),
+        int(tensor.storage_offset()),
     )
 
 

@@ -74,7 +74,7 @@ class StreamedTarget:
         self._entry.hold_still(held)
 
     def refuse_if_in_use(self) -> None:
-        self._entry.residency.refuse_if_resident("step()")
+        self._entry.residency.refuse_if_in_use("step()")
         self._entry.gradient.refuse_if_viewed("step()")
 
     def seal(self) -> None:

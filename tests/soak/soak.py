@@ -23,7 +23,7 @@ POWER_CUTS = (str(ROOT / "build" / "release" / "powercut_soak"),)
 @dataclass(frozen=True, slots=True)
 class Part:
     """Its command writes a JSON report to the path that follows it, and fails where a promise is
-    broken. It takes the number of kills, cuts or images as `count_flag`."""
+    broken. It takes the number of kills, cuts, images or seconds as `count_flag`."""
 
     name: str
     program: tuple[str, ...]
@@ -79,6 +79,16 @@ PARTS = (
     live_kills("both", "fp32", "step", "short", 50, early=True),
     live_kills("both", "bf16", "every:3", "short", 30, early=True),
     Part("killed-clients", python("tests.soak.lease_kills"), "--count", 1000),
+    *(
+        Part(
+            f"evaluations-{memory}",
+            python("tests.soak.evaluations"),
+            "--seconds",
+            60,
+            ("--threads", str(threads), "--memory", memory),
+        )
+        for memory, threads in (("resident", 3), ("short", 4))
+    ),
     Part("upgrades", python("tests.compat.upgrades"), "--count", 5),
     Part("power-cuts", POWER_CUTS, "--states", 1_000_000, ("--restarts", "1")),
     Part("power-cuts-early", POWER_CUTS, "--states", 200_000, ("--early", "1")),
@@ -100,7 +110,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS])
     parser.add_argument(
-        "--percent", type=int, default=100, help="of the kills, cuts and images of each part"
+        "--percent",
+        type=int,
+        default=100,
+        help="of the kills, cuts, images and seconds of each part",
     )
     parser.add_argument("--again", action="store_true", help="run what has a report already, too")
     parser.add_argument("--list", action="store_true", help="what there is and what has a report")

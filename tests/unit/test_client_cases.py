@@ -25,6 +25,7 @@ from tests.unit.empty_cases import TestEmpty  # noqa: F401
 from tests.unit.fake_session import FakeDaemon
 from tests.unit.refusal_cases import TestRefusals  # noqa: F401
 from tests.unit.settings_cases import TestSettings  # noqa: F401
+from tests.unit.thread_cases import TestThreads  # noqa: F401
 from tests.unit.tied_cases import TestTied  # noqa: F401
 from tests.unit.track_cases import TestCommit, TestResume, TestTrack  # noqa: F401
 

@@ -11,6 +11,7 @@ import torch
 import memd_client
 from memd_client.errors import from_code
 from memd_client.parameter import streamed
+from memd_client.residency import this_thread
 from tests.unit.client_cases import Mlp, assert_same_state, build, loss_of
 from tests.unit.fake_session import FakeCall, FakeDaemon, status_error
 
@@ -144,13 +145,13 @@ def test_a_parameter_is_used_in_one_thread_while_a_step_seals_it_in_another(
     is_asked, is_sealing = threading.Event(), threading.Event()
     steps = session.transaction.job.steps
     monkeypatch.setattr(steps, "_lock", LockOfSteps(steps._lock, is_asked, is_sealing))
-    refuse_if_in_use = entry.residency.refuse_if_resident
+    refuse_if_in_use = entry.residency.refuse_if_in_use
 
     def note_sealing(what: str) -> None:
         is_sealing.set()
         refuse_if_in_use(what)
 
-    monkeypatch.setattr(entry.residency, "refuse_if_resident", note_sealing)
+    monkeypatch.setattr(entry.residency, "refuse_if_in_use", note_sealing)
     result = FakeCall.result
 
     def answer_late(call: FakeCall) -> session_pb2.StepResponse:
@@ -162,8 +163,9 @@ def test_a_parameter_is_used_in_one_thread_while_a_step_seals_it_in_another(
 
     def use_it() -> None:
         if use == "value":
-            entry.residency.fetch(parameter)
-            entry.residency.release(parameter)
+            uses = this_thread.uses
+            entry.residency.fetch(parameter, uses)
+            entry.residency.release(parameter, uses)
         else:
             entry.gradient.accumulate(gradient, leases)
 

@@ -32,7 +32,7 @@ CLIENT_LAYERS = (
     *("name_uses", "blobs", "adam_settings"),
     *("metadata", "moments", "transaction", "module_names", "buffers"),
     # Offloaded parameters.
-    *("early", "gradients", "hole", "residency", "parameter", "in_place", "saved_tensors", "away"),
+    *("early", "gradients", "hole", "residency", "parameter", "saved_tensors", "away", "in_place"),
     "placement",
     "module_hooks",
     # What users call.
