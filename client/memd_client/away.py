@@ -9,6 +9,7 @@ place, raises NotResident.
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from memd_client.errors import NotResident
 from memd_client.hole import allowing_metadata
+from memd_client.lazy import is_list_function, list_length, one_by_one
 from memd_client.metadata import asks_for_metadata, attribute_of
 from memd_client.parameter import (
     detached,
@@ -30,9 +32,11 @@ from memd_client.parameter import (
 from memd_client.saved_tensors import saving_by_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 _data: Any = torch._C.TensorBase.data
+_detach: Any = torch._C.TensorBase.detach
+_DETACHES = (torch.Tensor.detach, torch.detach)
 # They hand out or replace memory without torch noticing. After the call that memory would no longer
 # be the parameter's.
 _RAW_FUNCTIONS = frozenset(
@@ -81,6 +85,10 @@ class AwayParameter(nn.Parameter):
             return args[0]
         if func is torch.autograd.grad:
             return func(*tree_map(_edge_if_away, args), **tree_map(_edge_if_away, kwargs))
+        if func in _DETACHES:
+            return entry_of(args[0]).residency.show(ParameterBytes(args[0])).detach()
+        if is_list_function(name) and (count := list_length(args, kwargs)) > 1:
+            return one_by_one(func, args, kwargs, count)
         parameters = _offloaded_in(args, kwargs)
         if name in _RAW_FUNCTIONS or attribute in _RAW_FUNCTIONS:
             for parameter in parameters:
@@ -115,6 +123,50 @@ class AwayParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _refuse(self, "pickling")
+
+
+class ParameterBytes:
+    """The bytes that `detach()` of a parameter that is away shows: its value at each use, which may
+    be changed through it. Any thread may call.
+    """
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._parameter = parameter
+        self._entry = entry_of(parameter)
+
+    @property
+    def name(self) -> str:
+        return f"job {self._entry.job.name!r}: parameter {self._entry.shard.name!r}"
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._entry.shard.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._entry.shard.dtype
+
+    @property
+    def is_read_only(self) -> bool:
+        return True
+
+    @contextmanager
+    def using(self, *, writes: bool) -> Iterator[torch.Tensor]:
+        """See `lazy.Source`."""
+        with fetched([self._parameter]):
+            if writes:
+                self._entry.residency.expect_change()
+            yield _detach(self._parameter)
+
+    def memory(self) -> torch.Tensor:
+        """See `lazy.Source`."""
+        with fetched([self._parameter]):
+            memory: torch.Tensor = _detach(self._parameter)
+        return memory
+
+    def pin(self) -> NoReturn:
+        """A change through an address would go unnoticed."""
+        _refuse(self._parameter, "data_ptr")
 
 
 def _offloaded_in(args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -3,19 +3,89 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import ExitStack, contextmanager
 from threading import RLock
 from typing import TYPE_CHECKING
 
 import torch
 
 from memd_client.errors import InvalidArgument, MemdError
+from memd_client.lazy import LazyTensor
 from memd_client.leases import MODE_READ, MODE_WRITE
 
 if TYPE_CHECKING:
-    from contextlib import ExitStack
+    from collections.abc import Iterator
 
+    from memd_client.job import Job
     from memd_client.leases import Leases
     from memd_client.shard import Shard
+
+
+class GradientBytes:
+    """The bytes that `p.grad` and its views show: the gradient in its slot, and a copy of its own
+    once a step or `zero_grad()` has ended that. The slot's lock serialises.
+    """
+
+    def __init__(self, slot: GradientSlot, job: Job) -> None:
+        self._shard = slot.shard
+        # None once there is a copy: a gradient that is kept must not keep the session.
+        self._slot: tuple[GradientSlot, Job] | None = slot, job
+        self._copy: torch.Tensor | None = None
+        self._pinned: torch.Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        return f"the gradient of {self._shard.name!r}"
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._shard.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._shard.dtype
+
+    @property
+    def is_read_only(self) -> bool:
+        return False
+
+    @property
+    def is_pinned(self) -> bool:
+        return self._pinned is not None
+
+    @contextmanager
+    def using(self, *, writes: bool) -> Iterator[torch.Tensor]:
+        """See `lazy.Source`."""
+        yield self._bytes(writes=writes)
+
+    def memory(self) -> torch.Tensor:
+        """See `lazy.Source`."""
+        return self._bytes(writes=True)
+
+    def pin(self) -> None:
+        """See `lazy.Source`."""
+        self._pinned = self._bytes(writes=True)
+
+    def keep_copy(self) -> None:
+        """The gradient in the slot ends."""
+        self._copy = self._bytes(writes=False).clone()
+        self._slot = self._pinned = None
+
+    def return_to(self, slot: GradientSlot, job: Job) -> None:
+        """The gradient in the slot has not ended after all. A copy that was changed since stays."""
+        if self._copy is not None and not self._copy._version:
+            self._slot, self._copy = (slot, job), None
+
+    def _bytes(self, *, writes: bool) -> torch.Tensor:
+        slot = self._slot
+        if slot is not None:
+            with ExitStack() as held:
+                slot[0].hold_still(held)
+                if self._copy is None:
+                    leases = slot[1].leases_of(self._shard)
+                    return slot[0].tensor(leases) if writes else slot[0].read(leases)
+        assert self._copy is not None
+        return self._copy
 
 
 class GradientSlot:
@@ -23,14 +93,20 @@ class GradientSlot:
     accumulation until a step consumes it or it is dropped. Any thread may call.
     """
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: Shard, job: Job) -> None:
         self._shard = shard
+        self._job = job
         self._lock = RLock()
         self._present = False
-        # The tensor that `p.grad` returned. It is returned again for as long as somebody holds it,
-        # since there can be only one lease for writing.
-        self._held: weakref.ref[torch.Tensor] | None = None
-        # The storage of that tensor and its views. torch keeps its Python object while it lives.
+        # The tensor that `p.grad` returned, which is returned again for as long as somebody holds
+        # it or a view of it, and the bytes that they show.
+        self._shown: weakref.ref[LazyTensor] | None = None
+        self._bytes: weakref.ref[GradientBytes] | None = None
+        # Both, as they were before the last step.
+        self._ended: tuple[weakref.ref[LazyTensor] | None, weakref.ref[GradientBytes] | None]
+        self._ended = None, None
+        # The storage of a lease for writing that an operation, or somebody who asked for the memory
+        # itself, uses. There can be only one. torch keeps its Python object while it lives.
         self._storage: weakref.ref[torch.UntypedStorage] | None = None
 
     @property
@@ -54,7 +130,7 @@ class GradientSlot:
             if is_first:
                 self._overwrite(gradient, leases)
             else:
-                self.tensor(leases).add_(gradient)
+                self.change(leases).add_(gradient)
             leases.gradient_order.came(self, is_first=is_first)
 
     @torch.no_grad()
@@ -62,43 +138,71 @@ class GradientSlot:
         """For `p.grad = gradient`."""
         self._check(gradient)
         with self._lock:
-            self.refuse_if_viewed("p.grad = ...")
-            self._end_lease()
+            self.refuse_if_in_use("p.grad = ...")
+            self._end_shown()
             self._overwrite(gradient, leases)
 
-    def tensor(self, leases: Leases) -> torch.Tensor:
-        """The gradient itself, to read or change in place. Only while `present`."""
+    def show(self) -> LazyTensor:
+        """Returns `p.grad`. Only while `present`."""
         with self._lock:
-            held = self._held() if self._held is not None else None
-            if held is None:
-                held = leases.gradient(self._shard, MODE_WRITE)
-                self._held = weakref.ref(held)
-                self._storage = weakref.ref(held.untyped_storage())
-            return held
+            shown = self._shown() if self._shown is not None else None
+            if shown is None:
+                found = GradientBytes(self, self._job)
+                shown = LazyTensor.over(found)
+                self._shown, self._bytes = weakref.ref(shown), weakref.ref(found)
+            return shown
+
+    def _bytes_shown(self) -> GradientBytes | None:
+        return self._bytes() if self._bytes is not None else None
+
+    def is_shown_by(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is what `p.grad` returns."""
+        return self._present and self._shown is not None and self._shown() is tensor
+
+    def change(self, leases: Leases) -> torch.Tensor:
+        """As `tensor`, to change in place what `p.grad` shows."""
+        shown = self._shown() if self._shown is not None else None
+        if shown is not None:
+            shown.note_change()
+        return self.tensor(leases)
+
+    def tensor(self, leases: Leases) -> torch.Tensor:
+        """The gradient itself, under a lease for writing. Only while `present`."""
+        with self._lock:
+            storage = self._storage() if self._storage is not None else None
+            if storage is not None:
+                flat = torch.empty(0, dtype=self._shard.dtype).set_(storage)
+                # detach(): a view would keep the tensor that it is a view of.
+                return flat[: self._shard.element_count].view(self._shard.shape).detach()
+            lease = leases.gradient(self._shard, MODE_WRITE)
+            self._storage = weakref.ref(lease.untyped_storage())
+            return lease
 
     def read(self, leases: Leases) -> torch.Tensor:
         """The gradient for reading, by many at a time. Only while `present`."""
         with self._lock:
-            held = self._held() if self._held is not None else None
-            return held if held is not None else leases.gradient(self._shard, MODE_READ)
+            if self._storage is not None and self._storage() is not None:
+                return self.tensor(leases)
+            return leases.gradient(self._shard, MODE_READ)
 
-    def refuse_if_viewed(self, what: str) -> None:
-        """Before `what` ends the lease behind `p.grad`: a view of it would keep the lease, and the
-        next backward would wait for it.
+    def refuse_if_in_use(self, what: str) -> None:
+        """Before `what` ends the gradient: its memory would keep the lease, and the next backward
+        would wait for it.
 
         Raises:
-            MemdError: somebody holds a slice, `detach()` or `.data` of `p.grad`.
+            MemdError: somebody holds the memory of `p.grad` itself.
         """
         with self._lock:
             storage = self._storage() if self._storage is not None else None
             if storage is None:
                 return
-            is_held = self._held is not None and self._held() is not None
-            # Its Python object counts, and the tensor that `p.grad` returned gets a copy.
-            if torch._C._storage_Use_Count(storage._cdata) > 1 + is_held:
+            found = self._bytes_shown()
+            # Its Python object counts, and the tensor that keeps an address valid.
+            is_pinned = found is not None and found.is_pinned
+            if not is_pinned or torch._C._storage_Use_Count(storage._cdata) > 2:
                 raise MemdError(
-                    f"a view of the gradient of {self._shard.name!r} is still held (a slice, "
-                    f"detach() or .data of p.grad), and {what} ends the gradient; clone what you "
+                    f"the memory of the gradient of {self._shard.name!r} is still held (numpy() or "
+                    f"untyped_storage() of p.grad), and {what} ends the gradient; clone what you "
                     "keep, or drop it before"
                 )
 
@@ -106,28 +210,34 @@ class GradientSlot:
         """The user drops it, by `what`. Returns whether there was one."""
         with self._lock:
             if self._present:
-                self.refuse_if_viewed(what)
+                self.refuse_if_in_use(what)
             was_present = self._present
             self.forget()
             return was_present
 
-    def _end_lease(self) -> None:
-        """Ends the lease behind `p.grad`. A tensor that the user still holds gets a copy."""
-        with self._lock:
-            held = self._held() if self._held is not None else None
-            if held is not None:
-                held.data = held.detach().clone()
-            self._held = self._storage = None
+    def _end_shown(self) -> None:
+        """Somebody may hold what `p.grad` returned, or a view of it: that keeps the value."""
+        if self._bytes is not None:
+            with self._lock:
+                found = self._bytes_shown()
+                if found is not None:
+                    found.keep_copy()
+                self._ended = self._shown, self._bytes
+                self._shown = self._bytes = self._storage = None
 
     def forget(self) -> None:
         """A step consumed the gradient, or it was dropped."""
         with self._lock:
-            self._end_lease()
+            self._end_shown()
             self._present = False
 
     def take_back(self) -> None:
         """The step that took it was not made: memd has it as before."""
         # Without the lock: a thread that holds it may wait, in a lease, for this step to settle.
+        self._shown, self._bytes = self._ended
+        found = self._bytes_shown()
+        if found is not None:
+            found.return_to(self, self._job)
         self._present = True
 
     def _overwrite(self, gradient: torch.Tensor, leases: Leases) -> None:

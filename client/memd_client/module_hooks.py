@@ -4,7 +4,7 @@ Nothing is patched and no backward hooks are needed (docs/decisions/parameters-a
 
 * forward pre-hooks fetch a module's own parameters, and forward hooks release them (`always_call`:
   after an exception too);
-* every module call pushes the hooks of `saved_tensors.py`, unless others are active, so that
+* every module call pushes the hooks of `saved_tensors.py`, unless they are active, so that
   autograd does not keep a parameter's bytes;
 * the hooks are plain functions that look parameters up. In a copy of the module, whose parameters
   memd does not know, they do nothing.
@@ -21,9 +21,10 @@ from torch import nn
 
 from memd_client.errors import NotResident
 from memd_client.identity import ByIdentity
+from memd_client.lazy import LazyTensor
 from memd_client.parameter import bring, streamed
 from memd_client.residency import release_all, residency_of_storage
-from memd_client.saved_tensors import may_save_by_name, save_by_name_hooks
+from memd_client.saved_tensors import save_by_name_hooks
 from memd_client.stalls import note_module_calls
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ class _Frame:
         return self._module is module
 
     def open(self) -> None:
-        if may_save_by_name():
-            hooks = save_by_name_hooks()
+        hooks = save_by_name_hooks()
+        if hooks is not None:
             hooks.__enter__()
             self._hooks = hooks
         self._held = bring(own_parameters(self._module))
@@ -179,6 +180,8 @@ def _copy_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: A
             continue
         entry = streamed(parameter)
         if entry is not None:
+            # One lease for all that follows.
+            value = value.in_memory() if isinstance(value, LazyTensor) else value
             state[key] = _copy_in(state, key, value, entry.residency)
 
 

@@ -52,7 +52,7 @@ class StreamedParameter:
         self._shard = shard
         self._transaction = transaction
         self._job = transaction.job
-        self._gradient = GradientSlot(shard)
+        self._gradient = GradientSlot(shard, transaction.job)
         self._update_count = update_count
         self._early: weakref.ref[EarlyUpdates] | None = None
         self._hooked = False
@@ -192,7 +192,7 @@ def get_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     entry = streamed(parameter)
     if entry is None or not entry.gradient.present:
         return None
-    return entry.gradient.tensor(entry.job.leases_of(entry.shard))
+    return entry.gradient.show()
 
 
 def set_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
@@ -204,7 +204,7 @@ def set_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
         return
     if value is None:
         entry.gradient.drop("p.grad = None")
-    else:
+    elif not entry.gradient.is_shown_by(value):  # as `p.grad += x` assigns it
         entry.gradient.replace(value, entry.job.leases_of(entry.shard))
 
 

@@ -19,6 +19,7 @@ import torch
 from memd_client.errors import MemdError, NotResident
 from memd_client.hole import make_hole, name_in_messages
 from memd_client.identity import ByIdentity
+from memd_client.lazy import LazyTensor
 from memd_client.leases import MODE_READ
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memd_client.job import Job
+    from memd_client.lazy import Source
     from memd_client.shard import Shard
 
 _data: Any = torch._C.TensorBase.data
@@ -152,6 +154,8 @@ class Residency:
         # `_write_count` before the update of the last step, and after it.
         self._updated_from, self._updated_count = 0, 0
         self._undone_count = 0  # changes after `_write_count` that were undone
+        # `detach()` of the parameter while it is away is a view of this.
+        self._shown: weakref.ref[LazyTensor] | None = None
         self._put_away(parameter)
 
     @property
@@ -483,7 +487,19 @@ class Residency:
             )
         return self._user_count > 0
 
+    def show(self, source: Source) -> LazyTensor:
+        """The lazy tensor of all bytes, the same for as long as somebody holds a view of it."""
+        with self._lock:
+            shown = self._shown() if self._shown is not None else None
+            if shown is None:
+                shown = LazyTensor.over(source)
+                self._shown = weakref.ref(shown)
+            return shown
+
     def _note_changes(self, count: int) -> None:
+        shown = self._shown() if self._shown is not None else None
+        if shown is not None:
+            shown.note_change()
         self._write_count += self._undone_count + count
         self._undone_count = 0
 

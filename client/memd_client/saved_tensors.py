@@ -3,6 +3,9 @@
 `saved_tensors_hooks` see every tensor that an operation keeps for its backward. A view of a
 parameter's lease is replaced by (parameter, size, stride, offset). Unpacking runs exactly when
 backward needs the value, and leases it again. Every other tensor is kept as it is.
+
+Hooks of the user, such as `save_on_cpu`, get a lazy tensor in the parameter's place: what they keep
+holds no lease.
 """
 
 from __future__ import annotations
@@ -13,12 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint
 
+from memd_client.errors import InvalidArgument
+from memd_client.lazy import LazyTensor
 from memd_client.parameter import streamed
 from memd_client.residency import is_in_place_here, residency_of_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from memd_client.residency import Residency
 
@@ -51,32 +57,107 @@ class _SavedTensor:
 
 def _residency_of(tensor: torch.Tensor) -> Residency | None:
     """The parameter whose bytes `tensor` shows, if any."""
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or type(tensor) is LazyTensor:
         return None
     residency = residency_of_storage(tensor.untyped_storage())
     return residency if residency is not None and residency.shard.dtype == tensor.dtype else None
 
 
-def may_save_by_name() -> bool:
-    """Whether hooks are allowed and no others are active. Inside `torch.utils.checkpoint`, whose
-    hooks drop what is saved, a second pair would make the recomputation fail or keep what
-    checkpointing drops.
+def save_by_name_hooks() -> saved_tensors_hooks | None:
+    """Hooks for operations with offloaded parameters; None where none are needed or allowed. Inside
+    `torch.utils.checkpoint`, whose hooks drop what is saved, a second pair would make the
+    recomputation fail or keep what checkpointing drops.
     """
-    return _active_hooks(True) is None and _reason_hooks_are_refused() is None
+    active: Any = _active_hooks(True)
+    if active is None:
+        if _reason_hooks_are_refused() is not None:
+            return None
+        return saved_tensors_hooks(_pack, _unpack)
+    pack, unpack = active
+    if (
+        pack is _pack
+        or isinstance(getattr(pack, "__self__", None), _Within)
+        or pack.__module__ == checkpoint.__name__
+        or _reason_hooks_are_refused() is not None
+    ):
+        return None
+    within = _Within(pack, unpack)
+    return saved_tensors_hooks(within.pack, within.unpack)
 
 
 @contextmanager
 def saving_by_name() -> Iterator[None]:
-    """Operations inside save parameters by name, unless other hooks are active."""
-    if may_save_by_name():
-        with save_by_name_hooks():
-            yield
-    else:
+    """Operations inside save parameters by name, where that is allowed."""
+    hooks = save_by_name_hooks()
+    if hooks is None:
         yield
+    else:
+        with hooks:
+            yield
 
 
-def save_by_name_hooks() -> saved_tensors_hooks:
-    return saved_tensors_hooks(_pack, _unpack)
+class _Within:
+    """memd's hooks within the user's."""
+
+    def __init__(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any]) -> None:
+        self._pack = pack
+        self._unpack = unpack
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        view = _saved_view(tensor)
+        return self._pack(tensor if view is None else SavedBytes.shown(view))
+
+    def unpack(self, packed: Any) -> Any:
+        tensor = self._unpack(packed)
+        # Backward gets the memory itself, as from memd's own hooks.
+        return tensor.in_memory() if isinstance(tensor, LazyTensor) else tensor
+
+
+class SavedBytes:
+    """A parameter's bytes as they were after `write_count` writes."""
+
+    def __init__(self, residency: Residency, write_count: int) -> None:
+        self._residency = residency
+        self._write_count = write_count
+
+    @staticmethod
+    def shown(view: _SavedView) -> LazyTensor:
+        source = SavedBytes(view.residency, view.write_count)
+        form = torch.empty(source.shape, dtype=source.dtype, device="meta")
+        form = form.as_strided(view.size, view.stride, view.storage_offset)
+        return LazyTensor.over(source, form)
+
+    @property
+    def name(self) -> str:
+        return f"what autograd saved of parameter {self._residency.shard.name!r}"
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._residency.shard.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._residency.shard.dtype
+
+    @property
+    def is_read_only(self) -> bool:
+        return True
+
+    @contextmanager
+    def using(self, *, writes: bool) -> Iterator[torch.Tensor]:
+        """See `lazy.Source`."""
+        if writes:
+            raise InvalidArgument(f"{self.name} cannot be changed in place; change a clone()")
+        yield self.memory()
+
+    def memory(self) -> torch.Tensor:
+        """See `lazy.Source`."""
+        _refuse_modified(self._residency, self._write_count)
+        return self._residency.reread()
+
+    def pin(self) -> None:
+        """See `lazy.Source`."""
+        raise InvalidArgument(f"{self.name} has no address of its own; take that of a clone()")
 
 
 def _contiguous_stride(size: torch.Size) -> tuple[int, ...]:
@@ -88,7 +169,8 @@ def _contiguous_stride(size: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _pack(tensor: torch.Tensor) -> _SavedView | _SavedTensor:
+def _saved_view(tensor: torch.Tensor) -> _SavedView | None:
+    """None if `tensor` shows no parameter's bytes."""
     entry = streamed(tensor)
     if entry is not None:
         # An autograd.Function was given the parameter itself. If it is away it has the strides of
@@ -99,7 +181,7 @@ def _pack(tensor: torch.Tensor) -> _SavedView | _SavedTensor:
         return _SavedView(residency, count, size, _contiguous_stride(size), 0)
     source = _residency_of(tensor)
     if source is None:
-        return _SavedTensor(tensor.detach(), tensor._version)
+        return None
     return _SavedView(
         source,
         source.count_of(tensor),
@@ -109,13 +191,14 @@ def _pack(tensor: torch.Tensor) -> _SavedView | _SavedTensor:
     )
 
 
+def _pack(tensor: torch.Tensor) -> _SavedView | _SavedTensor:
+    return _saved_view(tensor) or _SavedTensor(tensor.detach(), tensor._version)
+
+
 def _unpack(saved: Any) -> torch.Tensor:
     if isinstance(saved, _SavedView):
         residency = saved.residency
-        if residency.write_count != saved.write_count:
-            raise _modified(
-                f"parameter {residency.shard.name!r}", residency.write_count, saved.write_count
-            )
+        _refuse_modified(residency, saved.write_count)
         return residency.reread().as_strided(saved.size, saved.stride, saved.storage_offset)
     if saved.detached._version != saved.version:
         raise _modified(
@@ -125,6 +208,11 @@ def _unpack(saved: Any) -> torch.Tensor:
         )
     tensor: torch.Tensor = saved.detached
     return tensor
+
+
+def _refuse_modified(residency: Residency, write_count: int) -> None:
+    if residency.write_count != write_count:
+        raise _modified(f"parameter {residency.shard.name!r}", residency.write_count, write_count)
 
 
 def _modified(what: str, found: int, expected: int) -> RuntimeError:

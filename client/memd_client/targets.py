@@ -64,7 +64,7 @@ class StreamedTarget:
         return self._entry.gradient.read(self._entry.job.gradient_leases_of(self.shard))
 
     def gradient_for_writing(self) -> torch.Tensor:
-        return self._entry.gradient.tensor(self._entry.job.gradient_leases_of(self.shard))
+        return self._entry.gradient.change(self._entry.job.gradient_leases_of(self.shard))
 
     def drop_gradient(self) -> bool:
         """Returns whether the daemon has to drop it too."""
@@ -75,7 +75,7 @@ class StreamedTarget:
 
     def refuse_if_in_use(self) -> None:
         self._entry.residency.refuse_if_in_use("step()")
-        self._entry.gradient.refuse_if_viewed("step()")
+        self._entry.gradient.refuse_if_in_use("step()")
 
     def seal(self) -> None:
         """Values that autograd has saved so far are out of date from now on."""
@@ -105,7 +105,7 @@ class ResidentTarget:
         self._shard = shard
         self._update_count = update_count
         self._parameter = weakref.ref(parameter)
-        self._gradient = GradientSlot(shard)
+        self._gradient = GradientSlot(shard, job)
         self._sealed: tuple[weakref.ref[torch.Tensor], int] | None = None  # and its version
         self._job = job
         if written:

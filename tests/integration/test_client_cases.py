@@ -24,6 +24,11 @@ from tests.unit.client_cases import (  # noqa: F401  # pytest finds tests and fi
 )
 from tests.unit.early_cases import TestStepInBackward  # noqa: F401
 from tests.unit.empty_cases import TestEmpty  # noqa: F401
+from tests.unit.lazy_cases import (  # noqa: F401
+    TestDetached,
+    TestHooksOfOthers,
+    TestLazyGradients,
+)
 from tests.unit.refusal_cases import TestRefusals  # noqa: F401
 from tests.unit.settings_cases import TestSettings  # noqa: F401
 from tests.unit.thread_cases import TestThreads  # noqa: F401

@@ -148,3 +148,22 @@ def test_what_was_made_in_vain_is_counted_by_reason(daemon: Daemon) -> None:
         assert session.committed_step == 3
         assert early_tiles(daemon, "in-vain")["settings"] > 0
         session.drop_job()
+
+
+def test_reading_every_gradient_makes_no_update_again(daemon: Daemon) -> None:
+    with memd_client.connect(
+        daemon.address, job="read", host_bytes="64MiB", nvme_bytes="192MiB"
+    ) as session:
+        model = memd_client.offload(make_model(torch.float32), session)
+        optimizer = memd_client.AdamW(model.parameters(), lr=1e-3, step_in_backward=True)
+        batch = torch.ones(32, WIDTH)
+        for _ in range(3):
+            model(batch).square().mean().backward()
+            norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+            assert len(norms) == 2 * LAYER_COUNT
+            optimizer.step()
+            optimizer.zero_grad()
+        assert session.committed_step == 3
+        counted = early_tiles(daemon, "read")
+        assert counted["adopted"] == sum(counted.values()) > 0
+        session.drop_job()

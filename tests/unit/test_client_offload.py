@@ -367,6 +367,31 @@ def test_a_failed_step_keeps_the_gradients(daemon: FakeDaemon, session: Session)
     assert torch.equal(model.first.weight, reference.first.weight)
 
 
+def test_a_gradient_that_is_held_while_its_step_fails_is_still_the_gradient(
+    daemon: FakeDaemon, session: Session
+) -> None:
+    model, reference = memd_client.offload(Mlp(), session), Mlp()
+    reference.load_state_dict(model.state_dict())
+    optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+    for module in (model, reference):
+        loss_of(module).backward()
+    held = model.first.weight.grad
+    assert held is not None
+    part = held[1:]
+    daemon.step_failures.append(from_code(5, "the disk is full"))
+    optimizer.step()
+    with pytest.raises(memd_client.CapacityError, match="not committed"):
+        session.commit()
+    assert model.first.weight.grad is held
+    part.mul_(3)
+    assert reference.first.weight.grad is not None
+    reference.first.weight.grad[1:].mul_(3)
+    optimizer.step()
+    torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True).step()
+    assert torch.equal(model.first.weight, reference.first.weight)
+    assert torch.equal(held, reference.first.weight.grad)
+
+
 def test_a_failed_commit_gives_the_gradients_back(
     daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,7 @@ CLIENT_LAYERS = (
     # One session's core.
     *("gradient_order", "leases", "tensor_streams", "registry", "held_names", "steps", "job"),
     *("name_uses", "blobs", "adam_settings"),
-    *("metadata", "moments", "transaction", "module_names", "buffers"),
+    *("metadata", "lazy", "moments", "transaction", "module_names", "buffers"),
     # Offloaded parameters.
     *("early", "gradients", "hole", "residency", "parameter", "saved_tensors", "away", "in_place"),
     "placement",
