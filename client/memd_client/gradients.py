@@ -98,6 +98,7 @@ class GradientSlot:
         self._job = job
         self._lock = RLock()
         self._present = False
+        self._is_unscaled = False
         # The tensor that `p.grad` returned, which is returned again for as long as somebody holds
         # it or a view of it, and the bytes that they show.
         self._shown: weakref.ref[LazyTensor] | None = None
@@ -141,6 +142,13 @@ class GradientSlot:
             self.refuse_if_in_use("p.grad = ...")
             self._end_shown()
             self._overwrite(gradient, leases)
+
+    def unscale(self, scale: torch.Tensor, leases: Leases) -> None:
+        """Divides it by `scale`, unless that was done since it came."""
+        with self._lock:
+            if not self._is_unscaled:
+                self.change(leases).div_(scale)
+                self._is_unscaled = True
 
     def show(self) -> LazyTensor:
         """Returns `p.grad`. Only while `present`."""
@@ -243,6 +251,7 @@ class GradientSlot:
     def _overwrite(self, gradient: torch.Tensor, leases: Leases) -> None:
         leases.overwrite_gradient(self._shard, gradient)
         self._present = True
+        self._is_unscaled = False
 
     def _check(self, gradient: torch.Tensor) -> None:
         if gradient.layout is not torch.strided:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakMethod
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from memd_client.transaction import Transaction
 
 _log = logging.getLogger("memd_client")
+_SCALER_STEP = torch.amp.GradScaler.step.__code__
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -164,9 +166,13 @@ class Adam(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """torch's GradScaler reads this before it steps."""
+        """True if torch's GradScaler asks. It then calls `step()` even if it has found infinite
+        gradients: with `found_inf`, and with `grad_scale` unless `unscale_()` was called, as it
+        calls torch's fused optimizers. Lightning asks too, and is told False: otherwise it refuses
+        to clip gradients in every mixed precision, with a GradScaler or without.
+        """
         self._refuse_in_backward("a GradScaler")
-        return False
+        return sys._getframe(1).f_code is _SCALER_STEP
 
     def shard_name(self, parameter: torch.Tensor) -> str:
         """The name under which memd has a parameter of this optimizer."""
@@ -180,6 +186,9 @@ class Adam(torch.optim.Optimizer):
         in this process, it returns when their new values are in place. In a session that tracks
         objects nothing happens before `session.commit()`; until then, parameters whose gradients
         were taken cannot be used.
+
+        Under a GradScaler that has found infinite gradients it updates nothing, and the step
+        counts. The gradients stay until `zero_grad()`.
 
         Errors of the step are raised here or by the next call that waits for it.
 
@@ -200,8 +209,17 @@ class Adam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
-            self._step()
+        try:
+            with torch.no_grad():
+                if float(getattr(self, "found_inf", None) or 0.0):
+                    self._only_transaction().skip()
+                else:
+                    self._unscale(getattr(self, "grad_scale", None))
+                    self._step()
+        except BaseException:
+            # A GradScaler deletes it after a step, and multiplies by one that is left over.
+            vars(self).pop("grad_scale", None)
+            raise
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -331,6 +349,13 @@ class Adam(torch.optim.Optimizer):
             "memd's optimizers can't be copied or pickled, since one optimizer updates each "
             "parameter; save state_dict(), and load it into an optimizer of the copied model"
         )
+
+    def _unscale(self, scale: torch.Tensor | None) -> None:
+        """Divides gradients by the scale of a GradScaler, as torch's fused kernel does."""
+        if scale is not None:
+            for target in self._in_order():
+                if target.has_gradient:
+                    target.unscale(scale)
 
     def _step(self) -> None:
         groups: list[session_pb2.StepGroup] = []

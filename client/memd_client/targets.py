@@ -66,6 +66,10 @@ class StreamedTarget:
     def gradient_for_writing(self) -> torch.Tensor:
         return self._entry.gradient.change(self._entry.job.gradient_leases_of(self.shard))
 
+    def unscale(self, scale: torch.Tensor) -> None:
+        """Divides the gradient by `scale`; once, if the step is not made and asked for again."""
+        self._entry.gradient.unscale(scale, self._entry.job.gradient_leases_of(self.shard))
+
     def drop_gradient(self) -> bool:
         """Returns whether the daemon has to drop it too."""
         return self._entry.gradient.drop("zero_grad()")
@@ -107,6 +111,8 @@ class ResidentTarget:
         self._parameter = weakref.ref(parameter)
         self._gradient = GradientSlot(shard, job)
         self._sealed: tuple[weakref.ref[torch.Tensor], int] | None = None  # and its version
+        # The gradient that the step in flight has divided, and its version.
+        self._unscaled: tuple[weakref.ref[torch.Tensor], int] | None = None
         self._job = job
         if written:
             self._take_value(parameter)
@@ -151,6 +157,16 @@ class ResidentTarget:
             raise InvalidArgument(f"parameter {self._shard.name!r} has no gradient")
         return gradient
 
+    def unscale(self, scale: torch.Tensor) -> None:
+        """Divides the gradient by `scale`; once, if the step is not made and asked for again."""
+        gradient = self.gradient_for_writing()
+        if self._unscaled is not None:
+            unscaled, version = self._unscaled
+            if unscaled() is gradient and version == gradient._version:
+                return
+        gradient.div_(scale)
+        self._unscaled = weakref.ref(gradient), gradient._version
+
     def drop_gradient(self) -> bool:
         return False  # torch's `zero_grad` drops it, and the step has consumed memd's copy
 
@@ -184,6 +200,7 @@ class ResidentTarget:
         if parameter is not None:
             self._take_value(parameter)
         self._gradient.forget()
+        self._unscaled = None
         self._update_count += 1
 
     def _take_value(self, parameter: torch.Tensor) -> None:
@@ -246,6 +263,9 @@ class EmptyTarget:
 
     def gradient_for_writing(self) -> torch.Tensor:
         return self.gradient_for_reading()
+
+    def unscale(self, scale: torch.Tensor) -> None:
+        """There is nothing to divide."""
 
     def drop_gradient(self) -> bool:
         return False  # torch's `zero_grad` drops it

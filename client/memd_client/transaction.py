@@ -169,6 +169,17 @@ class Transaction:
                     raise
             self._settle_values(targets)
 
+    def skip(self) -> None:
+        """A step that updates nothing. Closes it, unless `commit()` does."""
+        job = self._job
+        job.refuse_if_unusable()
+        job.held_names.refuse_unclaimed()
+        with closing_step(), self._turn:
+            late = job.settle()
+            # A step of nothing for which an error was raised is this one, asked for again.
+            if not self._is_closed_by_commit and (late is None or late.targets):
+                self._send()
+
     def commit(self, *, wait: bool = False) -> None:
         """See `Session.commit`."""
         self._job.refuse_if_unusable()

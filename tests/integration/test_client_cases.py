@@ -26,6 +26,7 @@ from tests.unit.early_cases import TestStepInBackward  # noqa: F401
 from tests.unit.empty_cases import TestEmpty  # noqa: F401
 from tests.unit.lazy_cases import (  # noqa: F401
     TestDetached,
+    TestGradScaler,
     TestHooksOfOthers,
     TestLazyGradients,
 )

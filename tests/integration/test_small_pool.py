@@ -111,6 +111,31 @@ def test_clipping_by_value(daemon: Daemon, *, foreach: bool | None) -> None:
     assert_torchs_bits(partial(clipping, clip=clip), daemon)
 
 
+def scaling(trainer: Trainer, *, unscale: bool) -> list[torch.Tensor]:
+    optimizer = trainer.adam()
+    scaler = torch.amp.GradScaler("cpu", init_scale=3000.0, growth_interval=2)
+    scales = []
+    for step in range(STEP_COUNT + 1):
+        loss = trainer.loss(step)
+        scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+            scales.append(nn.utils.clip_grad_norm_(trainer.model.parameters(), 1e-3))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(torch.tensor(scaler.get_scale()))
+    if trainer.session is not None:
+        assert trainer.session.committed_step == STEP_COUNT + 1
+    # A norm of NaN differs from itself.
+    return [each.nan_to_num() for each in scales] + trainer.result()
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_grad_scaler_and_a_step_with_infs(daemon: Daemon, *, unscale: bool) -> None:
+    assert_torchs_bits(partial(scaling, unscale=unscale), daemon)
+
+
 def averaging(trainer: Trainer, **averages: Any) -> list[torch.Tensor]:
     optimizer = trainer.adam()
     averaged = AveragedModel(trainer.model, **averages)

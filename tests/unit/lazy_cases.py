@@ -23,6 +23,7 @@ from tests.unit.client_cases import (
     Gpt,
     Mlp,
     assert_same_gradients,
+    assert_same_moments,
     assert_same_state,
     batch,
     build,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memd_client import Session
+    from tests.unit.client_cases import OpenSession
 
     Use = Callable[[torch.Tensor], Any]
 
@@ -521,3 +523,127 @@ class TestHooksOfOthers:
             assert leases_held(session) == 0
             loss.backward()
         assert_same_gradients(*mlp)
+
+
+def scaled_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    index: int,
+    *,
+    overflows: bool = False,
+    max_norm: float | None = None,
+) -> None:
+    factor = float("inf") if overflows else 1.0
+    scaler.scale(loss_of(model, index) * factor).backward()
+    if max_norm is not None:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
+class TestGradScaler:
+    # 3000 has no exact inverse: unscale_() multiplies by it, and torch's fused kernel divides.
+    @pytest.mark.parametrize("init_scale", [65536.0, 3000.0])
+    @pytest.mark.parametrize("max_norm", [None, 1e-4])
+    @pytest.mark.parametrize("offloaded", [False, True])
+    def test_steps_have_torchs_bits_and_one_with_infs_counts_and_changes_nothing(
+        self, session: Session, init_scale: float, max_norm: float | None, *, offloaded: bool
+    ) -> None:
+        model, reference = build(Mlp), build(Mlp)
+        if offloaded:
+            memd_client.offload(model, session)
+        optimizer = memd_client.AdamW(model.named_parameters(), lr=1e-2, session=session)
+        torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+        scalers = [
+            torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=2) for _ in range(2)
+        ]
+        for step in range(5):
+            for each, its, scaler in (
+                (model, optimizer, scalers[0]),
+                (reference, torchs, scalers[1]),
+            ):
+                scaled_step(each, its, scaler, step, overflows=step == 1, max_norm=max_norm)
+            assert session.committed_step == step + 1
+            assert_same_state(model, reference)
+        assert scalers[0].state_dict() == scalers[1].state_dict()
+        assert_same_moments(optimizer.state_dict(), torchs.state_dict())
+        assert leases_held(session) == 0
+
+    def test_lightning_may_clip_gradients_between_unscaling_and_the_step(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        """It refuses to for optimizers that say that they unscale."""
+        model, reference = mlp
+        optimizers = (
+            memd_client.AdamW(model.parameters(), lr=1e-2),
+            torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True),
+        )
+        assert not optimizers[0]._step_supports_amp_scaling
+        for module, optimizer in zip(mlp, optimizers, strict=True):
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            for step in range(2):
+                scaled_step(module, optimizer, scaler, step, overflows=step == 0, max_norm=1e-3)
+        assert session.committed_step == 2
+        assert_same_state(model, reference)
+
+    def test_a_first_step_with_infs_leaves_the_gradients(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        model, _ = mlp
+        optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(loss_of(model) * float("inf")).backward()
+        scaler.step(optimizer)
+        assert session.committed_step == 1
+        assert not torch.isfinite(gradient_of(model.first.weight)).all()
+        optimizer.zero_grad()
+        assert model.first.weight.grad is None
+        assert not any(state["step"] for state in optimizer.state_dict()["state"].values())
+        session.commit()
+        assert session.committed_step == 1
+
+    def test_a_tracked_scaler_is_resumed_with_the_steps_that_it_skipped(
+        self, job: OpenSession
+    ) -> None:
+        reference = build(Mlp)
+        torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+        its_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        for end in (3, 6):  # two lives of the process
+            with job() as session:
+                model = memd_client.offload(build(Mlp), session)
+                optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+                scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+                session.track(scaler=scaler)
+                begin = session.resume()
+                assert begin == end - 3
+                for step in range(begin, end):
+                    overflows = step in {2, 3}
+                    scaled_step(model, optimizer, scaler, step, overflows=overflows)
+                    assert session.committed_step == step
+                    session.commit()
+                    scaled_step(reference, torchs, its_scaler, step, overflows=overflows)
+                assert session.committed_step == end
+                assert scaler.state_dict() == its_scaler.state_dict()
+                assert_same_state(model, reference)
+                assert_same_moments(optimizer.state_dict(), torchs.state_dict())
+
+    def test_without_tracking_a_loop_resumes_after_a_step_with_infs(self, job: OpenSession) -> None:
+        reference = build(Mlp)
+        torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+        scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2)]
+        for end in (2, 4):
+            with job() as session:
+                model = memd_client.offload(build(Mlp), session)
+                optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+                begin = session.resume()
+                assert begin == end - 2
+                for step in range(begin, end):
+                    for each, its, scaler in (
+                        (model, optimizer, scalers[0]),
+                        (reference, torchs, scalers[1]),
+                    ):
+                        scaled_step(each, its, scaler, step, overflows=step == 1)
+                assert_same_state(model, reference)

@@ -25,6 +25,7 @@ from tests.unit.empty_cases import TestEmpty  # noqa: F401
 from tests.unit.fake_session import FakeDaemon
 from tests.unit.lazy_cases import (  # noqa: F401
     TestDetached,
+    TestGradScaler,
     TestHooksOfOthers,
     TestLazyGradients,
 )

@@ -392,6 +392,51 @@ def test_a_gradient_that_is_held_while_its_step_fails_is_still_the_gradient(
     assert torch.equal(held, reference.first.weight.grad)
 
 
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_failed_step_under_a_grad_scaler_is_made_again_with_the_same_gradients(
+    daemon: FakeDaemon, session: Session, *, offloaded: bool
+) -> None:
+    model, reference = Mlp(), Mlp()
+    reference.load_state_dict(model.state_dict())
+    if offloaded:
+        memd_client.offload(model, session)
+    optimizer = memd_client.AdamW(model.named_parameters(), lr=1e-2, session=session)
+    expected = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+    scaler, its_scaler = (torch.amp.GradScaler("cpu", init_scale=3000.0) for _ in range(2))
+    for step in range(2):
+        scaler.scale(loss_of(model, step)).backward()
+        daemon.step_failures.append(from_code(5, "the disk is full"))
+        if offloaded:
+            scaler.step(optimizer)
+            scaler.update()
+        with pytest.raises(memd_client.CapacityError, match="not committed"):
+            session.commit() if offloaded else scaler.step(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        its_scaler.scale(loss_of(reference, step)).backward()
+        its_scaler.step(expected)
+        its_scaler.update()
+        expected.zero_grad()
+        assert torch.equal(model.first.weight, reference.first.weight)
+    assert session.committed_step == 2
+
+
+def test_a_step_with_infs_that_fails_counts_once(daemon: FakeDaemon, session: Session) -> None:
+    model = memd_client.offload(Mlp(), session)
+    optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model) * float("inf")).backward()
+    daemon.step_failures.append(from_code(5, "the disk is full"))
+    scaler.step(optimizer)
+    with pytest.raises(memd_client.CapacityError, match="not committed"):
+        session.commit()
+    scaler.update()
+    assert session.committed_step == 0
+    scaler.step(optimizer)
+    assert session.committed_step == 1
+
+
 def test_a_failed_commit_gives_the_gradients_back(
     daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
