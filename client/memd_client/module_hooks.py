@@ -12,6 +12,7 @@ Nothing is patched and no backward hooks are needed (docs/decisions/parameters-a
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from threading import local
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -28,6 +29,9 @@ from memd_client.saved_tensors import save_by_name_hooks
 from memd_client.stalls import note_module_calls
 
 if TYPE_CHECKING:
+    from collections import OrderedDict
+    from collections.abc import ItemsView, Iterator
+
     import torch
     from torch.autograd.graph import saved_tensors_hooks
 
@@ -113,6 +117,41 @@ class _ModuleCalls(local):
 _calls = _ModuleCalls()
 
 
+class _UncountedHooks(MutableMapping[int, Any]):
+    """A module's hooks, of which memd's are not counted: `nn.TransformerEncoderLayer` leaves its
+    one kernel if it or a child has any, and the others round differently.
+
+    It is over the module's own dictionary, which the handles of earlier hooks refer to.
+    """
+
+    def __init__(self, hooks: OrderedDict[int, Any]) -> None:
+        self._hooks = hooks
+
+    def __getitem__(self, key: int) -> Any:
+        return self._hooks[key]
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        self._hooks[key] = hook
+
+    def __delitem__(self, key: int) -> None:
+        del self._hooks[key]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._hooks)
+
+    def __len__(self) -> int:
+        return sum(hook is not _enter and hook is not _leave for hook in self._hooks.values())
+
+    def __bool__(self) -> bool:
+        return bool(self._hooks)
+
+    def items(self) -> ItemsView[int, Any]:
+        return self._hooks.items()  # every call of the module asks
+
+    def move_to_end(self, key: int, last: bool = True) -> None:
+        self._hooks.move_to_end(key, last)
+
+
 def stream(module: nn.Module) -> None:
     """From now on a module call fetches the parameters of `module` that it needs."""
     for child in module.modules():
@@ -122,6 +161,17 @@ def stream(module: nn.Module) -> None:
         child.register_state_dict_post_hook(_copy_out)
         # torch.jit.script() calls it, before it fails at these hooks.
         child.__prepare_scriptable__ = _refuse_scripting  # type: ignore[assignment]
+    for layer in module.modules():
+        if isinstance(layer, nn.TransformerEncoderLayer):
+            _hide_hooks(layer)
+
+
+def _hide_hooks(layer: nn.TransformerEncoderLayer) -> None:
+    for child in layer.modules():
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            hooks = child.__dict__[name]
+            if not isinstance(hooks, _UncountedHooks):
+                child.__dict__[name] = _UncountedHooks(hooks)
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
