@@ -98,6 +98,8 @@ class GradientSlot:
         self._job = job
         self._lock = RLock()
         self._present = False
+        # A step took the gradient, and nobody has dropped it since: plain PyTorch would have it.
+        self._taken = False
         self._is_unscaled = False
         # The tensor that `p.grad` returned, which is returned again for as long as somebody holds
         # it or a view of it, and the bytes that they show.
@@ -117,6 +119,11 @@ class GradientSlot:
     @property
     def present(self) -> bool:
         return self._present
+
+    @property
+    def would_repeat(self) -> bool:
+        """In plain PyTorch a step would find the gradient that the last step took."""
+        return self._taken
 
     def hold_still(self, held: ExitStack) -> None:
         """Until `held` is closed, other threads neither add to it nor lease it."""
@@ -142,6 +149,18 @@ class GradientSlot:
             self.refuse_if_in_use("p.grad = ...")
             self._end_shown()
             self._overwrite(gradient, leases)
+            self._taken = False
+
+    @torch.no_grad()
+    def set_to_zero(self, leases: Leases) -> None:
+        """As torch's `zero_grad(set_to_none=False)`: a gradient that was never computed stays
+        away."""
+        with self._lock:
+            if self._present:
+                self.change(leases).zero_()
+                self._is_unscaled = False
+            elif self._taken:
+                self.replace(torch.zeros(self._shard.shape, dtype=self._shard.dtype), leases)
 
     def unscale(self, scale: torch.Tensor, leases: Leases) -> None:
         """Divides it by `scale`, unless that was done since it came."""
@@ -221,7 +240,18 @@ class GradientSlot:
                 self.refuse_if_in_use(what)
             was_present = self._present
             self.forget()
+            self._taken = False
             return was_present
+
+    def note_absence(self) -> None:
+        """The user was told that there is none."""
+        self._taken = False
+
+    def take(self) -> None:
+        """A step consumed the gradient."""
+        with self._lock:
+            self.forget()
+            self._taken = True
 
     def _end_shown(self) -> None:
         """Somebody may hold what `p.grad` returned, or a view of it: that keeps the value."""
@@ -234,7 +264,7 @@ class GradientSlot:
                 self._shown = self._bytes = self._storage = None
 
     def forget(self) -> None:
-        """A step consumed the gradient, or it was dropped."""
+        """There is none any more."""
         with self._lock:
             self._end_shown()
             self._present = False
@@ -247,6 +277,7 @@ class GradientSlot:
         if found is not None:
             found.return_to(self, self._job)
         self._present = True
+        self._taken = False
 
     def _overwrite(self, gradient: torch.Tensor, leases: Leases) -> None:
         leases.overwrite_gradient(self._shard, gradient)

@@ -95,6 +95,7 @@ class Adam(torch.optim.Optimizer):
             raise InvalidArgument(f'tier is "host" or "nvme": {tier!r}')
         self._transaction = session.transaction if session is not None else None
         self._tier = TIERS[tier]
+        self._has_warned = False
         self._targets: dict[int, Target] = {}  # id of a parameter, which its group keeps alive
         self._early = EarlyUpdates(_weakly(self._expected_groups)) if step_in_backward else None
         defaults = {
@@ -223,20 +224,18 @@ class Adam(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops gradients that no step has consumed. Those of offloaded parameters always become
-        None.
+        """As torch's. Where `set_to_none` is False, zeros take the place of gradients, of those too
+        that a step has consumed, and the next step updates with them.
 
         Raises:
             MemdError: somebody holds a view of a gradient. Some gradients may be dropped.
         """
-        dropped: list[Shard] = []
-        try:
-            dropped.extend(
-                target.shard for target in self._targets.values() if target.drop_gradient()
-            )
-        finally:
-            if dropped:
-                self._only_transaction().job.drop_gradients(dropped)
+        if set_to_none:
+            self._drop_gradients()
+        else:
+            for target in self._targets.values():
+                if isinstance(target, StreamedTarget):
+                    target.set_gradient_to_zero()
         self._look_again()
         # torch reads the gradient of every parameter, which takes 5 µs if the parameter is away.
         if not all(
@@ -357,6 +356,37 @@ class Adam(torch.optim.Optimizer):
                 if target.has_gradient:
                     target.unscale(scale)
 
+    def _drop_gradients(self) -> None:
+        dropped: list[Shard] = []
+        try:
+            dropped.extend(
+                target.shard for target in self._targets.values() if target.drop_gradient()
+            )
+        finally:
+            if dropped:
+                self._only_transaction().job.drop_gradients(dropped)
+
+    def _warn_of_taken_gradients(self, updated: list[Target]) -> None:
+        """`updated` have gradients. With torch's optimizers, those of the last step would be there
+        too where nobody has called `zero_grad()`."""
+        if self._has_warned or not self._targets:
+            return
+        job = self._only_transaction().job
+        if job.steps.may_be_repeated:
+            return
+        for target in updated or self._targets.values():
+            if isinstance(target, StreamedTarget) and target.would_repeat:
+                self._has_warned = True
+                _log.warning(
+                    "job %r: step() consumes gradients, so this step %s the gradient of %r that "
+                    "the last step took, and plain PyTorch does; call zero_grad() after each "
+                    "step() to have the same numbers",
+                    job.name,
+                    "does not add" if updated else "does not repeat",
+                    target.shard.name,
+                )
+                return
+
     def _step(self) -> None:
         groups: list[session_pb2.StepGroup] = []
         updated: list[Target] = []
@@ -374,6 +404,7 @@ class Adam(torch.optim.Optimizer):
                     session_pb2.StepGroup(settings=adam_settings(group), shard_ids=shard_ids)
                 )
                 updated += stored
+        self._warn_of_taken_gradients(updated)
         if not updated:
             return
         transaction = self._only_transaction()

@@ -121,7 +121,7 @@ class StreamedParameter:
 
     def begin_update(self) -> None:
         """A step takes the gradient and will change the value."""
-        self._gradient.forget()
+        self._gradient.take()
         self._residency.begin_update()
 
     def undo_update(self) -> None:
@@ -190,7 +190,10 @@ def get_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """`parameter.grad`. A hook that was registered before `take_gradient` calls this first."""
     take_gradient(parameter)
     entry = streamed(parameter)
-    if entry is None or not entry.gradient.present:
+    if entry is None:
+        return None
+    if not entry.gradient.present:
+        entry.gradient.note_absence()
         return None
     return entry.gradient.show()
 

@@ -312,6 +312,11 @@ class Steps:
             self._was_asked_again = again
             return again
 
+    @property
+    def may_be_repeated(self) -> bool:
+        """An error was raised for the last step, so the caller may call `step()` again for it."""
+        return bool(self._raised)
+
     def take_asked_again(self) -> bool:
         """Whether nothing came after a step that `is_asked_again`, or after `expect_again`. True
         once."""

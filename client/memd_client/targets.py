@@ -74,6 +74,14 @@ class StreamedTarget:
         """Returns whether the daemon has to drop it too."""
         return self._entry.gradient.drop("zero_grad()")
 
+    def set_gradient_to_zero(self) -> None:
+        self._entry.gradient.set_to_zero(self._entry.job.gradient_leases_of(self.shard))
+
+    @property
+    def would_repeat(self) -> bool:
+        """In plain PyTorch a step would find the gradient that the last step took."""
+        return self._entry.gradient.would_repeat
+
     def hold_still(self, held: ExitStack) -> None:
         self._entry.hold_still(held)
 
