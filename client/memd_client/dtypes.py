@@ -19,6 +19,17 @@ DTYPE_NUMBERS: dict[torch.dtype, types_pb2.DType] = {
     torch.uint8: types_pb2.D_TYPE_UINT8,
     torch.bool: types_pb2.D_TYPE_BOOL,
 }
+# Parameters of these are stored as bytes and never updated. Others have no copy kernel, or a scale
+# beside their bytes.
+FROZEN_DTYPES: frozenset[torch.dtype] = frozenset(
+    (
+        *(torch.float16, torch.float64, torch.complex64, torch.complex128, torch.bool),
+        *(torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+        *(torch.float8_e8m0fnu, torch.float4_e2m1fn_x2),
+    )
+)
 _DTYPES: dict[int, torch.dtype] = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
 
 

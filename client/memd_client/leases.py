@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 import memd_native
-from memd_client.dtypes import DTYPE_NUMBERS, dtype_number
+from memd_client.dtypes import DTYPE_NUMBERS
 from memd_client.errors import (
     CODE_CAPACITY,
     CODE_DEADLINE,
@@ -170,9 +170,11 @@ class Leases:
 
     def resident(self, shard: Shard) -> torch.Tensor | None:
         """A lease for reading that needs no request; None if there is none, for any reason."""
-        lease: torch.Tensor | None = self._plane.lease_resident(
-            shard.shard_id, DTYPE_NUMBERS[shard.dtype], shard.shape
-        )
+        lease: torch.Tensor | None
+        if shard.is_bytes:
+            lease = self._plane.lease_resident(shard.shard_id, *shard.lease_form)
+            return shard.over(lease) if lease is not None else None
+        lease = self._plane.lease_resident(shard.shard_id, DTYPE_NUMBERS[shard.dtype], shard.shape)
         return lease
 
     def values(self, shards: Sequence[Shard], mode: int = MODE_READ) -> list[torch.Tensor]:
@@ -268,15 +270,7 @@ class Leases:
         self._plane.note_step(wall_seconds)
 
     def _ask(self, shards: Sequence[Shard], part: int, mode: int) -> list[torch.Tensor]:
-        wanted = [
-            (
-                shard.shard_id,
-                dtype_number(shard.dtype, name=shard.name),
-                tuple(shard.shape),
-                self._group_of(shard),
-            )
-            for shard in shards
-        ]
+        wanted = [(shard.shard_id, *shard.lease_form, self._group_of(shard)) for shard in shards]
         phase = current_phase()
 
         def ask() -> list[torch.Tensor]:
@@ -295,7 +289,7 @@ class Leases:
                     if isinstance(answer, memd_native.StatusError):
                         failures.append((answer, shards[index]))
                     else:
-                        found[index] = answer
+                        found[index] = shards[index].over(answer)
                 if not failures:
                     return found
                 # A refusal tells more than a timeout.

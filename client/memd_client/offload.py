@@ -10,6 +10,7 @@ from torch import nn
 
 from memd_client.away import AwayParameter
 from memd_client.buffers import ModuleBuffers
+from memd_client.dtypes import FROZEN_DTYPES
 from memd_client.errors import CapacityError, InvalidArgument, NotYet
 from memd_client.in_place import InPlaceParameter
 from memd_client.module_hooks import own_parameters, stream
@@ -17,7 +18,7 @@ from memd_client.module_names import plain_name
 from memd_client.parameter import StreamedParameter, streamed
 from memd_client.placement import Placement
 from memd_client.residency import Classes
-from memd_client.shard import TIERS, Shard, shard_spec
+from memd_client.shard import TIERS, Shard, bytes_name, bytes_spec, shard_spec
 from memd_client.sizes import format_size
 from memd_client.targets import owner_of
 from memd_proto.v1 import types_pb2
@@ -54,7 +55,8 @@ def offload(
     every commit.
 
     Args:
-        module: its parameters are contiguous, of float32 or bfloat16, and on the CPU.
+        module: its parameters are contiguous, and on the CPU. Those that require a gradient are
+            float32 or bfloat16; frozen ones of any other dtype stay frozen.
         session: it has shared memory.
         tier: where bytes are kept while nobody uses them: "nvme"; "host" comes in a later version.
         device: where they are used; "cpu" in this version.
@@ -91,30 +93,35 @@ def offload(
     _refuse_small_pool(module, job)
     if not strict:
         job.held_names.relax()
-    job.held_names.refuse_unknown(parameters)
+    stored_names = [_stored_name(name, parameter) for name, parameter in parameters.items()]
+    job.held_names.refuse_unknown(stored_names)
 
     specs = [_spec(name, parameter, TIERS[tier]) for name, parameter in parameters.items()]
     declared = job.declare(specs) if specs else []
     buffers = ModuleBuffers(module, job, tier=TIERS[tier])
-    for parameter, shard in zip(parameters.values(), declared, strict=True):
-        if not shard.written:
-            leases.write(Shard.of(shard), parameter.detach())
+    shards = [
+        _shard(name, parameter, shard)
+        for (name, parameter), shard in zip(parameters.items(), declared, strict=True)
+    ]
+    for parameter, answer, shard in zip(parameters.values(), declared, shards, strict=True):
+        if not answer.written:
+            leases.write(shard, parameter.detach())
             job.mark_written()
     stored = buffers.exchange(job)
     job.sync_if_needed()
 
-    job.held_names.claim(parameters)
+    job.held_names.claim(stored_names)
 
     # Nothing below fails: the module is either as it was, or offloaded.
     for buffer, value in stored:
         with torch.no_grad():
             buffer.copy_(value)
     transaction.add(buffers)
-    for parameter, shard in zip(parameters.values(), declared, strict=True):
+    for parameter, answer, shard in zip(parameters.values(), declared, shards, strict=True):
         StreamedParameter(
             parameter,
-            shard=Shard.of(shard),
-            update_count=shard.generation,
+            shard=shard,
+            update_count=answer.generation,
             transaction=transaction,
             classes=_CLASSES,
         )
@@ -150,12 +157,15 @@ def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
             f"devices other than the CPU come in a later version: parameter {name!r} is on "
             f"{parameter.device}"
         )
-    if parameter.dtype == torch.float16:
-        raise NotYet(f"float16 comes in a later version; use bfloat16: parameter {name!r}")
-    if parameter.dtype not in _DTYPES:
+    if parameter.dtype not in _DTYPES and parameter.dtype not in FROZEN_DTYPES:
         raise InvalidArgument(
-            f"memd offloads float32 and bfloat16, so keep others out of nn.Parameter: {name!r} is "
-            f"{parameter.dtype}"
+            f"memd stores no parameters of {parameter.dtype}; view {name!r} as uint8, or keep it "
+            "out of nn.Parameter"
+        )
+    if parameter.requires_grad and parameter.dtype not in _DTYPES:
+        raise (NotYet if parameter.dtype == torch.float16 else InvalidArgument)(
+            f"memd trains float32 and bfloat16: convert parameter {name!r}, or freeze it with "
+            f"requires_grad_(False); it is {parameter.dtype}"
         )
     if not parameter.is_contiguous():
         raise InvalidArgument(
@@ -202,7 +212,19 @@ def _refuse_small_pool(module: nn.Module, job: Job) -> None:
         )
 
 
+def _stored_name(name: str, parameter: nn.Parameter) -> str:
+    return name if parameter.dtype in _DTYPES else bytes_name(name, parameter)
+
+
+def _shard(name: str, parameter: nn.Parameter, declared: types_pb2.Shard) -> Shard:
+    if parameter.dtype in _DTYPES:
+        return Shard.of(declared)
+    return Shard.of_bytes(declared, parameter, name=name)
+
+
 def _spec(name: str, parameter: nn.Parameter, tier: types_pb2.Tier) -> types_pb2.ShardSpec:
+    if parameter.dtype not in _DTYPES:
+        return bytes_spec(name, parameter, tier=tier)
     return shard_spec(
         name,
         kind=types_pb2.SHARD_KIND_PARAMETER,

@@ -422,6 +422,7 @@ class Adam(torch.optim.Optimizer):
                     target.shard.shard_id
                     for p in group["params"]
                     if isinstance(target := self._targets[id(p)], StreamedTarget)
+                    and not target.shard.is_bytes
                 ],
             )
             for group in self.param_groups

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from memd_client.errors import MemdError, NotResident
+from memd_client.errors import InvalidArgument, MemdError, NotResident
 from memd_client.gradients import GradientSlot
 from memd_client.identity import ByIdentity
 from memd_client.leases import MODE_READ
@@ -110,6 +110,12 @@ class StreamedParameter:
 
     def set_requires_grad(self, parameter: torch.Tensor, requires_grad: bool) -> None:
         """For `parameter.requires_grad = requires_grad`."""
+        if requires_grad and self._shard.is_bytes:
+            raise InvalidArgument(
+                f"job {self._job.name!r}: parameter {self._shard.name!r} stays frozen, since memd "
+                f"trains float32 and bfloat16; convert it before offload(): it is "
+                f"{self._shard.dtype}"
+            )
         with torch._C.DisableTorchFunctionSubclass():
             _requires_grad.__set__(parameter, requires_grad)
         self.hook_if_trainable(parameter)

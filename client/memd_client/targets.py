@@ -345,7 +345,11 @@ def own(
                 f"updates parameters of one job, here {job.name!r}"
             )
     job.held_names.refuse_unknown([spec.name for _, spec in resident])
-    moved = [entry.shard for entry in map(streamed, parameters) if entry is not None]
+    moved = [
+        entry.shard
+        for entry in map(streamed, parameters)
+        if entry is not None and not entry.shard.is_bytes
+    ]
     if moved:
         # From here on the job's quota has to hold the optimizer's state as well.
         job.declare([_updated_spec(shard, tier) for shard in moved])
@@ -399,7 +403,8 @@ def _resident_spec(
         raise NotYet(f"float16 comes in a later version; use bfloat16: parameter {name!r}")
     if parameter.dtype not in _DTYPES or parameter.layout is not torch.strided:
         raise InvalidArgument(
-            f"memd updates dense parameters of float32 and bfloat16: parameter {name!r} is "
+            "memd updates dense parameters of float32 and bfloat16; leave frozen ones of others "
+            f"out of the optimizer, or offload them: parameter {name!r} is "
             f"{parameter.dtype} {list(parameter.shape)} {parameter.layout}"
         )
     if name in taken:

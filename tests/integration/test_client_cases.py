@@ -25,6 +25,7 @@ from tests.unit.client_cases import (  # noqa: F401  # pytest finds tests and fi
 from tests.unit.early_cases import TestStepInBackward  # noqa: F401
 from tests.unit.empty_cases import TestEmpty  # noqa: F401
 from tests.unit.encoder_cases import TestEncoderLayer  # noqa: F401
+from tests.unit.frozen_cases import TestFrozen  # noqa: F401
 from tests.unit.lazy_cases import (  # noqa: F401
     TestDetached,
     TestGradScaler,

@@ -242,18 +242,22 @@ class FakeDaemon:
             if call.is_refused:
                 raise status_error(_INVALID_ARGUMENT, "the step before it was not made")
         shard = self.shards[shard_id]
-        if (dtype, list(shape)) != (shard.spec.dtype, list(shard.spec.shape)):
-            raise status_error(
-                _ALREADY_EXISTS, f"leased as {shape}, declared as {list(shard.spec.shape)}"
-            )
+        memory = torch.empty(tuple(shard.spec.shape), dtype=shard.dtype)
+        if torch.Size(shape).numel() * torch_dtype(dtype).itemsize != memory.nbytes:
+            raise status_error(_INVALID_ARGUMENT, "shape and dtype do not fit the shard")
         self._refuse_conflict(shard, part, mode)
         source = shard.value if part == PART_VALUE else shard.gradient
         if source is None and mode != MODE_OVERWRITE:
             raise status_error(_NOT_FOUND, f"part {part} was never written")
-        memory = torch.empty(shape, dtype=shard.dtype)
         if mode != MODE_OVERWRITE and source is not None:
             memory.copy_(source)
-        return self._hand_out(shard, part, mode, memory)
+        leased = self._hand_out(shard, part, mode, memory)
+        if (dtype, list(shape)) != (shard.spec.dtype, list(shard.spec.shape)):
+            with temporarily_clear_interpreter_stack():
+                form = torch.empty(0, dtype=torch_dtype(dtype))
+                strides = torch.empty(shape, device="meta").stride()
+                return form.set_(leased.untyped_storage(), 0, shape, strides)
+        return leased
 
     def _refuse_conflict(self, shard: FakeShard, part: int, mode: int) -> None:
         for lease in self.leases.values():

@@ -49,20 +49,23 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
         memd_client.InvalidArgument,
         r"'1\.odd' is sparse",
     ),
-    "integer": (
-        lambda: with_parameter(lambda: torch.zeros(3, dtype=torch.int64), requires_grad=False),
+    "less than a byte": (
+        lambda: with_parameter(
+            lambda: torch.zeros(3, dtype=torch.uint8).view(torch.uint4),  # type: ignore[attr-defined]
+            requires_grad=False,
+        ),
         memd_client.InvalidArgument,
-        r"'1\.odd' is torch\.int64",
+        r"no parameters of torch\.uint4; view '1\.odd' as uint8",
     ),
     "fp16": (
         lambda: with_parameter(lambda: torch.zeros(3, dtype=torch.float16)),
         memd_client.NotYet,
-        r"bfloat16.*'1\.odd'",
+        r"'1\.odd', or freeze it.*it is torch\.float16",
     ),
     "fp64": (
         lambda: with_parameter(lambda: torch.zeros(3, dtype=torch.float64)),
         memd_client.InvalidArgument,
-        r"'1\.odd' is torch\.float64",
+        r"'1\.odd', or freeze it.*it is torch\.float64",
     ),
     "without bytes": (
         lambda: with_parameter(lambda: torch.zeros(3, device="meta")),
