@@ -17,7 +17,7 @@ from memd_client.module_hooks import own_parameters, stream
 from memd_client.module_names import plain_name
 from memd_client.parameter import StreamedParameter, streamed
 from memd_client.placement import Placement
-from memd_client.residency import Classes
+from memd_client.residency import Classes, is_row_major
 from memd_client.shard import TIERS, Shard, bytes_name, bytes_spec, shard_spec
 from memd_client.sizes import format_size
 from memd_client.targets import owner_of
@@ -167,10 +167,11 @@ def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
             f"memd trains float32 and bfloat16: convert parameter {name!r}, or freeze it with "
             f"requires_grad_(False); it is {parameter.dtype}"
         )
-    if not parameter.is_contiguous():
+    if not is_row_major(parameter):
         raise InvalidArgument(
-            f"parameter {name!r} is not contiguous; assign param.data = param.data.contiguous() "
-            f"first: shape {list(parameter.shape)}, stride {list(parameter.stride())}"
+            f"parameter {name!r} is not contiguous, or channels_last; assign param.data = "
+            f"param.data.clone(memory_format=torch.contiguous_format) first: shape "
+            f"{list(parameter.shape)}, stride {list(parameter.stride())}"
         )
     if owner_of(parameter) is not None:
         raise InvalidArgument(

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from memd_client.shard import Shard
 
 _data: Any = torch._C.TensorBase.data
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 # The storage of every living lease of a parameter. torch keeps a storage's Python object for as
 # long as the storage lives, so a view that outlives its module call is still found here.
 _leased: ByIdentity[torch.UntypedStorage, Residency] = ByIdentity()
@@ -387,11 +388,12 @@ class Residency:
                 f"{value.device} there; convert before offload(), or copy.deepcopy the module and "
                 "convert the copy"
             )
-        if not value.is_contiguous():
+        if not is_row_major(value):
             raise NotResident(
                 f"job {self._job.name!r}: parameter {shard.name!r} is contiguous in memd, and "
-                f"cannot get the strides {list(value.stride())} there; assign value.contiguous(), "
-                "or copy.deepcopy the module and convert the copy"
+                f"cannot get the strides {list(value.stride())} there, as of channels_last; assign "
+                "value.clone(memory_format=torch.contiguous_format), or copy.deepcopy the module "
+                "and convert the copy"
             )
 
     def write(self, value: torch.Tensor) -> None:
@@ -551,6 +553,18 @@ def release_all(held: Held) -> None:
             for residency, parameter, uses in held:
                 rest.callback(residency.release, parameter, uses)
         raise
+
+
+def is_row_major(value: torch.Tensor) -> bool:
+    """Whether memd keeps its strides. If a dimension has one element, a tensor can be contiguous
+    and channels_last at once, and convolutions compute by its strides.
+    """
+    if not value.is_contiguous():
+        return False
+    channels_last = _CHANNELS_LAST.get(value.ndim)
+    if channels_last is None or not value.is_contiguous(memory_format=channels_last):
+        return True
+    return value.stride() == torch.empty(value.shape, device="meta").stride()
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

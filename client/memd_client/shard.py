@@ -43,7 +43,7 @@ class Shard:
 
     @classmethod
     def of_bytes(cls, shard: types_pb2.Shard, value: torch.Tensor, *, name: str) -> Shard:
-        """What was declared by `bytes_spec(name, value)`."""
+        """The shard that `bytes_spec(name, value)` declares."""
         return cls(
             shard_id=shard.shard_id,
             name=name,
