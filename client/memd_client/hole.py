@@ -43,17 +43,23 @@ class _WithoutMemory(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
-def make_hole(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-    """For `parameter.data = hole`, which gives the parameter its key and takes its memory."""
-    hole = torch.empty(0, dtype=dtype)
+def make_without_memory(shape: Iterable[int], dtype: torch.dtype, keys: Any) -> torch.Tensor:
+    """A tensor without memory that carries the dispatch keys `keys`."""
+    tensor = torch.empty(0, dtype=dtype)
     # An ordinary tensor takes all of it but the class.
-    hole.data = torch.Tensor._make_wrapper_subclass(
+    tensor.data = torch.Tensor._make_wrapper_subclass(
         _WithoutMemory,
         torch.Size(shape),
         dtype=dtype,
         device=torch.device("cpu"),
-        _extra_dispatch_keys=_keys,
+        _extra_dispatch_keys=keys,
     )
+    return tensor
+
+
+def make_hole(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+    """For `parameter.data = hole`, which gives the parameter its key and takes its memory."""
+    hole = make_without_memory(shape, dtype, _keys)
     # Functions that ask for the address without the dispatcher, such as to_dlpack().
     torch._C._set_throw_on_mutable_data_ptr(hole)
     return hole

@@ -35,6 +35,11 @@ class ByIdentity(Generic[K, V]):
         weak._key_id = id(key)
         self._found[weak._key_id] = weak, value
 
+    def discard(self, key: object) -> None:
+        found = self._found.get(id(key))
+        if found is not None and found[0]() is key:
+            del self._found[id(key)]
+
     def __len__(self) -> int:
         return len(self._found)
 

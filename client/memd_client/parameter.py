@@ -127,8 +127,12 @@ class StreamedParameter:
 
     def begin_update(self) -> None:
         """A step takes the gradient and will change the value."""
-        self._gradient.take()
         self._residency.begin_update()
+        try:
+            self._gradient.take()
+        except BaseException:
+            self._residency.undo_update()
+            raise
 
     def undo_update(self) -> None:
         """That step was not made: value and gradient are as before."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memd_client.casts import Casts, is_autocasting
 from memd_client.errors import MemdError, NotResident
 from memd_client.hole import make_hole, name_in_messages
 from memd_client.identity import ByIdentity
@@ -23,7 +24,7 @@ from memd_client.lazy import LazyTensor
 from memd_client.leases import MODE_READ
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
@@ -157,6 +158,7 @@ class Residency:
         self._undone_count = 0  # changes after `_write_count` that were undone
         # `detach()` of the parameter while it is away is a view of this.
         self._shown: weakref.ref[LazyTensor] | None = None
+        self._casts: Casts | None = None  # since the first use under autocast
         self._put_away(parameter)
 
     @property
@@ -299,13 +301,20 @@ class Residency:
                 return
             with torch._C.DisableTorchFunctionSubclass():
                 change_count = parameter._version - self._version
+                is_current = False
                 try:
                     changed = self._take_changes(parameter, change_count)
                     if self._written_lease is not None or changed is not None:
                         # At least one: changes through `.data` are not counted.
                         self._note_changes(max(change_count, 1))
                         self._job.mark_written()
+                    else:
+                        is_current = not self._outdated_at
                 finally:
+                    if not is_current:
+                        self._hand_casts_back(None)
+                    elif self._casts is not None:
+                        self._casts.drop()
                     self._put_away(parameter)
             if changed is not None:
                 self._job.leases_of(self._shard).write(self._shard, changed)
@@ -346,12 +355,14 @@ class Residency:
                 return
             self.refuse_if_kept("data")
             self._refuse_other_form(value)
+            self._hand_casts_back(self._read)
             _data.__set__(parameter, value)
             self._has_new_data = True
 
     def expect_change(self) -> None:
         """The bytes that are in place will change, and torch may not count that."""
         with self._lock:
+            self._hand_casts_back(self._read)
             self._has_new_data = self._written_lease is None
 
     @contextmanager
@@ -399,6 +410,7 @@ class Residency:
     def write(self, value: torch.Tensor) -> None:
         """Replaces the value; durable with the next step or when the session is closed."""
         with self._lock:
+            self._hand_casts_back(self._read)
             self._job.leases_of(self._shard).write(self._shard, value)
             self._note_changes(1)
             self._job.mark_written()
@@ -417,6 +429,19 @@ class Residency:
             lease = leases.value(self._shard, MODE_READ)
             _leased[lease.untyped_storage()] = self
             return lease
+
+    def _hand_casts_back(self, read: Callable[[], torch.Tensor] | None) -> None:
+        """Before every change of the value: see `Cast.hand_back`."""
+        if self._casts is not None:
+            self._casts.hand_back(read)
+
+    def _read(self) -> torch.Tensor:
+        """The bytes that are in place, or a lease."""
+        parameter = self._parameter()
+        if self._user_count and not self._outdated_at and parameter is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                return parameter.detach()
+        return self._job.leases_of(self._shard).value(self._shard, MODE_READ)
 
     def refuse_if_in_use(self, what: str) -> None:
         """Before `what`, which changes the value in memd: this thread's uses would not see that,
@@ -440,6 +465,7 @@ class Residency:
 
     def begin_update(self) -> None:
         """A step will change the value."""
+        self._hand_casts_back(self._read)
         self._updated_from = self._write_count
         if self._user_count:
             uses = this_thread.uses
@@ -524,8 +550,16 @@ class Residency:
 
     def _put_in_place(self, parameter: torch.Tensor, lease: torch.Tensor, mode: int) -> None:
         _leased[lease.untyped_storage()] = self
+        if mode != MODE_READ:
+            self._hand_casts_back(lambda: lease)
+        elif self._casts is not None:
+            self._casts.refill(lease)
         with torch._C.DisableTorchFunctionSubclass():
-            parameter.data = lease
+            if mode == MODE_READ and is_autocasting():
+                self._casts = self._casts or Casts(self)
+                self._casts.put_in_place(parameter, lease)
+            else:
+                parameter.data = lease
         parameter.__class__ = self._classes.in_place
         if mode != MODE_READ:
             self._written_lease = lease

@@ -2,7 +2,8 @@
 
 `saved_tensors_hooks` see every tensor that an operation keeps for its backward. A view of a
 parameter's lease is replaced by (parameter, size, stride, offset). Unpacking runs exactly when
-backward needs the value, and leases it again. Every other tensor is kept as it is.
+backward needs the value, and leases it again. A view of a cast, which autocast makes, is replaced
+by the cast's recipe (`casts.py`) in the same way. Every other tensor is kept as it is.
 
 Hooks of the user, such as `save_on_cpu`, get a lazy tensor in the parameter's place: what they keep
 holds no lease.
@@ -18,6 +19,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
+from memd_client.casts import cast_of_storage
 from memd_client.errors import InvalidArgument
 from memd_client.lazy import LazyTensor
 from memd_client.parameter import streamed
@@ -26,6 +28,7 @@ from memd_client.residency import is_in_place_here, residency_of_storage
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from memd_client.casts import Cast
     from memd_client.residency import Residency
 
 _active_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -39,6 +42,16 @@ class _SavedView:
 
     residency: Residency
     write_count: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    storage_offset: int
+
+
+@dataclass(slots=True)
+class _SavedCast:
+    """A view of a cast of a parameter."""
+
+    cast: Cast
     size: torch.Size
     stride: tuple[int, ...]
     storage_offset: int
@@ -61,6 +74,13 @@ def _residency_of(tensor: torch.Tensor) -> Residency | None:
         return None
     residency = residency_of_storage(tensor.untyped_storage())
     return residency if residency is not None and residency.shard.dtype == tensor.dtype else None
+
+
+def _cast_of(tensor: torch.Tensor) -> Cast | None:
+    if tensor.layout is not torch.strided:
+        return None
+    cast = cast_of_storage(tensor.untyped_storage())
+    return cast if cast is not None and cast.dtype == tensor.dtype else None
 
 
 def save_by_name_hooks() -> saved_tensors_hooks | None:
@@ -191,8 +211,14 @@ def _saved_view(tensor: torch.Tensor) -> _SavedView | None:
     )
 
 
-def _pack(tensor: torch.Tensor) -> _SavedView | _SavedTensor:
-    return _saved_view(tensor) or _SavedTensor(tensor.detach(), tensor._version)
+def _pack(tensor: torch.Tensor) -> _SavedView | _SavedCast | _SavedTensor:
+    view = _saved_view(tensor)
+    if view is not None:
+        return view
+    cast = _cast_of(tensor)
+    if cast is not None and cast.may_be_saved(tensor):
+        return _SavedCast(cast, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+    return _SavedTensor(tensor.detach(), tensor._version)
 
 
 def _unpack(saved: Any) -> torch.Tensor:
@@ -200,6 +226,13 @@ def _unpack(saved: Any) -> torch.Tensor:
         residency = saved.residency
         _refuse_modified(residency, saved.write_count)
         return residency.reread().as_strided(saved.size, saved.stride, saved.storage_offset)
+    if isinstance(saved, _SavedCast):
+        cast = saved.cast
+        if not cast.is_current:
+            raise _modified(
+                f"parameter {cast.source.shard.name!r}", cast.source.write_count, cast.write_count
+            )
+        return cast.remake().as_strided(saved.size, saved.stride, saved.storage_offset)
     if saved.detached._version != saved.version:
         raise _modified(
             f"a tensor of shape {list(saved.detached.shape)}",

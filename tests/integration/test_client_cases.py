@@ -8,6 +8,11 @@ import pytest
 
 import memd_client
 from tests.daemons import Daemon, running_daemon
+from tests.unit.autocast_cases import (  # noqa: F401
+    TestAutocast,
+    cast_pair,
+    shared_pair,
+)
 from tests.unit.client_cases import (  # noqa: F401  # pytest finds tests and fixtures by their names here
     TestAway,
     TestBlobs,

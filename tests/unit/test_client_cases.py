@@ -6,6 +6,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.unit.autocast_cases import (  # noqa: F401
+    TestAutocast,
+    cast_pair,
+    shared_pair,
+)
 from tests.unit.client_cases import (  # noqa: F401  # pytest finds tests and fixtures by their names here
     TestAway,
     TestBlobs,
