@@ -10,7 +10,7 @@ from memd_client.tracked import Tracked
 from memd_client.transaction import Transaction
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from types import TracebackType
 
     import torch
@@ -138,10 +138,30 @@ class Session:
             InvalidArgument: an object without state, such as torch's own samplers; a name that is
                 taken; a call after `resume()` or with a step open. Nothing is tracked then.
         """
-        self._transaction.refuse_late_track()
+        self._transaction.refuse_late("track()")
         _ = self._job.leases  # needs shared memory
         self._tracked.add(objects, rng=rng)
         self._transaction.close_by_commit()
+
+    def after_commit(self, function: Callable[[int], None]) -> None:
+        """Calls `function` with the number of each commit once it is made: for what changes after a
+        commit by the commit's parameters, such as an average of the weights.
+
+            session.track(ema=ema)
+            session.after_commit(lambda step: ema.update_parameters(model))
+
+        A commit stores what is tracked as it was before these calls, and `resume()` makes those of
+        the commit that it restores. So what happens after a commit must depend on its number and on
+        what it restores: to average every tenth step, ask `step % 10 == 0`.
+
+        `commit()` waits for the step then, as a use of its parameters does. From now on it closes a
+        step, and `optimizer.step()` only prepares it.
+
+        Raises:
+            InvalidArgument: a call after `resume()` or with a step open.
+        """
+        self._transaction.refuse_late("after_commit()")
+        self._transaction.after_commit(function)
 
     def commit(self, *, wait: bool = False) -> None:
         """Closes the step: what optimizers have prepared since the last commit, the buffers that

@@ -421,7 +421,8 @@ class Steps:
         if self._open is not None and shard.shard_id in self._open.targets:
             raise InvalidArgument(
                 f"job {self._job!r}: step() has taken the gradient of {shard.name!r}, and "
-                f"{what} has to wait for its update: call session.commit() first"
+                f"{what} has to wait for its update: call session.commit() first, and average "
+                "weights (AveragedModel.update_parameters) after it"
             )
 
     def refuse_if_open(self, what: str) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Sampler
 
 from memd_client import plain
@@ -73,8 +74,20 @@ class Tracked:
         """Raises InvalidArgument if something in it is not plain data."""
         if not self:
             return list
+        if not transaction.has_after_commit:
+            self._refuse_averages()
         data = self.encode(number, transaction.optimizers)
         return lambda: [self._stage(data, transaction.job)]
+
+    def _refuse_averages(self) -> None:
+        for name, value in self._objects.items():
+            if isinstance(value, AveragedModel):
+                raise InvalidArgument(
+                    f"{name!r} is an AveragedModel: its update follows the commit, which stores it "
+                    "without that update, and resume() has to repeat it; instead of calling "
+                    "update_parameters() in the loop, call session.after_commit(lambda step: "
+                    "averaged.update_parameters(model)) before resume()"
+                )
 
     def load(self, number: int, transaction: Transaction) -> Callable[[], None]:
         """Raises InvalidArgument if other objects, optimizers or generators are tracked now than

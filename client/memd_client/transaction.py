@@ -73,6 +73,9 @@ class Transaction:
         self._optimizers: list[ref[torch.optim.Optimizer]] = []
         # Otherwise every `optimizer.step()` closes its step.
         self._is_closed_by_commit = False
+        # Called after each commit, and the number of the last commit that they were called for.
+        self._after_commit: list[Callable[[int], None]] = []
+        self._followed_step = job.steps.committed_step
         self._attached_step = job.steps.committed_step
         self._resumed = False
         # This session has replaced what the job stored, or there was nothing to replace.
@@ -119,14 +122,23 @@ class Transaction:
         self._job.settle()
         return self._job.steps.durable_step
 
-    def refuse_late_track(self) -> None:
-        """Raises if `track()` comes too late."""
-        self._job.settle_for("track()")
+    def refuse_late(self, what: str) -> None:
+        """Raises if `what`, which tells `resume()` what to restore, comes too late."""
+        self._job.settle_for(what)
         if self._resumed:
             raise InvalidArgument(
                 f"job {self._job.name!r}: resume() was called already, which restores what is "
-                "tracked; call track() before it"
+                f"tracked; call {what} before it"
             )
+
+    @property
+    def has_after_commit(self) -> bool:
+        return bool(self._after_commit)
+
+    def after_commit(self, function: Callable[[int], None]) -> None:
+        """See `Session.after_commit`."""
+        self._after_commit.append(function)
+        self.close_by_commit()
 
     def close_by_commit(self) -> None:
         """From now on `commit()` closes a step, and `optimizer.step()` only prepares it."""
@@ -185,6 +197,15 @@ class Transaction:
         self._job.refuse_if_unusable()
         with closing_step(), self._turn:
             self._commit(wait=wait)
+        self._follow_commit()
+
+    def _follow_commit(self) -> None:
+        """Once for each commit that is made, whichever call of `commit()` has learned that."""
+        number = self._job.steps.committed_step
+        if number > self._followed_step:
+            self._followed_step = number
+            for function in self._after_commit:
+                function(number)
 
     def _commit(self, *, wait: bool) -> None:
         job, steps = self._job, self._job.steps
@@ -204,6 +225,8 @@ class Transaction:
                 self._settle_values(step.targets.values() if step is not None else ())
                 if wait:
                     self._settle_durably()
+                elif self._after_commit:
+                    job.settle()
             elif wait and steps.disk_error:
                 job.sync()
         except MemdError as error:
@@ -225,6 +248,11 @@ class Transaction:
             for restore in restores:
                 restore()
         self._resumed = True
+        if number:
+            # The last process may have died before it had called them for this commit. What they
+            # changed is in no commit yet.
+            for function in self._after_commit:
+                function(number)
         return number
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import memd_client
 
@@ -94,19 +95,31 @@ def train(address: str, job: str, kind: str, dtype: str, place: str, when: int) 
     random.seed(0)
     np.random.seed(0)
     session = memd_client.connect(address, job=job, host_bytes="24MiB", nvme_bytes="48MiB")
-    model = (Gpt() if kind == "gpt" else Normed()).to(getattr(torch, dtype))
+    model = (Normed() if kind == "normed" else Gpt()).to(getattr(torch, dtype))
     memd_client.offload(model, session)
     optimizer = memd_client.AdamW(model.parameters(), lr=1e-2, session=session)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=STEPS + 1)
     samples = torch.randint(0, 200, (BATCHES_OF_AN_EPOCH * BATCH, LENGTH))
     loader = StatefulDataLoader(samples, batch_size=BATCH, shuffle=True)
     session.track(scheduler=scheduler, loader=loader, rng=True)
-    step = session.resume()
-    say(f"start {step}")
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    step = -1
 
     def die(here: str) -> None:
         if (here, step) == (place, when):
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def average(commit: int) -> None:
+        die("committed")
+        if commit % 2:
+            averaged.update_parameters(model)
+        die("averaged")
+
+    if kind == "averaged":
+        session.track(averaged=averaged)
+        session.after_commit(average)
+    step = session.resume()
+    say(f"start {step}")
 
     while step < STEPS:
         for batch in loader:
@@ -129,7 +142,10 @@ def train(address: str, job: str, kind: str, dtype: str, place: str, when: int) 
             if step == STEPS:
                 break
     digest = hashlib.sha256()
-    for name, value in model.state_dict().items():
+    state = model.state_dict()
+    if kind == "averaged":
+        state |= averaged.state_dict(prefix="averaged.")
+    for name, value in state.items():
         digest.update(name.encode())
         digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
     for parameter in optimizer.state_dict()["state"].values():

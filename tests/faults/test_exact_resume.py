@@ -31,6 +31,8 @@ DEATHS = (
     ("during", 14),
 )
 CLOSED = {"after", "during"}
+# An average of the weights follows each commit of an odd number: before it and after it.
+AVERAGE_DEATHS = (("committed", 16), ("averaged", 18))
 
 
 @dataclass
@@ -78,7 +80,7 @@ def trainers() -> Iterator[Trainers]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", ["gpt", "normed"])
+@pytest.mark.parametrize("model", ["gpt", "normed", "averaged"])
 def test_every_later_loss_has_the_same_bits(
     daemon: Daemon, trainers: Trainers, model: str, dtype: str
 ) -> None:
@@ -90,13 +92,16 @@ def test_every_later_loss_has_the_same_bits(
 
     job = f"{model}-{dtype}-killed"
     starts = {0}
-    for place, step in DEATHS:
+    for place, step in DEATHS + (AVERAGE_DEATHS if model == "averaged" else ()):
         run = trainers.train(daemon.address, job, *settings, place, step)
         assert run.status == -signal.SIGKILL, place
         assert run.start in starts, place
         assert run.losses.items() <= undisturbed.losses.items(), place
         assert max(run.losses, default=-1) >= step - 1
-        starts = {step, step + 1} if place in CLOSED else {step}
+        if place in CLOSED:
+            starts = {step, step + 1}
+        else:
+            starts = {step + 1} if (place, step) in AVERAGE_DEATHS else {step}
     run = trainers.train(daemon.address, job, *settings, "nowhere", 0)
     assert run.status == 0
     assert run.start in starts

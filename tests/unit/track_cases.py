@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, RandomSampler
 
 import memd_client
@@ -428,3 +429,97 @@ class TestTrack:
             assert kept.state.pop("array").tolist() == state.pop("array").tolist()
             assert kept.state == state
             assert type(kept.state[1]) is Counter
+
+
+def train_averaged(
+    model: nn.Module, averaged: AveragedModel, optimizer: torch.optim.Optimizer, steps: range
+) -> None:
+    """In plain PyTorch, where the average follows each odd step."""
+    for step in steps:
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % 2:
+            averaged.update_parameters(model)
+
+
+def averaged_of(model: nn.Module) -> AveragedModel:
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+
+class TestAfterCommit:
+    def test_an_average_that_was_lost_is_made_again_with_torchs_bits(
+        self, job: OpenSession
+    ) -> None:
+        """The process ends before or after the average of commits 3 and 4."""
+        reference = mlp()
+        expected = averaged_of(reference)
+        torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+        ends = [(2, "before"), (3, "before"), (4, "after"), (7, "after")]
+        resumed = []
+        for end, moment in ends:
+            with job() as session:
+                model = memd_client.offload(mlp(), session)
+                ours = memd_client.AdamW(model.parameters(), lr=1e-2)
+                averaged = averaged_of(model)
+                session.track(averaged=averaged)
+                numbers: list[int] = []
+
+                def average(
+                    number: int,
+                    averaged: AveragedModel = averaged,
+                    model: nn.Module = model,
+                    numbers: list[int] = numbers,
+                    last: tuple[int, str] = (end, moment),
+                ) -> None:
+                    numbers.append(number)
+                    if number % 2 and (number, "before") != last:
+                        averaged.update_parameters(model)
+
+                session.after_commit(average)
+                start = session.resume()
+                resumed.append(start)
+                for step in range(start, end):
+                    loss_of(model, step).backward()
+                    ours.step()
+                    ours.zero_grad()
+                    session.commit(wait=step == 1)
+                assert numbers == list(range(max(start, 1), end + 1))
+        train_averaged(reference, expected, torchs, range(7))
+        assert resumed == [0, 2, 3, 4]
+        for (name, value), (_, other) in zip(
+            averaged.state_dict().items(), expected.state_dict().items(), strict=True
+        ):
+            assert torch.equal(value, other), name
+
+    def test_an_average_in_the_loop_is_refused(self, session: Session) -> None:
+        model = memd_client.offload(mlp(), session)
+        optimizer = memd_client.AdamW(model.parameters())
+        averaged = averaged_of(model)
+        session.track(ema=averaged)
+        loss_of(model).backward()
+        optimizer.step()
+        with pytest.raises(memd_client.InvalidArgument, match=r"update_parameters\) after it"):
+            averaged.update_parameters(model)
+        assert averaged.n_averaged == 0
+        with pytest.raises(memd_client.InvalidArgument, match=r"'ema'.*session\.after_commit"):
+            session.commit()
+        assert session.committed_step == 0
+
+    def test_it_comes_before_resume(self, session: Session) -> None:
+        session.resume()
+        with pytest.raises(memd_client.InvalidArgument, match=r"call after_commit\(\) before"):
+            session.after_commit(lambda _: None)
+
+    def test_it_does_not_follow_a_commit_that_was_not_made(self, session: Session) -> None:
+        kept = Kept(print)
+        numbers: list[int] = []
+        session.track(kept=kept)
+        session.after_commit(numbers.append)
+        with pytest.raises(memd_client.InvalidArgument, match="plain data"):
+            session.commit()
+        assert not numbers
+        kept.state = None
+        session.commit()
+        session.commit(wait=True)
+        assert numbers == [1, 2]
