@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from memd_client.errors import NotResident
 from memd_client.hole import allowing_metadata
+from memd_client.interrupts import call_user
 from memd_client.lazy import is_list_function, list_length, one_by_one
 from memd_client.metadata import asks_for_metadata, attribute_of
 from memd_client.parameter import (
@@ -96,7 +97,7 @@ class AwayParameter(nn.Parameter):
         with fetched(parameters), saving_by_name():
             for parameter in _changed_by(name, args, kwargs):
                 entry_of(parameter).residency.expect_change()
-            return func(*args, **kwargs)
+            return call_user(func, *args, **kwargs)
 
     def detach(self) -> torch.Tensor:
         """As torch's."""

@@ -13,6 +13,7 @@ from memd_client.attach import AttachConnection
 from memd_client.control import Control
 from memd_client.embedded import embedded_daemon
 from memd_client.errors import InvalidArgument, MemdError, NotYet
+from memd_client.interrupts import defer_interrupts
 from memd_client.job import Job
 from memd_client.leases import Leases
 from memd_client.reattach import Reattach, ReattachingControl, reattach_seconds
@@ -64,6 +65,7 @@ def connect(
     if not job:
         raise InvalidArgument("a job needs a name")
     rank, world_size = _ranks(rank, world_size)
+    defer_interrupts()
     request = session_pb2.AttachRequest(
         protocol_version=memd_native.PROTOCOL_VERSION,
         job=job,

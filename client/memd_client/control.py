@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from memd_client.errors import DaemonFailed, DaemonUnavailable, from_code
+from memd_client.interrupts import Latch
 from memd_proto.v1 import (
     job_pb2,
     job_pb2_grpc,
@@ -66,12 +67,14 @@ class StepCall:
         self._translated = translated
         self._sent = time.perf_counter()
         self._answered: float | None = None
+        self._is_done = Latch()
         future.add_done_callback(self._note_answer)
 
     def done(self) -> bool:
         return bool(self._future.done())
 
     def result(self) -> session_pb2.StepResponse:
+        self._is_done.wait()
         try:
             return self._future.result()
         except grpc.RpcError as error:
@@ -81,13 +84,14 @@ class StepCall:
 
     def seconds(self) -> float:
         """The time from the call to its answer, which has arrived."""
-        answered = self._answered  # None: gRPC is about to call `_note_answer`
-        return (time.perf_counter() if answered is None else answered) - self._sent
+        assert self._answered is not None  # `result` has returned
+        return self._answered - self._sent
 
     def _note_answer(self, future: Any) -> None:
-        # Runs in a thread of gRPC, perhaps just after `result` has returned.
+        # Runs in a thread of gRPC, or at once if the answer is there.
         del future
         self._answered = time.perf_counter()
+        self._is_done.open()
 
 
 @dataclass(frozen=True, slots=True)

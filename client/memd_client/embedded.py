@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from memd_client.address import UnixAddress
 from memd_client.errors import DaemonUnavailable
+from memd_client.interrupts import call_user
 from memd_client.temporary_folders import TemporaryFolder
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class EmbeddedDaemon:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._log,
+            process_group=0,  # a terminal interrupts the whole group of the trainer
             pass_fds=[folder.lock for folder in self._temporary],
         )
         for folder in self._temporary:
@@ -149,7 +151,13 @@ class EmbeddedDaemon:
 
     def _wait_until_ready(self) -> None:
         """The daemon prints one line when it is ready, and closes its output if it cannot start."""
-        if self._process.stdout is not None and self._process.stdout.readline():
+        assert self._process.stdout is not None
+        try:
+            line = call_user(self._process.stdout.readline)
+        except BaseException:
+            self.stop()
+            raise
+        if line:
             return
         status = self._process.wait()
         self._log.seek(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,13 +12,15 @@ from memd_client.leases import MODE_READ, MODE_WRITE
 from memd_client.parameter import fetched, streamed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
+    from types import TracebackType
+
+    from memd_client.job import Job
 
 
-@contextmanager
 def gather(
     params_or_module: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, write: bool = False
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Inside, offloaded parameters are `nn.Parameter`s over memd's own memory, all at once; modules
     can be used too. Other parameters are not touched.
 
@@ -35,16 +37,42 @@ def gather(
             data or gradient of a parameter is assigned.
         NotResident: a parameter is given another shape, dtype or device.
     """
-    parameters = _parameters(params_or_module)
-    entries = [entry for parameter in parameters if (entry := streamed(parameter)) is not None]
-    with ExitStack() as inside:
-        inside.enter_context(fetched(parameters, mode=MODE_WRITE if write else MODE_READ))
-        for entry in entries if not write else ():
-            inside.enter_context(entry.residency.keeping_value())
-        yield
-    if write:
-        for job in {entry.job for entry in entries}:
-            job.sync_if_needed()
+    return _Gathered(params_or_module, write=write)
+
+
+class _Gathered(AbstractContextManager[None]):
+    """Not a generator: an interrupt between `contextlib` and the caller's block would leave it
+    waiting inside, with all that it holds."""
+
+    def __init__(
+        self, params_or_module: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, write: bool
+    ) -> None:
+        self._params_or_module = params_or_module
+        self._write = write
+        self._jobs: set[Job] = set()
+        self._inside = ExitStack()
+
+    def __enter__(self) -> None:
+        write = self._write
+        parameters = _parameters(self._params_or_module)
+        entries = [entry for parameter in parameters if (entry := streamed(parameter)) is not None]
+        with ExitStack() as inside:
+            inside.enter_context(fetched(parameters, mode=MODE_WRITE if write else MODE_READ))
+            for entry in entries if not write else ():
+                inside.enter_context(entry.residency.keeping_value())
+            self._jobs = {entry.job for entry in entries}
+            self._inside = inside.pop_all()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._inside.close()
+        if self._write and error is None:
+            for job in self._jobs:
+                job.sync_if_needed()
 
 
 def _parameters(

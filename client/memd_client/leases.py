@@ -19,6 +19,7 @@ from memd_client.errors import (
     from_code,
 )
 from memd_client.gradient_order import GradientOrder
+from memd_client.interrupts import safe_point
 from memd_client.retry import AtOnce
 from memd_client.stalls import current_phase, module_group
 from memd_native import MODE_OVERWRITE, MODE_READ, MODE_WRITE, PART_GRADIENT, PART_VALUE
@@ -296,6 +297,7 @@ class Leases:
                 failures.sort(key=lambda each: each[0].code == CODE_DEADLINE)
                 error, shard = failures[0]
                 if follows and error.code == CODE_DEADLINE:
+                    safe_point()
                     continue
                 # Keep no other lease while waiting for the step's outcome.
                 found = [None] * len(shards)

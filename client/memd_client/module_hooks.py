@@ -12,6 +12,7 @@ Nothing is patched and no backward hooks are needed (docs/decisions/parameters-a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from threading import local
@@ -22,6 +23,7 @@ from torch import nn
 
 from memd_client.errors import NotResident
 from memd_client.identity import ByIdentity
+from memd_client.interrupts import interrupts
 from memd_client.lazy import LazyTensor
 from memd_client.parameter import bring, streamed
 from memd_client.residency import release_all, residency_of_storage
@@ -31,6 +33,7 @@ from memd_client.stalls import note_module_calls
 if TYPE_CHECKING:
     from collections import OrderedDict
     from collections.abc import ItemsView, Iterator
+    from types import FrameType
 
     import torch
     from torch.autograd.graph import saved_tensors_hooks
@@ -85,10 +88,13 @@ class _ModuleCalls(local):
 
     def __init__(self) -> None:
         self._frames: list[_Frame] = []
+        self._raised_count = interrupts.raised_count
 
     def enter(self, module: nn.Module) -> None:
         frame = _Frame(module)
         frames = self._frames
+        if self._raised_count != interrupts.raised_count:
+            self._leave_interrupted()
         if not frames:
             note_module_calls(True)
         # Before anything can fail: torch calls `_leave` after a failed pre-hook too.
@@ -103,7 +109,26 @@ class _ModuleCalls(local):
             self._close_last(frames)
 
     def leave_all(self) -> None:
-        while self._frames:
+        self._leave_inner(0)
+
+    def _leave_interrupted(self) -> None:
+        """Leaves those that an interrupt has ended: torch runs no forward hooks then. The others
+        are on this thread's stack. This is called as the first hook of a module call, which is the
+        innermost there and has no frame yet."""
+        self._raised_count = interrupts.raised_count
+        living = _modules_on_the_stack()[:-1]
+        kept = position = 0
+        for frame in self._frames:
+            while position < len(living) and not frame.is_of(living[position]):
+                position += 1
+            if position == len(living):
+                break
+            position += 1
+            kept += 1
+        self._leave_inner(kept)
+
+    def _leave_inner(self, kept: int) -> None:
+        while len(self._frames) > kept:
             self._close_last(self._frames)
 
     @staticmethod
@@ -115,6 +140,18 @@ class _ModuleCalls(local):
 
 
 _calls = _ModuleCalls()
+_CALL = nn.Module._call_impl.__code__
+
+
+def _modules_on_the_stack() -> list[nn.Module]:
+    """The modules that this thread is calling, the innermost last."""
+    found: list[nn.Module] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _CALL:
+            found.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return found[::-1]
 
 
 class _UncountedHooks(MutableMapping[int, Any]):
@@ -193,9 +230,9 @@ def own_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def end_interrupted_calls() -> None:
-    """Releases what interrupted module calls of this thread still hold: torch runs forward hooks
-    after an exception, but not after a KeyboardInterrupt. The caller must not be inside a module
-    call."""
+    """Releases what module calls of this thread still hold that a BaseException has ended, such as
+    SystemExit: torch runs forward hooks after an Exception only. The caller must not be inside a
+    module call."""
     _calls.leave_all()
 
 

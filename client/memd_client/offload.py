@@ -13,6 +13,7 @@ from memd_client.buffers import ModuleBuffers
 from memd_client.dtypes import FROZEN_DTYPES
 from memd_client.errors import CapacityError, InvalidArgument, NotYet
 from memd_client.in_place import InPlaceParameter
+from memd_client.interrupts import defer_interrupts, safe_point
 from memd_client.module_hooks import own_parameters, stream
 from memd_client.module_names import plain_name
 from memd_client.parameter import StreamedParameter, streamed
@@ -79,6 +80,7 @@ def offload(
         raise NotYet(f"devices other than the CPU come in a later version: device={device!r}")
     if tier not in TIERS:
         raise InvalidArgument(f'tier is "host" or "nvme": {tier!r}')
+    defer_interrupts()
     transaction = session.transaction
     job = transaction.job
     leases = job.leases
@@ -105,6 +107,7 @@ def offload(
     ]
     for parameter, answer, shard in zip(parameters.values(), declared, shards, strict=True):
         if not answer.written:
+            safe_point()
             leases.write(shard, parameter.detach())
             job.mark_written()
     stored = buffers.exchange(job)

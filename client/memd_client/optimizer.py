@@ -14,6 +14,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from memd_client.adam_settings import adam_settings, plain_betas, refuse_group
 from memd_client.early import EarlyUpdates
 from memd_client.errors import InvalidArgument, NotYet
+from memd_client.interrupts import call_user, defer_interrupts
 from memd_client.module_hooks import end_interrupted_calls
 from memd_client.module_names import without_wrappers
 from memd_client.parameter import StreamedParameter, streamed
@@ -209,7 +210,7 @@ class Adam(torch.optim.Optimizer):
         loss = None
         if closure is not None:
             with torch.enable_grad():
-                loss = closure()
+                loss = call_user(closure)
         try:
             with torch.no_grad():
                 if float(getattr(self, "found_inf", None) or 0.0):
@@ -245,7 +246,6 @@ class Adam(torch.optim.Optimizer):
         ):
             super().zero_grad(set_to_none)
 
-    @torch.no_grad()
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -258,6 +258,11 @@ class Adam(torch.optim.Optimizer):
             InvalidArgument: the optimizer was made with `step_in_backward=True`.
         """
         self._refuse_in_backward("clip_grad_norm_()")
+        # As a decorator it would be torch that an interrupt ends, between two changes of the mode.
+        with torch.no_grad():
+            return self._clip(max_norm, norm_type, error_if_nonfinite)
+
+    def _clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
         targets = [target for target in self._in_order() if target.has_gradient]
         if not targets:
             return torch.tensor(0.0)
@@ -408,6 +413,7 @@ class Adam(torch.optim.Optimizer):
         if not updated:
             return
         transaction = self._only_transaction()
+        defer_interrupts()
         end_interrupted_calls()
         _refuse_orphans(transaction.job)
         self._look_again()

@@ -24,6 +24,7 @@ from memd_client.errors import (
     SessionFenced,
     UnknownName,
 )
+from memd_client.interrupts import pause
 from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ class Reattach:
                     return True
             if not isinstance(failure, DaemonUnavailable) or time.monotonic() >= until:
                 return False
-            time.sleep(_LOOK_S)
+            pause(_LOOK_S)
 
     def _reattach(self, failure: MemdError) -> None:
         """The caller has the lock, and the daemon has closed the old connection."""
@@ -260,7 +261,7 @@ class Reattach:
                 if time.monotonic() >= deadline:
                     raise self._not_back(still) from failure
                 _drop_frames(still)
-            time.sleep(_LOOK_S)
+            pause(_LOOK_S)
 
     def _not_back(self, still: Exception) -> DaemonUnavailable:
         """The error of this call. Each later call tries once more."""

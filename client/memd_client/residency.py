@@ -20,6 +20,7 @@ from memd_client.casts import Casts, is_autocasting
 from memd_client.errors import MemdError, NotResident
 from memd_client.hole import make_hole, name_in_messages
 from memd_client.identity import ByIdentity
+from memd_client.interrupts import safe_point
 from memd_client.lazy import LazyTensor
 from memd_client.leases import MODE_READ
 
@@ -497,6 +498,7 @@ class Residency:
         self._job.leases_of(self._shard)  # refuses what waiting does not help
         deadline = time.monotonic() + _LEAVE_S
         while self._is_outdated_for(uses):
+            safe_point()
             if not self._old_users_left.wait(min(_LOOK_S, deadline - time.monotonic())):
                 if time.monotonic() < deadline:
                     continue

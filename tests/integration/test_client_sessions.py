@@ -249,6 +249,8 @@ def test_an_embedded_daemon_makes_the_folder_that_it_is_given(daemons: Daemons) 
     address = f"embedded:{folder}?host=64MiB&nvme=64MiB"
     with memd_client.connect(address, job="a") as session:
         session.put("x", torch.ones(3))
+        # A terminal interrupts the group.
+        assert os.getpgid(session.daemon_process_id) != os.getpgid(0)
     assert (folder / "memd.volume").exists()
     embedded_daemon(cast("EmbeddedAddress", parse_address(address))).stop()
 

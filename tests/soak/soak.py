@@ -23,7 +23,7 @@ POWER_CUTS = (str(ROOT / "build" / "release" / "powercut_soak"),)
 @dataclass(frozen=True, slots=True)
 class Part:
     """Its command writes a JSON report to the path that follows it, and fails where a promise is
-    broken. It takes the number of kills, cuts, images or seconds as `count_flag`."""
+    broken. It takes the number of kills, interrupts, cuts, images or seconds as `count_flag`."""
 
     name: str
     program: tuple[str, ...]
@@ -88,6 +88,16 @@ PARTS = (
             ("--threads", str(threads), "--memory", memory),
         )
         for memory, threads in (("resident", 3), ("short", 4))
+    ),
+    *(
+        Part(
+            f"interrupts{flag}",
+            python("tests.soak.interrupts"),
+            "--count",
+            1000,
+            (flag,) * bool(flag),
+        )
+        for flag in ("", "--tracks")
     ),
     Part("upgrades", python("tests.compat.upgrades"), "--count", 5),
     Part("power-cuts", POWER_CUTS, "--states", 1_000_000, ("--restarts", "1")),

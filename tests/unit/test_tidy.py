@@ -24,7 +24,17 @@ STORE_LAYERS = ("format", "space", "journal", "cache", "state", "step", "recover
 # A module of the client may import only those before it, for type checking too.
 CLIENT_LAYERS = (
     # Without torch's modules and without a daemon: words, sizes and threads.
-    *("errors", "identity", "sizes", "dtypes", "address", "plain", "statistics", "stalls"),
+    *(
+        "errors",
+        "interrupts",
+        "identity",
+        "sizes",
+        "dtypes",
+        "address",
+        "plain",
+        "statistics",
+        "stalls",
+    ),
     # The way to the daemon, and back to it when it was away.
     *("shard", "calls", "retry", "attach", "temporary_folders", "embedded", "control", "reattach"),
     # One session's core.
