@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("memory", "threads"), [("resident", 3), ("short", 4)])
 def test_threads_that_evaluate_while_one_trains_see_values_that_existed(
     memory: str, threads: int, tmp_path: Path

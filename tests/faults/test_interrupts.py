@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tracks", [False, True])
 @pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.more)])
 def test_a_loop_that_was_interrupted_goes_on_with_the_same_bits(
