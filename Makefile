@@ -1,6 +1,7 @@
 # make demo        trains a model that does not fit into the memory it is given    ARGS="--steps 30 --verify"
 # make test        native and Python tests                                       PYTEST_ARGS="-k lease"
-# make test-more   what CI runs beside `make test`: parsers, ring, server and store under AddressSanitizer, pytest's marker `more`, a fifth of seven soak parts
+# make test-more   what CI runs beside `make test`: parsers, ring, server and store under AddressSanitizer, pytest's marker `more`, a cover of `make conformance`, a fifth of seven soak parts
+# make conformance small programs of every kind with memd and with plain PyTorch, bit for bit   ARGS="--only LSTM" or --write for docs/conformance.md
 # make bench       this machine's figures, as JSON under tests/bench/out, and what changed   ARGS="--only memd_bench_io"
 # make peers       the same GPT-2 trained by plain PyTorch, DeepSpeed and memd, side by side   ARGS="--rounds 1 --only plain memd"
 # make soak        the long runs: hundreds of kills, a million power cuts; goes on where it was ended   ARGS="--list"
@@ -17,7 +18,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-more bench peers soak mutants sanitize lint format tidy house regenerate clean distclean
+.PHONY: help demo test test-more conformance bench peers soak mutants sanitize lint format tidy house regenerate clean distclean
 
 export PYTHON TORCH TORCH_INDEX
 
@@ -42,15 +43,21 @@ test:
 	$(IN_VENV) python -m pytest -m "not more" $(PYTEST_ARGS); \
 	echo "make test: $$((SECONDS - started)) s after set-up"
 
-# The whole soak and ThreadSanitizer take too long for CI: people run them before a release.
+# The whole soak, all cells of the conformance matrix and ThreadSanitizer take too long for CI: people run them before a
+# release. Cells run here, by the matrix's own program and not by pytest, which has the tests of the matrix itself.
 test-more: SANITIZERS := address
 test-more: SANITIZED := catalogue_test check_test extent_test half_written_test job_limits_test ledger_test ring_test \
   server_test shard_store_test store_beside_test volume_test
 test-more: sanitize
 	$(IN_VENV) python -m pytest -m more
+	$(IN_VENV) python -m tests.numerics.conformance --ci
 	$(IN_VENV) python -m tests.soak.soak --percent 20 --only kill-daemon-fp32-step-short \
 	  kill-trainer-fp32-step-short kill-both-bf16-step-resident killed-clients power-cuts power-cuts-early \
 	  damaged-images
+
+conformance:
+	@$(SETUP) test
+	$(IN_VENV) python -m tests.numerics.conformance $(ARGS)
 
 bench:
 	@$(SETUP) test

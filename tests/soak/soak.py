@@ -23,7 +23,8 @@ POWER_CUTS = (str(ROOT / "build" / "release" / "powercut_soak"),)
 @dataclass(frozen=True, slots=True)
 class Part:
     """Its command writes a JSON report to the path that follows it, and fails where a promise is
-    broken. It takes the number of kills, interrupts, cuts, images or seconds as `count_flag`."""
+    broken. It takes the number of kills, interrupts, cuts, images, cells or seconds as
+    `count_flag`."""
 
     name: str
     program: tuple[str, ...]
@@ -78,6 +79,7 @@ PARTS = (
     live_kills("trainer", "bf16", "step", "short", 50, early=True),
     live_kills("both", "fp32", "step", "short", 50, early=True),
     live_kills("both", "bf16", "every:3", "short", 30, early=True),
+    Part("conformance", python("tests.numerics.conformance"), "--count", 522),
     Part("killed-clients", python("tests.soak.lease_kills"), "--count", 1000),
     *(
         Part(
