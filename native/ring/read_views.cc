@@ -1,0 +1,181 @@
+#include "ring/read_views.h"
+
+#include <linux/magic.h>
+#include <sys/mman.h>
+#include <sys/vfs.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <cstring>
+#include <iterator>
+#include <utility>
+
+#include "base/check.h"
+#include "base/units.h"
+
+namespace memd {
+namespace {
+
+uint64_t page_bytes() { return pages_of(nullptr, 1).size(); }
+
+}  // namespace
+
+Result<std::unique_ptr<ReadViews>> ReadViews::reserve(std::byte* shared,
+                                                      uint64_t reserved_bytes,
+                                                      WrittenPages pages) {
+  void* base =
+      mmap(nullptr, reserved_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (base == MAP_FAILED)
+    return device_error(errno, concat("reserving ", reserved_bytes, " bytes of addresses"));
+  return std::unique_ptr<ReadViews>(
+      new ReadViews(shared, static_cast<std::byte*>(base), reserved_bytes, std::move(pages)));
+}
+
+ReadViews::ReadViews(std::byte* shared,
+                     std::byte* base,
+                     uint64_t reserved_bytes,
+                     WrittenPages pages)
+    : shared_(shared), base_(base), reserved_bytes_(reserved_bytes), pages_(std::move(pages)) {}
+
+ReadViews::~ReadViews() { munmap(base_, reserved_bytes_); }
+
+Status ReadViews::map_segment(uint64_t offset_bytes,
+                              uint64_t length_bytes,
+                              const OwnedFd& segment) {
+  // The file's block size does not tell: it is that of a huge page for transparent ones too.
+  struct statfs status{};
+  if (fstatfs(segment.get(), &status) != 0) return device_error(errno, "looking at a segment");
+  if (status.f_type == HUGETLBFS_MAGIC) {
+    if (is_private_) is_private_ = false;
+    return Status::ok();
+  }
+  void* at = mmap(base_ + offset_bytes,
+                  length_bytes,
+                  PROT_READ | PROT_WRITE,
+                  MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
+                  segment.get(),
+                  0);
+  if (at == MAP_FAILED)
+    return device_error(errno, concat("mapping a segment of ", length_bytes, " to read it"));
+  return Status::ok();
+}
+
+std::byte* ReadViews::begin(uint64_t offset_bytes, uint64_t length_bytes) {
+  if (!is_private_) return shared_ + offset_bytes;
+  std::byte* data = base_ + offset_bytes;
+  const std::lock_guard lock(mutex_);
+  const auto [at, is_first] = living_.try_emplace(offset_bytes);
+  Living& living = at->second;
+  if (is_first) living.end_bytes = offset_bytes + length_bytes;
+  // A page that no living view touches is the arena's.
+  const std::span<std::byte> own = pages_of(data, length_bytes);
+  const auto next = std::next(at);
+  const bool shares_first =
+      at != living_.begin() && base_ + std::prev(at)->second.end_bytes > own.data();
+  const bool shares_last = next != living_.end() && base_ + next->first < own.data() + own.size();
+  Pages written;
+  if (!is_first) {
+    written = pages_.find(data, length_bytes);
+  } else {
+    if (shares_first) written = pages_.find(data, 1);
+    if (shares_last && (own.size() > page_bytes() || !shares_first))
+      for (const auto pages : pages_.find(data + length_bytes - 1, 1)) written.push_back(pages);
+  }
+  const bool is_hidden = living.end_bytes != offset_bytes + length_bytes ||
+                         !changed(written, data, length_bytes).empty();
+  if (!is_hidden) {
+    ++living.count;
+    return data;
+  }
+  if (is_first) living_.erase(at);
+  return copy(offset_bytes, length_bytes);
+}
+
+bool ReadViews::is_written(std::byte* data, uint64_t length_bytes) {
+  if (!is_private_) return false;
+  const std::lock_guard lock(mutex_);
+  return !changed(data, length_bytes).empty();
+}
+
+bool ReadViews::end_unless_written(std::byte* data, uint64_t length_bytes) {
+  if (!is_private_) return true;
+  const std::lock_guard lock(mutex_);
+  if (!is_in_mapping(data)) {
+    if (!changed(data, length_bytes).empty()) return false;
+    copies_.erase(data);
+    return true;
+  }
+  const Pages written = pages_.find(data, length_bytes);
+  if (!changed(written, data, length_bytes).empty()) return false;
+  end_in_mapping(written, data);
+  return true;
+}
+
+void ReadViews::end(std::byte* data, uint64_t length_bytes) {
+  if (!is_private_) return;
+  const std::lock_guard lock(mutex_);
+  if (is_in_mapping(data)) {
+    end_in_mapping(pages_.find(data, length_bytes), data);
+  } else {
+    copies_.erase(data);
+  }
+}
+
+bool ReadViews::is_in_mapping(const std::byte* data) const {
+  return data >= base_ && data < base_ + reserved_bytes_;
+}
+
+std::byte* ReadViews::copy(uint64_t offset_bytes, uint64_t length_bytes) {
+  auto* data = static_cast<std::byte*>(
+      std::aligned_alloc(kViewAlignmentBytes, align_up(length_bytes, kViewAlignmentBytes)));
+  MEMD_CHECK(data != nullptr);
+  std::memcpy(data, shared_ + offset_bytes, length_bytes);
+  Copy& copy = copies_[data];
+  copy.offset_bytes = offset_bytes;
+  copy.memory.reset(data);
+  return data;
+}
+
+ReadViews::Pages ReadViews::changed(const Pages& written,
+                                    std::byte* data,
+                                    uint64_t length_bytes) const {
+  Pages found;
+  for (const std::span<std::byte> pages : written) {
+    std::byte* const begin = std::max(pages.data(), data);
+    std::byte* const end = std::min(pages.data() + pages.size(), data + length_bytes);
+    if (begin >= end) continue;
+    const auto bytes = static_cast<size_t>(end - begin);
+    if (std::memcmp(begin, shared_ + (begin - base_), bytes) != 0) found.emplace_back(begin, bytes);
+  }
+  return found;
+}
+
+ReadViews::Pages ReadViews::changed(std::byte* data, uint64_t length_bytes) const {
+  if (is_in_mapping(data)) return changed(pages_.find(data, length_bytes), data, length_bytes);
+  const auto own = copies_.find(data);
+  if (own == copies_.end()) return {};
+  if (std::memcmp(data, shared_ + own->second.offset_bytes, length_bytes) == 0) return {};
+  return {{data, length_bytes}};
+}
+
+void ReadViews::end_in_mapping(const Pages& written, const std::byte* data) {
+  const auto at = living_.find(static_cast<uint64_t>(data - base_));
+  MEMD_CHECK(at != living_.end());
+  if (--at->second.count > 0) return;
+  // Pages that other views share are theirs to end.
+  std::byte* first = base_;
+  if (at != living_.begin()) first += align_up(std::prev(at)->second.end_bytes, page_bytes());
+  std::byte* last = base_ + reserved_bytes_;
+  if (const auto next = std::next(at); next != living_.end())
+    last = base_ + align_down(next->first, page_bytes());
+  for (const std::span<std::byte> pages : written) {
+    std::byte* const begin = std::max(pages.data(), first);
+    std::byte* const end = std::min(pages.data() + pages.size(), last);
+    if (begin < end)
+      MEMD_CHECK(madvise(begin, static_cast<size_t>(end - begin), MADV_DONTNEED) == 0);
+  }
+  living_.erase(at);
+}
+
+}  // namespace memd

@@ -1,0 +1,85 @@
+// A trainer reads its arena through views that only its own process can change.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "base/owned_fd.h"
+#include "base/status.h"
+#include "ring/written_pages.h"
+
+namespace memd {
+
+/// The arena mapped a second time, privately. A write to it stays in this process: a page that is
+/// written becomes this process's own copy, and hides what others write to the arena later. So a
+/// page that no living view touches has no copy, and a view whose bytes another one's page would
+/// hide gets memory of its own.
+///
+/// A view is the bytes of one shard under a pin, so nobody changes the arena's bytes below it.
+/// Living views are equal or apart, but may share a page at their ends. Any thread may call.
+class ReadViews {
+ public:
+  /// `shared` is the arena's own mapping, of which `reserved_bytes` are reserved.
+  static Result<std::unique_ptr<ReadViews>> reserve(std::byte* shared,
+                                                    uint64_t reserved_bytes,
+                                                    WrittenPages pages = WrittenPages());
+  ~ReadViews();
+  ReadViews(const ReadViews&) = delete;
+  ReadViews& operator=(const ReadViews&) = delete;
+
+  /// A segment of the arena. Views of reserved huge pages are the arena's own bytes: to write a
+  /// private one takes another page of the reserve, and without one the process dies.
+  Status map_segment(uint64_t offset_bytes, uint64_t length_bytes, const OwnedFd& segment);
+
+  /// Whether views are this process's own: see map_segment().
+  bool is_private() const { return is_private_; }
+
+  /// A view of pinned bytes, until end() or end_unless_written().
+  std::byte* begin(uint64_t offset_bytes, uint64_t length_bytes);
+  /// Whether a living view differs from the arena. False for other addresses.
+  bool is_written(std::byte* data, uint64_t length_bytes);
+  /// Ends a living view, or returns false if it differs from the arena.
+  bool end_unless_written(std::byte* data, uint64_t length_bytes);
+  /// Ends it with what was written there, unless an equal view lives.
+  void end(std::byte* data, uint64_t length_bytes);
+
+ private:
+  struct Living {
+    uint64_t end_bytes = 0;
+    uint32_t count = 0;
+  };
+  /// A view with memory of its own.
+  struct Copy {
+    uint64_t offset_bytes = 0;
+    std::unique_ptr<std::byte, decltype(&std::free)> memory{nullptr, &std::free};
+  };
+  using Pages = std::vector<std::span<std::byte>>;
+
+  ReadViews(std::byte* shared, std::byte* base, uint64_t reserved_bytes, WrittenPages pages);
+  bool is_in_mapping(const std::byte* data) const;
+  // Called with `mutex_` held:
+  std::byte* copy(uint64_t offset_bytes, uint64_t length_bytes);
+  /// The bytes that differ from the arena. In the mapping, only those in `written` can.
+  Pages changed(std::byte* data, uint64_t length_bytes) const;
+  Pages changed(const Pages& written, std::byte* data, uint64_t length_bytes) const;
+  /// Ends a view in the mapping; `written` are its pages that are.
+  void end_in_mapping(const Pages& written, const std::byte* data);
+
+  std::byte* shared_;
+  std::byte* base_;
+  uint64_t reserved_bytes_;
+  WrittenPages pages_;
+  bool is_private_ = true;  // changes before the first view begins
+
+  std::mutex mutex_;
+  std::map<uint64_t, Living> living_;  // by offset
+  std::map<const std::byte*, Copy> copies_;
+};
+
+}  // namespace memd

@@ -1,0 +1,183 @@
+// What is read of an arena, on mappings of a memfd of our own.
+#include "ring/read_views.h"
+
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <memory>
+
+#include "base/units.h"
+
+namespace memd {
+namespace {
+
+constexpr uint64_t kSegment = 1_MiB;
+constexpr uint64_t kPage = 4_KiB;
+
+/// Each way in which the kernel is asked for written pages.
+class ReadViewsTest : public testing::TestWithParam<PageLook> {
+ protected:
+  ReadViewsTest() : segment_(memfd_create("segment", MFD_CLOEXEC)) {
+    EXPECT_EQ(ftruncate(segment_.get(), kSegment), 0);
+    void* shared = mmap(nullptr, kSegment, PROT_READ | PROT_WRITE, MAP_SHARED, segment_.get(), 0);
+    EXPECT_NE(shared, MAP_FAILED);
+    arena_ = static_cast<std::byte*>(shared);
+    std::memset(arena_, 1, kSegment);
+    views_ = ReadViews::reserve(arena_, kSegment, WrittenPages(GetParam())).value();
+    EXPECT_TRUE(views_->map_segment(0, kSegment, segment_).is_ok());
+  }
+  ~ReadViewsTest() override { munmap(arena_, kSegment); }
+  static void write(std::byte* at, int value) { *at = static_cast<std::byte>(value); }
+  static int read(const std::byte* at) { return static_cast<int>(*at); }
+
+  OwnedFd segment_;
+  std::byte* arena_ = nullptr;
+  std::unique_ptr<ReadViews> views_;
+};
+
+TEST_P(ReadViewsTest, a_view_shows_the_arena_and_a_write_stays_in_it) {
+  std::byte* view = views_->begin(0, 64 * kPage);
+  EXPECT_EQ(read(view + 5 * kPage), 1);
+  write(arena_ + 5 * kPage, 2);
+  EXPECT_EQ(read(view + 5 * kPage), 2);
+  EXPECT_FALSE(views_->is_written(view, 64 * kPage));
+  write(view + 5 * kPage + 7, 9);
+  EXPECT_EQ(read(arena_ + 5 * kPage + 7), 1);
+  EXPECT_TRUE(views_->is_written(view, 64 * kPage));
+  EXPECT_FALSE(views_->end_unless_written(view, 64 * kPage));
+  EXPECT_EQ(read(view + 5 * kPage + 7), 9) << "it lives on";
+  views_->end(view, 64 * kPage);
+}
+
+TEST_P(ReadViewsTest, the_next_view_of_the_place_shows_what_the_arena_has_by_then) {
+  std::byte* view = views_->begin(kPage, 2 * kPage);
+  write(view, 9);
+  write(view + 2 * kPage - 1, 9);
+  views_->end(view, 2 * kPage);
+  std::memset(arena_, 3, kSegment);
+  view = views_->begin(kPage, 2 * kPage);
+  EXPECT_EQ(std::memcmp(view, arena_ + kPage, 2 * kPage), 0);
+  EXPECT_TRUE(views_->end_unless_written(view, 2 * kPage));
+}
+
+TEST_P(ReadViewsTest, bytes_that_were_written_as_they_were_end_as_if_untouched) {
+  std::byte* view = views_->begin(0, kPage);
+  write(view, 1);
+  EXPECT_TRUE(views_->end_unless_written(view, kPage));
+  write(arena_, 4);
+  view = views_->begin(0, kPage);
+  EXPECT_EQ(read(view), 4) << "a page of ours hides the arena's";
+  EXPECT_TRUE(views_->end_unless_written(view, kPage));
+}
+
+TEST_P(ReadViewsTest, of_two_views_on_a_page_only_the_written_one_is_written) {
+  std::byte* first = views_->begin(0, 128);
+  std::byte* second = views_->begin(128, 2 * kPage);
+  write(first + 5, 9);
+  EXPECT_TRUE(views_->is_written(first, 128));
+  EXPECT_TRUE(views_->end_unless_written(second, 2 * kPage));
+  EXPECT_EQ(read(first + 5), 9) << "its page is not the other's to drop";
+  EXPECT_FALSE(views_->end_unless_written(first, 128));
+  views_->end(first, 128);
+  std::memset(arena_, 6, kSegment);
+  first = views_->begin(0, 128);
+  EXPECT_EQ(read(first + 5), 6);
+  EXPECT_TRUE(views_->end_unless_written(first, 128));
+}
+
+TEST_P(ReadViewsTest, the_last_view_of_a_page_drops_it) {
+  std::byte* first = views_->begin(0, 128);
+  std::byte* second = views_->begin(128, 64);
+  write(first, 9);
+  views_->end(first, 128);
+  EXPECT_TRUE(views_->end_unless_written(second, 64));
+  write(arena_, 5);
+  first = views_->begin(0, 128);
+  EXPECT_EQ(read(first), 5);
+  EXPECT_TRUE(views_->end_unless_written(first, 128));
+}
+
+TEST_P(ReadViewsTest, a_page_that_another_view_wrote_hides_no_later_bytes) {
+  std::byte* first = views_->begin(0, 128);
+  write(first, 9);         // a copy of the page
+  write(arena_ + 128, 7);  // and then somebody changes the bytes beside them
+  write(arena_ + kPage, 8);
+  std::byte* second = views_->begin(128, 2 * kPage);
+  EXPECT_EQ(read(second), 7);
+  EXPECT_EQ(read(second + kPage - 128), 8);
+  EXPECT_FALSE(views_->is_written(second, 2 * kPage));
+  write(second, 3);
+  EXPECT_TRUE(views_->is_written(second, 2 * kPage));
+  EXPECT_FALSE(views_->end_unless_written(second, 2 * kPage));
+  write(second, 7);
+  EXPECT_TRUE(views_->end_unless_written(second, 2 * kPage));
+  EXPECT_EQ(read(first), 9);
+  views_->end(first, 128);
+}
+
+TEST_P(ReadViewsTest, the_page_at_the_end_of_a_view_hides_nothing_either) {
+  std::byte* last = views_->begin(kPage + 64, 64);
+  write(last, 9);
+  write(arena_ + kPage, 7);
+  std::byte* first = views_->begin(0, kPage + 64);
+  EXPECT_EQ(read(first + kPage), 7);
+  EXPECT_TRUE(views_->end_unless_written(first, kPage + 64));
+  views_->end(last, 64);
+}
+
+TEST_P(ReadViewsTest, a_view_of_what_another_wrote_shows_the_arena) {
+  std::byte* written = views_->begin(0, 2 * kPage);
+  write(written + kPage, 9);
+  std::byte* view = views_->begin(0, 2 * kPage);
+  EXPECT_NE(view, written);
+  EXPECT_EQ(read(view + kPage), 1);
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(view) % kViewAlignmentBytes, 0U);
+  EXPECT_TRUE(views_->end_unless_written(view, 2 * kPage));
+  views_->end(written, 2 * kPage);
+}
+
+TEST_P(ReadViewsTest, equal_views_are_one_place_until_the_last_has_ended) {
+  std::byte* first = views_->begin(0, kPage);
+  std::byte* second = views_->begin(0, kPage);
+  EXPECT_EQ(first, second);
+  write(first, 9);
+  views_->end(second, kPage);
+  EXPECT_EQ(read(first), 9);
+  EXPECT_FALSE(views_->end_unless_written(first, kPage));
+  views_->end(first, kPage);
+  first = views_->begin(0, kPage);
+  EXPECT_EQ(read(first), 1);
+  EXPECT_TRUE(views_->end_unless_written(first, kPage));
+}
+
+INSTANTIATE_TEST_SUITE_P(each_look,
+                         ReadViewsTest,
+                         testing::Values(PageLook::scan, PageLook::table, PageLook::nothing));
+
+TEST(WrittenPagesTest, only_written_pages_are_named) {
+  WrittenPages asked;
+  if (asked.look() == PageLook::nothing) GTEST_SKIP() << "no page table of ours in /proc";
+  const OwnedFd file(memfd_create("file", MFD_CLOEXEC));
+  ASSERT_EQ(ftruncate(file.get(), 64 * kPage), 0);
+  void* mapped = mmap(nullptr, 64 * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE, file.get(), 0);
+  auto* pages = static_cast<std::byte*>(mapped);
+  for (const int i : {3, 4, 9, 63}) std::memset(pages + i * kPage, 1, 1);
+  for (const PageLook look : {asked.look(), PageLook::table}) {
+    const auto found = WrittenPages(look).find(pages + 100, 64 * kPage - 200);
+    ASSERT_EQ(found.size(), 3U);
+    EXPECT_EQ(found[0].data(), pages + 3 * kPage);
+    EXPECT_EQ(found[0].size(), 2 * kPage);
+    EXPECT_EQ(found[1].data(), pages + 9 * kPage);
+    EXPECT_EQ(found[2].data(), pages + 63 * kPage);
+    EXPECT_TRUE(WrittenPages(look).find(pages + 5 * kPage, 4 * kPage).empty());
+  }
+  // More ranges than one question is answered with.
+  for (int i = 0; i < 64; i += 2) std::memset(pages + i * kPage, 1, 1);
+  EXPECT_EQ(asked.find(pages, 64 * kPage).size(), 30U);
+  munmap(mapped, 64 * kPage);
+}
+
+}  // namespace
+}  // namespace memd
