@@ -29,7 +29,8 @@ def gather(
         write: keeps what is changed inside, by whatever means, `param.data = value`, `param.grad =
             value` and `requires_grad_()` included, and makes it durable when the context is left.
             Keep no tensor that shares a parameter's bytes beyond it. Without `write` the
-            parameters are only for reading.
+            parameters are only for reading: a change that torch counts is kept, and the next use
+            or step refuses any other.
 
     Raises:
         CapacityError: they do not fit into the job's host memory together.

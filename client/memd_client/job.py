@@ -206,6 +206,11 @@ class Job:
             )
         return self._leases
 
+    @property
+    def has_written_leases(self) -> bool:
+        """Leases for reading that have ended were written."""
+        return self._leases is not None and self._leases.has_written and not self._closed
+
     # Steps
 
     def settle(self) -> OpenStep | None:

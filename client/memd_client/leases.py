@@ -99,6 +99,13 @@ class DataPlane(Protocol):
     def stall_group(self, name: str) -> int: ...
     def note_stall(self, phase: int, group: int, reason: int, seconds: float) -> None: ...
     def note_step(self, wall_seconds: float) -> None: ...
+    @property
+    def reads_privately(self) -> bool: ...
+    def watch_writes(self, shard_id: int) -> None: ...
+    @property
+    def has_written(self) -> bool: ...
+    def take_written(self, shard_id: int, dtype: int, shape: Sequence[int]) -> list[Any]: ...
+    def is_written(self, address: int, length_bytes: int) -> bool: ...
     def statistics(self) -> LeaseStatistics: ...
     def close(self) -> None: ...
 
@@ -210,6 +217,32 @@ class Leases:
         except DaemonUnavailable as error:
             self._step.note_unreachable(error)
             raise
+
+    @property
+    def read_privately(self) -> bool:
+        """A write through a lease for reading stays in this process."""
+        return self._plane.reads_privately
+
+    def watch_writes(self, shard: Shard) -> None:
+        """From now on `take_written` has leases of this shard. Writes to others end with the
+        lease."""
+        self._plane.watch_writes(shard.shard_id)
+
+    @property
+    def has_written(self) -> bool:
+        """Whether `take_written` has any, of whatever shard."""
+        return self._plane.has_written
+
+    def take_written(self, shard: Shard) -> list[torch.Tensor]:
+        """Leases for reading that have ended, and through which the value was written."""
+        if not self._plane.has_written:
+            return []
+        taken = self._plane.take_written(shard.shard_id, *shard.lease_form)
+        return [shard.over(lease) for lease in taken]
+
+    def is_written(self, lease: torch.Tensor) -> bool:
+        """Whether the value was written through a lease for reading, which lives."""
+        return self._plane.is_written(lease.data_ptr(), lease.nbytes)
 
     def write(self, shard: Shard, value: torch.Tensor) -> None:
         """Replaces the bytes of `shard`."""

@@ -142,6 +142,15 @@ class StreamedParameter:
     def finish_update(self) -> None:
         """That step is committed."""
         self._update_count += 1
+        self._residency.show_update()
+
+    def take_writes(self) -> None:
+        """Takes what was written through views, or refuses it."""
+        self._residency.take_writes()
+
+    def refuse_writes(self) -> None:
+        """Refuses what was written through views."""
+        self._residency.take_writes(is_sealed=True)
 
     def replace_update_count(self, count: int) -> None:
         """The moments were replaced."""

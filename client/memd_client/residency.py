@@ -15,6 +15,7 @@ from threading import Condition, Lock, RLock, local
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from memd_client.casts import Casts, is_autocasting
 from memd_client.errors import MemdError, NotResident
@@ -23,6 +24,7 @@ from memd_client.identity import ByIdentity
 from memd_client.interrupts import safe_point
 from memd_client.lazy import LazyTensor
 from memd_client.leases import MODE_READ
+from memd_client.views import KeptViews, is_same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
     from memd_client.job import Job
     from memd_client.lazy import Source
+    from memd_client.leases import Leases
     from memd_client.shard import Shard
 
 _data: Any = torch._C.TensorBase.data
@@ -151,6 +154,9 @@ class Residency:
         self._written_lease: torch.Tensor | None = None
         self._has_new_data = False  # in place to be read, and given other bytes
         self._keeper_count = 0
+        self._lease: weakref.ref[torch.UntypedStorage] | None = None  # in place, for reading
+        self._views = KeptViews(shard)
+        job.unordered_leases.watch_writes(shard)
         # torch's version of the parameter when its bytes were put away or in place.
         self._version = parameter._version
         self._write_count = 0
@@ -183,9 +189,10 @@ class Residency:
         in memd yet. The name of an update that was undone is not used again: autograd could take
         what it saved under that name for the later value."""
         parameter = self._parameter()
-        if not self._user_count or parameter is None or parameter._version == self._version:
+        change_count = _changes_since(self._version, parameter) if parameter is not None else 0
+        if not change_count:
             return self._write_count
-        return self._write_count + self._undone_count + parameter._version - self._version
+        return self._write_count + self._undone_count + change_count
 
     def count_of(self, view: torch.Tensor) -> int:
         """`write_count` of the value that `view` shows."""
@@ -206,8 +213,8 @@ class Residency:
         with self._lock:
             self._wait_while_outdated(uses)
             if not self._join_users(mode):
-                self._refuse_if_changed(parameter)
-                self._refuse_if_traced()
+                _refuse_if_traced(self._job, self._shard)
+                self._look(parameter)
                 leases = self._job.leases_of(self._shard)
                 self._put_in_place(parameter, leases.value(self._shard, mode), mode)
             self._user_count += 1
@@ -220,8 +227,8 @@ class Residency:
             if self._outdated_at and self._is_outdated_for(uses):
                 return False
             if not self._join_users(MODE_READ):
-                self._refuse_if_changed(parameter)
-                self._refuse_if_traced()
+                _refuse_if_traced(self._job, self._shard)
+                self._look(parameter)
                 lease = self._job.leases_of(self._shard).resident(self._shard)
                 if lease is None:
                     return False
@@ -282,8 +289,8 @@ class Residency:
     def _lease_together(absent: Held, mode: int) -> list[torch.Tensor]:
         """Leases of parameters of one job."""
         for residency, parameter, _ in absent:
-            residency._refuse_if_changed(parameter)
-            residency._refuse_if_traced()
+            _refuse_if_traced(residency._job, residency._shard)
+            residency._look(parameter)
             leases = residency._job.leases_of(residency._shard)
         return leases.values([residency._shard for residency, _, _ in absent], mode)
 
@@ -293,32 +300,62 @@ class Residency:
 
         Raises:
             MemdError: the parameter was given another shape or dtype, by means that memd does not
-                see. The value is as it was.
+                see, or was changed in a way that torch does not count. The value is as it was.
         """
         with self._lock:
             _remove_use(uses, parameter)
             self._user_count -= 1
             if self._user_count > 0:
                 return
+            is_for_reading = self._written_lease is None
             with torch._C.DisableTorchFunctionSubclass():
                 change_count = parameter._version - self._version
-                is_current = False
                 try:
                     changed = self._take_changes(parameter, change_count)
-                    if self._written_lease is not None or changed is not None:
-                        # At least one: changes through `.data` are not counted.
-                        self._note_changes(max(change_count, 1))
-                        self._job.mark_written()
-                    else:
-                        is_current = not self._outdated_at
-                finally:
-                    if not is_current:
-                        self._hand_casts_back(None)
-                    elif self._casts is not None:
-                        self._casts.drop()
+                    # A view of other memory showed the bytes from before the change.
+                    is_contradicted = (
+                        changed is not None
+                        and bool(self._views)
+                        and self._views.differ(
+                            self._job.leases_of(self._shard).value(self._shard),
+                            but_at=parameter.data_ptr(),
+                        )
+                    )
+                    shown = changed
+                    if not is_for_reading and self._views:
+                        shown = parameter.detach().clone()
+                    is_current = is_for_reading and changed is None and not self._outdated_at
+                except BaseException:
+                    self._hand_casts_back(None)
                     self._put_away(parameter)
+                    self._job.unordered_leases.take_written(self._shard)
+                    raise
+                if not is_current:
+                    self._hand_casts_back(None)
+                elif self._casts is not None:
+                    self._casts.drop()
+                if not is_for_reading or changed is not None:
+                    # At least one: changes through `.data` are not counted.
+                    self._note_changes(max(change_count, 1))
+                    self._job.mark_written()
+                elif change_count:
+                    self._note_changes(change_count)
+                had_views = bool(self._views)
+                self._put_away(parameter)
             if changed is not None:
-                self._job.leases_of(self._shard).write(self._shard, changed)
+                leases = self._job.leases_of(self._shard)
+                leases.take_written(self._shard)  # all of it is in `changed`
+                leases.write(self._shard, changed)
+            if shown is not None:
+                self._views.show(shown, self._write_count)
+            elif had_views or self._job.has_written_leases:
+                self._take_written(0)
+            if is_contradicted:
+                raise _refused_write(
+                    self._job,
+                    self._shard,
+                    "while the parameter changed too, and the change of the former is lost",
+                )
 
     def _take_changes(self, parameter: torch.Tensor, change_count: int) -> torch.Tensor | None:
         """When a lease for writing ends, memd takes what has changed. Under a lease for reading it
@@ -326,11 +363,15 @@ class Residency:
         if self._written_lease is None:
             if change_count == 0 and not self._has_new_data:
                 return None
-            self._refuse_other_form(parameter)
+            _refuse_other_form(self._job, self._shard, parameter)
+            if not self._has_new_data and _is_unwritten(
+                self._job.unordered_leases, self._lease, parameter
+            ):
+                return None
             return parameter.detach().clone()
         # No variable refers to the lease: an exception's traceback would keep it.
         if not _is_same_memory(parameter, self._written_lease):
-            self._refuse_other_form(parameter)
+            _refuse_other_form(self._job, self._shard, parameter)
             self._written_lease.copy_(parameter.detach())
         return None
 
@@ -345,7 +386,7 @@ class Residency:
             if self._user_count:
                 self.replace_in_place(parameter, value)
             else:
-                self._refuse_other_form(value)
+                _refuse_other_form(self._job, self._shard, value)
                 self.write(value.detach())
 
     def replace_in_place(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -355,7 +396,7 @@ class Residency:
             if _is_same_memory(parameter, value):
                 return
             self.refuse_if_kept("data")
-            self._refuse_other_form(value)
+            _refuse_other_form(self._job, self._shard, value)
             self._hand_casts_back(self._read)
             _data.__set__(parameter, value)
             self._has_new_data = True
@@ -386,28 +427,6 @@ class Residency:
                 f"so its .{attribute} can't be assigned; use gather(..., write=True)"
             )
 
-    def _refuse_other_form(self, value: torch.Tensor) -> None:
-        shard = self._shard
-        if (
-            value.shape != shard.shape
-            or value.dtype != shard.dtype
-            or value.layout is not torch.strided
-            or value.device.type != "cpu"
-        ):
-            raise NotResident(
-                f"job {self._job.name!r}: parameter {shard.name!r} is in memd as {shard.dtype} "
-                f"{list(shard.shape)} and cannot become {value.dtype} {list(value.shape)} on "
-                f"{value.device} there; convert before offload(), or copy.deepcopy the module and "
-                "convert the copy"
-            )
-        if not is_row_major(value):
-            raise NotResident(
-                f"job {self._job.name!r}: parameter {shard.name!r} is contiguous in memd, and "
-                f"cannot get the strides {list(value.stride())} there, as of channels_last; assign "
-                "value.clone(memory_format=torch.contiguous_format), or copy.deepcopy the module "
-                "and convert the copy"
-            )
-
     def write(self, value: torch.Tensor) -> None:
         """Replaces the value; durable with the next step or when the session is closed."""
         with self._lock:
@@ -415,6 +434,7 @@ class Residency:
             self._job.leases_of(self._shard).write(self._shard, value)
             self._note_changes(1)
             self._job.mark_written()
+            self._views.show(value, self._write_count)
 
     def reread(self) -> torch.Tensor:
         """The bytes for backward: those in place, or a lease that lives as long as autograd holds
@@ -533,25 +553,91 @@ class Residency:
         self._write_count += self._undone_count + count
         self._undone_count = 0
 
-    def _refuse_if_changed(self, parameter: torch.Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            version, self._version = self._version, parameter._version
-        if self._version != version:
-            raise MemdError(
-                f"job {self._job.name!r}: parameter {self._shard.name!r} was changed while its "
-                "bytes were away, through a tensor that shares them (detach() or a view), and the "
-                "change is lost; change parameters inside gather(write=True)"
+    def _look(self, parameter: torch.Tensor) -> None:
+        """Before the bytes are put in place: what was written through views comes first."""
+        change_count = _changes_since(self._version, parameter)
+        if change_count or self._views or self._job.has_written_leases:
+            self._take_written(change_count)
+
+    @temporarily_clear_interpreter_stack()
+    def _take_written(self, change_count: int) -> None:
+        """Writes to memd what was written through views of the value, and torch has counted.
+
+        Raises:
+            MemdError: torch has not counted it, or views of different memory were written. The
+                value is the one in memd, in every view.
+        """
+        leases = self._job.leases_of(self._shard)
+        written = self._views.written(leases)
+        self._version += change_count
+        if change_count and not leases.read_privately:
+            raise _refused_write(
+                self._job, self._shard, "while the parameter was away, and the change is lost"
+            )
+        if written:
+            # Views that were shown a newer value differ from the lease, and not from that.
+            value = leases.value(self._shard)
+            written = [each for each in written if not is_same_bits(each.value, value)]
+        if not written:
+            if change_count:
+                self._note_changes(change_count)
+            return
+        # If two memories have changes of their own, neither is the value.
+        address = written[0].value.data_ptr()
+        counted = change_count > 0 and all(
+            (each.write_count, each.value.data_ptr()) == (self._write_count, address)
+            for each in written
+        )
+        value = (written[0].value if counted else value).clone()
+        written.clear()  # their leases end
+        if counted:
+            self._hand_casts_back(self._read)
+            leases.write(self._shard, value)
+            self._note_changes(change_count)
+            self._job.mark_written()
+        self._views.show(value, self._write_count)
+        if not counted:
+            raise _refused_write(
+                self._job,
+                self._shard,
+                "and not only in memory that shows the current value, so the value is as it was"
+                if change_count
+                else "and torch does not count that, so the value is as it was",
             )
 
-    def _refuse_if_traced(self) -> None:
-        if torch._C._get_tracing_state() is not None:
-            raise NotResident(
-                f"job {self._job.name!r}: torch.jit.trace keeps parameters, and the bytes of "
-                f"{self._shard.name!r} are in memd; trace copy.deepcopy(module)"
+    def take_writes(self, *, is_sealed: bool = False) -> None:
+        """Before a step or sync: writes through views are part of it. Between `step()` and
+        `commit()` nobody may use a value that is sealed, and they are refused."""
+        parameter = self._parameter()
+        if parameter is None:
+            return
+        with self._lock:
+            if not is_sealed:
+                if not self._user_count:
+                    self._look(parameter)
+                return
+            change_count = _changes_since(self._version, parameter)
+            self._version += change_count
+        if change_count:
+            raise _refused_write(
+                self._job, self._shard, "after step() and before commit(), and the change is lost"
             )
+
+    @property
+    def is_viewed(self) -> bool:
+        """Somebody holds a tensor that shares the bytes, and so must see an update."""
+        return bool(self._views) and self._views.are_alive
+
+    def show_update(self) -> None:
+        """A step has changed the value: views show it."""
+        # Without the lock: a thread that holds it may wait, in a lease, for this step to settle.
+        if self.is_viewed:
+            value = self._job.leases_of(self._shard).value(self._shard)
+            self._views.catch_up(value, self._write_count)
 
     def _put_in_place(self, parameter: torch.Tensor, lease: torch.Tensor, mode: int) -> None:
-        _leased[lease.untyped_storage()] = self
+        storage = lease.untyped_storage()
+        _leased[storage] = self
         if mode != MODE_READ:
             self._hand_casts_back(lambda: lease)
         elif self._casts is not None:
@@ -563,7 +649,9 @@ class Residency:
             else:
                 parameter.data = lease
         parameter.__class__ = self._classes.in_place
-        if mode != MODE_READ:
+        if mode == MODE_READ:
+            self._lease = weakref.ref(storage)
+        else:
             self._written_lease = lease
 
     def _put_away(self, parameter: torch.Tensor) -> None:
@@ -573,6 +661,11 @@ class Residency:
         with torch._C.DisableTorchFunctionSubclass():
             self._version = parameter._version
             parameter.data = self._hole
+        lease, self._lease = self._lease, None
+        if lease is not None and lease() is not None:
+            self._views.keep(
+                lease, self._outdated_count if self._outdated_at else self._write_count
+            )
         if self._outdated_at:
             self._outdated_at = 0
             self._old_users_left.notify_all()
@@ -601,6 +694,63 @@ def is_row_major(value: torch.Tensor) -> bool:
     if channels_last is None or not value.is_contiguous(memory_format=channels_last):
         return True
     return value.stride() == torch.empty(value.shape, device="meta").stride()
+
+
+def _refuse_other_form(job: Job, shard: Shard, value: torch.Tensor) -> None:
+    if (
+        value.shape != shard.shape
+        or value.dtype != shard.dtype
+        or value.layout is not torch.strided
+        or value.device.type != "cpu"
+    ):
+        raise NotResident(
+            f"job {job.name!r}: parameter {shard.name!r} is in memd as {shard.dtype} "
+            f"{list(shard.shape)} and cannot become {value.dtype} {list(value.shape)} on "
+            f"{value.device} there; convert before offload(), or copy.deepcopy the module and "
+            "convert the copy"
+        )
+    if not is_row_major(value):
+        raise NotResident(
+            f"job {job.name!r}: parameter {shard.name!r} is contiguous in memd, and "
+            f"cannot get the strides {list(value.stride())} there, as of channels_last; assign "
+            "value.clone(memory_format=torch.contiguous_format), or copy.deepcopy the module "
+            "and convert the copy"
+        )
+
+
+def _refuse_if_traced(job: Job, shard: Shard) -> None:
+    if torch._C._get_tracing_state() is not None:
+        raise NotResident(
+            f"job {job.name!r}: torch.jit.trace keeps parameters, and the bytes of "
+            f"{shard.name!r} are in memd; trace copy.deepcopy(module)"
+        )
+
+
+def _changes_since(version: int, parameter: torch.Tensor) -> int:
+    """How often torch has counted a change of the parameter, or of a tensor that shares its bytes,
+    since it had this version."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter._version - version
+
+
+def _is_unwritten(
+    leases: Leases, lease: weakref.ref[torch.UntypedStorage] | None, parameter: torch.Tensor
+) -> bool:
+    """Its memory is the lease's, and a change left every byte as it was: an embedding with
+    `max_norm` is changed by each call, and few of its rows are too long."""
+    return (
+        leases.read_privately
+        and lease is not None
+        and lease() is parameter.untyped_storage()
+        and not leases.is_written(parameter)
+    )
+
+
+def _refused_write(job: Job, shard: Shard, outcome: str) -> MemdError:
+    return MemdError(
+        f"job {job.name!r}: parameter {shard.name!r} was written through a tensor that shares its "
+        f"bytes (.data, detach() or a view), {outcome}; change parameters inside gather(write=True)"
+    )
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

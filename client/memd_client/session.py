@@ -92,9 +92,11 @@ class Session:
     def get(self, name: str) -> torch.Tensor:
         """The tensor stored under `name`, on the CPU.
 
-        Over shared memory it is memd's own memory, not a copy: cheap, and kept in host memory for
-        as long as a tensor shares it. Only read it; clone it before you change it. Without shared
-        memory it is a private copy.
+        Over shared memory it shows memd's own memory, not a copy: cheap, and kept in host memory
+        for as long as a tensor shares it. What you write to it stays in this process: nobody else
+        sees it, and `get` does not return it once the tensor is gone; `put` stores it. Two tensors
+        of one name may share memory while both live; clone what must not. Without shared memory
+        each is a copy.
 
         Raises:
             UnknownName: nothing is stored under `name`; the message shows similar names.

@@ -55,6 +55,12 @@ class SealedTarget(Protocol):
         ...
 
     @property
+    def is_viewed(self) -> bool:
+        """Somebody holds memory of the value in this process, and sees the new one there once the
+        step is closed."""
+        ...
+
+    @property
     def has_sealed_gradient(self) -> bool:
         """The gradient is still in this process, and is the one that was sealed last."""
         ...

@@ -14,6 +14,7 @@ from memd_client.gradients import GradientSlot
 from memd_client.identity import ByIdentity
 from memd_client.parameter import StreamedParameter, streamed
 from memd_client.shard import Shard, shard_spec
+from memd_client.views import is_same_bits
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
@@ -40,6 +41,10 @@ class StreamedTarget:
     @property
     def stays(self) -> bool:
         return False  # the next lease shows the new value
+
+    @property
+    def is_viewed(self) -> bool:
+        return self._entry.residency.is_viewed
 
     @property
     def has_sealed_gradient(self) -> bool:
@@ -137,6 +142,10 @@ class ResidentTarget:
         return True
 
     @property
+    def is_viewed(self) -> bool:
+        return True
+
+    @property
     def has_sealed_gradient(self) -> bool:
         """The last step took this `p.grad`, and nobody has changed it since."""
         gradient = self._alive().grad
@@ -178,6 +187,12 @@ class ResidentTarget:
     def drop_gradient(self) -> bool:
         return False  # torch's `zero_grad` drops it, and the step has consumed memd's copy
 
+    def take_writes(self) -> None:
+        """Nothing to take: `seal` compares all bytes."""
+
+    def refuse_writes(self) -> None:
+        """Never: the loop may do with its own memory what it likes."""
+
     def hold_still(self, held: ExitStack) -> None:
         """Nothing to hold: the parameter is the user's own."""
 
@@ -191,7 +206,7 @@ class ResidentTarget:
         # The loop may have changed the value by any means. `param.data` leaves no trace but the
         # bytes. Equal bytes are not written: memd knows more bits of a bf16 parameter than the
         # parameter has.
-        if not torch.equal(_bits(leases.value(self._shard)), _bits(parameter)):
+        if not is_same_bits(leases.value(self._shard), parameter):
             leases.write(self._shard, parameter.detach())
             self._job.mark_written()
         gradient = self.gradient_for_writing()
@@ -249,6 +264,10 @@ class EmptyTarget:
     @property
     def stays(self) -> bool:
         return False  # no step changes it
+
+    @property
+    def is_viewed(self) -> bool:
+        return False
 
     @property
     def has_sealed_gradient(self) -> bool:
@@ -429,13 +448,4 @@ def _updated_spec(shard: Shard, tier: types_pb2.Tier) -> types_pb2.ShardSpec:
         dtype=shard.dtype,
         shape=shard.shape,
         tier=tier,
-    )
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """As integers: NaN equals itself then, and 0 is not -0."""
-    return (
-        tensor.detach()
-        .contiguous()
-        .view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
     )

@@ -156,6 +156,7 @@ class Transaction:
         job.held_names.refuse_unclaimed()
         for watched in self._watched:
             watched.refuse_replaced()
+        self._take_writes()
         job.end_gradients()
         with closing_step(), self._turn:
             late = job.settle()
@@ -207,8 +208,20 @@ class Transaction:
             for function in self._after_commit:
                 function(number)
 
+    def _take_writes(self) -> None:
+        """Writes through views of parameters go into this step, unless an earlier `step()` has
+        taken their gradients: then nobody may use them before `commit()`."""
+        step = self._job.steps.open
+        sealed = step.targets if step is not None else {}
+        for parameter in self._job.shards.parameters:
+            if parameter.shard.shard_id in sealed:
+                parameter.refuse_writes()
+            else:
+                parameter.take_writes()
+
     def _commit(self, *, wait: bool) -> None:
         job, steps = self._job, self._job.steps
+        self._take_writes()
         late = job.settle()
         if not self._is_closed_by_commit:
             if wait and steps.disk_error:
@@ -270,6 +283,7 @@ class Transaction:
             try:
                 with suppress(NotDurable):  # the sync below puts it on disk, or raises
                     job.settle()
+                self._take_writes()
                 if steps.durable_step < steps.committed_step:
                     job.mark_written()
                 job.sync_if_needed()
@@ -326,9 +340,9 @@ class Transaction:
             job.note_step(self._step_ended - ended)
 
     def _settle_values(self, targets: Iterable[SealedTarget]) -> None:
-        """After a step over `targets` was sent: new values that stay in this process are in
+        """After a step over `targets` was sent: new values that are seen in this process are in
         place."""
-        if any(target.stays for target in targets):
+        if any(target.is_viewed for target in targets):
             self._job.settle()
 
     def _settle_durably(self) -> None:

@@ -186,6 +186,16 @@ nb::object lease_resident(const std::shared_ptr<ClientSession>& session,
   return tensor_over(session, *bytes, static_cast<DType>(dtype), shape);
 }
 
+std::vector<nb::object> take_written(const std::shared_ptr<ClientSession>& session,
+                                     uint32_t shard_id,
+                                     uint8_t dtype,
+                                     const std::vector<size_t>& shape) {
+  std::vector<nb::object> written;
+  for (const LeasedBytes& bytes : session->reads().take_written(shard_id))
+    written.push_back(tensor_over(session, bytes, static_cast<DType>(dtype), shape));
+  return written;
+}
+
 std::shared_ptr<ClientSession> connect(int session_fd,
                                        int table_fd,
                                        int doorbell_fd,
@@ -360,6 +370,40 @@ void bind_leases(nb::class_<ClientSession>& session) {
           "that uses it; returns at once.");
 }
 
+/// Leases for reading that are written all the same.
+void bind_writes(nb::class_<ClientSession>& session) {
+  session
+      .def_prop_ro(
+          "reads_privately",
+          [](ClientSession& self) { return self.reads().are_private(); },
+          "Whether a write through a lease for reading stays in this process. Not where the daemon "
+          "has reserved huge pages.")
+      .def(
+          "watch_writes",
+          [](ClientSession& self, uint32_t shard_id) { self.reads().watch(shard_id); },
+          "shard_id"_a,
+          "From now on take_written() has leases of this shard.")
+      .def_prop_ro(
+          "has_written",
+          [](ClientSession& self) { return self.reads().has_written(); },
+          "Whether take_written() has any, of whatever shard.")
+      .def("take_written",
+           &take_written,
+           "shard_id"_a,
+           "dtype"_a,
+           "shape"_a,
+           "Leases of the shard's value that were for reading, have ended, and were written: a "
+           "tensor for each, with which the bytes go.")
+      .def(
+          "is_written",
+          [](ClientSession& self, uintptr_t address, uint64_t length_bytes) {
+            return self.reads().is_written(reinterpret_cast<std::byte*>(address), length_bytes);
+          },
+          "address"_a,
+          "length_bytes"_a,
+          "Whether a living lease for reading, at this address, was written.");
+}
+
 /// Which step and which daemon it follows, and its end.
 void bind_connection(nb::class_<ClientSession>& session) {
   session
@@ -401,6 +445,7 @@ void bind_ring(nb::module_& module) {
       "may not, and views that a child inherited do nothing "
       "when they die there.");
   bind_leases(session);
+  bind_writes(session);
   bind_connection(session);
 }
 

@@ -89,16 +89,23 @@ Result<std::shared_ptr<ClientSession>> ClientSession::create(ClientSessionOption
     return device_error(errno,
                         concat("reserving ", options.arena_reserved_bytes, " bytes of addresses"));
   }
+  auto views = ReadViews::reserve(static_cast<std::byte*>(base), options.arena_reserved_bytes);
+  if (!views.is_ok()) {
+    munmap(base, options.arena_reserved_bytes);
+    return views.status();
+  }
   return std::shared_ptr<ClientSession>(new ClientSession(std::move(memory).value(),
                                                           std::move(table).value(),
                                                           std::move(options),
-                                                          static_cast<std::byte*>(base)));
+                                                          static_cast<std::byte*>(base),
+                                                          std::move(views).value()));
 }
 
 ClientSession::ClientSession(SharedMemory memory,
                              SharedMemory table,
                              ClientSessionOptions options,
-                             std::byte* base)
+                             std::byte* base,
+                             std::unique_ptr<ReadViews> views)
     : memory_(std::move(memory)),
       table_(std::move(table)),
       layout_(reinterpret_cast<SessionLayout*>(memory_.data())),
@@ -109,6 +116,7 @@ ClientSession::ClientSession(SharedMemory memory,
       reserved_bytes_(options.arena_reserved_bytes),
       more_segments_(std::move(options.more_segments)),
       base_(base),
+      reads_(std::move(views), forks_),
       held_(no_pins(), &std::free),
       stalls_(layout_->header.stalls, forks_) {}
 
@@ -321,6 +329,8 @@ Status ClientSession::map_segments_up_to(uint64_t end_bytes) {
                       0);
       if (at == MAP_FAILED)
         return device_error(errno, concat("mapping a segment of ", segment_bytes_));
+      if (Status status = reads_.map_segment(offset, segment_bytes_, fd); !status.is_ok())
+        return status;
       offset += segment_bytes_;
     }
     mapped_bytes_.store(offset, std::memory_order_release);
@@ -364,11 +374,12 @@ std::optional<LeasedBytes> ClientSession::lease_resident(uint32_t shard_id) noex
       [this] { ring_doorbell(); });
   end_resident_lease();
   if (!place) return std::nullopt;
-  const LeasedBytes lease{.data = base_ + place->offset_bytes,
-                          .length_bytes = place->length_bytes,
-                          .generation = place->generation,
-                          .pin_index = place->pin,
-                          .pin = kReaderPin};
+  LeasedBytes lease{.data = nullptr,
+                    .length_bytes = place->length_bytes,
+                    .generation = place->generation,
+                    .pin_index = place->pin,
+                    .pin = kReaderPin,
+                    .shard_id = shard_id};
   leases_held_.fetch_add(1, std::memory_order_relaxed);
   const uint64_t mapped_bytes = mapped_bytes_.load(std::memory_order_acquire);
   if (place->length_bytes > mapped_bytes ||
@@ -384,6 +395,7 @@ std::optional<LeasedBytes> ClientSession::lease_resident(uint32_t shard_id) noex
     release(lease);
     return std::nullopt;
   }
+  reads_.begin(place->offset_bytes, &lease);
   return lease;
 }
 
@@ -545,16 +557,19 @@ Result<LeasedBytes> ClientSession::finish(const WantedLease& wanted, Asked& aske
   lease_count_.fetch_add(1, std::memory_order_relaxed);
   if (completion.wait_ns == 0) granted_at_once_.fetch_add(1, std::memory_order_relaxed);
   leases_held_.fetch_add(1, std::memory_order_relaxed);
-  const LeasedBytes lease{.data = base_ + completion.offset_bytes,
-                          .length_bytes = completion.length_bytes,
-                          .generation = completion.generation,
-                          .pin_index = completion.pin,
-                          .pin = asked.waiting.pin};
+  LeasedBytes lease{.data = base_ + completion.offset_bytes,
+                    .length_bytes = completion.length_bytes,
+                    .generation = completion.generation,
+                    .pin_index = completion.pin,
+                    .pin = asked.waiting.pin,
+                    .shard_id = wanted.shard_id};
   if (Status status = map_segments_up_to(completion.offset_bytes + completion.length_bytes);
       !status.is_ok()) {
     release(lease);
     return status;
   }
+  if (wanted.part == Part::value && wanted.mode == LeaseMode::read)
+    reads_.begin(completion.offset_bytes, &lease);
   note_use(wanted.shard_id, wanted.part, wanted.mode, false);
   return lease;
 }
@@ -562,6 +577,7 @@ Result<LeasedBytes> ClientSession::finish(const WantedLease& wanted, Asked& aske
 void ClientSession::release(const LeasedBytes& lease) noexcept {
   // rings and counters are not mapped in a child
   if (forks_.is_in_child()) return;
+  if (lease.is_view && !reads_.end(lease)) return;
   give_back(lease.pin_index, lease.pin);
   held_.get()[lease.pin_index % kPinCount].fetch_sub(lease.pin, std::memory_order_seq_cst);
   leases_held_.fetch_sub(1, std::memory_order_relaxed);

@@ -19,6 +19,7 @@
 #include "ring/client_stalls.h"
 #include "ring/fork_watch.h"
 #include "ring/layout.h"
+#include "ring/read_leases.h"
 #include "ring/shared_memory.h"
 
 namespace memd {
@@ -35,15 +36,6 @@ struct ClientSessionOptions {
   /// Descriptors of the arena's segments from the given index on; called while a lease waits for
   /// one that is not mapped.
   std::function<Result<std::vector<OwnedFd>>(uint64_t first)> more_segments;
-};
-
-/// A leased shard's place. Give it back with ClientSession::release(), once, from any thread.
-struct LeasedBytes {
-  std::byte* data = nullptr;
-  uint64_t length_bytes = 0;
-  uint64_t generation = 0;
-  uint32_t pin_index = 0;
-  uint32_t pin = 0;  // kReaderPin or kWriterPin
 };
 
 struct ClientStatistics {
@@ -88,7 +80,10 @@ class ClientSession {
   std::vector<Result<LeasedBytes>> lease_together(const std::vector<WantedLease>& wanted,
                                                   uint64_t timeout_ns,
                                                   StallPhase phase);
+  /// A lease for reading that was written may live on: see ReadLeases::end().
   void release(const LeasedBytes& lease) noexcept;
+  /// Leases for reading values, and what was written through them.
+  ReadLeases& reads() { return reads_; }
   /// By request: leases the slot of a gradient to overwrite it, copies `bytes` there and gives it
   /// back.
   Status overwrite_gradient(const WantedLease& wanted,
@@ -139,7 +134,8 @@ class ClientSession {
   ClientSession(SharedMemory memory,
                 SharedMemory table,
                 ClientSessionOptions options,
-                std::byte* base);
+                std::byte* base,
+                std::unique_ptr<ReadViews> views);
   struct Asked {
     Waiting waiting;
     uint64_t request_id = 0;
@@ -199,6 +195,7 @@ class ClientSession {
   std::function<Result<std::vector<OwnedFd>>(uint64_t)> more_segments_;
   std::byte* base_;
   ForkWatch forks_;
+  ReadLeases reads_;
 
   std::mutex mutex_;  // request producer, completion consumer, waiting_
   std::condition_variable completed_;

@@ -968,6 +968,7 @@ TEST_F(RingTest, a_forked_child_reads_what_it_inherited_and_can_neither_lease_no
   const pid_t child = fork();
   if (child == 0) {
     bool right = lease.data[7] == std::byte{77};
+    lease.data[7] = std::byte{78};
     right = right && client_->lease(1, Part::value, LeaseMode::read, 1).status().code() ==
                          StatusCode::invalid_argument;
     right = right && client_->prefetch(1).code() == StatusCode::invalid_argument;
@@ -987,8 +988,67 @@ TEST_F(RingTest, a_forked_child_reads_what_it_inherited_and_can_neither_lease_no
   ASSERT_EQ(waitpid(child, &status, 0), child);
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
   EXPECT_EQ(ring_.pins(5), kReaderPin);
+  EXPECT_EQ(lease.data[7], std::byte{77});
   client_->release(lease);
   EXPECT_EQ(ring_.pins(5), 0u);
+}
+
+TEST_F(RingTest, what_is_written_through_a_lease_for_reading_reaches_nobody) {
+  std::thread daemon([&] {
+    for (int i = 0; i < 4; ++i) grant(next_request(), 5);
+  });
+  const auto read = [&] {
+    return client_->lease(1, Part::value, LeaseMode::read, kSecond).value();
+  };
+  LeasedBytes lease = read();
+  EXPECT_TRUE(client_->reads().are_private());
+  lease.data[7] = std::byte{77};
+  EXPECT_TRUE(client_->reads().is_written(lease.data, lease.length_bytes));
+  client_->release(lease);
+  EXPECT_EQ(ring_.pins(5), 0u) << "nobody watches it";
+  // A lease for writing is the arena itself.
+  const auto writer = client_->lease(1, Part::value, LeaseMode::write, kSecond).value();
+  EXPECT_EQ(writer.data[7], std::byte{0});
+  writer.data[8] = std::byte{8};
+  client_->release(writer);
+  lease = read();
+  EXPECT_EQ(lease.data[7], std::byte{0});
+  EXPECT_EQ(lease.data[8], std::byte{8});
+  client_->release(lease);
+  const auto gradient = client_->lease(1, Part::gradient, LeaseMode::read, kSecond).value();
+  EXPECT_EQ(gradient.data, writer.data);
+  client_->release(gradient);
+  daemon.join();
+}
+
+TEST_F(RingTest, a_watched_lease_that_was_written_lives_until_it_is_taken) {
+  std::thread daemon([&] {
+    for (int i = 0; i < 3; ++i) grant(next_request(), 5, 0, 0, 4096);
+  });
+  client_->reads().watch(1);
+  const auto read = [&](uint32_t shard) {
+    return client_->lease(shard, Part::value, LeaseMode::read, kSecond).value();
+  };
+  const LeasedBytes untouched = read(1);
+  EXPECT_FALSE(client_->reads().is_written(untouched.data, untouched.length_bytes));
+  client_->release(untouched);
+  EXPECT_FALSE(client_->reads().has_written());
+  const LeasedBytes written = read(1);
+  written.data[7] = std::byte{77};
+  client_->release(written);
+  EXPECT_TRUE(client_->reads().has_written());
+  EXPECT_EQ(ring_.pins(5), kReaderPin);
+  EXPECT_TRUE(client_->reads().take_written(2).empty());
+  const auto taken = client_->reads().take_written(1);
+  ASSERT_EQ(taken.size(), 1U);
+  EXPECT_EQ(taken[0].data[7], std::byte{77});
+  EXPECT_FALSE(client_->reads().has_written());
+  client_->release(taken[0]);
+  EXPECT_EQ(ring_.pins(5), 0u);
+  const LeasedBytes after = read(1);
+  EXPECT_EQ(after.data[7], std::byte{0});
+  client_->release(after);
+  daemon.join();
 }
 
 TEST_F(RingTest, another_layout_or_version_is_refused_with_both_named) {

@@ -1,9 +1,10 @@
 """A daemon in this process, for tests of the client: control plane, data plane and state of one
 job.
 
-Leases are real torch tensors at new addresses, as from a pool; a lease that ended is filled with
-NaN, so that a pointer kept beyond it shows. The rules of leases are checked: a write lease is
-alone, and an update meets nobody who writes.
+Leases are real torch tensors at new addresses, as from a pool; one for reading has the address of
+an equal one that lives. A lease that ended is filled with NaN, so that a pointer kept beyond it
+shows. The rules of leases are checked: a write lease is alone, and an update meets nobody who
+writes.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class FakeLease:
     part: int
     mode: int
     size_bytes: int
+    memory: torch.Tensor
+    granted: torch.Tensor  # what the memory was
 
 
 @dataclass(kw_only=True)
@@ -166,6 +169,9 @@ class FakeDaemon:
     step_walls: list[float] = field(default_factory=list)
     can_maximize: bool = True
     lease_bytes_max: int = 0  # most alive at a time since it was set to 0
+    reads_privately: bool = True
+    watched: set[int] = field(default_factory=set)
+    written: list[int] = field(default_factory=list)  # keys of leases that have ended
 
     def session(self, job: str = "fake") -> Session:
         self.session_count += 1
@@ -207,11 +213,14 @@ class FakeDaemon:
             )
         )
         answers: list[torch.Tensor | memd_native.StatusError] = []
-        for shard_id, dtype, shape, _ in shards:
-            try:
-                answers.append(self.lease(shard_id, part, mode, dtype, tuple(shape), timeout_s))
-            except memd_native.StatusError as error:
-                answers.append(error)
+        # The native module makes tensors without torch's dispatcher, so transforms of torch.func do
+        # not see them.
+        with temporarily_clear_interpreter_stack():
+            for shard_id, dtype, shape, _ in shards:
+                try:
+                    answers.append(self.lease(shard_id, part, mode, dtype, tuple(shape), timeout_s))
+                except memd_native.StatusError as error:
+                    answers.append(error)
         return answers
 
     def stall_group(self, name: str) -> int:
@@ -251,13 +260,12 @@ class FakeDaemon:
             raise status_error(_NOT_FOUND, f"part {part} was never written")
         if mode != MODE_OVERWRITE and source is not None:
             memory.copy_(source)
+        for lease in list(self.leases.values()):  # other threads lease too
+            same = (lease.shard, lease.part, lease.mode) == (shard.spec.name, part, MODE_READ)
+            if same and mode == MODE_READ and not _is_written(lease):
+                memory = lease.memory if torch.equal(lease.memory, memory) else memory
         leased = self._hand_out(shard, part, mode, memory)
-        if (dtype, list(shape)) != (shard.spec.dtype, list(shard.spec.shape)):
-            with temporarily_clear_interpreter_stack():
-                form = torch.empty(0, dtype=torch_dtype(dtype))
-                strides = torch.empty(shape, device="meta").stride()
-                return form.set_(leased.untyped_storage(), 0, shape, strides)
-        return leased
+        return _in_form(leased, shard, dtype, shape)
 
     def _refuse_conflict(self, shard: FakeShard, part: int, mode: int) -> None:
         for lease in self.leases.values():
@@ -275,31 +283,56 @@ class FakeDaemon:
             raise status_error(
                 _CAPACITY, f"{held_bytes} bytes are leased, {self.arena_bytes} there are"
             )
-        # A second storage over the same bytes, whose death is the lease's end; `memory` outlives
-        # it.
-        # The native module makes tensors without torch's dispatcher, so transforms of torch.func do
-        # not see them.
-        with temporarily_clear_interpreter_stack():
-            storage = torch.from_numpy(memory.view(-1).view(torch.uint8).numpy()).untyped_storage()
-            handed: torch.Tensor = torch.empty(0, dtype=shard.dtype)
-            handed.set_(storage, 0, memory.shape, memory.stride())
         self.lease_count += 1
         key = self.lease_count
         self.leases[key] = FakeLease(
-            shard=shard.spec.name, part=part, mode=mode, size_bytes=memory.nbytes
+            shard=shard.spec.name,
+            part=part,
+            mode=mode,
+            size_bytes=memory.nbytes,
+            memory=memory,
+            granted=memory.clone(),
         )
         self.lease_bytes_max = max(self.lease_bytes_max, held_bytes)
-        weakref.finalize(storage, self._end, key, shard, memory).atexit = False
-        return handed
+        return _handed(memory, self._release, key, shard)
 
-    def _end(self, key: int, shard: FakeShard, memory: torch.Tensor) -> None:
+    def _release(self, key: int, shard: FakeShard) -> None:
+        lease = self.leases[key]
+        if shard.shard_id in self.watched and _is_written(lease):
+            self.written.append(key)
+        else:
+            self._end(key, shard)
+
+    def _end(self, key: int, shard: FakeShard) -> None:
         lease = self.leases.pop(key)
         if lease.mode != MODE_READ:
             if lease.part == PART_GRADIENT:
-                shard.gradient = memory.clone()
+                shard.gradient = lease.memory.clone()
             else:
-                self._set_value(shard, memory.clone())
-        memory.view(-1).view(torch.uint8).fill_(0xFF)
+                self._set_value(shard, lease.memory.clone())
+        if all(other.memory is not lease.memory for other in list(self.leases.values())):
+            _bytes_of(lease.memory).fill_(0xFF)
+
+    def watch_writes(self, shard_id: int) -> None:
+        self.watched.add(shard_id)
+
+    @property
+    def has_written(self) -> bool:
+        return bool(self.written)
+
+    def take_written(self, shard_id: int, dtype: int, shape: Sequence[int]) -> list[torch.Tensor]:
+        shard = self.shards[shard_id]
+        keys = [key for key in self.written if self.leases[key].shard == shard.spec.name]
+        self.written = [key for key in self.written if key not in keys]
+        with temporarily_clear_interpreter_stack():
+            taken = [_handed(self.leases[key].memory, self._end, key, shard) for key in keys]
+            return [_in_form(leased, shard, dtype, shape) for leased in taken]
+
+    def is_written(self, address: int, length_bytes: int) -> bool:
+        return any(
+            lease.memory.data_ptr() == address and _is_written(lease)
+            for lease in list(self.leases.values())
+        )
 
     def _set_value(self, shard: FakeShard, value: torch.Tensor) -> None:
         shard.value = value
@@ -564,6 +597,39 @@ class FakeDaemon:
                 moment.view(-1)[request.element_first : request.element_first + part.numel()] = part
             shard.generation = request.generation
         return tensor_pb2.PutMomentsResponse()
+
+
+def _in_form(
+    leased: torch.Tensor, shard: FakeShard, dtype: int, shape: Sequence[int]
+) -> torch.Tensor:
+    """The same bytes in another dtype and shape, if that is asked for."""
+    if (dtype, list(shape)) == (shard.spec.dtype, list(shard.spec.shape)):
+        return leased
+    with temporarily_clear_interpreter_stack():
+        form = torch.empty(0, dtype=torch_dtype(dtype))
+        strides = torch.empty(tuple(shape), device="meta").stride()
+        return form.set_(leased.untyped_storage(), 0, tuple(shape), strides)
+
+
+def _handed(
+    memory: torch.Tensor, end: Callable[[int, FakeShard], None], key: int, shard: FakeShard
+) -> torch.Tensor:
+    """A second storage over `memory`, which outlives it. Its death is the lease's end."""
+    storage = torch.from_numpy(_bytes_of(memory).numpy()).untyped_storage()
+    handed: torch.Tensor = torch.empty(0, dtype=memory.dtype)
+    handed.set_(storage, 0, memory.shape, memory.stride())
+    weakref.finalize(storage, end, key, shard).atexit = False
+    return handed
+
+
+def _is_written(lease: FakeLease) -> bool:
+    return (lease.part, lease.mode) == (PART_VALUE, MODE_READ) and not torch.equal(
+        _bytes_of(lease.memory), _bytes_of(lease.granted)
+    )
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _chunks(tensor: torch.Tensor, chunk_bytes: int = 1 << 20) -> Iterable[bytes]:

@@ -42,6 +42,7 @@ from tests.unit.settings_cases import TestSettings  # noqa: F401
 from tests.unit.thread_cases import TestThreads  # noqa: F401
 from tests.unit.tied_cases import TestTied  # noqa: F401
 from tests.unit.track_cases import TestAfterCommit, TestCommit, TestResume, TestTrack  # noqa: F401
+from tests.unit.view_cases import TestViews  # noqa: F401
 from tests.unit.zero_grad_cases import TestZeroGrad  # noqa: F401
 
 if TYPE_CHECKING:

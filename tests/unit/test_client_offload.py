@@ -507,3 +507,31 @@ def test_a_warning_says_that_gradients_spill(
         "job 'fake': its host memory (1 GiB) cannot hold all gradients, so some go to disk in "
         "every step; raise host_bytes to make it faster"
     ]
+
+
+def test_a_change_that_leaves_the_bytes_as_they_were_is_not_written(
+    session: Session, daemon: FakeDaemon
+) -> None:
+    """An embedding with `max_norm` changes its weight in each call."""
+    embedding = memd_client.offload(nn.Embedding(8, 4, max_norm=1.0), session)
+    synced = []
+    for _ in range(2):
+        embedding(torch.arange(8))
+        synced.append(daemon.synced)
+        session.commit()
+    assert synced == [False, True], "only the first call finds rows that are too long"
+
+
+def test_without_private_reads_a_write_while_the_parameter_is_away_is_refused(
+    session: Session, daemon: FakeDaemon
+) -> None:
+    """The daemon has reserved huge pages."""
+    model = memd_client.offload(build(Mlp), session)
+    daemon.reads_privately = False
+    with torch.no_grad():
+        model.get_parameter("layers.0.weight")[0].zero_()
+    with pytest.raises(
+        memd_client.MemdError, match=r"'layers\.0\.weight' was written.*while.*lost"
+    ):
+        loss_of(model)
+    loss_of(model)

@@ -42,7 +42,8 @@ CLIENT_LAYERS = (
     *("name_uses", "blobs", "adam_settings"),
     *("metadata", "lazy", "moments", "transaction", "module_names", "buffers"),
     # Offloaded parameters.
-    *("early", "gradients", "hole", "casts", "residency", "parameter", "saved_tensors", "away"),
+    *("early", "gradients", "hole", "casts", "views", "residency", "parameter", "saved_tensors"),
+    "away",
     "in_place",
     "placement",
     "module_hooks",

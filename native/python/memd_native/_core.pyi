@@ -170,6 +170,27 @@ class ClientSession:
         The session has let go of the shard's gradient, and writes it no more before the step that uses it; returns at once.
         """
 
+    @property
+    def reads_privately(self) -> bool:
+        """
+        Whether a write through a lease for reading stays in this process. Not where the daemon has reserved huge pages.
+        """
+
+    def watch_writes(self, shard_id: int) -> None:
+        """From now on take_written() has leases of this shard."""
+
+    @property
+    def has_written(self) -> bool:
+        """Whether take_written() has any, of whatever shard."""
+
+    def take_written(self, shard_id: int, dtype: int, shape: Sequence[int]) -> list[object]:
+        """
+        Leases of the shard's value that were for reading, have ended, and were written: a tensor for each, with which the bytes go.
+        """
+
+    def is_written(self, address: int, length_bytes: int) -> bool:
+        """Whether a living lease for reading, at this address, was written."""
+
     def follow(self, call: int) -> None:
         """
         Requests from now on come after the step of this call, whichever of them reaches the daemon first; 0: after none that is on its way.

@@ -1,0 +1,47 @@
+#include "ring/read_leases.h"
+
+namespace memd {
+
+void ReadLeases::begin(uint64_t offset_bytes, LeasedBytes* lease) {
+  lease->data = views_->begin(offset_bytes, lease->length_bytes);
+  lease->is_view = true;
+}
+
+bool ReadLeases::end(const LeasedBytes& lease) {
+  if (!lease.is_taken && views_->end_unless_written(lease.data, lease.length_bytes)) return true;
+  if (!lease.is_taken) {
+    const std::lock_guard lock(mutex_);
+    if (watched_.contains(lease.shard_id)) {
+      written_.push_back(lease);
+      written_count_.store(written_.size(), std::memory_order_release);
+      return false;
+    }
+  }
+  views_->end(lease.data, lease.length_bytes);
+  return true;
+}
+
+void ReadLeases::watch(uint32_t shard_id) {
+  const std::lock_guard lock(mutex_);
+  watched_.insert(shard_id);
+}
+
+std::vector<LeasedBytes> ReadLeases::take_written(uint32_t shard_id) {
+  if (!has_written()) return {};
+  const std::lock_guard lock(mutex_);
+  std::vector<LeasedBytes> taken;
+  std::erase_if(written_, [&](const LeasedBytes& lease) {
+    if (lease.shard_id != shard_id) return false;
+    taken.push_back(lease);
+    taken.back().is_taken = true;
+    return true;
+  });
+  written_count_.store(written_.size(), std::memory_order_release);
+  return taken;
+}
+
+bool ReadLeases::is_written(std::byte* data, uint64_t length_bytes) {
+  return !forks_.is_in_child() && views_->is_written(data, length_bytes);
+}
+
+}  // namespace memd
