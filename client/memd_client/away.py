@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
+from memd_client.dynamo import untraced
 from memd_client.errors import NotResident
 from memd_client.hole import allowing_metadata
 from memd_client.interrupts import call_user
@@ -69,6 +70,7 @@ class AwayParameter(nn.Parameter):
         return nn.Parameter(data, requires_grad)  # type: ignore[arg-type]
 
     @classmethod
+    @untraced
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -99,9 +101,47 @@ class AwayParameter(nn.Parameter):
                 entry_of(parameter).residency.expect_change()
             return call_user(func, *args, **kwargs)
 
+    @untraced
     def detach(self) -> torch.Tensor:
         """As torch's."""
         return detached(self, sys._getframe(1))
+
+    # As properties, since torch.compile, which sees through `__torch_function__` here, would read
+    # what the hole has.
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient in memd."""
+        return get_gradient(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        set_gradient(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        set_gradient(self, None)
+
+    _grad = grad  # torch.optim and torch.nn.Module.to() use this name
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Refused."""
+        return _get_data(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _set_data(self, value)
+
+    # torch's stub has no types here.
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Never called: a parameter has no key for it. That the class has one of its own makes
+        torch.compile take the parameter for an object that it does not know, end a graph where it
+        is used, and call the operation, which fetches the bytes. Of another subclass it would make
+        a tensor of a graph, for which it needs the bytes."""
+        raise NotImplementedError
 
     def set_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """torch has no `__torch_function__` for it: it would replace the hole."""
@@ -215,6 +255,7 @@ def _refuse(parameter: torch.Tensor, what: str) -> NoReturn:
     )
 
 
+@untraced
 def _get_data(parameter: torch.Tensor) -> torch.Tensor:
     # The caller could write to the result without torch or memd noticing.
     _refuse_unless_gathered(parameter, ".data")
@@ -223,6 +264,7 @@ def _get_data(parameter: torch.Tensor) -> torch.Tensor:
         return value
 
 
+@untraced
 def _set_data(parameter: torch.Tensor, value: torch.Tensor) -> None:
     """`module.to()` and its like assign the result of the conversion, which is the parameter itself
     if nothing changed.

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from memd_client.shard import Shard
 
 # Nobody else's, as the key in `hole.py`.
+_data: Any = torch._C.TensorBase.data
 _KEY = "TESTING_ONLY_GenericMode"
 _keys: Any = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
 _autocast_key: Any = torch._C._dispatch_key_parse("AutocastCPU")
@@ -201,7 +202,7 @@ class Casts:
             carrier = self._carrier = make_without_memory(lease.shape, lease.dtype, _keys)
         _sources[lease.untyped_storage()] = self
         _set(carrier, lease)
-        parameter.data = carrier
+        _data.__set__(parameter, carrier)
         _set(carrier)
 
     def note(self, value: torch.Tensor, cast: torch.Tensor, arguments: Any, keywords: Any) -> None:

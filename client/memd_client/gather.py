@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from memd_client.dynamo import untraced
 from memd_client.leases import MODE_READ, MODE_WRITE
 from memd_client.parameter import fetched, streamed
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from memd_client.job import Job
 
 
+@untraced
 def gather(
     params_or_module: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, write: bool = False
 ) -> AbstractContextManager[None]:
@@ -53,6 +55,7 @@ class _Gathered(AbstractContextManager[None]):
         self._jobs: set[Job] = set()
         self._inside = ExitStack()
 
+    @untraced
     def __enter__(self) -> None:
         write = self._write
         parameters = _parameters(self._params_or_module)
@@ -64,6 +67,7 @@ class _Gathered(AbstractContextManager[None]):
             self._jobs = {entry.job for entry in entries}
             self._inside = inside.pop_all()
 
+    @untraced
     def __exit__(
         self,
         kind: type[BaseException] | None,

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch.autograd import Variable
 
+from memd_client.dynamo import untraced
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 # number, so that the daemon wakes once for several.
 _AHEAD_COUNT = 16
 _AHEAD_BYTES = 32 << 20
-
 
 _graph_task = torch._C._current_graph_task_id
 _NO_TASK = -1
@@ -42,11 +43,13 @@ class BackwardEnd:
         self._order = weakref.ref(order)
         self._graph_task = graph_task
 
+    @untraced
     def __call__(self) -> None:
         order = self._order()
         if order is not None:
             order.end_backward(self._graph_task)
 
+    @untraced
     def __del__(self) -> None:
         self()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Generic, TypeVar
 
+from memd_client.dynamo import untraced
+
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -43,6 +45,7 @@ class ByIdentity(Generic[K, V]):
     def __len__(self) -> int:
         return len(self._found)
 
+    @untraced
     def _forget(self, weak: weakref.ref[K]) -> None:
         assert isinstance(weak, _Key)
         found = self._found.get(weak._key_id)

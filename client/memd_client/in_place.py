@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from memd_client.away import AwayParameter
+from memd_client.dynamo import traced_if_inlined
 from memd_client.parameter import detached, entry_of, get_gradient, set_gradient
 from memd_client.residency import this_thread
 
 _data: Any = torch._C.TensorBase.data
+_detach: Any = torch._C.TensorBase.detach
 _requires_grad: Any = torch._C.TensorBase.requires_grad
 
 
@@ -84,8 +87,12 @@ class InPlaceParameter(nn.Parameter):
         entry_of(self).set_requires_grad(self, requires_grad)
         return self
 
+    @traced_if_inlined
     def detach(self) -> torch.Tensor:
         """As torch's."""
+        if is_dynamo_compiling():
+            tensor: torch.Tensor = _detach(self)
+            return tensor
         return detached(self, sys._getframe(1))
 
     # torch's stub has no types here.

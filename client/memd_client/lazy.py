@@ -16,6 +16,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from memd_client.dynamo import untraced
 from memd_client.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class LazyTensor(torch.Tensor):
 
     # torch's stub has no types here.
     @classmethod
+    @untraced
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -7,38 +7,57 @@ Nothing is patched and no backward hooks are needed (docs/decisions/parameters-a
 * every module call pushes the hooks of `saved_tensors.py`, unless they are active, so that
   autograd does not keep a parameter's bytes;
 * the hooks are plain functions that look parameters up. In a copy of the module, whose parameters
-  memd does not know, they do nothing.
+  memd does not know, they do nothing;
+* a graph of torch.compile ends at them. A module that is compiled by itself, a *unit*, brings all
+  parameters below it, and its graph goes through the hooks below it (docs/decisions/compile.md).
 """
 
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from threading import local
 from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import ref
+from weakref import WeakSet, ref
 
 from torch import nn
+from torch.compiler import is_dynamo_compiling
+from torch.utils.hooks import RemovableHandle
 
-from memd_client.errors import NotResident
+from memd_client.dynamo import (
+    is_compiled,
+    makes_constants,
+    traced_if_inlined,
+    untraced,
+    untraced_itself,
+)
+from memd_client.errors import CapacityError, NotResident
 from memd_client.identity import ByIdentity
 from memd_client.interrupts import interrupts
 from memd_client.lazy import LazyTensor
+from memd_client.module_names import plain_name
 from memd_client.parameter import bring, streamed
 from memd_client.residency import release_all, residency_of_storage
 from memd_client.saved_tensors import save_by_name_hooks
+from memd_client.sizes import UPDATE_BYTES, format_size
 from memd_client.stalls import note_module_calls
 
 if TYPE_CHECKING:
-    from collections import OrderedDict
-    from collections.abc import ItemsView, Iterator
+    from collections.abc import Callable, ItemsView, Iterator
     from types import FrameType
 
     import torch
     from torch.autograd.graph import saved_tensors_hooks
 
     from memd_client.residency import Held, Residency
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+# torch gives each hook a number of its own, and guards on it: each block of a model would be
+# compiled anew, and after eight of them torch gives up. All modules share this one, which torch
+# gives to nobody else.
+_HOOK_ID = RemovableHandle(OrderedDict()).id
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +79,8 @@ class _Frame:
 
     __slots__ = ("_held", "_hooks", "_module")
 
+    is_compiled = False
+
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._hooks: saved_tensors_hooks | None = None
@@ -73,7 +94,10 @@ class _Frame:
         if hooks is not None:
             hooks.__enter__()
             self._hooks = hooks
-        self._held = bring(own_parameters(self._module))
+        self._held = bring(self._parameters())
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return own_parameters(self._module)
 
     def close(self) -> None:
         try:
@@ -81,6 +105,23 @@ class _Frame:
         finally:
             if self._hooks is not None:
                 self._hooks.__exit__()
+
+
+class _CompiledFrame(_Frame):
+    """A module call inside a compiled function."""
+
+    __slots__ = ()
+
+    is_compiled = True
+
+
+class _UnitFrame(_CompiledFrame):
+    """A call of a unit."""
+
+    __slots__ = ()
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return list(self._module.parameters())
 
 
 class _ModuleCalls(local):
@@ -91,15 +132,17 @@ class _ModuleCalls(local):
         self._raised_count = interrupts.raised_count
 
     def enter(self, module: nn.Module) -> None:
-        frame = _Frame(module)
+        self._push(_Frame(module))
+
+    def enter_compiled(self, module: nn.Module) -> None:
+        if makes_constants():
+            _refuse_constants(module)
         frames = self._frames
-        if self._raised_count != interrupts.raised_count:
-            self._leave_interrupted()
-        if not frames:
-            note_module_calls(True)
-        # Before anything can fail: torch calls `_leave` after a failed pre-hook too.
-        frames.append(frame)
-        frame.open()
+        is_outermost = not frames or not frames[-1].is_compiled
+        if is_outermost:
+            _show_hooks(module)
+        is_unit = _units.has(module, is_outermost=is_outermost)
+        self._push(_UnitFrame(module) if is_unit else _CompiledFrame(module))
 
     def leave(self, module: nn.Module) -> None:
         """Does nothing if a hook of somebody else failed before ours was called: then no frame of
@@ -131,6 +174,16 @@ class _ModuleCalls(local):
         while len(self._frames) > kept:
             self._close_last(self._frames)
 
+    def _push(self, frame: _Frame) -> None:
+        frames = self._frames
+        if self._raised_count != interrupts.raised_count:
+            self._leave_interrupted()
+        if not frames:
+            note_module_calls(True)
+        # Before anything can fail: torch calls `_leave` after a failed pre-hook too.
+        frames.append(frame)
+        frame.open()
+
     @staticmethod
     def _close_last(frames: list[_Frame]) -> None:
         frame = frames.pop()
@@ -139,7 +192,33 @@ class _ModuleCalls(local):
         frame.close()
 
 
+class _Units:
+    """The modules that were compiled by themselves. A model that was offloaded is none, as it may
+    be larger than memory: compiled whole, it is one graph for each module that has parameters."""
+
+    def __init__(self) -> None:
+        self._models: WeakSet[nn.Module] = WeakSet()
+        self._units: WeakSet[nn.Module] = WeakSet()
+
+    def add_model(self, model: nn.Module) -> None:
+        self._models.add(model)
+
+    def has(self, module: nn.Module, *, is_outermost: bool) -> bool:
+        """`module` is called inside a compiled function. `is_outermost`: none around it is."""
+        if module in self._units:
+            return True
+        if not is_outermost or module in self._models:
+            return False
+        _refuse_small_host(module)
+        for child in module.modules():
+            if child is not module and _HOOK_ID in child._forward_hooks:
+                _hook(child, _enter_unless_traced, _leave_unless_traced)
+        self._units.add(module)
+        return True
+
+
 _calls = _ModuleCalls()
+_units = _Units()
 _CALL = nn.Module._call_impl.__code__
 
 
@@ -177,7 +256,7 @@ class _UncountedHooks(MutableMapping[int, Any]):
         return iter(self._hooks)
 
     def __len__(self) -> int:
-        return sum(hook is not _enter and hook is not _leave for hook in self._hooks.values())
+        return len(self._hooks) - (_HOOK_ID in self._hooks)
 
     def __bool__(self) -> bool:
         return bool(self._hooks)
@@ -188,16 +267,22 @@ class _UncountedHooks(MutableMapping[int, Any]):
     def move_to_end(self, key: int, last: bool = True) -> None:
         self._hooks.move_to_end(key, last)
 
+    def counted(self) -> OrderedDict[int, Any]:
+        """The module's own dictionary."""
+        return self._hooks
+
 
 def stream(module: nn.Module) -> None:
     """From now on a module call fetches the parameters of `module` that it needs."""
-    for child in module.modules():
-        # First and last, so that other hooks see the parameters in place.
-        child.register_forward_pre_hook(_enter, prepend=True)
-        child.register_forward_hook(_leave, always_call=True)
-        child.register_state_dict_post_hook(_copy_out)
+    for name, child in module.named_modules():
+        if not plain_name(module, name):
+            _units.add_model(child)
+        # Without parameters a module needs nothing, and graphs go through it.
+        if next(child.parameters(), None) is not None:
+            _hook(child, _enter, _leave)
+            child.register_state_dict_post_hook(_copy_out)
         # torch.jit.script() calls it, before it fails at these hooks.
-        child.__prepare_scriptable__ = _refuse_scripting  # type: ignore[assignment]
+        child.__prepare_scriptable__ = _refuse_scripting
     for layer in module.modules():
         if isinstance(layer, nn.TransformerEncoderLayer):
             _hide_hooks(layer)
@@ -205,10 +290,30 @@ def stream(module: nn.Module) -> None:
 
 def _hide_hooks(layer: nn.TransformerEncoderLayer) -> None:
     for child in layer.modules():
-        for name in ("_forward_pre_hooks", "_forward_hooks"):
+        for name in _HOOKS:
             hooks = child.__dict__[name]
             if not isinstance(hooks, _UncountedHooks):
                 child.__dict__[name] = _UncountedHooks(hooks)
+
+
+def _show_hooks(module: nn.Module) -> None:
+    """torch.compile takes no dictionary but its own class."""
+    for child in module.modules():
+        for name in _HOOKS:
+            hooks = child.__dict__[name]
+            if isinstance(hooks, _UncountedHooks):
+                child.__dict__[name] = hooks.counted()
+
+
+def _hook(module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> None:
+    """First and last, so that other hooks see the parameters in place. As torch's
+    `register_forward_pre_hook(prepend=True)` and `register_forward_hook(always_call=True)`, which
+    take no number."""
+    before: Any = module._forward_pre_hooks
+    before[_HOOK_ID] = enter
+    before.move_to_end(_HOOK_ID, last=False)
+    module._forward_hooks[_HOOK_ID] = leave
+    module._forward_hooks_always_called[_HOOK_ID] = True
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -236,11 +341,47 @@ def end_interrupted_calls() -> None:
     _calls.leave_all()
 
 
+def _refuse_constants(module: nn.Module) -> None:
+    entry = next(filter(None, map(streamed, module.parameters())), None)
+    if entry is not None:
+        raise NotResident(
+            f"job {entry.job.name!r}: inductor's freezing makes constants of parameters, and would "
+            f"keep the bytes of {entry.shard.name!r} and its like in memory; set "
+            "torch._inductor.config.freezing to False"
+        )
+
+
+def _refuse_small_host(unit: nn.Module) -> None:
+    parameters = [each for each in unit.parameters() if streamed(each) is not None]
+    entry = streamed(parameters[0]) if parameters else None
+    if entry is None:
+        return
+    # As for the largest module in `offload`: values and gradients, and what an update needs.
+    needed_bytes = 2 * sum(p.numel() * p.element_size() for p in parameters) + UPDATE_BYTES
+    if needed_bytes > entry.job.host_bytes:
+        raise CapacityError(
+            f"job {entry.job.name!r}: all of a module that is compiled is in memory at once, and "
+            f"host_bytes is below what this {type(unit).__name__} needs, which has parameter "
+            f"{entry.shard.name!r}: compile smaller modules, or the whole model, or connect with "
+            f"more: {format_size(entry.job.host_bytes)} < {format_size(needed_bytes)}"
+        )
+
+
+@untraced_itself
 def _enter(module: nn.Module, inputs: Any) -> None:
     del inputs
-    _calls.enter(module)
+    if is_compiled():
+        _enter_compiled(module)
+    else:
+        _calls.enter(module)
 
 
+@untraced
+def _enter_compiled(module: nn.Module) -> None:
+    _calls.enter_compiled(module)
+
+
+@untraced
 def _leave(module: nn.Module, inputs: Any, output: Any) -> None:
     del inputs, output
     _calls.leave(module)
@@ -255,6 +396,22 @@ def _refuse_scripting() -> NoReturn:
     )
 
 
+# Below a unit, which has brought the parameters, graphs go on.
+
+
+@traced_if_inlined
+def _enter_unless_traced(module: nn.Module, inputs: Any) -> None:
+    if not is_dynamo_compiling():
+        _enter(module, inputs)
+
+
+@traced_if_inlined
+def _leave_unless_traced(module: nn.Module, inputs: Any, output: Any) -> None:
+    if not is_dynamo_compiling():
+        _leave(module, inputs, output)
+
+
+@untraced
 def _copy_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Puts copies into a state_dict, one module at a time. It is kept and saved, and leases would
     hold the whole model in memory.

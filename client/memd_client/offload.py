@@ -20,7 +20,7 @@ from memd_client.parameter import StreamedParameter, streamed
 from memd_client.placement import Placement
 from memd_client.residency import Classes, is_row_major
 from memd_client.shard import TIERS, Shard, bytes_name, bytes_spec, shard_spec
-from memd_client.sizes import format_size
+from memd_client.sizes import UPDATE_BYTES, format_size
 from memd_client.targets import owner_of
 from memd_proto.v1 import types_pb2
 
@@ -32,9 +32,6 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _CLASSES = Classes(away=AwayParameter, in_place=InPlaceParameter)
-# An update needs two tiles of 256 Ki elements of 12 bytes: one is computed while the other is
-# moved.
-_TILES_BYTES = 2 * (256 << 10) * 12
 
 
 def offload(
@@ -206,13 +203,13 @@ def _refuse_small_pool(module: nn.Module, job: Job) -> None:
         ),
         default=(0, ""),
     )
-    needed_bytes = 2 * largest_bytes + _TILES_BYTES
+    needed_bytes = 2 * largest_bytes + UPDATE_BYTES
     if largest_bytes and needed_bytes > job.host_bytes:
         raise CapacityError(
             f"job {job.name!r}: host_bytes is below what the largest module needs; connect with "
             f"more, or split module {largest!r}: {format_size(job.host_bytes)} < "
             f"{format_size(needed_bytes)} (parameters {format_size(largest_bytes)}, their "
-            f"gradients, and {format_size(_TILES_BYTES)} for the update)"
+            f"gradients, and {format_size(UPDATE_BYTES)} for the update)"
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from memd_client.adam_settings import adam_settings, plain_betas, refuse_group
+from memd_client.dynamo import untraced
 from memd_client.early import EarlyUpdates
 from memd_client.errors import InvalidArgument, NotYet
 from memd_client.interrupts import call_user, defer_interrupts
@@ -180,6 +181,7 @@ class Adam(torch.optim.Optimizer):
         """The name under which memd has a parameter of this optimizer."""
         return self._targets[id(parameter)].shard.name
 
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient, as one transaction. Returns the loss of
         `closure`, if there is one.
@@ -224,6 +226,7 @@ class Adam(torch.optim.Optimizer):
             raise
         return loss
 
+    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Where `set_to_none` is False, zeros take the place of gradients, of those too
         that a step has consumed, and the next step updates with them.
@@ -284,6 +287,7 @@ class Adam(torch.optim.Optimizer):
                 target.gradient_for_writing().mul_(factor)
         return total_norm
 
+    @untraced
     def state_dict(self) -> dict[str, Any]:
         """In torch's format, loadable by `torch.optim.Adam` or `AdamW`. Each parameter that was
         updated has `step`, `exp_avg` and `exp_avg_sq`, and before the first step each one that
@@ -297,6 +301,7 @@ class Adam(torch.optim.Optimizer):
         finally:
             self.state.update((parameter, {}) for parameter in states)
 
+    @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict()` of this class, `torch.optim.Adam` or `AdamW` returned. Durable
         when it returns. Moments that come from `state_dict()` of this optimizer and were neither

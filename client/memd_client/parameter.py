@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._guards import TracingContext
 
+from memd_client.dynamo import untraced
 from memd_client.errors import InvalidArgument, MemdError, NotResident
 from memd_client.gradients import GradientSlot
 from memd_client.identity import ByIdentity
@@ -184,6 +186,7 @@ def detached(parameter: torch.Tensor, caller: FrameType) -> torch.Tensor:
     return tensor
 
 
+@untraced
 def take_gradient(parameter: torch.Tensor) -> None:
     """Post-accumulate hook: autograd has just set `grad` or added to it. It holds only what came
     since the last call.
@@ -205,6 +208,7 @@ def take_gradient(parameter: torch.Tensor) -> None:
         early.gradient_is_final(job, shard, leases)
 
 
+@untraced
 def get_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """`parameter.grad`. A hook that was registered before `take_gradient` calls this first."""
     take_gradient(parameter)
@@ -214,9 +218,13 @@ def get_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     if not entry.gradient.present:
         entry.gradient.note_absence()
         return None
+    # While torch.compile describes the parameter, it would make a part of the graph of it.
+    if TracingContext.try_get() is not None:
+        return None
     return entry.gradient.show()
 
 
+@untraced
 def set_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
     """`parameter.grad = value`."""
     with torch._C.DisableTorchFunctionSubclass():

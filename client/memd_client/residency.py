@@ -647,7 +647,7 @@ class Residency:
                 self._casts = self._casts or Casts(self)
                 self._casts.put_in_place(parameter, lease)
             else:
-                parameter.data = lease
+                _data.__set__(parameter, lease)
         parameter.__class__ = self._classes.in_place
         if mode == MODE_READ:
             self._lease = weakref.ref(storage)
@@ -660,7 +660,7 @@ class Residency:
         parameter.__class__ = self._classes.away
         with torch._C.DisableTorchFunctionSubclass():
             self._version = parameter._version
-            parameter.data = self._hole
+            _data.__set__(parameter, self._hole)
         lease, self._lease = self._lease, None
         if lease is not None and lease() is not None:
             self._views.keep(

@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from memd_client.casts import cast_of_storage
+from memd_client.dynamo import untraced
 from memd_client.errors import InvalidArgument
 from memd_client.lazy import LazyTensor
 from memd_client.parameter import streamed
@@ -123,10 +124,12 @@ class _Within:
         self._pack = pack
         self._unpack = unpack
 
+    @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
         view = _saved_view(tensor)
         return self._pack(tensor if view is None else SavedBytes.shown(view))
 
+    @untraced
     def unpack(self, packed: Any) -> Any:
         tensor = self._unpack(packed)
         # Backward gets the memory itself, as from memd's own hooks.
@@ -211,6 +214,7 @@ def _saved_view(tensor: torch.Tensor) -> _SavedView | None:
     )
 
 
+@untraced
 def _pack(tensor: torch.Tensor) -> _SavedView | _SavedCast | _SavedTensor:
     view = _saved_view(tensor)
     if view is not None:
@@ -221,6 +225,7 @@ def _pack(tensor: torch.Tensor) -> _SavedView | _SavedCast | _SavedTensor:
     return _SavedTensor(tensor.detach(), tensor._version)
 
 
+@untraced
 def _unpack(saved: Any) -> torch.Tensor:
     if isinstance(saved, _SavedView):
         residency = saved.residency

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Self
 
 from memd_client.blobs import Blobs
+from memd_client.dynamo import untraced
 from memd_client.errors import MemdError, NotYet
 from memd_client.tracked import Tracked
 from memd_client.transaction import Transaction
@@ -78,6 +79,7 @@ class Session:
 
     # Tensors under a name
 
+    @untraced
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Stores a copy of `tensor` under `name`: any shape, fp16 to fp64, bf16, int8 to int64,
         uint8 or bool. A name keeps its shape and dtype until it is deleted. Durable with the next
@@ -89,6 +91,7 @@ class Session:
         """
         self._blobs.put(name, tensor)
 
+    @untraced
     def get(self, name: str) -> torch.Tensor:
         """The tensor stored under `name`, on the CPU.
 
@@ -165,6 +168,7 @@ class Session:
         self._transaction.refuse_late("after_commit()")
         self._transaction.after_commit(function)
 
+    @untraced
     def commit(self, *, wait: bool = False) -> None:
         """Closes the step: what optimizers have prepared since the last commit, the buffers that
         changed and what is tracked become one transaction. Returns at once; whatever needs the
@@ -193,6 +197,7 @@ class Session:
         """
         self._transaction.commit(wait=wait)
 
+    @untraced
     def resume(self) -> int:
         """Restores what is tracked, and buffers, as the last commit left them. Returns how many
         commits the job has made: calls of `commit()`, or of `optimizer.step()` without `track()`.

@@ -19,6 +19,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 import memd_native
 from memd_client.dtypes import torch_dtype
+from memd_client.dynamo import untraced
 from memd_client.errors import from_code
 from memd_client.job import Job
 from memd_client.leases import Leases
@@ -296,6 +297,8 @@ class FakeDaemon:
         self.lease_bytes_max = max(self.lease_bytes_max, held_bytes)
         return _handed(memory, self._release, key, shard)
 
+    # The real daemon's leases end without Python.
+    @untraced
     def _release(self, key: int, shard: FakeShard) -> None:
         lease = self.leases[key]
         if shard.shard_id in self.watched and _is_written(lease):

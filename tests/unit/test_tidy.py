@@ -27,6 +27,7 @@ CLIENT_LAYERS = (
     *(
         "errors",
         "interrupts",
+        "dynamo",
         "identity",
         "sizes",
         "dtypes",
