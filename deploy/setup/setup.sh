@@ -239,8 +239,8 @@ ensure_venv
 ensure_torch
 case $purpose in
   demo) ensure_memd demo ;;
-  test) ensure_memd test && ensure_promtool ;;
-  lint | tidy) ensure_memd test && ensure_tools "$purpose" ;;
+  test) ensure_memd test; ensure_promtool ;;
+  lint | tidy) ensure_memd test; ensure_tools "$purpose" ;;
   *) die "no such purpose: $purpose (demo, test, lint, tidy)" ;;
 esac
 build_native
