@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memd_client.dynamo import untraced
@@ -55,6 +56,13 @@ _IN_PLACE_OPERATORS = frozenset(
         *("__ilshift__", "__irshift__"),
     )
 )
+# The place of a norm's running mean, which its running variance follows.
+_RUNNING_MEAN: dict[Any, int] = {
+    functional.batch_norm: 1,
+    functional.instance_norm: 1,
+    torch.batch_norm: 3,
+    torch.instance_norm: 3,
+}
 
 
 class AwayParameter(nn.Parameter):
@@ -97,7 +105,7 @@ class AwayParameter(nn.Parameter):
             for parameter in parameters:
                 _refuse_unless_gathered(parameter, attribute or name)
         with fetched(parameters), saving_by_name():
-            for parameter in _changed_by(name, args, kwargs):
+            for parameter in _changed_by(func, name, args, kwargs):
                 entry_of(parameter).residency.expect_change()
             return call_user(func, *args, **kwargs)
 
@@ -216,13 +224,28 @@ def _offloaded_in(args: Any, kwargs: Any) -> list[torch.Tensor]:
     return list({id(leaf): leaf for leaf in leaves if streamed(leaf) is not None}.values())
 
 
-def _changed_by(name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The parameters that a function of this name changes in place. torch counts most changes, but
-    not those of fused kernels nor those in inference mode."""
+def _changed_by(func: Any, name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The parameters that `func`, which has this name, changes in place. torch counts most changes,
+    but not those of fused kernels and running statistics, nor those in inference mode."""
     changed = [kwargs["out"]] if "out" in kwargs else []
     if name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
         changed += args[:1]
+    if func in _RUNNING_MEAN:
+        changed += _changed_statistics(func, args, kwargs)
     return [leaf for leaf in tree_leaves(changed) if streamed(leaf) is not None]
+
+
+def _changed_statistics(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The running statistics of a norm, if it uses those of its input and changes them."""
+    first = _RUNNING_MEAN[func]
+    given = [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
+    if len(args) > 5:
+        is_training = args[5]
+    elif func is functional.instance_norm:
+        is_training = kwargs.get("use_input_stats", True)
+    else:
+        is_training = kwargs.get("training", False)
+    return given if is_training else []
 
 
 def _on_the_hole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

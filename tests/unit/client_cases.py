@@ -656,6 +656,25 @@ class TestAway:
         assert_same_state(*mlp)
         assert leases_held(session) == 0
 
+    def test_running_statistics_that_are_parameters_are_kept(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        """torch does not count their change."""
+        first = torch.linspace(-1, 1, 8 * 64).view(8, 64)
+        outputs = []
+        for module in mlp:
+            mean = module.first.bias.requires_grad_(False)
+            variance = mean.detach().abs() + 1
+            outputs.append(functional.batch_norm(first, mean, variance, training=True))
+            outputs.append(functional.batch_norm(first, mean, variance))
+            named: dict[str, Any] = {"running_mean": mean, "running_var": variance}
+            outputs.append(functional.instance_norm(first.view(2, 64, 4), **named))
+            torch.batch_norm(first, None, None, mean, variance, True, 0.1, 1e-5, False)
+        for output, expected in zip(outputs[:3], outputs[3:], strict=True):
+            assert torch.equal(output, expected)
+        assert_same_state(*mlp)
+        assert leases_held(session) == 0
+
     @pytest.mark.parametrize("grad", [False, True])
     @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
     def test_an_encoder_drops_what_is_padded_as_torch_does(
