@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import MutableMapping
 from dataclasses import dataclass
 from threading import local
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -45,7 +44,7 @@ from memd_client.sizes import UPDATE_BYTES, format_size
 from memd_client.stalls import note_module_calls
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, ItemsView, Iterator
+    from collections.abc import Callable
     from types import FrameType
 
     import torch
@@ -139,8 +138,6 @@ class _ModuleCalls(local):
             _refuse_constants(module)
         frames = self._frames
         is_outermost = not frames or not frames[-1].is_compiled
-        if is_outermost:
-            _show_hooks(module)
         is_unit = _units.has(module, is_outermost=is_outermost)
         self._push(_UnitFrame(module) if is_unit else _CompiledFrame(module))
 
@@ -233,43 +230,16 @@ def _modules_on_the_stack() -> list[nn.Module]:
     return found[::-1]
 
 
-class _UncountedHooks(MutableMapping[int, Any]):
+class _UncountedHooks(OrderedDict[int, Any]):
     """A module's hooks, of which memd's are not counted: `nn.TransformerEncoderLayer` leaves its
-    one kernel if it or a child has any, and the others round differently.
-
-    It is over the module's own dictionary, which the handles of earlier hooks refer to.
-    """
-
-    def __init__(self, hooks: OrderedDict[int, Any]) -> None:
-        self._hooks = hooks
-
-    def __getitem__(self, key: int) -> Any:
-        return self._hooks[key]
-
-    def __setitem__(self, key: int, hook: Any) -> None:
-        self._hooks[key] = hook
-
-    def __delitem__(self, key: int) -> None:
-        del self._hooks[key]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._hooks)
+    one kernel if it or a child has any, and the others round differently. torch.compile takes
+    dictionaries alone, and reads what this one says."""
 
     def __len__(self) -> int:
-        return len(self._hooks) - (_HOOK_ID in self._hooks)
+        return sum(key != _HOOK_ID for key in self)
 
     def __bool__(self) -> bool:
-        return bool(self._hooks)
-
-    def items(self) -> ItemsView[int, Any]:
-        return self._hooks.items()  # every call of the module asks
-
-    def move_to_end(self, key: int, last: bool = True) -> None:
-        self._hooks.move_to_end(key, last)
-
-    def counted(self) -> OrderedDict[int, Any]:
-        """The module's own dictionary."""
-        return self._hooks
+        return any(True for _ in self)
 
 
 def stream(module: nn.Module) -> None:
@@ -289,20 +259,12 @@ def stream(module: nn.Module) -> None:
 
 
 def _hide_hooks(layer: nn.TransformerEncoderLayer) -> None:
+    """Not with hooks of users: torch counts those, and their handles refer to the dictionary."""
     for child in layer.modules():
         for name in _HOOKS:
             hooks = child.__dict__[name]
-            if not isinstance(hooks, _UncountedHooks):
+            if type(hooks) is OrderedDict and all(key == _HOOK_ID for key in hooks):
                 child.__dict__[name] = _UncountedHooks(hooks)
-
-
-def _show_hooks(module: nn.Module) -> None:
-    """torch.compile takes no dictionary but its own class."""
-    for child in module.modules():
-        for name in _HOOKS:
-            hooks = child.__dict__[name]
-            if isinstance(hooks, _UncountedHooks):
-                child.__dict__[name] = hooks.counted()
 
 
 def _hook(module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> None:
@@ -328,6 +290,7 @@ def own_parameters(module: nn.Module) -> list[nn.Parameter]:
         return list(module.parameters())
     if not module.training:
         if isinstance(module, nn.TransformerEncoderLayer):
+            _hide_hooks(module)  # a user may have removed the last of theirs
             return list(module.parameters())
         if isinstance(module, nn.TransformerEncoder) and len(module.layers):
             return list(module.layers[0].parameters())

@@ -115,7 +115,6 @@ class TestTraining:
     def test_an_encoder_layer_is_compiled_again_while_it_has_gradients(
         self, session: Session
     ) -> None:
-        """Its hooks are in dictionaries that torch.compile does not take."""
         torch.manual_seed(0)
         layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0, batch_first=True)
         reference = nn.Sequential(layer)
@@ -129,6 +128,30 @@ class TestTraining:
         assert torch.equal(outputs[0], outputs[2])
         assert torch.equal(outputs[1], outputs[3])
         assert_same_gradients(model, reference)
+
+    @pytest.mark.parametrize("first", ["compiled", "offloaded"])
+    def test_an_encoder_layer_in_evaluation_takes_its_one_kernel(
+        self, session: Session, first: str
+    ) -> None:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, batch_first=True).eval()
+        reference = nn.Sequential(layer)
+        model = copy.deepcopy(reference)
+        padding = torch.arange(LENGTH).expand(2, LENGTH) >= torch.tensor([[4], [LENGTH]])
+        for each in (model, reference):
+            if each is model and first == "offloaded":
+                memd_client.offload(model, session)
+            each[0] = torch.compile(each[0], backend="aot_eager")  # type: ignore[assignment]
+        if first == "compiled":
+            memd_client.offload(model, session)
+        for index in range(3):
+            inputs = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(index))
+            with torch.no_grad():
+                found, expected = (
+                    each[0](inputs, src_key_padding_mask=padding) for each in (model, reference)
+                )
+            assert torch.equal(found, expected)
+        assert_no_leases(session)
 
     def test_gradients_accumulate(self, pair: tuple[Model, Model], session: Session) -> None:
         model, reference = pair
