@@ -41,7 +41,7 @@ VOLUME_BYTES = 192 << 20
 
 EQUAL = "equal"
 REFUSED = "refused"  # by memd, in one sentence, by design
-RAISES = "raises"  # and so does plain PyTorch
+RAISES = "raises"  # as plain PyTorch does
 WRONG = "WRONG"
 
 
@@ -132,7 +132,10 @@ class Bench:
             return Verdict(WRONG, _sentence(error))
         except Exception as error:
             text = _sentence(error)
-            return Verdict(RAISES if text == expected.error else WRONG, text)
+            if not expected.error:
+                return Verdict(WRONG, text)
+            shown = "" if text == expected.error else f" With memd: {text}"
+            return Verdict(RAISES, expected.error + shown)
         finally:
             _forget_compiled()
         read_bytes = self._read_bytes() - read_before
