@@ -253,9 +253,6 @@ def stream(module: nn.Module) -> None:
             child.register_state_dict_post_hook(_copy_out)
         # torch.jit.script() calls it, before it fails at these hooks.
         child.__prepare_scriptable__ = _refuse_scripting
-    for layer in module.modules():
-        if isinstance(layer, nn.TransformerEncoderLayer):
-            _hide_hooks(layer)
 
 
 def _hide_hooks(layer: nn.TransformerEncoderLayer) -> None:
