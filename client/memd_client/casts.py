@@ -199,7 +199,9 @@ class Casts:
         """As `parameter.data = lease`; from now on casts of `parameter` are noted."""
         carrier = self._carrier
         if carrier is None:
-            carrier = self._carrier = make_without_memory(lease.shape, lease.dtype, _keys)
+            # It outlives an inference mode in which it may be made.
+            with torch.inference_mode(False):
+                carrier = self._carrier = make_without_memory(lease.shape, lease.dtype, _keys)
         _sources[lease.untyped_storage()] = self
         _set(carrier, lease)
         _data.__set__(parameter, carrier)

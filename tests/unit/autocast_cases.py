@@ -314,6 +314,23 @@ class TestAutocast:
         assert leases_held(session) == 0
 
     @pytest.mark.parametrize("cast_pair", CAST_BY_AUTOCAST, indirect=True)
+    @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+    def test_training_follows_an_evaluation_in_inference_mode(
+        self, cast_pair: tuple[nn.Module, nn.Module]
+    ) -> None:
+        losses = []
+        for model in cast_pair:
+            with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+                loss_of(model, 0)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                losses.append(loss_of(model, 1))
+            losses[-1].backward()
+        assert torch.equal(*losses)
+        for ours, expected in zip(*(model.parameters() for model in cast_pair), strict=True):
+            assert (ours.grad is None) == (expected.grad is None)
+            assert expected.grad is None or torch.equal(ours.grad, expected.grad)
+
+    @pytest.mark.parametrize("cast_pair", CAST_BY_AUTOCAST, indirect=True)
     @pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
     def test_no_cast_outlives_its_module_call_in_one_long_evaluation(
         self,
