@@ -165,6 +165,7 @@ class Transaction:
             if late is not None:
                 self._refuse_stale(late, targets)
             if self._is_closed_by_commit:
+                self._follow_late_commit()
                 self._refuse_unresumed()
             self._moments.read_all()
             with ExitStack() as held:
@@ -189,6 +190,8 @@ class Transaction:
         job.held_names.refuse_unclaimed()
         with closing_step(), self._turn:
             late = job.settle()
+            if self._is_closed_by_commit:
+                self._follow_late_commit()
             # A step of nothing for which an error was raised is this one, asked for again.
             if not self._is_closed_by_commit and (late is None or late.targets):
                 self._send()
@@ -196,8 +199,12 @@ class Transaction:
     def commit(self, *, wait: bool = False) -> None:
         """See `Session.commit`."""
         self._job.refuse_if_unusable()
-        with closing_step(), self._turn:
-            self._commit(wait=wait)
+        try:
+            with closing_step(), self._turn:
+                self._commit(wait=wait)
+        except NotDurable:
+            self._follow_commit()  # it is made, and the caller may go on with the next one
+            raise
         self._follow_commit()
 
     def _follow_commit(self) -> None:
@@ -207,6 +214,11 @@ class Transaction:
             self._followed_step = number
             for function in self._after_commit:
                 function(number)
+
+    def _follow_late_commit(self) -> None:
+        """Before the next step, if its `commit()` did not learn that it was made."""
+        if self._job.steps.open is None:
+            self._follow_commit()
 
     def _take_writes(self) -> None:
         """Writes through views of parameters go into this step, unless an earlier `step()` has

@@ -115,6 +115,25 @@ class TestUnknownOutcome:
         pair.ours.step()
         pair.expect_the_same(1)
 
+    def test_a_commit_whose_outcome_is_learned_later_is_followed_once(
+        self, daemon: FakeDaemon, session: Session
+    ) -> None:
+        pair = Pair(session)
+        session.track(kept=Kept(1))
+        numbers: list[int] = []
+        session.after_commit(numbers.append)
+        pair.backward(0)
+        pair.ours.step()
+        daemon.lost_answers.append(lost())
+        with pytest.raises(memd_client.DaemonUnavailable, match="not known"):
+            session.commit()
+        pair.ours.zero_grad()
+        pair.backward(1)  # its forward learns that the commit was made
+        pair.ours.step()
+        assert numbers == [1]
+        session.commit()
+        assert numbers == [1, 2]
+
     def test_what_is_tracked_is_stored_once(self, daemon: FakeDaemon, session: Session) -> None:
         kept = Kept(1)
         pair = Pair(session)
@@ -340,6 +359,28 @@ class TestDisk:
         assert session.durable_step == 2
         session.commit()
         assert session.committed_step == 3
+
+    @pytest.mark.parametrize("is_retried", [False, True])
+    def test_a_commit_that_the_disk_failed_is_followed_once(
+        self, daemon: FakeDaemon, session: Session, *, is_retried: bool
+    ) -> None:
+        pair = Pair(session)
+        session.track(kept=Kept())
+        numbers: list[int] = []
+        session.after_commit(numbers.append)
+        daemon.disk_error = self.FULL
+        pair.backward(0)
+        pair.ours.step()
+        with pytest.raises(memd_client.NotDurable):
+            session.commit()
+        if is_retried:
+            session.commit()
+        assert numbers == [1]
+        daemon.disk_error = ""
+        pair.backward(1)
+        pair.ours.step()
+        session.commit()
+        assert numbers == [1, 2]
 
     def test_gradients_that_stay_are_taken_once_where_the_disk_failed(
         self, daemon: FakeDaemon, session: Session
