@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # Functions over lists of tensors that compute with one place of the lists after the other.
 _LIST_FUNCTIONS = ("_foreach_", "_fused_", "_amp_foreach_")
+_COLLECTIVES = "c10d"  # their schemas do not say what they change
 _detach: Any = torch.ops.aten.detach.default
 _detach_in_place: Any = torch.ops.aten.detach_.default
 _JOINS = frozenset({torch.ops.aten.cat.default, torch.ops.aten.stack.default})
@@ -341,7 +342,12 @@ def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
         args[position] if position < len(args) else kwargs.get(name)
         for position, name in _written_arguments(func)
     ]
-    return [leaf for leaf in tree_leaves(changed) if isinstance(leaf, LazyTensor)]
+    lazies = [leaf for leaf in tree_leaves(changed) if isinstance(leaf, LazyTensor)]
+    if func.namespace == _COLLECTIVES:
+        # A collective writes after its call: a value that is copied back by then misses that, and
+        # is refused as written in silence.
+        return [lazy for lazy in lazies if not lazy._source.is_read_only]
+    return lazies
 
 
 @cache
@@ -349,7 +355,8 @@ def _written_arguments(func: Any) -> list[tuple[int, str]]:
     return [
         (position, argument.name)
         for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if func.namespace == _COLLECTIVES
+        or (argument.alias_info is not None and argument.alias_info.is_write)
     ]
 
 

@@ -13,6 +13,7 @@ from tests.daemons import running_daemon
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.daemons import Daemon
 
@@ -148,6 +149,35 @@ def test_what_was_made_in_vain_is_counted_by_reason(daemon: Daemon) -> None:
         assert session.committed_step == 3
         assert early_tiles(daemon, "in-vain")["settings"] > 0
         session.drop_job()
+
+
+def test_a_collective_over_gradients_makes_their_updates_again(
+    daemon: Daemon, tmp_path: Path
+) -> None:
+    """The schema of a collective does not say that it changes its tensors."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1
+    )
+    try:
+        with memd_client.connect(
+            daemon.address, job="reduced", host_bytes="64MiB", nvme_bytes="192MiB", rank=0
+        ) as session:
+            model = memd_client.offload(make_model(torch.float32), session)
+            optimizer = memd_client.AdamW(model.parameters(), lr=1e-3, step_in_backward=True)
+            batch = torch.ones(32, WIDTH)
+            for _ in range(3):
+                model(batch).square().mean().backward()
+                for parameter in model.parameters():
+                    torch.distributed.all_reduce(parameter.grad)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert session.committed_step == 3
+            counted = early_tiles(daemon, "reduced")
+            assert sum(counted.values()) > 0
+            assert counted["adopted"] == 0
+            session.drop_job()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_reading_every_gradient_makes_no_update_again(daemon: Daemon) -> None:
