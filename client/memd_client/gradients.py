@@ -31,6 +31,7 @@ class GradientBytes:
         # None once there is a copy: a gradient that is kept must not keep the session.
         self._slot: tuple[GradientSlot, Job] | None = slot, job
         self._copy: torch.Tensor | None = None
+        self._is_copy_changed = False  # torch counts no change that is made below autograd
         self._pinned: torch.Tensor | None = None
 
     @property
@@ -69,11 +70,12 @@ class GradientBytes:
     def keep_copy(self) -> None:
         """The gradient in the slot ends."""
         self._copy = self._bytes(writes=False).clone()
+        self._is_copy_changed = False
         self._slot = self._pinned = None
 
     def return_to(self, slot: GradientSlot, job: Job) -> None:
         """The gradient in the slot has not ended after all. A copy that was changed since stays."""
-        if self._copy is not None and not self._copy._version:
+        if self._copy is not None and not self._is_copy_changed:
             self._slot, self._copy = (slot, job), None
 
     def _bytes(self, *, writes: bool) -> torch.Tensor:
@@ -85,6 +87,7 @@ class GradientBytes:
                     leases = slot[1].leases_of(self._shard)
                     return slot[0].tensor(leases) if writes else slot[0].read(leases)
         assert self._copy is not None
+        self._is_copy_changed |= writes
         return self._copy
 
 
@@ -133,6 +136,12 @@ class GradientSlot:
     def accumulate(self, gradient: torch.Tensor, leases: Leases) -> None:
         """Adds `gradient` in its dtype, as torch adds to `p.grad`."""
         self._check(gradient)
+        if gradient.requires_grad:
+            raise InvalidArgument(
+                f"the gradient of {self._shard.name!r} has a graph of its own, which memd does not "
+                "keep in p.grad; instead of backward(create_graph=True), use "
+                "torch.autograd.grad(..., create_graph=True)"
+            )
         with self._lock:
             is_first = not self._present
             if is_first:
@@ -250,6 +259,7 @@ class GradientSlot:
     def take(self) -> None:
         """A step consumed the gradient."""
         with self._lock:
+            self._ended = None, None  # if this one was not shown, what ended before is not of it
             self.forget()
             self._taken = True
 

@@ -98,7 +98,7 @@ def save_by_name_hooks() -> saved_tensors_hooks | None:
     if (
         pack is _pack
         or isinstance(getattr(pack, "__self__", None), _Within)
-        or pack.__module__ == checkpoint.__name__
+        or getattr(pack, "__module__", None) == checkpoint.__name__  # C functions may have none
         or _reason_hooks_are_refused() is not None
     ):
         return None

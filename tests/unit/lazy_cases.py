@@ -454,6 +454,17 @@ class TestDetached:
         assert leases_held(session) == 0
 
 
+class TestGraphsOfGradients:
+    def test_a_gradient_with_a_graph_is_refused_by_name(self, session: Session) -> None:
+        """p.grad lost the graph, and what was computed from it had no gradient."""
+        model = memd_client.offload(Gpt(), session)
+        with pytest.raises(memd_client.InvalidArgument, match=r"the gradient of '.*create_graph"):
+            loss_of(model).backward(create_graph=True)
+        model.zero_grad()
+        loss_of(model).backward()
+        assert leases_held(session) == 0
+
+
 class TestHooksOfOthers:
     """Saved-tensor hooks of the user around a module's forward."""
 
@@ -463,10 +474,11 @@ class TestHooksOfOthers:
             save_on_cpu,
             lambda: saved_tensors_hooks(lambda t: t, lambda t: t),
             lambda: saved_tensors_hooks(torch.clone, lambda t: t),
+            lambda: saved_tensors_hooks(torch.Tensor.clone, torch.Tensor.detach),
             lambda: saved_tensors_hooks(lambda t: t.numpy().copy(), torch.from_numpy),
             lambda: saved_tensors_hooks(lambda t: pickle.dumps(t), pickle.loads),
         ],
-        ids=["save_on_cpu", "as it is", "clone", "numpy", "pickle"],
+        ids=["save_on_cpu", "as it is", "clone", "methods", "numpy", "pickle"],
     )
     def test_what_they_keep_holds_no_lease(
         self, session: Session, hooks: Callable[[], Any]

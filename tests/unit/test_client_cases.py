@@ -33,6 +33,7 @@ from tests.unit.frozen_cases import TestFrozen  # noqa: F401
 from tests.unit.lazy_cases import (  # noqa: F401
     TestDetached,
     TestGradScaler,
+    TestGraphsOfGradients,
     TestHooksOfOthers,
     TestLazyGradients,
 )

@@ -395,6 +395,42 @@ def test_a_gradient_that_is_held_while_its_step_fails_is_still_the_gradient(
     assert torch.equal(held, reference.first.weight.grad)
 
 
+def test_a_gradient_of_an_earlier_step_is_none_of_a_step_that_fails(
+    daemon: FakeDaemon, session: Session
+) -> None:
+    model = memd_client.offload(Mlp(), session)
+    optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+    loss_of(model).backward()
+    held = model.first.weight.grad
+    assert held is not None
+    value = held.clone()
+    optimizer.step()
+    loss_of(model, 1).backward()  # nobody reads this gradient
+    daemon.step_failures.append(from_code(5, "the disk is full"))
+    optimizer.step()
+    with pytest.raises(memd_client.CapacityError, match="not committed"):
+        session.commit()
+    assert torch.equal(held, value)
+    assert model.first.weight.grad is not held
+
+
+def test_a_change_of_a_gradient_that_is_held_outlives_its_step_that_fails(
+    daemon: FakeDaemon, session: Session
+) -> None:
+    model = memd_client.offload(Mlp(), session)
+    optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+    loss_of(model).backward()
+    held = model.first.weight.grad
+    assert held is not None
+    expected = held * 5
+    daemon.step_failures.append(from_code(5, "the disk is full"))
+    optimizer.step()
+    held.mul_(5)
+    with pytest.raises(memd_client.CapacityError, match="not committed"):
+        session.commit()
+    assert torch.equal(held, expected)
+
+
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_a_failed_step_under_a_grad_scaler_is_made_again_with_the_same_gradients(
     daemon: FakeDaemon, session: Session, *, offloaded: bool
