@@ -10,9 +10,10 @@ writes.
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -173,6 +174,8 @@ class FakeDaemon:
     reads_privately: bool = True
     watched: set[int] = field(default_factory=set)
     written: list[int] = field(default_factory=list)  # keys of leases that have ended
+    # Leases begin and end in any thread; a finalizer may end one within another's beginning.
+    lock: Any = field(default_factory=threading.RLock, repr=False, compare=False)
 
     def session(self, job: str = "fake") -> Session:
         self.session_count += 1
@@ -255,17 +258,18 @@ class FakeDaemon:
         memory = torch.empty(tuple(shard.spec.shape), dtype=shard.dtype)
         if torch.Size(shape).numel() * torch_dtype(dtype).itemsize != memory.nbytes:
             raise status_error(_INVALID_ARGUMENT, "shape and dtype do not fit the shard")
-        self._refuse_conflict(shard, part, mode)
-        source = shard.value if part == PART_VALUE else shard.gradient
-        if source is None and mode != MODE_OVERWRITE:
-            raise status_error(_NOT_FOUND, f"part {part} was never written")
-        if mode != MODE_OVERWRITE and source is not None:
-            memory.copy_(source)
-        for lease in list(self.leases.values()):  # other threads lease too
-            same = (lease.shard, lease.part, lease.mode) == (shard.spec.name, part, MODE_READ)
-            if same and mode == MODE_READ and not _is_written(lease):
-                memory = lease.memory if torch.equal(lease.memory, memory) else memory
-        leased = self._hand_out(shard, part, mode, memory)
+        with self.lock:
+            self._refuse_conflict(shard, part, mode)
+            source = shard.value if part == PART_VALUE else shard.gradient
+            if source is None and mode != MODE_OVERWRITE:
+                raise status_error(_NOT_FOUND, f"part {part} was never written")
+            if mode != MODE_OVERWRITE and source is not None:
+                memory.copy_(source)
+            for lease in self.leases.values():
+                same = (lease.shard, lease.part, lease.mode) == (shard.spec.name, part, MODE_READ)
+                if same and mode == MODE_READ and not _is_written(lease):
+                    memory = lease.memory if torch.equal(lease.memory, memory) else memory
+            leased = self._hand_out(shard, part, mode, memory)
         return _in_form(leased, shard, dtype, shape)
 
     def _refuse_conflict(self, shard: FakeShard, part: int, mode: int) -> None:
@@ -300,21 +304,23 @@ class FakeDaemon:
     # The real daemon's leases end without Python.
     @untraced
     def _release(self, key: int, shard: FakeShard) -> None:
-        lease = self.leases[key]
-        if shard.shard_id in self.watched and _is_written(lease):
-            self.written.append(key)
-        else:
-            self._end(key, shard)
+        with self.lock:
+            lease = self.leases[key]
+            if shard.shard_id in self.watched and _is_written(lease):
+                self.written.append(key)
+            else:
+                self._end(key, shard)
 
     def _end(self, key: int, shard: FakeShard) -> None:
-        lease = self.leases.pop(key)
-        if lease.mode != MODE_READ:
-            if lease.part == PART_GRADIENT:
-                shard.gradient = lease.memory.clone()
-            else:
-                self._set_value(shard, lease.memory.clone())
-        if all(other.memory is not lease.memory for other in list(self.leases.values())):
-            _bytes_of(lease.memory).fill_(0xFF)
+        with self.lock:
+            lease = self.leases.pop(key)
+            if lease.mode != MODE_READ:
+                if lease.part == PART_GRADIENT:
+                    shard.gradient = lease.memory.clone()
+                else:
+                    self._set_value(shard, lease.memory.clone())
+            if all(other.memory is not lease.memory for other in self.leases.values()):
+                _bytes_of(lease.memory).fill_(0xFF)
 
     def watch_writes(self, shard_id: int) -> None:
         self.watched.add(shard_id)
