@@ -368,6 +368,12 @@ class Residency:
                 self._job.unordered_leases, self._lease, parameter
             ):
                 return None
+            if self._outdated_at:
+                raise MemdError(
+                    f"job {self._job.name!r}: parameter {self._shard.name!r} was changed by a "
+                    "thread that has had its value since before a step, and the change is lost; "
+                    "change parameters between steps, inside gather(write=True)"
+                )
             return parameter.detach().clone()
         # No variable refers to the lease: an exception's traceback would keep it.
         if not _is_same_memory(parameter, self._written_lease):

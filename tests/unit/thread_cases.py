@@ -95,6 +95,42 @@ def gathered_elsewhere(parameters: Any) -> Iterator[None]:
 
 
 class TestThreads:
+    def test_a_change_of_the_value_from_before_a_step_is_refused(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        """It would replace the value that the step has made."""
+        model, reference = mlp
+        optimizers = (
+            memd_client.AdamW(model.parameters(), lr=1e-2),
+            torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True),
+        )
+        is_inside, may_change = threading.Event(), threading.Event()
+        errors: list[BaseException] = []
+
+        def change() -> None:
+            try:
+                with memd_client.gather(model), torch.no_grad():
+                    is_inside.set()
+                    assert may_change.wait(_DEADLOCK_S)
+                    model.first.weight.mul_(2)
+            except memd_client.MemdError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=change, daemon=True)
+        loss_of(model).backward()
+        loss_of(reference).backward()
+        thread.start()
+        assert is_inside.wait(_DEADLOCK_S)
+        for optimizer in optimizers:
+            optimizer.step()
+        may_change.set()
+        thread.join(_DEADLOCK_S)
+        assert not thread.is_alive()
+        assert len(errors) == 1
+        assert "'layers.0.weight' was changed by a thread" in str(errors[0])
+        assert_same_state(model, reference)
+        assert leases_held(session) == 0
+
     @pytest.mark.parametrize("use", ["linear", "detach", "state_dict"])
     def test_a_use_outside_of_calls_keeps_what_another_thread_s_call_puts_away(
         self, mlp: tuple[Mlp, Mlp], session: Session, use: str
