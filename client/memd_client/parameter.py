@@ -143,8 +143,8 @@ class StreamedParameter:
 
     def finish_update(self) -> None:
         """That step is committed."""
+        self._residency.show_update()  # may raise, and then this is called again
         self._update_count += 1
-        self._residency.show_update()
 
     def take_writes(self) -> None:
         """Takes what was written through views, or refuses it."""
