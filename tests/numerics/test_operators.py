@@ -16,6 +16,7 @@ REFUSED_MAX = 1
 RESIDENT_MIN = 641
 
 
+@pytest.mark.more
 @pytest.mark.timeout(600)
 def test_every_operator_gives_the_resident_result_or_is_refused() -> None:
     command = [sys.executable, "-m", "tests.numerics.operators"]
