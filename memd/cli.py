@@ -88,7 +88,7 @@ data_option = click.option(
     "--data", metavar="DIR", multiple=True, help="One folder a drive; repeatable."
 )
 socket_option = click.option(
-    "--socket", metavar="PATH", help="The daemon's control socket; MEMD_ADDRESS without."
+    "--socket", metavar="PATH", help="The daemon's control socket. Default: that of MEMD_ADDRESS."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="For programs.")
 

@@ -149,7 +149,7 @@ class AwayParameter(nn.Parameter):
         torch.compile take the parameter for an object that it does not know, end a graph where it
         is used, and call the operation, which fetches the bytes. Of another subclass it would make
         a tensor of a graph, for which it needs the bytes."""
-        raise NotImplementedError
+        raise AssertionError(f"{func} came to a class that has no dispatch key")
 
     def set_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """torch has no `__torch_function__` for it: it would replace the hole."""

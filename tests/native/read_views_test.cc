@@ -1,4 +1,4 @@
-// What is read of an arena, on mappings of a memfd of our own.
+// Private views of an arena, on mappings of a memfd of our own.
 #include "ring/read_views.h"
 
 #include <gtest/gtest.h>

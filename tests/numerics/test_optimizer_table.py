@@ -32,7 +32,7 @@ DEVICES = ("cpu", "mps", "cuda")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NAMES = ("Adam", "AdamW")
 INFOS: dict[str, Any] = {info.name: info for info in optim_db if info.name in NAMES}
-# Beside torch's table: what its constructors take and its table leaves out.
+# Arguments that torch's constructors take and its table leaves out.
 MORE: dict[str, dict[str, Any]] = {
     "maximize without decay": {"maximize": True, "weight_decay": 0.0},
     "maximize, Tensor lr, Tensor betas": {
@@ -127,7 +127,7 @@ class Reference:
 
 
 def change(optimizer: Any, step: int) -> None:
-    """What schedulers and loops do to groups between steps."""
+    """Changes groups between steps, as schedulers and loops do."""
     for group in optimizer.param_groups:
         if step in {1, 4}:
             if isinstance(group["lr"], torch.Tensor):

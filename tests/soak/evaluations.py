@@ -267,7 +267,7 @@ def bits_of(tensor: torch.Tensor) -> int:
 
 
 def wrong_among(scene: Scene, evaluators: list[Evaluator], step_count: int) -> int:
-    """What was seen of the trained model and never existed, or not at that time. Repeats the
+    """Counts values of the trained model that never existed, or not at that time. Repeats the
     training in memory, by as many steps and the one that may have been under way."""
     twin, x = scene.trained_twin, scene.x
     optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-3, fused=True)

@@ -44,7 +44,7 @@ HANG_S = 60.0
 LOST_S = 20.0
 # It is sent this long after the loop goes on, which is some steps of it.
 DELAY_MAX_S = 0.04
-# Of so many interrupts, one is followed by a new session.
+# One in so many interrupts is followed by a new session.
 RESTART_EVERY = 25
 # Not a thread: it would interrupt only when this process gives up the GIL.
 SENDER = """

@@ -1,4 +1,4 @@
-"""What must hold of offloaded models under autocast, whoever serves them: as client_cases.py."""
+"""Offloaded models under autocast, with each daemon: run as client_cases.py is."""
 
 from __future__ import annotations
 

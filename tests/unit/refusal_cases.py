@@ -1,5 +1,5 @@
-"""What programs do with an offloaded parameter or module has plain PyTorch's result, or is refused
-by name: run as client_cases.py is."""
+"""Programs over an offloaded parameter or module have plain PyTorch's result or are refused by
+name: run as client_cases.py is."""
 
 from __future__ import annotations
 

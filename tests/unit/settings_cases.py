@@ -1,4 +1,4 @@
-"""What must hold of Adam's settings, whoever serves them: run as client_cases.py is. The whole
+"""Adam's settings, with each daemon: run as client_cases.py is. The whole
 table of torch's is tests/numerics/test_optimizer_table.py.
 """
 

@@ -39,7 +39,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What one test compiled, others use again."""
+    """Tests share what they compile."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         # Processes of inductor's own would outlive the test.

@@ -1,4 +1,4 @@
-"""What a killed embedded daemon leaves is removed, and nothing else."""
+"""The next start removes what a killed embedded daemon left, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold of an offloaded model that several threads use: see `client_cases.py`."""
+"""An offloaded model that several threads use: see `client_cases.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from memd_client import Session
 
-# Of a thread that waits for ever.
+# A thread that waits longer waits for ever.
 _DEADLOCK_S = 20.0
 
 

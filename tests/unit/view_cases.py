@@ -1,5 +1,5 @@
-"""What programs write to parameters through tensors that share their bytes: kept with the bits that
-torch has, or refused by name. Run as `client_cases.py`.
+"""Writes to parameters through tensors that share their bytes have torch's bits or are refused by
+name. Run as `client_cases.py`.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a model needs while it is trained, in bytes."""
+    """The bytes that a model needs while it is trained."""
 
     parameter_and_state: int
     gradient: int
@@ -100,7 +100,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What plain PyTorch makes of a program."""
+    """The outcome of a program in plain PyTorch."""
 
     trained: Trained | None
     error: str = ""

@@ -36,7 +36,7 @@ class Model(nn.Module):
         return checkpoint(block, *inputs, use_reentrant=self.use_reentrant)
 
     def loss(self, index: int) -> Tensor:
-        """Of the batch of this number."""
+        """The loss of the batch of this number."""
         raise NotImplementedError
 
 

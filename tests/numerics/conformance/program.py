@@ -103,7 +103,7 @@ class Trained:
 
 
 class Side(Protocol):
-    """What differs between plain PyTorch and memd."""
+    """The calls that differ between plain PyTorch and memd."""
 
     def offload(self, model: Model) -> Model: ...
 
@@ -193,7 +193,7 @@ def built(program: Program) -> Model:
 
 
 def trained(model: Model) -> list[nn.Parameter]:
-    """What the optimizer gets."""
+    """The parameters that the optimizer gets."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
