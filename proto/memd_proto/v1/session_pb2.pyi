@@ -32,7 +32,7 @@ class AttachRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., job: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host_bytes: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., durability: _Optional[str] = ..., fresh: bool = ..., without_shared_memory: bool = ..., kept_session_id: _Optional[int] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("session_id", "job_id", "created", "committed_step", "host_bytes", "nvme_bytes", "segment_bytes", "arena_reserved_bytes", "kept", "closing_step", "durable_step", "can_maximize")
+    __slots__ = ("session_id", "job_id", "created", "committed_step", "host_bytes", "nvme_bytes", "segment_bytes", "arena_reserved_bytes", "kept", "closing_step", "durable_step", "can_maximize", "can_amsgrad")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class AttachResponse(_message.Message):
     CLOSING_STEP_FIELD_NUMBER: _ClassVar[int]
     DURABLE_STEP_FIELD_NUMBER: _ClassVar[int]
     CAN_MAXIMIZE_FIELD_NUMBER: _ClassVar[int]
+    CAN_AMSGRAD_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     job_id: int
     created: bool
@@ -57,7 +58,8 @@ class AttachResponse(_message.Message):
     closing_step: int
     durable_step: int
     can_maximize: bool
-    def __init__(self, session_id: _Optional[int] = ..., job_id: _Optional[int] = ..., created: bool = ..., committed_step: _Optional[int] = ..., host_bytes: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., segment_bytes: _Optional[int] = ..., arena_reserved_bytes: _Optional[int] = ..., kept: bool = ..., closing_step: _Optional[int] = ..., durable_step: _Optional[int] = ..., can_maximize: bool = ...) -> None: ...
+    can_amsgrad: bool
+    def __init__(self, session_id: _Optional[int] = ..., job_id: _Optional[int] = ..., created: bool = ..., committed_step: _Optional[int] = ..., host_bytes: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., segment_bytes: _Optional[int] = ..., arena_reserved_bytes: _Optional[int] = ..., kept: bool = ..., closing_step: _Optional[int] = ..., durable_step: _Optional[int] = ..., can_maximize: bool = ..., can_amsgrad: bool = ...) -> None: ...
 
 class DetachRequest(_message.Message):
     __slots__ = ("session_id",)
@@ -94,7 +96,7 @@ class DeclareResponse(_message.Message):
     def __init__(self, shards: _Optional[_Iterable[_Union[_types_pb2.Shard, _Mapping]]] = ..., gradients_fit: bool = ...) -> None: ...
 
 class AdamSettings(_message.Message):
-    __slots__ = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled", "maximize")
+    __slots__ = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled", "maximize", "amsgrad")
     LR_FIELD_NUMBER: _ClassVar[int]
     BETA1_FIELD_NUMBER: _ClassVar[int]
     BETA2_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +104,7 @@ class AdamSettings(_message.Message):
     WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
     DECOUPLED_FIELD_NUMBER: _ClassVar[int]
     MAXIMIZE_FIELD_NUMBER: _ClassVar[int]
+    AMSGRAD_FIELD_NUMBER: _ClassVar[int]
     lr: float
     beta1: float
     beta2: float
@@ -109,7 +112,8 @@ class AdamSettings(_message.Message):
     weight_decay: float
     decoupled: bool
     maximize: bool
-    def __init__(self, lr: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., decoupled: bool = ..., maximize: bool = ...) -> None: ...
+    amsgrad: bool
+    def __init__(self, lr: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., decoupled: bool = ..., maximize: bool = ..., amsgrad: bool = ...) -> None: ...
 
 class StepGroup(_message.Message):
     __slots__ = ("settings", "shard_ids")

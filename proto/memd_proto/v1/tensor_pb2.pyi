@@ -47,32 +47,36 @@ class GetMomentsRequest(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., shard_id: _Optional[int] = ...) -> None: ...
 
 class GetMomentsResponse(_message.Message):
-    __slots__ = ("generation", "element_first", "exp_avg", "exp_avg_sq")
+    __slots__ = ("generation", "element_first", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     ELEMENT_FIRST_FIELD_NUMBER: _ClassVar[int]
     EXP_AVG_FIELD_NUMBER: _ClassVar[int]
     EXP_AVG_SQ_FIELD_NUMBER: _ClassVar[int]
+    MAX_EXP_AVG_SQ_FIELD_NUMBER: _ClassVar[int]
     generation: int
     element_first: int
     exp_avg: bytes
     exp_avg_sq: bytes
-    def __init__(self, generation: _Optional[int] = ..., element_first: _Optional[int] = ..., exp_avg: _Optional[bytes] = ..., exp_avg_sq: _Optional[bytes] = ...) -> None: ...
+    max_exp_avg_sq: bytes
+    def __init__(self, generation: _Optional[int] = ..., element_first: _Optional[int] = ..., exp_avg: _Optional[bytes] = ..., exp_avg_sq: _Optional[bytes] = ..., max_exp_avg_sq: _Optional[bytes] = ...) -> None: ...
 
 class PutMomentsRequest(_message.Message):
-    __slots__ = ("session_id", "shard_id", "generation", "element_first", "exp_avg", "exp_avg_sq")
+    __slots__ = ("session_id", "shard_id", "generation", "element_first", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     SHARD_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     ELEMENT_FIRST_FIELD_NUMBER: _ClassVar[int]
     EXP_AVG_FIELD_NUMBER: _ClassVar[int]
     EXP_AVG_SQ_FIELD_NUMBER: _ClassVar[int]
+    MAX_EXP_AVG_SQ_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     shard_id: int
     generation: int
     element_first: int
     exp_avg: bytes
     exp_avg_sq: bytes
-    def __init__(self, session_id: _Optional[int] = ..., shard_id: _Optional[int] = ..., generation: _Optional[int] = ..., element_first: _Optional[int] = ..., exp_avg: _Optional[bytes] = ..., exp_avg_sq: _Optional[bytes] = ...) -> None: ...
+    max_exp_avg_sq: bytes
+    def __init__(self, session_id: _Optional[int] = ..., shard_id: _Optional[int] = ..., generation: _Optional[int] = ..., element_first: _Optional[int] = ..., exp_avg: _Optional[bytes] = ..., exp_avg_sq: _Optional[bytes] = ..., max_exp_avg_sq: _Optional[bytes] = ...) -> None: ...
 
 class PutMomentsResponse(_message.Message):
     __slots__ = ()

@@ -53,20 +53,22 @@ TIER_HOST: Tier
 TIER_NVME: Tier
 
 class ShardSpec(_message.Message):
-    __slots__ = ("name", "kind", "dtype", "shape", "tier", "value_only")
+    __slots__ = ("name", "kind", "dtype", "shape", "tier", "value_only", "keeps_maximum")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     VALUE_ONLY_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_MAXIMUM_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: ShardKind
     dtype: DType
     shape: _containers.RepeatedScalarFieldContainer[int]
     tier: Tier
     value_only: bool
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[ShardKind, str]] = ..., dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., tier: _Optional[_Union[Tier, str]] = ..., value_only: bool = ...) -> None: ...
+    keeps_maximum: bool
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[_Union[ShardKind, str]] = ..., dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., tier: _Optional[_Union[Tier, str]] = ..., value_only: bool = ..., keeps_maximum: bool = ...) -> None: ...
 
 class Shard(_message.Message):
     __slots__ = ("shard_id", "spec", "generation", "written", "bytes", "lost", "unreadable")
