@@ -26,6 +26,7 @@ from memd_client.errors import (
     UnknownName,
 )
 from memd_client.gather import gather
+from memd_client.init import init
 from memd_client.offload import offload
 from memd_client.optimizer import Adam, AdamW
 from memd_client.session import Session
@@ -52,5 +53,6 @@ __all__ = [
     "UnknownName",
     "connect",
     "gather",
+    "init",
     "offload",
 ]

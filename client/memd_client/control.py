@@ -215,6 +215,10 @@ class Control:
                 return answer
             page.page_first = response.page_next
 
+    def get_job(self, request: job_pb2.GetJobRequest) -> job_pb2.GetJobResponse:
+        """One page of its shards."""
+        return self._call(self._open().jobs.GetJob, request, _SHORT_S)
+
     def drop_job(self, request: job_pb2.DropJobRequest) -> job_pb2.DropJobResponse:
         return self._call(self._open().jobs.DropJob, request, _SHORT_S)
 

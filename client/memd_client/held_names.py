@@ -14,6 +14,8 @@ from memd_proto.v1 import types_pb2
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+# Blobs of parameters that have no name yet are called so: see `unnamed.py`.
+UNNAMED_PREFIX = "@init/"
 _SHOWN = 5  # names in a message
 
 
@@ -27,6 +29,7 @@ class HeldNames:
         # Asked for when parameters come, before the first of them is declared.
         self._held: set[str] | None = None
         self._unclaimed: set[str] = set()
+        self._left_unnamed: list[str] = []
         self._is_strict = True
 
     def relax(self) -> None:
@@ -49,6 +52,15 @@ class HeldNames:
                 "the names that it was trained with, connect to another job or with fresh=True, or "
                 "pass offload(..., strict=False) to add parameters, such as adapters"
             )
+
+    def left_unnamed(self) -> list[str]:
+        """Blobs of unnamed parameters that sessions before this one have left."""
+        self._look()
+        return self._left_unnamed
+
+    def forget_left(self) -> None:
+        """They were deleted."""
+        self._left_unnamed = []
 
     def refuse_unnamed(self, what: str) -> None:
         """Before parameters get names by their position.
@@ -84,11 +96,18 @@ class HeldNames:
     def _look(self) -> set[str]:
         with self._lock:
             if self._held is None:
+                shards = list(self._list_shards())
                 self._held = {
                     shard.spec.name
-                    for shard in self._list_shards()
+                    for shard in shards
                     if shard.spec.kind == types_pb2.SHARD_KIND_PARAMETER and shard.written
                 }
+                self._left_unnamed = [
+                    shard.spec.name
+                    for shard in shards
+                    if shard.spec.kind == types_pb2.SHARD_KIND_BLOB
+                    and shard.spec.name.startswith(UNNAMED_PREFIX)
+                ]
                 self._unclaimed = set(self._held)
             return self._held
 

@@ -351,10 +351,12 @@ class Leases:
             raise
 
     def _group_of(self, shard: Shard) -> int:
+        # The id of a blob that is deleted may be a parameter's later.
+        if shard.kind != types_pb2.SHARD_KIND_PARAMETER:
+            return 0
         group = self._groups.get(shard.shard_id)
         if group is None:
-            is_parameter = shard.kind == types_pb2.SHARD_KIND_PARAMETER
-            group = self._plane.stall_group(module_group(shard.name)) if is_parameter else 0
+            group = self._plane.stall_group(module_group(shard.name))
             self._groups[shard.shard_id] = group
         return group
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -12,6 +11,7 @@ from memd_client.away import AwayParameter
 from memd_client.buffers import ModuleBuffers
 from memd_client.dtypes import FROZEN_DTYPES
 from memd_client.errors import CapacityError, InvalidArgument, NotYet
+from memd_client.freed_memory import return_freed_memory
 from memd_client.in_place import InPlaceParameter
 from memd_client.interrupts import defer_interrupts, safe_point
 from memd_client.module_hooks import own_parameters, stream
@@ -22,11 +22,13 @@ from memd_client.residency import Classes, is_row_major
 from memd_client.shard import TIERS, Shard, bytes_name, bytes_spec, shard_spec
 from memd_client.sizes import UPDATE_BYTES, format_size
 from memd_client.targets import owner_of
+from memd_client.unnamed import unnamed
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
     from memd_client.job import Job
     from memd_client.session import Session
+    from memd_client.unnamed import UnnamedParameters
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -47,6 +49,7 @@ def offload(
     memory only while they are used; the module's code does not change. If the job already has
     parameters of these names, the stored values win. Names are those of `named_parameters()`
     without the wrappers of torch.compile, DistributedDataParallel and activation checkpoints.
+    After `init` it gives the model that was built there its names, where that has not done so.
 
     A parameter that is away answers for its shape and dtype, and any operation fetches it;
     `param.grad` is the gradient in memd. Buffers stay in this process; persistent ones are part of
@@ -79,21 +82,24 @@ def offload(
         raise InvalidArgument(f'tier is "host" or "nvme": {tier!r}')
     defer_interrupts()
     transaction = session.transaction
-    job = transaction.job
+    job, built = transaction.job, session.unnamed
     leases = job.leases
+    if built.has_named(module):
+        return module
     parameters = {
         plain_name(module, name): parameter
         for name, parameter in module.named_parameters()
         if type(parameter) is not nn.Parameter or parameter.numel()
     }
     for name, parameter in parameters.items():
-        _refuse_parameter(name, parameter)
+        _refuse_parameter(name, parameter, built)
     _refuse_names_in_use(parameters, job)
     _refuse_small_pool(module, job)
     if not strict:
         job.held_names.relax()
     stored_names = [_stored_name(name, parameter) for name, parameter in parameters.items()]
     job.held_names.refuse_unknown(stored_names)
+    built.drop_left()
 
     specs = [_spec(name, parameter, TIERS[tier]) for name, parameter in parameters.items()]
     declared = job.declare(specs) if specs else []
@@ -105,7 +111,7 @@ def offload(
     for parameter, answer, shard in zip(parameters.values(), declared, shards, strict=True):
         if not answer.written:
             safe_point()
-            leases.write(shard, parameter.detach())
+            leases.write(shard, built.value(parameter))
             job.mark_written()
     stored = buffers.exchange(job)
     job.sync_if_needed()
@@ -117,6 +123,7 @@ def offload(
         with torch.no_grad():
             buffer.copy_(value)
     transaction.add(buffers)
+    built.forget(parameters.values())
     for parameter, answer, shard in zip(parameters.values(), declared, shards, strict=True):
         StreamedParameter(
             parameter,
@@ -127,18 +134,22 @@ def offload(
         )
     transaction.watch(Placement(module, job.name))
     stream(module)
-    _return_freed_memory()
+    return_freed_memory()
+    built.delete_unused()
     return module
 
 
-def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
+def _refuse_parameter(name: str, parameter: nn.Parameter, built: UnnamedParameters) -> None:
+    record = unnamed(parameter)
+    if record is not None and record.store is not built:
+        raise InvalidArgument(f"parameter {name!r} was built in init() of another session")
     entry = streamed(parameter)
     if entry is not None:
         raise InvalidArgument(
             f"parameter {name!r} is offloaded already, as {entry.shard.name!r} of job "
             f"{entry.job.name!r}"
         )
-    if type(parameter) is not nn.Parameter:
+    if type(parameter) is not nn.Parameter and record is None:
         raise InvalidArgument(
             f"parameter {name!r} is a {type(parameter).__name__}, not a plain nn.Parameter; "
             "initialise lazy modules first, and offload before other wrappers"
@@ -149,8 +160,9 @@ def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
         )
     if parameter.device.type == "meta":
         raise NotYet(
-            f"parameter {name!r} has no bytes (device meta); building models in memd comes in a "
-            "later version"
+            f"parameter {name!r} has no bytes (device meta); inside init(session), give it some "
+            "with model.to_empty(device='cpu') and initialise it, or load a state_dict with "
+            "assign=True"
         )
     if parameter.device.type != "cpu":
         raise NotYet(
@@ -167,7 +179,7 @@ def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
             f"memd trains float32 and bfloat16: convert parameter {name!r}, or freeze it with "
             f"requires_grad_(False); it is {parameter.dtype}"
         )
-    if not is_row_major(parameter):
+    if (record is None or not record.is_away) and not is_row_major(parameter):
         raise InvalidArgument(
             f"parameter {name!r} is not contiguous, or channels_last; assign param.data = "
             f"param.data.clone(memory_format=torch.contiguous_format) first: shape "
@@ -234,12 +246,3 @@ def _spec(name: str, parameter: nn.Parameter, tier: types_pb2.Tier) -> types_pb2
         tier=tier,
         value_only=True,  # until an optimizer takes it
     )
-
-
-def _return_freed_memory() -> None:
-    """glibc keeps freed memory, so all but the largest parameters would stay in this process's
-    resident size. Other C libraries return it by themselves and do not have this function.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -368,6 +368,9 @@ class ReattachingControl:
     def list_shards(self, request: session_pb2.ListShardsRequest) -> session_pb2.ListShardsResponse:
         return self._reattach.calling(lambda: self._control.list_shards(request))
 
+    def get_job(self, request: job_pb2.GetJobRequest) -> job_pb2.GetJobResponse:
+        return self._reattach.calling(lambda: self._control.get_job(request))
+
     def drop_job(self, request: job_pb2.DropJobRequest) -> job_pb2.DropJobResponse:
         return self._control.drop_job(request)  # the session has ended and cannot be claimed
 

@@ -9,6 +9,8 @@ from memd_client.dynamo import untraced
 from memd_client.errors import MemdError, NotYet
 from memd_client.tracked import Tracked
 from memd_client.transaction import Transaction
+from memd_client.unnamed import UnnamedParameters
+from memd_client.unnamed_parameter import UnnamedParameter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -35,6 +37,7 @@ class Session:
         self._transaction = Transaction(job)
         self._tracked = Tracked()
         self._transaction.add(self._tracked)
+        self._unnamed = UnnamedParameters(job, away=UnnamedParameter)
 
     def __enter__(self) -> Self:
         return self
@@ -259,13 +262,20 @@ class Session:
         forked child.
         """
         if not self._job.is_closed and not self._job.is_of_another_process:
-            self._transaction.close()
+            try:
+                self._unnamed.close()
+            finally:
+                self._transaction.close()
 
     # For the other parts of the client, and for measurements
 
     @property
     def transaction(self) -> Transaction:
         return self._transaction
+
+    @property
+    def unnamed(self) -> UnnamedParameters:
+        return self._unnamed
 
     @property
     def leases(self) -> Leases:

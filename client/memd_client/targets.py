@@ -14,6 +14,7 @@ from memd_client.gradients import GradientSlot
 from memd_client.identity import ByIdentity
 from memd_client.parameter import StreamedParameter, streamed
 from memd_client.shard import Shard, shard_spec
+from memd_client.unnamed import unnamed
 from memd_client.views import is_same_bits
 from memd_proto.v1 import types_pb2
 
@@ -353,6 +354,7 @@ def own(
     taken = job.shards.parameter_names
     for parameter, name in zip(parameters, names, strict=True):
         _refuse_owned(parameter, name, optimizer)
+        _refuse_unnamed(parameter, name, job)
         entry = streamed(parameter)
         if _is_empty(parameter):
             made[id(parameter)] = EmptyTarget(parameter, name=name)
@@ -407,6 +409,14 @@ def _refuse_owned(parameter: torch.Tensor, name: str, optimizer: object) -> None
         raise InvalidArgument(
             f"parameter {entry.shard.name if entry else name!r} belongs to another optimizer "
             "already; give each parameter to one, or delete the other optimizer first"
+        )
+
+
+def _refuse_unnamed(parameter: torch.Tensor, name: str, job: Job) -> None:
+    if unnamed(parameter) is not None:
+        raise InvalidArgument(
+            f"job {job.name!r}: init() has built parameter {name!r}, and it has no name in memd "
+            "yet; call offload(model, session) before you make the optimizer"
         )
 
 

@@ -153,6 +153,7 @@ class FakeDaemon:
     synced: bool = True
     committed_step: int = 0
     session_count: int = 0
+    open_sessions: set[int] = field(default_factory=set)
     last_steps: dict[int, int] = field(default_factory=dict)  # that a session has made
     step_calls: dict[int, FakeCall] = field(default_factory=dict)  # of the last session
     followed_call: int = 0
@@ -179,6 +180,7 @@ class FakeDaemon:
 
     def session(self, job: str = "fake") -> Session:
         self.session_count += 1
+        self.open_sessions.add(self.session_count)
         attached = session_pb2.AttachResponse(
             session_id=self.session_count,
             job_id=1,
@@ -401,6 +403,7 @@ class FakeDaemon:
 
     def detach(self, request: session_pb2.DetachRequest) -> session_pb2.DetachResponse:
         self.calls.append("detach")
+        self.open_sessions.discard(request.session_id)
         for shard in self.shards:
             shard.gradient = None
         return session_pb2.DetachResponse(leases_dropped=len(self.leases))
@@ -543,6 +546,10 @@ class FakeDaemon:
     def list_shards(self, request: session_pb2.ListShardsRequest) -> session_pb2.ListShardsResponse:
         self.calls.append("list_shards")
         return session_pb2.ListShardsResponse(shards=[shard.message() for shard in self.shards])
+
+    def get_job(self, request: job_pb2.GetJobRequest) -> job_pb2.GetJobResponse:
+        self.calls.append("get_job")
+        return job_pb2.GetJobResponse(job=job_pb2.Job(session_count=len(self.open_sessions)))
 
     def drop_job(self, request: job_pb2.DropJobRequest) -> job_pb2.DropJobResponse:
         self.calls.append(f"drop_job {request.name}")

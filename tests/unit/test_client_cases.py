@@ -30,6 +30,16 @@ from tests.unit.empty_cases import TestEmpty  # noqa: F401
 from tests.unit.encoder_cases import TestEncoderLayer  # noqa: F401
 from tests.unit.fake_session import FakeDaemon
 from tests.unit.frozen_cases import TestFrozen  # noqa: F401
+from tests.unit.init_cases import (  # noqa: F401
+    TestInitCopies,
+    TestInitErrors,
+    TestInitForms,
+    TestInitJobs,
+    TestInitNames,
+    TestInitNumbers,
+    away,
+    room,
+)
 from tests.unit.lazy_cases import (  # noqa: F401
     TestDetached,
     TestGradScaler,

@@ -27,6 +27,7 @@ CLIENT_LAYERS = (
     *(
         "errors",
         "interrupts",
+        "freed_memory",
         "dynamo",
         "identity",
         "sizes",
@@ -48,8 +49,10 @@ CLIENT_LAYERS = (
     "in_place",
     "placement",
     "module_hooks",
+    *("unnamed", "unnamed_parameter"),
     # What users call.
-    *("tracked", "session", "targets", "offload", "optimizer", "gather", "connect", "__init__"),
+    *("tracked", "session", "targets", "offload", "init", "optimizer", "gather"),
+    *("connect", "__init__"),
 )
 METHODS_MAX = 40
 FILE_BYTES_MAX = 500 * 1024

@@ -1,0 +1,98 @@
+"""Models that are built in memd: what the trainer's memory holds meanwhile, and what a killed one
+leaves."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import memd_client
+from tests.daemons import running_daemon
+
+# 8 MiB each.
+_LAYER_COUNT, _LAYER_BYTES = 24, 8 << 20
+_BUILT = """
+import json, sys, threading
+import torch
+
+def anonymous_bytes():
+    with open("/proc/self/status") as status:
+        return next(1024 * int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+
+before = anonymous_bytes()
+import memd_client
+
+torch.set_num_threads(1)
+peak, is_over = 0, threading.Event()
+
+def watch():
+    global peak
+    while not is_over.wait(0.001):
+        peak = max(peak, anonymous_bytes())
+
+class Model(torch.nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            [torch.nn.Linear(1024, 2048, bias=False) for _ in range(count)]
+        )
+        self.apply(self.initialise)
+
+    def initialise(self, module):
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data.normal_(std=0.02)
+
+session = memd_client.connect(sys.argv[1], job="built")
+watcher = threading.Thread(target=watch)
+watcher.start()
+torch.manual_seed(0)
+with memd_client.init(session):
+    model = Model(int(sys.argv[2]))
+    print("built", flush=True)
+    if len(sys.argv) > 3:
+        threading.Event().wait()
+is_over.set()
+watcher.join()
+torch.manual_seed(0)
+equal = all(
+    torch.equal(one, other)
+    for one, other in zip(model.parameters(), Model(int(sys.argv[2])).parameters(), strict=True)
+)
+print(json.dumps({"peak": peak - before, "equal": equal}))
+session.drop_job()
+"""
+
+
+def test_a_model_ten_times_larger_than_what_the_trainer_may_hold_is_built() -> None:
+    with running_daemon(host="96MiB", nvme="1GiB") as daemon:
+        done = subprocess.run(
+            [sys.executable, "-c", _BUILT, daemon.address, str(_LAYER_COUNT)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["equal"]
+    assert found["peak"] < _LAYER_BYTES + (64 << 20), found
+
+
+def test_a_trainer_that_is_killed_while_it_builds_leaves_nothing() -> None:
+    with running_daemon(host="96MiB", nvme="1GiB") as daemon:
+        with subprocess.Popen(
+            [sys.executable, "-c", _BUILT, daemon.address, "6", "wait"],
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as trainer:
+            assert trainer.stdout is not None
+            assert trainer.stdout.readline() == "built\n"
+            trainer.send_signal(signal.SIGKILL)
+        session = memd_client.connect(daemon.address, job="built")
+        job = session.transaction.job
+        assert any(shard.spec.name.startswith("@init/") for shard in job.shards.list_all())
+        with memd_client.init(session):
+            pass
+        assert not list(job.shards.list_all())
+        session.drop_job()
