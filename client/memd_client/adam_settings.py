@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memd_client.errors import InvalidArgument, NotYet
+from memd_client.errors import InvalidArgument
 from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:
@@ -16,6 +16,8 @@ _OTHER_KERNELS = (
     *(("foreach", True), ("fused", False)),
     *(("capturable", True), ("differentiable", True)),
 )
+# The update that a daemon makes if it does not know the setting.
+_OLDER_DAEMONS = {"maximize": "minimize", "amsgrad": "update without a maximum"}
 
 
 def plain_betas(betas: tuple[float | torch.Tensor, float | torch.Tensor]) -> tuple[float, float]:
@@ -34,16 +36,12 @@ def plain_betas(betas: tuple[float | torch.Tensor, float | torch.Tensor]) -> tup
 
 
 def refuse_group(group: dict[str, Any], job: Job) -> None:
-    """Refuses settings that break torch's rules, that name another implementation, or that come in
-    a later version. Called at every step, as any code may change a group.
+    """Refuses settings that break torch's rules, that name another implementation, or that the
+    daemon does not know. Called at every step, as any code may change a group.
     """
-    if group["amsgrad"]:
-        raise NotYet("amsgrad comes in a later version; leave it False")
-    if group["maximize"] and not job.can_maximize:
-        raise InvalidArgument(
-            f"job {job.name!r}: the daemon is older than maximize, and would minimize; update it, "
-            "or leave maximize False"
-        )
+    for name in _OLDER_DAEMONS:
+        if group[name]:
+            refuse_older_daemon(name, job)
     for name, wrong in _OTHER_KERNELS:
         # torch's fused kernel has no other way of updating for capturable.
         is_ignored = name == "capturable" and group["fused"]
@@ -66,6 +64,15 @@ def refuse_group(group: dict[str, Any], job: Job) -> None:
             )
 
 
+def refuse_older_daemon(name: str, job: Job) -> None:
+    """Raises InvalidArgument if the daemon does not know the setting `name`."""
+    if name not in job.adam_settings_known:
+        raise InvalidArgument(
+            f"job {job.name!r}: the daemon is older than {name}, and would {_OLDER_DAEMONS[name]}; "
+            f"update it, or leave {name} False"
+        )
+
+
 def adam_settings(group: dict[str, Any]) -> session_pb2.AdamSettings:
     """The present values, also of tensors."""
     beta1, beta2 = group["betas"]
@@ -77,6 +84,7 @@ def adam_settings(group: dict[str, Any]) -> session_pb2.AdamSettings:
         weight_decay=_number("weight_decay", group["weight_decay"]),
         decoupled=bool(group["decoupled_weight_decay"]),
         maximize=bool(group["maximize"]),
+        amsgrad=bool(group["amsgrad"]),
     )
 
 

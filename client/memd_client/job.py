@@ -17,7 +17,7 @@ from memd_native import STALL_GRADIENT
 from memd_proto.v1 import job_pb2, session_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -50,7 +50,14 @@ class Job:
         self._name = name
         self._host_bytes = attached.host_bytes
         self._nvme_bytes = attached.nvme_bytes
-        self._can_maximize = attached.can_maximize
+        self._adam_settings_known = frozenset(
+            name
+            for name, is_known in (
+                ("maximize", attached.can_maximize),
+                ("amsgrad", attached.can_amsgrad),
+            )
+            if is_known
+        )
         self._session_id = attached.session_id
         self._daemon_process_id = daemon_process_id
         self._return_count = 0
@@ -97,9 +104,9 @@ class Job:
         return self._nvme_bytes
 
     @property
-    def can_maximize(self) -> bool:
-        """Whether the daemon is new enough."""
-        return self._can_maximize
+    def adam_settings_known(self) -> frozenset[str]:
+        """Settings of Adam that older daemons do not know, and this one does."""
+        return self._adam_settings_known
 
     @property
     def session_id(self) -> int:
@@ -283,19 +290,20 @@ class Job:
         )
         self._control.drop_gradients(request)
 
-    def moments(self, shard: Shard) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """The number of updates, exp_avg and exp_avg_sq: fp32 copies in the shard's shape."""
+    def moments(self, shard: Shard) -> tuple[int, dict[str, torch.Tensor]]:
+        """The number of updates, and the moments: fp32 copies in the shard's shape."""
         self.settle_for("state of the optimizer")
         return self._streams.moments(shard)
 
     def replace_moments(
-        self, shard: Shard, generation: int, *, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
+        self, shard: Shard, generation: int, moments: Mapping[str, torch.Tensor]
     ) -> None:
-        """Sets the number of updates and both moments (fp32 or convertible, in the shard's shape).
-        They are durable when it returns.
+        """Sets the number of updates and all moments (fp32 or convertible, in the shard's shape):
+        a parameter keeps a maximum from now on if there is one among them. They are durable when it
+        returns.
         """
         self.settle_for("new state of the optimizer")
-        self._streams.put_moments(shard, generation, exp_avg, exp_avg_sq)
+        self._streams.put_moments(shard, generation, moments)
 
     # The session
 

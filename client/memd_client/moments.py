@@ -15,8 +15,11 @@ from torch.utils._pytree import tree_map
 
 from memd_client.errors import MemdError
 from memd_client.metadata import asks_for_metadata
+from memd_client.shard import MAXIMUM, MOMENTS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from memd_client.job import Job
     from memd_client.shard import Shard
 
@@ -31,14 +34,14 @@ class MomentTensor(torch.Tensor):
     """One moment of one parameter: float32, in the parameter's shape, as it was when `state_dict()`
     returned. Its first use reads it, and from then on it is an ordinary tensor's value."""
 
-    _pair: MomentPair
-    _index: int
+    _whole: MomentSet
+    _moment: str
 
     @staticmethod
-    def of(pair: MomentPair, index: int) -> MomentTensor:
-        moment = torch.Tensor._make_subclass(MomentTensor, _no_bytes.expand(pair.shard.shape))
-        moment._pair = pair
-        moment._index = index
+    def of(whole: MomentSet, name: str) -> MomentTensor:
+        moment = torch.Tensor._make_subclass(MomentTensor, _no_bytes.expand(whole.shard.shape))
+        moment._whole = whole
+        moment._moment = name
         return moment
 
     @classmethod
@@ -55,13 +58,13 @@ class MomentTensor(torch.Tensor):
         return func(*tree_map(_read, args), **tree_map(_read, kwargs))
 
     @property
-    def pair(self) -> MomentPair:
-        """Both moments of the parameter."""
-        return self._pair
+    def whole(self) -> MomentSet:
+        """All moments of the parameter."""
+        return self._whole
 
     def value(self) -> torch.Tensor:
         """The bytes, the same tensor with each call. The first one waits for the daemon."""
-        return self._pair.values()[self._index]
+        return self._whole.values()[self._moment]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.value().__reduce_ex__(protocol)
@@ -71,15 +74,18 @@ class MomentTensor(torch.Tensor):
         return copy
 
 
-class MomentPair:
-    """exp_avg and exp_avg_sq of one parameter after `update_count` updates. Any thread may call."""
+class MomentSet:
+    """The moments `names` of one parameter after `update_count` updates. Any thread may call."""
 
-    def __init__(self, shard: Shard, update_count: int, moments: Moments) -> None:
+    def __init__(
+        self, shard: Shard, update_count: int, names: Sequence[str], moments: Moments
+    ) -> None:
         self._shard = shard
+        self._names = names
         self._update_count = update_count
         # None when they were read: a state_dict that is kept must not keep the session.
         self._moments: Moments | None = moments
-        self._values: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._values: dict[str, torch.Tensor] | None = None
         self._lock = RLock()
 
     @property
@@ -87,11 +93,15 @@ class MomentPair:
         return self._shard
 
     @property
+    def names(self) -> Sequence[str]:
+        return self._names
+
+    @property
     def update_count(self) -> int:
         return self._update_count
 
-    def values(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both moments; the first call waits for the daemon.
+    def values(self) -> dict[str, torch.Tensor]:
+        """By their names; the first call waits for the daemon.
 
         Raises:
             MemdError: the daemon can't be asked any more, or has later ones.
@@ -113,48 +123,57 @@ class Moments:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._unread: WeakSet[MomentPair] = WeakSet()
+        self._unread: WeakSet[MomentSet] = WeakSet()
 
-    def refer(self, shard: Shard, update_count: int) -> dict[str, torch.Tensor]:
+    def refer(
+        self, shard: Shard, update_count: int, names: Sequence[str]
+    ) -> dict[str, torch.Tensor]:
         """The state of one parameter after `update_count` updates, in torch's format. No bytes are
         read."""
-        pair = MomentPair(shard, update_count, self)
-        self._unread.add(pair)
+        whole = MomentSet(shard, update_count, names, self)
+        self._unread.add(whole)
         return {
             "step": torch.tensor(float(update_count)),
-            "exp_avg": MomentTensor.of(pair, 0),
-            "exp_avg_sq": MomentTensor.of(pair, 1),
+            **{name: MomentTensor.of(whole, name) for name in names},
         }
 
     def are_in_memd(self, state: dict[str, Any], shard: Shard, update_count: int) -> bool:
         """Whether `state` is what memd has of this parameter: to load it would change nothing."""
-        first, second = state["exp_avg"], state["exp_avg_sq"]
+        found = {name: state[name] for name in MOMENTS if name in state}
+        first = found[MOMENTS[0]]
         return (
             isinstance(first, MomentTensor)
-            and isinstance(second, MomentTensor)
-            and first.pair is second.pair
-            and first.pair.shard is shard
-            and first.pair.update_count == update_count == int(state["step"])
-            and first.pair.is_unread_in(self)
+            and all(
+                isinstance(moment, MomentTensor) and moment.whole is first.whole
+                for moment in found.values()
+            )
+            and list(found) == list(first.whole.names)
+            and first.whole.shard is shard
+            and first.whole.update_count == update_count == int(state["step"])
+            and first.whole.is_unread_in(self)
         )
 
-    def read(self, pair: MomentPair) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, whole: MomentSet) -> dict[str, torch.Tensor]:
         """Asks the daemon."""
-        generation, *values = self._job.moments(pair.shard)
-        if generation != pair.update_count:
+        shard = whole.shard
+        generation, found = self._job.moments(shard)
+        if generation != whole.update_count:
             raise MemdError(
-                f"job {self._job.name!r}: the optimizer's state of parameter {pair.shard.name!r} "
-                f"is of {pair.update_count} updates and was not read before update {generation}; "
+                f"job {self._job.name!r}: the optimizer's state of parameter {shard.name!r} "
+                f"is of {whole.update_count} updates and was not read before update {generation}; "
                 "call state_dict() again"
             )
-        self._unread.discard(pair)
-        return values[0], values[1]
+        self._unread.discard(whole)
+        if not generation:
+            # The first update decides whether there is a maximum, and the daemon has none yet.
+            found.setdefault(MAXIMUM, torch.zeros(shard.shape))
+        return {name: found[name] for name in whole.names}
 
     def read_all(self) -> None:
         """Before moments change, or the session ends: state_dicts that somebody still holds keep
         the moments of their time."""
-        for pair in list(self._unread):
-            pair.values()
+        for whole in list(self._unread):
+            whole.values()
 
 
 def _read(value: Any) -> Any:

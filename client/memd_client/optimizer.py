@@ -11,7 +11,12 @@ from weakref import WeakMethod
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from memd_client.adam_settings import adam_settings, plain_betas, refuse_group
+from memd_client.adam_settings import (
+    adam_settings,
+    plain_betas,
+    refuse_group,
+    refuse_older_daemon,
+)
 from memd_client.dynamo import untraced
 from memd_client.early import EarlyUpdates
 from memd_client.errors import InvalidArgument, NotYet
@@ -19,8 +24,8 @@ from memd_client.interrupts import call_user, defer_interrupts
 from memd_client.module_hooks import end_interrupted_calls
 from memd_client.module_names import without_wrappers
 from memd_client.parameter import StreamedParameter, streamed
-from memd_client.shard import TIERS
-from memd_client.targets import EmptyTarget, StreamedTarget, Target, needs_name, own, owner_of
+from memd_client.shard import MAXIMUM, MOMENTS, TIERS
+from memd_client.targets import StreamedTarget, Target, decide_maximum, needs_name, own, owner_of
 from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:
@@ -33,7 +38,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("memd_client")
 _SCALER_STEP = torch.amp.GradScaler.step.__code__
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Adam(torch.optim.Optimizer):
@@ -50,7 +54,9 @@ class Adam(torch.optim.Optimizer):
         lr, betas, eps, weight_decay, maximize: as for torch. They may be tensors where torch's may.
             Every step reads them from the group, so schedulers work, and so does a tensor that is
             changed in place.
-        amsgrad, state_dtype: only the defaults in this version.
+        amsgrad: as for torch. The first update of a parameter decides whether it has a
+            `max_exp_avg_sq`, which takes 4 bytes an element more.
+        state_dtype: only the default in this version.
         step_in_backward: the update of each offloaded parameter begins during backward, once its
             gradient is complete; `step()` does the rest, and no value changes before it. The loop
             and the numbers stay the same. If the learning rate changes before `step()`, or a
@@ -141,6 +147,7 @@ class Adam(torch.optim.Optimizer):
                 optimizer=self,
                 transaction=self._transaction,
                 tier=self._tier,
+                amsgrad=bool(group["amsgrad"]),
             )
         except BaseException:
             self.param_groups.pop()
@@ -198,7 +205,9 @@ class Adam(torch.optim.Optimizer):
 
         Raises:
             InvalidArgument: a second step before `session.commit()`; a gradient that no optimizer
-                takes.
+                takes; amsgrad was switched on after updates without it.
+            CapacityError: amsgrad was switched on before the first update, and the job's quota does
+                not hold the maximum.
             DaemonUnavailable, DeadlineExceeded: it is not known whether the step is committed.
                 Every use of the session asks again, so a loop can go on where it was; `step()` with
                 the same gradients takes them once.
@@ -290,9 +299,10 @@ class Adam(torch.optim.Optimizer):
     @untraced
     def state_dict(self) -> dict[str, Any]:
         """In torch's format, loadable by `torch.optim.Adam` or `AdamW`. Each parameter that was
-        updated has `step`, `exp_avg` and `exp_avg_sq`, and before the first step each one that
-        requires a gradient. The moments are float32 and of this moment; their bytes are read when
-        they are used, or before they change: see `moments.MomentTensor`.
+        updated has `step`, `exp_avg` and `exp_avg_sq`, with amsgrad `max_exp_avg_sq` too, and
+        before the first step each one that requires a gradient. The moments are float32 and of this
+        moment; their bytes are read when they are used, or before they change: see
+        `moments.MomentTensor`.
         """
         states = self._states()
         try:
@@ -308,9 +318,9 @@ class Adam(torch.optim.Optimizer):
         used nor outdated are not moved.
 
         Raises:
-            InvalidArgument: the states have other shapes, or are another optimizer's. Nothing has
-                changed.
-            NotYet: the states are of amsgrad. Nothing has changed.
+            InvalidArgument: the states have other shapes, or are another optimizer's, or of amsgrad
+                where the daemon is too old for it. Nothing has changed.
+            CapacityError: the job's quota does not hold the maxima of amsgrad.
         """
         job = self._only_transaction().job
         job.settle_for("new state of the optimizer")
@@ -328,23 +338,21 @@ class Adam(torch.optim.Optimizer):
         # torch's optimizers list a parameter without moments as absent or empty.
         states = [state_dict["state"].get(index) or None for index in saved_order]
         for target, state in zip(targets, states, strict=True):
-            _refuse_state(target, state)
+            _refuse_state(target, state, job)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._show_initialized()
-        self._look_again()
-        self._load_states(targets, states)
+        self._load_states(states)
 
     def reset_state(self) -> None:
         """Sets the moments and the number of updates of every parameter to zero, as they are in a
-        new optimizer of torch. Durable when it returns. A new optimizer over a job's parameters
-        goes on with what the job has of them.
+        new optimizer of torch with the settings of the groups. Durable when it returns. A new
+        optimizer over a job's parameters goes on with what the job has of them.
 
         Raises:
             InvalidArgument: between `step()` and `session.commit()`.
         """
         self._only_transaction().job.settle_for("new state of the optimizer")
-        targets = list(self._in_order())
-        self._load_states(targets, [None] * len(targets))
+        self._load_states([None] * len(list(self._in_order())))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called with loaded groups, which older versions of torch wrote without some settings."""
@@ -401,12 +409,14 @@ class Adam(torch.optim.Optimizer):
         groups: list[session_pb2.StepGroup] = []
         updated: list[Target] = []
         empty: list[Target] = []
+        decisions: list[tuple[list[Target], bool]] = []
         for group in self.param_groups:
             targets = [
                 target for p in group["params"] if (target := self._targets[id(p)]).has_gradient
             ]
-            empty += [target for target in targets if isinstance(target, EmptyTarget)]
-            stored = [target for target in targets if not isinstance(target, EmptyTarget)]
+            decisions.append((targets, bool(group["amsgrad"])))
+            empty += [target for target in targets if not target.is_stored]
+            stored = [target for target in targets if target.is_stored]
             if stored:
                 refuse_group(group, self._only_transaction().job)
                 shard_ids = [target.shard.shard_id for target in stored]
@@ -422,10 +432,16 @@ class Adam(torch.optim.Optimizer):
         end_interrupted_calls()
         _refuse_orphans(transaction.job)
         self._look_again()
-        transaction.step(groups, updated + empty)
+
+        def decide() -> None:
+            for targets, amsgrad in decisions:
+                decide_maximum(targets, amsgrad=amsgrad, tier=self._tier, job=transaction.job)
+
+        transaction.step(groups, updated + empty, decide)
 
     def _expected_groups(self) -> list[session_pb2.StepGroup]:
-        """The groups of a step in which every offloaded parameter has a gradient."""
+        """The groups of a step in which every offloaded parameter has a gradient, but for those
+        of which that step decides whether there is a maximum."""
         return [
             session_pb2.StepGroup(
                 settings=adam_settings(group),
@@ -434,6 +450,7 @@ class Adam(torch.optim.Optimizer):
                     for p in group["params"]
                     if isinstance(target := self._targets[id(p)], StreamedTarget)
                     and not target.shard.is_bytes
+                    and target.takes(amsgrad=bool(group["amsgrad"]))
                 ],
             )
             for group in self.param_groups
@@ -464,20 +481,13 @@ class Adam(torch.optim.Optimizer):
             return {}
         self._transaction.job.settle_for("state of the optimizer")
         moments = self._transaction.moments
-        targets = [
-            (parameter, self._targets[id(parameter)])
+        is_new = all(target.update_count == 0 for target in self._in_order())
+        return {
+            parameter: target.state(moments, amsgrad=bool(group["amsgrad"]))
             for group in self.param_groups
             for parameter in group["params"]
-        ]
-        is_new = all(target.update_count == 0 for _, target in targets)
-        return {
-            parameter: (
-                _empty_state(target)
-                if isinstance(target, EmptyTarget)
-                else moments.refer(target.shard, target.update_count)
-            )
-            for parameter, target in targets
-            if (parameter.requires_grad if is_new else target.update_count)
+            if (target := self._targets[id(parameter)]).update_count
+            or (is_new and parameter.requires_grad)
         }
 
     def _show_initialized(self) -> None:
@@ -486,29 +496,21 @@ class Adam(torch.optim.Optimizer):
         for group in self.param_groups:
             self.state.update((parameter, {}) for parameter in group["params"])
 
-    def _load_states(self, targets: list[Target], states: list[dict[str, Any] | None]) -> None:
+    def _load_states(self, states: list[dict[str, Any] | None]) -> None:
+        """One for each target; None: none yet."""
+        settings = (bool(g["amsgrad"]) for g in self.param_groups for _ in g["params"])
         replaced = [
-            (target, state)
-            for target, state in zip(targets, states, strict=True)
+            (target, state, amsgrad)
+            for target, state, amsgrad in zip(self._in_order(), states, settings, strict=True)
             if not self._has_state(target, state)
         ]
+        self._look_again()
         if not replaced:
             return
         transaction = self._only_transaction()
         transaction.moments.read_all()
-        for target, state in replaced:
-            if state is None:
-                zeros = torch.zeros(target.shard.shape)
-                state = {"step": 0, "exp_avg": zeros, "exp_avg_sq": zeros}
-            update_count = int(state["step"])
-            if not isinstance(target, EmptyTarget):
-                transaction.job.replace_moments(
-                    target.shard,
-                    update_count,
-                    exp_avg=state["exp_avg"],
-                    exp_avg_sq=state["exp_avg_sq"],
-                )
-            target.replace_update_count(update_count)
+        for target, state, amsgrad in replaced:
+            target.replace_state(state or target.zero_state(amsgrad=amsgrad), transaction.job)
 
     def _has_state(self, target: Target, state: dict[str, Any] | None) -> bool:
         """Whether to load `state` would change nothing."""
@@ -604,28 +606,19 @@ def _refuse_orphans(job: Job) -> None:
             )
 
 
-def _empty_state(target: EmptyTarget) -> dict[str, torch.Tensor]:
-    shape = target.shard.shape
-    return {
-        "step": torch.tensor(float(target.update_count)),
-        "exp_avg": torch.zeros(shape),
-        "exp_avg_sq": torch.zeros(shape),
-    }
-
-
-def _refuse_state(target: Target, state: dict[str, Any] | None) -> None:
+def _refuse_state(target: Target, state: dict[str, Any] | None, job: Job) -> None:
     if state is None:
         return
-    if "max_exp_avg_sq" in state:
-        raise NotYet("states of amsgrad come in a later version")
-    for name in ("step", *_MOMENTS):
-        if name not in state:
+    if MAXIMUM in state:
+        refuse_older_daemon("amsgrad", job)
+    for name in ("step", *MOMENTS):
+        if name not in state and name != MAXIMUM:
             raise InvalidArgument(
                 f"the state of parameter {target.shard.name!r} is not one of Adam: it has no "
                 f"{name!r}"
             )
-    for name in _MOMENTS:
-        if state[name].shape != target.shard.shape:
+    for name in MOMENTS:
+        if name in state and state[name].shape != target.shard.shape:
             raise InvalidArgument(
                 f"{name} of parameter {target.shard.name!r} has another shape than the parameter: "
                 f"{list(state[name].shape)}, {list(target.shard.shape)}"

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 # The names of the tiers in the public API.
 TIERS: dict[str, types_pb2.Tier] = {"host": types_pb2.TIER_HOST, "nvme": types_pb2.TIER_NVME}
+# Adam's moments, as torch and the messages name them. The maximum is amsgrad's.
+MAXIMUM = "max_exp_avg_sq"
+MOMENTS = ("exp_avg", "exp_avg_sq", MAXIMUM)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,12 +113,14 @@ def shard_spec(
     shape: Sequence[int],
     tier: types_pb2.Tier = types_pb2.TIER_NVME,
     value_only: bool = False,
+    keeps_maximum: bool = False,
 ) -> types_pb2.ShardSpec:
     """The declaration of one shard.
 
     Args:
         value_only: no optimizer updates the parameter yet, so the disk quota need not hold
             optimizer state for it.
+        keeps_maximum: Adam's state of the parameter has amsgrad's maximum.
 
     Raises:
         InvalidArgument: memd does not store this dtype.
@@ -127,4 +132,5 @@ def shard_spec(
         shape=shape,
         tier=tier,
         value_only=value_only,
+        keeps_maximum=keeps_maximum,
     )

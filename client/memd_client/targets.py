@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -13,26 +14,96 @@ from memd_client.errors import InvalidArgument, NotYet
 from memd_client.gradients import GradientSlot
 from memd_client.identity import ByIdentity
 from memd_client.parameter import StreamedParameter, streamed
-from memd_client.shard import Shard, shard_spec
+from memd_client.shard import MAXIMUM, MOMENTS, Shard, shard_spec
 from memd_client.unnamed import unnamed
 from memd_client.views import is_same_bits
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Mapping, Sequence
     from contextlib import ExitStack
 
     from memd_client.early import EarlyUpdates
     from memd_client.job import Job
+    from memd_client.moments import Moments
     from memd_client.transaction import Transaction
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-class StreamedTarget:
+class StatefulTarget(ABC):
+    """A parameter and what torch's optimizers have in `state` of it. Its first update decides
+    whether there is a maximum, by the group's `amsgrad` of that moment; later ones leave it so.
+    """
+
+    def __init__(self, *, keeps_maximum: bool) -> None:
+        self._keeps_maximum = keeps_maximum
+
+    @property
+    @abstractmethod
+    def shard(self) -> Shard: ...
+
+    @property
+    @abstractmethod
+    def update_count(self) -> int:
+        """Adam's t. The step in flight counts once it is settled."""
+
+    @abstractmethod
+    def replace_update_count(self, count: int) -> None: ...
+
+    @property
+    def is_stored(self) -> bool:
+        """The daemon knows the parameter, and has its moments."""
+        return True
+
+    @property
+    def keeps_maximum(self) -> bool:
+        """There is a maximum, or will be from the first update on, as far as memd was told."""
+        return self._keeps_maximum
+
+    def takes(self, *, amsgrad: bool) -> bool:
+        """Whether an update with this setting finds the maximum that it needs, and no other."""
+        if self._keeps_maximum == amsgrad:
+            return True
+        return self._keeps_maximum and self.update_count > 0
+
+    def note_maximum(self, *, keeps_maximum: bool) -> None:
+        """Memd was told before the first update."""
+        self._keeps_maximum = keeps_maximum
+
+    def state(self, moments: Moments, *, amsgrad: bool) -> dict[str, torch.Tensor]:
+        """In torch's format, of a group with this setting. No bytes are read."""
+        names = _moments(has_maximum=self.has_maximum(amsgrad=amsgrad))
+        return moments.refer(self.shard, self.update_count, names)
+
+    def replace_state(self, state: Mapping[str, Any], job: Job) -> None:
+        """Takes `step` and the moments of torch's format. They are durable when it returns."""
+        moments = {name: state[name] for name in MOMENTS if name in state}
+        update_count = int(state["step"])
+        if self.is_stored:
+            job.replace_moments(self.shard, update_count, moments)
+        self._keeps_maximum = MAXIMUM in moments
+        self.replace_update_count(update_count)
+
+    def zero_state(self, *, amsgrad: bool) -> dict[str, Any]:
+        """In torch's format, as it is before the first update."""
+        zeros = torch.zeros(self.shard.shape)
+        return {"step": 0, **dict.fromkeys(_moments(has_maximum=amsgrad), zeros)}
+
+    def has_maximum(self, *, amsgrad: bool) -> bool:
+        """Whether torch's state of it has a maximum, in a group with this setting."""
+        return self._keeps_maximum if self.update_count else amsgrad
+
+
+def _moments(*, has_maximum: bool) -> Sequence[str]:
+    return MOMENTS if has_maximum else [name for name in MOMENTS if name != MAXIMUM]
+
+
+class StreamedTarget(StatefulTarget):
     """An offloaded parameter. Its gradient is in memd already."""
 
-    def __init__(self, entry: StreamedParameter) -> None:
+    def __init__(self, entry: StreamedParameter, *, keeps_maximum: bool) -> None:
+        super().__init__(keeps_maximum=keeps_maximum)
         self._entry = entry
 
     @property
@@ -106,7 +177,7 @@ class StreamedTarget:
         self._entry.finish_update()
 
 
-class ResidentTarget:
+class ResidentTarget(StatefulTarget):
     """A parameter that stays in this process. memd holds its value and state too, so that a commit
     is complete. Its gradient is `p.grad`, as with torch's optimizers.
     """
@@ -118,8 +189,10 @@ class ResidentTarget:
         shard: Shard,
         written: bool,
         update_count: int,
+        keeps_maximum: bool,
         job: Job,
     ) -> None:
+        super().__init__(keeps_maximum=keeps_maximum)
         self._shard = shard
         self._update_count = update_count
         self._parameter = weakref.ref(parameter)
@@ -238,7 +311,7 @@ class ResidentTarget:
         return parameter
 
 
-class EmptyTarget:
+class EmptyTarget(StatefulTarget):
     """A parameter without elements. It stays in this process, offloaded or not, and the daemon does
     not know it: there is nothing to store. Steps count its updates, as torch's optimizers do.
     """
@@ -246,7 +319,8 @@ class EmptyTarget:
     # The daemon's numbers are positive.
     _numbers = itertools.count(-1, -1)
 
-    def __init__(self, parameter: torch.Tensor, *, name: str) -> None:
+    def __init__(self, parameter: torch.Tensor, *, name: str, keeps_maximum: bool) -> None:
+        super().__init__(keeps_maximum=keeps_maximum)
         self._parameter = weakref.ref(parameter)
         self._update_count = 0
         self._shard = Shard(
@@ -261,6 +335,10 @@ class EmptyTarget:
     def shard(self) -> Shard:
         """This process alone knows it."""
         return self._shard
+
+    @property
+    def is_stored(self) -> bool:
+        return False
 
     @property
     def stays(self) -> bool:
@@ -313,9 +391,17 @@ class EmptyTarget:
     def finish(self) -> None:
         self._update_count += 1
 
-    def go_on_with(self, others: Iterable[Target]) -> None:
-        """The count after a restart is that of the parameters that the daemon knows."""
-        self._update_count = max((other.update_count for other in others), default=0)
+    def state(self, moments: Moments, *, amsgrad: bool) -> dict[str, torch.Tensor]:
+        del moments
+        zeros = self.zero_state(amsgrad=self.has_maximum(amsgrad=amsgrad))
+        return {**zeros, "step": torch.tensor(float(self._update_count))}
+
+    def go_on_with(self, others: Sequence[Target]) -> None:
+        """After a restart its state is as that of the parameters that the daemon knows."""
+        oldest = max(others, key=lambda other: other.update_count)
+        if oldest.update_count:
+            self._update_count = oldest.update_count
+            self._keeps_maximum = oldest.keeps_maximum
 
 
 Target = StreamedTarget | ResidentTarget | EmptyTarget
@@ -341,15 +427,17 @@ def own(
     optimizer: object,
     transaction: Transaction,
     tier: types_pb2.Tier,
+    amsgrad: bool,
 ) -> list[Target]:
-    """The targets of `parameters`, which belong to `optimizer` from now on. Those that are not
-    offloaded get the given names.
+    """The targets of `parameters`, which belong to `optimizer` from now on, in a group with this
+    setting. Those that are not offloaded get the given names.
 
     Raises:
         InvalidArgument, NotYet: one of them can't be updated; nothing has changed.
     """
     job = transaction.job
     made: dict[int, Target] = {}
+    empties: list[EmptyTarget] = []
     resident: list[tuple[torch.Tensor, types_pb2.ShardSpec]] = []
     taken = job.shards.parameter_names
     for parameter, name in zip(parameters, names, strict=True):
@@ -357,9 +445,12 @@ def own(
         _refuse_unnamed(parameter, name, job)
         entry = streamed(parameter)
         if _is_empty(parameter):
-            made[id(parameter)] = EmptyTarget(parameter, name=name)
+            empties.append(EmptyTarget(parameter, name=name, keeps_maximum=amsgrad))
+            made[id(parameter)] = empties[-1]
         elif entry is None:
-            resident.append((parameter, _resident_spec(parameter, name, tier, taken, job)))
+            spec = _resident_spec(parameter, name, tier, taken, job)
+            spec.keeps_maximum = amsgrad
+            resident.append((parameter, spec))
         elif entry.transaction is not transaction:
             raise InvalidArgument(
                 f"parameter {entry.shard.name!r} belongs to job {entry.job.name!r}; an optimizer "
@@ -371,9 +462,9 @@ def own(
         for entry in map(streamed, parameters)
         if entry is not None and not entry.shard.is_bytes
     ]
-    if moved:
-        # From here on the job's quota has to hold the optimizer's state as well.
-        job.declare([_updated_spec(shard, tier) for shard in moved])
+    # From here on the job's quota has to hold the optimizer's state as well.
+    updated = job.declare(_updated_specs(moved, tier, keeps_maximum=amsgrad)) if moved else []
+    keeps_maximum = {shard.shard_id: shard.spec.keeps_maximum for shard in updated}
     declared = job.declare([spec for _, spec in resident]) if resident else []
     for (parameter, _), shard in zip(resident, declared, strict=True):
         made[id(parameter)] = ResidentTarget(
@@ -381,6 +472,7 @@ def own(
             shard=Shard.of(shard),
             written=shard.written,
             update_count=shard.generation,
+            keeps_maximum=shard.spec.keeps_maximum,
             job=job,
         )
     job.held_names.claim([spec.name for _, spec in resident])
@@ -388,15 +480,44 @@ def own(
     targets: list[Target] = []
     for parameter in parameters:
         entry = streamed(parameter)
-        target = StreamedTarget(entry) if entry is not None else made[id(parameter)]
+        target = (
+            made[id(parameter)]
+            if entry is None
+            else StreamedTarget(entry, keeps_maximum=keeps_maximum.get(entry.shard.shard_id, False))
+        )
         _owners[parameter] = weakref.ref(optimizer)
         if isinstance(target, ResidentTarget):
             job.shards.add_parameter(target)
         targets.append(target)
-    for target in targets:
-        if isinstance(target, EmptyTarget):
-            target.go_on_with(targets)
+    for empty in empties:
+        empty.go_on_with(targets)
     return targets
+
+
+def decide_maximum(
+    targets: Sequence[Target], *, amsgrad: bool, tier: types_pb2.Tier, job: Job
+) -> None:
+    """Before a step over `targets` with this setting. No step is in flight. Where it is the first
+    update of a parameter, it decides whether there is a maximum.
+
+    Raises:
+        InvalidArgument: a parameter was updated without a maximum, or its gradient is sealed.
+        CapacityError: the job's quota does not hold it.
+    """
+    others = [target for target in targets if not target.takes(amsgrad=amsgrad)]
+    for target in others:
+        job.steps.refuse_if_sealed(target.shard, "a second step()")
+        if target.update_count:
+            raise InvalidArgument(
+                f"job {job.name!r}: parameter {target.shard.name!r} was updated without amsgrad, "
+                f"so it has no {MAXIMUM}; set amsgrad to False again, or call reset_state() to "
+                "begin anew with amsgrad"
+            )
+    shards = [target.shard for target in others if target.is_stored]
+    if shards:
+        job.declare(_updated_specs(shards, tier, keeps_maximum=amsgrad))
+    for target in others:
+        target.note_maximum(keeps_maximum=amsgrad)
 
 
 def _is_empty(parameter: torch.Tensor) -> bool:
@@ -451,11 +572,17 @@ def _resident_spec(
     )
 
 
-def _updated_spec(shard: Shard, tier: types_pb2.Tier) -> types_pb2.ShardSpec:
-    return shard_spec(
-        shard.name,
-        kind=types_pb2.SHARD_KIND_PARAMETER,
-        dtype=shard.dtype,
-        shape=shard.shape,
-        tier=tier,
-    )
+def _updated_specs(
+    shards: Sequence[Shard], tier: types_pb2.Tier, *, keeps_maximum: bool
+) -> list[types_pb2.ShardSpec]:
+    return [
+        shard_spec(
+            shard.name,
+            kind=types_pb2.SHARD_KIND_PARAMETER,
+            dtype=shard.dtype,
+            shape=shard.shape,
+            tier=tier,
+            keeps_maximum=keeps_maximum,
+        )
+        for shard in shards
+    ]

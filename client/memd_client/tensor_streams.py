@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from memd_client.errors import MemdError
-from memd_client.shard import Shard
+from memd_client.shard import MOMENTS, Shard
 from memd_proto.v1 import tensor_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from memd_client.calls import TensorCalls
     from memd_client.retry import Retrying
     from memd_proto.v1 import types_pb2
 
 _CHUNK_BYTES = 1 << 20  # TensorService's largest message
-_MOMENT_CHUNK_ELEMENTS = _CHUNK_BYTES // 8  # of two fp32 moments
+# Half a tile. Three fp32 moments take 1.5 MiB, and a gRPC message at most 4.
+_MOMENT_CHUNK_ELEMENTS = 1 << 17
 
 
 class TensorStreams:
@@ -44,34 +45,35 @@ class TensorStreams:
         """A copy of the tensor stored under `name`."""
         return self._retrying.calling(lambda: self._get(name))
 
-    def moments(self, shard: Shard) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """The number of updates, exp_avg and exp_avg_sq: fp32, in the shard's shape."""
+    def moments(self, shard: Shard) -> tuple[int, dict[str, torch.Tensor]]:
+        """The number of updates, and the moments that the daemon has: fp32, in the shard's
+        shape."""
         return self._retrying.calling(lambda: self._moments(shard))
 
     def put_moments(
-        self, shard: Shard, generation: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
+        self, shard: Shard, generation: int, moments: Mapping[str, torch.Tensor]
     ) -> None:
         """Replaces the values that `moments` returns."""
         self._retrying.calling(
-            lambda: self._calls.put_moments(
-                self._moment_requests(shard, generation, exp_avg, exp_avg_sq)
-            )
+            lambda: self._calls.put_moments(self._moment_requests(shard, generation, moments))
         )
 
-    def _moments(self, shard: Shard) -> tuple[int, torch.Tensor, torch.Tensor]:
-        exp_avg, exp_avg_sq = bytearray(4 * shard.element_count), bytearray(4 * shard.element_count)
+    def _moments(self, shard: Shard) -> tuple[int, dict[str, torch.Tensor]]:
+        found: dict[str, bytearray] = {}
         request = tensor_pb2.GetMomentsRequest(session_id=self._session_id, shard_id=shard.shard_id)
         generation = 0
         for part in self._calls.get_moments(request):
             generation = part.generation
             first = 4 * part.element_first
-            exp_avg[first : first + len(part.exp_avg)] = part.exp_avg
-            exp_avg_sq[first : first + len(part.exp_avg_sq)] = part.exp_avg_sq
-        first_moment, second_moment = (
-            torch.frombuffer(data, dtype=torch.float32).view(shard.shape)
-            for data in (exp_avg, exp_avg_sq)
-        )
-        return generation, first_moment, second_moment
+            for name in MOMENTS:
+                data: bytes = getattr(part, name)
+                if data:
+                    whole = found.setdefault(name, bytearray(4 * shard.element_count))
+                    whole[first : first + len(data)] = data
+        return generation, {
+            name: torch.frombuffer(data, dtype=torch.float32).view(shard.shape)
+            for name, data in found.items()
+        }
 
     def _put_requests(
         self, spec: types_pb2.ShardSpec, tensor: torch.Tensor
@@ -96,22 +98,17 @@ class TensorStreams:
         return torch.frombuffer(data, dtype=shard.dtype).view(shard.shape)
 
     def _moment_requests(
-        self, shard: Shard, generation: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
+        self, shard: Shard, generation: int, moments: Mapping[str, torch.Tensor]
     ) -> Iterator[tensor_pb2.PutMomentsRequest]:
         chunk_bytes = 4 * _MOMENT_CHUNK_ELEMENTS
-        pairs = zip(
-            _chunks(exp_avg.float(), chunk_bytes),
-            _chunks(exp_avg_sq.float(), chunk_bytes),
-            strict=True,
-        )
-        for index, (first_moment, second_moment) in enumerate(pairs):
+        streams = (_chunks(moment.float(), chunk_bytes) for moment in moments.values())
+        for index, chunks in enumerate(zip(*streams, strict=True)):
             yield tensor_pb2.PutMomentsRequest(
                 session_id=self._session_id,
                 shard_id=shard.shard_id,
                 generation=generation,
                 element_first=index * _MOMENT_CHUNK_ELEMENTS,
-                exp_avg=first_moment,
-                exp_avg_sq=second_moment,
+                **dict(zip(moments, chunks, strict=True)),
             )
 
 

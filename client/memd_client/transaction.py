@@ -145,11 +145,15 @@ class Transaction:
         self._is_closed_by_commit = True
 
     def step(
-        self, groups: Sequence[session_pb2.StepGroup], targets: Sequence[SealedTarget]
+        self,
+        groups: Sequence[session_pb2.StepGroup],
+        targets: Sequence[SealedTarget],
+        prepare: Callable[[], None],
     ) -> None:
         """Takes the gradients of `targets` for an update with the settings in `groups`, and closes
-        the step unless `commit()` does. If this raises, gradients are as they were, or the outcome
-        of the step is unknown: then the same call again asks for it and does nothing else.
+        the step unless `commit()` does. `prepare` is called before, if this is a new step, when no
+        other is in flight; it may refuse it. If this raises, gradients are as they were, or the
+        outcome of the step is unknown: then the same call again asks for it and does nothing else.
         """
         job = self._job
         job.refuse_if_unusable()
@@ -167,6 +171,7 @@ class Transaction:
             if self._is_closed_by_commit:
                 self._follow_late_commit()
                 self._refuse_unresumed()
+            prepare()
             self._moments.read_all()
             with ExitStack() as held:
                 # In the order of Residency.lock_order.

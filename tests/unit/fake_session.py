@@ -25,6 +25,7 @@ from memd_client.errors import from_code
 from memd_client.job import Job
 from memd_client.leases import Leases
 from memd_client.session import Session
+from memd_client.shard import MAXIMUM, MOMENTS
 from memd_native import MODE_OVERWRITE, MODE_READ, PART_GRADIENT, PART_VALUE
 from memd_proto.v1 import job_pb2, session_pb2, tensor_pb2, types_pb2
 
@@ -70,6 +71,7 @@ class FakeShard:
     master: torch.nn.Parameter | None = None  # fp32
     optimizer: torch.optim.Optimizer | None = None
     generation: int = 0
+    keeps_maximum: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -81,9 +83,12 @@ class FakeShard:
         return self.value
 
     def message(self) -> types_pb2.Shard:
+        spec = types_pb2.ShardSpec()
+        spec.CopyFrom(self.spec)
+        spec.keeps_maximum = self.keeps_maximum
         return types_pb2.Shard(
             shard_id=self.shard_id,
-            spec=self.spec,
+            spec=spec,
             generation=self.generation,
             written=self.value is not None,
             bytes=torch.Size(self.spec.shape).numel() * self.dtype.itemsize,
@@ -171,6 +176,8 @@ class FakeDaemon:
     stalls: list[tuple[int, str, int]] = field(default_factory=list)  # phase, group, reason
     step_walls: list[float] = field(default_factory=list)
     can_maximize: bool = True
+    can_amsgrad: bool = True
+    maxima_max: int = 1 << 30  # parameters that may have one
     lease_bytes_max: int = 0  # most alive at a time since it was set to 0
     reads_privately: bool = True
     watched: set[int] = field(default_factory=set)
@@ -188,6 +195,7 @@ class FakeDaemon:
             host_bytes=self.host_bytes,
             nvme_bytes=1 << 30,
             can_maximize=self.can_maximize,
+            can_amsgrad=self.can_amsgrad,
         )
         return Session(
             Job(
@@ -410,6 +418,8 @@ class FakeDaemon:
 
     def declare(self, request: session_pb2.DeclareRequest) -> session_pb2.DeclareResponse:
         self.calls.append("declare")
+        if sum(spec.keeps_maximum for spec in request.shards) > self.maxima_max:
+            raise from_code(_CAPACITY, "the job's quota does not hold the maxima")
         return session_pb2.DeclareResponse(
             shards=[self._declared(spec).message() for spec in request.shards],
             gradients_fit=self.gradients_fit,
@@ -423,10 +433,13 @@ class FakeDaemon:
                         _ALREADY_EXISTS,
                         f"{spec.name!r}: the job holds it with another shape or dtype",
                     )
-                return shard
-        shard = FakeShard(shard_id=len(self.shards), spec=types_pb2.ShardSpec())
-        shard.spec.CopyFrom(spec)
-        self.shards.append(shard)
+                break
+        else:
+            shard = FakeShard(shard_id=len(self.shards), spec=types_pb2.ShardSpec())
+            shard.spec.CopyFrom(spec)
+            self.shards.append(shard)
+        if not shard.generation and not spec.value_only:
+            shard.keeps_maximum = spec.keeps_maximum
         return shard
 
     def sync(self, request: session_pb2.SyncRequest) -> session_pb2.SyncResponse:
@@ -494,7 +507,14 @@ class FakeDaemon:
     def _update(self, shard: FakeShard, settings: session_pb2.AdamSettings) -> None:
         assert shard.value is not None
         assert shard.gradient is not None, f"a step over {shard.spec.name!r}, which has no gradient"
+        assert shard.keeps_maximum or not settings.amsgrad, "amsgrad without a maximum"
+        # The first update decides, and memd is told before it.
+        assert shard.generation or shard.keeps_maximum == settings.amsgrad
         optimizer = self._optimizer(shard)
+        assert shard.master is not None
+        state = optimizer.state[shard.master]
+        if state and settings.amsgrad:
+            state.setdefault(MAXIMUM, torch.zeros_like(shard.master))
         (group,) = optimizer.param_groups
         group.update(
             lr=settings.lr,
@@ -502,9 +522,9 @@ class FakeDaemon:
             eps=settings.eps,
             weight_decay=settings.weight_decay,
             maximize=settings.maximize,
+            amsgrad=settings.amsgrad,
         )
         group["decoupled_weight_decay"] = settings.decoupled
-        assert shard.master is not None
         shard.master.grad = shard.gradient.float()
         optimizer.step()
         shard.master.grad = shard.gradient = None
@@ -584,18 +604,17 @@ class FakeDaemon:
         shard = self.shards[request.shard_id]
         optimizer = self._optimizer(shard)
         assert shard.master is not None
-        zeros = torch.zeros_like(shard.master)
-        state = optimizer.state.get(shard.master) or {"exp_avg": zeros, "exp_avg_sq": zeros}
+        names = MOMENTS if shard.keeps_maximum else MOMENTS[:2]
+        zeros = dict.fromkeys(names, torch.zeros_like(shard.master))
+        state = {**zeros, **optimizer.state.get(shard.master, {})}
         element_first = 0
-        pairs = zip(_chunks(state["exp_avg"]), _chunks(state["exp_avg_sq"]), strict=True)
-        for exp_avg, exp_avg_sq in pairs:
+        for chunks in zip(*(_chunks(state[name]) for name in names), strict=True):
             yield tensor_pb2.GetMomentsResponse(
                 generation=shard.generation,
                 element_first=element_first,
-                exp_avg=exp_avg,
-                exp_avg_sq=exp_avg_sq,
+                **dict(zip(names, chunks, strict=True)),
             )
-            element_first += len(exp_avg) // 4
+            element_first += len(chunks[0]) // 4
 
     def put_moments(
         self, requests: Iterator[tensor_pb2.PutMomentsRequest]
@@ -607,7 +626,12 @@ class FakeDaemon:
             assert shard.master is not None
             state = optimizer.state[shard.master]
             state["step"] = torch.tensor(float(request.generation))
-            for name, data in (("exp_avg", request.exp_avg), ("exp_avg_sq", request.exp_avg_sq)):
+            shard.keeps_maximum = bool(request.max_exp_avg_sq)
+            for name in MOMENTS:
+                data = getattr(request, name)
+                if not data:
+                    state.pop(name, None)
+                    continue
                 moment = state.setdefault(name, torch.zeros_like(shard.master))
                 part = torch.frombuffer(bytearray(data), dtype=torch.float32)
                 moment.view(-1)[request.element_first : request.element_first + part.numel()] = part

@@ -202,7 +202,6 @@ class TestSettings:
             ({"lr": torch.tensor([0.1, 0.2])}, "lr must have 1 element, not 2"),
             ({"lr": torch.tensor(-0.1)}, "lr must be at least 0"),
             ({"weight_decay": torch.zeros(0)}, "weight_decay must have 1 element, not 0"),
-            ({"amsgrad": True, "maximize": True}, "amsgrad comes in a later version"),
         ],
         ids=lambda value: value if isinstance(value, str) else None,
     )
@@ -222,7 +221,6 @@ class TestSettings:
         wrong: dict[str, Any] = {
             "lr": torch.tensor([0.1, 0.2]),
             "betas": (1.0, 0.9),
-            "amsgrad": True,
             "capturable": True,
         }
         (group,) = optimizer.param_groups

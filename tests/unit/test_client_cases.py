@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.unit.amsgrad_cases import TestAmsgrad  # noqa: F401
 from tests.unit.autocast_cases import (  # noqa: F401
     TestAutocast,
     cast_pair,

@@ -291,26 +291,55 @@ class TestSession:
         with pytest.raises(memd_client.NotYet):
             FakeDaemon().session().snapshot("x")
 
-    def test_a_daemon_that_is_older_than_maximize_is_not_asked_to(self) -> None:
-        """It would not see the field, and minimize."""
-        with FakeDaemon(can_maximize=False).session() as session:
+    @pytest.mark.parametrize("name", ["maximize", "amsgrad"])
+    def test_a_daemon_that_is_older_than_a_setting_is_not_asked_for_it(self, name: str) -> None:
+        """It would not see the field, and minimize, or update without a maximum."""
+        older = rf"older than {name}.*update it.*{name} False"
+        daemon = FakeDaemon()
+        setattr(daemon, f"can_{name}", False)
+        setting: dict[str, Any] = {name: True}
+        with daemon.session() as session:
             parameter = torch.nn.Parameter(torch.ones(3))
-            with pytest.raises(
-                memd_client.InvalidArgument, match=r"older than maximize.*update it"
-            ):
-                memd_client.AdamW([parameter], session=session, maximize=True)
+            with pytest.raises(memd_client.InvalidArgument, match=older):
+                memd_client.AdamW([parameter], session=session, **setting)
             optimizer = memd_client.AdamW([parameter], session=session)
             parameter.grad = torch.ones(3)
-            optimizer.param_groups[0]["maximize"] = True
-            with pytest.raises(memd_client.InvalidArgument, match="older than maximize"):
+            optimizer.param_groups[0][name] = True
+            with pytest.raises(memd_client.InvalidArgument, match=older):
                 optimizer.step()
             loaded = optimizer.state_dict()
-            optimizer.param_groups[0]["maximize"] = False
-            with pytest.raises(memd_client.InvalidArgument, match="older than maximize"):
+            optimizer.param_groups[0][name] = False
+            with pytest.raises(memd_client.InvalidArgument, match=older):
                 optimizer.load_state_dict(loaded)
             assert session.committed_step == 0
             optimizer.step()
             assert session.committed_step == 1
+
+    def test_an_older_daemon_gets_no_maximum(self) -> None:
+        """It would drop it without a word."""
+        with FakeDaemon(can_amsgrad=False).session() as session:
+            parameter = torch.nn.Parameter(torch.ones(3))
+            optimizer = memd_client.AdamW([parameter], session=session)
+            state = optimizer.state_dict()
+            state["state"][0]["max_exp_avg_sq"] = torch.ones(3)
+            with pytest.raises(memd_client.InvalidArgument, match="older than amsgrad"):
+                optimizer.load_state_dict(state)
+            assert not optimizer.state_dict()["state"][0]["step"]
+
+    def test_a_quota_without_room_for_maxima_makes_no_step_with_amsgrad(self) -> None:
+        with FakeDaemon(maxima_max=0).session() as session:
+            parameter = torch.nn.Parameter(torch.ones(3))
+            with pytest.raises(memd_client.CapacityError, match="maxima"):
+                memd_client.AdamW([parameter], session=session, amsgrad=True)
+            optimizer = memd_client.AdamW([parameter], session=session)
+            parameter.grad = torch.ones(3)
+            optimizer.param_groups[0]["amsgrad"] = True
+            with pytest.raises(memd_client.CapacityError, match="maxima"):
+                optimizer.step()
+            assert session.committed_step == 0
+            optimizer.param_groups[0]["amsgrad"] = False
+            optimizer.step()
+            assert "max_exp_avg_sq" not in optimizer.state_dict()["state"][0]
 
     def test_closing_makes_durable_what_was_put(self) -> None:
         daemon = FakeDaemon()

@@ -33,6 +33,23 @@ def test_settings_are_told_once_for_as_long_as_they_stay() -> None:
         assert daemon.expected[0].settings.lr == 0.5
 
 
+def test_what_a_first_step_decides_is_not_updated_before_it() -> None:
+    """The daemon was told that there is a maximum, and amsgrad was switched off since."""
+    daemon = FakeDaemon()
+    with daemon.session() as session:
+        model = memd_client.offload(build(Mlp), session)
+        optimizer = memd_client.AdamW(model.parameters(), amsgrad=True, step_in_backward=True)
+        optimizer.param_groups[0]["amsgrad"] = False
+        for step in range(2):
+            loss_of(model, step).backward()
+            assert bool(daemon.expected[0].shard_ids) == bool(step)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.param_groups[0]["amsgrad"] = True
+        loss_of(model, 2).backward()
+        assert not daemon.expected[0].shard_ids
+
+
 def test_the_next_daemon_is_told_again() -> None:
     daemon = FakeDaemon()
     with daemon.session() as session:
