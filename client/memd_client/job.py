@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 from weakref import WeakMethod
 
 from memd_client.errors import InvalidArgument, MemdError
 from memd_client.held_names import HeldNames
+from memd_client.process import OwnProcess
 from memd_client.registry import ShardRegistry
 from memd_client.retry import AtOnce
 from memd_client.statistics import SessionStatistics, summed
@@ -64,7 +64,7 @@ class Job:
         self._control = control
         self._leases = leases
         self._close_connection = close_connection
-        self._process_id = os.getpid()
+        self._process = OwnProcess()
         self._closed = False
         # Something was written that only a sync or a step makes durable.
         self._unsynced = False
@@ -148,7 +148,7 @@ class Job:
     @property
     def is_of_another_process(self) -> bool:
         """This process was forked from the one that attached."""
-        return os.getpid() != self._process_id
+        return self._process.is_another
 
     def refuse_if_unusable(self) -> None:
         """Raises if the session was closed, or belongs to the process that this one was forked
@@ -159,9 +159,9 @@ class Job:
             raise MemdError(f"job {self._name!r}: the session is closed; connect again")
 
     def _refuse_if_forked(self) -> None:
-        if os.getpid() != self._process_id:
+        if self._process.is_another:
             raise MemdError(
-                f"job {self._name!r}: this session belongs to process {self._process_id}, from "
+                f"job {self._name!r}: this session belongs to process {self._process.id}, from "
                 "which this one was forked; connect again in the child"
             )
 

@@ -25,6 +25,7 @@ from memd_client.errors import (
     UnknownName,
 )
 from memd_client.interrupts import pause
+from memd_client.process import OwnProcess
 from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class Reattach:
         self._request.fresh = False
         self._request.durability = ""
         self._plane: SuspendablePlane | None = None
-        self._process_id = os.getpid()
+        self._process = OwnProcess()
         # Held while a thread re-attaches.
         self._lock = threading.RLock()
         self._epoch = 0
@@ -172,9 +173,9 @@ class Reattach:
 
     def _refuse_in_forked_child(self) -> None:
         """The session is the parent's, and the lock may be held for ever in the child."""
-        if os.getpid() != self._process_id:
+        if self._process.is_another:
             raise MemdError(
-                f"job {self._request.job!r}: this session belongs to process {self._process_id}, "
+                f"job {self._request.job!r}: this session belongs to process {self._process.id}, "
                 "from which this one was forked; connect again in the child"
             )
 

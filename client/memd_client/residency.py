@@ -20,7 +20,6 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from memd_client.casts import Casts, is_autocasting
 from memd_client.errors import MemdError, NotResident
 from memd_client.hole import make_hole, name_in_messages
-from memd_client.identity import ByIdentity
 from memd_client.interrupts import safe_point
 from memd_client.lazy import LazyTensor
 from memd_client.leases import MODE_READ
@@ -37,13 +36,12 @@ if TYPE_CHECKING:
     from memd_client.shard import Shard
 
 _data: Any = torch._C.TensorBase.data
+_tracing_state: Any = torch._C._get_tracing_state
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-# The storage of every living lease of a parameter. torch keeps a storage's Python object for as
-# long as the storage lives, so a view that outlives its module call is still found here.
-_leased: ByIdentity[torch.UntypedStorage, Residency] = ByIdentity()
-
-# The parameter whose bytes are in a storage, or None.
-residency_of_storage = _leased.get
+# An attribute of the storage of every lease of a parameter. torch keeps a storage's Python object
+# for as long as the storage lives, so a view that outlives its module call still has it. A table
+# by identity would cost 1 µs more of each lease.
+_SOURCE = "_memd_residency"
 
 # How long a use waits until other threads have left a value that a step has outdated. They are in
 # module calls, which take no longer than a lease, or in gather().
@@ -97,6 +95,11 @@ _clock = _Clock()
 this_thread = _ThisThread()
 # Each use of a parameter by the thread that makes it.
 Held = list[tuple["Residency", torch.Tensor, ThreadUses]]
+
+
+def residency_of_storage(storage: torch.UntypedStorage) -> Residency | None:
+    """The parameter whose bytes are in a storage, or None."""
+    return getattr(storage, _SOURCE, None)
 
 
 def _add_use(uses: ThreadUses, parameter: torch.Tensor) -> None:
@@ -157,7 +160,8 @@ class Residency:
         self._lease: weakref.ref[torch.UntypedStorage] | None = None  # in place, for reading
         self._views = KeptViews(shard)
         job.unordered_leases.watch_writes(shard)
-        # torch's version of the parameter when its bytes were put away or in place.
+        # torch's version of the parameter when its bytes were put away or in place: torch counts
+        # the changes of it, and of tensors that share its bytes.
         self._version = parameter._version
         self._write_count = 0
         # `_write_count` before the update of the last step, and after it.
@@ -166,7 +170,8 @@ class Residency:
         # `detach()` of the parameter while it is away is a view of this.
         self._shown: weakref.ref[LazyTensor] | None = None
         self._casts: Casts | None = None  # since the first use under autocast
-        self._put_away(parameter)
+        with torch._C.DisableTorchFunctionSubclass():
+            self._put_away(parameter)
 
     @property
     def shard(self) -> Shard:
@@ -189,7 +194,10 @@ class Residency:
         in memd yet. The name of an update that was undone is not used again: autograd could take
         what it saved under that name for the later value."""
         parameter = self._parameter()
-        change_count = _changes_since(self._version, parameter) if parameter is not None else 0
+        if parameter is None:
+            return self._write_count
+        with torch._C.DisableTorchFunctionSubclass():
+            change_count = parameter._version - self._version
         if not change_count:
             return self._write_count
         return self._write_count + self._undone_count + change_count
@@ -213,9 +221,7 @@ class Residency:
         with self._lock:
             self._wait_while_outdated(uses)
             if not self._join_users(mode):
-                _refuse_if_traced(self._job, self._shard)
-                self._look(parameter)
-                leases = self._job.leases_of(self._shard)
+                leases = self._leases_for(parameter)
                 self._put_in_place(parameter, leases.value(self._shard, mode), mode)
             self._user_count += 1
             _add_use(uses, parameter)
@@ -226,10 +232,8 @@ class Residency:
         with self._lock:
             if self._outdated_at and self._is_outdated_for(uses):
                 return False
-            if not self._join_users(MODE_READ):
-                _refuse_if_traced(self._job, self._shard)
-                self._look(parameter)
-                lease = self._job.leases_of(self._shard).resident(self._shard)
+            if not self._user_count:
+                lease = self._leases_for(parameter).resident(self._shard)
                 if lease is None:
                     return False
                 self._put_in_place(parameter, lease, MODE_READ)
@@ -271,7 +275,7 @@ class Residency:
                 else:
                     found: list[torch.Tensor] = []
                     for _, group in groupby(absent, key=lambda each: id(each[0]._job)):
-                        found += Residency._lease_together(list(group), mode)
+                        found += _lease_together(list(group), mode)
                     for use, lease in zip(absent, found, strict=True):
                         residency, parameter, uses = use
                         residency._put_in_place(parameter, lease, mode)
@@ -285,15 +289,6 @@ class Residency:
         release_all(held)
         return use
 
-    @staticmethod
-    def _lease_together(absent: Held, mode: int) -> list[torch.Tensor]:
-        """Leases of parameters of one job."""
-        for residency, parameter, _ in absent:
-            _refuse_if_traced(residency._job, residency._shard)
-            residency._look(parameter)
-            leases = residency._job.leases_of(residency._shard)
-        return leases.values([residency._shard for residency, _, _ in absent], mode)
-
     def release(self, parameter: torch.Tensor, uses: ThreadUses) -> None:
         """Undoes one `fetch`. After the last one the bytes are away, and memd has what was changed
         in place.
@@ -306,6 +301,8 @@ class Residency:
             _remove_use(uses, parameter)
             self._user_count -= 1
             if self._user_count > 0:
+                return
+            if self._leave_unchanged(parameter):
                 return
             is_for_reading = self._written_lease is None
             with torch._C.DisableTorchFunctionSubclass():
@@ -356,6 +353,25 @@ class Residency:
                     self._shard,
                     "while the parameter changed too, and the change of the former is lost",
                 )
+
+    def _leave_unchanged(self, parameter: torch.Tensor) -> bool:
+        """Ends the last use if it was for reading and torch has counted no change, as nearly every
+        one: its cost counts."""
+        if self._written_lease is not None or self._has_new_data:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            if parameter._version != self._version:
+                return False
+            if self._casts is not None:
+                if self._outdated_at:
+                    self._casts.hand_back(None)
+                else:
+                    self._casts.drop()
+            had_views = bool(self._views)
+            self._put_away(parameter)
+        if had_views or self._job.has_written_leases:
+            self._take_written(0)
+        return True
 
     def _take_changes(self, parameter: torch.Tensor, change_count: int) -> torch.Tensor | None:
         """When a lease for writing ends, memd takes what has changed. Under a lease for reading it
@@ -454,7 +470,7 @@ class Residency:
             leases = self._job.leases_of(self._shard)
             leases.expect_backward(self._shard)
             lease = leases.value(self._shard, MODE_READ)
-            _leased[lease.untyped_storage()] = self
+            setattr(lease.untyped_storage(), _SOURCE, self)
             return lease
 
     def _hand_casts_back(self, read: Callable[[], torch.Tensor] | None) -> None:
@@ -559,9 +575,17 @@ class Residency:
         self._write_count += self._undone_count + count
         self._undone_count = 0
 
+    def _leases_for(self, parameter: torch.Tensor) -> Leases:
+        """Leases of the value, before its bytes are put in place."""
+        if _tracing_state() is not None:
+            raise _refused_trace(self._job, self._shard)
+        self._look(parameter)
+        return self._job.leases_of(self._shard)
+
     def _look(self, parameter: torch.Tensor) -> None:
-        """Before the bytes are put in place: what was written through views comes first."""
-        change_count = _changes_since(self._version, parameter)
+        """Takes what was written through views, which comes before a use."""
+        with torch._C.DisableTorchFunctionSubclass():
+            change_count = parameter._version - self._version
         if change_count or self._views or self._job.has_written_leases:
             self._take_written(change_count)
 
@@ -622,7 +646,8 @@ class Residency:
                 if not self._user_count:
                     self._look(parameter)
                 return
-            change_count = _changes_since(self._version, parameter)
+            with torch._C.DisableTorchFunctionSubclass():
+                change_count = parameter._version - self._version
             self._version += change_count
         if change_count:
             raise _refused_write(
@@ -643,7 +668,7 @@ class Residency:
 
     def _put_in_place(self, parameter: torch.Tensor, lease: torch.Tensor, mode: int) -> None:
         storage = lease.untyped_storage()
-        _leased[storage] = self
+        setattr(storage, _SOURCE, self)
         if mode != MODE_READ:
             self._hand_casts_back(lambda: lease)
         elif self._casts is not None:
@@ -661,12 +686,12 @@ class Residency:
             self._written_lease = lease
 
     def _put_away(self, parameter: torch.Tensor) -> None:
+        """Inside DisableTorchFunctionSubclass."""
         self._written_lease = None
         self._has_new_data = False
         parameter.__class__ = self._classes.away
-        with torch._C.DisableTorchFunctionSubclass():
-            self._version = parameter._version
-            _data.__set__(parameter, self._hole)
+        self._version = parameter._version
+        _data.__set__(parameter, self._hole)
         lease, self._lease = self._lease, None
         if lease is not None and lease() is not None:
             self._views.keep(
@@ -675,6 +700,13 @@ class Residency:
         if self._outdated_at:
             self._outdated_at = 0
             self._old_users_left.notify_all()
+
+
+def _lease_together(absent: Held, mode: int) -> list[torch.Tensor]:
+    """Leases of parameters of one job."""
+    for residency, parameter, _ in absent:
+        leases = residency._leases_for(parameter)
+    return leases.values([residency._shard for residency, _, _ in absent], mode)
 
 
 def release_all(held: Held) -> None:
@@ -724,19 +756,11 @@ def _refuse_other_form(job: Job, shard: Shard, value: torch.Tensor) -> None:
         )
 
 
-def _refuse_if_traced(job: Job, shard: Shard) -> None:
-    if torch._C._get_tracing_state() is not None:
-        raise NotResident(
-            f"job {job.name!r}: torch.jit.trace keeps parameters, and the bytes of "
-            f"{shard.name!r} are in memd; trace copy.deepcopy(module)"
-        )
-
-
-def _changes_since(version: int, parameter: torch.Tensor) -> int:
-    """How often torch has counted a change of the parameter, or of a tensor that shares its bytes,
-    since it had this version."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return parameter._version - version
+def _refused_trace(job: Job, shard: Shard) -> NotResident:
+    return NotResident(
+        f"job {job.name!r}: torch.jit.trace keeps parameters, and the bytes of {shard.name!r} are "
+        "in memd; trace copy.deepcopy(module)"
+    )
 
 
 def _is_unwritten(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import time
 from dataclasses import dataclass, field
 from threading import RLock
@@ -26,6 +25,7 @@ from memd_client.errors import (
     UnknownName,
     retold,
 )
+from memd_client.process import OwnProcess
 from memd_client.statistics import StepTotals
 from memd_native import STALL_STEP
 
@@ -146,7 +146,7 @@ class Steps:
         self._raised: set[int] = set()
         self._was_asked_again = False
         self._lock = RLock()
-        self._process_id = os.getpid()
+        self._process = OwnProcess()
 
     @property
     def committed_step(self) -> int:
@@ -379,7 +379,7 @@ class Steps:
     def _settle_at_exit(self) -> None:
         """A process that exits normally completes its step: the request may not even have left
         it."""
-        if self._process_id != os.getpid():
+        if self._process.is_another:
             return
         try:
             self.settle()
@@ -392,7 +392,8 @@ class Steps:
         """
         if self._open is not None:
             self.refuse_if_sealed(shard, "its use")
-        self.settle_answered()
+        if self._in_flight is not None:
+            self.settle_answered()
 
     def settle_answered(self) -> bool:
         """Settles the step in flight if its answer has arrived, or if it has to be sent again.

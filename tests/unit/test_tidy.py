@@ -26,6 +26,7 @@ CLIENT_LAYERS = (
     # Without torch's modules and without a daemon: words, sizes and threads.
     *(
         "errors",
+        "process",
         "interrupts",
         "freed_memory",
         "dynamo",
