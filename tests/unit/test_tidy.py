@@ -52,8 +52,8 @@ CLIENT_LAYERS = (
     "module_hooks",
     *("unnamed", "unnamed_parameter"),
     # What users call.
-    *("tracked", "session", "targets", "offload", "init", "optimizer", "gather"),
-    *("connect", "__init__"),
+    *("tracked", "session", "targets", "offload", "init", "optimizer", "gather", "connect"),
+    *("safetensors_header", "checkpoint_files", "whole_file", "__init__"),
 )
 METHODS_MAX = 40
 FILE_BYTES_MAX = 500 * 1024
