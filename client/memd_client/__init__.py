@@ -27,8 +27,10 @@ from memd_client.errors import (
 )
 from memd_client.gather import gather
 from memd_client.init import init
+from memd_client.load_safetensors import load_safetensors
 from memd_client.offload import offload
 from memd_client.optimizer import Adam, AdamW
+from memd_client.save_safetensors import save_safetensors
 from memd_client.session import Session
 from memd_client.statistics import SessionStatistics
 
@@ -54,5 +56,7 @@ __all__ = [
     "connect",
     "gather",
     "init",
+    "load_safetensors",
     "offload",
+    "save_safetensors",
 ]

@@ -92,6 +92,13 @@ class ModuleBuffers:
                 job.mark_written()
         return stored
 
+    def shard_of(self, tensor: torch.Tensor) -> Shard | None:
+        """The shard of a buffer that is one of these at present."""
+        for buffer in self._buffers:
+            if buffer.owner.tensor() is tensor:
+                return buffer.shard
+        return None
+
     def capture(self, number: int, transaction: Transaction) -> Staging:
         del number
         return partial(self._stage, transaction.job)

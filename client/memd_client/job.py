@@ -10,6 +10,7 @@ from memd_client.held_names import HeldNames
 from memd_client.process import OwnProcess
 from memd_client.registry import ShardRegistry
 from memd_client.retry import AtOnce
+from memd_client.staged_values import StagedValues
 from memd_client.statistics import SessionStatistics, summed
 from memd_client.steps import OpenStep, Steps
 from memd_client.tensor_streams import TensorStreams
@@ -80,13 +81,21 @@ class Job:
             control=control,
             leases=leases,
         )
-        self._held_names = HeldNames(name, self._shards.list_all)
         self._steps = Steps(
             job=name,
             committed_step=attached.committed_step,
             durable_step=attached.durable_step,
             leases=leases,
         )
+        staged = StagedValues(
+            job=name,
+            session_id=attached.session_id,
+            control=control,
+            shards=self._shards,
+            steps=self._steps,
+            leases=leases,
+        )
+        self._held_names = HeldNames(name, staged.list_settled)
         if leases is not None:
             leases.follow_steps(self._steps)
 

@@ -16,6 +16,8 @@ from memd_proto.v1 import session_pb2
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    import torch
+
     from memd_client.calls import ControlPlane
     from memd_client.leases import Leases
     from memd_proto.v1 import types_pb2
@@ -30,6 +32,8 @@ class LivingParameter(Protocol):
 
     @property
     def shard(self) -> Shard: ...
+    @property
+    def parameter(self) -> torch.Tensor | None: ...
     def take_writes(self) -> None: ...
     def refuse_writes(self) -> None: ...
 

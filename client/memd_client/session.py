@@ -218,7 +218,8 @@ class Session:
     def snapshot(self, name: str) -> None:
         """Not yet: keeps the present step under a name."""
         raise NotYet(
-            f"snapshots come in a later version: {name!r}; save model.state_dict() until then"
+            f"snapshots come in a later version: {name!r}; call memd_client.save_safetensors until "
+            "then"
         )
 
     @property

@@ -212,6 +212,11 @@ class ResidentTarget(StatefulTarget):
         return self._shard
 
     @property
+    def parameter(self) -> torch.Tensor | None:
+        """None if it does not exist any more."""
+        return self._parameter()
+
+    @property
     def stays(self) -> bool:
         return True
 

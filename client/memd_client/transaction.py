@@ -95,6 +95,10 @@ class Transaction:
         """Its values are part of every commit from now on."""
         self._contributors.append(contributor)
 
+    @property
+    def contributors(self) -> list[Contributor]:
+        return list(self._contributors)
+
     def watch(self, watched: Watched) -> None:
         """Each step calls it first, from now on."""
         self._watched.append(watched)

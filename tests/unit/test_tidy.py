@@ -41,7 +41,8 @@ CLIENT_LAYERS = (
     # The way to the daemon, and back to it when it was away.
     *("shard", "calls", "retry", "attach", "temporary_folders", "embedded", "control", "reattach"),
     # One session's core.
-    *("gradient_order", "leases", "tensor_streams", "registry", "held_names", "steps", "job"),
+    *("gradient_order", "leases", "tensor_streams", "registry", "held_names", "steps"),
+    *("staged_values", "job"),
     *("name_uses", "blobs", "adam_settings"),
     *("metadata", "lazy", "moments", "transaction", "module_names", "buffers"),
     # Offloaded parameters.
@@ -53,7 +54,8 @@ CLIENT_LAYERS = (
     *("unnamed", "unnamed_parameter"),
     # What users call.
     *("tracked", "session", "targets", "offload", "init", "optimizer", "gather", "connect"),
-    *("safetensors_header", "checkpoint_files", "whole_file", "__init__"),
+    *("safetensors_header", "checkpoint_files", "whole_file", "model_tensors"),
+    *("load_safetensors", "save_safetensors", "__init__"),
 )
 METHODS_MAX = 40
 FILE_BYTES_MAX = 500 * 1024

@@ -1,0 +1,273 @@
+"""Values that replace many shards at once: all of them or none, whoever is killed meanwhile.
+
+A lease for writing changes its shard when it ends, and the daemon keeps that when the trainer dies.
+So new values are put beside the old ones first, as blobs. The commit that makes the *plan* durable,
+which is written last, is the moment from which they count. Then they are copied to their shards.
+Who finds values without a plan forgets them, and who finds a plan finishes it, before anybody uses
+a parameter (docs/decisions/safetensors.md).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from traceback import clear_frames
+from typing import TYPE_CHECKING
+
+import torch
+
+from memd_client.errors import DeadlineExceeded, InvalidArgument, MemdError, UnknownName, retold
+from memd_client.interrupts import safe_point
+from memd_client.leases import MODE_OVERWRITE, MODE_READ
+from memd_client.shard import Shard, shard_spec
+from memd_client.sizes import format_size
+from memd_proto.v1 import job_pb2, session_pb2, types_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from memd_client.calls import ControlPlane
+    from memd_client.leases import Leases
+    from memd_client.registry import ShardRegistry
+    from memd_client.steps import Steps
+
+    # Takes the bytes of a staged value, and the shard in the job that gets them.
+    Taking = Callable[["StagedValue", Shard | None, torch.Tensor], None]
+
+_log = logging.getLogger("memd_client")
+_PREFIX = "memd.load."
+_PLAN = _PREFIX + "plan"
+_TURN = _PREFIX + "turn"
+# Never written: with them the disk quota holds what one commit replaces.
+_ROOM = _PREFIX + "room."
+_ROOM_BYTES = 1 << 20  # of one: it must fit into the job's host memory
+# So many bytes of values one commit moves to their shards; the extents of the old ones are free
+# then.
+_COMMIT_BYTES = 64 << 20
+_NAMES_IN_CALL = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class StagedValue:
+    """A blob with the bytes that a shard will have."""
+
+    name: str
+    size_bytes: int
+    # The shard in the job, or None: the bytes are for this process alone.
+    target_id: int | None
+
+
+class StagedValues:
+    """The staged values of one job, of which one session has the turn at a time. Any thread may
+    call; it waits for the daemon."""
+
+    def __init__(
+        self,
+        *,
+        job: str,
+        session_id: int,
+        control: ControlPlane,
+        shards: ShardRegistry,
+        steps: Steps,
+        leases: Leases | None,
+    ) -> None:
+        self._job = job
+        self._session_id = session_id
+        self._control = control
+        self._shards = shards
+        self._steps = steps
+        self._leases = leases
+
+    def list_settled(self) -> Iterable[types_pb2.Shard]:
+        """All shards of the job, with nothing staged: a load that broke off is finished, or
+        forgotten. Before this session has parameters."""
+        listed = self._shards.list_all()
+        if self._leases is None or not any(_is_staged(shard) for shard in listed):
+            return listed
+        with self.turn(self._take_in_job):
+            return [shard for shard in self._shards.list_all() if not _is_staged(shard)]
+
+    @contextmanager
+    def turn(self, take: Taking) -> Iterator[None]:
+        """Inside, no other session stages values. Those that one which was killed has staged are
+        given to `take`, or forgotten, before.
+
+        Raises:
+            DeadlineExceeded: another session has the turn for too long.
+        """
+        held = [self._take_turn()]
+        try:
+            self.settle(take)
+            yield
+        except BaseException as error:
+            # Frames refer to the lease of a value that was being written: it ends here.
+            clear_frames(error.__traceback__)
+            # Values that count stay for whoever comes next.
+            with suppress(MemdError):
+                if not _is_written(self._staged(), _PLAN):
+                    self._forget()
+            raise
+        finally:
+            held.clear()
+            with suppress(MemdError):
+                self._delete([_TURN])
+
+    def refuse_company(self) -> None:
+        """Raises if other sessions are attached to the job: they would see some values before the
+        others, and go on with them if this process is killed."""
+        answer = self._control.get_job(job_pb2.GetJobRequest(name=self._job))
+        others = answer.job.session_count - 1
+        if others > 0:
+            raise InvalidArgument(
+                f"job {self._job!r} has {others} other sessions, which would see a load half-way; "
+                "close them first"
+            )
+
+    def stage(
+        self, targets: Sequence[tuple[int | None, int]], fill: Callable[[int, torch.Tensor], None]
+    ) -> list[StagedValue]:
+        """Puts a value for each of `targets`, which are a shard's id and a number of bytes. `fill`
+        writes number `index` into a tensor of so many bytes. None counts yet.
+
+        Raises:
+            CapacityError: the job's quota of disk space does not hold the values beside the old
+                ones. Nothing has changed.
+        """
+        values = [
+            StagedValue(f"{_PREFIX}{index}", size_bytes, target_id)
+            for index, (target_id, size_bytes) in enumerate(targets)
+        ]
+        sizes = [value.size_bytes for value in values]
+        room_bytes = max(min(_COMMIT_BYTES, sum(sizes)), max(sizes, default=0))
+        specs = [_blob(value.name, value.size_bytes) for value in values]
+        specs += [
+            _blob(f"{_ROOM}{index}", _ROOM_BYTES) for index in range(-(-room_bytes // _ROOM_BYTES))
+        ]
+        try:
+            declared = self._shards.declare(specs)
+        except MemdError as error:
+            raise retold(
+                error,
+                f"{error}; a load keeps the new values beside the old ones until all are there, "
+                f"which takes {format_size(sum(sizes) + room_bytes)} of nvme_bytes",
+            ) from error
+        for index, shard in enumerate(declared[: len(values)]):
+            safe_point()
+            fill(index, self._lease(Shard.of(shard), MODE_OVERWRITE))
+        return values
+
+    def commit(self, values: Sequence[StagedValue]) -> None:
+        """From here on the values count, whoever is killed."""
+        text = json.dumps([[value.name, value.size_bytes, value.target_id] for value in values])
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        (declared,) = self._shards.declare([_blob(_PLAN, data.numel())])
+        self._lease(Shard.of(declared), MODE_OVERWRITE).copy_(data)
+        try:
+            self._sync()
+        except BaseException:
+            with suppress(MemdError):
+                self._delete([_PLAN])
+            raise
+
+    def settle(self, take: Taking) -> None:
+        """Gives `take` the bytes of each value that counts, and its shard; then forgets all. It may
+        get one again that another process has taken before it was killed. No interrupt ends this
+        half-way."""
+        listed = {shard.shard_id: shard for shard in self._shards.list_all()}
+        staged = {shard.spec.name: shard for shard in listed.values() if _is_staged(shard)}
+        if _is_written(staged, _PLAN):
+            rows = json.loads(self._lease(Shard.of(staged[_PLAN])).numpy().tobytes())
+            values = [StagedValue(*row) for row in rows if row[0] in staged]
+            for part in _parts(values):
+                for value in part:
+                    target = value.target_id
+                    # A copy: host memory need not hold the shard beside it.
+                    data = self._lease(Shard.of(staged[value.name])).clone()
+                    take(value, Shard.of(listed[target]) if target is not None else None, data)
+                    del data
+                # One commit has the values in their shards, and not here.
+                self._delete([value.name for value in part])
+                self._sync()
+            _log.info("job %r: %d loaded values are in place", self._job, len(values))
+        if staged:
+            self._forget()
+
+    def overwrite(self, shard: Shard, data: torch.Tensor) -> None:
+        """Replaces the bytes of a parameter or buffer of the job."""
+        self._lease(shard, MODE_OVERWRITE).view(-1).view(torch.uint8).copy_(data)
+
+    def _take_in_job(self, value: StagedValue, shard: Shard | None, data: torch.Tensor) -> None:
+        del value
+        if shard is not None:
+            self.overwrite(shard, data)
+
+    def _take_turn(self) -> torch.Tensor:
+        """A lease for writing, which one session has at a time, and none that is dead."""
+        while True:
+            (declared,) = self._shards.declare([_blob(_TURN, 1)])
+            try:
+                turn = self._lease(Shard.of(declared), MODE_OVERWRITE)
+            except UnknownName:
+                continue  # the session that had it has removed it
+            except DeadlineExceeded as error:
+                raise DeadlineExceeded(
+                    f"job {self._job!r}: another session loads a checkpoint into it; try again "
+                    "when that is done"
+                ) from error
+            if any(
+                shard.spec.name == _TURN and shard.shard_id == declared.shard_id
+                for shard in self._shards.list_all()
+            ):
+                return turn
+
+    def _forget(self) -> None:
+        """The plan goes first: without it the values count for nobody."""
+        names = [name for name in self._staged() if name != _TURN]
+        self._delete([name for name in names if name == _PLAN])
+        self._delete([name for name in names if name != _PLAN])
+
+    def _staged(self) -> dict[str, types_pb2.Shard]:
+        return {shard.spec.name: shard for shard in self._shards.list_all() if _is_staged(shard)}
+
+    def _lease(self, shard: Shard, mode: int = MODE_READ) -> torch.Tensor:
+        assert self._leases is not None  # of a session that has the turn
+        return self._leases.value(shard, mode)
+
+    def _delete(self, names: Sequence[str]) -> None:
+        for first in range(0, len(names), _NAMES_IN_CALL):
+            part = names[first : first + _NAMES_IN_CALL]
+            self._control.delete(session_pb2.DeleteRequest(session_id=self._session_id, names=part))
+            for name in part:
+                self._shards.forget(name)
+
+    def _sync(self) -> None:
+        response = self._control.sync(session_pb2.SyncRequest(session_id=self._session_id))
+        self._steps.note_sync(response.committed_step)
+
+
+def _blob(name: str, size_bytes: int) -> types_pb2.ShardSpec:
+    return shard_spec(name, kind=types_pb2.SHARD_KIND_BLOB, dtype=torch.uint8, shape=[size_bytes])
+
+
+def _is_staged(shard: types_pb2.Shard) -> bool:
+    return shard.spec.kind == types_pb2.SHARD_KIND_BLOB and shard.spec.name.startswith(_PREFIX)
+
+
+def _is_written(staged: dict[str, types_pb2.Shard], name: str) -> bool:
+    return name in staged and staged[name].written
+
+
+def _parts(values: Sequence[StagedValue]) -> Iterator[list[StagedValue]]:
+    """Each has at most `_COMMIT_BYTES`, or one value."""
+    part: list[StagedValue] = []
+    part_bytes = 0
+    for value in values:
+        if part and part_bytes + value.size_bytes > _COMMIT_BYTES:
+            yield part
+            part, part_bytes = [], 0
+        part.append(value)
+        part_bytes += value.size_bytes
+    if part:
+        yield part
