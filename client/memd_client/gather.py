@@ -11,6 +11,7 @@ from torch import nn
 from memd_client.dynamo import untraced
 from memd_client.leases import MODE_READ, MODE_WRITE
 from memd_client.parameter import fetched, streamed
+from memd_client.unnamed import unnamed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,7 +25,8 @@ def gather(
     params_or_module: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, write: bool = False
 ) -> AbstractContextManager[None]:
     """Inside, offloaded parameters are `nn.Parameter`s over memd's own memory, all at once; modules
-    can be used too. Other parameters are not touched.
+    can be used too. Those that `init` has built and that have no names yet stay in this process
+    meanwhile. Other parameters are not touched.
 
     Args:
         params_or_module: what to gather; the job's host memory must hold all of it.
@@ -62,6 +64,7 @@ class _Gathered(AbstractContextManager[None]):
         entries = [entry for parameter in parameters if (entry := streamed(parameter)) is not None]
         with ExitStack() as inside:
             inside.enter_context(fetched(parameters, mode=MODE_WRITE if write else MODE_READ))
+            _bring_unnamed(parameters, inside)
             for entry in entries if not write else ():
                 inside.enter_context(entry.residency.keeping_value())
             self._jobs = {entry.job for entry in entries}
@@ -78,6 +81,19 @@ class _Gathered(AbstractContextManager[None]):
         if self._write and error is None:
             for job in self._jobs:
                 job.sync_if_needed()
+
+
+def _bring_unnamed(parameters: list[torch.Tensor], inside: ExitStack) -> None:
+    for parameter in parameters:
+        record = unnamed(parameter)
+        if record is not None:
+            record.store.bring([parameter])
+            # It does not leave while somebody else has its memory.
+            inside.callback(_forget, parameter.detach())
+
+
+def _forget(tensor: torch.Tensor) -> None:
+    del tensor
 
 
 def _parameters(

@@ -8,6 +8,7 @@ which `to_empty` calls, and `nn.Parameter.__deepcopy__`.
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
 from contextlib import AbstractContextManager
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
     from memd_client.session import Session
 
+# transformers loads a checkpoint with threads that read ahead as far as they come. This makes it
+# read as it goes.
+_ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
 # Only one context is open in a process.
 _opening = threading.Lock()
 _open: list[_Init] = []
@@ -92,7 +96,7 @@ class _Init(AbstractContextManager[None]):
         self._thread_id = 0
         self._built: dict[int, weakref.ref[nn.Module]] = {}
         self._hooks: list[RemovableHandle] = []
-        self._restore: list[Callable[[], None]] = []
+        self._restore: list[Callable[[], object]] = []
 
     @untraced
     def __enter__(self) -> None:
@@ -149,6 +153,9 @@ class _Init(AbstractContextManager[None]):
         ]
         self._replace(nn.Module, "_apply", self._applying)
         self._replace(nn.Parameter, "__deepcopy__", self._copying)
+        if _ONE_BY_ONE not in os.environ:
+            os.environ[_ONE_BY_ONE] = "1"
+            self._restore.append(lambda: os.environ.pop(_ONE_BY_ONE, None))
 
     def _unwatch(self) -> None:
         for hook in self._hooks:
@@ -225,8 +232,7 @@ class _Init(AbstractContextManager[None]):
         return [module for module in found if module is not None]
 
     def _roots(self) -> list[nn.Module]:
-        """The modules with unnamed parameters that no other module has, and that can be offloaded
-        as they are."""
+        """The modules with parameters to offload that no other module has."""
         modules = self._living_modules()
         children = {
             id(child) for module in modules for child in module.modules() if child is not module
@@ -235,7 +241,7 @@ class _Init(AbstractContextManager[None]):
             module
             for module in modules
             if id(module) not in children
-            if any(unnamed(parameter) is not None for parameter in module.parameters())
+            if not all(parameter.is_meta for parameter in module.parameters())
             if all(streamed(parameter) is None for parameter in module.parameters())
         ]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -116,3 +119,53 @@ def test_from_pretrained_initialises_what_the_checkpoint_lacks(
     assert state.keys() == expected.keys()
     for name, value in state.items():
         assert torch.equal(value, expected[name]), name
+
+
+_LOADED = """
+import json, sys, threading
+import torch
+import transformers
+from transformers.models.llama import modeling_llama
+
+def anonymous_bytes():
+    with open("/proc/self/status") as status:
+        return next(1024 * int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+
+before = anonymous_bytes()
+import memd_client
+
+peak, is_over = 0, threading.Event()
+
+def watch():
+    global peak
+    while not is_over.wait(0.001):
+        peak = max(peak, anonymous_bytes())
+
+session = memd_client.connect(sys.argv[1], job="loaded")
+watcher = threading.Thread(target=watch)
+watcher.start()
+with memd_client.init(session):
+    model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.bfloat16)
+is_over.set()
+watcher.join()
+print(json.dumps({"peak": peak - before, "model": sum(p.nbytes for p in model.parameters())}))
+session.drop_job()
+"""
+
+
+def test_a_checkpoint_that_is_converted_is_not_read_ahead(tmp_path: Path) -> None:
+    large = config(is_tied=False)
+    large.update({"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24})
+    large.update({"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 8})
+    transformers.AutoModelForCausalLM.from_config(large).save_pretrained(tmp_path)
+    with running_daemon(host="96MiB", nvme="1GiB") as daemon:
+        done = subprocess.run(
+            [sys.executable, "-c", _LOADED, daemon.address, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["model"] > 200e6
+    assert found["peak"] < 64 << 20, found

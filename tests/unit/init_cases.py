@@ -7,6 +7,7 @@ nothing at home but what is in use.
 from __future__ import annotations
 
 import copy
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -259,6 +260,30 @@ class TestInitNumbers:
             first.weight.data.mul_(2)
             assert torch.equal(first.weight, expected * 2)
 
+    @pytest.mark.filterwarnings("ignore:To copy construct:UserWarning")
+    def test_constructors_of_torch_need_it_gathered(self, session: Session, away: None) -> None:
+        with memd_client.init(session):
+            first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+            with pytest.raises(memd_client.NotResident, match=r"init\(\) has built.*gather"):
+                torch.tensor(first.weight)
+            with memd_client.gather(first, write=True):
+                nn.init.ones_(second.weight)
+                assert type(first.weight) is nn.Parameter
+                torch.asarray(first.weight.detach()).zero_()
+            first.third = nn.Linear(4, 4)
+            assert type(first.weight) is UnnamedParameter
+            assert not first.weight.any()
+
+    def test_backward_never_computes_without_bytes(self, session: Session, away: None) -> None:
+        with memd_client.init(session):
+            first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        x = torch.ones(4, 4, requires_grad=True)
+        loss = (x * first.weight * second.weight).sum()
+        # A view that autograd keeps would keep the bytes here; it has saved the parameter itself.
+        assert type(first.weight) is UnnamedParameter
+        with pytest.raises(memd_client.NotResident, match=r"init\(\) has built"):
+            loss.backward()
+
     def test_tied_parameters_stay_one(self, session: Session, away: None) -> None:
         model, reference = built(Twice, session), build(Twice)
         assert sharing(model.state_dict()) == sharing(reference.state_dict())
@@ -425,6 +450,21 @@ class TestInitNames:
         memd_client.offload(second, session)
         assert left_in(session) == set()
 
+    def test_lazy_modules_are_initialised_inside(self, session: Session, away: None) -> None:
+        def make() -> nn.Module:
+            return nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(3))
+
+        def initialised() -> nn.Module:
+            model = make()
+            model(torch.ones(1, 2))
+            return model
+
+        with pytest.raises(memd_client.InvalidArgument, match="initialise lazy modules"):
+            built(make, session)
+        model = built(initialised, session)
+        assert "0.weight" in names_in(session)
+        assert_same_state(model, build(initialised))
+
     def test_a_wrapped_model_has_the_names_of_the_plain_one(self, session: Session) -> None:
         built(lambda: compiled(Mlp()), session)
         assert "layers.0.weight" in names_in(session)
@@ -522,6 +562,7 @@ class TestInitErrors:
     def test_an_exception_leaves_the_job_as_it_was(self, session: Session, away: None) -> None:
         names = names_in(session)
         functions = nn.Module._apply, nn.Parameter.__deepcopy__
+        environment = dict(os.environ)
         kept: list[nn.Module] = []
 
         class Broken(nn.Module):
@@ -536,6 +577,7 @@ class TestInitErrors:
             Broken()
         assert "the job is as it was" in caught.value.__notes__[0]
         assert (nn.Module._apply, nn.Parameter.__deepcopy__) == functions
+        assert dict(os.environ) == environment
         torch.manual_seed(0)
         assert_same_state(kept[0], nn.Linear(4, 4))
         del caught
