@@ -9,6 +9,7 @@ The rest of the training loop does not change.
 """
 
 from memd_client.connect import connect
+from memd_client.deepspeed import from_deepspeed
 from memd_client.errors import (
     CapacityError,
     DaemonFailed,
@@ -54,6 +55,7 @@ __all__ = [
     "SessionStatistics",
     "UnknownName",
     "connect",
+    "from_deepspeed",
     "gather",
     "init",
     "load_safetensors",

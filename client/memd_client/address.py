@@ -11,6 +11,7 @@ from urllib.parse import parse_qsl, unquote
 from memd_client.errors import InvalidArgument, NotYet
 from memd_client.sizes import parse_size
 
+VARIABLE = "MEMD_ADDRESS"
 DEFAULT = "unix:///run/memd/memd.sock"
 
 
@@ -46,7 +47,7 @@ def parse_address(text: str | None) -> Address:
     """`unix:///path`, `embedded:` or `embedded:/path?host=1GiB&nvme=100GiB`; None means
     MEMD_ADDRESS or the service's socket.
     """
-    text = text if text is not None else os.environ.get("MEMD_ADDRESS") or DEFAULT
+    text = text if text is not None else os.environ.get(VARIABLE) or DEFAULT
     if text.startswith("unix:"):
         return _unix(text)
     if text.startswith("embedded:"):

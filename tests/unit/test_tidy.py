@@ -54,6 +54,7 @@ CLIENT_LAYERS = (
     *("unnamed", "unnamed_parameter"),
     # What users call.
     *("tracked", "session", "targets", "offload", "init", "optimizer", "gather", "connect"),
+    "deepspeed",
     *("safetensors_header", "checkpoint_files", "whole_file", "model_tensors"),
     *("load_safetensors", "save_safetensors", "__init__"),
 )
