@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import memd_client
+from memd_client.checkpoint_files import CheckpointFile
+from memd_client.residency import Residency
+from tests.faults.killed_checkpoint import NEW, OLD, Model, seed_of
+
 if TYPE_CHECKING:
+    import torch
+
     from tests.daemons import Daemon
+    from tests.faults.restarts import Restarts
 
 ROOT = Path(__file__).parents[2]
 # A stride leaves out moments, and meets both sides of the commit all the same.
@@ -52,3 +62,67 @@ def test_a_killed_save_leaves_the_old_files_or_the_new_ones_or_no_index(
     if stride < 10:
         assert seen["new"] > 0
         assert seen["old"] + seen["new"] + seen.get("absent", 0) >= 10
+
+
+def killing(restarts: Restarts, number: int, *, with_memory: bool, monkeypatch: Any) -> list[str]:
+    """The daemon is killed at this of a load's moments: a read of the file, or a value that moves
+    to its shard. Says what had happened by then."""
+    moments: list[str] = []
+
+    def note(what: str) -> None:
+        moments.append(what)
+        if len(moments) == number:
+            if not with_memory:
+                os.kill(restarts.holder_process_id(), signal.SIGKILL)
+            restarts.kill_and_begin_start()
+
+    read, write = CheckpointFile.read, Residency.write
+
+    def noted_read(file: CheckpointFile, begin: int, into: memoryview) -> None:
+        note("read")
+        read(file, begin, into)
+
+    def noted_write(residency: Residency, value: torch.Tensor) -> None:
+        note("moved")
+        write(residency, value)
+
+    monkeypatch.setattr(CheckpointFile, "read", noted_read)
+    monkeypatch.setattr(Residency, "write", noted_write)
+    return moments
+
+
+@pytest.mark.parametrize("number", [3, 9])
+def test_a_load_goes_on_when_the_daemon_is_killed(
+    restarts: Restarts, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memd_client.save_safetensors(Model(NEW), tmp_path / "a.safetensors")
+    session = memd_client.connect(restarts.daemon.address, job="checkpoint")
+    model = memd_client.offload(Model(OLD), session)
+    moments = killing(restarts, number, with_memory=True, monkeypatch=monkeypatch)
+    memd_client.load_safetensors(model, tmp_path / "a.safetensors", session)
+    monkeypatch.undo()
+    assert moments[number - 1] == ("read" if number == 3 else "moved")
+    restarts.settle()
+    assert seed_of(model.state_dict()) == NEW
+    session.close()
+
+
+@pytest.mark.parametrize(("number", "found"), [(3, OLD), (9, NEW)])
+def test_a_load_is_whole_on_disk_when_the_daemon_s_memory_is_lost(
+    restarts: Restarts, tmp_path: Path, number: int, found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memd_client.save_safetensors(Model(NEW), tmp_path / "a.safetensors")
+    session = memd_client.connect(restarts.daemon.address, job="checkpoint")
+    model = memd_client.offload(Model(OLD), session)
+    killing(restarts, number, with_memory=False, monkeypatch=monkeypatch)
+    with pytest.raises(memd_client.SessionFenced):
+        memd_client.load_safetensors(model, tmp_path / "a.safetensors", session)
+    monkeypatch.undo()
+    daemon = restarts.settle()
+    with pytest.raises(memd_client.SessionFenced):
+        session.close()
+    with memd_client.connect(daemon.address, job="checkpoint") as again:
+        model = memd_client.offload(Model(3), again)
+        assert seed_of(model.state_dict()) == found
+        names = [shard.spec.name for shard in again.transaction.job.shards.list_all()]
+        assert not [name for name in names if name.startswith("memd.load")]

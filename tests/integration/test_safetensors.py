@@ -521,6 +521,17 @@ def test_only_one_session_loads_at_a_time_and_the_others_wait(
         assert_same(model.state_dict(), Model(seed=1).state_dict())
 
 
+def test_a_model_that_is_built_in_memd_is_loaded(daemon: Daemon, tmp_path: Path) -> None:
+    path = saved(Model(seed=1), tmp_path / "a.safetensors")
+    with fresh(daemon, "built") as session:
+        with memd_client.init(session):
+            model = Model()
+        memd_client.load_safetensors(model, path, session)
+        assert_same(model.state_dict(), Model(seed=1).state_dict())
+        memd_client.save_safetensors(model, tmp_path / "b.safetensors")
+        assert (tmp_path / "b.safetensors").read_bytes() == path.read_bytes()
+
+
 # Folders of shards
 
 
@@ -530,6 +541,10 @@ def folder_bytes(folder: Path) -> dict[str, bytes]:
         for path in folder.iterdir()
         if path.name.startswith("model") or path.name.startswith(".")
     }
+
+
+def all_bytes(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("shard_kib", [8, 40, 1000])
@@ -555,6 +570,10 @@ def test_a_folder_has_the_files_of_save_pretrained(
         # And save_pretrained of the offloaded model writes them as well.
         model.save_pretrained(tmp_path / "own", max_shard_size=shard_kib * 1024)
         assert folder_bytes(tmp_path / "own") == wanted
+        # As the README says: all of it, streamed.
+        model.save_pretrained(tmp_path / "both", state_dict={})
+        memd_client.save_safetensors(model, tmp_path / "both", max_shard_bytes=shard_kib * 1024)
+        assert all_bytes(tmp_path / "both") == all_bytes(tmp_path / "plain")
     with fresh(daemon, f"gpt2-{shard_kib}") as session:
         model = memd_client.offload(build(1), session)
         memd_client.load_safetensors(model, tmp_path / "plain", session)

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import struct
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -350,3 +351,63 @@ def test_a_flush_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(DeviceError, match="did not reach"), WholeFile(tmp_path / "a", 0) as file:
         file.finish()
     assert list(tmp_path.iterdir()) == []
+
+
+# Any bytes
+
+
+def what_the_library_reads(path: Path) -> dict[str, torch.Tensor] | None:
+    try:
+        return safetensors.torch.load_file(path)
+    except (safetensors.SafetensorError, KeyError, RuntimeError, OverflowError):
+        return None
+
+
+def what_memd_reads(path: Path) -> dict[str, bytes] | None:
+    try:
+        with CheckpointFiles(path) as files:
+            found = {}
+            for name, stored in files.tensors.items():
+                data = bytearray(stored.tensor.size_bytes)
+                stored.read(0, memoryview(data))
+                found[name] = bytes(data)
+            return found
+    except InvalidArgument:
+        return None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_read_of_a_damaged_file_is_what_the_library_reads(
+    seed: int, tmp_path: Path
+) -> None:
+    """A file is refused, or has the tensors that the library finds in it."""
+    random = Random(seed)
+    tensors = {"a": torch.arange(4.0), "b": torch.ones(2, 3).bfloat16(), "c": torch.tensor([1, 2])}
+    path = tmp_path / "a.safetensors"
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    whole, read_count = path.read_bytes(), 0
+    for _ in range(500):
+        data = bytearray(whole)
+        for _ in range(random.randint(1, 3)):
+            place = random.randrange(len(data) if random.random() < 0.3 else 200)
+            match random.randrange(3):
+                case 0:
+                    data[place] = random.choice(b'0123456789[]{}:," \\"')
+                case 1:
+                    data[place] ^= 1 << random.randrange(8)
+                case _:
+                    length = random.randint(1, 4)
+                    data[place : place + length] = data[place : place + random.randint(0, 8)]
+        path.write_bytes(data)
+        found = what_memd_reads(path)
+        if found is None:
+            continue
+        read_count += 1
+        theirs = what_the_library_reads(path)
+        assert theirs is not None, bytes(data)
+        wanted = {
+            name: value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            for name, value in theirs.items()
+        }
+        assert found == wanted, bytes(data)
+    assert read_count > 10
