@@ -28,15 +28,28 @@ Result<std::unique_ptr<ReadViews>> ReadViews::reserve(std::byte* shared,
       mmap(nullptr, reserved_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (base == MAP_FAILED)
     return device_error(errno, concat("reserving ", reserved_bytes, " bytes of addresses"));
-  return std::unique_ptr<ReadViews>(
-      new ReadViews(shared, static_cast<std::byte*>(base), reserved_bytes, std::move(pages)));
+  auto mlocks = MlockWatch::create();
+  if (!mlocks.is_ok()) {
+    munmap(base, reserved_bytes);
+    return mlocks.status();
+  }
+  return std::unique_ptr<ReadViews>(new ReadViews(shared,
+                                                  static_cast<std::byte*>(base),
+                                                  reserved_bytes,
+                                                  std::move(pages),
+                                                  std::move(mlocks).value()));
 }
 
 ReadViews::ReadViews(std::byte* shared,
                      std::byte* base,
                      uint64_t reserved_bytes,
-                     WrittenPages pages)
-    : shared_(shared), base_(base), reserved_bytes_(reserved_bytes), pages_(std::move(pages)) {}
+                     WrittenPages pages,
+                     std::unique_ptr<MlockWatch> mlocks)
+    : shared_(shared),
+      base_(base),
+      reserved_bytes_(reserved_bytes),
+      pages_(std::move(pages)),
+      mlocks_(std::move(mlocks)) {}
 
 ReadViews::~ReadViews() { munmap(base_, reserved_bytes_); }
 
@@ -50,21 +63,14 @@ Status ReadViews::map_segment(uint64_t offset_bytes,
     if (is_private_) is_private_ = false;
     return Status::ok();
   }
-  void* at = mmap(base_ + offset_bytes,
-                  length_bytes,
-                  PROT_READ | PROT_WRITE,
-                  MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
-                  segment.get(),
-                  0);
-  if (at == MAP_FAILED)
-    return device_error(errno, concat("mapping a segment of ", length_bytes, " to read it"));
-  return Status::ok();
+  return map_privately(base_ + offset_bytes, length_bytes, segment).status();
 }
 
 std::byte* ReadViews::begin(uint64_t offset_bytes, uint64_t length_bytes) {
   if (!is_private_) return shared_ + offset_bytes;
   std::byte* data = base_ + offset_bytes;
   const std::lock_guard lock(mutex_);
+  if (mlocks_->has_copied()) drop_mlocked();
   const auto [at, is_first] = living_.try_emplace(offset_bytes);
   Living& living = at->second;
   if (is_first) living.end_bytes = offset_bytes + length_bytes;
@@ -172,10 +178,21 @@ void ReadViews::end_in_mapping(const Pages& written, const std::byte* data) {
   for (const std::span<std::byte> pages : written) {
     std::byte* const begin = std::max(pages.data(), first);
     std::byte* const end = std::min(pages.data() + pages.size(), last);
-    if (begin < end)
-      MEMD_CHECK(madvise(begin, static_cast<size_t>(end - begin), MADV_DONTNEED) == 0);
+    if (begin < end) drop_copies({begin, end});
   }
   living_.erase(at);
+}
+
+void ReadViews::drop_mlocked() {
+  std::byte* begin = base_;
+  const auto drop_until = [&begin](std::byte* end) {
+    if (begin < end) drop_copies({begin, end});
+  };
+  for (const auto& [offset_bytes, living] : living_) {
+    drop_until(base_ + align_down(offset_bytes, page_bytes()));
+    begin = std::max(begin, base_ + align_up(living.end_bytes, page_bytes()));
+  }
+  drop_until(base_ + reserved_bytes_);
 }
 
 }  // namespace memd

@@ -12,6 +12,7 @@
 
 #include "base/owned_fd.h"
 #include "base/status.h"
+#include "ring/private_mapping.h"
 #include "ring/written_pages.h"
 
 namespace memd {
@@ -61,9 +62,15 @@ class ReadViews {
   };
   using Pages = std::vector<std::span<std::byte>>;
 
-  ReadViews(std::byte* shared, std::byte* base, uint64_t reserved_bytes, WrittenPages pages);
+  ReadViews(std::byte* shared,
+            std::byte* base,
+            uint64_t reserved_bytes,
+            WrittenPages pages,
+            std::unique_ptr<MlockWatch> mlocks);
   bool is_in_mapping(const std::byte* data) const;
   // Called with `mutex_` held:
+  /// If mlockall() has copied all pages, those that no living view touches are the arena's again.
+  void drop_mlocked();
   std::byte* copy(uint64_t offset_bytes, uint64_t length_bytes);
   /// The bytes that differ from the arena. In the mapping, only those in `written` can.
   Pages changed(std::byte* data, uint64_t length_bytes) const;
@@ -78,6 +85,7 @@ class ReadViews {
   bool is_private_ = true;  // changes before the first view begins
 
   std::mutex mutex_;
+  std::unique_ptr<MlockWatch> mlocks_;
   std::map<uint64_t, Living> living_;  // by offset
   std::map<const std::byte*, Copy> copies_;
 };

@@ -3,9 +3,12 @@
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstring>
+#include <functional>
 #include <memory>
 
 #include "base/units.h"
@@ -25,12 +28,15 @@ class ReadViewsTest : public testing::TestWithParam<PageLook> {
     EXPECT_NE(shared, MAP_FAILED);
     arena_ = static_cast<std::byte*>(shared);
     std::memset(arena_, 1, kSegment);
-    views_ = ReadViews::reserve(arena_, kSegment, WrittenPages(GetParam())).value();
-    EXPECT_TRUE(views_->map_segment(0, kSegment, segment_).is_ok());
+    map();
   }
   ~ReadViewsTest() override { munmap(arena_, kSegment); }
   static void write(std::byte* at, int value) { *at = static_cast<std::byte>(value); }
   static int read(const std::byte* at) { return static_cast<int>(*at); }
+  void map() {
+    views_ = ReadViews::reserve(arena_, kSegment, WrittenPages(GetParam())).value();
+    EXPECT_TRUE(views_->map_segment(0, kSegment, segment_).is_ok());
+  }
 
   OwnedFd segment_;
   std::byte* arena_ = nullptr;
@@ -155,6 +161,78 @@ TEST_P(ReadViewsTest, equal_views_are_one_place_until_the_last_has_ended) {
 INSTANTIATE_TEST_SUITE_P(each_look,
                          ReadViewsTest,
                          testing::Values(PageLook::scan, PageLook::table, PageLook::nothing));
+
+/// Runs `test` in a child, whose memory alone is locked. It maps a segment itself: the page table
+/// that is asked is that of the process that has opened it.
+void in_child(const std::function<void()>& test) {
+  const pid_t child = fork();
+  if (child == 0) {
+    test();
+    _exit(testing::Test::HasFailure() ? 1 : 0);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+}
+
+TEST_P(ReadViewsTest, a_segment_that_is_mapped_when_all_memory_is_locked_shows_the_arena) {
+  in_child([&] {
+    ASSERT_EQ(mlockall(MCL_FUTURE), 0) << errno;
+    map();
+    write(arena_ + 5 * kPage, 2);
+    std::byte* view = views_->begin(0, 64 * kPage);
+    EXPECT_EQ(read(view + 5 * kPage), 2);
+    write(arena_ + 6 * kPage, 3);
+    EXPECT_EQ(read(view + 6 * kPage), 3);
+    write(view + 7 * kPage, 9);
+    EXPECT_TRUE(views_->is_written(view, 64 * kPage));
+    views_->end(view, 64 * kPage);
+    view = views_->begin(0, 64 * kPage);
+    EXPECT_EQ(read(view + 7 * kPage), 1);
+    EXPECT_TRUE(views_->end_unless_written(view, 64 * kPage));
+  });
+}
+
+TEST_P(ReadViewsTest, views_that_begin_after_all_memory_was_locked_show_the_arena) {
+  in_child([&] {
+    map();
+    std::byte* before = views_->begin(8 * kPage + 64, 64);
+    write(before, 9);
+    ASSERT_EQ(mlockall(MCL_CURRENT), 0) << errno;
+    std::memset(arena_, 2, 8 * kPage);
+    std::memset(arena_ + 9 * kPage, 2, 8 * kPage);
+    std::byte* view = views_->begin(0, 8 * kPage);
+    EXPECT_EQ(read(view + 5 * kPage), 2);
+    EXPECT_TRUE(views_->end_unless_written(view, 8 * kPage));
+    view = views_->begin(9 * kPage, 8 * kPage);
+    EXPECT_EQ(read(view + 5 * kPage), 2);
+    EXPECT_TRUE(views_->end_unless_written(view, 8 * kPage));
+    EXPECT_EQ(read(before), 9);
+    EXPECT_FALSE(views_->end_unless_written(before, 64));
+    views_->end(before, 64);
+    ASSERT_EQ(mlockall(MCL_CURRENT), 0) << errno;
+    write(arena_, 3);
+    view = views_->begin(0, kPage);
+    EXPECT_EQ(read(view), 3) << "and again";
+    EXPECT_TRUE(views_->end_unless_written(view, kPage));
+  });
+}
+
+TEST_P(ReadViewsTest, a_view_ends_after_all_memory_was_locked) {
+  in_child([&] {
+    map();
+    std::byte* view = views_->begin(0, 2 * kPage);
+    write(view, 9);
+    ASSERT_EQ(mlockall(MCL_CURRENT), 0) << errno;
+    views_->end(view, 2 * kPage);
+    write(arena_, 2);
+    write(arena_ + kPage, 2);
+    view = views_->begin(0, 2 * kPage);
+    EXPECT_EQ(read(view), 2);
+    EXPECT_EQ(read(view + kPage), 2);
+    EXPECT_TRUE(views_->end_unless_written(view, 2 * kPage));
+  });
+}
 
 TEST(WrittenPagesTest, only_written_pages_are_named) {
   WrittenPages asked;
