@@ -395,8 +395,9 @@ std::optional<LeasedBytes> ClientSession::lease_resident(uint32_t shard_id) noex
     release(lease);
     return std::nullopt;
   }
-  reads_.begin(place->offset_bytes, &lease);
-  return lease;
+  if (reads_.begin(place->offset_bytes, &lease)) return lease;
+  release(lease);
+  return std::nullopt;  // by request the caller learns why
 }
 
 Result<LeasedBytes> ClientSession::lease(
@@ -568,8 +569,14 @@ Result<LeasedBytes> ClientSession::finish(const WantedLease& wanted, Asked& aske
     release(lease);
     return status;
   }
-  if (wanted.part == Part::value && wanted.mode == LeaseMode::read)
-    reads_.begin(completion.offset_bytes, &lease);
+  const bool is_for_reading = wanted.part == Part::value && wanted.mode == LeaseMode::read;
+  if (is_for_reading && !reads_.begin(completion.offset_bytes, &lease)) {
+    release(lease);
+    return device_error(ENOMEM,
+                        concat("a second view of bytes that this process has written, which needs ",
+                               lease.length_bytes,
+                               " bytes of its own"));
+  }
   note_use(wanted.shard_id, wanted.part, wanted.mode, false);
   return lease;
 }

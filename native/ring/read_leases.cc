@@ -2,9 +2,10 @@
 
 namespace memd {
 
-void ReadLeases::begin(uint64_t offset_bytes, LeasedBytes* lease) {
+bool ReadLeases::begin(uint64_t offset_bytes, LeasedBytes* lease) {
   lease->data = views_->begin(offset_bytes, lease->length_bytes);
-  lease->is_view = true;
+  lease->is_view = lease->data != nullptr;
+  return lease->is_view;
 }
 
 bool ReadLeases::end(const LeasedBytes& lease) {

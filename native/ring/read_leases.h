@@ -40,8 +40,8 @@ class ReadLeases {
     return views_->map_segment(offset_bytes, length_bytes, segment);
   }
 
-  /// The pin is held: gives it its place.
-  void begin(uint64_t offset_bytes, LeasedBytes* lease);
+  /// The pin is held: gives it its place. False, and it is no view, without memory for that.
+  bool begin(uint64_t offset_bytes, LeasedBytes* lease);
   /// Returns false, and the pin stays, if it lives on until take_written().
   bool end(const LeasedBytes& lease);
 

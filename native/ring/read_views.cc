@@ -135,7 +135,7 @@ bool ReadViews::is_in_mapping(const std::byte* data) const {
 std::byte* ReadViews::copy(uint64_t offset_bytes, uint64_t length_bytes) {
   auto* data = static_cast<std::byte*>(
       std::aligned_alloc(kViewAlignmentBytes, align_up(length_bytes, kViewAlignmentBytes)));
-  MEMD_CHECK(data != nullptr);
+  if (data == nullptr) return nullptr;
   std::memcpy(data, shared_ + offset_bytes, length_bytes);
   Copy& copy = copies_[data];
   copy.offset_bytes = offset_bytes;

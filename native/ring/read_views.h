@@ -41,7 +41,8 @@ class ReadViews {
   /// Whether views are this process's own: see map_segment().
   bool is_private() const { return is_private_; }
 
-  /// A view of pinned bytes, until end() or end_unless_written().
+  /// A view of pinned bytes, until end() or end_unless_written(). Null without memory for one of
+  /// its own.
   std::byte* begin(uint64_t offset_bytes, uint64_t length_bytes);
   /// Whether a living view differs from the arena. False for other addresses.
   bool is_written(std::byte* data, uint64_t length_bytes);
@@ -71,6 +72,7 @@ class ReadViews {
   // Called with `mutex_` held:
   /// If mlockall() has copied all pages, those that no living view touches are the arena's again.
   void drop_mlocked();
+  /// Null without memory.
   std::byte* copy(uint64_t offset_bytes, uint64_t length_bytes);
   /// The bytes that differ from the arena. In the mapping, only those in `written` can.
   Pages changed(std::byte* data, uint64_t length_bytes) const;

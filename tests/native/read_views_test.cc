@@ -12,6 +12,7 @@
 #include <memory>
 
 #include "base/units.h"
+#include "no_memory.h"
 
 namespace memd {
 namespace {
@@ -156,6 +157,24 @@ TEST_P(ReadViewsTest, equal_views_are_one_place_until_the_last_has_ended) {
   first = views_->begin(0, kPage);
   EXPECT_EQ(read(first), 1);
   EXPECT_TRUE(views_->end_unless_written(first, kPage));
+}
+
+TEST_P(ReadViewsTest, without_memory_for_a_view_of_its_own_there_is_none) {
+  if (!NoMemory::is_possible()) GTEST_SKIP() << "a sanitizer needs memory";
+  std::byte* written = views_->begin(0, kSegment);
+  write(written, 9);
+  {
+    const NoMemory none;
+    EXPECT_EQ(views_->begin(0, kSegment), nullptr);
+  }
+  std::byte* view = views_->begin(0, kSegment);
+  ASSERT_NE(view, nullptr);
+  EXPECT_EQ(read(view), 1);
+  EXPECT_TRUE(views_->end_unless_written(view, kSegment));
+  views_->end(written, kSegment);
+  view = views_->begin(0, kSegment);
+  EXPECT_EQ(read(view), 1);
+  EXPECT_TRUE(views_->end_unless_written(view, kSegment));
 }
 
 INSTANTIATE_TEST_SUITE_P(each_look,

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "no_memory.h"
 #include "ring/client_session.h"
 #include "ring/server_ring.h"
 
@@ -1048,6 +1049,29 @@ TEST_F(RingTest, a_watched_lease_that_was_written_lives_until_it_is_taken) {
   const LeasedBytes after = read(1);
   EXPECT_EQ(after.data[7], std::byte{0});
   client_->release(after);
+  daemon.join();
+}
+
+TEST_F(RingTest, a_lease_fails_without_memory_for_a_view_of_its_own) {
+  if (!NoMemory::is_possible()) GTEST_SKIP() << "a sanitizer needs memory";
+  std::thread daemon([&] {
+    for (int i = 0; i < 3; ++i) grant(next_request(), 5, 0, 0, kSegment);
+  });
+  const auto read = [&] { return client_->lease(1, Part::value, LeaseMode::read, kSecond); };
+  const LeasedBytes written = read().value();
+  written.data[7] = std::byte{77};
+  {
+    const NoMemory none;
+    const auto refused = read();
+    ASSERT_EQ(refused.status().code(), StatusCode::device);
+    EXPECT_EQ(refused.status().error_number(), ENOMEM);
+  }
+  EXPECT_EQ(ring_.pins(5), kReaderPin) << "its pin is given back";
+  const LeasedBytes view = read().value();
+  EXPECT_EQ(view.data[7], std::byte{0});
+  client_->release(view);
+  client_->release(written);
+  EXPECT_EQ(ring_.pins(5), 0u);
   daemon.join();
 }
 
