@@ -60,16 +60,22 @@ Status ReadViews::map_segment(uint64_t offset_bytes,
   struct statfs status{};
   if (fstatfs(segment.get(), &status) != 0) return device_error(errno, "looking at a segment");
   if (status.f_type == HUGETLBFS_MAGIC) {
-    if (is_private_) is_private_ = false;
+    const std::lock_guard lock(mutex_);
+    if (!huge_.empty() && huge_.back().end_bytes == offset_bytes) {
+      huge_.back().end_bytes += length_bytes;
+    } else {
+      huge_.push_back({offset_bytes, offset_bytes + length_bytes});
+    }
+    is_private_.store(false, std::memory_order_relaxed);
     return Status::ok();
   }
   return map_privately(base_ + offset_bytes, length_bytes, segment).status();
 }
 
 std::byte* ReadViews::begin(uint64_t offset_bytes, uint64_t length_bytes) {
-  if (!is_private_) return shared_ + offset_bytes;
   std::byte* data = base_ + offset_bytes;
   const std::lock_guard lock(mutex_);
+  if (has_huge_pages(offset_bytes, offset_bytes + length_bytes)) return shared_ + offset_bytes;
   if (mlocks_->has_copied()) drop_mlocked();
   const auto [at, is_first] = living_.try_emplace(offset_bytes);
   Living& living = at->second;
@@ -99,13 +105,13 @@ std::byte* ReadViews::begin(uint64_t offset_bytes, uint64_t length_bytes) {
 }
 
 bool ReadViews::is_written(std::byte* data, uint64_t length_bytes) {
-  if (!is_private_) return false;
+  if (is_in_arena(data)) return false;
   const std::lock_guard lock(mutex_);
   return !changed(data, length_bytes).empty();
 }
 
 bool ReadViews::end_unless_written(std::byte* data, uint64_t length_bytes) {
-  if (!is_private_) return true;
+  if (is_in_arena(data)) return true;
   const std::lock_guard lock(mutex_);
   if (!is_in_mapping(data)) {
     if (!changed(data, length_bytes).empty()) return false;
@@ -119,7 +125,7 @@ bool ReadViews::end_unless_written(std::byte* data, uint64_t length_bytes) {
 }
 
 void ReadViews::end(std::byte* data, uint64_t length_bytes) {
-  if (!is_private_) return;
+  if (is_in_arena(data)) return;
   const std::lock_guard lock(mutex_);
   if (is_in_mapping(data)) {
     end_in_mapping(pages_.find(data, length_bytes), data);
@@ -130,6 +136,18 @@ void ReadViews::end(std::byte* data, uint64_t length_bytes) {
 
 bool ReadViews::is_in_mapping(const std::byte* data) const {
   return data >= base_ && data < base_ + reserved_bytes_;
+}
+
+bool ReadViews::is_in_arena(const std::byte* data) const {
+  return data >= shared_ && data < shared_ + reserved_bytes_;
+}
+
+bool ReadViews::has_huge_pages(uint64_t begin_bytes, uint64_t end_bytes) const {
+  const auto first = std::upper_bound(
+      huge_.begin(), huge_.end(), begin_bytes, [](uint64_t bytes, const Range& range) {
+        return bytes < range.end_bytes;
+      });
+  return first != huge_.end() && first->begin_bytes < end_bytes;
 }
 
 std::byte* ReadViews::copy(uint64_t offset_bytes, uint64_t length_bytes) {

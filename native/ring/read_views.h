@@ -1,6 +1,7 @@
 // A trainer reads its arena through views that only its own process can change.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -38,8 +39,8 @@ class ReadViews {
   /// private one takes another page of the reserve, and without one the process dies.
   Status map_segment(uint64_t offset_bytes, uint64_t length_bytes, const OwnedFd& segment);
 
-  /// Whether views are this process's own: see map_segment().
-  bool is_private() const { return is_private_; }
+  /// Whether all views are this process's own so far: see map_segment().
+  bool is_private() const { return is_private_.load(std::memory_order_relaxed); }
 
   /// A view of pinned bytes, until end() or end_unless_written(). Null without memory for one of
   /// its own.
@@ -69,7 +70,10 @@ class ReadViews {
             WrittenPages pages,
             std::unique_ptr<MlockWatch> mlocks);
   bool is_in_mapping(const std::byte* data) const;
+  /// A view that is the arena's own bytes.
+  bool is_in_arena(const std::byte* data) const;
   // Called with `mutex_` held:
+  bool has_huge_pages(uint64_t begin_bytes, uint64_t end_bytes) const;
   /// If mlockall() has copied all pages, those that no living view touches are the arena's again.
   void drop_mlocked();
   /// Null without memory.
@@ -84,10 +88,15 @@ class ReadViews {
   std::byte* base_;
   uint64_t reserved_bytes_;
   WrittenPages pages_;
-  bool is_private_ = true;  // changes before the first view begins
+  std::atomic<bool> is_private_{true};
 
   std::mutex mutex_;
   std::unique_ptr<MlockWatch> mlocks_;
+  struct Range {
+    uint64_t begin_bytes = 0;
+    uint64_t end_bytes = 0;
+  };
+  std::vector<Range> huge_;            // segments of reserved huge pages, joined, in their order
   std::map<uint64_t, Living> living_;  // by offset
   std::map<const std::byte*, Copy> copies_;
 };

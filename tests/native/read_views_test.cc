@@ -177,6 +177,48 @@ TEST_P(ReadViewsTest, without_memory_for_a_view_of_its_own_there_is_none) {
   EXPECT_TRUE(views_->end_unless_written(view, kSegment));
 }
 
+TEST_P(ReadViewsTest, views_stay_private_when_segments_of_huge_pages_follow) {
+  const OwnedFd huge(memfd_create("huge", MFD_CLOEXEC | MFD_HUGETLB));
+  if (!huge.is_open()) GTEST_SKIP() << "no huge pages: " << std::strerror(errno);
+  void* reserved = mmap(nullptr, 4 * kSegment, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(reserved, MAP_FAILED);
+  auto* arena = static_cast<std::byte*>(reserved);
+  for (const int place : {0, 2}) {
+    void* mapped = mmap(arena + place * kSegment,
+                        kSegment,
+                        PROT_READ | PROT_WRITE,
+                        MAP_SHARED | MAP_FIXED,
+                        segment_.get(),
+                        0);
+    ASSERT_NE(mapped, MAP_FAILED);
+  }
+  views_ = ReadViews::reserve(arena, 4 * kSegment, WrittenPages(GetParam())).value();
+  ASSERT_TRUE(views_->map_segment(0, kSegment, segment_).is_ok());
+  std::byte* view = views_->begin(0, kPage);
+  write(view, 9);
+  EXPECT_TRUE(views_->is_private());
+  ASSERT_TRUE(views_->map_segment(kSegment, kSegment, huge).is_ok());
+  ASSERT_TRUE(views_->map_segment(2 * kSegment, kSegment, segment_).is_ok());
+  ASSERT_TRUE(views_->map_segment(3 * kSegment, kSegment, huge).is_ok());
+  EXPECT_FALSE(views_->is_private());
+  EXPECT_TRUE(views_->is_written(view, kPage));
+  EXPECT_FALSE(views_->end_unless_written(view, kPage));
+  views_->end(view, kPage);
+  for (const uint64_t offset : {uint64_t{0}, 2 * kSegment}) {
+    view = views_->begin(offset, kSegment);
+    EXPECT_NE(view, arena + offset);
+    EXPECT_EQ(read(view), 1);
+    EXPECT_TRUE(views_->end_unless_written(view, kSegment));
+  }
+  for (const uint64_t offset : {kSegment - kPage, kSegment, 2 * kSegment - kPage, 3 * kSegment}) {
+    view = views_->begin(offset, kPage + 64);
+    EXPECT_EQ(view, arena + offset);
+    EXPECT_TRUE(views_->end_unless_written(view, kPage + 64));
+  }
+  views_.reset();
+  munmap(reserved, 4 * kSegment);
+}
+
 INSTANTIATE_TEST_SUITE_P(each_look,
                          ReadViewsTest,
                          testing::Values(PageLook::scan, PageLook::table, PageLook::nothing));
