@@ -158,8 +158,7 @@ class Residency:
         self._has_new_data = False  # in place to be read, and given other bytes
         self._keeper_count = 0
         self._lease: weakref.ref[torch.UntypedStorage] | None = None  # in place, for reading
-        self._views = KeptViews(shard)
-        job.unordered_leases.watch_writes(shard)
+        self._views = KeptViews(shard, job.unordered_leases)
         # torch's version of the parameter when its bytes were put away or in place: torch counts
         # the changes of it, and of tensors that share its bytes.
         self._version = parameter._version
@@ -598,14 +597,13 @@ class Residency:
                 value is the one in memd, in every view.
         """
         leases = self._job.leases_of(self._shard)
-        written = self._views.written(leases)
+        written = self._views.written()
         self._version += change_count
         if change_count and not leases.read_privately:
             raise _refused_write(
                 self._job, self._shard, "while the parameter was away, and the change is lost"
             )
         if written:
-            # Views that were shown a newer value differ from the lease, and not from that.
             value = leases.value(self._shard)
             written = [each for each in written if not is_same_bits(each.value, value)]
         if not written:

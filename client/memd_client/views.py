@@ -43,8 +43,10 @@ class KeptViews:
     Waits for nothing. Transforms of torch.func do not see what it does.
     """
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: Shard, leases: Leases) -> None:
         self._shard = shard
+        self._leases = leases
+        leases.watch_writes(shard)
         # Those that have ended stay until `written` asks by what they were kept.
         self._kept: list[_Kept] = []
         self._lock = RLock()
@@ -62,9 +64,9 @@ class KeptViews:
             self._kept.append(_Kept(storage, held.data_ptr(), write_count))
 
     @temporarily_clear_interpreter_stack()
-    def written(self, leases: Leases) -> list[WrittenView]:
+    def written(self) -> list[WrittenView]:
         """Those that were written, with those that have ended since the last call."""
-        ended = leases.take_written(self._shard)
+        ended = self._leases.take_written(self._shard)
         with self._lock:
             counts = {kept.address: kept.write_count for kept in self._kept}
             found = [WrittenView(value, counts.get(value.data_ptr())) for value in ended]
@@ -73,7 +75,7 @@ class KeptViews:
             found += [
                 WrittenView(value, kept.write_count)
                 for kept, value in living
-                if leases.is_written(value)
+                if self._leases.is_written(value)
             ]
             return found
 
@@ -96,7 +98,7 @@ class KeptViews:
         """The parameter has this value now, and so have views that share its memory."""
         with self._lock:
             for kept, view in self._living():
-                _show(kept, view, value, write_count)
+                self._show(kept, view, value, write_count)
 
     @temporarily_clear_interpreter_stack()
     def catch_up(self, value: torch.Tensor, write_count: int) -> None:
@@ -104,7 +106,16 @@ class KeptViews:
         with self._lock:
             for kept, view in self._living():
                 if kept.write_count != write_count:
-                    _show(kept, view, value, write_count)
+                    self._show(kept, view, value, write_count)
+
+    @torch.no_grad()
+    def _show(self, kept: _Kept, view: torch.Tensor, value: torch.Tensor, write_count: int) -> None:
+        # A page that is written is memory of this process.
+        if not is_same_bits(view, value):
+            view.copy_(value)
+        if self._leases.is_written(view):
+            self._leases.note_shown(view)
+        kept.write_count = write_count
 
     def _living(self) -> list[tuple[_Kept, torch.Tensor]]:
         shard, living = self._shard, []
@@ -115,14 +126,6 @@ class KeptViews:
                 value.set_(storage, 0, shard.shape)  # type: ignore[call-overload] # its stub has no ints
                 living.append((kept, value))
         return living
-
-
-@torch.no_grad()
-def _show(kept: _Kept, view: torch.Tensor, value: torch.Tensor, write_count: int) -> None:
-    # A page that is written is memory of this process.
-    if not is_same_bits(view, value):
-        view.copy_(value)
-    kept.write_count = write_count
 
 
 def is_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -395,6 +395,16 @@ void bind_writes(nb::class_<ClientSession>& session) {
            "Leases of the shard's value that were for reading, have ended, and were written: a "
            "tensor for each, with which the bytes go.")
       .def(
+          "note_shown",
+          [](ClientSession& self, uintptr_t address, uint64_t length_bytes) {
+            self.reads().note_shown(reinterpret_cast<std::byte*>(address), length_bytes);
+          },
+          "address"_a,
+          "length_bytes"_a,
+          nb::call_guard<nb::gil_scoped_release>(),
+          "A living lease for reading, at this address, was given another value by memd: from now "
+          "on it is written if that changes.")
+      .def(
           "is_written",
           [](ClientSession& self, uintptr_t address, uint64_t length_bytes) {
             return self.reads().is_written(reinterpret_cast<std::byte*>(address), length_bytes);

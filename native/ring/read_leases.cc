@@ -41,6 +41,10 @@ std::vector<LeasedBytes> ReadLeases::take_written(uint32_t shard_id) {
   return taken;
 }
 
+void ReadLeases::note_shown(std::byte* data, uint64_t length_bytes) {
+  if (!forks_.is_in_child()) views_->note_shown(data, length_bytes);
+}
+
 bool ReadLeases::is_written(std::byte* data, uint64_t length_bytes) {
   return !forks_.is_in_child() && views_->is_written(data, length_bytes);
 }

@@ -53,6 +53,8 @@ class ReadLeases {
   }
   /// Those of the shard that have ended and were written. The caller releases each again.
   std::vector<LeasedBytes> take_written(uint32_t shard_id);
+  /// A living one, at `data`, was shown another value by memd: from now on that is no write.
+  void note_shown(std::byte* data, uint64_t length_bytes);
   /// Whether a living one, at `data`, was written.
   bool is_written(std::byte* data, uint64_t length_bytes);
 

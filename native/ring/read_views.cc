@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/checksum.h"
 #include "base/units.h"
 
 namespace memd {
@@ -94,8 +95,8 @@ std::byte* ReadViews::begin(uint64_t offset_bytes, uint64_t length_bytes) {
     if (shares_last && (own.size() > page_bytes() || !shares_first))
       for (const auto pages : pages_.find(data + length_bytes - 1, 1)) written.push_back(pages);
   }
-  const bool is_hidden = living.end_bytes != offset_bytes + length_bytes ||
-                         !changed(written, data, length_bytes).empty();
+  const bool is_hidden =
+      living.end_bytes != offset_bytes + length_bytes || differs(written, data, length_bytes);
   if (!is_hidden) {
     ++living.count;
     return data;
@@ -104,23 +105,31 @@ std::byte* ReadViews::begin(uint64_t offset_bytes, uint64_t length_bytes) {
   return copy(offset_bytes, length_bytes);
 }
 
+void ReadViews::note_shown(std::byte* data, uint64_t length_bytes) {
+  if (is_in_arena(data)) return;
+  const std::lock_guard lock(mutex_);
+  if (std::optional<uint64_t>* const noted = shown(data); noted != nullptr)
+    *noted = record_checksum({data, length_bytes});
+}
+
 bool ReadViews::is_written(std::byte* data, uint64_t length_bytes) {
   if (is_in_arena(data)) return false;
   const std::lock_guard lock(mutex_);
-  return !changed(data, length_bytes).empty();
+  return is_changed(
+      is_in_mapping(data) ? pages_.find(data, length_bytes) : Pages(), data, length_bytes);
 }
 
 bool ReadViews::end_unless_written(std::byte* data, uint64_t length_bytes) {
   if (is_in_arena(data)) return true;
   const std::lock_guard lock(mutex_);
-  if (!is_in_mapping(data)) {
-    if (!changed(data, length_bytes).empty()) return false;
+  const bool is_mapped = is_in_mapping(data);
+  const Pages written = is_mapped ? pages_.find(data, length_bytes) : Pages();
+  if (is_changed(written, data, length_bytes)) return false;
+  if (is_mapped) {
+    end_in_mapping(written, data);
+  } else {
     copies_.erase(data);
-    return true;
   }
-  const Pages written = pages_.find(data, length_bytes);
-  if (!changed(written, data, length_bytes).empty()) return false;
-  end_in_mapping(written, data);
   return true;
 }
 
@@ -161,26 +170,30 @@ std::byte* ReadViews::copy(uint64_t offset_bytes, uint64_t length_bytes) {
   return data;
 }
 
-ReadViews::Pages ReadViews::changed(const Pages& written,
-                                    std::byte* data,
-                                    uint64_t length_bytes) const {
-  Pages found;
-  for (const std::span<std::byte> pages : written) {
-    std::byte* const begin = std::max(pages.data(), data);
-    std::byte* const end = std::min(pages.data() + pages.size(), data + length_bytes);
-    if (begin >= end) continue;
-    const auto bytes = static_cast<size_t>(end - begin);
-    if (std::memcmp(begin, shared_ + (begin - base_), bytes) != 0) found.emplace_back(begin, bytes);
+std::optional<uint64_t>* ReadViews::shown(const std::byte* data) {
+  if (!is_in_mapping(data)) {
+    const auto own = copies_.find(data);
+    return own != copies_.end() ? &own->second.shown : nullptr;
   }
-  return found;
+  const auto at = living_.find(static_cast<uint64_t>(data - base_));
+  return at != living_.end() ? &at->second.shown : nullptr;
 }
 
-ReadViews::Pages ReadViews::changed(std::byte* data, uint64_t length_bytes) const {
-  if (is_in_mapping(data)) return changed(pages_.find(data, length_bytes), data, length_bytes);
-  const auto own = copies_.find(data);
-  if (own == copies_.end()) return {};
-  if (std::memcmp(data, shared_ + own->second.offset_bytes, length_bytes) == 0) return {};
-  return {{data, length_bytes}};
+bool ReadViews::is_changed(const Pages& written, std::byte* data, uint64_t length_bytes) {
+  const std::optional<uint64_t>* const noted = shown(data);
+  if (noted == nullptr) return false;
+  if (noted->has_value()) return record_checksum({data, length_bytes}) != **noted;
+  if (is_in_mapping(data)) return differs(written, data, length_bytes);
+  return std::memcmp(data, shared_ + copies_.at(data).offset_bytes, length_bytes) != 0;
+}
+
+bool ReadViews::differs(const Pages& written, std::byte* data, uint64_t length_bytes) const {
+  return std::ranges::any_of(written, [&](std::span<std::byte> pages) {
+    std::byte* const begin = std::max(pages.data(), data);
+    std::byte* const end = std::min(pages.data() + pages.size(), data + length_bytes);
+    return begin < end &&
+           std::memcmp(begin, shared_ + (begin - base_), static_cast<size_t>(end - begin)) != 0;
+  });
 }
 
 void ReadViews::end_in_mapping(const Pages& written, const std::byte* data) {

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -45,9 +46,13 @@ class ReadViews {
   /// A view of pinned bytes, until end() or end_unless_written(). Null without memory for one of
   /// its own.
   std::byte* begin(uint64_t offset_bytes, uint64_t length_bytes);
-  /// Whether a living view differs from the arena. False for other addresses.
+  /// A living view has these bytes because memd has put them there. From now on it is written if
+  /// they change.
+  void note_shown(std::byte* data, uint64_t length_bytes);
+  /// Whether a living view differs from the arena, or from what was noted last. False for other
+  /// addresses.
   bool is_written(std::byte* data, uint64_t length_bytes);
-  /// Ends a living view, or returns false if it differs from the arena.
+  /// Ends a living view, or returns false if it is written.
   bool end_unless_written(std::byte* data, uint64_t length_bytes);
   /// Ends it with what was written there, unless an equal view lives.
   void end(std::byte* data, uint64_t length_bytes);
@@ -56,11 +61,13 @@ class ReadViews {
   struct Living {
     uint64_t end_bytes = 0;
     uint32_t count = 0;
+    std::optional<uint64_t> shown;  // checksum of what was noted
   };
   /// A view with memory of its own.
   struct Copy {
     uint64_t offset_bytes = 0;
     std::unique_ptr<std::byte, decltype(&std::free)> memory{nullptr, &std::free};
+    std::optional<uint64_t> shown;
   };
   using Pages = std::vector<std::span<std::byte>>;
 
@@ -78,9 +85,12 @@ class ReadViews {
   void drop_mlocked();
   /// Null without memory.
   std::byte* copy(uint64_t offset_bytes, uint64_t length_bytes);
-  /// The bytes that differ from the arena. In the mapping, only those in `written` can.
-  Pages changed(std::byte* data, uint64_t length_bytes) const;
-  Pages changed(const Pages& written, std::byte* data, uint64_t length_bytes) const;
+  /// The place of what was noted of a living view; null for other addresses.
+  std::optional<uint64_t>* shown(const std::byte* data);
+  /// `written` are its pages in the mapping that are.
+  bool is_changed(const Pages& written, std::byte* data, uint64_t length_bytes);
+  /// Whether a view in the mapping differs from the arena, which only its pages in `written` can.
+  bool differs(const Pages& written, std::byte* data, uint64_t length_bytes) const;
   /// Ends a view in the mapping; `written` are its pages that are.
   void end_in_mapping(const Pages& written, const std::byte* data);
 

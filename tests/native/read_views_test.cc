@@ -159,6 +159,30 @@ TEST_P(ReadViewsTest, equal_views_are_one_place_until_the_last_has_ended) {
   EXPECT_TRUE(views_->end_unless_written(first, kPage));
 }
 
+TEST_P(ReadViewsTest, what_memd_shows_is_no_write_and_what_comes_after_it_is) {
+  std::byte* view = views_->begin(0, 2 * kPage);
+  write(view + kPage, 5);
+  std::byte* own = views_->begin(0, 2 * kPage);
+  ASSERT_NE(own, view);
+  std::memset(own, 5, 2 * kPage);
+  for (std::byte* each : {view, own}) {
+    EXPECT_TRUE(views_->is_written(each, 2 * kPage));
+    views_->note_shown(each, 2 * kPage);
+    EXPECT_FALSE(views_->is_written(each, 2 * kPage));
+    const int shown = read(each + kPage);
+    write(each + kPage, 1);
+    EXPECT_TRUE(views_->is_written(each, 2 * kPage)) << "also with the arena's bytes";
+    EXPECT_FALSE(views_->end_unless_written(each, 2 * kPage));
+    write(each + kPage, shown);
+    EXPECT_TRUE(views_->end_unless_written(each, 2 * kPage));
+  }
+  view = views_->begin(0, 2 * kPage);
+  EXPECT_EQ(read(view + kPage), 1) << "the arena's, of which nothing is noted";
+  write(view, 5);
+  EXPECT_TRUE(views_->is_written(view, 2 * kPage));
+  views_->end(view, 2 * kPage);
+}
+
 TEST_P(ReadViewsTest, without_memory_for_a_view_of_its_own_there_is_none) {
   if (!NoMemory::is_possible()) GTEST_SKIP() << "a sanitizer needs memory";
   std::byte* written = views_->begin(0, kSegment);

@@ -50,6 +50,7 @@ class FakeLease:
     size_bytes: int
     memory: torch.Tensor
     granted: torch.Tensor  # what the memory was
+    shown: torch.Tensor | None = None  # what memd has put there since
 
 
 @dataclass(kw_only=True)
@@ -277,6 +278,7 @@ class FakeDaemon:
                 memory.copy_(source)
             for lease in self.leases.values():
                 same = (lease.shard, lease.part, lease.mode) == (shard.spec.name, part, MODE_READ)
+                same = same and lease.shown is None
                 if same and mode == MODE_READ and not _is_written(lease):
                     memory = lease.memory if torch.equal(lease.memory, memory) else memory
             leased = self._hand_out(shard, part, mode, memory)
@@ -346,6 +348,11 @@ class FakeDaemon:
         with temporarily_clear_interpreter_stack():
             taken = [_handed(self.leases[key].memory, self._end, key, shard) for key in keys]
             return [_in_form(leased, shard, dtype, shape) for leased in taken]
+
+    def note_shown(self, address: int, length_bytes: int) -> None:
+        for lease in list(self.leases.values()):
+            if lease.memory.data_ptr() == address:
+                lease.shown = lease.memory.clone()
 
     def is_written(self, address: int, length_bytes: int) -> bool:
         return any(
@@ -663,8 +670,9 @@ def _handed(
 
 
 def _is_written(lease: FakeLease) -> bool:
+    known = lease.granted if lease.shown is None else lease.shown
     return (lease.part, lease.mode) == (PART_VALUE, MODE_READ) and not torch.equal(
-        _bytes_of(lease.memory), _bytes_of(lease.granted)
+        _bytes_of(lease.memory), _bytes_of(known)
     )
 
 

@@ -134,6 +134,18 @@ class TestViews:
             assert_same_state(model, reference)
         assert leases_held(session) == 0
 
+    def test_a_module_changes_its_parameter_after_a_view_that_is_kept_has(
+        self, session: Session
+    ) -> None:
+        model, reference = memd_client.offload(build(Padded), session), build(Padded)
+        views = [view_of(module.get_parameter("weight")) for module in (model, reference)]
+        for view in views:
+            view.mul_(0.5)
+        for index in range(2):
+            assert torch.equal(loss_of(model, index), loss_of(reference, index))
+            assert torch.equal(*views)
+        assert_same_state(model, reference)
+
     def test_a_change_in_forward_reaches_another_session_after_the_call(
         self, job: OpenSession
     ) -> None:
@@ -277,6 +289,40 @@ class TestViews:
         for ours, theirs in zip(*kept, strict=True):
             assert torch.equal(ours, theirs)
         del kept, view, ours, theirs
+        assert_same_state(*mlp)
+        assert leases_held(session) == 0
+
+    def test_a_view_that_showed_an_update_and_dies_during_the_next_one_is_no_write(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        model, reference = mlp
+        session.track(rng=True)
+        optimizers = optimizers_of(model, reference)
+        view = view_of(model.first.weight)
+        for index in range(2):
+            for module, optimizer in zip(mlp, optimizers, strict=True):
+                loss_of(module, index).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if index == 1:
+                del view
+            session.commit()
+        assert torch.equal(loss_of(model), loss_of(reference))
+        assert_same_state(model, reference)
+        assert leases_held(session) == 0
+
+    def test_a_view_that_showed_an_update_may_get_its_older_bytes_back(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        optimizers = optimizers_of(*mlp)
+        for module, optimizer in zip(mlp, optimizers, strict=True):
+            view = view_of(module.first.weight)
+            before = view.clone()
+            loss_of(module).backward()
+            optimizer.step()
+            view.copy_(before)
+            del view
+            loss_of(module, 1)
         assert_same_state(*mlp)
         assert leases_held(session) == 0
 

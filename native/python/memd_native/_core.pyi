@@ -188,6 +188,11 @@ class ClientSession:
         Leases of the shard's value that were for reading, have ended, and were written: a tensor for each, with which the bytes go.
         """
 
+    def note_shown(self, address: int, length_bytes: int) -> None:
+        """
+        A living lease for reading, at this address, was given another value by memd: from now on it is written if that changes.
+        """
+
     def is_written(self, address: int, length_bytes: int) -> bool:
         """Whether a living lease for reading, at this address, was written."""
 
