@@ -308,29 +308,26 @@ class Residency:
                 change_count = parameter._version - self._version
                 try:
                     changed = self._take_changes(parameter, change_count)
-                    # A view of other memory showed the bytes from before the change.
+                    is_changed = not is_for_reading or changed is not None
                     is_contradicted = (
-                        changed is not None
-                        and bool(self._views)
-                        and self._views.differ(
-                            self._job.leases_of(self._shard).value(self._shard),
-                            but_at=parameter.data_ptr(),
-                        )
+                        is_changed
+                        and (bool(self._views) or self._job.has_written_leases)
+                        and self._views.contradict(parameter.detach())
                     )
                     shown = changed
                     if not is_for_reading and self._views:
                         shown = parameter.detach().clone()
-                    is_current = is_for_reading and changed is None and not self._outdated_at
+                    is_current = not is_changed and not self._outdated_at
                 except BaseException:
                     self._hand_casts_back(None)
                     self._put_away(parameter)
-                    self._job.unordered_leases.take_written(self._shard)
+                    self._views.forget_ended()
                     raise
                 if not is_current:
                     self._hand_casts_back(None)
                 elif self._casts is not None:
                     self._casts.drop()
-                if not is_for_reading or changed is not None:
+                if is_changed:
                     # At least one: changes through `.data` are not counted.
                     self._note_changes(max(change_count, 1))
                     self._job.mark_written()
@@ -340,7 +337,7 @@ class Residency:
                 self._put_away(parameter)
             if changed is not None:
                 leases = self._job.leases_of(self._shard)
-                leases.take_written(self._shard)  # all of it is in `changed`
+                self._views.forget_ended()  # all of it is in `changed`
                 leases.write(self._shard, changed)
             if shown is not None:
                 self._views.show(shown, self._write_count)
@@ -452,6 +449,7 @@ class Residency:
         """Replaces the value; durable with the next step or when the session is closed."""
         with self._lock:
             self._hand_casts_back(self._read)
+            self._views.forget_ended()  # they were written before
             self._job.leases_of(self._shard).write(self._shard, value)
             self._note_changes(1)
             self._job.mark_written()

@@ -85,13 +85,17 @@ class KeptViews:
             return any(kept.storage() is not None for kept in self._kept)
 
     @temporarily_clear_interpreter_stack()
-    def differ(self, value: torch.Tensor, *, but_at: int) -> bool:
-        """Whether one shows another value, except those at this address."""
-        with self._lock:
-            return any(
-                kept.address != but_at and not is_same_bits(view, value)
-                for kept, view in self._living()
-            )
+    def contradict(self, value: torch.Tensor) -> bool:
+        """Whether one was written, in memory of its own, and differs from this new value. Those that
+        have ended count no more afterwards."""
+        return any(
+            each.value.data_ptr() != value.data_ptr() and not is_same_bits(each.value, value)
+            for each in self.written()
+        )
+
+    def forget_ended(self) -> None:
+        """What was written through leases that have ended does not count."""
+        self._leases.take_written(self._shard)
 
     @temporarily_clear_interpreter_stack()
     def show(self, value: torch.Tensor, write_count: int) -> None:

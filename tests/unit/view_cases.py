@@ -262,6 +262,46 @@ class TestViews:
         assert_same_state(model, reference)
         assert torch.equal(view, reference.first.weight)
 
+    def test_an_older_view_is_written_while_the_parameter_is_gathered_for_writing(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        model, reference = mlp
+        optimizers = optimizers_of(model, reference)
+        for module in mlp:
+            loss_of(module).backward()
+        view = view_of(model.first.weight)
+        for optimizer in optimizers:
+            optimizer.step()  # the update has another place
+
+        def write_both(view: torch.Tensor) -> None:
+            with memd_client.gather(model.first, write=True), torch.no_grad():
+                model.first.weight.mul_(0.5)
+                view[0] = 1.0
+
+        with pytest.raises(
+            memd_client.MemdError, match=r"'layers\.0\.weight' was written.*the former is lost"
+        ):
+            write_both(view)
+        with torch.no_grad():
+            reference.first.weight.mul_(0.5)
+        assert torch.equal(view, reference.first.weight)
+        with memd_client.gather(model.first, write=True), torch.no_grad():
+            view.zero_()  # as the parameter, and then nothing is lost
+            model.first.weight.zero_()
+        with torch.no_grad():
+            reference.first.weight.zero_()
+        assert_same_state(*mlp)
+
+    def test_a_value_that_is_assigned_covers_what_was_written_before(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        for module in mlp:
+            view_of(module.first.weight).mul_(0.5)
+            module.first.weight.data = torch.full_like(module.first.weight, 0.125)
+        assert torch.equal(loss_of(mlp[0]), loss_of(mlp[1]))
+        assert_same_state(*mlp)
+        assert leases_held(session) == 0
+
     def test_a_view_that_is_kept_follows_the_parameter_and_may_be_written(
         self, mlp: tuple[Mlp, Mlp], session: Session
     ) -> None:
