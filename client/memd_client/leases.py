@@ -104,7 +104,7 @@ class DataPlane(Protocol):
     def watch_writes(self, shard_id: int) -> None: ...
     @property
     def has_written(self) -> bool: ...
-    def take_written(self, shard_id: int, dtype: int, shape: Sequence[int]) -> list[Any]: ...
+    def take_written(self, shard_id: int, dtype: int, shape: Sequence[int]) -> Any: ...
     def note_shown(self, address: int, length_bytes: int) -> None: ...
     def is_written(self, address: int, length_bytes: int) -> bool: ...
     def statistics(self) -> LeaseStatistics: ...
@@ -234,12 +234,12 @@ class Leases:
         """Whether `take_written` has any, of whatever shard."""
         return self._plane.has_written
 
-    def take_written(self, shard: Shard) -> list[torch.Tensor]:
-        """Leases for reading that have ended, and through which the value was written."""
+    def take_written(self, shard: Shard) -> torch.Tensor | None:
+        """The next lease for reading that has ended, and through which the value was written."""
         if not self._plane.has_written:
-            return []
+            return None
         taken = self._plane.take_written(shard.shard_id, *shard.lease_form)
-        return [shard.over(lease) for lease in taken]
+        return shard.over(taken) if taken is not None else None
 
     def note_shown(self, lease: torch.Tensor) -> None:
         """memd has put these bytes into a lease for reading, which lives: they are no write."""

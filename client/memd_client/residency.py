@@ -595,30 +595,42 @@ class Residency:
                 value is the one in memd, in every view.
         """
         leases = self._job.leases_of(self._shard)
-        written = self._views.written()
-        self._version += change_count
         if change_count and not leases.read_privately:
+            self._version += change_count
+            self._views.forget_ended()
             raise _refused_write(
                 self._job, self._shard, "while the parameter was away, and the change is lost"
             )
+        # Until the end an error changes nothing: the next look finds the same.
+        written = self._views.written()
         if written:
             value = leases.value(self._shard)
             written = [each for each in written if not is_same_bits(each.value, value)]
         if not written:
+            self._version += change_count
+            self._views.forget_ended()
             if change_count:
                 self._note_changes(change_count)
             return
         # If two memories have changes of their own, neither is the value.
-        address = written[0].value.data_ptr()
         counted = change_count > 0 and all(
-            (each.write_count, each.value.data_ptr()) == (self._write_count, address)
+            each.write_count == self._write_count and is_same_bits(each.value, written[0].value)
             for each in written
         )
         value = (written[0].value if counted else value).clone()
-        written.clear()  # their leases end
+        written.clear()
         if counted:
             self._hand_casts_back(self._read)
-            leases.write(self._shard, value)
+            self._views.forget_ended()  # their leases end: the write may need the room
+            try:
+                leases.write(self._shard, value)
+            except BaseException:
+                self._views.keep_ended(value, self._write_count)
+                raise
+        else:
+            self._views.forget_ended()
+        self._version += change_count
+        if counted:
             self._note_changes(change_count)
             self._job.mark_written()
         self._views.show(value, self._write_count)

@@ -49,11 +49,13 @@ class KeptViews:
         leases.watch_writes(shard)
         # Those that have ended stay until `written` asks by what they were kept.
         self._kept: list[_Kept] = []
+        # Those that have ended and were written.
+        self._ended: list[WrittenView] = []
         self._lock = RLock()
 
     def __bool__(self) -> bool:
         """Whether there may be some."""
-        return bool(self._kept)
+        return bool(self._kept or self._ended)
 
     def keep(self, storage: weakref.ref[torch.UntypedStorage], write_count: int) -> None:
         """The use is over. `storage` is of its lease, which shows the value of this name."""
@@ -65,19 +67,18 @@ class KeptViews:
 
     @temporarily_clear_interpreter_stack()
     def written(self) -> list[WrittenView]:
-        """Those that were written, with those that have ended since the last call."""
-        ended = self._leases.take_written(self._shard)
+        """Those that were written. Those that have ended are among them until `forget_ended`."""
         with self._lock:
             counts = {kept.address: kept.write_count for kept in self._kept}
-            found = [WrittenView(value, counts.get(value.data_ptr())) for value in ended]
+            while (value := self._leases.take_written(self._shard)) is not None:
+                self._ended.append(WrittenView(value, counts.get(value.data_ptr())))
             living = self._living()
             self._kept = [kept for kept, _ in living]
-            found += [
+            return self._ended + [
                 WrittenView(value, kept.write_count)
                 for kept, value in living
                 if self._leases.is_written(value)
             ]
-            return found
 
     @property
     def are_alive(self) -> bool:
@@ -86,16 +87,23 @@ class KeptViews:
 
     @temporarily_clear_interpreter_stack()
     def contradict(self, value: torch.Tensor) -> bool:
-        """Whether one was written, in memory of its own, and differs from this new value. Those that
-        have ended count no more afterwards."""
+        """Whether one was written, in memory of its own, and differs from this new value."""
         return any(
             each.value.data_ptr() != value.data_ptr() and not is_same_bits(each.value, value)
             for each in self.written()
         )
 
+    def keep_ended(self, value: torch.Tensor, write_count: int) -> None:
+        """As if a lease with this value had ended, and had shown the value of this name before."""
+        with self._lock:
+            self._ended.append(WrittenView(value, write_count))
+
     def forget_ended(self) -> None:
-        """What was written through leases that have ended does not count."""
-        self._leases.take_written(self._shard)
+        """Drops what was written through leases that have ended."""
+        with self._lock:
+            self._ended.clear()
+            while self._leases.take_written(self._shard) is not None:
+                pass
 
     @temporarily_clear_interpreter_stack()
     def show(self, value: torch.Tensor, write_count: int) -> None:

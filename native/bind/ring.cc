@@ -53,6 +53,12 @@ nb::dlpack::dtype dlpack_dtype(DType dtype) {
 struct HeldLease {
   std::shared_ptr<ClientSession> session;
   LeasedBytes bytes;
+
+  HeldLease(std::shared_ptr<ClientSession> of, const LeasedBytes& leased)
+      : session(std::move(of)), bytes(leased) {}
+  ~HeldLease() { session->release(bytes); }
+  HeldLease(const HeldLease&) = delete;
+  HeldLease& operator=(const HeldLease&) = delete;
 };
 
 /// Descriptors of the arena's segments from an index on.
@@ -63,25 +69,27 @@ StallPlace stall_place(uint8_t phase, uint32_t group) {
   return {.phase = static_cast<StallPhase>(phase), .group = group};
 }
 
-/// A torch tensor over the leased bytes, which are given back where they don't fit.
+/// A torch tensor over the leased bytes. If this raises, they are given back as they are;
+/// `is_taken` holds from then on.
 nb::object tensor_over(const std::shared_ptr<ClientSession>& session,
                        const LeasedBytes& bytes,
                        DType dtype,
-                       const std::vector<size_t>& shape) {
+                       const std::vector<size_t>& shape,
+                       bool is_taken = false) {
+  auto held = std::make_unique<HeldLease>(session, bytes);
   size_t wanted_bytes = dtype_bytes(dtype);
   for (const size_t size : shape) wanted_bytes *= size;
   if (wanted_bytes != bytes.length_bytes) {
-    session->release(bytes);
     raise(error(StatusCode::invalid_argument,
                 "shape and dtype do not fit the shard: ",
                 wanted_bytes,
                 " bytes against ",
                 bytes.length_bytes));
   }
-  nb::capsule owner(new HeldLease{session, bytes}, [](void* held) noexcept {
-    const std::unique_ptr<HeldLease> lease(static_cast<HeldLease*>(held));
-    lease->session->release(lease->bytes);
+  const nb::capsule owner(held.get(), [](void* lease) noexcept {
+    const std::unique_ptr<HeldLease> ended(static_cast<HeldLease*>(lease));
   });
+  HeldLease& lease = *held.release();
   // nb::pytorch asks a Python object for its device and its capsule, in Python: of
   // the 1.9 µs that a resident lease took with it, half.
   // The import may let other threads run, which would wait in the guard of a static that is being
@@ -90,13 +98,15 @@ nb::object tensor_over(const std::shared_ptr<ClientSession>& session,
   if (from_dlpack == nullptr) {
     from_dlpack = nb::object(nb::module_::import_("torch._C").attr("_from_dlpack")).release().ptr();
   }
-  return nb::handle(from_dlpack)(nb::cast(nb::ndarray<>(bytes.data,
-                                                        shape.size(),
-                                                        shape.data(),
-                                                        owner,
-                                                        nullptr,
-                                                        dlpack_dtype(dtype),
-                                                        nb::device::cpu::value)));
+  nb::object tensor = nb::handle(from_dlpack)(nb::cast(nb::ndarray<>(bytes.data,
+                                                                     shape.size(),
+                                                                     shape.data(),
+                                                                     owner,
+                                                                     nullptr,
+                                                                     dlpack_dtype(dtype),
+                                                                     nb::device::cpu::value)));
+  lease.bytes.is_taken = is_taken;
+  return tensor;
 }
 
 nb::object lease(const std::shared_ptr<ClientSession>& session,
@@ -186,14 +196,13 @@ nb::object lease_resident(const std::shared_ptr<ClientSession>& session,
   return tensor_over(session, *bytes, static_cast<DType>(dtype), shape);
 }
 
-std::vector<nb::object> take_written(const std::shared_ptr<ClientSession>& session,
-                                     uint32_t shard_id,
-                                     uint8_t dtype,
-                                     const std::vector<size_t>& shape) {
-  std::vector<nb::object> written;
-  for (const LeasedBytes& bytes : session->reads().take_written(shard_id))
-    written.push_back(tensor_over(session, bytes, static_cast<DType>(dtype), shape));
-  return written;
+nb::object take_written(const std::shared_ptr<ClientSession>& session,
+                        uint32_t shard_id,
+                        uint8_t dtype,
+                        const std::vector<size_t>& shape) {
+  const auto bytes = session->reads().take_written(shard_id);
+  if (!bytes) return nb::none();
+  return tensor_over(session, *bytes, static_cast<DType>(dtype), shape, true);
 }
 
 std::shared_ptr<ClientSession> connect(int session_fd,
@@ -392,8 +401,8 @@ void bind_writes(nb::class_<ClientSession>& session) {
            "shard_id"_a,
            "dtype"_a,
            "shape"_a,
-           "Leases of the shard's value that were for reading, have ended, and were written: a "
-           "tensor for each, with which the bytes go.")
+           "A lease of the shard's value that was for reading, has ended, and was written: a "
+           "tensor, with which the bytes go. None if there is no other.")
       .def(
           "note_shown",
           [](ClientSession& self, uintptr_t address, uint64_t length_bytes) {

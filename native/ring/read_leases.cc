@@ -1,5 +1,7 @@
 #include "ring/read_leases.h"
 
+#include <algorithm>
+
 namespace memd {
 
 bool ReadLeases::begin(uint64_t offset_bytes, LeasedBytes* lease) {
@@ -27,16 +29,13 @@ void ReadLeases::watch(uint32_t shard_id) {
   watched_.insert(shard_id);
 }
 
-std::vector<LeasedBytes> ReadLeases::take_written(uint32_t shard_id) {
-  if (!has_written()) return {};
+std::optional<LeasedBytes> ReadLeases::take_written(uint32_t shard_id) {
+  if (!has_written()) return std::nullopt;
   const std::lock_guard lock(mutex_);
-  std::vector<LeasedBytes> taken;
-  std::erase_if(written_, [&](const LeasedBytes& lease) {
-    if (lease.shard_id != shard_id) return false;
-    taken.push_back(lease);
-    taken.back().is_taken = true;
-    return true;
-  });
+  const auto found = std::ranges::find(written_, shard_id, &LeasedBytes::shard_id);
+  if (found == written_.end()) return std::nullopt;
+  const LeasedBytes taken = *found;
+  written_.erase(found);
   written_count_.store(written_.size(), std::memory_order_release);
   return taken;
 }

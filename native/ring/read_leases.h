@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -24,7 +25,7 @@ struct LeasedBytes {
   uint32_t pin = 0;  // kReaderPin or kWriterPin
   uint32_t shard_id = 0;
   bool is_view = false;   // for reading a value: a write to it stays in this process
-  bool is_taken = false;  // by take_written(): what was written goes with it
+  bool is_taken = false;  // after take_written(): what was written goes with it
 };
 
 /// Leases for reading a value, which are views of the arena. One that was written lives on after
@@ -51,8 +52,9 @@ class ReadLeases {
   bool has_written() const {
     return written_count_.load(std::memory_order_acquire) != 0 && !forks_.is_in_child();
   }
-  /// Those of the shard that have ended and were written. The caller releases each again.
-  std::vector<LeasedBytes> take_written(uint32_t shard_id);
+  /// One of the shard that has ended and was written. The caller releases it again: with `is_taken`
+  /// for good, without it until the next call.
+  std::optional<LeasedBytes> take_written(uint32_t shard_id);
   /// A living one, at `data`, was shown another value by memd: from now on that is no write.
   void note_shown(std::byte* data, uint64_t length_bytes);
   /// Whether a living one, at `data`, was written.

@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import memd_client
+import memd_native
+from memd_client.parameter import streamed
 from tests.daemons import Daemon, Daemons, running_daemon
 from tests.unit.client_cases import assert_same_state
 from tests.unit.view_cases import WRITES, optimizers_of, view_of
@@ -90,6 +92,24 @@ def test_programs_that_write_to_parameters_have_torchs_bits_in_a_large_and_a_sma
             re.MULTILINE,
         )
         assert (float(evicted) > 0) == (host_bytes == "16MiB")
+        session.drop_job()
+
+
+def test_a_write_that_is_asked_for_in_another_form_is_not_lost(daemon: Daemon) -> None:
+    with memd_client.connect(daemon.address, job="forms", host_bytes="16MiB") as session:
+        model, reference = memd_client.offload(nn.Linear(8, 8), session), nn.Linear(8, 8)
+        with memd_client.gather(model):
+            reference.load_state_dict(model.state_dict())
+        for module in (model, reference):
+            view_of(module.weight).mul_(0.5)
+        entry = streamed(model.weight)
+        assert entry is not None
+        plane = session.leases.plane
+        for _ in range(2):
+            with pytest.raises(memd_native.StatusError, match="do not fit the shard"):
+                plane.take_written(entry.shard.shard_id, entry.shard.lease_form[0], [3])
+        assert_same_state(model, reference)
+        assert session.statistics().leases_held == 0
         session.drop_job()
 
 

@@ -1039,12 +1039,18 @@ TEST_F(RingTest, a_watched_lease_that_was_written_lives_until_it_is_taken) {
   client_->release(written);
   EXPECT_TRUE(client_->reads().has_written());
   EXPECT_EQ(ring_.pins(5), kReaderPin);
-  EXPECT_TRUE(client_->reads().take_written(2).empty());
-  const auto taken = client_->reads().take_written(1);
-  ASSERT_EQ(taken.size(), 1U);
-  EXPECT_EQ(taken[0].data[7], std::byte{77});
+  EXPECT_FALSE(client_->reads().take_written(2).has_value());
+  auto taken = client_->reads().take_written(1);
+  ASSERT_TRUE(taken.has_value());
+  EXPECT_EQ(taken->data[7], std::byte{77});
   EXPECT_FALSE(client_->reads().has_written());
-  client_->release(taken[0]);
+  client_->release(*taken);  // the caller could not do with it what it wanted
+  EXPECT_EQ(ring_.pins(5), kReaderPin);
+  taken = client_->reads().take_written(1);
+  ASSERT_TRUE(taken.has_value());
+  EXPECT_FALSE(client_->reads().take_written(1).has_value());
+  taken->is_taken = true;
+  client_->release(*taken);
   EXPECT_EQ(ring_.pins(5), 0u);
   const LeasedBytes after = read(1);
   EXPECT_EQ(after.data[7], std::byte{0});

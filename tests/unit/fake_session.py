@@ -341,13 +341,15 @@ class FakeDaemon:
     def has_written(self) -> bool:
         return bool(self.written)
 
-    def take_written(self, shard_id: int, dtype: int, shape: Sequence[int]) -> list[torch.Tensor]:
+    def take_written(self, shard_id: int, dtype: int, shape: Sequence[int]) -> torch.Tensor | None:
         shard = self.shards[shard_id]
         keys = [key for key in self.written if self.leases[key].shard == shard.spec.name]
-        self.written = [key for key in self.written if key not in keys]
+        if not keys:
+            return None
+        self.written.remove(keys[0])
         with temporarily_clear_interpreter_stack():
-            taken = [_handed(self.leases[key].memory, self._end, key, shard) for key in keys]
-            return [_in_form(leased, shard, dtype, shape) for leased in taken]
+            taken = _handed(self.leases[keys[0]].memory, self._end, keys[0], shard)
+            return _in_form(taken, shard, dtype, shape)
 
     def note_shown(self, address: int, length_bytes: int) -> None:
         for lease in list(self.leases.values()):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 import memd_client
+from memd_client.errors import from_code
 from tests.unit.client_cases import (
     WIDTH,
     Mlp,
@@ -291,6 +292,35 @@ class TestViews:
         with torch.no_grad():
             reference.first.weight.zero_()
         assert_same_state(*mlp)
+
+    @pytest.mark.parametrize("failing", ["the value", "the write"])
+    def test_what_was_written_outlives_a_lease_that_fails(
+        self,
+        mlp: tuple[Mlp, Mlp],
+        session: Session,
+        monkeypatch: pytest.MonkeyPatch,
+        failing: str,
+    ) -> None:
+        model, reference = mlp
+        for module in mlp:
+            view_of(module.first.weight).mul_(0.5)
+        lease = session.leases.value
+        left = [None] if failing == "the write" else []
+
+        def value(*arguments: Any) -> torch.Tensor:
+            if not left:
+                raise from_code(5, "no room")
+            left.pop()
+            return lease(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(session.leases, "value", value)
+            for _ in range(2):
+                with pytest.raises(memd_client.CapacityError, match="no room"):
+                    loss_of(model)
+        assert torch.equal(loss_of(model), loss_of(reference))
+        assert_same_state(model, reference)
+        assert leases_held(session) == 0
 
     def test_a_value_that_is_assigned_covers_what_was_written_before(
         self, mlp: tuple[Mlp, Mlp], session: Session

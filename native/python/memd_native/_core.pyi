@@ -183,9 +183,9 @@ class ClientSession:
     def has_written(self) -> bool:
         """Whether take_written() has any, of whatever shard."""
 
-    def take_written(self, shard_id: int, dtype: int, shape: Sequence[int]) -> list[object]:
+    def take_written(self, shard_id: int, dtype: int, shape: Sequence[int]) -> object:
         """
-        Leases of the shard's value that were for reading, have ended, and were written: a tensor for each, with which the bytes go.
+        A lease of the shard's value that was for reading, has ended, and was written: a tensor, with which the bytes go. None if there is no other.
         """
 
     def note_shown(self, address: int, length_bytes: int) -> None:
