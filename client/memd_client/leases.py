@@ -102,6 +102,7 @@ class DataPlane(Protocol):
     @property
     def reads_privately(self) -> bool: ...
     def watch_writes(self, shard_id: int) -> None: ...
+    def unwatch_writes(self, shard_id: int) -> None: ...
     @property
     def has_written(self) -> bool: ...
     def take_written(self, shard_id: int, dtype: int, shape: Sequence[int]) -> Any: ...
@@ -225,9 +226,13 @@ class Leases:
         return self._plane.reads_privately
 
     def watch_writes(self, shard: Shard) -> None:
-        """From now on `take_written` has leases of this shard. Writes to others end with the
-        lease."""
+        """From now on `take_written` has leases of this shard, until `unwatch_writes` was called as
+        often. Writes to others end with the lease."""
         self._plane.watch_writes(shard.shard_id)
+
+    def unwatch_writes(self, shard: Shard) -> None:
+        """Undoes one `watch_writes`. After the last one, leases that nobody has taken end."""
+        self._plane.unwatch_writes(shard.shard_id)
 
     @property
     def has_written(self) -> bool:

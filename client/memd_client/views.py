@@ -7,6 +7,7 @@ the lease ends, or looks at one that lives.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from threading import RLock
 from typing import TYPE_CHECKING
@@ -15,8 +16,6 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 if TYPE_CHECKING:
-    import weakref
-
     from memd_client.leases import Leases
     from memd_client.shard import Shard
 
@@ -47,6 +46,8 @@ class KeptViews:
         self._shard = shard
         self._leases = leases
         leases.watch_writes(shard)
+        # Nobody else would take them.
+        weakref.finalize(self, leases.unwatch_writes, shard).atexit = False
         # Those that have ended stay until `written` asks by what they were kept.
         self._kept: list[_Kept] = []
         # Those that have ended and were written.

@@ -391,7 +391,15 @@ void bind_writes(nb::class_<ClientSession>& session) {
           "watch_writes",
           [](ClientSession& self, uint32_t shard_id) { self.reads().watch(shard_id); },
           "shard_id"_a,
-          "From now on take_written() has leases of this shard.")
+          "From now on take_written() has leases of this shard, until unwatch_writes() was called "
+          "as often.")
+      .def(
+          "unwatch_writes",
+          [](ClientSession& self, uint32_t shard_id) {
+            for (const LeasedBytes& lease : self.reads().unwatch(shard_id)) self.release(lease);
+          },
+          "shard_id"_a,
+          "Undoes one watch_writes(). After the last one, leases that nobody has taken end.")
       .def_prop_ro(
           "has_written",
           [](ClientSession& self) { return self.reads().has_written(); },

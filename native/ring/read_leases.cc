@@ -26,7 +26,23 @@ bool ReadLeases::end(const LeasedBytes& lease) {
 
 void ReadLeases::watch(uint32_t shard_id) {
   const std::lock_guard lock(mutex_);
-  watched_.insert(shard_id);
+  ++watched_[shard_id];
+}
+
+std::vector<LeasedBytes> ReadLeases::unwatch(uint32_t shard_id) {
+  if (forks_.is_in_child()) return {};
+  const std::lock_guard lock(mutex_);
+  const auto watched = watched_.find(shard_id);
+  if (watched == watched_.end() || --watched->second > 0) return {};
+  watched_.erase(watched);
+  std::vector<LeasedBytes> left;
+  std::erase_if(written_, [&](const LeasedBytes& lease) {
+    if (lease.shard_id != shard_id) return false;
+    left.push_back(lease);
+    return true;
+  });
+  written_count_.store(written_.size(), std::memory_order_release);
+  return left;
 }
 
 std::optional<LeasedBytes> ReadLeases::take_written(uint32_t shard_id) {

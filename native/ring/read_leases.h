@@ -7,7 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <unordered_set>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -46,8 +46,11 @@ class ReadLeases {
   /// Returns false, and the pin stays, if it lives on until take_written().
   bool end(const LeasedBytes& lease);
 
-  /// From now on take_written() has leases of this shard. Writes to others end with the lease.
+  /// From now on take_written() has leases of this shard, until unwatch() was called as often.
+  /// Writes to others end with the lease.
   void watch(uint32_t shard_id);
+  /// Returns what nobody will take any more. The caller releases each.
+  std::vector<LeasedBytes> unwatch(uint32_t shard_id);
   /// Whether take_written() has any, of whatever shard.
   bool has_written() const {
     return written_count_.load(std::memory_order_acquire) != 0 && !forks_.is_in_child();
@@ -64,7 +67,7 @@ class ReadLeases {
   std::unique_ptr<ReadViews> views_;
   const ForkWatch& forks_;
   std::mutex mutex_;
-  std::unordered_set<uint32_t> watched_;  // shards
+  std::unordered_map<uint32_t, uint32_t> watched_;  // shards, and by how many
   std::vector<LeasedBytes> written_;
   std::atomic<size_t> written_count_{0};
 };

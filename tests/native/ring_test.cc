@@ -1058,6 +1058,33 @@ TEST_F(RingTest, a_watched_lease_that_was_written_lives_until_it_is_taken) {
   daemon.join();
 }
 
+TEST_F(RingTest, a_written_lease_ends_when_nobody_watches_its_shard_any_more) {
+  std::thread daemon([&] {
+    for (int i = 0; i < 2; ++i) grant(next_request(), 5, 0, 0, 4096);
+  });
+  ReadLeases& reads = client_->reads();
+  reads.watch(1);
+  reads.watch(1);
+  const auto write_and_release = [&] {
+    const LeasedBytes lease = client_->lease(1, Part::value, LeaseMode::read, kSecond).value();
+    lease.data[7] = std::byte{77};
+    client_->release(lease);
+  };
+  write_and_release();
+  EXPECT_TRUE(reads.unwatch(2).empty());
+  EXPECT_TRUE(reads.unwatch(1).empty());
+  EXPECT_EQ(ring_.pins(5), kReaderPin);
+  const std::vector<LeasedBytes> left = reads.unwatch(1);
+  ASSERT_EQ(left.size(), 1U);
+  EXPECT_FALSE(reads.has_written());
+  client_->release(left[0]);
+  EXPECT_EQ(ring_.pins(5), 0u);
+  write_and_release();
+  EXPECT_FALSE(reads.has_written());
+  EXPECT_EQ(ring_.pins(5), 0u);
+  daemon.join();
+}
+
 TEST_F(RingTest, a_lease_fails_without_memory_for_a_view_of_its_own) {
   if (!NoMemory::is_possible()) GTEST_SKIP() << "a sanitizer needs memory";
   std::thread daemon([&] {

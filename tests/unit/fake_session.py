@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -181,7 +182,7 @@ class FakeDaemon:
     maxima_max: int = 1 << 30  # parameters that may have one
     lease_bytes_max: int = 0  # most alive at a time since it was set to 0
     reads_privately: bool = True
-    watched: set[int] = field(default_factory=set)
+    watched: Counter[int] = field(default_factory=Counter)  # shards, and by how many
     written: list[int] = field(default_factory=list)  # keys of leases that have ended
     # Leases begin and end in any thread; a finalizer may end one within another's beginning.
     lock: Any = field(default_factory=threading.RLock, repr=False, compare=False)
@@ -318,7 +319,7 @@ class FakeDaemon:
     def _release(self, key: int, shard: FakeShard) -> None:
         with self.lock:
             lease = self.leases[key]
-            if shard.shard_id in self.watched and _is_written(lease):
+            if self.watched[shard.shard_id] and _is_written(lease):
                 self.written.append(key)
             else:
                 self._end(key, shard)
@@ -335,7 +336,17 @@ class FakeDaemon:
                 _bytes_of(lease.memory).fill_(0xFF)
 
     def watch_writes(self, shard_id: int) -> None:
-        self.watched.add(shard_id)
+        self.watched[shard_id] += 1
+
+    @untraced
+    def unwatch_writes(self, shard_id: int) -> None:
+        with self.lock:
+            self.watched[shard_id] -= 1
+            if not self.watched[shard_id] and self.shards:
+                shard = self.shards[shard_id]
+                for key in [k for k in self.written if self.leases[k].shard == shard.spec.name]:
+                    self.written.remove(key)
+                    self._end(key, shard)
 
     @property
     def has_written(self) -> bool:

@@ -5,6 +5,7 @@ name. Run as `client_cases.py`.
 from __future__ import annotations
 
 import copy
+import gc
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -292,6 +293,21 @@ class TestViews:
         with torch.no_grad():
             reference.first.weight.zero_()
         assert_same_state(*mlp)
+
+    def test_a_view_of_a_module_that_is_gone_holds_nothing_once_it_is_gone_too(
+        self, session: Session
+    ) -> None:
+        model = memd_client.offload(build(Mlp), session)
+        view, other = (view_of(model.get_parameter(f"layers.{index}.weight")) for index in (0, 2))
+        other.zero_()
+        del other
+        view.zero_()
+        del model
+        gc.collect()
+        assert leases_held(session) == 1, "that of the view"
+        del view
+        gc.collect()
+        assert leases_held(session) == 0
 
     @pytest.mark.parametrize("failing", ["the value", "the write"])
     def test_what_was_written_outlives_a_lease_that_fails(

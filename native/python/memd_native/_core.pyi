@@ -177,7 +177,14 @@ class ClientSession:
         """
 
     def watch_writes(self, shard_id: int) -> None:
-        """From now on take_written() has leases of this shard."""
+        """
+        From now on take_written() has leases of this shard, until unwatch_writes() was called as often.
+        """
+
+    def unwatch_writes(self, shard_id: int) -> None:
+        """
+        Undoes one watch_writes(). After the last one, leases that nobody has taken end.
+        """
 
     @property
     def has_written(self) -> bool:
