@@ -657,7 +657,10 @@ class Residency:
             with torch._C.DisableTorchFunctionSubclass():
                 change_count = parameter._version - self._version
             self._version += change_count
-        if change_count:
+            is_written = change_count > 0
+            if self._views or self._job.has_written_leases:
+                is_written |= self._views.overlook()
+        if is_written:
             raise _refused_write(
                 self._job, self._shard, "after step() and before commit(), and the change is lost"
             )

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from memd_client.shard import Shard
 
 
+# Names no value.
+_NO_VALUE = -1
+
+
 @dataclass(slots=True)
 class WrittenView:
     """A lease for reading whose bytes were changed by this process."""
@@ -93,6 +97,18 @@ class KeptViews:
             each.value.data_ptr() != value.data_ptr() and not is_same_bits(each.value, value)
             for each in self.written()
         )
+
+    def overlook(self) -> bool:
+        """Whether one was written. From now on it does not count, and the view shows the next value
+        of the parameter all the same."""
+        with self._lock:
+            is_written = bool(self.written())
+            for kept, view in self._living():
+                if self._leases.is_written(view):
+                    self._leases.note_shown(view)
+                    kept.write_count = _NO_VALUE
+            self.forget_ended()
+            return is_written
 
     def keep_ended(self, value: torch.Tensor, write_count: int) -> None:
         """As if a lease with this value had ended, and had shown the value of this name before."""

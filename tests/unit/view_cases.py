@@ -218,8 +218,10 @@ class TestViews:
             assert not view[0].any()
         assert_same_state(*mlp)
 
+    @pytest.mark.parametrize("is_counted", [True, False])
+    @pytest.mark.parametrize("is_kept", [True, False])
     def test_what_is_written_between_step_and_commit_is_refused_by_name(
-        self, mlp: tuple[Mlp, Mlp], session: Session
+        self, mlp: tuple[Mlp, Mlp], session: Session, *, is_counted: bool, is_kept: bool
     ) -> None:
         model, reference = mlp
         session.track(rng=True)
@@ -227,14 +229,19 @@ class TestViews:
         loss_of(model).backward()
         view = view_of(model.first.weight)
         optimizers[0].step()
-        view.zero_()
+        (view if is_counted else view.data).zero_()
+        if not is_kept:
+            del view
         with pytest.raises(memd_client.MemdError, match=r"'layers\.0\.weight' was written.*commit"):
             session.commit()
         session.commit()
         loss_of(reference).backward()
         optimizers[1].step()
         assert_same_state(model, reference)
-        assert torch.equal(view, reference.first.weight)
+        if is_kept:
+            assert torch.equal(view, reference.first.weight)
+            del view
+        assert leases_held(session) == 0
 
     def test_a_view_of_an_older_place_and_the_parameter_change_at_once(
         self, mlp: tuple[Mlp, Mlp]
