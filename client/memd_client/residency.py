@@ -152,6 +152,7 @@ class Residency:
         # The clock when a step took the parameter while other threads used it, until they have
         # left; otherwise 0. And how the value that they use was named.
         self._outdated_at, self._outdated_count = 0, 0
+        self._is_outdated_by_update = False  # by the last step, and not by one before it
         # While the bytes are in place to be written. The user may give the parameter other memory,
         # whose bytes are copied here in the end.
         self._written_lease: torch.Tensor | None = None
@@ -507,18 +508,22 @@ class Residency:
         """A step will change the value."""
         self._hand_casts_back(self._read)
         self._updated_from = self._write_count
+        self._is_outdated_by_update = bool(self._user_count) and not self._outdated_at
         if self._user_count:
-            uses = this_thread.uses
-            # In this order: `count_of` looks at them in the other.
-            self._outdated_count = self._write_count
-            self._outdated_at = uses.since = _clock.tick()
+            this_thread.uses.since = now = _clock.tick()
+            # A thread that uses the value of an earlier step still does.
+            if self._is_outdated_by_update:
+                # In this order: `count_of` looks at them in the other.
+                self._outdated_count = self._write_count
+                self._outdated_at = now
         self._note_changes(1)
         self._updated_count = self._write_count
 
     def undo_update(self) -> None:
         """That step was not made: the value is the one before it."""
         # Without the lock: a thread that holds it may wait, in a lease, for this step to settle.
-        self._outdated_at = 0
+        if self._is_outdated_by_update:
+            self._outdated_at = 0
         if self._write_count == self._updated_count:
             self._undone_count = self._write_count - self._updated_from
             self._write_count = self._updated_from

@@ -14,6 +14,7 @@ from memd_client.parameter import streamed
 from memd_client.residency import this_thread
 from tests.unit.client_cases import Mlp, assert_same_state, build, loss_of
 from tests.unit.fake_session import FakeCall, FakeDaemon, status_error
+from tests.unit.thread_cases import gathered_elsewhere
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -259,3 +260,38 @@ def test_what_was_saved_during_a_step_that_failed_does_not_pass_for_the_value_af
         assert entry.residency.write_count not in (count_before, count_meanwhile)
         changed = entry.residency.write_count
     assert entry.residency.write_count == changed
+
+
+def test_a_value_that_a_step_outdated_stays_outdated_when_the_next_step_fails(
+    daemon: FakeDaemon, session: Session
+) -> None:
+    model, reference = build(Mlp), build(Mlp)
+    memd_client.offload(model, session)
+    optimizers = (
+        memd_client.AdamW(model.parameters(), lr=1e-2),
+        torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True),
+    )
+    for module in (model, reference):
+        loss_of(module).backward()
+    outputs: list[torch.Tensor] = []
+    with gathered_elsewhere(model) as leave:
+        for optimizer in optimizers:
+            optimizer.step()
+        assert session.committed_step == 1
+        leases = session.transaction.job.unordered_leases
+        for parameter in model.parameters():
+            entry = streamed(parameter)
+            assert entry is not None
+            entry.gradient.accumulate(torch.ones(parameter.shape), leases)
+        daemon.step_failures.append(from_code(5, "the disk is full"))
+        optimizers[0].step()
+        with pytest.raises(memd_client.CapacityError, match="not committed"):
+            _ = session.committed_step
+        # It may not join the thread that has the value from before both steps.
+        thread = threading.Thread(target=lambda: outputs.append(loss_of(model)), daemon=True)
+        thread.start()
+        thread.join(_MOMENT_S)
+        leave()
+        thread.join(_DEADLOCK_S)
+    assert torch.equal(outputs.pop(), loss_of(reference))
+    assert_same_state(model, reference)

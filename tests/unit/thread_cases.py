@@ -75,12 +75,12 @@ class EndMeanwhile(TorchDispatchMode):
 
 
 @contextmanager
-def gathered_elsewhere(parameters: Any) -> Iterator[None]:
-    """Another thread has `parameters` gathered."""
+def gathered_elsewhere(parameters: Any, *, write: bool = False) -> Iterator[Callable[[], None]]:
+    """Another thread has `parameters` gathered, until the result is called."""
     is_inside, may_leave = threading.Event(), threading.Event()
 
     def gather() -> None:
-        with memd_client.gather(parameters):
+        with memd_client.gather(parameters, write=write):
             is_inside.set()
             may_leave.wait(_DEADLOCK_S)
 
@@ -88,7 +88,7 @@ def gathered_elsewhere(parameters: Any) -> Iterator[None]:
     thread.start()
     assert is_inside.wait(_DEADLOCK_S)
     try:
-        yield
+        yield may_leave.set
     finally:
         may_leave.set()
         thread.join(_DEADLOCK_S)
