@@ -58,7 +58,8 @@ class Settings:
     # Threads for Adam and checksums; 0: one a core.
     update_threads: int = 0
     # Use reserved pages of 2 MiB. Only where every user of the socket is trusted: a trainer can
-    # take such a page away from the daemon, which ends it.
+    # take such a page away from the daemon, which ends it. A write to a parameter through `.data`
+    # or a view changes it for everybody at once, also where it is refused.
     huge_pages: bool = False
     # How many jobs there may be.
     max_jobs: int = 64

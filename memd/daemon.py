@@ -243,6 +243,12 @@ class Daemon:
             )
         elif report.pool.note:
             log.info("the pool is not as asked for", extra={"note": report.pool.note})
+        if settings.huge_pages:
+            log.warning(
+                "reserved huge pages are not copied when a trainer writes to them: a write to a "
+                "parameter through .data or a view changes it for everybody at once; without "
+                "huge_pages it counts with the next step, or is refused"
+            )
         if report.io_engine_reason:
             log.info("io_uring is not used", extra={"reason": report.io_engine_reason})
         return server

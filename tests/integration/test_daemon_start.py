@@ -186,6 +186,15 @@ def test_a_pool_beyond_the_memlock_limit_is_refused_for_the_service(
     assert unlocked.stop() == 0
 
 
+def test_huge_pages_are_said_to_be_written_by_everybody(daemons: Daemons) -> None:
+    huge = daemons.start(name="huge", environ={"MEMD_HUGE_PAGES": "true"})
+    assert "a write to a parameter through .data or a view changes it for" in huge.log.read_text()
+    assert huge.stop() == 0
+    small = daemons.start(name="small")
+    assert "a write to a parameter" not in small.log.read_text()
+    assert small.stop() == 0
+
+
 def test_a_missing_data_folder_is_refused(daemons: Daemons, folder: Path) -> None:
     missing = folder / "missing"
     assert f"{missing} does not exist; create it" in daemons.refusal(data=str(missing), name="m")
