@@ -41,7 +41,8 @@ CLIENT_LAYERS = (
     # The way to the daemon, and back to it when it was away.
     *("shard", "calls", "retry", "attach", "temporary_folders", "embedded", "control", "reattach"),
     # One session's core.
-    *("gradient_order", "leases", "tensor_streams", "registry", "held_names", "steps"),
+    *("backward", "gradient_order", "leases", "tensor_streams", "registry", "held_names"),
+    "steps",
     *("staged_values", "job"),
     *("name_uses", "blobs", "adam_settings"),
     *("metadata", "lazy", "moments", "transaction", "module_names", "buffers"),
