@@ -33,6 +33,8 @@ class Slot(Protocol):
     def shard(self) -> Shard: ...
     @property
     def present(self) -> bool: ...
+    @property
+    def is_sealed(self) -> bool: ...
 
 
 class BackwardEnd:
@@ -65,7 +67,8 @@ class GradientOrder:
     """Reserves the slots that backward will need next, in the order of the last backward. If the
     order changes, each gradient waits for its own slot. Any thread may call.
 
-    Only slots without a gradient are reserved, so that a step never takes one that is still leased.
+    Only slots without a gradient are reserved, and none whose gradient a step has that is not
+    closed, so that a step never takes one that is still leased.
     Unused slots are returned at the end of backward, even if it raised.
     """
 
@@ -134,7 +137,7 @@ class GradientOrder:
                 total_bytes += slot.shard.size_bytes
                 if total_bytes > _AHEAD_BYTES:
                     break
-                if position >= self._end and not slot.present:
+                if position >= self._end and not (slot.present or slot.is_sealed):
                     wanted.append(slot.shard.shard_id)
             self._end = max(self._end, position + 1)
         if wanted:

@@ -124,6 +124,11 @@ class GradientSlot:
         return self._present
 
     @property
+    def is_sealed(self) -> bool:
+        """An open step has it."""
+        return self._job.steps.open.is_sealed(self._shard)
+
+    @property
     def would_repeat(self) -> bool:
         """In plain PyTorch a step would find the gradient that the last step took."""
         return self._taken

@@ -12,7 +12,7 @@ from memd_client.registry import ShardRegistry
 from memd_client.retry import AtOnce
 from memd_client.staged_values import StagedValues
 from memd_client.statistics import SessionStatistics, summed
-from memd_client.steps import OpenStep, Steps
+from memd_client.steps import Steps
 from memd_client.tensor_streams import TensorStreams
 from memd_native import STALL_GRADIENT
 from memd_proto.v1 import job_pb2, session_pb2
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from memd_client.calls import ControlPlane
     from memd_client.leases import Leases
+    from memd_client.open_steps import OpenStep
     from memd_client.retry import OnReturn, Retrying
     from memd_client.shard import Shard
     from memd_proto.v1 import types_pb2
@@ -242,7 +243,7 @@ class Job:
         """
         self.refuse_if_unusable()
         self.settle()
-        self._steps.refuse_if_open(what)
+        self._steps.open.refuse_if_open(what)
 
     def expect_step(self, groups: Sequence[session_pb2.StepGroup]) -> None:
         """Tells the daemon how the next steps will update these shards."""

@@ -25,6 +25,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
+from memd_client.backward import note_backward
 from memd_client.dynamo import (
     is_compiled,
     makes_constants,
@@ -177,6 +178,7 @@ class _ModuleCalls(local):
             self._leave_interrupted()
         if not frames:
             note_module_calls(True)
+            note_backward()
         # Before anything can fail: torch calls `_leave` after a failed pre-hook too.
         frames.append(frame)
         frame.open()

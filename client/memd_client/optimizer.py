@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakMethod
@@ -17,6 +18,7 @@ from memd_client.adam_settings import (
     refuse_group,
     refuse_older_daemon,
 )
+from memd_client.backward import is_in_backward
 from memd_client.dynamo import untraced
 from memd_client.early import EarlyUpdates
 from memd_client.errors import InvalidArgument, NotYet
@@ -198,14 +200,20 @@ class Adam(torch.optim.Optimizer):
         objects nothing happens before `session.commit()`; until then, parameters whose gradients
         were taken cannot be used.
 
+        In backward, as from `register_post_accumulate_grad_hook`, the calls of all optimizers are
+        one step, which closes when backward ends: until then, parameters whose gradients were taken
+        cannot be used. If backward raises, the step is not made, and they cannot be used before
+        `zero_grad()`.
+
         Under a GradScaler that has found infinite gradients it updates nothing, and the step
         counts. The gradients stay until `zero_grad()`.
 
         Errors of the step are raised here or by the next call that waits for it.
 
         Raises:
-            InvalidArgument: a second step before `session.commit()`; a gradient that no optimizer
-                takes; amsgrad was switched on after updates without it.
+            InvalidArgument: a second step before `session.commit()`, or of a parameter in one
+                backward; a gradient that no optimizer takes; a backward inside another of which
+                memd does not know the end; amsgrad was switched on after updates without it.
             CapacityError: amsgrad was switched on before the first update, and the job's quota does
                 not hold the maximum.
             DaemonUnavailable, DeadlineExceeded: it is not known whether the step is committed.
@@ -238,11 +246,15 @@ class Adam(torch.optim.Optimizer):
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Where `set_to_none` is False, zeros take the place of gradients, of those too
-        that a step has consumed, and the next step updates with them.
+        that a step has consumed, and the next step updates with them. After a backward that has
+        raised after `step()`, it drops the gradients that this `step()` has taken.
 
         Raises:
             MemdError: somebody holds a view of a gradient. Some gradients may be dropped.
         """
+        self._take_pending()
+        if self._transaction is not None:
+            self._transaction.drop_broken(self._targets.values())
         if set_to_none:
             self._drop_gradients()
         else:
@@ -374,6 +386,13 @@ class Adam(torch.optim.Optimizer):
                 if target.has_gradient:
                     target.unscale(scale)
 
+    def _take_pending(self) -> None:
+        """A hook that was registered before memd's runs before it, and autograd has the gradient
+        still."""
+        if is_in_backward():
+            for target in self._targets.values():
+                target.take_pending()
+
     def _drop_gradients(self) -> None:
         dropped: list[Shard] = []
         try:
@@ -406,6 +425,7 @@ class Adam(torch.optim.Optimizer):
                 return
 
     def _step(self) -> None:
+        self._take_pending()
         groups: list[session_pb2.StepGroup] = []
         updated: list[Target] = []
         empty: list[Target] = []
@@ -430,14 +450,18 @@ class Adam(torch.optim.Optimizer):
         transaction = self._only_transaction()
         defer_interrupts()
         end_interrupted_calls()
-        _refuse_orphans(transaction.job)
         self._look_again()
 
         def decide() -> None:
             for targets, amsgrad in decisions:
                 decide_maximum(targets, amsgrad=amsgrad, tier=self._tier, job=transaction.job)
 
-        transaction.step(groups, updated + empty, decide)
+        transaction.step(
+            groups,
+            updated + empty,
+            prepare=decide,
+            refuse_orphans=partial(_refuse_orphans, transaction.job),
+        )
 
     def _expected_groups(self) -> list[session_pb2.StepGroup]:
         """The groups of a step in which every offloaded parameter has a gradient, but for those

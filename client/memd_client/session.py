@@ -178,15 +178,17 @@ class Session:
         result waits for it. Only if parameters stay in this process, it waits for their new values.
         A commit without a step is allowed and counts.
 
-        Without `track()` every `optimizer.step()` has closed its step already: then `commit()` only
-        makes durable what was put, and does not count.
+        Without `track()` every `optimizer.step()`, or the end of the backward that it was called
+        in, has closed its step already: then `commit()` only makes durable what was put, and does
+        not count.
 
         Args:
             wait: returns when the step is committed, as the job's durability requires.
 
         Raises:
             InvalidArgument: something tracked holds what is not plain data; the message gives the
-                path to it. The step is open as before.
+                path to it. Or it is called in backward after `step()`, or after a backward that has
+                raised after it. The step is open as before.
             DaemonUnavailable, DeadlineExceeded: it is not known whether the step before (with
                 `wait`: or this step) is committed. Every use of the session asks again, and
                 `commit()` as the next call does nothing else.
@@ -203,10 +205,11 @@ class Session:
     @untraced
     def resume(self) -> int:
         """Restores what is tracked, and buffers, as the last commit left them. Returns how many
-        commits the job has made: calls of `commit()`, or of `optimizer.step()` without `track()`.
-        For a new job it restores nothing and returns 0. Call it once, before the first step and
-        after everything that is tracked, offloaded or optimized was made. Random numbers continue
-        where they were, so draw none before the loop begins.
+        commits the job has made: calls of `commit()`, or of `optimizer.step()` without `track()`,
+        of which those in one backward are one. For a new job it restores nothing and returns 0.
+        Call it once, before the first step and after everything that is tracked, offloaded or
+        optimized was made. Random numbers continue where they were, so draw none before the loop
+        begins.
 
         Raises:
             InvalidArgument: other objects, optimizers or groups than in that commit, all named; a

@@ -1,7 +1,8 @@
-"""The steps of one session: the open step, and the step in flight.
+"""The steps of one session: those that are open, and the step in flight.
 
 A step is *open* from the first `optimizer.step()` until it is closed, *in flight* from then until
-its answer has arrived, and *settled* after that.
+its answer has arrived, and *settled* after that. Each backward in which `step()` is called has an
+open step of its own until it ends.
 """
 
 from __future__ import annotations
@@ -11,13 +12,12 @@ import logging
 import time
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 from weakref import ref
 
 from memd_client.errors import (
     DaemonUnavailable,
     DeadlineExceeded,
-    InvalidArgument,
     MemdError,
     NotDurable,
     PermissionDenied,
@@ -25,16 +25,17 @@ from memd_client.errors import (
     UnknownName,
     retold,
 )
+from memd_client.open_steps import OpenStep, OpenSteps
 from memd_client.process import OwnProcess
 from memd_client.statistics import StepTotals
 from memd_native import STALL_STEP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from contextlib import ExitStack
 
     from memd_client.calls import StepCall
     from memd_client.leases import Leases
+    from memd_client.open_steps import SealedTarget
     from memd_client.shard import Shard
     from memd_proto.v1 import session_pb2
 
@@ -44,59 +45,9 @@ _log = logging.getLogger("memd_client")
 _NO_ANSWERS = (DaemonUnavailable, DeadlineExceeded, PermissionDenied, UnknownName)
 
 
-class SealedTarget(Protocol):
-    """A parameter in a step: `targets.Target`."""
-
-    @property
-    def shard(self) -> Shard: ...
-    @property
-    def stays(self) -> bool:
-        """The value is in this process, and must be the new one once the step is closed."""
-        ...
-
-    @property
-    def is_viewed(self) -> bool:
-        """Somebody holds memory of the value in this process, and sees the new one there once the
-        step is closed."""
-        ...
-
-    @property
-    def has_sealed_gradient(self) -> bool:
-        """The gradient is still in this process, and is the one that was sealed last."""
-        ...
-
-    def hold_still(self, held: ExitStack) -> None:
-        """Until `held` is closed, no other thread fetches the value or touches the gradient."""
-        ...
-
-    def refuse_if_in_use(self) -> None:
-        """Raises if somebody has the value in place, and so would not see the update."""
-        ...
-
-    def seal(self) -> None:
-        """The step takes the gradient, which is gone here."""
-        ...
-
-    def undo(self) -> None:
-        """The step was not made: the gradient is there as before."""
-        ...
-
-    def finish(self) -> None:
-        """The step is committed. If this raises, it is called again."""
-        ...
-
-
 def _undo(targets: Iterable[SealedTarget]) -> None:
     for target in targets:
         target.undo()
-
-
-@dataclass
-class OpenStep:
-    """Everything that optimizers sealed since the last step closed. `Steps` alone changes it."""
-
-    groups: list[session_pb2.StepGroup] = field(default_factory=list)
-    targets: dict[int, SealedTarget] = field(default_factory=dict)  # by shard id
 
 
 @dataclass
@@ -139,7 +90,7 @@ class Steps:
         self._lease_wait_seconds = 0.0
         # Weak: leases hold the steps.
         self._leases = ref(leases) if leases is not None else None
-        self._open: OpenStep | None = None
+        self._open = OpenSteps(job)
         self._in_flight: _StepInFlight | None = None
         self._call_count = 0
         # Shards of the last step, if an error was raised for it though it may be committed.
@@ -172,13 +123,13 @@ class Steps:
         return self._lease_wait_seconds
 
     @property
-    def open(self) -> OpenStep | None:
+    def open(self) -> OpenSteps:
         return self._open
 
     @property
     def is_open(self) -> bool:
         """Gradients are sealed, and the step is not closed."""
-        return self._open is not None
+        return self._open.exist
 
     @property
     def is_in_flight(self) -> bool:
@@ -186,13 +137,16 @@ class Steps:
         return self._in_flight is not None
 
     def seal(
-        self, groups: Sequence[session_pb2.StepGroup], targets: Sequence[SealedTarget]
+        self,
+        groups: Sequence[session_pb2.StepGroup],
+        targets: Sequence[SealedTarget],
+        into: OpenStep | None = None,
     ) -> OpenStep:
-        """Adds all of `targets` to the open step, or none. The caller has the turn, and holds the
-        targets still."""
+        """Adds all of `targets` to `into`, the open step of a backward, or to the open step; or
+        none of them. The caller has the turn, and holds the targets still."""
         with self._lock:
             for target in targets:
-                self.refuse_if_sealed(target.shard, "a second step()")
+                self._open.refuse_if_sealed(target.shard, "a second step()")
                 target.refuse_if_in_use()
             sealed: list[SealedTarget] = []
             try:
@@ -203,35 +157,39 @@ class Steps:
                 _undo(sealed)
                 raise
             self._raised, self._was_asked_again = set(), False
-            self._open = self._open or OpenStep()
-            self._open.groups += groups
-            self._open.targets.update((target.shard.shard_id, target) for target in targets)
-            return self._open
+            return self._open.add(groups, targets, into)
 
-    def send(self, number: int, call: Callable[[int], StepCall]) -> None:
-        """Sends the open step, or an empty one. If this raises, the step is open as before. `call`
+    def send(
+        self, number: int, call: Callable[[int], StepCall], step: OpenStep | None = None
+    ) -> None:
+        """Sends an open step, or an empty one. If this raises, the step is open as before. `call`
         gets a number that no other call of the session has."""
         with self._lock:
             self._call_count += 1
             sent = call(self._call_count)
-            step = self._open or OpenStep()
+            step = step or OpenStep()
             self._raised, self._was_asked_again = set(), False
             self._in_flight = _StepInFlight(number, sent, step, list(step.targets.values()))
             # Only once it is sent: otherwise another thread's lease could wait for a call that
             # never arrives. Until then the step is open, and nobody leases what is sealed.
             self._follow(self._call_count)
-            self._open = None
+            self._open.forget(step)
             # Handlers run in reverse order: this one before a private daemon is stopped.
             atexit.register(self._settle_at_exit)
 
-    def drop_open(self) -> int:
-        """Gives the gradients back to their parameters; returns how many."""
+    def drop(self, step: OpenStep) -> None:
+        """Gives the gradients of an open step back to their parameters."""
         with self._lock:
-            step, self._open = self._open, None
-            if step is None:
-                return 0
+            self._open.forget(step)
             _undo(step.targets.values())
-            return len(step.targets)
+
+    def drop_open(self) -> int:
+        """`drop` of all that are open; returns how many gradients."""
+        with self._lock:
+            dropped = self._open.all
+            for step in dropped:
+                self.drop(step)
+            return sum(len(step.targets) for step in dropped)
 
     def settle(self, shard: Shard | None = None, reason: int = STALL_STEP) -> OpenStep | None:
         """Waits for the step in flight, and puts new values that stay in this process in place.
@@ -328,7 +286,7 @@ class Steps:
         once."""
         with self._lock:
             again, self._was_asked_again = self._was_asked_again, False
-            return again and self._open is None
+            return again and self._open.step is None
 
     def expect_again(self) -> None:
         """An error was raised for a commit that is made: the caller may repeat it."""
@@ -390,8 +348,8 @@ class Steps:
         """Before a lease of a parameter: settles the step in flight if its answer has arrived, and
         raises if the open step updates the parameter.
         """
-        if self._open is not None:
-            self.refuse_if_sealed(shard, "its use")
+        if self._open.exist:
+            self._open.refuse_if_sealed(shard, "its use")
         if self._in_flight is not None:
             self.settle_answered()
 
@@ -423,21 +381,6 @@ class Steps:
                 raise self._failed(step, error) from error
         finally:
             self._lock.release()
-
-    def refuse_if_sealed(self, shard: Shard, what: str) -> None:
-        if self._open is not None and shard.shard_id in self._open.targets:
-            raise InvalidArgument(
-                f"job {self._job!r}: step() has taken the gradient of {shard.name!r}, and "
-                f"{what} has to wait for its update: call session.commit() first, and average "
-                "weights (AveragedModel.update_parameters) after it"
-            )
-
-    def refuse_if_open(self, what: str) -> None:
-        if self._open is not None:
-            raise InvalidArgument(
-                f"job {self._job!r}: {what} is not possible between step() and commit(); call "
-                "session.commit() first"
-            )
 
     def _follow(self, call: int) -> None:
         """Leases from now on come after this call; 0: after none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +13,9 @@ from torch.nn.parameter import is_lazy
 
 from memd_client.errors import InvalidArgument, NotYet
 from memd_client.gradients import GradientSlot
+from memd_client.hidden import hide, show
 from memd_client.identity import ByIdentity
-from memd_client.parameter import StreamedParameter, streamed
+from memd_client.parameter import StreamedParameter, streamed, take_gradient
 from memd_client.shard import MAXIMUM, MOMENTS, Shard, shard_spec
 from memd_client.unnamed import unnamed
 from memd_client.views import is_same_bits
@@ -133,6 +135,12 @@ class StreamedTarget(StatefulTarget):
         """From now on `early` is told of each gradient, for as long as it lives."""
         self._entry.update_early(early)
 
+    def take_pending(self) -> None:
+        """Takes a gradient that autograd has accumulated."""
+        parameter = self._entry.parameter
+        if parameter is not None:
+            take_gradient(parameter)
+
     @property
     def has_gradient(self) -> bool:
         return self._entry.gradient.present
@@ -159,6 +167,9 @@ class StreamedTarget(StatefulTarget):
         """In plain PyTorch a step would find the gradient that the last step took."""
         return self._entry.gradient.would_repeat
 
+    def take_writes(self) -> None:
+        self._entry.take_writes()
+
     def hold_still(self, held: ExitStack) -> None:
         self._entry.hold_still(held)
 
@@ -169,6 +180,12 @@ class StreamedTarget(StatefulTarget):
     def seal(self) -> None:
         """Values that autograd has saved so far are out of date from now on."""
         self._entry.begin_update()
+
+    def hide(self) -> None:
+        """Its next use is a lease, which is refused."""
+
+    def show(self) -> None:
+        """The next lease shows the new value."""
 
     def undo(self) -> None:
         self._entry.undo_update()
@@ -240,6 +257,9 @@ class ResidentTarget(StatefulTarget):
     def replace_update_count(self, count: int) -> None:
         self._update_count = count
 
+    def take_pending(self) -> None:
+        """Its gradient is where autograd puts it."""
+
     @property
     def has_gradient(self) -> bool:
         return self._alive().grad is not None
@@ -292,12 +312,24 @@ class ResidentTarget(StatefulTarget):
         self._gradient.replace(gradient.detach(), leases)
         self._sealed = weakref.ref(gradient), gradient._version
 
+    def hide(self) -> None:
+        """The loop has the tensor itself, which memd does not see being used: it refuses that."""
+        hide(self._alive(), partial(self._job.steps.open.refuse_if_sealed, self._shard, "its use"))
+
+    def show(self) -> None:
+        """It is an ordinary tensor again."""
+        parameter = self._parameter()
+        if parameter is not None:
+            show(parameter)
+
     def undo(self) -> None:
         """`p.grad` is where it was."""
+        self.show()
         self._gradient.forget()
 
     def finish(self) -> None:
         """Puts the new value in place, if the parameter still exists."""
+        self.show()
         parameter = self._parameter()
         if parameter is not None:
             self._take_value(parameter)
@@ -364,6 +396,9 @@ class EmptyTarget(StatefulTarget):
     def replace_update_count(self, count: int) -> None:
         self._update_count = count
 
+    def take_pending(self) -> None:
+        """Its gradient is where autograd puts it."""
+
     @property
     def has_gradient(self) -> bool:
         parameter = self._parameter()
@@ -381,6 +416,9 @@ class EmptyTarget(StatefulTarget):
     def drop_gradient(self) -> bool:
         return False  # torch's `zero_grad` drops it
 
+    def take_writes(self) -> None:
+        """Nothing to take."""
+
     def hold_still(self, held: ExitStack) -> None:
         """Nothing to hold."""
 
@@ -389,6 +427,12 @@ class EmptyTarget(StatefulTarget):
 
     def seal(self) -> None:
         """There is nothing to take."""
+
+    def hide(self) -> None:
+        """No step changes it."""
+
+    def show(self) -> None:
+        """It was not hidden."""
 
     def undo(self) -> None:
         """There is nothing to give back."""
@@ -511,7 +555,7 @@ def decide_maximum(
     """
     others = [target for target in targets if not target.takes(amsgrad=amsgrad)]
     for target in others:
-        job.steps.refuse_if_sealed(target.shard, "a second step()")
+        job.steps.open.refuse_if_sealed(target.shard, "a second step()")
         if target.update_count:
             raise InvalidArgument(
                 f"job {job.name!r}: parameter {target.shard.name!r} was updated without amsgrad, "

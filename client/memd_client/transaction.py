@@ -9,6 +9,9 @@ from threading import RLock
 from typing import TYPE_CHECKING, Protocol
 from weakref import ref
 
+import torch
+
+from memd_client.backward import is_in_backward, running_backward
 from memd_client.errors import InvalidArgument, MemdError, NotDurable, SessionFenced
 from memd_client.moments import Moments
 from memd_client.stalls import closing_step
@@ -17,12 +20,11 @@ from memd_proto.v1 import session_pb2
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    import torch
-
+    from memd_client.backward import Backward
     from memd_client.calls import StepCall
     from memd_client.job import Job
+    from memd_client.open_steps import OpenStep, SealedTarget
     from memd_client.shard import Shard
-    from memd_client.steps import OpenStep, SealedTarget
 
     # Writes values under staging names; returns (staged shard, buffer shard) for each.
     Staging = Callable[[], list[tuple[Shard, Shard]]]
@@ -152,18 +154,25 @@ class Transaction:
         self,
         groups: Sequence[session_pb2.StepGroup],
         targets: Sequence[SealedTarget],
+        *,
         prepare: Callable[[], None],
+        refuse_orphans: Callable[[], None],
     ) -> None:
         """Takes the gradients of `targets` for an update with the settings in `groups`, and closes
-        the step unless `commit()` does. `prepare` is called before, if this is a new step, when no
-        other is in flight; it may refuse it. If this raises, gradients are as they were, or the
-        outcome of the step is unknown: then the same call again asks for it and does nothing else.
+        the step unless `commit()` or the end of a backward does. `prepare` is called before, if
+        this is a new step, when no other is in flight; it may refuse it. `refuse_orphans` raises if
+        there is a gradient that no optimizer takes. If this raises, gradients are as they were, or
+        the outcome of the step is unknown: then the same call again asks for it and does nothing
+        else.
         """
         job = self._job
         job.refuse_if_unusable()
-        job.held_names.refuse_unclaimed()
-        for watched in self._watched:
-            watched.refuse_replaced()
+        backward = running_backward(job.name)
+        if backward is not None:
+            self._step_in(backward, groups, targets, prepare, refuse_orphans)
+            return
+        refuse_orphans()
+        self._look_at_model()
         self._take_writes()
         job.end_gradients()
         with closing_step(), self._turn:
@@ -172,38 +181,142 @@ class Transaction:
                 return
             if late is not None:
                 self._refuse_stale(late, targets)
-            if self._is_closed_by_commit:
-                self._follow_late_commit()
-                self._refuse_unresumed()
-            prepare()
-            self._moments.read_all()
+            self._begin(prepare)
             with ExitStack() as held:
                 # In the order of Residency.lock_order.
                 for target in sorted(targets, key=lambda each: each.shard.shard_id):
                     target.hold_still(held)
-                job.steps.seal(groups, targets)
+                step = job.steps.seal(groups, targets)
                 if self._is_closed_by_commit:
                     return
                 # Still held: other threads see no moment between step() and its commit.
                 try:
-                    self._send()
+                    self._send(step)
                 except BaseException:
-                    job.steps.drop_open()
+                    job.steps.drop(step)
                     raise
             self._settle_values(targets)
+
+    def _look_at_model(self) -> None:
+        """Before a step: raises if it could not be complete."""
+        self._job.held_names.refuse_unclaimed()
+        for watched in self._watched:
+            watched.refuse_replaced()
+
+    def _begin(self, prepare: Callable[[], None]) -> None:
+        """Before a step takes gradients: the step before has settled."""
+        if self._is_closed_by_commit:
+            self._follow_late_commit()
+            self._refuse_unresumed()
+        prepare()
+        self._moments.read_all()
+
+    def _step_in(
+        self,
+        backward: Backward,
+        groups: Sequence[session_pb2.StepGroup],
+        targets: Sequence[SealedTarget],
+        prepare: Callable[[], None],
+        refuse_orphans: Callable[[], None],
+    ) -> None:
+        """As `step`, for the open step of a backward that runs. It may be called for each parameter
+        by itself, so what concerns all of them is left to the first call and the end."""
+        job = self._job
+        with closing_step(), self._turn:
+            late = job.settle()
+            if job.steps.open.step_of(backward) is None:
+                self._look_at_model()
+            self._begin(prepare)
+            step = self._open_in(backward, late)
+            step.refuse_orphans = refuse_orphans
+            if step.late is not None:
+                self._refuse_stale(step.late, targets)
+            for target in targets:
+                target.take_writes()
+            with ExitStack() as held:
+                for target in sorted(targets, key=lambda each: each.shard.shard_id):
+                    target.hold_still(held)
+                job.steps.seal(groups, targets, step)
+                for target in targets:
+                    target.hide()
+
+    def _open_in(self, backward: Backward, late: OpenStep | None) -> OpenStep:
+        """The open step of a backward that runs. The caller has the turn, and the step before has
+        settled."""
+        opened = self._job.steps.open
+        step = opened.step_of(backward)
+        if step is None:
+            step = opened.open_in(backward, late)
+            backward.tell_end(_at_end(ref(self), step))
+        return step
+
+    def _end_backward(self, step: OpenStep, *, is_complete: bool) -> None:
+        """The backward of an open step has ended. A step that backward has not completed, or that
+        could not be closed, is broken."""
+        opened = self._job.steps.open
+        if step not in opened.in_backward:  # the session was closed meanwhile
+            return
+        if not is_complete:
+            opened.note_broken(step)
+            return
+        try:
+            with torch.no_grad(), closing_step(), self._turn:
+                self._close_in_backward(step)
+        except BaseException:
+            opened.note_broken(step)
+            raise
+
+    def _close_in_backward(self, step: OpenStep) -> None:
+        job = self._job
+        job.refuse_if_unusable()
+        if not step.is_counted:  # the only call of step() has raised, and its caller went on
+            job.steps.drop(step)
+            return
+        if step.refuse_orphans is not None:
+            step.refuse_orphans()
+        self._take_writes()
+        job.end_gradients()
+        job.settle()
+        if self._is_closed_by_commit:
+            job.steps.open.merge(step)
+        else:
+            self._send(step)
+        for target in step.targets.values():
+            target.show()
+        if not self._is_closed_by_commit:
+            self._settle_values(step.targets.values())
+
+    def drop_broken(self, targets: Iterable[SealedTarget]) -> None:
+        """`zero_grad()` of the optimizer of `targets`, outside of backward: drops each broken step
+        that has one of them, with all its gradients."""
+        steps = self._job.steps
+        if not steps.open.in_backward or is_in_backward():
+            return
+        shard_ids = {target.shard.shard_id for target in targets}
+        with self._turn:
+            for step in steps.open.in_backward:
+                if step.is_broken and not shard_ids.isdisjoint(step.targets):
+                    steps.drop(step)
+                    self._job.drop_gradients(
+                        [target.shard for target in step.targets.values() if target.drop_gradient()]
+                    )
 
     def skip(self) -> None:
         """A step that updates nothing. Closes it, unless `commit()` does."""
         job = self._job
         job.refuse_if_unusable()
         job.held_names.refuse_unclaimed()
+        backward = running_backward(job.name)
         with closing_step(), self._turn:
             late = job.settle()
             if self._is_closed_by_commit:
                 self._follow_late_commit()
             # A step of nothing for which an error was raised is this one, asked for again.
             if not self._is_closed_by_commit and (late is None or late.targets):
-                self._send()
+                if backward is not None:
+                    job.steps.open.count(self._open_in(backward, late))
+                else:
+                    self._send(None)
 
     def commit(self, *, wait: bool = False) -> None:
         """See `Session.commit`."""
@@ -226,22 +339,22 @@ class Transaction:
 
     def _follow_late_commit(self) -> None:
         """Before the next step, if its `commit()` did not learn that it was made."""
-        if self._job.steps.open is None:
+        if self._job.steps.open.step is None:
             self._follow_commit()
 
     def _take_writes(self) -> None:
         """Writes through views of parameters go into this step, unless an earlier `step()` has
         taken their gradients: then nobody may use them before `commit()`."""
-        step = self._job.steps.open
-        sealed = step.targets if step is not None else {}
+        opened = self._job.steps.open
         for parameter in self._job.shards.parameters:
-            if parameter.shard.shard_id in sealed:
+            if opened.is_sealed(parameter.shard):
                 parameter.refuse_writes()
             else:
                 parameter.take_writes()
 
     def _commit(self, *, wait: bool) -> None:
         job, steps = self._job, self._job.steps
+        self._refuse_in_backward()
         self._take_writes()
         late = job.settle()
         if not self._is_closed_by_commit:
@@ -249,13 +362,13 @@ class Transaction:
                 job.sync()
             job.sync_if_needed()
             return
-        was_made = late is not None and steps.open is None
+        was_made = late is not None and steps.open.step is None
         was_made |= steps.take_asked_again()
         try:
             if not was_made:
                 self._refuse_unresumed()
-                step = steps.open
-                self._send()
+                step = steps.open.step
+                self._send(step)
                 self._settle_values(step.targets.values() if step is not None else ())
                 if wait:
                     self._settle_durably()
@@ -267,6 +380,15 @@ class Transaction:
             if was_made or isinstance(error, NotDurable):
                 steps.expect_again()
             raise
+
+    def _refuse_in_backward(self) -> None:
+        """Before `commit()`: a step that backward has not completed must be in no commit."""
+        opened = self._job.steps.open
+        if self._is_closed_by_commit or any(
+            step.backward is not None and step.backward.is_of_this_thread
+            for step in opened.in_backward
+        ):
+            opened.refuse_if_in_backward("commit()")
 
     def resume(self) -> int:
         """See `Session.resume`."""
@@ -295,8 +417,9 @@ class Transaction:
         dropped = steps.drop_open()
         if dropped:
             _log.warning(
-                "job %r: the session was closed between step() and commit(), so the gradients of "
-                "%d parameters are dropped; the job stays at its last commit",
+                "job %r: the session was closed between step() and commit() or the end of "
+                "backward, so the gradients of %d parameters are dropped; the job stays at its "
+                "last commit",
                 job.name,
                 dropped,
             )
@@ -330,9 +453,9 @@ class Transaction:
         finally:
             job.end()
 
-    def _send(self) -> None:
-        """Sends the open step. If this raises, it is open as before."""
-        job, step = self._job, self._job.steps.open
+    def _send(self, step: OpenStep | None) -> None:
+        """Sends an open step, or one of nothing. If this raises, it is open as before."""
+        job = self._job
         number = job.steps.committed_step + 1
         # Contributors refuse values here, before anything is written or sent.
         stagings = [each.capture(number, self) for each in self._contributors]
@@ -354,7 +477,7 @@ class Transaction:
             request.call = call
             return job.control.begin_step(request)
 
-        job.steps.send(number, begin)
+        job.steps.send(number, begin, step)
         self._may_commit = True
         ended, self._step_ended = self._step_ended, time.perf_counter()
         if ended is not None:
@@ -399,3 +522,14 @@ class Transaction:
                 "fresh=True"
             )
         self._may_commit = True
+
+
+def _at_end(transaction: ref[Transaction], step: OpenStep) -> Callable[[bool], None]:
+    """Weak: a backward must not keep a session that nobody refers to."""
+
+    def end(is_complete: bool) -> None:
+        held = transaction()
+        if held is not None:
+            held._end_backward(step, is_complete=is_complete)
+
+    return end

@@ -103,6 +103,33 @@ def reference(**settings: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return losses, [parameter.detach() for parameter in model.parameters()]
 
 
+class SteppedTraining:
+    """An optimizer for each parameter, stepped in backward."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self.session = memd_client.connect(daemon.address, job="stepped")
+        self.model = memd_client.offload(build(), self.session)
+        self.losses: list[torch.Tensor] = []
+        self._optimizers: dict[torch.Tensor, memd_client.AdamW] = {
+            parameter: memd_client.AdamW([parameter], lr=1e-3, weight_decay=0.1)
+            for parameter in self.model.parameters()
+        }
+        for parameter in self.model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._step)
+
+    def _step(self, parameter: torch.Tensor) -> None:
+        self._optimizers[parameter].step()
+        self._optimizers[parameter].zero_grad()
+
+    def step(self, number: int) -> None:
+        loss = loss_of(self.model, batch(number))
+        loss.backward()
+        self.losses.append(loss.detach())
+
+    def expect_the_bits_of(self, losses: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        expect_the_bits_of(self, losses, values)
+
+
 class Training:
     def __init__(self, daemon: Daemon, **settings: Any) -> None:
         self.session = memd_client.connect(daemon.address, job="trained")
@@ -120,8 +147,14 @@ class Training:
         self.losses.append(loss.detach())
 
     def expect_the_bits_of(self, losses: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-        for number, (got, wanted) in enumerate(zip(self.losses, losses, strict=True)):
-            assert torch.equal(got, wanted), number
-        with memd_client.gather(self.model):
-            for got, wanted in zip(self.model.parameters(), values, strict=True):
-                assert torch.equal(got, wanted)
+        expect_the_bits_of(self, losses, values)
+
+
+def expect_the_bits_of(
+    training: Training | SteppedTraining, losses: list[torch.Tensor], values: list[torch.Tensor]
+) -> None:
+    for number, (got, wanted) in enumerate(zip(training.losses, losses, strict=True)):
+        assert torch.equal(got, wanted), number
+    with memd_client.gather(training.model):
+        for got, wanted in zip(training.model.parameters(), values, strict=True):
+            assert torch.equal(got, wanted)

@@ -35,6 +35,8 @@ with warnings.catch_warnings():
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from memd_client import Session
+
 STEPS, BATCHES_OF_AN_EPOCH, BATCH = 24, 10, 4
 WIDTH, LENGTH, VOCABULARY = 32, 8, 50
 
@@ -97,6 +99,10 @@ def train(address: str, job: str, kind: str, dtype: str, place: str, when: int) 
     session = memd_client.connect(address, job=job, host_bytes="24MiB", nvme_bytes="48MiB")
     model = (Normed() if kind == "normed" else Gpt()).to(getattr(torch, dtype))
     memd_client.offload(model, session)
+    if kind == "stepped":
+        assert isinstance(model, Gpt)
+        train_in_backward(session, model, place, when)
+        return
     optimizer = memd_client.AdamW(model.parameters(), lr=1e-2, session=session)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=STEPS + 1)
     samples = torch.randint(0, 200, (BATCHES_OF_AN_EPOCH * BATCH, LENGTH))
@@ -151,6 +157,46 @@ def train(address: str, job: str, kind: str, dtype: str, place: str, when: int) 
     for parameter in optimizer.state_dict()["state"].values():
         digest.update(parameter["exp_avg"].numpy().tobytes())
         digest.update(parameter["exp_avg_sq"].numpy().tobytes())
+    say(f"end {digest.hexdigest()}")
+    session.drop_job()
+
+
+def train_in_backward(session: Session, model: Gpt, place: str, when: int) -> None:
+    """Each parameter is stepped by a hook of its own, and nothing is tracked."""
+    optimizers: dict[torch.Tensor, memd_client.AdamW] = {
+        parameter: memd_client.AdamW([parameter], lr=1e-2) for parameter in model.parameters()
+    }
+
+    def update(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    first = session.resume()
+    say(f"start {first}")
+    for step in range(first, STEPS):
+
+        def die(here: str, step: int = step) -> None:
+            if (here, step) == (place, when):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        torch.manual_seed(step)
+        loss = model(torch.randint(0, 200, (BATCH, LENGTH)), die).float().square().mean()
+        say(f"loss {step} {loss.item().hex()}")
+        loss.backward()
+        die("after")
+        if (place, step) == ("during", when):
+            time.sleep(0.003)
+            die("during")
+    digest = hashlib.sha256()
+    for value in model.state_dict().values():
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    for optimizer in optimizers.values():
+        (moments,) = optimizer.state_dict()["state"].values()
+        digest.update(moments["exp_avg"].numpy().tobytes())
+        digest.update(moments["exp_avg_sq"].numpy().tobytes())
+    assert session.committed_step == STEPS
     say(f"end {digest.hexdigest()}")
     session.drop_job()
 

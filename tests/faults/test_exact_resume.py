@@ -80,7 +80,7 @@ def trainers() -> Iterator[Trainers]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", ["gpt", "normed", "averaged"])
+@pytest.mark.parametrize("model", ["gpt", "normed", "averaged", "stepped"])
 def test_every_later_loss_has_the_same_bits(
     daemon: Daemon, trainers: Trainers, model: str, dtype: str
 ) -> None:
@@ -93,6 +93,8 @@ def test_every_later_loss_has_the_same_bits(
     job = f"{model}-{dtype}-killed"
     starts = {0}
     for place, step in DEATHS + (AVERAGE_DEATHS if model == "averaged" else ()):
+        if (model, place) == ("stepped", "between"):
+            continue  # backward closes the step itself
         run = trainers.train(daemon.address, job, *settings, place, step)
         assert run.status == -signal.SIGKILL, place
         assert run.start in starts, place

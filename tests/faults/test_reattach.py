@@ -27,6 +27,7 @@ from tests.faults.restarts import (
     PATIENCE_S,
     STEPS,
     Restarts,
+    SteppedTraining,
     Training,
     reference,
 )
@@ -113,6 +114,25 @@ def test_a_training_goes_on_with_the_same_bits_after_the_daemon_was_killed(
     assert [record.levelname for record in said] == ["WARNING", "INFO"]
     assert "has ended or closed the connection; waiting up to 120 s" in said[0].getMessage()
     assert "the daemon is back after" in said[1].getMessage()
+    training.session.close()
+
+
+@pytest.mark.parametrize("place", [2, 0, None], ids=["second step", "last step", "end"])
+def test_a_backward_that_calls_step_goes_on_after_the_daemon_was_killed_in_it(
+    restarts: Restarts, place: int | None
+) -> None:
+    training = SteppedTraining(restarts.daemon)
+    for number in range(STEPS):
+        if number == STEPS // 2 and place is not None:
+            training.model[place].weight.register_post_accumulate_grad_hook(  # type: ignore[index]
+                _once(restarts.kill_and_begin_start)
+            )
+        training.step(number)
+        if number == STEPS // 2 and place is None:
+            restarts.kill_and_begin_start()
+    training.expect_the_bits_of(*reference())
+    assert training.session.committed_step == STEPS
+    restarts.settle()
     training.session.close()
 
 

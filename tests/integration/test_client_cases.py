@@ -13,6 +13,7 @@ from tests.unit.autocast_cases import (  # noqa: F401
     cast_pair,
     shared_pair,
 )
+from tests.unit.backward_cases import TestStepsCalledInBackward  # noqa: F401
 from tests.unit.client_cases import (  # noqa: F401  # pytest finds tests and fixtures by their names here
     TestAway,
     TestBlobs,

@@ -98,6 +98,31 @@ def clipping(trainer: Trainer, clip: Callable[[list[nn.Parameter]], Any]) -> lis
     return norms + trainer.result()
 
 
+def stepping_in_backward(trainer: Trainer) -> list[torch.Tensor]:
+    optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in trainer.model.parameters():
+        optimizers[parameter] = (
+            memd_client.AdamW([parameter], lr=1e-3)
+            if trainer.session is not None
+            else torch.optim.AdamW([parameter], lr=1e-3, fused=True)
+        )
+        parameter.register_post_accumulate_grad_hook(step)
+    for index in range(STEP_COUNT):
+        trainer.loss(index).backward()
+    if trainer.session is not None:
+        assert trainer.session.committed_step == STEP_COUNT
+    return trainer.result()
+
+
+def test_steps_called_in_backward(daemon: Daemon) -> None:
+    assert_torchs_bits(stepping_in_backward, daemon)
+
+
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_clipping_by_norm(daemon: Daemon, norm_type: float, *, foreach: bool | None) -> None:

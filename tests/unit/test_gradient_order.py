@@ -24,7 +24,7 @@ class FakeSlot:
             dtype=torch.float32,
             shape=torch.Size([size_bytes // 4]),
         )
-        self.present = False
+        self.present = self.is_sealed = False
 
 
 class Backward:
@@ -195,6 +195,14 @@ def test_slots_of_a_model_that_is_gone_are_not_asked_for() -> None:
     backward.run([0, 1, 2, 3])
     backward.step()
     backward.slots[2] = FakeSlot(99)
+    assert backward.run([0]) == [1, 3]
+
+
+def test_slots_of_a_step_that_is_not_closed_are_not_asked_for() -> None:
+    backward = Backward(4)
+    backward.run([0, 1, 2, 3])
+    backward.step()
+    backward.slots[2].is_sealed = True
     assert backward.run([0]) == [1, 3]
 
 

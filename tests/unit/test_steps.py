@@ -15,7 +15,8 @@ import memd_client
 from memd_client.errors import from_code
 from memd_client.reattach import RepeatedStep
 from memd_proto.v1 import session_pb2
-from tests.unit.client_cases import Mlp, assert_same_state, build, loss_of
+from tests.unit.backward_cases import RAISED, Recipe
+from tests.unit.client_cases import Mlp, assert_same_state, batch, build, loss_of
 from tests.unit.fake_session import FakeDaemon
 from tests.unit.track_cases import Kept
 
@@ -221,6 +222,88 @@ class TestUnknownOutcome:
         assert daemon.calls[-2:] == ["detach", "close"]
         assert session.committed_step == 0, "a closed session asks nobody"
         assert daemon.session().committed_step == 1
+
+
+class TestInBackward:
+    """Steps that are called in backward, which is over when they are sent."""
+
+    def recipe(self, session: Session, *, stays: bool = False) -> tuple[Recipe, Recipe]:
+        model = build(Mlp)
+        if not stays:
+            memd_client.offload(model, session)
+        return Recipe(model, session), Recipe(build(Mlp), None)
+
+    @pytest.mark.parametrize("stays", [False, True])
+    def test_a_step_that_cannot_be_sent_at_the_end_is_not_made(
+        self,
+        daemon: FakeDaemon,
+        session: Session,
+        stays: bool,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        ours, torchs = self.recipe(session, stays=stays)
+
+        def refuse(request: session_pb2.StepRequest) -> Any:
+            del request
+            raise RuntimeError("can't create new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(daemon, "begin_step", refuse)
+            with pytest.raises(RuntimeError, match="new thread"):
+                loss_of(ours.model).backward()
+        assert session.committed_step == 0
+        with pytest.raises(memd_client.InvalidArgument, match=RAISED):
+            loss_of(ours.model)
+        ours.zero_grad()
+        for recipe in (ours, torchs):
+            loss_of(recipe.model).backward()
+        assert session.committed_step == 1
+        assert_same_state(ours.model, torchs.model)
+
+    def test_one_without_an_answer_is_asked_for_by_the_next_use(
+        self, daemon: FakeDaemon, session: Session
+    ) -> None:
+        recipes = self.recipe(session)
+        loss_of(recipes[0].model).backward()
+        loss_of(recipes[1].model).backward()
+        daemon.lost_answers.append(lost())
+        with pytest.raises(memd_client.DaemonUnavailable, match="step 1: it is not known"):
+            loss_of(recipes[0].model, 1)
+        for recipe in recipes:
+            loss_of(recipe.model, 1).backward()
+        assert session.committed_step == 2
+        assert daemon.calls.count("step") == 2
+        assert_same_state(recipes[0].model, recipes[1].model)
+
+    def test_gradients_of_values_from_before_a_late_answer_are_refused_whichever_comes_first(
+        self, daemon: FakeDaemon, session: Session
+    ) -> None:
+        model = build(Mlp)
+        assert isinstance(model, Mlp)
+        memd_client.offload(model.second, session)
+        ours = Recipe(model, session)
+        daemon.lost_answers += [lost(), lost()]
+        with pytest.raises(memd_client.DaemonUnavailable, match="it is not known"):
+            loss_of(model).backward()
+        with pytest.raises(memd_client.DaemonUnavailable, match="it is not known"):
+            loss_of(model, 1)
+        daemon.lost_answers.clear()
+        # This forward used none of memd's values, so that the first step learns of the answer.
+        loss = model.first(batch(model, 1)).square().mean()
+        with pytest.raises(memd_client.InvalidArgument, match="computed with the values from"):
+            loss.backward()
+        ours.zero_grad()
+        assert session.committed_step == 1
+
+    def test_slots_are_reserved_ahead_though_each_gradient_is_stepped_at_once(
+        self, daemon: FakeDaemon, session: Session
+    ) -> None:
+        ours, _ = self.recipe(session)
+        loss_of(ours.model).backward()
+        assert not daemon.asked_ahead
+        loss_of(ours.model).backward()
+        asked = [name for names in daemon.asked_ahead for name in names]
+        assert len(asked) == len(set(asked)) >= 3
 
 
 class TestValuesThatStay:

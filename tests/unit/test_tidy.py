@@ -42,10 +42,9 @@ CLIENT_LAYERS = (
     *("shard", "calls", "retry", "attach", "temporary_folders", "embedded", "control", "reattach"),
     # One session's core.
     *("backward", "gradient_order", "leases", "tensor_streams", "registry", "held_names"),
-    "steps",
-    *("staged_values", "job"),
+    *("open_steps", "steps", "staged_values", "job"),
     *("name_uses", "blobs", "adam_settings"),
-    *("metadata", "lazy", "moments", "transaction", "module_names", "buffers"),
+    *("metadata", "hidden", "lazy", "moments", "transaction", "module_names", "buffers"),
     # Offloaded parameters.
     *("early", "gradients", "hole", "casts", "views", "residency", "parameter", "saved_tensors"),
     "away",
