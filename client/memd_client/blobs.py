@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from memd_client.errors import InvalidArgument, UnknownName
+from memd_client.held_names import UNNAMED_PREFIX
 from memd_client.name_uses import NameUses
 from memd_client.shard import Shard, shard_spec
+from memd_client.staged_values import STAGED_PREFIX
 from memd_proto.v1 import session_pb2, types_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from memd_client.job import Job
+
+_OWN_PREFIXES = (STAGED_PREFIX, UNNAMED_PREFIX)
 
 
 class Blobs:
@@ -125,6 +129,11 @@ class Blobs:
 def _refuse_blob(name: str, tensor: torch.Tensor) -> None:
     if not name:
         raise InvalidArgument("a tensor is put under a name that is not empty")
+    if name.startswith(_OWN_PREFIXES):
+        raise InvalidArgument(
+            f"names that begin with {' or '.join(_OWN_PREFIXES)} are memd's own, which removes "
+            f"them; put under another: {name!r}"
+        )
     if not isinstance(tensor, torch.Tensor):
         raise InvalidArgument(f"put stores tensors, not {type(tensor).__name__}: {name!r}")
     if tensor.layout is not torch.strided:

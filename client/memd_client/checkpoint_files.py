@@ -6,13 +6,14 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from memd_client.errors import CapacityError, DeviceError, InvalidArgument, MemdError
+from memd_client.interrupts import safe_point
 from memd_client.safetensors_header import (
     HEADER_BYTES_MAX,
     LENGTH_BYTES,
@@ -39,7 +40,7 @@ _PATH_ERRORS = frozenset(
 _FULL_ERRORS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 _SHOWN = 5  # names in a message
 
-Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ class CheckpointFile:
     def _read(self, offset: int, into: memoryview) -> None:
         done = 0
         while done < len(into):
+            safe_point()
             piece = into[done : done + _READ_BYTES]
             count = _os(os.preadv, self._file, [piece], offset + done, path=self._path)
             if not count:
@@ -134,10 +136,11 @@ class CheckpointFiles(AbstractContextManager["CheckpointFiles"]):
                 self._named = str(paths)
                 self._open_one(Path(paths), opened)
             else:
-                self._named = ", ".join(map(str, paths))
-                if not paths:
+                several = list(paths)
+                self._named = ", ".join(map(str, several))
+                if not several:
                     raise InvalidArgument("load_safetensors needs a path: the list is empty")
-                for path in paths:
+                for path in several:
                     self._open_file(Path(path), opened)
             self._opened = opened.pop_all()
 

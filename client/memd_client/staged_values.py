@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     Taking = Callable[["StagedValue", Shard | None, torch.Tensor], None]
 
 _log = logging.getLogger("memd_client")
-_PREFIX = "memd.load."
-_PLAN = _PREFIX + "plan"
-_TURN = _PREFIX + "turn"
+STAGED_PREFIX = "@load/"
+_PLAN = STAGED_PREFIX + "plan"
+_TURN = STAGED_PREFIX + "turn"
 # Never written: with them the disk quota holds what one commit replaces.
-_ROOM = _PREFIX + "room."
+_ROOM = STAGED_PREFIX + "room."
 _ROOM_BYTES = 1 << 20  # of one: it must fit into the job's host memory
 # So many bytes of values one commit moves to their shards; the extents of the old ones are free
 # then.
@@ -136,7 +136,7 @@ class StagedValues:
                 ones. Nothing has changed.
         """
         values = [
-            StagedValue(f"{_PREFIX}{index}", size_bytes, target_id)
+            StagedValue(f"{STAGED_PREFIX}{index}", size_bytes, target_id)
             for index, (target_id, size_bytes) in enumerate(targets)
         ]
         sizes = [value.size_bytes for value in values]
@@ -252,7 +252,9 @@ def _blob(name: str, size_bytes: int) -> types_pb2.ShardSpec:
 
 
 def _is_staged(shard: types_pb2.Shard) -> bool:
-    return shard.spec.kind == types_pb2.SHARD_KIND_BLOB and shard.spec.name.startswith(_PREFIX)
+    return shard.spec.kind == types_pb2.SHARD_KIND_BLOB and shard.spec.name.startswith(
+        STAGED_PREFIX
+    )
 
 
 def _is_written(staged: dict[str, types_pb2.Shard], name: str) -> bool:

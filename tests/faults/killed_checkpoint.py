@@ -115,7 +115,7 @@ def look() -> int:
             return 50
         model = memd_client.offload(Model(3), session)
         listed = session.transaction.job.shards.list_all()
-        if any(shard.spec.name.startswith("memd.load") for shard in listed):
+        if any(shard.spec.name.startswith("@load/") for shard in listed):
             return 51
         return seed_of(model.state_dict())
 
@@ -153,7 +153,7 @@ def save(path: Path, at: int) -> int:
 
 
 def options(path: Path) -> dict[str, Any]:
-    return {} if path.suffix else {"max_shard_bytes": 100_000}
+    return {} if path.suffix else {"max_shard_bytes": 8192}
 
 
 def written(path: Path) -> int:

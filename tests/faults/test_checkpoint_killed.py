@@ -53,15 +53,17 @@ def test_a_killed_load_leaves_the_old_values_or_the_new_ones(
         assert seen["killed_again"] > 0
 
 
-@pytest.mark.parametrize("stride", STRIDES)
+# Six moments in a row lie between the first shard's name and the last one's.
+@pytest.mark.parametrize("stride", [6, pytest.param(1, marks=pytest.mark.more)])
 def test_a_killed_save_leaves_the_old_files_or_the_new_ones_or_no_index(
     daemon: Daemon, tmp_path: Path, stride: int
 ) -> None:
     seen = kill(daemon, tmp_path, "save", stride)
     assert seen["old"] > 0
-    if stride < 10:
+    assert seen["absent"] > 0
+    if stride == 1:
         assert seen["new"] > 0
-        assert seen["old"] + seen["new"] + seen.get("absent", 0) >= 10
+        assert seen["old"] + seen["new"] + seen["absent"] >= 10
 
 
 def killing(restarts: Restarts, number: int, *, with_memory: bool, monkeypatch: Any) -> list[str]:
@@ -125,4 +127,4 @@ def test_a_load_is_whole_on_disk_when_the_daemon_s_memory_is_lost(
         model = memd_client.offload(Model(3), again)
         assert seed_of(model.state_dict()) == found
         names = [shard.spec.name for shard in again.transaction.job.shards.list_all()]
-        assert not [name for name in names if name.startswith("memd.load")]
+        assert not [name for name in names if name.startswith("@load/")]

@@ -124,7 +124,7 @@ def staged_names(session: memd_client.Session) -> list[str]:
     return [
         shard.spec.name
         for shard in session.transaction.job.shards.list_all()
-        if shard.spec.name.startswith("memd.load")
+        if shard.spec.name.startswith("@load/")
     ]
 
 
@@ -492,6 +492,13 @@ def test_a_job_that_others_use_is_not_loaded_into(daemon: Daemon, tmp_path: Path
         assert_same(model.state_dict(), Model().state_dict())
         memd_client.load_safetensors(model, path, session)
         assert_same(model.state_dict(), Model(seed=1).state_dict())
+
+
+def test_names_of_staged_values_are_memd_s_own(daemon: Daemon) -> None:
+    with fresh(daemon, "own-names") as session:
+        with pytest.raises(memd_client.InvalidArgument, match="are memd's own"):
+            session.put("@load/0", torch.ones(1))
+        session.put("load/0", torch.ones(1))
 
 
 def test_only_one_session_loads_at_a_time_and_the_others_wait(
