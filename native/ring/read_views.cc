@@ -24,7 +24,8 @@ uint64_t page_bytes() { return pages_of(nullptr, 1).size(); }
 
 Result<std::unique_ptr<ReadViews>> ReadViews::reserve(std::byte* shared,
                                                       uint64_t reserved_bytes,
-                                                      WrittenPages pages) {
+                                                      WrittenPages pages,
+                                                      uint64_t small_bytes) {
   void* base =
       mmap(nullptr, reserved_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (base == MAP_FAILED)
@@ -38,6 +39,7 @@ Result<std::unique_ptr<ReadViews>> ReadViews::reserve(std::byte* shared,
                                                   static_cast<std::byte*>(base),
                                                   reserved_bytes,
                                                   std::move(pages),
+                                                  small_bytes,
                                                   std::move(mlocks).value()));
 }
 
@@ -45,11 +47,13 @@ ReadViews::ReadViews(std::byte* shared,
                      std::byte* base,
                      uint64_t reserved_bytes,
                      WrittenPages pages,
+                     uint64_t small_bytes,
                      std::unique_ptr<MlockWatch> mlocks)
     : shared_(shared),
       base_(base),
       reserved_bytes_(reserved_bytes),
       pages_(std::move(pages)),
+      small_bytes_(small_bytes),
       mlocks_(std::move(mlocks)) {}
 
 ReadViews::~ReadViews() { munmap(base_, reserved_bytes_); }
@@ -77,6 +81,7 @@ std::byte* ReadViews::begin(uint64_t offset_bytes, uint64_t length_bytes) {
   std::byte* data = base_ + offset_bytes;
   const std::lock_guard lock(mutex_);
   if (has_huge_pages(offset_bytes, offset_bytes + length_bytes)) return shared_ + offset_bytes;
+  if (length_bytes <= small_bytes_) return begin_small(offset_bytes, length_bytes);
   if (mlocks_->has_copied()) drop_mlocked();
   const auto [at, is_first] = living_.try_emplace(offset_bytes);
   Living& living = at->second;
@@ -128,7 +133,7 @@ bool ReadViews::end_unless_written(std::byte* data, uint64_t length_bytes) {
   if (is_mapped) {
     end_in_mapping(written, data);
   } else {
-    copies_.erase(data);
+    end_copy(data);
   }
   return true;
 }
@@ -139,7 +144,7 @@ void ReadViews::end(std::byte* data, uint64_t length_bytes) {
   if (is_in_mapping(data)) {
     end_in_mapping(pages_.find(data, length_bytes), data);
   } else {
-    copies_.erase(data);
+    end_copy(data);
   }
 }
 
@@ -159,6 +164,21 @@ bool ReadViews::has_huge_pages(uint64_t begin_bytes, uint64_t end_bytes) const {
   return first != huge_.end() && first->begin_bytes < end_bytes;
 }
 
+std::byte* ReadViews::begin_small(uint64_t offset_bytes, uint64_t length_bytes) {
+  const auto equal = small_.find(offset_bytes);
+  if (equal == small_.end()) {
+    std::byte* const data = copy(offset_bytes, length_bytes);
+    if (data != nullptr) small_.emplace(offset_bytes, data);
+    return data;
+  }
+  std::byte* const data = equal->second;
+  Copy& living = copies_.at(data);
+  if (living.length_bytes != length_bytes || differs(data, living))
+    return copy(offset_bytes, length_bytes);
+  ++living.count;
+  return data;
+}
+
 std::byte* ReadViews::copy(uint64_t offset_bytes, uint64_t length_bytes) {
   auto* data = static_cast<std::byte*>(
       std::aligned_alloc(kViewAlignmentBytes, align_up(length_bytes, kViewAlignmentBytes)));
@@ -166,6 +186,7 @@ std::byte* ReadViews::copy(uint64_t offset_bytes, uint64_t length_bytes) {
   std::memcpy(data, shared_ + offset_bytes, length_bytes);
   Copy& copy = copies_[data];
   copy.offset_bytes = offset_bytes;
+  copy.length_bytes = length_bytes;
   copy.memory.reset(data);
   return data;
 }
@@ -184,7 +205,19 @@ bool ReadViews::is_changed(const Pages& written, std::byte* data, uint64_t lengt
   if (noted == nullptr) return false;
   if (noted->has_value()) return record_checksum({data, length_bytes}) != **noted;
   if (is_in_mapping(data)) return differs(written, data, length_bytes);
-  return std::memcmp(data, shared_ + copies_.at(data).offset_bytes, length_bytes) != 0;
+  return differs(data, copies_.at(data));
+}
+
+bool ReadViews::differs(const std::byte* data, const Copy& copy) const {
+  return std::memcmp(data, shared_ + copy.offset_bytes, copy.length_bytes) != 0;
+}
+
+void ReadViews::end_copy(const std::byte* data) {
+  const auto at = copies_.find(data);
+  if (at == copies_.end() || --at->second.count > 0) return;
+  const auto joined = small_.find(at->second.offset_bytes);
+  if (joined != small_.end() && joined->second == data) small_.erase(joined);
+  copies_.erase(at);
 }
 
 bool ReadViews::differs(const Pages& written, std::byte* data, uint64_t length_bytes) const {

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <tuple>
 
 #include "base/units.h"
 #include "no_memory.h"
@@ -20,8 +21,8 @@ namespace {
 constexpr uint64_t kSegment = 1_MiB;
 constexpr uint64_t kPage = 4_KiB;
 
-/// Each way in which the kernel is asked for written pages.
-class ReadViewsTest : public testing::TestWithParam<PageLook> {
+/// Each way in which the kernel is asked for written pages, with small views and without.
+class ReadViewsTest : public testing::TestWithParam<std::tuple<PageLook, uint64_t>> {
  protected:
   ReadViewsTest() : segment_(memfd_create("segment", MFD_CLOEXEC)) {
     EXPECT_EQ(ftruncate(segment_.get(), kSegment), 0);
@@ -32,10 +33,12 @@ class ReadViewsTest : public testing::TestWithParam<PageLook> {
     map();
   }
   ~ReadViewsTest() override { munmap(arena_, kSegment); }
+  static WrittenPages look() { return WrittenPages(std::get<0>(GetParam())); }
+  static uint64_t small_bytes() { return std::get<1>(GetParam()); }
   static void write(std::byte* at, int value) { *at = static_cast<std::byte>(value); }
   static int read(const std::byte* at) { return static_cast<int>(*at); }
   void map() {
-    views_ = ReadViews::reserve(arena_, kSegment, WrittenPages(GetParam())).value();
+    views_ = ReadViews::reserve(arena_, kSegment, look(), small_bytes()).value();
     EXPECT_TRUE(views_->map_segment(0, kSegment, segment_).is_ok());
   }
 
@@ -145,6 +148,29 @@ TEST_P(ReadViewsTest, a_view_of_what_another_wrote_shows_the_arena) {
   views_->end(written, 2 * kPage);
 }
 
+TEST_P(ReadViewsTest, equal_views_of_which_one_has_ended_are_one_place_still) {
+  std::byte* first = views_->begin(64, 128);
+  std::byte* second = views_->begin(64, 128);
+  ASSERT_EQ(first, second);
+  EXPECT_TRUE(views_->end_unless_written(first, 128));
+  std::byte* third = views_->begin(64, 128);
+  EXPECT_EQ(third, second);
+  std::byte* longer = views_->begin(64, 192);
+  EXPECT_NE(longer, second) << "another shard's, whose end differs";
+  EXPECT_TRUE(views_->end_unless_written(longer, 192));
+  EXPECT_TRUE(views_->end_unless_written(third, 128));
+  write(second, 9);
+  std::byte* apart = views_->begin(64, 128);
+  EXPECT_EQ(read(apart), 1);
+  EXPECT_TRUE(views_->end_unless_written(apart, 128));
+  EXPECT_FALSE(views_->end_unless_written(second, 128));
+  views_->end(second, 128);
+  write(arena_ + 64, 4);
+  first = views_->begin(64, 128);
+  EXPECT_EQ(read(first), 4);
+  EXPECT_TRUE(views_->end_unless_written(first, 128));
+}
+
 TEST_P(ReadViewsTest, equal_views_are_one_place_until_the_last_has_ended) {
   std::byte* first = views_->begin(0, kPage);
   std::byte* second = views_->begin(0, kPage);
@@ -216,7 +242,7 @@ TEST_P(ReadViewsTest, views_stay_private_when_segments_of_huge_pages_follow) {
                         0);
     ASSERT_NE(mapped, MAP_FAILED);
   }
-  views_ = ReadViews::reserve(arena, 4 * kSegment, WrittenPages(GetParam())).value();
+  views_ = ReadViews::reserve(arena, 4 * kSegment, look(), small_bytes()).value();
   ASSERT_TRUE(views_->map_segment(0, kSegment, segment_).is_ok());
   std::byte* view = views_->begin(0, kPage);
   write(view, 9);
@@ -243,9 +269,11 @@ TEST_P(ReadViewsTest, views_stay_private_when_segments_of_huge_pages_follow) {
   munmap(reserved, 4 * kSegment);
 }
 
-INSTANTIATE_TEST_SUITE_P(each_look,
-                         ReadViewsTest,
-                         testing::Values(PageLook::scan, PageLook::table, PageLook::nothing));
+INSTANTIATE_TEST_SUITE_P(
+    each_look,
+    ReadViewsTest,
+    testing::Combine(testing::Values(PageLook::scan, PageLook::table, PageLook::nothing),
+                     testing::Values(uint64_t{0}, ReadViews::kSmallBytes)));
 
 /// Runs `test` in a child, whose memory alone is locked. It maps a segment itself: the page table
 /// that is asked is that of the process that has opened it.
