@@ -1,8 +1,10 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -51,18 +53,32 @@ void check_length(const char* name, size_t length, size_t count) {
   throw nb::value_error(message.c_str());
 }
 
+/// nullptr where there is none.
+float* maximum_of(const AdamSettings& settings,
+                  const std::optional<Array<float>>& max_exp_avg_sq,
+                  size_t count) {
+  if (settings.amsgrad != max_exp_avg_sq.has_value()) {
+    throw nb::value_error("max_exp_avg_sq is given with amsgrad, and without it not");
+  }
+  if (!max_exp_avg_sq) return nullptr;
+  check_length("max_exp_avg_sq", max_exp_avg_sq->size(), count);
+  return max_exp_avg_sq->data();
+}
+
 void update_fp32(const std::string& isa,
                  const AdamSettings& settings,
                  uint64_t t,
                  const Array<float>& parameter,
                  const Array<float>& exp_avg,
                  const Array<float>& exp_avg_sq,
-                 const Array<const float>& gradient) {
+                 const Array<const float>& gradient,
+                 const std::optional<Array<float>>& max_exp_avg_sq) {
   const Isa chosen = isa_named(isa);
   check_update_number(t);
   check_length("parameter", parameter.size(), exp_avg.size());
   check_length("exp_avg_sq", exp_avg_sq.size(), exp_avg.size());
   check_length("gradient", gradient.size(), exp_avg.size());
+  float* const maximum = maximum_of(settings, max_exp_avg_sq, exp_avg.size());
   const nb::gil_scoped_release unlocked;
   adam_update(chosen,
               adam_scalars(settings, t),
@@ -70,7 +86,8 @@ void update_fp32(const std::string& isa,
               parameter.data(),
               exp_avg.data(),
               exp_avg_sq.data(),
-              gradient.data());
+              gradient.data(),
+              maximum);
 }
 
 void update_bf16(const std::string& isa,
@@ -80,13 +97,15 @@ void update_bf16(const std::string& isa,
                  const Array<int16_t>& remainder,
                  const Array<float>& exp_avg,
                  const Array<float>& exp_avg_sq,
-                 const Array<const uint16_t>& gradient) {
+                 const Array<const uint16_t>& gradient,
+                 const std::optional<Array<float>>& max_exp_avg_sq) {
   const Isa chosen = isa_named(isa);
   check_update_number(t);
   check_length("half", half.size(), exp_avg.size());
   check_length("remainder", remainder.size(), exp_avg.size());
   check_length("exp_avg_sq", exp_avg_sq.size(), exp_avg.size());
   check_length("gradient", gradient.size(), exp_avg.size());
+  float* const maximum = maximum_of(settings, max_exp_avg_sq, exp_avg.size());
   const nb::gil_scoped_release unlocked;
   adam_update(chosen,
               adam_scalars(settings, t),
@@ -95,7 +114,8 @@ void update_bf16(const std::string& isa,
               remainder.data(),
               exp_avg.data(),
               exp_avg_sq.data(),
-              gradient.data());
+              gradient.data(),
+              maximum);
 }
 
 }  // namespace
@@ -111,8 +131,10 @@ void bind_optim(nb::module_& module) {
              double eps,
              double weight_decay,
              bool decoupled,
-             bool maximize) {
-            new (self) AdamSettings{lr, beta1, beta2, eps, weight_decay, decoupled, maximize};
+             bool maximize,
+             bool amsgrad) {
+            new (self)
+                AdamSettings{lr, beta1, beta2, eps, weight_decay, decoupled, maximize, amsgrad};
           },
           "lr"_a,
           "beta1"_a,
@@ -121,21 +143,25 @@ void bind_optim(nb::module_& module) {
           "weight_decay"_a,
           "decoupled"_a,
           "maximize"_a = false,
+          "amsgrad"_a = false,
           "One parameter group's settings, as torch names them. decoupled: AdamW; else Adam with "
           "an L2 term.");
   module.def("isa_names",
              &isa_names,
              "The instruction sets of this processor that have a kernel, the widest last.");
-  module.def("adam_update",
-             &update_fp32,
-             "isa"_a,
-             "settings"_a,
-             "t"_a,
-             "parameter"_a.noconvert(),
-             "exp_avg"_a.noconvert(),
-             "exp_avg_sq"_a.noconvert(),
-             "gradient"_a.noconvert(),
-             "Update number `t`, from 1, of fp32 arrays of equal length, in place.");
+  module.def(
+      "adam_update",
+      &update_fp32,
+      "isa"_a,
+      "settings"_a,
+      "t"_a,
+      "parameter"_a.noconvert(),
+      "exp_avg"_a.noconvert(),
+      "exp_avg_sq"_a.noconvert(),
+      "gradient"_a.noconvert(),
+      "max_exp_avg_sq"_a.noconvert() = nb::none(),
+      "Update number `t`, from 1, of fp32 arrays of equal length, in place. `max_exp_avg_sq`: "
+      "with amsgrad.");
   module.def("adam_update_bf16",
              &update_bf16,
              "isa"_a,
@@ -146,8 +172,9 @@ void bind_optim(nb::module_& module) {
              "exp_avg"_a.noconvert(),
              "exp_avg_sq"_a.noconvert(),
              "gradient"_a.noconvert(),
+             "max_exp_avg_sq"_a.noconvert() = nb::none(),
              "Update number `t`, from 1, of bf16 arrays of equal length, in place; `half` and "
-             "`gradient` hold bf16 as uint16.");
+             "`gradient` hold bf16 as uint16. `max_exp_avg_sq`: with amsgrad.");
 }
 
 }  // namespace memd

@@ -22,6 +22,8 @@ Isa widest_isa() {
 template <typename Arrays>
 void update(Isa isa, const AdamScalars& scalars, const Arrays& arrays) {
   MEMD_CHECK(isa <= isa_best());
+  // An empty array may be anywhere.
+  MEMD_CHECK(arrays.count == 0 || scalars.amsgrad == (arrays.max_exp_avg_sq != nullptr));
 #if defined(__x86_64__)
   if (isa == Isa::avx512) return internal::adam_avx512(scalars, arrays);
   if (isa == Isa::avx2) return internal::adam_avx2(scalars, arrays);
@@ -50,6 +52,7 @@ AdamScalars adam_scalars(const AdamSettings& settings, uint64_t t) {
   scalars.decoupled = settings.decoupled;
   scalars.decays = settings.weight_decay != 0.0;
   scalars.lerp_from_end = scalars.one_minus_beta1 >= 0.5F;
+  scalars.amsgrad = settings.amsgrad;
   return scalars;
 }
 
@@ -64,8 +67,11 @@ void adam_update(Isa isa,
                  float* parameter,
                  float* exp_avg,
                  float* exp_avg_sq,
-                 const float* gradient) {
-  update(isa, scalars, internal::AdamFp32{count, parameter, exp_avg, exp_avg_sq, gradient});
+                 const float* gradient,
+                 float* max_exp_avg_sq) {
+  update(isa,
+         scalars,
+         internal::AdamFp32{count, parameter, exp_avg, exp_avg_sq, max_exp_avg_sq, gradient});
 }
 
 void adam_update(Isa isa,
@@ -75,8 +81,11 @@ void adam_update(Isa isa,
                  int16_t* remainder,
                  float* exp_avg,
                  float* exp_avg_sq,
-                 const uint16_t* gradient) {
-  update(isa, scalars, internal::AdamBf16{count, half, remainder, exp_avg, exp_avg_sq, gradient});
+                 const uint16_t* gradient,
+                 float* max_exp_avg_sq) {
+  update(isa,
+         scalars,
+         internal::AdamBf16{count, half, remainder, exp_avg, exp_avg_sq, max_exp_avg_sq, gradient});
 }
 
 }  // namespace memd

@@ -16,6 +16,7 @@ struct AdamSettings {
   bool decoupled =
       true;  // true: AdamW (decay of the parameter); false: Adam (L2 term in the gradient)
   bool maximize = false;  // the update follows the gradient upwards
+  bool amsgrad = false;   // the largest exp_avg_sq so far divides, not the last one
 
   bool operator==(const AdamSettings&) const = default;
 };
@@ -35,6 +36,7 @@ struct AdamScalars {
   bool decoupled;
   bool decays;         // weight_decay != 0
   bool lerp_from_end;  // one_minus_beta1 >= 0.5: torch's lerp then counts from the gradient
+  bool amsgrad;
 };
 
 /// `t` is the number of this update, from 1.
@@ -47,14 +49,16 @@ Isa isa_best();
 
 /// fp32: `parameter`, `exp_avg`, `exp_avg_sq` are updated in place; `gradient` is read. `count`
 /// elements each. The arrays may start on any 4-byte boundary and must not overlap. The same bits
-/// for every `isa`, and for any split of the elements over calls.
+/// for every `isa`, and for any split of the elements over calls. `max_exp_avg_sq` is updated too,
+/// and is there exactly where the settings say amsgrad.
 void adam_update(Isa isa,
                  const AdamScalars& scalars,
                  size_t count,
                  float* parameter,
                  float* exp_avg,
                  float* exp_avg_sq,
-                 const float* gradient);
+                 const float* gradient,
+                 float* max_exp_avg_sq = nullptr);
 
 /// bf16: the fp32 parameter is stored exactly as `half` = (bits + 0x8000) >> 16 (ties away from
 /// zero), which is the published bf16 parameter, and `remainder` = bits - (half << 16), a signed
@@ -67,6 +71,7 @@ void adam_update(Isa isa,
                  int16_t* remainder,
                  float* exp_avg,
                  float* exp_avg_sq,
-                 const uint16_t* gradient);
+                 const uint16_t* gradient,
+                 float* max_exp_avg_sq = nullptr);
 
 }  // namespace memd

@@ -9,7 +9,8 @@
 namespace memd::internal {
 namespace {
 
-void update_element(const AdamScalars& s, float& theta, float& m, float& v, float g) {
+/// `v_max`: nullptr without amsgrad.
+void update_element(const AdamScalars& s, float& theta, float& m, float& v, float* v_max, float g) {
   g = g * s.gradient_sign;
   if (s.decays && s.decoupled) theta = theta * s.lr_factor;
   if (s.decays && !s.decoupled) g = std::fma(theta, s.weight_decay, g);
@@ -21,9 +22,15 @@ void update_element(const AdamScalars& s, float& theta, float& m, float& v, floa
     m = std::fma(s.one_minus_beta1, step_to_g, m);
   }
   v = std::fma(s.one_minus_beta2 * g, g, v * s.beta2);
-  const float denominator = std::sqrt(v) / s.bias_correction2_sqrt + s.eps;
+  // AMSGrad (Reddi and others, 2018). torch's maximum of a number and a NaN is NaN.
+  if (v_max != nullptr && (v > *v_max || std::isnan(v))) *v_max = v;
+  const float v_hat = v_max != nullptr ? *v_max : v;
+  const float denominator = std::sqrt(v_hat) / s.bias_correction2_sqrt + s.eps;
   theta = theta - s.step_size * m / denominator;
 }
+
+/// nullptr stays nullptr.
+float* at(float* array, size_t i) { return array == nullptr ? nullptr : array + i; }
 
 float float_of(uint32_t bits) {
   float value;
@@ -41,8 +48,12 @@ uint32_t bits_of(float value) {
 
 void adam_reference(const AdamScalars& scalars, const AdamFp32& arrays) {
   for (size_t i = 0; i < arrays.count; ++i) {
-    update_element(
-        scalars, arrays.parameter[i], arrays.exp_avg[i], arrays.exp_avg_sq[i], arrays.gradient[i]);
+    update_element(scalars,
+                   arrays.parameter[i],
+                   arrays.exp_avg[i],
+                   arrays.exp_avg_sq[i],
+                   at(arrays.max_exp_avg_sq, i),
+                   arrays.gradient[i]);
   }
 }
 
@@ -55,6 +66,7 @@ void adam_reference(const AdamScalars& scalars, const AdamBf16& arrays) {
                    theta,
                    arrays.exp_avg[i],
                    arrays.exp_avg_sq[i],
+                   at(arrays.max_exp_avg_sq, i),
                    float_of(uint32_t{arrays.gradient[i]} << 16));
     const uint32_t bits = bits_of(theta);
     if (std::isnan(theta)) {

@@ -12,6 +12,7 @@ struct AdamFp32 {
   float* parameter;
   float* exp_avg;
   float* exp_avg_sq;
+  float* max_exp_avg_sq;  // nullptr without amsgrad
   const float* gradient;
 };
 
@@ -21,6 +22,7 @@ struct AdamBf16 {
   int16_t* remainder;
   float* exp_avg;
   float* exp_avg_sq;
+  float* max_exp_avg_sq;  // nullptr without amsgrad
   const uint16_t* gradient;
 };
 

@@ -16,13 +16,13 @@ namespace memd {
 namespace {
 
 struct Fp32State {
-  std::vector<float> parameter, exp_avg, exp_avg_sq, gradient;
+  std::vector<float> parameter, exp_avg, exp_avg_sq, max_exp_avg_sq, gradient;
 };
 
 struct Bf16State {
   std::vector<uint16_t> half;
   std::vector<int16_t> remainder;
-  std::vector<float> exp_avg, exp_avg_sq;
+  std::vector<float> exp_avg, exp_avg_sq, max_exp_avg_sq;
   std::vector<uint16_t> gradient;
 };
 
@@ -57,6 +57,7 @@ Fp32State fp32_state(size_t count, uint32_t seed) {
     state.parameter.push_back(awkward(random));
     state.exp_avg.push_back(awkward(random));
     state.exp_avg_sq.push_back(std::fabs(awkward(random)));
+    state.max_exp_avg_sq.push_back(std::fabs(awkward(random)));
     state.gradient.push_back(awkward(random));
   }
   return state;
@@ -70,6 +71,7 @@ Bf16State bf16_state(size_t count, uint32_t seed) {
     state.remainder.push_back(static_cast<int16_t>(random()));
     state.exp_avg.push_back(awkward(random));
     state.exp_avg_sq.push_back(std::fabs(awkward(random)));
+    state.max_exp_avg_sq.push_back(std::fabs(awkward(random)));
     state.gradient.push_back(static_cast<uint16_t>(std::bit_cast<uint32_t>(awkward(random)) >> 16));
   }
   return state;
@@ -82,7 +84,8 @@ void update(Isa isa, const AdamScalars& scalars, Fp32State& state, size_t first,
               state.parameter.data() + first,
               state.exp_avg.data() + first,
               state.exp_avg_sq.data() + first,
-              state.gradient.data() + first);
+              state.gradient.data() + first,
+              scalars.amsgrad ? state.max_exp_avg_sq.data() + first : nullptr);
 }
 
 void update(Isa isa, const AdamScalars& scalars, Bf16State& state, size_t first, size_t count) {
@@ -93,7 +96,8 @@ void update(Isa isa, const AdamScalars& scalars, Bf16State& state, size_t first,
               state.remainder.data() + first,
               state.exp_avg.data() + first,
               state.exp_avg_sq.data() + first,
-              state.gradient.data() + first);
+              state.gradient.data() + first,
+              scalars.amsgrad ? state.max_exp_avg_sq.data() + first : nullptr);
 }
 
 /// Which of several NaNs an operation hands on depends on the operand order, so all of them count
@@ -116,12 +120,14 @@ void expect_same_bits(const std::vector<T>& actual,
 void expect_same_bits(const Fp32State& actual, const Fp32State& expected) {
   expect_same_bits(actual.exp_avg, expected.exp_avg, "exp_avg");
   expect_same_bits(actual.exp_avg_sq, expected.exp_avg_sq, "exp_avg_sq");
+  expect_same_bits(actual.max_exp_avg_sq, expected.max_exp_avg_sq, "max_exp_avg_sq");
   expect_same_bits(actual.parameter, expected.parameter, "parameter");
 }
 
 void expect_same_bits(const Bf16State& actual, const Bf16State& expected) {
   expect_same_bits(actual.exp_avg, expected.exp_avg, "exp_avg");
   expect_same_bits(actual.exp_avg_sq, expected.exp_avg_sq, "exp_avg_sq");
+  expect_same_bits(actual.max_exp_avg_sq, expected.max_exp_avg_sq, "max_exp_avg_sq");
   expect_same_bits(actual.half, expected.half, "half");
   expect_same_bits(actual.remainder, expected.remainder, "remainder");
 }
@@ -133,10 +139,14 @@ std::vector<Isa> wide_isas() {
   return isas;
 }
 
-/// Every branch of the loop: no decay, AdamW's, Adam's; the lerp from either end; either sign.
+/// Every branch of the loop: no decay, AdamW's, Adam's; the lerp from either end; either sign; with
+/// and without the maximum.
 std::vector<AdamSettings> all_settings() {
   std::vector<AdamSettings> all;
-  for (const bool maximize : {false, true}) {
+  for (const auto& [maximize, amsgrad] : {std::pair(false, false),
+                                          std::pair(true, false),
+                                          std::pair(false, true),
+                                          std::pair(true, true)}) {
     for (const double beta1 : {0.9, 0.5, 0.3, 0.0}) {
       for (const auto& [weight_decay, decoupled] :
            {std::pair(0.0, true), std::pair(0.1, true), std::pair(0.1, false)}) {
@@ -145,7 +155,8 @@ std::vector<AdamSettings> all_settings() {
                        .beta2 = 0.95,
                        .weight_decay = weight_decay,
                        .decoupled = decoupled,
-                       .maximize = maximize});
+                       .maximize = maximize,
+                       .amsgrad = amsgrad});
       }
     }
   }
@@ -155,7 +166,7 @@ std::vector<AdamSettings> all_settings() {
 std::string name_of(const AdamSettings& settings) {
   return "beta1 " + std::to_string(settings.beta1) + " weight_decay " +
          std::to_string(settings.weight_decay) + (settings.decoupled ? " decoupled" : " l2") +
-         (settings.maximize ? " maximize" : "");
+         (settings.maximize ? " maximize" : "") + (settings.amsgrad ? " amsgrad" : "");
 }
 
 template <typename State>
@@ -179,7 +190,7 @@ void expect_every_isa_gives_the_bits_of_the_reference(State (*make_state)(size_t
 template <typename State>
 void expect_any_split_gives_the_same_bits(State (*make_state)(size_t, uint32_t)) {
   constexpr size_t kCount = 5000;
-  const AdamScalars scalars = adam_scalars({.weight_decay = 0.01}, 3);
+  const AdamScalars scalars = adam_scalars({.weight_decay = 0.01, .amsgrad = true}, 3);
   const State start = make_state(kCount, 1);
   State expected = start;
   update(Isa::plain, scalars, expected, 0, kCount);
@@ -220,7 +231,7 @@ TEST(Adam, follows_the_papers_formula) {
   const AdamSettings settings{
       .lr = 0.01, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8, .weight_decay = 0.1};
   double theta = 0.5, m = 0.0, v = 0.0;
-  Fp32State state{{0.5F}, {0.0F}, {0.0F}, {0.0F}};
+  Fp32State state{{0.5F}, {0.0F}, {0.0F}, {0.0F}, {0.0F}};
   for (uint64_t t = 1; t <= 50; ++t) {
     const double g = std::sin(static_cast<double>(t));
     state.gradient[0] = static_cast<float>(g);
@@ -233,6 +244,42 @@ TEST(Adam, follows_the_papers_formula) {
     theta -= settings.lr * m_hat / (std::sqrt(v_hat) + settings.eps);
   }
   EXPECT_NEAR(static_cast<double>(state.parameter[0]), theta, 1e-6);
+}
+
+TEST(Adam, with_amsgrad_the_largest_second_moment_so_far_divides) {
+  const AdamSettings settings{
+      .lr = 0.01, .beta1 = 0.9, .beta2 = 0.5, .eps = 1e-8, .weight_decay = 0.0, .amsgrad = true};
+  double theta = 0.5, m = 0.0, v = 0.0, v_max = 0.0;
+  Fp32State state{{0.5F}, {0.0F}, {0.0F}, {0.0F}, {0.0F}};
+  for (uint64_t t = 1; t <= 20; ++t) {
+    const double g = t % 5 == 1 ? 1.0 : 0.01;
+    state.gradient[0] = static_cast<float>(g);
+    update(isa_best(), adam_scalars(settings, t), state, 0, 1);
+    m = settings.beta1 * m + (1 - settings.beta1) * g;
+    v = settings.beta2 * v + (1 - settings.beta2) * g * g;
+    v_max = std::max(v_max, v);
+    const double m_hat = m / (1 - std::pow(settings.beta1, static_cast<double>(t)));
+    const double v_hat = v_max / (1 - std::pow(settings.beta2, static_cast<double>(t)));
+    theta -= settings.lr * m_hat / (std::sqrt(v_hat) + settings.eps);
+    EXPECT_NEAR(static_cast<double>(state.max_exp_avg_sq[0]), v_max, 1e-7);
+  }
+  EXPECT_LT(v, v_max / 2) << "else the maximum is the last one";
+  EXPECT_NEAR(static_cast<double>(state.parameter[0]), theta, 1e-6);
+}
+
+TEST(Adam, a_maximum_of_nan_stays_and_one_that_meets_nan_becomes_it) {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  std::vector<Isa> isas = wide_isas();
+  isas.push_back(Isa::plain);
+  for (const Isa isa : isas) {
+    const auto of = [](float value) { return std::vector<float>(33, value); };
+    Fp32State state{of(1.0F), of(0.0F), of(0.0F), of(nan), of(1.0F)};
+    update(isa, adam_scalars({.amsgrad = true}, 1), state, 0, 33);
+    for (const float maximum : state.max_exp_avg_sq) EXPECT_TRUE(std::isnan(maximum));
+    state = {of(1.0F), of(0.0F), of(0.0F), of(7.0F), of(nan)};
+    update(isa, adam_scalars({.amsgrad = true}, 1), state, 0, 33);
+    for (const float maximum : state.max_exp_avg_sq) EXPECT_TRUE(std::isnan(maximum));
+  }
 }
 
 template <typename State>
@@ -299,6 +346,7 @@ TEST(AdamBf16, keeps_every_fp32_number_exactly_in_half_and_remainder) {
                       std::vector<int16_t>(kCount),
                       std::vector<float>(kCount),
                       std::vector<float>(kCount),
+                      {},
                       std::vector<uint16_t>(kCount)};
       for (uint32_t high = 0; high < kCount; ++high) {
         // Any halves whose sum is the number will do as the start.
@@ -327,7 +375,7 @@ TEST(AdamBf16, keeps_every_fp32_number_exactly_in_half_and_remainder) {
 }
 
 TEST(AdamBf16, a_number_beyond_bf16_is_published_as_infinity_and_kept_exactly) {
-  Bf16State state{{0x7F80}, {-1}, {0.0F}, {0.0F}, {0}};  // 0x7F7FFFFF, the largest fp32
+  Bf16State state{{0x7F80}, {-1}, {0.0F}, {0.0F}, {}, {0}};  // 0x7F7FFFFF, the largest fp32
   update(isa_best(), adam_scalars(kStandStill, 1), state, 0, 1);
   EXPECT_EQ(state.half[0], 0x7F80);
   EXPECT_EQ(state.remainder[0], -1);
@@ -338,7 +386,7 @@ TEST(AdamBf16, moves_like_fp32_fed_the_same_gradients) {
   std::mt19937 random(7);
   Bf16State state = bf16_state(kCount, 7);
   Fp32State expected{
-      {}, std::vector<float>(kCount), std::vector<float>(kCount), std::vector<float>(kCount)};
+      {}, std::vector<float>(kCount), std::vector<float>(kCount), {}, std::vector<float>(kCount)};
   state.exp_avg.assign(kCount, 0.0F);
   state.exp_avg_sq.assign(kCount, 0.0F);
   for (size_t i = 0; i < kCount; ++i) {

@@ -21,6 +21,10 @@ inline ShardSpec parameter(const std::string& name,
           .tier = Tier::nvme,
           .shape = {elements}};
 }
+inline ShardSpec with_maximum(ShardSpec spec, bool keeps_maximum = true) {
+  spec.keeps_maximum = keeps_maximum;
+  return spec;
+}
 inline ShardSpec bytes_shard(const std::string& name,
                              uint64_t bytes,
                              ShardKind kind = ShardKind::blob) {
@@ -57,6 +61,7 @@ struct Twin {
   std::vector<uint16_t> half;
   std::vector<int16_t> remainder;
   std::vector<float> m, v;
+  std::vector<float> v_max;  // of all elements, also without amsgrad
   uint64_t t = 0;
 
   static Twin fp32(std::vector<float> values) {
@@ -64,6 +69,7 @@ struct Twin {
     twin.theta = std::move(values);
     twin.m.resize(twin.theta.size());
     twin.v.resize(twin.theta.size());
+    twin.v_max.resize(twin.theta.size());
     return twin;
   }
   static Twin bf16(std::vector<uint16_t> values) {
@@ -72,19 +78,26 @@ struct Twin {
     twin.remainder.resize(twin.half.size());
     twin.m.resize(twin.half.size());
     twin.v.resize(twin.half.size());
+    twin.v_max.resize(twin.half.size());
     return twin;
   }
   void step(const AdamSettings& settings, const std::vector<float>& gradient) {
     internal::adam_reference(
         adam_scalars(settings, ++t),
-        internal::AdamFp32{theta.size(), theta.data(), m.data(), v.data(), gradient.data()});
+        internal::AdamFp32{
+            theta.size(), theta.data(), m.data(), v.data(), maximum(settings), gradient.data()});
   }
   void step(const AdamSettings& settings, const std::vector<uint16_t>& gradient) {
-    internal::adam_reference(
-        adam_scalars(settings, ++t),
-        internal::AdamBf16{
-            half.size(), half.data(), remainder.data(), m.data(), v.data(), gradient.data()});
+    internal::adam_reference(adam_scalars(settings, ++t),
+                             internal::AdamBf16{half.size(),
+                                                half.data(),
+                                                remainder.data(),
+                                                m.data(),
+                                                v.data(),
+                                                maximum(settings),
+                                                gradient.data()});
   }
+  float* maximum(const AdamSettings& settings) { return settings.amsgrad ? v_max.data() : nullptr; }
 };
 
 }  // namespace memd::testing

@@ -20,7 +20,13 @@ Trajectories = dict[str, npt.NDArray[np.generic]]
 
 
 def settings(
-    beta1: float, beta2: float, weight_decay: float, *, decoupled: bool, maximize: bool = False
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    *,
+    decoupled: bool,
+    maximize: bool = False,
+    amsgrad: bool = False,
 ) -> AdamSettings:
     return AdamSettings(
         lr=1e-3,
@@ -30,6 +36,7 @@ def settings(
         weight_decay=weight_decay,
         decoupled=decoupled,
         maximize=maximize,
+        amsgrad=amsgrad,
     )
 
 
@@ -42,6 +49,10 @@ SETTINGS = {
     "adamw_zero_beta1": settings(0.0, 0.9, 0.01, decoupled=True),
     "adamw_maximize": settings(0.9, 0.95, 0.1, decoupled=True, maximize=True),
     "adam_l2_maximize": settings(0.4, 0.95, 0.0123, decoupled=False, maximize=True),
+    "adamw_amsgrad": settings(0.9, 0.5, 0.1, decoupled=True, amsgrad=True),
+    "adam_l2_amsgrad_maximize": settings(
+        0.4, 0.5, 0.0123, decoupled=False, maximize=True, amsgrad=True
+    ),
 }
 
 
@@ -77,13 +88,19 @@ def other_kernel(
     return run_torch(tmp_path_factory.mktemp("other"), capability=capability, kind=kind)
 
 
-def rows_of(trajectories: Trajectories, case: str) -> tuple[Array, Array, Array, Array]:
-    """(parameter, exp_avg, exp_avg_sq) [steps + 1, elements], then gradients [steps, elements]."""
-    names = (f"{case}/parameter", f"{case}/exp_avg", f"{case}/exp_avg_sq", "gradients")
-    parameter, exp_avg, exp_avg_sq, gradients = (
-        trajectories[name].astype(np.float32, copy=False) for name in names
+def rows_of(trajectories: Trajectories, case: str) -> tuple[Array, Array, Array, Array, Array]:
+    """(parameter, exp_avg, exp_avg_sq, max_exp_avg_sq) [steps + 1, elements], then gradients
+    [steps, elements]."""
+    names = ("parameter", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    parameter, exp_avg, exp_avg_sq, maximum, gradients = (
+        trajectories[name].astype(np.float32, copy=False)
+        for name in (*(f"{case}/{name}" for name in names), "gradients")
     )
-    return parameter, exp_avg, exp_avg_sq, gradients
+    return parameter, exp_avg, exp_avg_sq, maximum, gradients
+
+
+def maximum_for(case: str, maximum: Array) -> Array | None:
+    return maximum if "amsgrad" in case else None
 
 
 def different_bits(actual: Array, expected: Array) -> int:
@@ -102,15 +119,17 @@ def ulps(actual: Array, expected: Array, scale: Array) -> float:
 def assert_one_step_is_close(
     trajectories: Trajectories, case: str, *, isa: str, first: int
 ) -> None:
-    parameter, exp_avg, exp_avg_sq, gradients = rows_of(trajectories, case)
+    parameter, exp_avg, exp_avg_sq, maximum, gradients = rows_of(trajectories, case)
     assert not np.isnan(parameter).any()
     decoupled = case.startswith("adamw")
     worst = {"parameter": 0.0, "exp_avg": 0.0, "exp_avg_sq": 0.0}
     for t in range(1, STEP_COUNT + 1):
-        p, m, v = (rows[t - 1, first:].copy() for rows in (parameter, exp_avg, exp_avg_sq))
+        p, m, v, v_max = (
+            rows[t - 1, first:].copy() for rows in (parameter, exp_avg, exp_avg_sq, maximum)
+        )
         p_old, m_old = p.copy(), m.copy()
         g = gradients[t - 1, first:].copy()
-        adam_update(isa, SETTINGS[case], t, p, m, v, g)
+        adam_update(isa, SETTINGS[case], t, p, m, v, g, maximum_for(case, v_max))
         p_torch, m_torch, v_torch = (rows[t, first:] for rows in (parameter, exp_avg, exp_avg_sq))
         distances = {
             "parameter": ulps(p, p_torch, np.maximum(np.abs(p_torch), np.abs(p_torch - p_old))),
@@ -130,16 +149,18 @@ def test_hundred_steps_have_the_bits_of_torchs_fused_vectors(
 ) -> None:
     if isa not in isa_names():
         pytest.skip(f"this processor has no {isa}")
-    parameter, exp_avg, exp_avg_sq, gradients = rows_of(fused_vectors, case)
-    p, m, v = (rows[0, :WHOLE_VECTORS].copy() for rows in (parameter, exp_avg, exp_avg_sq))
+    *rows_of_state, gradients = rows_of(fused_vectors, case)
+    p, m, v, v_max = (rows[0, :WHOLE_VECTORS].copy() for rows in rows_of_state)
+    exp_avg_sq = rows_of_state[2]
     assert np.isfinite(exp_avg_sq[-1]).mean() > 0.7  # an infinite one holds its parameter still
     for t in range(1, STEP_COUNT + 1):
-        adam_update(isa, SETTINGS[case], t, p, m, v, gradients[t - 1, :WHOLE_VECTORS].copy())
+        gradient = gradients[t - 1, :WHOLE_VECTORS].copy()
+        adam_update(isa, SETTINGS[case], t, p, m, v, gradient, maximum_for(case, v_max))
         differences = [
             different_bits(ours, rows[t, :WHOLE_VECTORS])
-            for ours, rows in ((p, parameter), (m, exp_avg), (v, exp_avg_sq))
+            for ours, rows in zip((p, m, v, v_max), rows_of_state, strict=True)
         ]
-        assert differences == [0, 0, 0], f"(parameter, exp_avg, exp_avg_sq) after step {t}"
+        assert not any(differences), f"(parameter, exp_avg, exp_avg_sq, maximum) after step {t}"
 
 
 @pytest.mark.parametrize("isa", isa_names())
@@ -159,24 +180,37 @@ def test_one_step_is_within_four_ulp_of_torchs_other_kernels(
 
 
 @pytest.mark.parametrize("isa", isa_names())
-def test_bf16_moves_as_fp32_does_with_the_same_gradients(isa: str) -> None:
+@pytest.mark.parametrize("case", ["adamw", "adamw_amsgrad"])
+def test_bf16_moves_as_fp32_does_with_the_same_gradients(case: str, isa: str) -> None:
     random = np.random.default_rng(3)
     start = random.standard_normal(1000).astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
     half = (start >> 16).astype(np.uint16)
     remainder = np.zeros(1000, np.int16)
     p = start.view(np.float32).copy()
-    m_bf16, v_bf16, m, v = (np.zeros(1000, np.float32) for _ in range(4))
+    m_bf16, v_bf16, max_bf16, m, v, v_max = (np.zeros(1000, np.float32) for _ in range(6))
     for t in range(1, 21):
         gradient = (random.standard_normal(1000).astype(np.float32).view(np.uint32) >> 16).astype(
             np.uint16
         )
         wide = (gradient.astype(np.uint32) << 16).view(np.float32)
-        adam_update_bf16(isa, SETTINGS["adamw"], t, half, remainder, m_bf16, v_bf16, gradient)
-        adam_update(isa, SETTINGS["adamw"], t, p, m, v, wide)
+        adam_update_bf16(
+            isa,
+            SETTINGS[case],
+            t,
+            half,
+            remainder,
+            m_bf16,
+            v_bf16,
+            gradient,
+            maximum_for(case, max_bf16),
+        )
+        adam_update(isa, SETTINGS[case], t, p, m, v, wide, maximum_for(case, v_max))
     rebuilt = (half.astype(np.uint32) << 16) + remainder.astype(np.int32).view(np.uint32)
     assert different_bits(rebuilt.view(np.float32), p) == 0
     assert different_bits(m_bf16, m) == 0
     assert different_bits(v_bf16, v) == 0
+    assert different_bits(max_bf16, v_max) == 0
+    assert bool((v_max > v).any()) == ("amsgrad" in case)
 
 
 def test_an_update_names_what_is_wrong_with_its_arguments() -> None:
@@ -189,4 +223,10 @@ def test_an_update_names_what_is_wrong_with_its_arguments() -> None:
         adam_update("plain", SETTINGS["adamw"], 1, p, m, v, g[:3])
     with pytest.raises(TypeError):
         adam_update("plain", SETTINGS["adamw"], 1, p, m, v, g[::2])
+    with pytest.raises(ValueError, match="max_exp_avg_sq is given with amsgrad"):
+        adam_update("plain", SETTINGS["adamw_amsgrad"], 1, p, m, v, g)
+    with pytest.raises(ValueError, match="max_exp_avg_sq is given with amsgrad"):
+        adam_update("plain", SETTINGS["adamw"], 1, p, m, v, g, g.copy())
+    with pytest.raises(ValueError, match="max_exp_avg_sq must be as long as exp_avg: 3 against 4"):
+        adam_update("plain", SETTINGS["adamw_amsgrad"], 1, p, m, v, g, np.zeros(3, np.float32))
     assert not p.any()

@@ -44,6 +44,20 @@ def cases() -> dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]]:
             torch.optim.Adam,
             {"betas": (0.4, 0.95), "weight_decay": 0.0123, "maximize": True},
         ),
+        # A short memory, so that the maximum is seldom the last one.
+        "adamw_amsgrad": (
+            torch.optim.AdamW,
+            {"betas": (0.9, 0.5), "weight_decay": 0.1, "amsgrad": True},
+        ),
+        "adam_l2_amsgrad_maximize": (
+            torch.optim.Adam,
+            {
+                "betas": (0.4, 0.5),
+                "weight_decay": 0.0123,
+                "amsgrad": True,
+                "maximize": True,
+            },
+        ),
     }
 
 
@@ -74,13 +88,16 @@ def trajectory(case: str, gradients: Array, *, fused: bool) -> dict[str, Array]:
         "parameter": [start],
         "exp_avg": [np.zeros(ELEMENT_COUNT, np.float32)],
         "exp_avg_sq": [np.zeros(ELEMENT_COUNT, np.float32)],
+        "max_exp_avg_sq": [np.zeros(ELEMENT_COUNT, np.float32)],
     }
     for gradient in gradients:
         parameter.grad = torch.from_numpy(gradient.copy())
         optimizer.step()
         rows["parameter"].append(parameter.detach().numpy().copy())
-        for name in ("exp_avg", "exp_avg_sq"):
-            rows[name].append(optimizer.state[parameter][name].numpy().copy())
+        state = optimizer.state[parameter]
+        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+            # Without amsgrad there is no maximum, and it stays zero.
+            rows[name].append(state[name].numpy().copy() if name in state else rows[name][-1])
     return {f"{case}/{name}": np.stack(values) for name, values in rows.items()}
 
 
