@@ -64,6 +64,7 @@ class SessionService:
             segment_bytes=grant.segment_bytes,
             arena_reserved_bytes=grant.arena_reserved_bytes,
             can_maximize=True,
+            can_amsgrad=True,
         )
 
     def _resume(self, request: session_pb2.AttachRequest, call: Call) -> session_pb2.AttachResponse:

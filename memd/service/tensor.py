@@ -62,7 +62,7 @@ class TensorService:
         shard = self._shard(session, request.shard_id)
         element_count = math.prod(shard.spec.shape)
         for first in range(0, element_count, _MOMENTS_ELEMENTS):
-            exp_avg, exp_avg_sq = self._server.read_moments(
+            exp_avg, exp_avg_sq, max_exp_avg_sq = self._server.read_moments(
                 session.session_id,
                 shard.shard_id,
                 first,
@@ -74,6 +74,7 @@ class TensorService:
                 element_first=first,
                 exp_avg=exp_avg,
                 exp_avg_sq=exp_avg_sq,
+                max_exp_avg_sq=max_exp_avg_sq,
             )
 
     def PutMoments(
@@ -93,6 +94,7 @@ class TensorService:
                 request.element_first,
                 request.exp_avg,
                 request.exp_avg_sq,
+                request.max_exp_avg_sq,
                 timeout_s=call.timeout_s(),
             )
         if session is None:

@@ -43,7 +43,13 @@ def native_spec(spec: types_pb2.ShardSpec) -> ShardSpec:
             f"shard {spec.name!r}: {len(spec.shape)} dimensions; at most {_DIMENSIONS_MAX}",
         )
     return ShardSpec(
-        spec.name, spec.kind, spec.dtype, list(spec.shape), spec.tier, value_only=spec.value_only
+        spec.name,
+        spec.kind,
+        spec.dtype,
+        list(spec.shape),
+        spec.tier,
+        value_only=spec.value_only,
+        keeps_maximum=spec.keeps_maximum,
     )
 
 
@@ -54,6 +60,7 @@ def shard_message(shard: ShardInfo) -> types_pb2.Shard:
         dtype=types_pb2.DType.Name(shard.spec.dtype),
         shape=shard.spec.shape,
         tier=types_pb2.Tier.Name(shard.spec.tier),
+        keeps_maximum=shard.spec.keeps_maximum,
     )
     return types_pb2.Shard(
         shard_id=shard.shard_id,
@@ -107,4 +114,5 @@ def native_adam(settings: session_pb2.AdamSettings) -> AdamSettings:
         weight_decay=settings.weight_decay,
         decoupled=settings.decoupled,
         maximize=settings.maximize,
+        amsgrad=settings.amsgrad,
     )

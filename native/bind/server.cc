@@ -127,6 +127,41 @@ std::vector<float> floats_of(const nb::bytes& bytes) {
   return values;
 }
 
+nb::tuple read_moments(Server& server,
+                       uint64_t session_id,
+                       uint32_t shard_id,
+                       uint64_t element_first,
+                       uint64_t element_count,
+                       double timeout_s) {
+  const MomentsRequest request{.session_id = session_id,
+                               .shard_id = shard_id,
+                               .element_first = element_first,
+                               .element_count = element_count};
+  const MomentValues values = unlocked([&] { return server.read_moments(request, timeout_s); });
+  return nb::make_tuple(float_bytes(values.exp_avg),
+                        float_bytes(values.exp_avg_sq),
+                        float_bytes(values.max_exp_avg_sq));
+}
+
+void write_moments(Server& server,
+                   uint64_t session_id,
+                   uint32_t shard_id,
+                   uint64_t generation,
+                   uint64_t element_first,
+                   const nb::bytes& exp_avg,
+                   const nb::bytes& exp_avg_sq,
+                   const nb::bytes& max_exp_avg_sq,
+                   double timeout_s) {
+  MomentValues values{.exp_avg = floats_of(exp_avg),
+                      .exp_avg_sq = floats_of(exp_avg_sq),
+                      .max_exp_avg_sq = floats_of(max_exp_avg_sq)};
+  const MomentsRequest request{.session_id = session_id,
+                               .shard_id = shard_id,
+                               .element_first = element_first,
+                               .element_count = values.exp_avg.size()};
+  unlocked([&] { return server.write_moments(request, generation, std::move(values), timeout_s); });
+}
+
 double seconds(uint64_t nanoseconds) { return static_cast<double>(nanoseconds) * 1e-9; }
 
 void bind_records(nb::module_& module) {
@@ -161,23 +196,27 @@ void bind_records(nb::module_& module) {
              uint8_t dtype,
              std::vector<uint64_t> shape,
              uint8_t tier,
-             bool value_only) {
+             bool value_only,
+             bool keeps_maximum) {
             new (self) ShardSpec{.name = std::move(name),
                                  .kind = static_cast<ShardKind>(kind),
                                  .dtype = static_cast<DType>(dtype),
                                  .tier = static_cast<Tier>(tier),
                                  .shape = std::move(shape),
-                                 .value_only = value_only};
+                                 .value_only = value_only,
+                                 .keeps_maximum = keeps_maximum};
           },
           "name"_a,
           "kind"_a,
           "dtype"_a,
           "shape"_a,
           "tier"_a,
-          "value_only"_a = false)
+          "value_only"_a = false,
+          "keeps_maximum"_a = false)
       .def_ro("name", &ShardSpec::name)
       .def_prop_ro("kind", [](const ShardSpec& self) { return static_cast<int>(self.kind); })
       .def_prop_ro("dtype", [](const ShardSpec& self) { return static_cast<int>(self.dtype); })
+      .def_ro("keeps_maximum", &ShardSpec::keeps_maximum)
       .def_ro("shape", &ShardSpec::shape)
       .def_prop_ro("tier", [](const ShardSpec& self) { return static_cast<int>(self.tier); });
   nb::class_<ShardInfo>(module, "ShardInfo")
@@ -662,61 +701,33 @@ void bind_state(nb::class_<Server>& server) {
           "part"_a = 0,
           "mode"_a = 0,
           "timeout_s"_a)
-      .def(
-          "read_moments",
-          [](Server& self,
-             uint64_t session_id,
-             uint32_t shard_id,
-             uint64_t element_first,
-             uint64_t element_count,
-             double timeout_s) {
-            const MomentsRequest request{.session_id = session_id,
-                                         .shard_id = shard_id,
-                                         .element_first = element_first,
-                                         .element_count = element_count};
-            const auto moments = unlocked([&] { return self.read_moments(request, timeout_s); });
-            return nb::make_tuple(float_bytes(moments.first), float_bytes(moments.second));
-          },
-          "session_id"_a,
-          "shard_id"_a,
-          "element_first"_a,
-          "element_count"_a,
-          nb::kw_only(),
-          "timeout_s"_a,
-          nb::sig("def read_moments(self, session_id: int, shard_id: int, element_first: int, "
-                  "element_count: int, *, timeout_s: float) "
-                  "-> tuple[bytes, bytes]"),
-          "exp_avg and exp_avg_sq, fp32, of elements within one tile of 262144.")
-      .def(
-          "write_moments",
-          [](Server& self,
-             uint64_t session_id,
-             uint32_t shard_id,
-             uint64_t generation,
-             uint64_t element_first,
-             const nb::bytes& exp_avg,
-             const nb::bytes& exp_avg_sq,
-             double timeout_s) {
-            std::vector<float> m = floats_of(exp_avg);
-            std::vector<float> v = floats_of(exp_avg_sq);
-            const MomentsRequest request{.session_id = session_id,
-                                         .shard_id = shard_id,
-                                         .element_first = element_first,
-                                         .element_count = m.size()};
-            unlocked([&] {
-              return self.write_moments(request, generation, std::move(m), std::move(v), timeout_s);
-            });
-          },
-          "session_id"_a,
-          "shard_id"_a,
-          "generation"_a,
-          "element_first"_a,
-          "exp_avg"_a,
-          "exp_avg_sq"_a,
-          nb::kw_only(),
-          "timeout_s"_a,
-          "Replaces moments within one tile, and the shard's generation; durable after the next "
-          "sync or step.");
+      .def("read_moments",
+           &read_moments,
+           "session_id"_a,
+           "shard_id"_a,
+           "element_first"_a,
+           "element_count"_a,
+           nb::kw_only(),
+           "timeout_s"_a,
+           nb::sig("def read_moments(self, session_id: int, shard_id: int, element_first: int, "
+                   "element_count: int, *, timeout_s: float) "
+                   "-> tuple[bytes, bytes, bytes]"),
+           "exp_avg, exp_avg_sq and max_exp_avg_sq, fp32, of elements within one tile of 262144. "
+           "The "
+           "last one is empty where the shard keeps no maximum.")
+      .def("write_moments",
+           &write_moments,
+           "session_id"_a,
+           "shard_id"_a,
+           "generation"_a,
+           "element_first"_a,
+           "exp_avg"_a,
+           "exp_avg_sq"_a,
+           "max_exp_avg_sq"_a,
+           nb::kw_only(),
+           "timeout_s"_a,
+           "Replaces moments within one tile, and the shard's generation; durable after the next "
+           "sync or step. max_exp_avg_sq is empty where the shard keeps no maximum from here on.");
 }
 
 /// The operator's view, and the end.

@@ -368,29 +368,25 @@ void ServiceLease::release(bool discard) {
   kept_.reset();
 }
 
-Result<std::pair<std::vector<float>, std::vector<float>>> Server::read_moments(
-    const MomentsRequest& request, double timeout_s) {
-  using ShardMoments = std::pair<std::vector<float>, std::vector<float>>;
-  return thread_->ask<ShardMoments>(
+Result<MomentValues> Server::read_moments(const MomentsRequest& request, double timeout_s) {
+  return thread_->ask<MomentValues>(
       timeout_s, "reading moments", [this, request](const auto& reply) {
-        store().operations().read_moments(
-            request, [reply](const Status& status, std::vector<float> m, std::vector<float> v) {
-              reply(value_or(status, ShardMoments(std::move(m), std::move(v))));
-            });
+        store().operations().read_moments(request,
+                                          [reply](const Status& status, MomentValues values) {
+                                            reply(value_or(status, std::move(values)));
+                                          });
       });
 }
 
 Status Server::write_moments(const MomentsRequest& request,
                              uint64_t generation,
-                             std::vector<float> exp_avg,
-                             std::vector<float> exp_avg_sq,
+                             MomentValues values,
                              double timeout_s) {
-  const auto m = std::make_shared<std::vector<float>>(std::move(exp_avg));
-  const auto v = std::make_shared<std::vector<float>>(std::move(exp_avg_sq));
+  const auto shared = std::make_shared<MomentValues>(std::move(values));
   return status_of(thread_->ask<Nothing>(
-      timeout_s, "writing moments", [this, request, generation, m, v](const auto& reply) {
+      timeout_s, "writing moments", [this, request, generation, shared](const auto& reply) {
         store().operations().write_moments(
-            request, generation, std::move(*m), std::move(*v), [reply](const Status& status) {
+            request, generation, std::move(*shared), [reply](const Status& status) {
               reply(nothing(status));
             });
       }));

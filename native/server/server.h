@@ -105,12 +105,10 @@ class Server : public std::enable_shared_from_this<Server> {
   Result<bool> delete_shard(uint64_t session_id, const std::string& name);
   Result<std::unique_ptr<ServiceLease>> lease(
       uint64_t session_id, uint32_t shard_id, Part part, LeaseMode mode, double timeout_s);
-  Result<std::pair<std::vector<float>, std::vector<float>>> read_moments(
-      const MomentsRequest& request, double timeout_s);
+  Result<MomentValues> read_moments(const MomentsRequest& request, double timeout_s);
   Status write_moments(const MomentsRequest& request,
                        uint64_t generation,
-                       std::vector<float> exp_avg,
-                       std::vector<float> exp_avg_sq,
+                       MomentValues values,
                        double timeout_s);
 
   Result<ServerStatistics> statistics();

@@ -82,6 +82,7 @@ void Job::connect(Connection connection) {
                                                      .progress = progress_,
                                                      .admission = admission_,
                                                      .durable = durable_,
+                                                     .journal = journal_,
                                                      .lost = lost_,
                                                      .tiles = tiles_,
                                                      .log = extent_log_,
@@ -121,7 +122,12 @@ Result<std::vector<ShardInfo>> Job::declare(const std::vector<ShardSpec>& specs)
   for (const ShardSpec* spec : declaration.parameters) begin_shard(*spec);
   for (const ShardSpec* spec : declaration.bytes) added_ids.push_back(begin_shard(*spec));
   admission_.reserve_metadata();
-  if (!declaration.parameters.empty()) {
+  for (const auto& [shard_id, keeps] : declaration.maxima_changed) {
+    snapshot_.before_change(shard_id);
+    shards_[shard_id].keeps_maximum = keeps;
+    durable_.note_change();
+  }
+  if (!declaration.parameters.empty() || !declaration.maxima_changed.empty()) {
     journal_.note_layout();
   } else if (!added_ids.empty()) {
     journal_.note_added(added_ids);

@@ -97,15 +97,13 @@ void JobOperations::ask_for_flush(Job& job, std::optional<uint32_t> bucket) {
 
 void JobOperations::read_moments(const MomentsRequest& request, Moments::Read done) {
   const auto owner = parts_.job_of(request.session_id);
-  if (!owner.is_ok()) return done(owner.status(), {}, {});
+  if (!owner.is_ok()) return done(owner.status(), {});
   Job* const job = owner.value();
   enqueue(*job, "moments", [this, job, request, done = std::move(done)](const Status& turn) {
-    if (!turn.is_ok()) return done(turn, {}, {});
+    if (!turn.is_ok()) return done(turn, {});
     job->state().moments().read(
-        request,
-        [this, job_id = job->job_id(), done](
-            const Status& status, std::vector<float> exp_avg, std::vector<float> exp_avg_sq) {
-          done(status, std::move(exp_avg), std::move(exp_avg_sq));
+        request, [this, job_id = job->job_id(), done](const Status& status, MomentValues values) {
+          done(status, std::move(values));
           end(job_id);
         });
   });
@@ -113,26 +111,21 @@ void JobOperations::read_moments(const MomentsRequest& request, Moments::Read do
 
 void JobOperations::write_moments(const MomentsRequest& request,
                                   uint64_t generation,
-                                  std::vector<float> exp_avg,
-                                  std::vector<float> exp_avg_sq,
+                                  MomentValues values,
                                   Done done) {
   const auto owner = parts_.job_of(request.session_id);
   if (!owner.is_ok()) return done(owner.status());
   Job* const job = owner.value();
-  auto moments = std::make_shared<std::pair<std::vector<float>, std::vector<float>>>(
-      std::move(exp_avg), std::move(exp_avg_sq));
+  const auto shared = std::make_shared<MomentValues>(std::move(values));
   enqueue(*job,
           "moments",
-          [this, job, request, generation, moments, done = std::move(done)](const Status& turn) {
+          [this, job, request, generation, shared, done = std::move(done)](const Status& turn) {
             if (!turn.is_ok()) return done(turn);
-            job->state().moments().write(request,
-                                         generation,
-                                         std::move(moments->first),
-                                         std::move(moments->second),
-                                         [this, job, done](const Status& status) {
-                                           done(status);
-                                           end(job->job_id());
-                                         });
+            job->state().moments().write(
+                request, generation, std::move(*shared), [this, job, done](const Status& status) {
+                  done(status);
+                  end(job->job_id());
+                });
           });
 }
 

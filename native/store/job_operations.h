@@ -37,13 +37,12 @@ class JobOperations {
   void sync_job(uint64_t job_id, StepDone done);
   /// The number of the step that the job is finishing or has still to do; 0: none.
   uint64_t closing_step(uint64_t job_id) const;
-  /// Adam's moments, fp32, of elements within one tile.
+  /// Adam's moments, of elements within one tile.
   void read_moments(const MomentsRequest& request, Moments::Read done);
-  /// Replaces them, and the generation; durable after the next sync or step.
+  /// As Moments::write().
   void write_moments(const MomentsRequest& request,
                      uint64_t generation,
-                     std::vector<float> exp_avg,
-                     std::vector<float> exp_avg_sq,
+                     MomentValues values,
                      Done done);
 
   /// `start` runs with ok when it is its turn, or with the reason why that never comes.

@@ -105,6 +105,55 @@ std::vector<std::byte> from_hex(const std::string& text) {
   return bytes;
 }
 
+/// Its buckets keep maxima, and one shard has one; the first rest of the first bucket is
+/// from before that.
+JobRecord job_with_maxima() {
+  JobRecord job = small_job();
+  job.buckets[0].keeps_maxima = true;
+  job.buckets[1].keeps_maxima = true;
+  job.buckets[0].tiles[1].rest = extent(24_MiB, 4096);
+  job.buckets[1].tiles[0].rest = extent(25_MiB, 4096);
+  job.shards[1].keeps_maximum = true;
+  return job;
+}
+
+TEST(Catalogue, a_job_with_maxima_comes_back_as_it_was) {
+  const JobRecord job = job_with_maxima();
+  const auto decoded = decode_job(encode(job));
+  ASSERT_TRUE(decoded.is_ok()) << decoded.status().message();
+  EXPECT_EQ(encode(decoded.value()), encode(job));
+  EXPECT_TRUE(decoded.value().buckets[1].keeps_maxima);
+  EXPECT_EQ(decoded.value().buckets[1].dtype, DType::bfloat16);
+  for (const ShardRecord& shard : decoded.value().shards) {
+    EXPECT_EQ(shard.keeps_maximum, shard.name == "norm.weight") << shard.name;
+    EXPECT_EQ(shard.written, shard.name == "norm.weight" || shard.name == "weight") << shard.name;
+  }
+}
+
+TEST(Catalogue, only_one_with_maxima_is_refused_by_who_does_not_know_them) {
+  const auto feature = [](const JobRecord& job) { return std::to_integer<int>(encode(job)[24]); };
+  EXPECT_EQ(feature(small_job()), 0);
+  EXPECT_EQ(feature(job_with_maxima()), 1);
+  JobRecord declared = small_job();
+  declared.shards[1].keeps_maximum = true;
+  EXPECT_EQ(feature(declared), 1);
+}
+
+TEST(Catalogue, a_rest_is_as_long_as_with_maxima_or_as_without_them) {
+  const uint32_t without = 2_MiB;
+  const uint32_t with = 3_MiB;
+  for (const uint32_t length : {without, with, without + 4096, with + 4096}) {
+    for (const bool keeps_maxima : {false, true}) {
+      JobRecord job = small_job();
+      job.buckets[0].keeps_maxima = keeps_maxima;
+      job.buckets[0].tiles[0].rest = extent(32_MiB, length);
+      EXPECT_EQ(decode_job(encode(job)).is_ok(),
+                length == without || (keeps_maxima && length == with))
+          << length << ", keeps maxima: " << keeps_maxima;
+    }
+  }
+}
+
 TEST(Catalogue, a_job_comes_back_as_it_was) {
   const auto decoded = decode_job(encode(small_job()));
   ASSERT_TRUE(decoded.is_ok()) << decoded.status().message();

@@ -51,6 +51,7 @@ struct Case {
   uint64_t arena_segments = 8;
   /// Of the four tiles, those that stay in memory; 1 for some of them.
   uint64_t staying = 4;
+  bool amsgrad = false;
 };
 
 /// Two tensors, one of three tiles and a bucket of small ones, trained beside their twins.
@@ -62,9 +63,9 @@ class Training {
   Training(Heart& heart, const Case& chosen) : heart_(heart), case_(chosen) {
     job_id_ = heart.open("job", chosen.arena_segments, kQuotaBytes, durability(chosen.durability));
     session_ = heart.attach(job_id_);
-    ids_ = heart.declare(
-        session_,
-        {parameter("large", kLarge, chosen.dtype), parameter("small", kSmall, chosen.dtype)});
+    ids_ = heart.declare(session_,
+                         {with_maximum(parameter("large", kLarge, chosen.dtype), chosen.amsgrad),
+                          with_maximum(parameter("small", kSmall, chosen.dtype), chosen.amsgrad)});
   }
 
   void write_all() {
@@ -91,6 +92,7 @@ class Training {
     }
     fresh.m = std::move(twins[i].m);
     fresh.v = std::move(twins[i].v);
+    fresh.v_max = std::move(twins[i].v_max);
     fresh.t = twins[i].t;
     twins[i] = std::move(fresh);
   }
@@ -136,9 +138,10 @@ class Training {
       } else {
         EXPECT_TRUE(heart.read<uint16_t>(session, ids_[i]) == expected[i].half) << "shard " << i;
       }
-      const auto [m, v] = heart.moments(session, ids_[i]);
-      EXPECT_TRUE(m == expected[i].m) << "shard " << i;
-      EXPECT_TRUE(v == expected[i].v) << "shard " << i;
+      const MomentValues moments = heart.moment_values(session, ids_[i]);
+      EXPECT_TRUE(moments.exp_avg == expected[i].m) << "shard " << i;
+      EXPECT_TRUE(moments.exp_avg_sq == expected[i].v) << "shard " << i;
+      if (case_.amsgrad) EXPECT_TRUE(moments.max_exp_avg_sq == expected[i].v_max) << "shard " << i;
       EXPECT_EQ(heart.job(session).shards()[ids_[i]].generation, expected[i].t);
     }
   }
@@ -156,7 +159,7 @@ class Training {
 
   Heart& heart_;
   const Case case_;
-  const AdamSettings settings_{.lr = 0.01, .weight_decay = 0.1};
+  const AdamSettings settings_{.lr = 0.01, .weight_decay = 0.1, .amsgrad = case_.amsgrad};
   uint64_t job_id_ = 0;
   uint64_t session_ = 0;
   std::vector<uint32_t> ids_;
@@ -681,12 +684,16 @@ INSTANTIATE_TEST_SUITE_P(Kinds,
                                            Case{"every:3", DType::float32, 5, 1},
                                            Case{"none", DType::float32, 4, 1},
                                            Case{"every:2", DType::bfloat16, 2, 0},
-                                           Case{"none", DType::bfloat16, 4, 1}),
+                                           Case{"none", DType::bfloat16, 4, 1},
+                                           Case{"step", DType::float32, 8, 4, true},
+                                           Case{"every:3", DType::bfloat16, 8, 4, true},
+                                           Case{"none", DType::float32, 4, 1, true}),
                          [](const auto& info) {
                            std::string name =
                                info.param.durability +
                                (info.param.dtype == DType::bfloat16 ? "_bf16_" : "_fp32_") +
-                               std::to_string(info.param.arena_segments);
+                               std::to_string(info.param.arena_segments) +
+                               (info.param.amsgrad ? "_amsgrad" : "");
                            std::replace(name.begin(), name.end(), ':', '_');
                            return name;
                          });

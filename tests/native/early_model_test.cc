@@ -299,8 +299,9 @@ class History {
     heart_->store().operations().write_moments(
         {.session_id = session_, .shard_id = ids_[i], .element_first = 0, .element_count = count},
         twin.t,
-        std::vector<float>(count, 0.5F),
-        std::vector<float>(count, 0.25F),
+        {.exp_avg = std::vector<float>(count, 0.5F),
+         .exp_avg_sq = std::vector<float>(count, 0.25F),
+         .max_exp_avg_sq = {}},
         [&](const Status& status) { written = status; });
     ASSERT_TRUE(heart_->until([&] { return written.has_value(); }));
     EXPECT_TRUE(written->is_ok()) << written->message();

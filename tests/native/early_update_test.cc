@@ -234,8 +234,9 @@ TEST_P(EarlyUpdateTest, what_a_step_finds_made_otherwise_is_made_again) {
                                                    .element_first = 0,
                                                    .element_count = 100},
                                                   twin.t,
-                                                  std::vector<float>(100, 0.5F),
-                                                  std::vector<float>(100, 0.25F),
+                                                  {.exp_avg = std::vector<float>(100, 0.5F),
+                                                   .exp_avg_sq = std::vector<float>(100, 0.25F),
+                                                   .max_exp_avg_sq = {}},
                                                   [&](const Status& status) { written = status; });
          ASSERT_TRUE(heart.until([&] { return written.has_value(); }));
          ASSERT_TRUE(written->is_ok()) << written->message();

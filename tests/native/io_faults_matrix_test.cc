@@ -172,10 +172,10 @@ class Life {
     std::vector<float> all;
     heart_.store().operations().read_moments(
         {.session_id = session_, .shard_id = id, .element_first = 0, .element_count = count},
-        [&](const Status& status, const std::vector<float>& m, const std::vector<float>& v) {
+        [&](const Status& status, const MomentValues& values) {
           answer = status;
-          all.insert(all.end(), m.begin(), m.end());
-          all.insert(all.end(), v.begin(), v.end());
+          all.insert(all.end(), values.exp_avg.begin(), values.exp_avg.end());
+          all.insert(all.end(), values.exp_avg_sq.begin(), values.exp_avg_sq.end());
         });
     EXPECT_TRUE(until([&] { return answer.has_value(); })) << "moments hang";
     return {bytes_of(all), answer.value_or(error(StatusCode::deadline, "no answer"))};

@@ -72,6 +72,20 @@ TEST(DeclaredSpaceTest, bf16_has_a_remainder_and_the_last_tile_of_a_bucket_is_sm
             12 * kTileElements + last_bytes);
 }
 
+TEST(DeclaredSpaceTest, a_maximum_takes_four_bytes_a_parameter_more) {
+  DeclaredSpace declared = of_tiles(3);
+  declared.begin_maxima(DType::float32, kTileElements);
+  const SpaceNeeded needed =
+      declared.needed(Durability::parse("every:10").value(), kNoLimit, kTilesInFlight);
+  EXPECT_EQ(needed.updated_once_bytes, 3 * kStateBytes + 4 * kTileElements);
+  EXPECT_EQ(needed.replaced_bytes, 3 * 16 * kTileElements) << "as if each were of the longest";
+  declared.add_bucket(DType::bfloat16, 32, true);
+  const uint64_t before = declared.needed(Durability(), kNoLimit, 8).updated_once_bytes;
+  declared.begin_maxima(DType::bfloat16, 32);
+  EXPECT_EQ(declared.needed(Durability(), kNoLimit, 8).updated_once_bytes, before)
+      << "there was room in the block";
+}
+
 TEST(JobSpaceQuotaTest, state_leaves_the_catalogue_its_part_of_the_quota) {
   JobSpace space;
   space.set_quota_bytes(100 * kBlockBytes);
@@ -204,6 +218,23 @@ TEST_F(JobLimits, a_parameter_needs_room_for_its_moments_once_an_optimizer_takes
   const SpaceNeeded needed = heart.job(session).admission().space_needed();
   EXPECT_EQ(needed.updated_once_bytes, kStateBytes);
   EXPECT_EQ(needed.kept_value_bytes, 9_MiB);
+}
+
+TEST_F(JobLimits, a_parameter_needs_room_for_its_maximum_once_an_optimizer_wants_it) {
+  Heart heart(disk_);
+  const uint64_t session = heart.attach(heart.open("job", 8, 15_MiB));
+  std::vector<ShardSpec> model{parameter("a", kTileElements), parameter("b", kTileElements)};
+  heart.declare(session, model);
+  for (ShardSpec& spec : model) spec.keeps_maximum = true;
+  const Status refused = heart.store().declare(session, model).status();
+  EXPECT_EQ(refused.code(), StatusCode::capacity);
+  EXPECT_TRUE(says(refused, "2 x 8388608 (parameters and their")) << refused.message();
+  const auto is_kept = [&](size_t id) { return heart.job(session).shards()[id].keeps_maximum; };
+  EXPECT_FALSE(is_kept(0) || is_kept(1)) << "nothing is changed then";
+  const auto ids = heart.declare(session, {model[0]});
+  EXPECT_TRUE(is_kept(ids[0]));
+  EXPECT_EQ(heart.job(session).admission().space_needed().updated_once_bytes,
+            2 * kStateBytes + 4 * kTileElements);
 }
 
 TEST_F(JobLimits, a_job_that_was_admitted_under_older_rules_trains_on_and_declares_no_more) {

@@ -31,6 +31,7 @@ using testing::parameter;
 using testing::pattern;
 using testing::TestKeeper;
 using testing::Twin;
+using testing::with_maximum;
 
 OwnedFd copy_of(int fd) { return OwnedFd(fcntl(fd, F_DUPFD_CLOEXEC, 0)); }
 
@@ -418,14 +419,15 @@ TEST(LedgerTest, a_closed_step_has_every_setting_of_its_groups_in_the_next_daemo
   auto ledger = Ledger::create(7, 2_MiB).value();
   ASSERT_TRUE(ledger->write_layout({.job_id = 7, .name = "job"}, {}).is_ok());
   StepRequest request{.session_id = 1, .step = 1};
-  for (uint32_t i = 0; i < 4; ++i) {
+  for (uint32_t i = 0; i < 8; ++i) {
     request.groups.push_back({.settings = {.lr = 0.1 * i,
                                            .beta1 = 0.2 * i,
                                            .beta2 = 0.3 * i,
                                            .eps = 1e-3 * i,
                                            .weight_decay = 0.01 * i,
                                            .decoupled = (i & 1) != 0,
-                                           .maximize = (i & 2) != 0},
+                                           .maximize = (i & 2) != 0,
+                                           .amsgrad = (i & 4) != 0},
                               .shard_ids = {i}});
   }
   ASSERT_TRUE(ledger->close_step(request).is_ok());
@@ -433,8 +435,8 @@ TEST(LedgerTest, a_closed_step_has_every_setting_of_its_groups_in_the_next_daemo
   ASSERT_TRUE(contents.is_ok()) << contents.status().message();
   ASSERT_EQ(contents.value().steps.size(), 1u);
   const auto& groups = contents.value().steps[0].request.groups;
-  ASSERT_EQ(groups.size(), 4u);
-  for (uint32_t i = 0; i < 4; ++i) {
+  ASSERT_EQ(groups.size(), 8u);
+  for (uint32_t i = 0; i < 8; ++i) {
     EXPECT_EQ(groups[i].settings, request.groups[i].settings) << i;
     EXPECT_EQ(groups[i].shard_ids, request.groups[i].shard_ids) << i;
   }
@@ -571,8 +573,8 @@ class AdoptionTest : public ::testing::Test {
         heart_->open("job", arena_segments, kJobDiskBytes, Durability::parse(durability).value());
     session_ = heart_->attach(job_id_);
     ids_ = heart_->declare(session_,
-                           {parameter("v", kElements, dtype),
-                            parameter("w", 1000, dtype),
+                           {with_maximum(parameter("v", kElements, dtype), settings_.amsgrad),
+                            with_maximum(parameter("w", 1000, dtype), settings_.amsgrad),
                             bytes_shard("buffer", kBufferBytes, ShardKind::buffer),
                             bytes_shard("staged", kBufferBytes, ShardKind::buffer)});
     twins_.clear();
@@ -634,18 +636,16 @@ class AdoptionTest : public ::testing::Test {
     session_ = heart_->attach(job_id_);
   }
   /// Of the second parameter, all of them.
-  void write_moments(uint64_t generation, std::vector<float> m, std::vector<float> v) {
-    std::optional<Status> written;
-    heart_->store().operations().write_moments({.session_id = session_,
-                                                .shard_id = ids_[1],
-                                                .element_first = 0,
-                                                .element_count = count(1)},
-                                               generation,
-                                               std::move(m),
-                                               std::move(v),
-                                               [&](const Status& status) { written = status; });
-    ASSERT_TRUE(heart_->until([&] { return written.has_value(); }));
-    ASSERT_TRUE(written->is_ok()) << written->message();
+  void write_moments(uint64_t generation,
+                     std::vector<float> m,
+                     std::vector<float> v,
+                     std::vector<float> v_max = {}) {
+    const Status written = heart_->write_moments(
+        session_,
+        ids_[1],
+        generation,
+        {.exp_avg = std::move(m), .exp_avg_sq = std::move(v), .max_exp_avg_sq = std::move(v_max)});
+    ASSERT_TRUE(written.is_ok()) << written.message();
   }
   /// A blob as large as the arena, less what one lease of it needs.
   uint32_t put_large(const std::string& name, uint8_t seed = 9) {
@@ -666,9 +666,11 @@ class AdoptionTest : public ::testing::Test {
       } else {
         EXPECT_EQ(heart_->read<uint16_t>(session_, ids_[i]), twins_[i].half);
       }
-      const auto [m, v] = heart_->moments(session_, ids_[i]);
-      EXPECT_EQ(m, twins_[i].m);
-      EXPECT_EQ(v, twins_[i].v);
+      const MomentValues moments = heart_->moment_values(session_, ids_[i]);
+      EXPECT_EQ(moments.exp_avg, twins_[i].m);
+      EXPECT_EQ(moments.exp_avg_sq, twins_[i].v);
+      const bool keeps_maximum = heart_->job(session_).shards()[ids_[i]].keeps_maximum;
+      EXPECT_EQ(moments.max_exp_avg_sq, keeps_maximum ? twins_[i].v_max : std::vector<float>());
     }
     EXPECT_EQ(heart_->read<uint8_t>(session_, ids_[2]),
               pattern(kBufferBytes, static_cast<uint8_t>(buffer_seed)));
@@ -947,6 +949,7 @@ TEST_F(AdoptionTest, a_step_that_the_next_daemon_cannot_make_gives_the_sum_back_
 
 TEST_F(AdoptionTest, a_closed_step_is_finished_although_its_trainer_is_dead) {
   settings_.maximize = true;
+  settings_.amsgrad = true;
   begin(DType::float32);
   write_gradients(8);
   heart_->store().operations().step(request(1), [](const Status&, const StepReport&) {});
@@ -1440,15 +1443,20 @@ class KilledStepTest : public AdoptionTest,
 TEST_P(KilledStepTest, a_kill_at_any_operation_of_a_step_changes_no_bit) {
   const auto [dtype, spilled] = GetParam();
   settings_.maximize = dtype == DType::bfloat16;
+  settings_.amsgrad = dtype == DType::bfloat16;
+  // The first one makes the place for maxima.
+  const uint64_t killed = settings_.amsgrad ? 1 : 2;
   uint64_t kills = 0;
   bool finished = false;
   for (uint64_t index = 0; !finished; ++index) {
     SCOPED_TRACE(concat("operation ", index));
     disk_ = std::make_shared<MemoryDisk>(kSmallDiskBytes);
     begin(dtype, spilled ? 3 : 8);
-    write_gradients(40);
-    ASSERT_TRUE(heart_->step(request(1)).first.is_ok());
-    step_twins(40);
+    if (killed == 2) {
+      write_gradients(40);
+      ASSERT_TRUE(heart_->step(request(1)).first.is_ok());
+      step_twins(40);
+    }
     write_gradients(41);
     if (spilled) spill_gradients();
     uint64_t seen = 0;
@@ -1457,7 +1465,7 @@ TEST_P(KilledStepTest, a_kill_at_any_operation_of_a_step_changes_no_bit) {
     };
     try {
       bool answered = false;
-      heart_->store().operations().step(request(2),
+      heart_->store().operations().step(request(killed),
                                         [&](const Status&, const StepReport&) { answered = true; });
       ASSERT_TRUE(heart_->until([&] { return answered; }));
       finished = true;
@@ -1467,9 +1475,9 @@ TEST_P(KilledStepTest, a_kill_at_any_operation_of_a_step_changes_no_bit) {
     heart_->io().before_submit = nullptr;
     restart();
     if (HasFatalFailure()) return;
-    expect_step(2, 41);
+    expect_step(killed, 41);
     write_gradients(42);
-    expect_step(3, 42);
+    expect_step(killed + 1, 42);
     if (HasFailure()) return;
     delete std::exchange(heart_, nullptr);
     give_memory_back();

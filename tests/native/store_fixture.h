@@ -412,24 +412,48 @@ class Heart {
   }
   std::pair<std::vector<float>, std::vector<float>> moments(uint64_t session_id,
                                                             uint32_t shard_id) {
+    MomentValues all = moment_values(session_id, shard_id);
+    return {std::move(all.exp_avg), std::move(all.exp_avg_sq)};
+  }
+  MomentValues moment_values(uint64_t session_id, uint32_t shard_id) {
     const uint64_t count = job(session_id).shards()[shard_id].element_count();
-    std::pair<std::vector<float>, std::vector<float>> all;
+    MomentValues all;
+    const auto add = [](std::vector<float>& to, const std::vector<float>& more) {
+      to.insert(to.end(), more.begin(), more.end());
+    };
     for (uint64_t first = 0; first < count; first += kTileElements) {
       bool answered = false;
-      store_->operations().read_moments(
-          {.session_id = session_id,
-           .shard_id = shard_id,
-           .element_first = first,
-           .element_count = std::min(kTileElements, count - first)},
-          [&](const Status& status, const std::vector<float>& m, const std::vector<float>& v) {
-            EXPECT_TRUE(status.is_ok()) << status.message();
-            all.first.insert(all.first.end(), m.begin(), m.end());
-            all.second.insert(all.second.end(), v.begin(), v.end());
-            answered = true;
-          });
+      store_->operations().read_moments({.session_id = session_id,
+                                         .shard_id = shard_id,
+                                         .element_first = first,
+                                         .element_count = std::min(kTileElements, count - first)},
+                                        [&](const Status& status, const MomentValues& values) {
+                                          EXPECT_TRUE(status.is_ok()) << status.message();
+                                          add(all.exp_avg, values.exp_avg);
+                                          add(all.exp_avg_sq, values.exp_avg_sq);
+                                          add(all.max_exp_avg_sq, values.max_exp_avg_sq);
+                                          answered = true;
+                                        });
       EXPECT_TRUE(until([&] { return answered; }));
     }
     return all;
+  }
+  /// `values`: of all its elements; they lie within one tile.
+  Status write_moments(uint64_t session_id,
+                       uint32_t shard_id,
+                       uint64_t generation,
+                       MomentValues values) {
+    const uint64_t count = values.exp_avg.size();
+    std::optional<Status> answer;
+    store_->operations().write_moments({.session_id = session_id,
+                                        .shard_id = shard_id,
+                                        .element_first = 0,
+                                        .element_count = count},
+                                       generation,
+                                       std::move(values),
+                                       [&](const Status& status) { answer = status; });
+    EXPECT_TRUE(until([&] { return answer.has_value(); }));
+    return answer.value_or(error(StatusCode::deadline, "no answer"));
   }
 
   ManualClock clock;

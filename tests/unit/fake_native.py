@@ -325,7 +325,7 @@ class FakeServer:
         self.leases_ended = 0
         self.before_sync: Callable[[], object] = lambda: None
         self.expected: list[tuple[AdamSettings, list[int]]] = []
-        self.moments: dict[int, tuple[bytearray, bytearray]] = {}
+        self.moments: dict[int, tuple[bytearray, bytearray, bytearray]] = {}
         if progress is not None:
             progress(host_bytes, host_bytes)
 
@@ -501,12 +501,12 @@ class FakeServer:
         element_count: int,
         *,
         timeout_s: float,
-    ) -> tuple[bytes, bytes]:
-        first, second = self._moments_of(session_id, shard_id)
+    ) -> tuple[bytes, bytes, bytes]:
+        first, second, maximum = self._moments_of(session_id, shard_id)
         part = slice(4 * element_first, 4 * (element_first + element_count))
         if not 0 <= part.start < part.stop <= len(first):
             raise status_error(StatusCode.INVALID_ARGUMENT, "ask for elements of the shard")
-        return bytes(first[part]), bytes(second[part])
+        return bytes(first[part]), bytes(second[part]), bytes(maximum[part])
 
     def write_moments(
         self,
@@ -516,12 +516,18 @@ class FakeServer:
         element_first: int,
         exp_avg: bytes,
         exp_avg_sq: bytes,
+        max_exp_avg_sq: bytes,
         *,
         timeout_s: float,
     ) -> None:
-        first, second = self._moments_of(session_id, shard_id)
+        first, second, maximum = self._moments_of(session_id, shard_id)
         part = slice(4 * element_first, 4 * element_first + len(exp_avg))
         first[part], second[part] = exp_avg, exp_avg_sq
+        if max_exp_avg_sq:
+            maximum.extend(bytes(len(first) - len(maximum)))
+            maximum[part] = max_exp_avg_sq
+        else:
+            maximum.clear()
         self._job(session_id).by_id(shard_id).info.generation = generation
 
     def statistics(self) -> ServerStatistics:
@@ -577,10 +583,11 @@ class FakeServer:
                 raise status_error(StatusCode.NOT_FOUND, f"no session {session_id}")
             return self._jobs[self._sessions[session_id]]
 
-    def _moments_of(self, session_id: int, shard_id: int) -> tuple[bytearray, bytearray]:
+    def _moments_of(self, session_id: int, shard_id: int) -> tuple[bytearray, bytearray, bytearray]:
+        """The last one is empty where the shard has no maximum."""
         element_count = math.prod(self._job(session_id).by_id(shard_id).info.spec.shape)
         return self.moments.setdefault(
-            shard_id, (bytearray(4 * element_count), bytearray(4 * element_count))
+            shard_id, (bytearray(4 * element_count), bytearray(4 * element_count), bytearray())
         )
 
 

@@ -733,7 +733,8 @@ def test_what_was_never_put_is_not_found(service: Service) -> None:
     assert "holds nothing named nothing" in refusal_of(error).message
 
 
-def test_moments_go_in_and_come_out(service: Service) -> None:
+@pytest.mark.parametrize("keeps_maximum", [False, True])
+def test_moments_go_in_and_come_out(service: Service, keeps_maximum: bool) -> None:
     caller = service.caller()
     session_id = caller.attach().session_id
     element_count = CHUNK_BYTES // 8 + 5
@@ -743,10 +744,13 @@ def test_moments_go_in_and_come_out(service: Service) -> None:
         dtype=types_pb2.D_TYPE_FLOAT32,
         shape=[element_count],
         tier=types_pb2.TIER_NVME,
+        keeps_maximum=keeps_maximum,
     )
     declare = session_pb2.DeclareRequest(session_id=session_id, shards=[spec])
     (shard,) = caller.call(caller.sessions.Declare, declare).shards
+    assert shard.spec.keeps_maximum == keeps_maximum
     first, second = os.urandom(4 * element_count), os.urandom(4 * element_count)
+    maximum = os.urandom(4 * element_count) if keeps_maximum else b""
     half = 4 * 1000
     parts = [
         tensor_pb2.PutMomentsRequest(
@@ -756,6 +760,7 @@ def test_moments_go_in_and_come_out(service: Service) -> None:
             element_first=part.start // 4,
             exp_avg=first[part],
             exp_avg_sq=second[part],
+            max_exp_avg_sq=maximum[part],
         )
         for part in (slice(0, half), slice(half, 4 * element_count))
     ]
@@ -765,6 +770,7 @@ def test_moments_go_in_and_come_out(service: Service) -> None:
     answers = list(caller.call(caller.tensors.GetMoments, request))
     assert b"".join(answer.exp_avg for answer in answers) == first
     assert b"".join(answer.exp_avg_sq for answer in answers) == second
+    assert b"".join(answer.max_exp_avg_sq for answer in answers) == maximum
     assert {answer.generation for answer in answers} == {3}
 
 

@@ -14,7 +14,7 @@ class StatusError(Exception):
     error_number: int
 
 class AdamSettings:
-    def __init__(self, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, decoupled: bool, maximize: bool = False) -> None:
+    def __init__(self, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, decoupled: bool, maximize: bool = False, amsgrad: bool = False) -> None:
         """
         One parameter group's settings, as torch names them. decoupled: AdamW; else Adam with an L2 term.
         """
@@ -24,12 +24,14 @@ def isa_names() -> list[str]:
     The instruction sets of this processor that have a kernel, the widest last.
     """
 
-def adam_update(isa: str, settings: AdamSettings, t: int, parameter: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')], exp_avg: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')], exp_avg_sq: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')], gradient: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
-    """Update number `t`, from 1, of fp32 arrays of equal length, in place."""
-
-def adam_update_bf16(isa: str, settings: AdamSettings, t: int, half: Annotated[NDArray[numpy.uint16], dict(shape=(None,), order='C', device='cpu')], remainder: Annotated[NDArray[numpy.int16], dict(shape=(None,), order='C', device='cpu')], exp_avg: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')], exp_avg_sq: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')], gradient: Annotated[NDArray[numpy.uint16], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> None:
+def adam_update(isa: str, settings: AdamSettings, t: int, parameter: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')], exp_avg: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')], exp_avg_sq: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')], gradient: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], max_exp_avg_sq: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')] | None = None) -> None:
     """
-    Update number `t`, from 1, of bf16 arrays of equal length, in place; `half` and `gradient` hold bf16 as uint16.
+    Update number `t`, from 1, of fp32 arrays of equal length, in place. `max_exp_avg_sq`: with amsgrad.
+    """
+
+def adam_update_bf16(isa: str, settings: AdamSettings, t: int, half: Annotated[NDArray[numpy.uint16], dict(shape=(None,), order='C', device='cpu')], remainder: Annotated[NDArray[numpy.int16], dict(shape=(None,), order='C', device='cpu')], exp_avg: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')], exp_avg_sq: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')], gradient: Annotated[NDArray[numpy.uint16], dict(shape=(None,), order='C', device='cpu', writable=False)], max_exp_avg_sq: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')] | None = None) -> None:
+    """
+    Update number `t`, from 1, of bf16 arrays of equal length, in place; `half` and `gradient` hold bf16 as uint16. `max_exp_avg_sq`: with amsgrad.
     """
 
 USE_READ: int = 0
@@ -288,7 +290,7 @@ class StartReport:
     def load_notes(self) -> list[str]: ...
 
 class ShardSpec:
-    def __init__(self, name: str, kind: int, dtype: int, shape: Sequence[int], tier: int, value_only: bool = False) -> None: ...
+    def __init__(self, name: str, kind: int, dtype: int, shape: Sequence[int], tier: int, value_only: bool = False, keeps_maximum: bool = False) -> None: ...
 
     @property
     def name(self) -> str: ...
@@ -298,6 +300,9 @@ class ShardSpec:
 
     @property
     def dtype(self) -> int: ...
+
+    @property
+    def keeps_maximum(self) -> bool: ...
 
     @property
     def shape(self) -> list[int]: ...
@@ -829,12 +834,14 @@ class Server:
 
     def lease(self, session_id: int, shard_id: int, *, part: int = 0, mode: int = 0, timeout_s: float) -> ServiceLease: ...
 
-    def read_moments(self, session_id: int, shard_id: int, element_first: int, element_count: int, *, timeout_s: float) -> tuple[bytes, bytes]:
-        """exp_avg and exp_avg_sq, fp32, of elements within one tile of 262144."""
-
-    def write_moments(self, session_id: int, shard_id: int, generation: int, element_first: int, exp_avg: bytes, exp_avg_sq: bytes, *, timeout_s: float) -> None:
+    def read_moments(self, session_id: int, shard_id: int, element_first: int, element_count: int, *, timeout_s: float) -> tuple[bytes, bytes, bytes]:
         """
-        Replaces moments within one tile, and the shard's generation; durable after the next sync or step.
+        exp_avg, exp_avg_sq and max_exp_avg_sq, fp32, of elements within one tile of 262144. The last one is empty where the shard keeps no maximum.
+        """
+
+    def write_moments(self, session_id: int, shard_id: int, generation: int, element_first: int, exp_avg: bytes, exp_avg_sq: bytes, max_exp_avg_sq: bytes, *, timeout_s: float) -> None:
+        """
+        Replaces moments within one tile, and the shard's generation; durable after the next sync or step. max_exp_avg_sq is empty where the shard keeps no maximum from here on.
         """
 
     def statistics(self) -> ServerStatistics: ...

@@ -8,7 +8,7 @@
 #include "store/cache/entry.h"
 #include "store/cache/shard_ids.h"
 #include "store/format/catalogue.h"
-#include "store/space/declared_space.h"
+#include "store/format/tile_rest.h"
 #include "store/space/replica.h"
 
 namespace memd {
@@ -23,12 +23,31 @@ struct Bucket {
   DType dtype = DType::float32;
   /// Steps update it, or may: room for its optimizer state was asked for.
   bool is_updated = false;
+  /// A shard's state has a maximum, or may: room for it was asked for. Only of one that is updated.
+  bool needs_maxima = false;
+  /// Its tiles have a place for the maxima in memory, and from their next write on also on disk.
+  /// Set where no tile is in memory, and never unset.
+  bool keeps_maxima = false;
 
   size_t tile_count() const { return rest.size(); }
+  /// As a catalogue describes it, without its tiles.
+  BucketRecord record() const {
+    return {
+        .dtype = dtype, .element_count = element_count, .keeps_maxima = keeps_maxima, .tiles = {}};
+  }
   uint64_t tile_elements(size_t tile) const {
     return std::min(kTileElements, element_count - tile * kTileElements);
   }
-  uint32_t rest_bytes(size_t tile) const { return rest_bytes_of(dtype, tile_elements(tile)); }
+  uint32_t rest_bytes(size_t tile) const {
+    return rest_bytes_of(dtype, tile_elements(tile), keeps_maxima);
+  }
+  /// The length of a rest extent that was written before the bucket kept maxima: without them.
+  uint32_t rest_bytes_narrow(size_t tile) const {
+    return rest_bytes_of(dtype, tile_elements(tile), false);
+  }
+  bool may_have_rest(size_t tile, uint32_t length_bytes) const {
+    return length_bytes == rest_bytes(tile) || length_bytes == rest_bytes_narrow(tile);
+  }
 };
 
 // As many as parameters, where they are large.

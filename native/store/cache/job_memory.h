@@ -18,7 +18,7 @@
 namespace memd {
 
 /// Two tiles in flight (state 12 bytes an element, and a spilled fp32 gradient), so that one is
-/// read or written while the other is updated.
+/// read or written while the other is updated. With a maximum, 4 bytes more, one has room.
 inline constexpr uint64_t kTileStateBytesMax = kTileElements * 12;
 inline constexpr uint64_t kTileGradientBytesMax = kTileElements * 4;
 inline constexpr uint64_t kPrivateFloorBytes = 2 * (kTileStateBytesMax + kTileGradientBytesMax);

@@ -37,6 +37,7 @@ bool Shard::has_extents() const {
 ShardRecord Shard::record_without_extents() const {
   ShardRecord out = label_record();
   out.generation = generation;
+  out.keeps_maximum = keeps_maximum;
   out.written = written && (value->bytes() == 0 || value->has_replica());
   return out;
 }

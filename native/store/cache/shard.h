@@ -23,6 +23,9 @@ struct ShardSpec {
   /// A parameter needs no room for an optimizer's state and for a step's second copy, until it is
   /// declared without this or a step updates it.
   bool value_only = false;
+  /// A parameter's optimizer state has max_exp_avg_sq. Said without `value_only`, it holds for what
+  /// has had no update; later only new moments change it.
+  bool keeps_maximum = false;
 };
 
 struct ShardInfo {
@@ -60,6 +63,8 @@ struct Shard {
   bool is_gradient_unsure : 1 = false;
   // Its row of the shard table says so: the value is leased without a request.
   bool is_published : 1 = false;
+  // Its optimizer state has max_exp_avg_sq.
+  bool keeps_maximum : 1 = false;
 
   std::string_view name() const { return label.name(); }
   ShardSpec spec() const {
@@ -67,7 +72,8 @@ struct Shard {
             .kind = kind,
             .dtype = dtype,
             .tier = tier,
-            .shape = label.shape()};
+            .shape = label.shape(),
+            .keeps_maximum = keeps_maximum};
   }
   /// The fields that never change.
   ShardRecord label_record() const;
@@ -76,6 +82,8 @@ struct Shard {
   /// The same without its extents, and whether it has any.
   ShardRecord record_without_extents() const;
   bool has_extents() const;
+  /// Or an update of it is on its way.
+  bool was_updated() const { return generation != 0 || contributors.is_sealed(); }
   uint64_t element_count() const { return bytes / dtype_bytes(dtype); }
   uint64_t offset_bytes() const { return element_offset * dtype_bytes(dtype); }
   /// Generation of the bytes that a lease shows.

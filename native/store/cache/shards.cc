@@ -42,6 +42,10 @@ void make_room_for(std::vector<T>& items, size_t more) {
 
 uint64_t parameter_stride_bytes(DType dtype) { return kTileElements * dtype_bytes(dtype); }
 
+bool keeps_maximum(const ShardSpec& spec) {
+  return spec.kind == ShardKind::parameter && !spec.value_only && spec.keeps_maximum;
+}
+
 /// Small parameters of one dtype share a bucket, and a large one has its own.
 std::vector<Declaration::PlannedBucket> plan_buckets(const std::vector<const ShardSpec*>& specs) {
   std::vector<Declaration::PlannedBucket> plan;
@@ -53,6 +57,7 @@ std::vector<Declaration::PlannedBucket> plan_buckets(const std::vector<const Sha
   const auto put = [](Declaration::PlannedBucket& bucket, const ShardSpec& spec) {
     bucket.dtype = spec.dtype;
     bucket.is_updated |= !spec.value_only;
+    bucket.needs_maxima |= keeps_maximum(spec);
     bucket.specs.push_back(&spec);
     bucket.element_offsets.push_back(bucket.element_count);
   };
@@ -73,6 +78,21 @@ std::vector<Declaration::PlannedBucket> plan_buckets(const std::vector<const Sha
   }
   for (auto& [dtype, bucket] : open) close(bucket);
   return plan;
+}
+
+struct HeldParameter {
+  uint32_t shard_id;
+  const Shard& shard;
+  const Bucket& bucket;
+};
+
+/// A parameter that the job has, and that steps will update from now on.
+void plan_held(const HeldParameter& held, const ShardSpec& spec, Declaration& planned) {
+  const uint32_t index = held.shard.bucket;
+  if (!held.bucket.is_updated) planned.updates_begun.insert(index);
+  if (held.shard.was_updated() || held.shard.keeps_maximum == spec.keeps_maximum) return;
+  planned.maxima_changed[held.shard_id] = spec.keeps_maximum;
+  if (spec.keeps_maximum && !held.bucket.needs_maxima) planned.maxima_begun.insert(index);
 }
 
 /// The shard's part of a catalogue and of the records.
@@ -166,6 +186,7 @@ uint32_t Shards::add_shard(const ShardSpec& spec) {
   shard.dtype = spec.dtype;
   shard.tier = spec.tier;
   shard.bytes = *tensor_bytes(spec.shape, spec.dtype);
+  shard.keeps_maximum = keeps_maximum(spec);
   shards_[shard_id] = std::move(shard);
   names_.insert(shard_id);
   declared_.add_label(space_label(spec));
@@ -229,6 +250,7 @@ void Shards::add_parameters(const Declaration& declaration) {
       shards_[ids.back()].element_offset = bucket.element_offsets[i];
     }
     close_bucket(bucket.dtype, bucket.element_count, std::move(ids), bucket.is_updated);
+    if (bucket.needs_maxima) begin_updates(buckets_.back(), true);
   }
 }
 
@@ -327,9 +349,9 @@ Result<Declaration> Shards::plan(const std::vector<ShardSpec>& specs, uint64_t b
           StatusCode::invalid_argument, "shard ", job_name_, "/", spec.name, " is declared twice");
     }
     if (const auto held = names_.find(spec.name)) {
-      const bool may_begin = spec.kind == ShardKind::parameter && !spec.value_only;
-      const uint32_t index = shards_[*held].bucket;
-      if (may_begin && !buckets_[index].is_updated) planned.updates_begun.insert(index);
+      const Shard& shard = shards_[*held];
+      if (spec.kind == ShardKind::parameter && !spec.value_only)
+        plan_held({*held, shard, buckets_[shard.bucket]}, spec, planned);
       continue;
     }
     (spec.kind == ShardKind::parameter ? planned.parameters : planned.bytes).push_back(&spec);
@@ -360,8 +382,9 @@ Result<Declaration> Shards::plan(const std::vector<ShardSpec>& specs, uint64_t b
   planned.wanted = declared_;
   for (const ShardSpec* spec : planned.parameters) planned.wanted.add_label(space_label(*spec));
   for (const Declaration::PlannedBucket& bucket : planned.plan) {
-    planned.wanted.add_bucket(
-        bucket.dtype, align_up(bucket.element_count, kElementAlignment), bucket.is_updated);
+    const uint64_t element_count = align_up(bucket.element_count, kElementAlignment);
+    planned.wanted.add_bucket(bucket.dtype, element_count, bucket.is_updated);
+    if (bucket.needs_maxima) planned.wanted.begin_maxima(bucket.dtype, element_count);
   }
   for (const ShardSpec* spec : planned.bytes) {
     planned.wanted.add_label(space_label(*spec));
@@ -372,19 +395,26 @@ Result<Declaration> Shards::plan(const std::vector<ShardSpec>& specs, uint64_t b
     planned.wanted.begin_updates(buckets_[index].dtype, buckets_[index].element_count);
     planned.asks_for_more |= index >= restored_bucket_count_;
   }
+  for (const uint32_t index : planned.maxima_begun) {
+    planned.wanted.begin_maxima(buckets_[index].dtype, buckets_[index].element_count);
+    planned.asks_for_more = true;
+  }
   return planned;
 }
 
 void Shards::add(const Declaration& declaration) {
   for (const uint32_t index : declaration.updates_begun) begin_updates(buckets_[index]);
+  for (const uint32_t index : declaration.maxima_begun) begin_updates(buckets_[index], true);
   make_room_for(shards_, declaration.parameters.size() + declaration.bytes.size());
   add_parameters(declaration);
   for (const ShardSpec* spec : declaration.bytes) add_bytes(*spec);
 }
 
-bool Shards::begin_updates(Bucket& bucket) {
-  if (std::exchange(bucket.is_updated, true)) return false;
-  declared_.begin_updates(bucket.dtype, bucket.element_count);
+bool Shards::begin_updates(Bucket& bucket, bool with_maxima) {
+  const bool begins = !std::exchange(bucket.is_updated, true);
+  if (begins) declared_.begin_updates(bucket.dtype, bucket.element_count);
+  if (!with_maxima || std::exchange(bucket.needs_maxima, true)) return begins;
+  declared_.begin_maxima(bucket.dtype, bucket.element_count);
   return true;
 }
 
@@ -429,6 +459,7 @@ void Shards::restore_shard(const ShardRecord& in, std::vector<std::vector<uint32
     shard.element_offset = in.element_offset;
     shard.written = in.written;
     shard.is_on_disk = in.written;
+    shard.keeps_maximum = in.keeps_maximum;
     sums_.add_elements(shard.element_count());
     shards_of[in.bucket].push_back(shard_id);
     return;
@@ -446,6 +477,13 @@ void Shards::restore_bucket(const BucketRecord& in, std::vector<uint32_t> ids) {
       ids.begin(), ids.end(), [this](uint32_t id) { return shards_[id].generation != 0; });
   close_bucket(in.dtype, in.element_count, std::move(ids), was_updated);
   Bucket& made = buckets_.back();
+  made.keeps_maxima = in.keeps_maxima;
+  const bool needs_maxima =
+      in.keeps_maxima ||
+      std::any_of(made.shards.begin(), made.shards.end(), [this](uint32_t shard_id) {
+        return shards_[shard_id].keeps_maximum;
+      });
+  if (needs_maxima) begin_updates(made, true);
   for (size_t tile = 0; tile < in.tiles.size(); ++tile) {
     made.value->replicas()[tile] = Replica(in.tiles[tile].parameter, JobSpace::kOnDisk);
     made.rest[tile] = Replica(in.tiles[tile].rest, JobSpace::kOnDisk);
@@ -473,7 +511,7 @@ void Shards::write(JobRecord& into) const {
     if (!shard.deleted) into.shards.push_back(shard.record());
   }
   for (const Bucket& bucket : buckets_) {
-    BucketRecord out{.dtype = bucket.dtype, .element_count = bucket.element_count, .tiles = {}};
+    BucketRecord out = bucket.record();
     // A first writeback that is half done leaves no value on disk yet.
     const bool is_on_disk = bucket.value->has_replica();
     out.tiles.reserve(bucket.tile_count());

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <optional>
 #include <set>
 #include <string>
@@ -32,6 +33,7 @@ struct Declaration {
     DType dtype = DType::float32;
     uint64_t element_count = 0;
     bool is_updated = false;
+    bool needs_maxima = false;
     std::vector<const ShardSpec*> specs;
     std::vector<uint64_t> element_offsets;
   };
@@ -42,6 +44,10 @@ struct Declaration {
   std::vector<PlannedBucket> plan;
   /// Buckets that steps will update from now on.
   std::set<uint32_t> updates_begun;
+  /// Buckets that need maxima from now on.
+  std::set<uint32_t> maxima_begun;
+  /// Shards that the job has, by their ids: whether they keep a maximum from now on.
+  std::map<uint32_t, bool> maxima_changed;
   /// Needs of all shards, those that are new included.
   DeclaredSpace wanted;
   /// It needs more than what an earlier daemon accepted.
@@ -109,7 +115,8 @@ class Shards {
   /// Refused where a shard is bad, or held with another shape or dtype. `bytes_max`: a shard has
   /// at most so many.
   Result<Declaration> plan(const std::vector<ShardSpec>& specs, uint64_t bytes_max) const;
-  /// Makes the planned shards known, in the order of their ids.
+  /// Makes the planned shards known, in the order of their ids. Shards that the job has stay as
+  /// they are.
   void add(const Declaration& declaration);
   /// Adds what a catalogue names; reserves no extent. `given_ids`: of the record's shards, in any
   /// order, or empty: counted from 0. There is no shard before.
@@ -119,8 +126,9 @@ class Shards {
   FreeIds& free_ids() { return free_ids_; }
   /// At an adoption: those below `end` were given, if no shard has them now.
   void note_given_ids(uint32_t end);
-  /// Steps update the bucket from now on, whatever was declared; false where they did before.
-  bool begin_updates(Bucket& bucket);
+  /// Steps update the bucket from now on, whatever was declared, or one of its shards keeps a
+  /// maximum as well; false where all of that was so before.
+  bool begin_updates(Bucket& bucket, bool with_maxima = false);
   /// Fills in `shards` and `buckets`.
   void write(JobRecord& into) const;
 

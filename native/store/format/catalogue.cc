@@ -11,6 +11,7 @@
 #include "base/units.h"
 #include "store/format/durability.h"
 #include "store/format/encoding.h"
+#include "store/format/tile_rest.h"
 #include "store/format/volume.h"
 
 namespace memd {
@@ -26,6 +27,7 @@ constexpr Magic kRootMagic{'m', 'e', 'm', 'd', 'r', 'o', 'o', 't'};
 // for a newer format.
 constexpr size_t kHeaderBytes = 48;
 constexpr size_t kLengthOffset = 16;
+constexpr size_t kIncompatibleOffset = 24;
 constexpr size_t kChecksumBytes = 8;
 
 // The least that one item costs: counts are checked against it before memory is set aside.
@@ -37,6 +39,12 @@ constexpr size_t kTileBytes = 2 * kExtentEncodedBytes;
 // As in memory: views of shards in a bucket start on kViewAlignmentBytes in either dtype.
 constexpr uint64_t kElementAlignment = kViewAlignmentBytes / 2;
 constexpr uint64_t kShardBytesMax = uint64_t{1} << 48;
+
+// In the byte of a bucket's dtype.
+constexpr uint8_t kKeepsMaxima = 0x80;
+// In the byte that says whether a parameter was written.
+constexpr uint8_t kWritten = 1;
+constexpr uint8_t kKeepsMaximum = 2;
 
 template <typename... Parts>
 Status malformed(const Parts&... parts) {
@@ -178,7 +186,8 @@ void put_shard(FieldWriter& writer, const ShardRecord& shard, uint32_t extent_co
   if (shard.kind == ShardKind::parameter) {
     writer.put(shard.bucket);
     writer.put(shard.element_offset);
-    writer.put(static_cast<uint8_t>(shard.written));
+    writer.put(static_cast<uint8_t>((shard.written ? kWritten : 0) |
+                                    (shard.keeps_maximum ? kKeepsMaximum : 0)));
   } else {
     writer.put(extent_count);
   }
@@ -196,7 +205,9 @@ ShardRecord get_shard(FieldReader& reader) {
   if (shard.kind == ShardKind::parameter) {
     shard.bucket = reader.get<uint32_t>();
     shard.element_offset = reader.get<uint64_t>();
-    shard.written = reader.get<uint8_t>() != 0;
+    const auto flags = reader.get<uint8_t>();
+    shard.written = (flags & kWritten) != 0;
+    shard.keeps_maximum = (flags & kKeepsMaximum) != 0;
   } else {
     shard.extents = get_extents(reader, reader.get<uint32_t>());
   }
@@ -270,8 +281,6 @@ Status check_bucket(const BucketRecord& bucket, size_t index) {
                      bucket.element_count,
                      " elements");
   }
-  // Moments of 4 bytes each, and for bf16 the remainder.
-  const uint64_t rest_bytes_each = bucket.dtype == DType::bfloat16 ? 10 : 8;
   uint64_t elements_left = bucket.element_count;
   for (const TileRecord& tile : bucket.tiles) {
     const uint64_t elements = std::min(elements_left, kTileElements);
@@ -279,9 +288,14 @@ Status check_bucket(const BucketRecord& bucket, size_t index) {
     if (tile.parameter.exists() != bucket.tiles.front().parameter.exists()) {
       return malformed("bucket ", index, ": some of its tiles have parameters, some have none");
     }
+    // Written before the bucket kept maxima, it ends before them.
+    const uint32_t narrow_bytes = rest_bytes_of(bucket.dtype, elements, false);
+    const bool is_narrow = tile.rest.length_bytes == narrow_bytes;
+    const uint32_t rest_bytes =
+        is_narrow ? narrow_bytes : rest_bytes_of(bucket.dtype, elements, bucket.keeps_maxima);
     for (const auto& [extent, bytes] :
          {std::pair(&tile.parameter, elements * dtype_bytes(bucket.dtype)),
-          std::pair(&tile.rest, elements * rest_bytes_each)}) {
+          std::pair(&tile.rest, uint64_t{rest_bytes})}) {
       if (!extent->exists()) {
         if (!is_all_zero(*extent)) return malformed("bucket ", index, ": extent without length");
         continue;
@@ -369,10 +383,14 @@ void JobEncoder::begin(const JobRecord& job, uint32_t bucket_count, size_t bytes
   writer.put(bucket_count);
 }
 
-void JobEncoder::begin_bucket(DType dtype, uint64_t element_count, uint32_t tile_count) {
+void JobEncoder::need_maxima_feature() { out_[kIncompatibleOffset] |= std::byte{kMaximaFeature}; }
+
+void JobEncoder::begin_bucket(const BucketRecord& bucket, uint32_t tile_count) {
+  if (bucket.keeps_maxima) need_maxima_feature();
   FieldWriter writer(out_);
-  writer.put(static_cast<uint8_t>(dtype));
-  writer.put(element_count);
+  const uint8_t flags = bucket.keeps_maxima ? kKeepsMaxima : 0;
+  writer.put(static_cast<uint8_t>(static_cast<uint8_t>(bucket.dtype) | flags));
+  writer.put(bucket.element_count);
   writer.put(tile_count);
 }
 
@@ -386,6 +404,7 @@ void JobEncoder::put(const ExtentRecord& extent) { FieldWriter(out_).put(extent)
 void JobEncoder::begin_shards(uint32_t shard_count) { FieldWriter(out_).put(shard_count); }
 
 void JobEncoder::begin_shard(const ShardRecord& shard, uint32_t extent_count) {
+  if (shard.keeps_maximum) need_maxima_feature();
   FieldWriter writer(out_);
   put_shard(writer, shard, extent_count);
 }
@@ -403,8 +422,7 @@ std::vector<std::byte> encode(const JobRecord& job) {
   JobEncoder encoder;
   encoder.begin(job, static_cast<uint32_t>(job.buckets.size()), 0);
   for (const BucketRecord& bucket : job.buckets) {
-    encoder.begin_bucket(
-        bucket.dtype, bucket.element_count, static_cast<uint32_t>(bucket.tiles.size()));
+    encoder.begin_bucket(bucket, static_cast<uint32_t>(bucket.tiles.size()));
     for (const TileRecord& tile : bucket.tiles) encoder.put(tile);
   }
   encoder.begin_shards(static_cast<uint32_t>(job.shards.size()));
@@ -437,7 +455,9 @@ Result<JobRecord> decode_job(std::span<const std::byte> bytes, FormatUse use) {
   }
   job.buckets.resize(bucket_count);
   for (BucketRecord& bucket : job.buckets) {
-    bucket.dtype = static_cast<DType>(reader.get<uint8_t>());
+    const auto dtype_and_flags = reader.get<uint8_t>();
+    bucket.dtype = static_cast<DType>(dtype_and_flags & ~kKeepsMaxima);
+    bucket.keeps_maxima = (dtype_and_flags & kKeepsMaxima) != 0;
     bucket.element_count = reader.get<uint64_t>();
     const auto tile_count = reader.get<uint32_t>();
     if (tile_count > reader.remaining_bytes() / kTileBytes) {

@@ -33,12 +33,14 @@ struct ShardRecord {
   uint32_t bucket = 0;                // parameter: index into JobRecord::buckets
   uint64_t element_offset = 0;        // parameter: first element in its bucket
   bool written = false;               // parameter: its bucket's extents hold a value of it
+  bool keeps_maximum = false;         // parameter: its optimizer state has max_exp_avg_sq
   std::vector<ExtentRecord> extents;  // blob, buffer: kBlobExtentBytes each but the last
 };
 
 /// 256 Ki elements of a bucket: the parameter (fp32, or the bf16 half), and the rest: exp_avg,
-/// exp_avg_sq and, for bf16, the remainder, one after the other, each starting on
-/// kViewAlignmentBytes. A rest that was never updated has no extent and is zero.
+/// exp_avg_sq, for bf16 the remainder, and max_exp_avg_sq where the bucket keeps it, one after the
+/// other, each starting on kViewAlignmentBytes. A rest that was never updated has no extent and is
+/// zero; one that was written before the bucket kept maxima ends before them, and they are zero.
 struct TileRecord {
   ExtentRecord parameter;
   ExtentRecord rest;
@@ -49,6 +51,7 @@ struct TileRecord {
 struct BucketRecord {
   DType dtype = DType::float32;
   uint64_t element_count = 0;
+  bool keeps_maxima = false;  // a place for that of each shard; never unset
   std::vector<TileRecord> tiles;
 };
 
@@ -113,7 +116,8 @@ class JobEncoder {
  public:
   /// `job`: its fields, without shards and buckets. `bytes_expected` is set aside at once.
   void begin(const JobRecord& job, uint32_t bucket_count, size_t bytes_expected);
-  void begin_bucket(DType dtype, uint64_t element_count, uint32_t tile_count);
+  /// `bucket`: its fields, without tiles.
+  void begin_bucket(const BucketRecord& bucket, uint32_t tile_count);
   void put(const TileRecord& tile);
   void begin_shards(uint32_t shard_count);
   /// Without its extents: `extent_count` of them follow, if it is no parameter.
@@ -128,6 +132,8 @@ class JobEncoder {
   static constexpr size_t kSealBytes = 8;
 
  private:
+  void need_maxima_feature();
+
   std::vector<std::byte> out_;
 };
 Result<JobRecord> decode_job(std::span<const std::byte> bytes, FormatUse use = FormatUse::write);

@@ -23,7 +23,9 @@ static_assert(std::endian::native == std::endian::little, "fields are copied as 
 inline constexpr size_t kExtentEncodedBytes = 22;
 
 /// Features that this memd knows, each bit with its meaning in docs/format.md.
-inline constexpr uint64_t kIncompatibleFeatures = 0;
+/// A parameter's optimizer state may have max_exp_avg_sq.
+inline constexpr uint64_t kMaximaFeature = 1;
+inline constexpr uint64_t kIncompatibleFeatures = kMaximaFeature;
 inline constexpr uint64_t kReadOnlyCompatibleFeatures = 0;
 
 /// The format of a superblock or record, as its header says it.

@@ -8,6 +8,11 @@
 namespace memd {
 namespace {
 
+// One byte. A daemon that knew no amsgrad takes any other value than 0 for maximize; the layout in
+// the ledger of such a job has a feature that it refuses.
+constexpr uint8_t kMaximize = 1;
+constexpr uint8_t kAmsgrad = 2;
+
 template <typename Id>
 void put_counted(FieldWriter& writer, const std::vector<Id>& ids) {
   writer.put(static_cast<uint32_t>(ids.size()));
@@ -34,12 +39,13 @@ std::vector<std::byte> encode_step(const StepRequest& request) {
   writer.put(static_cast<uint32_t>(request.groups.size()));
   for (const StepGroup& group : request.groups) {
     // By name, so that a setting that is added does not compile before it is written and read here.
-    const auto& [lr, beta1, beta2, eps, weight_decay, decoupled, maximize] = group.settings;
+    const auto& [lr, beta1, beta2, eps, weight_decay, decoupled, maximize, amsgrad] =
+        group.settings;
     for (const double value : {lr, beta1, beta2, eps, weight_decay}) {
       writer.put(std::bit_cast<uint64_t>(value));
     }
     writer.put(static_cast<uint8_t>(decoupled));
-    writer.put(static_cast<uint8_t>(maximize));
+    writer.put(static_cast<uint8_t>((maximize ? kMaximize : 0) | (amsgrad ? kAmsgrad : 0)));
     put_counted(writer, group.shard_ids);
   }
   writer.put(static_cast<uint32_t>(request.staged_buffers.size()));
@@ -70,7 +76,9 @@ Result<StepRequest> decode_step(std::span<const std::byte> bytes) {
       *value = std::bit_cast<double>(reader.get<uint64_t>());
     }
     settings.decoupled = reader.get<uint8_t>() != 0;
-    settings.maximize = reader.get<uint8_t>() != 0;
+    const auto flags = reader.get<uint8_t>();
+    settings.maximize = (flags & kMaximize) != 0;
+    settings.amsgrad = (flags & kAmsgrad) != 0;
     group.shard_ids = get_counted<uint32_t>(reader);
     request.groups.push_back(std::move(group));
   }

@@ -293,7 +293,7 @@ Status Adoption::place_loose_extents() {
       remembered_.ledger().note_loose(key, {});
       continue;
     }
-    if (extent.length_bytes != place.length_bytes || !starts_on_block(extent)) {
+    if (!place.may_be(extent.length_bytes) || !starts_on_block(extent)) {
       return damaged("an extent of ", extent.length_bytes, " bytes for ", place.length_bytes);
     }
     *place.replica = Replica(extent, job_.space.epoch());
@@ -307,12 +307,16 @@ Adoption::Place Adoption::find_place(const LooseKey& key) {
     if (key.owner >= job_.shards.buckets().size()) return {};
     Bucket& bucket = job_.shards.bucket(key.owner);
     if (key.index >= bucket.tile_count()) return {};
-    return {.replica = &bucket.rest[key.index], .length_bytes = bucket.rest_bytes(key.index)};
+    return {.replica = &bucket.rest[key.index],
+            .length_bytes = bucket.rest_bytes(key.index),
+            .length_bytes_narrow = bucket.rest_bytes_narrow(key.index)};
   }
   Entry* const entry = find_loose_entry(key);
   if (entry == nullptr || key.index >= entry->replicas().size()) return {};
+  const uint32_t length_bytes = entry->replica_bytes(key.index);
   return {.replica = &entry->replicas()[key.index],
-          .length_bytes = entry->replica_bytes(key.index)};
+          .length_bytes = length_bytes,
+          .length_bytes_narrow = length_bytes};
 }
 
 Entry* Adoption::find_loose_entry(const LooseKey& key) {
@@ -330,8 +334,8 @@ Entry* Adoption::find_loose_entry(const LooseKey& key) {
 }
 
 Status Adoption::place_tile_extents() {
-  const auto fits = [](const ExtentRecord& extent, uint64_t bytes) {
-    return !extent.exists() || (extent.length_bytes == bytes && starts_on_block(extent));
+  const auto fits = [](const ExtentRecord& extent, bool has_length) {
+    return !extent.exists() || (has_length && starts_on_block(extent));
   };
   for (const KeptTile& tile : remembered_.tiles()) {
     const uint64_t owner = tile.key >> 32;
@@ -339,12 +343,14 @@ Status Adoption::place_tile_extents() {
     if (owner >= job_.shards.buckets().size() || index >= job_.shards.bucket(owner).tile_count())
       return damaged("a tile of bucket ", owner);
     Bucket& bucket = job_.shards.bucket(owner);
-    if (!fits(tile.state.value, bucket.value->replica_bytes(index)) ||
-        !fits(tile.state.rest, bucket.rest_bytes(index))) {
+    const ExtentRecord& value = tile.state.value;
+    const ExtentRecord& rest = tile.state.rest;
+    if (!fits(value, value.length_bytes == bucket.value->replica_bytes(index)) ||
+        !fits(rest, bucket.may_have_rest(index, rest.length_bytes))) {
       return damaged("a tile's extents");
     }
-    bucket.value->replicas()[index] = Replica(tile.state.value, job_.space.epoch());
-    bucket.rest[index] = Replica(tile.state.rest, job_.space.epoch());
+    bucket.value->replicas()[index] = Replica(value, job_.space.epoch());
+    bucket.rest[index] = Replica(rest, job_.space.epoch());
   }
   return Status::ok();
 }
@@ -385,14 +391,12 @@ Status Adoption::take_tiles() {
   for (const KeptTile& tile : remembered_.tiles()) {
     if (Status checked = check_tile(tile); !checked.is_ok()) return checked;
     if (tile.state.step > job_.progress.committed_step()) {
-      job_.tiles.set_made(tile.key,
-                          {.element_first = 0, .is_whole = true, .scratch = std::nullopt});
+      job_.tiles.set_made(tile.key, {.piece = 0, .is_whole = true, .scratch = std::nullopt});
     }
     if (tile.update) {
-      job_.tiles.set_made(tile.key,
-                          {.element_first = tile.update->piece * kPieceElements,
-                           .is_whole = false,
-                           .scratch = tile.update->scratch});
+      job_.tiles.set_made(
+          tile.key,
+          {.piece = tile.update->piece, .is_whole = false, .scratch = tile.update->scratch});
     }
     if (Status taken = take_private_tile(tile); !taken.is_ok()) return taken;
   }
@@ -411,7 +415,8 @@ Status Adoption::check_tile(const KeptTile& tile) const {
   if (!tile.update) return Status::ok();
   const Bucket& bucket = job_.shards.bucket(bucket_of(tile.key));
   if (!has_closed_step || is_made ||
-      tile.update->piece * kPieceElements >= bucket.tile_elements(tile_of(tile.key))) {
+      tile.update->piece * piece_elements(bucket.keeps_maxima) >=
+          bucket.tile_elements(tile_of(tile.key))) {
     return damaged("an update of no step");
   }
   return Status::ok();
@@ -433,6 +438,7 @@ Status Adoption::take_private_tile(const KeptTile& tile) {
   if (!tile.update) return Status::ok();
   job_.tiles.words()->restore_piece({.dtype = bucket.dtype,
                                      .elements = bucket.tile_elements(index),
+                                     .keeps_maxima = bucket.keeps_maxima,
                                      .value = side.at(offset_bytes),
                                      .rest = side.at(offset_bytes) + value_bytes},
                                     *tile.update);

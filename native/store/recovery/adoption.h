@@ -91,6 +91,12 @@ class Adoption {
   struct Place {
     Replica* replica = nullptr;  // nullptr: of a shard or a gradient that was dropped
     uint32_t length_bytes = 0;
+    uint32_t length_bytes_narrow =
+        0;  // as well: of a rest extent from before its bucket kept maxima
+
+    bool may_be(uint32_t bytes) const {
+      return bytes == length_bytes || bytes == length_bytes_narrow;
+    }
   };
   Status place_loose_extents();
   Place find_place(const LooseKey& key);

@@ -247,7 +247,10 @@ Status RememberedJob::merge() {
         merged.buckets[i].element_count != base().buckets[i].element_count) {
       return damaged("bucket ", i, " is another one on disk");
     }
+    // The layout is written before a tile has them; a commit may be older.
+    const bool keeps_maxima = merged.buckets[i].keeps_maxima || base().buckets[i].keeps_maxima;
     merged.buckets[i] = base().buckets[i];
+    merged.buckets[i].keeps_maxima = keeps_maxima;
   }
   std::map<std::string, const ShardRecord*> on_disk;
   for (const ShardRecord& shard : base().shards) on_disk[shard.name] = &shard;

@@ -5,6 +5,7 @@
 #include "base/status.h"
 #include "base/units.h"
 #include "store/format/encoding.h"
+#include "store/format/tile_rest.h"
 
 namespace memd {
 namespace {
@@ -45,12 +46,12 @@ struct BucketBytes {
   uint64_t tile_bytes_max = 0;
 };
 
-BucketBytes bytes_of(DType dtype, uint64_t element_count) {
+BucketBytes bytes_of(DType dtype, uint64_t element_count, bool keeps_maxima = false) {
   BucketBytes sum;
   sum.tile_count = divide_up(element_count, kTileElements);
   const auto add = [&](uint64_t elements, uint64_t count) {
     const uint64_t value_bytes = align_up(elements * dtype_bytes(dtype), kBlockBytes);
-    const uint64_t state_bytes = value_bytes + rest_bytes_of(dtype, elements);
+    const uint64_t state_bytes = value_bytes + rest_bytes_of(dtype, elements, keeps_maxima);
     sum.values += count * value_bytes;
     sum.states += count * state_bytes;
     sum.tile_bytes_max = std::max(sum.tile_bytes_max, state_bytes);
@@ -95,6 +96,12 @@ void DeclaredSpace::begin_updates(DType dtype, uint64_t element_count) {
   // A gradient has its parameter's dtype.
   gradient_bytes_ += bucket.values;
   gradient_bytes_max_ = std::max(gradient_bytes_max_, bucket.values);
+}
+
+void DeclaredSpace::begin_maxima(DType dtype, uint64_t element_count) {
+  const BucketBytes with = bytes_of(dtype, element_count, true);
+  updated_bytes_ += with.states - bytes_of(dtype, element_count).states;
+  tile_bytes_max_ = std::max(tile_bytes_max_, with.tile_bytes_max);
 }
 
 SpaceNeeded DeclaredSpace::needed(const Durability& durability,

@@ -6,17 +6,9 @@
 #include <string>
 
 #include "base/dtype.h"
-#include "base/units.h"
 #include "store/format/durability.h"
 
 namespace memd {
-
-/// Bytes of a tile on disk beside its parameter: exp_avg, exp_avg_sq and, for bf16, the remainder,
-/// each starting on kViewAlignmentBytes; whole blocks.
-inline uint32_t rest_bytes_of(DType dtype, uint64_t element_count) {
-  const uint64_t bytes = element_count * (dtype == DType::bfloat16 ? 10 : 8);
-  return static_cast<uint32_t>(align_up(bytes, kBlockBytes));
-}
 
 /// Bytes of the disk quota, a field for each term.
 struct SpaceNeeded {
@@ -51,6 +43,8 @@ class DeclaredSpace {
   void add_bucket(DType dtype, uint64_t element_count, bool is_updated);
   /// A bucket that was added without `is_updated` has it now.
   void begin_updates(DType dtype, uint64_t element_count);
+  /// A bucket that is updated has maxima (max_exp_avg_sq) from here on.
+  void begin_maxima(DType dtype, uint64_t element_count);
   void add_blob(uint64_t bytes) { blob_bytes_ += on_disk_bytes(bytes); }
   void remove_blob(uint64_t bytes) { blob_bytes_ -= on_disk_bytes(bytes); }
 
@@ -64,6 +58,8 @@ class DeclaredSpace {
   /// Counts in a catalogue when everything is written: extents, and blobs and buffers.
   uint64_t extent_count() const { return extent_count_; }
   uint64_t blob_count() const { return blob_count_; }
+  /// The largest state of a tile of a bucket that is updated.
+  uint64_t tile_bytes_max() const { return tile_bytes_max_; }
   /// Bytes that the daemon keeps for the shards beside the pool: records, labels and their copies
   /// in the ledger. bench_growth.py measures them; this is above.
   uint64_t memory_bytes() const { return memory_bytes_; }

@@ -121,8 +121,8 @@ uint64_t Admission::catalogue_bytes(const DeclaredSpace& declared) const {
   return align_up(bytes, kBlockBytes);
 }
 
-void Admission::begin_updates(Bucket& bucket) {
-  if (parts_.shards.begin_updates(bucket)) reserve_metadata();
+void Admission::begin_updates(Bucket& bucket, bool with_maxima) {
+  if (parts_.shards.begin_updates(bucket, with_maxima)) reserve_metadata();
 }
 
 bool Admission::gradients_fit() const {

@@ -67,7 +67,7 @@ class Admission {
   /// trains on.
   void reserve_metadata();
   /// A step updates it, or somebody writes its moments, whatever was declared.
-  void begin_updates(Bucket& bucket);
+  void begin_updates(Bucket& bucket, bool with_maxima = false);
   /// Whether all gradients fit beside the largest bucket's parameters.
   bool gradients_fit() const;
   /// The bytes of all gradients, in whole blocks; 0 where they fit.

@@ -72,8 +72,7 @@ size_t CatalogueSnapshot::write_tile() {
     // A first writeback that is half done leaves no value on disk yet.
     is_bucket_on_disk_ = bucket.value->has_replica();
     looked_bytes = bucket.tile_count() * kLookBytes;
-    encoder_.begin_bucket(
-        bucket.dtype, bucket.element_count, static_cast<uint32_t>(bucket.tile_count()));
+    encoder_.begin_bucket(bucket.record(), static_cast<uint32_t>(bucket.tile_count()));
   }
   if (tile_ < bucket.tile_count()) {
     const TileRecord tile{

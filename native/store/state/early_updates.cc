@@ -69,6 +69,9 @@ EarlyUpdates::Begin EarlyUpdates::check(const Bucket& bucket) const {
     const bool is_known = shard.written && shard.contributors.only() == session_id &&
                           expected->second.contains(id) && final_shards_.contains(id);
     if (!is_known) return Begin::never;
+    // The step makes a place for the maximum, or is refused.
+    const bool has_maximum = shard.keeps_maximum && bucket.keeps_maxima;
+    if (expected->second.at(id).amsgrad && !has_maximum) return Begin::never;
   }
   const Entry& value = *bucket.value;
   const Entry& gradient = *bucket.gradient;
@@ -94,12 +97,15 @@ bool EarlyUpdates::is_left_to_the_step(const Bucket& bucket, size_t tile) const 
 // Room on disk that spilled gradients may need is not taken, nor what the step needs for the tiles
 // that are left to it: without it all would be thrown away and made again.
 bool EarlyUpdates::has_quota(const Bucket& bucket, size_t tile) const {
+  // More where a tile of the job has maxima.
+  const uint64_t state_bytes_max =
+      std::max(kTileStateBytesMax, parts_.shards.declared().tile_bytes_max());
   uint64_t wanted_bytes = bucket.value->replica_bytes(tile) + bucket.rest_bytes(tile);
   // Those that were begun may have taken nothing yet.
-  wanted_bytes += running_count_ * kTileStateBytesMax;
+  wanted_bytes += running_count_ * state_bytes_max;
   wanted_bytes += parts_.admission.gradient_bytes_to_spill();
   if (parts_.admission.durability().is_in_memory())
-    wanted_bytes += kTilesInFlight * kTileStateBytesMax;
+    wanted_bytes += kTilesInFlight * state_bytes_max;
   return parts_.space.has_room(SpaceUse::gradient, wanted_bytes);
 }
 

@@ -5,8 +5,30 @@
 #include "base/bulk_bytes.h"
 #include "base/failpoint.h"
 #include "base/units.h"
+#include "store/format/tile_rest.h"
+#include "store/state/maxima.h"
 
 namespace memd {
+namespace {
+
+/// Their places in a tile, from element `first` on.
+struct MomentArrays {
+  MomentArrays(const TileBytes& bytes, DType dtype, uint64_t first)
+      : exp_avg(reinterpret_cast<float*>(bytes.rest) + first),
+        exp_avg_sq(exp_avg + bytes.elements) {
+    if (!bytes.keeps_maxima) return;
+    std::byte* const maxima = bytes.rest + maxima_offset_bytes(dtype, bytes.elements);
+    maximum = reinterpret_cast<float*>(maxima) + first;
+  }
+
+  float* exp_avg;
+  float* exp_avg_sq;
+  float* maximum = nullptr;  // stays so where the bucket has no place for it
+};
+
+size_t bytes_of(const std::vector<float>& values) { return values.size() * sizeof(float); }
+
+}  // namespace
 
 Result<Moments::Place> Moments::find(const MomentsRequest& request) const {
   if (!parts_.progress.stopped().is_ok()) return parts_.progress.stopped();
@@ -48,76 +70,102 @@ TileTask Moments::task_at(const Place& place) {
   return task;
 }
 
-void Moments::submit_when_still(TileTask task) {
+void Moments::submit_when_still(TileTask task, bool keeps_maxima) {
   // A spill in flight replaces the same extents.
   const Entry* const entry = task.entry;
   parts_.conditions.add(
       [entry] { return entry->task_count() == 0 && entry->residency() != Residency::draining; },
-      [this, later = std::make_shared<TileTask>(std::move(task))] {
+      [this, keeps_maxima, later = std::make_shared<TileTask>(std::move(task))] {
+        if (keeps_maxima) keep_maxima(parts_, {later->entry->owner()});
         tasks_.submit(std::move(*later));
       });
 }
 
 void Moments::read(const MomentsRequest& request, Read done) {
   const auto place = find(request);
-  if (!place.is_ok()) return done(place.status(), {}, {});
-  auto exp_avg = std::make_shared<std::vector<float>>(request.element_count);
-  auto exp_avg_sq = std::make_shared<std::vector<float>>(request.element_count);
+  if (!place.is_ok()) return done(place.status(), {});
+  const uint64_t count = request.element_count;
+  const bool keeps_maximum = parts_.shards[request.shard_id].keeps_maximum;
+  auto values = std::make_shared<MomentValues>();
+  values->exp_avg.resize(count);
+  values->exp_avg_sq.resize(count);
+  if (keeps_maximum) values->max_exp_avg_sq.resize(count);
   TileTask task = task_at(place.value());
   MEMD_FAILPOINT("moments.before_read");
-  task.work = [exp_avg, exp_avg_sq, first = place.value().element_in_tile](const TileBytes& bytes) {
-    const auto* const m = reinterpret_cast<const float*>(bytes.rest) + first;
-    copy_bytes(exp_avg->data(), m, exp_avg->size() * sizeof(float));
-    copy_bytes(exp_avg_sq->data(), m + bytes.elements, exp_avg_sq->size() * sizeof(float));
+  task.work = [values, dtype = place.value().bucket->dtype, first = place.value().element_in_tile](
+                  const TileBytes& bytes) {
+    const MomentArrays arrays(bytes, dtype, first);
+    copy_bytes(values->exp_avg.data(), arrays.exp_avg, bytes_of(values->exp_avg));
+    copy_bytes(values->exp_avg_sq.data(), arrays.exp_avg_sq, bytes_of(values->exp_avg_sq));
+    // Zeros, where no update has made a place for them.
+    if (arrays.maximum != nullptr)
+      copy_bytes(values->max_exp_avg_sq.data(), arrays.maximum, bytes_of(values->max_exp_avg_sq));
   };
-  task.done = [exp_avg, exp_avg_sq, done = std::move(done)](const Status& status) {
-    done(status, std::move(*exp_avg), std::move(*exp_avg_sq));
+  task.done = [values, done = std::move(done)](const Status& status) {
+    done(status, std::move(*values));
   };
-  submit_when_still(std::move(task));
+  submit_when_still(std::move(task), false);
+}
+
+void Moments::note_written(uint32_t shard_id, uint64_t generation, bool keeps_maximum) {
+  Shard& shard = parts_.shards[shard_id];
+  parts_.table.withdraw_shard(shard_id);
+  shard.generation = generation;
+  parts_.table.publish_shard(shard_id);
+  if (parts_.ledger != nullptr) parts_.ledger->note_generation(shard_id, generation);
+  parts_.durable.note_change();
+  if (shard.keeps_maximum == keeps_maximum) return;
+  shard.keeps_maximum = keeps_maximum;
+  MEMD_FAILPOINT("moments.maximum_changed");
+  parts_.journal.note_layout();
 }
 
 void Moments::write(const MomentsRequest& request,
                     uint64_t generation,
-                    std::vector<float> exp_avg,
-                    std::vector<float> exp_avg_sq,
+                    MomentValues values,
                     Done done) {
   const auto place = find(request);
   if (!place.is_ok()) return done(place.status());
-  const bool sized =
-      exp_avg.size() == request.element_count && exp_avg_sq.size() == request.element_count;
+  const bool keeps_maximum = !values.max_exp_avg_sq.empty();
+  const bool sized = values.exp_avg.size() == request.element_count &&
+                     values.exp_avg_sq.size() == request.element_count &&
+                     (!keeps_maximum || values.max_exp_avg_sq.size() == request.element_count);
   if (!sized) {
     return done(error(StatusCode::invalid_argument, "moments and element count differ"));
   }
-  const uint32_t bucket = place.value().bucket->value->owner();
-  early_.discard(bucket, EarlyDiscard::state);
-  parts_.admission.begin_updates(*place.value().bucket);
+  Bucket& bucket = *place.value().bucket;
+  const uint32_t index = bucket.value->owner();
+  early_.discard(index, EarlyDiscard::state);
+  parts_.admission.begin_updates(bucket, keeps_maximum);
   auto task = std::make_shared<TileTask>(task_at(place.value()));
   task->writes_rest = true;
   MEMD_FAILPOINT("moments.before_write");
-  task->work = [exp_avg = std::move(exp_avg),
-                exp_avg_sq = std::move(exp_avg_sq),
+  task->work = [values = std::move(values),
+                dtype = bucket.dtype,
                 first = place.value().element_in_tile](const TileBytes& bytes) {
-    auto* const m = reinterpret_cast<float*>(bytes.rest) + first;
-    copy_bytes(m, exp_avg.data(), exp_avg.size() * sizeof(float));
-    copy_bytes(m + bytes.elements, exp_avg_sq.data(), exp_avg_sq.size() * sizeof(float));
-  };
-  task->done = [this, shard_id = request.shard_id, generation, done = std::move(done)](
-                   const Status& status) {
-    MEMD_FAILPOINT("moments.written");
-    if (status.is_ok()) {
-      parts_.table.withdraw_shard(shard_id);
-      parts_.shards[shard_id].generation = generation;
-      parts_.table.publish_shard(shard_id);
-      if (parts_.ledger != nullptr) parts_.ledger->note_generation(shard_id, generation);
-      parts_.durable.note_change();
+    const MomentArrays arrays(bytes, dtype, first);
+    copy_bytes(arrays.exp_avg, values.exp_avg.data(), bytes_of(values.exp_avg));
+    copy_bytes(arrays.exp_avg_sq, values.exp_avg_sq.data(), bytes_of(values.exp_avg_sq));
+    if (arrays.maximum == nullptr) return;
+    if (values.max_exp_avg_sq.empty()) {
+      // Should the parameter keep one later, it begins with zeros.
+      zero_bytes(arrays.maximum, bytes_of(values.exp_avg_sq));
+    } else {
+      copy_bytes(arrays.maximum, values.max_exp_avg_sq.data(), bytes_of(values.max_exp_avg_sq));
     }
-    done(status);
   };
+  task->done =
+      [this, shard_id = request.shard_id, generation, keeps_maximum, done = std::move(done)](
+          const Status& status) {
+        MEMD_FAILPOINT("moments.written");
+        if (status.is_ok()) note_written(shard_id, generation, keeps_maximum);
+        done(status);
+      };
   // A dirty tile is on disk first, so that a kill leaves the old moments or the new ones.
   writeback_.flush_tiles(
-      bucket, std::make_shared<StepReport>(), [this, task](const Status& flushed) {
+      index, std::make_shared<StepReport>(), [this, task, keeps_maximum](const Status& flushed) {
         if (!flushed.is_ok()) return task->done(flushed);
-        submit_when_still(std::move(*task));
+        submit_when_still(std::move(*task), keeps_maximum);
       });
 }
 

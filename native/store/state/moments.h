@@ -22,24 +22,27 @@ struct MomentsRequest {
   uint64_t element_count = 0;
 };
 
+/// fp32, of the elements that a request asks for.
+struct MomentValues {
+  std::vector<float> exp_avg;
+  std::vector<float> exp_avg_sq;
+  std::vector<float> max_exp_avg_sq;  // empty: the parameter keeps none
+};
+
 /// Reads and replaces one job's moments. Owned by its PrivateState; the server thread calls
 /// everything; nothing blocks. The caller lets no other operation of the job run before `done`.
 class Moments {
  public:
-  using Read =
-      std::function<void(const Status&, std::vector<float> exp_avg, std::vector<float> exp_avg_sq)>;
+  using Read = std::function<void(const Status&, MomentValues values)>;
 
   Moments(const StateParts& parts, TileTasks& tasks, EarlyUpdates& early, Writeback& writeback)
       : parts_(parts), tasks_(tasks), early_(early), writeback_(writeback) {}
 
-  /// fp32, of elements within one tile.
+  /// The elements lie within one tile.
   void read(const MomentsRequest& request, Read done);
-  /// Replaces them, and the generation; durable after the next sync or step.
-  void write(const MomentsRequest& request,
-             uint64_t generation,
-             std::vector<float> exp_avg,
-             std::vector<float> exp_avg_sq,
-             Done done);
+  /// Replaces them, and the generation; durable after the next sync or step. Without a maximum the
+  /// parameter keeps none from here on.
+  void write(const MomentsRequest& request, uint64_t generation, MomentValues values, Done done);
 
  private:
   struct Place {
@@ -50,8 +53,10 @@ class Moments {
 
   Result<Place> find(const MomentsRequest& request) const;
   static TileTask task_at(const Place& place);
-  /// Once nothing else moves the bucket's values.
-  void submit_when_still(TileTask task);
+  void note_written(uint32_t shard_id, uint64_t generation, bool keeps_maximum);
+  /// Once nothing else moves the bucket's values. `keeps_maxima`: the bucket has a place for them
+  /// then.
+  void submit_when_still(TileTask task, bool keeps_maxima);
 
   const StateParts parts_;
   TileTasks& tasks_;

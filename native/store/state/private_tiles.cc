@@ -88,7 +88,7 @@ std::optional<uint32_t> PrivateTiles::take_made_scratch(uint64_t key) {
 std::optional<uint64_t> PrivateTiles::half_made_piece(uint64_t key) const {
   const MadeTile* const tile = made(key);
   if (tile == nullptr || tile->is_whole) return std::nullopt;
-  return tile->element_first / kPieceElements;
+  return tile->piece;
 }
 
 }  // namespace memd

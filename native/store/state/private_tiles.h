@@ -21,10 +21,10 @@ constexpr uint64_t tile_key(uint32_t bucket, uint64_t tile) {
 constexpr uint32_t bucket_of(uint64_t key) { return static_cast<uint32_t>(key >> 32); }
 constexpr uint32_t tile_of(uint64_t key) { return static_cast<uint32_t>(key); }
 
-/// How far an earlier daemon had updated one tile to a closed step: all of it, or the elements
-/// before `element_first`.
+/// How far an earlier daemon had updated one tile to a closed step: all of it, or the pieces before
+/// `piece`.
 struct MadeTile {
-  uint64_t element_first = 0;
+  uint64_t piece = 0;
   bool is_whole = false;
   std::optional<uint32_t> scratch;  // in TileWords
 };

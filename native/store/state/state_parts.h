@@ -25,6 +25,7 @@
 #include "store/state/admission.h"
 #include "store/state/durable_state.h"
 #include "store/state/extent_log.h"
+#include "store/state/job_journal.h"
 #include "store/state/private_tiles.h"
 #include "store/state/state_gate.h"
 
@@ -55,6 +56,7 @@ struct StateParts {
   Admission& admission;
   /// The next commit has something to write down: note_change().
   DurableState& durable;
+  JobJournal& journal;
   const LostShards& lost;
   PrivateTiles& tiles;
   ExtentLog& log;

@@ -25,6 +25,7 @@ struct TileBytes {
   uint64_t value_bytes = 0;  // whole blocks
   uint64_t rest_bytes = 0;
   uint64_t elements = 0;  // of a bucket's tile
+  bool keeps_maxima = false;
 
   /// Those before it are updated already.
   uint64_t element_first = 0;

@@ -50,6 +50,11 @@ struct TileTasks::Running {
     const bool has_gradient = gradient_copy != nullptr;
     return bytes.value_bytes + bytes.rest_bytes + (has_gradient ? gradient_bytes : 0);
   }
+  /// The part of the rest that its extent has: without the maxima, where it is older than they are.
+  std::span<std::byte> rest_on_disk() const {
+    MEMD_CHECK_LE(uint64_t{rest_source().length_bytes}, bytes.rest_bytes);
+    return rest_span().first(rest_source().length_bytes);
+  }
   uint64_t key() const { return tile_key(task.entry->owner(), task.index); }
   ExtentRecord value_source() const { return task.entry->replicas()[task.index].extent(); }
   ExtentRecord rest_source() const { return task.bucket->rest[task.index].extent(); }
@@ -177,7 +182,10 @@ void TileTasks::set_sizes(Running& running, const TileTask& task) {
   TileBytes& bytes = running.bytes;
   bytes.value_bytes = task.entry->replica_bytes(task.index);
   if (task.reads_rest || task.writes_rest) bytes.rest_bytes = task.bucket->rest_bytes(task.index);
-  if (task.bucket != nullptr) bytes.elements = task.bucket->tile_elements(task.index);
+  if (task.bucket != nullptr) {
+    bytes.elements = task.bucket->tile_elements(task.index);
+    bytes.keeps_maxima = task.bucket->keeps_maxima;
+  }
   const bool gradient_spilled = task.gradient != nullptr && !task.gradient->is_resident();
   if (gradient_spilled) running.gradient_bytes = bytes.value_bytes;
 }
@@ -276,7 +284,7 @@ void TileTasks::load(const std::shared_ptr<Running>& running) {
       }
     }
     if (running->reads_rest()) {
-      read(*task.entry, running->rest_source(), running->rest_span());
+      read(*task.entry, running->rest_source(), running->rest_on_disk());
     } else if (running->bytes.rest_bytes > 0) {
       running->zeroes_rest = true;
     }
@@ -295,7 +303,7 @@ void TileTasks::prepare_words(Running& running) {
   PrivateTiles& tiles = parts_.tiles;
   const uint64_t key = running.key();
   if (const MadeTile* const made = tiles.made(key)) {
-    running.bytes.element_first = made->element_first;
+    running.bytes.element_first = made->piece * piece_elements(running.bytes.keeps_maxima);
     // Once: a tile that is read again has it already.
     if (const auto scratch = tiles.take_made_scratch(key)) running.scratch = scratch;
   }
@@ -306,6 +314,7 @@ void TileTasks::prepare_words(Running& running) {
   MEMD_CHECK(running.scratch.has_value());  // there are more than tiles in flight
   const TileArrays tile{.dtype = running.task.bucket->dtype,
                         .elements = running.bytes.elements,
+                        .keeps_maxima = running.bytes.keeps_maxima,
                         .value = running.bytes.value,
                         .rest = running.bytes.rest};
   running.bytes.begin_piece =
@@ -418,7 +427,7 @@ void TileTasks::run_on_worker(Running& running, const TileState& state) const {
   running.value_mismatch = disk && task.reads_value && running.value_source().exists() &&
                            !ExtentStore::matches(running.value_source(), running.value_span());
   running.rest_mismatch = disk && running.reads_rest() &&
-                          !ExtentStore::matches(running.rest_source(), running.rest_span());
+                          !ExtentStore::matches(running.rest_source(), running.rest_on_disk());
   running.gradient_mismatch =
       running.gradient_copy != nullptr &&
       !ExtentStore::matches(running.gradient_source(), running.gradient_span());
@@ -426,6 +435,10 @@ void TileTasks::run_on_worker(Running& running, const TileState& state) const {
     running.value_mismatch = running.rest_mismatch = running.gradient_mismatch = false;
   }
   if (!running.has_mismatch()) {
+    if (disk && running.reads_rest()) {
+      const auto missing = running.rest_span().subspan(running.rest_on_disk().size());
+      zero_bytes(missing.data(), missing.size());
+    }
     MEMD_FAILPOINT("tile.before_update");
     task.work(running.bytes);
     if (state.private_offset_bytes) {
@@ -473,7 +486,7 @@ void TileTasks::check(const std::shared_ptr<Running>& running) {
     read(*task.entry, running->value_source(), running->value_span(), first_read);
   }
   if (running->rest_mismatch) {
-    read(*task.entry, running->rest_source(), running->rest_span(), false);
+    read(*task.entry, running->rest_source(), running->rest_on_disk(), false);
   }
   if (running->gradient_mismatch) {
     read(*task.gradient, running->gradient_source(), running->gradient_span(), false);

@@ -4,8 +4,10 @@
 #include <utility>
 
 #include "base/bulk_bytes.h"
+#include "base/check.h"
 #include "base/failpoint.h"
 #include "base/units.h"
+#include "store/format/tile_rest.h"
 #include "store/state/tile_words.h"
 
 namespace memd {
@@ -21,12 +23,15 @@ void update_part(DType dtype,
   const uint64_t n = bytes.elements;
   auto* const exp_avg = reinterpret_cast<float*>(bytes.rest);
   float* const exp_avg_sq = exp_avg + n;
+  auto* const maxima = reinterpret_cast<float*>(bytes.rest + maxima_offset_bytes(dtype, n));
   for (const TileSpan& whole : spans) {
     const TileSpan span{.begin = std::max(whole.begin, begin),
                         .end = std::min(whole.end, end),
                         .scalars = whole.scalars};
     if (span.begin >= span.end) continue;
     const uint64_t count = span.end - span.begin;
+    MEMD_CHECK(!span.scalars.amsgrad || bytes.keeps_maxima);
+    float* const maximum = span.scalars.amsgrad ? maxima + span.begin : nullptr;
     if (dtype == DType::float32) {
       adam_update(isa,
                   span.scalars,
@@ -34,7 +39,8 @@ void update_part(DType dtype,
                   reinterpret_cast<float*>(bytes.value) + span.begin,
                   exp_avg + span.begin,
                   exp_avg_sq + span.begin,
-                  reinterpret_cast<const float*>(bytes.gradient) + span.begin);
+                  reinterpret_cast<const float*>(bytes.gradient) + span.begin,
+                  maximum);
     } else {
       adam_update(isa,
                   span.scalars,
@@ -43,16 +49,18 @@ void update_part(DType dtype,
                   reinterpret_cast<int16_t*>(exp_avg_sq + n) + span.begin,
                   exp_avg + span.begin,
                   exp_avg_sq + span.begin,
-                  reinterpret_cast<const uint16_t*>(bytes.gradient) + span.begin);
+                  reinterpret_cast<const uint16_t*>(bytes.gradient) + span.begin,
+                  maximum);
     }
   }
 }
 
 void update_tile(DType dtype, Isa isa, const std::vector<TileSpan>& spans, const TileBytes& bytes) {
   if (bytes.begin_piece) {
-    for (uint64_t at = bytes.element_first; at < bytes.elements; at += kPieceElements) {
-      const uint64_t end = std::min(at + kPieceElements, bytes.elements);
-      bytes.begin_piece(at / kPieceElements);
+    const uint64_t elements_max = piece_elements(bytes.keeps_maxima);
+    for (uint64_t at = bytes.element_first; at < bytes.elements; at += elements_max) {
+      const uint64_t end = std::min(at + elements_max, bytes.elements);
+      bytes.begin_piece(at / elements_max);
       update_part(dtype, isa, spans, bytes, at, (at + end) / 2);
       MEMD_FAILPOINT("ledger.piece_half_updated");
       update_part(dtype, isa, spans, bytes, (at + end) / 2, end);

@@ -10,6 +10,7 @@
 #include "base/bulk_bytes.h"
 #include "base/failpoint.h"
 #include "base/units.h"
+#include "store/format/tile_rest.h"
 
 namespace memd {
 namespace {
@@ -82,16 +83,20 @@ struct Array {
   uint64_t bytes = 0;
 };
 
-/// The piece's part of the parameter, of both moments, and of a bf16 parameter's remainder.
-std::array<Array, 4> arrays_of(const TileArrays& tile, uint64_t piece) {
-  const uint64_t first = piece * kPieceElements;
-  const uint64_t count = std::min(kPieceElements, tile.elements - first);
+/// The piece's part of the parameter, of both moments, of a bf16 parameter's remainder, and of the
+/// maxima.
+std::array<Array, 5> arrays_of(const TileArrays& tile, uint64_t piece) {
+  const uint64_t elements_max = piece_elements(tile.keeps_maxima);
+  const uint64_t first = piece * elements_max;
+  const uint64_t count = std::min(elements_max, tile.elements - first);
   const bool halves = tile.dtype == DType::bfloat16;
   const uint64_t value_size = halves ? 2 : 4;
   return {Array{tile.value + first * value_size, count * value_size},
           Array{tile.rest + first * 4, count * 4},
           Array{tile.rest + (tile.elements + first) * 4, count * 4},
-          Array{tile.rest + tile.elements * 8 + first * 2, halves ? count * 2 : 0}};
+          Array{tile.rest + tile.elements * 8 + first * 2, halves ? count * 2 : 0},
+          Array{tile.rest + maxima_offset_bytes(tile.dtype, tile.elements) + first * 4,
+                tile.keeps_maxima ? count * 4 : 0}};
 }
 
 }  // namespace
@@ -243,8 +248,9 @@ Result<std::vector<KeptTile>> TileWords::read(uint64_t base) {
     if ((word & kUpdating) != 0) {
       const uint64_t scratch = word >> kScratchShift & 0xff;
       const uint64_t piece = (word & ~kUsed & ~kUpdating) >> kPieceShift;
-      if (scratch >= kScratchCount || piece >= kTileElements / kPieceElements)
-        return damaged("an update");
+      // The most that a tile has; which it has is known where its bucket is.
+      constexpr uint64_t kPiecesMax = divide_up(kTileElements, piece_elements(true));
+      if (scratch >= kScratchCount || piece >= kPiecesMax) return damaged("an update");
       tile.update = {.piece = piece, .scratch = std::nullopt};
       // One that is on disk was written out between two pieces.
       if (state.private_place != 0) {

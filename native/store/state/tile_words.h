@@ -20,8 +20,12 @@ struct TileWordsLayout;
 
 /// 12 KiB of state: with the copies of two pieces it stays in the first-level cache. A multiple of
 /// what one vector instruction takes, so that pieces cost no remainders.
-inline constexpr uint64_t kPieceElements = 1024;
-inline constexpr uint64_t kPieceBytes = kPieceElements * 12;
+inline constexpr uint64_t kPieceBytes = 12 * 1024;
+/// As many bytes are fewer elements in a tile with maxima.
+constexpr uint64_t piece_elements(bool keeps_maxima) {
+  return kPieceBytes / (keeps_maxima ? 16 : 12);
+}
+static_assert(piece_elements(false) % 64 == 0 && piece_elements(true) % 64 == 0);
 
 struct TileState {
   uint64_t step = 0;  // whose bytes they are
@@ -35,6 +39,7 @@ struct TileState {
 struct TileArrays {
   DType dtype = DType::unspecified;
   uint64_t elements = 0;
+  bool keeps_maxima = false;
   std::byte* value = nullptr;
   std::byte* rest = nullptr;
 };

@@ -5,6 +5,7 @@
 #include "base/check.h"
 #include "base/failpoint.h"
 #include "base/units.h"
+#include "store/state/maxima.h"
 #include "store/step/bucket_update.h"
 #include "store/step/step_checks.h"
 #include "store/step/steps.h"
@@ -214,6 +215,19 @@ void Step::write_back() {
 // ---- Updating -----------------------------------------------------------------------------------
 
 void Step::update() {
+  const std::vector<uint32_t> wanting = shards_.buckets_without_maxima();
+  if (wanting.empty()) return begin_update();
+  for (const uint32_t bucket : wanting) parts_.state.early().discard(bucket, EarlyDiscard::state);
+  // Tiles that are in memory alone have no place for maxima.
+  parts_.state.writeback().flush_tiles(
+      std::nullopt, report_, [self = shared_from_this(), wanting](const Status& flushed) {
+        if (!flushed.is_ok()) return self->fail(flushed);
+        keep_maxima(self->parts_.job, wanting);
+        self->begin_update();
+      });
+}
+
+void Step::begin_update() {
   if (is_step_) space_.take_speculative(request_.session_id);
   if (!in_memory_) return update_buckets();
   space_.promise([self = shared_from_this()](const Status& room) {

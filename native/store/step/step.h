@@ -100,6 +100,7 @@ class Step : public std::enable_shared_from_this<Step> {
   void declare_undurable(const Done& done);
   void write_back();
   void update();
+  void begin_update();
   void update_buckets();
   /// Number `at` of the order; the next one in this turn or, where that has no more time, the next.
   void update_bucket(size_t at, const std::shared_ptr<Join>& all);

@@ -8,7 +8,10 @@
 namespace memd {
 namespace {
 
-Status check_gradient(const StepParts& parts, const StepRequest& request, uint32_t shard_id) {
+Status check_parameter(const StepParts& parts,
+                       const StepRequest& request,
+                       const AdamSettings& settings,
+                       uint32_t shard_id) {
   const StateParts& job = parts.job;
   const Entry* const gradient = job.shards.find_entry(shard_id, Part::gradient);
   if (gradient == nullptr) {
@@ -28,6 +31,12 @@ Status check_gradient(const StepParts& parts, const StepRequest& request, uint32
   if (gradient->slot() != nullptr &&
       job.slots.pins(*gradient->slot(), shard.index_in_bucket).has_writers()) {
     return error(StatusCode::invalid_argument, who, ": its gradient is still leased for writing");
+  }
+  if (settings.amsgrad && !shard.keeps_maximum) {
+    return error(StatusCode::invalid_argument,
+                 who,
+                 " is to be updated with amsgrad, and its optimizer state has no max_exp_avg_sq; "
+                 "load a state that has it, reset the state, or leave amsgrad off");
   }
   return Status::ok();
 }
@@ -67,7 +76,8 @@ Status check_step(const StepParts& parts, const StepRequest& request) {
                      parts.job.shards[shard_id].name(),
                      " is in two groups of one step");
       }
-      if (Status status = check_gradient(parts, request, shard_id); !status.is_ok()) return status;
+      Status status = check_parameter(parts, request, group.settings, shard_id);
+      if (!status.is_ok()) return status;
     }
   }
   return check_staged(parts.job.shards, parts.job.job_name, request);

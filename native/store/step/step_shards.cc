@@ -56,6 +56,16 @@ void StepShards::seal() {
   }
 }
 
+std::vector<uint32_t> StepShards::buckets_without_maxima() const {
+  std::set<uint32_t> found;
+  for (const auto& [shard_id, group] : group_of_) {
+    const uint32_t bucket = parts_.job.shards[shard_id].bucket;
+    if (request_.groups[group].settings.amsgrad && !parts_.job.shards.bucket(bucket).keeps_maxima)
+      found.insert(bucket);
+  }
+  return {found.begin(), found.end()};
+}
+
 const AdamSettings* StepShards::settings_of(uint32_t shard_id) const {
   const auto group = group_of_.find(shard_id);
   return group == group_of_.end() ? nullptr : &request_.groups[group->second].settings;

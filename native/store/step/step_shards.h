@@ -33,6 +33,8 @@ class StepShards {
   const std::set<uint32_t>& buckets() const { return buckets_; }
   /// The step updates it.
   bool contains(uint32_t shard_id) const { return group_of_.contains(shard_id); }
+  /// Those of them that it updates with amsgrad, and that have no place for maxima, in order.
+  std::vector<uint32_t> buckets_without_maxima() const;
   /// nullptr: the step does not update this shard.
   const AdamSettings* settings_of(uint32_t shard_id) const;
   /// The reason for a lease of a parameter's value to wait: its update, or the commit of it.

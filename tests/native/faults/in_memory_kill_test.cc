@@ -31,6 +31,7 @@ struct Case {
   DType dtype = DType::float32;
   /// Of memory beside what tiles in flight take; few: only some tiles stay.
   uint64_t arena_segments = 12;
+  bool amsgrad = false;
 };
 
 class InMemoryKillTest : public ::testing::TestWithParam<Case> {
@@ -52,11 +53,12 @@ class InMemoryKillTest : public ::testing::TestWithParam<Case> {
                                          kDisk - 10_MiB,
                                          Durability::parse(GetParam().durability).value());
     session_ = heart_->attach(job_id);
-    ids_ = heart_->declare(session_,
-                           {parameter("large", elements_, GetParam().dtype),
-                            parameter("small", kSmall, GetParam().dtype),
-                            bytes_shard("buffer", kBufferBytes, ShardKind::buffer),
-                            bytes_shard("staged", kBufferBytes, ShardKind::buffer)});
+    ids_ = heart_->declare(
+        session_,
+        {with_maximum(parameter("large", elements_, GetParam().dtype), settings_.amsgrad),
+         with_maximum(parameter("small", kSmall, GetParam().dtype), settings_.amsgrad),
+         bytes_shard("buffer", kBufferBytes, ShardKind::buffer),
+         bytes_shard("staged", kBufferBytes, ShardKind::buffer)});
     twins_.clear();
     for (const size_t i : {0, 1}) {
       const auto seed = static_cast<uint32_t>(i) + 1;
@@ -109,9 +111,10 @@ class InMemoryKillTest : public ::testing::TestWithParam<Case> {
       } else {
         EXPECT_TRUE(heart_->read<uint16_t>(session_, ids_[i]) == twins_[i].half) << i;
       }
-      const auto [m, v] = heart_->moments(session_, ids_[i]);
-      EXPECT_TRUE(m == twins_[i].m) << i;
-      EXPECT_TRUE(v == twins_[i].v) << i;
+      const MomentValues moments = heart_->moment_values(session_, ids_[i]);
+      EXPECT_TRUE(moments.exp_avg == twins_[i].m) << i;
+      EXPECT_TRUE(moments.exp_avg_sq == twins_[i].v) << i;
+      if (settings_.amsgrad) EXPECT_TRUE(moments.max_exp_avg_sq == twins_[i].v_max) << i;
       EXPECT_EQ(heart_->job(session_).shards()[ids_[i]].generation, twins_[i].t);
     }
     EXPECT_EQ(heart_->read<uint8_t>(session_, ids_[2]),
@@ -245,7 +248,7 @@ class InMemoryKillTest : public ::testing::TestWithParam<Case> {
   uint64_t elements_ = kElements;
   std::vector<uint32_t> ids_;
   std::vector<Twin> twins_;
-  const AdamSettings settings_{.lr = 1e-2, .weight_decay = 0.1};
+  const AdamSettings settings_{.lr = 1e-2, .weight_decay = 0.1, .amsgrad = GetParam().amsgrad};
 };
 
 TEST_P(InMemoryKillTest, at_any_moment_of_a_step_no_bit_is_lost) {
@@ -466,14 +469,15 @@ TEST_P(InMemoryKillTest, without_pre_images_bits_are_lost) {
 INSTANTIATE_TEST_SUITE_P(Kinds,
                          InMemoryKillTest,
                          ::testing::Values(Case{"every:3"},
-                                           Case{"none", DType::bfloat16},
-                                           Case{"none", DType::float32, 5},
+                                           Case{"none", DType::bfloat16, 12, true},
+                                           Case{"none", DType::float32, 5, true},
                                            Case{"every:5", DType::bfloat16, 4}),
                          [](const auto& info) {
                            std::string name =
                                info.param.durability +
                                (info.param.dtype == DType::bfloat16 ? "_bf16_" : "_fp32_") +
-                               std::to_string(info.param.arena_segments);
+                               std::to_string(info.param.arena_segments) +
+                               (info.param.amsgrad ? "_amsgrad" : "");
                            std::replace(name.begin(), name.end(), ':', '_');
                            return name;
                          });

@@ -255,9 +255,10 @@ class Daemon {
          .shard_id = shard,
          .element_first = 0,
          .element_count = job(session).shards()[shard].element_count()},
-        [&](const Status& status, const std::vector<float>& m, const std::vector<float>& v) {
+        [&](const Status& status, const MomentValues& values) {
           answer = status;
-          for (const auto* const part : {&m, &v})
+          for (const auto* const part :
+               {&values.exp_avg, &values.exp_avg_sq, &values.max_exp_avg_sq})
             bytes.append(reinterpret_cast<const char*>(part->data()), part->size() * 4);
         });
     until([&] { return answer.has_value(); });
@@ -331,6 +332,13 @@ inline void update_early(Daemon& daemon, const StepRequest& request) {
   require(job.state().early().bucket_count() == 1, "what was made with another gradient");
 }
 
+/// Maxima that an update keeps, and others that it replaces.
+inline std::vector<float> large_and_small(uint64_t count) {
+  std::vector<float> values(count);
+  for (uint64_t i = 0; i < count; ++i) values[i] = i % 2 == 0 ? 9.0F : 0.0F;
+  return values;
+}
+
 /// A `full` step spills its gradients and replaces a buffer, whose old bytes are free after the
 /// commit that follows; after another one the disk holds nothing that no catalogue names.
 inline StepRequest backward(Daemon& daemon, uint64_t session, bool full) {
@@ -348,9 +356,11 @@ inline StepRequest backward(Daemon& daemon, uint64_t session, bool full) {
   if (ballast) daemon.release(*ballast);
   StepRequest request;
   request.session_id = session;
+  const uint32_t halves_id = daemon.id(session, "h");
   request.groups = {
       {.settings = {.lr = 1e-2}, .shard_ids = {daemon.id(session, "w"), daemon.id(session, "b")}},
-      {.settings = {.lr = 1e-3}, .shard_ids = {daemon.id(session, "h")}}};
+      {.settings = {.lr = 1e-3, .amsgrad = daemon.job(session).shards()[halves_id].keeps_maximum},
+       .shard_ids = {halves_id}}};
   if (full) {
     request.staged_buffers = {{daemon.id(session, "staged"), daemon.id(session, "buffer")}};
   }
@@ -417,8 +427,22 @@ inline void run_phase(Daemon& daemon, size_t phase) {
                                                  .element_first = 0,
                                                  .element_count = kWeights},
                                                 7,
-                                                numbers(kWeights, 23),
-                                                std::vector<float>(kWeights, 0.25F),
+                                                {.exp_avg = numbers(kWeights, 23),
+                                                 .exp_avg_sq = std::vector<float>(kWeights, 0.25F),
+                                                 .max_exp_avg_sq = {}},
+                                                [&](const Status& status) { moved = status; });
+      daemon.until([&] { return moved.has_value(); });
+      require(moved->is_ok(), moved->message());
+      // From here on it is updated with amsgrad.
+      moved.reset();
+      daemon.store().operations().write_moments({.session_id = session,
+                                                 .shard_id = daemon.id(session, "h"),
+                                                 .element_first = 0,
+                                                 .element_count = kHalves},
+                                                1,
+                                                {.exp_avg = numbers(kHalves, 24),
+                                                 .exp_avg_sq = std::vector<float>(kHalves, 0.25F),
+                                                 .max_exp_avg_sq = large_and_small(kHalves)},
                                                 [&](const Status& status) { moved = status; });
       daemon.until([&] { return moved.has_value(); });
       require(moved->is_ok(), moved->message());

@@ -212,18 +212,17 @@ Status Runner::read_moments(uint64_t session, const ShardInfo& info, ShardState&
   for (const uint64_t size : info.spec.shape) count *= size;
   MEMD_CHECK_LE(count, kTileElements);
   std::optional<Status> answer;
-  store_->operations().read_moments(
-      {.session_id = session,
-       .shard_id = info.shard_id,
-       .element_first = 0,
-       .element_count = count},
-      [&](const Status& status, const std::vector<float>& m, const std::vector<float>& v) {
-        const auto m_bytes = bytes_of(m);
-        const auto v_bytes = bytes_of(v);
-        into.exp_avg.assign(m_bytes.begin(), m_bytes.end());
-        into.exp_avg_sq.assign(v_bytes.begin(), v_bytes.end());
-        answer = status;
-      });
+  store_->operations().read_moments({.session_id = session,
+                                     .shard_id = info.shard_id,
+                                     .element_first = 0,
+                                     .element_count = count},
+                                    [&](const Status& status, const MomentValues& values) {
+                                      const auto m_bytes = bytes_of(values.exp_avg);
+                                      const auto v_bytes = bytes_of(values.exp_avg_sq);
+                                      into.exp_avg.assign(m_bytes.begin(), m_bytes.end());
+                                      into.exp_avg_sq.assign(v_bytes.begin(), v_bytes.end());
+                                      answer = status;
+                                    });
   until("moments", [&] { return answer.has_value(); });
   return *answer;
 }
