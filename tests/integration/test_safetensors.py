@@ -436,13 +436,14 @@ def test_a_quota_without_room_for_both_values_is_named_and_nothing_changes(
         return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(6)))
 
     path = saved(build(1), tmp_path / "a.safetensors")
-    with fresh(daemon, "tight", host_bytes="24MiB", nvme_bytes="40MiB") as session:
+    # Old and new values take 48 MiB, and what one commit replaces 24 MiB.
+    with fresh(daemon, "tight", host_bytes="24MiB", nvme_bytes="72MiB") as session:
         model = memd_client.offload(build(0), session)
         with pytest.raises(memd_client.CapacityError, match="beside the old ones"):
             memd_client.load_safetensors(model, path, session)
         assert staged_names(session) == []
         assert_same(model.state_dict(), build(0).state_dict())
-    with fresh(daemon, "tight", host_bytes="24MiB", nvme_bytes="80MiB") as session:
+    with fresh(daemon, "tight", host_bytes="24MiB", nvme_bytes="76MiB") as session:
         model = memd_client.offload(build(0), session)
         memd_client.load_safetensors(model, path, session)
         assert_same(model.state_dict(), build(1).state_dict())
