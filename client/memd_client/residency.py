@@ -651,6 +651,9 @@ class Residency:
     def take_writes(self, *, is_sealed: bool = False) -> None:
         """Before a step or sync: writes through views are part of it. Between `step()` and
         `commit()` nobody may use a value that is sealed, and they are refused."""
+        # Nearly always, for each parameter at each step: nobody else shares the version counter.
+        if not is_sealed and not self._views and not self._job.has_written_leases:
+            return
         parameter = self._parameter()
         if parameter is None:
             return
