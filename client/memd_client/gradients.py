@@ -94,6 +94,9 @@ class GradientBytes:
 class GradientSlot:
     """The gradient of one parameter, in the parameter's dtype and shape. `present` from the first
     accumulation until a step consumes it or it is dropped. Any thread may call.
+
+    `zero_grad(set_to_none=False)` leaves zeros where a step has taken a gradient. Its slot may be
+    the step's still, so they are due, and come into the slot when somebody needs them there.
     """
 
     def __init__(self, shard: Shard, job: Job) -> None:
@@ -103,6 +106,7 @@ class GradientSlot:
         self._present = False
         # A step took the gradient, and nobody has dropped it since: plain PyTorch would have it.
         self._taken = False
+        self._are_zeros_due = False  # the gradient is zero, and not in the slot yet
         self._is_unscaled = False
         # The tensor that `p.grad` returned, which is returned again for as long as somebody holds
         # it or a view of it, and the bytes that they show.
@@ -121,7 +125,12 @@ class GradientSlot:
 
     @property
     def present(self) -> bool:
-        return self._present
+        return self._present or self._are_zeros_due
+
+    @property
+    def are_zeros_due(self) -> bool:
+        """It is zero, and not in the slot yet."""
+        return self._are_zeros_due
 
     @property
     def is_sealed(self) -> bool:
@@ -150,7 +159,8 @@ class GradientSlot:
         with self._lock:
             is_first = not self._present
             if is_first:
-                self._overwrite(gradient, leases)
+                # With zeros, so that -0.0 becomes 0.0 as in torch.
+                self._overwrite(gradient + 0.0 if self._are_zeros_due else gradient, leases)
             else:
                 self.change(leases).add_(gradient)
             leases.gradient_order.came(self, is_first=is_first)
@@ -166,15 +176,24 @@ class GradientSlot:
             self._taken = False
 
     @torch.no_grad()
-    def set_to_zero(self, leases: Leases) -> None:
+    def set_to_zero(self) -> None:
         """As torch's `zero_grad(set_to_none=False)`: a gradient that was never computed stays
         away."""
         with self._lock:
             if self._present:
-                self.change(leases).zero_()
+                self.change(self._job.gradient_leases_of(self._shard)).zero_()
                 self._is_unscaled = False
             elif self._taken:
-                self.replace(torch.zeros(self._shard.shape, dtype=self._shard.dtype), leases)
+                self._are_zeros_due = True
+            self._taken = False
+
+    @torch.no_grad()
+    def put_zeros(self) -> None:
+        """Puts zeros that are due into the slot."""
+        with self._lock:
+            if self._are_zeros_due:
+                leases = self._job.gradient_leases_of(self._shard)
+                self._overwrite(torch.zeros(self._shard.shape, dtype=self._shard.dtype), leases)
 
     def unscale(self, scale: torch.Tensor, leases: Leases) -> None:
         """Divides it by `scale`, unless that was done since it came."""
@@ -198,7 +217,7 @@ class GradientSlot:
 
     def is_shown_by(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is what `p.grad` returns."""
-        return self._present and self._shown is not None and self._shown() is tensor
+        return self.present and self._shown is not None and self._shown() is tensor
 
     def change(self, leases: Leases) -> torch.Tensor:
         """As `tensor`, to change in place what `p.grad` shows."""
@@ -210,6 +229,7 @@ class GradientSlot:
     def tensor(self, leases: Leases) -> torch.Tensor:
         """The gradient itself, under a lease for writing. Only while `present`."""
         with self._lock:
+            self.put_zeros()
             storage = self._storage() if self._storage is not None else None
             if storage is not None:
                 flat = torch.empty(0, dtype=self._shard.dtype).set_(storage)
@@ -222,6 +242,7 @@ class GradientSlot:
     def read(self, leases: Leases) -> torch.Tensor:
         """The gradient for reading, by many at a time. Only while `present`."""
         with self._lock:
+            self.put_zeros()
             if self._storage is not None and self._storage() is not None:
                 return self.tensor(leases)
             return leases.gradient(self._shard, MODE_READ)
@@ -282,7 +303,7 @@ class GradientSlot:
         """There is none any more."""
         with self._lock:
             self._end_shown()
-            self._present = False
+            self._present = self._are_zeros_due = False
 
     def take_back(self) -> None:
         """The step that took it was not made: memd has it as before."""
@@ -292,11 +313,11 @@ class GradientSlot:
         if found is not None:
             found.return_to(self, self._job)
         self._present = True
-        self._taken = False
+        self._taken = self._are_zeros_due = False
 
     def _overwrite(self, gradient: torch.Tensor, leases: Leases) -> None:
         leases.overwrite_gradient(self._shard, gradient)
-        self._present = True
+        self._present, self._are_zeros_due = True, False
         self._is_unscaled = False
 
     def _check(self, gradient: torch.Tensor) -> None:

@@ -437,6 +437,9 @@ class Adam(torch.optim.Optimizer):
             decisions.append((targets, bool(group["amsgrad"])))
             empty += [target for target in targets if not target.is_stored]
             stored = [target for target in targets if target.is_stored]
+            for target in stored:
+                if isinstance(target, StreamedTarget):
+                    target.put_zeros()
             if stored:
                 refuse_group(group, self._only_transaction().job)
                 shard_ids = [target.shard.shard_id for target in stored]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ streamed = _entries.get
 _autograds: Any = torch._C.TensorBase.grad
 _requires_grad: Any = torch._C.TensorBase.requires_grad
 _detach: Any = torch._C.TensorBase.detach
+_ZERO_GRAD = nn.Module.zero_grad.__code__
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 
 
@@ -200,7 +202,7 @@ def take_gradient(parameter: torch.Tensor) -> None:
             return
         _autograds.__set__(parameter, None)
     job, shard, slot, early = entry.job, entry.shard, entry.gradient, entry.early
-    if early is not None and slot.present:
+    if early is not None and slot.present and not slot.are_zeros_due:
         early.refuse_second(job, shard)
     leases = job.gradient_leases_of(shard)
     slot.accumulate(gradient, leases)
@@ -215,13 +217,23 @@ def get_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     entry = streamed(parameter)
     if entry is None:
         return None
-    if not entry.gradient.present:
-        entry.gradient.note_absence()
+    slot = entry.gradient
+    # Plain PyTorch would find the gradient that a step took, and zero it.
+    if (slot.would_repeat or slot.are_zeros_due) and _is_zeroing(sys._getframe(2)):
+        slot.set_to_zero()
+        return None
+    if not slot.present:
+        slot.note_absence()
         return None
     # While torch.compile describes the parameter, it would make a part of the graph of it.
     if TracingContext.try_get() is not None:
         return None
-    return entry.gradient.show()
+    return slot.show()
+
+
+def _is_zeroing(caller: FrameType) -> bool:
+    """Whether a module zeroes its gradients, and keeps them."""
+    return caller.f_code is _ZERO_GRAD and not caller.f_locals["set_to_none"]
 
 
 @untraced

@@ -160,7 +160,11 @@ class StreamedTarget(StatefulTarget):
         return self._entry.gradient.drop("zero_grad()")
 
     def set_gradient_to_zero(self) -> None:
-        self._entry.gradient.set_to_zero(self._entry.job.gradient_leases_of(self.shard))
+        self._entry.gradient.set_to_zero()
+
+    def put_zeros(self) -> None:
+        """Before a step takes the gradient: zeros that are due are in memd."""
+        self._entry.gradient.put_zeros()
 
     @property
     def would_repeat(self) -> bool:

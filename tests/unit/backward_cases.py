@@ -198,6 +198,26 @@ class TestStepsCalledInBackward:
         assert session.committed_step == 3
         assert_same_state(*models)
 
+    def test_hooks_that_leave_zeros(self, session: Session) -> None:
+        models = memd_client.offload(build(Mlp), session), build(Mlp)
+        for model in models:
+            kind: Any = memd_client.AdamW if model is models[0] else torch.optim.AdamW
+            owned: dict[torch.Tensor, Any] = {
+                p: kind([p], lr=1e-2, fused=True) for p in model.parameters()
+            }
+
+            def step(p: torch.Tensor, owned: dict[torch.Tensor, Any] = owned) -> None:
+                owned[p].step()
+                owned[p].zero_grad(set_to_none=False)
+
+            hook(model.parameters(), step)
+            for index in range(3):
+                loss_of(model, index).backward()
+            for optimizer in owned.values():
+                optimizer.step()  # with the zeros
+        assert session.committed_step == 3 + 4
+        assert_same_state(*models)
+
     def test_updates_that_begin_early_have_the_same_bits(self, session: Session) -> None:
         model = memd_client.offload(build(Mlp), session)
         recipes = Recipe(model, session, step_in_backward=True), Recipe(build(Mlp), None)

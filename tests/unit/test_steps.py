@@ -116,6 +116,20 @@ class TestUnknownOutcome:
         pair.ours.step()
         pair.expect_the_same(1)
 
+    def test_gradients_that_come_back_take_the_place_of_zeros(
+        self, daemon: FakeDaemon, session: Session
+    ) -> None:
+        pair = Pair(session)
+        pair.backward(0)
+        pair.ours.step()
+        pair.step_twin()
+        pair.model.zero_grad(set_to_none=False)
+        daemon.step_failures.append(from_code(5, "the disk is full"))
+        with pytest.raises(memd_client.CapacityError, match="step 1 was not committed"):
+            _ = session.committed_step
+        pair.ours.step()
+        pair.expect_the_same(1)
+
     def test_a_commit_whose_outcome_is_learned_later_is_followed_once(
         self, daemon: FakeDaemon, session: Session
     ) -> None:
