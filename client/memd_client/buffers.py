@@ -72,11 +72,20 @@ class ModuleBuffers:
         ]
         declared = job.declare(specs) if specs else []
         shards, staged = declared[: len(found)], declared[len(found) :]
-        self._stored = [shard.written for shard in shards]
+        first = job.held_names.first_values
+        self._stored = [
+            shard.written and not first.is_unfinished(shard.spec.name) for shard in shards
+        ]
         self._buffers = [
             _Buffer(owner, Shard.of(shard), Shard.of(stage))
             for (_, owner, _), shard, stage in zip(found, shards, staged, strict=True)
         ]
+
+    @property
+    def new_names(self) -> list[str]:
+        """Those that the job has no values of."""
+        each = zip(self._buffers, self._stored, strict=True)
+        return [buffer.shard.name for buffer, was_stored in each if not was_stored]
 
     def exchange(self, job: Job) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Stores the values of new buffers; returns (buffer, stored value) of the others."""

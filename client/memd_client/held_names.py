@@ -14,6 +14,8 @@ from memd_proto.v1 import types_pb2
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from memd_client.first_values import FirstValues
+
 # Blobs of parameters that have no name yet are called so: see `unnamed.py`.
 UNNAMED_PREFIX = "@init/"
 _SHOWN = 5  # names in a message
@@ -22,15 +24,26 @@ _SHOWN = 5  # names in a message
 class HeldNames:
     """Any thread may call."""
 
-    def __init__(self, job: str, list_shards: Callable[[], Iterable[types_pb2.Shard]]) -> None:
+    def __init__(
+        self,
+        job: str,
+        list_shards: Callable[[], Iterable[types_pb2.Shard]],
+        *,
+        first_values: FirstValues,
+    ) -> None:
         self._job = job
         self._list_shards = list_shards
+        self._first_values = first_values
         self._lock = threading.Lock()
         # Asked for when parameters come, before the first of them is declared.
         self._held: set[str] | None = None
         self._unclaimed: set[str] = set()
         self._left_unnamed: list[str] = []
         self._is_strict = True
+
+    @property
+    def first_values(self) -> FirstValues:
+        return self._first_values
 
     def relax(self) -> None:
         """From now on a model may have more parameters than the job held, or fewer."""
@@ -97,10 +110,14 @@ class HeldNames:
         with self._lock:
             if self._held is None:
                 shards = list(self._list_shards())
+                first = self._first_values
+                first.learn(shards)
                 self._held = {
                     shard.spec.name
                     for shard in shards
-                    if shard.spec.kind == types_pb2.SHARD_KIND_PARAMETER and shard.written
+                    if shard.spec.kind == types_pb2.SHARD_KIND_PARAMETER
+                    and shard.written
+                    and not first.is_unfinished(shard.spec.name)
                 }
                 self._left_unnamed = [
                     shard.spec.name

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakMethod
 
 from memd_client.errors import InvalidArgument, MemdError
+from memd_client.first_values import FirstValues
 from memd_client.held_names import HeldNames
 from memd_client.process import OwnProcess
 from memd_client.registry import ShardRegistry
@@ -96,7 +97,14 @@ class Job:
             steps=self._steps,
             leases=leases,
         )
-        self._held_names = HeldNames(name, staged.list_settled)
+        first_values = FirstValues(
+            job=name,
+            session_id=attached.session_id,
+            control=control,
+            shards=self._shards,
+            leases=leases,
+        )
+        self._held_names = HeldNames(name, staged.list_settled, first_values=first_values)
         if leases is not None:
             leases.follow_steps(self._steps)
 

@@ -9,6 +9,7 @@ import torch
 
 from memd_client.errors import InvalidArgument, NotResident
 from memd_client.parameter import streamed
+from memd_client.unnamed import unnamed
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -84,7 +85,8 @@ def _refuse(name: str, tensor: object) -> None:
 
 def _identity(tensor: torch.Tensor) -> Hashable:
     """Equal for tensors of the same memory in the same form, as those of tied parameters."""
-    if streamed(tensor) is not None or not tensor.numel():
+    # Memory of those that come and go has several, one after the other.
+    if streamed(tensor) is not None or unnamed(tensor) is not None or not tensor.numel():
         return id(tensor)
     return (
         tensor.device,

@@ -108,13 +108,20 @@ def offload(
         _shard(name, parameter, shard)
         for (name, parameter), shard in zip(parameters.items(), declared, strict=True)
     ]
-    for parameter, answer, shard in zip(parameters.values(), declared, shards, strict=True):
-        if not answer.written:
-            safe_point()
-            leases.write(shard, built.value(parameter))
-            job.mark_written()
-    stored = buffers.exchange(job)
-    job.sync_if_needed()
+    first = job.held_names.first_values
+    new_names = {
+        name
+        for name, answer in zip(stored_names, declared, strict=True)
+        if not answer.written or first.is_unfinished(name)
+    }
+    with first.storing([*new_names, *buffers.new_names]):
+        for parameter, name, shard in zip(parameters.values(), stored_names, shards, strict=True):
+            if name in new_names:
+                safe_point()
+                leases.write(shard, built.value(parameter))
+                job.mark_written()
+        stored = buffers.exchange(job)
+        job.sync_if_needed()
 
     job.held_names.claim(stored_names)
 

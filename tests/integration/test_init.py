@@ -7,9 +7,19 @@ import json
 import signal
 import subprocess
 import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
 
 import memd_client
+from memd_client import unnamed
 from tests.daemons import running_daemon
+from tests.unit.client_cases import Gpt, assert_same_state, build
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # 8 MiB each.
 _LAYER_COUNT, _LAYER_BYTES = 24, 8 << 20
@@ -45,7 +55,7 @@ class Model(torch.nn.Module):
             module.weight.data.normal_(std=0.02)
 
 session = memd_client.connect(sys.argv[1], job="built")
-watcher = threading.Thread(target=watch)
+watcher = threading.Thread(target=watch, daemon=True)
 watcher.start()
 torch.manual_seed(0)
 with memd_client.init(session):
@@ -96,3 +106,79 @@ def test_a_trainer_that_is_killed_while_it_builds_leaves_nothing() -> None:
             pass
         assert not list(job.shards.list_all())
         session.drop_job()
+
+
+_KILLED = """
+import os, signal, sys
+import torch
+import memd_client
+from memd_client.leases import Leases
+
+write, count = Leases.write, 0
+
+def killed_write(self, shard, value):
+    global count
+    if not shard.name.startswith("@init/"):
+        count += 1
+        if count > int(sys.argv[3]):
+            os.kill(os.getpid(), signal.SIGKILL)
+    write(self, shard, value)
+
+session = memd_client.connect(sys.argv[1], job="killed")
+torch.manual_seed(1)
+Leases.write = killed_write
+if sys.argv[2] == "init":
+    with memd_client.init(session):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+else:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    memd_client.offload(model, session)
+"""
+
+
+@pytest.mark.parametrize("way", ["init", "offload"])
+@pytest.mark.parametrize("written_count", [1, 4])
+def test_values_of_a_trainer_that_was_killed_while_it_stored_them_do_not_count(
+    way: str, written_count: int
+) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    with running_daemon(host="96MiB", nvme="1GiB") as daemon:
+        killed = subprocess.run(
+            [sys.executable, "-c", _KILLED, daemon.address, way, str(written_count)], check=False
+        )
+        if written_count < 4:
+            assert killed.returncode == -signal.SIGKILL
+        with memd_client.connect(daemon.address, job="killed") as session:
+            model = memd_client.offload(make(), session, strict=written_count < 4)
+            if written_count < 4:
+                assert_same_state(model, make())
+            else:
+                assert not torch.equal(
+                    model.state_dict()["0.weight"], make().state_dict()["0.weight"]
+                )
+            session.drop_job()
+
+
+def test_a_checkpoint_is_loaded_before_and_after_the_model_has_names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(unnamed, "_HOME_BYTES_MAX", 0)
+    monkeypatch.setattr(unnamed, "_SMALL_BYTES", 0)
+    reference, file = build(Gpt), tmp_path / "model.safetensors"
+    memd_client.save_safetensors(reference, file)
+    with (
+        running_daemon(host="96MiB", nvme="1GiB") as daemon,
+        memd_client.connect(daemon.address, job="loaded") as session,
+    ):
+        with memd_client.init(session):
+            model = Gpt()
+            memd_client.load_safetensors(model, file, session)
+        assert_same_state(model, reference)
+        with memd_client.gather(model, write=True), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        memd_client.load_safetensors(model, file, session)
+        assert_same_state(model, reference)

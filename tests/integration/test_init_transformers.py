@@ -142,7 +142,7 @@ def watch():
         peak = max(peak, anonymous_bytes())
 
 session = memd_client.connect(sys.argv[1], job="loaded")
-watcher = threading.Thread(target=watch)
+watcher = threading.Thread(target=watch, daemon=True)
 watcher.start()
 with memd_client.init(session):
     model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.bfloat16)

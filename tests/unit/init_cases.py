@@ -34,6 +34,7 @@ from tests.unit.tied_cases import Twice, sharing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from memd_client import Session
     from tests.unit.client_cases import OpenSession
@@ -314,6 +315,16 @@ class TestInitNumbers:
             model.load_state_dict(reference.state_dict())
             del before
         assert_same_state(model, reference)
+
+    def test_a_checkpoint_is_written(self, session: Session, away: None, tmp_path: Path) -> None:
+        """Each has memory of its own only while it is written, and a name of its own."""
+        expected, found = tmp_path / "expected.safetensors", tmp_path / "found.safetensors"
+        memd_client.save_safetensors(build(Gpt), expected)
+        torch.manual_seed(0)
+        with memd_client.init(session):
+            model = Gpt()
+            memd_client.save_safetensors(model, found)
+        assert found.read_bytes() == expected.read_bytes()
 
 
 class TestInitCopies:

@@ -41,8 +41,8 @@ CLIENT_LAYERS = (
     # The way to the daemon, and back to it when it was away.
     *("shard", "calls", "retry", "attach", "temporary_folders", "embedded", "control", "reattach"),
     # One session's core.
-    *("backward", "gradient_order", "leases", "tensor_streams", "registry", "held_names"),
-    *("open_steps", "steps", "staged_values", "job"),
+    *("backward", "gradient_order", "leases", "tensor_streams", "registry"),
+    *("first_values", "held_names", "open_steps", "steps", "staged_values", "job"),
     *("name_uses", "blobs", "adam_settings"),
     *("metadata", "hidden", "lazy", "moments", "transaction", "module_names", "buffers"),
     # Offloaded parameters.
