@@ -103,7 +103,9 @@ def train(address: str, job: str, kind: str, dtype: str, place: str, when: int) 
         assert isinstance(model, Gpt)
         train_in_backward(session, model, place, when)
         return
-    optimizer = memd_client.AdamW(model.parameters(), lr=1e-2, session=session)
+    optimizer = memd_client.AdamW(
+        model.parameters(), lr=1e-2, amsgrad=kind == "normed", session=session
+    )
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=STEPS + 1)
     samples = torch.randint(0, 200, (BATCHES_OF_AN_EPOCH * BATCH, LENGTH))
     loader = StatefulDataLoader(samples, batch_size=BATCH, shuffle=True)

@@ -136,11 +136,14 @@ def test_a_backward_that_calls_step_goes_on_after_the_daemon_was_killed_in_it(
     training.session.close()
 
 
-def test_a_step_that_the_daemon_died_in_maximizes_in_the_next_one(restarts: Restarts) -> None:
+@pytest.mark.parametrize("setting", ["maximize", "amsgrad"])
+def test_a_step_that_the_daemon_died_in_has_its_settings_in_the_next_one(
+    restarts: Restarts, setting: str
+) -> None:
     training = train_with_an_interruption(
-        restarts, "after the step", restarts.kill_and_begin_start, maximize=True
+        restarts, "after the step", restarts.kill_and_begin_start, **{setting: True}
     )
-    training.expect_the_bits_of(*reference(maximize=True))
+    training.expect_the_bits_of(*reference(**{setting: True}))
     training.session.close()
 
 
@@ -158,13 +161,14 @@ def test_the_daemon_is_upgraded_under_a_training(restarts: Restarts) -> None:
     training.session.close()
 
 
-def test_killed_again_and_again(restarts: Restarts) -> None:
-    training = Training(restarts.daemon)
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_killed_again_and_again(restarts: Restarts, *, amsgrad: bool) -> None:
+    training = Training(restarts.daemon, amsgrad=amsgrad)
     for number in range(STEPS):
         restarts.settle()
         restarts.kill_and_begin_start()
         training.step(number)
-    training.expect_the_bits_of(*reference())
+    training.expect_the_bits_of(*reference(amsgrad=amsgrad))
     training.session.close()
 
 

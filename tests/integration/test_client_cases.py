@@ -8,6 +8,7 @@ import pytest
 
 import memd_client
 from tests.daemons import Daemon, running_daemon
+from tests.unit.amsgrad_cases import TestAmsgrad  # noqa: F401
 from tests.unit.autocast_cases import (  # noqa: F401
     TestAutocast,
     cast_pair,

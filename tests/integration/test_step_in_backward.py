@@ -75,6 +75,7 @@ def trained(
     host_bytes: str,
     schedule: bool,
     in_backward: bool,
+    amsgrad: bool = False,
 ) -> tuple[list[float], list[torch.Tensor], dict[str, float]]:
     """Losses, then values and moments, and what became of early tiles."""
     with memd_client.connect(
@@ -87,13 +88,17 @@ def trained(
     ) as session:
         model = memd_client.offload(make_model(dtype), session)
         optimizer = memd_client.AdamW(
-            model.parameters(), lr=1e-3, weight_decay=0.01, step_in_backward=in_backward
+            model.parameters(),
+            lr=1e-3,
+            weight_decay=0.01,
+            step_in_backward=in_backward,
+            amsgrad=amsgrad,
         )
         losses = train(model, optimizer, schedule=schedule)
         state = optimizer.state_dict()["state"]
         tensors = [value.clone() for value in model.state_dict().values()]
         for moments in state.values():
-            tensors += [moments["exp_avg"], moments["exp_avg_sq"]]
+            tensors += [value for name, value in moments.items() if name != "step"]
         assert session.committed_step == STEP_COUNT
         counted = early_tiles(daemon, "trained")
         session.drop_job()
@@ -132,6 +137,28 @@ def test_early_updates_have_the_bits_of_a_step_after_backward(
         assert all(
             torch.equal(a, b) for a, b in zip(ways[0][1], plain.state_dict().values(), strict=False)
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_early_updates_with_amsgrad_have_the_bits_of_a_step_after_backward(
+    daemon: Daemon, dtype: torch.dtype
+) -> None:
+    early, late = (
+        trained(
+            daemon,
+            durability="step",
+            dtype=dtype,
+            host_bytes="60MiB",
+            schedule=False,
+            in_backward=in_backward,
+            amsgrad=True,
+        )
+        for in_backward in (True, False)
+    )
+    assert early[0] == late[0]
+    assert len(early[1]) == 4 * 2 * LAYER_COUNT
+    assert all(torch.equal(a, b) for a, b in zip(early[1], late[1], strict=True))
+    assert early[2]["adopted"] == sum(early[2].values()) > 0
 
 
 def test_what_was_made_in_vain_is_counted_by_reason(daemon: Daemon) -> None:

@@ -382,6 +382,34 @@ class TestAmsgrad:
         session.commit(wait=True)
         assert all(MAXIMUM in state for state in optimizer.state_dict()["state"].values())
 
+    def test_an_optimizer_for_each_parameter_decides_in_backward(
+        self, mlp: tuple[Mlp, Mlp]
+    ) -> None:
+        states = []
+        for module, kind in zip(mlp, (memd_client, torch.optim), strict=True):
+            fused = {"fused": True} if kind is torch.optim else {}
+            optimizers = {
+                name: kind.AdamW([parameter], lr=0.01, amsgrad=name.endswith("bias"), **fused)
+                for name, parameter in module.named_parameters()
+            }
+            for name, parameter in module.named_parameters():
+                # Another one than the optimizer was made with.
+                switch(optimizers[name], amsgrad=name.endswith("weight"))
+
+                def take(_: torch.Tensor, its: Any = optimizers[name]) -> None:
+                    its.step()
+                    its.zero_grad()
+
+                parameter.register_post_accumulate_grad_hook(take)
+            for step in range(3):
+                loss_of(module, step).backward()
+            states.append({name: each.state_dict() for name, each in optimizers.items()})
+        assert_same_state(*mlp)
+        for name, expected in states[1].items():
+            assert_same_moments(states[0][name], expected)
+            assert list(states[0][name]["state"][0]) == list(expected["state"][0])
+            assert (MAXIMUM in expected["state"][0]) == name.endswith("weight")
+
     def test_a_scaler_skips_a_step_and_no_maximum_moves(
         self, mlp: tuple[Mlp, Mlp], session: Session
     ) -> None:
