@@ -468,9 +468,9 @@ TEST_P(InMemoryKillTest, without_pre_images_bits_are_lost) {
 
 INSTANTIATE_TEST_SUITE_P(Kinds,
                          InMemoryKillTest,
-                         ::testing::Values(Case{"every:3"},
+                         ::testing::Values(Case{"every:3", DType::float32, 12, true},
                                            Case{"none", DType::bfloat16, 12, true},
-                                           Case{"none", DType::float32, 5, true},
+                                           Case{"none", DType::float32, 5},
                                            Case{"every:5", DType::bfloat16, 4}),
                          [](const auto& info) {
                            std::string name =
