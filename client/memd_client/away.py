@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
+from torch._guards import TracingContext
+from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
@@ -40,6 +42,13 @@ if TYPE_CHECKING:
 _data: Any = torch._C.TensorBase.data
 _detach: Any = torch._C.TensorBase.detach
 _DETACHES = (torch.Tensor.detach, torch.detach)
+# Programs reshape all parameters before they join them into one vector.
+_RESHAPES = frozenset(
+    (
+        *(torch.Tensor.view, torch.Tensor.reshape, torch.Tensor.flatten, torch.Tensor.ravel),
+        *(torch.reshape, torch.flatten, torch.ravel),
+    )
+)
 # They hand out or replace memory without torch noticing. After the call that memory would no longer
 # be the parameter's.
 _RAW_FUNCTIONS = frozenset(
@@ -95,9 +104,11 @@ class AwayParameter(nn.Parameter):
             _set_requires_grad(args[0], *args[1:], **kwargs)
             return args[0]
         if func is torch.autograd.grad:
-            return func(*tree_map(_edge_if_away, args), **tree_map(_edge_if_away, kwargs))
+            return _grad(*args, **kwargs)
         if func in _DETACHES:
             return entry_of(args[0]).residency.show(ParameterBytes(args[0])).detach()
+        if func in _RESHAPES and args and (lazy := _differentiable(args[0])) is not None:
+            return func(lazy, *args[1:], **kwargs)
         if is_list_function(name) and (count := list_length(args, kwargs)) > 1:
             return one_by_one(func, args, kwargs, count)
         parameters = _offloaded_in(args, kwargs)
@@ -133,7 +144,7 @@ class AwayParameter(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """Refused."""
+        """The value of each time that it is used. What is changed through it is kept."""
         return _get_data(self)
 
     @data.setter
@@ -182,6 +193,11 @@ class ParameterBytes:
     def __init__(self, parameter: torch.Tensor) -> None:
         self._parameter = parameter
         self._entry = entry_of(parameter)
+        self._copy: torch.Tensor | None = None
+
+    def keep_copy(self, value: torch.Tensor) -> None:
+        """See `residency.OwnBytes`."""
+        self._copy = value
 
     @property
     def name(self) -> str:
@@ -197,11 +213,19 @@ class ParameterBytes:
 
     @property
     def is_read_only(self) -> bool:
-        return True
+        return self._copy is None
+
+    @property
+    def has_ended(self) -> bool:
+        """See `lazy.Source`."""
+        return self._copy is not None
 
     @contextmanager
     def using(self, *, writes: bool) -> Iterator[torch.Tensor]:
         """See `lazy.Source`."""
+        if self._copy is not None:
+            yield self._copy
+            return
         with fetched([self._parameter]):
             if writes:
                 self._entry.residency.expect_change()
@@ -209,13 +233,43 @@ class ParameterBytes:
 
     def memory(self) -> torch.Tensor:
         """See `lazy.Source`."""
+        if self._copy is not None:
+            return self._copy
         with fetched([self._parameter]):
             memory: torch.Tensor = _detach(self._parameter)
         return memory
 
-    def pin(self) -> NoReturn:
+    def pin(self) -> None:
         """A change through an address would go unnoticed."""
-        _refuse(self._parameter, "data_ptr")
+        if self._copy is None:
+            _refuse(self._parameter, "data_ptr")
+
+
+class _Shown(torch.autograd.Function):
+    """The lazy tensor of a parameter's bytes, through which gradients reach the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return entry_of(parameter).residency.show(ParameterBytes(parameter)).detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return gradient
+
+
+def _differentiable(parameter: Any) -> torch.Tensor | None:
+    """As `detach()`, with a gradient. None if it is no parameter, or while a transform of
+    torch.func or forward differentiation would have to see through it."""
+    if (
+        streamed(parameter) is None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    ):
+        return None
+    shown: torch.Tensor = _Shown.apply(parameter)  # type: ignore[no-untyped-call]
+    return shown
 
 
 def _offloaded_in(args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -253,6 +307,31 @@ def _on_the_hole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return func(*args, **kwargs)
 
 
+def _grad(
+    outputs: Any, inputs: Any, *, grad_outputs: Any, materialize_grads: bool, **kwargs: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """torch.autograd.grad with the arguments that it gives `__torch_function__`."""
+    found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
+        tree_map(_edge_if_away, outputs),
+        tree_map(_edge_if_away, inputs),
+        grad_outputs=tree_map(_shown_if_away, grad_outputs),
+        **kwargs,
+    )
+    if not materialize_grads:
+        return found
+    # torch makes no zeros for an edge.
+    return tuple(
+        torch.zeros_like(tensor, requires_grad=kwargs["create_graph"])
+        if gradient is None
+        else gradient
+        for gradient, tensor in zip(found, inputs, strict=True)
+    )
+
+
+def _shown_if_away(leaf: Any) -> Any:
+    return leaf if streamed(leaf) is None else _Shown.apply(leaf)  # type: ignore[no-untyped-call]
+
+
 def _edge_if_away(leaf: Any) -> Any:
     """The graph edge at which the parameter's gradient arrives, which is all that
     torch.autograd.grad needs. Fetching its arguments would bring the whole model at once.
@@ -271,17 +350,24 @@ def _refuse_unless_gathered(parameter: torch.Tensor, what: str) -> None:
 
 def _refuse(parameter: torch.Tensor, what: str) -> NoReturn:
     entry = entry_of(parameter)
-    raise NotResident(
+    sentence = (
         f"job {entry.job.name!r}: the bytes of parameter {entry.shard.name!r} are in memd, and "
         f"{what} needs them in place; use p.detach().clone() for a copy, memd_client.gather(...) "
         "with write=True to change them, or save model.state_dict()"
     )
+    if TracingContext.try_get() is not None:
+        # torch.compile ends the graph here, and runs the program up to its own use of the bytes.
+        raise sys.modules["torch._dynamo.exc"].Unsupported(sentence)
+    raise NotResident(sentence)
 
 
 @untraced
 def _get_data(parameter: torch.Tensor) -> torch.Tensor:
-    # The caller could write to the result without torch or memd noticing.
-    _refuse_unless_gathered(parameter, ".data")
+    """Inside `gather()` the memory itself, also if another thread has it there; otherwise as
+    `detach()`."""
+    residency = entry_of(parameter).residency
+    if not residency.is_gathered:
+        return residency.show(ParameterBytes(parameter)).detach()
     with torch._C.DisableTorchFunctionSubclass():
         value: torch.Tensor = _data.__get__(parameter)
         return value

@@ -30,16 +30,14 @@ import torch
 
 from memd_client.hole import make_without_memory
 from memd_client.identity import ByIdentity
+from memd_client.lazy import NOTED_KEY, LazyTensor, noted_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memd_client.shard import Shard
 
-# Nobody else's, as the key in `hole.py`.
 _data: Any = torch._C.TensorBase.data
-_KEY = "TESTING_ONLY_GenericMode"
-_keys: Any = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
 _autocast_key: Any = torch._C._dispatch_key_parse("AutocastCPU")
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _storage_users = torch._C._storage_Use_Count
@@ -175,7 +173,7 @@ class Cast:
         return self._kept if self._kept is not None else self._make(self._source.reread())
 
     def _make(self, value: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_keys):
+        with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(noted_keys):
             made: torch.Tensor = torch.ops.aten._to_copy.default(
                 value.as_strided(*self._from), *self._arguments, **self._keywords
             )
@@ -201,10 +199,11 @@ class Casts:
         if carrier is None:
             # It outlives an inference mode in which it may be made.
             with torch.inference_mode(False):
-                carrier = self._carrier = make_without_memory(lease.shape, lease.dtype, _keys)
+                carrier = self._carrier = make_without_memory(lease.shape, lease.dtype, noted_keys)
         _sources[lease.untyped_storage()] = self
         _set(carrier, lease)
-        _data.__set__(parameter, carrier)
+        with torch._C._ExcludeDispatchKeyGuard(noted_keys):  # no kernel for this
+            _data.__set__(parameter, carrier)
         _set(carrier)
 
     def note(self, value: torch.Tensor, cast: torch.Tensor, arguments: Any, keywords: Any) -> None:
@@ -255,7 +254,7 @@ _LOCAL = _count_local()
 
 def _to_copy(value: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
     """The kernel. Autocast may hold the lock of its cache: nothing here may ask that cache."""
-    with torch._C._ExcludeDispatchKeyGuard(_keys):
+    with torch._C._ExcludeDispatchKeyGuard(noted_keys):
         cast: torch.Tensor = torch.ops.aten._to_copy.default(value, *arguments, **keywords)
     if not _is_wrapped(value) and not _is_wrapped(cast) and _is_plain_cast(value, cast):
         casts = _sources.get(value.untyped_storage())
@@ -267,6 +266,7 @@ def _to_copy(value: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Ten
 def _is_plain_cast(value: torch.Tensor, cast: torch.Tensor) -> bool:
     return (
         type(cast) is torch.Tensor
+        and type(value) is not LazyTensor
         and cast.is_cpu
         and cast.is_floating_point()
         and cast.dtype != value.dtype
@@ -274,13 +274,11 @@ def _is_plain_cast(value: torch.Tensor, cast: torch.Tensor) -> bool:
     )
 
 
-def _register() -> list[torch.library.Library]:
+def _register() -> torch.library.Library:
     """torch forgets what was registered when the result is dropped."""
-    fallback = torch.library.Library("_", "IMPL", _KEY)
-    fallback.fallback(torch.library.fallthrough_kernel)
-    kernel = torch.library.Library("aten", "IMPL", _KEY)
+    kernel = torch.library.Library("aten", "IMPL", NOTED_KEY)
     kernel.impl("_to_copy", _to_copy)
-    return [fallback, kernel]
+    return kernel
 
 
 _registered = _register()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from threading import RLock
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,11 @@ class GradientBytes:
         return False
 
     @property
+    def has_ended(self) -> bool:
+        """See `lazy.Source`."""
+        return self._copy is not None
+
+    @property
     def is_pinned(self) -> bool:
         return self._pinned is not None
 
@@ -85,10 +91,20 @@ class GradientBytes:
                 slot[0].hold_still(held)
                 if self._copy is None:
                     leases = slot[1].leases_of(self._shard)
+                    slot[0].follow_assigned(leases, changes=writes)
                     return slot[0].tensor(leases) if writes else slot[0].read(leases)
         assert self._copy is not None
         self._is_copy_changed |= writes
         return self._copy
+
+
+@dataclass(slots=True)
+class _Assigned:
+    """A tensor that was assigned to `p.grad`. In torch it is the gradient from then on."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int  # when memd copied it
+    is_left: bool = False  # the gradient has changed, and it has not
 
 
 class GradientSlot:
@@ -118,6 +134,7 @@ class GradientSlot:
         # The storage of a lease for writing that an operation, or somebody who asked for the memory
         # itself, uses. There can be only one. torch keeps its Python object while it lives.
         self._storage: weakref.ref[torch.UntypedStorage] | None = None
+        self._assigned: _Assigned | None = None
 
     @property
     def shard(self) -> Shard:
@@ -174,6 +191,34 @@ class GradientSlot:
             self._end_shown()
             self._overwrite(gradient, leases)
             self._taken = False
+            if type(gradient) is torch.Tensor and not gradient.is_inference():
+                self._assigned = _Assigned(weakref.ref(gradient), gradient._version)
+
+    @torch.no_grad()
+    def follow_assigned(self, leases: Leases, *, changes: bool = False) -> None:
+        """Before the gradient is used: takes what was changed in the tensor that was assigned.
+
+        Raises:
+            MemdError: `p.grad` has changed too.
+        """
+        with self._lock:
+            found = self._assigned
+            if found is None:
+                return
+            gradient = found.tensor()
+            if gradient is None:
+                self._assigned = None
+                return
+            if gradient._version != found.version:
+                if found.is_left:
+                    raise MemdError(
+                        f"the gradient of {self._shard.name!r} and the tensor that was assigned to "
+                        "it have both changed since, and are two in memd; change p.grad alone, or "
+                        "assign the tensor again"
+                    )
+                found.version = gradient._version
+                leases.overwrite_gradient(self._shard, gradient)
+            found.is_left |= changes
 
     @torch.no_grad()
     def set_to_zero(self) -> None:
@@ -221,6 +266,7 @@ class GradientSlot:
 
     def change(self, leases: Leases) -> torch.Tensor:
         """As `tensor`, to change in place what `p.grad` shows."""
+        self.follow_assigned(leases, changes=True)
         shown = self._shown() if self._shown is not None else None
         if shown is not None:
             shown.note_change()
@@ -243,6 +289,7 @@ class GradientSlot:
         """The gradient for reading, by many at a time. Only while `present`."""
         with self._lock:
             self.put_zeros()
+            self.follow_assigned(leases)
             if self._storage is not None and self._storage() is not None:
                 return self.tensor(leases)
             return leases.gradient(self._shard, MODE_READ)
@@ -304,6 +351,7 @@ class GradientSlot:
         with self._lock:
             self._end_shown()
             self._present = self._are_zeros_due = False
+            self._assigned = None
 
     def take_back(self) -> None:
         """The step that took it was not made: memd has it as before."""

@@ -7,17 +7,19 @@ shape, strides and dtype, and no memory. torch gives every operation on them to
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from functools import cache
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
+from torch import nn
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from memd_client.dynamo import untraced
-from memd_client.errors import InvalidArgument
+from memd_client.errors import InvalidArgument, NotResident
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -25,6 +27,12 @@ if TYPE_CHECKING:
 
 # Functions over lists of tensors that compute with one place of the lists after the other.
 _LIST_FUNCTIONS = ("_foreach_", "_fused_", "_amp_foreach_")
+# A dispatch key of torch's own tests, which nobody else has. Operations fall through it, but those
+# that have a kernel here and in `casts.py`.
+NOTED_KEY = "TESTING_ONLY_GenericMode"
+noted_keys: Any = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(NOTED_KEY))
+# `nn.Parameter(tensor)`, as the caller of `tensor.detach()`.
+NEW_PARAMETER = nn.Parameter.__new__.__code__
 _COLLECTIVES = "c10d"  # their schemas do not say what they change
 _detach: Any = torch.ops.aten.detach.default
 _detach_in_place: Any = torch.ops.aten.detach_.default
@@ -51,6 +59,11 @@ class Source(Protocol):
     @property
     def is_read_only(self) -> bool:
         """Changes of `memory` would go unnoticed."""
+        ...
+
+    @property
+    def has_ended(self) -> bool:
+        """Those who show it have a copy of their own, as of its end."""
         ...
 
     def memory(self) -> torch.Tensor:
@@ -91,6 +104,7 @@ class LazyTensor(torch.Tensor):
             storage_offset=None if form is None else form.storage_offset(),
             dtype=source.dtype if form is None else form.dtype,
             device=torch.device("cpu"),
+            _extra_dispatch_keys=noted_keys,
         )
         lazy._source = source
         lazy._root = root
@@ -102,6 +116,19 @@ class LazyTensor(torch.Tensor):
         """The bytes change by other means than this tensor: autograd must refuse to use what it
         has saved of it and its views."""
         increment_version(self)
+
+    @property
+    def has_ended(self) -> bool:
+        """Its memory is nobody else's: see `Source`."""
+        return self._source.has_ended
+
+    def is_view_of(self, other: LazyTensor) -> bool:
+        """Whether both show the same bytes."""
+        return self._source is other._source
+
+    def refuse_sharing(self) -> NoReturn:
+        """Another tensor can't have the same memory."""
+        _refuse([self], "sharing it by .data = ...")
 
     # torch's stub has no types here.
     @classmethod
@@ -127,6 +154,20 @@ class LazyTensor(torch.Tensor):
             args = tree_map(lambda leaf: leaf.clone() if _is_lazy(leaf) else leaf, args)
             return func(*args, **kwargs)
         return _compute(func, args, kwargs)
+
+    def detach(self) -> torch.Tensor:
+        """As torch's. `nn.Parameter(lazy)` calls it too, for a parameter over the same bytes.
+
+        Raises:
+            NotResident: that is the caller. The parameter would have no memory of its own.
+        """
+        if sys._getframe(1).f_code is NEW_PARAMETER:
+            raise NotResident(
+                f"{self._source.name} is in memd, and nn.Parameter(...) would share its bytes; use "
+                "nn.Parameter(p.detach().clone()), and register parametrizations such as "
+                "weight_norm before offload()"
+            )
+        return super().detach()
 
     @property
     def data(self) -> torch.Tensor:
@@ -365,3 +406,25 @@ def _refuse(args: Iterable[Any], what: str) -> NoReturn:
     raise InvalidArgument(
         f"{lazy._source.name} is in memd, and {what} is not possible there; use a clone()"
     )
+
+
+def _refuse_sharing(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """The kernel of the check before `tensor.data = value`, which would make a tensor without
+    memory of `tensor`. torch's kernels read its address unchecked, and end the process."""
+    if isinstance(value, LazyTensor):
+        value.refuse_sharing()
+    with torch._C._ExcludeDispatchKeyGuard(noted_keys):
+        is_compatible: bool = torch._has_compatible_shallow_copy_type(tensor, value)
+    return is_compatible
+
+
+def _register() -> list[torch.library.Library]:
+    """torch forgets what was registered when the result is dropped."""
+    fallback = torch.library.Library("_", "IMPL", NOTED_KEY)
+    fallback.fallback(torch.library.fallthrough_kernel)
+    kernel = torch.library.Library("aten", "IMPL", NOTED_KEY)
+    kernel.impl("_has_compatible_shallow_copy_type", _refuse_sharing)
+    return [fallback, kernel]
+
+
+_registered = _register()

@@ -21,6 +21,7 @@ from threading import local
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet, ref
 
+import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-    import torch
     from torch.autograd.graph import saved_tensors_hooks
 
     from memd_client.residency import Held, Residency
@@ -137,6 +137,8 @@ class _ModuleCalls(local):
     def enter_compiled(self, module: nn.Module) -> None:
         if makes_constants():
             _refuse_constants(module)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            _refuse_transform(module)
         frames = self._frames
         is_outermost = not frames or not frames[-1].is_compiled
         is_unit = _units.has(module, is_outermost=is_outermost)
@@ -311,6 +313,18 @@ def _refuse_constants(module: nn.Module) -> None:
             f"keep the bytes of {entry.shard.name!r} and its like in memory; set "
             "torch._inductor.config.freezing to False"
         )
+
+
+def _refuse_transform(module: nn.Module) -> NoReturn:
+    """torch begins no graph inside a transform, and fails with an internal error. Hooks of memd end
+    graphs in copies of the module too, and with parameters that `functional_call` puts there."""
+    entry = next(filter(None, map(streamed, module.parameters())), None)
+    job = f"job {entry.job.name!r}: " if entry is not None else ""
+    raise NotResident(
+        f"{job}a graph of torch.compile ends where memd brings the parameters of this "
+        f"{type(module).__name__}, and none can begin inside a transform of torch.func; call the "
+        "function without torch.compile"
+    )
 
 
 def _refuse_small_host(unit: nn.Module) -> None:

@@ -7,13 +7,13 @@ learn its form, or to load it where it came from. That takes no bytes.
 from __future__ import annotations
 
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
 import torch
 from torch.utils._pytree import tree_map
 
-from memd_client.errors import MemdError
+from memd_client.errors import MemdError, UnknownName
 from memd_client.metadata import asks_for_metadata
 from memd_client.shard import MAXIMUM, MOMENTS
 
@@ -72,6 +72,16 @@ class MomentTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         copy: torch.Tensor = memo.setdefault(id(self), self.value().clone())
         return copy
+
+
+class StateInMemd(dict[str, Any]):
+    """`optimizer.state[parameter]`: empty, and asked for a moment it says where that is."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise UnknownName(
+            f"optimizer.state[parameter] has no {name!r}: states are in memd; read them in "
+            "optimizer.state_dict()['state'], and change them by load_state_dict()"
+        )
 
 
 class MomentSet:
@@ -133,7 +143,7 @@ class Moments:
         whole = MomentSet(shard, update_count, names, self)
         self._unread.add(whole)
         return {
-            "step": torch.tensor(float(update_count)),
+            "step": torch.tensor(float(update_count), dtype=torch.float32),
             **{name: MomentTensor.of(whole, name) for name in names},
         }
 

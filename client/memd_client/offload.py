@@ -16,6 +16,7 @@ from memd_client.in_place import InPlaceParameter
 from memd_client.interrupts import defer_interrupts, safe_point
 from memd_client.module_hooks import own_parameters, stream
 from memd_client.module_names import plain_name
+from memd_client.overlaps import refuse_overlaps
 from memd_client.parameter import StreamedParameter, streamed
 from memd_client.placement import Placement
 from memd_client.residency import Classes, is_row_major
@@ -86,6 +87,7 @@ def offload(
     leases = job.leases
     if built.has_named(module):
         return module
+    _refuse_scripted(module)
     parameters = {
         plain_name(module, name): parameter
         for name, parameter in module.named_parameters()
@@ -93,6 +95,7 @@ def offload(
     }
     for name, parameter in parameters.items():
         _refuse_parameter(name, parameter, built)
+    refuse_overlaps((name, each) for name, each in parameters.items() if unnamed(each) is None)
     _refuse_names_in_use(parameters, job)
     _refuse_small_pool(module, job)
     if not strict:
@@ -131,7 +134,7 @@ def offload(
             buffer.copy_(value)
     transaction.add(buffers)
     built.forget(parameters.values())
-    for parameter, answer, shard in zip(parameters.values(), declared, shards, strict=True):
+    entries = [
         StreamedParameter(
             parameter,
             shard=shard,
@@ -139,11 +142,24 @@ def offload(
             transaction=transaction,
             classes=_CLASSES,
         )
+        for parameter, answer, shard in zip(parameters.values(), declared, shards, strict=True)
+    ]
     transaction.watch(Placement(module, job.name))
     stream(module)
+    for entry in entries:
+        entry.residency.show_update()
     return_freed_memory()
     built.delete_unused()
     return module
+
+
+def _refuse_scripted(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule):
+            raise InvalidArgument(
+                f"module {name or type(child).__name__!r} is a ScriptModule, which takes no hooks; "
+                "offload the module that it was made of"
+            )
 
 
 def _refuse_parameter(name: str, parameter: nn.Parameter, built: UnnamedParameters) -> None:

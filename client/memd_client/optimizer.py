@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import OrderedDict
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -25,6 +26,7 @@ from memd_client.errors import InvalidArgument, NotYet
 from memd_client.interrupts import call_user, defer_interrupts
 from memd_client.module_hooks import end_interrupted_calls
 from memd_client.module_names import without_wrappers
+from memd_client.moments import StateInMemd
 from memd_client.parameter import StreamedParameter, streamed
 from memd_client.shard import MAXIMUM, MOMENTS, TIERS
 from memd_client.targets import StreamedTarget, Target, decide_maximum, needs_name, own, owner_of
@@ -318,10 +320,11 @@ class Adam(torch.optim.Optimizer):
         """
         states = self._states()
         try:
-            self.state.update(states)
+            for group in self.param_groups:
+                self.state.update((each, states.get(each, {})) for each in group["params"])
             return super().state_dict()
         finally:
-            self.state.update((parameter, {}) for parameter in states)
+            self._show_initialized()
 
     @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -334,6 +337,24 @@ class Adam(torch.optim.Optimizer):
                 where the daemon is too old for it. Nothing has changed.
             CapacityError: the job's quota does not hold the maxima of amsgrad.
         """
+        before = self._optimizer_load_state_dict_pre_hooks
+        after = self._optimizer_load_state_dict_post_hooks
+        state_dict = state_dict.copy()
+        for hook in before.values():
+            changed = call_user(hook, self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        # torch's loading, which gets the groups alone, would call them in the middle.
+        self._optimizer_load_state_dict_pre_hooks = OrderedDict()
+        self._optimizer_load_state_dict_post_hooks = OrderedDict()
+        try:
+            self._load(state_dict)
+        finally:
+            self._optimizer_load_state_dict_pre_hooks = before
+            self._optimizer_load_state_dict_post_hooks = after
+        for follow in after.values():
+            call_user(follow, self)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         job = self._only_transaction().job
         job.settle_for("new state of the optimizer")
         for group in state_dict["param_groups"]:
@@ -451,8 +472,12 @@ class Adam(torch.optim.Optimizer):
         if not updated:
             return
         transaction = self._only_transaction()
+        self._refuse_changed_state()
         defer_interrupts()
         end_interrupted_calls()
+        for target in updated:
+            if isinstance(target, StreamedTarget):
+                target.follow_assigned()
         self._look_again()
 
         def decide() -> None:
@@ -465,6 +490,22 @@ class Adam(torch.optim.Optimizer):
             prepare=decide,
             refuse_orphans=partial(_refuse_orphans, transaction.job),
         )
+
+    def _refuse_changed_state(self) -> None:
+        """`self.state` shows nothing of what memd has, so a change there would be lost."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state.get(parameter)
+                if state is None:
+                    raise InvalidArgument(
+                        "optimizer.state was cleared or replaced, and states are in memd; call "
+                        "optimizer.reset_state() instead"
+                    )
+                if state:
+                    raise InvalidArgument(
+                        "optimizer.state was written, and states are in memd; change what "
+                        "state_dict() returns, and give it to load_state_dict()"
+                    )
 
     def _expected_groups(self) -> list[session_pb2.StepGroup]:
         """The groups of a step in which every offloaded parameter has a gradient, but for those
@@ -521,7 +562,7 @@ class Adam(torch.optim.Optimizer):
         """torch's distributed checkpoint makes a step of an optimizer whose `state` is empty, to
         make its states. Here they are in memd from the beginning."""
         for group in self.param_groups:
-            self.state.update((parameter, {}) for parameter in group["params"])
+            self.state.update((parameter, StateInMemd()) for parameter in group["params"])
 
     def _load_states(self, states: list[dict[str, Any] | None]) -> None:
         """One for each target; None: none yet."""

@@ -15,8 +15,9 @@ from memd_client.dynamo import untraced
 from memd_client.errors import InvalidArgument, MemdError, NotResident
 from memd_client.gradients import GradientSlot
 from memd_client.identity import ByIdentity
+from memd_client.lazy import NEW_PARAMETER
 from memd_client.leases import MODE_READ
-from memd_client.residency import Held, Residency, release_all, this_thread
+from memd_client.residency import Held, Residency, release_all, this_thread, unseen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -38,7 +39,6 @@ _autograds: Any = torch._C.TensorBase.grad
 _requires_grad: Any = torch._C.TensorBase.requires_grad
 _detach: Any = torch._C.TensorBase.detach
 _ZERO_GRAD = nn.Module.zero_grad.__code__
-_NEW_PARAMETER = nn.Parameter.__new__.__code__
 
 
 class StreamedParameter:
@@ -148,6 +148,15 @@ class StreamedParameter:
         self._residency.show_update()  # may raise, and then this is called again
         self._update_count += 1
 
+    def drop_gradient(self, what: str) -> bool:
+        """`what` drops the gradient, and what others have put in its place since it was taken, as
+        DistributedDataParallel does. Returns whether memd had one."""
+        parameter = self.parameter
+        if parameter is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                _autograds.__set__(parameter, None)
+        return self._gradient.drop(what)
+
     def take_writes(self) -> None:
         """Takes what was written through views, or refuses it."""
         self._residency.take_writes()
@@ -176,7 +185,7 @@ def detached(parameter: torch.Tensor, caller: FrameType) -> torch.Tensor:
     Raises:
         NotResident: that is the caller. A second parameter would keep bytes that come and go.
     """
-    if caller.f_code is _NEW_PARAMETER:
+    if caller.f_code is NEW_PARAMETER:
         entry = entry_of(parameter)
         raise NotResident(
             f"job {entry.job.name!r}: nn.Parameter(...) of parameter {entry.shard.name!r} would "
@@ -239,6 +248,8 @@ def _is_zeroing(caller: FrameType) -> bool:
 @untraced
 def set_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
     """`parameter.grad = value`."""
+    if value is parameter:
+        raise RuntimeError("can't assign Variable as its own grad")  # torch's words
     with torch._C.DisableTorchFunctionSubclass():
         _autograds.__set__(parameter, None)
     entry = streamed(parameter)
@@ -253,6 +264,11 @@ def set_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
 def bring(parameters: Iterable[torch.Tensor], *, mode: int = MODE_READ) -> Held:
     """Puts the bytes of the offloaded ones in place for this thread, all or none, until
     `release_all` of the result. Those that are not in memory are requested together."""
+    with unseen():
+        return _bring(parameters, mode)
+
+
+def _bring(parameters: Iterable[torch.Tensor], mode: int) -> Held:
     held: Held = []
     missing: Held = []
     uses = this_thread.uses

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from threading import Condition, Lock, RLock, local
@@ -27,6 +27,7 @@ from memd_client.views import KeptViews, is_same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from typing import Protocol
 
     from torch import nn
 
@@ -35,8 +36,18 @@ if TYPE_CHECKING:
     from memd_client.leases import Leases
     from memd_client.shard import Shard
 
+    class OwnBytes(Source, Protocol):
+        """The source of a parameter's lazy tensors: `away.ParameterBytes`."""
+
+        def keep_copy(self, value: torch.Tensor) -> None:
+            """The parameter has other memory from now on, and they show `value`."""
+            ...
+
+
 _data: Any = torch._C.TensorBase.data
 _tracing_state: Any = torch._C._get_tracing_state
+_mode_of: Any = torch._C._get_dispatch_mode
+_PROXY: Any = torch._C._TorchDispatchModeKey.PROXY  # of make_fx and torch.export
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 # An attribute of the storage of every lease of a parameter. torch keeps a storage's Python object
 # for as long as the storage lives, so a view that outlives its module call still has it. A table
@@ -169,9 +180,14 @@ class Residency:
         self._undone_count = 0  # changes after `_write_count` that were undone
         # `detach()` of the parameter while it is away is a view of this.
         self._shown: weakref.ref[LazyTensor] | None = None
+        self._shown_bytes: weakref.ref[OwnBytes] | None = None
         self._casts: Casts | None = None  # since the first use under autocast
         with torch._C.DisableTorchFunctionSubclass():
+            memory, offset = parameter.untyped_storage(), int(parameter.storage_offset())
+            held = weakref.ref(memory)
+            del memory
             self._put_away(parameter)
+        self._views.keep_memory(held, offset)
 
     @property
     def shard(self) -> Shard:
@@ -335,7 +351,10 @@ class Residency:
                 elif change_count:
                     self._note_changes(change_count)
                 had_views = bool(self._views)
+                given = _given_memory(parameter, self._written_lease, self._lease)
                 self._put_away(parameter)
+                if given is not None:
+                    self._views.keep_memory(*given)
             if changed is not None:
                 leases = self._job.leases_of(self._shard)
                 self._views.forget_ended()  # all of it is in `changed`
@@ -377,6 +396,8 @@ class Residency:
             if change_count == 0 and not self._has_new_data:
                 return None
             _refuse_other_form(self._job, self._shard, parameter)
+            if _is_left(self._lease, parameter):
+                raise _refused_assignment(self._job, self._shard)
             if not self._has_new_data and _is_unwritten(
                 self._job.unordered_leases, self._lease, parameter
             ):
@@ -404,9 +425,17 @@ class Residency:
         with self._lock:
             if self._user_count:
                 self.replace_in_place(parameter, value)
-            else:
-                _refuse_other_form(self._job, self._shard, value)
-                self.write(value.detach())
+                return
+            if _shows_all(value, self._shown):
+                return
+            _refuse_other_form(self._job, self._shard, value)
+            value = _own_memory(value.detach(), self._shown)
+            _leave_memory(self)
+            self.write(value)
+            self._views.keep_memory(
+                weakref.ref(value.untyped_storage()), int(value.storage_offset())
+            )
+            self._views.show(value, self._write_count)
 
     def replace_in_place(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
         """For `parameter.data = value` while the bytes are in place."""
@@ -416,6 +445,8 @@ class Residency:
                 return
             self.refuse_if_kept("data")
             _refuse_other_form(self._job, self._shard, value)
+            value = _own_memory(value, self._shown)
+            _leave_memory(self)
             self._hand_casts_back(self._read)
             _data.__set__(parameter, value)
             self._has_new_data = True
@@ -561,13 +592,13 @@ class Residency:
             )
         return self._user_count > 0
 
-    def show(self, source: Source) -> LazyTensor:
+    def show(self, source: OwnBytes) -> LazyTensor:
         """The lazy tensor of all bytes, the same for as long as somebody holds a view of it."""
         with self._lock:
             shown = self._shown() if self._shown is not None else None
             if shown is None:
                 shown = LazyTensor.over(source)
-                self._shown = weakref.ref(shown)
+                self._shown, self._shown_bytes = weakref.ref(shown), weakref.ref(source)
             return shown
 
     def _note_changes(self, count: int) -> None:
@@ -579,7 +610,7 @@ class Residency:
 
     def _leases_for(self, parameter: torch.Tensor) -> Leases:
         """Leases of the value, before its bytes are put in place."""
-        if _tracing_state() is not None:
+        if _tracing_state() is not None or _mode_of(_PROXY) is not None:
             raise _refused_trace(self._job, self._shard)
         self._look(parameter)
         return self._job.leases_of(self._shard)
@@ -679,7 +710,7 @@ class Residency:
         return bool(self._views) and self._views.are_alive
 
     def show_update(self) -> None:
-        """A step has changed the value: views show it."""
+        """A step has changed the value, or the parameter was offloaded: views show it."""
         # Without the lock: a thread that holds it may wait, in a lease, for this step to settle.
         if self.is_viewed:
             value = self._job.leases_of(self._shard).value(self._shard)
@@ -728,12 +759,31 @@ def _lease_together(absent: Held, mode: int) -> list[torch.Tensor]:
     return leases.values([residency._shard for residency, _, _ in absent], mode)
 
 
+_UNSEEN = nullcontext()
+
+
+def unseen() -> AbstractContextManager[None]:
+    """A context in which operations are memd's own: dispatch modes of the program, such as that of
+    selective checkpoints, do not see them, and inference mode leaves no mark on their results,
+    which other threads may train with."""
+    if torch._C._len_torch_dispatch_stack():
+        return _unseen_by_modes()
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _UNSEEN
+
+
+@contextmanager
+def _unseen_by_modes() -> Iterator[None]:
+    with torch._C._DisableTorchDispatch(), torch.inference_mode(False):
+        yield
+
+
 def release_all(held: Held) -> None:
     """Releases all of them, last first, even if one raises."""
     try:
-        while held:
-            residency, parameter, uses = held.pop()
-            residency.release(parameter, uses)
+        with unseen():
+            while held:
+                residency, parameter, uses = held.pop()
+                residency.release(parameter, uses)
     except BaseException:
         with ExitStack() as rest:
             for residency, parameter, uses in held:
@@ -751,6 +801,66 @@ def is_row_major(value: torch.Tensor) -> bool:
     if channels_last is None or not value.is_contiguous(memory_format=channels_last):
         return True
     return value.stride() == torch.empty(value.shape, device="meta").stride()
+
+
+def _own_memory(value: torch.Tensor, shown: weakref.ref[LazyTensor] | None) -> torch.Tensor:
+    """`value` for `parameter.data = value`, which share memory in torch afterwards. `shown` shows
+    the parameter's own bytes."""
+    if not isinstance(value, LazyTensor):
+        return value
+    if value.has_ended:
+        return value.in_memory()
+    own = shown() if shown is not None else None
+    if own is None or not value.is_view_of(own):
+        value.refuse_sharing()
+    return value.clone()
+
+
+def _leave_memory(residency: Residency) -> None:
+    """The parameter gets other memory: what shows the present value keeps it.
+
+    Raises:
+        MemdError: something shows memd's own memory, where the new value will be.
+    """
+    if not residency._views.leave():
+        raise _refused_assignment(residency._job, residency._shard)
+    found = residency._shown_bytes() if residency._shown_bytes is not None else None
+    if found is not None:
+        found.keep_copy(residency._read().clone())
+    residency._shown = residency._shown_bytes = None
+
+
+def _shows_all(value: torch.Tensor, shown: weakref.ref[LazyTensor] | None) -> bool:
+    """Whether `parameter.data = value` changes nothing: see `_own_memory`."""
+    own = shown() if shown is not None else None
+    return (
+        own is not None
+        and isinstance(value, LazyTensor)
+        and value.is_view_of(own)
+        and value.dtype == own.dtype
+        and (value.shape, value.stride()) == (own.shape, own.stride())
+    )
+
+
+def _is_left(lease: weakref.ref[torch.UntypedStorage] | None, parameter: torch.Tensor) -> bool:
+    """The parameter has other memory than its lease, which somebody holds."""
+    held = lease() if lease is not None else None
+    return held is not None and held is not parameter.untyped_storage()
+
+
+def _given_memory(
+    parameter: torch.Tensor,
+    written_lease: torch.Tensor | None,
+    lease: weakref.ref[torch.UntypedStorage] | None,
+) -> tuple[weakref.ref[torch.UntypedStorage], int] | None:
+    """The memory that the user has given a parameter in place, and where its value begins there.
+    None if it has that of its lease."""
+    memory = parameter.untyped_storage()
+    if written_lease is not None:
+        is_leased = memory is written_lease.untyped_storage()
+    else:
+        is_leased = lease is not None and lease() is memory
+    return None if is_leased else (weakref.ref(memory), int(parameter.storage_offset()))
 
 
 def _refuse_other_form(job: Job, shard: Shard, value: torch.Tensor) -> None:
@@ -777,8 +887,9 @@ def _refuse_other_form(job: Job, shard: Shard, value: torch.Tensor) -> None:
 
 def _refused_trace(job: Job, shard: Shard) -> NotResident:
     return NotResident(
-        f"job {job.name!r}: torch.jit.trace keeps parameters, and the bytes of {shard.name!r} are "
-        "in memd; trace copy.deepcopy(module)"
+        f"job {job.name!r}: a graph that is traced keeps parameters, and the bytes of "
+        f"{shard.name!r} are in memd; trace copy.deepcopy(module), or export with strict=False "
+        "inside memd_client.gather(model)"
     )
 
 
@@ -799,6 +910,14 @@ def _refused_write(job: Job, shard: Shard, outcome: str) -> MemdError:
     return MemdError(
         f"job {job.name!r}: parameter {shard.name!r} was written through a tensor that shares its "
         f"bytes (.data, detach() or a view), {outcome}; change parameters inside gather(write=True)"
+    )
+
+
+def _refused_assignment(job: Job, shard: Shard) -> MemdError:
+    return MemdError(
+        f"job {job.name!r}: a view of parameter {shard.name!r}, or its memory, is still held, and "
+        "would not keep the present value if .data is assigned; clone what you keep, or change "
+        "the parameter with copy_()"
     )
 
 

@@ -166,6 +166,11 @@ class SavedBytes:
     def is_read_only(self) -> bool:
         return True
 
+    @property
+    def has_ended(self) -> bool:
+        """See `lazy.Source`."""
+        return False
+
     @contextmanager
     def using(self, *, writes: bool) -> Iterator[torch.Tensor]:
         """See `lazy.Source`."""

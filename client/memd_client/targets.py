@@ -15,6 +15,7 @@ from memd_client.errors import InvalidArgument, NotYet
 from memd_client.gradients import GradientSlot
 from memd_client.hidden import hide, show
 from memd_client.identity import ByIdentity
+from memd_client.overlaps import refuse_overlaps
 from memd_client.parameter import StreamedParameter, streamed, take_gradient
 from memd_client.shard import MAXIMUM, MOMENTS, Shard, shard_spec
 from memd_client.unnamed import unnamed
@@ -155,9 +156,13 @@ class StreamedTarget(StatefulTarget):
         """Divides the gradient by `scale`; once, if the step is not made and asked for again."""
         self._entry.gradient.unscale(scale, self._entry.job.gradient_leases_of(self.shard))
 
+    def follow_assigned(self) -> None:
+        """Before a step: see `GradientSlot.follow_assigned`."""
+        self._entry.gradient.follow_assigned(self._entry.job.gradient_leases_of(self.shard))
+
     def drop_gradient(self) -> bool:
         """Returns whether the daemon has to drop it too."""
-        return self._entry.gradient.drop("zero_grad()")
+        return self._entry.drop_gradient("zero_grad()")
 
     def set_gradient_to_zero(self) -> None:
         self._entry.gradient.set_to_zero()
@@ -489,6 +494,7 @@ def own(
         InvalidArgument, NotYet: one of them can't be updated; nothing has changed.
     """
     job = transaction.job
+    _refuse_twice(parameters, names)
     made: dict[int, Target] = {}
     empties: list[EmptyTarget] = []
     resident: list[tuple[torch.Tensor, types_pb2.ShardSpec]] = []
@@ -509,6 +515,7 @@ def own(
                 f"parameter {entry.shard.name!r} belongs to job {entry.job.name!r}; an optimizer "
                 f"updates parameters of one job, here {job.name!r}"
             )
+    refuse_overlaps((spec.name, parameter) for parameter, spec in resident)
     job.held_names.refuse_unknown([spec.name for _, spec in resident])
     moved = [
         entry.shard
@@ -592,6 +599,18 @@ def _refuse_unnamed(parameter: torch.Tensor, name: str, job: Job) -> None:
             f"job {job.name!r}: init() has built parameter {name!r}, and it has no name in memd "
             "yet; call offload(model, session) before you make the optimizer"
         )
+
+
+def _refuse_twice(parameters: list[torch.Tensor], names: list[str]) -> None:
+    seen: set[int] = set()
+    for parameter, name in zip(parameters, names, strict=True):
+        if id(parameter) in seen:
+            entry = streamed(parameter)
+            raise InvalidArgument(
+                f"parameter {entry.shard.name if entry else name!r} is in a group twice, and torch "
+                "would update it twice a step; pass model.parameters(), which has each once"
+            )
+        seen.add(id(parameter))
 
 
 def _resident_spec(

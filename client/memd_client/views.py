@@ -1,5 +1,5 @@
 """Views of a parameter's bytes that outlive the use that leased them, such as a `detach()` that the
-user keeps.
+user keeps, and those that the user had before the parameter was offloaded.
 
 A lease for reading is private: what is written there stays in this process, and memd finds it when
 the lease ends, or looks at one that lives.
@@ -7,10 +7,11 @@ the lease ends, or looks at one that lives.
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from dataclasses import dataclass
 from threading import RLock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -37,8 +38,11 @@ class WrittenView:
 class _Kept:
     # torch keeps the Python object of a storage for as long as the storage lives.
     storage: weakref.ref[torch.UntypedStorage]
-    address: int
+    offset: int  # of the value in the storage, in elements
+    address: int  # of the value
     write_count: int  # names the value that it shows
+    # A digest of what memory of the program was shown; None for a lease, whose pages tell.
+    digest: bytes | None = None
 
 
 class KeptViews:
@@ -68,7 +72,20 @@ class KeptViews:
         if held is None:
             return
         with self._lock:
-            self._kept.append(_Kept(storage, held.data_ptr(), write_count))
+            self._kept.append(_Kept(storage, 0, held.data_ptr(), write_count))
+
+    def keep_memory(self, storage: weakref.ref[torch.UntypedStorage], offset: int) -> None:
+        """The parameter was offloaded from there, and tensors of the program may still show it.
+        The next `catch_up` shows them the value."""
+        held = storage()
+        if held is None:
+            return
+        address = held.data_ptr() + offset * self._shard.dtype.itemsize
+        with self._lock:
+            self._kept.append(_Kept(storage, offset, address, _NO_VALUE))
+            for kept, view in self._living():
+                if kept.storage is storage:
+                    kept.digest = _digest(view)
 
     @temporarily_clear_interpreter_stack()
     def written(self) -> list[WrittenView]:
@@ -82,8 +99,17 @@ class KeptViews:
             return self._ended + [
                 WrittenView(value, kept.write_count)
                 for kept, value in living
-                if self._leases.is_written(value)
+                if self._is_written(kept, value)
             ]
+
+    def leave(self) -> bool:
+        """The parameter gets other memory, and memory of the program keeps the value that it has.
+        False, and nothing happens, if there are leases, which would not."""
+        with self._lock:
+            if any(kept.digest is None for kept, _ in self._living()):
+                return False
+            self._kept.clear()
+            return True
 
     @property
     def are_alive(self) -> bool:
@@ -104,8 +130,8 @@ class KeptViews:
         with self._lock:
             is_written = bool(self.written())
             for kept, view in self._living():
-                if self._leases.is_written(view):
-                    self._leases.note_shown(view)
+                if self._is_written(kept, view):
+                    self._note_shown(kept, view)
                     kept.write_count = _NO_VALUE
             self.forget_ended()
             return is_written
@@ -142,9 +168,20 @@ class KeptViews:
         # A page that is written is memory of this process.
         if not is_same_bits(view, value):
             view.copy_(value)
-        if self._leases.is_written(view):
-            self._leases.note_shown(view)
+        if self._is_written(kept, view):
+            self._note_shown(kept, view)
         kept.write_count = write_count
+
+    def _is_written(self, kept: _Kept, view: torch.Tensor) -> bool:
+        if kept.digest is None:
+            return self._leases.is_written(view)
+        return kept.digest != _digest(view)
+
+    def _note_shown(self, kept: _Kept, view: torch.Tensor) -> None:
+        if kept.digest is None:
+            self._leases.note_shown(view)
+        else:
+            kept.digest = _digest(view)
 
     def _living(self) -> list[tuple[_Kept, torch.Tensor]]:
         shard, living = self._shard, []
@@ -152,9 +189,14 @@ class KeptViews:
             storage = kept.storage()
             if storage is not None:
                 value: torch.Tensor = torch.empty(0, dtype=shard.dtype, device="cpu")
-                value.set_(storage, 0, shard.shape)  # type: ignore[call-overload] # its stub has no ints
+                value.set_(storage, kept.offset, shard.shape)  # type: ignore[call-overload] # its stub has no ints
                 living.append((kept, value))
         return living
+
+
+def _digest(value: torch.Tensor) -> bytes:
+    data: Any = _bits(value).numpy()
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def is_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

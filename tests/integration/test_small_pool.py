@@ -186,6 +186,48 @@ def test_averages_of_parameters(daemon: Daemon, averages: dict[str, Any]) -> Non
     assert_torchs_bits(partial(averaging, **averages), daemon)
 
 
+def averaging_in_memd(trainer: Trainer, **averages: Any) -> list[torch.Tensor]:
+    """The average is offloaded too."""
+    averaged = AveragedModel(Trainer(None).model, **averages)
+    averaged.requires_grad_(False)
+    if trainer.session is not None:
+        memd_client.offload(averaged, trainer.session)
+    optimizer = trainer.adam()
+    for step in range(STEP_COUNT + 1):
+        trainer.loss(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        averaged.update_parameters(trainer.model)
+    return list(averaged.state_dict().values()) + trainer.result()
+
+
+@pytest.mark.parametrize(
+    "averages", [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, {"avg_fn": get_ema_avg_fn(0.9)}]
+)
+def test_averages_that_are_offloaded(daemon: Daemon, averages: dict[str, Any]) -> None:
+    assert_torchs_bits(partial(averaging_in_memd, **averages), daemon)
+
+
+def flattening(trainer: Trainer) -> list[torch.Tensor]:
+    """As natural gradients and federated averages do."""
+    parameters = list(trainer.model.parameters())
+    optimizer = trainer.adam()
+    found = []
+    for step in range(STEP_COUNT):
+        vector = nn.utils.parameters_to_vector(parameters)
+        (trainer.loss(step) + vector.square().sum() * 1e-3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(vector.detach())
+        found.append(torch.cat([parameter.data.reshape(-1) for parameter in parameters]))
+        nn.utils.vector_to_parameters(found[-1] * 0.5, parameters)
+    return found + trainer.result()
+
+
+def test_parameters_as_a_vector(daemon: Daemon) -> None:
+    assert_torchs_bits(flattening, daemon)
+
+
 def saving_on_cpu(trainer: Trainer) -> list[torch.Tensor]:
     optimizer = trainer.adam()
     for step in range(STEP_COUNT):

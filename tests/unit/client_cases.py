@@ -849,7 +849,6 @@ class TestAway:
     @pytest.mark.parametrize(
         "use",
         [
-            lambda p: p.data,
             lambda p: p.data_ptr(),
             lambda p: p.untyped_storage(),
             lambda p: p.requires_grad_(False).numpy(),
@@ -858,7 +857,7 @@ class TestAway:
             lambda p: torch.save(p, io.BytesIO()),
             copy.copy,
         ],
-        ids=["data", "data_ptr", "storage", "numpy", "share_memory", "pickle", "save", "copy"],
+        ids=["data_ptr", "storage", "numpy", "share_memory", "pickle", "save", "copy"],
     )
     def test_what_needs_the_memory_itself_is_refused(
         self, mlp: tuple[Mlp, Mlp], use: Callable[[torch.Tensor], object]

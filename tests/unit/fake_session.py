@@ -684,9 +684,11 @@ def _handed(
 
 def _is_written(lease: FakeLease) -> bool:
     known = lease.granted if lease.shown is None else lease.shown
-    return (lease.part, lease.mode) == (PART_VALUE, MODE_READ) and not torch.equal(
-        _bytes_of(lease.memory), _bytes_of(known)
-    )
+    # A lease may end inside a dispatch mode of the program.
+    with torch._C._DisableTorchDispatch():
+        return (lease.part, lease.mode) == (PART_VALUE, MODE_READ) and not torch.equal(
+            _bytes_of(lease.memory), _bytes_of(known)
+        )
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

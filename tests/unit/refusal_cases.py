@@ -85,6 +85,7 @@ SAME: dict[str, Program] = {
     ),
     "orthogonal": called(lambda model: parametrizations.orthogonal(model.first)),
     "spectral_norm": called(lambda model: parametrizations.spectral_norm(model.first)),
+    "old spectral_norm": called(lambda model: spectral_norm(model.first)),
     "the same dtype": called(lambda model: model.to(torch.float32)),
     "_apply that keeps the dtype": called(lambda model: model._apply(lambda value: value * 2)),
     "trace of a copy": lambda model: torch.jit.trace(copy.deepcopy(model), batch(model))(
@@ -98,7 +99,6 @@ REFUSED: dict[str, tuple[Program, str]] = {
     ),
     "weight_norm": (lambda model: parametrizations.weight_norm(model.first), r"before offload\(\)"),
     "old weight_norm": (lambda model: weight_norm(model.first), r"detach\(\)\.clone\(\)"),
-    "old spectral_norm": (lambda model: spectral_norm(model.first), r"detach\(\)\.clone\(\)"),
     "numpy": (lambda model: np.asarray(model.first.weight), r"detach\(\)\.clone\(\)"),
     "dlpack": (
         lambda model: torch.utils.dlpack.from_dlpack(model.first.weight),

@@ -50,6 +50,7 @@ from tests.unit.lazy_cases import (  # noqa: F401
     TestLazyGradients,
 )
 from tests.unit.optim_cases import TestChannelsLast, TestTorchOptimizers  # noqa: F401
+from tests.unit.program_cases import TestPrograms  # noqa: F401
 from tests.unit.refusal_cases import TestRefusals  # noqa: F401
 from tests.unit.settings_cases import TestSettings  # noqa: F401
 from tests.unit.thread_cases import TestThreads  # noqa: F401

@@ -365,10 +365,15 @@ class TestFunctions:
         assert torch.equal(pair[0].positions, pair[1].positions * 0.25)
         assert_no_leases(session)
 
-    def test_data_is_refused_in_one_sentence(self, pair: tuple[Model, Model]) -> None:
-        model = pair[0]
-        with pytest.raises(memd_client.NotResident, match=r"^job 'fake'.*'positions'.*gather"):
-            torch.compile(lambda: model.positions.data.sum(), backend="aot_eager")()
+    def test_data_is_that_of_each_time(self, pair: tuple[Model, Model]) -> None:
+        for _ in range(2):
+            found = [
+                torch.compile(lambda model: model.positions.data.sum(), backend="aot_eager")(model)
+                for model in pair
+            ]
+            assert torch.equal(*found)
+            for model in pair:
+                model.positions.data.mul_(0.5)
 
 
 class TestExport:

@@ -31,6 +31,7 @@ CLIENT_LAYERS = (
         "freed_memory",
         "dynamo",
         "identity",
+        "overlaps",
         "sizes",
         "dtypes",
         "address",

@@ -156,9 +156,11 @@ class TestThreads:
     def test_a_thread_that_does_not_use_a_parameter_gets_no_memory_of_it(
         self, mlp: tuple[Mlp, Mlp]
     ) -> None:
-        model, _ = mlp
+        model, reference = mlp
         call = Call(model, lambda: loss_of(model))
-        for raw in (lambda: model.first.weight.data, model.first.weight.data_ptr):
+        data = model.first.weight.data
+        assert torch.equal(data, reference.first.weight)
+        for raw in (data.data_ptr, model.first.weight.data_ptr):
             with pytest.raises(
                 memd_client.NotResident, match=r"are in memd, and .* needs them in place"
             ):
