@@ -173,14 +173,15 @@ class Transaction:
             return
         refuse_orphans()
         self._look_at_model()
-        self._take_writes()
         job.end_gradients()
         with closing_step(), self._turn:
+            # First: a lease would settle too, and nobody would learn that the step is late.
             late = job.settle()
             if job.steps.is_asked_again(targets):
                 return
             if late is not None:
                 self._refuse_stale(late, targets)
+            self._take_writes()
             self._begin(prepare)
             with ExitStack() as held:
                 # In the order of Residency.lock_order.
@@ -355,9 +356,9 @@ class Transaction:
     def _commit(self, *, wait: bool) -> None:
         job, steps = self._job, self._job.steps
         self._refuse_in_backward()
-        self._take_writes()
-        late = job.settle()
+        late = job.settle()  # before any lease: see step()
         if not self._is_closed_by_commit:
+            self._take_writes()
             if wait and steps.disk_error:
                 job.sync()
             job.sync_if_needed()
@@ -366,6 +367,7 @@ class Transaction:
         was_made |= steps.take_asked_again()
         try:
             if not was_made:
+                self._take_writes()
                 self._refuse_unresumed()
                 step = steps.open.step
                 self._send(step)

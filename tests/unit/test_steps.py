@@ -19,6 +19,7 @@ from tests.unit.backward_cases import RAISED, Recipe
 from tests.unit.client_cases import Mlp, assert_same_state, batch, build, loss_of
 from tests.unit.fake_session import FakeDaemon
 from tests.unit.track_cases import Kept
+from tests.unit.view_cases import view_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -148,6 +149,44 @@ class TestUnknownOutcome:
         assert numbers == [1]
         session.commit()
         assert numbers == [1, 2]
+
+    def test_a_commit_that_is_repeated_counts_once_though_a_view_is_kept(
+        self, daemon: FakeDaemon, session: Session
+    ) -> None:
+        pair = Pair(session)
+        session.track(kept=Kept(1))
+        numbers: list[int] = []
+        session.after_commit(numbers.append)
+        view = view_of(pair.model.get_parameter("layers.0.weight"))
+        pair.backward(0)
+        pair.ours.step()
+        pair.step_twin()
+        daemon.lost_answers.append(lost())
+        with pytest.raises(memd_client.DaemonUnavailable, match="not known"):
+            session.commit()
+        session.commit()
+        assert numbers == [1]
+        pair.expect_the_same(1)
+        assert torch.equal(view, pair.twin.get_parameter("layers.0.weight"))
+
+    def test_gradients_from_before_a_step_are_refused_though_a_view_is_kept(
+        self, daemon: FakeDaemon, session: Session
+    ) -> None:
+        """The view is of another model of the session."""
+        other = memd_client.offload(build(Mlp), session)
+        view = view_of(other.get_parameter("layers.0.weight"))
+        pair = Pair(session, stays=True)
+        pair.backward(0)
+        daemon.lost_answers.append(lost())
+        with pytest.raises(memd_client.DaemonUnavailable, match="not known"):
+            pair.ours.step()
+        pair.step_twin()
+        pair.ours.zero_grad()
+        loss_of(pair.model, 1).backward()  # with the values before the step
+        with pytest.raises(memd_client.InvalidArgument, match=r"call zero_grad\(\)"):
+            pair.ours.step()
+        pair.expect_the_same(1)
+        del view
 
     def test_what_is_tracked_is_stored_once(self, daemon: FakeDaemon, session: Session) -> None:
         kept = Kept(1)
