@@ -11,7 +11,7 @@ import atexit
 import logging
 import time
 from dataclasses import dataclass, field
-from threading import RLock
+from threading import RLock, get_ident
 from typing import TYPE_CHECKING
 from weakref import ref
 
@@ -25,6 +25,7 @@ from memd_client.errors import (
     UnknownName,
     retold,
 )
+from memd_client.interrupts import Latch
 from memd_client.open_steps import OpenStep, OpenSteps
 from memd_client.process import OwnProcess
 from memd_client.statistics import StepTotals
@@ -50,6 +51,14 @@ def _undo(targets: Iterable[SealedTarget]) -> None:
         target.undo()
 
 
+@dataclass(slots=True)
+class _Finishing:
+    """A thread puts the new values of a committed step in place."""
+
+    thread: int = field(default_factory=get_ident)
+    is_over: Latch = field(default_factory=Latch)
+
+
 @dataclass
 class _StepInFlight:
     number: int
@@ -57,7 +66,7 @@ class _StepInFlight:
     step: OpenStep
     unfinished: list[SealedTarget] = field(default_factory=list)
     is_committed: bool = False
-    is_finishing: bool = False
+    finishing: _Finishing | None = None
     disk_error: str = ""
     durable_step: int = 0
     # A caller was told that the outcome is unknown, or that values are not in place.
@@ -75,8 +84,9 @@ class Steps:
 
     Locks are taken in this order: the turn of `transaction.Transaction`; then the locks of
     parameters and gradients (`hold_still`), several of them only with the turn or in the order of
-    `Residency.lock_order`; then the lock of this class, under which none of the others is taken.
-    A lease that is requested under its parameter's lock may have to settle.
+    `Residency.lock_order`; then the lock of this class, under which none of the others is taken. A
+    lease that is requested under its parameter's lock may have to settle. New values are put in
+    place without a lock, since their leases may wait for those of a thread that settles too.
     """
 
     def __init__(
@@ -191,10 +201,13 @@ class Steps:
                 self.drop(step)
             return sum(len(step.targets) for step in dropped)
 
-    def settle(self, shard: Shard | None = None, reason: int = STALL_STEP) -> OpenStep | None:
-        """Waits for the step in flight, and puts new values that stay in this process in place.
-        Returns the step if an earlier call has raised for it and it is committed after all. The
-        wait is counted under `shard` and `reason`.
+    def settle(
+        self, shard: Shard | None = None, reason: int = STALL_STEP, *, for_lease: bool = False
+    ) -> OpenStep | None:
+        """Waits for the step in flight, and puts new values that stay in this process in place,
+        which a lease leaves to another thread that has begun. Returns the step if an earlier call
+        has raised for it and it is committed after all. The wait is counted under `shard` and
+        `reason`.
 
         Raises:
             DaemonUnavailable, DeadlineExceeded: no answer, so the daemon may have made the step. It
@@ -208,36 +221,38 @@ class Steps:
         if not self.is_in_flight:
             return None
         began = time.perf_counter()
-        with self._lock:
-            step = self._in_flight
-            if step is None:  # another thread has settled it while this one waited for the lock
-                self._note_stall(shard, reason, began)
-                return None
+        while True:
+            with self._lock:
+                step = self._in_flight
+                if step is None:  # another thread has settled it while this one waited
+                    self._note_stall(shard, reason, began)
+                    return None
+                finishing = step.finishing
+                if finishing is None:
+                    if not step.is_committed:
+                        self._wait_for_answer(step, shard, reason, began)
+                    step.finishing = _Finishing()
+                    break
             # A target that is being finished takes a lease, which must not wait for itself.
-            if step.is_finishing:
+            if for_lease or finishing.thread == get_ident():
                 return None
+            finishing.is_over.wait()
+        return self._finish(step)
+
+    def _wait_for_answer(
+        self, step: _StepInFlight, shard: Shard | None, reason: int, began: float
+    ) -> None:
+        try:
             try:
-                if not step.is_committed:
-                    try:
-                        response = step.call.result()
-                    finally:
-                        self._note_stall(shard, reason, began)
-                    self._count(step, response)
-                self._finish(step)
-            except MemdError as error:
-                raise self._failed(step, error) from error
-            except BaseException:
-                self._note_raised(step)
-                raise
-            self._forget_in_flight()
-            was_on_disk, self._disk_error = not self._disk_error, step.disk_error
-            if self._disk_error and was_on_disk:
-                self._note_raised(step)
-                raise NotDurable(
-                    f"job {self._job!r}: step {step.number} is committed in memory, so go on with "
-                    f"the next; step {step.durable_step} is on disk: {self._disk_error}"
-                )
-            return step.step if step.was_raised else None
+                response = step.call.result()
+            finally:
+                self._note_stall(shard, reason, began)
+            self._count(step, response)
+        except MemdError as error:
+            raise self._failed(step, error) from error
+        except BaseException:
+            self._note_raised(step)
+            raise
 
     def _count(self, step: _StepInFlight, response: session_pb2.StepResponse) -> None:
         self._committed_step = step.number
@@ -247,14 +262,35 @@ class Steps:
         step.durable_step = response.durable_step
         step.is_committed = True
 
-    def _finish(self, step: _StepInFlight) -> None:
-        step.is_finishing = True
+    def _finish(self, step: _StepInFlight) -> OpenStep | None:
+        """Without the lock: a lease here may wait for one of a thread that settles too."""
+        finishing = step.finishing
+        assert finishing is not None
         try:
             while step.unfinished:
                 step.unfinished[0].finish()
                 del step.unfinished[0]
+            with self._lock:
+                self._forget_in_flight()
+        except MemdError as error:
+            with self._lock:
+                raise self._failed(step, error) from error
+        except BaseException:
+            with self._lock:
+                self._note_raised(step)
+            raise
         finally:
-            step.is_finishing = False
+            step.finishing = None
+            finishing.is_over.open()
+        with self._lock:
+            was_on_disk, self._disk_error = not self._disk_error, step.disk_error
+            if self._disk_error and was_on_disk:
+                self._note_raised(step)
+                raise NotDurable(
+                    f"job {self._job!r}: step {step.number} is committed in memory, so go on with "
+                    f"the next; step {step.durable_step} is on disk: {self._disk_error}"
+                )
+            return step.step if step.was_raised else None
 
     def note_sync(self, durable_step: int) -> None:
         """The disk has everything. `committed_step` does not move: if another session has gone on,
@@ -355,18 +391,20 @@ class Steps:
 
     def settle_answered(self) -> bool:
         """Settles the step in flight if its answer has arrived, or if it has to be sent again.
-        Returns whether a step is still in flight."""
+        Returns whether a step is still on its way: not one that is committed, since a lease could
+        wait for it for ever."""
         step = self._in_flight
         if step is not None and step.call.done():
             self.settle_for_lease()
-        return self.is_in_flight
+        step = self._in_flight
+        return step is not None and not step.is_committed
 
     def settle_for_lease(self, shard: Shard | None = None, reason: int = STALL_STEP) -> None:
         """As `settle`; counts as a wait for leases."""
         if self._in_flight is not None:
             began = time.perf_counter()
             try:
-                self.settle(shard, reason)
+                self.settle(shard, reason, for_lease=True)
             finally:
                 self._lease_wait_seconds += time.perf_counter() - began
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import memd_client
+import memd_native
 from memd_client.errors import from_code
 from memd_client.parameter import streamed
 from memd_client.residency import this_thread
 from tests.unit.client_cases import Mlp, assert_same_state, build, loss_of
 from tests.unit.fake_session import FakeCall, FakeDaemon, status_error
 from tests.unit.thread_cases import gathered_elsewhere
+from tests.unit.view_cases import view_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
 # Of threads that wait for each other for ever, and of what another thread may never come to.
 _DEADLOCK_S, _MOMENT_S = 10.0, 0.2
+DEADLINE = 9
 _FIRST, _OTHER = "step closer", "other"
 
 
@@ -295,3 +299,88 @@ def test_a_value_that_a_step_outdated_stays_outdated_when_the_next_step_fails(
         thread.join(_DEADLOCK_S)
     assert torch.equal(outputs.pop(), loss_of(reference))
     assert_same_state(model, reference)
+
+
+def test_a_thread_that_gathers_for_writing_goes_on_while_views_wait_for_it(
+    daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, other, reference = build(Mlp), build(Mlp), build(Mlp)
+    memd_client.offload(torch.nn.ModuleList([model, other]), session)
+    optimizers = (
+        memd_client.AdamW(model.parameters(), lr=1e-2),
+        torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True),
+    )
+    view = view_of(model.get_parameter("layers.0.weight"))
+    for module in (model, reference):
+        loss_of(module).backward()
+    optimizers[1].step()
+    is_sent, is_inside, is_showing = (threading.Event() for _ in range(3))
+    entry = streamed(model.get_parameter("layers.0.weight"))
+    assert entry is not None
+    begin_step, lease, result = daemon.begin_step, daemon.lease, FakeCall.result
+    show_update = entry.residency.show_update
+
+    def send(request: session_pb2.StepRequest) -> FakeCall:
+        call = begin_step(request)
+        is_sent.set()
+        return call
+
+    def answer_late(call: FakeCall) -> session_pb2.StepResponse:
+        assert is_inside.wait(_DEADLOCK_S)
+        return result(call)
+
+    def show() -> None:
+        is_showing.set()
+        show_update()
+
+    def lease_in_the_end(*arguments: Any) -> Any:
+        deadline = time.monotonic() + 2 * _DEADLOCK_S
+        while True:
+            try:
+                return lease(*arguments)
+            except memd_native.StatusError as error:
+                if error.code != DEADLINE or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+
+    def write() -> None:
+        assert is_sent.wait(_DEADLOCK_S)
+        with memd_client.gather(model.get_parameter("layers.0.weight"), write=True):
+            is_inside.set()
+            assert is_showing.wait(_DEADLOCK_S)
+            loss_of(other)
+
+    monkeypatch.setattr(daemon, "begin_step", send)
+    monkeypatch.setattr(daemon, "lease", lease_in_the_end)
+    monkeypatch.setattr(FakeCall, "result", answer_late)
+    monkeypatch.setattr(entry.residency, "show_update", show)
+    assert run_together(step=optimizers[0].step, write=write) == {"step": None, "write": None}
+    assert session.committed_step == 1
+    assert torch.equal(view, reference.get_parameter("layers.0.weight"))
+    assert_same_state(model, reference)
+
+
+def test_a_lease_of_a_committed_step_s_value_waits_no_longer_than_another(
+    daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(Mlp)
+    memd_client.offload(model, session)
+    optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+    view = view_of(model.get_parameter("layers.0.weight"))
+    loss_of(model).backward()
+    lease = daemon.lease
+    refused: list[tuple[Any, ...]] = []
+
+    def refuse(*arguments: Any) -> Any:
+        if not daemon.committed_step:
+            return lease(*arguments)
+        refused.append(arguments)
+        assert len(refused) < 10, "it is asked for again and again"
+        raise status_error(DEADLINE, "it is being written")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(daemon, "lease", refuse)
+        with pytest.raises(memd_client.MemdError, match="step 1 is committed; new values are not"):
+            optimizer.step()
+    assert session.committed_step == 1
+    assert torch.equal(view, model.get_parameter("layers.0.weight"))
