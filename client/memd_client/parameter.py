@@ -114,15 +114,21 @@ class StreamedParameter:
 
     def set_requires_grad(self, parameter: torch.Tensor, requires_grad: bool) -> None:
         """For `parameter.requires_grad = requires_grad`."""
-        if requires_grad and self._shard.is_bytes:
+        if requires_grad:
+            self.refuse_if_bytes()
+        with torch._C.DisableTorchFunctionSubclass():
+            _requires_grad.__set__(parameter, requires_grad)
+        self.hook_if_trainable(parameter)
+
+    def refuse_if_bytes(self) -> None:
+        """Before it is trained or gets a gradient: the daemon has no room for one of another
+        dtype."""
+        if self._shard.is_bytes:
             raise InvalidArgument(
                 f"job {self._job.name!r}: parameter {self._shard.name!r} stays frozen, since memd "
                 f"trains float32 and bfloat16; convert it before offload(): it is "
                 f"{self._shard.dtype}"
             )
-        with torch._C.DisableTorchFunctionSubclass():
-            _requires_grad.__set__(parameter, requires_grad)
-        self.hook_if_trainable(parameter)
 
     def hold_still(self, held: ExitStack) -> None:
         """Until `held` is closed, no other thread fetches the value or touches the gradient."""
@@ -258,6 +264,7 @@ def set_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
     if value is None:
         entry.gradient.drop("p.grad = None")
     elif not entry.gradient.is_shown_by(value):  # as `p.grad += x` assigns it
+        entry.refuse_if_bytes()
         entry.gradient.replace(value, entry.job.leases_of(entry.shard))
 
 

@@ -128,6 +128,21 @@ class TestFrozen:
             ):
                 model.requires_grad_(True)
 
+    @pytest.mark.parametrize("gathered", [False, True])
+    def test_a_gradient_that_memd_has_no_room_for_is_refused(
+        self, session: Session, *, gathered: bool
+    ) -> None:
+        frozen = nn.Parameter(torch.zeros(4, dtype=torch.float16), requires_grad=False)
+        model = memd_client.offload(nn.ParameterDict({"w": frozen}), session)
+        parameter: Any = model["w"]
+        with (
+            memd_client.gather(model if gathered else [], write=True),
+            pytest.raises(memd_client.InvalidArgument, match="'w' stays frozen"),
+        ):
+            parameter.grad = torch.ones(4, dtype=torch.float16)
+        parameter.grad = None
+        assert parameter.grad is None
+
     @pytest.mark.parametrize(
         "other", [torch.zeros(4, 2, dtype=torch.uint8), torch.zeros(2, 4, dtype=torch.int8)]
     )
