@@ -123,7 +123,7 @@ class Cast:
             # torch's own reference to the Python object, and ours.
             and (not is_view or sys.getrefcount(cast) == _LOCAL + 1)
             # The same, and those of `_pack` and of its caller.
-            and sys.getrefcount(tensor) == _LOCAL + (3 if is_view else 4)
+            and sys.getrefcount(tensor) == (3 if is_view else 4) + _count_passed(object())
         )
 
     def drop(self) -> None:
@@ -250,6 +250,13 @@ def _count_local() -> int:
 
 
 _LOCAL = _count_local()
+
+
+def _count_passed(alone: object) -> int:
+    """The same for an argument that nobody else refers to. While something is compiled, and for
+    ever after torch.compile has refused something, Python evaluates frames by torch's function:
+    then the caller keeps its arguments, one reference more for each call."""
+    return sys.getrefcount(alone)
 
 
 def _to_copy(value: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:

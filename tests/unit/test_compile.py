@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import memd_client
+from tests.unit.autocast_cases import LivingCasts
 from tests.unit.compiled_models import (
     ASKS_FOR_GRADIENTS,
     COMPILE,
@@ -95,6 +96,22 @@ class TestTraining:
             torch._dynamo.exc.Unsupported, match=r"memd moves parameters.*compile the blocks"
         ):
             compiled(tokens(0))
+
+    def test_casts_leave_after_a_model_could_not_be_compiled(
+        self, pair: tuple[Model, Model]
+    ) -> None:
+        """torch goes on evaluating frames by itself, with other counts of references."""
+        compiled = torch.compile(pair[0], backend="aot_eager", fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            compiled(tokens(0))
+        layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        model = memd_client.offload(layers, FakeDaemon().session())
+        with LivingCasts() as living:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(torch.ones(4, 8)).sum()
+            assert living.made_count
+            assert living.bytes == 0
+            loss.backward()
 
     @pytest.mark.parametrize("compiled", ["model", "child"])
     def test_a_parameter_that_is_used_around_its_module_s_call(
