@@ -356,11 +356,12 @@ inline StepRequest backward(Daemon& daemon, uint64_t session, bool full) {
   if (ballast) daemon.release(*ballast);
   StepRequest request;
   request.session_id = session;
-  const uint32_t halves_id = daemon.id(session, "h");
-  request.groups = {
-      {.settings = {.lr = 1e-2}, .shard_ids = {daemon.id(session, "w"), daemon.id(session, "b")}},
-      {.settings = {.lr = 1e-3, .amsgrad = daemon.job(session).shards()[halves_id].keeps_maximum},
-       .shard_ids = {halves_id}}};
+  const uint32_t weights_id = daemon.id(session, "w");
+  // Once its moments have a maximum.
+  const bool amsgrad = daemon.job(session).shards()[weights_id].keeps_maximum;
+  request.groups = {{.settings = {.lr = 1e-2, .amsgrad = amsgrad}, .shard_ids = {weights_id}},
+                    {.settings = {.lr = 1e-2}, .shard_ids = {daemon.id(session, "b")}},
+                    {.settings = {.lr = 1e-3}, .shard_ids = {daemon.id(session, "h")}}};
   if (full) {
     request.staged_buffers = {{daemon.id(session, "staged"), daemon.id(session, "buffer")}};
   }
@@ -429,20 +430,7 @@ inline void run_phase(Daemon& daemon, size_t phase) {
                                                 7,
                                                 {.exp_avg = numbers(kWeights, 23),
                                                  .exp_avg_sq = std::vector<float>(kWeights, 0.25F),
-                                                 .max_exp_avg_sq = {}},
-                                                [&](const Status& status) { moved = status; });
-      daemon.until([&] { return moved.has_value(); });
-      require(moved->is_ok(), moved->message());
-      // From here on it is updated with amsgrad.
-      moved.reset();
-      daemon.store().operations().write_moments({.session_id = session,
-                                                 .shard_id = daemon.id(session, "h"),
-                                                 .element_first = 0,
-                                                 .element_count = kHalves},
-                                                1,
-                                                {.exp_avg = numbers(kHalves, 24),
-                                                 .exp_avg_sq = std::vector<float>(kHalves, 0.25F),
-                                                 .max_exp_avg_sq = large_and_small(kHalves)},
+                                                 .max_exp_avg_sq = large_and_small(kWeights)},
                                                 [&](const Status& status) { moved = status; });
       daemon.until([&] { return moved.has_value(); });
       require(moved->is_ok(), moved->message());
