@@ -1,8 +1,9 @@
-"""Parameters of this process whose value is out of date while a backward runs.
+"""Parameters of this process whose value is out of date until their step is closed.
 
-Optimizers that step in backward make one step when it ends, and torch's would have updated each
-parameter at once. A parameter that stays in this process is an ordinary tensor, which anybody could
-read meanwhile. So it has a class that refuses each use but questions about metadata and gradient.
+A step that is called in backward is closed when backward ends, and one of a session that tracks
+objects by `commit()`. torch's optimizers would have updated each parameter at once. A parameter
+that stays in this process is an ordinary tensor, which anybody could read meanwhile. So it has a
+class that refuses each use but questions about metadata and gradient.
 """
 
 from __future__ import annotations

@@ -189,6 +189,8 @@ class Transaction:
                     target.hold_still(held)
                 step = job.steps.seal(groups, targets)
                 if self._is_closed_by_commit:
+                    for target in targets:
+                        target.hide()
                     return
                 # Still held: other threads see no moment between step() and its commit.
                 try:
