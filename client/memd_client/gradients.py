@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from threading import RLock
 from typing import TYPE_CHECKING
 
 import torch
 
+from memd_client.assigned import AssignedGradient
 from memd_client.errors import InvalidArgument, MemdError
 from memd_client.lazy import LazyTensor
 from memd_client.leases import MODE_READ, MODE_WRITE
@@ -64,6 +64,9 @@ class GradientBytes:
     def using(self, *, writes: bool) -> Iterator[torch.Tensor]:
         """See `lazy.Source`."""
         yield self._bytes(writes=writes)
+        slot = self._slot
+        if writes and slot is not None:
+            slot[0].show_in_assigned(slot[1].leases_of(self._shard))
 
     def memory(self) -> torch.Tensor:
         """See `lazy.Source`."""
@@ -98,15 +101,6 @@ class GradientBytes:
         return self._copy
 
 
-@dataclass(slots=True)
-class _Assigned:
-    """A tensor that was assigned to `p.grad`. In torch it is the gradient from then on."""
-
-    tensor: weakref.ref[torch.Tensor]
-    version: int  # when memd copied it
-    is_left: bool = False  # the gradient has changed, and it has not
-
-
 class GradientSlot:
     """The gradient of one parameter, in the parameter's dtype and shape. `present` from the first
     accumulation until a step consumes it or it is dropped. Any thread may call.
@@ -134,7 +128,7 @@ class GradientSlot:
         # The storage of a lease for writing that an operation, or somebody who asked for the memory
         # itself, uses. There can be only one. torch keeps its Python object while it lives.
         self._storage: weakref.ref[torch.UntypedStorage] | None = None
-        self._assigned: _Assigned | None = None
+        self._assigned: AssignedGradient | None = None
 
     @property
     def shard(self) -> Shard:
@@ -180,6 +174,7 @@ class GradientSlot:
                 self._overwrite(gradient + 0.0 if self._are_zeros_due else gradient, leases)
             else:
                 self.change(leases).add_(gradient)
+                self.show_in_assigned(leases)
             leases.gradient_order.came(self, is_first=is_first)
 
     @torch.no_grad()
@@ -189,10 +184,11 @@ class GradientSlot:
         with self._lock:
             self.refuse_if_in_use("p.grad = ...")
             self._end_shown()
+            self._assigned = None
             self._overwrite(gradient, leases)
             self._taken = False
             if type(gradient) is torch.Tensor and not gradient.is_inference():
-                self._assigned = _Assigned(weakref.ref(gradient), gradient._version)
+                self._assigned = AssignedGradient(gradient)
 
     @torch.no_grad()
     def follow_assigned(self, leases: Leases, *, changes: bool = False) -> None:
@@ -205,20 +201,27 @@ class GradientSlot:
             found = self._assigned
             if found is None:
                 return
-            gradient = found.tensor()
+            gradient = found.living
             if gradient is None:
                 self._assigned = None
                 return
-            if gradient._version != found.version:
+            if found.is_changed:
                 if found.is_left:
                     raise MemdError(
                         f"the gradient of {self._shard.name!r} and the tensor that was assigned to "
                         "it have both changed since, and are two in memd; change p.grad alone, or "
                         "assign the tensor again"
                     )
-                found.version = gradient._version
+                found.note_taken()
                 leases.overwrite_gradient(self._shard, gradient)
-            found.is_left |= changes
+            if changes:
+                found.leave()
+
+    def show_in_assigned(self, leases: Leases) -> None:
+        """The gradient has changed: the tensor that was assigned has the same value."""
+        with self._lock:
+            if self._assigned is not None and self._present:
+                self._assigned.show(self.tensor(leases))
 
     @torch.no_grad()
     def set_to_zero(self) -> None:
@@ -226,7 +229,9 @@ class GradientSlot:
         away."""
         with self._lock:
             if self._present:
-                self.change(self._job.gradient_leases_of(self._shard)).zero_()
+                leases = self._job.gradient_leases_of(self._shard)
+                self.change(leases).zero_()
+                self.show_in_assigned(leases)
                 self._is_unscaled = False
             elif self._taken:
                 self._are_zeros_due = True
@@ -245,7 +250,14 @@ class GradientSlot:
         with self._lock:
             if not self._is_unscaled:
                 self.change(leases).div_(scale)
+                self.show_in_assigned(leases)
                 self._is_unscaled = True
+
+    @torch.no_grad()
+    def multiply(self, factor: torch.Tensor, leases: Leases) -> None:
+        with self._lock:
+            self.change(leases).mul_(factor)
+            self.show_in_assigned(leases)
 
     def show(self) -> LazyTensor:
         """Returns `p.grad`. Only while `present`."""

@@ -307,7 +307,7 @@ class Adam(torch.optim.Optimizer):
         factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
         if factor != 1.0:  # true for NaN too
             for target in targets:
-                target.gradient_for_writing().mul_(factor)
+                target.multiply_gradient(factor)
         return total_norm
 
     @untraced

@@ -149,8 +149,8 @@ class StreamedTarget(StatefulTarget):
     def gradient_for_reading(self) -> torch.Tensor:
         return self._entry.gradient.read(self._entry.job.gradient_leases_of(self.shard))
 
-    def gradient_for_writing(self) -> torch.Tensor:
-        return self._entry.gradient.change(self._entry.job.gradient_leases_of(self.shard))
+    def multiply_gradient(self, factor: torch.Tensor) -> None:
+        self._entry.gradient.multiply(factor, self._entry.job.gradient_leases_of(self.shard))
 
     def unscale(self, scale: torch.Tensor) -> None:
         """Divides the gradient by `scale`; once, if the step is not made and asked for again."""
@@ -273,10 +273,10 @@ class ResidentTarget(StatefulTarget):
     def has_gradient(self) -> bool:
         return self._alive().grad is not None
 
-    def gradient_for_reading(self) -> torch.Tensor:
-        return self.gradient_for_writing()
+    def multiply_gradient(self, factor: torch.Tensor) -> None:
+        self.gradient_for_reading().mul_(factor)
 
-    def gradient_for_writing(self) -> torch.Tensor:
+    def gradient_for_reading(self) -> torch.Tensor:
         gradient = self._alive().grad
         if gradient is None:
             raise InvalidArgument(f"parameter {self._shard.name!r} has no gradient")
@@ -284,7 +284,7 @@ class ResidentTarget(StatefulTarget):
 
     def unscale(self, scale: torch.Tensor) -> None:
         """Divides the gradient by `scale`; once, if the step is not made and asked for again."""
-        gradient = self.gradient_for_writing()
+        gradient = self.gradient_for_reading()
         if self._unscaled is not None:
             unscaled, version = self._unscaled
             if unscaled() is gradient and version == gradient._version:
@@ -317,7 +317,7 @@ class ResidentTarget(StatefulTarget):
         if not is_same_bits(leases.value(self._shard), parameter):
             leases.write(self._shard, parameter.detach())
             self._job.mark_written()
-        gradient = self.gradient_for_writing()
+        gradient = self.gradient_for_reading()
         self._gradient.replace(gradient.detach(), leases)
         self._sealed = weakref.ref(gradient), gradient._version
 
@@ -416,8 +416,8 @@ class EmptyTarget(StatefulTarget):
     def gradient_for_reading(self) -> torch.Tensor:
         return torch.zeros(self._shard.shape)
 
-    def gradient_for_writing(self) -> torch.Tensor:
-        return self.gradient_for_reading()
+    def multiply_gradient(self, factor: torch.Tensor) -> None:
+        """There is nothing to multiply."""
 
     def unscale(self, scale: torch.Tensor) -> None:
         """There is nothing to divide."""

@@ -25,6 +25,7 @@ from memd_client.hole import make_hole, name_in_messages
 from memd_client.identity import ByIdentity
 from memd_client.residency import is_row_major
 from memd_client.shard import Shard, shard_spec
+from memd_client.storage_uses import USES_OF_ONE, storage_uses
 from memd_proto.v1 import job_pb2, session_pb2, types_pb2
 
 if TYPE_CHECKING:
@@ -43,14 +44,6 @@ _NAMES_IN_CALL = 2048
 _PAGE_LAST = 2**32 - 1
 
 _data: Any = torch._C.TensorBase.data
-
-
-def _storage_uses(tensor: torch.Tensor) -> int:
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-# If one tensor uses the storage.
-_STORAGE_USES_OF_ONE = _storage_uses(torch.empty(1, device="cpu"))
 
 
 @dataclass(slots=True, eq=False)
@@ -271,7 +264,7 @@ class UnnamedParameters:
                 parameter.numel() > 0
                 and is_row_major(parameter)
                 and parameter.untyped_storage().resizable()  # of torch, not of numpy or a file
-                and _storage_uses(parameter) == _STORAGE_USES_OF_ONE
+                and storage_uses(parameter) == USES_OF_ONE
             )
 
     def _put_away(self, leaving: list[tuple[Unnamed, torch.Tensor]]) -> None:

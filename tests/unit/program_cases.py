@@ -514,13 +514,63 @@ def gradients_that_are_assigned_from_a_list_are_clipped(run: Run) -> None:
     run.note_state(optimizer)
 
 
-@refused(r"the gradient of '0\.weight' and the tensor that was assigned")
+@equal
 def a_gradient_and_what_was_assigned_change(run: Run) -> None:
     run.offload()
     optimizer = run.adam()
     gradient = torch.ones(WIDTH, WIDTH)
     run.weight.grad = gradient
     run.weight.grad.mul_(2)
+    run.note(gradient)
+    gradient.add_(1)
+    run.loss(0).backward()
+    run.note(gradient)
+    optimizer.step()
+    run.note_state(optimizer)
+
+
+@equal
+def a_view_of_a_flat_buffer_is_assigned(run: Run) -> None:
+    run.offload()
+    optimizer = run.adam()
+    parameters = list(run.model.parameters())
+    flat = torch.zeros(sum(parameter.numel() for parameter in parameters))
+    for parameter, part in zip(
+        parameters, flat.split([each.numel() for each in parameters]), strict=True
+    ):
+        parameter.grad = part.view(parameter.shape)
+    flat.fill_(3.0)
+    run.loss(0).backward()
+    run.note(flat)
+    flat.mul_(0.5)
+    nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
+    run.note(flat)
+    optimizer.step()
+    run.note_state(optimizer)
+
+
+@equal
+def a_gradient_is_assigned_after_another(run: Run) -> None:
+    run.offload()
+    optimizer = run.adam()
+    run.loss(0).backward()
+    gradient = torch.ones(WIDTH, WIDTH)
+    run.model[0].weight.grad = gradient
+    run.model[0].weight.grad = run.model[2].weight.grad
+    gradient.zero_()
+    optimizer.step()
+    run.note_state(optimizer)
+
+
+@refused(r"the gradient of '0\.weight' and the tensor that was assigned")
+def the_memory_of_a_gradient_and_what_was_assigned_change(run: Run) -> None:
+    run.offload()
+    optimizer = run.adam()
+    gradient = torch.ones(WIDTH, WIDTH)
+    run.weight.grad = gradient
+    memory = run.weight.grad.numpy()
+    memory *= 2
+    del memory
     gradient.add_(1)
     optimizer.step()
 
