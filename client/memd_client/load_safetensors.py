@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from traceback import clear_frames
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from memd_client.dynamo import untraced
 from memd_client.errors import InvalidArgument, MemdError, retold
 from memd_client.interrupts import defer_interrupts, safe_point
 from memd_client.model_tensors import model_tensors
+from memd_client.overlaps import overlaps_itself
 from memd_client.staged_values import StagedValues
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from memd_client.model_tensors import ModelTensor
     from memd_client.session import Session
     from memd_client.shard import Shard
-    from memd_client.staged_values import StagedValue
+    from memd_client.staged_values import StagedValue, Taking
 
 _PIECE_BYTES = 8 << 20
 
@@ -72,18 +74,20 @@ def load_safetensors(
     Raises:
         InvalidArgument: a file is missing, truncated, damaged or hostile; names, shapes or dtypes
             differ, and the message lists them; a parameter is in use or belongs to another job; a
-            call between `step()` and `commit()`. Nothing has changed.
+            tensor of this process cannot be written; a call between `step()` and `commit()`.
+            Nothing has changed.
         CapacityError: the job's disk quota does not hold the new values beside the old ones, as it
             has to until all are there. Nothing has changed.
-        MemdError: nothing has changed; or the message says that the new values count and are not
-            all in place. Then the next session of the job puts them there, and no step is made
-            before.
+        MemdError: nothing has changed; or the message says that the new values may count and are
+            not all in place. Then the next session of the job puts them there, and no step or
+            commit is made before. So does a KeyboardInterrupt, with a note that says so.
     """
     defer_interrupts()
     job = session.transaction.job
     job.settle_for("load_safetensors()")
     with CheckpointFiles(paths) as files:
         sources, keys = _matched(model_tensors(model), files, strict=strict, convert=convert)
+        _refuse_unwritable([source.target for source in sources])
         places = _Places(session, [source.target for source in sources])
         stored = [source for source in sources if source.target.size_bytes]
         staged = StagedValues(
@@ -94,21 +98,43 @@ def load_safetensors(
             steps=job.steps,
             leases=job.leases,
         )
+
+        def take(value: StagedValue, shard: Shard | None, data: torch.Tensor) -> None:
+            places.take(value, shard, data, staged)
+
         staged.refuse_company()
-        with staged.turn(lambda value, shard, data: places.take(value, shard, data, staged)):
+        with staged.turn(take):
             values = staged.stage(
                 [(places.shard_id(source.target), source.target.stored_bytes) for source in stored],
                 lambda index, data: stored[index].read(data),
             )
             places.expect(values, [source.target for source in stored])
-            staged.commit(values)
-            try:
-                staged.settle(lambda value, shard, data: places.take(value, shard, data, staged))
-            except MemdError as error:
-                unfinished = _Unfinished(job.name)
-                session.transaction.watch(unfinished)
-                raise retold(error, f"{unfinished}: {error}") from error
+            _put_in_place(values, take, staged, session)
     return keys
+
+
+def _put_in_place(
+    values: Sequence[StagedValue], take: Taking, staged: StagedValues, session: Session
+) -> None:
+    """The values count, and go where they belong. If that breaks off, the next session may put them
+    over what this one would train, so it makes no step any more."""
+    count = False
+    try:
+        staged.commit(values)
+        count = True
+        staged.settle(take)
+    except BaseException as error:
+        clear_frames(error.__traceback__)  # a lease of the plan ends
+        if not count and not staged.may_count():
+            raise
+        unfinished = _Unfinished(session.job)
+        session.transaction.watch(unfinished)
+        if isinstance(error, MemdError):
+            raise retold(error, f"{unfinished}: {error}") from error
+        if isinstance(error, Exception):
+            raise MemdError(f"{unfinished}: {error!r}") from error
+        error.add_note(str(unfinished))
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,20 +233,38 @@ class _Places:
 
 
 class _Unfinished:
-    """A load whose values count, and are not all in place in this process."""
+    """A load whose values may count, and are not all in place in this process."""
 
     def __init__(self, job: str) -> None:
         self._job = job
 
     def __str__(self) -> str:
         return (
-            f"job {self._job!r}: the loaded values are all in memd, but not all in place; close "
-            "this session and connect again, which finishes that"
+            f"job {self._job!r}: a load broke off when its values were in memd, and not all in "
+            "place; close this session and connect again, which finishes or forgets them"
         )
 
     def refuse_replaced(self) -> None:
         """Before a step, which would use some old values and some new ones."""
         raise MemdError(str(self))
+
+
+def _refuse_unwritable(targets: Sequence[ModelTensor]) -> None:
+    """Before anything is staged: torch would refuse the copy when the values count already."""
+    for target in targets:
+        tensor = target.tensor
+        if target.entry is not None:
+            continue
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise InvalidArgument(
+                f"{target.name!r} was made in torch.inference_mode() and cannot be written outside "
+                "of it; give the model a clone()"
+            )
+        if overlaps_itself(tensor):
+            raise InvalidArgument(
+                f"elements of {target.name!r} share memory, as those of expand() do, so it cannot "
+                "be written; give the model a clone()"
+            )
 
 
 def _matched(

@@ -1,4 +1,4 @@
-"""Parameters over the same memory."""
+"""Tensors over the same memory."""
 
 from __future__ import annotations
 
@@ -33,6 +33,19 @@ def refuse_overlaps(named: Iterable[tuple[str, torch.Tensor]]) -> None:
                 f"parameters {one!r} and {other!r} share memory; let one parameter be in both "
                 "places, as `b.weight = a.weight` does, or give each a clone()"
             )
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a dense tensor may share memory, as after `expand()`."""
+    if not tensor.numel():
+        return False
+    reach = 0  # from the first element to the last one of the dimensions so far
+    form = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted(each for each in form if each[1] > 1):
+        if stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
 
 
 def _extent_bytes(parameter: torch.Tensor) -> int:

@@ -171,6 +171,13 @@ class StagedValues:
                 self._delete([_PLAN])
             raise
 
+    def may_count(self) -> bool:
+        """After `commit` has raised: false only if the values certainly do not count."""
+        try:
+            return _is_written(self._staged(), _PLAN)
+        except (MemdError, KeyboardInterrupt):  # the caller raises what came first
+            return True
+
     def settle(self, take: Taking) -> None:
         """Gives `take` the bytes of each value that counts, and its shard; then forgets all. It may
         get one again that another process has taken before it was killed. No interrupt ends this

@@ -203,6 +203,9 @@ class Transaction:
     def _look_at_model(self) -> None:
         """Before a step: raises if it could not be complete."""
         self._job.held_names.refuse_unclaimed()
+        self._refuse_replaced()
+
+    def _refuse_replaced(self) -> None:
         for watched in self._watched:
             watched.refuse_replaced()
 
@@ -308,7 +311,7 @@ class Transaction:
         """A step that updates nothing. Closes it, unless `commit()` does."""
         job = self._job
         job.refuse_if_unusable()
-        job.held_names.refuse_unclaimed()
+        self._look_at_model()
         backward = running_backward(job.name)
         with closing_step(), self._turn:
             late = job.settle()
@@ -369,9 +372,11 @@ class Transaction:
         was_made |= steps.take_asked_again()
         try:
             if not was_made:
+                step = steps.open.step
+                if step is None:  # otherwise step() has looked
+                    self._refuse_replaced()
                 self._take_writes()
                 self._refuse_unresumed()
-                step = steps.open.step
                 self._send(step)
                 self._settle_values(step.targets.values() if step is not None else ())
                 if wait:

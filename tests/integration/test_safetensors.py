@@ -21,9 +21,10 @@ from torch.nn import functional
 import memd_client
 from memd_client.checkpoint_files import CheckpointFile
 from memd_client.residency import Residency
+from memd_client.staged_values import StagedValues
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from tests.daemons import Daemon
 
@@ -479,6 +480,103 @@ def test_values_that_count_and_are_not_in_place_are_put_there_by_the_next_sessio
         assert staged_names(session) == []
         assert_same(model.state_dict(), Model(seed=1).state_dict())
         session.drop_job()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("counting", [True, False])
+def test_whatever_breaks_off_a_load_that_counts_ends_the_session_s_steps(
+    daemon: Daemon,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
+    counting: bool,
+) -> None:
+    path = saved(Model(seed=1), tmp_path / "a.safetensors")
+
+    delete = StagedValues._delete
+
+    def fail(*_: object) -> None:
+        raise error("it failed")
+
+    def keep(staged: StagedValues, names: Sequence[str]) -> None:
+        if "@load/plan" in names:
+            raise memd_client.DaemonUnavailable("it is gone")
+        delete(staged, names)
+
+    session = memd_client.connect(daemon.address, job="broken-off", fresh=True)
+    model = memd_client.offload(Model(), session)
+    optimizer = memd_adamw(model)
+    session.track(rng=True)
+    trained(model, optimizer, range(1))
+    session.commit()
+    with monkeypatch.context() as patch:
+        if counting:
+            patch.setattr(Residency, "write", fail)
+        else:  # its outcome is unknown
+            patch.setattr(StagedValues, "_sync", fail)
+            patch.setattr(StagedValues, "_delete", keep)
+        kind = error if error is KeyboardInterrupt else memd_client.MemdError
+        with pytest.raises(kind, match="it failed") as raised:
+            memd_client.load_safetensors(model, path, session)
+    said = [str(raised.value), *getattr(raised.value, "__notes__", ())]
+    assert any("connect again" in each for each in said)
+    with pytest.raises(memd_client.MemdError, match="connect again"):
+        trained(model, optimizer, range(1, 2))
+    with pytest.raises(memd_client.MemdError, match="connect again"):
+        session.commit()
+    with pytest.raises(memd_client.MemdError, match="connect again"):
+        session.transaction.skip()
+    session.close()
+    with memd_client.connect(daemon.address, job="broken-off") as session:
+        model = memd_client.offload(Model(), session)
+        assert session.committed_step == 1
+        assert staged_names(session) == []
+        assert_same(model.state_dict(), Model(seed=1).state_dict())
+        session.drop_job()
+
+
+def test_a_load_that_certainly_does_not_count_leaves_the_session_as_it_was(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(Model(seed=1), tmp_path / "a.safetensors")
+    plain = Model()
+
+    def fail(staged: StagedValues) -> None:
+        raise memd_client.DeviceError("it failed", 5)
+
+    with fresh(daemon, "not-counting") as session:
+        model = memd_client.offload(Model(), session)
+        with monkeypatch.context() as patch:
+            patch.setattr(StagedValues, "_sync", fail)
+            with pytest.raises(memd_client.DeviceError, match=r"^it failed$"):
+                memd_client.load_safetensors(model, path, session)
+        assert staged_names(session) == []
+        wanted = trained(plain, adamw(plain), range(2))
+        assert trained(model, memd_adamw(model), range(2)) == wanted
+
+
+def test_tensors_that_cannot_be_written_are_refused_before_a_load(
+    daemon: Daemon, tmp_path: Path
+) -> None:
+    path = saved(Model(seed=1), tmp_path / "a.safetensors")
+    with torch.inference_mode():
+        made_for_inference = torch.rand(2, dtype=torch.float64)
+    unwritable = {
+        "inference_mode": made_for_inference,
+        "share memory": torch.rand(1, dtype=torch.float64).expand(2),
+    }
+    for said, scale in unwritable.items():
+        model = Model()
+        model.scale = scale
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with fresh(daemon, "unwritable") as session:
+            with pytest.raises(memd_client.InvalidArgument, match=f"'scale' .*{said}"):
+                memd_client.load_safetensors(model, path, session)
+            assert staged_names(session) == []
+            assert_same(model.state_dict(), before)
+            model.scale = scale.clone()
+            memd_client.load_safetensors(model, path, session)
+            assert_same(model.state_dict(), Model(seed=1).state_dict())
 
 
 def test_a_job_that_others_use_is_not_loaded_into(daemon: Daemon, tmp_path: Path) -> None:
