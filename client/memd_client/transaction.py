@@ -284,13 +284,12 @@ class Transaction:
         job.end_gradients()
         job.settle()
         if self._is_closed_by_commit:
-            job.steps.open.merge(step)
-        else:
-            self._send(step)
+            job.steps.open.merge(step)  # its parameters stay hidden until commit()
+            return
+        self._send(step)
         for target in step.targets.values():
             target.show()
-        if not self._is_closed_by_commit:
-            self._settle_values(step.targets.values())
+        self._settle_values(step.targets.values())
 
     def drop_broken(self, targets: Iterable[SealedTarget]) -> None:
         """`zero_grad()` of the optimizer of `targets`, outside of backward: drops each broken step

@@ -490,10 +490,11 @@ class TestStepsCalledInBackward:
         assert session.committed_step == 1
         assert_same_state(model, reference)
 
+    @pytest.mark.parametrize("stays", [False, True])
     def test_commit_closes_what_was_tracked_with_what_backward_stepped(
-        self, session: Session
+        self, session: Session, stays: bool
     ) -> None:
-        recipes = twins(session)
+        recipes = twins(session, stays=stays)
         numbers: list[int] = []
         session.track(kept=Kept(1))
         session.after_commit(numbers.append)
