@@ -272,6 +272,10 @@ class Steps:
                 del step.unfinished[0]
             with self._lock:
                 self._forget_in_flight()
+                # Together: the next step of another thread must not be taken for this one.
+                was_on_disk, self._disk_error = not self._disk_error, step.disk_error
+                if self._disk_error and was_on_disk:
+                    self._note_raised(step)
         except MemdError as error:
             with self._lock:
                 raise self._failed(step, error) from error
@@ -282,15 +286,12 @@ class Steps:
         finally:
             step.finishing = None
             finishing.is_over.open()
-        with self._lock:
-            was_on_disk, self._disk_error = not self._disk_error, step.disk_error
-            if self._disk_error and was_on_disk:
-                self._note_raised(step)
-                raise NotDurable(
-                    f"job {self._job!r}: step {step.number} is committed in memory, so go on with "
-                    f"the next; step {step.durable_step} is on disk: {self._disk_error}"
-                )
-            return step.step if step.was_raised else None
+        if step.disk_error and was_on_disk:
+            raise NotDurable(
+                f"job {self._job!r}: step {step.number} is committed in memory, so go on with the "
+                f"next; step {step.durable_step} is on disk: {step.disk_error}"
+            )
+        return step.step if step.was_raised else None
 
     def note_sync(self, durable_step: int) -> None:
         """The disk has everything. `committed_step` does not move: if another session has gone on,
