@@ -13,7 +13,7 @@ from memd_client.checkpoint_files import CheckpointFiles, listed
 from memd_client.dynamo import untraced
 from memd_client.errors import InvalidArgument, MemdError, retold
 from memd_client.interrupts import defer_interrupts, safe_point
-from memd_client.model_tensors import model_tensors
+from memd_client.model_tensors import model_tensors, refuse_copies
 from memd_client.overlaps import overlaps_itself
 from memd_client.staged_values import StagedValues
 
@@ -74,8 +74,8 @@ def load_safetensors(
     Raises:
         InvalidArgument: a file is missing, truncated, damaged or hostile; names, shapes or dtypes
             differ, and the message lists them; a parameter is in use or belongs to another job; a
-            tensor of this process cannot be written; a call between `step()` and `commit()`.
-            Nothing has changed.
+            tensor of this process cannot be written, or is neither a parameter nor a buffer; a call
+            between `step()` and `commit()`. Nothing has changed.
         CapacityError: the job's disk quota does not hold the new values beside the old ones, as it
             has to until all are there. Nothing has changed.
         MemdError: nothing has changed; or the message says that the new values may count and are
@@ -87,6 +87,7 @@ def load_safetensors(
     job.settle_for("load_safetensors()")
     with CheckpointFiles(paths) as files:
         sources, keys = _matched(model_tensors(model), files, strict=strict, convert=convert)
+        refuse_copies(model, [source.target for source in sources])
         _refuse_unwritable([source.target for source in sources])
         places = _Places(session, [source.target for source in sources])
         stored = [source for source in sources if source.target.size_bytes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from memd_client.parameter import streamed
 from memd_client.unnamed import unnamed
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Iterable
 
     from torch import nn
 
@@ -69,6 +70,33 @@ def model_tensors(model: nn.Module) -> list[ModelTensor]:
         _refuse(name, tensor)
         found.setdefault(_identity(tensor), ModelTensor(tensor)).names.append(name)
     return list(found.values())
+
+
+def refuse_copies(model: nn.Module, tensors: Iterable[ModelTensor]) -> None:
+    """Before `tensors` of the state of `model` get values. What only shares the bytes of a
+    parameter or buffer is replaced by it.
+
+    Raises:
+        InvalidArgument: one is neither: the model would not see its new values.
+    """
+    own = {
+        _identity(each): each
+        for each in itertools.chain(model.parameters(), model.buffers())
+        if each.layout is torch.strided
+    }
+    known = {id(each) for each in own.values()}
+    for tensor in tensors:
+        if not tensor.size_bytes or id(tensor.tensor) in known:
+            continue
+        found = own.get(_identity(tensor.tensor))
+        if found is None:
+            raise InvalidArgument(
+                f"{tensor.name!r} in state_dict() is neither a parameter nor a buffer of the "
+                "model, but a copy, such as get_extra_state() and state_dict hooks give, so a "
+                "load would not reach the model; leave it out of the files, pass strict=False, "
+                "and give it to the model yourself"
+            )
+        tensor.tensor = found
 
 
 def _refuse(name: str, tensor: object) -> None:

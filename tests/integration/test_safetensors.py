@@ -579,6 +579,57 @@ def test_tensors_that_cannot_be_written_are_refused_before_a_load(
             assert_same(model.state_dict(), Model(seed=1).state_dict())
 
 
+class WithExtra(Model):
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.full((3,), 5.0)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        pass
+
+
+def test_what_is_no_tensor_of_the_model_is_saved_and_refused_by_a_load(
+    daemon: Daemon, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.safetensors"
+    memd_client.save_safetensors(WithExtra(seed=1), path)
+    assert "_extra_state" in safetensors.torch.load_file(path)
+    cloning: Any = Model()
+    cloning.register_state_dict_post_hook(
+        lambda module, state, *_: state.update(scale=state["scale"].clone())
+    )
+    for model, name in ((WithExtra(), "_extra_state"), (cloning, "scale")):
+        with fresh(daemon, "copies") as session:
+            memd_client.offload(model, session)
+            stored = as_in_files(Model(seed=1))
+            if name == "_extra_state":
+                stored[name] = torch.ones(3)
+            safetensors.torch.save_file(stored, path)
+            before = model.state_dict()
+            with pytest.raises(memd_client.InvalidArgument, match=f"'{name}' .* neither"):
+                memd_client.load_safetensors(model, path, session)
+            assert staged_names(session) == []
+            assert_same(model.state_dict(), before)
+            safetensors.torch.save_file({k: v for k, v in stored.items() if k != name}, path)
+            found = memd_client.load_safetensors(model, path, session, strict=False)
+            assert found.missing_keys == [name]
+            wanted = Model(seed=1).state_dict() | {name: before[name]}
+            assert_same(model.state_dict(), wanted)
+
+
+def test_a_state_that_shares_the_bytes_of_a_buffer_loads_into_it(
+    daemon: Daemon, tmp_path: Path
+) -> None:
+    path = saved(Model(seed=1), tmp_path / "a.safetensors")
+    with fresh(daemon, "sharing") as session:
+        model: Any = memd_client.offload(Model(), session)
+        model.register_state_dict_post_hook(
+            lambda module, state, *_: state.update(scale=state["scale"].detach())
+        )
+        memd_client.load_safetensors(model, path, session)
+        assert_same(model.state_dict(), Model(seed=1).state_dict())
+        assert bits(session.get("scale")) == bits(Model(seed=1).scale)
+
+
 def test_a_job_that_others_use_is_not_loaded_into(daemon: Daemon, tmp_path: Path) -> None:
     path = saved(Model(seed=1), tmp_path / "a.safetensors")
     with fresh(daemon, "company") as session:
