@@ -121,6 +121,7 @@ class Blobs:
     def _read(self, shard: Shard) -> torch.Tensor:
         if shard.kind == types_pb2.SHARD_KIND_BLOB:
             return self._job.unordered_leases.read(shard)
+        self._job.held_names.settle()  # a load may have broken off: some are old, some new
         if shard.kind == types_pb2.SHARD_KIND_PARAMETER:
             return self._job.leases_of(shard).read(shard)
         return self._job.leases.read(shard)

@@ -40,6 +40,7 @@ class HeldNames:
         self._unclaimed: set[str] = set()
         self._left_unnamed: list[str] = []
         self._is_strict = True
+        self._is_settled = False
 
     @property
     def first_values(self) -> FirstValues:
@@ -106,10 +107,23 @@ class HeldNames:
                 "leave them as they are"
             )
 
+    def settle(self) -> None:
+        """Before a value is read: what sessions before this one have left half-way is settled."""
+        if self._is_settled:
+            return
+        with self._lock:
+            if not self._is_settled:
+                self._list_settled()
+
+    def _list_settled(self) -> list[types_pb2.Shard]:
+        shards = list(self._list_shards())
+        self._is_settled = True
+        return shards
+
     def _look(self) -> set[str]:
         with self._lock:
             if self._held is None:
-                shards = list(self._list_shards())
+                shards = self._list_settled()
                 first = self._first_values
                 first.learn(shards)
                 self._held = {

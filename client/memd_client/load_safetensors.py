@@ -103,13 +103,14 @@ def load_safetensors(
         def take(value: StagedValue, shard: Shard | None, data: torch.Tensor) -> None:
             places.take(value, shard, data, staged)
 
-        staged.refuse_company()
         with staged.turn(take):
+            staged.refuse_company()
             values = staged.stage(
                 [(places.shard_id(source.target), source.target.stored_bytes) for source in stored],
                 lambda index, data: stored[index].read(data),
             )
             places.expect(values, [source.target for source in stored])
+            staged.refuse_company()  # who came meanwhile; who comes later waits for the turn
             _put_in_place(values, take, staged, session)
     return keys
 

@@ -644,6 +644,53 @@ def test_a_job_that_others_use_is_not_loaded_into(daemon: Daemon, tmp_path: Path
         assert_same(model.state_dict(), Model(seed=1).state_dict())
 
 
+def test_who_comes_while_values_are_staged_ends_the_load(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(Model(seed=1), tmp_path / "a.safetensors")
+    read = CheckpointFile.read
+    others: list[memd_client.Session] = []
+
+    def come(file: CheckpointFile, begin: int, into: memoryview) -> None:
+        if not others:
+            others.append(memd_client.connect(daemon.address, job="comes"))
+        read(file, begin, into)
+
+    with fresh(daemon, "comes") as session:
+        model = memd_client.offload(Model(), session)
+        monkeypatch.setattr(CheckpointFile, "read", come)
+        with pytest.raises(memd_client.InvalidArgument, match="has 1 other sessions"):
+            memd_client.load_safetensors(model, path, session)
+        others[0].close()
+        assert staged_names(session) == []
+        assert_same(model.state_dict(), Model().state_dict())
+        memd_client.load_safetensors(model, path, session)
+        assert_same(model.state_dict(), Model(seed=1).state_dict())
+
+
+def test_a_session_that_only_reads_sees_no_load_half_way(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(Model(seed=1), tmp_path / "a.safetensors")
+
+    def fail(*_: object) -> None:
+        raise memd_client.DeviceError("it failed", 5)
+
+    session = memd_client.connect(daemon.address, job="reads", fresh=True)
+    model = memd_client.offload(Model(), session)
+    with monkeypatch.context() as patch:
+        patch.setattr(Residency, "write", fail)
+        with pytest.raises(memd_client.DeviceError, match="connect again"):
+            memd_client.load_safetensors(model, path, session)
+    session.close()
+    with memd_client.connect(daemon.address, job="reads") as session:
+        wanted = Model(seed=1).state_dict()
+        for name in ("scale", "head.weight", "blocks.1.bias"):
+            assert bits(session.get(name)) == bits(wanted[name])
+        assert staged_names(session) == []
+        session.drop_job()
+
+
 def test_names_of_staged_values_are_memd_s_own(daemon: Daemon) -> None:
     with fresh(daemon, "own-names") as session:
         with pytest.raises(memd_client.InvalidArgument, match="are memd's own"):
