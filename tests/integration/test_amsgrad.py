@@ -162,4 +162,13 @@ def test_a_quota_without_room_for_maxima_says_so_and_trains_without(daemon: Daem
         train(model, optimizer, range(2))
         train(reference, twin, range(2))
         expect_same(model, optimizer, reference, twin)
+        source = build()
+        maxima = torch.optim.AdamW(source.parameters(), lr=1e-2, amsgrad=True, fused=True)
+        train(source, maxima, range(1))
+        with pytest.raises(memd_client.CapacityError, match="narrow"):
+            optimizer.load_state_dict(maxima.state_dict())
+        optimizer.load_state_dict(twin.state_dict())
+        train(model, optimizer, range(2, 4))
+        train(reference, twin, range(2, 4))
+        expect_same(model, optimizer, reference, twin)
         session.drop_job()

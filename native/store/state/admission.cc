@@ -97,6 +97,13 @@ Status Admission::check(const DeclaredSpace& wanted) const {
   return Status::ok();
 }
 
+Status Admission::check_maxima(const Bucket& bucket) const {
+  DeclaredSpace wanted = parts_.shards.declared();
+  if (!bucket.is_updated) wanted.begin_updates(bucket.dtype, bucket.element_count);
+  wanted.begin_maxima(bucket.dtype, bucket.element_count);
+  return check(wanted);
+}
+
 SpaceNeeded Admission::space_needed(const DeclaredSpace& declared) const {
   SpaceNeeded needed = declared.needed(durability_, arena_bytes_max(), kTilesInFlight);
   needed.catalogue_bytes = 2 * catalogue_bytes(declared);

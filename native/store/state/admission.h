@@ -56,6 +56,8 @@ class Admission {
   uint64_t arena_bytes_max() const;
   /// Whether the quotas hold the job with `wanted` in the place of what it has now.
   Status check(const DeclaredSpace& wanted) const;
+  /// The same, with maxima in `bucket`, which has none.
+  Status check_maxima(const Bucket& bucket) const;
   /// The part of nvme_bytes that all of its shards need, written and updated.
   SpaceNeeded space_needed() const;
   /// Bytes of the catalogue, on disk and as the next commit writes it, side by side.

@@ -135,6 +135,11 @@ void Moments::write(const MomentsRequest& request,
   }
   Bucket& bucket = *place.value().bucket;
   const uint32_t index = bucket.value->owner();
+  // No step could replace tiles that the quota does not hold twice, and a bucket never gives the
+  // place of maxima up.
+  if (keeps_maximum && !bucket.needs_maxima) {
+    if (Status room = parts_.admission.check_maxima(bucket); !room.is_ok()) return done(room);
+  }
   early_.discard(index, EarlyDiscard::state);
   parts_.admission.begin_updates(bucket, keeps_maximum);
   auto task = std::make_shared<TileTask>(task_at(place.value()));
