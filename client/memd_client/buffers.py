@@ -72,10 +72,8 @@ class ModuleBuffers:
         ]
         declared = job.declare(specs) if specs else []
         shards, staged = declared[: len(found)], declared[len(found) :]
-        first = job.held_names.first_values
-        self._stored = [
-            shard.written and not first.is_unfinished(shard.spec.name) for shard in shards
-        ]
+        self._written = [shard.written for shard in shards]
+        self._first_values = job.held_names.first_values
         self._buffers = [
             _Buffer(owner, Shard.of(shard), Shard.of(stage))
             for (_, owner, _), shard, stage in zip(found, shards, staged, strict=True)
@@ -84,22 +82,26 @@ class ModuleBuffers:
     @property
     def new_names(self) -> list[str]:
         """Those that the job has no values of."""
-        each = zip(self._buffers, self._stored, strict=True)
-        return [buffer.shard.name for buffer, was_stored in each if not was_stored]
+        return [buffer.shard.name for buffer, is_stored in self._each_stored() if not is_stored]
 
     def exchange(self, job: Job) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Stores the values of new buffers; returns (buffer, stored value) of the others."""
         stored: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for buffer, was_stored in zip(self._buffers, self._stored, strict=True):
+        for buffer, is_stored in self._each_stored():
             tensor = buffer.owner.tensor()
             if tensor is None:
                 continue
-            if was_stored:
+            if is_stored:
                 stored.append((tensor, job.leases.read(buffer.shard).clone()))
             else:
                 job.leases.write(buffer.shard, tensor)
                 job.mark_written()
         return stored
+
+    def _each_stored(self) -> Iterator[tuple[_Buffer, bool]]:
+        for buffer, written in zip(self._buffers, self._written, strict=True):
+            is_unfinished = self._first_values.is_unfinished(buffer.shard.name)
+            yield buffer, written and not is_unfinished
 
     def shard_of(self, tensor: torch.Tensor) -> Shard | None:
         """The shard of a buffer that is one of these at present."""

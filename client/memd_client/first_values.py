@@ -4,6 +4,11 @@ The daemon keeps a value when its lease ends, also if the trainer is killed then
 blob, names them until all are durable. Who finds the list of a session that is gone takes what it
 names for unwritten: half a model would be refused as another one, and values of two trainers would
 be mixed.
+
+Who cannot know whether the session of a list is gone, because others are attached, stores nothing
+and reads nothing. A list is declared before anything else is looked at and written after that, so
+of two sessions that begin at the same moment one sees the other. Hence no session stores its values
+while the list of another one stands, and no list names what another session has stored.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memd_client.errors import InvalidArgument, UnknownName
 from memd_client.leases import MODE_OVERWRITE
 from memd_client.shard import Shard, shard_spec
 from memd_proto.v1 import job_pb2, session_pb2, types_pb2
@@ -49,22 +55,37 @@ class FirstValues:
         self._numbers = itertools.count()
         self._unfinished: set[str] = set()
         self._list_names: list[str] = []  # blobs that name them
+        self._is_stale = False  # the lists name more, or are more than one
 
     def learn(self, listed: Iterable[types_pb2.Shard]) -> None:
-        """Finds what sessions before this one have left among all shards of the job."""
-        lists = [each for each in listed if each.spec.name.startswith(_PREFIX)]
+        """Finds what sessions that are gone have left among all shards of the job.
+
+        Raises:
+            InvalidArgument: they may not be gone. Nothing has changed.
+        """
+        shards = list(listed)
+        lists = self._lists_of_others(shards)
         if not lists or self._leases is None:
             return
-        answer = self._control.get_job(job_pb2.GetJobRequest(name=self._job))
-        if answer.job.session_count > 1:
-            return  # it may be storing them
+        others = self._control.get_job(job_pb2.GetJobRequest(name=self._job)).job.session_count - 1
+        if others > 0:
+            raise InvalidArgument(
+                f"job {self._job!r} has values that were not stored completely, and {others} other "
+                "sessions, of which one may be storing them: call again when it has; if its "
+                "trainer was killed, close the job's other sessions first"
+            )
         names: set[str] = set()
         for each in lists:
-            self._list_names.append(each.spec.name)
-            if each.written:
-                names.update(json.loads(self._leases.value(Shard.of(each)).numpy().tobytes()))
+            names.update(self._names_in(each))
         # A step has counted the others.
-        self._unfinished = {each.spec.name for each in listed if not each.generation} & names
+        self._unfinished |= {each.spec.name for each in shards if not each.generation} & names
+        self._list_names += [each.spec.name for each in lists]
+        self._is_stale = True
+
+    def learn_again(self) -> None:
+        """As `learn`. After values were declared: those that were written by then are complete, or
+        some list has their names."""
+        self.learn(self._shards.list_all())
 
     def is_unfinished(self, name: str) -> bool:
         """Whether the value that the job has of it does not count."""
@@ -72,35 +93,84 @@ class FirstValues:
 
     @contextmanager
     def storing(self, names: Iterable[str]) -> Iterator[None]:
-        """Inside, these are written for the first time, and made durable."""
+        """Inside, these are written for the first time, and made durable.
+
+        Raises:
+            InvalidArgument: another session stores values at this moment. Nothing has changed.
+        """
         new = set(names)
-        if not new:
-            yield
-            return
-        self._unfinished |= new
-        self._replace_lists()
+        if new:
+            self._begin(new)
         yield
         self._unfinished -= new
-        self._replace_lists()
+        self._is_stale |= bool(new)
+        if self._is_stale:
+            self._replace_lists()
+
+    def _begin(self, new: set[str]) -> None:
+        old, names = list(self._list_names), self._unfinished | new
+        data = _encoded(names)
+        shard = self._declare_list(data)
+        listed = list(self._shards.list_all())
+        stored = {each.spec.name for each in listed if each.written} & new - self._unfinished
+        if stored or self._lists_of_others(listed):
+            self._delete([shard.name])
+            raise InvalidArgument(
+                f"job {self._job!r}: another session stores its values at this moment; call again "
+                "when it has"
+            )
+        self._write_list(shard, data)
+        self._unfinished = names
+        self._delete(old)
 
     def _replace_lists(self) -> None:
-        old, self._list_names = self._list_names, []
+        old = list(self._list_names)
         if self._unfinished:
-            assert self._leases is not None  # offload needs shared memory
-            data = torch.frombuffer(
-                bytearray(json.dumps(sorted(self._unfinished)).encode()), dtype=torch.uint8
-            )
-            spec = shard_spec(
-                f"{_PREFIX}{self._session_id}.{next(self._numbers)}",
-                kind=types_pb2.SHARD_KIND_BLOB,
-                dtype=torch.uint8,
-                shape=data.shape,
-            )
-            (declared,) = self._shards.declare([spec])
-            self._list_names = [spec.name]
-            self._leases.value(Shard.of(declared), MODE_OVERWRITE).copy_(data)
-        if old:
-            request = session_pb2.DeleteRequest(session_id=self._session_id, names=old)
+            data = _encoded(self._unfinished)
+            self._write_list(self._declare_list(data), data)
+        self._delete(old)
+        self._is_stale = False
+
+    def _lists_of_others(self, listed: Iterable[types_pb2.Shard]) -> list[types_pb2.Shard]:
+        lists = [each for each in listed if each.spec.name.startswith(_PREFIX)]
+        return [each for each in lists if each.spec.name not in self._list_names]
+
+    def _names_in(self, listed: types_pb2.Shard) -> list[str]:
+        if not listed.written:
+            return []  # nor was any value
+        assert self._leases is not None
+        try:
+            data = self._leases.value(Shard.of(listed))
+        except UnknownName:
+            return []  # its session has finished, and gone, since it was listed
+        names: list[str] = json.loads(data.numpy().tobytes())
+        return names
+
+    def _declare_list(self, data: torch.Tensor) -> Shard:
+        # A daemon that was restarted counts its sessions anew.
+        names = (f"{_PREFIX}{self._session_id}.{number}" for number in self._numbers)
+        spec = shard_spec(
+            next(name for name in names if name not in self._list_names),
+            kind=types_pb2.SHARD_KIND_BLOB,
+            dtype=torch.uint8,
+            shape=data.shape,
+        )
+        (declared,) = self._shards.declare([spec])
+        self._list_names.append(spec.name)
+        return Shard.of(declared)
+
+    def _write_list(self, shard: Shard, data: torch.Tensor) -> None:
+        assert self._leases is not None  # of a session that stores values
+        self._leases.value(shard, MODE_OVERWRITE).copy_(data)
+
+    def _delete(self, names: list[str]) -> None:
+        if names:
+            request = session_pb2.DeleteRequest(session_id=self._session_id, names=names)
+            self._list_names = [name for name in self._list_names if name not in names]
             self._control.delete(request)
-            for name in old:
+            for name in names:
                 self._shards.forget(name)
+
+
+def _encoded(names: Iterable[str]) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(sorted(names)).encode()), dtype=torch.uint8)

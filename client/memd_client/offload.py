@@ -112,6 +112,7 @@ def offload(
         for (name, parameter), shard in zip(parameters.items(), declared, strict=True)
     ]
     first = job.held_names.first_values
+    first.learn_again()
     new_names = {
         name
         for name, answer in zip(stored_names, declared, strict=True)

@@ -572,11 +572,7 @@ class FakeDaemon:
         self.calls.append("delete")
         unknown = []
         for name in request.names:
-            found = [
-                shard
-                for shard in self.shards
-                if shard.spec.name == name and shard.value is not None
-            ]
+            found = [shard for shard in self.shards if shard.spec.name == name]
             for shard in found:
                 shard.spec.name, shard.value = f"deleted {shard.shard_id}", None
             if not found:

@@ -1,0 +1,168 @@
+"""Values that are stored for the first time: those of a killed trainer do not count, whoever else
+is attached and whatever fails."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+
+import memd_client
+from memd_client.leases import Leases
+from tests.daemons import Daemon, running_daemon
+from tests.unit.client_cases import assert_same_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from memd_client.shard import Shard
+
+# Argument 2 is the job. It is killed before it has written the value number argument 3.
+_KILLED = """
+import os, signal, sys
+import torch
+import memd_client
+from memd_client.leases import Leases
+
+write, count = Leases.write, 0
+
+def killed_write(self, shard, value):
+    global count
+    if count == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    count += 1
+    write(self, shard, value)
+
+session = memd_client.connect(sys.argv[1], job=sys.argv[2])
+torch.manual_seed(1)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+Leases.write = killed_write
+"""
+_OFFLOADED = "memd_client.offload(model, session)"
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with running_daemon(host="64MiB", nvme="256MiB") as daemon:
+        yield daemon
+
+
+@contextmanager
+def dropped(session: memd_client.Session) -> Iterator[memd_client.Session]:
+    yield session
+    session.drop_job()
+
+
+def make(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model.requires_grad_(False)  # no step counts them
+    model.get_buffer("1.running_mean").fill_(seed)
+    return model
+
+
+def kill_within(daemon: Daemon, job: str, count: int, program: str = _OFFLOADED) -> None:
+    arguments = [daemon.address, job, str(count)]
+    done = subprocess.run([sys.executable, "-c", _KILLED + program, *arguments], check=False)
+    assert done.returncode == -signal.SIGKILL
+
+
+def list_names(session: memd_client.Session) -> list[str]:
+    listed = session.transaction.job.shards.list_all()
+    return [shard.spec.name for shard in listed if "offload" in shard.spec.name]
+
+
+@pytest.mark.parametrize("count", [2, 6], ids=["of the parameters", "of the buffers"])
+def test_what_a_killed_trainer_has_left_waits_until_nobody_else_is_attached(
+    daemon: Daemon, count: int
+) -> None:
+    with memd_client.connect(daemon.address, job="evaluated") as evaluator:
+        kill_within(daemon, "evaluated", count)
+        session = memd_client.connect(daemon.address, job="evaluated")
+        for _ in range(2):
+            with pytest.raises(memd_client.InvalidArgument, match="close the job's other sessions"):
+                memd_client.offload(make(2), session)
+        evaluator.close()
+    model = memd_client.offload(make(2), session)
+    assert_same_state(model, make(2))
+    assert list_names(session) == []
+    session.close()
+    with dropped(memd_client.connect(daemon.address, job="evaluated")) as session:
+        assert_same_state(memd_client.offload(make(3), session), make(2))
+
+
+@pytest.mark.parametrize("count", [2, 6], ids=["half", "all but one"])
+def test_what_a_killed_trainer_leaves_later_is_found_by_the_next_offload(
+    daemon: Daemon, count: int
+) -> None:
+    with dropped(memd_client.connect(daemon.address, job="later")) as session:
+        with pytest.raises(memd_client.UnknownName):
+            session.get("nothing")
+        first = memd_client.offload(nn.ModuleDict({"first": make(4)}), session, strict=False)
+        kill_within(daemon, "later", count, "memd_client.offload(model, session, strict=False)")
+        model = memd_client.offload(make(2), session, strict=False)
+        assert_same_state(model, make(2))
+        assert_same_state(first, nn.ModuleDict({"first": make(4)}))
+        assert list_names(session) == []
+
+
+def test_two_sessions_do_not_store_the_same_values_at_a_time(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, refused = Leases.write, []
+
+    def look(leases: Leases, shard: Shard, value: torch.Tensor) -> None:
+        monkeypatch.undo()
+        with (
+            memd_client.connect(daemon.address, job="two") as other,
+            pytest.raises(memd_client.InvalidArgument, match="one may be storing them"),
+        ):
+            memd_client.offload(make(3), other)
+        refused.append(shard)
+        write(leases, shard, value)
+
+    with dropped(memd_client.connect(daemon.address, job="two")) as session:
+        monkeypatch.setattr(Leases, "write", look)
+        model = memd_client.offload(make(2), session)
+        assert refused
+        assert_same_state(model, make(2))
+        with memd_client.connect(daemon.address, job="two") as other:
+            assert_same_state(memd_client.offload(make(3), other), make(2))
+
+
+@pytest.mark.parametrize("other", ["has stored them", "has begun to store them", "is killed"])
+def test_of_two_sessions_that_begin_together_one_is_refused(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    begun: list[str] = []
+    with dropped(memd_client.connect(daemon.address, job="together")) as session:
+        first = session.transaction.job.held_names.first_values
+        declare = first._declare_list
+
+        def begin_other(data: torch.Tensor) -> Shard:
+            monkeypatch.undo()
+            begun.append(other)
+            if other == "is killed":
+                kill_within(daemon, "together", 0)
+            else:
+                with memd_client.connect(daemon.address, job="together") as second:
+                    if other == "has stored them":
+                        memd_client.offload(make(3), second)
+                    else:
+                        # As long as the second one has not ended.
+                        second.transaction.job.held_names.first_values._declare_list(data)
+            return declare(data)
+
+        monkeypatch.setattr(first, "_declare_list", begin_other)
+        with pytest.raises(memd_client.InvalidArgument, match="at this moment; call again"):
+            memd_client.offload(make(2), session)
+        assert begun
+        model = memd_client.offload(make(2), session)
+        assert_same_state(model, make(3 if other == "has stored them" else 2))
+        assert list_names(session) == []
