@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from memd_client.errors import InvalidArgument
 from memd_client.sizes import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
 LENGTH_BYTES = 8
 HEADER_BYTES_MAX = 100_000_000
@@ -141,8 +142,11 @@ def encode_header(
     writes them, and the places that they give.
 
     Raises:
-        InvalidArgument: a dtype that such files do not have; more than a header may hold.
+        InvalidArgument: a dtype or name that such files do not have; metadata that is no strings;
+            more than a header may hold.
     """
+    tensors = list(tensors)
+    _refuse_unwritable([name for name, *_ in tensors], metadata)
     ordered = sorted(tensors, key=lambda each: (_place_of(each[1], each[0]), each[0]))
     fields: dict[str, object] = {_METADATA: dict(sorted(metadata.items()))} if metadata else {}
     stored, end = [], 0
@@ -159,6 +163,34 @@ def encode_header(
         )
     prefix = len(text).to_bytes(LENGTH_BYTES, "little")
     return prefix + text, Header(tuple(stored), LENGTH_BYTES + len(text))
+
+
+def _refuse_unwritable(names: Iterable[str], metadata: object) -> None:
+    """Before a header is made that nobody could read, this module included."""
+    if not isinstance(metadata, Mapping):
+        raise InvalidArgument(
+            f"metadata is a dict of strings, and no {type(metadata).__name__}: {metadata!r}"
+        )
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise InvalidArgument(
+                "metadata has strings as keys and values; write others as strings, such as with "
+                f"json.dumps(): {key!r}: {value!r}"
+            )
+    for name in names:
+        if name == _METADATA:
+            raise InvalidArgument(
+                f"no tensor in a safetensors file can have the name {name!r}, which is that of the "
+                "metadata; rename it"
+            )
+    for text in (*names, *metadata.keys(), *metadata.values()):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidArgument(
+                f"{text!r} cannot be written to a safetensors file: it is no Unicode text, which "
+                "has no lone surrogates"
+            ) from error
 
 
 def _place_of(dtype: torch.dtype, name: str) -> int:

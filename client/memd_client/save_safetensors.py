@@ -65,8 +65,9 @@ def save_safetensors(
         metadata: strings for the header; {"format": "pt"} unless given.
 
     Raises:
-        InvalidArgument: the state has something that is no dense tensor, or of a dtype that such
-            files do not have; the path cannot be written; a call between `step()` and `commit()`.
+        InvalidArgument: the state has something that is no dense tensor, or of a dtype or name that
+            such files do not have; metadata that is no strings; the path cannot be written; a call
+            between `step()` and `commit()`.
         CapacityError: the disk is full; the message has the bytes needed.
         DeviceError: a write failed. After any error what was there before is as it was.
     """
@@ -90,12 +91,14 @@ def save_safetensors(
         shard_bytes = _SHARD_BYTES if max_shard_bytes is None else max_shard_bytes
         files = _split(tensors, dtype, parse_size(shard_bytes, name="max_shard_bytes"))
         folder = place
+    headers = {name: _header(held, dtype, metadata) for name, held in files.items()}
+    if place == folder:
         with _os_errors(folder):
             folder.mkdir(exist_ok=True)
     index = _index(model, files, dtype) if len(files) > 1 else b""
     with ExitStack() as opened:
         written = [
-            opened.enter_context(_written(folder / name, held, dtype, metadata))
+            opened.enter_context(_written(folder / name, held, headers[name]))
             for name, held in files.items()
         ]
         if index:
@@ -169,16 +172,19 @@ def _index(
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _written(
-    path: Path,
-    tensors: Sequence[ModelTensor],
-    dtype: torch.dtype | None,
-    metadata: Mapping[str, str],
-) -> WholeFile:
-    """A file that has its bytes, and not yet its name."""
-    prefix, header = encode_header(
+def _header(
+    tensors: Sequence[ModelTensor], dtype: torch.dtype | None, metadata: Mapping[str, str]
+) -> tuple[bytes, Header]:
+    return encode_header(
         [(tensor.name, _stored_dtype(tensor, dtype), tensor.shape) for tensor in tensors], metadata
     )
+
+
+def _written(
+    path: Path, tensors: Sequence[ModelTensor], encoded: tuple[bytes, Header]
+) -> WholeFile:
+    """A file that has its bytes, and not yet its name."""
+    prefix, header = encoded
     with ExitStack() as failed:
         file = failed.enter_context(WholeFile(path, header.file_bytes))
         file.write(prefix)

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import safetensors.torch
 import torch
+from torch import nn
 
+import memd_client
 from memd_client.checkpoint_files import CheckpointFiles
 from memd_client.errors import CapacityError, DeviceError, InvalidArgument
 from memd_client.safetensors_header import HEADER_BYTES_MAX, encode_header, parse_header
@@ -168,6 +170,37 @@ def test_what_the_library_writes_is_read_and_written_with_the_same_bytes(tmp_pat
                 found = bytearray(stored.tensor.size_bytes)
                 stored.read(0, memoryview(found))
                 assert bytes(found) == tensor.view(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata", "said"),
+    [
+        ("a", {"step": 3}, "'step': 3"),
+        ("a", {3: "step"}, "3: 'step'"),
+        ("a", [("step", "3")], "no list"),
+        ("a", {"step": "\ud800"}, "lone surrogates"),
+        ("a", {"\udfff": "step"}, "lone surrogates"),
+        ("a\ud800", {}, "lone surrogates"),
+        ("__metadata__", {}, "rename it"),
+    ],
+)
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_a_header_that_nobody_could_read_is_refused_before_anything_is_written(
+    tmp_path: Path, name: str, metadata: Any, said: str, is_folder: bool
+) -> None:
+    model = nn.Module()
+    model.register_buffer("first", torch.ones(2))
+    model.register_buffer(name, torch.zeros(2))
+    path = tmp_path / ("new" if is_folder else "a.safetensors")
+    if not is_folder:
+        path.write_bytes(b"old")
+    with pytest.raises(memd_client.InvalidArgument, match=said):
+        memd_client.save_safetensors(
+            model, path, metadata=metadata, max_shard_bytes=8 if is_folder else None
+        )
+    assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == (
+        [] if is_folder else [("a.safetensors", b"old")]
+    )
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
