@@ -47,10 +47,10 @@ def save_safetensors(
     safetensors files. They are read from memd a tensor at a time. The values are those after the
     last step, whose commit is waited for.
 
-    A path that ends in `.safetensors` is one file, with the bytes that `safetensors.torch` writes.
-    Any other path is a folder, which is made; it gets `model.safetensors` or, beyond
-    `max_shard_bytes`, shards and `model.safetensors.index.json`, as of transformers'
-    `save_pretrained`. A tied parameter is written once, under its first name.
+    A path that ends in `.safetensors`, whatever it links to, is one file, with the bytes that
+    `safetensors.torch` writes. Any other path is a folder, which is made; it gets
+    `model.safetensors` or, beyond `max_shard_bytes`, shards and `model.safetensors.index.json`, as
+    of transformers' `save_pretrained`. A tied parameter is written once, under its first name.
 
     Files are written under other names, and have their own once all are on disk. Whoever reads sees
     the old files or the new ones, whole; while shards of the same names are replaced, no index.
@@ -69,22 +69,24 @@ def save_safetensors(
             such files do not have; metadata that is no strings; the path cannot be written; a call
             between `step()` and `commit()`.
         CapacityError: the disk is full; the message has the bytes needed.
-        DeviceError: a write failed. After any error what was there before is as it was.
+        DeviceError: a write failed. After any error what was there before is as it was; but if
+            shards of the same names are replaced and it comes once their index is gone, there is no
+            index, and some shards may be new: save again.
     """
     defer_interrupts()
     tensors = model_tensors(model)
     for job in {entry.job for tensor in tensors if (entry := tensor.entry) is not None}:
         job.settle_for("save_safetensors()")
-    # As open() would, through a link.
-    place = Path(os.path.realpath(path))
+    given = Path(path)
+    place = Path(os.path.realpath(given))  # as open() would, through a link
     metadata = _METADATA if metadata is None else metadata
     if dtype is not None and not dtype.is_floating_point:
         raise InvalidArgument(f"floating-point tensors cannot be saved as {dtype}")
-    if place.name.endswith(_SUFFIX):
+    # A link may lead to a file of any name, as in the cache of the hub.
+    is_file = given.name.endswith(_SUFFIX)
+    if is_file:
         if max_shard_bytes is not None:
-            raise InvalidArgument(
-                f"max_shard_bytes is for a folder, and {os.fspath(path)} is one file"
-            )
+            raise InvalidArgument(f"max_shard_bytes is for a folder, and {given} is one file")
         files = {place.name: tensors}
         folder = place.parent
     else:
@@ -92,7 +94,7 @@ def save_safetensors(
         files = _split(tensors, dtype, parse_size(shard_bytes, name="max_shard_bytes"))
         folder = place
     headers = {name: _header(held, dtype, metadata) for name, held in files.items()}
-    if place == folder:
+    if not is_file:
         with _os_errors(folder):
             folder.mkdir(exist_ok=True)
     index = _index(model, files, dtype) if len(files) > 1 else b""
@@ -104,12 +106,12 @@ def save_safetensors(
         if index:
             written.append(opened.enter_context(_written_index(folder / INDEX_NAME, index)))
         with _os_errors(folder):
-            if place == folder:
+            if not is_file:
                 _retract(folder, files)
             for file in written:
                 file.place()
             sync_folder(folder)
-            if place == folder:
+            if not is_file:
                 _remove_others(folder, files)
 
 

@@ -203,6 +203,27 @@ def test_a_header_that_nobody_could_read_is_refused_before_anything_is_written(
     )
 
 
+def test_a_link_with_the_name_of_a_file_is_one_wherever_it_leads(tmp_path: Path) -> None:
+    for folder in ("out", "blobs"):
+        (tmp_path / folder).mkdir()
+    blob = tmp_path / "blobs" / "0123abcd"
+    blob.write_bytes(b"old")
+    path = tmp_path / "out" / "model.safetensors"
+    path.symlink_to("../blobs/0123abcd")
+    model = nn.Linear(2, 2)
+    memd_client.save_safetensors(model, path)
+    assert path.is_symlink()
+    assert [each.name for each in blob.parent.iterdir()] == ["0123abcd"]
+    assert safetensors.torch.load_file(blob).keys() == {"weight", "bias"}
+
+
+def test_a_link_to_a_folder_with_the_name_of_a_file_is_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").mkdir()
+    (tmp_path / "out").symlink_to("a.safetensors")
+    memd_client.save_safetensors(nn.Linear(2, 2), tmp_path / "out")
+    assert [each.name for each in (tmp_path / "a.safetensors").iterdir()] == ["model.safetensors"]
+
+
 def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
     path = made(tmp_path / "a.safetensors", {"a": ENTRY})
     with CheckpointFiles(path) as files:
