@@ -356,9 +356,16 @@ class Residency:
                 if given is not None:
                     self._views.keep_memory(*given)
             if changed is not None:
-                leases = self._job.leases_of(self._shard)
-                self._views.forget_ended()  # all of it is in `changed`
-                leases.write(self._shard, changed)
+                try:
+                    leases = self._job.leases_of(self._shard)
+                    self._views.forget_ended()  # all of it is in `changed`
+                    leases.write(self._shard, changed)
+                except BaseException:
+                    # As a write through a view that has ended: the next look takes it to memd.
+                    self._views.forget_ended()
+                    self._views.keep_ended(changed, self._write_count)
+                    self._version -= max(change_count, 1)
+                    raise
             if shown is not None:
                 self._views.show(shown, self._write_count)
             elif had_views or self._job.has_written_leases:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -343,6 +343,45 @@ class TestViews:
                     loss_of(model)
         assert torch.equal(loss_of(model), loss_of(reference))
         assert_same_state(model, reference)
+        assert leases_held(session) == 0
+
+    @pytest.mark.parametrize("is_viewed", [False, True])
+    @pytest.mark.parametrize("failing", ["leases_of", "write"])
+    def test_a_change_in_place_outlives_a_lease_that_fails(
+        self,
+        mlp: tuple[Mlp, Mlp],
+        session: Session,
+        monkeypatch: pytest.MonkeyPatch,
+        failing: str,
+        is_viewed: bool,
+    ) -> None:
+        model, reference = mlp
+        owner = session.leases if failing == "write" else session.transaction.job
+        view: torch.Tensor | None = None
+
+        def fail(*_: object) -> None:
+            raise from_code(5, "no room")
+
+        with monkeypatch.context() as patch:
+            with ExitStack() as gathered:
+                gathered.enter_context(memd_client.gather(model.first))
+                with torch.no_grad():
+                    model.first.weight.mul_(0.5)
+                if is_viewed:
+                    view = view_of(model.first.weight)
+                patch.setattr(owner, failing, fail)
+                with pytest.raises(memd_client.CapacityError, match="no room"):
+                    gathered.close()
+            with pytest.raises(memd_client.CapacityError, match="no room"):
+                loss_of(model)
+        with torch.no_grad():
+            reference.first.weight.mul_(0.5)
+        assert torch.equal(loss_of(model), loss_of(reference))
+        assert_same_state(model, reference)
+        if view is not None:
+            assert torch.equal(view, reference.first.weight)
+            view = None
+        gc.collect()
         assert leases_held(session) == 0
 
     def test_a_value_that_is_assigned_covers_what_was_written_before(
