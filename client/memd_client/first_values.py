@@ -166,8 +166,9 @@ class FirstValues:
     def _delete(self, names: list[str]) -> None:
         if names:
             request = session_pb2.DeleteRequest(session_id=self._session_id, names=names)
-            self._list_names = [name for name in self._list_names if name not in names]
             self._control.delete(request)
+            # Not before: if it fails, whoever calls again deletes them.
+            self._list_names = [name for name in self._list_names if name not in names]
             for name in names:
                 self._shards.forget(name)
 

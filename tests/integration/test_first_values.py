@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from memd_client.shard import Shard
+    from memd_proto.v1 import session_pb2
 
 # Argument 2 is the job. It is killed before it has written the value number argument 3.
 _KILLED = """
@@ -166,3 +167,31 @@ def test_of_two_sessions_that_begin_together_one_is_refused(
         model = memd_client.offload(make(2), session)
         assert_same_state(model, make(3 if other == "has stored them" else 2))
         assert list_names(session) == []
+
+
+@pytest.mark.parametrize("failing", [1, 2], ids=["of a killed trainer", "of its own"])
+def test_a_list_that_could_not_be_deleted_is_deleted_by_the_next_offload(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    kill_within(daemon, "deleted", 2)
+    session = memd_client.connect(daemon.address, job="deleted")
+    control = session.transaction.job.control
+    delete, calls = control.delete, []
+
+    def fail(request: session_pb2.DeleteRequest) -> session_pb2.DeleteResponse:
+        calls.append(request)
+        if len(calls) == failing:
+            raise memd_client.DaemonUnavailable("it went away")
+        return delete(request)
+
+    monkeypatch.setattr(control, "delete", fail)
+    model = make(2)
+    with pytest.raises(memd_client.DaemonUnavailable):
+        memd_client.offload(model, session)
+    with memd_client.connect(daemon.address, job="deleted"):
+        memd_client.offload(model, session)
+    assert_same_state(model, make(2))
+    assert list_names(session) == []
+    session.close()
+    with dropped(memd_client.connect(daemon.address, job="deleted")) as session:
+        assert_same_state(memd_client.offload(make(3), session), make(2))
