@@ -525,18 +525,28 @@ def own(
     # From here on the job's quota has to hold the optimizer's state as well.
     updated = job.declare(_updated_specs(moved, tier, keeps_maximum=amsgrad)) if moved else []
     keeps_maximum = {shard.shard_id: shard.spec.keeps_maximum for shard in updated}
+    first = job.held_names.first_values
     declared = job.declare([spec for _, spec in resident]) if resident else []
-    for (parameter, _), shard in zip(resident, declared, strict=True):
-        made[id(parameter)] = ResidentTarget(
-            parameter,
-            shard=Shard.of(shard),
-            written=shard.written,
-            update_count=shard.generation,
-            keeps_maximum=shard.spec.keeps_maximum,
-            job=job,
-        )
+    if declared:
+        _ = job.leases  # needs shared memory
+        first.learn_again()
+    new_names = {
+        shard.spec.name
+        for shard in declared
+        if not shard.written or first.is_unfinished(shard.spec.name)
+    }
+    with first.storing(new_names):
+        for (parameter, _), shard in zip(resident, declared, strict=True):
+            made[id(parameter)] = ResidentTarget(
+                parameter,
+                shard=Shard.of(shard),
+                written=shard.spec.name not in new_names,
+                update_count=shard.generation,
+                keeps_maximum=shard.spec.keeps_maximum,
+                job=job,
+            )
+        job.sync_if_needed()
     job.held_names.claim([spec.name for _, spec in resident])
-    job.sync_if_needed()
     targets: list[Target] = []
     for parameter in parameters:
         entry = streamed(parameter)

@@ -46,6 +46,7 @@ model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
 Leases.write = killed_write
 """
 _OFFLOADED = "memd_client.offload(model, session)"
+_OPTIMIZED = "memd_client.AdamW(model.named_parameters(), session=session)"
 
 
 @pytest.fixture(scope="module")
@@ -195,3 +196,31 @@ def test_a_list_that_could_not_be_deleted_is_deleted_by_the_next_offload(
     session.close()
     with dropped(memd_client.connect(daemon.address, job="deleted")) as session:
         assert_same_state(memd_client.offload(make(3), session), make(2))
+
+
+@pytest.mark.parametrize(
+    ("program", "count"), [(_OPTIMIZED, 1), (_OPTIMIZED, 3), (_OFFLOADED, 2), (_OFFLOADED, 4)]
+)
+def test_parameters_that_stay_in_the_process_are_stored_all_or_none(
+    daemon: Daemon, program: str, count: int
+) -> None:
+    def optimized(model: nn.Module, session: memd_client.Session) -> dict[str, torch.Tensor]:
+        memd_client.AdamW(model.named_parameters(), session=session)
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    kill_within(daemon, "stay", count, program)
+    session = memd_client.connect(daemon.address, job="stay")
+    stored = optimized(make(2), session)
+    torch.testing.assert_close(stored, dict(make(2).named_parameters()), rtol=0, atol=0)
+    session.close()
+    with dropped(memd_client.connect(daemon.address, job="stay")) as session:
+        found = optimized(make(3), session)
+        torch.testing.assert_close(found, stored, rtol=0, atol=0)
+
+
+def test_a_model_that_stays_is_not_refused_for_one_that_was_stored_half(daemon: Daemon) -> None:
+    kill_within(daemon, "other", 1, _OPTIMIZED)
+    with dropped(memd_client.connect(daemon.address, job="other")) as session:
+        other = nn.ModuleDict({"other": make(2)})
+        memd_client.AdamW(other.named_parameters(), session=session)
+        session.commit()
