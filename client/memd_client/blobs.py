@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memd_client.errors import InvalidArgument, UnknownName
+from memd_client.first_values import OFFLOAD_PREFIX
 from memd_client.held_names import UNNAMED_PREFIX
 from memd_client.name_uses import NameUses
 from memd_client.shard import Shard, shard_spec
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from memd_client.job import Job
 
-_OWN_PREFIXES = (STAGED_PREFIX, UNNAMED_PREFIX)
+_OWN_PREFIXES = (STAGED_PREFIX, UNNAMED_PREFIX, OFFLOAD_PREFIX)
 
 
 class Blobs:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memd_client.errors import InvalidArgument, UnknownName
+from memd_client.errors import InvalidArgument, MemdError, UnknownName
 from memd_client.leases import MODE_OVERWRITE
 from memd_client.shard import Shard, shard_spec
 from memd_proto.v1 import job_pb2, session_pb2, types_pb2
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from memd_client.leases import Leases
     from memd_client.registry import ShardRegistry
 
-_PREFIX = "memd.offload."
+OFFLOAD_PREFIX = "@offload/"
 
 
 class FirstValues:
@@ -132,7 +132,12 @@ class FirstValues:
         self._is_stale = False
 
     def _lists_of_others(self, listed: Iterable[types_pb2.Shard]) -> list[types_pb2.Shard]:
-        lists = [each for each in listed if each.spec.name.startswith(_PREFIX)]
+        lists = [
+            each
+            for each in listed
+            if each.spec.kind == types_pb2.SHARD_KIND_BLOB
+            and each.spec.name.startswith(OFFLOAD_PREFIX)
+        ]
         return [each for each in lists if each.spec.name not in self._list_names]
 
     def _names_in(self, listed: types_pb2.Shard) -> list[str]:
@@ -140,15 +145,22 @@ class FirstValues:
             return []  # nor was any value
         assert self._leases is not None
         try:
-            data = self._leases.value(Shard.of(listed))
+            data = self._leases.read(Shard.of(listed))
         except UnknownName:
             return []  # its session has finished, and gone, since it was listed
-        names: list[str] = json.loads(data.numpy().tobytes())
+        names = _decoded(data)
+        if names is None:
+            name = listed.spec.name
+            raise MemdError(
+                f"job {self._job!r}: {name!r} should list values that were not stored completely, "
+                "and cannot be read; connect with fresh=True, or, if you know that the job's "
+                f"values are whole, call session.delete({name!r})"
+            )
         return names
 
     def _declare_list(self, data: torch.Tensor) -> Shard:
         # A daemon that was restarted counts its sessions anew.
-        names = (f"{_PREFIX}{self._session_id}.{number}" for number in self._numbers)
+        names = (f"{OFFLOAD_PREFIX}{self._session_id}.{number}" for number in self._numbers)
         spec = shard_spec(
             next(name for name in names if name not in self._list_names),
             kind=types_pb2.SHARD_KIND_BLOB,
@@ -175,3 +187,16 @@ class FirstValues:
 
 def _encoded(names: Iterable[str]) -> torch.Tensor:
     return torch.frombuffer(bytearray(json.dumps(sorted(names)).encode()), dtype=torch.uint8)
+
+
+def _decoded(data: torch.Tensor) -> list[str] | None:
+    """None: no list was encoded so."""
+    if data.dtype != torch.uint8 or data.dim() != 1:
+        return None
+    try:
+        names = json.loads(data.numpy().tobytes())
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return None
+    return names

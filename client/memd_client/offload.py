@@ -68,8 +68,9 @@ def offload(
             held. False: new parameters keep their own values, others stay as they are.
 
     Raises:
-        InvalidArgument, NotYet: a parameter or argument that can't be offloaded. Nothing has
-            changed.
+        InvalidArgument, NotYet: a parameter or argument that can't be offloaded; or the job has
+            values that were not stored completely, and other sessions, which may be storing them.
+            Nothing has changed.
         CapacityError: the job's host memory can't hold the largest module with its gradients.
             Nothing has changed.
     """

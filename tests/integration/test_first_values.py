@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import memd_client
+from memd_client import blobs
 from memd_client.leases import Leases
 from tests.daemons import Daemon, running_daemon
 from tests.unit.client_cases import assert_same_state
@@ -57,8 +58,10 @@ def daemon() -> Iterator[Daemon]:
 
 @contextmanager
 def dropped(session: memd_client.Session) -> Iterator[memd_client.Session]:
-    yield session
-    session.drop_job()
+    try:
+        yield session
+    finally:
+        session.drop_job()
 
 
 def make(seed: int) -> nn.Module:
@@ -77,7 +80,7 @@ def kill_within(daemon: Daemon, job: str, count: int, program: str = _OFFLOADED)
 
 def list_names(session: memd_client.Session) -> list[str]:
     listed = session.transaction.job.shards.list_all()
-    return [shard.spec.name for shard in listed if "offload" in shard.spec.name]
+    return [shard.spec.name for shard in listed if shard.spec.name.startswith("@offload/")]
 
 
 @pytest.mark.parametrize("count", [2, 6], ids=["of the parameters", "of the buffers"])
@@ -224,3 +227,46 @@ def test_a_model_that_stays_is_not_refused_for_one_that_was_stored_half(daemon: 
         other = nn.ModuleDict({"other": make(2)})
         memd_client.AdamW(other.named_parameters(), session=session)
         session.commit()
+
+
+def test_names_of_lists_are_memd_s_own(daemon: Daemon) -> None:
+    with dropped(memd_client.connect(daemon.address, job="names")) as session:
+        with pytest.raises(memd_client.InvalidArgument, match="@offload/ are memd's own"):
+            session.put("@offload/config", torch.ones(1))
+        session.put("memd.offload.config", torch.ones(2))
+        memd_client.offload(make(2), session)
+        assert torch.equal(session.get("memd.offload.config"), torch.ones(2))
+
+
+def test_a_parameter_may_be_named_as_a_list(daemon: Daemon) -> None:
+    for _ in range(2):
+        with memd_client.connect(daemon.address, job="parameter") as session:
+            parameter = nn.Parameter(torch.ones(3))
+            memd_client.AdamW([("@offload/1.0", parameter)], session=session)
+    with dropped(memd_client.connect(daemon.address, job="parameter")) as session:
+        assert torch.equal(session.get("@offload/1.0"), torch.ones(3))
+
+
+UNREADABLE = {
+    "another dtype": torch.ones(3),
+    "a scalar": torch.tensor(49, dtype=torch.uint8),
+    "no text": torch.full((4,), 255, dtype=torch.uint8),
+    "too deep": torch.full((100_000,), ord("["), dtype=torch.uint8),
+    "no list": torch.tensor(list(b'{"a": 1}'), dtype=torch.uint8),
+    "no names": torch.tensor(list(b"[[]]"), dtype=torch.uint8),
+}
+
+
+@pytest.mark.parametrize("data", UNREADABLE.values(), ids=UNREADABLE)
+def test_a_list_that_cannot_be_read_is_named(
+    daemon: Daemon, data: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with memd_client.connect(daemon.address, job="unreadable") as session:
+        monkeypatch.setattr(blobs, "_OWN_PREFIXES", ("another",))
+        session.put("@offload/9.9", data)
+    with dropped(memd_client.connect(daemon.address, job="unreadable")) as session:
+        with pytest.raises(memd_client.MemdError, match=r"'@offload/9\.9' should list"):
+            memd_client.offload(make(2), session)
+        assert list_names(session) == ["@offload/9.9"]
+        session.delete("@offload/9.9")
+        assert_same_state(memd_client.offload(make(2), session), make(2))
