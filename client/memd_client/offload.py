@@ -127,6 +127,8 @@ def offload(
                 job.mark_written()
         stored = buffers.exchange(job)
         job.sync_if_needed()
+    if new_names or buffers.new_names:
+        job.sync()  # on disk too they count from here on
 
     job.held_names.claim(stored_names)
 
