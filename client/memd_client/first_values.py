@@ -1,14 +1,15 @@
 """Values that `offload` stores for the first time: all of them count, or none.
 
 The daemon keeps a value when its lease ends, also if the trainer is killed then. So a *list*, a
-blob, names them until all are durable. Who finds the list of a session that is gone takes what it
-names for unwritten: half a model would be refused as another one, and values of two trainers would
-be mixed.
+blob, names them until all are durable. A session that finds the list of one that is gone takes what
+it names for unwritten: half a model would be refused as another one, and values of two trainers
+would be mixed.
 
-Who cannot know whether the session of a list is gone, because others are attached, stores nothing
-and reads nothing. A list is declared before anything else is looked at and written after that, so
-of two sessions that begin at the same moment one sees the other. Hence no session stores its values
-while the list of another one stands, and no list names what another session has stored.
+While others are attached, nobody can know whether the session of a list is gone: offload() then
+stores nothing and reads nothing. A list is declared before anything else is looked at and written
+after that, so of two sessions that begin at the same moment one sees the other. Hence no session
+stores its values while the list of another one stands, and no list names what another session has
+stored.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A lease for writing changes its shard when it ends, and the daemon keeps that when the trainer dies.
 So new values are put beside the old ones first, as blobs. The commit that makes the *plan* durable,
 which is written last, is the moment from which they count. Then they are copied to their shards.
-Who finds values without a plan forgets them, and who finds a plan finishes it, before anybody uses
-a parameter (docs/decisions/safetensors.md).
+A session that finds values without a plan forgets them. One that finds a plan finishes it, before
+anybody uses a parameter (docs/decisions/safetensors.md).
 """
 
 from __future__ import annotations

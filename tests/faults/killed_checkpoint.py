@@ -50,7 +50,7 @@ def values_of(state: dict[str, torch.Tensor]) -> dict[str, bytes]:
 
 
 def seed_of(state: dict[str, torch.Tensor]) -> int:
-    """Whose values these are; 0 for a mixture."""
+    """The writer of these values; 0 for a mixture."""
     found = values_of(state)
     return next((seed for seed in (OLD, NEW) if found == values_of(Model(seed).state_dict())), 0)
 
@@ -157,7 +157,7 @@ def options(path: Path) -> dict[str, Any]:
 
 
 def written(path: Path) -> int:
-    """Whose values a reader finds; -1: nothing."""
+    """The writer of the values that a reader finds; -1: nothing."""
     if path.suffix:
         files = [path] if path.exists() else []
     else:

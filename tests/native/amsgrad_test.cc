@@ -78,7 +78,7 @@ class AmsgradTest : public ::testing::TestWithParam<std::pair<const char*, DType
     }
     return status;
   }
-  /// Of another size in each step: of most elements the maximum is not the last moment.
+  /// Gradients differ in size at each step, so most maxima are not the last moment.
   std::vector<float> gradient(uint64_t count) const {
     std::vector<float> values = numbers(count, seed_);
     for (float& value : values) value *= seed_ % 3 == 0 ? 1.0F : 0.1F;
@@ -107,7 +107,7 @@ class AmsgradTest : public ::testing::TestWithParam<std::pair<const char*, DType
     ASSERT_TRUE(written.is_ok()) << written.message();
   }
 
-  /// What is not read or zeroed is not zero by chance.
+  /// Memory that a task neither reads nor zeroes is not zero by chance.
   void dirty_private_memory() {
     JobMemory& memory = *heart_->job(session_).memory();
     while (memory.grow_private()) {

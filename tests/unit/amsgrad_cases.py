@@ -437,7 +437,7 @@ class TestAmsgrad:
                 del model.spare
                 model.register_parameter("spare", nn.Parameter(torch.empty(0)))
                 memd_client.offload(model, session)
-                # What a resumed job has decides, not the setting of a new optimizer.
+                # The resumed job decides, not the setting of a new optimizer.
                 optimizer = memd_client.AdamW(model.named_parameters(), lr=0.01, amsgrad=not first)
                 switch(optimizer, amsgrad=True)
                 train_one_step(model, optimizer, first)

@@ -1,5 +1,5 @@
-"""What must hold of optimizers that step inside backward, as in torch's recipe with one optimizer
-for each parameter, whoever serves them: run as client_cases.py is."""
+"""Optimizers that step inside backward, as in torch's recipe with one optimizer for each parameter:
+cases for the fake and for a real daemon, run as those of client_cases.py are."""
 
 from __future__ import annotations
 

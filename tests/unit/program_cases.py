@@ -237,7 +237,7 @@ def a_parameter_is_made_of_the_data(run: Run) -> None:
     run.note(nn.Parameter(run.weight.data))
 
 
-# What shared memory with a parameter before it was offloaded.
+# Tensors that shared memory with a parameter before it was offloaded.
 @equal
 def a_state_dict_from_before_follows(run: Run) -> None:
     state = run.model.state_dict()

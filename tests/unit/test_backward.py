@@ -1,4 +1,4 @@
-"""Where a backward ends, and how."""
+"""The end of a backward: its place, and whether it raised."""
 
 from __future__ import annotations
 
