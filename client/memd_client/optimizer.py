@@ -237,8 +237,7 @@ class Adam(torch.optim.Optimizer):
                 if float(getattr(self, "found_inf", None) or 0.0):
                     self._only_transaction().skip()
                 else:
-                    self._unscale(getattr(self, "grad_scale", None))
-                    self._step()
+                    self._step(getattr(self, "grad_scale", None))
         except BaseException:
             # A GradScaler deletes it after a step, and multiplies by one that is left over.
             vars(self).pop("grad_scale", None)
@@ -400,13 +399,6 @@ class Adam(torch.optim.Optimizer):
             "parameter; save state_dict(), and load it into an optimizer of the copied model"
         )
 
-    def _unscale(self, scale: torch.Tensor | None) -> None:
-        """Divides gradients by the scale of a GradScaler, as torch's fused kernel does."""
-        if scale is not None:
-            for target in self._in_order():
-                if target.has_gradient:
-                    target.unscale(scale)
-
     def _take_pending(self) -> None:
         """A hook that was registered before memd's runs before it, and autograd has the gradient
         still."""
@@ -445,7 +437,8 @@ class Adam(torch.optim.Optimizer):
                 )
                 return
 
-    def _step(self) -> None:
+    def _step(self, scale: torch.Tensor | None) -> None:
+        """`scale`: of a GradScaler. It divides gradients by it, as torch's fused kernel does."""
         self._take_pending()
         groups: list[session_pb2.StepGroup] = []
         updated: list[Target] = []
@@ -458,9 +451,6 @@ class Adam(torch.optim.Optimizer):
             decisions.append((targets, bool(group["amsgrad"])))
             empty += [target for target in targets if not target.is_stored]
             stored = [target for target in targets if target.is_stored]
-            for target in stored:
-                if isinstance(target, StreamedTarget):
-                    target.put_zeros()
             if stored:
                 refuse_group(group, self._only_transaction().job)
                 shard_ids = [target.shard.shard_id for target in stored]
@@ -475,19 +465,23 @@ class Adam(torch.optim.Optimizer):
         self._refuse_changed_state()
         defer_interrupts()
         end_interrupted_calls()
-        for target in updated:
-            if isinstance(target, StreamedTarget):
-                target.follow_assigned()
         self._look_again()
 
-        def decide() -> None:
+        def prepare() -> None:
             for targets, amsgrad in decisions:
                 decide_maximum(targets, amsgrad=amsgrad, tier=self._tier, job=transaction.job)
+            # Their leases would settle the step before, so not ahead of the transaction.
+            for target in updated:
+                if isinstance(target, StreamedTarget):
+                    target.put_zeros()
+                    target.follow_assigned()
+                if scale is not None:
+                    target.unscale(scale)
 
         transaction.step(
             groups,
             updated + empty,
-            prepare=decide,
+            prepare=prepare,
             refuse_orphans=partial(_refuse_orphans, transaction.job),
         )
 

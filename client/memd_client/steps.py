@@ -362,6 +362,14 @@ class Steps:
             return retold(error, f"{what} was not acknowledged: {error}")
         return retold(error, f"{what} was not committed, its gradients are as they were: {error}")
 
+    def _learned_late(self) -> MemdError:
+        return MemdError(
+            f"job {self._job!r}: step {self._committed_step}, whose outcome was not known, is "
+            "committed, and the new values of parameters that stay in this process are in place "
+            "only now; what was computed with the old ones is out of date: call zero_grad(), and "
+            "go on with the next batch"
+        )
+
     def _note_raised(self, step: _StepInFlight) -> None:
         step.was_raised = True
         self._raised = set(step.step.targets)
@@ -401,13 +409,20 @@ class Steps:
         return step is not None and not step.is_committed
 
     def settle_for_lease(self, shard: Shard | None = None, reason: int = STALL_STEP) -> None:
-        """As `settle`; counts as a wait for leases."""
+        """As `settle`; counts as a wait for leases.
+
+        Raises:
+            MemdError: also once if values that stay in this process are new since then, and an
+                earlier call has raised for that step. Its caller went on with the old ones.
+        """
         if self._in_flight is not None:
             began = time.perf_counter()
             try:
-                self.settle(shard, reason, for_lease=True)
+                late = self.settle(shard, reason, for_lease=True)
             finally:
                 self._lease_wait_seconds += time.perf_counter() - began
+            if late is not None and any(target.stays for target in late.targets.values()):
+                raise self._learned_late()
 
     def note_unreachable(self, error: DaemonUnavailable) -> None:
         """A lease has waited for a daemon as long as it may. Raises if a step is in flight, whose

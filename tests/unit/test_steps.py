@@ -188,6 +188,49 @@ class TestUnknownOutcome:
         pair.expect_the_same(1)
         del view
 
+    def half(self, daemon: FakeDaemon, session: Session) -> tuple[Mlp, memd_client.AdamW]:
+        """A model of which the second layer is offloaded, after a step without an answer."""
+        model = build(Mlp)
+        assert isinstance(model, Mlp)
+        memd_client.offload(model.second, session)
+        optimizer = memd_client.AdamW(model.named_parameters(), lr=1e-2)
+        loss_of(model).backward()
+        daemon.lost_answers.append(lost())
+        with pytest.raises(memd_client.DaemonUnavailable, match="not known"):
+            optimizer.step()
+        return model, optimizer
+
+    def test_a_lease_that_learns_of_new_values_that_stay_says_so_once(
+        self, daemon: FakeDaemon, session: Session
+    ) -> None:
+        model, optimizer = self.half(daemon, session)
+        optimizer.zero_grad()
+        with pytest.raises(
+            memd_client.MemdError, match=r"step 1, whose outcome.*is committed.*zero_grad\(\)"
+        ):
+            loss_of(model, 1)  # its first layer has computed with the values before the step
+        twin = build(Mlp)
+        torchs = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
+        loss_of(twin).backward()
+        torchs.step()
+        for its, kind in ((model, optimizer), (twin, torchs)):
+            kind.zero_grad()
+            loss_of(its, 1).backward()
+            kind.step()
+        assert session.committed_step == 2
+        assert_same_state(model, twin)
+
+    def test_gradients_from_before_a_step_are_refused_though_zeros_have_to_be_stored(
+        self, daemon: FakeDaemon, session: Session
+    ) -> None:
+        """Zeros come into memd under a lease, which would be the first to learn of the step."""
+        model, optimizer = self.half(daemon, session)
+        model.zero_grad(set_to_none=False)
+        model.first(batch(model, 1)).square().mean().backward()  # with the values before the step
+        with pytest.raises(memd_client.InvalidArgument, match="computed with the values from"):
+            optimizer.step()
+        assert session.committed_step == 1
+
     def test_what_is_tracked_is_stored_once(self, daemon: FakeDaemon, session: Session) -> None:
         kept = Kept(1)
         pair = Pair(session)
