@@ -117,6 +117,7 @@ class GradientSlot:
         # A step took the gradient, and nobody has dropped it since: plain PyTorch would have it.
         self._taken = False
         self._are_zeros_due = False  # the gradient is zero, and not in the slot yet
+        self._is_zero = False  # it is in the slot, and nobody has changed it since zero_grad()
         self._is_unscaled = False
         # The tensor that `p.grad` returned, which is returned again for as long as somebody holds
         # it or a view of it, and the bytes that they show.
@@ -144,6 +145,11 @@ class GradientSlot:
         return self._are_zeros_due
 
     @property
+    def has_come(self) -> bool:
+        """There is one, and it is not only the zeros of `zero_grad(set_to_none=False)`."""
+        return self._present and not self._is_zero
+
+    @property
     def is_sealed(self) -> bool:
         """An open step has it."""
         return self._job.steps.open.is_sealed(self._shard)
@@ -168,13 +174,13 @@ class GradientSlot:
                 "torch.autograd.grad(..., create_graph=True)"
             )
         with self._lock:
-            is_first = not self._present
-            if is_first:
-                # With zeros, so that -0.0 becomes 0.0 as in torch.
-                self._overwrite(gradient + 0.0 if self._are_zeros_due else gradient, leases)
-            else:
+            is_first = not self.has_come
+            if self._present:
                 self.change(leases).add_(gradient)
                 self.show_in_assigned(leases)
+            else:
+                # With zeros, so that -0.0 becomes 0.0 as in torch.
+                self._overwrite(gradient + 0.0 if self._are_zeros_due else gradient, leases)
             leases.gradient_order.came(self, is_first=is_first)
 
     @torch.no_grad()
@@ -214,6 +220,7 @@ class GradientSlot:
                     )
                 found.note_taken()
                 leases.overwrite_gradient(self._shard, gradient)
+                self._is_zero = False
             if changes:
                 found.leave()
 
@@ -221,7 +228,7 @@ class GradientSlot:
         """The gradient has changed: the tensor that was assigned has the same value."""
         with self._lock:
             if self._assigned is not None and self._present:
-                self._assigned.show(self.tensor(leases))
+                self._assigned.show(self._leased(leases))
 
     @torch.no_grad()
     def set_to_zero(self) -> None:
@@ -232,7 +239,7 @@ class GradientSlot:
                 leases = self._job.gradient_leases_of(self._shard)
                 self.change(leases).zero_()
                 self.show_in_assigned(leases)
-                self._is_unscaled = False
+                self._is_unscaled, self._is_zero = False, True
             elif self._taken:
                 self._are_zeros_due = True
             self._taken = False
@@ -244,6 +251,7 @@ class GradientSlot:
             if self._are_zeros_due:
                 leases = self._job.gradient_leases_of(self._shard)
                 self._overwrite(torch.zeros(self._shard.shape, dtype=self._shard.dtype), leases)
+                self._is_zero = True
 
     def unscale(self, scale: torch.Tensor, leases: Leases) -> None:
         """Divides it by `scale`, unless that was done since it came."""
@@ -285,7 +293,14 @@ class GradientSlot:
         return self.tensor(leases)
 
     def tensor(self, leases: Leases) -> torch.Tensor:
-        """The gradient itself, under a lease for writing. Only while `present`."""
+        """The gradient itself, to be changed. Only while `present`."""
+        with self._lock:
+            gradient = self._leased(leases)
+            self._is_zero = False
+            return gradient
+
+    def _leased(self, leases: Leases) -> torch.Tensor:
+        """The gradient itself, under a lease for writing."""
         with self._lock:
             self.put_zeros()
             storage = self._storage() if self._storage is not None else None
@@ -303,7 +318,7 @@ class GradientSlot:
             self.put_zeros()
             self.follow_assigned(leases)
             if self._storage is not None and self._storage() is not None:
-                return self.tensor(leases)
+                return self._leased(leases)
             return leases.gradient(self._shard, MODE_READ)
 
     def refuse_if_in_use(self, what: str) -> None:
@@ -362,7 +377,7 @@ class GradientSlot:
         """There is none any more."""
         with self._lock:
             self._end_shown()
-            self._present = self._are_zeros_due = False
+            self._present = self._are_zeros_due = self._is_zero = False
             self._assigned = None
 
     def take_back(self) -> None:
@@ -378,7 +393,7 @@ class GradientSlot:
     def _overwrite(self, gradient: torch.Tensor, leases: Leases) -> None:
         leases.overwrite_gradient(self._shard, gradient)
         self._present, self._are_zeros_due = True, False
-        self._is_unscaled = False
+        self._is_unscaled = self._is_zero = False
 
     def _check(self, gradient: torch.Tensor) -> None:
         if gradient.layout is not torch.strided:

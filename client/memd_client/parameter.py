@@ -217,7 +217,7 @@ def take_gradient(parameter: torch.Tensor) -> None:
             return
         _autograds.__set__(parameter, None)
     job, shard, slot, early = entry.job, entry.shard, entry.gradient, entry.early
-    if early is not None and slot.present and not slot.are_zeros_due:
+    if early is not None and slot.has_come:
         early.refuse_second(job, shard)
     leases = job.gradient_leases_of(shard)
     slot.accumulate(gradient, leases)

@@ -151,6 +151,29 @@ class TestStepInBackward:
         assert session.committed_step == 2
         assert_same_state(model, reference)
 
+    @pytest.mark.parametrize("has_stepped", [True, False])
+    def test_zeros_that_somebody_has_looked_at_are_no_first_gradient(
+        self, mlp: tuple[Mlp, Mlp], session: Session, *, has_stepped: bool
+    ) -> None:
+        model, reference = mlp
+        optimizer, expected = early(model), plain(reference)
+        for each, its in ((model, optimizer), (reference, expected)):
+            for index in range(3):
+                loss_of(each, index).backward()
+                if has_stepped:
+                    its.step()
+                its.zero_grad(set_to_none=False)
+                for parameter in each.parameters():
+                    assert parameter.grad is not None
+                    assert not parameter.grad.any()
+            loss_of(each, 3).backward()
+            its.step()
+        assert session.committed_step == (4 if has_stepped else 1)
+        assert_same_state(model, reference)
+        loss_of(model, 4).backward()
+        with pytest.raises(memd_client.InvalidArgument, match="second gradient of"):
+            loss_of(model, 5).backward()
+
     def test_a_backward_that_fails_half_way_is_done_again_after_zero_grad(
         self, mlp: tuple[Mlp, Mlp], session: Session
     ) -> None:
