@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from memd_client.errors import InvalidArgument, NotYet
+from memd_client.errors import InvalidArgument, MemdError, NotYet
 from memd_client.gradients import GradientSlot
 from memd_client.hidden import hide, show
 from memd_client.identity import ByIdentity
@@ -299,7 +299,19 @@ class ResidentTarget(StatefulTarget):
         """Nothing to take: `seal` compares all bytes."""
 
     def refuse_writes(self) -> None:
-        """Never: the loop may do with its own memory what it likes."""
+        """The step has the gradient, and its new value would come over what was written since."""
+        parameter = self._parameter()
+        if parameter is None:
+            return
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            is_written = _restore(parameter, self._job.leases.value(self._shard))
+        if is_written:
+            raise MemdError(
+                f"job {self._job.name!r}: parameter {self._shard.name!r} was written through a "
+                "tensor that shares its memory (.data, detach() or a view) after step() and before "
+                "its update was made, and the change is lost; write when backward has ended, or "
+                "after commit() where that closes the step"
+            )
 
     def hold_still(self, held: ExitStack) -> None:
         """Nothing to hold: the parameter is the user's own."""
@@ -588,6 +600,14 @@ def decide_maximum(
         job.declare(_updated_specs(shards, tier, keeps_maximum=amsgrad))
     for target in others:
         target.note_maximum(keeps_maximum=amsgrad)
+
+
+def _restore(parameter: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the parameter had another value than this one, which it has now."""
+    if is_same_bits(value, parameter):
+        return False
+    parameter.copy_(value)
+    return True
 
 
 def _is_empty(parameter: torch.Tensor) -> bool:

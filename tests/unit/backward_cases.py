@@ -375,6 +375,28 @@ class TestStepsCalledInBackward:
         if stays:
             assert all(type(parameter) is nn.Parameter for parameter in recipes[0].optimizers)
 
+    @pytest.mark.parametrize("view", [torch.Tensor.detach, lambda p: p.data])
+    def test_a_view_of_a_parameter_that_stays_cannot_be_written_between_its_step_and_the_end(
+        self, session: Session, view: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        recipes = twins(session, stays=True)
+        views = {id(each): view(each) for each in recipes[0].model.parameters()}
+
+        def write(parameter: torch.Tensor) -> None:
+            views[id(parameter)].mul_(0.5)
+
+        hook(list(recipes[0].model.parameters())[:1], write)
+        with pytest.raises(
+            memd_client.MemdError, match=r"parameter .* was written through .*change is lost"
+        ):
+            loss_of(recipes[0].model).backward()
+        assert session.committed_step == 0
+        _handles.pop().remove()
+        recipes[0].zero_grad()
+        train(recipes, 2)
+        assert session.committed_step == 2
+        assert_same_state(recipes[0].model, recipes[1].model)
+
     def test_a_module_that_is_used_in_two_reentrant_checkpoints_is_refused(
         self, session: Session
     ) -> None:

@@ -150,6 +150,27 @@ class TestCommit:
         session.close()
         assert torch.equal(model.weight, untrained.weight)
 
+    def test_a_view_of_a_parameter_that_stays_cannot_be_written_between_step_and_commit(
+        self, session: Session
+    ) -> None:
+        model, reference = mlp(), mlp()
+        optimizer = memd_client.AdamW(model.parameters(), lr=1e-2, session=session)
+        torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+        session.track(kept=Kept())
+        view = model.first.weight.detach()
+        for trained in (model, reference):
+            loss_of(trained).backward()
+        optimizer.step()
+        torchs.step()
+        view.mul_(0.5)
+        with pytest.raises(memd_client.MemdError, match=r"was written through .*change is lost"):
+            session.commit()
+        session.commit()
+        assert session.committed_step == 1
+        for parameter, value in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(parameter, value)
+        assert torch.equal(view, reference.first.weight)
+
     def test_a_second_step_over_new_gradients_waits_for_commit(self, session: Session) -> None:
         model = nn.Linear(3, 3)
         optimizer = memd_client.AdamW(model.parameters(), session=session)
