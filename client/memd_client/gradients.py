@@ -13,6 +13,7 @@ from memd_client.assigned import AssignedGradient
 from memd_client.errors import InvalidArgument, MemdError
 from memd_client.lazy import LazyTensor
 from memd_client.leases import MODE_READ, MODE_WRITE
+from memd_client.shared_gradient import SharedGradient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,6 +60,11 @@ class GradientBytes:
     @property
     def is_pinned(self) -> bool:
         return self._pinned is not None
+
+    @property
+    def slot(self) -> GradientSlot | None:
+        """The gradient that they are; None once that has ended."""
+        return self._slot[0] if self._slot is not None else None
 
     @contextmanager
     def using(self, *, writes: bool) -> Iterator[torch.Tensor]:
@@ -130,6 +136,7 @@ class GradientSlot:
         # itself, uses. There can be only one. torch keeps its Python object while it lives.
         self._storage: weakref.ref[torch.UntypedStorage] | None = None
         self._assigned: AssignedGradient | None = None
+        self._shared: SharedGradient | None = None  # with those of other parameters
 
     @property
     def shard(self) -> Shard:
@@ -191,8 +198,12 @@ class GradientSlot:
             self.refuse_if_in_use("p.grad = ...")
             self._end_shown()
             self._assigned = None
+            shared = _shared_by(gradient)
             self._overwrite(gradient, leases)
             self._taken = False
+            if shared is not None:
+                shared.join(self)
+                self._shared = shared
             if type(gradient) is torch.Tensor and not gradient.is_inference():
                 self._assigned = AssignedGradient(gradient)
 
@@ -218,9 +229,9 @@ class GradientSlot:
                         "it have both changed since, and are two in memd; change p.grad alone, or "
                         "assign the tensor again"
                     )
+                self._begin_change()
                 found.note_taken()
                 leases.overwrite_gradient(self._shard, gradient)
-                self._is_zero = False
             if changes:
                 found.leave()
 
@@ -241,6 +252,7 @@ class GradientSlot:
                 self.show_in_assigned(leases)
                 self._is_unscaled, self._is_zero = False, True
             elif self._taken:
+                self._begin_change()
                 self._are_zeros_due = True
             self._taken = False
 
@@ -286,6 +298,7 @@ class GradientSlot:
 
     def change(self, leases: Leases) -> torch.Tensor:
         """As `tensor`, to change in place what `p.grad` shows."""
+        self._begin_change()
         self.follow_assigned(leases, changes=True)
         shown = self._shown() if self._shown is not None else None
         if shown is not None:
@@ -296,8 +309,27 @@ class GradientSlot:
         """The gradient itself, to be changed. Only while `present`."""
         with self._lock:
             gradient = self._leased(leases)
-            self._is_zero = False
+            self._begin_change()
             return gradient
+
+    def _begin_change(self) -> None:
+        """Before the gradient is changed in place."""
+        if self._shared is not None:
+            self._shared.refuse_change(self)
+        self._is_zero = False
+
+    def share(self) -> SharedGradient:
+        """Those that have its gradient, or will."""
+        with self._lock:
+            if self._shared is None:
+                self._shared = SharedGradient()
+                self._shared.join(self)
+            return self._shared
+
+    def _leave_shared(self) -> None:
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            shared.leave(self)
 
     def _leased(self, leases: Leases) -> torch.Tensor:
         """The gradient itself, under a lease for writing."""
@@ -349,6 +381,7 @@ class GradientSlot:
                 self.refuse_if_in_use(what)
             was_present = self._present
             self.forget()
+            self._leave_shared()
             self._taken = False
             return was_present
 
@@ -391,6 +424,7 @@ class GradientSlot:
         self._taken = self._are_zeros_due = False
 
     def _overwrite(self, gradient: torch.Tensor, leases: Leases) -> None:
+        self._leave_shared()
         leases.overwrite_gradient(self._shard, gradient)
         self._present, self._are_zeros_due = True, False
         self._is_unscaled = self._is_zero = False
@@ -407,3 +441,10 @@ class GradientSlot:
                 f"parameter: {list(gradient.shape)} {gradient.dtype}, {list(self._shard.shape)} "
                 f"{self._shard.dtype}"
             )
+
+
+def _shared_by(gradient: torch.Tensor) -> SharedGradient | None:
+    """For `p.grad = gradient`, which is the gradient of another parameter, or a view of it."""
+    source = gradient.source if isinstance(gradient, LazyTensor) else None
+    slot = source.slot if isinstance(source, GradientBytes) else None
+    return slot.share() if slot is not None else None

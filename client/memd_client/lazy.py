@@ -118,6 +118,11 @@ class LazyTensor(torch.Tensor):
         increment_version(self)
 
     @property
+    def source(self) -> Source:
+        """The bytes that it shows."""
+        return self._source
+
+    @property
     def has_ended(self) -> bool:
         """Its memory is nobody else's: see `Source`."""
         return self._source.has_ended

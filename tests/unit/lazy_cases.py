@@ -253,6 +253,47 @@ class TestLazyGradients:
         assert_same_gradients(model, reference)
         assert leases_held(session) == 0
 
+    def test_one_that_is_assigned_to_another_parameter_is_that_one_until_one_changes(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        model, reference = mlp
+        optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+        expected = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+
+        def assign(module: Mlp, index: int) -> None:
+            loss_of(module, index).backward()
+            module.first.bias.grad = gradient_of(module.second.weight)[0]
+
+        for module, its in ((model, optimizer), (reference, expected)):
+            for index in range(2):
+                assign(module, index)
+                its.step()
+                its.zero_grad()
+        assert_same_state(model, reference)
+        bias, weight = model.first.bias, model.second.weight
+        changes: list[Callable[[], object]] = [
+            lambda: gradient_of(bias).mul_(2),
+            lambda: gradient_of(weight).mul_(2),
+            lambda: loss_of(model).backward(),
+            lambda: optimizer.zero_grad(set_to_none=False),
+            lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+        ]
+        for change in changes:
+            assign(model, 2)
+            with pytest.raises(
+                memd_client.MemdError, match=r"gradients of '.*' and '.*' are one.*clone\(\)"
+            ):
+                change()
+            optimizer.zero_grad()
+        for module, its in ((model, optimizer), (reference, expected)):
+            assign(module, 3)
+            module.second.weight.grad = None
+            gradient_of(module.first.bias).mul_(2)
+            its.step()
+            its.zero_grad()
+        assert_same_state(model, reference)
+        assert leases_held(session) == 0
+
     def test_it_can_be_changed_inside_and_outside_of_inference_mode(
         self, mlp: tuple[Mlp, Mlp], session: Session
     ) -> None:

@@ -51,6 +51,7 @@ CLIENT_LAYERS = (
         "early",
         "storage_uses",
         "assigned",
+        "shared_gradient",
         "gradients",
         "hole",
         "casts",
