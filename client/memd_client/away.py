@@ -35,6 +35,7 @@ from memd_client.parameter import (
     streamed,
 )
 from memd_client.saved_tensors import saving_by_name
+from memd_client.stored_parameter import StoredParameter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -74,17 +75,10 @@ _RUNNING_MEAN: dict[Any, int] = {
 }
 
 
-class AwayParameter(nn.Parameter):
+class AwayParameter(StoredParameter):
     """A parameter whose bytes are in memd. It answers questions about metadata at once; anything
     else fetches the bytes for the call.
     """
-
-    # torch's stub has no types here.
-    def __new__(  # type: ignore[misc]
-        cls, data: torch.Tensor | None = None, requires_grad: bool = True
-    ) -> nn.Parameter:
-        """`type(parameter)(data)` makes an ordinary one, as it does of an `nn.Parameter`."""
-        return nn.Parameter(data, requires_grad)  # type: ignore[arg-type]
 
     @classmethod
     @untraced

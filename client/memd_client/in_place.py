@@ -19,6 +19,7 @@ from memd_client.away import AwayParameter
 from memd_client.dynamo import traced_if_inlined
 from memd_client.parameter import detached, entry_of, get_gradient, set_gradient
 from memd_client.residency import this_thread
+from memd_client.stored_parameter import StoredParameter
 
 _data: Any = torch._C.TensorBase.data
 _detach: Any = torch._C.TensorBase.detach
@@ -36,15 +37,8 @@ class _TorchFunction:
         return AwayParameter.__torch_function__
 
 
-class InPlaceParameter(nn.Parameter):
+class InPlaceParameter(StoredParameter):
     """A parameter whose bytes are in place, for a module call or inside `gather()`."""
-
-    # torch's stub has no types here.
-    def __new__(  # type: ignore[misc]
-        cls, data: torch.Tensor | None = None, requires_grad: bool = True
-    ) -> nn.Parameter:
-        """`type(parameter)(data)` makes an ordinary one, as it does of an `nn.Parameter`."""
-        return nn.Parameter(data, requires_grad)  # type: ignore[arg-type]
 
     __torch_function__ = _TorchFunction()
 

@@ -17,6 +17,7 @@ from memd_client.dynamo import untraced
 from memd_client.hole import allowing_metadata
 from memd_client.interrupts import call_user
 from memd_client.metadata import asks_for_metadata, attribute_of
+from memd_client.stored_parameter import StoredParameter
 from memd_client.unnamed import unnamed
 
 _detach: Any = torch._C.TensorBase.detach
@@ -24,15 +25,8 @@ _requires_grad: Any = torch._C.TensorBase.requires_grad
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 
 
-class UnnamedParameter(nn.Parameter):
+class UnnamedParameter(StoredParameter):
     """A parameter that `init` has built, while its bytes are in memd. It has no gradient."""
-
-    # torch's stub has no types here.
-    def __new__(  # type: ignore[misc]
-        cls, data: torch.Tensor | None = None, requires_grad: bool = True
-    ) -> nn.Parameter:
-        """`type(parameter)(data)` makes an ordinary one, as it does of an `nn.Parameter`."""
-        return nn.Parameter(data, requires_grad)  # type: ignore[arg-type]
 
     @classmethod
     @untraced
