@@ -24,14 +24,12 @@ import torch
 from memd_client.errors import InvalidArgument, MemdError, UnknownName
 from memd_client.leases import MODE_OVERWRITE
 from memd_client.shard import Shard, shard_spec
-from memd_proto.v1 import job_pb2, session_pb2, types_pb2
+from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from memd_client.calls import ControlPlane
-    from memd_client.leases import Leases
-    from memd_client.registry import ShardRegistry
+    from memd_client.job_store import JobStore
 
 OFFLOAD_PREFIX = "@offload/"
 
@@ -39,20 +37,9 @@ OFFLOAD_PREFIX = "@offload/"
 class FirstValues:
     """The values of one session's job that are stored for the first time. One thread at a time."""
 
-    def __init__(
-        self,
-        *,
-        job: str,
-        session_id: int,
-        control: ControlPlane,
-        shards: ShardRegistry,
-        leases: Leases | None,
-    ) -> None:
-        self._job = job
-        self._session_id = session_id
-        self._control = control
-        self._shards = shards
-        self._leases = leases
+    def __init__(self, store: JobStore) -> None:
+        self._job = store.job
+        self._store = store
         self._numbers = itertools.count()
         self._unfinished: set[str] = set()
         self._list_names: list[str] = []  # blobs that name them
@@ -66,9 +53,9 @@ class FirstValues:
         """
         shards = list(listed)
         lists = self._lists_of_others(shards)
-        if not lists or self._leases is None:
+        if not lists or self._store.leases is None:
             return
-        others = self._control.get_job(job_pb2.GetJobRequest(name=self._job)).job.session_count - 1
+        others = self._store.other_session_count()
         if others > 0:
             raise InvalidArgument(
                 f"job {self._job!r} has values that were not stored completely, and {others} other "
@@ -86,7 +73,7 @@ class FirstValues:
     def learn_again(self) -> None:
         """As `learn`. After values were declared: those that were written by then are complete, or
         some list has their names."""
-        self.learn(self._shards.list_all())
+        self.learn(self._store.shards.list_all())
 
     def is_unfinished(self, name: str) -> bool:
         """Whether the value that the job has of it does not count."""
@@ -112,7 +99,7 @@ class FirstValues:
         old, names = list(self._list_names), self._unfinished | new
         data = _encoded(names)
         shard = self._declare_list(data)
-        listed = list(self._shards.list_all())
+        listed = list(self._store.shards.list_all())
         stored = {each.spec.name for each in listed if each.written} & new - self._unfinished
         if stored or self._lists_of_others(listed):
             self._delete([shard.name])
@@ -144,9 +131,9 @@ class FirstValues:
     def _names_in(self, listed: types_pb2.Shard) -> list[str]:
         if not listed.written:
             return []  # nor was any value
-        assert self._leases is not None
+        assert self._store.leases is not None
         try:
-            data = self._leases.read(Shard.of(listed))
+            data = self._store.leases.read(Shard.of(listed))
         except UnknownName:
             return []  # its session has finished, and gone, since it was listed
         names = _decoded(data)
@@ -161,29 +148,26 @@ class FirstValues:
 
     def _declare_list(self, data: torch.Tensor) -> Shard:
         # A daemon that was restarted counts its sessions anew.
-        names = (f"{OFFLOAD_PREFIX}{self._session_id}.{number}" for number in self._numbers)
+        names = (f"{OFFLOAD_PREFIX}{self._store.session_id}.{number}" for number in self._numbers)
         spec = shard_spec(
             next(name for name in names if name not in self._list_names),
             kind=types_pb2.SHARD_KIND_BLOB,
             dtype=torch.uint8,
             shape=data.shape,
         )
-        (declared,) = self._shards.declare([spec])
+        (declared,) = self._store.shards.declare([spec])
         self._list_names.append(spec.name)
         return Shard.of(declared)
 
     def _write_list(self, shard: Shard, data: torch.Tensor) -> None:
-        assert self._leases is not None  # of a session that stores values
-        self._leases.value(shard, MODE_OVERWRITE).copy_(data)
+        assert self._store.leases is not None  # of a session that stores values
+        self._store.leases.value(shard, MODE_OVERWRITE).copy_(data)
 
     def _delete(self, names: list[str]) -> None:
         if names:
-            request = session_pb2.DeleteRequest(session_id=self._session_id, names=names)
-            self._control.delete(request)
+            self._store.delete(names)
             # Not before: if it fails, whoever calls again deletes them.
             self._list_names = [name for name in self._list_names if name not in names]
-            for name in names:
-                self._shards.forget(name)
 
 
 def _encoded(names: Iterable[str]) -> torch.Tensor:

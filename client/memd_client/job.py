@@ -8,6 +8,7 @@ from weakref import WeakMethod
 from memd_client.errors import InvalidArgument, MemdError
 from memd_client.first_values import FirstValues
 from memd_client.held_names import HeldNames
+from memd_client.job_store import JobStore
 from memd_client.process import OwnProcess
 from memd_client.registry import ShardRegistry
 from memd_client.retry import AtOnce
@@ -89,22 +90,18 @@ class Job:
             durable_step=attached.durable_step,
             leases=leases,
         )
-        staged = StagedValues(
-            job=name,
-            session_id=attached.session_id,
-            control=control,
-            shards=self._shards,
-            steps=self._steps,
-            leases=leases,
-        )
-        first_values = FirstValues(
+        store = JobStore(
             job=name,
             session_id=attached.session_id,
             control=control,
             shards=self._shards,
             leases=leases,
         )
-        self._held_names = HeldNames(name, staged.list_settled, first_values=first_values)
+        self._held_names = HeldNames(
+            name,
+            StagedValues(store, self._steps).list_settled,
+            first_values=FirstValues(store),
+        )
         if leases is not None:
             leases.follow_steps(self._steps)
 

@@ -13,6 +13,7 @@ from memd_client.checkpoint_files import CheckpointFiles, listed
 from memd_client.dynamo import untraced
 from memd_client.errors import InvalidArgument, MemdError, retold
 from memd_client.interrupts import defer_interrupts, safe_point
+from memd_client.job_store import JobStore
 from memd_client.model_tensors import model_tensors, refuse_copies
 from memd_client.overlaps import overlaps_itself
 from memd_client.staged_values import StagedValues
@@ -91,14 +92,14 @@ def load_safetensors(
         _refuse_unwritable([source.target for source in sources])
         places = _Places(session, [source.target for source in sources])
         stored = [source for source in sources if source.target.size_bytes]
-        staged = StagedValues(
+        store = JobStore(
             job=job.name,
             session_id=job.session_id,
             control=job.control,
             shards=job.shards,
-            steps=job.steps,
             leases=job.leases,
         )
+        staged = StagedValues(store, job.steps)
 
         def take(value: StagedValue, shard: Shard | None, data: torch.Tensor) -> None:
             places.take(value, shard, data, staged)

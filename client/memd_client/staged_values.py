@@ -23,14 +23,12 @@ from memd_client.interrupts import safe_point
 from memd_client.leases import MODE_OVERWRITE, MODE_READ
 from memd_client.shard import Shard, shard_spec
 from memd_client.sizes import format_size
-from memd_proto.v1 import job_pb2, session_pb2, types_pb2
+from memd_proto.v1 import session_pb2, types_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from memd_client.calls import ControlPlane
-    from memd_client.leases import Leases
-    from memd_client.registry import ShardRegistry
+    from memd_client.job_store import JobStore
     from memd_client.steps import Steps
 
     # Takes the bytes of a staged value, and the shard in the job that gets them.
@@ -46,7 +44,6 @@ _ROOM_BYTES = 1 << 20  # of one: it must fit into the job's host memory
 # So many bytes of values one commit moves to their shards; the extents of the old ones are free
 # then.
 _COMMIT_BYTES = 64 << 20
-_NAMES_IN_CALL = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,31 +60,19 @@ class StagedValues:
     """The staged values of one job, of which one session has the turn at a time. Any thread may
     call; it waits for the daemon."""
 
-    def __init__(
-        self,
-        *,
-        job: str,
-        session_id: int,
-        control: ControlPlane,
-        shards: ShardRegistry,
-        steps: Steps,
-        leases: Leases | None,
-    ) -> None:
-        self._job = job
-        self._session_id = session_id
-        self._control = control
-        self._shards = shards
+    def __init__(self, store: JobStore, steps: Steps) -> None:
+        self._job = store.job
+        self._store = store
         self._steps = steps
-        self._leases = leases
 
     def list_settled(self) -> Iterable[types_pb2.Shard]:
         """All shards of the job, with nothing staged: a load that broke off is finished, or
         forgotten. Before this session has parameters."""
-        listed = self._shards.list_all()
-        if self._leases is None or not any(_is_staged(shard) for shard in listed):
+        listed = self._store.shards.list_all()
+        if self._store.leases is None or not any(_is_staged(shard) for shard in listed):
             return listed
         with self.turn(self._take_in_job):
-            return [shard for shard in self._shards.list_all() if not _is_staged(shard)]
+            return [shard for shard in self._store.shards.list_all() if not _is_staged(shard)]
 
     @contextmanager
     def turn(self, take: Taking) -> Iterator[None]:
@@ -112,13 +97,12 @@ class StagedValues:
         finally:
             held.clear()
             with suppress(MemdError):
-                self._delete([_TURN])
+                self._store.delete([_TURN])
 
     def refuse_company(self) -> None:
         """Raises if other sessions are attached to the job: they would see some values before the
         others, and go on with them if this process is killed."""
-        answer = self._control.get_job(job_pb2.GetJobRequest(name=self._job))
-        others = answer.job.session_count - 1
+        others = self._store.other_session_count()
         if others > 0:
             raise InvalidArgument(
                 f"job {self._job!r} has {others} other sessions, which would see a load half-way; "
@@ -146,7 +130,7 @@ class StagedValues:
             _blob(f"{_ROOM}{index}", _ROOM_BYTES) for index in range(-(-room_bytes // _ROOM_BYTES))
         ]
         try:
-            declared = self._shards.declare(specs)
+            declared = self._store.shards.declare(specs)
         except MemdError as error:
             raise retold(
                 error,
@@ -162,13 +146,13 @@ class StagedValues:
         """From here on the values count, whoever is killed."""
         text = json.dumps([[value.name, value.size_bytes, value.target_id] for value in values])
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        (declared,) = self._shards.declare([_blob(_PLAN, data.numel())])
+        (declared,) = self._store.shards.declare([_blob(_PLAN, data.numel())])
         self._lease(Shard.of(declared), MODE_OVERWRITE).copy_(data)
         try:
             self._sync()
         except BaseException:
             with suppress(MemdError):
-                self._delete([_PLAN])
+                self._store.delete([_PLAN])
             raise
 
     def may_count(self) -> bool:
@@ -182,7 +166,7 @@ class StagedValues:
         """Gives `take` the bytes of each value that counts, and its shard; then forgets all. It may
         get one again that another process has taken before it was killed. No interrupt ends this
         half-way."""
-        listed = {shard.shard_id: shard for shard in self._shards.list_all()}
+        listed = {shard.shard_id: shard for shard in self._store.shards.list_all()}
         staged = {shard.spec.name: shard for shard in listed.values() if _is_staged(shard)}
         if _is_written(staged, _PLAN):
             rows = json.loads(self._lease(Shard.of(staged[_PLAN])).numpy().tobytes())
@@ -195,7 +179,7 @@ class StagedValues:
                     take(value, Shard.of(listed[target]) if target is not None else None, data)
                     del data
                 # One commit has the values in their shards, and not here.
-                self._delete([value.name for value in part])
+                self._store.delete([value.name for value in part])
                 self._sync()
             _log.info("job %r: %d loaded values are in place", self._job, len(values))
         if staged:
@@ -213,7 +197,7 @@ class StagedValues:
     def _take_turn(self) -> torch.Tensor:
         """A lease for writing, which one session has at a time, and none that is dead."""
         while True:
-            (declared,) = self._shards.declare([_blob(_TURN, 1)])
+            (declared,) = self._store.shards.declare([_blob(_TURN, 1)])
             try:
                 turn = self._lease(Shard.of(declared), MODE_OVERWRITE)
             except UnknownName:
@@ -225,32 +209,28 @@ class StagedValues:
                 ) from error
             if any(
                 shard.spec.name == _TURN and shard.shard_id == declared.shard_id
-                for shard in self._shards.list_all()
+                for shard in self._store.shards.list_all()
             ):
                 return turn
 
     def _forget(self) -> None:
         """The plan goes first: without it the values count for nobody."""
         names = [name for name in self._staged() if name != _TURN]
-        self._delete([name for name in names if name == _PLAN])
-        self._delete([name for name in names if name != _PLAN])
+        self._store.delete([name for name in names if name == _PLAN])
+        self._store.delete([name for name in names if name != _PLAN])
 
     def _staged(self) -> dict[str, types_pb2.Shard]:
-        return {shard.spec.name: shard for shard in self._shards.list_all() if _is_staged(shard)}
+        return {
+            shard.spec.name: shard for shard in self._store.shards.list_all() if _is_staged(shard)
+        }
 
     def _lease(self, shard: Shard, mode: int = MODE_READ) -> torch.Tensor:
-        assert self._leases is not None  # of a session that has the turn
-        return self._leases.value(shard, mode)
-
-    def _delete(self, names: Sequence[str]) -> None:
-        for first in range(0, len(names), _NAMES_IN_CALL):
-            part = names[first : first + _NAMES_IN_CALL]
-            self._control.delete(session_pb2.DeleteRequest(session_id=self._session_id, names=part))
-            for name in part:
-                self._shards.forget(name)
+        assert self._store.leases is not None  # of a session that has the turn
+        return self._store.leases.value(shard, mode)
 
     def _sync(self) -> None:
-        response = self._control.sync(session_pb2.SyncRequest(session_id=self._session_id))
+        request = session_pb2.SyncRequest(session_id=self._store.session_id)
+        response = self._store.control.sync(request)
         self._steps.note_sync(response.committed_step)
 
 

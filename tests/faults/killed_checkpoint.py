@@ -21,6 +21,7 @@ from torch import nn
 import memd_client
 from memd_client import staged_values
 from memd_client.checkpoint_files import CheckpointFile, CheckpointFiles
+from memd_client.job_store import JobStore
 from memd_client.leases import Leases
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def load(path: Path, at: int) -> int:
     killing = Killing(at)
     killing.around(CheckpointFile, "read")
     killing.around(Leases, "value")
-    killing.around(staged_values.StagedValues, "_delete")
+    killing.around(JobStore, "delete")
     killing.around(staged_values.StagedValues, "_sync")
     memd_client.load_safetensors(model, path, session)
     session.close()
@@ -137,7 +138,7 @@ def finish(at: int) -> int:
     """A session that finishes what a killed one has begun, and is killed at that."""
     killing = Killing(at)
     killing.around(Leases, "value")
-    killing.around(staged_values.StagedValues, "_delete")
+    killing.around(JobStore, "delete")
     killing.around(staged_values.StagedValues, "_sync")
     return look()
 

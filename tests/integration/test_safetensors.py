@@ -20,6 +20,7 @@ from torch.nn import functional
 
 import memd_client
 from memd_client.checkpoint_files import CheckpointFile
+from memd_client.job_store import JobStore
 from memd_client.residency import Residency
 from memd_client.staged_values import StagedValues
 
@@ -493,15 +494,15 @@ def test_whatever_breaks_off_a_load_that_counts_ends_the_session_s_steps(
 ) -> None:
     path = saved(Model(seed=1), tmp_path / "a.safetensors")
 
-    delete = StagedValues._delete
+    delete = JobStore.delete
 
     def fail(*_: object) -> None:
         raise error("it failed")
 
-    def keep(staged: StagedValues, names: Sequence[str]) -> None:
+    def keep(store: JobStore, names: Sequence[str]) -> None:
         if "@load/plan" in names:
             raise memd_client.DaemonUnavailable("it is gone")
-        delete(staged, names)
+        delete(store, names)
 
     session = memd_client.connect(daemon.address, job="broken-off", fresh=True)
     model = memd_client.offload(Model(), session)
@@ -514,7 +515,7 @@ def test_whatever_breaks_off_a_load_that_counts_ends_the_session_s_steps(
             patch.setattr(Residency, "write", fail)
         else:  # its outcome is unknown
             patch.setattr(StagedValues, "_sync", fail)
-            patch.setattr(StagedValues, "_delete", keep)
+            patch.setattr(JobStore, "delete", keep)
         kind = error if error is KeyboardInterrupt else memd_client.MemdError
         with pytest.raises(kind, match="it failed") as raised:
             memd_client.load_safetensors(model, path, session)

@@ -43,8 +43,9 @@ CLIENT_LAYERS = (
     *("shard", "calls", "retry", "attach", "temporary_folders", "embedded", "control", "reattach"),
     # One session's core.
     *("backward", "gradient_order", "leases", "tensor_streams", "registry"),
-    *("first_values", "held_names", "open_steps", "steps", "staged_values", "job"),
+    *("job_store", "first_values", "held_names", "open_steps", "steps", "staged_values", "job"),
     *("name_uses", "blobs", "adam_settings"),
+    "stored_parameter",
     *("metadata", "hidden", "lazy", "moments", "transaction", "module_names", "buffers"),
     # Offloaded parameters.
     *(
