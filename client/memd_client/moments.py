@@ -6,6 +6,7 @@ learn its form, or to load it where it came from. That takes no bytes.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from threading import RLock
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
@@ -82,6 +83,30 @@ class StateInMemd(dict[str, Any]):
             f"optimizer.state[parameter] has no {name!r}: states are in memd; read them in "
             "optimizer.state_dict()['state'], and change them by load_state_dict()"
         )
+
+
+class StatesInMemd(defaultdict[torch.Tensor, StateInMemd]):
+    """`optimizer.state`: it lists the parameters that torch's would, once they have a state."""
+
+    def __init__(self, *arguments: Any) -> None:
+        """`arguments`: as those of a defaultdict, whose `copy()` passes them."""
+        super().__init__(*(arguments or (StateInMemd,)))
+        self._shown: set[torch.Tensor] = set()
+
+    def __bool__(self) -> bool:
+        """True: torch's distributed checkpoint makes a step of an optimizer that has none, to make
+        its states. Here they are in memd from the beginning."""
+        return True
+
+    def show(self, parameter: torch.Tensor) -> None:
+        """It has a state from now on."""
+        self.setdefault(parameter, StateInMemd())
+        self._shown.add(parameter)
+
+    @property
+    def is_whole(self) -> bool:
+        """Nobody has removed what was shown."""
+        return self._shown <= self.keys()
 
 
 class MomentSet:

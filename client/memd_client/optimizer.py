@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -26,14 +26,14 @@ from memd_client.errors import InvalidArgument, NotYet
 from memd_client.interrupts import call_user, defer_interrupts
 from memd_client.module_hooks import end_interrupted_calls
 from memd_client.module_names import without_wrappers
-from memd_client.moments import StateInMemd
+from memd_client.moments import StatesInMemd
 from memd_client.parameter import StreamedParameter, streamed
 from memd_client.shard import MAXIMUM, MOMENTS, TIERS
 from memd_client.targets import StreamedTarget, Target, decide_maximum, needs_name, own, owner_of
 from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from memd_client.job import Job
     from memd_client.session import Session
@@ -169,7 +169,9 @@ class Adam(torch.optim.Optimizer):
         for target in targets:
             if isinstance(target, StreamedTarget):
                 target.update_early(self._early)
-        self._show_initialized()
+        if len(self.param_groups) == 1:
+            _replace_state(self, StatesInMemd())
+        self._show_states()
         self._look_again()
         self._transaction.register_optimizer(self)
 
@@ -317,13 +319,14 @@ class Adam(torch.optim.Optimizer):
         moment; their bytes are read when they are used, or before they change: see
         `moments.MomentTensor`.
         """
-        states = self._states()
+        states, shown = self._states(), self.state
         try:
+            _replace_state(self, defaultdict(dict, shown))
             for group in self.param_groups:
                 self.state.update((each, states.get(each, {})) for each in group["params"])
             return super().state_dict()
         finally:
-            self._show_initialized()
+            _replace_state(self, shown)
 
     @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -372,7 +375,6 @@ class Adam(torch.optim.Optimizer):
         for target, state in zip(targets, states, strict=True):
             _refuse_state(target, state, job)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        self._show_initialized()
         self._load_states(states)
 
     def reset_state(self) -> None:
@@ -484,22 +486,20 @@ class Adam(torch.optim.Optimizer):
             prepare=prepare,
             refuse_orphans=partial(_refuse_orphans, transaction.job),
         )
+        self._show_states(updated + empty)
 
     def _refuse_changed_state(self) -> None:
         """`self.state` shows nothing of what memd has, so a change there would be lost."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state.get(parameter)
-                if state is None:
-                    raise InvalidArgument(
-                        "optimizer.state was cleared or replaced, and states are in memd; call "
-                        "optimizer.reset_state() instead"
-                    )
-                if state:
-                    raise InvalidArgument(
-                        "optimizer.state was written, and states are in memd; change what "
-                        "state_dict() returns, and give it to load_state_dict()"
-                    )
+        if not isinstance(self.state, StatesInMemd) or not self.state.is_whole:
+            raise InvalidArgument(
+                "optimizer.state was cleared or replaced, and states are in memd; call "
+                "optimizer.reset_state() instead"
+            )
+        if any(self.state.get(each) for group in self.param_groups for each in group["params"]):
+            raise InvalidArgument(
+                "optimizer.state was written, and states are in memd; change what state_dict() "
+                "returns, and give it to load_state_dict()"
+            )
 
     def _expected_groups(self) -> list[session_pb2.StepGroup]:
         """The groups of a step in which every offloaded parameter has a gradient, but for those
@@ -552,14 +552,27 @@ class Adam(torch.optim.Optimizer):
             or (is_new and parameter.requires_grad)
         }
 
-    def _show_initialized(self) -> None:
-        """torch's distributed checkpoint makes a step of an optimizer whose `state` is empty, to
-        make its states. Here they are in memd from the beginning."""
+    def _show_states(self, updated: Sequence[Target] = ()) -> None:
+        """`self.state` lists what has been updated, by a step or before it was loaded. `updated`:
+        the step in flight updates these."""
+        if not isinstance(self.state, StatesInMemd):
+            return  # the user has replaced it, which the next step refuses
+        named = {id(target) for target in updated}
         for group in self.param_groups:
-            self.state.update((parameter, StateInMemd()) for parameter in group["params"])
+            for parameter in group["params"]:
+                target = self._targets[id(parameter)]
+                if target.update_count or id(target) in named:
+                    self.state.show(parameter)
 
     def _load_states(self, states: list[dict[str, Any] | None]) -> None:
         """One for each target; None: none yet."""
+        try:
+            self._replace_states(states)
+        finally:
+            _replace_state(self, StatesInMemd())
+            self._show_states()
+
+    def _replace_states(self, states: list[dict[str, Any] | None]) -> None:
         settings = (bool(g["amsgrad"]) for g in self.param_groups for _ in g["params"])
         replaced = [
             (target, state, amsgrad)
@@ -685,6 +698,11 @@ def _refuse_state(target: Target, state: dict[str, Any] | None, job: Job) -> Non
                 f"{name} of parameter {target.shard.name!r} has another shape than the parameter: "
                 f"{list(state[name].shape)}, {list(target.shard.shape)}"
             )
+
+
+def _replace_state(optimizer: torch.optim.Optimizer, state: defaultdict[Any, Any]) -> None:
+    """The attribute is torch's."""
+    optimizer.state = state
 
 
 def _in_torch_order(norms: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -1680,6 +1680,35 @@ class TestOptimizerState:
         monkeypatch.setattr(Job, "replace_moments", replace)
         return names
 
+    def test_state_lists_the_parameters_that_torchs_does(self, mlp: tuple[Mlp, Mlp]) -> None:
+        listed: list[list[list[str]]] = []
+        for model, kind in zip(mlp, (memd_client.AdamW, torch.optim.AdamW), strict=True):
+            names = {id(parameter): name for name, parameter in model.named_parameters()}
+            optimizer = kind(model.parameters(), lr=1e-2)
+            seen: list[list[str]] = []
+
+            def look(
+                optimizer: torch.optim.Optimizer = optimizer,
+                names: dict[int, str] = names,
+                seen: list[list[str]] = seen,
+            ) -> None:
+                assert len(optimizer.state) == len(list(optimizer.state.items()))
+                seen.append([names[id(each)] for each in optimizer.state])
+
+            look()
+            model.first(batch(model)).square().mean().backward()
+            optimizer.step()
+            look()
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            optimizer.step()
+            look()
+            optimizer.load_state_dict(optimizer.state_dict())
+            look()
+            listed.append(seen)
+        assert listed[0] == listed[1]
+        assert [len(names) for names in listed[0]] == [0, 2, 4, 4]
+
     def test_a_distributed_checkpoint_makes_no_step(
         self, mlp: tuple[Mlp, Mlp], session: Session, reads: list[str]
     ) -> None:
