@@ -44,6 +44,11 @@ class SealedTarget(Protocol):
         ...
 
     @property
+    def has_gradient(self) -> bool:
+        """There is one that a step could take."""
+        ...
+
+    @property
     def has_sealed_gradient(self) -> bool:
         """The gradient is still in this process, and is the one that was sealed last."""
         ...

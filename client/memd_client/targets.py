@@ -253,7 +253,8 @@ class ResidentTarget(StatefulTarget):
     @property
     def has_sealed_gradient(self) -> bool:
         """The last step took this `p.grad`, and nobody has changed it since."""
-        gradient = self._alive().grad
+        parameter = self._parameter()
+        gradient = parameter.grad if parameter is not None else None
         if gradient is None or self._sealed is None:
             return False
         sealed, version = self._sealed
@@ -271,7 +272,8 @@ class ResidentTarget(StatefulTarget):
 
     @property
     def has_gradient(self) -> bool:
-        return self._alive().grad is not None
+        parameter = self._parameter()
+        return parameter is not None and parameter.grad is not None
 
     def multiply_gradient(self, factor: torch.Tensor) -> None:
         self.gradient_for_reading().mul_(factor)

@@ -508,9 +508,11 @@ class Transaction:
 
     def _refuse_stale(self, late: OpenStep, targets: Sequence[SealedTarget]) -> None:
         """`late` is known to be committed only now. Values that stay in this process were still the
-        old ones when the gradients of `targets` were computed."""
-        for target in targets:
-            if target.stays and target.shard.shard_id in late.targets:
+        old ones when the gradients of `targets` were computed, or others since that step."""
+        wanted = {target.shard.shard_id for target in targets}
+        for target in late.targets.values():
+            is_new = target.has_gradient and not target.has_sealed_gradient
+            if target.stays and (target.shard.shard_id in wanted or is_new):
                 raise InvalidArgument(
                     f"job {self._job.name!r}: the gradient of {target.shard.name!r} was computed "
                     "with the values from before the last step, when that step's outcome was not "

@@ -188,6 +188,43 @@ class TestUnknownOutcome:
         pair.expect_the_same(1)
         del view
 
+    def test_gradients_from_before_another_optimizers_step_are_refused(
+        self, daemon: FakeDaemon, session: Session
+    ) -> None:
+        model, twin = build(Mlp), build(Mlp)
+        assert isinstance(model, Mlp)
+        assert isinstance(twin, Mlp)
+        ours = [
+            memd_client.AdamW(
+                [(f"{name}.{key}", p) for key, p in layer.named_parameters()],
+                lr=1e-2,
+                session=session,
+            )
+            for name, layer in (("first", model.first), ("second", model.second))
+        ]
+        torchs = [
+            torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=True)
+            for layer in (twin.first, twin.second)
+        ]
+        loss_of(model).backward()
+        daemon.lost_answers.append(lost())
+        with pytest.raises(memd_client.DaemonUnavailable, match="not known"):
+            ours[0].step()
+        model.zero_grad()
+        loss_of(model, 1).backward()  # with the first layer's values before the step
+        with pytest.raises(memd_client.InvalidArgument, match=r"'first.* computed with the values"):
+            ours[1].step()
+        model.zero_grad()
+        loss_of(twin).backward()
+        torchs[0].step()
+        twin.zero_grad()
+        for its, optimizers in ((model, ours), (twin, torchs)):
+            loss_of(its, 1).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        assert session.committed_step == 3
+        assert_same_state(model, twin)
+
     def half(self, daemon: FakeDaemon, session: Session) -> tuple[Mlp, memd_client.AdamW]:
         """A model of which the second layer is offloaded, after a step without an answer."""
         model = build(Mlp)
