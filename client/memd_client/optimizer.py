@@ -372,10 +372,24 @@ class Adam(torch.optim.Optimizer):
             )
         # torch's optimizers list a parameter without moments as absent or empty.
         states = [state_dict["state"].get(index) or None for index in saved_order]
+        if not any(states):
+            self._refuse_emptied(state_dict["state"], saved_order)
         for target, state in zip(targets, states, strict=True):
             _refuse_state(target, state, job)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._load_states(states)
+
+    def _refuse_emptied(self, states: dict[Any, Any], saved_order: list[Any]) -> None:
+        """To load what it has flattened, torch's distributed checkpoint asks `state` for the names
+        of moments, and finds none. An optimizer that was never stepped lists no such parameter."""
+        parameters = (each for group in self.param_groups for each in group["params"])
+        for parameter, index in zip(parameters, saved_order, strict=True):
+            if parameter.requires_grad and index in states:
+                raise InvalidArgument(
+                    "the state lists parameters, and no moments of them, as set_optimizer_state_"
+                    "dict() of torch makes it with flatten_optimizer_state_dict=True: load it "
+                    "without flattening, or call reset_state() to begin anew"
+                )
 
     def reset_state(self) -> None:
         """Sets the moments and the number of updates of every parameter to zero, as they are in a

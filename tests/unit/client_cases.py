@@ -19,8 +19,10 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -1708,6 +1710,21 @@ class TestOptimizerState:
             listed.append(seen)
         assert listed[0] == listed[1]
         assert [len(names) for names in listed[0]] == [0, 2, 4, 4]
+
+    def test_a_flattened_state_that_torch_has_emptied_is_refused(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        model, _ = mlp
+        optimizer = memd_client.AdamW(model.parameters())
+        loss_of(model).backward()
+        optimizer.step()
+        flat = StateDictOptions(flatten_optimizer_state_dict=True)
+        state = get_optimizer_state_dict(model, optimizer, options=flat)
+        with pytest.raises(memd_client.InvalidArgument, match="flatten_optimizer_state_dict=True"):
+            set_optimizer_state_dict(model, optimizer, state, options=flat)
+        moments = optimizer.state_dict()["state"].values()
+        assert all(each["step"] == 1 and each["exp_avg"].any() for each in moments)
+        assert session.committed_step == 1
 
     def test_a_distributed_checkpoint_makes_no_step(
         self, mlp: tuple[Mlp, Mlp], session: Session, reads: list[str]
