@@ -44,6 +44,26 @@ _log = logging.getLogger("memd_client")
 _SCALER_STEP = torch.amp.GradScaler.step.__code__
 
 
+class _Targets(dict[int, Target]):
+    """By the id of a parameter, which is kept alive: no other gets its id, even if somebody takes
+    it out of its group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parameters: list[torch.Tensor] = []
+
+    def add(self, parameter: torch.Tensor, target: Target) -> None:
+        self._parameters.append(parameter)
+        self[id(parameter)] = target
+
+    def __missing__(self, key: int) -> NoReturn:
+        """A parameter that came into `param_groups` without `add_param_group` is not in memd."""
+        raise InvalidArgument(
+            "a parameter in optimizer.param_groups was put there by hand, and memd does not know "
+            "it; use add_param_group(), or make a new optimizer after offload()"
+        )
+
+
 class Adam(torch.optim.Optimizer):
     """`torch.optim.Adam` with its states in memd. The update is the same: in float32 it has the
     bits of torch's fused CPU kernel; bfloat16 parameters are updated in float32 and rounded.
@@ -108,7 +128,7 @@ class Adam(torch.optim.Optimizer):
         self._transaction = session.transaction if session is not None else None
         self._tier = TIERS[tier]
         self._has_warned = False
-        self._targets: dict[int, Target] = {}  # id of a parameter, which its group keeps alive
+        self._targets = _Targets()
         self._early = EarlyUpdates(_weakly(self._expected_groups)) if step_in_backward else None
         defaults = {
             "lr": lr,
@@ -156,7 +176,8 @@ class Adam(torch.optim.Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
-        self._targets.update((id(p), target) for p, target in zip(parameters, targets, strict=True))
+        for parameter, target in zip(parameters, targets, strict=True):
+            self._targets.add(parameter, target)
         inherited = max((target.update_count for target in targets), default=0)
         if inherited:
             _log.info(

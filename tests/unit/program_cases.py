@@ -595,6 +595,17 @@ REFUSED["a moment is read"] = (
 )
 
 
+@refused(r"param_groups was put there by hand.*add_param_group\(\)")
+def a_parameter_in_a_group_is_replaced(run: Run) -> None:
+    run.offload()
+    optimizer = run.adam()
+    run.train(optimizer)
+    other = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    run.model[2].weight = other
+    optimizer.param_groups[0]["params"][2] = other
+    run.train(optimizer)
+
+
 @refused("'0.weight' is in a group twice")
 def a_parameter_is_given_twice(run: Run) -> None:
     run.model[2].weight = run.weight
