@@ -1,6 +1,6 @@
 # make demo        trains a model that does not fit into the memory it is given    ARGS="--steps 30 --verify"
 # make test        native and Python tests                                       PYTEST_ARGS="-k lease"
-# make test-more   what CI runs beside `make test`: parsers, ring, server and store under AddressSanitizer, pytest's marker `more`, a cover of `make conformance`, a fifth of seven soak parts
+# make test-more   what CI runs beside `make test`: parsers, ring, server and store under AddressSanitizer, long tests (label and marker `more`), a cover of `make conformance`, a fifth of seven soak parts
 # make conformance small programs of every kind with memd and with plain PyTorch, bit for bit   ARGS="--only LSTM" or --write for docs/conformance.md
 # make bench       this machine's figures, as JSON under tests/bench/out, and what changed   ARGS="--only memd_bench_io"
 # make peers       the same GPT-2 trained by plain PyTorch, DeepSpeed and memd, side by side   ARGS="--rounds 1 --only plain memd"
@@ -39,7 +39,7 @@ test:
 	@$(SETUP) test
 	@started=$$SECONDS; \
 	ctest --test-dir build/release --output-on-failure --no-tests=error -j 2; \
-	ctest --test-dir build/faults --output-on-failure --no-tests=error -j 2; \
+	ctest --test-dir build/faults --label-exclude more --output-on-failure --no-tests=error -j 2; \
 	$(IN_VENV) python -m pytest -m "not more" $(PYTEST_ARGS); \
 	echo "make test: $$((SECONDS - started)) s after set-up"
 
@@ -49,6 +49,7 @@ test-more: SANITIZERS := address
 test-more: SANITIZED := catalogue_test check_test extent_test half_written_test job_limits_test ledger_test ring_test \
   server_test shard_store_test store_beside_test volume_test
 test-more: sanitize
+	ctest --test-dir build/faults --label-regex more --output-on-failure --no-tests=error -j 2
 	$(IN_VENV) python -m pytest -m more
 	$(IN_VENV) python -m tests.numerics.conformance --ci
 	$(IN_VENV) python -m tests.soak.soak --percent 20 --only kill-daemon-fp32-step-short \
