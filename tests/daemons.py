@@ -21,6 +21,7 @@ import grpc
 from memd_native import PROTOCOL_VERSION
 from memd_proto.v1 import (
     attach_pb2,
+    job_pb2,
     job_pb2_grpc,
     session_pb2,
     session_pb2_grpc,
@@ -233,6 +234,11 @@ class Attached:
         )
         answer: session_pb2.AttachResponse = self.call(self.sessions.Attach, request)
         return answer
+
+    def session_count(self, job: str) -> int:
+        """0 where there is no such job."""
+        jobs = self.call(self.jobs.ListJobs, job_pb2.ListJobsRequest()).jobs
+        return {each.name: int(each.session_count) for each in jobs}.get(job, 0)
 
 
 def chunks_of(data: bytes, chunk_bytes: int = 1 << 20) -> Iterator[bytes]:

@@ -79,7 +79,7 @@ def trainers() -> Iterator[Trainers]:
         yield Trainers(process)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.more)])
 @pytest.mark.parametrize("model", ["gpt", "normed", "averaged", "stepped"])
 def test_every_later_loss_has_the_same_bits(
     daemon: Daemon, trainers: Trainers, model: str, dtype: str

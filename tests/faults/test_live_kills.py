@@ -26,20 +26,24 @@ def outcome_of(program: str, arguments: Sequence[str], folder: Path) -> dict[str
     return outcome
 
 
+def more(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.more)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "dtype", "durability", "memory", "early", "count"),
     [
         ("daemon", "fp32", "step", "resident", False, 5),
-        ("daemon", "bf16", "step", "short", False, 5),
+        more("daemon", "bf16", "step", "short", False, 5),
         ("daemon", "fp32", "every:3", "short", False, 4),
-        ("daemon", "bf16", "none", "resident", False, 4),
+        more("daemon", "bf16", "none", "resident", False, 4),
         ("trainer", "fp32", "step", "short", False, 5),
-        ("trainer", "bf16", "step", "resident", False, 5),
+        more("trainer", "bf16", "step", "resident", False, 5),
         ("both", "fp32", "step", "short", False, 5),
-        ("both", "bf16", "step", "resident", False, 5),
-        ("both", "fp32", "every:3", "resident", False, 4),
-        ("daemon", "fp32", "step", "short", True, 5),
+        more("both", "bf16", "step", "resident", False, 5),
+        more("both", "fp32", "every:3", "resident", False, 4),
+        more("daemon", "fp32", "step", "short", True, 5),
         ("daemon", "bf16", "every:3", "short", True, 4),
         ("trainer", "bf16", "step", "resident", True, 5),
         ("both", "fp32", "none", "short", True, 4),

@@ -50,6 +50,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.more
 def test_sigterm_ends_a_daemon_whose_device_does_not_answer_a_sync(
     made: Daemons, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

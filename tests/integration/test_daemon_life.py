@@ -183,13 +183,6 @@ time.sleep(60)
 """
 
 
-def session_count(client: Attached, job: str) -> int:
-    from memd_proto.v1 import job_pb2
-
-    jobs = client.call(client.jobs.ListJobs, job_pb2.ListJobsRequest()).jobs
-    return {each.name: int(each.session_count) for each in jobs}[job]
-
-
 def test_a_killed_trainers_session_ends_at_once_and_its_job_stays(daemon: Daemon) -> None:
     command = [sys.executable, "-c", TRAINER, str(daemon.attach_socket)]
     with (
@@ -199,10 +192,10 @@ def test_a_killed_trainers_session_ends_at_once_and_its_job_stays(daemon: Daemon
         assert trainer.stdout is not None
         worker = int(trainer.stdout.readline())
         try:
-            assert session_count(client, "killed") == 1
+            assert client.session_count("killed") == 1
             trainer.kill()
             began = time.monotonic()
-            while session_count(client, "killed"):
+            while client.session_count("killed"):
                 assert time.monotonic() - began < TIMEOUT_S
             took_s = time.monotonic() - began
             os.kill(worker, 0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from torch import nn
 import memd_client
 from memd_client import blobs
 from memd_client.leases import Leases
-from tests.daemons import Daemon, running_daemon
+from tests.daemons import TIMEOUT_S, Attached, Daemon, running_daemon
 from tests.unit.client_cases import assert_same_state
 
 if TYPE_CHECKING:
@@ -73,9 +74,15 @@ def make(seed: int) -> nn.Module:
 
 
 def kill_within(daemon: Daemon, job: str, count: int, program: str = _OFFLOADED) -> None:
+    """Returns when the daemon has ended its session too."""
     arguments = [daemon.address, job, str(count)]
-    done = subprocess.run([sys.executable, "-c", _KILLED + program, *arguments], check=False)
-    assert done.returncode == -signal.SIGKILL
+    with Attached(daemon.attach_socket) as client:
+        before = client.session_count(job)
+        done = subprocess.run([sys.executable, "-c", _KILLED + program, *arguments], check=False)
+        assert done.returncode == -signal.SIGKILL
+        ended = time.monotonic()
+        while client.session_count(job) > before:
+            assert time.monotonic() < ended + TIMEOUT_S
 
 
 def list_names(session: memd_client.Session) -> list[str]:

@@ -20,7 +20,11 @@ CLIENT_COUNT = 8
 SIZES_BYTES = (1, 2, 63, 4096, 1024 * 1024 + 2, 16 * 1024 * 1024, 64 * 1024 * 1024)
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32)
 transports = pytest.mark.parametrize(
-    "shared_memory", [True, False], ids=["shared memory", "gRPC streams"]
+    "shared_memory",
+    [
+        pytest.param(True, id="shared memory"),
+        pytest.param(False, id="gRPC streams", marks=pytest.mark.more),
+    ],
 )
 
 
