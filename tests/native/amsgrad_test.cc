@@ -24,7 +24,7 @@ class AmsgradTest : public ::testing::TestWithParam<std::pair<const char*, DType
 
   /// The first start, or another after a power cut.
   void start() {
-    heart_ = std::make_unique<Heart>(disk_, kFloorSegments + 12);
+    heart_ = std::make_unique<Heart>(disk_, kFloorSegments + 20);
     ASSERT_TRUE(heart_->loaded.is_ok()) << heart_->loaded.message();
     job_id_ = heart_->open(
         "job", 12, kQuotaBytes, Durability::parse(std::string(GetParam().first)).value());
@@ -265,6 +265,54 @@ TEST_P(AmsgradTest, tiles_are_updated_before_the_step_once_they_have_a_place_for
   expect_twins({true, true, true});
   restart();
   expect_twins({true, true, true});
+}
+
+TEST_P(AmsgradTest, another_jobs_commit_says_of_this_one_what_its_own_last_commit_said) {
+  if (std::string(GetParam().first) != "step") GTEST_SKIP() << "what is in memory alone is lost";
+  declare({true, false, true});
+  ASSERT_TRUE(step({kAmsgrad, kPlain, kAmsgrad}).is_ok());
+  ASSERT_TRUE(heart_->sync(session_).is_ok());
+  write_moments(1,
+                {.exp_avg = twins_[1].m, .exp_avg_sq = twins_[1].v, .max_exp_avg_sq = twins_[1].v});
+  ASSERT_TRUE(shard(1).keeps_maximum);
+  const uint64_t other = heart_->attach(heart_->open("other", 4, 8_MiB));
+  const uint32_t blob =
+      heart_
+          ->declare(
+              other,
+              {{.name = "b", .kind = ShardKind::blob, .dtype = DType::float32, .shape = {1024}}})
+          .at(0);
+  heart_->write(other, blob, std::vector<float>(1024, 1.0F));
+  ASSERT_TRUE(heart_->sync(other).is_ok());
+  heart_.reset();
+  start();
+  expect_twins({true, false, true});
+}
+
+TEST(AmsgradRoom, a_step_that_makes_the_place_writes_no_other_buckets_tiles) {
+  Heart heart(std::make_shared<MemoryDisk>(kDiskBytes));
+  const uint64_t session =
+      heart.attach(heart.open("job", 8, kQuotaBytes, Durability::parse("every:9").value()));
+  const auto ids = heart.declare(
+      session,
+      {parameter("plain", kTileElements), with_maximum(parameter("amsgrad", kTileElements), true)});
+  for (const uint32_t id : ids) heart.write(session, id, numbers(kTileElements, id + 1));
+  const auto step = [&](const std::vector<uint32_t>& chosen, const AdamSettings& settings) {
+    for (const uint32_t id : chosen)
+      heart.write(session, id, numbers(kTileElements, 3), Part::gradient);
+    const Status status =
+        heart.step({.session_id = session, .groups = {{.settings = settings, .shard_ids = chosen}}})
+            .first;
+    ASSERT_TRUE(status.is_ok()) << status.message();
+  };
+  step(ids, kPlain);
+  ASSERT_TRUE(heart.sync(session).is_ok());
+  step({ids[0]}, kPlain);
+  const PrivateTiles& tiles = heart.job(session).tiles();
+  ASSERT_TRUE(tiles.is_dirty(tile_key(0, 0)));
+  step({ids[1]}, kAmsgrad);
+  EXPECT_TRUE(heart.job(session).shards().bucket(1).keeps_maxima);
+  EXPECT_TRUE(tiles.is_dirty(tile_key(0, 0)));
 }
 
 INSTANTIATE_TEST_SUITE_P(Kinds,

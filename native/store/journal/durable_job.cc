@@ -17,6 +17,7 @@ DurableJob::DurableJob(const JobRecord& job, const Counts& counts)
       weight_(job.weight) {
   named_.reserve(counts.ids_end);
   written_.reserve(counts.ids_end);
+  keeps_maximum_.reserve(counts.ids_end);
   generations_.reserve(counts.ids_end);
   extents_.reserve(counts.extents * kExtentEncodedBytes);
   tile_ends_.reserve(counts.buckets);
@@ -46,7 +47,10 @@ DurableJob::DurableJob(const JobRecord& record, std::span<const uint32_t> ids) {
       continue;
     }
     for (const ExtentRecord& extent : shard.extents) add_extent(extent);
-    add_shard(ids[i], shard.written, shard.generation);
+    add_shard(ids[i],
+              {.written = shard.written,
+               .keeps_maximum = shard.keeps_maximum,
+               .generation = shard.generation});
   }
   std::sort(blobs_.begin(), blobs_.end(), [](const Blob& a, const Blob& b) {
     return a.shard_id < b.shard_id;
@@ -66,15 +70,17 @@ void DurableJob::end_bucket() {
 
 void DurableJob::add_extent(const ExtentRecord& extent) { FieldWriter(extents_).put(extent); }
 
-void DurableJob::add_shard(uint32_t shard_id, bool written, uint64_t generation) {
+void DurableJob::add_shard(uint32_t shard_id, const ShardMarks& marks) {
   if (shard_id >= named_.size()) {
     named_.resize(size_t{shard_id} + 1);
     written_.resize(size_t{shard_id} + 1);
+    keeps_maximum_.resize(size_t{shard_id} + 1);
     generations_.resize(size_t{shard_id} + 1);
   }
   named_[shard_id] = true;
-  written_[shard_id] = written;
-  generations_[shard_id] = generation;
+  written_[shard_id] = marks.written;
+  keeps_maximum_[shard_id] = marks.keeps_maximum;
+  generations_[shard_id] = marks.generation;
   const size_t end = extents_.size() / kExtentEncodedBytes;
   const size_t begin = std::exchange(shard_extents_begin_, end);
   if (begin == end) return;
@@ -102,6 +108,7 @@ TileRecord DurableJob::tile(size_t bucket, size_t index) const {
 
 void DurableJob::fill(uint32_t shard_id, ShardRecord& shard) const {
   shard.written = written_[shard_id];
+  shard.keeps_maximum = keeps_maximum_[shard_id];
   shard.generation = generations_[shard_id];
   shard.extents.clear();
   const auto blob =

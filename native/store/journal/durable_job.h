@@ -10,9 +10,10 @@
 
 namespace memd {
 
-/// The places of everything on disk, and as of when. Names, shapes and places in buckets are the
-/// job's, which does not change them: with them, encoded, each shard takes about 60 bytes more, and
-/// as a JobRecord 200. Owned by the Job, on its thread.
+/// The places of everything on disk, which shards have a maximum, and as of when. Names, shapes and
+/// places in buckets are the job's, which does not change them: with them, encoded, each shard
+/// takes about 60 bytes more, and as a JobRecord 200. Whether a bucket has a place for maxima is
+/// the job's too: the place may be empty on disk. Owned by the Job, on its thread.
 class DurableJob {
  public:
   DurableJob() = default;  // of no catalogue: everything is 0
@@ -28,10 +29,16 @@ class DurableJob {
     size_t blobs = 0;
   };
   DurableJob(const JobRecord& job, const Counts& counts);
+  /// A shard's state at the commit, apart from its extents.
+  struct ShardMarks {
+    bool written = false;
+    bool keeps_maximum = false;
+    uint64_t generation = 0;
+  };
   void add_tile(const TileRecord& tile);
   void end_bucket();
   void add_extent(const ExtentRecord& extent);
-  void add_shard(uint32_t shard_id, bool written, uint64_t generation);
+  void add_shard(uint32_t shard_id, const ShardMarks& marks);
   /// One that the job has no more; extents that were added for it count for nothing.
   void add_gone(ShardRecord shard);
 
@@ -72,6 +79,7 @@ class DurableJob {
   // By id.
   std::vector<bool> named_;
   std::vector<bool> written_;
+  std::vector<bool> keeps_maximum_;
   std::vector<uint64_t> generations_;
   /// Encoded: two of each tile, in their order, and then those of `blobs_`.
   std::vector<std::byte> extents_;

@@ -126,8 +126,9 @@ void CatalogueSnapshot::begin_shard(const Kept* kept) {
   }
   const ShardRecord& shard = kept == nullptr ? label : *kept->record;
   if (kept != nullptr) extent_count_ = static_cast<uint32_t>(shard.extents.size());
-  written_ = shard.written;
-  generation_ = shard.generation;
+  marks_ = {.written = shard.written,
+            .keeps_maximum = shard.keeps_maximum,
+            .generation = shard.generation};
   encoder_.begin_shard(shard, extent_count_);
 }
 
@@ -138,7 +139,7 @@ void CatalogueSnapshot::end_shard(const Kept* kept) {
   if (kept != nullptr && kept->is_removed) {
     durable_.add_gone(*kept->record);
   } else {
-    durable_.add_shard(shard_id_ - 1, written_, generation_);
+    durable_.add_shard(shard_id_ - 1, marks_);
   }
 }
 

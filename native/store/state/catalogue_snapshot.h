@@ -82,8 +82,7 @@ class CatalogueSnapshot {
   bool is_in_shard_ = false;
   uint32_t extent_ = 0;
   uint32_t extent_count_ = 0;
-  bool written_ = false;
-  uint64_t generation_ = 0;
+  DurableJob::ShardMarks marks_;
 #ifdef MEMD_COUNT_BYTES
   /// Encoded by a walk over the whole job at the beginning; empty for large jobs.
   std::vector<std::byte> expected_;
