@@ -82,8 +82,9 @@ void JobOperations::ask_for_flush(Job& job, std::optional<uint32_t> bucket) {
   if (!job.tiles().ask_flush(key)) return;
   enqueue(job, "flush", [this, &job, bucket, key](const Status& turn) {
     if (!turn.is_ok()) return;
+    const auto buckets = bucket ? std::optional(std::vector{*bucket}) : std::nullopt;
     job.state().writeback().flush_tiles(
-        bucket, std::make_shared<StepReport>(), [this, &job, bucket, key](const Status& status) {
+        buckets, std::make_shared<StepReport>(), [this, &job, bucket, key](const Status& status) {
           job.tiles().end_flush(key);
           if (bucket) job.cache().waits().wake(*job.shards().bucket(*bucket).value);
           if (!status.is_ok()) {

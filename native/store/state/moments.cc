@@ -167,11 +167,12 @@ void Moments::write(const MomentsRequest& request,
         done(status);
       };
   // A dirty tile is on disk first, so that a kill leaves the old moments or the new ones.
-  writeback_.flush_tiles(
-      index, std::make_shared<StepReport>(), [this, task, keeps_maximum](const Status& flushed) {
-        if (!flushed.is_ok()) return task->done(flushed);
-        submit_when_still(std::move(*task), keeps_maximum);
-      });
+  writeback_.flush_tiles(std::vector{index},
+                         std::make_shared<StepReport>(),
+                         [this, task, keeps_maximum](const Status& flushed) {
+                           if (!flushed.is_ok()) return task->done(flushed);
+                           submit_when_still(std::move(*task), keeps_maximum);
+                         });
 }
 
 }  // namespace memd

@@ -1,9 +1,11 @@
 #include "store/state/writeback.h"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
 #include "base/bulk_bytes.h"
+#include "base/check.h"
 #include "base/failpoint.h"
 
 namespace memd {
@@ -106,19 +108,17 @@ void Writeback::write_back_awaited(bool with_bytes,
 
 struct Writeback::Flush {
   uint64_t key_next = 0;
-  uint64_t key_end = 0;
+  std::optional<std::vector<uint32_t>> buckets;
   uint64_t dirtied_count = 0;  // when it was asked for: what became dirty later is not its concern
   std::shared_ptr<StepReport> report;
   std::shared_ptr<Join> all;
 };
 
-void Writeback::flush_tiles(std::optional<uint32_t> bucket,
+void Writeback::flush_tiles(std::optional<std::vector<uint32_t>> buckets,
                             const std::shared_ptr<StepReport>& report,
                             Done done) {
-  const uint64_t key_end =
-      bucket ? tile_key(*bucket, parts_.shards.bucket(*bucket).tile_count()) : ~uint64_t{0};
-  flush_next(std::make_shared<Flush>(Flush{.key_next = bucket ? tile_key(*bucket, 0) : 0,
-                                           .key_end = key_end,
+  MEMD_CHECK(!buckets || std::is_sorted(buckets->begin(), buckets->end()));
+  flush_next(std::make_shared<Flush>(Flush{.buckets = std::move(buckets),
                                            .dirtied_count = parts_.tiles.dirtied_count(),
                                            .report = report,
                                            .all = Join::start(std::move(done))}));
@@ -128,8 +128,17 @@ void Writeback::flush_next(const std::shared_ptr<Flush>& flush) {
   size_t submitted_count = 0;
   for (size_t count = 0; count < kLookedAtMax && submitted_count < kSubmittedMax; ++count) {
     const auto dirty = parts_.tiles.next_dirty(flush->key_next);
-    if (!dirty || dirty->key >= flush->key_end) return flush->all->finish(Status::ok());
+    if (!dirty) return flush->all->finish(Status::ok());
     flush->key_next = dirty->key + 1;
+    if (const auto& buckets = flush->buckets) {
+      const uint32_t found = bucket_of(dirty->key);
+      const auto bucket = std::lower_bound(buckets->begin(), buckets->end(), found);
+      if (bucket == buckets->end()) return flush->all->finish(Status::ok());
+      if (*bucket != found) {
+        flush->key_next = tile_key(*bucket, 0);
+        continue;
+      }
+    }
     if (dirty->dirtied_before >= flush->dirtied_count) continue;
     ++submitted_count;
     tasks_.submit_flush(dirty->key, flush->report, flush->all->branch());

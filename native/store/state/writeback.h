@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "base/join.h"
 #include "store/state/state_parts.h"
@@ -26,9 +27,9 @@ class Writeback {
   /// All that are dirty now, kSubmittedMax in a turn. `with_bytes`: blobs and buffers too, which a
   /// commit in memory leaves where they are.
   void write_back_all(bool with_bytes, const std::shared_ptr<StepReport>& report, Done done);
-  /// Writes tiles whose newest bytes are in private memory alone by now; of all buckets, or of one.
-  /// As many in a turn.
-  void flush_tiles(std::optional<uint32_t> bucket,
+  /// Writes tiles whose newest bytes are in private memory alone by now; of all buckets, or of
+  /// these, which ascend. As many in a turn.
+  void flush_tiles(std::optional<std::vector<uint32_t>> buckets,
                    const std::shared_ptr<StepReport>& report,
                    Done done);
 

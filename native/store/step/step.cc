@@ -220,7 +220,7 @@ void Step::update() {
   for (const uint32_t bucket : wanting) parts_.state.early().discard(bucket, EarlyDiscard::state);
   // Tiles that are in memory alone have no place for maxima.
   parts_.state.writeback().flush_tiles(
-      std::nullopt, report_, [self = shared_from_this(), wanting](const Status& flushed) {
+      wanting, report_, [self = shared_from_this(), wanting](const Status& flushed) {
         if (!flushed.is_ok()) return self->fail(flushed);
         keep_maxima(self->parts_.job, wanting);
         self->begin_update();
