@@ -59,7 +59,7 @@ Status StepSpace::try_promise(uint64_t needed_bytes) const {
                "job ",
                job.job_name,
                " has no room on disk for its next step; sync, so that what the last commit on disk "
-               "holds becomes free, or raise nvme_bytes: ",
+               "holds becomes free, or start it anew with a larger nvme_bytes: ",
                job.space.used_bytes(),
                " of ",
                job.space.quota_bytes(),
