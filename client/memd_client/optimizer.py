@@ -149,6 +149,9 @@ class Adam(torch.optim.Optimizer):
         """As torch's. If a group is refused, because a parameter can't be updated, the optimizer
         stays as it was.
         """
+        if self._targets:
+            # Torch would begin anew with them, and in memd they would go on.
+            self._refuse_changed_state()
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -176,6 +179,8 @@ class Adam(torch.optim.Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
+        if not self._targets:
+            _replace_state(self, StatesInMemd())
         for parameter, target in zip(parameters, targets, strict=True):
             self._targets.add(parameter, target)
         inherited = max((target.update_count for target in targets), default=0)
@@ -190,8 +195,6 @@ class Adam(torch.optim.Optimizer):
         for target in targets:
             if isinstance(target, StreamedTarget):
                 target.update_early(self._early)
-        if len(self.param_groups) == 1:
-            _replace_state(self, StatesInMemd())
         self._show_states()
         self._look_again()
         self._transaction.register_optimizer(self)

@@ -579,6 +579,29 @@ REFUSED["a state is cleared"] = (
     trained_around(lambda _, optimizer: optimizer.state.clear()),
     r"reset_state\(\)",
 )
+
+
+@refused(r"cleared.*reset_state\(\)")
+def groups_and_states_are_cleared_and_made_anew(run: Run) -> None:
+    run.offload()
+    optimizer = run.adam()
+    run.train(optimizer)
+    optimizer.param_groups.clear()
+    optimizer.state.clear()
+    optimizer.add_param_group({"params": list(run.model.parameters())})
+
+
+@equal
+def groups_alone_are_cleared_and_made_anew(run: Run) -> None:
+    run.offload()
+    optimizer = run.adam()
+    run.train(optimizer)
+    optimizer.param_groups.clear()
+    optimizer.add_param_group({"params": list(run.model.parameters())})
+    run.train(optimizer)
+    run.note_state(optimizer)
+
+
 REFUSED["a state is replaced"] = (
     trained_around(lambda _, optimizer: setattr(optimizer, "state", defaultdict(dict))),
     r"reset_state\(\)",
