@@ -2,10 +2,11 @@
 
     python transformers_trainer.py OUT            # with memd: MEMD_ADDRESS, or the node's daemon
     python transformers_trainer.py OUT --plain    # without memd: the same losses and weights
-    python transformers_trainer.py OUT --resume   # goes on at the last checkpoint in OUT
+    python transformers_trainer.py OUT --resume   # goes on at the last commit of the job
+    python transformers_trainer.py OUT --resume-checkpoint   # at the last checkpoint in OUT
 
-Two lines differ: `offload`, and the optimizer's class. Clipping, the schedule, evaluation and
-checkpoints are Trainer's own.
+Two lines differ: `offload`, and the Trainer's class, which makes each step a commit. Clipping, the
+schedule, evaluation and checkpoints are Trainer's own.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from transformers import (
 )
 
 import memd_client
+from memd_client.integrations.transformers import CommittedTrainer
 
 
 class RandomText(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -52,6 +54,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--resume-checkpoint", action="store_true")
     parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()
 
@@ -60,11 +63,13 @@ def main() -> None:
         GPT2Config(vocab_size=256, n_positions=32, n_embd=64, n_layer=3, n_head=4)
     )
     settings: dict[str, Any] = {}
+    kind = Trainer if options.plain else CommittedTrainer
     if not options.plain:
-        session = memd_client.connect(job="transformers-trainer")
-        memd_client.offload(model, session)
-        settings["optimizer_cls_and_kwargs"] = (memd_client.AdamW, {"lr": 1e-3})
-    trainer = Trainer(
+        settings["session"] = memd_client.connect(
+            job="transformers-trainer", fresh=not (options.resume or options.resume_checkpoint)
+        )
+        memd_client.offload(model, settings["session"])
+    trainer = kind(
         model=model,
         args=TrainingArguments(
             output_dir=options.out / "checkpoints",
@@ -91,7 +96,7 @@ def main() -> None:
         callbacks=[PrintLoss()],
         **settings,
     )
-    trainer.train(resume_from_checkpoint=options.resume)
+    trainer.train(resume_from_checkpoint=options.resume_checkpoint or None)
     torch.save(model.state_dict(), options.out / "weights.pt")
 
 

@@ -120,7 +120,7 @@ class Tracked:
         tree = {
             "objects": {name: value.state_dict() for name, value in self._objects.items()},
             "optimizers": [_settings_of(optimizer) for optimizer in optimizers],
-            "rng": _random_state() if self._rng else None,
+            "rng": random_state() if self._rng else None,
         }
         data += plain.encode(tree, what="what commit() stores")
         _HEADER.pack_into(data, 0, _MAGIC, number, len(data) - _HEADER.size)
@@ -157,7 +157,7 @@ class Tracked:
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
                 _apply(group, settings["settings"])
         if data["rng"] is not None:
-            _set_random_state(data["rng"])
+            set_random_state(data["rng"])
 
     def _refuse_others(
         self, data: Any, optimizers: Sequence[torch.optim.Optimizer], *, number: int, job: str
@@ -346,7 +346,7 @@ def _apply(group: dict[str, Any], settings: dict[str, Any]) -> None:
             group[key] = value
 
 
-def _random_state() -> dict[str, Any]:
+def random_state() -> dict[str, Any]:
     numpy = sys.modules.get("numpy")
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     return {
@@ -380,7 +380,7 @@ def _refuse_other_generators(state: dict[str, Any]) -> None:
         )
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(state: dict[str, Any]) -> None:
     try:
         random.setstate(state["python"])
         if state["numpy"] is not None:

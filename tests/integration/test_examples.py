@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,8 @@ KILLED_AFTER = {
     "peft_lora": "step 6",
     "transformers_trainer": "step 6",
 }
+# Those whose steps are commits: `--resume` goes on at the last of them.
+GO_ON_AT_COMMITS = ("transformers_trainer",)
 LOSS = re.compile(r"^(.+) loss (\S+)$")
 
 pytestmark = [pytest.mark.more, pytest.mark.nvme, pytest.mark.timeout(600)]
@@ -58,6 +61,14 @@ def losses(name: str, out: Path, *flags: str, killed_after: str = "") -> dict[st
     return {match[1]: match[2] for match in matches if match}
 
 
+def assert_equal_weights(found: Path, wanted: Path) -> None:
+    ours = torch.load(found / "weights.pt", weights_only=True)
+    expected = torch.load(wanted / "weights.pt", weights_only=True)
+    assert ours.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(ours[key], value), key
+
+
 def test_each_example_is_run() -> None:
     assert sorted(KILLED_AFTER) == sorted(path.stem for path in EXAMPLES.glob("*.py"))
 
@@ -76,9 +87,14 @@ def test_an_example_that_is_killed_and_resumed_has_the_numbers_of_plain_pytorch(
     assert len(after) < len(expected), "it began anew"
     assert before | after == expected
     assert before.items() <= expected.items()
-
-    wanted = torch.load(plain / "weights.pt", weights_only=True)
-    found = torch.load(ours / "weights.pt", weights_only=True)
-    assert found.keys() == wanted.keys()
-    for key, value in wanted.items():
-        assert torch.equal(found[key], value), key
+    assert_equal_weights(ours, plain)
+    if name in GO_ON_AT_COMMITS:
+        assert len(after) <= len(expected) - 5, "it lost committed steps"
+        for file in ("config.json", "model.safetensors"):  # streamed, with the library's bytes
+            path = Path("checkpoints", "checkpoint-12", file)
+            assert (ours / path).read_bytes() == (plain / path).read_bytes(), file
+        # From the library's own checkpoint, in a job that has gone further.
+        shutil.rmtree(ours / "checkpoints" / "checkpoint-12")
+        again = losses(name, ours, "--resume-checkpoint")
+        assert again == {f"step {step}": expected[f"step {step}"] for step in range(9, 13)}
+        assert_equal_weights(ours, plain)

@@ -1,0 +1,61 @@
+"""memd_client.integrations: imported on demand, and what they refuse."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def test_the_client_imports_no_training_library() -> None:
+    done = run(
+        "import sys, memd_client, memd_client.integrations\n"
+        "print({'accelerate', 'lightning', 'transformers'} & set(sys.modules))"
+    )
+    assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_a_missing_library_is_named_with_what_to_install() -> None:
+    done = run(
+        "import sys\nsys.modules['transformers'] = None\n"
+        "import memd_client.integrations.transformers"
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "ModuleNotFoundError: memd_client.integrations.transformers needs transformers: "
+        "pip install 'memd[examples]'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("trainer.accelerator.scaler = object()", "fp16 has a GradScaler"),
+        ("trainer.args.world_size = 2", "a job of memd is one process, and this Trainer has 2"),
+        ("trainer.args.optim = 'adafactor'", "memd has no optimizer for optim='adafactor'"),
+    ],
+)
+def test_trainer_arguments_that_memd_cannot_keep_are_refused(change: str, message: str) -> None:
+    done = run(
+        "from types import SimpleNamespace as Made\n"
+        "from memd_client.integrations import transformers\n"
+        "class Library:\n"
+        "    def __init__(self):\n"
+        "        trainer = self\n"
+        "        trainer.accelerator = Made(scaler=None)\n"
+        "        trainer.args = Made(world_size=1, optim='adamw_torch', learning_rate=1,\n"
+        "            adam_beta1=0.9, adam_beta2=0.9, adam_epsilon=1e-8)\n"
+        "        trainer.optimizer = trainer.optimizer_cls_and_kwargs = None\n"
+        f"        {change}\n"
+        "class Trainer(transformers.CommitsSteps, Library): pass\n"
+        "Trainer(session=None)\n"
+    )
+    assert done.returncode == 1
+    assert f"InvalidArgument: {message}" in done.stderr.splitlines()[-1]
