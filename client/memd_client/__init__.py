@@ -8,6 +8,8 @@ and on NVMe, and provides them when they are used.
 The rest of the training loop does not change.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from memd_client.connect import connect
 from memd_client.deepspeed import from_deepspeed
 from memd_client.errors import (
@@ -35,6 +37,9 @@ from memd_client.save_safetensors import save_safetensors
 from memd_client.session import Session
 from memd_client.statistics import SessionStatistics
 
+if TYPE_CHECKING:
+    from memd_client import checkpoint
+
 __all__ = [
     "Adam",
     "AdamW",
@@ -54,6 +59,7 @@ __all__ = [
     "SessionFenced",
     "SessionStatistics",
     "UnknownName",
+    "checkpoint",
     "connect",
     "from_deepspeed",
     "gather",
@@ -62,3 +68,12 @@ __all__ = [
     "offload",
     "save_safetensors",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # With it come torch's distributed modules, which take a second that few programs need.
+    if name == "checkpoint":
+        import memd_client.checkpoint as module
+
+        return module
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

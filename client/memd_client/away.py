@@ -40,6 +40,8 @@ from memd_client.stored_parameter import StoredParameter
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from memd_client.parameter import StreamedParameter
+
 _data: Any = torch._C.TensorBase.data
 _detach: Any = torch._C.TensorBase.detach
 _DETACHES = (torch.Tensor.detach, torch.detach)
@@ -192,6 +194,10 @@ class ParameterBytes:
     def keep_copy(self, value: torch.Tensor) -> None:
         """See `residency.OwnBytes`."""
         self._copy = value
+
+    @property
+    def entry(self) -> StreamedParameter:
+        return self._entry
 
     @property
     def name(self) -> str:

@@ -63,6 +63,11 @@ class MomentTensor(torch.Tensor):
         """All moments of the parameter."""
         return self._whole
 
+    @property
+    def moment(self) -> str:
+        """Its name among them."""
+        return self._moment
+
     def value(self) -> torch.Tensor:
         """The bytes, the same tensor with each call. The first one waits for the daemon."""
         return self._whole.values()[self._moment]
@@ -148,6 +153,14 @@ class MomentSet:
                 self._moments = None
             return self._values
 
+    def passing_values(self) -> dict[str, torch.Tensor]:
+        """As `values()`, for one who drops them before he asks for others: they are not kept."""
+        with self._lock:
+            if self._values is not None:
+                return self._values
+            assert self._moments is not None
+            return self._moments.look(self)
+
     def is_unread_in(self, moments: Moments) -> bool:
         with self._lock:
             return self._moments is moments
@@ -189,6 +202,12 @@ class Moments:
         )
 
     def read(self, whole: MomentSet) -> dict[str, torch.Tensor]:
+        """Asks the daemon, for the last time."""
+        values = self.look(whole)
+        self._unread.discard(whole)
+        return values
+
+    def look(self, whole: MomentSet) -> dict[str, torch.Tensor]:
         """Asks the daemon."""
         shard = whole.shard
         generation, found = self._job.moments(shard)
@@ -198,7 +217,6 @@ class Moments:
                 f"is of {whole.update_count} updates and was not read before update {generation}; "
                 "call state_dict() again"
             )
-        self._unread.discard(whole)
         if not generation:
             # The first update decides whether there is a maximum, and the daemon has none yet.
             found.setdefault(MAXIMUM, torch.zeros(shard.shape))

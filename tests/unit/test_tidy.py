@@ -70,7 +70,8 @@ CLIENT_LAYERS = (
     *("tracked", "session", "targets", "offload", "init", "optimizer", "gather", "connect"),
     "deepspeed",
     *("safetensors_header", "checkpoint_files", "whole_file", "model_tensors"),
-    *("load_safetensors", "save_safetensors", "__init__"),
+    *("load_safetensors", "save_safetensors"),
+    *("checkpoint_writer", "checkpoint", "__init__"),
 )
 METHODS_MAX = 40
 FILE_BYTES_MAX = 500 * 1024
