@@ -58,9 +58,10 @@ class Writer(StorageWriter, AsyncStager):
     `.metadata`. So the disk holds both until the save ends. After an error the folder is as it was.
 
     torch wraps what goes wrong into a `CheckpointException`; its `failures` have the `MemdError`:
-    InvalidArgument for a path that cannot be written, a save by somebody else, or a call between
-    `step()` and `commit()`; CapacityError for a full disk; DeviceError for a failed write; NotYet
-    for several ranks and `async_save`.
+    InvalidArgument for a path that cannot be written, a save by somebody else, moments that were
+    read and that the optimizer has no more, or a call between `step()` and `commit()`;
+    CapacityError for a full disk; DeviceError for a failed write; NotYet for several ranks and
+    `async_save`.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -299,6 +300,7 @@ class _Passing:
     def _moment(self, tensor: MomentTensor) -> torch.Tensor:
         if tensor.whole is not self._whole:
             self._moments = {}
+            tensor.whole.refuse_outdated()
             self._moments = tensor.whole.passing_values()
             self._whole = tensor.whole
         return self._moments[tensor.moment]

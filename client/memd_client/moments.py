@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections import defaultdict
 from threading import RLock
 from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch.utils._pytree import tree_map
 
-from memd_client.errors import MemdError, UnknownName
+from memd_client.errors import InvalidArgument, MemdError, UnknownName
 from memd_client.metadata import asks_for_metadata
 from memd_client.shard import MAXIMUM, MOMENTS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from memd_client.job import Job
     from memd_client.shard import Shard
@@ -127,6 +127,7 @@ class MomentSet:
         self._moments: Moments | None = moments
         self._values: dict[str, torch.Tensor] | None = None
         self._lock = RLock()
+        self._session = ref(moments)
 
     @property
     def shard(self) -> Shard:
@@ -139,6 +140,19 @@ class MomentSet:
     @property
     def update_count(self) -> int:
         return self._update_count
+
+    def refuse_outdated(self) -> None:
+        """Before they go beside parameters of now. Those that were read are compared with the
+        daemon's.
+
+        Raises:
+            InvalidArgument: the optimizer has others by now.
+        """
+        moments = self._session()
+        with self._lock:
+            held = self._values
+        if held is not None and moments is not None and not moments.is_over:
+            moments.refuse_outdated(self, held)
 
     def values(self) -> dict[str, torch.Tensor]:
         """By their names; the first call waits for the daemon.
@@ -222,11 +236,33 @@ class Moments:
             found.setdefault(MAXIMUM, torch.zeros(shard.shape))
         return {name: found[name] for name in whole.names}
 
+    @property
+    def is_over(self) -> bool:
+        """The session has ended, and its parameters with it."""
+        return self._job.is_closed
+
+    def refuse_outdated(self, whole: MomentSet, held: Mapping[str, torch.Tensor]) -> None:
+        """See `MomentSet.refuse_outdated`; `held` are the values that were read."""
+        generation, found = self._job.moments(whole.shard)
+        if generation != whole.update_count or any(
+            name in found and not _have_same_bits(found[name], held[name]) for name in held
+        ):
+            raise InvalidArgument(
+                f"job {self._job.name!r}: a step was made, or the optimizer's state of parameter "
+                f"{whole.shard.name!r} was changed, since state_dict() returned it; call "
+                "state_dict() again right before the save"
+            )
+
     def read_all(self) -> None:
         """Before moments change, or the session ends: state_dicts that somebody still holds keep
         the moments of their time."""
         for whole in list(self._unread):
             whole.values()
+
+
+def _have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """NaN too. Both are float32."""
+    return torch.equal(one.view(torch.int32), other.contiguous().view(torch.int32))
 
 
 def _read(value: Any) -> Any:

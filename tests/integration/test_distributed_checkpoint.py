@@ -229,6 +229,55 @@ def test_a_model_that_is_larger_than_its_pool_is_saved(daemon: Daemon, tmp_path:
         assert session.statistics().leases_held == 0
 
 
+@pytest.mark.parametrize("change", ["step", "load", "write"])
+def test_moments_that_the_optimizer_has_no_more_are_not_saved_beside_parameters_of_now(
+    daemon: Daemon, tmp_path: Path, change: str
+) -> None:
+    """In torch a state shows the moments of now, as it does the parameters."""
+    with fresh(daemon, "dcp-outdated") as session:
+        model = memd_client.offload(Model(), session)
+        optimizer = memd_adamw(model)
+        trained(model, optimizer, range(1))
+        state = state_of(model, optimizer)
+        first = state["optimizer"]["state"][0]["exp_avg"]
+        assert first.sum() != 0  # whoever has looked at them may save them
+        stream_out(state, tmp_path / "a")
+        if change == "step":
+            trained(model, optimizer, range(1, 2))
+        elif change == "load":
+            other = optimizer.state_dict()
+            other["state"][0]["exp_avg"] = torch.ones(first.shape)
+            optimizer.load_state_dict(other)
+        else:
+            first.zero_()
+        before = {name: (tmp_path / "a" / name).read_bytes() for name in names_in(tmp_path / "a")}
+        with pytest.raises(CheckpointException) as raised:
+            stream_out(state, tmp_path / "a")
+        assert isinstance(the_error(raised), memd_client.InvalidArgument)
+        assert "call state_dict() again" in str(the_error(raised))
+        for name, data in before.items():
+            assert (tmp_path / "a" / name).read_bytes() == data
+        assert names_in(tmp_path / "a") == sorted(before)
+        stream_out(state_of(model, optimizer), tmp_path / "a")
+
+
+def test_a_state_is_saved_when_its_session_is_over(daemon: Daemon, tmp_path: Path) -> None:
+    with fresh(daemon, "dcp-over") as session:
+        model = memd_client.offload(Model(), session)
+        optimizer = memd_adamw(model)
+        trained(model, optimizer, range(1))
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        stream_out(state, tmp_path / "a")
+    stream_out(state, tmp_path / "b")
+    for found in ("a", "b"):
+        plain = Model(seed=1)
+        torchs = adamw(plain)
+        plain_load(tmp_path / found, plain, torchs)
+        assert_same(plain.state_dict(), state["model"])
+        for index, moments in state["optimizer"]["state"].items():
+            assert bits(torchs.state_dict()["state"][index]["exp_avg"]) == bits(moments["exp_avg"])
+
+
 def test_a_second_save_replaces_the_first_and_what_a_killed_one_left(tmp_path: Path) -> None:
     path = tmp_path / "a"
     save({"x": torch.zeros(3)}, checkpoint_id=path)  # torch's own
