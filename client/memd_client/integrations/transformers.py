@@ -264,7 +264,10 @@ class _Progress:
         trainer._tr_loss.fill_(self._loaded["loss"])
         for name, value in self._loaded["counters"].items():
             setattr(trainer, name, value)
-        for name, value in self._loaded["control"].items():
+        control = dict(self._loaded["control"])
+        if json.loads(self._loaded["state"])["max_steps"] != trainer.state.max_steps:
+            del control["should_training_stop"]  # the job was finished, and this run is longer
+        for name, value in control.items():
             setattr(trainer.control, name, value)
         if trainer.state.global_step >= trainer.state.max_steps:
             trainer.control.should_training_stop = True

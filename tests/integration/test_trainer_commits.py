@@ -1,0 +1,156 @@
+"""`CommittedTrainer` beside plain Trainer: jobs that are extended, stopped, killed and resumed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import memd_client
+from tests.daemons import running_daemon
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.daemons import Daemon
+
+transformers: Any = pytest.importorskip("transformers")
+CommittedTrainer: Any = pytest.importorskip(
+    "memd_client.integrations.transformers"
+).CommittedTrainer
+
+pytestmark = [pytest.mark.more, pytest.mark.timeout(300)]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.25), nn.Linear(16, 1))
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.layers(inputs).square().mean()}
+
+
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __init__(self) -> None:
+        self._rows = torch.randn(24, 8, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"inputs": self._rows[index]}
+
+
+class Killed(Exception):
+    pass
+
+
+class KillAfter(transformers.TrainerCallback):  # type: ignore[misc] # transformers has no types
+    """Raises when the step has been committed, before the next."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            raise Killed
+
+
+class Run:
+    """Trains one job, in a new session and a new Trainer each time."""
+
+    def __init__(self, address: str, job: str, out: Path) -> None:
+        self._address = address
+        self._job = job
+        self._out = out
+
+    def plain(self, max_steps: int, *, checkpoint: bool = False, **settings: Any) -> Trained:
+        return self._train(
+            transformers.Trainer, Model(), max_steps, resume=checkpoint or None, **settings
+        )
+
+    def ours(self, max_steps: int, *, kind: Any = CommittedTrainer, **settings: Any) -> Trained:
+        with memd_client.connect(self._address, job=self._job) as session:
+            model = memd_client.offload(Model(), session)
+            return self._train(kind, model, max_steps, session=session, **settings)
+
+    def _train(
+        self,
+        kind: Any,
+        model: nn.Module,
+        max_steps: int,
+        *,
+        callbacks: tuple[Any, ...] = (),
+        save: bool = False,
+        resume: bool | None = None,
+        **extra: Any,
+    ) -> Trained:
+        transformers.set_seed(0)
+        trainer = kind(
+            model=model,
+            args=transformers.TrainingArguments(
+                output_dir=self._out,
+                max_steps=max_steps,
+                per_device_train_batch_size=4,
+                learning_rate=1e-2,
+                lr_scheduler_type="cosine",
+                save_strategy="steps" if save else "no",
+                save_steps=10,
+                logging_steps=3,
+                logging_nan_inf_filter=False,
+                use_cpu=True,
+                report_to="none",
+                disable_tqdm=True,
+            ),
+            train_dataset=Rows(),
+            callbacks=list(callbacks),
+            **extra,
+        )
+        result = trainer.train(resume_from_checkpoint=resume)
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        return Trained(result, weights, trainer.state.log_history)
+
+
+class Trained:
+    def __init__(self, result: Any, weights: dict[str, torch.Tensor], logs: list[Any]) -> None:
+        self.steps = result.global_step
+        self.loss = result.training_loss
+        self.metrics = result.metrics
+        self.weights = weights
+        self.logs = logs
+
+
+def assert_equal_weights(ours: Trained, plain: Trained) -> None:
+    assert ours.weights.keys() == plain.weights.keys()
+    for name, value in plain.weights.items():
+        assert torch.equal(ours.weights[name], value), name
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with running_daemon() as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest, daemon: Daemon, tmp_path: Path) -> Run:
+    return Run(daemon.address, request.node.name.replace("_", "-")[:60], tmp_path)
+
+
+def test_a_finished_job_goes_on_with_more_steps(run: Run) -> None:
+    """As plain Trainer goes on from the checkpoint of its last step."""
+    run.plain(10, save=True)
+    expected = run.plain(20, save=True, checkpoint=True)
+    done = run.ours(10)
+    again = run.ours(10)
+    assert again.steps == 10, "it was finished"
+    assert_equal_weights(again, done)
+    longer = run.ours(20)
+    assert longer.steps == expected.steps == 20
+    assert_equal_weights(longer, expected)
+    assert len(longer.logs) == len(expected.logs)
