@@ -96,7 +96,8 @@ def main() -> None:
         callbacks=[PrintLoss()],
         **settings,
     )
-    trainer.train(resume_from_checkpoint=options.resume_checkpoint or None)
+    result = trainer.train(resume_from_checkpoint=options.resume_checkpoint or None)
+    print(f"mean loss {result.training_loss!r}", flush=True)
     torch.save(model.state_dict(), options.out / "weights.pt")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -154,3 +155,18 @@ def test_a_finished_job_goes_on_with_more_steps(run: Run) -> None:
     assert longer.steps == expected.steps == 20
     assert_equal_weights(longer, expected)
     assert len(longer.logs) == len(expected.logs)
+
+
+def test_the_last_metrics_of_a_resumed_training_describe_all_its_steps(run: Run) -> None:
+    class Slow(transformers.TrainerCallback):  # type: ignore[misc] # transformers has no types
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            time.sleep(0.2)
+
+    expected = run.plain(8)
+    with pytest.raises(Killed):
+        run.ours(8, callbacks=(Slow(), KillAfter(5)))
+    resumed = run.ours(8)
+    assert resumed.steps == 8
+    assert resumed.loss == expected.loss
+    assert resumed.metrics["train_runtime"] >= 1.0
+    assert_equal_weights(resumed, expected)

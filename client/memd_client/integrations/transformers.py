@@ -38,7 +38,12 @@ if TYPE_CHECKING:
 
 # Stands for a checkpoint where Trainer asks which one it goes on from.
 _COMMIT = "the commit of memd that was resumed"
-_COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos")
+_COUNTERS = (
+    "_total_loss_scalar",
+    "_initial_global_step",
+    "_globalstep_last_logged",
+    "current_flos",
+)
 
 
 class CommitsSteps:
@@ -130,6 +135,7 @@ class CommitsSteps:
         trial: Any,
         epoch: Any,
         ignore_keys_for_eval: Any,
+        start_time: float,
         *args: Any,
         **kwargs: Any,
     ) -> None:
@@ -139,9 +145,24 @@ class CommitsSteps:
             grad_norm=None if grad_norm is None else float(grad_norm),
             learning_rate=kwargs.get("learning_rate"),
             ignore_keys_for_eval=ignore_keys_for_eval,
+            seconds=self._progress.seconds_before + time.time() - start_time,
         )
         super()._maybe_log_save_evaluate(  # type: ignore[misc] # of Trainer
-            tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, *args, **kwargs
+            tr_loss,
+            grad_norm,
+            model,
+            trial,
+            epoch,
+            ignore_keys_for_eval,
+            start_time,
+            *args,
+            **kwargs,
+        )
+
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
+        # The last metrics describe the whole training: its loss, steps and seconds.
+        return super()._finalize_training(  # type: ignore[misc] # of Trainer
+            trial, num_train_samples, start_time - self._progress.seconds_before
         )
 
     def repeat_after_commit(self, start_time: float) -> None:
@@ -214,6 +235,13 @@ class _Progress:
     def loaded(self) -> dict[str, Any] | None:
         """The state that resume() has restored, if the job had a commit."""
         return self._loaded
+
+    @property
+    def seconds_before(self) -> float:
+        """Seconds of training that led to the resumed commit."""
+        if self._loaded is None:
+            return 0.0
+        return float(self._loaded["arguments"]["seconds"])
 
     def forget(self) -> None:
         """A checkpoint is loaded over what resume() has restored."""
