@@ -70,7 +70,7 @@ CLIENT_LAYERS = (
     *("tracked", "session", "targets", "offload", "init", "optimizer", "gather", "connect"),
     "deepspeed",
     *("safetensors_header", "checkpoint_files", "whole_file", "model_tensors"),
-    *("load_safetensors", "save_safetensors"),
+    *("loaded_places", "load_safetensors", "save_safetensors"),
     *("checkpoint_writer", "checkpoint", "__init__"),
 )
 METHODS_MAX = 40

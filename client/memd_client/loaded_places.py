@@ -1,0 +1,203 @@
+"""The places of the values of one load: what is staged in memd goes there, all or none."""
+
+from __future__ import annotations
+
+from traceback import clear_frames
+from typing import TYPE_CHECKING
+
+import torch
+
+from memd_client.buffers import ModuleBuffers
+from memd_client.errors import InvalidArgument, MemdError, retold
+from memd_client.job_store import JobStore
+from memd_client.overlaps import overlaps_itself
+from memd_client.staged_values import StagedValues
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from memd_client.job import Job
+    from memd_client.model_tensors import ModelTensor
+    from memd_client.shard import Shard
+    from memd_client.staged_values import StagedValue, Taking
+    from memd_client.transaction import Transaction
+
+
+def replace_all(
+    targets: Sequence[ModelTensor],
+    fill: Callable[[int, torch.Tensor], None],
+    *,
+    transaction: Transaction,
+    what: str,
+) -> None:
+    """Replaces the values of `targets`, all or none, and makes them durable.
+
+    Args:
+        fill: writes those of number `index` into a tensor of `stored_bytes` bytes. If it raises,
+            nothing has changed.
+        what: the call, for messages.
+
+    Raises:
+        InvalidArgument: a parameter is in use, or of another job; a tensor of this process cannot
+            be written; the job has other sessions. Nothing has changed.
+        CapacityError: the job's disk quota does not hold the new values beside the old ones.
+            Nothing has changed.
+        MemdError: nothing has changed; or the message says that the new values may count and are
+            not all in place.
+    """
+    _refuse_unwritable(targets)
+    places = _Places(transaction, targets, what=what)
+    job = transaction.job
+    stored = [index for index, target in enumerate(targets) if target.size_bytes]
+    store = JobStore(
+        job=job.name,
+        session_id=job.session_id,
+        control=job.control,
+        shards=job.shards,
+        leases=job.leases,
+    )
+    staged = StagedValues(store, job.steps)
+
+    def take(value: StagedValue, shard: Shard | None, data: torch.Tensor) -> None:
+        places.take(value, shard, data, staged)
+
+    with staged.turn(take):
+        staged.refuse_company()
+        values = staged.stage(
+            [(places.shard_id(targets[index]), targets[index].stored_bytes) for index in stored],
+            lambda number, data: fill(stored[number], data),
+        )
+        places.expect(values, [targets[index] for index in stored])
+        staged.refuse_company()  # who came meanwhile; who comes later waits for the turn
+        _put_in_place(values, take, staged, transaction)
+
+
+def _put_in_place(
+    values: Sequence[StagedValue], take: Taking, staged: StagedValues, transaction: Transaction
+) -> None:
+    """The values count, and go where they belong. If that breaks off, the next session may put them
+    over what this one would train, so it makes no step any more."""
+    count = False
+    try:
+        staged.commit(values)
+        count = True
+        staged.settle(take)
+    except BaseException as error:
+        clear_frames(error.__traceback__)  # a lease of the plan ends
+        if not count and not staged.may_count():
+            raise
+        unfinished = _Unfinished(transaction.job.name)
+        transaction.watch(unfinished)
+        if isinstance(error, MemdError):
+            raise retold(error, f"{unfinished}: {error}") from error
+        if isinstance(error, Exception):
+            raise MemdError(f"{unfinished}: {error!r}") from error
+        error.add_note(str(unfinished))
+        raise
+
+
+class _Places:
+    """The places of the values of one load: shards of the job, and tensors of this process."""
+
+    def __init__(
+        self, transaction: Transaction, targets: Sequence[ModelTensor], *, what: str
+    ) -> None:
+        """
+        Args:
+            what: the call, for messages.
+
+        Raises:
+            InvalidArgument, MemdError: a parameter belongs to another job, or is in use.
+        """
+        self._job: Job = transaction.job
+        self._what = what
+        living = {id(each.parameter): each for each in self._job.shards.parameters}
+        buffers = [each for each in transaction.contributors if isinstance(each, ModuleBuffers)]
+        self._shards: dict[int, Shard] = {}  # by id of the tensor, which `targets` refer to
+        self._by_shard: dict[int, ModelTensor] = {}
+        self._by_name: dict[str, ModelTensor] = {}  # of the staged value
+        for target in targets:
+            shard = self._shard_of(target, buffers)
+            known = living.get(id(target.tensor))
+            if shard is None and known is not None:
+                shard = known.shard
+            if shard is not None:
+                self._shards[id(target.tensor)] = shard
+                self._by_shard[shard.shard_id] = target
+
+    def shard_id(self, target: ModelTensor) -> int | None:
+        shard = self._shards.get(id(target.tensor))
+        return shard.shard_id if shard is not None else None
+
+    def expect(self, values: Sequence[StagedValue], targets: Sequence[ModelTensor]) -> None:
+        """Tensors of this process alone are found by the staged value that is theirs."""
+        self._by_name = {value.name: target for value, target in zip(values, targets, strict=True)}
+
+    def take(
+        self, value: StagedValue, shard: Shard | None, data: torch.Tensor, staged: StagedValues
+    ) -> None:
+        """Puts `data` in its place. Another load may have staged it, in another process."""
+        if shard is None:
+            target = self._by_name.get(value.name)
+        else:
+            target = self._by_shard.get(shard.shard_id)
+        entry = target.entry if target is not None else None
+        if shard is not None and entry is None:
+            staged.overwrite(shard, data)
+        if target is None:
+            return
+        new = data[: target.size_bytes].view(target.dtype).view(target.shape)
+        if entry is not None:
+            entry.residency.write(new)
+        else:
+            with torch.no_grad():
+                target.tensor.copy_(new)
+
+    def _shard_of(self, target: ModelTensor, buffers: Sequence[ModuleBuffers]) -> Shard | None:
+        entry = target.entry
+        if entry is None:
+            found = (each.shard_of(target.tensor) for each in buffers)
+            return next(filter(None, found), None)
+        if entry.job is not self._job:
+            raise InvalidArgument(
+                f"parameter {entry.shard.name!r} belongs to job {entry.job.name!r} and another "
+                f"session; load with the session that it was offloaded to, not job "
+                f"{self._job.name!r}"
+            )
+        entry.residency.refuse_if_in_use(self._what)
+        return entry.shard
+
+
+class _Unfinished:
+    """A load whose values may count, and are not all in place in this process."""
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+
+    def __str__(self) -> str:
+        return (
+            f"job {self._job!r}: a load broke off when its values were in memd, and not all in "
+            "place; close this session and connect again, which finishes or forgets them"
+        )
+
+    def refuse_replaced(self) -> None:
+        """Before a step, which would use some old values and some new ones."""
+        raise MemdError(str(self))
+
+
+def _refuse_unwritable(targets: Sequence[ModelTensor]) -> None:
+    """Before anything is staged: torch would refuse the copy when the values count already."""
+    for target in targets:
+        tensor = target.tensor
+        if target.entry is not None:
+            continue
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise InvalidArgument(
+                f"{target.name!r} was made in torch.inference_mode() and cannot be written outside "
+                "of it; give the model a clone()"
+            )
+        if overlaps_itself(tensor):
+            raise InvalidArgument(
+                f"elements of {target.name!r} share memory, as those of expand() do, so it cannot "
+                "be written; give the model a clone()"
+            )
