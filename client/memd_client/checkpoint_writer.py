@@ -89,9 +89,6 @@ class Writer(StorageWriter, AsyncStager):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A save begins, into the folder `checkpoint_id` if there is one."""
-        self._opened.close()
-        self._data = None
-        self._save_id = secrets.token_hex(6)
         if checkpoint_id is not None:
             self._path = Path(checkpoint_id)
 
@@ -105,6 +102,10 @@ class Writer(StorageWriter, AsyncStager):
             NotYet: each rank would write metadata of its own.
         """
         del is_coordinator, args
+        # A Writer may save again, and torch does not always call `reset`.
+        self._opened.close()
+        self._data = None
+        self._save_id = secrets.token_hex(6)
         if not kwargs.get("use_collectives", True):
             raise NotYet("memd writes one .metadata; call dcp.save without use_collectives=False")
 

@@ -304,6 +304,15 @@ def no_file_larger_than(size_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def test_a_writer_that_saves_again_keeps_the_earlier_items_until_the_end(tmp_path: Path) -> None:
+    writer = memd_client.checkpoint.Writer(tmp_path / "a")
+    names = []
+    for value in (1.0, 2.0):
+        save({"x": torch.full((3,), value)}, storage_writer=writer)
+        names += [name for name in names_in(tmp_path / "a") if name.endswith(".distcp")]
+    assert len(set(names)) == 2
+
+
 def test_a_full_disk_is_one_clear_error_and_leaves_nothing_behind(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "a"
     with no_file_larger_than(64 << 10), pytest.raises(CheckpointException) as raised:
