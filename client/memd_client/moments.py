@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from threading import RLock
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from weakref import WeakSet, ref
 
 import torch
@@ -114,6 +114,18 @@ class StatesInMemd(defaultdict[torch.Tensor, StateInMemd]):
         return self._shown <= self.keys()
 
 
+class MomentSource(Protocol):
+    """Has the bytes of moments that nobody has used yet."""
+
+    def look(self, whole: MomentSet) -> dict[str, torch.Tensor]:
+        """By their names: float32, in the parameter's shape."""
+        ...
+
+    def read(self, whole: MomentSet) -> dict[str, torch.Tensor]:
+        """As `look`, for the last time."""
+        ...
+
+
 class MomentSet:
     """The moments `names` of one parameter after `update_count` updates. Any thread may call."""
 
@@ -124,7 +136,7 @@ class MomentSet:
         self._names = names
         self._update_count = update_count
         # None when they were read: a state_dict that is kept must not keep the session.
-        self._moments: Moments | None = moments
+        self._moments: MomentSource | None = moments
         self._values: dict[str, torch.Tensor] | None = None
         self._lock = RLock()
         self._session = ref(moments)
@@ -151,6 +163,8 @@ class MomentSet:
         moments = self._session()
         with self._lock:
             held = self._values
+            if held is None and self._moments is not moments:
+                held = self.passing_values()  # those of a checkpoint
         if held is not None and moments is not None and not moments.is_over:
             moments.refuse_outdated(self, held)
 
@@ -174,6 +188,17 @@ class MomentSet:
                 return self._values
             assert self._moments is not None
             return self._moments.look(self)
+
+    @property
+    def is_passing(self) -> bool:
+        """Nobody has asked to keep the values."""
+        with self._lock:
+            return self._values is None
+
+    def replace(self, source: MomentSource) -> None:
+        """They are those of `source` from now on, whoever has read others."""
+        with self._lock:
+            self._moments, self._values = source, None
 
     def is_unread_in(self, moments: Moments) -> bool:
         with self._lock:
@@ -257,7 +282,19 @@ class Moments:
         """Before moments change, or the session ends: state_dicts that somebody still holds keep
         the moments of their time."""
         for whole in list(self._unread):
-            whole.values()
+            if whole.is_unread_in(self):
+                whole.values()
+
+
+def ordinary_moments(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `state`, which is in torch's format. None is kept that nobody has read before."""
+    found = {name: state[name] for name in MOMENTS if name in state}
+    wholes = {each.whole for each in found.values() if isinstance(each, MomentTensor)}
+    values = {whole: whole.passing_values() for whole in wholes}
+    return {
+        name: values[each.whole][each.moment] if isinstance(each, MomentTensor) else each
+        for name, each in found.items()
+    }
 
 
 def _have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

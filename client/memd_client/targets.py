@@ -15,6 +15,7 @@ from memd_client.errors import InvalidArgument, MemdError, NotYet
 from memd_client.gradients import GradientSlot
 from memd_client.hidden import hide, show
 from memd_client.identity import ByIdentity
+from memd_client.moments import ordinary_moments
 from memd_client.overlaps import refuse_overlaps
 from memd_client.parameter import StreamedParameter, streamed, take_gradient
 from memd_client.shard import MAXIMUM, MOMENTS, Shard, shard_spec
@@ -81,7 +82,7 @@ class StatefulTarget(ABC):
 
     def replace_state(self, state: Mapping[str, Any], job: Job) -> None:
         """Takes `step` and the moments of torch's format. They are durable when it returns."""
-        moments = {name: state[name] for name in MOMENTS if name in state}
+        moments = ordinary_moments(state)
         update_count = int(state["step"])
         if self.is_stored:
             job.replace_moments(self.shard, update_count, moments)

@@ -1,8 +1,9 @@
-"""torch.distributed.checkpoint streams out of memd, into files that plain torch reads."""
+"""torch.distributed.checkpoint streams out of memd and into it, in files of plain torch."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -87,6 +89,10 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
 
 def stream_out(state: dict[str, Any], path: Path) -> None:
     save(state, storage_writer=memd_client.checkpoint.Writer(path))
+
+
+def stream_in(state: dict[str, Any], path: Path) -> None:
+    load(state, storage_reader=memd_client.checkpoint.Reader(path))
 
 
 def plain_load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -406,3 +412,237 @@ def test_what_is_not_there_yet_is_refused_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(memd_client.NotYet, match="2 ranks"):
         writer.prepare_global_plan([SavePlan([]), SavePlan([])])
     assert names_in(tmp_path) == []
+
+
+# In
+
+
+def saved(path: Path, steps: int = 3, **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """By plain torch, what was trained there."""
+    plain = Model(seed=1)
+    torchs = adamw(plain, **settings)
+    trained(plain, torchs, range(steps))
+    save({"model": plain.state_dict(), "optimizer": torchs.state_dict()}, checkpoint_id=path)
+    return plain, torchs
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
+    states = optimizer.state_dict()["state"].values()
+    return [
+        *(bits(value) for value in model.state_dict().values()),
+        *(bits(value) for state in states for value in state.values()),
+    ]
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_a_job_takes_what_plain_torch_has_saved_and_trains_on_with_the_same_bits(
+    daemon: Daemon, tmp_path: Path, amsgrad: bool
+) -> None:
+    plain, torchs = saved(tmp_path / "a", amsgrad=amsgrad)
+    with fresh(daemon, f"dcp-in-{amsgrad}") as session:
+        model = memd_client.offload(Model(), session)
+        optimizer = memd_adamw(model, amsgrad=amsgrad)
+        trained(model, optimizer, range(10, 11))
+        state = state_of(model, optimizer)
+        stream_in(state, tmp_path / "a")
+        assert_same(model.state_dict(), plain.state_dict())
+        optimizer.load_state_dict(state["optimizer"])
+        assert_same_moments(optimizer, torchs)
+        assert session.statistics().leases_held == 0
+        assert trained(model, optimizer, range(3, 5)) == trained(plain, torchs, range(3, 5))
+        assert_same(model.state_dict(), plain.state_dict())
+        assert_same_moments(optimizer, torchs)
+
+
+def test_a_new_job_takes_what_another_has_saved(daemon: Daemon, tmp_path: Path) -> None:
+    with fresh(daemon, "dcp-from") as session:
+        first = memd_client.offload(Model(seed=1), session)
+        ours = memd_adamw(first)
+        trained(first, ours, range(2))
+        stream_out(state_of(first, ours), tmp_path / "a")
+        expected = everything(first, ours)
+    with fresh(daemon, "dcp-to") as session:
+        model = memd_client.offload(Model(), session)
+        optimizer = memd_adamw(model)
+        state = state_of(model, optimizer)
+        stream_in(state, tmp_path / "a")
+        optimizer.load_state_dict(state["optimizer"])
+        assert everything(model, optimizer) == expected
+
+
+def test_a_load_keeps_no_moment_in_this_process(daemon: Daemon, tmp_path: Path) -> None:
+    saved(tmp_path / "a")
+    with fresh(daemon, "dcp-unkept") as session:
+        model = memd_client.offload(Model(), session)
+        optimizer = memd_adamw(model)
+        state = state_of(model, optimizer)
+        stream_in(state, tmp_path / "a")
+        optimizer.load_state_dict(state["optimizer"])
+        wholes = {each["exp_avg"].whole for each in state["optimizer"]["state"].values()}
+        assert len(wholes) == 6
+        assert all(whole.is_passing for whole in wholes)
+
+
+def test_moments_of_a_checkpoint_are_not_saved_beside_later_parameters(
+    daemon: Daemon, tmp_path: Path
+) -> None:
+    saved(tmp_path / "a")
+    with fresh(daemon, "dcp-later") as session:
+        model = memd_client.offload(Model(), session)
+        optimizer = memd_adamw(model)
+        state = state_of(model, optimizer)
+        stream_in(state, tmp_path / "a")
+        optimizer.load_state_dict(state["optimizer"])
+        trained(model, optimizer, range(3, 4))
+        with pytest.raises(CheckpointException) as raised:
+            stream_out(state, tmp_path / "b")
+        assert "call state_dict() again" in str(the_error(raised))
+        assert names_in(tmp_path) == ["a"]
+
+
+def test_a_model_that_is_larger_than_its_pool_is_loaded(daemon: Daemon, tmp_path: Path) -> None:
+    layers = [nn.Linear(1024, 1024, bias=False) for _ in range(6)]  # 24 MiB, and 48 of moments
+    plain = nn.Sequential(*layers)
+    torchs = torch.optim.AdamW(plain.parameters(), fused=True)
+    plain(torch.ones(1, 1024)).sum().backward()
+    torchs.step()
+    save({"model": plain.state_dict(), "optimizer": torchs.state_dict()}, checkpoint_id=tmp_path)
+    with fresh(daemon, "dcp-large-in", host_bytes="16MiB") as session:
+        with memd_client.init(session):
+            model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(6)))
+        optimizer = memd_client.AdamW(model.parameters())
+        state = state_of(model, optimizer)
+        stream_in(state, tmp_path)
+        optimizer.load_state_dict(state["optimizer"])
+        assert_same(model.state_dict(), plain.state_dict())
+        assert_same_moments(optimizer, torchs)
+
+
+def truncate(path: Path) -> None:
+    (data,) = path.glob("*.distcp")
+    os.truncate(data, data.stat().st_size - 1000)
+
+
+def damage_an_item(path: Path) -> None:
+    """The archive of the last moment has no end any more, and the file is as long as before."""
+    (data,) = path.glob("*.distcp")
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-200] + bytes(200))
+
+
+def save_other_dtypes(path: Path) -> None:
+    plain = Model(seed=1).double()
+    torchs = adamw(plain)
+    loss = plain(torch.ones(1, WIDTH, dtype=torch.float64)).sum()
+    loss.backward()
+    torchs.step()
+    save({"model": plain.state_dict(), "optimizer": torchs.state_dict()}, checkpoint_id=path)
+
+
+def save_too_few(path: Path) -> None:
+    save({"model": Model(seed=1).state_dict()}, checkpoint_id=path)
+
+
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (truncate, "is truncated"),
+        (damage_an_item, "is damaged or hostile"),
+        (save_other_dtypes, r"float64 \[64, 64\] in the checkpoint and torch.float32"),
+        (save_too_few, "Missing key in checkpoint state_dict: optimizer"),
+    ],
+)
+def test_what_does_not_fit_changes_nothing_of_the_job(
+    daemon: Daemon, tmp_path: Path, harm: Any, message: str
+) -> None:
+    saved(tmp_path / "a")
+    harm(tmp_path / "a")
+    with fresh(daemon, "dcp-harm") as session:
+        model = memd_client.offload(Model(), session)
+        optimizer = memd_adamw(model)
+        trained(model, optimizer, range(1))
+        before = everything(model, optimizer)
+        with pytest.raises(CheckpointException, match=message):
+            stream_in(state_of(model, optimizer), tmp_path / "a")
+        assert everything(model, optimizer) == before
+        names = [shard.spec.name for shard in session.transaction.job.shards.list_all()]
+        assert not [name for name in names if name.startswith("@load/")]
+        trained(model, optimizer, range(1, 2))
+
+
+class Hostile:
+    """Its pickle calls a function."""
+
+    def __init__(self, called: Path) -> None:
+        self._called = called
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._called),)
+
+
+def test_a_hostile_metadata_is_refused_by_name_and_calls_nothing(tmp_path: Path) -> None:
+    called = tmp_path / "called"
+    (tmp_path / ".metadata").write_bytes(pickle.dumps({"x": Hostile(called)}))
+    with pytest.raises(memd_client.InvalidArgument, match=r"posix\.mkdir.*nothing was called"):
+        stream_in({"x": torch.zeros(3)}, tmp_path)
+    assert not called.exists()
+
+
+def test_a_metadata_cannot_change_a_class(tmp_path: Path) -> None:
+    text = (
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\n"  # the class itself
+        b"(N(dVversion\nVchanged\nstb."  # BUILD with attributes to set
+    )
+    (tmp_path / ".metadata").write_bytes(text)
+    with pytest.raises(memd_client.InvalidArgument, match="it sets fields of"):
+        stream_in({"x": torch.zeros(3)}, tmp_path)
+    assert Metadata.version is None
+
+
+def test_a_metadata_that_names_a_file_elsewhere_is_refused(tmp_path: Path) -> None:
+    save({"x": torch.ones(3)}, checkpoint_id=tmp_path / "a")
+    path = tmp_path / "a" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = "../a/__0_0.distcp"
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(memd_client.InvalidArgument, match="no file of its folder"):
+        stream_in({"x": torch.zeros(3)}, tmp_path / "a")
+
+
+def test_a_hostile_value_beside_the_tensors_calls_nothing(tmp_path: Path) -> None:
+    called = tmp_path / "called"
+    save({"x": torch.ones(3), "y": Hostile(called)}, checkpoint_id=tmp_path / "a")
+    found: dict[str, Any] = {"x": torch.zeros(3), "y": 0}
+    with pytest.raises(CheckpointException, match=r"posix\.mkdir"):
+        stream_in(found, tmp_path / "a")
+    assert not called.exists()
+    assert found["x"].tolist() == [0.0] * 3
+
+
+def test_a_folder_without_a_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
+    with pytest.raises(memd_client.InvalidArgument, match="No such file"):
+        stream_in({"x": torch.zeros(3)}, tmp_path)
+
+
+def test_between_step_and_commit_nothing_is_loaded(daemon: Daemon, tmp_path: Path) -> None:
+    plain, _ = saved(tmp_path / "a")
+    with fresh(daemon, "dcp-between-in") as session:
+        model = memd_client.offload(Model(), session)
+        optimizer = memd_adamw(model)
+        session.track(rng=True)
+        trained(model, optimizer, range(1))
+        state = {"model": model.state_dict(keep_vars=True)}
+        with pytest.raises(
+            CheckpointException, match=r"dcp\.load\(\) is not possible between step"
+        ):
+            stream_in(state, tmp_path / "a")
+        session.commit()
+        with (
+            memd_client.gather(model),
+            pytest.raises(CheckpointException, match=r"dcp\.load\(\)"),
+        ):
+            stream_in(state, tmp_path / "a")
+        stream_in(state, tmp_path / "a")
+        assert_same(model.state_dict(), plain.state_dict())
