@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from typing import TYPE_CHECKING
 
 import torch
 
+from memd_client.errors import InvalidArgument
 from memd_client.storage_uses import USES_OF_ONE, storage_uses
+
+if TYPE_CHECKING:
+    from memd_client.lazy import LazyTensor
 
 
 class AssignedGradient:
@@ -40,6 +45,25 @@ class AssignedGradient:
     def is_left(self) -> bool:
         """The gradient in memd has changed since, or may have."""
         return self._is_left
+
+    def under(self, view: LazyTensor, name: str) -> AssignedGradient | None:
+        """The part of the tensor that `view` shows, of the gradient `name` that it was assigned to.
+        None if nobody can see it any more.
+
+        Raises:
+            InvalidArgument: its elements are in another order than the gradient's.
+        """
+        gradient = self.living
+        if gradient is None:
+            return None
+        if not gradient.is_contiguous():
+            raise InvalidArgument(
+                f"the tensor that was assigned to the gradient of {name!r} is not contiguous, so "
+                "memd cannot let another parameter have that gradient too; assign p.grad.clone()"
+            )
+        found = AssignedGradient(view.shown_of(gradient))
+        found._is_left = self._is_left
+        return found
 
     def leave(self) -> None:
         """The gradient in memd is about to change."""

@@ -194,18 +194,35 @@ class GradientSlot:
     def replace(self, gradient: torch.Tensor, leases: Leases) -> None:
         """For `p.grad = gradient`."""
         self._check(gradient)
+        source = _source_of(gradient)
         with self._lock:
+            if source is self:
+                self._refuse_part_of_itself(gradient)
+                return
             self.refuse_if_in_use("p.grad = ...")
+            shared = assigned = None
+            if source is not None:
+                assert isinstance(gradient, LazyTensor)
+                shared = source.share()
+                assigned = source.assigned_under(gradient)
             self._end_shown()
             self._assigned = None
-            shared = _shared_by(gradient)
             self._overwrite(gradient, leases)
             self._taken = False
             if shared is not None:
                 shared.join(self)
                 self._shared = shared
             if type(gradient) is torch.Tensor and not gradient.is_inference():
-                self._assigned = AssignedGradient(gradient)
+                assigned = AssignedGradient(gradient)
+            self._assigned = assigned
+
+    def _refuse_part_of_itself(self, view: torch.Tensor) -> None:
+        """`p.grad = view`, a view of it. All of it is what is there already."""
+        if not view.is_contiguous() or view.storage_offset():
+            raise InvalidArgument(
+                f"the gradient of {self._shard.name!r} cannot become a view of itself with another "
+                "order of elements, whose changes memd would not see; assign a clone()"
+            )
 
     @torch.no_grad()
     def follow_assigned(self, leases: Leases, *, changes: bool = False) -> None:
@@ -319,12 +336,32 @@ class GradientSlot:
         self._is_zero = False
 
     def share(self) -> SharedGradient:
-        """Those that have its gradient, or will."""
+        """Those that have its gradient, or will: it is in the slot, as `p.grad` shows it.
+
+        Raises:
+            MemdError: somebody holds the memory of `p.grad` itself, and changes of that would not
+                show in another parameter's.
+        """
         with self._lock:
+            if self._storage is not None and self._storage() is not None:
+                raise MemdError(
+                    f"the memory of the gradient of {self._shard.name!r} is still held (numpy(), "
+                    "untyped_storage() or data_ptr() of p.grad), and the gradient cannot become "
+                    "another parameter's too; drop it before, or assign p.grad.clone()"
+                )
+            # Before it joins: a gradient that is put into the slot leaves those it was shared with.
+            self.put_zeros()
+            self.follow_assigned(self._job.leases_of(self._shard))
             if self._shared is None:
                 self._shared = SharedGradient()
                 self._shared.join(self)
             return self._shared
+
+    def assigned_under(self, view: LazyTensor) -> AssignedGradient | None:
+        """For `q.grad = view`, a view of this gradient: in torch that shows the tensor that was
+        assigned to this one, too. None if there is none."""
+        with self._lock:
+            return self._assigned.under(view, self._shard.name) if self._assigned else None
 
     def _leave_shared(self) -> None:
         shared, self._shared = self._shared, None
@@ -443,8 +480,20 @@ class GradientSlot:
             )
 
 
-def _shared_by(gradient: torch.Tensor) -> SharedGradient | None:
-    """For `p.grad = gradient`, which is the gradient of another parameter, or a view of it."""
+def _source_of(gradient: torch.Tensor) -> GradientSlot | None:
+    """For `p.grad = gradient`: the slot whose gradient this is, or a view of it.
+
+    Raises:
+        InvalidArgument: that gradient has ended. In torch both would be one tensor, still.
+    """
     source = gradient.source if isinstance(gradient, LazyTensor) else None
-    slot = source.slot if isinstance(source, GradientBytes) else None
-    return slot.share() if slot is not None else None
+    if not isinstance(source, GradientBytes):
+        return None
+    slot = source.slot
+    if slot is None:
+        raise InvalidArgument(
+            f"{source.name} has ended, by a step, zero_grad() or an assignment, and what was kept "
+            "of it cannot become p.grad, since changes of one would not show in the other; assign "
+            "its clone()"
+        )
+    return slot

@@ -131,6 +131,10 @@ class LazyTensor(torch.Tensor):
         """Whether both show the same bytes."""
         return self._source is other._source
 
+    def shown_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The view that this is, of `whole`: contiguous, in its source's shape and dtype."""
+        return _shown(self, whole)
+
     def refuse_sharing(self) -> NoReturn:
         """Another tensor can't have the same memory."""
         _refuse([self], "sharing it by .data = ...")

@@ -8,6 +8,7 @@ import copy
 import io
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memd_client
 from tests.unit.client_cases import (
+    WIDTH,
     Gpt,
     Mlp,
     assert_same_gradients,
@@ -293,6 +295,100 @@ class TestLazyGradients:
             its.zero_grad()
         assert_same_state(model, reference)
         assert leases_held(session) == 0
+
+    @pytest.mark.parametrize("ends", ["p steps", "p = None"])
+    def test_what_was_assigned_to_a_shared_gradient_is_the_other_parameters_too(
+        self, mlp: tuple[Mlp, Mlp], session: Session, ends: str
+    ) -> None:
+        model, reference = mlp
+        given = [torch.ones(WIDTH, 64) for _ in mlp]
+        optimizers: list[list[torch.optim.Optimizer]] = []
+        for module, tensor in zip(mlp, given, strict=True):
+            kind = memd_client.AdamW if module is model else partial(torch.optim.AdamW, fused=True)
+            optimizers.append([kind(layer.parameters()) for layer in (module.second, module.first)])
+            module.second.weight.grad = tensor
+            module.first.bias.grad = gradient_of(module.second.weight)[1]
+        given[0].mul_(2)
+        for use in (
+            lambda: gradient_of(model.first.bias).norm(),
+            lambda: optimizers[0][1].step(),
+            lambda: optimizers[0][0].step(),
+        ):
+            with pytest.raises(memd_client.MemdError, match=r"are one tensor.*clone\(\)"):
+                use()
+        given[0].mul_(0.5)
+        for optimizer in optimizers[0]:
+            optimizer.zero_grad()
+        for module, tensor, its in zip(mlp, given, optimizers, strict=True):
+            module.second.weight.grad = tensor
+            module.first.bias.grad = gradient_of(module.second.weight)[1]
+            if ends == "p = None":
+                module.second.weight.grad = None
+            else:
+                its[0].step()
+                its[0].zero_grad()
+            tensor.mul_(3)
+            its[1].step()
+        assert_same_state(model, reference)
+        assert leases_held(session) == 0
+
+    def test_zeros_that_are_due_are_shared_too(self, mlp: tuple[Mlp, Mlp]) -> None:
+        model, _ = mlp
+        optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        model.first.bias.grad = gradient_of(model.second.weight)[0]
+        with pytest.raises(memd_client.MemdError, match=r"are one tensor.*clone\(\)"):
+            gradient_of(model.second.weight).add_(1)
+        assert not gradient_of(model.first.bias).any()
+
+    @pytest.mark.parametrize("take", ["numpy", "untyped_storage"])
+    def test_a_gradient_whose_memory_is_held_is_not_shared(
+        self, mlp: tuple[Mlp, Mlp], session: Session, take: str
+    ) -> None:
+        model, reference = mlp
+        for module in mlp:
+            loss_of(module).backward()
+        memory = getattr(gradient_of(model.second.weight), take)()
+        with pytest.raises(memd_client.MemdError, match=r"weight' is still held.*clone\(\)"):
+            model.first.bias.grad = gradient_of(model.second.weight)[0]
+        assert_same_gradients(model, reference)
+        del memory
+        model.first.bias.grad = gradient_of(model.second.weight)[0]
+        assert leases_held(session) == 0
+
+    def test_a_gradient_that_has_ended_is_assigned_only_as_a_clone(
+        self, mlp: tuple[Mlp, Mlp]
+    ) -> None:
+        model, reference = mlp
+        for module in mlp:
+            loss_of(module).backward()
+            kept = gradient_of(module.second.weight)
+            module.second.weight.grad = None
+            if module is model:
+                for parameter, gradient in (
+                    (model.first.bias, kept[0]),
+                    (model.second.weight, kept),
+                ):
+                    with pytest.raises(
+                        memd_client.MemdError, match=r"'layers\.2\.weight' has ended.*clone\(\)"
+                    ):
+                        parameter.grad = gradient
+            module.first.bias.grad = kept[0].clone()
+            kept.mul_(2)
+        assert_same_gradients(model, reference)
+
+    def test_a_gradient_that_is_assigned_to_its_own_parameter_stays(
+        self, mlp: tuple[Mlp, Mlp]
+    ) -> None:
+        for module in mlp:
+            loss_of(module).backward()
+            bias = module.first.bias
+            kept = gradient_of(bias)
+            bias.grad = kept.detach()
+            kept.mul_(2)
+        assert_same_gradients(*mlp)
 
     def test_it_can_be_changed_inside_and_outside_of_inference_mode(
         self, mlp: tuple[Mlp, Mlp], session: Session
