@@ -290,6 +290,16 @@ class GradientSlot:
                 self.show_in_assigned(leases)
                 self._is_unscaled = True
 
+    def refuse_change(self) -> None:
+        """Before gradients of several parameters change, all or none.
+
+        Raises:
+            MemdError: it is another parameter's too.
+        """
+        with self._lock:
+            if self._shared is not None:
+                self._shared.refuse_change(self)
+
     @torch.no_grad()
     def multiply(self, factor: torch.Tensor, leases: Leases) -> None:
         with self._lock:
@@ -331,8 +341,7 @@ class GradientSlot:
 
     def _begin_change(self) -> None:
         """Before the gradient is changed in place."""
-        if self._shared is not None:
-            self._shared.refuse_change(self)
+        self.refuse_change()
         self._is_zero = False
 
     def share(self) -> SharedGradient:

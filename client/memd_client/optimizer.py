@@ -332,6 +332,8 @@ class Adam(torch.optim.Optimizer):
         factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
         if factor != 1.0:  # true for NaN too
             for target in targets:
+                target.refuse_gradient_change()
+            for target in targets:
                 target.multiply_gradient(factor)
         return total_norm
 

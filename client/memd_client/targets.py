@@ -150,6 +150,10 @@ class StreamedTarget(StatefulTarget):
     def gradient_for_reading(self) -> torch.Tensor:
         return self._entry.gradient.read(self._entry.job.gradient_leases_of(self.shard))
 
+    def refuse_gradient_change(self) -> None:
+        """See `GradientSlot.refuse_change`."""
+        self._entry.gradient.refuse_change()
+
     def multiply_gradient(self, factor: torch.Tensor) -> None:
         self._entry.gradient.multiply(factor, self._entry.job.gradient_leases_of(self.shard))
 
@@ -275,6 +279,9 @@ class ResidentTarget(StatefulTarget):
     def has_gradient(self) -> bool:
         parameter = self._parameter()
         return parameter is not None and parameter.grad is not None
+
+    def refuse_gradient_change(self) -> None:
+        """torch changes it in all parameters that have it."""
 
     def multiply_gradient(self, factor: torch.Tensor) -> None:
         self.gradient_for_reading().mul_(factor)
@@ -430,6 +437,9 @@ class EmptyTarget(StatefulTarget):
 
     def gradient_for_reading(self) -> torch.Tensor:
         return torch.zeros(self._shard.shape)
+
+    def refuse_gradient_change(self) -> None:
+        """There is nothing to change."""
 
     def multiply_gradient(self, factor: torch.Tensor) -> None:
         """There is nothing to multiply."""

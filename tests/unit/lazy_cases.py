@@ -390,6 +390,18 @@ class TestLazyGradients:
             kept.mul_(2)
         assert_same_gradients(*mlp)
 
+    def test_gradients_of_which_one_is_shared_are_clipped_all_or_none(
+        self, mlp: tuple[Mlp, Mlp]
+    ) -> None:
+        model, reference = mlp
+        optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+        for module in mlp:
+            loss_of(module).backward()
+            module.first.bias.grad = gradient_of(module.second.weight)[0]
+        with pytest.raises(memd_client.MemdError, match=r"are one tensor.*clone\(\)"):
+            optimizer.clip_grad_norm_(1e-3)
+        assert_same_gradients(model, reference)
+
     def test_it_can_be_changed_inside_and_outside_of_inference_mode(
         self, mlp: tuple[Mlp, Mlp], session: Session
     ) -> None:
