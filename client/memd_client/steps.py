@@ -364,10 +364,10 @@ class Steps:
 
     def _learned_late(self) -> MemdError:
         return MemdError(
-            f"job {self._job!r}: step {self._committed_step}, whose outcome was not known, is "
-            "committed, and the new values of parameters that stay in this process are in place "
-            "only now; what was computed with the old ones is out of date: call zero_grad(), and "
-            "go on with the next batch"
+            f"job {self._job!r}: step {self._committed_step}, for which an error was raised "
+            "before, is committed, and the new values of parameters that stay in this process are "
+            "all in place only now; what was computed since that error is out of date: call "
+            "zero_grad(), and go on with the next batch"
         )
 
     def _note_raised(self, step: _StepInFlight) -> None:

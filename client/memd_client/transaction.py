@@ -515,8 +515,8 @@ class Transaction:
             if target.stays and (target.shard.shard_id in wanted or is_new):
                 raise InvalidArgument(
                     f"job {self._job.name!r}: the gradient of {target.shard.name!r} was computed "
-                    "with the values from before the last step, when that step's outcome was not "
-                    "known yet; the new values are in place now: call zero_grad(), and go on with "
+                    "with the values from before the last step, for which an error was raised "
+                    "before they were all in place; they are now: call zero_grad(), and go on with "
                     "the next batch"
                 )
 

@@ -243,7 +243,7 @@ class TestUnknownOutcome:
         model, optimizer = self.half(daemon, session)
         optimizer.zero_grad()
         with pytest.raises(
-            memd_client.MemdError, match=r"step 1, whose outcome.*is committed.*zero_grad\(\)"
+            memd_client.MemdError, match=r"step 1, for which an error.*is committed.*zero_grad\(\)"
         ):
             loss_of(model, 1)  # its first layer has computed with the values before the step
         twin = build(Mlp)
@@ -477,6 +477,25 @@ class TestValuesThatStay:
         step()
         pair.step_twin()
         pair.expect_the_same(2)
+
+    def test_a_lease_that_puts_the_rest_in_place_says_only_what_is_so(
+        self, daemon: FakeDaemon, session: Session, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The outcome of the step was known all the time."""
+        model = build(Mlp)
+        assert isinstance(model, Mlp)
+        memd_client.offload(model.second, session)
+        optimizer = memd_client.AdamW(model.named_parameters(), lr=1e-2)
+        loss_of(model).backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(session.leases, "value", FailingValues(daemon, session, 1))
+            with pytest.raises(memd_client.CapacityError, match="committed; new values are not in"):
+                optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(memd_client.MemdError, match="all in place only now") as error:
+            loss_of(model, 1)
+        assert "not known" not in str(error.value)
+        loss_of(model, 1)
 
     def test_an_interrupted_step_is_finished_by_the_next_use(
         self, daemon: FakeDaemon, session: Session
