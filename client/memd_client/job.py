@@ -247,7 +247,7 @@ class Job:
         between `step()` and `commit()`.
         """
         self.refuse_if_unusable()
-        self.settle()
+        self._steps.refuse_late(self.settle())
         self._steps.open.refuse_if_open(what)
 
     def expect_step(self, groups: Sequence[session_pb2.StepGroup]) -> None:
@@ -277,8 +277,9 @@ class Job:
         """Makes durable what was written outside of steps."""
         if self._unsynced:
             self.refuse_if_unusable()
-            self.settle()
+            late = self.settle()
             self.sync()
+            self._steps.refuse_late(late)
 
     def sync(self) -> None:
         # Cleared before the call: it may not cover what another thread writes meanwhile.
@@ -299,11 +300,12 @@ class Job:
         """Forgets the gradients of `shards` that no step has taken."""
         self.refuse_if_unusable()
         self.end_gradients()
-        self.settle()
+        late = self.settle()
         request = session_pb2.DropGradientsRequest(
             session_id=self._session_id, shard_ids=[shard.shard_id for shard in shards]
         )
         self._control.drop_gradients(request)
+        self._steps.refuse_late(late)
 
     def moments(self, shard: Shard) -> tuple[int, dict[str, torch.Tensor]]:
         """The number of updates, and the moments: fp32 copies in the shard's shape."""

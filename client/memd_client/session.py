@@ -233,7 +233,9 @@ class Session:
         Raises:
             DaemonUnavailable, DeadlineExceeded: it is not known whether that step is committed; the
                 next call asks again.
-            MemdError: that step was not committed. Gradients are as they were before it.
+            MemdError: that step was not committed. Gradients are as they were before it. Or, once:
+                it is committed after an earlier error, and what was computed since with values that
+                stay in this process is out of date.
         """
         return self._transaction.committed_step
 

@@ -421,8 +421,17 @@ class Steps:
                 late = self.settle(shard, reason, for_lease=True)
             finally:
                 self._lease_wait_seconds += time.perf_counter() - began
-            if late is not None and any(target.stays for target in late.targets.values()):
-                raise self._learned_late()
+            self.refuse_late(late)
+
+    def refuse_late(self, late: OpenStep | None) -> None:
+        """`late`: what `settle` has returned to a caller that takes no gradients.
+
+        Raises:
+            MemdError: values that stay in this process are new since then. Whoever learns of the
+                step says so, once: nobody else will know that gradients may be out of date.
+        """
+        if late is not None and any(target.stays for target in late.targets.values()):
+            raise self._learned_late()
 
     def note_unreachable(self, error: DaemonUnavailable) -> None:
         """A lease has waited for a daemon as long as it may. Raises if a step is in flight, whose

@@ -249,7 +249,7 @@ class ResidentTarget(StatefulTarget):
 
     @property
     def stays(self) -> bool:
-        return True
+        return self._parameter() is not None
 
     @property
     def is_viewed(self) -> bool:

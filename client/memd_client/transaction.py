@@ -119,13 +119,13 @@ class Transaction:
     @property
     def committed_step(self) -> int:
         """Waits for the step in flight."""
-        self._job.settle()
+        self._job.steps.refuse_late(self._job.settle())
         return self._job.steps.committed_step
 
     @property
     def durable_step(self) -> int:
         """Waits for the step in flight."""
-        self._job.settle()
+        self._job.steps.refuse_late(self._job.settle())
         return self._job.steps.durable_step
 
     def refuse_late(self, what: str) -> None:

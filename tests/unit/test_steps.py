@@ -188,13 +188,11 @@ class TestUnknownOutcome:
         pair.expect_the_same(1)
         del view
 
-    def test_gradients_from_before_another_optimizers_step_are_refused(
-        self, daemon: FakeDaemon, session: Session
-    ) -> None:
-        model, twin = build(Mlp), build(Mlp)
+    def of_two(self, session: Session) -> tuple[Mlp, list[memd_client.AdamW]]:
+        """A model whose layers stay in this process, and an optimizer for each."""
+        model = build(Mlp)
         assert isinstance(model, Mlp)
-        assert isinstance(twin, Mlp)
-        ours = [
+        return model, [
             memd_client.AdamW(
                 [(f"{name}.{key}", p) for key, p in layer.named_parameters()],
                 lr=1e-2,
@@ -202,6 +200,56 @@ class TestUnknownOutcome:
             )
             for name, layer in (("first", model.first), ("second", model.second))
         ]
+
+    @pytest.mark.parametrize(
+        "look",
+        [
+            lambda session, _: session.committed_step,
+            lambda session, _: session.durable_step,
+            lambda _, optimizer: optimizer.state_dict(),
+        ],
+        ids=["committed_step", "durable_step", "state_dict()"],
+    )
+    def test_a_look_that_learns_of_new_values_that_stay_says_so_once(
+        self,
+        daemon: FakeDaemon,
+        session: Session,
+        look: Callable[[Session, memd_client.AdamW], object],
+    ) -> None:
+        model, ours = self.of_two(session)
+        twin = build(Mlp)
+        assert isinstance(twin, Mlp)
+        torchs = [
+            torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=True)
+            for layer in (twin.first, twin.second)
+        ]
+        loss_of(model).backward()
+        daemon.lost_answers.append(lost())
+        with pytest.raises(memd_client.DaemonUnavailable, match="not known"):
+            ours[0].step()
+        model.zero_grad()
+        loss_of(model, 1).backward()  # with the first layer's values before the step
+        with pytest.raises(
+            memd_client.MemdError, match=r"step 1, for which an error.*is committed.*zero_grad\(\)"
+        ):
+            look(session, ours[0])
+        look(session, ours[0])
+        model.zero_grad()
+        loss_of(twin).backward()
+        torchs[0].step()
+        twin.zero_grad()
+        for its, optimizers in ((model, ours), (twin, torchs)):
+            loss_of(its, 1).backward()
+            optimizers[1].step()
+        assert session.committed_step == 2
+        assert_same_state(model, twin)
+
+    def test_gradients_from_before_another_optimizers_step_are_refused(
+        self, daemon: FakeDaemon, session: Session
+    ) -> None:
+        model, ours = self.of_two(session)
+        twin = build(Mlp)
+        assert isinstance(twin, Mlp)
         torchs = [
             torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=True)
             for layer in (twin.first, twin.second)
