@@ -34,6 +34,7 @@ from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from types import FrameType
 
     from memd_client.job import Job
     from memd_client.session import Session
@@ -375,14 +376,15 @@ class Adam(torch.optim.Optimizer):
         self._optimizer_load_state_dict_pre_hooks = OrderedDict()
         self._optimizer_load_state_dict_post_hooks = OrderedDict()
         try:
-            self._load(state_dict)
+            self._load(state_dict, is_flat=_has_unflattened(sys._getframe(1)))
         finally:
             self._optimizer_load_state_dict_pre_hooks = before
             self._optimizer_load_state_dict_post_hooks = after
         for follow in after.values():
             call_user(follow, self)
 
-    def _load(self, state_dict: dict[str, Any]) -> None:
+    def _load(self, state_dict: dict[str, Any], *, is_flat: bool) -> None:
+        """`is_flat`: torch's distributed checkpoint has made it of a flattened one."""
         job = self._only_transaction().job
         job.settle_for("new state of the optimizer")
         for group in state_dict["param_groups"]:
@@ -398,7 +400,7 @@ class Adam(torch.optim.Optimizer):
             )
         # torch's optimizers list a parameter without moments as absent or empty.
         states = [state_dict["state"].get(index) or None for index in saved_order]
-        if not any(states):
+        if not any(states) and (is_flat or any(target.update_count for target in targets)):
             self._refuse_emptied(state_dict["state"], saved_order)
         for target, state in zip(targets, states, strict=True):
             _refuse_state(target, state, job)
@@ -407,14 +409,15 @@ class Adam(torch.optim.Optimizer):
 
     def _refuse_emptied(self, states: dict[Any, Any], saved_order: list[Any]) -> None:
         """To load what it has flattened, torch's distributed checkpoint asks `state` for the names
-        of moments, and finds none. An optimizer that was never stepped lists no such parameter."""
+        of moments, and finds none."""
         parameters = (each for group in self.param_groups for each in group["params"])
         for parameter, index in zip(parameters, saved_order, strict=True):
             if parameter.requires_grad and index in states:
                 raise InvalidArgument(
-                    "the state lists parameters, and no moments of them, as set_optimizer_state_"
-                    "dict() of torch makes it with flatten_optimizer_state_dict=True: load it "
-                    "without flattening, or call reset_state() to begin anew"
+                    "the state lists parameters, and no moments of them, so that all would begin "
+                    "anew; if that is meant, call reset_state(). set_optimizer_state_dict() of "
+                    "torch makes such a state with flatten_optimizer_state_dict=True: load it "
+                    "without flattening"
                 )
 
     def reset_state(self) -> None:
@@ -738,6 +741,14 @@ def _refuse_state(target: Target, state: dict[str, Any] | None, job: Job) -> Non
                 f"{name} of parameter {target.shard.name!r} has another shape than the parameter: "
                 f"{list(state[name].shape)}, {list(target.shard.shape)}"
             )
+
+
+def _has_unflattened(caller: FrameType) -> bool:
+    """Whether torch's distributed checkpoint loads a state that was flattened."""
+    if caller.f_code.co_name != "_load_optim_state_dict":
+        return False
+    is_torchs = caller.f_globals["__name__"] == "torch.distributed.checkpoint.state_dict"
+    return is_torchs and "state" not in caller.f_locals["state_dict"]
 
 
 def _replace_state(optimizer: torch.optim.Optimizer, state: defaultdict[Any, Any]) -> None:

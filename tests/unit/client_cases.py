@@ -1725,6 +1725,24 @@ class TestOptimizerState:
         moments = optimizer.state_dict()["state"].values()
         assert all(each["step"] == 1 and each["exp_avg"].any() for each in moments)
         assert session.committed_step == 1
+        optimizer.reset_state()
+        with pytest.raises(memd_client.InvalidArgument, match="flatten_optimizer_state_dict=True"):
+            set_optimizer_state_dict(model, optimizer, state, options=flat)
+
+    def test_a_state_of_parameters_that_were_frozen_is_loaded(self, mlp: tuple[Mlp, Mlp]) -> None:
+        model, reference = mlp
+        optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+        torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+        model.requires_grad_(False)
+        state = optimizer.state_dict()
+        assert state["state"] == {key: {} for key in range(4)}
+        model.requires_grad_(True)
+        optimizer.load_state_dict(state)
+        for module, each in ((model, optimizer), (reference, torchs)):
+            train_one_step(module, each, 0)
+        assert_same_state(model, reference)
+        with pytest.raises(memd_client.InvalidArgument, match=r"begin anew.*reset_state\(\)"):
+            optimizer.load_state_dict(state)
 
     def test_a_distributed_checkpoint_makes_no_step(
         self, mlp: tuple[Mlp, Mlp], session: Session, reads: list[str]
