@@ -77,7 +77,9 @@ class GradientOrder:
         self._plane = plane
         self._order: list[weakref.ref[Slot]] = []
         self._position: dict[int, int] = {}  # shard id → in `_order`
-        self._next_order: list[weakref.ref[Slot]] = []
+        # As a set that keeps its order. Without a step `zero_grad(set_to_none=False)` makes the
+        # next gradient a first one again.
+        self._next_order: dict[weakref.ref[Slot], None] = {}
         self._begin = 0  # in `_order`: the next expected
         self._end = 0  # in `_order`: behind the last reserved
         self._has_asked = False
@@ -107,7 +109,7 @@ class GradientOrder:
         """A gradient is in its slot; `is_first`: the first one since the last step."""
         with self._lock:
             if is_first:
-                self._next_order.append(weakref.ref(slot))
+                self._next_order.setdefault(weakref.ref(slot))
             position = self._position.get(slot.shard.shard_id)
             graph_task = _graph_task()
             if position is None or not self._may_ask or graph_task == _NO_TASK:
@@ -162,7 +164,7 @@ class GradientOrder:
         with self._lock:
             self._return_slots()
             if self._next_order:
-                self._order, self._next_order = self._next_order, []
+                self._order, self._next_order = list(self._next_order), {}
                 self._position = {
                     slot.shard.shard_id: position
                     for position, known in enumerate(self._order)

@@ -190,6 +190,18 @@ def test_a_gradient_larger_than_all_that_may_be_asked_for_is_waited_for() -> Non
     assert backward.run([0, 1, 2]) == []
 
 
+def test_loops_without_a_step_list_each_slot_once() -> None:
+    """With `zero_grad(set_to_none=False)` each of their gradients is a first one."""
+    order = [3, 1, 2, 0]
+    backward = Backward(4)
+    for _ in range(3):
+        backward.run(order)
+        for slot in backward.slots:
+            slot.present = False
+    backward.step()
+    assert [known() for known in backward.order._order] == [backward.slots[i] for i in order]
+
+
 def test_slots_of_a_model_that_is_gone_are_not_asked_for() -> None:
     backward = Backward(4)
     backward.run([0, 1, 2, 3])
