@@ -335,9 +335,10 @@ class GradientSlot:
     def tensor(self, leases: Leases) -> torch.Tensor:
         """The gradient itself, to be changed. Only while `present`."""
         with self._lock:
-            gradient = self._leased(leases)
+            # First: a caller that keeps the error must not keep a lease with it.
+            self.put_zeros()
             self._begin_change()
-            return gradient
+            return self._leased(leases)
 
     def _begin_change(self) -> None:
         """Before the gradient is changed in place."""

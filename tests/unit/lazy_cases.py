@@ -402,6 +402,23 @@ class TestLazyGradients:
             optimizer.clip_grad_norm_(1e-3)
         assert_same_gradients(model, reference)
 
+    def test_a_change_that_is_refused_holds_no_lease_though_the_error_is_kept(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        model, reference = mlp
+        optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+        torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+        for module in mlp:
+            loss_of(module).backward()
+            module.first.bias.grad = gradient_of(module.second.weight)[0]
+        with pytest.raises(memd_client.MemdError, match="are one tensor") as error:
+            gradient_of(model.first.bias).numpy()
+        assert leases_held(session) == 0
+        optimizer.step()
+        torchs.step()
+        assert error.value.__traceback__ is not None
+        assert_same_state(model, reference)
+
     def test_it_can_be_changed_inside_and_outside_of_inference_mode(
         self, mlp: tuple[Mlp, Mlp], session: Session
     ) -> None:
