@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -66,17 +67,22 @@ class Run:
     """Trains one job, in a new session and a new Trainer each time."""
 
     def __init__(self, address: str, job: str, out: Path) -> None:
-        self._address = address
-        self._job = job
-        self._out = out
+        self.address = address
+        self.job = job
+        self.out = out
 
-    def plain(self, max_steps: int, *, checkpoint: bool = False, **settings: Any) -> Trained:
-        return self._train(
-            transformers.Trainer, Model(), max_steps, resume=checkpoint or None, **settings
-        )
+    def plain(
+        self,
+        max_steps: int,
+        *,
+        kind: Any = transformers.Trainer,
+        checkpoint: bool = False,
+        **settings: Any,
+    ) -> Trained:
+        return self._train(kind, Model(), max_steps, resume=checkpoint or None, **settings)
 
     def ours(self, max_steps: int, *, kind: Any = CommittedTrainer, **settings: Any) -> Trained:
-        with memd_client.connect(self._address, job=self._job) as session:
+        with memd_client.connect(self.address, job=self.job) as session:
             model = memd_client.offload(Model(), session)
             return self._train(kind, model, max_steps, session=session, **settings)
 
@@ -95,7 +101,7 @@ class Run:
         trainer = kind(
             model=model,
             args=transformers.TrainingArguments(
-                output_dir=self._out,
+                output_dir=self.out,
                 max_steps=max_steps,
                 per_device_train_batch_size=4,
                 learning_rate=1e-2,
@@ -139,8 +145,10 @@ def daemon() -> Iterator[Daemon]:
 
 
 @pytest.fixture
-def run(request: pytest.FixtureRequest, daemon: Daemon, tmp_path: Path) -> Run:
-    return Run(daemon.address, request.node.name.replace("_", "-")[:60], tmp_path)
+def run(daemon: Daemon, tmp_path: Path) -> Iterator[Run]:
+    yield Run(daemon.address, "trained", tmp_path)
+    gc.collect()  # ends the session of a training that failed
+    memd_client.connect(daemon.address, job="trained").drop_job()
 
 
 def test_a_finished_job_goes_on_with_more_steps(run: Run) -> None:
@@ -170,3 +178,39 @@ def test_the_last_metrics_of_a_resumed_training_describe_all_its_steps(run: Run)
     assert resumed.loss == expected.loss
     assert resumed.metrics["train_runtime"] >= 1.0
     assert_equal_weights(resumed, expected)
+
+
+def test_what_trainer_logs_may_be_a_tensor_and_is_logged_again(run: Run) -> None:
+    class Logs:
+        def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)  # type: ignore[misc] # of Trainer
+            self.log({"batch_loss": loss})  # it has a grad_fn
+            return loss
+
+    class Plain(Logs, transformers.Trainer):  # type: ignore[misc] # transformers has no types
+        pass
+
+    class Ours(Logs, CommittedTrainer):  # type: ignore[misc] # transformers has no types
+        pass
+
+    def batch_losses(trained: Trained) -> list[torch.Tensor]:
+        return [entry["batch_loss"].detach() for entry in trained.logs if "batch_loss" in entry]
+
+    expected = run.plain(6, kind=Plain)
+    with pytest.raises(Killed):
+        run.ours(6, kind=Ours, callbacks=(KillAfter(4),))
+    resumed = run.ours(6, kind=Ours)
+    assert len(batch_losses(resumed)) == 6
+    assert batch_losses(resumed) == batch_losses(expected)
+
+
+def test_what_cannot_be_stored_is_named(run: Run) -> None:
+    class Logs(transformers.TrainerCallback):  # type: ignore[misc] # transformers has no types
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            state.log_history.append({"sample": object()})
+
+    with pytest.raises(
+        memd_client.InvalidArgument,
+        match=r"\['log_history'\]\[0\]\['sample'\] is a ",
+    ):
+        run.ours(2, callbacks=(Logs(),))

@@ -11,7 +11,6 @@ Needs `pip install memd[examples]`, or transformers and accelerate.
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +43,7 @@ _COUNTERS = (
     "_globalstep_last_logged",
     "current_flos",
 )
+_STATE_FIELDS = dataclasses.fields(TrainerState)
 
 
 class CommitsSteps:
@@ -260,10 +260,11 @@ class _Progress:
         trainer = self._trainer
         if not hasattr(trainer, "_tr_loss"):  # resume() asks once after it has loaded
             return {}
-        state = dataclasses.asdict(trainer.state)
+        # Not asdict(), which copies the whole log_history, and fails on a tensor with a gradient.
+        state = {field.name: getattr(trainer.state, field.name) for field in _STATE_FIELDS}
         state["stateful_callbacks"] = _callback_states(trainer)
         return {
-            "state": json.dumps(state),
+            "state": state,
             "control": dataclasses.asdict(trainer.control),
             "loss": float(trainer._tr_loss),
             "counters": {name: getattr(trainer, name) for name in _COUNTERS},
@@ -277,7 +278,7 @@ class _Progress:
         assert self._loaded is not None
         trainer = self._trainer
         fresh = trainer.state
-        trainer.state = TrainerState(**json.loads(self._loaded["state"]))
+        trainer.state = TrainerState(**self._loaded["state"])
         self._committed = trainer.state.global_step
         trainer._load_callback_state()
         # The rest belongs to this run, as when Trainer loads a checkpoint.
@@ -293,7 +294,7 @@ class _Progress:
         for name, value in self._loaded["counters"].items():
             setattr(trainer, name, value)
         control = dict(self._loaded["control"])
-        if json.loads(self._loaded["state"])["max_steps"] != trainer.state.max_steps:
+        if self._loaded["state"]["max_steps"] != trainer.state.max_steps:
             del control["should_training_stop"]  # the job was finished, and this run is longer
         for name, value in control.items():
             setattr(trainer.control, name, value)
