@@ -214,3 +214,16 @@ def test_what_cannot_be_stored_is_named(run: Run) -> None:
         match=r"\['log_history'\]\[0\]\['sample'\] is a ",
     ):
         run.ours(2, callbacks=(Logs(),))
+
+
+def test_a_callback_stops_the_training_behind_the_step_that_plain_trainer_makes(run: Run) -> None:
+    class StopAtEpoch(transformers.TrainerCallback):  # type: ignore[misc] # transformers has no types
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = True
+
+    expected = run.plain(8, callbacks=(StopAtEpoch(),))
+    ours = run.ours(8, callbacks=(StopAtEpoch(),))
+    assert ours.steps == expected.steps == 1
+    assert_equal_weights(ours, expected)
+    assert run.ours(8).steps == 1, "the training was stopped"
+    assert run.ours(9).steps == 9

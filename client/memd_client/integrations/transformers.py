@@ -56,7 +56,9 @@ class CommitsSteps:
     they had happened. `train(resume_from_checkpoint=…)` loads Trainer's own checkpoint, as ever; a
     job that has commits goes on from it. To begin anew, `connect(fresh=True)`.
 
-    A dataset that draws random numbers is as after Trainer's own checkpoints: not repeated.
+    Random numbers of a dataset or a collator (the masks of `DataCollatorForLanguageModeling`) are
+    as after Trainer's own checkpoints: others than without the interruption, because the
+    next batch was made before the commit. Draw them in the model, or prepare them in the dataset.
 
     Args:
         session: of the job that the model is offloaded to. The mixin tracks "trainer", "scheduler"
@@ -73,6 +75,7 @@ class CommitsSteps:
         self._resumed = False
         self._progress = _Progress(self)
         self._random_state: dict[str, Any] | None = None
+        self._was_last_step = False
         trainer: Any = self
         _refuse_arguments(trainer)
         if trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None:
@@ -114,8 +117,7 @@ class CommitsSteps:
         return done, at * trainer.args.gradient_accumulation_steps
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        trainer: Any = self
-        if trainer.control.should_training_stop:  # the last commit was that of the last step
+        if self._was_last_step:
             return
         if self._random_state is not None:
             kwargs["resume_from_checkpoint"] = _COMMIT
@@ -193,6 +195,8 @@ class CommitsSteps:
         if control.should_training_stop or control.should_epoch_stop or ended_epoch:
             trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, state, control)
             follow()
+        # If a callback stops the training later, Trainer still makes one step.
+        self._was_last_step = trainer.control.should_training_stop
         self._random_state = random_state()
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
