@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import TracebackType
 
+    import memd_client
+
 # The temporary folder may be tmpfs, which takes O_DIRECT and keeps the bytes in memory.
 BUILD = Path(__file__).parents[1] / "build"
 HOST_BYTES = 64 << 20
@@ -239,6 +241,19 @@ class Attached:
         """0 where there is no such job."""
         jobs = self.call(self.jobs.ListJobs, job_pb2.ListJobsRequest()).jobs
         return {each.name: int(each.session_count) for each in jobs}.get(job, 0)
+
+
+@contextmanager
+def fresh(daemon: Daemon, job: str, **quotas: Any) -> Iterator[memd_client.Session]:
+    """A session of a new job, which goes with it."""
+    # Tests without torch import this module too.
+    import memd_client
+
+    session = memd_client.connect(daemon.address, job=job, fresh=True, **quotas)
+    try:
+        yield session
+    finally:
+        session.drop_job()
 
 
 def chunks_of(data: bytes, chunk_bytes: int = 1 << 20) -> Iterator[bytes]:

@@ -62,7 +62,7 @@ def damaged(path: Path, what: str) -> InvalidArgument:
     return InvalidArgument(f"{path} is damaged or hostile: {what}")
 
 
-class _Unpickler(_InPython):  # type: ignore[misc]
+class _Unpickler(_InPython):  # type: ignore[misc] # pickle's stub does not know the class
     dispatch: ClassVar[dict[int, Any]] = {**_InPython.dispatch}
 
     def __init__(self, file: io.BytesIO, path: Path) -> None:

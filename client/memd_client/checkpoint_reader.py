@@ -10,7 +10,6 @@ import weakref
 import zipfile
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,8 +21,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from memd_client.checkpoint_files import listed, os_error
+from memd_client.checkpoint_folder import METADATA_NAME, CheckpointFolder
 from memd_client.checkpoint_metadata import METADATA_BYTES_MAX, damaged, parse_metadata
-from memd_client.checkpoint_writer import METADATA_NAME
 from memd_client.errors import InvalidArgument, MemdError
 from memd_client.interrupts import defer_interrupts, safe_point
 from memd_client.loaded_places import replace_all
@@ -32,6 +31,7 @@ from memd_client.moments import MomentTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _READ_BYTES = 8 << 20
 
 
-class Reader(StorageReader):
+class Reader(CheckpointFolder, StorageReader):
     """The `storage_reader` of `dcp.load`, for what plain torch or `Writer` has saved. Parameters of
     an offloaded model, as `state_dict(keep_vars=True)` has them, get their values in memd, together
     with all other tensors of the state, all or none. Moments of memd's optimizers stay in the files
@@ -67,25 +67,9 @@ class Reader(StorageReader):
         Raises:
             InvalidArgument: that is missing, damaged or hostile.
         """
-        super().__init__()
-        self._path = Path(path)
+        super().__init__(path)
         # Each load reads it again. Here, torch wraps no error.
         self._metadata = self._parsed()
-
-    @property
-    def checkpoint_id(self) -> Path:
-        """The folder."""
-        return self._path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path."""
-        return "://" not in os.fspath(checkpoint_id)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A load begins, from the folder `checkpoint_id` if there is one."""
-        if checkpoint_id is not None:
-            self._path = Path(checkpoint_id)
 
     def read_metadata(self) -> Metadata:
         """

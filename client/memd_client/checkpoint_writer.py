@@ -14,7 +14,6 @@ import secrets
 import weakref
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
@@ -26,6 +25,7 @@ from torch.futures import Future
 
 from memd_client.away import ParameterBytes
 from memd_client.checkpoint_files import os_error
+from memd_client.checkpoint_folder import METADATA_NAME, CheckpointFolder
 from memd_client.errors import InvalidArgument, MemdError, NotYet
 from memd_client.interrupts import defer_interrupts, safe_point
 from memd_client.lazy import LazyTensor
@@ -34,19 +34,19 @@ from memd_client.whole_file import WholeFile, sync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
     from memd_client.moments import MomentSet
 
-METADATA_NAME = ".metadata"
 _DATA_NAME = re.compile(r"__\d+_\d+(\.[0-9a-f]{12})?\.distcp")
 # An item has as many beside its elements: torch's archive, whose records are aligned.
 _ITEM_BYTES = 2 << 10
 
 
-class Writer(StorageWriter, AsyncStager):
+class Writer(CheckpointFolder, StorageWriter, AsyncStager):
     """The `storage_writer` of `dcp.save`; plain torch reads the folder. Parameters of an offloaded
     model, as `state_dict(keep_vars=True)` has them, and what `state_dict()` of memd's optimizers
     returns are read one after the other: at most one parameter, or the moments of one, is in this
@@ -69,28 +69,12 @@ class Writer(StorageWriter, AsyncStager):
         Args:
             path: a folder, which is made.
         """
-        super().__init__()
-        self._path = Path(path)
+        super().__init__(path)
         self._save_id = secrets.token_hex(6)
         # A save has these open. torch calls nobody if it ends between `write_data` and `finish`.
         self._opened = ExitStack()
         weakref.finalize(self, self._opened.close)
         self._data: WholeFile | None = None
-
-    @property
-    def checkpoint_id(self) -> Path:
-        """The folder."""
-        return self._path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path."""
-        return "://" not in os.fspath(checkpoint_id)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A save begins, into the folder `checkpoint_id` if there is one."""
-        if checkpoint_id is not None:
-            self._path = Path(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
         """The folder, and a name for this save."""
@@ -261,7 +245,7 @@ class _ItemStream:
         if self._error is None:
             try:
                 self._file.write(data)
-            except BaseException as error:  # noqa: BLE001
+            except BaseException as error:  # noqa: BLE001 # `finish` raises it
                 self._error = _without_frames(error)
         count = memoryview(data).nbytes
         self._size_bytes += count

@@ -182,7 +182,7 @@ class MomentSet:
             return self._values
 
     def passing_values(self) -> dict[str, torch.Tensor]:
-        """As `values()`, for one who drops them before he asks for others: they are not kept."""
+        """As `values()`, and nobody keeps them: the next call reads them again."""
         with self._lock:
             if self._values is not None:
                 return self._values

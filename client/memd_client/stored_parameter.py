@@ -14,9 +14,8 @@ class StoredParameter(nn.Parameter):
     """A parameter whose bytes are in memd, or leased from there. Nobody makes one: a parameter gets
     a class of these, and loses it."""
 
-    # torch's stub has no types here.
-    def __new__(  # type: ignore[misc]
+    def __new__(  # type: ignore[misc] # torch's stub has no type for it
         cls, data: torch.Tensor | None = None, requires_grad: bool = True
     ) -> nn.Parameter:
         """`type(parameter)(data)` makes an ordinary one, as it does of an `nn.Parameter`."""
-        return nn.Parameter(data, requires_grad)  # type: ignore[arg-type]
+        return nn.Parameter(data, requires_grad)  # type: ignore[arg-type] # its None is torch's too

@@ -21,12 +21,14 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.nn import functional
 
 import memd_client
+from tests.daemons import fresh
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from tests.daemons import Daemon
+
 
 WIDTH = 64
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -70,16 +72,6 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) ->
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-@contextmanager
-def fresh(daemon: Daemon, job: str, **quotas: Any) -> Iterator[memd_client.Session]:
-    """A session of a new job, which goes with it."""
-    session = memd_client.connect(daemon.address, job=job, fresh=True, **quotas)
-    try:
-        yield session
-    finally:
-        session.drop_job()
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -130,7 +122,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def the_error(raised: pytest.ExceptionInfo[CheckpointException]) -> BaseException:
-    """What torch has wrapped."""
+    """memd's error, which torch has wrapped."""
     ((error, _),) = raised.value.failures.values()
     return error
 

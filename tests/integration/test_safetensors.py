@@ -8,7 +8,6 @@ import re
 import resource
 import subprocess
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +22,13 @@ from memd_client.checkpoint_files import CheckpointFile
 from memd_client.job_store import JobStore
 from memd_client.residency import Residency
 from memd_client.staged_values import StagedValues
+from tests.daemons import fresh
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from tests.daemons import Daemon
+
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 64
@@ -64,16 +65,6 @@ class Model(nn.Module):
         x = self.norm(x) * self.scale.sum().to(x.dtype) + self.frozen.sum().to(x.dtype) * 1e-5
         output: torch.Tensor = self.tail(x)
         return output
-
-
-@contextmanager
-def fresh(daemon: Daemon, job: str, **quotas: Any) -> Iterator[memd_client.Session]:
-    """A session of a new job, which goes with it."""
-    session = memd_client.connect(daemon.address, job=job, fresh=True, **quotas)
-    try:
-        yield session
-    finally:
-        session.drop_job()
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:

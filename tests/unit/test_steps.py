@@ -201,6 +201,22 @@ class TestUnknownOutcome:
             for name, layer in (("first", model.first), ("second", model.second))
         ]
 
+    def twin_of_two(self) -> tuple[Mlp, list[torch.optim.Optimizer]]:
+        """The same in plain PyTorch."""
+        twin = build(Mlp)
+        assert isinstance(twin, Mlp)
+        layers = (twin.first, twin.second)
+        return twin, [torch.optim.AdamW(each.parameters(), lr=1e-2, fused=True) for each in layers]
+
+    def lose_first_step(self, daemon: FakeDaemon, model: Mlp, optimizer: memd_client.AdamW) -> None:
+        """Its answer is lost, and gradients are computed with the first layer's old values."""
+        loss_of(model).backward()
+        daemon.lost_answers.append(lost())
+        with pytest.raises(memd_client.DaemonUnavailable, match="not known"):
+            optimizer.step()
+        model.zero_grad()
+        loss_of(model, 1).backward()
+
     @pytest.mark.parametrize(
         "look",
         [
@@ -217,18 +233,8 @@ class TestUnknownOutcome:
         look: Callable[[Session, memd_client.AdamW], object],
     ) -> None:
         model, ours = self.of_two(session)
-        twin = build(Mlp)
-        assert isinstance(twin, Mlp)
-        torchs = [
-            torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=True)
-            for layer in (twin.first, twin.second)
-        ]
-        loss_of(model).backward()
-        daemon.lost_answers.append(lost())
-        with pytest.raises(memd_client.DaemonUnavailable, match="not known"):
-            ours[0].step()
-        model.zero_grad()
-        loss_of(model, 1).backward()  # with the first layer's values before the step
+        twin, torchs = self.twin_of_two()
+        self.lose_first_step(daemon, model, ours[0])
         with pytest.raises(
             memd_client.MemdError, match=r"step 1, for which an error.*is committed.*zero_grad\(\)"
         ):
@@ -248,18 +254,8 @@ class TestUnknownOutcome:
         self, daemon: FakeDaemon, session: Session
     ) -> None:
         model, ours = self.of_two(session)
-        twin = build(Mlp)
-        assert isinstance(twin, Mlp)
-        torchs = [
-            torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=True)
-            for layer in (twin.first, twin.second)
-        ]
-        loss_of(model).backward()
-        daemon.lost_answers.append(lost())
-        with pytest.raises(memd_client.DaemonUnavailable, match="not known"):
-            ours[0].step()
-        model.zero_grad()
-        loss_of(model, 1).backward()  # with the first layer's values before the step
+        twin, torchs = self.twin_of_two()
+        self.lose_first_step(daemon, model, ours[0])
         with pytest.raises(memd_client.InvalidArgument, match=r"'first.* computed with the values"):
             ours[1].step()
         model.zero_grad()

@@ -71,7 +71,14 @@ CLIENT_LAYERS = (
     "deepspeed",
     *("safetensors_header", "checkpoint_files", "whole_file", "model_tensors"),
     *("loaded_places", "load_safetensors", "save_safetensors"),
-    *("checkpoint_writer", "checkpoint_metadata", "checkpoint_reader", "checkpoint", "__init__"),
+    *(
+        "checkpoint_folder",
+        "checkpoint_writer",
+        "checkpoint_metadata",
+        "checkpoint_reader",
+        "checkpoint",
+        "__init__",
+    ),
 )
 METHODS_MAX = 40
 FILE_BYTES_MAX = 500 * 1024
