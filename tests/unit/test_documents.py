@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import draw_peers
 from tests.unit import reference
 from tests.unit.test_tidy import NATIVE_LAYERS, STORE_LAYERS, repository_files
 
@@ -22,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 OVERVIEW = ROOT / "ARCHITECTURE.md"
 DECISIONS = ROOT / "docs" / "decisions"
 OVERVIEW_WORDS_MAX = 2500
+README_WORDS_MAX = 900
 DIAGRAMS = {"flowchart", "sequenceDiagram", "stateDiagram-v2"}
 # How many files each path of the overview may touch, by its heading.
 PATH_FILES_MAX = {"A resident `get`": 5, "A miss": 12, "A gradient to its commit": 10}
@@ -199,6 +201,35 @@ def test_no_comment_begins_as_a_translation_would() -> None:
         elif (folder in {"memd", "client"} and suffix == "py") or suffix == "pyi":
             wrong += [f"{name}: {found}" for found in python.findall((ROOT / name).read_text())]
     assert not wrong
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= README_WORDS_MAX
+
+
+def test_the_readmes_picture_is_that_of_the_committed_result() -> None:
+    picture = draw_peers.draw(draw_peers.read_figures())
+    committed = draw_peers.PICTURE.read_text(encoding="utf-8")
+    assert committed == picture, "run tests/bench/draw_peers.py"
+    shown = f"]({draw_peers.PICTURE.relative_to(ROOT)})"
+    assert shown in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_says_what_the_committed_result_says() -> None:
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    said = re.search(
+        r"step of memd takes ([\d.]+) s and ([\d.]+) GB, one of DeepSpeed with NVMe ([\d.]+) s and "
+        r"([\d.]+) GB, one of plain PyTorch ([\d.]+) s and ([\d.]+) GB",
+        text,
+    )
+    assert said
+    figures = draw_peers.read_figures()
+    measured = [
+        f"{figures[f'{name}: {what}'] * scale:.2f}"
+        for name in ("memd-quarter-in-backward", "deepspeed-nvme", "plain")
+        for what, scale in (("step", 1.0), ("memory, steady", 1e-9))
+    ]
+    assert list(said.groups()) == measured
 
 
 def test_the_overview_is_short_and_has_pictures() -> None:
