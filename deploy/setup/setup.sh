@@ -174,11 +174,14 @@ with open("pyproject.toml", "rb") as file:
     print(*functools.reduce(dict.__getitem__, sys.argv[1:], tomllib.load(file)), sep="\n")' "$@"
 }
 
+# An editable installation notes where each module lies, so it is made again when one came or went.
+module_list() { find memd client native/python proto -name '*.py' | LC_ALL=C sort | sha256sum; }
+
 # memd is installed editable: Python sources are used where they lie, only the compiled module is
 # copied.
 ensure_memd() {
   local key extra=$1
-  key="$(sha256sum pyproject.toml) $("$venv/bin/python" --version) $(<"$stamps/torch")"
+  key="$(sha256sum pyproject.toml) $(module_list) $("$venv/bin/python" --version) $(<"$stamps/torch")"
   # What the tests need holds all that the demo needs.
   if [[ -f $build/build.ninja ]]; then
     ! is_current "memd-$extra" "$key" || return 0
