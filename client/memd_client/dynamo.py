@@ -56,6 +56,16 @@ def _end_graphs_at(function: FunctionT) -> FunctionT:
     return function
 
 
+def without_compiler(method: Any, *args: Any) -> Any:
+    """`method(*args)`. torch keeps some of its methods out of graphs by a decorator whose first
+    call imports dynamo: a second, and 68 MiB, for trainers that never compile. Callers are
+    `untraced`, and so is all that they call."""
+    function: Any = getattr(method, "__func__", None)
+    if function is None or function.__globals__.get("__name__") != "torch._compile":
+        return method(*args)
+    return function.__wrapped__(method.__self__, *args)
+
+
 def is_compiled() -> bool:
     """Whether this thread is in a compiled function, between two of its graphs."""
     return _compiler() is not None

@@ -20,7 +20,7 @@ from memd_client.adam_settings import (
     refuse_older_daemon,
 )
 from memd_client.backward import is_in_backward
-from memd_client.dynamo import untraced
+from memd_client.dynamo import untraced, without_compiler
 from memd_client.early import EarlyUpdates
 from memd_client.errors import InvalidArgument, NotYet
 from memd_client.interrupts import call_user, defer_interrupts
@@ -146,6 +146,7 @@ class Adam(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
+    @untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. If a group is refused, because a parameter can't be updated, the optimizer
         stays as it was.
@@ -153,7 +154,7 @@ class Adam(torch.optim.Optimizer):
         if self._targets:
             # Torch would begin anew with them, and in memd they would go on.
             self._refuse_changed_state()
-        super().add_param_group(param_group)
+        without_compiler(super().add_param_group, param_group)
         group = self.param_groups[-1]
         try:
             parameters: list[torch.Tensor] = group["params"]
@@ -296,7 +297,7 @@ class Adam(torch.optim.Optimizer):
             for group in self.param_groups
             for parameter in group["params"]
         ):
-            super().zero_grad(set_to_none)
+            without_compiler(super().zero_grad, set_to_none)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -351,7 +352,8 @@ class Adam(torch.optim.Optimizer):
             _replace_state(self, defaultdict(dict, shown))
             for group in self.param_groups:
                 self.state.update((each, states.get(each, {})) for each in group["params"])
-            return super().state_dict()
+            state: dict[str, Any] = without_compiler(super().state_dict)
+            return state
         finally:
             _replace_state(self, shown)
 
@@ -404,7 +406,9 @@ class Adam(torch.optim.Optimizer):
             self._refuse_emptied(state_dict["state"], saved_order)
         for target, state in zip(targets, states, strict=True):
             _refuse_state(target, state, job)
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        without_compiler(
+            super().load_state_dict, {"state": {}, "param_groups": state_dict["param_groups"]}
+        )
         self._load_states(states)
 
     def _refuse_emptied(self, states: dict[Any, Any], saved_order: list[Any]) -> None:

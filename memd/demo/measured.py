@@ -15,7 +15,7 @@ from memd.client import DaemonClient
 from memd.demo.folder import FolderError, volume_folder
 from memd.demo.model import build_model, parameter_groups
 from memd.demo.plan import DemoError, Plan
-from memd.demo.run import private_daemon
+from memd.demo.run import build_in_memd, private_daemon
 from memd.demo.train import BETAS, LEARNING_RATE, WEIGHT_DECAY
 from memd.refusal import Refused
 
@@ -61,8 +61,7 @@ class MeasuredTraining:
         self._session = session
         self._meter = meter
         self._step = 0
-        self._model = build_model(plan.shape, dtype=plan.dtype, seed=plan.seed)
-        memd_client.offload(self._model, session, tier="nvme")
+        self._model = build_in_memd(plan, session)
         self._optimizer = memd_client.AdamW(
             parameter_groups(self._model, weight_decay=WEIGHT_DECAY),
             lr=LEARNING_RATE,

@@ -35,6 +35,18 @@ class GPTShape:
         """Elements of the largest module that owns parameters: what must be resident at once."""
         return max(4 * self.width + 4, self.vocabulary, self.sequence) * self.width
 
+    def activation_bytes(self, *, batch: int, element_bytes: int) -> int:
+        """Memory that autograd saves in a forward of whole sequences, without parameters, and that
+        backward holds at once beside it."""
+        # A block saves the inputs of its norms (2), of its linears (1 + 1 + 1 + 4, of which that of
+        # attention_out is what attention saves), of attention (3) and of gelu (4). Outside of the
+        # blocks and in backward of one block it is as much again, once.
+        width_count = 16 * (self.depth + 1)
+        softmax_bytes = 4 * self.depth * (self.width // HEAD_WIDTH)  # fp32, one of each head
+        logit_bytes = self.vocabulary * (2 * element_bytes + 2 * 4)  # with gradients; loss in fp32
+        each_bytes = width_count * self.width * element_bytes + softmax_bytes + logit_bytes
+        return batch * self.sequence * each_bytes
+
 
 def shape_for(parameter_count: int, *, sequence: int) -> GPTShape:
     """The shape nearest to `parameter_count` among those neither thinner nor flatter than is usual

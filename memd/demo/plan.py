@@ -24,6 +24,7 @@ class Plan:
     step_count: int
     batches: Batches
     pool: sizes.HostPool
+    trainer: sizes.Trainer
     volume: sizes.Volume
     host_bytes: int  # the pool's total, or what was asked for
     nvme_bytes: int
@@ -50,9 +51,20 @@ def make_plan(settings: DemoSettings) -> Plan:
         step_count=settings.step_count,
         batches=Batches(text, batch=settings.batch, sequence=settings.sequence, seed=settings.seed),
         pool=pool,
+        trainer=trainer_of(shape, settings),
         volume=volume,
         host_bytes=settings.host_bytes or pool.total_bytes,
         nvme_bytes=settings.nvme_bytes or volume.total_bytes,
+    )
+
+
+def trainer_of(shape: GPTShape, settings: DemoSettings) -> sizes.Trainer:
+    return sizes.trainer(
+        module_elements_max=shape.module_elements_max,
+        element_bytes=settings.element_bytes,
+        activation_bytes=shape.activation_bytes(
+            batch=settings.batch, element_bytes=settings.element_bytes
+        ),
     )
 
 
@@ -60,14 +72,16 @@ def check_memory(plan: Plan, *, verify: bool) -> None:
     """Refuses what would end in the kernel's out-of-memory killer."""
     parameter_count = plan.shape.parameter_count
     needs = {
-        "the host pool and the model while it is built": (
-            plan.host_bytes + parameter_count * sizes.BUILD_BYTES
+        "the host pool, activations and the largest module": (
+            plan.host_bytes + plan.trainer.total_bytes
         )
     }
     if verify:
         # Parameters, gradients, moments; in bf16 fp32 masters and their gradients too.
         each_bytes = 16 if plan.dtype == torch.float32 else 20
-        needs["--verify, which trains in memory,"] = parameter_count * each_bytes
+        needs["--verify, which trains in memory,"] = (
+            parameter_count * each_bytes + plan.trainer.activation_bytes
+        )
     for reason, needed_bytes in needs.items():
         if needed_bytes > available_bytes():
             raise DemoError(

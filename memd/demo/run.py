@@ -15,8 +15,8 @@ import memd_client
 from memd.client import DaemonClient
 from memd.demo.folder import FolderError, volume_folder
 from memd.demo.memory import PeakMemory, available_bytes
-from memd.demo.model import build_model, parameter_groups
-from memd.demo.plan import DemoError, Plan, check_memory, make_plan
+from memd.demo.model import GPT, build_model, parameter_groups, shape_for
+from memd.demo.plan import DemoError, Plan, check_memory, make_plan, trainer_of
 from memd.demo.quantities import format_count
 from memd.demo.report import (
     StepProgress,
@@ -35,14 +35,15 @@ from memd.refusal import Refused
 from memd.sizes import format_size
 from memd_client.address import EmbeddedAddress, parse_address
 from memd_client.embedded import EmbeddedDaemon, embedded_daemon
+from memd_client.freed_memory import return_freed_memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
     records: list[StepRecord]
-    before: Usage  # after offload, before the first step
+    before: Usage  # after the model was built, before the first step
     after: Usage
-    trainer_bytes_peak: int
+    trainer_bytes_peak: int  # while the model was built, too
     daemon_bytes_peak: int
     comparison: Comparison | None
 
@@ -67,6 +68,12 @@ def private_daemon(address: str) -> Iterator[EmbeddedDaemon]:
         daemon.stop()
 
 
+def build_in_memd(plan: Plan, session: memd_client.Session) -> GPT:
+    """The plan's model, of which this process never has more than a module."""
+    with memd_client.init(session, tier="nvme"):
+        return build_model(plan.shape, dtype=plan.dtype, seed=plan.seed)
+
+
 def train_with_memd(
     plan: Plan,
     folder: Path,
@@ -83,9 +90,9 @@ def train_with_memd(
         private_daemon(address) as daemon,
         memd_client.connect(address, job="demo") as session,
         DaemonClient(daemon.address.attach_socket) as meter,
+        PeakMemory([os.getpid(), session.daemon_process_id]) as memory,
     ):
-        model = build_model(plan.shape, dtype=plan.dtype, seed=plan.seed)
-        memd_client.offload(model, session, tier="nvme")
+        model = build_in_memd(plan, session)
         optimizer = memd_client.AdamW(
             parameter_groups(model, weight_decay=WEIGHT_DECAY),
             lr=LEARNING_RATE,
@@ -100,16 +107,15 @@ def train_with_memd(
 
         ready()
         before = read_usage(meter, session)
-        with PeakMemory([os.getpid(), session.daemon_process_id]) as memory:
-            losses = train(
-                model,
-                optimizer,
-                plan.batches,
-                step_count=plan.step_count,
-                observe=observe_both,
-                lease_wait_seconds=lambda: session.statistics().lease_wait_seconds,
-                finish_step=lambda: session.commit(wait=True),
-            )
+        losses = train(
+            model,
+            optimizer,
+            plan.batches,
+            step_count=plan.step_count,
+            observe=observe_both,
+            lease_wait_seconds=lambda: session.statistics().lease_wait_seconds,
+            finish_step=lambda: session.commit(wait=True),
+        )
         after = read_usage(meter, session)
         if reference is not None:
             comparison = Comparison()
@@ -147,6 +153,14 @@ def describe(plan: Plan, console: Console) -> None:
     else:
         spilling = "; gradients will spill" if plan.gradients_spill else ""
         console.print(f"host pool {format_size(plan.host_bytes)} as asked for{spilling}")
+    needs = plan.trainer
+    console.print(
+        f"trainer at most {format_size(needs.total_bytes)} beyond torch = largest module "
+        f"{format_size(needs.module_bytes)} + its gradient {format_size(needs.gradient_bytes)} + "
+        f"activations {format_size(needs.activation_bytes)} + gaps between them "
+        f"{format_size(needs.gap_bytes)} + margin "
+        f"{format_size(needs.margin_bytes)}"
+    )
 
 
 def run_demo(settings: DemoSettings, console: Console) -> Outcome:
@@ -167,7 +181,9 @@ def run_demo(settings: DemoSettings, console: Console) -> Outcome:
                     console, title="in memory", step_count=plan.step_count
                 ) as progress:
                     reference = train_in_memory(plan, folder, observe=progress)
-                gc.collect()  # the graph's cycles would count as the trainer's memory below
+                # The graph's cycles, and what is free, would count as the trainer's memory below.
+                gc.collect()
+                return_freed_memory()
             with StepProgress(console, title="with memd", step_count=plan.step_count) as progress:
                 trained = train_with_memd(plan, folder, observe=progress, reference=reference)
     except (FolderError, Refused, memd_client.MemdError) as error:
@@ -183,6 +199,9 @@ def run_demo(settings: DemoSettings, console: Console) -> Outcome:
             disk_bytes_free=disk_bytes_free,
             memory_bytes_available=memory_bytes_available,
             gradient_element_bytes=settings.element_bytes,
+            trainer_bytes=lambda count: (
+                trainer_of(shape_for(count, sequence=settings.sequence), settings).total_bytes
+            ),
         ),
     )
     console.print(summary_table(summary))

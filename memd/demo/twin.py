@@ -123,7 +123,8 @@ def read_parameters(path: Path, model: nn.Module) -> Iterator[tuple[str, nn.Para
     """Name, parameter of `model`, and what `write_parameters` wrote of its twin; one at a time."""
     with path.open("rb") as file:
         for name, parameter in model.named_parameters():
-            data = bytearray(file.read(parameter.numel() * parameter.element_size()))
+            data = bytearray(parameter.numel() * parameter.element_size())
+            file.readinto(data)
             yield (
                 name,
                 parameter,

@@ -4,8 +4,8 @@ Two runs of the demo's training, each in a process of its own. RssAnon (anonymou
 is shared and not in it) of the trainer and of the daemon is sampled every 20 ms during the whole
 run, from outside. Promised:
 
-    trainer with memd, after offload returned, less what the trainer in memory has beside
-    parameters, gradients and states  <=  largest module + 64 MiB
+    trainer with memd, while it builds the model and trains it, less what the trainer in memory has
+    beside parameters, gradients and states  <=  largest module + its gradient + 64 MiB
     daemon, at any time               <=  80 MB
 
 Run: python demo_memory.py [--params 30M] [--steps 12] [--json FILE]. Exit code 1 if one is broken.
@@ -43,8 +43,13 @@ class Measured:
         return next(event for event in self.events if event["event"] == name)
 
     @property
-    def trainer_peak_bytes(self) -> int:
-        """Between "ready" and "done": training, not building the model."""
+    def peak_bytes(self) -> int:
+        """Of the trainer, from its start to its end."""
+        return max(size_bytes for _, size_bytes in self.trainer)
+
+    @property
+    def training_peak_bytes(self) -> int:
+        """Of the trainer, between "ready" and "done": without building the model."""
         begin, end = self.event("ready")["time"], self.event("done")["time"]
         return max(size_bytes for at, size_bytes in self.trainer if begin <= at <= end)
 
@@ -96,22 +101,22 @@ def main() -> None:
 
     sizes = plain.event("done")
     kept_bytes = sizes["parameter_bytes"] + sizes["gradient_bytes"] + sizes["state_bytes"]
-    rest_bytes = plain.trainer_peak_bytes - kept_bytes
-    excess_bytes = memd.trainer_peak_bytes - rest_bytes
-    excess_bytes_max = sizes["module_bytes"] + TRAINER_MARGIN_BYTES
+    rest_bytes = plain.training_peak_bytes - kept_bytes
+    excess_bytes = memd.peak_bytes - rest_bytes
+    excess_bytes_max = 2 * sizes["module_bytes"] + TRAINER_MARGIN_BYTES
     trainer_passes = excess_bytes <= excess_bytes_max
     daemon_passes = memd.daemon_peak_bytes <= DAEMON_BYTES_MAX
 
     rows: list[tuple[str, int, str]] = [
-        ("trainer in memory, peak", plain.trainer_peak_bytes, f"{len(plain.trainer)} samples"),
+        ("trainer in memory, training", plain.training_peak_bytes, f"{len(plain.trainer)} samples"),
         ("  - parameters", sizes["parameter_bytes"], ""),
         ("  - gradients", sizes["gradient_bytes"], ""),
         ("  - states", sizes["state_bytes"], ""),
         ("  = the rest of its training", rest_bytes, ""),
-        ("trainer with memd, peak", memd.trainer_peak_bytes, f"{len(memd.trainer)} samples"),
+        ("trainer with memd, peak", memd.peak_bytes, f"{len(memd.trainer)} samples"),
         ("  above the rest", excess_bytes, ""),
         ("  largest module", sizes["module_bytes"], ""),
-        ("  allowed: + 64 MiB", excess_bytes_max, verdict(passes=trainer_passes)),
+        ("  allowed: twice + 64 MiB", excess_bytes_max, verdict(passes=trainer_passes)),
         ("daemon, peak beside its pool", memd.daemon_peak_bytes, f"{len(memd.daemon)} samples"),
         ("  allowed: 80 MB", DAEMON_BYTES_MAX, verdict(passes=daemon_passes)),
     ]
@@ -144,8 +149,8 @@ def main() -> None:
             "sizes": {
                 name: value for name, value in sizes.items() if name not in ("event", "time")
             },
-            "memory_trainer_bytes_peak": plain.trainer_peak_bytes,
-            "memd_trainer_bytes_peak": memd.trainer_peak_bytes,
+            "memory_trainer_bytes_peak": plain.training_peak_bytes,
+            "memd_trainer_bytes_peak": memd.peak_bytes,
             "passes": trainer_passes and daemon_passes,
         },
     )

@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from memd.demo.memory import PeakMemory
+from memd.demo.plan import make_plan
+from memd.demo.settings import DemoSettings
+
 pytestmark = pytest.mark.nvme
 
 # Threads of torch that wait by spinning make each other slow where tests run side by side.
@@ -61,6 +65,52 @@ def test_the_demo_has_the_bits_of_plain_pytorch(data: Path, arguments: list[str]
     assert summary["loss_last"] < summary["loss_first"]
     assert summary["written_bytes_per_step"] >= 12 * summary["parameter_count"]
     assert not list(data.iterdir())
+
+
+_TORCH_ALONE = """
+import re, torch
+with open("/proc/self/status") as status:
+    print(1024 * int(re.search(r"RssAnon:\\s+(\\d+)", status.read())[1]))
+"""
+
+
+def test_the_trainer_never_holds_the_model(data: Path) -> None:
+    """Neither while it is built nor later. A model in its memory would be more than the bound."""
+    settings = DemoSettings(
+        parameter_count=30_000_000,
+        step_count=1,
+        dtype="fp32",
+        batch=1,
+        sequence=64,
+        seed=0,
+        cache_fraction=1 / 8,
+        host_bytes=None,
+        nvme_bytes=None,
+        text=None,
+        data=data,
+        verify=False,
+    )
+    plan = make_plan(settings)
+    bound_bytes = plan.trainer.total_bytes - plan.trainer.gap_bytes  # one sequence leaves no gaps
+    assert plan.shape.parameter_count * 4 > bound_bytes
+    alone = subprocess.run(
+        [sys.executable, "-c", _TORCH_ALONE], capture_output=True, check=True, env=ONE_THREAD
+    )
+    command = [sys.executable, "-m", "memd", "demo", "--data", str(data), "--params", "30M"]
+    command += ["--steps", "1", "--batch", "1", "--sequence", "64", "--cache", "1/8", "--json"]
+    with (
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ONE_THREAD
+        ) as trainer,
+        PeakMemory([trainer.pid], interval_s=0.002) as memory,
+    ):
+        told, errors = trainer.communicate(timeout=200)
+    assert trainer.returncode == 0, errors.decode()
+    peak_bytes = memory.peak_bytes[trainer.pid]
+    assert peak_bytes - int(alone.stdout) <= bound_bytes
+    # The summary says what was seen from outside, within what lies between two looks.
+    said_bytes = json.loads(told)["summary"]["trainer_bytes_peak"]
+    assert abs(said_bytes - peak_bytes) < 16 * 2**20
 
 
 def test_a_pool_too_small_for_the_model_is_refused(data: Path) -> None:

@@ -44,6 +44,31 @@ def test_the_largest_module_is_the_one_the_shape_says() -> None:
     assert largest == SMALL.module_elements_max
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("depth", [1, 6])
+def test_activations_are_what_autograd_saves_and_one_block_more(
+    depth: int, dtype: torch.dtype
+) -> None:
+    shape = GPTShape(width=256, depth=depth, sequence=64)
+    model = build_model(shape, dtype=dtype, seed=0)
+    parameters = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in parameters:
+            saved[address] = tensor
+        return tensor
+
+    inputs = torch.zeros(2, 64, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(inputs, inputs)
+    saved_bytes = sum(each.untyped_storage().nbytes() for each in saved.values())
+    counted_bytes = shape.activation_bytes(batch=2, element_bytes=dtype.itemsize)
+    block_bytes = 2 * 64 * 16 * shape.width * dtype.itemsize
+    assert saved_bytes < counted_bytes < saved_bytes + 1.2 * block_bytes
+
+
 def test_no_parameter_ends_in_torchs_scalar_tail() -> None:
     model = build_model(SMALL, dtype=torch.float32, seed=0)
     assert all(parameter.numel() % VECTOR_ELEMENTS == 0 for parameter in model.parameters())

@@ -45,7 +45,10 @@ RECORDS = [record(0, loss=5.5), record(1, loss=4.0, forward_seconds=9.0), record
 
 def test_the_summary_counts_only_the_steps_and_takes_medians() -> None:
     largest = largest_model(
-        disk_bytes_free=2**40, memory_bytes_available=2**34, gradient_element_bytes=4
+        disk_bytes_free=2**40,
+        memory_bytes_available=2**34,
+        gradient_element_bytes=4,
+        trainer_bytes=lambda count: 4 * count,
     )
     summary = summarise(
         RECORDS,

@@ -1,7 +1,7 @@
 import pytest
 
 from memd.demo.quantities import format_count, parse_count
-from memd.demo.sizes import HostPool, host_pool, largest_model, volume
+from memd.demo.sizes import HostPool, host_pool, largest_model, trainer, volume
 
 
 def small_pool(
@@ -46,21 +46,63 @@ def test_the_volume_holds_two_commits_and_spilled_gradients() -> None:
 
 
 def test_the_largest_model_is_bounded_by_disk_or_memory() -> None:
+    def nothing(_count: int) -> int:
+        return 0
+
     by_disk = largest_model(
-        disk_bytes_free=28_750_000_000, memory_bytes_available=2**40, gradient_element_bytes=4
+        disk_bytes_free=28_750_000_000,
+        memory_bytes_available=2**40,
+        gradient_element_bytes=4,
+        trainer_bytes=nothing,
     )
     assert by_disk.parameter_count == by_disk.parameters_by_disk == 10**9
     by_memory = largest_model(
-        disk_bytes_free=10**15, memory_bytes_available=9 * 2**30, gradient_element_bytes=4
+        disk_bytes_free=10**15,
+        memory_bytes_available=9 * 2**30,
+        gradient_element_bytes=4,
+        trainer_bytes=nothing,
     )
-    assert by_memory.parameter_count == by_memory.parameters_by_memory == 2**30
+    assert by_memory.parameter_count == by_memory.parameters_by_memory == 2**31
     assert "28.75 B" in by_memory.formula
+
+
+def test_what_the_trainer_takes_is_counted_with_the_gradients() -> None:
+    def trainer_bytes(count: int) -> int:
+        return 2**20 + 3 * count
+
+    memory_bytes = 2**33
+    largest = largest_model(
+        disk_bytes_free=10**15,
+        memory_bytes_available=memory_bytes + 2**30,
+        gradient_element_bytes=2,
+        trainer_bytes=trainer_bytes,
+    ).parameters_by_memory
+    assert 2 * largest + trainer_bytes(largest) <= memory_bytes
+    assert 2 * (largest + 1) + trainer_bytes(largest + 1) > memory_bytes
+
+
+def test_no_model_fits_where_nothing_is_left() -> None:
+    largest = largest_model(
+        disk_bytes_free=10**15,
+        memory_bytes_available=2**30,
+        gradient_element_bytes=4,
+        trainer_bytes=lambda _count: 2**26,
+    )
+    assert largest.parameter_count == 0
+
+
+def test_the_trainer_holds_one_module_its_gradient_and_activations() -> None:
+    needs = trainer(module_elements_max=10**6, element_bytes=2, activation_bytes=4 * 10**6)
+    assert needs.total_bytes == 2 * 10**6 + 2 * 10**6 + 5 * 10**6 + 64 * 2**20
 
 
 def test_the_largest_model_here_fits_the_volume_it_would_get() -> None:
     disk_bytes_free = 100 * 10**9
     largest = largest_model(
-        disk_bytes_free=disk_bytes_free, memory_bytes_available=2**40, gradient_element_bytes=2
+        disk_bytes_free=disk_bytes_free,
+        memory_bytes_available=2**40,
+        gradient_element_bytes=2,
+        trainer_bytes=lambda _count: 0,
     )
     needed = volume(largest.parameter_count, gradient_element_bytes=2).total_bytes
     assert needed == pytest.approx(disk_bytes_free, rel=0.01)

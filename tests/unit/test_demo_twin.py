@@ -23,7 +23,7 @@ from memd.demo.twin import (
 )
 
 SHAPE = GPTShape(width=64, depth=1, sequence=32)
-TEXT = b"the quick brown fox jumps over the lazy dog. " * 40
+TEXT = bytearray(b"the quick brown fox jumps over the lazy dog. " * 40)
 
 
 def batches() -> Batches:
