@@ -13,10 +13,6 @@ HEAD_WIDTH = 64
 PARAMETER_COUNT_MIN = 100_000
 PARAMETER_COUNT_MAX = 100_000_000_000
 
-# Up to 15 elements at the end of a parameter go through torch's scalar Adam, whose bits depend on
-# its thread count; whole vectors have one result (16 floats are one AVX-512 vector).
-VECTOR_ELEMENTS = 16
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPTShape:
@@ -126,14 +122,7 @@ class GPT(nn.Module):
 def build_model(shape: GPTShape, *, dtype: torch.dtype, seed: int) -> GPT:
     """The same parameters for the same arguments, on every machine with the same torch."""
     torch.manual_seed(seed)
-    model = GPT(shape).to(dtype)
-    for name, parameter in model.named_parameters():
-        if parameter.numel() % VECTOR_ELEMENTS:
-            raise ValueError(
-                f"parameter {name} has {parameter.numel()} elements, which is no multiple of "
-                f"{VECTOR_ELEMENTS}: torch's Adam would not have one result for it"
-            )
-    return model
+    return GPT(shape).to(dtype)
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:

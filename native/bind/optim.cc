@@ -65,6 +65,19 @@ float* maximum_of(const AdamSettings& settings,
   return max_exp_avg_sq->data();
 }
 
+float* at(float* array, size_t first) { return array == nullptr ? nullptr : array + first; }
+
+/// Calls `update` for a parameter of `count` elements: before its tail, and in it. It gets the
+/// scalars, the first element and how many there are.
+template <typename Update>
+void update_parts(const AdamSettings& settings, uint64_t t, size_t count, const Update& update) {
+  AdamScalars scalars = adam_scalars(settings, t);
+  const size_t tail_first = elements_before_tail(count);
+  update(scalars, size_t{0}, tail_first);
+  scalars.in_tail = true;
+  update(scalars, tail_first, count - tail_first);
+}
+
 void update_fp32(const std::string& isa,
                  const AdamSettings& settings,
                  uint64_t t,
@@ -80,14 +93,17 @@ void update_fp32(const std::string& isa,
   check_length("gradient", gradient.size(), exp_avg.size());
   float* const maximum = maximum_of(settings, max_exp_avg_sq, exp_avg.size());
   const nb::gil_scoped_release unlocked;
-  adam_update(chosen,
-              adam_scalars(settings, t),
-              exp_avg.size(),
-              parameter.data(),
-              exp_avg.data(),
-              exp_avg_sq.data(),
-              gradient.data(),
-              maximum);
+  update_parts(
+      settings, t, exp_avg.size(), [&](const AdamScalars& scalars, size_t first, size_t count) {
+        adam_update(chosen,
+                    scalars,
+                    count,
+                    parameter.data() + first,
+                    exp_avg.data() + first,
+                    exp_avg_sq.data() + first,
+                    gradient.data() + first,
+                    at(maximum, first));
+      });
 }
 
 void update_bf16(const std::string& isa,
@@ -107,15 +123,18 @@ void update_bf16(const std::string& isa,
   check_length("gradient", gradient.size(), exp_avg.size());
   float* const maximum = maximum_of(settings, max_exp_avg_sq, exp_avg.size());
   const nb::gil_scoped_release unlocked;
-  adam_update(chosen,
-              adam_scalars(settings, t),
-              exp_avg.size(),
-              half.data(),
-              remainder.data(),
-              exp_avg.data(),
-              exp_avg_sq.data(),
-              gradient.data(),
-              maximum);
+  update_parts(
+      settings, t, exp_avg.size(), [&](const AdamScalars& scalars, size_t first, size_t count) {
+        adam_update(chosen,
+                    scalars,
+                    count,
+                    half.data() + first,
+                    remainder.data() + first,
+                    exp_avg.data() + first,
+                    exp_avg_sq.data() + first,
+                    gradient.data() + first,
+                    at(maximum, first));
+      });
 }
 
 }  // namespace
@@ -160,8 +179,8 @@ void bind_optim(nb::module_& module) {
       "exp_avg_sq"_a.noconvert(),
       "gradient"_a.noconvert(),
       "max_exp_avg_sq"_a.noconvert() = nb::none(),
-      "Update number `t`, from 1, of fp32 arrays of equal length, in place. `max_exp_avg_sq`: "
-      "with amsgrad.");
+      "Update number `t`, from 1, of one fp32 parameter, in place. The arrays have equal length. "
+      "`max_exp_avg_sq`: with amsgrad.");
   module.def("adam_update_bf16",
              &update_bf16,
              "isa"_a,
@@ -173,8 +192,8 @@ void bind_optim(nb::module_& module) {
              "exp_avg_sq"_a.noconvert(),
              "gradient"_a.noconvert(),
              "max_exp_avg_sq"_a.noconvert() = nb::none(),
-             "Update number `t`, from 1, of bf16 arrays of equal length, in place; `half` and "
-             "`gradient` hold bf16 as uint16. `max_exp_avg_sq`: with amsgrad.");
+             "Update number `t`, from 1, of one bf16 parameter, in place. The arrays have equal "
+             "length; `half` and `gradient` hold bf16 as uint16. `max_exp_avg_sq`: with amsgrad.");
 }
 
 }  // namespace memd

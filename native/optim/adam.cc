@@ -24,6 +24,8 @@ void update(Isa isa, const AdamScalars& scalars, const Arrays& arrays) {
   MEMD_CHECK(isa <= isa_best());
   // An empty array may be anywhere.
   MEMD_CHECK(arrays.count == 0 || scalars.amsgrad == (arrays.max_exp_avg_sq != nullptr));
+  // A parameter has 7 such elements at most: a vector would be no faster.
+  if (scalars.in_tail) return internal::adam_reference(scalars, arrays);
 #if defined(__x86_64__)
   if (isa == Isa::avx512) return internal::adam_avx512(scalars, arrays);
   if (isa == Isa::avx2) return internal::adam_avx2(scalars, arrays);

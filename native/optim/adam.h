@@ -6,6 +6,14 @@
 
 namespace memd {
 
+/// torch's kernel updates vectors of this many elements on every processor with AVX2 and later, and
+/// each element behind a parameter's last whole vector by itself, in its *tail*. Its threads take
+/// whole vectors, so their number changes nothing.
+constexpr size_t kTorchVectorElements = 8;
+
+/// How many elements of a parameter lie before its tail.
+constexpr size_t elements_before_tail(size_t count) { return count - count % kTorchVectorElements; }
+
 /// One parameter group's settings, as torch names them.
 struct AdamSettings {
   double lr = 1e-3;
@@ -37,9 +45,12 @@ struct AdamScalars {
   bool decays;         // weight_decay != 0
   bool lerp_from_end;  // one_minus_beta1 >= 0.5: torch's lerp then counts from the gradient
   bool amsgrad;
+  // The elements are a parameter's tail. There torch fuses the other product of exp_avg_sq, lerps
+  // with the other sign of zero, and its maximum of amsgrad ignores a NaN.
+  bool in_tail;
 };
 
-/// `t` is the number of this update, from 1.
+/// The scalars outside of the tail. `t` is the number of this update, from 1.
 AdamScalars adam_scalars(const AdamSettings& settings, uint64_t t);
 
 enum class Isa : uint8_t { plain, avx2, avx512 };
@@ -48,9 +59,10 @@ enum class Isa : uint8_t { plain, avx2, avx512 };
 Isa isa_best();
 
 /// fp32: `parameter`, `exp_avg`, `exp_avg_sq` are updated in place; `gradient` is read. `count`
-/// elements each. The arrays may start on any 4-byte boundary and must not overlap. The same bits
-/// for every `isa`, and for any split of the elements over calls. `max_exp_avg_sq` is updated too,
-/// and is there exactly where the settings say amsgrad.
+/// elements each, of one parameter, all before its tail or all in it. The arrays may start on any
+/// 4-byte boundary and must not overlap. The same bits for every `isa`, and for any split of the
+/// elements over calls. `max_exp_avg_sq` is updated too, and is there exactly where the settings
+/// say amsgrad.
 void adam_update(Isa isa,
                  const AdamScalars& scalars,
                  size_t count,

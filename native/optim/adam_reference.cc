@@ -1,6 +1,7 @@
 // Adam (Kingma and Ba, 2015) and AdamW (Loshchilov and Hutter, 2019), one element after the other,
 // in the papers' symbols. The order of operations is that of torch's fused CPU kernel, found by
-// experiment: every line is one rounding, or one fused multiply-add.
+// experiment: every line is one rounding, or one fused multiply-add. The tail of a parameter has
+// another order.
 #include <cmath>
 #include <cstring>
 
@@ -16,14 +17,21 @@ void update_element(const AdamScalars& s, float& theta, float& m, float& v, floa
   if (s.decays && !s.decoupled) g = std::fma(theta, s.weight_decay, g);
   const float step_to_g = g - m;
   // torch's lerp: for weights of a half and more it counts from the end, which rounds differently.
-  if (s.lerp_from_end) {
-    m = std::fma(s.one_minus_beta1 - 1.0F, step_to_g, g);
-  } else {
+  if (!s.lerp_from_end) {
     m = std::fma(s.one_minus_beta1, step_to_g, m);
+  } else if (s.in_tail) {
+    m = std::fma(-step_to_g, 1.0F - s.one_minus_beta1, g);  // beta1 = 0: a zero of the other sign
+  } else {
+    m = std::fma(s.one_minus_beta1 - 1.0F, step_to_g, g);
   }
-  v = std::fma(s.one_minus_beta2 * g, g, v * s.beta2);
-  // AMSGrad (Reddi and others, 2018). torch's maximum of a number and a NaN is NaN.
-  if (v_max != nullptr && (v > *v_max || std::isnan(v))) *v_max = v;
+  if (s.in_tail) {
+    v = std::fma(v, s.beta2, s.one_minus_beta2 * g * g);
+  } else {
+    v = std::fma(s.one_minus_beta2 * g, g, v * s.beta2);
+  }
+  // AMSGrad (Reddi and others, 2018). torch's maximum of a number and a NaN is NaN, but in the
+  // tail.
+  if (v_max != nullptr && (v > *v_max || (std::isnan(v) && !s.in_tail))) *v_max = v;
   const float v_hat = v_max != nullptr ? *v_max : v;
   const float denominator = std::sqrt(v_hat) / s.bias_correction2_sqrt + s.eps;
   theta = theta - s.step_size * m / denominator;

@@ -282,6 +282,50 @@ TEST(Adam, a_maximum_of_nan_stays_and_one_that_meets_nan_becomes_it) {
   }
 }
 
+/// One update, number 3, before the tail of a parameter and in it, on every instruction set.
+void expect_updated(const AdamSettings& settings,
+                    const Fp32State& start,
+                    const Fp32State& before_tail,
+                    const Fp32State& in_tail) {
+  std::vector<Isa> isas = wide_isas();
+  isas.push_back(Isa::plain);
+  for (const Isa isa : isas) {
+    AdamScalars scalars = adam_scalars(settings, 3);
+    for (const Fp32State* const expected : {&before_tail, &in_tail}) {
+      Fp32State actual = start;
+      update(isa, scalars, actual, 0, 1);
+      expect_same_bits(actual, *expected);
+      scalars.in_tail = true;
+    }
+  }
+}
+
+// The numbers are those of torch 2.13's fused Adam, from a parameter of 8 such elements and of one.
+TEST(Adam, in_the_tail_of_a_parameter_it_rounds_as_torch_does_there) {
+  expect_updated({.lr = 1e-3, .beta1 = 0.9, .beta2 = 0.95},
+                 {{0.5F}, {0.25F}, {0x1.22b2b2p-1F}, {0.0F}, {0x1.ac221ap-2F}},
+                 {{0x1.ff7c58p-2F}, {0x1.11369cp-2F}, {0x1.18a35ep-1F}, {0.0F}, {0x1.ac221ap-2F}},
+                 {{0x1.ff7c58p-2F}, {0x1.11369cp-2F}, {0x1.18a360p-1F}, {0.0F}, {0x1.ac221ap-2F}});
+}
+
+TEST(Adam, in_the_tail_of_a_parameter_a_lerp_to_its_end_keeps_the_sign_of_zero) {
+  for (const float exp_avg : {1.0F, -1.0F}) {
+    const float zero = std::copysign(0.0F, exp_avg);
+    expect_updated({.lr = 1e-3, .beta1 = 0.0, .beta2 = 0.95},
+                   {{0.5F}, {exp_avg}, {0.0F}, {0.0F}, {-0.0F}},
+                   {{0.5F}, {-zero}, {0.0F}, {0.0F}, {-0.0F}},
+                   {{0.5F}, {zero}, {0.0F}, {0.0F}, {-0.0F}});
+  }
+}
+
+TEST(Adam, in_the_tail_of_a_parameter_a_nan_is_no_maximum) {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  expect_updated({.lr = 1e-3, .beta1 = 0.9, .beta2 = 0.95, .amsgrad = true},
+                 {{0.5F}, {0.0F}, {0.0F}, {7.0F}, {nan}},
+                 {{nan}, {nan}, {nan}, {nan}, {nan}},
+                 {{nan}, {nan}, {nan}, {7.0F}, {nan}});
+}
+
 template <typename State>
 void negate(State& state);
 

@@ -82,22 +82,41 @@ struct Twin {
     return twin;
   }
   void step(const AdamSettings& settings, const std::vector<float>& gradient) {
-    internal::adam_reference(
-        adam_scalars(settings, ++t),
-        internal::AdamFp32{
-            theta.size(), theta.data(), m.data(), v.data(), maximum(settings), gradient.data()});
+    update_parts(settings, [&](const AdamScalars& scalars, size_t first, size_t count) {
+      internal::adam_reference(scalars,
+                               internal::AdamFp32{count,
+                                                  theta.data() + first,
+                                                  m.data() + first,
+                                                  v.data() + first,
+                                                  maximum(settings, first),
+                                                  gradient.data() + first});
+    });
   }
   void step(const AdamSettings& settings, const std::vector<uint16_t>& gradient) {
-    internal::adam_reference(adam_scalars(settings, ++t),
-                             internal::AdamBf16{half.size(),
-                                                half.data(),
-                                                remainder.data(),
-                                                m.data(),
-                                                v.data(),
-                                                maximum(settings),
-                                                gradient.data()});
+    update_parts(settings, [&](const AdamScalars& scalars, size_t first, size_t count) {
+      internal::adam_reference(scalars,
+                               internal::AdamBf16{count,
+                                                  half.data() + first,
+                                                  remainder.data() + first,
+                                                  m.data() + first,
+                                                  v.data() + first,
+                                                  maximum(settings, first),
+                                                  gradient.data() + first});
+    });
   }
-  float* maximum(const AdamSettings& settings) { return settings.amsgrad ? v_max.data() : nullptr; }
+
+ private:
+  float* maximum(const AdamSettings& settings, size_t first) {
+    return settings.amsgrad ? v_max.data() + first : nullptr;
+  }
+  template <typename Update>
+  void update_parts(const AdamSettings& settings, const Update& update) {
+    AdamScalars scalars = adam_scalars(settings, ++t);
+    const size_t tail_first = m.size() - m.size() % 8;
+    update(scalars, 0, tail_first);
+    scalars.in_tail = true;
+    update(scalars, tail_first, m.size() - tail_first);
+  }
 };
 
 }  // namespace memd::testing

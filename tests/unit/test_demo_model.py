@@ -1,13 +1,7 @@
 import pytest
 import torch
 
-from memd.demo.model import (
-    VECTOR_ELEMENTS,
-    GPTShape,
-    build_model,
-    parameter_groups,
-    shape_for,
-)
+from memd.demo.model import GPTShape, build_model, parameter_groups, shape_for
 
 SMALL = GPTShape(width=64, depth=2, sequence=48)
 
@@ -67,20 +61,6 @@ def test_activations_are_what_autograd_saves_and_one_block_more(
     counted_bytes = shape.activation_bytes(batch=2, element_bytes=dtype.itemsize)
     block_bytes = 2 * 64 * 16 * shape.width * dtype.itemsize
     assert saved_bytes < counted_bytes < saved_bytes + 1.2 * block_bytes
-
-
-def test_no_parameter_ends_in_torchs_scalar_tail() -> None:
-    model = build_model(SMALL, dtype=torch.float32, seed=0)
-    assert all(parameter.numel() % VECTOR_ELEMENTS == 0 for parameter in model.parameters())
-
-
-def test_a_shape_with_a_scalar_tail_is_refused() -> None:
-    class Odd(GPTShape):
-        pass
-
-    # 8 heads of nothing: a width that is no multiple of 16 cannot come out of shape_for.
-    with pytest.raises(ValueError, match=r"embedding.weight|position.weight|norm"):
-        build_model(Odd(width=65, depth=1, sequence=3), dtype=torch.float32, seed=0)
 
 
 def test_a_seed_gives_the_same_parameters_again() -> None:

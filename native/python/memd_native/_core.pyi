@@ -26,12 +26,12 @@ def isa_names() -> list[str]:
 
 def adam_update(isa: str, settings: AdamSettings, t: int, parameter: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')], exp_avg: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')], exp_avg_sq: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')], gradient: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], max_exp_avg_sq: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')] | None = None) -> None:
     """
-    Update number `t`, from 1, of fp32 arrays of equal length, in place. `max_exp_avg_sq`: with amsgrad.
+    Update number `t`, from 1, of one fp32 parameter, in place. The arrays have equal length. `max_exp_avg_sq`: with amsgrad.
     """
 
 def adam_update_bf16(isa: str, settings: AdamSettings, t: int, half: Annotated[NDArray[numpy.uint16], dict(shape=(None,), order='C', device='cpu')], remainder: Annotated[NDArray[numpy.int16], dict(shape=(None,), order='C', device='cpu')], exp_avg: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')], exp_avg_sq: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')], gradient: Annotated[NDArray[numpy.uint16], dict(shape=(None,), order='C', device='cpu', writable=False)], max_exp_avg_sq: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')] | None = None) -> None:
     """
-    Update number `t`, from 1, of bf16 arrays of equal length, in place; `half` and `gradient` hold bf16 as uint16. `max_exp_avg_sq`: with amsgrad.
+    Update number `t`, from 1, of one bf16 parameter, in place. The arrays have equal length; `half` and `gradient` hold bf16 as uint16. `max_exp_avg_sq`: with amsgrad.
     """
 
 USE_READ: int = 0

@@ -80,12 +80,20 @@ void add_span(const Shard& shard,
               std::vector<TileSpan>& spans) {
   const uint64_t tile_begin = tile * kTileElements;
   const uint64_t tile_end = tile_begin + bucket.tile_elements(tile);
-  const uint64_t begin = std::max(shard.element_offset, tile_begin);
-  const uint64_t end = std::min(shard.element_offset + shard.element_count(), tile_end);
-  if (begin >= end) return;
-  spans.push_back({.begin = begin - tile_begin,
-                   .end = end - tile_begin,
-                   .scalars = adam_scalars(settings, shard.generation + 1)});
+  const uint64_t shard_begin = shard.element_offset;
+  const uint64_t shard_end = shard_begin + shard.element_count();
+  if (shard_end <= tile_begin || tile_end <= shard_begin) return;
+  const uint64_t tail_begin = shard_begin + elements_before_tail(shard.element_count());
+  AdamScalars scalars = adam_scalars(settings, shard.generation + 1);
+  const auto add = [&](uint64_t from, uint64_t to) {
+    const uint64_t begin = std::max(from, tile_begin);
+    const uint64_t end = std::min(to, tile_end);
+    if (begin >= end) return;
+    spans.push_back({.begin = begin - tile_begin, .end = end - tile_begin, .scalars = scalars});
+  };
+  add(shard_begin, tail_begin);
+  scalars.in_tail = true;
+  add(tail_begin, shard_end);
 }
 
 std::function<void(const TileBytes&)> update_work(DType dtype, std::vector<TileSpan> spans) {

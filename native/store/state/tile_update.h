@@ -13,14 +13,16 @@
 
 namespace memd {
 
-/// Elements `begin` to `end` of a tile, with one group's scalars.
+/// Elements `begin` to `end` of a tile, of one parameter before its tail or in it, with one group's
+/// scalars.
 struct TileSpan {
   uint64_t begin = 0;
   uint64_t end = 0;
   AdamScalars scalars{};
 };
 
-/// Adds the part of the bucket's shard that lies in the tile, for the update after its generation.
+/// Adds, for the update after its generation, what of the bucket's shard lies in the tile: two
+/// spans where its tail begins there.
 void add_span(const Shard& shard,
               const Bucket& bucket,
               size_t tile,

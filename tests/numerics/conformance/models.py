@@ -1,8 +1,5 @@
 """The models of the matrix: small, and with a parameter of a tile or more wherever the form allows
 it, so that a short pool evicts. Each offers the blocks that may be checkpointed or compiled.
-
-Sizes are multiples of 16: torch's fused Adam rounds its scalar tail by its thread count
-(docs/decisions/adam-bits.md).
 """
 
 from __future__ import annotations
