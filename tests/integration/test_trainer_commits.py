@@ -227,3 +227,24 @@ def test_a_callback_stops_the_training_behind_the_step_that_plain_trainer_makes(
     assert_equal_weights(ours, expected)
     assert run.ours(8).steps == 1, "the training was stopped"
     assert run.ours(9).steps == 9
+
+
+def test_a_callback_that_stops_when_training_begins_stops_a_resumed_one_too(run: Run) -> None:
+    class StopAtBegin(transformers.TrainerCallback):  # type: ignore[misc] # transformers has no types
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = True
+
+    class StopAfter(transformers.TrainerCallback):  # type: ignore[misc] # transformers has no types
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 11
+
+    expected = run.plain(20, callbacks=(StopAfter(),))
+    for train in (run.plain, run.ours):
+        with pytest.raises(Killed):
+            train(20, save=True, callbacks=(KillAfter(10),))
+    assert run.plain(20, checkpoint=True, callbacks=(StopAtBegin(),)).steps == 11
+    ours = run.ours(20, callbacks=(StopAtBegin(),))
+    assert ours.steps == 11
+    assert_equal_weights(ours, expected)
+    assert run.ours(20).steps == 11, "the training was stopped"
+    assert run.ours(21, callbacks=(StopAtBegin(),)).steps == 12, "it is longer now"

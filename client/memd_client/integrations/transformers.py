@@ -175,6 +175,10 @@ class CommitsSteps:
         trainer: Any = self
         set_random_state(self._random_state)
         state = trainer.state
+        # By the on_train_begin of a callback. It is of this training and not of the commit, and
+        # Trainer obeys after one step.
+        is_stopped = trainer.control.should_training_stop
+        trainer.control.should_training_stop = False
         ended_epoch = self._progress.restore_counters()
         keep = loaded["arguments"]
 
@@ -197,6 +201,7 @@ class CommitsSteps:
             follow()
         # If a callback stops the training later, Trainer still makes one step.
         self._was_last_step = trainer.control.should_training_stop
+        trainer.control.should_training_stop |= is_stopped
         self._random_state = random_state()
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
