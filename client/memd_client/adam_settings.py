@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 
 from memd_client.errors import InvalidArgument
@@ -83,16 +84,32 @@ def adam_settings(group: dict[str, Any]) -> session_pb2.AdamSettings:
         eps=_number("eps", group["eps"]),
         weight_decay=_number("weight_decay", group["weight_decay"]),
         decoupled=bool(group["decoupled_weight_decay"]),
-        maximize=bool(group["maximize"]),
-        amsgrad=bool(group["amsgrad"]),
+        maximize=_flag("maximize", group["maximize"]),
+        amsgrad=_flag("amsgrad", group["amsgrad"]),
     )
+
+
+def _flag(name: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise _refused_type(name, value, "a bool")
+    return value
 
 
 def _number(name: str, value: float | torch.Tensor) -> float:
     if not isinstance(value, torch.Tensor):
+        # Not what else float() takes, such as text: torch's optimizers do not.
+        if not isinstance(value, (int, float, numpy.integer, numpy.floating)):
+            raise _refused_type(name, value, "a number or a tensor")
         return float(value)
     if value.numel() != 1:
         raise InvalidArgument(
             f"a tensor that is {name} must have 1 element, not {value.numel()}: {list(value.shape)}"
         )
     return float(value.item())
+
+
+def _refused_type(name: str, value: Any, expected: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"{name} must be {expected}, not {type(value).__name__}: {value!r}; change the group. No "
+        "update was made or counted (torch's fused optimizer counts one before it raises)"
+    )

@@ -202,6 +202,8 @@ class TestSettings:
             ({"lr": torch.tensor([0.1, 0.2])}, "lr must have 1 element, not 2"),
             ({"lr": torch.tensor(-0.1)}, "lr must be at least 0"),
             ({"weight_decay": torch.zeros(0)}, "weight_decay must have 1 element, not 0"),
+            ({"maximize": 1}, "maximize must be a bool, not int: 1"),
+            ({"amsgrad": "no"}, "amsgrad must be a bool, not str: 'no'"),
         ],
         ids=lambda value: value if isinstance(value, str) else None,
     )
@@ -222,6 +224,10 @@ class TestSettings:
             "lr": torch.tensor([0.1, 0.2]),
             "betas": (1.0, 0.9),
             "capturable": True,
+            "eps": "1e-8",
+            "weight_decay": None,
+            "maximize": "no",
+            "amsgrad": 0,
         }
         (group,) = optimizer.param_groups
         for name, value in wrong.items():
