@@ -8,7 +8,7 @@ from memd_client.blobs import Blobs
 from memd_client.dynamo import untraced
 from memd_client.errors import MemdError, NotYet
 from memd_client.tracked import Tracked
-from memd_client.transaction import Transaction
+from memd_client.transaction import OfSession, Transaction
 from memd_client.unnamed import UnnamedParameters
 from memd_client.unnamed_parameter import UnnamedParameter
 
@@ -34,9 +34,9 @@ class Session:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._blobs = Blobs(job)
-        self._transaction = Transaction(job)
         self._tracked = Tracked()
-        self._transaction.add(self._tracked)
+        self._of_commits = OfSession(self._tracked)
+        self._transaction = Transaction(job, self._of_commits)
         self._unnamed = UnnamedParameters(job, away=UnnamedParameter)
 
     def __enter__(self) -> Self:
@@ -169,7 +169,8 @@ class Session:
             InvalidArgument: a call after `resume()` or with a step open.
         """
         self._transaction.refuse_late("after_commit()")
-        self._transaction.after_commit(function)
+        self._of_commits.call_after_commit(function)
+        self._transaction.close_by_commit()
 
     @untraced
     def commit(self, *, wait: bool = False) -> None:
@@ -242,7 +243,12 @@ class Session:
     @property
     def durable_step(self) -> int:
         """The last step that is on disk: behind `committed_step` unless durability is "step"; 0 if
-        "none" has given up what was there. Waits for the step in flight."""
+        "none" has given up what was there. Waits for the step in flight.
+
+        Raises:
+            DaemonUnavailable, DeadlineExceeded, MemdError: as `committed_step`, once too after an
+                unknown outcome.
+        """
         return self._transaction.durable_step
 
     # The session itself

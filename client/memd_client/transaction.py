@@ -59,6 +59,29 @@ class Watched(Protocol):
     def refuse_replaced(self) -> None: ...
 
 
+class OfSession:
+    """The tracked objects of a session, and the functions that follow its commits. The session owns
+    them, as nobody else can call `commit()`; its transaction does not, since a tracked scheduler,
+    or a function that updates an average, refers to an optimizer or a model, and these to their
+    transaction."""
+
+    def __init__(self, tracked: Contributor) -> None:
+        self._tracked = tracked
+        self._after_commit: list[Callable[[int], None]] = []
+
+    @property
+    def tracked(self) -> Contributor:
+        return self._tracked
+
+    @property
+    def after_commit(self) -> list[Callable[[int], None]]:
+        """Called after each commit."""
+        return list(self._after_commit)
+
+    def call_after_commit(self, function: Callable[[int], None]) -> None:
+        self._after_commit.append(function)
+
+
 class Transaction:
     """Closes and resumes the steps of one session. Any thread may call.
 
@@ -67,16 +90,16 @@ class Transaction:
     half of what the other has sealed.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, of_session: OfSession) -> None:
         self._job = job
         self._turn = RLock()
-        self._contributors: list[Contributor] = []
+        self._of_session = ref(of_session)
+        self._added: list[Contributor] = []
         self._watched: list[Watched] = []
         self._optimizers: list[ref[torch.optim.Optimizer]] = []
         # Otherwise every `optimizer.step()` closes its step.
         self._is_closed_by_commit = False
-        # Called after each commit, and the number of the last commit that they were called for.
-        self._after_commit: list[Callable[[int], None]] = []
+        # The last commit that functions were called for.
         self._followed_step = job.steps.committed_step
         self._attached_step = job.steps.committed_step
         self._resumed = False
@@ -95,11 +118,12 @@ class Transaction:
 
     def add(self, contributor: Contributor) -> None:
         """Its values are part of every commit from now on."""
-        self._contributors.append(contributor)
+        self._added.append(contributor)
 
     @property
     def contributors(self) -> list[Contributor]:
-        return list(self._contributors)
+        of_session = self._of_session()
+        return [*([of_session.tracked] if of_session is not None else ()), *self._added]
 
     def watch(self, watched: Watched) -> None:
         """Each step calls it first, from now on."""
@@ -141,10 +165,10 @@ class Transaction:
     def has_after_commit(self) -> bool:
         return bool(self._after_commit)
 
-    def after_commit(self, function: Callable[[int], None]) -> None:
-        """See `Session.after_commit`."""
-        self._after_commit.append(function)
-        self.close_by_commit()
+    @property
+    def _after_commit(self) -> list[Callable[[int], None]]:
+        of_session = self._of_session()
+        return of_session.after_commit if of_session is not None else []
 
     def close_by_commit(self) -> None:
         """From now on `commit()` closes a step, and `optimizer.step()` only prepares it."""
@@ -408,7 +432,7 @@ class Transaction:
                 "session"
             )
         if number:
-            restores = [each.load(number, self) for each in self._contributors]
+            restores = [each.load(number, self) for each in self.contributors]
             for restore in restores:
                 restore()
         self._resumed = True
@@ -466,7 +490,7 @@ class Transaction:
         job = self._job
         number = job.steps.committed_step + 1
         # Contributors refuse values here, before anything is written or sent.
-        stagings = [each.capture(number, self) for each in self._contributors]
+        stagings = [each.capture(number, self) for each in self.contributors]
         job.sync_if_needed()
         staged = [pair for staging in stagings for pair in staging()]
         request = session_pb2.StepRequest(
@@ -525,7 +549,7 @@ class Transaction:
         if self._resumed or self._may_commit:
             return
         number = self._attached_step
-        if number and any(each.holds(number, self) for each in self._contributors):
+        if number and any(each.holds(number, self) for each in self.contributors):
             raise InvalidArgument(
                 f"job {self._job.name!r}: it stands at commit {number} with tracked objects that "
                 "were not restored; call session.resume() before the first step, or connect with "

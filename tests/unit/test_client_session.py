@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
@@ -16,6 +17,7 @@ import grpc
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import memd_client
 import memd_native
@@ -29,9 +31,15 @@ from memd_client.sizes import format_size, parse_size
 from memd_proto.v1 import attach_pb2, session_pb2, types_pb2
 from tests.unit.client_cases import Mlp, loss_of
 from tests.unit.fake_session import FakeDaemon
+from tests.unit.track_cases import Kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+
+def average(averaged: AveragedModel, model: nn.Module, step: int) -> None:
+    del step
+    averaged.update_parameters(model)
 
 
 class TestSizesAndAddresses:
@@ -473,6 +481,44 @@ class TestSession:
             assert job() is None
         finally:
             gc.enable()
+
+    def test_what_it_tracks_and_calls_after_commits_does_not_keep_a_session(self) -> None:
+        """A scheduler refers to its optimizer, an average of weights to the model, and both to the
+        job."""
+        gc.collect()
+        gc.disable()
+        try:
+            session = FakeDaemon().session()
+            model = memd_client.offload(Mlp(), session)
+            optimizer = memd_client.AdamW(model.parameters())
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            averaged = AveragedModel(model)
+            session.track(scheduler=scheduler, averaged=averaged)
+            session.after_commit(partial(average, averaged, model))
+            loss_of(model).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            session.commit(wait=True)
+            job = ref(session.transaction.job)
+            del model, optimizer, scheduler, averaged, session
+            assert job() is None
+        finally:
+            gc.enable()
+
+    def test_the_session_keeps_what_nobody_else_does(self) -> None:
+        daemon = FakeDaemon()
+        session = daemon.session()
+        calls: list[int] = []
+        session.track(kept=Kept("tracked by nobody else"))
+        session.after_commit(calls.append)
+        gc.collect()
+        session.commit(wait=True)
+        assert calls == [1]
+        again, kept = daemon.session(), Kept()
+        again.track(kept=kept)
+        assert again.resume() == 1
+        assert kept.state == "tracked by nobody else"
 
     @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
     def test_a_forked_child_may_not_use_the_session(self) -> None:
