@@ -103,8 +103,8 @@ class OpenStep:
     is_broken: bool = False
     # `step()` was called for it, even if it updates nothing.
     is_counted: bool = False
-    # The step before, if its outcome was learned late.
-    late: OpenStep | None = None
+    # Steps before it whose outcome was learned late, since the backward began.
+    late: list[OpenStep] = field(default_factory=list)
     # Raises if there is a gradient that no optimizer takes.
     refuse_orphans: Callable[[], None] | None = None
 
@@ -149,12 +149,16 @@ class OpenSteps:
         """The open step of a backward that runs."""
         return next((step for step in self._in_backward if step.backward is backward), None)
 
-    def open_in(self, backward: Backward, late: OpenStep | None) -> OpenStep:
+    def open_in(self, backward: Backward) -> OpenStep:
         """Opens the step of a backward that runs. The caller has the turn, and tells how backward
         ends by `send`, `merge`, `drop` or `note_broken`."""
-        step = OpenStep(backward=backward, late=late)
+        step = OpenStep(backward=backward)
         self._in_backward.append(step)
         return step
+
+    def note_late(self, step: OpenStep, late: OpenStep) -> None:
+        """While `step` is open in a backward, it was learned that `late` is committed."""
+        step.late.append(late)
 
     def merge(self, step: OpenStep) -> None:
         """Its backward is complete, and `commit()` closes it with what else was sealed."""

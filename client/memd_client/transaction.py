@@ -259,8 +259,8 @@ class Transaction:
             self._begin(prepare)
             step = self._open_in(backward, late)
             step.refuse_orphans = refuse_orphans
-            if step.late is not None:
-                self._refuse_stale(step.late, targets)
+            for each in step.late:
+                self._refuse_stale(each, targets)
             for target in targets:
                 target.take_writes()
             with ExitStack() as held:
@@ -276,8 +276,10 @@ class Transaction:
         opened = self._job.steps.open
         step = opened.step_of(backward)
         if step is None:
-            step = opened.open_in(backward, late)
+            step = opened.open_in(backward)
             backward.tell_end(_at_end(ref(self), step))
+        if late is not None:
+            opened.note_late(step, late)
         return step
 
     def _end_backward(self, step: OpenStep, *, is_complete: bool) -> None:

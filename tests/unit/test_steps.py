@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import memd_client
 from memd_client.errors import from_code
 from memd_client.reattach import RepeatedStep
 from memd_proto.v1 import session_pb2
-from tests.unit.backward_cases import RAISED, Recipe
+from tests.unit.backward_cases import RAISED, Recipe, hook
 from tests.unit.client_cases import Mlp, assert_same_state, batch, build, loss_of
 from tests.unit.fake_session import FakeDaemon
 from tests.unit.track_cases import Kept
@@ -470,6 +471,43 @@ class TestInBackward:
         with pytest.raises(memd_client.InvalidArgument, match="computed with the values from"):
             loss.backward()
         ours.zero_grad()
+        assert session.committed_step == 1
+
+    def test_a_late_answer_that_a_later_call_of_step_learns_counts_for_its_gradients(
+        self, daemon: FakeDaemon, session: Session
+    ) -> None:
+        """Another thread makes a step, whose answer is lost, while backward has one open."""
+        model = build(Mlp)
+        assert isinstance(model, Mlp)
+        first, second = (
+            memd_client.AdamW(
+                [(f"{name}.{key}", p) for key, p in layer.named_parameters()], session=session
+            )
+            for name, layer in (("first", model.first), ("second", model.second))
+        )
+        loss_of(model).backward()
+        second.zero_grad()
+        errors: list[str] = []
+
+        def step_and_lose_the_answer() -> None:
+            daemon.lost_answers.append(lost())
+            with pytest.raises(memd_client.DaemonUnavailable) as lost_one:
+                first.step()
+            errors.append(str(lost_one.value))
+
+        def step_second(_: torch.Tensor) -> None:
+            second.step()
+            thread = threading.Thread(target=step_and_lose_the_answer)
+            thread.start()
+            thread.join()
+
+        hook([model.second.weight], step_second)
+        hook([model.first.weight], lambda _: first.step())
+        with pytest.raises(memd_client.InvalidArgument, match="computed with the values from"):
+            loss_of(model, 1).backward()
+        assert "it is not known" in errors[0]
+        first.zero_grad()
+        second.zero_grad()
         assert session.committed_step == 1
 
     def test_slots_are_reserved_ahead_though_each_gradient_is_stepped_at_once(
