@@ -25,12 +25,15 @@ from memd_client.checkpoint_folder import METADATA_NAME, CheckpointFolder
 from memd_client.checkpoint_metadata import METADATA_BYTES_MAX, damaged, parse_metadata
 from memd_client.errors import InvalidArgument, MemdError
 from memd_client.interrupts import defer_interrupts, safe_point
+from memd_client.loaded_moments import LoadedMoments, update_count_of
 from memd_client.loaded_places import replace_all
 from memd_client.model_tensors import ModelTensor
 from memd_client.moments import MomentTensor
+from memd_client.shard import MAXIMUM
+from memd_client.transaction import transaction_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -45,9 +48,10 @@ _READ_BYTES = 8 << 20
 
 class Reader(CheckpointFolder, StorageReader):
     """The `storage_reader` of `dcp.load`, for what plain torch or `Writer` has saved. Parameters of
-    an offloaded model, as `state_dict(keep_vars=True)` has them, get their values in memd, together
-    with all other tensors of the state, all or none. Moments of memd's optimizers stay in the files
-    until `optimizer.load_state_dict()` gets the state, which takes one parameter's after the other.
+    an offloaded model, as `state_dict(keep_vars=True)` has them, and moments that `state_dict()` of
+    memd's optimizers lists get their values in memd, together with all other tensors of the state,
+    all or none. `optimizer.load_state_dict()` of the state then takes the settings of groups, and
+    moves no moments.
 
     A checkpoint may come from anyone: nothing that it names is called, and values that are no
     tensors are plain data.
@@ -101,17 +105,19 @@ class Reader(CheckpointFolder, StorageReader):
             )
         files = _Files(self._path, self._metadata)
         tensors, others = _grouped(plan.items, planner, files)
-        moments = [each for each in tensors if isinstance(each.target, MomentTensor)]
         values = [each for each in tensors if not isinstance(each.target, MomentTensor)]
-        wholes = _by_parameter(moments)
-        for each in moments:
-            each.read()  # to know that it can be read
+        wholes = _by_parameter(each for each in tensors if isinstance(each.target, MomentTensor))
+        # If the session is over, they stay in the files.
+        passing = {whole: found for whole, found in wholes.items() if not whole.session_moments}
+        for loading in (each for found in passing.values() for each in found.values()):
+            loading.read()  # to know that it can be read
         plain = [(item, files.plain_data(item)) for item in others]
-        transaction = _transaction_of(each.target for each in tensors)
+        moments = _loaded_moments(wholes, values)
+        transaction = _transaction_of([each.target for each in tensors])
         if transaction is not None:
             transaction.job.settle_for("dcp.load()")
-        _replace(values, transaction)
-        for whole, found in wholes.items():
+        _replace(values, moments, transaction)
+        for whole, found in passing.items():
             whole.replace(_FileMoments(found))
         for item, data in plain:
             planner.load_bytes(item, data)
@@ -316,15 +322,20 @@ class _Loading:
 
 
 class _FileMoments:
-    """Moments of one parameter that are in files until an optimizer takes them."""
+    """Moments of one parameter that are in files. Of a session that is over, they stay there until
+    an optimizer takes them."""
 
     def __init__(self, loadings: dict[str, _Loading]) -> None:
         self._loadings = loadings
 
+    def values(self) -> dict[str, torch.Tensor]:
+        """By their names."""
+        return {name: loading.read() for name, loading in self._loadings.items()}
+
     def look(self, whole: MomentSet) -> dict[str, torch.Tensor]:
         """As of `MomentSource`."""
         del whole
-        return {name: loading.read() for name, loading in self._loadings.items()}
+        return self.values()
 
     read = look
 
@@ -355,17 +366,36 @@ def _grouped(
     return list(tensors.values()), others
 
 
-def _transaction_of(targets: Iterable[torch.Tensor]) -> Transaction | None:
-    """That of the session which has parameters among them."""
+def _transaction_of(targets: Sequence[torch.Tensor]) -> Transaction | None:
+    """That of the session which has parameters, or moments of them, among them.
+
+    Raises:
+        InvalidArgument: there are several.
+    """
+    found: dict[Transaction, None] = {}
     for target in targets:
-        entry = ModelTensor(target).entry
-        if entry is not None:
-            return entry.transaction
-    return None
+        transaction = None
+        if isinstance(target, MomentTensor):
+            moments = target.whole.session_moments
+            transaction = transaction_of(moments) if moments is not None else None
+        elif (entry := ModelTensor(target).entry) is not None:
+            transaction = entry.transaction
+        if transaction is not None:
+            found[transaction] = None
+    if len(found) > 1:
+        names = " and ".join(repr(each.job.name) for each in found)
+        raise InvalidArgument(
+            f"the state has tensors of several sessions, of jobs {names}; load into one at a time"
+        )
+    return next(iter(found), None)
 
 
 @torch.no_grad()
-def _replace(loadings: Sequence[_Loading], transaction: Transaction | None) -> None:
+def _replace(
+    loadings: Sequence[_Loading],
+    moments: Sequence[LoadedMoments],
+    transaction: Transaction | None,
+) -> None:
     if transaction is None:
         for loading, value in [(each, each.read()) for each in loadings]:
             loading.target.copy_(value)
@@ -381,7 +411,41 @@ def _replace(loadings: Sequence[_Loading], transaction: Transaction | None) -> N
         into[target.size_bytes :].zero_()
         loading.fill(into[: target.size_bytes].view(target.dtype).view(target.shape))
 
-    replace_all([target for target, _ in pairs], fill, transaction=transaction, what="dcp.load()")
+    replace_all(
+        [target for target, _ in pairs],
+        fill,
+        moments=moments,
+        transaction=transaction,
+        what="dcp.load()",
+    )
+
+
+def _loaded_moments(
+    wholes: Mapping[MomentSet, dict[str, _Loading]], values: Iterable[_Loading]
+) -> list[LoadedMoments]:
+    """Those of sessions that are not over."""
+    others = {each.name: each for each in values}
+    loaded = []
+    for whole, found in wholes.items():
+        if whole.session_moments is None:
+            continue
+        first = next(iter(found.values()))
+        step = others.get(f"{first.name.rpartition('.')[0]}.step")
+        if step is None:
+            raise InvalidArgument(
+                f"the state has moments of parameter {whole.shard.name!r}, and no tensor 'step' "
+                "beside them; give dcp.load what optimizer.state_dict() has returned"
+            )
+        loaded.append(
+            LoadedMoments(
+                shard=whole.shard,
+                update_count=update_count_of(step.read(), name=whole.shard.name),
+                has_maximum=MAXIMUM in found,
+                read=_FileMoments(found).values,
+                whole=whole,
+            )
+        )
+    return loaded
 
 
 def _by_parameter(loadings: Iterable[_Loading]) -> dict[MomentSet, dict[str, _Loading]]:

@@ -20,7 +20,7 @@ from memd_native import STALL_GRADIENT
 from memd_proto.v1 import job_pb2, session_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -90,17 +90,18 @@ class Job:
             durable_step=attached.durable_step,
             leases=leases,
         )
-        store = JobStore(
+        self._store = JobStore(
             job=name,
             session_id=attached.session_id,
             control=control,
             shards=self._shards,
+            streams=self._streams,
             leases=leases,
         )
         self._held_names = HeldNames(
             name,
-            StagedValues(store, self._steps).list_settled,
-            first_values=FirstValues(store),
+            StagedValues(self._store, self._steps).list_settled,
+            first_values=FirstValues(self._store),
         )
         if leases is not None:
             leases.follow_steps(self._steps)
@@ -147,6 +148,11 @@ class Job:
     @property
     def shards(self) -> ShardRegistry:
         return self._shards
+
+    @property
+    def store(self) -> JobStore:
+        """For values that no step makes."""
+        return self._store
 
     @property
     def held_names(self) -> HeldNames:
@@ -311,16 +317,6 @@ class Job:
         """The number of updates, and the moments: fp32 copies in the shard's shape."""
         self.settle_for("state of the optimizer")
         return self._streams.moments(shard)
-
-    def replace_moments(
-        self, shard: Shard, generation: int, moments: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Sets the number of updates and all moments (fp32 or convertible, in the shard's shape):
-        a parameter keeps a maximum from now on if there is one among them. They are durable when it
-        returns.
-        """
-        self.settle_for("new state of the optimizer")
-        self._streams.put_moments(shard, generation, moments)
 
     # The session
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from memd_client.calls import ControlPlane
     from memd_client.leases import Leases
     from memd_client.registry import ShardRegistry
+    from memd_client.tensor_streams import TensorStreams
 
 _NAMES_IN_CALL = 2048
 
@@ -26,6 +27,7 @@ class JobStore:
     session_id: int
     control: ControlPlane
     shards: ShardRegistry
+    streams: TensorStreams
     leases: Leases | None  # None without shared memory
 
     def other_session_count(self) -> int:

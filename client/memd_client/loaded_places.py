@@ -1,4 +1,4 @@
-"""The places of the values of one load: what is staged in memd goes there, all or none."""
+"""The places of what one load brings: values and moments go there from memd, all or none."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import torch
 
 from memd_client.buffers import ModuleBuffers
 from memd_client.errors import InvalidArgument, MemdError, retold
-from memd_client.job_store import JobStore
+from memd_client.loaded_moments import MomentPieces, maxima_bytes
 from memd_client.overlaps import overlaps_itself
-from memd_client.staged_values import StagedValues
+from memd_client.shard import Shard
+from memd_client.staged_values import StagedValue, StagedValues, staged_name
+from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from memd_client.job import Job
+    from memd_client.loaded_moments import LoadedMoments
     from memd_client.model_tensors import ModelTensor
-    from memd_client.shard import Shard
-    from memd_client.staged_values import StagedValue, Taking
+    from memd_client.staged_values import Taking
     from memd_client.transaction import Transaction
 
 
@@ -27,10 +29,12 @@ def replace_all(
     targets: Sequence[ModelTensor],
     fill: Callable[[int, torch.Tensor], None],
     *,
+    moments: Sequence[LoadedMoments] = (),
     transaction: Transaction,
     what: str,
 ) -> None:
-    """Replaces the values of `targets`, all or none, and makes them durable.
+    """Replaces the values of `targets` and `moments` of parameters, all or none, and makes them
+    durable. State_dicts that somebody holds keep the moments that they have.
 
     Args:
         fill: writes those of number `index` into a tensor of `stored_bytes` bytes. If it raises,
@@ -40,36 +44,70 @@ def replace_all(
     Raises:
         InvalidArgument: a parameter is in use, or of another job; a tensor of this process cannot
             be written; the job has other sessions. Nothing has changed.
-        CapacityError: the job's disk quota does not hold the new values beside the old ones.
-            Nothing has changed.
-        MemdError: nothing has changed; or the message says that the new values may count and are
-            not all in place.
+        CapacityError: the job's disk quota does not hold the new state beside the old one. Nothing
+            has changed.
+        MemdError: nothing has changed; or the message says that the new state may count and is not
+            all in place.
     """
     _refuse_unwritable(targets)
     places = _Places(transaction, targets, what=what)
-    job = transaction.job
     stored = [index for index, target in enumerate(targets) if target.size_bytes]
-    store = JobStore(
-        job=job.name,
-        session_id=job.session_id,
-        control=job.control,
-        shards=job.shards,
-        leases=job.leases,
-    )
-    staged = StagedValues(store, job.steps)
+    values = [
+        StagedValue(
+            staged_name(number), targets[index].stored_bytes, places.shard_id(targets[index])
+        )
+        for number, index in enumerate(stored)
+    ]
+    pieces = MomentPieces(moments, first_index=len(values))
+    staged = StagedValues(transaction.job.store, transaction.job.steps)
+
+    def fill_staged(number: int, data: torch.Tensor) -> None:
+        if number < len(stored):
+            fill(stored[number], data)
+        else:
+            pieces.fill(number - len(stored), data)
 
     def take(value: StagedValue, shard: Shard | None, data: torch.Tensor) -> None:
         places.take(value, shard, data, staged)
 
     with staged.turn(take):
         staged.refuse_company()
-        values = staged.stage(
-            [(places.shard_id(targets[index]), targets[index].stored_bytes) for index in stored],
-            lambda number, data: fill(stored[number], data),
-        )
+        whole = [*values, *pieces.staged]
+        staged.stage(whole, fill_staged, maxima_bytes=_maxima_bytes(moments, transaction))
         places.expect(values, [targets[index] for index in stored])
+        transaction.moments.read_of(
+            [each.shard for each in moments],
+            besides={each.whole for each in moments if each.whole is not None},
+        )
         staged.refuse_company()  # who came meanwhile; who comes later waits for the turn
-        _put_in_place(values, take, staged, transaction)
+        _put_in_place(whole, take, staged, transaction)
+        _tell(moments, transaction)
+
+
+def _maxima_bytes(moments: Sequence[LoadedMoments], transaction: Transaction) -> int:
+    """Disk space that the job needs for maxima which it has not."""
+    if not any(each.has_maximum for each in moments):
+        return 0
+    listed = [
+        each
+        for each in transaction.job.shards.list_all()
+        if each.spec.kind == types_pb2.SHARD_KIND_PARAMETER
+    ]
+    keeping = {each.shard_id for each in listed if each.spec.keeps_maximum}
+    return maxima_bytes(
+        [each.shard for each in moments if each.has_maximum and each.shard.shard_id not in keeping],
+        [Shard.of(each) for each in listed],
+    )
+
+
+def _tell(moments: Sequence[LoadedMoments], transaction: Transaction) -> None:
+    """The optimizers and the state_dict that the moments came by know them."""
+    if moments:
+        for optimizer in transaction.optimizers:
+            optimizer.note_states(moments)
+    for each in moments:
+        if each.whole is not None:
+            each.whole.follow(each.update_count)
 
 
 def _put_in_place(

@@ -19,7 +19,7 @@ from memd_client.metadata import asks_for_metadata
 from memd_client.shard import MAXIMUM, MOMENTS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from memd_client.job import Job
     from memd_client.shard import Shard
@@ -81,7 +81,14 @@ class MomentTensor(torch.Tensor):
 
 
 class StateInMemd(dict[str, Any]):
-    """`optimizer.state[parameter]`: empty, and asked for a moment it says where that is."""
+    """`optimizer.state[parameter]`: empty, and asked for a moment it says where that is.
+
+    Iterated, it names what Adam may have of a parameter: torch's distributed checkpoint asks so
+    which names it shall look for in a state that was flattened.
+    """
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(("step", *MOMENTS, *super().__iter__())))
 
     def __missing__(self, name: str) -> NoReturn:
         raise UnknownName(
@@ -200,6 +207,21 @@ class MomentSet:
         with self._lock:
             self._moments, self._values = source, None
 
+    def follow(self, update_count: int) -> None:
+        """They are those that the job has from now on, after `update_count` updates. The session
+        is not over."""
+        moments = self._session()
+        assert moments is not None
+        with self._lock:
+            self._moments, self._values, self._update_count = moments, None, update_count
+            moments.note_unread(self)
+
+    @property
+    def session_moments(self) -> Moments | None:
+        """The session has them, unless it is over: then None."""
+        moments = self._session()
+        return moments if moments is not None and not moments.is_over else None
+
     def is_unread_in(self, moments: Moments) -> bool:
         with self._lock:
             return self._moments is moments
@@ -218,11 +240,15 @@ class Moments:
         """The state of one parameter after `update_count` updates, in torch's format. No bytes are
         read."""
         whole = MomentSet(shard, update_count, names, self)
-        self._unread.add(whole)
+        self.note_unread(whole)
         return {
             "step": torch.tensor(float(update_count), dtype=torch.float32),
             **{name: MomentTensor.of(whole, name) for name in names},
         }
+
+    def note_unread(self, whole: MomentSet) -> None:
+        """Its bytes are in memd alone."""
+        self._unread.add(whole)
 
     def are_in_memd(self, state: dict[str, Any], shard: Shard, update_count: int) -> bool:
         """Whether `state` is what memd has of this parameter: to load it would change nothing."""
@@ -281,7 +307,21 @@ class Moments:
     def read_all(self) -> None:
         """Before moments change, or the session ends: state_dicts that somebody still holds keep
         the moments of their time."""
-        for whole in list(self._unread):
+        self._read(list(self._unread))
+
+    def read_of(self, shards: Collection[Shard], *, besides: Collection[MomentSet]) -> None:
+        """As `read_all`, where those of `shards` alone change, and `besides` change with them."""
+        shard_ids = {shard.shard_id for shard in shards}
+        self._read(
+            [
+                whole
+                for whole in list(self._unread)
+                if whole.shard.shard_id in shard_ids and whole not in besides
+            ]
+        )
+
+    def _read(self, wholes: Sequence[MomentSet]) -> None:
+        for whole in wholes:
             if whole.is_unread_in(self):
                 whole.values()
 

@@ -11,32 +11,28 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakMethod
 
 import torch
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from memd_client.adam_settings import (
-    adam_settings,
-    plain_betas,
-    refuse_group,
-    refuse_older_daemon,
-)
+from memd_client.adam_settings import adam_settings, plain_betas, refuse_group
 from memd_client.backward import is_in_backward
+from memd_client.clipping import clip_gradients
 from memd_client.dynamo import untraced, without_compiler
 from memd_client.early import EarlyUpdates
 from memd_client.errors import InvalidArgument, NotYet
 from memd_client.interrupts import call_user, defer_interrupts
+from memd_client.loaded_states import refuse_state, replace_states, state_of
 from memd_client.module_hooks import end_interrupted_calls
 from memd_client.module_names import without_wrappers
 from memd_client.moments import StatesInMemd
 from memd_client.parameter import StreamedParameter, streamed
-from memd_client.shard import MAXIMUM, MOMENTS, TIERS
+from memd_client.shard import TIERS
 from memd_client.targets import StreamedTarget, Target, decide_maximum, needs_name, own, owner_of
 from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from types import FrameType
 
     from memd_client.job import Job
+    from memd_client.loaded_moments import LoadedMoments
     from memd_client.session import Session
     from memd_client.shard import Shard
     from memd_client.transaction import Transaction
@@ -313,31 +309,12 @@ class Adam(torch.optim.Optimizer):
         self._refuse_in_backward("clip_grad_norm_()")
         # As a decorator it would be torch that an interrupt ends, between two changes of the mode.
         with torch.no_grad():
-            return self._clip(max_norm, norm_type, error_if_nonfinite)
-
-    def _clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
-        targets = [target for target in self._in_order() if target.has_gradient]
-        if not targets:
-            return torch.tensor(0.0)
-        norms = [
-            torch.linalg.vector_norm(target.gradient_for_reading(), float(norm_type))
-            for target in targets
-        ]
-        total_norm: torch.Tensor = torch.linalg.vector_norm(
-            torch.stack(_in_torch_order(norms)), float(norm_type)
-        )
-        if error_if_nonfinite and not torch.isfinite(total_norm):
-            raise RuntimeError(
-                f"the norm of order {norm_type} of the gradients is not finite, so they can't be "
-                f"clipped: {total_norm.item()}"
+            return clip_gradients(
+                [target for target in self._in_order() if target.has_gradient],
+                max_norm,
+                norm_type,
+                error_if_nonfinite=error_if_nonfinite,
             )
-        factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
-        if factor != 1.0:  # true for NaN too
-            for target in targets:
-                target.refuse_gradient_change()
-            for target in targets:
-                target.multiply_gradient(factor)
-        return total_norm
 
     @untraced
     def state_dict(self) -> dict[str, Any]:
@@ -359,14 +336,24 @@ class Adam(torch.optim.Optimizer):
 
     @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict()` of this class, `torch.optim.Adam` or `AdamW` returned. Durable
-        when it returns. Moments that come from `state_dict()` of this optimizer and were neither
-        used nor outdated are not moved.
+        """Loads what `state_dict()` of this class, `torch.optim.Adam` or `AdamW` returned, also one
+        that torch's distributed checkpoint has flattened. Durable when it returns. Moments that
+        come from `state_dict()` of this optimizer and were neither used nor outdated are not moved.
+
+        It is one transaction: after an error, or if anybody is killed, every parameter has the old
+        moments or, from the moment at which all are in memd, the new ones. No step is counted. At
+        most the moments of one parameter are copied into this process; those of a file that
+        `torch.load(mmap=True)` has opened are read where they are used.
 
         Raises:
             InvalidArgument: the states have other shapes, or are another optimizer's, or of amsgrad
-                where the daemon is too old for it. Nothing has changed.
-            CapacityError: the job's quota does not hold the maxima of amsgrad.
+                where the daemon is too old for it; or the job has other sessions. Nothing has
+                changed.
+            CapacityError: the job's disk quota does not hold the new moments beside the old ones,
+                as it has to until all are there, or the maxima of amsgrad. Nothing has changed.
+            MemdError: nothing has changed; or the message says that the new moments may count and
+                are not all in place. Then the next session of the job puts them there, and no step
+                or commit is made before.
         """
         before = self._optimizer_load_state_dict_pre_hooks
         after = self._optimizer_load_state_dict_post_hooks
@@ -378,15 +365,14 @@ class Adam(torch.optim.Optimizer):
         self._optimizer_load_state_dict_pre_hooks = OrderedDict()
         self._optimizer_load_state_dict_post_hooks = OrderedDict()
         try:
-            self._load(state_dict, is_flat=_has_unflattened(sys._getframe(1)))
+            self._load(state_dict)
         finally:
             self._optimizer_load_state_dict_pre_hooks = before
             self._optimizer_load_state_dict_post_hooks = after
         for follow in after.values():
             call_user(follow, self)
 
-    def _load(self, state_dict: dict[str, Any], *, is_flat: bool) -> None:
-        """`is_flat`: torch's distributed checkpoint has made it of a flattened one."""
+    def _load(self, state_dict: dict[str, Any]) -> None:
         job = self._only_transaction().job
         job.settle_for("new state of the optimizer")
         for group in state_dict["param_groups"]:
@@ -400,37 +386,49 @@ class Adam(torch.optim.Optimizer):
                 f"the state is of an optimizer with {len(saved_order)} parameters; this one has "
                 f"{len(targets)}"
             )
-        # torch's optimizers list a parameter without moments as absent or empty.
-        states = [state_dict["state"].get(index) or None for index in saved_order]
-        if not any(states) and (is_flat or any(target.update_count for target in targets)):
+        states = [state_of(state_dict["state"], index) for index in saved_order]
+        if not any(states) and any(target.update_count for target in targets):
             self._refuse_emptied(state_dict["state"], saved_order)
         for target, state in zip(targets, states, strict=True):
-            _refuse_state(target, state, job)
+            refuse_state(target, state, job)
+        groups = self.param_groups
         without_compiler(
             super().load_state_dict, {"state": {}, "param_groups": state_dict["param_groups"]}
         )
-        self._load_states(states)
+        try:
+            self._load_states(states)
+        except BaseException:
+            _replace_groups(self, groups)
+            raise
 
     def _refuse_emptied(self, states: dict[Any, Any], saved_order: list[Any]) -> None:
-        """To load what it has flattened, torch's distributed checkpoint asks `state` for the names
-        of moments, and finds none."""
+        """Before all moments are forgotten."""
         parameters = (each for group in self.param_groups for each in group["params"])
         for parameter, index in zip(parameters, saved_order, strict=True):
             if parameter.requires_grad and index in states:
                 raise InvalidArgument(
                     "the state lists parameters, and no moments of them, so that all would begin "
-                    "anew; if that is meant, call reset_state(). set_optimizer_state_dict() of "
-                    "torch makes such a state with flatten_optimizer_state_dict=True: load it "
-                    "without flattening"
+                    "anew; if that is meant, call reset_state()"
                 )
+
+    def note_states(self, moments: Sequence[LoadedMoments]) -> None:
+        """A load has replaced moments of the job."""
+        loaded = {each.shard.shard_id: each for each in moments}
+        for target in self._in_order():
+            found = loaded.get(target.shard.shard_id)
+            if found is not None:
+                target.note_state(found.update_count, keeps_maximum=found.has_maximum)
+        self._look_again()
+        self._begin_shown_states()
 
     def reset_state(self) -> None:
         """Sets the moments and the number of updates of every parameter to zero, as they are in a
-        new optimizer of torch with the settings of the groups. Durable when it returns. A new
-        optimizer over a job's parameters goes on with what the job has of them.
+        new optimizer of torch with the settings of the groups. Durable when it returns, and all or
+        none as `load_state_dict()`. A new optimizer over a job's parameters goes on with what the
+        job has of them.
 
         Raises:
-            InvalidArgument: between `step()` and `session.commit()`.
+            InvalidArgument: between `step()` and `session.commit()`; or the job has other sessions.
         """
         self._only_transaction().job.settle_for("new state of the optimizer")
         self._load_states([None] * len(list(self._in_order())))
@@ -611,35 +609,23 @@ class Adam(torch.optim.Optimizer):
                 if target.update_count or id(target) in named:
                     self.state.show(parameter)
 
-    def _load_states(self, states: list[dict[str, Any] | None]) -> None:
+    def _load_states(self, states: Sequence[dict[str, Any] | None]) -> None:
         """One for each target; None: none yet."""
-        try:
-            self._replace_states(states)
-        finally:
-            _replace_state(self, StatesInMemd())
-            self._show_states()
-
-    def _replace_states(self, states: list[dict[str, Any] | None]) -> None:
         settings = (bool(g["amsgrad"]) for g in self.param_groups for _ in g["params"])
-        replaced = [
-            (target, state, amsgrad)
-            for target, state, amsgrad in zip(self._in_order(), states, settings, strict=True)
-            if not self._has_state(target, state)
-        ]
+        defer_interrupts()
         self._look_again()
-        if not replaced:
-            return
-        transaction = self._only_transaction()
-        transaction.moments.read_all()
-        for target, state, amsgrad in replaced:
-            target.replace_state(state or target.zero_state(amsgrad=amsgrad), transaction.job)
+        try:
+            replace_states(
+                list(zip(self._in_order(), states, settings, strict=True)),
+                self._only_transaction(),
+            )
+        finally:
+            self._begin_shown_states()
 
-    def _has_state(self, target: Target, state: dict[str, Any] | None) -> bool:
-        """Whether to load `state` would change nothing."""
-        if state is None:
-            return target.update_count == 0
-        moments = self._only_transaction().moments
-        return moments.are_in_memd(state, target.shard, target.update_count)
+    def _begin_shown_states(self) -> None:
+        """`self.state` lists what memd has now."""
+        _replace_state(self, StatesInMemd())
+        self._show_states()
 
 
 class AdamW(Adam):
@@ -728,41 +714,11 @@ def _refuse_orphans(job: Job) -> None:
             )
 
 
-def _refuse_state(target: Target, state: dict[str, Any] | None, job: Job) -> None:
-    if state is None:
-        return
-    if MAXIMUM in state:
-        refuse_older_daemon("amsgrad", job)
-    for name in ("step", *MOMENTS):
-        if name not in state and name != MAXIMUM:
-            raise InvalidArgument(
-                f"the state of parameter {target.shard.name!r} is not one of Adam: it has no "
-                f"{name!r}"
-            )
-    for name in MOMENTS:
-        if name in state and state[name].shape != target.shard.shape:
-            raise InvalidArgument(
-                f"{name} of parameter {target.shard.name!r} has another shape than the parameter: "
-                f"{list(state[name].shape)}, {list(target.shard.shape)}"
-            )
-
-
-def _has_unflattened(caller: FrameType) -> bool:
-    """Whether torch's distributed checkpoint loads a state that was flattened."""
-    if caller.f_code.co_name != "_load_optim_state_dict":
-        return False
-    is_torchs = caller.f_globals["__name__"] == "torch.distributed.checkpoint.state_dict"
-    return is_torchs and "state" not in caller.f_locals["state_dict"]
+def _replace_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    """The attribute is torch's."""
+    optimizer.param_groups = groups
 
 
 def _replace_state(optimizer: torch.optim.Optimizer, state: defaultdict[Any, Any]) -> None:
     """The attribute is torch's."""
     optimizer.state = state
-
-
-def _in_torch_order(norms: list[torch.Tensor]) -> list[torch.Tensor]:
-    """torch groups gradients by dtype before it stacks their norms, and a sum depends on the order
-    of its terms.
-    """
-    grouped = _group_tensors_by_device_and_dtype([norms], with_indices=True)  # type: ignore[list-item]
-    return [norms[index] for _, indices in grouped.values() for index in indices]

@@ -7,9 +7,9 @@ import re
 from memd_client.errors import InvalidArgument
 
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-# An update needs two tiles of 256 Ki elements of 12 bytes: one is computed while the other is
-# moved.
-UPDATE_BYTES = 2 * (256 << 10) * 12
+TILE_ELEMENTS = 256 << 10
+# An update needs two tiles of 12 bytes an element: one is computed while the other is moved.
+UPDATE_BYTES = 2 * TILE_ELEMENTS * 12
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 

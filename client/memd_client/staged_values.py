@@ -2,7 +2,8 @@
 
 A lease for writing changes its shard when it ends, and the daemon keeps that when the trainer dies.
 So new values are put beside the old ones first, as blobs. The commit that makes the *plan* durable,
-which is written last, is the moment from which they count. Then they are copied to their shards.
+which is written last, is the moment from which they count. Then they are copied to their shards,
+and Adam's moments to the parameters that have them.
 A session that finds values without a plan forgets them. One that finds a plan finishes it, before
 anybody uses a parameter (docs/decisions/safetensors.md).
 """
@@ -12,17 +13,19 @@ from __future__ import annotations
 import json
 import logging
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import partial
 from traceback import clear_frames
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memd_client.errors import DeadlineExceeded, InvalidArgument, MemdError, UnknownName, retold
 from memd_client.interrupts import safe_point
 from memd_client.leases import MODE_OVERWRITE, MODE_READ
-from memd_client.shard import Shard, shard_spec
-from memd_client.sizes import format_size
+from memd_client.shard import MAXIMUM, MOMENTS, Shard, shard_spec
+from memd_client.sizes import TILE_ELEMENTS, format_size
+from memd_client.tensor_streams import MomentPart
 from memd_proto.v1 import session_pb2, types_pb2
 
 if TYPE_CHECKING:
@@ -38,8 +41,10 @@ _log = logging.getLogger("memd_client")
 STAGED_PREFIX = "@load/"
 _PLAN = STAGED_PREFIX + "plan"
 _TURN = STAGED_PREFIX + "turn"
-# Never written: with them the disk quota holds what one commit replaces.
+# Never written: with them the disk quota holds what one commit replaces, and the maxima that
+# parameters will have which have none.
 _ROOM = STAGED_PREFIX + "room."
+_MAXIMA_ROOM = STAGED_PREFIX + "maxima."
 _ROOM_BYTES = 1 << 20  # of one: it must fit into the job's host memory
 # So many bytes of values one commit moves to their shards; the extents of the old ones are free
 # then.
@@ -47,13 +52,62 @@ _COMMIT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class StagedValue:
-    """A blob with the bytes that a shard will have."""
+class StagedMoments:
+    """Moments of a run of elements of a parameter, after `update_count` updates: one after the
+    other, fp32."""
 
-    name: str
+    update_count: int
+    element_first: int
+    element_count: int
+    has_maximum: bool
+
+    @property
+    def names(self) -> Sequence[str]:
+        """In the order of the bytes."""
+        return [name for name in MOMENTS if self.has_maximum or name != MAXIMUM]
+
+    @property
+    def size_bytes(self) -> int:
+        return 4 * self.element_count * len(self.names)
+
+    def split(self, data: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`size_bytes` bytes as moments by their names."""
+        parts = data.view(torch.float32).view(len(self.names), self.element_count)
+        return dict(zip(self.names, parts, strict=True))
+
+    def zeros(self) -> dict[str, torch.Tensor]:
+        """By their names."""
+        return dict.fromkeys(self.names, torch.zeros(1).expand(self.element_count))
+
+
+@dataclass(frozen=True, slots=True)
+class StagedValue:
+    """A blob with the bytes that a shard, or the moments of a parameter, will have."""
+
+    name: str  # "": there is none, and the moments will be zero
     size_bytes: int
     # The shard in the job, or None: the bytes are for this process alone.
     target_id: int | None
+    moments: StagedMoments | None = None
+
+    @staticmethod
+    def of_row(row: Sequence[Any]) -> StagedValue:
+        """As a plan has it."""
+        name, size_bytes, target_id, *moments = row
+        return StagedValue(
+            name, size_bytes, target_id, StagedMoments(*moments) if moments else None
+        )
+
+    @property
+    def row(self) -> Sequence[Any]:
+        """For a plan."""
+        moments = astuple(self.moments) if self.moments is not None else ()
+        return (self.name, self.size_bytes, self.target_id, *moments)
+
+    @property
+    def moved_bytes(self) -> int:
+        """When it moves to its place."""
+        return self.moments.size_bytes if self.moments is not None else self.size_bytes
 
 
 class StagedValues:
@@ -110,41 +164,53 @@ class StagedValues:
             )
 
     def stage(
-        self, targets: Sequence[tuple[int | None, int]], fill: Callable[[int, torch.Tensor], None]
-    ) -> list[StagedValue]:
-        """Puts a value for each of `targets`, which are a shard's id and a number of bytes. `fill`
-        writes number `index` into a tensor of so many bytes. None counts yet.
+        self,
+        wanted: Sequence[StagedValue],
+        fill: Callable[[int, torch.Tensor], None],
+        *,
+        maxima_bytes: int,
+    ) -> None:
+        """Puts the values `wanted` beside the old ones. `fill` writes number `index` of those that
+        have bytes into a tensor of so many. None counts yet.
+
+        Args:
+            maxima_bytes: so much more disk space will be needed where they go.
 
         Raises:
             CapacityError: the job's quota of disk space does not hold the values beside the old
                 ones. Nothing has changed.
         """
-        values = [
-            StagedValue(f"{STAGED_PREFIX}{index}", size_bytes, target_id)
-            for index, (target_id, size_bytes) in enumerate(targets)
-        ]
-        sizes = [value.size_bytes for value in values]
-        room_bytes = max(min(_COMMIT_BYTES, sum(sizes)), max(sizes, default=0))
+        values = [value for value in wanted if value.name]
+        value_sizes = [value.size_bytes for value in values if value.moments is None]
+        moment_bytes = sum(value.size_bytes for value in values if value.moments is not None)
+        # The job's quota holds moments twice anyway, for steps.
+        room_bytes = max(min(_COMMIT_BYTES, sum(value_sizes)), max(value_sizes, default=0))
         specs = [_blob(value.name, value.size_bytes) for value in values]
-        specs += [
-            _blob(f"{_ROOM}{index}", _ROOM_BYTES) for index in range(-(-room_bytes // _ROOM_BYTES))
-        ]
+        specs += _room(_ROOM, room_bytes) + _room(_MAXIMA_ROOM, maxima_bytes)
         try:
             declared = self._store.shards.declare(specs)
         except MemdError as error:
+            terms = {
+                "values": sum(value_sizes),
+                "moments": moment_bytes,
+                "the old values of one commit": room_bytes,
+                "maxima that the job has not": maxima_bytes,
+            }
             raise retold(
                 error,
-                f"{error}; a load keeps the new values beside the old ones until all are there, "
-                f"which takes {format_size(sum(sizes) + room_bytes)} of nvme_bytes",
+                f"{error}; a load keeps the new state beside the old one until all is there, which "
+                f"takes {format_size(sum(terms.values()))} of nvme_bytes more = "
+                + " + ".join(
+                    f"{format_size(size)} ({what})" for what, size in terms.items() if size
+                ),
             ) from error
         for index, shard in enumerate(declared[: len(values)]):
             safe_point()
             fill(index, self._lease(Shard.of(shard), MODE_OVERWRITE))
-        return values
 
     def commit(self, values: Sequence[StagedValue]) -> None:
         """From here on the values count, whoever is killed."""
-        text = json.dumps([[value.name, value.size_bytes, value.target_id] for value in values])
+        text = json.dumps([value.row for value in values])
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         (declared,) = self._store.shards.declare([_blob(_PLAN, data.numel())])
         self._lease(Shard.of(declared), MODE_OVERWRITE).copy_(data)
@@ -163,27 +229,48 @@ class StagedValues:
             return True
 
     def settle(self, take: Taking) -> None:
-        """Gives `take` the bytes of each value that counts, and its shard; then forgets all. It may
-        get one again that another process has taken before it was killed. No interrupt ends this
-        half-way."""
+        """Gives `take` the bytes of each value that counts, and its shard; moments go to their
+        parameters; then forgets all. `take` may get one again that another process has taken before
+        it was killed. No interrupt ends this half-way."""
         listed = {shard.shard_id: shard for shard in self._store.shards.list_all()}
         staged = {shard.spec.name: shard for shard in listed.values() if _is_staged(shard)}
         if _is_written(staged, _PLAN):
+            self._store.delete([name for name in staged if name.startswith(_MAXIMA_ROOM)])
             rows = json.loads(self._lease(Shard.of(staged[_PLAN])).numpy().tobytes())
-            values = [StagedValue(*row) for row in rows if row[0] in staged]
+            values = [StagedValue.of_row(row) for row in rows]
+            values = [value for value in values if value.name in staged or not value.name]
             for part in _parts(values):
-                for value in part:
+                for value in (value for value in part if value.moments is None):
                     target = value.target_id
                     # A copy: host memory need not hold the shard beside it.
                     data = self._lease(Shard.of(staged[value.name])).clone()
                     take(value, Shard.of(listed[target]) if target is not None else None, data)
                     del data
+                moments = [value for value in part if value.moments is not None]
+                if moments:
+                    self._store.streams.put_moments(partial(self._moments_of, moments, staged))
                 # One commit has the values in their shards, and not here.
-                self._store.delete([value.name for value in part])
+                self._store.delete([value.name for value in part if value.name])
                 self._sync()
             _log.info("job %r: %d loaded values are in place", self._job, len(values))
         if staged:
             self._forget()
+
+    def _moments_of(
+        self, values: Sequence[StagedValue], staged: dict[str, types_pb2.Shard]
+    ) -> Iterator[MomentPart]:
+        for value in values:
+            assert value.moments is not None
+            assert value.target_id is not None
+            if value.name:
+                found = value.moments.split(self._lease(Shard.of(staged[value.name])))
+            else:
+                found = value.moments.zeros()
+            yield MomentPart(
+                value.target_id, value.moments.update_count, value.moments.element_first, found
+            )
+            # The lease ends before the next one begins.
+            del found
 
     def overwrite(self, shard: Shard, data: torch.Tensor) -> None:
         """Replaces the bytes of a parameter or buffer of the job."""
@@ -234,6 +321,24 @@ class StagedValues:
         self._steps.note_sync(response.committed_step)
 
 
+def split_moments(shard: Shard, update_count: int, *, has_maximum: bool) -> Iterator[StagedMoments]:
+    """All moments of a parameter, in runs of which host memory holds the bytes."""
+    for first in range(0, shard.element_count, TILE_ELEMENTS):
+        count = min(TILE_ELEMENTS, shard.element_count - first)
+        yield StagedMoments(update_count, first, count, has_maximum)
+
+
+def staged_name(index: int) -> str:
+    """The blob with this number."""
+    return f"{STAGED_PREFIX}{index}"
+
+
+def _room(prefix: str, size_bytes: int) -> list[types_pb2.ShardSpec]:
+    return [
+        _blob(f"{prefix}{index}", _ROOM_BYTES) for index in range(-(-size_bytes // _ROOM_BYTES))
+    ]
+
+
 def _blob(name: str, size_bytes: int) -> types_pb2.ShardSpec:
     return shard_spec(name, kind=types_pb2.SHARD_KIND_BLOB, dtype=torch.uint8, shape=[size_bytes])
 
@@ -253,10 +358,10 @@ def _parts(values: Sequence[StagedValue]) -> Iterator[list[StagedValue]]:
     part: list[StagedValue] = []
     part_bytes = 0
     for value in values:
-        if part and part_bytes + value.size_bytes > _COMMIT_BYTES:
+        if part and part_bytes + value.moved_bytes > _COMMIT_BYTES:
             yield part
             part, part_bytes = [], 0
         part.append(value)
-        part_bytes += value.size_bytes
+        part_bytes += value.moved_bytes
     if part:
         yield part

@@ -6,7 +6,7 @@ import itertools
 import weakref
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -15,7 +15,6 @@ from memd_client.errors import InvalidArgument, MemdError, NotYet
 from memd_client.gradients import GradientSlot
 from memd_client.hidden import hide, show
 from memd_client.identity import ByIdentity
-from memd_client.moments import ordinary_moments
 from memd_client.overlaps import refuse_overlaps
 from memd_client.parameter import StreamedParameter, streamed, take_gradient
 from memd_client.shard import MAXIMUM, MOMENTS, Shard, shard_spec
@@ -24,7 +23,7 @@ from memd_client.views import is_same_bits
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from contextlib import ExitStack
 
     from memd_client.early import EarlyUpdates
@@ -80,19 +79,10 @@ class StatefulTarget(ABC):
         names = _moments(has_maximum=self.has_maximum(amsgrad=amsgrad))
         return moments.refer(self.shard, self.update_count, names)
 
-    def replace_state(self, state: Mapping[str, Any], job: Job) -> None:
-        """Takes `step` and the moments of torch's format. They are durable when it returns."""
-        moments = ordinary_moments(state)
-        update_count = int(state["step"])
-        if self.is_stored:
-            job.replace_moments(self.shard, update_count, moments)
-        self._keeps_maximum = MAXIMUM in moments
+    def note_state(self, update_count: int, *, keeps_maximum: bool) -> None:
+        """A load has replaced its moments."""
+        self._keeps_maximum = keeps_maximum
         self.replace_update_count(update_count)
-
-    def zero_state(self, *, amsgrad: bool) -> dict[str, Any]:
-        """In torch's format, as it is before the first update."""
-        zeros = torch.zeros(self.shard.shape)
-        return {"step": 0, **dict.fromkeys(_moments(has_maximum=amsgrad), zeros)}
 
     def has_maximum(self, *, amsgrad: bool) -> bool:
         """Whether torch's state of it has a maximum, in a group with this setting."""
@@ -476,8 +466,9 @@ class EmptyTarget(StatefulTarget):
 
     def state(self, moments: Moments, *, amsgrad: bool) -> dict[str, torch.Tensor]:
         del moments
-        zeros = self.zero_state(amsgrad=self.has_maximum(amsgrad=amsgrad))
-        return {**zeros, "step": torch.tensor(float(self._update_count))}
+        names = _moments(has_maximum=self.has_maximum(amsgrad=amsgrad))
+        zeros = dict.fromkeys(names, torch.zeros(self._shard.shape))
+        return {"step": torch.tensor(float(self._update_count)), **zeros}
 
     def go_on_with(self, others: Sequence[Target]) -> None:
         """After a restart its state is as that of the parameters that the daemon knows."""

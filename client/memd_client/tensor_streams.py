@@ -4,6 +4,7 @@ only the daemon has in memory.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,7 @@ from memd_client.shard import MOMENTS, Shard
 from memd_proto.v1 import tensor_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from memd_client.calls import TensorCalls
     from memd_client.retry import Retrying
@@ -22,6 +23,16 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = 1 << 20  # TensorService's largest message
 # Half a tile. Three fp32 moments take 1.5 MiB, and a gRPC message at most 4.
 _MOMENT_CHUNK_ELEMENTS = 1 << 17
+
+
+@dataclass(frozen=True, slots=True)
+class MomentPart:
+    """Moments of a run of elements of one parameter, after `generation` updates."""
+
+    shard_id: int
+    generation: int
+    element_first: int  # a multiple of a tile's elements
+    moments: Mapping[str, torch.Tensor]  # by their names, one-dimensional
 
 
 class TensorStreams:
@@ -50,13 +61,30 @@ class TensorStreams:
         shape."""
         return self._retrying.calling(lambda: self._moments(shard))
 
-    def put_moments(
-        self, shard: Shard, generation: int, moments: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Replaces the values that `moments` returns."""
-        self._retrying.calling(
-            lambda: self._calls.put_moments(self._moment_requests(shard, generation, moments))
-        )
+    def put_moments(self, parts: Callable[[], Iterable[MomentPart]]) -> None:
+        """Replaces moments and numbers of updates. They are durable when it returns, and not whole
+        or nothing: if it raises, those of some parts may be there. `parts` is called again if the
+        stream begins again, and what it raises is raised here.
+        """
+        self._retrying.calling(lambda: self._put_moments(parts))
+
+    def _put_moments(self, parts: Callable[[], Iterable[MomentPart]]) -> None:
+        failures: list[BaseException] = []
+
+        def requests() -> Iterator[tensor_pb2.PutMomentsRequest]:
+            try:
+                for part in parts():
+                    yield from self._moment_requests(part)
+            except Exception as error:
+                failures.append(error)  # gRPC only says that there was one
+                raise
+
+        try:
+            self._calls.put_moments(requests())
+        except Exception:
+            if failures:
+                raise failures[0] from None
+            raise
 
     def _moments(self, shard: Shard) -> tuple[int, dict[str, torch.Tensor]]:
         found: dict[str, bytearray] = {}
@@ -97,18 +125,16 @@ class TensorStreams:
             return torch.empty(shard.shape, dtype=shard.dtype)
         return torch.frombuffer(data, dtype=shard.dtype).view(shard.shape)
 
-    def _moment_requests(
-        self, shard: Shard, generation: int, moments: Mapping[str, torch.Tensor]
-    ) -> Iterator[tensor_pb2.PutMomentsRequest]:
+    def _moment_requests(self, part: MomentPart) -> Iterator[tensor_pb2.PutMomentsRequest]:
         chunk_bytes = 4 * _MOMENT_CHUNK_ELEMENTS
-        streams = (_chunks(moment.float(), chunk_bytes) for moment in moments.values())
+        streams = (_chunks(moment.float(), chunk_bytes) for moment in part.moments.values())
         for index, chunks in enumerate(zip(*streams, strict=True)):
             yield tensor_pb2.PutMomentsRequest(
                 session_id=self._session_id,
-                shard_id=shard.shard_id,
-                generation=generation,
-                element_first=index * _MOMENT_CHUNK_ELEMENTS,
-                **dict(zip(moments, chunks, strict=True)),
+                shard_id=part.shard_id,
+                generation=part.generation,
+                element_first=part.element_first + index * _MOMENT_CHUNK_ELEMENTS,
+                **dict(zip(part.moments, chunks, strict=True)),
             )
 
 

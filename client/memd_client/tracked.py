@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from memd_client.job import Job
-    from memd_client.transaction import Staging, Transaction
+    from memd_client.transaction import Staging, Transaction, UpdatedOptimizer
 
 _PREFIX = "memd.tracked."
 _STAGED = "@staged"
@@ -110,7 +110,7 @@ class Tracked:
     def holds(self, number: int, transaction: Transaction) -> bool:
         return _last_stored(transaction.job)[0] == number
 
-    def encode(self, number: int, optimizers: Sequence[torch.optim.Optimizer]) -> bytes:
+    def encode(self, number: int, optimizers: Sequence[UpdatedOptimizer]) -> bytes:
         """The bytes that commit `number` stores.
 
         Raises:
@@ -139,7 +139,7 @@ class Tracked:
         job.leases.write(staged, padded)
         return staged, self._shards[name]
 
-    def _restore(self, data: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def _restore(self, data: Any, optimizers: Sequence[UpdatedOptimizer]) -> None:
         """Objects first, then the groups of optimizers, whose settings a scheduler may change when
         it loads, and random number generators last.
         """
@@ -160,7 +160,7 @@ class Tracked:
             set_random_state(data["rng"])
 
     def _refuse_others(
-        self, data: Any, optimizers: Sequence[torch.optim.Optimizer], *, number: int, job: str
+        self, data: Any, optimizers: Sequence[UpdatedOptimizer], *, number: int, job: str
     ) -> None:
         self._refuse_other_names(
             set(data["objects"]), rng=data["rng"] is not None, number=number, job=job
@@ -299,7 +299,7 @@ def _refuse_object(name: str, value: Any) -> None:
         raise InvalidArgument(f"memd's optimizers are part of every commit: {name!r}")
 
 
-def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _settings_of(optimizer: UpdatedOptimizer) -> list[dict[str, Any]]:
     return [
         {
             "parameters": _parameters_of(optimizer, group),
@@ -317,7 +317,7 @@ def _parameters_of(optimizer: Any, group: dict[str, Any]) -> str:
 
 
 def _refuse_other_optimizers(
-    stored: list[Any], optimizers: Sequence[torch.optim.Optimizer], *, number: int
+    stored: list[Any], optimizers: Sequence[UpdatedOptimizer], *, number: int
 ) -> None:
     then = [[group["parameters"] for group in groups] for groups in stored]
     now = [

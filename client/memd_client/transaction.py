@@ -6,8 +6,8 @@ import logging
 import time
 from contextlib import ExitStack, suppress
 from threading import RLock
-from typing import TYPE_CHECKING, Protocol
-from weakref import ref
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from memd_client.backward import Backward
     from memd_client.calls import StepCall
     from memd_client.job import Job
+    from memd_client.loaded_moments import LoadedMoments
     from memd_client.open_steps import OpenStep, SealedTarget
     from memd_client.shard import Shard
 
@@ -82,6 +83,16 @@ class OfSession:
         self._after_commit.append(function)
 
 
+class UpdatedOptimizer(Protocol):
+    """`optimizer.Adam`."""
+
+    param_groups: list[dict[str, Any]]
+
+    def note_states(self, moments: Sequence[LoadedMoments]) -> None:
+        """A load has replaced moments of the job."""
+        ...
+
+
 class Transaction:
     """Closes and resumes the steps of one session. Any thread may call.
 
@@ -96,7 +107,7 @@ class Transaction:
         self._of_session = ref(of_session)
         self._added: list[Contributor] = []
         self._watched: list[Watched] = []
-        self._optimizers: list[ref[torch.optim.Optimizer]] = []
+        self._optimizers: list[ref[UpdatedOptimizer]] = []
         # Otherwise every `optimizer.step()` closes its step.
         self._is_closed_by_commit = False
         # The last commit that functions were called for.
@@ -107,6 +118,7 @@ class Transaction:
         self._may_commit = False
         self._step_ended: float | None = None  # when the last one was closed
         self._moments = Moments(job)
+        _transactions[self._moments] = ref(self)
 
     @property
     def job(self) -> Job:
@@ -129,13 +141,13 @@ class Transaction:
         """Each step calls it first, from now on."""
         self._watched.append(watched)
 
-    def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def register_optimizer(self, optimizer: UpdatedOptimizer) -> None:
         """Its settings are part of commits, in the order of registration."""
         if all(known() is not optimizer for known in self._optimizers):
             self._optimizers.append(ref(optimizer))
 
     @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
+    def optimizers(self) -> list[UpdatedOptimizer]:
         """Those that still exist."""
         living = [known() for known in self._optimizers]
         return [optimizer for optimizer in living if optimizer is not None]
@@ -558,6 +570,15 @@ class Transaction:
                 "fresh=True"
             )
         self._may_commit = True
+
+
+# The transaction of the moments that a state_dict refers to.
+_transactions: WeakKeyDictionary[Moments, ref[Transaction]] = WeakKeyDictionary()
+
+
+def transaction_of(moments: Moments) -> Transaction | None:
+    """The one that has them; None if nobody uses the session any more."""
+    return _transactions[moments]()
 
 
 def _at_end(transaction: ref[Transaction], step: OpenStep) -> Callable[[bool], None]:

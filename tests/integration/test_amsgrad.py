@@ -162,11 +162,31 @@ def test_a_quota_without_room_for_maxima_says_so_and_trains_without(daemon: Daem
         train(model, optimizer, range(2))
         train(reference, twin, range(2))
         expect_same(model, optimizer, reference, twin)
+        session.drop_job()
+
+
+def test_a_quota_without_room_for_maxima_that_are_loaded_changes_nothing(daemon: Daemon) -> None:
+    reference = build()
+    twin = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+    element_count = sum(p.numel() for p in reference.parameters())
+    # Twice 12 bytes an element and 12 that are loaded; maxima would take 8 more.
+    with memd_client.connect(
+        daemon.address, job="narrow", host_bytes="32MiB", nvme_bytes=40 * element_count
+    ) as session:
+        model = memd_client.offload(build(), session)
+        optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+        train(model, optimizer, range(2))
+        train(reference, twin, range(2))
         source = build()
         maxima = torch.optim.AdamW(source.parameters(), lr=1e-2, amsgrad=True, fused=True)
         train(source, maxima, range(1))
-        with pytest.raises(memd_client.CapacityError, match="narrow"):
+        with pytest.raises(
+            memd_client.CapacityError,
+            match=r"narrow.* = .*moments\) \+ .*maxima that the job has not",
+        ):
             optimizer.load_state_dict(maxima.state_dict())
+        assert optimizer.param_groups[0]["amsgrad"] is False
+        expect_same(model, optimizer, reference, twin)
         optimizer.load_state_dict(twin.state_dict())
         train(model, optimizer, range(2, 4))
         train(reference, twin, range(2, 4))

@@ -499,7 +499,7 @@ def test_a_model_that_is_larger_than_its_pool_is_loaded(daemon: Daemon, tmp_path
     plain(torch.ones(1, 1024)).sum().backward()
     torchs.step()
     save({"model": plain.state_dict(), "optimizer": torchs.state_dict()}, checkpoint_id=tmp_path)
-    with fresh(daemon, "dcp-large-in", host_bytes="16MiB") as session:
+    with fresh(daemon, "dcp-large-in", host_bytes="16MiB", nvme_bytes="300MiB") as session:
         with memd_client.init(session):
             model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(6)))
         optimizer = memd_client.AdamW(model.parameters())

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import memd_client
-from memd_client.job import Job
+from memd_client.tensor_streams import TensorStreams
 from tests.unit.client_cases import (
     WIDTH,
     Mlp,
@@ -27,10 +27,11 @@ from tests.unit.empty_cases import WithEmpties
 from tests.unit.lazy_cases import scaled_step
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from memd_client import Session
-    from memd_client.shard import Shard
+    from memd_client.tensor_streams import MomentPart
     from tests.unit.client_cases import OpenSession
 
 MAXIMUM = "max_exp_avg_sq"
@@ -270,19 +271,22 @@ class TestAmsgrad:
         self, job: OpenSession, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         moved: list[str] = []
-        replace = Job.replace_moments
+        names: dict[int, str] = {}
+        put_moments = TensorStreams.put_moments
 
-        def note(job: Job, shard: Shard, *args: Any) -> None:
-            moved.append(shard.name)
-            replace(job, shard, *args)
+        def note(streams: TensorStreams, parts: Callable[[], Iterable[MomentPart]]) -> None:
+            moved.extend(names[part.shard_id] for part in parts())
+            put_moments(streams, parts)
 
-        monkeypatch.setattr(Job, "replace_moments", note)
+        monkeypatch.setattr(TensorStreams, "put_moments", note)
         reference = seeded()
         twin = torch.optim.AdamW(reference.parameters(), lr=0.01, amsgrad=True, fused=True)
         for first in (0, 2):
             with job() as session:
                 model = memd_client.offload(seeded(), session)
                 optimizer = memd_client.AdamW(model.parameters(), lr=0.01, amsgrad=True)
+                for name in map(optimizer.shard_name, model.parameters()):
+                    names[session.find_shard(name).shard_id] = name
                 optimizer.load_state_dict(optimizer.state_dict())
                 assert not moved
                 for step in (first, first + 1):

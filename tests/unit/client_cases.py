@@ -34,12 +34,14 @@ from torch.utils.checkpoint import checkpoint
 import memd_client
 from memd_client import Session
 from memd_client.job import Job
+from memd_client.tensor_streams import TensorStreams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from memd_client.shard import Shard
+    from memd_client.tensor_streams import MomentPart
     from memd_proto.v1 import types_pb2
 
     OpenSession = Callable[[], Session]
@@ -1666,20 +1668,20 @@ class TestOptimizerState:
 
     @pytest.fixture
     def reads(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-        """Names of the parameters whose moments were read or replaced."""
+        """Names of the parameters whose moments were read, and ids of those that got others."""
         names: list[str] = []
-        moments, replace_moments = Job.moments, Job.replace_moments
+        moments, put_moments = Job.moments, TensorStreams.put_moments
 
         def read(job: Job, shard: Shard) -> Any:
             names.append(shard.name)
             return moments(job, shard)
 
-        def replace(job: Job, shard: Shard, *args: Any, **kwargs: Any) -> None:
-            names.append(shard.name)
-            replace_moments(job, shard, *args, **kwargs)
+        def put(streams: TensorStreams, parts: Callable[[], Iterable[MomentPart]]) -> None:
+            names.extend(str(part.shard_id) for part in parts())
+            put_moments(streams, parts)
 
         monkeypatch.setattr(Job, "moments", read)
-        monkeypatch.setattr(Job, "replace_moments", replace)
+        monkeypatch.setattr(TensorStreams, "put_moments", put)
         return names
 
     def test_state_lists_the_parameters_that_torchs_does(self, mlp: tuple[Mlp, Mlp]) -> None:
@@ -1711,23 +1713,45 @@ class TestOptimizerState:
         assert listed[0] == listed[1]
         assert [len(names) for names in listed[0]] == [0, 2, 4, 4]
 
-    def test_a_flattened_state_that_torch_has_emptied_is_refused(
-        self, mlp: tuple[Mlp, Mlp], session: Session
+    @pytest.mark.parametrize("amsgrad", [False, True])
+    def test_a_flattened_state_goes_both_ways(
+        self, mlp: tuple[Mlp, Mlp], session: Session, *, amsgrad: bool
+    ) -> None:
+        """torch asks the optimizer for the names of moments that it shall look for."""
+        model, reference = mlp
+        optimizer = memd_client.AdamW(model.parameters(), lr=1e-2, amsgrad=amsgrad)
+        torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2, amsgrad=amsgrad, fused=True)
+        for module, each in ((model, optimizer), (reference, torchs)):
+            train_one_step(module, each, 0)
+        flat = StateDictOptions(flatten_optimizer_state_dict=True)
+        ours = get_optimizer_state_dict(model, optimizer, options=flat)
+        theirs = get_optimizer_state_dict(reference, torchs, options=flat)
+        assert ours.keys() >= theirs.keys()
+        expected = copy.deepcopy(torchs.state_dict())
+        optimizer.reset_state()
+        set_optimizer_state_dict(model, optimizer, dict(theirs), options=flat)
+        assert_same_moments(optimizer.state_dict(), expected)
+        optimizer.reset_state()
+        set_optimizer_state_dict(model, optimizer, ours, options=flat)
+        assert_same_moments(optimizer.state_dict(), expected)
+        assert session.committed_step == 1
+        for module, each in ((model, optimizer), (reference, torchs)):
+            train_one_step(module, each, 1)
+        assert_same_state(model, reference)
+
+    def test_a_state_that_lists_parameters_and_no_moments_is_refused(
+        self, mlp: tuple[Mlp, Mlp]
     ) -> None:
         model, _ = mlp
         optimizer = memd_client.AdamW(model.parameters())
-        loss_of(model).backward()
-        optimizer.step()
+        train_one_step(model, optimizer, 0)
         flat = StateDictOptions(flatten_optimizer_state_dict=True)
         state = get_optimizer_state_dict(model, optimizer, options=flat)
-        with pytest.raises(memd_client.InvalidArgument, match="flatten_optimizer_state_dict=True"):
-            set_optimizer_state_dict(model, optimizer, state, options=flat)
+        without = {name: value for name, value in state.items() if not name.startswith("state.")}
+        with pytest.raises(memd_client.InvalidArgument, match=r"begin anew.*reset_state\(\)"):
+            set_optimizer_state_dict(model, optimizer, without, options=flat)
         moments = optimizer.state_dict()["state"].values()
         assert all(each["step"] == 1 and each["exp_avg"].any() for each in moments)
-        assert session.committed_step == 1
-        optimizer.reset_state()
-        with pytest.raises(memd_client.InvalidArgument, match="flatten_optimizer_state_dict=True"):
-            set_optimizer_state_dict(model, optimizer, state, options=flat)
 
     def test_a_state_of_parameters_that_were_frozen_is_loaded(self, mlp: tuple[Mlp, Mlp]) -> None:
         model, reference = mlp

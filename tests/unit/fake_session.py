@@ -472,10 +472,14 @@ class FakeDaemon:
         return session_pb2.SyncResponse(committed_step=self.committed_step)
 
     def _refuse_writers(self, parts: tuple[int, ...] = (PART_VALUE, PART_GRADIENT)) -> None:
+        # Of a blob that is being written, others see the old bytes, or the new ones.
+        blobs = {
+            shard.spec.name for shard in self.shards if shard.spec.kind == types_pb2.SHARD_KIND_BLOB
+        }
         writing = [
             lease.shard
             for lease in self.leases.values()
-            if lease.mode != MODE_READ and lease.part in parts
+            if lease.mode != MODE_READ and lease.part in parts and lease.shard not in blobs
         ]
         assert not writing, f"still being written: {writing}"
 

@@ -46,7 +46,8 @@ CLIENT_LAYERS = (
     *("job_store", "first_values", "held_names", "open_steps", "steps", "staged_values", "job"),
     *("name_uses", "blobs", "adam_settings"),
     "stored_parameter",
-    *("metadata", "hidden", "lazy", "moments", "transaction", "module_names", "buffers"),
+    *("metadata", "hidden", "lazy", "moments", "loaded_moments"),
+    *("transaction", "module_names", "buffers"),
     # Offloaded parameters.
     *(
         "early",
@@ -67,10 +68,11 @@ CLIENT_LAYERS = (
     "module_hooks",
     *("unnamed", "unnamed_parameter"),
     # What users call.
-    *("tracked", "session", "targets", "offload", "init", "optimizer", "gather", "connect"),
+    *("model_tensors", "loaded_places", "tracked", "session", "targets", "offload", "init"),
+    *("loaded_states", "clipping", "optimizer", "gather", "connect"),
     "deepspeed",
-    *("safetensors_header", "checkpoint_files", "whole_file", "model_tensors"),
-    *("loaded_places", "load_safetensors", "save_safetensors"),
+    *("safetensors_header", "checkpoint_files", "whole_file"),
+    *("load_safetensors", "save_safetensors"),
     *(
         "checkpoint_folder",
         "checkpoint_writer",
