@@ -30,7 +30,7 @@ from memd_client.errors import InvalidArgument, MemdError, NotYet
 from memd_client.interrupts import defer_interrupts, safe_point
 from memd_client.lazy import LazyTensor
 from memd_client.moments import MomentTensor
-from memd_client.whole_file import WholeFile, sync_folder
+from memd_client.whole_file import WholeFile, remove_abandoned, sync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -115,6 +115,7 @@ class Writer(CheckpointFolder, StorageWriter, AsyncStager):
         results = Future[list[WriteResult]]()
         with self._ending_if_it_fails():
             self._lock_folder()
+            remove_abandoned(self._path, _DATA_NAME.pattern)  # each save has another name
             size_bytes = sum((item.tensor_storage_size() or 0) + _ITEM_BYTES for item in plan.items)
             self._data = self._opened.enter_context(
                 WholeFile(self._path / self._data_name, size_bytes)

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import secrets
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, Self
@@ -52,7 +53,7 @@ class WholeFile(AbstractContextManager["WholeFile"]):
         self._offset = 0
         self._written_back = 0
         self._is_placed = False
-        _remove_abandoned(path)
+        remove_abandoned(path.parent, re.escape(path.name))
         self._partial, self._file = self._try(_locked_file, path)
 
     def __enter__(self) -> Self:
@@ -127,6 +128,18 @@ def sync_folder(folder: Path) -> None:
         raise os_error(error, folder) from error
 
 
+def remove_abandoned(folder: Path, place: str) -> None:
+    """Removes files for places whose names match the regular expression `place`, and whose writer
+    was killed."""
+    its = re.compile(rf"\.({place})\.[0-9a-f]{{12}}{re.escape(_SUFFIX)}")
+    with suppress(OSError):
+        for found in folder.iterdir():
+            if its.fullmatch(found.name):
+                # Somebody else may remove it at the same time, or be writing it.
+                with suppress(OSError):
+                    _remove_if_unlocked(found)
+
+
 def _locked_file(path: Path) -> tuple[Path, int]:
     """A new file beside `path`, locked."""
     while True:
@@ -144,17 +157,6 @@ def _write_range(file: int, offset: int, length: int, flags: int) -> None:
     if _sync_file_range(file, offset, length, flags) and ctypes.get_errno() in _WRITE_ERRORS:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Removes files for this place whose writer was killed."""
-    prefix = f".{path.name}."
-    with suppress(OSError):
-        for found in path.parent.iterdir():
-            if found.name.startswith(prefix) and found.name.endswith(_SUFFIX):
-                # Somebody else may remove it at the same time, or be writing it.
-                with suppress(OSError):
-                    _remove_if_unlocked(found)
 
 
 def _remove_if_unlocked(partial: Path) -> None:

@@ -1,15 +1,17 @@
 """Loads or saves a checkpoint in one process after another. Each kills itself at a later moment,
 and the next sees what is there then.
 
-Run: python -m tests.faults.killed_checkpoint ADDRESS FOLDER load|save STRIDE   (by
-test_checkpoint_killed.py)
+Run: python -m tests.faults.killed_checkpoint ADDRESS FOLDER WHAT STRIDE   (by
+test_checkpoint_killed.py), where WHAT is load, save, state, dcp-load or dcp-save
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,18 +19,23 @@ from typing import TYPE_CHECKING, Any
 import safetensors.torch
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 import memd_client
-from memd_client import staged_values
+from memd_client import checkpoint_reader, checkpoint_writer, staged_values
 from memd_client.checkpoint_files import CheckpointFile, CheckpointFiles
 from memd_client.job_store import JobStore
 from memd_client.leases import Leases
+from memd_client.tensor_streams import TensorStreams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 JOB = "killed-checkpoint"
 OLD, NEW = 1, 2
+# What a look sees: the writer of the values, and that of the moments.
+ALL_OLD = 11
+ALL_NEW = {"load": 21, "state": 12, "dcp-load": 22}
 
 
 class Model(nn.Module):
@@ -54,6 +61,39 @@ def seed_of(state: dict[str, torch.Tensor]) -> int:
     """The writer of these values; 0 for a mixture."""
     found = values_of(state)
     return next((seed for seed in (OLD, NEW) if found == values_of(Model(seed).state_dict())), 0)
+
+
+def moments_of(seed: int) -> dict[int, dict[str, torch.Tensor]]:
+    """In torch's format, of the parameters of `Model`."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        index: {
+            "step": torch.tensor(10.0 + seed),
+            "exp_avg": torch.randn(parameter.shape, generator=generator),
+            "exp_avg_sq": torch.rand(parameter.shape, generator=generator),
+        }
+        for index, parameter in enumerate(Model(seed).parameters())
+    }
+
+
+def seed_of_moments(states: dict[int, dict[str, torch.Tensor]]) -> int:
+    """The writer of these; 0 for a mixture."""
+    return next((seed for seed in (OLD, NEW) if _are_same(states, moments_of(seed))), 0)
+
+
+def _are_same(
+    one: dict[int, dict[str, torch.Tensor]], other: dict[int, dict[str, torch.Tensor]]
+) -> bool:
+    return one.keys() == other.keys() and all(
+        one[index].keys() == other[index].keys()
+        and all(torch.equal(one[index][name], other[index][name]) for name in one[index])
+        for index in other
+    )
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Without the bytes of what is in memd."""
+    return {"model": model.state_dict(keep_vars=True), "optimizer": optimizer.state_dict()}
 
 
 def in_child(work: Callable[[], int]) -> int:
@@ -100,13 +140,14 @@ def connect(**changes: Any) -> memd_client.Session:
 
 
 def begin(seed: int) -> int:
-    """A job that stands at one step, with these values."""
+    """A job that stands at one step, with these values and moments."""
     with connect(fresh=True) as session:
         model = memd_client.offload(Model(seed), session)
         optimizer = memd_client.AdamW(model.parameters(), lr=0.0)
         for parameter in model.parameters():
             parameter.float().sum().backward()
         optimizer.step()
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": moments_of(seed)})
         return session.committed_step
 
 
@@ -115,32 +156,72 @@ def look() -> int:
         if session.committed_step != 1:
             return 50
         model = memd_client.offload(Model(3), session)
+        optimizer = memd_client.AdamW(model.parameters(), lr=0.0)
         listed = session.transaction.job.shards.list_all()
         if any(shard.spec.name.startswith("@load/") for shard in listed):
             return 51
-        return seed_of(model.state_dict())
+        states = optimizer.state_dict()["state"]
+        return 10 * seed_of(model.state_dict()) + seed_of_moments(states)
 
 
-def load(path: Path, at: int) -> int:
-    session = connect()
-    model = memd_client.offload(Model(3), session)
+def kill_in_memd(at: int) -> Killing:
+    """Before or after this action of a load."""
     killing = Killing(at)
-    killing.around(CheckpointFile, "read")
     killing.around(Leases, "value")
     killing.around(JobStore, "delete")
+    killing.around(TensorStreams, "put_moments")
     killing.around(staged_values.StagedValues, "_sync")
-    memd_client.load_safetensors(model, path, session)
+    return killing
+
+
+def load(what: str, path: Path, at: int) -> int:
+    session = connect()
+    model = memd_client.offload(Model(3), session)
+    optimizer = memd_client.AdamW(model.parameters(), lr=0.0)
+    state = everything(model, optimizer)
+    killing = kill_in_memd(at)
+    killing.around(CheckpointFile, "read")
+    killing.around(checkpoint_reader._Files, "tensor")
+    if what == "load":
+        memd_client.load_safetensors(model, path, session)
+    elif what == "state":
+        optimizer.load_state_dict({**state["optimizer"], "state": moments_of(NEW)})
+    else:
+        state_dict_loader.load(state, storage_reader=memd_client.checkpoint.Reader(path))
+        optimizer.load_state_dict(state["optimizer"])
     session.close()
     return 0
 
 
 def finish(at: int) -> int:
     """A session that finishes what a killed one has begun, and is killed at that."""
-    killing = Killing(at)
-    killing.around(Leases, "value")
-    killing.around(JobStore, "delete")
-    killing.around(staged_values.StagedValues, "_sync")
+    kill_in_memd(at)
     return look()
+
+
+def save_all(path: Path, at: int) -> int:
+    session = connect()
+    model = memd_client.offload(Model(3), session)
+    state = everything(model, memd_client.AdamW(model.parameters()))
+    killing = Killing(at)
+    for name in ("fsync", "rename"):
+        killing.around(os, name)
+    killing.around(Path, "unlink")
+    killing.around(Leases, "value")
+    killing.around(checkpoint_writer._ItemStream, "finish")
+    state_dict_saver.save(state, storage_writer=memd_client.checkpoint.Writer(path))
+    session.close()
+    return 0
+
+
+def written_all(path: Path) -> int:
+    """As `look`, of what plain torch reads there."""
+    state: dict[str, Any] = {
+        "model": Model(3).state_dict(),
+        "optimizer": {"state": moments_of(3)},
+    }
+    state_dict_loader.load(state, checkpoint_id=path)
+    return 10 * seed_of(state["model"]) + seed_of_moments(state["optimizer"]["state"])
 
 
 def save(path: Path, at: int) -> int:
@@ -175,27 +256,63 @@ def written(path: Path) -> int:
     return seed_of(state)
 
 
-def kill_loads(folder: Path, stride: int) -> Counter[str]:
+def prepared(folder: Path, what: str) -> Path:
+    """What is loaded."""
+    if what == "dcp-load":
+        assert in_child(lambda: begin(NEW)) == 1
+        assert in_child(lambda: save_all(folder / "new", 0)) == 0
+        return folder / "new"
     path = folder / "new.safetensors"
     memd_client.save_safetensors(Model(NEW), path)
+    return path
+
+
+def kill_loads(folder: Path, stride: int, what: str) -> Counter[str]:
+    path = prepared(folder, what)
     seen: Counter[str] = Counter()
     assert in_child(lambda: begin(OLD)) == 1
     for at in range(1, 1000, stride):
-        status = in_child(lambda at=at: load(path, at))  # type: ignore[misc]
+        status = in_child(lambda at=at: load(what, path, at))  # type: ignore[misc]
         # The next session may be killed too, at what it finishes.
         again = in_child(lambda at=at: finish(1 + at % 7))  # type: ignore[misc]
         found = in_child(look)
-        assert found in (OLD, NEW), (at, found)
+        assert found in (ALL_OLD, ALL_NEW[what]), (at, found)
         assert again in (-signal.SIGKILL, found), (at, again, found)
         if status == 0:
-            assert found == NEW, at
+            assert found == ALL_NEW[what], at
             return seen
         assert status == -signal.SIGKILL, (at, status)
-        seen["old" if found == OLD else "new"] += 1
+        seen["old" if found == ALL_OLD else "new"] += 1
         seen["killed_again"] += again < 0
-        if found == NEW:
+        if found != ALL_OLD:
             assert in_child(lambda: begin(OLD)) == 1
     raise AssertionError("no load was left alive")
+
+
+def kill_saves_of_all(folder: Path, stride: int) -> Counter[str]:
+    """Into the folder of an earlier checkpoint, which stays until the new one is there."""
+    for seed in (OLD, NEW):
+        assert in_child(lambda seed=seed: begin(seed)) == 1  # type: ignore[misc]
+        assert in_child(lambda seed=seed: save_all(folder / str(seed), 0)) == 0  # type: ignore[misc]
+    seen: Counter[str] = Counter()
+    path = folder / "both"
+    for at in range(1, 1000, stride):
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(folder / str(OLD), path)
+        status = in_child(lambda at=at: save_all(path, at))  # type: ignore[misc]
+        found = written_all(path)
+        assert found in (ALL_OLD, ALL_NEW["dcp-load"]), (at, found)
+        if status == 0:
+            assert found == ALL_NEW["dcp-load"], at
+            assert len(list(path.iterdir())) == 2
+            assert in_child(look) == ALL_NEW["dcp-load"]
+            return seen
+        assert status == -signal.SIGKILL, (at, status)
+        seen["old" if found == ALL_OLD else "new"] += 1
+        # The next save removes what this one has left.
+        assert in_child(lambda: save_all(path, 0)) == 0
+        assert len(list(path.iterdir())) == 2
+    raise AssertionError("no save was left alive")
 
 
 def kill_saves(folder: Path, stride: int) -> Counter[str]:
@@ -221,10 +338,16 @@ def kill_saves(folder: Path, stride: int) -> Counter[str]:
 
 
 def main(folder: Path, what: str, stride: int) -> None:
-    seen = {"load": kill_loads, "save": kill_saves}[what](folder, stride)
+    if what == "save":
+        seen = kill_saves(folder, stride)
+    elif what == "dcp-save":
+        seen = kill_saves_of_all(folder, stride)
+    else:
+        seen = kill_loads(folder, stride, what)
     sys.stdout.write(" ".join(f"{name}={count}" for name, count in sorted(seen.items())) + "\n")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
     main(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))

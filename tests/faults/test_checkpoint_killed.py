@@ -24,8 +24,15 @@ if TYPE_CHECKING:
     from tests.faults.restarts import Restarts
 
 ROOT = Path(__file__).parents[2]
-# A stride leaves out moments, and meets both sides of the commit all the same.
-STRIDES = [40, pytest.param(4, marks=pytest.mark.more)]
+# A stride leaves out some kills, and meets both sides of the commit all the same.
+LOADS = [
+    ("load", 40),
+    ("state", 25),
+    *(
+        pytest.param(what, stride, marks=pytest.mark.more)
+        for what, stride in (("load", 4), ("state", 4), ("dcp-load", 6))
+    ),
+]
 
 
 def kill(daemon: Daemon, folder: Path, what: str, stride: int) -> dict[str, int]:
@@ -41,11 +48,12 @@ def kill(daemon: Daemon, folder: Path, what: str, stride: int) -> dict[str, int]
     return {name: int(count) for name, count in re.findall(r"([a-z_]+)=(\d+)", found.stdout)}
 
 
-@pytest.mark.parametrize("stride", STRIDES)
-def test_a_killed_load_leaves_the_old_values_or_the_new_ones(
-    daemon: Daemon, tmp_path: Path, stride: int
+@pytest.mark.parametrize(("what", "stride"), LOADS)
+def test_a_killed_load_leaves_the_old_state_or_the_new_one(
+    daemon: Daemon, tmp_path: Path, what: str, stride: int
 ) -> None:
-    seen = kill(daemon, tmp_path, "load", stride)
+    """Of a model by safetensors, of an optimizer, or of both by a distributed checkpoint."""
+    seen = kill(daemon, tmp_path, what, stride)
     assert seen["old"] > 0
     assert seen["new"] > 0
     if stride < 10:
@@ -64,6 +72,17 @@ def test_a_killed_save_leaves_the_old_files_or_the_new_ones_or_no_index(
     if stride == 1:
         assert seen["new"] > 0
         assert seen["old"] + seen["new"] + seen["absent"] >= 10
+
+
+@pytest.mark.parametrize("stride", [40, pytest.param(5, marks=pytest.mark.more)])
+def test_a_killed_distributed_save_leaves_the_earlier_checkpoint_or_the_new_one(
+    daemon: Daemon, tmp_path: Path, stride: int
+) -> None:
+    seen = kill(daemon, tmp_path, "dcp-save", stride)
+    assert seen["old"] > 0
+    if stride < 10:
+        assert seen["new"] > 0
+        assert seen["old"] + seen["new"] >= 10
 
 
 def killing(restarts: Restarts, number: int, *, with_memory: bool, monkeypatch: Any) -> list[str]:
