@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections import defaultdict
@@ -10,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from memd import config
+from tests.unit import reference
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SERVICE = DEPLOY / "systemd" / "memd.service"
 SOCKET = DEPLOY / "systemd" / "memd.socket"
+RULES = DEPLOY / "prometheus" / "rules.yml"
+ALERT_TESTS = Path(__file__).with_name("alerts.yml")
 
 
 def run(program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -94,6 +98,22 @@ def test_stopping_the_service_leaves_the_sockets_folder_to_the_socket() -> None:
 def test_prometheus_accepts_the_scrape_configuration() -> None:
     answer = run("promtool", "check", "config", DEPLOY / "prometheus" / "prometheus.yml")
     assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
+def test_each_alert_fires_when_it_should_and_not_before() -> None:
+    answer = run("promtool", "test", "rules", ALERT_TESTS)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    tests = ALERT_TESTS.read_text(encoding="utf-8")
+    for name in re.findall(r"- alert: (\w+)", RULES.read_text(encoding="utf-8")):
+        outcomes = re.findall(rf"alertname: {name}\n +eval_time: \w+\n +exp_alerts:( \[\])?", tests)
+        assert set(outcomes) == {"", " []"}, name
+
+
+def test_alerts_watch_metrics_that_the_daemon_has() -> None:
+    watched = set(re.findall(r"\bmemd_\w+", RULES.read_text(encoding="utf-8")))
+    listed = set(re.findall(r"^\| `(memd_\w+)` \|", reference.generate(), re.MULTILINE))
+    # A label, and the series that a histogram has.
+    assert watched - {"memd_job"} - listed == {"memd_commit_seconds_bucket"}
 
 
 def test_the_example_configuration_is_one_the_daemon_takes() -> None:
