@@ -23,13 +23,11 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from memd_client.away import ParameterBytes
 from memd_client.checkpoint_files import os_error
 from memd_client.checkpoint_folder import METADATA_NAME, CheckpointFolder
 from memd_client.errors import InvalidArgument, MemdError, NotYet
 from memd_client.interrupts import defer_interrupts, safe_point
-from memd_client.lazy import LazyTensor
-from memd_client.moments import MomentTensor
+from memd_client.torch_archive import ArchiveStream, Passing
 from memd_client.whole_file import WholeFile, remove_abandoned, sync_folder
 
 if TYPE_CHECKING:
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
-    from memd_client.moments import MomentSet
 
 _DATA_NAME = re.compile(r"__\d+_\d+(\.[0-9a-f]{12})?\.distcp")
 # An item has as many beside its elements: torch's archive, whose records are aligned.
@@ -208,10 +205,10 @@ class Writer(CheckpointFolder, StorageWriter, AsyncStager):
     ) -> list[WriteResult]:
         results = []
         begin = 0
-        passing = _Passing()
+        passing = Passing("dcp.save()")
         for item in items:
             safe_point()
-            stream = _ItemStream(file)
+            stream = ArchiveStream(file)
             data = planner.resolve_data(item)
             if isinstance(data, torch.Tensor):
                 torch.save(passing.ordinary(data), cast("IO[bytes]", stream))
@@ -230,75 +227,6 @@ class Writer(CheckpointFolder, StorageWriter, AsyncStager):
         for found in self._path.iterdir():
             if _DATA_NAME.fullmatch(found.name) and found.name != self._data_name:
                 _remove(found)
-
-
-class _ItemStream:
-    """A file that `torch.save` writes to. An error ends no writer of torch, which would raise
-    another on its way: `finish` raises it."""
-
-    def __init__(self, file: WholeFile) -> None:
-        self._file = file
-        self._size_bytes = 0
-        self._error: BaseException | None = None
-
-    def write(self, data: memoryview | bytes) -> int:
-        """Appends."""
-        if self._error is None:
-            try:
-                self._file.write(data)
-            except BaseException as error:  # noqa: BLE001 # `finish` raises it
-                self._error = _without_frames(error)
-        count = memoryview(data).nbytes
-        self._size_bytes += count
-        return count
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-    def finish(self) -> int:
-        """The bytes that were written."""
-        if self._error is not None:
-            raise self._error
-        return self._size_bytes
-
-
-class _Passing:
-    """Tensors of a state as ordinary ones, of which one is held at a time, or the moments of one
-    parameter."""
-
-    def __init__(self) -> None:
-        self._whole: MomentSet | None = None
-        self._moments: dict[str, torch.Tensor] = {}
-
-    def ordinary(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Its elements on the CPU, in a storage of their own."""
-        tensor = tensor.detach()
-        if isinstance(tensor, MomentTensor):
-            tensor = self._moment(tensor)
-        if isinstance(tensor, LazyTensor):
-            if isinstance(tensor.source, ParameterBytes):
-                tensor.source.entry.job.settle_for("dcp.save()")
-            tensor = tensor.in_memory()
-        tensor = tensor.cpu()
-        # torch.save writes the whole storage.
-        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-    def _moment(self, tensor: MomentTensor) -> torch.Tensor:
-        if tensor.whole is not self._whole:
-            self._moments = {}
-            tensor.whole.refuse_outdated()
-            self._moments = tensor.whole.passing_values()
-            self._whole = tensor.whole
-        return self._moments[tensor.moment]
-
-
-def _without_frames(error: BaseException) -> BaseException:
-    """Frames refer to those that called them: here to torch's, which have the tensor."""
-    each: BaseException | None = error
-    while each is not None:
-        each.__traceback__ = None
-        each = each.__context__
-    return error
 
 
 def _remove(path: Path) -> None:

@@ -32,7 +32,7 @@ BASE_BYTES = rss_anon_bytes()
 
 
 @contextmanager
-def peak(what: str) -> Iterator[None]:
+def peak(what: str, base_bytes: int = BASE_BYTES) -> Iterator[None]:
     is_over = threading.Event()
     found = [rss_anon_bytes()]
 
@@ -47,7 +47,7 @@ def peak(what: str) -> Iterator[None]:
     finally:
         is_over.set()
         sampler.join()
-    sys.stdout.write(f"{what} {max(found) - BASE_BYTES}\n")
+    sys.stdout.write(f"{what} {max(found) - base_bytes}\n")
 
 
 def main(address: str, folder: Path) -> None:

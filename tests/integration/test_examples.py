@@ -25,8 +25,19 @@ KILLED_AFTER = {
     "peft_lora": "step 6",
     "transformers_trainer": "step 6",
 }
-# Those whose steps are commits: `--resume` goes on at the last of them.
-GO_ON_AT_COMMITS = ("transformers_trainer",)
+# Those whose steps are commits: `--resume` goes on at the last of them. Their checkpoint that a
+# kill leaves, and the step behind which it was made.
+GO_ON_AT_COMMITS = {
+    "accelerate_loop": (Path("checkpoint"), 4),
+    "transformers_trainer": (Path("checkpoints", "checkpoint-4"), 4),
+}
+# Streamed, with the library's bytes.
+SAME_FILES = {
+    "accelerate_loop": [Path("checkpoint", "model.safetensors")],
+    "transformers_trainer": [
+        Path("checkpoints", "checkpoint-12", name) for name in ("config.json", "model.safetensors")
+    ],
+}
 LOSS = re.compile(r"^(.+) loss (\S+)$")
 
 pytestmark = [pytest.mark.more, pytest.mark.nvme, pytest.mark.timeout(600)]
@@ -80,23 +91,33 @@ def test_an_example_that_is_killed_and_resumed_has_the_numbers_of_plain_pytorch(
     plain, ours = tmp_path / "plain", tmp_path / "ours"
     expected = losses(name, plain, "--plain")
     before = losses(name, ours, killed_after=KILLED_AFTER[name])
+    if name in GO_ON_AT_COMMITS:
+        shutil.copytree(ours / GO_ON_AT_COMMITS[name][0], tmp_path / "kept")
     after = losses(name, ours, "--resume")
     assert len(expected) >= 12
     assert KILLED_AFTER[name] in before
-    assert KILLED_AFTER[name] in after, "it went on behind the checkpoint"
+    if name not in GO_ON_AT_COMMITS:
+        assert KILLED_AFTER[name] in after, "it went on behind the checkpoint"
     assert len(after) < len(expected), "it began anew"
     assert before | after == expected
     assert before.items() <= expected.items()
     assert_equal_weights(ours, plain)
+    for file in SAME_FILES.get(name, ()):
+        assert (ours / file).read_bytes() == (plain / file).read_bytes(), file
     if name in GO_ON_AT_COMMITS:
-        assert len(after) <= len(expected) - 5, "it lost committed steps"
-        for file in ("config.json", "model.safetensors"):  # streamed, with the library's bytes
-            path = Path("checkpoints", "checkpoint-12", file)
-            assert (ours / path).read_bytes() == (plain / path).read_bytes(), file
-        # From the library's own checkpoint, in a job that has gone further.
-        shutil.rmtree(ours / "checkpoints" / "checkpoint-12")
-        again = losses(name, ours, "--resume-checkpoint")
-        mean = float(again.pop("mean"))
-        assert mean == pytest.approx(sum(map(float, again.values())) / len(again))
-        assert again == {f"step {step}": expected[f"step {step}"] for step in range(9, 13)}
+        assert not before.keys() & after.keys() - {KILLED_AFTER[name]}, "it lost committed steps"
+        go_on_at_checkpoint(name, ours, tmp_path / "kept", expected)
         assert_equal_weights(ours, plain)
+
+
+def go_on_at_checkpoint(name: str, ours: Path, kept: Path, expected: dict[str, str]) -> None:
+    """The library's own, in a job that has gone further."""
+    place, step = GO_ON_AT_COMMITS[name]
+    shutil.rmtree(ours / place.parts[0])
+    shutil.copytree(kept, ours / place)
+    again = losses(name, ours, "--resume-checkpoint")
+    mean = again.pop("mean", None)
+    assert again == {f"step {number}": expected[f"step {number}"] for number in range(step + 1, 13)}
+    if mean is not None:
+        total = sum(map(float, again.values()))
+        assert float(mean) == pytest.approx(total / len(again))

@@ -22,16 +22,45 @@ def test_the_client_imports_no_training_library() -> None:
     assert done.stdout.strip() == "set()", done.stderr
 
 
-def test_a_missing_library_is_named_with_what_to_install() -> None:
+@pytest.mark.parametrize("library", ["accelerate", "transformers"])
+def test_a_missing_library_is_named_with_what_to_install(library: str) -> None:
     done = run(
-        "import sys\nsys.modules['transformers'] = None\n"
-        "import memd_client.integrations.transformers"
+        f"import sys\nsys.modules['{library}'] = None\nimport memd_client.integrations.{library}"
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        "ModuleNotFoundError: memd_client.integrations.transformers needs transformers: "
+        f"ModuleNotFoundError: memd_client.integrations.{library} needs {library}: "
         "pip install 'memd[examples]'"
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("self.scaler = object()", "fp16 has a GradScaler"),
+        ("self.state.num_processes = 2", "and this Accelerator has 2"),
+        ("self.state.distributed_type = DistributedType.FSDP", "FSDP keeps parameters"),
+        ("self.state.distributed_type = DistributedType.DEEPSPEED", "DEEPSPEED keeps"),
+    ],
+)
+def test_an_accelerator_that_memd_cannot_keep_is_refused(change: str, message: str) -> None:
+    """One process and no GPU make none of these: so Accelerate's own constructor says it."""
+    done = run(
+        "import accelerate\n"
+        "from accelerate.utils import DistributedType\n"
+        "from types import SimpleNamespace\n"
+        "made = accelerate.Accelerator.__init__\n"
+        "def make(self, **given):\n"
+        "    made(self, **given)\n"
+        "    self.state = SimpleNamespace(**vars(self.state))\n"
+        f"    {change}\n"
+        "accelerate.Accelerator.__init__ = make\n"
+        "from memd_client.integrations.accelerate import CommittedAccelerator\n"
+        "CommittedAccelerator(session=None, cpu=True)\n"
+    )
+    assert done.returncode == 1
+    last = [line for line in done.stderr.splitlines() if "InvalidArgument: " in line]
+    assert message in last[-1], done.stderr
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,8 @@ CLIENT_LAYERS = (
     *("loaded_states", "clipping", "optimizer", "gather", "connect"),
     "deepspeed",
     *("safetensors_header", "checkpoint_files", "whole_file"),
-    *("load_safetensors", "save_safetensors"),
+    *("load_safetensors", "load_tensors", "save_safetensors"),
+    *("torch_archive", "whole_folder"),
     *(
         "checkpoint_folder",
         "checkpoint_writer",

@@ -1,0 +1,113 @@
+"""Saves a model that is larger than the job's host memory as a library's checkpoint, and loads it;
+says what memory that took, in bytes beyond those of an interpreter with the library imported.
+
+Run: python -m tests.integration.library_memory LIBRARY ADDRESS FOLDER LAYERS train
+and the same with `measure`: the memory of the first step is another process's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import memd_client
+from memd_client.freed_memory import return_freed_memory
+from tests.integration.safetensors_memory import peak, rss_anon_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LAYER_BYTES = 8 << 20
+
+
+class Scale(nn.Module):
+    """A layer whose activations are small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(LAYER_BYTES // 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (self.weight * 1e-3).mean()
+
+
+def offloaded(session: memd_client.Session, layers: int) -> nn.Module:
+    """Layer by layer: a model that is built at once takes its own size."""
+    model = nn.ModuleDict()
+    for number in range(layers):
+        name = str(number)
+        layer = memd_client.offload(nn.ModuleDict({name: Scale()}), session, strict=False)
+        model[name] = layer[name]
+    return nn.Sequential(*model.values())
+
+
+def accelerate(
+    session: memd_client.Session, model: nn.Module, folder: Path
+) -> dict[str, Callable[[], Any]]:
+    library: Any = importlib.import_module("memd_client.integrations.accelerate")
+    optimizer = memd_client.AdamW(model.parameters(), lr=1e-3)
+    accelerator = library.CommittedAccelerator(session=session, cpu=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.resume()
+
+    def train() -> None:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1)))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return {
+        "train": train,
+        "save": lambda: accelerator.save_state(folder),
+        "load": lambda: accelerator.load_state(folder),
+    }
+
+
+def main(library: str, address: str, folder: Path, layers: int, phase: str) -> None:
+    importlib.import_module(f"memd_client.integrations.{library}")
+    base_bytes = rss_anon_bytes()
+    torch.manual_seed(0)
+    is_first = phase == "train"
+    quota = 9 * layers * LAYER_BYTES
+    with memd_client.connect(address, job="memory", nvme_bytes=quota, fresh=is_first) as session:
+        model = offloaded(session, layers)
+        calls = globals()[library](session, model, folder / "checkpoint")
+        if is_first:
+            calls["train"]()
+            return
+        sys.stdout.write(f"model {layers * LAYER_BYTES}\nlargest {LAYER_BYTES}\n")
+        for what in ("save", "load"):
+            return_freed_memory()
+            sys.stdout.write(f"before_{what} {rss_anon_bytes() - base_bytes}\n")
+            with peak(what, base_bytes):
+                calls[what]()
+        session.drop_job()
+
+
+def measured(library: str, address: str, folder: Path) -> dict[str, int]:
+    """The bytes that both phases have said, of 12 layers."""
+    command = [sys.executable, "-m", "tests.integration.library_memory", library, address, folder]
+    said = ""
+    for phase in ("train", "measure"):
+        done = subprocess.run(
+            [*map(str, command), "12", phase],
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            timeout=200,
+        )
+        said += done.stdout
+    return {name: int(value) for name, value in re.findall(r"(\w+) (-?\d+)", said)}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
