@@ -36,6 +36,7 @@ from memd_client.parameter import (
 )
 from memd_client.saved_tensors import saving_by_name
 from memd_client.stored_parameter import StoredParameter
+from memd_client.views import mark_shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -216,6 +217,11 @@ class ParameterBytes:
         return self._copy is None
 
     @property
+    def takes_memory_writes(self) -> bool:
+        """See `lazy.Source`."""
+        return self._copy is not None or self._entry.job.unordered_leases.read_privately
+
+    @property
     def has_ended(self) -> bool:
         """See `lazy.Source`."""
         return self._copy is not None
@@ -237,6 +243,7 @@ class ParameterBytes:
             return self._copy
         with fetched([self._parameter]):
             memory: torch.Tensor = _detach(self._parameter)
+            mark_shared(memory.untyped_storage())
         return memory
 
     def pin(self) -> None:

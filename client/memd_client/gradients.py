@@ -53,6 +53,10 @@ class GradientBytes:
         return False
 
     @property
+    def takes_memory_writes(self) -> bool:
+        return True
+
+    @property
     def has_ended(self) -> bool:
         """See `lazy.Source`."""
         return self._copy is not None

@@ -58,7 +58,12 @@ class Source(Protocol):
 
     @property
     def is_read_only(self) -> bool:
-        """Changes of `memory` would go unnoticed."""
+        """Changes of `memory` are noticed later, or not at all."""
+        ...
+
+    @property
+    def takes_memory_writes(self) -> bool:
+        """Changes of `memory` by programs that are not torch are noticed."""
         ...
 
     @property
@@ -208,7 +213,7 @@ class LazyTensor(torch.Tensor):
         return self._protected(self.in_memory().__array__(dtype))
 
     def _protected(self, array: Any) -> Any:
-        if self._source.is_read_only:
+        if not self._source.takes_memory_writes:
             array.flags.writeable = False
         return array
 

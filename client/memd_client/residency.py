@@ -503,6 +503,8 @@ class Residency:
             if self._user_count and not self._outdated_at and parameter is not None:
                 with torch._C.DisableTorchFunctionSubclass():
                     return parameter.detach()
+            if parameter is not None and not self._user_count:
+                self._look(parameter)  # backward uses what was written to its memory since
             leases = self._job.leases_of(self._shard)
             leases.expect_backward(self._shard)
             lease = leases.value(self._shard, MODE_READ)
@@ -656,8 +658,10 @@ class Residency:
                 self._note_changes(change_count)
             return
         # If two memories have changes of their own, neither is the value.
-        counted = change_count > 0 and all(
-            each.write_count == self._write_count and is_same_bits(each.value, written[0].value)
+        counted = all(
+            (change_count > 0 or each.is_shared)
+            and each.write_count == self._write_count
+            and is_same_bits(each.value, written[0].value)
             for each in written
         )
         value = (written[0].value if counted else value).clone()
@@ -674,7 +678,10 @@ class Residency:
             self._views.forget_ended()
         self._version += change_count
         if counted:
-            self._note_changes(change_count)
+            if (
+                change_count
+            ):  # otherwise torch does not count it, and backward may use the new value
+                self._note_changes(change_count)
             self._job.mark_written()
         self._views.show(value, self._write_count)
         if not counted:

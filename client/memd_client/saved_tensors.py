@@ -167,6 +167,10 @@ class SavedBytes:
         return True
 
     @property
+    def takes_memory_writes(self) -> bool:
+        return False
+
+    @property
     def has_ended(self) -> bool:
         """See `lazy.Source`."""
         return False

@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 
 # Names no value.
 _NO_VALUE = -1
+# An attribute of a storage. torch keeps its Python object for as long as the storage lives.
+_SHARED = "_memd_shared"
+
+
+def mark_shared(storage: torch.UntypedStorage) -> None:
+    """The program gets its memory, as by `numpy()`, in which torch counts no change: one that is
+    found there is meant."""
+    setattr(storage, _SHARED, True)
 
 
 @dataclass(slots=True)
@@ -32,6 +40,8 @@ class WrittenView:
     value: torch.Tensor
     # The value that it showed before; None if that is not known.
     write_count: int | None
+    # The program has its memory: see `mark_shared`.
+    is_shared: bool = False
 
 
 @dataclass(slots=True)
@@ -41,6 +51,8 @@ class _Kept:
     offset: int  # of the value in the storage, in elements
     address: int  # of the value
     write_count: int  # names the value that it shows
+    # The program has its memory: see `mark_shared`. Of a storage that lives, the storage knows.
+    was_shared: bool = False
     # A digest of what memory of the program was shown; None for a lease, whose pages tell.
     digest: bytes | None = None
 
@@ -72,7 +84,8 @@ class KeptViews:
         if held is None:
             return
         with self._lock:
-            self._kept.append(_Kept(storage, 0, held.data_ptr(), write_count))
+            is_shared = hasattr(held, _SHARED)
+            self._kept.append(_Kept(storage, 0, held.data_ptr(), write_count, is_shared))
 
     def keep_memory(self, storage: weakref.ref[torch.UntypedStorage], offset: int) -> None:
         """The parameter was offloaded from there, and tensors of the program may still show it.
@@ -91,13 +104,13 @@ class KeptViews:
     def written(self) -> list[WrittenView]:
         """Those that were written. Those that have ended are among them until `forget_ended`."""
         with self._lock:
-            counts = {kept.address: kept.write_count for kept in self._kept}
+            by_address = {kept.address: kept for kept in self._kept}
             while (value := self._leases.take_written(self._shard)) is not None:
-                self._ended.append(WrittenView(value, counts.get(value.data_ptr())))
+                self._ended.append(_ended(value, by_address.get(value.data_ptr())))
             living = self._living()
             self._kept = [kept for kept, _ in living]
             return self._ended + [
-                WrittenView(value, kept.write_count)
+                WrittenView(value, kept.write_count, hasattr(value.untyped_storage(), _SHARED))
                 for kept, value in living
                 if self._is_written(kept, value)
             ]
@@ -192,6 +205,12 @@ class KeptViews:
                 value.set_(storage, kept.offset, shard.shape)  # type: ignore[call-overload] # its stub has no ints
                 living.append((kept, value))
         return living
+
+
+def _ended(value: torch.Tensor, kept: _Kept | None) -> WrittenView:
+    if kept is None:
+        return WrittenView(value, None)
+    return WrittenView(value, kept.write_count, kept.was_shared)
 
 
 def _digest(value: torch.Tensor) -> bytes:

@@ -568,12 +568,47 @@ class TestDetached:
         assert leases_held(session) == 0
         assert_same_state(*mlp)
 
-    def test_its_memory_is_only_for_reading(self, mlp: tuple[Mlp, Mlp]) -> None:
-        with pytest.raises(ValueError, match="read-only"):
-            mlp[0].first.weight.detach().numpy()[0] = 1
+    def test_its_address_is_refused(self, mlp: tuple[Mlp, Mlp]) -> None:
         with pytest.raises(memd_client.NotResident, match="data_ptr"):
             mlp[0].first.weight.detach().data_ptr()
         assert_same_state(*mlp)
+
+    @pytest.mark.parametrize("is_held", [False, True])
+    def test_its_memory_may_be_written_though_torch_counts_nothing(
+        self, mlp: tuple[Mlp, Mlp], session: Session, *, is_held: bool
+    ) -> None:
+        held: list[Any] = []
+
+        def write(memory: Any, value: float) -> None:
+            memory[0] = value
+            if is_held:
+                held.append(memory)
+
+        twin = torch.optim.AdamW(mlp[1].parameters(), lr=1e-2, fused=True)
+        optimizers = memd_client.AdamW(mlp[0].parameters(), lr=1e-2), twin
+        gradients: list[torch.Tensor | None] = []
+        for module, optimizer in zip(mlp, optimizers, strict=True):
+            for index in range(3):
+                write(module.first.weight.detach().numpy(), 0.5 * index)
+                write(np.asarray(module.second.bias.data), 1.0)
+                loss = loss_of(module, index)
+                write(module.second.weight.detach().numpy(), 0.25)  # backward uses it
+                loss.backward()
+                gradients.append(gradient_of(module.first.weight).clone())
+                write(torch.utils.dlpack.from_dlpack(module.first.bias.detach()), -1.0)
+                module.second.bias.detach().untyped_storage()[0] = 7
+                optimizer.step()
+                optimizer.zero_grad()
+            write(module.first.weight.detach().numpy(), 3.0)
+        assert_same_state(*mlp)
+        for ours, plain in zip(gradients[:3], gradients[3:], strict=True):
+            assert ours is not None
+            assert plain is not None
+            assert torch.equal(ours, plain)
+        half = len(held) // 2
+        assert all(map(np.array_equal, held[:half], held[half:]))
+        held.clear()
+        assert leases_held(session) == 0
 
     @pytest.mark.parametrize("is_inside", [False, True])
     def test_backward_over_a_value_that_changed_since_is_torchs_error(
