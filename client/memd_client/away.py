@@ -31,6 +31,7 @@ from memd_client.parameter import (
     entry_of,
     fetched,
     get_gradient,
+    refused_swap,
     set_gradient,
     streamed,
 )
@@ -106,8 +107,13 @@ class AwayParameter(StoredParameter):
             return entry_of(args[0]).residency.show(ParameterBytes(args[0])).detach()
         if func in _RESHAPES and args and (lazy := _differentiable(args[0])) is not None:
             return func(lazy, *args[1:], **kwargs)
+        if func is torch.Tensor.module_load:
+            raise refused_swap(args[0])
         if is_list_function(name) and (count := list_length(args, kwargs)) > 1:
             return one_by_one(func, args, kwargs, count)
+        if "prepack" in name:
+            # An operator of quantization, whose result keeps its arguments.
+            args, kwargs = tree_map(_copy_if_away, (args, kwargs))
         parameters = _offloaded_in(args, kwargs)
         if name in _RAW_FUNCTIONS or attribute in _RAW_FUNCTIONS:
             for parameter in parameters:
@@ -283,6 +289,10 @@ def _offloaded_in(args: Any, kwargs: Any) -> list[torch.Tensor]:
     """Those included that are in place, which another thread may be about to put away."""
     leaves = tree_leaves((args, kwargs))
     return list({id(leaf): leaf for leaf in leaves if streamed(leaf) is not None}.values())
+
+
+def _copy_if_away(leaf: Any) -> Any:
+    return leaf if streamed(leaf) is None else leaf.detach().clone()
 
 
 def _changed_by(func: Any, name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:

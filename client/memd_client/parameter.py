@@ -39,6 +39,7 @@ _autograds: Any = torch._C.TensorBase.grad
 _requires_grad: Any = torch._C.TensorBase.requires_grad
 _detach: Any = torch._C.TensorBase.detach
 _ZERO_GRAD = nn.Module.zero_grad.__code__
+_APPLY = vars(nn.Module)["_apply"].__code__
 
 
 class StreamedParameter:
@@ -203,6 +204,16 @@ def detached(parameter: torch.Tensor, caller: FrameType) -> torch.Tensor:
     return tensor
 
 
+def refused_swap(parameter: torch.Tensor) -> InvalidArgument:
+    """torch would refuse it too, since memd refers to the parameter, and not say why."""
+    entry = entry_of(parameter)
+    return InvalidArgument(
+        f"job {entry.job.name!r}: parameter {entry.shard.name!r} can't be swapped with another, as "
+        "torch.__future__.set_swap_module_params_on_conversion(True) asks for; set it to False "
+        "after offload(), or convert and load the module before"
+    )
+
+
 @untraced
 def take_gradient(parameter: torch.Tensor) -> None:
     """Post-accumulate hook: autograd has just set `grad` or added to it. It holds only what came
@@ -232,6 +243,10 @@ def get_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     entry = streamed(parameter)
     if entry is None:
         return None
+    if torch.__future__.get_swap_module_params_on_conversion() and (
+        sys._getframe(2).f_code is _APPLY  # it reads the gradient before it swaps the parameter
+    ):
+        raise refused_swap(parameter)
     slot = entry.gradient
     # Plain PyTorch would find the gradient that a step took, and zero it.
     if (slot.would_repeat or slot.are_zeros_due) and _is_zeroing(sys._getframe(2)):

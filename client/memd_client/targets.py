@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memd_client.errors import InvalidArgument, MemdError, NotYet
 from memd_client.gradients import GradientSlot
@@ -23,7 +24,7 @@ from memd_client.views import is_same_bits
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import ExitStack
 
     from memd_client.early import EarlyUpdates
@@ -479,6 +480,8 @@ class EmptyTarget(StatefulTarget):
 
 
 Target = StreamedTarget | ResidentTarget | EmptyTarget
+# As DTensor is. torch's type for it would make mypy take the rest for unreachable.
+_is_made_of_others: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass
 # parameter → weak reference to the optimizer that updates it
 _owners: ByIdentity[torch.Tensor, weakref.ref[object]] = ByIdentity()
 
@@ -650,6 +653,12 @@ def _refuse_twice(parameters: list[torch.Tensor], names: list[str]) -> None:
 def _resident_spec(
     parameter: torch.Tensor, name: str, tier: types_pb2.Tier, taken: set[str], job: Job
 ) -> types_pb2.ShardSpec:
+    if _is_made_of_others(parameter):
+        raise NotYet(
+            f"memd updates plain tensors in this version: parameter {name!r} is a "
+            f"{type(parameter.data).__name__}, which is made of others; give it to an optimizer of "
+            "torch"
+        )
     if parameter.device.type != "cpu":
         raise NotYet(
             f"devices other than the CPU come in a later version: parameter {name!r} is on "

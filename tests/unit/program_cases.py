@@ -6,7 +6,9 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import warnings
 from collections import defaultdict
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -28,7 +31,7 @@ import memd_client
 from tests.unit.client_cases import leases_held
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from memd_client import Session
 
@@ -161,6 +164,38 @@ def memory_that_is_assigned_follows(run: Run) -> None:
     run.weight.data = value
     run.train(run.adam())
     run.note(value)
+
+
+@equal
+def a_model_is_quantized_in_place(run: Run) -> None:
+    run.offload()
+    run.train(run.adam())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        torch.ao.quantization.quantize_dynamic(run.model.eval(), {nn.Linear}, inplace=True)
+    run.note(run.model(batch(1)))
+
+
+@contextmanager
+def swapping() -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@refused(r"'0\.weight' can't be swapped with another.*set it to False after offload\(\)")
+def a_conversion_that_swaps_parameters(run: Run) -> None:
+    run.offload()
+    with swapping():
+        run.model.float()
+
+
+@refused(r"'tensor' is a TwoTensor, which is made of others; give it to an optimizer of torch")
+def an_optimizer_gets_a_tensor_that_is_made_of_others(run: Run) -> None:
+    parameter: Any = nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)))
+    memd_client.AdamW([("tensor", parameter)], session=run.session)
 
 
 @refused(r"'0\.weight' was written")
