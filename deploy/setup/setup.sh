@@ -111,15 +111,16 @@ ensure_packages() {
       "name the system's own interpreter: make $purpose PYTHON=/usr/bin/python3"
 }
 
-# Debian's package of promtool is Prometheus itself, which would be started as a service; the tests
-# need the one program.
-ensure_promtool() {
-  ! command -v promtool >/dev/null || return 0
-  [[ ! -x $venv/bin/promtool ]] || return 0
+# Debian's package would start Prometheus as a service; the tests need its two programs.
+ensure_prometheus() {
+  local name missing=() folder=build/setup/prometheus
+  for name in promtool prometheus; do
+    command -v $name >/dev/null || [[ -x $venv/bin/$name ]] || missing+=("$name")
+  done
+  ((${#missing[@]})) || return 0
   command -v apt-get >/dev/null ||
-    die "promtool (part of Prometheus) is missing and there is no apt-get to fetch it with"
-  say "fetching promtool"
-  local folder=build/setup/prometheus
+    die "${missing[*]} of Prometheus is missing and there is no apt-get to fetch it with"
+  say "fetching ${missing[*]}"
   rm -rf "$folder" && mkdir -p "$folder"
   (
     cd "$folder"
@@ -127,8 +128,8 @@ ensure_promtool() {
       { can_be_root && update_lists && apt-get -qq download prometheus 2>/dev/null; }
     dpkg-deb --extract prometheus_*.deb .
   ) || die "apt-get could not download the package prometheus;" \
-    "put promtool on PATH and run make $purpose again"
-  install -m 755 "$folder/usr/bin/promtool" "$venv/bin/promtool"
+    "put ${missing[*]} on PATH and run make $purpose again"
+  for name in "${missing[@]}"; do install -m 755 "$folder/usr/bin/$name" "$venv/bin/$name"; done
   rm -rf "$folder"
 }
 
@@ -242,7 +243,7 @@ ensure_venv
 ensure_torch
 case $purpose in
   demo) ensure_memd demo ;;
-  test) ensure_memd test; ensure_promtool ;;
+  test) ensure_memd test; ensure_prometheus ;;
   lint | tidy) ensure_memd test; ensure_tools "$purpose" ;;
   *) die "no such purpose: $purpose (demo, test, lint, tidy)" ;;
 esac
