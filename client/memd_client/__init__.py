@@ -36,6 +36,7 @@ from memd_client.optimizer import Adam, AdamW
 from memd_client.save_safetensors import save_safetensors
 from memd_client.session import Session
 from memd_client.statistics import SessionStatistics
+from memd_client.tile_linears import tile_linears
 
 if TYPE_CHECKING:
     from memd_client import checkpoint
@@ -67,6 +68,7 @@ __all__ = [
     "load_safetensors",
     "offload",
     "save_safetensors",
+    "tile_linears",
 ]
 
 

@@ -119,7 +119,7 @@ class AwayParameter(StoredParameter):
             for parameter in parameters:
                 _refuse_unless_gathered(parameter, attribute or name)
         with fetched(parameters), saving_by_name():
-            for parameter in _changed_by(func, name, args, kwargs):
+            for parameter in changed_by(func, name, args, kwargs, streamed):
                 entry_of(parameter).residency.expect_change()
             return call_user(func, *args, **kwargs)
 
@@ -295,15 +295,18 @@ def _copy_if_away(leaf: Any) -> Any:
     return leaf if streamed(leaf) is None else leaf.detach().clone()
 
 
-def _changed_by(func: Any, name: str, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The parameters that `func`, which has this name, changes in place. torch counts most changes,
-    but not those of fused kernels and running statistics, nor those in inference mode."""
+def changed_by(
+    func: Any, name: str, args: Any, kwargs: Any, known: Callable[[Any], object]
+) -> list[torch.Tensor]:
+    """The parameters that `func`, which has this name, changes in place, among those that `known`
+    knows. torch counts most changes, but not those of fused kernels and running statistics, nor
+    those in inference mode."""
     changed = [kwargs["out"]] if "out" in kwargs else []
     if name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
         changed += args[:1]
     if func in _RUNNING_MEAN:
         changed += _changed_statistics(func, args, kwargs)
-    return [leaf for leaf in tree_leaves(changed) if streamed(leaf) is not None]
+    return [leaf for leaf in tree_leaves(changed) if known(leaf) is not None]
 
 
 def _changed_statistics(func: Any, args: Any, kwargs: Any) -> list[Any]:

@@ -378,8 +378,8 @@ def _transaction_of(targets: Sequence[torch.Tensor]) -> Transaction | None:
         if isinstance(target, MomentTensor):
             moments = target.whole.session_moments
             transaction = transaction_of(moments) if moments is not None else None
-        elif (entry := ModelTensor(target).entry) is not None:
-            transaction = entry.transaction
+        elif entries := ModelTensor(target).entries:
+            transaction = entries[0].transaction
         if transaction is not None:
             found[transaction] = None
     if len(found) > 1:

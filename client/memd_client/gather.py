@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from memd_client.dynamo import untraced
+from memd_client.gathered_tiles import gathered
 from memd_client.leases import MODE_READ, MODE_WRITE
 from memd_client.parameter import fetched, streamed
+from memd_client.tiles import entries_of, tiling_of
 from memd_client.unnamed import unnamed
 
 if TYPE_CHECKING:
@@ -26,7 +28,8 @@ def gather(
 ) -> AbstractContextManager[None]:
     """Inside, offloaded parameters are `nn.Parameter`s over memd's own memory, all at once; modules
     can be used too. Those that `init` has built and that have no names yet stay in this process
-    meanwhile. Other parameters are not touched.
+    meanwhile. Parameters in tiles are copies in this process, and what is changed goes back when
+    the context is left. Other parameters are not touched.
 
     Args:
         params_or_module: what to gather; the job's host memory must hold all of it.
@@ -62,12 +65,15 @@ class _Gathered(AbstractContextManager[None]):
         write = self._write
         parameters = _parameters(self._params_or_module)
         entries = [entry for parameter in parameters if (entry := streamed(parameter)) is not None]
+        in_tiles = [parameter for parameter in parameters if tiling_of(parameter) is not None]
         with ExitStack() as inside:
             inside.enter_context(fetched(parameters, mode=MODE_WRITE if write else MODE_READ))
             _bring_unnamed(parameters, inside)
+            for parameter in in_tiles:
+                inside.enter_context(gathered(parameter, write=write))
             for entry in entries if not write else ():
                 inside.enter_context(entry.residency.keeping_value())
-            self._jobs = {entry.job for entry in entries}
+            self._jobs = {entry.job for each in parameters for entry in entries_of(each)}
             self._inside = inside.pop_all()
 
     @untraced

@@ -23,8 +23,8 @@ from memd_client.dynamo import untraced
 from memd_client.errors import InvalidArgument, NotYet
 from memd_client.interrupts import call_user, defer_interrupts
 from memd_client.offload import offload
-from memd_client.parameter import streamed
 from memd_client.shard import TIERS
+from memd_client.tiles import is_in_memd
 from memd_client.unnamed import unnamed
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ class _Init(AbstractContextManager[None]):
             for module in modules
             if id(module) not in children
             if not all(parameter.is_meta for parameter in module.parameters())
-            if all(streamed(parameter) is None for parameter in module.parameters())
+            if not any(map(is_in_memd, module.parameters()))
         ]
 
     def _convert(self) -> None:
@@ -259,7 +259,7 @@ class _Init(AbstractContextManager[None]):
                 if buffer.is_floating_point():
                     setattr(module, name, buffer.to(dtype))
         for each in parameters.values():
-            if each.is_floating_point() and streamed(each) is None:
+            if each.is_floating_point() and not is_in_memd(each):
                 self._store.convert(each, dtype)
 
 
@@ -268,7 +268,7 @@ def _can_be_built(parameter: nn.Parameter) -> bool:
     return (
         type(parameter) is nn.Parameter
         and unnamed(parameter) is None
-        and streamed(parameter) is None
+        and not is_in_memd(parameter)
         and parameter.device.type == "cpu"
         and parameter.layout is torch.strided
         and parameter.numel() > 0

@@ -15,7 +15,7 @@ from memd_client.loaded_places import replace_all
 from memd_client.model_tensors import model_tensors, refuse_copies
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import nn
 
@@ -82,6 +82,7 @@ def load_safetensors(
     with CheckpointFiles(paths) as files:
         sources, keys = _matched(model_tensors(model), files, strict=strict, convert=convert)
         refuse_copies(model, [source.target for source in sources])
+        sources = [part for source in sources for part in source.parts()]
         replace_all(
             [source.target for source in sources],
             lambda index, data: sources[index].read(data),
@@ -97,6 +98,14 @@ class _Source:
 
     target: ModelTensor
     stored: StoredBytes
+    first_element: int = 0
+
+    def parts(self) -> Iterator[_Source]:
+        """One for each place of the target."""
+        first = 0
+        for part in self.target.parts:
+            yield _Source(part, self.stored, first)
+            first += part.shape.numel()
 
     def read(self, into: torch.Tensor) -> None:
         """Fills `into`, which has the bytes of the target and maybe one more."""
@@ -105,7 +114,7 @@ class _Source:
         whole = into[: wanted.size_bytes]
         into[wanted.size_bytes :].zero_()
         if tensor.dtype == wanted.dtype:
-            self.stored.read(0, whole.numpy().data)
+            self.stored.read(self.first_element * tensor.dtype.itemsize, whole.numpy().data)
             return
         elements = whole.view(wanted.dtype)
         count = _PIECE_BYTES // tensor.dtype.itemsize
@@ -114,7 +123,7 @@ class _Source:
             safe_point()
             part = piece[: elements.numel() - first]
             data = part.view(torch.uint8).numpy().data
-            self.stored.read(first * tensor.dtype.itemsize, data)
+            self.stored.read((self.first_element + first) * tensor.dtype.itemsize, data)
             elements[first : first + count].copy_(part)
 
 

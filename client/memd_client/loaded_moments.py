@@ -10,7 +10,7 @@ from memd_client.sizes import TILE_ELEMENTS
 from memd_client.staged_values import StagedValue, split_moments, staged_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -49,16 +49,17 @@ class MomentPieces:
         """
         self._loaded = loaded
         self._staged: list[StagedValue] = []
-        self._sources: list[LoadedMoments] = []  # of each that has bytes
+        # For each that has bytes, and the first element of its shard in the parameter.
+        self._sources: list[tuple[LoadedMoments, int]] = []
         index = first_index
-        for each in loaded:
-            for piece in split_moments(each.shard, each.update_count, has_maximum=each.has_maximum):
+        for each, part, begin in _parts(loaded):
+            for piece in split_moments(part, each.update_count, has_maximum=each.has_maximum):
                 if each.read is None:
-                    self._staged.append(StagedValue("", 0, each.shard.shard_id, piece))
+                    self._staged.append(StagedValue("", 0, part.shard_id, piece))
                     continue
                 name = staged_name(index)
-                self._staged.append(StagedValue(name, piece.size_bytes, each.shard.shard_id, piece))
-                self._sources.append(each)
+                self._staged.append(StagedValue(name, piece.size_bytes, part.shard_id, piece))
+                self._sources.append((each, begin))
                 index += 1
         self._with_bytes = [value for value in self._staged if value.name]
         self._source: LoadedMoments | None = None
@@ -70,7 +71,7 @@ class MomentPieces:
 
     def fill(self, number: int, into: torch.Tensor) -> None:
         """Writes number `number` of those that have bytes into a tensor of them."""
-        source = self._sources[number]
+        source, begin = self._sources[number]
         if source is not self._source:
             assert source.read is not None
             self._flat.clear()  # before others are read
@@ -81,11 +82,20 @@ class MomentPieces:
             self._source = source
         piece = self._with_bytes[number].moments
         assert piece is not None
-        first, count = piece.element_first, piece.element_count
+        first, count = begin + piece.element_first, piece.element_count
         for name, part in piece.split(into).items():
             part.copy_(self._flat[name][first : first + count])
         if number + 1 == len(self._sources):
             self._source, self._flat = None, {}
+
+
+def _parts(loaded: Iterable[LoadedMoments]) -> Iterator[tuple[LoadedMoments, Shard, int]]:
+    """Each shard that the daemon has of the parameters, and its first element in its parameter."""
+    for each in loaded:
+        begin = 0
+        for part in each.shard.parts:
+            yield each, part, begin
+            begin += part.element_count
 
 
 def maxima_bytes(gaining: Sequence[Shard], parameters: Iterable[Shard]) -> int:

@@ -49,6 +49,8 @@ def replace_all(
         MemdError: nothing has changed; or the message says that the new state may count and is not
             all in place.
     """
+    parts = _Parts(targets, fill)
+    targets = parts.targets
     _refuse_unwritable(targets)
     places = _Places(transaction, targets, what=what)
     stored = [index for index, target in enumerate(targets) if target.size_bytes]
@@ -63,7 +65,7 @@ def replace_all(
 
     def fill_staged(number: int, data: torch.Tensor) -> None:
         if number < len(stored):
-            fill(stored[number], data)
+            parts.fill(stored[number], data)
         else:
             pieces.fill(number - len(stored), data)
 
@@ -95,7 +97,13 @@ def _maxima_bytes(moments: Sequence[LoadedMoments], transaction: Transaction) ->
     ]
     keeping = {each.shard_id for each in listed if each.spec.keeps_maximum}
     return maxima_bytes(
-        [each.shard for each in moments if each.has_maximum and each.shard.shard_id not in keeping],
+        [
+            part
+            for each in moments
+            if each.has_maximum
+            for part in each.shard.parts
+            if part.shard_id not in keeping
+        ],
         [Shard.of(each) for each in listed],
     )
 
@@ -132,6 +140,50 @@ def _put_in_place(
             raise MemdError(f"{unfinished}: {error!r}") from error
         error.add_note(str(unfinished))
         raise
+
+
+class _Parts:
+    """The targets of one load, of which each has one place. A parameter in tiles has several, which
+    are filled one after the other from a copy of the whole in this process."""
+
+    def __init__(
+        self, wholes: Sequence[ModelTensor], fill: Callable[[int, torch.Tensor], None]
+    ) -> None:
+        """
+        Args:
+            fill: writes the bytes of a whole.
+        """
+        self._wholes = wholes
+        self._fill = fill
+        self._targets: list[ModelTensor] = []
+        self._sources: list[tuple[int, int]] = []  # the whole, and the first byte there
+        self._copy: tuple[int, torch.Tensor] | None = None
+        for index, whole in enumerate(wholes):
+            first_byte = 0
+            for part in whole.parts:
+                self._targets.append(part)
+                self._sources.append((index, first_byte))
+                first_byte += part.size_bytes
+
+    @property
+    def targets(self) -> Sequence[ModelTensor]:
+        return self._targets
+
+    def fill(self, number: int, into: torch.Tensor) -> None:
+        """Writes the bytes of target `number`."""
+        index, first_byte = self._sources[number]
+        whole, part = self._wholes[index], self._targets[number]
+        if part is whole:
+            self._fill(index, into)
+            return
+        if self._copy is None or self._copy[0] != index:
+            self._copy = None  # before the next is made
+            copy = torch.empty(whole.stored_bytes, dtype=torch.uint8)
+            self._fill(index, copy)
+            self._copy = index, copy
+        into.copy_(self._copy[1][first_byte : first_byte + part.size_bytes])
+        if first_byte + part.size_bytes == whole.size_bytes:
+            self._copy = None
 
 
 class _Places:

@@ -10,6 +10,7 @@ import torch
 
 from memd_client.errors import InvalidArgument, NotResident
 from memd_client.parameter import streamed
+from memd_client.tiles import entries_of, is_in_memd, tiling_of
 from memd_client.unnamed import unnamed
 
 if TYPE_CHECKING:
@@ -35,8 +36,19 @@ class ModelTensor:
 
     @property
     def entry(self) -> StreamedParameter | None:
-        """If it is offloaded."""
+        """If it is offloaded as one shard."""
         return streamed(self.tensor)
+
+    @property
+    def entries(self) -> list[StreamedParameter]:
+        """If it is offloaded, as one shard or as several."""
+        return entries_of(self.tensor)
+
+    @property
+    def parts(self) -> list[ModelTensor]:
+        """The parts that are in one place each: itself, or its tiles, one below the other."""
+        tiling = tiling_of(self.tensor)
+        return [self] if tiling is None else [ModelTensor(t, self.names) for t in tiling.tiles]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -114,7 +126,7 @@ def _refuse(name: str, tensor: object) -> None:
 def _identity(tensor: torch.Tensor) -> Hashable:
     """Equal for tensors of the same memory in the same form, as those of tied parameters."""
     # Memory of those that come and go has several, one after the other.
-    if streamed(tensor) is not None or unnamed(tensor) is not None or not tensor.numel():
+    if is_in_memd(tensor) or unnamed(tensor) is not None or not tensor.numel():
         return id(tensor)
     return (
         tensor.device,

@@ -44,6 +44,7 @@ from memd_client.residency import release_all, residency_of_storage
 from memd_client.saved_tensors import save_by_name_hooks
 from memd_client.sizes import UPDATE_BYTES, format_size
 from memd_client.stalls import note_module_calls
+from memd_client.tiles import tiling_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import saved_tensors_hooks
 
     from memd_client.residency import Held, Residency
+    from memd_client.tiles import Tiling
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 # torch gives each hook a number of its own, and guards on it: each block of a model would be
@@ -70,7 +72,7 @@ class _Copy:
 
 
 # The last copy of each parameter.
-_copies: ByIdentity[Residency, _Copy] = ByIdentity()
+_copies: ByIdentity[Residency | Tiling, _Copy] = ByIdentity()
 
 
 class _Frame:
@@ -398,11 +400,13 @@ def _copy_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: A
         value = state.get(key)
         if parameter is None or value is parameter or value is None:
             continue
-        entry = streamed(parameter)
+        entry, tiling = streamed(parameter), tiling_of(parameter)
         if entry is not None:
             # One lease for all that follows.
             value = value.in_memory() if isinstance(value, LazyTensor) else value
             state[key] = _copy_in(state, key, value, entry.residency)
+        elif tiling is not None and isinstance(value, LazyTensor):
+            state[key] = _copied(state, key, value, tiling, tiling.write_count)
 
 
 def _copy_in(
@@ -414,15 +418,24 @@ def _copy_in(
     # Somebody else's hook may have put another value.
     if residency_of_storage(value.untyped_storage()) is not residency:
         return value.clone()
-    write_count = residency.count_of(value)
-    last = _copies.get(residency)
+    return _copied(state, key, value, residency, residency.count_of(value))
+
+
+def _copied(
+    state: dict[str, Any],
+    key: str,
+    value: torch.Tensor,
+    source: Residency | Tiling,
+    write_count: int,
+) -> torch.Tensor:
+    last = _copies.get(source)
     if last is not None and last.write_count == write_count:
         tied = last.copy()
         is_there = tied is state.get(last.key)
         if tied is not None and is_there and _has_form_of(tied, value):
             return tied.detach()
     copy = value.clone()
-    _copies[residency] = _Copy(key, ref(copy), write_count)
+    _copies[source] = _Copy(key, ref(copy), write_count)
     return copy
 
 

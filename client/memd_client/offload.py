@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -17,16 +19,21 @@ from memd_client.interrupts import defer_interrupts, safe_point
 from memd_client.module_hooks import own_parameters, stream
 from memd_client.module_names import plain_name
 from memd_client.overlaps import refuse_overlaps
-from memd_client.parameter import StreamedParameter, streamed
+from memd_client.parameter import StreamedParameter
 from memd_client.placement import Placement
 from memd_client.residency import Classes, is_row_major
 from memd_client.shard import TIERS, Shard, bytes_name, bytes_spec, shard_spec
 from memd_client.sizes import UPDATE_BYTES, format_size
+from memd_client.storage_uses import USES_OF_ONE, storage_uses
 from memd_client.targets import owner_of
+from memd_client.tile_linears import TiledLinear
+from memd_client.tiles import Tiling, entries_of, tile_name
 from memd_client.unnamed import unnamed
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from memd_client.job import Job
     from memd_client.session import Session
     from memd_client.unnamed import UnnamedParameters
@@ -97,21 +104,27 @@ def offload(
     for name, parameter in parameters.items():
         _refuse_parameter(name, parameter, built)
     refuse_overlaps((name, each) for name, each in parameters.items() if unnamed(each) is None)
-    _refuse_names_in_use(parameters, job)
-    _refuse_small_pool(module, job)
+    tile_heights = _tile_heights(module)
+    for name, parameter in parameters.items():
+        if id(parameter) in tile_heights:
+            _refuse_tiled(name, parameter)
+    pieces = [
+        piece
+        for name, parameter in parameters.items()
+        for piece in _pieces(name, parameter, tile_heights.get(id(parameter)))
+    ]
+    _refuse_names_in_use({*parameters, *(piece.name for piece in pieces)}, job)
+    _refuse_small_pool(module, tile_heights, job)
     if not strict:
         job.held_names.relax()
-    stored_names = [_stored_name(name, parameter) for name, parameter in parameters.items()]
+    stored_names = [piece.stored_name for piece in pieces]
     job.held_names.refuse_unknown(stored_names)
     built.drop_left()
 
-    specs = [_spec(name, parameter, TIERS[tier]) for name, parameter in parameters.items()]
+    specs = [piece.spec(TIERS[tier]) for piece in pieces]
     declared = job.declare(specs) if specs else []
     buffers = ModuleBuffers(module, job, tier=TIERS[tier])
-    shards = [
-        _shard(name, parameter, shard)
-        for (name, parameter), shard in zip(parameters.items(), declared, strict=True)
-    ]
+    shards = [piece.shard(shard) for piece, shard in zip(pieces, declared, strict=True)]
     first = job.held_names.first_values
     first.learn_again()
     new_names = {
@@ -120,10 +133,10 @@ def offload(
         if not answer.written or first.is_unfinished(name)
     }
     with first.storing([*new_names, *buffers.new_names]):
-        for parameter, name, shard in zip(parameters.values(), stored_names, shards, strict=True):
+        for piece, name, shard in zip(pieces, stored_names, shards, strict=True):
             if name in new_names:
                 safe_point()
-                leases.write(shard, built.value(parameter))
+                leases.write(shard, piece.value(built))
                 job.mark_written()
         stored = buffers.exchange(job)
         job.sync_if_needed()
@@ -138,6 +151,7 @@ def offload(
             buffer.copy_(value)
     transaction.add(buffers)
     built.forget(parameters.values())
+    stored_parameters = [piece.parameter_of_its_own() for piece in pieces]
     entries = [
         StreamedParameter(
             parameter,
@@ -146,8 +160,9 @@ def offload(
             transaction=transaction,
             classes=_CLASSES,
         )
-        for parameter, answer, shard in zip(parameters.values(), declared, shards, strict=True)
+        for parameter, answer, shard in zip(stored_parameters, declared, shards, strict=True)
     ]
+    _join_tiles(parameters, pieces, stored_parameters)
     transaction.watch(Placement(module, job.name))
     stream(module)
     for entry in entries:
@@ -170,8 +185,7 @@ def _refuse_parameter(name: str, parameter: nn.Parameter, built: UnnamedParamete
     record = unnamed(parameter)
     if record is not None and record.store is not built:
         raise InvalidArgument(f"parameter {name!r} was built in init() of another session")
-    entry = streamed(parameter)
-    if entry is not None:
+    for entry in entries_of(parameter):
         raise InvalidArgument(
             f"parameter {name!r} is offloaded already, as {entry.shard.name!r} of job "
             f"{entry.job.name!r}"
@@ -222,8 +236,8 @@ def _refuse_parameter(name: str, parameter: nn.Parameter, built: UnnamedParamete
         )
 
 
-def _refuse_names_in_use(parameters: dict[str, nn.Parameter], job: Job) -> None:
-    taken = job.shards.parameter_names & parameters.keys()
+def _refuse_names_in_use(names: set[str], job: Job) -> None:
+    taken = job.shards.parameter_names & names
     if taken:
         raise InvalidArgument(
             f"job {job.name!r}: another module of this session has a parameter named "
@@ -231,13 +245,17 @@ def _refuse_names_in_use(parameters: dict[str, nn.Parameter], job: Job) -> None:
         )
 
 
-def _refuse_small_pool(module: nn.Module, job: Job) -> None:
+def _refuse_small_pool(
+    module: nn.Module, tile_heights: Mapping[int, Sequence[int]], job: Job
+) -> None:
+    def leased_bytes(parameter: nn.Parameter) -> int:
+        tiles = tile_heights.get(id(parameter))
+        size_bytes = parameter.numel() * parameter.element_size()
+        return size_bytes if tiles is None else size_bytes // parameter.shape[0] * max(tiles)
+
     largest_bytes, largest = max(
         (
-            (
-                sum(p.numel() * p.element_size() for p in own_parameters(child)),
-                name or type(child).__name__,
-            )
+            (sum(map(leased_bytes, own_parameters(child))), name or type(child).__name__)
             for name, child in module.named_modules()
         ),
         default=(0, ""),
@@ -252,24 +270,100 @@ def _refuse_small_pool(module: nn.Module, job: Job) -> None:
         )
 
 
-def _stored_name(name: str, parameter: nn.Parameter) -> str:
-    return name if parameter.dtype in _DTYPES else bytes_name(name, parameter)
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A parameter, or a range of its rows: what the daemon has as one shard."""
+
+    name: str
+    parameter: nn.Parameter
+    rows: tuple[int, int] | None = None
+
+    @property
+    def stored_name(self) -> str:
+        if self.parameter.dtype in _DTYPES:
+            return self.name
+        return bytes_name(self.name, self.parameter)
+
+    @property
+    def shape(self) -> Sequence[int]:
+        whole = self.parameter.shape
+        return whole if self.rows is None else (self.rows[1] - self.rows[0], *whole[1:])
+
+    def spec(self, tier: types_pb2.Tier) -> types_pb2.ShardSpec:
+        if self.parameter.dtype not in _DTYPES:
+            return bytes_spec(self.name, self.parameter, tier=tier)
+        return shard_spec(
+            self.name,
+            kind=types_pb2.SHARD_KIND_PARAMETER,
+            dtype=self.parameter.dtype,
+            shape=self.shape,
+            tier=tier,
+            value_only=True,  # until an optimizer takes it
+        )
+
+    def shard(self, declared: types_pb2.Shard) -> Shard:
+        if self.parameter.dtype in _DTYPES:
+            return Shard.of(declared)
+        return Shard.of_bytes(declared, self.parameter, name=self.name)
+
+    def value(self, built: UnnamedParameters) -> torch.Tensor:
+        """For reading. Keep it no longer than you use it."""
+        value = built.value(self.parameter)
+        return value if self.rows is None else value[self.rows[0] : self.rows[1]]
+
+    def parameter_of_its_own(self) -> nn.Parameter:
+        """The parameter that gets a shard."""
+        if self.rows is None:
+            return self.parameter
+        return nn.Parameter(
+            torch.empty(0, dtype=self.parameter.dtype, device="cpu"), self.parameter.requires_grad
+        )
 
 
-def _shard(name: str, parameter: nn.Parameter, declared: types_pb2.Shard) -> Shard:
-    if parameter.dtype in _DTYPES:
-        return Shard.of(declared)
-    return Shard.of_bytes(declared, parameter, name=name)
+def _pieces(name: str, parameter: nn.Parameter, tiles: Sequence[int] | None) -> list[_Piece]:
+    if tiles is None:
+        return [_Piece(name, parameter)]
+    ends = itertools.accumulate(tiles)
+    ranges = [(end - height, end) for height, end in zip(tiles, ends, strict=True)]
+    return [_Piece(tile_name(name, *rows), parameter, rows) for rows in ranges]
 
 
-def _spec(name: str, parameter: nn.Parameter, tier: types_pb2.Tier) -> types_pb2.ShardSpec:
-    if parameter.dtype not in _DTYPES:
-        return bytes_spec(name, parameter, tier=tier)
-    return shard_spec(
-        name,
-        kind=types_pb2.SHARD_KIND_PARAMETER,
-        dtype=parameter.dtype,
-        shape=parameter.shape,
-        tier=tier,
-        value_only=True,  # until an optimizer takes it
-    )
+def _tile_heights(module: nn.Module) -> dict[int, list[int]]:
+    """By the id of each parameter that is stored in tiles."""
+    return {
+        id(weight): layer.tile_heights
+        for layer in module.modules()
+        if isinstance(layer, TiledLinear)
+        and isinstance(weight := layer._parameters.get("weight"), nn.Parameter)
+        and weight.dtype in _DTYPES
+        and len(layer.tile_heights) > 1
+    }
+
+
+def _refuse_tiled(name: str, parameter: nn.Parameter) -> None:
+    """Gradients will arrive at its tiles, and its memory ends."""
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise InvalidArgument(
+            f"parameter {name!r} is tiled, so gradients arrive at its tiles, and its hooks would "
+            "see none; remove them, or leave the layer out of tile_linears()"
+        )
+    record = unnamed(parameter)
+    if (record is None or not record.is_away) and storage_uses(parameter) != USES_OF_ONE:
+        raise InvalidArgument(
+            f"somebody holds a tensor that shares the memory of parameter {name!r}, which is "
+            "tiled and has its bytes in several places from now on; drop it, or clone it"
+        )
+
+
+def _join_tiles(
+    parameters: Mapping[str, nn.Parameter],
+    pieces: Sequence[_Piece],
+    stored: Sequence[nn.Parameter],
+) -> None:
+    tiles: dict[int, list[nn.Parameter]] = {}
+    for piece, parameter in zip(pieces, stored, strict=True):
+        if piece.rows is not None:
+            tiles.setdefault(id(piece.parameter), []).append(parameter)
+    for name, parameter in parameters.items():
+        if id(parameter) in tiles:
+            Tiling(parameter, name, tiles[id(parameter)])

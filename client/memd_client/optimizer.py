@@ -23,13 +23,23 @@ from memd_client.loaded_states import refuse_state, replace_states, state_of
 from memd_client.module_hooks import end_interrupted_calls
 from memd_client.module_names import without_wrappers
 from memd_client.moments import StatesInMemd
-from memd_client.parameter import StreamedParameter, streamed
+from memd_client.parameter import StreamedParameter
 from memd_client.shard import TIERS
-from memd_client.targets import StreamedTarget, Target, decide_maximum, needs_name, own, owner_of
+from memd_client.targets import (
+    Part,
+    StreamedTarget,
+    Target,
+    TiledTarget,
+    decide_maximum,
+    needs_name,
+    own,
+    owner_of,
+)
+from memd_client.tiles import entries_of, is_in_memd
 from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from memd_client.job import Job
     from memd_client.loaded_moments import LoadedMoments
@@ -52,6 +62,10 @@ class _Targets(dict[int, Target]):
     def add(self, parameter: torch.Tensor, target: Target) -> None:
         self._parameters.append(parameter)
         self[id(parameter)] = target
+
+    def parts(self) -> Iterator[Part]:
+        """The targets that steps update."""
+        return chain.from_iterable(target.parts for target in self.values())
 
     def __missing__(self, key: int) -> NoReturn:
         """A parameter that came into `param_groups` without `add_param_group` is not in memd."""
@@ -190,9 +204,9 @@ class Adam(torch.optim.Optimizer):
                 type(self).__name__,
                 inherited,
             )
-        for target in targets:
-            if isinstance(target, StreamedTarget):
-                target.update_early(self._early)
+        for part in self._targets.parts():
+            if isinstance(part, StreamedTarget):
+                part.update_early(self._early)
         self._show_states()
         self._look_again()
         self._transaction.register_optimizer(self)
@@ -279,19 +293,17 @@ class Adam(torch.optim.Optimizer):
         """
         self._take_pending()
         if self._transaction is not None:
-            self._transaction.drop_broken(self._targets.values())
+            self._transaction.drop_broken(self._targets.parts())
         if set_to_none:
             self._drop_gradients()
         else:
-            for target in self._targets.values():
-                if isinstance(target, StreamedTarget):
-                    target.set_gradient_to_zero()
+            for part in self._targets.parts():
+                if isinstance(part, StreamedTarget):
+                    part.set_gradient_to_zero()
         self._look_again()
         # torch reads the gradient of every parameter, which takes 5 µs if the parameter is away.
         if not all(
-            streamed(parameter) is not None
-            for group in self.param_groups
-            for parameter in group["params"]
+            is_in_memd(parameter) for group in self.param_groups for parameter in group["params"]
         ):
             without_compiler(super().zero_grad, set_to_none)
 
@@ -456,14 +468,12 @@ class Adam(torch.optim.Optimizer):
     def _drop_gradients(self) -> None:
         dropped: list[Shard] = []
         try:
-            dropped.extend(
-                target.shard for target in self._targets.values() if target.drop_gradient()
-            )
+            dropped.extend(part.shard for part in self._targets.parts() if part.drop_gradient())
         finally:
             if dropped:
                 self._only_transaction().job.drop_gradients(dropped)
 
-    def _warn_of_taken_gradients(self, updated: list[Target]) -> None:
+    def _warn_of_taken_gradients(self, updated: list[Part]) -> None:
         """`updated` have gradients. With torch's optimizers, those of the last step would be there
         too where nobody has called `zero_grad()`."""
         if self._has_warned or not self._targets:
@@ -471,7 +481,7 @@ class Adam(torch.optim.Optimizer):
         job = self._only_transaction().job
         if job.steps.may_be_repeated:
             return
-        for target in updated or self._targets.values():
+        for target in updated or self._targets.parts():
             if isinstance(target, StreamedTarget) and target.would_repeat:
                 self._has_warned = True
                 _log.warning(
@@ -488,12 +498,12 @@ class Adam(torch.optim.Optimizer):
         """`scale`: of a GradScaler. It divides gradients by it, as torch's fused kernel does."""
         self._take_pending()
         groups: list[session_pb2.StepGroup] = []
-        updated: list[Target] = []
-        empty: list[Target] = []
-        decisions: list[tuple[list[Target], bool]] = []
+        updated: list[Part] = []
+        empty: list[Part] = []
+        decisions: list[tuple[list[Part], bool]] = []
         for group in self.param_groups:
             targets = [
-                target for p in group["params"] if (target := self._targets[id(p)]).has_gradient
+                part for p in group["params"] for part in self._parts_of(p) if part.has_gradient
             ]
             decisions.append((targets, bool(group["amsgrad"])))
             empty += [target for target in targets if not target.is_stored]
@@ -555,13 +565,21 @@ class Adam(torch.optim.Optimizer):
                 shard_ids=[
                     target.shard.shard_id
                     for p in group["params"]
-                    if isinstance(target := self._targets[id(p)], StreamedTarget)
+                    for target in self._targets[id(p)].parts
+                    if isinstance(target, StreamedTarget)
                     and not target.shard.is_bytes
                     and target.takes(amsgrad=bool(group["amsgrad"]))
                 ],
             )
             for group in self.param_groups
         ]
+
+    def _parts_of(self, parameter: torch.Tensor) -> Sequence[Part]:
+        """The targets that a step updates."""
+        target = self._targets[id(parameter)]
+        if isinstance(target, TiledTarget):
+            target.refuse_changed_assigned()
+        return target.parts
 
     def _look_again(self) -> None:
         if self._early is not None:
@@ -597,7 +615,7 @@ class Adam(torch.optim.Optimizer):
             or (is_new and parameter.requires_grad)
         }
 
-    def _show_states(self, updated: Sequence[Target] = ()) -> None:
+    def _show_states(self, updated: Sequence[Part] = ()) -> None:
         """`self.state` lists what has been updated, by a step or before it was loaded. `updated`:
         the step in flight updates these."""
         if not isinstance(self.state, StatesInMemd):
@@ -606,7 +624,7 @@ class Adam(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 target = self._targets[id(parameter)]
-                if target.update_count or id(target) in named:
+                if target.update_count or any(id(part) in named for part in target.parts):
                     self.state.show(parameter)
 
     def _load_states(self, states: Sequence[dict[str, Any] | None]) -> None:
@@ -692,8 +710,7 @@ def _weakly(
 
 def _transaction_of(parameters: list[torch.Tensor]) -> Transaction:
     for parameter in parameters:
-        entry = streamed(parameter)
-        if entry is not None:
+        for entry in entries_of(parameter):
             return entry.transaction
     raise InvalidArgument(
         "none of the optimizer's first parameters is offloaded; pass session=, or offload the "

@@ -227,6 +227,11 @@ def take_gradient(parameter: torch.Tensor) -> None:
         if gradient is None:
             return
         _autograds.__set__(parameter, None)
+    accumulate(entry, gradient)
+
+
+def accumulate(entry: StreamedParameter, gradient: torch.Tensor) -> None:
+    """Autograd has computed `gradient`."""
     job, shard, slot, early = entry.job, entry.shard, entry.gradient, entry.early
     if early is not None and slot.has_come:
         early.refuse_second(job, shard)
@@ -249,7 +254,7 @@ def get_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
         raise refused_swap(parameter)
     slot = entry.gradient
     # Plain PyTorch would find the gradient that a step took, and zero it.
-    if (slot.would_repeat or slot.are_zeros_due) and _is_zeroing(sys._getframe(2)):
+    if (slot.would_repeat or slot.are_zeros_due) and is_zeroing(sys._getframe(2)):
         slot.set_to_zero()
         return None
     if not slot.present:
@@ -261,7 +266,7 @@ def get_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     return slot.show()
 
 
-def _is_zeroing(caller: FrameType) -> bool:
+def is_zeroing(caller: FrameType) -> bool:
     """Whether a module zeroes its gradients, and keeps them."""
     return caller.f_code is _ZERO_GRAD and not caller.f_locals["set_to_none"]
 

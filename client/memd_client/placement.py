@@ -6,7 +6,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from memd_client.errors import MemdError
-from memd_client.parameter import streamed
+from memd_client.tiles import entries_of, is_in_memd
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,10 +19,10 @@ class Placement:
     def __init__(self, module: nn.Module, job: str) -> None:
         self._job = job
         self._places = [
-            (weakref.ref(child), name, entry.shard.name)
+            (weakref.ref(child), name, entries[0].shard.name)
             for child in module.modules()
             for name, parameter in child._parameters.items()
-            if (entry := streamed(parameter)) is not None
+            if parameter is not None and (entries := entries_of(parameter))
         ]
 
     def refuse_replaced(self) -> None:
@@ -33,7 +33,7 @@ class Placement:
             if module is None:
                 continue
             parameter = module._parameters.get(name)
-            if parameter is not None and streamed(parameter) is None:
+            if parameter is not None and not is_in_memd(parameter):
                 raise MemdError(
                     f"job {self._job!r}: parameter {shard_name!r} was replaced by one that is not "
                     "in memd, as load_state_dict(assign=True) and module.name = nn.Parameter(...) "

@@ -75,7 +75,7 @@ def save_safetensors(
     """
     defer_interrupts()
     tensors = model_tensors(model)
-    for job in {entry.job for tensor in tensors if (entry := tensor.entry) is not None}:
+    for job in {entry.job for tensor in tensors for entry in tensor.entries}:
         job.settle_for("save_safetensors()")
     given = Path(path)
     place = Path(os.path.realpath(given))  # as open() would, through a link
@@ -212,11 +212,12 @@ def _write_tensors(file: WholeFile, tensors: Sequence[ModelTensor], header: Head
         tensor = by_name[stored.name]
         if not stored.size_bytes:
             continue
-        if tensor.entry is None:
-            _write_value(file, tensor.tensor.detach(), stored.dtype)
-        else:
-            with ParameterBytes(tensor.tensor).using(writes=False) as value:
-                _write_value(file, value, stored.dtype)
+        for part in tensor.parts:
+            if part.entry is None:
+                _write_value(file, part.tensor.detach(), stored.dtype)
+            else:
+                with ParameterBytes(part.tensor).using(writes=False) as value:
+                    _write_value(file, value, stored.dtype)
 
 
 @torch.no_grad()

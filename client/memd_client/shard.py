@@ -12,7 +12,7 @@ from memd_client.dtypes import DTYPE_NUMBERS, dtype_number, torch_dtype
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 # The names of the tiers in the public API.
 TIERS: dict[str, types_pb2.Tier] = {"host": types_pb2.TIER_HOST, "nvme": types_pb2.TIER_NVME}
@@ -71,6 +71,18 @@ class Shard:
         # As the lease itself, it is none of a transform of torch.func.
         with temporarily_clear_interpreter_stack():
             return lease[: self.size_bytes].view(self.dtype).view(self.shape)
+
+    @property
+    def parts(self) -> tuple[Shard, ...]:
+        """The shards that the daemon has of it, one below the other."""
+        return (self,)
+
+    def part_rows(self) -> Iterator[tuple[int, int]]:
+        """The first row of each part, and the row behind its last."""
+        first = 0
+        for part in self.parts:
+            yield first, first + part.shape[0]
+            first += part.shape[0]
 
     @property
     def element_count(self) -> int:

@@ -19,6 +19,7 @@ from memd_client.identity import ByIdentity
 from memd_client.overlaps import refuse_overlaps
 from memd_client.parameter import StreamedParameter, streamed, take_gradient
 from memd_client.shard import MAXIMUM, MOMENTS, Shard, shard_spec
+from memd_client.tiles import entries_of, is_in_memd, tiling_of
 from memd_client.unnamed import unnamed
 from memd_client.views import is_same_bits
 from memd_proto.v1 import types_pb2
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from memd_client.early import EarlyUpdates
     from memd_client.job import Job
     from memd_client.moments import Moments
+    from memd_client.tiles import Tiling
     from memd_client.transaction import Transaction
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -46,6 +48,11 @@ class StatefulTarget(ABC):
     @property
     @abstractmethod
     def shard(self) -> Shard: ...
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """The targets that a step updates: itself, or its tiles."""
+        return [self]  # type: ignore[list-item] # only the tiled one is none, and overrides this
 
     @property
     @abstractmethod
@@ -479,7 +486,75 @@ class EmptyTarget(StatefulTarget):
             self._keeps_maximum = oldest.keeps_maximum
 
 
-Target = StreamedTarget | ResidentTarget | EmptyTarget
+class TiledTarget(StatefulTarget):
+    """An offloaded parameter that is several shards in memd. Steps update its tiles; its gradient
+    is one where torch would see one."""
+
+    def __init__(self, tiling: Tiling, tiles: Sequence[StreamedTarget]) -> None:
+        self._tiling = tiling
+        self._tiles = list(tiles)
+        super().__init__(keeps_maximum=tiles[0].keeps_maximum)
+
+    @property
+    def shard(self) -> Shard:
+        return self._tiling.shard
+
+    @property
+    def parts(self) -> Sequence[StreamedTarget]:
+        return self._tiles
+
+    @property
+    def stays(self) -> bool:
+        return False
+
+    @property
+    def update_count(self) -> int:
+        return self._tiles[0].update_count
+
+    def replace_update_count(self, count: int) -> None:
+        for tile in self._tiles:
+            tile.replace_update_count(count)
+            tile.note_maximum(keeps_maximum=self._keeps_maximum)
+
+    @property
+    def keeps_maximum(self) -> bool:
+        return self._tiles[0].keeps_maximum
+
+    def has_maximum(self, *, amsgrad: bool) -> bool:
+        return self._tiles[0].has_maximum(amsgrad=amsgrad)
+
+    def take_pending(self) -> None:
+        for tile in self._tiles:
+            tile.take_pending()
+
+    @property
+    def has_gradient(self) -> bool:
+        return any(tile.has_gradient for tile in self._tiles)
+
+    def gradient_for_reading(self) -> torch.Tensor:
+        """A copy in this process: torch's norm is a sum over all of it, in order."""
+        whole = torch.empty(self.shard.shape, dtype=self.shard.dtype)
+        for tile, (first, end) in zip(self._tiles, self._tiling.rows(), strict=True):
+            whole[first:end].copy_(tile.gradient_for_reading())
+        return whole
+
+    def refuse_gradient_change(self) -> None:
+        for tile in self._tiles:
+            tile.refuse_gradient_change()
+
+    def multiply_gradient(self, factor: torch.Tensor) -> None:
+        for tile in self._tiles:
+            tile.multiply_gradient(factor)
+
+    def refuse_changed_assigned(self) -> None:
+        """See `Tiling.refuse_changed_assigned`."""
+        self._tiling.refuse_changed_assigned()
+
+
+# A step updates these.
+Part = StreamedTarget | ResidentTarget | EmptyTarget
+# A parameter of an optimizer has one of these.
+Target = Part | TiledTarget
 # As DTensor is. torch's type for it would make mypy take the rest for unreachable.
 _is_made_of_others: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass
 # parameter → weak reference to the optimizer that updates it
@@ -494,7 +569,7 @@ def owner_of(parameter: torch.Tensor | None) -> object | None:
 
 def needs_name(parameter: torch.Tensor) -> bool:
     """Whether the daemon will know it by the name that the optimizer gives it."""
-    return streamed(parameter) is None and not _is_empty(parameter)
+    return not is_in_memd(parameter) and not _is_empty(parameter)
 
 
 def own(
@@ -514,32 +589,33 @@ def own(
     """
     job = transaction.job
     _refuse_twice(parameters, names)
-    made: dict[int, Target] = {}
+    made: dict[int, ResidentTarget | EmptyTarget] = {}
     empties: list[EmptyTarget] = []
     resident: list[tuple[torch.Tensor, types_pb2.ShardSpec]] = []
     taken = job.shards.parameter_names
     for parameter, name in zip(parameters, names, strict=True):
         _refuse_owned(parameter, name, optimizer)
         _refuse_unnamed(parameter, name, job)
-        entry = streamed(parameter)
+        entries = entries_of(parameter)
         if _is_empty(parameter):
             empties.append(EmptyTarget(parameter, name=name, keeps_maximum=amsgrad))
             made[id(parameter)] = empties[-1]
-        elif entry is None:
+        elif not entries:
             spec = _resident_spec(parameter, name, tier, taken, job)
             spec.keeps_maximum = amsgrad
             resident.append((parameter, spec))
-        elif entry.transaction is not transaction:
+        elif entries[0].transaction is not transaction:
             raise InvalidArgument(
-                f"parameter {entry.shard.name!r} belongs to job {entry.job.name!r}; an optimizer "
-                f"updates parameters of one job, here {job.name!r}"
+                f"parameter {entries[0].shard.name!r} belongs to job {entries[0].job.name!r}; an "
+                f"optimizer updates parameters of one job, here {job.name!r}"
             )
     refuse_overlaps((spec.name, parameter) for parameter, spec in resident)
     job.held_names.refuse_unknown([spec.name for _, spec in resident])
     moved = [
         entry.shard
-        for entry in map(streamed, parameters)
-        if entry is not None and not entry.shard.is_bytes
+        for parameter in parameters
+        for entry in entries_of(parameter)
+        if not entry.shard.is_bytes
     ]
     # From here on the job's quota has to hold the optimizer's state as well.
     updated = job.declare(_updated_specs(moved, tier, keeps_maximum=amsgrad)) if moved else []
@@ -568,12 +644,18 @@ def own(
     job.held_names.claim([spec.name for _, spec in resident])
     targets: list[Target] = []
     for parameter in parameters:
-        entry = streamed(parameter)
-        target = (
-            made[id(parameter)]
-            if entry is None
-            else StreamedTarget(entry, keeps_maximum=keeps_maximum.get(entry.shard.shard_id, False))
-        )
+        tiling = tiling_of(parameter)
+        streams = [
+            StreamedTarget(entry, keeps_maximum=keeps_maximum.get(entry.shard.shard_id, False))
+            for entry in entries_of(parameter)
+        ]
+        target: Target
+        if tiling is not None:
+            target = TiledTarget(tiling, streams)
+            for tile in tiling.tiles:
+                _owners[tile] = weakref.ref(optimizer)
+        else:
+            target = streams[0] if streams else made[id(parameter)]
         _owners[parameter] = weakref.ref(optimizer)
         if isinstance(target, ResidentTarget):
             job.shards.add_parameter(target)

@@ -58,8 +58,14 @@ class TensorStreams:
 
     def moments(self, shard: Shard) -> tuple[int, dict[str, torch.Tensor]]:
         """The number of updates, and the moments that the daemon has: fp32, in the shard's
-        shape."""
-        return self._retrying.calling(lambda: self._moments(shard))
+        shape.
+
+        Raises:
+            MemdError: the parts of the shard have had different numbers of updates.
+        """
+        if shard.parts == (shard,):
+            return self._retrying.calling(lambda: self._moments(shard))
+        return self._moments_of_parts(shard)
 
     def put_moments(self, parts: Callable[[], Iterable[MomentPart]]) -> None:
         """Replaces moments and numbers of updates. They are durable when it returns, and not whole
@@ -85,6 +91,23 @@ class TensorStreams:
             if failures:
                 raise failures[0] from None
             raise
+
+    def _moments_of_parts(self, shard: Shard) -> tuple[int, dict[str, torch.Tensor]]:
+        """One below the other."""
+        whole: dict[str, torch.Tensor] = {}
+        generations: set[int] = set()
+        for part, (first, end) in zip(shard.parts, shard.part_rows(), strict=True):
+            generation, found = self.moments(part)
+            generations.add(generation)
+            for name, moment in found.items():
+                whole.setdefault(name, torch.zeros(shard.shape))[first:end] = moment
+        if len(generations) > 1:
+            raise MemdError(
+                f"job {self._job!r}: the tiles of parameter {shard.name!r} have had "
+                f"{sorted(generations)} updates, and their moments are of no one state; load the "
+                "optimizer's state again"
+            )
+        return generations.pop(), whole
 
     def _moments(self, shard: Shard) -> tuple[int, dict[str, torch.Tensor]]:
         found: dict[str, bytearray] = {}

@@ -25,7 +25,7 @@ from memd_client.errors import InvalidArgument
 from memd_client.interrupts import call_user, defer_interrupts, safe_point
 from memd_client.lazy import LazyTensor
 from memd_client.moments import MomentTensor
-from memd_client.parameter import streamed
+from memd_client.tiles import TileBytes, is_in_memd
 from memd_client.whole_file import WholeFile, sync_folder
 
 if TYPE_CHECKING:
@@ -162,6 +162,8 @@ class Passing:
         if isinstance(tensor, LazyTensor):
             if isinstance(tensor.source, ParameterBytes):
                 tensor.source.entry.job.settle_for(self._what)
+            elif isinstance(tensor.source, TileBytes):
+                tensor.source.tiling.transaction.job.settle_for(self._what)
             tensor = tensor.in_memory()
         tensor = tensor.cpu()
         # torch.save writes the whole storage.
@@ -239,7 +241,7 @@ class _Pickler(pickle.Pickler):
 
 def _is_in_memd(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (
-        isinstance(value, LazyTensor | MomentTensor) or streamed(value) is not None
+        isinstance(value, LazyTensor | MomentTensor) or is_in_memd(value)
     )
 
 

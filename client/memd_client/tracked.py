@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, Sampler
 
 from memd_client import plain
 from memd_client.errors import IntegrityError, InvalidArgument, MemdError
-from memd_client.parameter import streamed
 from memd_client.plain import decode
 from memd_client.shard import Shard, shard_spec
+from memd_client.tiles import is_in_memd
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
@@ -290,7 +290,7 @@ def _refuse_object(name: str, value: Any) -> None:
                 f"{type(value).__name__} without {method}()"
             )
     if isinstance(value, nn.Module) and any(
-        streamed(parameter) is not None for parameter in value.parameters()
+        is_in_memd(parameter) for parameter in value.parameters()
     ):
         raise InvalidArgument(
             f"the parameters and buffers of offloaded modules are part of every commit: {name!r}"
