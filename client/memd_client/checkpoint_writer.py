@@ -26,6 +26,7 @@ from torch.futures import Future
 from memd_client.checkpoint_files import os_error
 from memd_client.checkpoint_folder import METADATA_NAME, CheckpointFolder
 from memd_client.errors import InvalidArgument, MemdError, NotYet
+from memd_client.freed_memory import passing_bytes
 from memd_client.interrupts import defer_interrupts, safe_point
 from memd_client.torch_archive import ArchiveStream, Passing
 from memd_client.whole_file import WholeFile, remove_abandoned, sync_folder
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
+    from memd_client.freed_memory import PassingBytes
 
 _DATA_NAME = re.compile(r"__\d+_\d+(\.[0-9a-f]{12})?\.distcp")
 # An item has as many beside its elements: torch's archive, whose records are aligned.
@@ -110,14 +112,14 @@ class Writer(CheckpointFolder, StorageWriter, AsyncStager):
         """Writes the items to a file that has no name yet."""
         defer_interrupts()
         results = Future[list[WriteResult]]()
-        with self._ending_if_it_fails():
+        with self._ending_if_it_fails(), passing_bytes() as passing:
             self._lock_folder()
             remove_abandoned(self._path, _DATA_NAME.pattern)  # each save has another name
             size_bytes = sum((item.tensor_storage_size() or 0) + _ITEM_BYTES for item in plan.items)
             self._data = self._opened.enter_context(
                 WholeFile(self._path / self._data_name, size_bytes)
             )
-            results.set_result(self._write_items(self._data, plan.items, planner))
+            results.set_result(self._write_items(self._data, plan.items, planner, passing))
             self._data.finish()
         return results
 
@@ -201,22 +203,27 @@ class Writer(CheckpointFolder, StorageWriter, AsyncStager):
             ) from error
 
     def _write_items(
-        self, file: WholeFile, items: Sequence[WriteItem], planner: SavePlanner
+        self,
+        file: WholeFile,
+        items: Sequence[WriteItem],
+        planner: SavePlanner,
+        passing: PassingBytes,
     ) -> list[WriteResult]:
         results = []
         begin = 0
-        passing = Passing("dcp.save()")
+        tensors = Passing("dcp.save()")
         for item in items:
             safe_point()
             stream = ArchiveStream(file)
             data = planner.resolve_data(item)
             if isinstance(data, torch.Tensor):
-                torch.save(passing.ordinary(data), cast("IO[bytes]", stream))
+                torch.save(tensors.ordinary(data), cast("IO[bytes]", stream))
             else:
                 stream.write(data.getbuffer())
             # Nothing refers to a lease when the next one begins.
             del data
             size_bytes = stream.finish()
+            passing.passed(size_bytes)
             stored = _StorageInfo(self._data_name, begin, size_bytes)
             results.append(WriteResult(item.index, size_bytes, stored))
             begin += size_bytes

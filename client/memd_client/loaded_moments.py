@@ -74,7 +74,6 @@ class MomentPieces:
         source, begin = self._sources[number]
         if source is not self._source:
             assert source.read is not None
-            self._flat.clear()  # before others are read
             # A view, unless its elements lie elsewhere.
             self._flat = {
                 name: moment.detach().reshape(-1) for name, moment in source.read().items()
@@ -85,8 +84,8 @@ class MomentPieces:
         first, count = begin + piece.element_first, piece.element_count
         for name, part in piece.split(into).items():
             part.copy_(self._flat[name][first : first + count])
-        if number + 1 == len(self._sources):
-            self._source, self._flat = None, {}
+        if all(each is not source for each, _ in self._sources[number + 1 : number + 2]):
+            self._source, self._flat = None, {}  # before others are read
 
 
 def _parts(loaded: Iterable[LoadedMoments]) -> Iterator[tuple[LoadedMoments, Shard, int]]:

@@ -9,6 +9,7 @@ import torch
 
 from memd_client.buffers import ModuleBuffers
 from memd_client.errors import InvalidArgument, MemdError, retold
+from memd_client.freed_memory import passing_bytes
 from memd_client.loaded_moments import MomentPieces, maxima_bytes
 from memd_client.overlaps import overlaps_itself
 from memd_client.shard import Shard
@@ -68,11 +69,12 @@ def replace_all(
             parts.fill(stored[number], data)
         else:
             pieces.fill(number - len(stored), data)
+        passing.passed(data.nbytes)
 
     def take(value: StagedValue, shard: Shard | None, data: torch.Tensor) -> None:
         places.take(value, shard, data, staged)
 
-    with staged.turn(take):
+    with passing_bytes() as passing, staged.turn(take):
         staged.refuse_company()
         whole = [*values, *pieces.staged]
         staged.stage(whole, fill_staged, maxima_bytes=_maxima_bytes(moments, transaction))

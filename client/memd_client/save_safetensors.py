@@ -14,6 +14,7 @@ from memd_client.away import ParameterBytes
 from memd_client.checkpoint_files import INDEX_NAME, WEIGHTS_NAME, os_error
 from memd_client.dynamo import untraced
 from memd_client.errors import InvalidArgument, MemdError
+from memd_client.freed_memory import passing_bytes
 from memd_client.interrupts import defer_interrupts, safe_point
 from memd_client.model_tensors import model_tensors
 from memd_client.safetensors_header import encode_header
@@ -98,7 +99,7 @@ def save_safetensors(
         with _os_errors(folder):
             folder.mkdir(exist_ok=True)
     index = _index(model, files, dtype) if len(files) > 1 else b""
-    with ExitStack() as opened:
+    with passing_bytes(), ExitStack() as opened:
         written = [
             opened.enter_context(_written(folder / name, held, headers[name]))
             for name, held in files.items()
@@ -218,6 +219,7 @@ def _write_tensors(file: WholeFile, tensors: Sequence[ModelTensor], header: Head
             else:
                 with ParameterBytes(part.tensor).using(writes=False) as value:
                     _write_value(file, value, stored.dtype)
+                    del value  # it would keep the lease until the next one is there
 
 
 @torch.no_grad()

@@ -191,15 +191,15 @@ class StagedValues:
             declared = self._store.shards.declare(specs)
         except MemdError as error:
             terms = {
-                "values": sum(value_sizes),
+                "parameters and buffers": sum(value_sizes),
                 "moments": moment_bytes,
                 "the old values of one commit": room_bytes,
                 "maxima that the job has not": maxima_bytes,
             }
             raise retold(
                 error,
-                f"{error}; a load keeps the new state beside the old one until all is there, which "
-                f"takes {format_size(sum(terms.values()))} of nvme_bytes more = "
+                f"{error}; a load keeps the new values beside the old ones until all are there, "
+                f"which takes {format_size(sum(terms.values()))} of nvme_bytes more = "
                 + " + ".join(
                     f"{format_size(size)} ({what})" for what, size in terms.items() if size
                 ),

@@ -118,9 +118,11 @@ class TensorStreams:
             first = 4 * part.element_first
             for name in MOMENTS:
                 data: bytes = getattr(part, name)
-                if data:
-                    whole = found.setdefault(name, bytearray(4 * shard.element_count))
-                    whole[first : first + len(data)] = data
+                if not data:
+                    continue
+                if name not in found:
+                    found[name] = bytearray(4 * shard.element_count)
+                found[name][first : first + len(data)] = data
         return generation, {
             name: torch.frombuffer(data, dtype=torch.float32).view(shard.shape)
             for name, data in found.items()

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 import memd_client
-from memd_client import checkpoint_reader, checkpoint_writer, staged_values
+from memd_client import checkpoint_reader, staged_values, torch_archive
 from memd_client.checkpoint_files import CheckpointFile, CheckpointFiles
 from memd_client.job_store import JobStore
 from memd_client.leases import Leases
@@ -208,7 +208,7 @@ def save_all(path: Path, at: int) -> int:
         killing.around(os, name)
     killing.around(Path, "unlink")
     killing.around(Leases, "value")
-    killing.around(checkpoint_writer._ItemStream, "finish")
+    killing.around(torch_archive.ArchiveStream, "finish")
     state_dict_saver.save(state, storage_writer=memd_client.checkpoint.Writer(path))
     session.close()
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tracemalloc
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -164,6 +165,21 @@ def test_a_state_is_staged_within_a_pool_that_does_not_hold_the_moments_of_one_p
         for name, value in wanted.items():
             assert torch.equal(found[name], value), name
         assert not staged(session)
+
+
+def test_moments_are_read_into_their_own_bytes_alone(daemon: Daemon) -> None:
+    with fresh(daemon, "state-read") as session:
+        model = memd_client.offload(nn.Linear(1500, 1500, bias=False), session)
+        optimizer = memd_client.AdamW(model.parameters())
+        moment = optimizer.state_dict()["state"][0]["exp_avg"]
+        tracemalloc.start()
+        try:
+            assert not moment.any()
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    one_bytes = 4 * 1500**2
+    assert 2 * one_bytes <= peak_bytes < 2.9 * one_bytes
 
 
 def test_moments_of_other_dtypes_are_converted(daemon: Daemon) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 import memd_client
+from memd_client.away import ParameterBytes
 from memd_client.checkpoint_files import CheckpointFile
 from memd_client.job_store import JobStore
 from memd_client.residency import Residency
@@ -800,6 +801,23 @@ def test_files_of_an_earlier_save_are_replaced_and_others_stay(tmp_path: Path) -
 
 
 # Memory
+
+
+def test_a_save_leases_one_parameter_at_a_time(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[int] = []
+    using = ParameterBytes.using
+
+    def counting(source: ParameterBytes, *, writes: bool) -> Any:
+        held.append(session.statistics().leases_held)
+        return using(source, writes=writes)
+
+    with fresh(daemon, "st-one") as session:
+        model = memd_client.offload(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), session)
+        monkeypatch.setattr(ParameterBytes, "using", counting)
+        memd_client.save_safetensors(model, tmp_path / "a.safetensors")
+    assert held == [0] * 4
 
 
 def test_neither_way_takes_more_memory_than_a_module(daemon: Daemon, tmp_path: Path) -> None:
