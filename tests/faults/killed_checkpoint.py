@@ -109,8 +109,12 @@ def in_child(work: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def nobody() -> None:
+    """Is told when a call begins."""
+
+
 class Killing:
-    """Counts moments, and kills the process at one of them."""
+    """Counts moments, and kills the process at one of them; 0: at none."""
 
     def __init__(self, at: int) -> None:
         self._left = at
@@ -134,9 +138,8 @@ class Killing:
 
 
 def connect(**changes: Any) -> memd_client.Session:
-    return memd_client.connect(
-        sys.argv[1], job=JOB, host_bytes="16MiB", nvme_bytes="64MiB", **changes
-    )
+    """To the daemon at MEMD_ADDRESS."""
+    return memd_client.connect(job=JOB, host_bytes="16MiB", nvme_bytes="64MiB", **changes)
 
 
 def begin(seed: int) -> int:
@@ -174,7 +177,7 @@ def kill_in_memd(at: int) -> Killing:
     return killing
 
 
-def load(what: str, path: Path, at: int) -> int:
+def load(what: str, path: Path, at: int = 0, *, begins: Callable[[], None] = nobody) -> int:
     session = connect()
     model = memd_client.offload(Model(3), session)
     optimizer = memd_client.AdamW(model.parameters(), lr=0.0)
@@ -182,6 +185,7 @@ def load(what: str, path: Path, at: int) -> int:
     killing = kill_in_memd(at)
     killing.around(CheckpointFile, "read")
     killing.around(checkpoint_reader._Files, "tensor")
+    begins()
     if what == "load":
         memd_client.load_safetensors(model, path, session)
     elif what == "state":
@@ -199,7 +203,7 @@ def finish(at: int) -> int:
     return look()
 
 
-def save_all(path: Path, at: int) -> int:
+def save_all(path: Path, at: int = 0, *, begins: Callable[[], None] = nobody) -> int:
     session = connect()
     model = memd_client.offload(Model(3), session)
     state = everything(model, memd_client.AdamW(model.parameters()))
@@ -209,6 +213,7 @@ def save_all(path: Path, at: int) -> int:
     killing.around(Path, "unlink")
     killing.around(Leases, "value")
     killing.around(torch_archive.ArchiveStream, "finish")
+    begins()
     state_dict_saver.save(state, storage_writer=memd_client.checkpoint.Writer(path))
     session.close()
     return 0
@@ -260,7 +265,7 @@ def prepared(folder: Path, what: str) -> Path:
     """What is loaded."""
     if what == "dcp-load":
         assert in_child(lambda: begin(NEW)) == 1
-        assert in_child(lambda: save_all(folder / "new", 0)) == 0
+        assert in_child(lambda: save_all(folder / "new")) == 0
         return folder / "new"
     path = folder / "new.safetensors"
     memd_client.save_safetensors(Model(NEW), path)
@@ -293,7 +298,7 @@ def kill_saves_of_all(folder: Path, stride: int) -> Counter[str]:
     """Into the folder of an earlier checkpoint, which stays until the new one is there."""
     for seed in (OLD, NEW):
         assert in_child(lambda seed=seed: begin(seed)) == 1  # type: ignore[misc]
-        assert in_child(lambda seed=seed: save_all(folder / str(seed), 0)) == 0  # type: ignore[misc]
+        assert in_child(lambda seed=seed: save_all(folder / str(seed))) == 0  # type: ignore[misc]
     seen: Counter[str] = Counter()
     path = folder / "both"
     for at in range(1, 1000, stride):
@@ -310,7 +315,7 @@ def kill_saves_of_all(folder: Path, stride: int) -> Counter[str]:
         assert status == -signal.SIGKILL, (at, status)
         seen["old" if found == ALL_OLD else "new"] += 1
         # The next save removes what this one has left.
-        assert in_child(lambda: save_all(path, 0)) == 0
+        assert in_child(lambda: save_all(path)) == 0
         assert len(list(path.iterdir())) == 2
     raise AssertionError("no save was left alive")
 
@@ -350,4 +355,5 @@ def main(folder: Path, what: str, stride: int) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    os.environ["MEMD_ADDRESS"] = sys.argv[1]
     main(Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))

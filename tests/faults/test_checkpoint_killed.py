@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -83,6 +84,20 @@ def test_a_killed_distributed_save_leaves_the_earlier_checkpoint_or_the_new_one(
     if stride < 10:
         assert seen["new"] > 0
         assert seen["old"] + seen["new"] >= 10
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("killed", ["trainer", "daemon"])
+@pytest.mark.parametrize("what", ["dcp-save", "dcp-load", "state"])
+def test_ten_kills_at_random_moments_leave_all_of_it_or_nothing(
+    tmp_path: Path, what: str, killed: str
+) -> None:
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "tests.soak.checkpoint_kills", "--what", what]
+    command += ["--killed", killed, "--count", "10", "--json", str(report)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=280)
+    outcome = json.loads(report.read_text())
+    assert outcome["kills"] == outcome["old"] + outcome["new"] == 10
 
 
 def killing(restarts: Restarts, number: int, *, with_memory: bool, monkeypatch: Any) -> list[str]:

@@ -80,6 +80,17 @@ PARTS = (
     live_kills("both", "fp32", "step", "short", 50, early=True),
     live_kills("both", "bf16", "every:3", "short", 30, early=True),
     Part("conformance", python("tests.numerics.conformance"), "--count", 522),
+    *(
+        Part(
+            f"kill-{killed}-{what}",
+            python("tests.soak.checkpoint_kills"),
+            "--count",
+            100,
+            ("--what", what, "--killed", killed),
+        )
+        for what in ("dcp-save", "dcp-load", "state")
+        for killed in ("trainer", "daemon")
+    ),
     Part("killed-clients", python("tests.soak.lease_kills"), "--count", 1000),
     *(
         Part(
