@@ -285,9 +285,15 @@ void ClientSession::reconnect(OwnedFd connection) {
   give_back_untold_pins();
   {
     const std::lock_guard swap(connection_mutex_);
-    connection_ = std::move(connection);
+    if (!closed_.load(std::memory_order_relaxed)) connection_ = std::move(connection);
   }
   is_suspended_ = false;
+}
+
+void ClientSession::close() {
+  closed_.store(true, std::memory_order_relaxed);
+  const std::lock_guard lock(connection_mutex_);
+  connection_ = OwnedFd();
 }
 
 void ClientSession::give_back_untold_pins() {

@@ -119,8 +119,9 @@ class ClientSession {
   ClientStalls& stalls() { return stalls_; }
 
   ClientStatistics statistics() const;
-  /// Refuses further calls. The mappings live until the last lease is released (shared ownership).
-  void close() { closed_.store(true, std::memory_order_relaxed); }
+  /// Refuses further calls, and closes the connection, of which the daemon gives a process few. The
+  /// mappings live until the last lease is released (shared ownership).
+  void close();
 
  private:
   struct Waiting {

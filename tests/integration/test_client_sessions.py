@@ -273,6 +273,19 @@ def test_what_ended_a_session_is_shown_before_what_closing_it_met(
     assert "closing the session failed too" in raised.value.__notes__[0]
 
 
+def test_closed_sessions_that_somebody_refers_to_hold_no_connection(daemon: Daemon) -> None:
+    """As by a hook of a parameter, in a cycle that Python does not see."""
+    kept: list[tuple[memd_client.Session, torch.Tensor]] = []
+    for _ in range(40):  # the daemon gives a process 32
+        session = memd_client.connect(daemon.address, job="kept")
+        session.put("x", torch.ones(5000))
+        kept.append((session, session.get("x")))
+        session.close()
+    assert all(torch.equal(tensor, torch.ones(5000)) for _, tensor in kept)
+    with pytest.raises(memd_client.MemdError, match="the session is closed"):
+        kept[0][0].get("x")
+
+
 def test_a_closed_session_keeps_no_descriptor_open(daemon: Daemon) -> None:
     def descriptor_count() -> int:
         return sum(1 for _ in Path("/proc/self/fd").iterdir())
