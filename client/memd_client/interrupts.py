@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 FunctionT = TypeVar("FunctionT", bound="Callable[..., Any]")
 
 _FOLDER = f"{Path(__file__).parent}/"
+# A training library runs its loop inside of these: they are as code of the user.
+_INTEGRATIONS = f"{_FOLDER}integrations/"
 _interruptible: set[CodeType] = set()
 # When a deferred interrupt is tried again. Between two module calls memd works for less.
 _AGAIN_S = 0.001
@@ -128,7 +130,8 @@ def _is_deferred_in(frame: FrameType | None) -> bool:
     while frame is not None:
         if frame.f_code in _interruptible:
             return False
-        if frame.f_code.co_filename.startswith(_FOLDER):
+        name = frame.f_code.co_filename
+        if name.startswith(_FOLDER) and not name.startswith(_INTEGRATIONS):
             return True
         frame = frame.f_back
     return False

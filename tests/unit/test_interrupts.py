@@ -57,6 +57,23 @@ def interrupted_in(call: Callable[[], Any]) -> None:
         call_and_wait()
 
 
+def test_an_interrupt_in_a_training_library_does_not_wait_for_its_loop() -> None:
+    """Integrations call the loops of libraries, which run for days."""
+    made: dict[str, Any] = {}
+    path = f"{next(iter(memd_client.__path__))}/integrations/library.py"
+    exec(compile("def run_epoch(train): train()", path, "exec"), made)
+    went_on: list[bool] = []
+
+    def train() -> None:
+        signal.raise_signal(signal.SIGINT)
+        went_on.append(True)
+
+    defer_interrupts()
+    with pytest.raises(KeyboardInterrupt):
+        made["run_epoch"](train)
+    assert not went_on
+
+
 @pytest.mark.parametrize("use", ["call", "operation", "gather"])
 def test_an_interrupt_between_a_lease_and_its_note_waits_for_the_note(
     mlp: tuple[Mlp, Mlp], session: Session, monkeypatch: pytest.MonkeyPatch, use: str
