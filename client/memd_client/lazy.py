@@ -424,8 +424,9 @@ def _refuse(args: Iterable[Any], what: str) -> NoReturn:
 
 def _refuse_sharing(tensor: torch.Tensor, value: torch.Tensor) -> bool:
     """The kernel of the check before `tensor.data = value`, which would make a tensor without
-    memory of `tensor`. torch's kernels read its address unchecked, and end the process."""
-    if isinstance(value, LazyTensor):
+    memory of `tensor`. torch's kernels read its address unchecked, and end the process. A gradient
+    that `module.cpu()` has converted to itself shares nothing."""
+    if isinstance(value, LazyTensor) and value is not tensor:
         value.refuse_sharing()
     with torch._C._ExcludeDispatchKeyGuard(noted_keys):
         is_compatible: bool = torch._has_compatible_shallow_copy_type(tensor, value)

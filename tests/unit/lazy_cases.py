@@ -479,6 +479,17 @@ class TestLazyGradients:
             use(gradient_of(mlp[0].first.weight))
         assert_same_gradients(*mlp)
 
+    @pytest.mark.parametrize("convert", [nn.Module.cpu, nn.Module.float, lambda m: m.to("cpu")])
+    def test_a_module_that_is_converted_to_itself_keeps_its_gradients(
+        self, mlp: tuple[Mlp, Mlp], convert: Callable[[nn.Module], Any]
+    ) -> None:
+        """Lightning does so when a training ends, also with an error."""
+        module, reference = mlp
+        for each in mlp:
+            loss_of(each).backward()
+            convert(each)
+        assert_same_gradients(module, reference)
+
     def test_a_raw_address_is_valid_until_the_step(
         self, mlp: tuple[Mlp, Mlp], session: Session
     ) -> None:
