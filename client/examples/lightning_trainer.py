@@ -2,10 +2,12 @@
 
     python lightning_trainer.py OUT            # with memd: MEMD_ADDRESS, or the node's daemon
     python lightning_trainer.py OUT --plain    # without memd: the same losses and weights
-    python lightning_trainer.py OUT --resume   # goes on at the last checkpoint in OUT
+    python lightning_trainer.py OUT --resume   # goes on at the last commit of the job
+    python lightning_trainer.py OUT --resume-checkpoint   # at the last checkpoint in OUT
 
-Two lines differ: `offload`, and the optimizer's class. The loop, clipping, the schedule and
-checkpoints are Lightning's own.
+With memd it has `offload`, another class for the optimizer, a callback that makes each step a
+commit, and a plugin that streams checkpoints. The loop, clipping, the schedule and checkpoints are
+Lightning's own.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import memd_client
+from memd_client.integrations.lightning import CommitSteps, StreamedCheckpointIO
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,27 +70,37 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--resume-checkpoint", action="store_true")
     options = parser.parse_args()
 
     lightning.seed_everything(0, verbose=False)
+    folder = options.out / "checkpoints"
+    callbacks: list[Any] = [ModelCheckpoint(dirpath=folder, save_last=True)]
+    plugins: list[Any] = []
     if options.plain:
         model = Regression(partial(torch.optim.AdamW, fused=True))
     else:
         model = Regression(memd_client.AdamW)
-        memd_client.offload(model, memd_client.connect(job="lightning-trainer"))
+        session = memd_client.connect(
+            job="lightning-trainer", fresh=not (options.resume or options.resume_checkpoint)
+        )
+        memd_client.offload(model, session)
+        callbacks.append(CommitSteps(session))
+        plugins.append(StreamedCheckpointIO())
     trainer = lightning.Trainer(
         accelerator="cpu",
         max_epochs=3,
         accumulate_grad_batches=2,
         gradient_clip_val=1.0,
         default_root_dir=options.out,
-        callbacks=[ModelCheckpoint(dirpath=options.out / "checkpoints", save_last=True)],
+        callbacks=callbacks,
+        plugins=plugins,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    last = options.out / "checkpoints" / "last.ckpt"
-    trainer.fit(model, make_loader(), make_loader(), ckpt_path=last if options.resume else None)
+    last = folder / "last.ckpt" if options.resume_checkpoint else None
+    trainer.fit(model, make_loader(), make_loader(), ckpt_path=last)
     torch.save(model.state_dict(), options.out / "weights.pt")
 
 

@@ -1,8 +1,8 @@
 """Saves a model that is larger than the job's host memory as a library's checkpoint, and loads it;
 says what memory that took, in bytes beyond those of an interpreter with the library imported.
 
-Run: python -m tests.integration.library_memory LIBRARY ADDRESS FOLDER LAYERS train
-and the same with `measure`: the memory of the first step is another process's.
+Run: python -m tests.integration.library_memory LIBRARY ADDRESS FOLDER LAYERS PHASE
+for the phases `train`, `save` and `load`: the memory of the others is another process's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +50,8 @@ def offloaded(session: memd_client.Session, layers: int) -> nn.Module:
 
 
 def accelerate(
-    session: memd_client.Session, model: nn.Module, folder: Path
-) -> dict[str, Callable[[], Any]]:
+    session: memd_client.Session, model: nn.Module, folder: Path, phase: str
+) -> Callable[[], Any]:
     library: Any = importlib.import_module("memd_client.integrations.accelerate")
     optimizer = memd_client.AdamW(model.parameters(), lr=1e-3)
     accelerator = library.CommittedAccelerator(session=session, cpu=True)
@@ -65,37 +66,69 @@ def accelerate(
 
     return {
         "train": train,
-        "save": lambda: accelerator.save_state(folder),
-        "load": lambda: accelerator.load_state(folder),
-    }
+        "save": lambda: accelerator.save_state(folder / "checkpoint"),
+        "load": lambda: accelerator.load_state(folder / "checkpoint"),
+    }[phase]
+
+
+def lightning(
+    session: memd_client.Session, model: nn.Module, folder: Path, phase: str
+) -> Callable[[], Any]:
+    package: Any = importlib.import_module("lightning")
+    library: Any = importlib.import_module("memd_client.integrations.lightning")
+
+    class Module(package.LightningModule):  # type: ignore[misc] # no types here
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            loss: torch.Tensor = self.model(batch).mean()
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return memd_client.AdamW(self.parameters(), lr=1e-3)
+
+    trainer = package.Trainer(
+        accelerator="cpu",
+        max_steps=1,
+        callbacks=[library.CommitSteps(session)],
+        plugins=[library.StreamedCheckpointIO()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    path = folder / "a.ckpt"
+    batches: Any = torch.ones(1, 1)
+    fit = partial(trainer.fit, Module(), torch.utils.data.DataLoader(batches))
+    if phase == "save":
+        fit()
+        return partial(trainer.save_checkpoint, path)
+    return fit if phase == "train" else partial(fit, ckpt_path=path)
 
 
 def main(library: str, address: str, folder: Path, layers: int, phase: str) -> None:
     importlib.import_module(f"memd_client.integrations.{library}")
     base_bytes = rss_anon_bytes()
     torch.manual_seed(0)
-    is_first = phase == "train"
     quota = 9 * layers * LAYER_BYTES
+    is_first = phase == "train"
     with memd_client.connect(address, job="memory", nvme_bytes=quota, fresh=is_first) as session:
         model = offloaded(session, layers)
-        calls = globals()[library](session, model, folder / "checkpoint")
-        if is_first:
-            calls["train"]()
-            return
+        call = globals()[library](session, model, folder, phase)
+        return_freed_memory()
         sys.stdout.write(f"model {layers * LAYER_BYTES}\nlargest {LAYER_BYTES}\n")
-        for what in ("save", "load"):
-            return_freed_memory()
-            sys.stdout.write(f"before_{what} {rss_anon_bytes() - base_bytes}\n")
-            with peak(what, base_bytes):
-                calls[what]()
-        session.drop_job()
+        sys.stdout.write(f"before_{phase} {rss_anon_bytes() - base_bytes}\n")
+        with peak(phase, base_bytes):
+            call()
 
 
 def measured(library: str, address: str, folder: Path) -> dict[str, int]:
-    """The bytes that both phases have said, of 12 layers."""
+    """The bytes that all phases have said, of 12 layers."""
     command = [sys.executable, "-m", "tests.integration.library_memory", library, address, folder]
     said = ""
-    for phase in ("train", "measure"):
+    for phase in ("train", "save", "load"):
         done = subprocess.run(
             [*map(str, command), "12", phase],
             cwd=Path(__file__).parents[2],

@@ -21,14 +21,15 @@ EXAMPLES = Path(__file__).parents[2] / "client" / "examples"
 # The line behind which each is killed: some steps after a checkpoint.
 KILLED_AFTER = {
     "accelerate_loop": "step 6",
-    "lightning_trainer": "batch 12",
+    "lightning_trainer": "batch 13",
     "peft_lora": "step 6",
     "transformers_trainer": "step 6",
 }
 # Those whose steps are commits: `--resume` goes on at the last of them. Their checkpoint that a
-# kill leaves, and the step behind which it was made.
+# kill leaves, and how many losses were printed before it.
 GO_ON_AT_COMMITS = {
     "accelerate_loop": (Path("checkpoint"), 4),
+    "lightning_trainer": (Path("checkpoints"), 8),
     "transformers_trainer": (Path("checkpoints", "checkpoint-4"), 4),
 }
 # Streamed, with the library's bytes.
@@ -105,19 +106,22 @@ def test_an_example_that_is_killed_and_resumed_has_the_numbers_of_plain_pytorch(
     for file in SAME_FILES.get(name, ()):
         assert (ours / file).read_bytes() == (plain / file).read_bytes(), file
     if name in GO_ON_AT_COMMITS:
-        assert not before.keys() & after.keys() - {KILLED_AFTER[name]}, "it lost committed steps"
+        repeated = before.keys() & after.keys()
+        assert repeated <= set(list(before)[-2:]), "it lost committed steps"
         go_on_at_checkpoint(name, ours, tmp_path / "kept", expected)
         assert_equal_weights(ours, plain)
 
 
 def go_on_at_checkpoint(name: str, ours: Path, kept: Path, expected: dict[str, str]) -> None:
     """The library's own, in a job that has gone further."""
-    place, step = GO_ON_AT_COMMITS[name]
+    place, count = GO_ON_AT_COMMITS[name]
     shutil.rmtree(ours / place.parts[0])
     shutil.copytree(kept, ours / place)
     again = losses(name, ours, "--resume-checkpoint")
     mean = again.pop("mean", None)
-    assert again == {f"step {number}": expected[f"step {number}"] for number in range(step + 1, 13)}
+    rest = dict(list(expected.items())[count:])
+    rest.pop("mean", None)
+    assert again == rest
     if mean is not None:
         total = sum(map(float, again.values()))
         assert float(mean) == pytest.approx(total / len(again))

@@ -22,7 +22,7 @@ def test_the_client_imports_no_training_library() -> None:
     assert done.stdout.strip() == "set()", done.stderr
 
 
-@pytest.mark.parametrize("library", ["accelerate", "transformers"])
+@pytest.mark.parametrize("library", ["accelerate", "lightning", "transformers"])
 def test_a_missing_library_is_named_with_what_to_install(library: str) -> None:
     done = run(
         f"import sys\nsys.modules['{library}'] = None\nimport memd_client.integrations.{library}"
