@@ -67,6 +67,12 @@ class _Targets(dict[int, Target]):
         """The targets that steps update."""
         return chain.from_iterable(target.parts for target in self.values())
 
+    def forget_assigned(self) -> None:
+        """Gradients end, also those that were assigned to parameters in tiles."""
+        for target in self.values():
+            if isinstance(target, TiledTarget):
+                target.forget_assigned()
+
     def __missing__(self, key: int) -> NoReturn:
         """A parameter that came into `param_groups` without `add_param_group` is not in memd."""
         raise InvalidArgument(
@@ -467,6 +473,7 @@ class Adam(torch.optim.Optimizer):
 
     def _drop_gradients(self) -> None:
         dropped: list[Shard] = []
+        self._targets.forget_assigned()
         try:
             dropped.extend(part.shard for part in self._targets.parts() if part.drop_gradient())
         finally:
@@ -541,6 +548,7 @@ class Adam(torch.optim.Optimizer):
             prepare=prepare,
             refuse_orphans=partial(_refuse_orphans, transaction.job),
         )
+        self._targets.forget_assigned()
         self._show_states(updated + empty)
 
     def _refuse_changed_state(self) -> None:

@@ -545,10 +545,15 @@ class TiledTarget(StatefulTarget):
     def multiply_gradient(self, factor: torch.Tensor) -> None:
         for tile in self._tiles:
             tile.multiply_gradient(factor)
+        self._tiling.change_assigned(lambda assigned: assigned.mul_(factor))
 
     def refuse_changed_assigned(self) -> None:
         """See `Tiling.refuse_changed_assigned`."""
         self._tiling.refuse_changed_assigned()
+
+    def forget_assigned(self) -> None:
+        """See `Tiling.forget_assigned`."""
+        self._tiling.forget_assigned()
 
 
 # A step updates these.

@@ -132,7 +132,7 @@ class Tiling:
         shown = self._shown() if self._shown is not None else None
         if shown is None:
             lazies = [tile.detach() for tile in self._tiles]
-            shown = LazyTensor.over(TileBytes(self, lazies, "parameter"))
+            shown = LazyTensor.over(TileBytes(self, lazies, is_gradient=False))
             self._shown = weakref.ref(shown)
         return shown
 
@@ -153,7 +153,7 @@ class Tiling:
             assert isinstance(source, TileBytes)
             if source.shows(lazies):
                 return shown
-        shown = LazyTensor.over(TileBytes(self, lazies, "the gradient of"))
+        shown = LazyTensor.over(TileBytes(self, lazies, is_gradient=True))
         self._gradient = weakref.ref(shown)
         return shown
 
@@ -200,6 +200,18 @@ class Tiling:
                 f"{self.label} is tiled, so memd has a copy of the tensor that was assigned to its "
                 "grad, and that tensor has changed since; assign it again, or change p.grad"
             )
+
+    def change_assigned(self, change: Callable[[torch.Tensor], object]) -> None:
+        """The gradient has changed so, and in torch it is the tensor that was assigned."""
+        held = self._assigned[0]() if self._assigned is not None else None
+        if held is not None:
+            with torch.no_grad():
+                change(held)
+            self._assigned = weakref.ref(held), held._version
+
+    def forget_assigned(self) -> None:
+        """The gradient ends."""
+        self._assigned = None
 
     def replace(self, value: torch.Tensor) -> None:
         """`parameter.data = value`. The tiles have copies."""
@@ -263,11 +275,11 @@ def entries_of(parameter: torch.Tensor) -> list[StreamedParameter]:
 class TileBytes:
     """The bytes of a whole, a copy for each use; what a use changes goes to the tiles."""
 
-    def __init__(self, tiling: Tiling, lazies: Sequence[Any], what: str) -> None:
+    def __init__(self, tiling: Tiling, lazies: Sequence[Any], *, is_gradient: bool) -> None:
         """`lazies` show the tiles."""
         self._tiling = tiling
         self._lazies = list(lazies)
-        self._what = what
+        self._is_gradient = is_gradient
 
     @property
     def tiling(self) -> Tiling:
@@ -279,7 +291,8 @@ class TileBytes:
 
     @property
     def name(self) -> str:
-        return f"{self._what} {self._tiling.shard.name!r}"
+        what = "the gradient of" if self._is_gradient else "parameter"
+        return f"{what} {self._tiling.shard.name!r}"
 
     @property
     def shape(self) -> torch.Size:
@@ -311,6 +324,8 @@ class TileBytes:
         if writes:
             for lazy, (first, end) in zip(self._lazies, self._tiling.rows(), strict=True):
                 lazy.copy_(whole[first:end])
+            if self._is_gradient and not self.has_ended:
+                self._tiling.change_assigned(lambda assigned: assigned.copy_(whole))
 
     def memory(self) -> torch.Tensor:
         """See `lazy.Source`."""

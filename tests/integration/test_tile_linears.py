@@ -343,6 +343,33 @@ def test_the_gradient_is_read_and_changed_as_one(session: memd_client.Session) -
     assert_same_values(model, plain)
 
 
+def test_a_tensor_that_was_assigned_is_the_gradient_until_that_ends(
+    session: memd_client.Session,
+) -> None:
+    plain = reference()
+    model = memd_client.offload(tiled(), session)
+    optimizer, expected = memd_optimizer(model), MemoryAdamW(groups(plain))
+    given = [torch.full((INNER, WIDTH), 0.5) for _ in range(2)]
+    for _ in range(2):
+        for each, stepping, tensor in (
+            (model, optimizer, given[0]),
+            (plain, expected, given[1]),
+        ):
+            each.up.weight.grad = tensor
+            gradient(each.up.weight).add_(1)
+            stepping.clip_grad_norm_(1.0)
+            stepping.step()
+            stepping.zero_grad()
+        assert torch.equal(*given)
+        for tensor in given:
+            tensor.mul_(2)  # that gradient is over
+        for each, stepping in ((model, optimizer), (plain, expected)):
+            each(tokens(0)).backward()
+            stepping.step()
+            stepping.zero_grad()
+    assert_same_values(model, plain)
+
+
 def test_gather_has_the_whole_parameter_in_place(session: memd_client.Session) -> None:
     plain = reference()
     model = memd_client.offload(tiled(), session)
