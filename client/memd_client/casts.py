@@ -170,7 +170,12 @@ class Cast:
 
     def remake(self) -> torch.Tensor:
         """For backward."""
-        return self._kept if self._kept is not None else self._make(self._source.reread())
+        if self._kept is None:
+            value = self._source.reread()
+            # It takes what was written to the memory since, before which casts are handed back.
+            if self._kept is None:
+                return self._make(value)
+        return self._kept
 
     def _make(self, value: torch.Tensor) -> torch.Tensor:
         with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(noted_keys):

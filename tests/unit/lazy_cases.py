@@ -621,6 +621,18 @@ class TestDetached:
         held.clear()
         assert leases_held(session) == 0
 
+    def test_its_memory_may_be_written_after_a_cast_of_autocast(self, mlp: tuple[Mlp, Mlp]) -> None:
+        """Autograd has saved the cast, and so the value from before."""
+        gradients = []
+        for module in mlp:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(module)
+            module.second.weight.detach().numpy()[0] = 0.25
+            loss.backward()
+            gradients.append(gradient_of(module.first.weight).clone())
+        assert torch.equal(*gradients)
+        assert_same_state(*mlp)
+
     @pytest.mark.parametrize("is_inside", [False, True])
     def test_backward_over_a_value_that_changed_since_is_torchs_error(
         self, session: Session, *, is_inside: bool
