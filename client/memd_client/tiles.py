@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from memd_client.away import changed_by
 from memd_client.dynamo import untraced
 from memd_client.errors import InvalidArgument, MemdError, NotResident
+from memd_client.freed_memory import PassingBytes
 from memd_client.hole import allowing_metadata, make_hole, name_in_messages
 from memd_client.identity import ByIdentity
 from memd_client.interrupts import call_user
@@ -97,6 +98,8 @@ class Tiling:
         with torch._C.DisableTorchFunctionSubclass():
             parameter.__class__ = TiledParameter
             _data.__set__(parameter, make_hole(parameter.shape, parameter.dtype))
+        for tile in self._tiles:
+            tile.register_post_accumulate_grad_hook(_return_gradient)
         _tilings[parameter] = self
 
     @property
@@ -250,6 +253,17 @@ class Tiling:
         """A copy in this process, with a gradient that reaches the tiles."""
         copied: torch.Tensor = _Whole.apply(self, *self._tiles)  # type: ignore[no-untyped-call]
         return copied
+
+
+# glibc keeps freed gradients of up to 32 MiB, and finds no use for them: what an aligned tensor
+# leaves is a little too small for the next of its size. They would come to all gradients.
+_passing = PassingBytes()
+
+
+@untraced
+def _return_gradient(tile: torch.Tensor) -> None:
+    """Post-accumulate hook, after `take_gradient`: the gradient is in memd, and not here."""
+    _passing.passed(tile.nbytes)
 
 
 _tilings: ByIdentity[torch.Tensor, Tiling] = ByIdentity()

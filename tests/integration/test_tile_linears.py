@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.daemons import Daemon
+    from tests.daemons import Daemon, Daemons
 
 BATCH, WIDTH, INNER = 6, 24, 56
 TILE_BYTES = 10 * WIDTH * 4  # 10 rows of the wider layers in fp32
@@ -229,6 +231,59 @@ def test_nothing_larger_than_a_tile_is_leased(
     nn.init.normal_(model.head.weight)
     assert len(leased) > 10
     assert max(leased) <= TILE_BYTES
+
+
+_TRAINED = """
+import re, sys, threading
+import torch
+from torch import nn
+import memd_client
+
+def anonymous_bytes():
+    with open("/proc/self/status") as status:
+        return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", status.read())[1])
+
+peak, is_over = 0, threading.Event()
+
+def watch():
+    global peak
+    while not is_over.wait(0.001):
+        peak = max(peak, anonymous_bytes())
+
+torch.set_num_threads(1)
+width, tiles = 1280, 2
+session = memd_client.connect(sys.argv[1], job="memory", fresh=True)
+model = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+memd_client.tile_linears(model, bytes_max=16 * width * width // tiles)
+memd_client.offload(model, session)
+optimizer = memd_client.AdamW(model.parameters())
+before = anonymous_bytes()
+watcher = threading.Thread(target=watch, daemon=True)
+watcher.start()
+for _ in range(3):
+    model(torch.ones(16, width)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+is_over.set()
+watcher.join()
+print(peak - before)
+session.drop_job()
+"""
+
+
+def test_gradients_of_tiles_that_are_freed_are_no_memory_of_the_trainer(daemons: Daemons) -> None:
+    """All four are 50 MiB. 16 MiB and one more may be kept, and torch has memory of its own for a
+    product."""
+    daemon = daemons.start(name="memory", host="256MiB", nvme="3GiB")
+    done = subprocess.run(
+        [sys.executable, "-c", _TRAINED, daemon.address],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    daemon.stop()
+    assert int(done.stdout) < 45 << 20
 
 
 def test_without_memd_a_tiled_layer_is_the_program_written_out() -> None:
@@ -478,6 +533,39 @@ def test_checkpoints_hold_the_whole_weight(session: memd_client.Session, tmp_pat
     memd_client.save_safetensors(half, tmp_path / "half.safetensors")
     memd_client.load_safetensors(model, tmp_path / "half.safetensors", session, convert=True)
     assert_same_values(model, half.float())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_another_job_goes_on_from_a_distributed_checkpoint(daemon: Daemon, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from memd_client.checkpoint import Reader, Writer
+
+    plain = reference()
+    expected = MemoryAdamW(groups(plain))
+    train(plain, expected)
+    with memd_client.connect(daemon.address, job="one", fresh=True) as session:
+        model = memd_client.offload(tiled(), session)
+        optimizer = memd_optimizer(model)
+        train(model, optimizer)
+        state = {"model": model.state_dict(keep_vars=True), "optimizer": optimizer.state_dict()}
+        save(state, storage_writer=Writer(tmp_path), no_dist=True)
+        session.drop_job()
+    with memd_client.connect(daemon.address, job="other", fresh=True) as session:
+        # Another bound, so other shards.
+        model = memd_client.tile_linears(Model(nn.Linear), bytes_max=2 * TILE_BYTES)
+        memd_client.offload(model, session)
+        optimizer = memd_optimizer(model)
+        state = {"model": model.state_dict(keep_vars=True), "optimizer": optimizer.state_dict()}
+        load(state, storage_reader=Reader(tmp_path), no_dist=True)
+        optimizer.load_state_dict(state["optimizer"])
+        assert_same_values(model, plain)
+        found = optimizer.state_dict()["state"]
+        for index, moments in expected.state_dict()["state"].items():
+            for name, value in moments.items():
+                assert torch.equal(found[index][name] + 0, value), (index, name)
+        session.drop_job()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
