@@ -6,20 +6,19 @@ learn its form, or to load it where it came from. That takes no bytes.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from threading import RLock
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet, ref
 
 import torch
 from torch.utils._pytree import tree_map
 
-from memd_client.errors import InvalidArgument, MemdError, UnknownName
+from memd_client.errors import InvalidArgument, MemdError
 from memd_client.metadata import asks_for_metadata
 from memd_client.shard import MAXIMUM, MOMENTS
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from memd_client.job import Job
     from memd_client.shard import Shard
@@ -78,47 +77,6 @@ class MomentTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         copy: torch.Tensor = memo.setdefault(id(self), self.value().clone())
         return copy
-
-
-class StateInMemd(dict[str, Any]):
-    """`optimizer.state[parameter]`: empty, and asked for a moment it says where that is.
-
-    Iterated, it names what Adam may have of a parameter: torch's distributed checkpoint asks so
-    which names it shall look for in a state that was flattened.
-    """
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys(("step", *MOMENTS, *super().__iter__())))
-
-    def __missing__(self, name: str) -> NoReturn:
-        raise UnknownName(
-            f"optimizer.state[parameter] has no {name!r}: states are in memd; read them in "
-            "optimizer.state_dict()['state'], and change them by load_state_dict()"
-        )
-
-
-class StatesInMemd(defaultdict[torch.Tensor, StateInMemd]):
-    """`optimizer.state`: it lists the parameters that torch's would, once they have a state."""
-
-    def __init__(self, *arguments: Any) -> None:
-        """`arguments`: as those of a defaultdict, whose `copy()` passes them."""
-        super().__init__(*(arguments or (StateInMemd,)))
-        self._shown: set[torch.Tensor] = set()
-
-    def __bool__(self) -> bool:
-        """True: torch's distributed checkpoint makes a step of an optimizer that has none, to make
-        its states. Here they are in memd from the beginning."""
-        return True
-
-    def show(self, parameter: torch.Tensor) -> None:
-        """It has a state from now on."""
-        self.setdefault(parameter, StateInMemd())
-        self._shown.add(parameter)
-
-    @property
-    def is_whole(self) -> bool:
-        """Nobody has removed what was shown."""
-        return self._shown <= self.keys()
 
 
 class MomentSource(Protocol):

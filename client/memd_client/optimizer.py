@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -22,9 +22,9 @@ from memd_client.interrupts import call_user, defer_interrupts
 from memd_client.loaded_states import refuse_state, replace_states, state_of
 from memd_client.module_hooks import end_interrupted_calls
 from memd_client.module_names import without_wrappers
-from memd_client.moments import StatesInMemd
 from memd_client.parameter import StreamedParameter
 from memd_client.shard import TIERS
+from memd_client.shown_states import begin_shown, listing, refuse_changed, show
 from memd_client.targets import (
     Part,
     StreamedTarget,
@@ -169,7 +169,7 @@ class Adam(torch.optim.Optimizer):
         """
         if self._targets:
             # Torch would begin anew with them, and in memd they would go on.
-            self._refuse_changed_state()
+            refuse_changed(self)
         without_compiler(super().add_param_group, param_group)
         group = self.param_groups[-1]
         try:
@@ -198,7 +198,7 @@ class Adam(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         if not self._targets:
-            _replace_state(self, StatesInMemd())
+            begin_shown(self)
         for parameter, target in zip(parameters, targets, strict=True):
             self._targets.add(parameter, target)
         inherited = max((target.update_count for target in targets), default=0)
@@ -342,15 +342,9 @@ class Adam(torch.optim.Optimizer):
         moment; their bytes are read when they are used, or before they change: see
         `moments.MomentTensor`.
         """
-        states, shown = self._states(), self.state
-        try:
-            _replace_state(self, defaultdict(dict, shown))
-            for group in self.param_groups:
-                self.state.update((each, states.get(each, {})) for each in group["params"])
+        with listing(self, self._states()):
             state: dict[str, Any] = without_compiler(super().state_dict)
-            return state
-        finally:
-            _replace_state(self, shown)
+        return state
 
     @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -526,7 +520,7 @@ class Adam(torch.optim.Optimizer):
         if not updated:
             return
         transaction = self._only_transaction()
-        self._refuse_changed_state()
+        refuse_changed(self)
         defer_interrupts()
         end_interrupted_calls()
         self._look_again()
@@ -550,19 +544,6 @@ class Adam(torch.optim.Optimizer):
         )
         self._targets.forget_assigned()
         self._show_states(updated + empty)
-
-    def _refuse_changed_state(self) -> None:
-        """`self.state` shows nothing of what memd has, so a change there would be lost."""
-        if not isinstance(self.state, StatesInMemd) or not self.state.is_whole:
-            raise InvalidArgument(
-                "optimizer.state was cleared or replaced, and states are in memd; call "
-                "optimizer.reset_state() instead"
-            )
-        if any(self.state.get(each) for group in self.param_groups for each in group["params"]):
-            raise InvalidArgument(
-                "optimizer.state was written, and states are in memd; change what state_dict() "
-                "returns, and give it to load_state_dict()"
-            )
 
     def _expected_groups(self) -> list[session_pb2.StepGroup]:
         """The groups of a step in which every offloaded parameter has a gradient, but for those
@@ -626,14 +607,17 @@ class Adam(torch.optim.Optimizer):
     def _show_states(self, updated: Sequence[Part] = ()) -> None:
         """`self.state` lists what has been updated, by a step or before it was loaded. `updated`:
         the step in flight updates these."""
-        if not isinstance(self.state, StatesInMemd):
-            return  # the user has replaced it, which the next step refuses
         named = {id(target) for target in updated}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                target = self._targets[id(parameter)]
-                if target.update_count or any(id(part) in named for part in target.parts):
-                    self.state.show(parameter)
+        show(
+            self,
+            [
+                parameter
+                for group in self.param_groups
+                for parameter in group["params"]
+                if (target := self._targets[id(parameter)]).update_count
+                or any(id(part) in named for part in target.parts)
+            ],
+        )
 
     def _load_states(self, states: Sequence[dict[str, Any] | None]) -> None:
         """One for each target; None: none yet."""
@@ -650,7 +634,7 @@ class Adam(torch.optim.Optimizer):
 
     def _begin_shown_states(self) -> None:
         """`self.state` lists what memd has now."""
-        _replace_state(self, StatesInMemd())
+        begin_shown(self)
         self._show_states()
 
 
@@ -742,8 +726,3 @@ def _refuse_orphans(job: Job) -> None:
 def _replace_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
     """The attribute is torch's."""
     optimizer.param_groups = groups
-
-
-def _replace_state(optimizer: torch.optim.Optimizer, state: defaultdict[Any, Any]) -> None:
-    """The attribute is torch's."""
-    optimizer.state = state

@@ -46,7 +46,7 @@ CLIENT_LAYERS = (
     *("job_store", "first_values", "held_names", "open_steps", "steps", "staged_values", "job"),
     *("name_uses", "blobs", "adam_settings"),
     "stored_parameter",
-    *("metadata", "hidden", "lazy", "moments", "loaded_moments"),
+    *("metadata", "hidden", "lazy", "moments", "shown_states", "loaded_moments"),
     *("transaction", "module_names", "buffers"),
     # Offloaded parameters.
     *(
