@@ -98,8 +98,8 @@ class Tiling:
         with torch._C.DisableTorchFunctionSubclass():
             parameter.__class__ = TiledParameter
             _data.__set__(parameter, make_hole(parameter.shape, parameter.dtype))
-        for tile in self._tiles:
-            tile.register_post_accumulate_grad_hook(_return_gradient)
+        self._is_hooked = False
+        self._hook_if_trainable()
         _tilings[parameter] = self
 
     @property
@@ -241,8 +241,16 @@ class Tiling:
         """For `parameter.requires_grad = requires_grad`."""
         for tile in self._tiles:
             tile.requires_grad_(requires_grad)
+        self._hook_if_trainable()
         with torch._C.DisableTorchFunctionSubclass():
             _requires_grad.__set__(parameter, requires_grad)
+
+    def _hook_if_trainable(self) -> None:
+        """torch accepts hooks only for tensors that require a gradient."""
+        if self._tiles[0].requires_grad and not self._is_hooked:
+            for tile in self._tiles:
+                tile.register_post_accumulate_grad_hook(_return_gradient)
+            self._is_hooked = True
 
     @property
     def write_count(self) -> int:
