@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
+from torch.utils import checkpoint
 
 from memd_client.away import AwayParameter
 from memd_client.dynamo import traced_if_inlined
@@ -24,6 +25,12 @@ from memd_client.stored_parameter import StoredParameter
 _data: Any = torch._C.TensorBase.data
 _detach: Any = torch._C.TensorBase.detach
 _requires_grad: Any = torch._C.TensorBase.requires_grad
+# A function inside torch's.
+(_KEEPS_RECOMPUTED,) = (
+    each
+    for each in checkpoint._recomputation_hook.__init__.__code__.co_consts
+    if getattr(each, "co_name", "") == "pack_hook"
+)
 
 
 class _TorchFunction:
@@ -69,8 +76,13 @@ class InPlaceParameter(StoredParameter):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether backward computes a gradient for it."""
-        return bool(_requires_grad.__get__(self))
+        """Whether backward computes a gradient for it. A checkpoint that computes again keeps a
+        tensor until backward, and by `detach()` if it requires a gradient. Otherwise it would keep
+        the parameter, which is away by then: to that question the answer is yes."""
+        requires_grad = bool(_requires_grad.__get__(self))
+        if is_dynamo_compiling():
+            return requires_grad
+        return requires_grad or sys._getframe(1).f_code is _KEEPS_RECOMPUTED
 
     @requires_grad.setter
     def requires_grad(self, requires_grad: bool) -> None:

@@ -166,6 +166,35 @@ def memory_that_is_assigned_follows(run: Run) -> None:
     run.note(value)
 
 
+class Frozen(nn.Module):
+    """Operators that save a parameter itself, and not a view of it, between trained layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH), nn.BatchNorm1d(WIDTH), nn.GroupNorm(2, WIDTH)
+        )
+        self.convolution = nn.Conv1d(1, 1, 3, padding=1)
+        self.frozen.requires_grad_(requires_grad=False)
+        self.convolution.requires_grad_(requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.convolution(self.frozen(self.first(x)).unsqueeze(1)).squeeze(1)
+        output: torch.Tensor = self.last(x)
+        return output
+
+
+@equal
+def frozen_parameters_in_a_checkpoint(run: Run) -> None:
+    torch.manual_seed(1)
+    run.offload(Frozen())
+    optimizer = run.adam([p for p in run.model.parameters() if p.requires_grad])
+    run.train(optimizer, lambda x: checkpoint(run.model, x, use_reentrant=False))
+    run.note_state()
+    assert not run.model.convolution.weight.requires_grad
+
+
 @equal
 def a_model_is_quantized_in_place(run: Run) -> None:
     run.offload()
