@@ -102,9 +102,16 @@ void bind_check(nb::module_& module) {
       .def_ro("offset_bytes", &CheckFinding::offset_bytes)
       .def_ro("length_bytes", &CheckFinding::length_bytes)
       .def_ro("job", &CheckFinding::job)
+      .def_ro("snapshot", &CheckFinding::snapshot, "The job's snapshot; empty: its last commit.")
       .def_ro("shards", &CheckFinding::shards)
       .def_ro("part", &CheckFinding::part)
       .def_ro("reason", &CheckFinding::reason);
+  nb::class_<CheckedSnapshot>(module, "CheckedSnapshot")
+      .def_ro("name", &CheckedSnapshot::name)
+      .def_ro("step", &CheckedSnapshot::step)
+      .def_ro("extent_count", &CheckedSnapshot::extent_count)
+      .def_ro("bytes", &CheckedSnapshot::bytes)
+      .def_ro("lost_shards", &CheckedSnapshot::lost_shards);
   nb::class_<CheckedJob>(module, "CheckedJob")
       .def_ro("job_id", &CheckedJob::job_id)
       .def_ro("name", &CheckedJob::name)
@@ -112,7 +119,8 @@ void bind_check(nb::module_& module) {
       .def_ro("shard_count", &CheckedJob::shard_count)
       .def_ro("extent_count", &CheckedJob::extent_count)
       .def_ro("bytes", &CheckedJob::bytes)
-      .def_ro("lost_shards", &CheckedJob::lost_shards);
+      .def_ro("lost_shards", &CheckedJob::lost_shards)
+      .def_ro("snapshots", &CheckedJob::snapshots);
   nb::class_<CheckedVolume>(module, "CheckedVolume")
       .def_ro("directory", &CheckedVolume::directory)
       .def_ro("path", &CheckedVolume::path)

@@ -227,6 +227,17 @@ void bind_records(nb::module_& module) {
       .def_ro("bytes", &ShardInfo::bytes)
       .def_ro("lost", &ShardInfo::lost)
       .def_ro("unreadable", &ShardInfo::unreadable);
+  nb::class_<SnapshotInfo>(module, "SnapshotInfo", "A committed step that its job keeps.")
+      .def_ro("job_id", &SnapshotInfo::job_id)
+      .def_ro("name", &SnapshotInfo::name)
+      .def_ro("step", &SnapshotInfo::step)
+      .def_ro("created_s", &SnapshotInfo::created_s, "Since 1970.")
+      .def_ro("bytes",
+              &SnapshotInfo::bytes,
+              "On disk, some of which the job or other snapshots may name too.")
+      .def_ro("extent_count", &SnapshotInfo::extent_count)
+      .def_ro("is_lost", &SnapshotInfo::is_lost, "Its catalogue on disk is damaged.")
+      .def_ro("lost_shards", &SnapshotInfo::lost_shards);
   nb::class_<ShardInfos>(module, "ShardInfos", "In the order that was asked for.")
       .def("__len__", [](const ShardInfos& self) { return self.all.size(); })
       .def("__getitem__",
@@ -256,6 +267,9 @@ void bind_records(nb::module_& module) {
       .def_ro("nvme_bytes", &JobInfo::nvme_bytes)
       .def_ro("nvme_bytes_used", &JobInfo::nvme_bytes_used, "By state.")
       .def_ro("metadata_bytes", &JobInfo::metadata_bytes, "By the catalogue, old and new.")
+      .def_ro(
+          "snapshot_bytes", &JobInfo::snapshot_bytes, "By snapshots, as if each shared nothing.")
+      .def_ro("snapshot_count", &JobInfo::snapshot_count)
       .def_ro("shard_count", &JobInfo::shard_count)
       .def_ro("element_count", &JobInfo::element_count)
       .def_ro("lease_count", &JobInfo::lease_count)
@@ -425,6 +439,7 @@ void bind_statistics(nb::module_& module) {
       .def_ro("pool_bytes_free", &ServerStatistics::pool_bytes_free)
       .def_ro("nvme_bytes", &ServerStatistics::nvme_bytes)
       .def_ro("nvme_bytes_free", &ServerStatistics::nvme_bytes_free)
+      .def_ro("nvme_bytes_of_snapshots", &ServerStatistics::nvme_bytes_of_snapshots)
       .def_ro("fence_reason", &ServerStatistics::fence_reason)
       .def_ro("devices", &ServerStatistics::devices)
       .def_ro("jobs", &ServerStatistics::jobs)
@@ -522,6 +537,53 @@ void bind_jobs(nb::class_<Server>& server) {
           "job_id"_a,
           nb::kw_only(),
           "force"_a = false)
+      .def(
+          "create_snapshot",
+          [](Server& self,
+             uint64_t job_id,
+             const std::string& name,
+             uint64_t created_s,
+             uint64_t number,
+             double timeout_s) {
+            const SnapshotRequest request{
+                .job_id = job_id, .name = name, .created_s = created_s, .number = number};
+            return unlocked([&] { return self.snapshots().create(request, timeout_s); });
+          },
+          "job_id"_a,
+          "name"_a,
+          nb::kw_only(),
+          "created_s"_a,
+          "number"_a,
+          "timeout_s"_a,
+          "Keeps the job's last committed step, which is on disk then. The same `number` again, "
+          "not "
+          "0, is the same request.")
+      .def(
+          "restore_snapshot",
+          [](Server& self, uint64_t job_id, const std::string& name, double timeout_s) {
+            return unlocked([&] { return self.snapshots().restore(job_id, name, timeout_s); });
+          },
+          "job_id"_a,
+          "name"_a,
+          nb::kw_only(),
+          "timeout_s"_a,
+          "The job's committed step becomes the snapshot's. Refused while the job is in use.")
+      .def(
+          "drop_snapshot",
+          [](Server& self, uint64_t job_id, const std::string& name, double timeout_s) {
+            unlocked([&] { return self.snapshots().drop(job_id, name, timeout_s); });
+          },
+          "job_id"_a,
+          "name"_a,
+          nb::kw_only(),
+          "timeout_s"_a)
+      .def(
+          "snapshots",
+          [](Server& self, uint64_t job_id) {
+            return unlocked([&] { return self.snapshots().list(job_id); });
+          },
+          "job_id"_a,
+          "Oldest first.")
       .def(
           "set_job_weight",
           [](Server& self, uint64_t job_id, double weight) {

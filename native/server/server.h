@@ -14,6 +14,7 @@
 #include "base/status.h"
 #include "server/engine.h"
 #include "server/server_thread.h"
+#include "server/snapshot_calls.h"
 #include "store/shard_store.h"
 
 namespace memd {
@@ -77,6 +78,7 @@ class Server : public std::enable_shared_from_this<Server> {
                                         size_t count_max = std::numeric_limits<size_t>::max());
   Result<ShardInfo> find_shard(uint64_t job_id, const std::string& name);
   Status drop_job(uint64_t job_id, bool force);
+  SnapshotCalls snapshots() { return SnapshotCalls(*thread_); }
   /// From now on, and on disk with the job's next commit; stop() makes one.
   Status set_job_weight(uint64_t job_id, JobWeight weight);
 

@@ -180,6 +180,8 @@ JobInfo Job::job_info() const {
           .nvme_bytes = space_.quota_bytes(),
           .nvme_bytes_used = space_.used_bytes(),
           .metadata_bytes = admission_.metadata_bytes(),
+          .snapshot_bytes = space_.snapshots().bytes,
+          .snapshot_count = space_.snapshots().count,
           .shard_count = static_cast<uint32_t>(shards_.count()),
           .element_count = shards_.sums().element_count(),
           .lease_count = cache_.slots().lease_count(),
@@ -217,14 +219,14 @@ Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record,
   const bool is_durable = record.undurable_since == 0;
   job->progress_.restore(record.step, is_durable ? record.step : 0, record.undurable_since);
   if (!is_durable) {
-    job->progress_.stop(
-        error(StatusCode::integrity,
-              "job ",
-              record.name,
-              " ran on without durability since step ",
-              record.undurable_since,
-              ", and its memory is gone: what is on disk is no step; start over with "
-              "connect(fresh=True), or drop it with `memd job drop`"));
+    job->progress_.stop(error(StatusCode::integrity,
+                              "job ",
+                              record.name,
+                              " ran on without durability since step ",
+                              record.undurable_since,
+                              ", and its memory is gone: what is on disk is no step; go back to a "
+                              "snapshot (memd snapshot restore), start over with "
+                              "connect(fresh=True), or drop it with `memd job drop`"));
   }
   job->shards_.restore(record, given_ids);
   job->space_.count(job->shards_.each_replica());

@@ -111,9 +111,10 @@ class Job final : private ResidencyGates, private StateGate, private JobRecorder
   Steps& steps() { return *steps_; }
   const Steps& steps() const { return *steps_; }
 
-  /// Its turn to be dropped will come: nobody attaches any more.
-  void begin_end() { is_ending_ = true; }
-  bool is_ending() const { return is_ending_; }
+  /// Nobody attaches from here on, because it "is being dropped" or "is being restored"; nullptr:
+  /// everybody may.
+  void set_ending(const char* what) { ending_ = what; }
+  const char* ending() const { return ending_; }
 
   /// Makes shards known. Existing ones are checked, new parameters are packed into buckets: nothing
   /// changes where one of them is refused, or where all that the job declared needs more than its
@@ -167,7 +168,7 @@ class Job final : private ResidencyGates, private StateGate, private JobRecorder
   std::unique_ptr<MemoryCommits> memory_commits_;
   std::unique_ptr<StepGate> step_gate_;
   std::unique_ptr<Steps> steps_;
-  bool is_ending_ = false;
+  const char* ending_ = nullptr;
 };
 
 }  // namespace memd

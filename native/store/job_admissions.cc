@@ -34,8 +34,8 @@ Result<JobInfo> JobAdmissions::open(const OpenJobRequest& request) {
     return info;
   }
   Job& job = *store_.jobs.find(held.value().job_id);
-  if (job.is_ending()) {
-    return error(StatusCode::unavailable, "job ", job.name(), " is being dropped; try again");
+  if (job.ending() != nullptr) {
+    return error(StatusCode::unavailable, "job ", job.name(), " ", job.ending(), "; try again");
   }
   if (!job.progress().stopped().is_ok()) return job.progress().stopped();
   if (Status status = set_durability(job, request); !status.is_ok()) return status;

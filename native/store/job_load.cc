@@ -14,6 +14,7 @@ Status JobLoad::run(const std::function<Status()>& turn) {
   end_turns();  // of another store that this thread has had
   const auto records = store_.commits.load(turn);
   if (!records.is_ok()) return records.status();
+  if (Status taken = take_snapshots(); !taken.is_ok()) return taken;
   // First what is on disk: where memory claims the same bytes, memory is wrong.
   for (const JobRecord& record : records.value()) {
     if (Status reserved = reserve_extents(record); !reserved.is_ok()) return reserved;
@@ -42,6 +43,33 @@ void JobLoad::forget_rest() {
     store_.keepsakes.forget_tiles(job_id);
   }
   if (some_claims_unknown_) parts_.memory.destroy_unclaimed();
+}
+
+Status JobLoad::take_snapshots() {
+  for (LoadedSnapshot& loaded : store_.commits.take_loaded_snapshots()) {
+    const RootEntry& job = loaded.entry.job;
+    Snapshot snapshot{.entry = loaded.entry, .record = loaded.record};
+    if (loaded.record == nullptr) {
+      snapshot.is_catalogue_lost = true;
+      parts_.notes.push_back(concat("snapshot ",
+                                    loaded.entry.name,
+                                    " of job ",
+                                    job.job_id,
+                                    " is lost: ",
+                                    loaded.damage.message()));
+    } else {
+      snapshot.extents = all_extents(*loaded.record);
+      for (const ExtentRecord& extent : snapshot.extents) {
+        const Status pinned = store_.extents.reserve(extent, ExtentHolder::snapshot);
+        if (!pinned.is_ok()) return pinned;
+      }
+    }
+    snapshot.extents.insert(snapshot.extents.end(), job.catalogue.begin(), job.catalogue.end());
+    snapshot.space = space_of(snapshot);
+    parts_.snapshots.add(std::move(snapshot));
+    MEMD_FAILPOINT("load.snapshot_pinned");
+  }
+  return Status::ok();
 }
 
 Status JobLoad::reserve_extents(const JobRecord& record) {
@@ -99,6 +127,7 @@ Status JobLoad::load(const JobRecord& record) {
   }
   parts_.operations.connect(*job);
   Job& known = store_.jobs.put(std::move(job));
+  known.admission().set_snapshots(parts_.snapshots.space(record.job_id));
   parts_.admissions.apply_weight(record.job_id, known.admission().weight());
   for (ClosedStep& step : steps) to_redo_.push_back({.job = &known, .step = std::move(step)});
   return Status::ok();

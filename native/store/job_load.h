@@ -15,6 +15,7 @@
 #include "store/journal/keepsakes.h"
 #include "store/journal/ledger.h"
 #include "store/recovery/remembered_job.h"
+#include "store/space/snapshots.h"
 #include "store/store_parts.h"
 
 namespace memd {
@@ -28,6 +29,7 @@ class JobLoad {
     HostMemory& memory;
     JobOperations& operations;
     JobAdmissions& admissions;
+    Snapshots& snapshots;
     /// One sentence for each thing that could not be taken over, with the reason.
     std::vector<std::string>& notes;
   };
@@ -47,6 +49,8 @@ class JobLoad {
   };
 
   Status reserve_extents(const JobRecord& record);
+  /// Those of which the catalogue is damaged are listed, and keep nothing.
+  Status take_snapshots();
   /// Ledgers that can be read.
   void take_ledgers();
   /// From memory, where its ledger is there and memory is whole, or else from disk.

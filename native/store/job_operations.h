@@ -48,12 +48,13 @@ class JobOperations {
   /// `start` runs with ok when it is its turn, or with the reason why that never comes.
   /// `kind` is what in_flight() calls it.
   void enqueue(Job& job, const char* kind, Operations::Start start);
+  /// The job's operation that runs has ended.
+  void end(uint64_t job_id);
   const StepTimes& times() const { return times_; }
 
  private:
   class StepCalls;
 
-  void end(uint64_t job_id);
   /// Writes dirty tiles, of all buckets or one, for leases that wait for it.
   void ask_for_flush(Job& job, std::optional<uint32_t> bucket);
 

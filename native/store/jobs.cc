@@ -37,7 +37,7 @@ std::vector<uint64_t> Jobs::ids() const {
 
 std::optional<VerifiedJob> Jobs::verified(uint64_t job_id) const {
   const Job* const job = find(job_id);
-  if (job == nullptr || job->is_ending()) return std::nullopt;
+  if (job == nullptr || job->ending() != nullptr) return std::nullopt;
   return VerifiedJob{.name = job->name(),
                      .shards = job->shards(),
                      .space = job->space(),

@@ -12,6 +12,7 @@
 #include "base/failpoint.h"
 #include "base/units.h"
 #include "store/job_load.h"
+#include "store/job_replacement.h"
 
 namespace memd {
 namespace {
@@ -41,12 +42,13 @@ ShardStore::ShardStore(const ShardStoreParts& parts)
              .commits = commits_,
              .jobs = jobs_,
              .sessions = sessions_},
-      places_(commits_, jobs_),
+      places_(commits_, jobs_, snapshots_),
       scrub_(verification_parts(), parts.clock),
       live_check_(verification_parts(), commits_, parts.clock),
       memory_(parts_),
       gradients_(parts_),
       operations_(parts_, gradients_),
+      job_snapshots_(parts_, snapshots_, operations_),
       reports_({.store = parts_,
                 .step_times = operations_.times(),
                 .scrub = scrub_,
@@ -70,6 +72,7 @@ Status ShardStore::load(const std::function<Status()>& turn, KeptDescriptors* ke
                 .memory = memory_,
                 .operations = operations_,
                 .admissions = admissions_,
+                .snapshots = snapshots_,
                 .notes = load_notes_},
                kept);
   return load.run(turn);
@@ -103,31 +106,12 @@ bool ShardStore::is_unused(const Job& job) const {
 }
 
 void ShardStore::return_to_disk(Job& job) {
-  // If one of these fails, the job goes on being refused; the next turn tries again.
+  // If this fails, the job goes on being refused; the next turn tries again.
   auto restored = Job::restore(job.durable().record());
   if (!restored.is_ok()) return;
-  std::set<std::pair<uint16_t, uint64_t>> named;
-  restored.value()->shards().for_each_replica([&](const Replica& replica) {
-    named.emplace(replica.extent().address.device, replica.extent().address.offset_bytes);
-  });
-  job.state().early().forget_all();
-  for (const ExtentRecord& extent : job.take_extents()) {
-    if (!named.contains({extent.address.device, extent.address.offset_bytes})) {
-      extents_.release(extent);
-    }
-  }
-  job.kept().free_all();
-  std::unique_ptr<Job> fresh = std::move(restored).value();
-  if (fresh->admission().weight() != job.admission().weight())
-    fresh->admission().set_weight(job.admission().weight());
-  fresh->cache().counters() = job.cache().counters();
-  fresh->cache().sessions().count_on(job.cache().sessions());
-  const uint64_t tag = commits_.catalogue_tag(job.job_id());
-  const Status kept =
-      fresh->kept().take_over(job.kept(), keepsakes_, parts_.pool.segment_bytes(), tag);
-  if (!kept.is_ok()) fresh->progress().stop(kept);  // it goes on being refused too
-  operations_.connect(*fresh);
-  jobs_.put(std::move(fresh));
+  if (restored.value()->admission().weight() != job.admission().weight())
+    restored.value()->admission().set_weight(job.admission().weight());
+  JobReplacement(parts_, operations_).replace(job, std::move(restored).value());
 }
 
 void ShardStore::drop_job(uint64_t job_id, bool force, Done done) {
@@ -135,31 +119,50 @@ void ShardStore::drop_job(uint64_t job_id, bool force, Done done) {
   if (job == nullptr) {
     return done(error(StatusCode::not_found, "there is no job with id ", job_id));
   }
-  if (!job->cache().sessions().empty() && !force) {
-    return done(error(StatusCode::in_use,
-                      "job ",
-                      job->name(),
-                      " is in use; end its trainers first, or end their sessions too with `memd "
-                      "job drop --force`: sessions attached ",
-                      job->cache().sessions().size()));
-  }
+  if (Status status = check_droppable(*job); !status.is_ok() && !force) return done(status);
   if (job->cache().slots().service_lease_count() > 0) {
     return done(error(StatusCode::in_use,
                       "job ",
                       job->name(),
                       " is being streamed over gRPC; try again when that has ended"));
   }
-  job->begin_end();
+  job->set_ending("is being dropped");
   MEMD_FAILPOINT("job.drop_asked");
   while (!job->cache().sessions().empty()) {
     const auto detached = detach(job->cache().sessions().list().back()->session_id);
     MEMD_CHECK(detached.is_ok());
   }
-  operations_.enqueue(*job, "drop", [this, job, done = std::move(done)](const Status& status) {
-    if (!status.is_ok()) return done(status);
+  operations_.enqueue(*job, "drop", [this, job, force, done = std::move(done)](const Status& turn) {
+    if (!turn.is_ok()) return done(turn);
+    // A snapshot may have been under way.
+    if (Status status = check_droppable(*job); !status.is_ok() && !force) {
+      job->set_ending(nullptr);
+      done(status);
+      return operations_.end(job->job_id());
+    }
     job->conditions().add([job] { return !job->cache().activities().any(); },
                           [this, job, done] { drop_now(*job, done); });
   });
+}
+
+Status ShardStore::check_droppable(const Job& job) const {
+  if (const size_t count = job.cache().sessions().size(); count != 0) {
+    return error(
+        StatusCode::in_use,
+        "job ",
+        job.name(),
+        " is in use; end its trainers first, or end their sessions too with `memd job drop "
+        "--force`: sessions attached ",
+        count);
+  }
+  const std::string names = snapshots_.names_text(job.job_id());
+  if (names.empty()) return Status::ok();
+  return error(StatusCode::in_use,
+               "job ",
+               job.name(),
+               " has snapshots; drop them first (memd snapshot drop), or all with it by `memd job "
+               "drop --force`: ",
+               names);
 }
 
 void ShardStore::drop_now(Job& job, const Done& done) {
@@ -179,14 +182,14 @@ void ShardStore::drop_now(Job& job, const Done& done) {
   for (LeaseWaiter& waiter : waiters) waiter.refuse(gone);
   for (const Operations::Start& start : operations) start(gone);
   MEMD_FAILPOINT("job.dropped_from_memory");
-  commits_.remove(job_id, std::move(extents), done);
+  commits_.remove(job_id, std::move(extents), snapshots_.take(job_id), done);
 }
 
 Result<std::shared_ptr<Session>> ShardStore::attach(uint64_t job_id, const SessionOwner& owner) {
   Job* const job = jobs_.find(job_id);
   if (job == nullptr) return error(StatusCode::not_found, "there is no job with id ", job_id);
-  if (job->is_ending()) {
-    return error(StatusCode::unavailable, "job ", job->name(), " is being dropped; try again");
+  if (job->ending() != nullptr) {
+    return error(StatusCode::unavailable, "job ", job->name(), " ", job->ending(), "; try again");
   }
   if (!job->progress().stopped().is_ok()) return job->progress().stopped();
   if (job->memory() == nullptr) {
@@ -478,7 +481,7 @@ bool ShardStore::end_unused_jobs() {
 void ShardStore::write_catalogue_anew(uint64_t job_id) {
   // The root is written by every commit.
   for (const auto& [id, job] : jobs_) {
-    if (job->is_ending() || (job_id != 0 && id != job_id)) continue;
+    if (job->ending() != nullptr || (job_id != 0 && id != job_id)) continue;
     // A job that commits nothing any more writes no root either; the next pass finds it again.
     if (!job->progress().stopped().is_ok() || job->lost().count() != 0) continue;
     job->durable().note_change();

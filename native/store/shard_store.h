@@ -31,10 +31,12 @@
 #include "store/job.h"
 #include "store/job_admissions.h"
 #include "store/job_operations.h"
+#include "store/job_snapshots.h"
 #include "store/jobs.h"
 #include "store/journal/keepsakes.h"
 #include "store/space/commit.h"
 #include "store/space/extent_store.h"
+#include "store/space/snapshots.h"
 #include "store/statistics.h"
 #include "store/store_parts.h"
 #include "store/store_reports.h"
@@ -76,12 +78,14 @@ class ShardStore {
   HostMemory& memory() { return memory_; }
   Gradients& gradients() { return gradients_; }
   JobOperations& operations() { return operations_; }
+  JobSnapshots& snapshots() { return job_snapshots_; }
   StoreReports& reports() { return reports_; }
   const StoreReports& reports() const { return reports_; }
   /// The verification that somebody asked for.
   LiveCheck& live_check() { return live_check_; }
 
-  /// Refused while sessions are attached, unless `force`. Its memory is released to memory().
+  /// Refused while sessions are attached or it has snapshots, unless `force`, which ends both. Its
+  /// memory is released to memory().
   void drop_job(uint64_t job_id, bool force, Done done);
 
   Result<std::shared_ptr<Session>> attach(uint64_t job_id, const SessionOwner& owner = {});
@@ -148,6 +152,7 @@ class ShardStore {
   bool serve(Session& session);
   bool end_unused_jobs();
 
+  Status check_droppable(const Job& job) const;
   void drop_now(Job& job, const Done& done);
   void write_catalogue_anew(uint64_t job_id);
   VerificationParts verification_parts();
@@ -163,12 +168,14 @@ class ShardStore {
   Sessions sessions_{keepsakes_};
   const StoreParts parts_;
   std::vector<std::string> load_notes_;
+  Snapshots snapshots_;
   ExtentPlaces places_;
   Scrub scrub_;
   LiveCheck live_check_;
   HostMemory memory_;
   Gradients gradients_;
   JobOperations operations_;
+  JobSnapshots job_snapshots_;
   StoreReports reports_;
   JobAdmissions admissions_;
   TurnParts turn_parts_;

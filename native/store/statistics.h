@@ -34,6 +34,8 @@ struct JobInfo {
   uint64_t nvme_bytes = 0;
   uint64_t nvme_bytes_used = 0;  // by state
   uint64_t metadata_bytes = 0;   // by the catalogue, old and new: also of nvme_bytes
+  uint64_t snapshot_bytes = 0;   // by snapshots, as if each shared nothing: also of nvme_bytes
+  uint32_t snapshot_count = 0;
   uint32_t shard_count = 0;
   uint64_t element_count = 0;
   uint32_t lease_count = 0;
@@ -42,6 +44,18 @@ struct JobInfo {
   /// Names of shards that the device could not read when they were last asked for. Nothing stops:
   /// whoever uses one tries again.
   std::vector<std::string> unreadable_shards;
+};
+
+/// A committed step that its job keeps.
+struct SnapshotInfo {
+  uint64_t job_id = 0;
+  std::string name;
+  uint64_t step = 0;
+  uint64_t created_s = 0;  // since 1970
+  uint64_t bytes = 0;      // on disk, some of which the job or other snapshots may name too
+  uint64_t extent_count = 0;
+  bool is_lost = false;                  // its catalogue is damaged: nobody knows what it was
+  std::vector<std::string> lost_shards;  // with bytes that are gone
 };
 
 struct JobStatistics {
@@ -80,6 +94,7 @@ struct ServerStatistics {
   uint64_t pool_bytes_free = 0;
   uint64_t nvme_bytes = 0;
   uint64_t nvme_bytes_free = 0;
+  uint64_t nvme_bytes_of_snapshots = 0;  // that no job names any more
   /// Why nothing is committed until the daemon starts anew; empty where it is.
   std::string fence_reason;
   std::vector<DeviceStatistics> devices;

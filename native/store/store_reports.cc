@@ -158,6 +158,7 @@ ServerStatistics StoreReports::statistics() const {
   out.pool_bytes_free = store_.pool.segment_count_free() * store_.pool.segment_bytes();
   out.nvme_bytes = store_.extents.capacity_bytes();
   out.nvme_bytes_free = store_.extents.free_bytes();
+  out.nvme_bytes_of_snapshots = store_.extents.pinned_alone_bytes();
   out.fence_reason = store_.extents.check_writable().message();
   for (uint16_t device = 0; device < store_.extents.device_count(); ++device) {
     out.devices.push_back({.path = store_.extents.path(device),

@@ -33,6 +33,9 @@ TIMEOUT_S = 60.0
 JOB = "golden"
 OTHER_JOB = "golden-other"
 STEPS = 2
+# From format 1.3 on.
+SNAPSHOT = "kept"
+SNAPSHOT_STEP = 1
 
 PARAMETER, BLOB, BUFFER = 1, 2, 3
 FLOAT32, BFLOAT16, UINT8, INT64 = 1, 2, 5, 8
@@ -143,8 +146,12 @@ def write(folder: Path) -> None:
                 data = pattern(shard.spec.name, shard.spec.dtype, count)
                 put(server, session_id, shard, data, part=PART_VALUE)
         server.sync(session_id, timeout_s=TIMEOUT_S)
-        for _ in range(STEPS):
+        for step in range(1, STEPS + 1):
             train_one_step(server, session_id)
+            if step == SNAPSHOT_STEP:
+                server.create_snapshot(
+                    job.job_id, SNAPSHOT, created_s=1_800_000_000, number=1, timeout_s=TIMEOUT_S
+                )
         server.detach(session_id)
         # Its number is given and stays unused.
         dropped = server.open_job(
@@ -199,6 +206,20 @@ def content(server: Server) -> dict[str, Any]:
         }
         server.detach(session_id)
     return jobs
+
+
+def snapshots(server: Server) -> list[dict[str, Any]]:
+    """Of the job, oldest first."""
+    return [
+        {
+            "name": each.name,
+            "step": each.step,
+            "created_s": each.created_s,
+            "bytes": each.bytes,
+            "extents": each.extent_count,
+        }
+        for each in server.snapshots(server.find_job(JOB).job_id)
+    ]
 
 
 def pack(volume: Path, image: Path) -> None:

@@ -28,7 +28,7 @@ def main() -> None:
             sys.exit(f"{packed} exists: an image that was released is never written again")
         image.pack(folder / "memd.volume", packed)
         with image.opened(folder) as server:
-            expected = {"jobs": image.content(server)}
+            expected = {"snapshots": image.snapshots(server), "jobs": image.content(server)}
         with image.opened(folder) as server:
             job = server.find_job(image.JOB)
             session_id = server.attach(job.job_id).session_id

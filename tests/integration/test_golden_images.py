@@ -54,6 +54,7 @@ def test_an_old_image_is_read_in_full_and_trained_on(packed: Path, folder: Path)
     expected = expected_of(packed)
     with image.opened(folder) as server:
         assert image.content(server) == expected["jobs"]
+        assert image.snapshots(server) == expected.get("snapshots", [])
     with image.opened(folder) as server:
         session_id = server.attach(server.find_job(image.JOB).job_id).session_id
         assert image.train_one_step(server, session_id) == image.STEPS + 1
@@ -61,6 +62,7 @@ def test_an_old_image_is_read_in_full_and_trained_on(packed: Path, folder: Path)
     # And what was then written by today's code is found again by the next start.
     with image.opened(folder) as server:
         assert image.content(server) == expected["jobs_after_one_more_step"]
+        assert image.snapshots(server) == expected.get("snapshots", [])
     assert not check_volumes([str(folder)]).anything_lost
 
 
@@ -75,15 +77,25 @@ def test_an_old_image_is_checked_and_listed_and_not_touched(packed: Path, folder
     listed = list_volumes([str(folder)])
     assert listed.volumes[0].format == version_of(packed)
     assert [job.name for job in listed.jobs] == [job.name for job in report.jobs]
+    kept = expected_of(packed).get("snapshots", [])
+    for each in (report, listed):
+        assert [
+            (job.name, snapshot.name, snapshot.step)
+            for job in each.jobs
+            for snapshot in job.snapshots
+        ] == [(image.JOB, snapshot["name"], snapshot["step"]) for snapshot in kept]
     assert (folder / "memd.volume").read_bytes() == before
     assert [path.name for path in folder.iterdir()] == ["memd.volume"]
 
 
-def test_a_flipped_bit_anywhere_in_what_is_used_is_found_by_the_check(folder: Path) -> None:
+def test_a_flipped_bit_anywhere_in_what_is_used_is_found_by_the_check(
+    packed: Path, folder: Path
+) -> None:
     volume = folder / "memd.volume"
     clean = volume.read_bytes()
     used = [at for at in range(2 << 20, len(clean) - (2 << 20), 4096) if any(clean[at : at + 4096])]
     found = 0
+    of_snapshots: set[str] = set()
     for at in used[:: max(1, len(used) // 25)]:
         with volume.open("r+b") as file:
             file.seek(at + 17)
@@ -93,11 +105,13 @@ def test_a_flipped_bit_anywhere_in_what_is_used_is_found_by_the_check(folder: Pa
             assert finding.is_lost
             assert finding.offset_bytes <= at < finding.offset_bytes + finding.length_bytes
             found += 1
+            of_snapshots |= {finding.snapshot} - {""}
         with volume.open("r+b") as file:
             file.seek(at + 17)
             file.write(clean[at + 17 : at + 18])
     # What earlier commits left is in nobody's way and is not compared.
     assert found >= 10
+    assert of_snapshots == {each["name"] for each in expected_of(packed).get("snapshots", [])}
 
 
 def test_an_image_that_was_cut_is_refused_and_left_as_it_is(folder: Path) -> None:

@@ -81,6 +81,17 @@ RootRecord small_root() {
                     .catalogue = {extent(3_MiB, kBlobExtentBytes), extent(5_MiB, 4096)}}}};
 }
 
+RootRecord root_with_snapshot() {
+  RootRecord root = small_root();
+  root.snapshots = {
+      {.job = {.job_id = 7, .catalogue_bytes = 6000, .catalogue = {extent(7_MiB, 8192)}},
+       .name = "before lr drop",
+       .step = 40,
+       .created_s = 1'800'000'000,
+       .number = 99}};
+  return root;
+}
+
 std::vector<std::byte> resealed(std::vector<std::byte> bytes) {
   const uint64_t checksum = record_checksum(std::span(bytes).first(bytes.size() - 8));
   std::memcpy(bytes.data() + bytes.size() - 8, &checksum, 8);
@@ -262,25 +273,56 @@ constexpr const char* kJobV12 =
     "00000000000000030000000000000000000000000000000000000000000000e803000070b6211045"
     "cb7752";
 
+// The same of format 1.3, where a root has snapshots, here none and one.
+constexpr const char* kRootV13 =
+    "6d656d64726f6f740100030000000000b20000000000000000000000000000000000000000000000"
+    "00000000000000000800000000000000020000000700000000000000881300000000000001000000"
+    "00002000000000008877865544332211002000000100030000000000000009001000000000000200"
+    "00000000300000000000887796554433221100001000010000005000000000008877b65544332211"
+    "0010000001000000000067d23331ee65841f";
+constexpr const char* kJobV13 =
+    "6d656d642d6a6f6201000300000000000b0200000000000000000000000000000000000000000000"
+    "00000000000000000700000000000000e80300002a00000000000000000000040000000000000040"
+    "00000000040064656d6f020000000120000400000000000200000000002000000000008877865544"
+    "33221100001000010000004000000000008877a65544332211000020000100000080000000000088"
+    "77e65544332211001000000100000000000000000000000000000000000000000000000260000000"
+    "000000000100000000009000000000008877f6554433221100100000010000000000000000000000"
+    "000000000000000000000000050000000600776569676874010102011f000400000000002a000000"
+    "00000000000000000000000000000000010b006e6f726d2e77656967687401020202030000000000"
+    "00000a000000000000002a000000000000000100000000000000000000000109006e6f726d2e6269"
+    "6173010202002a00000000000000010000002000000000000000000400626c6f6202090101010010"
+    "00000000000300000000000000020000000000000100000000887766564433221100001000010000"
+    "004001000000008877a656443322110010000001000c0072756e6e696e675f6d65616e0308010100"
+    "00000000000000030000000000000000000000000000000000000000000000e80300000e1ccfc60f"
+    "1c0ba6";
+constexpr const char* kRootWithSnapshotV13 =
+    "6d656d64726f6f740100030000000000040100000000000002000000000000000000000000000000"
+    "00000000000000000800000000000000020000000700000000000000881300000000000001000000"
+    "00002000000000008877865544332211002000000100030000000000000009001000000000000200"
+    "00000000300000000000887796554433221100001000010000005000000000008877b65544332211"
+    "00100000010001000000070000000000000070170000000000000100000000007000000000008877"
+    "d65544332211002000000100280000000000000000d2496b0000000063000000000000000e006265"
+    "666f7265206c722064726f702168bc0a015be6fe";
+
 TEST(Catalogue, records_of_format_1_0_are_read_for_ever) {
   ASSERT_TRUE(decode_root(from_hex(kRootV1)).is_ok());
   ASSERT_TRUE(decode_job(from_hex(kJobV1)).is_ok());
   // What the older record does not say is what was the only choice then.
-  EXPECT_EQ(hex(encode(decode_job(from_hex(kJobV1)).value())), kJobV12);
-  EXPECT_EQ(hex(encode(decode_root(from_hex(kRootV1)).value())), kRootV12);
+  EXPECT_EQ(hex(encode(decode_job(from_hex(kJobV1)).value())), kJobV13);
+  EXPECT_EQ(hex(encode(decode_root(from_hex(kRootV1)).value())), kRootV13);
 }
 
 TEST(Catalogue, records_of_format_1_1_are_read_for_ever) {
   ASSERT_TRUE(decode_root(from_hex(kRootV11)).is_ok());
   ASSERT_TRUE(decode_job(from_hex(kJobV11)).is_ok());
   EXPECT_EQ(decode_job(from_hex(kJobV11)).value().weight, JobWeight::kOne);
-  EXPECT_EQ(hex(encode(decode_job(from_hex(kJobV11)).value())), kJobV12);
-  EXPECT_EQ(hex(encode(decode_root(from_hex(kRootV11)).value())), kRootV12);
+  EXPECT_EQ(hex(encode(decode_job(from_hex(kJobV11)).value())), kJobV13);
+  EXPECT_EQ(hex(encode(decode_root(from_hex(kRootV11)).value())), kRootV13);
 }
 
 TEST(Catalogue, records_of_format_1_2_are_read_for_ever) {
-  EXPECT_EQ(hex(encode(small_root())), kRootV12);
-  EXPECT_EQ(hex(encode(small_job())), kJobV12);
+  EXPECT_EQ(hex(encode(decode_job(from_hex(kJobV12)).value())), kJobV13);
+  EXPECT_EQ(hex(encode(decode_root(from_hex(kRootV12)).value())), kRootV13);
   JobRecord job = small_job();
   job.weight = 2500;
   EXPECT_EQ(decode_job(encode(job)).value().weight, 2500U);
@@ -288,6 +330,56 @@ TEST(Catalogue, records_of_format_1_2_are_read_for_ever) {
     job.weight = bad;
     EXPECT_NE(decode_job(encode(job)).status().message().find("weight: "), std::string::npos);
   }
+}
+
+TEST(Catalogue, records_of_format_1_3_are_read_for_ever) {
+  EXPECT_EQ(hex(encode(small_root())), kRootV13);
+  EXPECT_EQ(hex(encode(small_job())), kJobV13);
+  EXPECT_EQ(hex(encode(root_with_snapshot())), kRootWithSnapshotV13);
+}
+
+TEST(Catalogue, a_roots_snapshots_come_back_as_they_were) {
+  const auto decoded = decode_root(encode(root_with_snapshot()));
+  ASSERT_TRUE(decoded.is_ok()) << decoded.status().message();
+  ASSERT_EQ(decoded.value().snapshots.size(), 1u);
+  const SnapshotEntry& snapshot = decoded.value().snapshots[0];
+  EXPECT_EQ(snapshot.job.job_id, 7u);
+  EXPECT_EQ(snapshot.job.catalogue_bytes, 6000u);
+  EXPECT_EQ(snapshot.job.catalogue[0].address.offset_bytes, 7_MiB);
+  EXPECT_EQ(snapshot.name, "before lr drop");
+  EXPECT_EQ(snapshot.step, 40u);
+  EXPECT_EQ(snapshot.created_s, 1'800'000'000u);
+  EXPECT_EQ(snapshot.number, 99u);
+}
+
+TEST(Catalogue, only_a_root_with_snapshots_is_refused_by_who_does_not_know_them) {
+  EXPECT_EQ(std::to_integer<int>(encode(small_root())[24]), 0);
+  EXPECT_EQ(std::to_integer<int>(encode(root_with_snapshot())[24]), 2);
+}
+
+TEST(Catalogue, snapshots_that_contradict_themselves_are_refused) {
+  const auto refuse = [](const std::string& named, const std::function<void(RootRecord&)>& spoil) {
+    RootRecord root = root_with_snapshot();
+    spoil(root);
+    const auto decoded = decode_root(encode(root));
+    EXPECT_EQ(decoded.status().code(), StatusCode::integrity) << named;
+    EXPECT_NE(decoded.status().message().find(named), std::string::npos)
+        << decoded.status().message();
+  };
+  refuse("a snapshot of job 5", [](RootRecord& root) { root.snapshots[0].job.job_id = 5; });
+  refuse("name of 0 bytes", [](RootRecord& root) { root.snapshots[0].name = ""; });
+  refuse("name of 129 bytes",
+         [](RootRecord& root) { root.snapshots[0].name = std::string(129, 'x'); });
+  refuse("two snapshots named before",
+         [](RootRecord& root) { root.snapshots.push_back(root.snapshots[0]); });
+  refuse("snapshot count", [](RootRecord& root) {
+    for (int i = 0; i < 64; ++i) {
+      root.snapshots.push_back(root.snapshots[0]);
+      root.snapshots.back().name = concat("s", i);
+    }
+  });
+  refuse("no catalogue", [](RootRecord& root) { root.snapshots[0].job.catalogue_bytes = 0; });
+  refuse("extent count", [](RootRecord& root) { root.snapshots[0].job.catalogue.clear(); });
 }
 
 TEST(Catalogue, a_jobs_durability_is_kept) {
@@ -303,7 +395,8 @@ TEST(Catalogue, a_jobs_durability_is_kept) {
 }
 
 TEST(Catalogue, any_flipped_bit_and_any_truncation_is_refused) {
-  for (const auto& good : {encode(small_job()), encode(small_root())}) {
+  for (const auto& good :
+       {encode(small_job()), encode(small_root()), encode(root_with_snapshot())}) {
     const auto refuse = [](std::span<const std::byte> bytes) {
       EXPECT_EQ(decode_job(bytes).status().code(), StatusCode::integrity);
       EXPECT_EQ(decode_root(bytes).status().code(), StatusCode::integrity);
@@ -325,7 +418,7 @@ TEST(Catalogue, any_flipped_bit_and_any_truncation_is_refused) {
 TEST(Catalogue, garbage_with_a_valid_checksum_never_crashes) {
   std::mt19937 random(1);
   const auto job = encode(small_job());
-  const auto root = encode(small_root());
+  const auto root = encode(root_with_snapshot());
   int refused = 0;
   for (int i = 0; i < 100'000; ++i) {
     auto bytes = i % 2 == 0 ? job : root;
@@ -351,7 +444,7 @@ TEST(Catalogue, a_newer_format_is_refused_with_both_versions_and_the_feature_nam
   newer[8] = std::byte{2};
   const auto version = decode_job(resealed(newer));
   EXPECT_EQ(version.status().code(), StatusCode::not_yet);
-  EXPECT_NE(version.status().message().find("2.2"), std::string::npos);
+  EXPECT_NE(version.status().message().find("2.3"), std::string::npos);
   EXPECT_NE(version.status().message().find("1.x"), std::string::npos);
   for (const size_t word : {24, 32}) {
     auto feature = encode(small_job());

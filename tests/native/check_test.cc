@@ -472,7 +472,7 @@ TEST_F(CheckTest, a_newer_major_version_is_refused_and_left_as_it_is) {
 
 TEST_F(CheckTest, features_of_a_catalogue_count_like_those_of_a_superblock) {
   const auto resealed = [](std::vector<std::byte> bytes, size_t offset) {
-    bytes[offset] = std::byte{2};
+    bytes[offset] = std::byte{4};
     const uint64_t checksum = record_checksum(std::span(bytes).first(bytes.size() - 8));
     std::memcpy(bytes.data() + bytes.size() - 8, &checksum, 8);
     return bytes;
@@ -482,7 +482,7 @@ TEST_F(CheckTest, features_of_a_catalogue_count_like_those_of_a_superblock) {
   EXPECT_TRUE(check().findings.empty());
   EXPECT_EQ(decode_job(resealed(plain, 32)).status().code(), StatusCode::not_yet);
   write_catalogue(resealed(plain, 24));
-  refused(StatusCode::not_yet, "unknown incompatible feature, bit 1");
+  refused(StatusCode::not_yet, "unknown incompatible feature, bit 2");
 }
 
 TEST_F(CheckTest, volumes_are_removed_only_by_the_uuid_of_their_set) {

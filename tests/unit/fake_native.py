@@ -83,6 +83,8 @@ class JobInfo:
     host_bytes_used: int = 0
     nvme_bytes_used: int = 0
     metadata_bytes: int = 0
+    snapshot_bytes: int = 0
+    snapshot_count: int = 0
     shard_count: int = 0
     element_count: int = 0
     lease_count: int = 0
@@ -226,6 +228,7 @@ class ServerStatistics:
     pool_bytes_free: int
     nvme_bytes: int
     nvme_bytes_free: int
+    nvme_bytes_of_snapshots: int
     devices: list[DeviceStatistics]
     jobs: list[JobStatistics]
     session_count: int
@@ -537,6 +540,7 @@ class FakeServer:
             pool_bytes_free=self._host_bytes // 2,
             nvme_bytes=self._nvme_bytes,
             nvme_bytes_free=self._nvme_bytes // 4,
+            nvme_bytes_of_snapshots=4096,
             devices=[device],
             jobs=[JobStatistics(job) for job in self.jobs()],
             session_count=len(self._sessions),

@@ -332,6 +332,36 @@ class ShardInfo:
     @property
     def unreadable(self) -> bool: ...
 
+class SnapshotInfo:
+    """A committed step that its job keeps."""
+
+    @property
+    def job_id(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def created_s(self) -> int:
+        """Since 1970."""
+
+    @property
+    def bytes(self) -> int:
+        """On disk, some of which the job or other snapshots may name too."""
+
+    @property
+    def extent_count(self) -> int: ...
+
+    @property
+    def is_lost(self) -> bool:
+        """Its catalogue on disk is damaged."""
+
+    @property
+    def lost_shards(self) -> list[str]: ...
+
 class ShardInfos:
     """In the order that was asked for."""
 
@@ -385,6 +415,13 @@ class JobInfo:
     @property
     def metadata_bytes(self) -> int:
         """By the catalogue, old and new."""
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """By snapshots, as if each shared nothing."""
+
+    @property
+    def snapshot_count(self) -> int: ...
 
     @property
     def shard_count(self) -> int: ...
@@ -717,6 +754,9 @@ class ServerStatistics:
     def nvme_bytes_free(self) -> int: ...
 
     @property
+    def nvme_bytes_of_snapshots(self) -> int: ...
+
+    @property
     def fence_reason(self) -> str: ...
 
     @property
@@ -788,6 +828,21 @@ class Server:
     def find_shard(self, job_id: int, name: str) -> ShardInfo: ...
 
     def drop_job(self, job_id: int, *, force: bool = False) -> None: ...
+
+    def create_snapshot(self, job_id: int, name: str, *, created_s: int, number: int, timeout_s: float) -> SnapshotInfo:
+        """
+        Keeps the job's last committed step, which is on disk then. The same `number` again, not 0, is the same request.
+        """
+
+    def restore_snapshot(self, job_id: int, name: str, *, timeout_s: float) -> SnapshotInfo:
+        """
+        The job's committed step becomes the snapshot's. Refused while the job is in use.
+        """
+
+    def drop_snapshot(self, job_id: int, name: str, *, timeout_s: float) -> None: ...
+
+    def snapshots(self, job_id: int) -> list[SnapshotInfo]:
+        """Oldest first."""
 
     def set_job_weight(self, job_id: int, weight: float) -> None:
         """The job's share of devices and workers that others want as well."""
@@ -896,6 +951,10 @@ class CheckFinding:
     def job(self) -> str: ...
 
     @property
+    def snapshot(self) -> str:
+        """The job's snapshot; empty: its last commit."""
+
+    @property
     def shards(self) -> list[str]: ...
 
     @property
@@ -903,6 +962,22 @@ class CheckFinding:
 
     @property
     def reason(self) -> str: ...
+
+class CheckedSnapshot:
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def extent_count(self) -> int: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def lost_shards(self) -> list[str]: ...
 
 class CheckedJob:
     @property
@@ -925,6 +1000,9 @@ class CheckedJob:
 
     @property
     def lost_shards(self) -> list[str]: ...
+
+    @property
+    def snapshots(self) -> list[CheckedSnapshot]: ...
 
 class CheckedVolume:
     @property

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
+#include <set>
 #include <string_view>
 #include <tuple>
 #include <unordered_set>
@@ -34,6 +36,7 @@ constexpr size_t kChecksumBytes = 8;
 constexpr size_t kShardBytesMin = 18;
 constexpr size_t kBucketBytesMin = 13;  // and its tiles
 constexpr size_t kRootEntryBytesMin = 20;
+constexpr size_t kSnapshotBytesMin = kRootEntryBytesMin + 3 * sizeof(uint64_t) + sizeof(uint16_t);
 constexpr size_t kTileBytes = 2 * kExtentEncodedBytes;
 
 // As in memory: views of shards in a bucket start on kViewAlignmentBytes in either dtype.
@@ -308,6 +311,59 @@ Status check_bucket(const BucketRecord& bucket, size_t index) {
   return Status::ok();
 }
 
+void put_root_entry(FieldWriter& writer, const RootEntry& entry) {
+  writer.put(entry.job_id);
+  writer.put(entry.catalogue_bytes);
+  put_extents(writer, entry.catalogue);
+}
+
+RootEntry get_root_entry(FieldReader& reader) {
+  RootEntry entry;
+  entry.job_id = reader.get<uint64_t>();
+  entry.catalogue_bytes = reader.get<uint64_t>();
+  entry.catalogue = get_extents(reader, reader.get<uint32_t>());
+  return entry;
+}
+
+SnapshotEntry get_snapshot(FieldReader& reader) {
+  SnapshotEntry snapshot;
+  snapshot.job = get_root_entry(reader);
+  snapshot.step = reader.get<uint64_t>();
+  snapshot.created_s = reader.get<uint64_t>();
+  snapshot.number = reader.get<uint64_t>();
+  snapshot.name = reader.get_text(reader.get<uint16_t>());
+  return snapshot;
+}
+
+Status check_root_entry(const RootEntry& entry) {
+  if (entry.catalogue_bytes == 0) return malformed("job ", entry.job_id, ": no catalogue");
+  // Kept below what align_up and divide_up can hold.
+  if (entry.catalogue_bytes > kShardBytesMax) {
+    return malformed("job ", entry.job_id, ": catalogue bytes: ", entry.catalogue_bytes);
+  }
+  return check_extents(entry.catalogue, entry.catalogue_bytes, "job ", entry.job_id);
+}
+
+Status check_snapshots(const RootRecord& root, const std::unordered_set<uint64_t>& job_ids) {
+  std::map<uint64_t, std::set<std::string_view>> names;  // by job
+  for (const SnapshotEntry& snapshot : root.snapshots) {
+    const uint64_t job_id = snapshot.job.job_id;
+    if (!job_ids.contains(job_id))
+      return malformed("a snapshot of job ", job_id, ", which is none");
+    if (snapshot.name.empty() || snapshot.name.size() > kSnapshotNameBytesMax) {
+      return malformed("job ", job_id, ": a snapshot's name of ", snapshot.name.size(), " bytes");
+    }
+    std::set<std::string_view>& of_job = names[job_id];
+    if (!of_job.insert(snapshot.name).second) {
+      return malformed("job ", job_id, ": two snapshots named ", snapshot.name);
+    }
+    // Snapshots of one step share their catalogue: so many times at most it is read at a start.
+    if (of_job.size() > kSnapshotsOfJobMax) return malformed("job ", job_id, ": snapshot count");
+    if (Status status = check_root_entry(snapshot.job); !status.is_ok()) return status;
+  }
+  return Status::ok();
+}
+
 }  // namespace
 
 Status check_shards_together(const JobRecord& job) {
@@ -499,10 +555,41 @@ Result<JobRecord> decode_job(std::span<const std::byte> bytes, FormatUse use) {
   return job;
 }
 
+std::vector<std::string> names_in_tile(const JobRecord& record, uint32_t bucket, size_t tile) {
+  const uint64_t begin = tile * kTileElements;
+  std::vector<std::string> names;
+  for (const ShardRecord& shard : record.shards) {
+    if (shard.kind != ShardKind::parameter || shard.bucket != bucket) continue;
+    uint64_t elements = 1;
+    for (const uint64_t size : shard.shape) elements *= size;
+    if (shard.element_offset < begin + kTileElements && shard.element_offset + elements > begin)
+      names.push_back(shard.name);
+  }
+  return names;
+}
+
+std::vector<ExtentRecord> all_extents(const JobRecord& record) {
+  std::vector<ExtentRecord> extents;
+  for (const ShardRecord& shard : record.shards)
+    extents.insert(extents.end(), shard.extents.begin(), shard.extents.end());
+  for (const BucketRecord& bucket : record.buckets) {
+    for (const TileRecord& tile : bucket.tiles) {
+      for (const ExtentRecord& extent : {tile.parameter, tile.rest}) {
+        if (extent.exists()) extents.push_back(extent);
+      }
+    }
+  }
+  return extents;
+}
+
 size_t encoded_bytes(const RootRecord& root) {
-  size_t bytes = kHeaderBytes + sizeof(uint64_t) + sizeof(uint32_t) + kChecksumBytes;
+  size_t bytes = kHeaderBytes + sizeof(uint64_t) + 2 * sizeof(uint32_t) + kChecksumBytes;
   for (const RootEntry& entry : root.jobs)
     bytes += kRootEntryBytesMin + entry.catalogue.size() * kExtentEncodedBytes;
+  for (const SnapshotEntry& snapshot : root.snapshots) {
+    bytes += kSnapshotBytesMin + snapshot.name.size() +
+             snapshot.job.catalogue.size() * kExtentEncodedBytes;
+  }
   return bytes;
 }
 
@@ -512,11 +599,17 @@ std::vector<std::byte> encode(const RootRecord& root) {
   FieldWriter writer(out);
   writer.put(root.job_id_next);
   writer.put(static_cast<uint32_t>(root.jobs.size()));
-  for (const RootEntry& entry : root.jobs) {
-    writer.put(entry.job_id);
-    writer.put(entry.catalogue_bytes);
-    put_extents(writer, entry.catalogue);
+  for (const RootEntry& entry : root.jobs) put_root_entry(writer, entry);
+  writer.put(static_cast<uint32_t>(root.snapshots.size()));
+  for (const SnapshotEntry& snapshot : root.snapshots) {
+    put_root_entry(writer, snapshot.job);
+    writer.put(snapshot.step);
+    writer.put(snapshot.created_s);
+    writer.put(snapshot.number);
+    put_text(writer, snapshot.name);
   }
+  // A daemon that does not know them would give their extents away.
+  if (!root.snapshots.empty()) out[kIncompatibleOffset] |= std::byte{kSnapshotsFeature};
   finish_record(out);
   MEMD_CHECK_EQ(out.size(), bytes_expected);
   return out;
@@ -533,10 +626,14 @@ Result<RootRecord> decode_root(std::span<const std::byte> bytes, FormatUse use) 
     return malformed("job count: ", job_count);
   }
   root.jobs.resize(job_count);
-  for (RootEntry& entry : root.jobs) {
-    entry.job_id = reader.get<uint64_t>();
-    entry.catalogue_bytes = reader.get<uint64_t>();
-    entry.catalogue = get_extents(reader, reader.get<uint32_t>());
+  for (RootEntry& entry : root.jobs) entry = get_root_entry(reader);
+  if (body.value().minor >= 3) {
+    const auto snapshot_count = reader.get<uint32_t>();
+    if (snapshot_count > reader.remaining_bytes() / kSnapshotBytesMin) {
+      return malformed("snapshot count: ", snapshot_count);
+    }
+    root.snapshots.resize(snapshot_count);
+    for (SnapshotEntry& snapshot : root.snapshots) snapshot = get_snapshot(reader);
   }
   if (Status status = close_record(reader, body.value().minor); !status.is_ok()) return status;
 
@@ -547,16 +644,9 @@ Result<RootRecord> decode_root(std::span<const std::byte> bytes, FormatUse use) 
         !job_ids.insert(entry.job_id).second) {
       return malformed("job id: ", entry.job_id, " is named twice or was never given");
     }
-    if (entry.catalogue_bytes == 0) return malformed("job ", entry.job_id, ": no catalogue");
-    // Kept below what align_up and divide_up can hold.
-    if (entry.catalogue_bytes > kShardBytesMax) {
-      return malformed("job ", entry.job_id, ": catalogue bytes: ", entry.catalogue_bytes);
-    }
-    if (Status status = check_extents(entry.catalogue, entry.catalogue_bytes, "job ", entry.job_id);
-        !status.is_ok()) {
-      return status;
-    }
+    if (Status status = check_root_entry(entry); !status.is_ok()) return status;
   }
+  if (Status status = check_snapshots(root, job_ids); !status.is_ok()) return status;
   return root;
 }
 

@@ -89,13 +89,32 @@ struct RootEntry {
   std::vector<ExtentRecord> catalogue;  // kBlobExtentBytes each but the last
 };
 
+/// A job's catalogue that outlives the commits after it, and with it all that it names.
+struct SnapshotEntry {
+  RootEntry job;     // as the root named it when the snapshot was made
+  std::string name;  // unique in its job, 1 to kSnapshotNameBytesMax bytes
+  uint64_t step = 0;
+  uint64_t created_s = 0;  // since 1970, for people
+  uint64_t number = 0;     // that the caller drew: the same request again makes no second snapshot
+};
+
+inline constexpr size_t kSnapshotNameBytesMax = 128;
+inline constexpr size_t kSnapshotsOfJobMax = 64;
+
 /// The whole set: what the superblock points to.
 struct RootRecord {
   uint64_t job_id_next = 1;
   std::vector<RootEntry> jobs;
+  std::vector<SnapshotEntry> snapshots;  // of these jobs
 };
 
 inline constexpr uint32_t kBlobExtentBytes = 1024 * 1024;
+
+/// The shards that have elements in that tile of that bucket.
+std::vector<std::string> names_in_tile(const JobRecord& record, uint32_t bucket, size_t tile);
+
+/// Every extent of the job's state that the record names.
+std::vector<ExtentRecord> all_extents(const JobRecord& record);
 
 /// Checks a catalogue that was just read: it must be of the job that `entry` names, and its name
 /// not in `names`, those of the jobs before it. An integrity error, or ok and its name is added.

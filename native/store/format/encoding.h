@@ -25,7 +25,9 @@ inline constexpr size_t kExtentEncodedBytes = 22;
 /// Features that this memd knows, each bit with its meaning in docs/format.md.
 /// A parameter's optimizer state may have max_exp_avg_sq.
 inline constexpr uint64_t kMaximaFeature = 1;
-inline constexpr uint64_t kIncompatibleFeatures = kMaximaFeature;
+/// The root lists snapshots: extents that no job names any more are taken all the same.
+inline constexpr uint64_t kSnapshotsFeature = 2;
+inline constexpr uint64_t kIncompatibleFeatures = kMaximaFeature | kSnapshotsFeature;
 inline constexpr uint64_t kReadOnlyCompatibleFeatures = 0;
 
 /// The format of a superblock or record, as its header says it.

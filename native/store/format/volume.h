@@ -21,7 +21,7 @@ namespace memd {
 
 inline constexpr uint32_t kSuperblockBytes = 4096;
 inline constexpr uint32_t kFormatMajor = 1;
-inline constexpr uint32_t kFormatMinor = 2;  // 1: durability of a job, 2: its weight
+inline constexpr uint32_t kFormatMinor = 3;  // 1: durability of a job, 2: its weight, 3: snapshots
 
 /// The content of a superblock. Each file has four copies, at 0, 1 MiB, end - 2 MiB and end - 1
 /// MiB; a commit writes only the pair `sequence mod 2` (0: first and third, 1: second and fourth)

@@ -72,20 +72,6 @@ void give_back_to(Pool& pool, std::vector<Segment>& segments) {
 
 }  // namespace
 
-std::vector<ExtentRecord> all_extents(const JobRecord& record) {
-  std::vector<ExtentRecord> extents;
-  for (const ShardRecord& shard : record.shards)
-    extents.insert(extents.end(), shard.extents.begin(), shard.extents.end());
-  for (const BucketRecord& bucket : record.buckets) {
-    for (const TileRecord& tile : bucket.tiles) {
-      for (const ExtentRecord& extent : {tile.parameter, tile.rest}) {
-        if (extent.exists()) extents.push_back(extent);
-      }
-    }
-  }
-  return extents;
-}
-
 Status Adoption::run(std::unique_ptr<Ledger>& ledger, Inheritance& kept) {
   begin_shards();
   if (Status taken = take_table(kept); !taken.is_ok()) return taken;

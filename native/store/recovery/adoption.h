@@ -124,7 +124,4 @@ class Adoption {
   std::vector<ExtentRecord> reserved_;
 };
 
-/// Every extent of state that the record names.
-std::vector<ExtentRecord> all_extents(const JobRecord& record);
-
 }  // namespace memd

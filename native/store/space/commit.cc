@@ -20,6 +20,13 @@ constexpr size_t kReleasedCount = 16;
 // In one turn; the short form that stays takes as much again at most.
 constexpr size_t kEncodedTurnBytes = kTurnBytesMax / 4;
 
+const RootEntry* find_entry(const RootRecord& root, uint64_t job_id) {
+  const auto found = std::find_if(root.jobs.begin(), root.jobs.end(), [job_id](const RootEntry& e) {
+    return e.job_id == job_id;
+  });
+  return found == root.jobs.end() ? nullptr : &*found;
+}
+
 }  // namespace
 
 Result<std::vector<JobRecord>> Commits::load(const std::function<Status()>& turn) {
@@ -34,66 +41,69 @@ Result<std::vector<JobRecord>> Commits::load(const std::function<Status()>& turn
                 jobs.status().error_number());
 }
 
-Result<std::vector<JobRecord>> Commits::load_records(const std::function<Status()>& turn) {
+Result<std::vector<std::byte>> Commits::read(std::span<const ExtentRecord> from,
+                                             uint64_t length_bytes,
+                                             const std::string& what,
+                                             const Turn& turn) {
+  std::vector<std::byte> bytes;
+  for (const ExtentRecord& extent : from) {
+    // It belongs to the continuation, not to this frame: the device may write to it after we gave
+    // up.
+    struct Reading {
+      BlockBytes block;
+      std::optional<Status> finished;
+    };
+    const auto reading = std::make_shared<Reading>(
+        Reading{.block = BlockBytes(uint64_t{extent.length_bytes}), .finished = std::nullopt});
+    const std::span<std::byte> block = reading->block.span();
+    extents_.read(extent, block, {.job = kDaemonJob}, what, [reading](const Status& status) {
+      reading->finished = status;
+    });
+    while (!reading->finished) {
+      extents_.advance();
+      if (Status status = turn(); !status.is_ok()) return status;
+    }
+    if (!reading->finished->is_ok()) return *reading->finished;
+    bytes.insert(bytes.end(), block.begin(), block.end());
+  }
+  if (bytes.size() < length_bytes) {
+    return error(StatusCode::integrity,
+                 what,
+                 " is shorter than it says: ",
+                 bytes.size(),
+                 " < ",
+                 length_bytes);
+  }
+  bytes.resize(length_bytes);
+  return bytes;
+}
+
+Result<std::vector<JobRecord>> Commits::load_records(const Turn& turn) {
   const Superblock& superblock = extents_.superblock();
   if (superblock.root_bytes == 0) return std::vector<JobRecord>{};
-  const auto read = [&](const std::vector<ExtentRecord>& from,
-                        uint64_t length_bytes,
-                        const std::string& what) -> Result<std::vector<std::byte>> {
-    uint64_t padded_bytes = 0;
-    for (const ExtentRecord& extent : from) padded_bytes += extent.length_bytes;
-    if (padded_bytes < length_bytes) {
-      return error(StatusCode::integrity,
-                   what,
-                   " is shorter than it says: ",
-                   padded_bytes,
-                   " < ",
-                   length_bytes);
-    }
-    // Before anything is read: what the same bytes are named for again and again fits no memory.
-    for (const ExtentRecord& extent : from) {
-      if (Status status = extents_.reserve(extent); !status.is_ok()) return status;
-    }
-    std::vector<std::byte> bytes;
-    bytes.reserve(padded_bytes);
-    for (const ExtentRecord& extent : from) {
-      // It belongs to the continuation, not to this frame: the device may write to it after we gave
-      // up.
-      struct Reading {
-        BlockBytes block;
-        std::optional<Status> finished;
-      };
-      const auto reading = std::make_shared<Reading>(
-          Reading{.block = BlockBytes(uint64_t{extent.length_bytes}), .finished = std::nullopt});
-      const std::span<std::byte> block = reading->block.span();
-      extents_.read(extent, block, {.job = kDaemonJob}, what, [reading](const Status& status) {
-        reading->finished = status;
-      });
-      while (!reading->finished) {
-        extents_.advance();
-        if (Status status = turn(); !status.is_ok()) return status;
-      }
-      if (!reading->finished->is_ok()) return *reading->finished;
-      bytes.insert(bytes.end(), block.begin(), block.end());
-    }
-    bytes.resize(length_bytes);
-    return bytes;
-  };
-
   MEMD_FAILPOINT("load.before_root");
-  auto root_bytes = read({superblock.root}, superblock.root_bytes, "the volume's root");
+  if (Status status = extents_.reserve(superblock.root); !status.is_ok()) return status;
+  auto root_bytes = read({&superblock.root, 1}, superblock.root_bytes, "the volume's root", turn);
   if (!root_bytes.is_ok()) return root_bytes.status();
   auto root = decode_root(root_bytes.value());
   if (!root.is_ok()) return root.status();
   root_ = std::move(root).value();
   root_extent_ = superblock.root;
 
+  // Their extents are pinned before a job holds any.
+  for (const SnapshotEntry& snapshot : root_.snapshots) {
+    if (Status status = load_snapshot(snapshot, turn); !status.is_ok()) return status;
+  }
   std::vector<JobRecord> jobs;
   std::set<std::string> names;
   for (const RootEntry& entry : root_.jobs) {
     MEMD_FAILPOINT("load.before_catalogue");
+    // Before anything is read: what the same bytes are named for again and again fits no memory.
+    for (const ExtentRecord& extent : entry.catalogue) {
+      if (Status status = extents_.reserve(extent); !status.is_ok()) return status;
+    }
     const std::string what = concat("the catalogue of job ", entry.job_id);
-    auto bytes = read(entry.catalogue, entry.catalogue_bytes, what);
+    auto bytes = read(entry.catalogue, entry.catalogue_bytes, what, turn);
     if (!bytes.is_ok()) return bytes.status();
     auto job = decode_job(bytes.value());
     if (!job.is_ok()) return job.status();
@@ -101,6 +111,34 @@ Result<std::vector<JobRecord>> Commits::load_records(const std::function<Status(
     jobs.push_back(std::move(job).value());
   }
   return jobs;
+}
+
+Status Commits::load_snapshot(const SnapshotEntry& entry, const Turn& turn) {
+  MEMD_FAILPOINT("load.before_snapshot");
+  for (const ExtentRecord& extent : entry.job.catalogue) {
+    const Status status = extents_.reserve(extent, ExtentHolder::snapshot);
+    if (!status.is_ok()) return status;
+  }
+  LoadedSnapshot loaded{.entry = entry, .record = nullptr, .damage = {}};
+  const std::string what =
+      concat("the catalogue of snapshot ", entry.name, " of job ", entry.job.job_id);
+  auto bytes = read(entry.job.catalogue, entry.job.catalogue_bytes, what, turn);
+  auto job = bytes.is_ok() ? decode_job(bytes.value()) : Result<JobRecord>(bytes.status());
+  if (job.is_ok()) {
+    std::set<std::string> alone;
+    loaded.damage = check_identity(entry.job, job.value(), alone);
+  } else {
+    loaded.damage = job.status();
+  }
+  // A snapshot that is damaged is lost, and its job is not. What cannot be read now or is of a
+  // newer format may be whole: without it its extents would be given away.
+  const StatusCode code = loaded.damage.code();
+  if (!loaded.damage.is_ok() && code != StatusCode::integrity) return loaded.damage;
+  if (loaded.damage.is_ok()) {
+    loaded.record = std::make_shared<const JobRecord>(std::move(job).value());
+  }
+  loaded_snapshots_.push_back(std::move(loaded));
+  return Status::ok();
 }
 
 uint64_t Commits::catalogue_tag(uint64_t job_id) const {
@@ -125,6 +163,8 @@ std::span<const ExtentRecord> Commits::catalogue(uint64_t job_id) const {
   return {};
 }
 
+const RootEntry* Commits::root_entry(uint64_t job_id) const { return find_entry(root_, job_id); }
+
 void Commits::commit(uint64_t job_id,
                      CatalogueSource& source,
                      std::function<void(const Status&, double)> done) {
@@ -132,16 +172,51 @@ void Commits::commit(uint64_t job_id,
   commit->source = &source;
   commit->job_id = job_id;
   commit->done = std::move(done);
-  commit->started_ns = clock_.now_ns();
-  waiting_.push_back(std::move(commit));
-  start_next();
+  enqueue(std::move(commit));
 }
 
-void Commits::remove(uint64_t job_id, std::vector<ExtentRecord> extents, Done done) {
+void Commits::remove(uint64_t job_id,
+                     std::vector<ExtentRecord> extents,
+                     std::vector<ExtentRecord> pinned,
+                     Done done) {
   auto commit = std::make_shared<Commit>();
   commit->job_id = job_id;
+  commit->edit = [job_id](RootRecord& root) {
+    std::erase_if(root.jobs, [&](const RootEntry& entry) { return entry.job_id == job_id; });
+    std::erase_if(root.snapshots,
+                  [&](const SnapshotEntry& entry) { return entry.job.job_id == job_id; });
+  };
   commit->releasable = std::move(extents);
+  commit->pinned = std::move(pinned);
   commit->done = [done = std::move(done)](const Status& status, double) { done(status); };
+  enqueue(std::move(commit));
+}
+
+void Commits::add_snapshot(const SnapshotEntry& snapshot, Done done) {
+  auto commit = std::make_shared<Commit>();
+  commit->job_id = snapshot.job.job_id;
+  commit->edit = [snapshot](RootRecord& root) { root.snapshots.push_back(snapshot); };
+  commit->done = [done = std::move(done)](const Status& status, double) { done(status); };
+  enqueue(std::move(commit));
+}
+
+void Commits::drop_snapshot(uint64_t job_id,
+                            const std::string& name,
+                            std::vector<ExtentRecord> pinned,
+                            Done done) {
+  auto commit = std::make_shared<Commit>();
+  commit->job_id = job_id;
+  commit->edit = [job_id, name](RootRecord& root) {
+    std::erase_if(root.snapshots, [&](const SnapshotEntry& entry) {
+      return entry.job.job_id == job_id && entry.name == name;
+    });
+  };
+  commit->pinned = std::move(pinned);
+  commit->done = [done = std::move(done)](const Status& status, double) { done(status); };
+  enqueue(std::move(commit));
+}
+
+void Commits::enqueue(std::shared_ptr<Commit> commit) {
   commit->started_ns = clock_.now_ns();
   waiting_.push_back(std::move(commit));
   start_next();
@@ -202,9 +277,10 @@ Status Commits::allocate(Commit& commit, size_t bytes) {
 
 Status Commits::allocate(Commit& commit) {
   commit.root = root_;
-  std::erase_if(commit.root.jobs,
-                [&](const RootEntry& entry) { return entry.job_id == commit.job_id; });
+  if (commit.edit) commit.edit(commit.root);
   if (commit.source != nullptr) {
+    std::erase_if(commit.root.jobs,
+                  [&](const RootEntry& entry) { return entry.job_id == commit.job_id; });
     commit.catalogue = commit.source->take_encoded();
     const size_t all_bytes = commit.catalogue.size() + JobEncoder::kSealBytes;
     RootEntry entry{.job_id = commit.job_id, .catalogue_bytes = all_bytes, .catalogue = {}};
@@ -261,10 +337,11 @@ void Commits::write() {
   if (Status status = extents_.check_writable(); !status.is_ok()) return abandon(status);
   commit.phase = Phase::writing;
   // Extents that the previous catalogue alone named.
-  for (const RootEntry& entry : root_.jobs) {
-    if (entry.job_id != commit.job_id) continue;
-    commit.releasable.insert(
-        commit.releasable.end(), entry.catalogue.begin(), entry.catalogue.end());
+  const RootEntry* const old = find_entry(root_, commit.job_id);
+  const bool is_replaced =
+      commit.source != nullptr || find_entry(commit.root, commit.job_id) == nullptr;
+  if (old != nullptr && is_replaced) {
+    commit.releasable.insert(commit.releasable.end(), old->catalogue.begin(), old->catalogue.end());
   }
   if (root_extent_.exists()) commit.releasable.push_back(root_extent_);
 
@@ -324,6 +401,9 @@ void Commits::release(TurnBudget& turn) {
     if (!commit.releasable.empty()) {
       extents_.release(commit.releasable.back());
       commit.releasable.pop_back();
+    } else if (!commit.pinned.empty()) {
+      extents_.release(commit.pinned.back(), ExtentHolder::snapshot);
+      commit.pinned.pop_back();
     } else if (commit.source == nullptr ||
                commit.source->release_superseded(extents_, kReleasedCount)) {
       break;

@@ -7,6 +7,8 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "base/clock.h"
@@ -45,6 +47,14 @@ class CatalogueSource {
   ~CatalogueSource() = default;
 };
 
+/// A snapshot that a start found.
+struct LoadedSnapshot {
+  SnapshotEntry entry;
+  /// Its catalogue's content; nothing where that is damaged, so that nobody knows what it names.
+  std::shared_ptr<const JobRecord> record;
+  Status damage;
+};
+
 /// One commit at a time, over all jobs, since they share the root. The order of its writes is the
 /// promise: state (before), catalogue and root; sync of every device; the superblock pair; sync of
 /// the lead volume. Only then is what the previous catalogue alone named released, and `done`
@@ -63,20 +73,36 @@ class Commits {
   /// `turn` lets the I/O queue run, and its error ends the waiting: what was asked of the devices
   /// goes on, and this object and the ExtentStore stay until it is done.
   Result<std::vector<JobRecord>> load(const std::function<Status()>& turn);
+  /// Those that load() found, once. Of their extents the catalogues' alone are pinned.
+  std::vector<LoadedSnapshot> take_loaded_snapshots() { return std::move(loaded_snapshots_); }
 
   /// `source` is asked for the job's catalogue when the commit starts. Capacity and earlier
   /// failures are reported before anything changed.
   void commit(uint64_t job_id,
               CatalogueSource& source,
               std::function<void(const Status&, double commit_seconds)> done);
-  /// Takes the job out of the root; its extents, and `extents` with them, are free afterwards.
-  void remove(uint64_t job_id, std::vector<ExtentRecord> extents, Done done);
+  /// Takes the job out of the root, and its snapshots with it; its catalogue and `extents` are
+  /// released afterwards, and `pinned` are unpinned.
+  void remove(uint64_t job_id,
+              std::vector<ExtentRecord> extents,
+              std::vector<ExtentRecord> pinned,
+              Done done);
+  /// Puts the snapshot into the root. The caller has pinned all that it names, and its job commits
+  /// nothing meanwhile.
+  void add_snapshot(const SnapshotEntry& snapshot, Done done);
+  /// Takes it out; `pinned` are unpinned afterwards.
+  void drop_snapshot(uint64_t job_id,
+                     const std::string& name,
+                     std::vector<ExtentRecord> pinned,
+                     Done done);
 
   /// Which catalogue of the job is the last on disk: another number after each commit of it; 0: it
   /// has none.
   uint64_t catalogue_tag(uint64_t job_id) const;
   /// Its place on disk; for job 0, the root's. Valid until the next commit ends.
   std::span<const ExtentRecord> catalogue(uint64_t job_id) const;
+  /// The job as the root names it; nullptr where it has no catalogue on disk.
+  const RootEntry* root_entry(uint64_t job_id) const;
   uint64_t take_job_id() { return root_.job_id_next++; }
   bool is_idle() const { return waiting_.empty() && running_ == nullptr; }
   /// A piece of the commit that runs, and more while there is time. True where there was something
@@ -98,9 +124,11 @@ class Commits {
     std::unique_ptr<BlockBytes> block;
   };
   struct Commit {
-    CatalogueSource* source = nullptr;  // nullptr: remove `job_id`
+    CatalogueSource* source = nullptr;  // or else:
+    std::function<void(RootRecord&)> edit;
     uint64_t job_id = 0;
     std::vector<ExtentRecord> releasable;
+    std::vector<ExtentRecord> pinned;  // no more, afterwards
     std::function<void(const Status&, double)> done;
     // While it runs:
     Phase phase = Phase::encoding;
@@ -111,7 +139,15 @@ class Commits {
     uint64_t started_ns = 0;  // and before, since when it waits
   };
 
-  Result<std::vector<JobRecord>> load_records(const std::function<Status()>& turn);
+  using Turn = std::function<Status()>;
+  Result<std::vector<JobRecord>> load_records(const Turn& turn);
+  Status load_snapshot(const SnapshotEntry& entry, const Turn& turn);
+  /// The record in these extents, which are reserved or pinned.
+  Result<std::vector<std::byte>> read(std::span<const ExtentRecord> from,
+                                      uint64_t length_bytes,
+                                      const std::string& what,
+                                      const Turn& turn);
+  void enqueue(std::shared_ptr<Commit> commit);
   void start_next();
   void encode(TurnBudget& turn);
   Status allocate(Commit& commit);
@@ -131,6 +167,7 @@ class Commits {
   const Clock& clock_;
   RootRecord root_;
   ExtentRecord root_extent_;
+  std::vector<LoadedSnapshot> loaded_snapshots_;
   std::deque<std::shared_ptr<Commit>> waiting_;
   std::shared_ptr<Commit> running_;
   SecondsHistogram seconds_{kStepSecondsBounds};

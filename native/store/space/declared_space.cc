@@ -139,6 +139,7 @@ std::string SpaceNeeded::text() const {
   add(1, kept_value_bytes, "parameters that no optimizer updates");
   add(1, blob_bytes, "blobs and buffers");
   add(1, catalogue_bytes, "the catalogue, old and new");
+  add(1, snapshot_bytes, "snapshots");
   return text;
 }
 

@@ -19,10 +19,11 @@ struct SpaceNeeded {
   uint64_t kept_value_bytes = 0;    // of parameters that no step updates
   uint64_t blob_bytes = 0;          // and buffers, in tier nvme
   uint64_t catalogue_bytes = 0;     // the old one and the new one
+  uint64_t snapshot_bytes = 0;      // that snapshots keep, as if each shared nothing
 
   uint64_t total() const {
     return copies * updated_once_bytes + replaced_bytes + gradient_bytes + kept_value_bytes +
-           blob_bytes + catalogue_bytes;
+           blob_bytes + catalogue_bytes + snapshot_bytes;
   }
   /// The terms that are not 0, for an error.
   std::string text() const;

@@ -49,6 +49,29 @@ Result<ExtentRecord> ExtentStore::allocate(uint32_t length_bytes) {
                free_.free_bytes());
 }
 
+Status ExtentStore::reserve(const ExtentRecord& extent, ExtentHolder holder) {
+  const bool is_job = holder == ExtentHolder::job;
+  const PinnedExtents::Space space = is_job ? pinned_.hold(extent) : pinned_.pin(extent);
+  if (space == PinnedExtents::Space::unchanged) return Status::ok();
+  if (space == PinnedExtents::Space::conflict) {
+    return error(StatusCode::integrity,
+                 "an extent of a snapshot has two owners, or two checksums: ",
+                 place_of(extent));
+  }
+  Status reserved = free_.reserve(extent);
+  if (reserved.is_ok() && !is_job) pinned_.add(extent);
+  return reserved;
+}
+
+void ExtentStore::release(const ExtentRecord& extent, ExtentHolder holder) {
+  const PinnedExtents::Space space =
+      holder == ExtentHolder::job ? pinned_.let_go(extent) : pinned_.unpin(extent);
+  if (space == PinnedExtents::Space::unchanged && !MEMD_PLANTED("snapshot.extents_not_kept"))
+    return;
+  unreadable_.erase(key_of(extent));
+  free_.release(extent);
+}
+
 std::string ExtentStore::place_of(const ExtentRecord& extent) const {
   return concat(path(extent.address.device),
                 " at ",

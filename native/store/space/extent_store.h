@@ -19,6 +19,7 @@
 #include "io/io_queue.h"
 #include "store/format/volume.h"
 #include "store/space/free_extents.h"
+#include "store/space/pinned_extents.h"
 
 namespace memd {
 
@@ -27,6 +28,9 @@ struct IoClass {
   JobId job;
   IoPriority priority = IoPriority::demand;
 };
+
+/// An extent's holders name it. A job and its snapshots may name the same one.
+enum class ExtentHolder : uint8_t { job, snapshot };
 
 /// Owned by the server thread; workers compute checksums. A failed write or sync fences all volumes
 /// of the set, since a commit needs every one of them: the outcome on disk is unknown, so that
@@ -45,12 +49,12 @@ class ExtentStore {
   /// Space for `length_bytes` (whole blocks), without a checksum yet; capacity error where there is
   /// none.
   Result<ExtentRecord> allocate(uint32_t length_bytes);
-  void release(const ExtentRecord& extent) {
-    unreadable_.erase(key_of(extent));
-    free_.release(extent);
-  }
-  /// At start: what a catalogue names is taken.
-  Status reserve(const ExtentRecord& extent) { return free_.reserve(extent); }
+  /// At a start: what is named on disk is taken. First what snapshots name, then what jobs do.
+  Status reserve(const ExtentRecord& extent, ExtentHolder holder = ExtentHolder::job);
+  /// A snapshot begins to name what its job holds.
+  void pin_held(const ExtentRecord& extent) { pinned_.pin_held(extent); }
+  /// The holder needs it no more; it is free once nobody else holds it.
+  void release(const ExtentRecord& extent, ExtentHolder holder = ExtentHolder::job);
 
   /// Fills `into` (length_bytes) and verifies it. A mismatch is read once more, into private
   /// memory: trainers may have changed memory that they map between the read and the comparison,
@@ -115,6 +119,8 @@ class ExtentStore {
   uint64_t free_bytes() const { return free_.free_bytes(); }
   uint64_t free_bytes(uint16_t device) const { return free_.free_bytes(device); }
   uint64_t capacity_bytes() const { return free_.capacity_bytes(); }
+  /// In extents that only snapshots name.
+  uint64_t pinned_alone_bytes() const { return pinned_.pinned_alone_bytes(); }
   uint64_t checksum_failure_count(uint16_t device) const {
     return checksum_failure_counts_[device];
   }
@@ -164,6 +170,7 @@ class ExtentStore {
   Workers& workers_;
   const Clock& clock_;
   FreeExtents free_;
+  PinnedExtents pinned_;
   std::vector<std::string> paths_;
   std::vector<uint64_t> device_bytes_;
   Superblock superblock_;

@@ -19,6 +19,13 @@ namespace memd {
 /// its step.
 enum class SpaceUse : uint8_t { state, gradient };
 
+/// The part of a job's quotas that its snapshots take: each counts as if it shared nothing.
+struct SnapshotSpace {
+  uint32_t count = 0;
+  uint64_t bytes = 0;         // on disk
+  uint64_t memory_bytes = 0;  // for their records, beside the pool
+};
+
 /// The unit is an extent. Owned by its Job; the server thread calls everything; nothing blocks.
 ///
 /// An extent that the last catalogue on disk names is superseded when another takes its place, and
@@ -37,6 +44,10 @@ class JobSpace {
   /// The part that the job's catalogue takes, on disk and as the next commit writes it.
   uint64_t metadata_bytes() const { return metadata_bytes_; }
   void set_metadata_bytes(uint64_t bytes) { metadata_bytes_ = bytes; }
+  /// Extents that snapshots pin are free for the quota as soon as the job names them no more: these
+  /// bytes count them.
+  const SnapshotSpace& snapshots() const { return snapshots_; }
+  void set_snapshots(const SnapshotSpace& snapshots) { snapshots_ = snapshots; }
   uint64_t used_bytes() const { return used_bytes_; }
   /// Bytes that a new extent finds taken: a gradient leaves the running step what was promised to
   /// it.
@@ -44,11 +55,11 @@ class JobSpace {
     return use == SpaceUse::gradient ? std::max(used_bytes_, promised_bytes_) : used_bytes_;
   }
   bool has_room(SpaceUse use, uint64_t bytes) const {
-    return taken_bytes(use) + bytes + metadata_bytes_ <= quota_bytes_;
+    return taken_bytes(use) + bytes + set_aside_bytes() <= quota_bytes_;
   }
   /// Whether `bytes` more of gradients leave a running step what was promised to it.
   bool keeps_promise(uint64_t bytes) const {
-    return promised_bytes_ == 0 || promised_bytes_ + bytes + metadata_bytes_ <= quota_bytes_;
+    return promised_bytes_ == 0 || promised_bytes_ + bytes + set_aside_bytes() <= quota_bytes_;
   }
   void take(SpaceUse use, uint64_t bytes);
   void give_back(SpaceUse use, uint64_t bytes);
@@ -108,6 +119,7 @@ class JobSpace {
 
  private:
   void end_epoch();
+  uint64_t set_aside_bytes() const { return metadata_bytes_ + snapshots_.bytes; }
 
   struct Superseded {
     Replica* place;  // nullptr: its entry is gone, and nothing returns there
@@ -116,6 +128,7 @@ class JobSpace {
 
   uint64_t quota_bytes_ = 0;
   uint64_t metadata_bytes_ = 0;
+  SnapshotSpace snapshots_;
   uint64_t used_bytes_ = 0;
   uint64_t promised_bytes_ = 0;  // 0: no step in memory runs
   uint64_t epoch_ = kOnDisk + 1;

@@ -53,13 +53,35 @@ uint64_t Admission::arena_bytes_max() const {
 Status Admission::check(const DeclaredSpace& wanted) const {
   // A job without memory is in nobody's use: it is being made from what was accepted before.
   if (parts_.memory == nullptr) return Status::ok();
-  if (const SpaceNeeded needed = space_needed(wanted);
-      needed.total() > parts_.space.quota_bytes()) {
+  const SnapshotSpace& snapshots = parts_.space.snapshots();
+  return check(wanted, snapshots, space_needed(wanted, snapshots));
+}
+
+Status Admission::check_snapshots(const SnapshotSpace& wanted) const {
+  const DeclaredSpace& declared = parts_.shards.declared();
+  SpaceNeeded needed = space_needed(declared, wanted);
+  if (parts_.memory == nullptr) {
+    // Nobody has attached since the start: its arena will be what was admitted.
+    const uint64_t arena_bytes = host_bytes_ - std::min(host_bytes_, kPrivateFloorBytes);
+    needed.gradient_bytes = declared.needed(durability_, arena_bytes, 0).gradient_bytes;
+  }
+  return check(declared, wanted, needed);
+}
+
+void Admission::set_snapshots(const SnapshotSpace& snapshots) {
+  parts_.space.set_snapshots(snapshots);
+  reserve_metadata();
+}
+
+Status Admission::check(const DeclaredSpace& wanted,
+                        const SnapshotSpace& snapshots,
+                        const SpaceNeeded& needed) const {
+  if (needed.total() > parts_.space.quota_bytes()) {
     return error(StatusCode::capacity,
                  "job ",
                  parts_.job_name,
-                 " would need more than its disk quota; declare less, or start it anew with a "
-                 "larger nvme_bytes: ",
+                 " would need more than its disk quota; declare less, drop snapshots (memd "
+                 "snapshot list), or start it anew with a larger nvme_bytes: ",
                  needed.total(),
                  " bytes = ",
                  needed.text(),
@@ -69,13 +91,14 @@ Status Admission::check(const DeclaredSpace& wanted) const {
   // Records lie outside the pool: each job has room for a model of some ten thousand shards, and
   // more where it was admitted to more memory.
   const uint64_t memory_bytes_max = kRecordMemoryBytesMin + host_bytes_ / 2;
-  const uint64_t memory_bytes = wanted.memory_bytes();
+  const uint64_t memory_bytes = wanted.memory_bytes() + snapshots.memory_bytes;
   if (memory_bytes > memory_bytes_max) {
     return error(StatusCode::capacity,
                  "job ",
                  parts_.job_name,
-                 " would have more shards than the daemon keeps records of; make fewer and larger "
-                 "ones, or start it anew with a larger host_bytes: ",
+                 " would have more shards, with those of its snapshots, than the daemon keeps "
+                 "records of; make fewer and larger ones, drop snapshots, or start it anew with a "
+                 "larger host_bytes: ",
                  memory_bytes,
                  " bytes of records, at most ",
                  kRecordMemoryBytesMin,
@@ -83,8 +106,9 @@ Status Admission::check(const DeclaredSpace& wanted) const {
                  host_bytes_,
                  ")");
   }
-  const uint64_t more_bytes =
-      memory_bytes - std::min(memory_bytes, parts_.shards.declared().memory_bytes());
+  const uint64_t more_bytes = memory_bytes - std::min(memory_bytes,
+                                                      parts_.shards.declared().memory_bytes() +
+                                                          parts_.space.snapshots().memory_bytes);
   if (!can_allocate(more_bytes)) {
     return error(StatusCode::capacity,
                  "job ",
@@ -104,13 +128,17 @@ Status Admission::check_maxima(const Bucket& bucket) const {
   return check(wanted);
 }
 
-SpaceNeeded Admission::space_needed(const DeclaredSpace& declared) const {
+SpaceNeeded Admission::space_needed(const DeclaredSpace& declared,
+                                    const SnapshotSpace& snapshots) const {
   SpaceNeeded needed = declared.needed(durability_, arena_bytes_max(), kTilesInFlight);
   needed.catalogue_bytes = 2 * catalogue_bytes(declared);
+  needed.snapshot_bytes = snapshots.bytes;
   return needed;
 }
 
-SpaceNeeded Admission::space_needed() const { return space_needed(parts_.shards.declared()); }
+SpaceNeeded Admission::space_needed() const {
+  return space_needed(parts_.shards.declared(), parts_.space.snapshots());
+}
 
 uint64_t Admission::metadata_bytes() const {
   // After shards were deleted, the one on disk may be larger than the next.

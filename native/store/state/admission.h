@@ -58,6 +58,10 @@ class Admission {
   Status check(const DeclaredSpace& wanted) const;
   /// The same, with maxima in `bucket`, which has none.
   Status check_maxima(const Bucket& bucket) const;
+  /// Whether they hold it with these snapshots.
+  Status check_snapshots(const SnapshotSpace& wanted) const;
+  /// From now on it has these.
+  void set_snapshots(const SnapshotSpace& snapshots);
   /// The part of nvme_bytes that all of its shards need, written and updated.
   SpaceNeeded space_needed() const;
   /// Bytes of the catalogue, on disk and as the next commit writes it, side by side.
@@ -79,7 +83,10 @@ class Admission {
 
  private:
   uint64_t catalogue_bytes(const DeclaredSpace& declared) const;
-  SpaceNeeded space_needed(const DeclaredSpace& declared) const;
+  SpaceNeeded space_needed(const DeclaredSpace& declared, const SnapshotSpace& snapshots) const;
+  Status check(const DeclaredSpace& wanted,
+               const SnapshotSpace& snapshots,
+               const SpaceNeeded& needed) const;
 
   const Parts parts_;
   uint64_t host_bytes_ = 0;

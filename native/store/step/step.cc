@@ -410,7 +410,8 @@ void Step::stop_job(const Status& status) {
                           progress.durable_step())
                  : concat(", and it ran on without durability since step ",
                           since,
-                          ": what is on disk is no step; start over with connect(fresh=True), or "
+                          ": what is on disk is no step; go back to a snapshot (memd snapshot "
+                          "restore), start over with connect(fresh=True), or "
                           "drop it with `memd job drop`");
   progress.stop(error(status.code(),
                       "job ",

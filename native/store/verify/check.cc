@@ -8,11 +8,14 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
+#include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <span>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include "base/bulk_bytes.h"
@@ -34,6 +37,7 @@ struct Set {
 struct Task {
   ExtentUse use;
   size_t job = 0;  // index into CheckReport::jobs
+  std::string snapshot{};
 };
 
 class Buffer {
@@ -209,9 +213,32 @@ void add_malformed(const Set& set,
   findings.back().part = part;
 }
 
+struct ReadSnapshot {
+  std::string name;
+  JobRecord record;
+};
+
 struct Jobs {
   std::vector<JobRecord> records;
-  std::vector<ExtentUse> catalogues;  // of the root and of all jobs
+  std::map<uint64_t, std::vector<ReadSnapshot>> snapshots;  // by job id
+  std::vector<ExtentUse> catalogues;  // of the root, of all jobs, and of their snapshots alone
+};
+
+/// Extents of one job, each once: its snapshots may name what it or others of them name.
+class SharedExtents {
+ public:
+  /// Whether it is the first with this place, length and checksum.
+  bool add(const ExtentRecord& extent) {
+    return known_
+        .emplace(extent.address.device,
+                 extent.address.offset_bytes,
+                 extent.length_bytes,
+                 extent.checksum)
+        .second;
+  }
+
+ private:
+  std::set<std::tuple<uint16_t, uint64_t, uint32_t, uint64_t>> known_;
 };
 
 /// Ranges that two owners name. Sorted by place: each is compared with the one that reaches
@@ -269,9 +296,20 @@ Result<Jobs> read_jobs(const Set& set, std::vector<CheckFinding>& findings) {
   const auto part_of = [](const RootEntry& entry) {
     return concat("the catalogue of job ", entry.job_id);
   };
+  const auto part_of_snapshot = [](const SnapshotEntry& entry) {
+    return concat("the catalogue of snapshot ", entry.name, " of job ", entry.job.job_id);
+  };
+  std::map<uint64_t, SharedExtents> shared;
   for (const RootEntry& entry : root.value().jobs) {
     for (const ExtentRecord& extent : entry.catalogue) {
       jobs.catalogues.push_back({.extent = extent, .part = part_of(entry), .shards = {}});
+      shared[entry.job_id].add(extent);
+    }
+  }
+  for (const SnapshotEntry& entry : root.value().snapshots) {
+    for (const ExtentRecord& extent : entry.job.catalogue) {
+      if (!shared[entry.job.job_id].add(extent)) continue;
+      jobs.catalogues.push_back({.extent = extent, .part = part_of_snapshot(entry), .shards = {}});
     }
   }
   // Before they are read: what the same bytes are named for again and again fits no memory. No
@@ -298,6 +336,24 @@ Result<Jobs> read_jobs(const Set& set, std::vector<CheckFinding>& findings) {
       continue;
     }
     jobs.records.push_back(std::move(job).value());
+  }
+  for (const SnapshotEntry& entry : root.value().snapshots) {
+    const std::string part = part_of_snapshot(entry);
+    const size_t finding_first = findings.size();
+    const auto bytes =
+        read_record(set, entry.job.catalogue, entry.job.catalogue_bytes, part, findings);
+    auto job = bytes.is_ok() ? decode_job(bytes.value(), FormatUse::read_only)
+                             : Result<JobRecord>(bytes.status());
+    if (job.status().code() == StatusCode::not_yet) return job.status();
+    std::set<std::string> alone;
+    const Status sound = job.is_ok() ? check_identity(entry.job, job.value(), alone) : job.status();
+    if (bytes.is_ok() && !sound.is_ok()) {
+      add_malformed(set, entry.job.catalogue.front(), part, sound, findings);
+    }
+    for (size_t i = finding_first; i < findings.size(); ++i) findings[i].snapshot = entry.name;
+    if (!sound.is_ok()) continue;
+    jobs.snapshots[entry.job.job_id].push_back(
+        {.name = entry.name, .record = std::move(job).value()});
   }
   return jobs;
 }
@@ -327,6 +383,22 @@ CheckedJob told(const JobRecord& record, const std::vector<ExtentUse>& uses) {
                  .lost_shards = {}};
   for (const ExtentUse& use : uses) job.bytes += use.extent.length_bytes;
   return job;
+}
+
+const std::vector<ReadSnapshot>& snapshots_of(const Jobs& jobs, const JobRecord& record) {
+  static const std::vector<ReadSnapshot> none;
+  const auto found = jobs.snapshots.find(record.job_id);
+  return found == jobs.snapshots.end() ? none : found->second;
+}
+
+CheckedSnapshot told(const ReadSnapshot& snapshot, const std::vector<ExtentUse>& uses) {
+  CheckedSnapshot out{.name = snapshot.name,
+                      .step = snapshot.record.step,
+                      .extent_count = uses.size(),
+                      .bytes = 0,
+                      .lost_shards = {}};
+  for (const ExtentUse& use : uses) out.bytes += use.extent.length_bytes;
+  return out;
 }
 
 /// Reads and compares all of `tasks` on threads; what is lost becomes a finding.
@@ -385,6 +457,7 @@ Status compare_all(const Set& set,
     const Task& task = tasks[index];
     CheckFinding finding = finding_at(set, task.use.extent, status);
     finding.job = report.jobs[task.job].name;
+    finding.snapshot = task.snapshot;
     finding.shards = task.use.shards;
     finding.part = task.use.part;
     report.findings.push_back(std::move(finding));
@@ -393,14 +466,18 @@ Status compare_all(const Set& set,
 }
 
 void gather_lost_shards(CheckReport& report) {
-  for (CheckedJob& job : report.jobs) {
+  const auto lost = [&report](const CheckedJob& job, const std::string& snapshot) {
     std::set<std::string> names;
     for (const CheckFinding& finding : report.findings) {
-      if (finding.is_lost && finding.job == job.name) {
+      if (finding.is_lost && finding.job == job.name && finding.snapshot == snapshot) {
         names.insert(finding.shards.begin(), finding.shards.end());
       }
     }
-    job.lost_shards.assign(names.begin(), names.end());
+    return std::vector<std::string>(names.begin(), names.end());
+  };
+  for (CheckedJob& job : report.jobs) {
+    job.lost_shards = lost(job, "");
+    for (CheckedSnapshot& snapshot : job.snapshots) snapshot.lost_shards = lost(job, snapshot.name);
   }
 }
 
@@ -505,28 +582,42 @@ Result<CheckReport> check_volumes(const CheckOptions& options) {
   for (const ExtentUse& use : jobs.value().catalogues) report.bytes += use.extent.length_bytes;
 
   std::vector<Task> tasks;
-  std::vector<std::vector<ExtentUse>> uses_of;
+  // Stays where it is: owners point into it.
+  std::deque<std::vector<ExtentUse>> uses_of;
   std::vector<std::pair<const ExtentUse*, std::string>> owners;
   for (const ExtentUse& use : jobs.value().catalogues) owners.emplace_back(&use, "");
-  for (const JobRecord& record : jobs.value().records) uses_of.push_back(extents_of(record));
   bool found = options.job.empty();
-  for (size_t i = 0; i < uses_of.size(); ++i) {
-    const JobRecord& record = jobs.value().records[i];
-    for (const ExtentUse& use : uses_of[i]) owners.emplace_back(&use, record.name);
-    if (!options.job.empty() && record.name != options.job) continue;
-    found = true;
-    const size_t index = report.jobs.size();
-    report.jobs.push_back(told(record, uses_of[i]));
-    for (const ExtentUse& use : uses_of[i]) {
-      if (Status status = check_place(set, use.extent); !status.is_ok()) {
+  for (const JobRecord& record : jobs.value().records) {
+    const bool is_asked_for = options.job.empty() || record.name == options.job;
+    SharedExtents shared;
+    const auto check_uses = [&](std::vector<ExtentUse> all, const std::string& snapshot) {
+      uses_of.push_back(std::move(all));
+      for (const ExtentUse& use : uses_of.back()) {
+        // An extent that a job itself names twice has two owners.
+        const bool is_first = shared.add(use.extent);
+        if (is_first || snapshot.empty()) owners.emplace_back(&use, record.name);
+        if (!is_asked_for) continue;
+        const Status status = check_place(set, use.extent);
+        if (status.is_ok()) {
+          tasks.push_back({.use = use, .job = report.jobs.size() - 1, .snapshot = snapshot});
+          continue;
+        }
         CheckFinding finding = finding_at(set, use.extent, status);
         finding.job = record.name;
+        finding.snapshot = snapshot;
         finding.shards = use.shards;
         finding.part = use.part;
         report.findings.push_back(std::move(finding));
-        continue;
       }
-      tasks.push_back({.use = use, .job = index});
+    };
+    std::vector<ExtentUse> own = extents_of(record);
+    if (is_asked_for) report.jobs.push_back(told(record, own));
+    found = found || is_asked_for;
+    check_uses(std::move(own), "");
+    for (const ReadSnapshot& snapshot : snapshots_of(jobs.value(), record)) {
+      std::vector<ExtentUse> kept = extents_of(snapshot.record);
+      if (is_asked_for) report.jobs.back().snapshots.push_back(told(snapshot, kept));
+      check_uses(std::move(kept), snapshot.name);
     }
   }
   if (!found && !report.anything_lost()) {
@@ -562,6 +653,9 @@ Result<ListedVolumes> list_volumes(const std::vector<std::string>& directories) 
   if (!jobs.is_ok()) return jobs.status();
   for (const JobRecord& record : jobs.value().records) {
     listed.jobs.push_back(told(record, extents_of(record)));
+    for (const ReadSnapshot& snapshot : snapshots_of(jobs.value(), record)) {
+      listed.jobs.back().snapshots.push_back(told(snapshot, extents_of(snapshot.record)));
+    }
   }
   if (!findings.empty()) {
     const CheckFinding& first = findings.front();

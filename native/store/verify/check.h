@@ -31,6 +31,7 @@ struct CheckFinding {
   uint64_t offset_bytes = 0;
   uint64_t length_bytes = 0;
   std::string job;                  // empty: not of a single job
+  std::string snapshot{};           // of that job; empty: of its last commit
   std::vector<std::string> shards;  // that lie in it
   std::string part;
   std::string reason;
@@ -41,6 +42,14 @@ std::vector<CheckFinding> superblock_findings(const std::string& path,
                                               const std::array<SuperblockCopy, 4>& copies,
                                               uint64_t sequence);
 
+struct CheckedSnapshot {
+  std::string name;
+  uint64_t step = 0;
+  uint64_t extent_count = 0;  // some of which its job or other snapshots may name too
+  uint64_t bytes = 0;
+  std::vector<std::string> lost_shards;
+};
+
 struct CheckedJob {
   uint64_t job_id = 0;
   std::string name;
@@ -49,6 +58,7 @@ struct CheckedJob {
   uint64_t extent_count = 0;
   uint64_t bytes = 0;
   std::vector<std::string> lost_shards;
+  std::vector<CheckedSnapshot> snapshots{};
 };
 
 struct CheckedVolume {

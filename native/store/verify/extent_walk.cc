@@ -18,10 +18,45 @@ bool same(const ExtentRecord& a, const ExtentRecord& b) {
 
 using Kind = ExtentPlace::Kind;
 
+size_t owner_count_in(const Snapshot& snapshot, Kind kind) {
+  if (snapshot.record == nullptr) return 0;
+  return kind == Kind::bytes ? snapshot.record->shards.size() : snapshot.record->buckets.size();
+}
+
+size_t index_count_in(const Snapshot& snapshot, const ExtentPlace& place) {
+  if (place.kind == Kind::catalogue) return snapshot.entry.job.catalogue.size();
+  return place.kind == Kind::bytes ? snapshot.record->shards[place.owner].extents.size()
+                                   : snapshot.record->buckets[place.owner].tiles.size();
+}
+
+std::optional<ExtentRecord> extent_in(const Snapshot& snapshot, const ExtentPlace& place) {
+  if (place.kind == Kind::catalogue) return snapshot.entry.job.catalogue[place.index];
+  const JobRecord& record = *snapshot.record;
+  if (place.kind == Kind::bytes) return record.shards[place.owner].extents[place.index];
+  const TileRecord& tile = record.buckets[place.owner].tiles[place.index];
+  const ExtentRecord& extent = place.kind == Kind::parameter ? tile.parameter : tile.rest;
+  return extent.exists() ? std::optional(extent) : std::nullopt;
+}
+
+std::vector<std::string> shards_in(const Snapshot& snapshot, const ExtentPlace& place) {
+  const JobRecord& record = *snapshot.record;
+  if (place.kind == Kind::bytes) return {record.shards[place.owner].name};
+  return names_in_tile(record, static_cast<uint32_t>(place.owner), place.index);
+}
+
 }  // namespace
+
+const Snapshot* ExtentPlaces::snapshot(const ExtentPlace& place) const {
+  const Snapshot* const found = snapshots_.find(place.snapshot_id);
+  return found == nullptr || found->is_ending ? nullptr : found;
+}
 
 size_t ExtentPlaces::owner_count(const ExtentPlace& place) const {
   if (place.kind == Kind::catalogue) return 1;
+  if (place.snapshot_id != 0) {
+    const Snapshot* const found = snapshot(place);
+    return found == nullptr ? 0 : owner_count_in(*found, place.kind);
+  }
   const auto job = jobs_.verified(place.job_id);
   if (!job) return 0;
   if (place.kind == Kind::bytes) return job->shards.entries().size();
@@ -31,6 +66,10 @@ size_t ExtentPlaces::owner_count(const ExtentPlace& place) const {
 
 size_t ExtentPlaces::index_count(const ExtentPlace& place) const {
   if (place.owner >= owner_count(place)) return 0;
+  if (place.snapshot_id != 0) {
+    const Snapshot* const found = snapshot(place);
+    return found == nullptr ? 0 : index_count_in(*found, place);
+  }
   if (place.kind == Kind::catalogue) return commits_.catalogue(place.job_id).size();
   const VerifiedJob job = *jobs_.verified(place.job_id);
   if (place.kind != Kind::bytes) return job.durable.tile_count(place.owner);
@@ -40,6 +79,7 @@ size_t ExtentPlaces::index_count(const ExtentPlace& place) const {
 
 std::optional<ExtentRecord> ExtentPlaces::find(const ExtentPlace& place) const {
   if (place.index >= index_count(place)) return std::nullopt;
+  if (place.snapshot_id != 0) return extent_in(*snapshot(place), place);
   if (place.kind == Kind::catalogue) return commits_.catalogue(place.job_id)[place.index];
   const VerifiedJob job = *jobs_.verified(place.job_id);
   if (place.kind == Kind::bytes) {
@@ -63,7 +103,7 @@ const Entry& ExtentPlaces::entry(const VerifiedJob& job, const ExtentPlace& plac
 }
 
 bool ExtentPlaces::is_being_replaced(const ExtentPlace& place) const {
-  if (place.kind == Kind::catalogue) return false;
+  if (place.kind == Kind::catalogue || place.snapshot_id != 0) return false;
   const VerifiedJob job = *jobs_.verified(place.job_id);
   const Entry& value = entry(job, place);
   // The step has what it replaces in memory, or finds itself that it cannot be read.
@@ -78,7 +118,20 @@ bool ExtentPlaces::is_being_replaced(const ExtentPlace& place) const {
          (value.residency() == Residency::dirty || value.residency() == Residency::draining);
 }
 
+std::string ExtentPlaces::snapshot_name(const ExtentPlace& place) const {
+  const Snapshot* const found = snapshot(place);
+  return found == nullptr ? "" : found->entry.name;
+}
+
+uint64_t ExtentPlaces::next_snapshot(uint64_t job_id, uint64_t snapshot_id) const {
+  for (const Snapshot* const each : snapshots_.of_job(job_id)) {
+    if (each->id > snapshot_id) return each->id;
+  }
+  return 0;
+}
+
 std::string ExtentPlaces::part(const ExtentPlace& place) const {
+  if (place.kind == Kind::catalogue && place.snapshot_id != 0) return "the snapshot's catalogue";
   switch (place.kind) {
     case Kind::catalogue:
       return place.job_id == 0 ? "the list of jobs" : concat("the catalogue of job ", place.job_id);
@@ -93,6 +146,12 @@ std::string ExtentPlaces::part(const ExtentPlace& place) const {
 }
 
 std::string ExtentPlaces::describe(const ExtentPlace& place) const {
+  if (place.snapshot_id != 0) {
+    std::string names;
+    for (const std::string& name : shards(place)) names += (names.empty() ? "" : ", ") + name;
+    return concat(
+        "snapshot ", snapshot_name(place), ", ", names, names.empty() ? "" : ", ", part(place));
+  }
   if (place.kind == Kind::catalogue) return part(place);
   const VerifiedJob job = *jobs_.verified(place.job_id);
   const std::string shard = job.shards.describe(entry(job, place), place.index);
@@ -102,11 +161,13 @@ std::string ExtentPlaces::describe(const ExtentPlace& place) const {
 
 std::vector<std::string> ExtentPlaces::shards(const ExtentPlace& place) const {
   if (place.kind == Kind::catalogue) return {};
+  if (place.snapshot_id != 0) return shards_in(*snapshot(place), place);
   const VerifiedJob job = *jobs_.verified(place.job_id);
   return job.shards.names_in(entry(job, place), place.index);
 }
 
 void ExtentPlaces::lose(const ExtentPlace& place, const Status& why) const {
+  if (place.snapshot_id != 0) return snapshots_.lose(place.snapshot_id, shards(place));
   if (place.kind == Kind::catalogue) return;
   const VerifiedJob job = *jobs_.verified(place.job_id);
   jobs_.lose(place.job_id, entry(job, place), place.index, why);
@@ -116,6 +177,10 @@ uint64_t ExtentPlaces::state_bytes(uint64_t job_id) const {
   const auto job = jobs_.verified(job_id);
   if (!job) return 0;
   uint64_t bytes = 0;
+  for (const Snapshot* const each : snapshots_.of_job(job_id)) {
+    bytes += each->space.bytes;
+    for (const ExtentRecord& extent : each->entry.job.catalogue) bytes -= extent.length_bytes;
+  }
   for (const Entry* const each : job->shards.entries()) {
     if (each == nullptr || each->kind() != EntryKind::bytes) continue;
     for (const Replica& replica : each->replicas()) {
@@ -162,6 +227,8 @@ bool ExtentWalk::go_on() {
     return true;
   }
   cursor_.kind = Kind::catalogue;
+  cursor_.snapshot_id = places_.next_snapshot(cursor_.job_id, cursor_.snapshot_id);
+  if (cursor_.snapshot_id != 0) return true;
   uint64_t next = std::numeric_limits<uint64_t>::max();
   for (const uint64_t job_id : places_.jobs().ids()) {
     const bool is_asked_for = !only_ || only_->contains(job_id);

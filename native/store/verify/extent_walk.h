@@ -13,6 +13,7 @@
 #include "store/journal/progress.h"
 #include "store/space/commit.h"
 #include "store/space/lost_shards.h"
+#include "store/space/snapshots.h"
 #include "store/state/private_tiles.h"
 
 namespace memd {
@@ -47,17 +48,20 @@ struct ExtentPlace {
   /// `catalogue` of job 0 is the root. `bytes`: a piece of a blob or buffer.
   enum class Kind : uint8_t { catalogue, bytes, parameter, rest };
   uint64_t job_id = 0;
+  uint64_t snapshot_id = 0;  // 0: the job's last commit
   Kind kind = Kind::catalogue;
-  size_t owner = 0;  // entry of bytes, bucket of the others
+  size_t owner = 0;  // entry (of a snapshot: shard) of bytes, bucket of the others
   size_t index = 0;  // in the catalogue or the bytes, or the tile
 };
 
 /// The content of each place, by the last commit on disk: a step that replaces tiles changes
 /// nothing here until it is committed, so that verification sees what a restart would read. Bytes
-/// that are being overwritten are no place meanwhile. The server thread.
+/// that are being overwritten are no place meanwhile. Places of a snapshot stay what they are until
+/// it is dropped. The server thread.
 class ExtentPlaces {
  public:
-  ExtentPlaces(const Commits& commits, const VerifiedJobs& jobs) : commits_(commits), jobs_(jobs) {}
+  ExtentPlaces(const Commits& commits, const VerifiedJobs& jobs, Snapshots& snapshots)
+      : commits_(commits), jobs_(jobs), snapshots_(snapshots) {}
 
   /// Nothing where no catalogue on disk names anything.
   std::optional<ExtentRecord> find(const ExtentPlace& place) const;
@@ -70,20 +74,30 @@ class ExtentPlaces {
   /// As check_volumes() calls it: "parameter of tile 3".
   std::string part(const ExtentPlace& place) const;
   std::vector<std::string> shards(const ExtentPlace& place) const;
-  /// Its shards are marked lost; nothing for a catalogue.
+  /// The snapshot's name; empty where it is of the job's last commit.
+  std::string snapshot_name(const ExtentPlace& place) const;
+  /// Its shards are marked lost; nothing for a catalogue of a job.
   void lose(const ExtentPlace& place, const Status& why) const;
   /// Places of one kind and job, and what is in them: how far a walk goes.
   size_t owner_count(const ExtentPlace& place) const;
   size_t index_count(const ExtentPlace& place) const;
   const VerifiedJobs& jobs() const { return jobs_; }
-  /// Bytes of state, without catalogues and root.
+  std::vector<const Snapshot*> snapshots(uint64_t job_id) const {
+    return snapshots_.of_job(job_id);
+  }
+  /// The oldest of the job's snapshots after this one; 0: there is none.
+  uint64_t next_snapshot(uint64_t job_id, uint64_t snapshot_id) const;
+  /// Bytes of state, also that of snapshots, without catalogues and root.
   uint64_t state_bytes(uint64_t job_id) const;
 
  private:
   static const Entry& entry(const VerifiedJob& job, const ExtentPlace& place);
+  /// nullptr where it is gone, or about to be.
+  const Snapshot* snapshot(const ExtentPlace& place) const;
 
   const Commits& commits_;
   const VerifiedJobs& jobs_;
+  Snapshots& snapshots_;
 };
 
 /// A cursor over the places: each is met once, in the state it has when its turn comes.

@@ -53,6 +53,10 @@ Result<uint64_t> LiveCheck::begin(LiveCheckRequest request) {
     if (!request.whole && !request.job_ids.contains(job_id)) continue;
     bytes_all_ += parts_.places.state_bytes(job_id);
     for (const ExtentRecord& extent : commits_.catalogue(job_id)) bytes_all_ += extent.length_bytes;
+    for (const Snapshot* const each : parts_.places.snapshots(job_id)) {
+      for (const ExtentRecord& extent : each->entry.job.catalogue)
+        bytes_all_ += extent.length_bytes;
+    }
   }
   if (request.whole) {
     for (const ExtentRecord& extent : commits_.catalogue(0)) bytes_all_ += extent.length_bytes;
@@ -146,7 +150,7 @@ void LiveCheck::told(uint64_t check_id,
   const uint64_t bytes = found.extent.length_bytes;
   bytes_ += bytes;
   if (found.place.kind != ExtentPlace::Kind::catalogue) {
-    Counted& counted = counted_[found.place.job_id];
+    Counted& counted = counted_[{found.place.job_id, found.place.snapshot_id}];
     ++counted.extents;
     counted.bytes += bytes;
   }
@@ -163,6 +167,7 @@ void LiveCheck::add_finding(const ExtentWalk::Found& found, Verdict verdict, con
                        .offset_bytes = extent.address.offset_bytes,
                        .length_bytes = extent.length_bytes,
                        .job = {},
+                       .snapshot = parts_.places.snapshot_name(found.place),
                        .shards = parts_.places.shards(found.place),
                        .part = parts_.places.part(found.place),
                        .reason = status.error_number() == 0
@@ -247,6 +252,24 @@ bool LiveCheck::is_done() const {
   return superblocks_done && walk_.at_end() && is_idle();
 }
 
+LiveCheck::Counted LiveCheck::counted(uint64_t job_id, uint64_t snapshot_id) const {
+  const auto found = counted_.find({job_id, snapshot_id});
+  return found == counted_.end() ? Counted{} : found->second;
+}
+
+std::vector<CheckedSnapshot> LiveCheck::checked_snapshots(uint64_t job_id) const {
+  std::vector<CheckedSnapshot> checked;
+  for (const Snapshot* const each : parts_.places.snapshots(job_id)) {
+    const Counted what = counted(job_id, each->id);
+    checked.push_back({.name = each->entry.name,
+                       .step = each->entry.step,
+                       .extent_count = what.extents,
+                       .bytes = what.bytes,
+                       .lost_shards = {each->lost_shards.begin(), each->lost_shards.end()}});
+  }
+  return checked;
+}
+
 CheckReport LiveCheck::report() const {
   CheckReport report;
   report.volumes = volumes_;
@@ -255,15 +278,15 @@ CheckReport LiveCheck::report() const {
   for (const uint64_t job_id : parts_.places.jobs().ids()) {
     const auto job = parts_.places.jobs().verified(job_id);
     if (!job || (!request_.whole && !request_.job_ids.contains(job_id))) continue;
-    const auto counted = counted_.find(job_id);
-    const Counted& what = counted == counted_.end() ? Counted{} : counted->second;
+    const Counted what = counted(job_id, 0);
     report.jobs.push_back({.job_id = job_id,
                            .name = job->name,
                            .step = job->progress.durable_step(),
                            .shard_count = static_cast<uint32_t>(job->shards.count()),
                            .extent_count = what.extents,
                            .bytes = what.bytes,
-                           .lost_shards = job->lost.names()});
+                           .lost_shards = job->lost.names(),
+                           .snapshots = checked_snapshots(job_id)});
   }
   std::sort(report.jobs.begin(), report.jobs.end(), [](const auto& a, const auto& b) {
     return a.job_id < b.job_id;

@@ -3,10 +3,11 @@
 
 #include <array>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <set>
 #include <string>
-#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "base/clock.h"
@@ -61,6 +62,11 @@ class LiveCheck {
   // Two tiles' worth of a bucket are 6 MiB: this keeps an NVMe drive busy, and memory small.
   static constexpr size_t kLanes = 8;
 
+  struct Counted {
+    uint64_t extents = 0;
+    uint64_t bytes = 0;
+  };
+
   bool read_extents();
   void told(uint64_t check_id,
             const ExtentWalk::Found& found,
@@ -72,6 +78,8 @@ class LiveCheck {
   void superblock_read(uint64_t check_id, const Status& status);
   void volume_done();
   bool is_done() const;
+  Counted counted(uint64_t job_id, uint64_t snapshot_id) const;
+  std::vector<CheckedSnapshot> checked_snapshots(uint64_t job_id) const;
   CheckReport report() const;
   void fail(const Status& status);
   void forget();
@@ -91,11 +99,7 @@ class LiveCheck {
   uint64_t bytes_ = 0;
   uint64_t bytes_all_ = 0;
   std::vector<CheckFinding> findings_;
-  struct Counted {
-    uint64_t extents = 0;
-    uint64_t bytes = 0;
-  };
-  std::unordered_map<uint64_t, Counted> counted_;  // by job
+  std::map<std::pair<uint64_t, uint64_t>, Counted> counted_;  // by job and snapshot
 
   // Superblocks: a copy that is damaged counts only where no commit wrote meanwhile.
   BlockBytes block_;

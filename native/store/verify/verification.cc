@@ -34,7 +34,7 @@ void Verification::unread(const Status& status) {
   const ExtentPlace& place = found_.place;
   if (!parts_.places.names(place, found_.extent)) return finish(Verdict::released, Status::ok());
   // Bytes that memory has as well need no further try.
-  if (place.kind == ExtentPlace::Kind::catalogue) parts_.write_anew(place.job_id);
+  if (is_in_memory()) parts_.write_anew(place.job_id);
   finish(Verdict::unread,
          parts_.extents.unreadable(found_.extent, parts_.places.describe(place), status));
 }
@@ -56,9 +56,9 @@ void Verification::read_twice(const Status& status) {
   const ExtentPlace& place = found_.place;
   if (status.is_ok()) return finish(Verdict::whole, status);
   if (!parts_.places.names(place, found_.extent)) return finish(Verdict::released, Status::ok());
-  if (place.kind == ExtentPlace::Kind::catalogue) parts_.write_anew(place.job_id);
+  if (is_in_memory()) parts_.write_anew(place.job_id);
   if (status.code() != StatusCode::integrity) return finish(Verdict::unread, status);
-  if (place.kind == ExtentPlace::Kind::catalogue) return finish(Verdict::damaged, status);
+  if (is_in_memory()) return finish(Verdict::damaged, status);
   if (parts_.places.is_being_replaced(place)) return finish(Verdict::damaged, status);
   parts_.places.lose(place, status);
   finish(Verdict::lost, status);

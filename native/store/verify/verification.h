@@ -46,6 +46,10 @@ class Verification {
   void free_memory() { buffer_.reset(); }
 
  private:
+  /// The catalogue of a job, or the root: memory has it too.
+  bool is_in_memory() const {
+    return found_.place.kind == ExtentPlace::Kind::catalogue && found_.place.snapshot_id == 0;
+  }
   void unread(const Status& status);
   void compared(bool is_whole);
   void read_twice(const Status& status);

@@ -22,7 +22,7 @@
 namespace memd::testing {
 namespace {
 
-constexpr uint64_t kVolumeBytes = 16_MiB;
+constexpr uint64_t kVolumeBytes = 20_MiB;
 constexpr size_t kNameBytes = 56;
 constexpr size_t kNamesMax = 256;
 constexpr int kAttempts = 20;
@@ -256,7 +256,7 @@ class KillTest : public ::testing::Test {
     for (size_t each = first_phase_; each < phase; ++each) count += is_step(each) ? 1 : 0;
     return count;
   }
-  static bool is_step(size_t phase) { return phase == 2 || phase == 4 || phase == 7; }
+  static bool is_step(size_t phase) { return phase == 2 || phase == 5 || phase == 10; }
 
   /// In a child: a daemon takes over, makes what was closed, and hears from no trainer any more.
   static void take_over(Daemon& daemon) {
@@ -476,7 +476,7 @@ class KillTest : public ::testing::Test {
   std::string image_;
 };
 
-constexpr size_t kLastKilledPhase = 6;
+constexpr size_t kLastKilledPhase = 9;
 
 std::vector<KillPoint> every_hit(const std::map<std::string, uint64_t>& hits) {
   std::vector<KillPoint> points;

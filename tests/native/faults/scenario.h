@@ -14,7 +14,9 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -305,7 +307,7 @@ inline constexpr uint64_t kBlob = 120'000;
 inline constexpr uint64_t kBuffer = 5'000;
 /// Held while gradients are written, so that they find no room and are spilled.
 inline constexpr uint64_t kBallast = 1'880'000;
-inline constexpr uint64_t kJobDisk = 7_MiB;
+inline constexpr uint64_t kJobDisk = 11_MiB;
 inline constexpr uint64_t kOtherDisk = 512_KiB;
 
 inline uint32_t gradient_seed(Daemon& daemon, uint64_t session) {
@@ -375,9 +377,18 @@ inline void do_step(Daemon& daemon, uint64_t session, bool full) {
   require(status.is_ok(), status.message());
 }
 
+inline void make_snapshot(Daemon& daemon, uint64_t job_id, const std::string& name) {
+  std::optional<Status> made;
+  daemon.store().snapshots().create(
+      {.job_id = job_id, .name = name, .number = 1},
+      [&](const Result<SnapshotInfo>& answer) { made = answer.status(); });
+  daemon.until([&] { return made.has_value(); });
+  require(made->is_ok(), made->message());
+}
+
 /// A trainer has a session for each phase. Every phase starts from what is on disk after the one
 /// before, in the same daemon or in another.
-inline constexpr size_t kPhaseCount = 8;
+inline constexpr size_t kPhaseCount = 11;
 inline constexpr size_t kFirstKilledPhase = 3;  // an earlier step is committed by then
 inline void run_phase(Daemon& daemon, size_t phase) {
   const bool on_other = phase == 1;
@@ -414,7 +425,10 @@ inline void run_phase(Daemon& daemon, size_t phase) {
     case 1:
       declare({bytes_shard("theirs", 50'000)});
       daemon.write(session, "theirs", pattern(50'000, 8));
-      synced();
+      make_snapshot(daemon, job_id, "goes with its job");
+      break;
+    case 4:
+      make_snapshot(daemon, job_id, "kept");
       break;
     case 3: {  // what is put outside of steps
       const auto reader = daemon.lease(session, "b");
@@ -439,13 +453,30 @@ inline void run_phase(Daemon& daemon, size_t phase) {
       break;
     }
     case 2:
-    case 7:
+    case 10:
       do_step(daemon, session, false);
       break;
-    case 4:
+    case 5:
       do_step(daemon, session, true);
       break;
-    case 5: {
+    case 8: {
+      daemon.detach(session);
+      std::optional<Status> restored;
+      daemon.store().snapshots().restore(
+          job_id, "kept", [&](const Result<SnapshotInfo>& answer) { restored = answer.status(); });
+      daemon.until([&] { return restored.has_value(); });
+      require(restored->is_ok(), restored->message());
+      return;
+    }
+    case 9: {
+      std::optional<Status> dropped;
+      daemon.store().snapshots().drop(
+          job_id, "kept", [&](const Status& status) { dropped = status; });
+      daemon.until([&] { return dropped.has_value(); });
+      require(dropped->is_ok(), dropped->message());
+      break;
+    }
+    case 6: {
       // Where memory outlived a daemon that was killed here, it may be gone already.
       if (daemon.job(session).shards().find("extra").has_value()) {
         std::optional<bool> removed;
@@ -460,7 +491,7 @@ inline void run_phase(Daemon& daemon, size_t phase) {
       synced();
       break;
     }
-    case 6: {
+    case 7: {
       const auto other = daemon.store().reports().find_job("other");
       require(other.is_ok(), "there is no other job");
       std::optional<Status> dropped;
@@ -483,8 +514,13 @@ inline Result<std::string> state_of(Daemon& daemon,
   std::string out;
   for (const JobInfo& info : daemon.store().reports().jobs()) {
     const uint64_t session = daemon.attach(info.job_id);
-    const std::string title = concat(
+    std::string title = concat(
         "job ", info.name, " at step ", daemon.job(session).progress().committed_step(), ":\n");
+    const auto snapshots = daemon.store().snapshots().list(info.job_id);
+    require(snapshots.is_ok(), snapshots.status().message());
+    for (const SnapshotInfo& each : snapshots.value()) {
+      title += concat("snapshot ", each.name, " of step ", each.step, ", ", each.bytes, " bytes\n");
+    }
     out += title;
     if (parts != nullptr) (*parts)[concat(info.name, "/")] = title;
     std::map<std::string, ShardInfo> sorted;
@@ -509,7 +545,8 @@ inline Result<std::string> state_of(Daemon& daemon,
   return out;
 }
 
-/// What the newest superblock of `volume` leads to: every extent intact, none shared.
+/// What the newest superblock of `volume` leads to: every extent intact, and once, whether a job or
+/// its snapshots or all of them name it.
 struct NamedExtents {
   uint64_t state_bytes = 0;  // of jobs; their quota counts these
   std::vector<ExtentRecord> all;
@@ -529,40 +566,46 @@ inline NamedExtents named_extents(std::span<const std::byte> volume) {
       });
   require(superblock.is_ok(), superblock.status().message());
   if (superblock.value().root_bytes == 0) return named;
-  const auto take = [&](const ExtentRecord& extent) {
+  std::set<std::tuple<uint64_t, uint64_t, uint64_t>> kept;  // by the snapshots of one job
+  const auto take = [&](const ExtentRecord& extent, bool is_of_snapshot) {
     if (!extent.exists()) return;
     require(ExtentStore::matches(extent,
                                  volume.subspan(extent.address.offset_bytes, extent.length_bytes)),
             "an extent that the catalogue names is not what was written, at ",
             extent.address.offset_bytes);
-    named.all.push_back(extent);
+    const std::tuple key(extent.address.offset_bytes, extent.length_bytes, extent.checksum);
+    const bool is_shared = kept.contains(key);
+    if (is_of_snapshot) kept.insert(key);
+    if (!is_shared) named.all.push_back(extent);
   };
-  const auto record = [&](const std::vector<ExtentRecord>& extents, uint64_t length_bytes) {
-    std::vector<std::byte> bytes;
-    for (const ExtentRecord& extent : extents) {
-      take(extent);
-      const auto part = volume.subspan(extent.address.offset_bytes, extent.length_bytes);
-      bytes.insert(bytes.end(), part.begin(), part.end());
+  const auto record =
+      [&](const std::vector<ExtentRecord>& extents, uint64_t length_bytes, bool is_of_snapshot) {
+        std::vector<std::byte> bytes;
+        for (const ExtentRecord& extent : extents) {
+          take(extent, is_of_snapshot);
+          const auto part = volume.subspan(extent.address.offset_bytes, extent.length_bytes);
+          bytes.insert(bytes.end(), part.begin(), part.end());
+        }
+        bytes.resize(length_bytes);
+        return bytes;
+      };
+  const auto take_job = [&](const RootEntry& entry, bool is_of_snapshot) {
+    const auto job = decode_job(record(entry.catalogue, entry.catalogue_bytes, is_of_snapshot));
+    require(job.is_ok(), job.status().message());
+    for (const ExtentRecord& extent : all_extents(job.value())) {
+      if (!is_of_snapshot) named.state_bytes += extent.length_bytes;
+      take(extent, is_of_snapshot);
     }
-    bytes.resize(length_bytes);
-    return bytes;
   };
-  const auto root = decode_root(record({superblock.value().root}, superblock.value().root_bytes));
+  const auto root =
+      decode_root(record({superblock.value().root}, superblock.value().root_bytes, false));
   require(root.is_ok(), root.status().message());
   for (const RootEntry& entry : root.value().jobs) {
-    const auto job = decode_job(record(entry.catalogue, entry.catalogue_bytes));
-    require(job.is_ok(), job.status().message());
-    const uint64_t before_bytes = named.bytes();
-    for (const ShardRecord& shard : job.value().shards) {
-      for (const ExtentRecord& extent : shard.extents) take(extent);
+    kept.clear();
+    for (const SnapshotEntry& snapshot : root.value().snapshots) {
+      if (snapshot.job.job_id == entry.job_id) take_job(snapshot.job, true);
     }
-    for (const BucketRecord& bucket : job.value().buckets) {
-      for (const TileRecord& tile : bucket.tiles) {
-        take(tile.parameter);
-        take(tile.rest);
-      }
-    }
-    named.state_bytes += named.bytes() - before_bytes;
+    take_job(entry, false);
   }
   std::sort(named.all.begin(), named.all.end(), [](const ExtentRecord& a, const ExtentRecord& b) {
     return a.address.offset_bytes < b.address.offset_bytes;

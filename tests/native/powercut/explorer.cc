@@ -249,6 +249,9 @@ class Explorer {
                         concat("shard ", job.name, "/", shard.name, ": ", shard.lost.message()));
       }
     }
+    if (!found.lost_snapshots.empty()) {
+      return violated(cut, "lost is snapshot " + found.lost_snapshots.front());
+    }
     const uint64_t got = digest(found.state);
     const auto& accepted = acceptance().states;
     const auto which = std::find_if(

@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 
 #include "base/failpoint.h"
@@ -11,6 +12,7 @@ namespace memd::powercut {
 namespace {
 
 constexpr uint64_t kOperations = 14;
+constexpr uint64_t kSnapshotOperations = 24;
 // In the last of them two commits overlap so closely that extents which are released too early are
 // used again by the other job before the superblock is durable.
 constexpr uint64_t kSeedFirst = 3;
@@ -116,6 +118,28 @@ TEST(PowerCutRestarts, what_a_restarted_daemon_found_is_what_a_power_cut_leaves)
   }
   EXPECT_GT(restarts, 30u);
   EXPECT_GT(found_after, 10u) << "commits that only the drive's cache held";
+}
+
+TEST(PowerCutSnapshots, each_is_whole_or_absent_and_its_job_at_a_commit) {
+  plant_what_is_asked_for();
+  uint64_t kept = 0;
+  for (uint64_t seed = kSeedFirst; seed < kSeedFirst + kSeeds; ++seed) {
+    SCOPED_TRACE(seed);
+    const Recording recording =
+        record(seed, kSnapshotOperations, {.restarts = seed % 2 == 0, .snapshots = true});
+    ASSERT_EQ(recording.fault, "");
+    for (const SetState& state : recording.states)
+      kept += std::any_of(state.begin(), state.end(), is_snapshot) ? 1 : 0;
+    const ExploreResult result = explore(recording,
+                                         {.state_count = kStates / kSeeds,
+                                          .exhaustive_operations = 2,
+                                          .read_all_every = 250,
+                                          .seed = 1,
+                                          .progress = {}});
+    ASSERT_EQ(result.violation_count, 0u) << all_of(result.violations);
+    EXPECT_GE(result.state_count, kStates / kSeeds);
+  }
+  EXPECT_GT(kept, 40u);
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, PowerCut, ::testing::Range(kSeedFirst, kSeedFirst + kSeeds));

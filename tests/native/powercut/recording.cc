@@ -24,6 +24,7 @@ constexpr uint64_t kDataBytes = 6_MiB;
 // Beside a first state of some 40 KiB, which doubles with the moments: room for a second one and
 // little more. With 144 KiB one seed of twelve found no 16 KiB in one piece among 52 free ones.
 constexpr uint64_t kFreeBytes = 176_KiB;
+constexpr uint64_t kFreeBytesWithSnapshots = 336_KiB;
 
 /// When a daemon is killed: at the `event_count`-th of its events from now on, or with the
 /// `superblock_count`-th copy of a superblock in the drive's cache.
@@ -196,7 +197,8 @@ class Recorder {
   Recorder(Recording& recording, const RecordOptions& options)
       : recording_(recording),
         options_(options),
-        workload_(recording.seed, {.beside = true, .early = options.early}),
+        workload_(recording.seed,
+                  {.beside = true, .early = options.early, .snapshots = options.snapshots}),
         random_(recording.seed * 31 + 7) {
     start(recording.formatted);
   }
@@ -205,7 +207,8 @@ class Recorder {
     for (uint64_t operation = 1; operation <= operation_count; ++operation) {
       if (!run_one(operation)) return;
       if (taken_.empty() && workload_.operation_count() > 0) {
-        taken_ = daemon_->runner().leave_free(kFreeBytes);
+        taken_ =
+            daemon_->runner().leave_free(options_.snapshots ? kFreeBytesWithSnapshots : kFreeBytes);
       }
     }
     daemon_.reset();

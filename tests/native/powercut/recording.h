@@ -66,6 +66,8 @@ struct RecordOptions {
   /// drives' caches stay: it finds what they hold, and says so. From then on no power cut may take
   /// it away.
   bool restarts = false;
+  /// Made and dropped between steps.
+  bool snapshots = false;
 };
 
 /// `operation_count` operations of the workload `seed` on devices in memory that are almost full,

@@ -207,6 +207,41 @@ Status Runner::drop(const std::string& job) {
   return *answer;
 }
 
+Status Runner::make_snapshot(const std::string& job, const std::string& name) {
+  const auto info = store_->reports().find_job(job);
+  if (!info.is_ok()) return info.status();
+  std::optional<Status> answer;
+  store_->snapshots().create({.job_id = info.value().job_id, .name = name},
+                             [&](const Result<SnapshotInfo>& made) { answer = made.status(); });
+  until("a snapshot", [&] { return answer.has_value(); });
+  return *answer;
+}
+
+Status Runner::drop_snapshot(const std::string& job, const std::string& name) {
+  const auto info = store_->reports().find_job(job);
+  if (!info.is_ok()) return info.status();
+  std::optional<Status> answer;
+  store_->snapshots().drop(
+      info.value().job_id, name, [&](const Status& status) { answer = status; });
+  until("the end of a snapshot", [&] { return answer.has_value(); });
+  return *answer;
+}
+
+Status Runner::restore(const std::string& job, const std::string& name) {
+  const auto info = store_->reports().find_job(job);
+  if (!info.is_ok()) return info.status();
+  std::vector<uint64_t> ended;
+  for (const auto& [session_id, session] : store_->sessions()) {
+    if (session->job_id == info.value().job_id) ended.push_back(session_id);
+  }
+  for (const uint64_t session_id : ended) MEMD_CHECK(store_->detach(session_id).is_ok());
+  std::optional<Status> answer;
+  store_->snapshots().restore(
+      info.value().job_id, name, [&](const Result<SnapshotInfo>& made) { answer = made.status(); });
+  until("a restore", [&] { return answer.has_value(); });
+  return *answer;
+}
+
 Status Runner::read_moments(uint64_t session, const ShardInfo& info, ShardState& into) {
   uint64_t count = 1;
   for (const uint64_t size : info.spec.shape) count *= size;

@@ -57,6 +57,10 @@ class Runner {
                           const std::function<void()>& synced);
   Status remove(uint64_t session, const std::string& name);
   Status drop(const std::string& job);
+  Status make_snapshot(const std::string& job, const std::string& name);
+  Status drop_snapshot(const std::string& job, const std::string& name);
+  /// Its session ends before.
+  Status restore(const std::string& job, const std::string& name);
 
   /// Everything, read as a client does: leases and moments. A bfloat16 shard's remainder, which
   /// nobody outside sees, is left out.

@@ -282,6 +282,18 @@ Recovered recover(IoQueue& io, VolumeSet set) {
     return out;
   }
   Reader reader(extents, turn);
+  for (const LoadedSnapshot& snapshot : commits.take_loaded_snapshots()) {
+    if (!snapshot.damage.is_ok()) {
+      out.lost_snapshots.push_back(snapshot.entry.name);
+      continue;
+    }
+    for (const ExtentRecord& extent : all_extents(*snapshot.record)) {
+      out.status = extents.reserve(extent, ExtentHolder::snapshot);
+      if (!out.status.is_ok()) return out;
+    }
+    out.state.push_back(read_job(reader, *snapshot.record));
+    out.state.back().name = snapshot_state_name(snapshot.record->name, snapshot.entry.name);
+  }
   for (const JobRecord& record : records.value()) {
     if (out.status = reserve_all(extents, record); !out.status.is_ok()) return out;
     out.state.push_back(read_job(reader, record));

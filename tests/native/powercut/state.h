@@ -36,6 +36,12 @@ struct JobState {
 
 using SetState = std::vector<JobState>;  // by name
 
+/// A snapshot is in a SetState as a job of this name, which no job can have.
+inline std::string snapshot_state_name(const std::string& job, const std::string& snapshot) {
+  return job + "@" + snapshot;
+}
+inline bool is_snapshot(const JobState& state) { return state.name.find('@') != std::string::npos; }
+
 void sort_by_name(SetState& state);
 /// Of everything but `lost`.
 uint64_t digest(const SetState& state);
@@ -58,6 +64,7 @@ struct Recovered {
   Status status;
   uint64_t sequence = 0;  // of the superblock that was chosen
   SetState state;
+  std::vector<std::string> lost_snapshots{};  // of which the catalogue is damaged
 };
 
 /// What a daemon that starts on `set` has: root, catalogues, every extent taken out of the free

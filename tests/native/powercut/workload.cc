@@ -1,5 +1,6 @@
 #include "powercut/workload.h"
 
+#include <iterator>
 #include <random>
 #include <utility>
 
@@ -17,6 +18,7 @@ constexpr uint64_t kBufferBytes = 700;
 constexpr uint64_t kNotesBytes = 9'000;
 constexpr uint64_t kExtraBytes = 5'000;
 constexpr uint64_t kOtherBytes = 6'000;
+constexpr size_t kSnapshotsMax = 2;
 const AdamSettings kSettings{.lr = 1e-2};
 
 template <typename T>
@@ -48,8 +50,11 @@ struct Workload::Operation {
   bool stages_buffer = false;
   bool puts_notes = false;
   bool toggles_extra = false;
-  bool toggles_other = false;  // and nothing else
-  bool syncs_other = false;    // beside the step, begun so many turns later
+  bool toggles_other = false;    // and nothing else
+  std::string makes_snapshot{};  // and nothing else
+  std::string drops_snapshot{};  // and nothing else
+  std::string goes_back_to{};    // and nothing else
+  bool syncs_other = false;      // beside the step, begun so many turns later
   uint64_t turns_later = 0;
   std::vector<std::string> stepped{};
   // Where updates begin early:
@@ -74,6 +79,21 @@ Workload::Operation Workload::next() const {
   out.seed = static_cast<uint32_t>(random());
   if (operation_count_ == 0) {
     out.creates = true;
+    return out;
+  }
+  if (options_.snapshots && operation_count_ > 2 && random() % 3 == 0) {
+    const uint64_t what = random() % 4;
+    const auto any = [&] {
+      const auto at = static_cast<ptrdiff_t>(random() % snapshots_.size());
+      return std::next(snapshots_.begin(), at)->first;
+    };
+    if (snapshots_.empty() || (what < 2 && snapshots_.size() < kSnapshotsMax)) {
+      out.makes_snapshot = concat("s", operation_count_);
+    } else if (what % 2 == 0) {
+      out.drops_snapshot = any();
+    } else {
+      out.goes_back_to = any();
+    }
     return out;
   }
   const uint64_t kind = operation_count_ <= 2 ? 0 : random() % 10;
@@ -137,8 +157,21 @@ void Workload::apply(const Operation& operation) {
         : twins_[name].step(kSettings, numbers(spec.shape[0], gradient_seed));
   }
   if (!operation.stepped.empty()) ++step_;
+  if (!operation.makes_snapshot.empty()) {
+    Kept kept{.state = train_state(), .twins = twins_, .bytes = bytes_, .step = step_};
+    kept.state.name = snapshot_state_name("train", operation.makes_snapshot);
+    snapshots_[operation.makes_snapshot] = std::move(kept);
+  }
+  if (!operation.drops_snapshot.empty()) snapshots_.erase(operation.drops_snapshot);
+  if (!operation.goes_back_to.empty()) {
+    const Kept& kept = snapshots_.at(operation.goes_back_to);
+    twins_ = kept.twins;
+    bytes_ = kept.bytes;
+    step_ = kept.step;
+  }
   expected_.clear();
   expected_.push_back(train_state());
+  for (const auto& [name, kept] : snapshots_) expected_.push_back(kept.state);
   if (!other_.empty()) {
     expected_.push_back(
         {.name = "other", .step = 0, .shards = {bytes_state("blob", ShardKind::blob, other_)}});
@@ -178,7 +211,7 @@ std::optional<Workload::Halves> Workload::next_halves() const {
   Workload after = *this;
   after.apply(operation);
   Halves out{.stepped = after.expected_, .synced = expected_};
-  // "other" comes before "train".
+  // "other" comes before "train" and its snapshots.
   out.stepped[0] = expected_[0];
   out.synced[0] = after.expected_[0];
   return out;
@@ -202,6 +235,13 @@ Status Workload::perform(const Operation& operation, Runner& runner, const Watch
     if (status.is_ok()) status = runner.write(session.value(), "blob", copied(other_));
     return status.is_ok() ? runner.sync(session.value()) : status;
   }
+  if (!operation.makes_snapshot.empty()) {
+    return runner.make_snapshot("train", operation.makes_snapshot);
+  }
+  if (!operation.drops_snapshot.empty()) {
+    return runner.drop_snapshot("train", operation.drops_snapshot);
+  }
+  if (!operation.goes_back_to.empty()) return runner.restore("train", operation.goes_back_to);
   const auto attached = runner.attach("train");
   if (!attached.is_ok()) return attached.status();
   const uint64_t session = attached.value();

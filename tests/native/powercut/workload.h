@@ -20,12 +20,14 @@ struct WorkloadOptions {
   /// Steps are updated before they are closed: all or some of it is made early, now and then in
   /// vain, and power is cut before the step too. It leaves the same bytes.
   bool early = false;
+  /// Now and then a snapshot of "train" is made or dropped, or "train" goes back to one.
+  bool snapshots = false;
 };
 
 /// Operations 1, 2, 3 … of a seed, each of which ends with a commit: steps over all parameters or
 /// some, buffers staged or put, blobs written, deleted and made again, a second job that comes and
 /// goes, or is synced while the first one steps. Extents have 4 to 16 KiB. The same seed gives the
-/// same operations and the same bytes.
+/// same operations and the same bytes. A snapshot is a job more in what is expected.
 class Workload {
  public:
   explicit Workload(uint64_t seed, const WorkloadOptions& options = {});
@@ -68,6 +70,14 @@ class Workload {
   std::map<std::string, testing::Twin> twins_;
   std::map<std::string, std::vector<uint8_t>> bytes_;  // buffers and blobs of "train"
   uint64_t step_ = 0;
+  /// "train" as it was.
+  struct Kept {
+    JobState state;
+    std::map<std::string, testing::Twin> twins;
+    std::map<std::string, std::vector<uint8_t>> bytes;
+    uint64_t step = 0;
+  };
+  std::map<std::string, Kept> snapshots_;  // by name
   std::vector<uint8_t> other_;  // the blob of the job "other"; empty where there is no such job
   SetState expected_;
 };

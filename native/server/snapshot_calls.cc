@@ -1,0 +1,38 @@
+#include "server/snapshot_calls.h"
+
+namespace memd {
+
+Result<SnapshotInfo> SnapshotCalls::create(const SnapshotRequest& request, double timeout_s) const {
+  return thread_.ask<SnapshotInfo>(
+      timeout_s, "making a snapshot", [thread = &thread_, request](const auto& reply) {
+        thread->store().snapshots().create(request, reply);
+      });
+}
+
+Result<SnapshotInfo> SnapshotCalls::restore(uint64_t job_id,
+                                            const std::string& name,
+                                            double timeout_s) const {
+  return thread_.ask<SnapshotInfo>(
+      timeout_s, "going back to a snapshot", [thread = &thread_, job_id, name](const auto& reply) {
+        thread->store().snapshots().restore(job_id, name, reply);
+      });
+}
+
+Status SnapshotCalls::drop(uint64_t job_id, const std::string& name, double timeout_s) const {
+  const auto dropped = thread_.ask<bool>(
+      timeout_s, "dropping a snapshot", [thread = &thread_, job_id, name](const auto& reply) {
+        thread->store().snapshots().drop(job_id, name, [reply](const Status& status) {
+          reply(status.is_ok() ? Result<bool>(true) : Result<bool>(status));
+        });
+      });
+  return dropped.status();
+}
+
+Result<std::vector<SnapshotInfo>> SnapshotCalls::list(uint64_t job_id) const {
+  return thread_.ask_reading<std::vector<SnapshotInfo>>(
+      "listing snapshots", [thread = &thread_, job_id](const auto& reply) {
+        reply(thread->store().snapshots().list(job_id));
+      });
+}
+
+}  // namespace memd

@@ -1,0 +1,45 @@
+#include "store/job_replacement.h"
+
+#include <cstdint>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "base/check.h"
+
+namespace memd {
+namespace {
+
+std::pair<uint16_t, uint64_t> place_of(const ExtentRecord& extent) {
+  return {extent.address.device, extent.address.offset_bytes};
+}
+
+}  // namespace
+
+void JobReplacement::replace(Job& job, std::unique_ptr<Job> fresh) const {
+  job.state().early().forget_all();
+  const std::vector<ExtentRecord> old = job.take_extents();
+  std::set<std::pair<uint16_t, uint64_t>> held;
+  for (const ExtentRecord& extent : old) held.insert(place_of(extent));
+  std::set<std::pair<uint16_t, uint64_t>> named;
+  fresh->shards().for_each_replica([&](const Replica& replica) {
+    named.insert(place_of(replica.extent()));
+    if (held.contains(place_of(replica.extent()))) return;
+    MEMD_CHECK(parts_.extents.reserve(replica.extent()).is_ok());
+  });
+  for (const ExtentRecord& extent : old) {
+    if (!named.contains(place_of(extent))) parts_.extents.release(extent);
+  }
+  job.kept().free_all();
+  fresh->cache().counters() = job.cache().counters();
+  fresh->cache().sessions().count_on(job.cache().sessions());
+  const uint64_t tag = parts_.commits.catalogue_tag(job.job_id());
+  const Status kept =
+      fresh->kept().take_over(job.kept(), parts_.keepsakes, parts_.pool.segment_bytes(), tag);
+  if (!kept.is_ok()) fresh->progress().stop(kept);  // it goes on being refused too
+  fresh->admission().set_snapshots(job.space().snapshots());
+  operations_.connect(*fresh);
+  parts_.jobs.put(std::move(fresh));
+}
+
+}  // namespace memd

@@ -1,0 +1,371 @@
+#include "store/job_snapshots.h"
+
+#include <algorithm>
+#include <span>
+#include <utility>
+
+#include "base/check.h"
+#include "base/failpoint.h"
+#include "store/format/block_bytes.h"
+#include "store/job_replacement.h"
+
+namespace memd {
+namespace {
+
+// Each some 100 ns.
+constexpr size_t kPinsATurn = 64;
+
+SnapshotInfo info_of(const Snapshot& snapshot) {
+  return {.job_id = snapshot.entry.job.job_id,
+          .name = snapshot.entry.name,
+          .step = snapshot.entry.step,
+          .created_s = snapshot.entry.created_s,
+          .bytes = snapshot.space.bytes,
+          .extent_count = snapshot.extents.size(),
+          .is_lost = snapshot.is_catalogue_lost,
+          .lost_shards = {snapshot.lost_shards.begin(), snapshot.lost_shards.end()}};
+}
+
+}  // namespace
+
+struct JobSnapshots::Creation {
+  Job& job;
+  const SnapshotRequest request;
+  const Made made;
+  Snapshot snapshot{};
+  std::vector<BlockBytes> blocks{};  // of its catalogue
+  Status decoded{};
+  size_t pinned_count = 0;
+};
+
+// ---- Making one ---------------------------------------------------------------------------------
+
+std::optional<Result<SnapshotInfo>> JobSnapshots::answer_early(
+    const Job& job, const SnapshotRequest& request) const {
+  if (job.ending() != nullptr) {
+    return error(StatusCode::unavailable, "job ", job.name(), " ", job.ending());
+  }
+  if (!job.progress().stopped().is_ok()) return job.progress().stopped();
+  if (request.name.empty() || request.name.size() > kSnapshotNameBytesMax) {
+    return error(StatusCode::invalid_argument,
+                 "a snapshot's name has 1 to ",
+                 kSnapshotNameBytesMax,
+                 " bytes; this one has ",
+                 request.name.size());
+  }
+  if (const Snapshot* const held = snapshots_.find(job.job_id(), request.name)) {
+    if (held->entry.number == request.number && request.number != 0) return info_of(*held);
+    return error(StatusCode::already_exists,
+                 "job ",
+                 job.name(),
+                 " has a snapshot ",
+                 request.name,
+                 " already, of step ",
+                 held->entry.step,
+                 "; choose another name, or drop that one (memd snapshot drop)");
+  }
+  if (snapshots_.of_job(job.job_id()).size() >= kSnapshotsOfJobMax) {
+    return error(StatusCode::capacity,
+                 "job ",
+                 job.name(),
+                 " has as many snapshots as a job may have; drop some (memd snapshot list): ",
+                 kSnapshotsOfJobMax);
+  }
+  return std::nullopt;
+}
+
+void JobSnapshots::create(const SnapshotRequest& request, Made made) {
+  Job* const job = parts_.jobs.find(request.job_id);
+  if (job == nullptr) {
+    return made(error(StatusCode::not_found, "there is no job with id ", request.job_id));
+  }
+  if (const auto early = answer_early(*job, request)) return made(*early);
+  // Next to each other in the job's line: no step begins between them.
+  const auto synced = std::make_shared<Status>();
+  job->steps().sync([synced](const Status& status, const StepReport&) { *synced = status; });
+  auto creation = std::make_shared<Creation>(
+      Creation{.job = *job, .request = request, .made = std::move(made)});
+  operations_.enqueue(*job, "snapshot", [this, creation, synced](const Status& turn) {
+    if (!turn.is_ok()) return creation->made(turn);
+    synced->is_ok() ? begin(creation) : finish(creation, *synced);
+  });
+}
+
+void JobSnapshots::begin(const CreationPointer& creation) {
+  Job& job = creation->job;
+  if (const auto early = answer_early(job, creation->request)) return finish(creation, *early);
+  job.operations().set_phase("reads the catalogue");
+  MEMD_FAILPOINT("snapshot.synced");
+  const RootEntry* const entry = parts_.commits.root_entry(job.job_id());
+  MEMD_CHECK(entry != nullptr);
+  MEMD_CHECK_EQ(job.durable().catalogue().undurable_since(), uint64_t{0});
+  MEMD_CHECK_EQ(job.durable().catalogue().step(), job.progress().committed_step());
+  creation->snapshot.entry = {.job = *entry,
+                              .name = creation->request.name,
+                              .step = job.progress().committed_step(),
+                              .created_s = creation->request.created_s,
+                              .number = creation->request.number};
+  read_catalogue(creation);
+}
+
+// The snapshot names what a restart would read: the bytes on disk, and not memory's idea of them.
+void JobSnapshots::read_catalogue(const CreationPointer& creation) {
+  const std::vector<ExtentRecord>& extents = creation->snapshot.entry.job.catalogue;
+  std::vector<BlockBytes>& blocks = creation->blocks;
+  if (blocks.size() == extents.size()) return decode(creation);
+  const ExtentRecord& extent = extents[blocks.size()];
+  blocks.emplace_back(uint64_t{extent.length_bytes});
+  parts_.extents.read(extent,
+                      blocks.back().span(),
+                      {.job = JobId{creation->job.job_id()}},
+                      concat("the catalogue of job ", creation->job.name()),
+                      [this, creation](const Status& status) {
+                        status.is_ok() ? read_catalogue(creation) : finish(creation, status);
+                      });
+}
+
+void JobSnapshots::decode(const CreationPointer& creation) {
+  const RootEntry& entry = creation->snapshot.entry.job;
+  // Copied once, hashed and decoded.
+  parts_.workers.submit(
+      {.job = JobId{entry.job_id}, .bytes = 4 * entry.catalogue_bytes, .kind = WorkKind::bytes},
+      [creation] {
+        Snapshot& snapshot = creation->snapshot;
+        std::vector<std::byte> bytes;
+        for (const BlockBytes& block : creation->blocks)
+          bytes.insert(bytes.end(), block.span().begin(), block.span().end());
+        creation->blocks.clear();
+        bytes.resize(std::min<uint64_t>(bytes.size(), snapshot.entry.job.catalogue_bytes));
+        auto record = decode_job(bytes);
+        creation->decoded = record.status();
+        if (!record.is_ok()) return;
+        snapshot.extents = all_extents(record.value());
+        const std::vector<ExtentRecord>& own = snapshot.entry.job.catalogue;
+        snapshot.extents.insert(snapshot.extents.end(), own.begin(), own.end());
+        snapshot.record = std::make_shared<const JobRecord>(std::move(record).value());
+        snapshot.space = space_of(snapshot);
+      },
+      [this, creation] { decoded(creation); });
+}
+
+void JobSnapshots::decoded(const CreationPointer& creation) {
+  if (!creation->decoded.is_ok()) return finish(creation, creation->decoded);
+  Job& job = creation->job;
+  SnapshotSpace wanted = job.space().snapshots();
+  const SnapshotSpace& more = creation->snapshot.space;
+  wanted.count += more.count;
+  wanted.bytes += more.bytes;
+  wanted.memory_bytes += more.memory_bytes;
+  if (Status room = job.admission().check_snapshots(wanted); !room.is_ok()) {
+    return finish(creation, room);
+  }
+  // From here on nobody else gets the room.
+  job.admission().set_snapshots(wanted);
+  job.operations().set_phase("pins extents");
+  pin(creation);
+}
+
+void JobSnapshots::pin(const CreationPointer& creation) {
+  const std::vector<ExtentRecord>& extents = creation->snapshot.extents;
+  const size_t end = std::min(creation->pinned_count + kPinsATurn, extents.size());
+  for (; creation->pinned_count < end; ++creation->pinned_count)
+    parts_.extents.pin_held(extents[creation->pinned_count]);
+  if (end == extents.size()) return commit(creation);
+  creation->job.conditions().go_on([this, creation] { pin(creation); });
+}
+
+void JobSnapshots::commit(const CreationPointer& creation) {
+  MEMD_FAILPOINT("snapshot.pinned");
+  creation->job.operations().set_phase("commits");
+  parts_.commits.add_snapshot(creation->snapshot.entry, [this, creation](const Status& status) {
+    if (!status.is_ok()) return unpin(creation, status);
+    MEMD_FAILPOINT("snapshot.committed");
+    finish(creation, info_of(snapshots_.add(std::move(creation->snapshot))));
+  });
+}
+
+// If a write failed, the root on disk may list it: then nothing is written until a restart, which
+// finds that out.
+void JobSnapshots::unpin(const CreationPointer& creation, const Status& why) {
+  const std::vector<ExtentRecord>& extents = creation->snapshot.extents;
+  for (size_t i = 0; i < kPinsATurn && creation->pinned_count > 0; ++i)
+    parts_.extents.release(extents[--creation->pinned_count], ExtentHolder::snapshot);
+  if (creation->pinned_count > 0) {
+    return creation->job.conditions().go_on([this, creation, why] { unpin(creation, why); });
+  }
+  creation->job.admission().set_snapshots(snapshots_.space(creation->job.job_id()));
+  finish(creation, why);
+}
+
+void JobSnapshots::finish(const CreationPointer& creation, const Result<SnapshotInfo>& answer) {
+  const uint64_t job_id = creation->job.job_id();
+  creation->made(answer);
+  operations_.end(job_id);
+}
+
+// ---- Going back to one --------------------------------------------------------------------------
+
+Status JobSnapshots::check_unused(const Job& job) const {
+  const size_t count = job.cache().sessions().size();
+  if (count == 0 && job.cache().slots().service_lease_count() == 0) return Status::ok();
+  return error(StatusCode::in_use,
+               "job ",
+               job.name(),
+               " is in use; end its trainers first, before it goes back to a snapshot: sessions "
+               "attached ",
+               count);
+}
+
+void JobSnapshots::restore(uint64_t job_id, const std::string& name, Made made) {
+  Job* const job = parts_.jobs.find(job_id);
+  if (job == nullptr) {
+    return made(error(StatusCode::not_found, "there is no job with id ", job_id));
+  }
+  if (job->ending() != nullptr) {
+    return made(error(StatusCode::unavailable, "job ", job->name(), " ", job->ending()));
+  }
+  if (Status unused = check_unused(*job); !unused.is_ok()) return made(unused);
+  if (snapshots_.find(job_id, name) == nullptr) return made(no_such(*job, name));
+  job->set_ending("is being restored");
+  // From here on the job needs its memory no more to be what it is. One that commits nothing any
+  // more has nothing there that it would go on from.
+  job->steps().sync([](const Status&, const StepReport&) {});
+  operations_.enqueue(
+      *job, "restore", [this, job, name, made = std::move(made)](const Status& turn) {
+        if (!turn.is_ok()) return made(turn);
+        job->conditions().add([job] { return !job->cache().activities().any(); },
+                              [this, job, name, made] { begin_restore(*job, name, made); });
+      });
+}
+
+void JobSnapshots::begin_restore(Job& job, const std::string& name, const Made& made) {
+  const auto refuse = [this, &job, made](const Status& why) {
+    const uint64_t job_id = job.job_id();
+    job.set_ending(nullptr);
+    made(why);
+    operations_.end(job_id);
+  };
+  const Snapshot* const snapshot = snapshots_.find(job.job_id(), name);
+  if (snapshot == nullptr) return refuse(no_such(job, name));
+  auto made_of_then = job_of_then(job, *snapshot);
+  if (!made_of_then.is_ok()) return refuse(made_of_then.status());
+  job.operations().set_phase("commits");
+  // Else the next daemon would take the memory of now for that of then.
+  job.journal().give_up();
+  MEMD_FAILPOINT("snapshot.before_restore");
+  // Commits do not copy what they run, and the job belongs to nobody else yet.
+  const auto fresh = std::make_shared<std::unique_ptr<Job>>(std::move(made_of_then).value());
+  DurableState& durable = (*fresh)->durable();
+  parts_.commits.commit(
+      job.job_id(),
+      durable,
+      [this, &job, id = snapshot->id, fresh, made, refuse](const Status& status, double) {
+        if (status.is_ok()) {
+          MEMD_FAILPOINT("snapshot.restored");
+          const Snapshot* const kept = snapshots_.find(id);
+          MEMD_CHECK(kept != nullptr);
+          return replace(job, std::move(*fresh), [made, info = info_of(*kept)] { made(info); });
+        }
+        // The job is what the disk says, with a ledger again.
+        auto again = Job::restore(job.durable().record());
+        if (!job.progress().stopped().is_ok() || !again.is_ok()) return refuse(status);
+        replace(job, std::move(again).value(), [made, status] { made(status); });
+      });
+}
+
+Result<std::unique_ptr<Job>> JobSnapshots::job_of_then(const Job& job,
+                                                       const Snapshot& snapshot) const {
+  if (snapshot.record == nullptr || snapshot.is_catalogue_lost || !snapshot.lost_shards.empty()) {
+    return error(StatusCode::integrity,
+                 "snapshot ",
+                 snapshot.entry.name,
+                 " of job ",
+                 job.name(),
+                 " is not whole any more (memd snapshot list); choose another one");
+  }
+  JobRecord record = *snapshot.record;
+  job.admission().write(record);
+  auto fresh = Job::restore(record);
+  if (!fresh.is_ok()) return fresh;
+  if (Status room = fresh.value()->admission().check_snapshots(job.space().snapshots());
+      !room.is_ok()) {
+    return room;
+  }
+  return fresh;
+}
+
+void JobSnapshots::replace(Job& job,
+                           std::unique_ptr<Job> fresh,
+                           const std::function<void()>& answer) {
+  const Status gone =
+      error(StatusCode::unavailable, "job ", job.name(), " goes back to a snapshot; try again");
+  const std::vector<Operations::Start> waiting = job.operations().take_waiting();
+  // The operation that runs ends with its job.
+  JobReplacement(parts_, operations_).replace(job, std::move(fresh));
+  for (const Operations::Start& start : waiting) start(gone);
+  answer();
+}
+
+// ---- The end of one -----------------------------------------------------------------------------
+
+Status JobSnapshots::no_such(const Job& job, const std::string& name) const {
+  const std::string names = snapshots_.names_text(job.job_id());
+  return error(StatusCode::not_found,
+               "job ",
+               job.name(),
+               " has no snapshot ",
+               name,
+               names.empty() ? "; it has none" : concat("; it has ", names));
+}
+
+void JobSnapshots::drop(uint64_t job_id, const std::string& name, Done done) {
+  Job* const job = parts_.jobs.find(job_id);
+  if (job == nullptr) {
+    return done(error(StatusCode::not_found, "there is no job with id ", job_id));
+  }
+  if (job->ending() != nullptr) {
+    return done(error(StatusCode::unavailable, "job ", job->name(), " ", job->ending()));
+  }
+  operations_.enqueue(
+      *job, "snapshot drop", [this, job, name, done = std::move(done)](const Status& turn) {
+        turn.is_ok() ? begin_drop(*job, name, done) : done(turn);
+      });
+}
+
+void JobSnapshots::begin_drop(Job& job, const std::string& name, const Done& done) {
+  const uint64_t job_id = job.job_id();
+  const Snapshot* const snapshot = snapshots_.find(job_id, name);
+  if (snapshot == nullptr) {
+    done(no_such(job, name));
+    return operations_.end(job_id);
+  }
+  job.operations().set_phase("commits");
+  MEMD_FAILPOINT("snapshot.before_drop");
+  const uint64_t id = snapshot->id;
+  // Its places may hold anything as soon as the commit has released them, before it ends.
+  snapshots_.set_ending(id, true);
+  parts_.commits.drop_snapshot(
+      job_id, name, snapshot->extents, [this, &job, id, done](const Status& status) {
+        const uint64_t of_job = job.job_id();
+        if (status.is_ok()) {
+          MEMD_FAILPOINT("snapshot.dropped");
+          snapshots_.remove(id);
+          job.admission().set_snapshots(snapshots_.space(of_job));
+        } else {
+          snapshots_.set_ending(id, false);
+        }
+        done(status);
+        operations_.end(of_job);
+      });
+}
+
+Result<std::vector<SnapshotInfo>> JobSnapshots::list(uint64_t job_id) const {
+  if (parts_.jobs.find(job_id) == nullptr) {
+    return error(StatusCode::not_found, "there is no job with id ", job_id);
+  }
+  std::vector<SnapshotInfo> infos;
+  for (const Snapshot* const each : snapshots_.of_job(job_id)) infos.push_back(info_of(*each));
+  return infos;
+}
+
+}  // namespace memd

@@ -1,0 +1,78 @@
+// Snapshots of jobs: made, dropped, listed.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "store/job_operations.h"
+#include "store/space/snapshots.h"
+#include "store/statistics.h"
+#include "store/store_parts.h"
+
+namespace memd {
+
+struct SnapshotRequest {
+  uint64_t job_id = 0;
+  std::string name;
+  uint64_t created_s = 0;  // now, since 1970
+  /// Drawn by the caller: a request that got no answer is asked again with the same one.
+  uint64_t number = 0;
+};
+
+/// A snapshot is an operation of its job: it runs between steps, so that the catalogue on disk
+/// stays what it is meanwhile. First a sync makes that the committed step. Then the catalogue is
+/// read back, everything that it names is pinned, and one commit puts it into the root under the
+/// snapshot's name. Owned by the ShardStore; the server thread calls everything; nothing blocks.
+class JobSnapshots {
+ public:
+  using Made = std::function<void(const Result<SnapshotInfo>&)>;
+
+  JobSnapshots(const StoreParts& parts, Snapshots& snapshots, JobOperations& operations)
+      : parts_(parts), snapshots_(snapshots), operations_(operations) {}
+  JobSnapshots(const JobSnapshots&) = delete;
+  JobSnapshots& operator=(const JobSnapshots&) = delete;
+
+  /// Keeps the job's last committed step, with what was put since. It is on disk when `made` runs.
+  void create(const SnapshotRequest& request, Made made);
+  /// Extents that it alone named are free afterwards.
+  void drop(uint64_t job_id, const std::string& name, Done done);
+  /// The job's committed step becomes the snapshot's, as the job was then: with the shards of that
+  /// time. What it is now is gone, also in memory. Its quotas, durability and weight stay. Refused
+  /// while somebody uses the job.
+  void restore(uint64_t job_id, const std::string& name, Made made);
+  /// Oldest first.
+  Result<std::vector<SnapshotInfo>> list(uint64_t job_id) const;
+
+ private:
+  struct Creation;
+  using CreationPointer = std::shared_ptr<Creation>;
+
+  /// Why there can be none, or the answer to a request that was granted before.
+  std::optional<Result<SnapshotInfo>> answer_early(const Job& job,
+                                                   const SnapshotRequest& request) const;
+  void begin(const CreationPointer& creation);
+  void read_catalogue(const CreationPointer& creation);
+  void decode(const CreationPointer& creation);
+  void decoded(const CreationPointer& creation);
+  void pin(const CreationPointer& creation);
+  void commit(const CreationPointer& creation);
+  void unpin(const CreationPointer& creation, const Status& why);
+  void finish(const CreationPointer& creation, const Result<SnapshotInfo>& answer);
+  Status check_unused(const Job& job) const;
+  void begin_restore(Job& job, const std::string& name, const Made& made);
+  Result<std::unique_ptr<Job>> job_of_then(const Job& job, const Snapshot& snapshot) const;
+  void replace(Job& job, std::unique_ptr<Job> fresh, const std::function<void()>& answer);
+  void begin_drop(Job& job, const std::string& name, const Done& done);
+  Status no_such(const Job& job, const std::string& name) const;
+
+  const StoreParts& parts_;
+  Snapshots& snapshots_;
+  JobOperations& operations_;
+};
+
+}  // namespace memd

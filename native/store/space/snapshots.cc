@@ -1,0 +1,92 @@
+#include "store/space/snapshots.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "store/space/declared_space.h"
+
+namespace memd {
+
+SnapshotSpace space_of(const Snapshot& snapshot) {
+  SnapshotSpace space{.count = 1, .bytes = 0, .memory_bytes = 0};
+  for (const ExtentRecord& extent : snapshot.extents) space.bytes += extent.length_bytes;
+  if (snapshot.record == nullptr) return space;
+  DeclaredSpace declared;
+  for (const ShardRecord& shard : snapshot.record->shards) {
+    declared.add_label({.name_bytes = shard.name.size(),
+                        .dimension_count = shard.shape.size(),
+                        .is_parameter = shard.kind == ShardKind::parameter,
+                        .extent_count = shard.extents.size()});
+  }
+  space.memory_bytes = declared.memory_bytes();
+  return space;
+}
+
+const Snapshot& Snapshots::add(Snapshot snapshot) {
+  snapshot.id = id_next_++;
+  const uint64_t id = snapshot.id;
+  return all_.emplace(id, std::move(snapshot)).first->second;
+}
+
+const Snapshot* Snapshots::find(uint64_t id) const {
+  const auto found = all_.find(id);
+  return found == all_.end() ? nullptr : &found->second;
+}
+
+const Snapshot* Snapshots::find(uint64_t job_id, const std::string& name) const {
+  for (const auto& [id, snapshot] : all_) {
+    if (snapshot.entry.job.job_id == job_id && snapshot.entry.name == name) return &snapshot;
+  }
+  return nullptr;
+}
+
+std::vector<const Snapshot*> Snapshots::of_job(uint64_t job_id) const {
+  std::vector<const Snapshot*> found;
+  for (const auto& [id, snapshot] : all_) {
+    if (snapshot.entry.job.job_id == job_id) found.push_back(&snapshot);
+  }
+  return found;
+}
+
+std::string Snapshots::names_text(uint64_t job_id) const {
+  std::string text;
+  for (const Snapshot* const each : of_job(job_id)) {
+    if (!text.empty()) text += ", ";
+    text += each->entry.name;
+  }
+  return text;
+}
+
+SnapshotSpace Snapshots::space(uint64_t job_id) const {
+  SnapshotSpace space;
+  for (const Snapshot* const each : of_job(job_id)) {
+    space.count += each->space.count;
+    space.bytes += each->space.bytes;
+    space.memory_bytes += each->space.memory_bytes;
+  }
+  return space;
+}
+
+std::vector<ExtentRecord> Snapshots::take(uint64_t job_id) {
+  std::vector<ExtentRecord> pinned;
+  for (auto it = all_.begin(); it != all_.end();) {
+    if (it->second.entry.job.job_id != job_id) {
+      ++it;
+      continue;
+    }
+    std::vector<ExtentRecord>& extents = it->second.extents;
+    pinned.insert(pinned.end(), extents.begin(), extents.end());
+    it = all_.erase(it);
+  }
+  return pinned;
+}
+
+void Snapshots::lose(uint64_t id, const std::vector<std::string>& shards) {
+  const auto found = all_.find(id);
+  if (found == all_.end()) return;
+  found->second.lost_shards.insert(shards.begin(), shards.end());
+  if (shards.empty()) found->second.is_catalogue_lost = true;
+}
+
+}  // namespace memd

@@ -1,0 +1,60 @@
+// Snapshots that the root lists, and what they keep.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "store/format/catalogue.h"
+#include "store/space/job_space.h"
+
+namespace memd {
+
+/// A committed step of a job that later steps leave alone.
+struct Snapshot {
+  uint64_t id = 0;  // in this daemon's life
+  SnapshotEntry entry;
+  /// Its catalogue's content; nothing where that is damaged.
+  std::shared_ptr<const JobRecord> record;
+  std::vector<ExtentRecord> extents;  // that it pins: its catalogue's, and all that this names
+  SnapshotSpace space;                // space_of(), once
+  std::set<std::string> lost_shards;  // with bytes that are gone
+  bool is_catalogue_lost = false;     // on disk: the next daemon cannot read it
+  bool is_ending = false;             // the next root does not list it
+};
+
+/// The part of its job's quotas that it takes. Walks over all of it; any thread.
+SnapshotSpace space_of(const Snapshot& snapshot);
+
+/// All snapshots of a daemon. Each pins its extents in the ExtentStore before it comes here. Owned
+/// by the ShardStore; the server thread calls everything; nothing blocks.
+class Snapshots {
+ public:
+  const Snapshot& add(Snapshot snapshot);
+  /// nullptr where there is none.
+  const Snapshot* find(uint64_t id) const;
+  const Snapshot* find(uint64_t job_id, const std::string& name) const;
+  /// Oldest first.
+  std::vector<const Snapshot*> of_job(uint64_t job_id) const;
+  /// The names of the job's, with commas; for an error.
+  std::string names_text(uint64_t job_id) const;
+  /// The part of the job's quotas that all of them take.
+  SnapshotSpace space(uint64_t job_id) const;
+
+  /// The commit that takes it out of the root begins, or has failed.
+  void set_ending(uint64_t id, bool is_ending) { all_.at(id).is_ending = is_ending; }
+  void remove(uint64_t id) { all_.erase(id); }
+  /// All of the job's go; what they pin.
+  std::vector<ExtentRecord> take(uint64_t job_id);
+  /// Bytes of these shards are gone from the disk; of none: its catalogue's.
+  void lose(uint64_t id, const std::vector<std::string>& shards);
+
+ private:
+  std::map<uint64_t, Snapshot> all_;  // by id
+  uint64_t id_next_ = 1;
+};
+
+}  // namespace memd

@@ -1,0 +1,721 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <map>
+#include <set>
+#include <tuple>
+
+#include "base/bulk_bytes.h"
+#include "store_fixture.h"
+
+namespace memd {
+namespace {
+
+using testing::bytes_shard;
+using testing::Heart;
+using testing::HeartOptions;
+using testing::kDiskBytes;
+using testing::newest_superblock;
+using testing::numbers;
+using testing::parameter;
+using testing::pattern;
+
+constexpr uint64_t kElements = kTileElements + 100;
+constexpr uint64_t kBlobBytes = 1'100'000;
+constexpr uint64_t kQuota = 30_MiB;
+
+class SnapshotTest : public ::testing::Test {
+ protected:
+  void begin(Heart& heart, std::optional<Durability> durability = std::nullopt) {
+    session_ = heart.attach(heart.open("job", 8, kQuota, durability));
+    ids_ = heart.declare(session_,
+                         {parameter("w", kElements),
+                          parameter("h", 3000, DType::bfloat16),
+                          bytes_shard("blob", kBlobBytes)});
+    heart.write(session_, ids_[0], numbers(kElements, 1));
+    heart.write(session_, ids_[1], testing::halves(3000, 2));
+    heart.write(session_, ids_[2], pattern(kBlobBytes, 3));
+  }
+  Status train(Heart& heart, uint32_t seed, bool with_blob = true) {
+    heart.write(session_, ids_[0], numbers(kElements, seed), Part::gradient);
+    heart.write(session_, ids_[1], testing::halves(3000, seed + 1), Part::gradient);
+    if (with_blob) heart.write(session_, ids_[2], pattern(kBlobBytes, static_cast<uint8_t>(seed)));
+    return heart
+        .step({.session_id = session_,
+               .groups = {{.settings = {.lr = 1e-2}, .shard_ids = {ids_[0], ids_[1]}}}})
+        .first;
+  }
+  Result<SnapshotInfo> create(Heart& heart, const std::string& name, uint64_t number = 0) {
+    std::optional<Result<SnapshotInfo>> answer;
+    heart.store().snapshots().create(
+        {.job_id = job_id(heart), .name = name, .created_s = 1234, .number = number},
+        [&](const Result<SnapshotInfo>& made) { answer = made; });
+    EXPECT_TRUE(heart.until([&] { return answer.has_value(); }));
+    return answer.value_or(error(StatusCode::deadline, "no answer"));
+  }
+  /// Its session ends before, and another one begins.
+  Status restore(Heart& heart, const std::string& name) {
+    const uint64_t id = job_id(heart);
+    for (const auto& session :
+         std::vector(heart.store().sessions().begin(), heart.store().sessions().end()))
+      EXPECT_TRUE(heart.store().detach(session.first).is_ok());
+    const Status status = restore_now(heart, name);
+    const auto attached = heart.store().attach(id, {.pid = 1, .start_time = 2, .uid = 3});
+    if (!attached.is_ok()) return attached.status();
+    session_ = attached.value()->session_id;
+    ids_.clear();
+    for (const char* const shard : {"w", "h", "blob"})
+      ids_.push_back(heart.job(session_).shards().id_of(shard));
+    return status;
+  }
+  Status restore_now(Heart& heart, const std::string& name) {
+    std::optional<Status> answer;
+    heart.store().snapshots().restore(
+        job_id(heart), name, [&](const Result<SnapshotInfo>& made) { answer = made.status(); });
+    EXPECT_TRUE(heart.until([&] { return answer.has_value(); }));
+    return answer.value_or(error(StatusCode::deadline, "no answer"));
+  }
+  struct State {
+    uint64_t step = 0;
+    std::vector<float> value;
+    std::vector<float> exp_avg;
+    std::vector<float> exp_avg_sq;
+    std::vector<uint16_t> half;
+    std::vector<uint8_t> blob;
+    bool operator==(const State&) const = default;
+  };
+  State state(Heart& heart) {
+    State out{.step = heart.job(session_).progress().committed_step(),
+              .value = heart.read<float>(session_, ids_[0]),
+              .exp_avg = {},
+              .exp_avg_sq = {},
+              .half = heart.read<uint16_t>(session_, ids_[1]),
+              .blob = heart.read<uint8_t>(session_, ids_[2])};
+    std::tie(out.exp_avg, out.exp_avg_sq) = heart.moments(session_, ids_[0]);
+    return out;
+  }
+  Status drop(Heart& heart, const std::string& name) {
+    std::optional<Status> answer;
+    heart.store().snapshots().drop(
+        job_id(heart), name, [&](const Status& status) { answer = status; });
+    EXPECT_TRUE(heart.until([&] { return answer.has_value(); }));
+    return answer.value_or(error(StatusCode::deadline, "no answer"));
+  }
+  Status drop_job(Heart& heart, bool force) {
+    std::optional<Status> answer;
+    heart.store().drop_job(job_id(heart), force, [&](const Status& status) { answer = status; });
+    EXPECT_TRUE(heart.until([&] { return answer.has_value(); }));
+    return answer.value_or(error(StatusCode::deadline, "no answer"));
+  }
+  static uint64_t job_id(Heart& heart) {
+    const auto info = heart.store().reports().find_job("job");
+    EXPECT_TRUE(info.is_ok()) << info.status().message();
+    return info.is_ok() ? info.value().job_id : 0;
+  }
+  static std::vector<SnapshotInfo> listed(Heart& heart) {
+    const auto all = heart.store().snapshots().list(job_id(heart));
+    EXPECT_TRUE(all.is_ok()) << all.status().message();
+    return all.is_ok() ? all.value() : std::vector<SnapshotInfo>{};
+  }
+
+  std::vector<std::byte> bytes_of(const ExtentRecord& extent) const {
+    const auto part =
+        std::span(disk_->bytes()).subspan(extent.address.offset_bytes, extent.length_bytes);
+    return {part.begin(), part.end()};
+  }
+  RootRecord root_on_disk() const {
+    const WorkerBytes uncounted;
+    const Superblock superblock = newest_superblock(disk_->bytes());
+    std::vector<std::byte> bytes = bytes_of(superblock.root);
+    bytes.resize(superblock.root_bytes);
+    auto root = decode_root(bytes);
+    EXPECT_TRUE(root.is_ok()) << root.status().message();
+    return root.is_ok() ? std::move(root).value() : RootRecord{};
+  }
+  JobRecord record_of(const RootEntry& entry) const {
+    const WorkerBytes uncounted;
+    std::vector<std::byte> bytes;
+    for (const ExtentRecord& extent : entry.catalogue) {
+      const auto part = bytes_of(extent);
+      bytes.insert(bytes.end(), part.begin(), part.end());
+    }
+    bytes.resize(entry.catalogue_bytes);
+    auto record = decode_job(bytes);
+    EXPECT_TRUE(record.is_ok()) << record.status().message();
+    return record.is_ok() ? std::move(record).value() : JobRecord{};
+  }
+  /// The bytes of each extent that the snapshot keeps.
+  std::vector<std::vector<std::byte>> kept_bytes(const std::string& name) const {
+    const WorkerBytes uncounted;
+    for (const SnapshotEntry& entry : root_on_disk().snapshots) {
+      if (entry.name != name) continue;
+      std::vector<std::vector<std::byte>> all;
+      for (const ExtentRecord& extent : all_extents(record_of(entry.job))) {
+        all.push_back(bytes_of(extent));
+        EXPECT_TRUE(ExtentStore::matches(extent, all.back()));
+      }
+      return all;
+    }
+    return {};
+  }
+  /// Nothing is taken but what jobs, snapshots and the root name.
+  void expect_nothing_leaked(Heart& heart) const {
+    const WorkerBytes uncounted;
+    std::set<std::pair<uint64_t, uint32_t>> named;
+    const auto add = [&](const ExtentRecord& extent) {
+      named.emplace(extent.address.offset_bytes, extent.length_bytes);
+    };
+    add(newest_superblock(disk_->bytes()).root);
+    const RootRecord root = root_on_disk();
+    std::vector<RootEntry> entries = root.jobs;
+    for (const SnapshotEntry& snapshot : root.snapshots) entries.push_back(snapshot.job);
+    for (const RootEntry& entry : entries) {
+      for (const ExtentRecord& extent : entry.catalogue) add(extent);
+      for (const ExtentRecord& extent : all_extents(record_of(entry))) add(extent);
+    }
+    uint64_t bytes = 0;
+    for (const auto& [offset, length] : named) bytes += length;
+    EXPECT_EQ(heart.extents().capacity_bytes() - heart.extents().free_bytes(), bytes);
+  }
+
+  std::shared_ptr<MemoryDisk> disk_ = std::make_shared<MemoryDisk>(kDiskBytes);
+  uint64_t session_ = 0;
+  std::vector<uint32_t> ids_;
+};
+
+TEST_F(SnapshotTest, what_it_keeps_stays_while_the_job_trains_on) {
+  Heart heart(disk_);
+  begin(heart);
+  ASSERT_TRUE(train(heart, 10).is_ok());
+  const auto made = create(heart, "first");
+  ASSERT_TRUE(made.is_ok()) << made.status().message();
+  EXPECT_EQ(made.value().step, 1u);
+  EXPECT_EQ(made.value().name, "first");
+  EXPECT_EQ(made.value().created_s, 1234u);
+  EXPECT_GT(made.value().bytes, kElements * 12);
+  const auto before = kept_bytes("first");
+  ASSERT_EQ(before.size() + 1, made.value().extent_count) << "its catalogue has one extent";
+  for (uint32_t step = 2; step <= 4; ++step) ASSERT_TRUE(train(heart, step * 10).is_ok());
+  EXPECT_EQ(kept_bytes("first"), before);
+  EXPECT_EQ(heart.store().reports().find_job("job").value().committed_step, 4u);
+  expect_nothing_leaked(heart);
+}
+
+TEST_F(SnapshotTest, nothing_is_copied_to_make_it) {
+  Heart heart(disk_);
+  begin(heart);
+  ASSERT_TRUE(train(heart, 10).is_ok());
+  const uint64_t free_bytes = heart.extents().free_bytes();
+  heart.io().operations.clear();
+  ASSERT_TRUE(create(heart, "first").is_ok());
+  uint64_t written_bytes = 0;
+  for (const auto& operation : heart.io().operations)
+    written_bytes += operation.kind == IoKind::write ? operation.length_bytes : 0;
+  EXPECT_LE(written_bytes, 3 * uint64_t{kBlockBytes}) << "the root and a pair of superblocks";
+  EXPECT_EQ(heart.extents().free_bytes(), free_bytes);
+}
+
+TEST_F(SnapshotTest, what_it_alone_named_is_free_once_it_is_dropped) {
+  Heart heart(disk_);
+  begin(heart);
+  ASSERT_TRUE(train(heart, 10).is_ok());
+  const uint64_t free_bytes = heart.extents().free_bytes();
+  ASSERT_TRUE(create(heart, "first").is_ok());
+  ASSERT_TRUE(create(heart, "twin").is_ok());
+  ASSERT_TRUE(train(heart, 20).is_ok());
+  ASSERT_TRUE(create(heart, "second").is_ok());
+  EXPECT_LT(heart.extents().free_bytes(), free_bytes - kElements * 12);
+  EXPECT_EQ(heart.store().reports().find_job("job").value().snapshot_count, 3u);
+  const auto twin = kept_bytes("twin");
+  ASSERT_TRUE(drop(heart, "first").is_ok());
+  EXPECT_EQ(kept_bytes("twin"), twin);
+  expect_nothing_leaked(heart);
+  ASSERT_TRUE(drop(heart, "twin").is_ok());
+  EXPECT_EQ(heart.extents().free_bytes(), free_bytes) << "the job holds all that the second names";
+  ASSERT_TRUE(drop(heart, "second").is_ok());
+  EXPECT_EQ(heart.extents().free_bytes(), free_bytes);
+  EXPECT_EQ(heart.store().reports().find_job("job").value().snapshot_bytes, 0u);
+  ASSERT_TRUE(train(heart, 30).is_ok());
+  expect_nothing_leaked(heart);
+}
+
+TEST_F(SnapshotTest, the_next_daemon_has_it_and_drops_it) {
+  std::vector<std::vector<std::byte>> before;
+  {
+    Heart heart(disk_);
+    begin(heart);
+    ASSERT_TRUE(train(heart, 10).is_ok());
+    ASSERT_TRUE(create(heart, "first", 7).is_ok());
+    ASSERT_TRUE(train(heart, 20).is_ok());
+    before = kept_bytes("first");
+  }
+  Heart heart(disk_);
+  ASSERT_TRUE(heart.loaded.is_ok()) << heart.loaded.message();
+  ASSERT_EQ(listed(heart).size(), 1u);
+  EXPECT_EQ(listed(heart)[0].step, 1u);
+  expect_nothing_leaked(heart);
+  session_ = heart.attach(heart.open("job", 8, kQuota));
+  ASSERT_TRUE(train(heart, 30).is_ok());
+  EXPECT_EQ(kept_bytes("first"), before);
+  // As a client asks that has heard nothing from the daemon before.
+  const auto again = create(heart, "first", 7);
+  ASSERT_TRUE(again.is_ok()) << again.status().message();
+  EXPECT_EQ(again.value().step, 1u);
+  ASSERT_TRUE(drop(heart, "first").is_ok());
+  expect_nothing_leaked(heart);
+  EXPECT_TRUE(root_on_disk().snapshots.empty());
+}
+
+class SnapshotInMemoryTest : public SnapshotTest,
+                             public ::testing::WithParamInterface<const char*> {};
+
+TEST_P(SnapshotInMemoryTest, what_is_newer_than_its_extents_is_written_first) {
+  Heart heart(disk_);
+  begin(heart, Durability::parse(GetParam()).value());
+  for (uint32_t step = 1; step <= 3; ++step) ASSERT_TRUE(train(heart, step * 10).is_ok());
+  const auto made = create(heart, "third");
+  ASSERT_TRUE(made.is_ok()) << made.status().message();
+  EXPECT_EQ(made.value().step, 3u);
+  const auto before = kept_bytes("third");
+  const std::vector<float> value = heart.read<float>(session_, ids_[0]);
+  ASSERT_GE(before.size(), 2u);
+  for (uint32_t step = 4; step <= 7; ++step) ASSERT_TRUE(train(heart, step * 10).is_ok());
+  ASSERT_TRUE(heart.sync(session_).is_ok());
+  EXPECT_EQ(kept_bytes("third"), before);
+  // The value of its first tile is that of step 3, bit for bit.
+  const JobRecord record = record_of(root_on_disk().snapshots[0].job);
+  const auto w = std::find_if(record.shards.begin(), record.shards.end(), [](const auto& shard) {
+    return shard.name == "w";
+  });
+  ASSERT_NE(w, record.shards.end());
+  const auto tile = bytes_of(record.buckets[w->bucket].tiles[0].parameter);
+  EXPECT_EQ(std::memcmp(tile.data(), value.data(), kTileElements * sizeof(float)), 0);
+  ASSERT_TRUE(drop(heart, "third").is_ok());
+  expect_nothing_leaked(heart);
+}
+
+INSTANTIATE_TEST_SUITE_P(Durabilities, SnapshotInMemoryTest, ::testing::Values("every:5", "none"));
+
+TEST_F(SnapshotTest, a_wrong_request_is_refused_and_changes_nothing) {
+  Heart heart(disk_);
+  begin(heart);
+  ASSERT_TRUE(train(heart, 10).is_ok());
+  ASSERT_TRUE(create(heart, "first", 7).is_ok());
+  const auto taken = create(heart, "first", 8);
+  EXPECT_EQ(taken.status().code(), StatusCode::already_exists);
+  EXPECT_NE(taken.status().message().find("of step 1; choose another name"), std::string::npos);
+  EXPECT_EQ(create(heart, "first").status().code(), StatusCode::already_exists);
+  EXPECT_EQ(create(heart, "").status().code(), StatusCode::invalid_argument);
+  EXPECT_EQ(create(heart, std::string(129, 'x')).status().code(), StatusCode::invalid_argument);
+  const Status none = drop(heart, "second");
+  EXPECT_EQ(none.code(), StatusCode::not_found);
+  EXPECT_NE(none.message().find("it has first"), std::string::npos) << none.message();
+  std::optional<Status> no_job;
+  heart.store().snapshots().drop(99, "first", [&](const Status& status) { no_job = status; });
+  EXPECT_EQ(no_job->code(), StatusCode::not_found);
+  EXPECT_EQ(listed(heart).size(), 1u);
+  ASSERT_TRUE(train(heart, 20).is_ok());
+}
+
+TEST_F(SnapshotTest, a_job_has_at_most_so_many) {
+  Heart heart(disk_);
+  begin(heart);
+  heart.job(session_).space().set_quota_bytes(100 * kQuota);
+  for (size_t i = 0; i < kSnapshotsOfJobMax; ++i)
+    ASSERT_TRUE(create(heart, concat("s", i)).is_ok()) << i;
+  EXPECT_EQ(create(heart, "more").status().code(), StatusCode::capacity);
+}
+
+TEST_F(SnapshotTest, a_full_quota_refuses_it_with_each_term) {
+  Heart heart(disk_);
+  begin(heart);
+  ASSERT_TRUE(train(heart, 10).is_ok());
+  const auto made = create(heart, "first");
+  ASSERT_TRUE(made.is_ok());
+  Job& job = heart.job(session_);
+  const uint64_t needed_bytes = job.admission().space_needed().total();
+  job.space().set_quota_bytes(needed_bytes + made.value().bytes - 1);
+  const auto refused = create(heart, "second");
+  EXPECT_EQ(refused.status().code(), StatusCode::capacity);
+  const std::string text = refused.status().message();
+  EXPECT_NE(text.find("parameters and their optimizer state"), std::string::npos) << text;
+  EXPECT_NE(text.find(concat(2 * made.value().bytes, " (snapshots)")), std::string::npos) << text;
+  EXPECT_EQ(job.space().snapshots().count, 1u);
+  // What is declared later leaves snapshots their part, too.
+  const auto more =
+      heart.store().declare(session_, {bytes_shard("more", made.value().bytes)}).status();
+  EXPECT_EQ(more.code(), StatusCode::capacity);
+  EXPECT_NE(more.message().find("(snapshots)"), std::string::npos) << more.message();
+  ASSERT_TRUE(train(heart, 20).is_ok());
+  job.space().set_quota_bytes(needed_bytes + made.value().bytes);
+  EXPECT_TRUE(create(heart, "second").is_ok());
+  for (uint32_t seed = 30; seed < 33; ++seed) {
+    const Status trained = train(heart, seed, false);
+    ASSERT_TRUE(trained.is_ok()) << "at its quota it trains on: " << trained.message();
+  }
+}
+
+TEST_F(SnapshotTest, a_commit_that_fails_leaves_none) {
+  Heart heart(disk_);
+  begin(heart);
+  ASSERT_TRUE(train(heart, 10).is_ok());
+  // No room for the root: nothing is written.
+  const uint64_t free_bytes = heart.extents().free_bytes();
+  std::vector<ExtentRecord> taken;
+  for (uint32_t bytes = 1_MiB; bytes >= kBlockBytes; bytes /= 2) {
+    for (;;) {
+      const auto extent = heart.extents().allocate(bytes);
+      if (!extent.is_ok()) break;
+      taken.push_back(extent.value());
+    }
+  }
+  const auto refused = create(heart, "first");
+  EXPECT_EQ(refused.status().code(), StatusCode::capacity) << refused.status().message();
+  for (const ExtentRecord& extent : taken) heart.extents().release(extent);
+  EXPECT_EQ(heart.extents().free_bytes(), free_bytes);
+  EXPECT_TRUE(listed(heart).empty());
+  EXPECT_EQ(heart.job(session_).space().snapshots().count, 0u);
+  ASSERT_TRUE(train(heart, 20).is_ok());
+  expect_nothing_leaked(heart);
+  // And on a device that fails.
+  heart.faults().add_fault({.io_kind = IoKind::write, .count = 1, .error_number = EIO});
+  EXPECT_EQ(create(heart, "first").status().code(), StatusCode::device);
+  EXPECT_TRUE(listed(heart).empty());
+}
+
+TEST_F(SnapshotTest, a_job_that_has_some_is_dropped_only_with_force) {
+  Heart heart(disk_);
+  const uint64_t free_bytes = heart.extents().free_bytes();
+  begin(heart);
+  ASSERT_TRUE(train(heart, 10).is_ok());
+  ASSERT_TRUE(create(heart, "first").is_ok());
+  ASSERT_TRUE(train(heart, 20).is_ok());
+  ASSERT_TRUE(create(heart, "second").is_ok());
+  ASSERT_TRUE(heart.store().detach(session_).is_ok());
+  const Status refused = drop_job(heart, false);
+  EXPECT_EQ(refused.code(), StatusCode::in_use);
+  EXPECT_NE(refused.message().find("first, second"), std::string::npos) << refused.message();
+  // One that comes while a snapshot is made finds it.
+  ASSERT_TRUE(drop(heart, "first").is_ok());
+  ASSERT_TRUE(drop(heart, "second").is_ok());
+  std::optional<Result<SnapshotInfo>> made;
+  heart.store().snapshots().create({.job_id = job_id(heart), .name = "third"},
+                                   [&](const Result<SnapshotInfo>& answer) { made = answer; });
+  ASSERT_TRUE(heart.until([&] {
+    const std::vector<Activity> all = heart.store().reports().in_flight();
+    return std::any_of(all.begin(), all.end(), [](const Activity& each) {
+      return each.kind == "snapshot" && each.what == "commits";
+    });
+  }));
+  EXPECT_EQ(drop_job(heart, false).code(), StatusCode::in_use);
+  ASSERT_TRUE(made && made->is_ok());
+  session_ = heart.attach(job_id(heart));
+  ASSERT_TRUE(train(heart, 30).is_ok());
+  ASSERT_TRUE(drop_job(heart, true).is_ok());
+  EXPECT_EQ(heart.extents().free_bytes() + kBlockBytes, free_bytes) << "the root";
+  EXPECT_TRUE(root_on_disk().snapshots.empty());
+}
+
+TEST_F(SnapshotTest, none_is_made_of_a_job_that_is_being_dropped) {
+  Heart heart(disk_);
+  begin(heart);
+  ASSERT_TRUE(heart.sync(session_).is_ok());
+  const uint64_t id = job_id(heart);
+  std::optional<Status> dropped;
+  heart.store().drop_job(id, true, [&](const Status& status) { dropped = status; });
+  std::optional<Result<SnapshotInfo>> made;
+  heart.store().snapshots().create({.job_id = id, .name = "late"},
+                                   [&](const Result<SnapshotInfo>& answer) { made = answer; });
+  ASSERT_TRUE(made.has_value());
+  EXPECT_NE(made->status().message().find("being dropped"), std::string::npos);
+  ASSERT_TRUE(heart.until([&] { return dropped.has_value(); }));
+  EXPECT_TRUE(dropped->is_ok());
+}
+
+TEST_F(SnapshotTest, a_damaged_catalogue_loses_the_snapshot_and_nothing_else) {
+  {
+    Heart heart(disk_);
+    begin(heart);
+    ASSERT_TRUE(train(heart, 10).is_ok());
+    ASSERT_TRUE(create(heart, "first").is_ok());
+    ASSERT_TRUE(train(heart, 20).is_ok());
+  }
+  const ExtentRecord catalogue = root_on_disk().snapshots.at(0).job.catalogue.at(0);
+  disk_->bytes()[catalogue.address.offset_bytes + 99] ^= std::byte{4};
+  Heart heart(disk_);
+  ASSERT_TRUE(heart.loaded.is_ok()) << heart.loaded.message();
+  ASSERT_EQ(heart.store().load_notes().size(), 1u);
+  EXPECT_NE(heart.store().load_notes()[0].find("snapshot first"), std::string::npos);
+  ASSERT_EQ(listed(heart).size(), 1u);
+  EXPECT_TRUE(listed(heart)[0].is_lost);
+  session_ = heart.attach(heart.open("job", 8, kQuota));
+  ASSERT_TRUE(train(heart, 30).is_ok());
+  ASSERT_TRUE(drop(heart, "first").is_ok());
+  expect_nothing_leaked(heart);
+}
+
+TEST_F(SnapshotTest, a_job_that_nobody_has_used_since_the_start_keeps_one_too) {
+  {
+    Heart heart(disk_);
+    begin(heart);
+    ASSERT_TRUE(train(heart, 10).is_ok());
+  }
+  Heart heart(disk_);
+  const auto made = create(heart, "first");
+  ASSERT_TRUE(made.is_ok()) << made.status().message();
+  EXPECT_EQ(made.value().step, 1u);
+  expect_nothing_leaked(heart);
+}
+
+TEST_F(SnapshotTest, a_catalogue_that_cannot_be_read_now_stops_the_start) {
+  {
+    Heart heart(disk_);
+    begin(heart);
+    ASSERT_TRUE(train(heart, 10).is_ok());
+    ASSERT_TRUE(create(heart, "first").is_ok());
+    ASSERT_TRUE(train(heart, 20).is_ok());
+  }
+  const ExtentRecord catalogue = root_on_disk().snapshots.at(0).job.catalogue.at(0);
+  HeartOptions options;
+  options.before_load = [&](MemoryQueue& queue) {
+    queue.add_fault({.io_kind = IoKind::read,
+                     .offset_bytes = catalogue.address.offset_bytes,
+                     .count = 3,
+                     .error_number = EIO});
+  };
+  Heart heart(disk_, options);
+  EXPECT_EQ(heart.loaded.code(), StatusCode::device) << heart.loaded.message();
+}
+
+TEST_F(SnapshotTest, a_check_finds_what_it_lost_and_the_job_goes_on) {
+  Heart heart(disk_);
+  begin(heart);
+  ASSERT_TRUE(train(heart, 10).is_ok());
+  ASSERT_TRUE(create(heart, "first").is_ok());
+  ASSERT_TRUE(train(heart, 20).is_ok());
+  const JobRecord record = record_of(root_on_disk().snapshots.at(0).job);
+  const auto w = std::find_if(record.shards.begin(), record.shards.end(), [](const auto& shard) {
+    return shard.name == "w";
+  });
+  const ExtentRecord lost = record.buckets[w->bucket].tiles[1].rest;
+  disk_->bytes()[lost.address.offset_bytes + 5] ^= std::byte{1};
+  LiveCheck& check = heart.store().live_check();
+  const auto id = check.begin({.job_ids = {}, .whole = true});
+  ASSERT_TRUE(id.is_ok());
+  std::vector<CheckFinding> findings;
+  std::optional<CheckReport> report;
+  ASSERT_TRUE(heart.until([&] {
+    heart.clock.advance(1'000'000);
+    const auto progress = check.progress(id.value());
+    if (!progress.is_ok()) return true;
+    findings.insert(
+        findings.end(), progress.value().findings.begin(), progress.value().findings.end());
+    report = progress.value().report;
+    return report.has_value();
+  }));
+  ASSERT_TRUE(report.has_value());
+  ASSERT_EQ(findings.size(), 1u);
+  EXPECT_TRUE(findings[0].is_lost);
+  EXPECT_EQ(findings[0].snapshot, "first");
+  EXPECT_EQ(findings[0].job, "job");
+  EXPECT_EQ(findings[0].shards, std::vector<std::string>{"w"});
+  EXPECT_EQ(findings[0].part, "optimizer state of tile 1");
+  EXPECT_EQ(findings[0].offset_bytes, lost.address.offset_bytes);
+  ASSERT_EQ(report->jobs.size(), 1u);
+  EXPECT_TRUE(report->jobs[0].lost_shards.empty());
+  ASSERT_EQ(report->jobs[0].snapshots.size(), 1u);
+  const CheckedSnapshot& checked = report->jobs[0].snapshots[0];
+  EXPECT_EQ(checked.step, 1u);
+  EXPECT_EQ(checked.extent_count, all_extents(record).size());
+  EXPECT_EQ(checked.lost_shards, std::vector<std::string>{"w"});
+  EXPECT_EQ(listed(heart)[0].lost_shards, std::vector<std::string>{"w"});
+  ASSERT_TRUE(train(heart, 30).is_ok());
+}
+
+class SnapshotRestoreTest : public SnapshotInMemoryTest {};
+
+TEST_P(SnapshotRestoreTest, a_job_that_goes_back_trains_on_as_it_did) {
+  Heart heart(disk_);
+  begin(heart, Durability::parse(GetParam()).value());
+  for (const uint32_t seed : {10, 20}) ASSERT_TRUE(train(heart, seed).is_ok());
+  const State second = state(heart);
+  ASSERT_TRUE(create(heart, "second").is_ok());
+  for (const uint32_t seed : {30, 40}) ASSERT_TRUE(train(heart, seed).is_ok());
+  const State fourth = state(heart);
+  // Shards that came later are gone with it.
+  heart.declare(session_, {bytes_shard("late", 5000)});
+  heart.write(session_, heart.job(session_).shards().id_of("late"), pattern(5000, 9));
+  ASSERT_TRUE(train(heart, 50).is_ok());
+  Status restored = restore(heart, "second");
+  ASSERT_TRUE(restored.is_ok()) << restored.message();
+  EXPECT_EQ(state(heart), second);
+  EXPECT_FALSE(heart.job(session_).shards().find("late").has_value());
+  testing::expect_all_bytes_held(heart.job(session_));
+  ASSERT_TRUE(heart.sync(session_).is_ok());
+  expect_nothing_leaked(heart);
+  for (const uint32_t seed : {30, 40}) ASSERT_TRUE(train(heart, seed).is_ok());
+  EXPECT_EQ(state(heart), fourth);
+  // As often as one likes.
+  ASSERT_TRUE(restore(heart, "second").is_ok());
+  EXPECT_EQ(state(heart), second);
+  ASSERT_TRUE(drop(heart, "second").is_ok());
+  EXPECT_EQ(state(heart), second);
+  ASSERT_TRUE(train(heart, 30).is_ok());
+  ASSERT_TRUE(heart.sync(session_).is_ok());
+  expect_nothing_leaked(heart);
+}
+
+INSTANTIATE_TEST_SUITE_P(Durabilities,
+                         SnapshotRestoreTest,
+                         ::testing::Values("step", "every:5", "none"));
+
+TEST_F(SnapshotTest, a_job_whose_memory_is_gone_goes_back_to_its_snapshot) {
+  State second;
+  {
+    Heart heart(disk_);
+    begin(heart, Durability::parse("none").value());
+    for (const uint32_t seed : {10, 20}) ASSERT_TRUE(train(heart, seed).is_ok());
+    second = state(heart);
+    ASSERT_TRUE(create(heart, "second").is_ok());
+    ASSERT_TRUE(train(heart, 30).is_ok());
+    disk_ = std::make_shared<MemoryDisk>(*disk_);
+    disk_->crash([](const UnsyncedWrite&) { return false; });
+  }
+  Heart heart(disk_);
+  ASSERT_TRUE(heart.loaded.is_ok()) << heart.loaded.message();
+  EXPECT_EQ(heart.store().attach(job_id(heart)).status().code(), StatusCode::integrity);
+  const Status restored = restore(heart, "second");
+  ASSERT_TRUE(restored.is_ok()) << restored.message();
+  EXPECT_EQ(state(heart), second);
+  ASSERT_TRUE(train(heart, 30).is_ok());
+}
+
+TEST_F(SnapshotTest, a_restored_job_is_found_by_the_next_daemon) {
+  State first;
+  {
+    Heart heart(disk_);
+    begin(heart);
+    ASSERT_TRUE(train(heart, 10).is_ok());
+    first = state(heart);
+    ASSERT_TRUE(create(heart, "first").is_ok());
+    ASSERT_TRUE(train(heart, 20).is_ok());
+    ASSERT_TRUE(restore(heart, "first").is_ok());
+  }
+  Heart heart(disk_);
+  ASSERT_TRUE(heart.loaded.is_ok()) << heart.loaded.message();
+  session_ = heart.attach(heart.open("job", 8, kQuota));
+  EXPECT_EQ(state(heart), first);
+  expect_nothing_leaked(heart);
+  ASSERT_EQ(listed(heart).size(), 1u);
+}
+
+TEST_F(SnapshotTest, a_restore_that_cannot_be_changes_nothing) {
+  Heart heart(disk_);
+  begin(heart);
+  ASSERT_TRUE(train(heart, 10).is_ok());
+  ASSERT_TRUE(create(heart, "first").is_ok());
+  ASSERT_TRUE(train(heart, 20).is_ok());
+  const State second = state(heart);
+  const Status used = restore_now(heart, "first");
+  EXPECT_EQ(used.code(), StatusCode::in_use);
+  EXPECT_NE(used.message().find("sessions attached 1"), std::string::npos) << used.message();
+  const Status none = restore(heart, "other");
+  EXPECT_EQ(none.code(), StatusCode::not_found);
+  EXPECT_EQ(state(heart), second);
+  // The quota holds less than what was declared then.
+  const uint64_t quota_bytes = heart.job(session_).space().quota_bytes();
+  heart.job(session_).space().set_quota_bytes(4_MiB);
+  EXPECT_EQ(restore(heart, "first").code(), StatusCode::capacity);
+  heart.job(session_).space().set_quota_bytes(quota_bytes);
+  // A device that fails.
+  heart.faults().add_fault({.io_kind = IoKind::write, .count = 1, .error_number = EIO});
+  EXPECT_EQ(restore(heart, "first").code(), StatusCode::device);
+  EXPECT_EQ(state(heart), second);
+}
+
+TEST_F(SnapshotTest, nobody_attaches_while_a_job_goes_back) {
+  Heart heart(disk_);
+  begin(heart);
+  ASSERT_TRUE(train(heart, 10).is_ok());
+  ASSERT_TRUE(create(heart, "first").is_ok());
+  const uint64_t id = job_id(heart);
+  ASSERT_TRUE(heart.store().detach(session_).is_ok());
+  std::optional<Status> restored;
+  heart.store().snapshots().restore(
+      id, "first", [&](const Result<SnapshotInfo>& made) { restored = made.status(); });
+  const auto refused = heart.store().attach(id);
+  EXPECT_EQ(refused.status().code(), StatusCode::unavailable);
+  EXPECT_NE(refused.status().message().find("is being restored"), std::string::npos);
+  ASSERT_TRUE(heart.until([&] { return restored.has_value(); }));
+  EXPECT_TRUE(restored->is_ok());
+  EXPECT_TRUE(heart.store().attach(id).is_ok());
+}
+
+TEST_F(SnapshotTest, what_is_being_dropped_is_not_verified) {
+  Heart heart(disk_);
+  begin(heart);
+  ASSERT_TRUE(train(heart, 10).is_ok());
+  ASSERT_TRUE(create(heart, "first").is_ok());
+  ASSERT_TRUE(train(heart, 20).is_ok());
+  const JobRecord record = record_of(root_on_disk().snapshots.at(0).job);
+  const ExtentRecord gone = record.buckets[0].tiles[0].parameter;
+  std::optional<Status> dropped;
+  heart.faults().add_fault({.kind = MemoryFaultKind::stall, .io_kind = IoKind::write, .count = 1});
+  heart.store().snapshots().drop(
+      job_id(heart), "first", [&](const Status& status) { dropped = status; });
+  // Its extents may be another job's before the commit has ended.
+  disk_->bytes()[gone.address.offset_bytes + 5] ^= std::byte{1};
+  LiveCheck& check = heart.store().live_check();
+  const auto id = check.begin({.job_ids = {job_id(heart)}});
+  ASSERT_TRUE(id.is_ok());
+  std::optional<CheckReport> report;
+  ASSERT_TRUE(heart.until([&] {
+    heart.clock.advance(1'000'000);
+    const auto progress = check.progress(id.value());
+    EXPECT_TRUE(progress.is_ok());
+    if (!progress.is_ok()) return true;
+    EXPECT_TRUE(progress.value().findings.empty());
+    report = progress.value().report;
+    return report.has_value();
+  }));
+  EXPECT_FALSE(dropped.has_value());
+  heart.faults().release_stalled();
+  ASSERT_TRUE(heart.until([&] { return dropped.has_value(); }));
+  EXPECT_TRUE(dropped->is_ok());
+}
+
+TEST(JobSpaceTest, what_snapshots_keep_is_no_room_for_the_job) {
+  JobSpace space;
+  space.set_quota_bytes(100'000);
+  space.set_metadata_bytes(10'000);
+  space.set_snapshots({.count = 2, .bytes = 50'000, .memory_bytes = 100});
+  EXPECT_TRUE(space.has_room(SpaceUse::state, 40'000));
+  EXPECT_FALSE(space.has_room(SpaceUse::state, 40'001));
+  space.promise(30'000);
+  EXPECT_TRUE(space.keeps_promise(10'000));
+  EXPECT_FALSE(space.keeps_promise(10'001));
+}
+
+TEST_F(SnapshotTest, the_scrub_reads_snapshots_too) {
+  Heart heart(disk_);
+  begin(heart);
+  ASSERT_TRUE(train(heart, 10).is_ok());
+  ASSERT_TRUE(create(heart, "first").is_ok());
+  ASSERT_TRUE(train(heart, 20).is_ok());
+  const JobRecord record = record_of(root_on_disk().snapshots.at(0).job);
+  const ExtentRecord lost = record.buckets[0].tiles[0].parameter;
+  disk_->bytes()[lost.address.offset_bytes + 5] ^= std::byte{1};
+  heart.store().set_scrub_rate(uint64_t{1} << 40);
+  ASSERT_TRUE(heart.until([&] {
+    heart.clock.advance(1'000'000'000);
+    return heart.store().reports().statistics().scrub.pass_count > 0;
+  }));
+  EXPECT_EQ(heart.store().reports().statistics().scrub.errors, 1u);
+  EXPECT_EQ(listed(heart)[0].lost_shards.size(), 1u);
+  EXPECT_TRUE(heart.store().reports().find_job("job").value().lost_shards.empty());
+  heart.store().set_scrub_rate(0);
+}
+
+}  // namespace
+}  // namespace memd
