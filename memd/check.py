@@ -66,6 +66,7 @@ def _finding(finding: CheckFinding | check_pb2.CheckFinding) -> dict[str, Any]:
         "offset_bytes": finding.offset_bytes,
         "length_bytes": finding.length_bytes,
         "job": finding.job,
+        "snapshot": finding.snapshot,
         "shards": list(finding.shards),
         "part": finding.part,
         "reason": finding.reason,
@@ -78,7 +79,8 @@ def print_check(report: dict[str, Any]) -> None:
         names = list(finding["shards"])
         more = f" and {len(names) - _NAMED_MAX} more" if len(names) > _NAMED_MAX else ""
         shards = ", ".join(names[:_NAMED_MAX]) + more
-        owner = "/".join(text for text in (finding["job"], shards) if text)
+        snapshot = f"snapshot {finding['snapshot']}" if finding["snapshot"] else ""
+        owner = "/".join(text for text in (finding["job"], snapshot, shards) if text)
         what = " ".join(text for text in (owner, finding["part"]) if text)
         click.echo(f"{'LOST' if finding['lost'] else 'warning'}: {what}: {finding['reason']}")
         click.echo(f"  {place}")
@@ -89,6 +91,13 @@ def print_check(report: dict[str, Any]) -> None:
             f"job {job['job']}: {state}, step {job['step']}, {job['shards']} shards, "
             f"{job['extents']} extents, {format_size(job['bytes'])}"
         )
+        for kept in job["snapshots"]:
+            lost = len(kept["lost_shards"])
+            state = f"{lost} shards LOST" if lost else "all right"
+            click.echo(
+                f"  snapshot {kept['snapshot']}: {state}, step {kept['step']}, {kept['extents']} "
+                f"extents, {format_size(kept['bytes'])}"
+            )
     rate = int(report["bytes"] / max(report["seconds"], 1e-6))
     click.echo(
         f"{'DAMAGED' if report['lost'] else 'all right'}: {format_size(report['bytes'])} read in "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import MutableSequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -230,7 +231,9 @@ def _state(shard: types_pb2.Shard) -> str:
 
 @job.command("drop")
 @click.argument("name")
-@click.option("--force", is_flag=True, help="Even while sessions are attached.")
+@click.option(
+    "--force", is_flag=True, help="Even while sessions are attached, and with its snapshots."
+)
 @socket_option
 @json_option
 def drop_job(name: str, force: bool, socket: str | None, as_json: bool) -> None:
@@ -265,6 +268,112 @@ def weight_job(name: str, weight: float, socket: str | None, as_json: bool) -> N
         print_json({"job": name, "weight": kept})
     else:
         click.echo(f"{name} has weight {kept:g}")
+
+
+@main.group()
+def snapshot() -> None:
+    """Snapshots: committed steps that a job keeps while it trains on."""
+
+
+@snapshot.command("create")
+@click.argument("job_name", metavar="JOB")
+@click.argument("name")
+@socket_option
+@json_option
+def create_snapshot(job_name: str, name: str, socket: str | None, as_json: bool) -> None:
+    """Keeps the last committed step of JOB as NAME.
+
+    Nothing is copied, and the job goes on meanwhile. A snapshot counts as one state more against
+    the job's disk quota until it is dropped.
+    """
+    with connected(socket) as daemon:
+        made = daemon.create_snapshot(job_name, name)
+    if as_json:
+        print_message(made)
+    else:
+        click.echo(f"{job_name}: snapshot {made.name} of step {made.step}")
+
+
+@snapshot.command("list")
+@click.argument("job_name", metavar="[JOB]", required=False)
+@socket_option
+@json_option
+def list_snapshots(job_name: str | None, socket: str | None, as_json: bool) -> None:
+    """The snapshots of JOB, or of all your jobs; oldest first."""
+    with connected(socket) as daemon:
+        names = [job_name] if job_name else [each.name for each in daemon.jobs()]
+        found = [(name, each) for name in names for each in daemon.snapshots(name)]
+    if as_json:
+        print_json([{"job": name, **as_dict(each)} for name, each in found])
+        return
+    rows = [
+        (
+            name,
+            each.name,
+            str(each.step),
+            f"{datetime.fromtimestamp(each.created_s):%Y-%m-%d %H:%M}",
+            format_size(each.bytes),
+            _snapshot_state(each),
+        )
+        for name, each in found
+    ]
+    print_table(("job", "snapshot", "step", "made", "bytes", "state"), rows)
+
+
+def _snapshot_state(snapshot: job_pb2.Snapshot) -> str:
+    if snapshot.is_lost:
+        return "lost"
+    return f"{snapshot.lost_shard_count} shards lost" if snapshot.lost_shards else "whole"
+
+
+@snapshot.command("restore")
+@click.argument("job_name", metavar="JOB")
+@click.argument("name")
+@click.option("--yes", is_flag=True, help="Does not ask before it goes back.")
+@socket_option
+@json_option
+def restore_snapshot(
+    job_name: str, name: str, yes: bool, socket: str | None, as_json: bool
+) -> None:
+    """JOB goes back to its snapshot NAME.
+
+    The job is as it was then, with the shards of that time, and its next session resumes at that
+    step. Its newer steps are gone, unless another snapshot keeps them. Its quotas and its snapshots
+    stay. Refused while the job is in use.
+    """
+    confirm(f"Go back to snapshot {name}? Newer steps of {job_name} are gone then", yes=yes)
+    with connected(socket) as daemon:
+        restored = daemon.restore_snapshot(job_name, name)
+    if as_json:
+        print_message(restored)
+    else:
+        click.echo(f"{job_name} is at step {restored.step}, of snapshot {name}")
+
+
+@snapshot.command("drop")
+@click.argument("job_name", metavar="JOB")
+@click.argument("name")
+@click.option("--yes", is_flag=True, help="Does not ask before it drops.")
+@socket_option
+@json_option
+def drop_snapshot(job_name: str, name: str, yes: bool, socket: str | None, as_json: bool) -> None:
+    """Drops snapshot NAME of JOB. What it alone keeps is gone."""
+    confirm(f"Drop snapshot {name} of {job_name}? What it alone keeps is gone", yes=yes)
+    with connected(socket) as daemon:
+        daemon.drop_snapshot(job_name, name)
+    if as_json:
+        print_json({"job": job_name, "dropped": name})
+    else:
+        click.echo(f"{job_name}: dropped snapshot {name}")
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Asks on a terminal; elsewhere only --yes says so."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise click.UsageError(f"{question}: say --yes, or call this from a terminal")
+    click.confirm(question, abort=True, err=True)
 
 
 @main.command()
@@ -486,6 +595,7 @@ def print_jobs(jobs: Sequence[job_pb2.Job]) -> None:
             f"{format_size(each.host_bytes_used)} / {format_size(each.host_bytes)}",
             f"{format_size(each.nvme_bytes_used)} / {format_size(each.nvme_bytes)}",
             str(each.shard_count),
+            str(each.snapshot_count),
             f"{each.weight:g}",
             f"{each.durability} ({each.durable_step})",
         )
@@ -500,6 +610,7 @@ def print_jobs(jobs: Sequence[job_pb2.Job]) -> None:
             "host",
             "nvme",
             "shards",
+            "snapshots",
             "weight",
             "durability (on disk)",
         ),

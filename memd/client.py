@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _TIMEOUT_S = 30.0
+# It waits for a job's steps, and for the disk to take everything that is newer in memory.
+_COMMIT_TIMEOUT_S = 600.0
 _WELCOME_BYTES_MAX = 64 * 1024
 
 
@@ -114,6 +116,28 @@ class DaemonClient:
         request = job_pb2.SetJobWeightRequest(name=name, weight=weight)
         self._call(self._job_service().SetJobWeight, request)
 
+    def create_snapshot(self, job: str, name: str) -> job_pb2.Snapshot:
+        request = job_pb2.CreateSnapshotRequest(job=job, name=name)
+        answer: job_pb2.CreateSnapshotResponse = self._call(
+            self._job_service().CreateSnapshot, request, timeout_s=_COMMIT_TIMEOUT_S
+        )
+        return answer.snapshot
+
+    def snapshots(self, job: str) -> list[job_pb2.Snapshot]:
+        request = job_pb2.ListSnapshotsRequest(job=job)
+        return list(self._call(self._job_service().ListSnapshots, request).snapshots)
+
+    def restore_snapshot(self, job: str, name: str) -> job_pb2.Snapshot:
+        request = job_pb2.RestoreSnapshotRequest(job=job, name=name)
+        answer: job_pb2.RestoreSnapshotResponse = self._call(
+            self._job_service().RestoreSnapshot, request, timeout_s=_COMMIT_TIMEOUT_S
+        )
+        return answer.snapshot
+
+    def drop_snapshot(self, job: str, name: str) -> None:
+        request = job_pb2.DropSnapshotRequest(job=job, name=name)
+        self._call(self._job_service().DropSnapshot, request, timeout_s=_COMMIT_TIMEOUT_S)
+
     def check(self, job: str) -> Generator[check_pb2.CheckResponse]:
         """Progress, and the report in the last message; leaving the iterator ends the check."""
         stub = check_pb2_grpc.CheckServiceStub(self._channel)
@@ -129,9 +153,9 @@ class DaemonClient:
     def _job_service(self) -> job_pb2_grpc.JobServiceStub:
         return job_pb2_grpc.JobServiceStub(self._channel)
 
-    def _call(self, method: Any, request: Any) -> Any:
+    def _call(self, method: Any, request: Any, *, timeout_s: float = _TIMEOUT_S) -> Any:
         try:
-            return method(request, timeout=_TIMEOUT_S, metadata=self._metadata)
+            return method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise _refused(error) from error
 

@@ -118,8 +118,14 @@ def _about_the_pool(statistics: ServerStatistics) -> Iterator[Metric]:
         capacity.add_metric([tier], bytes_all)
         used.add_metric([tier, "free"], bytes_free)
         used.add_metric([tier, "used"], bytes_all - bytes_free)
+    kept = GaugeMetricFamily(
+        "memd_snapshots_kept_bytes",
+        "Bytes on the volumes that snapshots alone keep: no job names them any more.",
+        value=statistics.nvme_bytes_of_snapshots,
+    )
     yield capacity
     yield used
+    yield kept
 
 
 def _about_devices(devices: Sequence[DeviceStatistics]) -> Iterator[Metric]:
@@ -330,6 +336,14 @@ def _about_jobs(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
         "again.",
         labels=["memd_job"],
     )
+    snapshots = GaugeMetricFamily(
+        "memd_job_snapshots", "Committed steps that the job keeps.", labels=["memd_job"]
+    )
+    snapshot_bytes = GaugeMetricFamily(
+        "memd_job_snapshot_bytes",
+        "The part of the job's disk quota that its snapshots take, as if each shared nothing.",
+        labels=["memd_job"],
+    )
     weight = GaugeMetricFamily(
         "memd_job_weight",
         "A job's part of what jobs share is its weight over the sum of all weights.",
@@ -338,8 +352,11 @@ def _about_jobs(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
     for each in jobs:
         job = each.job
         weight.add_metric([job.name], job.weight)
+        snapshots.add_metric([job.name], job.snapshot_count)
+        snapshot_bytes.add_metric([job.name], job.snapshot_bytes)
         used.add_metric([job.name, "host"], job.host_bytes_used)
-        used.add_metric([job.name, "nvme"], job.nvme_bytes_used + job.metadata_bytes)
+        nvme_bytes = job.nvme_bytes_used + job.metadata_bytes + job.snapshot_bytes
+        used.add_metric([job.name, "nvme"], nvme_bytes)
         quota.add_metric([job.name, "host"], job.host_bytes)
         quota.add_metric([job.name, "nvme"], job.nvme_bytes)
         committed.add_metric([job.name], job.committed_step)
@@ -371,6 +388,8 @@ def _about_jobs(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
     yield lost
     yield unreadable
     yield weight
+    yield snapshots
+    yield snapshot_bytes
     yield used
     yield quota
     yield committed

@@ -100,6 +100,16 @@ def job_record(job: CheckedJob | check_pb2.CheckedJob) -> dict[str, Any]:
         "extents": job.extent_count,
         "bytes": job.bytes,
         "lost_shards": list(job.lost_shards),
+        "snapshots": [
+            {
+                "snapshot": each.name,
+                "step": each.step,
+                "extents": each.extent_count,
+                "bytes": each.bytes,
+                "lost_shards": list(each.lost_shards),
+            }
+            for each in job.snapshots
+        ],
     }
 
 

@@ -222,6 +222,11 @@ class Control:
     def drop_job(self, request: job_pb2.DropJobRequest) -> job_pb2.DropJobResponse:
         return self._call(self._open().jobs.DropJob, request, _SHORT_S)
 
+    def create_snapshot(
+        self, request: job_pb2.CreateSnapshotRequest
+    ) -> job_pb2.CreateSnapshotResponse:
+        return self._call(self._open().jobs.CreateSnapshot, request, _LONG_S)
+
     def put(self, requests: Iterator[tensor_pb2.PutRequest]) -> tensor_pb2.PutResponse:
         return self._call(self._open().tensors.Put, requests, _LONG_S)
 

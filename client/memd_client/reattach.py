@@ -375,6 +375,12 @@ class ReattachingControl:
     def drop_job(self, request: job_pb2.DropJobRequest) -> job_pb2.DropJobResponse:
         return self._control.drop_job(request)  # the session has ended and cannot be claimed
 
+    def create_snapshot(
+        self, request: job_pb2.CreateSnapshotRequest
+    ) -> job_pb2.CreateSnapshotResponse:
+        # Its number tells the next daemon whether the previous one has made it.
+        return self._reattach.calling(lambda: self._control.create_snapshot(request))
+
     def put(self, requests: Iterator[tensor_pb2.PutRequest]) -> tensor_pb2.PutResponse:
         return self._control.put(requests)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from memd_client.blobs import Blobs
 from memd_client.dynamo import untraced
-from memd_client.errors import MemdError, NotYet
+from memd_client.errors import MemdError
 from memd_client.tracked import Tracked
 from memd_client.transaction import OfSession, Transaction
 from memd_client.unnamed import UnnamedParameters
@@ -219,12 +219,28 @@ class Session:
         """
         return self._transaction.resume()
 
-    def snapshot(self, name: str) -> None:
-        """Not yet: keeps the present step under a name."""
-        raise NotYet(
-            f"snapshots come in a later version: {name!r}; call memd_client.save_safetensors until "
-            "then"
-        )
+    @untraced
+    def snapshot(self, name: str) -> int:
+        """Keeps the last committed step under `name`, and returns its number. Nothing is copied:
+        later steps leave alone what the snapshot names. It waits for the step in flight, writes
+        first what is newer in memory than on disk, with what was put since, and is on disk when it
+        returns: it survives a power cut, whatever the job's durability is.
+
+        A snapshot counts as one state more against the job's disk quota. It stays until `memd
+        snapshot drop`; a job that has some is not dropped with its session.
+
+        Args:
+            name: 1 to 128 letters, digits and any of . _ : @ / + -, unique in its job.
+
+        Raises:
+            InvalidArgument: another name, or one that a snapshot of the job has; or it is called
+                between `step()` and `commit()`.
+            CapacityError: the job's disk quota does not hold one state more, which the message adds
+                up; or it has 64 snapshots.
+            DaemonUnavailable, DeadlineExceeded: it is not known whether it was made; `memd snapshot
+                list` shows it.
+        """
+        return self._transaction.snapshot(name)
 
     @property
     def committed_step(self) -> int:

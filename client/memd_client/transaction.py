@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from contextlib import ExitStack, suppress
 from threading import RLock
@@ -15,7 +16,7 @@ from memd_client.backward import is_in_backward, running_backward
 from memd_client.errors import InvalidArgument, MemdError, NotDurable, SessionFenced
 from memd_client.moments import Moments
 from memd_client.stalls import closing_step
-from memd_proto.v1 import session_pb2
+from memd_proto.v1 import job_pb2, session_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -456,6 +457,17 @@ class Transaction:
             for function in self._after_commit:
                 function(number)
         return number
+
+    def snapshot(self, name: str) -> int:
+        """See `Session.snapshot`."""
+        with self._turn:
+            self._job.settle_for("snapshot()")
+            self._take_writes()
+            request = job_pb2.CreateSnapshotRequest(
+                job=self._job.name, name=name, number=secrets.randbits(63) + 1
+            )
+            step: int = self._job.control.create_snapshot(request).snapshot.step
+            return step
 
     def close(self) -> None:
         """Makes durable what was put, and ends the session."""

@@ -14,16 +14,25 @@ if TYPE_CHECKING:
 # A job takes a kilobyte, with names of lost shards more: below gRPC's 4 MiB.
 JOBS_IN_PAGE = 256
 
-# A job's name is a label of every metric about it and a word on the command line.
-_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/+-]{0,127}")
+# A job's name is a label of every metric about it, and as that of a snapshot a word on the command
+# line.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/+-]{0,127}")
 
 
 def check_job_name(name: str) -> None:
-    if not _JOB_NAME.fullmatch(name):
+    _check_name("job", name)
+
+
+def check_snapshot_name(name: str) -> None:
+    _check_name("snapshot", name)
+
+
+def _check_name(what: str, name: str) -> None:
+    if not _NAME.fullmatch(name):
         raise Refused(
             StatusCode.INVALID_ARGUMENT,
-            "a job's name has 1 to 128 letters, digits and any of . _ : @ / + -, and begins with "
-            f"a letter or digit: {name!r}",
+            f"a {what}'s name has 1 to 128 letters, digits and any of . _ : @ / + -, and begins "
+            f"with a letter or digit: {name!r}",
         )
 
 

@@ -32,9 +32,26 @@ _TOKEN = "memd-token"
 _OURS = "/memd.v1."
 _REFLECTION = "/grpc.reflection."
 # They wait for a commit, and what is in flight before it. Streams are told by their form.
-_STEPS = {"Step", "Sync", "Delete", "DropJob"}
+_STEPS = {
+    "Step",
+    "Sync",
+    "Delete",
+    "DropJob",
+    "CreateSnapshot",
+    "RestoreSnapshot",
+    "DropSnapshot",
+}
 # They only look: without a deadline they hold nothing up.
-_READING = {"Check", "GetStatus", "InFlight", "ListJobs", "GetJob", "ListShards", "GetShard"}
+_READING = {
+    "Check",
+    "GetStatus",
+    "InFlight",
+    "ListJobs",
+    "GetJob",
+    "ListShards",
+    "GetShard",
+    "ListSnapshots",
+}
 # Metadata travels in HTTP/2 headers, of which gRPC takes 8 KiB.
 _MESSAGE_CHARACTERS_MAX = 2000
 # The native wait ends before the caller's deadline, so that its message still arrives.

@@ -59,6 +59,7 @@ def _finding(finding: CheckFinding) -> check_pb2.CheckFinding:
         offset_bytes=finding.offset_bytes,
         length_bytes=finding.length_bytes,
         job=finding.job,
+        snapshot=finding.snapshot,
         shards=finding.shards,
         part=finding.part,
         reason=finding.reason,
@@ -96,4 +97,14 @@ def _job(job: CheckedJob) -> check_pb2.CheckedJob:
         extent_count=job.extent_count,
         bytes=job.bytes,
         lost_shards=job.lost_shards,
+        snapshots=[
+            check_pb2.CheckedSnapshot(
+                name=each.name,
+                step=each.step,
+                extent_count=each.extent_count,
+                bytes=each.bytes,
+                lost_shards=each.lost_shards,
+            )
+            for each in job.snapshots
+        ],
     )

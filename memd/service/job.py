@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from memd.service import access, wire
@@ -41,3 +42,41 @@ class JobService:
         access.check_job_weight(request.weight, job, uid=call.peer.uid)
         self._server.set_job_weight(job.job_id, request.weight)
         return job_pb2.SetJobWeightResponse()
+
+    def CreateSnapshot(
+        self, request: job_pb2.CreateSnapshotRequest, call: Call
+    ) -> job_pb2.CreateSnapshotResponse:
+        access.check_snapshot_name(request.name)
+        job = access.administered_job(self._server, request.job, uid=call.peer.uid)
+        snapshot = self._server.create_snapshot(
+            job.job_id,
+            request.name,
+            created_s=int(time.time()),
+            number=request.number,
+            timeout_s=call.timeout_s(),
+        )
+        return job_pb2.CreateSnapshotResponse(snapshot=wire.snapshot_message(snapshot))
+
+    def ListSnapshots(
+        self, request: job_pb2.ListSnapshotsRequest, call: Call
+    ) -> job_pb2.ListSnapshotsResponse:
+        job = access.administered_job(self._server, request.job, uid=call.peer.uid)
+        return job_pb2.ListSnapshotsResponse(
+            snapshots=[wire.snapshot_message(each) for each in self._server.snapshots(job.job_id)]
+        )
+
+    def RestoreSnapshot(
+        self, request: job_pb2.RestoreSnapshotRequest, call: Call
+    ) -> job_pb2.RestoreSnapshotResponse:
+        job = access.administered_job(self._server, request.job, uid=call.peer.uid)
+        snapshot = self._server.restore_snapshot(
+            job.job_id, request.name, timeout_s=call.timeout_s()
+        )
+        return job_pb2.RestoreSnapshotResponse(snapshot=wire.snapshot_message(snapshot))
+
+    def DropSnapshot(
+        self, request: job_pb2.DropSnapshotRequest, call: Call
+    ) -> job_pb2.DropSnapshotResponse:
+        job = access.administered_job(self._server, request.job, uid=call.peer.uid)
+        self._server.drop_snapshot(job.job_id, request.name, timeout_s=call.timeout_s())
+        return job_pb2.DropSnapshotResponse()

@@ -30,7 +30,7 @@ class Kind:
 
 
 STEPS = Kind(
-    what="steps, syncs and deletions",  # until their commit is durable
+    what="steps, syncs, snapshots and deletions",  # until their commit is durable
     all_max=64,
     user_max=48,
     job_max=24,

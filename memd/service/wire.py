@@ -9,7 +9,7 @@ from memd_native import AdamSettings, ShardSpec
 from memd_proto.v1 import job_pb2, types_pb2
 
 if TYPE_CHECKING:
-    from memd_native import JobInfo, Server, ShardInfo
+    from memd_native import JobInfo, Server, ShardInfo, SnapshotInfo
     from memd_proto.v1 import session_pb2
 
 # A shard takes 1.5 KiB at most: below gRPC's 4 MiB.
@@ -95,13 +95,27 @@ def job_message(job: JobInfo) -> job_pb2.Job:
         host_bytes=job.host_bytes,
         host_bytes_used=job.host_bytes_used,
         nvme_bytes=job.nvme_bytes,
-        nvme_bytes_used=job.nvme_bytes_used + job.metadata_bytes,
+        nvme_bytes_used=job.nvme_bytes_used + job.metadata_bytes + job.snapshot_bytes,
+        snapshot_count=job.snapshot_count,
+        snapshot_bytes=job.snapshot_bytes,
         shard_count=job.shard_count,
         element_count=job.element_count,
         lease_count=job.lease_count,
         lost_shards=job.lost_shards[:_LOST_SHARDS_MAX],
         lost_shard_count=len(job.lost_shards),
         unreadable_shards=job.unreadable_shards[:_LOST_SHARDS_MAX],
+    )
+
+
+def snapshot_message(snapshot: SnapshotInfo) -> job_pb2.Snapshot:
+    return job_pb2.Snapshot(
+        name=snapshot.name,
+        step=snapshot.step,
+        created_s=snapshot.created_s,
+        bytes=snapshot.bytes,
+        is_lost=snapshot.is_lost,
+        lost_shards=snapshot.lost_shards[:_LOST_SHARDS_MAX],
+        lost_shard_count=len(snapshot.lost_shards),
     )
 
 

@@ -591,6 +591,13 @@ class FakeDaemon:
         self.calls.append("get_job")
         return job_pb2.GetJobResponse(job=job_pb2.Job(session_count=len(self.open_sessions)))
 
+    def create_snapshot(
+        self, request: job_pb2.CreateSnapshotRequest
+    ) -> job_pb2.CreateSnapshotResponse:
+        self.calls.append("create_snapshot")
+        snapshot = job_pb2.Snapshot(name=request.name, step=self.committed_step)
+        return job_pb2.CreateSnapshotResponse(snapshot=snapshot)
+
     def drop_job(self, request: job_pb2.DropJobRequest) -> job_pb2.DropJobResponse:
         self.calls.append(f"drop_job {request.name}")
         self.shards.clear()

@@ -295,10 +295,6 @@ class TestWithoutSharedMemory:
 
 
 class TestSession:
-    def test_what_is_not_there_yet_says_so(self) -> None:
-        with pytest.raises(memd_client.NotYet):
-            FakeDaemon().session().snapshot("x")
-
     @pytest.mark.parametrize("name", ["maximize", "amsgrad"])
     def test_a_daemon_that_is_older_than_a_setting_is_not_asked_for_it(self, name: str) -> None:
         """It would not see the field, and minimize, or update without a maximum."""

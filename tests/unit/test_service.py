@@ -913,7 +913,7 @@ def test_steps_that_wait_for_the_disk_keep_nobody_from_status(service: Service) 
     for method, wanted in refused:
         with pytest.raises(grpc.RpcError) as error:
             other.call(method, wanted)
-        assert "too many steps, syncs and deletions at once" in refusal_of(error).message
+        assert "too many steps, syncs, snapshots and deletions at once" in refusal_of(error).message
     is_durable.set()
     for sync in syncs:
         sync.result()

@@ -25,7 +25,7 @@ class CheckResponse(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., bytes_all: _Optional[int] = ..., findings: _Optional[_Iterable[_Union[CheckFinding, _Mapping]]] = ..., report: _Optional[_Union[CheckReport, _Mapping]] = ...) -> None: ...
 
 class CheckFinding(_message.Message):
-    __slots__ = ("is_lost", "path", "offset_bytes", "length_bytes", "job", "shards", "part", "reason")
+    __slots__ = ("is_lost", "path", "offset_bytes", "length_bytes", "job", "shards", "part", "reason", "snapshot")
     IS_LOST_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class CheckFinding(_message.Message):
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     is_lost: bool
     path: str
     offset_bytes: int
@@ -42,7 +43,8 @@ class CheckFinding(_message.Message):
     shards: _containers.RepeatedScalarFieldContainer[str]
     part: str
     reason: str
-    def __init__(self, is_lost: bool = ..., path: _Optional[str] = ..., offset_bytes: _Optional[int] = ..., length_bytes: _Optional[int] = ..., job: _Optional[str] = ..., shards: _Optional[_Iterable[str]] = ..., part: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    snapshot: str
+    def __init__(self, is_lost: bool = ..., path: _Optional[str] = ..., offset_bytes: _Optional[int] = ..., length_bytes: _Optional[int] = ..., job: _Optional[str] = ..., shards: _Optional[_Iterable[str]] = ..., part: _Optional[str] = ..., reason: _Optional[str] = ..., snapshot: _Optional[str] = ...) -> None: ...
 
 class CheckReport(_message.Message):
     __slots__ = ("volumes", "jobs", "seconds")
@@ -77,7 +79,7 @@ class CheckedVolume(_message.Message):
     def __init__(self, path: _Optional[str] = ..., bytes: _Optional[int] = ..., uuid: _Optional[str] = ..., index: _Optional[int] = ..., sequence: _Optional[int] = ..., format: _Optional[str] = ..., features: _Optional[_Iterable[int]] = ..., holder: _Optional[str] = ..., damaged_superblock_offsets: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CheckedJob(_message.Message):
-    __slots__ = ("name", "job_id", "step", "shard_count", "extent_count", "bytes", "lost_shards")
+    __slots__ = ("name", "job_id", "step", "shard_count", "extent_count", "bytes", "lost_shards", "snapshots")
     NAME_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +87,7 @@ class CheckedJob(_message.Message):
     EXTENT_COUNT_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     LOST_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     job_id: int
     step: int
@@ -92,4 +95,19 @@ class CheckedJob(_message.Message):
     extent_count: int
     bytes: int
     lost_shards: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., job_id: _Optional[int] = ..., step: _Optional[int] = ..., shard_count: _Optional[int] = ..., extent_count: _Optional[int] = ..., bytes: _Optional[int] = ..., lost_shards: _Optional[_Iterable[str]] = ...) -> None: ...
+    snapshots: _containers.RepeatedCompositeFieldContainer[CheckedSnapshot]
+    def __init__(self, name: _Optional[str] = ..., job_id: _Optional[int] = ..., step: _Optional[int] = ..., shard_count: _Optional[int] = ..., extent_count: _Optional[int] = ..., bytes: _Optional[int] = ..., lost_shards: _Optional[_Iterable[str]] = ..., snapshots: _Optional[_Iterable[_Union[CheckedSnapshot, _Mapping]]] = ...) -> None: ...
+
+class CheckedSnapshot(_message.Message):
+    __slots__ = ("name", "step", "extent_count", "bytes", "lost_shards")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    EXTENT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOST_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    step: int
+    extent_count: int
+    bytes: int
+    lost_shards: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., step: _Optional[int] = ..., extent_count: _Optional[int] = ..., bytes: _Optional[int] = ..., lost_shards: _Optional[_Iterable[str]] = ...) -> None: ...

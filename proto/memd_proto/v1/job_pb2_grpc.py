@@ -54,6 +54,26 @@ class JobServiceStub(object):
                 request_serializer=memd_dot_v1_dot_job__pb2.SetJobWeightRequest.SerializeToString,
                 response_deserializer=memd_dot_v1_dot_job__pb2.SetJobWeightResponse.FromString,
                 _registered_method=True)
+        self.CreateSnapshot = channel.unary_unary(
+                '/memd.v1.JobService/CreateSnapshot',
+                request_serializer=memd_dot_v1_dot_job__pb2.CreateSnapshotRequest.SerializeToString,
+                response_deserializer=memd_dot_v1_dot_job__pb2.CreateSnapshotResponse.FromString,
+                _registered_method=True)
+        self.ListSnapshots = channel.unary_unary(
+                '/memd.v1.JobService/ListSnapshots',
+                request_serializer=memd_dot_v1_dot_job__pb2.ListSnapshotsRequest.SerializeToString,
+                response_deserializer=memd_dot_v1_dot_job__pb2.ListSnapshotsResponse.FromString,
+                _registered_method=True)
+        self.RestoreSnapshot = channel.unary_unary(
+                '/memd.v1.JobService/RestoreSnapshot',
+                request_serializer=memd_dot_v1_dot_job__pb2.RestoreSnapshotRequest.SerializeToString,
+                response_deserializer=memd_dot_v1_dot_job__pb2.RestoreSnapshotResponse.FromString,
+                _registered_method=True)
+        self.DropSnapshot = channel.unary_unary(
+                '/memd.v1.JobService/DropSnapshot',
+                request_serializer=memd_dot_v1_dot_job__pb2.DropSnapshotRequest.SerializeToString,
+                response_deserializer=memd_dot_v1_dot_job__pb2.DropSnapshotResponse.FromString,
+                _registered_method=True)
 
 
 class JobServiceServicer(object):
@@ -72,7 +92,8 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DropJob(self, request, context):
-        """Drops all bytes of the job, in memory and on disk. FAILED_PRECONDITION while sessions are attached, unless `force`.
+        """Drops all bytes of the job, in memory and on disk. FAILED_PRECONDITION while sessions are attached or it has snapshots,
+        unless `force`, which ends both.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -82,6 +103,36 @@ class JobServiceServicer(object):
         """How much the job gets of devices and update threads that other jobs want as well. INVALID_ARGUMENT unless 0.1 to 10; more
         than 1 takes from other users' jobs, and is for root and the daemon's user. It counts at once, and is on disk with the
         job's next commit.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateSnapshot(self, request, context):
+        """Keeps the job's last committed step under a name, without copying it. What is newer in memory than on disk is written
+        first, and so is what was put since; the snapshot is on disk when this returns. ALREADY_EXISTS: the name is taken.
+        RESOURCE_EXHAUSTED: the job's quota does not hold one state more, or it has 64 snapshots.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSnapshots(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestoreSnapshot(self, request, context):
+        """The job's committed step becomes the snapshot's: the job is as it was then, with the shards of that time. What it is now is
+        gone. Its quotas, durability and weight stay, and so do its snapshots. FAILED_PRECONDITION while sessions are attached.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropSnapshot(self, request, context):
+        """What it alone keeps is free then. NOT_FOUND: the job has none of that name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -109,6 +160,26 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.SetJobWeight,
                     request_deserializer=memd_dot_v1_dot_job__pb2.SetJobWeightRequest.FromString,
                     response_serializer=memd_dot_v1_dot_job__pb2.SetJobWeightResponse.SerializeToString,
+            ),
+            'CreateSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateSnapshot,
+                    request_deserializer=memd_dot_v1_dot_job__pb2.CreateSnapshotRequest.FromString,
+                    response_serializer=memd_dot_v1_dot_job__pb2.CreateSnapshotResponse.SerializeToString,
+            ),
+            'ListSnapshots': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSnapshots,
+                    request_deserializer=memd_dot_v1_dot_job__pb2.ListSnapshotsRequest.FromString,
+                    response_serializer=memd_dot_v1_dot_job__pb2.ListSnapshotsResponse.SerializeToString,
+            ),
+            'RestoreSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestoreSnapshot,
+                    request_deserializer=memd_dot_v1_dot_job__pb2.RestoreSnapshotRequest.FromString,
+                    response_serializer=memd_dot_v1_dot_job__pb2.RestoreSnapshotResponse.SerializeToString,
+            ),
+            'DropSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropSnapshot,
+                    request_deserializer=memd_dot_v1_dot_job__pb2.DropSnapshotRequest.FromString,
+                    response_serializer=memd_dot_v1_dot_job__pb2.DropSnapshotResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -219,6 +290,114 @@ class JobService(object):
             '/memd.v1.JobService/SetJobWeight',
             memd_dot_v1_dot_job__pb2.SetJobWeightRequest.SerializeToString,
             memd_dot_v1_dot_job__pb2.SetJobWeightResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/memd.v1.JobService/CreateSnapshot',
+            memd_dot_v1_dot_job__pb2.CreateSnapshotRequest.SerializeToString,
+            memd_dot_v1_dot_job__pb2.CreateSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSnapshots(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/memd.v1.JobService/ListSnapshots',
+            memd_dot_v1_dot_job__pb2.ListSnapshotsRequest.SerializeToString,
+            memd_dot_v1_dot_job__pb2.ListSnapshotsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestoreSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/memd.v1.JobService/RestoreSnapshot',
+            memd_dot_v1_dot_job__pb2.RestoreSnapshotRequest.SerializeToString,
+            memd_dot_v1_dot_job__pb2.RestoreSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/memd.v1.JobService/DropSnapshot',
+            memd_dot_v1_dot_job__pb2.DropSnapshotRequest.SerializeToString,
+            memd_dot_v1_dot_job__pb2.DropSnapshotResponse.FromString,
             options,
             channel_credentials,
             insecure,
