@@ -166,6 +166,17 @@ def memory_that_is_assigned_follows(run: Run) -> None:
     run.note(value)
 
 
+def doubled(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2
+
+
+def scripted(parameter: torch.Tensor) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        function = torch.jit.script(doubled)
+    return function(parameter)
+
+
 class Frozen(nn.Module):
     """Operators that save a parameter itself, and not a view of it, between trained layers."""
 
@@ -822,3 +833,28 @@ class TestPrograms:
         program, match = REFUSED[name]
         with pytest.raises(memd_client.MemdError, match=match):
             program(Run(session))
+
+    @pytest.mark.parametrize(
+        ("program", "message"),
+        [
+            (lambda p: torch.utils.swap_tensors(p, torch.ones(WIDTH, WIDTH)), "has weakref"),
+            (lambda p: torch._C._to_dlpack(p.detach()), "Cannot access data pointer"),
+            (scripted, r"(?s)NotResident: .*'0\.weight'.*in memd"),
+        ],
+        ids=["swap_tensors", "to_dlpack", "ScriptFunction"],
+    )
+    def test_a_program_of_which_memd_hears_nothing_ends_as_the_failure_model_says(
+        self, session: Session, program: Callable[[Any], Any], message: str
+    ) -> None:
+        run = Run(session)
+        run.offload()
+        value = run.weight.detach().clone()
+        with pytest.raises(RuntimeError, match=message):
+            program(run.weight)
+        assert torch.equal(run.weight.detach(), value)
+
+    def test_loading_by_a_swap_ends_in_torchs_error_with_the_reason(self, session: Session) -> None:
+        run = Run(session)
+        run.offload()
+        with swapping(), pytest.raises(RuntimeError, match="set it to False after offload"):
+            run.model.load_state_dict(Run.perceptron().state_dict())
