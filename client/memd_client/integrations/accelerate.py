@@ -311,10 +311,7 @@ class CommittedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has 
 
     def progress(self) -> dict[str, Any]:
         """Plain data: what a commit needs to go on, beside what is tracked."""
-        return {
-            "step": self.step,
-            "loaders": [loader.state() for loader in self._loaders],
-        }
+        return {"loaders": [loader.state() for loader in self._loaders]}
 
     def note_loaded(self, state: dict[str, Any]) -> None:
         """`state` is that of the commit. Random numbers are not restored yet."""
@@ -331,8 +328,6 @@ class CommittedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has 
                 f"{len(self._loaders)} loaders are prepared now, and {len(state['loaders'])} were "
                 "when the commit or checkpoint was made; prepare the same, in the same order"
             )
-        accelerator: Any = self
-        accelerator.step = state["step"]  # of Accelerate
         for loader, stored in zip(self._loaders, state["loaders"], strict=True):
             loader.go_on(stored)
 
