@@ -36,8 +36,10 @@ LOADS = [
 ]
 
 
-def kill(daemon: Daemon, folder: Path, what: str, stride: int) -> dict[str, int]:
-    command = [sys.executable, "-m", "tests.faults.killed_checkpoint", daemon.address, str(folder)]
+def kill(
+    daemon: Daemon, folder: Path, what: str, stride: int, program: str = "killed_checkpoint"
+) -> dict[str, int]:
+    command = [sys.executable, "-m", f"tests.faults.{program}", daemon.address, str(folder)]
     found = subprocess.run(
         [*command, what, str(stride)],
         cwd=ROOT,
@@ -84,6 +86,17 @@ def test_a_killed_distributed_save_leaves_the_earlier_checkpoint_or_the_new_one(
     if stride < 10:
         assert seen["new"] > 0
         assert seen["old"] + seen["new"] >= 10
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(("library", "stride"), [("accelerate", 8), ("lightning", 2)])
+def test_a_killed_save_of_a_library_leaves_the_earlier_checkpoint_or_the_new_one(
+    daemon: Daemon, tmp_path: Path, library: str, stride: int
+) -> None:
+    seen = kill(daemon, tmp_path, library, stride, "killed_library_save")
+    assert seen["old"] > 0
+    assert seen["new"] > 0
+    assert seen["old"] + seen["new"] >= 10
 
 
 @pytest.mark.more

@@ -44,13 +44,14 @@ class Killed(Exception):
 class Module(lightning.LightningModule):  # type: ignore[misc] # lightning has no types here
     """Draws random numbers everywhere, and follows a metric."""
 
-    def __init__(self, make: Any, *, manual: bool = False, width: int = 16) -> None:
+    def __init__(self, make: Any, *, manual: bool = False, plateau: str = "epoch") -> None:
         super().__init__()
         self.automatic_optimization = not manual
         self.layers = nn.Sequential(
-            nn.Linear(8, width), nn.Dropout(0.25), nn.BatchNorm1d(width), nn.Linear(width, 8)
+            nn.Linear(8, 16), nn.Dropout(0.25), nn.BatchNorm1d(16), nn.Linear(16, 8)
         )
         self.make = make
+        self.plateau = plateau
         self.losses: dict[tuple[int, int], float] = {}  # by epoch and batch
         self.ended: list[tuple[int, int]] = []
 
@@ -63,6 +64,9 @@ class Module(lightning.LightningModule):  # type: ignore[misc] # lightning has n
             self.manual_backward(loss)
             optimizer.step()
         return loss
+
+    def on_train_epoch_start(self) -> None:
+        torch.rand(1)  # between the iterator and the first batch
 
     def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
         torch.rand(1)
@@ -87,7 +91,12 @@ class Module(lightning.LightningModule):  # type: ignore[misc] # lightning has n
         return [optimizer], [
             {"scheduler": step, "interval": "step"},
             {"scheduler": epoch, "interval": "epoch"},
-            {"scheduler": plateau, "interval": "epoch", "monitor": "valid"},
+            {
+                "scheduler": plateau,
+                "interval": self.plateau,
+                "monitor": "valid",
+                "strict": False,  # before the first validation
+            },
         ]
 
 
@@ -114,8 +123,10 @@ def rows() -> torch.Tensor:
 def loader(kind: str) -> Any:
     dataset: Any = Stream() if kind == "stream" else torch.utils.data.TensorDataset(rows())
     settings: dict[str, Any] = {"batch_size": 4}
-    if kind == "shuffled":
+    if kind in ("shuffled", "worker"):
         settings["shuffle"] = True
+    if kind == "worker":  # it asks the sampler for batches when the iterator is made
+        settings |= {"num_workers": 1, "multiprocessing_context": "forkserver"}
     if kind == "generator":
         settings |= {"shuffle": True, "generator": torch.Generator().manual_seed(5)}
     return torch.utils.data.DataLoader(dataset, **settings)
@@ -167,9 +178,10 @@ class Job:
         checkpoint: bool = False,
         ckpt_path: Path | None = None,
         manual: bool = False,
+        plateau: str = "epoch",
         **settings: Any,
     ) -> Any:
-        module = self.module(session, manual=manual)
+        module = self.module(session, manual=manual, plateau=plateau)
         callbacks: list[Any] = [lightning.pytorch.callbacks.EarlyStopping("valid", patience=9)]
         if killed is not None:
             callbacks.append(KillBehind(*killed))
@@ -256,12 +268,30 @@ def test_batches_that_no_step_has_are_trained_again(job: Job) -> None:
     assert_same(resumed, expected)
 
 
+def test_the_order_of_a_loader_with_a_worker_is_restored(job: Job) -> None:
+    settings: dict[str, Any] = {"kind": "worker", "max_epochs": 2}
+    expected = job.plain(**settings)
+    for place in [(0, 2), (1, 2)]:
+        with pytest.raises(Killed):
+            job.train(killed=("on_train_batch_start", place), **settings)
+    resumed = job.train(**settings)
+    assert next(iter(resumed.losses)) == (1, 2)
+    assert_same(resumed, expected)
+
+
 def test_validation_within_an_epoch_is_made_again(job: Job) -> None:
     expected = job.plain(val_check_interval=2)
     for place in [(0, 1), (1, 3)]:
         with pytest.raises(Killed):
             job.train(val_check_interval=2, killed=("on_validation_start", place))
     assert_same(job.train(val_check_interval=2), expected)
+
+
+def test_a_metric_of_before_the_commit_is_followed_behind_it(job: Job) -> None:
+    expected = job.plain(plateau="step")
+    with pytest.raises(Killed):
+        job.train(plateau="step", killed=("on_train_batch_start", (1, 3)))
+    assert_same(job.train(plateau="step"), expected)
 
 
 def test_manual_optimization_commits_each_step(job: Job) -> None:
