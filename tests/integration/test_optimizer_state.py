@@ -221,19 +221,20 @@ def test_a_load_that_breaks_off_when_it_counts_is_finished_by_the_next_session(
         put(streams, lambda: list(parts())[:1])
         raise memd_client.DeviceError("the stream is gone", 5)
 
-    session = memd_client.connect(daemon.address, job="state-break", fresh=True)
-    model, optimizer = trained(session)
-    wanted = state_with(optimizer.state_dict()["param_groups"])
-    monkeypatch.setattr(TensorStreams, "put_moments", break_off)
-    loading = (
-        optimizer.reset_state if call == "reset" else partial(optimizer.load_state_dict, wanted)
-    )
-    with pytest.raises(memd_client.DeviceError, match=r"close this session.*the stream is gone"):
-        loading()
-    monkeypatch.undo()
-    with pytest.raises(memd_client.MemdError, match="a load broke off"):
-        train(model, optimizer, 1)
-    session.close()
+    with memd_client.connect(daemon.address, job="state-break", fresh=True) as session:
+        model, optimizer = trained(session)
+        wanted = state_with(optimizer.state_dict()["param_groups"])
+        monkeypatch.setattr(TensorStreams, "put_moments", break_off)
+        loading = (
+            optimizer.reset_state if call == "reset" else partial(optimizer.load_state_dict, wanted)
+        )
+        with pytest.raises(
+            memd_client.DeviceError, match=r"close this session.*the stream is gone"
+        ):
+            loading()
+        monkeypatch.undo()
+        with pytest.raises(memd_client.MemdError, match="a load broke off"):
+            train(model, optimizer, 1)
     with memd_client.connect(daemon.address, job="state-break") as again:
         assert again.committed_step == 1
         model = memd_client.offload(model_of(3), again)
