@@ -175,7 +175,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
 
 
 def _from_address(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    """The same rules as `memd_client.address`."""
+    """The same rules as `memd_client.base.address`."""
     address = environ.get(_ADDRESS)
     if not address:
         return {}

@@ -10,6 +10,7 @@ The rest of the training loop does not change.
 
 from typing import TYPE_CHECKING, Any
 
+from memd_client.base.statistics import SessionStatistics
 from memd_client.connect import connect
 from memd_client.deepspeed import from_deepspeed
 from memd_client.errors import (
@@ -35,7 +36,6 @@ from memd_client.offload import offload
 from memd_client.optimizer import Adam, AdamW
 from memd_client.save_safetensors import save_safetensors
 from memd_client.session import Session
-from memd_client.statistics import SessionStatistics
 from memd_client.tile_linears import tile_linears
 
 if TYPE_CHECKING:

@@ -8,17 +8,17 @@ from weakref import ref
 import torch
 
 import memd_native
-from memd_client.address import EmbeddedAddress, parse_address
-from memd_client.attach import AttachConnection
-from memd_client.control import Control
-from memd_client.embedded import embedded_daemon
+from memd_client.base.address import EmbeddedAddress, parse_address
+from memd_client.base.interrupts import defer_interrupts
+from memd_client.base.sizes import parse_size
+from memd_client.connection.attach import AttachConnection
+from memd_client.connection.control import Control
+from memd_client.connection.embedded import embedded_daemon
+from memd_client.connection.reattach import Reattach, ReattachingControl, reattach_seconds
+from memd_client.core.job import Job
+from memd_client.core.leases import Leases
 from memd_client.errors import InvalidArgument, MemdError, NotYet
-from memd_client.interrupts import defer_interrupts
-from memd_client.job import Job
-from memd_client.leases import Leases
-from memd_client.reattach import Reattach, ReattachingControl, reattach_seconds
 from memd_client.session import Session
-from memd_client.sizes import parse_size
 from memd_proto.v1 import session_pb2
 
 

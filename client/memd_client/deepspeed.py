@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from memd_client.address import VARIABLE
+from memd_client.base.address import VARIABLE
 from memd_client.errors import InvalidArgument
 
 _log = logging.getLogger("memd_client")

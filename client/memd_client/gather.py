@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from memd_client.dynamo import untraced
-from memd_client.gathered_tiles import gathered
-from memd_client.leases import MODE_READ, MODE_WRITE
-from memd_client.parameter import fetched, streamed
-from memd_client.tiles import entries_of, tiling_of
-from memd_client.unnamed import unnamed
+from memd_client.base.dynamo import untraced
+from memd_client.core.leases import MODE_READ, MODE_WRITE
+from memd_client.parameters.gathered_tiles import gathered
+from memd_client.parameters.parameter import fetched, streamed
+from memd_client.parameters.tiles import entries_of, tiling_of
+from memd_client.parameters.unnamed import unnamed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
 
-    from memd_client.job import Job
+    from memd_client.core.job import Job
 
 
 @untraced

@@ -19,13 +19,13 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
 
-from memd_client.dynamo import untraced
+from memd_client.base.dynamo import untraced
+from memd_client.base.interrupts import call_user, defer_interrupts
+from memd_client.connection.shard import TIERS
 from memd_client.errors import InvalidArgument, NotYet
-from memd_client.interrupts import call_user, defer_interrupts
 from memd_client.offload import offload
-from memd_client.shard import TIERS
-from memd_client.tiles import is_in_memd
-from memd_client.unnamed import unnamed
+from memd_client.parameters.tiles import is_in_memd
+from memd_client.parameters.unnamed import unnamed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from memd_client.checkpoint_files import CheckpointFiles, listed
-from memd_client.dynamo import untraced
+from memd_client.base.dynamo import untraced
+from memd_client.base.interrupts import defer_interrupts, safe_point
+from memd_client.checkpoints.checkpoint_files import CheckpointFiles, listed
 from memd_client.errors import InvalidArgument
-from memd_client.interrupts import defer_interrupts, safe_point
-from memd_client.loaded_places import replace_all
-from memd_client.model_tensors import model_tensors, refuse_copies
+from memd_client.parameters.loaded_places import replace_all
+from memd_client.parameters.model_tensors import model_tensors, refuse_copies
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch import nn
 
-    from memd_client.checkpoint_files import Paths, StoredBytes
-    from memd_client.model_tensors import ModelTensor
+    from memd_client.checkpoints.checkpoint_files import Paths, StoredBytes
+    from memd_client.parameters.model_tensors import ModelTensor
     from memd_client.session import Session
 
 _PIECE_BYTES = 8 << 20

@@ -9,34 +9,34 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from memd_client.away import AwayParameter
-from memd_client.buffers import ModuleBuffers
-from memd_client.dtypes import FROZEN_DTYPES
+from memd_client.base.dtypes import FROZEN_DTYPES
+from memd_client.base.freed_memory import return_freed_memory
+from memd_client.base.interrupts import defer_interrupts, safe_point
+from memd_client.base.overlaps import refuse_overlaps
+from memd_client.base.sizes import UPDATE_BYTES, format_size
+from memd_client.connection.shard import TIERS, Shard, bytes_name, bytes_spec, shard_spec
 from memd_client.errors import CapacityError, InvalidArgument, NotYet
-from memd_client.freed_memory import return_freed_memory
-from memd_client.in_place import InPlaceParameter
-from memd_client.interrupts import defer_interrupts, safe_point
-from memd_client.module_hooks import own_parameters, stream
-from memd_client.module_names import plain_name
-from memd_client.overlaps import refuse_overlaps
-from memd_client.parameter import StreamedParameter
-from memd_client.placement import Placement
-from memd_client.residency import Classes, is_row_major
-from memd_client.shard import TIERS, Shard, bytes_name, bytes_spec, shard_spec
-from memd_client.sizes import UPDATE_BYTES, format_size
-from memd_client.storage_uses import USES_OF_ONE, storage_uses
-from memd_client.targets import owner_of
+from memd_client.parameters.away import AwayParameter
+from memd_client.parameters.in_place import InPlaceParameter
+from memd_client.parameters.module_hooks import own_parameters, stream
+from memd_client.parameters.parameter import StreamedParameter
+from memd_client.parameters.placement import Placement
+from memd_client.parameters.residency import Classes, is_row_major
+from memd_client.parameters.storage_uses import USES_OF_ONE, storage_uses
+from memd_client.parameters.tiles import Tiling, entries_of, tile_name
+from memd_client.parameters.unnamed import unnamed
 from memd_client.tile_linears import TiledLinear
-from memd_client.tiles import Tiling, entries_of, tile_name
-from memd_client.unnamed import unnamed
+from memd_client.transaction.buffers import ModuleBuffers
+from memd_client.transaction.module_names import plain_name
+from memd_client.updates.targets import owner_of
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from memd_client.job import Job
+    from memd_client.core.job import Job
+    from memd_client.parameters.unnamed import UnnamedParameters
     from memd_client.session import Session
-    from memd_client.unnamed import UnnamedParameters
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

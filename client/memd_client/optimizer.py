@@ -12,20 +12,21 @@ from weakref import WeakMethod
 
 import torch
 
-from memd_client.adam_settings import adam_settings, plain_betas, refuse_group
-from memd_client.backward import is_in_backward
-from memd_client.clipping import clip_gradients
-from memd_client.dynamo import untraced, without_compiler
-from memd_client.early import EarlyUpdates
+from memd_client.base.dynamo import untraced, without_compiler
+from memd_client.base.interrupts import call_user, defer_interrupts
+from memd_client.connection.shard import TIERS
+from memd_client.core.backward import is_in_backward
 from memd_client.errors import InvalidArgument, NotYet
-from memd_client.interrupts import call_user, defer_interrupts
-from memd_client.loaded_states import refuse_state, replace_states, state_of
-from memd_client.module_hooks import end_interrupted_calls
-from memd_client.module_names import without_wrappers
-from memd_client.parameter import StreamedParameter
-from memd_client.shard import TIERS
-from memd_client.shown_states import begin_shown, listing, refuse_changed, show
-from memd_client.targets import (
+from memd_client.parameters.early import EarlyUpdates
+from memd_client.parameters.module_hooks import end_interrupted_calls
+from memd_client.parameters.parameter import StreamedParameter
+from memd_client.parameters.tiles import entries_of, is_in_memd
+from memd_client.transaction.adam_settings import adam_settings, plain_betas, refuse_group
+from memd_client.transaction.module_names import without_wrappers
+from memd_client.transaction.shown_states import begin_shown, listing, refuse_changed, show
+from memd_client.updates.clipping import clip_gradients
+from memd_client.updates.loaded_states import refuse_state, replace_states, state_of
+from memd_client.updates.targets import (
     Part,
     StreamedTarget,
     Target,
@@ -35,17 +36,16 @@ from memd_client.targets import (
     own,
     owner_of,
 )
-from memd_client.tiles import entries_of, is_in_memd
 from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from memd_client.job import Job
-    from memd_client.loaded_moments import LoadedMoments
+    from memd_client.connection.shard import Shard
+    from memd_client.core.job import Job
     from memd_client.session import Session
-    from memd_client.shard import Shard
-    from memd_client.transaction import Transaction
+    from memd_client.transaction.loaded_moments import LoadedMoments
+    from memd_client.transaction.transaction import Transaction
 
 _log = logging.getLogger("memd_client")
 _SCALER_STEP = torch.amp.GradScaler.step.__code__

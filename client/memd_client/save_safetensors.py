@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memd_client.away import ParameterBytes
-from memd_client.checkpoint_files import INDEX_NAME, WEIGHTS_NAME, os_error
-from memd_client.dynamo import untraced
+from memd_client.base.dynamo import untraced
+from memd_client.base.freed_memory import passing_bytes
+from memd_client.base.interrupts import defer_interrupts, safe_point
+from memd_client.base.sizes import parse_size
+from memd_client.checkpoints.checkpoint_files import INDEX_NAME, WEIGHTS_NAME, os_error
+from memd_client.checkpoints.safetensors_header import encode_header
+from memd_client.checkpoints.whole_file import WholeFile, sync_folder
 from memd_client.errors import InvalidArgument, MemdError
-from memd_client.freed_memory import passing_bytes
-from memd_client.interrupts import defer_interrupts, safe_point
-from memd_client.model_tensors import model_tensors
-from memd_client.safetensors_header import encode_header
-from memd_client.sizes import parse_size
-from memd_client.whole_file import WholeFile, sync_folder
+from memd_client.parameters.away import ParameterBytes
+from memd_client.parameters.model_tensors import model_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from torch import nn
 
-    from memd_client.model_tensors import ModelTensor
-    from memd_client.safetensors_header import Header
+    from memd_client.checkpoints.safetensors_header import Header
+    from memd_client.parameters.model_tensors import ModelTensor
 
 _SUFFIX = ".safetensors"
 _SHARD_BYTES = 50_000_000_000  # of transformers' save_pretrained

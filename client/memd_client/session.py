@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
-from memd_client.blobs import Blobs
-from memd_client.dynamo import untraced
+from memd_client.base.dynamo import untraced
+from memd_client.core.blobs import Blobs
 from memd_client.errors import MemdError
+from memd_client.parameters.unnamed import UnnamedParameters
+from memd_client.parameters.unnamed_parameter import UnnamedParameter
 from memd_client.tracked import Tracked
-from memd_client.transaction import OfSession, Transaction
-from memd_client.unnamed import UnnamedParameters
-from memd_client.unnamed_parameter import UnnamedParameter
+from memd_client.transaction.transaction import OfSession, Transaction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from memd_client.job import Job
-    from memd_client.leases import Leases
-    from memd_client.shard import Shard
-    from memd_client.statistics import SessionStatistics
+    from memd_client.base.statistics import SessionStatistics
+    from memd_client.connection.shard import Shard
+    from memd_client.core.job import Job
+    from memd_client.core.leases import Leases
 
 
 class Session:

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
-from memd_client.dynamo import untraced
+from memd_client.base.dynamo import untraced
+from memd_client.base.sizes import format_size, parse_size
 from memd_client.errors import InvalidArgument
-from memd_client.sizes import format_size, parse_size
-from memd_client.tiles import is_in_memd, tiling_of
+from memd_client.parameters.tiles import is_in_memd, tiling_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,18 +20,18 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Sampler
 
-from memd_client import plain
+from memd_client.base import plain
+from memd_client.base.plain import decode
+from memd_client.connection.shard import Shard, shard_spec
 from memd_client.errors import IntegrityError, InvalidArgument, MemdError
-from memd_client.plain import decode
-from memd_client.shard import Shard, shard_spec
-from memd_client.tiles import is_in_memd
+from memd_client.parameters.tiles import is_in_memd
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from memd_client.job import Job
-    from memd_client.transaction import Staging, Transaction, UpdatedOptimizer
+    from memd_client.core.job import Job
+    from memd_client.transaction.transaction import Staging, Transaction, UpdatedOptimizer
 
 _PREFIX = "memd.tracked."
 _STAGED = "@staged"

@@ -33,9 +33,9 @@ from memd.demo.twin import Comparison, Reference, nothing, read_parameters, trai
 from memd.demo.usage import read_usage
 from memd.refusal import Refused
 from memd.sizes import format_size
-from memd_client.address import EmbeddedAddress, parse_address
-from memd_client.embedded import EmbeddedDaemon, embedded_daemon
-from memd_client.freed_memory import return_freed_memory
+from memd_client.base.address import EmbeddedAddress, parse_address
+from memd_client.base.freed_memory import return_freed_memory
+from memd_client.connection.embedded import EmbeddedDaemon, embedded_daemon
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,8 +47,8 @@ def train(parameter_count: int, step_count: int, durability: str, memory: str) -
     import memd_client
     from memd.client import DaemonClient
     from memd.demo.model import build_model, shape_for
-    from memd_client.address import EmbeddedAddress, parse_address
-    from memd_client.embedded import embedded_daemon
+    from memd_client.base.address import EmbeddedAddress, parse_address
+    from memd_client.connection.embedded import embedded_daemon
 
     shape = shape_for(parameter_count, sequence=256)
     model = build_model(shape, dtype=torch.float32, seed=0)

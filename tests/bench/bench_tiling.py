@@ -30,8 +30,8 @@ from machine import describe_machine
 from memd.bench.figures import Figure
 from memd.demo.memory import PeakMemory
 from memd.sizes import parse_size
-from memd_client.safetensors_header import encode_header
-from memd_client.sizes import UPDATE_BYTES
+from memd_client.base.sizes import UPDATE_BYTES
+from memd_client.checkpoints.safetensors_header import encode_header
 from report import byte_count, write_report
 from tests.daemons import BUILD, running_daemon
 from tiling_trainer import STEPS, TOKENS, block

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import memd_client
 from machine import describe_machine
 from memd.demo.quantities import parse_count
-from memd_client.leases import MODE_WRITE
+from memd_client.core.leases import MODE_WRITE
 from report import ratio, seconds, write_report
 from tests.daemons import daemons
 

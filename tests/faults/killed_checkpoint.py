@@ -22,11 +22,12 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 import memd_client
-from memd_client import checkpoint_reader, staged_values, torch_archive
-from memd_client.checkpoint_files import CheckpointFile, CheckpointFiles
-from memd_client.job_store import JobStore
-from memd_client.leases import Leases
-from memd_client.tensor_streams import TensorStreams
+from memd_client.checkpoints import checkpoint_reader, torch_archive
+from memd_client.checkpoints.checkpoint_files import CheckpointFile, CheckpointFiles
+from memd_client.core import staged_values
+from memd_client.core.job_store import JobStore
+from memd_client.core.leases import Leases
+from memd_client.core.tensor_streams import TensorStreams
 
 if TYPE_CHECKING:
     from collections.abc import Callable

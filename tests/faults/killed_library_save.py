@@ -19,10 +19,10 @@ import safetensors.torch
 import torch
 
 import memd_client
-from memd_client import torch_archive, whole_folder
+from memd_client.checkpoints import torch_archive, whole_folder
+from memd_client.core.leases import Leases
 from memd_client.integrations.accelerate import CommittedAccelerator
 from memd_client.integrations.lightning import StreamedCheckpointIO
-from memd_client.leases import Leases
 from tests.faults.killed_checkpoint import (
     ALL_OLD,
     NEW,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import memd_client
-from memd_client.checkpoint_files import CheckpointFile
-from memd_client.residency import Residency
+from memd_client.checkpoints.checkpoint_files import CheckpointFile
+from memd_client.parameters.residency import Residency
 from tests.faults.killed_checkpoint import NEW, OLD, Model, seed_of
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 import memd_client
-from memd_client.address import UnixAddress
-from memd_client.attach import AttachConnection
-from memd_client.control import Control
+from memd_client.base.address import UnixAddress
+from memd_client.connection.attach import AttachConnection
+from memd_client.connection.control import Control
 from tests.faults.restarts import (
     NEW_VERSION,
     PATIENCE_S,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from memd_client.reattach import Reattach
+    from memd_client.connection.reattach import Reattach
     from memd_proto.v1 import session_pb2
     from tests.daemons import Daemon, Daemons
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import memd_client
-from memd_client.freed_memory import return_freed_memory
+from memd_client.base.freed_memory import return_freed_memory
 from tests.integration.safetensors_memory import peak, rss_anon_bytes
 
 if TYPE_CHECKING:

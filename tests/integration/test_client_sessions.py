@@ -16,8 +16,8 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 import memd_client
-from memd_client.address import EmbeddedAddress, parse_address
-from memd_client.embedded import embedded_daemon
+from memd_client.base.address import EmbeddedAddress, parse_address
+from memd_client.connection.embedded import embedded_daemon
 from tests.daemons import Daemon, Daemons, running_daemon
 from tests.unit.client_cases import Mlp, loss_of
 

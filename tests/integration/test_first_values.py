@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 import memd_client
-from memd_client import blobs
-from memd_client.leases import Leases
+from memd_client.core import blobs
+from memd_client.core.leases import Leases
 from tests.daemons import TIMEOUT_S, Attached, Daemon, running_daemon
 from tests.unit.client_cases import assert_same_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from memd_client.shard import Shard
+    from memd_client.connection.shard import Shard
     from memd_proto.v1 import session_pb2
 
 # Argument 2 is the job. It is killed before it has written the value number argument 3.
@@ -31,7 +31,7 @@ _KILLED = """
 import os, signal, sys
 import torch
 import memd_client
-from memd_client.leases import Leases
+from memd_client.core.leases import Leases
 
 write, count = Leases.write, 0
 

@@ -18,8 +18,8 @@ import grpc
 import pytest
 from google.protobuf import descriptor_pool, message_factory, unknown_fields
 
-from memd_client.address import UnixAddress, parse_address
-from memd_client.attach import AttachConnection
+from memd_client.base.address import UnixAddress, parse_address
+from memd_client.connection.attach import AttachConnection
 from memd_client.errors import MemdError
 from memd_native import PROTOCOL_VERSION
 from memd_proto.v1 import attach_pb2, session_pb2

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import memd_client
-from memd_client import unnamed
+from memd_client.parameters import unnamed
 from tests.daemons import running_daemon
 from tests.unit.client_cases import Gpt, assert_same_state, build
 
@@ -112,7 +112,7 @@ _KILLED = """
 import os, signal, sys
 import torch
 import memd_client
-from memd_client.leases import Leases
+from memd_client.core.leases import Leases
 
 write, count = Leases.write, 0
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import memd_client
-from memd_client import unnamed as unnamed_module
+from memd_client.parameters import unnamed as unnamed_module
 from tests.daemons import running_daemon
 
 if TYPE_CHECKING:

@@ -15,16 +15,17 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import memd_client
-from memd_client import loaded_moments, loaded_states
-from memd_client.moments import ordinary_moments
-from memd_client.tensor_streams import TensorStreams
+from memd_client.core.tensor_streams import TensorStreams
+from memd_client.transaction import loaded_moments
+from memd_client.transaction.moments import ordinary_moments
+from memd_client.updates import loaded_states
 from tests.daemons import fresh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from memd_client.tensor_streams import MomentPart
+    from memd_client.core.tensor_streams import MomentPart
     from tests.daemons import Daemon
 
 MAXIMUM = "max_exp_avg_sq"

@@ -18,11 +18,11 @@ from torch import nn
 from torch.nn import functional
 
 import memd_client
-from memd_client.away import ParameterBytes
-from memd_client.checkpoint_files import CheckpointFile
-from memd_client.job_store import JobStore
-from memd_client.residency import Residency
-from memd_client.staged_values import StagedValues
+from memd_client.checkpoints.checkpoint_files import CheckpointFile
+from memd_client.core.job_store import JobStore
+from memd_client.core.staged_values import StagedValues
+from memd_client.parameters.away import ParameterBytes
+from memd_client.parameters.residency import Residency
 from tests.daemons import fresh
 
 if TYPE_CHECKING:
@@ -695,7 +695,7 @@ def test_only_one_session_loads_at_a_time_and_the_others_wait(
     daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = saved(Model(seed=1), tmp_path / "a.safetensors")
-    monkeypatch.setattr("memd_client.leases._TIMEOUT_S", 1.0)
+    monkeypatch.setattr("memd_client.core.leases._TIMEOUT_S", 1.0)
     read = CheckpointFile.read
     seen: list[int] = []
     with fresh(daemon, "two") as session:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memd_client
 from memd.demo.twin import MemoryAdamW
-from memd_client.leases import Leases
+from memd_client.core.leases import Leases
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

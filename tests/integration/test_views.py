@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import memd_client
 import memd_native
-from memd_client.parameter import streamed
+from memd_client.parameters.parameter import streamed
 from tests.daemons import Daemon, Daemons, running_daemon
 from tests.unit.client_cases import assert_same_state
 from tests.unit.view_cases import WRITES, optimizers_of, view_of

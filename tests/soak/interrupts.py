@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn import functional
 
 import memd_client
-from memd_client.away import AwayParameter
+from memd_client.parameters.away import AwayParameter
 from tests.daemons import daemons
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import memd_client
-from memd_client.tensor_streams import TensorStreams
+from memd_client.core.tensor_streams import TensorStreams
 from tests.unit.client_cases import (
     WIDTH,
     Mlp,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from memd_client import Session
-    from memd_client.tensor_streams import MomentPart
+    from memd_client.core.tensor_streams import MomentPart
     from tests.unit.client_cases import OpenSession
 
 MAXIMUM = "max_exp_avg_sq"

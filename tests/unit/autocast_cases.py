@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memd_client
-from memd_client.residency import residency_of_storage
+from memd_client.parameters.residency import residency_of_storage
 from tests.unit.client_cases import (
     LENGTH,
     MODELS,

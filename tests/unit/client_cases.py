@@ -33,15 +33,15 @@ from torch.utils.checkpoint import checkpoint
 
 import memd_client
 from memd_client import Session
-from memd_client.job import Job
-from memd_client.tensor_streams import TensorStreams
+from memd_client.core.job import Job
+from memd_client.core.tensor_streams import TensorStreams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    from memd_client.shard import Shard
-    from memd_client.tensor_streams import MomentPart
+    from memd_client.connection.shard import Shard
+    from memd_client.core.tensor_streams import MomentPart
     from memd_proto.v1 import types_pb2
 
     OpenSession = Callable[[], Session]

@@ -20,13 +20,13 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 import memd_native
-from memd_client.dtypes import torch_dtype
-from memd_client.dynamo import untraced
+from memd_client.base.dtypes import torch_dtype
+from memd_client.base.dynamo import untraced
+from memd_client.connection.shard import MAXIMUM, MOMENTS
+from memd_client.core.job import Job
+from memd_client.core.leases import Leases
 from memd_client.errors import from_code
-from memd_client.job import Job
-from memd_client.leases import Leases
 from memd_client.session import Session
-from memd_client.shard import MAXIMUM, MOMENTS
 from memd_native import MODE_OVERWRITE, MODE_READ, PART_GRADIENT, PART_VALUE
 from memd_proto.v1 import job_pb2, session_pb2, tensor_pb2, types_pb2
 

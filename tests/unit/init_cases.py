@@ -16,9 +16,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import memd_client
-from memd_client import unnamed as unnamed_module
-from memd_client.unnamed import unnamed
-from memd_client.unnamed_parameter import UnnamedParameter
+from memd_client.parameters import unnamed as unnamed_module
+from memd_client.parameters.unnamed import unnamed
+from memd_client.parameters.unnamed_parameter import UnnamedParameter
 from tests.unit.client_cases import (
     LENGTH,
     MODELS,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from memd_client.backward import Backward, is_in_backward, note_backward, running_backward
+from memd_client.core.backward import Backward, is_in_backward, note_backward, running_backward
 from memd_client.errors import InvalidArgument
 
 if TYPE_CHECKING:

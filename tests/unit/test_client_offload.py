@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import memd_client
-from memd_client.away import AwayParameter
+from memd_client.core.leases import NoStep
 from memd_client.errors import from_code
-from memd_client.leases import NoStep
+from memd_client.parameters.away import AwayParameter
 from memd_native import MODE_READ, PART_VALUE
 from tests.unit.client_cases import Gpt, Mlp, assert_same_gradients, build, loss_of
 from tests.unit.fake_session import FakeDaemon

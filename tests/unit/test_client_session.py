@@ -21,13 +21,13 @@ from torch.optim.swa_utils import AveragedModel
 
 import memd_client
 import memd_native
-from memd_client.address import EmbeddedAddress, UnixAddress, parse_address
-from memd_client.attach import AttachConnection
-from memd_client.control import Control
+from memd_client.base.address import EmbeddedAddress, UnixAddress, parse_address
+from memd_client.base.sizes import format_size, parse_size
+from memd_client.connection.attach import AttachConnection
+from memd_client.connection.control import Control
+from memd_client.core.job import Job
 from memd_client.errors import from_code
-from memd_client.job import Job
 from memd_client.session import Session
-from memd_client.sizes import format_size, parse_size
 from memd_proto.v1 import attach_pb2, session_pb2, types_pb2
 from tests.unit.client_cases import Mlp, loss_of
 from tests.unit.fake_session import FakeDaemon

@@ -10,7 +10,7 @@ import memd_client
 from memd import config
 from memd.config import Configuration, SettingsError, load, shown
 from memd.sizes import exact_size, format_size, parse_size
-from memd_client.address import EmbeddedAddress, UnixAddress, parse_address
+from memd_client.base.address import EmbeddedAddress, UnixAddress, parse_address
 
 
 @pytest.fixture(autouse=True)

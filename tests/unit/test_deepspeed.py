@@ -12,7 +12,7 @@ import torch
 
 import memd_client
 from memd_client import InvalidArgument, from_deepspeed
-from memd_client.address import EmbeddedAddress, parse_address
+from memd_client.base.address import EmbeddedAddress, parse_address
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,7 +7,7 @@ import gc
 import torch
 
 import memd_client
-from memd_client.parameter import streamed
+from memd_client.parameters.parameter import streamed
 from memd_proto.v1 import session_pb2
 from tests.unit.client_cases import Mlp, assert_same_state, build, loss_of
 from tests.unit.early_cases import early, plain

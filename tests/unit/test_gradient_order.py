@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from memd_client.gradient_order import GradientOrder
-from memd_client.shard import Shard
+from memd_client.connection.shard import Shard
+from memd_client.core.gradient_order import GradientOrder
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from memd_client.identity import ByIdentity
+from memd_client.base.identity import ByIdentity
 
 
 def test_a_value_is_found_by_the_object_itself_and_not_by_an_equal_one() -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import memd_client
-from memd_client import residency
-from memd_client.interrupts import Latch, _handle, defer_interrupts, safe_point
+from memd_client.base.interrupts import Latch, _handle, defer_interrupts, safe_point
+from memd_client.parameters import residency
 from tests.unit.client_cases import Mlp, assert_same_state, batch, build, leases_held, loss_of
 from tests.unit.fake_session import FakeDaemon
 

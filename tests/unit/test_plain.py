@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import memd_client
-from memd_client.plain import decode, encode
+from memd_client.base.plain import decode, encode
 
 Point = namedtuple("Point", "x y")  # what is refused
 

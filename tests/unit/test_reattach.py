@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 import memd_client
-from memd_client import reattach
-from memd_client.address import UnixAddress
+from memd_client.base.address import UnixAddress
+from memd_client.connection import reattach
+from memd_client.connection.reattach import Reattach, ReattachingControl
 from memd_client.errors import from_code
-from memd_client.reattach import Reattach, ReattachingControl
 from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from memd_client.attach import AttachConnection
-    from memd_client.control import Control
+    from memd_client.connection.attach import AttachConnection
+    from memd_client.connection.control import Control
 
 PATIENCE_S = 30.0
 SESSION = 7

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import memd_client
-from memd_client.checkpoint_files import CheckpointFiles
+from memd_client.checkpoints.checkpoint_files import CheckpointFiles
+from memd_client.checkpoints.safetensors_header import HEADER_BYTES_MAX, encode_header, parse_header
+from memd_client.checkpoints.whole_file import WholeFile
 from memd_client.errors import CapacityError, DeviceError, InvalidArgument
-from memd_client.safetensors_header import HEADER_BYTES_MAX, encode_header, parse_header
-from memd_client.whole_file import WholeFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,9 +10,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import memd_client
+from memd_client.base.stalls import module_group
 from memd_client.errors import from_code
-from memd_client.parameter import streamed
-from memd_client.stalls import module_group
+from memd_client.parameters.parameter import streamed
 from memd_native import (
     PART_GRADIENT,
     PART_VALUE,

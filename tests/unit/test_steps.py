@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import memd_client
+from memd_client.connection.reattach import RepeatedStep
 from memd_client.errors import from_code
-from memd_client.reattach import RepeatedStep
 from memd_proto.v1 import session_pb2
 from tests.unit.backward_cases import RAISED, Recipe, hook
 from tests.unit.client_cases import Mlp, assert_same_state, batch, build, loss_of

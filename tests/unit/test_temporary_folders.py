@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from memd_client.temporary_folders import TemporaryFolder, remove_abandoned
+from memd_client.connection.temporary_folders import TemporaryFolder, remove_abandoned
 
 if TYPE_CHECKING:
     from pathlib import Path

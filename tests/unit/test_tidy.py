@@ -21,68 +21,44 @@ CLIENT = ROOT / "client" / "memd_client"
 NATIVE_LAYERS = ("base", "arena", "ring", "io", "optim", "plan", "store", "server", "bench", "bind")
 # The same for the owners of state within store/.
 STORE_LAYERS = ("format", "space", "journal", "cache", "state", "step", "recovery", "verify")
-# A module of the client may import only those before it, for type checking too.
-CLIENT_LAYERS = (
-    # Without torch's modules and without a daemon: words, sizes and threads.
-    *(
-        "errors",
-        "process",
-        "interrupts",
-        "freed_memory",
-        "dynamo",
-        "identity",
-        "overlaps",
-        "sizes",
-        "dtypes",
-        "address",
-        "plain",
-        "statistics",
-        "stalls",
+# Packages of the client, and what lies beside them. A module may import only those before it, for
+# type checking too. The root holds what users call.
+CLIENT_PACKAGES = {
+    "base": (
+        *("process", "interrupts", "freed_memory", "dynamo", "identity", "overlaps", "sizes"),
+        *("dtypes", "address", "plain", "statistics", "stalls"),
     ),
-    # The way to the daemon, and back to it when it was away.
-    *("shard", "calls", "retry", "attach", "temporary_folders", "embedded", "control", "reattach"),
-    # One session's core.
-    *("backward", "gradient_order", "leases", "tensor_streams", "registry"),
-    *("job_store", "first_values", "held_names", "open_steps", "steps", "staged_values", "job"),
-    *("name_uses", "blobs", "adam_settings"),
-    "stored_parameter",
-    *("metadata", "hidden", "lazy", "moments", "shown_states", "loaded_moments"),
-    *("transaction", "module_names", "buffers"),
-    # Offloaded parameters.
-    *(
-        "early",
-        "storage_uses",
-        "assigned",
-        "shared_gradient",
-        "gradients",
-        "hole",
-        "casts",
-        "views",
-        "residency",
-        "parameter",
-        "saved_tensors",
+    "connection": (
+        *("shard", "calls", "retry", "attach", "temporary_folders", "embedded", "control"),
+        "reattach",
     ),
-    "away",
-    "in_place",
-    *("tiles", "tile_linears"),
-    "placement",
-    "module_hooks",
-    *("unnamed", "unnamed_parameter"),
-    # What users call.
-    *("model_tensors", "loaded_places", "tracked", "session", "targets", "offload", "init"),
-    *("loaded_states", "clipping", "optimizer", "gathered_tiles", "gather", "connect"),
-    "deepspeed",
-    *("safetensors_header", "checkpoint_files", "whole_file"),
-    *("load_safetensors", "load_tensors", "save_safetensors"),
-    *("torch_archive", "whole_folder"),
-    *(
-        "checkpoint_folder",
-        "checkpoint_writer",
-        "checkpoint_metadata",
+    "core": (
+        *("backward", "gradient_order", "leases", "tensor_streams", "registry", "job_store"),
+        *("first_values", "held_names", "open_steps", "steps", "staged_values", "job"),
+        *("name_uses", "blobs"),
+    ),
+    "transaction": (
+        *("adam_settings", "metadata", "moments", "shown_states", "loaded_moments"),
+        *("transaction", "module_names", "buffers"),
+    ),
+    "parameters": (
+        *("lazy", "hidden", "stored_parameter", "early", "storage_uses", "assigned"),
+        *("shared_gradient", "gradients", "hole", "casts", "views", "residency", "parameter"),
+        *("saved_tensors", "away", "in_place", "tiles", "placement", "module_hooks", "unnamed"),
+        *("unnamed_parameter", "gathered_tiles", "model_tensors", "loaded_places"),
+    ),
+    "updates": ("targets", "clipping", "loaded_states"),
+    "checkpoints": (
+        *("safetensors_header", "checkpoint_files", "whole_file", "whole_folder"),
+        *("torch_archive", "checkpoint_folder", "checkpoint_writer", "checkpoint_metadata"),
         "checkpoint_reader",
-        "checkpoint",
-        "__init__",
     ),
+}
+CLIENT_LAYERS = (
+    "errors",
+    *(f"{package}.{name}" for package, names in CLIENT_PACKAGES.items() for name in names),
+    *("tracked", "session", "tile_linears", "offload", "init", "optimizer", "gather", "connect"),
+    *("deepspeed", "load_safetensors", "save_safetensors", "checkpoint", "__init__"),
 )
 METHODS_MAX = 40
 FILE_BYTES_MAX = 500 * 1024
@@ -238,18 +214,34 @@ def client_imports(path: Path) -> set[str]:
     """The modules of the client that one of them imports, at any depth of its code."""
     modules: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module == "memd_client":
-            modules.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("memd_client."):
-            modules.add((node.module or "").split(".")[1])
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("memd_client"):
+            parts = (node.module or "").split(".")[1:]
+            modules.update(client_module(*parts, alias.name) for alias in node.names)
         elif isinstance(node, ast.Import):
             names = [alias.name.split(".") for alias in node.names]
-            modules.update(name[1] for name in names if name[0] == "memd_client" and name[1:])
+            modules.update(client_module(*name[1:]) for name in names if name[0] == "memd_client")
     return modules
 
 
+def client_module(*parts: str) -> str:
+    """The module among memd_client's that `parts` name, or a name inside of it."""
+    inside = CLIENT.joinpath(*parts[:1]).is_dir()
+    return ".".join(parts[: 2 if inside else 1])
+
+
+def client_modules() -> dict[str, Path]:
+    """Files by dotted name; packages hold nothing of their own."""
+    paths = [
+        path
+        for folder in (CLIENT, *(CLIENT / name for name in CLIENT_PACKAGES))
+        for path in folder.glob("*.py")
+        if path.name != "__init__.py" or folder == CLIENT
+    ]
+    return {".".join(path.relative_to(CLIENT).with_suffix("").parts): path for path in paths}
+
+
 def test_modules_of_the_client_import_only_those_before_them() -> None:
-    paths = {path.stem: path for path in CLIENT.glob("*.py")}
+    paths = client_modules()
     assert sorted(paths) == sorted(CLIENT_LAYERS)
     wrong = [
         f"{name} imports {imported}"
@@ -260,8 +252,15 @@ def test_modules_of_the_client_import_only_those_before_them() -> None:
     assert not wrong
 
 
+def test_packages_of_the_client_hold_modules_alone() -> None:
+    for name in CLIENT_PACKAGES:
+        tree = ast.parse((CLIENT / name / "__init__.py").read_text(encoding="utf-8"))
+        assert ast.get_docstring(tree)
+        assert len(tree.body) == 1, name
+
+
 def client_classes() -> Iterator[tuple[str, ast.ClassDef]]:
-    for path in sorted(CLIENT.glob("*.py")):
+    for path in sorted(CLIENT.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 yield path.name, node
@@ -306,7 +305,9 @@ def private_names(tree: ast.Module) -> tuple[set[str], set[str]]:
 
 
 def test_no_file_of_the_client_reads_anothers_private_fields() -> None:
-    trees = {path.name: ast.parse(path.read_text(encoding="utf-8")) for path in CLIENT.glob("*.py")}
+    trees = {
+        path.name: ast.parse(path.read_text(encoding="utf-8")) for path in client_modules().values()
+    }
     names = {file: private_names(tree) for file, tree in trees.items()}
     wrong = [
         f"{file} reads {name} of {owner}"

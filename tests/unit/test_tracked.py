@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import memd_client
-from memd_client.plain import decode
+from memd_client.base.plain import decode
 from memd_client.tracked import Tracked, checked, read_stored
 from tests.unit.client_cases import Mlp, build
 from tests.unit.fake_session import FakeDaemon

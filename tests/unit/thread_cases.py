@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memd_client
-from memd_client import residency
+from memd_client.parameters import residency
 from tests.unit.client_cases import Mlp, assert_same_state, batch, leases_held, loss_of
 
 if TYPE_CHECKING:

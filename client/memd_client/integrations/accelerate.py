@@ -34,7 +34,8 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-from memd_client import plain
+from memd_client.base import plain
+from memd_client.checkpoints.whole_folder import WholeFolder
 from memd_client.errors import InvalidArgument
 from memd_client.integrations.accelerate_files import (
     LiveState,
@@ -46,7 +47,6 @@ from memd_client.integrations.accelerate_files import (
 )
 from memd_client.integrations.accelerate_loader import CountedLoader
 from memd_client.save_safetensors import save_safetensors
-from memd_client.whole_folder import WholeFolder
 
 if TYPE_CHECKING:
     import os

@@ -16,12 +16,12 @@ from accelerate.utils import (
     save,
 )
 
+from memd_client.checkpoints.torch_archive import live_state, load_archive, save_archive
 from memd_client.errors import InvalidArgument
 from memd_client.integrations.adam_states import refuse_other_states
+from memd_client.integrations.load_tensors import load_tensors
 from memd_client.load_safetensors import load_safetensors
-from memd_client.load_tensors import load_tensors
 from memd_client.save_safetensors import save_safetensors
-from memd_client.torch_archive import live_state, load_archive, save_archive
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

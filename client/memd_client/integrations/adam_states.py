@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from memd_client.connection.shard import MAXIMUM, MOMENTS
 from memd_client.errors import InvalidArgument
-from memd_client.shard import MAXIMUM, MOMENTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

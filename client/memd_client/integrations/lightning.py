@@ -30,11 +30,11 @@ except ModuleNotFoundError as error:
         name=missing,
     ) from error
 
+from memd_client.checkpoints.torch_archive import live_state, load_archive, save_archive
 from memd_client.errors import InvalidArgument
 from memd_client.integrations.adam_states import refuse_other_states
 from memd_client.integrations.lightning_loop import LoopPlace
-from memd_client.load_tensors import load_tensors
-from memd_client.torch_archive import live_state, load_archive, save_archive
+from memd_client.integrations.load_tensors import load_tensors
 from memd_client.tracked import random_state, set_random_state
 
 if TYPE_CHECKING:

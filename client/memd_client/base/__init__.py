@@ -1,0 +1,1 @@
+"""Words, sizes and threads: without torch's modules and without a daemon."""

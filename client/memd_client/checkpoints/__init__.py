@@ -1,0 +1,1 @@
+"""Files of parameters and optimizer state, streamed both ways."""

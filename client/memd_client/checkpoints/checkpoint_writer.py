@@ -1,0 +1,246 @@
+"""A state into a folder that `torch.distributed.checkpoint` reads, an item at a time.
+
+The folder has `.metadata`, which names a file of items. A save writes a new file beside those of an
+earlier one, and replaces `.metadata` last: readers find the earlier checkpoint or the new one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pickle
+import re
+import secrets
+import weakref
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
+
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from memd_client.base.freed_memory import passing_bytes
+from memd_client.base.interrupts import defer_interrupts, safe_point
+from memd_client.checkpoints.checkpoint_files import os_error
+from memd_client.checkpoints.checkpoint_folder import METADATA_NAME, CheckpointFolder
+from memd_client.checkpoints.torch_archive import ArchiveStream, Passing
+from memd_client.checkpoints.whole_file import WholeFile, remove_abandoned, sync_folder
+from memd_client.errors import InvalidArgument, MemdError, NotYet
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+
+    from memd_client.base.freed_memory import PassingBytes
+
+_DATA_NAME = re.compile(r"__\d+_\d+(\.[0-9a-f]{12})?\.distcp")
+# An item has as many beside its elements: torch's archive, whose records are aligned.
+_ITEM_BYTES = 2 << 10
+
+
+class Writer(CheckpointFolder, StorageWriter, AsyncStager):
+    """The `storage_writer` of `dcp.save`; plain torch reads the folder. Parameters of an offloaded
+    model, as `state_dict(keep_vars=True)` has them, and what `state_dict()` of memd's optimizers
+    returns are read one after the other: at most one parameter, or the moments of one, is in this
+    process. `state_dict()` of a model works too, and copies the whole model before the save begins;
+    so does the model itself in the state.
+
+    The values are those after the last step, whose commit is waited for. Whoever reads the folder
+    finds the earlier checkpoint there or the new one, whole; a folder without either has no
+    `.metadata`. So the disk holds both until the save ends. After an error the folder is as it was.
+
+    torch wraps what goes wrong into a `CheckpointException`; its `failures` have the `MemdError`:
+    InvalidArgument for a path that cannot be written, a save by somebody else, moments that were
+    read and that the optimizer has no more, or a call between `step()` and `commit()`;
+    CapacityError for a full disk; DeviceError for a failed write; NotYet for several ranks and
+    `async_save`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """
+        Args:
+            path: a folder, which is made.
+        """
+        super().__init__(path)
+        self._save_id = secrets.token_hex(6)
+        # A save has these open. torch calls nobody if it ends between `write_data` and `finish`.
+        self._opened = ExitStack()
+        weakref.finalize(self, self._opened.close)
+        self._data: WholeFile | None = None
+
+    def storage_meta(self) -> StorageMeta:
+        """The folder, and a name for this save."""
+        return StorageMeta(checkpoint_id=os.fspath(self._path), save_id=self._save_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """
+        Raises:
+            NotYet: each rank would write metadata of its own.
+        """
+        del is_coordinator, args
+        # A Writer may save again, and torch does not always call `reset`.
+        self._opened.close()
+        self._data = None
+        self._save_id = secrets.token_hex(6)
+        if not kwargs.get("use_collectives", True):
+            raise NotYet("memd writes one .metadata; call dcp.save without use_collectives=False")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """
+        Raises:
+            NotYet: there is more than one rank.
+        """
+        if len(plans) > 1:
+            raise NotYet(
+                f"one process writes a checkpoint in this version, and {len(plans)} ranks call "
+                "dcp.save; let one of them call it with no_dist=True"
+            )
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes the items to a file that has no name yet."""
+        defer_interrupts()
+        results = Future[list[WriteResult]]()
+        with self._ending_if_it_fails(), passing_bytes() as passing:
+            self._lock_folder()
+            remove_abandoned(self._path, _DATA_NAME.pattern)  # each save has another name
+            size_bytes = sum((item.tensor_storage_size() or 0) + _ITEM_BYTES for item in plan.items)
+            self._data = self._opened.enter_context(
+                WholeFile(self._path / self._data_name, size_bytes)
+            )
+            results.set_result(self._write_items(self._data, plan.items, planner, passing))
+            self._data.finish()
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """The checkpoint is there when it returns."""
+        defer_interrupts()
+        stored = {result.index: result.storage_data for each in results for result in each}
+        whole = replace(
+            metadata,
+            version=CURRENT_DCP_VERSION,
+            storage_data=stored,
+            storage_meta=self.storage_meta(),
+        )
+        text = pickle.dumps(whole)
+        assert self._data is not None  # of `write_data`
+        with self._ending_if_it_fails():
+            file = self._opened.enter_context(WholeFile(self._path / METADATA_NAME, len(text)))
+            file.write(text)
+            file.finish()
+            unnamed = self._opened.enter_context(ExitStack())
+            unnamed.callback(_remove, self._path / self._data_name)
+            self._data.place()
+            sync_folder(self._path)
+            file.place()
+            unnamed.pop_all()
+            sync_folder(self._path)
+            self._remove_earlier()
+        self._opened.close()
+        metadata.version, metadata.storage_data = whole.version, whole.storage_data
+        metadata.storage_meta = whole.storage_meta
+
+    def stage(self, state_dict: Any) -> NoReturn:
+        """`async_save` asks this, instead of copying the state itself.
+
+        Raises:
+            NotYet: torch would copy the whole state into memory, to save it while training goes on.
+        """
+        del state_dict
+        raise NotYet(
+            "dcp.async_save needs a snapshot of the job, and comes with these; call dcp.save, or "
+            "pass async_stager=, which copies the whole state into this process"
+        )
+
+    def synchronize_staging(self) -> None:
+        """Nothing is staged."""
+        return
+
+    def close(self) -> None:
+        """Nothing is staged."""
+        return
+
+    @property
+    def _data_name(self) -> str:
+        return f"__0_0.{self._save_id}.distcp"
+
+    @contextmanager
+    def _ending_if_it_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._opened.close()
+            if isinstance(error, OSError) and not isinstance(error, MemdError):
+                raise os_error(error, self._path) from error
+            raise
+
+    def _lock_folder(self) -> None:
+        """Until the save ends nobody else saves there. Folders that were made go if they stay
+        empty."""
+        missing = [each for each in (self._path, *self._path.parents) if not each.exists()]
+        for folder in reversed(missing):
+            folder.mkdir(exist_ok=True)
+            self._opened.callback(_remove_if_empty, folder)
+            sync_folder(folder.parent)
+        lock = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._opened.callback(os.close, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InvalidArgument(
+                f"another dcp.save writes to {self._path}; wait for it, or take another folder"
+            ) from error
+
+    def _write_items(
+        self,
+        file: WholeFile,
+        items: Sequence[WriteItem],
+        planner: SavePlanner,
+        passing: PassingBytes,
+    ) -> list[WriteResult]:
+        results = []
+        begin = 0
+        tensors = Passing("dcp.save()")
+        for item in items:
+            safe_point()
+            stream = ArchiveStream(file)
+            data = planner.resolve_data(item)
+            if isinstance(data, torch.Tensor):
+                torch.save(tensors.ordinary(data), cast("IO[bytes]", stream))
+            else:
+                stream.write(data.getbuffer())
+            # Nothing refers to a lease when the next one begins.
+            del data
+            size_bytes = stream.finish()
+            passing.passed(size_bytes)
+            stored = _StorageInfo(self._data_name, begin, size_bytes)
+            results.append(WriteResult(item.index, size_bytes, stored))
+            begin += size_bytes
+        return results
+
+    def _remove_earlier(self) -> None:
+        """Files of items that `.metadata` names no more, or of a process that was killed."""
+        for found in self._path.iterdir():
+            if _DATA_NAME.fullmatch(found.name) and found.name != self._data_name:
+                _remove(found)
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()

@@ -1,0 +1,164 @@
+"""Folders that others see whole or not at all."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from memd_client.checkpoints.checkpoint_files import os_error
+from memd_client.checkpoints.whole_file import sync_folder
+from memd_client.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+_SUFFIX = ".partial"
+_AT_CWD = -100
+_EXCHANGE = 2
+
+_renameat2: Any = ctypes.CDLL(None, use_errno=True).renameat2
+_renameat2.argtypes = (
+    *(ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p),
+    ctypes.c_uint,
+)
+
+
+class WholeFolder(AbstractContextManager["WholeFolder"]):
+    """A new folder under a name of its own, beside the place that it will take: `place` puts it
+    there. Otherwise it is removed when the context is left. If the process is killed, the next
+    folder for this place removes it: its writer keeps it locked.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """
+        Args:
+            path: where it will be; what is there stays until then.
+
+        Raises:
+            InvalidArgument: a file is there, or no folder can be made.
+        """
+        self._path = Path(os.path.realpath(path))
+        if self._path.exists() and not self._path.is_dir():
+            raise InvalidArgument(f"{path} is a file, and a checkpoint is a folder")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            _remove_abandoned(self._path)
+            self._partial, self._lock = _locked_folder(self._path)
+        except OSError as error:
+            raise os_error(error, path) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # Under this name is what nobody needs: what was begun, or what was replaced.
+        shutil.rmtree(self._partial, ignore_errors=True)
+        os.close(self._lock)
+
+    @property
+    def path(self) -> Path:
+        """Write here."""
+        return self._partial
+
+    def place(self, keeps: Callable[[str], bool]) -> None:
+        """Replaces the folder at the path. A file of that folder which this one does not have stays
+        if `keeps` is true of its name.
+
+        Raises:
+            InvalidArgument: the file system cannot exchange two folders. Nothing has changed.
+            CapacityError, DeviceError: nothing has changed.
+        """
+        try:
+            if self._path.exists():
+                _link_files(self._path, self._partial, keeps)
+            _sync_files(self._partial)
+            if self._path.exists():
+                _exchange(self._partial, self._path)
+            else:
+                self._partial.rename(self._path)
+        except OSError as error:
+            raise os_error(error, self._path) from error
+        sync_folder(self._path.parent)
+
+
+def _locked_folder(path: Path) -> tuple[Path, int]:
+    """A new folder beside `path`, locked."""
+    while True:
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(6)}{_SUFFIX}")
+        partial.mkdir()
+        lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if partial.exists():
+            return partial, lock
+        os.close(lock)  # it was taken for an abandoned one before it was locked
+
+
+def _exchange(one: Path, other: Path) -> None:
+    if not _renameat2(_AT_CWD, os.fsencode(one), _AT_CWD, os.fsencode(other), _EXCHANGE):
+        return
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        raise InvalidArgument(
+            f"{other} is there, and its file system cannot exchange two folders, so there would be "
+            "a moment without a checkpoint; save into a new folder"
+        )
+    raise OSError(number, os.strerror(number))
+
+
+def _link_files(old: Path, new: Path, keeps: Callable[[str], bool]) -> None:
+    """The files of `old` that `new` does not have are in both from now on."""
+    for found in old.iterdir():
+        target = new / found.name
+        if found.is_dir() and not found.is_symlink():
+            target.mkdir(exist_ok=True)
+            _link_files(found, target, lambda name: True)
+        elif keeps(found.name) and not target.exists():
+            os.link(found, target, follow_symlinks=False)
+
+
+def _sync_files(folder: Path) -> None:
+    """The files in it, and their names, are on disk. Libraries write some without waiting."""
+    for found in folder.iterdir():
+        if found.is_symlink():
+            continue
+        if found.is_dir():
+            _sync_files(found)
+            continue
+        file = os.open(found, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+    sync_folder(folder)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Removes folders for this place whose writer was killed."""
+    prefix = f".{path.name}."
+    for found in path.parent.iterdir():
+        if found.name.startswith(prefix) and found.name.endswith(_SUFFIX):
+            # Somebody else may remove it at the same time, or be writing it.
+            with suppress(OSError):
+                _remove_if_unlocked(found)
+
+
+def _remove_if_unlocked(partial: Path) -> None:
+    lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(partial, ignore_errors=True)
+    finally:
+        os.close(lock)

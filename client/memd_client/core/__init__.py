@@ -1,0 +1,1 @@
+"""One session's core, without torch.nn: leases, steps and the shards of a job."""

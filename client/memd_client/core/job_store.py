@@ -1,0 +1,44 @@
+"""The part of a session's job that holds values which no step makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memd_proto.v1 import job_pb2, session_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memd_client.connection.calls import ControlPlane
+    from memd_client.core.leases import Leases
+    from memd_client.core.registry import ShardRegistry
+    from memd_client.core.tensor_streams import TensorStreams
+
+_NAMES_IN_CALL = 2048
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobStore:
+    """The shards of one job, as one session sees them. Any thread may call; it waits for the
+    daemon."""
+
+    job: str
+    session_id: int
+    control: ControlPlane
+    shards: ShardRegistry
+    streams: TensorStreams
+    leases: Leases | None  # None without shared memory
+
+    def other_session_count(self) -> int:
+        """How many other sessions are attached to the job."""
+        answer = self.control.get_job(job_pb2.GetJobRequest(name=self.job))
+        return answer.job.session_count - 1
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Deletes shards of these names, if there are."""
+        for first in range(0, len(names), _NAMES_IN_CALL):
+            part = names[first : first + _NAMES_IN_CALL]
+            self.control.delete(session_pb2.DeleteRequest(session_id=self.session_id, names=part))
+            for name in part:
+                self.shards.forget(name)

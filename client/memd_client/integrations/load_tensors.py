@@ -1,0 +1,88 @@
+"""A state of tensors, in memory or mapped from a file, into a model: all of it or nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memd_client.base.dynamo import untraced
+from memd_client.base.interrupts import defer_interrupts, safe_point
+from memd_client.checkpoints.checkpoint_files import listed
+from memd_client.errors import InvalidArgument
+from memd_client.load_safetensors import LoadedKeys
+from memd_client.parameters.loaded_places import replace_all
+from memd_client.parameters.model_tensors import model_tensors, refuse_copies
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+    from memd_client.parameters.model_tensors import ModelTensor
+    from memd_client.session import Session
+
+
+@untraced
+def load_tensors(
+    model: nn.Module,
+    tensors: Mapping[str, Any],
+    session: Session,
+    *,
+    what: str,
+    strict: bool = True,
+) -> LoadedKeys:
+    """As `model.load_state_dict(tensors)`, one tensor at a time, and durable: a transaction as that
+    of `load_safetensors`.
+
+    Args:
+        what: the call, for messages.
+
+    Raises:
+        InvalidArgument: names or shapes differ, and the message lists them; or as of
+            `load_safetensors`. Nothing has changed.
+        CapacityError, MemdError: as of `load_safetensors`.
+    """
+    defer_interrupts()
+    session.transaction.job.settle_for(what)
+    pairs, keys = _matched(model_tensors(model), tensors, what=what, strict=strict)
+    refuse_copies(model, [target for target, _ in pairs])
+
+    def fill(index: int, into: torch.Tensor) -> None:
+        safe_point()
+        target, value = pairs[index]
+        into[target.size_bytes :].zero_()
+        into[: target.size_bytes].view(target.dtype).view(target.shape).copy_(value)
+
+    replace_all([target for target, _ in pairs], fill, transaction=session.transaction, what=what)
+    return keys
+
+
+def _matched(
+    targets: list[ModelTensor], tensors: Mapping[str, Any], *, what: str, strict: bool
+) -> tuple[list[tuple[ModelTensor, torch.Tensor]], LoadedKeys]:
+    """The value of each target, and the names without a counterpart."""
+    pairs: list[tuple[ModelTensor, torch.Tensor]] = []
+    missing: list[str] = []
+    wrong: list[str] = []
+    unexpected = dict(tensors)
+    for target in targets:
+        found = [unexpected.pop(name) for name in target.names if name in unexpected]
+        if not found:
+            missing.append(target.name)
+            continue
+        value = found[-1]  # as load_state_dict(), which copies one after the other
+        if not isinstance(value, torch.Tensor) or value.shape != target.shape:
+            form = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            wrong.append(f"{target.name!r} is {form} there and {list(target.shape)} in the model")
+            continue
+        pairs.append((target, value))
+    keys = LoadedKeys(missing, list(unexpected))
+    texts = [listed(wrong)] if wrong else []
+    if strict and missing:
+        texts.append(f"missing there: {listed([repr(name) for name in missing])}")
+    if strict and unexpected:
+        texts.append(f"not in the model: {listed([repr(name) for name in unexpected])}")
+    if texts:
+        raise InvalidArgument(f"{what}: the state does not fit the model; {'; '.join(texts)}")
+    return pairs, keys

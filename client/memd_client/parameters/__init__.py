@@ -1,0 +1,1 @@
+"""Offloaded parameters: gradients, values that come and go, and the hooks of modules."""

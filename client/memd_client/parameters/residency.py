@@ -1,0 +1,944 @@
+"""The residency of one offloaded parameter: its bytes are away, in memd, or in place over a lease.
+
+A parameter that is away has a hole: see `hole.py`. Shape, dtype and device stay right, since
+autograd checks them when it accumulates.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import groupby
+from threading import Condition, Lock, RLock, local
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from memd_client.base.interrupts import safe_point
+from memd_client.core.leases import MODE_READ
+from memd_client.errors import MemdError, NotResident
+from memd_client.parameters.casts import Casts, is_autocasting
+from memd_client.parameters.hole import make_hole, name_in_messages
+from memd_client.parameters.lazy import LazyTensor
+from memd_client.parameters.views import KeptViews, is_same_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Protocol
+
+    from torch import nn
+
+    from memd_client.connection.shard import Shard
+    from memd_client.core.job import Job
+    from memd_client.core.leases import Leases
+    from memd_client.parameters.lazy import Source
+
+    class OwnBytes(Source, Protocol):
+        """The source of a parameter's lazy tensors: `away.ParameterBytes`."""
+
+        def keep_copy(self, value: torch.Tensor) -> None:
+            """The parameter has other memory from now on, and they show `value`."""
+            ...
+
+
+_data: Any = torch._C.TensorBase.data
+_tracing_state: Any = torch._C._get_tracing_state
+_mode_of: Any = torch._C._get_dispatch_mode
+_PROXY: Any = torch._C._TorchDispatchModeKey.PROXY  # of make_fx and torch.export
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+# An attribute of the storage of every lease of a parameter. torch keeps a storage's Python object
+# for as long as the storage lives, so a view that outlives its module call still has it. A table
+# by identity would cost 1 µs more of each lease.
+_SOURCE = "_memd_residency"
+
+# How long a use waits until other threads have left a value that a step has outdated. They are in
+# module calls, which take no longer than a lease, or in gather().
+_LEAVE_S = 60.0
+# A step that failed outdates nothing, and wakes nobody.
+_LOOK_S = 0.2
+
+
+@dataclass(frozen=True)
+class Classes:
+    """The classes of a parameter while its bytes are away, and while they are in place."""
+
+    away: type[nn.Parameter]
+    in_place: type[nn.Parameter]
+
+
+@dataclass(slots=True)
+class ThreadUses:
+    """The uses of one thread: which parameters it has in place, and how often each."""
+
+    counts: dict[int, int] = field(default_factory=dict)  # by id: whoever uses one refers to it
+    # The clock at the first of these uses, or at the thread's own last step.
+    since: int = 0
+
+
+class _Clock:
+    """Ticks when a step takes a parameter that is in use."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._now = 0
+
+    @property
+    def now(self) -> int:
+        return self._now
+
+    def tick(self) -> int:
+        with self._lock:
+            self._now += 1
+            return self._now
+
+
+@dataclass
+class _ThisThread(local):
+    """Each thread has its own."""
+
+    uses: ThreadUses = field(default_factory=ThreadUses)
+
+
+_clock = _Clock()
+this_thread = _ThisThread()
+# Each use of a parameter by the thread that makes it.
+Held = list[tuple["Residency", torch.Tensor, ThreadUses]]
+
+
+def residency_of_storage(storage: torch.UntypedStorage) -> Residency | None:
+    """The parameter whose bytes are in a storage, or None."""
+    return getattr(storage, _SOURCE, None)
+
+
+def _add_use(uses: ThreadUses, parameter: torch.Tensor) -> None:
+    key, counts = id(parameter), uses.counts
+    if not counts:
+        uses.since = _clock.now
+    counts[key] = counts.get(key, 0) + 1
+
+
+def _remove_use(uses: ThreadUses, parameter: torch.Tensor) -> None:
+    key, counts = id(parameter), uses.counts
+    if counts[key] == 1:
+        del counts[key]
+    else:
+        counts[key] -= 1
+
+
+def is_in_place_here(parameter: torch.Tensor) -> bool:
+    """Whether this thread uses it: then no other thread moves its bytes."""
+    return id(parameter) in this_thread.uses.counts
+
+
+class Residency:
+    """The bytes of one parameter, the unit of leasing. Away while nobody uses them, in place, over
+    a lease, while somebody does. `fetch`, `fetch_resident`, `fetch_together` and `release` are the
+    only functions that move them. Any thread may call; `fetch` and `fetch_together` wait for the
+    daemon.
+
+    All threads share the tensor, so only a thread that is counted as a user may compute with it:
+    the last release swaps its memory. `ThreadUses` tells `InPlaceParameter` who is one.
+
+    A step may take the parameter while other threads use it. They finish with the old value; who
+    began after the step waits until they have left, and gets the new one.
+
+    It also names the value, so that autograd notices a value that has changed since it was saved.
+    """
+
+    def __init__(
+        self, parameter: nn.Parameter, *, shard: Shard, job: Job, classes: Classes
+    ) -> None:
+        self._shard = shard
+        self._job = job
+        self._classes = classes
+        self._parameter = weakref.ref(parameter)
+        self._hole = make_hole(shard.shape, shard.dtype)
+        name_in_messages(parameter, f"job {job.name!r}: the bytes of parameter {shard.name!r}")
+        self._lock = RLock()
+        self._old_users_left = Condition(self._lock)
+        self._user_count = 0
+        # The clock when a step took the parameter while other threads used it, until they have
+        # left; otherwise 0. And how the value that they use was named.
+        self._outdated_at, self._outdated_count = 0, 0
+        self._is_outdated_by_update = False  # by the last step, and not by one before it
+        # While the bytes are in place to be written. The user may give the parameter other memory,
+        # whose bytes are copied here in the end.
+        self._written_lease: torch.Tensor | None = None
+        self._has_new_data = False  # in place to be read, and given other bytes
+        self._keeper_count = 0
+        self._lease: weakref.ref[torch.UntypedStorage] | None = None  # in place, for reading
+        self._views = KeptViews(shard, job.unordered_leases)
+        # torch's version of the parameter when its bytes were put away or in place: torch counts
+        # the changes of it, and of tensors that share its bytes.
+        self._version = parameter._version
+        self._write_count = 0
+        # `_write_count` before the update of the last step, and after it.
+        self._updated_from, self._updated_count = 0, 0
+        self._undone_count = 0  # changes after `_write_count` that were undone
+        # `detach()` of the parameter while it is away is a view of this.
+        self._shown: weakref.ref[LazyTensor] | None = None
+        self._shown_bytes: weakref.ref[OwnBytes] | None = None
+        self._casts: Casts | None = None  # since the first use under autocast
+        with torch._C.DisableTorchFunctionSubclass():
+            memory, offset = parameter.untyped_storage(), int(parameter.storage_offset())
+            held = weakref.ref(memory)
+            del memory
+            self._put_away(parameter)
+        self._views.keep_memory(held, offset)
+
+    @property
+    def shard(self) -> Shard:
+        return self._shard
+
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        """None if the module was dropped."""
+        return self._parameter()
+
+    @property
+    def lock_order(self) -> tuple[int, int]:
+        """Several locks of parameters are taken in this order, and a gradient's lock after that of
+        its parameter."""
+        return id(self._job), self._shard.shard_id
+
+    @property
+    def write_count(self) -> int:
+        """Names the value by the number of its changes, those included that are in place and not
+        in memd yet. The name of an update that was undone is not used again: autograd could take
+        what it saved under that name for the later value."""
+        parameter = self._parameter()
+        if parameter is None:
+            return self._write_count
+        with torch._C.DisableTorchFunctionSubclass():
+            change_count = parameter._version - self._version
+        if not change_count:
+            return self._write_count
+        return self._write_count + self._undone_count + change_count
+
+    def count_of(self, view: torch.Tensor) -> int:
+        """`write_count` of the value that `view` shows."""
+        count = self.write_count  # before the next look: see `begin_update`
+        if not self._outdated_at:
+            return count
+        with self._lock:
+            parameter = self._parameter()
+            if self._outdated_at and parameter is not None:
+                with torch._C.DisableTorchFunctionSubclass():
+                    address = parameter.untyped_storage().data_ptr()
+                if view.untyped_storage().data_ptr() == address:
+                    return self._outdated_count
+            return self.write_count
+
+    def fetch(self, parameter: torch.Tensor, uses: ThreadUses, *, mode: int = MODE_READ) -> None:
+        """Puts the bytes in place for a thread until `release`."""
+        with self._lock:
+            self._wait_while_outdated(uses)
+            if not self._join_users(mode):
+                leases = self._leases_for(parameter)
+                self._put_in_place(parameter, leases.value(self._shard, mode), mode)
+            self._user_count += 1
+            _add_use(uses, parameter)
+
+    def fetch_resident(self, parameter: torch.Tensor, uses: ThreadUses) -> bool:
+        """As `fetch` for reading, if that takes no request and no wait. Otherwise nothing
+        changes."""
+        with self._lock:
+            if self._outdated_at and self._is_outdated_for(uses):
+                return False
+            if not self._user_count:
+                lease = self._leases_for(parameter).resident(self._shard)
+                if lease is None:
+                    return False
+                self._put_in_place(parameter, lease, MODE_READ)
+            self._user_count += 1
+            _add_use(uses, parameter)
+            return True
+
+    @staticmethod
+    def fetch_together(wanted: Held, *, mode: int) -> None:
+        """As `fetch` of each, all or none. Requests of one job are sent together, before the first
+        of them is waited for."""
+        wanted = sorted(wanted, key=lambda each: each[0].lock_order)
+        while (outdated := Residency._try_together(wanted, mode)) is not None:
+            residency, _, uses = outdated
+            # Without the locks of the others, which those that are waited for may need.
+            with residency._lock:
+                residency._wait_while_outdated(uses)
+
+    @staticmethod
+    def _try_together(wanted: Held, mode: int) -> tuple[Residency, torch.Tensor, ThreadUses] | None:
+        """Fetches all, or returns one whose old users have to leave first."""
+        held: Held = []
+        absent: Held = []
+        try:
+            with ExitStack() as locks:
+                for use in wanted:
+                    residency, parameter, uses = use
+                    with ExitStack() as lock:
+                        lock.enter_context(residency._lock)
+                        if residency._is_outdated_for(uses):
+                            break
+                        if residency._join_users(mode):
+                            residency._user_count += 1
+                            _add_use(uses, parameter)
+                            held.append(use)
+                        else:  # locked: no other thread fetches it meanwhile
+                            absent.append(use)
+                            locks.push(lock.pop_all())
+                else:
+                    found: list[torch.Tensor] = []
+                    for _, group in groupby(absent, key=lambda each: id(each[0]._job)):
+                        found += _lease_together(list(group), mode)
+                    for use, lease in zip(absent, found, strict=True):
+                        residency, parameter, uses = use
+                        residency._put_in_place(parameter, lease, mode)
+                        residency._user_count += 1
+                        _add_use(uses, parameter)
+                        held.append(use)
+                    return None
+        except BaseException:
+            release_all(held)
+            raise
+        release_all(held)
+        return use
+
+    def release(self, parameter: torch.Tensor, uses: ThreadUses) -> None:
+        """Undoes one `fetch`. After the last one the bytes are away, and memd has what was changed
+        in place.
+
+        Raises:
+            MemdError: the parameter was given another shape or dtype, by means that memd does not
+                see, or was changed in a way that torch does not count. The value is as it was.
+        """
+        with self._lock:
+            _remove_use(uses, parameter)
+            self._user_count -= 1
+            if self._user_count > 0:
+                return
+            if self._leave_unchanged(parameter):
+                return
+            is_for_reading = self._written_lease is None
+            with torch._C.DisableTorchFunctionSubclass():
+                change_count = parameter._version - self._version
+                try:
+                    changed = self._take_changes(parameter, change_count)
+                    is_changed = not is_for_reading or changed is not None
+                    is_contradicted = (
+                        is_changed
+                        and (bool(self._views) or self._job.has_written_leases)
+                        and self._views.contradict(parameter.detach())
+                    )
+                    shown = changed
+                    if not is_for_reading and self._views:
+                        shown = parameter.detach().clone()
+                    is_current = not is_changed and not self._outdated_at
+                except BaseException:
+                    self._hand_casts_back(None)
+                    self._put_away(parameter)
+                    self._views.forget_ended()
+                    raise
+                if not is_current:
+                    self._hand_casts_back(None)
+                elif self._casts is not None:
+                    self._casts.drop()
+                if is_changed:
+                    # At least one: changes through `.data` are not counted.
+                    self._note_changes(max(change_count, 1))
+                    self._job.mark_written()
+                elif change_count:
+                    self._note_changes(change_count)
+                had_views = bool(self._views)
+                given = _given_memory(parameter, self._written_lease, self._lease)
+                self._put_away(parameter)
+                if given is not None:
+                    self._views.keep_memory(*given)
+            if changed is not None:
+                try:
+                    leases = self._job.leases_of(self._shard)
+                    self._views.forget_ended()  # all of it is in `changed`
+                    leases.write(self._shard, changed)
+                except BaseException:
+                    # As a write through a view that has ended: the next look takes it to memd.
+                    self._views.forget_ended()
+                    self._views.keep_ended(changed, self._write_count)
+                    self._version -= max(change_count, 1)
+                    raise
+            if shown is not None:
+                self._views.show(shown, self._write_count)
+            elif had_views or self._job.has_written_leases:
+                self._take_written(0)
+            if is_contradicted:
+                raise _refused_write(
+                    self._job,
+                    self._shard,
+                    "while the parameter changed too, and the change of the former is lost",
+                )
+
+    def _leave_unchanged(self, parameter: torch.Tensor) -> bool:
+        """Ends the last use if it was for reading and torch has counted no change, as nearly every
+        one: its cost counts."""
+        if self._written_lease is not None or self._has_new_data:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            if parameter._version != self._version:
+                return False
+            if self._casts is not None:
+                if self._outdated_at:
+                    self._casts.hand_back(None)
+                else:
+                    self._casts.drop()
+            had_views = bool(self._views)
+            self._put_away(parameter)
+        if had_views or self._job.has_written_leases:
+            self._take_written(0)
+        return True
+
+    def _take_changes(self, parameter: torch.Tensor, change_count: int) -> torch.Tensor | None:
+        """When a lease for writing ends, memd takes what has changed. Under a lease for reading it
+        does not, so a copy of changed bytes is returned, to be written."""
+        if self._written_lease is None:
+            if change_count == 0 and not self._has_new_data:
+                return None
+            _refuse_other_form(self._job, self._shard, parameter)
+            if _is_left(self._lease, parameter):
+                raise _refused_assignment(self._job, self._shard)
+            if not self._has_new_data and _is_unwritten(
+                self._job.unordered_leases, self._lease, parameter
+            ):
+                return None
+            if self._outdated_at:
+                raise MemdError(
+                    f"job {self._job.name!r}: parameter {self._shard.name!r} was changed by a "
+                    "thread that has had its value since before a step, and the change is lost; "
+                    "change parameters between steps, inside gather(write=True)"
+                )
+            return parameter.detach().clone()
+        # No variable refers to the lease: an exception's traceback would keep it.
+        if not _is_same_memory(parameter, self._written_lease):
+            _refuse_other_form(self._job, self._shard, parameter)
+            self._written_lease.copy_(parameter.detach())
+        return None
+
+    @property
+    def is_gathered(self) -> bool:
+        """A thread is inside `gather()`, which has the bytes in place for all of them."""
+        return self._keeper_count > 0 or self._written_lease is not None
+
+    def replace(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
+        """For `parameter.data = value` by a thread that does not use it."""
+        with self._lock:
+            if self._user_count:
+                self.replace_in_place(parameter, value)
+                return
+            if _shows_all(value, self._shown):
+                return
+            _refuse_other_form(self._job, self._shard, value)
+            value = _own_memory(value.detach(), self._shown)
+            _leave_memory(self)
+            self.write(value)
+            self._views.keep_memory(
+                weakref.ref(value.untyped_storage()), int(value.storage_offset())
+            )
+            self._views.show(value, self._write_count)
+
+    def replace_in_place(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
+        """For `parameter.data = value` while the bytes are in place."""
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
+            value = value.detach()
+            if _is_same_memory(parameter, value):
+                return
+            self.refuse_if_kept("data")
+            _refuse_other_form(self._job, self._shard, value)
+            value = _own_memory(value, self._shown)
+            _leave_memory(self)
+            self._hand_casts_back(self._read)
+            _data.__set__(parameter, value)
+            self._has_new_data = True
+
+    def expect_change(self) -> None:
+        """The bytes that are in place will change, and torch may not count that."""
+        with self._lock:
+            self._hand_casts_back(self._read)
+            self._has_new_data = self._written_lease is None
+
+    @contextmanager
+    def keeping_value(self) -> Iterator[None]:
+        """Inside, `refuse_if_kept` refuses what a lease for reading does not allow."""
+        with self._lock:
+            self._keeper_count += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._keeper_count -= 1
+
+    def refuse_if_kept(self, attribute: str) -> None:
+        """Before an attribute of the parameter is assigned, which a module's own call and
+        `gather(write=True)` may do."""
+        if self._keeper_count and self._written_lease is None:
+            raise MemdError(
+                f"job {self._job.name!r}: parameter {self._shard.name!r} is gathered for reading, "
+                f"so its .{attribute} can't be assigned; use gather(..., write=True)"
+            )
+
+    def write(self, value: torch.Tensor) -> None:
+        """Replaces the value; durable with the next step or when the session is closed."""
+        with self._lock:
+            self._hand_casts_back(self._read)
+            self._views.forget_ended()  # they were written before
+            self._job.leases_of(self._shard).write(self._shard, value)
+            self._note_changes(1)
+            self._job.mark_written()
+            self._views.show(value, self._write_count)
+
+    def reread(self) -> torch.Tensor:
+        """The bytes for backward: those in place, or a lease that lives as long as autograd holds
+        it.
+        """
+        with self._lock:
+            parameter = self._parameter()
+            if self._user_count and not self._outdated_at and parameter is not None:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return parameter.detach()
+            if parameter is not None and not self._user_count:
+                self._look(parameter)  # backward uses what was written to its memory since
+            leases = self._job.leases_of(self._shard)
+            leases.expect_backward(self._shard)
+            lease = leases.value(self._shard, MODE_READ)
+            setattr(lease.untyped_storage(), _SOURCE, self)
+            return lease
+
+    def _hand_casts_back(self, read: Callable[[], torch.Tensor] | None) -> None:
+        """Before every change of the value: see `Cast.hand_back`."""
+        if self._casts is not None:
+            self._casts.hand_back(read)
+
+    def _read(self) -> torch.Tensor:
+        """The bytes that are in place, or a lease."""
+        parameter = self._parameter()
+        if self._user_count and not self._outdated_at and parameter is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                return parameter.detach()
+        return self._job.leases_of(self._shard).value(self._shard, MODE_READ)
+
+    def refuse_if_in_use(self, what: str) -> None:
+        """Before `what`, which changes the value in memd: this thread's uses would not see that,
+        and changes in place would be lost."""
+        with self._lock:
+            parameter = self._parameter()
+            if parameter is None or not self._user_count:
+                return
+            with torch._C.DisableTorchFunctionSubclass():
+                is_changed = self._has_new_data or parameter._version != self._version
+            if is_changed or self._written_lease is not None or is_in_place_here(parameter):
+                raise MemdError(
+                    f"job {self._job.name!r}: parameter {self._shard.name!r} is in use; leave "
+                    f"gather() and module calls before {what}"
+                )
+
+    def hold_still(self, held: ExitStack) -> None:
+        """Until `held` is closed, no other thread moves the bytes. See `steps.Steps` for the order
+        of locks."""
+        held.enter_context(self._lock)
+
+    def begin_update(self) -> None:
+        """A step will change the value."""
+        self._hand_casts_back(self._read)
+        self._updated_from = self._write_count
+        self._is_outdated_by_update = bool(self._user_count) and not self._outdated_at
+        if self._user_count:
+            this_thread.uses.since = now = _clock.tick()
+            # A thread that uses the value of an earlier step still does.
+            if self._is_outdated_by_update:
+                # In this order: `count_of` looks at them in the other.
+                self._outdated_count = self._write_count
+                self._outdated_at = now
+        self._note_changes(1)
+        self._updated_count = self._write_count
+
+    def undo_update(self) -> None:
+        """That step was not made: the value is the one before it."""
+        # Without the lock: a thread that holds it may wait, in a lease, for this step to settle.
+        if self._is_outdated_by_update:
+            self._outdated_at = 0
+        if self._write_count == self._updated_count:
+            self._undone_count = self._write_count - self._updated_from
+            self._write_count = self._updated_from
+
+    def _is_outdated_for(self, uses: ThreadUses) -> bool:
+        """Whether old users have to leave first. A thread that was using parameters before the
+        step that outdated the value goes on with it: if it waited, the threads that wait for it
+        would wait for ever."""
+        outdated_at = self._outdated_at
+        return outdated_at > 0 and (not uses.counts or outdated_at <= uses.since)
+
+    def _wait_while_outdated(self, uses: ThreadUses) -> None:
+        """The caller has the lock, and no other parameter's."""
+        if not self._is_outdated_for(uses):
+            return
+        self._job.leases_of(self._shard)  # refuses what waiting does not help
+        deadline = time.monotonic() + _LEAVE_S
+        while self._is_outdated_for(uses):
+            safe_point()
+            if not self._old_users_left.wait(min(_LOOK_S, deadline - time.monotonic())):
+                if time.monotonic() < deadline:
+                    continue
+                raise MemdError(
+                    f"job {self._job.name!r}: parameter {self._shard.name!r} is still in use by "
+                    f"another thread, {_LEAVE_S:.0f} s after a step has replaced that value; leave "
+                    "gather() and module calls there"
+                )
+
+    def _join_users(self, mode: int) -> bool:
+        """Whether the bytes are in place already, for `mode`."""
+        if self._user_count and mode != MODE_READ and self._written_lease is None:
+            raise MemdError(
+                f"job {self._job.name!r}: parameter {self._shard.name!r} is in use for reading; "
+                "leave that module call or gather() before gather(write=True)"
+            )
+        return self._user_count > 0
+
+    def show(self, source: OwnBytes) -> LazyTensor:
+        """The lazy tensor of all bytes, the same for as long as somebody holds a view of it."""
+        with self._lock:
+            shown = self._shown() if self._shown is not None else None
+            if shown is None:
+                shown = LazyTensor.over(source)
+                self._shown, self._shown_bytes = weakref.ref(shown), weakref.ref(source)
+            return shown
+
+    def _note_changes(self, count: int) -> None:
+        shown = self._shown() if self._shown is not None else None
+        if shown is not None:
+            shown.note_change()
+        self._write_count += self._undone_count + count
+        self._undone_count = 0
+
+    def _leases_for(self, parameter: torch.Tensor) -> Leases:
+        """Leases of the value, before its bytes are put in place."""
+        if _tracing_state() is not None or _mode_of(_PROXY) is not None:
+            raise _refused_trace(self._job, self._shard)
+        self._look(parameter)
+        return self._job.leases_of(self._shard)
+
+    def _look(self, parameter: torch.Tensor) -> None:
+        """Takes what was written through views, which comes before a use."""
+        with torch._C.DisableTorchFunctionSubclass():
+            change_count = parameter._version - self._version
+        if change_count or self._views or self._job.has_written_leases:
+            self._take_written(change_count)
+
+    @temporarily_clear_interpreter_stack()
+    def _take_written(self, change_count: int) -> None:
+        """Writes to memd what was written through views of the value, and torch has counted.
+
+        Raises:
+            MemdError: torch has not counted it, or views of different memory were written. The
+                value is the one in memd, in every view.
+        """
+        leases = self._job.leases_of(self._shard)
+        if change_count and not leases.read_privately:
+            self._version += change_count
+            self._views.forget_ended()
+            raise _refused_write(
+                self._job, self._shard, "while the parameter was away, and the change is lost"
+            )
+        # Until the end an error changes nothing: the next look finds the same.
+        written = self._views.written()
+        if written:
+            value = leases.value(self._shard)
+            written = [each for each in written if not is_same_bits(each.value, value)]
+        if not written:
+            self._version += change_count
+            self._views.forget_ended()
+            if change_count:
+                self._note_changes(change_count)
+            return
+        # If two memories have changes of their own, neither is the value.
+        counted = all(
+            (change_count > 0 or each.is_shared)
+            and each.write_count == self._write_count
+            and is_same_bits(each.value, written[0].value)
+            for each in written
+        )
+        value = (written[0].value if counted else value).clone()
+        written.clear()
+        if counted:
+            self._hand_casts_back(self._read)
+            self._views.forget_ended()  # their leases end: the write may need the room
+            try:
+                leases.write(self._shard, value)
+            except BaseException:
+                self._views.keep_ended(value, self._write_count)
+                raise
+        else:
+            self._views.forget_ended()
+        self._version += change_count
+        if counted:
+            if (
+                change_count
+            ):  # otherwise torch does not count it, and backward may use the new value
+                self._note_changes(change_count)
+            self._job.mark_written()
+        self._views.show(value, self._write_count)
+        if not counted:
+            raise _refused_write(
+                self._job,
+                self._shard,
+                "and not only in memory that shows the current value, so the value is as it was"
+                if change_count
+                else "and torch does not count that, so the value is as it was",
+            )
+
+    def take_writes(self, *, is_sealed: bool = False) -> None:
+        """Before a step or sync: writes through views are part of it. Between `step()` and
+        `commit()` nobody may use a value that is sealed, and they are refused."""
+        # Nearly always, for each parameter at each step: nobody else shares the version counter.
+        if not is_sealed and not self._views and not self._job.has_written_leases:
+            return
+        parameter = self._parameter()
+        if parameter is None:
+            return
+        with self._lock:
+            if not is_sealed:
+                if not self._user_count:
+                    self._look(parameter)
+                return
+            with torch._C.DisableTorchFunctionSubclass():
+                change_count = parameter._version - self._version
+            self._version += change_count
+            is_written = change_count > 0
+            if self._views or self._job.has_written_leases:
+                is_written |= self._views.overlook()
+        if is_written:
+            raise _refused_write(
+                self._job, self._shard, "after step() and before commit(), and the change is lost"
+            )
+
+    @property
+    def is_viewed(self) -> bool:
+        """Somebody holds a tensor that shares the bytes, and so must see an update."""
+        return bool(self._views) and self._views.are_alive
+
+    def show_update(self) -> None:
+        """A step has changed the value, or the parameter was offloaded: views show it."""
+        # Without the lock: a thread that holds it may wait, in a lease, for this step to settle.
+        if self.is_viewed:
+            value = self._job.leases_of(self._shard).value(self._shard)
+            self._views.catch_up(value, self._write_count)
+
+    def _put_in_place(self, parameter: torch.Tensor, lease: torch.Tensor, mode: int) -> None:
+        storage = lease.untyped_storage()
+        setattr(storage, _SOURCE, self)
+        if mode != MODE_READ:
+            self._hand_casts_back(lambda: lease)
+        elif self._casts is not None:
+            self._casts.refill(lease)
+        with torch._C.DisableTorchFunctionSubclass():
+            if mode == MODE_READ and is_autocasting():
+                self._casts = self._casts or Casts(self)
+                self._casts.put_in_place(parameter, lease)
+            else:
+                _data.__set__(parameter, lease)
+        parameter.__class__ = self._classes.in_place
+        if mode == MODE_READ:
+            self._lease = weakref.ref(storage)
+        else:
+            self._written_lease = lease
+
+    def _put_away(self, parameter: torch.Tensor) -> None:
+        """Inside DisableTorchFunctionSubclass."""
+        self._written_lease = None
+        self._has_new_data = False
+        parameter.__class__ = self._classes.away
+        self._version = parameter._version
+        _data.__set__(parameter, self._hole)
+        lease, self._lease = self._lease, None
+        if lease is not None and lease() is not None:
+            self._views.keep(
+                lease, self._outdated_count if self._outdated_at else self._write_count
+            )
+        if self._outdated_at:
+            self._outdated_at = 0
+            self._old_users_left.notify_all()
+
+
+def _lease_together(absent: Held, mode: int) -> list[torch.Tensor]:
+    """Leases of parameters of one job."""
+    for residency, parameter, _ in absent:
+        leases = residency._leases_for(parameter)
+    return leases.values([residency._shard for residency, _, _ in absent], mode)
+
+
+_UNSEEN = nullcontext()
+
+
+def unseen() -> AbstractContextManager[None]:
+    """A context in which operations are memd's own: dispatch modes of the program, such as that of
+    selective checkpoints, do not see them, and inference mode leaves no mark on their results,
+    which other threads may train with."""
+    if torch._C._len_torch_dispatch_stack():
+        return _unseen_by_modes()
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _UNSEEN
+
+
+@contextmanager
+def _unseen_by_modes() -> Iterator[None]:
+    with torch._C._DisableTorchDispatch(), torch.inference_mode(False):
+        yield
+
+
+def release_all(held: Held) -> None:
+    """Releases all of them, last first, even if one raises."""
+    try:
+        with unseen():
+            while held:
+                residency, parameter, uses = held.pop()
+                residency.release(parameter, uses)
+    except BaseException:
+        with ExitStack() as rest:
+            for residency, parameter, uses in held:
+                rest.callback(residency.release, parameter, uses)
+        raise
+
+
+def is_row_major(value: torch.Tensor) -> bool:
+    """Whether memd keeps its strides. If a dimension has one element, a tensor can be contiguous
+    and channels_last at once, and convolutions compute by its strides.
+    """
+    if not value.is_contiguous():
+        return False
+    channels_last = _CHANNELS_LAST.get(value.ndim)
+    if channels_last is None or not value.is_contiguous(memory_format=channels_last):
+        return True
+    return value.stride() == torch.empty(value.shape, device="meta").stride()
+
+
+def _own_memory(value: torch.Tensor, shown: weakref.ref[LazyTensor] | None) -> torch.Tensor:
+    """`value` for `parameter.data = value`, which share memory in torch afterwards. `shown` shows
+    the parameter's own bytes."""
+    if not isinstance(value, LazyTensor):
+        return value
+    if value.has_ended:
+        return value.in_memory()
+    own = shown() if shown is not None else None
+    if own is None or not value.is_view_of(own):
+        value.refuse_sharing()
+    return value.clone()
+
+
+def _leave_memory(residency: Residency) -> None:
+    """The parameter gets other memory: what shows the present value keeps it.
+
+    Raises:
+        MemdError: something shows memd's own memory, where the new value will be.
+    """
+    if not residency._views.leave():
+        raise _refused_assignment(residency._job, residency._shard)
+    found = residency._shown_bytes() if residency._shown_bytes is not None else None
+    if found is not None:
+        found.keep_copy(residency._read().clone())
+    residency._shown = residency._shown_bytes = None
+
+
+def _shows_all(value: torch.Tensor, shown: weakref.ref[LazyTensor] | None) -> bool:
+    """Whether `parameter.data = value` changes nothing: see `_own_memory`."""
+    own = shown() if shown is not None else None
+    return (
+        own is not None
+        and isinstance(value, LazyTensor)
+        and value.is_view_of(own)
+        and value.dtype == own.dtype
+        and (value.shape, value.stride()) == (own.shape, own.stride())
+    )
+
+
+def _is_left(lease: weakref.ref[torch.UntypedStorage] | None, parameter: torch.Tensor) -> bool:
+    """The parameter has other memory than its lease, which somebody holds."""
+    held = lease() if lease is not None else None
+    return held is not None and held is not parameter.untyped_storage()
+
+
+def _given_memory(
+    parameter: torch.Tensor,
+    written_lease: torch.Tensor | None,
+    lease: weakref.ref[torch.UntypedStorage] | None,
+) -> tuple[weakref.ref[torch.UntypedStorage], int] | None:
+    """The memory that the user has given a parameter in place, and where its value begins there.
+    None if it has that of its lease."""
+    memory = parameter.untyped_storage()
+    if written_lease is not None:
+        is_leased = memory is written_lease.untyped_storage()
+    else:
+        is_leased = lease is not None and lease() is memory
+    return None if is_leased else (weakref.ref(memory), int(parameter.storage_offset()))
+
+
+def _refuse_other_form(job: Job, shard: Shard, value: torch.Tensor) -> None:
+    if (
+        value.shape != shard.shape
+        or value.dtype != shard.dtype
+        or value.layout is not torch.strided
+        or value.device.type != "cpu"
+    ):
+        raise NotResident(
+            f"job {job.name!r}: parameter {shard.name!r} is in memd as {shard.dtype} "
+            f"{list(shard.shape)} and cannot become {value.dtype} {list(value.shape)} on "
+            f"{value.device} there; convert before offload(), or copy.deepcopy the module and "
+            "convert the copy"
+        )
+    if not is_row_major(value):
+        raise NotResident(
+            f"job {job.name!r}: parameter {shard.name!r} is contiguous in memd, and "
+            f"cannot get the strides {list(value.stride())} there, as of channels_last; assign "
+            "value.clone(memory_format=torch.contiguous_format), or copy.deepcopy the module "
+            "and convert the copy"
+        )
+
+
+def _refused_trace(job: Job, shard: Shard) -> NotResident:
+    return NotResident(
+        f"job {job.name!r}: a graph that is traced keeps parameters, and the bytes of "
+        f"{shard.name!r} are in memd; trace copy.deepcopy(module), or export with strict=False "
+        "inside memd_client.gather(model)"
+    )
+
+
+def _is_unwritten(
+    leases: Leases, lease: weakref.ref[torch.UntypedStorage] | None, parameter: torch.Tensor
+) -> bool:
+    """Its memory is the lease's, and a change left every byte as it was: an embedding with
+    `max_norm` is changed by each call, and few of its rows are too long."""
+    return (
+        leases.read_privately
+        and lease is not None
+        and lease() is parameter.untyped_storage()
+        and not leases.is_written(parameter)
+    )
+
+
+def _refused_write(job: Job, shard: Shard, outcome: str) -> MemdError:
+    return MemdError(
+        f"job {job.name!r}: parameter {shard.name!r} was written through a tensor that shares its "
+        f"bytes (.data, detach() or a view), {outcome}; change parameters inside gather(write=True)"
+    )
+
+
+def _refused_assignment(job: Job, shard: Shard) -> MemdError:
+    return MemdError(
+        f"job {job.name!r}: a view of parameter {shard.name!r}, or its memory, is still held, and "
+        "would not keep the present value if .data is assigned; clone what you keep, or change "
+        "the parameter with copy_()"
+    )
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )

@@ -1,0 +1,1 @@
+"""Steps, moments and buffers, committed and resumed as one."""

@@ -1,0 +1,139 @@
+"""Moments that a load gives to parameters, in the pieces that are staged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from memd_client.base.sizes import TILE_ELEMENTS
+from memd_client.core.staged_values import StagedValue, split_moments, staged_name
+from memd_client.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    import torch
+
+    from memd_client.connection.shard import Shard
+    from memd_client.transaction.moments import MomentSet
+
+_BLOCK_BYTES = 4096
+# The disk holds a state twice, unless the job's durability is "none".
+_COPIES = 2
+# The daemon has so many tiles at most of which it writes a new state beside the old one.
+_TILES_IN_FLIGHT = 8
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class LoadedMoments:
+    """The moments that one parameter gets."""
+
+    shard: Shard
+    update_count: int
+    has_maximum: bool
+    # By their names, in the parameter's shape: floating-point. It may read them with each call.
+    # None: they are zero.
+    read: Callable[[], Mapping[str, torch.Tensor]] | None
+    # The moments of a state_dict which are these from now on.
+    whole: MomentSet | None = None
+
+
+class MomentPieces:
+    """The pieces of all moments of one load. They are filled in their order: at most one
+    parameter's moments are read at a time."""
+
+    def __init__(self, loaded: Sequence[LoadedMoments], *, first_index: int) -> None:
+        """
+        Args:
+            first_index: the number of the first value that is staged.
+        """
+        self._loaded = loaded
+        self._staged: list[StagedValue] = []
+        # For each that has bytes, and the first element of its shard in the parameter.
+        self._sources: list[tuple[LoadedMoments, int]] = []
+        index = first_index
+        for each, part, begin in _parts(loaded):
+            for piece in split_moments(part, each.update_count, has_maximum=each.has_maximum):
+                if each.read is None:
+                    self._staged.append(StagedValue("", 0, part.shard_id, piece))
+                    continue
+                name = staged_name(index)
+                self._staged.append(StagedValue(name, piece.size_bytes, part.shard_id, piece))
+                self._sources.append((each, begin))
+                index += 1
+        self._with_bytes = [value for value in self._staged if value.name]
+        self._source: LoadedMoments | None = None
+        self._flat: dict[str, torch.Tensor] = {}
+
+    @property
+    def staged(self) -> Sequence[StagedValue]:
+        return self._staged
+
+    def fill(self, number: int, into: torch.Tensor) -> None:
+        """Writes number `number` of those that have bytes into a tensor of them."""
+        source, begin = self._sources[number]
+        if source is not self._source:
+            assert source.read is not None
+            # A view, unless its elements lie elsewhere.
+            self._flat = {
+                name: moment.detach().reshape(-1) for name, moment in source.read().items()
+            }
+            self._source = source
+        piece = self._with_bytes[number].moments
+        assert piece is not None
+        first, count = begin + piece.element_first, piece.element_count
+        for name, part in piece.split(into).items():
+            part.copy_(self._flat[name][first : first + count])
+        if all(each is not source for each, _ in self._sources[number + 1 : number + 2]):
+            self._source, self._flat = None, {}  # before others are read
+
+
+def _parts(loaded: Iterable[LoadedMoments]) -> Iterator[tuple[LoadedMoments, Shard, int]]:
+    """Each shard that the daemon has of the parameters, and its first element in its parameter."""
+    for each in loaded:
+        begin = 0
+        for part in each.shard.parts:
+            yield each, part, begin
+            begin += part.element_count
+
+
+def maxima_bytes(gaining: Sequence[Shard], parameters: Iterable[Shard]) -> int:
+    """Disk space that the job's quota must have when the parameters `gaining` get maxima: at least
+    what the daemon will ask for, which has small ones in common buckets.
+
+    Args:
+        parameters: all of the job.
+    """
+    small = [each for each in gaining if each.element_count < TILE_ELEMENTS]
+    buckets = [each.element_count for each in gaining if each.element_count >= TILE_ELEMENTS]
+    if small:
+        others = sum(
+            each.element_count + _BLOCK_BYTES
+            for each in parameters
+            if each.element_count < TILE_ELEMENTS
+        )
+        buckets.append(min(others, len(small) * TILE_ELEMENTS))
+    if not buckets:
+        return 0
+    once_bytes = sum(_tiles_bytes(count) for count in buckets)
+    return _COPIES * once_bytes + _TILES_IN_FLIGHT * _tiles_bytes(min(max(buckets), TILE_ELEMENTS))
+
+
+def _tiles_bytes(element_count: int) -> int:
+    tile_count = -(-element_count // TILE_ELEMENTS)
+    return 4 * element_count + tile_count * _BLOCK_BYTES
+
+
+def update_count_of(step: Any, *, name: str) -> int:
+    """`step` of torch's format, of the parameter `name`.
+
+    Raises:
+        InvalidArgument: it counts nothing.
+    """
+    try:
+        number = float(step)
+    except (TypeError, ValueError, RuntimeError):
+        number = -1.0
+    if not number.is_integer() or not 0 <= number < 1 << 53:
+        raise InvalidArgument(f"'step' of parameter {name!r} counts no updates: {step!r}")
+    return int(number)

@@ -1,0 +1,1 @@
+"""The targets of an optimizer's step, their gradients' norm and their states."""

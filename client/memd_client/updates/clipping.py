@@ -1,0 +1,53 @@
+"""The norm of an optimizer's gradients, and its bound."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memd_client.updates.targets import Target
+
+
+def clip_gradients(
+    targets: Sequence[Target], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+) -> torch.Tensor:
+    """As `torch.nn.utils.clip_grad_norm_` over `targets`, which have gradients, with its bits.
+    Gradients are leased one at a time. All are scaled, or none.
+
+    Raises:
+        RuntimeError: `error_if_nonfinite` and the norm is not finite.
+    """
+    if not targets:
+        return torch.tensor(0.0)
+    norms = [
+        torch.linalg.vector_norm(target.gradient_for_reading(), float(norm_type))
+        for target in targets
+    ]
+    total_norm: torch.Tensor = torch.linalg.vector_norm(
+        torch.stack(_in_torch_order(norms)), float(norm_type)
+    )
+    if error_if_nonfinite and not torch.isfinite(total_norm):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is not finite, so they can't be "
+            f"clipped: {total_norm.item()}"
+        )
+    factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
+    if factor != 1.0:  # true for NaN too
+        for target in targets:
+            target.refuse_gradient_change()
+        for target in targets:
+            target.multiply_gradient(factor)
+    return total_norm
+
+
+def _in_torch_order(norms: list[torch.Tensor]) -> list[torch.Tensor]:
+    """torch groups gradients by dtype before it stacks their norms, and a sum depends on the order
+    of its terms.
+    """
+    grouped = _group_tensors_by_device_and_dtype([norms], with_indices=True)  # type: ignore[list-item]
+    return [norms[index] for _, indices in grouped.values() for index in indices]

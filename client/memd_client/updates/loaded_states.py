@@ -1,0 +1,123 @@
+"""States that an optimizer is given: checked first, and then replaced, all or none."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memd_client.connection.shard import MAXIMUM, MOMENTS
+from memd_client.errors import InvalidArgument
+from memd_client.parameters.loaded_places import replace_all
+from memd_client.transaction.adam_settings import refuse_older_daemon
+from memd_client.transaction.loaded_moments import LoadedMoments, update_count_of
+from memd_client.transaction.moments import ordinary_moments
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from memd_client.core.job import Job
+    from memd_client.transaction.transaction import Transaction
+    from memd_client.updates.targets import Target
+
+
+def state_of(states: Mapping[Any, Any], index: Any) -> dict[str, Any] | None:
+    """The state of one parameter in torch's format; None if there is none. torch's optimizers list
+    a parameter without moments as absent or empty, and what torch makes of a flattened state has
+    empty moments where that had none."""
+    state = {
+        name: value
+        for name, value in (states.get(index) or {}).items()
+        if not (isinstance(value, dict) and not value)
+    }
+    return state or None
+
+
+def refuse_state(target: Target, state: dict[str, Any] | None, job: Job) -> None:
+    """
+    Raises:
+        InvalidArgument: `target` can't have this state.
+    """
+    if state is None:
+        return
+    if MAXIMUM in state:
+        refuse_older_daemon("amsgrad", job)
+    name = target.shard.name
+    for each in ("step", *MOMENTS):
+        if each not in state and each != MAXIMUM:
+            raise InvalidArgument(
+                f"the state of parameter {name!r} is not one of Adam: it has no {each!r}"
+            )
+    update_count_of(state["step"], name=name)
+    for each in MOMENTS:
+        if each in state:
+            _refuse_moment(state[each], each, target)
+
+
+def replace_states(
+    targets: Sequence[tuple[Target, dict[str, Any] | None, bool]], transaction: Transaction
+) -> None:
+    """Gives each target its state, all or none. They are durable when it returns.
+
+    Args:
+        targets: with their states in torch's format, or None: none yet, with a maximum or not.
+
+    Raises:
+        As `replace_all`.
+    """
+    changed = [
+        (target, state, amsgrad)
+        for target, state, amsgrad in targets
+        if not _has_state(target, state, transaction)
+    ]
+    loaded = [
+        (
+            target,
+            LoadedMoments(
+                shard=target.shard,
+                update_count=int(state["step"]) if state is not None else 0,
+                has_maximum=MAXIMUM in state if state is not None else amsgrad,
+                read=partial(ordinary_moments, state) if state is not None else None,
+            ),
+        )
+        for target, state, amsgrad in changed
+    ]
+    stored = [each for target, each in loaded if target.is_stored]
+    if stored:
+        replace_all(
+            [],
+            _nothing,
+            moments=stored,
+            transaction=transaction,
+            what="new state of the optimizer",
+        )
+    for target, each in loaded:
+        if not target.is_stored:
+            target.note_state(each.update_count, keeps_maximum=each.has_maximum)
+
+
+def _has_state(target: Target, state: dict[str, Any] | None, transaction: Transaction) -> bool:
+    """Whether to load `state` would change nothing."""
+    if state is None:
+        return target.update_count == 0
+    return transaction.moments.are_in_memd(state, target.shard, target.update_count)
+
+
+def _refuse_moment(moment: Any, moment_name: str, target: Target) -> None:
+    what = f"{moment_name} of parameter {target.shard.name!r}"
+    if not isinstance(moment, torch.Tensor):
+        raise InvalidArgument(f"{what} is no tensor: {type(moment).__name__}")
+    if moment.shape != target.shard.shape:
+        raise InvalidArgument(
+            f"{what} has another shape than the parameter: {list(moment.shape)}, "
+            f"{list(target.shard.shape)}"
+        )
+    if not moment.dtype.is_floating_point or moment.layout is not torch.strided:
+        raise InvalidArgument(
+            f"{what} is no dense tensor of floating-point numbers: {moment.dtype}, {moment.layout}"
+        )
+
+
+def _nothing(index: int, into: torch.Tensor) -> None:
+    raise AssertionError((index, into.shape))  # there are no values
