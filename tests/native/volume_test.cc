@@ -427,7 +427,7 @@ TEST(Superblock, comes_back_as_it_was_and_only_from_its_own_place) {
     return value;
   };
   // Where format 1.0 has them, for ever.
-  EXPECT_EQ(std::memcmp(block.data(), "memd-vol\1\0\2\0\0\0\0\0", 16), 0);
+  EXPECT_EQ(std::memcmp(block.data(), "memd-vol\1\0\3\0\0\0\0\0", 16), 0);
   EXPECT_EQ(field(16), kSuperblockBytes);
   EXPECT_EQ(field(48), 1_MiB);
   EXPECT_EQ(field(56), 9u);

@@ -12,7 +12,7 @@
 namespace memd::testing {
 namespace {
 
-constexpr uint64_t kVolume = 16_MiB;
+constexpr uint64_t kVolume = 20_MiB;
 
 /// A daemon on a device in memory that two phases, a step among them, have filled.
 struct Bench {
