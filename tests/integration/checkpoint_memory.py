@@ -41,6 +41,7 @@ def write_state(path: Path, groups: list[dict[str, Any]]) -> None:
 
 def main(address: str, folder: Path) -> None:
     import memd_client
+    from memd_client.base.freed_memory import return_freed_memory
 
     def everything() -> dict[str, Any]:
         return {"model": model.state_dict(keep_vars=True), "optimizer": optimizer.state_dict()}
@@ -60,6 +61,7 @@ def main(address: str, folder: Path) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             session.commit(wait=True)
+        return_freed_memory()  # what training has left is no part of a save
         with peak("save_safetensors"):
             memd_client.save_safetensors(model, folder / "a.safetensors")
         with peak("load_safetensors"):

@@ -189,7 +189,13 @@ def test_every_panel_shows_a_series_of_a_daemon_that_trains(
             return not empty
 
         until(all_have_series, f"no series: {empty}")
-        rules = watching.ask("rules")["groups"][0]["rules"]
+
+        def evaluated() -> list[dict[str, Any]]:
+            listed: list[dict[str, Any]] = watching.ask("rules")["groups"][0]["rules"]
+            return listed
+
+        until(lambda: all(rule["health"] != "unknown" for rule in evaluated()), "no evaluation")
+        rules = evaluated()
         assert {rule["health"] for rule in rules} == {"ok"}
         assert len(rules) == RULES.read_text(encoding="utf-8").count("- alert:")
         firing = {rule["name"] for rule in rules if rule["state"] == "firing"}
