@@ -29,6 +29,17 @@ def pytest_configure() -> None:
         os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
 
 
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Lightning leaves variables that name a process group, which children would join."""
+    before = dict(os.environ)
+    yield
+    # PYTEST_CURRENT_TEST is pytest's own to remove.
+    for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture
 def disk_path() -> Iterator[Path]:
     """An empty folder that takes a volume. tmp_path does not where the temporary folder is a tmpfs,

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import sys
+import traceback
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -104,6 +105,8 @@ def in_child(work: Callable[[], int]) -> int:
         code = 99
         try:
             code = work()
+        except BaseException:  # noqa: BLE001 # os._exit would swallow it
+            traceback.print_exc()
         finally:
             sys.stderr.flush()
             os._exit(code)
