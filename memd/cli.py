@@ -357,8 +357,10 @@ def restore_snapshot(
 @socket_option
 @json_option
 def drop_snapshot(job_name: str, name: str, yes: bool, socket: str | None, as_json: bool) -> None:
-    """Drops snapshot NAME of JOB. What it alone keeps is gone."""
-    confirm(f"Drop snapshot {name} of {job_name}? What it alone keeps is gone", yes=yes)
+    """Drops snapshot NAME of JOB, and frees the bytes that it alone keeps."""
+    confirm(
+        f"Drop snapshot {name} of {job_name}? The bytes that it alone keeps are gone then", yes=yes
+    )
     with connected(socket) as daemon:
         daemon.drop_snapshot(job_name, name)
     if as_json:

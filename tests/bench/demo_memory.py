@@ -44,12 +44,12 @@ class Measured:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the trainer, from its start to its end."""
+        """The trainer's peak, from its start to its end."""
         return max(size_bytes for _, size_bytes in self.trainer)
 
     @property
     def training_peak_bytes(self) -> int:
-        """Of the trainer, between "ready" and "done": without building the model."""
+        """The trainer's peak between "ready" and "done": without building the model."""
         begin, end = self.event("ready")["time"], self.event("done")["time"]
         return max(size_bytes for at, size_bytes in self.trainer if begin <= at <= end)
 

@@ -14,6 +14,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 JOB = "killed-checkpoint"
 OLD, NEW = 1, 2
-# What a look sees: the writer of the values, and that of the moments.
+# Two digits: the writer of the values, and the writer of the moments.
 ALL_OLD = 11
 ALL_NEW = {"load": 21, "state": 12, "dcp-load": 22}
 
@@ -266,7 +267,7 @@ def written(path: Path) -> int:
 
 
 def prepared(folder: Path, what: str) -> Path:
-    """What is loaded."""
+    """The file or folder that is loaded."""
     if what == "dcp-load":
         assert in_child(lambda: begin(NEW)) == 1
         assert in_child(lambda: save_all(folder / "new")) == 0
@@ -281,9 +282,9 @@ def kill_loads(folder: Path, stride: int, what: str) -> Counter[str]:
     seen: Counter[str] = Counter()
     assert in_child(lambda: begin(OLD)) == 1
     for at in range(1, 1000, stride):
-        status = in_child(lambda at=at: load(what, path, at))  # type: ignore[misc]
+        status = in_child(partial(load, what, path, at))
         # The next session may be killed too, at what it finishes.
-        again = in_child(lambda at=at: finish(1 + at % 7))  # type: ignore[misc]
+        again = in_child(partial(finish, 1 + at % 7))
         found = in_child(look)
         assert found in (ALL_OLD, ALL_NEW[what]), (at, found)
         assert again in (-signal.SIGKILL, found), (at, again, found)
@@ -301,14 +302,14 @@ def kill_loads(folder: Path, stride: int, what: str) -> Counter[str]:
 def kill_saves_of_all(folder: Path, stride: int) -> Counter[str]:
     """Into the folder of an earlier checkpoint, which stays until the new one is there."""
     for seed in (OLD, NEW):
-        assert in_child(lambda seed=seed: begin(seed)) == 1  # type: ignore[misc]
-        assert in_child(lambda seed=seed: save_all(folder / str(seed))) == 0  # type: ignore[misc]
+        assert in_child(partial(begin, seed)) == 1
+        assert in_child(partial(save_all, folder / str(seed))) == 0
     seen: Counter[str] = Counter()
     path = folder / "both"
     for at in range(1, 1000, stride):
         shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(folder / str(OLD), path)
-        status = in_child(lambda at=at: save_all(path, at))  # type: ignore[misc]
+        status = in_child(partial(save_all, path, at))
         found = written_all(path)
         assert found in (ALL_OLD, ALL_NEW["dcp-load"]), (at, found)
         if status == 0:
@@ -329,7 +330,7 @@ def kill_saves(folder: Path, stride: int) -> Counter[str]:
     for path in (folder / "a.safetensors", folder / "shards"):
         for at in range(1, 1000, stride):
             memd_client.save_safetensors(Model(OLD), path, **options(path))
-            status = in_child(lambda path=path, at=at: save(path, at))  # type: ignore[misc]
+            status = in_child(partial(save, path, at))
             found = written(path)
             may_be_absent = not path.suffix
             assert found in (OLD, NEW) or (may_be_absent and found == -1), (path, at, found)

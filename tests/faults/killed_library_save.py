@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,9 +99,9 @@ def found_in(library: str, path: Path) -> int:
 
 def main(folder: Path, library: str, stride: int) -> None:
     for seed in (OLD, NEW):
-        assert in_child(lambda seed=seed: begin(seed)) == 1  # type: ignore[misc]
+        assert in_child(partial(begin, seed)) == 1
         path = folder / str(seed)
-        assert in_child(lambda path=path: save(library, path)) == 0  # type: ignore[misc]
+        assert in_child(partial(save, library, path)) == 0
         if library == "accelerate":
             (path / "notes.txt").write_text("somebody else's")
     seen: Counter[str] = Counter()
@@ -112,7 +113,7 @@ def main(folder: Path, library: str, stride: int) -> None:
         if path.is_dir():
             shutil.rmtree(path)
         copy(folder / str(OLD), path)
-        status = in_child(lambda at=at: save(library, path, at))  # type: ignore[misc]
+        status = in_child(partial(save, library, path, at))
         found = found_in(library, path)
         assert found in (ALL_OLD, ALL_NEW), (at, found)
         if status == 0:

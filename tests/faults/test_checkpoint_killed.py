@@ -55,7 +55,7 @@ def kill(
 def test_a_killed_load_leaves_the_old_state_or_the_new_one(
     daemon: Daemon, tmp_path: Path, what: str, stride: int
 ) -> None:
-    """Of a model by safetensors, of an optimizer, or of both by a distributed checkpoint."""
+    """Loads a model from safetensors, an optimizer, or both from a distributed checkpoint."""
     seen = kill(daemon, tmp_path, what, stride)
     assert seen["old"] > 0
     assert seen["new"] > 0

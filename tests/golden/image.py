@@ -209,7 +209,7 @@ def content(server: Server) -> dict[str, Any]:
 
 
 def snapshots(server: Server) -> list[dict[str, Any]]:
-    """Of the job, oldest first."""
+    """The job's snapshots, oldest first."""
     return [
         {
             "name": each.name,

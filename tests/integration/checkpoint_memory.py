@@ -27,7 +27,7 @@ NVME = "1600MiB"
 
 
 def write_state(path: Path, groups: list[dict[str, Any]]) -> None:
-    """Of an optimizer of plain torch. It is whole in this process."""
+    """Writes the state of a plain torch optimizer, which is whole in this process."""
     states = {
         index: {
             "step": torch.tensor(5.0),

@@ -24,7 +24,7 @@ def first_script(document: str) -> str:
 
 
 def run(script: str, folder: Path, **environ: str) -> str:
-    """What it prints, without the sources in reach."""
+    """Returns what the script prints. It runs in `folder`, without the sources in reach."""
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=folder,

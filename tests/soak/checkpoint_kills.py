@@ -22,6 +22,7 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -135,7 +136,7 @@ class Kills:
         if self._what == "dcp-save":
             for seed in (OLD, NEW):
                 self._begin(seed)
-                if in_child(lambda seed=seed: save_all(self._folder / str(seed))) != 0:  # type: ignore[misc]
+                if in_child(partial(save_all, self._folder / str(seed))) != 0:
                     raise Failure("the first save")
         else:
             self._source = prepared(self._folder, self._what)

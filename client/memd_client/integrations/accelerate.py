@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from memd_client.session import Session
 
-# Beside Accelerate's own files, and Accelerate does not look at it.
+# The name of a file beside Accelerate's own. Accelerate ignores it.
 _POSITION_NAME = "memd_position"
 
 

@@ -208,8 +208,8 @@ class StreamedCheckpointIO(CheckpointIO):  # type: ignore[misc] # lightning has 
     and plain torch load them. A file appears whole, once its bytes are on disk; what was there
     stays until then.
 
-    Of moments at most those of one parameter are in this process. Weights are copied by Lightning
-    before it calls this, unless `CommitSteps` is among the callbacks.
+    This process holds the moments of at most one parameter. Lightning copies the weights before it
+    calls this, unless `CommitSteps` is among the callbacks.
     """
 
     def save_checkpoint(

@@ -32,6 +32,7 @@ _hooked: ByIdentity[torch.Tensor, bool] = ByIdentity()
 class GatheredTiles(StoredParameter):
     """A parameter in tiles, inside `gather()`."""
 
+    # torch declares it as a class method.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property

@@ -259,6 +259,7 @@ class Tiling:
 
     def whole(self) -> torch.Tensor:
         """A copy in this process, with a gradient that reaches the tiles."""
+        # torch declares no types for `apply`.
         copied: torch.Tensor = _Whole.apply(self, *self._tiles)  # type: ignore[no-untyped-call]
         return copied
 
@@ -463,7 +464,7 @@ class TiledParameter(StoredParameter):
 
     # torch's stub has no types here.
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override] # torch's arguments have no types
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Never called: see `AwayParameter`."""
@@ -474,7 +475,9 @@ class TiledParameter(StoredParameter):
         raise NotResident(f"{_tiling(self).label} is tiled and has no memory of its own to replace")
 
     # torch's stub has no types here.
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(  # type: ignore[override] # as torch's tensors take it, and declare it not
+        self, *, tensor_contents: Any = None
+    ) -> str:
         del tensor_contents
         shown = _tiling(self).value().clone().requires_grad_(self.requires_grad)
         return f"Parameter containing:\n{shown!r}"

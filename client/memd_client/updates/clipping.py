@@ -49,5 +49,6 @@ def _in_torch_order(norms: list[torch.Tensor]) -> list[torch.Tensor]:
     """torch groups gradients by dtype before it stacks their norms, and a sum depends on the order
     of its terms.
     """
-    grouped = _group_tensors_by_device_and_dtype([norms], with_indices=True)  # type: ignore[list-item]
+    listed: list[torch.Tensor | None] = [*norms]
+    grouped = _group_tensors_by_device_and_dtype([listed], with_indices=True)
     return [norms[index] for _, indices in grouped.values() for index in indices]

@@ -132,7 +132,7 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DropSnapshot(self, request, context):
-        """What it alone keeps is free then. NOT_FOUND: the job has none of that name.
+        """Frees the bytes that the snapshot alone keeps. NOT_FOUND: the job has none of that name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
