@@ -17,7 +17,6 @@ from torch import nn
 
 import memd_client
 from tests.daemons import running_daemon
-from tests.integration.library_memory import measured
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -447,17 +446,6 @@ def test_a_folder_that_a_killed_save_left_is_removed_by_the_next(job: Job) -> No
         step(accelerator, *prepared)
         accelerator.save_state(job.path)
     assert not left.exists()
-
-
-def test_a_checkpoint_takes_the_memory_of_some_parameters_and_not_of_the_model(
-    tmp_path: Path,
-) -> None:
-    """In a process of its own: 96 MiB of weights, 192 of moments, and the daemon has 64."""
-    with running_daemon(nvme="1GiB") as daemon:
-        said = measured("accelerate", daemon.address, tmp_path)
-    for what in ("save", "load"):
-        taken_bytes = said[what] - said[f"before_{what}"]
-        assert taken_bytes <= 6 * said["largest"] < said["model"], said
 
 
 # An Accelerator that cannot commit says so in one sentence.

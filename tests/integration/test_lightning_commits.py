@@ -17,7 +17,6 @@ from torch import nn
 
 import memd_client
 from tests.daemons import running_daemon
-from tests.integration.library_memory import measured
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -520,17 +519,6 @@ def test_a_save_on_a_full_disk_leaves_the_earlier_checkpoint(job: Job) -> None:
         trainer.save_checkpoint(path)
         trainer.strategy.remove_checkpoint(path)
         assert not path.exists()
-
-
-def test_a_checkpoint_takes_the_memory_of_some_parameters_and_not_of_the_model(
-    tmp_path: Path,
-) -> None:
-    """In a process of its own: 96 MiB of weights, 192 of moments, and the daemon has 64."""
-    with running_daemon(nvme="1GiB") as daemon:
-        said = measured("lightning", daemon.address, tmp_path)
-    for what in ("save", "load"):
-        taken_bytes = said[what] - said[f"before_{what}"]
-        assert taken_bytes <= 6 * said["largest"] < said["model"], said
 
 
 # A Trainer that cannot commit says so in one sentence.
