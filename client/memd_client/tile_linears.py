@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from memd_client.base.dynamo import untraced
 from memd_client.base.sizes import format_size, parse_size
 from memd_client.errors import InvalidArgument
+from memd_client.parameters.gathered_tiles import GatheredTiles
 from memd_client.parameters.tiles import is_in_memd, tiling_of
 
 if TYPE_CHECKING:
@@ -80,11 +81,15 @@ class TiledLinear(nn.Linear):
         """As of `nn.Linear`."""
         tiling = tiling_of(self.weight)
         weights: Sequence[torch.Tensor]
-        if tiling is not None:
-            weights, tile_heights = tiling.tiles, [end - first for first, end in tiling.rows()]
-        else:
+        if tiling is None:
             tile_heights = self.tile_heights
+        else:
+            tile_heights = [end - first for first, end in tiling.rows()]
+        # Inside gather() the whole has the value, and what was changed of it.
+        if tiling is None or isinstance(self.weight, GatheredTiles):
             weights = self.weight.split(tile_heights)
+        else:
+            weights = tiling.tiles
         bias: torch.Tensor | None = self.bias
         biases = repeat(None) if bias is None else bias.split(tile_heights)
         outputs = [

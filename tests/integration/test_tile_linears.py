@@ -7,6 +7,7 @@ import copy
 import itertools
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -449,11 +450,14 @@ def test_gather_has_the_whole_parameter_in_place(session: memd_client.Session) -
         ):
             pass
         functional.linear(torch.ones(2, WIDTH), weight).sum().backward()
-        model.up(torch.ones(2, WIDTH)).sum().backward()
+        output = model.up(torch.ones(2, WIDTH))
+        output.sum().backward()
     with torch.no_grad():
         expected.mul_(0.5)
     functional.linear(torch.ones(2, WIDTH), expected).sum().backward()
-    plain.up(torch.ones(2, WIDTH)).sum().backward()
+    expected_output = plain.up(torch.ones(2, WIDTH))
+    expected_output.sum().backward()
+    assert torch.equal(output, expected_output)  # with what was changed inside
     assert_same_values(model, plain)
     assert torch.equal(gradient(weight).clone(), gradient(expected))
     with (
@@ -462,6 +466,88 @@ def test_gather_has_the_whole_parameter_in_place(session: memd_client.Session) -
     ):
         weight.detach().numpy()[:] = 4
     assert_same_values(model, plain)
+
+
+def test_a_step_inside_gather_is_refused_and_makes_no_step(session: memd_client.Session) -> None:
+    model = memd_client.offload(tiled(), session)
+    optimizer = memd_optimizer(model)
+    weight = model.up.weight
+    before = weight.detach().clone()
+    for write in (True, False):
+        with memd_client.gather(weight, write=write):
+            weight.square().sum().backward()
+            with pytest.raises(memd_client.MemdError, match="leave gather"):
+                optimizer.step()
+        assert torch.equal(weight.detach(), before)
+        optimizer.zero_grad()
+    weight.square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(weight.detach(), before)
+
+
+def test_a_weight_that_is_trained_from_inside_gather_on_gets_its_gradient(
+    session: memd_client.Session,
+) -> None:
+    model = tiled()
+    model.up.weight.requires_grad_(False)
+    memd_client.offload(model, session)
+    weight = model.up.weight
+    with memd_client.gather(weight):
+        weight.requires_grad_()
+        weight.square().sum().backward()
+    assert torch.equal(gradient(weight).clone(), 2 * weight.detach())
+
+
+def test_threads_may_gather_one_weight_together(session: memd_client.Session) -> None:
+    model = memd_client.offload(tiled(), session)
+    weight = model.up.weight
+    expected = weight.detach().clone()
+    start = threading.Barrier(4)
+    wrong: list[object] = []
+
+    def read() -> None:
+        start.wait()
+        for _ in range(20):
+            with memd_client.gather(weight):
+                if not torch.equal(weight * 1, expected):
+                    wrong.append("other bytes")
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert type(weight).__name__ == "TiledParameter"
+    assert torch.equal(weight.detach(), expected)
+
+
+def test_a_changed_assigned_gradient_is_refused_by_whoever_changes_the_gradient(
+    session: memd_client.Session,
+) -> None:
+    model = memd_client.offload(tiled(), session)
+    optimizer, weight = memd_optimizer(model), model.up.weight
+    given = torch.ones(weight.shape)
+    weight.grad = given
+    held = weight.grad
+    given.add_(1)
+    with pytest.raises(memd_client.MemdError, match="assign it again"):
+        optimizer.clip_grad_norm_(1.0)
+    assert held is not None
+    with pytest.raises(memd_client.MemdError, match="assign it again"):
+        held.mul_(2)
+    assert torch.equal(given, torch.full(weight.shape, 2.0))
+
+
+def test_a_gradient_in_tiles_is_not_shared_with_another_parameter(
+    session: memd_client.Session,
+) -> None:
+    model = tiled()
+    model.other = nn.Parameter(torch.ones(model.up.weight.shape))
+    memd_client.offload(model, session)
+    model.up.weight.grad = torch.ones(model.up.weight.shape)
+    with pytest.raises(memd_client.InvalidArgument, match="clone"):
+        model.other.grad = model.up.weight.grad
 
 
 def test_zeros_stay_where_a_module_zeroes_its_gradients(session: memd_client.Session) -> None:

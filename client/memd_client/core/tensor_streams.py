@@ -100,7 +100,9 @@ class TensorStreams:
             generation, found = self.moments(part)
             generations.add(generation)
             for name, moment in found.items():
-                whole.setdefault(name, torch.zeros(shard.shape))[first:end] = moment
+                if name not in whole:
+                    whole[name] = torch.zeros(shard.shape)
+                whole[name][first:end] = moment
         if len(generations) > 1:
             raise MemdError(
                 f"job {self._job!r}: the tiles of parameter {shard.name!r} have had "

@@ -219,6 +219,11 @@ class ParameterBytes:
         return self._entry.shard.dtype
 
     @property
+    def is_gradient(self) -> bool:
+        """See `lazy.Source`."""
+        return False
+
+    @property
     def is_read_only(self) -> bool:
         return self._copy is None
 

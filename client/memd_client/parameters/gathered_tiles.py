@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 _data: Any = torch._C.TensorBase.data
 _autograds: Any = torch._C.TensorBase.grad
 _requires_grad: Any = torch._C.TensorBase.requires_grad
-# The tilings whose parameters are in place now, and whether to be written.
-_gathered: ByIdentity[Tiling, bool] = ByIdentity()
 # Parameters that hand the gradients that arrive at themselves to their tiles.
 _hooked: ByIdentity[torch.Tensor, bool] = ByIdentity()
 
@@ -69,11 +68,11 @@ class GatheredTiles(StoredParameter):
 
     @requires_grad.setter
     def requires_grad(self, requires_grad: bool) -> None:
-        _tiling(self).set_requires_grad(self, requires_grad)
+        _set_requires_grad(self, requires_grad)
 
     def requires_grad_(self, requires_grad: bool = True) -> GatheredTiles:
         """As torch's."""
-        _tiling(self).set_requires_grad(self, requires_grad)
+        _set_requires_grad(self, requires_grad)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -86,48 +85,116 @@ class GatheredTiles(StoredParameter):
 
 @contextmanager
 def gathered(parameter: torch.Tensor, *, write: bool) -> Iterator[None]:
-    """Inside, a parameter in tiles is whole and ordinary.
+    """Inside, a parameter in tiles is whole and ordinary, for all threads. Any may be inside.
 
     Raises:
         MemdError: `write` inside a context that reads it; or, without `write`, it was changed in a
             way that torch does not count. The value is as it was.
     """
     tiling = _tiling(parameter)
-    is_written = _gathered.get(tiling)
-    if is_written is not None:
-        if write and not is_written:
-            raise MemdError(
-                f"{tiling.label} is in use for reading; leave that gather() before "
-                "gather(write=True)"
-            )
+    with _lock:
+        place = _places.get(tiling)
+        if place is None:
+            place = _places[tiling] = _Place()
+    place.enter(parameter, write=write)
+    try:
         yield
-        return
-    away = type(parameter)
-    value = tiling.value().clone()
+    except BaseException:
+        place.leave(parameter, refuses=False)
+        raise
+    place.leave(parameter, refuses=True)
+
+
+class _Place:
+    """The copy of one parameter's value, while somebody is inside `gather()`."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._user_count = 0
+        self._is_written = False
+        self._version = 0
+        self._away: type[torch.Tensor] = torch.Tensor
+
+    def enter(self, parameter: torch.Tensor, *, write: bool) -> None:
+        """Brings the copy with the first who comes.
+
+        Raises:
+            MemdError: `write`, and it is there for reading.
+        """
+        tiling = _tiling(parameter)
+        with self._lock:
+            if not self._user_count:
+                self._bring(parameter, tiling)
+                self._is_written = write
+            elif write and not self._is_written:
+                raise MemdError(
+                    f"{tiling.label} is in use for reading; leave that gather() before "
+                    "gather(write=True)"
+                )
+            self._user_count += 1
+
+    def leave(self, parameter: torch.Tensor, *, refuses: bool) -> None:
+        """The last who goes gives the tiles what has changed.
+
+        Args:
+            refuses: raises for a change that torch does not count.
+
+        Raises:
+            MemdError: there was one. The value is as it was.
+        """
+        with self._lock:
+            self._user_count -= 1
+            if not self._user_count:
+                self._give_back(parameter, _tiling(parameter), refuses=refuses)
+
+    @property
+    def is_written(self) -> bool:
+        return self._user_count > 0 and self._is_written
+
+    def _bring(self, parameter: torch.Tensor, tiling: Tiling) -> None:
+        value = tiling.value().clone()
+        tiling.lend(True)
+        self._away = type(parameter)
+        with torch._C.DisableTorchFunctionSubclass():
+            self._version = parameter._version
+            parameter.__class__ = GatheredTiles
+            _data.__set__(parameter, value)
+        _hook_if_trainable(parameter)
+
+    def _give_back(self, parameter: torch.Tensor, tiling: Tiling, *, refuses: bool) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = _data.__get__(parameter)
+            is_changed = parameter._version != self._version
+            parameter.__class__ = self._away
+            _data.__set__(parameter, make_hole(tiling.shard.shape, tiling.shard.dtype))
+        tiling.lend(False)
+        if self._is_written or is_changed:
+            tiling.replace(found)
+        elif refuses and not all(
+            is_same_bits(tile.detach().clone(), found[first:end])
+            for tile, (first, end) in zip(tiling.tiles, tiling.rows(), strict=True)
+        ):
+            raise MemdError(
+                f"{tiling.label} was written inside gather(), and torch does not count that, so "
+                "the value is as it was; change parameters inside gather(write=True)"
+            )
+
+
+_places: ByIdentity[Tiling, _Place] = ByIdentity()
+_lock = Lock()  # of _places
+
+
+def _set_requires_grad(parameter: torch.Tensor, requires_grad: bool) -> None:
+    _tiling(parameter).set_requires_grad(parameter, requires_grad)
+    _hook_if_trainable(parameter)
+
+
+def _hook_if_trainable(parameter: torch.Tensor) -> None:
+    """torch accepts hooks only for tensors that require a gradient."""
     with torch._C.DisableTorchFunctionSubclass():
-        version = parameter._version
-        parameter.__class__ = GatheredTiles
-        _data.__set__(parameter, value)
         if parameter.requires_grad and _hooked.get(parameter) is None:
             parameter.register_post_accumulate_grad_hook(_take_gradient)
             _hooked[parameter] = True
-    _gathered[tiling] = write
-    try:
-        yield
-    finally:
-        _gathered.discard(tiling)
-        with torch._C.DisableTorchFunctionSubclass():
-            found = _data.__get__(parameter)
-            is_changed = parameter._version != version
-            parameter.__class__ = away
-            _data.__set__(parameter, make_hole(tiling.shard.shape, tiling.shard.dtype))
-    if write or is_changed:
-        tiling.replace(found)
-    elif not is_same_bits(tiling.value().clone(), found):
-        raise MemdError(
-            f"{tiling.label} was written inside gather(), and torch does not count that, so the "
-            "value is as it was; change parameters inside gather(write=True)"
-        )
 
 
 @untraced
@@ -149,7 +216,8 @@ def _tiling(parameter: torch.Tensor) -> Tiling:
 
 def _written(parameter: torch.Tensor, attribute: str) -> Tiling:
     tiling = _tiling(parameter)
-    if not _gathered.get(tiling):
+    place = _places.get(tiling)
+    if place is None or not place.is_written:
         raise MemdError(
             f"{tiling.label} is gathered for reading, so its .{attribute} can't be assigned; use "
             "gather(..., write=True)"

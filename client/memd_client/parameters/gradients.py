@@ -49,6 +49,11 @@ class GradientBytes:
         return self._shard.dtype
 
     @property
+    def is_gradient(self) -> bool:
+        """See `lazy.Source`."""
+        return True
+
+    @property
     def is_read_only(self) -> bool:
         return False
 
@@ -502,6 +507,11 @@ def _source_of(gradient: torch.Tensor) -> GradientSlot | None:
     """
     source = gradient.source if isinstance(gradient, LazyTensor) else None
     if not isinstance(source, GradientBytes):
+        if source is not None and source.is_gradient:
+            raise InvalidArgument(
+                f"{source.name} is in memd in tiles, and another parameter's grad cannot share "
+                "them; assign its clone()"
+            )
         return None
     slot = source.slot
     if slot is None:

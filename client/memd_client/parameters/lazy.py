@@ -57,6 +57,11 @@ class Source(Protocol):
         ...
 
     @property
+    def is_gradient(self) -> bool:
+        """In torch, an assignment of it to another `grad` shares it."""
+        ...
+
+    @property
     def is_read_only(self) -> bool:
         """Changes of `memory` are noticed later, or not at all."""
         ...

@@ -133,6 +133,13 @@ def is_in_place_here(parameter: torch.Tensor) -> bool:
     return id(parameter) in this_thread.uses.counts
 
 
+def _is_outdated(outdated_at: int, uses: ThreadUses) -> bool:
+    """Whether old users have to leave first. A thread that was using parameters before the step
+    that outdated the value goes on with it: if it waited, the threads that wait for it would wait
+    for ever."""
+    return outdated_at > 0 and (not uses.counts or outdated_at <= uses.since)
+
+
 class Residency:
     """The bytes of one parameter, the unit of leasing. Away while nobody uses them, in place, over
     a lease, while somebody does. `fetch`, `fetch_resident`, `fetch_together` and `release` are the
@@ -160,6 +167,7 @@ class Residency:
         self._lock = RLock()
         self._old_users_left = Condition(self._lock)
         self._user_count = 0
+        self._is_lent = False
         # The clock when a step took the parameter while other threads used it, until they have
         # left; otherwise 0. And how the value that they use was named.
         self._outdated_at, self._outdated_count = 0, 0
@@ -246,7 +254,7 @@ class Residency:
         """As `fetch` for reading, if that takes no request and no wait. Otherwise nothing
         changes."""
         with self._lock:
-            if self._outdated_at and self._is_outdated_for(uses):
+            if self._outdated_at and _is_outdated(self._outdated_at, uses):
                 return False
             if not self._user_count:
                 lease = self._leases_for(parameter).resident(self._shard)
@@ -279,7 +287,7 @@ class Residency:
                     residency, parameter, uses = use
                     with ExitStack() as lock:
                         lock.enter_context(residency._lock)
-                        if residency._is_outdated_for(uses):
+                        if _is_outdated(residency._outdated_at, uses):
                             break
                         if residency._join_users(mode):
                             residency._user_count += 1
@@ -528,16 +536,23 @@ class Residency:
         """Before `what`, which changes the value in memd: this thread's uses would not see that,
         and changes in place would be lost."""
         with self._lock:
+            is_changed = self._is_lent
             parameter = self._parameter()
-            if parameter is None or not self._user_count:
-                return
-            with torch._C.DisableTorchFunctionSubclass():
-                is_changed = self._has_new_data or parameter._version != self._version
-            if is_changed or self._written_lease is not None or is_in_place_here(parameter):
+            if parameter is not None and self._user_count:
+                with torch._C.DisableTorchFunctionSubclass():
+                    is_changed |= self._has_new_data or parameter._version != self._version
+                is_changed |= self._written_lease is not None or is_in_place_here(parameter)
+            if is_changed:
                 raise MemdError(
                     f"job {self._job.name!r}: parameter {self._shard.name!r} is in use; leave "
                     f"gather() and module calls before {what}"
                 )
+
+    def lend(self, is_lent: bool, /) -> None:
+        """Whether the value is in place elsewhere too, and may be written back from there: inside
+        `gather()` of the whole of which this is a tile."""
+        with self._lock:
+            self._is_lent = is_lent
 
     def hold_still(self, held: ExitStack) -> None:
         """Until `held` is closed, no other thread moves the bytes. See `steps.Steps` for the order
@@ -568,20 +583,13 @@ class Residency:
             self._undone_count = self._write_count - self._updated_from
             self._write_count = self._updated_from
 
-    def _is_outdated_for(self, uses: ThreadUses) -> bool:
-        """Whether old users have to leave first. A thread that was using parameters before the
-        step that outdated the value goes on with it: if it waited, the threads that wait for it
-        would wait for ever."""
-        outdated_at = self._outdated_at
-        return outdated_at > 0 and (not uses.counts or outdated_at <= uses.since)
-
     def _wait_while_outdated(self, uses: ThreadUses) -> None:
         """The caller has the lock, and no other parameter's."""
-        if not self._is_outdated_for(uses):
+        if not _is_outdated(self._outdated_at, uses):
             return
         self._job.leases_of(self._shard)  # refuses what waiting does not help
         deadline = time.monotonic() + _LEAVE_S
-        while self._is_outdated_for(uses):
+        while _is_outdated(self._outdated_at, uses):
             safe_point()
             if not self._old_users_left.wait(min(_LOOK_S, deadline - time.monotonic())):
                 if time.monotonic() < deadline:
@@ -678,9 +686,8 @@ class Residency:
             self._views.forget_ended()
         self._version += change_count
         if counted:
-            if (
-                change_count
-            ):  # otherwise torch does not count it, and backward may use the new value
+            # If torch does not count it, backward may use the new value.
+            if change_count:
                 self._note_changes(change_count)
             self._job.mark_written()
         self._views.show(value, self._write_count)

@@ -163,6 +163,11 @@ class SavedBytes:
         return self._residency.shard.dtype
 
     @property
+    def is_gradient(self) -> bool:
+        """See `lazy.Source`."""
+        return False
+
+    @property
     def is_read_only(self) -> bool:
         return True
 

@@ -205,7 +205,8 @@ class Tiling:
             )
 
     def change_assigned(self, change: Callable[[torch.Tensor], object]) -> None:
-        """The gradient has changed so, and in torch it is the tensor that was assigned."""
+        """The gradient has changed so, and in torch it is the tensor that was assigned. Ask
+        `refuse_changed_assigned` before the gradient changes."""
         held = self._assigned[0]() if self._assigned is not None else None
         if held is not None:
             with torch.no_grad():
@@ -251,6 +252,12 @@ class Tiling:
             for tile in self._tiles:
                 tile.register_post_accumulate_grad_hook(_return_gradient)
             self._is_hooked = True
+
+    def lend(self, is_lent: bool, /) -> None:
+        """Whether the value is in one piece elsewhere, which may be written back: nothing else
+        changes the tiles then."""
+        for entry in self.entries:
+            entry.residency.lend(is_lent)
 
     @property
     def write_count(self) -> int:
@@ -326,6 +333,11 @@ class TileBytes:
         return self._tiling.shard.dtype
 
     @property
+    def is_gradient(self) -> bool:
+        """See `lazy.Source`."""
+        return self._is_gradient
+
+    @property
     def is_read_only(self) -> bool:
         return True
 
@@ -342,6 +354,8 @@ class TileBytes:
     @contextmanager
     def using(self, *, writes: bool) -> Iterator[torch.Tensor]:
         """See `lazy.Source`."""
+        if writes and self._is_gradient and not self.has_ended:
+            self._tiling.refuse_changed_assigned()
         whole = self.memory()
         yield whole
         if writes:

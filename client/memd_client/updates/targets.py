@@ -533,12 +533,14 @@ class TiledTarget(StatefulTarget):
 
     def gradient_for_reading(self) -> torch.Tensor:
         """A copy in this process: torch's norm is a sum over all of it, in order."""
+        self._tiling.refuse_changed_assigned()
         whole = torch.empty(self.shard.shape, dtype=self.shard.dtype)
         for tile, (first, end) in zip(self._tiles, self._tiling.rows(), strict=True):
             whole[first:end].copy_(tile.gradient_for_reading())
         return whole
 
     def refuse_gradient_change(self) -> None:
+        self._tiling.refuse_changed_assigned()
         for tile in self._tiles:
             tile.refuse_gradient_change()
 
