@@ -30,6 +30,9 @@ void JobReplacement::replace(Job& job, std::unique_ptr<Job> fresh) const {
   for (const ExtentRecord& extent : old) {
     if (!named.contains(place_of(extent))) parts_.extents.release(extent);
   }
+  // Set since the record was written.
+  if (fresh->admission().weight() != job.admission().weight())
+    fresh->admission().set_weight(job.admission().weight());
   job.kept().free_all();
   fresh->cache().counters() = job.cache().counters();
   fresh->cache().sessions().count_on(job.cache().sessions());

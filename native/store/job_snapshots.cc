@@ -227,18 +227,23 @@ void JobSnapshots::restore(uint64_t job_id, const std::string& name, Made made) 
   if (Status unused = check_unused(*job); !unused.is_ok()) return made(unused);
   if (snapshots_.find(job_id, name) == nullptr) return made(no_such(*job, name));
   job->set_ending("is being restored");
-  // From here on the job needs its memory no more to be what it is. One that commits nothing any
-  // more has nothing there that it would go on from.
-  job->steps().sync([](const Status&, const StepReport&) {});
+  // Once that is on disk, the job needs its memory no more to be what it is.
+  const auto synced = std::make_shared<Status>();
+  job->steps().sync([synced](const Status& status, const StepReport&) { *synced = status; });
   operations_.enqueue(
-      *job, "restore", [this, job, name, made = std::move(made)](const Status& turn) {
+      *job, "restore", [this, job, name, synced, made = std::move(made)](const Status& turn) {
         if (!turn.is_ok()) return made(turn);
-        job->conditions().add([job] { return !job->cache().activities().any(); },
-                              [this, job, name, made] { begin_restore(*job, name, made); });
+        job->set_ending("is being restored");  // an operation before this one may have given up
+        job->conditions().add(
+            [job] { return !job->cache().activities().any(); },
+            [this, job, name, synced, made] { begin_restore(*job, name, *synced, made); });
       });
 }
 
-void JobSnapshots::begin_restore(Job& job, const std::string& name, const Made& made) {
+void JobSnapshots::begin_restore(Job& job,
+                                 const std::string& name,
+                                 const Status& synced,
+                                 const Made& made) {
   const auto refuse = [this, &job, made](const Status& why) {
     const uint64_t job_id = job.job_id();
     job.set_ending(nullptr);
@@ -247,6 +252,12 @@ void JobSnapshots::begin_restore(Job& job, const std::string& name, const Made& 
   };
   const Snapshot* const snapshot = snapshots_.find(job.job_id(), name);
   if (snapshot == nullptr) return refuse(no_such(job, name));
+  // Its memory alone may have its last steps, so it is kept while a commit may still be made. A job
+  // that was stopped or has lost shards makes none, and this is its way on.
+  const bool is_at_end =
+      !job.progress().stopped().is_ok() || synced.code() == StatusCode::integrity;
+  if (!synced.is_ok() && !is_at_end) return refuse(synced);
+  if (Status writable = parts_.extents.check_writable(); !writable.is_ok()) return refuse(writable);
   auto made_of_then = job_of_then(job, *snapshot);
   if (!made_of_then.is_ok()) return refuse(made_of_then.status());
   job.operations().set_phase("commits");

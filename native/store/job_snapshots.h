@@ -1,4 +1,4 @@
-// Snapshots of jobs: made, dropped, listed.
+// Snapshots of jobs: made, listed, restored, dropped.
 #pragma once
 
 #include <cstdint>
@@ -64,7 +64,7 @@ class JobSnapshots {
   void unpin(const CreationPointer& creation, const Status& why);
   void finish(const CreationPointer& creation, const Result<SnapshotInfo>& answer);
   Status check_unused(const Job& job) const;
-  void begin_restore(Job& job, const std::string& name, const Made& made);
+  void begin_restore(Job& job, const std::string& name, const Status& synced, const Made& made);
   Result<std::unique_ptr<Job>> job_of_then(const Job& job, const Snapshot& snapshot) const;
   void replace(Job& job, std::unique_ptr<Job> fresh, const std::function<void()>& answer);
   void begin_drop(Job& job, const std::string& name, const Done& done);

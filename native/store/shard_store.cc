@@ -109,8 +109,6 @@ void ShardStore::return_to_disk(Job& job) {
   // If this fails, the job goes on being refused; the next turn tries again.
   auto restored = Job::restore(job.durable().record());
   if (!restored.is_ok()) return;
-  if (restored.value()->admission().weight() != job.admission().weight())
-    restored.value()->admission().set_weight(job.admission().weight());
   JobReplacement(parts_, operations_).replace(job, std::move(restored).value());
 }
 
@@ -134,6 +132,7 @@ void ShardStore::drop_job(uint64_t job_id, bool force, Done done) {
   }
   operations_.enqueue(*job, "drop", [this, job, force, done = std::move(done)](const Status& turn) {
     if (!turn.is_ok()) return done(turn);
+    job->set_ending("is being dropped");  // an operation before this one may have given up
     // A snapshot may have been under way.
     if (Status status = check_droppable(*job); !status.is_ok() && !force) {
       job->set_ending(nullptr);

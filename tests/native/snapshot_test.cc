@@ -634,6 +634,49 @@ TEST_F(SnapshotTest, a_restore_that_cannot_be_changes_nothing) {
   EXPECT_EQ(state(heart), second);
 }
 
+TEST_P(SnapshotInMemoryTest, a_restore_that_cannot_be_leaves_steps_that_memory_alone_has) {
+  Heart heart(disk_);
+  begin(heart, Durability::parse(GetParam()).value());
+  ASSERT_TRUE(train(heart, 10).is_ok());
+  ASSERT_TRUE(create(heart, "first").is_ok());
+  ASSERT_TRUE(train(heart, 20).is_ok());
+  const State second = state(heart);
+  heart.faults().add_fault({.io_kind = IoKind::write, .count = 1, .error_number = EIO});
+  EXPECT_EQ(restore(heart, "first").code(), StatusCode::device);
+  EXPECT_EQ(state(heart), second);
+}
+
+TEST_F(SnapshotTest, nobody_attaches_while_another_drop_waits) {
+  Heart heart(disk_);
+  begin(heart);
+  ASSERT_TRUE(train(heart, 10).is_ok());
+  const uint64_t id = job_id(heart);
+  Job& job = heart.job(session_);
+  ASSERT_TRUE(heart.store().detach(session_).is_ok());
+  heart.store().snapshots().create({.job_id = id, .name = "first"},
+                                   [](const Result<SnapshotInfo>&) {});
+  ASSERT_TRUE(heart.until([&] {
+    const std::vector<Operations::Open> open = job.operations().open();
+    return !open.empty() && std::string_view(open.front().kind) == "snapshot" &&
+           std::string_view(open.front().phase) == "commits";
+  }));
+  std::optional<Status> refused;
+  std::optional<Status> dropped;
+  std::optional<Status> attached;
+  heart.store().drop_job(id, false, [&](const Status& status) { refused = status; });
+  heart.store().drop_job(id, true, [&](const Status& status) { dropped = status; });
+  // It waits for that, and so its end is a later turn's.
+  job.cache().activities().begin();
+  ASSERT_TRUE(heart.until([&] { return refused.has_value(); }));
+  EXPECT_EQ(refused->code(), StatusCode::in_use);
+  EXPECT_FALSE(dropped.has_value());
+  EXPECT_EQ(heart.store().attach(id).status().code(), StatusCode::unavailable);
+  job.cache().activities().end();
+  ASSERT_TRUE(heart.until([&] { return dropped.has_value(); }));
+  EXPECT_TRUE(dropped->is_ok());
+  EXPECT_EQ(heart.store().attach(id).status().code(), StatusCode::not_found);
+}
+
 TEST_F(SnapshotTest, nobody_attaches_while_a_job_goes_back) {
   Heart heart(disk_);
   begin(heart);
@@ -647,9 +690,13 @@ TEST_F(SnapshotTest, nobody_attaches_while_a_job_goes_back) {
   const auto refused = heart.store().attach(id);
   EXPECT_EQ(refused.status().code(), StatusCode::unavailable);
   EXPECT_NE(refused.status().message().find("is being restored"), std::string::npos);
+  EXPECT_TRUE(heart.store().admissions().set_weight(id, JobWeight::of(3).value()).is_ok());
   ASSERT_TRUE(heart.until([&] { return restored.has_value(); }));
   EXPECT_TRUE(restored->is_ok());
-  EXPECT_TRUE(heart.store().attach(id).is_ok());
+  const auto attached = heart.store().attach(id);
+  ASSERT_TRUE(attached.is_ok());
+  const JobWeight kept = heart.job(attached.value()->session_id).admission().weight();
+  EXPECT_EQ(kept, JobWeight::of(3).value());
 }
 
 TEST_F(SnapshotTest, what_is_being_dropped_is_not_verified) {
