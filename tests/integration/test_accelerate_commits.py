@@ -272,13 +272,18 @@ def test_plain_accelerate_loads_a_checkpoint_and_the_other_way_round(job: Job, s
         step(accelerator, *theirs)
         accelerator.save_state(str(job.path), safe_serialization=safe)
         names = sorted(path.name for path in job.path.iterdir())
+        job.path.chmod(0o700)
         step(ours, *prepared)
         step(ours, *prepared)
-        assert ours.load_state(job.path, strict=True).step == 3
+        # Its weights are those of plain Accelerate, and so it is no checkpoint of this place.
+        assert (job.path / "memd_position").exists()
+        position = ours.load_state(job.path, strict=True)
+        assert (position.step, position.epoch, position.batch) == (3, 0, 0)
         assert_equal_states(prepared, theirs)
         assert ("model.safetensors" in names) == safe
         before = {path.name: path.read_bytes() for path in job.path.glob("model*")}
         ours.save_state(job.path, safe_serialization=safe)
+        assert job.path.stat().st_mode & 0o777 == 0o700
         for name, data in before.items():
             assert (job.path / name).read_bytes() == data
 

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
 from contextlib import AbstractContextManager, suppress
@@ -82,13 +83,15 @@ class WholeFolder(AbstractContextManager["WholeFolder"]):
             CapacityError, DeviceError: nothing has changed.
         """
         try:
-            if self._path.exists():
-                _link_files(self._path, self._partial, keeps)
             _sync_files(self._partial)
-            if self._path.exists():
-                _exchange(self._partial, self._path)
-            else:
+            if not self._path.exists():
                 self._partial.rename(self._path)
+            else:
+                _take_rights(self._path, self._partial)
+                _link_files(self._path, self._partial, keeps)
+                _exchange(self._partial, self._path)
+                # What somebody has put there meanwhile.
+                _link_files(self._partial, self._path, keeps)
         except OSError as error:
             raise os_error(error, self._path) from error
         sync_folder(self._path.parent)
@@ -99,11 +102,13 @@ def _locked_folder(path: Path) -> tuple[Path, int]:
     while True:
         partial = path.with_name(f".{path.name}.{secrets.token_hex(6)}{_SUFFIX}")
         partial.mkdir()
-        lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if partial.exists():
-            return partial, lock
-        os.close(lock)  # it was taken for an abandoned one before it was locked
+        # Before it is locked, it may be taken for an abandoned one, and removed.
+        with suppress(FileNotFoundError):
+            lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if partial.exists():
+                return partial, lock
+            os.close(lock)
 
 
 def _exchange(one: Path, other: Path) -> None:
@@ -123,10 +128,19 @@ def _link_files(old: Path, new: Path, keeps: Callable[[str], bool]) -> None:
     for found in old.iterdir():
         target = new / found.name
         if found.is_dir() and not found.is_symlink():
-            target.mkdir(exist_ok=True)
+            if not target.exists():
+                target.mkdir()
+                _take_rights(found, target)
             _link_files(found, target, lambda name: True)
         elif keeps(found.name) and not target.exists():
             os.link(found, target, follow_symlinks=False)
+
+
+def _take_rights(old: Path, new: Path) -> None:
+    """`new` takes the place of `old`: mode, attributes, and the group where that is allowed."""
+    with suppress(PermissionError):
+        os.chown(new, -1, old.stat().st_gid)
+    shutil.copystat(old, new)
 
 
 def _sync_files(folder: Path) -> None:
@@ -147,9 +161,9 @@ def _sync_files(folder: Path) -> None:
 
 def _remove_abandoned(path: Path) -> None:
     """Removes folders for this place whose writer was killed."""
-    prefix = f".{path.name}."
+    ours = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{12}}{re.escape(_SUFFIX)}")
     for found in path.parent.iterdir():
-        if found.name.startswith(prefix) and found.name.endswith(_SUFFIX):
+        if ours.fullmatch(found.name):
             # Somebody else may remove it at the same time, or be writing it.
             with suppress(OSError):
                 _remove_if_unlocked(found)

@@ -18,6 +18,7 @@ Needs `pip install memd[examples]`, or accelerate.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from weakref import ref
 try:
     from accelerate import Accelerator
     from accelerate.utils import DistributedType
+    from accelerate.utils.constants import RNG_STATE_NAME
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"memd_client.integrations.accelerate needs {error.name}: pip install 'memd[examples]'",
@@ -54,8 +56,10 @@ if TYPE_CHECKING:
 
     from memd_client.session import Session
 
-# The name of a file beside Accelerate's own. Accelerate ignores it.
+# The name of a file beside Accelerate's own. Accelerate ignores it, and leaves it where it saves
+# over a checkpoint of memd: it names the contents of a file that each save writes anew.
 _POSITION_NAME = "memd_position"
+_WRITTEN_NAME = f"{RNG_STATE_NAME}_0.pkl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +127,7 @@ class CommittedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has 
         self._is_resumed = True
         self._committed = self._parts()
         if step:
+            self._go_on_naming()
             # Otherwise torch warns of a scheduler that steps at the end of a resumed epoch.
             for optimizer in self._optimizers:
                 optimizer.optimizer._opt_called = True
@@ -247,8 +252,7 @@ class CommittedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has 
             self._is_saving = True
             try:
                 super().save_state(str(new.path), safe_serialization, **save_model_func_kwargs)
-                text = plain.encode(_Progress(self).state_dict(), what="the loaders' state")
-                (new.path / _POSITION_NAME).write_bytes(text)
+                _store_position(new.path, _Progress(self).state_dict())
                 new.place(keeps=lambda name: not is_of_accelerate(name))
             except BaseException:
                 config.iteration = iteration
@@ -268,16 +272,14 @@ class CommittedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has 
         **load_model_func_kwargs: Any,
     ) -> Position:
         """As Accelerate's. If `resume()` was not called, the job's commit is restored before, and
-        the checkpoint goes over it. Returns where the checkpoint was made, if `save_state` above
-        made it.
+        the checkpoint goes over it. Returns where the checkpoint was made; the beginning, if
+        plain Accelerate made it.
 
         Raises:
-            InvalidArgument: the checkpoint is damaged, or of another model or optimizer; the job
-                has other sessions. Nothing has changed.
+            InvalidArgument, IntegrityError: the checkpoint is damaged, or of another model,
+                optimizer or loader; the job has other sessions. Nothing has changed.
             CapacityError: the job's disk quota does not hold the new weights beside the old ones.
         """
-        if not self._is_resumed:
-            self.resume()
         folder = self._folder_to_load(input_dir)
         refuse_damaged(
             folder,
@@ -286,6 +288,10 @@ class CommittedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has 
         )
         stored = StoredStates(folder, self._optimizers)
         position = _stored_position(folder)
+        if position is not None:
+            self._refuse_other_loaders(position)
+        if not self._is_resumed:
+            self.resume()
         optimizers = list(self._optimizers)
         strict = load_model_func_kwargs.get("strict", True)
 
@@ -323,13 +329,18 @@ class CommittedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has 
         Raises:
             InvalidArgument: there were other loaders.
         """
+        self._refuse_other_loaders(state)
+        for loader, stored in zip(self._loaders, state["loaders"], strict=True):
+            loader.go_on(stored)
+
+    def _refuse_other_loaders(self, state: dict[str, Any]) -> None:
         if len(state["loaders"]) != len(self._loaders):
             raise InvalidArgument(
                 f"{len(self._loaders)} loaders are prepared now, and {len(state['loaders'])} were "
                 "when the commit or checkpoint was made; prepare the same, in the same order"
             )
         for loader, stored in zip(self._loaders, state["loaders"], strict=True):
-            loader.go_on(stored)
+            loader.refuse_other_generators(stored)
 
     def _position(self, step: int) -> Position:
         places = [loader.place for loader in self._loaders if loader.is_running]
@@ -366,6 +377,14 @@ class CommittedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has 
         if given is None:
             raise InvalidArgument("save_state() needs a folder, or automatic_checkpoint_naming")
         return Path(given)
+
+    def _go_on_naming(self) -> None:
+        """Accelerate numbers checkpoints from 0, and this run has some of before."""
+        if self.project_configuration.automatic_checkpoint_naming:
+            found = _numbered_folders(Path(self.project_dir, "checkpoints"))
+            if found:
+                last = int(found[-1].name.rpartition("_")[2])
+                self.project_configuration.iteration = last + 1
 
     def _remove_earlier(self, folder: Path) -> None:
         """Accelerate removes them before it saves, and has none if the save fails."""
@@ -432,12 +451,22 @@ def _refuse_setup(accelerator: Any) -> None:
 
 
 def _stored_position(folder: Path) -> dict[str, Any] | None:
-    """None in a checkpoint of plain Accelerate."""
+    """None in a checkpoint of plain Accelerate, also if it was saved over one of memd."""
     path = folder / _POSITION_NAME
     if not path.exists():
         return None
-    position: dict[str, Any] = plain.decode(path.read_bytes())
-    return position
+    stored: dict[str, Any] = plain.decode(path.read_bytes())
+    position: dict[str, Any] = stored["position"]
+    return position if stored["of"] == _digest(folder) else None
+
+
+def _store_position(folder: Path, position: dict[str, Any]) -> None:
+    text = plain.encode({"of": _digest(folder), "position": position}, what="the loaders' state")
+    (folder / _POSITION_NAME).write_bytes(text)
+
+
+def _digest(folder: Path) -> str:
+    return hashlib.blake2b((folder / _WRITTEN_NAME).read_bytes(), digest_size=16).hexdigest()
 
 
 def _numbered_folders(folder: Path) -> list[Path]:

@@ -92,20 +92,29 @@ class CountedLoader:
         Raises:
             InvalidArgument: the loader has other generators than then.
         """
+        self.refuse_other_generators(state)
+        running = state["running"]
+        self._pass_count = state["passes"]
+        self._prepared.iteration = state["iteration"]
+        self._to_go_on = running
+        self._random = random_state() if running is not None else None
+
+    def refuse_other_generators(self, state: dict[str, Any]) -> None:
+        """
+        Raises:
+            InvalidArgument: the loader has other generators than in `state`.
+        """
         running = state["running"]
         if running is not None and len(running["begin"]["generators"]) != len(self._generators()):
             raise InvalidArgument(
                 "the loader or its sampler has other generators than when the commit was made, so "
                 "the order of its batches cannot be restored"
             )
-        self._pass_count = state["passes"]
-        self._prepared.iteration = state["iteration"]
-        self._to_go_on = running
-        self._random = random_state() if running is not None else None
 
     def forget(self) -> None:
-        """The next pass begins at the first batch."""
+        """The next pass is the first, and begins at its first batch."""
         self._to_go_on = self._random = None
+        self._pass_count = self._prepared.iteration = 0
 
     def skipping(self, count: int) -> Any:
         """As `accelerator.skip_first_batches`.
