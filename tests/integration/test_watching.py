@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = DEPLOY / "grafana" / "memd.json"
 RULES = DEPLOY / "prometheus" / "rules.yml"
+GUIDE = Path(__file__).parents[2] / "docs" / "service.md"
 TIMEOUT_S = 60.0
 # Grafana fills these in; the scrapes here are a second apart.
 VARIABLES = {"$__rate_interval": "10s", "$instance": ".*", "$memd_job": ".*"}
@@ -92,10 +93,22 @@ def test_every_panel_asks_the_data_source_that_the_reader_has_chosen() -> None:
         assert all(target["datasource"] == chosen for target in panel["targets"])
 
 
+def metrics(text: str) -> set[str]:
+    found = set(re.findall(r"\bmemd_\w+", text)) - {"memd_job"}
+    return {re.sub("_(?:bucket|sum|count)$", "", name) for name in found}
+
+
 def test_every_metric_of_a_job_or_the_daemon_that_is_drawn_exists() -> None:
-    drawn = set(re.findall(r"\bmemd_\w+", " ".join(expressions().values()))) - {"memd_job"}
     listed = set(re.findall(r"^\| `(memd_\w+)` \|", reference.generate(), re.MULTILINE))
-    assert {re.sub("_(?:bucket|sum|count)$", "", name) for name in drawn} <= listed
+    assert metrics(" ".join(expressions().values())) <= listed
+
+
+def test_every_metric_of_the_alerts_and_of_the_guide_is_drawn() -> None:
+    drawn = metrics(" ".join(expressions().values()))
+    for text in (RULES, GUIDE):
+        named = metrics(text.read_text(encoding="utf-8")) - {"memd_client"}
+        assert len(named) >= 10
+        assert not named - drawn
 
 
 class Prometheus:
