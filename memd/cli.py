@@ -283,8 +283,8 @@ def snapshot() -> None:
 def create_snapshot(job_name: str, name: str, socket: str | None, as_json: bool) -> None:
     """Keeps the last committed step of JOB as NAME.
 
-    Nothing is copied, and the job goes on meanwhile. A snapshot counts as one state more against
-    the job's disk quota until it is dropped.
+    Nothing is copied. The job's next step waits until the snapshot is on disk; forward and backward
+    go on. A snapshot counts as one state more against the job's disk quota until it is dropped.
     """
     with connected(socket) as daemon:
         made = daemon.create_snapshot(job_name, name)
