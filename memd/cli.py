@@ -234,10 +234,13 @@ def _state(shard: types_pb2.Shard) -> str:
 @click.option(
     "--force", is_flag=True, help="Even while sessions are attached, and with its snapshots."
 )
+@click.option("--yes", is_flag=True, help="Does not ask before it drops.")
 @socket_option
 @json_option
-def drop_job(name: str, force: bool, socket: str | None, as_json: bool) -> None:
+def drop_job(name: str, force: bool, yes: bool, socket: str | None, as_json: bool) -> None:
     """Drops all bytes of a job, in memory and on disk."""
+    lost = "parameters, optimizer states" + (", snapshots" if force else "") + " and blobs"
+    confirm(f"Drop job {name}? Its {lost} are gone then", yes=yes)
     with connected(socket) as daemon:
         daemon.drop_job(name, force=force)
     if as_json:

@@ -166,7 +166,7 @@ def test_none_is_made_between_step_and_commit(daemon: Daemon) -> None:
             session.snapshot("too-early")
         session.commit()
         assert session.snapshot("in-time") == 1
-    memd(daemon, "job", "drop", "tracked", "--force")
+    memd(daemon, "job", "drop", "tracked", "--force", "--yes")
 
 
 def test_a_quota_that_does_not_hold_one_state_more_refuses_it(daemon: Daemon) -> None:
@@ -179,7 +179,7 @@ def test_a_quota_that_does_not_hold_one_state_more_refuses_it(daemon: Daemon) ->
         assert session.get("blob").sum() == 0
         session.put("more", torch.ones(1 << 20, dtype=torch.uint8))
     assert answer_of(daemon, "snapshot", "list", "narrow") == []
-    memd(daemon, "job", "drop", "narrow")
+    memd(daemon, "job", "drop", "narrow", "--yes")
 
 
 @pytest.mark.parametrize("durability", ["every:4", "none"])
@@ -223,12 +223,12 @@ def test_a_job_with_snapshots_is_dropped_only_with_force(daemon: Daemon) -> None
     training.train()
     training.session.snapshot("first")
     training.session.close()
-    refused = memd(daemon, "job", "drop", "kept", status=1).stderr
+    refused = memd(daemon, "job", "drop", "kept", "--yes", status=1).stderr
     assert "has snapshots; drop them first (memd snapshot drop)" in refused
     assert refused.rstrip().endswith("first")
     with pytest.raises(memd_client.MemdError, match="has snapshots"):
         memd_client.connect(daemon.address, job="kept", host_bytes=HOST_BYTES, fresh=True)
-    memd(daemon, "job", "drop", "kept", "--force")
+    memd(daemon, "job", "drop", "kept", "--force", "--yes")
     assert "kept" not in [each["name"] for each in answer_of(daemon, "job", "list")]
 
 

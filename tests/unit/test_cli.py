@@ -115,7 +115,7 @@ def test_no_daemon_exits_with_1_and_says_what_to_do(tmp_path: Path) -> None:
         (("job", "list"), True),
         (("job", "show", "gpt"), True),
         (("job", "weight", "gpt", "2"), True),
-        (("job", "drop", "gpt", "--force"), True),
+        (("job", "drop", "gpt", "--force", "--yes"), True),
         (("check",), True),
         (("config",), True),
         (("serve", "--metrics", ""), True),
@@ -244,16 +244,20 @@ def test_a_job_is_listed_shown_and_dropped(server: FakeServer, tmp_path: Path) -
     (shard,) = json.loads(memd("job", "show", "gpt", "--json", *socket).output)["shards"]
     assert shard["spec"]["kind"] == "SHARD_KIND_PARAMETER"
     assert shard["spec"]["shape"] == [256, 64]
-    refused = memd("job", "drop", "gpt", *socket)
+    for force in ((), ("--force",)):
+        unsaid = memd("job", "drop", "gpt", *force, *socket)
+        assert unsaid.exit_code == 2
+        assert "say --yes, or call this from a terminal" in unsaid.output
+    refused = memd("job", "drop", "gpt", "--yes", *socket)
     assert refused.exit_code == 1
     assert "use --force" in refused.output
-    assert memd("job", "drop", "gpt", "--force", *socket).output == "dropped gpt\n"
+    assert memd("job", "drop", "gpt", "--force", "--yes", *socket).output == "dropped gpt\n"
     assert json.loads(memd("job", "list", "--json", *socket).output) == []
 
 
 def test_a_job_that_is_not_there_exits_with_1(server: FakeServer, tmp_path: Path) -> None:
     assert server.jobs() == []
-    result = memd("job", "drop", "nope", "--socket", str(tmp_path / "memd.sock"))
+    result = memd("job", "drop", "nope", "--yes", "--socket", str(tmp_path / "memd.sock"))
     assert result.exit_code == 1
     assert "there is no job 'nope'; `memd job list`" in result.output
 
