@@ -90,7 +90,7 @@ class WholeFolder(AbstractContextManager["WholeFolder"]):
                 _take_rights(self._path, self._partial)
                 _link_files(self._path, self._partial, keeps)
                 _exchange(self._partial, self._path)
-                # What somebody has put there meanwhile.
+                # Files that somebody has put there meanwhile.
                 _link_files(self._partial, self._path, keeps)
         except OSError as error:
             raise os_error(error, self._path) from error
