@@ -322,9 +322,9 @@ Status ClientSession::map_segments_up_to(uint64_t end_bytes) {
     }
     uint64_t offset = mapped;
     for (const OwnedFd& fd : segments.value()) {
-      struct stat status{};
-      if (offset + segment_bytes_ > reserved_bytes_ || fstat(fd.get(), &status) != 0 ||
-          static_cast<uint64_t>(status.st_size) != segment_bytes_) {
+      struct stat file{};
+      if (offset + segment_bytes_ > reserved_bytes_ || fstat(fd.get(), &file) != 0 ||
+          static_cast<uint64_t>(file.st_size) != segment_bytes_) {
         return error(StatusCode::invalid_argument, "the daemon sent a segment of another size");
       }
       void* at = mmap(base_ + offset,

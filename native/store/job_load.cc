@@ -48,7 +48,9 @@ void JobLoad::forget_rest() {
 Status JobLoad::take_snapshots() {
   for (LoadedSnapshot& loaded : store_.commits.take_loaded_snapshots()) {
     const RootEntry& job = loaded.entry.job;
-    Snapshot snapshot{.entry = loaded.entry, .record = loaded.record};
+    Snapshot snapshot;
+    snapshot.entry = loaded.entry;
+    snapshot.record = loaded.record;
     if (loaded.record == nullptr) {
       snapshot.is_catalogue_lost = true;
       parts_.notes.push_back(concat("snapshot ",
