@@ -61,8 +61,9 @@ std::optional<Segment> Arena::remove_last() {
   if (segments_.empty() || tail_free_bytes() < segment_bytes_) return std::nullopt;
   const uint64_t segment_offset = capacity_bytes() - segment_bytes_;
   const auto last_gap = std::prev(gaps_.end());
-  last_gap->second -= segment_bytes_;
-  if (last_gap->second == 0) gaps_.erase(last_gap);
+  const auto [gap_offset, gap_bytes] = *last_gap;
+  erase_gap(last_gap);
+  if (gap_bytes > segment_bytes_) insert_gap(gap_offset, gap_bytes - segment_bytes_);
   ASAN_UNPOISON_MEMORY_REGION(at(segment_offset), segment_bytes_);
   Segment segment = std::move(segments_.back());
   segments_.pop_back();
@@ -73,13 +74,12 @@ std::optional<Segment> Arena::remove_last() {
 std::optional<uint64_t> Arena::allocate(uint64_t bytes) {
   MEMD_CHECK_GT(bytes, uint64_t{0});
   const uint64_t slot_bytes = align_up(bytes, kBlockBytes);
-  const auto gap = std::find_if(gaps_.begin(), gaps_.end(), [&](const auto& candidate) {
-    return candidate.second >= slot_bytes;
-  });
-  if (gap == gaps_.end()) return std::nullopt;
+  const auto first = gap_order_.first_of(slot_bytes);
+  if (!first) return std::nullopt;
+  const auto gap = gaps_.find(*first);
   const auto [offset_bytes, gap_bytes] = *gap;
-  gaps_.erase(gap);
-  if (gap_bytes > slot_bytes) gaps_.emplace(offset_bytes + slot_bytes, gap_bytes - slot_bytes);
+  erase_gap(gap);
+  if (gap_bytes > slot_bytes) insert_gap(offset_bytes + slot_bytes, gap_bytes - slot_bytes);
   slots_.emplace(offset_bytes, slot_bytes);
   used_bytes_ += slot_bytes;
   ASAN_UNPOISON_MEMORY_REGION(at(offset_bytes), slot_bytes);
@@ -95,10 +95,10 @@ bool Arena::reserve(uint64_t offset_bytes, uint64_t bytes) {
   const auto [gap_offset, gap_bytes] = *gap;
   const uint64_t head_bytes = offset_bytes - gap_offset;
   if (head_bytes > gap_bytes || slot_bytes > gap_bytes - head_bytes) return false;
-  gaps_.erase(gap);
-  if (head_bytes > 0) gaps_.emplace(gap_offset, head_bytes);
+  erase_gap(gap);
+  if (head_bytes > 0) insert_gap(gap_offset, head_bytes);
   const uint64_t tail_bytes = gap_bytes - head_bytes - slot_bytes;
-  if (tail_bytes > 0) gaps_.emplace(offset_bytes + slot_bytes, tail_bytes);
+  if (tail_bytes > 0) insert_gap(offset_bytes + slot_bytes, tail_bytes);
   slots_.emplace(offset_bytes, slot_bytes);
   used_bytes_ += slot_bytes;
   ASAN_UNPOISON_MEMORY_REGION(at(offset_bytes), slot_bytes);
@@ -115,19 +115,12 @@ void Arena::free(uint64_t offset_bytes) {
   add_gap(offset_bytes, slot_bytes);
 }
 
-uint64_t Arena::largest_free_bytes() const {
-  uint64_t largest_bytes = 0;
-  for (const auto& [offset_bytes, bytes] : gaps_) largest_bytes = std::max(largest_bytes, bytes);
-  return largest_bytes;
-}
-
 uint64_t Arena::tail_free_bytes() const {
   if (gaps_.empty()) return 0;
   const auto& [offset_bytes, bytes] = *gaps_.rbegin();
   return offset_bytes + bytes == capacity_bytes() ? bytes : 0;
 }
 
-/// Merged with the gaps that touch it.
 void Arena::add_gap(uint64_t offset_bytes, uint64_t bytes) {
   const auto next = gaps_.lower_bound(offset_bytes);
   if (next != gaps_.begin()) {
@@ -135,14 +128,24 @@ void Arena::add_gap(uint64_t offset_bytes, uint64_t bytes) {
     if (before->first + before->second == offset_bytes) {
       offset_bytes = before->first;
       bytes += before->second;
-      gaps_.erase(before);
+      erase_gap(before);
     }
   }
   if (next != gaps_.end() && next->first == offset_bytes + bytes) {
     bytes += next->second;
-    gaps_.erase(next);
+    erase_gap(next);
   }
+  insert_gap(offset_bytes, bytes);
+}
+
+void Arena::insert_gap(uint64_t offset_bytes, uint64_t bytes) {
   gaps_.emplace(offset_bytes, bytes);
+  gap_order_.insert(offset_bytes, bytes);
+}
+
+void Arena::erase_gap(Gaps::iterator gap) {
+  gap_order_.erase(gap->first);
+  gaps_.erase(gap);
 }
 
 }  // namespace memd

@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "arena/gap_order.h"
 #include "arena/segment.h"
 #include "base/status.h"
 
@@ -48,24 +49,31 @@ class Arena {
   uint64_t capacity_bytes() const { return segments_.size() * segment_bytes_; }
   uint64_t used_bytes() const { return used_bytes_; }
   uint64_t free_bytes() const { return capacity_bytes() - used_bytes_; }
-  uint64_t largest_free_bytes() const;
+  uint64_t largest_free_bytes() const { return gap_order_.longest_bytes(); }
   /// Free space, and held slots: offset → length.
   const std::map<uint64_t, uint64_t>& gaps() const { return gaps_; }
   const std::map<uint64_t, uint64_t>& slots() const { return slots_; }
   /// How much is free behind the last slot.
   uint64_t tail_free_bytes() const;
+  /// Gaps that allocate() has met so far.
+  uint64_t looked_at_count() const { return gap_order_.looked_at_count(); }
 
  private:
   Arena(std::byte* base, uint64_t reserved_bytes, uint64_t segment_bytes)
       : base_(base), reserved_bytes_(reserved_bytes), segment_bytes_(segment_bytes) {}
+  using Gaps = std::map<uint64_t, uint64_t>;
+  /// Merged with the gaps that touch it.
   void add_gap(uint64_t offset_bytes, uint64_t bytes);
+  void insert_gap(uint64_t offset_bytes, uint64_t bytes);
+  void erase_gap(Gaps::iterator gap);
 
   std::byte* base_;
   uint64_t reserved_bytes_;
   uint64_t segment_bytes_;
   uint64_t used_bytes_ = 0;
   std::vector<Segment> segments_;
-  std::map<uint64_t, uint64_t> gaps_;   // offset → length of free space
+  Gaps gaps_;                           // offset → length of free space
+  GapOrder gap_order_;                  // the same gaps
   std::map<uint64_t, uint64_t> slots_;  // offset → length of held slots
 };
 

@@ -113,6 +113,24 @@ TEST(Arena, allocates_where_a_block_by_block_model_does_over_random_use) {
   }
 }
 
+TEST(Arena, a_slot_behind_thousands_of_short_gaps_is_found_without_a_look_at_each) {
+  const auto arena = arena_with(64);
+  std::vector<uint64_t> slots;
+  while (const auto offset = arena->allocate(kBlockBytes)) slots.push_back(*offset);
+  ASSERT_EQ(slots.size(), 1024U);
+  // Every other one goes, and two more at the end: there alone is room for three blocks.
+  for (size_t i = 0; i < slots.size(); i += 2) arena->free(slots[i]);
+  arena->free(slots[1023]);
+  arena->free(slots[1021]);
+  const uint64_t before = arena->looked_at_count();
+  const auto offset = arena->allocate(3 * kBlockBytes);
+  ASSERT_TRUE(offset.has_value());
+  EXPECT_EQ(*offset, slots[1020]);
+  // The depth of a search tree of 511 gaps whose shape is left to chance.
+  EXPECT_LE(arena->looked_at_count() - before, 40U);
+  EXPECT_FALSE(arena->allocate(3 * kBlockBytes).has_value());
+}
+
 TEST(Arena, a_slot_across_segments_is_one_range_in_another_mapping_of_the_descriptors_too) {
   const auto arena = arena_with(3);
   const auto head = arena->allocate(kSegmentBytes - kBlockBytes);
