@@ -7,15 +7,20 @@
 #include <utility>
 #include <vector>
 
+#include "base/memory_reserve.h"
 #include "base/status.h"
 
 namespace memd {
 
-/// A thread that runs `run`, or why the machine gives none and what to raise.
+/// A thread that runs `run`, or why the machine gives none and what to raise. Nobody could be told
+/// that an allocation of it failed: it may use the reserve.
 template <typename Run>
 Result<std::thread> start_thread(Run run) {
   try {
-    return std::thread(std::move(run));
+    return std::thread([run = std::move(run)]() mutable {
+      use_reserve();
+      run();
+    });
   } catch (const std::system_error& failure) {
     return Status(
         StatusCode::capacity,

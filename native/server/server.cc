@@ -77,9 +77,10 @@ Result<JobInfo> Server::open_job(const OpenJobRequest& request) {
   }
   // A stopped job that no catalogue named goes without being asked to.
   refill_pool();
-  auto job = thread_->ask<JobInfo>(kAnswerS, "opening a job", [this, request](const auto& reply) {
-    reply(store().admissions().open(request));
-  });
+  auto job =
+      thread_->ask_for_more<JobInfo>(kAnswerS, "opening a job", [this, request](const auto& reply) {
+        reply(store().admissions().open(request));
+      });
   if (!job.is_ok()) refill_pool_after(job.status());
   if (!job.is_ok() || !job.value().created || !outlives_process()) return job;
   // Memory that outlives this process belongs to a job that the disk knows, so that the next daemon
@@ -123,7 +124,7 @@ Result<ShardInfo> Server::find_shard(uint64_t job_id, const std::string& name) {
 }
 
 Status Server::set_job_weight(uint64_t job_id, JobWeight weight) {
-  return status_of(thread_->ask<Nothing>(
+  return status_of(thread_->ask_for_more<Nothing>(
       kAnswerS, "setting a job's weight", [this, job_id, weight](const auto& reply) {
         reply(nothing(store().admissions().set_weight(job_id, weight)));
       }));
@@ -170,8 +171,8 @@ Result<SessionGrant> Server::attach(uint64_t job_id, const SessionOwner& owner, 
     }
   };
   using Pointer = std::shared_ptr<Answer>;
-  auto result =
-      thread_->ask<Pointer>(timeout_s, "attaching", [this, job_id, owner](const auto& reply) {
+  auto result = thread_->ask_for_more<Pointer>(
+      timeout_s, "attaching", [this, job_id, owner](const auto& reply) {
         auto session = store().attach(job_id, owner);
         if (!session.is_ok()) return reply(session.status());
         const auto job = store().job_of(session.value()->session_id);
@@ -283,33 +284,36 @@ Result<uint32_t> Server::detach(uint64_t session_id) {
 
 Result<std::pair<std::vector<ShardInfo>, bool>> Server::declare(
     uint64_t session_id, const std::vector<ShardSpec>& specs) {
-  return thread_->ask<std::pair<std::vector<ShardInfo>, bool>>(
+  return thread_->ask_for_more<std::pair<std::vector<ShardInfo>, bool>>(
       kAnswerS, "declaring shards", [this, session_id, specs](const auto& reply) {
         reply(store().declare(session_id, specs));
       });
 }
 
 Result<StepReport> Server::step(const StepRequest& request, double timeout_s) {
-  return thread_->ask<StepReport>(timeout_s, "the step", [this, request](const auto& reply) {
-    store().operations().step(request, [reply](const Status& status, const StepReport& report) {
-      reply(value_or(status, report));
-    });
-  });
+  return thread_->ask_for_more<StepReport>(
+      timeout_s, "the step", [this, request](const auto& reply) {
+        store().operations().step(request, [reply](const Status& status, const StepReport& report) {
+          reply(value_or(status, report));
+        });
+      });
 }
 
 Status Server::expect_step(uint64_t session_id, const std::vector<StepGroup>& groups) {
-  return status_of(thread_->ask<Nothing>(
+  return status_of(thread_->ask_for_more<Nothing>(
       kAnswerS, "saying what a step will do", [this, session_id, groups](const auto& reply) {
         reply(nothing(store().gradients().expect_step(session_id, groups)));
       }));
 }
 
 Result<StepReport> Server::sync(uint64_t session_id, double timeout_s) {
-  return thread_->ask<StepReport>(timeout_s, "the sync", [this, session_id](const auto& reply) {
-    store().operations().sync(session_id, [reply](const Status& status, const StepReport& report) {
-      reply(value_or(status, report));
-    });
-  });
+  return thread_->ask_for_more<StepReport>(
+      timeout_s, "the sync", [this, session_id](const auto& reply) {
+        store().operations().sync(session_id,
+                                  [reply](const Status& status, const StepReport& report) {
+                                    reply(value_or(status, report));
+                                  });
+      });
 }
 
 Status Server::drop_gradients(uint64_t session_id, const std::vector<uint32_t>& shard_ids) {
@@ -369,7 +373,7 @@ void ServiceLease::release(bool discard) {
 }
 
 Result<MomentValues> Server::read_moments(const MomentsRequest& request, double timeout_s) {
-  return thread_->ask<MomentValues>(
+  return thread_->ask_for_more<MomentValues>(
       timeout_s, "reading moments", [this, request](const auto& reply) {
         store().operations().read_moments(request,
                                           [reply](const Status& status, MomentValues values) {
@@ -383,7 +387,7 @@ Status Server::write_moments(const MomentsRequest& request,
                              MomentValues values,
                              double timeout_s) {
   const auto shared = std::make_shared<MomentValues>(std::move(values));
-  return status_of(thread_->ask<Nothing>(
+  return status_of(thread_->ask_for_more<Nothing>(
       timeout_s, "writing moments", [this, request, generation, shared](const auto& reply) {
         store().operations().write_moments(
             request, generation, std::move(*shared), [reply](const Status& status) {
@@ -405,9 +409,10 @@ void Server::set_scrub_rate(uint64_t bytes_per_second) {
 }
 
 Result<uint64_t> Server::begin_check(const LiveCheckRequest& request) {
-  return thread_->ask<uint64_t>(kAnswerS, "beginning a check", [this, request](const auto& reply) {
-    reply(store().live_check().begin(request));
-  });
+  return thread_->ask_for_more<uint64_t>(
+      kAnswerS, "beginning a check", [this, request](const auto& reply) {
+        reply(store().live_check().begin(request));
+      });
 }
 
 Result<LiveCheckProgress> Server::check_progress(uint64_t check_id) {

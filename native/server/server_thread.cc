@@ -37,6 +37,8 @@ Status ServerThread::start() {
   if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, engine_->wake_fd(), &event) != 0) {
     return device_error(errno, "epoll_ctl");
   }
+  // If there is no reserve, requests are refused one by one.
+  [[maybe_unused]] const bool is_whole = has_reserve();
   auto thread = start_thread([this] { run(); });
   if (!thread.is_ok()) return thread.status();
   thread_ = std::move(thread).value();

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/memory_reserve.h"
 #include "base/owned_fd.h"
 #include "base/status.h"
 #include "base/turn_circle.h"
@@ -47,6 +48,12 @@ class ServerThread {
   Result<T> ask(double timeout_s,
                 const char* what,
                 std::function<void(std::function<void(Result<T>)>)> start);
+  /// As ask(), for what takes memory of its own or keeps some: refused before it begins where the
+  /// daemon has none to spare.
+  template <typename T>
+  Result<T> ask_for_more(double timeout_s,
+                         const char* what,
+                         std::function<void(std::function<void(Result<T>)>)> start);
   /// As ask(), for what changes nothing: if memory runs out for the answer, that is the answer.
   template <typename T>
   Result<T> ask_reading(const char* what,
@@ -131,10 +138,20 @@ Result<T> ServerThread::ask(double timeout_s,
 }
 
 template <typename T>
+Result<T> ServerThread::ask_for_more(double timeout_s,
+                                     const char* what,
+                                     std::function<void(std::function<void(Result<T>)>)> start) {
+  return ask<T>(timeout_s, what, [what, start = std::move(start)](const auto& reply) {
+    has_reserve() ? start(reply) : reply(no_memory_for(what));
+  });
+}
+
+template <typename T>
 Result<T> ServerThread::ask_reading(const char* what,
                                     std::function<void(std::function<void(Result<T>)>)> start) {
   return ask<T>(kAnswerS, what, [what, start = std::move(start)](const auto& reply) {
     try {
+      const WithoutReserve can_be_told;
       start(reply);
     } catch (const std::bad_alloc&) {
       reply(error(StatusCode::capacity, "the daemon has no memory for the answer: ", what));

@@ -3,7 +3,7 @@
 namespace memd {
 
 Result<SnapshotInfo> SnapshotCalls::create(const SnapshotRequest& request, double timeout_s) const {
-  return thread_.ask<SnapshotInfo>(
+  return thread_.ask_for_more<SnapshotInfo>(
       timeout_s, "making a snapshot", [thread = &thread_, request](const auto& reply) {
         thread->store().snapshots().create(request, reply);
       });
@@ -12,7 +12,7 @@ Result<SnapshotInfo> SnapshotCalls::create(const SnapshotRequest& request, doubl
 Result<SnapshotInfo> SnapshotCalls::restore(uint64_t job_id,
                                             const std::string& name,
                                             double timeout_s) const {
-  return thread_.ask<SnapshotInfo>(
+  return thread_.ask_for_more<SnapshotInfo>(
       timeout_s, "going back to a snapshot", [thread = &thread_, job_id, name](const auto& reply) {
         thread->store().snapshots().restore(job_id, name, reply);
       });

@@ -10,6 +10,7 @@
 #include "base/bulk_bytes.h"
 #include "base/check.h"
 #include "base/failpoint.h"
+#include "base/memory_reserve.h"
 #include "base/units.h"
 #include "store/job_load.h"
 #include "store/job_replacement.h"
@@ -286,6 +287,7 @@ void ShardStore::lease(const LeaseRequest& request, LeaseReply reply) {
   if (request.part > Part::gradient || request.mode > LeaseMode::overwrite) {
     return reply(error(StatusCode::invalid_argument, "unknown part or mode of a lease"), {});
   }
+  if (!has_reserve()) return reply(no_memory_for("a lease"), {});
   const auto found = parts_.job_of(request.session_id);
   if (!found.is_ok()) return reply(found.status(), {});
   Job& job = *found.value();

@@ -6,6 +6,7 @@
 #include <memory>
 #include <new>
 
+#include "base/memory_reserve.h"
 #include "base/units.h"
 
 namespace memd {
@@ -19,6 +20,7 @@ constexpr uint64_t kRecordMemoryBytesMin = 16_MiB;
 /// Memory that can be had in one piece can be had in many pieces a moment later, since only the
 /// server thread allocates so much: nothing has to be undone half-way.
 bool can_allocate(uint64_t bytes) {
+  const WithoutReserve can_be_told;
   const std::unique_ptr<std::byte[]> piece(new (std::nothrow) std::byte[bytes]);
   return piece != nullptr;
 }
