@@ -20,8 +20,8 @@
 
 namespace memd {
 
-/// An entry as plans see it: whether one has brought it up, and whether the last try failed. The
-/// PrefetchWindow counts its bytes.
+/// An entry as plans see it: whether one has brought it up, and whether the last try failed.
+/// Changed by the PrefetchWindow alone.
 class EntryPrefetch {
  public:
   /// Brought up by a plan. `late`: somebody asked before it was there.
@@ -194,10 +194,11 @@ class Entry {
   bool is_uncommitted() const { return is_uncommitted_; }
   void show_uncommitted() { is_uncommitted_ = true; }
 
-  EntryPrefetch& prefetch() { return prefetch_; }
   const EntryPrefetch& prefetch() const { return prefetch_; }
 
  private:
+  friend class PrefetchWindow;  // changes prefetch_, whose bytes it counts
+
   const uint64_t bytes_;
   std::unique_ptr<Slot> slot_;
   std::unique_ptr<Slot> pending_;

@@ -93,8 +93,7 @@ void PlanProgress::follow(Session& session, std::span<const Use> uses) {
     if (use.is_resident && entry->is_resident() && entry->pending() == nullptr) {
       parts_.policy.used(entry->id(), entry->price());
     }
-    parts_.window.end(*entry, true);
-    entry->prefetch().note_used();
+    parts_.window.note_used(*entry);
     const auto kind = kind_of(*entry, use.mode);
     if (!kind) continue;
     const PlanCursor::Seen seen = plan.use(entry->id(), *kind);

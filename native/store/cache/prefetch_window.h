@@ -8,8 +8,8 @@
 
 namespace memd {
 
-/// Counts its bytes, and what becomes of them; EntryPrefetch says it of each entry. Owned by
-/// the Job; the server thread calls everything; nothing blocks.
+/// Counts its bytes, and what becomes of them; EntryPrefetch says it of each entry, and changes
+/// here alone. Owned by the JobCache; the server thread calls everything; nothing blocks.
 class PrefetchWindow {
  public:
   explicit PrefetchWindow(JobCounters& counters) : counters_(counters) {}
@@ -19,19 +19,29 @@ class PrefetchWindow {
   uint64_t reading_bytes() const { return reading_bytes_; }
 
   void begin(Entry& entry) {
-    entry.prefetch().begin();
+    entry.prefetch_.begin();
     bytes_ += entry.bytes();
     reading_bytes_ += entry.bytes();
     counters_.prefetched_bytes += entry.bytes();
   }
-  void end_reading(const Entry& entry) { reading_bytes_ -= entry.bytes(); }
+  void end_reading(Entry& entry, bool is_ok) {
+    reading_bytes_ -= entry.bytes();
+    entry.prefetch_.note_read(is_ok);
+  }
   /// Somebody asks for it.
   void note_asked(Entry& entry) {
-    if (entry.prefetch().note_asked()) ++counters_.prefetch_late;
+    if (entry.prefetch_.note_asked()) ++counters_.prefetch_late;
   }
-  /// It is used, or gone.
-  void end(Entry& entry, bool is_used = false) {
-    const EntryPrefetch::State was = entry.prefetch().end();
+  void note_used(Entry& entry) {
+    end(entry, true);
+    entry.prefetch_.note_used();
+  }
+  /// It is gone, or not needed soon any more.
+  void end(Entry& entry) { end(entry, false); }
+
+ private:
+  void end(Entry& entry, bool is_used) {
+    const EntryPrefetch::State was = entry.prefetch_.end();
     if (was == EntryPrefetch::State::no) return;
     bytes_ -= entry.bytes();
     if (was == EntryPrefetch::State::late) return;
@@ -42,7 +52,6 @@ class PrefetchWindow {
     }
   }
 
- private:
   JobCounters& counters_;
   uint64_t bytes_ = 0;
   uint64_t reading_bytes_ = 0;

@@ -144,8 +144,7 @@ void Prefetcher::prefetch(Entry& entry, std::unique_ptr<Slot> slot) {
   parts_.window.begin(entry);
   parts_.residencies.move(entry, Residency::absent, Residency::filling);
   fetches_.fetch(entry, IoPriority::prefetch, [this, &entry](const Status& status) {
-    parts_.window.end_reading(entry);
-    entry.prefetch().note_read(status.is_ok());
+    parts_.window.end_reading(entry, status.is_ok());
     parts_.policy.want_look_ahead();
   });
 }
