@@ -61,7 +61,7 @@ Status Gradients::drop(uint64_t session_id, const std::vector<uint32_t>& shard_i
 }
 
 void Gradients::drop(Job& job, uint64_t session_id) {
-  for (uint32_t index = 0; index < job.shards().buckets().size(); ++index)
+  for (const uint32_t index : job.cache().gradient_buckets().list())
     drop_of_session(job, index, session_id, [](const Shard&) { return true; });
 }
 
@@ -105,6 +105,7 @@ void Gradients::drop_in_bucket(Job& job, uint32_t index, const Chosen& chosen) {
     }
     all = all && shard.contributors.empty();
   }
+  if (all) job.cache().gradient_buckets().remove(index);
   if (!any || !all) return;
   Entry* const entry = bucket.gradient;
   const auto settled = [entry] {

@@ -161,6 +161,7 @@ Result<std::unique_ptr<Job>> JobLoad::adopt(RememberedJob& remembered,
                      .kept = job.kept(),
                      .sessions = job.cache().sessions(),
                      .group = job.cache().group(),
+                     .gradient_buckets = job.cache().gradient_buckets(),
                      .durability = job.admission().durability(),
                      .check_staged = [&job](const StepRequest& request) {
                        return check_staged(job.shards(), job.name(), request);

@@ -426,6 +426,32 @@ TEST(TurnsTest, a_lease_looks_at_no_more_retired_slots_however_many_readers_keep
   EXPECT_EQ(slots.pinned_by_others(writer), false);
 }
 
+TEST(TurnsTest, a_session_that_ends_looks_at_buckets_with_gradients_alone) {
+  constexpr uint32_t kParameters = 12;
+  Heart heart(std::make_shared<MemoryDisk>(400_MiB), kFloorSegments + 60);
+  const uint64_t job_id = heart.open("job", 60, 215_MiB);
+  const uint64_t idle = heart.attach(job_id);
+  const uint64_t ending = heart.attach(job_id);
+  const uint64_t staying = heart.attach(job_id);
+  const auto ids = heart.declare(staying, parameters(kParameters));
+  const std::vector<float> values(kTileElements, 1.0F);
+  for (const uint32_t id : ids) heart.write(staying, id, values);
+  for (const uint32_t id : {ids[2], ids[5]}) heart.write(ending, id, values, Part::gradient);
+  heart.write(staying, ids[7], values, Part::gradient);
+  const Gradients& gradients = heart.store().gradients();
+  const auto looked_at_by_the_end_of = [&](uint64_t session) {
+    const uint64_t before = gradients.looked_at_count();
+    EXPECT_TRUE(heart.store().detach(session).is_ok());
+    return gradients.looked_at_count() - before;
+  };
+  EXPECT_EQ(looked_at_by_the_end_of(ending), 3U);
+  EXPECT_EQ(looked_at_by_the_end_of(idle), 1U);
+  EXPECT_EQ(heart.lease(staying, ids[2], LeaseMode::read, Part::gradient).status.code(),
+            StatusCode::not_found);
+  EXPECT_EQ(heart.read<float>(staying, ids[7], Part::gradient), values);
+  EXPECT_EQ(looked_at_by_the_end_of(staying), 1U);
+}
+
 TEST(TurnsTest, a_step_that_is_published_looks_at_its_own_gradients_alone) {
   constexpr uint32_t kParameters = 12;
   Heart heart(std::make_shared<MemoryDisk>(400_MiB), kFloorSegments + 60);

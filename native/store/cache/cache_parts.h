@@ -11,6 +11,7 @@
 #include "base/workers.h"
 #include "store/cache/activities.h"
 #include "store/cache/eviction.h"
+#include "store/cache/gradient_buckets.h"
 #include "store/cache/job_counters.h"
 #include "store/cache/job_memory.h"
 #include "store/cache/lease_gates.h"
@@ -48,6 +49,7 @@ struct CacheParts {
   const std::unique_ptr<Ledger>& ledger;
   const std::vector<std::shared_ptr<Session>>& sessions;
   TrainingGroup& group;
+  GradientBuckets& gradient_buckets;
   const JobProgress& progress;
   const JobSpace& space;
   LostShards& lost;

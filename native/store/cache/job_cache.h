@@ -14,6 +14,7 @@
 #include "store/cache/entry.h"
 #include "store/cache/eviction.h"
 #include "store/cache/fetches.h"
+#include "store/cache/gradient_buckets.h"
 #include "store/cache/half_written.h"
 #include "store/cache/job_counters.h"
 #include "store/cache/job_memory.h"
@@ -69,6 +70,7 @@ class JobCache {
   const AttachedSessions& sessions() const { return sessions_; }
   TrainingGroup& group() { return group_; }
   const TrainingGroup& group() const { return group_; }
+  GradientBuckets& gradient_buckets() { return gradient_buckets_; }
   Activities& activities() { return activities_; }
   const Activities& activities() const { return activities_; }
   /// Owners of the cache and of the private state count there.
@@ -120,6 +122,7 @@ class JobCache {
   const Parts parts_;
   AttachedSessions sessions_;
   TrainingGroup group_;
+  GradientBuckets gradient_buckets_;
   WaitLists waits_;
   Activities activities_{waits_};
   JobCounters counters_;

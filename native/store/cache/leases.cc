@@ -401,6 +401,7 @@ void Leases::note_writer(const Try& asked) {
   if (request.part == Part::gradient) {
     shard.is_gradient_unsure = request.is_expected && shard.contributors.empty();
     shard.contributors = parts_.group.with(shard.contributors, request.session_id);
+    parts_.gradient_buckets.add(shard.bucket);
     parts_.waits.wake(asked.entry);
     parts_.note_shard(request.shard_id);
   } else if (shard.kind == ShardKind::parameter) {

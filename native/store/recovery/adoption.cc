@@ -98,6 +98,7 @@ void Adoption::begin_shards() {
                         job_.progress.undurable_since());
   for (const auto& [shard_id, state] : remembered_.contents().shards) {
     job_.shards[shard_id].contributors = state.contributors;
+    if (!state.contributors.empty()) job_.gradient_buckets.add(job_.shards[shard_id].bucket);
     job_.shards[shard_id].written = state.written;
   }
 }

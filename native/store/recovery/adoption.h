@@ -12,6 +12,7 @@
 #include "base/status.h"
 #include "io/io_queue.h"
 #include "store/cache/attached_sessions.h"
+#include "store/cache/gradient_buckets.h"
 #include "store/cache/job_memory.h"
 #include "store/cache/residencies.h"
 #include "store/cache/sessions.h"
@@ -55,6 +56,7 @@ struct AdoptedJob {
   KeptMemory& kept;
   AttachedSessions& sessions;
   TrainingGroup& group;
+  GradientBuckets& gradient_buckets;
   const Durability& durability;
   /// Whether the buffers that a closed step names can be exchanged.
   std::function<Status(const StepRequest&)> check_staged;
