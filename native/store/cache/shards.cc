@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <array>
+#include <string_view>
 #include <tuple>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 #include "base/check.h"
@@ -115,45 +117,47 @@ Status Shards::check(const ShardSpec& spec, uint64_t bytes_max) const {
                  " bytes; this one has ",
                  spec.name.size());
   }
-  const std::string who = concat("shard ", job_name_, "/", spec.name, ": ");
+  // Only where it is refused: a declaration has as many as the model.
+  const auto who = [&] { return concat("shard ", job_name_, "/", spec.name, ": "); };
   if (dtype_bytes(spec.dtype) == 0) {
-    return error(StatusCode::invalid_argument, who, "memd knows no ", dtype_name(spec.dtype));
+    return error(StatusCode::invalid_argument, who(), "memd knows no ", dtype_name(spec.dtype));
   }
   if (spec.kind == ShardKind::unspecified || spec.kind > ShardKind::buffer) {
-    return error(StatusCode::invalid_argument, who, "unknown kind ", static_cast<int>(spec.kind));
+    return error(StatusCode::invalid_argument, who(), "unknown kind ", static_cast<int>(spec.kind));
   }
   if (spec.tier == Tier::unspecified || spec.tier > Tier::nvme) {
-    return error(StatusCode::invalid_argument, who, "unknown tier ", static_cast<int>(spec.tier));
+    return error(StatusCode::invalid_argument, who(), "unknown tier ", static_cast<int>(spec.tier));
   }
   if (spec.shape.size() > ShardLabel::kDimensionsMax) {
     return error(StatusCode::invalid_argument,
-                 who,
+                 who(),
                  spec.shape.size(),
                  " dimensions; at most ",
                  ShardLabel::kDimensionsMax);
   }
   const auto bytes = tensor_bytes(spec.shape, spec.dtype);
   if (!bytes) {
-    return error(StatusCode::invalid_argument, who, "shape ", shape_text(spec.shape), " overflows");
+    return error(
+        StatusCode::invalid_argument, who(), "shape ", shape_text(spec.shape), " overflows");
   }
   if (spec.kind == ShardKind::parameter) {
     if (spec.dtype != DType::float32 && spec.dtype != DType::bfloat16) {
       return error(
           spec.dtype == DType::float16 ? StatusCode::not_yet : StatusCode::invalid_argument,
-          who,
+          who(),
           "parameters are float32 or bfloat16; convert it: ",
           dtype_name(spec.dtype));
     }
     if (spec.tier == Tier::host) {
       return error(
-          StatusCode::not_yet, who, "parameters in tier=\"host\" come later; use tier=\"nvme\"");
+          StatusCode::not_yet, who(), "parameters in tier=\"host\" come later; use tier=\"nvme\"");
     }
   }
   if (const auto found = names_.find(spec.name)) {
     const ShardSpec held = shards_[*found].spec();
     if (held.kind != spec.kind || held.dtype != spec.dtype || held.shape != spec.shape) {
       return error(StatusCode::already_exists,
-                   who,
+                   who(),
                    "the job holds it with another shape or dtype; use another name, delete it, or "
                    "start over with ",
                    "connect(fresh=True): held ",
@@ -167,7 +171,7 @@ Status Shards::check(const ShardSpec& spec, uint64_t bytes_max) const {
     }
   } else if (*bytes > bytes_max) {
     return error(StatusCode::capacity,
-                 who,
+                 who(),
                  "larger than the job's memory; raise host_bytes: ",
                  *bytes,
                  " bytes, the arena has at most ",
@@ -341,7 +345,7 @@ std::vector<uint32_t> Shards::ids_in_order() const {
 
 Result<Declaration> Shards::plan(const std::vector<ShardSpec>& specs, uint64_t bytes_max) const {
   Declaration planned;
-  std::set<std::string> names;
+  std::unordered_set<std::string_view> names;
   for (const ShardSpec& spec : specs) {
     if (Status status = check(spec, bytes_max); !status.is_ok()) return status;
     if (!names.insert(spec.name).second) {

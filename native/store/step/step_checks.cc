@@ -2,6 +2,7 @@
 
 #include <set>
 #include <string>
+#include <vector>
 
 #include "base/failpoint.h"
 
@@ -19,22 +20,23 @@ Status check_parameter(const StepParts& parts,
         StatusCode::not_found, "job ", job.job_name, " has no parameter with shard id ", shard_id);
   }
   const Shard& shard = job.shards[shard_id];
-  const std::string who = concat("shard ", job.job_name, "/", shard.name());
+  // Only where it is refused: a step has as many as the model.
+  const auto who = [&] { return concat("shard ", job.job_name, "/", shard.name()); };
   if (!parts.group.are_all_with(shard.contributors, request.session_id)) {
     return error(StatusCode::invalid_argument,
-                 who,
+                 who(),
                  " has no gradient from this session; run backward first");
   }
   if (!shard.written) {
-    return error(StatusCode::invalid_argument, who, " was never written; write its first value");
+    return error(StatusCode::invalid_argument, who(), " was never written; write its first value");
   }
   if (gradient->slot() != nullptr &&
       job.slots.pins(*gradient->slot(), shard.index_in_bucket).has_writers()) {
-    return error(StatusCode::invalid_argument, who, ": its gradient is still leased for writing");
+    return error(StatusCode::invalid_argument, who(), ": its gradient is still leased for writing");
   }
   if (settings.amsgrad && !shard.keeps_maximum) {
     return error(StatusCode::invalid_argument,
-                 who,
+                 who(),
                  " is to be updated with amsgrad, and its optimizer state has no max_exp_avg_sq; "
                  "load a state that has it, reset the state, or leave amsgrad off");
   }
@@ -64,11 +66,11 @@ Status check_pair(const Shards& shards,
 }  // namespace
 
 Status check_step(const StepParts& parts, const StepRequest& request) {
-  std::set<uint32_t> seen;
+  std::vector<bool> seen(parts.job.shards.size());
   for (const StepGroup& group : request.groups) {
     for (const uint32_t shard_id : group.shard_ids) {
       const Entry* const gradient = parts.job.shards.find_entry(shard_id, Part::gradient);
-      if (gradient != nullptr && !seen.insert(shard_id).second) {
+      if (gradient != nullptr && seen[shard_id]) {
         return error(StatusCode::invalid_argument,
                      "shard ",
                      parts.job.job_name,
@@ -78,6 +80,7 @@ Status check_step(const StepParts& parts, const StepRequest& request) {
       }
       Status status = check_parameter(parts, request, group.settings, shard_id);
       if (!status.is_ok()) return status;
+      seen[shard_id] = true;
     }
   }
   return check_staged(parts.job.shards, parts.job.job_name, request);

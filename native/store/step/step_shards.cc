@@ -35,6 +35,9 @@ std::vector<SummedGradients> summed_gradients(const StepParts& parts, const Step
 
 void StepShards::seal() {
   const StateParts& job = parts_.job;
+  size_t shard_count = 0;
+  for (const StepGroup& group : request_.groups) shard_count += group.shard_ids.size();
+  group_of_.reserve(shard_count);
   for (size_t group = 0; group < request_.groups.size(); ++group) {
     for (const uint32_t shard_id : request_.groups[group].shard_ids) {
       group_of_[shard_id] = group;
