@@ -30,11 +30,15 @@ struct Turn {
 thread_local Turn turn;
 
 std::array<std::atomic<uint64_t>, kPlaceCount> owed_max;
+std::atomic<uint64_t> moved_elsewhere{0};
 
 }  // namespace
 
 void count_moved(uint64_t bytes) {
-  if (!turn.is_counted || turn.worker_depth > 0) return;
+  if (!turn.is_counted || turn.worker_depth > 0) {
+    moved_elsewhere.fetch_add(bytes, std::memory_order_relaxed);
+    return;
+  }
   if (turn.owed_depth > 0) {
     turn.owed_bytes += bytes;
     return;
@@ -55,6 +59,8 @@ void end_turn() {
 }
 
 void end_turns() { turn.is_counted = false; }
+
+uint64_t moved_elsewhere_bytes() { return moved_elsewhere; }
 
 uint64_t owed_bytes_max(OwedPlace place) { return owed_max[static_cast<size_t>(place)]; }
 

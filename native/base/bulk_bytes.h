@@ -42,6 +42,8 @@ void count_moved(uint64_t bytes);
 void end_turn();
 /// The calling thread has no store any more.
 void end_turns();
+/// Bytes that threads without a store, workers above all, have moved since the process started.
+uint64_t moved_elsewhere_bytes();
 /// By place, since the process started: the most of any one use.
 uint64_t owed_bytes_max(OwedPlace place);
 

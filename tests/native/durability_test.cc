@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "base/bulk_bytes.h"
 #include "released_memory.h"
 #include "ring/layout.h"
 #include "ring/shared_memory.h"
@@ -205,6 +206,32 @@ TEST(DurabilityRoom, a_dirty_tile_in_the_last_segment_is_written_before_the_aren
   heart.release(a);
   heart.release(b);
   EXPECT_EQ(heart.read<float>(session, ids[1]), tail);
+}
+
+TEST(DurabilityBytes, a_resident_step_copies_16_bytes_a_parameter_and_every_tenth_hashes_12_more) {
+  constexpr uint64_t kElements = 4 * kTileElements;
+  TestKeeper keeper;
+  Heart heart(std::make_shared<MemoryDisk>(kDiskBytes), kFloorSegments + 16, &keeper);
+  const uint64_t session = heart.attach(heart.open("job", 16, kQuotaBytes, durability("every:10")));
+  const auto ids = heart.declare(session, {parameter("w", kElements)});
+  heart.write(session, ids[0], numbers(kElements, 1));
+  ASSERT_TRUE(heart.sync(session).is_ok());
+  for (uint32_t step = 1; step <= 20; ++step) {
+    heart.write(session, ids[0], numbers(kElements, step), Part::gradient);
+    const uint64_t before = moved_elsewhere_bytes();
+    const auto [status, report] =
+        heart.step({.session_id = session, .groups = {{.settings = {}, .shard_ids = ids}}});
+    ASSERT_TRUE(status.is_ok()) << status.message();
+    const double moved = static_cast<double>(moved_elsewhere_bytes() - before) / kElements;
+    // The first loads the tiles, and verifies what it has read.
+    if (step == 1) continue;
+    // The value that the arena shows, and pre-images of it and of moments where a tile has no other
+    // copy; beside them the records of the commits.
+    const double expected = step % 10 == 0 ? 28 : step % 10 == 1 ? 4 : 16;
+    EXPECT_GE(moved, expected) << step;
+    EXPECT_LE(moved, expected + 0.1) << step;
+    EXPECT_EQ(report.written_bytes >= 12 * kElements, step % 10 == 0) << step;
+  }
 }
 
 TEST(DurabilityStopped, a_job_that_no_catalogue_names_is_gone_once_nobody_uses_it) {
