@@ -10,12 +10,15 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "base/status.h"
 #include "ring/layout.h"
 
 namespace memd {
+
+class Server;
 
 /// StatusError, and the codes it carries.
 void bind_status(nanobind::module_& module);
@@ -27,6 +30,8 @@ void bind_plan(nanobind::module_& module);
 void bind_ring(nanobind::module_& module);
 /// Server and the records it answers with.
 void bind_server(nanobind::module_& module);
+/// The calls of Server that read snapshots for exports, and their records.
+void bind_snapshot_readings(nanobind::module_& module, nanobind::class_<Server>& server);
 /// Functions that work on volumes without a daemon.
 void bind_check(nanobind::module_& module);
 /// Measurements of `memd bench`.
@@ -78,6 +83,20 @@ template <typename T>
 T value_or_raise(Result<T> result) {
   raise_unless_ok(result.status());
   return std::move(result).value();
+}
+
+/// Calls without the GIL, then raises with it.
+template <typename Call>
+auto unlocked(Call call) {
+  auto result = [&] {
+    const nanobind::gil_scoped_release released;
+    return call();
+  }();
+  if constexpr (std::is_same_v<decltype(result), Status>) {
+    raise_unless_ok(result);
+  } else {
+    return value_or_raise(std::move(result));
+  }
 }
 
 }  // namespace memd

@@ -33,20 +33,6 @@ struct ShardInfos {
   std::vector<ShardInfo> all;
 };
 
-/// Calls without the GIL, then raises with it.
-template <typename Call>
-auto unlocked(Call call) {
-  auto result = [&] {
-    const nb::gil_scoped_release released;
-    return call();
-  }();
-  if constexpr (std::is_same_v<decltype(result), Status>) {
-    raise_unless_ok(result);
-  } else {
-    return value_or_raise(std::move(result));
-  }
-}
-
 IoEngine engine_named(const std::string& name) {
   if (name == "auto") return IoEngine::automatic;
   if (name == "io_uring") return IoEngine::io_uring;
@@ -237,7 +223,9 @@ void bind_records(nb::module_& module) {
               "On disk, some of which the job or other snapshots may name too.")
       .def_ro("extent_count", &SnapshotInfo::extent_count)
       .def_ro("is_lost", &SnapshotInfo::is_lost, "Its catalogue on disk is damaged.")
-      .def_ro("lost_shards", &SnapshotInfo::lost_shards);
+      .def_ro("lost_shards", &SnapshotInfo::lost_shards)
+      .def_ro("is_exported", &SnapshotInfo::is_exported)
+      .def_ro("exported_part", &SnapshotInfo::exported_part, "0 to 1, where it is exported.");
   nb::class_<ShardInfos>(module, "ShardInfos", "In the order that was asked for.")
       .def("__len__", [](const ShardInfos& self) { return self.all.size(); })
       .def("__getitem__",
@@ -301,6 +289,27 @@ void bind_records(nb::module_& module) {
       .def_ro("read_bytes", &StepReport::read_bytes)
       .def_ro("written_bytes", &StepReport::written_bytes)
       .def_ro("disk_error", &StepReport::disk_error);
+}
+
+void bind_background_statistics(nb::module_& module) {
+  nb::class_<ScrubStatistics>(module, "ScrubStatistics", "The verification in the background.")
+      .def_ro("bytes_per_second", &ScrubStatistics::bytes_per_second, "At most; 0: it is off.")
+      .def_ro("bytes", &ScrubStatistics::bytes, "Read since the start.")
+      .def_ro("errors", &ScrubStatistics::errors, "Extents found damaged, in each pass anew.")
+      .def_ro("pass_count", &ScrubStatistics::pass_count)
+      .def_prop_ro("last_pass_age_seconds",
+                   [](const ScrubStatistics& self) { return seconds(self.last_pass_age_ns); })
+      .def_ro("in_pass", &ScrubStatistics::in_pass)
+      .def_ro("pass_bytes", &ScrubStatistics::pass_bytes)
+      .def_ro("pass_bytes_all", &ScrubStatistics::pass_bytes_all)
+      .def_ro("last_error", &ScrubStatistics::last_error);
+  nb::class_<SnapshotReadingStatistics>(
+      module, "SnapshotReadingStatistics", "Reads of snapshots for exports.")
+      .def_ro("count", &SnapshotReadingStatistics::count, "At this moment.")
+      .def_ro("bytes", &SnapshotReadingStatistics::bytes, "Read and verified since the start.")
+      .def_ro("errors",
+              &SnapshotReadingStatistics::errors,
+              "Extents that were damaged or could not be read.");
 }
 
 void bind_statistics(nb::module_& module) {
@@ -423,17 +432,6 @@ void bind_statistics(nb::module_& module) {
           "phases_of_wall_max",
           [](const TurnStatistics& self) { return by_phase(self.phases_of_wall_max); },
           "Seconds by the wall of each phase of the turn that took wall_seconds_max.");
-  nb::class_<ScrubStatistics>(module, "ScrubStatistics", "The verification in the background.")
-      .def_ro("bytes_per_second", &ScrubStatistics::bytes_per_second, "At most; 0: it is off.")
-      .def_ro("bytes", &ScrubStatistics::bytes, "Read since the start.")
-      .def_ro("errors", &ScrubStatistics::errors, "Extents found damaged, in each pass anew.")
-      .def_ro("pass_count", &ScrubStatistics::pass_count)
-      .def_prop_ro("last_pass_age_seconds",
-                   [](const ScrubStatistics& self) { return seconds(self.last_pass_age_ns); })
-      .def_ro("in_pass", &ScrubStatistics::in_pass)
-      .def_ro("pass_bytes", &ScrubStatistics::pass_bytes)
-      .def_ro("pass_bytes_all", &ScrubStatistics::pass_bytes_all)
-      .def_ro("last_error", &ScrubStatistics::last_error);
   nb::class_<ServerStatistics>(module, "ServerStatistics")
       .def_ro("pool", &ServerStatistics::pool)
       .def_ro("pool_bytes_free", &ServerStatistics::pool_bytes_free)
@@ -451,7 +449,8 @@ void bind_statistics(nb::module_& module) {
       .def_ro("commit_seconds", &ServerStatistics::commit_seconds)
       .def_ro("step_phases", &ServerStatistics::step_phases)
       .def_ro("turns", &ServerStatistics::turns)
-      .def_ro("scrub", &ServerStatistics::scrub);
+      .def_ro("scrub", &ServerStatistics::scrub)
+      .def_ro("exports", &ServerStatistics::exports);
 }
 
 /// The start, and jobs with what they hold.
@@ -844,6 +843,7 @@ void bind_operation(nb::class_<Server>& server) {
 
 void bind_server(nb::module_& module) {
   bind_records(module);
+  bind_background_statistics(module);
   bind_statistics(module);
 
   nb::class_<ServiceLease>(module,
@@ -883,6 +883,7 @@ void bind_server(nb::module_& module) {
   bind_sessions(server);
   bind_state(server);
   bind_operation(server);
+  bind_snapshot_readings(module, server);
 }
 
 }  // namespace memd

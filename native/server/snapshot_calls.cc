@@ -35,4 +35,25 @@ Result<std::vector<SnapshotInfo>> SnapshotCalls::list(uint64_t job_id) const {
       });
 }
 
+Result<SnapshotReading> SnapshotCalls::begin_reading(const SnapshotReadingRequest& request) const {
+  return thread_.ask<SnapshotReading>(
+      kAnswerS, "beginning an export", [thread = &thread_, request](const auto& reply) {
+        reply(thread->store().snapshot_readings().begin(request));
+      });
+}
+
+Result<SnapshotReadings::Piece> SnapshotCalls::read(uint64_t reading_id,
+                                                    const SnapshotPlace& place,
+                                                    double timeout_s) const {
+  return thread_.ask<SnapshotReadings::Piece>(
+      timeout_s, "reading a snapshot", [thread = &thread_, reading_id, place](const auto& reply) {
+        thread->store().snapshot_readings().read(reading_id, place, reply);
+      });
+}
+
+void SnapshotCalls::end_reading(uint64_t reading_id) const {
+  thread_.post(
+      [thread = &thread_, reading_id] { thread->store().snapshot_readings().end(reading_id); });
+}
+
 }  // namespace memd

@@ -21,6 +21,13 @@ class SnapshotCalls {
   Status drop(uint64_t job_id, const std::string& name, double timeout_s) const;
   Result<std::vector<SnapshotInfo>> list(uint64_t job_id) const;
 
+  // SnapshotReadings.
+  Result<SnapshotReading> begin_reading(const SnapshotReadingRequest& request) const;
+  Result<SnapshotReadings::Piece> read(uint64_t reading_id,
+                                       const SnapshotPlace& place,
+                                       double timeout_s) const;
+  void end_reading(uint64_t reading_id) const;
+
  private:
   ServerThread& thread_;
 };

@@ -350,6 +350,10 @@ void JobSnapshots::begin_drop(Job& job, const std::string& name, const Done& don
     done(no_such(job, name));
     return operations_.end(job_id);
   }
+  if (Status unread = readings_.check_unread(*snapshot, job.name()); !unread.is_ok()) {
+    done(unread);
+    return operations_.end(job_id);
+  }
   job.operations().set_phase("commits");
   MEMD_FAILPOINT("snapshot.before_drop");
   const uint64_t id = snapshot->id;
@@ -375,7 +379,12 @@ Result<std::vector<SnapshotInfo>> JobSnapshots::list(uint64_t job_id) const {
     return error(StatusCode::not_found, "there is no job with id ", job_id);
   }
   std::vector<SnapshotInfo> infos;
-  for (const Snapshot* const each : snapshots_.of_job(job_id)) infos.push_back(info_of(*each));
+  for (const Snapshot* const each : snapshots_.of_job(job_id)) {
+    SnapshotInfo& info = infos.emplace_back(info_of(*each));
+    const auto part = readings_.part_read(each->id);
+    info.is_exported = part.has_value();
+    info.exported_part = part.value_or(0);
+  }
   return infos;
 }
 

@@ -10,6 +10,7 @@
 
 #include "base/status.h"
 #include "store/job_operations.h"
+#include "store/snapshot_readings.h"
 #include "store/space/snapshots.h"
 #include "store/statistics.h"
 #include "store/store_parts.h"
@@ -32,14 +33,17 @@ class JobSnapshots {
  public:
   using Made = std::function<void(const Result<SnapshotInfo>&)>;
 
-  JobSnapshots(const StoreParts& parts, Snapshots& snapshots, JobOperations& operations)
-      : parts_(parts), snapshots_(snapshots), operations_(operations) {}
+  JobSnapshots(const StoreParts& parts,
+               Snapshots& snapshots,
+               const SnapshotReadings& readings,
+               JobOperations& operations)
+      : parts_(parts), snapshots_(snapshots), readings_(readings), operations_(operations) {}
   JobSnapshots(const JobSnapshots&) = delete;
   JobSnapshots& operator=(const JobSnapshots&) = delete;
 
   /// Keeps the job's last committed step, with what was put since. It is on disk when `made` runs.
   void create(const SnapshotRequest& request, Made made);
-  /// Extents that it alone named are free afterwards.
+  /// Extents that it alone named are free afterwards. Refused while somebody reads it.
   void drop(uint64_t job_id, const std::string& name, Done done);
   /// The job's committed step becomes the snapshot's, as the job was then: with the shards of that
   /// time. What it is now is gone, also in memory. Its quotas, durability and weight stay. Refused
@@ -72,6 +76,7 @@ class JobSnapshots {
 
   const StoreParts& parts_;
   Snapshots& snapshots_;
+  const SnapshotReadings& readings_;
   JobOperations& operations_;
 };
 

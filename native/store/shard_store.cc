@@ -49,11 +49,13 @@ ShardStore::ShardStore(const ShardStoreParts& parts)
       memory_(parts_),
       gradients_(parts_),
       operations_(parts_, gradients_),
-      job_snapshots_(parts_, snapshots_, operations_),
+      snapshot_readings_(parts_, snapshots_),
+      job_snapshots_(parts_, snapshots_, snapshot_readings_, operations_),
       reports_({.store = parts_,
                 .step_times = operations_.times(),
                 .scrub = scrub_,
-                .live_check = live_check_}),
+                .live_check = live_check_,
+                .snapshot_readings = snapshot_readings_}),
       admissions_({.store = parts_,
                    .memory = memory_,
                    .operations = operations_,
@@ -515,6 +517,7 @@ uint64_t ShardStore::next_deadline_ns() const {
 
 bool ShardStore::is_idle() const {
   return commits_.is_idle() && scrub_.is_idle() && live_check_.is_idle() &&
+         snapshot_readings_.is_idle() &&
          std::all_of(jobs_.begin(), jobs_.end(), [](const auto& it) {
            const Job& job = *it.second;
            return job.operations().is_idle() && job.conditions().empty() &&
@@ -525,6 +528,7 @@ bool ShardStore::is_idle() const {
 void ShardStore::give_up_waiting() {
   scrub_.set_rate(0);
   live_check_.give_up();
+  snapshot_readings_.give_up();
   for (const auto& [job_id, job] : jobs_) {
     for (LeaseWaiter& waiter : job->cache().waiters().take_all()) {
       waiter.refuse(error(StatusCode::unavailable, "the daemon is stopping; job ", job_id));

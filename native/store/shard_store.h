@@ -34,6 +34,7 @@
 #include "store/job_snapshots.h"
 #include "store/jobs.h"
 #include "store/journal/keepsakes.h"
+#include "store/snapshot_readings.h"
 #include "store/space/commit.h"
 #include "store/space/extent_store.h"
 #include "store/space/snapshots.h"
@@ -79,6 +80,7 @@ class ShardStore {
   Gradients& gradients() { return gradients_; }
   JobOperations& operations() { return operations_; }
   JobSnapshots& snapshots() { return job_snapshots_; }
+  SnapshotReadings& snapshot_readings() { return snapshot_readings_; }
   StoreReports& reports() { return reports_; }
   const StoreReports& reports() const { return reports_; }
   /// The verification that somebody asked for.
@@ -175,6 +177,7 @@ class ShardStore {
   HostMemory memory_;
   Gradients gradients_;
   JobOperations operations_;
+  SnapshotReadings snapshot_readings_;
   JobSnapshots job_snapshots_;
   StoreReports reports_;
   JobAdmissions admissions_;

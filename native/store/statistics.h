@@ -56,6 +56,15 @@ struct SnapshotInfo {
   uint64_t extent_count = 0;
   bool is_lost = false;                  // its catalogue is damaged: nobody knows what it was
   std::vector<std::string> lost_shards;  // with bytes that are gone
+  bool is_exported = false;              // somebody reads it
+  double exported_part = 0;              // what was read of it then, 0 to 1
+};
+
+/// Reads of snapshots for exports.
+struct SnapshotReadingStatistics {
+  uint64_t count = 0;   // at this moment
+  uint64_t bytes = 0;   // read and verified since the start
+  uint64_t errors = 0;  // extents that were damaged or could not be read
 };
 
 struct JobStatistics {
@@ -107,6 +116,7 @@ struct ServerStatistics {
   StepPhases step_phases;
   TurnStatistics turns;
   ScrubStatistics scrub;
+  SnapshotReadingStatistics exports;
 };
 
 }  // namespace memd

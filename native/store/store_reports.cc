@@ -133,6 +133,7 @@ std::vector<Activity> StoreReports::in_flight() const {
         each.since_ns);
   }
   if (auto activity = parts_.live_check.activity()) all.push_back(std::move(*activity));
+  for (Activity& each : parts_.snapshot_readings.activities()) all.push_back(std::move(each));
   std::stable_sort(all.begin(), all.end(), [](const Activity& a, const Activity& b) {
     return a.age_ns > b.age_ns;
   });
@@ -180,6 +181,7 @@ ServerStatistics StoreReports::statistics() const {
   out.commit_seconds = store_.commits.seconds();
   out.step_phases = parts_.step_times.phases;
   out.scrub = parts_.scrub.statistics();
+  out.exports = parts_.snapshot_readings.statistics();
   return out;
 }
 

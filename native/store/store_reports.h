@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "store/snapshot_readings.h"
 #include "store/statistics.h"
 #include "store/step/step_parts.h"
 #include "store/store_parts.h"
@@ -25,6 +26,7 @@ class StoreReports {
     const StepTimes& step_times;
     const Scrub& scrub;
     const LiveCheck& live_check;
+    const SnapshotReadings& snapshot_readings;
   };
 
   explicit StoreReports(const Parts& parts) : parts_(parts), store_(parts.store) {}

@@ -7,6 +7,8 @@
 #include <tuple>
 
 #include "base/bulk_bytes.h"
+#include "store/snapshot_contents.h"
+#include "store/snapshot_readings.h"
 #include "store_fixture.h"
 
 namespace memd {
@@ -16,6 +18,7 @@ using testing::bytes_shard;
 using testing::Heart;
 using testing::HeartOptions;
 using testing::kDiskBytes;
+using testing::kFloorSegments;
 using testing::newest_superblock;
 using testing::numbers;
 using testing::parameter;
@@ -762,6 +765,294 @@ TEST_F(SnapshotTest, the_scrub_reads_snapshots_too) {
   EXPECT_EQ(listed(heart)[0].lost_shards.size(), 1u);
   EXPECT_TRUE(heart.store().reports().find_job("job").value().lost_shards.empty());
   heart.store().set_scrub_rate(0);
+}
+
+class SnapshotReadingTest : public SnapshotTest {
+ protected:
+  /// All that a reading gives of one shard.
+  struct Read {
+    std::vector<std::byte> value;
+    std::vector<std::byte> exp_avg;
+    std::vector<std::byte> exp_avg_sq;
+    std::vector<std::byte> master;
+  };
+
+  static SnapshotReadings& readings(Heart& heart) { return heart.store().snapshot_readings(); }
+  static Result<SnapshotReading> begin_reading(Heart& heart,
+                                               const std::string& name,
+                                               uint64_t piece_first = 0,
+                                               uint64_t identity = 0) {
+    return readings(heart).begin({.job_id = job_id(heart),
+                                  .name = name,
+                                  .uid = 1000,
+                                  .pid = 7,
+                                  .piece_first = piece_first,
+                                  .identity = identity});
+  }
+  static Result<SnapshotReadings::Piece> piece(Heart& heart,
+                                               uint64_t reading_id,
+                                               const SnapshotPlace& place) {
+    std::optional<Result<SnapshotReadings::Piece>> answer;
+    readings(heart).read(
+        reading_id, place, [&](Result<SnapshotReadings::Piece> read) { answer = std::move(read); });
+    EXPECT_TRUE(heart.until([&] { return answer.has_value(); }));
+    return answer.value_or(error(StatusCode::deadline, "no answer"));
+  }
+  static void append(std::vector<std::byte>& to, std::span<const std::byte> bytes) {
+    to.insert(to.end(), bytes.begin(), bytes.end());
+  }
+  static void append_run(std::vector<std::byte>& to,
+                         std::span<const std::byte> bytes,
+                         const SnapshotRun& run,
+                         uint64_t element_bytes) {
+    if (bytes.empty()) return;
+    EXPECT_EQ(to.size(), run.element_in_shard * element_bytes);
+    append(to,
+           bytes.subspan(run.element_in_tile * element_bytes, run.element_count * element_bytes));
+  }
+  /// By names. Pieces that fail are missed.
+  static std::map<std::string, Read> read_all(Heart& heart, const SnapshotReading& reading) {
+    const SnapshotContents contents(reading.record);
+    std::map<std::string, Read> all;
+    for (uint64_t i = reading.piece_first; i < contents.piece_count(); ++i) {
+      const SnapshotPlace place = *contents.place(i);
+      const auto read = piece(heart, reading.reading_id, place);
+      EXPECT_TRUE(read.is_ok()) << read.status().message();
+      if (!read.is_ok()) continue;
+      const SnapshotPiece& bytes = *read.value();
+      if (!place.is_tile) {
+        append(all[contents.shard(place.owner).spec.name].value, bytes.value());
+        continue;
+      }
+      for (const SnapshotRun& run : contents.runs(place.owner, place.index)) {
+        const ShardSpec spec = contents.shard(run.shard).spec;
+        Read& of_shard = all[spec.name];
+        append_run(of_shard.value, bytes.value(), run, dtype_bytes(spec.dtype));
+        append_run(of_shard.exp_avg, bytes.exp_avg(), run, sizeof(float));
+        append_run(of_shard.exp_avg_sq, bytes.exp_avg_sq(), run, sizeof(float));
+        append_run(of_shard.master, bytes.master(), run, sizeof(float));
+      }
+    }
+    return all;
+  }
+  template <typename T>
+  static std::vector<T> as(const std::vector<std::byte>& bytes) {
+    std::vector<T> values(bytes.size() / sizeof(T));
+    copy_bytes(values.data(), bytes.data(), bytes.size());
+    return values;
+  }
+  /// The extent of w's optimizer state in its second tile.
+  ExtentRecord rest_of_w() const {
+    const JobRecord record = record_of(root_on_disk().snapshots.at(0).job);
+    const auto w = std::find_if(record.shards.begin(), record.shards.end(), [](const auto& shard) {
+      return shard.name == "w";
+    });
+    return record.buckets[w->bucket].tiles[1].rest;
+  }
+};
+
+TEST_F(SnapshotReadingTest, its_bytes_are_those_of_the_step_while_the_job_trains_on) {
+  Heart heart(disk_);
+  begin(heart);
+  ASSERT_TRUE(train(heart, 10).is_ok());
+  const State then = state(heart);
+  ASSERT_TRUE(create(heart, "first").is_ok());
+  ASSERT_TRUE(train(heart, 20).is_ok());
+  const auto reading = begin_reading(heart, "first");
+  ASSERT_TRUE(reading.is_ok()) << reading.status().message();
+  EXPECT_EQ(reading.value().snapshot.step, 1u);
+  ASSERT_TRUE(train(heart, 30).is_ok());
+  std::map<std::string, Read> all = read_all(heart, reading.value());
+  const WorkerBytes uncounted;
+  EXPECT_EQ(as<float>(all["w"].value), then.value);
+  EXPECT_EQ(as<float>(all["w"].exp_avg), then.exp_avg);
+  EXPECT_EQ(as<float>(all["w"].exp_avg_sq), then.exp_avg_sq);
+  EXPECT_TRUE(all["w"].master.empty());
+  EXPECT_EQ(as<uint16_t>(all["h"].value), then.half);
+  EXPECT_EQ(as<uint8_t>(all["blob"].value), then.blob);
+  // The published half is the master, rounded; an update leaves a remainder.
+  const std::vector<uint32_t> masters = as<uint32_t>(all["h"].master);
+  ASSERT_EQ(masters.size(), then.half.size());
+  size_t remainders = 0;
+  for (size_t i = 0; i < masters.size(); ++i) {
+    ASSERT_EQ((masters[i] + 0x8000) >> 16, then.half[i]) << i;
+    if ((masters[i] & 0xFFFF) != 0) ++remainders;
+  }
+  EXPECT_GT(remainders, masters.size() / 2);
+  EXPECT_GT(heart.store().reports().statistics().exports.bytes, kElements * 12);
+}
+
+TEST_F(SnapshotReadingTest, a_snapshot_that_is_read_is_not_dropped) {
+  Heart heart(disk_);
+  begin(heart);
+  ASSERT_TRUE(train(heart, 10).is_ok());
+  ASSERT_TRUE(create(heart, "first").is_ok());
+  ASSERT_TRUE(create(heart, "second").is_ok());
+  const auto reading = begin_reading(heart, "first");
+  ASSERT_TRUE(reading.is_ok());
+  const Status refused = drop(heart, "first");
+  ASSERT_EQ(refused.code(), StatusCode::in_use);
+  EXPECT_NE(refused.message().find("process 7"), std::string::npos) << refused.message();
+  EXPECT_TRUE(drop(heart, "second").is_ok()) << "nobody reads that one";
+  EXPECT_TRUE(listed(heart)[0].is_exported);
+  readings(heart).end(reading.value().reading_id);
+  EXPECT_FALSE(listed(heart)[0].is_exported);
+  EXPECT_EQ(piece(heart, reading.value().reading_id, {}).status().code(), StatusCode::not_found);
+  EXPECT_TRUE(drop(heart, "first").is_ok());
+}
+
+TEST_F(SnapshotReadingTest, a_job_has_one_reading_and_a_user_four) {
+  Heart heart(disk_, 5 * (kFloorSegments + 1) + 2 * kFloorSegments + 8);
+  begin(heart);
+  ASSERT_TRUE(create(heart, "first").is_ok());
+  ASSERT_TRUE(create(heart, "second").is_ok());
+  const auto reading = begin_reading(heart, "first");
+  ASSERT_TRUE(reading.is_ok());
+  EXPECT_EQ(begin_reading(heart, "second").status().code(), StatusCode::in_use);
+  EXPECT_EQ(begin_reading(heart, "third").status().code(), StatusCode::not_found);
+  readings(heart).end(reading.value().reading_id);
+  std::vector<uint64_t> ids;
+  for (int i = 0; i < 5; ++i) {
+    const uint64_t other = heart.open(concat("other", i), 1, 1_MiB);
+    std::optional<Status> made;
+    heart.store().snapshots().create(
+        {.job_id = other, .name = "s"},
+        [&](const Result<SnapshotInfo>& answer) { made = answer.status(); });
+    ASSERT_TRUE(heart.until([&] { return made.has_value(); }));
+    ASSERT_TRUE(made->is_ok()) << made->message();
+    const auto begun = readings(heart).begin({.job_id = other, .name = "s", .uid = 1000});
+    ASSERT_EQ(begun.is_ok(), i < 4) << begun.status().message();
+    if (i < 4) continue;
+    EXPECT_EQ(begun.status().code(), StatusCode::capacity);
+    EXPECT_TRUE(readings(heart).begin({.job_id = other, .name = "s", .uid = 1001}).is_ok());
+  }
+}
+
+TEST_F(SnapshotReadingTest, damage_names_the_shard_and_loses_the_snapshot_alone) {
+  Heart heart(disk_);
+  begin(heart);
+  ASSERT_TRUE(train(heart, 10).is_ok());
+  ASSERT_TRUE(create(heart, "first").is_ok());
+  ASSERT_TRUE(train(heart, 20).is_ok());
+  const auto reading = begin_reading(heart, "first");
+  ASSERT_TRUE(reading.is_ok());
+  // A bit that the bus flipped is read again.
+  heart.faults().add_fault(
+      {.kind = MemoryFaultKind::flipped_bit, .io_kind = IoKind::read, .count = 1});
+  read_all(heart, reading.value());
+  EXPECT_TRUE(listed(heart)[0].lost_shards.empty());
+  disk_->bytes()[rest_of_w().address.offset_bytes + 5] ^= std::byte{1};
+  const SnapshotContents contents(reading.value().record);
+  std::optional<Status> failed;
+  for (uint64_t i = 0; i < contents.piece_count(); ++i) {
+    const auto read = piece(heart, reading.value().reading_id, *contents.place(i));
+    if (!read.is_ok()) failed = read.status();
+  }
+  ASSERT_TRUE(failed.has_value());
+  EXPECT_EQ(failed->code(), StatusCode::integrity);
+  EXPECT_NE(failed->message().find("stops at shard w: "), std::string::npos) << failed->message();
+  EXPECT_EQ(listed(heart)[0].lost_shards, std::vector<std::string>{"w"});
+  EXPECT_EQ(heart.store().reports().statistics().exports.errors, 1u);
+  readings(heart).end(reading.value().reading_id);
+  EXPECT_EQ(begin_reading(heart, "first").status().code(), StatusCode::integrity);
+  EXPECT_TRUE(train(heart, 30).is_ok());
+}
+
+TEST_F(SnapshotReadingTest, a_job_that_is_dropped_with_force_ends_its_readings) {
+  Heart heart(disk_);
+  begin(heart);
+  ASSERT_TRUE(train(heart, 10).is_ok());
+  ASSERT_TRUE(create(heart, "first").is_ok());
+  const auto reading = begin_reading(heart, "first");
+  ASSERT_TRUE(reading.is_ok());
+  const SnapshotContents contents(reading.value().record);
+  std::optional<Status> read;
+  heart.faults().add_fault({.kind = MemoryFaultKind::stall, .io_kind = IoKind::read, .count = 1});
+  readings(heart).read(
+      reading.value().reading_id,
+      *contents.place(0),
+      [&](const Result<SnapshotReadings::Piece>& piece) { read = piece.status(); });
+  ASSERT_TRUE(drop_job(heart, true).is_ok());
+  EXPECT_FALSE(read.has_value());
+  heart.faults().release_stalled();
+  ASSERT_TRUE(heart.until([&] { return read.has_value(); }));
+  EXPECT_EQ(read->code(), StatusCode::fenced) << "its place may hold anything by now";
+  EXPECT_NE(read->message().find("dropped with its job"), std::string::npos) << read->message();
+}
+
+TEST_F(SnapshotReadingTest, the_next_daemon_goes_on_behind_a_piece_of_the_same_snapshot) {
+  uint64_t identity = 0;
+  {
+    Heart heart(disk_);
+    begin(heart);
+    ASSERT_TRUE(train(heart, 10).is_ok());
+    ASSERT_TRUE(create(heart, "first").is_ok());
+    const auto reading = begin_reading(heart, "first");
+    ASSERT_TRUE(reading.is_ok());
+    identity = reading.value().identity;
+  }
+  Heart heart(disk_);
+  const auto again = begin_reading(heart, "first", 2, identity);
+  ASSERT_TRUE(again.is_ok()) << again.status().message();
+  EXPECT_EQ(again.value().identity, identity);
+  EXPECT_EQ(again.value().piece_first, 2u);
+  EXPECT_GT(*readings(heart).part_read(1), 0.0);
+  readings(heart).end(again.value().reading_id);
+  // One that was made anew under the same name is another one.
+  ASSERT_TRUE(drop(heart, "first").is_ok());
+  ASSERT_TRUE(create(heart, "first", 5).is_ok());
+  const auto other = begin_reading(heart, "first", 2, identity);
+  ASSERT_TRUE(other.is_ok());
+  EXPECT_NE(other.value().identity, identity);
+  EXPECT_EQ(other.value().piece_first, 0u);
+}
+
+TEST(SnapshotContentsTest, pieces_and_runs_are_found_in_any_order_of_shards) {
+  auto record = std::make_shared<JobRecord>();
+  record->buckets = {{.element_count = kTileElements + 64, .tiles = std::vector<TileRecord>(2)},
+                     {.element_count = 32, .tiles = std::vector<TileRecord>(1)}};
+  const auto add = [&](const std::string& name, uint64_t size, uint64_t offset, uint32_t bucket) {
+    record->shards.push_back({.name = name,
+                              .kind = ShardKind::parameter,
+                              .dtype = DType::float32,
+                              .shape = {size},
+                              .bucket = bucket,
+                              .element_offset = offset});
+  };
+  add("behind", 64, kTileElements, 0);
+  add("none", 0, kTileElements, 0);
+  record->shards.push_back({.name = "empty", .kind = ShardKind::blob, .shape = {0}});
+  record->shards.push_back({.name = "bytes",
+                            .kind = ShardKind::blob,
+                            .dtype = DType::uint8,
+                            .shape = {kBlobExtentBytes + 1},
+                            .extents = std::vector<ExtentRecord>(2)});
+  add("across", kTileElements - 32, 32, 0);
+  add("first", 32, 0, 0);
+  add("other", 32, 0, 1);
+  const SnapshotContents contents(record);
+  ASSERT_EQ(contents.piece_count(), 5u);
+  std::vector<std::tuple<bool, size_t, size_t>> places;
+  for (uint64_t i = 0; i < 5; ++i) {
+    const SnapshotPlace place = *contents.place(i);
+    places.emplace_back(place.is_tile, place.owner, place.index);
+  }
+  const std::vector<std::tuple<bool, size_t, size_t>> wanted = {
+      {false, 3, 0}, {false, 3, 1}, {true, 0, 0}, {true, 0, 1}, {true, 1, 0}};
+  EXPECT_EQ(places, wanted);
+  EXPECT_FALSE(contents.place(5).has_value());
+  const auto first = contents.runs(0, 0);
+  ASSERT_EQ(first.size(), 2u);
+  EXPECT_EQ(first[0].shard, 5u);
+  EXPECT_EQ(first[1].shard, 4u);
+  EXPECT_EQ(first[1].element_in_tile, 32u);
+  EXPECT_EQ(first[1].element_count, kTileElements - 32);
+  const auto second = contents.runs(0, 1);
+  ASSERT_EQ(second.size(), 1u);
+  EXPECT_EQ(second[0].shard, 0u);
+  EXPECT_EQ(second[0].element_in_shard, 0u);
+  EXPECT_FALSE(contents.shard(0).has_moments);
+  EXPECT_TRUE(contents.shard(2).written) << "it has no bytes to be written";
 }
 
 }  // namespace

@@ -362,6 +362,13 @@ class SnapshotInfo:
     @property
     def lost_shards(self) -> list[str]: ...
 
+    @property
+    def is_exported(self) -> bool: ...
+
+    @property
+    def exported_part(self) -> float:
+        """0 to 1, where it is exported."""
+
 class ShardInfos:
     """In the order that was asked for."""
 
@@ -504,6 +511,54 @@ class StepReport:
 
     @property
     def disk_error(self) -> str: ...
+
+class ScrubStatistics:
+    """The verification in the background."""
+
+    @property
+    def bytes_per_second(self) -> int:
+        """At most; 0: it is off."""
+
+    @property
+    def bytes(self) -> int:
+        """Read since the start."""
+
+    @property
+    def errors(self) -> int:
+        """Extents found damaged, in each pass anew."""
+
+    @property
+    def pass_count(self) -> int: ...
+
+    @property
+    def last_pass_age_seconds(self) -> float: ...
+
+    @property
+    def in_pass(self) -> bool: ...
+
+    @property
+    def pass_bytes(self) -> int: ...
+
+    @property
+    def pass_bytes_all(self) -> int: ...
+
+    @property
+    def last_error(self) -> str: ...
+
+class SnapshotReadingStatistics:
+    """Reads of snapshots for exports."""
+
+    @property
+    def count(self) -> int:
+        """At this moment."""
+
+    @property
+    def bytes(self) -> int:
+        """Read and verified since the start."""
+
+    @property
+    def errors(self) -> int:
+        """Extents that were damaged or could not be read."""
 
 IO_SECONDS_BOUNDS: list[float]
 
@@ -707,39 +762,6 @@ class TurnStatistics:
         Seconds by the wall of each phase of the turn that took wall_seconds_max.
         """
 
-class ScrubStatistics:
-    """The verification in the background."""
-
-    @property
-    def bytes_per_second(self) -> int:
-        """At most; 0: it is off."""
-
-    @property
-    def bytes(self) -> int:
-        """Read since the start."""
-
-    @property
-    def errors(self) -> int:
-        """Extents found damaged, in each pass anew."""
-
-    @property
-    def pass_count(self) -> int: ...
-
-    @property
-    def last_pass_age_seconds(self) -> float: ...
-
-    @property
-    def in_pass(self) -> bool: ...
-
-    @property
-    def pass_bytes(self) -> int: ...
-
-    @property
-    def pass_bytes_all(self) -> int: ...
-
-    @property
-    def last_error(self) -> str: ...
-
 class ServerStatistics:
     @property
     def pool(self) -> PoolReport: ...
@@ -788,6 +810,9 @@ class ServerStatistics:
 
     @property
     def scrub(self) -> ScrubStatistics: ...
+
+    @property
+    def exports(self) -> SnapshotReadingStatistics: ...
 
 class ServiceLease:
     """
@@ -932,6 +957,109 @@ class Server:
         """
         Finishes the steps that were begun, makes written blobs durable, ends the threads. Sessions end, unless they outlive the process. Idempotent.
         """
+
+    def begin_snapshot_reading(self, job_id: int, name: str, *, uid: int, pid: int, piece_first: int = 0, identity: int = 0) -> SnapshotReading:
+        """
+        One of a job, and four of a user at a time. The snapshot cannot be dropped until end_snapshot_reading().
+        """
+
+    def read_snapshot(self, reading_id: int, place: SnapshotPlace, *, timeout_s: float) -> SnapshotPiece:
+        """Below all other I/O, and verified."""
+
+    def end_snapshot_reading(self, reading_id: int) -> None: ...
+
+def checksum(bytes: bytes) -> int:
+    """XXH3-64."""
+
+class SnapshotShard:
+    """A shard as a snapshot has it."""
+
+    @property
+    def spec(self) -> ShardSpec: ...
+
+    @property
+    def generation(self) -> int: ...
+
+    @property
+    def written(self) -> bool: ...
+
+    @property
+    def has_moments(self) -> bool: ...
+
+class SnapshotPlace:
+    """An extent of a blob or buffer, or a tile of a bucket."""
+
+    @property
+    def is_tile(self) -> bool: ...
+
+    @property
+    def owner(self) -> int:
+        """Bucket of a tile, shard of an extent."""
+
+    @property
+    def index(self) -> int: ...
+
+class SnapshotRun:
+    """Elements of one parameter that lie in a tile one after the other."""
+
+    @property
+    def shard(self) -> int: ...
+
+    @property
+    def element_in_shard(self) -> int: ...
+
+    @property
+    def element_in_tile(self) -> int: ...
+
+    @property
+    def element_count(self) -> int: ...
+
+class SnapshotPiece:
+    """Verified bytes; a part that was never written is empty, and zero."""
+
+    @property
+    def value(self) -> bytes: ...
+
+    @property
+    def exp_avg(self) -> bytes: ...
+
+    @property
+    def exp_avg_sq(self) -> bytes: ...
+
+    @property
+    def max_exp_avg_sq(self) -> bytes: ...
+
+    @property
+    def master(self) -> bytes:
+        """fp32, for bf16 alone: the value with its remainder."""
+
+class SnapshotReading:
+    """A snapshot that is read; any thread."""
+
+    @property
+    def reading_id(self) -> int: ...
+
+    @property
+    def snapshot(self) -> SnapshotInfo: ...
+
+    @property
+    def identity(self) -> int: ...
+
+    @property
+    def piece_first(self) -> int: ...
+
+    @property
+    def piece_count(self) -> int: ...
+
+    @property
+    def shard_count(self) -> int: ...
+
+    def shard(self, index: int) -> SnapshotShard: ...
+
+    def place(self, piece: int) -> SnapshotPlace: ...
+
+    def runs(self, tile: SnapshotPlace) -> list[SnapshotRun]:
+        """In the order of the tile's elements."""
 
 class CheckFinding:
     @property

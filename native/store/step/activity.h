@@ -10,8 +10,8 @@ namespace memd {
 
 /// Something that was begun and is not done.
 struct Activity {
-  /// "read", "write", "sync" of a volume; "lease", "step", "sync", "moments", "drop" of a job;
-  /// "commit".
+  /// "read", "write", "sync" of a volume; "lease", "step", "sync", "moments", "drop", "export" of a
+  /// job; "commit".
   std::string kind{};
   uint64_t job_id = 0;  // 0: of no job
   std::string job{};
