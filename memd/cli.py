@@ -326,7 +326,76 @@ def list_snapshots(job_name: str | None, socket: str | None, as_json: bool) -> N
 def _snapshot_state(snapshot: job_pb2.Snapshot) -> str:
     if snapshot.is_lost:
         return "lost"
-    return f"{snapshot.lost_shard_count} shards lost" if snapshot.lost_shards else "whole"
+    if snapshot.lost_shards:
+        return f"{snapshot.lost_shard_count} shards lost"
+    return f"exported: {snapshot.exported_part:.0%}" if snapshot.is_exported else "whole"
+
+
+@snapshot.command("export")
+@click.argument("job_name", metavar="JOB")
+@click.argument("name")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option(
+    "--format",
+    "file_format",
+    type=click.Choice(["safetensors"]),
+    default="safetensors",
+    show_default=True,
+)
+@click.option(
+    "--max-file",
+    metavar="SIZE",
+    help="What is larger becomes several files and an index. Default: 50 GB.",
+)
+@click.option("--detach", is_flag=True, help="Returns once it has begun, and it goes on.")
+@click.option("--begun-fd", type=int, hidden=True)
+@socket_option
+@json_option
+def export_snapshot(
+    job_name: str,
+    name: str,
+    path: Path,
+    file_format: str,
+    max_file: str | None,
+    detach: bool,
+    begun_fd: int | None,
+    socket: str | None,
+    as_json: bool,
+) -> None:
+    """Writes snapshot NAME of JOB as the new folder PATH.
+
+    The daemon reads the snapshot below all other I/O while the job trains on; this command writes
+    the files, with your rights. PATH is there once all of it is on disk. Until then PATH.partial
+    is, and the same command goes on with that: after Ctrl-C, which ends the export, and after
+    errors and kills. While the daemon restarts, the command waits for it. With --detach the export
+    goes on in a process of its own, whose messages are in PATH.partial/messages.
+
+    model.safetensors has the weights and buffers, and memd_client.load_safetensors() takes the
+    folder; optimizer.safetensors has exp_avg, exp_avg_sq, step and, if there is one,
+    max_exp_avg_sq behind the name of each parameter, and for bf16 master, its fp32 value;
+    blobs.safetensors has what session.put() and session.track() stored.
+    """
+    from memd.export import command
+
+    if detach:
+        given = ["snapshot", "export", job_name, name, str(path), "--format", file_format]
+        for flag, value in (("--max-file", max_file), ("--socket", socket)):
+            given += [flag, value] if value else []
+        pid = command.run_in_background(given)
+        if as_json:
+            print_json({"job": job_name, "snapshot": name, "pid": pid})
+        else:
+            click.echo(f"{job_name}: snapshot {name} is exported to {path} by process {pid}")
+        return
+    report = command.run(
+        lambda: connected(socket),
+        job=job_name,
+        snapshot=name,
+        path=path,
+        max_file=max_file,
+        begun_fd=begun_fd,
+    )
+    print_json(report) if as_json else command.tell_end(report)
 
 
 @snapshot.command("restore")

@@ -17,6 +17,7 @@ from memd_proto.v1 import (
     job_pb2_grpc,
     status_pb2,
     status_pb2_grpc,
+    types_pb2,
 )
 
 if TYPE_CHECKING:
@@ -66,6 +67,9 @@ class DaemonClient:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._channel.close()
         self._connection.close()
 
@@ -138,6 +142,22 @@ class DaemonClient:
         request = job_pb2.DropSnapshotRequest(job=job, name=name)
         self._call(self._job_service().DropSnapshot, request, timeout_s=_COMMIT_TIMEOUT_S)
 
+    def read_snapshot(
+        self, job: str, name: str, *, piece_first: int = 0, identity: int = 0
+    ) -> Generator[job_pb2.ReadSnapshotResponse]:
+        """Its shards, and then its bytes; leaving the iterator ends the reading."""
+        request = job_pb2.ReadSnapshotRequest(
+            job=job, name=name, piece_first=piece_first, identity=identity
+        )
+        # Without a bound on its length: it waits for the disk as long as others use that.
+        answers = self._job_service().ReadSnapshot(request, metadata=self._metadata)
+        try:
+            yield from answers
+        except grpc.RpcError as error:
+            raise _refused(error) from error
+        finally:
+            answers.cancel()
+
     def check(self, job: str) -> Generator[check_pb2.CheckResponse]:
         """Progress, and the report in the last message; leaving the iterator ends the check."""
         stub = check_pb2_grpc.CheckServiceStub(self._channel)
@@ -163,4 +183,9 @@ class DaemonClient:
 def _refused(error: grpc.RpcError) -> Refused:
     # gRPC raises objects that are both an RpcError and a Call; its types don't say so.
     details = getattr(error, "details", lambda: None)()
-    return Refused(StatusCode.UNAVAILABLE, details or str(error))
+    trailing = dict(getattr(error, "trailing_metadata", lambda: None)() or ())
+    code = StatusCode.UNAVAILABLE
+    # Only the daemon's own refusals carry it; gRPC's are about the connection.
+    if (detail := trailing.get("memd-error-bin")) is not None:
+        code = StatusCode(types_pb2.ErrorDetail.FromString(detail).code)
+    return Refused(code, details or str(error))

@@ -70,6 +70,7 @@ class DaemonCollector(Collector):
         yield from _about_steps(statistics)
         yield from _about_turns(statistics)
         yield from _about_the_scrub(statistics)
+        yield from _about_exports(statistics)
 
     def _about_the_daemon(self, statistics: ServerStatistics) -> Iterator[Metric]:
         report = self._server.report()
@@ -183,6 +184,23 @@ def _about_the_scrub(statistics: ServerStatistics) -> Iterator[Metric]:
         "memd_scrub_last_pass_timestamp_seconds",
         "When everything on disk had last been verified; 0 before the first pass has ended.",
         value=ended,
+    )
+
+
+def _about_exports(statistics: ServerStatistics) -> Iterator[Metric]:
+    exports = statistics.exports
+    yield GaugeMetricFamily(
+        "memd_snapshot_exports", "Snapshots that are exported at this moment.", value=exports.count
+    )
+    yield CounterMetricFamily(
+        "memd_snapshot_export_bytes",
+        "Bytes on disk that were read and verified for exports of snapshots.",
+        value=exports.bytes,
+    )
+    yield CounterMetricFamily(
+        "memd_snapshot_export_errors",
+        "Extents that ended an export: they were damaged, or could not be read.",
+        value=exports.errors,
     )
 
 

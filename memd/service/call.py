@@ -51,6 +51,7 @@ _READING = {
     "ListShards",
     "GetShard",
     "ListSnapshots",
+    "ReadSnapshot",
 }
 # Metadata travels in HTTP/2 headers, of which gRPC takes 8 KiB.
 _MESSAGE_CHARACTERS_MAX = 2000

@@ -82,7 +82,8 @@ class ControlServer:
         session_pb2_grpc.add_SessionServiceServicer_to_server(sessions, self._grpc)
         tensors = TensorService(server, peers=peers)
         tensor_pb2_grpc.add_TensorServiceServicer_to_server(tensors, self._grpc)
-        job_pb2_grpc.add_JobServiceServicer_to_server(JobService(server), self._grpc)
+        self._jobs = JobService(server)
+        job_pb2_grpc.add_JobServiceServicer_to_server(self._jobs, self._grpc)
         status_pb2_grpc.add_StatusServiceServicer_to_server(StatusService(server), self._grpc)
         check_pb2_grpc.add_CheckServiceServicer_to_server(CheckService(server), self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
@@ -115,5 +116,6 @@ class ControlServer:
     def stop(self, *, grace_s: float) -> None:
         """Takes no new calls, and waits for those under way until the grace is over."""
         self._health.enter_graceful_shutdown()
+        self._jobs.end_exports()
         self._grpc.stop(grace_s).wait()
         self._workers.shutdown(wait=False)

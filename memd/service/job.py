@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from typing import TYPE_CHECKING
 
 from memd.service import access, wire
+from memd.service.snapshot_stream import SnapshotStream
 from memd_proto.v1 import job_pb2
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import grpc
+
     from memd.service.call import Call
     from memd_native import Server
+
+log = logging.getLogger(__name__)
 
 
 class JobService:
     def __init__(self, server: Server) -> None:
         self._server = server
+        self._lock = threading.Lock()
+        self._exports: set[grpc.ServicerContext] = set()
+
+    def end_exports(self) -> None:
+        """They take hours, and their callers go on with the next daemon. Any thread."""
+        with self._lock:
+            contexts = list(self._exports)
+        for context in contexts:
+            context.cancel()
 
     def ListJobs(self, request: job_pb2.ListJobsRequest, call: Call) -> job_pb2.ListJobsResponse:
         jobs, page_next = access.administered_jobs(
@@ -73,6 +91,39 @@ class JobService:
             job.job_id, request.name, timeout_s=call.timeout_s()
         )
         return job_pb2.RestoreSnapshotResponse(snapshot=wire.snapshot_message(snapshot))
+
+    def ReadSnapshot(
+        self, request: job_pb2.ReadSnapshotRequest, call: Call
+    ) -> Iterator[job_pb2.ReadSnapshotResponse]:
+        job = access.administered_job(self._server, request.job, uid=call.peer.uid)
+        reading = self._server.begin_snapshot_reading(
+            job.job_id,
+            request.name,
+            uid=call.peer.uid,
+            pid=call.peer.pid,
+            piece_first=request.piece_first,
+            identity=request.identity,
+        )
+        log.info(
+            "export begun", extra={"job": job.name, "snapshot": request.name, "uid": call.peer.uid}
+        )
+
+        def end() -> None:
+            with self._lock:
+                self._exports.discard(call.context)
+            self._server.end_snapshot_reading(reading.reading_id)
+
+        with self._lock:
+            self._exports.add(call.context)
+        # gRPC closes no generator that it does not ask any more.
+        if not call.context.add_callback(end):
+            end()
+            return
+        try:
+            yield from SnapshotStream(self._server, reading, call.context.is_active)
+        finally:
+            end()
+            log.info("export ended", extra={"job": job.name, "snapshot": request.name})
 
     def DropSnapshot(
         self, request: job_pb2.DropSnapshotRequest, call: Call

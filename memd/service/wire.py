@@ -9,7 +9,7 @@ from memd_native import AdamSettings, ShardSpec
 from memd_proto.v1 import job_pb2, types_pb2
 
 if TYPE_CHECKING:
-    from memd_native import JobInfo, Server, ShardInfo, SnapshotInfo
+    from memd_native import JobInfo, Server, ShardInfo, SnapshotInfo, SnapshotShard
     from memd_proto.v1 import session_pb2
 
 # A shard takes 1.5 KiB at most: below gRPC's 4 MiB.
@@ -53,18 +53,21 @@ def native_spec(spec: types_pb2.ShardSpec) -> ShardSpec:
     )
 
 
-def shard_message(shard: ShardInfo) -> types_pb2.Shard:
-    spec = types_pb2.ShardSpec(
-        name=shard.spec.name,
-        kind=types_pb2.ShardKind.Name(shard.spec.kind),
-        dtype=types_pb2.DType.Name(shard.spec.dtype),
-        shape=shard.spec.shape,
-        tier=types_pb2.Tier.Name(shard.spec.tier),
-        keeps_maximum=shard.spec.keeps_maximum,
+def spec_message(spec: ShardSpec) -> types_pb2.ShardSpec:
+    return types_pb2.ShardSpec(
+        name=spec.name,
+        kind=types_pb2.ShardKind.Name(spec.kind),
+        dtype=types_pb2.DType.Name(spec.dtype),
+        shape=spec.shape,
+        tier=types_pb2.Tier.Name(spec.tier),
+        keeps_maximum=spec.keeps_maximum,
     )
+
+
+def shard_message(shard: ShardInfo) -> types_pb2.Shard:
     return types_pb2.Shard(
         shard_id=shard.shard_id,
-        spec=spec,
+        spec=spec_message(shard.spec),
         generation=shard.generation,
         written=shard.written,
         bytes=shard.bytes,
@@ -116,6 +119,17 @@ def snapshot_message(snapshot: SnapshotInfo) -> job_pb2.Snapshot:
         is_lost=snapshot.is_lost,
         lost_shards=snapshot.lost_shards[:_LOST_SHARDS_MAX],
         lost_shard_count=len(snapshot.lost_shards),
+        is_exported=snapshot.is_exported,
+        exported_part=snapshot.exported_part,
+    )
+
+
+def snapshot_shard_message(shard: SnapshotShard) -> job_pb2.SnapshotShard:
+    return job_pb2.SnapshotShard(
+        spec=spec_message(shard.spec),
+        generation=shard.generation,
+        written=shard.written,
+        has_moments=shard.has_moments,
     )
 
 

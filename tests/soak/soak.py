@@ -91,6 +91,16 @@ PARTS = (
         for what in ("dcp-save", "dcp-load", "state")
         for killed in ("trainer", "daemon")
     ),
+    *(
+        Part(
+            f"kill-{killed}-export",
+            python("tests.soak.export_kills"),
+            "--count",
+            100,
+            ("--killed", killed),
+        )
+        for killed in ("command", "daemon")
+    ),
     Part("killed-clients", python("tests.soak.lease_kills"), "--count", 1000),
     *(
         Part(

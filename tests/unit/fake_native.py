@@ -223,6 +223,13 @@ class TurnStatistics:
 
 
 @dataclass
+class SnapshotReadingStatistics:
+    count: int = 2
+    bytes: int = 12288
+    errors: int = 1
+
+
+@dataclass
 class ServerStatistics:
     pool: PoolReport
     pool_bytes_free: int
@@ -240,6 +247,7 @@ class ServerStatistics:
     step_phases: StepPhases = field(default_factory=StepPhases)
     turns: TurnStatistics = field(default_factory=TurnStatistics)
     scrub: ScrubStatistics = field(default_factory=ScrubStatistics)
+    exports: SnapshotReadingStatistics = field(default_factory=SnapshotReadingStatistics)
 
 
 @dataclass

@@ -92,6 +92,9 @@ def test_the_figures_of_the_data_plane_are_exported(scraped: Scraped) -> None:
     assert found["memd_admission_rejections_total,reason=capacity"] == 0
     assert found["memd_scrub_bytes_total"] == 4096
     assert found["memd_scrub_errors_total"] == 1
+    assert found["memd_snapshot_exports"] == 2
+    assert found["memd_snapshot_export_bytes_total"] == 12288
+    assert found["memd_snapshot_export_errors_total"] == 1
     ended = found["memd_scrub_last_pass_timestamp_seconds"]
     assert 60 <= time.time() - ended < 120
 

@@ -1,11 +1,27 @@
 from memd_proto.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class SnapshotPart(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SNAPSHOT_PART_UNSPECIFIED: _ClassVar[SnapshotPart]
+    SNAPSHOT_PART_VALUE: _ClassVar[SnapshotPart]
+    SNAPSHOT_PART_EXP_AVG: _ClassVar[SnapshotPart]
+    SNAPSHOT_PART_EXP_AVG_SQ: _ClassVar[SnapshotPart]
+    SNAPSHOT_PART_MAX_EXP_AVG_SQ: _ClassVar[SnapshotPart]
+    SNAPSHOT_PART_MASTER: _ClassVar[SnapshotPart]
+SNAPSHOT_PART_UNSPECIFIED: SnapshotPart
+SNAPSHOT_PART_VALUE: SnapshotPart
+SNAPSHOT_PART_EXP_AVG: SnapshotPart
+SNAPSHOT_PART_EXP_AVG_SQ: SnapshotPart
+SNAPSHOT_PART_MAX_EXP_AVG_SQ: SnapshotPart
+SNAPSHOT_PART_MASTER: SnapshotPart
 
 class Job(_message.Message):
     __slots__ = ("job_id", "name", "uid", "committed_step", "session_count", "host_bytes", "host_bytes_used", "nvme_bytes", "nvme_bytes_used", "shard_count", "element_count", "lease_count", "lost_shards", "durability", "durable_step", "unreadable_shards", "lost_shard_count", "weight", "snapshot_count", "snapshot_bytes")
@@ -108,7 +124,7 @@ class SetJobWeightResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("name", "step", "created_s", "bytes", "is_lost", "lost_shards", "lost_shard_count")
+    __slots__ = ("name", "step", "created_s", "bytes", "is_lost", "lost_shards", "lost_shard_count", "is_exported", "exported_part")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CREATED_S_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +132,8 @@ class Snapshot(_message.Message):
     IS_LOST_FIELD_NUMBER: _ClassVar[int]
     LOST_SHARDS_FIELD_NUMBER: _ClassVar[int]
     LOST_SHARD_COUNT_FIELD_NUMBER: _ClassVar[int]
+    IS_EXPORTED_FIELD_NUMBER: _ClassVar[int]
+    EXPORTED_PART_FIELD_NUMBER: _ClassVar[int]
     name: str
     step: int
     created_s: int
@@ -123,7 +141,9 @@ class Snapshot(_message.Message):
     is_lost: bool
     lost_shards: _containers.RepeatedScalarFieldContainer[str]
     lost_shard_count: int
-    def __init__(self, name: _Optional[str] = ..., step: _Optional[int] = ..., created_s: _Optional[int] = ..., bytes: _Optional[int] = ..., is_lost: bool = ..., lost_shards: _Optional[_Iterable[str]] = ..., lost_shard_count: _Optional[int] = ...) -> None: ...
+    is_exported: bool
+    exported_part: float
+    def __init__(self, name: _Optional[str] = ..., step: _Optional[int] = ..., created_s: _Optional[int] = ..., bytes: _Optional[int] = ..., is_lost: bool = ..., lost_shards: _Optional[_Iterable[str]] = ..., lost_shard_count: _Optional[int] = ..., is_exported: bool = ..., exported_part: _Optional[float] = ...) -> None: ...
 
 class CreateSnapshotRequest(_message.Message):
     __slots__ = ("job", "name", "number")
@@ -178,3 +198,65 @@ class DropSnapshotRequest(_message.Message):
 class DropSnapshotResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ReadSnapshotRequest(_message.Message):
+    __slots__ = ("job", "name", "piece_first", "identity")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PIECE_FIRST_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    name: str
+    piece_first: int
+    identity: int
+    def __init__(self, job: _Optional[str] = ..., name: _Optional[str] = ..., piece_first: _Optional[int] = ..., identity: _Optional[int] = ...) -> None: ...
+
+class ReadSnapshotResponse(_message.Message):
+    __slots__ = ("contents", "shards", "runs", "piece_next")
+    CONTENTS_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    PIECE_NEXT_FIELD_NUMBER: _ClassVar[int]
+    contents: SnapshotContents
+    shards: _containers.RepeatedCompositeFieldContainer[SnapshotShard]
+    runs: _containers.RepeatedCompositeFieldContainer[SnapshotRun]
+    piece_next: int
+    def __init__(self, contents: _Optional[_Union[SnapshotContents, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[SnapshotShard, _Mapping]]] = ..., runs: _Optional[_Iterable[_Union[SnapshotRun, _Mapping]]] = ..., piece_next: _Optional[int] = ...) -> None: ...
+
+class SnapshotContents(_message.Message):
+    __slots__ = ("snapshot", "identity", "shard_count", "piece_first", "piece_count")
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    SHARD_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PIECE_FIRST_FIELD_NUMBER: _ClassVar[int]
+    PIECE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    snapshot: Snapshot
+    identity: int
+    shard_count: int
+    piece_first: int
+    piece_count: int
+    def __init__(self, snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., identity: _Optional[int] = ..., shard_count: _Optional[int] = ..., piece_first: _Optional[int] = ..., piece_count: _Optional[int] = ...) -> None: ...
+
+class SnapshotShard(_message.Message):
+    __slots__ = ("spec", "generation", "written", "has_moments")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    HAS_MOMENTS_FIELD_NUMBER: _ClassVar[int]
+    spec: _types_pb2.ShardSpec
+    generation: int
+    written: bool
+    has_moments: bool
+    def __init__(self, spec: _Optional[_Union[_types_pb2.ShardSpec, _Mapping]] = ..., generation: _Optional[int] = ..., written: bool = ..., has_moments: bool = ...) -> None: ...
+
+class SnapshotRun(_message.Message):
+    __slots__ = ("shard", "part", "offset_bytes", "data")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    part: SnapshotPart
+    offset_bytes: int
+    data: bytes
+    def __init__(self, shard: _Optional[int] = ..., part: _Optional[_Union[SnapshotPart, str]] = ..., offset_bytes: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...

@@ -69,6 +69,11 @@ class JobServiceStub(object):
                 request_serializer=memd_dot_v1_dot_job__pb2.RestoreSnapshotRequest.SerializeToString,
                 response_deserializer=memd_dot_v1_dot_job__pb2.RestoreSnapshotResponse.FromString,
                 _registered_method=True)
+        self.ReadSnapshot = channel.unary_stream(
+                '/memd.v1.JobService/ReadSnapshot',
+                request_serializer=memd_dot_v1_dot_job__pb2.ReadSnapshotRequest.SerializeToString,
+                response_deserializer=memd_dot_v1_dot_job__pb2.ReadSnapshotResponse.FromString,
+                _registered_method=True)
         self.DropSnapshot = channel.unary_unary(
                 '/memd.v1.JobService/DropSnapshot',
                 request_serializer=memd_dot_v1_dot_job__pb2.DropSnapshotRequest.SerializeToString,
@@ -131,8 +136,18 @@ class JobServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadSnapshot(self, request, context):
+        """The snapshot's bytes, for an export: first its shards, then pieces, read below all other I/O and verified. One reading of a
+        job and four of a user at a time: FAILED_PRECONDITION, RESOURCE_EXHAUSTED. The snapshot is not dropped meanwhile; if its job
+        is, ABORTED. DATA_LOSS names the shard that is damaged. It ends when the call is cancelled, and needs no deadline.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DropSnapshot(self, request, context):
-        """Frees the bytes that the snapshot alone keeps. NOT_FOUND: the job has none of that name.
+        """Frees the bytes that the snapshot alone keeps. NOT_FOUND: the job has none of that name. FAILED_PRECONDITION while somebody
+        reads it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -175,6 +190,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.RestoreSnapshot,
                     request_deserializer=memd_dot_v1_dot_job__pb2.RestoreSnapshotRequest.FromString,
                     response_serializer=memd_dot_v1_dot_job__pb2.RestoreSnapshotResponse.SerializeToString,
+            ),
+            'ReadSnapshot': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadSnapshot,
+                    request_deserializer=memd_dot_v1_dot_job__pb2.ReadSnapshotRequest.FromString,
+                    response_serializer=memd_dot_v1_dot_job__pb2.ReadSnapshotResponse.SerializeToString,
             ),
             'DropSnapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.DropSnapshot,
@@ -371,6 +391,33 @@ class JobService(object):
             '/memd.v1.JobService/RestoreSnapshot',
             memd_dot_v1_dot_job__pb2.RestoreSnapshotRequest.SerializeToString,
             memd_dot_v1_dot_job__pb2.RestoreSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/memd.v1.JobService/ReadSnapshot',
+            memd_dot_v1_dot_job__pb2.ReadSnapshotRequest.SerializeToString,
+            memd_dot_v1_dot_job__pb2.ReadSnapshotResponse.FromString,
             options,
             channel_credentials,
             insecure,

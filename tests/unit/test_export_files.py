@@ -1,0 +1,105 @@
+"""Which files an export has, and which tensors they have."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from memd.export.safetensors_files import File, planned_files
+from memd.refusal import Refused
+from memd_proto.v1 import job_pb2, types_pb2
+
+PARAMETER = types_pb2.SHARD_KIND_PARAMETER
+BLOB = types_pb2.SHARD_KIND_BLOB
+BUFFER = types_pb2.SHARD_KIND_BUFFER
+VALUE = job_pb2.SNAPSHOT_PART_VALUE
+
+
+def shard(
+    name: str,
+    kind: types_pb2.ShardKind = PARAMETER,
+    shape: tuple[int, ...] = (4, 2),
+    dtype: types_pb2.DType = types_pb2.D_TYPE_FLOAT32,
+    **fields: Any,
+) -> job_pb2.SnapshotShard:
+    spec = types_pb2.ShardSpec(name=name, kind=kind, dtype=dtype, shape=shape)
+    return job_pb2.SnapshotShard(spec=spec, **{"written": True, **fields})
+
+
+def planned(*shards: job_pb2.SnapshotShard, file_bytes_max: int = 1 << 40) -> dict[str, File]:
+    files = planned_files(shards, metadata={"format": "pt"}, file_bytes_max=file_bytes_max)
+    return {file.name: file for file in files}
+
+
+def header(file: File) -> dict[str, Any]:
+    text: dict[str, Any] = json.loads(file.writes[0][1][8:])
+    del text["__metadata__"]
+    return text
+
+
+def test_names_are_those_of_the_model_and_its_optimizer() -> None:
+    files = planned(
+        shard("w", has_moments=True, generation=3),
+        shard("frozen"),
+        shard("unwritten", written=False),
+        shard("mean", BUFFER),
+        shard("mean@staged", BUFFER),
+        shard("memd.tracked.4096", BUFFER),
+        shard("notes", BLOB),
+        shard("@offload/0", BLOB),
+        shard("@load/3", BLOB),
+    )
+    assert list(files) == ["model.safetensors", "optimizer.safetensors", "blobs.safetensors"]
+    assert set(header(files["model.safetensors"])) == {"w", "frozen", "mean"}
+    states = header(files["optimizer.safetensors"])
+    assert set(states) == {"w.exp_avg", "w.exp_avg_sq", "w.step"}
+    assert states["w.step"] == {"dtype": "I64", "shape": [], "data_offsets": [0, 8]}
+    assert files["optimizer.safetensors"].writes[1][1] == (3).to_bytes(8, "little")
+    assert set(header(files["blobs.safetensors"])) == {"memd.tracked.4096", "notes"}
+    assert set(files["model.safetensors"].begins) == {(0, VALUE), (1, VALUE), (3, VALUE)}
+
+
+def test_tiles_of_one_parameter_are_one_tensor() -> None:
+    files = planned(
+        shard("w[3:5]", shape=(2, 7)),
+        shard("w[0:3]", shape=(3, 7)),
+        shard("alone[0:3]", shape=(3,)),
+        shard("hole[0:3]", shape=(3,)),
+        shard("hole[4:5]", shape=(1,)),
+        shard("taken[0:1]", shape=(1,)),
+        shard("taken[1:2]", shape=(1,)),
+        shard("taken", shape=(1,)),
+    )
+    tensors = header(files["model.safetensors"])
+    assert tensors.pop("w")["shape"] == [5, 7]
+    assert set(tensors) == {
+        *("alone[0:3]", "hole[0:3]", "hole[4:5]", "taken[0:1]", "taken[1:2]", "taken")
+    }
+    begins = files["model.safetensors"].begins
+    assert begins[0, VALUE] == begins[1, VALUE] + 3 * 7 * 4
+
+
+def test_larger_sets_are_shards_with_an_index() -> None:
+    files = planned(shard("a"), shard("b"), shard("c", shape=(100,)), file_bytes_max=64)
+    names = [f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)]
+    # As huggingface_hub splits: what is larger than a file goes first of those that are open.
+    assert sorted(files) == [*names, "model.safetensors.index.json"]
+    index = json.loads(files["model.safetensors.index.json"].writes[0][1])
+    assert index["weight_map"] == {"a": names[1], "b": names[1], "c": names[0]}
+    assert index["metadata"] == {"total_size": 32 + 32 + 400}
+    assert set(header(files[names[0]])) == {"c"}
+
+
+def test_a_job_without_tensors_is_an_empty_model() -> None:
+    files = planned()
+    assert header(files["model.safetensors"]) == {}
+    assert len(files) == 1
+
+
+def test_a_snapshot_within_a_load_and_impossible_names_are_refused() -> None:
+    with pytest.raises(Refused, match="made while a load moved its values"):
+        planned(shard("w"), shard("@load/plan", BLOB))
+    with pytest.raises(Refused, match="can have the name '__metadata__'"):
+        planned(shard("__metadata__"))
