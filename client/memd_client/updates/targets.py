@@ -42,9 +42,6 @@ class StatefulTarget(ABC):
     whether there is a maximum, by the group's `amsgrad` of that moment; later ones leave it so.
     """
 
-    def __init__(self, *, keeps_maximum: bool) -> None:
-        self._keeps_maximum = keeps_maximum
-
     @property
     @abstractmethod
     def shard(self) -> Shard: ...
@@ -68,19 +65,13 @@ class StatefulTarget(ABC):
         return True
 
     @property
+    @abstractmethod
     def keeps_maximum(self) -> bool:
         """There is a maximum, or will be from the first update on, as far as memd was told."""
-        return self._keeps_maximum
 
-    def takes(self, *, amsgrad: bool) -> bool:
-        """Whether an update with this setting finds the maximum that it needs, and no other."""
-        if self._keeps_maximum == amsgrad:
-            return True
-        return self._keeps_maximum and self.update_count > 0
-
+    @abstractmethod
     def note_maximum(self, *, keeps_maximum: bool) -> None:
         """Memd was told before the first update."""
-        self._keeps_maximum = keeps_maximum
 
     def state(self, moments: Moments, *, amsgrad: bool) -> dict[str, torch.Tensor]:
         """In torch's format, of a group with this setting. No bytes are read."""
@@ -89,19 +80,41 @@ class StatefulTarget(ABC):
 
     def note_state(self, update_count: int, *, keeps_maximum: bool) -> None:
         """A load has replaced its moments."""
-        self._keeps_maximum = keeps_maximum
+        self.note_maximum(keeps_maximum=keeps_maximum)
         self.replace_update_count(update_count)
 
     def has_maximum(self, *, amsgrad: bool) -> bool:
         """Whether torch's state of it has a maximum, in a group with this setting."""
-        return self._keeps_maximum if self.update_count else amsgrad
+        return self.keeps_maximum if self.update_count else amsgrad
 
 
 def _moments(*, has_maximum: bool) -> Sequence[str]:
     return MOMENTS if has_maximum else [name for name in MOMENTS if name != MAXIMUM]
 
 
-class StreamedTarget(StatefulTarget):
+class UpdatedTarget(StatefulTarget):
+    """A target that a step updates: a parameter in one piece, or a tile."""
+
+    def __init__(self, *, keeps_maximum: bool) -> None:
+        self._keeps_maximum = keeps_maximum
+
+    @property
+    def keeps_maximum(self) -> bool:
+        """See `StatefulTarget.keeps_maximum`."""
+        return self._keeps_maximum
+
+    def note_maximum(self, *, keeps_maximum: bool) -> None:
+        """See `StatefulTarget.note_maximum`."""
+        self._keeps_maximum = keeps_maximum
+
+    def takes(self, *, amsgrad: bool) -> bool:
+        """Whether an update with this setting finds the maximum that it needs, and no other."""
+        if self._keeps_maximum == amsgrad:
+            return True
+        return self._keeps_maximum and self.update_count > 0
+
+
+class StreamedTarget(UpdatedTarget):
     """An offloaded parameter. Its gradient is in memd already."""
 
     def __init__(self, entry: StreamedParameter, *, keeps_maximum: bool) -> None:
@@ -206,7 +219,7 @@ class StreamedTarget(StatefulTarget):
         self._entry.finish_update()
 
 
-class ResidentTarget(StatefulTarget):
+class ResidentTarget(UpdatedTarget):
     """A parameter that stays in this process. memd holds its value and state too, so that a commit
     is complete. Its gradient is `p.grad`, as with torch's optimizers.
     """
@@ -377,7 +390,7 @@ class ResidentTarget(StatefulTarget):
         return parameter
 
 
-class EmptyTarget(StatefulTarget):
+class EmptyTarget(UpdatedTarget):
     """A parameter without elements. It stays in this process, offloaded or not, and the daemon does
     not know it: there is nothing to store. Steps count its updates, as torch's optimizers do.
     """
@@ -493,7 +506,6 @@ class TiledTarget(StatefulTarget):
     def __init__(self, tiling: Tiling, tiles: Sequence[StreamedTarget]) -> None:
         self._tiling = tiling
         self._tiles = list(tiles)
-        super().__init__(keeps_maximum=tiles[0].keeps_maximum)
 
     @property
     def shard(self) -> Shard:
@@ -514,14 +526,15 @@ class TiledTarget(StatefulTarget):
     def replace_update_count(self, count: int) -> None:
         for tile in self._tiles:
             tile.replace_update_count(count)
-            tile.note_maximum(keeps_maximum=self._keeps_maximum)
 
     @property
     def keeps_maximum(self) -> bool:
         return self._tiles[0].keeps_maximum
 
-    def has_maximum(self, *, amsgrad: bool) -> bool:
-        return self._tiles[0].has_maximum(amsgrad=amsgrad)
+    def note_maximum(self, *, keeps_maximum: bool) -> None:
+        """All have one, or none: a step decides for all of them."""
+        for tile in self._tiles:
+            tile.note_maximum(keeps_maximum=keeps_maximum)
 
     def take_pending(self) -> None:
         for tile in self._tiles:
@@ -673,7 +686,7 @@ def own(
 
 
 def decide_maximum(
-    targets: Sequence[Target], *, amsgrad: bool, tier: types_pb2.Tier, job: Job
+    targets: Sequence[Part], *, amsgrad: bool, tier: types_pb2.Tier, job: Job
 ) -> None:
     """Before a step over `targets` with this setting. No step is in flight. Where it is the first
     update of a parameter, it decides whether there is a maximum.
