@@ -10,7 +10,7 @@ from memd_client.errors import MemdError
 from memd_client.parameters.unnamed import UnnamedParameters
 from memd_client.parameters.unnamed_parameter import UnnamedParameter
 from memd_client.tracked import Tracked
-from memd_client.transaction.transaction import OfSession, Transaction
+from memd_client.transaction.transaction import Participants, Transaction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -35,8 +35,8 @@ class Session:
         self._job = job
         self._blobs = Blobs(job)
         self._tracked = Tracked()
-        self._of_commits = OfSession(self._tracked)
-        self._transaction = Transaction(job, self._of_commits)
+        self._participants = Participants(self._tracked)
+        self._transaction = Transaction(job, self._participants)
         self._unnamed = UnnamedParameters(job, away=UnnamedParameter)
 
     def __enter__(self) -> Self:
@@ -169,7 +169,7 @@ class Session:
             InvalidArgument: a call after `resume()` or with a step open.
         """
         self._transaction.refuse_late("after_commit()")
-        self._of_commits.call_after_commit(function)
+        self._participants.call_after_commit(function)
         self._transaction.close_by_commit()
 
     @untraced

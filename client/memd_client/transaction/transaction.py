@@ -61,11 +61,11 @@ class Watched(Protocol):
     def refuse_replaced(self) -> None: ...
 
 
-class OfSession:
-    """The tracked objects of a session, and the functions that follow its commits. The session owns
-    them, as nobody else can call `commit()`; its transaction does not, since a tracked scheduler,
-    or a function that updates an average, refers to an optimizer or a model, and these to their
-    transaction."""
+class Participants:
+    """Tracked objects, and functions that are called after commits: a user has added them to the
+    commits of a session. The session owns them, as nobody else can call `commit()`; its transaction
+    does not, since a tracked scheduler, or a function that updates an average, refers to an
+    optimizer or a model, and these to their transaction."""
 
     def __init__(self, tracked: Contributor) -> None:
         self._tracked = tracked
@@ -102,10 +102,10 @@ class Transaction:
     half of what the other has sealed.
     """
 
-    def __init__(self, job: Job, of_session: OfSession) -> None:
+    def __init__(self, job: Job, participants: Participants) -> None:
         self._job = job
         self._turn = RLock()
-        self._of_session = ref(of_session)
+        self._participants = ref(participants)
         self._added: list[Contributor] = []
         self._watched: list[Watched] = []
         self._optimizers: list[ref[UpdatedOptimizer]] = []
@@ -135,8 +135,8 @@ class Transaction:
 
     @property
     def contributors(self) -> list[Contributor]:
-        of_session = self._of_session()
-        return [*([of_session.tracked] if of_session is not None else ()), *self._added]
+        participants = self._participants()
+        return [*([participants.tracked] if participants is not None else ()), *self._added]
 
     def watch(self, watched: Watched) -> None:
         """Each step calls it first, from now on."""
@@ -180,8 +180,8 @@ class Transaction:
 
     @property
     def _after_commit(self) -> list[Callable[[int], None]]:
-        of_session = self._of_session()
-        return of_session.after_commit if of_session is not None else []
+        participants = self._participants()
+        return participants.after_commit if participants is not None else []
 
     def close_by_commit(self) -> None:
         """From now on `commit()` closes a step, and `optimizer.step()` only prepares it."""
