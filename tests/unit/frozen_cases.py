@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils import checkpoint
 
 import memd_client
-from tests.unit.client_cases import WIDTH, build, leases_held, loss_of
+from tests.unit.client_cases import (
+    WIDTH,
+    assert_same_gradients,
+    build,
+    leases_held,
+    loss_of,
+)
 
 if TYPE_CHECKING:
     from memd_client import Session
@@ -169,6 +177,38 @@ class TestFrozen:
         assert torch.equal(ours, plain)
         with torch.inference_mode():
             assert torch.equal(model(x), reference(x))
+
+    def test_a_checkpoint_keeps_their_values_whatever_torch_names_the_function_that_keeps_them(
+        self, session: Session, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        name = "_recomputation_hook"
+        source = inspect.getsource(getattr(checkpoint, name))
+        assert source.count("def pack_hook(x)") == 1
+        found: dict[str, Any] = {}
+        exec(source.replace("pack_hook", "other"), vars(checkpoint), found)
+        monkeypatch.setattr(checkpoint, name, found[name])
+        model, reference = build(Normed), build(Normed)
+        memd_client.offload(model, session)
+        for each in (model, reference):
+            output = checkpoint.checkpoint(each, torch.ones(2, WIDTH), use_reentrant=False)
+            output.square().sum().backward()
+        assert_same_gradients(model, reference)
+
+
+class Normed(nn.Module):
+    """An operator saves a frozen parameter itself, between trained layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH),
+            nn.LayerNorm(WIDTH).requires_grad_(requires_grad=False),
+            nn.Linear(WIDTH, WIDTH),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layers(x)
+        return output
 
 
 def bits(value: torch.Tensor) -> torch.Tensor:

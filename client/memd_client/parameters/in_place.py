@@ -14,23 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
-from torch.utils import checkpoint
 
 from memd_client.base.dynamo import traced_if_inlined
 from memd_client.parameters.away import AwayParameter
 from memd_client.parameters.parameter import detached, entry_of, get_gradient, set_gradient
 from memd_client.parameters.residency import this_thread
+from memd_client.parameters.saved_tensors import is_kept_by_checkpoint
 from memd_client.parameters.stored_parameter import StoredParameter
 
 _data: Any = torch._C.TensorBase.data
 _detach: Any = torch._C.TensorBase.detach
 _requires_grad: Any = torch._C.TensorBase.requires_grad
-# A function inside torch's.
-(_KEEPS_RECOMPUTED,) = (
-    each
-    for each in checkpoint._recomputation_hook.__init__.__code__.co_consts
-    if getattr(each, "co_name", "") == "pack_hook"
-)
 
 
 class _TorchFunction:
@@ -82,7 +76,7 @@ class InPlaceParameter(StoredParameter):
         requires_grad = bool(_requires_grad.__get__(self))
         if is_dynamo_compiling():
             return requires_grad
-        return requires_grad or sys._getframe(1).f_code is _KEEPS_RECOMPUTED
+        return requires_grad or is_kept_by_checkpoint(sys._getframe(1))
 
     @requires_grad.setter
     def requires_grad(self, requires_grad: bool) -> None:

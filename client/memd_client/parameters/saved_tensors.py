@@ -11,6 +11,7 @@ holds no lease.
 
 from __future__ import annotations
 
+import inspect
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from memd_client.parameters.residency import is_in_place_here, residency_of_stor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import FrameType
 
     from memd_client.parameters.casts import Cast
     from memd_client.parameters.residency import Residency
@@ -98,12 +100,28 @@ def save_by_name_hooks() -> saved_tensors_hooks | None:
     if (
         pack is _pack
         or isinstance(getattr(pack, "__self__", None), _Within)
-        or getattr(pack, "__module__", None) == checkpoint.__name__  # C functions may have none
+        or _is_of_checkpoint(pack)
         or _reason_hooks_are_refused() is not None
     ):
         return None
     within = _Within(pack, unpack)
     return saved_tensors_hooks(within.pack, within.unpack)
+
+
+def is_kept_by_checkpoint(caller: FrameType) -> bool:
+    """Whether `caller` is the function of `torch.utils.checkpoint` that keeps what operations save
+    now, and asks about a tensor of those."""
+    active: Any = _active_hooks(True)
+    return (
+        active is not None
+        and _is_of_checkpoint(active[0])
+        # torch keeps some of them out of graphs by a function around them.
+        and getattr(inspect.unwrap(active[0]), "__code__", None) is caller.f_code
+    )
+
+
+def _is_of_checkpoint(hook: Any) -> bool:
+    return getattr(hook, "__module__", None) == checkpoint.__name__  # C functions may have none
 
 
 @contextmanager
