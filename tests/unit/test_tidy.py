@@ -49,7 +49,7 @@ CLIENT_PACKAGES = {
     ),
     "updates": ("targets", "clipping", "loaded_states"),
     "checkpoints": (
-        *("safetensors_header", "checkpoint_files", "whole_file", "whole_folder"),
+        *("safetensors_header", "checkpoint_files", "partial_name", "whole_file", "whole_folder"),
         *("torch_archive", "checkpoint_folder", "checkpoint_writer", "checkpoint_metadata"),
         "checkpoint_reader",
     ),

@@ -27,8 +27,9 @@ from memd_client.base.freed_memory import passing_bytes
 from memd_client.base.interrupts import defer_interrupts, safe_point
 from memd_client.checkpoints.checkpoint_files import os_error
 from memd_client.checkpoints.checkpoint_folder import METADATA_NAME, CheckpointFolder
+from memd_client.checkpoints.partial_name import remove_abandoned
 from memd_client.checkpoints.torch_archive import ArchiveStream, Passing
-from memd_client.checkpoints.whole_file import WholeFile, remove_abandoned, sync_folder
+from memd_client.checkpoints.whole_file import WholeFile, sync_folder
 from memd_client.errors import InvalidArgument, MemdError, NotYet
 
 if TYPE_CHECKING:

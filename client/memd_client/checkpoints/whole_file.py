@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import re
-import secrets
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, Self
 
 from memd_client.base.interrupts import safe_point
 from memd_client.checkpoints.checkpoint_files import os_error
+from memd_client.checkpoints.partial_name import make_locked, remove_abandoned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
     from types import TracebackType
 
-_SUFFIX = ".partial"
 # The kernel writes one window while the next is filled; no more of a file is dirty or cached.
 _WINDOW_BYTES = 16 << 20
 _SYNC_FILE_RANGE_WAIT_BEFORE = 1
@@ -54,7 +52,7 @@ class WholeFile(AbstractContextManager["WholeFile"]):
         self._written_back = 0
         self._is_placed = False
         remove_abandoned(path.parent, re.escape(path.name))
-        self._partial, self._file = self._try(_locked_file, path)
+        self._partial, self._file = self._try(make_locked, path, _new_file)
 
     def __enter__(self) -> Self:
         return self
@@ -128,28 +126,9 @@ def sync_folder(folder: Path) -> None:
         raise os_error(error, folder) from error
 
 
-def remove_abandoned(folder: Path, place: str) -> None:
-    """Removes files for places whose names match the regular expression `place`, and whose writer
-    was killed."""
-    its = re.compile(rf"\.({place})\.[0-9a-f]{{12}}{re.escape(_SUFFIX)}")
-    with suppress(OSError):
-        for found in folder.iterdir():
-            if its.fullmatch(found.name):
-                # Somebody else may remove it at the same time, or be writing it.
-                with suppress(OSError):
-                    _remove_if_unlocked(found)
-
-
-def _locked_file(path: Path) -> tuple[Path, int]:
-    """A new file beside `path`, locked."""
-    while True:
-        partial = path.with_name(f".{path.name}.{secrets.token_hex(6)}{_SUFFIX}")
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        file = os.open(partial, flags, 0o666)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        if os.fstat(file).st_nlink:
-            return partial, file
-        os.close(file)  # it was taken for an abandoned one before it was locked
+def _new_file(path: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    return os.open(path, flags, 0o666)
 
 
 def _write_range(file: int, offset: int, length: int, flags: int) -> None:
@@ -157,12 +136,3 @@ def _write_range(file: int, offset: int, length: int, flags: int) -> None:
     if _sync_file_range(file, offset, length, flags) and ctypes.get_errno() in _WRITE_ERRORS:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-
-
-def _remove_if_unlocked(partial: Path) -> None:
-    file = os.open(partial, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        partial.unlink()
-    finally:
-        os.close(file)

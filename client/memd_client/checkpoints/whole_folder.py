@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import re
-import secrets
 import shutil
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from memd_client.checkpoints.checkpoint_files import os_error
+from memd_client.checkpoints.partial_name import make_locked, remove_abandoned
 from memd_client.checkpoints.whole_file import sync_folder
 from memd_client.errors import InvalidArgument
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-_SUFFIX = ".partial"
 _AT_CWD = -100
 _EXCHANGE = 2
 
@@ -51,8 +49,8 @@ class WholeFolder(AbstractContextManager["WholeFolder"]):
             raise InvalidArgument(f"{path} is a file, and a checkpoint is a folder")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            _remove_abandoned(self._path)
-            self._partial, self._lock = _locked_folder(self._path)
+            remove_abandoned(self._path.parent, re.escape(self._path.name), _remove)
+            self._partial, self._lock = make_locked(self._path, _new_folder)
         except OSError as error:
             raise os_error(error, path) from error
 
@@ -66,7 +64,7 @@ class WholeFolder(AbstractContextManager["WholeFolder"]):
         traceback: TracebackType | None,
     ) -> None:
         # Under this name is what nobody needs: what was begun, or what was replaced.
-        shutil.rmtree(self._partial, ignore_errors=True)
+        _remove(self._partial)
         os.close(self._lock)
 
     @property
@@ -97,18 +95,16 @@ class WholeFolder(AbstractContextManager["WholeFolder"]):
         sync_folder(self._path.parent)
 
 
-def _locked_folder(path: Path) -> tuple[Path, int]:
-    """A new folder beside `path`, locked."""
-    while True:
-        partial = path.with_name(f".{path.name}.{secrets.token_hex(6)}{_SUFFIX}")
-        partial.mkdir()
-        # Before it is locked, it may be taken for an abandoned one, and removed.
-        with suppress(FileNotFoundError):
-            lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if partial.exists():
-                return partial, lock
-            os.close(lock)
+def _new_folder(path: Path) -> int | None:
+    path.mkdir()
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _exchange(one: Path, other: Path) -> None:
@@ -157,22 +153,3 @@ def _sync_files(folder: Path) -> None:
         finally:
             os.close(file)
     sync_folder(folder)
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Removes folders for this place whose writer was killed."""
-    ours = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{12}}{re.escape(_SUFFIX)}")
-    for found in path.parent.iterdir():
-        if ours.fullmatch(found.name):
-            # Somebody else may remove it at the same time, or be writing it.
-            with suppress(OSError):
-                _remove_if_unlocked(found)
-
-
-def _remove_if_unlocked(partial: Path) -> None:
-    lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(partial, ignore_errors=True)
-    finally:
-        os.close(lock)
