@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import shutil
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from torch import nn
 
 import memd_client
 from tests.daemons import running_daemon
+from tests.integration.full_disk import no_file_larger_than
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -411,17 +411,6 @@ def test_of_two_loops_over_one_job_one_goes_on(job: Job) -> None:
                 _ = first._session.committed_step
             step(second, *other)
             assert second._session.committed_step == 3
-
-
-@contextmanager
-def no_file_larger_than(size_bytes: int) -> Iterator[None]:
-    """As a full disk: EFBIG in place of ENOSPC."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_save_on_a_full_disk_leaves_the_earlier_checkpoint(job: Job) -> None:

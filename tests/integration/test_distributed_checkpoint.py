@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import resource
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,9 +20,9 @@ from torch.nn import functional
 
 import memd_client
 from tests.daemons import fresh
+from tests.integration.full_disk import no_file_larger_than
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.daemons import Daemon
@@ -289,17 +287,6 @@ def test_a_second_save_replaces_the_first_and_what_a_killed_one_left(tmp_path: P
         kinds = [name for name in names_in(path) if name.endswith(".distcp")]
         assert len(kinds) == 1
     assert len(names_in(path)) == 3
-
-
-@contextmanager
-def no_file_larger_than(size_bytes: int) -> Iterator[None]:
-    """As a full disk: EFBIG in place of ENOSPC."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_writer_that_saves_again_keeps_the_earlier_items_until_the_end(tmp_path: Path) -> None:

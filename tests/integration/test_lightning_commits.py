@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +15,7 @@ from torch import nn
 
 import memd_client
 from tests.daemons import running_daemon
+from tests.integration.full_disk import no_file_larger_than
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -490,17 +489,6 @@ def test_a_checkpoint_is_not_loaded_over_a_job_in_use(job: Job) -> None:
         pytest.raises(memd_client.InvalidArgument, match="other sessions"),
     ):
         job.train(ckpt_path=path)
-
-
-@contextmanager
-def no_file_larger_than(size_bytes: int) -> Iterator[None]:
-    """As a full disk: EFBIG in place of ENOSPC."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_save_on_a_full_disk_leaves_the_earlier_checkpoint(job: Job) -> None:
