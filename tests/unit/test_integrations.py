@@ -39,8 +39,8 @@ def test_a_missing_library_is_named_with_what_to_install(library: str) -> None:
     [
         ("self.scaler = object()", "fp16 has a GradScaler"),
         ("self.state.num_processes = 2", "and this Accelerator has 2"),
-        ("self.state.distributed_type = DistributedType.FSDP", "FSDP keeps parameters"),
-        ("self.state.distributed_type = DistributedType.DEEPSPEED", "DEEPSPEED keeps"),
+        ("self.state.distributed_type = DistributedType.FSDP", "FSDP keeps or divides parameters"),
+        ("self.state.distributed_type = DistributedType.DEEPSPEED", "DEEPSPEED keeps or divides"),
     ],
 )
 def test_an_accelerator_that_memd_cannot_keep_is_refused(change: str, message: str) -> None:

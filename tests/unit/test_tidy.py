@@ -55,8 +55,8 @@ CLIENT_PACKAGES = {
     ),
 }
 CLIENT_INTEGRATIONS = (
-    *("adam_states", "load_tensors", "transformers", "accelerate_loader", "accelerate_files"),
-    *("accelerate", "lightning_loop", "lightning"),
+    *("adam_states", "load_tensors", "progress", "refusals", "transformers", "accelerate_loader"),
+    *("accelerate_files", "accelerate", "lightning_loop", "lightning"),
 )
 CLIENT_FOLDERS = (*CLIENT_PACKAGES, "integrations")
 CLIENT_LAYERS = (

@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 try:
     from accelerate import Accelerator
@@ -48,6 +47,13 @@ from memd_client.integrations.accelerate_files import (
     save_weights,
 )
 from memd_client.integrations.accelerate_loader import CountedLoader
+from memd_client.integrations.progress import Progress
+from memd_client.integrations.refusals import (
+    refuse_divided,
+    refuse_optimizer,
+    refuse_processes,
+    refuse_scaler,
+)
 from memd_client.save_safetensors import save_safetensors
 
 if TYPE_CHECKING:
@@ -122,7 +128,8 @@ class CommittedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has 
             raise InvalidArgument("resume() was called already: connect again to go on elsewhere")
         named = {f"scheduler{index}": each for index, each in enumerate(self._schedulers)}
         named |= {f"custom{index}": each for index, each in enumerate(self._custom_objects)}
-        self._session.track(accelerator=_Progress(self), **named, rng=True)
+        progress = Progress(self, what="the Accelerator")
+        self._session.track(accelerator=progress, **named, rng=True)
         step = self._session.resume()
         self._is_resumed = True
         self._committed = self._parts()
@@ -177,12 +184,7 @@ class CommittedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has 
         Raises:
             InvalidArgument: the optimizer is not memd's.
         """
-        inner = getattr(optimizer, "optimizer", optimizer)
-        if not getattr(inner, "is_part_of_commits", False):
-            raise InvalidArgument(
-                f"a commit has the states of memd's optimizers alone, and this one is a "
-                f"{type(inner).__name__}; use memd_client.AdamW or Adam"
-            )
+        refuse_optimizer(getattr(optimizer, "optimizer", optimizer), what="this one is")
         return super().prepare_optimizer(optimizer, *args, **kwargs)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
@@ -252,7 +254,7 @@ class CommittedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has 
             self._is_saving = True
             try:
                 super().save_state(str(new.path), safe_serialization, **save_model_func_kwargs)
-                _store_position(new.path, _Progress(self).state_dict())
+                _store_position(new.path, self.progress())
                 new.place(keeps=lambda name: not is_of_accelerate(name))
             except BaseException:
                 config.iteration = iteration
@@ -409,45 +411,15 @@ class CommittedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has 
         return folder
 
 
-class _Progress:
-    """An Accelerator's part of a commit: an object that the session tracks."""
-
-    def __init__(self, accelerator: CommittedAccelerator) -> None:
-        # A session that refers to what refers to it has no end.
-        self._accelerator = ref(accelerator)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._alive().progress()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._alive().note_loaded(state)
-
-    def _alive(self) -> CommittedAccelerator:
-        accelerator = self._accelerator()
-        if accelerator is None:
-            raise InvalidArgument("the Accelerator that makes the commits does not exist any more")
-        return accelerator
-
-
 def _refuse_setup(accelerator: Any) -> None:
-    if accelerator.scaler is not None:
-        raise InvalidArgument(
-            "fp16 has a GradScaler, which skips steps that memd would commit; use "
-            "mixed_precision='bf16'"
-        )
+    refuse_scaler(accelerator.scaler, instead="mixed_precision='bf16'")
     if accelerator.distributed_type in (
         DistributedType.DEEPSPEED,
         DistributedType.FSDP,
         DistributedType.MEGATRON_LM,
     ):
-        raise InvalidArgument(
-            f"{accelerator.distributed_type.value} keeps parameters and states itself, as memd "
-            "does; leave its plugin out"
-        )
-    if accelerator.num_processes != 1:
-        raise InvalidArgument(
-            f"a job of memd is one process, and this Accelerator has {accelerator.num_processes}"
-        )
+        refuse_divided(accelerator.distributed_type.value, instead="leave its plugin out")
+    refuse_processes(accelerator.num_processes, what="Accelerator")
 
 
 def _stored_position(folder: Path) -> dict[str, Any] | None:

@@ -16,7 +16,6 @@ import shutil
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 try:
     from lightning.pytorch import Callback, LightningModule
@@ -35,6 +34,13 @@ from memd_client.errors import InvalidArgument
 from memd_client.integrations.adam_states import refuse_other_states
 from memd_client.integrations.lightning_loop import LoopPlace
 from memd_client.integrations.load_tensors import load_tensors
+from memd_client.integrations.progress import Progress
+from memd_client.integrations.refusals import (
+    refuse_divided,
+    refuse_optimizer,
+    refuse_processes,
+    refuse_scaler,
+)
 from memd_client.tracked import random_state, set_random_state
 
 if TYPE_CHECKING:
@@ -110,7 +116,8 @@ class CommitSteps(Callback):  # type: ignore[misc] # lightning has no types here
         self._place = LoopPlace(trainer)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         named = {f"scheduler{index}": each for index, each in enumerate(schedulers)}
-        self._session.track(lightning=_Progress(self), **named, rng=True)
+        progress = Progress(self, what="the callback")
+        self._session.track(lightning=progress, **named, rng=True)
         if self._session.resume():
             for optimizer in trainer.optimizers:
                 # Otherwise torch warns of a scheduler that steps at the end of a resumed epoch.
@@ -253,26 +260,6 @@ class StreamedCheckpointIO(CheckpointIO):  # type: ignore[misc] # lightning has 
             file.unlink(missing_ok=True)
 
 
-class _Progress:
-    """Lightning's part of a commit: an object that the session tracks."""
-
-    def __init__(self, callback: CommitSteps) -> None:
-        # A session that refers to what refers to it ends late.
-        self._callback = ref(callback)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._alive().progress()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._alive().note_loaded(state)
-
-    def _alive(self) -> CommitSteps:
-        callback = self._callback()
-        if callback is None:
-            raise InvalidArgument("the callback that makes the commits does not exist any more")
-        return callback
-
-
 def _loads_in_its_own_way(pl_module: Any) -> bool:
     return type(pl_module).load_state_dict is not LightningModule.load_state_dict or any(
         module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks
@@ -291,29 +278,16 @@ def _optimizer_steps(state: dict[str, Any]) -> int:
 
 
 def _refuse_trainer(trainer: Any) -> None:
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        raise InvalidArgument(
-            "fp16 has a GradScaler, which skips steps that memd would commit; use "
-            'precision="bf16-mixed"'
-        )
-    if trainer.world_size != 1:
-        raise InvalidArgument(
-            f"a job of memd is one process, and this Trainer has {trainer.world_size}"
-        )
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    refuse_scaler(scaler, instead='precision="bf16-mixed"')
+    refuse_processes(trainer.world_size, what="Trainer")
     if not isinstance(trainer.strategy, SingleDeviceStrategy):
-        raise InvalidArgument(
-            f"{type(trainer.strategy).__name__} keeps or divides parameters itself, as memd does; "
-            "leave strategy= out"
-        )
+        refuse_divided(type(trainer.strategy).__name__, instead="leave strategy= out")
 
 
 def _refuse_optimizers(trainer: Any) -> None:
     for optimizer in trainer.optimizers:
-        if not getattr(optimizer, "is_part_of_commits", False):
-            raise InvalidArgument(
-                "a commit has the states of memd's optimizers alone, and configure_optimizers() "
-                f"gives a {type(optimizer).__name__}; use memd_client.AdamW or Adam"
-            )
+        refuse_optimizer(optimizer, what="configure_optimizers() gives")
 
 
 def _local(path: str | os.PathLike[str]) -> Path:

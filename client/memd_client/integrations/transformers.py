@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memd_client.errors import InvalidArgument
+from memd_client.integrations.refusals import refuse_processes, refuse_scaler
 from memd_client.optimizer import AdamW
 from memd_client.save_safetensors import save_safetensors
 from memd_client.tracked import random_state, set_random_state
@@ -331,15 +332,8 @@ def _callback_states(trainer: Any) -> dict[str, Any]:
 
 
 def _refuse_arguments(trainer: Any) -> None:
-    arguments = trainer.args
-    if getattr(trainer.accelerator, "scaler", None) is not None:
-        raise InvalidArgument(
-            "fp16 has a GradScaler, which skips steps that memd would commit; use bf16=True"
-        )
-    if arguments.world_size != 1:
-        raise InvalidArgument(
-            f"a job of memd is one process, and this Trainer has {arguments.world_size}"
-        )
+    refuse_scaler(getattr(trainer.accelerator, "scaler", None), instead="bf16=True")
+    refuse_processes(trainer.args.world_size, what="Trainer")
 
 
 def _adam_settings(arguments: Any) -> dict[str, Any]:
