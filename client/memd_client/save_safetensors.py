@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +14,10 @@ from memd_client.base.dynamo import untraced
 from memd_client.base.freed_memory import passing_bytes
 from memd_client.base.interrupts import defer_interrupts, safe_point
 from memd_client.base.sizes import parse_size
-from memd_client.checkpoints.checkpoint_files import INDEX_NAME, WEIGHTS_NAME, os_error
+from memd_client.checkpoints.checkpoint_files import INDEX_NAME, WEIGHTS_NAME, os_errors
 from memd_client.checkpoints.safetensors_header import encode_header
 from memd_client.checkpoints.whole_file import WholeFile, sync_folder
-from memd_client.errors import InvalidArgument, MemdError
+from memd_client.errors import InvalidArgument
 from memd_client.parameters.away import ParameterBytes
 from memd_client.parameters.model_tensors import model_tensors
 
@@ -96,7 +96,7 @@ def save_safetensors(
         folder = place
     headers = {name: _header(held, dtype, metadata) for name, held in files.items()}
     if not is_file:
-        with _os_errors(folder):
+        with os_errors(folder):
             folder.mkdir(exist_ok=True)
     index = _index(model, files, dtype) if len(files) > 1 else b""
     with passing_bytes(), ExitStack() as opened:
@@ -106,7 +106,7 @@ def save_safetensors(
         ]
         if index:
             written.append(opened.enter_context(_written_index(folder / INDEX_NAME, index)))
-        with _os_errors(folder):
+        with os_errors(folder):
             if not is_file:
                 _retract(folder, files)
             for file in written:
@@ -114,14 +114,6 @@ def save_safetensors(
             sync_folder(folder)
             if not is_file:
                 _remove_others(folder, files)
-
-
-@contextmanager
-def _os_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise (error if isinstance(error, MemdError) else os_error(error, path)) from error
 
 
 def _stored_dtype(tensor: ModelTensor, dtype: torch.dtype | None) -> torch.dtype:

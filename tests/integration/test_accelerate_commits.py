@@ -322,6 +322,25 @@ def test_named_checkpoints_are_numbered_and_limited(job: Job) -> None:
             accelerator.save_state()
 
 
+def test_an_earlier_checkpoint_that_cannot_be_removed_is_named(job: Job) -> None:
+    with job.prepared() as (accelerator, *prepared):
+        config = accelerator.project_configuration
+        config.set_directories(str(job.path))
+        config.automatic_checkpoint_naming = True
+        config.total_limit = 1
+        config.iteration = 1
+        folder = job.path / "checkpoints"
+        folder.mkdir(parents=True)
+        (folder / "checkpoint_0").write_bytes(b"no folder")
+        step(accelerator, *prepared)
+        with pytest.raises(memd_client.InvalidArgument, match=r"/checkpoint_0: "):
+            accelerator.save_state()
+        step(accelerator, *prepared)
+        accelerator.load_state(folder / "checkpoint_1")
+        with pytest.raises(memd_client.InvalidArgument, match=r"checkpoint_0/model/deep: "):
+            accelerator.save_model(prepared[0], folder / "checkpoint_0" / "model" / "deep")
+
+
 # A checkpoint that cannot be loaded or saved changes nothing.
 
 

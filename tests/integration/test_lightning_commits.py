@@ -577,3 +577,14 @@ def test_other_places_than_local_files_are_refused() -> None:
         io.save_checkpoint({}, "s3://bucket/a.ckpt")
     with pytest.raises(memd_client.InvalidArgument, match="takes no storage_options"):
         io.save_checkpoint({}, "a.ckpt", storage_options={})
+
+
+def test_a_place_that_cannot_be_written_or_removed_is_named(tmp_path: Path) -> None:
+    io = ours.StreamedCheckpointIO()
+    (tmp_path / "file").write_bytes(b"somebody else's")
+    path = tmp_path / "file" / "a.ckpt"
+    with pytest.raises(memd_client.InvalidArgument, match=rf"{path}: "):
+        io.save_checkpoint({}, path)
+    with pytest.raises(memd_client.InvalidArgument, match=rf"{path}: "):
+        io.remove_checkpoint(path)
+    assert (tmp_path / "file").read_bytes() == b"somebody else's"

@@ -7,7 +7,7 @@ import json
 import os
 import stat
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -24,6 +24,7 @@ from memd_client.checkpoints.safetensors_header import (
 from memd_client.errors import CapacityError, DeviceError, InvalidArgument, MemdError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
 WEIGHTS_NAME = "model.safetensors"
@@ -215,13 +216,25 @@ def os_error(error: OSError, path: object, *, needed_bytes: int = 0) -> MemdErro
     be written there."""
     why = error.strerror or str(error)
     if error.errno in _FULL_ERRORS:
+        needs = f" needs {format_size(needed_bytes)} ({needed_bytes} bytes), and"
         return CapacityError(
-            f"{path} needs {format_size(needed_bytes)} ({needed_bytes} bytes), and there is no room"
-            f"; what was written is removed: {why}"
+            f"{path}{needs if needed_bytes else ':'} there is no room; what was written is "
+            f"removed: {why}"
         )
     if error.errno in _PATH_ERRORS:
         return InvalidArgument(f"{path}: {why}")
     return DeviceError(f"{path}: {why}", error.errno or 0)
+
+
+@contextmanager
+def os_errors(path: object) -> Iterator[None]:
+    """Inside, an error of the operating system is raised as that of `path`."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, MemdError):
+            raise
+        raise os_error(error, path) from error
 
 
 def _os(function: Any, *arguments: Any, path: Path) -> Any:

@@ -36,6 +36,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from memd_client.base import plain
+from memd_client.checkpoints.checkpoint_files import os_errors
 from memd_client.checkpoints.whole_folder import WholeFolder
 from memd_client.errors import InvalidArgument
 from memd_client.integrations.accelerate_files import (
@@ -217,7 +218,8 @@ class CommittedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has 
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
             return
         folder = Path(save_directory)
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        with os_errors(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
         save_safetensors(self.unwrap_model(model), folder, max_shard_bytes=max_shard_size)
 
     def save_state(
@@ -254,7 +256,8 @@ class CommittedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has 
             self._is_saving = True
             try:
                 super().save_state(str(new.path), safe_serialization, **save_model_func_kwargs)
-                _store_position(new.path, self.progress())
+                with os_errors(place):
+                    _store_position(new.path, self.progress())
                 new.place(keeps=lambda name: not is_of_accelerate(name))
             except BaseException:
                 config.iteration = iteration
@@ -394,7 +397,8 @@ class CommittedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has 
         if config.automatic_checkpoint_naming and config.total_limit is not None:
             found = _numbered_folders(folder)
             for old in found[: max(len(found) - config.total_limit, 0)]:
-                shutil.rmtree(old)
+                with os_errors(old):
+                    shutil.rmtree(old)
 
     def _folder_to_load(self, given: str | os.PathLike[str] | None) -> Path:
         if given is not None:
@@ -427,9 +431,11 @@ def _stored_position(folder: Path) -> dict[str, Any] | None:
     path = folder / _POSITION_NAME
     if not path.exists():
         return None
-    stored: dict[str, Any] = plain.decode(path.read_bytes())
+    with os_errors(path):
+        stored: dict[str, Any] = plain.decode(path.read_bytes())
+        is_current = stored["of"] == _digest(folder)
     position: dict[str, Any] = stored["position"]
-    return position if stored["of"] == _digest(folder) else None
+    return position if is_current else None
 
 
 def _store_position(folder: Path, position: dict[str, Any]) -> None:

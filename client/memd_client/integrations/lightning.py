@@ -29,6 +29,7 @@ except ModuleNotFoundError as error:
         name=missing,
     ) from error
 
+from memd_client.checkpoints.checkpoint_files import os_errors
 from memd_client.checkpoints.torch_archive import live_state, load_archive, save_archive
 from memd_client.errors import InvalidArgument
 from memd_client.integrations.adam_states import refuse_other_states
@@ -234,7 +235,8 @@ class StreamedCheckpointIO(CheckpointIO):  # type: ignore[misc] # lightning has 
         if storage_options is not None:
             raise InvalidArgument("StreamedCheckpointIO takes no storage_options")
         file = _local(path)
-        file.parent.mkdir(parents=True, exist_ok=True)
+        with os_errors(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
         save_archive(checkpoint, file)
 
     def load_checkpoint(
@@ -252,12 +254,18 @@ class StreamedCheckpointIO(CheckpointIO):  # type: ignore[misc] # lightning has 
         return load_archive(_local(path), weights_only=weights_only)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """A file that is not there is none."""
+        """A file that is not there is none.
+
+        Raises:
+            InvalidArgument: it may not be removed.
+            DeviceError: it could not be.
+        """
         file = _local(path)
-        if file.is_dir():
-            shutil.rmtree(file)
-        else:
-            file.unlink(missing_ok=True)
+        with os_errors(file):
+            if file.is_dir():
+                shutil.rmtree(file)
+            else:
+                file.unlink(missing_ok=True)
 
 
 def _loads_in_its_own_way(pl_module: Any) -> bool:

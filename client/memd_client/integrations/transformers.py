@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memd_client.checkpoints.checkpoint_files import os_errors
 from memd_client.errors import InvalidArgument
 from memd_client.integrations.refusals import refuse_processes, refuse_scaler
 from memd_client.optimizer import AdamW
@@ -212,7 +213,8 @@ class CommitsSteps:
             super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc] # of Trainer
             return
         folder = Path(trainer.args.output_dir if output_dir is None else output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
+        with os_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         # As of save_pretrained, which would hold all weights at once.
         model.config.dtype = str(model.dtype).removeprefix("torch.")
         model.config.architectures = [type(model).__name__]
