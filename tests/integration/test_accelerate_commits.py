@@ -532,6 +532,43 @@ def test_objects_registered_for_checkpointing_are_in_commits(job: Job) -> None:
             accelerator.load_state(job.path)
 
 
+@pytest.mark.parametrize("is_safe", [True, False])
+def test_a_model_of_which_a_module_loads_in_its_own_way_is_asked(job: Job, is_safe: bool) -> None:
+    class Told(nn.Linear):
+        number = 1
+
+        def get_extra_state(self) -> torch.Tensor:
+            return torch.tensor(self.number)
+
+        def set_extra_state(self, state: torch.Tensor) -> None:
+            self.number = int(state)
+
+    with memd_client.connect(job.address, job="loop") as session:
+        model = nn.Sequential(Told(8, 8), nn.Linear(8, 8))
+        model[1].weight = model[0].weight
+        memd_client.offload(model, session)
+        optimizer: Any = memd_client.AdamW(model.parameters())
+        accelerator = CommittedAccelerator(session=session, cpu=True)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        accelerator.resume()
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 8)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.save_state(job.path, safe_serialization=is_safe)
+        wanted: Any = model.state_dict()
+        if not is_safe:
+            assert torch.load(job.path / "pytorch_model.bin")._metadata == wanted._metadata
+        kept = weights_of(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        model[0].number = 2
+        accelerator.load_state(job.path)
+        assert weights_of(model) == kept
+        assert model[0].number == 1
+
+
 def step(accelerator: Any, model: Any, optimizer: Any, batches: Any, scheduler: Any) -> None:
     optimizer_step(accelerator, model, optimizer, scheduler, next(iter(batches)))
 

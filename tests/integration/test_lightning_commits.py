@@ -431,6 +431,33 @@ def test_a_module_that_loads_in_its_own_way_is_asked(job: Job) -> None:
             assert torch.equal(value, ones[name]), name
 
 
+def test_a_module_within_that_loads_in_its_own_way_is_asked(job: Job) -> None:
+    class Told(nn.Module):
+        word = "new"
+
+        def get_extra_state(self) -> dict[str, str]:
+            return {"word": self.word}
+
+        def set_extra_state(self, state: dict[str, str]) -> None:
+            self.word = state["word"]
+
+    with memd_client.connect(job.address, job="lightning") as session:
+        module: Any = Module(memd_client.AdamW)
+        module.told = Told()
+        memd_client.offload(module, session)
+        trainer = job.trainer(session, max_epochs=1)
+        trainer.fit(module, loader("shuffled"), loader("shuffled"))
+        trainer.save_checkpoint(job.path / "a.ckpt")
+        state = torch.load(job.path / "a.ckpt")["state_dict"]
+        assert state._metadata == module.state_dict()._metadata
+        module.told.word = "changed"
+        with torch.no_grad():
+            module.layers[0].weight.zero_()
+        job.trainer(session).validate(module, loader("in order"), ckpt_path=job.path / "a.ckpt")
+        assert module.told.word == "new"
+        assert torch.equal(module.layers[0].weight, state["layers.0.weight"])
+
+
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 40)
 

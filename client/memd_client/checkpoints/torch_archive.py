@@ -29,6 +29,7 @@ from memd_client.parameters.tiles import TileBytes, is_in_memd
 from memd_client.transaction.moments import MomentTensor
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from memd_client.transaction.moments import MomentSet
@@ -103,7 +104,17 @@ def live_state(model: nn.Module) -> OrderedDict[str, Any]:
         return shown.setdefault(id(value), value.detach())
 
     state = model.state_dict(keep_vars=True)
-    return OrderedDict((name, show(value)) for name, value in state.items())
+    return as_state(((name, show(value)) for name, value in state.items()), of=state)
+
+
+def as_state(items: Iterable[tuple[str, Any]], *, of: object) -> OrderedDict[str, Any]:
+    """`items` as a `state_dict()`, with the versions of modules that `of` has: a load asks for
+    them."""
+    state = OrderedDict(items)
+    versions = getattr(of, "_metadata", None)
+    if versions is not None:
+        vars(state)["_metadata"] = versions
+    return state
 
 
 class ArchiveStream:

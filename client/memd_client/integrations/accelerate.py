@@ -94,7 +94,9 @@ class CommittedAccelerator(Accelerator):  # type: ignore[misc] # accelerate has 
     `save_state`, `load_state` and `save_model` stream: at most one parameter, or the moments of
     one, is in this process. The folder is Accelerate's, and plain Accelerate loads it. It has the
     earlier checkpoint or the new one, whole. `load_state` goes on from it in a job that has
-    commits too, and says where. It is two transactions: weights, then moments.
+    commits too, and says where. It is two transactions: weights, then moments. A model that loads
+    in its own way, by a `load_state_dict`, hooks or extra state, gets the weights in memory, and
+    copies what it accepts.
 
     Random numbers of a dataset or a collator are as after Accelerate's own checkpoints: others than
     without the interruption, because the next batch was made before the commit.

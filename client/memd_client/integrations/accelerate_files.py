@@ -16,11 +16,18 @@ from accelerate.utils import (
     save,
 )
 
-from memd_client.checkpoints.torch_archive import live_state, load_archive, save_archive
+from memd_client.checkpoints.checkpoint_files import CheckpointFiles
+from memd_client.checkpoints.torch_archive import (
+    as_state,
+    live_state,
+    load_archive,
+    save_archive,
+)
 from memd_client.errors import InvalidArgument
 from memd_client.integrations.adam_states import refuse_other_states
-from memd_client.integrations.load_tensors import load_tensors
+from memd_client.integrations.load_tensors import load_tensors, loads_in_its_own_way
 from memd_client.load_safetensors import load_safetensors
+from memd_client.parameters.model_tensors import model_tensors
 from memd_client.save_safetensors import save_safetensors
 
 if TYPE_CHECKING:
@@ -44,7 +51,9 @@ class LiveState(dict[str, Any]):
     """A model's state of now, which stands for it in the list of weights that hooks see."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(live_state(model))
+        live = live_state(model)
+        super().__init__(live)
+        self._metadata = getattr(live, "_metadata", None)  # torch's name
         self._model = model
         self._ids = {name: id(value) for name, value in self.items()}
 
@@ -68,7 +77,7 @@ def save_weights(weights: Sequence[Any], folder: Path, *, safe_serialization: bo
         if model is not None and safe_serialization:
             save_safetensors(model, path)
         elif not safe_serialization:
-            save_archive(dict(state), path)
+            save_archive(as_state(state.items(), of=state), path)
         else:
             copies = {name: torch.clone(value.detach()) for name, value in state.items()}
             save(copies, path, safe_serialization=True)
@@ -105,13 +114,15 @@ class StoredStates:
         """Into the models, each all or not at all, and then into the optimizers."""
         for index, model in enumerate(models):
             path = self._folder / _numbered(SAFE_WEIGHTS_NAME, index)
-            if path.exists():
+            if path.exists() and not loads_in_its_own_way(model):
                 load_safetensors(model, path, session, strict=strict)
                 continue
-            path = _existing(self._folder / _numbered(f"{MODEL_NAME}.bin", index))
-            load_tensors(
-                model, load_archive(path), session, what=f"load_state({path})", strict=strict
-            )
+            if path.exists():
+                state = _whole_state(model, path)
+            else:
+                path = _existing(self._folder / _numbered(f"{MODEL_NAME}.bin", index))
+                state = load_archive(path)
+            load_tensors(model, state, session, what=f"load_state({path})", strict=strict)
         for optimizer, state in zip(self._optimizers, self._states, strict=True):
             optimizer.load_state_dict(state)
 
@@ -141,6 +152,21 @@ def refuse_damaged(folder: Path, *, schedulers: int, custom_objects: int) -> Non
                 raise InvalidArgument(f"{path} is truncated or damaged: {error}") from error
             if damaged is not None:
                 raise InvalidArgument(f"{path} is damaged: {damaged}")
+
+
+def _whole_state(model: nn.Module, path: Path) -> dict[str, torch.Tensor]:
+    """All of a safetensors file, in memory, for a model that wants it so."""
+    state: dict[str, torch.Tensor] = {}
+    with CheckpointFiles(path) as files:
+        for name, stored in files.tensors.items():
+            data = torch.empty(stored.tensor.size_bytes, dtype=torch.uint8)
+            stored.read(0, data.numpy().data)
+            state[name] = data.view(stored.tensor.dtype).view(stored.tensor.shape)
+    for target in model_tensors(model):
+        found = [state[name] for name in target.names if name in state]
+        # The file has a tied parameter once.
+        state |= {name: found[0] for name in target.names if found}
+    return state
 
 
 def _numbered(name: str, index: int) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 try:
-    from lightning.pytorch import Callback, LightningModule
+    from lightning.pytorch import Callback
     from lightning.pytorch.plugins.io import CheckpointIO
     from lightning.pytorch.strategies import SingleDeviceStrategy
     from lightning.pytorch.trainer.states import TrainerFn
@@ -64,8 +64,8 @@ class CommitSteps(Callback):  # type: ignore[misc] # lightning has no types here
 
     With it and `StreamedCheckpointIO` a checkpoint takes no copy of the weights. Those of `fit`,
     `validate`, `test` and `predict` with `ckpt_path` replace the job's: all or none, unless the
-    module has a `load_state_dict` or hooks of its own. It is the first callback, wherever it stands
-    in the list: others see the new values.
+    module, or one in it, loads in its own way, by a `load_state_dict`, hooks or extra state. It is
+    the first callback, wherever it stands in the list: others see the new values.
 
     No commit has what `on_save_checkpoint` adds: give it to `session.track()`. Means of
     `self.log(on_epoch=True)` are over the batches behind the commit, as after Lightning's own
@@ -180,7 +180,8 @@ class CommitSteps(Callback):  # type: ignore[misc] # lightning has no types here
             # The commit, which has buffers, is restored before: when there are optimizers.
             self._weights = weights, strict
             return
-        self._replace_weights(pl_module, weights, f"ckpt_path={trainer.ckpt_path}", strict=strict)
+        what = f"ckpt_path={trainer.ckpt_path}"
+        load_tensors(pl_module, weights, self._session, what=what, strict=strict)
 
     def _load_checkpoint(
         self, trainer: Any, pl_module: Any, weights: Mapping[str, Any], strict: bool
@@ -200,15 +201,7 @@ class CommitSteps(Callback):  # type: ignore[misc] # lightning has no types here
                 for group in optimizer.param_groups
             ]
             refuse_other_states(state, shapes, path)
-        self._replace_weights(pl_module, weights, f"ckpt_path={path}", strict=strict)
-
-    def _replace_weights(
-        self, pl_module: Any, weights: Mapping[str, Any], what: str, *, strict: bool
-    ) -> None:
-        if _loads_in_its_own_way(pl_module):
-            pl_module.load_state_dict(weights, strict=strict)
-        else:
-            load_tensors(pl_module, weights, self._session, what=what, strict=strict)
+        load_tensors(pl_module, weights, self._session, what=f"ckpt_path={path}", strict=strict)
 
 
 class StreamedCheckpointIO(CheckpointIO):  # type: ignore[misc] # lightning has no types here
@@ -266,13 +259,6 @@ class StreamedCheckpointIO(CheckpointIO):  # type: ignore[misc] # lightning has 
                 shutil.rmtree(file)
             else:
                 file.unlink(missing_ok=True)
-
-
-def _loads_in_its_own_way(pl_module: Any) -> bool:
-    return type(pl_module).load_state_dict is not LightningModule.load_state_dict or any(
-        module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks
-        for module in pl_module.modules()
-    )
 
 
 def _optimizer_steps(state: dict[str, Any]) -> int:

@@ -5,22 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from memd_client.base.dynamo import untraced
-from memd_client.base.interrupts import defer_interrupts, safe_point
+from memd_client.base.interrupts import call_user, defer_interrupts, safe_point
 from memd_client.checkpoints.checkpoint_files import listed
 from memd_client.errors import InvalidArgument
-from memd_client.load_safetensors import LoadedKeys
 from memd_client.parameters.loaded_places import replace_all
 from memd_client.parameters.model_tensors import model_tensors, refuse_copies
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import nn
-
     from memd_client.parameters.model_tensors import ModelTensor
     from memd_client.session import Session
+
+# They copy tensors into parameters and buffers; torch's norms complete states of before 2018.
+_COPYING = tuple(kind._load_from_state_dict for kind in (nn.Module, _NormBase, _InstanceNorm))
 
 
 @untraced
@@ -31,9 +34,10 @@ def load_tensors(
     *,
     what: str,
     strict: bool = True,
-) -> LoadedKeys:
+) -> None:
     """As `model.load_state_dict(tensors)`, one tensor at a time, and durable: a transaction as that
-    of `load_safetensors`.
+    of `load_safetensors`. If the model loads in a way of its own, it is asked to, and copies what
+    it accepts: an error may come half-way.
 
     Args:
         what: the call, for messages.
@@ -45,7 +49,10 @@ def load_tensors(
     """
     defer_interrupts()
     session.transaction.job.settle_for(what)
-    pairs, keys = _matched(model_tensors(model), tensors, what=what, strict=strict)
+    if loads_in_its_own_way(model):
+        call_user(model.load_state_dict, tensors, strict=strict)
+        return
+    pairs = _matched(model_tensors(model), tensors, what=what, strict=strict)
     refuse_copies(model, [target for target, _ in pairs])
 
     def fill(index: int, into: torch.Tensor) -> None:
@@ -55,13 +62,24 @@ def load_tensors(
         into[: target.size_bytes].view(target.dtype).view(target.shape).copy_(value)
 
     replace_all([target for target, _ in pairs], fill, transaction=session.transaction, what=what)
-    return keys
+
+
+def loads_in_its_own_way(model: nn.Module) -> bool:
+    """Whether `model.load_state_dict()` may do more than copy tensors: by itself, by hooks, or by a
+    module in it."""
+    return type(model).load_state_dict is not nn.Module.load_state_dict or any(
+        module._load_state_dict_pre_hooks
+        or module._load_state_dict_post_hooks
+        or type(module)._load_from_state_dict not in _COPYING
+        or type(module).set_extra_state is not nn.Module.set_extra_state
+        for module in model.modules()
+    )
 
 
 def _matched(
     targets: list[ModelTensor], tensors: Mapping[str, Any], *, what: str, strict: bool
-) -> tuple[list[tuple[ModelTensor, torch.Tensor]], LoadedKeys]:
-    """The value of each target, and the names without a counterpart."""
+) -> list[tuple[ModelTensor, torch.Tensor]]:
+    """The value of each target."""
     pairs: list[tuple[ModelTensor, torch.Tensor]] = []
     missing: list[str] = []
     wrong: list[str] = []
@@ -77,7 +95,6 @@ def _matched(
             wrong.append(f"{target.name!r} is {form} there and {list(target.shape)} in the model")
             continue
         pairs.append((target, value))
-    keys = LoadedKeys(missing, list(unexpected))
     texts = [listed(wrong)] if wrong else []
     if strict and missing:
         texts.append(f"missing there: {listed([repr(name) for name in missing])}")
@@ -85,4 +102,4 @@ def _matched(
         texts.append(f"not in the model: {listed([repr(name) for name in unexpected])}")
     if texts:
         raise InvalidArgument(f"{what}: the state does not fit the model; {'; '.join(texts)}")
-    return pairs, keys
+    return pairs
