@@ -108,8 +108,49 @@ def lightning(
     return fit if phase == "train" else partial(fit, ckpt_path=path)
 
 
+def transformers(
+    session: memd_client.Session, model: nn.Module, folder: Path, phase: str
+) -> Callable[[], Any]:
+    package: Any = importlib.import_module("transformers")
+    library: Any = importlib.import_module("memd_client.integrations.transformers")
+
+    class Model(package.PreTrainedModel):  # type: ignore[misc] # no types here
+        config_class = package.PretrainedConfig
+
+        def __init__(self) -> None:
+            super().__init__(package.PretrainedConfig())
+            self.model = model
+            self.post_init()
+
+        def _init_weights(self, module: nn.Module) -> None:
+            """They are in memd."""
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.model(x).mean()}
+
+    arguments = package.TrainingArguments(
+        output_dir=folder,
+        max_steps=1,
+        save_strategy="no",
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    rows: Any = [{"x": torch.ones(1)}]
+    trainer = library.CommittedTrainer(
+        model=Model(), args=arguments, train_dataset=rows, session=session
+    )
+    if phase == "save":
+        trainer.train()
+        return partial(trainer._save_checkpoint, trainer.model, trial=None)
+    checkpoint = folder / "checkpoint-1" if phase == "load" else None
+    return partial(trainer.train, resume_from_checkpoint=checkpoint)
+
+
 def main(library: str, address: str, folder: Path, layers: int, phase: str) -> None:
     importlib.import_module(f"memd_client.integrations.{library}")
+    # Accelerate does when it prepares a model, and torch when it first sees a lazy tensor: 39 MiB.
+    importlib.import_module("torch.distributed.tensor")
     base_bytes = rss_anon_bytes()
     torch.manual_seed(0)
     quota = 9 * layers * LAYER_BYTES

@@ -1,4 +1,4 @@
-"""Checkpoints of Accelerate and of Lightning pass through a trainer; they are never whole in it."""
+"""Checkpoints of training libraries pass through a trainer; they are never whole in it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 @pytest.mark.more
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("library", ["accelerate", "lightning"])
+@pytest.mark.parametrize("library", ["accelerate", "lightning", "transformers"])
 def test_a_checkpoint_takes_the_memory_of_some_parameters_and_not_of_the_model(
     tmp_path: Path, library: str
 ) -> None:
-    """In a process of its own: 96 MiB of weights, 192 of moments, and the daemon has 64."""
+    """In a process of its own: 96 MiB of weights, 192 of moments, and the daemon has 64. Beyond the
+    library, the largest module and 64 MiB."""
     with running_daemon(nvme="1GiB") as daemon:
         said = measured(library, daemon.address, tmp_path)
     for what in ("save", "load"):
-        taken_bytes = said[what] - said[f"before_{what}"]
-        assert taken_bytes <= 6 * said["largest"] < said["model"], said
+        assert said[what] <= said["largest"] + (64 << 20) < said["model"], said

@@ -103,11 +103,7 @@ class StoredStates:
         for index, optimizer in enumerate(optimizers):
             path = _existing(folder / _numbered(f"{OPTIMIZER_NAME}.bin", index))
             state = load_archive(path)
-            shapes = [
-                [tuple(parameter.shape) for parameter in group["params"]]
-                for group in optimizer.param_groups
-            ]
-            refuse_other_states(state, shapes, path)
+            refuse_other_states(state, optimizer, path)
             self._states.append(state)
 
     def load(self, models: Sequence[nn.Module], session: Session, *, strict: bool) -> None:

@@ -8,19 +8,16 @@ from memd_client.connection.shard import MAXIMUM, MOMENTS
 from memd_client.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
 _NEEDED = ("step", *(name for name in MOMENTS if name != MAXIMUM))
 
 
-def refuse_other_states(
-    found: Any, shapes: Sequence[Sequence[tuple[int, ...]]], path: Path
-) -> None:
+def refuse_other_states(found: Any, optimizer: Any, path: Path) -> None:
     """
     Args:
         found: of torch's `state_dict()` of an optimizer.
-        shapes: of the parameters in each group that it is to be loaded into.
+        optimizer: that it is to be loaded into.
 
     Raises:
         InvalidArgument: it is of another optimizer, or of other parameters.
@@ -31,6 +28,10 @@ def refuse_other_states(
         kept = {key: set(state) for key, state in states.items() if state}
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidArgument(f"{path} has no state of an optimizer of torch: {error}") from error
+    shapes = [
+        [tuple(parameter.shape) for parameter in group["params"]]
+        for group in optimizer.param_groups
+    ]
     sizes, wanted = [len(group) for group in groups], [len(group) for group in shapes]
     if sizes != wanted:
         raise InvalidArgument(

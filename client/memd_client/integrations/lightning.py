@@ -196,11 +196,7 @@ class CommitSteps(Callback):  # type: ignore[misc] # lightning has no types here
                 "goes into the module with load_state_dict(), before fit()"
             )
         for state, optimizer in zip(states, trainer.optimizers, strict=True):
-            shapes = [
-                [tuple(parameter.shape) for parameter in group["params"]]
-                for group in optimizer.param_groups
-            ]
-            refuse_other_states(state, shapes, path)
+            refuse_other_states(state, optimizer, path)
         load_tensors(pl_module, weights, self._session, what=f"ckpt_path={path}", strict=strict)
 
 

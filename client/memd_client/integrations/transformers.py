@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memd_client.checkpoints.checkpoint_files import os_errors
+from memd_client.checkpoints.torch_archive import load_archive, save_archive
 from memd_client.errors import InvalidArgument
+from memd_client.integrations.adam_states import refuse_other_states
 from memd_client.integrations.refusals import refuse_processes, refuse_scaler
 from memd_client.optimizer import AdamW
 from memd_client.save_safetensors import save_safetensors
@@ -27,7 +30,9 @@ from memd_client.tracked import random_state, set_random_state
 try:
     from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState
     from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
     from transformers.trainer_callback import ExportableState
+    from transformers.trainer_pt_utils import reissue_pt_warnings
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"memd_client.integrations.transformers needs {error.name}: pip install 'memd[examples]'",
@@ -227,6 +232,35 @@ class CommitsSteps:
             processing.save_pretrained(folder)
         torch.save(trainer.args, folder / "training_args.bin")
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        trainer: Any = self
+        if not trainer.args.should_save or _is_divided(trainer):
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc] # of Trainer
+            return
+        folder = Path(output_dir)
+        save_archive(trainer.optimizer.state_dict(), folder / OPTIMIZER_NAME)
+        with warnings.catch_warnings(record=True) as caught:
+            save_archive(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+        reissue_pt_warnings(caught)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        trainer: Any = self
+        optimizer, scheduler = (
+            Path(checkpoint or "", name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME)
+        )
+        has_both = optimizer.is_file() and scheduler.is_file()
+        if checkpoint is None or not has_both or _is_divided(trainer):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc] # of Trainer
+            return
+        # Mapped: the moments of one parameter at a time come into this process.
+        states = load_archive(optimizer)
+        refuse_other_states(states, trainer.optimizer, optimizer)
+        settings = load_archive(scheduler)
+        trainer.optimizer.load_state_dict(states)
+        with warnings.catch_warnings(record=True) as caught:
+            trainer.lr_scheduler.load_state_dict(settings)
+        reissue_pt_warnings(caught)
+
 
 class CommittedTrainer(CommitsSteps, Trainer):  # type: ignore[misc] # transformers has no types
     """`transformers.Trainer` with `CommitsSteps`: takes `session` beside Trainer's arguments. Its
@@ -349,6 +383,11 @@ def _adam_settings(arguments: Any) -> dict[str, Any]:
         "betas": (arguments.adam_beta1, arguments.adam_beta2),
         "eps": arguments.adam_epsilon,
     }
+
+
+def _is_divided(trainer: Any) -> bool:
+    """Others write its optimizer's state."""
+    return bool(trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
 
 
 def _is_plain(model: Any) -> bool:
