@@ -187,7 +187,7 @@ def _refuse_parameter(name: str, parameter: nn.Parameter, built: UnnamedParamete
         raise InvalidArgument(f"parameter {name!r} was built in init() of another session")
     for entry in entries_of(parameter):
         raise InvalidArgument(
-            f"parameter {name!r} is offloaded already, as {entry.shard.name!r} of job "
+            f"parameter {name!r} is offloaded already, as {entry.shard.label!r} of job "
             f"{entry.job.name!r}"
         )
     if type(parameter) is not nn.Parameter and record is None:
@@ -277,6 +277,7 @@ class _Piece:
     name: str
     parameter: nn.Parameter
     rows: tuple[int, int] | None = None
+    whole_name: str = ""  # where it is a range of rows
 
     @property
     def stored_name(self) -> str:
@@ -303,7 +304,7 @@ class _Piece:
 
     def shard(self, declared: types_pb2.Shard) -> Shard:
         if self.parameter.dtype in _DTYPES:
-            return Shard.of(declared)
+            return Shard.of(declared, whole_name=self.whole_name)
         return Shard.of_bytes(declared, self.parameter, name=self.name)
 
     def value(self, built: UnnamedParameters) -> torch.Tensor:
@@ -325,7 +326,7 @@ def _pieces(name: str, parameter: nn.Parameter, tiles: Sequence[int] | None) -> 
         return [_Piece(name, parameter)]
     ends = itertools.accumulate(tiles)
     ranges = [(end - height, end) for height, end in zip(tiles, ends, strict=True)]
-    return [_Piece(tile_name(name, *rows), parameter, rows) for rows in ranges]
+    return [_Piece(tile_name(name, *rows), parameter, rows, name) for rows in ranges]
 
 
 def _tile_heights(module: nn.Module) -> dict[int, list[int]]:

@@ -718,7 +718,7 @@ def _refuse_orphans(job: Job) -> None:
             and owner_of(entry.parameter) is None
         ):
             raise InvalidArgument(
-                f"job {job.name!r}: parameter {entry.shard.name!r} has a gradient, but belongs "
+                f"job {job.name!r}: parameter {entry.shard.label!r} has a gradient, but belongs "
                 "to no memd optimizer; give it to one, or freeze it with requires_grad_(False)"
             )
 

@@ -8,6 +8,7 @@ import itertools
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,10 +23,10 @@ from memd_client.core.leases import Leases
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from tests.daemons import Daemon, Daemons
 
+ROOT = Path(__file__).parents[2]
 BATCH, WIDTH, INNER = 6, 24, 56
 TILE_BYTES = 10 * WIDTH * 4  # 10 rows of the wider layers in fp32
 LEARNING_RATE, BETAS, WEIGHT_DECAY = 5e-4, (0.9, 0.95), 0.1  # those of MemoryAdamW
@@ -287,6 +288,55 @@ def test_gradients_of_tiles_that_are_freed_are_no_memory_of_the_trainer(daemons:
     assert int(done.stdout) < 45 << 20
 
 
+_WHOLES = """
+import copy, sys
+import torch
+from torch import nn
+from torch.nn import functional
+import memd_client
+from memd_client.base.freed_memory import return_freed_memory
+from tests.integration.safetensors_memory import peak, rss_anon_bytes
+
+def gather(write):
+    with memd_client.gather(layer, write=write):
+        if write:
+            layer.weight.data[0, 0] = 1
+
+torch.set_num_threads(1)
+session = memd_client.connect(sys.argv[1], job="wholes", fresh=True)
+layer = memd_client.tile_linears(nn.Linear(4096, 2048, bias=False), bytes_max=4 << 20)
+memd_client.offload(layer, session)
+layer.weight.detach()[0].sum()  # torch imports what it needs for tensors of other classes
+for use in (
+    lambda: gather(False),
+    lambda: gather(True),
+    lambda: copy.deepcopy(layer.weight),
+    lambda: functional.linear(torch.ones(1, 4096), layer.weight),
+):
+    return_freed_memory()
+    with peak("use", rss_anon_bytes()):
+        use()
+session.drop_job()
+"""
+
+
+def test_a_weight_in_tiles_is_copied_together_once(daemons: Daemons) -> None:
+    """It has 32 MiB, and tiles 4. Copies of some tiles may be there too."""
+    daemon = daemons.start(name="wholes", host="128MiB", nvme="1GiB")
+    done = subprocess.run(
+        [sys.executable, "-c", _WHOLES, daemon.address],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    daemon.stop()
+    peaks = [int(line.split()[1]) for line in done.stdout.splitlines()]
+    assert len(peaks) == 4
+    assert max(peaks) <= 60 << 20, peaks
+
+
 def test_without_memd_a_tiled_layer_is_the_program_written_out() -> None:
     plain, model = reference(), tiled()
     assert train(model, MemoryAdamW(groups(model))) == train(plain, MemoryAdamW(groups(plain)))
@@ -476,7 +526,7 @@ def test_a_step_inside_gather_is_refused_and_makes_no_step(session: memd_client.
     for write in (True, False):
         with memd_client.gather(weight, write=write):
             weight.square().sum().backward()
-            with pytest.raises(memd_client.MemdError, match="leave gather"):
+            with pytest.raises(memd_client.MemdError, match=r"'up\.weight' .*leave gather"):
                 optimizer.step()
         assert torch.equal(weight.detach(), before)
         optimizer.zero_grad()

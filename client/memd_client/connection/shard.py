@@ -32,9 +32,11 @@ class Shard:
     shape: torch.Size
     # A frozen parameter of a dtype that is never updated. The daemon has its bytes, as bfloat16.
     is_bytes: bool = False
+    # That of the parameter of which it is a tile.
+    whole_name: str = ""
 
     @classmethod
-    def of(cls, shard: types_pb2.Shard) -> Shard:
+    def of(cls, shard: types_pb2.Shard, *, whole_name: str = "") -> Shard:
         spec = shard.spec
         return cls(
             shard_id=shard.shard_id,
@@ -42,6 +44,7 @@ class Shard:
             kind=spec.kind,
             dtype=torch_dtype(spec.dtype),
             shape=torch.Size(spec.shape),
+            whole_name=whole_name,
         )
 
     @classmethod
@@ -55,6 +58,11 @@ class Shard:
             shape=value.shape,
             is_bytes=True,
         )
+
+    @property
+    def label(self) -> str:
+        """For messages: the name that the user knows."""
+        return self.whole_name or self.name
 
     @property
     def lease_form(self) -> tuple[int, tuple[int, ...]]:

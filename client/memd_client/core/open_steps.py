@@ -206,7 +206,7 @@ class OpenSteps:
         step = self._step_with(shard)
         if step is None:
             return
-        begin = f"job {self._job!r}: step() has taken the gradient of {shard.name!r}"
+        begin = f"job {self._job!r}: step() has taken the gradient of {shard.label!r}"
         if step.is_broken:
             raise InvalidArgument(f"{begin} in a backward that has raised since. {_BROKEN}")
         if step.backward is not None:

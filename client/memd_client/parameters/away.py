@@ -208,7 +208,7 @@ class ParameterBytes:
 
     @property
     def name(self) -> str:
-        return f"job {self._entry.job.name!r}: parameter {self._entry.shard.name!r}"
+        return f"job {self._entry.job.name!r}: parameter {self._entry.shard.label!r}"
 
     @property
     def shape(self) -> torch.Size:
@@ -376,7 +376,7 @@ def _refuse_unless_gathered(parameter: torch.Tensor, what: str) -> None:
 def _refuse(parameter: torch.Tensor, what: str) -> NoReturn:
     entry = entry_of(parameter)
     sentence = (
-        f"job {entry.job.name!r}: the bytes of parameter {entry.shard.name!r} are in memd, and "
+        f"job {entry.job.name!r}: the bytes of parameter {entry.shard.label!r} are in memd, and "
         f"{what} needs them in place; use p.detach().clone() for a copy, memd_client.gather(...) "
         "with write=True to change them, or save model.state_dict()"
     )

@@ -35,7 +35,7 @@ class EarlyUpdates:
     def refuse_second(self, job: Job, shard: Shard) -> None:
         """Raises: a gradient would be added to one that is there."""
         raise InvalidArgument(
-            f"job {job.name!r}: a second gradient of {shard.name!r} came before step(); with "
+            f"job {job.name!r}: a second gradient of {shard.label!r} came before step(); with "
             "step_in_backward=True a parameter is updated with its first gradient, so gradients "
             "cannot be accumulated: call zero_grad() before you repeat a backward, checkpoint a "
             "module that is used several times with use_reentrant=False, or make the optimizer "

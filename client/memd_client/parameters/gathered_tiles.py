@@ -13,6 +13,7 @@ from memd_client.base.dynamo import untraced
 from memd_client.base.identity import ByIdentity
 from memd_client.errors import MemdError
 from memd_client.parameters.hole import make_hole
+from memd_client.parameters.lazy import LazyTensor
 from memd_client.parameters.parameter import accumulate
 from memd_client.parameters.stored_parameter import StoredParameter
 from memd_client.parameters.tiles import Tiling, tiling_of
@@ -152,7 +153,7 @@ class _Place:
         return self._user_count > 0 and self._is_written
 
     def _bring(self, parameter: torch.Tensor, tiling: Tiling) -> None:
-        value = tiling.value().clone()
+        value = tiling.copied()
         tiling.lend(True)
         self._away = type(parameter)
         with torch._C.DisableTorchFunctionSubclass():
@@ -171,13 +172,20 @@ class _Place:
         if self._is_written or is_changed:
             tiling.replace(found)
         elif refuses and not all(
-            is_same_bits(tile.detach().clone(), found[first:end])
+            _has_bits(tile, found[first:end])
             for tile, (first, end) in zip(tiling.tiles, tiling.rows(), strict=True)
         ):
             raise MemdError(
                 f"{tiling.label} was written inside gather(), and torch does not count that, so "
                 "the value is as it was; change parameters inside gather(write=True)"
             )
+
+
+def _has_bits(tile: torch.Tensor, value: torch.Tensor) -> bool:
+    lazy = tile.detach()
+    assert isinstance(lazy, LazyTensor)
+    with lazy.source.using(writes=False) as shown:
+        return is_same_bits(shown, value)
 
 
 _places: ByIdentity[Tiling, _Place] = ByIdentity()

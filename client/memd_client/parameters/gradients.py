@@ -38,7 +38,7 @@ class GradientBytes:
 
     @property
     def name(self) -> str:
-        return f"the gradient of {self._shard.name!r}"
+        return f"the gradient of {self._shard.label!r}"
 
     @property
     def shape(self) -> torch.Size:
@@ -185,8 +185,8 @@ class GradientSlot:
         self._check(gradient)
         if gradient.requires_grad:
             raise InvalidArgument(
-                f"the gradient of {self._shard.name!r} has a graph of its own, which memd does not "
-                "keep in p.grad; instead of backward(create_graph=True), use "
+                f"the gradient of {self._shard.label!r} has a graph of its own, which memd does "
+                "not keep in p.grad; instead of backward(create_graph=True), use "
                 "torch.autograd.grad(..., create_graph=True)"
             )
         with self._lock:
@@ -229,8 +229,8 @@ class GradientSlot:
         """`p.grad = view`, a view of it. All of it is what is there already."""
         if not view.is_contiguous() or view.storage_offset():
             raise InvalidArgument(
-                f"the gradient of {self._shard.name!r} cannot become a view of itself with another "
-                "order of elements, whose changes memd would not see; assign a clone()"
+                f"the gradient of {self._shard.label!r} cannot become a view of itself with "
+                "another order of elements, whose changes memd would not see; assign a clone()"
             )
 
     @torch.no_grad()
@@ -251,9 +251,9 @@ class GradientSlot:
             if found.is_changed:
                 if found.is_left:
                     raise MemdError(
-                        f"the gradient of {self._shard.name!r} and the tensor that was assigned to "
-                        "it have both changed since, and are two in memd; change p.grad alone, or "
-                        "assign the tensor again"
+                        f"the gradient of {self._shard.label!r} and the tensor that was assigned "
+                        "to it have both changed since, and are two in memd; change p.grad alone, "
+                        "or assign the tensor again"
                     )
                 self._begin_change()
                 found.note_taken()
@@ -364,7 +364,7 @@ class GradientSlot:
         with self._lock:
             if self._storage is not None and self._storage() is not None:
                 raise MemdError(
-                    f"the memory of the gradient of {self._shard.name!r} is still held (numpy(), "
+                    f"the memory of the gradient of {self._shard.label!r} is still held (numpy(), "
                     "untyped_storage() or data_ptr() of p.grad), and the gradient cannot become "
                     "another parameter's too; drop it before, or assign p.grad.clone()"
                 )
@@ -425,9 +425,9 @@ class GradientSlot:
             is_pinned = found is not None and found.is_pinned
             if not is_pinned or torch._C._storage_Use_Count(storage._cdata) > 2:
                 raise MemdError(
-                    f"the memory of the gradient of {self._shard.name!r} is still held (numpy() or "
-                    f"untyped_storage() of p.grad), and {what} ends the gradient; clone what you "
-                    "keep, or drop it before"
+                    f"the memory of the gradient of {self._shard.label!r} is still held (numpy() "
+                    f"or untyped_storage() of p.grad), and {what} ends the gradient; clone what "
+                    "you keep, or drop it before"
                 )
 
     def drop(self, what: str) -> bool:
@@ -488,12 +488,12 @@ class GradientSlot:
     def _check(self, gradient: torch.Tensor) -> None:
         if gradient.layout is not torch.strided:
             raise InvalidArgument(
-                f"the gradient of {self._shard.name!r} is sparse; memd takes dense gradients: "
+                f"the gradient of {self._shard.label!r} is sparse; memd takes dense gradients: "
                 "build its nn.Embedding with sparse=False"
             )
         if gradient.dtype != self._shard.dtype or gradient.shape != self._shard.shape:
             raise InvalidArgument(
-                f"the gradient of {self._shard.name!r} has another shape or dtype than the "
+                f"the gradient of {self._shard.label!r} has another shape or dtype than the "
                 f"parameter: {list(gradient.shape)} {gradient.dtype}, {list(self._shard.shape)} "
                 f"{self._shard.dtype}"
             )

@@ -252,7 +252,7 @@ class _Places:
             return next(filter(None, found), None)
         if entry.job is not self._job:
             raise InvalidArgument(
-                f"parameter {entry.shard.name!r} belongs to job {entry.job.name!r} and another "
+                f"parameter {entry.shard.label!r} belongs to job {entry.job.name!r} and another "
                 f"session; load with the session that it was offloaded to, not job "
                 f"{self._job.name!r}"
             )

@@ -312,7 +312,7 @@ def _refuse_constants(module: nn.Module) -> None:
     if entry is not None:
         raise NotResident(
             f"job {entry.job.name!r}: inductor's freezing makes constants of parameters, and would "
-            f"keep the bytes of {entry.shard.name!r} and its like in memory; set "
+            f"keep the bytes of {entry.shard.label!r} and its like in memory; set "
             "torch._inductor.config.freezing to False"
         )
 
@@ -340,7 +340,7 @@ def _refuse_small_host(unit: nn.Module) -> None:
         raise CapacityError(
             f"job {entry.job.name!r}: all of a module that is compiled is in memory at once, and "
             f"host_bytes is below what this {type(unit).__name__} needs, which has parameter "
-            f"{entry.shard.name!r}: compile smaller modules, or the whole model, or connect with "
+            f"{entry.shard.label!r}: compile smaller modules, or the whole model, or connect with "
             f"more: {format_size(entry.job.host_bytes)} < {format_size(needed_bytes)}"
         )
 

@@ -126,7 +126,7 @@ class StreamedParameter:
         dtype."""
         if self._shard.is_bytes:
             raise InvalidArgument(
-                f"job {self._job.name!r}: parameter {self._shard.name!r} stays frozen, since memd "
+                f"job {self._job.name!r}: parameter {self._shard.label!r} stays frozen, since memd "
                 f"trains float32 and bfloat16; convert it before offload(): it is "
                 f"{self._shard.dtype}"
             )
@@ -195,7 +195,7 @@ def detached(parameter: torch.Tensor, caller: FrameType) -> torch.Tensor:
     if caller.f_code is NEW_PARAMETER:
         entry = entry_of(parameter)
         raise NotResident(
-            f"job {entry.job.name!r}: nn.Parameter(...) of parameter {entry.shard.name!r} would "
+            f"job {entry.job.name!r}: nn.Parameter(...) of parameter {entry.shard.label!r} would "
             "share its bytes, which are in memd; use nn.Parameter(p.detach().clone()), assign the "
             "parameter itself to tie it, and register parametrizations such as weight_norm before "
             "offload()"
@@ -208,8 +208,8 @@ def refused_swap(parameter: torch.Tensor) -> InvalidArgument:
     """torch would refuse it too, since memd refers to the parameter, and not say why."""
     entry = entry_of(parameter)
     return InvalidArgument(
-        f"job {entry.job.name!r}: parameter {entry.shard.name!r} can't be swapped with another, as "
-        "torch.__future__.set_swap_module_params_on_conversion(True) asks for; set it to False "
+        f"job {entry.job.name!r}: parameter {entry.shard.label!r} can't be swapped with another, "
+        "as torch.__future__.set_swap_module_params_on_conversion(True) asks for; set it to False "
         "after offload(), or convert and load the module before"
     )
 

@@ -163,7 +163,7 @@ class Residency:
         self._classes = classes
         self._parameter = weakref.ref(parameter)
         self._hole = make_hole(shard.shape, shard.dtype)
-        name_in_messages(parameter, f"job {job.name!r}: the bytes of parameter {shard.name!r}")
+        name_in_messages(parameter, f"job {job.name!r}: the bytes of parameter {shard.label!r}")
         self._lock = RLock()
         self._old_users_left = Condition(self._lock)
         self._user_count = 0
@@ -419,7 +419,7 @@ class Residency:
                 return None
             if self._outdated_at:
                 raise MemdError(
-                    f"job {self._job.name!r}: parameter {self._shard.name!r} was changed by a "
+                    f"job {self._job.name!r}: parameter {self._shard.label!r} was changed by a "
                     "thread that has had its value since before a step, and the change is lost; "
                     "change parameters between steps, inside gather(write=True)"
                 )
@@ -488,7 +488,7 @@ class Residency:
         `gather(write=True)` may do."""
         if self._keeper_count and self._written_lease is None:
             raise MemdError(
-                f"job {self._job.name!r}: parameter {self._shard.name!r} is gathered for reading, "
+                f"job {self._job.name!r}: parameter {self._shard.label!r} is gathered for reading, "
                 f"so its .{attribute} can't be assigned; use gather(..., write=True)"
             )
 
@@ -544,7 +544,7 @@ class Residency:
                 is_changed |= self._written_lease is not None or is_in_place_here(parameter)
             if is_changed:
                 raise MemdError(
-                    f"job {self._job.name!r}: parameter {self._shard.name!r} is in use; leave "
+                    f"job {self._job.name!r}: parameter {self._shard.label!r} is in use; leave "
                     f"gather() and module calls before {what}"
                 )
 
@@ -595,7 +595,7 @@ class Residency:
                 if time.monotonic() < deadline:
                     continue
                 raise MemdError(
-                    f"job {self._job.name!r}: parameter {self._shard.name!r} is still in use by "
+                    f"job {self._job.name!r}: parameter {self._shard.label!r} is still in use by "
                     f"another thread, {_LEAVE_S:.0f} s after a step has replaced that value; leave "
                     "gather() and module calls there"
                 )
@@ -604,7 +604,7 @@ class Residency:
         """Whether the bytes are in place already, for `mode`."""
         if self._user_count and mode != MODE_READ and self._written_lease is None:
             raise MemdError(
-                f"job {self._job.name!r}: parameter {self._shard.name!r} is in use for reading; "
+                f"job {self._job.name!r}: parameter {self._shard.label!r} is in use for reading; "
                 "leave that module call or gather() before gather(write=True)"
             )
         return self._user_count > 0
@@ -892,14 +892,14 @@ def _refuse_other_form(job: Job, shard: Shard, value: torch.Tensor) -> None:
         or value.device.type != "cpu"
     ):
         raise NotResident(
-            f"job {job.name!r}: parameter {shard.name!r} is in memd as {shard.dtype} "
+            f"job {job.name!r}: parameter {shard.label!r} is in memd as {shard.dtype} "
             f"{list(shard.shape)} and cannot become {value.dtype} {list(value.shape)} on "
             f"{value.device} there; convert before offload(), or copy.deepcopy the module and "
             "convert the copy"
         )
     if not is_row_major(value):
         raise NotResident(
-            f"job {job.name!r}: parameter {shard.name!r} is contiguous in memd, and "
+            f"job {job.name!r}: parameter {shard.label!r} is contiguous in memd, and "
             f"cannot get the strides {list(value.stride())} there, as of channels_last; assign "
             "value.clone(memory_format=torch.contiguous_format), or copy.deepcopy the module "
             "and convert the copy"
@@ -909,7 +909,7 @@ def _refuse_other_form(job: Job, shard: Shard, value: torch.Tensor) -> None:
 def _refused_trace(job: Job, shard: Shard) -> NotResident:
     return NotResident(
         f"job {job.name!r}: a graph that is traced keeps parameters, and the bytes of "
-        f"{shard.name!r} are in memd; trace copy.deepcopy(module), or export with strict=False "
+        f"{shard.label!r} are in memd; trace copy.deepcopy(module), or export with strict=False "
         "inside memd_client.gather(model)"
     )
 
@@ -929,14 +929,14 @@ def _is_unwritten(
 
 def _refused_write(job: Job, shard: Shard, outcome: str) -> MemdError:
     return MemdError(
-        f"job {job.name!r}: parameter {shard.name!r} was written through a tensor that shares its "
+        f"job {job.name!r}: parameter {shard.label!r} was written through a tensor that shares its "
         f"bytes (.data, detach() or a view), {outcome}; change parameters inside gather(write=True)"
     )
 
 
 def _refused_assignment(job: Job, shard: Shard) -> MemdError:
     return MemdError(
-        f"job {job.name!r}: a view of parameter {shard.name!r}, or its memory, is still held, and "
+        f"job {job.name!r}: a view of parameter {shard.label!r}, or its memory, is still held, and "
         "would not keep the present value if .data is assigned; clone what you keep, or change "
         "the parameter with copy_()"
     )

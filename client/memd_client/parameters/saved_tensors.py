@@ -170,7 +170,7 @@ class SavedBytes:
 
     @property
     def name(self) -> str:
-        return f"what autograd saved of parameter {self._residency.shard.name!r}"
+        return f"what autograd saved of parameter {self._residency.shard.label!r}"
 
     @property
     def shape(self) -> torch.Size:
@@ -267,7 +267,7 @@ def _unpack(saved: Any) -> torch.Tensor:
         cast = saved.cast
         if not cast.is_current:
             raise _modified(
-                f"parameter {cast.source.shard.name!r}", cast.source.write_count, cast.write_count
+                f"parameter {cast.source.shard.label!r}", cast.source.write_count, cast.write_count
             )
         return cast.remake().as_strided(saved.size, saved.stride, saved.storage_offset)
     if saved.detached._version != saved.version:
@@ -282,7 +282,7 @@ def _unpack(saved: Any) -> torch.Tensor:
 
 def _refuse_modified(residency: Residency, write_count: int) -> None:
     if residency.write_count != write_count:
-        raise _modified(f"parameter {residency.shard.name!r}", residency.write_count, write_count)
+        raise _modified(f"parameter {residency.shard.label!r}", residency.write_count, write_count)
 
 
 def _modified(what: str, found: int, expected: int) -> RuntimeError:

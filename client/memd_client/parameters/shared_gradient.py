@@ -43,7 +43,7 @@ class SharedGradient:
         for other in list(self._slots):
             if other is not slot:
                 raise MemdError(
-                    f"the gradients of {slot.shard.name!r} and {other.shard.name!r} are one tensor "
-                    "in torch, since p.grad of one was assigned to the other, and two in memd, so "
-                    "a change of one would not show in the other; assign p.grad.clone()"
+                    f"the gradients of {slot.shard.label!r} and {other.shard.label!r} are one "
+                    "tensor in torch, since p.grad of one was assigned to the other, and two in "
+                    "memd, so a change of one would not show in the other; assign p.grad.clone()"
                 )

@@ -139,6 +139,10 @@ class Tiling:
             self._shown = weakref.ref(shown)
         return shown
 
+    def copied(self) -> torch.Tensor:
+        """All of it, in memory of this process. `value().clone()` would copy the copy."""
+        return self.value().in_memory().data  # of version 0, as a clone
+
     def gradient(self, *, is_zeroing: bool = False) -> LazyTensor | None:
         """`parameter.grad`. `is_zeroing`: `zero_grad(set_to_none=False)` of a module asks."""
         self.refuse_changed_assigned()
@@ -224,8 +228,15 @@ class Tiling:
             if value.is_contiguous() and not value.storage_offset():
                 return
             value = value.clone()
+        # `value().copy_()` would bring the old value first.
+        passing = PassingBytes()
         with torch.no_grad():
-            self.value().copy_(value)
+            for tile, (first, end) in zip(self._tiles, self.rows(), strict=True):
+                tile.detach().copy_(value[first:end])
+                passing.passed(tile.nbytes)
+        shown = self._shown() if self._shown is not None else None
+        if shown is not None:
+            shown.note_change()
 
     def refuse_other_form(self, value: torch.Tensor) -> None:
         """
@@ -385,7 +396,7 @@ class _Whole(torch.autograd.Function):
     def forward(ctx: Any, tiling: Tiling, *tiles: torch.Tensor) -> torch.Tensor:
         del tiles
         ctx.heights = [end - first for first, end in tiling.rows()]
-        return tiling.value().clone()
+        return tiling.copied()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -493,13 +504,13 @@ class TiledParameter(StoredParameter):
         self, *, tensor_contents: Any = None
     ) -> str:
         del tensor_contents
-        shown = _tiling(self).value().clone().requires_grad_(self.requires_grad)
+        shown = _tiling(self).copied().requires_grad_(self.requires_grad)
         return f"Parameter containing:\n{shown!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """An ordinary parameter with bytes of its own."""
         if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(_tiling(self).value().clone(), self.requires_grad)
+            memo[id(self)] = nn.Parameter(_tiling(self).copied(), self.requires_grad)
         copy: nn.Parameter = memo[id(self)]
         return copy
 

@@ -564,7 +564,7 @@ class Transaction:
             is_new = target.has_gradient and not target.has_sealed_gradient
             if target.stays and (target.shard.shard_id in wanted or is_new):
                 raise InvalidArgument(
-                    f"job {self._job.name!r}: the gradient of {target.shard.name!r} was computed "
+                    f"job {self._job.name!r}: the gradient of {target.shard.label!r} was computed "
                     "with the values from before the last step, for which an error was raised "
                     "before they were all in place; they are now: call zero_grad(), and go on with "
                     "the next batch"

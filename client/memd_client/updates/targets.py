@@ -626,7 +626,7 @@ def own(
             resident.append((parameter, spec))
         elif entries[0].transaction is not transaction:
             raise InvalidArgument(
-                f"parameter {entries[0].shard.name!r} belongs to job {entries[0].job.name!r}; an "
+                f"parameter {entries[0].shard.label!r} belongs to job {entries[0].job.name!r}; an "
                 f"optimizer updates parameters of one job, here {job.name!r}"
             )
     refuse_overlaps((spec.name, parameter) for parameter, spec in resident)
@@ -700,7 +700,7 @@ def decide_maximum(
         job.steps.open.refuse_if_sealed(target.shard, "a second step()")
         if target.update_count:
             raise InvalidArgument(
-                f"job {job.name!r}: parameter {target.shard.name!r} was updated without amsgrad, "
+                f"job {job.name!r}: parameter {target.shard.label!r} was updated without amsgrad, "
                 f"so it has no {MAXIMUM}; set amsgrad to False again, or call reset_state() to "
                 "begin anew with amsgrad"
             )
