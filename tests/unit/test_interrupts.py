@@ -12,7 +12,7 @@ import torch
 
 import memd_client
 from memd_client.base.interrupts import Latch, _handle, defer_interrupts, safe_point
-from memd_client.parameters import residency
+from memd_client.parameters import residency, thread_uses
 from tests.unit.client_cases import Mlp, assert_same_state, batch, build, leases_held, loss_of
 from tests.unit.fake_session import FakeDaemon
 
@@ -89,7 +89,7 @@ def test_an_interrupt_between_a_lease_and_its_note_waits_for_the_note(
         "operation": lambda: model.first.weight.sum(),
         "gather": gathered,
     }
-    add_use = residency._add_use
+    add_use = thread_uses.add_use
     came: list[Any] = []
 
     def interrupted(uses: Any, parameter: Any) -> Any:
@@ -99,7 +99,7 @@ def test_an_interrupt_between_a_lease_and_its_note_waits_for_the_note(
         add_use(uses, parameter)
 
     with monkeypatch.context() as patch:
-        patch.setattr(residency, "_add_use", interrupted)
+        patch.setattr(residency, "add_use", interrupted)
         interrupted_in(uses[use])
     assert torch.equal(loss_of(model), loss_of(reference))
     assert leases_held(session) == 0

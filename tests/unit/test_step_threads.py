@@ -13,7 +13,7 @@ import memd_client
 import memd_native
 from memd_client.errors import from_code
 from memd_client.parameters.parameter import streamed
-from memd_client.parameters.residency import this_thread
+from memd_client.parameters.thread_uses import this_thread
 from tests.unit.client_cases import Mlp, assert_same_state, build, loss_of
 from tests.unit.fake_session import FakeCall, FakeDaemon, status_error
 from tests.unit.thread_cases import gathered_elsewhere

@@ -43,9 +43,9 @@ CLIENT_PACKAGES = {
     ),
     "parameters": (
         *("lazy", "hidden", "stored_parameter", "early", "storage_uses", "assigned"),
-        *("shared_gradient", "gradients", "hole", "casts", "views", "residency", "parameter"),
-        *("saved_tensors", "away", "in_place", "tiles", "placement", "module_hooks", "unnamed"),
-        *("unnamed_parameter", "gathered_tiles", "model_tensors", "loaded_places"),
+        *("shared_gradient", "gradients", "hole", "casts", "views", "thread_uses", "residency"),
+        *("parameter", "saved_tensors", "away", "in_place", "tiles", "placement", "module_hooks"),
+        *("unnamed", "unnamed_parameter", "gathered_tiles", "model_tensors", "loaded_places"),
     ),
     "updates": ("targets", "clipping", "loaded_states"),
     "checkpoints": (

@@ -18,9 +18,9 @@ from torch.compiler import is_dynamo_compiling
 from memd_client.base.dynamo import traced_if_inlined
 from memd_client.parameters.away import AwayParameter
 from memd_client.parameters.parameter import detached, entry_of, get_gradient, set_gradient
-from memd_client.parameters.residency import this_thread
 from memd_client.parameters.saved_tensors import is_kept_by_checkpoint
 from memd_client.parameters.stored_parameter import StoredParameter
+from memd_client.parameters.thread_uses import this_thread
 
 _data: Any = torch._C.TensorBase.data
 _detach: Any = torch._C.TensorBase.detach

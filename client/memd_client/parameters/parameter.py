@@ -17,7 +17,8 @@ from memd_client.core.leases import MODE_READ
 from memd_client.errors import InvalidArgument, MemdError, NotResident
 from memd_client.parameters.gradients import GradientSlot
 from memd_client.parameters.lazy import NEW_PARAMETER
-from memd_client.parameters.residency import Held, Residency, release_all, this_thread, unseen
+from memd_client.parameters.residency import Held, Residency, release_all, unseen
+from memd_client.parameters.thread_uses import this_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

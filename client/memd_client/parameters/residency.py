@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 import weakref
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
-from threading import Condition, Lock, RLock, local
+from threading import Condition, RLock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,14 @@ from memd_client.errors import MemdError, NotResident
 from memd_client.parameters.casts import Casts, is_autocasting
 from memd_client.parameters.hole import make_hole, name_in_messages
 from memd_client.parameters.lazy import LazyTensor
+from memd_client.parameters.thread_uses import (
+    add_use,
+    is_in_place_here,
+    must_wait,
+    note_step,
+    remove_use,
+    this_thread,
+)
 from memd_client.parameters.views import KeptViews, is_same_bits
 
 if TYPE_CHECKING:
@@ -35,6 +43,7 @@ if TYPE_CHECKING:
     from memd_client.core.job import Job
     from memd_client.core.leases import Leases
     from memd_client.parameters.lazy import Source
+    from memd_client.parameters.thread_uses import ThreadUses
 
     class OwnBytes(Source, Protocol):
         """The source of a parameter's lazy tensors: `away.ParameterBytes`."""
@@ -69,75 +78,13 @@ class Classes:
     in_place: type[nn.Parameter]
 
 
-@dataclass(slots=True)
-class ThreadUses:
-    """The uses of one thread: which parameters it has in place, and how often each."""
-
-    counts: dict[int, int] = field(default_factory=dict)  # by id: whoever uses one refers to it
-    # The clock at the first of these uses, or at the thread's own last step.
-    since: int = 0
-
-
-class _Clock:
-    """Ticks when a step takes a parameter that is in use."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._now = 0
-
-    @property
-    def now(self) -> int:
-        return self._now
-
-    def tick(self) -> int:
-        with self._lock:
-            self._now += 1
-            return self._now
-
-
-@dataclass
-class _ThisThread(local):
-    """Each thread has its own."""
-
-    uses: ThreadUses = field(default_factory=ThreadUses)
-
-
-_clock = _Clock()
-this_thread = _ThisThread()
 # Each use of a parameter by the thread that makes it.
-Held = list[tuple["Residency", torch.Tensor, ThreadUses]]
+Held = list[tuple["Residency", torch.Tensor, "ThreadUses"]]
 
 
 def residency_of_storage(storage: torch.UntypedStorage) -> Residency | None:
     """The parameter whose bytes are in a storage, or None."""
     return getattr(storage, _SOURCE, None)
-
-
-def _add_use(uses: ThreadUses, parameter: torch.Tensor) -> None:
-    key, counts = id(parameter), uses.counts
-    if not counts:
-        uses.since = _clock.now
-    counts[key] = counts.get(key, 0) + 1
-
-
-def _remove_use(uses: ThreadUses, parameter: torch.Tensor) -> None:
-    key, counts = id(parameter), uses.counts
-    if counts[key] == 1:
-        del counts[key]
-    else:
-        counts[key] -= 1
-
-
-def is_in_place_here(parameter: torch.Tensor) -> bool:
-    """Whether this thread uses it: then no other thread moves its bytes."""
-    return id(parameter) in this_thread.uses.counts
-
-
-def _is_outdated(outdated_at: int, uses: ThreadUses) -> bool:
-    """Whether old users have to leave first. A thread that was using parameters before the step
-    that outdated the value goes on with it: if it waited, the threads that wait for it would wait
-    for ever."""
-    return outdated_at > 0 and (not uses.counts or outdated_at <= uses.since)
 
 
 class Residency:
@@ -248,13 +195,13 @@ class Residency:
                 leases = self._leases_for(parameter)
                 self._put_in_place(parameter, leases.value(self._shard, mode), mode)
             self._user_count += 1
-            _add_use(uses, parameter)
+            add_use(uses, parameter)
 
     def fetch_resident(self, parameter: torch.Tensor, uses: ThreadUses) -> bool:
         """As `fetch` for reading, if that takes no request and no wait. Otherwise nothing
         changes."""
         with self._lock:
-            if self._outdated_at and _is_outdated(self._outdated_at, uses):
+            if self._outdated_at and must_wait(uses, self._outdated_at):
                 return False
             if not self._user_count:
                 lease = self._leases_for(parameter).resident(self._shard)
@@ -262,7 +209,7 @@ class Residency:
                     return False
                 self._put_in_place(parameter, lease, MODE_READ)
             self._user_count += 1
-            _add_use(uses, parameter)
+            add_use(uses, parameter)
             return True
 
     @staticmethod
@@ -287,11 +234,11 @@ class Residency:
                     residency, parameter, uses = use
                     with ExitStack() as lock:
                         lock.enter_context(residency._lock)
-                        if _is_outdated(residency._outdated_at, uses):
+                        if must_wait(uses, residency._outdated_at):
                             break
                         if residency._join_users(mode):
                             residency._user_count += 1
-                            _add_use(uses, parameter)
+                            add_use(uses, parameter)
                             held.append(use)
                         else:  # locked: no other thread fetches it meanwhile
                             absent.append(use)
@@ -304,7 +251,7 @@ class Residency:
                         residency, parameter, uses = use
                         residency._put_in_place(parameter, lease, mode)
                         residency._user_count += 1
-                        _add_use(uses, parameter)
+                        add_use(uses, parameter)
                         held.append(use)
                     return None
         except BaseException:
@@ -322,7 +269,7 @@ class Residency:
                 see, or was changed in a way that torch does not count. The value is as it was.
         """
         with self._lock:
-            _remove_use(uses, parameter)
+            remove_use(uses, parameter)
             self._user_count -= 1
             if self._user_count > 0:
                 return
@@ -565,7 +512,7 @@ class Residency:
         self._updated_from = self._write_count
         self._is_outdated_by_update = bool(self._user_count) and not self._outdated_at
         if self._user_count:
-            this_thread.uses.since = now = _clock.tick()
+            now = note_step(this_thread.uses)
             # A thread that uses the value of an earlier step still does.
             if self._is_outdated_by_update:
                 # In this order: `count_of` looks at them in the other.
@@ -585,11 +532,11 @@ class Residency:
 
     def _wait_while_outdated(self, uses: ThreadUses) -> None:
         """The caller has the lock, and no other parameter's."""
-        if not _is_outdated(self._outdated_at, uses):
+        if not must_wait(uses, self._outdated_at):
             return
         self._job.leases_of(self._shard)  # refuses what waiting does not help
         deadline = time.monotonic() + _LEAVE_S
-        while _is_outdated(self._outdated_at, uses):
+        while must_wait(uses, self._outdated_at):
             safe_point()
             if not self._old_users_left.wait(min(_LOOK_S, deadline - time.monotonic())):
                 if time.monotonic() < deadline:

@@ -25,7 +25,8 @@ from memd_client.errors import InvalidArgument
 from memd_client.parameters.casts import cast_of_storage
 from memd_client.parameters.lazy import LazyTensor
 from memd_client.parameters.parameter import streamed
-from memd_client.parameters.residency import is_in_place_here, residency_of_storage
+from memd_client.parameters.residency import residency_of_storage
+from memd_client.parameters.thread_uses import is_in_place_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
