@@ -26,16 +26,8 @@ from memd_client.transaction.module_names import without_wrappers
 from memd_client.transaction.shown_states import begin_shown, listing, refuse_changed, show
 from memd_client.updates.clipping import clip_gradients
 from memd_client.updates.loaded_states import refuse_state, replace_states, state_of
-from memd_client.updates.targets import (
-    Part,
-    StreamedTarget,
-    Target,
-    TiledTarget,
-    decide_maximum,
-    needs_name,
-    own,
-    owner_of,
-)
+from memd_client.updates.streamed_target import StreamedTarget, TiledTarget
+from memd_client.updates.targets import Part, Target, decide_maximum, needs_name, own, owner_of
 from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:

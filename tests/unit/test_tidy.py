@@ -47,7 +47,10 @@ CLIENT_PACKAGES = {
         *("parameter", "saved_tensors", "away", "in_place", "tiles", "placement", "module_hooks"),
         *("unnamed", "unnamed_parameter", "gathered_tiles", "model_tensors", "loaded_places"),
     ),
-    "updates": ("targets", "clipping", "loaded_states"),
+    "updates": (
+        *("stateful_target", "streamed_target", "resident_target", "empty_target", "targets"),
+        *("clipping", "loaded_states"),
+    ),
     "checkpoints": (
         *("safetensors_header", "checkpoint_files", "partial_name", "whole_file", "whole_folder"),
         *("torch_archive", "checkpoint_folder", "checkpoint_writer", "checkpoint_metadata"),

@@ -1,0 +1,200 @@
+"""A parameter that an optimizer updates and that stays in this process."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from memd_client.errors import InvalidArgument, MemdError
+from memd_client.parameters.gradients import GradientSlot
+from memd_client.parameters.hidden import hide, show
+from memd_client.parameters.views import is_same_bits
+from memd_client.updates.stateful_target import UpdatedTarget
+
+if TYPE_CHECKING:
+    from contextlib import ExitStack
+
+    from memd_client.connection.shard import Shard
+    from memd_client.core.job import Job
+
+
+class ResidentTarget(UpdatedTarget):
+    """A parameter that stays in this process. memd holds its value and state too, so that a commit
+    is complete. Its gradient is `p.grad`, as with torch's optimizers.
+    """
+
+    def __init__(
+        self,
+        parameter: torch.Tensor,
+        *,
+        shard: Shard,
+        written: bool,
+        update_count: int,
+        keeps_maximum: bool,
+        job: Job,
+    ) -> None:
+        super().__init__(keeps_maximum=keeps_maximum)
+        self._shard = shard
+        self._update_count = update_count
+        self._parameter = weakref.ref(parameter)
+        self._gradient = GradientSlot(shard, job)
+        self._sealed: tuple[weakref.ref[torch.Tensor], int] | None = None  # and its version
+        # The gradient that the step in flight has divided, and its version.
+        self._unscaled: tuple[weakref.ref[torch.Tensor], int] | None = None
+        self._job = job
+        if written:
+            self._take_value(parameter)
+        else:
+            job.leases.write(shard, parameter.detach())
+            job.mark_written()
+
+    @property
+    def shard(self) -> Shard:
+        return self._shard
+
+    @property
+    def parameter(self) -> torch.Tensor | None:
+        """None if it does not exist any more."""
+        return self._parameter()
+
+    @property
+    def stays(self) -> bool:
+        return self._parameter() is not None
+
+    @property
+    def is_viewed(self) -> bool:
+        return True
+
+    @property
+    def has_sealed_gradient(self) -> bool:
+        """The last step took this `p.grad`, and nobody has changed it since."""
+        parameter = self._parameter()
+        gradient = parameter.grad if parameter is not None else None
+        if gradient is None or self._sealed is None:
+            return False
+        sealed, version = self._sealed
+        return sealed() is gradient and gradient._version == version
+
+    @property
+    def update_count(self) -> int:
+        return self._update_count
+
+    def replace_update_count(self, count: int) -> None:
+        self._update_count = count
+
+    def take_pending(self) -> None:
+        """Its gradient is where autograd puts it."""
+
+    @property
+    def has_gradient(self) -> bool:
+        parameter = self._parameter()
+        return parameter is not None and parameter.grad is not None
+
+    def refuse_gradient_change(self) -> None:
+        """torch changes it in all parameters that have it."""
+
+    def multiply_gradient(self, factor: torch.Tensor) -> None:
+        self.gradient_for_reading().mul_(factor)
+
+    def gradient_for_reading(self) -> torch.Tensor:
+        gradient = self._alive().grad
+        if gradient is None:
+            raise InvalidArgument(f"parameter {self._shard.name!r} has no gradient")
+        return gradient
+
+    def unscale(self, scale: torch.Tensor) -> None:
+        """Divides the gradient by `scale`; once, if the step is not made and asked for again."""
+        gradient = self.gradient_for_reading()
+        if self._unscaled is not None:
+            unscaled, version = self._unscaled
+            if unscaled() is gradient and version == gradient._version:
+                return
+        gradient.div_(scale)
+        self._unscaled = weakref.ref(gradient), gradient._version
+
+    def drop_gradient(self) -> bool:
+        return False  # torch's `zero_grad` drops it, and the step has consumed memd's copy
+
+    def take_writes(self) -> None:
+        """Nothing to take: `seal` compares all bytes."""
+
+    def refuse_writes(self) -> None:
+        """The step has the gradient, and its new value would come over what was written since."""
+        parameter = self._parameter()
+        if parameter is None:
+            return
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            is_written = _restore(parameter, self._job.leases.value(self._shard))
+        if is_written:
+            raise MemdError(
+                f"job {self._job.name!r}: parameter {self._shard.name!r} was written through a "
+                "tensor that shares its memory (.data, detach() or a view) after step() and before "
+                "its update was made, and the change is lost; write when backward has ended, or "
+                "after commit() where that closes the step"
+            )
+
+    def hold_still(self, held: ExitStack) -> None:
+        """Nothing to hold: the parameter is the user's own."""
+
+    def refuse_if_in_use(self) -> None:
+        """Never: its users hold the tensor that gets the new value."""
+
+    def seal(self) -> None:
+        """Copies the value, if it changed, and `p.grad` to memd."""
+        parameter = self._alive()
+        leases = self._job.leases
+        # The loop may have changed the value by any means. `param.data` leaves no trace but the
+        # bytes. Equal bytes are not written: memd knows more bits of a bf16 parameter than the
+        # parameter has.
+        if not is_same_bits(leases.value(self._shard), parameter):
+            leases.write(self._shard, parameter.detach())
+            self._job.mark_written()
+        gradient = self.gradient_for_reading()
+        self._gradient.replace(gradient.detach(), leases)
+        self._sealed = weakref.ref(gradient), gradient._version
+
+    def hide(self) -> None:
+        """The loop has the tensor itself, which memd does not see being used: it refuses that."""
+        hide(self._alive(), partial(self._job.steps.open.refuse_if_sealed, self._shard, "its use"))
+
+    def show(self) -> None:
+        """It is an ordinary tensor again."""
+        parameter = self._parameter()
+        if parameter is not None:
+            show(parameter)
+
+    def undo(self) -> None:
+        """`p.grad` is where it was."""
+        self.show()
+        self._gradient.forget()
+
+    def finish(self) -> None:
+        """Puts the new value in place, if the parameter still exists."""
+        self.show()
+        parameter = self._parameter()
+        if parameter is not None:
+            self._take_value(parameter)
+        self._gradient.forget()
+        self._unscaled = None
+        self._update_count += 1
+
+    def _take_value(self, parameter: torch.Tensor) -> None:
+        with torch.no_grad():
+            parameter.copy_(self._job.leases.value(self._shard))
+
+    def _alive(self) -> torch.Tensor:
+        parameter = self._parameter()
+        if parameter is None:
+            raise InvalidArgument(f"parameter {self._shard.name!r} does not exist any more")
+        return parameter
+
+
+def _restore(parameter: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the parameter had another value than this one, which it has now."""
+    if is_same_bits(value, parameter):
+        return False
+    parameter.copy_(value)
+    return True
