@@ -125,3 +125,63 @@ def test_every_length_has_the_bits_of_torchs_fused_kernel(
         assert states[index].keys() == expected_states[index].keys()
         for key, value in expected_states[index].items():
             assert_same_numbers(states[index][key].clone(), value, f"{key} of {length}")
+
+
+# An order of dimensions, and the shape in memory.
+CHANNELS_LAST = ((0, 3, 1, 2), (5, 2, 3, 13))
+FORMS = {
+    "shorter-than-a-vector": ((1, 0), (3, 2)),
+    "whole-vectors": ((0, 3, 1, 2), (5, 2, 3, 16)),
+    "ten-vectors": ((1, 0), (5, 16)),
+    "three-dimensions": ((2, 0, 1), (3, 8, 5)),
+}
+
+
+def strided(form: tuple[tuple[int, ...], tuple[int, ...]]) -> nn.Parameter:
+    order, shape = form
+    parameter = nn.Parameter(numbers(int(np.prod(shape)), 7).view(shape).permute(order))
+    assert not parameter.is_contiguous()
+    return parameter
+
+
+def set_strided_gradient(parameter: nn.Parameter, step: int) -> None:
+    """In the parameter's order in memory, as backward makes it."""
+    values = numbers(parameter.numel(), 1000 * step)
+    parameter.grad = torch.empty_like(parameter).copy_(values.view(parameter.shape))
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_other_strides_have_the_bits_of_torchs_fused_kernel(
+    session: memd_client.Session, form: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
+    ours, twins = strided(form), strided(form)
+    optimizer = memd_client.AdamW([("p", ours)], lr=1e-2, session=session)
+    twin = torch.optim.AdamW([twins], lr=1e-2, fused=True)
+    for step in range(1, STEP_COUNT + 1):
+        for parameter, each in ((ours, optimizer), (twins, twin)):
+            set_strided_gradient(parameter, step)
+            each.step()
+        assert_same_numbers(ours.detach(), twins.detach(), f"after step {step}")
+    assert ours.stride() == twins.stride()
+
+
+def test_strides_that_move_the_last_elements_are_refused(session: memd_client.Session) -> None:
+    """They have other bits there, and nothing is lost: made contiguous, the loop goes on."""
+    with pytest.raises(memd_client.InvalidArgument, match=r"'early'.*not contiguous.*390 elements"):
+        memd_client.AdamW([("early", strided(CHANNELS_LAST))], session=session)
+    ours = nn.Parameter(strided(CHANNELS_LAST).detach().contiguous())
+    twins = nn.Parameter(ours.detach().clone())
+    optimizer = memd_client.AdamW([("late", ours)], lr=1e-2, session=session)
+    twin = torch.optim.AdamW([twins], lr=1e-2, fused=True)
+    for step in range(1, STEP_COUNT + 1):
+        for parameter in (ours, twins):
+            set_strided_gradient(parameter, step)
+        if step == 2:
+            ours.data = ours.data.contiguous(memory_format=torch.channels_last)
+            with pytest.raises(memd_client.InvalidArgument, match=r"'late'.*not contiguous"):
+                optimizer.step()
+            ours.data = ours.data.contiguous()
+        optimizer.step()
+        twin.step()
+        assert_same_numbers(ours.detach(), twins.detach(), f"after step {step}")
+    assert session.committed_step == STEP_COUNT

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from memd_client.connection.shard import Shard
     from memd_client.core.job import Job
 
+_VECTOR = 8  # elements; see docs/decisions/adam-bits.md
+
 
 class ResidentTarget(UpdatedTarget):
     """A parameter that stays in this process. memd holds its value and state too, so that a commit
@@ -145,6 +147,7 @@ class ResidentTarget(UpdatedTarget):
     def seal(self) -> None:
         """Copies the value, if it changed, and `p.grad` to memd."""
         parameter = self._alive()
+        refuse_uneven_strides(parameter, self._shard.name)
         leases = self._job.leases
         # The loop may have changed the value by any means. `param.data` leaves no trace but the
         # bytes. Equal bytes are not written: memd knows more bits of a bf16 parameter than the
@@ -190,6 +193,20 @@ class ResidentTarget(UpdatedTarget):
         if parameter is None:
             raise InvalidArgument(f"parameter {self._shard.name!r} does not exist any more")
         return parameter
+
+
+def refuse_uneven_strides(parameter: torch.Tensor, name: str) -> None:
+    """torch's fused kernel goes through memory, and rounds the last `numel % 8` elements there in
+    another way. memd goes through them in their order, so those would be others."""
+    count = parameter.numel()
+    if count < _VECTOR or count % _VECTOR == 0 or parameter.is_contiguous():
+        return
+    raise InvalidArgument(
+        f"parameter {name!r} of shape {list(parameter.shape)} is not contiguous, and 8 does not "
+        f"divide its {count} elements: torch's fused kernel rounds the last {count % _VECTOR} in "
+        "memory in another way, and memd stores no strides; make it contiguous first: "
+        "parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)"
+    )
 
 
 def _restore(parameter: torch.Tensor, value: torch.Tensor) -> bool:

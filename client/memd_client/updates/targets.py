@@ -17,7 +17,7 @@ from memd_client.parameters.parameter import streamed
 from memd_client.parameters.tiles import entries_of, is_in_memd, tiling_of
 from memd_client.parameters.unnamed import unnamed
 from memd_client.updates.empty_target import EmptyTarget
-from memd_client.updates.resident_target import ResidentTarget
+from memd_client.updates.resident_target import ResidentTarget, refuse_uneven_strides
 from memd_client.updates.streamed_target import StreamedTarget, TiledTarget
 from memd_proto.v1 import types_pb2
 
@@ -223,6 +223,7 @@ def _resident_spec(
             f"out of the optimizer, or offload them: parameter {name!r} is "
             f"{parameter.dtype} {list(parameter.shape)} {parameter.layout}"
         )
+    refuse_uneven_strides(parameter, name)
     if name in taken:
         raise InvalidArgument(
             f"job {job.name!r}: another parameter of this session is named {name!r}; pass "
