@@ -49,14 +49,21 @@ def _record(
     bytes_read: int,
     findings: Sequence[CheckFinding | check_pb2.CheckFinding],
 ) -> dict[str, Any]:
+    jobs = [job_record(each) for each in report.jobs]
     return {
         "volumes": [volume_record(each) for each in report.volumes],
-        "jobs": [job_record(each) for each in report.jobs],
+        "jobs": jobs,
         "findings": [_finding(each) for each in findings],
         "bytes": bytes_read,
         "seconds": report.seconds,
-        "lost": any(each.is_lost for each in findings),
+        # A daemon may have lost before what no reading shows any more.
+        "lost": any(each.is_lost for each in findings) or any(_has_lost(job) for job in jobs),
     }
+
+
+def _has_lost(job: dict[str, Any]) -> bool:
+    kept = job["snapshots"]
+    return bool(job["lost_shards"]) or any(each["lost"] or each["lost_shards"] for each in kept)
 
 
 def _finding(finding: CheckFinding | check_pb2.CheckFinding) -> dict[str, Any]:
@@ -94,6 +101,12 @@ def print_check(report: dict[str, Any]) -> None:
         for kept in job["snapshots"]:
             lost = len(kept["lost_shards"])
             state = f"{lost} shards LOST" if lost else "all right"
+            if kept["lost"]:
+                click.echo(
+                    f"  snapshot {kept['snapshot']}: LOST, step {kept['step']}: its catalogue is "
+                    f"damaged; `memd snapshot drop {job['job']} {kept['snapshot']}` removes it"
+                )
+                continue
             click.echo(
                 f"  snapshot {kept['snapshot']}: {state}, step {kept['step']}, {kept['extents']} "
                 f"extents, {format_size(kept['bytes'])}"

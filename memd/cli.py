@@ -530,10 +530,16 @@ def list_volumes(config_file: Path | None, data: tuple[str, ...], as_json: bool)
     if found["jobs_unknown"]:
         click.echo(f"not all jobs are known: {found['jobs_unknown']}; see `memd check`")
     rows = [
-        (each["job"], str(each["step"]), str(each["shards"]), format_size(each["bytes"]))
+        (
+            each["job"],
+            str(each["step"]),
+            str(each["shards"]),
+            format_size(each["bytes"]),
+            volumes.snapshots_text(each),
+        )
         for each in found["jobs"]
     ]
-    print_table(("job", "step", "shards", "bytes"), rows)
+    print_table(("job", "step", "shards", "bytes", "snapshots"), rows)
 
 
 @volume.command("format")

@@ -104,6 +104,7 @@ def job_record(job: CheckedJob | check_pb2.CheckedJob) -> dict[str, Any]:
             {
                 "snapshot": each.name,
                 "step": each.step,
+                "lost": each.is_lost,
                 "extents": each.extent_count,
                 "bytes": each.bytes,
                 "lost_shards": list(each.lost_shards),
@@ -146,6 +147,12 @@ def volume_rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
             )
         )
     return rows
+
+
+def snapshots_text(job: dict[str, Any]) -> str:
+    """How many the job has, and which of them nobody can go back to."""
+    lost = [each["snapshot"] for each in job["snapshots"] if each["lost"]]
+    return ", ".join([str(len(job["snapshots"])), *(f"{name} is lost" for name in lost)])
 
 
 VOLUME_HEADER = (

@@ -101,6 +101,7 @@ def _job(job: CheckedJob) -> check_pb2.CheckedJob:
             check_pb2.CheckedSnapshot(
                 name=each.name,
                 step=each.step,
+                is_lost=each.is_lost,
                 extent_count=each.extent_count,
                 bytes=each.bytes,
                 lost_shards=each.lost_shards,

@@ -109,6 +109,9 @@ void bind_check(nb::module_& module) {
   nb::class_<CheckedSnapshot>(module, "CheckedSnapshot")
       .def_ro("name", &CheckedSnapshot::name)
       .def_ro("step", &CheckedSnapshot::step)
+      .def_ro("is_lost",
+              &CheckedSnapshot::is_lost,
+              "Its catalogue is damaged: nothing more is known of it.")
       .def_ro("extent_count", &CheckedSnapshot::extent_count)
       .def_ro("bytes", &CheckedSnapshot::bytes)
       .def_ro("lost_shards", &CheckedSnapshot::lost_shards);

@@ -16,14 +16,17 @@ import torch
 
 import memd_client
 from memd.client import DaemonClient
+from memd_native import check_volumes
 from tests.daemons import TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.daemons import Daemon, Daemons
 
 HOST_BYTES = 40 << 20
+BLOCK_BYTES = 4096
 
 
 def memd(daemon: Daemon, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
@@ -41,8 +44,37 @@ def memd(daemon: Daemon, *arguments: str, status: int = 0) -> subprocess.Complet
     return answer
 
 
-def answer_of(daemon: Daemon, *arguments: str) -> Any:
-    return json.loads(memd(daemon, *arguments, "--json").stdout)
+def answer_of(daemon: Daemon, *arguments: str, status: int = 0) -> Any:
+    return json.loads(memd(daemon, *arguments, "--json", status=status).stdout)
+
+
+def read_alone(daemon: Daemon, *arguments: str, status: int = 0) -> str:
+    """What a command says of the volumes of a daemon that has ended."""
+    answer = subprocess.run(
+        [sys.executable, "-m", "memd", *arguments, "--data", str(daemon.data)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
+    assert answer.returncode == status, answer
+    return answer.stdout
+
+
+def damage_catalogue(data: Path, snapshot: str) -> None:
+    """Of the catalogues on disk, changes the one that this snapshot alone names."""
+    volume = data / "memd.volume"
+    found = volume.read_bytes()
+    for at in range(0, len(found), BLOCK_BYTES):
+        if not found.startswith(b"memd-job", at):
+            continue
+        for byte in (found[at + 99] ^ 1, found[at + 99]):  # and back, if it is another's
+            with volume.open("r+b") as file:
+                file.seek(at + 99)
+                file.write(bytes([byte]))
+            if [each.snapshot for each in check_volumes([str(data)]).findings] == [snapshot]:
+                return
+    raise AssertionError(f"no catalogue of {snapshot}")
 
 
 @contextmanager
@@ -246,17 +278,45 @@ def test_the_next_daemon_has_them_and_each_check_reads_them(daemons: Daemons) ->
     training.session.close()
     online = answer_of(daemon, "check")
     assert daemon.stop() == 0
-    answer = subprocess.run(
-        [sys.executable, "-m", "memd", "check", "--data", str(daemon.data), "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=TIMEOUT_S,
-    )
-    offline = json.loads(answer.stdout)
+    offline = json.loads(read_alone(daemon, "check", "--json"))
     for report in (online, offline):
         assert not report["lost"]
         assert report["findings"] == []
         kept = report["jobs"][0]["snapshots"]
         assert [(each["snapshot"], each["step"]) for each in kept] == [("second", 2), ("fourth", 4)]
     assert online["jobs"] == offline["jobs"]
+
+
+def test_a_lost_snapshot_is_named_by_each_check_and_its_job_stays_known(daemons: Daemons) -> None:
+    daemon = daemons.start(name="damaged", environ={"MEMD_SCRUB": "0"})
+    training = Training(daemon, "job")
+    training.train()
+    training.session.snapshot("first")
+    training.train()
+    training.session.snapshot("second")
+    training.train()
+    training.session.close()
+    assert daemon.stop() == 0
+    damage_catalogue(daemon.data, "first")
+    text = read_alone(daemon, "check", status=1)
+    assert "LOST: job/snapshot first the snapshot's catalogue: " in text
+    assert "  snapshot first: LOST, step 1: its catalogue is damaged; `memd snapshot drop" in text
+    assert "  snapshot second: all right, step 2" in text
+    listed = json.loads(read_alone(daemon, "volume", "list", "--json"))
+    assert listed["jobs_unknown"] == ""
+    assert "2, first is lost" in read_alone(daemon, "volume", "list")
+    offline = json.loads(read_alone(daemon, "check", "--json", status=1))
+    daemon = daemons.start(name="damaged", environ={"MEMD_SCRUB": "0"})
+    online = answer_of(daemon, "check", status=1)
+    for report in (listed, offline, online):
+        kept = report["jobs"][0]["snapshots"]
+        assert [(each["snapshot"], each["step"], each["lost"]) for each in kept] == [
+            ("first", 1, True),
+            ("second", 2, False),
+        ]
+    assert "  snapshot first: LOST, step 1" in memd(daemon, "check", status=1).stdout
+    memd(daemon, "snapshot", "drop", "job", "first", "--yes")
+    training = Training(daemon, "job")
+    training.train()
+    training.session.close()
+    assert not answer_of(daemon, "check")["lost"]

@@ -111,6 +111,30 @@ class SnapshotTest : public ::testing::Test {
     EXPECT_TRUE(heart.until([&] { return answer.has_value(); }));
     return answer.value_or(error(StatusCode::deadline, "no answer"));
   }
+  struct Checked {
+    std::vector<CheckFinding> findings;
+    CheckReport report;
+  };
+  /// A whole live check.
+  static Checked check(Heart& heart) {
+    LiveCheck& check = heart.store().live_check();
+    const auto id = check.begin({.job_ids = {}, .whole = true});
+    EXPECT_TRUE(id.is_ok());
+    Checked out;
+    std::optional<CheckReport> report;
+    EXPECT_TRUE(heart.until([&] {
+      heart.clock.advance(1'000'000);
+      const auto progress = check.progress(id.value());
+      if (!progress.is_ok()) return true;
+      const auto& found = progress.value().findings;
+      out.findings.insert(out.findings.end(), found.begin(), found.end());
+      report = progress.value().report;
+      return report.has_value();
+    }));
+    EXPECT_TRUE(report.has_value());
+    if (report) out.report = *report;
+    return out;
+  }
   static uint64_t job_id(Heart& heart) {
     const auto info = heart.store().reports().find_job("job");
     EXPECT_TRUE(info.is_ok()) << info.status().message();
@@ -452,6 +476,13 @@ TEST_F(SnapshotTest, a_damaged_catalogue_loses_the_snapshot_and_nothing_else) {
   EXPECT_NE(heart.store().load_notes()[0].find("snapshot first"), std::string::npos);
   ASSERT_EQ(listed(heart).size(), 1u);
   EXPECT_TRUE(listed(heart)[0].is_lost);
+  const auto checked = check(heart);
+  ASSERT_EQ(checked.findings.size(), 1u);
+  EXPECT_TRUE(checked.findings[0].is_lost);
+  EXPECT_EQ(checked.findings[0].snapshot, "first");
+  ASSERT_EQ(checked.report.jobs.at(0).snapshots.size(), 1u);
+  EXPECT_TRUE(checked.report.jobs[0].snapshots[0].is_lost);
+  EXPECT_EQ(checked.report.jobs[0].snapshots[0].step, 1u);
   session_ = heart.attach(heart.open("job", 8, kQuota));
   ASSERT_TRUE(train(heart, 30).is_ok());
   ASSERT_TRUE(drop(heart, "first").is_ok());
@@ -503,21 +534,7 @@ TEST_F(SnapshotTest, a_check_finds_what_it_lost_and_the_job_goes_on) {
   });
   const ExtentRecord lost = record.buckets[w->bucket].tiles[1].rest;
   disk_->bytes()[lost.address.offset_bytes + 5] ^= std::byte{1};
-  LiveCheck& check = heart.store().live_check();
-  const auto id = check.begin({.job_ids = {}, .whole = true});
-  ASSERT_TRUE(id.is_ok());
-  std::vector<CheckFinding> findings;
-  std::optional<CheckReport> report;
-  ASSERT_TRUE(heart.until([&] {
-    heart.clock.advance(1'000'000);
-    const auto progress = check.progress(id.value());
-    if (!progress.is_ok()) return true;
-    findings.insert(
-        findings.end(), progress.value().findings.begin(), progress.value().findings.end());
-    report = progress.value().report;
-    return report.has_value();
-  }));
-  ASSERT_TRUE(report.has_value());
+  const auto [findings, report] = check(heart);
   ASSERT_EQ(findings.size(), 1u);
   EXPECT_TRUE(findings[0].is_lost);
   EXPECT_EQ(findings[0].snapshot, "first");
@@ -525,11 +542,12 @@ TEST_F(SnapshotTest, a_check_finds_what_it_lost_and_the_job_goes_on) {
   EXPECT_EQ(findings[0].shards, std::vector<std::string>{"w"});
   EXPECT_EQ(findings[0].part, "optimizer state of tile 1");
   EXPECT_EQ(findings[0].offset_bytes, lost.address.offset_bytes);
-  ASSERT_EQ(report->jobs.size(), 1u);
-  EXPECT_TRUE(report->jobs[0].lost_shards.empty());
-  ASSERT_EQ(report->jobs[0].snapshots.size(), 1u);
-  const CheckedSnapshot& checked = report->jobs[0].snapshots[0];
+  ASSERT_EQ(report.jobs.size(), 1u);
+  EXPECT_TRUE(report.jobs[0].lost_shards.empty());
+  ASSERT_EQ(report.jobs[0].snapshots.size(), 1u);
+  const CheckedSnapshot& checked = report.jobs[0].snapshots[0];
   EXPECT_EQ(checked.step, 1u);
+  EXPECT_FALSE(checked.is_lost);
   EXPECT_EQ(checked.extent_count, all_extents(record).size());
   EXPECT_EQ(checked.lost_shards, std::vector<std::string>{"w"});
   EXPECT_EQ(listed(heart)[0].lost_shards, std::vector<std::string>{"w"});

@@ -1099,6 +1099,10 @@ class CheckedSnapshot:
     def step(self) -> int: ...
 
     @property
+    def is_lost(self) -> bool:
+        """Its catalogue is damaged: nothing more is known of it."""
+
+    @property
     def extent_count(self) -> int: ...
 
     @property

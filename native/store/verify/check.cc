@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <span>
 #include <thread>
@@ -215,7 +216,8 @@ void add_malformed(const Set& set,
 
 struct ReadSnapshot {
   std::string name;
-  JobRecord record;
+  uint64_t step = 0;
+  std::optional<JobRecord> record;  // nothing where its catalogue is damaged
 };
 
 struct Jobs {
@@ -278,6 +280,45 @@ void add_overlaps(const Set& set,
   }
 }
 
+std::string part_of(const RootEntry& entry) {
+  return concat("the catalogue of job ", entry.job_id);
+}
+
+std::string part_of(const SnapshotEntry& entry) {
+  return concat("the catalogue of snapshot ", entry.name, " of job ", entry.job.job_id);
+}
+
+/// An error only where the format is newer; everything else is a finding. After the jobs.
+Status read_snapshot(const Set& set,
+                     const SnapshotEntry& entry,
+                     Jobs& jobs,
+                     std::vector<CheckFinding>& findings) {
+  const std::string part = part_of(entry);
+  const size_t finding_first = findings.size();
+  const auto bytes =
+      read_record(set, entry.job.catalogue, entry.job.catalogue_bytes, part, findings);
+  auto record = bytes.is_ok() ? decode_job(bytes.value(), FormatUse::read_only)
+                              : Result<JobRecord>(bytes.status());
+  if (record.status().code() == StatusCode::not_yet) return record.status();
+  std::set<std::string> alone;
+  const Status sound =
+      record.is_ok() ? check_identity(entry.job, record.value(), alone) : record.status();
+  if (bytes.is_ok() && !sound.is_ok()) {
+    add_malformed(set, entry.job.catalogue.front(), part, sound, findings);
+  }
+  for (size_t i = finding_first; i < findings.size(); ++i) {
+    findings[i].snapshot = entry.name;
+    findings[i].part = "the snapshot's catalogue";
+    for (const JobRecord& job : jobs.records) {
+      if (job.job_id == entry.job.job_id) findings[i].job = job.name;
+    }
+  }
+  ReadSnapshot read{.name = entry.name, .step = entry.step, .record = std::nullopt};
+  if (sound.is_ok()) read.record = std::move(record).value();
+  jobs.snapshots[entry.job.job_id].push_back(std::move(read));
+  return Status::ok();
+}
+
 /// An error only where the format is newer; everything else is a finding.
 Result<Jobs> read_jobs(const Set& set, std::vector<CheckFinding>& findings) {
   Jobs jobs;
@@ -293,12 +334,6 @@ Result<Jobs> read_jobs(const Set& set, std::vector<CheckFinding>& findings) {
     add_malformed(set, root_extent, "the list of jobs", root.status(), findings);
     return jobs;
   }
-  const auto part_of = [](const RootEntry& entry) {
-    return concat("the catalogue of job ", entry.job_id);
-  };
-  const auto part_of_snapshot = [](const SnapshotEntry& entry) {
-    return concat("the catalogue of snapshot ", entry.name, " of job ", entry.job.job_id);
-  };
   std::map<uint64_t, SharedExtents> shared;
   for (const RootEntry& entry : root.value().jobs) {
     for (const ExtentRecord& extent : entry.catalogue) {
@@ -309,7 +344,7 @@ Result<Jobs> read_jobs(const Set& set, std::vector<CheckFinding>& findings) {
   for (const SnapshotEntry& entry : root.value().snapshots) {
     for (const ExtentRecord& extent : entry.job.catalogue) {
       if (!shared[entry.job.job_id].add(extent)) continue;
-      jobs.catalogues.push_back({.extent = extent, .part = part_of_snapshot(entry), .shards = {}});
+      jobs.catalogues.push_back({.extent = extent, .part = part_of(entry), .shards = {}});
     }
   }
   // Before they are read: what the same bytes are named for again and again fits no memory. No
@@ -338,22 +373,7 @@ Result<Jobs> read_jobs(const Set& set, std::vector<CheckFinding>& findings) {
     jobs.records.push_back(std::move(job).value());
   }
   for (const SnapshotEntry& entry : root.value().snapshots) {
-    const std::string part = part_of_snapshot(entry);
-    const size_t finding_first = findings.size();
-    const auto bytes =
-        read_record(set, entry.job.catalogue, entry.job.catalogue_bytes, part, findings);
-    auto job = bytes.is_ok() ? decode_job(bytes.value(), FormatUse::read_only)
-                             : Result<JobRecord>(bytes.status());
-    if (job.status().code() == StatusCode::not_yet) return job.status();
-    std::set<std::string> alone;
-    const Status sound = job.is_ok() ? check_identity(entry.job, job.value(), alone) : job.status();
-    if (bytes.is_ok() && !sound.is_ok()) {
-      add_malformed(set, entry.job.catalogue.front(), part, sound, findings);
-    }
-    for (size_t i = finding_first; i < findings.size(); ++i) findings[i].snapshot = entry.name;
-    if (!sound.is_ok()) continue;
-    jobs.snapshots[entry.job.job_id].push_back(
-        {.name = entry.name, .record = std::move(job).value()});
+    if (Status newer = read_snapshot(set, entry, jobs, findings); !newer.is_ok()) return newer;
   }
   return jobs;
 }
@@ -393,12 +413,17 @@ const std::vector<ReadSnapshot>& snapshots_of(const Jobs& jobs, const JobRecord&
 
 CheckedSnapshot told(const ReadSnapshot& snapshot, const std::vector<ExtentUse>& uses) {
   CheckedSnapshot out{.name = snapshot.name,
-                      .step = snapshot.record.step,
+                      .step = snapshot.step,
+                      .is_lost = !snapshot.record.has_value(),
                       .extent_count = uses.size(),
                       .bytes = 0,
                       .lost_shards = {}};
   for (const ExtentUse& use : uses) out.bytes += use.extent.length_bytes;
   return out;
+}
+
+std::vector<ExtentUse> extents_of(const ReadSnapshot& snapshot) {
+  return snapshot.record ? memd::extents_of(*snapshot.record) : std::vector<ExtentUse>{};
 }
 
 /// Reads and compares all of `tasks` on threads; what is lost becomes a finding.
@@ -615,7 +640,7 @@ Result<CheckReport> check_volumes(const CheckOptions& options) {
     found = found || is_asked_for;
     check_uses(std::move(own), "");
     for (const ReadSnapshot& snapshot : snapshots_of(jobs.value(), record)) {
-      std::vector<ExtentUse> kept = extents_of(snapshot.record);
+      std::vector<ExtentUse> kept = extents_of(snapshot);
       if (is_asked_for) report.jobs.back().snapshots.push_back(told(snapshot, kept));
       check_uses(std::move(kept), snapshot.name);
     }
@@ -654,12 +679,14 @@ Result<ListedVolumes> list_volumes(const std::vector<std::string>& directories) 
   for (const JobRecord& record : jobs.value().records) {
     listed.jobs.push_back(told(record, extents_of(record)));
     for (const ReadSnapshot& snapshot : snapshots_of(jobs.value(), record)) {
-      listed.jobs.back().snapshots.push_back(told(snapshot, extents_of(snapshot.record)));
+      listed.jobs.back().snapshots.push_back(told(snapshot, extents_of(snapshot)));
     }
   }
-  if (!findings.empty()) {
-    const CheckFinding& first = findings.front();
-    listed.jobs_unknown = concat(first.part, " cannot be read: ", first.reason);
+  // A damaged snapshot is listed, and its job is known.
+  const auto first = std::find_if(
+      findings.begin(), findings.end(), [](const auto& each) { return each.snapshot.empty(); });
+  if (first != findings.end()) {
+    listed.jobs_unknown = concat(first->part, " cannot be read: ", first->reason);
   }
   return listed;
 }

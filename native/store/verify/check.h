@@ -45,6 +45,7 @@ std::vector<CheckFinding> superblock_findings(const std::string& path,
 struct CheckedSnapshot {
   std::string name;
   uint64_t step = 0;
+  bool is_lost = false;       // its catalogue is damaged: nothing more is known of it
   uint64_t extent_count = 0;  // some of which its job or other snapshots may name too
   uint64_t bytes = 0;
   std::vector<std::string> lost_shards;

@@ -263,6 +263,7 @@ std::vector<CheckedSnapshot> LiveCheck::checked_snapshots(uint64_t job_id) const
     const Counted what = counted(job_id, each->id);
     checked.push_back({.name = each->entry.name,
                        .step = each->entry.step,
+                       .is_lost = each->is_catalogue_lost,
                        .extent_count = what.extents,
                        .bytes = what.bytes,
                        .lost_shards = {each->lost_shards.begin(), each->lost_shards.end()}});

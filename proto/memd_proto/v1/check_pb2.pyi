@@ -99,15 +99,17 @@ class CheckedJob(_message.Message):
     def __init__(self, name: _Optional[str] = ..., job_id: _Optional[int] = ..., step: _Optional[int] = ..., shard_count: _Optional[int] = ..., extent_count: _Optional[int] = ..., bytes: _Optional[int] = ..., lost_shards: _Optional[_Iterable[str]] = ..., snapshots: _Optional[_Iterable[_Union[CheckedSnapshot, _Mapping]]] = ...) -> None: ...
 
 class CheckedSnapshot(_message.Message):
-    __slots__ = ("name", "step", "extent_count", "bytes", "lost_shards")
+    __slots__ = ("name", "step", "extent_count", "bytes", "lost_shards", "is_lost")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     EXTENT_COUNT_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     LOST_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    IS_LOST_FIELD_NUMBER: _ClassVar[int]
     name: str
     step: int
     extent_count: int
     bytes: int
     lost_shards: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., step: _Optional[int] = ..., extent_count: _Optional[int] = ..., bytes: _Optional[int] = ..., lost_shards: _Optional[_Iterable[str]] = ...) -> None: ...
+    is_lost: bool
+    def __init__(self, name: _Optional[str] = ..., step: _Optional[int] = ..., extent_count: _Optional[int] = ..., bytes: _Optional[int] = ..., lost_shards: _Optional[_Iterable[str]] = ..., is_lost: bool = ...) -> None: ...
