@@ -324,4 +324,12 @@ void Job::drop_gradient(Bucket& bucket, ExtentStore& extents) {
   }
 }
 
+Status check_not_streamed(const Job& job) {
+  if (job.cache().slots().service_lease_count() == 0) return Status::ok();
+  return error(StatusCode::in_use,
+               "job ",
+               job.name(),
+               " is being streamed over gRPC; try again when that has ended");
+}
+
 }  // namespace memd

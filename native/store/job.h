@@ -171,4 +171,7 @@ class Job final : private ResidencyGates, private StateGate, private JobRecorder
   const char* ending_ = nullptr;
 };
 
+/// Why a job cannot end now: a tensor of it is being sent or received over gRPC.
+Status check_not_streamed(const Job& job);
+
 }  // namespace memd

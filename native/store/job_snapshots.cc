@@ -207,7 +207,7 @@ void JobSnapshots::finish(const CreationPointer& creation, const Result<Snapshot
 
 Status JobSnapshots::check_unused(const Job& job) const {
   const size_t count = job.cache().sessions().size();
-  if (count == 0 && job.cache().slots().service_lease_count() == 0) return Status::ok();
+  if (count == 0) return check_not_streamed(job);
   return error(StatusCode::in_use,
                "job ",
                job.name(),

@@ -121,12 +121,7 @@ void ShardStore::drop_job(uint64_t job_id, bool force, Done done) {
     return done(error(StatusCode::not_found, "there is no job with id ", job_id));
   }
   if (Status status = check_droppable(*job); !status.is_ok() && !force) return done(status);
-  if (job->cache().slots().service_lease_count() > 0) {
-    return done(error(StatusCode::in_use,
-                      "job ",
-                      job->name(),
-                      " is being streamed over gRPC; try again when that has ended"));
-  }
+  if (Status status = check_not_streamed(*job); !status.is_ok()) return done(status);
   job->set_ending("is being dropped");
   MEMD_FAILPOINT("job.drop_asked");
   while (!job->cache().sessions().empty()) {

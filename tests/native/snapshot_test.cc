@@ -720,6 +720,32 @@ TEST_F(SnapshotTest, nobody_attaches_while_a_job_goes_back) {
   EXPECT_EQ(kept, JobWeight::of(3).value());
 }
 
+TEST_F(SnapshotTest, a_job_that_is_streamed_goes_back_when_that_has_ended) {
+  Heart heart(disk_);
+  begin(heart);
+  ASSERT_TRUE(train(heart, 10).is_ok());
+  ASSERT_TRUE(create(heart, "first").is_ok());
+  const uint64_t id = job_id(heart);
+  const auto streamed = heart.ask({.session_id = session_,
+                                   .shard_id = ids_[2],
+                                   .part = Part::value,
+                                   .mode = LeaseMode::read,
+                                   .timeout_ns = 1'000'000'000,
+                                   .for_service = true,
+                                   .prefetch = false});
+  ASSERT_TRUE(heart.until([&] { return streamed->has_value(); }));
+  ASSERT_TRUE((*streamed)->is_ok());
+  ASSERT_TRUE(heart.store().detach(session_).is_ok());
+  const Status refused = restore_now(heart, "first");
+  EXPECT_EQ(refused.code(), StatusCode::in_use);
+  EXPECT_EQ(refused.message(),
+            "job job is being streamed over gRPC; try again when that has ended");
+  EXPECT_EQ(drop_job(heart, true).message(), refused.message());
+  heart.store().release_service_lease(id, (*streamed)->grant, false);
+  const Status restored = restore_now(heart, "first");
+  EXPECT_TRUE(restored.is_ok()) << restored.message();
+}
+
 TEST_F(SnapshotTest, what_is_being_dropped_is_not_verified) {
   Heart heart(disk_);
   begin(heart);
