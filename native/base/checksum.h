@@ -2,6 +2,7 @@
 // as well as flipped bits.
 #pragma once
 
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -13,6 +14,8 @@ namespace memd {
 struct ExtentAddress {
   uint16_t device = 0;
   uint64_t offset_bytes = 0;
+
+  auto operator<=>(const ExtentAddress&) const = default;
 };
 
 /// XXH3-64 of `bytes`, seeded with the address. The same on every instruction set; the widest one

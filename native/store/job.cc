@@ -253,11 +253,12 @@ void Job::lose(const Entry& entry, size_t replica, const Status& why) {
 
 std::set<uint32_t> Job::unreadable_shards(const ExtentStore& extents) const {
   std::set<uint32_t> all;
-  if (!extents.has_unreadable()) return all;
+  if (!extents.unreadable_places().empty()) return all;
   const auto look = [&](const Entry& entry, const auto& replicas) {
     for (size_t i = 0; i < replicas.size(); ++i) {
       const Replica& replica = replicas[i];
-      if (!replica.exists() || !extents.is_unreadable(replica.extent())) continue;
+      if (!replica.exists() || !extents.unreadable_places().contains(replica.extent().address))
+        continue;
       const std::vector<uint32_t> inside = shards_.shards_in(entry, i);
       all.insert(inside.begin(), inside.end());
     }

@@ -8,27 +8,19 @@
 #include "base/check.h"
 
 namespace memd {
-namespace {
-
-std::pair<uint16_t, uint64_t> place_of(const ExtentRecord& extent) {
-  return {extent.address.device, extent.address.offset_bytes};
-}
-
-}  // namespace
-
 void JobReplacement::replace(Job& job, std::unique_ptr<Job> fresh) const {
   job.state().early().forget_all();
   const std::vector<ExtentRecord> old = job.take_extents();
-  std::set<std::pair<uint16_t, uint64_t>> held;
-  for (const ExtentRecord& extent : old) held.insert(place_of(extent));
-  std::set<std::pair<uint16_t, uint64_t>> named;
+  std::set<ExtentAddress> held;
+  for (const ExtentRecord& extent : old) held.insert(extent.address);
+  std::set<ExtentAddress> named;
   fresh->shards().for_each_replica([&](const Replica& replica) {
-    named.insert(place_of(replica.extent()));
-    if (held.contains(place_of(replica.extent()))) return;
+    named.insert(replica.extent().address);
+    if (held.contains(replica.extent().address)) return;
     MEMD_CHECK(parts_.extents.reserve(replica.extent()).is_ok());
   });
   for (const ExtentRecord& extent : old) {
-    if (!named.contains(place_of(extent))) parts_.extents.release(extent);
+    if (!named.contains(extent.address)) parts_.extents.release(extent);
   }
   // Set since the record was written.
   if (fresh->admission().weight() != job.admission().weight())

@@ -323,7 +323,7 @@ TEST_F(UndoTest, no_read_is_granted_while_its_step_is_undone) {
 
   // The last of them fails: the step is undone as soon as b's fetch is over.
   heart_.holds_tries_up = false;
-  ASSERT_TRUE(heart_.until([&] { return heart_.extents().has_unreadable(); }));
+  ASSERT_TRUE(heart_.until([&] { return !heart_.extents().unreadable_places().empty(); }));
   heart_.turns();
   ASSERT_FALSE(done.has_value());
   const auto reading = heart_.ask(session_, ids_[0]);

@@ -1,6 +1,7 @@
 // A place of bytes on disk, and their checksum.
 #pragma once
 
+#include <compare>
 #include <cstdint>
 
 #include "base/checksum.h"
@@ -16,6 +17,7 @@ struct ExtentRecord {
   uint64_t checksum = 0;
 
   bool exists() const { return length_bytes != 0; }
+  auto operator<=>(const ExtentRecord&) const = default;
 };
 
 }  // namespace memd

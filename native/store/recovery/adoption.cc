@@ -16,10 +16,6 @@ Status damaged(const Parts&... parts) {
   return error(StatusCode::integrity, "the ledger is damaged: ", parts...);
 }
 
-std::pair<uint16_t, uint64_t> address_of(const ExtentRecord& extent) {
-  return {extent.address.device, extent.address.offset_bytes};
-}
-
 bool starts_on_block(const ExtentRecord& extent) {
   return is_aligned(extent.address.offset_bytes, kBlockBytes);
 }
@@ -343,17 +339,17 @@ Status Adoption::place_tile_extents() {
 }
 
 Status Adoption::reserve_extents() {
-  std::map<std::pair<uint16_t, uint64_t>, ExtentRecord> unused;
+  std::map<ExtentAddress, ExtentRecord> unused;
   if (remembered_.disk().undurable_since == 0) {
     for (const ExtentRecord& extent : all_extents(remembered_.disk()))
-      unused[address_of(extent)] = extent;
+      unused[extent.address] = extent;
   }
   Status status;
   job_.space.count([](const auto&) {});
   const auto adopt = [&](Replica& replica) {
     if (!status.is_ok()) return;
     job_.space.count(replica);
-    const bool is_on_disk = unused.erase(address_of(replica.extent())) == 1;
+    const bool is_on_disk = unused.erase(replica.extent().address) == 1;
     replica = Replica(replica.extent(), is_on_disk ? JobSpace::kOnDisk : job_.space.epoch());
     if (is_on_disk) return;
     status = parts_.extents.reserve(replica.extent());

@@ -65,10 +65,10 @@ Status ExtentStore::reserve(const ExtentRecord& extent, ExtentHolder holder) {
 
 void ExtentStore::release(const ExtentRecord& extent, ExtentHolder holder) {
   const PinnedExtents::Space space =
-      holder == ExtentHolder::job ? pinned_.let_go(extent) : pinned_.unpin(extent);
+      holder == ExtentHolder::job ? pinned_.release(extent) : pinned_.unpin(extent);
   if (space == PinnedExtents::Space::unchanged && !MEMD_PLANTED("snapshot.extents_not_kept"))
     return;
-  unreadable_.erase(key_of(extent));
+  unreadable_.erase(extent.address);
   free_.release(extent);
 }
 
@@ -134,7 +134,7 @@ void ExtentStore::start(const std::shared_ptr<Read>& read) {
 void ExtentStore::finish(const std::shared_ptr<Read>& read, const Status& status) {
   const Done done = read->done;
   if (status.is_ok()) {
-    unreadable_.erase(key_of(read->extent));
+    unreadable_.erase(read->extent.address);
     return done(status);
   }
   const uint64_t now_ns = clock_.now_ns();
@@ -150,7 +150,7 @@ void ExtentStore::finish(const std::shared_ptr<Read>& read, const Status& status
     }
   }
   MEMD_FAILPOINT("read.given_up");
-  unreadable_.insert(key_of(read->extent));
+  unreadable_.insert(read->extent.address);
   done(status);
 }
 

@@ -79,11 +79,8 @@ class ExtentStore {
                        Done done);
   /// The error for who asked for `what`, where the device failed each read with `cause`.
   Status unreadable(const ExtentRecord& extent, const std::string& what, const Status& cause) const;
-  /// The last read of it failed, every time.
-  bool is_unreadable(const ExtentRecord& extent) const {
-    return unreadable_.contains(key_of(extent));
-  }
-  bool has_unreadable() const { return !unreadable_.empty(); }
+  /// Extents of which the last read failed, every time.
+  const std::set<ExtentAddress>& unreadable_places() const { return unreadable_; }
 
   /// Starts the reads whose time for another try has come; true where there was one.
   bool advance();
@@ -141,11 +138,6 @@ class ExtentStore {
     uint64_t first_failed_ns = 0;
     uint64_t due_ns = 0;  // while it waits
   };
-  using Key = std::pair<uint16_t, uint64_t>;
-  static Key key_of(const ExtentRecord& extent) {
-    return {extent.address.device, extent.address.offset_bytes};
-  }
-
   /// Bytes that were read, and whether they are the extent's.
   struct Verify {
     ExtentRecord extent;
@@ -178,7 +170,7 @@ class ExtentStore {
   Status broken_;
   std::vector<uint64_t> checksum_failure_counts_;  // by device
   std::deque<std::shared_ptr<Read>> waiting_;      // for their next try
-  std::set<Key> unreadable_;
+  std::set<ExtentAddress> unreadable_;
 };
 
 }  // namespace memd

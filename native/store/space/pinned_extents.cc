@@ -5,7 +5,7 @@
 namespace memd {
 
 void PinnedExtents::pin_place(const ExtentRecord& extent, bool is_held) {
-  Pin& pin = pins_[key_of(extent)];
+  Pin& pin = pins_[extent.address];
   if (pin.snapshot_count == 0) {
     pin = {.length_bytes = extent.length_bytes,
            .snapshot_count = 0,
@@ -18,7 +18,7 @@ void PinnedExtents::pin_place(const ExtentRecord& extent, bool is_held) {
 }
 
 PinnedExtents::Space PinnedExtents::pin(const ExtentRecord& extent) {
-  const auto found = pins_.find(key_of(extent));
+  const auto found = pins_.find(extent.address);
   if (found == pins_.end()) return Space::take;
   if (!is_same(found->second, extent)) return Space::conflict;
   ++found->second.snapshot_count;
@@ -26,7 +26,7 @@ PinnedExtents::Space PinnedExtents::pin(const ExtentRecord& extent) {
 }
 
 PinnedExtents::Space PinnedExtents::unpin(const ExtentRecord& extent) {
-  const auto found = pins_.find(key_of(extent));
+  const auto found = pins_.find(extent.address);
   MEMD_CHECK(found != pins_.end());
   Pin& pin = found->second;
   if (--pin.snapshot_count > 0) return Space::unchanged;
@@ -37,7 +37,7 @@ PinnedExtents::Space PinnedExtents::unpin(const ExtentRecord& extent) {
 }
 
 PinnedExtents::Space PinnedExtents::hold(const ExtentRecord& extent) {
-  const auto found = pins_.find(key_of(extent));
+  const auto found = pins_.find(extent.address);
   if (found == pins_.end()) return Space::take;
   Pin& pin = found->second;
   if (!is_same(pin, extent) || pin.is_held) return Space::conflict;
@@ -46,8 +46,8 @@ PinnedExtents::Space PinnedExtents::hold(const ExtentRecord& extent) {
   return Space::unchanged;
 }
 
-PinnedExtents::Space PinnedExtents::let_go(const ExtentRecord& extent) {
-  const auto found = pins_.find(key_of(extent));
+PinnedExtents::Space PinnedExtents::release(const ExtentRecord& extent) {
+  const auto found = pins_.find(extent.address);
   if (found == pins_.end()) return Space::free;
   Pin& pin = found->second;
   MEMD_CHECK(pin.is_held);

@@ -4,14 +4,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
-#include <utility>
 
 #include "store/format/extent_record.h"
 
 namespace memd {
 
-/// The unit is an extent. Its place is free when no snapshot pins it and no job holds it: whichever
-/// lets go last frees it. An extent that no snapshot pins is not known here. Owned by the
+/// The unit is an extent. Its place is free when no snapshot pins it and no job holds it: the last
+/// one to release it frees it. An extent that no snapshot pins is not known here. Owned by the
 /// ExtentStore; the server thread calls everything; nothing blocks.
 class PinnedExtents {
  public:
@@ -36,7 +35,7 @@ class PinnedExtents {
   /// snapshot names it.
   Space hold(const ExtentRecord& extent);
   /// A job names it no more: `unchanged` or `free`.
-  Space let_go(const ExtentRecord& extent);
+  Space release(const ExtentRecord& extent);
 
   /// Bytes that no job holds.
   uint64_t pinned_alone_bytes() const { return pinned_alone_bytes_; }
@@ -49,16 +48,12 @@ class PinnedExtents {
     uint64_t checksum = 0;
     bool is_held = false;
   };
-  using Key = std::pair<uint16_t, uint64_t>;
-  static Key key_of(const ExtentRecord& extent) {
-    return {extent.address.device, extent.address.offset_bytes};
-  }
   static bool is_same(const Pin& pin, const ExtentRecord& extent) {
     return pin.length_bytes == extent.length_bytes && pin.checksum == extent.checksum;
   }
   void pin_place(const ExtentRecord& extent, bool is_held);
 
-  std::map<Key, Pin> pins_;
+  std::map<ExtentAddress, Pin> pins_;
   uint64_t pinned_alone_bytes_ = 0;
 };
 

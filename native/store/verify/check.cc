@@ -16,7 +16,6 @@
 #include <set>
 #include <span>
 #include <thread>
-#include <tuple>
 #include <utility>
 
 #include "base/bulk_bytes.h"
@@ -230,17 +229,10 @@ struct Jobs {
 class SharedExtents {
  public:
   /// Whether it is the first with this place, length and checksum.
-  bool add(const ExtentRecord& extent) {
-    return known_
-        .emplace(extent.address.device,
-                 extent.address.offset_bytes,
-                 extent.length_bytes,
-                 extent.checksum)
-        .second;
-  }
+  bool add(const ExtentRecord& extent) { return known_.insert(extent).second; }
 
  private:
-  std::set<std::tuple<uint16_t, uint64_t, uint32_t, uint64_t>> known_;
+  std::set<ExtentRecord> known_;
 };
 
 /// Ranges that two owners name. Sorted by place: each is compared with the one that reaches
@@ -250,10 +242,7 @@ void add_overlaps(const Set& set,
                   std::vector<CheckFinding>& findings) {
   std::vector<size_t> order(uses.size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-  const auto place = [&](size_t i) {
-    const ExtentAddress& address = uses[i].first->extent.address;
-    return std::pair(address.device, address.offset_bytes);
-  };
+  const auto place = [&](size_t i) { return uses[i].first->extent.address; };
   std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return place(a) < place(b); });
   size_t farthest = 0;
   const auto end_of = [&](size_t i) {
@@ -262,8 +251,8 @@ void add_overlaps(const Set& set,
   };
   for (size_t at = 0; at < order.size(); ++at) {
     const size_t i = order[at];
-    if (at > 0 && place(order[farthest]).first == place(i).first &&
-        place(i).second < end_of(order[farthest])) {
+    const bool same_device = at > 0 && place(order[farthest]).device == place(i).device;
+    if (same_device && place(i).offset_bytes < end_of(order[farthest])) {
       const auto& [use, job] = uses[i];
       const auto& [other, other_job] = uses[order[farthest]];
       CheckFinding finding = finding_at(set, use->extent, Status::ok());
@@ -275,7 +264,6 @@ void add_overlaps(const Set& set,
                               other->part);
       findings.push_back(std::move(finding));
     }
-    const bool same_device = at > 0 && place(order[farthest]).first == place(i).first;
     if (!same_device || end_of(i) > end_of(order[farthest])) farthest = at;
   }
 }

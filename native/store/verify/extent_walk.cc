@@ -11,11 +11,6 @@ namespace {
 // leases are not to wait for the walk over them.
 constexpr int kPlacesInTurn = 1000;
 
-bool same(const ExtentRecord& a, const ExtentRecord& b) {
-  return a.address.device == b.address.device && a.address.offset_bytes == b.address.offset_bytes &&
-         a.length_bytes == b.length_bytes && a.checksum == b.checksum;
-}
-
 using Kind = ExtentPlace::Kind;
 
 size_t owner_count_in(const Snapshot& snapshot, Kind kind) {
@@ -94,7 +89,7 @@ std::optional<ExtentRecord> ExtentPlaces::find(const ExtentPlace& place) const {
 
 bool ExtentPlaces::names(const ExtentPlace& place, const ExtentRecord& extent) const {
   const auto now = find(place);
-  return now && same(*now, extent);
+  return now == extent;
 }
 
 const Entry& ExtentPlaces::entry(const VerifiedJob& job, const ExtentPlace& place) {
@@ -112,7 +107,7 @@ bool ExtentPlaces::is_being_replaced(const ExtentPlace& place) const {
     const Replica& now = place.kind == Kind::rest ? job.shards.bucket(place.owner).rest[place.index]
                                                   : value.replicas()[place.index];
     const bool is_dirty = job.tiles.is_dirty(tile_key(value.owner(), place.index));
-    if (!same(now.extent(), *find(place)) || is_dirty) return true;
+    if (now.extent() != *find(place) || is_dirty) return true;
   }
   return place.kind != Kind::rest &&
          (value.residency() == Residency::dirty || value.residency() == Residency::draining);
