@@ -129,7 +129,8 @@ Status JobLoad::load(const JobRecord& record) {
   }
   parts_.operations.connect(*job);
   Job& known = store_.jobs.put(std::move(job));
-  known.admission().set_snapshots(parts_.snapshots.space(record.job_id));
+  for (const Snapshot* const each : parts_.snapshots.of_job(record.job_id))
+    known.admission().add_snapshots(each->space);
   parts_.admissions.apply_weight(record.job_id, known.admission().weight());
   for (ClosedStep& step : steps) to_redo_.push_back({.job = &known, .step = std::move(step)});
   return Status::ok();

@@ -32,7 +32,7 @@ void JobReplacement::replace(Job& job, std::unique_ptr<Job> fresh) const {
   const Status kept =
       fresh->kept().take_over(job.kept(), parts_.keepsakes, parts_.pool.segment_bytes(), tag);
   if (!kept.is_ok()) fresh->progress().stop(kept);  // it goes on being refused too
-  fresh->admission().set_snapshots(job.space().snapshots());
+  fresh->admission().add_snapshots(job.space().snapshots());
   operations_.connect(*fresh);
   parts_.jobs.put(std::move(fresh));
 }

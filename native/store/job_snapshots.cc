@@ -151,16 +151,12 @@ void JobSnapshots::decode(const CreationPointer& creation) {
 void JobSnapshots::decoded(const CreationPointer& creation) {
   if (!creation->decoded.is_ok()) return finish(creation, creation->decoded);
   Job& job = creation->job;
-  SnapshotSpace wanted = job.space().snapshots();
   const SnapshotSpace& more = creation->snapshot.space;
-  wanted.count += more.count;
-  wanted.bytes += more.bytes;
-  wanted.memory_bytes += more.memory_bytes;
-  if (Status room = job.admission().check_snapshots(wanted); !room.is_ok()) {
+  if (Status room = job.admission().check_snapshots(more); !room.is_ok()) {
     return finish(creation, room);
   }
   // From here on nobody else gets the room.
-  job.admission().set_snapshots(wanted);
+  job.admission().add_snapshots(more);
   job.operations().set_phase("pins extents");
   pin(creation);
 }
@@ -193,7 +189,7 @@ void JobSnapshots::unpin(const CreationPointer& creation, const Status& why) {
   if (creation->pinned_count > 0) {
     return creation->job.conditions().go_on([this, creation, why] { unpin(creation, why); });
   }
-  creation->job.admission().set_snapshots(snapshots_.space(creation->job.job_id()));
+  creation->job.admission().remove_snapshots(creation->snapshot.space);
   finish(creation, why);
 }
 
@@ -364,8 +360,8 @@ void JobSnapshots::begin_drop(Job& job, const std::string& name, const Done& don
         const uint64_t of_job = job.job_id();
         if (status.is_ok()) {
           MEMD_FAILPOINT("snapshot.dropped");
+          job.admission().remove_snapshots(snapshots_.find(id)->space);
           snapshots_.remove(id);
-          job.admission().set_snapshots(snapshots_.space(of_job));
         } else {
           snapshots_.set_ending(id, false);
         }

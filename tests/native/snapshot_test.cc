@@ -783,7 +783,7 @@ TEST(JobSpaceTest, what_snapshots_keep_is_no_room_for_the_job) {
   JobSpace space;
   space.set_quota_bytes(100'000);
   space.set_metadata_bytes(10'000);
-  space.set_snapshots({.count = 2, .bytes = 50'000, .memory_bytes = 100});
+  space.add_snapshots({.count = 2, .bytes = 50'000, .memory_bytes = 100});
   EXPECT_TRUE(space.has_room(SpaceUse::state, 40'000));
   EXPECT_FALSE(space.has_room(SpaceUse::state, 40'001));
   space.promise(30'000);

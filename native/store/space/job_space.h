@@ -26,6 +26,20 @@ struct SnapshotSpace {
   uint64_t memory_bytes = 0;  // for their records, beside the pool
 };
 
+inline SnapshotSpace& operator+=(SnapshotSpace& sum, const SnapshotSpace& more) {
+  sum.count += more.count;
+  sum.bytes += more.bytes;
+  sum.memory_bytes += more.memory_bytes;
+  return sum;
+}
+
+inline SnapshotSpace& operator-=(SnapshotSpace& sum, const SnapshotSpace& less) {
+  sum.count -= less.count;
+  sum.bytes -= less.bytes;
+  sum.memory_bytes -= less.memory_bytes;
+  return sum;
+}
+
 /// The unit is an extent. Owned by its Job; the server thread calls everything; nothing blocks.
 ///
 /// An extent that the last catalogue on disk names is superseded when another takes its place, and
@@ -44,10 +58,11 @@ class JobSpace {
   /// The part that the job's catalogue takes, on disk and as the next commit writes it.
   uint64_t metadata_bytes() const { return metadata_bytes_; }
   void set_metadata_bytes(uint64_t bytes) { metadata_bytes_ = bytes; }
-  /// Extents that snapshots pin are free for the quota as soon as the job names them no more: these
-  /// bytes count them.
+  /// The sum over all snapshots that the job has, or is making. Extents that they pin are free for
+  /// the quota as soon as the job names them no more: these bytes count them.
   const SnapshotSpace& snapshots() const { return snapshots_; }
-  void set_snapshots(const SnapshotSpace& snapshots) { snapshots_ = snapshots; }
+  void add_snapshots(const SnapshotSpace& more) { snapshots_ += more; }
+  void remove_snapshots(const SnapshotSpace& less) { snapshots_ -= less; }
   uint64_t used_bytes() const { return used_bytes_; }
   /// Bytes that a new extent finds taken: a gradient leaves the running step what was promised to
   /// it.

@@ -58,16 +58,6 @@ std::string Snapshots::names_text(uint64_t job_id) const {
   return text;
 }
 
-SnapshotSpace Snapshots::space(uint64_t job_id) const {
-  SnapshotSpace space;
-  for (const Snapshot* const each : of_job(job_id)) {
-    space.count += each->space.count;
-    space.bytes += each->space.bytes;
-    space.memory_bytes += each->space.memory_bytes;
-  }
-  return space;
-}
-
 std::vector<ExtentRecord> Snapshots::take(uint64_t job_id) {
   std::vector<ExtentRecord> pinned;
   for (auto it = all_.begin(); it != all_.end();) {

@@ -41,8 +41,6 @@ class Snapshots {
   std::vector<const Snapshot*> of_job(uint64_t job_id) const;
   /// The names of the job's, with commas; for an error.
   std::string names_text(uint64_t job_id) const;
-  /// The part of the job's quotas that all of them take.
-  SnapshotSpace space(uint64_t job_id) const;
 
   /// The commit that takes it out of the root begins, or has failed.
   void set_ending(uint64_t id, bool is_ending) { all_.at(id).is_ending = is_ending; }

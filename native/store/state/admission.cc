@@ -59,7 +59,9 @@ Status Admission::check(const DeclaredSpace& wanted) const {
   return check(wanted, snapshots, space_needed(wanted, snapshots));
 }
 
-Status Admission::check_snapshots(const SnapshotSpace& wanted) const {
+Status Admission::check_snapshots(const SnapshotSpace& more) const {
+  SnapshotSpace wanted = parts_.space.snapshots();
+  wanted += more;
   const DeclaredSpace& declared = parts_.shards.declared();
   SpaceNeeded needed = space_needed(declared, wanted);
   if (parts_.memory == nullptr) {
@@ -70,8 +72,13 @@ Status Admission::check_snapshots(const SnapshotSpace& wanted) const {
   return check(declared, wanted, needed);
 }
 
-void Admission::set_snapshots(const SnapshotSpace& snapshots) {
-  parts_.space.set_snapshots(snapshots);
+void Admission::add_snapshots(const SnapshotSpace& more) {
+  parts_.space.add_snapshots(more);
+  reserve_metadata();
+}
+
+void Admission::remove_snapshots(const SnapshotSpace& less) {
+  parts_.space.remove_snapshots(less);
   reserve_metadata();
 }
 

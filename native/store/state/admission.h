@@ -58,10 +58,11 @@ class Admission {
   Status check(const DeclaredSpace& wanted) const;
   /// The same, with maxima in `bucket`, which has none.
   Status check_maxima(const Bucket& bucket) const;
-  /// Whether they hold it with these snapshots.
-  Status check_snapshots(const SnapshotSpace& wanted) const;
-  /// From now on it has these.
-  void set_snapshots(const SnapshotSpace& snapshots);
+  /// Whether they hold it with these snapshots beside those that it has.
+  Status check_snapshots(const SnapshotSpace& more) const;
+  /// From now on it has these as well.
+  void add_snapshots(const SnapshotSpace& more);
+  void remove_snapshots(const SnapshotSpace& less);
   /// The part of nvme_bytes that all of its shards need, written and updated.
   SpaceNeeded space_needed() const;
   /// Bytes of the catalogue, on disk and as the next commit writes it, side by side.
