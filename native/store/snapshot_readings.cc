@@ -16,7 +16,8 @@ constexpr IoClass kBackground{.job = kDaemonJob, .priority = IoPriority::scrub};
 
 uint64_t identity_of(const Snapshot& snapshot) {
   // Checksums of all extents are in the catalogue, whose own are here.
-  const RootRecord alone{.job_id_next = 1, .jobs = {}, .snapshots = {snapshot.entry}};
+  RootRecord alone;
+  alone.snapshots.edit().push_back(snapshot.entry);
   return std::max<uint64_t>(hash_record(encode(alone)), 1);
 }
 

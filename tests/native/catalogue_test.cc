@@ -83,7 +83,7 @@ RootRecord small_root() {
 
 RootRecord root_with_snapshot() {
   RootRecord root = small_root();
-  root.snapshots = {
+  root.snapshots.edit() = {
       {.job = {.job_id = 7, .catalogue_bytes = 6000, .catalogue = {extent(7_MiB, 8192)}},
        .name = "before lr drop",
        .step = 40,
@@ -352,6 +352,16 @@ TEST(Catalogue, a_roots_snapshots_come_back_as_they_were) {
   EXPECT_EQ(snapshot.number, 99u);
 }
 
+TEST(Catalogue, a_copy_of_a_root_shares_its_snapshots_until_it_is_edited) {
+  const RootRecord root = root_with_snapshot();
+  RootRecord copy = root;
+  EXPECT_EQ(&copy.snapshots[0], &root.snapshots[0]);
+  copy.snapshots.edit()[0].name = "other";
+  EXPECT_EQ(copy.snapshots[0].name, "other");
+  EXPECT_EQ(root.snapshots[0].name, "before lr drop");
+  EXPECT_EQ(root_with_snapshot().snapshots[0].name, "before lr drop");
+}
+
 TEST(Catalogue, only_a_root_with_snapshots_is_refused_by_who_does_not_know_them) {
   EXPECT_EQ(std::to_integer<int>(encode(small_root())[24]), 0);
   EXPECT_EQ(std::to_integer<int>(encode(root_with_snapshot())[24]), 2);
@@ -366,20 +376,22 @@ TEST(Catalogue, snapshots_that_contradict_themselves_are_refused) {
     EXPECT_NE(decoded.status().message().find(named), std::string::npos)
         << decoded.status().message();
   };
-  refuse("a snapshot of job 5", [](RootRecord& root) { root.snapshots[0].job.job_id = 5; });
-  refuse("name of 0 bytes", [](RootRecord& root) { root.snapshots[0].name = ""; });
+  refuse("a snapshot of job 5", [](RootRecord& root) { root.snapshots.edit()[0].job.job_id = 5; });
+  refuse("name of 0 bytes", [](RootRecord& root) { root.snapshots.edit()[0].name = ""; });
   refuse("name of 129 bytes",
-         [](RootRecord& root) { root.snapshots[0].name = std::string(129, 'x'); });
-  refuse("two snapshots named before",
-         [](RootRecord& root) { root.snapshots.push_back(root.snapshots[0]); });
+         [](RootRecord& root) { root.snapshots.edit()[0].name = std::string(129, 'x'); });
+  refuse("two snapshots named before", [](RootRecord& root) {
+    root.snapshots.edit().push_back(SnapshotEntry(root.snapshots[0]));
+  });
   refuse("snapshot count", [](RootRecord& root) {
     for (int i = 0; i < 64; ++i) {
-      root.snapshots.push_back(root.snapshots[0]);
-      root.snapshots.back().name = concat("s", i);
+      root.snapshots.edit().push_back(SnapshotEntry(root.snapshots[0]));
+      root.snapshots.edit().back().name = concat("s", i);
     }
   });
-  refuse("no catalogue", [](RootRecord& root) { root.snapshots[0].job.catalogue_bytes = 0; });
-  refuse("extent count", [](RootRecord& root) { root.snapshots[0].job.catalogue.clear(); });
+  refuse("no catalogue",
+         [](RootRecord& root) { root.snapshots.edit()[0].job.catalogue_bytes = 0; });
+  refuse("extent count", [](RootRecord& root) { root.snapshots.edit()[0].job.catalogue.clear(); });
 }
 
 TEST(Catalogue, a_jobs_durability_is_kept) {

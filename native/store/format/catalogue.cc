@@ -632,8 +632,9 @@ Result<RootRecord> decode_root(std::span<const std::byte> bytes, FormatUse use) 
     if (snapshot_count > reader.remaining_bytes() / kSnapshotBytesMin) {
       return malformed("snapshot count: ", snapshot_count);
     }
-    root.snapshots.resize(snapshot_count);
-    for (SnapshotEntry& snapshot : root.snapshots) snapshot = get_snapshot(reader);
+    std::vector<SnapshotEntry>& snapshots = root.snapshots.edit();
+    snapshots.resize(snapshot_count);
+    for (SnapshotEntry& snapshot : snapshots) snapshot = get_snapshot(reader);
   }
   if (Status status = close_record(reader, body.value().minor); !status.is_ok()) return status;
 

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <set>
 #include <span>
 #include <string>
@@ -101,11 +102,31 @@ struct SnapshotEntry {
 inline constexpr size_t kSnapshotNameBytesMax = 128;
 inline constexpr size_t kSnapshotsOfJobMax = 64;
 
+/// A copy shares its entries until one of both is edited: each commit copies the root, and a daemon
+/// may have thousands of snapshots.
+class SnapshotEntries {
+ public:
+  auto begin() const { return all_->begin(); }
+  auto end() const { return all_->end(); }
+  size_t size() const { return all_->size(); }
+  bool empty() const { return all_->empty(); }
+  const SnapshotEntry& operator[](size_t index) const { return (*all_)[index]; }
+  const SnapshotEntry& at(size_t index) const { return all_->at(index); }
+  /// Entries of this copy alone.
+  std::vector<SnapshotEntry>& edit() {
+    if (all_.use_count() > 1) all_ = std::make_shared<std::vector<SnapshotEntry>>(*all_);
+    return *all_;
+  }
+
+ private:
+  std::shared_ptr<std::vector<SnapshotEntry>> all_ = std::make_shared<std::vector<SnapshotEntry>>();
+};
+
 /// The whole set: what the superblock points to.
 struct RootRecord {
   uint64_t job_id_next = 1;
   std::vector<RootEntry> jobs;
-  std::vector<SnapshotEntry> snapshots;  // of these jobs
+  SnapshotEntries snapshots{};  // of these jobs
 };
 
 inline constexpr uint32_t kBlobExtentBytes = 1024 * 1024;

@@ -183,7 +183,7 @@ void Commits::remove(uint64_t job_id,
   commit->job_id = job_id;
   commit->edit = [job_id](RootRecord& root) {
     std::erase_if(root.jobs, [&](const RootEntry& entry) { return entry.job_id == job_id; });
-    std::erase_if(root.snapshots,
+    std::erase_if(root.snapshots.edit(),
                   [&](const SnapshotEntry& entry) { return entry.job.job_id == job_id; });
   };
   commit->releasable = std::move(extents);
@@ -195,7 +195,7 @@ void Commits::remove(uint64_t job_id,
 void Commits::add_snapshot(const SnapshotEntry& snapshot, Done done) {
   auto commit = std::make_shared<Commit>();
   commit->job_id = snapshot.job.job_id;
-  commit->edit = [snapshot](RootRecord& root) { root.snapshots.push_back(snapshot); };
+  commit->edit = [snapshot](RootRecord& root) { root.snapshots.edit().push_back(snapshot); };
   commit->done = [done = std::move(done)](const Status& status, double) { done(status); };
   enqueue(std::move(commit));
 }
@@ -207,7 +207,7 @@ void Commits::drop_snapshot(uint64_t job_id,
   auto commit = std::make_shared<Commit>();
   commit->job_id = job_id;
   commit->edit = [job_id, name](RootRecord& root) {
-    std::erase_if(root.snapshots, [&](const SnapshotEntry& entry) {
+    std::erase_if(root.snapshots.edit(), [&](const SnapshotEntry& entry) {
       return entry.job.job_id == job_id && entry.name == name;
     });
   };
