@@ -244,6 +244,28 @@ TEST_F(CheckTest, a_flipped_bit_is_found_with_shard_file_and_offset) {
   EXPECT_EQ(report.jobs.at(0).lost_shards, std::vector<std::string>{"two"});
 }
 
+TEST_F(CheckTest, what_a_job_and_its_snapshot_name_is_read_once_and_lost_for_both) {
+  RootRecord root{.job_id_next = 2, .jobs = {root_entry(1, 3_MiB, encode(job_record()))}};
+  root.snapshots.edit() = {{.job = root.jobs[0], .name = "first", .step = 7}};
+  write_root(root);
+  const CheckReport whole = check();
+  EXPECT_TRUE(whole.findings.empty());
+  EXPECT_EQ(whole.bytes, 2 * uint64_t{kBlobBytes} + 2 * kBlockBytes);
+  EXPECT_EQ(whole.jobs.at(0).snapshots.at(0).bytes, 2 * uint64_t{kBlobBytes});
+  flip(1, kOffset + 5000);
+  const CheckReport report = check();
+  ASSERT_EQ(report.findings.size(), 2u);
+  EXPECT_EQ(report.findings[0].snapshot, "");
+  EXPECT_EQ(report.findings[1].snapshot, "first");
+  EXPECT_EQ(report.jobs.at(0).lost_shards, std::vector<std::string>{"two"});
+  EXPECT_EQ(report.jobs[0].snapshots.at(0).lost_shards, std::vector<std::string>{"two"});
+  EXPECT_FALSE(report.jobs[0].snapshots[0].is_lost);
+  flip(0, 3_MiB + 60);  // the catalogue of both
+  const CheckReport lost = check();
+  ASSERT_EQ(lost.findings.size(), 2u);
+  EXPECT_EQ(lost.findings[1].snapshot, "first");
+}
+
 TEST_F(CheckTest, a_damaged_catalogue_or_list_of_jobs_is_lost) {
   flip(0, 3_MiB + 60);
   const CheckReport catalogue = check();

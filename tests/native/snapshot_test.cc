@@ -791,6 +791,50 @@ TEST(JobSpaceTest, what_snapshots_keep_is_no_room_for_the_job) {
   EXPECT_FALSE(space.keeps_promise(10'001));
 }
 
+TEST_F(SnapshotTest, what_many_name_is_read_once_and_its_damage_is_told_to_each) {
+  Heart heart(disk_);
+  begin(heart);
+  ASSERT_TRUE(train(heart, 10).is_ok());
+  ASSERT_TRUE(create(heart, "first").is_ok());
+  ASSERT_TRUE(train(heart, 20, false).is_ok());
+  ASSERT_TRUE(create(heart, "second").is_ok());
+  ASSERT_TRUE(train(heart, 30, false).is_ok());
+  const RootRecord root = root_on_disk();
+  std::set<ExtentRecord> named{newest_superblock(disk_->bytes()).root};
+  std::vector<size_t> counts;
+  std::vector<RootEntry> entries{root.jobs.at(0)};
+  for (const SnapshotEntry& each : root.snapshots) entries.push_back(each.job);
+  for (const RootEntry& entry : entries) {
+    const std::vector<ExtentRecord> extents = all_extents(record_of(entry));
+    named.insert(extents.begin(), extents.end());
+    named.insert(entry.catalogue.begin(), entry.catalogue.end());
+    counts.push_back(extents.size());
+  }
+  uint64_t bytes = 0;
+  for (const ExtentRecord& extent : named) bytes += extent.length_bytes;
+  for (int pass = 0; pass < 2; ++pass) {
+    const Checked whole = check(heart);
+    EXPECT_TRUE(whole.findings.empty());
+    EXPECT_EQ(whole.report.bytes, bytes);
+    EXPECT_EQ(whole.report.jobs.at(0).extent_count, counts[0]);
+    EXPECT_EQ(whole.report.jobs[0].snapshots.at(0).extent_count, counts[1]);
+    EXPECT_EQ(whole.report.jobs[0].snapshots.at(1).extent_count, counts[2]);
+  }
+  const JobRecord record = record_of(entries[1]);
+  const auto blob = std::find_if(record.shards.begin(),
+                                 record.shards.end(),
+                                 [](const ShardRecord& each) { return each.name == "blob"; });
+  disk_->bytes()[blob->extents.at(1).address.offset_bytes + 7] ^= std::byte{1};
+  const Checked damaged = check(heart);
+  std::vector<std::string> told;
+  for (const CheckFinding& each : damaged.findings) {
+    EXPECT_TRUE(each.is_lost);
+    EXPECT_EQ(each.shards, std::vector<std::string>{"blob"});
+    told.push_back(each.snapshot);
+  }
+  EXPECT_EQ(told, (std::vector<std::string>{"", "first", "second"}));
+}
+
 TEST_F(SnapshotTest, the_scrub_reads_snapshots_too) {
   Heart heart(disk_);
   begin(heart);

@@ -116,6 +116,12 @@ class ExtentStore {
   uint64_t free_bytes() const { return free_.free_bytes(); }
   uint64_t free_bytes(uint16_t device) const { return free_.free_bytes(device); }
   uint64_t capacity_bytes() const { return free_.capacity_bytes(); }
+  /// As PinnedExtents::begin_pass(), note_whole() and is_whole().
+  uint32_t begin_verification() { return pinned_.begin_pass(); }
+  void note_whole(const ExtentRecord& extent, uint32_t pass) { pinned_.note_whole(extent, pass); }
+  bool is_whole(const ExtentRecord& extent, uint32_t pass) const {
+    return pinned_.is_whole(extent, pass);
+  }
   /// In extents that only snapshots name.
   uint64_t pinned_alone_bytes() const { return pinned_.pinned_alone_bytes(); }
   uint64_t checksum_failure_count(uint16_t device) const {

@@ -10,7 +10,8 @@ void PinnedExtents::pin_place(const ExtentRecord& extent, bool is_held) {
     pin = {.length_bytes = extent.length_bytes,
            .snapshot_count = 0,
            .checksum = extent.checksum,
-           .is_held = is_held};
+           .is_held = is_held,
+           .whole_pass = 0};
     if (!is_held) pinned_alone_bytes_ += extent.length_bytes;
   }
   MEMD_CHECK(is_same(pin, extent));
@@ -54,6 +55,16 @@ PinnedExtents::Space PinnedExtents::release(const ExtentRecord& extent) {
   pin.is_held = false;
   pinned_alone_bytes_ += pin.length_bytes;
   return Space::unchanged;
+}
+
+void PinnedExtents::note_whole(const ExtentRecord& extent, uint32_t pass) {
+  const auto found = pins_.find(extent.address);
+  if (found != pins_.end() && is_same(found->second, extent)) found->second.whole_pass = pass;
+}
+
+bool PinnedExtents::is_whole(const ExtentRecord& extent, uint32_t pass) const {
+  const auto found = pins_.find(extent.address);
+  return found != pins_.end() && found->second.whole_pass == pass && is_same(found->second, extent);
 }
 
 }  // namespace memd

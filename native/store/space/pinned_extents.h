@@ -37,6 +37,13 @@ class PinnedExtents {
   /// A job names it no more: `unchanged` or `free`.
   Space release(const ExtentRecord& extent);
 
+  // Verification. An extent that many snapshots name is read once in a pass.
+  /// The number of another pass.
+  uint32_t begin_pass() { return ++pass_last_; }
+  /// Its bytes matched in this pass; nothing where no snapshot names it.
+  void note_whole(const ExtentRecord& extent, uint32_t pass);
+  bool is_whole(const ExtentRecord& extent, uint32_t pass) const;
+
   /// Bytes that no job holds.
   uint64_t pinned_alone_bytes() const { return pinned_alone_bytes_; }
   size_t count() const { return pins_.size(); }
@@ -47,6 +54,7 @@ class PinnedExtents {
     uint32_t snapshot_count = 0;
     uint64_t checksum = 0;
     bool is_held = false;
+    uint32_t whole_pass = 0;  // the last pass that found its bytes whole
   };
   static bool is_same(const Pin& pin, const ExtentRecord& extent) {
     return pin.length_bytes == extent.length_bytes && pin.checksum == extent.checksum;
@@ -55,6 +63,7 @@ class PinnedExtents {
 
   std::map<ExtentAddress, Pin> pins_;
   uint64_t pinned_alone_bytes_ = 0;
+  uint32_t pass_last_ = 0;
 };
 
 }  // namespace memd

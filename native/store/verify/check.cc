@@ -414,13 +414,20 @@ std::vector<ExtentUse> extents_of(const ReadSnapshot& snapshot) {
   return snapshot.record ? memd::extents_of(*snapshot.record) : std::vector<ExtentUse>{};
 }
 
-/// Reads and compares all of `tasks` on threads; what is lost becomes a finding.
+/// Reads and compares all of `tasks`, which are sorted by extent, on threads; what is lost becomes
+/// a finding of each.
 Status compare_all(const Set& set,
                    const std::vector<Task>& tasks,
                    const CheckOptions& options,
                    CheckReport& report) {
+  // Equal ones are neighbours: each run of them is read once.
+  std::vector<size_t> runs;
   uint64_t bytes_all = 0;
-  for (const Task& task : tasks) bytes_all += task.use.extent.length_bytes;
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    if (i > 0 && tasks[i - 1].use.extent == tasks[i].use.extent) continue;
+    runs.push_back(i);
+    bytes_all += tasks[i].use.extent.length_bytes;
+  }
   std::atomic<size_t> next{0};
   std::atomic<uint64_t> bytes_done{0};
   std::atomic<bool> given_up{false};
@@ -432,19 +439,20 @@ Status compare_all(const Set& set,
     Buffer buffer;
     while (!given_up.load(std::memory_order_relaxed)) {
       const size_t index = next.fetch_add(1, std::memory_order_relaxed);
-      if (index >= tasks.size()) break;
-      const ExtentRecord& extent = tasks[index].use.extent;
+      if (index >= runs.size()) break;
+      const ExtentRecord& extent = tasks[runs[index]].use.extent;
       const Status status = read_verified(set, extent, buffer.of(extent.length_bytes));
       bytes_done.fetch_add(extent.length_bytes, std::memory_order_relaxed);
       if (status.is_ok()) continue;
+      const size_t end = index + 1 < runs.size() ? runs[index + 1] : tasks.size();
       const std::lock_guard lock(mutex);
-      lost.emplace_back(index, status);
+      for (size_t i = runs[index]; i < end; ++i) lost.emplace_back(i, status);
     }
     const std::lock_guard lock(mutex);
     --running;
     ended.notify_all();
   };
-  const size_t count = std::min<size_t>(std::max(1u, options.thread_count), tasks.size());
+  const size_t count = std::min<size_t>(std::max(1u, options.thread_count), runs.size());
   std::vector<std::thread> threads;
   Status started;
   {
@@ -640,9 +648,12 @@ Result<CheckReport> check_volumes(const CheckOptions& options) {
                  " on these volumes; `memd volume list` shows those there are");
   }
   add_overlaps(set, owners, report.findings);
-  // In the order in which they lie on disk.
-  std::sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) {
-    return a.use.extent.address.offset_bytes < b.use.extent.address.offset_bytes;
+  // In the order in which they lie on disk; a job before its snapshots.
+  std::stable_sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) {
+    const auto key = [](const ExtentRecord& extent) {
+      return std::pair(extent.address.offset_bytes, extent);
+    };
+    return key(a.use.extent) < key(b.use.extent);
   });
   if (Status status = compare_all(set, tasks, options, report); !status.is_ok()) return status;
   gather_lost_shards(report);

@@ -64,6 +64,7 @@ Result<uint64_t> LiveCheck::begin(LiveCheckRequest request) {
   } else {
     walk_.begin(request.job_ids);
   }
+  pass_ = parts_.extents.begin_verification();
   request_ = std::move(request);
   return running_;
 }
@@ -128,18 +129,38 @@ bool LiveCheck::is_idle() const {
 }
 
 bool LiveCheck::read_extents() {
+  bool more = false;
   for (Verification& lane : lanes_) {
     if (walk_.at_end()) return false;
     if (lane.is_running()) continue;
     const auto found = walk_.next();
     // There may be more after the places of this turn, which nothing lies at.
     if (!found) return !walk_.at_end();
+    if (parts_.extents.is_whole(found->extent, pass_)) {
+      count(*found, false);
+      more = true;
+      continue;
+    }
     lane.begin(*found,
+               pass_,
                [this, check_id = running_, found = *found](Verdict verdict, const Status& status) {
                  told(check_id, found, verdict, status);
                });
   }
-  return false;
+  return more && !walk_.at_end();
+}
+
+void LiveCheck::count(const ExtentWalk::Found& found, bool is_read) {
+  const uint64_t bytes = found.extent.length_bytes;
+  if (is_read) {
+    bytes_ += bytes;
+  } else {
+    bytes_all_ -= std::min(bytes_all_, bytes);
+  }
+  if (found.place.kind == ExtentPlace::Kind::catalogue) return;
+  Counted& counted = counted_[{found.place.job_id, found.place.snapshot_id}];
+  ++counted.extents;
+  counted.bytes += bytes;
 }
 
 void LiveCheck::told(uint64_t check_id,
@@ -147,13 +168,7 @@ void LiveCheck::told(uint64_t check_id,
                      Verdict verdict,
                      const Status& status) {
   if (check_id != running_) return;
-  const uint64_t bytes = found.extent.length_bytes;
-  bytes_ += bytes;
-  if (found.place.kind != ExtentPlace::Kind::catalogue) {
-    Counted& counted = counted_[{found.place.job_id, found.place.snapshot_id}];
-    ++counted.extents;
-    counted.bytes += bytes;
-  }
+  count(found, true);
   if (verdict != Verdict::whole && verdict != Verdict::released) {
     add_finding(found, verdict, status);
   }

@@ -68,6 +68,8 @@ class LiveCheck {
   };
 
   bool read_extents();
+  /// Counts what lies at the place. `is_read`: for this place, and for no other of the same extent.
+  void count(const ExtentWalk::Found& found, bool is_read);
   void told(uint64_t check_id,
             const ExtentWalk::Found& found,
             Verdict verdict,
@@ -92,6 +94,7 @@ class LiveCheck {
 
   uint64_t id_next_ = 1;
   uint64_t running_ = 0;  // its number; 0: none runs
+  uint32_t pass_ = 0;     // of the extents' verification
   LiveCheckRequest request_;
   Status failed_;
   uint64_t started_ns_ = 0;

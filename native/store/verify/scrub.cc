@@ -28,10 +28,16 @@ bool Scrub::advance() {
   if (now_ns < due_ns_ || (!in_pass_ && now_ns < pass_due_ns_)) return false;
   if (!in_pass_) begin_pass();
   const auto found = walk_.next();
+  if (found && extents_.is_whole(found->extent, pass_)) {
+    const uint64_t bytes = found->extent.length_bytes;
+    statistics_.pass_bytes_all -= std::min(statistics_.pass_bytes_all, bytes);
+    return true;
+  }
   if (found) {
-    verification_.begin(*found, [this, found = *found](Verdict verdict, const Status& status) {
-      told(found, verdict, status);
-    });
+    verification_.begin(
+        *found, pass_, [this, found = *found](Verdict verdict, const Status& status) {
+          told(found, verdict, status);
+        });
     return true;
   }
   if (walk_.at_end()) end_pass();
@@ -42,6 +48,7 @@ void Scrub::begin_pass() {
   in_pass_ = true;
   pass_due_ns_ = clock_.now_ns() + kPassIntervalNs;
   walk_.begin();
+  pass_ = extents_.begin_verification();
   statistics_.pass_bytes = 0;
   statistics_.pass_bytes_all = 0;
   for (const uint64_t job_id : places_.jobs().ids()) {

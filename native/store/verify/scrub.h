@@ -18,7 +18,11 @@ namespace memd {
 class Scrub {
  public:
   Scrub(const VerificationParts& parts, const Clock& clock)
-      : clock_(clock), places_(parts.places), walk_(parts.places), verification_(parts) {}
+      : clock_(clock),
+        extents_(parts.extents),
+        places_(parts.places),
+        walk_(parts.places),
+        verification_(parts) {}
 
   /// 0: it reads nothing more, and finishes what is in flight.
   void set_rate(uint64_t bytes_per_second);
@@ -35,6 +39,7 @@ class Scrub {
   void told(const ExtentWalk::Found& found, Verdict verdict, const Status& status);
 
   const Clock& clock_;
+  ExtentStore& extents_;
   const ExtentPlaces& places_;
   ExtentWalk walk_;
   Verification verification_;
@@ -42,6 +47,7 @@ class Scrub {
   uint64_t due_ns_ = 0;       // of the next read, for the rate
   uint64_t pass_due_ns_ = 0;  // of the next pass
   bool in_pass_ = false;
+  uint32_t pass_ = 0;
   ScrubStatistics statistics_;
   uint64_t last_pass_ns_ = 0;
 };

@@ -12,9 +12,10 @@ constexpr IoClass kScrub{.job = kDaemonJob, .priority = IoPriority::scrub};
 
 }  // namespace
 
-void Verification::begin(const ExtentWalk::Found& found, Told told) {
+void Verification::begin(const ExtentWalk::Found& found, uint32_t pass, Told told) {
   MEMD_CHECK(!is_running());
   found_ = found;
+  pass_ = pass;
   told_ = std::move(told);
   const ExtentRecord extent = found.extent;
   if (buffer_ == nullptr || buffer_->span().size() < extent.length_bytes) {
@@ -65,6 +66,8 @@ void Verification::read_twice(const Status& status) {
 }
 
 void Verification::finish(Verdict verdict, const Status& status) {
+  // One that is not whole is read for everybody who names it, and told to each.
+  if (verdict == Verdict::whole) parts_.extents.note_whole(found_.extent, pass_);
   const Told told = std::exchange(told_, nullptr);
   told(verdict, status);
 }

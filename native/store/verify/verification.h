@@ -39,8 +39,9 @@ class Verification {
 
   explicit Verification(VerificationParts parts) : parts_(std::move(parts)) {}
 
-  /// A mismatch is read once more. `told` may begin the next one.
-  void begin(const ExtentWalk::Found& found, Told told);
+  /// A mismatch is read once more. `pass`: see ExtentStore::begin_verification(). `told` may begin
+  /// the next one.
+  void begin(const ExtentWalk::Found& found, uint32_t pass, Told told);
   bool is_running() const { return told_ != nullptr; }
   /// The state of one that does not run.
   void free_memory() { buffer_.reset(); }
@@ -57,6 +58,7 @@ class Verification {
 
   VerificationParts parts_;
   ExtentWalk::Found found_;
+  uint32_t pass_ = 0;
   Told told_;
   bool matches_ = false;  // the worker's word
   std::unique_ptr<BlockBytes> buffer_;
