@@ -51,6 +51,7 @@ Status JobLoad::take_snapshots() {
     Snapshot snapshot;
     snapshot.entry = loaded.entry;
     snapshot.record = loaded.record;
+    std::vector<ExtentRecord> extents;
     if (loaded.record == nullptr) {
       snapshot.is_catalogue_lost = true;
       parts_.notes.push_back(concat("snapshot ",
@@ -60,13 +61,14 @@ Status JobLoad::take_snapshots() {
                                     " is lost: ",
                                     loaded.damage.message()));
     } else {
-      snapshot.extents = all_extents(*loaded.record);
-      for (const ExtentRecord& extent : snapshot.extents) {
+      extents = all_extents(*loaded.record);
+      for (const ExtentRecord& extent : extents) {
         const Status pinned = store_.extents.reserve(extent, ExtentHolder::snapshot);
         if (!pinned.is_ok()) return pinned;
       }
     }
-    snapshot.extents.insert(snapshot.extents.end(), job.catalogue.begin(), job.catalogue.end());
+    extents.insert(extents.end(), job.catalogue.begin(), job.catalogue.end());
+    snapshot.extents = std::make_shared<const std::vector<ExtentRecord>>(std::move(extents));
     snapshot.space = space_of(snapshot);
     parts_.snapshots.add(std::move(snapshot));
     MEMD_FAILPOINT("load.snapshot_pinned");

@@ -6,6 +6,7 @@
 
 #include "base/check.h"
 #include "base/failpoint.h"
+#include "base/free_on_worker.h"
 #include "store/format/block_bytes.h"
 #include "store/job_replacement.h"
 
@@ -21,7 +22,7 @@ SnapshotInfo info_of(const Snapshot& snapshot) {
           .step = snapshot.entry.step,
           .created_s = snapshot.entry.created_s,
           .bytes = snapshot.space.bytes,
-          .extent_count = snapshot.extents.size(),
+          .extent_count = snapshot.extents->size(),
           .is_lost = snapshot.is_catalogue_lost,
           .lost_shards = {snapshot.lost_shards.begin(), snapshot.lost_shards.end()}};
 }
@@ -139,9 +140,10 @@ void JobSnapshots::decode(const CreationPointer& creation) {
         auto record = decode_job(bytes);
         creation->decoded = record.status();
         if (!record.is_ok()) return;
-        snapshot.extents = all_extents(record.value());
+        std::vector<ExtentRecord> extents = all_extents(record.value());
         const std::vector<ExtentRecord>& own = snapshot.entry.job.catalogue;
-        snapshot.extents.insert(snapshot.extents.end(), own.begin(), own.end());
+        extents.insert(extents.end(), own.begin(), own.end());
+        snapshot.extents = std::make_shared<const std::vector<ExtentRecord>>(std::move(extents));
         snapshot.record = std::make_shared<const JobRecord>(std::move(record).value());
         snapshot.space = space_of(snapshot);
       },
@@ -162,7 +164,7 @@ void JobSnapshots::decoded(const CreationPointer& creation) {
 }
 
 void JobSnapshots::pin(const CreationPointer& creation) {
-  const std::vector<ExtentRecord>& extents = creation->snapshot.extents;
+  const std::vector<ExtentRecord>& extents = *creation->snapshot.extents;
   const size_t end = std::min(creation->pinned_count + kPinsATurn, extents.size());
   for (; creation->pinned_count < end; ++creation->pinned_count)
     parts_.extents.pin_held(extents[creation->pinned_count]);
@@ -183,7 +185,7 @@ void JobSnapshots::commit(const CreationPointer& creation) {
 // If a write failed, the root on disk may list it: then nothing is written until a restart, which
 // finds that out.
 void JobSnapshots::unpin(const CreationPointer& creation, const Status& why) {
-  const std::vector<ExtentRecord>& extents = creation->snapshot.extents;
+  const std::vector<ExtentRecord>& extents = *creation->snapshot.extents;
   for (size_t i = 0; i < kPinsATurn && creation->pinned_count > 0; ++i)
     parts_.extents.release(extents[--creation->pinned_count], ExtentHolder::snapshot);
   if (creation->pinned_count > 0) {
@@ -195,6 +197,7 @@ void JobSnapshots::unpin(const CreationPointer& creation, const Status& why) {
 
 void JobSnapshots::finish(const CreationPointer& creation, const Result<SnapshotInfo>& answer) {
   const uint64_t job_id = creation->job.job_id();
+  if (creation->snapshot.record != nullptr) end(std::move(creation->snapshot));
   creation->made(answer);
   operations_.end(job_id);
 }
@@ -361,13 +364,19 @@ void JobSnapshots::begin_drop(Job& job, const std::string& name, const Done& don
         if (status.is_ok()) {
           MEMD_FAILPOINT("snapshot.dropped");
           job.admission().remove_snapshots(snapshots_.find(id)->space);
-          snapshots_.remove(id);
+          end(snapshots_.take(id));
         } else {
           snapshots_.set_ending(id, false);
         }
         done(status);
         operations_.end(of_job);
       });
+}
+
+void JobSnapshots::end(Snapshot snapshot) {
+  const JobId job{snapshot.entry.job.job_id};
+  const uint64_t bytes = snapshot.space.memory_bytes;
+  free_on_worker(parts_.workers, job, bytes, std::move(snapshot));
 }
 
 Result<std::vector<SnapshotInfo>> JobSnapshots::list(uint64_t job_id) const {

@@ -72,6 +72,8 @@ class JobSnapshots {
   Result<std::unique_ptr<Job>> job_of_then(const Job& job, const Snapshot& snapshot) const;
   void replace(Job& job, std::unique_ptr<Job> fresh, const std::function<void()>& answer);
   void begin_drop(Job& job, const std::string& name, const Done& done);
+  /// Nothing refers to it any more.
+  void end(Snapshot snapshot);
   Status no_such(const Job& job, const std::string& name) const;
 
   const StoreParts& parts_;

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "base/check.h"
+
 namespace memd {
 
 Job* Jobs::find(uint64_t job_id) const {
@@ -26,6 +28,12 @@ Job& Jobs::put(std::unique_ptr<Job> job) {
   auto& place = all_[job->job_id()];
   place = std::move(job);
   return *place;
+}
+
+std::unique_ptr<Job> Jobs::take(uint64_t job_id) {
+  auto node = all_.extract(job_id);
+  MEMD_CHECK(!node.empty());
+  return std::move(node.mapped());
 }
 
 std::vector<uint64_t> Jobs::ids() const {

@@ -30,7 +30,7 @@ class Jobs final : public VerifiedJobs {
   size_t count() const { return all_.size(); }
   /// Takes the place of the one with its id.
   Job& put(std::unique_ptr<Job> job);
-  void remove(uint64_t job_id) { all_.erase(job_id); }
+  std::unique_ptr<Job> take(uint64_t job_id);
 
   std::vector<uint64_t> ids() const override;
   std::optional<VerifiedJob> verified(uint64_t job_id) const override;

@@ -10,6 +10,7 @@
 #include "base/bulk_bytes.h"
 #include "base/check.h"
 #include "base/failpoint.h"
+#include "base/free_on_worker.h"
 #include "base/memory_reserve.h"
 #include "base/units.h"
 #include "store/job_load.h"
@@ -173,13 +174,19 @@ void ShardStore::drop_now(Job& job, const Done& done) {
   std::list<LeaseWaiter> waiters = job.cache().waiters().take_all();
   const std::vector<Operations::Start> operations = job.operations().take_waiting();
   reports_.count_dropped(job);
-  jobs_.remove(job_id);
+  const uint64_t snapshot_bytes = job.space().snapshots().memory_bytes;
+  const uint64_t record_bytes = job.shards().declared().memory_bytes();
+  free_on_worker(parts_.workers, JobId{job_id}, record_bytes, jobs_.take(job_id));
   admissions_.apply_weight(job_id, JobWeight());
   const Status gone = error(StatusCode::fenced, "the job was dropped: ", job_id);
   for (LeaseWaiter& waiter : waiters) waiter.refuse(gone);
   for (const Operations::Start& start : operations) start(gone);
   MEMD_FAILPOINT("job.dropped_from_memory");
-  commits_.remove(job_id, std::move(extents), snapshots_.take(job_id), done);
+  std::vector<Snapshot> snapshots = snapshots_.take_all(job_id);
+  std::vector<PinnedList> pinned;
+  for (const Snapshot& each : snapshots) pinned.push_back(each.extents);
+  free_on_worker(parts_.workers, JobId{job_id}, snapshot_bytes, std::move(snapshots));
+  commits_.remove(job_id, std::move(extents), std::move(pinned), done);
 }
 
 Result<std::shared_ptr<Session>> ShardStore::attach(uint64_t job_id, const SessionOwner& owner) {

@@ -192,7 +192,7 @@ Result<SnapshotReading> SnapshotReadings::begin(const SnapshotReadingRequest& re
                                       .step = snapshot->entry.step,
                                       .created_s = snapshot->entry.created_s,
                                       .bytes = snapshot->space.bytes,
-                                      .extent_count = snapshot->extents.size()},
+                                      .extent_count = snapshot->extents->size()},
                          .identity = identity,
                          .piece_first = piece_first,
                          .record = snapshot->record};

@@ -746,6 +746,38 @@ TEST_F(SnapshotTest, a_job_that_is_streamed_goes_back_when_that_has_ended) {
   EXPECT_TRUE(restored.is_ok()) << restored.message();
 }
 
+TEST_F(SnapshotTest, what_has_ended_is_freed_on_a_worker) {
+  HeartOptions options;
+  options.workers_by_hand = true;
+  Heart heart(disk_, options);
+  heart.when_idle = [&] { return heart.workers().run_next().has_value(); };
+  begin(heart);
+  ASSERT_TRUE(train(heart, 10).is_ok());
+  for (const char* const name : {"first", "second"}) {
+    ASSERT_TRUE(create(heart, name).is_ok());
+    ASSERT_TRUE(train(heart, 20).is_ok());
+  }
+  const SnapshotSpace both = heart.job(session_).space().snapshots();
+  ASSERT_TRUE(drop(heart, "first").is_ok());
+  const uint64_t left = heart.job(session_).space().snapshots().memory_bytes;
+  const auto of_first = heart.workers().run_next();
+  ASSERT_TRUE(of_first.has_value());
+  EXPECT_EQ(of_first->bytes, both.memory_bytes - left);
+  const uint64_t of_job = heart.job(session_).shards().declared().memory_bytes();
+  std::vector<uint64_t> freed;
+  std::optional<Status> dropped;
+  heart.store().drop_job(job_id(heart), true, [&](const Status& status) { dropped = status; });
+  heart.when_idle = [&] {
+    const auto order = heart.workers().run_next();
+    if (order) freed.push_back(order->bytes);
+    return order.has_value();
+  };
+  ASSERT_TRUE(heart.until([&] { return dropped.has_value(); }));
+  const auto each = left == of_job ? 2 : 1;
+  EXPECT_EQ(std::count(freed.begin(), freed.end(), of_job), each);
+  EXPECT_EQ(std::count(freed.begin(), freed.end(), left), each);
+}
+
 TEST_F(SnapshotTest, what_is_being_dropped_is_not_verified) {
   Heart heart(disk_);
   begin(heart);

@@ -177,7 +177,7 @@ void Commits::commit(uint64_t job_id,
 
 void Commits::remove(uint64_t job_id,
                      std::vector<ExtentRecord> extents,
-                     std::vector<ExtentRecord> pinned,
+                     std::vector<PinnedList> pinned,
                      Done done) {
   auto commit = std::make_shared<Commit>();
   commit->job_id = job_id;
@@ -202,7 +202,7 @@ void Commits::add_snapshot(const SnapshotEntry& snapshot, Done done) {
 
 void Commits::drop_snapshot(uint64_t job_id,
                             const std::string& name,
-                            std::vector<ExtentRecord> pinned,
+                            PinnedList pinned,
                             Done done) {
   auto commit = std::make_shared<Commit>();
   commit->job_id = job_id;
@@ -211,7 +211,7 @@ void Commits::drop_snapshot(uint64_t job_id,
       return entry.job.job_id == job_id && entry.name == name;
     });
   };
-  commit->pinned = std::move(pinned);
+  commit->pinned.push_back(std::move(pinned));
   commit->done = [done = std::move(done)](const Status& status, double) { done(status); };
   enqueue(std::move(commit));
 }
@@ -395,17 +395,25 @@ void Commits::written(const Status& status) {
   commit.phase = Phase::releasing;
 }
 
+bool Commits::unpin_next(Commit& commit) {
+  while (!commit.pinned.empty() && commit.unpinned_count == commit.pinned.back()->size()) {
+    commit.pinned.pop_back();
+    commit.unpinned_count = 0;
+  }
+  if (commit.pinned.empty()) return false;
+  extents_.release((*commit.pinned.back())[commit.unpinned_count++], ExtentHolder::snapshot);
+  return true;
+}
+
 void Commits::release(TurnBudget& turn) {
   Commit& commit = *running_;
   for (;;) {
     if (!commit.releasable.empty()) {
       extents_.release(commit.releasable.back());
       commit.releasable.pop_back();
-    } else if (!commit.pinned.empty()) {
-      extents_.release(commit.pinned.back(), ExtentHolder::snapshot);
-      commit.pinned.pop_back();
-    } else if (commit.source == nullptr ||
-               commit.source->release_superseded(extents_, kReleasedCount)) {
+    } else if (!unpin_next(commit) &&
+               (commit.source == nullptr ||
+                commit.source->release_superseded(extents_, kReleasedCount))) {
       break;
     }
     if (turn.is_spent()) return;

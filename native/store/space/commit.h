@@ -82,19 +82,16 @@ class Commits {
               CatalogueSource& source,
               std::function<void(const Status&, double commit_seconds)> done);
   /// Takes the job out of the root, and its snapshots with it; its catalogue and `extents` are
-  /// released afterwards, and `pinned` are unpinned.
+  /// released afterwards, and what its snapshots pin is unpinned.
   void remove(uint64_t job_id,
               std::vector<ExtentRecord> extents,
-              std::vector<ExtentRecord> pinned,
+              std::vector<PinnedList> pinned,
               Done done);
   /// Puts the snapshot into the root. The caller has pinned all that it names, and its job commits
   /// nothing meanwhile.
   void add_snapshot(const SnapshotEntry& snapshot, Done done);
   /// Takes it out; `pinned` are unpinned afterwards.
-  void drop_snapshot(uint64_t job_id,
-                     const std::string& name,
-                     std::vector<ExtentRecord> pinned,
-                     Done done);
+  void drop_snapshot(uint64_t job_id, const std::string& name, PinnedList pinned, Done done);
 
   /// Which catalogue of the job is the last on disk: another number after each commit of it; 0: it
   /// has none.
@@ -128,7 +125,8 @@ class Commits {
     std::function<void(RootRecord&)> edit;
     uint64_t job_id = 0;
     std::vector<ExtentRecord> releasable;
-    std::vector<ExtentRecord> pinned;  // no more, afterwards
+    std::vector<PinnedList> pinned;  // no more, afterwards
+    size_t unpinned_count = 0;       // of the last of them
     std::function<void(const Status&, double)> done;
     // While it runs:
     Phase phase = Phase::encoding;
@@ -160,6 +158,8 @@ class Commits {
   void abandon(const Status& status);
   void written(const Status& status);
   void release(TurnBudget& turn);
+  /// One extent; false where none is left.
+  bool unpin_next(Commit& commit);
   void finish(const Status& status);
 
   ExtentStore& extents_;

@@ -4,10 +4,15 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
+#include <vector>
 
 #include "store/format/extent_record.h"
 
 namespace memd {
+
+/// All that one snapshot pins. Shared with the commit that ends it, which releases them one by one.
+using PinnedList = std::shared_ptr<const std::vector<ExtentRecord>>;
 
 /// The unit is an extent. Its place is free when no snapshot pins it and no job holds it: the last
 /// one to release it frees it. An extent that no snapshot pins is not known here. Owned by the

@@ -4,13 +4,14 @@
 #include <iterator>
 #include <utility>
 
+#include "base/check.h"
 #include "store/space/declared_space.h"
 
 namespace memd {
 
 SnapshotSpace space_of(const Snapshot& snapshot) {
   SnapshotSpace space{.count = 1, .bytes = 0, .memory_bytes = 0};
-  for (const ExtentRecord& extent : snapshot.extents) space.bytes += extent.length_bytes;
+  for (const ExtentRecord& extent : *snapshot.extents) space.bytes += extent.length_bytes;
   if (snapshot.record == nullptr) return space;
   DeclaredSpace declared;
   for (const ShardRecord& shard : snapshot.record->shards) {
@@ -58,18 +59,16 @@ std::string Snapshots::names_text(uint64_t job_id) const {
   return text;
 }
 
-std::vector<ExtentRecord> Snapshots::take(uint64_t job_id) {
-  std::vector<ExtentRecord> pinned;
-  for (auto it = all_.begin(); it != all_.end();) {
-    if (it->second.entry.job.job_id != job_id) {
-      ++it;
-      continue;
-    }
-    std::vector<ExtentRecord>& extents = it->second.extents;
-    pinned.insert(pinned.end(), extents.begin(), extents.end());
-    it = all_.erase(it);
-  }
-  return pinned;
+Snapshot Snapshots::take(uint64_t id) {
+  auto node = all_.extract(id);
+  MEMD_CHECK(!node.empty());
+  return std::move(node.mapped());
+}
+
+std::vector<Snapshot> Snapshots::take_all(uint64_t job_id) {
+  std::vector<Snapshot> taken;
+  for (const Snapshot* const each : of_job(job_id)) taken.push_back(take(each->id));
+  return taken;
 }
 
 void Snapshots::lose(uint64_t id, const std::vector<std::string>& shards) {

@@ -19,7 +19,7 @@ struct Snapshot {
   SnapshotEntry entry;
   /// Its catalogue's content; nothing where that is damaged.
   std::shared_ptr<const JobRecord> record;
-  std::vector<ExtentRecord> extents;  // that it pins: its catalogue's, and all that this names
+  PinnedList extents;                 // its catalogue's, and all that this names
   SnapshotSpace space;                // space_of(), once
   std::set<std::string> lost_shards;  // with bytes that are gone
   bool is_catalogue_lost = false;     // on disk: the next daemon cannot read it
@@ -44,9 +44,10 @@ class Snapshots {
 
   /// The commit that takes it out of the root begins, or has failed.
   void set_ending(uint64_t id, bool is_ending) { all_.at(id).is_ending = is_ending; }
-  void remove(uint64_t id) { all_.erase(id); }
-  /// All of the job's go; what they pin.
-  std::vector<ExtentRecord> take(uint64_t job_id);
+  /// It ends.
+  Snapshot take(uint64_t id);
+  /// All of the job's end.
+  std::vector<Snapshot> take_all(uint64_t job_id);
   /// Bytes of these shards are gone from the disk; of none: its catalogue's.
   void lose(uint64_t id, const std::vector<std::string>& shards);
 
