@@ -298,18 +298,17 @@ void Job::remove(uint32_t shard_id, uint64_t session_id, ExtentStore& extents) {
   journal_.note_removed(shard_id);
 }
 
-std::vector<ExtentRecord> Job::take_extents() {
-  std::vector<ExtentRecord> extents = space_.take_superseded();
-  const auto take = [&extents](ReplicaList& replicas) {
-    for (Replica& replica : replicas) {
+std::vector<ExtentRecord> Job::extents() const {
+  std::vector<ExtentRecord> extents = space_.superseded();
+  const auto add = [&extents](const auto& replicas) {
+    for (const Replica& replica : replicas) {
       if (replica.exists()) extents.push_back(replica.extent());
-      replica = {};
     }
   };
-  for (Entry* const entry : shards_.entries()) {
-    if (entry != nullptr) take(entry->replicas());
+  for (const Entry* const entry : shards_.entries()) {
+    if (entry != nullptr) add(entry->replicas());
   }
-  for (Bucket& bucket : shards_.buckets()) take(bucket.rest);
+  for (const Bucket& bucket : shards_.buckets()) add(bucket.rest);
   return extents;
 }
 

@@ -125,8 +125,8 @@ class Job final : private ResidencyGates, private StateGate, private JobRecorder
   void drop_gradient(Bucket& bucket, ExtentStore& extents);
   /// Replica `replica` of the entry, or the rest of that tile, is gone from the disk.
   void lose(const Entry& entry, size_t replica, const Status& why) override;
-  /// All extents of the job, for release; the job is at its end.
-  std::vector<ExtentRecord> take_extents();
+  /// All extents that the job holds.
+  std::vector<ExtentRecord> extents() const;
 
   ShardInfo info(uint32_t shard_id) const;
   JobInfo job_info() const;

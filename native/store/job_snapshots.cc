@@ -39,6 +39,14 @@ struct JobSnapshots::Creation {
   size_t pinned_count = 0;
 };
 
+struct JobSnapshots::Restoring {
+  Job& job;
+  const Made made;
+  uint64_t snapshot_id = 0;
+  std::unique_ptr<Job> fresh{};  // the job of then, which nobody else knows yet
+  Status built{};
+};
+
 // ---- Making one ---------------------------------------------------------------------------------
 
 std::optional<Result<SnapshotInfo>> JobSnapshots::answer_early(
@@ -243,77 +251,86 @@ void JobSnapshots::begin_restore(Job& job,
                                  const std::string& name,
                                  const Status& synced,
                                  const Made& made) {
-  const auto refuse = [this, &job, made](const Status& why) {
-    const uint64_t job_id = job.job_id();
-    job.set_ending(nullptr);
-    made(why);
-    operations_.end(job_id);
-  };
+  const auto restoring = std::make_shared<Restoring>(Restoring{.job = job, .made = made});
   const Snapshot* const snapshot = snapshots_.find(job.job_id(), name);
-  if (snapshot == nullptr) return refuse(no_such(job, name));
+  if (snapshot == nullptr) return refuse(restoring, no_such(job, name));
   // Its memory alone may have its last steps, so it is kept while a commit may still be made. A job
   // that was stopped or has lost shards makes none, and this is its way on.
   const bool is_at_end =
       !job.progress().stopped().is_ok() || synced.code() == StatusCode::integrity;
-  if (!synced.is_ok() && !is_at_end) return refuse(synced);
-  if (Status writable = parts_.extents.check_writable(); !writable.is_ok()) return refuse(writable);
-  auto made_of_then = job_of_then(job, *snapshot);
-  if (!made_of_then.is_ok()) return refuse(made_of_then.status());
+  if (!synced.is_ok() && !is_at_end) return refuse(restoring, synced);
+  if (snapshot->record == nullptr || snapshot->is_catalogue_lost ||
+      !snapshot->lost_shards.empty()) {
+    return refuse(restoring,
+                  error(StatusCode::integrity,
+                        "snapshot ",
+                        name,
+                        " of job ",
+                        job.name(),
+                        " is not whole any more (memd snapshot list); choose another one"));
+  }
+  restoring->snapshot_id = snapshot->id;
+  job.operations().set_phase("builds the job of then");
+  parts_.workers.submit(
+      {.job = JobId{job.job_id()}, .bytes = snapshot->space.memory_bytes, .kind = WorkKind::bytes},
+      [restoring, record = snapshot->record] {
+        auto fresh = Job::restore(*record);
+        restoring->built = fresh.status();
+        if (fresh.is_ok()) restoring->fresh = std::move(fresh).value();
+      },
+      [this, restoring] { built(restoring); });
+}
+
+void JobSnapshots::built(const RestoringPointer& restoring) {
+  Job& job = restoring->job;
+  if (!restoring->built.is_ok()) return refuse(restoring, restoring->built);
+  Job& fresh = *restoring->fresh;
+  fresh.admission().take_terms(job.admission());
+  if (Status room = fresh.admission().check_snapshots(job.space().snapshots()); !room.is_ok()) {
+    return refuse(restoring, room);
+  }
+  if (Status writable = parts_.extents.check_writable(); !writable.is_ok()) {
+    return refuse(restoring, writable);
+  }
   job.operations().set_phase("commits");
   // Else the next daemon would take the memory of now for that of then.
   job.journal().give_up();
   MEMD_FAILPOINT("snapshot.before_restore");
-  // Commits do not copy what they run, and the job belongs to nobody else yet.
-  const auto fresh = std::make_shared<std::unique_ptr<Job>>(std::move(made_of_then).value());
-  DurableState& durable = (*fresh)->durable();
   parts_.commits.commit(
-      job.job_id(),
-      durable,
-      [this, &job, id = snapshot->id, fresh, made, refuse](const Status& status, double) {
-        if (status.is_ok()) {
-          MEMD_FAILPOINT("snapshot.restored");
-          const Snapshot* const kept = snapshots_.find(id);
-          MEMD_CHECK(kept != nullptr);
-          return replace(job, std::move(*fresh), [made, info = info_of(*kept)] { made(info); });
-        }
-        // The job is what the disk says, with a ledger again.
-        auto again = Job::restore(job.durable().record());
-        if (!job.progress().stopped().is_ok() || !again.is_ok()) return refuse(status);
-        replace(job, std::move(again).value(), [made, status] { made(status); });
+      job.job_id(), fresh.durable(), [this, restoring](const Status& status, double) {
+        committed(restoring, status);
       });
 }
 
-Result<std::unique_ptr<Job>> JobSnapshots::job_of_then(const Job& job,
-                                                       const Snapshot& snapshot) const {
-  if (snapshot.record == nullptr || snapshot.is_catalogue_lost || !snapshot.lost_shards.empty()) {
-    return error(StatusCode::integrity,
-                 "snapshot ",
-                 snapshot.entry.name,
-                 " of job ",
-                 job.name(),
-                 " is not whole any more (memd snapshot list); choose another one");
+void JobSnapshots::committed(const RestoringPointer& restoring, const Status& status) {
+  Job& job = restoring->job;
+  if (status.is_ok()) {
+    MEMD_FAILPOINT("snapshot.restored");
+    const Snapshot* const kept = snapshots_.find(restoring->snapshot_id);
+    MEMD_CHECK(kept != nullptr);
+    return go_back(restoring, std::move(restoring->fresh), info_of(*kept));
   }
-  JobRecord record = *snapshot.record;
-  job.admission().write(record);
-  auto fresh = Job::restore(record);
-  if (!fresh.is_ok()) return fresh;
-  if (Status room = fresh.value()->admission().check_snapshots(job.space().snapshots());
-      !room.is_ok()) {
-    return room;
-  }
-  return fresh;
+  // The job is what the disk says, with a ledger again.
+  auto again = Job::restore(job.durable().record());
+  if (!job.progress().stopped().is_ok() || !again.is_ok()) return refuse(restoring, status);
+  end(std::move(restoring->fresh));
+  go_back(restoring, std::move(again).value(), status);
 }
 
-void JobSnapshots::replace(Job& job,
+void JobSnapshots::go_back(const RestoringPointer& restoring,
                            std::unique_ptr<Job> fresh,
-                           const std::function<void()>& answer) {
-  const Status gone =
-      error(StatusCode::unavailable, "job ", job.name(), " goes back to a snapshot; try again");
-  const std::vector<Operations::Start> waiting = job.operations().take_waiting();
-  // The operation that runs ends with its job.
-  JobReplacement(parts_, operations_).replace(job, std::move(fresh));
-  for (const Operations::Start& start : waiting) start(gone);
-  answer();
+                           const Result<SnapshotInfo>& answer) {
+  JobReplacement(parts_, operations_)
+      .go_back(
+          restoring->job, std::move(fresh), [made = restoring->made, answer] { made(answer); });
+}
+
+void JobSnapshots::refuse(const RestoringPointer& restoring, const Status& why) {
+  const uint64_t job_id = restoring->job.job_id();
+  restoring->job.set_ending(nullptr);
+  if (restoring->fresh != nullptr) end(std::move(restoring->fresh));
+  restoring->made(why);
+  operations_.end(job_id);
 }
 
 // ---- The end of one -----------------------------------------------------------------------------
@@ -377,6 +394,12 @@ void JobSnapshots::end(Snapshot snapshot) {
   const JobId job{snapshot.entry.job.job_id};
   const uint64_t bytes = snapshot.space.memory_bytes;
   free_on_worker(parts_.workers, job, bytes, std::move(snapshot));
+}
+
+void JobSnapshots::end(std::unique_ptr<Job> fresh) {
+  const JobId job{fresh->job_id()};
+  const uint64_t bytes = fresh->shards().declared().memory_bytes();
+  free_on_worker(parts_.workers, job, bytes, std::move(fresh));
 }
 
 Result<std::vector<SnapshotInfo>> JobSnapshots::list(uint64_t job_id) const {

@@ -55,6 +55,8 @@ class JobSnapshots {
  private:
   struct Creation;
   using CreationPointer = std::shared_ptr<Creation>;
+  struct Restoring;
+  using RestoringPointer = std::shared_ptr<Restoring>;
 
   /// Why there can be none, or the answer to a request that was granted before.
   std::optional<Result<SnapshotInfo>> answer_early(const Job& job,
@@ -69,11 +71,16 @@ class JobSnapshots {
   void finish(const CreationPointer& creation, const Result<SnapshotInfo>& answer);
   Status check_unused(const Job& job) const;
   void begin_restore(Job& job, const std::string& name, const Status& synced, const Made& made);
-  Result<std::unique_ptr<Job>> job_of_then(const Job& job, const Snapshot& snapshot) const;
-  void replace(Job& job, std::unique_ptr<Job> fresh, const std::function<void()>& answer);
+  void built(const RestoringPointer& restoring);
+  void committed(const RestoringPointer& restoring, const Status& status);
+  void go_back(const RestoringPointer& restoring,
+               std::unique_ptr<Job> fresh,
+               const Result<SnapshotInfo>& answer);
+  void refuse(const RestoringPointer& restoring, const Status& why);
   void begin_drop(Job& job, const std::string& name, const Done& done);
-  /// Nothing refers to it any more.
+  /// Nothing refers to these any more.
   void end(Snapshot snapshot);
+  void end(std::unique_ptr<Job> fresh);
   Status no_such(const Job& job, const std::string& name) const;
 
   const StoreParts& parts_;

@@ -166,7 +166,7 @@ Status ShardStore::check_droppable(const Job& job) const {
 void ShardStore::drop_now(Job& job, const Done& done) {
   MEMD_FAILPOINT("job.before_drop");
   job.state().early().forget_all();
-  std::vector<ExtentRecord> extents = job.take_extents();
+  std::vector<ExtentRecord> extents = job.extents();
   const uint64_t job_id = job.job_id();
   memory_.release(job_id, job.kept().take());
   keepsakes_.forget_table(job_id);

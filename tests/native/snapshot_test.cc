@@ -746,6 +746,56 @@ TEST_F(SnapshotTest, a_job_that_is_streamed_goes_back_when_that_has_ended) {
   EXPECT_TRUE(restored.is_ok()) << restored.message();
 }
 
+TEST_F(SnapshotTest, a_restore_builds_on_workers_and_exchanges_extents_over_turns) {
+  constexpr size_t kBlobs = 200;
+  constexpr uint64_t kEachBytes = 4096;
+  HeartOptions options;
+  options.workers_by_hand = true;
+  options.pieces_a_turn = 1;
+  Heart heart(disk_, options);
+  std::vector<uint64_t> orders;
+  heart.when_idle = [&] {
+    const auto order = heart.workers().run_next();
+    if (order) orders.push_back(order->bytes);
+    return order.has_value();
+  };
+  session_ = heart.attach(heart.open("job"));
+  std::vector<ShardSpec> specs;
+  for (size_t i = 0; i < kBlobs; ++i) specs.push_back(bytes_shard(concat("b", i), kEachBytes));
+  const std::vector<uint32_t> ids = heart.declare(session_, specs);
+  const auto write_all = [&](uint8_t seed) {
+    for (const uint32_t id : ids) heart.write(session_, id, pattern(kEachBytes, seed));
+    ASSERT_TRUE(heart.sync(session_).is_ok());
+  };
+  write_all(1);
+  ASSERT_TRUE(create(heart, "first").is_ok());
+  write_all(2);
+  const uint64_t record_bytes = heart.job(session_).space().snapshots().memory_bytes;
+  const uint64_t id = job_id(heart);
+  ASSERT_TRUE(heart.store().detach(session_).is_ok());
+  orders.clear();
+  std::optional<Status> restored;
+  heart.store().snapshots().restore(
+      id, "first", [&](const Result<SnapshotInfo>& made) { restored = made.status(); });
+  size_t turns = 0;
+  ASSERT_TRUE(heart.until([&] {
+    for (const Activity& each : heart.store().reports().in_flight())
+      turns += each.kind == "restore" && each.what == "exchanges extents" ? 1 : 0;
+    return restored.has_value();
+  }));
+  EXPECT_TRUE(restored->is_ok()) << restored->message();
+  EXPECT_GE(turns, 2 * kBlobs / 64);
+  while (heart.turn()) {
+  }
+  EXPECT_EQ(std::count(orders.begin(), orders.end(), record_bytes), 3)
+      << "the job of then, what differs, the end of the job of now";
+  session_ = heart.attach(id);
+  EXPECT_EQ(heart.read<uint8_t>(session_, heart.job(session_).shards().id_of("b7")),
+            pattern(kEachBytes, 1));
+  ASSERT_TRUE(heart.sync(session_).is_ok());
+  expect_nothing_leaked(heart);
+}
+
 TEST_F(SnapshotTest, what_has_ended_is_freed_on_a_worker) {
   HeartOptions options;
   options.workers_by_hand = true;

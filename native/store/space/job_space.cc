@@ -58,12 +58,11 @@ void JobSpace::add_superseded(const std::vector<ExtentRecord>& extents) {
   }
 }
 
-std::vector<ExtentRecord> JobSpace::take_superseded() {
+std::vector<ExtentRecord> JobSpace::superseded() const {
   std::vector<ExtentRecord> extents;
   for (const Superseded& old : superseded_) {
     if (old.extent.exists()) extents.push_back(old.extent);
   }
-  superseded_.clear();
   return extents;
 }
 

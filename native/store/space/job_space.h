@@ -102,8 +102,7 @@ class JobSpace {
   void replace_gradient(Replica& place, const ExtentRecord& extent, ExtentStore& extents);
   /// The catalogue on disk names these, and memory needs them no more.
   void add_superseded(const std::vector<ExtentRecord>& extents);
-  /// The job ends: the caller releases them.
-  std::vector<ExtentRecord> take_superseded();
+  std::vector<ExtentRecord> superseded() const;
 
   // Adoption.
   /// Counts anew: every replica that the walk visits.

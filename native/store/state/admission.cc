@@ -41,6 +41,13 @@ void Admission::write(JobRecord& record) const {
   record.weight = weight_.code();
 }
 
+void Admission::take_terms(const Admission& other) {
+  JobRecord terms;
+  other.write(terms);
+  restore(terms);
+  reserve_metadata();
+}
+
 void Admission::set_weight(JobWeight weight) {
   weight_ = weight;
   parts_.durable.note_change();

@@ -44,6 +44,9 @@ class Admission {
   /// Fills in what a catalogue says of the terms.
   void write(JobRecord& record) const;
 
+  /// Those of another job.
+  void take_terms(const Admission& other);
+
   uint64_t host_bytes() const { return host_bytes_; }
   void set_host_bytes(uint64_t bytes) { host_bytes_ = bytes; }
   const Durability& durability() const { return durability_; }
